@@ -18,7 +18,7 @@ include_patterns = [
     "notebooks/*",
     "results/**.md",
 ]
-exclude_patterns = [".*", "docs/_build", "lab", "tests"]  # not walked through
+exclude_patterns = [".*", "docs/_build", "corpus", "lab", "studies", "tests"]  # not walked through
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 3

@@ -33,8 +33,8 @@ import torch
 import lab.references
 from lab.checks import ForwardCase, ForwardMode, judge_case
 from lab.metadata import ForwardBatch, KVPool, TRTLLMMHAMetadata, build_mha_metadata
-from lab.reports.pictures.forward_modes import reading_figure, request_reads
 from lab.workloads.inputs.forward_pass import ForwardPass, build_forward
+from studies.pictures.forward_modes import reading_figure, request_reads
 
 PAGE_SIZE = 4  # so that pages fit a picture; engines use 16 to 128
 NUM_DRAFT_TOKENS = 4  # the reader's number: try 1, 3 or 6, and run all cells again

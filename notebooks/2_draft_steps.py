@@ -35,18 +35,18 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton decides when it is imported
 
 import lab
-from lab.experiments.arms import WARM, TimingPlan, measure_all
-from lab.experiments.draft_steps import facts_of, implied_saving_us, median_of, point_of, works_of
-from lab.experiments.draft_visibility import in_words, look
 from lab.kernels.serving.draft_decode_kv_indices import SERIAL_BLOCK_TOKENS
 from lab.metadata import KVLayout
 from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.speculation.draft_steps import DraftPlan, MultiStepDraft, allocate_draft, prepare_draft
 from lab.references import generate_draft_decode_kv_indices, trtllm_batch_decode_with_kv_cache
-from lab.reports.pictures.draft_steps import built_figure, claim_figure, draft_times_figure, lists_figure, steps_figure
 from lab.timing.roofline import measure_ceilings
 from lab.workloads.draft import DraftCase, build_verify, draft_decode
 from lab.workloads.traces import own_trace
+from studies.arms import WARM, TimingPlan, measure_all
+from studies.draft_steps import facts_of, implied_saving_us, median_of, point_of, works_of
+from studies.draft_visibility import in_words, look
+from studies.pictures.draft_steps import built_figure, claim_figure, draft_times_figure, lists_figure, steps_figure
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -150,7 +150,7 @@ print(f"  page tables, written and read       {tables_bytes:>12,} bytes")
 # ## What it takes on an H200
 #
 # What follows is recorded: [draft_steps.json](../results/nvidia-h200/draft_steps.json), made by `python -m
-# lab.experiments.draft_steps`, explained in [draft_steps.md](../results/nvidia-h200/draft_steps.md). Times are of the GPU,
+# studies.draft_steps`, explained in [draft_steps.md](../results/nvidia-h200/draft_steps.md). Times are of the GPU,
 # by the method that the next cell prints, all plans of a point in turns, each output checked before and after. The kernels
 # are the lab's own Triton ones: the serial lists follow SGLang's schedule, one program per step and request that walks the
 # whole prefix, 128 tokens at a time.

@@ -33,7 +33,6 @@ from statistics import median
 import torch
 
 import lab
-from lab.experiments.length_copy import CopyLoopSettings, measure_ends
 from lab.metadata.engine.host_mirrors import decide_needs_cpu_seq_lens
 from lab.metadata.speculation.verify_mask import (
     VerifyMaskForm,
@@ -42,7 +41,8 @@ from lab.metadata.speculation.verify_mask import (
     verify_mask_cells,
     write_chain_mask,
 )
-from lab.reports.pictures.length_copy import (
+from studies.length_copy import CopyLoopSettings, measure_ends
+from studies.pictures.length_copy import (
     Lane,
     LoopExcerpt,
     Span,

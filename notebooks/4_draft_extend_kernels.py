@@ -40,17 +40,17 @@ if not torch.cuda.is_available():
 import lab
 import lab.kernels.portable
 from lab.checks import Outcome, judge_forward
-from lab.experiments.arms import TimingPlan, measure_point
-from lab.experiments.draft_extend_kernels import crossovers, facts_of, point_of
-from lab.experiments.passes import gpu_works
 from lab.metadata import AttentionCall
 from lab.metadata.mha.calls import call_arguments
 from lab.references.errors import relative_l2
-from lab.reports.pictures.draft_extend_kernels import crossover_figure, floor_share_figure, point_figure
-from lab.reports.pictures.forward_modes import reading_figure
 from lab.timing.roofline import measure_ceilings
 from lab.workloads import parse_batch, scenario
 from lab.workloads.inputs.forward_pass import build_forward
+from studies.arms import TimingPlan, measure_point
+from studies.draft_extend_kernels import crossovers, facts_of, point_of
+from studies.passes import gpu_works
+from studies.pictures.draft_extend_kernels import crossover_figure, floor_share_figure, point_figure
+from studies.pictures.forward_modes import reading_figure
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RECORDED = Path(lab.__file__).parents[1] / "results" / "nvidia-h200" / "draft_extend_kernels.json"

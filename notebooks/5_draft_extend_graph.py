@@ -39,24 +39,24 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton decides when it is imported
 
 import lab.references
-from lab.experiments.arms import WARM, TimingPlan
-from lab.experiments.draft_extend_graph import measure_forms, new_model
 from lab.kernels import default_implementation, portable
 from lab.metadata import ForwardMode, KVPool, SpecInfo
 from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.speculation.draft_extend_graph import DraftExtendGraph, DraftExtendOutput
-from lab.reports.pictures.draft_extend_graph import eager_or_graph_figure, forms_figure
-from lab.reports.pictures.forward_modes import reading_figure
-from lab.reports.pictures.static_buffers import (
+from lab.timing.roofline import measure_ceilings
+from studies.arms import WARM, TimingPlan
+from studies.draft_extend_graph import measure_forms, new_model
+from studies.pictures.draft_extend_graph import eager_or_graph_figure, forms_figure
+from studies.pictures.forward_modes import reading_figure
+from studies.pictures.static_buffers import (
     CellState,
     buffers_figure,
     replayed_buffers,
     static_buffers,
     written_cells,
 )
-from lab.timing.roofline import measure_ceilings
-from lab.workloads.stand_in_model import LLAMA_8B_SIZES, TINY_SIZES, StandInModel, draw_pass
-from lab.workloads.stand_in_truth import truth_of_pass
+from studies.stand_in_model import LLAMA_8B_SIZES, TINY_SIZES, StandInModel, draw_pass
+from studies.stand_in_truth import truth_of_pass
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ATTENTION = portable if torch.cuda.is_available() else lab.references

@@ -34,14 +34,14 @@ from pathlib import Path
 import torch
 
 import lab
-from lab.experiments.plan_stream import PlanLoopSettings, measure_plannings
 from lab.metadata import ForwardBatch, ForwardMode, KVLayout, KVPool, SpecInfo
 from lab.metadata.engine.plan_stream import FixUp, PlannedVerify, PlanStream, verify_metadata_under
 from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.mha.buffers import MetadataBuilder
 from lab.metadata.speculation.verify_mask import pack_tree_mask
 from lab.metadata.speculation.verify_plan import ChainVerify, TreeMaskVerify
-from lab.reports.pictures.plan_stream import dependence_figure, saved_figure, savings_of_overlap, two_lane_figure
+from studies.pictures.plan_stream import dependence_figure, saved_figure, savings_of_overlap, two_lane_figure
+from studies.plan_stream import PlanLoopSettings, measure_plannings
 
 D = 4  # draft tokens of each request: the reader's number, 2 to 16
 SEQ_LENS = (20, 33, 7)

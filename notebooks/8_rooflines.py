@@ -31,7 +31,6 @@ from pathlib import Path
 import torch
 
 import lab
-from lab.experiments.clocks import MOST_APART_PERCENT, apart_percent
 from lab.kernels import default_implementation
 from lab.metadata import ForwardMode
 from lab.reports.pictures.timings import (
@@ -52,6 +51,7 @@ from lab.timing import L2, Ceilings, Clock, Method, measure_ceilings, roofline
 from lab.timing.forward import time_forward
 from lab.workloads import GEOMETRIES, Batch, ForwardCase, geometry, scenario
 from lab.workloads.mla_case import MLACase
+from studies.clocks import MOST_APART_PERCENT, apart_percent
 
 RESULTS = Path(lab.__file__).parents[1] / "results" / "nvidia-h200"
 run = read_run(RESULTS / "timings.json")

@@ -38,18 +38,6 @@ ALLOWED: dict[str, set[str]] = {
     },
     "timing": {"calls", "gpus", "provenance", "references", "kernels", "metadata", "workloads"},
     "dry_run": {"calls", "gpus", "provenance", "references", "kernels", "metadata", "workloads", "checks", "timing"},
-    "experiments": {
-        "dry_run",
-        "gpus",
-        "loading",
-        "provenance",
-        "references",
-        "kernels",
-        "metadata",
-        "workloads",
-        "checks",
-        "timing",
-    },
     "reports": {
         "dry_run",
         "gpus",
@@ -61,7 +49,6 @@ ALLOWED: dict[str, set[str]] = {
         "workloads",
         "checks",
         "timing",
-        "experiments",
     },
     "axes": {"checks", "workloads"},
     "pytest_plugin": {"axes", "checks", "loading", "references", "workloads"},
@@ -85,7 +72,7 @@ def imported_modules(path: Path) -> set[str]:
 def test_imports_follow_the_arrows(path: Path) -> None:
     part = path.relative_to(ROOT / "lab").parts[0].removesuffix(".py")
     names = imported_modules(path)
-    assert not any(name.split(".")[0] in ("tests", "corpus") for name in names)
+    assert not any(name.split(".")[0] in ("tests", "corpus", "studies") for name in names)
     imported_parts = {name.split(".")[1] for name in names if name.startswith("lab.")}
     assert imported_parts - {part, "named_enum", "files", "extras", "exit_status", "integrity"} <= ALLOWED.get(
         part, set()

@@ -13,7 +13,6 @@ from lab.commands.bench import bench
 from lab.commands.checks import checks
 from lab.commands.compare import ab, compare
 from lab.commands.dry_run import dry_run
-from lab.commands.experiments import experiments
 from lab.commands.implementations import implementations
 from lab.commands.judge import judge
 from lab.commands.releases import releases
@@ -55,7 +54,6 @@ app.command(rich_help_panel=JUDGING)(implementations)
 app.command(rich_help_panel=TIMING, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench)
 app.command(rich_help_panel=TIMING)(ab)
 app.command(rich_help_panel=TIMING)(dry_run)
-app.add_typer(experiments, name="experiments", rich_help_panel=TIMING)
 app.command(rich_help_panel=RECORDED)(compare)
 app.command(rich_help_panel=RECORDED)(releases)
 app.command(rich_help_panel=RECORDED)(report)
@@ -63,4 +61,8 @@ app.command(rich_help_panel=RECORDED)(html)
 # Commands of the folders of a checkout, which a wheel has not.
 for of_checkout in entry_points(group="lab.commands"):
     with suppress(ModuleNotFoundError):
-        app.command(rich_help_panel=JUDGING)(of_checkout.load())
+        command = of_checkout.load()
+        if isinstance(command, typer.Typer):  # a group of commands
+            app.add_typer(command, name=of_checkout.name, rich_help_panel=TIMING)
+        else:
+            app.command(rich_help_panel=JUDGING)(command)

@@ -185,13 +185,13 @@ def test_benchmarks_take_pytests_options_and_end_with_the_labs_status(
 
 
 def test_the_defaults_of_an_experiment_are_those_of_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lab.experiments import draft_extend_kernels, length_copy, mla_decode, plan_stream
-    from lab.experiments.loops import loops_of
     from lab.workloads.batches import sweep
+    from studies import draft_extend_kernels, length_copy, mla_decode, plan_stream
+    from studies.loops import loops_of
 
     asked: list[tuple[object, ...]] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("lab.experiments.arms.measure_ceilings", lambda device: None)
+    monkeypatch.setattr("studies.arms.measure_ceilings", lambda device: None)
     for experiment in (draft_extend_kernels, length_copy, mla_decode, plan_stream):
         monkeypatch.setattr(experiment, "run", lambda *given: (asked.append(given), 0)[1])
     for name in ("draft-extend-kernels", "mla-decode", "length-copy", "plan-stream"):

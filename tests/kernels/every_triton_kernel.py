@@ -23,8 +23,8 @@ from triton.runtime.jit import JITFunction
 import lab.kernels
 from lab import references
 from lab.kernels import portable
-from lab.timing.draft import draft_work
 from lab.workloads.draft import CHOICES, draft_scenario
+from studies.draft_work import draft_work
 from tests.cases import context_arguments, decode_arguments, pack_mask, random_batch, write_pages
 from tests.references.test_trtllm_ragged import ragged_arguments, ragged_batch
 

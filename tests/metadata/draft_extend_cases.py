@@ -8,7 +8,7 @@ import pytest
 
 from lab.kernels import default_implementation
 from lab.metadata import KVPool
-from lab.workloads.stand_in_model import TINY_SIZES, StandInModel, StandInSizes
+from studies.stand_in_model import TINY_SIZES, StandInModel, StandInSizes
 from tests.devices import IN_INTERPRETER, ON_GPU
 
 PAGE_SIZE = 16

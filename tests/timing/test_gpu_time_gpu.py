@@ -130,7 +130,7 @@ def test_what_a_call_owns_lives_as_long_as_its_graph() -> None:
 @needs_cupti
 @pytest.mark.parametrize("size_bytes", [128 * MEBIBYTE, 256 * MEBIBYTE, 2048 * MEBIBYTE])
 def test_cupti_and_graph_agree(size_bytes: int) -> None:
-    """Within 3 %, from 20 µs a launch; `lab.experiments.clocks` shows shorter ones too."""
+    """Within 3 %, from 20 µs a launch; `studies.clocks` shows shorter ones too."""
     graph = measure(negation(size_bytes), GRAPH).median_us
     assert measure(negation(size_bytes), Method(Clock.CUPTI, L2.WARM)).median_us == pytest.approx(graph, rel=0.03)
 

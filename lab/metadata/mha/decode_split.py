@@ -4,7 +4,7 @@ SGLang 0.5.23 does so where ``SGLANG_TRTLLM_MHA_DECODE_SEQ_LEN_SPLITS`` is above
 `trtllm_mha_backend.py`): in decode, draft decode, verification, draft extend V2, and a mixed batch's tail. Ragged verification
 is not divided. A kernel may choose its schedule for the batch's longest request, which the short ones then pay for. The price
 is a sort, copies of queries, lengths and tables, smaller calls, and copies of outputs. All calls get the same bound of lengths.
-`lab.experiments.decode_split` asks what is left.
+`studies.decode_split` asks what is left.
 """
 
 from collections.abc import Callable, Sequence

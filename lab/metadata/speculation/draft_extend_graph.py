@@ -130,7 +130,7 @@ def supports_draft_extend_graph(backend: object) -> bool:
 
 
 class DraftModel(Protocol):
-    """A draft model as a graph needs it, such as `lab.workloads.stand_in_model.StandInModel`."""
+    """A draft model as a graph needs it, such as `studies.stand_in_model.StandInModel`."""
 
     def new_inputs(self, max_batch_size: int, max_num_tokens: int) -> DraftInputs:
         """Return input buffers, zero-filled: valid ids and indices."""

@@ -1,13 +1,12 @@
 """Recorded experiments as parts of the page: pictures, the facts that hold for a whole file, and a table per list of rows."""
 
-import ast
-import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from importlib.metadata import entry_points
 
-from lab.experiments import EXPERIMENTS
 from lab.reports.html.pictures import Picture, pictures_of
+from lab.reports.pictures.style import Drawing
 from lab.reports.recorded import RecordedFile
 from lab.reports.tables import Table, flattened, table_of_records
 
@@ -20,7 +19,7 @@ class ExperimentPart:
 
     Attributes:
         name: of the file.
-        question: the first paragraph of the docstring of the experiment's module; "" if there is no such module.
+        question: that the experiment answers; "" where the package that recorded it is not installed.
         facts: (key, text) of each value that is not a list of rows.
         tables: one per list of rows.
         empty: keys of the lists without a row.
@@ -43,10 +42,11 @@ def experiment_part(file: RecordedFile) -> ExperimentPart:
     lists = {key: value for key, value in shown.items() if isinstance(value, list)}
     rows = {key: value for key, value in lists.items() if value and all(isinstance(row, Mapping) for row in value)}
     facts = flattened({key: value for key, value in shown.items() if key not in rows and value != []})
-    drawn = list(pictures_of(file))
+    question, drawings = _question_and_drawings(file.experiment)
+    drawn = list(pictures_of(file, drawings))
     return ExperimentPart(
         name=file.name,
-        question=_question(file.experiment),
+        question=question,
         facts=tuple(
             (key, ", ".join(map(str, value)) if isinstance(value, list) else str(value)) for key, value in facts.items()
         ),
@@ -60,13 +60,9 @@ def experiment_part(file: RecordedFile) -> ExperimentPart:
     )
 
 
-def _question(name: str) -> str:
-    """Return the question that an experiment's module begins with; "" without such a module.
-
-    The module is read and not imported, because some modules import packages that the page does not need.
-    """
-    spec = importlib.util.find_spec(EXPERIMENTS[name]) if name in EXPERIMENTS else None
-    if spec is None or spec.origin is None:
-        return ""
-    docstring = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
-    return docstring.split("\n\n", 1)[0].replace("\n", " ")
+def _question_and_drawings(experiment: str) -> tuple[str, Sequence[Drawing]]:
+    """Return what the package that recorded an experiment says of it; ("", ()) where no such package is installed."""
+    for found in entry_points(group="lab.page"):
+        with suppress(ModuleNotFoundError):
+            return found.load()(experiment)
+    return "", ()

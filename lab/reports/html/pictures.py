@@ -2,16 +2,13 @@
 
 import io
 from base64 import b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from lab.experiments import EXPERIMENTS
 from lab.reports.pictures.style import Drawing
 from lab.reports.recorded import RecordedFile
 
@@ -35,18 +32,10 @@ def picture_of(figure: Figure, description: str) -> Picture:
     return Picture(f"data:image/svg+xml;base64,{b64encode(drawn.getvalue()).decode()}", description)
 
 
-def drawings_of(experiment: str) -> Sequence[Drawing]:
-    """Return `DRAWINGS` of the module of `lab.reports.pictures` with the experiment's name; () where there is none."""
-    module = f"lab.reports.pictures.{experiment}"
-    if experiment not in EXPERIMENTS or find_spec(module) is None:
-        return ()
-    return getattr(import_module(module), "DRAWINGS", ())
-
-
-def pictures_of(file: RecordedFile) -> Iterator[Picture | str]:
-    """Yield each picture of a recorded experiment; for one that cannot be drawn, a sentence with the reason."""
+def pictures_of(file: RecordedFile, drawings: Iterable[Drawing]) -> Iterator[Picture | str]:
+    """Yield each drawing of a recorded experiment; for one that cannot be drawn, a sentence with the reason."""
     measured_on = ", ".join(str(file.fact(name)) for name in ("gpu", "commit") if file.fact(name))
-    for drawing in drawings_of(file.experiment):
+    for drawing in drawings:
         title = f"{drawing.words}: {measured_on}" if measured_on else drawing.words
         if file.content.get(drawing.key) == []:
             yield f"{drawing.words}: {drawing.key} has no row"

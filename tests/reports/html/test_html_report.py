@@ -17,15 +17,15 @@ pytest.importorskip("jinja2")
 pytest.importorskip("markdown_it")
 pytest.importorskip("matplotlib")
 
-from lab.experiments import EXPERIMENTS
 from lab.reports.html.experiments import experiment_part
 from lab.reports.html.findings import slug
 from lab.reports.html.judged import check_name
 from lab.reports.html.page import html_report
-from lab.reports.html.pictures import drawings_of
 from lab.reports.recorded import Kind, RecordedFile, RecordedFileError, read_folder
 from lab.reports.tables import flattened
 from lab.workloads.interfaces import Interface
+from studies import EXPERIMENTS
+from studies.shown import drawings_of, question_and_drawings
 from tests.commands.command import run as run_lab
 from tests.reports.html.parsed import Page
 
@@ -311,7 +311,8 @@ def test_every_experiment_that_can_be_is_drawn(files: tuple[RecordedFile, ...]) 
 
 
 def test_a_module_of_another_name_is_no_picture_of_an_experiment() -> None:
-    assert drawings_of("timings") == ()  # there is such a module, of benchmarks
+    assert question_and_drawings("timings") == ("", ())
+    assert question_and_drawings("forward_modes") == ("", ())  # there is such a module, of a notebook
 
 
 def test_what_is_not_recorded_results_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,266 @@
+"""Arms: different ways to do the work of a point, which take turns at it.
+
+An arm that declines the point, or whose results are wrong, has no time; the others are measured without it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from lab.timing.forward import time_facts
+from lab.timing.gpu_time import GpuTime, WrongWorkError, measure_interleaved
+from lab.timing.method import L2, Clock, Method, method_named
+from lab.timing.roofline import Ceilings, measure_ceilings, roofline
+from lab.timing.sampling import RefusedTimeError
+from lab.timing.work import GpuWork
+from studies.recording import Recording
+from studies.targets import Figure, Target, target_rows
+
+COLD = Method(Clock.GRAPH, L2.COLD_ROTATION)
+WARM = Method(Clock.GRAPH, L2.WARM)
+SAMPLES = 15
+OUTCOMES = ("rows", "declined", "wrong")  # the lists of `PointRows`
+JUDGED = "every output vector of every request, before and after it was timed, on every buffer"
+# What FlashInfer raises where a module cannot be imported, built or loaded, a function is lacking, or a call is refused.
+MISSING_MODULE = (ImportError, OSError, RuntimeError, TypeError, ValueError)
+
+Works = Mapping[str, GpuWork]  # by the name of the arm
+Time = TypeVar("Time")  # such as GpuTime or HostTime
+Named = TypeVar("Named")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to do the work of a point.
+
+    Attributes:
+        name: its name in rows and tables.
+        case: what it does, such as a forward pass or a draft's scenario; the experiment makes the work of it.
+        module: the implementation, where the case does not say it.
+        targets: what it must reach.
+        planned: the module's `plan` takes the call's arguments and returns the call that is timed.
+        needs_flashinfer: FlashInfer may be unable to load or build its kernel here, which is then a reason to decline.
+    """
+
+    name: str
+    case: Any
+    module: str = ""
+    targets: tuple[Target, ...] = ()
+    planned: bool = False
+    needs_flashinfer: bool = False
+
+
+@dataclass(frozen=True)
+class Point:
+    """Arms that are measured together.
+
+    Attributes:
+        name: of the point.
+        arms: in the order of the rows.
+        facts: what every row says of the point, besides its name.
+        baseline: the arm that the speed of each is compared with; "" if none is.
+    """
+
+    name: str
+    arms: tuple[Arm, ...]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    baseline: str = ""
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """Return the beginning of every row."""
+        return {"point": self.name, **self.facts}
+
+
+@dataclass(frozen=True)
+class TimingPlan:
+    """The method of GPU times, and the rates that they are set against.
+
+    Attributes:
+        samples: of each arm.
+    """
+
+    ceilings: Ceilings
+    method: Method = COLD
+    samples: int = SAMPLES
+
+    def recording(self, experiment: str, out: Path | None, lists: Sequence[str], **facts: Any) -> Recording:
+        """Begin a `Recording` of GPU times."""
+        timed = {"method": str(self.method), "samples": self.samples}
+        return Recording(experiment, out, timed | facts, lists, ceilings=self.ceilings)
+
+
+def timing_plan(clock: str, l2: str, samples: int) -> TimingPlan:
+    """Return how GPU times are taken by a named method, with what the GPU reaches now; see `method_named`."""
+    return TimingPlan(measure_ceilings(torch.device("cuda")), method_named(clock, l2), samples)
+
+
+def chosen(points: Iterable[Named], only: Sequence[str], name_of: Callable[[Named], str]) -> list[Named]:
+    """Return the points of these names, in their own order; all of them if there are no names.
+
+    Raises:
+        ValueError: a name is no point's.
+    """
+    listed = list(points)
+    unknown = sorted(set(only) - {name_of(point) for point in listed})
+    if unknown:
+        raise ValueError(f"no point is called {unknown[0]!r}; there are {', '.join(map(name_of, listed))}")
+    return [point for point in listed if not only or name_of(point) in only]
+
+
+class PointFailedError(Exception):
+    """A point could not be measured, and not because a kernel declines it; the message names it."""
+
+
+@contextmanager
+def named_in_failures(point: str) -> Iterator[None]:
+    """Turn what fails inside into a `PointFailedError` that names the point."""
+    try:
+        yield
+    except (AssertionError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise PointFailedError(f"{point}: {type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True)
+class PointRows:
+    """Rows of a point's arms that have a time, and of those that have none, with the reason."""
+
+    rows: Sequence[dict[str, Any]] = ()
+    declined: Sequence[dict[str, Any]] = ()
+    wrong: Sequence[dict[str, Any]] = ()
+
+    def by_list(self, rows: str = "rows") -> dict[str, Sequence[dict[str, Any]]]:
+        """Return what a recording adds to its lists; `rows` names the list of the times."""
+        return {rows: self.rows, "declined": self.declined, "wrong": self.wrong}
+
+
+def reason_rows(point: Mapping[str, Any], reasons: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return a row for each arm that has no time, with the facts of the point and the reason."""
+    return [{**point, "arm": name, "reason": reason} for name, reason in reasons.items()]
+
+
+def declined_by(arms: Sequence[Arm], works: Works) -> dict[str, str]:
+    """Return the reasons of the arms that cannot be timed, found by the first call of each: it is refused, or not there."""
+    reasons = {}
+    for arm in arms:
+        try:
+            works[arm.name].call()()
+        except NotImplementedError as error:
+            reasons[arm.name] = str(error)
+        except MISSING_MODULE as error:
+            if not arm.needs_flashinfer:
+                raise
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # raises anew what is no missing module, such as a wrong address
+            reasons[arm.name] = f"FlashInfer cannot run it here: {type(error).__name__}: {str(error).strip()[:500]}"
+    return reasons
+
+
+def measure_right_ones(
+    works: Works, measure: Callable[[Works], dict[str, Time]]
+) -> tuple[dict[str, Time], dict[str, str]]:
+    """Return the times of the arms whose results are right whenever they are checked, and what is wrong with the others.
+
+    Args:
+        works: by arm.
+        measure: checks every work before and after it is timed. When one is wrong, the others are measured anew without it.
+    """
+    right = dict(works)
+    wrong: dict[str, str] = {}
+    while right:
+        try:
+            return measure(right), wrong
+        except WrongWorkError as error:
+            wrong[error.name] = error.reason
+            del right[error.name]
+    return {}, wrong
+
+
+MakeWorks = Callable[[Sequence[Arm]], Works]
+FactsOf = Callable[[Arm, GpuWork], Mapping[str, Any]]
+
+
+def measure_arms(
+    point: Point,
+    make: MakeWorks,
+    measure: Callable[[Works], dict[str, Time]],
+    row_of: Callable[[Arm, GpuWork, dict[str, Time]], Mapping[str, Any]],
+) -> PointRows:
+    """Measure the arms of a point in turns, by any clock, and say why an arm has no time.
+
+    Args:
+        point: what is measured.
+        make: makes the work of each arm, on tensors of its own.
+        measure: as in `measure_right_ones`.
+        row_of: given an arm, its work and the times of all arms, returns what its row says besides the point and its name.
+
+    Raises:
+        PointFailedError: anything but a refusal, a missing module or a wrong result went wrong.
+    """
+    with named_in_failures(point.name):
+        works = make(point.arms)
+        declined = declined_by(point.arms, works)
+        times, wrong = measure_right_ones({name: work for name, work in works.items() if name not in declined}, measure)
+    rows = []
+    for arm in point.arms:
+        if arm.name in times:
+            try:
+                rows.append(point.row | {"arm": arm.name} | dict(row_of(arm, works[arm.name], times)))
+            except RefusedTimeError as error:
+                wrong[arm.name] = f"its time is refused: {error}"
+    return PointRows(rows, reason_rows(point.row, declined), reason_rows(point.row, wrong))
+
+
+def measure_point(point: Point, make: MakeWorks, plan: TimingPlan, facts_of: FactsOf) -> PointRows:
+    """Measure the GPU times of the arms of a point in turns; see `measure_arms`.
+
+    Args:
+        facts_of: given an arm and its work, returns what its row says of what was timed. `floor_bytes` among them are the bytes
+            of its floor, in place of the work's.
+    """
+
+    def row_of(arm: Arm, work: GpuWork, times: dict[str, GpuTime]) -> dict[str, Any]:
+        facts = dict(facts_of(arm, work))
+        floor = (facts.get("floor_bytes", work.bytes_moved), work.operations)
+        facts |= time_facts(times[arm.name], plan.ceilings, *floor, str(facts.get("kv_dtype", "")))
+        return facts | (_compared(point, arm, times, plan.ceilings, floor) if point.baseline else {})
+
+    return measure_arms(point, make, partial(measure_interleaved, method=plan.method, samples=plan.samples), row_of)
+
+
+def measure_all(point: Point, make: MakeWorks, plan: TimingPlan, facts_of: FactsOf) -> list[dict[str, Any]]:
+    """Measure the GPU times of a point's arms, all of which must have one, in turns; return a row of each.
+
+    No arm is called before it is staged, so that the first check sees what the staged call has written, and nothing else.
+
+    Raises:
+        PointFailedError: an arm declines, is wrong, or cannot be measured.
+    """
+    with named_in_failures(point.name):
+        works = make(point.arms)
+        times = measure_interleaved(works, method=plan.method, samples=plan.samples)
+    return [
+        point.row
+        | {"arm": arm.name, **facts_of(arm, works[arm.name])}
+        | time_facts(times[arm.name], plan.ceilings, works[arm.name].bytes_moved, works[arm.name].operations)
+        for arm in point.arms
+    ]
+
+
+def _compared(
+    point: Point, arm: Arm, times: Mapping[str, GpuTime], ceilings: Ceilings, floor: tuple[int, int]
+) -> dict[str, Any]:
+    """Return an arm's speed in times the baseline's, and its targets."""
+    time_us = times[arm.name].median_us
+    speed = times[point.baseline].median_us / time_us if point.baseline in times else None
+    reached = {Figure.SPEED: speed, Figure.BANDWIDTH: roofline(time_us, *floor, ceilings).bandwidth_percent}
+    return {
+        "baseline": point.baseline,
+        "speed_of_baseline": None if speed is None else round(speed, 3),
+        "targets": target_rows(arm.targets, reached, point.baseline),
+    }

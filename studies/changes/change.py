@@ -1,0 +1,84 @@
+"""A change of SGLang's, the question that the lab asks of it, and what the five of them share."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+from lab.timing.statistics import Times
+from studies.changes.verdicts import Answer, Observation, compared
+
+Row = Mapping[str, Any]  # of a list in a recording
+RowPair = tuple[Row, Row]  # without the change and with it, at one point
+Clocks = Callable[[Row], dict[str, Times]]
+Recording = Mapping[str, Any]
+Recordings = Mapping[str, Recording]  # by the name of the experiment's module
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change.
+
+    Attributes:
+        number: of its pull request in sgl-project/sglang.
+        title: what it does.
+        claim: what it says, or is for; `source` says where that is from and what became of it.
+        question: what the lab asks of it.
+        module: the experiment of `studies` that measures it.
+        judge: the answer of that experiment's recording, which is there; others may be.
+        beside: experiments whose recordings say more where they are there.
+    """
+
+    number: int
+    title: str
+    claim: str
+    source: str
+    question: str
+    module: str
+    judge: Callable[[Recordings], Answer]
+    beside: tuple[str, ...] = ()
+
+
+def one_clock(row: Row) -> dict[str, Times]:
+    """Return the times of a row that one clock took."""
+    return {"": Times.of_row(row)}
+
+
+def two_clocks(what: str) -> Clocks:
+    """Return what reads a loop's times: `<what>_us` of each profiled turn, and `unprofiled_<what>_us` by the host's clock."""
+    return lambda row: {
+        "in the profile": Times.of([turn[f"{what}_us"] for run in row["runs"] for turn in run]),
+        "without it": Times.of(row[f"unprofiled_{what}_us"]),
+    }
+
+
+def pairs(rows: Iterable[Row], arm: str, before: str, after: str, point: Sequence[str]) -> list[RowPair]:
+    """Return the rows of two arms at each point that has both, in the order of the first arm's rows.
+
+    Args:
+        arm: the key of a row's arm; `before` and `after` are two of its values.
+        point: the keys of what its point is.
+    """
+    point_of = itemgetter(*point)
+    listed = list(rows)
+    changed = {point_of(row): row for row in listed if row[arm] == after}
+    return [(row, changed[point_of(row)]) for row in listed if row[arm] == before and point_of(row) in changed]
+
+
+def compared_pairs(
+    found: Iterable[RowPair],
+    named: Callable[[Row], tuple[str, str]],
+    clocks: Clocks = one_clock,
+    least_saved_us: float = 0.0,
+) -> list[Observation]:
+    """Compare the times of the rows of each pair; see `compared`.
+
+    Args:
+        named: of a row, its group and its point in words.
+        clocks: of a row, its times by the clocks' names.
+    """
+    observations = []
+    for before, after in found:
+        times = {clock: (taken, clocks(after)[clock]) for clock, taken in clocks(before).items()}
+        observations.append(compared(*named(before), times, least_saved_us=least_saved_us))
+    return observations

@@ -1,0 +1,107 @@
+"""Recorded experiments, read and judged: for each change what its recordings say, and what they were measured on."""
+
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+from lab.reports.recorded import Kind, RecordedFile, RecordedFileError, read_file
+from studies.changes import CHANGES, Change
+from studies.changes.verdicts import NOT_RECORDED, Answer, Observation, Standing
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A change and what was found.
+
+    Attributes:
+        answer: None where the change's experiment is not recorded.
+        files: the recordings that it is made of.
+        failure: a clause: how the command ended, or why a recording cannot be read; empty if neither failed.
+    """
+
+    change: Change
+    answer: Answer | None
+    files: tuple[RecordedFile, ...]
+    failure: str = ""
+
+    @property
+    def verdict(self) -> str:
+        return NOT_RECORDED if self.answer is None else self.answer.verdict
+
+    def claimed(self) -> list[Observation]:
+        """Return `Answer.claimed`; nothing where the change's experiment is not recorded."""
+        return self.answer.claimed if self.answer else []
+
+    def of_attention(self, attention: str) -> str:
+        """Return at how many of the points of MHA or MLA its statements hold, in words."""
+        mine = [each for each in self.claimed() if each.group.startswith(attention)]
+        holding = sum(each.standing is Standing.HOLDS for each in mine)
+        return f"{holding} of {len(mine)} points" if mine else NOT_RECORDED
+
+
+def file_of(folder: Path, module: str) -> Path:
+    """Return the path of an experiment's recording."""
+    return folder / f"{module}.json"
+
+
+def read_entries(
+    folder: Path, changes: Sequence[Change] = CHANGES, failures: Mapping[str, str] | None = None
+) -> list[Entry]:
+    """Judge the recordings in a folder; a change whose recording is not there, or cannot be read, has no answer.
+
+    Args:
+        failures: how commands ended that failed, by module.
+    """
+    return [_entry(folder, change, (failures or {}).get(change.module, "")) for change in changes]
+
+
+def _entry(folder: Path, change: Change, failure: str) -> Entry:
+    paths = {module: file_of(folder, module) for module in (change.module, *change.beside)}
+    try:
+        files = {module: _read(path) for module, path in paths.items() if path.exists()}
+        answer = _answer(change, files) if change.module in files else None
+    except RecordedFileError as error:
+        return Entry(change, None, (), "; ".join(filter(None, (failure, str(error)))))
+    return Entry(change, answer, tuple(files.values()) if answer else (), failure)
+
+
+def _answer(change: Change, files: Mapping[str, RecordedFile]) -> Answer:
+    try:
+        return change.judge({module: found.content for module, found in files.items()})
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        names = ", ".join(str(found.path) for found in files.values())
+        message = f"{names}: not in the form that the experiment writes: {type(error).__name__}: {error}"
+        raise RecordedFileError(message) from error
+
+
+def _read(path: Path) -> RecordedFile:
+    file = read_file(path)
+    if file.kind is not Kind.EXPERIMENT:
+        raise RecordedFileError(f"{path}: holds no experiment's recording but {file.kind.value}")
+    return file
+
+
+def held_back(file: RecordedFile) -> list[tuple[str, ...]]:
+    """Return, of each row that says so, what held the GPU's clocks back while it was timed; empty tuples for nothing."""
+    lists = [rows for rows in file.content.values() if isinstance(rows, list)]
+    devices = [row.get("device", row) for rows in lists for row in rows if isinstance(row, dict)]
+    return [tuple(device["throttled_by"] or ()) for device in devices if "throttled_by" in device]
+
+
+def day_of(path: Path) -> str:
+    """Return the day, as YYYY-MM-DD, when a file was committed as it is, or else written: recordings hold no date."""
+    committed = _git(path, "log", "-1", "--format=%as")
+    if committed and not _git(path, "status", "--porcelain"):
+        return committed
+    return datetime.fromtimestamp(path.stat().st_mtime, timezone.utc).strftime("%Y-%m-%d")
+
+
+def _git(path: Path, *command: str) -> str:
+    """Return git's output about a file; "" where git does not know the file, or is not there."""
+    whole = ["git", "-C", str(path.parent), *command, "--", path.name]
+    try:
+        return subprocess.run(whole, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        return ""

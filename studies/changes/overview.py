@@ -1,0 +1,186 @@
+"""The changes' claims and what recorded experiments say of them: a page of Markdown, and a table for a terminal."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from lab.reports.recorded import RecordedFile
+from lab.reports.tables import Cell, Table, items, markdown_of, table_of_lines
+from lab.timing.statistics import IN_TURNS
+from studies import command_of
+from studies.changes import CHANGES
+from studies.changes.entries import Entry, day_of, held_back
+from studies.changes.verdicts import NOT_RECORDED, Aspect, Observation, Standing, microseconds
+
+PAGE = "experiments.md"
+FLASHINFER = "lab.kernels.trtllm"
+MOST_NAMED, MOST_IN_A_CELL = 12, 4  # points that a sentence names, and a cell; a table counts them all
+SUMMARY = ("change", "the claim", "MHA: holds at", "MLA: holds at", "does not hold, or cannot be told, at")
+RECORDINGS = ("recording", "day", "GPU", "commit", "torch, FlashInfer", "GPU held back in", "method")
+METHOD = (
+    "Written by `lab experiments changes` from the recordings that it links: every measured number and every verdict "
+    "below is computed from them, by the lab's one rule for times. A statement *holds* at a point if the change makes the "
+    "time shorter, *does not hold* if it makes it longer, and *cannot be told* otherwise. A time is shorter "
+    f"if the whole interval of the ratio of the medians, at {IN_TURNS.confidence_percent:g} % confidence, is more than "
+    f"{IN_TURNS.minimum_effect_percent:g} % below 1 and a rank test of the samples agrees; longer likewise. Where a recording "
+    "holds no samples, the interval is that of the quartiles. A saving that is claimed is added to the time with the change. "
+    "Where two clocks timed a point, both must say that it holds. `a → b` is the median time without the change and with it. "
+    "The recordings hold no date: the day is that of the file's commit."
+)
+CLAIMS = ("change", "statement", "verdict", "saved, µs", "does not hold, or cannot be told, at")
+GROUPS = ("", "points", *(standing.value for standing in Standing), "saved, µs", "times as fast")
+
+
+def page(entries: Sequence[Entry], beside: Path) -> str:
+    """Return the overview as Markdown.
+
+    Args:
+        entries: of the changes.
+        beside: the folder that links are relative to.
+    """
+    whose = "Five changes of SGLang's" if len(entries) == len(CHANGES) else "Changes of SGLang's"
+    blocks = [
+        f"# {whose}, measured on {_gpus(entries)}",
+        METHOD,
+        kernels_sentence(entries),
+        markdown_of(table_of_lines(SUMMARY, [_summary(entry) for entry in entries])),
+    ]
+    for entry in entries:
+        blocks += _section(entry, beside)
+    return "\n\n".join(blocks) + "\n"
+
+
+def _gpus(entries: Sequence[Entry]) -> str:
+    names = sorted({str(found.fact("gpu")) for entry in entries for found in entry.files if found.fact("gpu")})
+    return " and ".join(names) or "no recorded GPU"
+
+
+def kernels_sentence(entries: Sequence[Entry]) -> str:
+    """Name FlashInfer's kernels that ran, from the recordings, and say so if trtllm-gen did not."""
+    files = [found for entry in entries for found in entry.files]
+    rows = [row for found in files for row in found.content.get("rows", ())]
+    ran = sorted({f"{row['kernel']} for {row['call']}" for row in rows if row.get("implementation") == FLASHINFER})
+    capabilities = sorted({tuple(found.fact("capability") or ()) for found in files} - {()})
+    where = " and ".join(f"SM{major}{minor}" for major, minor in capabilities) or "a GPU that is not recorded"
+    if not ran:
+        return f"On {where} no recording here names a kernel of FlashInfer's."
+    sentence = f"On {where} FlashInfer ran {' and '.join(ran)}"
+    if any("trtllm-gen" in kernel for kernel in ran):
+        return f"{sentence}."
+    return f"{sentence}, and not trtllm-gen, which SGLang's backends run on SM100: the changes were not measured there."
+
+
+def _summary(entry: Entry) -> list[str]:
+    change = entry.change
+    name = f"[{change.number}](https://github.com/sgl-project/sglang/pull/{change.number}) {_lower(change.title)}"
+    attentions = (entry.of_attention(attention) for attention in ("MHA", "MLA"))
+    return [name, f"**{entry.verdict}**", *attentions, _exceptions(entry.claimed())]
+
+
+def _exceptions(observations: Sequence[Observation]) -> str:
+    """Name the points where a statement does not hold or cannot be told, as many as a cell bears."""
+    where = [each.where for each in observations if each.standing is not Standing.HOLDS]
+    left = len(where) - MOST_IN_A_CELL
+    return "; ".join([*where[:MOST_IN_A_CELL], *([f"and {left} more"] if left > 0 else [])])
+
+
+def _section(entry: Entry, beside: Path) -> list[str]:
+    change = entry.change
+    blocks = [
+        f"## {change.number}: {_lower(change.title)}",
+        f"**Claim.** {change.claim} ({change.source}.)",
+        f"**Asked.** {change.question} `{command_of(change.module)} --out {change.module}.json`",
+    ]
+    if entry.failure:
+        left = "" if entry.answer is None else " What it had recorded by then stands below."
+        blocks += [f"**Failed**: {entry.failure}.{left}"]
+    if entry.answer is None:
+        return [*blocks, f"**{_sentence(NOT_RECORDED)}**"]
+    blocks += [f"**Measured.** {entry.answer.setting}"]
+    blocks += [markdown_of(table_of_lines(RECORDINGS, [_recording(found, beside) for found in entry.files]))]
+    for aspect in entry.answer.aspects:
+        blocks += _aspect(aspect)
+    remarks = [*entry.answer.notes, *(f"Not measured: {lacking}" for lacking in entry.answer.missing)]
+    return [*blocks, items(remarks)] if remarks else blocks
+
+
+def _recording(found: RecordedFile, beside: Path) -> list[str]:
+    watched = held_back(found)
+    limited = [reasons for reasons in watched if reasons]
+    reasons = ", ".join(sorted({reason for each in limited for reason in each}))
+    counted = f"{len(limited)} of {len(watched)} rows that record it{f' ({reasons})' if reasons else ''}"
+    return [
+        f"[{found.path.name}]({Path(os.path.relpath(found.path, beside)).as_posix()})",
+        day_of(found.path),
+        str(found.fact("gpu") or NOT_RECORDED),
+        f"`{found.fact('commit') or NOT_RECORDED}`",
+        ", ".join(str(found.fact("packages", name) or NOT_RECORDED) for name in ("torch", "flashinfer-python")),
+        counted if watched else NOT_RECORDED,
+        str(found.content.get("method", NOT_RECORDED)),
+    ]
+
+
+def _aspect(aspect: Aspect) -> list[str]:
+    aside = "" if aspect.of_claim else " (not claimed)"
+    blocks = [f"**{aspect.statement}**{aside} {_sentence(aspect.verdict)}"]
+    if not aspect.observations:
+        return blocks
+    blocks += [markdown_of(table_of_lines(GROUPS, [_group(name, each) for name, each in aspect.by_group().items()]))]
+    told = [Standing.FAILS, Standing.UNDECIDED]
+    if all(each.saved_us is None for each in aspect.observations):
+        told = [Standing.HOLDS, *told]  # the table has no figures
+    lines = [f"{_upper(standing.value)}: {named(found)}" for standing in told if (found := aspect.that(standing))]
+    return [*blocks, items(lines)] if lines else blocks
+
+
+def _group(name: str, observations: Sequence[Observation]) -> list[str]:
+    counts = [sum(each.standing is standing for each in observations) for standing in Standing]
+    ratios = [each.ratio for each in observations if each.ratio is not None]
+    faster = _range(f"{min(ratios):.2f}", f"{max(ratios):.2f}") if ratios else ""
+    return [name, str(len(observations)), *map(str, counts), _saved(observations), faster]
+
+
+def _saved(observations: Sequence[Observation]) -> str:
+    saved = [each.saved_us for each in observations if each.saved_us is not None]
+    return _range(microseconds(min(saved)), microseconds(max(saved))) if saved else ""
+
+
+def named(observations: Sequence[Observation]) -> str:
+    """Name points with their figures, as many as a sentence bears."""
+    figures = {each.figures for each in observations}
+    if len(figures) == 1 and len(observations) > 1:
+        return f"{figures.pop()} at each of {len(observations)} points."
+    shown = [f"{each.where} ({each.figures})" for each in observations[:MOST_NAMED]]
+    left = len(observations) - len(shown)
+    return "; ".join([*shown, *([f"and {left} more"] if left else [])]) + "."
+
+
+def claims_table(entries: Sequence[Entry]) -> Table:
+    """Make a table of one row per statement that a change claims."""
+    lines: list[tuple[str | Cell, ...]] = []
+    for entry in entries:
+        text = f"{entry.change.number} {entry.change.title}: {entry.verdict}"
+        name = Cell(f"{text}\nfailed: {entry.failure}", style="failed") if entry.failure else Cell(text)
+        if entry.answer is None:
+            lines.append((name, entry.change.question, NOT_RECORDED, "", ""))
+            continue
+        for number, aspect in enumerate(each for each in entry.answer.aspects if each.of_claim):
+            figures = (aspect.statement, aspect.verdict, _saved(aspect.observations), _exceptions(aspect.observations))
+            lines.append((name if number == 0 else "", *figures))
+    return table_of_lines(CLAIMS, lines, caption=f"SGLang's changes, measured on {_gpus(entries)}")
+
+
+def _range(least: str, most: str) -> str:
+    return least if least == most else f"{least} to {most}"
+
+
+def _sentence(clause: str) -> str:
+    return f"{_upper(clause)}."
+
+
+def _upper(words: str) -> str:
+    return words[:1].upper() + words[1:]
+
+
+def _lower(words: str) -> str:
+    return words[:1].lower() + words[1:]

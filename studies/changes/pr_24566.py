@@ -1,0 +1,74 @@
+"""Change 24566: draft extend on the decode kernel."""
+
+from operator import itemgetter
+
+from lab.reports.tables import counted
+from studies.changes.change import Change, Recording, Recordings, Row, compared_pairs, pairs
+from studies.changes.verdicts import Answer, aspects, microseconds
+
+
+def judge_decode_kernel(recordings: Recordings) -> Answer:
+    """Compare the context call with the decode call at every point that has both."""
+    recording = recordings["draft_extend_kernels"]
+    rows = sorted(recording["rows"], key=itemgetter("q_len", "requests", "kv_len"))
+    both = pairs(rows, "arm", "context", "decode", ("q_len", "requests", "kv_len"))
+    claimed = {"The decode call takes less GPU time than the context call.": compared_pairs(both, _named)}
+    setting = (
+        f"Draft extend V2, one layer of {recording['geometry']} on one rank of {recording['tensor_parallel']}, q query rows "
+        "of each request."
+    )
+    return Answer(aspects(claimed), setting, _mla_rows(recordings), _left_out(recording) + _no_mla_rows(recordings))
+
+
+def _named(row: Row) -> tuple[str, str]:
+    return f"MHA, q {row['q_len']}", f"{row['requests']} × {row['kv_len']:,} keys, q {row['q_len']}"
+
+
+def _left_out(recording: Recording) -> tuple[str, ...]:
+    skipped, declined = len(recording["skipped"]), len(recording["declined"])
+    arms = ", ".join(sorted({str(row["arm"]) for row in recording["declined"]}))
+    found = {
+        f"{skipped} points of more than {recording['most_keys']:,} keys.": skipped,
+        f"{counted(declined, 'time')}, because these arms declined: {arms}.": declined,
+    }
+    return tuple(sentence for sentence, count in found.items() if count)
+
+
+def _verifying_mla(recordings: Recordings) -> list[Row]:
+    rows = recordings.get("mla_decode", {}).get("rows", ())
+    return [row for row in rows if row["q_len"] > 1]
+
+
+def _mla_rows(recordings: Recordings) -> tuple[str, ...]:
+    """Set MLA's decode call of several rows, which its draft extend was before the change too, beside that of one row."""
+    rows = recordings.get("mla_decode", {}).get("rows", ())
+    single_us = {_mla_point(row): row["median_us"] for row in rows if row["q_len"] == 1}
+    return tuple(
+        f"MLA, {row['requests']} × {row['kv_len']:,} keys, {row['heads']} heads, {row['kernel']}: the decode call of "
+        f"{row['q_len']} rows takes {microseconds(row['median_us'])} µs, that of one row "
+        f"{microseconds(single_us[_mla_point(row)])}."
+        for row in _verifying_mla(recordings)
+        if _mla_point(row) in single_us
+    )
+
+
+def _mla_point(row: Row) -> tuple[object, ...]:
+    return tuple(row[name] for name in ("requests", "kv_len", "heads", "arm", "kv_dtype"))
+
+
+def _no_mla_rows(recordings: Recordings) -> tuple[str, ...]:
+    unchanged = "the change for MLA, whose draft extend was on the decode call already (sgl-project/sglang#11664)"
+    return (f"{unchanged}." if _verifying_mla(recordings) else f"{unchanged}; nor that call with several rows.",)
+
+
+CHANGE = Change(
+    24566,
+    "Draft extend on the decode kernel",
+    "The draft extend of TRT-LLM MHA belongs on the decode kernel, as target verify does, and not on the context kernel. "
+    "No figure is given.",
+    "description of sgl-project/sglang#24566; undone by #24856 after an illegal memory access, back with #28241",
+    "For which rows, requests and keys is the decode call the faster one?",
+    "draft_extend_kernels",
+    judge_decode_kernel,
+    ("mla_decode",),
+)

@@ -1,0 +1,86 @@
+"""Change 25002: draft extend V2 in a CUDA graph."""
+
+from lab.reports.tables import counted
+from lab.timing.statistics import Times
+from studies.changes.change import Change, Recording, Recordings, Row, compared_pairs, pairs
+from studies.changes.verdicts import Answer, Observation, aspects, microseconds
+
+_DRAFT_EXTEND_V2 = "draft_extend_v2"
+
+
+def judge_draft_extend_graph(recordings: Recordings) -> Answer:
+    """Compare eager passes with replays, and the graph's outputs with each other."""
+    recording = recordings["draft_extend_graph"]
+    eager_graph = pairs(recording["modes"], "arm", "eager", "graph", ("mode", "batch_size"))
+    own = [rows for rows in eager_graph if rows[0]["mode"] == _DRAFT_EXTEND_V2]
+    others = [rows for rows in eager_graph if rows[0]["mode"] != _DRAFT_EXTEND_V2]
+    claimed = {
+        "A replay, with the copies into the graph's inputs, leaves the GPU idle sooner than the eager pass.": (
+            compared_pairs(own, _mode, _completion)
+        ),
+        "Without the top-k over all rows, which no worker reads, the graph takes less GPU time.": (
+            _form_against_form(recording, "all rows with top-k", "all rows")
+        ),
+    }
+    aside = {
+        "With each request's one row chosen before the LM head, as in 0.5.23, it takes less again.": (
+            _form_against_form(recording, "all rows", "selected row")
+        ),
+        "The same replay in the other modes leaves the GPU idle sooner.": compared_pairs(others, _mode, _completion),
+        "The kernels of a replay take less GPU time than the eager pass's: the launches' cost is not in it.": (
+            compared_pairs(eager_graph, _mode)
+        ),
+    }
+    first = recording["modes"][0]
+    spread = (
+        "" if any(row.get("completion_samples_us") for row in recording["modes"]) else " and recorded without a spread"
+    )
+    setting = (
+        f"A stand-in for a draft model, one layer of {recording['model']['geometry_name']} between QKV projection and LM head "
+        f"over {recording['model']['vocab_size']:,} tokens, {first['kv_len']:,} keys per request, "
+        f"{recording['implementation']}. The times until the GPU is idle are by the host's clock "
+        f"({recording['completion_method']}){spread}."
+    )
+    return Answer(aspects(claimed, aside), setting, _host_times(recording), ("MLA's graph.",))
+
+
+def _mode(row: Row) -> tuple[str, str]:
+    mode = row["mode"].replace("_", " ")
+    return f"MHA, {mode}", f"{mode}, {counted(row['batch_size'], 'request')}"
+
+
+def _form_against_form(recording: Recording, before: str, after: str) -> list[Observation]:
+    def named(row: Row) -> tuple[str, str]:
+        width = f"{row['num_draft_tokens']} draft tokens"
+        return f"MHA, {width}", f"{counted(row['batch_size'], 'request')}, {width}"
+
+    return compared_pairs(pairs(recording["forms"], "form", before, after, ("batch_size", "num_draft_tokens")), named)
+
+
+def _host_times(recording: Recording) -> tuple[str, ...]:
+    host = {
+        arm: [row["host_us"] for row in recording["modes"] if (row["mode"], row["arm"]) == (_DRAFT_EXTEND_V2, arm)]
+        for arm in ("eager", "graph")
+    }
+    if not all(host.values()):
+        return ()
+    eager, graph = (f"{microseconds(min(times))} to {microseconds(max(times))} µs" for times in host.values())
+    return (f"Host time of a draft extend V2: {eager} eagerly, {graph} for a replay with its copies.",)
+
+
+def _completion(row: Row) -> dict[str, Times]:
+    samples_us = row.get("completion_samples_us")
+    # An older recording has medians alone, as its setting says: differences of half a millisecond are read as they are.
+    return {"": Times.of(samples_us) if samples_us else Times(row["completion_us"], iqr_us=0.0)}
+
+
+CHANGE = Change(
+    25002,
+    "Draft extend V2 in a CUDA graph",
+    "TRT-LLM MHA's draft extend V2 can run in a CUDA graph, and the top-k over the logits of all rows in it is dead work. "
+    "The lab asks for the time of both.",
+    "description of sgl-project/sglang#25002",
+    "How much sooner is a replay done than an eager pass, and what do the rows cost that nobody reads?",
+    "draft_extend_graph",
+    judge_draft_extend_graph,
+)

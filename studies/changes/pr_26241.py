@@ -1,0 +1,75 @@
+"""Change 26241: no ragged lists for the draft steps."""
+
+from collections.abc import Sequence
+
+from studies.changes.change import Change, Recording, Recordings, Row, compared_pairs, pairs
+from studies.changes.verdicts import Answer, Observation, aspects, microseconds
+from studies.draft_steps import CLAIM, implied_saving_us
+
+LISTS_SKIPPED = ("common_template", "per_step")
+STEPS_TOGETHER = ("per_step", "one_launch")
+
+
+def judge_draft_steps(recordings: Recordings) -> Answer:
+    """Compare a draft's metadata with the ragged lists and without them, and what that saves with the claim's figures."""
+    recording = recordings["draft_steps"]
+    rows = recording["rows"]
+    long = [row for row in rows if row["point"].endswith("x80k/steps3")]
+    many_steps = [row for row in rows if not row["point"].endswith("/steps2")]
+    implied = implied_saving_us(CLAIM)
+    claimed = {
+        "Without the lists a draft's metadata takes less GPU time.": [
+            *_saved(rows, "mla", LISTS_SKIPPED),
+            *_saved(rows, "mha", LISTS_SKIPPED),
+            *_saved(rows, "mha", LISTS_SKIPPED, " eager"),
+        ],
+        f"At 80K tokens and 3 steps the GPU time saved is more than the {microseconds(implied)} µs per iteration that the "
+        "claim's figures come to.": _saved(long, "mla", LISTS_SKIPPED, least_saved_us=implied),
+    }
+    aside = {
+        "From 3 steps on, where two or more attend, one launch for all of them takes less again.": (
+            _saved(many_steps, "mla", STEPS_TOGETHER) + _saved(many_steps, "mha", STEPS_TOGETHER)
+        )
+    }
+    setting = (
+        "A draft's metadata by itself, into buffers that stay as in a graph unless it says eager; no attention, no model. "
+        f"Snapshots of a trace are of {recording['trace']}. The GPU and the batch size of the claim's figures are not stated."
+    )
+    return Answer(aspects(claimed, aside), setting, _host_saving(recording))
+
+
+def _saved(
+    rows: Sequence[Row], attention: str, plans: tuple[str, str], form: str = "", *, least_saved_us: float = 0.0
+) -> list[Observation]:
+    """Return what the second plan saves over the first at the points that have both."""
+    name = f"{attention.upper()}{form and ','}{form}"
+
+    def named(row: Row) -> tuple[str, str]:
+        batch, _, steps = row["point"].partition("/steps")  # such as "64x8k/steps3"
+        return name, f"{name}, {batch.replace('x', ' × ')}, {steps} steps"
+
+    before, after = (f"{attention} {plan}{form}" for plan in plans)
+    return compared_pairs(pairs(rows, "kernel", before, after, ("point",)), named, least_saved_us=least_saved_us)
+
+
+def _host_saving(recording: Recording) -> tuple[str, ...]:
+    if "pr_26241" not in recording:
+        return ()
+    saved = recording["pr_26241"]["host_saving_us_per_draft"]
+    return (
+        f"Host time saved of a draft: {'; '.join(f'{form}, {microseconds(us)} µs' for form, us in saved.items())}.",
+    )
+
+
+CHANGE = Change(
+    26241,
+    "No ragged lists for MLA's draft steps",
+    "The TRT-LLM MLA backend reads no ragged K/V lists, so its draft steps need not make them: mean TPOT "
+    f"{CLAIM['tpot_before_ms']} → {CLAIM['tpot_after_ms']} ms "
+    f"({100 * (CLAIM['tpot_after_ms'] / CLAIM['tpot_before_ms'] - 1):+.1f} %) with 80K tokens, 3 steps and "
+    f"{CLAIM['accept_length']} accepted tokens (Kimi-K2.5-NVFP4, TP4).",
+    "description of sgl-project/sglang#26241",
+    "What do the lists cost, and is that what the claim's figures come to?",
+    "draft_steps",
+    judge_draft_steps,
+)

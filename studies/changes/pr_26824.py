@@ -1,0 +1,58 @@
+"""Change 26824: no copy of the lengths to the host."""
+
+from lab.reports.tables import counted
+from studies.changes.change import Change, Recordings, Row, compared_pairs, pairs, two_clocks
+from studies.changes.verdicts import Answer, Observation, aspects, microseconds, stated
+
+
+def judge_length_copy(recordings: Recordings) -> Answer:
+    """Compare steps of a decode loop with the copy and without it, and what the mask costs that is filled in its stead."""
+    recording = recordings["length_copy"]
+    arms = recording["arms"]
+    both = pairs(arms, "arm", "with the copy", "without the copy", ("gpu_us", "host_us"))
+    full = [mask["fill_us"] for mask in recording["verify_masks"] if mask["form"] == "full"]
+    claimed = {
+        "Without the copy no step waits for the GPU.": [_waits(*rows) for rows in both],
+        "Without the copy a step is shorter.": compared_pairs(both, _named, two_clocks("step")),
+        "Filling the preallocated mask whole, as 0.5.13 does in each step, costs less than that saves.": (
+            compared_pairs(both, _named, two_clocks("step"), least_saved_us=full[0]) if full else []
+        ),
+    }
+    first = arms[0]
+    setting = (
+        f"A decode loop of {counted(first['batch_size'], 'request')} of {first['seq_len']:,} tokens, "
+        f"{first['num_draft_tokens']} draft tokens, with a stand-in for the forward pass; first times from a profile, second "
+        "ones by the host's clock without it."
+    )
+    missing = ("the loop with MLA's metadata; the copy and the wait for it are the engine's, the same for both.",)
+    return Answer(aspects(claimed), setting, tuple(_mask_facts(mask) for mask in recording["verify_masks"]), missing)
+
+
+def _named(row: Row) -> tuple[str, str]:
+    return "MHA", f"{row['gpu_us']:g} µs of GPU work, {row['host_us']:g} of host work"
+
+
+def _waits(copying: Row, other: Row) -> Observation:
+    before, after = (row["medians"] for row in (copying, other))
+    figures = (
+        f"{before['synchronisations']:g} → {after['synchronisations']:g} synchronisations, host blocked for "
+        f"{microseconds(before['blocked_us'])} → {microseconds(after['blocked_us'])} µs"
+    )
+    return stated(*_named(copying), after["synchronisations"] == 0, figures)
+
+
+def _mask_facts(mask: Row) -> str:
+    sizes = f"{mask['max_batch_size']} requests, {mask['num_draft_tokens']} draft tokens, {mask['max_context_len']:,} tokens"
+    return f"The mask of form {mask['form']!r} for {sizes}: {mask['mask_bytes']:,} bytes, {microseconds(mask['fill_us'])} µs."
+
+
+CHANGE = Change(
+    26824,
+    "No copy of the lengths to the host for MLA",
+    "The TRT-LLM MLA backend needs no lengths on the host, so the copy in each iteration and the wait for it can go; a mask "
+    "of the largest size, allocated before, stands in for one sized by the sum of the lengths. No figure is given.",
+    "sgl-project/sglang#26824, whose description is a picture; #28106 says the same of MHA in words",
+    "What does a decode loop gain without the copy, and what does the mask cost?",
+    "length_copy",
+    judge_length_copy,
+)

@@ -1,0 +1,109 @@
+"""Every clock on the same kernels: what each reads, and whether CUPTI and the graph clock agree.
+
+    lab experiments clocks --out clocks.json
+    lab experiments clocks lab.kernels.trtllm --scenario decode/llama-3.1-8b/64q1s4k
+
+CUPTI and the graph clock time the same replays, warm and rotated, so they must agree; the exit status is 1 if they differ by
+more than 3 % on anything of 20 µs or more a launch. Shorter rows are shown and marked: what CUPTI adds to each traced
+launch, 0.1 to 0.7 µs on an H200, is more than 3 % of them. What cannot be timed is listed, and the status is then 125.
+
+Events show what they add to an eager call. Flush and rotation differ: the flush also evicts a kernel's instructions.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lab.exit_status import ExitStatus
+from lab.loading import load
+from lab.timing.forward import TimedPasses
+from lab.timing.gpu_time import measure
+from lab.timing.method import L2, METHODS, Clock, Method
+from lab.timing.roofline import negation
+from lab.timing.staging import TooSmallError
+from lab.timing.work import GpuWork
+from lab.workloads.inputs.forward_pass import build_forward
+from lab.workloads.scenarios import scenario
+from studies.recording import Recording
+
+MOST_APART_PERCENT = 3.0
+SHORT_US_PER_LAUNCH = 20.0
+JUDGED = (L2.WARM, L2.COLD_ROTATION)
+NEGATION_BYTES = (2**15, 2**23, 2**27, 2**31)
+SCENARIOS = (
+    "decode/llama-3.1-8b/8q1s1k",
+    "decode/llama-3.1-8b/64q1s4k",
+    "target_verify/llama-3.1-8b/64q4s4k",
+    "draft_extend_v2/llama-3.1-8b/64q4s4k/on_context",
+    "extend/llama-3.1-8b/2q1k",
+)
+
+
+def run(implementations: Sequence[str], scenarios: Sequence[str] = SCENARIOS, out: Path | None = None) -> int:
+    """Measure the forward passes of the scenarios on modules with FlashInfer's names; see `studies`."""
+    facts = {"methods": {key_of(method): str(method) for method in METHODS}}
+    recording = Recording("clocks", out, facts, ("rows_us", "not_timed"))
+    recording.measure(NEGATION_BYTES, _negation_row, "negations")
+    recording.measure(scenarios, partial(_pass_rows, implementations), "passes")
+    if any(are_apart(row) for row in recording.result["rows_us"]):
+        return ExitStatus.WRONG
+    return ExitStatus.NOT_JUDGED if recording.result["not_timed"] else ExitStatus.DONE
+
+
+def _negation_row(size_bytes: int) -> dict[str, list[Any]]:
+    return {"rows_us": [row_of(f"negation, {size_bytes:,} bytes", negation(size_bytes, torch.device("cuda")))]}
+
+
+def _pass_rows(modules: Sequence[str], name: str) -> dict[str, list[Any]]:
+    """Measure a scenario's pass on each module, and say which cannot be timed."""
+    passes = TimedPasses.over(build_forward(scenario(name), torch.device("cuda")))
+    found: dict[str, list[Any]] = {"rows_us": [], "not_timed": []}
+    for module in modules:
+        try:
+            row = row_of(f"{name}, {module}", passes.work(load(module)))
+            found["rows_us"].append(row)
+        except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
+            found["not_timed"].append(f"{name}, {module}: {type(error).__name__}: {error}")
+            print(found["not_timed"][-1], flush=True)
+    return found
+
+
+def row_of(name: str, work: GpuWork) -> dict[str, Any]:
+    """Measure the medians in µs by every method that can time this work; print and return them."""
+    row: dict[str, Any] = {"work": name}
+    for method in METHODS:
+        try:
+            time = measure(work, method)
+            row[key_of(method)], row["launches"] = round(time.median_us, 3), time.launches
+        except TooSmallError as reason:
+            row[key_of(method)], row["not_rotated"] = None, str(reason)
+    for l2 in JUDGED:
+        row[f"cupti over graph, {l2.value}, percent"] = apart_percent(row, l2)
+    row["long_enough_to_judge"] = is_long_enough(row)
+    print("  ".join(f"{key}: {value}" for key, value in row.items() if key != "not_rotated"), flush=True)
+    return row
+
+
+def key_of(method: Method) -> str:
+    """Return the name of a method's median in a row, such as "graph warm"."""
+    return f"{method.clock.value} {method.l2.value}"
+
+
+def apart_percent(row: dict[str, Any], l2: L2) -> float | None:
+    """Return CUPTI's median over the graph clock's, less 1, in percent; None where there is no such time."""
+    graph_us, cupti_us = row[key_of(Method(Clock.GRAPH, l2))], row[key_of(Method(Clock.CUPTI, l2))]
+    return None if graph_us is None or cupti_us is None else round(100 * (cupti_us / graph_us - 1), 2)
+
+
+def is_long_enough(row: dict[str, Any]) -> bool:
+    """Return True if a launch takes `SHORT_US_PER_LAUNCH` or more."""
+    return bool(row[key_of(Method(Clock.GRAPH, L2.WARM))] >= SHORT_US_PER_LAUNCH * row["launches"])
+
+
+def are_apart(row: dict[str, Any]) -> bool:
+    """Return True if CUPTI and the graph clock differ by more than `MOST_APART_PERCENT` on work that is long enough."""
+    shares = [apart_percent(row, l2) for l2 in JUDGED]
+    return is_long_enough(row) and any(share is not None and abs(share) > MOST_APART_PERCENT for share in shares)

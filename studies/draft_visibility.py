@@ -1,0 +1,128 @@
+"""Which keys can the query of a draft step see, with the lengths that the multi-step backends hand their kernel?
+
+    lab experiments draft-visibility        # on a GPU or a CPU
+
+A draft step writes its token's K and V and then attends. SGLang's TRT-LLM MHA backend hands step s the length
+seq_lens + s + 1, so that its query sees the prefix, the tokens that the draft has written before it, and its own. The MLA
+backend hands every step seq_lens. This runs each step's metadata through the reference kernel on coded inputs: all logits are
+equal and the value at position p is 2 ** p, so that an output times the number of keys is a set of positions. Which keys a
+length lets a query see does not depend on how many heads or dimensions there are; one K/V head stands for MLA's latent.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lab.exit_status import ExitStatus
+from lab.metadata.engine.kv_cache import KVLayout
+from lab.metadata.engine.kv_pool import KVPool
+from lab.metadata.engine.lengths import DraftAttention
+from lab.metadata.speculation.draft_steps import DraftStep, MultiStepDraft, build_draft_steps
+from lab.references import trtllm_batch_decode_with_kv_cache
+from lab.workloads.draft import DraftCase, build_verify, draft_decode
+from studies.draft_work import lengths_and_table
+from studies.recording import Recording, Row
+
+PAGE_SIZE = 32
+MOST_TOKENS = 50  # float64 adds powers of two exactly up to 2 ** 52
+
+
+@dataclass(frozen=True)
+class Sight:
+    """The positions that the query of one step of one request saw.
+
+    Attributes:
+        attention: a `DraftAttention`'s value.
+        step: from 0.
+        prefix_len: accepted tokens.
+        own_position: of the step's token, which is in the cache when it attends.
+        seen: positions, in order.
+        unseen: positions that are in the cache and were not seen.
+    """
+
+    attention: str
+    step: int
+    prefix_len: int
+    own_position: int
+    seen: tuple[int, ...]
+    unseen: tuple[int, ...]
+
+
+def look(attention: DraftAttention, prefix_lens: Sequence[int], num_steps: int, device: torch.device) -> list[Sight]:
+    """Return what every draft step of every request sees.
+
+    Raises:
+        ValueError: a request grows beyond 50 tokens, whose code float64 cannot hold.
+        NotImplementedError: Triton does not run on the device.
+    """
+    if max(prefix_lens) + num_steps > MOST_TOKENS:
+        raise ValueError(f"prefix_lens={list(prefix_lens)} and {num_steps} steps exceed {MOST_TOKENS} tokens")
+    case = DraftCase(tuple(prefix_lens), num_steps, PAGE_SIZE, max_context_len=2 * PAGE_SIZE)
+    verify, pool = build_verify(case, device)
+    cache = pool.new_cache(1, 1, torch.float64, KVLayout.HND)
+    steps = build_draft_steps(MultiStepDraft(attention, num_steps), draft_decode(verify), pool)
+    sights = []
+    for step, handed in enumerate(steps):
+        _write_tokens(cache.storage, pool, verify.req_pool_indices, [length + step + 1 for length in prefix_lens])
+        for prefix_len, seen in zip(prefix_lens, _seen(handed, cache.as_hnd()), strict=True):
+            present = range(prefix_len + step + 1)
+            unseen = tuple(position for position in present if position not in seen)
+            sights.append(Sight(attention.value, step, prefix_len, prefix_len + step, seen, unseen))
+    return sights
+
+
+def _write_tokens(storage: Tensor, pool: KVPool, rows: Tensor, lengths: Sequence[int]) -> None:
+    """Write the code of each position to V; K, and V where no token of a request is, stay 0."""
+    values = storage[1].view(-1)  # one head of one element: a slot's place is its number
+    for row, length in zip(rows.tolist(), lengths, strict=True):
+        values[pool.slots(row, 0, length)] = 2.0 ** torch.arange(length, dtype=torch.float64, device=values.device)
+
+
+def _seen(step: DraftStep, kv_cache: tuple[Tensor, Tensor]) -> list[tuple[int, ...]]:
+    seq_lens, block_tables = lengths_and_table(step.metadata)
+    out, lse_log2 = trtllm_batch_decode_with_kv_cache(
+        torch.zeros(len(seq_lens), 1, 1, dtype=torch.float64, device=seq_lens.device),
+        kv_cache,
+        None,
+        block_tables,
+        seq_lens,
+        block_tables.shape[1] * PAGE_SIZE,
+        return_lse=True,
+    )
+    codes = torch.round(out[:, 0, 0] * torch.exp2(lse_log2[:, 0].double()).round()).tolist()
+    return [tuple(position for position in range(MOST_TOKENS) if int(code) >> position & 1) for code in codes]
+
+
+def in_words(sight: Sight) -> str:
+    """Return one line of the table."""
+    unseen = ", ".join(map(str, sight.unseen)) or "none"
+    return (
+        f"{sight.attention:>16}  step {sight.step}: of positions 0..{sight.own_position} in the cache, its own the last, it "
+        f"does not see: {unseen}"
+    )
+
+
+def run(prefix_len: int, num_steps: int, out: Path | None = None) -> int:
+    """Look with each backend's lengths at a draft of `num_steps` steps after `prefix_len` tokens; see `studies`.
+
+    Raises:
+        ValueError, NotImplementedError: as in `look`.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    recording = Recording("draft_visibility", out, {}, ("sights",))
+    sights: list[Sight] = []
+
+    def rows_of(attention: DraftAttention) -> dict[str, list[Row]]:
+        seen = look(attention, [prefix_len], num_steps, device)
+        sights.extend(seen)
+        return {"sights": [asdict(sight) for sight in seen]}
+
+    # A frozen-KV draft has no drafted tokens in the cache that a step could leave out.
+    backends = [each for each in DraftAttention if each is not DraftAttention.MHA_FROZEN_KV]
+    recording.measure(backends, rows_of, "backends")
+    for sight in sights:
+        print(in_words(sight))
+    return ExitStatus.DONE

@@ -1,0 +1,96 @@
+"""The phases of a speculative iteration, and the GPU time of each, read from a profile."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from lab.named_enum import NamedEnum
+from lab.timing.cupti import busy_us, span_us
+from studies.step_profile import IncompleteProfileError, LoopProfile, ProfiledStep, busy_within_us, step_facts
+
+
+class Phase(NamedEnum):
+    """Parts of an iteration, by the names of their ranges in a profile."""
+
+    INPUTS = "inputs"
+    DRAFT = "draft"
+    PLAN = "plan"
+    FIX_UP = "fix-up"
+    VERIFY = "verify"
+
+
+@dataclass(frozen=True)
+class IterationFacts:
+    """The cost of an iteration, in µs, and its launches: the GPU's kernels, copies and fills.
+
+    Attributes:
+        step: the number of the iteration.
+        draft_us, plan_us, fix_up_us, verify_us: from the start of a phase's first launch to the end of its last.
+        plan_busy_us: the part of `plan_us` in which one of its launches ran.
+        hidden_us: the part of `plan_busy_us` that fell into the draft.
+        between_us: from the end of the draft to the start of verify.
+        iteration_us: from the end of the iteration before to the end of this one.
+    """
+
+    step: int
+    draft_us: float
+    plan_us: float
+    plan_busy_us: float
+    plan_launches: int
+    hidden_us: float
+    fix_up_us: float
+    fix_up_launches: int
+    between_us: float
+    verify_us: float
+    iteration_us: float
+
+
+def iteration_facts(loop: LoopProfile, first: int) -> list[IterationFacts]:
+    """Return the facts of each iteration from number `first` on, which must have one before it.
+
+    Raises:
+        IncompleteProfileError: as `studies.step_profile.step_facts`, or a phase is missing.
+    """
+    iteration_us = {each.step: each.step_us for each in step_facts(loop, first)}
+    return [_facts(step, iteration_us[step.number]) for step in loop.steps if step.number in iteration_us]
+
+
+def _facts(step: ProfiledStep, iteration_us: float) -> IterationFacts:
+    gpu = {phase: step.launched_in(phase.value) for phase in Phase}
+    missing = [phase.value for phase, found in gpu.items() if not found and phase is not Phase.FIX_UP]
+    if missing:
+        raise IncompleteProfileError(f"step {step.number} has no {', '.join(missing)} on the GPU")
+    draft, plan, fix_up, verify = (gpu[phase] for phase in (Phase.DRAFT, Phase.PLAN, Phase.FIX_UP, Phase.VERIFY))
+    draft_end_ns = max(each.end_ns for each in draft)
+    return IterationFacts(
+        step=step.number,
+        draft_us=span_us(draft),
+        plan_us=span_us(plan),
+        plan_busy_us=busy_us(plan),
+        plan_launches=len(plan),
+        hidden_us=busy_within_us(plan, draft[0].start_ns, draft_end_ns),
+        fix_up_us=span_us(fix_up),
+        fix_up_launches=len(fix_up),
+        between_us=(verify[0].start_ns - draft_end_ns) / 1000,
+        verify_us=span_us(verify),
+        iteration_us=iteration_us,
+    )
+
+
+def two_lanes(step: ProfiledStep) -> list[dict[str, Any]]:
+    """Return one iteration's GPU work for a picture, in the order of its starts.
+
+    Each entry has `stream` ("forward", where verify runs, or "plan"), `phase` (None for what adds the accepted tokens), `name`,
+    and `start_us`, `duration_us` from the iteration's first kernel on.
+    """
+    phase_of = {id(each): phase.value for phase in Phase for each in step.launched_in(phase.value)}
+    forward = step.launched_in(Phase.VERIFY.value)[0].lane
+    return [
+        {
+            "stream": "forward" if each.lane == forward else "plan",
+            "phase": phase_of.get(id(each)),
+            "name": each.name,
+            "start_us": round((each.start_ns - step.gpu_start_ns) / 1000, 3),
+            "duration_us": round(each.duration_us, 3),
+        }
+        for each in step.gpu
+    ]

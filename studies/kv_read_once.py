@@ -1,0 +1,254 @@
+"""The portable kernels that read K/V once, against FlashInfer's XQA and fmha_v2 and against the floor.
+
+    lab experiments kv-read-once --out kv_read_once.json
+    lab experiments kv-read-once --only 64x4096,trace --out kv_read_once.json
+    lab experiments kv-read-once --only heads --portable-only --out kv_read_once.json
+
+One layer of 32 query and 4 K/V heads of 128 (Qwen3-32B, one rank of two) unless a group says otherwise, pages of 64, bf16. The
+groups, which `--only` takes one by one:
+
+    64x4096, 16x32768, 1x81920, 1x4096   requests x keys of each, 1 to 16 query tokens on the decode call
+    trace        64 running requests of a trace, 1 to 16 query tokens
+    e4m3         the portable kernel with an e4m3 cache against itself with a bf16 one, 64x8192
+    heads        groups of 1 to 16 and heads of 64 to 256 over 4 K/V heads, 64x4096
+    windows      the sliding-window layers of gpt-oss-120b, 64x4096; the floor has the window's whole pages
+    extend       512 query tokens over 32,768 keys, and a prompt of 4,096 tokens, on the context call
+    unequal      a request of 81,920 keys beside 63 of 512
+    host         host time of eager calls, all of their work done in each; no GPU time
+    host_prepared   the same, of prepared calls
+
+At every point the arms take turns; cold by rotation. Each runs before it is captured, so that nothing is compiled in a time.
+fmha_v2's time has the small launch that writes its page table. An arm that declines a point, or whose module FlashInfer cannot
+load or build, is listed with the reason.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lab.metadata.engine.forward_mode import ForwardMode
+from lab.metadata.mha.calls import prepare_attention
+from lab.timing.gpu_time import check_named, interquartile_range
+from lab.timing.host_time import METHOD as HOST_METHOD
+from lab.timing.host_time import HostTime, host_time
+from lab.timing.sampling import fresh_seed
+from lab.timing.staging import renew
+from lab.timing.work import GpuWork, Seeds
+from lab.workloads.batches import parse_batch
+from lab.workloads.forward_case import ForwardCase
+from lab.workloads.geometries import Geometry
+from lab.workloads.scenarios import scenario
+from lab.workloads.traces import TracedRequest
+from studies.arms import JUDGED, OUTCOMES, Arm, Point, PointRows, TimingPlan, Works, measure_arms, measure_point
+from studies.passes import FLASHINFER_MODULE, PORTABLE_MODULE, eager_call, gpu_works, pass_facts, works_of
+from studies.recording import Columns, Row
+from studies.targets import TEXT_COLUMNS, TIME_COLUMNS, Figure, Target, score, target_rows, target_text
+
+MODEL, RANK = "qwen3-32b", "tp2"  # 64 / 8 heads of 128 over two GPUs: 32 / 4
+PORTABLE, FLASHINFER, E4M3_CACHE = "portable", "flashinfer", "portable e4m3"
+HOST, HOST_PREPARED = "host", "host_prepared"
+# The groups that have host times, and what their points' names begin with.
+HOST_FORMS = {HOST: "eager", HOST_PREPARED: "prepared"}
+
+Targets = tuple[Target, ...]
+
+
+def _targets(speed: float, bandwidth_percent: float | None = None) -> Targets:
+    """Return the least speed in times the baseline's, and the least part of the measured copy bandwidth."""
+    speeds = (Target(Figure.SPEED, speed),)
+    return speeds if bandwidth_percent is None else (*speeds, Target(Figure.BANDWIDTH, bandwidth_percent))
+
+
+# All targets are those of the record's table (issue 8), set for an H200: for 1, 2, 4, 8 and 16 query tokens.
+Q_LENS = (1, 2, 4, 8, 16)
+_ONE_REQUEST = (*[_targets(1.1)] * 3, _targets(1.9), _targets(2.8))
+_MANY_KEYS = (*[_targets(1.02, 92)] * 3, _targets(1.75, 90), _targets(2.8, 80))
+_TRACED = (*[_targets(1.1)] * 3, _targets(1.75), _targets(2.8))
+# Of a whole call and of a prepared one, each without a graph.
+HOST_TARGETS: Mapping[str, Targets] = {HOST: (Target(Figure.HOST, 80.0),), HOST_PREPARED: (Target(Figure.HOST, 25.0),)}
+# Query heads per K/V head and head_dim, 4 K/V heads throughout so that groups read the same bytes.
+HEADS = ((1, 128), (4, 128), (5, 128), (8, 128), (16, 128), (8, 64), (8, 256))
+WINDOW_MODEL = "gpt-oss-120b"  # a window of 128 keys, its own included
+
+
+def _decode_call(
+    batch: str, q_lens: Sequence[int] = Q_LENS, model: str = MODEL, rest: str = f"/{RANK}"
+) -> tuple[str, ...]:
+    """Return a batch's scenarios with so many query tokens of each request: a decode, or for more than 1 a verification."""
+    modes = {q: (ForwardMode.DECODE if q == 1 else ForwardMode.TARGET_VERIFY).name.lower() for q in q_lens}
+    return tuple(f"{mode}/{model}/{batch.format(q=q)}{rest}" for q, mode in modes.items())
+
+
+def _host(form: str, targets: Targets) -> dict[str, Targets]:
+    """Return a decode, a verification and an extend, called without a graph."""
+    batches = ("decode/{}/64q1s4k/{}", "target_verify/{}/64q4s4k/{}", "extend/{}/q512s4k/{}")
+    return {f"{form}/{batch.format(MODEL, RANK)}": targets for batch in batches}
+
+
+# By group: the scenarios, and their targets.
+GROUPS: Mapping[str, Mapping[str, Targets]] = {
+    "64x4096": dict(zip(_decode_call("64q{q}s4k"), _MANY_KEYS, strict=True)),
+    "16x32768": dict(zip(_decode_call("16q{q}s32k"), _MANY_KEYS, strict=True)),
+    "1x81920": dict(zip(_decode_call("1q{q}s80k"), _ONE_REQUEST, strict=True)),
+    "1x4096": dict(zip(_decode_call("1q{q}s4k"), _ONE_REQUEST, strict=True)),
+    "trace": dict(zip(_decode_call("trace64q{q}"), _TRACED, strict=True)),
+    # The table names no number of query tokens: its target holds for each of these.
+    "e4m3": dict.fromkeys(_decode_call("64q{q}s8k", (1, 4), rest=f"/{RANK}/e4m3"), _targets(1.6)),
+    "heads": {
+        name: ()
+        for group, head_dim in HEADS
+        for name in _decode_call("64q{q}s4k", (1, 4), f"heads-{4 * group}-4-{head_dim}", rest="")
+    },
+    "windows": dict.fromkeys(_decode_call("64q{q}s4k", (1, 4, 16), WINDOW_MODEL, "/window"), ()),
+    "extend": {f"extend/{MODEL}/q512s32k/{RANK}": _targets(1.0), f"extend/{MODEL}/q4k/{RANK}": _targets(0.7)},
+    "unequal": dict.fromkeys(_decode_call("q{q}s80k_63q{q}s512", (1, 4, 16)), ()),
+    **{group: _host(form, HOST_TARGETS[group]) for group, form in HOST_FORMS.items()},
+}
+
+
+@dataclass(frozen=True, repr=False)
+class HeadsCase(ForwardCase):
+    """A pass of heads that no model of `GEOMETRIES` has; `geometry` is their name."""
+
+    heads: Geometry = field(kw_only=True)
+
+    @property
+    def model(self) -> Geometry:
+        return self.heads
+
+
+def heads_case(name: str) -> HeadsCase:
+    """Return the case of a name such as "decode/heads-32-4-128/64q1s4k": query heads, K/V heads, head_dim."""
+    mode, heads, sizes = name.split("/")
+    num_qo_heads, num_kv_heads, head_dim = map(int, heads.split("-")[1:])
+    geometry = Geometry(heads, num_qo_heads, num_kv_heads, head_dim, head_dim**-0.5, "no model's: one axis at a time")
+    batch = parse_batch(sizes)
+    return HeadsCase(ForwardMode[mode.upper()], heads, batch.prefix_lens, batch.q_lens, heads=geometry)
+
+
+def point_of(group: str, name: str, trace: Sequence[TracedRequest], portable_only: bool = False) -> Point:
+    """Return a point: the portable kernel against FlashInfer's, or with an e4m3 cache against itself with a bf16 one."""
+    targets = GROUPS[group][name]
+    if group == "e4m3":
+        halved = Arm(E4M3_CACHE, scenario(name), PORTABLE_MODULE, targets)
+        arms = [halved, Arm(PORTABLE, scenario(name.removesuffix("/e4m3")), PORTABLE_MODULE)]
+    else:
+        plain = name.removeprefix(f"{HOST_FORMS.get(group, '')}/")
+        case = heads_case(name) if group == "heads" else scenario(plain, trace)
+        arms = [Arm(PORTABLE, case, PORTABLE_MODULE, targets)]
+        if not portable_only:
+            arms.append(Arm(FLASHINFER, case, FLASHINFER_MODULE, needs_flashinfer=True))
+    return Point(name, tuple(arms), {"group": group}, baseline=arms[-1].name)
+
+
+def points_of(only: Sequence[str], trace: Sequence[TracedRequest], portable_only: bool = False) -> list[Point]:
+    """Return the points of some groups, each compared with its last arm, in the groups' order.
+
+    Args:
+        only: names of groups or of points; all if empty.
+        trace: what the traced lengths are drawn from.
+        portable_only: leave FlashInfer's arms out.
+
+    Raises:
+        ValueError: a name is neither's.
+    """
+    listed = [(group, name) for group, names in GROUPS.items() for name in names]
+    unknown = set(only).difference(*listed)
+    if unknown:
+        raise ValueError(f"no group or point is called {min(unknown)!r}; groups: {', '.join(GROUPS)}")
+    return [point_of(*each, trace, portable_only) for each in listed if not only or set(each) & set(only)]
+
+
+def floor_bytes(case: ForwardCase) -> int:
+    """Return the bytes that must move; of a sliding window all of each page in it, because its pool keeps whole pages."""
+    if case.window_left < 0:
+        return case.bytes_moved
+    unseen = 0  # tokens in the window's pages that no row sees
+    for kv_len, q_len in zip(case.kv_lens, case.q_lens, strict=True):
+        first = max(0, kv_len - q_len - case.window_left)
+        unseen += first % case.page_size + -kv_len % case.page_size
+    return case.bytes_moved + 2 * unseen * case.model.num_kv_heads * case.model.head_dim * case.kv_dtype.itemsize
+
+
+def facts_of(arm: Arm, work: GpuWork) -> dict[str, Any]:
+    """Return what a row says of its pass; `floor_bytes` are those of its floor."""
+    case = arm.case
+    return {
+        "q_len": max(case.q_lens),
+        "longest_kv_len": max(case.kv_lens),
+        **{name: getattr(case.model, name) for name in ("num_qo_heads", "num_kv_heads", "head_dim")},
+        "window_left": case.window_left,
+        **pass_facts(arm, work),
+        "floor_bytes": floor_bytes(case),
+    }
+
+
+def measure_host(point: Point) -> PointRows:
+    """Measure the host times of calls, in turns: each does all of its work, but in the group of prepared ones.
+
+    Raises:
+        PointFailedError: as in `measure_arms`.
+    """
+    prepare = prepare_attention if point.facts["group"] == HOST_PREPARED else eager_call
+
+    def row_of(arm: Arm, work: GpuWork, times: dict[str, HostTime]) -> Row:
+        time = times[arm.name]
+        spread = {"iqr_us": round(interquartile_range(time.samples_us), 2), "method": time.method}
+        targets = target_rows(arm.targets, {Figure.HOST: time.median_us}, point.baseline)
+        return facts_of(arm, work) | time.facts() | spread | {"targets": targets}
+
+    return measure_arms(point, lambda arms: works_of(arms, torch.device("cuda"), prepare), _host_times, row_of)
+
+
+def _host_times(works: Works) -> dict[str, HostTime]:
+    calls = {name: work.call() for name, work in works.items()}
+    seeds = Seeds(fresh_seed(), fresh_seed())
+    for name, work in works.items():  # which share their inputs
+        renew(work, seeds)
+        calls[name]()
+        check_named(name, [work], seeds)
+    times = host_time(calls)
+    for name, work in works.items():
+        check_named(name, [work], seeds)
+    return times
+
+
+HOST_COLUMNS: Columns = {
+    "point": "{point}",
+    "arm": "{arm}",
+    "host, µs": "{host_us:.2f}",
+    "spread, µs": "{iqr_us:.2f}",
+    "targets": target_text,
+}
+
+
+def run(points: Sequence[Point], plan: TimingPlan, trace: str, out: Path | None = None) -> int:
+    """Measure points of `points_of`; see `studies`."""
+    recording = plan.recording(
+        "kv_read_once",
+        out,
+        (*OUTCOMES, "host"),
+        host_method=HOST_METHOD,
+        trace=trace,
+        judged=JUDGED,
+        targets=lambda result: score(result["rows"] + result["host"]),
+    )
+
+    def rows_at(point: Point) -> Mapping[str, Sequence[Row]]:
+        if point.facts["group"] in HOST_FORMS:
+            return measure_host(point).by_list("host")
+        return measure_point(point, gpu_works, plan, facts_of).by_list()
+
+    recording.measure(points, rows_at)
+    if recording.result["rows"]:
+        title = f"K/V read once, one layer: {plan.method}"
+        recording.print_table(title, TIME_COLUMNS, "rows", words=TEXT_COLUMNS)
+    if recording.result["host"]:
+        recording.print_table(f"Calls without a graph: {HOST_METHOD}", HOST_COLUMNS, "host", words=TEXT_COLUMNS)
+    recording.print_reasons()
+    counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in recording.result["targets"].items())
+    recording.console.print(f"targets: {counts}")
+    return recording.exit_status

@@ -1,0 +1,189 @@
+"""What the copy of the lengths to the host costs a decode loop (SGLang's PR 26824), read from a profile.
+
+    lab experiments length-copy --out length_copy.json
+    lab experiments length-copy --gpu-us 500,1000,2000 --host-us 0,200 --out length_copy.json
+
+A loop of target-verify steps stands for SGLang's. Each step spins for the scheduler's time on the host, builds the step's
+metadata on the device without reading it, replays a CUDA graph of matrix products that lasts as long as asked, and adds the
+accepted tokens to the lengths on the device. One arm then copies the lengths to the host and waits for them, as SGLang does
+before the next step if a backend needs them there; the other goes on. Nothing else differs: the lengths that were copied are
+not used. The arms take turns, each run is profiled, and its first steps are left out.
+
+What the table says, per step, as medians over steps:
+
+    synchronisations  CUDA calls that wait for the GPU, and blocking copies
+    blocked           host time inside them
+    other calls       host time inside all other CUDA calls; long ones mean that the driver's queue was full
+    gap               GPU: from the end of the step before to this step's start, 0 if they overlap
+    idle              GPU: time in which nothing ran, from the end of the step before to the end of this one
+    step              GPU: from the end of the step before to the end of this one
+
+CUPTI and the annotations make the host slower, by a microsecond or so a launch. So the same loop is also timed without a
+profile, by the host's clock over all steps of a run.
+
+The masks of target verify belong to the same change: the size of each form and the GPU time of filling it are measured too.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from lab.metadata.engine.host_mirrors import LengthMirror
+from lab.metadata.mha.metadata import build_mha_metadata
+from lab.metadata.speculation.verify_mask import VerifyMask, VerifyMaskForm, fill_verify_mask, preallocate_verify_mask
+from lab.named_enum import NamedEnum
+from lab.timing.work import GpuWork
+from studies.loops import LoopSettings, VerifyRequests, facts_alone, measure_loop, stand_in
+from studies.recording import Columns, Recording
+from studies.stand_in import MatrixProducts
+from studies.step_profile import TIMELINE_STEPS, step_facts, summary, timeline
+
+METHOD = (
+    "torch.profiler (CUPTI), CPU and CUDA activities; GPU work belongs to the step whose launch has its correlation id; "
+    "medians over the steps of all runs, the arms' runs in turns"
+)
+# The worked case of the verify mask.
+MASK_SIZES: Mapping[str, Any] = {"max_batch_size": 256, "num_draft_tokens": 4, "max_context_len": 131072}
+
+
+class StepEnd(NamedEnum):
+    """The end of one step of the loop: the arms."""
+
+    WITH_COPY = "with the copy"
+    WITHOUT_COPY = "without the copy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyLoopSettings(LoopSettings):
+    """A decode loop.
+
+    Attributes:
+        gpu_us: GPU time of the stand-in for the model's forward pass, one step; met to within one matrix product.
+        host_us: host time of the stand-in for the scheduler, one step.
+    """
+
+    gpu_us: float = stand_in()
+    host_us: float = stand_in(least=0)
+    warm_up_steps: int = 5
+    steps: int = field(default=15, metadata={"least": TIMELINE_STEPS})
+
+
+class DecodeLoop:
+    """A loop of target-verify steps, ready to be run many times from the same lengths.
+
+    Args:
+        settings: the loop.
+        forward: launches what stands for the model's forward pass.
+        device: where lengths, request table and metadata are.
+    """
+
+    def __init__(self, settings: CopyLoopSettings, forward: Callable[[], object], device: torch.device) -> None:
+        self.settings = settings
+        self.forward = forward
+        self.requests = VerifyRequests(settings, settings.longest, torch.Generator().manual_seed(0), device)
+        self.mirror = LengthMirror(settings.batch_size, device)
+
+    def run(self, arm: StepEnd) -> None:
+        """Launch all steps of one run, each in a range "step N". The GPU may still be at work afterwards."""
+        seq_lens = self.requests.first_seq_lens
+        for number in range(self.settings.steps_per_run):
+            with record_function(f"step {number}"):
+                seq_lens = self._step(seq_lens, arm)
+
+    def _step(self, seq_lens: Tensor, arm: StepEnd) -> Tensor:
+        with record_function("schedule"):
+            _spin(self.settings.host_us)
+        with record_function("metadata"):
+            build_mha_metadata(self.requests.batch(seq_lens), self.requests.pool)
+        with record_function("forward"):
+            self.forward()
+            seq_lens = seq_lens + self.requests.accepted
+        if arm is StepEnd.WITH_COPY:
+            with record_function("copy lengths"):
+                self.mirror.read(seq_lens)
+        return seq_lens
+
+
+def _spin(duration_us: float) -> None:
+    end_ns = time.perf_counter_ns() + 1000 * duration_us
+    while time.perf_counter_ns() < end_ns:
+        pass
+
+
+def measure_ends(settings: CopyLoopSettings) -> list[dict[str, Any]]:
+    """Measure both arms of a loop on this GPU, their runs in turns; return JSON-ready rows.
+
+    Raises:
+        IncompleteProfileError: a profile lacks what the figures are made of.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    forward = MatrixProducts(settings.gpu_us, device)
+    loop = DecodeLoop(settings, forward.graph.replay, device)
+    for arm in StepEnd:
+        loop.run(arm)
+    runs = measure_loop(loop.run, [list(StepEnd)] * settings.repeats, settings.steps_per_run)
+    first = settings.warm_up_steps
+    return [
+        {
+            "arm": arm.value,
+            **asdict(settings),
+            "matrix_products": forward.products,
+            **found.facts(partial(step_facts, first=first), summary),
+            "unprofiled_step_us": found.unprofiled_us,
+            "timeline": timeline(found.profiles[-1], first + settings.steps // 2 - TIMELINE_STEPS // 2),
+        }
+        for arm, found in runs.items()
+    ]
+
+
+def measure_masks(device: torch.device) -> list[dict[str, Any]]:
+    """Measure the size of each form of the verify mask, and the GPU time of filling it for the largest batch; JSON-ready."""
+    rows = []
+    for form in VerifyMaskForm:
+        mask = preallocate_verify_mask(form, **MASK_SIZES, device=device)
+        assert mask is not None
+        fill = GpuWork.of(fill_verify_mask, mask.nbytes, mask=mask, batch_size=mask.max_batch_size)
+        facts = facts_alone(replace(fill, check=_check_filled), "fill")
+        rows.append({"form": form.value, **MASK_SIZES, "mask_bytes": mask.nbytes, **facts})
+    return rows
+
+
+def _check_filled(arguments: Mapping[str, Any]) -> None:
+    mask: VerifyMask = arguments["mask"]
+    assert bool(mask.buffer.all()), "the mask was not filled"
+    mask.buffer.zero_()
+
+
+def run(loops: Sequence[CopyLoopSettings], out: Path | None = None) -> int:
+    """Measure every loop and the masks; see `studies`."""
+    recording = Recording("length_copy", out, {"method": METHOD}, ("arms", "verify_masks"))
+    recording.measure(loops, lambda settings: {"arms": measure_ends(settings)}, "loops")
+    recording.measure([torch.device("cuda")], lambda device: {"verify_masks": measure_masks(device)}, "masks")
+    recording.print_table("A decode loop, per step", ARM_COLUMNS, "arms", words=("arm",))
+    sizes = ", ".join(f"{name} {size:,}" for name, size in MASK_SIZES.items())
+    recording.print_table(f"The mask of target verify ({sizes})", MASK_COLUMNS, "verify_masks", words=("verify mask",))
+    return recording.exit_status
+
+
+ARM_COLUMNS: Columns = {
+    "GPU work, µs": "{gpu_us:,.0f}",
+    "host work, µs": "{host_us:,.0f}",
+    "arm": "{arm}",
+    "synchronisations": "{medians[synchronisations]:g}",
+    "blocked, µs": "{medians[blocked_us]:,.1f}",
+    "other calls, µs": "{medians[other_calls_us]:,.1f}",
+    "gap, µs": "{medians[gap_us]:,.1f}",
+    "idle, µs": "{medians[idle_us]:,.1f}",
+    "idle, %": "{medians[idle_percent]:.1f}",
+    "step, µs": "{medians[step_us]:,.1f}",
+    "step unprofiled, µs": lambda row: f"{statistics.median(row['unprofiled_step_us']):,.1f}",
+}
+MASK_COLUMNS: Columns = {"verify mask": "{form}", "bytes": "{mask_bytes:,}", "fill, µs": "{fill_us:,.2f}"}

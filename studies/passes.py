@@ -1,0 +1,88 @@
+"""Forward passes as arms: an arm's `case` is a pass, its `module` runs it."""
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from lab.kernels import PlannedOnce
+from lab.kernels.support import kernel_names
+from lab.metadata import AttentionCall
+from lab.metadata.mha.calls import PlannedCall, call_arguments, prepare_attention
+from lab.metadata.mla.calls import prepare_mla_attention
+from lab.timing.forward import TimedPasses, case_facts
+from lab.timing.work import Call, GpuWork
+from lab.workloads.forward_case import ForwardCase
+from lab.workloads.inputs.forward_pass import EnginePass, build_forward, plan_of
+from lab.workloads.inputs.mla_pass import build_mla_pass
+from lab.workloads.mla_case import MLACase
+from studies.arms import Arm
+
+PORTABLE_MODULE, FLASHINFER_MODULE = "lab.kernels.portable", "lab.kernels.trtllm"
+Prepare = Callable[..., Call]
+
+
+def works_of(arms: Sequence[Arm], device: torch.device, prepare: Prepare = prepare_attention) -> dict[str, GpuWork]:
+    """Make each arm's work, with an output of its own.
+
+    Arms whose cases differ at most in the call of a draft extend, or in the number of decode calls, share all other tensors.
+
+    Args:
+        arms: whose modules are imported here.
+        device: where the tensors are.
+        prepare: makes the call that is timed, of a pass without latent attention; its first argument is the implementation.
+    """
+    made: dict[ForwardCase | MLACase, TimedPasses] = {}
+    works = {}
+    for arm in arms:
+        implementation = implementation_of(arm)
+        is_mla = isinstance(arm.case, MLACase)
+        tensors = arm.case if is_mla else replace(arm.case, draft_extend=None, decode_splits=1)
+        if tensors not in made:
+            made[tensors] = TimedPasses.over(built(tensors, device))
+        work = made[tensors].work(implementation)
+        plan = {} if is_mla else {"plan": plan_of(arm.case, work.arguments["batch"]), **arm.case.settings()}
+        works[arm.name] = replace(
+            work,
+            prepare=partial(prepare_mla_attention if is_mla else prepare, implementation),
+            arguments={**work.arguments, **plan},
+        )
+    return works
+
+
+def gpu_works(arms: Sequence[Arm]) -> dict[str, GpuWork]:
+    """Make each arm's work on the GPU; see `works_of`."""
+    return works_of(arms, torch.device("cuda"))
+
+
+def built(case: ForwardCase | MLACase, device: torch.device) -> EnginePass:
+    """Build the pass of a case."""
+    return build_mla_pass(case, device) if isinstance(case, MLACase) else build_forward(case, device)
+
+
+def implementation_of(arm: Arm) -> Any:
+    """Import an arm's module, and return what makes its calls."""
+    module = importlib.import_module(arm.module)
+    return PlannedOnce(module) if arm.planned else module
+
+
+def eager_call(implementation: Any, *, plan: Sequence[PlannedCall], out: torch.Tensor, **passed: Any) -> Call:
+    """Return the call of a pass that makes one, all of its work done in each call, even where it could be prepared."""
+    (planned,) = plan
+    arguments = call_arguments(planned, **passed) | {"out": out, "workspace_buffer": None}
+    return partial(getattr(implementation, planned.call.value), **arguments)
+
+
+def pass_facts(arm: Arm, work: GpuWork) -> dict[str, Any]:
+    """Return what the row of a pass says of it: implementation, kernel and case."""
+    return {"implementation": arm.module, "kernel": kernel_of(arm, work), **case_facts(arm.case)}
+
+
+def kernel_of(arm: Arm, work: GpuWork) -> str:
+    """Return what runs on the work's device under the names of an arm's calls."""
+    plan = work.arguments.get("plan")
+    calls = [AttentionCall.MLA_DECODE.value] if plan is None else [planned.call.value for planned in plan]
+    return kernel_names(importlib.import_module(arm.module), calls, work.arguments["query"].device)

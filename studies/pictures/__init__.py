@@ -1,0 +1,1 @@
+"""Pictures of recorded studies, one module per study, and those of the notebooks."""

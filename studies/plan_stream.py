@@ -1,0 +1,324 @@
+"""What planning verify beside the draft saves (SGLang's PR 25925), and what a tree's fix-up costs, read from a profile.
+
+    lab experiments plan-stream --out plan_stream.json
+    lab experiments plan-stream --draft-us 100,400,1600 --verify-us 2000 --batch-size 1 --out plan_stream.json
+
+A loop of speculative iterations. Each names its batch on the device, replays a CUDA graph of matrix products that lasts as
+long as asked in place of the draft steps, plans verify's metadata, fixes up what depends on the draft, replays another graph in
+place of the target model, and adds the accepted tokens to the lengths. The arms are all combinations of:
+
+    drafts   chains, which need no fix-up; or trees, whose packed mask is written after the draft from each token's parent
+    builder  torch operations, many small launches as in SGLang 0.5.13; or one fused launch as in 0.5.23
+    start    in line, after the draft on its stream; on a second stream after the draft; on a second stream after the inputs
+
+The arms' runs take turns, in an order reshuffled each round; each is profiled, and its first iterations are left out. What
+verify was handed is checked before and after. What the table says, per iteration, as medians:
+
+    plan         GPU: from the start of the plan's first kernel or copy to the end of its last
+    busy         GPU: the part of that time in which one of them ran
+    hidden       GPU: the part of the busy time that fell into the draft
+    fix-up       GPU: from the start of its first kernel to the end of its last; none for chains
+    between      GPU: from the end of the draft to the start of verify; what is left of plan and fix-up on the critical path
+    iteration    GPU: from the end of the iteration before to the end of this one
+    unprofiled   the same without a profile, by the host's clock over all iterations of a run
+    host         what the host needs to launch an iteration, without a profile, the GPU's queue drained before each batch
+
+CUPTI and the annotations make the host slower, by a microsecond or so a launch. The matrix products fill nearly all of the GPU,
+so a plan beside them may take longer than alone. Writing the mask is also timed by itself, as a CUDA graph would replay it.
+"""
+
+import itertools
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.plan_stream import FixUp, PlannedVerify, PlanStart, PlanStream, VerifyBuffers
+from lab.metadata.mha.backend import TRTLLMMHABackend
+from lab.metadata.mha.buffers import MetadataBuilder
+from lab.metadata.mha.metadata import build_mha_metadata
+from lab.metadata.speculation.verify_mask import pack_tree_mask
+from lab.metadata.speculation.verify_plan import ChainVerify, TreeMaskVerify
+from lab.named_enum import NamedEnum
+from lab.timing.host_time import METHOD as HOST_METHOD
+from lab.timing.host_time import host_time
+from lab.timing.work import GpuWork
+from studies.arms import WARM
+from studies.iteration_profile import Phase, iteration_facts, two_lanes
+from studies.loops import LoopSettings, VerifyRequests, facts_alone, measure_loop, stand_in
+from studies.recording import Columns, Recording
+from studies.stand_in import MatrixProducts
+from studies.step_profile import medians
+
+Result = TypeVar("Result")
+
+METHOD = (
+    "torch.profiler (CUPTI), CPU and CUDA activities; GPU work belongs to the iteration and phase whose launch has its "
+    "correlation id; medians over the iterations of all runs, the arms' runs in turns"
+)
+SHUFFLE_SEED = 0
+# Few enough for the driver's queue of about a thousand launches, at up to sixty an iteration.
+HOST_BATCHES, HOST_CALLS_PER_BATCH = 20, 8
+# (requests, draft tokens of each) whose masks are written.
+FIX_UP_POINTS = tuple(itertools.product((1, 8, 64, 256), (4, 8, 16, 64)))
+
+
+class Drafts(NamedEnum):
+    """The form of the drafts, on which it depends whether a fix-up is needed."""
+
+    CHAINS = "chains"
+    TREES = "trees"
+
+
+@dataclass(frozen=True)
+class Planning:
+    """One way to plan verify: an arm."""
+
+    drafts: Drafts
+    builder: MetadataBuilder
+    start: PlanStart
+
+    def __str__(self) -> str:
+        return f"{self.drafts.value}, {self.builder.value}, {self.start.value}"
+
+
+ARMS = tuple(itertools.starmap(Planning, itertools.product(Drafts, MetadataBuilder, PlanStart)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanLoopSettings(LoopSettings):
+    """A loop of speculative iterations.
+
+    Attributes:
+        draft_us, verify_us: GPU time of what stands for the draft steps and for the target model, one iteration; met to within
+            one matrix product of about 30 µs on an H200.
+        max_context_len: of the pool, which gives the page table its width.
+
+    Raises:
+        ValueError: a size is too small, or the requests outgrow `max_context_len`.
+    """
+
+    draft_us: float = stand_in()
+    verify_us: float = stand_in()
+    max_context_len: int = 131072
+    warm_up_steps: int = 3
+    steps: int = 12
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.longest > self.max_context_len:
+            raise ValueError(
+                f"max_context_len={self.max_context_len} must hold the {self.longest} tokens of the last step"
+            )
+
+
+class MarkedPlanStream(PlanStream):
+    """A plan stream whose parts are ranges in a profile."""
+
+    def _plan(self, batch: ForwardBatch, inputs_final: torch.cuda.Event | None) -> PlannedVerify:
+        with record_function(Phase.PLAN.value):
+            return super()._plan(batch, inputs_final)
+
+    def _fix_up(self, planned: PlannedVerify) -> None:
+        with record_function(Phase.FIX_UP.value):
+            super()._fix_up(planned)
+
+
+class SpeculativeLoop:
+    """Iterations of all arms over the same requests, ready to be run many times from the same lengths.
+
+    Args:
+        settings: the loop.
+        draft, verify: launch what stands for the draft steps and for the target model.
+        device: where lengths, request table and metadata are.
+    """
+
+    def __init__(
+        self,
+        settings: PlanLoopSettings,
+        draft: Callable[[], object],
+        verify: Callable[[], object],
+        device: torch.device,
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.settings = settings
+        self.draft = draft
+        self.verify = verify
+        self.requests = VerifyRequests(settings, settings.max_context_len, generator, device)
+        # Other trees in each iteration.
+        shape = (settings.steps_per_run, settings.batch_size, settings.num_draft_tokens)
+        self.parents = random_trees(*shape, generator=generator).to(device)
+        self.planners = {arm: self._planner(arm) for arm in ARMS}
+
+    def run(self, arm: Planning, steps: int | None = None) -> None:
+        """Launch a run's iterations, each in a range "step N". The GPU may still be at work afterwards."""
+        seq_lens = self.requests.first_seq_lens
+        for number in range(self.settings.steps_per_run if steps is None else steps):
+            with record_function(f"step {number}"):
+                _, seq_lens = self._iterate(arm, seq_lens, number, self._verify)
+
+    def check(self, arm: Planning) -> None:
+        """Run all iterations with a verify pass that copies what it is handed, then compare that with a fresh build.
+
+        Raises:
+            RuntimeError: verify was handed something else.
+        """
+
+        def copies_of(planned: PlannedVerify) -> dict[str, Tensor]:
+            return {name: tensor.clone() for name, tensor in planned.tensors().items()}
+
+        seq_lens = self.requests.first_seq_lens
+        handed: list[tuple[Tensor, dict[str, Tensor]]] = []
+        for number in range(self.settings.steps_per_run):
+            before = seq_lens
+            copies, seq_lens = self._iterate(arm, before, number, copies_of)
+            handed.append((before, copies))
+        for number, (lens, copies) in enumerate(handed):
+            for name, expected in self._expected(arm, lens, number).items():
+                if not torch.equal(self._live(name, copies[name], lens), self._live(name, expected, lens)):
+                    raise RuntimeError(
+                        f"{arm}: in iteration {number} verify was handed another {name} than its batch has"
+                    )
+
+    def _iterate(
+        self, arm: Planning, seq_lens: Tensor, number: int, verify: Callable[[PlannedVerify], Result]
+    ) -> tuple[Result, Tensor]:
+        """Run one iteration; return what `verify` returned, and the lengths of the next."""
+        with record_function(Phase.INPUTS.value):
+            batch = self.requests.batch(seq_lens)
+
+        def draft(buffers: VerifyBuffers) -> None:
+            with record_function(Phase.DRAFT.value):
+                self.draft()
+                if buffers[0] is not None:
+                    buffers[0].copy_(self.parents[number])
+
+        return self.planners[arm].run(batch, draft, verify), seq_lens + self.requests.accepted
+
+    def _verify(self, planned: PlannedVerify) -> None:
+        with record_function(Phase.VERIFY.value):
+            self.verify()
+
+    def _planner(self, arm: Planning) -> MarkedPlanStream:
+        verify = TreeMaskVerify if arm.drafts is Drafts.TREES else ChainVerify
+        settings, attention = self.settings, TRTLLMMHABackend(builder=arm.builder)
+        backend = verify(self.requests.pool, settings.num_draft_tokens, [settings.batch_size], attention)
+        return MarkedPlanStream(backend, arm.start)
+
+    def _expected(self, arm: Planning, seq_lens: Tensor, number: int) -> dict[str, Tensor]:
+        batch = self.requests.batch(seq_lens)
+        mask = pack_tree_mask(self.parents[number]) if arm.drafts is Drafts.TREES else None
+        return PlannedVerify(batch, build_mha_metadata(batch, self.requests.pool), mask).tensors()
+
+    def _live(self, name: str, tensor: Tensor, seq_lens: Tensor) -> Tensor:
+        """Return a table without its dead cells, which the builders leave different."""
+        if name != "page_table":
+            return tensor
+        pages = -(-(seq_lens + self.settings.num_draft_tokens) // self.settings.page_size)
+        return tensor.masked_fill(torch.arange(tensor.shape[1], device=tensor.device) >= pages[:, None], 0)
+
+
+def random_trees(*shape: int, generator: torch.Generator) -> Tensor:
+    """Draw parents of trees, int64 of this shape, d last: each token follows one before it, or the last accepted one (-1)."""
+    return (torch.rand(shape, generator=generator, dtype=torch.float64) * (torch.arange(shape[-1]) + 1)).long() - 1
+
+
+def measure_plannings(settings: PlanLoopSettings) -> list[dict[str, Any]]:
+    """Measure all arms of a loop on this GPU, their runs in turns; return JSON-ready rows.
+
+    Raises:
+        IncompleteProfileError: a profile lacks what the figures are made of.
+        RuntimeError: verify was handed wrong metadata or a wrong mask.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    draft, verify = (MatrixProducts(gpu_us, device) for gpu_us in (settings.draft_us, settings.verify_us))
+    loop = SpeculativeLoop(settings, draft.graph.replay, verify.graph.replay, device)
+    for arm in ARMS:  # which also compiles what is compiled at first use
+        loop.check(arm)
+    shuffled = random.Random(SHUFFLE_SEED)
+    rounds = [shuffled.sample(ARMS, len(ARMS)) for _ in range(settings.repeats)]
+    runs = measure_loop(loop.run, rounds, settings.steps_per_run)
+    calls = {str(arm): partial(loop.run, arm, steps=1) for arm in ARMS}
+    host = host_time(calls, batches=HOST_BATCHES, calls_per_batch=HOST_CALLS_PER_BATCH)
+    for arm in ARMS:
+        loop.check(arm)
+    first = settings.warm_up_steps
+    return [
+        {
+            "drafts": arm.drafts.value,
+            "builder": arm.builder.value,
+            "start": arm.start.value,
+            "fix_up": (FixUp.AFTER_DRAFT if arm.drafts is Drafts.TREES else FixUp.NONE).value,
+            **asdict(settings),
+            "draft_matrix_products": draft.products,
+            "verify_matrix_products": verify.products,
+            **found.facts(partial(iteration_facts, first=first), medians),
+            "timeline": two_lanes(found.profiles[-1].steps[first + settings.steps // 2]),
+            "unprofiled_iteration_us": found.unprofiled_us,
+            **host[str(arm)].facts(),
+        }
+        for arm, found in ((arm, runs[arm]) for arm in ARMS)
+    ]
+
+
+def measure_fix_up(batch_size: int, num_draft_tokens: int, device: torch.device) -> dict[str, Any]:
+    """Measure GPU and host time of writing the packed masks of random trees by itself; JSON-ready."""
+    generator = torch.Generator().manual_seed(0)
+    parents = random_trees(batch_size, num_draft_tokens, generator=generator).to(device)
+    out = torch.zeros_like(pack_tree_mask(parents))
+    work = GpuWork.of(pack_tree_mask, parents.nbytes + out.nbytes, parents=parents, out=out)
+    return {
+        "batch_size": batch_size,
+        "num_draft_tokens": num_draft_tokens,
+        **facts_alone(replace(work, check=_check_fix_up), "gpu"),
+        **host_time({"fix-up": work.call()}, calls_per_batch=HOST_CALLS_PER_BATCH)["fix-up"].facts(),
+    }
+
+
+def _check_fix_up(arguments: Mapping[str, Any]) -> None:
+    out: Tensor = arguments["out"]
+    assert torch.equal(out.cpu(), pack_tree_mask(arguments["parents"].cpu())), "the mask is not the trees'"
+    out.zero_()
+
+
+def run(loops: Sequence[PlanLoopSettings], out: Path | None = None) -> int:
+    """Measure every loop and the fix-ups; see `studies`."""
+    device = torch.device("cuda")
+    recording = Recording("plan_stream", out, {"method": METHOD, "host_method": HOST_METHOD}, ("arms", "fix_ups"))
+    recording.measure(loops, lambda settings: {"arms": measure_plannings(settings)}, "loops")
+    recording.measure(FIX_UP_POINTS, lambda point: {"fix_ups": [measure_fix_up(*point, device)]}, "masks")
+    recording.print_table("A speculative iteration", ARM_COLUMNS, "arms", words=("drafts", "builder", "start"))
+    recording.print_table(f"The packed mask of trees by itself, {WARM}", FIX_UP_COLUMNS, "fix_ups")
+    return recording.exit_status
+
+
+ARM_COLUMNS: Columns = {
+    "drafts": "{drafts}",
+    "builder": "{builder}",
+    "start": "{start}",
+    "draft, µs": "{medians[draft_us]:,.1f}",
+    "plan launches": "{medians[plan_launches]:g}",
+    "plan, µs": "{medians[plan_us]:,.1f}",
+    "busy, µs": "{medians[plan_busy_us]:,.1f}",
+    "hidden, µs": "{medians[hidden_us]:,.1f}",
+    "fix-up, µs": "{medians[fix_up_us]:,.1f}",
+    "between, µs": "{medians[between_us]:,.1f}",
+    "iteration, µs": "{medians[iteration_us]:,.1f}",
+    "unprofiled, µs": lambda row: f"{statistics.median(row['unprofiled_iteration_us']):,.1f}",
+    "host, µs": "{host_us:,.1f}",
+}
+FIX_UP_COLUMNS: Columns = {
+    "requests": "{batch_size}",
+    "draft tokens": "{num_draft_tokens}",
+    "launches": "{launches}",
+    "GPU, µs": "{gpu_us:,.2f}",
+    "host, µs": "{host_us:,.1f}",
+}

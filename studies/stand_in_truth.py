@@ -1,0 +1,145 @@
+"""The truth of a stand-in model's pass, from each request's history alone: no pages, no tables, no graph."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lab.metadata.speculation.draft_extend_graph import DraftExtendOutput, DraftOutputs, selected_rows
+from lab.references.errors import Comparison, compare, eager_attention
+from lab.references.softmax_attention import attention, visible_keys
+from studies.stand_in_model import DTYPE, StandInModel, StandInPass
+
+Project = Callable[[Tensor, Tensor], Tensor]  # rows and a weight to their product
+
+
+@dataclass(frozen=True, eq=False)
+class StandInTruth:
+    """The output that every row of a pass must give, and what bf16 arithmetic in plain torch makes of it.
+
+    Attributes:
+        hidden_states, logits: float64 [num_tokens, hidden_size] and [num_tokens, vocab_size].
+        hidden_states_control, logits_control: the same rounded to bf16 after every step.
+        request_of_row: int64 [num_tokens].
+        selected: int64 [batch_size], the row of each request's last accepted token; of uniform widths alone.
+    """
+
+    hidden_states: Tensor
+    logits: Tensor
+    hidden_states_control: Tensor
+    logits_control: Tensor
+    request_of_row: Tensor
+    selected: Tensor | None
+
+    def compare(self, outputs: DraftOutputs, form: DraftExtendOutput) -> dict[str, Comparison]:
+        """Compare each row's hidden states and logits with the truth, as one vector each; errors are relative L2.
+
+        Args:
+            outputs: of the real rows: as many as the pass has or, with SELECTED_ROW, as it has requests.
+            form: of the outputs.
+
+        Raises:
+            ValueError: the outputs have other shapes, or rows are selected of a pass without a uniform width.
+        """
+        rows = torch.arange(self.logits.shape[0], device=self.logits.device)
+        if form is DraftExtendOutput.SELECTED_ROW:
+            if self.selected is None:
+                raise ValueError("the requests have different numbers of rows: there is no row to select")
+            rows = self.selected
+        groups = self.request_of_row[rows]
+        triples = {
+            "hidden_states": (outputs.hidden_states, self.hidden_states, self.hidden_states_control),
+            "logits": (outputs.logits, self.logits, self.logits_control),
+        }
+        return {
+            name: compare(out.unsqueeze(1), expected[rows].unsqueeze(1), control[rows].unsqueeze(1), groups)
+            for name, (out, expected, control) in triples.items()
+        }
+
+    def hold(self, outputs: DraftOutputs, form: DraftExtendOutput) -> None:
+        """Raise AssertionError if outputs are wrong; says which. A top-k must be the largest of the outputs' own logits."""
+        for name, comparison in self.compare(outputs, form).items():
+            if not comparison.passed:
+                (worst,) = comparison.worst(1)
+                raise AssertionError(
+                    f"{int(comparison.wrong.sum())} of {comparison.wrong.numel()} rows of {name} are wrong, the worst row "
+                    f"{worst[0]} with error {float(comparison.error[worst]):.3g}, {comparison.worst_ratio:.3g} times what is "
+                    "allowed"
+                )
+        if form is DraftExtendOutput.ALL_ROWS_WITH_TOPK:
+            assert outputs.topk_index is not None
+            assert outputs.topk_p is not None
+            best = outputs.logits.gather(1, outputs.topk_index)
+            if not torch.equal(best, outputs.logits.amax(dim=1, keepdim=True)):
+                raise AssertionError("topk_index does not name the largest logit of each row")
+            if not bool((outputs.topk_p == 1).all()):
+                raise AssertionError("topk_p must be 1: a chain takes its token for certain")
+
+
+def truth_of_pass(model: StandInModel, drawn: StandInPass) -> StandInTruth:
+    """Return the truth of a pass, and its control. Float64 copies of the weights are made: 4 GB for an LM head of 128K."""
+    exact = _hidden_states(model, drawn, _exact, exact=True)
+    rounded = _hidden_states(model, drawn, _rounded, exact=False)
+    device = exact.device
+    requests = [request for request, q_len in enumerate(drawn.q_lens) for _ in range(q_len)]
+    uniform = len(set(drawn.q_lens)) == 1
+    return StandInTruth(
+        hidden_states=exact,
+        logits=_exact(exact, model.head_weight),
+        hidden_states_control=rounded,
+        logits_control=_rounded(rounded, model.head_weight),
+        request_of_row=torch.tensor(requests, dtype=torch.int64, device=device),
+        selected=selected_rows(drawn.accept_lens, drawn.q_lens[0]) if uniform else None,
+    )
+
+
+def _exact(rows: Tensor, weight: Tensor) -> Tensor:
+    return rows.to(torch.float64) @ weight.to(torch.float64)
+
+
+def _rounded(rows: Tensor, weight: Tensor) -> Tensor:
+    return (rows.to(torch.float32) @ weight.to(torch.float32)).to(DTYPE)
+
+
+def _hidden_states(model: StandInModel, drawn: StandInPass, project: Project, *, exact: bool) -> Tensor:
+    sizes, heads = model.sizes, model.sizes.attention
+    features = torch.cat((model.embedding[drawn.input_ids], drawn.hidden_states), dim=1)
+    projected = project(features, model.qkv_weight)
+    widths = (sizes.q_size, sizes.kv_size, sizes.kv_size)
+    query, keys, values = (side.unflatten(1, (-1, heads.head_dim)) for side in projected.split(widths, dim=1))
+    attended, first = [], 0
+    for (old_keys, old_values), q_len in zip(drawn.histories, drawn.q_lens, strict=True):
+        rows = slice(first, first + q_len)
+        all_keys, all_values = (
+            torch.cat((old.to(new.dtype), new[rows])).unsqueeze(0)
+            for old, new in ((old_keys, keys), (old_values, values))
+        )
+        attended.append(_attend(model, query[rows].unsqueeze(0), all_keys, all_values, exact=exact))
+        first += q_len
+    return project(torch.cat(attended).flatten(1), model.out_weight)
+
+
+def _attend(model: StandInModel, query: Tensor, keys: Tensor, values: Tensor, *, exact: bool) -> Tensor:
+    """Return one request's output, of the rows of its last tokens: [q_len, num_qo_heads, head_dim]."""
+    layer, kv_len, device = model.layer, keys.shape[1], query.device
+    visible = visible_keys(
+        torch.arange(kv_len - query.shape[1], kv_len, device=device).unsqueeze(0),
+        torch.arange(kv_len, device=device).unsqueeze(0),
+        torch.tensor([kv_len], device=device),
+        causal=True,
+        window_left=layer.window_left,
+    )
+    if exact:
+        out, _ = attention(query, keys, values, visible, bmm1_scale=layer.softmax_scale, sinks=layer.sinks)
+        return out[0]
+    return eager_attention(
+        query,
+        keys,
+        values,
+        visible,
+        arithmetic=DTYPE,
+        bmm1_scale=layer.softmax_scale,
+        sinks=layer.sinks,
+        out_dtype=DTYPE,
+    )[0]

@@ -1,0 +1,84 @@
+"""Targets: numbers that an arm must reach, and whether it reached them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lab.named_enum import NamedEnum
+from studies.recording import Columns
+
+
+class Figure(NamedEnum):
+    """A number that a target bounds; the value is its unit in words."""
+
+    SPEED = "x the speed of {baseline}"
+    BANDWIDTH = "% of the copy bandwidth"
+    HOST = "µs of host time"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure and its bound: the least that an arm must reach, or, of host time, the most that it may take."""
+
+    figure: Figure
+    bound: float
+
+    def margin(self, reached: float) -> float:
+        """Return by how much it is passed, in the figure's unit; negative where it is missed."""
+        return self.bound - reached if self.figure is Figure.HOST else reached - self.bound
+
+
+def target_rows(
+    targets: Sequence[Target], reached: Mapping[Figure, float | None], baseline: str
+) -> list[dict[str, Any]]:
+    """Return what a row records of its targets; a figure of None was not compared, and is neither passed nor missed.
+
+    Args:
+        targets: an arm's.
+        reached: the arm's figures.
+        baseline: the arm that a speed is relative to.
+    """
+    return [_target_row(target, reached[target.figure], baseline) for target in targets]
+
+
+def _target_row(target: Target, reached: float | None, baseline: str) -> dict[str, Any]:
+    facts: dict[str, Any] = {"figure": target.figure.value.format(baseline=baseline), "target": target.bound}
+    if reached is None:
+        return facts | {"reached": None, "margin": None, "passed": None}
+    margin = target.margin(reached)
+    return facts | {"reached": round(reached, 3), "margin": round(margin, 3), "passed": margin >= 0}
+
+
+def target_text(row: Mapping[str, Any]) -> str:
+    """Say by how much a row's arm passes or misses each of its targets."""
+    return "; ".join(_one_text(target) for target in row["targets"])
+
+
+def _one_text(target: Mapping[str, Any]) -> str:
+    asked = f"{target['target']:g} {target['figure']}"
+    if target["passed"] is None:
+        return f"{asked}: nothing to compare with"
+    return f"{asked}: {'passed' if target['passed'] else 'missed'} by {abs(target['margin']):.3g}"
+
+
+# Of rows of arms that were compared with a baseline.
+TIME_COLUMNS: Columns = {
+    "point": "{point}",
+    "arm": "{arm}",
+    "kernel": "{kernel}",
+    "cache": "{kv_dtype}",
+    "µs": "{median_us:,.1f}",
+    "spread, µs": "{iqr_us:,.1f}",
+    "floor, µs": "{floor_us:,.1f}",
+    "bound by": "{floor_bound}",
+    "floor, %": "{floor_percent:.1f}",
+    "speed, x": lambda row: "" if row["speed_of_baseline"] is None else f"{row['speed_of_baseline']:.3f}",
+    "targets": target_text,
+}
+TEXT_COLUMNS = ("point", "arm", "kernel", "cache", "bound by", "targets")
+
+
+def score(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Count the targets of rows that were passed, missed, and not compared."""
+    passed = [target["passed"] for row in rows for target in row["targets"]]
+    return {"passed": passed.count(True), "missed": passed.count(False), "not_compared": passed.count(None)}

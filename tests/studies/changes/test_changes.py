@@ -1,0 +1,257 @@
+"""What is said of a change follows its recording: of altered recordings it says what they were altered to."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from studies.changes import CHANGES, Change
+from studies.changes.verdicts import Answer, Aspect, Standing
+from tests.studies.recorded import recorded
+
+BY_NUMBER = {change.number: change for change in CHANGES}
+Altered = dict[str, Any]
+
+
+def judged(number: int, *altered: Mapping[str, Any]) -> Answer:
+    """The answer of a change's recording, and of those beside it; the real ones where none are given."""
+    change = BY_NUMBER[number]
+    modules = (change.module, *change.beside)
+    given = dict(zip(modules, altered, strict=False))
+    return change.judge({module: given.get(module) or recorded(module) for module in modules})
+
+
+def counts(aspect: Aspect) -> tuple[int, int, int]:
+    """Points that hold, that do not, and that cannot be told."""
+    holding, failing, undecided = (aspect.count(standing) for standing in Standing)
+    return holding, failing, undecided
+
+
+def exchange(one: Altered, other: Altered, *names: str) -> None:
+    for name in names:
+        one[name], other[name] = other[name], one[name]
+
+
+def test_the_five_changes_each_have_a_command_of_their_own() -> None:
+    assert [change.number for change in CHANGES] == [24566, 25002, 25925, 26241, 26824]
+    assert len({change.module for change in CHANGES}) == 5
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: str(change.number))
+def test_every_real_recording_has_an_answer_with_points_of_every_statement(change: Change) -> None:
+    answer = judged(change.number)
+    assert all(aspect.observations for aspect in answer.aspects)
+    assert all(each.group.startswith(("MHA", "MLA")) for aspect in answer.aspects for each in aspect.observations)
+
+
+# --- 24566
+
+
+def test_a_faster_context_call_contradicts_24566_at_its_point() -> None:
+    recording = recorded("draft_extend_kernels")
+    rows = {(row["requests"], row["kv_len"], row["q_len"], row["arm"]): row for row in recording["rows"]}
+    for (*_, arm), row in rows.items():
+        row |= {"median_us": 20.0 if arm == "context" else 10.0, "iqr_us": 1.0}
+    exchange(rows[1, 1024, 4, "decode"], rows[1, 1024, 4, "context"], "median_us")
+    (found,) = judged(24566, recording).aspects[0].that(Standing.FAILS)
+    assert (found.where, found.figures) == ("1 × 1,024 keys, q 4", "10.0 → 20.0 µs")
+
+
+def test_24566_does_not_hold_where_every_context_call_is_faster() -> None:
+    recording = recorded("draft_extend_kernels")
+    for row in recording["rows"]:
+        row["median_us"] = {"context": 1.0}.get(row["arm"], 2.0)
+        row["iqr_us"] = 0.0
+    answer = judged(24566, recording)
+    assert answer.verdict == "does not hold"
+    assert counts(answer.aspects[0])[:2] == (0, len(answer.aspects[0].observations))
+
+
+def test_24566_leaves_out_points_without_both_calls_and_says_what_was_skipped_and_declined() -> None:
+    recording = recorded("draft_extend_kernels")
+    recording["rows"] = [row for row in recording["rows"] if (row["arm"], row["q_len"]) != ("context", 32)]
+    recording["skipped"], recording["most_keys"] = recording["skipped"][:3], 1000
+    recording["declined"] = [{"arm": "context"}, {"arm": "context"}]
+    answer = judged(24566, recording)
+    assert "MHA, q 32" not in answer.aspects[0].by_group()
+    assert answer.missing[:2] == ("3 points of more than 1,000 keys.", "2 times, because these arms declined: context.")
+
+
+def test_mlas_calls_of_several_rows_stand_beside_24566_where_they_are_recorded() -> None:
+    mla = recorded("mla_decode")
+    mla["rows"] = [row for row in mla["rows"] if row["q_len"] == 1]
+    lacking = judged(24566, recorded("draft_extend_kernels"), mla)
+    assert lacking.notes == ()
+    assert "nor that call with several rows" in lacking.missing[-1]
+    single = mla["rows"][0]
+    mla["rows"].append(single | {"q_len": 4, "median_us": 1234.5})
+    (note,) = judged(24566, recorded("draft_extend_kernels"), mla).notes
+    assert "4 rows takes 1,234 µs" in note
+    assert f"of one row {single['median_us']:,.1f}" in note
+
+
+# --- 25002
+
+
+def test_a_slower_replay_contradicts_25002() -> None:
+    recording = recorded("draft_extend_graph")
+    rows = {(row["mode"], row["batch_size"], row["arm"]): row for row in recording["modes"]}
+    for (*_, arm), row in rows.items():
+        row["completion_us"] = 900.0 if arm == "eager" else 400.0
+    exchange(rows["draft_extend_v2", 64, "eager"], rows["draft_extend_v2", 64, "graph"], "completion_us")
+    answer = judged(25002, recording)
+    assert [each.where for each in answer.aspects[0].that(Standing.FAILS)] == ["draft extend v2, 64 requests"]
+    assert answer.verdict == "holds in part"
+
+
+def test_what_25002_does_not_claim_does_not_count() -> None:
+    recording = recorded("draft_extend_graph")
+    before = judged(25002, recording).verdict
+    for row in recording["modes"]:
+        if row["mode"] == "decode" and row["arm"] == "graph":
+            row["completion_us"] = row["median_us"] = 1e6
+    answer = judged(25002, recording)
+    assert answer.verdict == before
+    assert any(aspect.count(Standing.FAILS) for aspect in answer.aspects if not aspect.of_claim)
+
+
+def test_a_top_k_that_costs_nothing_is_not_shown_to_be_dead_weight() -> None:
+    recording = recorded("draft_extend_graph")
+    plain = {
+        (row["batch_size"], row["num_draft_tokens"]): row for row in recording["forms"] if row["form"] == "all rows"
+    }
+    for row in recording["forms"]:
+        if row["form"] == "all rows with top-k":
+            row["median_us"] = plain[row["batch_size"], row["num_draft_tokens"]]["median_us"]
+    topk = judged(25002, recording).aspects[1]
+    assert counts(topk) == (0, 0, len(plain))
+
+
+def test_25002_names_the_hosts_times_of_its_own_mode() -> None:
+    recording = recorded("draft_extend_graph")
+    for row in recording["modes"]:
+        if row["mode"] == "draft_extend_v2" and row["arm"] != "load":
+            row["host_us"] = {"eager": 700.0, "graph": 50.0}[row["arm"]] + row["batch_size"]
+    (note,) = judged(25002, recording).notes
+    assert "701.0 to 764.0 µs eagerly, 51.0 to 114.0 µs" in note
+
+
+# --- 25925
+
+
+def arms_of(recording: Altered) -> dict[tuple[Any, ...], Altered]:
+    return {(row["draft_us"], row["drafts"], row["builder"], row["start"]): row for row in recording["arms"]}
+
+
+def test_a_chain_that_is_mended_contradicts_25925() -> None:
+    recording = recorded("plan_stream")
+    arms_of(recording)[400.0, "chains", "fused", "after the inputs"]["medians"]["fix_up_launches"] = 3
+    mended = judged(25925, recording).aspects[0]
+    (found,) = mended.that(Standing.FAILS)
+    assert found.where == "chains, fused, a draft of 400 µs, planned after the inputs"
+    assert found.figures == "3 launches after the draft"
+
+
+RUNS, UNPROFILED = "runs", "unprofiled_iteration_us"
+
+
+@pytest.mark.parametrize(
+    ("exchanged", "standing"),
+    [
+        ((), Standing.HOLDS),
+        ((RUNS,), Standing.UNDECIDED),
+        ((UNPROFILED,), Standing.UNDECIDED),
+        ((RUNS, UNPROFILED), Standing.FAILS),
+    ],
+)
+def test_both_clocks_must_say_that_a_plan_beside_the_draft_pays(exchanged: tuple[str, ...], standing: Standing) -> None:
+    recording = recorded("plan_stream")
+    arms = arms_of(recording)
+    starts = ("in line", "after the inputs")
+    in_line, beside = (arms[400.0, "chains", "torch operations", start] for start in starts)
+    for arm, time_us in ((in_line, 1500.0), (beside, 1400.0)):
+        arm |= {RUNS: [[{"iteration_us": time_us}] * 5], UNPROFILED: [time_us] * 5}
+    exchange(in_line, beside, *exchanged)
+    found = {each.where: each for each in judged(25925, recording).aspects[1].observations}
+    assert found["chains, torch operations, a draft of 400 µs"].standing is standing
+
+
+def test_25925_says_what_a_trees_mask_takes() -> None:
+    recording = recorded("plan_stream")
+    for place, row in enumerate(row for row in recording["arms"] if row["drafts"] == "trees"):
+        row["medians"] |= {"fix_up_us": 20.0 + place, "fix_up_launches": 9.0}
+    (note,) = judged(25925, recording).notes
+    assert note == "A tree's mask is written after the draft: 20.0 to 31.0 µs in 9 launches."
+
+
+# --- 26241
+
+
+def test_lists_that_cost_nothing_contradict_26241() -> None:
+    recording = recorded("draft_steps")
+    rows = {row["scenario"]: row for row in recording["rows"]}
+    point = "8x8k/steps3"
+    for name, row in rows.items():
+        row |= {"median_us": 9.0 if "common_template" in name else 3.0, "iqr_us": 0.1}
+    exchange(rows[f"draft_steps/mla/common_template/{point}"], rows[f"draft_steps/mla/per_step/{point}"], "median_us")
+    skipped = judged(26241, recording).aspects[0]
+    assert [each.where for each in skipped.that(Standing.FAILS)] == ["MLA, 8 × 8k, 3 steps"]
+
+
+@pytest.mark.parametrize(("saved_us", "standing"), [(230.0, Standing.FAILS), (250.0, Standing.HOLDS)])
+def test_the_claims_figures_are_held_against_what_is_saved(saved_us: float, standing: Standing) -> None:
+    recording = recorded("draft_steps")
+    for row in recording["rows"]:
+        if row["point"].endswith("x80k/steps3") and "/mla/" in row["scenario"]:
+            row["median_us"] = 4.0 + (saved_us if "common_template" in row["scenario"] else 0.0)
+    size = judged(26241, recording).aspects[1]
+    assert "236.4 µs" in size.statement  # 0.06 ms a token, 3.94 tokens
+    assert {each.standing for each in size.observations} == {standing}
+    assert len(size.observations) == 6
+
+
+def test_a_partial_recording_of_26241_lacks_what_it_lacks() -> None:
+    recording = recorded("draft_steps")
+    recording["rows"] = [row for row in recording["rows"] if row["point"] == "1x1k/steps2"]
+    del recording["pr_26241"]
+    answer = judged(26241, recording)
+    assert [len(aspect.observations) for aspect in answer.aspects] == [3, 0, 0]
+    assert answer.aspects[1].verdict == "not recorded"
+    assert answer.notes == ()
+
+
+# --- 26824
+
+
+def test_a_step_that_still_waits_contradicts_26824() -> None:
+    recording = recorded("length_copy")
+    row, *others = (row for row in recording["arms"] if row["arm"] == "without the copy")
+    for each in others:
+        each["medians"]["synchronisations"] = 0
+    row["medians"] |= {"synchronisations": 2, "blocked_us": 12.5}
+    (found,) = judged(26824, recording).aspects[0].that(Standing.FAILS)
+    assert found.where == f"{row['gpu_us']:g} µs of GPU work, {row['host_us']:g} of host work"
+    assert "→ 2 synchronisations" in found.figures
+    assert "→ 12.5 µs" in found.figures
+
+
+def test_a_mask_that_costs_more_than_is_saved_contradicts_26824() -> None:
+    recording = recorded("length_copy")
+    for mask in recording["verify_masks"]:
+        mask["fill_us"] = 5000.0
+    answer = judged(26824, recording)
+    assert counts(answer.aspects[2]) == (0, len(answer.aspects[2].observations), 0)
+    assert "5,000 µs" in answer.notes[0]
+    recording["verify_masks"] = []
+    assert judged(26824, recording).aspects[2].verdict == "not recorded"
+
+
+def test_a_copy_that_costs_nothing_cannot_be_told() -> None:
+    recording = recorded("length_copy")
+    rows = {(row["gpu_us"], row["host_us"], row["arm"]): row for row in recording["arms"]}
+    for (gpu_us, host_us, arm), row in rows.items():
+        if arm == "with the copy":
+            other = rows[gpu_us, host_us, "without the copy"]
+            row |= {name: other[name] for name in ("runs", "unprofiled_step_us")}
+    steps = judged(26824, recording).aspects[1]
+    assert counts(steps) == (0, 0, len(rows) // 2)

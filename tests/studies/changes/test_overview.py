@@ -1,0 +1,286 @@
+"""The page and the table: of the recordings, and of what they were altered to; and the command line of both."""
+
+import io
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from lab.reports.tables import terminal_of
+from studies import command_of
+from studies.changes import CHANGES
+from studies.changes.entries import Entry, day_of, file_of, read_entries
+from studies.changes.overview import PAGE, claims_table, kernels_sentence, page
+from studies.changes.run import DEFAULT_OUT, run_command, show
+from tests.commands.command import run
+from tests.studies.recorded import FOLDER, MODULES, recorded, slowed
+
+DAY = re.compile(r"\| \d{4}-\d\d-\d\d \|")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with copies of the recordings."""
+    for module in MODULES:
+        write(tmp_path, module, recorded(module))
+    return tmp_path
+
+
+def write(folder: Path, module: str, recording: object) -> None:
+    file_of(folder, module).write_text(json.dumps(recording))
+
+
+def page_of(folder: Path) -> str:
+    return page(read_entries(folder), folder)
+
+
+def printed(entries: Sequence[Entry]) -> str:
+    console = Console(width=400, file=io.StringIO(), record=True)
+    console.print(terminal_of(claims_table(entries)))
+    return console.export_text()
+
+
+def test_the_page_in_the_repository_is_that_of_its_recordings() -> None:
+    # If this fails: lab experiments changes --recorded results/nvidia-h200 --out results/nvidia-h200
+    written = (FOLDER / PAGE).read_text(encoding="utf-8")
+    assert DAY.sub("", written) == DAY.sub("", page_of(FOLDER))
+
+
+def test_the_page_says_what_each_change_claims_and_what_it_was_measured_on(folder: Path) -> None:
+    text = page_of(folder)
+    for change in CHANGES:
+        for words in (change.claim, change.source, change.question, f"pull/{change.number}"):
+            assert words in text
+        assert f"{command_of(change.module)} --out {change.module}.json" in text
+        environment = recorded(change.module)["environment"]
+        line = next(line for line in text.splitlines() if line.startswith(f"| [{change.module}.json]"))
+        assert f"| {environment['gpu']} | `{environment['commit']}` |" in line
+        assert DAY.search(line)
+        assert recorded(change.module)["method"] in line
+
+
+FIGURES = re.compile(r"[\d,.]+ → [\d,.]+ µs")
+
+
+def test_every_time_on_the_page_is_the_recordings(folder: Path) -> None:
+    real = page_of(folder)
+    for module in MODULES:
+        write(folder, module, slowed(recorded(module), 3.7))
+    other = page_of(folder)
+    shared = set(FIGURES.findall(real)) & set(FIGURES.findall(other))
+    assert len(set(FIGURES.findall(real))) > 20
+    assert not shared
+
+
+def test_another_gpu_commit_and_throttling_are_what_the_page_says(folder: Path) -> None:
+    for module in MODULES:
+        recording = recorded(module)
+        recording["environment"] |= {"gpu": "NVIDIA B200", "commit": "abc123", "capability": [10, 0]}
+        for row in recording.get("rows", ()):
+            row["throttled_by"] = ["power limit"]
+        write(folder, module, recording)
+    text = page_of(folder)
+    assert "measured on NVIDIA B200" in text.splitlines()[0]
+    assert "H200" not in text
+    assert text.count("`abc123`") == len(MODULES)
+    rows = len(recorded("draft_extend_kernels")["rows"])
+    assert f"| {rows} of {rows} rows that record it (power limit) |" in text
+
+
+def test_the_kernels_are_those_that_ran(folder: Path) -> None:
+    said = kernels_sentence(read_entries(folder))
+    assert said.startswith(
+        "On SM90 FlashInfer ran XQA for trtllm_batch_decode_with_kv_cache and trtllm_fmha_v2_prefill"
+    )
+    assert "not trtllm-gen" in said
+    recording = recorded("draft_extend_kernels")
+    for row in recording["rows"]:
+        if row["implementation"] == "lab.kernels.trtllm":
+            row["kernel"] = f"trtllm-gen {row['arm']}"
+    recording["environment"]["capability"] = [10, 0]
+    write(folder, "draft_extend_kernels", recording)
+    said = kernels_sentence(read_entries(folder))
+    assert "trtllm-gen decode for trtllm_batch_decode_with_kv_cache" in said
+    assert "not trtllm-gen" not in said
+    assert said.startswith("On SM90 and SM100")
+    file_of(folder, "draft_extend_kernels").unlink()
+    assert "no recording here names a kernel" in kernels_sentence(read_entries(folder))
+
+
+def test_mha_and_mla_stand_beside_each_other(folder: Path) -> None:
+    lines = {line[2:9]: line.split(" | ") for line in page_of(folder).splitlines() if line.startswith("| [2")}
+    for number, mla in (("[26241]", r"\d+ of \d+ points"), ("[24566]", "not recorded"), ("[25925]", "not recorded")):
+        assert re.fullmatch(r"\d+ of \d+ points", lines[number][2])
+        assert re.fullmatch(mla, lines[number][3])
+
+
+def test_what_is_not_recorded_says_so_and_what_cannot_be_read_says_why(folder: Path) -> None:
+    file_of(folder, "length_copy").unlink()
+    file_of(folder, "plan_stream").write_text('{"arms": [')
+    write(folder, "draft_steps", {"rows": [{"scenario": "x"}]})
+    write(folder, "draft_extend_graph", [])
+    entries = {entry.change.module: entry for entry in read_entries(folder)}
+    assert (entries["length_copy"].verdict, entries["length_copy"].failure) == ("not recorded", "")
+    assert "plan_stream.json: not JSON" in entries["plan_stream"].failure
+    assert (
+        "draft_steps.json: not in the form that the experiment writes: KeyError: 'point'"
+        in entries["draft_steps"].failure
+    )
+    assert (
+        "draft_extend_graph.json: holds no experiment's recording but something else"
+        in entries["draft_extend_graph"].failure
+    )
+    assert entries["draft_extend_kernels"].answer is not None
+    text, table = page_of(folder), " ".join(printed(list(entries.values())).split())
+    assert text.count("**Failed**: ") == table.count("failed: ") == 3
+    assert (text.count("**Not recorded.**"), table.count("not recorded")) == (4, 2 * 4)  # a change and its statement
+
+
+def test_the_table_has_a_line_per_claimed_statement(folder: Path) -> None:
+    entries = read_entries(folder)
+    claimed = [aspect for entry in entries if entry.answer for aspect in entry.answer.aspects if aspect.of_claim]
+    table = terminal_of(claims_table(entries))
+    assert table.row_count == len(claimed)
+    assert [str(cell) for cell in table.columns[2].cells] == [aspect.verdict for aspect in claimed]
+
+
+# --- the command line ---------------------------------------------------------------------------------------------------
+
+
+class Commands:
+    """Stands for the experiments' processes: writes recordings, and ends as it is told."""
+
+    def __init__(self, statuses: dict[str, int] | None = None) -> None:
+        self.statuses = statuses or {}
+        self.ran: list[str] = []
+
+    def __call__(self, line: Sequence[str]) -> int:
+        python, *command, dash_out, out = line
+        assert (python, *command[:3], dash_out) == (sys.executable, "-m", "lab", "experiments", "--out")
+        assert not Path(out).exists()
+        name = command[3].replace("-", "_")
+        self.ran.append(name)
+        status = self.statuses.get(name, 0)
+        if status == 0:
+            write(Path(out).parent, name, recorded(name))
+        return status
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_on_a_gpu_every_experiment_runs_and_the_overview_is_of_what_they_wrote(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = Commands()
+    out = tmp_path / "measured"
+    assert show(None, out, run=commands) == 0
+    assert commands.ran == [change.module for change in CHANGES]
+    text = (out / PAGE).read_text()
+    assert all(f"]({change.module}.json)" in text for change in CHANGES)
+    assert "26241 No ragged lists for MLA's draft steps" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("gpu")
+def test_one_that_fails_does_not_stop_the_others_and_is_the_exit_status(tmp_path: Path) -> None:
+    commands = Commands({"plan_stream": 3, "draft_extend_kernels": -9})
+    write(tmp_path, "plan_stream", recorded("plan_stream"))  # of an earlier run
+    assert show(None, tmp_path, run=commands) == 1
+    assert len(commands.ran) == len(CHANGES)
+    text = (tmp_path / PAGE).read_text()
+    assert "**Failed**: its command ended with exit status 3." in text
+    assert "**Failed**: its command ended with exit status -9." in text
+    assert "[plan_stream.json]" not in text
+    assert "[length_copy.json]" in text
+
+
+@pytest.mark.usefixtures("gpu")
+def test_only_some_changes(tmp_path: Path) -> None:
+    commands = Commands()
+    assert show(None, tmp_path, (26824, 24566), commands) == 0
+    assert commands.ran == ["draft_extend_kernels", "length_copy"]
+    text = (tmp_path / PAGE).read_text()
+    assert text.startswith("# Changes of SGLang's")
+    assert "26241" not in text
+
+
+def never(line: Sequence[str]) -> int:
+    raise AssertionError(f"{line} was run")
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_without_a_gpu_it_shows_the_recorded_run_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert show(None, None, run=never) == 0
+    said = capsys.readouterr().out
+    assert "No CUDA GPU here, so nothing is measured" in said
+    assert "nvidia-h200" in said
+    text = (tmp_path / DEFAULT_OUT / PAGE).read_text()
+    (link,) = set(re.findall(r"\]\((\S*plan_stream\.json)\)", text))
+    assert (tmp_path / DEFAULT_OUT / link).resolve() == FOLDER / "plan_stream.json"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_recordings_alone_measure_nothing_and_write_only_where_asked(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert show(folder, None, run=never) == 0
+    assert not (folder / PAGE).exists()
+    assert "trtllm-gen" in capsys.readouterr().out
+    file_of(folder, "plan_stream").write_text("{")
+    assert show(folder, None, run=never) == 1
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("wrong", ["--recorded nowhere", "--only 12345", "--out page.md"])
+def test_a_wrong_command_line_is_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(f"experiments changes {wrong}") == 2
+    said = capsys.readouterr().err
+    assert wrong.split()[1] in said
+    assert "Traceback" not in said
+
+
+def test_a_folder_without_recordings_is_nothing_to_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(f"experiments changes --recorded {tmp_path}") == 125
+    assert "none of the recordings" in capsys.readouterr().err
+
+
+def test_a_commands_exit_status_is_handed_on() -> None:
+    assert run_command([sys.executable, "-c", "raise SystemExit(5)"]) == 5
+
+
+def test_a_recording_in_which_the_decode_call_lost_everywhere_is_told_so(folder: Path) -> None:
+    recording: dict[str, Any] = recorded("draft_extend_kernels")
+    for row in recording["rows"]:
+        row |= {"median_us": {"context": 5.0}.get(row["arm"], 50.0), "iqr_us": 0.0}
+    write(folder, "draft_extend_kernels", recording)
+    text = page_of(folder)
+    points = sum(row["arm"] == "decode" for row in recording["rows"])
+    assert f"draft extend on the decode kernel | **does not hold** | 0 of {points} points" in text
+    assert f"5.00 → 50.0 µs at each of {points} points." in text
+
+
+def test_a_file_that_git_does_not_know_is_of_the_day_on_which_it_was_written(folder: Path) -> None:
+    noon = datetime(2031, 4, 5, 12, tzinfo=timezone.utc).timestamp()
+    os.utime(file_of(folder, "plan_stream"), (noon, noon))
+    days = {found.path.stem: day_of(found.path) for entry in read_entries(folder) for found in entry.files}
+    assert days.pop("plan_stream") == "2031-04-05"
+    assert "2031-04-05" not in days.values()

@@ -1,0 +1,116 @@
+"""When a statement holds at a point, when it does not, and when that cannot be told."""
+
+import pytest
+
+from lab.timing.statistics import Times
+from studies.changes.verdicts import (
+    Answer,
+    Aspect,
+    BeforeAfter,
+    Observation,
+    Standing,
+    compared,
+    microseconds,
+    standing_of,
+    stated,
+)
+
+HOLDS, FAILS, UNDECIDED = Standing
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "least_saved_us", "standing"),
+    [
+        ((100.0, 0.0), (90.0, 0.0), 0.0, HOLDS),
+        ((90.0, 0.0), (100.0, 0.0), 0.0, FAILS),
+        ((100.0, 12.0), (90.0, 8.0), 0.0, UNDECIDED),  # the quartiles touch
+        ((100.0, 12.0), (90.0, 7.0), 0.0, UNDECIDED),  # they are apart by less than 1 %
+        ((100.0, 12.0), (90.0, 6.0), 0.0, HOLDS),
+        ((90.0, 12.0), (100.0, 6.0), 0.0, FAILS),
+        ((100.0, 0.0), (99.0, 0.0), 0.0, UNDECIDED),  # not more than 1 %
+        ((100.0, 0.0), (98.9, 0.0), 0.0, HOLDS),
+        ((100.0, 0.0), (101.1, 0.0), 0.0, FAILS),
+        ((250.0, 0.0), (5.0, 0.0), 240.0, HOLDS),
+        ((250.0, 0.0), (5.0, 0.0), 244.0, UNDECIDED),
+        ((250.0, 0.0), (5.0, 0.0), 250.0, FAILS),
+    ],
+)
+def test_one_clock(
+    before: tuple[float, float], after: tuple[float, float], least_saved_us: float, standing: Standing
+) -> None:
+    assert standing_of(Times(*before), Times(*after), least_saved_us) is standing
+
+
+SHORTER, LONGER, SAME = ((Times(100.0, 1.0), Times(after, 1.0)) for after in (80.0, 120.0, 100.0))
+
+
+@pytest.mark.parametrize(
+    ("clocks", "standing"),
+    [
+        ((SHORTER, SHORTER), HOLDS),
+        ((SHORTER, SAME), UNDECIDED),
+        ((SHORTER, LONGER), UNDECIDED),
+        ((SAME, SAME), UNDECIDED),
+        ((SAME, LONGER), FAILS),
+        ((LONGER, LONGER), FAILS),
+    ],
+)
+def test_two_clocks_must_agree(clocks: tuple[BeforeAfter, BeforeAfter], standing: Standing) -> None:
+    for named in (clocks, clocks[::-1]):
+        assert compared("MHA", "here", dict(zip(("a", "b"), named, strict=True))).standing is standing
+
+
+def test_an_observation_has_the_figures_of_its_clocks() -> None:
+    found = compared("MHA", "8 requests", {"profiled": SHORTER, "not": LONGER})
+    assert found.figures == "100.0 → 80.0 µs profiled, 100.0 → 120.0 µs not"
+    assert (found.saved_us, found.ratio) == (20.0, 1.25)
+    assert compared("MHA", "8 requests", {"": SHORTER}).figures == "100.0 → 80.0 µs"
+    assert stated("MHA", "here", False, "3 launches") == Observation("MHA", "here", FAILS, "3 launches")
+
+
+def test_digits() -> None:
+    assert [microseconds(value) for value in (1234.5, 56.78, 8.9, -0.126, 0.0)] == [
+        "1,234",
+        "56.8",
+        "8.90",
+        "-0.13",
+        "0",
+    ]
+
+
+def aspect(standings: str, of_claim: bool = True) -> Aspect:
+    by_letter = {"h": HOLDS, "f": FAILS, "u": UNDECIDED}
+    found = tuple(Observation("MHA", str(place), by_letter[each], "") for place, each in enumerate(standings))
+    return Aspect("It is shorter.", found, of_claim)
+
+
+@pytest.mark.parametrize(
+    ("standings", "verdict"),
+    [
+        ("", "not recorded"),
+        ("h", "holds at the one point"),
+        ("hhh", "holds at all 3 points"),
+        ("ff", "does not hold at any of 2 points"),
+        ("uuu", "cannot be told at any of 3 points"),
+        ("hfuh", "holds at 2 of 4 points, does not hold at 1, cannot be told at 1"),
+        ("fu", "does not hold at 1 of 2 points, cannot be told at 1"),
+    ],
+)
+def test_the_verdict_of_a_statement(standings: str, verdict: str) -> None:
+    assert aspect(standings).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("claimed", "verdict"),
+    [
+        (("hh", "h"), "holds"),
+        (("hh", "u"), "holds in part"),
+        (("f", "h"), "holds in part"),
+        (("f", "u"), "does not hold"),
+        (("u",), "cannot be told"),
+        (("", ""), "not recorded"),
+    ],
+)
+def test_the_verdict_of_a_change_counts_what_it_claims(claimed: tuple[str, ...], verdict: str) -> None:
+    aside = aspect("hfu", of_claim=False)
+    assert Answer((*map(aspect, claimed), aside), "").verdict == verdict

@@ -1,0 +1,154 @@
+"""What is drawn of draft extend's two calls: cells and lines, held against the rows handed in."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install '.[plots]'")
+
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
+
+from studies.pictures.draft_extend_kernels import (
+    CONTEXT_COLOUR,
+    DECODE_COLOUR,
+    NOT_MEASURED,
+    crossover_figure,
+    floor_share_figure,
+    point_figure,
+)
+from tests.reports.pictures.figures import assert_legible, words
+
+ROOT = Path(__file__).parents[3]
+ROWS = json.loads((ROOT / "results" / "nvidia-h200" / "draft_extend_kernels.json").read_text())["rows"]
+
+
+def a_row(arm: str, requests: int, kv_len: int, q_len: int, median_us: float) -> dict[str, Any]:
+    return {
+        "arm": arm,
+        "kernel": f"{arm} kernel",
+        "requests": requests,
+        "kv_len": kv_len,
+        "q_len": q_len,
+        "median_us": median_us,
+        "floor_us": 2.0 * q_len,
+    }
+
+
+# (requests, keys, query rows): decode and context time. 4 requests of 4,096 keys were measured with 1 row alone.
+TIMES = {
+    (1, 1024, 1): (10.0, 100.0),
+    (4, 1024, 1): (10.0, 30.0),
+    (1, 4096, 1): (10.0, 20.0),
+    (4, 4096, 1): (10.0, 15.0),
+    (1, 1024, 8): (40.0, 38.0),
+    (4, 1024, 8): (40.0, 20.0),
+    (1, 4096, 8): (40.0, 40.0),
+}
+SOME_ROWS = [
+    a_row(arm, *point, time)
+    for point, times in TIMES.items()
+    for arm, time in zip(("decode", "context"), times, strict=True)
+]
+
+
+def cells(figure: Figure) -> dict[str, str]:
+    """What stands in each cell, by its gid: the text whose place is in its middle."""
+    (axes,) = figure.axes
+    texts = {(int(text.get_position()[0]), int(text.get_position()[1])): text.get_text() for text in axes.texts}
+    return {patch.get_gid(): texts[place_of(patch)] for patch in axes.patches if patch.get_gid()}
+
+
+def place_of(patch: Any) -> tuple[int, int]:
+    """Column and line of a cell."""
+    return int(patch.get_x()), int(patch.get_y())
+
+
+def patch_of(figure: Figure, gid: str) -> Any:
+    (found,) = (patch for axes in figure.axes for patch in axes.patches if patch.get_gid() == gid)
+    return found
+
+
+def lines(axes: Axes) -> list[list[tuple[float, float]]]:
+    return [list(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in axes.lines]
+
+
+def test_a_cell_is_the_ratio_of_the_calls() -> None:
+    assert cells(crossover_figure(SOME_ROWS, "map")) == {
+        "1 1024 1": "10",
+        "4 1024 1": "3.0",
+        "1 4096 1": "2.0",
+        "4 4096 1": "1.5",
+        "1 1024 8": "0.95",
+        "4 1024 8": "0.50",
+        "1 4096 8": "1.0",
+    }
+
+
+def test_cells_lie_where_requests_and_keys_are() -> None:
+    figure = crossover_figure(SOME_ROWS, "map")
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["1K", "4K"] * 2
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["1 request", "4 requests"]
+    assert {"1 query row per request", "8 query rows per request", "keys per request"} <= set(words(figure))
+    places = {gid: place_of(patch_of(figure, gid)) for gid in ("1 1024 1", "4 1024 1", "1 4096 1", "1 1024 8")}
+    assert places == {"1 1024 1": (0, 1), "4 1024 1": (0, 2), "1 4096 1": (1, 1), "1 1024 8": (3, 1)}
+
+
+def test_colours_and_frames_say_which_call_is_faster() -> None:
+    figure = crossover_figure(SOME_ROWS, "map")
+    assert patch_of(figure, "1 1024 1").get_facecolor() == to_rgba(DECODE_COLOUR)
+    assert patch_of(figure, "4 1024 8").get_facecolor() == to_rgba(CONTEXT_COLOUR)
+    framed = {patch.get_gid() for patch in figure.axes[0].patches if patch.get_edgecolor() == to_rgba("black")}
+    assert framed == {"1 1024 8", "4 1024 8"}  # ratios 0.95 and 0.50, not that of exactly 1
+
+
+def test_what_was_not_measured_is_hatched() -> None:
+    figure = crossover_figure(SOME_ROWS, "map")
+    hatched = [place_of(patch) for patch in figure.axes[0].patches if patch.get_hatch()]
+    assert hatched == [(4, 2)]  # of the second panel: 4 requests of 4,096 keys
+    assert NOT_MEASURED.hatch
+
+
+def test_shares_are_floors_over_times() -> None:
+    figure = floor_share_figure(SOME_ROWS, "shares", q_lens=(1, 8))
+    shares = {
+        f"{arm} {' '.join(map(str, point))}": f"{100 * 2 * point[2] / time:.0f}"
+        for point, times in TIMES.items()
+        for arm, time in zip(("decode", "context"), times, strict=True)
+    }
+    assert cells(figure) == shares
+
+
+def test_cuts_run_through_the_point() -> None:
+    portable = a_row("portable decode", 1, 1024, 1, 12.0)
+    figure = point_figure([*SOME_ROWS, portable], "cuts", 1, 1024, 1)
+    over_rows, over_keys = figure.axes
+    assert lines(over_rows) == [
+        [(1, 10), (8, 40)],
+        [(1, 100), (8, 38)],
+        [(1, 12)],
+        [(1, 2), (8, 16)],
+        [(1, 0), (1, 1)],  # the point's own place
+    ]
+    assert lines(over_keys)[:2] == [[(1024, 10), (4096, 10)], [(1024, 100), (4096, 20)]]
+    assert (over_rows.get_title(), over_keys.get_title()) == ("1 request, 1K keys", "1 request, 1 query row")
+    assert {"decode: decode kernel", "context: context kernel", "floor"} <= set(words(figure))
+
+
+def test_what_was_not_recorded_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'kv_len': 4096, 'q_len': 8.*kv_len \[1024, 4096\]"):
+        point_figure(SOME_ROWS, "cuts", 4, 4096, 8)
+    with pytest.raises(ValueError, match="no recorded point has both calls"):
+        crossover_figure([row for row in SOME_ROWS if row["arm"] == "decode"], "map")
+    with pytest.raises(ValueError, match="no recorded point of the decode call has 3 query rows"):
+        floor_share_figure(SOME_ROWS, "shares", q_lens=(3,))
+
+
+def test_recorded_rows_are_legible() -> None:
+    assert_legible(crossover_figure(ROWS, "Draft extend V2: time of the context call over that of the decode call"))
+    assert_legible(floor_share_figure(ROWS, "Draft extend V2: floor in percent of the time"))
+    assert_legible(point_figure(ROWS, "Draft extend V2", 16, 4096, 4))

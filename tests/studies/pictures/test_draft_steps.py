@@ -1,0 +1,245 @@
+"""What is drawn of a multi-step draft: its artists, held against the reference's lists and against the rows handed in."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install '.[plots]'")
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from lab.metadata import ForwardBatch, KVPool
+from lab.metadata.engine.lengths import DraftAttention
+from lab.metadata.speculation.draft_steps import (
+    DraftBuffers,
+    DraftPlan,
+    MultiStepDraft,
+    PreparedDraft,
+    allocate_draft,
+    prepare_draft,
+)
+from lab.references import generate_draft_decode_kv_indices
+from lab.workloads.draft import DraftCase, build_verify, draft_decode
+from studies.pictures.draft_steps import (
+    MOST_SLOTS,
+    built_figure,
+    claim_figure,
+    draft_times_figure,
+    lists_figure,
+    steps_figure,
+)
+from tests.reports.pictures.figures import assert_legible, words
+
+ROOT = Path(__file__).parents[3]
+RECORDED = json.loads((ROOT / "results" / "nvidia-h200" / "draft_steps.json").read_text())
+PREFIX_LENS, NUM_STEPS, P = (9, 6), 3, 4
+
+Built = tuple[ForwardBatch, KVPool, PreparedDraft, DraftBuffers]
+
+
+def built(
+    prefix_lens: tuple[int, ...] = PREFIX_LENS,
+    num_steps: int = NUM_STEPS,
+    page_size: int = P,
+    attention: DraftAttention = DraftAttention.MHA,
+    plan: DraftPlan = DraftPlan.COMMON_TEMPLATE,
+) -> Built:
+    verify, pool = build_verify(DraftCase(prefix_lens, num_steps, page_size, 64), torch.device("cpu"))
+    draft = MultiStepDraft(attention, num_steps, plan)
+    buffers = allocate_draft(draft, pool, len(prefix_lens))
+    prepared = prepare_draft(draft, draft_decode(verify), pool, buffers)
+    prepared.write()
+    return draft_decode(verify), pool, prepared, buffers
+
+
+def cells(figure: Figure, kind: str) -> list[tuple[int, int, int]]:
+    """Step, request and slot or page, in the order of their places."""
+    found = [(patch.get_gid(), patch) for patch in figure.axes[0].patches]
+    named = [(gid.split(), patch) for gid, patch in found if gid and gid.startswith(kind)]
+    named.sort(key=lambda each: (int(each[0][1]), int(each[0][2]), each[1].get_x()))
+    return [(int(step), int(request), int(number)) for (_, step, request, number), _ in named]
+
+
+def test_the_lists_drawn_are_the_references() -> None:
+    batch, pool, prepared, buffers = built()
+    indices, indptr = generate_draft_decode_kv_indices(
+        batch.req_pool_indices,
+        pool.req_to_token,
+        batch.seq_lens,
+        batch.seq_lens,
+        num_steps=NUM_STEPS,
+        topk=1,
+        page_size=P,
+    )
+    expected = [
+        (step, request, slot)
+        for step in range(NUM_STEPS)
+        for request in range(len(PREFIX_LENS))
+        for slot in indices[step][indptr[step][request] : indptr[step][request + 1]].tolist()
+    ]
+    assert cells(built_figure(batch, pool, prepared, buffers, "drawn"), "list") == expected
+
+
+def test_the_pages_drawn_cover_the_lengths() -> None:
+    batch, pool, prepared, buffers = built()
+    figure = built_figure(batch, pool, prepared, buffers, "drawn")
+    expected = [
+        (step, request, int(slot) // P)
+        for step in range(NUM_STEPS - 1)
+        for request, length in enumerate(PREFIX_LENS)
+        for slot in pool.req_to_token[batch.req_pool_indices[request], : length + step + 1 : P]
+    ]
+    assert cells(figure, "page") == expected
+    rulers = [line.get_xdata()[1] - line.get_xdata()[0] for line in figure.axes[0].lines]
+    assert rulers == [length + step + 1 for step in range(NUM_STEPS - 1) for length in PREFIX_LENS]
+    said = words(figure)
+    assert {"step 0: seq_lens", "step 1: seq_lens", "step 2: no such step", "request 1: 6 tokens"} <= set(said)
+    assert "step 2: seq_lens" not in said
+
+
+def test_requests_are_drawn_apart() -> None:
+    figure = built_figure(*built(), "drawn")
+    ends = {
+        request: [
+            edge
+            for patch in figure.axes[0].patches
+            if patch.get_gid().split()[2] == str(request)
+            for edge in (patch.get_x(), patch.get_x() + patch.get_width())
+        ]
+        for request in range(2)
+    }
+    assert max(ends[0]) < min(ends[1])
+
+
+def test_mla_is_told_the_same_length_in_each_step() -> None:
+    figure = built_figure(*built((5,), 3, 32, DraftAttention.MLA), "MLA")
+    assert [line.get_xdata()[1] for line in figure.axes[0].lines] == [5, 5]
+
+
+def test_without_lists_there_is_nothing_to_draw() -> None:
+    with pytest.raises(ValueError, match="no ragged lists"):
+        built_figure(*built(plan=DraftPlan.PER_STEP), "per step")
+
+
+def test_what_would_not_be_legible_is_refused() -> None:
+    with pytest.raises(ValueError, match=f"41 slots side by side, more than {MOST_SLOTS}"):
+        built_figure(*built((17, 17)), "too long")
+
+
+@pytest.mark.parametrize("num_steps", [2, 3, 8])
+def test_what_is_built_is_legible(num_steps: int) -> None:
+    assert_legible(built_figure(*built(num_steps=num_steps), f"What the common template makes, {num_steps} steps"))
+
+
+def a_row(kernel: str, requests: int, tokens: int, median_us: float, num_steps: int = 3) -> dict[str, Any]:
+    return {
+        "point": f"{requests}x{tokens}/steps{num_steps}",
+        "mode": "draft_steps" if " " in kernel else "kv_indices",
+        "kernel": kernel,
+        "requests": requests,
+        "kv_tokens": requests * tokens,
+        "num_steps": num_steps,
+        "median_us": median_us,
+        "floor_us": median_us / 4,
+    }
+
+
+def some_rows() -> list[dict[str, Any]]:
+    """Each with a time of its own, longer requests first; among them what must not be drawn."""
+    kernels = (
+        *(
+            f"{attention} {plan}"
+            for attention in ("mha", "mla")
+            for plan in ("common_template", "per_step", "one_launch")
+        ),
+        "mha common_template eager",
+        "serial",
+        "spread",
+    )
+    shapes = [(kernel, n, t, s) for kernel in kernels for n in (1, 8) for t in (8192, 1024) for s in (3, 2)]
+    rows = [a_row(kernel, n, t, 10.0 + i, s) for i, (kernel, n, t, s) in enumerate(shapes)]
+    traced = [row | {"point": "trace8/steps3", "median_us": 1e6} for row in rows[::8]]
+    return traced + rows
+
+
+def time_of(rows: list[dict[str, Any]], **wanted: Any) -> float:
+    """Of the row whose requests are equal."""
+    uniform = [row for row in rows if not row["point"].startswith("trace")]
+    (found,) = [row["median_us"] for row in uniform if all(row[name] == value for name, value in wanted.items())]
+    return float(found)
+
+
+def lines(axes: Axes) -> list[list[tuple[float, float]]]:
+    return [list(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in axes.lines]
+
+
+def test_each_panel_has_its_rows_times() -> None:
+    rows = some_rows()
+    figure = draft_times_figure(rows, "times")
+    panels = [(attention, n) for attention in ("mha", "mla") for n in (1, 8)]
+    for axes, (attention, n) in zip(figure.axes, panels, strict=True):
+        assert lines(axes) == [
+            [
+                (t, time_of(rows, kernel=f"{attention} {plan}", requests=n, kv_tokens=n * t, num_steps=3))
+                for t in (1024, 8192)
+            ]
+            for plan in ("common_template", "per_step", "one_launch")
+        ]
+
+
+def test_the_lists_stand_above_their_floor() -> None:
+    rows = some_rows()
+    figure = lists_figure(rows, "lists", num_steps=2)
+    for axes, n in zip(figure.axes, (1, 8), strict=True):
+        serial, spread = (
+            [(t, time_of(rows, kernel=kernel, requests=n, kv_tokens=n * t, num_steps=2)) for t in (1024, 8192)]
+            for kernel in ("serial", "spread")
+        )
+        assert lines(axes) == [serial, spread, [(t, time / 4) for t, time in serial]]
+
+
+def test_steps_are_those_of_one_point() -> None:
+    rows = some_rows()
+    figure = steps_figure(rows, "steps", requests=8, tokens=1024)
+    for axes, attention in zip(figure.axes, ("mha", "mla"), strict=True):
+        assert lines(axes) == [
+            [(s, time_of(rows, kernel=f"{attention} {plan}", requests=8, kv_tokens=8192, num_steps=s)) for s in (2, 3)]
+            for plan in ("common_template", "per_step", "one_launch")
+        ]
+
+
+def test_the_claim_stands_beside_what_was_measured() -> None:
+    claim: Mapping[str, Any] = {
+        "gpu_saving_us_per_draft_mla": {"1x80k/steps3": 100.0, "4x80k/steps3": 120.0},
+        "host_saving_us_per_draft": {"static buffers": 30.0},
+        "implied_saving_us_per_iteration": 240.0,
+    }
+    figure = claim_figure(claim, "claim")
+    (axes,) = figure.axes
+    assert [bar.get_width() for bar in axes.patches] == [100, 120, 30]
+    assert list(axes.lines[0].get_xdata()) == [240, 240]
+    assert {"GPU, 1 request of 80K", "GPU, 4 requests of 80K", "host, static buffers", "stated: 240"} <= set(
+        words(figure)
+    )
+
+
+def test_what_was_not_recorded_is_refused() -> None:
+    with pytest.raises(ValueError, match="no recorded row has 7 steps"):
+        draft_times_figure(some_rows(), "times", num_steps=7)
+    with pytest.raises(ValueError, match="no recorded row has 5 requests of 10 tokens"):
+        steps_figure(some_rows(), "steps", requests=5, tokens=10)
+    with pytest.raises(ValueError, match="no recorded row has kernel 'mla one_launch'"):
+        draft_times_figure([row for row in some_rows() if row["kernel"] != "mla one_launch"], "times")
+
+
+def test_recorded_rows_are_legible() -> None:
+    rows = RECORDED["rows"]
+    assert_legible(draft_times_figure(rows, "Metadata of one draft"))
+    assert_legible(lists_figure(rows, "The ragged lists"))
+    assert_legible(steps_figure(rows, "64 requests of 8K tokens", requests=64, tokens=8192))
+    assert_legible(claim_figure(RECORDED["pr_26241"], "What skipping the lists saves"))

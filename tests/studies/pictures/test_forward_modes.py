@@ -1,0 +1,157 @@
+"""What is drawn of a forward pass: its artists, held against the definition of each mode's metadata."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install '.[plots]'")
+
+from matplotlib.figure import Figure
+
+from lab.metadata import ForwardBatch, ForwardMode, KVPool, TRTLLMMHAMetadata, build_mha_metadata
+from lab.references.forward_metadata import forward_metadata
+from lab.workloads import ForwardCase
+from lab.workloads.inputs.forward_pass import ForwardPass, build_forward
+from studies.pictures.forward_modes import MOST_SLOTS, reading_figure, request_reads
+from tests.reports.pictures.figures import assert_legible, words
+
+P = 4
+# Mode, tokens before the pass, query rows, draft step.
+PASSES: dict[str, tuple[ForwardMode, tuple[int, ...], tuple[int, ...], int | None]] = {
+    "decode": (ForwardMode.DECODE, (8, 5), (1, 1), None),
+    "draft_decode": (ForwardMode.DECODE, (9, 6), (1, 1), 2),
+    "target_verify": (ForwardMode.TARGET_VERIFY, (9, 0), (4, 4), None),
+    "draft_extend_v1": (ForwardMode.DRAFT_EXTEND, (9, 6), (3, 1), None),
+    "draft_extend_v2": (ForwardMode.DRAFT_EXTEND_V2, (9, 6), (4, 4), None),
+    "extend": (ForwardMode.EXTEND, (0, 7), (6, 5), None),
+    "mixed": (ForwardMode.MIXED, (7, 9, 4), (5, 1, 1), None),
+}
+# Of each pass, by hand: lengths that the engine counts, and that the kernel is told.
+LENGTHS = {
+    "decode": ([9, 6], [9, 6]),
+    "draft_decode": ([9, 6], [12, 9]),
+    "target_verify": ([9, 0], [13, 4]),
+    "draft_extend_v1": ([12, 7], [12, 7]),
+    "draft_extend_v2": ([13, 10], [13, 10]),
+    "extend": ([6, 12], [6, 12]),
+    "mixed": ([12, 10, 5], [12, 10, 5]),
+}
+
+
+def a_pass(name: str) -> ForwardPass:
+    mode, prefix_lens, q_lens, draft_step = PASSES[name]
+    case = ForwardCase(mode, "tiny", prefix_lens, q_lens, draft_step=draft_step, page_size=P)
+    return build_forward(case, torch.device("cpu"))
+
+
+def drawn(forward: ForwardPass, **changes: Any) -> Figure:
+    return reading_figure(forward.batch, forward.pool, replace(forward.metadata, **changes))
+
+
+def cells(figure: Figure) -> set[tuple[str, int, int]]:
+    """Kind, query row and position of the cells beneath the tokens."""
+    gids = [patch.get_gid() for patch in figure.axes[0].patches if patch.get_gid()]
+    assert len(gids) == len(set(gids))
+    return {(kind, int(row), int(position)) for kind, row, position in (gid.split() for gid in gids)}
+
+
+def visible_pairs(name: str) -> Iterator[tuple[str, int, int]]:
+    """What each row sees, from the case's numbers alone."""
+    _, prefix_lens, q_lens, draft_step = PASSES[name]
+    drafted = draft_step or 0
+    row = 0
+    for prefix_len, q_len in zip(prefix_lens, q_lens, strict=True):
+        for j in range(q_len):
+            for position in range(prefix_len + drafted + j + 1):
+                yield "new" if position >= prefix_len else "cached", row, position
+            row += 1
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_each_row_reads_the_keys_up_to_its_own(name: str) -> None:
+    assert cells(drawn(a_pass(name))) == set(visible_pairs(name))
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_lengths_and_pages_are_named(name: str) -> None:
+    forward = a_pass(name)
+    said = words(drawn(forward))
+    engine, kernel = LENGTHS[name]
+    for engine_len, kernel_len in zip(engine, kernel, strict=True):
+        assert f"engine's seq_lens {engine_len}" in said
+        added = f" = {engine_len} + {kernel_len - engine_len}" if kernel_len > engine_len else ""
+        assert f"kernel's seq_lens {kernel_len}{added}" in said
+    pages = [page for row in forward_metadata(forward.batch, forward.pool).page_table for page in row]
+    assert [word for word in said if word.startswith("page ")] == [f"page {page}" for page in pages]
+    (offsets,) = (word for word in said if word.startswith("cu_seqlens_q"))
+    assert str(forward.metadata.cu_seqlens_q.tolist()) in offsets
+    assert any(word.startswith(forward.plan[0].call.value) for word in said)
+
+
+def test_rulers_are_as_long_as_the_lengths() -> None:
+    figure = drawn(a_pass("target_verify"))
+    rulers = [line.get_xdata()[1] for line in figure.axes[0].lines if len(line.get_xdata()) == 2]
+    assert rulers == [9, 13, 0, 4]
+
+
+def test_the_dot_is_the_rows_own_token() -> None:
+    figure = drawn(a_pass("target_verify"))
+    dots = [line.get_xdata()[0] for line in figure.axes[0].lines if len(line.get_xdata()) == 1]
+    assert dots == [9.5, 10.5, 11.5, 12.5, 0.5, 1.5, 2.5, 3.5]
+
+
+def test_a_forgotten_offset_is_keys_missed() -> None:
+    forward = a_pass("target_verify")
+    right = cells(drawn(forward))
+    figure = drawn(forward, cache_seqlens_int32=forward.batch.seq_lens.to(torch.int32))
+    missed = {(row, position) for kind, row, position in cells(figure) if kind == "missed"}
+    last = {row: max(position for _, other, position in right if other == row) for row in range(8)}
+    assert missed == {(row, p) for row in range(8) for p in range(max(0, last[row] - 3), last[row] + 1)}
+    assert words(figure).count("not in the table") == 2  # 9 tokens of 13 on 3 pages of 4, and none of 4 on none of 1
+    assert "key missed" in words(figure)
+    assert "key missed" not in words(drawn(forward))
+
+
+def test_a_second_offset_is_keys_that_are_not_the_rows() -> None:
+    forward = a_pass("draft_extend_v2")
+    batch = replace(forward.batch, seq_lens=forward.batch.seq_lens + 4)
+    figure = reading_figure(forward.batch, forward.pool, build_mha_metadata(batch, forward.pool))
+    surplus = {(row, position) for kind, row, position in cells(figure) if kind == "surplus"}
+    assert surplus == {(row, own + k) for row, own in enumerate([*range(9, 13), *range(6, 10)]) for k in range(1, 5)}
+    assert {entry for entry in cells(figure) if entry[0] != "surplus"} == set(visible_pairs("draft_extend_v2"))
+
+
+def test_reads_know_what_is_in_a_slot() -> None:
+    forward = a_pass("target_verify")
+    first, second = request_reads(forward.batch, forward.pool, forward.metadata)
+    assert [first.kind(position) for position in (0, 8, 9, 12, 13)] == ["cached", "cached", "new", "new", "empty"]
+    assert (first.tokens, first.new, first.rows, second.rows) == (13, 4, range(4), range(4, 8))
+    assert second.kind(0) == "new"
+
+
+def idle() -> tuple[ForwardBatch, KVPool, TRTLLMMHAMetadata]:
+    pool = KVPool(num_requests=1, max_context_len=16, page_size=P, num_pages=2)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    batch = ForwardBatch(ForwardMode.IDLE, nothing, nothing, nothing, num_tokens=0)
+    return batch, pool, build_mha_metadata(batch, pool)
+
+
+def test_an_empty_batch_says_so() -> None:
+    figure = reading_figure(*idle())
+    assert cells(figure) == set()
+    assert any(word.startswith("no request") for word in words(figure))
+
+
+def test_what_would_not_be_legible_is_refused() -> None:
+    case = ForwardCase(ForwardMode.DECODE, "tiny", (MOST_SLOTS,), (1,), page_size=P)
+    forward = build_forward(case, torch.device("cpu"))
+    with pytest.raises(ValueError, match=f"44 slots side by side, more than {MOST_SLOTS}"):
+        drawn(forward)
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_no_words_overlap_or_leave_the_picture(name: str) -> None:
+    assert_legible(drawn(a_pass(name)))

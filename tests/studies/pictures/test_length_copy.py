@@ -1,0 +1,174 @@
+"""What is drawn of a decode loop and of verify masks: its artists, held against hand-made timelines and the masks' rule."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install '.[plots]'")
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from lab.metadata.speculation.verify_mask import VerifyMask, VerifyMaskForm, preallocate_verify_mask, write_chain_mask
+from studies.pictures.length_copy import (
+    MOST_MASK_COLUMNS,
+    Lane,
+    LoopExcerpt,
+    Span,
+    arms_figure,
+    recorded_excerpt,
+    step_time_figure,
+    timeline_figure,
+    verify_mask_figure,
+)
+from tests.reports.pictures.figures import assert_legible, words
+
+ROOT = Path(__file__).parents[3]
+ARMS = json.loads((ROOT / "results" / "nvidia-h200" / "length_copy.json").read_text())["arms"]
+SETTINGS = sorted({(arm["gpu_us"], arm["host_us"]) for arm in ARMS})
+
+# Two steps; in the first the host waits from 30 to 50, in the second not. Two pieces of GPU work each.
+TIMELINE = [
+    ["host", "step 7", 0.0, 60.0],
+    ["host", "metadata", 5.0, 20.0],
+    ["host", "step 8", 60.0, 20.0],
+    ["CUDA calls", "cudaLaunchKernel", 6.0, 2.0],
+    ["CUDA calls", "cudaStreamSynchronize", 30.0, 20.0],
+    ["GPU stream 7", "small", 10.0, 5.0],
+    ["GPU stream 7", "large", 25.0, 25.0],
+    ["GPU stream 7", "small", 90.0, 5.0],
+    ["GPU stream 9", "large", 93.0, 27.0],
+]
+ARM = {"arm": "with the copy", "timeline": TIMELINE}
+
+
+def bars(axes: Axes, kind: str) -> list[tuple[float, float]]:
+    """Start and end in µs of the bars whose gid starts so, in order."""
+    found = [patch for patch in axes.patches if (patch.get_gid() or "").startswith(kind)]
+    ends = [(1e3 * patch.get_x(), 1e3 * (patch.get_x() + patch.get_width())) for patch in found]
+    return sorted((round(start, 6), round(end, 6)) for start, end in ends)
+
+
+def test_a_recorded_timeline_is_two_lanes() -> None:
+    excerpt = recorded_excerpt(ARM)
+    assert excerpt.name == "with the copy"
+    assert not excerpt.is_whole
+    assert excerpt.of(Lane.CPU) == [
+        Span(Lane.CPU, 7, 0, 30),
+        Span(Lane.CPU, 7, 30, 50, waits=True),
+        Span(Lane.CPU, 7, 50, 60),
+        Span(Lane.CPU, 8, 60, 80),
+    ]
+    assert excerpt.of(Lane.GPU) == [
+        Span(Lane.GPU, 7, 10, 15),
+        Span(Lane.GPU, 7, 25, 50),
+        Span(Lane.GPU, 8, 90, 95),
+        Span(Lane.GPU, 8, 93, 120),
+    ]
+
+
+@pytest.mark.parametrize("timeline", [TIMELINE[:-1], [row for row in TIMELINE if row[0] != "host"], TIMELINE[:3]])
+def test_a_timeline_that_lacks_something_is_refused(timeline: list[Any]) -> None:
+    with pytest.raises(ValueError, match="expected equally many activities"):
+        recorded_excerpt(ARM | {"timeline": timeline})
+
+
+def test_lanes_have_their_spans_and_the_gpus_idle_time() -> None:
+    axes = timeline_figure([recorded_excerpt(ARM)], "two steps").axes[0]
+    assert bars(axes, "cpu 7") == [(0, 30), (50, 60)]
+    assert bars(axes, "wait 7") == [(30, 50)]
+    assert bars(axes, "gpu 8") == [(90, 95), (93, 120)]
+    assert bars(axes, "idle") == [(15, 25), (50, 90)]
+    (launched_ahead,) = axes.lines  # step 8: launched at 80, begun at 90; step 7's work begins while it is launched
+    assert [1e3 * x for x in launched_ahead.get_xdata()] == pytest.approx([80, 90])
+
+
+def test_steps_that_are_not_there_are_said_to_be_elsewhere() -> None:
+    excerpt = recorded_excerpt(ARM)
+    assert "other steps, not recorded" in words(timeline_figure([excerpt], "a part"))
+    assert "other steps, not recorded" not in words(timeline_figure([replace(excerpt, is_whole=True)], "all"))
+
+
+def test_a_colour_names_all_its_steps() -> None:
+    spans = [Span(lane, step, 10 * step, 10 * step + 5) for lane in Lane for step in range(5)]
+    said = words(timeline_figure([LoopExcerpt("loop", tuple(spans), is_whole=True)], "five steps"))
+    assert [word for word in said if word.startswith("step")] == ["step 0, 3", "step 1, 4", "step 2"]
+
+
+def test_a_bar_is_a_step_busy_and_idle() -> None:
+    medians = {"step_us": 1000.0, "idle_us": 400.0, "idle_percent": 40.0}
+    arm = {"arm": "with", "gpu_us": 500, "host_us": 0, "medians": medians, "unprofiled_step_us": [900, 905, 990]}
+    axes = arms_figure([arm], "one arm").axes[0]
+    assert [(bar.get_x(), bar.get_width()) for bar in axes.patches] == [(0, 600), (600, 400)]
+    assert list(axes.lines[0].get_xdata()) == [905]
+    assert "40 % idle" in [text.get_text() for text in axes.texts]
+
+
+def test_what_lies_above_the_gpus_work_is_bubble() -> None:
+    figure = step_time_figure([1, 2], [10, 20], {"slow": [25, 35], "fast": [15, 20]}, "two loops", chosen=2)
+    slow, fast, gpu, chosen = (list(figure.axes[0].lines[place].get_ydata()) for place in (1, 2, 0, 3))
+    assert (slow, fast, gpu) == ([25, 35], [15, 20], [10, 20])
+    assert list(figure.axes[0].lines[3].get_xdata()) == [2, 2], chosen
+    areas = [area.get_datalim(figure.axes[0].transData).intervaly.tolist() for area in figure.axes[0].collections]
+    assert areas == [[15, 35], [10, 20]]
+    assert_legible(figure)
+
+
+def masks(seq_lens: tuple[int, ...], d: int = 3) -> list[VerifyMask]:
+    made = [
+        preallocate_verify_mask(form, max_batch_size=4, num_draft_tokens=d, max_context_len=64, device="cpu")
+        for form in VerifyMaskForm
+    ]
+    found = [mask for mask in made if mask is not None]
+    for mask in found:
+        write_chain_mask(mask, torch.tensor(seq_lens))
+    return found
+
+
+def mask_cells(figure: Figure) -> set[tuple[str, int, int, int, str]]:
+    gids = [patch.get_gid().split() for patch in figure.axes[0].patches if patch.get_gid()]
+    cells = {(form, int(i), int(row), int(column), kind) for form, i, row, column, kind in gids}
+    assert len(cells) == len(gids)
+    return cells
+
+
+def test_each_draft_token_sees_the_prefix_and_the_drafts_up_to_itself() -> None:
+    expected = set()
+    for request, length in enumerate((5, 2)):
+        for row in range(3):
+            drafts = ["seen" if column <= row else "hidden" for column in range(3)]
+            full = ["prefix"] * length + drafts
+            expected |= {("FULL", request, row, column, kind) for column, kind in enumerate(full)}
+            expected |= {("QLEN_ONLY", request, row, column, kind) for column, kind in enumerate(drafts)}
+    figure = verify_mask_figure(masks((5, 2)), (5, 2), "masks")
+    assert mask_cells(figure) == expected
+    said = words(figure)
+    assert "FULL: 39 cells for this batch; a step fills all 804 bytes of the buffer" in said
+    assert "QLEN_ONLY: 18 cells for this batch; a step fills all 36 bytes of the buffer" in said
+    assert_legible(figure)
+
+
+def test_a_mask_that_would_not_be_legible_is_refused() -> None:
+    with pytest.raises(ValueError, match=f"45 columns side by side, more than {MOST_MASK_COLUMNS}"):
+        verify_mask_figure(masks((20, 18)), (20, 18), "masks")
+
+
+@pytest.mark.parametrize(("gpu_us", "host_us"), SETTINGS)
+def test_recorded_loops_are_legible(gpu_us: float, host_us: float) -> None:
+    arms = [arm for arm in ARMS if (arm["gpu_us"], arm["host_us"]) == (gpu_us, host_us)]
+    assert_legible(timeline_figure([recorded_excerpt(arm) for arm in arms], "Three steps"))
+
+
+def test_all_recorded_arms_are_legible() -> None:
+    assert_legible(arms_figure(ARMS, "All loops"))
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=lambda arm: f"{arm['gpu_us']:.0f}, {arm['host_us']:.0f}, {arm['arm']}")
+def test_only_the_arm_with_the_copy_waits(arm: dict[str, Any]) -> None:
+    waits = [span for span in recorded_excerpt(arm).of(Lane.CPU) if span.waits]
+    assert len(waits) == (3 if arm["arm"] == "with the copy" else 0)
+    assert all(span.end_us - span.start_us > 0.8 * arm["medians"]["blocked_us"] for span in waits)

@@ -1,0 +1,174 @@
+"""What is drawn of the plan stream: rectangles where the events are, differences of medians, and causes beside effects."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install '.[plots]'")
+
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from matplotlib.patches import Rectangle
+
+from studies.pictures.plan_stream import (
+    OTHER,
+    PHASES,
+    dependence_figure,
+    draft_to_verify_us,
+    saved_figure,
+    savings_of_overlap,
+    two_lane_figure,
+)
+from tests.reports.pictures.figures import assert_legible, words
+
+ROOT = Path(__file__).parents[3]
+RECORDED = json.loads((ROOT / "results" / "nvidia-h200" / "plan_stream.json").read_text())
+KINDS = list(dict.fromkeys((arm["drafts"], arm["builder"], arm["draft_us"]) for arm in RECORDED["arms"]))
+
+
+def event(stream: str, phase: str | None, start_us: float, duration_us: float) -> dict[str, Any]:
+    return {"stream": stream, "phase": phase, "name": "kernel", "start_us": start_us, "duration_us": duration_us}
+
+
+EVENTS = [
+    event("forward", "inputs", 0.0, 2.0),
+    event("forward", "draft", 3.0, 20.0),
+    event("plan", "plan", 4.0, 5.0),
+    event("forward", "draft", 24.0, 16.0),
+    event("forward", "fix-up", 41.0, 3.0),
+    event("forward", "verify", 50.0, 30.0),
+    event("forward", "verify", 81.0, 100.0),
+    event("forward", None, 300.0, 1.0),
+]
+
+
+def kernels(axes: Axes) -> list[Rectangle]:
+    return [patch for patch in axes.patches if isinstance(patch, Rectangle) and patch.get_gid()]
+
+
+def arms_of(kind: tuple[Any, ...]) -> Iterable[dict[str, Any]]:
+    return [arm for arm in RECORDED["arms"] if (arm["drafts"], arm["builder"], arm["draft_us"]) == kind]
+
+
+def test_the_draft_ends_and_verify_starts() -> None:
+    assert draft_to_verify_us(EVENTS) == (40.0, 50.0)
+
+
+def test_a_kernel_is_where_it_ran() -> None:
+    (axes,) = two_lane_figure({"one": EVENTS}, "a title").axes
+    drawn = [(patch.get_gid(), *patch.get_xy(), patch.get_width()) for patch in kernels(axes)]
+    assert drawn == [
+        ("forward inputs", 0.0, 0, 2.0),
+        ("forward draft", 3.0, 0, 20.0),
+        ("plan plan", 4.0, 1, 5.0),
+        ("forward draft", 24.0, 0, 16.0),
+        ("forward fix-up", 41.0, 0, 3.0),
+        ("forward verify", 50.0, 0, 30.0),
+        ("forward verify", 81.0, 0, 100.0),  # runs out of the picture, which ends at 110
+    ]
+    assert axes.get_xlim() == (0.0, 110.0)
+    colours = {patch.get_gid().split()[1]: to_hex(patch.get_facecolor()).upper() for patch in kernels(axes)}
+    assert colours == PHASES
+
+
+def test_the_time_between_draft_and_verify_is_written() -> None:
+    figure = two_lane_figure({"one": EVENTS}, "a title")
+    assert "10.0 µs from draft to verify" in words(figure)
+    ended, started = (line.get_xdata()[0] for line in figure.axes[0].lines if line.get_linestyle() == ":")
+    assert (ended, started) == (40.0, 50.0)
+
+
+def test_a_window_shows_what_is_in_it() -> None:
+    figure = two_lane_figure({"one": EVENTS}, "a title", (23.5, 45.0))
+    assert [patch.get_gid() for patch in kernels(figure.axes[0])] == ["forward draft", "forward fix-up"]
+    assert {"draft", "fix-up"} <= set(words(figure))
+    assert not {"inputs", "plan", "verify"} & set(words(figure))
+    late = two_lane_figure({"one": EVENTS}, "a title", (250.0, 400.0))
+    assert [to_hex(patch.get_facecolor()).upper() for patch in kernels(late.axes[0])] == [OTHER]
+
+
+def test_what_is_too_short_to_be_seen_is_drawn_longer() -> None:
+    (axes,) = two_lane_figure({"one": [*EVENTS, event("plan", "plan", 10.0, 0.001)]}, "a title").axes
+    assert kernels(axes)[-1].get_width() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(({}, "a title"), "no timeline"), (({"one": EVENTS}, "a title", (50.0, 50.0)), "is empty")],
+)
+def test_nothing_to_draw_is_refused(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        two_lane_figure(*arguments)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_recorded_iterations_are_legible_and_agree_with_their_medians(kind: tuple[Any, ...]) -> None:
+    arms = {arm["start"]: arm for arm in arms_of(kind)}
+    assert_legible(two_lane_figure({start: arm["timeline"] for start, arm in arms.items()}, "a title"))
+    for arm in arms.values():
+        ended, started = draft_to_verify_us(arm["timeline"])
+        medians = arm["medians"]
+        assert started - ended == pytest.approx(medians["between_us"], rel=0.25)
+        assert sum(each["phase"] == "plan" for each in arm["timeline"]) == medians["plan_launches"]
+
+
+def arm(start: str, traced: list[list[float]], untraced: list[float], **changes: Any) -> dict[str, Any]:
+    values = sorted(value for run in traced for value in run)
+    return {
+        "drafts": "chains",
+        "builder": "fused",
+        "draft_us": 100.0,
+        "start": start,
+        "medians": {"iteration_us": values[len(values) // 2]},
+        "runs": [[{"iteration_us": value} for value in run] for run in traced],
+        "unprofiled_iteration_us": untraced,
+    } | changes
+
+
+def test_savings_in_numbers() -> None:
+    rows = [
+        arm("in line", [[10.0, 12.0, 11.0], [14.0, 15.0, 30.0]], [20.0, 22.0, 21.0]),
+        arm("after the draft", [[90.0] * 3, [90.0] * 3], [90.0] * 3),
+        arm("after the inputs", [[9.0, 8.0, 7.0], [16.0, 13.0, 14.0]], [19.0, 25.0, 24.0]),
+        arm("in line", [[1.0]], [1.0], drafts="trees"),  # has no other to compare with
+    ]
+    (saved,) = savings_of_overlap(rows)
+    assert saved.name == "chains, fused, draft of 100 µs"
+    assert saved.traced_us == 14.0 - 13.0
+    assert saved.traced_rounds_us == (11.0 - 8.0, 15.0 - 14.0)
+    assert saved.untraced_us == 21.0 - 24.0
+    assert saved.untraced_rounds_us == (1.0, -3.0, -3.0)
+
+
+def test_savings_are_bars_with_a_dot_per_round() -> None:
+    saved = savings_of_overlap(RECORDED["arms"])
+    assert len(saved) == len(KINDS)
+    figure = saved_figure(saved, "a title")
+    (axes,) = figure.axes
+    widths = [patch.get_width() for patch in axes.patches if isinstance(patch, Rectangle)]
+    assert widths == [value for each in saved for value in (each.traced_us, each.untraced_us)]
+    dots = [list(line.get_xdata()) for line in axes.lines if line.get_marker() == "o"]
+    assert dots == [list(rounds) for each in saved for rounds in (each.traced_rounds_us, each.untraced_rounds_us)]
+    assert {f"{each.untraced_us:+,.1f} µs" for each in saved} <= set(words(figure))
+    assert_legible(figure)
+
+
+def test_a_table_of_causes() -> None:
+    changed = {
+        "lengths": {"cache_seqlens": True, "cu_seqlens_q": False, "mask": False},
+        "the draft's tree": {"cache_seqlens": False, "cu_seqlens_q": False, "mask": True},
+    }
+    known = {"lengths": "known before", "the draft's tree": "known after the draft"}
+    figure = dependence_figure(changed, "a title", known)
+    cells = {patch.get_gid() for patch in figure.axes[0].patches}
+    assert cells == {
+        f"{'changes' if changes else 'same'} {cause}/{tensor}"
+        for cause, tensors in changed.items()
+        for tensor, changes in tensors.items()
+    }
+    assert "the draft's tree (known after the draft)" in words(figure)
+    assert words(figure).count("changes") == 2
+    assert_legible(figure)

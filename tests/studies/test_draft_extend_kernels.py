@@ -1,0 +1,219 @@
+"""The crossover map's points, works, tables and command line on a CPU; times on a GPU."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lab.metadata import AttentionCall
+from lab.timing import GpuTime, GpuWork
+from lab.workloads.batches import parse_batch, sweep
+from lab.workloads.inputs.forward_pass import build_forward
+from studies import arms, draft_extend_kernels, passes
+from studies.arms import COLD, Point, PointFailedError, PointRows, TimingPlan, measure_point
+from studies.draft_extend_kernels import (
+    ARMS,
+    KEYS,
+    MOST_KEYS,
+    Q_LENS,
+    REQUESTS,
+    case_of,
+    crossover_table,
+    crossovers,
+    facts_of,
+    point_of,
+    split_by_size,
+)
+from studies.passes import gpu_works, works_of
+from tests.commands.command import run
+from tests.devices import IN_INTERPRETER
+from tests.studies.simulated import CEILINGS, hold_right
+
+DECODE, CONTEXT = AttentionCall.DECODE, AttentionCall.CONTEXT
+# Implementations that run on a CPU in place of FlashInfer's.
+ON_CPU = {
+    "decode": (DECODE, "lab.references"),
+    "context": (CONTEXT, "lab.references"),
+    "portable decode": (DECODE, "lab.kernels.portable"),
+}
+SMALL = parse_batch("2q4s70")
+
+
+def measure(point: Point) -> PointRows:
+    return measure_point(point, gpu_works, TimingPlan(CEILINGS, samples=3), facts_of)
+
+
+def test_the_default_map_is_a_full_grid_and_what_is_too_large_says_so() -> None:
+    batches = sweep(REQUESTS, KEYS, Q_LENS)
+    assert len(batches) == 6 * 4 * 5
+    fitting, skipped = split_by_size(batches, MOST_KEYS)
+    assert len(fitting) + len(skipped) == len(batches)
+    assert {(row["requests"], row["kv_len"]) for row in skipped} == {(64, 65536), (64, 131072)}
+    assert all(sum(batch.kv_lens) <= MOST_KEYS for batch in fitting)
+    assert skipped[0] == {
+        "point": "64q1s64k",
+        "q_len": 1,
+        "requests": 64,
+        "kv_len": 65536,
+        "reason": "4,194,304 keys, 8.6 GB of K and V, are more than the bound of 2,097,152 keys",
+    }
+
+
+def test_the_geometry_is_a_group_of_eight() -> None:
+    case = case_of(parse_batch("4q2s1k"), CONTEXT)
+    assert (case.model.num_qo_heads, case.model.num_kv_heads, case.model.head_dim, case.page_size) == (32, 4, 128, 64)
+    assert (case.draft_extend, case.q_lens, case.kv_lens) == (CONTEXT, (2,) * 4, (1024,) * 4)
+    assert case.bytes_moved == 2 * 4 * 1024 * 4 * 128 * 2 + 2 * 8 * 32 * 128 * 2
+
+
+def tensors_of(work: GpuWork) -> dict[str, int]:
+    arguments = work.arguments
+    tensors = {
+        "query": arguments["query"],
+        "out": arguments["out"],
+        "cache": arguments["cache"].storage,
+        "table": arguments["metadata"].page_table,
+    }
+    return {name: tensor.data_ptr() for name, tensor in tensors.items()}
+
+
+@IN_INTERPRETER
+def test_every_arm_is_right_in_an_output_of_its_own() -> None:
+    point = point_of(SMALL, ON_CPU)
+    works = works_of(point.arms, torch.device("cpu"))
+    for arm in point.arms:
+        work, (call, _) = works[arm.name], ON_CPU[arm.name]
+        assert [each.call for each in work.arguments["plan"]] == [call]
+        assert arm.case.draft_extend is call
+        hold_right(work)
+    addresses = [tensors_of(work) for work in works.values()]
+    assert len({id(work.redraw) for work in works.values()}) == 1  # one truth
+    for name in addresses[0]:
+        assert len({each[name] for each in addresses}) == (len(ON_CPU) if name == "out" else 1)
+
+
+def fake_times(works: dict[str, GpuWork], method: Any, samples: int) -> dict[str, GpuTime]:
+    assert method == COLD
+    return {name: GpuTime((10.0 + place,) * samples, method, 1) for place, name in enumerate(works)}
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Points are built on the CPU, and every arm takes as many µs as it has arms before it, and 10."""
+    monkeypatch.setattr(passes, "build_forward", lambda case, device: build_forward(case, torch.device("cpu")))
+    monkeypatch.setattr(arms, "measure_interleaved", fake_times)
+
+
+@IN_INTERPRETER
+@pytest.mark.usefixtures("on_cpu")
+def test_a_point_makes_a_row_per_arm_with_its_floor() -> None:
+    outcome = measure(point_of(SMALL, ON_CPU))
+    assert (outcome.declined, outcome.wrong) == ([], [])
+    assert [(row["arm"], row["call"], row["median_us"]) for row in outcome.rows] == [
+        ("decode", DECODE.value, 10.0),
+        ("context", CONTEXT.value, 11.0),
+        ("portable decode", DECODE.value, 12.0),
+    ]
+    for row in outcome.rows:
+        assert (row["point"], row["q_len"], row["requests"], row["kv_len"]) == ("2q4s70", 4, 2, 70)
+        assert row["samples_us"] == [row["median_us"]] * 3
+        assert row["floor_us"] == pytest.approx(row["bytes_moved"] / 4000.0 / 1e3, abs=1e-3)
+
+
+@IN_INTERPRETER
+@pytest.mark.usefixtures("on_cpu")
+def test_a_declined_arm_is_listed_and_the_others_are_measured() -> None:
+    portable = {"portable decode": ON_CPU["portable decode"]}
+    outcome = measure(point_of(SMALL, portable | dict(list(ARMS.items())[:2])))  # FlashInfer's kernels decline a CPU
+    assert [row["arm"] for row in outcome.rows] == ["portable decode"]
+    assert [(row["arm"], row["point"]) for row in outcome.declined] == [("decode", "2q4s70"), ("context", "2q4s70")]
+    assert all("need a CUDA GPU" in row["reason"] for row in outcome.declined)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [(FileNotFoundError("no module"), "2q4s70: FileNotFoundError: no module"), (AssertionError("wrong"), "wrong")],
+)
+def test_what_fails_otherwise_stops_the_run_and_names_its_point(
+    error: Exception, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(arms: Any, works: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(arms, "declined_by", fails)
+    with pytest.raises(PointFailedError, match=message):
+        measure(point_of(SMALL, ON_CPU))
+
+
+def rows_at(requests: int, kv_len: int, times_us: dict[int, tuple[float | None, float | None]]) -> list[dict[str, Any]]:
+    return [
+        {"arm": arm, "requests": requests, "kv_len": kv_len, "q_len": q_len, "median_us": time_us}
+        for q_len, pair in times_us.items()
+        for arm, time_us in zip(("decode", "context"), pair, strict=True)
+        if time_us is not None
+    ]
+
+
+def test_where_the_context_call_overtakes() -> None:
+    rows = rows_at(1, 4096, {1: (10.0, 40.0), 4: (20.0, 30.0), 16: (50.0, 40.0), 32: (90.0, 45.0)})
+    rows += rows_at(4, 4096, {1: (10.0, 40.0), 4: (20.0, None)}) + rows_at(64, 4096, {1: (None, 5.0)})
+    assert crossovers(rows) == [
+        {
+            "requests": 1,
+            "kv_len": 4096,
+            "context_over_decode": {1: 4.0, 4: 1.5, 16: 0.8, 32: 0.5},
+            "context_faster_from_q_len": 16,
+        },
+        {"requests": 4, "kv_len": 4096, "context_over_decode": {1: 4.0}, "context_faster_from_q_len": None},
+    ]
+    table = crossover_table(rows, str(COLD))
+    assert (table.row_count, len(table.columns)) == (2, 2 + 4)
+    assert list(table.columns[4].cells) == ["50.0 / 40.0 (0.80)", ""]
+
+
+@pytest.mark.usefixtures("simulated_gpu")
+def test_the_command_line_writes_every_point_and_what_was_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "map.json"
+    written_before: list[bool] = []
+
+    def simulated(point: Point, make: Any, plan: TimingPlan, facts_of: Any) -> PointRows:
+        written_before.append(out.exists())
+        facts = point.facts
+        assert plan == TimingPlan(CEILINGS, COLD, 5)
+        rows = rows_at(facts["requests"], facts["kv_len"], {facts["q_len"]: (10.0, 30.0)})
+        return PointRows(rows, [point.row | {"arm": "decode", "reason": "no"}])
+
+    monkeypatch.setattr(draft_extend_kernels, "measure_point", simulated)
+    command = f"--q-lens 2,4 --requests 1,4 --keys 1024 --most-keys 2048 --samples 5 --out {out}"
+    assert run(f"experiments draft-extend-kernels {command}") == 0
+    recorded = json.loads(out.read_text())
+    assert written_before == [False, True]
+    assert [(row["q_len"], row["arm"]) for row in recorded["rows"]] == [
+        (2, "decode"),
+        (2, "context"),
+        (4, "decode"),
+        (4, "context"),
+    ]
+    assert [row["point"] for row in recorded["skipped"]] == ["4q2s1k", "4q4s1k"]
+    assert len(recorded["declined"]) == 2
+    assert recorded["crossovers"][0]["context_over_decode"] == {"2": 3.0, "4": 3.0}
+    assert recorded["most_keys"] == 2048
+    printed = capsys.readouterr().out
+    assert "10.0 / 30.0 (3.00)" in printed
+    assert "declined: q4s1k, decode: no" in printed
+    assert "2 declined, 2 skipped" in printed
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="times GPU work, and there is none here")
+def test_a_point_is_measured_on_both_calls() -> None:
+    both = {call.name.lower(): (call, "lab.kernels.portable") for call in (DECODE, CONTEXT)}
+    outcome = measure(point_of(parse_batch("4q4s1k"), both))
+    assert (outcome.declined, outcome.wrong) == ([], [])
+    assert [row["arm"] for row in outcome.rows] == ["decode", "context"]
+    assert all(row["median_us"] > 0 and row["buffer_copies"] > 1 for row in outcome.rows)

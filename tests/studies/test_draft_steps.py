@@ -1,0 +1,97 @@
+"""The experiment's arithmetic and tables on made-up rows; its GPU times are the benchmarks'."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lab.workloads.draft import draft_scenario
+from lab.workloads.traces import own_trace
+from studies import arms, draft_steps
+from studies.arms import WARM, TimingPlan, measure_all
+from studies.draft_steps import (
+    ARMS,
+    CLAIM,
+    GRID,
+    HOST_POINTS,
+    LONG,
+    TRACED,
+    claim_table,
+    facts_of,
+    implied_saving_us,
+    measure_host,
+    point_of,
+    point_table,
+    works_of,
+)
+from studies.draft_work import draft_work
+from tests.devices import IN_INTERPRETER
+from tests.studies.simulated import CEILINGS, measured_in_turns
+
+
+def rows_at(point: str, **median_us: float) -> list[dict[str, Any]]:
+    """Every arm at 1 µs but those whose name has a key in it, with - for /."""
+    rows = []
+    for arm in ARMS:
+        known = [value for key, value in median_us.items() if key in arm]
+        rows.append({"scenario": arm.format(point), "point": point, "median_us": known[0] if known else 1.0})
+    return rows
+
+
+def test_what_a_saving_per_token_means_per_iteration() -> None:
+    assert implied_saving_us(CLAIM) == pytest.approx(236.4, abs=0.01)
+    assert implied_saving_us({"tpot_before_ms": 3, "tpot_after_ms": 2.5, "accept_length": 2}) == pytest.approx(1000)
+
+
+def test_the_claim_stands_beside_what_was_saved() -> None:
+    rows = [row for place, point in enumerate(LONG) for row in rows_at(point, common_template=101.0 + place)]
+    host = [
+        {"call": f"draft_steps/mha/{plan}/1x8k/steps3{form}", "point": "1x8k/steps3", "host_us": host_us}
+        for form, cost in (("", 10.0), ("/eager", 70.0))
+        for plan, host_us in (("common_template", 100.0 + cost), ("per_step", 50.0))
+    ]
+    table = claim_table(rows, host)
+    assert table["gpu_saving_us_per_draft_mla"] == {point: 100.0 + place for place, point in enumerate(LONG)}
+    assert table["host_saving_us_per_draft"] == {"static buffers": 60.0, "eager": 120.0}
+
+
+def test_a_line_per_point_and_a_column_per_arm() -> None:
+    table = point_table(rows_at("1x1k/steps2") + rows_at("8x1k/steps2"), str(WARM))
+    assert table.row_count == 2
+    assert len(table.columns) == 1 + len(ARMS)
+
+
+def test_every_arm_is_a_scenario_at_every_point() -> None:
+    assert len(GRID) == 64
+    for point in (*GRID, *LONG, *TRACED, *HOST_POINTS):
+        for arm in ARMS:
+            draft_scenario(arm.format(point))
+
+
+@IN_INTERPRETER
+def test_a_point_makes_a_row_per_arm(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(draft_steps, "draft_work", lambda scenario, device: draft_work(scenario, cpu))
+    monkeypatch.setattr(arms, "measure_interleaved", measured_in_turns)
+    point = point_of("2x63/steps3", own_trace())
+    rows = measure_all(point, works_of, TimingPlan(CEILINGS, WARM, 3), facts_of)
+    assert [row["scenario"] for row in rows] == [arm.format("2x63/steps3") for arm in ARMS]
+    assert [row["median_us"] for row in rows] == [10.0 + place for place in range(len(ARMS))]
+    assert {row["kernel"] for row in rows} >= {"serial", "mha one_launch", "mla per_step", "mha per_step eager"}
+    assert all(row["bytes_moved"] > 0 and row["point"] == "2x63/steps3" for row in rows)
+    assert {row["method"] for row in rows} == {str(WARM)}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="times GPU work, and there is none here")
+def test_a_point_is_measured_and_the_lists_cost_launches() -> None:
+    point = point_of("4x1k/steps3", own_trace())
+    rows = measure_all(point, works_of, TimingPlan(CEILINGS, WARM, 3), facts_of)
+    launches = {row["kernel"]: row["launches"] for row in rows}
+    assert launches["serial"] == launches["spread"] == launches["mha one_launch"] == launches["mla one_launch"] == 1
+    assert launches["mha per_step"] == launches["mla per_step"] == 2
+    assert launches["mha common_template"] == launches["mla common_template"] == 3
+    assert launches["mha common_template eager"] > launches["mha per_step eager"] > 2
+    hosts = measure_host(point)
+    assert len(hosts) == len(ARMS) + sum(not arm.endswith("/eager") for arm in ARMS)
+    assert all(row["host_us"] > 0 for row in hosts)

@@ -1,0 +1,349 @@
+"""The loop on a CPU, its facts from profiles made by hand, its command line, and on a GPU what the experiment is about."""
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from lab.metadata.engine.plan_stream import PlannedVerify, PlanStart, VerifyBackend
+from lab.metadata.mha.buffers import MetadataBuilder
+from studies import loops, plan_stream
+from studies.iteration_profile import Phase, iteration_facts, two_lanes
+from studies.plan_stream import (
+    ARMS,
+    Drafts,
+    PlanLoopSettings,
+    Planning,
+    SpeculativeLoop,
+    measure_fix_up,
+    measure_plannings,
+    random_trees,
+)
+from studies.step_profile import STEP_NAME, IncompleteProfileError, exported_trace, medians, read_profile
+from tests.commands.command import run
+from tests.studies.simulated import only_run, quick_host_time
+from tests.studies.test_step_profile import call, entry, kernel, step
+
+FORWARD, PLAN = (0, 7), (0, 20)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"draft_us": 0}, "draft_us=0 must be at least 1"),
+        ({"warm_up_steps": 0}, "warm_up_steps=0 must be at least 1"),
+        ({"repeats": 0}, "repeats=0 must be at least 1"),
+        ({"max_context_len": 4159}, "max_context_len=4159 must hold the 4160 tokens of the last step"),
+    ],
+)
+def test_a_loop_that_cannot_be_measured_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PlanLoopSettings(**{"draft_us": 1, "verify_us": 1} | changes)
+
+
+def test_random_trees_are_trees() -> None:
+    parents = random_trees(50, 8, generator=torch.Generator().manual_seed(0))
+    assert (parents >= -1).all()
+    assert (parents < torch.arange(8)).all()
+    assert len(parents[:, 7].unique()) == 8
+
+
+# --- the loop ---------------------------------------------------------------------------------------------------------
+
+SIZES: dict[str, Any] = {
+    "batch_size": 3,
+    "seq_len": 30,
+    "page_size": 16,
+    "max_context_len": 256,
+    "warm_up_steps": 2,
+    "steps": 4,
+}
+SMALL = PlanLoopSettings(draft_us=1, verify_us=1, **SIZES)
+ran: list[str] = []
+
+
+@pytest.fixture
+def loop() -> SpeculativeLoop:
+    ran.clear()
+    return SpeculativeLoop(SMALL, lambda: ran.append("draft"), lambda: ran.append("verify"), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=str)
+def test_every_iteration_and_its_phases_are_marked(loop: SpeculativeLoop, arm: Planning) -> None:
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        loop.run(arm)
+    events = sorted(
+        (each for each in exported_trace(recorded)["traceEvents"] if each.get("cat") == "user_annotation"),
+        key=lambda each: float(each["ts"]),
+    )
+    assert [each["name"] for each in events if STEP_NAME.fullmatch(each["name"])] == [f"step {i}" for i in range(6)]
+    phases = ["inputs", "draft", "plan"] + ["fix-up"] * (arm.drafts is Drafts.TREES) + ["verify"]
+    assert [each["name"] for each in events if not STEP_NAME.fullmatch(each["name"])][: len(phases)] == phases
+    assert ran == ["draft", "verify"] * 6
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=str)
+def test_the_check_passes(loop: SpeculativeLoop, arm: Planning) -> None:
+    loop.check(arm)
+
+
+def stale_lengths(backend: VerifyBackend) -> None:
+    """Plans once, and then hands out what it has."""
+    plan, planned = backend.plan, []
+
+    def once(batch: Any) -> PlannedVerify:
+        planned.append(plan(batch) if not planned else planned[0])
+        return planned[0]
+
+    backend.plan = once  # type: ignore[method-assign]
+
+
+def stale_mask(backend: VerifyBackend) -> None:
+    backend.update_verify_buffers_to_fill_after_draft = lambda planned: None  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("defect", "drafts", "message"),
+    [
+        (
+            stale_lengths,
+            Drafts.CHAINS,
+            "chains, fused, after the inputs: in iteration 1 .* another cache_seqlens_int32",
+        ),
+        (stale_mask, Drafts.TREES, "trees, fused, after the inputs: in iteration 0 .* another mask"),
+    ],
+)
+def test_the_check_notices_what_is_stale(
+    loop: SpeculativeLoop, defect: Callable[[VerifyBackend], None], drafts: Drafts, message: str
+) -> None:
+    arm = Planning(drafts, MetadataBuilder.FUSED, PlanStart.AFTER_INPUTS)
+    defect(loop.planners[arm].backend)
+    with pytest.raises(RuntimeError, match=message):
+        loop.check(arm)
+
+
+# --- the facts --------------------------------------------------------------------------------------------------------
+
+
+def iteration(number: int, fix_up: bool = True, beside: bool = True) -> list[dict[str, Any]]:
+    """An iteration of 1,000 µs whose host ranges are the first 100 µs. Its GPU work, in µs from its start:
+
+    inputs 200..205, draft 210..310 and 310..400, plan 300..320 and 350..360 beside it (or 410..430, 460..470 after it),
+    fix-up 480..490 and 492..500, verify 510..900, and 905..910 for what adds the accepted tokens.
+    """
+    t, ids = 1000.0 * number, 100 * number
+    plan_us, lane = (300, PLAN) if beside else (410, FORWARD)
+    launches: list[tuple[Phase | None, float, float, float, Any]] = [
+        (Phase.INPUTS, 10, 200, 5, FORWARD),
+        (Phase.DRAFT, 20, 210, 100, FORWARD),
+        (Phase.DRAFT, 22, 310, 90, FORWARD),
+        (Phase.PLAN, 30, plan_us, 20, lane),
+        (Phase.PLAN, 32, plan_us + 50, 10, lane),
+        *([(Phase.FIX_UP, 40, 480, 10, FORWARD), (Phase.FIX_UP, 42, 492, 8, FORWARD)] if fix_up else []),
+        (Phase.VERIFY, 50, 510, 390, FORWARD),
+        (None, 60, 905, 5, FORWARD),
+    ]
+    entries = [step(number, t, 100)]
+    for phase in dict.fromkeys(each[0] for each in launches):
+        if phase is not None:
+            start_us = min(each[1] for each in launches if each[0] is phase)
+            entries.append(entry("user_annotation", phase.value, t + start_us - 1, 8))
+    for i, (_, host_us, start_us, duration_us, on) in enumerate(launches):
+        entries.append(call("cudaLaunchKernel", t + host_us, 1, ids + i + 1))
+        entries.append(kernel(t + start_us, duration_us, ids + i + 1, on))
+    return entries
+
+
+def profiled(**options: Any) -> Any:
+    return read_profile({"traceEvents": [each for number in range(4) for each in iteration(number, **options)]})
+
+
+def test_the_facts_of_an_iteration() -> None:
+    facts = iteration_facts(profiled(), 1)
+    assert [each.step for each in facts] == [1, 2, 3]
+    assert medians(facts) == {
+        "draft_us": 190,
+        "plan_us": 60,
+        "plan_busy_us": 30,
+        "plan_launches": 2,
+        "hidden_us": 30,
+        "fix_up_us": 20,
+        "fix_up_launches": 2,
+        "between_us": 110,
+        "verify_us": 390,
+        "iteration_us": 1000,
+    }
+
+
+def test_a_plan_after_the_draft_hides_nothing() -> None:
+    found = medians(iteration_facts(profiled(beside=False), 1))
+    assert (found["plan_us"], found["hidden_us"], found["between_us"]) == (60, 0, 110)
+
+
+def test_a_plan_that_outlasts_the_draft_is_hidden_in_part() -> None:
+    entries = [each for number in range(3) for each in iteration(number)]
+    for each in entries:
+        if each["cat"] == "kernel" and each["dur"] == 10 and (each["pid"], each["tid"]) == PLAN:
+            each["ts"] += 45  # 395..405, and the draft ends at 400
+    found = medians(iteration_facts(read_profile({"traceEvents": entries}), 1))
+    assert found["hidden_us"] == 20 + 5
+
+
+def test_a_chain_has_no_fix_up() -> None:
+    found = medians(iteration_facts(profiled(fix_up=False), 1))
+    assert (found["fix_up_us"], found["fix_up_launches"]) == (0, 0)
+
+
+@pytest.mark.parametrize("phase", ["draft", "plan", "verify"])
+def test_a_phase_that_is_missing_is_refused(phase: str) -> None:
+    entries = [each for number in range(3) for each in iteration(number) if each["name"] != phase]
+    with pytest.raises(IncompleteProfileError, match=f"step 1 has no {phase} on the GPU"):
+        iteration_facts(read_profile({"traceEvents": entries}), 1)
+
+
+def test_a_phase_that_launched_nothing_is_refused() -> None:
+    entries = [each for number in range(3) for each in iteration(number)]
+    kept = [each for each in entries if each["cat"] != "kernel" or each["args"]["correlation"] % 100 not in (4, 5)]
+    with pytest.raises(IncompleteProfileError, match="plan of step 1 launched nothing"):
+        iteration_facts(read_profile({"traceEvents": kept}), 1)
+
+
+def test_the_picture_of_an_iteration_has_two_lanes() -> None:
+    lanes = two_lanes(profiled().steps[2])
+    assert [(each["stream"], each["phase"], each["start_us"], each["duration_us"]) for each in lanes] == [
+        ("forward", "inputs", 0, 5),
+        ("forward", "draft", 10, 100),
+        ("plan", "plan", 100, 20),
+        ("forward", "draft", 110, 90),
+        ("plan", "plan", 150, 10),
+        ("forward", "fix-up", 280, 10),
+        ("forward", "fix-up", 292, 8),
+        ("forward", "verify", 310, 390),
+        ("forward", None, 705, 5),
+    ]
+    assert {each["name"] for each in lanes} == {"gemm"}
+    assert {each["stream"] for each in two_lanes(profiled(beside=False).steps[2])} == {"forward"}
+
+
+def test_a_phases_work_is_what_its_range_launched() -> None:
+    assert [each.duration_us for each in profiled().steps[0].launched_in(Phase.PLAN.value)] == [20, 10]
+
+
+def test_every_planning_is_checked_run_in_turns_and_makes_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = PlanLoopSettings(draft_us=1, verify_us=1, repeats=2, **SIZES | {"warm_up_steps": 1, "steps": 2})
+    ran.clear()
+    order: list[Any] = []
+    graph = SimpleNamespace(replay=lambda: ran.append("draft or verify"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(plan_stream, "MatrixProducts", lambda gpu_us, device: SimpleNamespace(graph=graph, products=3))
+    monkeypatch.setattr(
+        plan_stream,
+        "SpeculativeLoop",
+        lambda settings, draft, verify, device: SpeculativeLoop(settings, draft, verify, torch.device("cpu")),
+    )
+    monkeypatch.setattr(plan_stream, "host_time", quick_host_time)
+    monkeypatch.setattr(loops, "unprofiled_us", lambda run: only_run(order, lambda: (run(), *run.args)[1]))
+    monkeypatch.setattr(loops, "profiled", lambda run: (run(), profiled())[1])
+    rows = measure_plannings(settings)
+    assert [sorted(order[first : first + len(ARMS)], key=str) for first in (0, len(ARMS))] == [
+        sorted(ARMS, key=str)
+    ] * 2
+    assert order[: len(ARMS)] != order[len(ARMS) :]
+    assert [(row["drafts"], row["builder"], row["start"]) for row in rows] == [
+        (arm.drafts.value, arm.builder.value, arm.start.value) for arm in ARMS
+    ]
+    for row in rows:
+        assert (row["draft_us"], row["draft_matrix_products"], row["max_context_len"]) == (1, 3, 256)
+        assert row["unprofiled_iteration_us"] == [300.0] * 2
+        assert row["medians"]["iteration_us"] == 1000
+        assert len(row["runs"]) == 2
+        assert row["timeline"]
+        assert len(row["host_samples_us"]) == 2
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+def recorded_arm(settings: PlanLoopSettings, arm: Planning) -> dict[str, Any]:
+    """What `measure_plannings` returns, of a trace made by hand."""
+    facts = medians(iteration_facts(profiled(fix_up=arm.drafts is Drafts.TREES), 1))
+    words = {"drafts": arm.drafts.value, "builder": arm.builder.value, "start": arm.start.value}
+    times = {"draft_us": settings.draft_us, "verify_us": settings.verify_us, "host_us": 77.75}
+    return words | times | {"medians": facts, "unprofiled_iteration_us": [1234.5]}
+
+
+@pytest.mark.usefixtures("simulated_gpu")
+def test_the_command_line_measures_all_pairs_writes_json_and_prints_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        plan_stream, "measure_plannings", lambda settings: [recorded_arm(settings, arm) for arm in ARMS]
+    )
+    monkeypatch.setattr(
+        plan_stream,
+        "measure_fix_up",
+        lambda bs, d, device: {
+            "batch_size": bs,
+            "num_draft_tokens": d,
+            "launches": 19,
+            "gpu_us": 12.34,
+            "host_us": 98.76,
+        },
+    )
+    out = tmp_path / "plan.json"
+    assert run(f"experiments plan-stream --draft-us 100,400 --verify-us 900 --out {out}") == 0
+    recorded = json.loads(out.read_text())
+    assert recorded["environment"] == {"gpu": "simulated"}
+    found = [
+        (row["draft_us"], row["verify_us"], row["drafts"], row["builder"], row["start"]) for row in recorded["arms"]
+    ]
+    words = [(arm.drafts.value, arm.builder.value, arm.start.value) for arm in ARMS]
+    assert found == [(*times, *each) for times in ((100, 900), (400, 900)) for each in words]
+    points = [(row["batch_size"], row["num_draft_tokens"]) for row in recorded["fix_ups"]]
+    assert points == list(itertools.product((1, 8, 64, 256), (4, 8, 16, 64)))
+    printed = capsys.readouterr().out
+    for text in ("after the inputs", "torch operations", "1,234.5", "190.0", "77.8", "12.34", "98.8"):
+        assert text in printed
+
+
+def test_a_wrong_command_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("experiments plan-stream --steps 0") == 2
+    assert "steps=0 must be at least 1" in capsys.readouterr().err
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="profiles a GPU, and there is none here")
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_plan_after_the_inputs_runs_beside_the_draft_and_no_other_does() -> None:
+    rows = measure_plannings(
+        PlanLoopSettings(draft_us=400, verify_us=400, batch_size=8, seq_len=256, steps=6, repeats=1)
+    )
+    assert len(rows) == len(ARMS)
+    by_arm = {(row["drafts"], row["builder"], row["start"]): row for row in rows}
+    for (drafts, _, start), row in by_arm.items():
+        found = row["medians"]
+        beside = start == PlanStart.AFTER_INPUTS.value
+        assert (found["hidden_us"] > 0.5 * found["plan_busy_us"]) if beside else (found["hidden_us"] == 0)
+        assert (found["fix_up_us"] > 0) == (drafts == Drafts.TREES.value)
+        assert {each["stream"] for each in row["timeline"]} == (
+            {"forward"} if start == PlanStart.IN_LINE.value else {"forward", "plan"}
+        )
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_masks_time_is_taken_and_its_launches_counted() -> None:
+    row = measure_fix_up(8, 4, torch.device("cuda"))
+    assert row["gpu_us"] > 0
+    assert row["launches"] > 1
+    assert row["host_us"] > 0

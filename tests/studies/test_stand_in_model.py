@@ -1,0 +1,202 @@
+"""The stand-in model against its history-based truth in every mode that has a graph, and the truth against mistakes."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lab.metadata import ForwardMode, build_mha_metadata
+from lab.metadata.mha.backend import TRTLLMMHABackend
+from lab.metadata.speculation.draft_extend_graph import DraftExtendOutput, DraftOutputs
+from studies.stand_in_model import (
+    GRAPH_MODES,
+    LLAMA_8B_SIZES,
+    TINY_SIZES,
+    StandInModel,
+    StandInPass,
+    StandInSizes,
+    draw_pass,
+)
+from studies.stand_in_truth import truth_of_pass
+from tests.metadata.draft_extend_cases import MAX_CONTEXT_LEN, PLACES, implementation, new_model
+
+V2 = ForwardMode.DRAFT_EXTEND_V2
+FORMS = list(DraftExtendOutput)
+ALL_ROWS = DraftExtendOutput.ALL_ROWS
+PREFIX_LENS = (
+    5,
+    61,
+    40,
+)  # the second crosses a page in its new tokens, and the tiny window of 24 lies before all three ends
+
+
+def draw(model: StandInModel, mode: ForwardMode = V2, **changes: Any) -> StandInPass:
+    """Three requests, 4 rows each where the mode is uniform."""
+    q_lens = {ForwardMode.DECODE: (1, 1, 1), ForwardMode.DRAFT_EXTEND: (4, 1, 3)}.get(mode, (4, 4, 4))
+    return draw_pass(model, mode, **{"prefix_lens": PREFIX_LENS, "q_lens": q_lens} | changes)
+
+
+def run(model: StandInModel, drawn: StandInPass, module: Any, form: DraftExtendOutput = ALL_ROWS) -> DraftOutputs:
+    """The pass eagerly."""
+    batch = drawn.batch
+    inputs = model.new_inputs(batch.batch_size, batch.num_tokens)
+    last_accepted = drawn.accept_lens + torch.arange(batch.batch_size, device=batch.seq_lens.device) * 4 - 1
+    inputs.load(drawn.input_ids, drawn.hidden_states, last_accepted if form is DraftExtendOutput.SELECTED_ROW else None)
+    outputs = model.new_outputs(form, batch.batch_size, batch.num_tokens)
+    metadata = build_mha_metadata(batch, model.pool)
+    model.prepare(TRTLLMMHABackend(module), batch, metadata, inputs, outputs, form)()
+    return outputs
+
+
+@pytest.mark.parametrize("sliding_window", [False, True], ids=["full", "window"])
+@pytest.mark.parametrize("mode", GRAPH_MODES, ids=repr)
+@pytest.mark.parametrize(("device", "name"), PLACES)
+def test_every_mode_gives_what_the_histories_give(
+    device: str, name: str, mode: ForwardMode, sliding_window: bool
+) -> None:
+    model = new_model(device, sliding_window=sliding_window)
+    drawn = draw(model, mode)
+    truth_of_pass(model, drawn).hold(run(model, drawn, implementation(name)), ALL_ROWS)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=repr)
+@pytest.mark.parametrize(("device", "name"), PLACES)
+def test_every_form_gives_what_the_histories_give(device: str, name: str, form: DraftExtendOutput) -> None:
+    model = new_model(device)
+    drawn = draw(model)
+    truth_of_pass(model, drawn).hold(run(model, drawn, implementation(name), form), form)
+
+
+def test_it_writes_k_and_v_of_the_new_tokens_alone() -> None:
+    model = new_model("cpu")
+    drawn = draw(model)
+    before = model.cache.storage.clone()
+    run(model, drawn, implementation("lab.references"))
+    written = torch.zeros(before.shape[1:3], dtype=torch.bool).flatten()
+    written[drawn.batch.out_cache_loc] = True
+    changed = (model.cache.storage != before).any(dim=-1).any(dim=-1)
+    assert changed.flatten(1).tolist() == [written.tolist()] * 2
+
+
+def shift_history(drawn: StandInPass) -> None:
+    keys, values = drawn.histories[1]
+    drawn.histories[1] = keys.roll(1, dims=0), values
+
+
+def lose_a_key(drawn: StandInPass) -> None:
+    keys, values = drawn.histories[1]
+    drawn.histories[1] = keys[1:], values[1:]
+
+
+def exchange_k_and_v(drawn: StandInPass) -> None:
+    drawn.histories[2] = drawn.histories[2][1], drawn.histories[2][0]
+
+
+def other_token(drawn: StandInPass) -> None:
+    drawn.input_ids[6] = (drawn.input_ids[6] + 1) % TINY_SIZES.vocab_size
+
+
+def other_hidden_state(drawn: StandInPass) -> None:
+    drawn.hidden_states[6] = -drawn.hidden_states[6]
+
+
+@pytest.mark.parametrize("mistake", [shift_history, lose_a_key, exchange_k_and_v, other_token, other_hidden_state])
+def test_a_pass_over_something_else_is_wrong(mistake: Any) -> None:
+    model = new_model("cpu")
+    drawn = draw(model)
+    outputs = run(model, drawn, implementation("lab.references"))
+    truth_of_pass(model, drawn).hold(outputs, ALL_ROWS)
+    mistake(drawn)
+    with pytest.raises(AssertionError, match="rows of hidden_states are wrong"):
+        truth_of_pass(model, drawn).hold(outputs, ALL_ROWS)
+
+
+def test_logits_top_k_and_the_selected_row_are_judged_too() -> None:
+    model = new_model("cpu")
+    drawn = draw(model)
+    truth, form = truth_of_pass(model, drawn), DraftExtendOutput.ALL_ROWS_WITH_TOPK
+    outputs = run(model, drawn, implementation("lab.references"), form)
+    truth.hold(outputs, form)
+    assert outputs.topk_index is not None
+    assert outputs.topk_p is not None
+    outputs.topk_p[3] = 0.5
+    with pytest.raises(AssertionError, match="topk_p must be 1"):
+        truth.hold(outputs, form)
+    outputs.topk_index[3] = outputs.logits[3].argmin()
+    with pytest.raises(AssertionError, match="topk_index does not name the largest logit"):
+        truth.hold(outputs, form)
+    outputs.logits[3].zero_()
+    with pytest.raises(AssertionError, match="1 of 12 rows of logits are wrong, the worst row 3"):
+        truth.hold(outputs, ALL_ROWS)
+    drawn.accept_lens.copy_(drawn.accept_lens % 4 + 1)
+    chosen = run(model, drawn, implementation("lab.references"), DraftExtendOutput.SELECTED_ROW)
+    with pytest.raises(AssertionError, match="3 of 3 rows of hidden_states are wrong"):
+        truth.hold(chosen, DraftExtendOutput.SELECTED_ROW)
+
+
+def test_a_row_can_be_selected_of_uniform_widths_alone() -> None:
+    model = new_model("cpu")
+    drawn = draw(model, ForwardMode.DRAFT_EXTEND)
+    outputs = run(model, drawn, implementation("lab.references"))
+    with pytest.raises(ValueError, match="there is no row to select"):
+        truth_of_pass(model, drawn).hold(outputs, DraftExtendOutput.SELECTED_ROW)
+
+
+def test_the_same_seed_gives_the_same_model_and_pass() -> None:
+    first, second, other = (draw_pass(new_model("cpu"), V2, (7,), (4,), seed) for seed in (1, 1, 2))
+    for name in ("input_ids", "hidden_states", "accept_lens"):
+        assert torch.equal(getattr(first, name), getattr(second, name))
+    assert torch.equal(first.histories[0][1], second.histories[0][1])
+    assert not torch.equal(first.hidden_states, other.hidden_states)
+    assert torch.equal(new_model("cpu").qkv_weight, new_model("cpu").qkv_weight)
+    pool = new_model("cpu").pool
+    assert not torch.equal(StandInModel(TINY_SIZES, pool, seed=1).qkv_weight, new_model("cpu").qkv_weight)
+
+
+def test_sizes_count_the_weights() -> None:
+    model = new_model("cpu")
+    assert TINY_SIZES.layer_parameters == model.qkv_weight.numel() + model.out_weight.numel()
+    assert TINY_SIZES.head_parameters == model.head_weight.numel()
+    assert LLAMA_8B_SIZES.head_parameters == 4096 * 128_256
+    assert LLAMA_8B_SIZES.layer_parameters == 8192 * (4096 + 2 * 1024) + 4096 * 4096
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 8, "tiny"), "vocab_size=0"),
+        ((8, 0, "tiny"), "hidden_size=0"),
+        ((8, 8, "none"), "no geometry is called 'none'"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused(arguments: tuple[int, int, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StandInSizes(*arguments)
+
+
+def test_a_pass_that_cannot_be_run_is_refused_before_anything_is_written() -> None:
+    model = new_model("cpu")
+    drawn = draw(model, ForwardMode.TARGET_VERIFY)
+    batch, metadata = drawn.batch, build_mha_metadata(drawn.batch, model.pool)
+    inputs, outputs = model.new_inputs(3, 12), model.new_outputs(ALL_ROWS, 3, 12)
+    backend = TRTLLMMHABackend(implementation("lab.references"))
+    with pytest.raises(ValueError, match="no row to select"):
+        model.prepare(backend, batch, metadata, inputs, outputs, DraftExtendOutput.SELECTED_ROW)
+    with pytest.raises(ValueError, match="input_ids has 11 rows, but this pass has 12"):
+        model.prepare(backend, batch, metadata, inputs.first(3, 11), outputs, ALL_ROWS)
+    with pytest.raises(ValueError, match="logits has 3 rows, but this pass has 12"):
+        model.prepare(backend, batch, metadata, inputs, outputs.first(3), ALL_ROWS)
+    with pytest.raises(ValueError, match="metadata has no swa_out_cache_loc"):
+        new_model("cpu", sliding_window=True).prepare(backend, batch, metadata, inputs, outputs, ALL_ROWS)
+
+
+def test_what_a_model_or_a_pool_has_not_is_refused() -> None:
+    model = new_model("cpu")
+    with pytest.raises(ValueError, match="is not drawn"):
+        draw(model, ForwardMode.EXTEND)
+    with pytest.raises(ValueError, match=f"more than max_context_len={MAX_CONTEXT_LEN}"):
+        draw(model, prefix_lens=(5, 5, MAX_CONTEXT_LEN - 3))
+    with pytest.raises(ValueError, match="no sliding-window layers"):
+        StandInModel(StandInSizes(8, 8, "llama-3.1-8b"), model.pool, sliding_window=True)
+    with pytest.raises(ValueError, match="no sliding-window pages"):
+        StandInModel(TINY_SIZES, model.pool, sliding_window=True)
