@@ -1,0 +1,56 @@
+"""What the judge judges for each part."""
+
+from dataclasses import dataclass
+
+RIGHT = "tests/checks/right_kernels.py"
+DECODE, LISTS = "trtllm_batch_decode_with_kv_cache", "generate_draft_decode_kv_indices"
+WINDOW = "tests/checks/someone_elses_window.py"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run of the judge: checks and functions to judge, all if empty."""
+
+    implementation: str
+    only: tuple[str, ...] = ()
+    functions: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return " ".join((self.implementation, *self.only, *self.functions))
+
+
+WRONG = (
+    WINDOW,
+    "net.wrong:branch_pages_rounded_down",  # lists: L1
+    "net.wrong:table_pages_consecutive",  # MHA metadata: K16, K18
+    "net.wrong:mla_draft_uncounted",  # MLA metadata: K17, K18
+    "net.wrong:new_tokens_uncausal",  # ragged: K9, K18, M3
+    "net.wrong:page_offset_absolute",  # MHA: K10
+    "net.wrong:out_ignored",  # MHA: K5, K6, M1, S1
+    "net.wrong:mla_max_length_for_one_request",  # MLA: K6, K7, K13
+    "corpus/blind/decode_1.py:Blind3",
+    "corpus/blind/context_1.py:Blind25",
+    "corpus/blind/mla_1.py:Blind33",
+)
+KERNELS = (
+    "from_torch reversed_tiles split_and_merged splits_rounded weights_rounded probabilities_rounded base_2 two_passes "
+    "tiles_of_64 dequantised_first scales_first"
+)
+PLANS = {
+    "references": (Plan("lab.references"),),
+    "right": tuple(Plan(f"{RIGHT}:{name}") for name in KERNELS.split()),
+    "wrong": tuple(map(Plan, WRONG)),
+    "quick": (
+        Plan(
+            "lab.references",
+            ("K1", "K4", "K5", "K8", "K9", "K10", "K11", "K13", "K14", "L1", "M1", "M2", "M3", "S1", "S2"),
+        ),
+        Plan("lab.references", ("K18",), (LISTS,)),
+        Plan(f"{RIGHT}:two_passes", ("K2", "M3")),
+        Plan(f"{RIGHT}:split_and_merged", ("K7",)),
+        Plan(WINDOW, ("K1", "K10")),
+        Plan("net.wrong:mla_draft_uncounted", ("K17", "K18")),
+        Plan("net.wrong:new_tokens_uncausal", ("K9", "M3")),
+    ),
+}
