@@ -39,7 +39,7 @@ def require(part: str, *packages: str) -> None:
 
 
 def sentence(part: str, missing: Iterable[str]) -> str:
-    """Return a sentence that names the missing packages, and the command that installs them or the extra that has them."""
+    """Return a sentence that names the missing packages and the command that installs them, or their extra."""
     names = list(missing)
     extras = ",".join(dict.fromkeys(EXTRA_OF[name] for name in names if name in EXTRA_OF))
     is_are = "is" if len(names) == 1 else "are"

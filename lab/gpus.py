@@ -58,7 +58,7 @@ OLDEST = SM80.capabilities[0]
 
 @dataclass(frozen=True)
 class Datasheet:
-    """A vendor's figures: memory bandwidth in GB/s (10**9), dense bf16 matrix rate in TFLOP/s, None where none is stated."""
+    """A vendor's figures: memory bandwidth in GB/s (10**9) and dense bf16 matrix rate in TFLOP/s, None if not stated."""
 
     bandwidth_gbps: float
     matrix_rate_tflops: float | None
@@ -89,7 +89,7 @@ DATASHEETS = {
 
 
 def capability_of(device: torch.device) -> Capability | None:
-    """Return (major, minor) of a CUDA device; None for anything else."""
+    """Return (major, minor) of a CUDA device, or None for another device."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
@@ -110,7 +110,7 @@ def family_of(capability: Capability | None) -> GpuFamily | None:
 
 
 def trtllm_backend_of(capability: Capability | None, backend: str = "auto") -> str | None:
-    """Return the backend of FlashInfer's TRT-LLM calls: `backend`, or for "auto" the GPU's; None if it has none."""
+    """Return `backend`, or for "auto" the backend of the GPU's TRT-LLM calls; None if the GPU has none."""
     if backend != "auto":
         return backend
     family = family_of(capability)
@@ -118,12 +118,12 @@ def trtllm_backend_of(capability: Capability | None, backend: str = "auto") -> s
 
 
 def family_that_runs(capability: Capability | None) -> GpuFamily:
-    """Return the family whose code a Triton kernel runs: a CPU's interpreter runs SM90's, a GPU before SM80 runs SM80's."""
+    """Return the family whose code a Triton kernel runs: SM90's in a CPU's interpreter, SM80's on a GPU before SM80."""
     return family_of(capability) or (INTERPRETED if capability is None else SM80)
 
 
 def names_of(families: tuple[GpuFamily, ...]) -> str:
-    """Return the families' GPUs for a sentence: "SM90, SM120 and SM121", or "SM80 and later" for all of them."""
+    """Return the families' GPUs as text: "SM90, SM120 and SM121", or "SM80 and later" for all families."""
     if families == FAMILIES:
         return f"{sm_name(OLDEST)} and later"
     *names, last = [sm_name(capability) for family in families for capability in family.capabilities]

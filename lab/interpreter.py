@@ -18,7 +18,7 @@ INTERPRETER = "triton.runtime.interpreter"  # Triton imports it where its kernel
 
 
 class LanguagePatches:
-    """Which modules of device functions the running launch has seen to."""
+    """The modules of device functions that the running launch has already patched."""
 
     def __init__(self, launch: Callable[..., Any], patch_language: Callable[..., Any]) -> None:
         self._launch = launch
@@ -48,7 +48,7 @@ class LanguagePatches:
 
 
 def by_scalar_name(np_dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return the function of a Triton type that looks up NumPy's dtype once for each type of element."""
+    """Cache a Triton type's lookup of its NumPy dtype by the element's name."""
     known: dict[str, Any] = {}
 
     def looked_up(tt_dtype: Any) -> Any:
@@ -72,7 +72,7 @@ def quicken() -> None:
 
 @functools.cache  # once in a process
 def _change(interpreter: Any) -> None:
-    """Replace what does repeated work; a Triton without these functions stays as it is."""
+    """Replace functions that repeat work; a Triton without them stays as it is."""
     builder = getattr(interpreter, "interpreter_builder", None)
     options = getattr(builder, "options", None)
     if builder is not None and options is not None and not options.debug:

@@ -15,7 +15,7 @@ GPU_FIELDS = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.s
 
 
 def environment() -> dict[str, Any]:
-    """Return a JSON-ready description of this machine and software; GPU fields are absent without a GPU."""
+    """Return a JSON-ready description of this machine and its software; GPU fields only if there is a GPU."""
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "machine": platform.machine(),
@@ -37,7 +37,7 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Return the git commit of this checkout, with "-dirty" if files differ; without one, the variable LAB_COMMIT or None."""
+    """Return the checkout's git commit, with "-dirty" if files differ; without a checkout `LAB_COMMIT` or None."""
     here = str(Path(__file__).parent)
     if not _output(["git", "-C", here, "ls-files", Path(__file__).name]):  # another project's checkout, or none
         return os.environ.get("LAB_COMMIT")
@@ -45,7 +45,7 @@ def commit() -> str | None:
 
 
 def version_of(package: str) -> str | None:
-    """Return a package's installed version, by its name on the package index; None if it is not installed."""
+    """Return a package's installed version, or None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -30,7 +30,7 @@ FREE_ARGUMENTS = ("workspace_buffer", "enable_pdl", "multi_ctas_kv_counter_buffe
 
 
 def not_modelled(name: str, value: object, remedy: str) -> NoReturn:
-    """Raise NotImplementedError for a value that FlashInfer takes and the lab does not; `remedy` says what to pass."""
+    """Raise NotImplementedError for a value that FlashInfer takes and the lab does not; `remedy` says what to pass instead."""
     raise NotImplementedError(f"{name}={value!r} is not modelled by the lab; {remedy}")
 
 
@@ -57,13 +57,13 @@ def check_modelled(call: Any, backends: Sequence[str], others: Sequence[str] = (
 
 @functools.cache
 def _unmodelled(call_type: type[Any]) -> tuple[tuple[str, Any], ...]:
-    """Return the names and defaults of a call's `Unmodelled` arguments."""
+    """Return (name, default) of each `Unmodelled` argument of a call."""
     unmodelled = (each for each in fields(call_type) if UNMODELLED in getattr(each.type, "__metadata__", ()))
     return tuple((each.name, each.default) for each in unmodelled)
 
 
 def check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype] = ()) -> torch.Tensor:
-    """Return the value; raise TypeError unless it is a tensor, and of one of the dtypes where there are any."""
+    """Return the value; raise TypeError unless it is a tensor of one of the dtypes, or of any if none is listed."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     if dtypes and value.dtype not in dtypes:
@@ -81,13 +81,12 @@ def check_int(name: str, value: object, least: int, remedy: str) -> int:
 
 
 def check_bool(name: str, value: object) -> None:
-    """Raise TypeError unless the value is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def dtype_names(dtypes: Sequence[torch.dtype]) -> str:
-    """Return the dtypes for a sentence: "float16, bfloat16"."""
+    """Return the dtypes as text for a message: "float16, bfloat16"."""
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
@@ -112,7 +111,7 @@ def check_query(query: object) -> None:
 
 
 def check_head_dim_stride(name: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError unless the elements of a head, the last dimension, lie side by side."""
+    """Raise ValueError unless the last dimension, head_dim, is contiguous."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(
             f"{name}: head_dim must be contiguous (stride 1), got stride {tensor.stride(-1)}; call .contiguous() on it"
@@ -149,7 +148,7 @@ def split_cache(name: str, cache: object, kv_layout: str) -> tuple[torch.Tensor,
 
 
 def check_cache(query: torch.Tensor, k_cache: torch.Tensor) -> None:
-    """Raise TypeError or ValueError unless a cache [num_pages, num_kv_heads, page_size, last] goes with the query."""
+    """Raise TypeError or ValueError unless a cache [num_pages, num_kv_heads, page_size, last] fits the query."""
     allowed = tuple(dict.fromkeys((query.dtype, E4M3, torch.uint8)))
     if k_cache.dtype not in allowed:
         raise TypeError(f"kv_cache must be {dtype_names(allowed)} for a {query.dtype} query, got {k_cache.dtype}")
@@ -173,7 +172,7 @@ def check_cache(query: torch.Tensor, k_cache: torch.Tensor) -> None:
 
 
 def check_scale_factors(call: Any, k_cache: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return (K's, V's) e4m3 factors [num_pages, num_kv_heads, page_size, head_dim // 16] of an NVFP4 cache, else Nones."""
+    """Return (K's, V's) e4m3 factors [num_pages, num_kv_heads, page_size, head_dim // 16] of NVFP4; else (None, None)."""
     if k_cache.dtype != torch.uint8:
         if call.kv_cache_sf is not None:
             raise ValueError(f"kv_cache_sf goes with an NVFP4 (uint8) kv_cache, but kv_cache is {k_cache.dtype}")
@@ -205,7 +204,7 @@ def has_interleaved_v_scales(call: Any) -> bool:
 
 
 def batch_size_of(block_tables: object, shared: bool) -> int:
-    """Return the rows of a page table, int32 [batch_size, columns], or [batch_size, 2, columns] where not shared."""
+    """Return the rows of a page table: int32 [batch_size, columns], or [batch_size, 2, columns] if not `shared`."""
     check_bool("uses_shared_paged_kv_idx", shared)
     tensor = check_tensor("block_tables", block_tables, (torch.int32,))
     if tensor.ndim != (2 if shared else 3) or (not shared and tensor.shape[1] != 2):
@@ -219,7 +218,7 @@ def batch_size_of(block_tables: object, shared: bool) -> int:
 
 
 def split_tables(block_tables: torch.Tensor, shared: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (K's, V's) page tables [batch_size, columns]: the same tensor where shared."""
+    """Return (K's, V's) page tables [batch_size, columns]: twice the same tensor if `shared`."""
     return (block_tables, block_tables) if shared else (block_tables[:, 0], block_tables[:, 1])
 
 
@@ -241,7 +240,7 @@ def check_mask(mask: object, cum_seq_lens_q: object, batch_size: int, q_len: int
 
 
 def check_scale(name: str, scale: object) -> Scale:
-    """Return the scale, a float32 tensor of one element as it is, a number as a finite float; else TypeError or ValueError."""
+    """Return a float32 tensor of one element unchanged, or a number as a finite float; else raise TypeError or ValueError."""
     if isinstance(scale, torch.Tensor):
         if scale.dtype != torch.float32 or scale.numel() != 1:
             raise TypeError(
@@ -270,14 +269,14 @@ def posed_alike(call: Any) -> dict[str, Any]:
 
 
 def scale_from_log2(bmm1_scale_log2: object) -> torch.Tensor:
-    """Return `bmm1_scale` of a `bmm1_scale_log2`: float32 of one element, times ln 2."""
+    """Return `bmm1_scale`: `bmm1_scale_log2` times ln 2, float32 of one element."""
     tensor = check_tensor("bmm1_scale_log2", bmm1_scale_log2)
     check_scale("bmm1_scale_log2", tensor)
     return tensor * math.log(2.0)
 
 
 def following_scale(bmm1_scale_log2: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
-    """Return `bmm1_scale` for calls that are made again: a float32 tensor, empty yet, and the launch that writes it."""
+    """Return (an empty float32 tensor for `bmm1_scale`, the launch that writes it), for calls that are made again."""
     scale = torch.empty_like(bmm1_scale_log2)
     return scale, partial(torch.mul, bmm1_scale_log2, math.log(2.0), out=scale)
 
@@ -296,7 +295,7 @@ def check_out(out: object, expected: Sequence[int], words: str, dtypes: Sequence
 
 
 def output_dtype(call: Any) -> torch.dtype:
-    """Return the output's dtype: that of `out`, `out_dtype` or the query; raise an error where they contradict."""
+    """Return the output's dtype: that of `out`, else `out_dtype`, else the query's; raise an error if they contradict."""
     if call.out is not None:
         out = check_out(call.out, call.query.shape, "the query's shape", OUT_DTYPES)
         if call.out_dtype is not None and out.dtype != call.out_dtype:
@@ -311,7 +310,7 @@ def output_dtype(call: Any) -> torch.dtype:
 
 
 def check_lse(call: Any) -> torch.Tensor | None:
-    """Return a call's `lse` or None; raise ValueError unless it is [num_rows, num_qo_heads], each element its own."""
+    """Return a call's `lse` or None; raise ValueError unless it is [num_rows, num_qo_heads] and no elements share memory."""
     if call.lse is None:
         return None
     lse = check_tensor("lse", call.lse, (torch.float32,))
@@ -325,7 +324,7 @@ def check_lse(call: Any) -> torch.Tensor | None:
 
 
 def check_devices(call: Any, on_host: Sequence[str] = ()) -> None:
-    """Raise ValueError where a tensor lies elsewhere than the query, those named in `on_host` apart."""
+    """Raise ValueError if a tensor is not on the query's device. The names in `on_host` are not checked."""
     device = call.query.device
     anywhere = (*FREE_ARGUMENTS, *on_host)
     for name, value in vars(call).items():

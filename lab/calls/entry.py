@@ -10,7 +10,7 @@ R = TypeVar("R")
 
 
 def takes(call_type: type[Any]) -> Callable[[Callable[[Any], Any]], Callable[..., Any]]:
-    """Give a function of one `call_type` FlashInfer's own parameters, so that users call it as they call FlashInfer."""
+    """Give a function of one `call_type` the parameters of FlashInfer's function, by position and by name."""
 
     def wrap(function: Callable[[Any], Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -24,7 +24,7 @@ def takes(call_type: type[Any]) -> Callable[[Callable[[Any], Any]], Callable[...
 
 
 def takes_fields_of(terms: type[Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let a function's signature name the fields of a dataclass where its last parameter is `**` of them."""
+    """Replace the `**` parameter in a function's signature by the fields of a dataclass."""
 
     def wrap(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)

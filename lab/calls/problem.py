@@ -37,7 +37,7 @@ class AttentionCall(NamedEnum):
 
 
 class Feature(enum.Enum):
-    """Something that a call can ask for beyond the plain one; the value names it in a refusal."""
+    """An option of a call beyond the plain one; the value names it in a refusal."""
 
     UNDECLARED = "a field of the problem that lab.calls.problem does not declare"
     SEVERAL_ROWS = "more than one query row per request"
@@ -73,7 +73,7 @@ class Softmax:
     sinks: torch.Tensor | None = None
 
     def terms(self) -> dict[str, Any]:
-        """Return these fields by name, of a problem too."""
+        """Return the fields of `Softmax` by name, of a subclass too."""
         return {each.name: getattr(self, each.name) for each in fields(Softmax)}
 
 
@@ -118,7 +118,7 @@ class AttentionProblem(Softmax):
 
     @property
     def has_no_rows(self) -> bool:
-        """Return True where no request has a query row; rows after the last request's are padding, which nobody computes."""
+        """Return True if no request has a query row. Rows after the last request's are padding."""
         return min(self.num_rows, self.batch_size, self.max_q_len) == 0
 
     @property
@@ -136,11 +136,10 @@ class AttentionProblem(Softmax):
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """Return the dtype of K and V."""
         raise NotImplementedError
 
     def row_offsets(self) -> list[int]:
-        """Return the first row of each request and the end of the last, [batch_size + 1], read on the host."""
+        """Return each request's first row and the last request's end, [batch_size + 1]. Reads the offsets on the host."""
         if self.cu_seqlens_q is None:
             return list(range(0, self.num_rows + 1, self.max_q_len))
         return self.cu_seqlens_q.tolist()
@@ -151,7 +150,7 @@ class AttentionProblem(Softmax):
         return self.bmm1_scale, self.bmm2_scale
 
     def features(self) -> frozenset[Feature]:
-        """Return what the problem asks for beyond a plain call, by shapes, strides and host numbers, no tensor's contents."""
+        """Return the options beyond a plain call. Reads shapes, strides and host numbers, no tensor's contents."""
         asked = (FIELDS.get(name, UNDECLARED) for name in vars(self))  # of its fields
         return frozenset(feature for asks in asked for feature, is_asked in asks.items() if is_asked(self))
 
@@ -170,7 +169,7 @@ class AttentionProblem(Softmax):
         return out, lse
 
     def returned(self, out: torch.Tensor, lse: torch.Tensor | None) -> Any:
-        """Return the call's value: `out`, or `(out, lse)` where `return_lse` asked for it."""
+        """Return the call's value: `(out, lse)` with `return_lse`, else `out`."""
         return (out, lse) if self.return_lse else out
 
 
@@ -356,7 +355,7 @@ def _check_page_ids(problem: PagedAttention, lengths: Sequence[int]) -> None:
 
 
 def _check_row_offsets(offsets: list[int], num_rows: int, max_q_len: int) -> None:
-    """Raise ValueError unless they start at 0, never decrease, end within the rows, and no request passes `max_q_len`."""
+    """Raise ValueError unless they start at 0, never decrease, end within the rows, and no request exceeds `max_q_len`."""
     if offsets[0] != 0 or offsets[-1] > num_rows:
         raise ValueError(
             f"cum_seq_lens_q must start at 0 and stay within the {num_rows} query rows (rows after its end are padding), got "
@@ -377,6 +376,6 @@ def mask_words(q_len: int) -> int:
 
 
 def shown_draft_tokens(mask: torch.Tensor) -> torch.Tensor:
-    """Return the draft tokens that a mask of int32 words, [batch, q_len, words], shows: bool [batch, q_len, q_len]."""
+    """Return the draft tokens that each row sees, bool [batch, q_len, q_len]; `mask` is int32 words [batch, q_len, words]."""
     bits = (mask.unsqueeze(-1) >> torch.arange(MASK_BITS_PER_WORD, device=mask.device, dtype=torch.int32)) & 1
     return bits.flatten(2)[:, :, : mask.shape[1]].bool()

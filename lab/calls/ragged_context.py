@@ -174,7 +174,7 @@ class RaggedContextCall:
         return problem
 
     def host_lengths(self) -> tuple[list[int], list[int]] | None:
-        """Return (rows, keys) of each request, where the caller has them on the host; after `problem()`."""
+        """Return (rows, keys) of each request if the caller has them on the host, else None. Call `problem()` first."""
         if self.q_seq_lens_cpu is None or self.kv_seq_lens_cpu is None:
             return None
         return self.q_seq_lens_cpu.tolist(), self.kv_seq_lens_cpu.tolist()
@@ -215,7 +215,7 @@ class RaggedContextCall:
         return arguments.check_out(self.out, expected, "its last dimension value's", RAGGED_OUT_DTYPES).dtype
 
     def _check_mirrors(self) -> None:
-        """Make FlashInfer's own checks of the lengths on the host; raise ValueError where they contradict the tensors."""
+        """Check the host lengths as FlashInfer does; raise ValueError if they contradict the tensors."""
         if (self.q_seq_lens_cpu is None) != (self.kv_seq_lens_cpu is None):
             raise ValueError("q_seq_lens_cpu and kv_seq_lens_cpu go together: pass both or neither")
         bounds = (self.query.shape[0], self.max_q_len), (self.key.shape[0], self.max_kv_len)

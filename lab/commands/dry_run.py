@@ -40,7 +40,7 @@ def dry_run(
     minute.
     """
     from lab.dry_run import passes
-    from lab.reports.dry_run import dry_run_report, profiled_kernels
+    from lab.dry_run.report import dry_run_report, profiled_kernels
     from lab.workloads.scenarios import scenario as scenario_named
 
     with refusing_errors():

@@ -95,7 +95,7 @@ def _write_lse(given: LseArguments, memory: HostMemory) -> None:
 
 
 def _refuse_unmodelled(params: KernelParams, kernel: KernelFacts) -> None:
-    """Raise NotImplementedError for what only other calls than the lab's four ask for."""
+    """Raise NotImplementedError for launch arguments that none of the lab's four calls sets."""
     if kernel.mask is MaskType.CUSTOM or kernel.is_sparse or params.chunked_attention_size_log2:
         raise NotImplementedError(f"{kernel.name} has a custom, chunked or sparse mask, which no call of the lab's has")
     named = [(each.name, getattr(params, each.name)) for each in fields(params)]
@@ -140,7 +140,7 @@ def _requests(params: KernelParams, memory: HostMemory) -> list[_Request]:
 
 
 class _Attention:
-    """A launch's operands and results, where its descriptors and pointers say that they are."""
+    """The operands and results of one launch, read where its descriptors and pointers point."""
 
     def __init__(
         self, params: KernelParams, kernel: KernelFacts, maps: dict[str, TensorMap], memory: HostMemory
@@ -160,7 +160,6 @@ class _Attention:
         self.out_scale = self._scale("bmm2_scale", params.ptr_output_scale, params.output_scale)
 
     def run(self, request: _Request) -> None:
-        """Compute one request's rows."""
         positions = request.kv_len - request.num_rows + torch.arange(request.computed)
         ends = torch.full_like(positions, request.kv_len) if self.kernel.sees_all_keys else positions + 1
         starts = torch.zeros_like(positions)
@@ -189,18 +188,18 @@ class _Attention:
             self.stats[request.first_row + rows] = torch.stack((largest / LOG2_E, total), -1).flatten(1, 2).float()
 
     def _query(self) -> torch.Tensor:
-        """Return the queries, [num_rows, num_qo_heads, head_dim]; theirs is (head_dim, heads of a group, groups, rows)."""
+        """Return the queries [num_rows, num_qo_heads, head_dim]; the descriptor has (head_dim, group, groups, rows)."""
         tensor_map, dtype = self.maps["tmaQ_"], self.kernel.dtype_q
         dims, strides_bytes = tensor_map.dims[::-1], (*reversed(tensor_map.strides_bytes), dtype.itemsize)
         return self.memory.view("the query's descriptor", tensor_map.address, dims, strides_bytes, dtype).flatten(1, 2)
 
     def _scale(self, what: str, pointer: int, number: float) -> float:
-        """Return a scale, a float32: that of a tensor on the device goes before the launch's number."""
+        """Return a scale as float32: the device tensor's value if there is a pointer, else the launch's number."""
         given = self.memory.array(what, pointer, (1,), torch.float32) if pointer else torch.tensor(number)
         return float(given.float())
 
     def _tokens(self, side: str, request: _Request, first: int, end: int) -> torch.Tensor:
-        """Return keys or values `first` to `end` of a request, float64 [end - first, num_kv_heads, head_dim of that side]."""
+        """Return keys or values `first` to `end` of a request: float64 [end - first, num_kv_heads, head_dim of K or of V]."""
         head_dim = self.kernel.head_dim_qk if side == "K" else self.kernel.head_dim_v
         if not self.kernel.is_paged:
             return self._ragged(side, request.first_key + first, end - first)[..., :head_dim]
@@ -218,7 +217,7 @@ class _Attention:
         return tables[request, "KV".index(side)]
 
     def _ragged(self, side: str, first: int, count: int) -> torch.Tensor:
-        """Return rows of keys or values that are not paged: the descriptor has (head_dim, rows, heads, 1)."""
+        """Return unpaged keys or values; the descriptor's order is (head_dim, rows, heads, 1)."""
         tensor_map = self.maps[f"tma{side}_"]
         if first + count > tensor_map.dims[1]:
             raise UnsoundLaunchError(

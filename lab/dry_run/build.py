@@ -39,11 +39,11 @@ CUBLAS_STATUS = (
 
 
 class NotBuiltError(RuntimeError):
-    """The launcher cannot be compiled here; the sentence says why."""
+    """The launcher cannot be compiled here; the message says why."""
 
 
 def why_not_built() -> str | None:
-    """Return why the launcher cannot be built here, in a sentence, or None; it compiles nothing."""
+    """Return the reason why the launcher cannot be built here, or None. Compiles nothing."""
     missing = [package for package in ("flashinfer",) if importlib.util.find_spec(package) is None]
     if missing:
         return sentence("a dry run", missing)
@@ -58,20 +58,19 @@ def why_not_built() -> str | None:
 
 
 def nvcc() -> str | None:
-    """Return the path of nvcc: `NVCC`'s, `CUDA_HOME`'s, PATH's or /usr/local/cuda's; None without one."""
+    """Return the first nvcc of `NVCC`, PATH, `CUDA_HOME` and /usr/local/cuda; None if there is none."""
     homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
     candidates = [os.environ.get("NVCC"), shutil.which("nvcc"), *(f"{home}/bin/nvcc" for home in homes if home)]
     return next((each for each in candidates if each and os.access(each, os.X_OK)), None)
 
 
 def flashinfer_version() -> str:
-    """Return the installed FlashInfer's version."""
     return metadata.version("flashinfer-python")
 
 
 @functools.cache
 def flashinfer_data() -> Path:
-    """Return the folder of the installed FlashInfer's sources; it is found without an import, which takes seconds."""
+    """Return the folder of the installed FlashInfer's sources, without importing it, which takes seconds."""
     spec = importlib.util.find_spec("flashinfer")
     assert spec is not None
     assert spec.origin is not None
@@ -103,7 +102,7 @@ def library(table: kernel_table.KernelTable | None = None) -> Path:
 
 
 def is_built() -> bool:
-    """Return True if the cache has the library of the newest table; raises where `why_not_built` has a reason."""
+    """Return True if the cache holds the library of the newest table. Call it only if `why_not_built` returns None."""
     return (cache_folder() / digest(generated(kernel_table.newest())) / LIBRARY).exists()
 
 
@@ -113,7 +112,7 @@ def cache_folder() -> Path:
 
 
 def generated(table: kernel_table.KernelTable) -> dict[str, str]:
-    """Return the texts of the headers that a build is given, by name."""
+    """Return the generated headers of a build: text by file name."""
     status = ", ".join(f"CUBLAS_STATUS_{name}" for name in CUBLAS_STATUS)
     return {
         kernel_table.HEADER_NAME: kernel_table.header(table, launcher_members()),
@@ -134,7 +133,7 @@ def launcher_members() -> frozenset[str]:
 
 @functools.cache
 def kernel_params_members() -> tuple[str, ...]:
-    """Return the members of the installed FlashInfer's `KernelParams`, in their order, less its divisors."""
+    """Return the members of the installed FlashInfer's `KernelParams` in order, without its divisors."""
     text = (flashinfer_data() / "include/flashinfer/trtllm/fmha/kernelParams.h").read_text()
     struct = text.partition("struct KernelParams {")[2].partition("template <")[0]
     code = re.sub(r"//.*", "", struct)
@@ -151,7 +150,7 @@ def kernel_params_members() -> tuple[str, ...]:
 
 
 def digest(made: dict[str, str]) -> str:
-    """Return the name of a build in the cache: a digest of its sources, flags and compilers' versions."""
+    """Return a build's name in the cache: a digest of its sources, flags and compiler versions."""
     parts = [
         *(f"{name}\n{text}" for name, text in sorted(made.items())),
         *((HERE / name).read_text() for name in SOURCES),

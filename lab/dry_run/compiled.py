@@ -169,7 +169,7 @@ _MODULES: Mapping[Kernel, Callable[[Shape], tuple[Compiled, ...]]] = {XQA: _xqa,
 
 @contextmanager
 def flashinfer_targets(capability: Capability) -> Iterator[None]:
-    """Let FlashInfer generate code for one target; what it writes goes to a folder of its own, which goes with it."""
+    """Let FlashInfer generate code for one target, in a temporary folder."""
     from flashinfer.compilation_context import CompilationContext
     from flashinfer.jit import core, env
     from flashinfer.jit import xqa as jit_xqa
@@ -187,7 +187,7 @@ def flashinfer_targets(capability: Capability) -> Iterator[None]:
 
 
 def _front_end(shape: Shape, name: str, text: str, flags: Sequence[str], shared_memory: str) -> Compiled:
-    """Compile one source as far as its assertions go; `text` is it, or includes it."""
+    """Compile one source as far as its assertions. `text` is the source, or includes it."""
     (target,) = (flag.rpartition("=")[2] for flag in flags if flag.startswith("-gencode"))
     others = [flag for flag in flags if not flag.startswith(("-gencode", "-Xfatbin", "--compress-mode", "--threads"))]
     data = build.flashinfer_data()
@@ -217,7 +217,7 @@ def _front_end(shape: Shape, name: str, text: str, flags: Sequence[str], shared_
 
 
 def _assertion(error: re.Match[str]) -> str:
-    """Return the assertion that failed, or the division with a rest, as its source has it; other errors in nvcc's words."""
+    """Return the source text of the failed assertion or inexact division; other errors in nvcc's words."""
     path, words = Path(error["path"]), error["words"]
     text = "\n".join(path.read_text().splitlines()[int(error["line"]) - 1 :])
     statement = " ".join(text[: text.index(";")].split())
@@ -239,7 +239,7 @@ def _too_much(capability: Capability, needed_bytes: int | None) -> str | None:
 
 @functools.cache
 def _cublas() -> dict[str, str]:
-    """Return declarations of what fmha_v2's tools of tests name of cuBLAS, which no kernel uses and few machines have."""
+    """Return declarations of the cuBLAS names in fmha_v2's test tools: no kernel uses them, and few machines have them."""
     text = (build.flashinfer_data() / "csrc/fmha_v2/fused_multihead_attention_utils.h").read_text()
     types, constants, functions = (
         sorted(set(re.findall(pattern, text))) for pattern in (r"\bcublas\w+_t\b", r"\bCUBLAS\w+", r"\b(cublas\w+)\(")

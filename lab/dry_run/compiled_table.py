@@ -52,7 +52,7 @@ METHOD = (
 
 @dataclass(frozen=True)
 class JudgedShape:
-    """A shape, the compiler's verdicts on its sources, and the lab's sentence, or None where the lab takes it."""
+    """A shape, the compiler's verdicts on its sources, and the lab's refusal; None where the lab takes it."""
 
     shape: Shape
     verdicts: tuple[Compiled, ...]
@@ -60,12 +60,11 @@ class JudgedShape:
 
     @property
     def refusal(self) -> str | None:
-        """The first source's refusal; None if all take the shape."""
+        """Return the first source's refusal; None if all sources take the shape."""
         return next((each.refusal for each in self.verdicts if each.refusal is not None), None)
 
 
 def shapes() -> tuple[Shape, ...]:
-    """Return the shapes, in the table's order, each once."""
     return tuple(dict.fromkeys(itertools.chain(_one_row(), _several_rows(), _other_xqa(), _mla(), _context())))
 
 
@@ -138,7 +137,7 @@ def _context() -> Iterator[Shape]:
 
 
 def problem(shape: Shape) -> PagedAttention:
-    """Return a plain call of a shape's, of one request and one K/V head, on the CPU."""
+    """Return a plain problem of a shape: one request and one K/V head, on the CPU."""
     q, kv, out = shape.dtypes
     rows, page_size = shape.q_len, shape.page_size
     seq_lens = torch.tensor([rows], dtype=torch.int32)
@@ -178,7 +177,7 @@ def problem(shape: Shape) -> PagedAttention:
 
 
 def judged(shape: Shape) -> str | None:
-    """Return the lab's sentence about a shape; None where the lab takes it."""
+    """Return the lab's refusal of a shape, or None."""
     return why_not(shape.kernel, shape.capability, problem(shape))
 
 
@@ -197,7 +196,6 @@ def record(folder: Path, told: Callable[[str], None] = print) -> None:
 
 
 def read(path: Path) -> tuple[JudgedShape, ...]:
-    """Return the rows of a compiled.json."""
     return tuple(_read(row) for row in json.loads(path.read_text())["rows"])
 
 
@@ -222,7 +220,7 @@ def _words(shape: Shape) -> str:
 
 
 def markdown(rows: Sequence[JudgedShape], facts: dict[str, Any]) -> str:
-    """Return the table as a page: the shapes that compile, those that do not, and the assertion that fails."""
+    """Return the page: which shapes compile, which do not, and the assertion that fails."""
     seconds = [each.seconds for row in rows for each in row.verdicts if each.seconds]
     refused = sum(row.refusal is not None for row in rows)
     differ = [row for row in rows if (row.refusal is None) != (row.why_not is None)]
@@ -289,7 +287,7 @@ def _section(
     columns: tuple[str, ...],
     item: Callable[[Shape], str],
 ) -> list[str]:
-    """Return a heading and a table with a line for each key, the items of its rows listed by what became of them."""
+    """Return a heading and a table with one line per key; a cell lists the items with the same outcome."""
     heads = (*columns, "compiles", "shared memory", "does not compile", "compiles, and the lab declines it")
     lines = [f"## {title}", "", f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     gathered: dict[tuple[Any, ...], list[JudgedShape]] = {}

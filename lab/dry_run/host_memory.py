@@ -8,7 +8,7 @@ import torch
 
 
 class UnsoundLaunchError(RuntimeError):
-    """A launch would touch bytes that no tensor of its call holds, or contradicts itself."""
+    """A launch touches bytes outside its call's tensors, or contradicts itself."""
 
 
 @dataclass(frozen=True)

@@ -57,12 +57,12 @@ class KernelFacts:
 
     @property
     def sees_all_keys(self) -> bool:
-        """True where each row sees every key of its request."""
+        """Return True if each row sees every key of its request."""
         return self.is_context and self.mask is MaskType.DENSE
 
     @property
     def has_window(self) -> bool:
-        """True where the window of the launch means something."""
+        """Return True if the kernel reads the launch's window."""
         return self.mask is MaskType.SLIDING_OR_CHUNKED_CAUSAL
 
 

@@ -47,16 +47,15 @@ class KernelTable:
         return len(self.columns["mFuncName"])
 
     def row(self, index: int) -> dict[str, str]:
-        """Return the facts of one kernel."""
         return {name: values[index] for name, values in self.columns.items()}
 
     def lacks(self, members: frozenset[str]) -> tuple[str, ...]:
-        """Return those of a launcher's members that this table has not, sorted; `header` writes them as false."""
+        """Return the sorted members that a launcher reads and this table lacks; `header` writes them as false."""
         return tuple(sorted(members - set(self.columns)))
 
 
 def parsed(text: str, source: str) -> KernelTable:
-    """Return the table of a `flashInferMetaInfo.h`; raises ValueError where the text is none."""
+    """Return the table of a `flashInferMetaInfo.h`; raises ValueError for another text."""
     struct = re.search(rf"struct {STRUCT}\s*\{{(.*?)\}};", text, re.DOTALL)
     rows = [[value.strip() for value in row.split(",")] for row in re.findall(r"^\{ (.*)\},?$", text, re.MULTILINE)]
     if struct is None or not rows:
@@ -73,7 +72,7 @@ def parsed(text: str, source: str) -> KernelTable:
 
 
 def facts(table: KernelTable) -> bytes:
-    """Return a table as the fact file holds it: xz of a line for each column, `type name: value,value,...`."""
+    """Return a table as the bytes of a fact file: xz of one line per column, `type name: value,value,...`."""
     lines = [table.source]
     for name, values in table.columns.items():
         written = values[:1] if len(set(values)) == 1 else values
@@ -82,7 +81,6 @@ def facts(table: KernelTable) -> bytes:
 
 
 def read_facts(data: bytes) -> KernelTable:
-    """Return the table of a fact file's bytes."""
     source, *lines = lzma.decompress(data).decode().split("\n")
     types, columns = {}, {}
     for line in lines:
@@ -97,7 +95,7 @@ def read_facts(data: bytes) -> KernelTable:
 
 @functools.cache
 def recorded() -> KernelTable:
-    """Return the table that lies in the lab."""
+    """Return the table of the fact file in the lab."""
     return read_facts((resources.files("lab.dry_run") / "data" / FACTS).read_bytes())
 
 
@@ -153,7 +151,7 @@ def header(table: KernelTable, members: frozenset[str]) -> str:
 
 
 def header_text(path: Path) -> str:
-    """Return the text of the one `flashInferMetaInfo.h` in a wheel or a folder; raises ValueError unless there is one."""
+    """Return the text of the only `flashInferMetaInfo.h` in a wheel or a folder; raises ValueError for none or several."""
     if path.is_file():
         with zipfile.ZipFile(path) as wheel:
             found = [name for name in wheel.namelist() if name.endswith(HEADER_NAME)]

@@ -56,18 +56,18 @@ GPUS = {
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return one of `GPUS`; raises ValueError where there is none of that name."""
+    """Return one of `GPUS`; raises ValueError for an unknown name."""
     if name not in GPUS:
         raise ValueError(f"there is no dry run of {name!r}; known are {', '.join(GPUS)}")
     return GPUS[name]
 
 
 class LaunchError(RuntimeError):
-    """FlashInfer's launcher refused a call, or the fake driver refused what it asked for: the text is theirs."""
+    """FlashInfer's launcher refused a call, or the fake driver refused a request; the message is theirs."""
 
 
 class Launcher:
-    """The launcher and its fake CUDA. It keeps a GPU's answers from its first call on, so that each GPU has its own copy."""
+    """The launcher and its fake CUDA: one copy per GPU, because it keeps a GPU's answers from its first call on."""
 
     def __init__(self, gpu: Gpu) -> None:
         import tvm_ffi
@@ -89,20 +89,19 @@ class Launcher:
         self._library.FlashInferSetCubinCallback(self._give_cubin)
 
     def log(self) -> list[dict[str, Any]]:
-        """Return what was asked of the fake CUDA since `clear`."""
+        """Return the requests to the fake CUDA since `clear`."""
         return list(json.loads(self._library.dry_run_log()))
 
     def clear(self) -> None:
-        """Empty the log."""
         self._library.dry_run_clear()
 
     def zeroed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor after noting that it was filled with zeros."""
+        """Return the tensor, and log that FlashInfer's Python filled it with zeros."""
         self._library.cudaMemsetAsync(ctypes.c_void_p(tensor.data_ptr()), 0, ctypes.c_size_t(tensor.nbytes), None)
         return tensor
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Return a function of FlashInfer's module, whose failure is a `LaunchError` with all that was said."""
+        """Return a function of FlashInfer's module; its failure becomes a `LaunchError` with all messages."""
         function = getattr(self.module, name)
 
         def call(*arguments: Any) -> Any:
@@ -126,5 +125,5 @@ class Launcher:
 
 @functools.cache
 def launcher_for(gpu: Gpu) -> Launcher:
-    """Return the launcher of a GPU, built and loaded once; raises `lab.dry_run.build.NotBuiltError`."""
+    """Return a GPU's launcher, built and loaded once; raises `lab.dry_run.build.NotBuiltError`."""
     return Launcher(gpu)

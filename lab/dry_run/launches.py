@@ -1,4 +1,4 @@
-"""What a dry run recorded: launches, fills and copies, with the arguments that FlashInfer's kernels were given.
+"""Launches, fills and copies that a dry run recorded, with the arguments of FlashInfer's kernels.
 
 Addresses are those of the tensors of the call (`Tensor.data_ptr`); 0 is no tensor.
 """
@@ -110,7 +110,7 @@ class KernelParams:
 
 @dataclass(frozen=True)
 class LseArguments:
-    """The arguments of FlashInfer's kernel that makes the LSE of softmax statistics (lse.cuh); strides in elements."""
+    """The arguments of FlashInfer's kernel that computes the LSE from softmax statistics (lse.cuh); strides in elements."""
 
     md: int
     lse: int
@@ -131,9 +131,9 @@ class Launch:
         cluster: thread blocks of a cluster, along x.
         pdl: it may begin while the launch before it ends (programmatic dependent launch).
         shared_memory_bytes: dynamic shared memory of a thread block.
-        params: what an attention kernel, or the kernel that joins its parts, was given; None for others.
+        params: the parameters of an attention kernel, or of the kernel that merges its parts; None for other kernels.
         tma: the TMA descriptors in `params`, in its order.
-        lse: what the kernel of the LSE was given; None for others.
+        lse: the arguments of the kernel of the LSE; None for other kernels.
     """
 
     name: str
@@ -158,13 +158,13 @@ class Fill:
 
 @dataclass(frozen=True)
 class CompiledCall:
-    """A call of a kernel that FlashInfer compiles for its shape, such as XQA: nothing of it is simulated.
+    """A call of a kernel that FlashInfer compiles for its shape, such as XQA. It is noted and not simulated.
 
     Attributes:
         backend: "xqa", "xqa_mla" or "fmha_v2".
-        compiled_for: what FlashInfer would compile it for: (parameter of FlashInfer's function, value).
+        compiled_for: (parameter, value) of FlashInfer's function that compiles it.
         function: FlashInfer's function of the compiled module.
-        arguments: what that would be called with, in its order; tensors are the call's own.
+        arguments: of `function`, in its order; tensors are the call's own.
     """
 
     backend: str
@@ -175,33 +175,23 @@ class CompiledCall:
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy: `size_bytes` from `source` to `to`."""
-
     to: int
     source: int
     size_bytes: int
 
 
 def events(log: list[dict[str, Any]]) -> tuple[Launch | Fill | Copy, ...]:
-    """Return the events of the fake CUDA's log."""
-    makers = {"launch": _launch, "fill": _made(Fill), "copy": _made(Copy)}
-    return tuple(makers[each["event"]](each) for each in log)
+    makers: dict[str, Any] = {"launch": _launch, "fill": Fill, "copy": Copy}
+    return tuple(makers[each.pop("event")](**each) for each in map(dict, log))
 
 
-def _made(kind: Any) -> Any:
-    return lambda event: kind(**{name: value for name, value in event.items() if name != "event"})
-
-
-def _launch(event: dict[str, Any]) -> Launch:
-    given = event["arguments"] or {}
+def _launch(arguments: dict[str, Any] | None, grid: list[int], block: list[int], **named: Any) -> Launch:
+    given = arguments or {}
     maps = tuple(_tensor_map(name, each) for name, each in given.items() if isinstance(each, dict))
     return Launch(
-        name=event["name"],
-        grid=tuple(event["grid"]),
-        block=tuple(event["block"]),
-        cluster=event["cluster"],
-        pdl=event["pdl"],
-        shared_memory_bytes=event["shared_memory_bytes"],
+        **named,
+        grid=(grid[0], grid[1], grid[2]),
+        block=(block[0], block[1], block[2]),
         params=_params(given) if "sizeof" in given else None,
         tma=maps,
         lse=LseArguments(**given) if "md" in given else None,
@@ -222,5 +212,5 @@ def _params(given: dict[str, Any]) -> KernelParams:
 
 
 def _spelled(name: str) -> str:
-    """Return FlashInfer's name of a member in Python's spelling, without the m."""
+    """Return a member's name in Python's spelling, without FlashInfer's m."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", re.sub(r"^m(?=[A-Z])", "", name)).lower()

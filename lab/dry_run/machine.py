@@ -1,4 +1,4 @@
-"""A GPU that is not there: inside `machine`, FlashInfer and the lab take CPU tensors as if they lay on it."""
+"""Make FlashInfer and the lab take CPU tensors as if they lay on a GPU that is not there."""
 
 import functools
 import importlib
@@ -20,7 +20,7 @@ from lab.dry_run.launches import CompiledCall, Copy, Fill, Launch, events
 from lab.gpus import SM100, family_of
 
 Function = Callable[..., Any]
-# FlashInfer's functions that ask for the version of torch's CUDA too, which a CPU's torch has not, and who is answered True.
+# FlashInfer's checks of a GPU, and the capabilities that pass. They read torch's CUDA version too, which a CPU build lacks.
 SUPPORTED = {
     "is_sm90a_supported": ((9, 0),),
     "is_sm100a_supported": ((10, 0), (10, 3)),
@@ -50,18 +50,14 @@ class Machine:
 
     @property
     def launcher(self) -> Launcher:
-        """trtllm-gen's launcher as FlashInfer calls it, built when it is first asked for; raises `NotBuiltError`."""
+        """Return trtllm-gen's launcher, built at the first access; raises `NotBuiltError`."""
         if self._launcher is None:
             self._launcher = launcher_for(self.gpu)
             self._launcher.clear()
         return self._launcher
 
-    def build(self) -> None:
-        """Build and load the launcher, unless that is done; raises `NotBuiltError`."""
-        self._launcher = self.launcher
-
     def called(self) -> "Launcher | _Computing":
-        """Return what FlashInfer calls in place of its compiled module."""
+        """Return the object that FlashInfer calls in place of its compiled module."""
         return _Computing(self.launcher, self) if self._computes else self.launcher
 
     @property
@@ -71,7 +67,7 @@ class Machine:
 
     @property
     def table_lacks(self) -> tuple[str, ...]:
-        """The members of a kernel's row that the launcher reads and that table has not: false in each row."""
+        """Return the members of a kernel's row that the launcher reads and `table` lacks; they are false in each row."""
         return self.launcher.table.lacks(build.launcher_members())
 
     @property
@@ -81,23 +77,20 @@ class Machine:
 
     @property
     def launches(self) -> tuple[Launch, ...]:
-        """The kernels that were launched since `clear`, in their order."""
         return tuple(each for each in self.events if isinstance(each, Launch))
 
     @property
     def fills(self) -> tuple[Fill, ...]:
-        """The memory that was filled since `clear`, in its order."""
         return tuple(each for each in self.events if isinstance(each, Fill))
 
     def clear(self) -> None:
-        """Forget what ran."""
         self.compiled_calls = ()
         if self._launcher is not None:
             self._launcher.clear()
 
 
 class _Computing:
-    """A launcher after each of whose calls its launches are computed, while the call's tensors are there."""
+    """A launcher that computes the launches of each call right after it, while the call's tensors are there."""
 
     def __init__(self, launcher: Launcher, there: Machine) -> None:
         self._launcher, self._there = launcher, there
@@ -134,7 +127,7 @@ def machine(gpu: str | Gpu, computes: bool = False) -> Iterator[Machine]:
     gpu = gpu_named(gpu) if isinstance(gpu, str) else gpu
     made = Machine(gpu, computes)
     if family_of(gpu.capability) is SM100:
-        made.build()  # what stands against it is said before any call
+        _ = made.launcher  # built now, so that an error comes before any call
     answers = {**_flashinfer_answers(made), lab.gpus.capability_of: lambda device: gpu.capability}
     _forget_cached()
     modules, holders = len(sys.modules), _holding(tuple(answers))
@@ -154,7 +147,7 @@ def machine(gpu: str | Gpu, computes: bool = False) -> Iterator[Machine]:
 
 
 def _holding(functions: tuple[Function, ...]) -> tuple[tuple[Any, str, Function], ...]:
-    """Return (module, name, function) of each module of FlashInfer and the lab that has one of the functions."""
+    """Return (module, name, function) for each module of FlashInfer and the lab that holds one of the functions."""
     by_id = {id(function): function for function in functions}
     packages = [each for name, each in list(sys.modules.items()) if name.partition(".")[0] in ("flashinfer", "lab")]
     return tuple(
@@ -166,7 +159,7 @@ def _holding(functions: tuple[Function, ...]) -> tuple[tuple[Any, str, Function]
 
 
 def _flashinfer_answers(made: Machine) -> dict[Function, Function]:
-    """Return what stands for FlashInfer's functions inside a machine: facts of the GPU, and modules that it would compile."""
+    """Return FlashInfer's functions and their replacements inside a machine: facts of the GPU, and modules to compile."""
     utils, decode, prefill, mla, xqa = _entries()
     gpu = made.gpu
     answers: dict[Function, Function] = {
@@ -195,7 +188,7 @@ def _flashinfer_answers(made: Machine) -> dict[Function, Function]:
 
 
 def _entries() -> list[Any]:
-    """Return the modules of `ENTRIES`; of `mla`, a package from 0.6.8 on, the one that has the functions."""
+    """Return the modules of `ENTRIES`. From FlashInfer 0.6.8 on `mla` is a package, whose functions are in `_core`."""
     modules = [importlib.import_module(f"flashinfer.{name}") for name in ENTRIES]
     return [getattr(module, "_core", module) for module in modules]
 
@@ -205,12 +198,12 @@ def _answer(value: Any) -> Function:
 
 
 def _built(launcher: "Launcher | _Computing") -> SimpleNamespace:
-    """Return what stands for FlashInfer's `JitSpec` of the launcher."""
+    """Return a replacement for FlashInfer's `JitSpec` of the launcher."""
     return SimpleNamespace(build_and_load=lambda: launcher, get_library_paths=lambda: ())
 
 
 def _noting(made: Machine, backend: str, compiles: Function) -> Function:
-    """Return a function in place of one that compiles a module: each call of what it returns is noted."""
+    """Return a replacement for a function that compiles a module: it notes the calls of the module's functions instead."""
     signature = inspect.signature(compiles)
 
     def module_for(*arguments: Any, **named: Any) -> Any:

@@ -75,7 +75,7 @@ class DryCall:
 
 @dataclass(frozen=True)
 class DryPass:
-    """A forward pass by name, and its calls: one, or two where a mixed batch's tail is split off."""
+    """A named forward pass and its calls: two if a mixed batch's tail is split off, else one."""
 
     name: str
     case: ForwardCase | MLACase
@@ -121,7 +121,7 @@ def surveyed_passes() -> Iterator[tuple[str, ForwardCase | MLACase]]:
 
 
 def _options(case: ForwardCase) -> Iterator[str]:
-    """Yield what tells a case of M1 from the others of its mode, in the words of scenarios where they have one."""
+    """Yield the words that distinguish a case of M1 within its mode; they are those of the scenarios where these have one."""
     if case.draft_step == FROZEN_KV_STEP:
         yield f"frozen_kv/topk{case.topk}"
     elif case.draft_step is not None:
@@ -188,7 +188,7 @@ def dry_run(
 
 
 def why_no_launcher(gpu_name: str) -> str | None:
-    """Return why FlashInfer's launcher cannot say what runs on a GPU, in a sentence; None if it can."""
+    """Return the reason why FlashInfer's launcher cannot name a GPU's kernels, or None."""
     family = family_of(GPUS[gpu_name].capability)
     if family is None or family.trtllm_backend != "trtllm-gen":
         return f"FlashInfer's launcher is trtllm-gen's, which {GPUS[gpu_name].name} does not run"
@@ -204,7 +204,7 @@ def _calls_of(case: ForwardCase | MLACase, gpu: Gpu, on: Machine | None) -> tupl
 
 
 class _NotedCalls:
-    """An implementation of FlashInfer's functions that notes the kernel of each call that is prepared, and its launches."""
+    """An implementation of FlashInfer's functions that notes the kernel and the launches of each prepared call."""
 
     def __init__(self, gpu: Gpu, on: Machine | None) -> None:
         self.calls: list[DryCall] = []
@@ -238,7 +238,7 @@ class _NotedCalls:
 
 
 def unwritten_pass(case: ForwardCase | MLACase) -> EnginePass:
-    """Return the pass of a case in memory that nothing has written, with its own metadata, and without histories."""
+    """Return the pass of a case with its metadata, in unwritten memory and without histories."""
     pool = new_poisonable_pool(case, CPU)
     requests = admit(pool, case.prefix_lens, case.q_lens, case.draft_step, case.num_draft_tokens, case.topk)
     if case.window_left >= 0:
@@ -257,7 +257,7 @@ def unwritten_pass(case: ForwardCase | MLACase) -> EnginePass:
 
 
 def _unwritten_cache(case: ForwardCase, pool: KVPool) -> PagedKVCache:
-    """Return what `KVPool.new_cache` returns, without its zeros."""
+    """Return what `KVPool.new_cache` returns, in unwritten memory."""
     num_pages = pool.swa_num_pages if case.sliding_window else pool.num_pages
     assert num_pages is not None
     page = (case.page_size, case.model.num_kv_heads)

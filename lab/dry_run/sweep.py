@@ -46,8 +46,6 @@ MOST_WORDS = 500  # of a failure
 
 
 class Why(NamedEnum):
-    """The reason of a refusal or failure."""
-
     BUILT = "no kernel of these dtypes, sizes and masks"
     HEADS = "query heads that one CTA cannot take"
     LAID_OUT = "an address or stride that the launcher cannot hand on"
@@ -123,7 +121,6 @@ def sweep(gpu_name: str, drawn: int = DRAWN, every: int = 1, seed: int = 0) -> I
 
 
 def judged(gpu: Machine, call: AttentionCall, point: Point) -> Verdict:
-    """Return the verdict on one call."""
     asked = made(call, point)
     problem = asked.problem()
     kernel = kernel_for(call, gpu.gpu.capability)
@@ -157,12 +154,12 @@ def _agreement(
 
 
 def reasons(patterns: dict[Why, str], words: str) -> set[Why]:
-    """Return the reasons that words give."""
+    """Return the reasons whose pattern occurs in the words."""
     return {why for why, pattern in patterns.items() if re.search(pattern, words)}
 
 
 def _refusals(kernel: Kernel, problem: Problem) -> Iterator[str]:
-    """Yield every sentence of a row about a problem, of which `why_not` gives the first."""
+    """Yield every refusal of a problem by a kernel's row; `why_not` returns the first."""
     if (words := kernel.dtypes.why_not(problem.query.dtype, problem.kv_dtype, problem.out_dtype)) is not None:
         yield words
     yield from (limit.words for limit in kernel.sizes if limit.size(problem) not in limit.among)
@@ -171,7 +168,7 @@ def _refusals(kernel: Kernel, problem: Problem) -> Iterator[str]:
 
 
 def _is_in_a_later_table(gpu: Machine, problem: Problem) -> bool:
-    """Return True for the two kinds of kernels that FlashInfer 0.7.2's launcher asks for and the table of 0.6.13 has not."""
+    """Return True for the two kinds of kernels that FlashInfer 0.7.2's launcher looks up and the table of 0.6.13 lacks."""
     if "mSeparateTransformedKv" not in gpu.table_lacks:
         return False
     if problem.call is AttentionCall.DECODE:
@@ -194,7 +191,7 @@ def _fails_longer(gpu: Machine, call: AttentionCall, point: Point) -> bool:
 
 
 def _launched(gpu: Machine, call: AttentionCall, asked: Any, problem: Problem) -> tuple[str | None, str | None]:
-    """Return (what the launcher said or misread, None), or (None, the kernel's name)."""
+    """Return (the failure, None), or (None, the kernel's name). A launch that misreads the problem is a failure."""
     # A division by 0 would end the process. One that no row foresees ends this one, and so is seen.
     divides = isinstance(problem, PagedAttention) and division in LIMITS[call] and division(problem)
     if divides and not _survives(call, asked):
@@ -212,7 +209,7 @@ def _launched(gpu: Machine, call: AttentionCall, asked: Any, problem: Problem) -
 
 
 def _survives(call: AttentionCall, asked: Any) -> bool:
-    """Return False where a call ends its process by a division by 0, which no handler sees."""
+    """Return False if a call divides by 0, which ends its process: no handler can catch it."""
     child = os.fork()
     if child == 0:
         try:
@@ -223,7 +220,7 @@ def _survives(call: AttentionCall, asked: Any) -> bool:
 
 
 def misread(launch: Launch, problem: Problem) -> str | None:
-    """Return what a launch reads otherwise than a problem says, or None."""
+    """Return how a launch reads the problem wrong, or None."""
     sizes = re.search(r"H(?:Qk)?(\d+)(?:HV(\d+))?(?:HVPerCta\d+)?(?:Packed|Paged|Separate|Contiguous)", launch.name)
     assert sizes is not None, launch.name
     of_kernel = (int(sizes[1]), int(sizes[2] or sizes[1]))
@@ -280,7 +277,7 @@ def _is_read(tma: TensorMap, side: torch.Tensor, is_joined: bool = False) -> boo
 
 
 def counted(verdicts: Iterable[Verdict]) -> dict[str, Counter[str]]:
-    """Return how many calls of each function ended in which agreement."""
+    """Return the number of calls by function and agreement."""
     counts: dict[str, Counter[str]] = {call.value: Counter() for call in AttentionCall}
     for verdict in verdicts:
         counts[verdict.call][verdict.agreement] += 1
@@ -288,7 +285,7 @@ def counted(verdicts: Iterable[Verdict]) -> dict[str, Counter[str]]:
 
 
 def record(verdicts: Mapping[str, Sequence[Verdict]]) -> dict[str, Any]:
-    """Return the JSON record of sweeps, by the GPU's name: what they ran with, counts, and each call."""
+    """Return the JSON record of sweeps by GPU: environment, counts, and each call."""
     table = kernel_table.newest()
     return {
         "environment": environment(),
@@ -301,7 +298,6 @@ def record(verdicts: Mapping[str, Sequence[Verdict]]) -> dict[str, Any]:
 
 
 def page(verdicts: Mapping[str, Sequence[Verdict]]) -> str:
-    """Return the sweeps' page in Markdown."""
     table = kernel_table.newest()
     lines = [
         f"# `why_not` against the launcher of FlashInfer {build.flashinfer_version()}",
@@ -336,7 +332,7 @@ EXAMPLES = ("| call | of the launcher | calls | such as | `why_not` | launcher |
 
 
 def _examples(verdicts: Iterable[Verdict]) -> Iterator[str]:
-    """Yield a row of a table for each function and reason of the launcher's: how many calls, and the plainest of them."""
+    """Yield one row per function and reason of the launcher: the number of calls, and the call with fewest departures."""
     kinds: dict[tuple[str, str, str], list[Verdict]] = {}
     for verdict in verdicts:
         said = reasons(SAID, verdict.failure or "")
@@ -350,7 +346,7 @@ def _examples(verdicts: Iterable[Verdict]) -> Iterator[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Hold `why_not` to FlashInfer's launcher on B200 and B300, and write the record and its page into a folder."""
+    """Compare `why_not` with FlashInfer's launcher on B200 and B300; write a record and a page."""
     parser = argparse.ArgumentParser(prog="python -m lab.dry_run.sweep", description=main.__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--drawn", type=int, default=DRAWN, help=f"random calls of each function (default {DRAWN})")

@@ -199,7 +199,7 @@ def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
 
 
 def _drawn(call: AttentionCall, rng: random.Random) -> Point | None:
-    """Return a point that departs from a base on a few axes; None where no point has them all."""
+    """Return a point that departs from a base on 1 to 5 axes; None if the rules exclude it."""
     domain = DOMAINS[call]
     names = rng.sample(list(domain.axes), rng.randint(1, 5))
     return domain.completed(rng.choice(BASES[call]) | {name: rng.choice(domain.axes[name]) for name in names})

@@ -15,7 +15,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": E4M3, "nvfp4": 
 
 
 def made(call: AttentionCall, point: Point) -> Any:
-    """Return the call of a point of its domain: one of `lab.calls`'s four."""
+    """Return the call of a point, of one of the four types in `lab.calls`."""
     return {
         AttentionCall.DECODE: _decode,
         AttentionCall.CONTEXT: _context,
@@ -50,7 +50,7 @@ def _context(point: Point) -> ContextCall:
 
 
 def _paged(point: Point) -> dict[str, Any]:
-    """Return what the decode and the context call have alike; each request has as many keys as rows, or none."""
+    """Return the arguments that decode and context calls share. Each request has as many keys as rows, or none."""
     q, kv, out = (DTYPES[name] for name in point["dtypes"].split("/"))
     heads, batch, page_size = point["group"] * point["num_kv_heads"], point["batch_size"], point["page_size"]
     rows, head_dim = batch * point["q_len"], point["head_dim"]
@@ -167,7 +167,7 @@ def _scales(form: str) -> dict[str, Any]:
 
 
 def _results(point: Point, shape: tuple[int, int, int], dtype: torch.dtype) -> dict[str, Any]:
-    """Return the arguments of a call for its LSE and, where it is given, its output."""
+    """Return a call's arguments for its output and LSE."""
     rows, heads, _ = shape
     given = {"given": (heads, 1), "strided": (heads + 3, 1)}.get(point["lse"])
     results: dict[str, Any] = {
@@ -181,7 +181,7 @@ def _results(point: Point, shape: tuple[int, int, int], dtype: torch.dtype) -> d
 
 
 def _query(form: str, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a query [num_rows, num_qo_heads, head_dim] in one of the axes' forms."""
+    """Return a query [num_rows, num_qo_heads, head_dim] in one of the forms of the axis "query"."""
     _, heads, width = shape
     if form == "expanded":
         return torch.empty(1, heads, width, dtype=dtype).expand(shape)
@@ -191,7 +191,7 @@ def _query(form: str, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.
 
 
 def _cache(point: Point, width: int, dtype: torch.dtype) -> Any:
-    """Return `kv_cache` of 4 pages in one of the axes' forms."""
+    """Return a `kv_cache` of 4 pages in one of the forms of the axis "cache"."""
     heads, page_size, start = point["num_kv_heads"], point["page_size"], point["kv_start"]
     token = width + {"4 elements a token": 4, "16 elements a token": 16}.get(point["gap"], 0)
     gap = _page_gap(point["gap"], dtype)
@@ -212,12 +212,12 @@ def _cache(point: Point, width: int, dtype: torch.dtype) -> Any:
 
 
 def _page_gap(gap: str, dtype: torch.dtype) -> int:
-    """Return the elements after each page."""
+    """Return the number of elements between pages."""
     return int(gap.split()[0]) // dtype.itemsize if gap.endswith("page") else 0
 
 
 def _factors(point: Point, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return an NVFP4 cache's scale factors, in the cache's layout, in one of the axes' forms."""
+    """Return an NVFP4 cache's scale factors, in the cache's layout, in one of the forms of the axis "factors"."""
     heads, page_size, form = point["num_kv_heads"], point["page_size"], point["factors"]
     page = heads * page_size * width
     nhd = (form == "NHD") != ("NHD" in point["cache"])
@@ -234,7 +234,7 @@ def _factors(point: Point, width: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, start_bytes: int = 0) -> torch.Tensor:
-    """Return a tensor without contents that begins some bytes after a multiple of 64."""
+    """Return an unwritten tensor that begins `start_bytes` after a multiple of 64."""
     last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     memory = torch.empty(math.ceil(((last + 1) * dtype.itemsize + start_bytes) / 64) * 64, dtype=torch.uint8)
     start_bytes -= start_bytes % dtype.itemsize

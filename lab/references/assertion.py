@@ -83,7 +83,7 @@ def assert_close_to_reference(
 
 
 def _call_of(arguments: dict[str, Any]) -> Any:
-    """Return the call that these are the arguments of; raise TypeError where there is none."""
+    """Return the call with these argument names; raise TypeError if there is none."""
     errors: dict[type[Any], TypeError] = {}
     for call in CALL_TYPES.values():
         try:
@@ -99,7 +99,7 @@ def _call_of(arguments: dict[str, Any]) -> Any:
 
 
 def _wrong_form(problem: Problem, call: Any, out: Any, check_dtype: bool) -> list[str]:
-    """Return what is wrong of an output's type, shape and dtype; raise ValueError where it overwrote the query."""
+    """Return what is wrong with an output's type, shape and dtype; raise ValueError if it overwrote the query."""
     if not isinstance(out, Tensor):
         return [f"the output is of type {type(out).__name__}, not a tensor"]
     expected = (*call.query.shape[:-1], problem.v_head_dim)
@@ -116,7 +116,7 @@ def _wrong_form(problem: Problem, call: Any, out: Any, check_dtype: bool) -> lis
 
 
 def _wrong_vectors(out: Tensor, truth: Truth | None) -> list[str]:
-    """Return what is wrong of an output's vectors; nothing where no request has a row."""
+    """Return what is wrong with an output's vectors; an empty text if no request has a row."""
     if truth is None:
         return []
     rows = out.flatten(0, -3)[: len(truth.expected)]
@@ -125,7 +125,7 @@ def _wrong_vectors(out: Tensor, truth: Truth | None) -> list[str]:
 
 
 def _wrong_lse(problem: Problem, call: Any, lse: Any, truth: Truth | None) -> list[str]:
-    """Return what is wrong of an LSE: its type, shape and device, or its values."""
+    """Return what is wrong with an LSE: its type, shape and device, or its values."""
     if not isinstance(lse, Tensor):
         return [f"the LSE is of type {type(lse).__name__}, not a tensor"]
     if tuple(lse.shape) not in (call.query.shape[:-1], problem.query.shape[:-1]):
@@ -170,7 +170,7 @@ def truth_of_problem(problem: Problem, arithmetic: torch.dtype | None = None) ->
 
 
 def _without_unseen(history: History, q_len: int, window_left: int) -> History:
-    """Return a history with zeros for the keys before every row's window, whose pages an engine may have freed."""
+    """Return a history with zeros for keys before every row's window: an engine may have freed their pages."""
     unseen = max(0, len(history[0]) - q_len - window_left)
     k, v = (side.clone() for side in history)
     for side in (k, v):
@@ -194,7 +194,7 @@ def _paged_histories(problem: PagedAttention) -> list[History]:
 
 
 def _tokens(cache: Tensor, scale_factors: Tensor | None, pages: Tensor) -> Tensor:
-    """Return the tokens of pages, [tokens, num_kv_heads, head_dim]; those of an NVFP4 cache dequantised."""
+    """Return the tokens of pages, [tokens, num_kv_heads, head_dim], dequantised if the cache is NVFP4."""
     entries = indexed(cache, pages)
     if scale_factors is not None:
         entries = dequantize_nvfp4(entries, indexed(scale_factors, pages)).to(torch.float32)  # exact: of six bits

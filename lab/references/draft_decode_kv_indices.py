@@ -100,7 +100,7 @@ def kept_positions(length: int, window_size: int, sink_size: int) -> list[int]:
 
 
 def _physical_slot(slot: int, pages: list[int], page_size: int) -> int:
-    """Return the slot of a virtual one, or 0 where it has none."""
+    """Return the physical slot of a virtual slot, or 0 if it has none."""
     page, token = divmod(slot, page_size)
     if page >= len(pages):
         raise ValueError(f"slot {slot} is in virtual page {page}, but v2p has {len(pages)} pages")

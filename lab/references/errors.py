@@ -94,7 +94,7 @@ def eager_attention(
 
 
 def _of_each_group(rows: torch.Tensor, side: torch.Tensor) -> torch.Tensor:
-    """Return the product of each query head's rows and its K/V head: the rows that share one form one matrix."""
+    """Return the products of query rows and their K/V head. Heads that share a K/V head form one matrix."""
     q_len = rows.shape[2]
     by_head = rows.unflatten(1, (side.shape[1], -1)).flatten(2, 3) @ side
     return (
@@ -130,24 +130,24 @@ class Comparison:
 
     @property
     def faulty(self) -> torch.Tensor:
-        """Return the vectors that are wrong, or else the group that is biased, bool [num_rows, num_heads]."""
+        """Return the wrong vectors, or if there is none the biased group: bool [num_rows, num_heads]."""
         if self.regression is not None and self.regression.worst_ratio > 1:
             return self.wrong | self.regression.worst_group
         return self.wrong
 
     @property
     def wrong(self) -> torch.Tensor:
-        """Return the vectors that are wrong, bool [num_rows, num_heads]; an infinite error is wrong whatever the bound."""
+        """Return the wrong vectors, bool [num_rows, num_heads]. An infinite error is wrong whatever the bound."""
         return ~(self.error <= self.bound) | self.error.isinf()
 
     @property
     def ratio(self) -> torch.Tensor:
-        """Return the error over its bound, float64 [num_rows, num_heads]; 0 where there is no error."""
+        """Return the error over its bound, float64 [num_rows, num_heads]; 0 for no error."""
         return torch.where(self.error == 0, torch.zeros_like(self.error), self.error / self.bound)
 
     @property
     def worst_ratio(self) -> float:
-        """Return the largest error over its bound, of a vector or a slope; at most 1 if the output passes, 0 if it is empty."""
+        """Return the largest error over its bound, of vectors and slopes: at most 1 if the output is right, 0 if empty."""
         of_slopes = 0.0 if self.regression is None else self.regression.worst_ratio
         return max(float(self.ratio.max()), of_slopes) if self.error.numel() else of_slopes
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ForwardMetadata:
-    """The right metadata in plain numbers. Page tables list the live pages of each request and nothing more."""
+    """The right metadata in plain numbers. Page tables list each request's live pages only."""
 
     cache_seqlens: list[int]
     max_seq_len_q: int
@@ -110,7 +110,7 @@ def encoder_only_verify(batch: Any, pool: Any) -> tuple[list[int], list[list[int
 
 @dataclass(frozen=True)
 class MLAForwardMetadata:
-    """The right metadata of the MLA decode kernel. Block tables list the pages that a request's rows may see, no others."""
+    """The right metadata of the MLA decode kernel. Block tables list only the pages that a request's rows may see."""
 
     seq_lens_k: list[int]
     seen_lens: list[int]
@@ -190,7 +190,7 @@ def mla_dcp_metadata(keys: int, row: int, pool: Any, size: int, rank: int) -> tu
 
 
 def query_length(batch: Any, i: int) -> int:
-    """Return the query rows of request ``i``, its new tokens in this pass; raise ValueError for PREBUILT, which has none."""
+    """Return the query rows of request ``i``, its new tokens in this pass; raise ValueError for PREBUILT."""
     mode = batch.forward_mode.name
     if mode in ("DECODE", "IDLE"):
         return 1
@@ -244,7 +244,7 @@ def _stated_query_length(batch: Any) -> int:
 
 
 def _boundaries(lengths: list[int]) -> list[int]:
-    """Return the start of each request when all are laid end to end, and the end of the last."""
+    """Return 0 and the running sum of the lengths."""
     boundaries = [0]
     for length in lengths:
         boundaries.append(boundaries[-1] + length)
@@ -252,6 +252,6 @@ def _boundaries(lengths: list[int]) -> list[int]:
 
 
 def _swa_out_cache_loc(batch: Any, pool: Any) -> list[int]:
-    """Return one window slot per query row; rows of padding go to slot 0."""
+    """Return one window slot per query row; padding rows have slot 0."""
     slots = [int(pool.full_to_swa[slot]) for slot in batch.out_cache_loc.tolist()]
     return slots + [0] * (batch.num_tokens - len(slots))

@@ -53,7 +53,7 @@ def paged_attention(problem: PagedAttention) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _planned_on_host(problem: PagedAttention) -> PagedAttention:
-    """Return a problem whose lengths, row offsets and tables are on the host, where planning costs no launch."""
+    """Return the problem with lengths, row offsets and tables on the host, where planning costs no launch."""
     k_tables, offsets = problem.k_block_tables.cpu(), problem.cu_seqlens_q
     shared = problem.v_block_tables is problem.k_block_tables
     return replace(
@@ -124,7 +124,6 @@ class _Piece:
         self.v_pages = dict(zip(self.tiles, pages[len(self.tiles) :], strict=True))
 
     def _pages(self, table: torch.Tensor, of: dict[str, torch.Tensor], page_size: int) -> list[torch.Tensor]:
-        """Return the page ids of each tile."""
         page = torch.arange(int(of["num_pages"].max()))
         exists = page < of["num_pages"].unsqueeze(1)
         columns = torch.where(exists, of["first_page"].unsqueeze(1) + page, 0)
@@ -135,7 +134,7 @@ class _Piece:
         ]
 
     def unseen(self, tile: Tile) -> Sequence[torch.Tensor]:
-        """Return (request, key) in a tile, int64 each, of every key that no row of its block sees; nothing if all are seen."""
+        """Return (request, key), int64 each, of every key of a tile that no row of its block sees; () if all are seen."""
         start, end = self._seen_from[tile.first_request :], self._seen_to[tile.first_request :]
         if int(start.max()) <= tile.start and tile.end <= int(end.min()):
             return ()
@@ -145,7 +144,7 @@ class _Piece:
 
 
 def _moved(device: torch.device, *indices: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return int64 tensors of the host on a device, moved in one copy."""
+    """Return int64 host tensors on a device, moved in one copy."""
     if device.type == "cpu":
         return indices
     flat = torch.cat([each.flatten() for each in indices]).to(device, non_blocking=True)
@@ -154,7 +153,7 @@ def _moved(device: torch.device, *indices: torch.Tensor) -> Sequence[torch.Tenso
 
 
 def _pieces(problem: PagedAttention) -> Iterator[_Piece]:
-    """Yield the problem in pieces of at most `piece_elements`; requests of like length go together."""
+    """Yield the problem in pieces of at most `piece_elements`; requests of similar length go together."""
     chosen: list[_Block] = []
     most = piece_elements(problem.query.device)
     rows = pages = 0
@@ -174,7 +173,7 @@ def piece_elements(device: torch.device) -> int:
 
 
 def _elements(problem: PagedAttention, rows: int, keys: int) -> int:
-    """Return the elements of the larger of one block's K and V and its scores."""
+    """Return the elements of one block's K and V, or of its scores, whichever are more."""
     return keys * max(problem.num_kv_heads * (problem.head_dim + problem.v_head_dim), rows * problem.num_qo_heads)
 
 
@@ -221,7 +220,7 @@ def _solve(problem: PagedAttention, piece: _Piece) -> tuple[torch.Tensor, torch.
 
 
 def _visible(problem: PagedAttention, piece: _Piece, kv_len: int) -> torch.Tensor:
-    """Return the keys that each row of a piece sees: bool [len(blocks), num_rows, kv_len]; anything of rows after the last."""
+    """Return the keys that each row of a piece sees: bool [len(blocks), num_rows, kv_len]; padding rows are undefined."""
     key_positions = piece.first_key.unsqueeze(1) + torch.arange(kv_len, device=piece.first_key.device)
     visible = visible_keys(
         piece.positions,
@@ -269,14 +268,14 @@ def _unmasked(mask: torch.Tensor, rows: torch.Tensor, draft_tokens: torch.Tensor
 
 
 def plain_v_scales(problem: PagedAttention) -> torch.Tensor | None:
-    """Return V's scale factors in plain order, whatever order the problem has them in."""
+    """Return V's scale factors in plain order."""
     if problem.v_scale_factors is None or not problem.v_scale_factors_interleaved:
         return problem.v_scale_factors
     return deinterleave_v_scale_factors(problem.v_scale_factors.view(torch.uint8)).view(E4M3)
 
 
 def indexed(tensor: torch.Tensor, index: Any) -> torch.Tensor:
-    """Return `tensor[index]`, also where torch does not index float8: its bytes can always be moved."""
+    """Return `tensor[index]`. torch cannot index float8, so its bytes are indexed."""
     if tensor.dtype == E4M3:
         return tensor.view(torch.uint8)[index].view(E4M3)
     return tensor[index]

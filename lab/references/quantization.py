@@ -11,17 +11,17 @@ E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def saturated(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `values`, of any shape, within ±448 where they are to become e4m3 (PTX `cvt.satfinite`); NaN stays."""
+    """Return `values` clamped to ±448 if `dtype` is e4m3 (PTX `cvt.satfinite`). NaN stays."""
     return values.clamp(-E4M3_MAX, E4M3_MAX) if dtype == E4M3 else values
 
 
 def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `values`, of any shape, in `dtype`, `saturated`."""
+    """Return `values` in `dtype`, `saturated` first."""
     return saturated(values, dtype).to(dtype)
 
 
 def quantize_e4m3(values: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return `values / scale` in e4m3, saturated at ±448 as an engine's cache write does; any shape, and the same."""
+    """Return `values / scale` in e4m3 of the same shape, saturated at ±448 as an engine's cache write does."""
     return rounded(values / scale, E4M3)
 
 
@@ -78,7 +78,7 @@ def interleave_v_scale_factors(scale_factors: torch.Tensor) -> torch.Tensor:
 
 
 def deinterleave_v_scale_factors(scale_factors: torch.Tensor) -> torch.Tensor:
-    """Return scale factors in plain order: the inverse of `interleave_v_scale_factors`, same shapes and dtypes."""
+    """Invert `interleave_v_scale_factors`: return scale factors in plain order, same shape and dtype."""
     pages, heads, page_size, count = scale_factors.shape
     grouped = scale_factors.reshape(pages, heads, page_size // INTERLEAVED_TOKENS, count, INTERLEAVED_TOKENS)
     return grouped.transpose(3, 4).reshape(scale_factors.shape)

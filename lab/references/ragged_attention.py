@@ -38,7 +38,7 @@ def ragged_attention(problem: RaggedAttention) -> tuple[torch.Tensor, torch.Tens
 
 
 def _blocks(problem: RaggedAttention) -> Iterator[tuple[slice, slice, int]]:
-    """Yield rows of one request, few enough for a piece of scores, all its keys, and the first row's position in it."""
+    """Yield (rows of one request, all its keys, the first row's position); few rows at once, so that the scores stay small."""
     q_offsets, kv_offsets = problem.cu_seqlens_q.tolist(), problem.cu_seqlens_kv.tolist()
     for request in range(problem.batch_size):
         q_start, q_end = q_offsets[request : request + 2]

@@ -46,12 +46,12 @@ class Regression:
 
     @property
     def ratio(self) -> Tensor:
-        """Return the distance of each slope from 1, over its bound, float64 [num_groups]."""
+        """Return each slope's distance from 1 over its bound, float64 [num_groups]."""
         return (self.slope - 1).abs() / self.bound
 
     @property
     def worst_ratio(self) -> float:
-        """Return the largest ratio; 0 where there is no group."""
+        """Return the largest ratio; 0 if there is no group."""
         return float(self.ratio.max()) if self.words else 0.0
 
     @property
@@ -60,7 +60,7 @@ class Regression:
         return (self.labels == int(self.ratio.argmax())).any(dim=0)
 
     def sentence(self) -> str:
-        """Say by which factor the group with the largest ratio is off."""
+        """Return a sentence: by which factor the group with the largest ratio is off."""
         worst = int(self.ratio.argmax())
         slope, bound = float(self.slope[worst]), float(self.bound[worst])
         above = slope > 1
@@ -117,7 +117,7 @@ def regress(
 
 
 def _kinds(request_of_row: Tensor, num_heads: int) -> Iterator[tuple[list[str], Tensor]]:
-    """Yield, for each kind of group, its groups in words, and the groups of vectors: broadcastable to [num_rows, num_heads]."""
+    """Yield for each kind of group (the groups' names, the groups' vectors broadcastable to [num_rows, num_heads])."""
     device = request_of_row.device
     yield [""], torch.zeros(1, 1, dtype=torch.int64, device=device)
     yield [f" of head {head}" for head in range(num_heads)], torch.arange(num_heads, device=device).unsqueeze(0)

@@ -59,7 +59,7 @@ def attention(
 def unchecked_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, softmax: Softmax
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `attention` of arguments that a call has checked; a NaN in a query shows in its output."""
+    """Compute `attention` for arguments that a call has checked. A NaN in a query shows in its output."""
     batch, kv_len, num_kv_heads, head_dim = keys.shape
     v_head_dim = values.shape[3]
     kv = TiledKV(
@@ -74,7 +74,7 @@ def unchecked_attention(
 
 
 class Tile(NamedTuple):
-    """Consecutive keys of the requests from the first one that has so many."""
+    """Keys `start` to `end` of the requests from `first_request` on; the requests before it are shorter."""
 
     first_request: int
     start: int
@@ -82,7 +82,7 @@ class Tile(NamedTuple):
 
 
 class TiledKV(NamedTuple):
-    """K and V by tiles, each made when it is asked for: float64 [requests * num_kv_heads, keys, head_dim], V finite."""
+    """K and V in tiles that are made on access: float64 [requests * num_kv_heads, keys, head_dim], V finite."""
 
     keys: Callable[[Tile], torch.Tensor]
     values: Callable[[Tile], torch.Tensor]
@@ -114,7 +114,7 @@ def tiles(kv_lens: list[int], elements: int, device: torch.device, step: int = 1
 
 
 def in_float64(entries: torch.Tensor) -> torch.Tensor:
-    """Return K or V in float64, contiguous whatever the layout: the products would else copy once more."""
+    """Return K or V in float64, contiguous whatever the layout; the products would otherwise copy it again."""
     return entries.to(torch.float64, memory_format=torch.contiguous_format)
 
 
@@ -171,7 +171,7 @@ def attention_by_tiles(
 
 
 def _write_products(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Write the products of matrices to a part of a tensor; a CPU would write to a strided one a matrix at a time."""
+    """Write matrix products to a part of a tensor. A CPU would write to a strided part one matrix at a time."""
     if out.is_cuda or out.is_contiguous():
         torch.bmm(left, right, out=out)
     else:
@@ -179,7 +179,7 @@ def _write_products(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) 
 
 
 def logits(products: torch.Tensor, softmax: Softmax) -> torch.Tensor:
-    """Turn products of queries and keys into the logits of a softmax, in place and in their dtype."""
+    """Turn products of queries and keys into logits, in place and in their dtype."""
     return products.mul_(number(softmax.bmm1_scale, products))
 
 
@@ -210,5 +210,5 @@ def visible_keys(
 
 
 def number(scale: Scale, like: torch.Tensor) -> Scale:
-    """Return a scale as a number, or as a tensor without dimensions, of the dtype and on the device of another."""
+    """Return a scale as a number, or as a 0-dimensional tensor of `like`'s dtype and device."""
     return scale.to(like.device, like.dtype).reshape(()) if isinstance(scale, torch.Tensor) else scale

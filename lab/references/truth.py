@@ -62,7 +62,7 @@ class Truth:
         return replace(comparison, regression=replace(found, bound=bound))
 
     def wrong_output(self, comparison: Comparison, out: Tensor) -> str:
-        """Name the wrong vectors of an output: how many, of which requests, what is wrong of the worst; or else its bias."""
+        """Describe the wrong vectors of an output: their number, their requests, and the worst error; else the bias."""
         count = int(comparison.wrong.sum())
         if comparison.regression is not None:
             return comparison.regression.sentence()
@@ -75,7 +75,7 @@ class Truth:
         return f"{count} of {comparison.wrong.numel()} vectors are wrong, of requests {requests}: {vectors}"
 
     def _wrong_vector(self, comparison: Comparison, out: Tensor, row: int, head: int) -> str:
-        """Say what is wrong of one vector: its error, unless it is not finite or must be zero."""
+        """Describe one wrong vector: its error, or that it is not finite or not zero."""
         got = out[row, head].to(torch.float64)
         bad = got[~got.isfinite()]
         must_be_zero = not bool(self.expected[row, head].any())
@@ -99,7 +99,7 @@ class Truth:
         return torch.where(expected == -math.inf, torch.where(lse == expected, 0.0, math.inf), ratio)
 
     def wrong_lse(self, lse: Tensor) -> str:
-        """Name what is wrong of an LSE, by `lse_ratio`; empty where nothing is."""
+        """Describe what is wrong with an LSE, by `lse_ratio`; empty if it is right."""
         expected = self.lse_log2
         if lse.shape != expected.shape:
             return f"the LSE is {list(lse.shape)}, not {list(expected.shape)}"
@@ -163,7 +163,7 @@ def _error_of_scaled_values(query: Tensor, histories: list[tuple[Tensor, Tensor]
 def _pieces(
     query: Tensor, histories: list[tuple[Tensor, Tensor]], q_lens: list[int], rules: Rules
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return expected, control and LSE: requests of the same lengths together, few rows at once where keys are many."""
+    """Yield expected output, control and LSE: requests of equal lengths together, few rows at once where keys are many."""
     row_ids = torch.arange(sum(q_lens), device=query.device).split(q_lens)
     pieces, places = [], []
     for requests in _together(query, histories, q_lens):
@@ -182,7 +182,7 @@ def _pieces(
 
 
 def _together(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_lens: list[int]) -> Iterator[list[int]]:
-    """Yield requests that have as many keys and rows as each other; no more than are small together, and none without rows."""
+    """Yield groups of requests with equal numbers of keys and rows, each group small enough; none has requests without rows."""
     alike: dict[tuple[int, int], list[int]] = {}
     for request, ((keys, _), q_len) in enumerate(zip(histories, q_lens, strict=True)):
         if q_len:
@@ -233,5 +233,5 @@ def _rows(
 
 
 def _stacked(sides: list[Tensor]) -> Tensor:
-    """Return K or V of several requests, in a dtype that attention takes."""
+    """Stack K or V of several requests, in a dtype that attention takes."""
     return torch.stack([side if side.dtype == torch.float64 else side.to(torch.float32) for side in sides])

@@ -38,11 +38,11 @@ def profiled_kernels(path: Path) -> Profiled:
 
 
 def dry_run_report(run: DryRun, profiled: Profiled | None = None) -> TableReport:
-    """Return a table of a row for each pass; the JSON has each launch whole.
+    """Return a table with a row for each pass; the JSON has every launch whole.
 
     Args:
         run: the passes.
-        profiled: kernels that ran on the GPU; the report then says which passes ran others, and is WRONG with one.
+        profiled: kernels that ran on the GPU. The report names the passes that ran different ones, and is WRONG if one did.
     """
     datasheet = DATASHEETS[run.gpu.cuda_name]
     columns: Columns = {
@@ -69,7 +69,7 @@ def dry_run_report(run: DryRun, profiled: Profiled | None = None) -> TableReport
 
 
 def _is_same(each: DryPass, names: tuple[str, ...]) -> bool:
-    """Return True if a profiler saw the launched attention kernels and no others; it has C++ names with their arguments."""
+    """Return True if the profiler saw the launched attention kernels and no other; its names are C++ signatures."""
     launched = {short_name(launch) for call in each.calls for launch in call.launches}
     seen = [name for name in names if ATTENTION in name.lower()]
     return all(any(name in other for other in seen) for name in launched) and all(
@@ -133,19 +133,19 @@ def _refused(run: DryRun, each: DryPass) -> Cell:
     return words("; ".join(filter(None, reasons)), "refused")
 
 
-def _failure(run: DryRun, said: str | None) -> str | None:
-    """Return what a table says of a launcher's failure; the JSON has all of it."""
-    if said is None:
+def _failure(run: DryRun, failure: str | None) -> str | None:
+    """Return the sentence for a launcher's failure; the JSON has the launcher's own text."""
+    if failure is None:
         return None
-    if "Missing TRTLLM-GEN kernel" not in said:
-        return f"FlashInfer's launcher refuses it, and lab.kernels.support does not: {said}"
+    if "Missing TRTLLM-GEN kernel" not in failure:
+        return f"FlashInfer's launcher refuses it, and lab.kernels.support does not: {failure}"
     return f"no kernel in the table of {run.table}" + (
         ", which is older than the launcher" if run.table_is_older else ""
     )
 
 
 def short_name(launch: Launch) -> str:
-    """Return the name of a launch's kernel; of a C++ name as the compiler mangled it, the function's own."""
+    """Return the name of a launch's kernel: the function's own name if the compiler mangled it."""
     rest, name = launch.name.removeprefix("_Z").removeprefix("N"), ""
     while found := re.match(r"\d+", rest):  # each name of a nested one comes after its length
         start, end = found.end(), found.end() + int(found[0])
