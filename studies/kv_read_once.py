@@ -30,7 +30,6 @@ from typing import Any
 import torch
 
 from lab.metadata.engine.forward_mode import ForwardMode
-from lab.metadata.mha.calls import prepare_attention
 from lab.timing.gpu_time import check_named, interquartile_range
 from lab.timing.host_time import METHOD as HOST_METHOD
 from lab.timing.host_time import HostTime, host_time
@@ -192,7 +191,7 @@ def measure_host(point: Point) -> PointRows:
     Raises:
         PointFailedError: as in `measure_arms`.
     """
-    prepare = prepare_attention if point.facts["group"] == HOST_PREPARED else eager_call
+    prepare = None if point.facts["group"] == HOST_PREPARED else eager_call
 
     def row_of(arm: Arm, work: GpuWork, times: dict[str, HostTime]) -> Row:
         time = times[arm.name]

@@ -11,12 +11,14 @@ import torch
 from lab.kernels import PlannedOnce
 from lab.kernels.support import kernel_names
 from lab.metadata import AttentionCall
-from lab.metadata.mha.calls import PlannedCall, call_arguments, prepare_attention
-from lab.metadata.mla.calls import prepare_mla_attention
+from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.kv_cache import PagedKVCache
+from lab.metadata.mha.backend import TRTLLMMHABackend
+from lab.metadata.mha.calls import AttentionLayer, PlannedCall, call_arguments
 from lab.timing.forward import TimedPasses, case_facts
 from lab.timing.work import Call, GpuWork
 from lab.workloads.forward_case import ForwardCase
-from lab.workloads.inputs.forward_pass import EnginePass, build_forward, plan_of
+from lab.workloads.inputs.forward_pass import EnginePass, build_forward
 from lab.workloads.inputs.mla_pass import build_mla_pass
 from lab.workloads.mla_case import MLACase
 from studies.arms import Arm
@@ -25,7 +27,7 @@ PORTABLE_MODULE, FLASHINFER_MODULE = "lab.kernels.portable", "lab.kernels.trtllm
 Prepare = Callable[..., Call]
 
 
-def works_of(arms: Sequence[Arm], device: torch.device, prepare: Prepare = prepare_attention) -> dict[str, GpuWork]:
+def works_of(arms: Sequence[Arm], device: torch.device, prepare: Prepare | None = None) -> dict[str, GpuWork]:
     """Make each arm's work, with an output of its own.
 
     Arms whose cases differ at most in the call of a draft extend, or in the number of decode calls, share all other tensors.
@@ -33,7 +35,8 @@ def works_of(arms: Sequence[Arm], device: torch.device, prepare: Prepare = prepa
     Args:
         arms: whose modules are imported here.
         device: where the tensors are.
-        prepare: makes the call that is timed, of a pass without latent attention; its first argument is the implementation.
+        prepare: makes the call that is timed, of a pass without latent attention; its first argument is the backend. None: as
+            the backend prepares it.
     """
     made: dict[ForwardCase | MLACase, TimedPasses] = {}
     works = {}
@@ -43,13 +46,9 @@ def works_of(arms: Sequence[Arm], device: torch.device, prepare: Prepare = prepa
         tensors = arm.case if is_mla else replace(arm.case, draft_extend=None, decode_splits=1)
         if tensors not in made:
             made[tensors] = TimedPasses.over(built(tensors, device))
-        work = made[tensors].work(implementation)
-        plan = {} if is_mla else {"plan": plan_of(arm.case, work.arguments["batch"]), **arm.case.settings()}
-        works[arm.name] = replace(
-            work,
-            prepare=partial(prepare_mla_attention if is_mla else prepare, implementation),
-            arguments={**work.arguments, **plan},
-        )
+        backend = arm.case.backend(implementation)
+        call = backend.prepare_attention if is_mla or prepare is None else partial(prepare, backend)
+        works[arm.name] = replace(made[tensors].work(implementation), prepare=call)
     return works
 
 
@@ -69,11 +68,23 @@ def implementation_of(arm: Arm) -> Any:
     return PlannedOnce(module) if arm.planned else module
 
 
-def eager_call(implementation: Any, *, plan: Sequence[PlannedCall], out: torch.Tensor, **passed: Any) -> Call:
+def eager_call(backend: TRTLLMMHABackend, *, out: torch.Tensor, **passed: Any) -> Call:
     """Return the call of a pass that makes one, all of its work done in each call, even where it could be prepared."""
-    (planned,) = plan
+    (planned,) = _planned(backend, **passed)
     arguments = call_arguments(planned, **passed) | {"out": out, "workspace_buffer": None}
-    return partial(getattr(implementation, planned.call.value), **arguments)
+    return partial(getattr(backend.implementation, planned.call.value), **arguments)
+
+
+def _planned(
+    backend: TRTLLMMHABackend,
+    *,
+    batch: ForwardBatch,
+    layer: AttentionLayer,
+    query: torch.Tensor,
+    cache: PagedKVCache,
+    **others: Any,
+) -> list[PlannedCall]:
+    return backend.plan_calls(batch, layer, query.dtype, cache.storage.dtype)
 
 
 def pass_facts(arm: Arm, work: GpuWork) -> dict[str, Any]:
@@ -83,6 +94,7 @@ def pass_facts(arm: Arm, work: GpuWork) -> dict[str, Any]:
 
 def kernel_of(arm: Arm, work: GpuWork) -> str:
     """Return what runs on the work's device under the names of an arm's calls."""
-    plan = work.arguments.get("plan")
-    calls = [AttentionCall.MLA_DECODE.value] if plan is None else [planned.call.value for planned in plan]
+    calls = [AttentionCall.MLA_DECODE.value]
+    if isinstance(arm.case, ForwardCase):
+        calls = [planned.call.value for planned in _planned(arm.case.backend(), **work.arguments)]
     return kernel_names(importlib.import_module(arm.module), calls, work.arguments["query"].device)

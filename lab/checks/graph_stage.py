@@ -17,7 +17,7 @@ from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.mha.calls import AttentionLayer
 from lab.metadata.mha.settings import CallSettings
 from lab.metadata.mla.backend import TRTLLMMLABackend
-from lab.metadata.mla.calls import MLALayer, prepare_mla_attention
+from lab.metadata.mla.calls import MLALayer
 from lab.metadata.mla.metadata import QueryLayout
 from lab.references.truth import Rules, Truth
 from lab.workloads.geometries import geometry
@@ -213,13 +213,13 @@ class MLAStage:
     def prepare(
         self, batch: ForwardBatch, metadata: Any, query: Tensor, out: Tensor, captured_rows: int = 0
     ) -> Callable[[], Tensor]:
-        return prepare_mla_attention(
-            self.backend.implementation,
+        return self.backend.prepare_attention(
             batch,
             metadata,
             self.layer,
             query,
             self.cache,
+            max_context_len=self.case.max_context_len,
             out=out,
             padded_query=self._padded_query(query, captured_rows) if captured_rows else None,
         )

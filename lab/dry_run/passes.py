@@ -35,10 +35,8 @@ from lab.workloads.forward_case import ForwardCase
 from lab.workloads.inputs.forward_pass import (
     EnginePass,
     ForwardPass,
-    builder_of,
     new_layer,
     new_poisonable_pool,
-    plan_of,
     stored_width,
     with_scale_factors,
 )
@@ -198,8 +196,7 @@ def why_no_launcher(gpu_name: str) -> str | None:
 def _calls_of(case: ForwardCase | MLACase, gpu: Gpu, on: Machine | None) -> tuple[DryCall, ...]:
     forward = unwritten_pass(case)
     noted = _NotedCalls(gpu, on)
-    workspace = torch.empty(SEMAPHORE_BYTES + SCRATCH_BYTES, dtype=torch.uint8)
-    type(forward).prepare(noted, **forward.arguments(forward.new_out()), workspace_buffer=workspace)
+    forward.prepare(noted, **forward.arguments(forward.new_out()))
     return tuple(noted.calls)
 
 
@@ -209,6 +206,7 @@ class _NotedCalls:
     def __init__(self, gpu: Gpu, on: Machine | None) -> None:
         self.calls: list[DryCall] = []
         self._capability, self._machine = gpu.capability, on
+        self._workspace = torch.empty(SEMAPHORE_BYTES + SCRATCH_BYTES, dtype=torch.uint8)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if not name.startswith("prepare_trtllm_"):
@@ -217,6 +215,7 @@ class _NotedCalls:
 
     def _prepare(self, call: AttentionCall, **arguments: Any) -> Callable[[], object]:
         kernel = self._kernel_for(call)
+        arguments["workspace_buffer"] = self._workspace
         refusal = why_not(kernel, self._capability, CALL_TYPES[call](**arguments).problem())
         launches: tuple[Launch, ...] = ()
         failure = None
@@ -251,9 +250,8 @@ def unwritten_pass(case: ForwardCase | MLACase) -> EnginePass:
         mla = build_mla_decode_metadata(batch, pool, case.attention)
         return MLAPass(case, pool, batch, mla, new_mla_layer(case), latent, query, ())
     query = torch.empty(rows, case.model.num_qo_heads, case.model.head_dim, dtype=case.dtype)
-    metadata, layer = builder_of(case)(batch, pool), new_layer(case, CPU, torch.Generator())
-    cache, plan = _unwritten_cache(case, pool), plan_of(case, batch)
-    return ForwardPass(case, pool, batch, metadata, layer, cache, query, (), plan)
+    metadata, layer = case.backend().build_metadata(batch, pool), new_layer(case, CPU, torch.Generator())
+    return ForwardPass(case, pool, batch, metadata, layer, _unwritten_cache(case, pool), query, ())
 
 
 def _unwritten_cache(case: ForwardCase, pool: KVPool) -> PagedKVCache:

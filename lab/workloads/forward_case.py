@@ -1,6 +1,7 @@
 """One forward pass over paged K and V as data: mode, model, the lengths of its requests, the contents of its tensors."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -9,6 +10,7 @@ from lab.calls.problem import E4M3, NVFP4, NVFP4_BLOCK, AttentionCall
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.engine.kv_cache import KVLayout
+from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.mha.context_parallel import SHARDED_MODES
 from lab.metadata.mha.quantised import CallDtypes
 from lab.metadata.mha.settings import CallSettings, splits_mixed_tail
@@ -199,9 +201,17 @@ class ForwardCase(PassCase):
         """Return the function that the pass calls; a mixed tail that is split off calls DECODE too."""
         return Interface((self.draft_extend or self.mode.mha_call or AttentionCall.DECODE).value)
 
-    def settings(self) -> dict[str, CallSettings]:
-        """Return the argument of `lab.metadata.mha.calls.prepare_attention` that says the engine's settings, if it has any."""
-        return {"settings": CallSettings(decode_splits=self.decode_splits)} if self.decode_splits > 1 else {}
+    def backend(self, implementation: Any = None) -> TRTLLMMHABackend:
+        """Return the engine's backend with the settings of the case, on an implementation of its calls."""
+        return TRTLLMMHABackend(
+            implementation,
+            self.draft_extend,
+            settings=CallSettings(decode_splits=self.decode_splits),
+            expand_encoder_only_verify=self.encoder_only,
+            dtypes=self.dtypes,
+            split_mixed_tail=self.split_mixed_tail,
+            with_padding_rows=self.num_padding_rows > 0,
+        )
 
     @property
     def dtypes(self) -> CallDtypes:

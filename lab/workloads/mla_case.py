@@ -1,6 +1,7 @@
 """One forward pass of latent attention (MLA) as data: its mode, the lengths of its requests, the contents of its tensors."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -8,6 +9,7 @@ from lab.calls.problem import E4M3, AttentionCall
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.engine.lengths import DraftAttention
+from lab.metadata.mla.backend import TRTLLMMLABackend
 from lab.workloads.attention_case import Contents
 from lab.workloads.pass_case import ATTENDING_MODES, PassCase
 
@@ -75,6 +77,10 @@ class MLACase(PassCase):
             )
         self.check_requests()
         self.check_tensors()
+
+    def backend(self, implementation: Any = None) -> TRTLLMMLABackend:
+        """Return the engine's backend with the settings of the case, on an implementation of its call."""
+        return TRTLLMMLABackend(implementation, self.attention, query_dtype=self.query_dtype or self.dtype)
 
     @property
     def head_dim(self) -> int:

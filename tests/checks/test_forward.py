@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+import lab.metadata.mha.backend as backend_module
 import lab.references
-import lab.workloads.inputs.forward_pass as forward_module
 from corpus.mutants.mutant import Mutant
 from corpus.mutants.rows import PaddingGivenToLast
 from lab.checks import Contents, ForwardCase, Level, Outcome, Space, judge_forward
@@ -367,9 +367,9 @@ METADATA_DEFECTS = {
 def test_a_defect_of_the_metadata_is_found(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mode, sliding_window, change = METADATA_DEFECTS[defect]
     monkeypatch.setattr(
-        forward_module,
+        backend_module,
         "build_mha_metadata",
-        lambda batch, pool: change(build_mha_metadata(batch, pool), batch, pool),
+        lambda batch, pool, **_: change(build_mha_metadata(batch, pool), batch, pool),
     )
     case = replace(CASES[mode], sliding_window=sliding_window, contents=Contents.NEEDLES)
     verdict = judge_forward(lab.references, case, CPU)

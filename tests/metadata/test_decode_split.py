@@ -99,7 +99,7 @@ def test_a_ready_call_sorts_the_lengths_of_the_time(device: str) -> None:
         implementation = references
     forward = build_forward(CASE, torch.device(device))
     out = forward.new_out()
-    ready = type(forward).prepare(implementation, **forward.arguments(out))
+    ready = forward.prepare(implementation, **forward.arguments(out))
     replay, _ = capture(ready, torch.device(device))
     lengths = forward.metadata.cache_seqlens_int32
     for order in itertools.islice(itertools.permutations((5, 3, 42, 16, 9, 20, 7)), 0, 5000, 1500):
@@ -107,8 +107,7 @@ def test_a_ready_call_sorts_the_lengths_of_the_time(device: str) -> None:
         forward.query.copy_(torch.randn_like(forward.query))
         replay()
         whole = forward.new_out()
-        plain = {name: value for name, value in forward.arguments(whole).items() if name != "settings"}
-        type(forward).prepare(references, **plain)()
+        replace(CASE, decode_splits=1).backend(references).prepare_attention(**forward.arguments(whole))()
         torch.testing.assert_close(out, whole, rtol=2e-2, atol=2e-2)
 
 

@@ -243,7 +243,7 @@ def _made_before(forward: EnginePass, engine: Any, out: Tensor) -> None:
     for tensor in tensors:
         fill(tensor, 0.0)
     try:
-        call = type(forward).prepare(engine, **forward.arguments(out))
+        call = forward.prepare(engine, **forward.arguments(out))
     finally:
         for tensor, contents in zip(tensors, held, strict=True):
             tensor.copy_(contents)

@@ -17,6 +17,7 @@ from lab.checks.metadata_truth import wrong_eager_metadata, wrong_shard
 from lab.checks.properties.forward_modes import mode_cases
 from lab.checks.space import Space
 from lab.checks.trial import Result, Trial
+from lab.metadata.engine.forward_mode import ForwardMode
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.inputs.forward_pass import ForwardPass, build_forward
 from lab.workloads.interfaces import Interface
@@ -35,6 +36,8 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[Forward
 
 def _judge(trial: Trial) -> None:
     build = trial.function(Interface.MHA_METADATA)
+    if trial.case.encoder_only and trial.case.mode is ForwardMode.TARGET_VERIFY:
+        build = partial(build, expand_encoder_only_verify=True)
     forward = build_forward(trial.case, trial.device, build)
     _parity(trial, "the metadata", forward)
     out = torch.full_like(forward.query, float("nan"))

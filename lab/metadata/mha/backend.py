@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4, AttentionCall
@@ -12,7 +13,7 @@ from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.kv_cache import PagedKVCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.mha.buffers import MetadataBuilder, MHAGraphMetadata
-from lab.metadata.mha.calls import AttentionLayer, attention_call, plan_calls, prepare_attention
+from lab.metadata.mha.calls import AttentionLayer, PlannedCall, attention_call, plan_calls, prepare_attention
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
 from lab.metadata.mha.quantised import CallDtypes, call_dtypes
 from lab.metadata.mha.settings import CallSettings, splits_mixed_tail
@@ -33,6 +34,9 @@ class TRTLLMMHABackend:
         settings: arguments that all calls have alike.
         builder: what writes the metadata of graphs.
         expand_encoder_only_verify: the model has encoder-only layers; see `build_mha_metadata`.
+        dtypes: of all calls, if not the engine's choice.
+        split_mixed_tail: as in `plan_calls`, if not the engine's choice.
+        with_padding_rows: as in `plan_calls`.
     """
 
     supports_draft_extend_graph: ClassVar[bool] = True
@@ -43,6 +47,9 @@ class TRTLLMMHABackend:
     prefills_with_fmha_v2: bool = True
     settings: CallSettings = field(default_factory=CallSettings)
     expand_encoder_only_verify: bool = False
+    dtypes: CallDtypes | None = None
+    split_mixed_tail: bool | None = None
+    with_padding_rows: bool = False
 
     def build_metadata(self, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
         return build_mha_metadata(batch, pool, expand_encoder_only_verify=self.expand_encoder_only_verify)
@@ -64,13 +71,8 @@ class TRTLLMMHABackend:
         max_context_len: int,
         out: Tensor,
     ) -> Callable[[], Tensor]:
-        dtypes, kv_dtype = CallDtypes(query.dtype, out.dtype), cache.storage.dtype
-        if query.dtype in HALF_DTYPES and kv_dtype in (E4M3, NVFP4):
-            call = attention_call(batch.forward_mode, self.draft_extend)
-            dtypes = call_dtypes(call, query.dtype, kv_dtype, trtllm_gen=not self.prefills_with_fmha_v2)
-        split = splits_mixed_tail(
-            dtypes.query, kv_dtype, prefills_with_fmha_v2=self.prefills_with_fmha_v2, is_decoder=not layer.encoder_only
-        )
+        kv_dtype = cache.storage.dtype
+        dtypes = self._dtypes(batch, query.dtype, out.dtype, kv_dtype)
         return prepare_attention(
             self.implementation,
             batch,
@@ -80,7 +82,31 @@ class TRTLLMMHABackend:
             cache,
             max_context_len=max_context_len,
             out=out,
-            plan=plan_calls(batch, self.draft_extend, split),
+            plan=self.plan_calls(batch, layer, dtypes.query, kv_dtype),
             settings=self.settings,
             dtypes=dtypes,
         )
+
+    def plan_calls(
+        self, batch: ForwardBatch, layer: AttentionLayer, query_dtype: torch.dtype, kv_dtype: torch.dtype
+    ) -> list[PlannedCall]:
+        """Return the calls of a layer's pass; `query_dtype` is that of the query as the calls are handed it."""
+        split = self.split_mixed_tail
+        if split is None:
+            split = splits_mixed_tail(
+                query_dtype,
+                kv_dtype,
+                prefills_with_fmha_v2=self.prefills_with_fmha_v2,
+                is_decoder=not layer.encoder_only,
+            )
+        return plan_calls(batch, self.draft_extend, split, self.with_padding_rows)
+
+    def _dtypes(
+        self, batch: ForwardBatch, dtype: torch.dtype, out_dtype: torch.dtype, kv_dtype: torch.dtype
+    ) -> CallDtypes:
+        if self.dtypes is not None:
+            return self.dtypes
+        if dtype not in HALF_DTYPES or kv_dtype not in (E4M3, NVFP4):
+            return CallDtypes(dtype, out_dtype)
+        call = attention_call(batch.forward_mode, self.draft_extend)
+        return call_dtypes(call, dtype, kv_dtype, trtllm_gen=not self.prefills_with_fmha_v2)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from lab.metadata.engine.forward_batch import ForwardBatch
@@ -30,6 +31,7 @@ class TRTLLMMLABackend:
         attention: the keys that a draft step counts.
         draft_extend: the layout of the first draft extend's rows in a graph; see `MLAGraphMetadata`.
         dcp: the rank of decode context parallelism (DCP) whose metadata this backend builds; None without DCP.
+        query_dtype: that each query is cast to, if not the engine's choice.
     """
 
     supports_draft_extend_graph: ClassVar[bool] = True
@@ -38,6 +40,7 @@ class TRTLLMMLABackend:
     attention: DraftAttention = DraftAttention.MLA
     draft_extend: QueryLayout = QueryLayout.PADDED
     dcp: DecodeContextParallel | None = None
+    query_dtype: torch.dtype | None = None
 
     def build_metadata(self, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
         if self.dcp is not None:
@@ -63,8 +66,12 @@ class TRTLLMMLABackend:
         *,
         max_context_len: int,
         out: Tensor,
+        padded_query: Tensor | None = None,
     ) -> Callable[[], Tensor]:
         """Prepare a call as `Backend.prepare_attention` does. The metadata bounds the lengths; `max_context_len` is not used.
+
+        Args:
+            padded_query: as in `prepare_mla_attention`.
 
         Raises:
             ValueError: with `dcp`, because a rank's output is a part: `prepare_mla_dcp_attention` of
@@ -74,7 +81,14 @@ class TRTLLMMLABackend:
             raise ValueError(
                 "one rank's output is a part of a request's: prepare_mla_dcp_attention calls and merges all ranks"
             )
-        query_dtype = mla_query_dtype(query.dtype, cache.storage.dtype)
         return prepare_mla_attention(
-            self.implementation, batch, metadata, layer, query, cache, out=out, query_dtype=query_dtype
+            self.implementation,
+            batch,
+            metadata,
+            layer,
+            query,
+            cache,
+            out=out,
+            padded_query=padded_query,
+            query_dtype=self.query_dtype or mla_query_dtype(query.dtype, cache.storage.dtype),
         )

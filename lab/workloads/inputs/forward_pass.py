@@ -3,19 +3,18 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lab.calls.problem import E4M3, NVFP4
 from lab.metadata.engine.forward_batch import ForwardBatch
-from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_cache import NVFP4KVCache, PagedKVCache, PagedLatentCache, ShardedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
-from lab.metadata.mha.calls import AttentionLayer, PlannedCall, plan_calls, prepare_attention
+from lab.metadata.mha.calls import AttentionLayer, PlannedCall
 from lab.metadata.mha.context_parallel import ZigzagShard, prepare_zigzag, zigzag_shard
-from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
+from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 from lab.references.quantization import dequantize_nvfp4, quantize_nvfp4, rounded
 from lab.references.truth import Rules, Truth
 from lab.workloads.attention_case import Contents
@@ -50,9 +49,6 @@ class EnginePass:
     query: Tensor
     histories: Sequence[History]
 
-    # The function that prepares the backend's calls: an implementation, and then `arguments`.
-    prepare: ClassVar[Callable[..., Callable[[], Tensor]]]
-
     def inputs(self) -> dict[str, Tensor]:
         """Return the tensors that a kernel is handed and must leave as they are, by name."""
         factors = getattr(self.cache, "scale_factors", None)
@@ -68,8 +64,14 @@ class EnginePass:
             "layer": self.layer,
             "query": self.query,
             "cache": self.cache,
+            "max_context_len": self.case.max_context_len,
             "out": out,
         }
+
+    def prepare(self, implementation: Any, **arguments: Any) -> Callable[[], Tensor]:
+        """Prepare the attention of the case's backend, as `lab.metadata.engine.backend.Backend.prepare_attention`."""
+        call: Callable[[], Tensor] = self.case.backend(implementation).prepare_attention(**arguments)
+        return call
 
     def new_out(self) -> Tensor:
         """Return NaN, [num_rows, num_qo_heads, head_dim of the values]."""
@@ -81,7 +83,7 @@ class EnginePass:
 
     def run(self, implementation: Any, out: Tensor) -> None:
         """Run an implementation's attention into `out`."""
-        type(self).prepare(implementation, **self.arguments(out))()
+        self.prepare(implementation, **self.arguments(out))()
 
     def truth(self) -> Truth:
         """Return what the pass must give, from the histories alone; worth keeping where several outputs are compared."""
@@ -107,24 +109,17 @@ class EnginePass:
 
 @dataclass(frozen=True, eq=False)
 class ForwardPass(EnginePass):
-    """A pass over paged K and V.
-
-    Attributes:
-        plan: the calls of the pass.
-    """
+    """A pass over paged K and V."""
 
     case: ForwardCase
     metadata: TRTLLMMHAMetadata
     layer: AttentionLayer
     cache: PagedKVCache
-    plan: list[PlannedCall]
 
-    prepare = staticmethod(prepare_attention)
-
-    def arguments(self, out: Tensor) -> dict[str, Any]:
-        arguments = super().arguments(out) | {"max_context_len": self.case.max_context_len, "plan": self.plan}
-        arguments |= self.case.settings()
-        return arguments if self.case.query_dtype is None else arguments | {"dtypes": self.case.dtypes}
+    @property
+    def plan(self) -> list[PlannedCall]:
+        """Return the calls of the pass."""
+        return self.case.backend().plan_calls(self.batch, self.layer, self.case.dtypes.query, self.case.kv_dtype)
 
     @functools.cached_property
     def shards(self) -> tuple[ZigzagShard, ...]:
@@ -136,9 +131,9 @@ class ForwardPass(EnginePass):
         if not self.shards:
             super().run(implementation, out)
             return
-        arguments = self.arguments(out)
-        del arguments["plan"], arguments["metadata"]
-        prepare_zigzag(implementation, shards=self.shards, **arguments)()
+        arguments = self.arguments(out) | {"shards": self.shards, "dtypes": self.case.dtypes}
+        del arguments["metadata"]
+        prepare_zigzag(implementation, **arguments)()
 
     def new_out(self) -> Tensor:
         return torch.full_like(self.query, float("nan"))
@@ -184,22 +179,11 @@ def build_forward(case: ForwardCase, device: torch.device, build_metadata: Build
     heads, window = model.num_kv_heads, case.sliding_window
     cache = pool.new_cache(heads, stored_width(case), case.kv_dtype, case.layout, sliding_window=window)
     cache = with_scale_factors(case, cache)
-    build = builder_of(case, build_metadata or build_mha_metadata)
+    build = build_metadata or case.backend().build_metadata
     batch, metadata = admit_and_write(case, pool, cache, stored, build)
     _poison_table_tails(metadata, cache, case)
     rows = torch.cat([query, query.new_full((case.num_padding_rows, *query.shape[1:]), float("nan"))]).to(case.dtype)
-    return ForwardPass(case, pool, batch, metadata, layer, cache, rows, histories, plan_of(case, batch))
-
-
-def builder_of(case: ForwardCase, build: Callable[..., TRTLLMMHAMetadata] = build_mha_metadata) -> BuildMetadata:
-    """Return a builder with what it is told of the case's layers: nothing, where it builds nothing for them."""
-    expands = case.encoder_only and case.mode is ForwardMode.TARGET_VERIFY
-    return functools.partial(build, expand_encoder_only_verify=True) if expands else build
-
-
-def plan_of(case: ForwardCase, batch: ForwardBatch) -> list[PlannedCall]:
-    """Return the calls of a case's pass, as its engine plans them."""
-    return plan_calls(batch, case.draft_extend, case.split_mixed_tail, case.num_padding_rows > 0)
+    return ForwardPass(case, pool, batch, metadata, layer, cache, rows, histories)
 
 
 def _stored(case: ForwardCase, keys: Tensor, values: Tensor) -> History:

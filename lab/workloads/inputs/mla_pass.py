@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.kv_cache import PagedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention, pad_requests
-from lab.metadata.mla.calls import MLALayer, prepare_mla_attention
+from lab.metadata.mla.calls import MLALayer
 from lab.metadata.mla.context_parallel import (
     DecodeContextParallel,
     build_mla_dcp_metadata,
@@ -40,12 +40,6 @@ class MLAPass(EnginePass):
     layer: MLALayer
     cache: PagedLatentCache
 
-    prepare: ClassVar[Callable[..., Callable[[], Tensor]]] = staticmethod(prepare_mla_attention)
-
-    def arguments(self, out: Tensor) -> dict[str, Any]:
-        dtype = self.case.query_dtype
-        return super().arguments(out) | ({} if dtype is None else {"query_dtype": dtype})
-
     def new_out(self) -> Tensor:
         return self.query.new_full((*self.query.shape[:2], self.case.kv_lora_rank), float("nan"))
 
@@ -72,7 +66,9 @@ class ShardedMLAPass(MLAPass):
     metadata: Any  # of each rank
     cache: Any
 
-    prepare = staticmethod(prepare_mla_dcp_attention)
+    def prepare(self, implementation: Any, **arguments: Any) -> Callable[[], Tensor]:
+        del arguments["max_context_len"]  # each rank's metadata has bounds
+        return prepare_mla_dcp_attention(implementation, query_dtype=self.case.query_dtype, **arguments)
 
     def inputs(self) -> dict[str, Tensor]:
         of_ranks = {

@@ -1,6 +1,7 @@
 """Decode calls divided by length against SGLang's own `_run_fixed_q_len_decode`: the calls, and what comes out."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -103,8 +104,8 @@ def test_the_calls_and_their_output(sglang: Load, case: ForwardCase) -> None:
     forward, counters = build_forward(case, torch.device("cpu")), torch.zeros(64, dtype=torch.uint8)
     theirs, their_out = theirs_of(sglang, forward, counters)
     ours, out = Noting(), forward.new_out()
-    given_settings = {"settings": CallSettings(counters, decode_splits=case.decode_splits)}
-    type(forward).prepare(ours, **forward.arguments(out) | given_settings)()
+    with_counters = CallSettings(counters, decode_splits=case.decode_splits)
+    replace(case.backend(ours), settings=with_counters).prepare_attention(**forward.arguments(out))()
     assert torch.equal(out, their_out)
     assert len(ours.calls) == len(theirs.calls)
     for mine, other in zip(ours.calls, theirs.calls, strict=True):
