@@ -23,17 +23,17 @@ from lab.checks.check import Check, Level
 from lab.checks.isolation import run_trial
 from lab.checks.properties import checks
 from lab.checks.refusals import Declined, Raised
-from lab.checks.space import Space
 from lab.checks.trial import Trial
 from lab.checks.verdicts import BROKEN
 from lab.files import write_text
 from lab.interpreter import quicken
+from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Storage
 from lab.workloads.inputs.attention import build_attention, truth_of_call
 from lab.workloads.interfaces import ATTENTION, Interface
 
 # Small enough for every mutant on a CPU, wide enough that each axis takes every value.
-SPACE = Space(
+RANGES = Ranges(
     num_kv_heads=(1, 2),
     head_dims=(64, 256),
     page_sizes=(16, 128),
@@ -42,13 +42,13 @@ SPACE = Space(
     long_requests=(4_100, 16_500),
     longest=150,
 )
-# K18 has cases for values that no other check has: the space of its cases is as wide as its mutants need.
-COMBINED_SPACE = replace(
-    SPACE,
-    head_dims=Space().head_dims,
-    page_sizes=Space().page_sizes,
-    mla_head_dims=(*SPACE.mla_head_dims, (64, 64)),
-    mla_heads=(*SPACE.mla_heads, 32, 64, 24),
+# K18 has cases for values that no other check has: the ranges of its cases are as wide as its mutants need.
+COMBINED_RANGES = replace(
+    RANGES,
+    head_dims=Ranges().head_dims,
+    page_sizes=Ranges().page_sizes,
+    mla_head_dims=(*RANGES.mla_head_dims, (64, 64)),
+    mla_heads=(*RANGES.mla_heads, 32, 64, 24),
 )
 # A mutant that copies a pool of large ids would take all of a small machine's memory; that it is stopped is no finding.
 MOST_MEMORY_BYTES = 24 * 2**30
@@ -82,14 +82,14 @@ def combinations() -> Check:
     return next(check for check in checks() if check.key == "K18")
 
 
-def space_of(check: Check) -> Space:
+def ranges_of(check: Check) -> Ranges:
     """Return the axes on which a check judges mutants."""
-    return COMBINED_SPACE if check == combinations() else SPACE
+    return COMBINED_RANGES if check == combinations() else RANGES
 
 
 def cases_of(check: Check, interface: Interface, level: Level) -> Iterator[Any]:
     """Yield a check's cases for mutants; at the full level those that the smoke level does not have."""
-    cases = check.cases(interface, space_of(check), level) if interface in check.interfaces else ()
+    cases = check.cases(interface, ranges_of(check), level) if interface in check.interfaces else ()
     known = set(map(repr, cases_of(check, interface, Level.SMOKE))) if level is Level.FULL else set()
     yield from (case for case in cases if repr(case) not in known)
 
@@ -103,7 +103,7 @@ def first_kill(judged: Mutant, check: Check, level: Level = Level.SMOKE) -> dict
     for interface in map(Interface, judged.interface):
         for case in cases_of(check, interface, level):
             quicken()
-            found = run_trial(judged.implementation(), check, case, torch.device("cpu"), space_of(check))
+            found = run_trial(judged.implementation(), check, case, torch.device("cpu"), ranges_of(check))
             if found.outcome in WRONG and NO_MEMORY not in found.wrongs[-1]:
                 return {"case": repr(case), "interface": interface.value, "wrong": found.wrongs[0]}
     return None

@@ -1,4 +1,4 @@
-"""The options of `lab judge` and of pytest that narrow the judge's axes (`lab.checks.Space`).
+"""The options of `lab judge` and of pytest that narrow the judge's axes (`lab.checks.Ranges`).
 
 An axis is one property of the judged cases, such as the page size, with the values that it takes. Importing this module imports
 nothing heavy.
@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lab.checks.space import Space
+    from lab.ranges import Ranges
 
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn"}  # names in torch
 
@@ -72,7 +72,7 @@ class Axis:
         return [self.read(each.strip()) for each in text.split(",")]
 
 
-# Field of `Space` -> its option.
+# Field of `Ranges` -> its option.
 SEVERAL = {
     "dtypes": Axis("pairs such as bf16/bf16,bf16/e4m3", "Q/KV,...", _dtypes),
     "groups": Axis("query heads per K/V head"),
@@ -89,23 +89,23 @@ SEVERAL = {
     "geometries": Axis("models whose passes and graph replays the full level judges", "NAME,...", _geometry),
     "kv_layouts": Axis("orders of a page's axes", "HND,NHD", _kv_layout),
 }
-# Field of `Space` -> a feature that some cases have, unless its option switches it off.
+# Field of `Ranges` -> a feature that some cases have, unless its option switches it off.
 SOME = {"windows": "a sliding window", "sinks": "a sink per head", "nvfp4": "an NVFP4 cache"}
 LONGEST = "approximate number of keys of the longest request"
 SEED = "seed of the random cases: another seed draws others; the report names it"
 E4M3_ARITHMETIC = "the kernel is known to compute in e4m3 where the cache is e4m3"
 
 
-def space_of(chosen: Mapping[str, Any]) -> "Space":
+def ranges_of(chosen: Mapping[str, Any]) -> "Ranges":
     """Return the default axes, narrowed by the options of the same names. An option that is None or absent was not given.
 
     Raises:
-        ValueError: `Space` refuses them.
+        ValueError: `Ranges` refuses them.
     """
-    from lab.checks.space import Space
+    from lab.ranges import Ranges
 
     narrowed: dict[str, Any] = {}
-    for axis in fields(Space):
+    for axis in fields(Ranges):
         value = chosen.get(axis.name)
         if value is None:
             continue
@@ -114,19 +114,19 @@ def space_of(chosen: Mapping[str, Any]) -> "Space":
         elif axis.name in SOME:
             value = (False, True) if value else (False,)
         narrowed[axis.name] = value
-    return Space(**narrowed)
+    return Ranges(**narrowed)
 
 
-def options_of(space: "Space", prefix: str = "--") -> str:
-    """Return the options that narrow the default axes to `space`: the inverse of `space_of`.
+def options_of(ranges: "Ranges", prefix: str = "--") -> str:
+    """Return the options that narrow the default axes to `ranges`: the inverse of `ranges_of`.
 
     Args:
-        space: the axes.
+        ranges: the axes.
         prefix: start of each option; pytest's is "--lab-".
     """
-    usual, words = type(space)(), []
-    for axis in fields(space):
-        value = getattr(space, axis.name)
+    usual, words = type(ranges)(), []
+    for axis in fields(ranges):
+        value = getattr(ranges, axis.name)
         option = axis.name.replace("_", "-")
         if value == getattr(usual, axis.name):
             continue

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lab.axes import E4M3_ARITHMETIC, LONGEST, SEED, SEVERAL, SOME, options_of, positive, space_of
+from lab.axes import E4M3_ARITHMETIC, LONGEST, SEED, SEVERAL, SOME, options_of, positive, ranges_of
 from lab.loading import LoadError, load
 
 if TYPE_CHECKING:
     from lab.checks.report import Report
-    from lab.checks.space import Space
+    from lab.ranges import Ranges
     from lab.workloads.interfaces import Interface
 
 OPTION = "--lab-judge"
@@ -88,12 +88,12 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
         from lab.checks.refusals import resolve_refusals
 
         options = vars(config.option).items()  # those of other plugins among them
-        space = space_of({name.removeprefix("lab_"): value for name, value in options if name.startswith("lab_")})
+        ranges = ranges_of({name.removeprefix("lab_"): value for name, value in options if name.startswith("lab_")})
         named = config.option.lab_refusals
         refusals = None if named is None else resolve_refusals(named)
         for name in config.option.lab_judge:
             kernel = JudgedKernel.from_parent(
-                session, name=name, nodeid=name, space=space, offered=_offered(name), refusals=refusals
+                session, name=name, nodeid=name, ranges=ranges, offered=_offered(name), refusals=refusals
             )
             items += session.genitems(kernel)
     except (LoadError, ModuleNotFoundError, ValueError) as error:
@@ -123,17 +123,17 @@ class JudgedKernel(pytest.Collector):
     """A kernel that is judged.
 
     Attributes:
-        space: the axes that were asked for.
+        ranges: the axes that were asked for.
         offered: its functions.
         refusals: exceptions that are refusals, or None for the usual ones.
         axes: by function that was tried, the axes that it is judged on: those that it takes, if it declines most cases.
         judged: by function, True if some check judged a case of it, False if none does, as far as is known.
     """
 
-    def __init__(self, *, space: "Space", offered: list["Interface"], refusals: Any, **node: Any) -> None:
+    def __init__(self, *, ranges: "Ranges", offered: list["Interface"], refusals: Any, **node: Any) -> None:
         super().__init__(**node)
-        self.space, self.offered, self.refusals = space, offered, refusals
-        self.axes: dict[Interface, Space] = {}
+        self.ranges, self.offered, self.refusals = ranges, offered, refusals
+        self.axes: dict[Interface, Ranges] = {}
         self.judged: dict[Interface, bool] = {}
 
     def collect(self) -> Sequence["CheckOfFunction"]:
@@ -152,23 +152,23 @@ class JudgedKernel(pytest.Collector):
     def judge(self, check: str, interface: "Interface", **how: Any) -> "Report":
         """Judge a function by a check, on the axes that the function takes."""
         if interface not in self.axes:
-            self.axes[interface] = self._axes_taken(interface)
+            self.axes[interface] = self._discover(interface)
         return self._judge(check, interface, self.axes[interface], probe=False, **how)
 
-    def _axes_taken(self, interface: "Interface") -> "Space":
+    def _discover(self, interface: "Interface") -> "Ranges":
         from lab.workloads.interfaces import ATTENTION
 
         if interface not in ATTENTION:
-            return self.space
-        tried = self._judge(PROBING_CHECK, interface, self.space, drawn=0)
+            return self.ranges
+        tried = self._judge(PROBING_CHECK, interface, self.ranges, drawn=0)
         self.judged.setdefault(interface, False)  # no check judges a function that takes no plain call
-        return dict(tried.narrowed).get(interface, self.space)
+        return dict(tried.narrowed).get(interface, self.ranges)
 
-    def _judge(self, check: str, interface: "Interface", space: "Space", **how: Any) -> "Report":
+    def _judge(self, check: str, interface: "Interface", ranges: "Ranges", **how: Any) -> "Report":
         from lab.checks import judge
 
         level = self.config.option.lab_level
-        how |= {"space": space, "level": level, "refusals": self.refusals}
+        how |= {"ranges": ranges, "level": level, "refusals": self.refusals}
         report = judge(self.name, only=[check], functions=[interface.value], **how)
         if report.interrupted:
             raise KeyboardInterrupt
@@ -213,7 +213,7 @@ class CheckOfFunction(pytest.Item):
         report = kernel.judge(self.check, self.interface)
         rows = report.rows
         axes = kernel.axes[self.interface]
-        if axes != kernel.space:
+        if axes != kernel.ranges:
             taken = options_of(axes, PREFIX)
             self.user_properties.append(
                 (TAKEN, f"{kernel.name}: {self.interface.value} was judged on what it takes: {taken}")

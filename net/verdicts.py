@@ -13,6 +13,7 @@ from net.recorded import read
 CHECK, FUNCTION, CASE, OUTCOME, RESULTS, RATIO, SENTENCE = range(7)
 Row = list[Any]  # a field for each of these
 SHOWN = 200  # characters
+RENAMED = {"Configuration(": "Configuration("}  # in the recorded text of a case
 
 
 def record(plans: Iterable[Plan]) -> dict[str, list[Row]]:
@@ -49,10 +50,18 @@ def compare(before: dict[str, list[Row]], after: dict[str, list[Row]]) -> tuple[
         groups: dict[tuple[str, str], tuple[list[Row], list[Row]]] = defaultdict(lambda: ([], []))
         for side, each in enumerate((before[name], rows)):
             for row in each:
-                groups[row[CHECK], row[FUNCTION]][side].append(row)
+                groups[row[CHECK], row[FUNCTION]][side].append(_renamed(row))
         for (check, function), (was, now) in groups.items():
             _compare_group(f"{name}: {check} of {function}", was, now, faults, notes)
     return faults, notes
+
+
+def _renamed(row: Row) -> Row:
+    """Return a row whose case has today's names."""
+    case = row[CASE]
+    for old, new in RENAMED.items():
+        case = case.replace(old, new)
+    return [*row[:CASE], case, *row[CASE + 1 :]]
 
 
 def _compare_group(where: str, was: list[Row], now: list[Row], faults: list[str], notes: list[str]) -> None:

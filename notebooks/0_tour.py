@@ -33,7 +33,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton decides when it is imported
 
 import lab
-from lab.checks import Space, judge, judge_forward
+from lab.checks import Ranges, judge, judge_forward
 from lab.kernels import default_implementation
 from lab.references import trtllm_batch_decode_with_kv_cache as expected
 from lab.references.errors import relative_l2
@@ -92,12 +92,12 @@ class Mine:
 
 
 # %% [markdown]
-# The judge makes cases in which mistakes show, runs them, and holds every output vector against a float64 oracle. A `Space`
+# The judge makes cases in which mistakes show, runs them, and holds every output vector against a float64 oracle. A `Ranges`
 # says what a kernel was built for. All checks take some minutes here; three will do: K1 (any error), K4 (what must not matter
 # is poisoned), K8 (a verify of n tokens is n decodes).
 
 # %%
-BUILT_FOR = Space(
+BUILT_FOR = Ranges(
     dtypes=((torch.bfloat16, torch.bfloat16),),
     groups=(1, 4),
     num_kv_heads=(2,),
@@ -114,7 +114,7 @@ BUILT_FOR = Space(
 
 
 def judged(implementation):
-    return judge(implementation, space=BUILT_FOR, only=["K1", "K4", "K8"], device="cpu", drawn=0)
+    return judge(implementation, ranges=BUILT_FOR, only=["K1", "K4", "K8"], device="cpu", drawn=0)
 
 
 report = judged(Mine)

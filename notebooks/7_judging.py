@@ -37,7 +37,7 @@ if not torch.cuda.is_available():
 
 import lab
 import lab.checks
-from corpus.matrix import SPACE, upstream_case
+from corpus.matrix import RANGES, upstream_case
 from corpus.mutants import mutant
 from corpus.mutants.split_kv import SplitKV
 from corpus.upstream_rules import UPSTREAM_RULES, passes
@@ -119,7 +119,7 @@ MOST_SHOWN = 3  # checks
 def judged_live(implementation, key, recorded):
     """The verdict on one recorded case."""
     case = eval(recorded["case"], vars(lab.checks) | {"torch": torch})
-    return judge_case(implementation, key, case, CPU, SPACE)
+    return judge_case(implementation, key, case, CPU, RANGES)
 
 
 record = named[MUTANT]

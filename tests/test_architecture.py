@@ -35,6 +35,7 @@ ALLOWED: dict[str, set[str]] = {
         "kernels",
         "metadata",
         "workloads",
+        "ranges",
     },
     "timing": {"calls", "gpus", "provenance", "references", "kernels", "metadata", "workloads"},
     "dry_run": {
@@ -50,6 +51,7 @@ ALLOWED: dict[str, set[str]] = {
         "reports",
     },
     "reports": {
+        "ranges",
         "gpus",
         "loading",
         "provenance",
@@ -60,8 +62,9 @@ ALLOWED: dict[str, set[str]] = {
         "checks",
         "timing",
     },
-    "axes": {"checks", "workloads"},
-    "pytest_plugin": {"axes", "checks", "loading", "references", "workloads"},
+    "ranges": {"calls", "workloads"},
+    "axes": {"ranges", "workloads"},
+    "pytest_plugin": {"axes", "ranges", "checks", "loading", "references", "workloads"},
     "__main__": {"commands"},
 }
 ALLOWED["commands"] = set(ALLOWED)  # on top of everything: nothing but the program imports it

@@ -1,4 +1,4 @@
-"""The judge's axes as options: every field of `Space` has one, and options and axes are the same thing in two spellings."""
+"""The judge's axes as options: every field of `Ranges` has one, and options and axes are the same thing in two spellings."""
 
 import shlex
 from dataclasses import fields, replace
@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from lab.axes import SEVERAL, SOME, options_of, space_of
-from lab.checks import Space
+from lab.axes import SEVERAL, SOME, options_of, ranges_of
+from lab.checks import Ranges
 from tests.checks.small import SMALL
 
 
 def test_every_axis_is_an_option() -> None:
-    assert {axis.name for axis in fields(Space)} == {*SEVERAL, *SOME, "longest", "e4m3_arithmetic", "seed"}
+    assert {axis.name for axis in fields(Ranges)} == {*SEVERAL, *SOME, "longest", "e4m3_arithmetic", "seed"}
 
 
-def read(options: str) -> Space:
+def read(options: str) -> Ranges:
     """As a command line would."""
     chosen: dict[str, Any] = {}
     words = shlex.split(options)
@@ -29,21 +29,21 @@ def read(options: str) -> Space:
         else:
             text = words.pop(0)
             chosen[name] = SEVERAL[name].values(text) if name in SEVERAL else int(text)
-    return space_of(chosen)
+    return ranges_of(chosen)
 
 
 @pytest.mark.parametrize(
-    "space", [Space(), SMALL, Space(e4m3_arithmetic=True), replace(SMALL, mla_head_dims=((9, 8),))]
+    "ranges", [Ranges(), SMALL, Ranges(e4m3_arithmetic=True), replace(SMALL, mla_head_dims=((9, 8),))]
 )
-def test_options_make_the_same_axes_again(space: Space) -> None:
-    assert read(options_of(space)) == space
+def test_options_make_the_same_axes_again(ranges: Ranges) -> None:
+    assert read(options_of(ranges)) == ranges
 
 
 def test_options_are_short_and_spelt_as_people_do() -> None:
-    space = Space(dtypes=((torch.bfloat16, torch.float8_e4m3fn),), head_dims=(64, 128), sinks=(False,), longest=90)
-    assert options_of(space) == "--dtypes bf16/e4m3 --head-dims 64,128 --no-sinks --longest 90"
-    assert options_of(Space()) == ""
-    assert options_of(Space(page_sizes=(64,)), "--lab-") == "--lab-page-sizes 64"
+    ranges = Ranges(dtypes=((torch.bfloat16, torch.float8_e4m3fn),), head_dims=(64, 128), sinks=(False,), longest=90)
+    assert options_of(ranges) == "--dtypes bf16/e4m3 --head-dims 64,128 --no-sinks --longest 90"
+    assert options_of(Ranges()) == ""
+    assert options_of(Ranges(page_sizes=(64,)), "--lab-") == "--lab-page-sizes 64"
 
 
 @pytest.mark.parametrize(

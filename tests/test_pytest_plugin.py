@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lab.axes import SEVERAL, SOME
-from lab.checks import Space
+from lab.checks import Ranges
 from lab.checks.properties import checks
 from lab.pytest_plugin import assert_close_to_reference as fixture
 
@@ -139,7 +139,7 @@ def test_every_axis_is_an_option(elsewhere: pytest.Pytester) -> None:
         assert f"--lab-{name.replace('_', '-')}" in said
     for name in SOME:
         assert f"--lab-no-{name}" in said
-    assert len(Space.__dataclass_fields__) == len(SEVERAL) + len(SOME) + 3
+    assert len(Ranges.__dataclass_fields__) == len(SEVERAL) + len(SOME) + 3
 
 
 def test_the_fixture_is_the_references_function(elsewhere: pytest.Pytester) -> None:

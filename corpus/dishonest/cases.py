@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from lab.checks import Space
+from lab.checks import Ranges
 from lab.checks.check import Level
 from lab.checks.properties import checks
 from lab.workloads.interfaces import Interface
 
-SPACE = Space(
+RANGES = Ranges(
     page_sizes=(16,),
     head_dims=(64,),
     num_kv_heads=(1, 2),
@@ -24,4 +24,4 @@ SPACE = Space(
 def small_cases() -> Iterable[Any]:
     """Return the cases of K1 for the decode call at the smoke level."""
     (oracle,) = (check for check in checks() if check.key == "K1")
-    return oracle.cases(Interface.DECODE, SPACE, Level.SMOKE)
+    return oracle.cases(Interface.DECODE, RANGES, Level.SMOKE)

@@ -8,14 +8,14 @@ from lab.calls.problem import AttentionCall
 from lab.checks.check import Level
 from lab.checks.graph_case import GraphCase, MLAGraphCase, Story
 from lab.checks.judge import judge, judge_case, judge_forward, judge_recorded
-from lab.checks.parameters.combination import Combination
+from lab.checks.parameters.configuration import Configuration
 from lab.checks.report import CaseVerdict, Report
-from lab.checks.space import Space
 from lab.checks.verdicts import Outcome
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
 from lab.metadata.engine.kv_cache import KVLayout
 from lab.metadata.engine.lengths import DraftAttention
+from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Contents, Dead, Storage, TableTail
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.inputs.draft_lists import DraftListsCase
@@ -28,7 +28,7 @@ __all__ = [
     "AttentionCall",
     "AttentionCase",
     "CaseVerdict",
-    "Combination",
+    "Configuration",
     "Contents",
     "Dead",
     "DraftAttention",
@@ -45,8 +45,8 @@ __all__ = [
     "MetadataPlace",
     "Outcome",
     "RaggedCase",
+    "Ranges",
     "Report",
-    "Space",
     "Storage",
     "Story",
     "TableTail",

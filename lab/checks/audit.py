@@ -39,7 +39,7 @@ def chosen(verdicts: Sequence[CaseVerdict]) -> list[CaseVerdict]:
 
 def audit(isolation: Isolation, verdict: CaseVerdict) -> Judged:
     """Judge a case in a worker, and its output again in a process without the kernel."""
-    judged = isolation.submit(verdict.check, verdict.case, verdict.space)()
+    judged = isolation.submit(verdict.check, verdict.case, verdict.ranges)()
     if judged.outcome is not Outcome.RIGHT or judged.output is None:
         return replace(judged, judged=0)
     return isolation.apart(judge_output, verdict.case, str(isolation.device), judged.output)

@@ -14,9 +14,10 @@ from typing import Any
 
 from lab.checks.check import Check, Level
 from lab.checks.isolation import Isolation, Pending, TooLate
+from lab.checks.parameters.attention import drawn_cases
 from lab.checks.report import CaseVerdict
-from lab.checks.space import Space
 from lab.checks.verdicts import BROKEN, Judged, Outcome
+from lab.ranges import Ranges
 from lab.workloads.interfaces import ATTENTION, Interface
 
 CASES_PER_WORKER = 8  # of a turn
@@ -32,9 +33,9 @@ Waits = Generator[Pending, None, None]
 Key = tuple[str, str, str, str, bool]
 
 
-def key_of(check: str, interface: Interface, case: Any, space: Space, drawn: bool) -> Key:
+def key_of(check: str, interface: Interface, case: Any, ranges: Ranges, drawn: bool) -> Key:
     """Return a verdict's key."""
-    return check, repr(interface), repr(case), repr(space), drawn
+    return check, repr(interface), repr(case), repr(ranges), drawn
 
 
 @dataclass
@@ -80,7 +81,7 @@ class Session:
         """Return a verdict with its number in the report."""
         self._has_fault |= is_fault(verdict)
         self.is_deceived |= verdict.outcome is Outcome.DISHONEST
-        key = key_of(verdict.check, verdict.interface, verdict.case, verdict.space, verdict.drawn)
+        key = key_of(verdict.check, verdict.interface, verdict.case, verdict.ranges, verdict.drawn)
         if key in self.earlier:
             number = self.earlier[key].number
         else:
@@ -105,7 +106,7 @@ class Bench:
         check: Check,
         interface: Interface,
         level: Level,
-        space: Space,
+        ranges: Ranges,
         drawn: int,
         after: "Bench | None" = None,
     ) -> None:
@@ -115,14 +116,14 @@ class Bench:
             session: the run that it belongs to.
             check, interface: what is judged.
             level: of the fixed cases.
-            space: the axes of the cases, and within which the check varies them.
+            ranges: the axes of the cases, and within which the check varies them.
             drawn: number of cases to draw.
             after: an earlier one of the same check and function, whose cases are left out.
         """
         self.check, self.interface, self.verdicts = check, interface, list[CaseVerdict]()
-        self._session, self._space = session, space
-        most = max(SMOKE_LONGEST, *space.q_lens) if level is Level.SMOKE else space.longest
-        self._axes = replace(space, longest=min(space.longest, most))
+        self._session, self._ranges = session, ranges
+        most = max(SMOKE_LONGEST, *ranges.q_lens) if level is Level.SMOKE else ranges.longest
+        self._axes = replace(ranges, longest=min(ranges.longest, most))
         self._after, self._cases = after, list[Any]()
         self._more = check.more if level is Level.FULL else ()
         first = Level.SMOKE if self._more else level  # the rounds that follow are the full level's
@@ -189,7 +190,7 @@ class Bench:
             return is_fault(found)
 
         try:
-            small = self.check.shrink(self._space, verdict.case, stays_wrong) if self.check.shrink else verdict.case
+            small = self.check.shrink(self._ranges, verdict.case, stays_wrong) if self.check.shrink else verdict.case
             return wrong[repr(small)]
         except KeyboardInterrupt:
             self._keep(list(wrong.values())[-1])
@@ -209,7 +210,7 @@ class Bench:
         for case in cases:
             earlier = self._earlier(case, drawn)
             submit = self._session.isolation.submit
-            begun.cases.append((case, earlier or submit(self.check.key, case, self._space, self._session.end)))
+            begun.cases.append((case, earlier or submit(self.check.key, case, self._ranges, self._session.end)))
         return begun
 
     def _take(self, begun: "_Begun", keep: Callable[[CaseVerdict], None]) -> Waits:
@@ -228,19 +229,19 @@ class Bench:
         """Return the verdict of a case that a wrong one was made smaller to, though the run may be over."""
         earlier = self._earlier(case, drawn=True)
         submit = self._session.isolation.submit
-        verdict = earlier or self._verdict(case, submit(self.check.key, case, self._space)(), drawn=True)
+        verdict = earlier or self._verdict(case, submit(self.check.key, case, self._ranges)(), drawn=True)
         return self._session.note(verdict, earlier is None)
 
     def _earlier(self, case: Any, drawn: bool) -> CaseVerdict | None:
         """Return an earlier verdict that stands. What was wrong is judged again: it is what its reader wants to see."""
-        key = key_of(self.check.key, self.interface, case, self._space, drawn)
+        key = key_of(self.check.key, self.interface, case, self._ranges, drawn)
         earlier = self._session.earlier.get(key)
         return earlier if earlier and earlier.outcome in (Outcome.RIGHT, Outcome.DECLINED) else None
 
     def _verdict(self, case: Any, judged: Judged, drawn: bool) -> CaseVerdict:
         name, where = self._session.name, str(self._session.isolation.device)
         kept = replace(judged, output=None)
-        return CaseVerdict(name, self.check.key, self.interface, case, where, kept, self._space, drawn)
+        return CaseVerdict(name, self.check.key, self.interface, case, where, kept, self._ranges, drawn)
 
     def keep(self, verdict: CaseVerdict) -> None:
         """Note and keep a verdict on a case that was not planned."""
@@ -261,14 +262,14 @@ class Bench:
         # smaller.
         @settings(
             max_examples=self._drawn,
-            derandomize=not self._space.seed,
+            derandomize=not self._ranges.seed,
             database=None,
             deadline=None,
             phases=(Phase.generate, Phase.shrink),
             suppress_health_check=list(HealthCheck),
             report_multiple_bugs=False,
         )
-        @given(self._axes.drawn(self.interface))
+        @given(drawn_cases(self._axes, self.interface))
         def holds(drawn: Any) -> None:
             nonlocal failures
             case = adapt(drawn)
@@ -286,8 +287,8 @@ class Bench:
                 failures = failures or 1
                 raise _Found(seen[case])
 
-        if self._space.seed:
-            seed(self._space.seed)(holds)
+        if self._ranges.seed:
+            seed(self._ranges.seed)(holds)
         holds()
         self.planned += len(cases) - self._drawn
         yield from self._keep_drawn(self._begin(list(cases), drawn=True), seen, holds)

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lab.checks.space import Space
+from lab.checks.parameters.attention import balanced
 from lab.checks.trial import Trial
 from lab.named_enum import NamedEnum
+from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import ATTENTION, Interface
 
@@ -22,9 +23,9 @@ class Level(NamedEnum):
     FULL = "full"
 
 
-Cases = Callable[[Interface, Space, Level], Iterable[Any]]
+Cases = Callable[[Interface, Ranges, Level], Iterable[Any]]
 # Cases that follow from the verdicts so far.
-Following = Callable[[Interface, Space, "Sequence[CaseVerdict]"], Iterable[Any]]
+Following = Callable[[Interface, Ranges, "Sequence[CaseVerdict]"], Iterable[Any]]
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class Check:
         interfaces: what it applies to.
         adapt: what makes a drawn case one of this check's; None: no case is drawn.
         draw: what yields random cases without an end, of what the verdicts say that the implementation takes; None: nothing.
-        shrink: what makes a wrong one of these small, called with the space, the case, and a function that says whether another
-            is wrong too.
+        shrink: what makes a wrong one of these small, called with the ranges, the case, and a function that says whether
+            another is wrong too.
         more: rounds of the full level, in turn, each of which follows from the verdicts of all before it. They follow the smoke
             level's cases, and come to those of the full level where the implementation declines nothing.
     """
@@ -55,7 +56,7 @@ class Check:
     adapt: Callable[[Any], Any] | None = None
     more: tuple[Following, ...] = ()
     draw: Following | None = None
-    shrink: Callable[[Space, Any, Callable[[Any], bool]], Any] | None = None
+    shrink: Callable[[Ranges, Any, Callable[[Any], bool]], Any] | None = None
 
 
 def first_line(text: str | None) -> str:
@@ -68,15 +69,15 @@ def counted(level: Level, smoke: int, full: int) -> int:
     return smoke if level is Level.SMOKE else full
 
 
-def covering(smoke: int, full: int, seed: int) -> Cases:
-    """Return what yields a covering array of the space as it is: so many cases at each level, drawn from a seed."""
-    return partial(_covering, smoke, full, seed)
+def balanced_cases(smoke: int, full: int, seed: int) -> Cases:
+    """Return what yields a covering array of the ranges as they are: so many cases at each level, drawn from a seed."""
+    return partial(_balanced, smoke, full, seed)
 
 
-def _covering(
-    smoke: int, full: int, seed: int, interface: Interface, space: Space, level: Level
+def _balanced(
+    smoke: int, full: int, seed: int, interface: Interface, ranges: Ranges, level: Level
 ) -> Iterator[AttentionCase]:
-    return space.covering(interface, counted(level, smoke, full), seed=seed)
+    return balanced(ranges, interface, counted(level, smoke, full), seed=seed)
 
 
 def same(case: Any) -> Any:

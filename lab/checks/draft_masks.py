@@ -37,9 +37,9 @@ def _hold(
 def _beside(trial: Trial, inputs: AttentionInputs) -> dict[str, dict[str, Any]]:
     """Arguments that limit or weigh what a row sees, too; those that a kernel may have been built without where it has them."""
     beside: dict[str, dict[str, Any]] = {"and the LSE": {"return_lse": True}}
-    if True in trial.space.windows:
+    if True in trial.ranges.windows:
         beside["within a window"] = {"window_left": WINDOW}
-    if True in trial.space.sinks:
+    if True in trial.ranges.sinks:
         beside["with sinks"] = {"sinks": unequal_sinks(inputs)}
     return beside
 

@@ -34,7 +34,7 @@ def _members() -> dict[str, Any]:
 
 
 def read_expression(text: str) -> Any:
-    """Build what `repr` wrote of a case or a space.
+    """Build what `repr` wrote of a case or a ranges.
 
     Raises:
         ValueError: it is no such expression, or its numbers make no case.

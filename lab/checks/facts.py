@@ -58,7 +58,7 @@ def together(shared: Facts, of_requests: Iterable[Facts]) -> dict[str, Fact]:
 def facts_of_case(case: Any) -> CallFacts:
     """Return the facts of a case of any check: its dataclass fields, nested ones too, and what follows from its lengths."""
     found = _fields_of(case)
-    found |= {f"{axis}: {value}": True for axis, value in getattr(case, "departures", {}).items()}
+    found |= {f"{axis}: {value}": True for axis, value in getattr(case, "non_default", {}).items()}
     for name in ("interface", "arithmetic", "values"):
         found.pop(name, None)
     if isinstance(getattr(case, "interface", None), Interface):

@@ -23,15 +23,15 @@ import torch
 
 from lab.checks import transport
 from lab.checks.check import Check
-from lab.checks.probe import PROBE
+from lab.checks.parameters.discovery import PROBE
 from lab.checks.properties import checks
 from lab.checks.refusals import Declined, Raised, Refusals, raised
-from lab.checks.space import Space
 from lab.checks.trial import AUDITED_CHECKS, Trial
 from lab.checks.verdicts import BROKEN, Judged, Outcome, credible, dishonest
 from lab.integrity import Bindings, ChangedBindingsError, bindings, in_words
 from lab.interpreter import quicken
 from lab.loading import LoadError, load
+from lab.ranges import Ranges
 
 Answer = TypeVar("Answer")
 
@@ -82,12 +82,12 @@ class Isolation:
         self,
         implementation: Any,
         device: torch.device,
-        space: Space,
+        ranges: Ranges,
         time_limit_s: float,
         workers: int = 1,
         refusals: Refusals | None = None,
     ) -> None:
-        self.implementation, self.device, self.space = implementation, device, space
+        self.implementation, self.device, self.ranges = implementation, device, ranges
         self.time_limit_s, self.workers, self.refusals = time_limit_s, workers, refusals
         self._pool: Any = None
         self._apart: Any = None
@@ -163,17 +163,17 @@ class Isolation:
         found: Judged = self._apart.schedule(work, args=arguments, timeout=IMPORT_LIMIT_S).result()
         return found
 
-    def submit(self, check: str, case: Any, space: Space | None = None, end: float = math.inf) -> Pending:
+    def submit(self, check: str, case: Any, ranges: Ranges | None = None, end: float = math.inf) -> Pending:
         """Have one case of the check with that key judged; return what waits for the verdict.
 
         Args:
             check: its key.
             case: of that check.
-            space: the axes within which the check may vary the case; the isolation's if None.
+            ranges: the axes within which the check may vary the case; the isolation's if None.
             end: the case is not begun after this time of `time.monotonic`, which all processes of a machine share;
                 waiting then raises TooLate.
         """
-        within = space or self.space
+        within = ranges or self.ranges
         if self._pool is None or self._last_words is None:
             trial = (self.implementation, _check(check), case, self.device, within, self.refusals)
             return Pending(functools.partial(_in_time, end, _run_watched, *trial))
@@ -273,7 +273,7 @@ def _work(
     check: str,
     case: Any,
     device: str,
-    space: Space,
+    ranges: Ranges,
     refusals: Refusals | None,
     time_limit_s: float,
     last_words: str,
@@ -285,7 +285,7 @@ def _work(
         try:
             implementation = load(name)
             quicken()  # what it has imported, or an earlier case
-            judged = _run_watched(implementation, _check(check), case, where, space, refusals)
+            judged = _run_watched(implementation, _check(check), case, where, ranges, refusals)
         finally:
             faulthandler.cancel_dump_traceback_later()
     if judged.outcome in BROKEN and where.type == "cuda":
@@ -323,11 +323,11 @@ def run_trial(
     check: Check,
     case: Any,
     device: torch.device,
-    space: Space,
+    ranges: Ranges,
     refusals: Refusals | None = None,
 ) -> Judged:
     """Judge one case in this process. A case is WRONG if a result is, FAILED if a call failed or something ended the check."""
-    trial = Trial(implementation, case, device, space, refusals)
+    trial = Trial(implementation, case, device, ranges, refusals)
     trial.saves_output = check.key in AUDITED_CHECKS
     try:
         check.judge(trial)

@@ -15,17 +15,17 @@ from lab.checks.bench import Bench, Session, Waits, in_turns
 from lab.checks.check import Check, Level
 from lab.checks.isolation import Isolation
 from lab.checks.ledger import LEDGER, KnownFinding, known
-from lab.checks.probe import axes_taken, is_mostly_declined
+from lab.checks.parameters.discovery import discover, is_mostly_declined
 from lab.checks.progress import Progress, Stopwatch
 from lab.checks.properties import checks
 from lab.checks.recording import digest_of_run, earlier_verdicts, offer_of, read_case, read_record, replaceable
 from lab.checks.refusals import resolve_refusals
 from lab.checks.report import CaseVerdict, Report
-from lab.checks.space import Space
 from lab.checks.verdicts import BROKEN
 from lab.gpus import capability_of
 from lab.loading import load
 from lab.provenance import environment
+from lab.ranges import Ranges
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.interfaces import ATTENTION, Interface, interfaces_of
 
@@ -42,7 +42,7 @@ def judge(
     implementation: Any,
     *,
     level: Level | str = Level.SMOKE,
-    space: Space | None = None,
+    ranges: Ranges | None = None,
     only: str | Sequence[str] = (),
     functions: Sequence[str] = (),
     device: torch.device | str | None = None,
@@ -69,7 +69,7 @@ def judge(
         implementation: a module or object with one or more of the names of `lab.workloads.interfaces.Interface`, or the
             name of one to import: "package.module" or "path/to/file.py", either with ":attribute" after it.
         level: SMOKE or FULL, or "smoke" or "full".
-        space: the axes of the cases; narrow them to what a kernel was built for.
+        ranges: the axes of the cases; narrow them to what a kernel was built for.
         only: keys or names of the checks to run, such as "K4" or "poison", or one of them; all if empty.
         functions: names of the functions to judge; all that it has if empty.
         device: where to run; a GPU if there is one.
@@ -85,7 +85,7 @@ def judge(
             same sources of the implementation and the lab, are not judged again.
         fresh: judge them again.
         first_failure: no further case is begun after the first that is wrong or failed.
-        seed: of what is drawn, instead of the space's, 0 by default: another one gives other cases.
+        seed: of what is drawn, instead of that of the ranges, 0 by default: another one gives other cases.
         for_seconds: random cases of K18 follow those of the level until the run has taken so long; a wrong one is made small.
         probe: where a function declines most cases, find out which values of the axes it takes, and judge it on those too.
 
@@ -102,7 +102,7 @@ def judge(
     _check_numbers(workers, time_limit_s, drawn)
     if isolated and not isinstance(implementation, str):
         raise ValueError(f"an isolated judge imports the implementation by name; got {implementation!r}")
-    chosen, given = _chosen(only), _seeded(space or Space(), seed)
+    chosen, given = _chosen(only), _seeded(ranges or Ranges(), seed)
     count = DRAWN_CASES[depth] if drawn is None else drawn
     name, subject = (implementation, implementation) if isolated else _named(implementation)
     path, refused = None if out is None else replaceable(Path(out)), None if refusals is None else tuple(refusals)
@@ -120,8 +120,8 @@ def judge(
         return run.judged(offered, given, progress)
 
 
-def _seeded(space: Space, seed: int | None) -> Space:
-    return space if seed is None else replace(space, seed=seed)
+def _seeded(ranges: Ranges, seed: int | None) -> Ranges:
+    return ranges if seed is None else replace(ranges, seed=seed)
 
 
 @dataclass
@@ -140,7 +140,7 @@ class _Run:
     _next_write: float = -math.inf
 
     def judged(
-        self, interfaces: Sequence[Interface], space: Space, progress: Callable[[Progress], None] | None
+        self, interfaces: Sequence[Interface], ranges: Ranges, progress: Callable[[Progress], None] | None
     ) -> Report:
         """Judge functions over axes, and write the report as the run goes."""
         watch = Stopwatch()
@@ -154,9 +154,9 @@ class _Run:
 
         self.session.note = note
         try:
-            self._turns(bench.turns() for bench in self._plan(interfaces, space))
+            self._turns(bench.turns() for bench in self._plan(interfaces, ranges))
             for interface in interfaces if self.probes else ():
-                self._narrow(interface, space)
+                self._narrow(interface, ranges)
             last = {(bench.check.key, bench.interface): bench for bench in self.benches if bench.check.draw}
             self._turns(bench.go_on(self.end) for bench in last.values())
             self._audit()
@@ -180,18 +180,18 @@ class _Run:
             if judged.outcome in BROKEN:
                 benches[verdict.check, verdict.interface].keep(replace(verdict, judged=judged))
 
-    def _narrow(self, interface: Interface, space: Space) -> None:
+    def _narrow(self, interface: Interface, ranges: Ranges) -> None:
         """Judge a function that declined most over the axes that it takes, if there are such."""
         verdicts = [verdict for bench in self.benches if bench.interface is interface for verdict in bench.verdicts]
         if interface not in ATTENTION or self.session.is_over or not is_mostly_declined(verdicts):
             return
         taken = [verdict.case for verdict in verdicts if verdict.judged.judged]
-        found = axes_taken(self.session.isolation.submit, interface, space, taken)
+        found = discover(self.session.isolation.submit, interface, ranges, taken)
         if found is not None:
             self.empty = replace(self.empty, narrowed=(*self.empty.narrowed, (interface, found)))
             self._turns(bench.turns() for bench in self._plan([interface], found))
 
-    def _plan(self, interfaces: Sequence[Interface], space: Space) -> list[Bench]:
+    def _plan(self, interfaces: Sequence[Interface], ranges: Ranges) -> list[Bench]:
         """Plan the benches of functions over axes, without the cases that were planned before."""
         before = {(bench.check.key, bench.interface): bench for bench in self.benches}
         planned = [
@@ -200,7 +200,7 @@ class _Run:
                 check,
                 interface,
                 self.empty.level,
-                space,
+                ranges,
                 self.drawn,
                 after=before.get((check.key, interface)),
             )
@@ -242,7 +242,7 @@ def judge_case(
     check: str,
     case: Any,
     device: torch.device | str | None = None,
-    space: Space | None = None,
+    ranges: Ranges | None = None,
 ) -> CaseVerdict:
     """Judge one case of one check in this process, as a reproduction does.
 
@@ -250,15 +250,15 @@ def judge_case(
         implementation: as in `judge`.
         check: its key or name.
         case: of that check.
-        device, space: as in `judge`.
+        device, ranges: as in `judge`.
     """
     where = device_of(device)
     name, loaded = _named(implementation)
     (chosen,) = _chosen((check,))
     interface = getattr(case, "interface", chosen.interfaces[0])
-    with Isolation(loaded, where, space or Space(), TIME_LIMIT_S) as isolation:
+    with Isolation(loaded, where, ranges or Ranges(), TIME_LIMIT_S) as isolation:
         judged = isolation.submit(chosen.key, case)()
-    return CaseVerdict(name, chosen.key, interface, case, str(where), judged, space or Space())
+    return CaseVerdict(name, chosen.key, interface, case, str(where), judged, ranges or Ranges())
 
 
 def judge_recorded(
@@ -289,7 +289,7 @@ def judge_recorded(
     name, where = implementation or was.implementation, device_of(device or was.device)
     _check_numbers(1, time_limit_s, None)
     refused = resolve_refusals(",".join(names)) if (names := read_record(Path(path)).get("refusals")) else None
-    with Isolation(name if isolated else load(name), where, was.space, time_limit_s, refusals=refused) as isolation:
+    with Isolation(name if isolated else load(name), where, was.ranges, time_limit_s, refusals=refused) as isolation:
         isolation.ask(interfaces_of)
         judged = isolation.submit(was.check, was.case)()
     return replace(was, implementation=name, device=str(where), judged=judged, finding="")

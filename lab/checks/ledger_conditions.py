@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from lab.calls.problem import E4M3
-from lab.checks.parameters.combination import Combination
+from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.paged_axes import OWN_BIT_CLEAR, SOME_MINUS_INFINITY
 from lab.checks.parameters.paged_shape import attention_case
-from lab.checks.space import Space
 from lab.metadata.engine.forward_mode import ForwardMode
+from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.interfaces import Interface
 
@@ -25,9 +25,9 @@ def wrong_requests(sentence: str) -> list[int]:
     return [int(number) for number in named.group(1).split(",") if number.strip()] if named else []
 
 
-def lens_of(case: AttentionCase | Combination) -> AttentionCase:
+def lens_of(case: AttentionCase | Configuration) -> AttentionCase:
     """Return the case that has the lengths of each request."""
-    return attention_case(case, Space()) if isinstance(case, Combination) else case
+    return attention_case(case, Ranges()) if isinstance(case, Configuration) else case
 
 
 def all_wrong(
@@ -44,7 +44,7 @@ def all_wrong(
 
 
 def only_fewer_keys_than_rows(
-    case: AttentionCase | Combination, sentence: str, *, some_if_unnamed: bool = False
+    case: AttentionCase | Configuration, sentence: str, *, some_if_unnamed: bool = False
 ) -> bool:
     """All that is wrong belongs to requests with fewer keys than query rows."""
     lens = lens_of(case)
@@ -54,24 +54,24 @@ def only_fewer_keys_than_rows(
     )
 
 
-def has_fewer_keys_than_rows(case: AttentionCase | Combination) -> bool:
+def has_fewer_keys_than_rows(case: AttentionCase | Configuration) -> bool:
     """Some request of the case has fewer keys than query rows."""
     case = lens_of(case)
     return any(kv_len < q_len for kv_len, q_len in zip(case.kv_lens, case.q_lens, strict=True))
 
 
-def only_without_keys(case: AttentionCase | Combination, sentence: str) -> bool:
+def only_without_keys(case: AttentionCase | Configuration, sentence: str) -> bool:
     """All that is wrong belongs to requests without a key."""
     lens = lens_of(case)
     return all_wrong(lens, sentence, lambda request: lens.kv_lens[request] == 0)
 
 
-def has_no_keys(case: AttentionCase | Combination) -> bool:
+def has_no_keys(case: AttentionCase | Configuration) -> bool:
     """Some request of the case has no key."""
     return 0 in lens_of(case).kv_lens
 
 
-def only_rows_before_the_first_tile(case: AttentionCase | Combination, sentence: str) -> bool:
+def only_rows_before_the_first_tile(case: AttentionCase | Configuration, sentence: str) -> bool:
     """All that is wrong belongs to requests with fewer keys than rows, and keys for a tile that FA2 leaves unmasked.
 
     Some request is one where none is named.
@@ -97,7 +97,7 @@ def several_rows(case: Any, sentence: str) -> bool:
 def window_over_several_rows(case: Any, sentence: str) -> bool:
     """The wrong call has a window and several rows for each request."""
     windowed = getattr(case, "sliding_window", False) or getattr(case, "window_left", -1) >= 0
-    if isinstance(case, Combination):
+    if isinstance(case, Configuration):
         windowed = case.get("window_left", -1) >= 0
     return several_rows(case, sentence) and bool(windowed or re.search(r"\bwindow", sentence))
 
@@ -106,29 +106,29 @@ def mask_over_e4m3(case: Any, sentence: str) -> bool:
     """The wrong call has an e4m3 cache and a draft mask that is not causal."""
     replayed = "^(the first replay|a replay|an eager call between)"  # of K9, which gives several rows a tree's mask
     is_masked = bool(re.search(f"^(?!causal|no mask).*mask .*of [0-9]+ rows|{replayed}", sentence))
-    if isinstance(case, Combination):
+    if isinstance(case, Configuration):
         is_masked = case.get("mask", "none") not in ("none", "causal")
     return getattr(lens_of(case), "kv_dtype", None) == E4M3 and is_masked and several_rows(case, sentence)
 
 
 def only_where_a_mask_hides_every_key(case: Any, sentence: str) -> bool:
     """All that is wrong belongs to requests without a token before their rows, and a draft mask hides each row from itself."""
-    hides = isinstance(case, Combination) and case.get("mask", "none") == OWN_BIT_CLEAR
+    hides = isinstance(case, Configuration) and case.get("mask", "none") == OWN_BIT_CLEAR
     lens = lens_of(case)
     return hides and all_wrong(lens, sentence, lambda request: lens.kv_lens[request] <= lens.q_lens[request])
 
 
-def has_sinks(case: AttentionCase | Combination) -> bool:
-    return case.get("sinks", "none") != "none" if isinstance(case, Combination) else case.sinks
+def has_sinks(case: AttentionCase | Configuration) -> bool:
+    return case.get("sinks", "none") != "none" if isinstance(case, Configuration) else case.sinks
 
 
-def sink_of_minus_infinity_and_fewer_keys_than_rows(case: AttentionCase | Combination, sentence: str) -> bool:
+def sink_of_minus_infinity_and_fewer_keys_than_rows(case: AttentionCase | Configuration, sentence: str) -> bool:
     """Some sink is minus infinity, and all that is wrong belongs to requests with fewer keys than rows, if any is named."""
-    some = case.get("sinks") == SOME_MINUS_INFINITY if isinstance(case, Combination) else "minus infinity" in sentence
+    some = case.get("sinks") == SOME_MINUS_INFINITY if isinstance(case, Configuration) else "minus infinity" in sentence
     return some and only_fewer_keys_than_rows(case, sentence, some_if_unnamed=True)
 
 
-def unscaled_e4m3_shows(case: AttentionCase | Combination, sentence: str) -> bool:
+def unscaled_e4m3_shows(case: AttentionCase | Configuration, sentence: str) -> bool:
     """The cache is e4m3, and logits climb, keys have little weight, or K11 makes logits large."""
     case = lens_of(case)
     shows = case.contents in (Contents.TALL, Contents.SHADED)

@@ -31,7 +31,7 @@ def phrase(fact: str, operator: str, value: Fact) -> str:
 
 def _phrase(fact: str, operator: str, value: Fact) -> str:
     known = PHRASES.get(fact)
-    if known is None and operator in ("is", "is not") and ": " in fact:  # of a combination's axis
+    if known is None and operator in ("is", "is not") and ": " in fact:  # of a configuration's axis
         return f"{fact.replace(': ', ' is ' if operator == 'is' else ' is not ', 1)}"
     if known is None:
         return f"{fact} {operator} {value}" if operator not in ("is", "is not") else f"{fact} {operator} true"

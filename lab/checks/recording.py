@@ -145,7 +145,7 @@ def read_cases(record: dict[str, Any]) -> Iterator[CaseVerdict]:
         ReportError: it is no report, or one that was written before its cases had numbers.
     """
     try:
-        space = read_expression(record["space"])
+        ranges = read_expression(record["ranges"])
         for case in record["cases"]:
             yield CaseVerdict(
                 implementation=record["implementation"],
@@ -160,7 +160,7 @@ def read_cases(record: dict[str, Any]) -> Iterator[CaseVerdict]:
                     float(case.get("worst_ratio", 0.0)),
                     case.get("judged", 0),
                 ),
-                space=read_expression(case["space"]) if "space" in case else space,
+                ranges=read_expression(case["ranges"]) if "ranges" in case else ranges,
                 drawn=case.get("drawn", False),
                 finding=case.get("finding", ""),
                 number=case["number"],
@@ -228,7 +228,7 @@ def earlier_verdicts(path: Path | None, digest: str) -> dict[Key, CaseVerdict]:
         if record.get("run") != digest:
             return {}
         return {
-            key_of(each.check, each.interface, each.case, each.space, each.drawn): each for each in read_cases(record)
+            key_of(each.check, each.interface, each.case, each.ranges, each.drawn): each for each in read_cases(record)
         }
     except ReportError:
         return {}

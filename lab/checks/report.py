@@ -15,10 +15,10 @@ from lab.checks.check import Level
 from lab.checks.check_summary import SHOWN_DECLINES, CheckSummary, row_of
 from lab.checks.diagnosis import Diagnosis, Smallest, diagnose
 from lab.checks.regions import Literal
-from lab.checks.space import Space
 from lab.checks.verdicts import BROKEN, Judged, Outcome
 from lab.exit_status import ExitStatus
 from lab.files import write_text
+from lab.ranges import Ranges
 from lab.workloads.interfaces import Interface
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class CaseVerdict:
     Attributes:
         implementation, check, interface, case, device: what was judged, by which check, of which function, on what, where.
         judged: what was found.
-        space: the axes within which the check varied the case.
+        ranges: the axes within which the check varied the case.
         drawn: Hypothesis drew the case; a wrong one is the smallest that it came to.
         finding: of a KNOWN case, where it is written down.
         number: of the case in its report, from 1; a run that takes up an older report keeps its numbers. 0: in no report yet.
@@ -53,7 +53,7 @@ class CaseVerdict:
     case: Any
     device: str
     judged: Judged
-    space: Space = field(default_factory=Space)
+    ranges: Ranges = field(default_factory=Ranges)
     drawn: bool = False
     finding: str = ""
     number: int = 0
@@ -88,8 +88,8 @@ class CaseVerdict:
     def reproduce_without_file(self) -> str:
         """Return a shell line, the case in it, that judges the case again."""
         arguments = [self.implementation, self.check, self.case, self.device]
-        if self.space != Space():
-            arguments.append(self.space)
+        if self.ranges != Ranges():
+            arguments.append(self.ranges)
         program = f"import torch; from lab.checks import *; print(judge_case({', '.join(map(repr, arguments))}))"
         interpreted = "TRITON_INTERPRET=1 " if os.environ.get("TRITON_INTERPRET") == "1" else ""
         return f"{interpreted}python -c {_quoted(program)}"
@@ -133,7 +133,7 @@ class Report:
         verdicts: of every case.
         left_out: cases that were not judged.
         ended: why they were not.
-        space: the axes that were judged.
+        ranges: the axes that were judged.
         interrupted: by the user; cases that were not begun are in left_out.
         narrowed: functions that declined most cases, and the axes that they take and were then judged on too.
         refusals: names of the exceptions that were refusals; () for the usual ones.
@@ -148,10 +148,10 @@ class Report:
     device: str
     verdicts: tuple[CaseVerdict, ...]
     left_out: int = 0
-    space: Space = field(default_factory=Space)
+    ranges: Ranges = field(default_factory=Ranges)
     ended: str = "the time was over"
     interrupted: bool = False
-    narrowed: tuple[tuple[Interface, Space], ...] = ()
+    narrowed: tuple[tuple[Interface, Ranges], ...] = ()
     refusals: tuple[str, ...] = ()
     run: str = ""
     num_random: int = 0
@@ -197,11 +197,11 @@ class Report:
             "is_right": self.is_right,
             "left_out": self.left_out,
             "interrupted": self.interrupted,
-            "seed": self.space.seed,
+            "seed": self.ranges.seed,
             "num_random": self.num_random,
             "audited": self.audited,
-            "space": repr(self.space),
-            "narrowed": {interface.value: repr(space) for interface, space in self.narrowed},
+            "ranges": repr(self.ranges),
+            "narrowed": {interface.value: repr(ranges) for interface, ranges in self.narrowed},
             "refusals": list(self.refusals),
             "run": self.run,
             "environment": self.environment,
@@ -223,7 +223,7 @@ class Report:
         write_text(path, json.dumps(record, indent=1) + "\n")
 
     def _record_of(self, verdict: CaseVerdict) -> dict[str, Any]:
-        return verdict.as_record() | ({} if verdict.space == self.space else {"space": repr(verdict.space)})
+        return verdict.as_record() | ({} if verdict.ranges == self.ranges else {"ranges": repr(verdict.ranges)})
 
     @functools.cached_property
     def diagnosis(self) -> Diagnosis:
@@ -237,10 +237,10 @@ class Report:
 
     @functools.cached_property
     def coverages(self) -> "tuple[Coverage, ...]":
-        """Return how much of each function's domain check K18 covered; empty where it did not run."""
+        """Return how much of each function's model check K18 covered; empty where it did not run."""
         from lab.checks.parameters.coverage import coverages
 
-        return coverages(self.verdicts, self.space)
+        return coverages(self.verdicts, self.ranges)
 
     def _not_judged(self) -> Iterator[str]:
         if self.left_out:
@@ -258,7 +258,7 @@ class Report:
         from lab.checks.properties import checks
 
         names = {check.key: check.name for check in checks()}
-        seed = f", seed {self.space.seed}" if self.space.seed else ""
+        seed = f", seed {self.ranges.seed}" if self.ranges.seed else ""
         table = Table(
             title=f"{self.implementation} on {self.environment.get('gpu') or self.device}, {self.level.value}{seed}",
             box=SIMPLE_HEAD,
@@ -288,7 +288,7 @@ class Report:
         for number, (region, smallest) in enumerate(zip(found.regions, found.smallest, strict=True)):
             yield f"  {region.counts}"
             yield from _example(smallest) if number < SHOWN_EXAMPLES else ()
-        if any(OVER_E4M3 in region.rule for region in found.regions) and not self.space.e4m3_arithmetic:
+        if any(OVER_E4M3 in region.rule for region in found.regions) and not self.ranges.e4m3_arithmetic:
             yield "  a kernel that computes in e4m3 over such a cache is judged by that arithmetic: --e4m3-arithmetic"
 
     def notes(self) -> Iterator[str]:

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from lab.checks.facts import CallFacts, CallLog, context_of, facts_of_case, together
 from lab.checks.refusals import Declined, Raised, Refusals, is_capturing, output_and_lse, refusing
-from lab.checks.space import Space
 from lab.checks.spellings import Speller
 from lab.checks.verdicts import IT_FAILED, CheckedResult, SavedOutput, WrongVector
 from lab.named_enum import NamedEnum
+from lab.ranges import Ranges
 from lab.references.truth import Truth
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import AttentionInputs, build_attention, new_workspace
@@ -77,7 +77,7 @@ class Trial:
         implementation: what is judged.
         case: of what; a frozen dataclass.
         device: where.
-        space: the axes within which a check may vary the case.
+        ranges: the axes within which a check may vary the case.
         refusals: exceptions that are refusals, as in `lab.checks.refusals.refusing`.
         calls: calls of the implementation so far.
         wrongs: what was wrong, a sentence each.
@@ -95,11 +95,11 @@ class Trial:
         implementation: Any,
         case: Any,
         device: torch.device,
-        space: Space | None = None,
+        ranges: Ranges | None = None,
         refusals: Refusals | None = None,
     ) -> None:
         self.implementation, self.case, self.device = implementation, case, device
-        self.space = space or Space()
+        self.ranges = ranges or Ranges()
         self.refusals = refusals
         self.calls = 0
         self.wrongs: list[str] = []

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from lab.axes import E4M3_ARITHMETIC, LONGEST, SEED, SEVERAL, SOME, options_of, space_of
+from lab.axes import E4M3_ARITHMETIC, LONGEST, SEED, SEVERAL, SOME, options_of, ranges_of
 from lab.commands.options import Device, Implementation, list_option, prepare_machine, refuse
 from lab.commands.progress import shown_progress
 from lab.commands.watch import rounds
@@ -180,7 +180,7 @@ def judge(
     if case is not None:
         _judge_and_exit(partial(_judge_case, *_report_and_number(case), implementation, settings), watch)
     try:
-        space = space_of(context.params)
+        ranges = ranges_of(context.params)
         exceptions = None if refusals is None else _exceptions_named(refusals)
     except ValueError as error:
         refuse(str(error))
@@ -190,7 +190,7 @@ def judge(
     name = implementation or default_implementation(device).__name__
     settings |= {
         "level": level,
-        "space": space,
+        "ranges": ranges,
         "refusals": exceptions,
         "only": only or (),
         "functions": functions or (),
@@ -325,7 +325,7 @@ def _print_recorded_coverage(path: Path) -> ExitStatus:
         verdicts = list(read_cases(record))
     except ReportError as error:
         return _print_error(str(error), ExitStatus.MISUSED)
-    _print_coverage(Console(), coverages(verdicts, read_expression(record["space"])))
+    _print_coverage(Console(), coverages(verdicts, read_expression(record["ranges"])))
     return ExitStatus.DONE
 
 
@@ -341,11 +341,11 @@ def _print_coverage(console: Console, coverages: "Sequence[Coverage]") -> None:
 def _print_narrowings(console: Console, report: "Report") -> None:
     """Print, for each function that declined most cases, the command that judges the axes that it takes."""
     several_functions = len({verdict.interface for verdict in report.verdicts}) > 1
-    for interface, space in report.narrowed:
+    for interface, ranges in report.narrowed:
         only = f"--functions {interface.value} " if several_functions else ""
         console.print(
             f"{interface.value} declines most of the axes. It was judged again on the axes that it takes: "
-            f"lab judge {report.implementation} {only}{options_of(space)}",
+            f"lab judge {report.implementation} {only}{options_of(ranges)}",
             markup=False,
             highlight=False,
             soft_wrap=True,

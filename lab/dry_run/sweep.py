@@ -29,7 +29,7 @@ from lab.dry_run import build, kernel_table
 from lab.dry_run.launcher import GPUS
 from lab.dry_run.launches import Launch, TensorMap
 from lab.dry_run.machine import Machine, machine
-from lab.dry_run.sweep_axes import DOMAINS, points
+from lab.dry_run.sweep_axes import MODELS, points
 from lab.dry_run.sweep_calls import made
 from lab.exit_status import ExitStatus
 from lab.files import write_text
@@ -83,7 +83,7 @@ class Verdict:
 
     Attributes:
         call: the function's name.
-        departures: the values of its point that are not the plain ones.
+        non_default: the values of its point that are not the default ones.
         refusal: `why_not`'s sentence, or None.
         failure: the launcher's or FlashInfer's words, or the sentence of a misread call; None where it is launched.
         kernel: the attention kernel's name, or None.
@@ -91,7 +91,7 @@ class Verdict:
     """
 
     call: str
-    departures: dict[str, Any]
+    non_default: dict[str, Any]
     refusal: str | None
     failure: str | None
     kernel: str | None
@@ -126,10 +126,10 @@ def judged(gpu: Machine, call: AttentionCall, point: Point) -> Verdict:
     kernel = kernel_for(call, gpu.gpu.capability)
     refusal = why_not(kernel, gpu.gpu.capability, problem)
     failure, name = _launched(gpu, call, asked, problem)
-    plain = DOMAINS[call].plain
-    departures = {axis: value for axis, value in point.items() if value != plain[axis]}
+    plain = MODELS[call].default
+    non_default = {axis: value for axis, value in point.items() if value != plain[axis]}
     agreement = _agreement(gpu, call, point, refusal, failure, kernel, problem)
-    return Verdict(call.value, departures, refusal, failure, name, agreement)
+    return Verdict(call.value, non_default, refusal, failure, name, agreement)
 
 
 def _agreement(
@@ -332,17 +332,17 @@ EXAMPLES = ("| call | of the launcher | calls | such as | `why_not` | launcher |
 
 
 def _examples(verdicts: Iterable[Verdict]) -> Iterator[str]:
-    """Yield one row per function and reason of the launcher: the number of calls, and the call with fewest departures."""
+    """Yield one row per function and reason of the launcher: the number of calls, and the call with fewest non_default."""
     kinds: dict[tuple[str, str, str], list[Verdict]] = {}
     for verdict in verdicts:
         said = reasons(SAID, verdict.failure or "")
         why = " or ".join(sorted(each.value for each in said)) if verdict.failure else verdict.agreement
         kinds.setdefault((verdict.call, why or "another reason", verdict.agreement), []).append(verdict)
     for (call, why, _), found in kinds.items():
-        plainest = min(found, key=lambda each: len(each.departures))
+        plainest = min(found, key=lambda each: len(each.non_default))
         failure = (plainest.failure or "launches it").partition(": qkvLayout")[0]
-        departures = ", ".join(f"{axis} {value}" for axis, value in plainest.departures.items()) or "the plain one"
-        yield f"| `{call}` | {why} | {len(found):,} | {departures} | {plainest.refusal or 'takes it'} | {failure} |"
+        non_default = ", ".join(f"{axis} {value}" for axis, value in plainest.non_default.items()) or "the plain one"
+        yield f"| `{call}` | {why} | {len(found):,} | {non_default} | {plainest.refusal or 'takes it'} | {failure} |"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lab.calls.problem import NVFP4_BLOCK, AttentionCall
-from lab.checks.parameters.covering import Constraint, Domain, Point
+from lab.checks.parameters.covering import Constraint, Model, Point
 
 OUTS = ("fp16", "bf16", "e4m3")
 # "query/K and V/output"
@@ -126,8 +126,8 @@ PAGED_RULES = (
     ),
     Constraint(lambda cache, kv_start: cache != "K is V" or "V" not in kv_start, "V begins where K does"),
 )
-DOMAINS: Mapping[AttentionCall, Domain] = {
-    AttentionCall.DECODE: Domain(
+MODELS: Mapping[AttentionCall, Model] = {
+    AttentionCall.DECODE: Model(
         DECODE_AXES,
         (
             *PAGED_RULES,
@@ -135,17 +135,17 @@ DOMAINS: Mapping[AttentionCall, Domain] = {
         ),
         (("dtypes", "head_dim", "page_size"), ("group", "num_kv_heads", "q_len"), ("dtypes", "group", "num_kv_heads")),
     ),
-    AttentionCall.CONTEXT: Domain(
+    AttentionCall.CONTEXT: Model(
         CONTEXT_AXES,
         (*PAGED_RULES, WINDOW_IS_CAUSAL),
         (("dtypes", "head_dim", "page_size"), ("dtypes", "head_dim", "window_left")),
     ),
-    AttentionCall.MLA_DECODE: Domain(
+    AttentionCall.MLA_DECODE: Model(
         MLA_AXES,
         (ROW_IS_A_KEY,),
         (("dtypes", "dims", "heads"), ("heads", "dims", "max_kv_len"), ("heads", "q_len", "page_size")),
     ),
-    AttentionCall.RAGGED_CONTEXT: Domain(
+    AttentionCall.RAGGED_CONTEXT: Model(
         RAGGED_AXES,
         (
             WINDOW_IS_CAUSAL,
@@ -178,21 +178,21 @@ BASES: Mapping[AttentionCall, tuple[Point, ...]] = {
 
 
 def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
-    """Yield points of a call's domain, no two alike: each value alone, the stated triples in full, then random ones.
+    """Yield points of a call's model, no two alike: each value alone, the stated triples in full, then random ones.
 
     Args:
         call: one of the four.
         drawn: random points, of one departure from one of `BASES` up to five.
         seed: of those.
     """
-    domain, rng = DOMAINS[call], random.Random(f"{call.name} {seed}")
+    model, rng = MODELS[call], random.Random(f"{call.name} {seed}")
     grids = (
-        domain.completed(dict(zip(names, values, strict=True)))
-        for names in domain.triples
-        for values in itertools.product(*(domain.axes[name] for name in names))
+        model.completed(dict(zip(names, values, strict=True)))
+        for names in model.triples
+        for values in itertools.product(*(model.axes[name] for name in names))
     )
     found = set[str]()
-    for point in itertools.chain(domain.alone(), grids, (_drawn(call, rng) for _ in range(drawn))):
+    for point in itertools.chain(model.alone(), grids, (_drawn(call, rng) for _ in range(drawn))):
         if point is not None and repr(point) not in found:
             found.add(repr(point))
             yield point
@@ -200,6 +200,6 @@ def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
 
 def _drawn(call: AttentionCall, rng: random.Random) -> Point | None:
     """Return a point that departs from a base on 1 to 5 axes; None if the rules exclude it."""
-    domain = DOMAINS[call]
-    names = rng.sample(list(domain.axes), rng.randint(1, 5))
-    return domain.completed(rng.choice(BASES[call]) | {name: rng.choice(domain.axes[name]) for name in names})
+    model = MODELS[call]
+    names = rng.sample(list(model.axes), rng.randint(1, 5))
+    return model.completed(rng.choice(BASES[call]) | {name: rng.choice(model.axes[name]) for name in names})

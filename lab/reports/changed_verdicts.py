@@ -34,7 +34,7 @@ from lab.reports.tables import Cell, TableReport, make_table, number, words
 
 BAD = (*BROKEN, Outcome.KNOWN)
 # That two reports share if each judged the whole of the same.
-SETTINGS = ("level", "seed", "space", "checks", "left_out")
+SETTINGS = ("level", "seed", "ranges", "checks", "left_out")
 
 
 class VerdictChange(NamedEnum):

@@ -120,7 +120,7 @@ def _releases(files: Iterable[RecordedFile], package: str) -> list[Release]:
 
 
 def _axes(file: RecordedFile) -> str:
-    return str(file.content.get("space"))
+    return str(file.content.get("ranges"))
 
 
 def _cases(release: Release) -> Iterator[tuple[Key, CaseVerdict]]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from corpus.matrix import MOST_MEMORY_BYTES, NO_MEMORY, WRONG, cases_of, combinations, space_of
+from corpus.matrix import MOST_MEMORY_BYTES, NO_MEMORY, WRONG, cases_of, combinations, ranges_of
 from corpus.mutants import MUTANTS, mutant
 from lab.checks.check import Check, Level
 from lab.checks.diagnosis import Region, diagnose
@@ -59,13 +59,13 @@ def _judged(name: str, chosen: Sequence[Check], level: Level) -> Iterator[CaseVe
     judged = mutant(name)
     for interface in map(Interface, judged.interface):
         for check in chosen:
-            space = space_of(check)
+            ranges = ranges_of(check)
             for case in cases_of(check, interface, level):
                 quicken()
-                found = run_trial(judged.implementation(), check, case, CPU, space)
+                found = run_trial(judged.implementation(), check, case, CPU, ranges)
                 if found.outcome is Outcome.FAILED and any(NO_MEMORY in wrong for wrong in found.wrongs):
                     continue
-                yield CaseVerdict(name, check.key, interface, case, "cpu", found, space)
+                yield CaseVerdict(name, check.key, interface, case, "cpu", found, ranges)
 
 
 def record_of(name: str) -> dict[str, Any]:

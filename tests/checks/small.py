@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from lab import references
-from lab.checks import Space
+from lab.checks import Ranges
 from lab.workloads.interfaces import Interface
 
-SMALL = Space(
+SMALL = Ranges(
     dtypes=((torch.bfloat16, torch.bfloat16),),
     groups=(2,),
     num_kv_heads=(1,),

@@ -11,7 +11,7 @@ import torch
 
 from corpus.mutants import MUTANTS, mutant
 from lab import references
-from lab.checks import AttentionCase, CaseVerdict, Interface, Outcome, Space, judge
+from lab.checks import AttentionCase, CaseVerdict, Interface, Outcome, Ranges, judge
 from lab.checks.diagnosis import Diagnosis, diagnose
 from lab.checks.phrases import PHRASES
 from lab.checks.phrases import phrase as say
@@ -20,7 +20,7 @@ from lab.checks.verdicts import CheckedResult, Judged, WrongVector
 from tests.checks.measure_regions import TRIGGERS, markdown, record_of
 
 CASE = AttentionCase(Interface.DECODE, (20, 33), (1, 1))
-SMALL = Space(
+SMALL = Ranges(
     dtypes=((torch.bfloat16, torch.bfloat16),),
     groups=(1, 2),
     num_kv_heads=(1, 2),
@@ -230,7 +230,7 @@ def test_a_measured_record_says_which_region_names_the_trigger() -> None:
 
 
 def diagnosis_of(implementation: Any, *only: str) -> Diagnosis:
-    return judge(implementation, space=SMALL, only=only, drawn=0, device="cpu").diagnosis
+    return judge(implementation, ranges=SMALL, only=only, drawn=0, device="cpu").diagnosis
 
 
 @pytest.mark.parametrize(

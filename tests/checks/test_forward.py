@@ -15,7 +15,7 @@ import lab.metadata.mha.backend as backend_module
 import lab.references
 from corpus.mutants.mutant import Mutant
 from corpus.mutants.rows import PaddingGivenToLast
-from lab.checks import Contents, ForwardCase, Level, Outcome, Space, judge_forward
+from lab.checks import Contents, ForwardCase, Level, Outcome, Ranges, judge_forward
 from lab.checks.properties import forward_modes
 from lab.metadata import AttentionCall, ForwardMode, KVLayout, build_mha_metadata
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
@@ -118,7 +118,7 @@ def full_cases(**axes: Any) -> list[ForwardCase]:
     return [
         case
         for each in forward_modes.CHECK.interfaces
-        for case in forward_modes.CHECK.cases(each, Space(**axes), Level.FULL)
+        for case in forward_modes.CHECK.cases(each, Ranges(**axes), Level.FULL)
     ]
 
 

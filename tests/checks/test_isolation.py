@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lab import references
-from lab.checks import CaseVerdict, Outcome, Report, Space, judge
+from lab.checks import CaseVerdict, Outcome, Ranges, Report, judge
 from lab.checks import isolation as isolation_module
 from lab.checks.bench import Waits, in_turns
 from lab.checks.isolation import Isolation, Pending, TooLate
@@ -23,7 +23,7 @@ from lab.workloads.interfaces import Interface
 from tests.checks import hostile
 
 HALF = ((torch.bfloat16, torch.bfloat16),)
-SPACE = Space(
+RANGES = Ranges(
     dtypes=HALF,
     head_dims=(64,),
     page_sizes=(16,),
@@ -33,12 +33,12 @@ SPACE = Space(
     longest=40,
     nvfp4=(False,),
 )
-SPACE_OF_RAISERS = replace(SPACE, groups=(5, 6, 8, 16))
+RANGES_OF_RAISERS = replace(RANGES, groups=(5, 6, 8, 16))
 TIME_LIMIT_S = 5.0
 
 
-def judged(name: str, space: Space = SPACE, **how: object) -> Report:
-    return judge(name, only=["K1"], space=space, isolated=True, time_limit_s=TIME_LIMIT_S, drawn=0, **how)  # type: ignore[arg-type]
+def judged(name: str, ranges: Ranges = RANGES, **how: object) -> Report:
+    return judge(name, only=["K1"], ranges=ranges, isolated=True, time_limit_s=TIME_LIMIT_S, drawn=0, **how)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_right_cases_follow_a_crash_in_the_new_worker() -> None:
     """Cases of both kinds take turns in one pool of a single worker."""
     case = AttentionCase(Interface.DECODE, (20,), (1,), group=1)
     crash = AttentionCase(Interface.DECODE, (20,), (1,), group=3)
-    with Isolation("tests.checks.hostile", torch.device("cpu"), Space(), TIME_LIMIT_S) as isolation:
+    with Isolation("tests.checks.hostile", torch.device("cpu"), Ranges(), TIME_LIMIT_S) as isolation:
         waiting = [isolation.submit("K1", each) for each in (case, crash, case)]
         assert [wait().outcome for wait in waiting] == [Outcome.RIGHT, Outcome.FAILED, Outcome.RIGHT]
 
@@ -91,7 +91,7 @@ def test_right_cases_follow_a_crash_in_the_new_worker() -> None:
 def test_a_worker_that_dies_between_cases_is_replaced_too() -> None:
     """What one case broke may kill the process later."""
     case = AttentionCase(Interface.DECODE, (20,), (1,), group=1)
-    with Isolation("tests.checks.hostile:dies_later", torch.device("cpu"), Space(), TIME_LIMIT_S) as isolation:
+    with Isolation("tests.checks.hostile:dies_later", torch.device("cpu"), Ranges(), TIME_LIMIT_S) as isolation:
         for _ in range(2):
             assert isolation.submit("K1", case)().outcome is Outcome.RIGHT
             time.sleep(2.0)
@@ -101,7 +101,7 @@ def test_a_worker_that_dies_between_cases_is_replaced_too() -> None:
 def test_no_case_is_begun_after_the_end(name: str | None) -> None:
     """A case may wait for others in a queue when its run is over; `name` is None for a judge in this process."""
     case = AttentionCase(Interface.DECODE, (20,), (1,), group=1)
-    with Isolation(name or references, torch.device("cpu"), Space(), TIME_LIMIT_S) as isolation:
+    with Isolation(name or references, torch.device("cpu"), Ranges(), TIME_LIMIT_S) as isolation:
         now = time.monotonic()
         late, in_time = (isolation.submit("K1", case, None, end) for end in (now - 1.0, now + 60.0))
         assert in_time().outcome is Outcome.RIGHT
@@ -154,7 +154,7 @@ def _right() -> Judged:
 def test_a_pool_whose_workers_never_begin_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolation_module, "_begin", hostile.leave_at_once)
     case = AttentionCase(Interface.DECODE, (20,), (1,))
-    with Isolation("lab.references", torch.device("cpu"), Space(), TIME_LIMIT_S) as isolation:
+    with Isolation("lab.references", torch.device("cpu"), Ranges(), TIME_LIMIT_S) as isolation:
         waiting = isolation.submit("K1", case)
         with pytest.raises(RuntimeError, match="no worker can begin: a script"):
             waiting()
@@ -189,7 +189,7 @@ def test_a_module_that_cannot_be_imported_is_a_sentence(
 
 
 def test_in_this_process_what_is_raised_is_told_too() -> None:
-    report = judge(hostile, only=["K1"], space=SPACE_OF_RAISERS, device="cpu", drawn=0)
+    report = judge(hostile, only=["K1"], ranges=RANGES_OF_RAISERS, device="cpu", drawn=0)
     assert {verdict.outcome for verdict in report.verdicts} == {Outcome.FAILED}
     assert {verdict.reason.split(": ")[1] for verdict in report.verdicts} == {
         "it raised RuntimeError",

@@ -5,14 +5,14 @@ import re
 import pytest
 import torch
 
-from lab.checks import Outcome, Space, judge
+from lab.checks import Outcome, Ranges, judge
 from tests.checks.hostile_kernels import HOSTILE_HEAD_DIM
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="hostile to a CUDA context, and there is none here"),
 ]
-SPACE = Space(
+RANGES = Ranges(
     dtypes=((torch.bfloat16, torch.bfloat16),),
     groups=(4,),
     num_kv_heads=(2,),
@@ -29,9 +29,9 @@ SPACE = Space(
 )
 def test_the_hostile_cases_alone_are_lost(name: str, says: str) -> None:
     report = judge(
-        f"tests.checks.hostile_kernels:{name}", only=["K1"], space=SPACE, isolated=True, time_limit_s=15.0, drawn=0
+        f"tests.checks.hostile_kernels:{name}", only=["K1"], ranges=RANGES, isolated=True, time_limit_s=15.0, drawn=0
     )
-    outcomes = {head_dim: set() for head_dim in SPACE.head_dims}
+    outcomes = {head_dim: set() for head_dim in RANGES.head_dims}
     for verdict in report.verdicts:
         outcomes[verdict.case.head_dim].add(verdict.outcome)
         if verdict.case.head_dim == HOSTILE_HEAD_DIM:

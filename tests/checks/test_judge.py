@@ -37,7 +37,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def judged(implementation: Any, *only: str, **how: Any) -> Report:
-    return judge(implementation, only=only or ("K1",), **{"space": SMALL, "device": "cpu", "drawn": 0} | how)
+    return judge(implementation, only=only or ("K1",), **{"ranges": SMALL, "device": "cpu", "drawn": 0} | how)
 
 
 def test_the_references_are_right() -> None:
@@ -52,7 +52,7 @@ def test_the_references_are_right() -> None:
 
 def test_one_check_is_named_without_a_list() -> None:
     report = judge(
-        references, only="boundaries", space=SMALL, device="cpu", drawn=0, functions=[Interface.DECODE.value]
+        references, only="boundaries", ranges=SMALL, device="cpu", drawn=0, functions=[Interface.DECODE.value]
     )
     assert {row.check for row in report.rows} == {"K13"}
 
@@ -204,7 +204,7 @@ def wrong_beyond_100_keys() -> SimpleNamespace:
 
 
 def wrong_drawn(**how: Any) -> CaseVerdict:
-    report = judged(wrong_beyond_100_keys(), **{"space": replace(SMALL, longest=300), "drawn": 10} | how)
+    report = judged(wrong_beyond_100_keys(), **{"ranges": replace(SMALL, longest=300), "drawn": 10} | how)
     (verdict,) = (verdict for verdict in report.wrong if verdict.drawn)
     return verdict
 
@@ -279,7 +279,7 @@ def test_only_the_ledger_lets_a_wrong_case_pass() -> None:
 
 
 def test_an_isolated_judge_says_the_same() -> None:
-    here, there = (judged("tests.checks.someone_elses_window", space=WINDOWS, isolated=each) for each in (False, True))
+    here, there = (judged("tests.checks.someone_elses_window", ranges=WINDOWS, isolated=each) for each in (False, True))
     assert [verdict.judged for verdict in here.verdicts] == [verdict.judged for verdict in there.verdicts]
     assert any(here.wrong)
 
@@ -294,7 +294,7 @@ def test_several_workers_say_the_same_in_the_same_order() -> None:
 
 
 def test_the_reproduction_of_a_wrong_case_shows_the_same_wrong_in_a_shell() -> None:
-    report = judged("tests.checks.someone_elses_window", "K1", space=WINDOWS)
+    report = judged("tests.checks.someone_elses_window", "K1", ranges=WINDOWS)
     wrong = next(report.wrong)
     line = wrong.reproduce.replace("python", sys.executable, 1)
     done = subprocess.run(line, shell=True, capture_output=True, text=True, check=True, cwd=ROOT)
@@ -302,9 +302,9 @@ def test_the_reproduction_of_a_wrong_case_shows_the_same_wrong_in_a_shell() -> N
 
 
 def test_a_check_may_vary_a_case_within_the_axes_alone_and_so_may_its_reproduction() -> None:
-    """Which neighbours K14 calls in between is the space's, so a reproduction must name it."""
+    """Which neighbours K14 calls in between is the ranges's, so a reproduction must name it."""
     wrong = next(judged(twice_as_large_if(lambda q_len_per_req=1, **_: q_len_per_req > 1), "K14").wrong)
-    assert wrong.space == SMALL
+    assert wrong.ranges == SMALL
     again = judge_case(
         twice_as_large_if(lambda q_len_per_req=1, **_: q_len_per_req > 1), "K14", wrong.case, "cpu", SMALL
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lab.calls.problem import E4M3
-from lab.checks import AttentionCase, CaseVerdict, Combination, Interface, Outcome
+from lab.checks import AttentionCase, CaseVerdict, Configuration, Interface, Outcome
 from lab.checks.ledger import LEDGER, KnownFinding, known
 from lab.checks.ledger_conditions import (
     mask_over_e4m3,
@@ -80,8 +80,8 @@ WRONG = "3 of 9 vectors are wrong, of requests [0]: row 0"
         (VERIFY, f"B, the other window: {WRONG}", True),
         (replace(VERIFY, q_lens=(1, 1)), f"window_left: {WRONG}", False),
         (replace(VERIFY, q_lens=(1, 1)), f"tree mask of 4 rows within a window: {WRONG}", True),
-        (Combination(Interface.DECODE, {"window_left": 15, "q_len": 4}), f"the call: {WRONG}", True),
-        (Combination(Interface.DECODE, {"window_left": 15}), f"the call: {WRONG}", False),
+        (Configuration(Interface.DECODE, {"window_left": 15, "q_len": 4}), f"the call: {WRONG}", True),
+        (Configuration(Interface.DECODE, {"window_left": 15}), f"the call: {WRONG}", False),
         (ForwardCase(ForwardMode.TARGET_VERIFY, "tiny", (3,), (4,)), f"the pass: {WRONG}", False),
         (ForwardCase(ForwardMode.TARGET_VERIFY, "gpt-oss-120b", (3,), (4,), sliding_window=True), WRONG, True),
         (ForwardCase(ForwardMode.EXTEND, "gpt-oss-120b", (3,), (4,), sliding_window=True), WRONG, False),
@@ -102,9 +102,9 @@ def test_windows_over_several_rows(case: Any, sentence: str, explained: bool) ->
         (replace(VERIFY, kv_dtype=E4M3), f"bmm1_scale: {WRONG}", False),
         (replace(VERIFY, kv_dtype=E4M3), f"a replay after the mask changed: {WRONG}", True),
         (replace(VERIFY, kv_dtype=E4M3, q_lens=(1, 1)), f"a replay with requests: {WRONG}", False),
-        (Combination(Interface.DECODE, {"dtypes": "bf16/e4m3", "mask": "tree", "q_len": 4}), WRONG, True),
-        (Combination(Interface.DECODE, {"dtypes": "bf16/e4m3", "mask": "causal", "q_len": 4}), WRONG, False),
-        (Combination(Interface.DECODE, {"dtypes": "bf16/bf16", "mask": "tree", "q_len": 4}), WRONG, False),
+        (Configuration(Interface.DECODE, {"dtypes": "bf16/e4m3", "mask": "tree", "q_len": 4}), WRONG, True),
+        (Configuration(Interface.DECODE, {"dtypes": "bf16/e4m3", "mask": "causal", "q_len": 4}), WRONG, False),
+        (Configuration(Interface.DECODE, {"dtypes": "bf16/bf16", "mask": "tree", "q_len": 4}), WRONG, False),
     ],
 )
 def test_masks_over_e4m3(case: Any, sentence: str, explained: bool) -> None:
@@ -122,7 +122,7 @@ def test_masks_over_e4m3(case: Any, sentence: str, explained: bool) -> None:
     ],
 )
 def test_masks_that_hide_every_key(axes: dict[str, Any], requests: str, explained: bool) -> None:
-    case = Combination(Interface.DECODE, {"q_len": 4} | axes)
+    case = Configuration(Interface.DECODE, {"q_len": 4} | axes)
     assert (
         only_where_a_mask_hides_every_key(case, f"8 of 96 vectors are wrong, of requests [{requests}]: row 0")
         is explained
@@ -137,12 +137,12 @@ def test_masks_that_hide_every_key(axes: dict[str, Any], requests: str, explaine
         (CASE, "sinks of minus infinity: 4 LSEs are wrong: row 0 head 0 is nan, not -inf (base 2)", True),
         (CASE, "the call: 3 of 9 vectors are wrong, of requests [0]: row 0", False),
         (
-            Combination(Interface.DECODE, {"sinks": "some minus infinity", "lengths": "fewer than rows", "q_len": 4}),
+            Configuration(Interface.DECODE, {"sinks": "some minus infinity", "lengths": "fewer than rows", "q_len": 4}),
             "",
             True,
         ),
-        (Combination(Interface.DECODE, {"sinks": "per head", "lengths": "fewer than rows", "q_len": 4}), "", False),
-        (Combination(Interface.DECODE, {"sinks": "some minus infinity"}), "", False),
+        (Configuration(Interface.DECODE, {"sinks": "per head", "lengths": "fewer than rows", "q_len": 4}), "", False),
+        (Configuration(Interface.DECODE, {"sinks": "some minus infinity"}), "", False),
     ],
 )
 def test_sinks_of_minus_infinity(case: Any, sentence: str, explained: bool) -> None:
@@ -156,8 +156,8 @@ def test_sinks_of_minus_infinity(case: Any, sentence: str, explained: bool) -> N
         (replace(CASE, kv_dtype=E4M3), "the call: 3 of 9", False),
         (replace(CASE, kv_dtype=E4M3), "rows whose logits are far apart: 3 of 9", True),
         (replace(CASE, contents=Contents.TALL), "the call: 3 of 9", False),
-        (Combination(Interface.DECODE, {"dtypes": "bf16/e4m3", "contents": "shaded"}), "the call: 3 of 9", True),
-        (Combination(Interface.DECODE, {"dtypes": "bf16/bf16", "contents": "shaded"}), "the call: 3 of 9", False),
+        (Configuration(Interface.DECODE, {"dtypes": "bf16/e4m3", "contents": "shaded"}), "the call: 3 of 9", True),
+        (Configuration(Interface.DECODE, {"dtypes": "bf16/bf16", "contents": "shaded"}), "the call: 3 of 9", False),
     ],
 )
 def test_e4m3_without_a_scale(case: Any, sentence: str, explained: bool) -> None:
@@ -182,7 +182,7 @@ def test_an_entry_of_releases_is_of_these_alone(installed: str | None, is_known:
 
 
 def test_what_is_wrong_with_a_ragged_call_is_no_known_finding() -> None:
-    case = Combination(Interface.RAGGED_CONTEXT, {})
+    case = Configuration(Interface.RAGGED_CONTEXT, {})
     found = replace(wrong(WRONG), implementation="lab.dry_run.b200", check="K18", interface=case.interface, case=case)
     assert known(found, LEDGER, None) == found
 
@@ -229,10 +229,10 @@ def test_an_entry_of_a_package_names_what_reports_name(entry: KnownFinding) -> N
 
 
 def test_conditions_read_the_lengths_of_a_combination() -> None:
-    none_first = Combination(Interface.CONTEXT, {"lengths": "none first"})
+    none_first = Configuration(Interface.CONTEXT, {"lengths": "none first"})
     assert only_without_keys(none_first, "1 of 9 vectors are wrong, of requests [0]: row 0")
     assert not only_without_keys(none_first, "1 of 9 vectors are wrong, of requests [1]: row 5")
-    fewer = Combination(Interface.DECODE, {"lengths": "fewer than rows", "q_len": 4})
+    fewer = Configuration(Interface.DECODE, {"lengths": "fewer than rows", "q_len": 4})
     assert only_fewer_keys_than_rows(fewer, "1 of 9 vectors are wrong, of requests [0, 2]: row 0")
 
 
@@ -251,7 +251,7 @@ def test_every_entry_is_of_checks_of_the_catalogue(entry: KnownFinding) -> None:
 
 
 def anchor_of(heading: str) -> str:
-    """As GitHub makes it: lower case, punctuation but hyphens and underscores gone, a hyphen for each space."""
+    """As GitHub makes it: lower case, punctuation but hyphens and underscores gone, a hyphen for each ranges."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 

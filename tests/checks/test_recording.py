@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lab.checks import Level, Outcome, Report, Space, judge
+from lab.checks import Level, Outcome, Ranges, Report, judge
 from lab.checks.expressions import read_expression
 from lab.checks.isolation import Isolation
 from lab.checks.judge import judge_recorded
@@ -27,12 +27,12 @@ def trtllm_batch_decode_with_kv_cache(**arguments):
 """
 
 
-@pytest.mark.parametrize("space", [Space(), SMALL])
-def test_every_case_and_the_axes_are_read_back(space: Space) -> None:
-    assert read_expression(repr(space)) == space
+@pytest.mark.parametrize("ranges", [Ranges(), SMALL])
+def test_every_case_and_the_axes_are_read_back(ranges: Ranges) -> None:
+    assert read_expression(repr(ranges)) == ranges
     for check in checks():
         for interface in check.interfaces:
-            for case in check.cases(interface, space, Level.SMOKE):
+            for case in check.cases(interface, ranges, Level.SMOKE):
                 assert read_expression(repr(case)) == case
 
 
@@ -41,10 +41,10 @@ def test_every_case_and_the_axes_are_read_back(space: Space) -> None:
     [
         "print(1)",
         "__import__('os').getcwd()",
-        "Space(",
+        "Ranges(",
         "AttentionCase.__init__",
-        "Space(nothing=1)",
-        "Space(longest=-1)",
+        "Ranges(nothing=1)",
+        "Ranges(longest=-1)",
     ],
 )
 def test_nothing_else_is_built(text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,7 +76,13 @@ def judged_cases(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 def judged(kernel: Path, **how: Any) -> Report:
-    usual = {"only": ["K1", "K5"], "space": SMALL, "device": "cpu", "drawn": 2, "out": kernel.parent / "new" / "r.json"}
+    usual = {
+        "only": ["K1", "K5"],
+        "ranges": SMALL,
+        "device": "cpu",
+        "drawn": 2,
+        "out": kernel.parent / "new" / "r.json",
+    }
     return judge(str(kernel), **usual | how)
 
 
@@ -187,7 +193,7 @@ def test_a_recorded_case_is_refused_as_its_run_was(kernel: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"cases": 5}', '{"cases": [5]}', '{"cases": [{}], "space": "Space()"}']
+    "text", ["", "[]", "{}", '{"cases": 5}', '{"cases": [5]}', '{"cases": [{}], "ranges": "Ranges()"}']
 )
 def test_what_is_no_report_is_a_sentence(tmp_path: Path, text: str) -> None:
     path = tmp_path / "report.json"

@@ -12,9 +12,9 @@ from lab.checks.check import Check
 from lab.checks.isolation import run_trial
 from lab.checks.properties import checks
 from lab.checks.refusals import Declined, Raised, refusing, resolve_refusals
-from lab.checks.space import Space
 from lab.checks.trial import Trial
 from lab.checks.verdicts import Judged
+from lab.ranges import Ranges
 from lab.references import trtllm_batch_decode_with_kv_cache as right
 from lab.workloads.inputs.attention import truth_of_call
 from tests.checks.hostile import Odd
@@ -151,7 +151,7 @@ def test_the_user_says_which_exceptions_are_refusals_instead() -> None:
     for other in (ValueError("no"), NotImplementedError("no"), AssertionError("no")):
         with pytest.raises(Raised, match="no"):
             refusing(raising(other), named)()
-    judged = run_trial(decoding(raising(Odd("no"))), ORACLE, CASE, CPU, Space(), named)
+    judged = run_trial(decoding(raising(Odd("no"))), ORACLE, CASE, CPU, Ranges(), named)
     assert (judged.outcome, judged.declines) == (Outcome.DECLINED, ("no",))
 
 
@@ -166,7 +166,7 @@ def test_a_function_without_a_signature_is_called() -> None:
 
 
 def judged_by(judge: Callable[[Trial], None], function: Callable[..., Any] = right) -> Judged:
-    return run_trial(decoding(function), Check("K0", "none", "", lambda *_: (), judge), CASE, CPU, Space())
+    return run_trial(decoding(function), Check("K0", "none", "", lambda *_: (), judge), CASE, CPU, Ranges())
 
 
 def test_a_failed_call_does_not_end_the_check_nor_hide_what_is_wrong() -> None:
@@ -223,7 +223,7 @@ def test_a_replay_is_not_refused() -> None:
         return right(**arguments)
 
     replay = next(check for check in checks() if check.key == "K9")
-    judged = run_trial(decoding(decode), replay, CASE, CPU, Space())
+    judged = run_trial(decoding(decode), replay, CASE, CPU, Ranges())
     assert judged.outcome is Outcome.FAILED
     assert judged.wrongs == ("it refused a call that it had taken before: AssertionError: semaphores must be zero",)
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from corpus.matrix import SPACE
+from corpus.matrix import RANGES
 from corpus.mutants import mutant
 from lab import references
-from lab.checks import AttentionCase, Interface, RaggedCase, Space
+from lab.checks import AttentionCase, Interface, RaggedCase, Ranges
 from lab.checks.check import Level
 from lab.checks.isolation import run_trial
 from lab.checks.properties import k09_replay as replays
@@ -62,8 +62,8 @@ def shrinking(trial: Trial) -> list[str]:
     ],
 )
 def test_what_is_frozen_at_a_short_capture_shows_where_requests_grow_alone(name: str, case: str) -> None:
-    assert shrinking(Trial(mutant(name).implementation(), CASES[case], CPU, SPACE)) == []
-    judged = run_trial(mutant(name).implementation(), CHECK, CASES[case], CPU, SPACE)
+    assert shrinking(Trial(mutant(name).implementation(), CASES[case], CPU, RANGES)) == []
+    judged = run_trial(mutant(name).implementation(), CHECK, CASES[case], CPU, RANGES)
     assert judged.outcome is Outcome.WRONG
     assert any("a replay with " in wrong for wrong in judged.wrongs)
 
@@ -81,7 +81,7 @@ def test_what_is_frozen_at_a_short_capture_shows_where_requests_grow_alone(name:
     ],
 )
 def test_each_thing_on_the_device_is_written_by_itself(name: str, case: str, changed: str) -> None:
-    judged = run_trial(mutant(name).implementation(), CHECK, CASES[case], CPU, SPACE)
+    judged = run_trial(mutant(name).implementation(), CHECK, CASES[case], CPU, RANGES)
     # Not always the first: what goes by addresses may also meet those of tensors that are gone.
     assert any(wrong.startswith(f"a replay after {changed} changed") for wrong in judged.wrongs)
 
@@ -97,7 +97,7 @@ def test_the_tensors_of_all_replays_are_the_same(case: Any) -> None:
         calls.append(tuple(value.data_ptr() for value in arguments.values() if isinstance(value, Tensor)))
         return function(**arguments)
 
-    judged = run_trial(SimpleNamespace(**{interface.value: noting}), CHECK, case, CPU, SPACE)
+    judged = run_trial(SimpleNamespace(**{interface.value: noting}), CHECK, case, CPU, RANGES)
     assert judged.outcome is Outcome.RIGHT, judged.wrongs
     assert judged.declines == ()
     assert max(map(calls.count, calls)) >= 9
@@ -113,8 +113,8 @@ def test_the_smoke_level_has_every_form_a_long_request_and_rows_that_wait(
         told.append((make(room).forms, room, waits))
 
     monkeypatch.setattr(replays, "tell", note)
-    for case in CHECK.cases(interface, replace(Space(), longest=200), Level.SMOKE):
-        run_trial(references, CHECK, case, CPU, Space())
+    for case in CHECK.cases(interface, replace(Ranges(), longest=200), Level.SMOKE):
+        run_trial(references, CHECK, case, CPU, Ranges())
     wanted = set(Form) if interface is Interface.DECODE else set(Form) - {Form.BMM1_LOG2, Form.MASK}
     wanted -= {Form.NO_BOUND if interface is not Interface.MLA_DECODE else Form.TABLES}
     if interface is Interface.RAGGED_CONTEXT:

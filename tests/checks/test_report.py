@@ -20,8 +20,8 @@ from lab.checks import (
     Interface,
     Level,
     Outcome,
+    Ranges,
     Report,
-    Space,
     Storage,
     TableTail,
 )
@@ -181,7 +181,7 @@ def test_what_is_wrong_over_an_e4m3_cache_alone_may_be_e4m3_arithmetic() -> None
 
     report = report_of(*verdicts(E4M3, Outcome.WRONG), *verdicts(torch.bfloat16, Outcome.RIGHT))
     assert any("--e4m3-arithmetic" in line for line in report.summary())
-    asked = replace(report, space=Space(e4m3_arithmetic=True))
+    asked = replace(report, ranges=Ranges(e4m3_arithmetic=True))
     assert not any("--e4m3-arithmetic" in line for line in asked.summary())
 
 
@@ -269,4 +269,4 @@ def test_the_repr_of_a_case_names_what_is_not_at_its_default() -> None:
         "AttentionCase(interface=Interface.DECODE, kv_lens=(20, 33), q_lens=(1, 1), contents=Contents.LOW, "
         "storage=Storage(dead=Dead.NAN, table_tail=TableTail.FAR))"
     )
-    assert repr(Space(longest=40)) == "Space(longest=40)"
+    assert repr(Ranges(longest=40)) == "Ranges(longest=40)"

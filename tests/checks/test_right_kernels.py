@@ -15,7 +15,7 @@ from tests.checks.small import SMALL
 
 B, H, E = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 # Every argument of a call, on few sizes.
-SPACE = replace(
+RANGES = replace(
     SMALL,
     dtypes=((B, B), (H, H), (B, E)),
     groups=(3,),
@@ -41,7 +41,7 @@ def one_thread() -> Any:
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_right_kernel_is_right(name: str) -> None:
-    report = judge(KERNELS[name], space=SPACE, only=CHECKS, drawn=0)
+    report = judge(KERNELS[name], ranges=RANGES, only=CHECKS, drawn=0)
     assert report.is_right, "\n".join(report.details())
     assert {verdict.interface for verdict in report.verdicts} == {*ATTENTION, Interface.RAGGED_CONTEXT}
     assert not [verdict for verdict in report.verdicts if verdict.judged.declines]
@@ -72,6 +72,6 @@ def last_head(out: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("bias", [everywhere, last_head])
 def test_half_a_percent_is_found_in_every_call(bias: Callable[[torch.Tensor], None]) -> None:
-    report = judge(biased(KERNELS["two_passes"], bias), space=SPACE, only=("K1", "M3"), drawn=0)
+    report = judge(biased(KERNELS["two_passes"], bias), ranges=RANGES, only=("K1", "M3"), drawn=0)
     wrong = {verdict.interface for verdict in report.verdicts if "all outputs" in " ".join(verdict.judged.wrongs)}
     assert wrong == {*ATTENTION, Interface.RAGGED_CONTEXT}

@@ -53,7 +53,7 @@ def test_what_is_wrong_in_the_other_spelling_is_wrong() -> None:
 def test_the_finding_of_flashinfer_s_decode_is_what_shows() -> None:
     """bmm2_scale is left out: four probes and K1's small outputs vary it, and nothing else is wrong or fails."""
     report = judge(
-        XQA, space=replace(SMALL, q_lens=(1, 4)), device="cpu", drawn=0, only=["K1", "K8", "K10", "K11", "K13"]
+        XQA, ranges=replace(SMALL, q_lens=(1, 4)), device="cpu", drawn=0, only=["K1", "K8", "K10", "K11", "K13"]
     )
     assert {row.check: row.outcome for row in report.rows} == {
         "K1": Outcome.WRONG,
@@ -136,7 +136,7 @@ def test_a_check_that_hands_out_an_output_is_not_judged_without() -> None:
 def test_a_mode_that_needs_the_other_function_alone_is_declined() -> None:
     for offered, other in ((Interface.DECODE, Interface.CONTEXT), (Interface.CONTEXT, Interface.DECODE)):
         one = SimpleNamespace(**{offered.value: getattr(references, offered.value)})
-        report = judge(one, only=["M1"], space=SMALL, device="cpu", drawn=0)
+        report = judge(one, only=["M1"], ranges=SMALL, device="cpu", drawn=0)
         outcomes = {verdict.outcome for verdict in report.verdicts}
         declined = {verdict.reason for verdict in report.verdicts if verdict.outcome is Outcome.DECLINED}
         assert Outcome.RIGHT in outcomes
@@ -153,7 +153,7 @@ def test_a_narrow_kernel_is_judged_on_passes_within_its_axes() -> None:
         return right(query, kv_cache, **given)
 
     narrow = replace(SMALL, head_dims=(128,), q_lens=(1,))
-    verdicts = judge(decoding(decode), only=["M1"], space=narrow, device="cpu", drawn=0).verdicts
+    verdicts = judge(decoding(decode), only=["M1"], ranges=narrow, device="cpu", drawn=0).verdicts
     declined = [verdict.case for verdict in verdicts if verdict.outcome is Outcome.DECLINED]
     assert {case.mode for case in declined} == {ForwardMode.DRAFT_EXTEND, ForwardMode.RAGGED_VERIFY}
     assert {verdict.outcome for verdict in verdicts} == {Outcome.RIGHT, Outcome.DECLINED}

@@ -12,7 +12,7 @@ import torch
 
 from corpus.mutants import mutant
 from lab import references
-from lab.checks import GraphCase, Interface, Level, Outcome, Space, Story, judge_case, stories
+from lab.checks import GraphCase, Interface, Level, Outcome, Ranges, Story, judge_case, stories
 from lab.checks.check import Check
 from lab.checks.graph_case import MLAGraphCase, StoryCase, graph_modes
 from lab.checks.graph_stage import HUGE, POISONED_LENGTH, MHAStage, MLAStage, Stage
@@ -47,7 +47,7 @@ def reason(case: StoryCase, implementation: Any = references, make: RunnerFactor
     """Say why a case on the CPU is not right; empty if it is."""
     stage: type[Stage] = MLAStage if isinstance(case, MLAGraphCase) else MHAStage
     check = Check("S", "story", "", lambda *_: (), lambda trial: tell(trial, stage, make))
-    judged = run_trial(implementation, check, case, CPU, Space())
+    judged = run_trial(implementation, check, case, CPU, Ranges())
     return "" if judged.outcome is Outcome.RIGHT else "; ".join(judged.wrongs or judged.declines)
 
 
@@ -57,7 +57,7 @@ def wrong(cases: Iterable[StoryCase], implementation: Any = references) -> dict[
 
 def cases_of(level: Level) -> list[GraphCase]:
     interfaces = graph_stories.CHECK.interfaces
-    return [case for each in interfaces for case in graph_stories.CHECK.cases(each, Space(), level)]
+    return [case for each in interfaces for case in graph_stories.CHECK.cases(each, Ranges(), level)]
 
 
 def test_every_story_of_every_mode_is_told_in_every_setting_and_in_turn_on_a_real_geometry() -> None:

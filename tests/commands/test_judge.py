@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from lab.checks import Level, Outcome, Space
+from lab.checks import Level, Outcome, Ranges
 from lab.checks.progress import Progress
 from lab.checks.verdicts import Judged
 from lab.commands import judge as judge_module
@@ -145,7 +145,7 @@ def test_a_wrong_case_is_told_on_a_terminal_as_it_comes(monkeypatch: pytest.Monk
 
 def test_without_an_axis_the_default_space_is_judged_isolated_at_smoke_level(asked: dict[str, Any]) -> None:
     run(["judge", "lab.references"])
-    assert asked["space"] == Space()
+    assert asked["ranges"] == Ranges()
     assert asked["isolated"] is True
     assert asked["level"] is Level.SMOKE
     assert not asked["only"]
@@ -153,7 +153,7 @@ def test_without_an_axis_the_default_space_is_judged_isolated_at_smoke_level(ask
 
 def test_axes_are_narrowed(asked: dict[str, Any]) -> None:
     run(["judge", "lab.references", *NARROW, "--no-windows", "--masked-rows", "4", "--e4m3-arithmetic"])
-    assert asked["space"] == Space(
+    assert asked["ranges"] == Ranges(
         dtypes=((torch.bfloat16, torch.bfloat16),),
         groups=(2,),
         num_kv_heads=(1,),
@@ -172,7 +172,7 @@ def test_axes_are_narrowed(asked: dict[str, Any]) -> None:
 
 def test_dtypes_are_pairs_of_query_and_cache(asked: dict[str, Any]) -> None:
     run(["judge", "lab.references", "--dtypes", "fp16/fp16,bf16/e4m3"])
-    assert asked["space"].dtypes == ((torch.float16, torch.float16), (torch.bfloat16, torch.float8_e4m3fn))
+    assert asked["ranges"].dtypes == ((torch.float16, torch.float16), (torch.bfloat16, torch.float8_e4m3fn))
 
 
 def test_other_options_reach_the_judge(asked: dict[str, Any]) -> None:
@@ -343,4 +343,4 @@ def test_a_time_that_is_none_is_refused(text: str, capsys: pytest.CaptureFixture
 
 def test_a_seed_is_part_of_the_axes(asked: dict[str, Any]) -> None:
     run(["judge", "lab.references", "--seed", "7"])
-    assert asked["space"] == Space(seed=7)
+    assert asked["ranges"] == Ranges(seed=7)

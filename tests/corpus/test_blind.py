@@ -8,7 +8,7 @@ import pytest
 from corpus.blind import kernels, right
 from corpus.blind.model import Kernel, decode_of
 from corpus.dishonest.cases import small_cases
-from corpus.matrix import SPACE
+from corpus.matrix import RANGES
 from lab.checks import Outcome, judge, judge_case
 from lab.workloads.interfaces import Interface
 
@@ -36,7 +36,7 @@ def test_there_are_590_with_a_defect_a_trigger_and_a_function_each() -> None:
 @pytest.mark.parametrize(("name", "check"), SAMPLE.items())
 def test_a_sample_is_found(name: str, check: str) -> None:
     (kernel,) = (kernel for full, kernel in KERNELS.items() if full.endswith(f":{name}"))
-    report = judge(kernel, only=[check], space=SPACE, device="cpu", first_failure=True, drawn=0, probe=False)
+    report = judge(kernel, only=[check], ranges=RANGES, device="cpu", first_failure=True, drawn=0, probe=False)
     assert any(report.wrong), report.diagnosis.sentence
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from corpus.dishonest import DECODE, judging, judging_again, kernels, timing, timing_again
-from corpus.dishonest.cases import SPACE
+from corpus.dishonest.cases import RANGES
 from corpus.dishonest.honest import CONTROLS
 from lab.checks import Outcome, judge
 from lab.exit_status import ExitStatus
@@ -22,7 +22,7 @@ SCENARIO = "decode/llama-3.1-8b/8q1s1k"
 def judged(kernel: str, checks: tuple[str, ...]) -> Any:
     """Judge a kernel's decode call in workers, on small cases."""
     return judge(
-        kernel, only=checks, functions=[DECODE], space=SPACE, isolated=True, drawn=0, probe=False, device="cpu"
+        kernel, only=checks, functions=[DECODE], ranges=RANGES, isolated=True, drawn=0, probe=False, device="cpu"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from corpus.matrix import WRONG, markdown, space_of, write_matrix
+from corpus.matrix import WRONG, markdown, ranges_of, write_matrix
 from corpus.mutants import MUTANTS, mutant
 from corpus.mutants.draft_indices import DraftListsModel
 from corpus.mutants.metadata import Builder
@@ -66,7 +66,7 @@ def one_thread() -> Any:
 def judged_right_model(interface: str, key: str, case: str) -> Judged:
     """Judge what is right of an interface by a check, in a recorded case."""
     check = check_of(key)
-    return run_trial(RIGHT.get(interface, SplitKV)(), check, read_expression(case), CPU, space_of(check))
+    return run_trial(RIGHT.get(interface, SplitKV)(), check, read_expression(case), CPU, ranges_of(check))
 
 
 def test_every_mutant_is_in_the_matrix_and_killed() -> None:
@@ -95,7 +95,7 @@ def test_a_recorded_kill_holds_and_the_right_model_lives(name: str) -> None:
     )
     for key in keys:  # some mutants remember addresses, and chance has a part in which check meets them
         check, case = check_of(key), read_expression(kills[key]["case"])
-        if run_trial(mutant(name).implementation(), check, case, CPU, space_of(check)).outcome in WRONG:
+        if run_trial(mutant(name).implementation(), check, case, CPU, ranges_of(check)).outcome in WRONG:
             break
     else:
         pytest.fail(f"no recorded kill of {name} holds: {kills}")

@@ -57,7 +57,7 @@ def prose(page: Path) -> str:
 
 
 def spans(page: Path) -> list[str]:
-    """Code within sentences, such as a command or the name of a module; a line's end within one is a space."""
+    """Code within sentences, such as a command or the name of a module; a line's end within one is a ranges."""
     return [" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", prose(page))]
 
 

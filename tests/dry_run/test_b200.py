@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 import torch
 
-from lab.checks import Outcome, Report, Space, judge
+from lab.checks import Outcome, Ranges, Report, judge
 from lab.dry_run import b200
 from lab.workloads.interfaces import Interface
 from tests.dry_run.on_a_b200 import NEEDS_A_LAUNCHER
 
 pytestmark = [NEEDS_A_LAUNCHER, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
-SPACE = Space(
+RANGES = Ranges(
     dtypes=((torch.bfloat16, torch.bfloat16),),
     groups=(3,),
     head_dims=(64,),
@@ -27,7 +27,7 @@ SPACE = Space(
 
 def judged(implementation: Any, function: str) -> Report:
     checks = ["M3"] if function == Interface.RAGGED_CONTEXT.value else ["K3", "K10"]
-    return judge(implementation, only=checks, functions=[function], space=SPACE, device="cpu", drawn=0, probe=False)
+    return judge(implementation, only=checks, functions=[function], ranges=RANGES, device="cpu", drawn=0, probe=False)
 
 
 @pytest.mark.parametrize("function", [name for name in vars(b200) if name.startswith("trtllm_")])

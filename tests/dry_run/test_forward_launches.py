@@ -19,13 +19,13 @@ from lab.checks.graph_stage import MHAStage, MLAStage
 from lab.checks.properties.forward_modes import mode_cases, quantised_cases
 from lab.checks.properties.mla_modes import mla_mode_cases
 from lab.checks.scene import Scene
-from lab.checks.space import Space
 from lab.dry_run.launches import Launch
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.mha.calls import PlannedCall
 from lab.metadata.mla.calls import MLALayer, mla_max_seq_len, prepare_mla_prefill
 from lab.metadata.mla.metadata import QueryLayout, build_mla_prefill_metadata
+from lab.ranges import Ranges
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.inputs.forward_pass import ForwardPass, build_forward
 from lab.workloads.inputs.mla_pass import MLAPass, build_mla_pass
@@ -91,7 +91,7 @@ def test_mha_dealt_to_ranks(case: ForwardCase) -> None:
     assert forward.truth().compare(forward.rows_of_requests(out)).passed
 
 
-@pytest.mark.parametrize("case", [case for case in quantised_cases(Space(), 64) if case.query_dtype], ids=repr)
+@pytest.mark.parametrize("case", [case for case in quantised_cases(Ranges(), 64) if case.query_dtype], ids=repr)
 def test_mha_over_quantised_caches(case: ForwardCase) -> None:
     """Queries are cast to e4m3, and over NVFP4 the output is."""
     forward = build_forward(case, CPU)

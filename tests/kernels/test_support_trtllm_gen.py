@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lab.calls.problem import AttentionCall
-from lab.dry_run.sweep_axes import DOMAINS
+from lab.dry_run.sweep_axes import MODELS
 from lab.dry_run.sweep_calls import made
 from lab.kernels.support import why_not
 from lab.kernels.support.trtllm import kernel_for
@@ -18,7 +18,7 @@ IN_TABLE = "in trtllm-gen's table of FlashInfer 0.6.13"
 
 def refusal(call: AttentionCall, capability: tuple[int, int] = B200, **values: Any) -> str | None:
     """`why_not`'s sentence about the plain call with some values of its axes."""
-    point = DOMAINS[call].completed(values)
+    point = MODELS[call].completed(values)
     assert point is not None
     return why_not(kernel_for(call, capability), capability, made(call, point).problem())
 

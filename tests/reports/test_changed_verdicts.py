@@ -15,7 +15,7 @@ from lab.reports.changed_verdicts import VerdictChange, compare_verdicts
 from tests.checks.small import SMALL
 from tests.commands.command import run as run_lab
 
-SPACE = replace(SMALL, windows=(False, True), sinks=(False, True), longest=150)
+RANGES = replace(SMALL, windows=(False, True), sinks=(False, True), longest=150)
 NAME = "trtllm_batch_decode_with_kv_cache"
 
 
@@ -42,7 +42,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("reports")
     paths = {name: folder / f"{name}.json" for name in KERNELS}
     for name, kernel in KERNELS.items():
-        judge(kernel, space=SPACE, only=("K1", "K13"), drawn=0, probe=False).write(paths[name])
+        judge(kernel, ranges=RANGES, only=("K1", "K13"), drawn=0, probe=False).write(paths[name])
     return paths
 
 
@@ -97,7 +97,7 @@ def test_reports_that_left_cases_out_are_no_proof(reports: dict[str, Path], tmp_
 
 def test_a_report_that_cannot_be_read_is_named(reports: dict[str, Path], tmp_path: Path) -> None:
     record = json.loads(reports["right"].read_text())
-    del record["space"]
+    del record["ranges"]
     (tmp_path / "older.json").write_text(json.dumps(record))
     with pytest.raises(ReportError, match=r"older\.json: it is no report"):
         compare_verdicts(reports["right"], tmp_path / "older.json")

@@ -17,7 +17,7 @@ from tests.checks.small import SMALL
 from tests.commands.command import run as run_lab
 from tests.reports.test_changed_verdicts import NAME, right, window_off_by_one, without_sinks
 
-SPACE = replace(SMALL, windows=(False, True), sinks=(False, True), longest=150)
+RANGES = replace(SMALL, windows=(False, True), sinks=(False, True), longest=150)
 PAGE = """# Findings
 
 ## 1. A cited `one`, of windows
@@ -38,7 +38,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
         implementation = SimpleNamespace(**{NAME: kernel})
         path = folder / f"{version}-{kernel.__name__}-{seed}-{len(cites)}.json"
         if not path.exists():
-            judge(implementation, space=SPACE, only=("K13",), drawn=0, probe=False, seed=seed).write(path)
+            judge(implementation, ranges=RANGES, only=("K13",), drawn=0, probe=False, seed=seed).write(path)
             report = json.loads(path.read_text())
             report["environment"]["packages"] |= {"flashinfer-python": version}
             for case in report["cases"]:

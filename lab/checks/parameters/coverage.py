@@ -1,12 +1,12 @@
-"""The part of a function's domain that verdicts cover: of values, pairs and stated triples which were judged, and which not."""
+"""The part of a function's model that verdicts cover: of values, pairs and stated triples which were judged, and which not."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lab.checks.parameters.combination import Combination
-from lab.checks.parameters.covering import Domain, Values
+from lab.checks.parameters.configuration import Configuration
+from lab.checks.parameters.covering import Model, Values
 from lab.checks.verdicts import Outcome
 from lab.named_enum import NamedEnum
 from lab.workloads.interfaces import Interface
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from lab.checks.report import CaseVerdict
-    from lab.checks.space import Space
+    from lab.ranges import Ranges
 
 MOST_BLIND_SPOTS = 100  # in a report's file
 SHOWN_BLIND_SPOTS = 10  # in a terminal
@@ -32,12 +32,12 @@ class Reach(NamedEnum):
 
 @dataclass(frozen=True)
 class Coverage:
-    """The coverage of one function's domain.
+    """The coverage of one function's model.
 
     Attributes:
         interface: the function.
         values: of each axis, by its name: how far each of its values came.
-        pairs, triples: how many of each reach; triples are those that the domain states.
+        pairs, triples: how many of each reach; triples are those that the model states.
         blind: pairs that no judged case has, though each of the two values was judged; with their reach.
         impossible: how many pairs and triples a rule makes impossible, by the rule's sentence.
     """
@@ -75,7 +75,7 @@ class Coverage:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=f"K18's domain of {self.interface.value}", box=SIMPLE_HEAD, pad_edge=False)
+        table = Table(title=f"K18's model of {self.interface.value}", box=SIMPLE_HEAD, pad_edge=False)
         for column in ("axis", *(reach.value for reach in Reach)):
             table.add_column(column, overflow="fold")
         for axis, values in self.values.items():
@@ -97,33 +97,33 @@ class Coverage:
             yield f"  and {len(self.blind) - SHOWN_BLIND_SPOTS:,} more; the report's file lists {listed:,} of all"
 
 
-def coverages(verdicts: Sequence["CaseVerdict"], space: "Space") -> tuple[Coverage, ...]:
-    """Return the coverage of each function of which verdicts have combinations, within the domain of a space."""
-    from lab.checks.parameters.subjects import SUBJECTS
+def coverages(verdicts: Sequence["CaseVerdict"], ranges: "Ranges") -> tuple[Coverage, ...]:
+    """Return the coverage of each function of which verdicts have combinations, within the model of ranges."""
+    from lab.checks.parameters.targets import TARGETS
 
     of_function: dict[Interface, list[CaseVerdict]] = {}
     for verdict in verdicts:
-        if isinstance(verdict.case, Combination):
+        if isinstance(verdict.case, Configuration):
             of_function.setdefault(verdict.interface, []).append(verdict)
-    return tuple(coverage(each, SUBJECTS[each].domain(space), found) for each, found in of_function.items())
+    return tuple(coverage(each, TARGETS[each].model(ranges), found) for each, found in of_function.items())
 
 
-def coverage(interface: Interface, domain: Domain, verdicts: Iterable["CaseVerdict"]) -> Coverage:
-    """Return how much of a domain the verdicts on its points cover."""
-    judged, declined = tuples_by_outcome(domain, verdicts)
+def coverage(interface: Interface, model: Model, verdicts: Iterable["CaseVerdict"]) -> Coverage:
+    """Return how much of a model the verdicts on its points cover."""
+    judged, declined = tuples_by_outcome(model, verdicts)
     of_values = {
         axis: {
             value: Reach.IMPOSSIBLE
-            if domain.completed({axis: value}) is None
+            if model.completed({axis: value}) is None
             else _reach(((axis, value),), judged, declined)
             for value in values
         }
-        for axis, values in domain.axes.items()
+        for axis, values in model.axes.items()
     }
     why: Counter[str] = Counter()
     counts: dict[int, Counter[Reach]] = {2: Counter(), 3: Counter()}
     blind: list[tuple[Values, Reach]] = []
-    for goal, sentence in domain.why_not.items():
+    for goal, sentence in model.why_not.items():
         reach = Reach.IMPOSSIBLE if sentence else _reach(goal, judged, declined)
         counts[len(goal)][reach] += 1
         why.update([sentence] if sentence else ())
@@ -133,22 +133,22 @@ def coverage(interface: Interface, domain: Domain, verdicts: Iterable["CaseVerdi
     return Coverage(interface, of_values, counts[2], counts[3], tuple(blind), dict(why.most_common()))
 
 
-def tuples_by_outcome(domain: Domain, verdicts: Iterable["CaseVerdict"]) -> tuple[set[Values], set[Values]]:
+def tuples_by_outcome(model: Model, verdicts: Iterable["CaseVerdict"]) -> tuple[set[Values], set[Values]]:
     """Return the values, pairs and stated triples of points that were judged, and of those that were declined."""
     judged, declined = set[Values](), set[Values]()
     for verdict in verdicts:
         if verdict.outcome is Outcome.FAILED and not verdict.judged.judged:
             continue  # nothing of it was held to anything
         found = declined if verdict.outcome is Outcome.DECLINED else judged
-        found.update(domain.tuples_of(verdict.case.values))
-        found.update(domain.values_of(verdict.case.values))
+        found.update(model.tuples_of(verdict.case.values))
+        found.update(model.values_of(verdict.case.values))
     return judged, declined
 
 
-def retried(domain: Domain, verdicts: Sequence["CaseVerdict"]) -> tuple[Domain, list[Values]] | None:
-    """Return the domain of the values that were judged, and its pairs and triples that were not; None where there is none."""
-    judged, _ = tuples_by_outcome(domain, verdicts)
-    taken = domain.only(judged)
+def retried(model: Model, verdicts: Sequence["CaseVerdict"]) -> tuple[Model, list[Values]] | None:
+    """Return the model of the values that were judged, and its pairs and triples that were not; None where there is none."""
+    judged, _ = tuples_by_outcome(model, verdicts)
+    taken = model.only(judged)
     return None if taken is None else (taken, [goal for goal in taken.tuples() if goal not in judged])
 
 

@@ -32,11 +32,11 @@ class Constraint:
 
 
 @dataclass(frozen=True)
-class Domain:
+class Model:
     """The axes of a call, and the rules between them.
 
     Attributes:
-        axes: the values of each axis by its name; the first is the plain one.
+        axes: the values of each axis by its name; the first is the default.
         rules: between them. Axes that are not named in any rule combine freely.
         triples: names of three axes whose values are covered together, not in pairs alone.
         vacuous: values of axes with which a call computes nothing. A point with one shows nothing of its others, and covers
@@ -50,7 +50,7 @@ class Domain:
     rules: tuple[Constraint, ...] = ()
     triples: tuple[tuple[str, str, str], ...] = ()
     vacuous: frozenset[tuple[str, Any]] = frozenset()
-    plain: Point = field(init=False)
+    default: Point = field(init=False)
 
     def __post_init__(self) -> None:
         if empty := [name for name, values in self.axes.items() if not values]:
@@ -58,10 +58,10 @@ class Domain:
         named = {name for names in (*self.triples, *(rule.axes for rule in self.rules)) for name in names}
         if missing := sorted(named - set(self.axes)):
             raise ValueError(f"there is no axis {missing[0]!r}: there are {', '.join(self.axes)}")
-        plain = self.completed({})
-        if plain is None:
+        default = self.completed({})
+        if default is None:
             raise ValueError("no point of these axes fits all rules")
-        object.__setattr__(self, "plain", plain)
+        object.__setattr__(self, "default", default)
 
     @classmethod
     def of(
@@ -70,8 +70,8 @@ class Domain:
         rules: Iterable[Constraint],
         triples: Iterable[tuple[str, str, str]],
         vacuous: frozenset[tuple[str, Any]] = frozenset(),
-    ) -> "Domain":
-        """Return the domain of axes of which a value may be named twice, with the rules and triples of axes that it has."""
+    ) -> "Model":
+        """Return the model of axes of which a value may be named twice, with the rules and triples of axes that it has."""
         return cls(
             {name: tuple(dict.fromkeys(values)) for name, values in axes.items()},
             tuple(rule for rule in rules if set(rule.axes) <= set(axes)),
@@ -79,8 +79,8 @@ class Domain:
             vacuous,
         )
 
-    def only(self, taken: Collection[Values]) -> "Domain | None":
-        """Return the domain of those values that are taken, each alone; None if an axis has none."""
+    def only(self, taken: Collection[Values]) -> "Model | None":
+        """Return the model of those values that are taken, each alone; None if an axis has none."""
         axes = {
             name: tuple(value for value in values if ((name, value),) in taken) for name, values in self.axes.items()
         }
@@ -107,7 +107,7 @@ class Domain:
         return {name: max((sizes[each] for each in sizes if name in each), default=0) for name in self.axes}
 
     def completed(self, values: Mapping[str, Any]) -> Point | None:
-        """Return a point with these values, plain ones elsewhere as far as rules allow; None if there is none."""
+        """Return a point with these values, default values elsewhere as far as rules allow; None if there is none."""
         if not self.fits(values):
             return None
         point = dict(values)
@@ -151,11 +151,11 @@ class Domain:
         return in_the_way - {name}
 
     def alone(self) -> Iterator[Point]:
-        """Yield the plain point, then for each other value of an axis a point that departs from it as little as rules allow."""
-        yield self.plain
+        """Yield the default point, then for each other value of an axis the point nearest to it that the rules allow."""
+        yield self.default
         for name, values in self.axes.items():
             for value in values:
-                if value != self.plain[name] and (point := self.completed({name: value})) is not None:
+                if value != self.default[name] and (point := self.completed({name: value})) is not None:
                     yield point
 
     def tuples(self) -> Iterator[Values]:
@@ -177,7 +177,7 @@ class Domain:
         return {goal: self._why_not(dict(goal)) for goal in self._goals()}
 
     def _why_not(self, values: Point) -> str:
-        if self.fits(self.plain | values) or self.completed(values) is not None:
+        if self.fits(self.default | values) or self.completed(values) is not None:
             return ""
         direct = self._broken(values)
         without = (
@@ -209,7 +209,7 @@ class Domain:
         Args:
             seed: of the order in which goals and axes are taken, on which the points depend alone.
             goals: values that come together; all of `tuples` if None. Those that no point can have are left out.
-            chosen: axes of a point whose values are chosen for its goals, the others being plain; all if None.
+            chosen: axes of a point whose values are chosen for its goals, the others keep the default; all if None.
         """
         rng = random.Random(seed)
         left = _Left(self.tuples() if goals is None else goals)

@@ -1,4 +1,4 @@
-"""The forms of arguments that all calls have: scales, sinks, an output and an LSE, as a combination names them."""
+"""The forms of arguments that all calls have: scales, sinks, an output and an LSE, as a configuration names them."""
 
 import math
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lab.checks.parameters import paged_axes
-from lab.checks.parameters.combination import Combination
+from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.paged_axes import WHOLE_ONE
 from lab.checks.trial import Result, Trial
 from lab.references.truth import Truth
@@ -26,7 +26,7 @@ class FormedCall:
     """A call in the making.
 
     Attributes:
-        of: the combination.
+        of: the configuration.
         made_dtype: of an output that the call makes where it is asked for no other.
         arguments: by name.
         rules: fields of `lab.references.truth.Rules` that differ from the inputs' own.
@@ -34,7 +34,7 @@ class FormedCall:
         gaps: names of buffers that were handed out with NaN between their elements, and all that NaN.
     """
 
-    of: Combination
+    of: Configuration
     made_dtype: torch.dtype
     arguments: dict[str, Any] = field(default_factory=dict)
     rules: dict[str, Any] = field(default_factory=dict)

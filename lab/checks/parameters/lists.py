@@ -1,4 +1,4 @@
-"""The domain of a function that writes a draft's K/V lists: dtypes, drafts, batches, prefixes, and the buffers around them."""
+"""The model of a function that writes a draft's K/V lists: dtypes, drafts, batches, prefixes, and the buffers around them."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from lab.checks.facts import facts_of_case
-from lab.checks.parameters.combination import Combination
-from lab.checks.parameters.covering import Constraint, Domain
-from lab.checks.space import Space
+from lab.checks.parameters.configuration import Configuration
+from lab.checks.parameters.covering import Constraint, Model
 from lab.checks.trial import Trial
+from lab.ranges import Ranges
 from lab.workloads.inputs.draft_lists import DTYPES, DraftLists, DraftListsCase, in_place
 from lab.workloads.interfaces import Interface
 
@@ -53,8 +53,8 @@ AXES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def draft_lists_case(of: Combination) -> DraftListsCase:
-    """Return the draft of a combination."""
+def draft_lists_case(of: Configuration) -> DraftListsCase:
+    """Return the draft of a configuration."""
     return DraftListsCase(
         _lens(of["requests"], of["prefixes"], of["page_size"], of.seed),
         positions_differ=of["positions"] == "others",
@@ -67,7 +67,7 @@ def draft_lists_case(of: Combination) -> DraftListsCase:
 
 
 def judge_lists(trial: Trial) -> None:
-    """Have the lists of a trial's combination written, and hold every cell of every buffer to the reference's."""
+    """Have the lists of a trial's configuration written, and hold every cell of every buffer to the reference's."""
     case = draft_lists_case(trial.case)
     facts = facts_of_case(case)
     facts = replace(facts, facts={**facts.facts, **trial.called.facts})
@@ -129,6 +129,6 @@ RULES = (
 TRIPLES = (("window_size", "sink_size", "prefixes"), ("entries", "page_size", "num_steps"))
 
 
-def lists_domain(space: Space) -> Domain:
-    """Return the domain, which no axis of a space narrows."""
-    return Domain(AXES, RULES, TRIPLES)
+def lists_model(ranges: Ranges) -> Model:
+    """Return the model, which no range narrows."""
+    return Model(AXES, RULES, TRIPLES)

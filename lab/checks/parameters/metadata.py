@@ -1,4 +1,4 @@
-"""Metadata of both backends, built for a combination and for a later pass, and held to loops over requests."""
+"""Metadata of both backends, built for a configuration and for a later pass, and held to loops over requests."""
 
 import copy
 import functools
@@ -16,7 +16,7 @@ from lab.checks.metadata_truth import (
     wrong_eager_mla_metadata,
     wrong_mla_prefill_metadata,
 )
-from lab.checks.parameters.combination import Combination
+from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.metadata_axes import NO_LIST
 from lab.checks.trial import Trial
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
@@ -62,8 +62,8 @@ class MetadataCase(PassLens):
         return replace(self, prefix_lens=prefix_lens, q_lens=q_lens, rows=rows)
 
 
-def metadata_case(of: Combination) -> MetadataCase:
-    """Return the requests of a combination's first pass."""
+def metadata_case(of: Configuration) -> MetadataCase:
+    """Return the requests of a configuration's first pass."""
     page_size, requests = of["page_size"], of["requests"]
     in_turn = {
         "none": (0,),
@@ -149,7 +149,7 @@ def _build(trial: Trial, batch: ForwardBatch, pool: KVPool) -> BuiltPass:
     return BuiltPass(batch, pool, metadata, {name: value.clone() for name, value in _tensors(metadata).items()}, read)
 
 
-def _options(of: Combination) -> dict[str, Any]:
+def _options(of: Configuration) -> dict[str, Any]:
     """Return the arguments of a builder beside the batch and the pool."""
     if of.interface is Interface.MLA_METADATA:
         return {"attention": DraftAttention(of["attention"])}
@@ -173,7 +173,7 @@ def _hold(trial: Trial, what: str, built: BuiltPass, facts: CallFacts) -> None:
     trial.hold_nothing_wrong(what, wrongs, "metadata", facts)
 
 
-def _wrong(of: Combination, built: BuiltPass) -> Iterator[str]:
+def _wrong(of: Configuration, built: BuiltPass) -> Iterator[str]:
     where = (_on_cpu(built.batch), _on_cpu(built.pool), built.metadata)
     if of.interface is Interface.MLA_METADATA:
         yield from wrong_eager_mla_metadata(*where, **_options(of))
@@ -186,7 +186,7 @@ def _wrong(of: Combination, built: BuiltPass) -> Iterator[str]:
         yield wrong
 
 
-def _asks_for_encoder(of: Combination) -> bool:
+def _asks_for_encoder(of: Configuration) -> bool:
     return of.get("encoder_only", "not asked for") == "asked for"
 
 
@@ -197,7 +197,7 @@ def _on_cpu(of: Any) -> Any:
     return twin
 
 
-def _pool(of: Combination, first: MetadataCase, later: MetadataCase, seed: int, device: torch.device) -> KVPool:
+def _pool(of: Configuration, first: MetadataCase, later: MetadataCase, seed: int, device: torch.device) -> KVPool:
     """Return a pool with room for both passes, some pages and some context more."""
     lens = (*first.kv_lens, *later.kv_lens) or (1,)
     spare = {"some more": 2 * first.page_size + 1, "a whole page more": first.page_size}
@@ -221,8 +221,8 @@ def _pool(of: Combination, first: MetadataCase, later: MetadataCase, seed: int, 
     return pool
 
 
-def _batch(of: Combination, case: MetadataCase, pool: KVPool) -> ForwardBatch:
-    """Admit a pass's requests to the pool, and return its batch with the padding and the dtypes of a combination."""
+def _batch(of: Configuration, case: MetadataCase, pool: KVPool) -> ForwardBatch:
+    """Admit a pass's requests to the pool, and return its batch with the padding and the dtypes of a configuration."""
     if case.q_lens:
         requests = admit(pool, case.prefix_lens, case.q_lens, case.draft_step)
         if "evicted" in of.get("window", "none"):
@@ -248,7 +248,7 @@ def _batch(of: Combination, case: MetadataCase, pool: KVPool) -> ForwardBatch:
     return batch if of.get("host_rows", "given") == "given" else replace(batch, extend_seq_lens_cpu=None)
 
 
-def _padded(of: Combination, case: MetadataCase, batch: ForwardBatch) -> ForwardBatch:
+def _padded(of: Configuration, case: MetadataCase, batch: ForwardBatch) -> ForwardBatch:
     if of["padding"] == "none":
         return replace(batch, seq_lens_cpu=_host_lens(of, batch.seq_lens))
     if of["padding"] == "rows":
@@ -291,12 +291,12 @@ def _spec_info_of_a_graph(batch: ForwardBatch) -> SpecInfo:
     )
 
 
-def _host_lens(of: Combination, seq_lens: Tensor) -> tuple[int, ...] | None:
+def _host_lens(of: Configuration, seq_lens: Tensor) -> tuple[int, ...] | None:
     return tuple(seq_lens.tolist()) if of["host_lens"] == "given" else None
 
 
-def _typed(of: Combination, batch: ForwardBatch) -> ForwardBatch:
-    """Return the batch with the tensors of a combination's dtypes."""
+def _typed(of: Configuration, batch: ForwardBatch) -> ForwardBatch:
+    """Return the batch with the tensors of a configuration's dtypes."""
     narrow = {
         "int32": ("seq_lens", "req_pool_indices", "extend_prefix_lens"),
         "int32 lens": ("seq_lens",),

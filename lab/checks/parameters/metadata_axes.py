@@ -1,13 +1,13 @@
-"""The domains of the metadata builders of both backends: modes, batches, rows, padding, windows, and a second build."""
+"""The models of the metadata builders of both backends: modes, batches, rows, padding, windows, and a second build."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from lab.checks.parameters.covering import Constraint, Domain
-from lab.checks.space import Space
+from lab.checks.parameters.covering import Constraint, Model
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
+from lab.ranges import Ranges
 from lab.workloads.interfaces import Interface
 
 NO_LIST = "none, and no list of them"
@@ -180,6 +180,6 @@ RULES = (
 )
 
 
-def metadata_domain(interface: Interface, space: Space) -> Domain:
-    """Return the domain of a builder; a space narrows no axis of it."""
-    return Domain.of(AXES[interface], RULES, TRIPLES)
+def metadata_model(interface: Interface, ranges: Ranges) -> Model:
+    """Return the model of a builder; ranges narrow no axis of it."""
+    return Model.of(AXES[interface], RULES, TRIPLES)

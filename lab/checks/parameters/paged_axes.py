@@ -1,7 +1,7 @@
-"""The domain of the calls over a paged cache: decode, context and MLA decode.
+"""The model of the calls over a paged cache: decode, context and MLA decode.
 
-The first value of each axis is the plain one. An axis of `Space` that a caller narrowed has its values alone; one that was left
-as it is has those of `BEYOND` too, which a kernel that was built for the usual sizes declines.
+The first value of each axis is its default. An axis of `Ranges` that a caller narrowed has its values alone; one that was
+left as it is has those of `BEYOND` too, which a kernel that was built for the usual sizes declines.
 """
 
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from lab.calls.problem import E4M3, NVFP4
-from lab.checks.parameters.covering import Constraint, Domain
-from lab.checks.space import Space
+from lab.checks.parameters.covering import Constraint, Model
+from lab.ranges import Ranges
 from lab.workloads.interfaces import Interface
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": E4M3, "nvfp4": NVFP4}
@@ -62,50 +62,50 @@ ONE_TENSOR = ("one tensor", "one tensor of two halves")  # V's page after K's, o
 PROMPTS = (65, 300, 1040)  # rows of the prompt, in a context call
 
 
-def values_of(space: Space, name: str) -> tuple[Any, ...]:
-    """Return the values of an axis of the space, and those beyond it if it was left as it is."""
-    values: tuple[Any, ...] = getattr(space, name)
-    return (*values, *BEYOND.get(name, ())) if values == getattr(Space(), name) else values
+def values_of(ranges: Ranges, name: str) -> tuple[Any, ...]:
+    """Return the values of an axis of the ranges, and those beyond it if it was left as it is."""
+    values: tuple[Any, ...] = getattr(ranges, name)
+    return (*values, *BEYOND.get(name, ())) if values == getattr(Ranges(), name) else values
 
 
-def paged_domain(interface: Interface, space: Space) -> Domain:
-    """Return the domain of a decode, context or MLA decode call within a space."""
+def paged_model(interface: Interface, ranges: Ranges) -> Model:
+    """Return the model of a decode, context or MLA decode call within ranges."""
     axes = {
-        **_sizes(interface, space),
-        "requests": (REQUESTS, 1, *values_of(space, "large_batches")),
-        "lengths": ("unequal", "equal", *WITHOUT, FEWER, *space.long_requests),
-        **_rows(interface, space),
+        **_sizes(interface, ranges),
+        "requests": (REQUESTS, 1, *values_of(ranges, "large_batches")),
+        "lengths": ("unequal", "equal", *WITHOUT, FEWER, *ranges.long_requests),
+        **_rows(interface, ranges),
         "contents": ("random", "needles", "shaded"),
-        "sinks": _sinks(interface, space),
-        **_arguments(interface, space),
-        **_tensors(interface, space),
+        "sinks": _sinks(interface, ranges),
+        **_arguments(interface, ranges),
+        **_tensors(interface, ranges),
     }
-    return Domain.of(axes, RULES, TRIPLES, VACUOUS)
+    return Model.of(axes, RULES, TRIPLES, VACUOUS)
 
 
-def _sizes(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
-    dtypes = [f"{NAMES[query]}/{NAMES[cache]}" for query, cache in values_of(space, "dtypes")]
+def _sizes(interface: Interface, ranges: Ranges) -> dict[str, Sequence[Any]]:
+    dtypes = [f"{NAMES[query]}/{NAMES[cache]}" for query, cache in values_of(ranges, "dtypes")]
     if interface is Interface.MLA_DECODE:
-        dims = [f"{head_dim}/{v_head_dim}" for head_dim, v_head_dim in values_of(space, "mla_head_dims")]
-        heads = values_of(space, "mla_heads")
-        pages = values_of(space, "mla_page_sizes")
+        dims = [f"{head_dim}/{v_head_dim}" for head_dim, v_head_dim in values_of(ranges, "mla_head_dims")]
+        heads = values_of(ranges, "mla_heads")
+        pages = values_of(ranges, "mla_page_sizes")
         return {"dtypes": dtypes, "head_dims": dims, "heads": heads, "page_size": pages}
-    if True in space.nvfp4:
+    if True in ranges.nvfp4:
         dtypes += [
             f"{query}/nvfp4" for query in dict.fromkeys(each.split("/")[0] for each in dtypes) if query != "e4m3"
         ]
     return {
         "dtypes": dtypes,
-        "group": values_of(space, "groups"),
-        "num_kv_heads": values_of(space, "num_kv_heads"),
-        "head_dim": values_of(space, "head_dims"),
-        "page_size": values_of(space, "page_sizes"),
-        "kv_layout": values_of(space, "kv_layouts"),
-        "window_left": (-1, *(WINDOWS if True in space.windows else ())),
+        "group": values_of(ranges, "groups"),
+        "num_kv_heads": values_of(ranges, "num_kv_heads"),
+        "head_dim": values_of(ranges, "head_dims"),
+        "page_size": values_of(ranges, "page_sizes"),
+        "kv_layout": values_of(ranges, "kv_layouts"),
+        "window_left": (-1, *(WINDOWS if True in ranges.windows else ())),
     }
 
 
-def _rows(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
+def _rows(interface: Interface, ranges: Ranges) -> dict[str, Sequence[Any]]:
     ragged = (*WITHOUT, *AFTER)
     if interface is Interface.CONTEXT:
         return {
@@ -115,24 +115,24 @@ def _rows(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
             "causal": (True, False),
         }
     rows: dict[str, Sequence[Any]] = {
-        "q_len": values_of(space, "q_lens"),
+        "q_len": values_of(ranges, "q_lens"),
         "offsets": ("none", "equal", "unequal", *ragged),
         "max_q_len": ("exact", "larger", *(("None",) if interface is Interface.MLA_DECODE else ())),
     }
     if interface is Interface.DECODE:
-        rows["q_len"] = tuple(dict.fromkeys((*rows["q_len"], *values_of(space, "masked_rows"))))
+        rows["q_len"] = tuple(dict.fromkeys((*rows["q_len"], *values_of(ranges, "masked_rows"))))
         rows["mask"] = ("none", "causal", "full", "tree", "by request", OWN_BIT_CLEAR, BITS_AFTER, AT_A_WORD)
     return rows
 
 
-def _sinks(interface: Interface, space: Space) -> Sequence[str]:
-    if True not in space.sinks:
+def _sinks(interface: Interface, ranges: Ranges) -> Sequence[str]:
+    if True not in ranges.sinks:
         return ("none",)
     forms = ("list", "tuple") if interface is Interface.MLA_DECODE else ()
     return ("none", *SINKS, *forms)
 
 
-def _arguments(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
+def _arguments(interface: Interface, ranges: Ranges) -> dict[str, Sequence[Any]]:
     out: tuple[str, ...] = ("none", "given", "a view", "given fp16", "given fp32")
     lse: tuple[str, ...] = ("none", "returned", "given", "given as the query", "base e")
     if interface is not Interface.MLA_DECODE:
@@ -155,7 +155,7 @@ def _arguments(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
     }
 
 
-def _tensors(interface: Interface, space: Space) -> dict[str, Sequence[Any]]:
+def _tensors(interface: Interface, ranges: Ranges) -> dict[str, Sequence[Any]]:
     query: tuple[str, ...] = ("contiguous", "rows apart", "heads apart", "at 16 bytes", "heads first")
     tables: tuple[str, ...] = (
         "plain",

@@ -1,4 +1,4 @@
-"""The call of a paged combination: its tensors and arguments in the forms that it names, and what the call must give."""
+"""The call of a paged configuration: its tensors and arguments in the forms that it names, and what the call must give."""
 
 import math
 from collections.abc import Callable
@@ -86,12 +86,12 @@ class PagedCall(FormedCall):
 
 
 def judge_paged(trial: Trial) -> None:
-    """Make the call of a trial's combination once, and hold all that it gives to the truth, and what it must not touch."""
+    """Make the call of a trial's configuration once, and hold all that it gives to the truth, and what it must not touch."""
     judge_call(trial, _built(trial))
 
 
 def _built(trial: Trial) -> PagedCall:
-    case = attention_case(trial.case, trial.space)
+    case = attention_case(trial.case, trial.ranges)
     made_dtype = torch.bfloat16 if case.is_mla else case.dtype
     call = PagedCall(trial.case, made_dtype, inputs=build_attention(case, trial.device))
     if call.of["pages"] == TWICE:
@@ -130,7 +130,7 @@ def _with_page_twice(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def _store(call: PagedCall) -> None:
-    """Lay the cache out as the combination says."""
+    """Lay the cache out as the configuration says."""
     inputs, form = call.inputs, call.of["cache"]
     tokens, heads = (1, 2) if call.case.is_mla or call.case.storage.kv_layout == "NHD" else (2, 1)
     layouts: dict[str, Callable[[Tensor], Tensor]] = {

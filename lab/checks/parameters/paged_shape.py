@@ -1,4 +1,4 @@
-"""The batch of a paged call's combination: its sizes, lengths and rows as an `AttentionCase`."""
+"""The batch of a paged call's configuration: its sizes, lengths and rows as an `AttentionCase`."""
 
 import random
 from collections.abc import Sequence
@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from lab.calls.problem import E4M3
-from lab.checks.parameters.combination import Combination
+from lab.checks.parameters.attention import edge_lengths
+from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.paged_axes import DTYPES, EQUAL, FEWER, ONE_TENSOR, OWN_BIT_CLEAR, REQUESTS, TWICE
-from lab.checks.space import Space, edge_lengths
+from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Contents, Storage, TableTail
 from lab.workloads.interfaces import Interface
 
@@ -21,10 +22,10 @@ PADDING = 3  # rows after the last request's
 _TAILS = {"tail of -1": TableTail.NEGATIVE, "tail far outside": TableTail.FAR}
 
 
-def attention_case(combination: Combination, space: Space) -> AttentionCase:
-    """Return the sizes, lengths and rows of a combination; its forms of arguments are left aside."""
-    of, interface = combination, combination.interface
-    rng = random.Random(repr((interface.name, combination.seed)))
+def attention_case(configuration: Configuration, ranges: Ranges) -> AttentionCase:
+    """Return the sizes, lengths and rows of a configuration; its forms of arguments are left aside."""
+    of, interface = configuration, configuration.interface
+    rng = random.Random(repr((interface.name, configuration.seed)))
     query, cache = (DTYPES[name] for name in of["dtypes"].split("/"))
     page_size = of["page_size"]
     count = of["requests"]
@@ -37,37 +38,37 @@ def attention_case(combination: Combination, space: Space) -> AttentionCase:
         q_lens,
         dtype=query,
         kv_dtype=cache,
-        arithmetic=_arithmetic(query, cache, space),
+        arithmetic=_arithmetic(query, cache, ranges),
         window_left=of.get("window_left", -1),
         sinks=of["sinks"] != "none",
         offsets=interface is not Interface.CONTEXT and of["offsets"] != "none",
         contents=Contents[of["contents"].upper()],
-        seed=combination.seed,
+        seed=configuration.seed,
         storage=Storage(
             page_size,
             kv_layout=of.get("kv_layout", "HND"),
             table_tail=_TAILS.get(of["block_tables"], TableTail.FOREIGN),
             spare_columns=max(WIDE - width, 0) if of["block_tables"] == WIDE_TABLE else 3,
-            page_seed=combination.seed,
+            page_seed=configuration.seed,
             stacked=of["cache"] in (*ONE_TENSOR, "K is V"),
         ),
         **_heads(of),
     )
 
 
-def _heads(of: Combination) -> dict[str, Any]:
+def _heads(of: Configuration) -> dict[str, Any]:
     if of.interface is not Interface.MLA_DECODE:
         return {name: of[name] for name in ("group", "num_kv_heads", "head_dim")}
     head_dim, v_head_dim = map(int, of["head_dims"].split("/"))
     return {"group": of["heads"], "num_kv_heads": 1, "head_dim": head_dim, "v_head_dim": v_head_dim}
 
 
-def _arithmetic(query: torch.dtype, cache: torch.dtype, space: Space) -> torch.dtype | None:
-    """Return e4m3 for a query of it, whose weights a kernel rounds so too, and what the space says of others."""
-    return E4M3 if query == E4M3 else space.arithmetic(cache)
+def _arithmetic(query: torch.dtype, cache: torch.dtype, ranges: Ranges) -> torch.dtype | None:
+    """Return e4m3 for a query of it, whose weights a kernel rounds so too, and what the ranges say of others."""
+    return E4M3 if query == E4M3 else ranges.arithmetic(cache)
 
 
-def _q_lens(of: Combination, count: int) -> tuple[int, ...]:
+def _q_lens(of: Configuration, count: int) -> tuple[int, ...]:
     if of.interface is Interface.CONTEXT:
         return rows_of_prompts(of, count)
     q_lens = [of["q_len"]] * count
@@ -76,7 +77,7 @@ def _q_lens(of: Combination, count: int) -> tuple[int, ...]:
     return _emptied(of, q_lens)
 
 
-def rows_of_prompts(of: Combination, count: int) -> tuple[int, ...]:
+def rows_of_prompts(of: Configuration, count: int) -> tuple[int, ...]:
     """Return the rows of each request of a call that takes prompts."""
     rows = {"unequal": CONTEXT_ROWS, "one each": (1,)}.get(of["rows"], (of["rows"], *CONTEXT_ROWS))
     if count > REQUESTS:
@@ -88,12 +89,12 @@ def rows_of_prompts(of: Combination, count: int) -> tuple[int, ...]:
     return _emptied(of, q_lens)
 
 
-def longest_request(of: Combination) -> int:
+def longest_request(of: Configuration) -> int:
     """Return the place of the request with the prompt or the long history: the first, or the last where that has no rows."""
     return -1 if of["offsets"] in ("none first", "none twice") else 0
 
 
-def _emptied(of: Combination, q_lens: list[int]) -> tuple[int, ...]:
+def _emptied(of: Configuration, q_lens: list[int]) -> tuple[int, ...]:
     empty = empty_requests(of["offsets"], len(q_lens))
     return tuple(0 if request in empty else q_len for request, q_len in enumerate(q_lens))
 
@@ -120,7 +121,7 @@ def fewer_than_rows(q_lens: Sequence[int]) -> list[int]:
     return [max(rows - 1 - request % 2, rows // 2) for request, rows in enumerate(q_lens)]
 
 
-def _kv_lens(of: Combination, q_lens: tuple[int, ...], page_size: int, rng: random.Random) -> tuple[int, ...]:
+def _kv_lens(of: Configuration, q_lens: tuple[int, ...], page_size: int, rng: random.Random) -> tuple[int, ...]:
     lengths, count = of["lengths"], len(q_lens)
     if count > REQUESTS:
         kv_lens = [8 + 3 * request % 47 for request in range(count)]

@@ -1,12 +1,12 @@
-"""The domain of the ragged context call: attention before absorption, over K/V of the requests end to end.
+"""The model of the ragged context call: attention before absorption, over K/V of the requests end to end.
 
-The first value of each axis is the plain one. Of `Space` it has the queries' dtypes, windows, sinks, large batches and long
+The first value of each axis is the plain one. Of `Ranges` it has the queries' dtypes, windows, sinks, large batches and long
 requests; its heads and head_dims are its own, those of DeepSeek and its relatives among them.
 """
 
 from typing import Any
 
-from lab.checks.parameters.covering import Constraint, Domain
+from lab.checks.parameters.covering import Constraint, Model
 from lab.checks.parameters.paged_axes import (
     FEWER,
     NAMES,
@@ -22,7 +22,7 @@ from lab.checks.parameters.paged_axes import (
     WITHOUT,
     values_of,
 )
-from lab.checks.space import Space
+from lab.ranges import Ranges
 
 SHORT = 150  # keys of the longest request that is not long
 FEW_KEYS = 50  # about, of a request in a large batch
@@ -35,14 +35,14 @@ BELOW_ZERO = "below zero"  # every logit, and so far apart that exp of their dif
 OF_THE_NEXT = "as the next request's rows"  # as many keys as rows in all, but not of each request
 
 
-def ragged_domain(space: Space) -> Domain:
-    """Return the domain of the ragged context call within a space."""
+def ragged_model(ranges: Ranges) -> Model:
+    """Return the model of the ragged context call within ranges."""
     axes: dict[str, tuple[Any, ...]] = {
-        "dtype": tuple(NAMES[query] for query, _ in values_of(space, "dtypes")),
+        "dtype": tuple(NAMES[query] for query, _ in values_of(ranges, "dtypes")),
         "head_dims": ("192/128", "128/128", "256/256", "80/64", "64/64", "64/128"),
         "num_kv_heads": (2, 1, 3, 16, DEEPSEEK_HEADS),
         "group": (1, 2, 7, 8, 16),
-        "requests": (REQUESTS, 1, *values_of(space, "large_batches")),
+        "requests": (REQUESTS, 1, *values_of(ranges, "large_batches")),
         "rows": ("unequal", "one each", *PROMPTS),
         "lengths": (
             "longer",
@@ -50,14 +50,14 @@ def ragged_domain(space: Space) -> Domain:
             OF_THE_NEXT,
             FEWER,
             *WITHOUT,
-            *(min(kv_len, LONGEST) for kv_len in space.long_requests),
+            *(min(kv_len, LONGEST) for kv_len in ranges.long_requests),
         ),
         "offsets": ("plain", *WITHOUT),
         "padding": ("none", "rows", "keys", "rows and keys", "rows and keys of NaN"),
         "causal": (True, False),
-        "window_left": (-1, *(WINDOWS if True in space.windows else ())),
+        "window_left": (-1, *(WINDOWS if True in ranges.windows else ())),
         "contents": ("random", "needles", BELOW_ZERO),
-        "sinks": ("none", *(SINKS if True in space.sinks else ())),
+        "sinks": ("none", *(SINKS if True in ranges.sinks else ())),
         "bmm1_scale": (*SCALES, *NEGATIVE),
         "bmm2_scale": ("usual", *(f"0.9 as a {each}" for each in SCALES), *NEGATIVE, WHOLE_ONE),
         "o_sf_scale": (1.0, -1.0, 0.5),
@@ -82,7 +82,7 @@ def ragged_domain(space: Space) -> Domain:
             "of one tensor",
         ),
     }
-    return Domain.of(axes, (*RULES, *RAGGED_RULES), TRIPLES, VACUOUS)
+    return Model.of(axes, (*RULES, *RAGGED_RULES), TRIPLES, VACUOUS)
 
 
 def head_dims_of(value: str) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The ragged context call of a combination: its rows, keys and values, its arguments' forms, and what it must give."""
+"""The ragged context call of a configuration: its rows, keys and values, its arguments' forms, and what it must give."""
 
 import math
 import random
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import E4M3
-from lab.checks.parameters.combination import Combination
+from lab.checks.parameters.attention import edge_lengths
+from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.forms import (
     DTYPES,
     FormedCall,
@@ -30,7 +31,6 @@ from lab.checks.parameters.paged_shape import (
     rows_without_keys,
 )
 from lab.checks.parameters.ragged import BELOW_ZERO, OF_THE_NEXT, SHORT, head_dims_of
-from lab.checks.space import edge_lengths
 from lab.checks.trial import Trial
 from lab.references.truth import Rules, Truth
 from lab.workloads.inputs.expected import truth_of_requests
@@ -84,12 +84,12 @@ class RaggedCall(FormedCall):
 
 
 def judge_ragged(trial: Trial) -> None:
-    """Make the call of a trial's combination once, and hold all that it gives to the truth, and what it must not touch."""
+    """Make the call of a trial's configuration once, and hold all that it gives to the truth, and what it must not touch."""
     judge_call(trial, _built(trial))
 
 
-def ragged_lens(of: Combination) -> RaggedLens:
-    """Return the rows and keys of a combination's requests."""
+def ragged_lens(of: Configuration) -> RaggedLens:
+    """Return the rows and keys of a configuration's requests."""
     rng = random.Random(repr((of.interface.name, of.seed)))
     count, lengths = of["requests"], of["lengths"]
     q_lens = rows_of_prompts(of, count)
@@ -158,14 +158,14 @@ def _lower(query: Tensor, keys: Sequence[Tensor], scale: float) -> None:
 
 
 def _padded(side: Tensor, padding: str, name: str) -> Tensor:
-    """Return a side with the padding of that name after it, if the combination has it."""
+    """Return a side with the padding of that name after it, if the configuration has it."""
     if name not in padding:
         return side
     return torch.cat((side, torch.full((PADDING, *side.shape[1:]), math.nan if "NaN" in padding else PADDED)))
 
 
 def _stored(call: RaggedCall) -> None:
-    """Lay query, keys and values out as the combination says."""
+    """Lay query, keys and values out as the configuration says."""
     arguments, lens = call.arguments, call.lens
     keyless = rows_without_keys(lens.q_lens, lens.kv_lens)
     padding = len(arguments["query"]) - len(keyless)

@@ -7,15 +7,15 @@ buffer is held to loops over requests, branches and tokens, the guard cells arou
 from collections.abc import Iterator
 
 from lab.checks.check import Check, Level, first_line
-from lab.checks.space import Space
 from lab.checks.trial import Trial
+from lab.ranges import Ranges
 from lab.workloads.inputs.draft_lists import DraftLists, DraftListsCase, in_place
 from lab.workloads.interfaces import Interface
 
 EDGES = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1025)
 
 
-def _cases(interface: Interface, space: Space, level: Level) -> Iterator[DraftListsCase]:
+def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[DraftListsCase]:
     """Return the lengths at edges of blocks, and drafts in which branches, pages, steps and windows meet; K18 has the rest."""
     yield DraftListsCase(EDGES)
     for topk, page_size in ((2, 1), (1, 16), (2, 16), (3, 32), (3, 64), (2, 128), (2, 256)):

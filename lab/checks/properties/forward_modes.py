@@ -1,8 +1,8 @@
 """A call that is right by itself and wrong in a serving engine's pass: any forward mode, from logical histories to outputs.
 
 The arguments are an engine's: its pool, its metadata, its padding and its offsets, over both of a model's functions. The smoke
-level judges the lab's own small geometry; the full level every geometry of the space too, whole and as a tensor-parallel slice,
-at every page size, on full and sliding-window layers, with random and needle inputs, every pair of these,
+level judges the lab's own small geometry; the full level every geometry of the ranges too, whole and as a tensor-parallel
+slice, at every page size, on full and sliding-window layers, with random and needle inputs, every pair of these,
 and each mode with every geometry and page size.
 """
 
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from lab.calls.problem import E4M3, NVFP4, AttentionCall
 from lab.checks.check import Check, Level, first_line
-from lab.checks.parameters.covering import Constraint, Domain
+from lab.checks.parameters.covering import Constraint, Model
 from lab.checks.refusals import Declined
-from lab.checks.space import Space
 from lab.checks.trial import CallForm, Result, Trial
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_cache import KVLayout
+from lab.ranges import Ranges
 from lab.workloads.attention_case import Contents
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.geometries import geometry
@@ -98,40 +98,40 @@ def mode_cases(
     yield replace(mixed, split_mixed_tail=True)
 
 
-def _cases(interface: Interface, space: Space, level: Level) -> Iterator[ForwardCase]:
-    page_size = 64 if 64 in space.page_sizes else space.page_sizes[0]
-    q_lens = smoke_q_lens(space) if level is Level.SMOKE else tuple(space.q_lens)
-    dtypes = dtypes_of(space)
-    for case in mode_cases(space.tiny, page_size, q_lens, long=(3 * page_size + 5, 300)):
+def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[ForwardCase]:
+    page_size = 64 if 64 in ranges.page_sizes else ranges.page_sizes[0]
+    q_lens = smoke_q_lens(ranges) if level is Level.SMOKE else tuple(ranges.q_lens)
+    dtypes = dtypes_of(ranges)
+    for case in mode_cases(ranges.tiny, page_size, q_lens, long=(3 * page_size + 5, 300)):
         if case.interface is interface and not (case.split_mixed_tail and dtypes["dtype"] != dtypes["kv_dtype"]):
             yield replace(case, contents=Contents.NEEDLES, **dtypes)
-            if True in space.windows and not case.encoder_only:
+            if True in ranges.windows and not case.encoder_only:
                 yield replace(case, sliding_window=True, **dtypes)
-    yield from (case for case in quantised_cases(space, page_size) if case.interface is interface)
+    yield from (case for case in quantised_cases(ranges, page_size) if case.interface is interface)
     if level is Level.FULL:
-        yield from (case for case in geometry_cases(space) if case.interface is interface)
+        yield from (case for case in geometry_cases(ranges) if case.interface is interface)
 
 
-def quantised_cases(space: Space, page_size: int) -> Iterator[ForwardCase]:
+def quantised_cases(ranges: Ranges, page_size: int) -> Iterator[ForwardCase]:
     """Return passes whose query is cast to e4m3 over a quantised cache, and those over NVFP4 whose query is not.
 
     The first are trtllm-gen's and fmha_v2's, the second XQA's, which has decode calls alone.
     """
-    dtype = dtypes_of(space)["dtype"]
+    dtype = dtypes_of(ranges)["dtype"]
     prefixes = (0, page_size - 1, 3 * page_size + 5, 300)
-    q_len = smoke_q_lens(space)[0]
+    q_len = smoke_q_lens(ranges)[0]
     modes = (
         (ForwardMode.DECODE, (1,) * 4),
         (ForwardMode.TARGET_VERIFY, (q_len,) * 4),
         (ForwardMode.EXTEND, (5, page_size + 1, 33, 1)),
     )
-    has_e4m3 = any(kv_dtype == E4M3 for _, kv_dtype in space.dtypes)
-    caches = [*((E4M3,) if has_e4m3 else ()), *((NVFP4,) if True in space.nvfp4 else ())]
+    has_e4m3 = any(kv_dtype == E4M3 for _, kv_dtype in ranges.dtypes)
+    caches = [*((E4M3,) if has_e4m3 else ()), *((NVFP4,) if True in ranges.nvfp4 else ())]
     for kv_dtype, (mode, q_lens) in itertools.product(caches, modes):
-        window = True in space.windows and mode is ForwardMode.TARGET_VERIFY
+        window = True in ranges.windows and mode is ForwardMode.TARGET_VERIFY
         case = ForwardCase(
             mode,
-            space.tiny,
+            ranges.tiny,
             prefixes,
             q_lens,
             page_size=page_size,
@@ -147,40 +147,40 @@ def quantised_cases(space: Space, page_size: int) -> Iterator[ForwardCase]:
             yield replace(case, split_mixed_tail=True)
 
 
-def smoke_q_lens(space: Space) -> tuple[int, ...]:
+def smoke_q_lens(ranges: Ranges) -> tuple[int, ...]:
     """Return the query rows of the smoke level's passes: 4, or the most that there are."""
-    return (4,) if 4 in space.q_lens else (max(space.q_lens),)
+    return (4,) if 4 in ranges.q_lens else (max(ranges.q_lens),)
 
 
-def dtypes_of(space: Space) -> dict[str, Any]:
-    """Return the dtypes of a pass, the space's first."""
-    dtype, kv_dtype = space.dtypes[0]
-    return {"dtype": dtype, "kv_dtype": kv_dtype, "arithmetic": space.arithmetic(kv_dtype)}
+def dtypes_of(ranges: Ranges) -> dict[str, Any]:
+    """Return the dtypes of a pass, the first of the ranges."""
+    dtype, kv_dtype = ranges.dtypes[0]
+    return {"dtype": dtype, "kv_dtype": kv_dtype, "arithmetic": ranges.arithmetic(kv_dtype)}
 
 
-def geometry_cases(space: Space) -> Iterator[ForwardCase]:
-    """Every mode on the space's geometries: pairs of settings, and the stated triples, in a covering array.
+def geometry_cases(ranges: Ranges) -> Iterator[ForwardCase]:
+    """Every mode on the geometries of the ranges: pairs of settings, and the stated triples, in a covering array.
 
     A cache of another dtype than the query's is judged at one page size.
     """
-    one_page_size = 64 if 64 in space.page_sizes else space.page_sizes[0]
-    variants = list(mode_cases("tiny", one_page_size, space.q_lens))
+    one_page_size = 64 if 64 in ranges.page_sizes else ranges.page_sizes[0]
+    variants = list(mode_cases("tiny", one_page_size, ranges.q_lens))
     axes: dict[str, tuple[Any, ...]] = {
         "variant": tuple(range(len(variants))),
-        "model": tuple(name for name in space.geometries if space.holds(geometry(name))),
-        "page_size": (one_page_size, *(size for size in space.page_sizes if size != one_page_size)),
-        "sliding_window": (False, True) if True in space.windows else (False,),
+        "model": tuple(name for name in ranges.geometries if ranges.holds(geometry(name))),
+        "page_size": (one_page_size, *(size for size in ranges.page_sizes if size != one_page_size)),
+        "sliding_window": (False, True) if True in ranges.windows else (False,),
         "is_slice": (False, True),
         "contents": PASS_CONTENTS,
-        "dtypes": (space.dtypes[0], *(pair for pair in space.dtypes[1:] if pair[0] != pair[1])),
+        "dtypes": (ranges.dtypes[0], *(pair for pair in ranges.dtypes[1:] if pair[0] != pair[1])),
     }
     if not axes["model"]:
         return
     rules = (
-        Constraint(lambda model, sliding_window: sliding_window in space.windows_of(geometry(model)), "no window"),
+        Constraint(lambda model, sliding_window: sliding_window in ranges.windows_of(geometry(model)), "no window"),
         Constraint(lambda model, is_slice: not is_slice or TENSOR_PARALLEL.get(model, 1) > 1, "no slice"),
         Constraint(
-            lambda page_size, dtypes: page_size == one_page_size or dtypes == space.dtypes[0], "pages of one size"
+            lambda page_size, dtypes: page_size == one_page_size or dtypes == ranges.dtypes[0], "pages of one size"
         ),
         Constraint(
             lambda variant, dtypes: dtypes[0] == dtypes[1] or not variants[variant].split_mixed_tail,
@@ -192,9 +192,9 @@ def geometry_cases(space: Space) -> Iterator[ForwardCase]:
         ),
     )
     triples = (("variant", "model", "sliding_window"), ("variant", "model", "page_size"))
-    for point in Domain(axes, rules, triples).covering(space.seed):
+    for point in Model(axes, rules, triples).covering(ranges.seed):
         dtype, kv_dtype = point["dtypes"]
-        of_page_size = list(mode_cases(point["model"], point["page_size"], space.q_lens))
+        of_page_size = list(mode_cases(point["model"], point["page_size"], ranges.q_lens))
         yield replace(
             of_page_size[point["variant"]],
             sliding_window=point["sliding_window"],
@@ -202,7 +202,7 @@ def geometry_cases(space: Space) -> Iterator[ForwardCase]:
             contents=point["contents"],
             dtype=dtype,
             kv_dtype=kv_dtype,
-            arithmetic=space.arithmetic(kv_dtype),
+            arithmetic=ranges.arithmetic(kv_dtype),
         )
 
 

@@ -13,11 +13,11 @@ import torch
 from lab.checks.check import Check, Level, first_line
 from lab.checks.graph_case import GraphCase, Story, graph_modes
 from lab.checks.graph_stage import MHAStage
-from lab.checks.space import Space
 from lab.checks.stories import tell
 from lab.checks.trial import Trial
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
+from lab.ranges import Ranges
 from lab.workloads.geometries import geometry
 from lab.workloads.interfaces import Interface
 
@@ -25,13 +25,13 @@ REAL = ("gpt-oss-120b",)  # a geometry with sliding-window layers and sinks, as 
 WIDTHS = (2, 4, 8)  # query rows per request of verify and of the draft extends
 
 
-def told_modes(space: Space, level: Level, *more: GraphMode) -> Iterator[tuple[GraphMode, Story, int]]:
+def told_modes(ranges: Ranges, level: Level, *more: GraphMode) -> Iterator[tuple[GraphMode, Story, int]]:
     """The modes, the stories to tell of each, and a number by which settings take turns.
 
     The full level tells every story of every mode, width and draft step; the smoke level each story of two modes in turn. A
     backend has `more` modes than those that all have.
     """
-    widths = tuple(width for width in WIDTHS if width in space.q_lens) or space.q_lens[-1:]
+    widths = tuple(width for width in WIDTHS if width in ranges.q_lens) or ranges.q_lens[-1:]
     if level is Level.SMOKE:
         modes = (*graph_modes(4 if 4 in widths else widths[-1]), *more)
     else:
@@ -44,19 +44,19 @@ def told_modes(space: Space, level: Level, *more: GraphMode) -> Iterator[tuple[G
             yield mode, story, s + place
 
 
-def _cases(interface: Interface, space: Space, level: Level) -> Iterator[GraphCase]:
-    if (torch.bfloat16, torch.bfloat16) not in space.dtypes:  # a story's
+def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[GraphCase]:
+    if (torch.bfloat16, torch.bfloat16) not in ranges.dtypes:  # a story's
         return
     is_full = level is Level.FULL
-    names = [name for name in REAL if is_full and name in space.geometries and space.holds(geometry(name))]
-    for name in (space.tiny, *names):
+    names = [name for name in REAL if is_full and name in ranges.geometries and ranges.holds(geometry(name))]
+    for name in (ranges.tiny, *names):
         page_size = (
-            max(space.page_sizes, key=lambda size: (size == 64, size)) if name in REAL else min(space.page_sizes)
+            max(ranges.page_sizes, key=lambda size: (size == 64, size)) if name in REAL else min(ranges.page_sizes)
         )
-        settings = list(product(MetadataPlace, space.windows_of(geometry(name))))
-        for mode, story, turn in told_modes(space, level, GraphMode.frozen_kv_draft()):
+        settings = list(product(MetadataPlace, ranges.windows_of(geometry(name))))
+        for mode, story, turn in told_modes(ranges, level, GraphMode.frozen_kv_draft()):
             case = GraphCase(mode, story, geometry=name, page_size=page_size)
-            every = is_full and name == space.tiny
+            every = is_full and name == ranges.tiny
             chosen = settings if every else [settings[turn % len(settings)]]
             is_divided = case.interface is Interface.DECODE and mode.forward_mode.query_rows.are_uniform
             for number, (place, window) in enumerate(chosen, turn):

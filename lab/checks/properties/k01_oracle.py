@@ -14,8 +14,9 @@ import torch
 
 from lab.calls.problem import E4M3
 from lab.checks.check import Check, Level, counted, first_line, same
-from lab.checks.space import Space
+from lab.checks.parameters.attention import balanced, balanced_nvfp4
 from lab.checks.trial import Trial
+from lab.ranges import Ranges
 from lab.references.quantization import E4M3_MAX
 from lab.references.truth import Truth
 from lab.workloads.attention_case import AttentionCase, Contents
@@ -23,27 +24,27 @@ from lab.workloads.inputs.attention import AttentionInputs, truth_of_call
 from lab.workloads.interfaces import Interface
 
 
-def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase]:
-    yield from space.covering(interface, counted(level, 8, 48), seed=1)
-    for case in space.covering(interface, counted(level, 3, 9), seed=22):
+def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[AttentionCase]:
+    yield from balanced(ranges, interface, counted(level, 8, 48), seed=1)
+    for case in balanced(ranges, interface, counted(level, 3, 9), seed=22):
         yield replace(case, contents=Contents.LOUD)
         yield replace(case, contents=Contents.FAINT)
-    for case in space.covering_nvfp4(interface, 1, seed=26):
+    for case in balanced_nvfp4(ranges, interface, 1, seed=26):
         yield replace(case, contents=Contents.FAINT)
-    large = space.covering(interface, len(space.large_batches), seed=23)
-    for batch_size, case in zip(space.large_batches, large, strict=True):
-        yield _large_batch(case, batch_size, space)
-    for case in space.covering(interface, counted(level, 4, 8), seed=25):
+    large = balanced(ranges, interface, len(ranges.large_batches), seed=23)
+    for batch_size, case in zip(ranges.large_batches, large, strict=True):
+        yield _large_batch(case, batch_size, ranges)
+    for case in balanced(ranges, interface, counted(level, 4, 8), seed=25):
         if (case.arithmetic or case.dtype) is torch.bfloat16:  # fp16's loses the light keys, as e4m3's
             yield replace(case, window_left=-1, contents=Contents.OVERSHADOWED)
 
 
-def _large_batch(case: AttentionCase, batch_size: int, space: Space) -> AttentionCase:
+def _large_batch(case: AttentionCase, batch_size: int, ranges: Ranges) -> AttentionCase:
     """Unequal, short requests of as few heads as there are, for the time it takes; of a context call, unequal rows too."""
     if case.is_mla:
-        case = replace(case, group=min(space.mla_heads))
+        case = replace(case, group=min(ranges.mla_heads))
     else:
-        case = replace(case, group=min(space.groups), num_kv_heads=min(space.num_kv_heads))
+        case = replace(case, group=min(ranges.groups), num_kv_heads=min(ranges.num_kv_heads))
     q_lens = (case.q_lens[0],) * batch_size
     if case.interface is Interface.CONTEXT:
         q_lens = tuple(1 + request % 3 for request in range(batch_size))

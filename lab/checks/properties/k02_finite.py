@@ -11,8 +11,9 @@ from dataclasses import replace
 import torch
 
 from lab.checks.check import Check, Level, counted, first_line
-from lab.checks.space import Space
+from lab.checks.parameters.attention import balanced
 from lab.checks.trial import Result, Trial
+from lab.ranges import Ranges
 from lab.references.truth import Truth
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.inputs.attention import truth_of_call
@@ -26,18 +27,18 @@ LARGE_SINK = {torch.bfloat16: 30.0, torch.float16: 6.0}
 ROUNDED_LOGITS = 0.03
 
 
-def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase]:
-    for case in space.covering(interface, counted(level, 4, 16), seed=2):
+def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[AttentionCase]:
+    for case in balanced(ranges, interface, counted(level, 4, 16), seed=2):
         yield replace(case, contents=Contents.TALL)
         yield replace(case, contents=Contents.LOW)
-        if not case.is_mla and True in space.windows:
-            yield replace(case, window_left=case.page_size - 1, sinks=True in space.sinks, contents=Contents.TALL)
-    for case in space.covering(interface, counted(level, 2, 8), seed=3):
+        if not case.is_mla and True in ranges.windows:
+            yield replace(case, window_left=case.page_size - 1, sinks=True in ranges.sinks, contents=Contents.TALL)
+    for case in balanced(ranges, interface, counted(level, 2, 8), seed=3):
         # Fewer keys than rows, and none: the leading rows see nothing.
         short = tuple(max(kv_len, q_len) for kv_len, q_len in zip(case.kv_lens, case.q_lens, strict=True))
         case = replace(case, kv_lens=(max(case.q_lens[0] - 1, 0), *short[1:-1], 0))
         yield case
-        if interface is Interface.MLA_DECODE and True in space.sinks:
+        if interface is Interface.MLA_DECODE and True in ranges.sinks:
             yield replace(case, sinks=True)
 
 
@@ -48,7 +49,7 @@ def _judge(trial: Trial) -> None:
     with trial.noting_failures("the call"):
         _hold(trial, "the call", trial.call(inputs), truth, least_bound)
     _hold(trial, "with the LSE", trial.attempt("return_lse", inputs, return_lse=True), truth, least_bound)
-    if True in trial.space.sinks and 0 in trial.case.kv_lens:
+    if True in trial.ranges.sinks and 0 in trial.case.kv_lens:
         none = torch.full((trial.case.num_qo_heads,), -math.inf, device=trial.device)
         result = trial.attempt("sinks of minus infinity", inputs, sinks=none)
         _hold(trial, "sinks of minus infinity", result, truth_of_call(inputs, sinks=None))

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from lab.checks.check import Check, Level, counted, first_line
-from lab.checks.space import Space, edge_lengths
+from lab.checks.parameters.attention import balanced, edge_lengths
 from lab.checks.trial import Trial
+from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.inputs.attention import truth_of_call
 from lab.workloads.interfaces import Interface
@@ -19,24 +20,24 @@ LONG = 8192  # keys: 64 splits of 128, more than some merges hold
 MOST_COUNTED = 200  # one key more changes the output by a hundredth, above the bound of bf16
 
 
-def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase]:
-    for case in space.covering(interface, counted(level, 8, 48), seed=4):
+def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[AttentionCase]:
+    for case in balanced(ranges, interface, counted(level, 8, 48), seed=4):
         yield replace(case, contents=Contents.NEEDLES)
         yield _few_keys(case)
-    for case in space.covering(interface, counted(level, 1, 4), seed=19):
-        yield _long(case, space)
-    if interface is not Interface.MLA_DECODE and True in space.windows:
-        for case in space.covering(interface, counted(level, 4, 24), seed=5):
+    for case in balanced(ranges, interface, counted(level, 1, 4), seed=19):
+        yield _long(case, ranges)
+    if interface is not Interface.MLA_DECODE and True in ranges.windows:
+        for case in balanced(ranges, interface, counted(level, 4, 24), seed=5):
             edges = (0, 1, case.page_size - 1, case.page_size)
             window_left = edges[case.seed % len(edges)]
             yield replace(case, window_left=window_left, contents=Contents.NEEDLES)
 
 
-def _long(case: AttentionCase, space: Space) -> AttentionCase:
+def _long(case: AttentionCase, ranges: Ranges) -> AttentionCase:
     """One request of many splits, on as few heads as there are, for the time it takes."""
     few = replace(case, kv_lens=(LONG + case.page_size // 2 + 1, case.kv_lens[1]), q_lens=case.q_lens[:2])
     if not case.is_mla:
-        few = replace(few, num_kv_heads=min(space.num_kv_heads), group=min(space.groups), window_left=-1)
+        few = replace(few, num_kv_heads=min(ranges.num_kv_heads), group=min(ranges.groups), window_left=-1)
     return replace(few, contents=Contents.NEEDLES)
 
 

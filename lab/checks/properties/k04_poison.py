@@ -8,16 +8,17 @@ given back: no bit may change.
 from collections.abc import Iterator
 
 from lab.checks.check import Check, Level, counted, first_line, same
-from lab.checks.space import Space
+from lab.checks.parameters.attention import balanced, balanced_nvfp4
 from lab.checks.trial import Result, Trial
+from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Dead, TableTail
 from lab.workloads.inputs.attention import truth_of_call
 from lab.workloads.interfaces import Interface
 
 
-def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase]:
-    yield from space.covering(interface, counted(level, 6, 32), seed=6)
-    yield from space.covering_nvfp4(interface, counted(level, 1, 4), seed=33)  # whose scale factors may be NaN
+def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[AttentionCase]:
+    yield from balanced(ranges, interface, counted(level, 6, 32), seed=6)
+    yield from balanced_nvfp4(ranges, interface, counted(level, 1, 4), seed=33)  # whose scale factors may be NaN
 
 
 def _judge(trial: Trial) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.checks.check import Check, covering, first_line, same
+from lab.checks.check import Check, balanced_cases, first_line, same
 from lab.checks.trial import Trial
 from lab.workloads.inputs.attention import AttentionInputs, new_workspace, truth_of_call
 from lab.workloads.inputs.guards import amid, changed_bits, guarded, wrong_guards
@@ -57,4 +57,4 @@ def _unchanged(trial: Trial, what: str, whole: Tensor) -> None:
     trial.hold_nothing_wrong(f"around {what}", wrong_guards(what, whole))
 
 
-CHECK = Check("K5", "guards", first_line(__doc__), covering(6, 32, seed=7), _judge, adapt=same)
+CHECK = Check("K5", "guards", first_line(__doc__), balanced_cases(6, 32, seed=7), _judge, adapt=same)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace, semaphores_and_scratch
-from lab.checks.check import Check, covering, first_line, same
+from lab.checks.check import Check, balanced_cases, first_line, same
 from lab.checks.trial import Trial
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import new_workspace, truth_of_call
@@ -78,4 +78,4 @@ def hold_left_alone(trial: Trial, scratch: Tensor) -> None:
     trial.hold_nothing_wrong("the workspace of earlier calls", [wrong] if count else [])
 
 
-CHECK = Check("K6", "workspace", first_line(__doc__), covering(6, 24, seed=8), _judge, adapt=same)
+CHECK = Check("K6", "workspace", first_line(__doc__), balanced_cases(6, 24, seed=8), _judge, adapt=same)

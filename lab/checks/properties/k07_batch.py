@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lab.checks.check import Check, covering, first_line, same
+from lab.checks.check import Check, balanced_cases, first_line, same
 from lab.checks.trial import Trial
 from lab.workloads.inputs.attention import AttentionInputs, truth_of_call
 
@@ -91,4 +91,4 @@ def select(inputs: AttentionInputs, requests: Sequence[int]) -> AttentionInputs:
     )
 
 
-CHECK = Check("K7", "batch", first_line(__doc__), covering(4, 24, seed=9), _judge, adapt=same)
+CHECK = Check("K7", "batch", first_line(__doc__), balanced_cases(4, 24, seed=9), _judge, adapt=same)

@@ -10,16 +10,17 @@ from dataclasses import replace
 import torch
 
 from lab.checks.check import Check, Level, counted, first_line
-from lab.checks.space import Space
+from lab.checks.parameters.attention import balanced
 from lab.checks.trial import Result, Trial
+from lab.ranges import Ranges
 from lab.references.errors import relative_l2
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.inputs.attention import AttentionInputs, truth_of_call
 from lab.workloads.interfaces import Interface
 
 
-def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase]:
-    for case in space.covering(interface, counted(level, 4, 24), seed=10):
+def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[AttentionCase]:
+    for case in balanced(ranges, interface, counted(level, 4, 24), seed=10):
         yield _several_rows(replace(case, contents=Contents.NEEDLES))
         yield _several_rows(case)
 

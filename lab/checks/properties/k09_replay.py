@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lab.checks.check import Check, Level, counted, first_line
+from lab.checks.parameters.attention import balanced, balanced_nvfp4
 from lab.checks.refusals import Declined
 from lab.checks.replays import Form, MadeReplay, Replay, ReplayedBatch, paged_batch, ragged_batch, rewritten
-from lab.checks.space import Space
 from lab.checks.trial import CallForm, Trial
+from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.ragged import TILE
 from lab.workloads.interfaces import ATTENTION, Interface
@@ -36,20 +37,20 @@ class Lens:
 Make = Callable[..., ReplayedBatch]  # of Lens and a seed; `moved` if pages lie elsewhere
 
 
-def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase | RaggedCase]:
+def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[AttentionCase | RaggedCase]:
     if interface is Interface.RAGGED_CONTEXT:
-        yield from _ragged_cases(space, level)
+        yield from _ragged_cases(ranges, level)
         return
-    for case in space.covering(interface, counted(level, 4, 24), seed=11):
+    for case in balanced(ranges, interface, counted(level, 4, 24), seed=11):
         yield _roomy(case)
-    for longest, case in zip(LONG[level], space.covering(interface, len(LONG[level]), seed=26), strict=True):
-        yield _long(case, longest, space)
-    for case in space.covering_nvfp4(interface, counted(level, 1, 4), seed=28):
+    for longest, case in zip(LONG[level], balanced(ranges, interface, len(LONG[level]), seed=26), strict=True):
+        yield _long(case, longest, ranges)
+    for case in balanced_nvfp4(ranges, interface, counted(level, 1, 4), seed=28):
         yield _roomy(case)
 
 
-def _ragged_cases(space: Space, level: Level) -> Iterator[RaggedCase]:
-    dtypes = [dtype for dtype, _ in space.dtypes]
+def _ragged_cases(ranges: Ranges, level: Level) -> Iterator[RaggedCase]:
+    dtypes = [dtype for dtype, _ in ranges.dtypes]
     shapes = [((TILE, 2 * TILE, 3, 5), (7, 2 * TILE, 1, TILE)), ((0, 200, 130, 0), (130, 0, 3, 131))]
     for number in range(counted(level, 2, 8)):
         prefix_lens, q_lens = shapes[number % 2]
@@ -68,13 +69,13 @@ def _roomy(case: AttentionCase) -> AttentionCase:
     )
 
 
-def _long(case: AttentionCase, longest: int, space: Space) -> AttentionCase:
+def _long(case: AttentionCase, longest: int, ranges: Ranges) -> AttentionCase:
     """A request of many splits, on as few heads and rows as there are, for the time it takes."""
-    q_lens = (min(space.q_lens),) * 2
+    q_lens = (min(ranges.q_lens),) * 2
     few = replace(case, kv_lens=(longest + case.page_size // 2 + 1, TILE + 1), q_lens=q_lens, window_left=-1)
     if case.is_mla:
-        return replace(few, group=min(space.mla_heads))
-    return replace(few, num_kv_heads=min(space.num_kv_heads), group=min(space.groups))
+        return replace(few, group=min(ranges.mla_heads))
+    return replace(few, num_kv_heads=min(ranges.num_kv_heads), group=min(ranges.groups))
 
 
 def _judge(trial: Trial) -> None:
@@ -156,7 +157,7 @@ def tell_made(
 
 def paged_batches(trial: Trial, case: AttentionCase) -> Make:
     def make(lens: Lens, seed: int = 0, moved: bool = False) -> ReplayedBatch:
-        has_sinks = case.sinks or (case.is_mla and True in trial.space.sinks)
+        has_sinks = case.sinks or (case.is_mla and True in trial.ranges.sinks)
         storage = replace(case.storage, page_seed=case.storage.page_seed + moved)
         shown = replace(
             case, kv_lens=lens.kv_lens, q_lens=lens.q_lens, seed=case.seed + seed, sinks=has_sinks, storage=storage
@@ -185,7 +186,7 @@ def _wanted(trial: Trial, waits: bool) -> Iterator[Form]:
     yield Form.BMM2
     if is_decode and not waits and case.q_lens[0] > 1 and case.seed % 3 == 1:
         yield Form.MASK
-    if case.seed % 2 and True in trial.space.sinks and (isinstance(case, RaggedCase) or case.is_mla):
+    if case.seed % 2 and True in trial.ranges.sinks and (isinstance(case, RaggedCase) or case.is_mla):
         yield Form.SINKS
     if isinstance(case, AttentionCase) and not case.is_mla and case.seed % 4 == 0:
         yield Form.TABLES

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from lab.calls.problem import NVFP4
 from lab.checks.check import Check, Level, counted, first_line, same
-from lab.checks.space import Space
+from lab.checks.parameters.attention import balanced
 from lab.checks.trial import Result, Trial
+from lab.ranges import Ranges
 from lab.references.truth import Truth
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import AttentionInputs, as_one_tensor, truth_of_call
@@ -26,31 +27,31 @@ SPARE_COLUMNS = (40, 1100)  # a little, and more than a block of 1,024 threads
 FOLDED = 4.0  # a power of two: moving it between the query and the scale rounds nothing
 
 
-def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase]:
-    yield from space.covering(interface, counted(level, 4, 32), seed=12)
+def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[AttentionCase]:
+    yield from balanced(ranges, interface, counted(level, 4, 32), seed=12)
     if interface is Interface.MLA_DECODE:
         return
-    for case in space.covering(interface, counted(level, 1, 4), seed=20):
+    for case in balanced(ranges, interface, counted(level, 1, 4), seed=20):
         # As many heads as tokens in a page: the layouts' shapes are equal, their strides are not.
         many = replace(case, num_kv_heads=case.page_size, kv_lens=case.kv_lens[:2], q_lens=case.q_lens[:2])
         if case.page_size <= MOST_HEADS:
-            yield from (replace(many, storage=replace(case.storage, kv_layout=layout)) for layout in space.kv_layouts)
-        if True in space.nvfp4:
+            yield from (replace(many, storage=replace(case.storage, kv_layout=layout)) for layout in ranges.kv_layouts)
+        if True in ranges.nvfp4:
             if interface is Interface.DECODE or level is Level.FULL:
                 yield replace(case, kv_dtype=NVFP4)
-            yield _nvfp4_with_all(case, space)
+            yield _nvfp4_with_all(case, ranges)
 
 
-def _nvfp4_with_all(case: AttentionCase, space: Space) -> AttentionCase:
+def _nvfp4_with_all(case: AttentionCase, ranges: Ranges) -> AttentionCase:
     """Several rows, a window and sinks over an NVFP4 cache, whose kernels are others."""
     return replace(
         case,
         kv_dtype=NVFP4,
         arithmetic=None,
-        q_lens=tuple(max(q_len, max(space.q_lens)) for q_len in case.q_lens),
+        q_lens=tuple(max(q_len, max(ranges.q_lens)) for q_len in case.q_lens),
         kv_lens=tuple(max(kv_len, 80) for kv_len in case.kv_lens),
-        window_left=20 if True in space.windows else -1,
-        sinks=True in space.sinks,
+        window_left=20 if True in ranges.windows else -1,
+        sinks=True in ranges.sinks,
     )
 
 
@@ -73,7 +74,7 @@ def _storage(trial: Trial, truth: Truth, base: Result) -> None:
     for page_size in _page_sizes(trial):
         trial.vary(f"pages of {page_size} tokens", truth, trial.build(page_size=page_size))
     if not trial.case.is_mla:
-        for layout in trial.space.kv_layouts:
+        for layout in trial.ranges.kv_layouts:
             trial.vary(f"layout {layout}", truth, trial.build(kv_layout=layout))
         if trial.case.kv_dtype == NVFP4:
             gaps = trial.build(gaps_in_scale_factors=True)
@@ -84,11 +85,13 @@ def _storage(trial: Trial, truth: Truth, base: Result) -> None:
 
 
 def _page_sizes(trial: Trial) -> tuple[int, ...]:
-    """Of the space, and, where that holds large ones, a larger one."""
+    """Of the ranges, and, where that holds large ones, a larger one."""
     if trial.case.is_mla:
-        return trial.space.mla_page_sizes
+        return trial.ranges.mla_page_sizes
     return (
-        (*trial.space.page_sizes, LARGE_PAGE) if LARGE_PAGE // 2 in trial.space.page_sizes else trial.space.page_sizes
+        (*trial.ranges.page_sizes, LARGE_PAGE)
+        if LARGE_PAGE // 2 in trial.ranges.page_sizes
+        else trial.ranges.page_sizes
     )
 
 
@@ -159,9 +162,9 @@ def _switched_off(trial: Trial, inputs: AttentionInputs) -> None:
     if trial.case.is_mla:
         return
     longest = max(max(trial.case.kv_lens), 1)
-    if True in trial.space.windows:
+    if True in trial.ranges.windows:
         _wide_windows(trial, inputs, longest)
-    if True in trial.space.sinks:
+    if True in trial.ranges.sinks:
         none = torch.full((trial.case.num_qo_heads,), -math.inf, dtype=torch.float32, device=trial.device)
         trial.vary("sinks of minus infinity", truth_of_call(inputs, sinks=None), inputs, sinks=none)
         some = torch.zeros_like(none)

@@ -14,8 +14,9 @@ import torch
 from lab.calls.problem import E4M3
 from lab.checks.check import Check, Level, counted, first_line
 from lab.checks.draft_masks import hold_masks, unequal_sinks
-from lab.checks.space import Space
+from lab.checks.parameters.attention import balanced
 from lab.checks.trial import Trial
+from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.inputs.attention import AttentionInputs, rules_of, running_sum, truth_of_call
 from lab.workloads.inputs.expected import truth_of_requests
@@ -24,15 +25,15 @@ from lab.workloads.interfaces import Interface
 FAR = 64.0  # times the logits of a row: exp2 of the difference is 0; an e4m3 query still holds it
 
 
-def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase]:
-    for case in space.covering(interface, counted(level, 6, 12), seed=13):
+def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[AttentionCase]:
+    for case in balanced(ranges, interface, counted(level, 6, 12), seed=13):
         # Needles make every limit visible, and every request is longer than a window of 20.
         kv_lens = tuple(max(kv_len, 40 + request) for request, kv_len in enumerate(case.kv_lens))
         yield replace(case, kv_lens=kv_lens, window_left=-1, sinks=False, contents=Contents.NEEDLES)
     if interface is Interface.DECODE:
         # Fewer keys than rows, under a mask: told apart, since some kernels cannot take them.
-        for case in space.covering(interface, counted(level, 1, 4), seed=21):
-            q_len = space.masked_rows[case.seed % len(space.masked_rows)]
+        for case in balanced(ranges, interface, counted(level, 1, 4), seed=21):
+            q_len = ranges.masked_rows[case.seed % len(ranges.masked_rows)]
             plain = replace(case, window_left=-1, sinks=False, contents=Contents.NEEDLES)
             yield replace(plain, kv_lens=(q_len - 1, 1, q_len + 30), q_lens=(q_len,) * 3)
 
@@ -45,7 +46,7 @@ def _judge(trial: Trial) -> None:
     trial.hold_call("nothing changed", truth_of_call(inputs), inputs)
     _uneven_rows(trial, inputs)
     for name, probe in _PROBES[trial.case.interface].items():
-        if not any(word in name and True not in axis for word, axis in _optional(trial.space).items()):
+        if not any(word in name and True not in axis for word, axis in _optional(trial.ranges).items()):
             changes, rules = probe(inputs)
             _probe(trial, name, inputs, changes, rules)
     if trial.case.interface is Interface.CONTEXT:
@@ -69,9 +70,9 @@ def _uneven_rows(trial: Trial, inputs: AttentionInputs) -> None:
     trial.hold_call("rows whose logits are far apart", truth_of_call(uneven), uneven)
 
 
-def _optional(space: Space) -> dict[str, tuple[bool, ...]]:
+def _optional(ranges: Ranges) -> dict[str, tuple[bool, ...]]:
     """Return the features that a kernel may have been built without, by the word in a probe's name."""
-    return {"window": space.windows, "sinks": space.sinks}
+    return {"window": ranges.windows, "sinks": ranges.sinks}
 
 
 def _probe(trial: Trial, name: str, inputs: AttentionInputs, changes: dict[str, Any], rules: dict[str, Any]) -> None:
@@ -187,7 +188,7 @@ _PROBES: dict[Interface, dict[str, Probe]] = {
 
 def _several_rows(trial: Trial) -> AttentionCase:
     """The case with as many rows as a draft has, in turn; its first request is nothing but its draft."""
-    rows = trial.space.masked_rows
+    rows = trial.ranges.masked_rows
     q_len = rows[trial.case.seed % len(rows)]
     kv_lens = (q_len, *(max(kv_len, q_len + 3) for kv_len in trial.case.kv_lens[1:]))
     return replace(trial.case, kv_lens=kv_lens, q_lens=(q_len,) * len(kv_lens))
@@ -205,9 +206,9 @@ def _ragged(trial: Trial, inputs: AttentionInputs) -> None:
     else:
         given |= {"q_len_per_req": None}
     beside: dict[str, dict[str, Any]] = {"": {}}
-    if True in trial.space.sinks:
+    if True in trial.ranges.sinks:
         beside[" with sinks"] = {"sinks": unequal_sinks(inputs)}
-    if True in trial.space.windows and not case.is_mla:
+    if True in trial.ranges.windows and not case.is_mla:
         beside[" within a window"] = {"window_left": 20}
     for name, changes in beside.items():
         truth = truth_of_requests(query, list(inputs.histories), list(q_lens), rules_of(inputs, **changes))

@@ -10,8 +10,9 @@ from dataclasses import replace
 import torch
 
 from lab.checks.check import Check, Level, counted, first_line, same
-from lab.checks.space import Space
+from lab.checks.parameters.attention import balanced
 from lab.checks.trial import Trial
+from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import truth_of_call
 from lab.workloads.interfaces import Interface
@@ -19,10 +20,10 @@ from lab.workloads.interfaces import Interface
 LAUNCHES = {"cpu": 3, "cuda": 200}
 
 
-def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase]:
-    for case in space.covering(interface, counted(level, 3, 12), seed=14):
+def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[AttentionCase]:
+    for case in balanced(ranges, interface, counted(level, 3, 12), seed=14):
         # Few requests, unequal and long: split among many blocks, whose parts must be merged.
-        yield replace(case, kv_lens=(*case.kv_lens[:1], 3 * space.longest + 1), q_lens=case.q_lens[:2])
+        yield replace(case, kv_lens=(*case.kv_lens[:1], 3 * ranges.longest + 1), q_lens=case.q_lens[:2])
 
 
 def _judge(trial: Trial) -> None:

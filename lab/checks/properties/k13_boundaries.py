@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from lab.checks.check import Check, Level, counted, first_line
-from lab.checks.space import Space, edge_lengths
+from lab.checks.parameters.attention import balanced, edge_lengths
 from lab.checks.trial import Trial
+from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.inputs.attention import truth_of_call
 from lab.workloads.interfaces import Interface
@@ -26,9 +27,9 @@ FEW_ROWS = (16, 64, 32)  # of a request and K/V head, by which they do
 ROWS_OF_A_TILE = 32  # XQA's SM90 fp8 kernel changes its layout at so many rows of a group
 
 
-def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase]:
-    for case in space.covering(interface, counted(level, 4, 24), seed=15):
-        lengths = [0, *edge_lengths(case.page_size, space.longest)]
+def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[AttentionCase]:
+    for case in balanced(ranges, interface, counted(level, 4, 24), seed=15):
+        lengths = [0, *edge_lengths(case.page_size, ranges.longest)]
         if case.window_left >= 0:
             lengths += [case.window_left + near for near in (0, 1, 2) if case.window_left + near]
         at_once = MOST_REQUESTS if level is Level.SMOKE else len(lengths)
@@ -44,7 +45,7 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[Attenti
         if fewer:
             yield _of(case, [*fewer, enough[-1]])
         yield _of(case, enough[-1:])
-    for case in space.covering(interface, counted(level, 1, 4), seed=24):
+    for case in balanced(ranges, interface, counted(level, 1, 4), seed=24):
         q_len = case.q_lens[0]
         if interface is Interface.CONTEXT:
             yield _of(case, LONG_PROMPTS)
@@ -55,18 +56,18 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[Attenti
             yield _of(case, [(0, q_len), (0, q_len)])
         yield _of(case, [(kv_len, min(q_len, kv_len)) for kv_len in LONG_TILES])
     if interface is Interface.CONTEXT and level is Level.FULL:
-        narrow = replace(case, num_kv_heads=1, group=space.groups[0], head_dim=min(space.head_dims))
+        narrow = replace(case, num_kv_heads=1, group=ranges.groups[0], head_dim=min(ranges.head_dims))
         yield _of(narrow, LONGEST_PROMPT)
         yield _of(replace(narrow, window_left=-1), MANY_ROWS)
     if interface is Interface.DECODE:
-        yield from _filled_tiles(space, level)
+        yield from _filled_tiles(ranges, level)
 
 
-def _filled_tiles(space: Space, level: Level) -> Iterator[AttentionCase]:
+def _filled_tiles(ranges: Ranges, level: Level) -> Iterator[AttentionCase]:
     """Of every group, as many rows as fill a tile, and one more."""
-    for number, case in enumerate(space.covering(Interface.DECODE, counted(level, 1, 4), seed=16)):
-        for group in space.groups:
-            for q_len in sorted({ROWS_OF_A_TILE // group, ROWS_OF_A_TILE // group + 1} & set(space.q_lens)):
+    for number, case in enumerate(balanced(ranges, Interface.DECODE, counted(level, 1, 4), seed=16)):
+        for group in ranges.groups:
+            for q_len in sorted({ROWS_OF_A_TILE // group, ROWS_OF_A_TILE // group + 1} & set(ranges.q_lens)):
                 yield _of(replace(case, group=group, seed=number), [(40, q_len), (case.page_size + q_len, q_len)])
 
 

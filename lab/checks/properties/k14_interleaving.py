@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import torch
 
-from lab.checks.check import Check, covering, first_line, same
-from lab.checks.space import Space
+from lab.checks.check import Check, balanced_cases, first_line, same
 from lab.checks.trial import Trial
+from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import truth_of_call
 from lab.workloads.interfaces import Interface
@@ -28,7 +28,7 @@ def _judge(trial: Trial) -> None:
     scale = 0.75 * inputs.bmm1_scale
     trial.vary("B, another bmm1_scale", truth_of_call(inputs, bmm1_scale=scale), inputs, bmm1_scale=scale)
     trial.same_bits("A's output, after B", first, kept)
-    for what, case in _neighbours(trial.case, trial.space):
+    for what, case in _neighbours(trial.case, trial.ranges):
         other = trial.build(case)
         trial.vary(f"B, {what}", truth_of_call(other), other)
         trial.same_bits(f"A again, after {what}", trial.repeat(inputs), kept)
@@ -39,10 +39,10 @@ def _judge(trial: Trial) -> None:
             trial.same_bits("A on another stream", trial.repeat(inputs), kept)
 
 
-def _neighbours(case: AttentionCase, space: Space) -> Iterator[tuple[str, AttentionCase]]:
-    """Cases of the space that differ in one thing."""
+def _neighbours(case: AttentionCase, ranges: Ranges) -> Iterator[tuple[str, AttentionCase]]:
+    """Cases of the ranges that differ in one thing."""
     if case.interface is not Interface.CONTEXT:
-        q_len = _next(space.q_lens, case.q_lens[0])
+        q_len = _next(ranges.q_lens, case.q_lens[0])
         kv_lens = tuple(max(kv_len, q_len) for kv_len in case.kv_lens)
         yield "other query rows", replace(case, q_lens=(q_len,) * len(kv_lens), kv_lens=kv_lens)
     yield "other contents", replace(case, seed=case.seed + 7)
@@ -50,11 +50,11 @@ def _neighbours(case: AttentionCase, space: Space) -> Iterator[tuple[str, Attent
     yield "fewer requests", replace(case, kv_lens=case.kv_lens[:2], q_lens=case.q_lens[:2])
     yield "more and longer requests", _larger(case)
     if not case.is_mla:
-        if len(set(space.windows)) > 1:
+        if len(set(ranges.windows)) > 1:
             yield "the other window", replace(case, window_left=-1 if case.window_left >= 0 else case.page_size)
-        if len(set(space.sinks)) > 1:
+        if len(set(ranges.sinks)) > 1:
             yield "the other sinks", replace(case, sinks=not case.sinks)
-        page_size = _next(space.page_sizes, case.page_size)
+        page_size = _next(ranges.page_sizes, case.page_size)
         yield "another page size", replace(case, storage=replace(case.storage, page_size=page_size))
 
 
@@ -71,4 +71,4 @@ def _next(axis: tuple[int, ...], value: int) -> int:
     return axis[(axis.index(value) + 1) % len(axis)] if value in axis else axis[0]
 
 
-CHECK = Check("K14", "interleaving", first_line(__doc__), covering(5, 32, seed=17), _judge, adapt=same)
+CHECK = Check("K14", "interleaving", first_line(__doc__), balanced_cases(5, 32, seed=17), _judge, adapt=same)

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from lab.checks.check import Check, Level, counted, first_line
-from lab.checks.space import Space
+from lab.checks.parameters.attention import balanced
 from lab.checks.trial import Trial
+from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.inputs.attention import truth_of_call
 from lab.workloads.interfaces import Interface
@@ -18,8 +19,8 @@ SIGNED_ELEMENTS = 2**31
 UNSIGNED_BYTES = 2**32
 
 
-def _cases(interface: Interface, space: Space, level: Level) -> Iterator[AttentionCase]:
-    for case in space.covering(interface, counted(level, 1, 4), seed=18):
+def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[AttentionCase]:
+    for case in balanced(ranges, interface, counted(level, 1, 4), seed=18):
         page_elements = case.num_kv_heads * case.page_size * case.head_dim
         for first_element in sorted({SIGNED_ELEMENTS, UNSIGNED_BYTES // case.kv_dtype.itemsize}):
             first_page = -(-first_element // page_elements)

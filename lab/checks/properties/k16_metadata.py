@@ -15,9 +15,9 @@ from lab.checks.check import Check, Level, first_line
 from lab.checks.facts import facts_of_case
 from lab.checks.metadata_truth import wrong_eager_metadata, wrong_shard
 from lab.checks.properties.forward_modes import mode_cases
-from lab.checks.space import Space
 from lab.checks.trial import Result, Trial
 from lab.metadata.engine.forward_mode import ForwardMode
+from lab.ranges import Ranges
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.inputs.forward_pass import ForwardPass, build_forward
 from lab.workloads.interfaces import Interface
@@ -26,7 +26,7 @@ Q_LENS = {Level.SMOKE: (4,), Level.FULL: (1, 4, 7)}
 PAGE_SIZES = {Level.SMOKE: (16,), Level.FULL: (16, 64)}
 
 
-def _cases(interface: Interface, space: Space, level: Level) -> Iterator[ForwardCase]:
+def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[ForwardCase]:
     for page_size in PAGE_SIZES[level]:
         for case in mode_cases("tiny", page_size, Q_LENS[level], long=(3 * page_size + 5, 5 * page_size - 1)):
             yield case

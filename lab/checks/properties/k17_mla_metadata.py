@@ -17,9 +17,9 @@ from lab.checks.check import Check, Level, first_line
 from lab.checks.facts import facts_of_case
 from lab.checks.metadata_truth import wrong_eager_mla_metadata
 from lab.checks.properties.mla_modes import mla_mode_cases
-from lab.checks.space import Space
 from lab.checks.trial import Result, Trial
 from lab.metadata.engine.forward_mode import ForwardMode
+from lab.ranges import Ranges
 from lab.workloads.inputs.mla_pass import MLAPass, build_mla_pass
 from lab.workloads.interfaces import Interface
 from lab.workloads.mla_case import MLACase
@@ -29,8 +29,8 @@ Q_LENS = {Level.SMOKE: (4,), Level.FULL: (1, 4, 7)}
 BLOCK = 4096  # tokens that a table's row is rounded up to
 
 
-def _cases(interface: Interface, space: Space, level: Level) -> Iterator[MLACase]:
-    for page_size in space.mla_page_sizes[:1] if level is Level.SMOKE else space.mla_page_sizes:
+def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[MLACase]:
+    for page_size in ranges.mla_page_sizes[:1] if level is Level.SMOKE else ranges.mla_page_sizes:
         yield from mla_mode_cases(page_size, Q_LENS[level], **SMALL)
         shared = {"page_size": page_size, **SMALL}
         # Padding after a request that ends where a row of the table would.

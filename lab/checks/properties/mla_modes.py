@@ -11,10 +11,10 @@ from typing import Any
 from lab.calls.problem import E4M3
 from lab.checks.check import Check, Level, first_line
 from lab.checks.properties.forward_modes import judge_pass, smoke_q_lens
-from lab.checks.space import Space
 from lab.checks.trial import Trial
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.lengths import DraftAttention
+from lab.ranges import Ranges
 from lab.workloads.attention_case import Contents
 from lab.workloads.inputs.mla_pass import build_mla_pass
 from lab.workloads.interfaces import Interface
@@ -69,18 +69,18 @@ def _padded_cases(page_size: int, q_len: int, **dims: Any) -> Iterator[MLACase]:
     yield MLACase(ForwardMode.RAGGED_VERIFY, prefixes, (1, 4, 2), num_padding_rows=5, **shared)
 
 
-def _cases(interface: Interface, space: Space, level: Level) -> Iterator[MLACase]:
-    q_lens = smoke_q_lens(space) if level is Level.SMOKE else tuple(space.q_lens)
-    dtype, kv_dtype = space.dtypes[0]
-    head_dims = space.mla_head_dims[:1] if level is Level.SMOKE else space.mla_head_dims
-    heads = space.mla_heads[len(space.mla_heads) // 2]
-    for page_size in space.mla_page_sizes:
+def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[MLACase]:
+    q_lens = smoke_q_lens(ranges) if level is Level.SMOKE else tuple(ranges.q_lens)
+    dtype, kv_dtype = ranges.dtypes[0]
+    head_dims = ranges.mla_head_dims[:1] if level is Level.SMOKE else ranges.mla_head_dims
+    heads = ranges.mla_heads[len(ranges.mla_heads) // 2]
+    for page_size in ranges.mla_page_sizes:
         for head_dim, rank in head_dims:
             dims = {"num_qo_heads": heads, "kv_lora_rank": rank, "qk_rope_head_dim": head_dim - rank}
             added = (*_sharded_cases(page_size, **dims), *_padded_cases(page_size, q_lens[0], **dims))
             for case in (*added, *mla_mode_cases(page_size, q_lens, **dims)):
                 yield replace(case, contents=Contents.NEEDLES, dtype=dtype, kv_dtype=kv_dtype)
-    if (dtype, E4M3) in space.dtypes:
+    if (dtype, E4M3) in ranges.dtypes:
         e4m3 = replace(case, dtype=dtype, kv_dtype=E4M3)
         yield e4m3
         cast = replace(e4m3, query_dtype=E4M3)  # as SGLang hands it over

@@ -16,13 +16,13 @@ from torch import Tensor
 from lab.calls.workspace import counts_in_workspace, semaphores_and_scratch
 from lab.checks.check import Check, Level, counted, first_line
 from lab.checks.properties.k06_workspace import LEFT, hold_counters_zero, hold_left_alone
-from lab.checks.space import Space
 from lab.checks.trial import Result, Trial, as_result
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.mla.calls import MLALayer, prepare_mla_prefill
 from lab.metadata.mla.metadata import build_mla_prefill_metadata
 from lab.metadata.mla.prefix_chunks import plan_prefix_chunks, prepare_prefix_chunk
 from lab.metadata.mla.rows import merge_by_lse
+from lab.ranges import Ranges
 from lab.workloads.attention_case import Contents
 from lab.workloads.inputs.attention import new_workspace
 from lab.workloads.inputs.guards import changed_bits, guarded, wrong_guards
@@ -35,7 +35,7 @@ from lab.workloads.requests import admit, new_pool
 PAGE_SIZE = 64  # of the pool; the call reads no page
 
 
-def _cases(interface: Interface, space: Space, level: Level) -> Iterator[RaggedCase]:
+def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[RaggedCase]:
     shapes = [
         ((0, 0, 0, 0), (1, TILE - 1, TILE + 1, 5)),
         ((TILE, 0, 3, TILE + 1), (7, 2 * TILE, 1, TILE)),
@@ -43,7 +43,7 @@ def _cases(interface: Interface, space: Space, level: Level) -> Iterator[RaggedC
         ((1, 0, 2 * TILE + 2), (130, 1, 2)),
         ((9, 70), (0, 3)),
     ]
-    dtypes = [dtype for dtype, _ in space.dtypes]
+    dtypes = [dtype for dtype, _ in ranges.dtypes]
     first = dtypes[0]
     for number, (prefix_lens, q_lens) in enumerate(shapes):
         for contents in PASS_CONTENTS:
@@ -167,9 +167,9 @@ def _variations(trial: Trial, arguments: dict[str, Any], query: Tensor, parts: P
         "is_causal=False": ({"is_causal": False}, {"causal": False}),
         "larger bounds": ({"max_q_len": 999, "max_kv_len": 999}, {}),
     }
-    if True in trial.space.windows:
+    if True in trial.ranges.windows:
         probes["window_left"] = ({"window_left": 20}, {"window_left": 20})
-    if True in trial.space.sinks:
+    if True in trial.ranges.sinks:
         sinks = torch.linspace(1.0, 4.0, case.num_heads, device=trial.device)
         probes["attention_sinks"] = ({"attention_sinks": sinks}, {"sinks": sinks})
     for what, (changes, rules) in probes.items():

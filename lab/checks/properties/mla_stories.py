@@ -13,27 +13,27 @@ from lab.checks.check import Check, Level, first_line
 from lab.checks.graph_case import MLAGraphCase
 from lab.checks.graph_stage import MLAStage
 from lab.checks.properties.graph_stories import told_modes
-from lab.checks.space import Space
 from lab.checks.stories import tell
 from lab.checks.trial import Trial
 from lab.metadata.engine.graph_inputs import MetadataPlace
 from lab.metadata.engine.lengths import DraftAttention
+from lab.ranges import Ranges
 from lab.workloads.interfaces import Interface
 
 PLACES = tuple(MetadataPlace)
 COUNTING = (DraftAttention.MLA, DraftAttention.MLA_WITH_OFFSET)  # of a draft step's keys
 
 
-def _cases(interface: Interface, space: Space, level: Level) -> Iterator[MLAGraphCase]:
-    if (torch.bfloat16, torch.bfloat16) not in space.dtypes:  # a story's
+def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[MLAGraphCase]:
+    if (torch.bfloat16, torch.bfloat16) not in ranges.dtypes:  # a story's
         return
     is_full = level is Level.FULL
-    page_sizes = space.mla_page_sizes if is_full else space.mla_page_sizes[:1]
-    head_dims = space.mla_head_dims if is_full else space.mla_head_dims[:1]
-    heads = min(space.mla_heads, key=lambda number: abs(number - 16))  # DeepSeek-V3's on one of 8 GPUs
+    page_sizes = ranges.mla_page_sizes if is_full else ranges.mla_page_sizes[:1]
+    head_dims = ranges.mla_head_dims if is_full else ranges.mla_head_dims[:1]
+    heads = min(ranges.mla_heads, key=lambda number: abs(number - 16))  # DeepSeek-V3's on one of 8 GPUs
     for number, (page_size, (head_dim, rank)) in enumerate(product(page_sizes, head_dims)):
         dims = {"num_qo_heads": heads, "kv_lora_rank": rank, "qk_rope_head_dim": head_dim - rank}
-        for mode, story, turn in told_modes(space, level):
+        for mode, story, turn in told_modes(ranges, level):
             settings = list(product(PLACES, COUNTING[:1] if mode.draft_step is None else COUNTING))
             for place, attention in settings if is_full and not number else [settings[(turn + number) % len(settings)]]:
                 yield MLAGraphCase(mode, story, place, page_size, attention=attention, **dims)

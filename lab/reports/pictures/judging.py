@@ -97,7 +97,7 @@ def matrix_figure(records: Sequence[Record], checks: Sequence[str], rules: Seque
         rules: names of the upstream rules, in the order of the records' numbers; after each, how many it lets through.
     """
     groups = grouped((_family(record), record) for record in records)
-    widths = [len(group) + len(records) / 100 for group in groups.values()]  # a space after each group
+    widths = [len(group) + len(records) / 100 for group in groups.values()]  # a ranges after each group
     starts = list(accumulate(widths, initial=0.0))
 
     def by_kills(record: Record) -> Any:

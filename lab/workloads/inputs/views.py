@@ -53,7 +53,7 @@ def in_halves(tensor: Tensor) -> Tensor:
 
 
 def laid(tensor: Tensor, form: str) -> Tensor:
-    """Return [..., rows or tokens, heads, elements] as a form of a combination names it."""
+    """Return [..., rows or tokens, heads, elements] as a form of a configuration names it."""
     if form == "contiguous":
         return tensor
     if form.startswith("at "):

@@ -6,11 +6,11 @@ import torch
 
 import lab.metadata
 from lab import references
-from lab.checks import Combination, Interface, Level, Outcome, Space
+from lab.checks import Configuration, Interface, Level, Outcome, Ranges
 from lab.checks.expressions import read_expression
 from lab.checks.isolation import run_trial
 from lab.checks.parameters.metadata_axes import METADATA
-from lab.checks.parameters.subjects import SUBJECTS
+from lab.checks.parameters.targets import TARGETS
 from lab.checks.properties.k18_combinations import CHECK
 from lab.workloads.inputs.guards import changed_bits
 from lab.workloads.interfaces import ATTENTION
@@ -21,63 +21,63 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("interface", CHECK.interfaces)
 def test_the_references_are_right_at_every_value_alone(interface: Interface) -> None:
-    space = Space(long_requests=(4_100,))  # for the test's time
+    ranges = Ranges(long_requests=(4_100,))  # for the test's time
     right = lab.metadata if interface in METADATA else references
-    for case in CHECK.cases(interface, space, Level.SMOKE):
-        judged = run_trial(right, CHECK, case, CPU, space)
+    for case in CHECK.cases(interface, ranges, Level.SMOKE):
+        judged = run_trial(right, CHECK, case, CPU, ranges)
         assert judged.outcome is Outcome.RIGHT, (case, judged)
 
 
 @pytest.mark.parametrize("interface", METADATA)
 def test_metadata_of_empty_passes_is_right_at_the_full_level(interface: Interface) -> None:
-    empty = [case for case in CHECK.cases(interface, Space(), Level.FULL) if case["requests"] == 0]
+    empty = [case for case in CHECK.cases(interface, Ranges(), Level.FULL) if case["requests"] == 0]
     assert bool(empty) == (interface is not Interface.MLA_PREFILL)
     for case in empty:
-        judged = run_trial(lab.metadata, CHECK, case, CPU, Space())
+        judged = run_trial(lab.metadata, CHECK, case, CPU, Ranges())
         assert judged.outcome is Outcome.RIGHT, (case, judged)
 
 
 @pytest.mark.parametrize("interface", CHECK.interfaces)
 def test_the_smoke_level_has_every_value_of_every_axis(interface: Interface) -> None:
-    domain = SUBJECTS[interface].domain(Space())
-    cases = list(CHECK.cases(interface, Space(), Level.SMOKE))
-    for axis, values in domain.axes.items():
+    model = TARGETS[interface].model(Ranges())
+    cases = list(CHECK.cases(interface, Ranges(), Level.SMOKE))
+    for axis, values in model.axes.items():
         assert {case[axis] for case in cases} == set(values), axis
 
 
 @pytest.mark.parametrize("interface", CHECK.interfaces)
 def test_the_full_level_has_every_pair_that_can_be(interface: Interface) -> None:
-    domain = SUBJECTS[interface].domain(Space())
-    cases = CHECK.cases(interface, Space(), Level.FULL)
-    covered = {each for case in cases for each in domain.tuples_of(dict(case.values))}
-    missing = [goal for goal in domain.tuples() if goal not in covered]
-    assert all(domain.completed(dict(goal)) is None for goal in missing)
+    model = TARGETS[interface].model(Ranges())
+    cases = CHECK.cases(interface, Ranges(), Level.FULL)
+    covered = {each for case in cases for each in model.tuples_of(dict(case.values))}
+    missing = [goal for goal in model.tuples() if goal not in covered]
+    assert all(model.completed(dict(goal)) is None for goal in missing)
     assert len(missing) < 0.02 * len(covered)
 
 
 @pytest.mark.parametrize("interface", ATTENTION)
 def test_a_narrowed_axis_has_its_values_alone(interface: Interface) -> None:
-    domain = SUBJECTS[interface].domain(SMALL)
+    model = TARGETS[interface].model(SMALL)
     sizes = {"groups": "group", "page_sizes": "page_size", "head_dims": "head_dim"}
     if interface is Interface.MLA_DECODE:
         sizes = {"mla_heads": "heads", "mla_page_sizes": "page_size"}
-    for of_space, axis in sizes.items():
-        assert tuple(domain.axes[axis]) == getattr(SMALL, of_space)
+    for of_ranges, axis in sizes.items():
+        assert tuple(model.axes[axis]) == getattr(SMALL, of_ranges)
 
 
 @pytest.mark.parametrize("interface", CHECK.interfaces)
 def test_a_case_is_made_again_from_its_repr(interface: Interface) -> None:
-    for space in (Space(), SMALL):
-        for case in CHECK.cases(interface, space, Level.SMOKE):
+    for ranges in (Ranges(), SMALL):
+        for case in CHECK.cases(interface, ranges, Level.SMOKE):
             again = read_expression(repr(case))
             assert again == case
             assert again.values == case.values
-    assert repr(Combination(Interface.DECODE)) == "Combination(Interface.DECODE, {})"
+    assert repr(Configuration(Interface.DECODE)) == "Configuration(Interface.DECODE, {})"
 
 
 def test_an_axis_that_there_is_not_is_refused() -> None:
     with pytest.raises(ValueError, match="trtllm_batch_decode_with_kv_cache has no axis 'heads'"):
-        Combination(Interface.DECODE, {"heads": 4})
+        Configuration(Interface.DECODE, {"heads": 4})
 
 
 def test_a_kernel_that_ignores_a_tensor_scale_beside_another_argument_is_wrong() -> None:

@@ -4,16 +4,16 @@ from typing import Any
 
 import pytest
 
-from lab.checks import Combination, Interface, Outcome
+from lab.checks import Configuration, Interface, Outcome
 from lab.checks.parameters.coverage import Reach, coverage
-from lab.checks.parameters.covering import Constraint, Domain
-from lab.checks.parameters.subjects import SUBJECTS
+from lab.checks.parameters.covering import Constraint, Model
+from lab.checks.parameters.targets import TARGETS
 from lab.checks.report import CaseVerdict
 from tests.checks.small import SMALL
 from tests.checks.test_report import verdict_of
 
 LONG_IS_ALONE = Constraint(lambda lengths, requests: lengths == "short" or requests < 5, "a long request is alone")
-DOMAIN = Domain(
+MODEL = Model(
     {"lengths": ("short", "long"), "requests": (3, 40), "mask": (False, True), "sinks": (False, True)},
     (LONG_IS_ALONE,),
     (("lengths", "mask", "sinks"),),
@@ -21,7 +21,7 @@ DOMAIN = Domain(
 
 
 def verdict_on(outcome: Outcome, **values: Any) -> CaseVerdict:
-    return verdict_of(outcome, case=SimpleNamespace(values=DOMAIN.plain | values))
+    return verdict_of(outcome, case=SimpleNamespace(values=MODEL.default | values))
 
 
 def test_each_value_and_pair_is_judged_or_declined_or_left_out_or_impossible() -> None:
@@ -30,7 +30,7 @@ def test_each_value_and_pair_is_judged_or_declined_or_left_out_or_impossible() -
         verdict_on(Outcome.WRONG, mask=True),
         verdict_on(Outcome.DECLINED, sinks=True),
     ]
-    found = coverage(Interface.DECODE, DOMAIN, verdicts)
+    found = coverage(Interface.DECODE, MODEL, verdicts)
     assert found.values["mask"] == {False: Reach.JUDGED, True: Reach.JUDGED}
     assert found.values["sinks"] == {False: Reach.JUDGED, True: Reach.DECLINED}
     assert found.values["requests"] == {3: Reach.JUDGED, 40: Reach.LEFT_OUT}
@@ -45,8 +45,8 @@ def test_each_value_and_pair_is_judged_or_declined_or_left_out_or_impossible() -
 
 
 def test_a_call_that_computes_nothing_shows_nothing_of_its_other_values() -> None:
-    domain = replace(DOMAIN, vacuous=frozenset({("lengths", "long")}))
-    found = coverage(Interface.DECODE, domain, [verdict_on(Outcome.RIGHT, lengths="long", mask=True)])
+    model = replace(MODEL, vacuous=frozenset({("lengths", "long")}))
+    found = coverage(Interface.DECODE, model, [verdict_on(Outcome.RIGHT, lengths="long", mask=True)])
     assert found.values["lengths"] == {"short": Reach.LEFT_OUT, "long": Reach.JUDGED}
     assert found.values["mask"] == {False: Reach.LEFT_OUT, True: Reach.LEFT_OUT}
     assert found.pairs[Reach.JUDGED] == 3
@@ -54,8 +54,8 @@ def test_a_call_that_computes_nothing_shows_nothing_of_its_other_values() -> Non
 
 
 def test_a_value_that_no_point_has_is_impossible() -> None:
-    domain = replace(DOMAIN, rules=(Constraint(lambda lengths: lengths != "long", "nothing is long"),))
-    found = coverage(Interface.DECODE, domain, [verdict_on(Outcome.RIGHT)])
+    model = replace(MODEL, rules=(Constraint(lambda lengths: lengths != "long", "nothing is long"),))
+    found = coverage(Interface.DECODE, model, [verdict_on(Outcome.RIGHT)])
     assert found.values["lengths"] == {"short": Reach.JUDGED, "long": Reach.IMPOSSIBLE}
     assert found.counts == "4 of 7 values and 6 of 18 pairs of decode"
 
@@ -63,32 +63,32 @@ def test_a_value_that_no_point_has_is_impossible() -> None:
 def test_a_blind_spot_is_a_pair_of_judged_values_that_was_not_judged() -> None:
     verdicts = [verdict_on(Outcome.RIGHT, **dict.fromkeys(names, True)) for names in ((), ("mask",), ("sinks",))]
     pair = (("mask", True), ("sinks", True))
-    assert coverage(Interface.DECODE, DOMAIN, verdicts).blind == ((pair, Reach.LEFT_OUT),)
+    assert coverage(Interface.DECODE, MODEL, verdicts).blind == ((pair, Reach.LEFT_OUT),)
     declined = verdict_on(Outcome.DECLINED, mask=True, sinks=True)
-    assert coverage(Interface.DECODE, DOMAIN, [*verdicts, declined]).blind == ((pair, Reach.DECLINED),)
+    assert coverage(Interface.DECODE, MODEL, [*verdicts, declined]).blind == ((pair, Reach.DECLINED),)
 
 
-@pytest.mark.parametrize("interface", SUBJECTS)
+@pytest.mark.parametrize("interface", TARGETS)
 def test_what_is_impossible_has_the_sentence_of_a_rule(interface: Interface) -> None:
-    domain = SUBJECTS[interface].domain(SMALL)
-    whys = {rule.why for rule in domain.rules} | {"several rules forbid it"}
-    for goal, why in domain.why_not.items():
+    model = TARGETS[interface].model(SMALL)
+    whys = {rule.why for rule in model.rules} | {"several rules forbid it"}
+    for goal, why in model.why_not.items():
         values = dict(goal)
-        assert (domain.completed(values) is None) == bool(why)
+        assert (model.completed(values) is None) == bool(why)
         broken = {
             rule.why
-            for rule in domain.rules
+            for rule in model.rules
             if set(rule.axes) <= set(values) and not rule.fits(*(values[axis] for axis in rule.axes))
         }
         assert not why or why in (broken or whys)
 
 
 def test_a_report_has_the_coverage_as_a_line_and_as_data() -> None:
-    domain = SUBJECTS[Interface.MLA_DECODE].domain(SMALL)
-    cases = [Combination(Interface.MLA_DECODE, point) for point in domain.alone()]
-    found = coverage(Interface.MLA_DECODE, domain, [verdict_of(Outcome.RIGHT, case=case) for case in cases])
+    model = TARGETS[Interface.MLA_DECODE].model(SMALL)
+    cases = [Configuration(Interface.MLA_DECODE, point) for point in model.alone()]
+    found = coverage(Interface.MLA_DECODE, model, [verdict_of(Outcome.RIGHT, case=case) for case in cases])
     record = found.as_record()
-    assert set(record["values"]) == set(domain.axes)
+    assert set(record["values"]) == set(model.axes)
     assert record["pairs"]["judged"] + record["num_blind_spots"] + record["pairs"]["impossible"] == sum(
         found.pairs.values()
     )

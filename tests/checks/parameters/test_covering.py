@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from lab.checks.parameters.covering import Constraint, Domain
+from lab.checks.parameters.covering import Constraint, Model
 
 AXES = {"size": (1, 2, 3, 4), "form": ("plain", "view", "none"), "window": (-1, 0, 7), "mask": (False, True)}
 RULE = Constraint(lambda window, mask: window < 0 or not mask, "a mask has no window")
@@ -10,8 +10,8 @@ TRIPLE = ("size", "form", "window")
 
 
 def test_the_covering_array_has_every_pair_and_stated_triple_that_fits_the_rules() -> None:
-    domain = Domain(AXES, (RULE,), (TRIPLE,))
-    points = list(domain.covering())
+    model = Model(AXES, (RULE,), (TRIPLE,))
+    points = list(model.covering())
     for names in (*itertools.combinations(AXES, 2), TRIPLE):
         for values in itertools.product(*(AXES[name] for name in names)):
             wanted = dict(zip(names, values, strict=True))
@@ -22,38 +22,38 @@ def test_the_covering_array_has_every_pair_and_stated_triple_that_fits_the_rules
 
 
 def test_an_array_of_pairs_is_small() -> None:
-    domain = Domain({f"axis {number}": tuple(range(5)) for number in range(12)})
-    assert len(list(domain.covering())) < 60  # 25 at least; all points are 5**12
+    model = Model({f"axis {number}": tuple(range(5)) for number in range(12)})
+    assert len(list(model.covering())) < 60  # 25 at least; all points are 5**12
 
 
 def test_values_alone_depart_from_the_plain_point_as_little_as_rules_allow() -> None:
     needs = Constraint(lambda form, size: form != "view" or size > 2, "a view is of three")
-    domain = Domain(AXES, (RULE, needs))
-    points = list(domain.alone())
-    assert points[0] == domain.plain == {"size": 1, "form": "plain", "window": -1, "mask": False}
+    model = Model(AXES, (RULE, needs))
+    points = list(model.alone())
+    assert points[0] == model.default == {"size": 1, "form": "plain", "window": -1, "mask": False}
     assert len(points) == 1 + 3 + 2 + 2 + 1
-    departures = [sum(point[name] != domain.plain[name] for name in AXES) for point in points]
-    assert departures == [0, 1, 1, 1, 2, 1, 1, 1, 1]  # a view takes another size
+    non_default = [sum(point[name] != model.default[name] for name in AXES) for point in points]
+    assert non_default == [0, 1, 1, 1, 2, 1, 1, 1, 1]  # a view takes another size
 
 
 def test_points_depend_on_the_seed_alone() -> None:
-    domain = Domain(AXES, (RULE,))
-    assert list(domain.covering(3)) == list(domain.covering(3)) != list(domain.covering(4))
+    model = Model(AXES, (RULE,))
+    assert list(model.covering(3)) == list(model.covering(3)) != list(model.covering(4))
 
 
 def test_goals_that_are_given_are_covered_alone() -> None:
-    (point,) = Domain(AXES).covering(goals=[(("size", 4), ("form", "none"))])
+    (point,) = Model(AXES).covering(goals=[(("size", 4), ("form", "none"))])
     assert (point["size"], point["form"]) == (4, "none")
 
 
 def test_a_goal_that_no_point_has_is_left_out() -> None:
-    domain = Domain(AXES, (Constraint(lambda mask, form: not mask, "no mask"),))
-    assert not any(point["mask"] for point in domain.covering())
+    model = Model(AXES, (Constraint(lambda mask, form: not mask, "no mask"),))
+    assert not any(point["mask"] for point in model.covering())
 
 
 def test_other_pairs_do_not_come_with_a_value_that_computes_nothing() -> None:
     axes = {"rows": ("some", "none"), **AXES}
-    points = list(Domain(axes, (RULE,), vacuous=frozenset({("rows", "none")})).covering())
+    points = list(Model(axes, (RULE,), vacuous=frozenset({("rows", "none")})).covering())
     for one, other in itertools.combinations(axes, 2):
         for goal in itertools.product(*(((name, value) for value in axes[name]) for name in (one, other))):
             wanted = dict(goal)
@@ -75,21 +75,21 @@ def test_that_there_is_no_point_shows_without_trying_axes_that_do_not_matter() -
     near = Constraint(lambda a, c, b0, b1, b2, b3, b4, b5, b6, b7: True, "all but d are near a")
     axes = {"a": (0, 1), "c": tuple(range(6)), **between, "d": tuple(range(6))}
     rules = (near, Constraint(never, "c and d never fit"))
-    assert Domain(axes | {"d": (5, 6)}, rules).plain["d"] == 6
+    assert Model(axes | {"d": (5, 6)}, rules).default["d"] == 6
     calls.clear()
     with pytest.raises(ValueError, match="no point of these axes fits"):
-        Domain(axes, rules)
+        Model(axes, rules)
     assert len(calls) == 6 * 6
 
 
 @pytest.mark.parametrize(
-    ("domain", "said"),
+    ("model", "said"),
     [
-        (lambda: Domain({"size": ()}), "axis 'size' has no value"),
-        (lambda: Domain(AXES, triples=(("size", "form", "heads"),)), "there is no axis 'heads'"),
-        (lambda: Domain(AXES, (Constraint(lambda size: False, "never"),)), "no point of these axes fits"),
+        (lambda: Model({"size": ()}), "axis 'size' has no value"),
+        (lambda: Model(AXES, triples=(("size", "form", "heads"),)), "there is no axis 'heads'"),
+        (lambda: Model(AXES, (Constraint(lambda size: False, "never"),)), "no point of these axes fits"),
     ],
 )
-def test_a_domain_that_is_none_is_refused(domain: object, said: str) -> None:
+def test_a_domain_that_is_none_is_refused(model: object, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        domain()  # type: ignore[operator]
+        model()  # type: ignore[operator]

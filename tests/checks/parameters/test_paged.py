@@ -6,8 +6,8 @@ import torch
 
 from lab import references
 from lab.calls.problem import mask_words
-from lab.checks import Combination, Interface, Level, Space
-from lab.checks.parameters.paged_axes import TWICE, VACUOUS, paged_domain
+from lab.checks import Configuration, Interface, Level, Ranges
+from lab.checks.parameters.paged_axes import TWICE, VACUOUS, paged_model
 from lab.checks.parameters.paged_call import judge_paged
 from lab.checks.parameters.paged_shape import attention_case, fewer_than_rows
 from lab.checks.properties.k18_combinations import CHECK
@@ -17,7 +17,7 @@ HEADS = 3
 
 
 def judged(interface: Interface = Interface.DECODE, **values: Any) -> tuple[dict[str, Any], Any]:
-    """The arguments of the call that a combination makes, and what the references return, which is right."""
+    """The arguments of the call that a configuration makes, and what the references return, which is right."""
     seen: dict[str, Any] = {}
 
     class Seeing:
@@ -29,7 +29,7 @@ def judged(interface: Interface = Interface.DECODE, **values: Any) -> tuple[dict
         return seen["returned"]
 
     setattr(Seeing, interface.value, staticmethod(function))
-    trial = Trial(Seeing, Combination(interface, values), torch.device("cpu"))
+    trial = Trial(Seeing, Configuration(interface, values), torch.device("cpu"))
     judge_paged(trial)
     assert not trial.wrongs
     return seen["arguments"], seen["returned"]
@@ -70,10 +70,10 @@ def test_a_request_of_several_pages_has_its_last_twice(interface: Interface, pag
 
 @pytest.mark.parametrize("interface", [Interface.DECODE, Interface.CONTEXT, Interface.MLA_DECODE])
 def test_every_point_of_the_full_level_has_keys_to_attend_to_and_pages_to_double(interface: Interface) -> None:
-    for case in CHECK.cases(interface, Space(), Level.FULL):
+    for case in CHECK.cases(interface, Ranges(), Level.FULL):
         if not VACUOUS.isdisjoint(case.values.items()):
             continue
-        of = attention_case(case, Space())
+        of = attention_case(case, Ranges())
         assert any(q_len and kv_len for q_len, kv_len in zip(of.q_lens, of.kv_lens, strict=True)), case
         assert case["pages"] != TWICE or max(of.kv_lens) > of.storage.page_size, case
 
@@ -95,13 +95,13 @@ def test_strides_an_element_apart_are_no_whole_loads(interface: Interface) -> No
 
 def test_no_key_shades_others_where_mla_has_no_rotary_part() -> None:
     """Its value would be its logit, and so large that an output shows nothing else."""
-    domain = paged_domain(Interface.MLA_DECODE, Space())
-    assert domain.completed({"head_dims": "80/64", "contents": "shaded"})
-    assert not domain.completed({"head_dims": "64/64", "contents": "shaded"})
+    model = paged_model(Interface.MLA_DECODE, Ranges())
+    assert model.completed({"head_dims": "80/64", "contents": "shaded"})
+    assert not model.completed({"head_dims": "64/64", "contents": "shaded"})
 
 
 @pytest.mark.parametrize("interface", [Interface.DECODE, Interface.CONTEXT])
 def test_no_key_shades_others_where_keys_are_values(interface: Interface) -> None:
-    domain = paged_domain(interface, Space())
-    assert domain.completed({"cache": "one tensor", "contents": "shaded"})
-    assert not domain.completed({"cache": "K is V", "contents": "shaded"})
+    model = paged_model(interface, Ranges())
+    assert model.completed({"cache": "one tensor", "contents": "shaded"})
+    assert not model.completed({"cache": "K is V", "contents": "shaded"})

@@ -4,21 +4,21 @@ import pytest
 import torch
 
 from lab import references
-from lab.checks import Combination, Interface, Level, Space
-from lab.checks.parameters.covering import Domain
+from lab.checks import Configuration, Interface, Level, Ranges
+from lab.checks.parameters.covering import Model
 from lab.checks.parameters.paged_axes import VACUOUS
-from lab.checks.parameters.ragged import head_dims_of, ragged_domain
+from lab.checks.parameters.ragged import head_dims_of, ragged_model
 from lab.checks.parameters.ragged_call import judge_ragged, ragged_lens
 from lab.checks.properties.k18_combinations import CHECK
 from lab.checks.trial import Trial
 
 
-def combination(**values: Any) -> Combination:
-    return Combination(Interface.RAGGED_CONTEXT, values)
+def configuration(**values: Any) -> Configuration:
+    return Configuration(Interface.RAGGED_CONTEXT, values)
 
 
 def arguments_of(**values: Any) -> dict[str, Any]:
-    """The arguments of the call that a combination makes, which the references answer right."""
+    """The arguments of the call that a configuration makes, which the references answer right."""
     seen: dict[str, Any] = {}
 
     class Seeing:
@@ -27,27 +27,27 @@ def arguments_of(**values: Any) -> dict[str, Any]:
             seen.update(arguments)
             return references.trtllm_ragged_attention_deepseek(**arguments)
 
-    trial = Trial(Seeing, combination(**values), torch.device("cpu"))
+    trial = Trial(Seeing, configuration(**values), torch.device("cpu"))
     judge_ragged(trial)
     assert not trial.wrongs
     return seen
 
 
 def test_lengths_are_what_their_names_say() -> None:
-    plain = ragged_lens(combination())
+    plain = ragged_lens(configuration())
     assert plain.q_lens == (5, 1, 17)
     assert all(kv_len >= rows for kv_len, rows in zip(plain.kv_lens, plain.q_lens, strict=True))
-    assert ragged_lens(combination(lengths="as rows")).kv_lens == plain.q_lens
-    assert ragged_lens(combination(lengths="fewer than rows")).kv_lens == (4, 0, 16)
-    assert ragged_lens(combination(lengths="none first")).kv_lens[0] == 0
-    assert ragged_lens(combination(lengths="none twice")).kv_lens[:2] == (0, 0)
-    assert ragged_lens(combination(lengths=65_600, num_kv_heads=1)).kv_lens[0] >= 65_600
-    assert ragged_lens(combination(offsets="none twice")).q_lens == (0, 0, 17)
-    assert len(ragged_lens(combination(requests=257)).q_lens) == 257
+    assert ragged_lens(configuration(lengths="as rows")).kv_lens == plain.q_lens
+    assert ragged_lens(configuration(lengths="fewer than rows")).kv_lens == (4, 0, 16)
+    assert ragged_lens(configuration(lengths="none first")).kv_lens[0] == 0
+    assert ragged_lens(configuration(lengths="none twice")).kv_lens[:2] == (0, 0)
+    assert ragged_lens(configuration(lengths=65_600, num_kv_heads=1)).kv_lens[0] >= 65_600
+    assert ragged_lens(configuration(offsets="none twice")).q_lens == (0, 0, 17)
+    assert len(ragged_lens(configuration(requests=257)).q_lens) == 257
 
 
 def test_every_point_of_the_full_level_has_keys_to_attend_to() -> None:
-    for case in CHECK.cases(Interface.RAGGED_CONTEXT, Space(), Level.FULL):
+    for case in CHECK.cases(Interface.RAGGED_CONTEXT, Ranges(), Level.FULL):
         lens = ragged_lens(case)
         some = any(q_len and kv_len for q_len, kv_len in zip(lens.q_lens, lens.kv_lens, strict=True))
         assert some or not VACUOUS.isdisjoint(case.values.items()), case
@@ -78,8 +78,8 @@ def test_padding_lies_after_the_last_offset_and_lengths_on_the_host_have_none() 
         assert len(found[name]) == end + 3
     found = arguments_of(mirrors="int64")
     assert found["q_seq_lens_cpu"].tolist() == found["cum_seq_lens_q"].diff().tolist()
-    domain: Domain = ragged_domain(Space())
-    assert not domain.fits({"padding": "keys", "mirrors": "int32"})
+    model: Model = ragged_model(Ranges())
+    assert not model.fits({"padding": "keys", "mirrors": "int32"})
 
 
 @pytest.mark.parametrize(("dtype", "out_dtype"), [("e4m3", torch.bfloat16), ("fp16", torch.float16)])
@@ -89,6 +89,6 @@ def test_an_output_that_the_call_makes_has_the_documented_dtype(dtype: str, out_
         def trtllm_ragged_attention_deepseek(**arguments: Any) -> Any:
             return references.trtllm_ragged_attention_deepseek(**arguments).to(torch.float32)
 
-    trial = Trial(Other, combination(dtype=dtype), torch.device("cpu"))
+    trial = Trial(Other, configuration(dtype=dtype), torch.device("cpu"))
     judge_ragged(trial)
     assert trial.wrongs == [f"the output is torch.float32, not {out_dtype}"]

@@ -5,15 +5,15 @@ from typing import Any
 import pytest
 import torch
 
-from lab.checks import Combination, Interface, Outcome
+from lab.checks import Configuration, Interface, Outcome
 from lab.checks.isolation import run_trial
 from lab.checks.properties import checks
-from lab.checks.space import Space
+from lab.ranges import Ranges
 from lab.references import trtllm_batch_decode_with_kv_cache
 from tests.checks.small import decoding
 
 CHECK = next(check for check in checks() if check.key == "K18")
-CASE = Combination(Interface.DECODE, {"dtypes": "bf16/nvfp4", "group": 2, "head_dim": 64, "page_size": 16})
+CASE = Configuration(Interface.DECODE, {"dtypes": "bf16/nvfp4", "group": 2, "head_dim": 64, "page_size": 16})
 
 
 def writing(side: int) -> Any:
@@ -27,6 +27,6 @@ def writing(side: int) -> Any:
 
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_write_to_scale_factors_is_wrong(side: int) -> None:
-    judged = run_trial(writing(side), CHECK, CASE, torch.device("cpu"), Space())
+    judged = run_trial(writing(side), CHECK, CASE, torch.device("cpu"), Ranges())
     assert judged.outcome is Outcome.WRONG
     assert any(f"kv_cache_sf[{side}]" in sentence for sentence in judged.wrongs)

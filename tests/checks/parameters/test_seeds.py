@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lab import references
-from lab.checks import Interface, Level, Space, judge
+from lab.checks import Interface, Level, Ranges, judge
 from lab.checks.properties import checks
 from lab.checks.recording import read_record
 from tests.checks.small import SMALL
@@ -16,14 +16,14 @@ NAMES = (Interface.DECODE.value,)
 
 
 def reprs(seed: int | None, **how: Any) -> list[str]:
-    settings = {"only": "K1", "space": SMALL, "functions": NAMES, "device": "cpu", "drawn": 3, "seed": seed}
+    settings = {"only": "K1", "ranges": SMALL, "functions": NAMES, "device": "cpu", "drawn": 3, "seed": seed}
     return [repr(verdict.case) for verdict in judge(references, **settings | how).verdicts]
 
 
 def test_a_seed_draws_other_cases_and_the_same_each_time() -> None:
     usual, other = reprs(None), reprs(5)
     assert usual == reprs(0)
-    assert other == reprs(5) == reprs(None, space=replace(SMALL, seed=5))
+    assert other == reprs(5) == reprs(None, ranges=replace(SMALL, seed=5))
     assert not set(usual[:8]) & set(other[:8])
     assert usual[-3:] != other[-3:]
 
@@ -32,8 +32,8 @@ def test_a_seed_draws_other_cases_and_the_same_each_time() -> None:
 def test_a_seed_reaches_the_fixed_cases(key: str) -> None:
     check = next(check for check in checks() if check.key == key)
 
-    def cases(space: Space) -> list[str]:
-        return [repr(case) for case in check.cases(Interface.DECODE, space, Level.FULL)]
+    def cases(ranges: Ranges) -> list[str]:
+        return [repr(case) for case in check.cases(Interface.DECODE, ranges, Level.FULL)]
 
     assert cases(SMALL) == cases(replace(SMALL, seed=0))
     assert cases(SMALL) != cases(replace(SMALL, seed=1))
@@ -45,7 +45,15 @@ def test_a_report_names_its_seed_and_is_taken_up_with_it_alone(tmp_path: Path) -
 
     def judged(seed: int) -> Any:
         new.clear()
-        how = {"only": "K13", "space": SMALL, "functions": NAMES, "device": "cpu", "drawn": 0, "seed": seed, "out": out}
+        how = {
+            "only": "K13",
+            "ranges": SMALL,
+            "functions": NAMES,
+            "device": "cpu",
+            "drawn": 0,
+            "seed": seed,
+            "out": out,
+        }
         return judge(name, progress=lambda progress: new.append(progress.is_new), **how)
 
     judged(3)

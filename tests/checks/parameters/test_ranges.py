@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lab.calls.problem import E4M3
-from lab.checks import AttentionCase, Interface, Space
-from lab.checks.space import NUM_BUILDS, edge_lengths
+from lab.checks import AttentionCase, Interface, Ranges
+from lab.checks.parameters.attention import NUM_BUILDS, balanced, drawn_cases, edge_lengths
 from lab.workloads.interfaces import ATTENTION
 
-NARROW = Space(
+NARROW = Ranges(
     dtypes=((torch.float16, E4M3),),
     groups=(3, 5),
     num_kv_heads=(2,),
@@ -53,18 +53,18 @@ def values_of(case: AttentionCase) -> dict[str, Any]:
 
 @pytest.mark.parametrize("interface", ATTENTION)
 def test_every_value_of_every_axis_comes_as_often_as_any_other(interface: Interface) -> None:
-    cases = list(Space().covering(interface, 24, seed=3))
+    cases = list(balanced(Ranges(), interface, 24, seed=3))
     assert len(cases) == 24
     for name in values_of(cases[0]):
         counts = Counter(values_of(case)[name] for case in cases)
-        assert set(counts) == set(getattr(Space(), name)), name
+        assert set(counts) == set(getattr(Ranges(), name)), name
         assert max(counts.values()) - min(counts.values()) <= 1, name
 
 
 @pytest.mark.parametrize("interface", ATTENTION)
 def test_the_same_seed_makes_the_same_cases_and_another_makes_others(interface: Interface) -> None:
-    assert list(Space().covering(interface, 6, 1)) == list(Space().covering(interface, 6, 1))
-    assert list(Space().covering(interface, 6, 1)) != list(Space().covering(interface, 6, 2))
+    assert list(balanced(Ranges(), interface, 6, 1)) == list(balanced(Ranges(), interface, 6, 1))
+    assert list(balanced(Ranges(), interface, 6, 1)) != list(balanced(Ranges(), interface, 6, 2))
 
 
 @pytest.mark.parametrize("interface", ATTENTION)
@@ -72,19 +72,19 @@ def test_checks_share_what_a_kernel_is_compiled_for(interface: Interface) -> Non
     """A kernel that compiles for each combination is compiled for 24 of them, however many cases there are."""
     at_run_time = {"num_kv_heads", "kv_layouts"}
 
-    def builds_of(space: Space, seed: int) -> set[tuple[Any, ...]]:
-        found = [values_of(case) for case in space.covering(interface, 48, seed)]
+    def builds_of(ranges: Ranges, seed: int) -> set[tuple[Any, ...]]:
+        found = [values_of(case) for case in balanced(ranges, interface, 48, seed)]
         return {tuple(value for name, value in each.items() if name not in at_run_time) for each in found}
 
-    first, second = builds_of(Space(), 1), builds_of(Space(), 9)
+    first, second = builds_of(Ranges(), 1), builds_of(Ranges(), 9)
     assert first == second
     assert len(first) <= NUM_BUILDS
-    assert builds_of(Space(seed=7), 1) != first
+    assert builds_of(Ranges(seed=7), 1) != first
 
 
 @pytest.mark.parametrize("interface", ATTENTION)
 def test_a_narrowed_space_is_not_left(interface: Interface) -> None:
-    for case in NARROW.covering(interface, 12):
+    for case in balanced(NARROW, interface, 12):
         assert all(value in getattr(NARROW, name) for name, value in values_of(case).items())
         assert max(case.kv_lens) <= NARROW.longest
 
@@ -94,26 +94,26 @@ def test_a_drawn_case_is_inside_too(interface: Interface) -> None:
     @settings(max_examples=40, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(st.data())
     def inside(data: st.DataObject) -> None:
-        for space in (NARROW, Space()):
-            case = data.draw(space.drawn(interface))
+        for ranges in (NARROW, Ranges()):
+            case = data.draw(drawn_cases(ranges, interface))
             assert case.interface is interface
-            assert all(value in getattr(space, name) for name, value in values_of(case).items())
-            assert max(case.kv_lens) <= space.longest
+            assert all(value in getattr(ranges, name) for name, value in values_of(case).items())
+            assert max(case.kv_lens) <= ranges.longest
             assert all(kv_len >= q_len for kv_len, q_len in zip(case.kv_lens, case.q_lens, strict=True))
 
     inside()
 
 
 def test_every_covering_decode_has_a_request_that_a_window_truncates() -> None:
-    for case in Space(windows=(True,)).covering(Interface.DECODE, 24):
+    for case in balanced(Ranges(windows=(True,)), Interface.DECODE, 24):
         assert max(case.kv_lens) > case.window_left + case.q_lens[0]
 
 
 def test_e4m3_arithmetic_is_of_e4m3_caches_alone() -> None:
-    space = replace(Space(), e4m3_arithmetic=True)
-    for case in space.covering(Interface.DECODE, 12):
+    ranges = replace(Ranges(), e4m3_arithmetic=True)
+    for case in balanced(ranges, Interface.DECODE, 12):
         assert case.arithmetic == (E4M3 if case.kv_dtype == E4M3 else None)
-    assert all(case.arithmetic is None for case in Space().covering(Interface.DECODE, 12))
+    assert all(case.arithmetic is None for case in balanced(Ranges(), Interface.DECODE, 12))
 
 
 def test_lengths_stand_at_the_edges_of_pages_and_tiles() -> None:
@@ -162,8 +162,8 @@ def test_numbers_that_make_no_call_are_refused(wrong: dict[str, Any]) -> None:
 )
 def test_axes_that_make_no_cases_are_refused_with_what_would(axes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)):
-        Space(**axes)
+        Ranges(**axes)
 
 
 def test_a_head_dim_that_nvfp4_does_not_store_is_taken_without_it() -> None:
-    assert Space(head_dims=(127,), nvfp4=(False,)).head_dims == (127,)
+    assert Ranges(head_dims=(127,), nvfp4=(False,)).head_dims == (127,)

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 
 from lab import references
-from lab.checks import Combination, Interface, Outcome, Report, judge
-from lab.checks.parameters.drawing import made_small, random_points
-from lab.checks.parameters.subjects import SUBJECTS
+from lab.checks import Configuration, Interface, Outcome, Report, judge
+from lab.checks.parameters.sampling import made_small, random_points
+from lab.checks.parameters.targets import TARGETS
 from tests.checks.parameters.test_retries import NAMES
 from tests.checks.small import SMALL, twice_as_large_if
 from tests.checks.test_report import verdict_of
 
-DOMAIN = SUBJECTS[Interface.DECODE].domain(SMALL)
+MODEL = TARGETS[Interface.DECODE].model(SMALL)
 
 
 def report_of(implementation: Any, **how: Any) -> Report:
-    settings = {"only": "K18", "space": SMALL, "functions": NAMES, "device": "cpu", "probe": False}
+    settings = {"only": "K18", "ranges": SMALL, "functions": NAMES, "device": "cpu", "probe": False}
     return judge(implementation, **settings | how)
 
 
@@ -31,28 +31,28 @@ def is_pair(query: torch.Tensor, lse: Any = None, **arguments: Any) -> bool:
 
 def test_a_case_is_reset_to_the_plain_one_but_for_what_makes_it_wrong() -> None:
     whole = {
-        axis: values[-1] for axis, values in DOMAIN.axes.items() if axis not in ("offsets", "cache", "out", "lengths")
+        axis: values[-1] for axis, values in MODEL.axes.items() if axis not in ("offsets", "cache", "out", "lengths")
     }
-    case = Combination(Interface.DECODE, DOMAIN.completed(whole | {"mask": "none"}) or {}, seed=17)
-    assert len(case.departures) > 10
+    case = Configuration(Interface.DECODE, MODEL.completed(whole | {"mask": "none"}) or {}, seed=17)
+    assert len(case.non_default) > 10
     small = made_small(SMALL, case, lambda each: each["requests"] >= 4 and each["lse"] != "none")
-    assert small == Combination(Interface.DECODE, DOMAIN.plain | {"requests": 5, "lse": case["lse"]})
+    assert small == Configuration(Interface.DECODE, MODEL.default | {"requests": 5, "lse": case["lse"]})
 
 
 def test_random_points_have_taken_values_alone_and_are_the_same_each_time() -> None:
-    points = [DOMAIN.completed({"lse": value}) or {} for value in ("none", "returned")]
-    verdicts = [verdict_of(Outcome.RIGHT, case=Combination(Interface.DECODE, point)) for point in points]
+    points = [MODEL.completed({"lse": value}) or {} for value in ("none", "returned")]
+    verdicts = [verdict_of(Outcome.RIGHT, case=Configuration(Interface.DECODE, point)) for point in points]
     drawn = [list(itertools.islice(random_points(Interface.DECODE, SMALL, verdicts), 30)) for _ in range(2)]
     assert drawn[0] == drawn[1]
     assert {case["lse"] for case in drawn[0]} == {"none", "returned"}
-    assert all(DOMAIN.fits(case.values) for case in drawn[0])
+    assert all(MODEL.fits(case.values) for case in drawn[0])
 
 
 def test_a_pair_that_the_level_has_not_is_found_and_made_small() -> None:
     report = report_of(twice_as_large_if(is_pair), for_seconds=math.inf, first_failure=True)
     (wrong,) = report.wrong
     assert wrong.drawn
-    assert wrong.case.departures.keys() - {"group"} <= {"requests", "lse", "lengths", "q_len"}
+    assert wrong.case.non_default.keys() - {"group"} <= {"requests", "lse", "lengths", "q_len"}
     assert wrong.case["requests"] == 1
     assert report.exit_status == 1
     assert report.left_out == 0

@@ -7,9 +7,9 @@ import torch
 
 from lab import references
 from lab.axes import options_of
-from lab.checks import Interface, Space, judge
+from lab.checks import Interface, Ranges, judge
 from lab.checks.isolation import Isolation
-from lab.checks.probe import axes_taken
+from lab.checks.parameters.discovery import discover
 from tests.checks import narrow
 from tests.checks.small import decoding
 
@@ -17,29 +17,29 @@ BF16 = (torch.bfloat16, torch.bfloat16)
 CPU = torch.device("cpu")
 
 
-def found(implementation: Any, space: Space, interface: Interface = Interface.DECODE) -> Space | None:
-    with Isolation(implementation, CPU, space, 10.0) as isolation:
-        return axes_taken(isolation.submit, interface, space)
+def found(implementation: Any, ranges: Ranges, interface: Interface = Interface.DECODE) -> Ranges | None:
+    with Isolation(implementation, CPU, ranges, 10.0) as isolation:
+        return discover(isolation.submit, interface, ranges)
 
 
 def test_the_axes_of_a_narrow_kernel_are_found() -> None:
-    assert found(narrow, Space()) == Space(dtypes=(BF16,), head_dims=(128,), page_sizes=(64,))
+    assert found(narrow, Ranges()) == Ranges(dtypes=(BF16,), head_dims=(128,), page_sizes=(64,))
 
 
 def test_of_a_kernel_that_takes_everything_or_nothing_no_axes_are_named() -> None:
-    space = Space(groups=(1, 2), q_lens=(1, 2), mla_heads=(4,), mla_head_dims=((80, 64),))
-    assert found(references, space) is None
-    assert found(references, space, Interface.MLA_DECODE) is None
-    assert found(narrow, Space(head_dims=(64, 256), groups=(1,))) is None
+    ranges = Ranges(groups=(1, 2), q_lens=(1, 2), mla_heads=(4,), mla_head_dims=((80, 64),))
+    assert found(references, ranges) is None
+    assert found(references, ranges, Interface.MLA_DECODE) is None
+    assert found(narrow, Ranges(head_dims=(64, 256), groups=(1,))) is None
 
 
 def test_a_narrow_right_kernel_is_right_and_its_axes_are_named() -> None:
     judged = partial(judge, narrow, only=["K5"], device="cpu", drawn=0)
     report = judged()
     assert report.exit_status == 0
-    ((interface, space),) = report.narrowed
+    ((interface, ranges),) = report.narrowed
     assert interface is Interface.DECODE
-    assert options_of(space) == "--dtypes bf16/bf16 --head-dims 128 --page-sizes 64"
+    assert options_of(ranges) == "--dtypes bf16/bf16 --head-dims 128 --page-sizes 64"
     assert report.left_out == 0
     assert judged(probe=False).narrowed == ()
 
@@ -49,7 +49,7 @@ def refuse(**arguments: Any) -> None:
 
 
 def test_what_declines_everything_could_not_be_judged() -> None:
-    report = judge(decoding(refuse), only=["K1"], space=Space(groups=(1,)), device="cpu", drawn=0)
+    report = judge(decoding(refuse), only=["K1"], ranges=Ranges(groups=(1,)), device="cpu", drawn=0)
     assert report.exit_status == 125
     assert report.narrowed == ()
 

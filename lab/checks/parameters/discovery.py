@@ -7,9 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lab.checks.check import Check
-from lab.checks.space import Space
 from lab.checks.trial import Trial
 from lab.checks.verdicts import Judged, Outcome
+from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Storage
 from lab.workloads.interfaces import Interface
 
@@ -49,13 +49,13 @@ def is_mostly_declined(verdicts: Sequence["CaseVerdict"]) -> bool:
     return 2 * sum(verdict.outcome is Outcome.DECLINED for verdict in verdicts) > len(verdicts)
 
 
-def axes_taken(submit: Submit, interface: Interface, space: Space, taken: Sequence[Any] = ()) -> Space | None:
+def discover(submit: Submit, interface: Interface, ranges: Ranges, taken: Sequence[Any] = ()) -> Ranges | None:
     """Return the axes that a function takes: the values that it takes in place of those of one case that it takes.
 
     Args:
         submit: has one case of a check judged, as `lab.checks.isolation.Isolation.submit`.
         interface: the function.
-        space: the axes to narrow.
+        ranges: the axes to narrow.
         taken: cases that the function is known to take.
 
     Returns:
@@ -63,26 +63,26 @@ def axes_taken(submit: Submit, interface: Interface, space: Space, taken: Sequen
     """
     usual = _MLA if interface is Interface.MLA_DECODE else _MHA
     base = _first_taken(
-        submit, interface, space, [_values_of(case) for case in taken if isinstance(case, AttentionCase)]
+        submit, interface, ranges, [_values_of(case) for case in taken if isinstance(case, AttentionCase)]
     )
     if base is None:
         return None
-    tried = [(axis, value) for axis in usual for value in getattr(space, axis) if value != base[axis]]
-    outcomes = _outcomes(submit, [_case(interface, space, {**base, axis: value}) for axis, value in tried])
+    tried = [(axis, value) for axis in usual for value in getattr(ranges, axis) if value != base[axis]]
+    outcomes = _outcomes(submit, [_case(interface, ranges, {**base, axis: value}) for axis, value in tried])
     # What fails is not refused: it is judged, so that it shows.
     takes = {pair for pair, outcome in zip(tried, outcomes, strict=True) if outcome is not Outcome.DECLINED}
     narrowed: Values = {
-        axis: tuple(value for value in getattr(space, axis) if value == base[axis] or (axis, value) in takes)
+        axis: tuple(value for value in getattr(ranges, axis) if value == base[axis] or (axis, value) in takes)
         for axis in usual
     }
-    found = replace(space, **narrowed)
-    return None if found == space else found
+    found = replace(ranges, **narrowed)
+    return None if found == ranges else found
 
 
-def _first_taken(submit: Submit, interface: Interface, space: Space, known: Sequence[Values]) -> Values | None:
+def _first_taken(submit: Submit, interface: Interface, ranges: Ranges, known: Sequence[Values]) -> Values | None:
     usual = _MLA if interface is Interface.MLA_DECODE else _MHA
-    given = [{axis: values[axis] for axis in usual} for values in known if _is_inside(values, usual, space)]
-    ordered = [sorted(getattr(space, axis), key=partial(_place, firsts)) for axis, firsts in usual.items()]
+    given = [{axis: values[axis] for axis in usual} for values in known if _is_inside(values, usual, ranges)]
+    ordered = [sorted(getattr(ranges, axis), key=partial(_place, firsts)) for axis, firsts in usual.items()]
     # The likely values of all axes first, then those with one less likely, two, and so on.
     places = sorted(itertools.product(*(range(len(values)) for values in ordered)), key=sum)
     likely = (
@@ -91,7 +91,7 @@ def _first_taken(submit: Submit, interface: Interface, space: Space, known: Sequ
     )
     tries: Iterator[Values] = itertools.chain(given[:1], likely)
     while several := list(itertools.islice(tries, AT_ONCE)):
-        outcomes = _outcomes(submit, [_case(interface, space, values) for values in several])
+        outcomes = _outcomes(submit, [_case(interface, ranges, values) for values in several])
         for values, outcome in zip(several, outcomes, strict=True):
             if outcome is Outcome.RIGHT:
                 return values
@@ -102,8 +102,8 @@ def _place(firsts: tuple[Any, ...], value: Any) -> int:
     return firsts.index(value) if value in firsts else len(firsts)
 
 
-def _is_inside(values: Values, usual: dict[str, tuple[Any, ...]], space: Space) -> bool:
-    return all(values.get(axis) in getattr(space, axis) for axis in usual)
+def _is_inside(values: Values, usual: dict[str, tuple[Any, ...]], ranges: Ranges) -> bool:
+    return all(values.get(axis) in getattr(ranges, axis) for axis in usual)
 
 
 def _outcomes(submit: Submit, cases: Sequence[AttentionCase]) -> list[Outcome]:
@@ -111,11 +111,11 @@ def _outcomes(submit: Submit, cases: Sequence[AttentionCase]) -> list[Outcome]:
     return [wait().outcome for wait in waiting]
 
 
-def _case(interface: Interface, space: Space, values: Values) -> AttentionCase:
+def _case(interface: Interface, ranges: Ranges, values: Values) -> AttentionCase:
     """Return two short requests of these values."""
     dtype, kv_dtype = values["dtypes"]
     q_len = values["q_lens"]
-    tensors: Values = {"dtype": dtype, "kv_dtype": kv_dtype, "arithmetic": space.arithmetic(kv_dtype)}
+    tensors: Values = {"dtype": dtype, "kv_dtype": kv_dtype, "arithmetic": ranges.arithmetic(kv_dtype)}
     kv_lens, q_lens = (max(q_len, 40), max(q_len, 9)), (q_len, q_len)
     if interface is Interface.MLA_DECODE:
         head_dim, v_head_dim = values["mla_head_dims"]

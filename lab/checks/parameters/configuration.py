@@ -1,0 +1,58 @@
+"""A point of a call's model as a case of the judge."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lab.workloads.interfaces import Interface
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One call by its values on the axes of its model; its `repr` makes it again, values of the default point left out.
+
+    Attributes:
+        interface: the function.
+        values: of every axis, by its name; those that are not given are those of the default point of all axes.
+        seed: of everything drawn.
+
+    Raises:
+        ValueError: an axis that the function's model does not have.
+    """
+
+    interface: Interface
+    values: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        default = default_of(self.interface)
+        if missing := sorted(set(self.values) - set(default)):
+            raise ValueError(f"{self.interface.value} has no axis {missing[0]!r}: it has {', '.join(default)}")
+        object.__setattr__(self, "values", {**default, **self.values})
+
+    def __getitem__(self, axis: str) -> Any:
+        return self.values[axis]
+
+    def get(self, axis: str, default: Any = None) -> Any:
+        """Return the value of an axis that not all functions have."""
+        return self.values.get(axis, default)
+
+    @property
+    def non_default(self) -> dict[str, Any]:
+        """Return the values that are not those of the default point of all axes."""
+        default = default_of(self.interface)
+        return {name: value for name, value in self.values.items() if value != default[name]}
+
+    def __repr__(self) -> str:
+        seed = f", seed={self.seed}" if self.seed else ""
+        return f"Configuration({self.interface!r}, {self.non_default!r}{seed})"
+
+
+@functools.cache
+def default_of(interface: Interface) -> Mapping[str, Any]:
+    """Return the default point of a function's model when no axis is narrowed."""
+    from lab.checks.parameters.targets import TARGETS
+    from lab.ranges import Ranges
+
+    return TARGETS[interface].model(Ranges()).default
