@@ -19,12 +19,12 @@ import torch
 
 from corpus.mutants import MUTANTS, Mutant
 from corpus.upstream_rules import UPSTREAM_RULES, passes
-from lab.checks.check import Check, Level
-from lab.checks.isolation import run_trial
+from lab.checks.case_run import CaseRun
 from lab.checks.properties import checks
-from lab.checks.refusals import Declined, Raised
-from lab.checks.trial import Trial
-from lab.checks.verdicts import BROKEN
+from lab.checks.properties.check import Check, Level
+from lab.checks.run.support_protocol import KernelError, Unsupported
+from lab.checks.run.verdicts import BROKEN
+from lab.checks.run.workers import run_trial
 from lab.files import write_text
 from lab.interpreter import quicken
 from lab.ranges import Ranges
@@ -139,13 +139,13 @@ def let_through(judged: Mutant) -> tuple[int, ...] | None:
 
 
 def _passing(judged: Mutant, case: AttentionCase) -> set[int]:
-    trial = Trial(judged.implementation(), case, torch.device("cpu"))
-    inputs = trial.build()
+    run = CaseRun(judged.implementation(), case, torch.device("cpu"))
+    inputs = run.build()
     try:
-        out = trial.call(inputs).out
-    except Declined:
+        out = run.call(inputs).out
+    except Unsupported:
         return set(range(len(UPSTREAM_RULES)))
-    except Raised:
+    except KernelError:
         return set()
     expected = _upstream_truth(case)
     if out.shape != expected.shape:

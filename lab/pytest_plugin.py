@@ -85,7 +85,7 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
         sys.path.insert(0, folder)
     try:
         _let_triton_interpret()
-        from lab.checks.refusals import resolve_refusals
+        from lab.checks.run.support_protocol import resolve_refusals
 
         options = vars(config.option).items()  # those of other plugins among them
         ranges = ranges_of({name.removeprefix("lab_"): value for name, value in options if name.startswith("lab_")})
@@ -110,7 +110,7 @@ def _let_triton_interpret() -> None:
 
 def _offered(name: str) -> list["Interface"]:
     """Return the functions of a kernel; raise LoadError or ValueError where there is none."""
-    from lab.checks.judge import interfaces_of
+    from lab.checks.run.judge import interfaces_of
     from lab.workloads.interfaces import Interface
 
     offered = interfaces_of(load(name))
@@ -206,7 +206,7 @@ class CheckOfFunction(pytest.Item):
         Raises:
             NotRight: something is wrong, or nothing of the function could be judged by any check.
         """
-        from lab.checks.verdicts import BROKEN, Outcome
+        from lab.checks.run.verdicts import BROKEN, Outcome
 
         kernel = self.parent
         assert isinstance(kernel, JudgedKernel)

@@ -42,8 +42,8 @@ from corpus.mutants import mutant
 from corpus.mutants.split_kv import SplitKV
 from corpus.upstream_rules import UPSTREAM_RULES, passes
 from lab.checks import AttentionCase, Dead, Interface, Storage, judge_case
+from lab.checks.case_run import CaseRun
 from lab.checks.properties import checks
-from lab.checks.trial import Trial
 from lab.kernels import default_implementation
 from lab.references.errors import relative_l2
 from lab.reports.pictures.judging import (
@@ -157,10 +157,10 @@ CASE = AttentionCase(
 
 def errors_of(implementation, case, title):
     """The errors of one call, drawn."""
-    trial = Trial(implementation, case, CPU)
-    inputs = trial.build()
+    run = CaseRun(implementation, case, CPU)
+    inputs = run.build()
     truth = truth_of_call(inputs)
-    comparison = truth.compare(trial.call(inputs).out)
+    comparison = truth.compare(run.call(inputs).out)
     wrong = f"{int(comparison.wrong.sum())} of {comparison.wrong.numel()} vectors are wrong"
     return vector_errors_figure(comparison.error, comparison.bound, truth.request_of_row, f"{title}: {wrong}")
 

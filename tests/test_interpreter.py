@@ -9,7 +9,7 @@ import pytest
 import torch
 from triton import language as tl
 
-from lab.checks.isolation import Isolation
+from lab.checks.run.workers import Workers
 from lab.interpreter import INTERPRETER, LanguagePatches, by_scalar_name
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase
@@ -84,6 +84,6 @@ def test_a_worker_of_the_judge_is_quick(tmp_path: Path) -> None:
     kernel = tmp_path / "kernel.py"
     kernel.write_text(SAYS_WHO_PATCHES)
     case = AttentionCase(Interface.DECODE, kv_lens=(3,), q_lens=(1,))
-    with Isolation(str(kernel), torch.device("cpu"), Ranges(), time_limit_s=60.0) as isolation:
+    with Workers(str(kernel), torch.device("cpu"), Ranges(), time_limit_s=60.0) as isolation:
         said = [isolation.submit("K1", case)().declines for _ in range(2)]
     assert said == [(f"patched by {INTERPRETER}",), ("patched by lab.interpreter",)]

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from lab.checks import Ranges
-from lab.checks.check import Level
 from lab.checks.properties import checks
+from lab.checks.properties.check import Level
 from lab.workloads.interfaces import Interface
 
 RANGES = Ranges(

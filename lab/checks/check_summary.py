@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lab.checks.verdicts import Outcome
+from lab.checks.run.verdicts import Outcome
 from lab.workloads.interfaces import Interface
 
 if TYPE_CHECKING:

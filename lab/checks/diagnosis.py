@@ -9,7 +9,7 @@ import numpy as np
 
 from lab.checks.facts import Fact, Facts, facts_of_case, together
 from lab.checks.regions import Bits, Rule, find_rules, weights_of
-from lab.checks.verdicts import BROKEN, IT_FAILED, CheckedResult, Outcome, WrongVector
+from lab.checks.run.verdicts import BROKEN, IT_FAILED, CheckedResult, Outcome, WrongVector
 
 if TYPE_CHECKING:
     from lab.checks.report import CaseVerdict

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.checks.trial import Trial
+from lab.checks.case_run import CaseRun
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import AttentionInputs, truth_of_call
 from lab.workloads.inputs.masks import draft_masks, packed_mask, tree
@@ -13,33 +13,33 @@ from lab.workloads.inputs.masks import draft_masks, packed_mask, tree
 WINDOW = 20  # keys to the left of a row: some of the draft and some before it, or, for many rows, of the draft alone
 
 
-def hold_masks(trial: Trial, case: AttentionCase) -> None:
+def hold_masks(run: CaseRun, case: AttentionCase) -> None:
     """Calls of the case's rows: without a mask, with each shape of mask, and with a tree's beside what else limits a row."""
-    inputs = trial.build(case)
+    inputs = run.build(case)
     rows = f"of {case.q_lens[0]} rows"
-    trial.vary(f"no mask {rows}", truth_of_call(inputs), inputs)
+    run.vary(f"no mask {rows}", truth_of_call(inputs), inputs)
     for name, shown in draft_masks(case).items():
-        _hold(trial, f"{name} {rows}", inputs, shown)
+        _hold(run, f"{name} {rows}", inputs, shown)
     shown = tree(case.q_lens[0]).expand(len(case.q_lens), -1, -1)
-    for name, changes in _beside(trial, inputs).items():
-        _hold(trial, f"tree mask {rows} {name}", inputs, shown, changes)
+    for name, changes in _beside(run, inputs).items():
+        _hold(run, f"tree mask {rows} {name}", inputs, shown, changes)
 
 
 def _hold(
-    trial: Trial, what: str, inputs: AttentionInputs, shown: Tensor, changes: dict[str, Any] | None = None
+    run: CaseRun, what: str, inputs: AttentionInputs, shown: Tensor, changes: dict[str, Any] | None = None
 ) -> None:
     changes = changes or {}
-    result = trial.attempt(what, inputs, mask=packed_mask(shown).to(trial.device), **changes)
+    result = run.attempt(what, inputs, mask=packed_mask(shown).to(run.device), **changes)
     rules = {name: value for name, value in changes.items() if name != "return_lse"}
-    trial.hold(what, result, truth_of_call(inputs, shown=shown.to(trial.device), **rules))
+    run.hold(what, result, truth_of_call(inputs, shown=shown.to(run.device), **rules))
 
 
-def _beside(trial: Trial, inputs: AttentionInputs) -> dict[str, dict[str, Any]]:
+def _beside(run: CaseRun, inputs: AttentionInputs) -> dict[str, dict[str, Any]]:
     """Arguments that limit or weigh what a row sees, too; those that a kernel may have been built without where it has them."""
     beside: dict[str, dict[str, Any]] = {"and the LSE": {"return_lse": True}}
-    if True in trial.ranges.windows:
+    if True in run.ranges.windows:
         beside["within a window"] = {"window_left": WINDOW}
-    if True in trial.ranges.sinks:
+    if True in run.ranges.sinks:
         beside["with sinks"] = {"sinks": unequal_sinks(inputs)}
     return beside
 

@@ -178,7 +178,7 @@ def _with_lengths(
 
 
 class CallLog:
-    """The attention calls of one trial, so that a call's facts say what it has in common with earlier ones."""
+    """The attention calls of one run, so that a call's facts say what it has in common with earlier ones."""
 
     def __init__(self) -> None:
         self._calls = 0

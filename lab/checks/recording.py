@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import lab
-from lab.checks.bench import Key, key_of
 from lab.checks.expressions import read_expression
 from lab.checks.properties import checks
 from lab.checks.report import CaseVerdict
-from lab.checks.verdicts import Judged, Outcome
+from lab.checks.run.check_run import Key, key_of
+from lab.checks.run.verdicts import Judged, Outcome
 from lab.loading import load
 from lab.workloads.interfaces import Interface, interfaces_of
 

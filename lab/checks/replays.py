@@ -9,8 +9,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from lab.checks.refusals import Declined, Raised
-from lab.checks.trial import CallForm, Result, Trial, as_result
+from lab.checks.case_run import CallForm, CaseRun, Result, as_result
+from lab.checks.run.support_protocol import KernelError, Unsupported
 from lab.metadata.engine.capture import capturing
 from lab.named_enum import NamedEnum
 from lab.references.truth import Truth
@@ -248,36 +248,36 @@ class Replay:
     """One call in tensors that stay: captured and replayed on a GPU, made again elsewhere and where it waits for the GPU.
 
     Args:
-        trial: whose implementation is called.
+        run: whose implementation is called.
         room: a batch as large as any; its tensors stay.
         first: the batch that the call is first made and captured with.
         is_eager: whether the call is made again on a GPU too.
 
     Raises:
-        Declined, Raised: as `Trial.run`.
+        Unsupported, KernelError: as `CaseRun.run`.
     """
 
-    def __init__(self, trial: Trial, room: ReplayedBatch, first: ReplayedBatch, is_eager: bool = False) -> None:
-        self.trial, self.interface = trial, room.interface
+    def __init__(self, run: CaseRun, room: ReplayedBatch, first: ReplayedBatch, is_eager: bool = False) -> None:
+        self.run, self.interface = run, room.interface
         self.arguments = room.arguments()
         self._load(first)
         self._has_run = False
-        is_captured = trial.device.type == "cuda" and Form.NO_BOUND not in room.forms and not is_eager
+        is_captured = run.device.type == "cuda" and Form.NO_BOUND not in room.forms and not is_eager
         self._replay = self._captured() if is_captured else self._run
 
     def hold(self, what: str, batch: ReplayedBatch) -> Result:
         """Load a batch, replay, and hold the rows of its requests to its truth; return them."""
         result = self.of(batch)
-        self.trial.hold(what, result, batch.truth())
+        self.run.hold(what, result, batch.truth())
         return result
 
     def bounded(self, what: str, batch: ReplayedBatch) -> None:
         """Load a batch, make its call eagerly with a bound of its own, and hold the rows of its requests to its truth."""
         self._load(batch)
         self._clear_out()
-        result = self.trial.run(self.interface, self.arguments | batch.kv_bound)
+        result = self.run.run(self.interface, self.arguments | batch.kv_bound)
         lse = None if result.lse is None else result.lse[: self._rows]
-        self.trial.hold(what, result._replace(out=result.out[: self._rows], lse=lse), batch.truth())
+        self.run.hold(what, result._replace(out=result.out[: self._rows], lse=lse), batch.truth())
 
     def of(self, batch: ReplayedBatch) -> Result:
         """Load a batch, replay, and return copies of the rows of its requests."""
@@ -287,7 +287,7 @@ class Replay:
     def again(self) -> Result:
         """Replay what is loaded, and return copies of the rows of its requests."""
         self._clear_out()
-        call = self.trial.note_call(self.interface, self.arguments)
+        call = self.run.note_call(self.interface, self.arguments)
         out, lse, _ = self._replay()
         return Result(out[: self._rows].clone(), None if lse is None else lse[: self._rows].clone(), call)
 
@@ -304,7 +304,7 @@ class Replay:
                     _overwrite(kept, part)
 
     def _run(self) -> Result:
-        run = self.trial.run_again if self._has_run else self.trial.run
+        run = self.run.run_again if self._has_run else self.run.run
         result = run(self.interface, self.arguments)
         self._has_run = True
         return result
@@ -313,11 +313,11 @@ class Replay:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # what is made once, is made before the capture, on its stream
-            self.trial.run(self.interface, self.arguments)
+            self.run.run(self.interface, self.arguments)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with capturing(graph, stream=stream):
-                result = self.trial.run(self.interface, self.arguments)
+                result = self.run.run(self.interface, self.arguments)
         torch.cuda.current_stream().wait_stream(stream)
         return partial(_replayed, graph, result)
 
@@ -326,21 +326,21 @@ class MadeReplay(Replay):
     """One call in tensors that stay, prepared or planned once and made again whenever their contents have changed.
 
     Args:
-        trial, room, first: as in `Replay`.
+        run, room, first: as in `Replay`.
         form: PREPARED or PLANNED.
     """
 
-    def __init__(self, trial: Trial, room: ReplayedBatch, first: ReplayedBatch, form: CallForm) -> None:
-        self.trial, self.interface, self.arguments = trial, room.interface, room.arguments()
+    def __init__(self, run: CaseRun, room: ReplayedBatch, first: ReplayedBatch, form: CallForm) -> None:
+        self.run, self.interface, self.arguments = run, room.interface, room.arguments()
         self._load(first)
-        self._call = trial.made(form, self.interface, self.arguments)
+        self._call = run.made(form, self.interface, self.arguments)
         self._replay = self._made_again
 
     def _made_again(self) -> Result:
         try:
             return as_result(self._call(), self.interface)
-        except Declined as declined:
-            raise Raised(f"it refused a call that it had made ready: {declined}") from declined
+        except Unsupported as declined:
+            raise KernelError(f"it refused a call that it had made ready: {declined}") from declined
 
 
 def _replayed(graph: torch.cuda.CUDAGraph, result: Result) -> Result:

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lab.checks.check import Level
 from lab.checks.check_summary import SHOWN_DECLINES, CheckSummary, row_of
 from lab.checks.diagnosis import Diagnosis, Smallest, diagnose
+from lab.checks.properties.check import Level
 from lab.checks.regions import Literal
-from lab.checks.verdicts import BROKEN, Judged, Outcome
+from lab.checks.run.verdicts import BROKEN, Judged, Outcome
 from lab.exit_status import ExitStatus
 from lab.files import write_text
 from lab.ranges import Ranges
@@ -139,7 +139,7 @@ class Report:
         refusals: names of the exceptions that were refusals; () for the usual ones.
         run: a digest of all that its verdicts depend on; "" where that cannot be told.
         num_random: random cases that were judged after those of the level.
-        audited: right cases that were judged again by a process that the kernel's code never entered (`lab.checks.audit`).
+        audited: right cases that were judged again by a process that the kernel's code never entered (`lab.checks.run.audit`).
     """
 
     implementation: str

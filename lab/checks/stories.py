@@ -8,39 +8,39 @@ from collections.abc import Callable
 
 import torch
 
+from lab.checks.case_run import CallForm, CaseRun
 from lab.checks.graph_case import Story
 from lab.checks.graph_stage import HUGE, Stage
-from lab.checks.refusals import Declined
+from lab.checks.run.support_protocol import Unsupported
 from lab.checks.scene import RunnerFactory, Scene, right_runner
-from lab.checks.trial import CallForm, Trial
 from lab.gpus import capability_of
 from lab.kernels.support.kernel import no_triton
 from lab.metadata.engine.forward_batch import ForwardBatch
 
 
-def tell(trial: Trial, stage: type[Stage], make: RunnerFactory = right_runner) -> None:
-    """Tell the trial's case on a fresh scene, and note what is wrong.
+def tell(run: CaseRun, stage: type[Stage], make: RunnerFactory = right_runner) -> None:
+    """Tell the run's case on a fresh scene, and note what is wrong.
 
     A call that is refused at its capture declines the case. One that is refused later, with ValueError or an assertion, was
     captured with arguments that only a replay can have made wrong. Where the lab's own metadata kernels do not run, the case
     is declined.
     """
-    if why := no_triton(capability_of(trial.device)):
-        raise Declined(f"graphs rebuild their metadata in Triton kernels: {why}")
+    if why := no_triton(capability_of(run.device)):
+        raise Unsupported(f"graphs rebuild their metadata in Triton kernels: {why}")
     forms = {"the story": CallForm.PREPARED}
-    if CallForm.PREPARED in trial.forms:
+    if CallForm.PREPARED in run.forms:
         forms["the story, by whole calls"] = CallForm.WHOLE
     for what, form in forms.items():
-        scene = Scene(trial.case, trial.engine(form), trial.device, stage, make)
+        scene = Scene(run.case, run.engine(form), run.device, stage, make)
         try:
-            wrong = STORIES[trial.case.story](scene)
-        except Declined as refusal:
+            wrong = STORIES[run.case.story](scene)
+        except Unsupported as refusal:
             if not isinstance(refusal.__cause__, (ValueError, AssertionError)):
                 raise
             wrong = f"a replay's arguments were refused: {refusal}"
-        trial.judged += 1
-        trial.worst_ratio = max(trial.worst_ratio, scene.worst_ratio)
-        trial.hold_nothing_wrong(what, [wrong] if wrong else [], held="output")
+        run.judged += 1
+        run.worst_ratio = max(run.worst_ratio, scene.worst_ratio)
+        run.hold_nothing_wrong(what, [wrong] if wrong else [], held="output")
 
 
 def _all_right(scene: Scene, *batches: ForwardBatch) -> str:

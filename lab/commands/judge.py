@@ -21,8 +21,8 @@ from lab.loading import LoadError
 
 if TYPE_CHECKING:
     from lab.checks.parameters.coverage import Coverage
-    from lab.checks.progress import Progress
     from lab.checks.report import Report
+    from lab.checks.run.progress import Progress
 
 AXES = "Axes: narrow the cases to what the kernel was built for"
 # Parameters that go with --case.
@@ -218,7 +218,7 @@ def _last_report(name: str) -> Path | None:
 
 def _exceptions_named(refusals: str) -> Any:
     """Import exceptions by their names, separated by commas; raise ValueError for a name of no exception."""
-    from lab.checks.refusals import resolve_refusals
+    from lab.checks.run.support_protocol import resolve_refusals
 
     return resolve_refusals(refusals)
 
@@ -261,9 +261,9 @@ def _report_and_number(case: str) -> tuple[Path, int]:
 
 def _judge_case(path: Path, number: int, name: str | None, settings: Mapping[str, Any], console: Console) -> ExitStatus:
     """Judge one case of a report, print its verdict, and return the exit status."""
-    from lab.checks.judge import judge_recorded
     from lab.checks.recording import ReportError, read_case
-    from lab.checks.verdicts import BROKEN
+    from lab.checks.run.judge import judge_recorded
+    from lab.checks.run.verdicts import BROKEN
 
     try:
         prepare_machine(settings["device"] or read_case(path, number).device)
@@ -286,8 +286,8 @@ def _judge_case(path: Path, number: int, name: str | None, settings: Mapping[str
 
 def _judge_all(name: str, settings: Mapping[str, Any], shows_coverage: bool, console: Console) -> ExitStatus:
     """Judge an implementation, print the report, with the coverage if it is to be shown, and return the exit status."""
-    from lab.checks.check import Level
-    from lab.checks.judge import judge as judge_it
+    from lab.checks.properties.check import Level
+    from lab.checks.run.judge import judge as judge_it
 
     num_reused = 0
     try:

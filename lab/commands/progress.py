@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
 if TYPE_CHECKING:
-    from lab.checks.progress import Progress as ProgressOfJudge
     from lab.checks.report import CaseVerdict
+    from lab.checks.run.progress import Progress as ProgressOfJudge
 
 LINE_INTERVAL_S = 60.0
 
@@ -66,6 +66,6 @@ def _time_left(progress: "ProgressOfJudge") -> str:
 
 def _is_fault(verdict: "CaseVerdict") -> bool:
     """Return True for a wrong or failed case; the import is late, since it brings torch."""
-    from lab.checks.bench import is_fault
+    from lab.checks.run.check_run import is_fault
 
     return is_fault(verdict)

@@ -25,7 +25,7 @@ from typing import Any
 from lab.checks.diagnosis import diagnose
 from lab.checks.recording import ReportError, read_cases
 from lab.checks.report import CaseVerdict
-from lab.checks.verdicts import BROKEN, Outcome
+from lab.checks.run.verdicts import BROKEN, Outcome
 from lab.exit_status import ExitStatus
 from lab.named_enum import NamedEnum
 from lab.reports.comparison import NotComparableError

@@ -5,8 +5,9 @@
 Each file is a report of the judge, of one environment; the release is the version of the package in it. A release may have
 several reports, of different axes; each must have been judged alike in all releases (`lab.reports.changed_verdicts`).
 
-A row is a finding that the ledger cites (`lab.checks.ledger`, as it is now and not as it was for the report), or a region of
-cases that were wrong without one in the same releases. Its *telling cases* are those that are wrong with it in some release.
+A row is a finding that the known failures cite (`lab.checks.run.known_failures`, as they are now and not as they were for the
+report), or a region of cases that were wrong without one in the same releases. Its *telling cases* are those that are wrong
+with it in some release.
 In a release it is
 
     present         one of them is wrong with it there
@@ -23,9 +24,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from lab.checks.diagnosis import HELD, diagnose
-from lab.checks.ledger import LEDGER, known
 from lab.checks.report import CaseVerdict
-from lab.checks.verdicts import BROKEN, Outcome
+from lab.checks.run.known_failures import KNOWN_FAILURES, known
+from lab.checks.run.verdicts import BROKEN, Outcome
 from lab.exit_status import ExitStatus
 from lab.reports.changed_verdicts import SETTINGS, cases_of, compare_verdicts, setting
 from lab.reports.comparison import NotComparableError
@@ -127,7 +128,7 @@ def _cases(release: Release) -> Iterator[tuple[Key, CaseVerdict]]:
     for file in release.files:
         capability, packages = (file.environment.get(name) for name in ("capability", "packages"))
         for each in cases_of(file):
-            told = known(each, LEDGER, tuple(capability) if capability else None, (packages or {}).get)
+            told = known(each, KNOWN_FAILURES, tuple(capability) if capability else None, (packages or {}).get)
             yield (_axes(file), each.check, each.interface.value, repr(each.case)), told
 
 

@@ -23,12 +23,12 @@ import torch
 
 from corpus.matrix import MOST_MEMORY_BYTES, NO_MEMORY, WRONG, cases_of, combinations, ranges_of
 from corpus.mutants import MUTANTS, mutant
-from lab.checks.check import Check, Level
 from lab.checks.diagnosis import Region, diagnose
-from lab.checks.isolation import run_trial
 from lab.checks.properties import checks
+from lab.checks.properties.check import Check, Level
 from lab.checks.report import CaseVerdict
-from lab.checks.verdicts import Outcome
+from lab.checks.run.verdicts import Outcome
+from lab.checks.run.workers import run_trial
 from lab.files import write_text
 from lab.interpreter import quicken
 from lab.workloads.interfaces import Interface

@@ -16,7 +16,7 @@ from lab.checks.diagnosis import Diagnosis, diagnose
 from lab.checks.phrases import PHRASES
 from lab.checks.phrases import phrase as say
 from lab.checks.regions import MOST_LITERALS, find_rules, weights_of
-from lab.checks.verdicts import CheckedResult, Judged, WrongVector
+from lab.checks.run.verdicts import CheckedResult, Judged, WrongVector
 from tests.checks.measure_regions import TRIGGERS, markdown, record_of
 
 CASE = AttentionCase(Interface.DECODE, (20, 33), (1, 1))

@@ -1,4 +1,4 @@
-"""Facts of cases and calls, and the results that a trial notes with them."""
+"""Facts of cases and calls, and the results that a run notes with them."""
 
 from dataclasses import replace
 
@@ -6,11 +6,11 @@ import torch
 
 from lab import references
 from lab.checks import AttentionCase, ForwardCase, Interface
-from lab.checks.check import Level
+from lab.checks.case_run import CaseRun
 from lab.checks.facts import facts_of_case
-from lab.checks.isolation import run_trial
 from lab.checks.properties import checks
-from lab.checks.trial import Trial
+from lab.checks.properties.check import Level
+from lab.checks.run.workers import run_trial
 from lab.metadata import ForwardMode
 from lab.workloads.inputs.attention import truth_of_call
 from tests.checks.small import SMALL
@@ -20,9 +20,9 @@ CPU = torch.device("cpu")
 
 
 def test_a_case_and_its_plain_call_have_the_same_facts() -> None:
-    trial = Trial(references, CASE, CPU)
-    trial.call(trial.build())
-    of_case, of_call = facts_of_case(CASE), trial.called
+    run = CaseRun(references, CASE, CPU)
+    run.call(run.build())
+    of_case, of_call = facts_of_case(CASE), run.called
     assert of_case.of_requests == of_call.of_requests
     shared = of_case.facts.keys() & of_call.facts.keys()
     assert {"window_left", "group", "head_dim", "requests", "contents", "function", "dtype"} <= shared
@@ -38,12 +38,12 @@ def test_each_request_has_its_own_facts() -> None:
 
 
 def test_a_result_says_which_requests_are_wrong_and_shows_one_vector() -> None:
-    trial = Trial(references, CASE, CPU)
-    inputs = trial.build()
-    result = trial.call(inputs, bmm2_scale=torch.tensor([1.0]))
+    run = CaseRun(references, CASE, CPU)
+    inputs = run.build()
+    result = run.call(inputs, bmm2_scale=torch.tensor([1.0]))
     result.out[5, 1] *= 2
-    trial.hold("this", result, truth_of_call(inputs))
-    (noted,) = trial.results
+    run.hold("this", result, truth_of_call(inputs))
+    (noted,) = run.results
     assert noted.wrong
     assert noted.facts["held"] == "output"
     assert noted.facts["bmm2_scale is a tensor"]
@@ -54,13 +54,13 @@ def test_a_result_says_which_requests_are_wrong_and_shows_one_vector() -> None:
 
 
 def test_a_call_knows_what_changed_since_an_earlier_one() -> None:
-    trial = Trial(references, replace(CASE, window_left=-1), CPU)
-    inputs = trial.build()
+    run = CaseRun(references, replace(CASE, window_left=-1), CPU)
+    inputs = run.build()
     arguments = inputs.arguments()
-    trial.run(Interface.DECODE, arguments)
+    run.run(Interface.DECODE, arguments)
     inputs.seq_lens[2] = 30
-    trial.run(Interface.DECODE, arguments | {"bmm1_scale": 0.5})
-    facts = trial.called.facts
+    run.run(Interface.DECODE, arguments | {"bmm1_scale": 0.5})
+    facts = run.called.facts
     assert facts["calls before"] == 1
     assert facts["seq_lens was written since an earlier call"]
     assert facts["another bmm1_scale than the first call of these shapes"]

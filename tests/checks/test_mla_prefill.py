@@ -9,8 +9,8 @@ import torch
 
 import lab.references
 from lab.checks import RaggedCase
+from lab.checks.case_run import CaseRun
 from lab.checks.properties import mla_prefill
-from lab.checks.trial import Trial
 from lab.metadata.mla.calls import prepare_mla_prefill
 from lab.metadata.mla.metadata import TRTLLMMLAPrefillMetadata, build_mla_prefill_metadata
 
@@ -19,9 +19,9 @@ BY_BACKEND = "new tokens as a backend calls it"
 
 
 def judged() -> list[str]:
-    trial = Trial(lab.references, CASE, torch.device("cpu"))
-    mla_prefill.CHECK.judge(trial)
-    return trial.wrongs
+    run = CaseRun(lab.references, CASE, torch.device("cpu"))
+    mla_prefill.CHECK.judge(run)
+    return run.wrongs
 
 
 def test_the_backends_prefill_is_right() -> None:

@@ -9,11 +9,11 @@ import pytest
 
 from lab.checks import Level, Outcome, Ranges, Report, judge
 from lab.checks.expressions import read_expression
-from lab.checks.isolation import Isolation
-from lab.checks.judge import judge_recorded
-from lab.checks.progress import Progress
 from lab.checks.properties import checks
 from lab.checks.recording import ReportError, read_case
+from lab.checks.run.judge import judge_recorded
+from lab.checks.run.progress import Progress
+from lab.checks.run.workers import Workers
 from lab.loading import LoadError
 from tests.checks.small import SMALL
 
@@ -65,13 +65,13 @@ def kernel(tmp_path: Path) -> Path:
 def judged_cases(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """The cases that are judged, and not recalled."""
     cases: list[Any] = []
-    submit = Isolation.submit
+    submit = Workers.submit
 
-    def counted(self: Isolation, check: str, case: Any, *where: Any) -> Any:
+    def counted(self: Workers, check: str, case: Any, *where: Any) -> Any:
         cases.append(case)
         return submit(self, check, case, *where)
 
-    monkeypatch.setattr(Isolation, "submit", counted)
+    monkeypatch.setattr(Workers, "submit", counted)
     return cases
 
 

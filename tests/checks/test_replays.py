@@ -13,13 +13,13 @@ from corpus.matrix import RANGES
 from corpus.mutants import mutant
 from lab import references
 from lab.checks import AttentionCase, Interface, RaggedCase, Ranges
-from lab.checks.check import Level
-from lab.checks.isolation import run_trial
+from lab.checks.case_run import CaseRun
 from lab.checks.properties import k09_replay as replays
+from lab.checks.properties.check import Level
 from lab.checks.properties.k09_replay import CHECK, Lens, paged_batches, ragged_batches
 from lab.checks.replays import Form, Replay
-from lab.checks.trial import Trial
-from lab.checks.verdicts import Outcome
+from lab.checks.run.verdicts import Outcome
+from lab.checks.run.workers import run_trial
 from tests.checks.small import SMALL, decoding
 
 CPU = torch.device("cpu")
@@ -36,15 +36,15 @@ CASES: dict[str, Any] = {
 }
 
 
-def shrinking(trial: Trial) -> list[str]:
+def shrinking(run: CaseRun) -> list[str]:
     """Capture on the largest batch, and replay with others that are no larger: what is wrong of it."""
-    case = trial.case
-    make = (ragged_batches if isinstance(case, RaggedCase) else paged_batches)(trial, case)
+    case = run.case
+    make = (ragged_batches if isinstance(case, RaggedCase) else paged_batches)(run, case)
     room = Lens(case.kv_lens, case.q_lens)
-    replay = Replay(trial, make(room), make(room))
+    replay = Replay(run, make(room), make(room))
     for number, lens in enumerate((room, replays.shrunk(room), replays.shrunk(replays.shrunk(room)), room)):
         replay.hold("a replay", make(lens, seed=number, moved=bool(number % 2)))
-    return trial.wrongs
+    return run.wrongs
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def shrinking(trial: Trial) -> list[str]:
     ],
 )
 def test_what_is_frozen_at_a_short_capture_shows_where_requests_grow_alone(name: str, case: str) -> None:
-    assert shrinking(Trial(mutant(name).implementation(), CASES[case], CPU, RANGES)) == []
+    assert shrinking(CaseRun(mutant(name).implementation(), CASES[case], CPU, RANGES)) == []
     judged = run_trial(mutant(name).implementation(), CHECK, CASES[case], CPU, RANGES)
     assert judged.outcome is Outcome.WRONG
     assert any("a replay with " in wrong for wrong in judged.wrongs)
@@ -109,7 +109,7 @@ def test_the_smoke_level_has_every_form_a_long_request_and_rows_that_wait(
 ) -> None:
     told: list[tuple[frozenset[Form], Lens, bool]] = []
 
-    def note(trial: Trial, make: replays.Make, room: Lens, waits: bool) -> None:
+    def note(run: CaseRun, make: replays.Make, room: Lens, waits: bool) -> None:
         told.append((make(room).forms, room, waits))
 
     monkeypatch.setattr(replays, "tell", note)

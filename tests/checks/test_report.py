@@ -27,7 +27,7 @@ from lab.checks import (
 )
 from lab.checks.properties import checks
 from lab.checks.report import _worst
-from lab.checks.verdicts import Judged
+from lab.checks.run.verdicts import Judged
 from tests.checks.small import SMALL
 
 CASE = AttentionCase(Interface.DECODE, (20, 33), (1, 1))

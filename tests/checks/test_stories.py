@@ -13,11 +13,11 @@ import torch
 from corpus.mutants import mutant
 from lab import references
 from lab.checks import GraphCase, Interface, Level, Outcome, Ranges, Story, judge_case, stories
-from lab.checks.check import Check
 from lab.checks.graph_case import MLAGraphCase, StoryCase, graph_modes
 from lab.checks.graph_stage import HUGE, POISONED_LENGTH, MHAStage, MLAStage, Stage
-from lab.checks.isolation import run_trial
 from lab.checks.properties import graph_stories
+from lab.checks.properties.check import Check
+from lab.checks.run.workers import run_trial
 from lab.checks.scene import RunnerFactory, Scene, right_runner
 from lab.checks.stories import STORIES, tell
 from lab.kernels import portable
@@ -46,7 +46,7 @@ SETTINGS = list(itertools.product(MetadataPlace, (False, True)))
 def reason(case: StoryCase, implementation: Any = references, make: RunnerFactory = right_runner) -> str:
     """Say why a case on the CPU is not right; empty if it is."""
     stage: type[Stage] = MLAStage if isinstance(case, MLAGraphCase) else MHAStage
-    check = Check("S", "story", "", lambda *_: (), lambda trial: tell(trial, stage, make))
+    check = Check("S", "story", "", lambda *_: (), lambda run: tell(run, stage, make))
     judged = run_trial(implementation, check, case, CPU, Ranges())
     return "" if judged.outcome is Outcome.RIGHT else "; ".join(judged.wrongs or judged.declines)
 

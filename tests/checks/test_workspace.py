@@ -14,7 +14,7 @@ from lab.calls import workspace
 from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace, semaphores_and_scratch
 from lab.checks import judge_case
 from lab.checks.facts import CallLog
-from lab.checks.verdicts import Outcome
+from lab.checks.run.verdicts import Outcome
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import ATTENTION, Interface
 

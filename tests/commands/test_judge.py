@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from lab.checks import Level, Outcome, Ranges
-from lab.checks.progress import Progress
-from lab.checks.verdicts import Judged
+from lab.checks.run.progress import Progress
+from lab.checks.run.verdicts import Judged
 from lab.commands import judge as judge_module
 from lab.commands import progress as progress_module
 from lab.commands.watch import rounds
@@ -24,7 +24,7 @@ from lab.workloads.interfaces import Interface
 from tests.checks.test_report import report_of, verdict_of
 from tests.commands.command import run
 
-JUDGE = sys.modules["lab.checks.judge"]  # `lab.checks.judge` is the function
+JUDGE = sys.modules["lab.checks.run.judge"]  # `lab.checks.judge` is the function
 ROOT = Path(__file__).parents[2]
 NARROW = shlex.split(
     "--device cpu --in-process --drawn 0 --groups 2 --num-kv-heads 1 --head-dims 64 --page-sizes 16 --q-lens 1,2 "

@@ -23,11 +23,11 @@ from corpus.mutants.mutant import (
 )
 from corpus.mutants.ragged import Ragged
 from corpus.mutants.split_kv import SplitKV
-from lab.checks.check import Check
 from lab.checks.expressions import read_expression
-from lab.checks.isolation import run_trial
 from lab.checks.properties import checks
-from lab.checks.verdicts import Judged, Outcome
+from lab.checks.properties.check import Check
+from lab.checks.run.verdicts import Judged, Outcome
+from lab.checks.run.workers import run_trial
 
 RECORDED = Path(__file__).parents[2] / "results" / "mutants.json"
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lab.checks import judge
-from lab.checks.ledger import KnownFinding
+from lab.checks.run.known_failures import KnownFailure
 from lab.reports.comparison import NotComparableError
 from lab.reports.releases import releases_report
 from tests.checks.small import SMALL
@@ -102,10 +102,10 @@ def test_the_ledger_as_it_is_now_tells_what_a_recorded_case_shows(
 ) -> None:
     paths = [recorded("0.1", window_off_by_one), recorded("0.2", right)]
     name, capability = (json.loads(paths[0].read_text()).get(key) for key in ("implementation", "capability"))
-    entry = KnownFinding(
+    entry = KnownFailure(
         name, capability, ("K13",), "vectors are wrong", lambda *_: True, ANCHOR, "flashinfer-python", ("0.1",)
     )
-    monkeypatch.setattr("lab.reports.releases.LEDGER", (entry,))
+    monkeypatch.setattr("lab.reports.releases.KNOWN_FAILURES", (entry,))
     (row,) = releases_report(paths).record["findings"]
     assert row["finding"] == ANCHOR
     assert row["0.1"]["status"] == "present"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.covering import Model, Values
-from lab.checks.verdicts import Outcome
+from lab.checks.run.verdicts import Outcome
 from lab.named_enum import NamedEnum
 from lab.workloads.interfaces import Interface
 

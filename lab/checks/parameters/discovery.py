@@ -6,9 +6,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lab.checks.check import Check
-from lab.checks.trial import Trial
-from lab.checks.verdicts import Judged, Outcome
+from lab.checks.case_run import CaseRun
+from lab.checks.properties.check import Check
+from lab.checks.run.verdicts import Judged, Outcome
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Storage
 from lab.workloads.interfaces import Interface
@@ -35,10 +35,10 @@ Values = dict[str, Any]
 Submit = Callable[[str, Any], Callable[[], Judged]]
 
 
-def _judge(trial: Trial) -> None:
+def _judge(run: CaseRun) -> None:
     """Count a call that returns as judged: it is taken, right or not."""
-    trial.call(trial.build())
-    trial.judged += 1
+    run.call(run.build())
+    run.judged += 1
 
 
 PROBE = Check("probe", "probe", "", lambda *_: (), _judge)
@@ -53,7 +53,7 @@ def discover(submit: Submit, interface: Interface, ranges: Ranges, taken: Sequen
     """Return the axes that a function takes: the values that it takes in place of those of one case that it takes.
 
     Args:
-        submit: has one case of a check judged, as `lab.checks.isolation.Isolation.submit`.
+        submit: has one case of a check judged, as `lab.checks.run.workers.Workers.submit`.
         interface: the function.
         ranges: the axes to narrow.
         taken: cases that the function is known to take.

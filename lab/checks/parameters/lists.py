@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from lab.checks.case_run import CaseRun
 from lab.checks.facts import facts_of_case
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.covering import Constraint, Model
-from lab.checks.trial import Trial
 from lab.ranges import Ranges
 from lab.workloads.inputs.draft_lists import DTYPES, DraftLists, DraftListsCase, in_place
 from lab.workloads.interfaces import Interface
@@ -66,21 +66,21 @@ def draft_lists_case(of: Configuration) -> DraftListsCase:
     )
 
 
-def judge_lists(trial: Trial) -> None:
-    """Have the lists of a trial's configuration written, and hold every cell of every buffer to the reference's."""
-    case = draft_lists_case(trial.case)
+def judge_lists(run: CaseRun) -> None:
+    """Have the lists of a run's configuration written, and hold every cell of every buffer to the reference's."""
+    case = draft_lists_case(run.case)
     facts = facts_of_case(case)
-    facts = replace(facts, facts={**facts.facts, **trial.called.facts})
-    write = in_place(trial.function(Interface.DRAFT_KV_INDICES))
-    lists = DraftLists(case, str(trial.device))
+    facts = replace(facts, facts={**facts.facts, **run.called.facts})
+    write = in_place(run.function(Interface.DRAFT_KV_INDICES))
+    lists = DraftLists(case, str(run.device))
     wrongs = lists.wrongs(write)
-    trial.judged += 1
-    trial.hold_nothing_wrong("the lists", wrongs, held="lists", call=facts)
+    run.judged += 1
+    run.hold_nothing_wrong("the lists", wrongs, held="lists", call=facts)
     if wrongs:
         return
-    lists.take(DraftLists(replace(case, lens=case.lens[::-1], seed=case.seed + 1), str(trial.device)))
-    trial.judged += 1
-    trial.hold_nothing_wrong("the lists of others in the same tensors", lists.wrongs(write), held="lists", call=facts)
+    lists.take(DraftLists(replace(case, lens=case.lens[::-1], seed=case.seed + 1), str(run.device)))
+    run.judged += 1
+    run.hold_nothing_wrong("the lists of others in the same tensors", lists.wrongs(write), held="lists", call=facts)
 
 
 def _lens(requests: int, prefixes: Any, page_size: int, seed: int) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lab.checks.case_run import CaseRun
 from lab.checks.facts import CallFacts, facts_of_case
 from lab.checks.metadata_truth import (
     wrong_dead_cells,
@@ -18,7 +19,6 @@ from lab.checks.metadata_truth import (
 )
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.metadata_axes import NO_LIST
-from lab.checks.trial import Trial
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.engine.kv_pool import KVPool
@@ -109,43 +109,43 @@ class BuiltPass:
         return [name for name in self.changed if name in self.written]
 
 
-def judge_metadata(trial: Trial) -> None:
+def judge_metadata(run: CaseRun) -> None:
     """Have the metadata of a pass and of a later one built, and hold both to loops over requests."""
-    of = trial.case
+    of = run.case
     first = metadata_case(of)
     later = first.later(of["later"])
-    pool = _pool(of, first, later, of.seed, trial.device)
-    built = _build(trial, _batch(of, first, pool), pool)
-    _hold(trial, "the metadata", built, _facts(trial, first))
+    pool = _pool(of, first, later, of.seed, run.device)
+    built = _build(run, _batch(of, first, pool), pool)
+    _hold(run, "the metadata", built, _facts(run, first))
     if built.changed:
         return
     if of["later"] == "slots renumbered":
         _renumber(built.batch, pool, of.seed)
-        again = _build(trial, built.batch, pool)
+        again = _build(run, built.batch, pool)
     else:
-        other = _pool(of, first, later, of.seed + 1, trial.device) if of["later"] == "another pool" else pool
-        again = _build(trial, _batch(of, later, other), other)
-    _hold(trial, "the metadata of a later pass", again, _facts(trial, later))
+        other = _pool(of, first, later, of.seed + 1, run.device) if of["later"] == "another pool" else pool
+        again = _build(run, _batch(of, later, other), other)
+    _hold(run, "the metadata of a later pass", again, _facts(run, later))
     wrongs = [f"a later pass changed {name} of the first one's metadata" for name in built.changed_metadata]
-    trial.hold_nothing_wrong("the first pass's metadata", wrongs, "metadata", _facts(trial, first))
+    run.hold_nothing_wrong("the first pass's metadata", wrongs, "metadata", _facts(run, first))
     for name, tensor in {**_tensors(again.batch), **_tensors(again.pool)}.items():
         tensor.add_(1)  # as an engine writes its next batch's numbers into the tensors that there are
         wrongs = [f"the metadata's {each} changed with {name}" for each in again.changed_metadata]
-        trial.hold_nothing_wrong("own tensors", wrongs, "invariants", _facts(trial, later))
+        run.hold_nothing_wrong("own tensors", wrongs, "invariants", _facts(run, later))
         if wrongs:
             return
 
 
-def _facts(trial: Trial, case: MetadataCase) -> CallFacts:
+def _facts(run: CaseRun, case: MetadataCase) -> CallFacts:
     facts = facts_of_case(case)
     of_pass = {name: fact for name, fact in facts.facts.items() if name != "rows"}  # which is the name of an axis
-    return replace(facts, facts={**of_pass, **trial.called.facts})
+    return replace(facts, facts={**of_pass, **run.called.facts})
 
 
-def _build(trial: Trial, batch: ForwardBatch, pool: KVPool) -> BuiltPass:
-    function = trial.function(trial.case.interface)
+def _build(run: CaseRun, batch: ForwardBatch, pool: KVPool) -> BuiltPass:
+    function = run.function(run.case.interface)
     read = {name: value.clone() for name, value in {**_tensors(batch), **_tensors(pool)}.items()}
-    metadata = function(batch, pool, **_options(trial.case))
+    metadata = function(batch, pool, **_options(run.case))
     return BuiltPass(batch, pool, metadata, {name: value.clone() for name, value in _tensors(metadata).items()}, read)
 
 
@@ -166,11 +166,11 @@ def _tensors(of: Any) -> dict[str, Tensor]:
     return {f"{prefix}.{name}": value for name, value in vars(of).items() if isinstance(value, Tensor)}
 
 
-def _hold(trial: Trial, what: str, built: BuiltPass, facts: CallFacts) -> None:
-    trial.judged += 1
-    wrongs = [f"{what}: {each}" for each in _wrong(trial.case, built)]
+def _hold(run: CaseRun, what: str, built: BuiltPass, facts: CallFacts) -> None:
+    run.judged += 1
+    wrongs = [f"{what}: {each}" for each in _wrong(run.case, built)]
     wrongs += [f"building {what} changed {name}" for name in built.changed if name in built.read]
-    trial.hold_nothing_wrong(what, wrongs, "metadata", facts)
+    run.hold_nothing_wrong(what, wrongs, "metadata", facts)
 
 
 def _wrong(of: Configuration, built: BuiltPass) -> Iterator[str]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import E4M3
+from lab.checks.case_run import CaseRun
 from lab.checks.parameters.forms import (
     FormedCall,
     judge_call,
@@ -28,7 +29,6 @@ from lab.checks.parameters.paged_axes import (
     TWICE,
 )
 from lab.checks.parameters.paged_shape import PADDING, attention_case, rows_without_keys
-from lab.checks.trial import Trial
 from lab.metadata.mla.metadata import allocate_multi_ctas_kv_counters
 from lab.references.truth import Truth
 from lab.workloads.inputs.attention import (
@@ -85,15 +85,15 @@ class PagedCall(FormedCall):
         return truth_of_call(self.inputs, **self.rules)
 
 
-def judge_paged(trial: Trial) -> None:
-    """Make the call of a trial's configuration once, and hold all that it gives to the truth, and what it must not touch."""
-    judge_call(trial, _built(trial))
+def judge_paged(run: CaseRun) -> None:
+    """Make the call of a run's configuration once, and hold all that it gives to the truth, and what it must not touch."""
+    judge_call(run, _built(run))
 
 
-def _built(trial: Trial) -> PagedCall:
-    case = attention_case(trial.case, trial.ranges)
+def _built(run: CaseRun) -> PagedCall:
+    case = attention_case(run.case, run.ranges)
     made_dtype = torch.bfloat16 if case.is_mla else case.dtype
-    call = PagedCall(trial.case, made_dtype, inputs=build_attention(case, trial.device))
+    call = PagedCall(run.case, made_dtype, inputs=build_attention(case, run.device))
     if call.of["pages"] == TWICE:
         call.inputs = _with_page_twice(call.inputs)
     _store(call)
@@ -109,7 +109,7 @@ def _built(trial: Trial) -> PagedCall:
     # As the engine hands them out in every call. They must be as they were afterwards, like what a kernel only reads.
     # One SM, because the counters of the engine's 8,192 requests are more than any GPU has SMs.
     call.arguments["multi_ctas_kv_counter_buffer"] = allocate_multi_ctas_kv_counters(
-        len(case.q_lens), case.num_qo_heads, sm_count=1, device=trial.device
+        len(case.q_lens), case.num_qo_heads, sm_count=1, device=run.device
     )
     return call
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import E4M3
+from lab.checks.case_run import CaseRun
 from lab.checks.parameters.attention import edge_lengths
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.forms import (
@@ -31,7 +32,6 @@ from lab.checks.parameters.paged_shape import (
     rows_without_keys,
 )
 from lab.checks.parameters.ragged import BELOW_ZERO, OF_THE_NEXT, SHORT, head_dims_of
-from lab.checks.trial import Trial
 from lab.references.truth import Rules, Truth
 from lab.workloads.inputs.expected import truth_of_requests
 from lab.workloads.inputs.guards import amid
@@ -83,9 +83,9 @@ class RaggedCall(FormedCall):
         return truth_of_requests(self.query, self.parts, list(self.lens.q_lens), Rules(**rules))
 
 
-def judge_ragged(trial: Trial) -> None:
-    """Make the call of a trial's configuration once, and hold all that it gives to the truth, and what it must not touch."""
-    judge_call(trial, _built(trial))
+def judge_ragged(run: CaseRun) -> None:
+    """Make the call of a run's configuration once, and hold all that it gives to the truth, and what it must not touch."""
+    judge_call(run, _built(run))
 
 
 def ragged_lens(of: Configuration) -> RaggedLens:
@@ -112,16 +112,16 @@ def ragged_lens(of: Configuration) -> RaggedLens:
     return RaggedLens(tuple(kv_len - rows for kv_len, rows in zip(kv_lens, q_lens, strict=True)), q_lens)
 
 
-def _built(trial: Trial) -> RaggedCall:
-    call = _drawn(trial)
+def _built(run: CaseRun) -> RaggedCall:
+    call = _drawn(run)
     for form in (_stored, _lengths, set_scales, _visible, _sinks, _out, set_lse):
         form(call)
     return call
 
 
-def _drawn(trial: Trial) -> RaggedCall:
+def _drawn(run: CaseRun) -> RaggedCall:
     """Draw the requests' tensors, and padding after them."""
-    of, device = trial.case, trial.device
+    of, device = run.case, run.device
     lens, dtype = ragged_lens(of), DTYPES[of["dtype"]]
     head_dims, heads = head_dims_of(of["head_dims"]), of["num_kv_heads"]
     scale = float(head_dims[0] ** -0.5)

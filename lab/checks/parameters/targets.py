@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from lab.checks.case_run import CaseRun
 from lab.checks.parameters.covering import Model
 from lab.checks.parameters.lists import judge_lists, lists_model
 from lab.checks.parameters.metadata import judge_metadata
@@ -13,7 +14,6 @@ from lab.checks.parameters.paged_axes import paged_model
 from lab.checks.parameters.paged_call import judge_paged
 from lab.checks.parameters.ragged import ragged_model
 from lab.checks.parameters.ragged_call import judge_ragged
-from lab.checks.trial import Trial
 from lab.ranges import Ranges
 from lab.workloads.interfaces import ATTENTION, Interface
 
@@ -24,14 +24,14 @@ class Target:
 
     Attributes:
         model: within ranges.
-        judge: makes the call of the trial's `Configuration`, and tells the trial what is wrong.
+        judge: makes the call of the run's `Configuration`, and tells the run what is wrong.
     """
 
     model: Callable[[Ranges], Model]
-    judge: Callable[[Trial], None]
+    judge: Callable[[CaseRun], None]
 
 
-def _cached(model: Callable[[Ranges], Model], judge: Callable[[Trial], None]) -> Target:
+def _cached(model: Callable[[Ranges], Model], judge: Callable[[CaseRun], None]) -> Target:
     return Target(functools.lru_cache(maxsize=8)(model), judge)
 
 

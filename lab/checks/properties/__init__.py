@@ -4,11 +4,12 @@ import functools
 import importlib
 import pkgutil
 
-from lab.checks.check import Check
+from lab.checks.properties.check import Check
 
 
 @functools.cache
 def checks() -> tuple[Check, ...]:
     """Return the checks of all modules here, in the order of their keys: K1 to K18, then L1, M1 to M3, S1 and S2."""
     modules = (importlib.import_module(f"{__name__}.{each.name}") for each in pkgutil.iter_modules(__path__))
-    return tuple(sorted((module.CHECK for module in modules), key=lambda check: (check.key[0], int(check.key[1:]))))
+    found = (module.CHECK for module in modules if hasattr(module, "CHECK"))
+    return tuple(sorted(found, key=lambda check: (check.key[0], int(check.key[1:]))))

@@ -6,8 +6,8 @@ buffer is held to loops over requests, branches and tokens, the guard cells arou
 
 from collections.abc import Iterator
 
-from lab.checks.check import Check, Level, first_line
-from lab.checks.trial import Trial
+from lab.checks.case_run import CaseRun
+from lab.checks.properties.check import Check, Level, first_line
 from lab.ranges import Ranges
 from lab.workloads.inputs.draft_lists import DraftLists, DraftListsCase, in_place
 from lab.workloads.interfaces import Interface
@@ -37,10 +37,10 @@ def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[Draft
     )
 
 
-def _judge(trial: Trial) -> None:
-    wrongs = DraftLists(trial.case, str(trial.device)).wrongs(in_place(trial.function(Interface.DRAFT_KV_INDICES)))
-    trial.judged += 1
-    trial.hold_nothing_wrong("the lists", wrongs, held="lists")
+def _judge(run: CaseRun) -> None:
+    wrongs = DraftLists(run.case, str(run.device)).wrongs(in_place(run.function(Interface.DRAFT_KV_INDICES)))
+    run.judged += 1
+    run.hold_nothing_wrong("the lists", wrongs, held="lists")
 
 
 CHECK = Check("L1", "draft_lists", first_line(__doc__), _cases, _judge, interfaces=(Interface.DRAFT_KV_INDICES,))

@@ -15,10 +15,10 @@ from typing import Any
 from torch import Tensor
 
 from lab.calls.problem import E4M3, NVFP4, AttentionCall
-from lab.checks.check import Check, Level, first_line
+from lab.checks.case_run import CallForm, CaseRun, Result
 from lab.checks.parameters.covering import Constraint, Model
-from lab.checks.refusals import Declined
-from lab.checks.trial import CallForm, Result, Trial
+from lab.checks.properties.check import Check, Level, first_line
+from lab.checks.run.support_protocol import Unsupported
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_cache import KVLayout
@@ -206,34 +206,34 @@ def geometry_cases(ranges: Ranges) -> Iterator[ForwardCase]:
         )
 
 
-def judge_pass(trial: Trial, forward: EnginePass) -> None:
-    """Run a pass on the trial's implementation, hold its output to its truth, and note what it wrote besides."""
+def judge_pass(run: CaseRun, forward: EnginePass) -> None:
+    """Run a pass on the implementation, hold its output to its truth, and note what it wrote besides."""
     truth = forward.truth()
     before = {name: tensor.clone() for name, tensor in forward.inputs().items()}
     out, around = guarded(forward.new_out())
     try:
-        forward.run(trial.engine(), out)
-        trial.hold("the pass", Result(forward.rows_of_requests(out), None), truth)
-        for what, run in _other_forms(trial, forward):
+        forward.run(run.engine(), out)
+        run.hold("the pass", Result(forward.rows_of_requests(out), None), truth)
+        for what, make in _other_forms(run, forward):
             out.fill_(float("nan"))
-            trial.hold(what, trial.attempted(what, partial(_ran, forward, run, out)), truth)
-    except Declined as declined:
+            run.hold(what, run.attempted(what, partial(_made, forward, make, out)), truth)
+    except Unsupported as declined:
         if declined.late:
-            trial.wrong(f"it declined, after it had written ({declined})")
+            run.wrong(f"it declined, after it had written ({declined})")
         raise
     finally:
-        trial.hold_nothing_wrong("around out", wrong_guards("its output", around))
-        trial.hold_nothing_wrong("the inputs", changed_bits(forward.inputs(), before))
+        run.hold_nothing_wrong("around out", wrong_guards("its output", around))
+        run.hold_nothing_wrong("the inputs", changed_bits(forward.inputs(), before))
 
 
-def _other_forms(trial: Trial, forward: EnginePass) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
+def _other_forms(run: CaseRun, forward: EnginePass) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
     """Yield the pass by calls of the other forms that there are, made ready while the tensors held something else."""
-    if CallForm.PREPARED in trial.forms:
-        yield "the pass, by whole calls", partial(forward.run, trial.engine(CallForm.WHOLE))
+    if CallForm.PREPARED in run.forms:
+        yield "the pass, by whole calls", partial(forward.run, run.engine(CallForm.WHOLE))
     if not getattr(forward, "shards", ()):
-        for form in trial.forms[1:]:
+        for form in run.forms[1:]:
             words = f"the pass, {form.name.lower()} on other contents"
-            yield words, partial(_made_before, forward, trial.engine(form))
+            yield words, partial(_made_before, forward, run.engine(form))
 
 
 def _made_before(forward: EnginePass, engine: Any, out: Tensor) -> None:
@@ -250,13 +250,13 @@ def _made_before(forward: EnginePass, engine: Any, out: Tensor) -> None:
     call()
 
 
-def _ran(forward: EnginePass, run: Callable[[Tensor], None], out: Tensor) -> Result:
-    run(out)
+def _made(forward: EnginePass, make: Callable[[Tensor], None], out: Tensor) -> Result:
+    make(out)
     return Result(forward.rows_of_requests(out), None)
 
 
-def _judge(trial: Trial) -> None:
-    judge_pass(trial, build_forward(trial.case, trial.device))
+def _judge(run: CaseRun) -> None:
+    judge_pass(run, build_forward(run.case, run.device))
 
 
 CHECK = Check(

@@ -10,11 +10,11 @@ from itertools import product
 
 import torch
 
-from lab.checks.check import Check, Level, first_line
+from lab.checks.case_run import CaseRun
 from lab.checks.graph_case import GraphCase, Story, graph_modes
 from lab.checks.graph_stage import MHAStage
+from lab.checks.properties.check import Check, Level, first_line
 from lab.checks.stories import tell
-from lab.checks.trial import Trial
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
 from lab.ranges import Ranges
@@ -68,8 +68,8 @@ def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[Graph
                 yield replace(case, place=list(MetadataPlace)[turn % 2], encoder_only=True)
 
 
-def _judge(trial: Trial) -> None:
-    tell(trial, MHAStage)
+def _judge(run: CaseRun) -> None:
+    tell(run, MHAStage)
 
 
 CHECK = Check(

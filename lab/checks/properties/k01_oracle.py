@@ -13,9 +13,9 @@ from dataclasses import replace
 import torch
 
 from lab.calls.problem import E4M3
-from lab.checks.check import Check, Level, counted, first_line, same
+from lab.checks.case_run import CaseRun
 from lab.checks.parameters.attention import balanced, balanced_nvfp4
-from lab.checks.trial import Trial
+from lab.checks.properties.check import Check, Level, counted, first_line, same
 from lab.ranges import Ranges
 from lab.references.quantization import E4M3_MAX
 from lab.references.truth import Truth
@@ -52,21 +52,21 @@ def _large_batch(case: AttentionCase, batch_size: int, ranges: Ranges) -> Attent
     return replace(case, kv_lens=lens, q_lens=q_lens)
 
 
-def _judge(trial: Trial) -> None:
-    inputs = trial.build()
+def _judge(run: CaseRun) -> None:
+    inputs = run.build()
     truth = truth_of_call(inputs)
-    trial.hold_call("the call", truth, inputs)
-    trial.hold("with the LSE", trial.attempt("return_lse", inputs, return_lse=True), truth)
-    if trial.case.contents is Contents.LOUD and not trial.case.is_mla:
-        _small_output(trial, inputs, truth)
+    run.hold_call("the call", truth, inputs)
+    run.hold("with the LSE", run.attempt("return_lse", inputs, return_lse=True), truth)
+    if run.case.contents is Contents.LOUD and not run.case.is_mla:
+        _small_output(run, inputs, truth)
 
 
-def _small_output(trial: Trial, inputs: AttentionInputs, truth: Truth) -> None:
+def _small_output(run: CaseRun, inputs: AttentionInputs, truth: Truth) -> None:
     """Hold an e4m3 output to the truth where bmm2_scale brings P·V back into e4m3's range, before anything is clamped."""
     largest = float(truth.expected.abs().max())
     if largest > 2 * E4M3_MAX * inputs.bmm2_scale:
         changes = {"out_dtype": E4M3, "bmm2_scale": inputs.bmm2_scale * E4M3_MAX / 2 / largest}
-        trial.vary("a small e4m3 output of loud values", truth_of_call(inputs, **changes), inputs, **changes)
+        run.vary("a small e4m3 output of loud values", truth_of_call(inputs, **changes), inputs, **changes)
 
 
 CHECK = Check("K1", "oracle", first_line(__doc__), _cases, _judge, adapt=same)

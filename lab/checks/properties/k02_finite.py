@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import torch
 
-from lab.checks.check import Check, Level, counted, first_line
+from lab.checks.case_run import CaseRun, Result
 from lab.checks.parameters.attention import balanced
-from lab.checks.trial import Result, Trial
+from lab.checks.properties.check import Check, Level, counted, first_line
 from lab.ranges import Ranges
 from lab.references.truth import Truth
 from lab.workloads.attention_case import AttentionCase, Contents
@@ -42,34 +42,34 @@ def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[Atten
             yield replace(case, sinks=True)
 
 
-def _judge(trial: Trial) -> None:
-    inputs = trial.build()
+def _judge(run: CaseRun) -> None:
+    inputs = run.build()
     truth = truth_of_call(inputs)
-    least_bound = ROUNDED_LOGITS if trial.case.contents is Contents.LOW else 0.0
-    with trial.noting_failures("the call"):
-        _hold(trial, "the call", trial.call(inputs), truth, least_bound)
-    _hold(trial, "with the LSE", trial.attempt("return_lse", inputs, return_lse=True), truth, least_bound)
-    if True in trial.ranges.sinks and 0 in trial.case.kv_lens:
-        none = torch.full((trial.case.num_qo_heads,), -math.inf, device=trial.device)
-        result = trial.attempt("sinks of minus infinity", inputs, sinks=none)
-        _hold(trial, "sinks of minus infinity", result, truth_of_call(inputs, sinks=None))
+    least_bound = ROUNDED_LOGITS if run.case.contents is Contents.LOW else 0.0
+    with run.noting_failures("the call"):
+        _hold(run, "the call", run.call(inputs), truth, least_bound)
+    _hold(run, "with the LSE", run.attempt("return_lse", inputs, return_lse=True), truth, least_bound)
+    if True in run.ranges.sinks and 0 in run.case.kv_lens:
+        none = torch.full((run.case.num_qo_heads,), -math.inf, device=run.device)
+        result = run.attempt("sinks of minus infinity", inputs, sinks=none)
+        _hold(run, "sinks of minus infinity", result, truth_of_call(inputs, sinks=None))
     if inputs.sinks is not None:
-        sinks = inputs.sinks + LARGE_SINK[trial.case.dtype]
-        result = trial.attempt("large sinks", inputs, sinks=sinks)
-        _hold(trial, "large sinks", result, truth_of_call(inputs, sinks=sinks), least_bound)
+        sinks = inputs.sinks + LARGE_SINK[run.case.dtype]
+        result = run.attempt("large sinks", inputs, sinks=sinks)
+        _hold(run, "large sinks", result, truth_of_call(inputs, sinks=sinks), least_bound)
 
 
-def _hold(trial: Trial, what: str, result: Result | None, truth: Truth, least_bound: float = 0.0) -> None:
+def _hold(run: CaseRun, what: str, result: Result | None, truth: Truth, least_bound: float = 0.0) -> None:
     """Hold a result to the truth, and its elements to be finite."""
     if result is None:
         return
-    trial.hold(what, result, truth, least_bound)
+    run.hold(what, result, truth, least_bound)
     bad = ~result.out.to(torch.float32).isfinite()
     if bool(bad.any()):
         requests = truth.request_of_row[bad.flatten(1).any(dim=1)].unique().tolist()
-        trial.wrongs.append(f"{what}: {int(bad.sum())} elements are not finite, of requests {requests}")
+        run.wrongs.append(f"{what}: {int(bad.sum())} elements are not finite, of requests {requests}")
     if result.lse is not None and bool(result.lse.isnan().any()):
-        trial.wrongs.append(f"{what}: the LSE holds NaN")
+        run.wrongs.append(f"{what}: the LSE holds NaN")
 
 
 CHECK = Check("K2", "finite", first_line(__doc__), _cases, _judge)

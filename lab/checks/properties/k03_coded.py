@@ -8,9 +8,9 @@ of what each row sees, and just beyond them.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lab.checks.check import Check, Level, counted, first_line
+from lab.checks.case_run import CaseRun
 from lab.checks.parameters.attention import balanced, edge_lengths
-from lab.checks.trial import Trial
+from lab.checks.properties.check import Check, Level, counted, first_line
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.inputs.attention import truth_of_call
@@ -51,12 +51,12 @@ def _drawn(case: AttentionCase) -> AttentionCase:
     return replace(case, contents=Contents.NEEDLES)
 
 
-def _judge(trial: Trial) -> None:
-    inputs = trial.build()
+def _judge(run: CaseRun) -> None:
+    inputs = run.build()
     truth = truth_of_call(inputs)
-    trial.hold_call(trial.case.contents.name.lower(), truth, inputs)
-    if max(trial.case.kv_lens) > LONG:
-        trial.hold("with the LSE", trial.attempt("return_lse", inputs, return_lse=True), truth)
+    run.hold_call(run.case.contents.name.lower(), truth, inputs)
+    if max(run.case.kv_lens) > LONG:
+        run.hold("with the LSE", run.attempt("return_lse", inputs, return_lse=True), truth)
 
 
 CHECK = Check("K3", "coded", first_line(__doc__), _cases, _judge, adapt=_drawn)

@@ -7,9 +7,9 @@ given back: no bit may change.
 
 from collections.abc import Iterator
 
-from lab.checks.check import Check, Level, counted, first_line, same
+from lab.checks.case_run import CaseRun, Result
 from lab.checks.parameters.attention import balanced, balanced_nvfp4
-from lab.checks.trial import Result, Trial
+from lab.checks.properties.check import Check, Level, counted, first_line, same
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Dead, TableTail
 from lab.workloads.inputs.attention import truth_of_call
@@ -21,27 +21,27 @@ def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[Atten
     yield from balanced_nvfp4(ranges, interface, counted(level, 1, 4), seed=33)  # whose scale factors may be NaN
 
 
-def _judge(trial: Trial) -> None:
-    clean = trial.build(dead=Dead.ZERO)
+def _judge(run: CaseRun) -> None:
+    clean = run.build(dead=Dead.ZERO)
     truth = truth_of_call(clean)
-    expected = trial.call(clean)
-    trial.hold("over zeros", expected, truth)
+    expected = run.call(clean)
+    run.hold("over zeros", expected, truth)
     for dead in (Dead.HUGE, Dead.NAN):
         what = f"dead cells of {dead.name}"
-        result = trial.vary(what, truth, trial.build(dead=dead))
+        result = run.vary(what, truth, run.build(dead=dead))
         if result is not None:
-            trial.same_bits(f"{what} instead of zeros", result, expected)
+            run.same_bits(f"{what} instead of zeros", result, expected)
             for tail in (TableTail.NEGATIVE, TableTail.FAR):
                 also = f"{what} and a page table whose tail is {tail.name}"
-                trial.same_bits(also, trial.attempt(also, trial.build(dead=dead, table_tail=tail)), result)
-        if trial.case.window_left >= 0:
-            _before_windows(trial, dead, expected)
+                run.same_bits(also, run.attempt(also, run.build(dead=dead, table_tail=tail)), result)
+        if run.case.window_left >= 0:
+            _before_windows(run, dead, expected)
 
 
-def _before_windows(trial: Trial, dead: Dead, expected: Result) -> None:
+def _before_windows(run: CaseRun, dead: Dead, expected: Result) -> None:
     """Pages that lie wholly before every row's window were given back: their table cells name a page of dead cells."""
-    case = trial.case
-    inputs = trial.build(dead=dead)
+    case = run.case
+    inputs = run.build(dead=dead)
     tables = zip(inputs.block_tables.tolist(), case.kv_lens, strict=True)
     live = {page for table, kv_len in tables for page in table[: -(-kv_len // case.page_size)]}
     spare = next(page for page in range(case.storage.first_page, len(inputs.k_pages)) if page not in live)
@@ -49,7 +49,7 @@ def _before_windows(trial: Trial, dead: Dead, expected: Result) -> None:
         first_seen = max(0, kv_len - q_len - case.window_left)
         inputs.block_tables[request, : first_seen // case.page_size] = spare
     what = f"pages of {dead.name} before the window"
-    trial.same_bits(what, trial.attempt(what, inputs), expected)
+    run.same_bits(what, run.attempt(what, inputs), expected)
 
 
 CHECK = Check("K4", "poison", first_line(__doc__), _cases, _judge, adapt=same)

@@ -9,32 +9,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.checks.check import Check, balanced_cases, first_line, same
-from lab.checks.trial import Trial
+from lab.checks.case_run import CaseRun
+from lab.checks.properties.check import Check, balanced_cases, first_line, same
 from lab.workloads.inputs.attention import AttentionInputs, new_workspace, truth_of_call
 from lab.workloads.inputs.guards import amid, changed_bits, guarded, wrong_guards
 
 
-def _judge(trial: Trial) -> None:
-    inputs = trial.build()
+def _judge(run: CaseRun) -> None:
+    inputs = run.build()
     truth = truth_of_call(inputs)
     before = {name: tensor.clone() for name, tensor in inputs.tensors().items()}
-    workspace, around_workspace = guarded(new_workspace(trial.device))
+    workspace, around_workspace = guarded(new_workspace(run.device))
     arguments = inputs.arguments() | {"workspace_buffer": workspace} | _embedded(inputs)
-    result = trial.run(inputs.case.interface, arguments)
-    trial.hold("inputs among guards", result, truth)
-    _unchanged(trial, "the workspace", around_workspace)
+    result = run.run(inputs.case.interface, arguments)
+    run.hold("inputs among guards", result, truth)
+    _unchanged(run, "the workspace", around_workspace)
 
     out, around_out = guarded(_empty_out(inputs))
-    into_out = trial.attempt("out", inputs, out=out)
+    into_out = run.attempt("out", inputs, out=out)
     if into_out is not None:
-        trial.hold("into out", into_out._replace(out=out.view(result.out.shape)), truth)
-        _unchanged(trial, "out", around_out)
-    lse, around_lse = guarded(torch.zeros(truth.lse_log2.shape, dtype=torch.float32, device=trial.device))
-    if trial.attempt("lse", inputs, lse=lse, return_lse=True) is not None:
-        trial.hold_lse("into lse", lse, truth)
-        _unchanged(trial, "lse", around_lse)
-    trial.hold_nothing_wrong("the inputs", changed_bits(inputs.tensors(), before))
+        run.hold("into out", into_out._replace(out=out.view(result.out.shape)), truth)
+        _unchanged(run, "out", around_out)
+    lse, around_lse = guarded(torch.zeros(truth.lse_log2.shape, dtype=torch.float32, device=run.device))
+    if run.attempt("lse", inputs, lse=lse, return_lse=True) is not None:
+        run.hold_lse("into lse", lse, truth)
+        _unchanged(run, "lse", around_lse)
+    run.hold_nothing_wrong("the inputs", changed_bits(inputs.tensors(), before))
 
 
 def _empty_out(inputs: AttentionInputs) -> Tensor:
@@ -53,8 +53,8 @@ def _embedded(inputs: AttentionInputs) -> dict[str, Any]:
     return embedded
 
 
-def _unchanged(trial: Trial, what: str, whole: Tensor) -> None:
-    trial.hold_nothing_wrong(f"around {what}", wrong_guards(what, whole))
+def _unchanged(run: CaseRun, what: str, whole: Tensor) -> None:
+    run.hold_nothing_wrong(f"around {what}", wrong_guards(what, whole))
 
 
 CHECK = Check("K5", "guards", first_line(__doc__), balanced_cases(6, 32, seed=7), _judge, adapt=same)

@@ -13,46 +13,46 @@ import torch
 from torch import Tensor
 
 from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace, semaphores_and_scratch
-from lab.checks.check import Check, balanced_cases, first_line, same
-from lab.checks.trial import Trial
+from lab.checks.case_run import CaseRun
+from lab.checks.properties.check import Check, balanced_cases, first_line, same
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import new_workspace, truth_of_call
 
 LEFT = 0x5A  # each byte of a workspace that is given up
 
 
-def _judge(trial: Trial) -> None:
-    inputs = trial.build()
+def _judge(run: CaseRun) -> None:
+    inputs = run.build()
     truth = truth_of_call(inputs)
-    in_workspace = counts_in_workspace(inputs.arguments().get("backend", "auto"), trial.device)
-    workspace = new_workspace(trial.device)
+    in_workspace = counts_in_workspace(inputs.arguments().get("backend", "auto"), run.device)
+    workspace = new_workspace(run.device)
     semaphores, scratch = semaphores_and_scratch(workspace)
     handed_out = {"multi_ctas_kv_counter_buffer": torch.zeros_like(semaphores)}
     counters = handed_out | ({"the workspace": semaphores} if in_workspace else {})
     shared = {"workspace_buffer": workspace} | handed_out
-    first = trial.call(inputs, **shared)
-    trial.hold("a zeroed workspace", first, truth)
-    hold_counters_zero(trial, "a call", counters)
+    first = run.call(inputs, **shared)
+    run.hold("a zeroed workspace", first, truth)
+    hold_counters_zero(run, "a call", counters)
 
-    other = trial.build(_another_shape(trial.case))
-    trial.vary("another shape", truth_of_call(other), other, **shared)
-    hold_counters_zero(trial, "a call of another shape", counters)
-    trial.same_bits("again, after another shape", trial.repeat(inputs, **shared), first)
+    other = run.build(_another_shape(run.case))
+    run.vary("another shape", truth_of_call(other), other, **shared)
+    hold_counters_zero(run, "a call of another shape", counters)
+    run.same_bits("again, after another shape", run.repeat(inputs, **shared), first)
 
     if not in_workspace and semaphores.any():  # the kernel writes all of it
         scratch = workspace
     for byte, name in ((0xFF, "NaN"), (0x7B, "large values")):
         scratch.fill_(byte)
-        trial.same_bits(f"scratch that holds {name}", trial.repeat(inputs, **shared), first)
+        run.same_bits(f"scratch that holds {name}", run.repeat(inputs, **shared), first)
     out = torch.full_like(first.out, float("nan"))
-    shape = (len(trial.case.q_lens), trial.case.q_lens[0], *out.shape[1:]) if trial.case.is_mla else out.shape
-    into = trial.attempt("an output of NaN", inputs, out=out.view(shape))
-    trial.same_bits("an output that held NaN", None if into is None else into._replace(out=out), first)
+    shape = (len(run.case.q_lens), run.case.q_lens[0], *out.shape[1:]) if run.case.is_mla else out.shape
+    into = run.attempt("an output of NaN", inputs, out=out.view(shape))
+    run.same_bits("an output that held NaN", None if into is None else into._replace(out=out), first)
 
     scratch.fill_(LEFT)
-    elsewhere = {"workspace_buffer": new_workspace(trial.device)} | handed_out
-    trial.same_bits("another workspace", trial.repeat(inputs, **elsewhere), first)
-    hold_left_alone(trial, scratch)
+    elsewhere = {"workspace_buffer": new_workspace(run.device)} | handed_out
+    run.same_bits("another workspace", run.repeat(inputs, **elsewhere), first)
+    hold_left_alone(run, scratch)
 
 
 def _another_shape(case: AttentionCase) -> AttentionCase:
@@ -63,19 +63,19 @@ def _another_shape(case: AttentionCase) -> AttentionCase:
     return replace(case, kv_lens=(longer * 2)[:keep], q_lens=(case.q_lens * 2)[:keep], seed=case.seed + 1)
 
 
-def hold_counters_zero(trial: Trial, what: str, counters: dict[str, Tensor]) -> None:
+def hold_counters_zero(run: CaseRun, what: str, counters: dict[str, Tensor]) -> None:
     """Hold that a call has left each of these counters zero."""
     for name, buffer in counters.items():
         count = int(torch.count_nonzero(buffer))
         wrong = f"{what} left {count} of {name}'s first {SEMAPHORE_BYTES} bytes non-zero"
-        trial.hold_nothing_wrong(f"the counters after {what}", [wrong] if count else [])
+        run.hold_nothing_wrong(f"the counters after {what}", [wrong] if count else [])
 
 
-def hold_left_alone(trial: Trial, scratch: Tensor) -> None:
+def hold_left_alone(run: CaseRun, scratch: Tensor) -> None:
     """Hold that the scratch of an earlier call's workspace is as it was left: each byte of it `LEFT`."""
     count = int(torch.count_nonzero(scratch != LEFT))
     wrong = f"a call with another workspace wrote {count} bytes of an earlier call's"
-    trial.hold_nothing_wrong("the workspace of earlier calls", [wrong] if count else [])
+    run.hold_nothing_wrong("the workspace of earlier calls", [wrong] if count else [])
 
 
 CHECK = Check("K6", "workspace", first_line(__doc__), balanced_cases(6, 24, seed=8), _judge, adapt=same)

@@ -11,40 +11,40 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lab.checks.check import Check, balanced_cases, first_line, same
-from lab.checks.trial import Trial
+from lab.checks.case_run import CaseRun
+from lab.checks.properties.check import Check, balanced_cases, first_line, same
 from lab.workloads.inputs.attention import AttentionInputs, truth_of_call
 
 SHARED_PAGES = 2
 
 
-def _judge(trial: Trial) -> None:
-    inputs = trial.build()
-    together = trial.call(inputs)
-    trial.hold("together", together, truth_of_call(inputs))
-    count = len(trial.case.kv_lens)
+def _judge(run: CaseRun) -> None:
+    inputs = run.build()
+    together = run.call(inputs)
+    run.hold("together", together, truth_of_call(inputs))
+    count = len(run.case.kv_lens)
     for request in range(count):
-        _hold_part(trial, f"request {request} alone", inputs, [request])
-    _hold_part(trial, "in reversed order", inputs, list(reversed(range(count))))
-    _hold_part(trial, "with each request twice", inputs, [*range(count), *range(count)])
-    _others_keep_their_bits(trial, inputs)
+        _hold_part(run, f"request {request} alone", inputs, [request])
+    _hold_part(run, "in reversed order", inputs, list(reversed(range(count))))
+    _hold_part(run, "with each request twice", inputs, [*range(count), *range(count)])
+    _others_keep_their_bits(run, inputs)
     shared = _with_shared_prefix(inputs)
-    trial.vary("a shared prefix", truth_of_call(shared), shared)
+    run.vary("a shared prefix", truth_of_call(shared), shared)
 
 
-def _hold_part(trial: Trial, what: str, inputs: AttentionInputs, requests: Sequence[int]) -> None:
+def _hold_part(run: CaseRun, what: str, inputs: AttentionInputs, requests: Sequence[int]) -> None:
     part = select(inputs, requests)
-    trial.vary(what, truth_of_call(part), part)
+    run.vary(what, truth_of_call(part), part)
 
 
-def _others_keep_their_bits(trial: Trial, inputs: AttentionInputs) -> None:
-    rows = trial.case.q_lens[0]
+def _others_keep_their_bits(run: CaseRun, inputs: AttentionInputs) -> None:
+    rows = run.case.q_lens[0]
     query = inputs.query.clone()
     query[:rows] *= -2.0
-    before, after = trial.repeat(inputs), trial.attempt("another query", replace(inputs, query=query))
+    before, after = run.repeat(inputs), run.attempt("another query", replace(inputs, query=query))
     if after is not None:
         others = after._replace(out=after.out[rows:])
-        trial.same_bits(
+        run.same_bits(
             "the other requests, when the first's query changed", others, before._replace(out=before.out[rows:])
         )
 

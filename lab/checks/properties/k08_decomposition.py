@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import torch
 
-from lab.checks.check import Check, Level, counted, first_line
+from lab.checks.case_run import CaseRun, Result
 from lab.checks.parameters.attention import balanced
-from lab.checks.trial import Result, Trial
+from lab.checks.properties.check import Check, Level, counted, first_line
 from lab.ranges import Ranges
 from lab.references.errors import relative_l2
 from lab.workloads.attention_case import AttentionCase, Contents
@@ -35,21 +35,21 @@ def _several_rows(case: AttentionCase) -> AttentionCase:
     return replace(case, kv_lens=kv_lens, q_lens=q_lens)
 
 
-def _judge(trial: Trial) -> None:
-    inputs = trial.build()
+def _judge(run: CaseRun) -> None:
+    inputs = run.build()
     truth = truth_of_call(inputs)
-    together = trial.call(inputs)
-    trial.hold("together", together, truth)
-    q_lens = trial.case.q_lens
+    together = run.call(inputs)
+    run.hold("together", together, truth)
+    q_lens = run.case.q_lens
     allowed = 2.0 * truth.compare(together.out).bound  # each side may be off by as much
     for back in range(min(q_lens)):
         rows = torch.tensor([sum(q_lens[: request + 1]) - 1 - back for request in range(len(q_lens))])
-        rows = rows.to(trial.device)
+        rows = rows.to(run.device)
         single = one_row(inputs, rows, back)
-        result = trial.attempt("one row at a time", single)
+        result = run.attempt("one row at a time", single)
         what = f"the row {back} before the last, by itself"
-        trial.hold(what, result, truth_of_call(single))
-        _agree(trial, what, result, together.out[rows], allowed[rows])
+        run.hold(what, result, truth_of_call(single))
+        _agree(run, what, result, together.out[rows], allowed[rows])
 
 
 def one_row(inputs: AttentionInputs, rows: torch.Tensor, back: int) -> AttentionInputs:
@@ -66,12 +66,12 @@ def one_row(inputs: AttentionInputs, rows: torch.Tensor, back: int) -> Attention
     )
 
 
-def _agree(trial: Trial, what: str, result: Result | None, expected: torch.Tensor, allowed: torch.Tensor) -> None:
+def _agree(run: CaseRun, what: str, result: Result | None, expected: torch.Tensor, allowed: torch.Tensor) -> None:
     if result is None or result.out.shape != expected.shape:
         return
     apart = relative_l2(result.out, expected)
     if bool((~(apart <= allowed)).any()):
-        trial.wrongs.append(f"“{what}” and “together” differ by {float(apart.max()):.3g}")
+        run.wrongs.append(f"“{what}” and “together” differ by {float(apart.max()):.3g}")
 
 
 CHECK = Check("K8", "decomposition", first_line(__doc__), _cases, _judge, adapt=_several_rows)

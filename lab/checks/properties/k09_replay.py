@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lab.checks.check import Check, Level, counted, first_line
+from lab.checks.case_run import CallForm, CaseRun
 from lab.checks.parameters.attention import balanced, balanced_nvfp4
-from lab.checks.refusals import Declined
+from lab.checks.properties.check import Check, Level, counted, first_line
 from lab.checks.replays import Form, MadeReplay, Replay, ReplayedBatch, paged_batch, ragged_batch, rewritten
-from lab.checks.trial import CallForm, Trial
+from lab.checks.run.support_protocol import Unsupported
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.ragged import TILE
@@ -78,25 +78,25 @@ def _long(case: AttentionCase, longest: int, ranges: Ranges) -> AttentionCase:
     return replace(few, num_kv_heads=min(ranges.num_kv_heads), group=min(ranges.groups))
 
 
-def _judge(trial: Trial) -> None:
-    case = trial.case
+def _judge(run: CaseRun) -> None:
+    case = run.case
     room = Lens(case.kv_lens, case.q_lens)
     is_ragged = isinstance(case, RaggedCase)
-    make = (ragged_batches if is_ragged else paged_batches)(trial, case)
+    make = (ragged_batches if is_ragged else paged_batches)(run, case)
     waits = is_ragged or case.has_offsets
-    if waits and trial.attempt_call(*_call("rows that wait for requests", make(_short(room, waits)))) is None:
+    if waits and run.attempt_call(*_call("rows that wait for requests", make(_short(room, waits)))) is None:
         waits = False
         if not is_ragged and case.interface is not Interface.CONTEXT:
-            make = paged_batches(trial, replace(case, offsets=False))
-    forms = _taken(trial, make(_short(room, waits), seed=1), _wanted(trial, waits))
-    tell(trial, lambda *lens, **how: replace(make(*lens, **how), forms=forms), room, waits)
+            make = paged_batches(run, replace(case, offsets=False))
+    forms = _taken(run, make(_short(room, waits), seed=1), _wanted(run, waits))
+    tell(run, lambda *lens, **how: replace(make(*lens, **how), forms=forms), room, waits)
 
 
-def tell(trial: Trial, make: Make, room: Lens, waits: bool) -> None:
-    """Tell a trial the story, in tensors that have room for these lengths; `waits`: rows may be fewer."""
+def tell(run: CaseRun, make: Make, room: Lens, waits: bool) -> None:
+    """Tell a run the story, in tensors that have room for these lengths; `waits`: rows may be fewer."""
     first, short = make(_padding(room, waits)), make(_short(room, waits), seed=1)
     short = replace(short, sinks=first.sinks, shown=first.shown)
-    replay = Replay(trial, make(room), first)
+    replay = Replay(run, make(room), first)
     replay.hold("the first replay, of padding alone", first)
     kept = replay.hold("a replay with requests", short)
     last = short
@@ -105,24 +105,24 @@ def tell(trial: Trial, make: Make, room: Lens, waits: bool) -> None:
     grown = replace(make(room, seed=3, moved=True), factors=last.factors)
     before = replay.hold("a replay with more and longer requests", grown)
     between = replace(make(another(room), seed=4), forms=grown.forms - {Form.OUT})
-    result = trial.attempt_call(*_call("an eager call", between))
+    result = run.attempt_call(*_call("an eager call", between))
     if result is not None:
         rows = sum(between.q_lens)
-        trial.hold("an eager call between replays", result._replace(out=result.out[:rows], lse=None), between.truth())
-    trial.same_bits("a replay after an eager call", replay.again(), before)
+        run.hold("an eager call between replays", result._replace(out=result.out[:rows], lse=None), between.truth())
+    run.same_bits("a replay after an eager call", replay.again(), before)
     replay.hold("a replay with shorter requests", make(shrunk(room), seed=5))
-    trial.same_bits("the first requests again", replay.of(short), kept)
-    eager = Replay(trial, make(room), short, is_eager=True)
+    run.same_bits("the first requests again", replay.of(short), kept)
+    eager = Replay(run, make(room), short, is_eager=True)
     eager.bounded("an eager call, bounded by short requests", short)
     eager.bounded("the next in the same tensors, bounded by longer requests", grown)
-    for form in trial.forms[1:]:
-        if hasattr(trial.implementation, form.value + short.interface.value):
+    for form in run.forms[1:]:
+        if hasattr(run.implementation, form.value + short.interface.value):
             others = [make(_short(room, waits), seed=2, moved=moved) for moved in (False, form is CallForm.PREPARED)]
-            tell_made(trial, form, make(room), short, others, grown)
+            tell_made(run, form, make(room), short, others, grown)
 
 
 def tell_made(
-    trial: Trial,
+    run: CaseRun,
     form: CallForm,
     room: ReplayedBatch,
     short: ReplayedBatch,
@@ -134,18 +134,18 @@ def tell_made(
     That is all contents where it was prepared, and where it was planned, all but lengths, rows, page ids and masks.
 
     Args:
-        trial, form: whose call, and how it is made ready.
+        run, form: whose call, and how it is made ready.
         room: a batch as large as any.
         short: what it is made ready with.
         others: two batches of the same lengths, the second in other pages where those may change.
         grown: a batch of more keys and rows.
     """
     words = f"{form.name.lower()} once"
-    with trial.noting_failures(words):
+    with run.noting_failures(words):
         try:
-            made = MadeReplay(trial, room, short, form)
-        except Declined as declined:
-            trial.decline(f"{words}: {declined}")
+            made = MadeReplay(run, room, short, form)
+        except Unsupported as declined:
+            run.decline(f"{words}: {declined}")
             return
         if form is CallForm.PLANNED:
             others = [replace(other, shown=short.shown) for other in others]
@@ -155,30 +155,30 @@ def tell_made(
             made.hold(f"{words}, with more and longer requests", grown)
 
 
-def paged_batches(trial: Trial, case: AttentionCase) -> Make:
+def paged_batches(run: CaseRun, case: AttentionCase) -> Make:
     def make(lens: Lens, seed: int = 0, moved: bool = False) -> ReplayedBatch:
-        has_sinks = case.sinks or (case.is_mla and True in trial.ranges.sinks)
+        has_sinks = case.sinks or (case.is_mla and True in run.ranges.sinks)
         storage = replace(case.storage, page_seed=case.storage.page_seed + moved)
         shown = replace(
             case, kv_lens=lens.kv_lens, q_lens=lens.q_lens, seed=case.seed + seed, sinks=has_sinks, storage=storage
         )
-        return paged_batch(trial.build(shown), frozenset({Form.SINKS} if case.sinks else ()))
+        return paged_batch(run.build(shown), frozenset({Form.SINKS} if case.sinks else ()))
 
     return make
 
 
-def ragged_batches(trial: Trial, case: RaggedCase) -> Make:
+def ragged_batches(run: CaseRun, case: RaggedCase) -> Make:
     def make(lens: Lens, seed: int = 0, moved: bool = False) -> ReplayedBatch:
         prefix_lens = tuple(kv_len - q_len for kv_len, q_len in zip(lens.kv_lens, lens.q_lens, strict=True))
         drawn = replace(case, prefix_lens=prefix_lens, q_lens=lens.q_lens, seed=10 * case.seed + seed + 6 * moved)
-        return ragged_batch(drawn, trial.device, frozenset())
+        return ragged_batch(drawn, run.device, frozenset())
 
     return make
 
 
-def _wanted(trial: Trial, waits: bool) -> Iterator[Form]:
+def _wanted(run: CaseRun, waits: bool) -> Iterator[Form]:
     """Yield the forms to try, another few from case to case."""
-    case = trial.case
+    case = run.case
     is_decode = isinstance(case, AttentionCase) and case.interface is Interface.DECODE
     if is_decode and case.seed % 2 == 0:
         yield Form.BMM1_LOG2
@@ -186,7 +186,7 @@ def _wanted(trial: Trial, waits: bool) -> Iterator[Form]:
     yield Form.BMM2
     if is_decode and not waits and case.q_lens[0] > 1 and case.seed % 3 == 1:
         yield Form.MASK
-    if case.seed % 2 and True in trial.ranges.sinks and (isinstance(case, RaggedCase) or case.is_mla):
+    if case.seed % 2 and True in run.ranges.sinks and (isinstance(case, RaggedCase) or case.is_mla):
         yield Form.SINKS
     if isinstance(case, AttentionCase) and not case.is_mla and case.seed % 4 == 0:
         yield Form.TABLES
@@ -197,11 +197,11 @@ def _wanted(trial: Trial, waits: bool) -> Iterator[Form]:
         yield Form.LSE
 
 
-def _taken(trial: Trial, batch: ReplayedBatch, wanted: Iterator[Form]) -> frozenset[Form]:
+def _taken(run: CaseRun, batch: ReplayedBatch, wanted: Iterator[Form]) -> frozenset[Form]:
     """Return those of the forms that the implementation takes, and the batch's own."""
     for form in wanted:
         asked = replace(batch, forms=batch.forms | {form})
-        if trial.attempt_call(*_call(form.value, asked)) is not None:
+        if run.attempt_call(*_call(form.value, asked)) is not None:
             batch = asked
     return batch.forms
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import NVFP4
-from lab.checks.check import Check, Level, counted, first_line, same
+from lab.checks.case_run import CaseRun, Result
 from lab.checks.parameters.attention import balanced
-from lab.checks.trial import Result, Trial
+from lab.checks.properties.check import Check, Level, counted, first_line, same
 from lab.ranges import Ranges
 from lab.references.truth import Truth
 from lab.workloads.attention_case import AttentionCase
@@ -55,56 +55,52 @@ def _nvfp4_with_all(case: AttentionCase, ranges: Ranges) -> AttentionCase:
     )
 
 
-def _judge(trial: Trial) -> None:
-    inputs = trial.build()
+def _judge(run: CaseRun) -> None:
+    inputs = run.build()
     truth = truth_of_call(inputs)
-    base = trial.call(inputs)
-    trial.hold("as it is", base, truth)
-    _storage(trial, truth, base)
-    _strides(trial, inputs, truth, base)
-    _scales(trial, inputs, truth, base)
-    _bounds(trial, inputs, truth, base)
-    _switched_off(trial, inputs)
+    base = run.call(inputs)
+    run.hold("as it is", base, truth)
+    _storage(run, truth, base)
+    _strides(run, inputs, truth, base)
+    _scales(run, inputs, truth, base)
+    _bounds(run, inputs, truth, base)
+    _switched_off(run, inputs)
 
 
-def _storage(trial: Trial, truth: Truth, base: Result) -> None:
-    storage = trial.case.storage
-    moved = trial.attempt("pages in another order", trial.build(page_seed=storage.page_seed + 1))
-    trial.same_bits("pages in another order", moved, base)
-    for page_size in _page_sizes(trial):
-        trial.vary(f"pages of {page_size} tokens", truth, trial.build(page_size=page_size))
-    if not trial.case.is_mla:
-        for layout in trial.ranges.kv_layouts:
-            trial.vary(f"layout {layout}", truth, trial.build(kv_layout=layout))
-        if trial.case.kv_dtype == NVFP4:
-            gaps = trial.build(gaps_in_scale_factors=True)
-            trial.vary("scale factors with gaps", truth, gaps)
-        stacked = trial.build(stacked=True)
-        trial.vary("V's page after each of K's", truth, stacked)
-        trial.vary("kv_cache as one tensor", truth, stacked, kv_cache=as_one_tensor(stacked))
+def _storage(run: CaseRun, truth: Truth, base: Result) -> None:
+    storage = run.case.storage
+    moved = run.attempt("pages in another order", run.build(page_seed=storage.page_seed + 1))
+    run.same_bits("pages in another order", moved, base)
+    for page_size in _page_sizes(run):
+        run.vary(f"pages of {page_size} tokens", truth, run.build(page_size=page_size))
+    if not run.case.is_mla:
+        for layout in run.ranges.kv_layouts:
+            run.vary(f"layout {layout}", truth, run.build(kv_layout=layout))
+        if run.case.kv_dtype == NVFP4:
+            gaps = run.build(gaps_in_scale_factors=True)
+            run.vary("scale factors with gaps", truth, gaps)
+        stacked = run.build(stacked=True)
+        run.vary("V's page after each of K's", truth, stacked)
+        run.vary("kv_cache as one tensor", truth, stacked, kv_cache=as_one_tensor(stacked))
 
 
-def _page_sizes(trial: Trial) -> tuple[int, ...]:
+def _page_sizes(run: CaseRun) -> tuple[int, ...]:
     """Of the ranges, and, where that holds large ones, a larger one."""
-    if trial.case.is_mla:
-        return trial.ranges.mla_page_sizes
-    return (
-        (*trial.ranges.page_sizes, LARGE_PAGE)
-        if LARGE_PAGE // 2 in trial.ranges.page_sizes
-        else trial.ranges.page_sizes
-    )
+    if run.case.is_mla:
+        return run.ranges.mla_page_sizes
+    return (*run.ranges.page_sizes, LARGE_PAGE) if LARGE_PAGE // 2 in run.ranges.page_sizes else run.ranges.page_sizes
 
 
-def _strides(trial: Trial, inputs: AttentionInputs, truth: Truth, base: Result) -> None:
+def _strides(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -> None:
     """The same numbers as views of larger tensors."""
     what = "a page table with gaps between its rows"
-    trial.same_bits(what, trial.attempt(what, replace(inputs, block_tables=in_wider_rows(inputs.block_tables))), base)
-    trial.vary("a query with gaps between its rows", truth, replace(inputs, query=in_wider_rows(inputs.query)))
+    run.same_bits(what, run.attempt(what, replace(inputs, block_tables=in_wider_rows(inputs.block_tables))), base)
+    run.vary("a query with gaps between its rows", truth, replace(inputs, query=in_wider_rows(inputs.query)))
     spread = replace(inputs, k_pages=in_wider_pages(inputs.k_pages), v_pages=in_wider_pages(inputs.v_pages))
-    trial.vary("pages with gaps between them", truth, spread)
-    if not trial.case.is_mla:
+    run.vary("pages with gaps between them", truth, spread)
+    if not run.case.is_mla:
         uneven = replace(inputs, v_pages=in_wider_pages(inputs.v_pages))
-        trial.vary("V pages with gaps, K pages without", truth, uneven)
+        run.vary("V pages with gaps, K pages without", truth, uneven)
 
 
 def in_wider_rows(tensor: Tensor) -> Tensor:
@@ -122,62 +118,60 @@ def in_wider_pages(pages: Tensor) -> Tensor:
     return wide[:, 0]
 
 
-def _scales(trial: Trial, inputs: AttentionInputs, truth: Truth, base: Result) -> None:
+def _scales(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -> None:
     folded = replace(inputs, query=inputs.query * FOLDED)
     what = "the query times 4, bmm1_scale by 4"
-    result = trial.attempt(what, folded, bmm1_scale=inputs.bmm1_scale / FOLDED)
-    if trial.case.arithmetic is None:
-        trial.same_bits(what, result, base)
-    trial.hold(what, result, truth)  # a query that is rounded to e4m3 rounds otherwise when it is larger
+    result = run.attempt(what, folded, bmm1_scale=inputs.bmm1_scale / FOLDED)
+    if run.case.arithmetic is None:
+        run.same_bits(what, result, base)
+    run.hold(what, result, truth)  # a query that is rounded to e4m3 rounds otherwise when it is larger
     tensors = {
-        "bmm1_scale": torch.tensor([inputs.bmm1_scale], dtype=torch.float32, device=trial.device),
-        "bmm2_scale": torch.tensor([inputs.bmm2_scale], dtype=torch.float32, device=trial.device),
+        "bmm1_scale": torch.tensor([inputs.bmm1_scale], dtype=torch.float32, device=run.device),
+        "bmm2_scale": torch.tensor([inputs.bmm2_scale], dtype=torch.float32, device=run.device),
     }
     for name, value in tensors.items():
-        trial.vary(f"{name} as a tensor", truth, inputs, **{name: value})
-    if trial.case.interface is Interface.DECODE:
+        run.vary(f"{name} as a tensor", truth, inputs, **{name: value})
+    if run.case.interface is Interface.DECODE:
         log2 = tensors["bmm1_scale"] * math.log2(math.e)
-        trial.vary("bmm1_scale_log2", truth, inputs, bmm1_scale_log2=log2)
+        run.vary("bmm1_scale_log2", truth, inputs, bmm1_scale_log2=log2)
 
 
-def _bounds(trial: Trial, inputs: AttentionInputs, truth: Truth, base: Result) -> None:
+def _bounds(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -> None:
     """Host bounds and the table's width may change how work is split, and nothing else."""
-    bound = "max_kv_len" if trial.case.interface is Interface.CONTEXT else "max_seq_len"
-    longest = max(max(trial.case.kv_lens), 1)
+    bound = "max_kv_len" if run.case.interface is Interface.CONTEXT else "max_seq_len"
+    longest = max(max(run.case.kv_lens), 1)
     for value in (longest, 4 * inputs.max_seq_len):
-        trial.vary(f"{bound}={value}", truth, inputs, **{bound: value})
+        run.vary(f"{bound}={value}", truth, inputs, **{bound: value})
     for columns in SPARE_COLUMNS:
-        trial.vary(f"a page table with {columns} spare columns", truth, trial.build(spare_columns=columns))
-    if trial.case.interface is Interface.CONTEXT:
-        rows = 2 * max(trial.case.q_lens)
-        trial.vary("a larger max_q_len", truth, inputs, max_q_len=rows)
-    if trial.device.type == "cuda":
+        run.vary(f"a page table with {columns} spare columns", truth, run.build(spare_columns=columns))
+    if run.case.interface is Interface.CONTEXT:
+        rows = 2 * max(run.case.q_lens)
+        run.vary("a larger max_q_len", truth, inputs, max_q_len=rows)
+    if run.device.type == "cuda":
         for enabled in (False, True):
             what = f"enable_pdl={enabled}"
-            trial.same_bits(what, trial.attempt(what, inputs, enable_pdl=enabled), base)
+            run.same_bits(what, run.attempt(what, inputs, enable_pdl=enabled), base)
 
 
-def _switched_off(trial: Trial, inputs: AttentionInputs) -> None:
+def _switched_off(run: CaseRun, inputs: AttentionInputs) -> None:
     """A window as wide as every request is none, and a sink of minus infinity is none."""
-    if trial.case.is_mla:
+    if run.case.is_mla:
         return
-    longest = max(max(trial.case.kv_lens), 1)
-    if True in trial.ranges.windows:
-        _wide_windows(trial, inputs, longest)
-    if True in trial.ranges.sinks:
-        none = torch.full((trial.case.num_qo_heads,), -math.inf, dtype=torch.float32, device=trial.device)
-        trial.vary("sinks of minus infinity", truth_of_call(inputs, sinks=None), inputs, sinks=none)
+    longest = max(max(run.case.kv_lens), 1)
+    if True in run.ranges.windows:
+        _wide_windows(run, inputs, longest)
+    if True in run.ranges.sinks:
+        none = torch.full((run.case.num_qo_heads,), -math.inf, dtype=torch.float32, device=run.device)
+        run.vary("sinks of minus infinity", truth_of_call(inputs, sinks=None), inputs, sinks=none)
         some = torch.zeros_like(none)
         some[::2] = -math.inf
-        trial.vary(
-            "sinks of minus infinity for every other head", truth_of_call(inputs, sinks=some), inputs, sinks=some
-        )
+        run.vary("sinks of minus infinity for every other head", truth_of_call(inputs, sinks=some), inputs, sinks=some)
 
 
-def _wide_windows(trial: Trial, inputs: AttentionInputs, longest: int) -> None:
+def _wide_windows(run: CaseRun, inputs: AttentionInputs, longest: int) -> None:
     without = truth_of_call(inputs, window_left=-1)
     for window_left in (longest, longest - 1):
-        trial.vary(f"window_left={window_left}, which hides nothing", without, inputs, window_left=window_left)
+        run.vary(f"window_left={window_left}, which hides nothing", without, inputs, window_left=window_left)
 
 
 CHECK = Check("K10", "metamorphic", first_line(__doc__), _cases, _judge, adapt=same)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from lab.calls.problem import E4M3
-from lab.checks.check import Check, Level, counted, first_line
+from lab.checks.case_run import CaseRun
 from lab.checks.draft_masks import hold_masks, unequal_sinks
 from lab.checks.parameters.attention import balanced
-from lab.checks.trial import Trial
+from lab.checks.properties.check import Check, Level, counted, first_line
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.inputs.attention import AttentionInputs, rules_of, running_sum, truth_of_call
@@ -38,36 +38,36 @@ def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[Atten
             yield replace(plain, kv_lens=(q_len - 1, 1, q_len + 30), q_lens=(q_len,) * 3)
 
 
-def _judge(trial: Trial) -> None:
-    if trial.case.interface is Interface.DECODE and min(trial.case.kv_lens) < trial.case.q_lens[0]:
-        hold_masks(trial, trial.case)
+def _judge(run: CaseRun) -> None:
+    if run.case.interface is Interface.DECODE and min(run.case.kv_lens) < run.case.q_lens[0]:
+        hold_masks(run, run.case)
         return
-    inputs = trial.build()
-    trial.hold_call("nothing changed", truth_of_call(inputs), inputs)
-    _uneven_rows(trial, inputs)
-    for name, probe in _PROBES[trial.case.interface].items():
-        if not any(word in name and True not in axis for word, axis in _optional(trial.ranges).items()):
+    inputs = run.build()
+    run.hold_call("nothing changed", truth_of_call(inputs), inputs)
+    _uneven_rows(run, inputs)
+    for name, probe in _PROBES[run.case.interface].items():
+        if not any(word in name and True not in axis for word, axis in _optional(run.ranges).items()):
             changes, rules = probe(inputs)
-            _probe(trial, name, inputs, changes, rules)
-    if trial.case.interface is Interface.CONTEXT:
-        _request_without_rows(trial, inputs)
+            _probe(run, name, inputs, changes, rules)
+    if run.case.interface is Interface.CONTEXT:
+        _request_without_rows(run, inputs)
     else:
-        _ragged(trial, inputs)
-    if trial.case.is_mla:
-        _lse_in_base_e(trial, inputs)
-        _half_out(trial, inputs)
+        _ragged(run, inputs)
+    if run.case.is_mla:
+        _lse_in_base_e(run, inputs)
+        _half_out(run, inputs)
     else:
-        trial.vary("uses_shared_paged_kv_idx=False", truth_of_call(inputs), inputs.with_separate_tables())
-    if trial.case.interface is Interface.DECODE:
-        hold_masks(trial, _several_rows(trial))
+        run.vary("uses_shared_paged_kv_idx=False", truth_of_call(inputs), inputs.with_separate_tables())
+    if run.case.interface is Interface.DECODE:
+        hold_masks(run, _several_rows(run))
 
 
-def _uneven_rows(trial: Trial, inputs: AttentionInputs) -> None:
+def _uneven_rows(run: CaseRun, inputs: AttentionInputs) -> None:
     """Every second row's logits are far beyond its neighbours': each row has a largest one of its own."""
     query = inputs.query.float()
     query[::2] *= FAR
     uneven = replace(inputs, query=query.to(inputs.query.dtype))
-    trial.hold_call("rows whose logits are far apart", truth_of_call(uneven), uneven)
+    run.hold_call("rows whose logits are far apart", truth_of_call(uneven), uneven)
 
 
 def _optional(ranges: Ranges) -> dict[str, tuple[bool, ...]]:
@@ -75,15 +75,15 @@ def _optional(ranges: Ranges) -> dict[str, tuple[bool, ...]]:
     return {"window": ranges.windows, "sinks": ranges.sinks}
 
 
-def _probe(trial: Trial, name: str, inputs: AttentionInputs, changes: dict[str, Any], rules: dict[str, Any]) -> None:
+def _probe(run: CaseRun, name: str, inputs: AttentionInputs, changes: dict[str, Any], rules: dict[str, Any]) -> None:
     """The output must be what the changed argument says."""
-    result = trial.vary(name, truth_of_call(inputs, **rules), inputs, **changes)
+    result = run.vary(name, truth_of_call(inputs, **rules), inputs, **changes)
     if result is None:
         return
     if name == "lse" and result.lse is None:
-        trial.wrong("return_lse=True returned no LSE")
+        run.wrong("return_lse=True returned no LSE")
     if "out_dtype" in changes and result.out.dtype != changes["out_dtype"]:
-        trial.wrong(f"out_dtype={changes['out_dtype']} gave {result.out.dtype}")
+        run.wrong(f"out_dtype={changes['out_dtype']} gave {result.out.dtype}")
 
 
 Change = tuple[dict[str, Any], dict[str, Any]]  # of the arguments, and of the `Rules` that then hold
@@ -186,74 +186,74 @@ _PROBES: dict[Interface, dict[str, Probe]] = {
 }
 
 
-def _several_rows(trial: Trial) -> AttentionCase:
+def _several_rows(run: CaseRun) -> AttentionCase:
     """The case with as many rows as a draft has, in turn; its first request is nothing but its draft."""
-    rows = trial.ranges.masked_rows
-    q_len = rows[trial.case.seed % len(rows)]
-    kv_lens = (q_len, *(max(kv_len, q_len + 3) for kv_len in trial.case.kv_lens[1:]))
-    return replace(trial.case, kv_lens=kv_lens, q_lens=(q_len,) * len(kv_lens))
+    rows = run.ranges.masked_rows
+    q_len = rows[run.case.seed % len(rows)]
+    kv_lens = (q_len, *(max(kv_len, q_len + 3) for kv_len in run.case.kv_lens[1:]))
+    return replace(run.case, kv_lens=kv_lens, q_lens=(q_len,) * len(kv_lens))
 
 
-def _ragged(trial: Trial, inputs: AttentionInputs) -> None:
+def _ragged(run: CaseRun, inputs: AttentionInputs) -> None:
     """Unequal rows through cum_seq_lens_q, alone and beside what else limits or weighs what a row sees."""
-    case = trial.case
+    case = run.case
     q_lens = tuple(1 + (request * 2 + case.seed) % 5 for request in range(len(case.kv_lens)))
     query = torch.cat([inputs.query] * 8)[: sum(q_lens)]
-    given: dict[str, Any] = {"max_q_len": max(q_lens), "cum_seq_lens_q": running_sum(q_lens, trial.device)}
+    given: dict[str, Any] = {"max_q_len": max(q_lens), "cum_seq_lens_q": running_sum(q_lens, run.device)}
     lse: dict[str, Any] = {"return_lse": True}
     if case.is_mla:
         lse |= {"return_lse_base": "base2"}
     else:
         given |= {"q_len_per_req": None}
     beside: dict[str, dict[str, Any]] = {"": {}}
-    if True in trial.ranges.sinks:
+    if True in run.ranges.sinks:
         beside[" with sinks"] = {"sinks": unequal_sinks(inputs)}
-    if True in trial.ranges.windows and not case.is_mla:
+    if True in run.ranges.windows and not case.is_mla:
         beside[" within a window"] = {"window_left": 20}
     for name, changes in beside.items():
         truth = truth_of_requests(query, list(inputs.histories), list(q_lens), rules_of(inputs, **changes))
         for what, arguments in ((f"cum_seq_lens_q{name}", given), (f"cum_seq_lens_q{name}, the LSE", given | lse)):
-            trial.vary(what, truth, inputs, query=query, **arguments, **changes)
+            run.vary(what, truth, inputs, query=query, **arguments, **changes)
 
 
-def _request_without_rows(trial: Trial, inputs: AttentionInputs) -> None:
+def _request_without_rows(run: CaseRun, inputs: AttentionInputs) -> None:
     """A request that extends by nothing: two of the offsets are equal, and the others' rows stay theirs."""
-    case = trial.case
+    case = run.case
     first = case.q_lens[0]
     q_lens = (first, 0, *case.q_lens[2:])
     query = torch.cat((inputs.query[:first], inputs.query[first + case.q_lens[1] :]))
     truth = truth_of_requests(query, list(inputs.histories), list(q_lens), rules_of(inputs))
-    offsets = running_sum(q_lens, trial.device)
-    trial.vary("a request without rows", truth, inputs, query=query, cum_seq_lens_q=offsets)
+    offsets = running_sum(q_lens, run.device)
+    run.vary("a request without rows", truth, inputs, query=query, cum_seq_lens_q=offsets)
 
 
-def _lse_in_base_e(trial: Trial, inputs: AttentionInputs) -> None:
+def _lse_in_base_e(run: CaseRun, inputs: AttentionInputs) -> None:
     """Returned, and returned beside the one that was handed out: both are in base e."""
     what = "return_lse_base='basee'"
-    result = trial.attempt(what, inputs, return_lse=True, return_lse_base="basee")
+    result = run.attempt(what, inputs, return_lse=True, return_lse_base="basee")
     if result is None:
         return
     if result.lse is None:
-        trial.wrong(f"{what} returned no LSE")
+        run.wrong(f"{what} returned no LSE")
         return
     truth = truth_of_call(inputs)
-    trial.hold(what, result._replace(lse=result.lse / math.log(2)), truth)
+    run.hold(what, result._replace(lse=result.lse / math.log(2)), truth)
     given = torch.full_like(result.lse, math.nan)
     what += " and lse"
-    result = trial.attempt(what, inputs, return_lse=True, return_lse_base="basee", lse=given)
+    result = run.attempt(what, inputs, return_lse=True, return_lse_base="basee", lse=given)
     if result is not None:
-        trial.hold(what, result._replace(lse=given.view(-1, given.shape[-1]) / math.log(2)), truth)
+        run.hold(what, result._replace(lse=given.view(-1, given.shape[-1]) / math.log(2)), truth)
 
 
-def _half_out(trial: Trial, inputs: AttentionInputs) -> None:
+def _half_out(run: CaseRun, inputs: AttentionInputs) -> None:
     """MLA's function has no out_dtype; a given out says it."""
-    case = trial.case
+    case = run.case
     shape = (len(case.q_lens), case.q_lens[0], case.num_qo_heads, case.out_head_dim)
-    out = torch.full(shape, math.nan, dtype=torch.float16, device=trial.device)
-    result = trial.attempt("a float16 out", inputs, out=out)
+    out = torch.full(shape, math.nan, dtype=torch.float16, device=run.device)
+    result = run.attempt("a float16 out", inputs, out=out)
     if result is not None:
         result = result._replace(out=out.flatten(0, 1))
-    trial.hold("a float16 out", result, truth_of_call(inputs, out_dtype=torch.float16))
+    run.hold("a float16 out", result, truth_of_call(inputs, out_dtype=torch.float16))
 
 
 CHECK = Check("K11", "sensitivity", first_line(__doc__), _cases, _judge)

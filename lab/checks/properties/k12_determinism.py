@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import torch
 
-from lab.checks.check import Check, Level, counted, first_line, same
+from lab.checks.case_run import CaseRun
 from lab.checks.parameters.attention import balanced
-from lab.checks.trial import Trial
+from lab.checks.properties.check import Check, Level, counted, first_line, same
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import truth_of_call
@@ -26,19 +26,19 @@ def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[Atten
         yield replace(case, kv_lens=(*case.kv_lens[:1], 3 * ranges.longest + 1), q_lens=case.q_lens[:2])
 
 
-def _judge(trial: Trial) -> None:
-    inputs = trial.build()
+def _judge(run: CaseRun) -> None:
+    inputs = run.build()
     arguments = inputs.arguments()
-    first = trial.run(inputs.case.interface, arguments)
+    first = run.run(inputs.case.interface, arguments)
     first = first._replace(out=first.out.clone())
-    trial.hold("the first launch", first, truth_of_call(inputs))
-    stress = _Stress(trial.device) if trial.device.type == "cuda" else None
-    for launch in range(LAUNCHES[trial.device.type]):
+    run.hold("the first launch", first, truth_of_call(inputs))
+    stress = _Stress(run.device) if run.device.type == "cuda" else None
+    for launch in range(LAUNCHES[run.device.type]):
         if stress is not None:
             stress.launch(launch % 4)
-        again = trial.repeat(inputs, **arguments)
-        trial.same_bits(f"launch {launch + 2}", again, first)
-        if trial.wrongs:
+        again = run.repeat(inputs, **arguments)
+        run.same_bits(f"launch {launch + 2}", again, first)
+        if run.wrongs:
             return
 
 

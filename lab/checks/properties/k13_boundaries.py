@@ -6,9 +6,9 @@ Each length stands in a batch of lengths around it, from 0 and 1 on, over needle
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lab.checks.check import Check, Level, counted, first_line
+from lab.checks.case_run import CaseRun
 from lab.checks.parameters.attention import balanced, edge_lengths
-from lab.checks.trial import Trial
+from lab.checks.properties.check import Check, Level, counted, first_line
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.inputs.attention import truth_of_call
@@ -76,9 +76,9 @@ def _of(case: AttentionCase, requests: list[tuple[int, int]]) -> AttentionCase:
     return replace(case, kv_lens=kv_lens, q_lens=q_lens, contents=Contents.NEEDLES)
 
 
-def _judge(trial: Trial) -> None:
-    inputs = trial.build()
-    trial.hold_call("the call", truth_of_call(inputs), inputs)
+def _judge(run: CaseRun) -> None:
+    inputs = run.build()
+    run.hold_call("the call", truth_of_call(inputs), inputs)
 
 
 CHECK = Check("K13", "boundaries", first_line(__doc__), _cases, _judge)

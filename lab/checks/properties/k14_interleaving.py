@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import torch
 
-from lab.checks.check import Check, balanced_cases, first_line, same
-from lab.checks.trial import Trial
+from lab.checks.case_run import CaseRun
+from lab.checks.properties.check import Check, balanced_cases, first_line, same
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import truth_of_call
@@ -19,24 +19,24 @@ from lab.workloads.interfaces import Interface
 LONGER, MORE_ROWS = 128, 64  # keys and rows of a request in a larger call: more splits and tiles
 
 
-def _judge(trial: Trial) -> None:
-    inputs = trial.build()
+def _judge(run: CaseRun) -> None:
+    inputs = run.build()
     truth = truth_of_call(inputs)
-    first = trial.call(inputs)
-    trial.hold("A", first, truth)
+    first = run.call(inputs)
+    run.hold("A", first, truth)
     kept = first._replace(out=first.out.clone())
     scale = 0.75 * inputs.bmm1_scale
-    trial.vary("B, another bmm1_scale", truth_of_call(inputs, bmm1_scale=scale), inputs, bmm1_scale=scale)
-    trial.same_bits("A's output, after B", first, kept)
-    for what, case in _neighbours(trial.case, trial.ranges):
-        other = trial.build(case)
-        trial.vary(f"B, {what}", truth_of_call(other), other)
-        trial.same_bits(f"A again, after {what}", trial.repeat(inputs), kept)
-    if trial.device.type == "cuda":
-        stream = torch.cuda.Stream(trial.device)
-        stream.wait_stream(torch.cuda.current_stream(trial.device))
+    run.vary("B, another bmm1_scale", truth_of_call(inputs, bmm1_scale=scale), inputs, bmm1_scale=scale)
+    run.same_bits("A's output, after B", first, kept)
+    for what, case in _neighbours(run.case, run.ranges):
+        other = run.build(case)
+        run.vary(f"B, {what}", truth_of_call(other), other)
+        run.same_bits(f"A again, after {what}", run.repeat(inputs), kept)
+    if run.device.type == "cuda":
+        stream = torch.cuda.Stream(run.device)
+        stream.wait_stream(torch.cuda.current_stream(run.device))
         with torch.cuda.stream(stream):
-            trial.same_bits("A on another stream", trial.repeat(inputs), kept)
+            run.same_bits("A on another stream", run.repeat(inputs), kept)
 
 
 def _neighbours(case: AttentionCase, ranges: Ranges) -> Iterator[tuple[str, AttentionCase]]:

@@ -7,9 +7,9 @@ that nothing else touches, so on a CPU its memory is never filled.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lab.checks.check import Check, Level, counted, first_line
+from lab.checks.case_run import CaseRun
 from lab.checks.parameters.attention import balanced
-from lab.checks.trial import Trial
+from lab.checks.properties.check import Check, Level, counted, first_line
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.inputs.attention import truth_of_call
@@ -28,9 +28,9 @@ def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[Atten
             yield replace(case, window_left=-1, contents=Contents.NEEDLES, storage=storage)
 
 
-def _judge(trial: Trial) -> None:
-    inputs = trial.build()
-    trial.hold("far pages", trial.call(inputs), truth_of_call(inputs))
+def _judge(run: CaseRun) -> None:
+    inputs = run.build()
+    run.hold("far pages", run.call(inputs), truth_of_call(inputs))
 
 
 CHECK = Check("K15", "large_ids", first_line(__doc__), _cases, _judge)

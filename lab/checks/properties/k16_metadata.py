@@ -11,11 +11,11 @@ from functools import partial
 import torch
 
 from lab import references
-from lab.checks.check import Check, Level, first_line
+from lab.checks.case_run import CaseRun, Result
 from lab.checks.facts import facts_of_case
 from lab.checks.metadata_truth import wrong_eager_metadata, wrong_shard
+from lab.checks.properties.check import Check, Level, first_line
 from lab.checks.properties.forward_modes import mode_cases
-from lab.checks.trial import Result, Trial
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.ranges import Ranges
 from lab.workloads.forward_case import ForwardCase
@@ -34,49 +34,47 @@ def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[Forwa
                 yield replace(case, sliding_window=True)
 
 
-def _judge(trial: Trial) -> None:
-    build = trial.function(Interface.MHA_METADATA)
-    if trial.case.encoder_only and trial.case.mode is ForwardMode.TARGET_VERIFY:
+def _judge(run: CaseRun) -> None:
+    build = run.function(Interface.MHA_METADATA)
+    if run.case.encoder_only and run.case.mode is ForwardMode.TARGET_VERIFY:
         build = partial(build, expand_encoder_only_verify=True)
-    forward = build_forward(trial.case, trial.device, build)
-    _parity(trial, "the metadata", forward)
+    forward = build_forward(run.case, run.device, build)
+    _parity(run, "the metadata", forward)
     out = torch.full_like(forward.query, float("nan"))
     what = "attention by this metadata"
-    if trial.reads(what, partial(forward.run, references, out)):
-        trial.hold(what, Result(forward.rows_of_requests(out), None), forward.truth())
+    if run.reads(what, partial(forward.run, references, out)):
+        run.hold(what, Result(forward.rows_of_requests(out), None), forward.truth())
     # The same builder for a larger pass, then for the first again: nothing may be left from either.
-    larger = replace(
-        trial.case, prefix_lens=trial.case.prefix_lens * 2, q_lens=trial.case.q_lens * 2, seed=trial.case.seed + 1
-    )
-    _parity(trial, "the metadata of a larger pass", build_forward(larger, trial.device, build))
-    _parity(trial, "the first pass's metadata, after a larger pass", forward)
-    others = replace(trial.case, prefix_lens=trial.case.prefix_lens[::-1], q_lens=trial.case.q_lens[::-1])
-    _parity(trial, "the metadata of other requests", build_forward(others, trial.device, build))
-    _parity(trial, "the first pass's metadata, after one of its shape", forward)
-    _own_tensors(trial, forward)
-    _parity(trial, "the metadata built again", build_forward(trial.case, trial.device, build))
+    larger = replace(run.case, prefix_lens=run.case.prefix_lens * 2, q_lens=run.case.q_lens * 2, seed=run.case.seed + 1)
+    _parity(run, "the metadata of a larger pass", build_forward(larger, run.device, build))
+    _parity(run, "the first pass's metadata, after a larger pass", forward)
+    others = replace(run.case, prefix_lens=run.case.prefix_lens[::-1], q_lens=run.case.q_lens[::-1])
+    _parity(run, "the metadata of other requests", build_forward(others, run.device, build))
+    _parity(run, "the first pass's metadata, after one of its shape", forward)
+    _own_tensors(run, forward)
+    _parity(run, "the metadata built again", build_forward(run.case, run.device, build))
 
 
-def _own_tensors(trial: Trial, forward: ForwardPass) -> None:
+def _own_tensors(run: CaseRun, forward: ForwardPass) -> None:
     """An engine writes its batch's tensors anew; a pass's metadata stays what it was."""
     names = ("seq_lens", "req_pool_indices")
     batch = replace(forward.batch, **{name: getattr(forward.batch, name).to(torch.int32) for name in names})
-    metadata = trial.function(Interface.MHA_METADATA)(batch, forward.pool)
+    metadata = run.function(Interface.MHA_METADATA)(batch, forward.pool)
     lengths = metadata.cache_seqlens_int32.tolist()
-    trial.judged += 1
+    run.judged += 1
     batch.seq_lens.add_(1)
     wrong = "the metadata's lengths are the batch's own tensor: they changed with it"
     is_wrong = metadata.cache_seqlens_int32.tolist() != lengths
-    trial.hold_nothing_wrong("own tensors", [wrong] if is_wrong else [], "invariants")
+    run.hold_nothing_wrong("own tensors", [wrong] if is_wrong else [], "invariants")
 
 
-def _parity(trial: Trial, what: str, forward: ForwardPass) -> None:
-    trial.judged += 1
+def _parity(run: CaseRun, what: str, forward: ForwardPass) -> None:
+    run.judged += 1
     wrong = wrong_eager_metadata(forward.batch, forward.pool, forward.metadata)
     for rank, shard in enumerate(forward.shards):
         if found := wrong_shard(forward.batch, forward.pool, shard, len(forward.shards), rank):
             wrong = wrong or f"of rank {rank}, {found}"
-    trial.hold_nothing_wrong(what, [f"{what}: {wrong}"] if wrong else [], "metadata", facts_of_case(forward.case))
+    run.hold_nothing_wrong(what, [f"{what}: {wrong}"] if wrong else [], "metadata", facts_of_case(forward.case))
 
 
 CHECK = Check("K16", "metadata", first_line(__doc__), _cases, _judge, interfaces=(Interface.MHA_METADATA,))

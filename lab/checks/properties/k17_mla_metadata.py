@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from lab import references
-from lab.checks.check import Check, Level, first_line
+from lab.checks.case_run import CaseRun, Result
 from lab.checks.facts import facts_of_case
 from lab.checks.metadata_truth import wrong_eager_mla_metadata
+from lab.checks.properties.check import Check, Level, first_line
 from lab.checks.properties.mla_modes import mla_mode_cases
-from lab.checks.trial import Result, Trial
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.ranges import Ranges
 from lab.workloads.inputs.mla_pass import MLAPass, build_mla_pass
@@ -38,28 +38,28 @@ def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[MLACa
         yield MLACase(ForwardMode.TARGET_VERIFY, (BLOCK - 2, 7), (4, 4), **shared)
 
 
-def _judge(trial: Trial) -> None:
-    build = trial.function(Interface.MLA_METADATA)
-    forward = build_mla_pass(trial.case, trial.device, build)
-    _parity(trial, "the metadata", forward)
+def _judge(run: CaseRun) -> None:
+    build = run.function(Interface.MLA_METADATA)
+    forward = build_mla_pass(run.case, run.device, build)
+    _parity(run, "the metadata", forward)
     out = forward.new_out()
     what = "attention by this metadata"
-    if trial.reads(what, partial(forward.run, references, out)):
-        trial.hold(what, Result(out, None), forward.truth())
-    others = replace(trial.case, prefix_lens=trial.case.prefix_lens[::-1], q_lens=trial.case.q_lens[::-1], seed=1)
-    _parity(trial, "the metadata of other requests", build_mla_pass(others, trial.device, build))
-    _parity(trial, "the first pass's metadata, after another of its shape", forward)
+    if run.reads(what, partial(forward.run, references, out)):
+        run.hold(what, Result(out, None), forward.truth())
+    others = replace(run.case, prefix_lens=run.case.prefix_lens[::-1], q_lens=run.case.q_lens[::-1], seed=1)
+    _parity(run, "the metadata of other requests", build_mla_pass(others, run.device, build))
+    _parity(run, "the first pass's metadata, after another of its shape", forward)
     lengths = forward.metadata.seq_lens_k.clone()
     forward.batch.seq_lens.add_(1)
     wrong = "the metadata's lengths are the batch's own tensor: they changed with it"
     is_wrong = not torch.equal(forward.metadata.seq_lens_k, lengths)
-    trial.hold_nothing_wrong("own tensors", [wrong] if is_wrong else [], "invariants")
+    run.hold_nothing_wrong("own tensors", [wrong] if is_wrong else [], "invariants")
 
 
-def _parity(trial: Trial, what: str, forward: MLAPass) -> None:
-    trial.judged += 1
+def _parity(run: CaseRun, what: str, forward: MLAPass) -> None:
+    run.judged += 1
     wrongs = wrong_eager_mla_metadata(forward.batch, forward.pool, forward.metadata, forward.case.attention)
-    trial.hold_nothing_wrong(what, [f"{what}: {each}" for each in wrongs], "metadata", facts_of_case(forward.case))
+    run.hold_nothing_wrong(what, [f"{what}: {each}" for each in wrongs], "metadata", facts_of_case(forward.case))
 
 
 CHECK = Check("K17", "mla_metadata", first_line(__doc__), _cases, _judge, interfaces=(Interface.MLA_METADATA,))

@@ -15,14 +15,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from lab.checks.check import Check, Level, first_line
+from lab.checks.case_run import CaseRun
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.coverage import retried, tuples_by_outcome
 from lab.checks.parameters.covering import Point
 from lab.checks.parameters.sampling import made_small, random_points
 from lab.checks.parameters.targets import TARGETS
+from lab.checks.properties.check import Check, Level, first_line
 from lab.checks.report import CaseVerdict
-from lab.checks.trial import Trial
 from lab.ranges import SEEDS, Ranges
 from lab.workloads.interfaces import Interface
 
@@ -98,8 +98,8 @@ def _unlike(
             yield case
 
 
-def _judge(trial: Trial) -> None:
-    TARGETS[trial.case.interface].judge(trial)
+def _judge(run: CaseRun) -> None:
+    TARGETS[run.case.interface].judge(run)
 
 
 CHECK = Check(

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from lab.calls.problem import E4M3
-from lab.checks.check import Check, Level, first_line
+from lab.checks.case_run import CaseRun
+from lab.checks.properties.check import Check, Level, first_line
 from lab.checks.properties.forward_modes import judge_pass, smoke_q_lens
-from lab.checks.trial import Trial
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.lengths import DraftAttention
 from lab.ranges import Ranges
@@ -91,8 +91,8 @@ def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[MLACa
         yield replace(decode, dcp_size=2)
 
 
-def _judge(trial: Trial) -> None:
-    judge_pass(trial, build_mla_pass(trial.case, trial.device))
+def _judge(run: CaseRun) -> None:
+    judge_pass(run, build_mla_pass(run.case, run.device))
 
 
 CHECK = Check("M2", "mla_modes", first_line(__doc__), _cases, _judge, interfaces=(Interface.MLA_DECODE,))

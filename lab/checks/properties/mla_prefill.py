@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from lab.calls.workspace import counts_in_workspace, semaphores_and_scratch
-from lab.checks.check import Check, Level, counted, first_line
+from lab.checks.case_run import CaseRun, Result, as_result
+from lab.checks.properties.check import Check, Level, counted, first_line
 from lab.checks.properties.k06_workspace import LEFT, hold_counters_zero, hold_left_alone
-from lab.checks.trial import Result, Trial, as_result
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.mla.calls import MLALayer, prepare_mla_prefill
 from lab.metadata.mla.metadata import build_mla_prefill_metadata
@@ -61,29 +61,29 @@ def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[Ragge
         )
 
 
-def _judge(trial: Trial) -> None:
-    case = trial.case
-    query, histories = draw_ragged(case, trial.device)
+def _judge(run: CaseRun) -> None:
+    case = run.case
+    query, histories = draw_ragged(case, run.device)
     new_tokens = [
         (keys[prefix:], values[prefix:]) for (keys, values), prefix in zip(histories, case.prefix_lens, strict=True)
     ]
     truth = truth_of_ragged(case, query, new_tokens, causal=True)
     arguments = ragged_arguments(case, query, new_tokens, causal=True)
     before = {name: value.clone() for name, value in arguments.items() if isinstance(value, Tensor)}
-    own = _with_lse(trial, "new tokens", arguments)
+    own = _with_lse(run, "new tokens", arguments)
     if own is None:
-        own = _own_rows(trial.run(Interface.RAGGED_CONTEXT, arguments), case)
-    trial.hold("new tokens", own, truth)
+        own = _own_rows(run.run(Interface.RAGGED_CONTEXT, arguments), case)
+    run.hold("new tokens", own, truth)
     inputs = {name: arguments[name] for name in before if name != "workspace_buffer"}
-    trial.hold_nothing_wrong("the inputs", changed_bits(inputs, before))
-    backend = _Backend(trial)
+    run.hold_nothing_wrong("the inputs", changed_bits(inputs, before))
+    backend = _Backend(run)
     what = "new tokens as a backend calls it"
-    trial.hold(what, trial.attempted(what, lambda: backend.new_tokens(query, new_tokens)), truth)
+    run.hold(what, run.attempted(what, lambda: backend.new_tokens(query, new_tokens)), truth)
     if case.contents is Contents.NEEDLES:  # which show each limit
-        _variations(trial, arguments, query, new_tokens)
+        _variations(run, arguments, query, new_tokens)
     whole = truth_of_ragged(case, query, histories, causal=True)
     what = "all keys in one call"
-    trial.hold(what, _with_lse(trial, what, ragged_arguments(case, query, histories, causal=True)), whole)
+    run.hold(what, _with_lse(run, what, ragged_arguments(case, query, histories, causal=True)), whole)
     merged = own
     for start in range(0, max(case.prefix_lens), case.chunk):
         part = [
@@ -91,23 +91,23 @@ def _judge(trial: Trial) -> None:
             for (keys, values), prefix in zip(histories, case.prefix_lens, strict=True)
         ]
         what = f"the chunk from {start} on"
-        chunk = _with_lse(trial, what, ragged_arguments(case, query, part, causal=False) | {"o_sf_scale": -1.0})
-        trial.hold(what, chunk, truth_of_ragged(case, query, part, causal=False))
+        chunk = _with_lse(run, what, ragged_arguments(case, query, part, causal=False) | {"o_sf_scale": -1.0})
+        run.hold(what, chunk, truth_of_ragged(case, query, part, causal=False))
         merged = _merged(merged, chunk)
     if max(case.prefix_lens) and merged is not None:
-        trial.hold("all of them merged", merged._replace(out=merged.out.to(case.dtype)), whole)
+        run.hold("all of them merged", merged._replace(out=merged.out.to(case.dtype)), whole)
     if max(case.prefix_lens) and case.contents is Contents.NEEDLES:  # as the engine's planner cuts the prefix
         what = "the prefix in a backend's chunks, merged"
-        trial.hold(what, trial.attempted(what, lambda: backend.merged(query, histories)), whole)
+        run.hold(what, run.attempted(what, lambda: backend.merged(query, histories)), whole)
 
 
 class _Backend:
     """The calls that an MLA backend makes of a batch of the case's requests."""
 
-    def __init__(self, trial: Trial) -> None:
-        case = self.case = trial.case
+    def __init__(self, run: CaseRun) -> None:
+        case = self.case = run.case
         self.pool = new_pool(
-            case.kv_lens, page_size=PAGE_SIZE, max_context_len=max(case.kv_lens), seed=case.seed, device=trial.device
+            case.kv_lens, page_size=PAGE_SIZE, max_context_len=max(case.kv_lens), seed=case.seed, device=run.device
         )
         self.batch = admit(self.pool, case.prefix_lens, case.q_lens).batch(ForwardMode.EXTEND)
         self.metadata = build_mla_prefill_metadata(self.batch, self.pool)
@@ -117,8 +117,8 @@ class _Backend:
             qk_nope_head_dim=case.head_dim - case.head_dim // 3,
             v_head_dim=case.v_head_dim,
         )
-        self.function = SimpleNamespace(**{Interface.RAGGED_CONTEXT.value: trial.function(Interface.RAGGED_CONTEXT)})
-        self.workspace = {"workspace_buffer": new_workspace(trial.device)}
+        self.function = SimpleNamespace(**{Interface.RAGGED_CONTEXT.value: run.function(Interface.RAGGED_CONTEXT)})
+        self.workspace = {"workspace_buffer": new_workspace(run.device)}
 
     def new_tokens(self, query: Tensor, parts: Parts) -> Result:
         """Return the output, and with a prefix the LSE, of the call over the new tokens."""
@@ -155,11 +155,11 @@ class _Backend:
         return Result(merge_by_lse(torch.stack(outs), torch.stack(lses)).to(self.case.dtype), None)
 
 
-def _variations(trial: Trial, arguments: dict[str, Any], query: Tensor, parts: Parts) -> None:
+def _variations(run: CaseRun, arguments: dict[str, Any], query: Tensor, parts: Parts) -> None:
     """Vary arguments away from what the engine passes: each must do what it says."""
-    case = trial.case
+    case = run.case
     scale = case.softmax_scale
-    tensor = torch.tensor([0.7 * scale], dtype=torch.float32, device=trial.device)
+    tensor = torch.tensor([0.7 * scale], dtype=torch.float32, device=run.device)
     probes: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "bmm1_scale": ({"bmm1_scale": 0.7 * scale}, {"bmm1_scale": 0.7 * scale}),
         "bmm1_scale as a tensor": ({"bmm1_scale": tensor}, {"bmm1_scale": 0.7 * scale}),
@@ -167,68 +167,66 @@ def _variations(trial: Trial, arguments: dict[str, Any], query: Tensor, parts: P
         "is_causal=False": ({"is_causal": False}, {"causal": False}),
         "larger bounds": ({"max_q_len": 999, "max_kv_len": 999}, {}),
     }
-    if True in trial.ranges.windows:
+    if True in run.ranges.windows:
         probes["window_left"] = ({"window_left": 20}, {"window_left": 20})
-    if True in trial.ranges.sinks:
-        sinks = torch.linspace(1.0, 4.0, case.num_heads, device=trial.device)
+    if True in run.ranges.sinks:
+        sinks = torch.linspace(1.0, 4.0, case.num_heads, device=run.device)
         probes["attention_sinks"] = ({"attention_sinks": sinks}, {"sinks": sinks})
     for what, (changes, rules) in probes.items():
-        result = trial.attempt_call(what, Interface.RAGGED_CONTEXT, arguments | changes | {"return_lse": True})
-        trial.hold(what, _own_rows(result, case), truth_of_ragged(case, query, parts, **{"causal": True} | rules))
+        result = run.attempt_call(what, Interface.RAGGED_CONTEXT, arguments | changes | {"return_lse": True})
+        run.hold(what, _own_rows(result, case), truth_of_ragged(case, query, parts, **{"causal": True} | rules))
     out, around = guarded(
         torch.full((*query.shape[:2], case.v_head_dim), math.nan, dtype=case.dtype, device=query.device)
     )
     exact = arguments | {"query": query}  # no row of padding, which a kernel may write
-    if trial.attempt_call("out", Interface.RAGGED_CONTEXT, exact | {"out": out}) is not None:
-        trial.hold("into out", Result(out, None), truth_of_ragged(case, query, parts, causal=True))
-        trial.hold_nothing_wrong("around out", wrong_guards("out", around))
-    _workspaces(trial, arguments)
+    if run.attempt_call("out", Interface.RAGGED_CONTEXT, exact | {"out": out}) is not None:
+        run.hold("into out", Result(out, None), truth_of_ragged(case, query, parts, causal=True))
+        run.hold_nothing_wrong("around out", wrong_guards("out", around))
+    _workspaces(run, arguments)
 
 
-def _workspaces(trial: Trial, arguments: dict[str, Any]) -> None:
+def _workspaces(run: CaseRun, arguments: dict[str, Any]) -> None:
     """Hold a call to its own bits, whatever its workspace held and whatever was called before, and to its own workspace."""
-    workspace = new_workspace(trial.device)
+    workspace = new_workspace(run.device)
     semaphores, scratch = semaphores_and_scratch(workspace)
     query = torch.cat((arguments["query"], arguments["query"][:2]))  # two more rows of padding: no earlier call's shape
     arguments = arguments | {"query": query}
     mine = arguments | {"workspace_buffer": workspace}
-    first = _kept(trial, trial.run(Interface.RAGGED_CONTEXT, mine))
-    if counts_in_workspace(arguments.get("backend", "auto"), trial.device):
-        hold_counters_zero(trial, "a call", {"the workspace": semaphores})
+    first = _kept(run, run.run(Interface.RAGGED_CONTEXT, mine))
+    if counts_in_workspace(arguments.get("backend", "auto"), run.device):
+        hold_counters_zero(run, "a call", {"the workspace": semaphores})
     elif semaphores.any():  # the kernel writes all of it
         scratch = workspace
     for byte, name in ((0xFF, "NaN"), (0x7B, "large values")):
         scratch.fill_(byte)
-        again = _own_rows(trial.run_again(Interface.RAGGED_CONTEXT, mine), trial.case)
-        trial.same_bits(f"scratch that holds {name}", again, first)
-    others = arguments | {"query": -query, "workspace_buffer": new_workspace(trial.device)}
-    other = _own_rows(trial.run_again(Interface.RAGGED_CONTEXT, others), trial.case)
-    kept = _kept(trial, other)
-    back = _own_rows(trial.run_again(Interface.RAGGED_CONTEXT, mine), trial.case)
-    trial.same_bits("again, after other queries in another workspace", back, first)
-    trial.same_bits("the output of other queries, after a call", other, kept)
+        again = _own_rows(run.run_again(Interface.RAGGED_CONTEXT, mine), run.case)
+        run.same_bits(f"scratch that holds {name}", again, first)
+    others = arguments | {"query": -query, "workspace_buffer": new_workspace(run.device)}
+    other = _own_rows(run.run_again(Interface.RAGGED_CONTEXT, others), run.case)
+    kept = _kept(run, other)
+    back = _own_rows(run.run_again(Interface.RAGGED_CONTEXT, mine), run.case)
+    run.same_bits("again, after other queries in another workspace", back, first)
+    run.same_bits("the output of other queries, after a call", other, kept)
     scratch.fill_(LEFT)
-    elsewhere = arguments | {"workspace_buffer": new_workspace(trial.device)}
-    trial.same_bits(
-        "another workspace", _own_rows(trial.run_again(Interface.RAGGED_CONTEXT, elsewhere), trial.case), first
-    )
-    hold_left_alone(trial, scratch)
+    elsewhere = arguments | {"workspace_buffer": new_workspace(run.device)}
+    run.same_bits("another workspace", _own_rows(run.run_again(Interface.RAGGED_CONTEXT, elsewhere), run.case), first)
+    hold_left_alone(run, scratch)
 
 
-def _kept(trial: Trial, result: Result | None) -> Result:
+def _kept(run: CaseRun, result: Result | None) -> Result:
     """Return a copy of a result's own rows, which no later call can change."""
-    own = _own_rows(result, trial.case)
+    own = _own_rows(result, run.case)
     assert own is not None
     return own._replace(out=own.out.clone())
 
 
-def _with_lse(trial: Trial, what: str, arguments: dict[str, Any]) -> Result | None:
+def _with_lse(run: CaseRun, what: str, arguments: dict[str, Any]) -> Result | None:
     """Call for output and LSE; None where that is refused or fails, or the LSE is missing."""
-    result = trial.attempt_call(what, Interface.RAGGED_CONTEXT, arguments | {"return_lse": True})
+    result = run.attempt_call(what, Interface.RAGGED_CONTEXT, arguments | {"return_lse": True})
     if result is not None and result.lse is None:
-        trial.wrong(f"{what}: return_lse=True returned no LSE")
+        run.wrong(f"{what}: return_lse=True returned no LSE")
         return None
-    return _own_rows(result, trial.case)
+    return _own_rows(result, run.case)
 
 
 def _own_rows(result: Result | None, case: RaggedCase) -> Result | None:

@@ -9,12 +9,12 @@ from itertools import product
 
 import torch
 
-from lab.checks.check import Check, Level, first_line
+from lab.checks.case_run import CaseRun
 from lab.checks.graph_case import MLAGraphCase
 from lab.checks.graph_stage import MLAStage
+from lab.checks.properties.check import Check, Level, first_line
 from lab.checks.properties.graph_stories import told_modes
 from lab.checks.stories import tell
-from lab.checks.trial import Trial
 from lab.metadata.engine.graph_inputs import MetadataPlace
 from lab.metadata.engine.lengths import DraftAttention
 from lab.ranges import Ranges
@@ -39,8 +39,8 @@ def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[MLAGr
                 yield MLAGraphCase(mode, story, place, page_size, attention=attention, **dims)
 
 
-def _judge(trial: Trial) -> None:
-    tell(trial, MLAStage)
+def _judge(run: CaseRun) -> None:
+    tell(run, MLAStage)
 
 
 CHECK = Check("S2", "mla_stories", first_line(__doc__), _cases, _judge, interfaces=(Interface.MLA_DECODE,))

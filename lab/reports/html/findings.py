@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding, cited as "path#heading" by `lab.checks.ledger`.
+    """A finding, cited as "path#heading" by `lab.checks.run.known_failures`.
 
     Attributes:
         path: of the page, from the root of the repository.

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from lab.checks import verdicts
 from lab.checks.properties import checks
-from lab.checks.verdicts import Outcome
+from lab.checks.run import verdicts
+from lab.checks.run.verdicts import Outcome
 from lab.reports.html.findings import Finding, findings_in
 from lab.reports.pictures.judging import VerdictCell
 from lab.reports.recorded import RecordedFile, grouped

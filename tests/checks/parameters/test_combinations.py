@@ -8,10 +8,10 @@ import lab.metadata
 from lab import references
 from lab.checks import Configuration, Interface, Level, Outcome, Ranges
 from lab.checks.expressions import read_expression
-from lab.checks.isolation import run_trial
 from lab.checks.parameters.metadata_axes import METADATA
 from lab.checks.parameters.targets import TARGETS
 from lab.checks.properties.k18_combinations import CHECK
+from lab.checks.run.workers import run_trial
 from lab.workloads.inputs.guards import changed_bits
 from lab.workloads.interfaces import ATTENTION
 from tests.checks.small import SMALL

@@ -8,8 +8,8 @@ import torch
 from lab import references
 from lab.axes import options_of
 from lab.checks import Interface, Ranges, judge
-from lab.checks.isolation import Isolation
 from lab.checks.parameters.discovery import discover
+from lab.checks.run.workers import Workers
 from tests.checks import narrow
 from tests.checks.small import decoding
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def found(implementation: Any, ranges: Ranges, interface: Interface = Interface.DECODE) -> Ranges | None:
-    with Isolation(implementation, CPU, ranges, 10.0) as isolation:
+    with Workers(implementation, CPU, ranges, 10.0) as isolation:
         return discover(isolation.submit, interface, ranges)
 
 

@@ -7,11 +7,11 @@ import torch
 from lab import references
 from lab.calls.problem import mask_words
 from lab.checks import Configuration, Interface, Level, Ranges
+from lab.checks.case_run import CaseRun
 from lab.checks.parameters.paged_axes import TWICE, VACUOUS, paged_model
 from lab.checks.parameters.paged_call import judge_paged
 from lab.checks.parameters.paged_shape import attention_case, fewer_than_rows
 from lab.checks.properties.k18_combinations import CHECK
-from lab.checks.trial import Trial
 
 HEADS = 3
 
@@ -29,9 +29,9 @@ def judged(interface: Interface = Interface.DECODE, **values: Any) -> tuple[dict
         return seen["returned"]
 
     setattr(Seeing, interface.value, staticmethod(function))
-    trial = Trial(Seeing, Configuration(interface, values), torch.device("cpu"))
-    judge_paged(trial)
-    assert not trial.wrongs
+    run = CaseRun(Seeing, Configuration(interface, values), torch.device("cpu"))
+    judge_paged(run)
+    assert not run.wrongs
     return seen["arguments"], seen["returned"]
 
 

@@ -5,12 +5,12 @@ import torch
 
 from lab import references
 from lab.checks import Configuration, Interface, Level, Ranges
+from lab.checks.case_run import CaseRun
 from lab.checks.parameters.covering import Model
 from lab.checks.parameters.paged_axes import VACUOUS
 from lab.checks.parameters.ragged import head_dims_of, ragged_model
 from lab.checks.parameters.ragged_call import judge_ragged, ragged_lens
 from lab.checks.properties.k18_combinations import CHECK
-from lab.checks.trial import Trial
 
 
 def configuration(**values: Any) -> Configuration:
@@ -27,9 +27,9 @@ def arguments_of(**values: Any) -> dict[str, Any]:
             seen.update(arguments)
             return references.trtllm_ragged_attention_deepseek(**arguments)
 
-    trial = Trial(Seeing, configuration(**values), torch.device("cpu"))
-    judge_ragged(trial)
-    assert not trial.wrongs
+    run = CaseRun(Seeing, configuration(**values), torch.device("cpu"))
+    judge_ragged(run)
+    assert not run.wrongs
     return seen
 
 
@@ -89,6 +89,6 @@ def test_an_output_that_the_call_makes_has_the_documented_dtype(dtype: str, out_
         def trtllm_ragged_attention_deepseek(**arguments: Any) -> Any:
             return references.trtllm_ragged_attention_deepseek(**arguments).to(torch.float32)
 
-    trial = Trial(Other, configuration(dtype=dtype), torch.device("cpu"))
-    judge_ragged(trial)
-    assert trial.wrongs == [f"the output is torch.float32, not {out_dtype}"]
+    run = CaseRun(Other, configuration(dtype=dtype), torch.device("cpu"))
+    judge_ragged(run)
+    assert run.wrongs == [f"the output is torch.float32, not {out_dtype}"]

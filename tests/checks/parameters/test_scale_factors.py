@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lab.checks import Configuration, Interface, Outcome
-from lab.checks.isolation import run_trial
 from lab.checks.properties import checks
+from lab.checks.run.workers import run_trial
 from lab.ranges import Ranges
 from lab.references import trtllm_batch_decode_with_kv_cache
 from tests.checks.small import decoding

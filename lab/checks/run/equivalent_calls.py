@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.checks.refusals import Declined, is_capturing, output_and_lse
+from lab.checks.run.support_protocol import Unsupported, is_capturing, output_and_lse
 from lab.workloads.inputs.masks import packed_mask
 from lab.workloads.interfaces import Interface
 
@@ -92,7 +92,7 @@ SPELLINGS = (
 )
 
 
-class Speller:
+class EquivalentCalls:
     """Makes calls in an equal spelling where the plain one is refused.
 
     Args:
@@ -106,11 +106,11 @@ class Speller:
     def spelled(
         self, interface: Interface, function: Callable[..., Any], by_engine: bool = False
     ) -> Callable[..., Any]:
-        """Return a function that raises Declined where no equal spelling is taken either.
+        """Return a function that raises Unsupported where no equal spelling is taken either.
 
         Args:
             interface: of the function.
-            function: raises Declined for what it refuses.
+            function: raises Unsupported for what it refuses.
             by_engine: an engine calls it.
         """
         spellings = [each for each in SPELLINGS if by_engine or not each.by_engines]
@@ -121,7 +121,7 @@ class Speller:
                 return _made(interface, function, arguments, self.needed[key])
             try:
                 return function(**arguments)
-            except Declined as refused:
+            except Unsupported as refused:
                 if refused.late or is_capturing():
                     raise
                 used: list[Spelling] = []
@@ -130,7 +130,7 @@ class Speller:
                     used.append(left[0])
                     try:
                         returned = _made(interface, function, arguments, used)
-                    except Declined as again:
+                    except Unsupported as again:
                         said = str(again)
                     else:
                         self.needed[key] = used

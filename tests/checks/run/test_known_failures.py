@@ -10,8 +10,9 @@ import torch
 
 from lab.calls.problem import E4M3
 from lab.checks import AttentionCase, CaseVerdict, Configuration, Interface, Outcome
-from lab.checks.ledger import LEDGER, KnownFinding, known
-from lab.checks.ledger_conditions import (
+from lab.checks.case_run import CaseRun, Result
+from lab.checks.properties import checks
+from lab.checks.run.known_failure_conditions import (
     mask_over_e4m3,
     only_fewer_keys_than_rows,
     only_rows_before_the_first_tile,
@@ -22,9 +23,8 @@ from lab.checks.ledger_conditions import (
     window_over_several_rows,
     wrong_requests,
 )
-from lab.checks.properties import checks
-from lab.checks.trial import Result, Trial
-from lab.checks.verdicts import Judged
+from lab.checks.run.known_failures import KNOWN_FAILURES, KnownFailure, known
+from lab.checks.run.verdicts import Judged
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.provenance import PACKAGES
 from lab.workloads.attention_case import Contents
@@ -34,7 +34,7 @@ from tests.checks.small import decoding
 
 ROOT = Path(__file__).parents[2]
 CASE = AttentionCase(Interface.DECODE, (1, 0, 20), (2, 2, 2))
-ENTRY = KnownFinding("some.kernel", (9, 0), ("K2", "K4"), "NaN", lambda case, wrong: case.group == 4, "page.md#heading")
+ENTRY = KnownFailure("some.kernel", (9, 0), ("K2", "K4"), "NaN", lambda case, wrong: case.group == 4, "page.md#heading")
 VERDICT = CaseVerdict("some.kernel", "K4", Interface.DECODE, CASE, "cuda:0", Judged(Outcome.WRONG, ("NaN in row 3",)))
 
 
@@ -184,7 +184,7 @@ def test_an_entry_of_releases_is_of_these_alone(installed: str | None, is_known:
 def test_what_is_wrong_with_a_ragged_call_is_no_known_finding() -> None:
     case = Configuration(Interface.RAGGED_CONTEXT, {})
     found = replace(wrong(WRONG), implementation="lab.dry_run.b200", check="K18", interface=case.interface, case=case)
-    assert known(found, LEDGER, None) == found
+    assert known(found, KNOWN_FAILURES, None) == found
 
 
 def test_no_failure_is_ever_known() -> None:
@@ -193,12 +193,12 @@ def test_no_failure_is_ever_known() -> None:
 
 
 def test_the_requests_are_read_from_the_judges_own_sentence() -> None:
-    trial = Trial(decoding(lambda **_: None), CASE, torch.device("cpu"))
-    truth = truth_of_call(trial.build())
+    run = CaseRun(decoding(lambda **_: None), CASE, torch.device("cpu"))
+    truth = truth_of_call(run.build())
     out = truth.expected.clone()
     out[0], out[4, 1] = 7.0, 7.0
-    trial.hold("the call", Result(out, None), truth)
-    assert wrong_requests(trial.wrongs[0]) == [0, 2]
+    run.hold("the call", Result(out, None), truth)
+    assert wrong_requests(run.wrongs[0]) == [0, 2]
     assert wrong_requests("it changed its query") == []
 
 
@@ -222,8 +222,10 @@ def test_a_tile_of_rows_begins_before_the_first_key() -> None:
     assert not only_rows_before_the_first_tile(CASE, "384 LSEs are wrong: row 0 head 0 is 6.8, not 1.7 (base 2)")
 
 
-@pytest.mark.parametrize("entry", [entry for entry in LEDGER if entry.package], ids=lambda entry: entry.finding[-30:])
-def test_an_entry_of_a_package_names_what_reports_name(entry: KnownFinding) -> None:
+@pytest.mark.parametrize(
+    "entry", [entry for entry in KNOWN_FAILURES if entry.package], ids=lambda entry: entry.finding[-30:]
+)
+def test_an_entry_of_a_package_names_what_reports_name(entry: KnownFailure) -> None:
     assert entry.package in PACKAGES
     assert entry.releases
 
@@ -236,15 +238,15 @@ def test_conditions_read_the_lengths_of_a_combination() -> None:
     assert only_fewer_keys_than_rows(fewer, "1 of 9 vectors are wrong, of requests [0, 2]: row 0")
 
 
-@pytest.mark.parametrize("entry", LEDGER, ids=lambda entry: entry.finding.split("#")[-1][:30])
-def test_every_entry_cites_a_heading_of_a_page_that_exists(entry: KnownFinding) -> None:
+@pytest.mark.parametrize("entry", KNOWN_FAILURES, ids=lambda entry: entry.finding.split("#")[-1][:30])
+def test_every_entry_cites_a_heading_of_a_page_that_exists(entry: KnownFailure) -> None:
     page, anchor = entry.finding.split("#")
     headings = re.findall(r"^#+ (.+)$", (ROOT / page).read_text(), re.MULTILINE)
     assert anchor in {anchor_of(heading) for heading in headings}
 
 
-@pytest.mark.parametrize("entry", LEDGER, ids=lambda entry: entry.finding.split("#")[-1][:30])
-def test_every_entry_is_of_checks_of_the_catalogue(entry: KnownFinding) -> None:
+@pytest.mark.parametrize("entry", KNOWN_FAILURES, ids=lambda entry: entry.finding.split("#")[-1][:30])
+def test_every_entry_is_of_checks_of_the_catalogue(entry: KnownFailure) -> None:
     assert set(entry.checks) <= {check.key for check in checks()}
     assert entry.checks
     assert not re.search(entry.wrong, ""), "it would explain everything"

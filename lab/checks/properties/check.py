@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from lab.checks.case_run import CaseRun
 from lab.checks.parameters.attention import balanced
-from lab.checks.trial import Trial
 from lab.named_enum import NamedEnum
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase
@@ -37,7 +37,7 @@ class Check:
         name: snake_case, of its module.
         catches: what it catches, the first line of its module.
         cases: the fixed cases for an interface.
-        judge: tells a trial what is wrong. Raises `lab.checks.trial.Declined` where nothing could be judged.
+        judge: tells a run what is wrong. Raises `lab.checks.case_run.Unsupported` where nothing could be judged.
         interfaces: what it applies to.
         adapt: what makes a drawn case one of this check's; None: no case is drawn.
         draw: what yields random cases without an end, of what the verdicts say that the implementation takes; None: nothing.
@@ -51,7 +51,7 @@ class Check:
     name: str
     catches: str
     cases: Cases
-    judge: Callable[[Trial], None]
+    judge: Callable[[CaseRun], None]
     interfaces: tuple[Interface, ...] = ATTENTION
     adapt: Callable[[Any], Any] | None = None
     more: tuple[Following, ...] = ()

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lab.checks.facts import CallFacts, CallLog, context_of, facts_of_case, together
-from lab.checks.refusals import Declined, Raised, Refusals, is_capturing, output_and_lse, refusing
-from lab.checks.spellings import Speller
-from lab.checks.verdicts import IT_FAILED, CheckedResult, SavedOutput, WrongVector
+from lab.checks.run.equivalent_calls import EquivalentCalls
+from lab.checks.run.support_protocol import KernelError, Refusals, Unsupported, is_capturing, output_and_lse, refusing
+from lab.checks.run.verdicts import IT_FAILED, CheckedResult, SavedOutput, WrongVector
 from lab.named_enum import NamedEnum
 from lab.ranges import Ranges
 from lab.references.truth import Truth
@@ -23,7 +23,7 @@ from lab.workloads.inputs.expected import made
 from lab.workloads.inputs.guards import as_integers
 from lab.workloads.interfaces import ATTENTION, Interface
 
-AUDITED_CHECKS = ("K1", "M1")  # whose cases are one call, or one pass; see `lab.checks.audit`
+AUDITED_CHECKS = ("K1", "M1")  # whose cases are one call, or one pass; see `lab.checks.run.audit`
 MOST_SAVED_ELEMENTS = 2**20
 SHOWN_CHARACTERS = 1000
 SHOWN_ELEMENTS = 4
@@ -46,7 +46,7 @@ def _is_default(name: str, value: Any) -> bool:
 
 def _missing(interface: Interface) -> Callable[..., Any]:
     def decline(**arguments: Any) -> None:
-        raise Declined(f"it has no {interface.value}")
+        raise Unsupported(f"it has no {interface.value}")
 
     return decline
 
@@ -62,7 +62,7 @@ class CallForm(NamedEnum):
 class Result(NamedTuple):
     """The results of a call: out [num_rows, num_qo_heads, head_dim], and lse [num_rows, num_qo_heads] or None.
 
-    `call` is what the call was; None stands for the last call of the trial.
+    `call` is what the call was; None stands for the last call of the run.
     """
 
     out: Tensor
@@ -70,7 +70,7 @@ class Result(NamedTuple):
     call: CallFacts | None = None
 
 
-class Trial:
+class CaseRun:
     """A case being judged. A check calls, and holds results against truths; what fails is noted and the check goes on.
 
     Attributes:
@@ -78,7 +78,7 @@ class Trial:
         case: of what; a frozen dataclass.
         device: where.
         ranges: the axes within which a check may vary the case.
-        refusals: exceptions that are refusals, as in `lab.checks.refusals.refusing`.
+        refusals: exceptions that are refusals, as in `lab.checks.run.support_protocol.refusing`.
         calls: calls of the implementation so far.
         wrongs: what was wrong, a sentence each.
         failures: calls that failed, a sentence each.
@@ -112,7 +112,7 @@ class Trial:
         self.output: SavedOutput | None = None
         self.called = self._of_case = facts_of_case(case)
         self._calls = CallLog()
-        self._speller = Speller(self.decline)
+        self._speller = EquivalentCalls(self.decline)
 
     def wrong(self, sentence: str) -> None:
         """Note a sentence of what is wrong, of the last call."""
@@ -170,7 +170,7 @@ class Trial:
             self.declines.append(sentence)
 
     def function(self, interface: Interface) -> Callable[..., Any]:
-        """Return the implementation's function, which raises Declined for what it does not take."""
+        """Return the implementation's function, which raises Unsupported for what it does not take."""
         return self._refusing(getattr(self.implementation, interface.value))
 
     @property
@@ -219,7 +219,7 @@ class Trial:
         return counted
 
     def _preparing(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that prepares a call, with its refusals and the prepared call's as Declined."""
+        """Return a function that prepares a call, with its refusals and the prepared call's as Unsupported."""
         return lambda **arguments: self._refusing(self._refusing(prepare)(**arguments))
 
     def build(self, case: AttentionCase | None = None, **storage: Any) -> AttentionInputs:
@@ -230,13 +230,13 @@ class Trial:
         return build_attention(chosen, self.device)
 
     def run(self, interface: Interface, arguments: dict[str, Any], case: AttentionCase | None = None) -> Result:
-        """Call the implementation with the tensors of the trial's case or of another.
+        """Call the implementation with the tensors of the run's case or of another.
 
-        What it refuses is called again in each equal spelling (`lab.checks.spellings`).
+        What it refuses is called again in each equal spelling (`lab.checks.run.equivalent_calls`).
 
         Raises:
-            Declined: it refused every spelling.
-            Raised: it failed.
+            Unsupported: it refused every spelling.
+            KernelError: it failed.
         """
         call = self.note_call(interface, arguments, case)
         returned = self._speller.spelled(interface, self.function(interface))(**arguments)
@@ -269,14 +269,14 @@ class Trial:
         """Run a call that was taken before, with the same tensors or equal ones; raises as `repeat`."""
         try:
             return self.run(interface, arguments, case)
-        except Declined as declined:
-            raise Raised(f"it refused a call that it had taken before: {declined}") from declined
+        except Unsupported as declined:
+            raise KernelError(f"it refused a call that it had taken before: {declined}") from declined
 
     def hold_call(self, what: str, truth: Truth, inputs: AttentionInputs) -> None:
         """Call, and hold the result to the truth: a failure is noted, and the check goes on.
 
         Raises:
-            Declined: as `run`; nothing of the case can be judged.
+            Unsupported: as `run`; nothing of the case can be judged.
         """
         with self.noting_failures(what):
             self.hold(what, self.call(inputs), truth)
@@ -286,11 +286,11 @@ class Trial:
         """Note a failure of the implementation's and go on, unless the GPU's context is lost.
 
         Raises:
-            Raised: no call can be right after it.
+            KernelError: no call can be right after it.
         """
         try:
             yield
-        except Raised as failure:
+        except KernelError as failure:
             try:
                 self._wait()
             except torch.AcceleratorError:
@@ -318,7 +318,7 @@ class Trial:
         with self.noting_failures(what):
             try:
                 return call()
-            except Declined as declined:
+            except Unsupported as declined:
                 self.decline(f"{what}: {declined}")
         return None
 
@@ -404,7 +404,7 @@ def as_result(returned: Any, interface: Interface) -> Result:
     """Return the rows of all requests, whatever shape the function returns them in.
 
     Raises:
-        Raised: it returned no tensor.
+        KernelError: it returned no tensor.
     """
     out, lse = output_and_lse(interface.value, returned)
     if interface is Interface.MLA_DECODE:

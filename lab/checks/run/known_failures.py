@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from lab.calls.problem import E4M3
-from lab.checks.ledger_conditions import (
+from lab.checks.report import CaseVerdict
+from lab.checks.run.known_failure_conditions import (
     has_fewer_keys_than_rows,
     has_no_keys,
     has_sinks,
@@ -28,8 +29,7 @@ from lab.checks.ledger_conditions import (
     unscaled_e4m3_shows,
     window_over_several_rows,
 )
-from lab.checks.report import CaseVerdict
-from lab.checks.verdicts import Outcome
+from lab.checks.run.verdicts import Outcome
 from lab.gpus import Capability
 from lab.provenance import version_of
 from lab.workloads.attention_case import Contents
@@ -37,7 +37,7 @@ from lab.workloads.interfaces import ATTENTION, Interface
 
 
 @dataclass(frozen=True)
-class KnownFinding:
+class KnownFailure:
     """One entry.
 
     Attributes:
@@ -63,7 +63,7 @@ class KnownFinding:
 
 def known(
     verdict: CaseVerdict,
-    ledger: Sequence[KnownFinding],
+    ledger: Sequence[KnownFailure],
     capability: Capability | None,
     release_of: Callable[[str], str | None] = version_of,
 ) -> CaseVerdict:
@@ -97,7 +97,7 @@ def known(
     )
 
 
-def _is_installed(entry: KnownFinding, release_of: Callable[[str], str | None]) -> bool:
+def _is_installed(entry: KnownFailure, release_of: Callable[[str], str | None]) -> bool:
     """Return True if a release is installed that the entry is about; a build's own mark, such as "+cu130", is no part of it."""
     release = release_of(entry.package) if entry.package else ""
     return not entry.package or (release is not None and release.partition("+")[0] in entry.releases)
@@ -128,57 +128,57 @@ FA2 = _on_hopper("flashinfer_paged:fa2", "flashinfer-python", "0.7.2.post1")
 FA3 = [_on_hopper(f"flashinfer_paged{backend}", "flashinfer-python", "0.7.2.post1") for backend in (":fa3", "")]
 B200: dict[str, Any] = {"implementation": "lab.dry_run.b200", "capability": None}
 
-LEDGER: tuple[KnownFinding, ...] = (
-    KnownFinding(
+KNOWN_FAILURES: tuple[KnownFailure, ...] = (
+    KnownFailure(
         **TRTLLM,
         checks=("K2", "K11", "K13", "K18"),
         wrong="vectors are wrong|are not finite",
         where=lambda case, sentence: is_decode(case, sentence) and only_fewer_keys_than_rows(case, sentence),
         finding=f"{FINDINGS}#3-xqa-is-wrong-for-a-request-with-fewer-keys-than-query-tokens",
     ),
-    KnownFinding(
+    KnownFailure(
         **TRTLLM,
         checks=("K18",),
         wrong="vectors are wrong.*: rows that see no key must be zero",
         where=lambda case, sentence: is_decode(case, sentence) and only_where_a_mask_hides_every_key(case, sentence),
         finding=f"{FINDINGS}#14-xqa-gives-the-mean-of-a-tile-of-values-to-a-row-whose-mask-hides-every-key",
     ),
-    KnownFinding(
+    KnownFailure(
         **TRTLLM,
         checks=("K2",),
         wrong="vectors are wrong|are not finite",
         where=lambda case, sentence: is_decode(case, sentence) and case.contents is Contents.LOW,
         finding=f"{FINDINGS}#4-xqa-gives-no-finite-output-when-every-logit-of-a-row-is-below-about--100000",
     ),
-    KnownFinding(
+    KnownFailure(
         **TRTLLM,
         checks=("K4",),
         wrong="^dead cells of NAN",
         where=lambda case, sentence: case.interface is Interface.CONTEXT,
         finding=f"{FINDINGS}#5-fmha_v2-multiplies-the-tail-of-the-last-v-page-by-zero",
     ),
-    KnownFinding(
+    KnownFailure(
         **TRTLLM,
         checks=("K2", "K18"),
         wrong="vectors are wrong|are not finite",
         where=lambda case, sentence: case.interface is Interface.CONTEXT and only_without_keys(case, sentence),
         finding=f"{FINDINGS}#6-fmha_v2-leaves-the-rows-of-a-request-without-keys-unwritten",
     ),
-    KnownFinding(
+    KnownFailure(
         **TRTLLM,
         checks=("K4",),
         wrong="^pages of NAN before the window",
         where=has_window,
         finding=f"{FINDINGS}#8-xqa-and-fmha_v2-multiply-keys-before-the-window-by-zero",
     ),
-    KnownFinding(
+    KnownFailure(
         **TRTLLM,
         checks=("K4",),
         wrong="^dead cells of NAN",
         where=lambda case, sentence: is_decode(case, sentence) and case.kv_dtype == E4M3 and case.q_lens[0] == 1,
         finding=f"{FINDINGS}#9-xqa-with-e4m3-kv-multiplies-the-tail-of-the-last-v-page-by-zero",
     ),
-    KnownFinding(
+    KnownFailure(
         **TRTLLM,
         checks=("K1", "K2", "K3", "K4", "K5", "K7", "K9", "K10", "K11", "K12", "K13", "K14", "K18", "M1", "S1"),
         wrong="vectors are wrong|are not finite|the bits of rows",
@@ -187,7 +187,7 @@ LEDGER: tuple[KnownFinding, ...] = (
         package="flashinfer-python",
         releases=BEFORE_0616,
     ),
-    KnownFinding(
+    KnownFailure(
         **TRTLLM,
         checks=("K9", "K11", "K18"),
         wrong="vectors are wrong",
@@ -196,49 +196,49 @@ LEDGER: tuple[KnownFinding, ...] = (
         package="flashinfer-python",
         releases=BEFORE_0616,
     ),
-    KnownFinding(
+    KnownFailure(
         **B200,
         checks=("K2", "K11", "K13", "K18", "M2"),
         wrong="vectors are wrong|are not finite",
         where=only_fewer_keys_than_rows,
         finding=NO_KEY,
     ),
-    KnownFinding(  # whose other shape has requests that the case does not tell
+    KnownFailure(  # whose other shape has requests that the case does not tell
         **B200,
         checks=("K6",),
         wrong="^another shape: .*: rows that see no key must be zero",
         where=lambda case, sentence: True,
         finding=NO_KEY,
     ),
-    KnownFinding(
+    KnownFailure(
         **B200,
         checks=("K2", "K18"),
         wrong="LSEs are wrong",
         where=lambda case, sentence: has_fewer_keys_than_rows(case),
         finding=NO_KEY,
     ),
-    KnownFinding(
+    KnownFailure(
         **B200,
         checks=("K2",),
         wrong="LSEs are wrong: row [0-9]+ head [0-9]+ is inf,",
         where=lambda case, sentence: case.contents is Contents.LOW and case.sinks,
         finding=f"{DRY_RUN}#the-lse-is-infinite-where-a-sink-is-far-above-every-logit",
     ),
-    KnownFinding(
+    KnownFailure(
         **VLLM,
         checks=("K2", "K13", "K18"),
         wrong="vectors are wrong|are not finite",
         where=only_without_keys,
         finding=f"{PEERS}#1-vllms-kernel-leaves-the-rows-of-a-request-without-keys-unwritten-where-it-splits-keys",
     ),
-    KnownFinding(
+    KnownFailure(
         **VLLM,
         checks=("K2", "K11", "K18"),
         wrong="vectors are wrong.*: rows that see no key must be zero|are not finite",
         where=only_fewer_keys_than_rows,
         finding=f"{PEERS}#9-vllms-kernel-divides-0-by-0-in-a-row-that-sees-no-key",
     ),
-    KnownFinding(
+    KnownFailure(
         **FA2,
         checks=("K2", "K13", "K18"),
         wrong="vectors are wrong|LSEs are wrong",
@@ -249,21 +249,21 @@ LEDGER: tuple[KnownFinding, ...] = (
         entry
         for fa3 in FA3
         for entry in (
-            KnownFinding(
+            KnownFailure(
                 **fa3,
                 checks=("K2", "K18"),
                 wrong="vectors are wrong|are not finite|LSEs are wrong: row [0-9]+ head [0-9]+ is nan,",
                 where=sink_of_minus_infinity_and_fewer_keys_than_rows,
                 finding=f"{PEERS}#3-flashinfers-fa3-gives-nan-for-a-row-without-keys-and-a-sink-of-minus-infinity",
             ),
-            KnownFinding(
+            KnownFailure(
                 **fa3,
                 checks=("K2", "K18"),
                 wrong="LSEs are wrong: row [0-9]+ head [0-9]+ is -inf,",
                 where=lambda case, sentence: has_sinks(case) and has_no_keys(case),
                 finding=f"{PEERS}#4-flashinfers-fa3-leaves-the-sink-out-of-the-lse-of-a-request-without-keys",
             ),
-            KnownFinding(
+            KnownFailure(
                 **fa3,
                 checks=("K4",),
                 wrong="^pages of NAN before the window",
@@ -272,35 +272,35 @@ LEDGER: tuple[KnownFinding, ...] = (
             ),
         )
     ),
-    KnownFinding(
+    KnownFailure(
         **FA4,
         checks=("K4",),
         wrong="^pages of NAN before the window",
         where=has_window,
         finding=f"{PEERS}#5-flashinfers-fa3-and-flashattention-4-multiply-keys-before-the-window-by-zero",
     ),
-    KnownFinding(
+    KnownFailure(
         **FA4,
         checks=("K2",),
         wrong="LSEs are wrong: row [0-9]+ head [0-9]+ is inf,",
         where=lambda case, sentence: case.contents is Contents.LOW and case.sinks,
         finding=f"{PEERS}#6-the-lse-of-flashattention-4-is-infinite-where-a-sink-is-far-above-every-logit",
     ),
-    KnownFinding(
+    KnownFailure(
         **FLEX,
         checks=("K4",),
         wrong="^dead cells of NAN|^pages of NAN before the window",
         where=lambda case, sentence: True,
         finding=f"{PEERS}#7-flex_attention-multiplies-hidden-values-by-zero",
     ),
-    KnownFinding(
+    KnownFailure(
         **SGLANG,
         checks=("K2", "K11", "K18"),
         wrong="vectors are wrong",
         where=unscaled_e4m3_shows,
         finding=f"{PEERS}#8-sglangs-kernels-round-to-e4m3-without-a-scale-over-an-e4m3-cache",
     ),
-    KnownFinding(
+    KnownFailure(
         **SGLANG,
         checks=("K8",),
         wrong="^the row .* by itself: .*vectors are wrong",

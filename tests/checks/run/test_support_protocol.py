@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from lab.checks import AttentionCase, Interface, Outcome
-from lab.checks.check import Check
-from lab.checks.isolation import run_trial
+from lab.checks.case_run import CaseRun
 from lab.checks.properties import checks
-from lab.checks.refusals import Declined, Raised, refusing, resolve_refusals
-from lab.checks.trial import Trial
-from lab.checks.verdicts import Judged
+from lab.checks.properties.check import Check
+from lab.checks.run.support_protocol import KernelError, Unsupported, refusing, resolve_refusals
+from lab.checks.run.verdicts import Judged
+from lab.checks.run.workers import run_trial
 from lab.ranges import Ranges
 from lab.references import trtllm_batch_decode_with_kv_cache as right
 from lab.workloads.inputs.attention import truth_of_call
@@ -45,7 +45,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
     ],
 )
 def test_a_refusal_is_declined(error: Exception) -> None:
-    with pytest.raises(Declined, match="no"):
+    with pytest.raises(Unsupported, match="no"):
         refusing(raising(error))(sinks=1)
 
 
@@ -61,7 +61,7 @@ def test_a_refusal_is_declined(error: Exception) -> None:
     ],
 )
 def test_anything_else_fails(error: BaseException) -> None:
-    with pytest.raises(Raised, match=rf"^it raised {type(error).__name__}: .*no"):
+    with pytest.raises(KernelError, match=rf"^it raised {type(error).__name__}: .*no"):
         refusing(raising(error))(sinks=1)
 
 
@@ -69,9 +69,9 @@ def test_a_missing_argument_is_a_refusal_of_the_signature_and_of_what_it_forward
     def inside(query: Any) -> Any:
         return (lambda stride: stride)()  # type: ignore[call-arg]
 
-    with pytest.raises(Declined, match="missing a required argument"):
+    with pytest.raises(Unsupported, match="missing a required argument"):
         refusing(inside)()
-    with pytest.raises(Raised, match="missing 1 required positional argument"):
+    with pytest.raises(KernelError, match="missing 1 required positional argument"):
         refusing(inside)(query=1)
 
 
@@ -80,7 +80,7 @@ def test_an_assertion_without_a_message_is_told_by_its_line() -> None:
         if query != 1:
             raise AssertionError
 
-    with pytest.raises(Declined, match="AssertionError: raise AssertionError"):
+    with pytest.raises(Unsupported, match="AssertionError: raise AssertionError"):
         refusing(function)(query=2)
 
 
@@ -89,7 +89,7 @@ def test_an_assertion_after_the_output_was_written_is_no_refusal() -> None:
         out[1] = 0.0
         raise AssertionError("too late")
 
-    with pytest.raises(Raised, match="too late"):
+    with pytest.raises(KernelError, match="too late"):
         refusing(function)(out=torch.full((2, 3), torch.nan))
 
 
@@ -100,7 +100,7 @@ def test_an_assertion_after_an_input_was_written_is_no_refusal(pair: bool) -> No
         raise AssertionError("too late")
 
     pages = torch.ones(2, 3)
-    with pytest.raises(Raised, match="too late"):
+    with pytest.raises(KernelError, match="too late"):
         refusing(function)(kv_cache=(pages, pages.clone()) if pair else pages)
 
 
@@ -109,13 +109,13 @@ def test_the_workspace_may_be_written_before_a_refusal() -> None:
         workspace_buffer.zero_()
         raise AssertionError("no")
 
-    with pytest.raises(Declined, match="no"):
+    with pytest.raises(Unsupported, match="no"):
         refusing(function)(workspace_buffer=torch.ones(2))
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError("no"), SystemExit("no"), GeneratorExit("no")])
 def test_what_is_no_exception_fails_the_call_alone(error: BaseException) -> None:
-    with pytest.raises(Raised, match=f"it raised {type(error).__name__}: no"):
+    with pytest.raises(KernelError, match=f"it raised {type(error).__name__}: no"):
         refusing(raising(error))()
 
 
@@ -129,7 +129,7 @@ def test_another_refusal_after_the_output_was_written_is_late() -> None:
         out[1] = 0.0
         raise NotImplementedError("too late")
 
-    with pytest.raises(Declined, match="too late") as declined:
+    with pytest.raises(Unsupported, match="too late") as declined:
         refusing(function)(out=torch.full((2, 3), torch.nan))
     assert declined.value.late
 
@@ -138,7 +138,7 @@ def test_a_comparison_that_asserts_is_no_refusal() -> None:
     def function(out: Any) -> None:
         torch.testing.assert_close(torch.zeros(1), torch.ones(1))
 
-    with pytest.raises(Raised, match="AssertionError"):
+    with pytest.raises(KernelError, match="AssertionError"):
         refusing(function)(out=None)
 
 
@@ -146,10 +146,10 @@ def test_the_user_says_which_exceptions_are_refusals_instead() -> None:
     named = resolve_refusals("KeyError, tests.checks.hostile.Odd")
     assert named == (KeyError, Odd)
     for error in (KeyError("no"), Odd("no")):
-        with pytest.raises(Declined, match="no"):
+        with pytest.raises(Unsupported, match="no"):
             refusing(raising(error), named)()
     for other in (ValueError("no"), NotImplementedError("no"), AssertionError("no")):
-        with pytest.raises(Raised, match="no"):
+        with pytest.raises(KernelError, match="no"):
             refusing(raising(other), named)()
     judged = run_trial(decoding(raising(Odd("no"))), ORACLE, CASE, CPU, Ranges(), named)
     assert (judged.outcome, judged.declines) == (Outcome.DECLINED, ("no",))
@@ -165,7 +165,7 @@ def test_a_function_without_a_signature_is_called() -> None:
     assert refusing(dict)(a=1) == {"a": 1}
 
 
-def judged_by(judge: Callable[[Trial], None], function: Callable[..., Any] = right) -> Judged:
+def judged_by(judge: Callable[[CaseRun], None], function: Callable[..., Any] = right) -> Judged:
     return run_trial(decoding(function), Check("K0", "none", "", lambda *_: (), judge), CASE, CPU, Ranges())
 
 
@@ -175,10 +175,10 @@ def test_a_failed_call_does_not_end_the_check_nor_hide_what_is_wrong() -> None:
             raise RuntimeError("boom")
         return right(bmm1_scale=bmm1_scale, **arguments)
 
-    def judge(trial: Trial) -> None:
-        inputs = trial.build()
-        trial.vary("negative", truth_of_call(inputs), inputs, bmm1_scale=-1.0)
-        trial.vary("scaled", truth_of_call(inputs, bmm2_scale=2.0), inputs, bmm2_scale=2.0)
+    def judge(run: CaseRun) -> None:
+        inputs = run.build()
+        run.vary("negative", truth_of_call(inputs), inputs, bmm1_scale=-1.0)
+        run.vary("scaled", truth_of_call(inputs, bmm2_scale=2.0), inputs, bmm2_scale=2.0)
 
     judged = judged_by(judge, decode)
     assert judged.outcome is Outcome.WRONG
@@ -197,10 +197,10 @@ def test_a_call_that_was_taken_is_not_refused_later() -> None:
             raise AssertionError("semaphores must be zero")
         return right(**arguments)
 
-    def judge(trial: Trial) -> None:
-        inputs = trial.build()
-        trial.hold("first", trial.call(inputs), truth_of_call(inputs))
-        trial.repeat(inputs)
+    def judge(run: CaseRun) -> None:
+        inputs = run.build()
+        run.hold("first", run.call(inputs), truth_of_call(inputs))
+        run.repeat(inputs)
 
     judged = judged_by(judge, decode)
     assert judged.outcome is Outcome.FAILED
@@ -229,11 +229,11 @@ def test_a_replay_is_not_refused() -> None:
 
 
 def test_an_error_of_the_lab_s_is_not_blamed_on_the_implementation() -> None:
-    def early(trial: Trial) -> None:
+    def early(run: CaseRun) -> None:
         raise IndexError("a bug")
 
-    def late(trial: Trial) -> None:
-        trial.call(trial.build())
+    def late(run: CaseRun) -> None:
+        run.call(run.build())
         raise IndexError("a bug")
 
     judged = judged_by(early)

@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
-from lab.checks.audit import audit, chosen
-from lab.checks.bench import Bench, Session, Waits, in_turns
-from lab.checks.check import Check, Level
-from lab.checks.isolation import Isolation
-from lab.checks.ledger import LEDGER, KnownFinding, known
 from lab.checks.parameters.discovery import discover, is_mostly_declined
-from lab.checks.progress import Progress, Stopwatch
 from lab.checks.properties import checks
+from lab.checks.properties.check import Check, Level
 from lab.checks.recording import digest_of_run, earlier_verdicts, offer_of, read_case, read_record, replaceable
-from lab.checks.refusals import resolve_refusals
 from lab.checks.report import CaseVerdict, Report
-from lab.checks.verdicts import BROKEN
+from lab.checks.run.audit import audit, chosen
+from lab.checks.run.check_run import CheckRun, Session, Waits, in_turns
+from lab.checks.run.known_failures import KNOWN_FAILURES, KnownFailure, known
+from lab.checks.run.progress import Progress, Stopwatch
+from lab.checks.run.support_protocol import resolve_refusals
+from lab.checks.run.verdicts import BROKEN
+from lab.checks.run.workers import Workers
 from lab.gpus import capability_of
 from lab.loading import load
 from lab.provenance import environment
@@ -52,7 +52,7 @@ def judge(
     most_seconds: float = math.inf,
     drawn: int | None = None,
     refusals: Sequence[type[BaseException]] | None = None,
-    ledger: Sequence[KnownFinding] = LEDGER,
+    ledger: Sequence[KnownFailure] = KNOWN_FAILURES,
     progress: Callable[[Progress], None] | None = None,
     out: Path | str | None = None,
     fresh: bool = False,
@@ -63,7 +63,8 @@ def judge(
 ) -> Report:
     """Find out whether an implementation is right.
 
-    What it refuses (`lab.checks.refusals`) in every spelling (`lab.checks.spellings`) is declined; all else must be right.
+    What it refuses (`lab.checks.run.support_protocol`), also as an equivalent call (`lab.checks.run.equivalent_calls`), is
+    declined; all else must be right.
 
     Args:
         implementation: a module or object with one or more of the names of `lab.workloads.interfaces.Interface`, or the
@@ -78,7 +79,7 @@ def judge(
         time_limit_s: of one case, if isolated.
         most_seconds: after so long, no further case is begun; the report counts what was left out. Checks take turns.
         drawn: cases that Hypothesis draws per check and function; the level's number if None.
-        refusals: exceptions that are refusals, instead of those of `lab.checks.refusals.refusing`.
+        refusals: exceptions that are refusals, instead of those of `lab.checks.run.support_protocol.refusing`.
         ledger: recorded findings that are told apart from new ones.
         progress: called with each verdict, and with how far the run is.
         out: the report's file, written as the run goes. Right and declined cases that it holds, of the same run with the
@@ -106,7 +107,7 @@ def judge(
     count = DRAWN_CASES[depth] if drawn is None else drawn
     name, subject = (implementation, implementation) if isolated else _named(implementation)
     path, refused = None if out is None else replaceable(Path(out)), None if refusals is None else tuple(refusals)
-    with Isolation(subject, where, given, time_limit_s, workers, refused) as isolation:
+    with Workers(subject, where, given, time_limit_s, workers, refused) as isolation:
         offer = isolation.ask(partial(offer_of, implementation if isinstance(implementation, str) else ""))
         offered = _offered(name, offer.interfaces, functions)
         about = environment()
@@ -136,7 +137,7 @@ class _Run:
     known: Callable[[CaseVerdict], CaseVerdict]
     probes: bool
     end: float
-    benches: list[Bench] = field(default_factory=list)
+    benches: list[CheckRun] = field(default_factory=list)
     _next_write: float = -math.inf
 
     def judged(
@@ -168,7 +169,7 @@ class _Run:
         return report
 
     def _audit(self) -> None:
-        """Judge some right cases again where the kernel's code never was; see `lab.checks.audit`."""
+        """Judge some right cases again where the kernel's code never was; see `lab.checks.run.audit`."""
         session, benches = self.session, {(bench.check.key, bench.interface): bench for bench in self.benches}
         if not session.isolation.is_apart:
             return
@@ -191,11 +192,11 @@ class _Run:
             self.empty = replace(self.empty, narrowed=(*self.empty.narrowed, (interface, found)))
             self._turns(bench.turns() for bench in self._plan([interface], found))
 
-    def _plan(self, interfaces: Sequence[Interface], ranges: Ranges) -> list[Bench]:
+    def _plan(self, interfaces: Sequence[Interface], ranges: Ranges) -> list[CheckRun]:
         """Plan the benches of functions over axes, without the cases that were planned before."""
         before = {(bench.check.key, bench.interface): bench for bench in self.benches}
         planned = [
-            Bench(
+            CheckRun(
                 self.session,
                 check,
                 interface,
@@ -256,7 +257,7 @@ def judge_case(
     name, loaded = _named(implementation)
     (chosen,) = _chosen((check,))
     interface = getattr(case, "interface", chosen.interfaces[0])
-    with Isolation(loaded, where, ranges or Ranges(), TIME_LIMIT_S) as isolation:
+    with Workers(loaded, where, ranges or Ranges(), TIME_LIMIT_S) as isolation:
         judged = isolation.submit(chosen.key, case)()
     return CaseVerdict(name, chosen.key, interface, case, str(where), judged, ranges or Ranges())
 
@@ -289,7 +290,7 @@ def judge_recorded(
     name, where = implementation or was.implementation, device_of(device or was.device)
     _check_numbers(1, time_limit_s, None)
     refused = resolve_refusals(",".join(names)) if (names := read_record(Path(path)).get("refusals")) else None
-    with Isolation(name if isolated else load(name), where, was.ranges, time_limit_s, refusals=refused) as isolation:
+    with Workers(name if isolated else load(name), where, was.ranges, time_limit_s, refusals=refused) as isolation:
         isolation.ask(interfaces_of)
         judged = isolation.submit(was.check, was.case)()
     return replace(was, implementation=name, device=str(where), judged=judged, finding="")

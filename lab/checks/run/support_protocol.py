@@ -26,7 +26,7 @@ _UNKNOWN = re.compile(
 _MISSING = re.compile(r"missing (a|\d+) required (positional |keyword-only )?arguments?")
 
 
-class Declined(NotImplementedError):  # noqa: N818 - not an error of anybody's
+class Unsupported(NotImplementedError):  # noqa: N818 - not an error of anybody's
     """The implementation refused a call, or has no such parameter.
 
     Attributes:
@@ -38,18 +38,18 @@ class Declined(NotImplementedError):  # noqa: N818 - not an error of anybody's
         self.late = late
 
 
-class Raised(Exception):  # noqa: N818 - the implementation's error, carried past the check
+class KernelError(Exception):
     """The implementation raised what is no refusal, or returned what is no result."""
 
 
-def raised(error: BaseException) -> Raised:
+def raised(error: BaseException) -> KernelError:
     """Return an error of the implementation as what it is: a failure; of torch's advice on an error of CUDA, nothing."""
     said = str(error).split("\n", 1)[0] if isinstance(error, torch.AcceleratorError) else error
-    return Raised(f"it raised {type(error).__name__}: {said}")
+    return KernelError(f"it raised {type(error).__name__}: {said}")
 
 
 def refusing(function: Callable[..., Any], refusals: Refusals | None = None) -> Callable[..., Any]:
-    """Return the function with its refusals as Declined and all else that it raises, but for Ctrl-C, as Raised.
+    """Return the function with its refusals as Unsupported and all else that it raises, but for Ctrl-C, as KernelError.
 
     A refusal is NotImplementedError, ValueError, a TypeError that names an unknown argument or a missing one, and an
     AssertionError of Python's before a launch: nothing was written to an output that was handed out, nor by torch to another
@@ -71,7 +71,7 @@ def refusing(function: Callable[..., Any], refusals: Refusals | None = None) -> 
             try:
                 signature.bind(*args, **arguments)
             except TypeError as error:
-                raise Declined(_of_arguments(error)) from error
+                raise Unsupported(_of_arguments(error)) from error
         before = {} if is_capturing() else _outputs(arguments)
         versions = _versions(arguments)
         try:
@@ -84,7 +84,7 @@ def refusing(function: Callable[..., Any], refusals: Refusals | None = None) -> 
             late = wrote or _versions(arguments) != versions
             if not _is_refusal(error, refusals, signature, arguments, late):
                 raise raised(error) from error
-            raise Declined(_sentence(error), late) from error
+            raise Unsupported(_sentence(error), late) from error
 
     return call
 
@@ -93,13 +93,13 @@ def output_and_lse(name: str, returned: Any) -> tuple[Tensor, Tensor | None]:
     """Return what a function of that name returned: an output, alone or in a pair with its LSE.
 
     Raises:
-        Raised: it returned something else.
+        KernelError: it returned something else.
     """
     out, lse = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     if type(out) not in TENSORS:
-        raise Raised(f"{name} returned {type(out).__name__}, not a tensor")
+        raise KernelError(f"{name} returned {type(out).__name__}, not a tensor")
     if lse is not None and type(lse) not in TENSORS:
-        raise Raised(f"{name} returned {type(lse).__name__} as its LSE, not a tensor")
+        raise KernelError(f"{name} returned {type(lse).__name__} as its LSE, not a tensor")
     return out, lse
 
 
@@ -150,14 +150,14 @@ def _versions(arguments: dict[str, Any]) -> list[int]:
 
 
 def _check_gpu(error: BaseException) -> None:
-    """Raise Raised for an error of a launch, which shows where the GPU is waited for."""
+    """Raise KernelError for an error of a launch, which shows where the GPU is waited for."""
     if isinstance(error, torch.AcceleratorError):
         raise raised(error) from error
     if torch.cuda.is_initialized() and not is_capturing():
         try:
             torch.cuda.synchronize()
         except RuntimeError as of_launch:
-            raise Raised(f"{raised(error)}; {of_launch}") from error
+            raise KernelError(f"{raised(error)}; {of_launch}") from error
 
 
 def _is_refusal(

@@ -13,10 +13,10 @@ import torch
 
 from lab import references
 from lab.checks import CaseVerdict, Outcome, Ranges, Report, judge
-from lab.checks import isolation as isolation_module
-from lab.checks.bench import Waits, in_turns
-from lab.checks.isolation import Isolation, Pending, TooLate
-from lab.checks.verdicts import Judged
+from lab.checks.run import workers as isolation_module
+from lab.checks.run.check_run import Waits, in_turns
+from lab.checks.run.verdicts import Judged
+from lab.checks.run.workers import Pending, TooLate, Workers
 from lab.loading import LoadError
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import Interface
@@ -83,7 +83,7 @@ def test_right_cases_follow_a_crash_in_the_new_worker() -> None:
     """Cases of both kinds take turns in one pool of a single worker."""
     case = AttentionCase(Interface.DECODE, (20,), (1,), group=1)
     crash = AttentionCase(Interface.DECODE, (20,), (1,), group=3)
-    with Isolation("tests.checks.hostile", torch.device("cpu"), Ranges(), TIME_LIMIT_S) as isolation:
+    with Workers("tests.checks.hostile", torch.device("cpu"), Ranges(), TIME_LIMIT_S) as isolation:
         waiting = [isolation.submit("K1", each) for each in (case, crash, case)]
         assert [wait().outcome for wait in waiting] == [Outcome.RIGHT, Outcome.FAILED, Outcome.RIGHT]
 
@@ -91,7 +91,7 @@ def test_right_cases_follow_a_crash_in_the_new_worker() -> None:
 def test_a_worker_that_dies_between_cases_is_replaced_too() -> None:
     """What one case broke may kill the process later."""
     case = AttentionCase(Interface.DECODE, (20,), (1,), group=1)
-    with Isolation("tests.checks.hostile:dies_later", torch.device("cpu"), Ranges(), TIME_LIMIT_S) as isolation:
+    with Workers("tests.checks.hostile:dies_later", torch.device("cpu"), Ranges(), TIME_LIMIT_S) as isolation:
         for _ in range(2):
             assert isolation.submit("K1", case)().outcome is Outcome.RIGHT
             time.sleep(2.0)
@@ -101,7 +101,7 @@ def test_a_worker_that_dies_between_cases_is_replaced_too() -> None:
 def test_no_case_is_begun_after_the_end(name: str | None) -> None:
     """A case may wait for others in a queue when its run is over; `name` is None for a judge in this process."""
     case = AttentionCase(Interface.DECODE, (20,), (1,), group=1)
-    with Isolation(name or references, torch.device("cpu"), Ranges(), TIME_LIMIT_S) as isolation:
+    with Workers(name or references, torch.device("cpu"), Ranges(), TIME_LIMIT_S) as isolation:
         now = time.monotonic()
         late, in_time = (isolation.submit("K1", case, None, end) for end in (now - 1.0, now + 60.0))
         assert in_time().outcome is Outcome.RIGHT
@@ -154,7 +154,7 @@ def _right() -> Judged:
 def test_a_pool_whose_workers_never_begin_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolation_module, "_begin", hostile.leave_at_once)
     case = AttentionCase(Interface.DECODE, (20,), (1,))
-    with Isolation("lab.references", torch.device("cpu"), Ranges(), TIME_LIMIT_S) as isolation:
+    with Workers("lab.references", torch.device("cpu"), Ranges(), TIME_LIMIT_S) as isolation:
         waiting = isolation.submit("K1", case)
         with pytest.raises(RuntimeError, match="no worker can begin: a script"):
             waiting()

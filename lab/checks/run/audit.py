@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from lab.checks.isolation import Isolation
+from lab.checks.case_run import AUDITED_CHECKS, CaseRun, Result
 from lab.checks.report import CaseVerdict
-from lab.checks.trial import AUDITED_CHECKS, Result, Trial
-from lab.checks.verdicts import Judged, Outcome, SavedOutput
+from lab.checks.run.verdicts import Judged, Outcome, SavedOutput
+from lab.checks.run.workers import Workers
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.inputs.attention import build_attention, truth_of_call
 from lab.workloads.inputs.forward_pass import build_forward
@@ -37,7 +37,7 @@ def chosen(verdicts: Sequence[CaseVerdict]) -> list[CaseVerdict]:
     ]
 
 
-def audit(isolation: Isolation, verdict: CaseVerdict) -> Judged:
+def audit(isolation: Workers, verdict: CaseVerdict) -> Judged:
     """Judge a case in a worker, and its output again in a process without the kernel."""
     judged = isolation.submit(verdict.check, verdict.case, verdict.ranges)()
     if judged.outcome is not Outcome.RIGHT or judged.output is None:
@@ -48,10 +48,10 @@ def audit(isolation: Isolation, verdict: CaseVerdict) -> Judged:
 def judge_output(case: Any, device: str, saved: SavedOutput) -> Judged:
     """Judge the output of a case's call, in a process that has not loaded the kernel."""
     where = torch.device(device)
-    trial = Trial(None, case, where)
+    run = CaseRun(None, case, where)
     is_pass = isinstance(case, ForwardCase)
     truth = build_forward(case, where).truth() if is_pass else truth_of_call(build_attention(case, where))
     what = "the call, with contents that no run had, judged where the kernel's code never was"
-    trial.hold(what, Result(saved.tensor().to(where), None), truth)
-    outcome = Outcome.WRONG if trial.wrongs else Outcome.RIGHT
-    return Judged(outcome, tuple(trial.wrongs), (), trial.worst_ratio, trial.judged, tuple(trial.results))
+    run.hold(what, Result(saved.tensor().to(where), None), truth)
+    outcome = Outcome.WRONG if run.wrongs else Outcome.RIGHT
+    return Judged(outcome, tuple(run.wrongs), (), run.worst_ratio, run.judged, tuple(run.results))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lab.checks.transport import Foreign, loads
-from lab.checks.verdicts import CheckedResult, Judged, Outcome, SavedOutput, WrongVector, credible
+from lab.checks.run.transport import Foreign, loads
+from lab.checks.run.verdicts import CheckedResult, Judged, Outcome, SavedOutput, WrongVector, credible
 from lab.loading import LoadError
 
 JUDGED = Judged(

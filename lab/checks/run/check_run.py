@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from lab.checks.check import Check, Level
-from lab.checks.isolation import Isolation, Pending, TooLate
 from lab.checks.parameters.attention import drawn_cases
+from lab.checks.properties.check import Check, Level
 from lab.checks.report import CaseVerdict
-from lab.checks.verdicts import BROKEN, Judged, Outcome
+from lab.checks.run.verdicts import BROKEN, Judged, Outcome
+from lab.checks.run.workers import Pending, TooLate, Workers
 from lab.ranges import Ranges
 from lab.workloads.interfaces import ATTENTION, Interface
 
@@ -54,7 +54,7 @@ class Session:
     """
 
     name: str
-    isolation: Isolation
+    isolation: Workers
     end: float = math.inf
     stops_at_fault: bool = False
     earlier: dict[Key, CaseVerdict] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class Session:
         return replace(verdict, number=number, recorded_in=self.recorded_in)
 
 
-class Bench:
+class CheckRun:
     """One check of one function of an implementation.
 
     Attributes:
@@ -108,7 +108,7 @@ class Bench:
         level: Level,
         ranges: Ranges,
         drawn: int,
-        after: "Bench | None" = None,
+        after: "CheckRun | None" = None,
     ) -> None:
         """Plan a bench.
 

@@ -21,13 +21,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from lab.checks import transport
-from lab.checks.check import Check
+from lab.checks.case_run import AUDITED_CHECKS, CaseRun
 from lab.checks.parameters.discovery import PROBE
 from lab.checks.properties import checks
-from lab.checks.refusals import Declined, Raised, Refusals, raised
-from lab.checks.trial import AUDITED_CHECKS, Trial
-from lab.checks.verdicts import BROKEN, Judged, Outcome, credible, dishonest
+from lab.checks.properties.check import Check
+from lab.checks.run import transport
+from lab.checks.run.support_protocol import KernelError, Refusals, Unsupported, raised
+from lab.checks.run.verdicts import BROKEN, Judged, Outcome, credible, dishonest
 from lab.integrity import Bindings, ChangedBindingsError, bindings, in_words
 from lab.interpreter import quicken
 from lab.loading import LoadError, load
@@ -71,7 +71,7 @@ class Pending:
         return self.future is None or self.future.done()
 
 
-class Isolation:
+class Workers:
     """Judges cases: here, or in worker processes if the implementation is given by name.
 
     A worker that crashes, loses its CUDA context or passes the time limit is replaced, and its case is FAILED. One that loses
@@ -94,7 +94,7 @@ class Isolation:
         self._has_worked = False
         self._last_words: tempfile.TemporaryDirectory[str] | None = None
 
-    def __enter__(self) -> "Isolation":
+    def __enter__(self) -> "Workers":
         noted.cache_clear()  # what a process changes between two runs is its own affair
         noted()
         if isinstance(self.implementation, str):
@@ -175,8 +175,8 @@ class Isolation:
         """
         within = ranges or self.ranges
         if self._pool is None or self._last_words is None:
-            trial = (self.implementation, _check(check), case, self.device, within, self.refusals)
-            return Pending(functools.partial(_in_time, end, _run_watched, *trial))
+            run = (self.implementation, _check(check), case, self.device, within, self.refusals)
+            return Pending(functools.partial(_in_time, end, _run_watched, *run))
         descriptor, last_words = tempfile.mkstemp(dir=self._last_words.name)
         os.close(descriptor)
         work = (self.implementation, check, case, str(self.device), within, self.refusals, self.time_limit_s)
@@ -255,9 +255,9 @@ def noted() -> Bindings:
     return bindings()
 
 
-def _run_watched(*trial: Any) -> Judged:
+def _run_watched(*run: Any) -> Judged:
     """Judge one case as `run_trial`; it is DISHONEST if what judges it is not as it was noted."""
-    judged = run_trial(*trial)
+    judged = run_trial(*run)
     changed = noted().changes()
     return dishonest(judged, in_words(changed)) if changed else judged
 
@@ -327,32 +327,30 @@ def run_trial(
     refusals: Refusals | None = None,
 ) -> Judged:
     """Judge one case in this process. A case is WRONG if a result is, FAILED if a call failed or something ended the check."""
-    trial = Trial(implementation, case, device, ranges, refusals)
-    trial.saves_output = check.key in AUDITED_CHECKS
+    run = CaseRun(implementation, case, device, ranges, refusals)
+    run.saves_output = check.key in AUDITED_CHECKS
     try:
-        check.judge(trial)
+        check.judge(run)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    except Declined as declined:
-        trial.decline(str(declined))
-        if not (trial.wrongs or trial.failures or trial.judged):
-            return Judged(Outcome.DECLINED, declines=tuple(trial.declines), results=tuple(trial.results))
-    except Raised as failure:
-        trial.fail(str(failure))
+    except Unsupported as declined:
+        run.decline(str(declined))
+        if not (run.wrongs or run.failures or run.judged):
+            return Judged(Outcome.DECLINED, declines=tuple(run.declines), results=tuple(run.results))
+    except KernelError as failure:
+        run.fail(str(failure))
     except ChangedBindingsError as error:
-        return dishonest(Judged(Outcome.DISHONEST, judged=trial.judged), str(error))
+        return dishonest(Judged(Outcome.DISHONEST, judged=run.judged), str(error))
     except torch.AcceleratorError as error:  # of a launch: it shows where the device is next waited for
-        trial.fail(str(raised(error)))
+        run.fail(str(raised(error)))
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
-        if trial.calls:
-            trial.fail(f"the check stopped at what the implementation returned, or at a bug of the lab's own: {said}")
+        if run.calls:
+            run.fail(f"the check stopped at what the implementation returned, or at a bug of the lab's own: {said}")
         else:
-            trial.fail(
-                f"the lab failed before it called the implementation, whose fault this is not: {said}", held="lab"
-            )
-    outcome = Outcome.RIGHT if trial.judged else Outcome.DECLINED
-    if trial.wrongs or trial.failures:
-        outcome = Outcome.WRONG if trial.wrongs else Outcome.FAILED
-    found = (*trial.wrongs, *trial.failures), tuple(trial.declines), trial.worst_ratio, trial.judged
-    return Judged(outcome, *found, tuple(trial.results), trial.output)
+            run.fail(f"the lab failed before it called the implementation, whose fault this is not: {said}", held="lab")
+    outcome = Outcome.RIGHT if run.judged else Outcome.DECLINED
+    if run.wrongs or run.failures:
+        outcome = Outcome.WRONG if run.wrongs else Outcome.FAILED
+    found = (*run.wrongs, *run.failures), tuple(run.declines), run.worst_ratio, run.judged
+    return Judged(outcome, *found, tuple(run.results), run.output)

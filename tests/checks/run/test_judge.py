@@ -15,10 +15,10 @@ import torch
 from lab import references
 from lab.calls.problem import E4M3
 from lab.checks import AttentionCase, CaseVerdict, Contents, Interface, Level, Outcome, judge, judge_case
-from lab.checks.ledger import KnownFinding
-from lab.checks.progress import Progress
 from lab.checks.properties import checks
 from lab.checks.report import Report
+from lab.checks.run.known_failures import KnownFailure
+from lab.checks.run.progress import Progress
 from lab.loading import LoadError
 from tests.checks import hostile, someone_elses
 from tests.checks.small import SMALL, decoding, twice_as_large_if
@@ -84,7 +84,7 @@ def test_a_module_a_name_and_an_object_are_judged_alike(implementation: Any) -> 
 
 
 def test_a_name_may_lead_into_a_module() -> None:
-    assert judged("tests.checks.test_judge:INSIDE").is_right
+    assert judged("tests.checks.run.test_judge:INSIDE").is_right
 
 
 INSIDE = decoding(references.trtllm_batch_decode_with_kv_cache)
@@ -268,7 +268,7 @@ def test_checks_take_turns_and_are_reported_one_after_another() -> None:
 
 
 def test_only_the_ledger_lets_a_wrong_case_pass() -> None:
-    entry = KnownFinding(
+    entry = KnownFailure(
         "SimpleNamespace", None, ("K1",), "vectors are wrong", lambda case, wrong: True, "page#heading"
     )
     wrong = twice_as_large_if(lambda **_: True)
