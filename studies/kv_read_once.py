@@ -35,10 +35,11 @@ from lab.timing.host_time import METHOD as HOST_METHOD
 from lab.timing.host_time import HostTime, host_time
 from lab.timing.sampling import fresh_seed
 from lab.timing.staging import renew
-from lab.timing.work import GpuWork, Seeds
+from lab.timing.work import GpuWork
 from lab.workloads.batches import parse_batch
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.geometries import Geometry
+from lab.workloads.inputs.redraw import Seeds
 from lab.workloads.scenarios import scenario
 from lab.workloads.traces import TracedRequest
 from studies.arms import JUDGED, OUTCOMES, Arm, Point, PointRows, TimingPlan, Works, measure_arms, measure_point

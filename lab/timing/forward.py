@@ -13,13 +13,13 @@ from lab.kernels.support import kernel_names
 from lab.timing.gpu_time import GpuTime, measure_staged, rounded_us
 from lab.timing.host_time import CALLS_PER_BATCH, host_time
 from lab.timing.method import L2, Method
-from lab.timing.redraw import PassRedraw
 from lab.timing.roofline import Ceilings, roofline, why_impossible
 from lab.timing.sampling import RefusedTimeError
 from lab.timing.staging import Staged, stage
 from lab.timing.work import GpuWork
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.inputs.forward_pass import EnginePass, ForwardPass, build_forward
+from lab.workloads.inputs.redraw import PassRedraw
 from lab.workloads.mla_case import MLACase
 
 HOST_BATCHES = 20

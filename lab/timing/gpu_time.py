@@ -30,7 +30,8 @@ from lab.timing.sampling import (
     reset_persisting_l2,
 )
 from lab.timing.staging import Staged, check_results, renew, stage
-from lab.timing.work import SHORTER_EVERY, GpuWork, Redraw, Seeds, wipe
+from lab.timing.work import GpuWork, Redraw
+from lab.workloads.inputs.redraw import SHORTER_EVERY, Seeds, wipe
 
 SAMPLES = 30
 WARM_UP_RUNS = 3

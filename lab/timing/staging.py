@@ -15,7 +15,8 @@ from lab.timing.device_state import DeviceState
 from lab.timing.host_time import drain
 from lab.timing.method import L2, Clock, Method
 from lab.timing.sampling import between_events, driver, fresh_seed
-from lab.timing.work import Call, GpuWork, Redraw, Seeds, wipe
+from lab.timing.work import Call, GpuWork, Redraw
+from lab.workloads.inputs.redraw import Seeds, wipe
 
 # A replay lasts about this long. Two events add 2 µs to it, and making lines that persist in L2 ordinary adds 17 µs on an H100.
 REPLAY_US = 2000.0

@@ -4,25 +4,12 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
+
+from lab.workloads.inputs.redraw import Seeds
 
 Call = Callable[[], object]
 Check = Callable[[Mapping[str, Any]], None]
-
-# Requests are some tokens shorter where this divides the seed of a call: rarely, so that the median time is the case's.
-SHORTER_EVERY = 8
-
-
-class Seeds(NamedTuple):
-    """What the contents of a call are made from: of K, V and their pages, and of queries, lengths and some tokens in place."""
-
-    tokens: int
-    call: int
-
-
-def wipe(arguments: Mapping[str, Any]) -> None:
-    """Fill the output `out` with NaN, so that nothing of an earlier call is left in it."""
-    arguments["out"].fill_(float("nan"))
 
 
 class Redraw(Protocol):

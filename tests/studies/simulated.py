@@ -8,7 +8,7 @@ from lab.timing import Ceilings, GpuTime, GpuWork, Method
 from lab.timing.gpu_time import check_named
 from lab.timing.host_time import HostTime
 from lab.timing.staging import check_results, renew
-from lab.timing.work import Seeds
+from lab.workloads.inputs.redraw import Seeds
 
 CEILINGS = Ceilings(bandwidth_gbps=4000.0, matrix_rate_tflops=800.0)
 SLOWER = Ceilings(bandwidth_gbps=8.0, matrix_rate_tflops=0.042)  # floors about what is simulated, for some requests

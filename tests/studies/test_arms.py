@@ -8,7 +8,7 @@ import pytest
 from lab.timing import GpuTime, GpuWork
 from lab.timing.gpu_time import check_named
 from lab.timing.method import L2, Clock, Method
-from lab.timing.work import Seeds
+from lab.workloads.inputs.redraw import Seeds
 from studies import arms
 from studies.arms import (
     Arm,

@@ -12,9 +12,9 @@ from lab.metadata import ForwardMode
 from lab.timing import GpuTime, GpuWork, Method, forward, method_named
 from lab.timing.forward import DeclinedError, time_forward, time_in_turns
 from lab.timing.staging import check_results, renew
-from lab.timing.work import Seeds
 from lab.workloads import ForwardCase
 from lab.workloads.inputs.forward_pass import ForwardPass, build_forward
+from lab.workloads.inputs.redraw import Seeds
 
 CASE = ForwardCase(ForwardMode.DECODE, "tiny", (3, 40), (1, 1), page_size=16)
 METHOD = method_named("graph", "cold")

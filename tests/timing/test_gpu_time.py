@@ -15,7 +15,8 @@ from lab.timing.device_state import DeviceState
 from lab.timing.gpu_time import Contents, _from_records, _from_samples, _shuffled_rounds
 from lab.timing.sampling import RefusedTimeError, Sample, check_clocks, refuse_strangers
 from lab.timing.staging import MOST_COPIES, Staged, buffer_copies
-from lab.timing.work import SHORTER_EVERY, GpuWork, Seeds
+from lab.timing.work import GpuWork
+from lab.workloads.inputs.redraw import SHORTER_EVERY, Seeds
 
 WARM = Method(Clock.GRAPH, L2.WARM)
 ROTATED = Method(Clock.GRAPH, L2.COLD_ROTATION)

@@ -11,10 +11,11 @@ from lab.kernels import PlannedOnce
 from lab.metadata import ForwardMode
 from lab.timing.forward import TimedPasses
 from lab.timing.staging import check_results, renew
-from lab.timing.work import SHORTER_EVERY, GpuWork, Seeds
+from lab.timing.work import GpuWork
 from lab.workloads import ForwardCase, scenario
 from lab.workloads.inputs.forward_pass import build_forward
 from lab.workloads.inputs.mla_pass import build_mla_pass
+from lab.workloads.inputs.redraw import SHORTER_EVERY, Seeds
 from lab.workloads.mla_case import MLACase
 
 CPU = torch.device("cpu")
@@ -142,7 +143,7 @@ def test_works_over_a_pass_share_all_but_their_outputs() -> None:
 
 
 def test_a_part_is_of_requests_that_the_seeds_choose(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lab.timing.redraw.PART_PAIRS", 1)
+    monkeypatch.setattr("lab.workloads.inputs.redraw.PART_PAIRS", 1)
     work = passes("decode/tiny/3q1s100").work(references)
     assert work.redraw is not None
     renew(work, FIRST)

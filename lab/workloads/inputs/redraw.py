@@ -8,7 +8,7 @@ import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,17 +16,30 @@ from torch import Tensor
 from lab.metadata.engine.kv_cache import NVFP4KVCache, PagedKVCache
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 from lab.metadata.mla.metadata import TRTLLMMLADecodeMetadata
-from lab.timing.work import SHORTER_EVERY, Seeds, wipe
 from lab.workloads.inputs.encoding import fill
 from lab.workloads.inputs.expected import made
 from lab.workloads.inputs.forward_pass import EnginePass
 from lab.workloads.requests import History
 
+# Requests are some tokens shorter where this divides the seed of a call: rarely, so that the median time is the case's.
+SHORTER_EVERY = 8
 MOST_SHORTER = 3  # tokens by which a drawn length is below the case's
 MOST_TOUCHED = 256  # tokens that each call draws anew
 PART_PAIRS = 2**19  # (query row, key, head) triples of the requests that a part has; one request at least
 TABLES = ("page_table", "swa_page_table", "encoder_page_table", "block_kv_indices")
 LENGTHS = ("cache_seqlens_int32", "seq_lens_k")
+
+
+class Seeds(NamedTuple):
+    """What the contents of a call are made from: of K, V and their pages, and of queries, lengths and some tokens in place."""
+
+    tokens: int
+    call: int
+
+
+def wipe(arguments: Mapping[str, Any]) -> None:
+    """Fill the output `out` with NaN, so that nothing of an earlier call is left in it."""
+    arguments["out"].fill_(float("nan"))
 
 
 @dataclass(frozen=True, eq=False)
