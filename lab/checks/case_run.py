@@ -10,7 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lab.checks.facts import CallFacts, CallLog, context_of, facts_of_case, together
+from lab.checks.explain.reading import (
+    CallFeatures,
+    features_of_call,
+    features_of_case,
+    features_of_contents,
+    of_any_request,
+)
+from lab.checks.explain.subjects import CallLog
 from lab.checks.run.equivalent_calls import EquivalentCalls
 from lab.checks.run.support_protocol import KernelError, Refusals, Unsupported, is_capturing, output_and_lse, refusing
 from lab.checks.run.verdicts import IT_FAILED, CheckedResult, SavedOutput, WrongVector
@@ -67,7 +74,7 @@ class Result(NamedTuple):
 
     out: Tensor
     lse: Tensor | None
-    call: CallFacts | None = None
+    call: CallFeatures | None = None
 
 
 class CaseRun:
@@ -110,7 +117,7 @@ class CaseRun:
         self.results: list[CheckedResult] = []
         self.saves_output = False
         self.output: SavedOutput | None = None
-        self.called = self._of_case = facts_of_case(case)
+        self.called = self._of_case = features_of_case(case)
         self._calls = CallLog()
         self._speller = EquivalentCalls(self.decline)
 
@@ -119,19 +126,20 @@ class CaseRun:
         self.hold_nothing_wrong("what it returned", [sentence], held="other")
 
     def hold_nothing_wrong(
-        self, what: str, sentences: Iterable[str], held: str = "memory", call: CallFacts | None = None
+        self, what: str, sentences: Iterable[str], held: str = "memory", call: CallFeatures | None = None
     ) -> None:
         """Hold something that says itself what is wrong of it, a sentence each; it is right where there is none."""
         found = list(sentences)
         self.wrongs += found
         self._note(what, held, bool(found), call or self.called)
 
-    def note_call(self, interface: Interface, arguments: dict[str, Any], case: Any = None) -> CallFacts:
-        """Note an attention call that is about to be made, of the case's contents or another's, and return its facts."""
+    def note_call(self, interface: Interface, arguments: dict[str, Any], case: Any = None) -> CallFeatures:
+        """Note an attention call that is about to be made, of the case's contents or another's, and return its features."""
         if not is_capturing():
-            of_call = self._calls.facts(interface, arguments)
-            around = context_of(case or self.case) if isinstance(self.case, AttentionCase) else self._of_case.facts
-            self.called = replace(of_call, facts={**around, **of_call.facts})
+            of_call = features_of_call(interface, arguments, self._calls)
+            is_call = isinstance(self.case, AttentionCase)
+            around = features_of_contents(case or self.case) if is_call else self._of_case.features
+            self.called = replace(of_call, features={**around, **of_call.features})
         return self.called
 
     def _by_engine(self, interface: Interface, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,13 +148,13 @@ class CaseRun:
         def noting(**arguments: Any) -> Any:
             of_call = self.note_call(interface, arguments)
             lengths = self._of_case if self._of_case.of_requests else of_call
-            self.called = replace(lengths, facts={**of_call.facts, **self._of_case.facts})
+            self.called = replace(lengths, features={**of_call.features, **self._of_case.features})
             return function(**arguments)
 
         return noting
 
     def _note(
-        self, what: str, held: str, wrong: bool, call: CallFacts, rows: Tensor | None = None, example: Any = None
+        self, what: str, held: str, wrong: bool, call: CallFeatures, rows: Tensor | None = None, example: Any = None
     ) -> None:
         """Note a result; `rows` says which rows are wrong."""
         requests: tuple[Any, ...] = ()
@@ -154,8 +162,8 @@ class CaseRun:
             parts = [bool(part.any()) for part in rows.cpu().split(list(call.q_lens))]
             requests = tuple(zip(call.of_requests, parts, strict=True))
         alone = held in ("output", "return") and not requests
-        facts = together(call.facts, call.of_requests) if alone else call.facts
-        self.results.append(CheckedResult(what, {"held": held, **facts}, wrong, requests, example))
+        features = of_any_request(call.features, call.of_requests) if alone else call.features
+        self.results.append(CheckedResult(what, held, features, wrong, requests, example))
 
     def fail(self, failure: str, what: str = "", held: str = "return") -> None:
         """Note a failure, of the last call or of the lab, and once in words however many calls share it."""
@@ -359,7 +367,7 @@ class CaseRun:
         if result.lse is not None:
             self.hold_lse(what, result.lse, truth, call)
 
-    def hold_lse(self, what: str, lse: Tensor, truth: Truth, call: CallFacts | None = None) -> None:
+    def hold_lse(self, what: str, lse: Tensor, truth: Truth, call: CallFeatures | None = None) -> None:
         """Hold an LSE to log2 of the softmax's denominator, the sink included; -inf where a row sees nothing."""
         truth = made(truth)
         wrong = truth.wrong_lse(lse)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lab.checks.check_summary import SHOWN_DECLINES, CheckSummary, row_of
-from lab.checks.diagnosis import Diagnosis, Smallest, diagnose
+from lab.checks.explain.diagnosis import Diagnosis, Smallest, diagnose
+from lab.checks.explain.failure_rules import Literal
 from lab.checks.properties.check import Level
-from lab.checks.regions import Literal
 from lab.checks.run.verdicts import BROKEN, Judged, Outcome
 from lab.exit_status import ExitStatus
 from lab.files import write_text

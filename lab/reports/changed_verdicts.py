@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lab.checks.diagnosis import diagnose
+from lab.checks.explain.diagnosis import diagnose
 from lab.checks.recording import ReportError, read_cases
 from lab.checks.report import CaseVerdict
 from lab.checks.run.verdicts import BROKEN, Outcome

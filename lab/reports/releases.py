@@ -23,7 +23,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-from lab.checks.diagnosis import HELD, diagnose
+from lab.checks.explain.diagnosis import HELD, diagnose
 from lab.checks.report import CaseVerdict
 from lab.checks.run.known_failures import KNOWN_FAILURES, known
 from lab.checks.run.verdicts import BROKEN, Outcome

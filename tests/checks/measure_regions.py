@@ -3,9 +3,9 @@
     python -m tests.checks.measure_regions --workers 32 --out results/diagnosis.json
 
 Each mutant is judged by every check on the axes of results/mutants.json, one that is right there by the full level of K18
-too, and its diagnosis is held to mutant_triggers.json:
-facts that were written down from each defect before any region of it was seen. A trigger has alternatives; each lists concepts
-that a region must all name, by any of their facts, and an empty one says that the mutant is wrong everywhere.
+too, and its diagnosis is held to mutant_triggers.json: features that were written down from each defect before any region of it
+was seen. A trigger has alternatives; each lists concepts that a region must all name, by any of their features, and an empty
+one says that the mutant is wrong everywhere.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import torch
 
 from corpus.matrix import MOST_MEMORY_BYTES, NO_MEMORY, WRONG, cases_of, combinations, ranges_of
 from corpus.mutants import MUTANTS, mutant
-from lab.checks.diagnosis import Region, diagnose
+from lab.checks.explain.diagnosis import Region, diagnose
 from lab.checks.properties import checks
 from lab.checks.properties.check import Check, Level
 from lab.checks.report import CaseVerdict
@@ -46,7 +46,7 @@ def _known() -> dict[str, Any]:
 
 def names_trigger(region: Region, name: str) -> bool:
     """Tell whether a region names the trigger of the mutant with that name."""
-    named = {*region.facts, f"held == '{region.held}'"}
+    named = {*region.features, f"held == '{region.held}'"}
     concepts = _known()["concepts"]
     return any(
         not region.rule if not trigger else all(named & set(concepts[concept]) for concept in trigger)

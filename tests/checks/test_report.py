@@ -90,7 +90,7 @@ def test_a_recorded_case_is_reproduced_by_its_number() -> None:
 @pytest.mark.parametrize(
     ("verdicts", "changes", "sentence"),
     [
-        ([verdict_of(Outcome.RIGHT)], {}, "Right: 1 results of 1 cases are what they must be."),
+        ([verdict_of(Outcome.RIGHT)], {}, "Right: 1 results of 1 cases are right."),
         (
             [verdict_of(Outcome.RIGHT)],
             {"left_out": 7, "ended": "the run was interrupted"},
@@ -104,9 +104,9 @@ def test_a_recorded_case_is_reproduced_by_its_number() -> None:
         (
             [verdict_of(Outcome.RIGHT), *(verdict_of(Outcome.DECLINED) for _ in range(2))],
             {},
-            "Right: 1 results of 1 cases are what they must be; most, 2 of 3 cases, were declined.",
+            "Right: 1 results of 1 cases are right; most cases were declined, 2 of 3.",
         ),
-        ([verdict_of(Outcome.DECLINED)], {}, "Nothing could be judged: 1 cases, all declined."),
+        ([verdict_of(Outcome.DECLINED)], {}, "Nothing could be judged: all 1 cases were declined."),
     ],
 )
 def test_what_was_not_judged_is_never_told_right(

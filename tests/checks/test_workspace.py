@@ -13,7 +13,8 @@ from lab import references
 from lab.calls import workspace
 from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace, semaphores_and_scratch
 from lab.checks import judge_case
-from lab.checks.facts import CallLog
+from lab.checks.explain.reading import features_of_call
+from lab.checks.explain.subjects import CallLog
 from lab.checks.run.verdicts import Outcome
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import ATTENTION, Interface
@@ -147,9 +148,10 @@ def test_the_backend_that_a_call_names_says_where_its_kernel_counts(monkeypatch:
 
 
 @pytest.mark.parametrize("gpu", GPUS)
-def test_scratch_that_is_not_zero_is_a_fact_of_the_kernel_that_runs(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scratch_that_is_not_zero_is_a_feature_of_the_kernel_that_runs(
+    gpu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(workspace, "capability_of", lambda device: GPUS[gpu])
-    fact = "the workspace's scratch is not zero"
     for first, is_scratch in ((0, gpu in WITH_TRTLLM_GEN), (SEMAPHORE_BYTES, True)):
         buffer = torch.zeros(SEMAPHORE_BYTES + 4096, dtype=torch.uint8)
         buffer[first] = 1
@@ -159,5 +161,7 @@ def test_scratch_that_is_not_zero_is_a_fact_of_the_kernel_that_runs(gpu: str, mo
             "workspace_buffer": buffer,
             "block_tables": torch.zeros(1, 1, dtype=torch.int32),
             "seq_lens": torch.ones(1, dtype=torch.int32),
+            "max_seq_len": 1,
         }
-        assert (fact in CallLog().facts(Interface.DECODE, arguments).facts) is is_scratch
+        features = features_of_call(Interface.DECODE, arguments, CallLog()).features
+        assert ("used_scratch" in features) is is_scratch

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lab.checks.case_run import CaseRun
-from lab.checks.facts import facts_of_case
+from lab.checks.explain.reading import features_of_case
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.covering import Constraint, Model
 from lab.ranges import Ranges
@@ -69,18 +69,18 @@ def draft_lists_case(of: Configuration) -> DraftListsCase:
 def judge_lists(run: CaseRun) -> None:
     """Have the lists of a run's configuration written, and hold every cell of every buffer to the reference's."""
     case = draft_lists_case(run.case)
-    facts = facts_of_case(case)
-    facts = replace(facts, facts={**facts.facts, **run.called.facts})
+    features = features_of_case(case)
+    features = replace(features, features={**features.features, **run.called.features})
     write = in_place(run.function(Interface.DRAFT_KV_INDICES))
     lists = DraftLists(case, str(run.device))
     wrongs = lists.wrongs(write)
     run.judged += 1
-    run.hold_nothing_wrong("the lists", wrongs, held="lists", call=facts)
+    run.hold_nothing_wrong("the lists", wrongs, held="lists", call=features)
     if wrongs:
         return
     lists.take(DraftLists(replace(case, lens=case.lens[::-1], seed=case.seed + 1), str(run.device)))
     run.judged += 1
-    run.hold_nothing_wrong("the lists of others in the same tensors", lists.wrongs(write), held="lists", call=facts)
+    run.hold_nothing_wrong("the lists of others in the same tensors", lists.wrongs(write), held="lists", call=features)
 
 
 def _lens(requests: int, prefixes: Any, page_size: int, seed: int) -> tuple[int, ...]:

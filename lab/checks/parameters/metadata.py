@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lab.checks.case_run import CaseRun
-from lab.checks.facts import CallFacts, facts_of_case
+from lab.checks.explain.reading import CallFeatures, features_of_case
 from lab.checks.metadata_truth import (
     wrong_dead_cells,
     wrong_eager_metadata,
@@ -116,7 +116,7 @@ def judge_metadata(run: CaseRun) -> None:
     later = first.later(of["later"])
     pool = _pool(of, first, later, of.seed, run.device)
     built = _build(run, _batch(of, first, pool), pool)
-    _hold(run, "the metadata", built, _facts(run, first))
+    _hold(run, "the metadata", built, _features(run, first))
     if built.changed:
         return
     if of["later"] == "slots renumbered":
@@ -125,21 +125,20 @@ def judge_metadata(run: CaseRun) -> None:
     else:
         other = _pool(of, first, later, of.seed + 1, run.device) if of["later"] == "another pool" else pool
         again = _build(run, _batch(of, later, other), other)
-    _hold(run, "the metadata of a later pass", again, _facts(run, later))
+    _hold(run, "the metadata of a later pass", again, _features(run, later))
     wrongs = [f"a later pass changed {name} of the first one's metadata" for name in built.changed_metadata]
-    run.hold_nothing_wrong("the first pass's metadata", wrongs, "metadata", _facts(run, first))
+    run.hold_nothing_wrong("the first pass's metadata", wrongs, "metadata", _features(run, first))
     for name, tensor in {**_tensors(again.batch), **_tensors(again.pool)}.items():
         tensor.add_(1)  # as an engine writes its next batch's numbers into the tensors that there are
         wrongs = [f"the metadata's {each} changed with {name}" for each in again.changed_metadata]
-        run.hold_nothing_wrong("own tensors", wrongs, "invariants", _facts(run, later))
+        run.hold_nothing_wrong("own tensors", wrongs, "invariants", _features(run, later))
         if wrongs:
             return
 
 
-def _facts(run: CaseRun, case: MetadataCase) -> CallFacts:
-    facts = facts_of_case(case)
-    of_pass = {name: fact for name, fact in facts.facts.items() if name != "rows"}  # which is the name of an axis
-    return replace(facts, facts={**of_pass, **run.called.facts})
+def _features(run: CaseRun, case: MetadataCase) -> CallFeatures:
+    of_pass = features_of_case(case)
+    return replace(of_pass, features={**of_pass.features, **run.called.features})
 
 
 def _build(run: CaseRun, batch: ForwardBatch, pool: KVPool) -> BuiltPass:
@@ -166,11 +165,11 @@ def _tensors(of: Any) -> dict[str, Tensor]:
     return {f"{prefix}.{name}": value for name, value in vars(of).items() if isinstance(value, Tensor)}
 
 
-def _hold(run: CaseRun, what: str, built: BuiltPass, facts: CallFacts) -> None:
+def _hold(run: CaseRun, what: str, built: BuiltPass, features: CallFeatures) -> None:
     run.judged += 1
     wrongs = [f"{what}: {each}" for each in _wrong(run.case, built)]
     wrongs += [f"building {what} changed {name}" for name in built.changed if name in built.read]
-    run.hold_nothing_wrong(what, wrongs, "metadata", facts)
+    run.hold_nothing_wrong(what, wrongs, "metadata", features)
 
 
 def _wrong(of: Configuration, built: BuiltPass) -> Iterator[str]:

@@ -12,7 +12,7 @@ import torch
 
 from lab import references
 from lab.checks.case_run import CaseRun, Result
-from lab.checks.facts import facts_of_case
+from lab.checks.explain.reading import features_of_case
 from lab.checks.metadata_truth import wrong_eager_metadata, wrong_shard
 from lab.checks.properties.check import Check, Level, first_line
 from lab.checks.properties.forward_modes import mode_cases
@@ -74,7 +74,7 @@ def _parity(run: CaseRun, what: str, forward: ForwardPass) -> None:
     for rank, shard in enumerate(forward.shards):
         if found := wrong_shard(forward.batch, forward.pool, shard, len(forward.shards), rank):
             wrong = wrong or f"of rank {rank}, {found}"
-    run.hold_nothing_wrong(what, [f"{what}: {wrong}"] if wrong else [], "metadata", facts_of_case(forward.case))
+    run.hold_nothing_wrong(what, [f"{what}: {wrong}"] if wrong else [], "metadata", features_of_case(forward.case))
 
 
 CHECK = Check("K16", "metadata", first_line(__doc__), _cases, _judge, interfaces=(Interface.MHA_METADATA,))

@@ -14,7 +14,7 @@ import torch
 
 from lab import references
 from lab.checks.case_run import CaseRun, Result
-from lab.checks.facts import facts_of_case
+from lab.checks.explain.reading import features_of_case
 from lab.checks.metadata_truth import wrong_eager_mla_metadata
 from lab.checks.properties.check import Check, Level, first_line
 from lab.checks.properties.mla_modes import mla_mode_cases
@@ -59,7 +59,7 @@ def _judge(run: CaseRun) -> None:
 def _parity(run: CaseRun, what: str, forward: MLAPass) -> None:
     run.judged += 1
     wrongs = wrong_eager_mla_metadata(forward.batch, forward.pool, forward.metadata, forward.case.attention)
-    run.hold_nothing_wrong(what, [f"{what}: {each}" for each in wrongs], "metadata", facts_of_case(forward.case))
+    run.hold_nothing_wrong(what, [f"{what}: {each}" for each in wrongs], "metadata", features_of_case(forward.case))
 
 
 CHECK = Check("K17", "mla_metadata", first_line(__doc__), _cases, _judge, interfaces=(Interface.MLA_METADATA,))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lab.checks.facts import Facts
+from lab.checks.explain.feature import Features
 from lab.named_enum import NamedEnum
 
 
@@ -41,16 +41,18 @@ class CheckedResult:
 
     Attributes:
         name: of the call, within its check.
-        facts: of the case and the call (`lab.checks.facts`); "held" is a key of `lab.checks.diagnosis.HELD`.
+        held: what it is held for, a key of `lab.checks.explain.diagnosis.HELD`.
+        features: of the case and the call (`lab.checks.explain.features`).
         wrong: whether it is.
-        requests: each request's facts, and whether its rows are wrong; empty where requests were not told apart.
+        requests: each request's features, and whether its rows are wrong; empty where requests were not told apart.
         example: a wrong vector, the worst.
     """
 
     name: str
-    facts: Facts = field(hash=False)
+    held: str
+    features: Features = field(hash=False)
     wrong: bool
-    requests: tuple[tuple[Facts, bool], ...] = field(default=(), hash=False)
+    requests: tuple[tuple[Features, bool], ...] = field(default=(), hash=False)
     example: WrongVector | None = None
 
 

@@ -237,7 +237,7 @@ def test_an_error_of_the_lab_s_is_not_blamed_on_the_implementation() -> None:
         raise IndexError("a bug")
 
     judged = judged_by(early)
-    assert [result.facts["held"] for result in judged.results] == ["lab"]
+    assert [result.held for result in judged.results] == ["lab"]
     (before,) = judged.wrongs
     assert before == "the lab failed before it called the implementation, whose fault this is not: IndexError: a bug"
     (after,) = judged_by(late).wrongs

@@ -1,21 +1,17 @@
-"""Diagnoses: rules over synthetic facts, and the regions of mutants and of a right implementation."""
+"""Diagnoses of synthetic verdicts, of mutants and of a right implementation."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from corpus.mutants import MUTANTS, mutant
 from lab import references
 from lab.checks import AttentionCase, CaseVerdict, Interface, Outcome, Ranges, judge
-from lab.checks.diagnosis import Diagnosis, diagnose
-from lab.checks.phrases import PHRASES
-from lab.checks.phrases import phrase as say
-from lab.checks.regions import MOST_LITERALS, find_rules, weights_of
+from lab.checks.explain.diagnosis import Diagnosis, diagnose
+from lab.checks.explain.features import feature_named
 from lab.checks.run.verdicts import CheckedResult, Judged, WrongVector
 from tests.checks.measure_regions import TRIGGERS, markdown, record_of
 
@@ -36,88 +32,16 @@ SMALL = Ranges(
 )
 
 
-def units(is_wrong: Callable[[dict[str, Any]], bool]) -> tuple[list[dict[str, Any]], Any]:
-    """Facts of every combination of some axes, and which are wrong."""
-    facts = [
-        {"q_len": rows, "head_dim": dim, "contents": contents}
-        | ({"window_left >= 0": True} if window else {})
-        | ({"sinks": True} if sinks else {})
-        for rows in (1, 2, 4)
-        for dim in (64, 128, 256)
-        for contents in ("random", "needles")
-        for window in (False, True)
-        for sinks in (False, True)
-    ]
-    return facts, np.array([is_wrong(each) for each in facts])
-
-
-@pytest.mark.parametrize(
-    ("is_wrong", "rules"),
-    [
-        (lambda facts: "sinks" in facts, ["sinks"]),
-        (lambda facts: "sinks" not in facts, ["not sinks"]),
-        (lambda facts: "window_left >= 0" in facts and facts["q_len"] > 1, ["window_left >= 0 and q_len >= 2"]),
-        (lambda facts: facts["head_dim"] == 256, ["head_dim >= 256"]),
-        (lambda facts: facts["contents"] == "needles" and "sinks" in facts, ["sinks and contents == 'needles'"]),
-        (lambda facts: "sinks" in facts or facts["head_dim"] == 256, ["sinks", "head_dim >= 256"]),
-        (lambda facts: True, [""]),
-    ],
-)
-def test_the_shortest_rule_is_found(is_wrong: Callable[[dict[str, Any]], bool], rules: list[str]) -> None:
-    facts, wrong = units(is_wrong)
-    found = find_rules(facts, wrong, weights_of(range(len(facts))))
-    assert [" and ".join(map(str, rule)) for rule in found] == rules
-    assert all(len(rule) <= MOST_LITERALS for rule in found)
-
-
-def test_not_every_result_of_a_region_must_show_it() -> None:
-    facts, wrong = units(lambda facts: "sinks" in facts)
-    wrong[np.flatnonzero(wrong)[:3]] = False
-    assert [str(literal) for literal in find_rules(facts, wrong, weights_of(range(len(facts))))[0]] == ["sinks"]
-
-
-@pytest.mark.parametrize(("without", "rule"), [(15, ["sinks"]), (1, [])])
-def test_a_condition_is_named_where_nearly_all_is_wrong_if_results_without_it_tell(
-    without: int, rule: list[str]
-) -> None:
-    facts = [{"n": number, "sinks": True} for number in range(300)] + [{"n": number} for number in range(without)]
-    wrong = np.array([number % 20 > 0 for number in range(300)] + [False] * without)
-    found = find_rules(facts, wrong, weights_of(range(len(facts))))
-    assert [str(literal) for literal in found[0]] == rule
-
-
-def test_every_phrase_can_be_said() -> None:
-    for fact, phrase in PHRASES.items():
-        assert phrase.holds
-        assert fact == fact.strip()
-        operators = ("==", "!=", ">=", "<=") if "{}" in phrase.holds else ("is", "is not")
-        words = [say(fact, operator, 2) for operator in operators]
-        assert not any(
-            "{" in word or "not not" in word or "not no " in word or "not have no " in word for word in words
-        )
-
-
-def test_numbers_of_0_and_1_are_no_truths() -> None:
-    wrong = np.array([n % 2 > 0 for n in range(40)])
-    found = find_rules([{"request": n % 2} for n in range(40)], wrong, weights_of(range(40)))
-    assert [literal.phrase for literal in found[0]] == ["a request's place in the batch is 1 or more"]
-
-
-def test_one_key_is_no_plural() -> None:
-    assert say("kv_len", "<=", 1) == "a request has 1 key or less"
-    assert say("kv_len", ">=", 11) == "a request has 11 keys or more"
-
-
 def verdict(number: int, *results: CheckedResult) -> CaseVerdict:
     outcome = Outcome.WRONG if any(result.wrong for result in results) else Outcome.RIGHT
     judged = Judged(outcome, ("off",) if outcome is Outcome.WRONG else (), judged=len(results), results=results)
     return CaseVerdict("somebody", "K1", Interface.DECODE, CASE, "cpu", judged, 0.1, number=number)
 
 
-def result(rows: int, *, wrong: bool, held: str = "output", **facts: Any) -> CheckedResult:
+def result(rows: int, *, wrong: bool, held: str = "output", **features: Any) -> CheckedResult:
     vector = WrongVector("row 0 (request 0), head 1", (1.0, 2.0), (3.0, 4.0)) if wrong else None
-    given = {"held": held, "rows_of_batch": rows, **facts}
-    return CheckedResult("the call", given, wrong, (({"q_len": rows}, wrong), ({"q_len": 1}, False)), vector)
+    given = {"rows_of_batch": rows, **features}
+    return CheckedResult("the call", held, given, wrong, (({"q_len": rows}, wrong), ({"q_len": 1}, False)), vector)
 
 
 def test_results_are_counted_and_the_smallest_is_shown() -> None:
@@ -134,11 +58,11 @@ def test_results_are_counted_and_the_smallest_is_shown() -> None:
         10,
         10,
     )
-    assert region.counts == "wrong in 30 of 30 results with q_len >= 2, right in 10 of 10 others"
+    assert region.counts == "wrong in 30 of 30 results with q_len >= 2, right in 10 of 10 other results"
     record = json.loads(json.dumps(found.as_record()))
     assert record["smallest"]["case"] == 1
     assert record["smallest"]["got"] == ["3.0", "4.0"]
-    assert found.follows == ("plain call already wrong, so no more is told: K1 of decode",)
+    assert found.follows == ("the plain call of these checks is already wrong, so they add nothing: K1 of decode",)
 
 
 def test_wrong_results_outside_every_region_are_counted_whatever_comes_first() -> None:
@@ -165,7 +89,7 @@ def test_written_memory_and_failures_follow_from_nothing() -> None:
     triples = [
         (
             result(4, wrong=True),
-            result(4, wrong=n % 2 > 0, held="memory", sinks=n % 2),
+            result(4, wrong=n % 2 > 0, held="memory", sinks=n % 2 > 0),
             result(4, wrong=True, held="bits"),
         )
         for n in range(40)
@@ -220,6 +144,8 @@ def test_every_mutant_has_a_trigger_of_known_concepts() -> None:
     for alternatives in known["triggers"].values():
         assert alternatives
         assert {concept for trigger in alternatives for concept in trigger} <= set(known["concepts"])
+    for names in known["concepts"].values():
+        assert all(name.startswith("held == ") or feature_named(name) for name in names)
 
 
 def test_a_measured_record_says_which_region_names_the_trigger() -> None:
@@ -264,4 +190,4 @@ def test_one_condition_that_explains_all_takes_the_place_of_several_rules() -> N
         functions=[Interface.DECODE.value],
         only=["K1", "K2", "K3", "K4", "K7", "K8", "K9", "K13"],
     )
-    assert [region.rule for region in report.diagnosis.regions] == ["kv_len % page_size > 0"]
+    assert [region.rule for region in report.diagnosis.regions] == ["partial_page"]

@@ -1,0 +1,1 @@
+"""What a run's verdicts say together: features of cases and calls, rules over them, and the diagnosis."""

@@ -1,0 +1,375 @@
+"""The diagnosis of a run: what is broken and where, the smallest case that shows it, and which checks add nothing."""
+
+from collections import ChainMap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from lab.checks.explain.failure_rules import Rule, find_rules, weights_of
+from lab.checks.explain.feature import Bits, Features, Value
+from lab.checks.explain.reading import features_of_case, of_any_request
+from lab.checks.run.verdicts import BROKEN, IT_FAILED, CheckedResult, Outcome, WrongVector
+
+if TYPE_CHECKING:
+    from lab.checks.report import CaseVerdict
+
+# What a result can be held for, causes first, and the beginning of a sentence of what is wrong then.
+HELD = {
+    "return": "It fails",
+    "lists": "The lists are wrong",
+    "metadata": "The metadata is wrong",
+    "output": "Wrong",
+    "invariants": "An invariant of the metadata is broken",
+    "LSE": "The LSE is wrong",
+    "bits": "An equal call returns different bits",
+    "memory": "Memory that must not change is written",
+    "other": "The returned value is wrong",
+    "lab": "The lab itself fails",
+}
+# Results of these kinds are noted only where they are wrong: the outputs stand for the right ones.
+WITHOUT_RIGHT_ONES = ("return", "other", "lab")
+STAND_INS = ("output", "lists", "metadata")
+FOLLOWS_FROM_NOTHING = (*WITHOUT_RIGHT_ONES, "memory")
+THE_CASE = "the case"  # a result's name where its calls are not known
+PLACES = ("request", "last_request")  # features of one request, which say nothing of a whole batch
+MOST_SHOWN = 2  # regions of a kind after the first in the sentence; the others follow it
+EXPLAINED = 0.9  # of the wrong results of a kind lie in regions of a plainer one: they have no region of their own
+MOST_UNITS = 4000  # wrong ones, and right ones, among which rules are searched; of more, one in every few
+
+
+@dataclass(frozen=True)
+class Region:
+    """Where results are wrong.
+
+    Attributes:
+        rule: of features, such as "has_window and q_len >= 2"; empty if it is everywhere.
+        words: the same, to follow "wherever".
+        held: what the results are held for, a key of `HELD`.
+        features: that the rule names.
+        wrong, results: wrong results within it, and all within it.
+        right_outside, outside: right results outside it, and all outside it.
+    """
+
+    rule: str
+    words: str
+    held: str
+    features: tuple[str, ...]
+    wrong: int
+    results: int
+    right_outside: int
+    outside: int
+
+    @property
+    def where(self) -> str:
+        return f"wherever {self.words}" if self.rule else "everywhere"
+
+    @property
+    def counts(self) -> str:
+        """Return the counts in words."""
+        where = f" with {self.rule}" if self.rule else ""
+        inside = f"{_within(HELD[self.held])} in {self.wrong:,} of {self.results:,} results{where}"
+        outside = f", right in {self.right_outside:,} of {self.outside:,} other results"
+        return inside + (outside if self.outside else "")
+
+    def as_record(self) -> dict[str, Any]:
+        """Return the region as JSON data."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+
+
+class Smallest(NamedTuple):
+    """The smallest wrong case of a region, the result in it, and one of its vectors."""
+
+    verdict: "CaseVerdict"
+    result: str
+    example: WrongVector | None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What verdicts say together.
+
+    Attributes:
+        sentence: is it right and, if not, what is broken.
+        regions: where, the plainest and then the largest first.
+        smallest: a case of each region.
+        follows: checks that say no more than that, a sentence each.
+    """
+
+    sentence: str
+    regions: tuple[Region, ...] = ()
+    smallest: tuple[Smallest, ...] = ()
+    follows: tuple[str, ...] = ()
+
+    def as_record(self) -> dict[str, Any]:
+        """Return the diagnosis as JSON data: `sentence`, `regions`, `smallest` and `follows`."""
+        record: dict[str, Any] = {"sentence": self.sentence, "regions": [each.as_record() for each in self.regions]}
+        if self.smallest:
+            verdict, result, example = self.smallest[0]
+            record["smallest"] = {"case": verdict.number, "check": verdict.check, "result": result}
+            if example is not None:
+                shown = {"expected": example.expected, "got": example.got}
+                record["smallest"] |= {"where": example.where} | {
+                    name: list(map(str, values)) for name, values in shown.items()
+                }
+        return record | {"follows": list(self.follows)}
+
+
+class _Found(NamedTuple):
+    """A result and the verdict that it is of."""
+
+    verdict: "CaseVerdict"
+    result: CheckedResult
+
+    def is_wrong(self, held: str) -> bool:
+        return self.result.wrong and self.result.held == held
+
+
+def diagnose(verdicts: Sequence["CaseVerdict"], *, is_whole: bool = True) -> Diagnosis:
+    """Return what the verdicts say together; those of KNOWN findings and declined ones say nothing.
+
+    Args:
+        verdicts: of a run.
+        is_whole: no case of the run was left out.
+    """
+    if deceived := [each for each in verdicts if each.outcome is Outcome.DISHONEST]:
+        return Diagnosis(f"Dishonest, and not judged: {deceived[0].judged.wrongs[0]}.")
+    judged = [each for each in verdicts if each.outcome in (Outcome.RIGHT, *BROKEN)]
+    results = [_Found(verdict, result) for verdict in judged for result in _results_of(verdict)]
+    if not any(each.result.wrong for each in results):
+        return Diagnosis(_without_wrong_ones(verdicts, judged))
+    regions: list[Region] = []
+    smallest: list[Smallest] = []
+    rules: list[Rule] = []
+    unexplained = 0
+    for held in HELD:
+        units = _units(results, held)
+        if not units.wrong.any() or _follows_from(units, held, rules, results):
+            continue
+        found, outside = _regions(units, held)
+        unexplained += outside
+        for rule, region in found:
+            rules.append(rule)
+            regions.append(region)
+            smallest.append(_smallest(results, rule, held))
+    return Diagnosis(_sentence(regions, unexplained, is_whole), tuple(regions), tuple(smallest), _follows(judged))
+
+
+def _without_wrong_ones(verdicts: Sequence["CaseVerdict"], judged: Sequence["CaseVerdict"]) -> str:
+    known = sum(verdict.outcome is Outcome.KNOWN for verdict in verdicts)
+    if not judged and not known:
+        return (
+            f"Nothing could be judged: {f'all {len(verdicts):,} cases were declined' if verdicts else 'no case began'}."
+        )
+    results = sum(verdict.judged.judged for verdict in judged)
+    right = f"{results:,} results of {len(judged):,} cases are right"
+    declined = sum(verdict.outcome is Outcome.DECLINED for verdict in verdicts)
+    if 2 * declined > len(verdicts):
+        right += f"; most cases were declined, {declined:,} of {len(verdicts):,}"
+    return f"Right, except for known findings in {known:,} cases: {right}." if known else f"Right: {right}."
+
+
+def _results_of(verdict: "CaseVerdict") -> tuple[CheckedResult, ...]:
+    """Return a verdict's results; one of a crash, or that was read from a file, has none but what its case says."""
+    if verdict.judged.results:
+        return verdict.judged.results
+    held = "return" if verdict.outcome is Outcome.FAILED else "output"
+    return (CheckedResult(THE_CASE, held, _features_of(verdict), verdict.outcome is not Outcome.RIGHT),)
+
+
+def _features_of(verdict: "CaseVerdict") -> dict[str, Value]:
+    """Return the features of a verdict's case as a whole."""
+    found = features_of_case(verdict.case)
+    return _without(PLACES, of_any_request(found.features, found.of_requests))
+
+
+def _without(names: Iterable[str], features: Features) -> dict[str, Value]:
+    return {name: value for name, value in features.items() if name not in names}
+
+
+@dataclass
+class _Units:
+    """What rules of one kind are searched among: requests of results, or results where requests are not told apart.
+
+    Attributes:
+        features: of each.
+        wrong: whether each is.
+        result_of: number of each one's result.
+        case_of: number of each one's case.
+    """
+
+    features: list[Features] = field(default_factory=list)
+    wrong: Bits = field(default_factory=lambda: np.zeros(0, dtype=bool))
+    result_of: Bits = field(default_factory=lambda: np.zeros(0, dtype=int))
+    case_of: list[int] = field(default_factory=list)
+
+    def holds(self, rule: Rule) -> Bits:
+        """Tell in which a rule holds."""
+        return np.array([_holds(rule, features) for features in self.features], dtype=bool)
+
+    def results_with(self, units: Bits) -> Bits:
+        """Tell which results have one of some units."""
+        found = np.zeros(int(self.result_of.max()) + 1, dtype=bool)
+        found[self.result_of[units]] = True
+        return found
+
+    def rules(self) -> list[Rule]:
+        """Search the rules; where there are very many units, among one in every few."""
+        weights = weights_of(self.case_of)
+        chosen = []
+        for side in (np.flatnonzero(self.wrong), np.flatnonzero(~self.wrong)):
+            step = max(1, -(-len(side) // MOST_UNITS))
+            weights[side] *= step
+            chosen.append(side[::step])
+        at = np.sort(np.concatenate(chosen))
+        return find_rules([dict(self.features[number]) for number in at], self.wrong[at], weights[at])
+
+
+def _holds(rule: Rule, features: Features) -> bool:
+    return all(literal.holds(features) for literal in rule)
+
+
+def _units(results: Sequence[_Found], held: str) -> _Units:
+    """Return the units of the results that are held for something."""
+    is_alone = held in WITHOUT_RIGHT_ONES
+    kinds = {held, *STAND_INS} if is_alone else {held}
+    chosen = [each for each in results if each.result.held in kinds]
+    # The arguments of a call that crashed are not known: then every result has the features of its case alone.
+    by_case = is_alone and any(result.name == THE_CASE and result.held == held for _, result in chosen)
+    units, wrong, result_of = _Units(), list[bool](), list[int]()
+    cases: dict[int, int] = {}
+    for number, (verdict, result) in enumerate(chosen):
+        counts = result.held == held
+        # "It fails wherever the result is it failed" would say nothing.
+        name = {} if result.name in (IT_FAILED, THE_CASE) else {"result": result.name}
+        shared: dict[str, Value] = {**result.features, **name}
+        parts = [(features, is_wrong) for features, is_wrong in result.requests if not features.get("no_rows")]
+        if is_alone:
+            shared = _features_of(verdict) if by_case else of_any_request(shared, [features for features, _ in parts])
+        no_request_is_wrong = result.wrong and not any(is_wrong for _, is_wrong in parts)
+        if is_alone or not counts or no_request_is_wrong:
+            parts = []
+        for features, is_wrong in parts or [({}, result.wrong)]:
+            units.features.append(ChainMap(dict(features), shared))
+            wrong.append(bool(is_wrong and counts))
+            result_of.append(number)
+            units.case_of.append(cases.setdefault(id(verdict), len(cases)))
+    units.wrong, units.result_of = np.array(wrong, dtype=bool), np.array(result_of, dtype=int)
+    return units
+
+
+def _follows_from(units: _Units, held: str, rules: Sequence[Rule], results: Sequence[_Found]) -> bool:
+    """Tell whether the wrong units lie where a plainer kind is wrong; for an LSE, the outputs must be wrong too."""
+    if held in FOLLOWS_FROM_NOTHING or (held == "LSE" and not _outputs_are_wrong(results)):
+        return False
+    inside = np.zeros(len(units.features), dtype=bool)
+    for rule in rules:
+        inside |= units.holds(rule)
+    return bool(inside[units.wrong].mean() >= EXPLAINED)
+
+
+def _outputs_are_wrong(results: Sequence[_Found]) -> bool:
+    """Tell whether most results whose LSE is wrong have a wrong output too."""
+    output, lse = (
+        {(id(each.verdict), each.result.name) for each in results if each.is_wrong(held)} for held in ("output", "LSE")
+    )
+    return len(lse & output) > len(lse) / 2
+
+
+def _regions(units: _Units, held: str) -> tuple[list[tuple[Rule, Region]], int]:
+    """Return the rules of a kind with their regions, and how many results of it are wrong outside all of them.
+
+    Results are counted, not their requests.
+    """
+    everywhere = np.ones(len(units.wrong), dtype=bool)
+    present, wrong = units.results_with(everywhere), units.results_with(units.wrong)
+    found: list[tuple[Rule, Region]] = []
+    explained = np.zeros_like(present)
+    for rule in units.rules():
+        holds = units.holds(rule)
+        inside, wrong_inside = units.results_with(holds), units.results_with(holds & units.wrong)
+        if found and not (wrong_inside & ~explained).any():
+            continue  # another request of results that an earlier rule explains
+        explained |= wrong_inside
+        outside = present & ~inside
+        region = Region(
+            rule=" and ".join(map(str, rule)),
+            words=" and ".join(literal.phrase for literal in rule),
+            held=held,
+            features=tuple(literal.feature for literal in rule),
+            wrong=int(wrong_inside.sum()),
+            results=int(inside.sum()),
+            right_outside=int((outside & ~wrong).sum()),
+            outside=int(outside.sum()),
+        )
+        found.append((rule, region))
+    return found, int((wrong & ~explained).sum())
+
+
+def _smallest(results: Sequence[_Found], rule: Rule, held: str) -> Smallest:
+    """Return the wrong result of a region with the fewest rows times keys times heads; one with a vector if there is one."""
+
+    def size(each: _Found) -> tuple[bool, bool, int]:
+        numbers = [each.result.features.get(name, 1) for name in ("rows_of_batch", "longest_kv_len", "num_qo_heads")]
+        rows, keys, heads = (max(int(number), 1) for number in numbers)
+        return (not _is_inside(each.result, rule), each.result.example is None, rows * keys * heads)
+
+    verdict, result = min((each for each in results if each.is_wrong(held)), key=size)
+    return Smallest(verdict, result.name, result.example)
+
+
+def _is_inside(result: CheckedResult, rule: Rule) -> bool:
+    parts = result.requests or ((result.features, result.wrong),)
+    shared = {**result.features, "result": result.name}
+    return any(is_wrong and _holds(rule, {**shared, **features}) for features, is_wrong in parts)
+
+
+def _sentence(regions: Sequence[Region], unexplained: int, is_whole: bool) -> str:
+    """Say what is broken: the first region whole, others by their words, and whether anything else is wrong.
+
+    Args:
+        regions: the plainest kind's first.
+        unexplained: results that are wrong outside the regions of their kind.
+        is_whole: no case was left out.
+    """
+    first, *later = regions
+    parts = [f"{HELD[first.held]} {first.where} ({first.wrong:,} of {first.results:,} results)"]
+    same_kind = [region for region in later if region.held == first.held]
+    parts += [f"and {each.where} ({each.wrong:,} of {each.results:,})" for each in same_kind[:MOST_SHOWN]]
+    for held in dict.fromkeys(region.held for region in later if region.held != first.held):
+        places = [region.where for region in later if region.held == held][:MOST_SHOWN]
+        parts.append(f"{_within(HELD[held])} {' or '.join(places)}")
+    if unexplained:
+        results = f"{unexplained:,} other results are" if unexplained > 1 else "another result is"
+        parts.append(f"{results} wrong too")
+    elif not later and first.rule:
+        parts.append(f"everything else {'' if is_whole else 'that was judged '}is right")
+    return f"{'; '.join(parts)}."
+
+
+def _within(sentence: str) -> str:
+    """Return a sentence's beginning as it stands within another."""
+    return sentence[0].lower() + sentence[1:]
+
+
+def _follows(verdicts: Sequence["CaseVerdict"]) -> tuple[str, ...]:
+    """Return the checks of each function all of whose wrong cases are wrong in their plain call."""
+    firsts: dict[tuple[str, str], list[bool]] = {}
+    for verdict in verdicts:
+        if verdict.outcome is not Outcome.RIGHT and (results := verdict.judged.results):
+            plain = results[0].wrong and results[0].held not in WITHOUT_RIGHT_ONES
+            firsts.setdefault((verdict.interface.name.lower(), verdict.check), []).append(plain)
+    found: dict[str, list[str]] = {}
+    for (function, check), plain_calls in firsts.items():
+        if all(plain_calls):
+            found.setdefault(function, []).append(check)
+    return tuple(
+        f"the plain call of these checks is already wrong, so they add nothing: {', '.join(sorted(keys, key=_place))} of {name}"
+        for name, keys in found.items()
+    )
+
+
+def _place(key: str) -> tuple[str, int]:
+    """Return a key's place in the catalogue."""
+    return key[0], int(key[1:])

@@ -1,0 +1,249 @@
+"""The shortest rules over features that tell wrong results from right ones.
+
+A rule is a conjunction of at most three literals, such as `has_window and q_len >= 2`. The best one describes the results in
+the fewest bits: those of its literals, and those that say which results are wrong, inside and outside it. Rules are added while
+they save bits, so that several bugs have several.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lab.checks.explain.feature import Bits, Features, Value
+from lab.checks.explain.features import SETTING, feature_named
+
+MOST_LITERALS = 3
+MOST_RULES = 4
+MOST_PAIRS = 150  # that a third literal is tried with
+# A result is worth less than its bits, since results of one case are not independent; more where few are wrong, until a rule
+# is found.
+WORTHS = (0.5, 1, 2, 4, 8, 16)
+MOST_WORTH_OF_LATER = 4  # of what the first rule leaves
+EVERYWHERE = 0.9  # of the results: where as many are wrong, exceptions are no rule
+MOSTLY = 0.8  # of the results: where as many are wrong, a rule must leave out a tenth of them
+PURE = 0.9  # share of wrong results in a region that is called so
+PURE_ALONE = 0.75  # the same of one condition that takes the place of several rules
+# Where nearly all is wrong, the right results without a condition must be as unlikely by chance as 10 to the minus this.
+SURE_DIGITS = 6.0
+FEATURE_BITS = 6.0
+
+
+@dataclass(frozen=True)
+class Literal:
+    """One test in a rule: a feature's name, an operator and a value (`lab.checks.explain.feature.Test`)."""
+
+    feature: str
+    operator: str
+    value: Value = True
+
+    def __str__(self) -> str:
+        if self.operator in ("is", "is not"):
+            return self.feature if self.operator == "is" else f"not {self.feature}"
+        return f"{self.feature} {self.operator} {self.value!r}"
+
+    @property
+    def phrase(self) -> str:
+        """Return the literal in words, to follow "wherever"."""
+        return feature_named(self.feature).phrase(self.operator, self.value)
+
+    def holds(self, features: Features) -> bool:
+        """Tell whether features meet the literal."""
+        return bool(_OPERATORS[self.operator](features.get(self.feature), self.value))
+
+
+def _number(value: Value | None) -> float:
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else math.nan
+
+
+_OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
+    "is": lambda given, value: bool(given),
+    "is not": lambda given, value: not given,
+    "==": lambda given, value: given == value,
+    "!=": lambda given, value: given is not None and given != value,
+    ">=": lambda given, value: _number(given) >= value,
+    "<=": lambda given, value: _number(given) <= value,
+}
+Rule = tuple[Literal, ...]
+Chosen = tuple[int, ...]  # the literals of a rule, by their numbers
+
+
+def find_rules(units: Sequence[Features], wrong: Bits, weights: Bits) -> list[Rule]:
+    """Return the rules that tell the wrong units from the right ones, the one that says most first.
+
+    Args:
+        units: features of each.
+        wrong: bool [len(units)], at least one true.
+        weights: float [len(units)], of the units.
+
+    Returns:
+        At most `MOST_RULES`; a rule without literals, alone, holds everywhere.
+
+    Raises:
+        UnknownFeatureError: a unit has a feature that the table does not have.
+    """
+    return _Search(units, wrong, weights).rules()
+
+
+class _Search:
+    """A search of rules. Units with the same literals are one, of weight `bad` for the wrong ones and `good` for the right."""
+
+    def __init__(self, units: Sequence[Features], wrong: Bits, weights: Bits) -> None:
+        self.literals, holds, self.costs = _table(units)
+        _, first, where = np.unique(np.packbits(holds, axis=0), axis=1, return_index=True, return_inverse=True)
+        self.holds = holds[:, first]
+        self.bad = np.bincount(where.ravel(), weights=weights * wrong, minlength=len(first))
+        self.good = np.bincount(where.ravel(), weights=weights * ~wrong, minlength=len(first))
+
+    def rules(self) -> list[Rule]:
+        """Return the rules, those literals first that say most."""
+        return [
+            tuple(self.literals[number] for number in sorted(chosen, key=lambda number: self.costs[number]))
+            for chosen in self._found()
+        ] or [()]
+
+    def _found(self) -> list[Chosen]:
+        sure, all_bad, total = self._sure(), self.bad.sum(), (self.bad + self.good).sum()
+        if all_bad > EVERYWHERE * total:
+            return [sure]
+        found = self._several()
+        only = _best(self.holds, WORTHS[-1] * self.bad, WORTHS[-1] * self.good, self.costs)
+        is_plain = len(only) <= 2 and all(self.costs[number] < FEATURE_BITS + SETTING for number in only)
+        if is_plain and only and self._is_exact([only]):
+            found = [only]
+        alone = self._covering(self.costs)
+        if alone and not self._is_whole(found):
+            found = [alone]  # what the others add says only where the bug shows
+        if found and found != [sure] and all_bad > MOSTLY * total:
+            outside = ~self._inside(found)
+            if (self.bad + self.good)[outside].sum() < (1 - EVERYWHERE) * total:
+                found = [sure]
+        return found
+
+    def _inside(self, rules: Sequence[Chosen]) -> Bits:
+        """Return the units in which any of some rules holds."""
+        inside = np.zeros(len(self.bad), dtype=bool)
+        for chosen in rules:
+            inside |= self.holds[list(chosen)].all(axis=0)
+        return inside
+
+    def _is_exact(self, rules: Sequence[Chosen]) -> bool:
+        """Tell whether rules hold in every wrong unit and in no right one."""
+        inside = self._inside(rules)
+        return not self.good[inside].sum() and not self.bad[~inside].sum()
+
+    def _is_whole(self, rules: Sequence[Chosen]) -> bool:
+        """Tell whether one rule holds in every wrong unit, or several do that hold in no right one."""
+        return self._is_exact(rules) or (len(rules) == 1 and not self.bad[~self._inside(rules)].sum())
+
+    def _several(self) -> list[Chosen]:
+        """Return rules one after the other, each among what those before it leave, while they save bits."""
+        rules: list[Chosen] = []
+        left = np.ones(len(self.bad), dtype=bool)
+        for worth in WORTHS:
+            while len(rules) < MOST_RULES and self.bad[left].sum() > 0 and (not rules or worth <= MOST_WORTH_OF_LATER):
+                chosen = _best(self.holds[:, left], worth * self.bad[left], worth * self.good[left], self.costs)
+                # The first rule may be less pure, where none is purer.
+                least = PURE if rules and len(chosen) > 1 else 0.5 if rules or worth < MOST_WORTH_OF_LATER else 0.0
+                if not chosen or self._purity(chosen, left) < least:
+                    break
+                rules.append(self._pruned(chosen, left))
+                left &= ~self._inside(rules[-1:])
+        return rules
+
+    def _purity(self, chosen: Chosen, left: Bits) -> float:
+        """Return the share of wrong units among those that are left and in a rule."""
+        inside = left & self._inside([chosen])
+        return float(self.bad[inside].sum() / max((self.bad + self.good)[inside].sum(), 1e-9))
+
+    def _pruned(self, chosen: Chosen, left: Bits) -> Chosen:
+        """Leave out what a rule excludes, where it is nearly as pure without: not every result where a bug is shows it."""
+        for number in chosen:
+            others = tuple(other for other in chosen if other != number)
+            if others and self.literals[number].operator in ("is not", "!=") and self._purity(others, left) >= PURE:
+                return self._pruned(others, left)
+        return chosen
+
+    def _sure(self) -> Chosen:
+        """Return a condition that all wrong results share and that right ones lack by more than chance, if there is one."""
+        is_condition = np.array([literal.operator == "is" for literal in self.literals], dtype=bool)
+        sure = self._covering(np.where(is_condition, self.costs, np.inf))
+        if not sure:
+            return ()
+        digits = self.good[~self.holds[sure[0]]].sum() * math.log10((self.bad + self.good).sum() / self.good.sum())
+        return sure if digits >= SURE_DIGITS else ()
+
+    def _covering(self, costs: Bits) -> Chosen:
+        """Return the cheapest literal that holds wherever results are wrong, and seldom where they are right, if any."""
+        inside_bad, inside_good = self.holds @ self.bad, self.holds @ self.good
+        fits = (inside_bad >= self.bad.sum() * (1 - 1e-9)) & (inside_bad >= PURE_ALONE * (inside_bad + inside_good))
+        fits &= np.isfinite(costs)
+        return (int(np.where(fits, costs, np.inf).argmin()),) if fits.any() else ()
+
+
+def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> Chosen:
+    """Return the literals of the rule that saves most bits; none where no rule saves any."""
+    all_bad, all_good = bad.sum(), good.sum()
+    whole = _bits(all_bad, all_good)
+    if all_good == 0 or not len(holds):
+        return ()
+    table = holds.astype(np.float32)
+
+    def saved(inside_bad: Bits, inside_good: Bits, cost: Bits) -> Bits:
+        """Return the saved bits of rules with so many wrong and right units inside; -inf where a rule holds right ones."""
+        inside = _bits(inside_bad, inside_good) + _bits(all_bad - inside_bad, all_good - inside_good)
+        worse = inside_bad * (all_good - inside_good) <= inside_good * (all_bad - inside_bad)
+        return np.where(worse, -np.inf, whole - inside - cost)
+
+    one = saved(table @ bad, table @ good, costs)
+    best: Chosen = (int(one.argmax()),)
+    gain = float(one.max())
+    two = saved((table * bad) @ table.T, (table * good) @ table.T, costs[:, None] + costs)
+    two[np.tril_indices(len(two))] = -np.inf
+    order = np.argsort(two, axis=None)[::-1][:MOST_PAIRS]
+    pairs = [divmod(int(at), len(two)) for at in order if np.isfinite(two.flat[at])]
+    if pairs and two[pairs[0]] > gain:
+        best, gain = pairs[0], float(two[pairs[0]])
+    if pairs:
+        firsts, seconds = (np.array(side) for side in zip(*pairs, strict=True))
+        both = table[firsts] * table[seconds]
+        three = saved(
+            (both * bad) @ table.T, (both * good) @ table.T, (costs[firsts] + costs[seconds])[:, None] + costs
+        )
+        at = np.unravel_index(int(three.argmax()), three.shape)
+        if three[at] > gain:
+            best, gain = (*pairs[int(at[0])], int(at[1])), float(three[at])
+    return best if gain > 0 else ()
+
+
+def _bits(bad: Any, good: Any) -> Any:
+    """Return the bits that say which of so many wrong and right units are wrong, one after the other."""
+    total = np.maximum(bad + good, 1e-9)
+    return sum(side * np.log2(total / np.maximum(side, 1e-9)) for side in (bad, good))
+
+
+def _table(units: Sequence[Features]) -> tuple[list[Literal], Bits, Bits]:
+    """Return the literals that hold for some units and not for others, where each holds, and its bits.
+
+    Of literals that hold for the same units the one that is cheapest stays.
+    """
+    found: dict[bytes, tuple[float, Literal, Bits]] = {}
+    for name in dict.fromkeys(name for features in units for name in features):
+        feature = feature_named(name)
+        for test in feature.tests([features.get(name) for features in units]):
+            if test.holds.any() and not test.holds.all():
+                key, cost = np.packbits(test.holds).tobytes(), FEATURE_BITS + feature.cost + test.cost
+                if key not in found or cost < found[key][0]:
+                    found[key] = (cost, Literal(name, test.operator, test.value), test.holds)
+    if not found:
+        return [], np.zeros((0, len(units)), dtype=bool), np.zeros(0)
+    costs, literals, columns = zip(*sorted(found.values(), key=lambda each: each[0]), strict=True)
+    return list(literals), np.stack(columns), np.array(costs)
+
+
+def weights_of(groups: Sequence[int]) -> Bits:
+    """Return weights of units by the number of their group, a case: a group of n weighs sqrt(n + 8), since its units depend."""
+    sizes = np.bincount(np.array(groups, dtype=int))[np.array(groups, dtype=int)]
+    return np.asarray(np.sqrt(sizes + 8) / sizes)

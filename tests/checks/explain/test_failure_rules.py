@@ -1,0 +1,99 @@
+"""Rules over synthetic features."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lab.checks.explain.failure_rules import MOST_LITERALS, Literal, find_rules, weights_of
+from lab.checks.explain.features import UnknownFeatureError
+
+
+def units(is_wrong: Callable[[dict[str, Any]], bool]) -> tuple[list[dict[str, Any]], Any]:
+    """Features of every combination of some axes, and which are wrong."""
+    features = [
+        {"q_len": rows, "head_dim": dim, "contents": contents}
+        | ({"has_window": True} if window else {})
+        | ({"sinks": True} if sinks else {})
+        for rows in (1, 2, 4)
+        for dim in (64, 128, 256)
+        for contents in ("random", "needles")
+        for window in (False, True)
+        for sinks in (False, True)
+    ]
+    return features, np.array([is_wrong(each) for each in features])
+
+
+@pytest.mark.parametrize(
+    ("is_wrong", "rules"),
+    [
+        (lambda features: "sinks" in features, ["sinks"]),
+        (lambda features: "sinks" not in features, ["not sinks"]),
+        (lambda features: "has_window" in features and features["q_len"] > 1, ["has_window and q_len >= 2"]),
+        (lambda features: features["head_dim"] == 256, ["head_dim >= 256"]),
+        (
+            lambda features: features["contents"] == "needles" and "sinks" in features,
+            ["sinks and contents == 'needles'"],
+        ),
+        (lambda features: "sinks" in features or features["head_dim"] == 256, ["sinks", "head_dim >= 256"]),
+        (lambda features: True, [""]),
+    ],
+)
+def test_the_shortest_rule_is_found(is_wrong: Callable[[dict[str, Any]], bool], rules: list[str]) -> None:
+    features, wrong = units(is_wrong)
+    found = find_rules(features, wrong, weights_of(range(len(features))))
+    assert [" and ".join(map(str, rule)) for rule in found] == rules
+    assert all(len(rule) <= MOST_LITERALS for rule in found)
+
+
+def test_not_every_result_of_a_region_must_show_it() -> None:
+    features, wrong = units(lambda features: "sinks" in features)
+    wrong[np.flatnonzero(wrong)[:3]] = False
+    assert [str(literal) for literal in find_rules(features, wrong, weights_of(range(len(features))))[0]] == ["sinks"]
+
+
+@pytest.mark.parametrize(("without", "rule"), [(15, ["sinks"]), (1, [])])
+def test_a_condition_is_named_where_nearly_all_is_wrong_if_results_without_it_tell(
+    without: int, rule: list[str]
+) -> None:
+    features = [{"kv_len": number, "sinks": True} for number in range(300)] + [
+        {"kv_len": number} for number in range(without)
+    ]
+    wrong = np.array([number % 20 > 0 for number in range(300)] + [False] * without)
+    found = find_rules(features, wrong, weights_of(range(len(features))))
+    assert [str(literal) for literal in found[0]] == rule
+
+
+def test_numbers_of_0_and_1_are_no_truths() -> None:
+    wrong = np.array([n % 2 > 0 for n in range(40)])
+    found = find_rules([{"request": n % 2} for n in range(40)], wrong, weights_of(range(40)))
+    assert [literal.phrase for literal in found[0]] == ["a request's place in the batch is 1 or more"]
+
+
+def test_an_unknown_feature_is_an_error() -> None:
+    with pytest.raises(UnknownFeatureError, match="'unheard_of'"):
+        find_rules([{"unheard_of": True}, {}], np.array([True, False]), weights_of(range(2)))
+
+
+@pytest.mark.parametrize(
+    ("literal", "meets", "fails"),
+    [
+        (Literal("sinks", "is"), {"sinks": True}, {}),
+        (Literal("sinks", "is not"), {}, {"sinks": True}),
+        (Literal("kv_len", ">=", 3), {"kv_len": 3}, {"kv_len": 2}),
+        (Literal("kv_len", "<=", 3), {"kv_len": 3}, {"kv_len": 4}),
+        (Literal("kv_len", "<=", 3), {"kv_len": 0}, {}),
+        (Literal("kv_len", "==", 3), {"kv_len": 3}, {"kv_len": 4}),
+        (Literal("dtype", "!=", "fp16"), {"dtype": "bf16"}, {"dtype": "fp16"}),
+        (Literal("dtype", "!=", "fp16"), {"dtype": "bf16"}, {}),
+    ],
+)
+def test_features_meet_a_literal_or_not(literal: Literal, meets: dict[str, Any], fails: dict[str, Any]) -> None:
+    assert literal.holds(meets)
+    assert not literal.holds(fails)
+
+
+def test_a_unit_of_a_large_case_weighs_less() -> None:
+    weights = weights_of([0, 1, 1, 1, 1])
+    assert weights.tolist() == pytest.approx([3.0, *[12**0.5 / 4] * 4])

@@ -1,0 +1,425 @@
+"""Features of cases and calls, each in a call that has it, and the results that a case notes with them."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from lab import references
+from lab.checks import AttentionCase, ForwardCase, Interface
+from lab.checks.case_run import CaseRun
+from lab.checks.explain.feature import Choice, Condition, Number
+from lab.checks.explain.features import FEATURES, OF_REQUEST, TABLES, UnknownFeatureError, feature_named
+from lab.checks.explain.reading import _read, features_of_call, features_of_case, of_any_request
+from lab.checks.explain.subjects import Batch, CallLog
+from lab.checks.parameters.configuration import Configuration
+from lab.checks.properties import checks
+from lab.checks.properties.check import Level
+from lab.checks.run.workers import run_trial
+from lab.metadata import ForwardMode
+from lab.workloads.inputs.attention import truth_of_call
+from tests.checks.small import SMALL
+
+CASE = AttentionCase(Interface.DECODE, (20, 0, 32), (2, 2, 2), num_kv_heads=1, group=3, window_left=5)
+CPU = torch.device("cpu")
+
+
+def arguments_of(case: AttentionCase) -> dict[str, Any]:
+    return CaseRun(references, case, CPU).build().arguments()
+
+
+def read(case: AttentionCase, **changes: Any) -> dict[str, Any]:
+    return dict(features_of_call(case.interface, arguments_of(case) | changes, CallLog()).features)
+
+
+def test_a_plain_call_has_these_features_and_no_others() -> None:
+    assert read(AttentionCase(Interface.DECODE, (20,), (1,), num_kv_heads=1, group=4)) == {
+        "function": "decode",
+        "dtype": "bf16",
+        "kv_dtype": "bf16",
+        "kv_layout": "HND",
+        "head_dim": 64,
+        "v_head_dim": 64,
+        "num_kv_heads": 1,
+        "num_qo_heads": 4,
+        "group": 4,
+        "out_dtype": "bf16",
+        "table_columns": 5,
+        "pool_pages": 8,
+        "pool_elements": 8 * 16 * 64,
+        "calls_before": 0,
+        "page_size": 16,
+        "requests": 1,
+        "rows_of_batch": 1,
+        "longest_kv_len": 20,
+    }
+
+
+PLAIN = AttentionCase(Interface.DECODE, (40, 24), (2, 2), num_kv_heads=2, group=2)
+CONTEXT = replace(PLAIN, interface=Interface.CONTEXT)
+ARGUMENTS = {each.interface: arguments_of(each) for each in (PLAIN, CONTEXT)}
+
+
+def of(name: str) -> Any:
+    return ARGUMENTS[Interface.DECODE][name]
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements in rows with gaps."""
+    return torch.cat([tensor, tensor], dim=-1)[..., : tensor.shape[-1]]
+
+
+def apart(tensor: torch.Tensor) -> torch.Tensor:
+    """The same pages with gaps between them."""
+    return torch.stack([tensor, tensor], dim=1)[:, 0]
+
+
+def packed(*rows: int) -> torch.Tensor:
+    """A mask of two requests of two rows, each given by its first word."""
+    return torch.tensor([[row, 0] for row in rows], dtype=torch.int32).to(torch.uint16).view(2, 2, 2)
+
+
+K, V = ARGUMENTS[Interface.DECODE]["kv_cache"]
+FOUR = torch.zeros(4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "features"),
+    [
+        ({"mask": packed(1, 3, 1, 3)}, {"mask": True, "mask_words": 2}),
+        ({"mask": packed(3, 3, 3, 3)}, {"mask": True, "mask_words": 2, "mask_not_causal": True}),
+        ({"mask": packed(1, 3, 3, 3)}, {"mask": True, "mask_words": 2, "mask_not_causal": True, "masks_differ": True}),
+        ({"sinks": FOUR}, {"sinks": True}),
+        ({"sinks": torch.tensor([0, -math.inf, 8, 0])}, {"sinks": True, "some_inf_sink": True}),
+        ({"sinks": torch.tensor([0, 0, 8.1, 0])}, {"sinks": True, "large_sink": True}),
+        ({"sinks": FOUR - math.inf}, {"sinks": True, "some_inf_sink": True, "all_inf_sinks": True}),
+        ({"bmm1_scale": torch.tensor([0.125])}, {"bmm1_scale_tensor": True}),
+        ({"bmm1_scale": -0.125}, {"bmm1_scale_negative": True, "bmm1_scale_unusual": True}),
+        ({"bmm1_scale": 0.126}, {"bmm1_scale_unusual": True}),
+        ({"bmm1_scale_log2": torch.tensor([0.125 / math.log(2)])}, {"bmm1_scale_log2_given": True}),
+        ({"bmm2_scale": torch.tensor([1.0])}, {"bmm2_scale_tensor": True}),
+        ({"bmm2_scale": 0.5}, {"bmm2_scale_not_1": True}),
+        ({"bmm2_scale": 3}, {"bmm2_scale_not_1": True, "bmm2_scale_no_power_of_2": True}),
+        ({"bmm2_scale": -1.0}, {"bmm2_scale_not_1": True, "bmm2_scale_negative": True}),
+        ({"out": torch.empty(4, 4, 64, dtype=torch.bfloat16)}, {"out_given": True}),
+        ({"out_dtype": torch.float16}, {"out_dtype": "fp16", "other_out_dtype": True}),
+        ({"return_lse": True}, {"return_lse": True}),
+        ({"lse": torch.empty(4, 4), "return_lse": True}, {"lse_given": True, "return_lse": True}),
+        (
+            {"lse": widened(torch.empty(4, 4)), "return_lse": True},
+            {"lse_given": True, "return_lse": True, "lse_gaps": True},
+        ),
+        ({"seq_lens": of("seq_lens").to(torch.uint32)}, {"seq_lens_uint32": True}),
+        ({"query": widened(of("query"))}, {"query_gaps": True}),
+        ({"block_tables": widened(of("block_tables"))}, {"block_tables_gaps": True}),
+        ({"block_tables": of("block_tables")[:1].expand(2, -1).contiguous()}, {"one_first_page": True}),
+        (
+            {"kv_cache": (apart(K), apart(V))},
+            {"page_gaps": True, "pool_elements": 2 * K.numel()},
+        ),
+        ({"kv_cache": (K, apart(V))}, {"other_v_strides": True}),
+        ({"kv_cache": (K, widened(V))}, {"other_v_strides": True}),
+        (
+            {"kv_cache": torch.stack([K, V], dim=1)},
+            {"one_cache_tensor": True, "page_gaps": True, "pool_elements": 2 * K.numel()},
+        ),
+        (
+            {
+                "block_tables": of("block_tables").unsqueeze(1).repeat(1, 2, 1),
+                "uses_shared_paged_kv_idx": False,
+            },
+            {"separate_tables": True},
+        ),
+        (
+            {"q_len_per_req": None, "max_q_len": 2, "cum_seq_lens_q": torch.tensor([0, 2, 4], dtype=torch.int32)},
+            {"cum_seq_lens_q_given": True},
+        ),
+        ({"window_left": 0}, {"has_window": True, "window_left": 0}),
+    ],
+)
+def test_an_argument_adds_its_features(changes: dict[str, Any], features: dict[str, Any]) -> None:
+    assert read(PLAIN, **changes) == read(PLAIN) | features
+
+
+def test_functions_have_features_of_their_own() -> None:
+    context = read(CONTEXT)
+    assert context == read(PLAIN) | {"function": "context"}
+    assert read(CONTEXT, causal=False) == context | {"not_causal": True}
+    latent = AttentionCase(Interface.MLA_DECODE, (20,), (1,), num_kv_heads=1, head_dim=80, v_head_dim=64)
+    found = read(latent)
+    assert (found["kv_layout"], found["v_head_dim"]) == ("MLA", 64)
+    assert not {"one_cache_tensor", "page_size_is_num_kv_heads"} & found.keys()
+    sinks = {"sinks": [torch.zeros(4)]}
+    assert read(latent, **sinks) == found | {"sinks": True, "sinks_list": True}
+    lse = {"return_lse": True, "return_lse_base": "basee"}
+    assert read(latent, **lse) == found | {"return_lse": True, "lse_base_e": True}
+    offsets = {"query": ARGUMENTS_OF_LATENT["query"].flatten(0, 1), "cum_seq_lens_q": torch.tensor([0, 1]).int()}
+    assert read(latent, **offsets) == found | {"cum_seq_lens_q_given": True}
+    square = replace(PLAIN, storage=replace(PLAIN.storage, page_size=2))
+    assert read(square)["page_size_is_num_kv_heads"]
+
+
+ARGUMENTS_OF_LATENT = arguments_of(
+    AttentionCase(Interface.MLA_DECODE, (20,), (1,), num_kv_heads=1, head_dim=80, v_head_dim=64)
+)
+
+
+def test_a_call_that_the_lab_refuses_has_the_features_of_earlier_calls_alone() -> None:
+    assert read(PLAIN, window_left=-2) == {"calls_before": 0}
+
+
+def request(kv_len: int, q_len: int, **batch: Any) -> set[str]:
+    """The conditions of a batch's only request, which is its last too."""
+    (only,) = Batch((kv_len,), (q_len,), **batch).requests()
+    return {name for name, value in _read(OF_REQUEST, only).items() if value is True} - {"last_request"}
+
+
+@pytest.mark.parametrize(
+    ("kv_len", "q_len", "batch", "conditions"),
+    [
+        (64, 1, {}, {"full_page", "multiple_of_64_keys"}),
+        (65, 1, {}, {"partial_page"}),
+        (512, 1, {}, {"full_page", "multiple_of_64_keys", "multiple_of_512_keys"}),
+        (0, 1, {}, {"no_keys", "fewer_keys"}),
+        (0, 0, {}, {"no_keys", "no_rows", "no_prefix"}),
+        (70, 0, {}, {"partial_page", "no_rows"}),
+        (3, 3, {}, {"partial_page", "no_prefix", "q_len_no_power_of_2"}),
+        (4, 6, {}, {"partial_page", "fewer_keys", "q_len_no_power_of_2"}),
+        (20, 1, {"window_left": 19}, {"partial_page"}),
+        (20, 1, {"window_left": 18}, {"partial_page", "hidden_keys", "window_in_page"}),
+        (
+            40,
+            1,
+            {"window_left": 7, "page_size": 16},
+            {"partial_page", "hidden_keys", "hidden_page", "window_with_page"},
+        ),
+        (
+            40,
+            2,
+            {"window_left": 7, "page_size": 16},
+            {"partial_page", "hidden_keys", "hidden_page", "window_in_page", "window_with_page"},
+        ),
+        (
+            40,
+            1,
+            {"window_left": 23, "page_size": 16},
+            {"partial_page", "hidden_keys", "hidden_page", "window_with_page"},
+        ),
+        (40, 1, {"window_left": 24, "page_size": 16}, {"partial_page", "hidden_keys", "window_in_page"}),
+        (
+            80,
+            1,
+            {"window_left": 15, "page_size": 256},
+            {"partial_page", "hidden_keys", "hidden_tile", "window_in_page"},
+        ),
+        (80, 1, {"window_left": 16, "page_size": 256}, {"partial_page", "hidden_keys", "window_in_page"}),
+    ],
+)
+def test_the_lengths_of_a_request_say_its_conditions(
+    kv_len: int, q_len: int, batch: dict[str, Any], conditions: set[str]
+) -> None:
+    assert request(kv_len, q_len, **batch) == conditions
+
+
+def test_requests_are_told_apart_by_their_place() -> None:
+    first, second, third = features_of_case(replace(CASE, kv_lens=(20, 20, 32))).of_requests
+    assert [each["request"] for each in (first, second, third)] == [0, 1, 2]
+    assert [each["pages"] for each in (first, second, third)] == [2, 2, 2]
+    assert ["as_long_as_previous" in each for each in (first, second, third)] == [False, True, False]
+    assert ["last_request" in each for each in (first, second, third)] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("kv_lens", "q_lens", "conditions"),
+    [
+        ((5, 5), (1, 1), set()),
+        ((5, 6), (1, 1), {"unequal_kv_lens"}),
+        ((5, 5), (1, 2), {"unequal_q_lens"}),
+        ((5, 0), (1, 1), {"unequal_kv_lens", "some_no_keys"}),
+        ((0, 0), (1, 1), {"some_no_keys", "all_no_keys"}),
+        ((5, 5), (0, 1), {"unequal_q_lens", "some_no_rows"}),
+        ((5, 5), (0, 0), set()),
+    ],
+)
+def test_the_lengths_of_a_batch_say_its_conditions(
+    kv_lens: tuple[int, ...], q_lens: tuple[int, ...], conditions: set[str]
+) -> None:
+    found = features_of_case(AttentionCase(Interface.CONTEXT, kv_lens, q_lens)).features
+    lengths = {"unequal_kv_lens", "unequal_q_lens", "some_no_keys", "all_no_keys", "some_no_rows"}
+    assert found.keys() & lengths == conditions
+    assert (found["requests"], found["rows_of_batch"], found["longest_kv_len"]) == (2, sum(q_lens), max(kv_lens))
+
+
+def test_a_case_and_its_plain_call_have_the_same_features() -> None:
+    run = CaseRun(references, CASE, CPU)
+    run.call(run.build())
+    of_case, of_call = features_of_case(CASE), run.called
+    assert of_case.of_requests == of_call.of_requests
+    assert (of_case.q_lens, of_call.q_lens) == ((2, 2, 2), (2, 2, 2))
+    shared = of_case.features.keys() & of_call.features.keys()
+    assert {"window_left", "group", "head_dim", "requests", "contents", "function", "dtype", "page_size"} <= shared
+    assert {name: of_case.features[name] for name in shared} == {name: of_call.features[name] for name in shared}
+
+
+def test_of_the_features_of_several_requests_the_largest_number_stays() -> None:
+    found = of_any_request({"head_dim": 64, "q_len": 1}, [{"q_len": 3, "no_keys": True}, {"q_len": 2}])
+    assert found == {"head_dim": 64, "q_len": 3, "no_keys": True}
+
+
+def test_a_forward_mode_has_features() -> None:
+    def found(mode: ForwardMode, **given: Any) -> dict[str, Any]:
+        features = features_of_case(ForwardCase(mode, "tiny", (3,), (1,), **given)).features
+        names = ("mode", "uncounted", "leaves_out_tokens", "query_rows", "extends_draft", "draft_step")
+        return {name: features[name] for name in names if name in features}
+
+    assert found(ForwardMode.DECODE) == {"mode": "decode", "uncounted": "none", "query_rows": "one"}
+    assert found(ForwardMode.DECODE, draft_step=1) == {
+        "mode": "decode",
+        "uncounted": "draft_step",
+        "leaves_out_tokens": True,
+        "query_rows": "one",
+        "draft_step": 1,
+    }
+    assert found(ForwardMode.DRAFT_EXTEND) == {
+        "mode": "draft_extend",
+        "uncounted": "none",
+        "query_rows": "accepted",
+        "extends_draft": True,
+    }
+
+
+def test_a_configuration_has_the_values_that_are_not_default() -> None:
+    found = features_of_case(Configuration(Interface.DECODE, {"group": 3})).features
+    assert found == {"function": "decode", "group=3": True}
+    assert feature_named("group=3").phrase("is", True) == "group is 3"
+    assert feature_named("group=3").phrase("is not", True) == "group is not 3"
+
+
+@dataclass(frozen=True)
+class UnheardOf:
+    speed: int = 3
+    seed: int = 0
+
+
+def test_an_unknown_feature_is_an_error() -> None:
+    with pytest.raises(UnknownFeatureError, match="'speed'"):
+        features_of_case(UnheardOf())
+
+
+def test_every_field_of_every_case_is_a_feature() -> None:
+    for check in checks():
+        for interface in check.interfaces:
+            for case in check.cases(interface, SMALL, Level.SMOKE):
+                features_of_case(case)
+
+
+def test_no_two_features_have_one_name_and_each_can_be_said() -> None:
+    assert len(FEATURES) == sum(map(len, TABLES))
+    for feature in FEATURES.values():
+        assert feature.name.isidentifier()
+        operators: Callable[[], tuple[str, ...]] = {
+            Condition: lambda: ("is", "is not"),
+            Number: lambda: ("==", ">=", "<="),
+            Choice: lambda: ("==", "!="),
+        }[type(feature)]
+        phrases = [feature.phrase(operator, 3) for operator in operators()]
+        assert len(set(phrases)) == len(phrases)
+        assert not any(set("{|}") & set(phrase) or "  " in phrase for phrase in phrases)
+
+
+@pytest.mark.parametrize(
+    ("name", "operator", "value", "phrase"),
+    [
+        ("sinks", "is", True, "sinks are given"),
+        ("sinks", "is not", True, "no sinks are given"),
+        ("kv_len", "<=", 1, "a request has 1 key or less"),
+        ("kv_len", ">=", 11, "a request has 11 keys or more"),
+        ("kv_len", "==", 21, "a request has 21 keys"),
+        ("q_len", ">=", 2, "a request has several query rows"),
+        ("q_len", ">=", 3, "a request has 3 query rows or more"),
+        ("q_len", "<=", 2, "a request has 2 query rows or less"),
+        ("dtype", "==", "fp16", "the query's dtype is fp16"),
+        ("dtype", "!=", "fp16", "the query's dtype is not fp16"),
+    ],
+)
+def test_a_feature_in_words(name: str, operator: str, value: Any, phrase: str) -> None:
+    assert feature_named(name).phrase(operator, value) == phrase
+
+
+def test_a_result_says_which_requests_are_wrong_and_shows_one_vector() -> None:
+    run = CaseRun(references, CASE, CPU)
+    inputs = run.build()
+    result = run.call(inputs, bmm2_scale=torch.tensor([1.0]))
+    result.out[5, 1] *= 2
+    run.hold("this", result, truth_of_call(inputs))
+    (noted,) = run.results
+    assert noted.wrong
+    assert noted.held == "output"
+    assert noted.features["bmm2_scale_tensor"]
+    assert [wrong for _, wrong in noted.requests] == [False, False, True]
+    assert noted.example is not None
+    assert noted.example.where == "row 5 (request 2), head 1"
+    assert noted.example.got[0] == result.out[5, 1, 0].item()
+
+
+def later(**changes: Any) -> dict[str, Any]:
+    """What a second call of a case has in common with the first."""
+    log, arguments = CallLog(), arguments_of(replace(CASE, window_left=-1))
+    log.earlier(arguments)
+    found = vars(log.earlier(arguments | changes))
+    assert found.pop("calls_before") == 1
+    return {name: set(value) if isinstance(value, frozenset) else value for name, value in found.items() if value}
+
+
+def test_a_call_knows_what_differs_from_the_first_call_of_its_shapes() -> None:
+    assert later() == {}
+    assert later(bmm1_scale=0.5) == {"changed": {"bmm1_scale"}}
+    assert later(bmm1_scale=torch.tensor([0.125])) == {}
+    assert later(bmm1_scale_log2=torch.tensor([1.0])) == {"changed": {"bmm1_scale"}}
+    assert later(attention_sinks=torch.zeros(3)) == {"changed": {"sinks"}}
+    assert later(window_left=4) == {"changed": {"window_left"}}
+    assert later(seq_lens=torch.tensor([20, 0, 31])) == {"changed": {"seq_lens"}}
+    assert later(seq_lens=torch.tensor([20, 1, 32])) == {"changed": {"seq_lens"}, "is_longer": True}
+
+
+def test_a_call_knows_what_was_written_since_an_earlier_one() -> None:
+    log, arguments = CallLog(), arguments_of(CASE)
+    log.earlier(arguments)
+    arguments["seq_lens"][2] = 30
+    arguments["kv_cache"][0][0] = 0
+    found = log.earlier(arguments)
+    assert found.written == {"seq_lens", "kv_cache"}
+    features = features_of_call(Interface.DECODE, arguments, log).features
+    assert (features["calls_before"], features["later_call"]) == (2, True)
+    assert features["other_seq_lens"]
+    assert features["written_seq_lens"]
+    assert "other_bmm2_scale" not in features
+
+
+def test_a_new_tensor_at_an_old_address_was_not_written() -> None:
+    log, arguments = CallLog(), arguments_of(CASE)
+    arguments["query"] = torch.zeros(3, 2).requires_grad_(False)
+    log.earlier(arguments)
+    address = arguments["query"].data_ptr()
+    arguments["query"].add_(1)
+    storage = arguments.pop("query").untyped_storage()
+    arguments["query"] = torch.empty(0).set_(storage, 0, (3, 2)).add_(1)  # type: ignore[call-overload]
+    assert arguments["query"].data_ptr() == address
+    assert log.earlier(arguments).written == set()
+
+
+def test_every_check_notes_results_with_features() -> None:
+    for check in checks():
+        for interface in check.interfaces:
+            case = next(iter(check.cases(interface, SMALL, Level.SMOKE)), None)
+            if case is not None and check.key[0] in "LM":
+                judged = run_trial(references, check, case, CPU, SMALL)
+                assert all(result.held and result.features for result in judged.results)
+
+
+def test_an_e4m3_query_has_features() -> None:
+    query = of("query").to(torch.float8_e4m3fn)
+    assert read(PLAIN, query=query, kv_cache=(K.to(query.dtype), V.to(query.dtype)))["dtype"] == "e4m3"
