@@ -8,7 +8,6 @@ from collections.abc import Iterable
 
 # Name by which a package is imported -> the extra of pyproject.toml that installs it.
 EXTRA_OF = {
-    "hypothesis": "judge",
     "numpy": "judge",
     "pebble": "judge",
     "rich": "judge",

@@ -14,20 +14,6 @@ from lab.workloads.geometries import GEOMETRIES, Geometry, geometry, tiny
 HALF_PAIRS = ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16))
 
 SEEDS = 100_000  # of cases, that a seed of ranges has
-DRAWN_AXES = (
-    "dtypes",
-    "groups",
-    "num_kv_heads",
-    "head_dims",
-    "page_sizes",
-    "q_lens",
-    "windows",
-    "sinks",
-    "kv_layouts",
-    "mla_head_dims",
-    "mla_heads",
-    "mla_page_sizes",
-)
 
 
 @dataclass(frozen=True)
@@ -50,7 +36,7 @@ class Ranges:
         geometries: of the forward passes and graph stories of the full level, names of `lab.workloads.GEOMETRIES`.
         e4m3_arithmetic: over an e4m3 cache the kernel is known to round Q and the softmax's weights to e4m3 too.
         longest: keys of the longest request, about; of the checks but K18.
-        seed: of what is drawn: covering arrays, lengths, contents, and the cases of Hypothesis.
+        seed: of what is drawn: covering arrays, lengths, contents, and random cases.
 
     K18 judges further values of an axis that is left as it is (`lab.checks.parameters.paged_axes.BEYOND`), which a kernel for
     the usual sizes declines.

@@ -13,7 +13,7 @@ from net.recorded import read
 CHECK, FUNCTION, CASE, OUTCOME, RESULTS, RATIO, SENTENCE = range(7)
 Row = list[Any]  # a field for each of these
 SHOWN = 200  # characters
-RENAMED = {"Configuration(": "Configuration("}  # in the recorded text of a case
+RENAMED = {"Combination(": "Configuration("}  # in the recorded text of a case
 
 
 def record(plans: Iterable[Plan]) -> dict[str, list[Row]]:

@@ -2,7 +2,7 @@
 
 from lab.extras import require
 
-require("The judge", "hypothesis", "numpy", "pebble", "rich")
+require("The judge", "numpy", "pebble", "rich")
 
 from lab.calls.problem import AttentionCall
 from lab.checks.graph_case import GraphCase, MLAGraphCase, Story

@@ -41,7 +41,7 @@ class CaseVerdict:
         implementation, check, interface, case, device: what was judged, by which check, of which function, on what, where.
         judged: what was found.
         ranges: the axes within which the check varied the case.
-        drawn: Hypothesis drew the case; a wrong one is the smallest that it came to.
+        drawn: the case is random; a wrong one is the smallest that was found.
         finding: of a KNOWN case, where it is written down.
         number: of the case in its report, from 1; a run that takes up an older report keeps its numbers. 0: in no report yet.
         recorded_in: the report's file; empty if it is in none.

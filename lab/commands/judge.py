@@ -85,7 +85,7 @@ MostSeconds = Annotated[
 ]
 Drawn = Annotated[
     int | None,
-    typer.Option(min=0, help="cases that Hypothesis draws per check and function; the level's number if left out"),
+    typer.Option(min=0, help="random cases of each check and function; the level's number if left out"),
 ]
 ReportFile = Annotated[
     Path | None,

@@ -1,199 +1,172 @@
 """Attention cases over the values of ranges: each value as often as any other, or drawn."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import Any
 
 from lab.calls.problem import NVFP4
-from lab.ranges import DRAWN_AXES, SEEDS, Ranges
+from lab.checks.parameters.covering import Constraint, Model, Point
+from lab.checks.parameters.sampling import Sample, samples
+from lab.ranges import SEEDS, Ranges
 from lab.workloads.attention_case import AttentionCase, Storage
-from lab.workloads.interfaces import Interface
-
-if TYPE_CHECKING:
-    from hypothesis.strategies import SearchStrategy
+from lab.workloads.interfaces import ATTENTION, Interface
 
 NUM_BUILDS = 24  # as often each of 8 groups, of 8 numbers of rows, of 3 dtypes, and of 4 page sizes
+# Fields of `Ranges`: what kernels are compiled for, and what they get at run time.
+MHA_BUILD = ("dtypes", "groups", "head_dims", "page_sizes", "q_lens", "windows", "sinks")
+MLA_BUILD = ("dtypes", "mla_head_dims", "mla_heads", "mla_page_sizes", "q_lens")
+MHA_RUN_TIME = ("num_kv_heads", "kv_layouts")
+CONTEXT_ROWS = (17, 65)  # of some requests
+MOST_DRAWN_ROWS = 80  # of a context call's request
+MOST_DRAWN_REQUESTS = 4
+
+
+def build_of(interface: Interface) -> tuple[str, ...]:
+    """Return the fields of `Ranges` that kernels of a function are compiled for."""
+    return MLA_BUILD if interface is Interface.MLA_DECODE else MHA_BUILD
+
+
+def fields_of(interface: Interface) -> tuple[str, ...]:
+    """Return the fields of `Ranges` that a single call of a function has a value of."""
+    return MLA_BUILD if interface is Interface.MLA_DECODE else (*MHA_BUILD, *MHA_RUN_TIME)
 
 
 def balanced(ranges: Ranges, interface: Interface, count: int, seed: int = 0) -> Iterator[AttentionCase]:
-    """Cases in which every value of every axis comes as often as any other, lengths at edges, each of one of the builds."""
+    """Yield cases with every value as often as any other of its field, lengths at edges, each of one of the builds."""
     seed += SEEDS * ranges.seed
     rng = random.Random(f"{interface.name} {seed}")
     all_builds, first = builds(ranges, interface), rng.randrange(NUM_BUILDS)
-    rest = [] if interface is Interface.MLA_DECODE else [ranges.num_kv_heads, ranges.kv_layouts]
-    columns = [_dealt(rng, axis, count) for axis in rest]
-    make = _mla if interface is Interface.MLA_DECODE else _mha
+    at_run_time = fields_of(interface)[len(build_of(interface)) :]
+    columns = {name: _dealt(rng, getattr(ranges, name), count) for name in at_run_time}
     for number in range(count):
-        build = all_builds[(first + number) % NUM_BUILDS]
-        yield make(ranges, interface, rng, number + seed, *build, *(column[number] for column in columns))
+        values = all_builds[(first + number) % NUM_BUILDS] | {name: column[number] for name, column in columns.items()}
+        q_lens, kv_lens = _lens(rng, ranges, interface, values)
+        page_size = _page_size(values)
+        window = rng.choice((0, 1, page_size - 1, page_size, 100, 127)) if values.get("windows") else -1
+        seeds = {"seed": number + seed, "page_seed": number + seed}
+        yield attention_case(ranges, interface, values, kv_lens, q_lens, window_left=window, **seeds)
 
 
 def balanced_nvfp4(ranges: Ranges, interface: Interface, count: int, seed: int) -> Iterator[AttentionCase]:
-    """The cases of `covering` over an NVFP4 cache; none where the ranges or the interface has no such cache."""
+    """Yield the cases of `balanced` over an NVFP4 cache; none where the ranges or the function have no such cache."""
     if interface is not Interface.MLA_DECODE and True in ranges.nvfp4:
         for case in balanced(ranges, interface, count, seed):
             yield replace(case, kv_dtype=NVFP4, arithmetic=None)
 
 
-def builds(ranges: Ranges, interface: Interface) -> list[tuple[Any, ...]]:
-    """Return the combinations of what kernels are compiled for, in which every value comes as often as any other.
+def builds(ranges: Ranges, interface: Interface) -> list[Point]:
+    """Return the values that kernels are compiled for, each as often as any other of its field.
 
     They are few, and the same for all checks, since many kernels are compiled for each. K18 judges the others, in pairs.
     """
-    if interface is Interface.MLA_DECODE:
-        axes: list[Sequence[Any]] = [
-            ranges.dtypes,
-            ranges.mla_head_dims,
-            ranges.mla_heads,
-            ranges.mla_page_sizes,
-            ranges.q_lens,
-        ]
-    else:
-        axes = [
-            ranges.dtypes,
-            ranges.groups,
-            ranges.head_dims,
-            ranges.page_sizes,
-            ranges.q_lens,
-            ranges.windows,
-            ranges.sinks,
-        ]
     rng = random.Random(f"{interface.name} {ranges.seed}")
-    return list(zip(*(_dealt(rng, axis, NUM_BUILDS) for axis in axes), strict=True))
+    columns = {name: _dealt(rng, getattr(ranges, name), NUM_BUILDS) for name in build_of(interface)}
+    return [{name: column[number] for name, column in columns.items()} for number in range(NUM_BUILDS)]
 
 
-def drawn_cases(ranges: Ranges, interface: Interface) -> "SearchStrategy[AttentionCase]":
-    """Hypothesis's strategy over the same axes; smaller lengths and first values are simpler."""
-    from hypothesis import strategies as st
-
-    @st.composite
-    def cases(draw: "st.DrawFn") -> AttentionCase:
-        values = {name: draw(st.sampled_from(getattr(ranges, name))) for name in DRAWN_AXES}
-        dtype, kv_dtype = values["dtypes"]
-        q_len = values["q_lens"]
-        count = draw(st.integers(1, 4))
-        lens = st.integers(q_len, ranges.longest)
-        kv_lens = tuple(draw(st.lists(lens, min_size=count, max_size=count)))
-        if interface is Interface.CONTEXT:
-            q_lens = tuple(draw(st.integers(1, min(kv_len, 80))) for kv_len in kv_lens)
-        else:
-            q_lens = (q_len,) * count
-        case = AttentionCase(
-            Interface.DECODE,
-            kv_lens,
-            (q_len,) * count,
-            dtype=dtype,
-            kv_dtype=kv_dtype,
-            arithmetic=ranges.arithmetic(kv_dtype),
-            seed=draw(st.integers(0, 9)),
-        )
-        if interface is Interface.MLA_DECODE:
-            head_dim, v_head_dim = values["mla_head_dims"]
-            return replace(
-                case,
-                interface=interface,
-                num_kv_heads=1,
-                group=values["mla_heads"],
-                head_dim=head_dim,
-                v_head_dim=v_head_dim,
-                storage=Storage(page_size=values["mla_page_sizes"]),
-            )
-        return replace(
-            case,
-            interface=interface,
-            q_lens=q_lens,
-            group=values["groups"],
-            num_kv_heads=values["num_kv_heads"],
-            head_dim=values["head_dims"],
-            window_left=draw(st.integers(0, ranges.longest)) if values["windows"] else -1,
-            sinks=values["sinks"],
-            storage=Storage(page_size=values["page_sizes"], kv_layout=values["kv_layouts"]),
-        )
-
-    return cases()
-
-
-def _mha(
+def attention_case(
     ranges: Ranges,
     interface: Interface,
-    rng: random.Random,
-    seed: int,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    group: int,
-    head_dim: int,
-    page_size: int,
-    q_len: int,
-    window: bool,
-    sinks: bool,
-    num_kv_heads: int,
-    kv_layout: str,
+    values: Mapping[str, Any],
+    kv_lens: Sequence[int],
+    q_lens: Sequence[int],
+    *,
+    window_left: int = -1,
+    seed: int = 0,
+    page_seed: int = 0,
 ) -> AttentionCase:
-    is_context = interface is Interface.CONTEXT
-    q_lens = tuple(rng.choice((1, q_len, 17, 65)) if is_context else q_len for _ in range(4))
+    """Return the case of a value of each field of `fields_of`; `window_left` and the lengths are given apart."""
+    dtype, kv_dtype = values["dtypes"]
+    if interface is Interface.MLA_DECODE:
+        head_dim, v_head_dim = values["mla_head_dims"]
+        heads = {"num_kv_heads": 1, "group": values["mla_heads"], "head_dim": head_dim, "v_head_dim": v_head_dim}
+    else:
+        heads = {"num_kv_heads": values["num_kv_heads"], "group": values["groups"], "head_dim": values["head_dims"]}
+    return AttentionCase(
+        interface,
+        tuple(kv_lens),
+        tuple(q_lens),
+        **heads,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        arithmetic=ranges.arithmetic(kv_dtype),
+        window_left=window_left,
+        sinks=values.get("sinks", False),
+        seed=seed,
+        storage=Storage(_page_size(values), kv_layout=values.get("kv_layouts", "HND"), page_seed=page_seed),
+    )
+
+
+def _page_size(values: Mapping[str, Any]) -> int:
+    size: int = values["page_sizes"] if "page_sizes" in values else values["mla_page_sizes"]
+    return size
+
+
+def _lens(
+    rng: random.Random, ranges: Ranges, interface: Interface, values: Mapping[str, Any]
+) -> tuple[list[int], list[int]]:
+    """Return the rows and keys of each request."""
+    q_len, page_size = values["q_lens"], _page_size(values)
     edges = edge_lengths(page_size, ranges.longest)
-    kv_lens = tuple(max(rng.choice(edges), rows) for rows in q_lens[:-1])
+    if interface is Interface.MLA_DECODE:
+        return [q_len] * 3, [max(rng.choice(edges), q_len) for _ in range(3)]
+    q_lens = [rng.choice((1, q_len, *CONTEXT_ROWS)) if interface is Interface.CONTEXT else q_len for _ in range(4)]
+    kv_lens = [max(rng.choice(edges), rows) for rows in q_lens[:-1]]
     # The last request is long, so that a window truncates something.
-    kv_lens = (*kv_lens, max(ranges.longest - rng.randrange(page_size), q_lens[-1]))
-    return AttentionCase(
-        interface,
-        kv_lens,
-        q_lens,
-        num_kv_heads=num_kv_heads,
-        group=group,
-        head_dim=head_dim,
-        dtype=dtypes[0],
-        kv_dtype=dtypes[1],
-        arithmetic=ranges.arithmetic(dtypes[1]),
-        window_left=rng.choice((0, 1, page_size - 1, page_size, 100, 127)) if window else -1,
-        sinks=sinks,
-        seed=seed,
-        storage=Storage(page_size=page_size, kv_layout=kv_layout, page_seed=seed),
-    )
+    return q_lens, [*kv_lens, max(ranges.longest - rng.randrange(page_size), q_lens[-1])]
 
 
-def _mla(
-    ranges: Ranges,
-    interface: Interface,
-    rng: random.Random,
-    seed: int,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    head_dims: tuple[int, int],
-    heads: int,
-    page_size: int,
-    q_len: int,
-) -> AttentionCase:
-    edges = edge_lengths(page_size, ranges.longest)
-    kv_lens = tuple(max(rng.choice(edges), q_len) for _ in range(3))
-    return AttentionCase(
-        interface,
-        kv_lens,
-        (q_len,) * 3,
-        num_kv_heads=1,
-        group=heads,
-        head_dim=head_dims[0],
-        v_head_dim=head_dims[1],
-        dtype=dtypes[0],
-        kv_dtype=dtypes[1],
-        arithmetic=ranges.arithmetic(dtypes[1]),
-        seed=seed,
-        storage=Storage(page_size=page_size, page_seed=seed),
-    )
+def drawn_cases(adapt: Callable[[AttentionCase], Any] = lambda case: case) -> Callable[..., Iterator[Sample]]:
+    """Return what draws a check's cases: `adapt` makes one of an attention case."""
+
+    def draw(interface: Interface, ranges: Ranges, _: Any) -> Iterator[Sample]:
+        def make(point: Point, seed: int) -> Any:
+            return adapt(drawn_case(ranges, interface, point, seed))
+
+        # The same points for all checks, so that few kernels are compiled for them.
+        if interface in ATTENTION:
+            yield from samples(drawn_model(ranges, interface), f"{interface.name} {ranges.seed}", make)
+
+    return draw
+
+
+def drawn_model(ranges: Ranges, interface: Interface) -> Model:
+    """Return the model of drawn cases: a call's fields, its requests, and its lengths."""
+    axes: dict[str, Sequence[Any]] = {
+        "requests": range(1, MOST_DRAWN_REQUESTS + 1),
+        "longest": range(min(ranges.q_lens), ranges.longest + 1),
+        **{name: getattr(ranges, name) for name in fields_of(interface)},
+    }
+    if interface is Interface.CONTEXT:
+        axes["rows"] = range(1, MOST_DRAWN_ROWS + 1)
+    if True in ranges.windows and "windows" in axes:
+        axes["window_left"] = range(ranges.longest + 1)
+    return Model(axes, (Constraint(lambda longest, q_lens: q_lens <= longest, "a request has its rows' keys"),))
+
+
+def drawn_case(ranges: Ranges, interface: Interface, point: Point, seed: int) -> AttentionCase:
+    """Return the case of a point of `drawn_model`: the last request is the longest."""
+    rng, q_len = random.Random(f"{interface.name} {seed}"), point["q_lens"]
+    kv_lens = [rng.randint(q_len, point["longest"]) for _ in range(point["requests"] - 1)] + [point["longest"]]
+    q_lens = [q_len] * len(kv_lens)
+    if interface is Interface.CONTEXT:
+        q_lens = [rng.randint(1, min(kv_len, point["rows"])) for kv_len in kv_lens]
+    window = point["window_left"] if point.get("windows") else -1
+    return attention_case(ranges, interface, point, kv_lens, q_lens, window_left=window, seed=seed)
+
+
+def _dealt(rng: random.Random, values: Sequence[Any], count: int) -> list[Any]:
+    """Return `count` values, each as often as any other, in a drawn order."""
+    dealt: list[Any] = []
+    while len(dealt) < count:
+        round_ = list(values)
+        rng.shuffle(round_)
+        dealt += round_
+    return dealt[:count]
 
 
 def edge_lengths(page_size: int, longest: int) -> list[int]:
     """Lengths at which something changes: a page, a tile of 64, 128, 256 or 512 keys, and one more or less."""
     edges = {1, 2, page_size, 2 * page_size, 64, 128, 256, 512, longest}
     return sorted({near for edge in edges for near in (edge - 1, edge, edge + 1) if 0 < near <= longest})
-
-
-def _dealt(rng: random.Random, axis: Sequence[Any], count: int) -> list[Any]:
-    """`count` values of an axis, each as often as any other, in a drawn order."""
-    values: list[Any] = []
-    while len(values) < count:
-        round_ = list(axis)
-        rng.shuffle(round_)
-        values += round_
-    return values[:count]

@@ -1,54 +1,83 @@
 """Random points of a model without an end, and a wrong one made small."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
-from lab.checks.parameters.configuration import Configuration
-from lab.checks.parameters.coverage import retried
-from lab.checks.parameters.targets import TARGETS
-from lab.ranges import Ranges
-from lab.workloads.interfaces import Interface
-
-if TYPE_CHECKING:
-    from lab.checks.report import CaseVerdict
+from lab.checks.parameters.covering import Model, Point
 
 SEEDS = 2**30
 
 
-def random_points(interface: Interface, ranges: Ranges, verdicts: Sequence["CaseVerdict"]) -> Iterator[Configuration]:
-    """Yield random points of the values that some case judged, without an end; two axes or more are drawn, as rules allow."""
-    if (found := retried(TARGETS[interface].model(ranges), verdicts)) is None:
-        return
-    taken, _ = found
-    rng = random.Random(f"{interface.name} {ranges.seed}")
-    names = list(taken.axes)
+@dataclass(frozen=True)
+class Sample:
+    """A random point of a model, with what makes a case of it.
+
+    Attributes:
+        model: of the point.
+        point: a value of each axis.
+        seed: of everything that the case draws.
+        make: returns the case of a point and a seed.
+    """
+
+    model: Model
+    point: Mapping[str, Any]
+    seed: int
+    make: Callable[[Point, int], Any]
+
+    @property
+    def case(self) -> Any:
+        return self.make(dict(self.point), self.seed)
+
+    def smaller(self, axis: str) -> Iterator["Sample"]:
+        """Yield the points with the axis' default, and with smaller sizes, the smallest first, that the rules allow."""
+        value, default = self.point[axis], self.model.default[axis]
+        if value == default:
+            return
+        sizes = (
+            sorted(each for each in self.model.axes[axis] if _is_size(each) and each < value) if _is_size(value) else []
+        )
+        steps = [len(sizes) >> halvings for halvings in range(len(sizes).bit_length())]
+        for each in dict.fromkeys((default, *(sizes[-step] for step in steps))):
+            point = {**self.point, axis: each}
+            if self.model.fits(point):
+                yield replace(self, point=point)
+
+
+def samples(
+    model: Model, seed: str, make: Callable[[Point, int], Any], *, fewest: int | None = None
+) -> Iterator[Sample]:
+    """Yield random points without an end, the same for the same seed.
+
+    Args:
+        model: of the points.
+        seed: of the points.
+        make: as in `Sample`.
+        fewest: the number of axes that are drawn, at least, the others being at their default; all axes if None.
+    """
+    rng, names = random.Random(seed), list(model.axes)
     while True:
-        point: dict[str, Any] = {}
-        for name in rng.sample(names, rng.randint(2, len(names))):
-            value = rng.choice(taken.axes[name])
-            if (name, value) not in taken.vacuous and taken.fits({**point, name: value}, name):
+        point: Point = {}
+        for name in rng.sample(names, rng.randint(fewest or len(names), len(names))):
+            value = rng.choice(model.axes[name])
+            if (name, value) not in model.vacuous and model.fits({**point, name: value}, name):
                 point[name] = value
-        if (whole := taken.completed(point)) is not None:
-            yield Configuration(interface, whole, rng.randrange(SEEDS))
+        if (whole := model.completed(point)) is not None:
+            yield Sample(model, whole, rng.randrange(SEEDS), make)
 
 
-def made_small(ranges: Ranges, case: Configuration, stays_wrong: Callable[[Configuration], bool]) -> Configuration:
-    """Return a wrong case with as few non_default from the plain point as it stays wrong with, and with smaller sizes."""
-    model = TARGETS[case.interface].model(ranges)
+def shrunk(sample: Sample, stays_wrong: Callable[[Any], bool]) -> Sample:
+    """Return a wrong sample with as few values that are no defaults as it stays wrong with, and with smaller sizes."""
     is_smaller = True
     while is_smaller:
         is_smaller = False
-        for axis, value in case.values.items():
-            plain, values = model.default[axis], model.axes[axis]
-            less = sorted(each for each in values if _is_size(value) and _is_size(each) and each < value)
-            for each in dict.fromkeys((plain, *less) if value != plain else ()):
-                tried = {**case.values, axis: each}
-                if model.fits(tried) and stays_wrong(replace(case, values=tried)):
-                    case, is_smaller = replace(case, values=tried), True
-                    break
-    return replace(case, seed=0) if case.seed and stays_wrong(replace(case, seed=0)) else case
+        for axis in sample.point:
+            found = next((each for each in sample.smaller(axis) if stays_wrong(each.case)), None)
+            if found is not None:
+                sample, is_smaller = found, True
+    plain = replace(sample, seed=0)
+    return plain if sample.seed and stays_wrong(plain.case) else sample
 
 
 def _is_size(value: Any) -> bool:

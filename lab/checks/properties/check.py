@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lab.checks.case_run import CaseRun
 from lab.checks.parameters.attention import balanced
+from lab.checks.parameters.sampling import Sample
 from lab.named_enum import NamedEnum
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase
@@ -26,6 +27,12 @@ class Level(NamedEnum):
 Cases = Callable[[Interface, Ranges, Level], Iterable[Any]]
 # Cases that follow from the verdicts so far.
 Following = Callable[[Interface, Ranges, "Sequence[CaseVerdict]"], Iterable[Any]]
+Draw = Callable[[Interface, Ranges, "Sequence[CaseVerdict]"], Iterable[Sample]]
+
+
+def nothing_drawn(*_: Any) -> Iterable[Sample]:
+    """Return no sample."""
+    return ()
 
 
 @dataclass(frozen=True)
@@ -39,10 +46,9 @@ class Check:
         cases: the fixed cases for an interface.
         judge: tells a run what is wrong. Raises `lab.checks.case_run.Unsupported` where nothing could be judged.
         interfaces: what it applies to.
-        adapt: what makes a drawn case one of this check's; None: no case is drawn.
-        draw: what yields random cases without an end, of what the verdicts say that the implementation takes; None: nothing.
-        shrink: what makes a wrong one of these small, called with the ranges, the case, and a function that says whether
-            another is wrong too.
+        draw: the random cases of a level, without an end.
+        draw_on: those that are judged after the level, while there is time, of what the verdicts so far say that the
+            implementation takes.
         more: rounds of the full level, in turn, each of which follows from the verdicts of all before it. They follow the smoke
             level's cases, and come to those of the full level where the implementation declines nothing.
     """
@@ -53,10 +59,9 @@ class Check:
     cases: Cases
     judge: Callable[[CaseRun], None]
     interfaces: tuple[Interface, ...] = ATTENTION
-    adapt: Callable[[Any], Any] | None = None
+    draw: Draw = nothing_drawn
     more: tuple[Following, ...] = ()
-    draw: Following | None = None
-    shrink: Callable[[Ranges, Any, Callable[[Any], bool]], Any] | None = None
+    draw_on: Draw = nothing_drawn
 
 
 def first_line(text: str | None) -> str:
@@ -78,8 +83,3 @@ def _balanced(
     smoke: int, full: int, seed: int, interface: Interface, ranges: Ranges, level: Level
 ) -> Iterator[AttentionCase]:
     return balanced(ranges, interface, counted(level, smoke, full), seed=seed)
-
-
-def same(case: Any) -> Any:
-    """Return a drawn case as it is."""
-    return case

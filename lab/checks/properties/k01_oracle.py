@@ -14,8 +14,8 @@ import torch
 
 from lab.calls.problem import E4M3
 from lab.checks.case_run import CaseRun
-from lab.checks.parameters.attention import balanced, balanced_nvfp4
-from lab.checks.properties.check import Check, Level, counted, first_line, same
+from lab.checks.parameters.attention import balanced, balanced_nvfp4, drawn_cases
+from lab.checks.properties.check import Check, Level, counted, first_line
 from lab.ranges import Ranges
 from lab.references.quantization import E4M3_MAX
 from lab.references.truth import Truth
@@ -69,4 +69,4 @@ def _small_output(run: CaseRun, inputs: AttentionInputs, truth: Truth) -> None:
         run.vary("a small e4m3 output of loud values", truth_of_call(inputs, **changes), inputs, **changes)
 
 
-CHECK = Check("K1", "oracle", first_line(__doc__), _cases, _judge, adapt=same)
+CHECK = Check("K1", "oracle", first_line(__doc__), _cases, _judge, draw=drawn_cases())

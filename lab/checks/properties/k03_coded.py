@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from lab.checks.case_run import CaseRun
-from lab.checks.parameters.attention import balanced, edge_lengths
+from lab.checks.parameters.attention import balanced, drawn_cases, edge_lengths
 from lab.checks.properties.check import Check, Level, counted, first_line
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Contents
@@ -59,4 +59,4 @@ def _judge(run: CaseRun) -> None:
         run.hold("with the LSE", run.attempt("return_lse", inputs, return_lse=True), truth)
 
 
-CHECK = Check("K3", "coded", first_line(__doc__), _cases, _judge, adapt=_drawn)
+CHECK = Check("K3", "coded", first_line(__doc__), _cases, _judge, draw=drawn_cases(_drawn))

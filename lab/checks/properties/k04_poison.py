@@ -8,8 +8,8 @@ given back: no bit may change.
 from collections.abc import Iterator
 
 from lab.checks.case_run import CaseRun, Result
-from lab.checks.parameters.attention import balanced, balanced_nvfp4
-from lab.checks.properties.check import Check, Level, counted, first_line, same
+from lab.checks.parameters.attention import balanced, balanced_nvfp4, drawn_cases
+from lab.checks.properties.check import Check, Level, counted, first_line
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Dead, TableTail
 from lab.workloads.inputs.attention import truth_of_call
@@ -52,4 +52,4 @@ def _before_windows(run: CaseRun, dead: Dead, expected: Result) -> None:
     run.same_bits(what, run.attempt(what, inputs), expected)
 
 
-CHECK = Check("K4", "poison", first_line(__doc__), _cases, _judge, adapt=same)
+CHECK = Check("K4", "poison", first_line(__doc__), _cases, _judge, draw=drawn_cases())

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lab.checks.case_run import CaseRun
-from lab.checks.properties.check import Check, balanced_cases, first_line, same
+from lab.checks.parameters.attention import drawn_cases
+from lab.checks.properties.check import Check, balanced_cases, first_line
 from lab.workloads.inputs.attention import AttentionInputs, new_workspace, truth_of_call
 from lab.workloads.inputs.guards import amid, changed_bits, guarded, wrong_guards
 
@@ -57,4 +58,4 @@ def _unchanged(run: CaseRun, what: str, whole: Tensor) -> None:
     run.hold_nothing_wrong(f"around {what}", wrong_guards(what, whole))
 
 
-CHECK = Check("K5", "guards", first_line(__doc__), balanced_cases(6, 32, seed=7), _judge, adapt=same)
+CHECK = Check("K5", "guards", first_line(__doc__), balanced_cases(6, 32, seed=7), _judge, draw=drawn_cases())

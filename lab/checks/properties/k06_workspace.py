@@ -14,7 +14,8 @@ from torch import Tensor
 
 from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace, semaphores_and_scratch
 from lab.checks.case_run import CaseRun
-from lab.checks.properties.check import Check, balanced_cases, first_line, same
+from lab.checks.parameters.attention import drawn_cases
+from lab.checks.properties.check import Check, balanced_cases, first_line
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import new_workspace, truth_of_call
 
@@ -78,4 +79,4 @@ def hold_left_alone(run: CaseRun, scratch: Tensor) -> None:
     run.hold_nothing_wrong("the workspace of earlier calls", [wrong] if count else [])
 
 
-CHECK = Check("K6", "workspace", first_line(__doc__), balanced_cases(6, 24, seed=8), _judge, adapt=same)
+CHECK = Check("K6", "workspace", first_line(__doc__), balanced_cases(6, 24, seed=8), _judge, draw=drawn_cases())

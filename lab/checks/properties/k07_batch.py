@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lab.checks.case_run import CaseRun
-from lab.checks.properties.check import Check, balanced_cases, first_line, same
+from lab.checks.parameters.attention import drawn_cases
+from lab.checks.properties.check import Check, balanced_cases, first_line
 from lab.workloads.inputs.attention import AttentionInputs, truth_of_call
 
 SHARED_PAGES = 2
@@ -91,4 +92,4 @@ def select(inputs: AttentionInputs, requests: Sequence[int]) -> AttentionInputs:
     )
 
 
-CHECK = Check("K7", "batch", first_line(__doc__), balanced_cases(4, 24, seed=9), _judge, adapt=same)
+CHECK = Check("K7", "batch", first_line(__doc__), balanced_cases(4, 24, seed=9), _judge, draw=drawn_cases())

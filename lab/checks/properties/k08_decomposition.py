@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from lab.checks.case_run import CaseRun, Result
-from lab.checks.parameters.attention import balanced
+from lab.checks.parameters.attention import balanced, drawn_cases
 from lab.checks.properties.check import Check, Level, counted, first_line
 from lab.ranges import Ranges
 from lab.references.errors import relative_l2
@@ -74,4 +74,4 @@ def _agree(run: CaseRun, what: str, result: Result | None, expected: torch.Tenso
         run.wrongs.append(f"“{what}” and “together” differ by {float(apart.max()):.3g}")
 
 
-CHECK = Check("K8", "decomposition", first_line(__doc__), _cases, _judge, adapt=_several_rows)
+CHECK = Check("K8", "decomposition", first_line(__doc__), _cases, _judge, draw=drawn_cases(_several_rows))

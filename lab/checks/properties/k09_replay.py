@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lab.checks.case_run import CallForm, CaseRun
-from lab.checks.parameters.attention import balanced, balanced_nvfp4
+from lab.checks.parameters.attention import balanced, balanced_nvfp4, drawn_cases
 from lab.checks.properties.check import Check, Level, counted, first_line
 from lab.checks.replays import Form, MadeReplay, Replay, ReplayedBatch, paged_batch, ragged_batch, rewritten
 from lab.checks.run.support_protocol import Unsupported
@@ -242,5 +242,11 @@ def another(room: Lens) -> Lens:
 
 
 CHECK = Check(
-    "K9", "replay", first_line(__doc__), _cases, _judge, interfaces=(*ATTENTION, Interface.RAGGED_CONTEXT), adapt=_roomy
+    "K9",
+    "replay",
+    first_line(__doc__),
+    _cases,
+    _judge,
+    interfaces=(*ATTENTION, Interface.RAGGED_CONTEXT),
+    draw=drawn_cases(_roomy),
 )

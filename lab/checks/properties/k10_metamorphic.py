@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lab.calls.problem import NVFP4
 from lab.checks.case_run import CaseRun, Result
-from lab.checks.parameters.attention import balanced
-from lab.checks.properties.check import Check, Level, counted, first_line, same
+from lab.checks.parameters.attention import balanced, drawn_cases
+from lab.checks.properties.check import Check, Level, counted, first_line
 from lab.ranges import Ranges
 from lab.references.truth import Truth
 from lab.workloads.attention_case import AttentionCase
@@ -174,4 +174,4 @@ def _wide_windows(run: CaseRun, inputs: AttentionInputs, longest: int) -> None:
         run.vary(f"window_left={window_left}, which hides nothing", without, inputs, window_left=window_left)
 
 
-CHECK = Check("K10", "metamorphic", first_line(__doc__), _cases, _judge, adapt=same)
+CHECK = Check("K10", "metamorphic", first_line(__doc__), _cases, _judge, draw=drawn_cases())

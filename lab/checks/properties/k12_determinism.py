@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 
 from lab.checks.case_run import CaseRun
-from lab.checks.parameters.attention import balanced
-from lab.checks.properties.check import Check, Level, counted, first_line, same
+from lab.checks.parameters.attention import balanced, drawn_cases
+from lab.checks.properties.check import Check, Level, counted, first_line
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import truth_of_call
@@ -56,4 +56,4 @@ class _Stress:
                 torch.mm(self.matrix, self.matrix)
 
 
-CHECK = Check("K12", "determinism", first_line(__doc__), _cases, _judge, adapt=same)
+CHECK = Check("K12", "determinism", first_line(__doc__), _cases, _judge, draw=drawn_cases())

@@ -10,7 +10,8 @@ from dataclasses import replace
 import torch
 
 from lab.checks.case_run import CaseRun
-from lab.checks.properties.check import Check, balanced_cases, first_line, same
+from lab.checks.parameters.attention import drawn_cases
+from lab.checks.properties.check import Check, balanced_cases, first_line
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import truth_of_call
@@ -71,4 +72,4 @@ def _next(axis: tuple[int, ...], value: int) -> int:
     return axis[(axis.index(value) + 1) % len(axis)] if value in axis else axis[0]
 
 
-CHECK = Check("K14", "interleaving", first_line(__doc__), balanced_cases(5, 32, seed=17), _judge, adapt=same)
+CHECK = Check("K14", "interleaving", first_line(__doc__), balanced_cases(5, 32, seed=17), _judge, draw=drawn_cases())

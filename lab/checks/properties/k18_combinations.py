@@ -19,7 +19,7 @@ from lab.checks.case_run import CaseRun
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.coverage import retried, tuples_by_outcome
 from lab.checks.parameters.covering import Point
-from lab.checks.parameters.sampling import made_small, random_points
+from lab.checks.parameters.sampling import Sample, samples
 from lab.checks.parameters.targets import TARGETS
 from lab.checks.properties.check import Check, Level, first_line
 from lab.checks.report import CaseVerdict
@@ -98,6 +98,13 @@ def _unlike(
             yield case
 
 
+def _draw_on(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]) -> Iterator[Sample]:
+    """Yield random points of the values that some case judged, with two values or more that are no defaults."""
+    if (found := retried(TARGETS[interface].model(ranges), verdicts)) is not None:
+        seed = f"{interface.name} {ranges.seed}"
+        yield from samples(found[0], seed, partial(Configuration, interface), fewest=2)
+
+
 def _judge(run: CaseRun) -> None:
     TARGETS[run.case.interface].judge(run)
 
@@ -110,6 +117,5 @@ CHECK = Check(
     _judge,
     interfaces=tuple(TARGETS),
     more=(_beside, *(partial(_again, chosen) for chosen in CHOSEN), _alone),
-    draw=random_points,
-    shrink=made_small,
+    draw_on=_draw_on,
 )

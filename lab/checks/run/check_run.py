@@ -9,16 +9,15 @@ from concurrent.futures import FIRST_COMPLETED
 from concurrent.futures import wait as wait_for_futures
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
-from lab.checks.parameters.attention import drawn_cases
+from lab.checks.parameters.sampling import Sample, shrunk
 from lab.checks.properties.check import Check, Level
 from lab.checks.report import CaseVerdict
 from lab.checks.run.verdicts import BROKEN, Judged, Outcome
 from lab.checks.run.workers import Pending, TooLate, Workers
 from lab.ranges import Ranges
-from lab.workloads.interfaces import ATTENTION, Interface
+from lab.workloads.interfaces import Interface
 
 CASES_PER_WORKER = 8  # of a turn
 SMOKE_LONGEST = 200  # keys
@@ -128,9 +127,9 @@ class CheckRun:
         self._more = check.more if level is Level.FULL else ()
         first = Level.SMOKE if self._more else level  # the rounds that follow are the full level's
         self._cases += self._new(check.cases(interface, self._axes, first))
-        self._drawn = drawn if check.adapt is not None and interface in ATTENTION else 0
+        self._samples = list(itertools.islice(check.draw(interface, self._axes, ()), drawn))
         self.num_random = 0
-        self.planned, self.judged = len(self._cases) + self._drawn, 0
+        self.planned, self.judged = len(self._cases) + len(self._samples), 0
 
     @property
     def reprs(self) -> set[str]:
@@ -151,32 +150,47 @@ class CheckRun:
             cases = self._new(following(self.interface, self._axes, [*earlier, *self.verdicts]))
             self._cases, self.planned = [*self._cases, *cases], self.planned + len(cases)
             yield from self._turns_of(cases)
-        if self._drawn and self.check.adapt is not None and not self._session.is_over:
-            yield from self._draw(self.check.adapt)
+        if not self._session.is_over:
+            yield from self._judge_samples(self._samples, set(), 1)
 
     def go_on(self, end: float) -> Waits:
         """Judge random cases until a time of `time.monotonic`; keep the first right ones, and wrong ones made small."""
         earlier = self._after.verdicts if self._after else ()
-        cases = iter(self.check.draw(self.interface, self._axes, [*earlier, *self.verdicts]) if self.check.draw else ())
+        samples = iter(self.check.draw_on(self.interface, self._axes, [*earlier, *self.verdicts]))
         wrong = set[str]()
         while time.monotonic() < end and not self._session.is_over and len(wrong) < MOST_WRONG:
-            several = list(itertools.islice(cases, CASES_PER_WORKER * self._session.isolation.workers))
+            several = list(itertools.islice(samples, CASES_PER_WORKER * self._session.isolation.workers))
             if not several:
                 return
-            yield from self._take(self._begin(several, drawn=True, is_planned=False), partial(self._keep_random, wrong))
+            yield from self._judge_samples(several, wrong, MOST_WRONG, is_planned=False)
 
-    def _keep_random(self, wrong: set[str], verdict: CaseVerdict) -> None:
-        """Keep the verdict on a random case, a wrong one made small; add the case of that to those that were wrong."""
-        self.num_random += 1
-        if is_fault(verdict):
-            small = self._shrunk(verdict)
-            if repr(small.case) not in wrong:
-                self._keep(small)
-            wrong.add(repr(small.case))
-        elif self.num_random <= MOST_KEPT:
-            self._keep(verdict)
+    def _judge_samples(
+        self, samples: Sequence[Sample], wrong: set[str], most_wrong: int, is_planned: bool = True
+    ) -> Waits:
+        """Judge random cases; keep the first right ones, and wrong ones made small.
 
-    def _shrunk(self, verdict: CaseVerdict) -> CaseVerdict:
+        Args:
+            samples: the cases.
+            wrong: the reprs of the smallest wrong cases so far, to which those of these samples are added.
+            most_wrong: number of wrong cases of which no more are kept.
+            is_planned: the cases count as planned ones.
+        """
+        sample_of = {repr(sample.case): sample for sample in samples}
+
+        def keep(verdict: CaseVerdict) -> None:
+            self.num_random += not is_planned
+            if is_fault(verdict):
+                if len(wrong) < most_wrong:
+                    small = self._shrunk(verdict, sample_of[repr(verdict.case)])
+                    if repr(small.case) not in wrong:
+                        self._keep(small)
+                    wrong.add(repr(small.case))
+            elif self.num_random <= MOST_KEPT:
+                self._keep(verdict)
+
+        yield from self._take(self._begin([sample.case for sample in sample_of.values()], True, is_planned), keep)
+
+    def _shrunk(self, verdict: CaseVerdict, sample: Sample) -> CaseVerdict:
         """Return the verdict of a smaller case that is wrong too."""
         wrong, tried = {repr(verdict.case): verdict}, set[str]()
 
@@ -190,8 +204,7 @@ class CheckRun:
             return is_fault(found)
 
         try:
-            small = self.check.shrink(self._ranges, verdict.case, stays_wrong) if self.check.shrink else verdict.case
-            return wrong[repr(small)]
+            return wrong[repr(shrunk(sample, stays_wrong).case)]
         except KeyboardInterrupt:
             self._keep(list(wrong.values())[-1])
             raise
@@ -250,70 +263,6 @@ class CheckRun:
     def _keep(self, verdict: CaseVerdict) -> None:
         self.verdicts.append(self._session.numbered(verdict))
 
-    def _draw(self, adapt: Callable[[Any], Any]) -> Waits:
-        """Let Hypothesis draw cases, and keep them, a wrong one as small as it gets."""
-        from hypothesis import HealthCheck, Phase, given, seed, settings
-
-        cases: dict[Any, None] = {}
-        seen: dict[Any, CaseVerdict] = {}
-        failures = 0
-
-        # Called twice, since Hypothesis draws the same cases for the same function alone: to hear them, then to make one
-        # smaller.
-        @settings(
-            max_examples=self._drawn,
-            derandomize=not self._ranges.seed,
-            database=None,
-            deadline=None,
-            phases=(Phase.generate, Phase.shrink),
-            suppress_health_check=list(HealthCheck),
-            report_multiple_bugs=False,
-        )
-        @given(drawn_cases(self._axes, self.interface))
-        def holds(drawn: Any) -> None:
-            nonlocal failures
-            case = adapt(drawn)
-            if not seen:
-                cases[case] = None
-                return
-            if case not in seen:
-                if not failures or failures > MOST_SHRINKS:
-                    return
-                failures += 1
-                seen[case] = self._judge_now(case)
-                if not is_fault(seen[case]):
-                    self._keep(seen[case])
-            if is_fault(seen[case]):
-                failures = failures or 1
-                raise _Found(seen[case])
-
-        if self._ranges.seed:
-            seed(self._ranges.seed)(holds)
-        holds()
-        self.planned += len(cases) - self._drawn
-        yield from self._keep_drawn(self._begin(list(cases), drawn=True), seen, holds)
-
-    def _keep_drawn(self, begun: "_Begun", seen: dict[Any, CaseVerdict], find_smaller: Callable[[], None]) -> Waits:
-        """Keep verdicts on drawn cases in `seen` too, but of wrong ones the one that is found to be smallest alone."""
-        faults: list[CaseVerdict] = []
-
-        def keep(verdict: CaseVerdict) -> None:
-            seen[verdict.case] = verdict
-            if is_fault(verdict):
-                faults.append(verdict)
-            else:
-                self._keep(verdict)
-
-        try:
-            yield from self._take(begun, keep)
-            if faults:
-                find_smaller()
-        except _Found as found:
-            faults = [found.verdict]
-        finally:  # whatever interrupts it, what is wrong is kept
-            for verdict in faults[:1]:
-                self._keep(verdict)
-
 
 @dataclass
 class _Begun:
@@ -328,14 +277,6 @@ class _Begun:
     drawn: bool
     is_planned: bool
     cases: list[tuple[Any, CaseVerdict | Pending]] = field(default_factory=list)
-
-
-class _Found(Exception):  # noqa: N818 - what Hypothesis is to make smaller
-    """A drawn case is wrong."""
-
-    def __init__(self, verdict: CaseVerdict) -> None:
-        super().__init__(verdict.reason)
-        self.verdict = verdict
 
 
 def in_turns(waits_of_each: Iterable[Waits]) -> Generator[None, None, None]:

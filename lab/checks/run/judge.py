@@ -78,7 +78,7 @@ def judge(
         workers: processes at a time, if isolated; kernels that compile for each case are judged sooner by several.
         time_limit_s: of one case, if isolated.
         most_seconds: after so long, no further case is begun; the report counts what was left out. Checks take turns.
-        drawn: cases that Hypothesis draws per check and function; the level's number if None.
+        drawn: random cases per check and function; the level's number if None.
         refusals: exceptions that are refusals, instead of those of `lab.checks.run.support_protocol.refusing`.
         ledger: recorded findings that are told apart from new ones.
         progress: called with each verdict, and with how far the run is.
@@ -158,7 +158,7 @@ class _Run:
             self._turns(bench.turns() for bench in self._plan(interfaces, ranges))
             for interface in interfaces if self.probes else ():
                 self._narrow(interface, ranges)
-            last = {(bench.check.key, bench.interface): bench for bench in self.benches if bench.check.draw}
+            last = {(bench.check.key, bench.interface): bench for bench in self.benches}
             self._turns(bench.go_on(self.end) for bench in last.values())
             self._audit()
         except KeyboardInterrupt:

@@ -1,5 +1,6 @@
 """Cases cover every axis, drawn ones stay inside, and lengths stand at edges."""
 
+import itertools
 import re
 from collections import Counter
 from dataclasses import replace
@@ -7,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from lab.calls.problem import E4M3
 from lab.checks import AttentionCase, Interface, Ranges
@@ -90,18 +89,24 @@ def test_a_narrowed_space_is_not_left(interface: Interface) -> None:
 
 
 @pytest.mark.parametrize("interface", ATTENTION)
-def test_a_drawn_case_is_inside_too(interface: Interface) -> None:
-    @settings(max_examples=40, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(st.data())
-    def inside(data: st.DataObject) -> None:
-        for ranges in (NARROW, Ranges()):
-            case = data.draw(drawn_cases(ranges, interface))
-            assert case.interface is interface
-            assert all(value in getattr(ranges, name) for name, value in values_of(case).items())
-            assert max(case.kv_lens) <= ranges.longest
-            assert all(kv_len >= q_len for kv_len, q_len in zip(case.kv_lens, case.q_lens, strict=True))
+@pytest.mark.parametrize("ranges", [NARROW, Ranges()])
+def test_a_drawn_case_is_inside_too(interface: Interface, ranges: Ranges) -> None:
+    cases = [sample.case for sample in itertools.islice(drawn_cases()(interface, ranges, ()), 200)]
+    for case in cases:
+        assert case.interface is interface
+        assert all(value in getattr(ranges, name) for name, value in values_of(case).items())
+        assert max(case.kv_lens) <= ranges.longest
+        assert all(kv_len >= q_len for kv_len, q_len in zip(case.kv_lens, case.q_lens, strict=True))
+    assert {len(case.kv_lens) for case in cases} == {1, 2, 3, 4}
+    assert max(max(case.kv_lens) for case in cases) > 0.9 * ranges.longest
+    for name in values_of(cases[0]):
+        assert {values_of(case)[name] for case in cases} == set(getattr(ranges, name)), name
 
-    inside()
+
+def test_a_drawn_prompt_has_as_many_rows_as_its_axis_says() -> None:
+    cases = [sample.case for sample in itertools.islice(drawn_cases()(Interface.CONTEXT, Ranges(), ()), 200)]
+    assert 60 < max(max(case.q_lens) for case in cases) <= 80
+    assert len({q_len for case in cases for q_len in case.q_lens}) > 40
 
 
 def test_every_covering_decode_has_a_request_that_a_window_truncates() -> None:

@@ -3,6 +3,7 @@
 import itertools
 import math
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 
 from lab import references
 from lab.checks import Configuration, Interface, Outcome, Report, judge
-from lab.checks.parameters.sampling import made_small, random_points
+from lab.checks.parameters.covering import Constraint, Model
+from lab.checks.parameters.sampling import Sample, samples, shrunk
 from lab.checks.parameters.targets import TARGETS
+from lab.checks.properties.k18_combinations import CHECK as COMBINATIONS
 from tests.checks.parameters.test_retries import NAMES
 from tests.checks.small import SMALL, twice_as_large_if
 from tests.checks.test_report import verdict_of
@@ -33,19 +36,60 @@ def test_a_case_is_reset_to_the_plain_one_but_for_what_makes_it_wrong() -> None:
     whole = {
         axis: values[-1] for axis, values in MODEL.axes.items() if axis not in ("offsets", "cache", "out", "lengths")
     }
-    case = Configuration(Interface.DECODE, MODEL.completed(whole | {"mask": "none"}) or {}, seed=17)
-    assert len(case.non_default) > 10
-    small = made_small(SMALL, case, lambda each: each["requests"] >= 4 and each["lse"] != "none")
-    assert small == Configuration(Interface.DECODE, MODEL.default | {"requests": 5, "lse": case["lse"]})
+    point = MODEL.completed(whole | {"mask": "none"}) or {}
+    sample = Sample(MODEL, point, 17, partial(Configuration, Interface.DECODE))
+    assert len(sample.case.non_default) > 10
+    small = shrunk(sample, lambda each: each["requests"] >= 4 and each["lse"] != "none")
+    assert small.case == Configuration(Interface.DECODE, MODEL.default | {"requests": 5, "lse": point["lse"]})
 
 
 def test_random_points_have_taken_values_alone_and_are_the_same_each_time() -> None:
     points = [MODEL.completed({"lse": value}) or {} for value in ("none", "returned")]
     verdicts = [verdict_of(Outcome.RIGHT, case=Configuration(Interface.DECODE, point)) for point in points]
-    drawn = [list(itertools.islice(random_points(Interface.DECODE, SMALL, verdicts), 30)) for _ in range(2)]
+    draws = (COMBINATIONS.draw_on(Interface.DECODE, SMALL, verdicts) for _ in range(2))
+    drawn = [[sample.case for sample in itertools.islice(draw, 30)] for draw in draws]
     assert drawn[0] == drawn[1]
     assert {case["lse"] for case in drawn[0]} == {"none", "returned"}
     assert all(MODEL.fits(case.values) for case in drawn[0])
+
+
+SIZES = Model(
+    {"size": range(1000), "form": ("none", "view", "gap"), "kind": (0, 1)},
+    (Constraint(lambda size, form: form != "view" or size > 9, "a view has ten elements"),),
+    vacuous=frozenset({("kind", 1)}),
+)
+
+
+def sample_of(size: int, form: str, seed: int = 5) -> Sample:
+    return Sample(
+        SIZES, {"size": size, "form": form, "kind": 0}, seed, lambda point, seed: (point["size"], point["form"], seed)
+    )
+
+
+def test_a_size_is_made_as_small_as_can_be_wrong_in_few_tries() -> None:
+    tried: list[int] = []
+
+    def stays_wrong(case: Any) -> bool:
+        tried.append(case[0])
+        return case[0] > 100
+
+    assert shrunk(sample_of(999, "none"), stays_wrong).case == (101, "none", 0)
+    assert len(tried) < 60
+
+
+def test_no_smaller_case_breaks_a_rule_or_has_the_seed_where_another_is_wrong_too() -> None:
+    small = shrunk(sample_of(500, "view"), lambda case: case[1] == "view" and case[2] == 5)
+    assert small.case == (10, "view", 5)
+
+
+def test_points_are_drawn_over_all_values_but_vacuous_ones() -> None:
+    drawn = list(itertools.islice(samples(SIZES, "a", lambda point, seed: None), 300))
+    assert {sample.point["form"] for sample in drawn} == {"none", "view", "gap"}
+    assert {sample.point["kind"] for sample in drawn} == {0}
+    assert all(SIZES.fits(sample.point) for sample in drawn)
+    assert len({sample.seed for sample in drawn}) == 300
+    few = list(itertools.islice(samples(SIZES, "a", lambda point, seed: None, fewest=1), 300))
+    assert sum(sample.point["size"] == 0 for sample in few) > 50 > sum(sample.point["size"] == 0 for sample in drawn)
 
 
 def test_a_pair_that_the_level_has_not_is_found_and_made_small() -> None:
