@@ -1,4 +1,4 @@
-"""The matrix of checks and the mutants that they kill: `lab mutants --out results/mutants.json`.
+"""The matrix of checks and the mutants that they kill: `lab mutants --out results/mutants.json.gz`.
 
 Every mutant of `corpus.mutants` is judged by every check that applies to it, each until its first wrong case, at the smoke
 level; one that none of them finds also by K18 at the full level, where arguments meet in pairs. Beside that stands what each
@@ -25,7 +25,7 @@ from lab.checks.properties.check import Check, Level
 from lab.checks.run.support_protocol import KernelError, Unsupported
 from lab.checks.run.verdicts import BROKEN
 from lab.checks.run.workers import run_trial
-from lab.files import write_text
+from lab.files import without_suffix, write_text
 from lab.interpreter import quicken
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Storage
@@ -60,7 +60,7 @@ def record_of(judged: Mutant) -> dict[str, Any]:
     """Judge one mutant by every check.
 
     Returns:
-        Its record in results/mutants.json: what the mutant says of itself, `kills` (`first_kill` of
+        Its record in results/mutants.json.gz: what the mutant says of itself, `kills` (`first_kill` of
         each check that finds it, by its key) and `upstream` (`let_through`).
     """
     let = let_through(judged)
@@ -194,7 +194,7 @@ def write_matrix(out: Path, mutants: Sequence[Mutant], workers: int) -> bool:
             write_text(out, json.dumps(records, indent=1) + "\n")  # what is done stays, whatever comes
             kills = ", ".join(record["kills"]) or "LIVES"
             print(f"{len(records)}/{len(mutants)} {record['mutant']}: {kills}", flush=True)
-    write_text(out.with_suffix(".md"), markdown(records))
+    write_text(without_suffix(out).with_suffix(".md"), markdown(records))
     alive = [record["mutant"] for record in records if not record["kills"]]
     idle = [check.key for check in checks() if not any(check.key in record["kills"] for record in records)]
     print(f"alive: {alive}; checks that killed none: {idle}")

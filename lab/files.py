@@ -1,17 +1,24 @@
-"""Files that are written in one step.
+"""Files that are written in one step, and JSON files, compressed or not.
 
 A leaf: it needs Python alone.
 """
 
+import gzip
+import json
 import os
 import shutil
+import zlib
 from pathlib import Path
+from typing import Any
+
+COMPRESSED = ".gz"
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a file in one step: a reader sees the old text or the new one, also after an interruption, and never half of one.
 
-    Missing parent folders are made. The text is encoded as UTF-8. A symbolic link stays one: the file that it names is written.
+    Missing parent folders are made. The text is encoded as UTF-8, and compressed by gzip if the file's name ends in ".gz". A
+    symbolic link stays one: the file that it names is written.
 
     Raises:
         OSError: the file cannot be written; the old one, if any, is as it was.
@@ -23,10 +30,30 @@ def write_text(path: Path, text: str) -> None:
         return
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        content = text.encode("utf-8")
+        temporary.write_bytes(gzip.compress(content, mtime=0) if path.suffix == COMPRESSED else content)
         if target.exists():
             shutil.copymode(target, temporary)
         temporary.replace(target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file; one whose name ends in ".gz" is decompressed.
+
+    Raises:
+        OSError: the file cannot be read, or is not compressed by gzip.
+        ValueError: it is not JSON, or it ends early.
+    """
+    content = path.read_bytes()
+    try:
+        return json.loads(gzip.decompress(content) if path.suffix == COMPRESSED else content)
+    except (EOFError, zlib.error) as error:
+        raise ValueError(f"the compressed file is damaged: {error}") from error
+
+
+def without_suffix(path: Path) -> Path:
+    """Return the path of a JSON file without ".json" or ".json.gz"."""
+    return (path.with_suffix("") if path.suffix == COMPRESSED else path).with_suffix("")

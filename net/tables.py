@@ -30,7 +30,7 @@ COMMANDS = (
     ("compare", f"{H100}/judge/fmha.json", f"{H200}/judge/fmha.json", *MARKDOWN),
     ("releases", "results/nvidia-h200-releases/*-e4m3.json", "--findings", f"{H200}/findings.md", *MARKDOWN),
     ("releases", "results/nvidia-h200-releases/*-bf16.json", *MARKDOWN),
-    ("judge", f"{H200}/judge/xqa_e4m3.json", "--coverage"),
+    ("judge", f"{H200}/judge/fmha.json", "--coverage"),
     ("experiments", "changes", "--out", "OUT"),
     ("html", H100, "--out", "OUT/page.html"),
 )

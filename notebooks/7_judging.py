@@ -25,7 +25,6 @@
 
 # %%
 # %matplotlib inline
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +43,7 @@ from corpus.upstream_rules import UPSTREAM_RULES, passes
 from lab.checks import AttentionCase, Dead, Interface, Storage, judge_case
 from lab.checks.case_run import CaseRun
 from lab.checks.properties import checks
+from lab.files import read_json
 from lab.kernels import default_implementation
 from lab.references.errors import relative_l2
 from lab.reports.pictures.judging import (
@@ -64,14 +64,14 @@ MUTANT = "verify_rows_at_last_position"
 # ## Which check finds which mutant
 #
 # `lab mutants` judges every mutant by every check that applies to it, and writes
-# [results/mutants.json](../results/mutants.json). Each column below is one mutant. A blue cell: the check of that line finds
+# [results/mutants.json](../results/mutants.json.gz). Each column below is one mutant. A blue cell: the check of that line finds
 # it. An orange cell: the upstream rule of that line lets it pass, on inputs as upstream's tests draw them (normal data; lengths
 # of 110, 1,024 and 8,192, equal within a batch; a window that never truncates; scales of 1). The numbers in brackets count
 # them.
 
 # %%
-RECORDED = Path(lab.__file__).parents[1] / "results" / "mutants.json"
-records = json.loads(RECORDED.read_text())
+RECORDED = Path(lab.__file__).parents[1] / "results" / "mutants.json.gz"
+records = read_json(RECORDED)
 named = {record["mutant"]: record for record in records}
 keys, rules = [check.key for check in checks()], [rule.name for rule in UPSTREAM_RULES]
 matrix_figure(records, keys, rules)

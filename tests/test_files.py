@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.files import write_text
+from lab.files import read_json, without_suffix, write_text
 
 
 def test_a_missing_folder_is_made(tmp_path: Path) -> None:
@@ -49,3 +49,26 @@ def test_a_link_stays_one(tmp_path: Path) -> None:
 def test_what_is_no_file_is_written_to() -> None:
     write_text(Path(os.devnull), "text")
     assert not Path(os.devnull).is_file()
+
+
+@pytest.mark.parametrize("name", ["report.json", "report.json.gz"])
+def test_json_is_read_compressed_or_not(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    write_text(path, '{"größe": [1]}')
+    assert read_json(path) == {"größe": [1]}
+    assert without_suffix(path) == tmp_path / "report"
+    first = path.read_bytes()
+    assert (first[:2] == b"\x1f\x8b") == name.endswith(".gz")
+    write_text(path, '{"größe": [1]}')
+    assert path.read_bytes() == first
+
+
+def test_a_damaged_file_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "report.json.gz"
+    write_text(path, '{"cases": []}')
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ValueError, match="damaged"):
+        read_json(path)
+    path.write_text('{"cases": []}')
+    with pytest.raises(OSError, match="gzipped"):
+        read_json(path)

@@ -3,7 +3,6 @@
 import ast
 import functools
 import hashlib
-import json
 import os
 import re
 import site
@@ -20,6 +19,7 @@ from lab.checks.properties import checks
 from lab.checks.report import CaseVerdict
 from lab.checks.run.check_run import Key, key_of
 from lab.checks.run.verdicts import Judged, Outcome
+from lab.files import read_json
 from lab.loading import load
 from lab.workloads.interfaces import Interface, interfaces_of
 
@@ -176,7 +176,7 @@ def read_record(path: Path) -> dict[str, Any]:
         ReportError: there is none, or it holds something else.
     """
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_json(path)
     except (OSError, ValueError) as error:
         raise ReportError(f"{path} cannot be read: {error}") from error
     cases = record.get("cases") if isinstance(record, dict) else None

@@ -174,7 +174,7 @@ def judge(
         _refuse_beside_case(context)
     if watch is not None and in_process:
         refuse("--watch needs workers, which import the kernel anew: leave --in-process out")
-    if coverage and implementation is not None and implementation.endswith(".json"):
+    if coverage and implementation is not None and implementation.endswith((".json", ".json.gz")):
         raise typer.Exit(_print_recorded_coverage(Path(implementation)))
     settings: dict[str, Any] = {"device": device, "isolated": not in_process, "time_limit_s": time_limit_s}
     if case is not None:

@@ -4,7 +4,6 @@ A file's kind is told by its content, not by its name. pytest-benchmark's JSON b
 their method, their clocks and what they ran on.
 """
 
-import json
 import math
 import statistics
 from collections import Counter
@@ -13,6 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lab.files import read_json, without_suffix
 from lab.named_enum import NamedEnum
 from lab.timing.gpu_time import interquartile_range
 from lab.timing.method import Clock
@@ -66,7 +66,7 @@ class RecordedFile:
     """A recorded file.
 
     Attributes:
-        name: its path in the folder that was read, without ".json".
+        name: its path in the folder that was read, without ".json" or ".json.gz".
         content: a mapping, but a list for `Kind.MUTANTS` and anything for `Kind.OTHER`.
     """
 
@@ -86,7 +86,7 @@ class RecordedFile:
     @property
     def experiment(self) -> str:
         """The experiment that wrote it, as the recording says; the file's name where it does not."""
-        return str(self.content.get("experiment") or self.path.stem)
+        return str(self.content.get("experiment") or without_suffix(self.path).name)
 
     def fact(self, *keys: str) -> Any:
         """Return a value of the environment by its keys from the outside in; None where it is not recorded."""
@@ -119,12 +119,12 @@ def read_file(path: Path, folder: Path | None = None) -> RecordedFile:
         RecordedFileError: no such file, or not JSON.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except OSError as error:
-        raise RecordedFileError(f"{path}: cannot be read: {error.strerror}") from error
+        raise RecordedFileError(f"{path}: cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise RecordedFileError(f"{path}: not JSON: {error}") from error
-    name = path.relative_to(folder or path.parent).with_suffix("").as_posix()
+    name = without_suffix(path).relative_to(folder or path.parent).as_posix()
     return RecordedFile(path, name, _kind(content), content)
 
 
@@ -134,7 +134,7 @@ def read_folder(folder: Path) -> tuple[RecordedFile, ...]:
     Raises:
         RecordedFileError: no such folder, no JSON file in it, or one that is not JSON.
     """
-    paths = sorted(folder.rglob("*.json"))
+    paths = sorted((*folder.rglob("*.json"), *folder.rglob("*.json.gz")))
     if not paths:
         raise RecordedFileError(f"{folder}: no folder with JSON files in it; give one such as results/nvidia-h200")
     return tuple(read_file(path, folder) for path in paths)
@@ -336,7 +336,7 @@ def read_runs(path: str | Path) -> tuple[RecordedRun, ...]:
     path = Path(path)
     if not path.is_dir():
         return (read_run(path),)
-    paths = sorted(path.glob("*.json"))
+    paths = sorted((*path.glob("*.json"), *path.glob("*.json.gz")))
     if not paths:
         raise RecordedFileError(f"{path}: a folder without a JSON file in it")
     return tuple(read_run(each) for each in paths)

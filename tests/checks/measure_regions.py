@@ -1,8 +1,8 @@
 """Measure whether the regions that a diagnosis names are the mutants' triggers.
 
-    python -m tests.checks.measure_regions --workers 32 --out results/diagnosis.json
+    python -m tests.checks.measure_regions --workers 32 --out results/diagnosis.json.gz
 
-Each mutant is judged by every check on the axes of results/mutants.json, one that is right there by the full level of K18
+Each mutant is judged by every check on the axes of results/mutants.json.gz, one that is right there by the full level of K18
 too, and its diagnosis is held to mutant_triggers.json: features that were written down from each defect before any region of it
 was seen. A trigger has alternatives; each lists concepts that a region must all name, by any of their features, and an empty
 one says that the mutant is wrong everywhere.
@@ -29,7 +29,7 @@ from lab.checks.properties.check import Check, Level
 from lab.checks.report import CaseVerdict
 from lab.checks.run.verdicts import Outcome
 from lab.checks.run.workers import run_trial
-from lab.files import write_text
+from lab.files import without_suffix, write_text
 from lab.interpreter import quicken
 from lab.workloads.interfaces import Interface
 
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{len(records)}/{len(given.mutants)} {last['mutant']} {last['named_by']}: {last['sentence']}",
                 flush=True,
             )
-    write_text(given.out.with_suffix(".md"), markdown(ordered))
+    write_text(without_suffix(given.out).with_suffix(".md"), markdown(ordered))
     print(summary(ordered))
     found = [record for record in ordered if record["regions"]]
     return 0 if sum(0 in record["named_by"] for record in found) >= GOAL * len(found) else 1

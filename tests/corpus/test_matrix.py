@@ -1,4 +1,4 @@
-"""Which check kills which mutant, as recorded in results/mutants.json: that it is whole, and that it holds."""
+"""Which check kills which mutant, as recorded in results/mutants.json.gz: that it is whole, and that it holds."""
 
 import functools
 import json
@@ -28,8 +28,9 @@ from lab.checks.properties import checks
 from lab.checks.properties.check import Check
 from lab.checks.run.verdicts import Judged, Outcome
 from lab.checks.run.workers import run_trial
+from lab.files import read_json, without_suffix
 
-RECORDED = Path(__file__).parents[2] / "results" / "mutants.json"
+RECORDED = Path(__file__).parents[2] / "results" / "mutants.json.gz"
 CPU = torch.device("cpu")
 # What is right of each kind; SplitKV of attention.
 RIGHT: dict[str, Any] = {
@@ -39,14 +40,14 @@ RIGHT: dict[str, Any] = {
     MLA_PREFILL: MLAPrefillBuilder,
     RAGGED_CONTEXT: Ragged,
 }
-NAMES = [record["mutant"] for record in json.loads(RECORDED.read_text())]
+NAMES = [record["mutant"] for record in read_json(RECORDED)]
 # Pools of gigabytes, if virtual: only where no other check finds the mutant.
 SLOW_CHECKS = ("K15",)
 
 
 @functools.cache
 def records() -> dict[str, dict[str, Any]]:
-    return {record["mutant"]: record for record in json.loads(RECORDED.read_text())}
+    return {record["mutant"]: record for record in read_json(RECORDED)}
 
 
 @functools.cache
@@ -83,7 +84,7 @@ def test_every_check_kills_a_mutant() -> None:
 
 
 def test_the_table_is_the_matrix() -> None:
-    assert RECORDED.with_suffix(".md").read_text() == markdown(list(records().values()))
+    assert without_suffix(RECORDED).with_suffix(".md").read_text() == markdown(list(records().values()))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -145,17 +145,17 @@ def test_a_folder_holds_repeated_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("nvidia-h200/timings", Kind.BENCHMARKS),
-        ("nvidia-h200/judge/portable", Kind.JUDGE),
-        ("nvidia-h200/survey_trtllm", Kind.SURVEY),
-        ("nvidia-h200/graphs_trtllm", Kind.SURVEY),
-        ("nvidia-h200/plan_stream", Kind.EXPERIMENT),
-        ("nvidia-h200/clocks", Kind.EXPERIMENT),
-        ("mutants", Kind.MUTANTS),
+        ("nvidia-h200/timings.json", Kind.BENCHMARKS),
+        ("nvidia-h200/judge/portable.json.gz", Kind.JUDGE),
+        ("nvidia-h200/survey_trtllm.json.gz", Kind.SURVEY),
+        ("nvidia-h200/graphs_trtllm.json.gz", Kind.SURVEY),
+        ("nvidia-h200/plan_stream.json", Kind.EXPERIMENT),
+        ("nvidia-h200/clocks.json", Kind.EXPERIMENT),
+        ("mutants.json.gz", Kind.MUTANTS),
     ],
 )
 def test_a_file_says_what_it_is(name: str, kind: Kind) -> None:
-    file = read_file(RESULTS / f"{name}.json")
+    file = read_file(RESULTS / name)
     assert file.kind is kind
     assert file.environment.get("commit") or kind is Kind.MUTANTS
     assert read_folder(RESULTS / "cpu")[0].kind is Kind.JUDGE

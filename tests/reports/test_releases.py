@@ -115,7 +115,7 @@ def test_the_ledger_as_it_is_now_tells_what_a_recorded_case_shows(
 def test_two_recorded_releases_of_flashinfer() -> None:
     """Both hold for e4m3 K/V; what neither cites is the judge's fault in these reports, as the page says."""
     results = Path(__file__).parents[2] / "results"
-    paths = [results / "nvidia-h200-releases" / f"{version}-e4m3.json" for version in ("0.6.12", "0.6.18")]
+    paths = [results / "nvidia-h200-releases" / f"{version}-e4m3.json.gz" for version in ("0.6.12", "0.6.18")]
     report = releases_report(paths, findings=results / "nvidia-h200/findings.md")
     found = {row["finding"].partition(".")[0]: row for row in report.record["findings"]}
     for number in ("12", "13"):

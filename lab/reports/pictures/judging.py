@@ -32,7 +32,7 @@ OUTCOME_COLOURS = {
 # Error over bound, in steps: a picture of few colours is small, and 1 is where blue ends.
 STEPS = (0.5, 1.0, 3.0, 10.0, 30.0)
 STEP_COLOURS = ("#2166AC", "#D1E5F0", "#FDDBC7", "#EF8A62", "#B2182B", "#67001F")
-Record = Mapping[str, Any]  # a row of results/mutants.json
+Record = Mapping[str, Any]  # a row of results/mutants.json.gz
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def matrix_figure(records: Sequence[Record], checks: Sequence[str], rules: Seque
     """Draw all mutants: a column each, a line per check and, beneath, a line per upstream rule.
 
     Args:
-        records: rows of results/mutants.json.
+        records: rows of results/mutants.json.gz.
         checks: keys, in order; after each, how many mutants it finds.
         rules: names of the upstream rules, in the order of the records' numbers; after each, how many it lets through.
     """

@@ -17,6 +17,7 @@ pytest.importorskip("jinja2")
 pytest.importorskip("markdown_it")
 pytest.importorskip("matplotlib")
 
+from lab.files import read_json, without_suffix
 from lab.reports.html.experiments import experiment_part
 from lab.reports.html.findings import slug
 from lab.reports.html.judged import check_name
@@ -55,8 +56,8 @@ def page(html: str) -> Page:
 
 
 def contents() -> Iterator[tuple[str, Any]]:
-    for path in sorted(RECORDED.rglob("*.json")):
-        yield path.relative_to(RECORDED).with_suffix("").as_posix(), json.loads(path.read_text())
+    for path in sorted((*RECORDED.rglob("*.json"), *RECORDED.rglob("*.json.gz"))):
+        yield without_suffix(path).relative_to(RECORDED).as_posix(), read_json(path)
 
 
 def test_it_asks_nobody_for_anything(page: Page) -> None:
