@@ -5,7 +5,6 @@ from lab.extras import require
 require("The judge", "numpy", "pebble", "rich")
 
 from lab.calls.problem import AttentionCall
-from lab.checks.graph_case import GraphCase, MLAGraphCase, Story
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.properties.check import Level
 from lab.checks.report import CaseVerdict, Report
@@ -18,6 +17,7 @@ from lab.metadata.engine.lengths import DraftAttention
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Contents, Dead, Storage, TableTail
 from lab.workloads.forward_case import ForwardCase
+from lab.workloads.graph_case import GraphCase, MLAGraphCase, Story
 from lab.workloads.inputs.draft_lists import DraftListsCase
 from lab.workloads.interfaces import Interface
 from lab.workloads.mla_case import MLACase

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from lab import references
 from lab.checks import Outcome, Story, judge_case
-from lab.checks.graph_case import MLAGraphCase
-from lab.checks.scene import right_runner
 from lab.kernels import portable
 from lab.metadata import DraftAttention, ForwardBatch, KVPool, QueryLayout
 from lab.metadata.engine.cuda_graph import GraphRunner
 from lab.metadata.engine.graph_inputs import MetadataPlace
 from lab.metadata.mla.buffers import MLAGraphMetadata
+from lab.workloads.graph_case import MLAGraphCase
+from lab.workloads.inputs.replay_fixture import right_runner
 from tests.checks.test_stories import MODES, reason, wrong
 from tests.devices import IN_INTERPRETER, ON_GPU
 

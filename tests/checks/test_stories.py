@@ -12,18 +12,25 @@ import torch
 
 from corpus.mutants import mutant
 from lab import references
-from lab.checks import GraphCase, Interface, Level, Outcome, Ranges, Story, judge_case, stories
-from lab.checks.graph_case import MLAGraphCase, StoryCase, graph_modes
-from lab.checks.graph_stage import HUGE, POISONED_LENGTH, MHAStage, MLAStage, Stage
+from lab.checks import GraphCase, Interface, Level, Outcome, Ranges, Story, judge_case
 from lab.checks.properties import graph_stories
 from lab.checks.properties.check import Check
+from lab.checks.properties.graph_stories import STORIES, run_story
 from lab.checks.run.workers import run_trial
-from lab.checks.scene import RunnerFactory, Scene, right_runner
-from lab.checks.stories import STORIES, tell
 from lab.kernels import portable
 from lab.metadata import ForwardBatch, ForwardMode, KVPool, TRTLLMMHAMetadata
 from lab.metadata.engine.cuda_graph import GraphRunner
 from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
+from lab.workloads.graph_case import MLAGraphCase, StoryCase, graph_modes
+from lab.workloads.inputs.replay_fixture import (
+    HUGE,
+    POISONED_LENGTH,
+    MHAReplayFixture,
+    MLAReplayFixture,
+    ReplayFixture,
+    RunnerFactory,
+    right_runner,
+)
 from tests.devices import DEVICES, IN_INTERPRETER
 
 CPU = torch.device("cpu")
@@ -45,8 +52,8 @@ SETTINGS = list(itertools.product(MetadataPlace, (False, True)))
 
 def reason(case: StoryCase, implementation: Any = references, make: RunnerFactory = right_runner) -> str:
     """Say why a case on the CPU is not right; empty if it is."""
-    stage: type[Stage] = MLAStage if isinstance(case, MLAGraphCase) else MHAStage
-    check = Check("S", "story", "", lambda *_: (), lambda run: tell(run, stage, make))
+    fixture: type[ReplayFixture] = MLAReplayFixture if isinstance(case, MLAGraphCase) else MHAReplayFixture
+    check = Check("S", "story", "", lambda *_: (), lambda run: run_story(run, fixture, make))
     judged = run_trial(implementation, check, case, CPU, Ranges())
     return "" if judged.outcome is Outcome.RIGHT else "; ".join(judged.wrongs or judged.declines)
 
@@ -158,7 +165,7 @@ def test_a_function_that_is_missing_declines_its_modes() -> None:
 
 
 def test_a_story_is_declined_where_the_metadata_kernels_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stories, "no_triton", lambda capability: "set TRITON_INTERPRET=1 first")
+    monkeypatch.setattr(graph_stories, "no_triton", lambda capability: "set TRITON_INTERPRET=1 first")
     verdict = judge_case(references, "S1", windowed(), "cpu")
     assert verdict.outcome is Outcome.DECLINED
     assert verdict.reason == "graphs rebuild their metadata in Triton kernels: set TRITON_INTERPRET=1 first"
@@ -427,14 +434,14 @@ def test_padded_rows_that_take_part_with_weight_zero_show_when_poisoned() -> Non
 def test_poison_is_in_all_metadata_that_a_replay_rewrites(device: str, mode: str, place: MetadataPlace) -> None:
     implementation = references if device == "cpu" else portable
     case = GraphCase(MODES[mode], Story.POISONED, place, sliding_window=True)
-    scene = Scene(case, implementation, torch.device(device), MHAStage)
-    buffers = scene.runner.metadata.buffers
+    fixture = MHAReplayFixture(case, implementation, torch.device(device))
+    buffers = fixture.runner.metadata.buffers
     preset = buffers.cu_seqlens_q.clone()
-    scene.poison(HUGE)
+    fixture.poison(HUGE)
     assert buffers.swa_out_cache_loc is not None
     assert buffers.swa_page_table is not None
     poisoned = [buffers.cache_seqlens_int32, buffers.cu_seqlens_k[1:], buffers.swa_out_cache_loc]
-    if scene.case.mode.in_extend_seq_lens:
+    if fixture.case.mode.in_extend_seq_lens:
         poisoned.append(buffers.cu_seqlens_q[1:])
     else:
         assert torch.equal(buffers.cu_seqlens_q, preset)

@@ -14,11 +14,8 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import AttentionCall
-from lab.checks.graph_case import GraphCase, MLAGraphCase, Story, graph_modes
-from lab.checks.graph_stage import MHAStage, MLAStage
 from lab.checks.properties.forward_modes import mode_cases, quantised_cases
 from lab.checks.properties.mla_modes import mla_mode_cases
-from lab.checks.scene import Scene
 from lab.dry_run.launches import Launch
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.graph_inputs import GraphMode
@@ -27,8 +24,10 @@ from lab.metadata.mla.calls import MLALayer, mla_max_seq_len, prepare_mla_prefil
 from lab.metadata.mla.metadata import QueryLayout, build_mla_prefill_metadata
 from lab.ranges import Ranges
 from lab.workloads.forward_case import ForwardCase
+from lab.workloads.graph_case import GraphCase, MLAGraphCase, Story, graph_modes
 from lab.workloads.inputs.forward_pass import ForwardPass, build_forward
 from lab.workloads.inputs.mla_pass import MLAPass, build_mla_pass
+from lab.workloads.inputs.replay_fixture import MHAReplayFixture, MLAReplayFixture, ReplayFixture
 from lab.workloads.mla_case import MLACase
 from lab.workloads.requests import admit, new_pool
 from tests.dry_run.on_a_b200 import NEEDS_A_LAUNCHER, hold_map, hold_params, launches_of, tensor_map
@@ -262,29 +261,32 @@ def test_mla_prefill(prefix_lens: tuple[int, ...]) -> None:
 
 
 GRAPHS = [
-    *((GraphCase(mode, Story.A_B_A), MHAStage) for mode in graph_modes(4)),
-    (GraphCase(GraphMode.decode(), Story.A_B_A, sliding_window=True), MHAStage),
+    *((GraphCase(mode, Story.A_B_A), MHAReplayFixture) for mode in graph_modes(4)),
+    (GraphCase(GraphMode.decode(), Story.A_B_A, sliding_window=True), MHAReplayFixture),
     *(
-        (MLAGraphCase(mode, Story.A_B_A, page_size=64, kv_lora_rank=512, qk_rope_head_dim=64, num_qo_heads=8), MLAStage)
+        (
+            MLAGraphCase(mode, Story.A_B_A, page_size=64, kv_lora_rank=512, qk_rope_head_dim=64, num_qo_heads=8),
+            MLAReplayFixture,
+        )
         for mode in graph_modes(4)
     ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("case", "stage"), GRAPHS, ids=lambda value: repr(value) if not isinstance(value, type) else ""
+    ("case", "fixture"), GRAPHS, ids=lambda value: repr(value) if not isinstance(value, type) else ""
 )
-def test_padded_rows_of_graphs(case: Any, stage: Any) -> None:
+def test_padded_rows_of_graphs(case: Any, fixture: Any) -> None:
     """Three requests in a graph of four: the launch is for four, from the runner's own buffers, and three are right."""
-    made: list[Scene] = []
-    launches_of(lambda implementation: made.append(Scene(case, implementation, CPU, stage)))
-    (scene,) = made
+    made: list[ReplayFixture] = []
+    launches_of(lambda implementation: made.append(fixture(case, implementation, CPU)))
+    (replays,) = made
     width = case.mode.num_tokens_per_req
-    batch = scene.batch(width + 1, 2 * case.page_size, 3 * case.page_size + 1)
+    batch = replays.batch(width + 1, 2 * case.page_size, 3 * case.page_size + 1)
     replayed: list[Any] = []
-    (launch,) = launches_of(lambda implementation: replayed.append(scene.replay(batch)))
+    (launch,) = launches_of(lambda implementation: replayed.append(replays.replay(batch)))
     metadata = replayed[0].metadata
-    is_mla = stage is MLAStage
+    is_mla = fixture is MLAReplayFixture
     lengths = metadata.seq_lens_k if is_mla else metadata.cache_seqlens_int32
     windowed = not is_mla and case.sliding_window
     table = metadata.block_kv_indices if is_mla else metadata.swa_page_table if windowed else metadata.page_table
@@ -297,7 +299,7 @@ def test_padded_rows_of_graphs(case: Any, stage: Any) -> None:
         sum_of_seq_lens_q=4 * width,
         max_seq_len_q=width,
     )
-    assert scene.wrongs(batch, replayed[0]) == ""
+    assert replays.wrongs(batch, replayed[0]) == ""
 
 
 def test_all_modes_are_launched() -> None:

@@ -11,18 +11,18 @@ from torch import Tensor
 
 from lab.checks.case_run import CaseRun
 from lab.checks.explain.reading import CallFeatures, features_of_case
-from lab.checks.metadata_truth import (
-    wrong_dead_cells,
-    wrong_eager_metadata,
-    wrong_eager_mla_metadata,
-    wrong_mla_prefill_metadata,
-)
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.metadata_axes import NO_LIST
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
+from lab.workloads.inputs.expected_metadata import (
+    wrong_dead_cells,
+    wrong_eager_metadata,
+    wrong_eager_mla_metadata,
+    wrong_mla_prefill_metadata,
+)
 from lab.workloads.interfaces import Interface
 from lab.workloads.requests import PassLens, admit, new_pool
 

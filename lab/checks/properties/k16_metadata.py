@@ -13,12 +13,12 @@ import torch
 from lab import references
 from lab.checks.case_run import CaseRun, Result
 from lab.checks.explain.reading import features_of_case
-from lab.checks.metadata_truth import wrong_eager_metadata, wrong_shard
 from lab.checks.properties.check import Check, Level, first_line
 from lab.checks.properties.forward_modes import mode_cases
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.ranges import Ranges
 from lab.workloads.forward_case import ForwardCase
+from lab.workloads.inputs.expected_metadata import wrong_eager_metadata, wrong_shard
 from lab.workloads.inputs.forward_pass import ForwardPass, build_forward
 from lab.workloads.interfaces import Interface
 

@@ -15,11 +15,11 @@ import torch
 from lab import references
 from lab.checks.case_run import CaseRun, Result
 from lab.checks.explain.reading import features_of_case
-from lab.checks.metadata_truth import wrong_eager_mla_metadata
 from lab.checks.properties.check import Check, Level, first_line
 from lab.checks.properties.mla_modes import mla_mode_cases
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.ranges import Ranges
+from lab.workloads.inputs.expected_metadata import wrong_eager_mla_metadata
 from lab.workloads.inputs.mla_pass import MLAPass, build_mla_pass
 from lab.workloads.interfaces import Interface
 from lab.workloads.mla_case import MLACase

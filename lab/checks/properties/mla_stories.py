@@ -1,6 +1,6 @@
 """An MLA pass that is right eagerly and wrong in a CUDA graph's replay: stale lengths or entries, padding that leaks.
 
-Each case is one story of `lab.checks.stories`, on latent entries and the MLA backend's buffers: rows of the first draft extend
+Each case is one story of S1, on latent entries and the MLA backend's buffers: rows of the first draft extend
 are padded in a buffer that all captured sizes share, and dead columns of its tables hold what an earlier batch left.
 """
 
@@ -10,14 +10,13 @@ from itertools import product
 import torch
 
 from lab.checks.case_run import CaseRun
-from lab.checks.graph_case import MLAGraphCase
-from lab.checks.graph_stage import MLAStage
 from lab.checks.properties.check import Check, Level, first_line
-from lab.checks.properties.graph_stories import told_modes
-from lab.checks.stories import tell
+from lab.checks.properties.graph_stories import run_story, told_modes
 from lab.metadata.engine.graph_inputs import MetadataPlace
 from lab.metadata.engine.lengths import DraftAttention
 from lab.ranges import Ranges
+from lab.workloads.graph_case import MLAGraphCase
+from lab.workloads.inputs.replay_fixture import MLAReplayFixture
 from lab.workloads.interfaces import Interface
 
 PLACES = tuple(MetadataPlace)
@@ -40,7 +39,7 @@ def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[MLAGr
 
 
 def _judge(run: CaseRun) -> None:
-    tell(run, MLAStage)
+    run_story(run, MLAReplayFixture)
 
 
 CHECK = Check("S2", "mla_stories", first_line(__doc__), _cases, _judge, interfaces=(Interface.MLA_DECODE,))

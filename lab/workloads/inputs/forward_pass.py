@@ -149,19 +149,49 @@ class ForwardPass(EnginePass):
         return _read(*stored)
 
     def truth_of(self, query: Tensor, histories: Sequence[History], requests: Sequence[int]) -> Truth:
-        case, layer = self.case, self.layer
-        is_quantised, query = case.kv_dtype in (E4M3, NVFP4), rounded(query, case.dtypes.query)
-        rules = Rules(
-            bmm1_scale=layer.softmax_scale * (layer.k_scale if is_quantised else 1.0),
-            bmm2_scale=layer.v_scale if is_quantised else 1.0,
-            arithmetic=query.dtype if case.arithmetic is None else case.arithmetic,
+        case = self.case
+        return mha_truth(
+            rounded(query, case.dtypes.query),
+            histories,
+            [case.q_lens[request] for request in requests],
+            self.layer,
+            kv_dtype=case.kv_dtype,
             out_dtype=case.dtypes.out,
-            window_left=case.window_left,
-            sinks=layer.sinks,
-            causal=not case.encoder_only,
+            arithmetic=case.arithmetic,
         )
-        pairs = [(keys, values) for keys, values in histories]
-        return truth_of_requests(query, pairs, [case.q_lens[request] for request in requests], rules)
+
+
+def mha_truth(
+    query: Tensor,
+    histories: Sequence[History],
+    q_lens: Sequence[int],
+    layer: AttentionLayer,
+    *,
+    kv_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    arithmetic: torch.dtype | None = None,
+) -> Truth:
+    """Return what the newest rows of requests must give on a layer.
+
+    Args:
+        query: [num_rows, num_qo_heads, head_dim], as the calls are handed it.
+        histories: K and V that each request's last row sees, as `EnginePass.histories`.
+        q_lens: query rows of each request.
+        layer: its scales count where the cache is quantised.
+        kv_dtype, out_dtype: of the cache, and of the output.
+        arithmetic: as in `Rules`; None: the query's dtype.
+    """
+    is_quantised = kv_dtype in (E4M3, NVFP4)
+    rules = Rules(
+        bmm1_scale=layer.softmax_scale * (layer.k_scale if is_quantised else 1.0),
+        bmm2_scale=layer.v_scale if is_quantised else 1.0,
+        arithmetic=query.dtype if arithmetic is None else arithmetic,
+        out_dtype=out_dtype,
+        window_left=layer.window_left,
+        sinks=layer.sinks,
+        causal=not layer.encoder_only,
+    )
+    return truth_of_requests(query, [(keys, values) for keys, values in histories], list(q_lens), rules)
 
 
 def build_forward(case: ForwardCase, device: torch.device, build_metadata: BuildMetadata | None = None) -> ForwardPass:

@@ -1,18 +1,23 @@
 """One story of CUDA graphs as data: which backend and forward mode, which story, and what it runs on."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from lab.calls.problem import AttentionCall
 from lab.metadata.engine.forward_batch import SpecInfo
 from lab.metadata.engine.graph_inputs import PADDED_SEQ_LEN, GraphMode, MetadataPlace
 from lab.metadata.engine.lengths import DraftAttention
+from lab.metadata.mha.backend import TRTLLMMHABackend
+from lab.metadata.mha.settings import CallSettings
+from lab.metadata.mla.backend import TRTLLMMLABackend
 from lab.named_enum import NamedEnum
 from lab.workloads.attention_case import short_repr
+from lab.workloads.geometries import Geometry, geometry
 from lab.workloads.interfaces import Interface
 
 
 class Story(NamedEnum):
-    """A short sequence of replays, eager passes and poison; `lab.checks.stories` tells each."""
+    """A short sequence of replays, eager passes and poison, which `lab.checks.properties.graph_stories` runs."""
 
     CAPTURED_BELOW_Q = "captured below q"
     EAGER_EQUALS_REPLAY = "eager equals replay"
@@ -74,8 +79,22 @@ class GraphCase(StoryCase):
 
     @property
     def interface(self) -> Interface:
-        """The function that the mode calls."""
+        """Return the function that the mode calls."""
         return Interface.CONTEXT if self.mode.forward_mode.mha_call is AttentionCall.CONTEXT else Interface.DECODE
+
+    @property
+    def model(self) -> Geometry:
+        return geometry(self.geometry)
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Return the query heads, and the elements of a query's and of an output's vector."""
+        return self.model.num_qo_heads, self.model.head_dim, self.model.head_dim
+
+    def backend(self, implementation: Any = None) -> TRTLLMMHABackend:
+        """Return the engine's backend with the settings of the case, on an implementation of its calls."""
+        settings = CallSettings(decode_splits=self.decode_splits)
+        return TRTLLMMHABackend(implementation, settings=settings, expand_encoder_only_verify=self.encoder_only)
 
 
 @dataclass(frozen=True, repr=False)
@@ -94,13 +113,24 @@ class MLAGraphCase(StoryCase):
     kv_lora_rank: int = 64
     qk_rope_head_dim: int = 16
 
+    sliding_window = virtual_slots = False  # of `GraphCase` alone
+
     @property
     def interface(self) -> Interface:
         return Interface.MLA_DECODE
 
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Return the query heads, and the elements of a query's and of an output's vector."""
+        return self.num_qo_heads, self.kv_lora_rank + self.qk_rope_head_dim, self.kv_lora_rank
+
+    def backend(self, implementation: Any = None) -> TRTLLMMLABackend:
+        """Return the engine's backend with the settings of the case, on an implementation of its call."""
+        return TRTLLMMLABackend(implementation, self.attention)
+
 
 def graph_modes(width: int) -> tuple[GraphMode, ...]:
-    """Every mode that runs in graphs, with `width` rows per request where a mode has several."""
+    """Return every mode that runs in graphs, with `width` rows per request where a mode has several."""
     return (
         GraphMode.decode(),
         GraphMode.draft_decode(1),

@@ -1,0 +1,388 @@
+"""Requests in a pool with whole histories, one layer of a backend over them, and one runner of captured graphs.
+
+What a batch does not see is the request's own later tokens, other requests' pages, or poison, which the sink holds. After any
+replay or eager pass, `ReplayFixture.wrongs` compares the metadata with the loops of `lab.references.forward_metadata` and the
+output with what the requests' histories give.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.metadata.engine.cuda_graph import Body, GraphRunner
+from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.forward_mode import QueryRows, UncountedTokens
+from lab.metadata.engine.kv_cache import KVLayout, PagedKVCache, PagedLatentCache
+from lab.metadata.engine.kv_pool import KVPool
+from lab.metadata.engine.lengths import uncounted_tokens
+from lab.metadata.mha.calls import AttentionLayer
+from lab.metadata.mla.calls import MLALayer
+from lab.metadata.mla.metadata import QueryLayout
+from lab.references.truth import Truth
+from lab.workloads.graph_case import GraphCase, MLAGraphCase, StoryCase
+from lab.workloads.inputs.expected import made
+from lab.workloads.inputs.expected_metadata import wrong_metadata, wrong_mla_metadata
+from lab.workloads.inputs.forward_pass import mha_truth
+from lab.workloads.inputs.mla_pass import mla_truth
+from lab.workloads.requests import History, admit, forward_batch, new_pool
+
+SIZES = (2, 4)  # captured batch sizes
+NUM_REQUESTS = max(SIZES) + 1  # one more than the largest captured size: only an eager pass holds them all
+POISONED_LENGTH = 2**30  # beyond every table and pool
+HUGE = 1e30  # finite in bf16, and so large that one poisoned value in a product shows
+DTYPE = torch.bfloat16  # of all tensors with values
+
+Cells = dict[str, tuple[Tensor | None, int]]  # tensors by name, and what each cell of them must be
+
+
+@dataclass(frozen=True, eq=False)
+class ReplayedPass:
+    """A pass's real rows, and the metadata it ran on.
+
+    The metadata and the view of a replay are the runner's own, which the next replay writes anew: judge each before it.
+
+    Attributes:
+        query: [num_rows, num_qo_heads, head_dim].
+        out: [num_rows, num_qo_heads, out_head_dim].
+        metadata: of the backend.
+        view: of a replay, the batch as its graph sees it; None of an eager pass.
+    """
+
+    query: Tensor
+    out: Tensor
+    metadata: Any
+    view: ForwardBatch | None = None
+
+
+def right_runner(
+    backend: Any, case: StoryCase, pool: KVPool, batch_sizes: Sequence[int], body: Body[Any]
+) -> GraphRunner[Any]:
+    """Make the runner that is judged; what takes its place has the same arguments."""
+    return GraphRunner(backend, case.mode, pool, batch_sizes, body, case.place, case.padded_seq_len)
+
+
+RunnerFactory = Callable[[Any, Any, KVPool, Sequence[int], Body[Any]], GraphRunner[Any]]
+
+
+class ReplayFixture:
+    """The requests of a case and one runner over them; a subclass for each backend.
+
+    Args:
+        case: of the subclass's backend.
+        implementation: an object with the functions that the backend calls.
+        device: where; on a CPU a capture is simulated.
+        make: makes the runner; a deliberate defect can take the place of the right one.
+    """
+
+    layer: Any
+    cache: Any
+
+    def __init__(
+        self, case: Any, implementation: Any, device: torch.device, make: RunnerFactory = right_runner
+    ) -> None:
+        self.case, self.device = case, device
+        self.worst_ratio = 0.0  # of all outputs: the largest error over its bound
+        self.generator = torch.Generator(device=device).manual_seed(case.seed)
+        lens = (case.max_context_len,) * NUM_REQUESTS
+        self.pool = new_pool(
+            lens,
+            page_size=case.page_size,
+            max_context_len=case.max_context_len,
+            swa_spare_pages=0 if case.sliding_window else None,
+            virtual_slots=case.virtual_slots,
+            seed=case.seed,
+            device=device,
+        )
+        self.backend = case.backend(implementation)
+        self.layer, self.cache = self._layer(), self._new_cache()
+        admitted = admit(self.pool, lens, (0,) * NUM_REQUESTS)
+        self.rows = admitted.rows
+        self.histories: list[History] = [
+            tuple(self._randn(case.max_context_len, *shape) for shape in self._token_shapes) for _ in self.rows
+        ]
+        admitted.write(self.cache, self.histories, sliding_window=case.sliding_window)
+        heads, head_dim, out_head_dim = case.heads
+        self.query = self._randn(max(SIZES) * self.width, heads, head_dim)
+        self.out = torch.zeros(len(self.query), heads, out_head_dim, dtype=DTYPE, device=device)
+        self.runner = make(self.backend, case, self.pool, SIZES, self._body)
+
+    @property
+    def width(self) -> int:
+        """Return the most query rows of a request, which padded requests have."""
+        width: int = self.case.mode.num_tokens_per_req
+        return width
+
+    def batch(self, *totals: int, first_request: int = 0) -> ForwardBatch:
+        """Return a batch of consecutive requests with these numbers of keys, their own new tokens counted."""
+        mode, count = self.case.mode, len(totals)
+        rows, widths = self.rows[first_request : first_request + count], self.widths(count)
+        new = widths if mode.draft_step is None else [self._uncounted()] * count
+        slots = [
+            self.pool.slots(row, total - min(width, mode.slots_per_req), total)
+            for row, total, width in zip(rows, totals, widths, strict=True)
+        ]
+        return forward_batch(
+            mode.forward_mode,
+            torch.tensor(rows, device=self.device),
+            torch.tensor([total - tokens for total, tokens in zip(totals, new, strict=True)], device=self.device),
+            widths,
+            torch.cat(slots),
+            draft_step=mode.draft_step,
+            num_draft_tokens=self.width,
+        )
+
+    def widths(self, count: int) -> list[int]:
+        """Return the query rows of each request: equal, but 1 to d where tokens were accepted, or are verified."""
+        ragged = self.case.mode.forward_mode.query_rows in (QueryRows.ACCEPTED, QueryRows.VERIFIED)
+        return [i % self.width + 1 if ragged else self.width for i in range(count)]
+
+    def replay(self, batch: ForwardBatch, padding: float = 0.0) -> ReplayedPass:
+        """Draw the batch's queries, fill the padded rows, replay, and copy what came out."""
+        rows = batch.num_tokens
+        self.query[:rows].copy_(self._randn(rows, *self.query.shape[1:]))
+        self.query[rows:].fill_(padding)
+        self.out.fill_(float("nan"))
+        self.runner.replay(batch)
+        captured = self.runner.captured[self.runner.size_for(batch.batch_size)]
+        return ReplayedPass(self.query[:rows].clone(), self.out[:rows].clone(), captured.metadata, captured.view)
+
+    def eager(self, batch: ForwardBatch) -> ReplayedPass:
+        """Run the same pass without a graph, in tensors of its own."""
+        metadata = self.runner.eager(batch)
+        query = self._randn(batch.num_tokens, *self.query.shape[1:])
+        out = torch.full((len(query), *self.out.shape[1:]), float("nan"), dtype=DTYPE, device=self.device)
+        self._prepare(batch, metadata, query, out)()
+        return ReplayedPass(query, out, metadata)
+
+    def poison(self, value: float) -> None:
+        """Fill what must not matter, as the next replay writes it before reading it or does not read it at all.
+
+        That is the sink page of the cache, and of the metadata lengths, boundaries that are no preset, write locations, and all
+        cells of the tables, which then name the sink. Kernels' scratch stays as it is.
+        """
+        raise NotImplementedError
+
+    def wrongs(self, batch: ForwardBatch, result: ReplayedPass) -> str:
+        """Say in a sentence what is wrong with a pass; empty if nothing is."""
+        return (
+            self._wrong_metadata(batch, result)
+            or (self._wrong_padding(batch, result.metadata, result.view) if result.view is not None else "")
+            or self._wrong_output(batch, result)
+        )
+
+    def pointers(self) -> dict[str, int]:
+        """Return the addresses of every buffer that a graph was captured with."""
+        tensors: dict[str, Any] = {"query": self.query, "out": self.out}
+        for number, owner in enumerate((self.runner.inputs, *self._metadata_owners())):
+            for name, value in vars(owner).items():
+                tensors[name if name not in tensors else f"{name} of {number}"] = value
+        return {name: tensor.data_ptr() for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+
+    @property
+    def _token_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of a token's sides."""
+        raise NotImplementedError
+
+    def _layer(self) -> Any:
+        raise NotImplementedError
+
+    def _new_cache(self) -> Any:
+        raise NotImplementedError
+
+    def _uncounted(self) -> int:
+        """Return the tokens of a request that its length does not count."""
+        return uncounted_tokens(self.runner.inputs.view(1))
+
+    def _metadata_owners(self) -> tuple[Any, ...]:
+        """Return the objects whose tensors the graphs read their metadata from."""
+        return (self.runner.metadata.buffers,)
+
+    def _wrong_metadata(self, batch: ForwardBatch, result: ReplayedPass) -> str:
+        return wrong_metadata(batch, self.pool, result.metadata)
+
+    def _padded_metadata(self, batch: ForwardBatch, metadata: Any, length: int, pages: int) -> Cells:
+        """Return the metadata of padded requests, of this length and number of pages."""
+        raise NotImplementedError
+
+    def _truth(self, query: Tensor, seen: list[History], q_lens: list[int]) -> Truth:
+        """Return what rows must give that see these first tokens of their requests' histories."""
+        raise NotImplementedError
+
+    def _prepare(
+        self, batch: ForwardBatch, metadata: Any, query: Tensor, out: Tensor, **buffers: Tensor
+    ) -> Callable[[], Tensor]:
+        most = self.case.max_context_len
+        call: Callable[[], Tensor] = self.backend.prepare_attention(
+            batch, metadata, self.layer, query, self.cache, max_context_len=most, out=out, **buffers
+        )
+        return call
+
+    def _body(self, view: ForwardBatch, metadata: Any) -> Callable[[], Tensor]:
+        return self._prepare(view, metadata, self.query[: view.num_tokens], self.out[: view.num_tokens])
+
+    def _randn(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, device=self.device, generator=self.generator).to(DTYPE)
+
+    def _wrong_padding(self, batch: ForwardBatch, metadata: Any, view: ForwardBatch) -> str:
+        """Say what padded rows hold after a replay but the reserved request, padding's length, and slots and pages of the sink.
+
+        An engine writes K and V of all rows, so that a stale slot in a padded one would overwrite another request's.
+        """
+        count = batch.batch_size
+        length = self.case.padded_seq_len + self._uncounted()
+        uniform: Cells = {
+            "seq_lens": (view.seq_lens[count:], self.case.padded_seq_len),
+            "req_pool_indices": (view.req_pool_indices[count:], 0),
+            "out_cache_loc": (view.out_cache_loc[batch.num_tokens :], 0),
+            "extend_seq_lens": (None if view.extend_seq_lens is None else view.extend_seq_lens[count:], self.width),
+        }
+        uniform |= self._padded_metadata(batch, metadata, length, -(-length // self.case.page_size))
+        for name, (got, wanted) in uniform.items():
+            if got is not None and bool((got != wanted).any()):
+                return f"{name} of padded rows is {got.tolist()}, expected {wanted} everywhere"
+        return ""
+
+    def _wrong_output(self, batch: ForwardBatch, result: ReplayedPass) -> str:
+        if not bool(result.out.isfinite().all()):
+            return f"{int((~result.out.isfinite()).any(-1).sum())} output vectors of real rows are not finite"
+        widths = self.widths(batch.batch_size)
+        counts_rows = self.case.mode.forward_mode.uncounted is UncountedTokens.QUERY_ROWS
+        uncounted = widths if counts_rows else [self._uncounted()] * batch.batch_size
+        requests = zip(batch.req_pool_indices.tolist(), batch.seq_lens.tolist(), uncounted, strict=True)
+        seen = [
+            tuple(side[: length + new] for side in self.histories[self.rows.index(row)])
+            for row, length, new in requests
+        ]
+        comparison = made(self._truth(result.query, seen, widths)).compare(result.out)
+        self.worst_ratio = max(self.worst_ratio, comparison.worst_ratio)
+        if comparison.passed:
+            return ""
+        return (
+            f"{int(comparison.faulty.sum())} output vectors are wrong, the worst {comparison.worst_ratio:.3g} times what is "
+            "allowed"
+        )
+
+
+class MHAReplayFixture(ReplayFixture):
+    """A layer of the MHA backend: grouped-query attention, with or without a sliding window."""
+
+    case: GraphCase
+    layer: AttentionLayer
+    cache: PagedKVCache
+
+    def _layer(self) -> AttentionLayer:
+        model = self.case.model
+        return AttentionLayer(
+            softmax_scale=model.softmax_scale,
+            window_left=model.window_left if self.case.sliding_window else -1,
+            reads_swa_pool=self.case.sliding_window,
+            sinks=self._randn(model.num_qo_heads).float() if model.has_sinks else None,
+            encoder_only=self.case.encoder_only,
+        )
+
+    def _new_cache(self) -> PagedKVCache:
+        (heads, head_dim), _ = self._token_shapes
+        return self.pool.new_cache(heads, head_dim, DTYPE, KVLayout.NHD, sliding_window=self.case.sliding_window)
+
+    @property
+    def _token_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return ((self.case.model.num_kv_heads, self.case.model.head_dim),) * 2
+
+    def poison(self, value: float) -> None:
+        self.cache.storage[:, 0].fill_(value)
+        (buffers,) = self._metadata_owners()
+        for name in ("page_table", "swa_page_table", "encoder_page_table"):
+            if (table := getattr(buffers, name)) is not None:
+                table.zero_()
+        for name in ("cache_seqlens_int32", "swa_out_cache_loc", "encoder_cache_seqlens"):
+            if (lengths := getattr(buffers, name)) is not None:
+                lengths.fill_(POISONED_LENGTH)
+        buffers.cu_seqlens_k[1:].fill_(POISONED_LENGTH)
+        if self.case.mode.in_extend_seq_lens:
+            buffers.cu_seqlens_q[1:].fill_(POISONED_LENGTH)
+
+    def _padded_metadata(self, batch: ForwardBatch, metadata: Any, length: int, pages: int) -> Cells:
+        count, rows = batch.batch_size, batch.num_tokens
+        uniform: Cells = {
+            "cache_seqlens": (metadata.cache_seqlens_int32[count:], length),
+            "steps of cu_seqlens_k": (metadata.cu_seqlens_k[count:].diff(), length),
+            "steps of cu_seqlens_q": (metadata.cu_seqlens_q[count:].diff(), self.width),
+            "page_table": (metadata.page_table[count:, :pages], 0),
+        }
+        if metadata.swa_page_table is not None and metadata.swa_out_cache_loc is not None:
+            uniform["swa_page_table"] = (metadata.swa_page_table[count:, :pages], 0)
+            uniform["swa_out_cache_loc"] = (metadata.swa_out_cache_loc[rows:], 0)
+        if metadata.encoder_cache_seqlens is not None and metadata.encoder_page_table is not None:
+            uniform["encoder_cache_seqlens"] = (metadata.encoder_cache_seqlens[rows:], length)
+            uniform["encoder_page_table"] = (metadata.encoder_page_table[rows:, :pages], 0)
+        return uniform
+
+    def _truth(self, query: Tensor, seen: list[History], q_lens: list[int]) -> Truth:
+        return mha_truth(query, seen, q_lens, self.layer, kv_dtype=DTYPE, out_dtype=DTYPE)
+
+
+class MLAReplayFixture(ReplayFixture):
+    """A layer of the MLA backend: latent entries in place of K and V."""
+
+    case: MLAGraphCase
+    layer: MLALayer
+    cache: PagedLatentCache
+    padded_query: Tensor | None = None  # of padded rows, which all captured sizes share
+
+    def _layer(self) -> MLALayer:
+        rank, rope = self.case.kv_lora_rank, self.case.qk_rope_head_dim
+        return MLALayer((rank // 4 + rope) ** -0.5, 1.0, rank, rope, rank // 4)
+
+    def _new_cache(self) -> PagedLatentCache:
+        return self.pool.new_latent_cache(self.case.heads[1], DTYPE)
+
+    @property
+    def _token_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return ((self.case.heads[1],),)
+
+    def _uncounted(self) -> int:
+        return uncounted_tokens(self.runner.inputs.view(1), self.case.attention)
+
+    def poison(self, value: float) -> None:
+        buffers = self.runner.metadata
+        # Lengths of a padded draft extend count the padding, so that entries of the sink are keys, of a weight of zero for the
+        # requests' own rows. Zero times NaN is NaN, in the reference too: there the sink stays finite, as an engine's is.
+        self.cache.storage[0].fill_(HUGE if buffers.layout is QueryLayout.PADDED else value)
+        buffers.block_kv_indices.zero_()
+        for metadata in self._metadata_owners():
+            metadata.seq_lens_k.fill_(POISONED_LENGTH)
+            if metadata.query_layout is QueryLayout.PADDED:
+                metadata.cu_seqlens_q[1:].fill_(POISONED_LENGTH)
+                metadata.seq_lens_q.fill_(POISONED_LENGTH)
+        if self.padded_query is not None:
+            self.padded_query.fill_(value)
+
+    def _metadata_owners(self) -> tuple[Any, ...]:
+        return tuple(self.runner.metadata.metadata.values())
+
+    def _wrong_metadata(self, batch: ForwardBatch, result: ReplayedPass) -> str:
+        block = None if result.view is None else self.width
+        return wrong_mla_metadata(batch, self.pool, result.metadata, self.case.attention, block)
+
+    def _padded_metadata(self, batch: ForwardBatch, metadata: Any, length: int, pages: int) -> Cells:
+        count = batch.batch_size
+        uniform: Cells = {
+            "seq_lens_k": (metadata.seq_lens_k[count:], length),
+            "block_kv_indices": (metadata.block_kv_indices[count:, :pages], 0),
+        }
+        if metadata.cu_seqlens_q is not None:
+            uniform["steps of cu_seqlens_q"] = (metadata.cu_seqlens_q[count:].diff(), self.width)
+        return uniform
+
+    def _body(self, view: ForwardBatch, metadata: Any) -> Callable[[], Tensor]:
+        if self.padded_query is None:
+            self.padded_query = self.query.new_zeros(max(SIZES), self.width, *self.query.shape[1:])
+        query, out = self.query[: view.num_tokens], self.out[: view.num_tokens]
+        return self._prepare(view, metadata, query, out, padded_query=self.padded_query)
+
+    def _truth(self, query: Tensor, seen: list[History], q_lens: list[int]) -> Truth:
+        entries = [entries for (entries,) in seen]
+        return mla_truth(query, query.dtype, entries, tuple(map(len, entries)), tuple(q_lens), self.layer)
