@@ -21,9 +21,9 @@ def mutants(
     Exit status: 1 if a mutant is found by no check or, without --only, a check finds no mutant.
     """
     prepare_machine("cpu")
+    from corpus.kernels import MUTANTS, kernel
     from corpus.matrix import write_matrix
-    from corpus.mutants import MUTANTS, mutant
 
     with refusing_errors():
-        chosen = [mutant(name) for name in only] if only else list(MUTANTS)
+        chosen = [kernel(name) for name in only] if only else [*MUTANTS.values()]
     raise typer.Exit(ExitStatus.DONE if write_matrix(out, chosen, workers) else ExitStatus.WRONG)

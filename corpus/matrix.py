@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from corpus.mutants import MUTANTS, Mutant
+from corpus.kernels import MUTANTS
 from corpus.upstream_rules import UPSTREAM_RULES, passes
+from corpus.wrong import WrongKernel
 from lab.checks.case_run import CaseRun
 from lab.checks.properties import checks
 from lab.checks.properties.check import Check, Level
@@ -56,7 +57,7 @@ NO_MEMORY = "can't allocate memory"
 WRONG = BROKEN
 
 
-def record_of(judged: Mutant) -> dict[str, Any]:
+def record_of(judged: WrongKernel) -> dict[str, Any]:
     """Judge one mutant by every check.
 
     Returns:
@@ -94,7 +95,7 @@ def cases_of(check: Check, interface: Interface, level: Level) -> Iterator[Any]:
     yield from (case for case in cases if repr(case) not in known)
 
 
-def first_kill(judged: Mutant, check: Check, level: Level = Level.SMOKE) -> dict[str, str] | None:
+def first_kill(judged: WrongKernel, check: Check, level: Level = Level.SMOKE) -> dict[str, str] | None:
     """Return the first of a check's cases in which a mutant is wrong; a fresh implementation for each.
 
     Returns:
@@ -123,7 +124,7 @@ def upstream_case(interface: Interface, kv_len: int, q_len: int) -> AttentionCas
     return AttentionCase(interface, (kv_len,) * 4, (q_len,) * 4, group=8, storage=Storage(page_size=64), **heads)
 
 
-def let_through(judged: Mutant) -> tuple[int, ...] | None:
+def let_through(judged: WrongKernel) -> tuple[int, ...] | None:
     """Return the numbers of the upstream rules that let a mutant through on inputs as upstream draws them, at every length.
 
     Every rule lets a declined call through. None for a mutant without an output to compare.
@@ -138,7 +139,7 @@ def let_through(judged: Mutant) -> tuple[int, ...] | None:
     return tuple(sorted(passing))
 
 
-def _passing(judged: Mutant, case: AttentionCase) -> set[int]:
+def _passing(judged: WrongKernel, case: AttentionCase) -> set[int]:
     run = CaseRun(judged.implementation(), case, torch.device("cpu"))
     inputs = run.build()
     try:
@@ -179,7 +180,7 @@ def _start_worker() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY_BYTES, MOST_MEMORY_BYTES))
 
 
-def write_matrix(out: Path, mutants: Sequence[Mutant], workers: int) -> bool:
+def write_matrix(out: Path, mutants: Sequence[WrongKernel], workers: int) -> bool:
     """Judge mutants and write the matrix; return True if each is found and, of all mutants, each check finds one.
 
     Args:

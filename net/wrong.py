@@ -1,9 +1,9 @@
 """Mutants under names that `lab judge` imports: `net.wrong:table_tail_read`. Made anew in each worker process."""
 
-from corpus.mutants import mutant
+from corpus.kernels import kernel
 
 
 def __getattr__(name: str) -> object:
     if name.startswith("_"):
         raise AttributeError(name)
-    return mutant(name).implementation()
+    return kernel(name).implementation()

@@ -36,9 +36,9 @@ if not torch.cuda.is_available():
 
 import lab
 import lab.checks
+from corpus.kernels import kernel
 from corpus.matrix import RANGES, upstream_case
-from corpus.mutants import mutant
-from corpus.mutants.split_kv import SplitKV
+from corpus.models.split_kv import SplitKV
 from corpus.upstream_rules import UPSTREAM_RULES, passes
 from lab.checks import AttentionCase, Dead, Interface, Storage, judge_case
 from lab.checks.case_run import CaseRun
@@ -128,11 +128,11 @@ passed = record["upstream"] and ", ".join(rules[rule] for rule in record["upstre
 print(f"passes the upstream rules: {passed or 'none that could judge it'}")
 print(f"found by {', '.join(record['kills'])}")
 for key, kill in list(record["kills"].items())[:MOST_SHOWN]:
-    verdict = judged_live(mutant(MUTANT).implementation(), key, kill)
+    verdict = judged_live(kernel(MUTANT).implementation(), key, kill)
     print(f"\n{key} of {kill['interface']}: {verdict.outcome.value}\n  {kill['case']}")
     for sentence in verdict.judged.wrongs[:2]:
         print(f"  {sentence}")
-    if isinstance(mutant(MUTANT).make(), SplitKV):
+    if isinstance(kernel(MUTANT).make(), SplitKV):
         print(f"  without the defect: {judged_live(SplitKV(), key, kill).outcome.value}")
 
 # %% [markdown]
@@ -167,7 +167,7 @@ def errors_of(implementation, case, title):
 
 # A mutant of metadata or of another call has no output of this one.
 shown = MUTANT if Interface.DECODE.value in record["interface"] else "verify_rows_at_last_position"
-errors_of(mutant(shown).implementation(), CASE, shown)
+errors_of(kernel(shown).implementation(), CASE, shown)
 
 # %% [markdown]
 # A second one reads V's last page whole and multiplies its tail, where no token is, by weights of zero. With finite numbers in
@@ -176,7 +176,7 @@ errors_of(mutant(shown).implementation(), CASE, shown)
 
 # %%
 poisoned = replace(CASE, storage=replace(CASE.storage, dead=Dead.NAN))
-errors_of(mutant("tail_multiply").implementation(), poisoned, "tail_multiply, NaN in page tails")
+errors_of(kernel("tail_multiply").implementation(), poisoned, "tail_multiply, NaN in page tails")
 
 # %% [markdown]
 # A third loses the first key of its window, one key of 32: enough for nearly every vector to be beyond the bound, which is what
@@ -185,7 +185,7 @@ errors_of(mutant("tail_multiply").implementation(), poisoned, "tail_multiply, Na
 
 # %%
 windowed = replace(CASE, window_left=31)
-errors_of(mutant("window_off_by_one_narrow").implementation(), windowed, "window_off_by_one_narrow, window_left 31")
+errors_of(kernel("window_off_by_one_narrow").implementation(), windowed, "window_off_by_one_narrow, window_left 31")
 
 # %% [markdown]
 # The same case, of a real kernel: FlashInfer's on an NVIDIA GPU that it runs on, else the lab's portable one, on a CPU in

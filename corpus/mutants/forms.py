@@ -5,177 +5,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from corpus.mutants.conditional import Conditional
-from corpus.mutants.mutant import MLA_DECODE
+from corpus.models.split_kv import Call, Conditional
 from corpus.mutants.pages import with_strides
-from corpus.mutants.split_kv import Call, Rows, RowTile
+from corpus.wrong import MLA, wrong
 from lab.calls.problem import PagedAttention
 
 LOAD_BYTES = 32
-
-
-class ScaleOfNoDimensionIgnored(
-    Conditional,
-    mla=True,
-    where=lambda _, call: isinstance(call.bmm1_scale, Tensor) and call.bmm1_scale.ndim == 0,
-    instead={"bmm1_scale": lambda problem, _: problem.head_dim**-0.5},
-):
-    """bmm1_scale is taken as 1 / sqrt(head_dim) where it is a tensor of no dimension."""
-
-
-class ScaleOfTwoDimensionsIgnored(
-    Conditional,
-    mla=True,
-    where=lambda _, call: isinstance(call.bmm2_scale, Tensor) and call.bmm2_scale.ndim == 2,
-    instead={"bmm2_scale": 1.0},
-):
-    """bmm2_scale is taken as 1 where it is a tensor of two dimensions."""
-
-
-class WholeScaleReadAsBits(
-    Conditional, mla=True, where=lambda _, call: isinstance(call.bmm2_scale, int), instead={"bmm2_scale": 0.0}
-):
-    """A bmm2_scale that is an int is read as the bits of a float, which are nearly 0."""
-
-
-class WindowOverflows(Conditional, where=lambda _, call: call.window_left == 2**31 - 1, instead={"window_left": 0}):
-    """The keys of a window, window_left + 1, overflow int32 at 2**31: a row sees its own key alone."""
-
-
-class OnlySideMisread(
-    Conditional,
-    where=lambda _, call: isinstance(call.kv_cache, Tensor) and call.kv_cache.shape[1] == 1,
-    instead={"v_cache": lambda problem, _: problem.k_cache.view(torch.uint8).roll(-1, 0).view(problem.k_cache.dtype)},
-):
-    """V is looked for a page after K where kv_cache is one tensor with a second dimension of 1."""
-
-
-class LseAloneUnwritten(
-    Conditional, results=lambda results, problem: results if problem.return_lse else (results[0], None)
-):
-    """An lse without return_lse is left unwritten."""
-
-
-class StridedLseWrittenPacked(Conditional):
-    """An lse that is not contiguous is written as if it were."""
-
-    def results(self, problem: PagedAttention) -> tuple[Tensor, Tensor | None]:
-        out, lse = super().results(problem)
-        return out, lse if lse is None else lse.as_strided(lse.shape, (lse.shape[1], 1))
-
-
-class MLARowsOfNoBoundLost(
-    Conditional,
-    interface=(MLA_DECODE,),
-    where=lambda _, call: call.max_q_len is None,
-    instead={"max_q_len": 1},
-    only_with="cu_seqlens_q",
-):
-    """max_q_len=None is taken as 1: of a request's rows through cum_seq_lens_q the first is computed."""
-
-    def finish_tile(self, problem: PagedAttention, tile: RowTile, rows: Rows) -> None:
-        if problem.cu_seqlens_q is not None and problem.max_q_len == 1:
-            rows.values[1:] = 0.0
-
-
-class MLATupleOfSinksIgnored(
-    Conditional, interface=(MLA_DECODE,), where=lambda _, call: isinstance(call.sinks, tuple), instead={"sinks": None}
-):
-    """Sinks are ignored where they are a tuple of one tensor."""
-
-
-class OutWithinStorageUnwritten(Conditional, mla=True):
-    """An out that does not begin with its storage is left unwritten."""
-
-    def results(self, problem: PagedAttention) -> tuple[Tensor, Tensor | None]:
-        out, lse = super().results(problem)
-        return torch.empty_like(out) if out.storage_offset() else out, lse
-
-
-class QueryHeadGapIgnored(Conditional, mla=True):
-    """The heads of a query's row are taken to lie next to each other, wherever its rows lie."""
-
-    def query_rows(self, problem: PagedAttention, tile: RowTile) -> Tensor:
-        query = problem.query
-        packed = query.as_strided(query.shape, (query.stride(0), query.shape[2], 1))
-        return packed[tile.rows].to(torch.float32).transpose(0, 1)
-
-
-class TokenGapIgnored(
-    Conditional,
-    mla=True,
-    where=lambda problem, _: problem.v_cache.stride(2) < problem.v_cache.stride(1),
-    instead={"v_cache": lambda problem, _: restrided(problem.v_cache, 2, problem.k_cache.shape[3])},
-):
-    """The tokens of a head of V are taken to lie next to each other in a page."""
-
-
-class HeadGapIgnored(
-    Conditional,
-    where=lambda problem, _: problem.num_kv_heads > 1,
-    instead={
-        "k_cache": lambda problem, _: restrided(
-            problem.k_cache,
-            1,
-            problem.k_cache.shape[3]
-            if problem.k_cache.stride(1) < problem.k_cache.stride(2)
-            else problem.page_size * problem.k_cache.stride(2),
-        )
-    },
-):
-    """The K/V heads of K are taken to lie next to each other."""
-
-
-class StrideOfOnlyHeadUsed(
-    Conditional,
-    mla=True,
-    where=lambda problem, _: problem.k_cache.stride(1) < problem.k_cache.shape[3],
-    instead={"k_cache": lambda problem, _: restrided(problem.k_cache, 0, problem.k_cache.stride(1))},
-):
-    """A page of an only K/V head is taken to be as large as the head's stride, which means nothing where it is small."""
-
-
-class VTableAfterKRow(Conditional):
-    """A row of V's own page table is taken to begin where K's row ends."""
-
-    def problem(self, call: Call) -> PagedAttention:
-        problem = super().problem(call)
-        table = problem.k_block_tables
-        if problem.v_block_tables is table:
-            return problem
-        after = table.storage_offset() + table.shape[1]
-        return replace(problem, v_block_tables=table.as_strided(table.shape, table.stride(), after))
-
-
-class QueryBaseRoundedDown(Conditional, mla=True, instead={"query": lambda problem, _: rounded_down(problem.query)}):
-    """The query's address is rounded down to 32 bytes."""
-
-
-class CacheBaseRoundedDown(
-    Conditional, mla=True, instead={"k_cache": lambda problem, _: rounded_down(problem.k_cache)}
-):
-    """K's address is rounded down to 32 bytes."""
-
-
-class TokenStrideRoundedDown(
-    Conditional, mla=True, instead={"v_cache": lambda problem, _: in_loads(problem.v_cache, 2)}
-):
-    """The stride of V's tokens is taken as a whole number of loads of 8 elements."""
-
-
-class PageStrideRoundedDown(
-    Conditional, mla=True, instead={"k_cache": lambda problem, _: in_loads(problem.k_cache, 0)}
-):
-    """The stride of K's pages is taken as a whole number of loads of 8 elements."""
-
-
-class SinksBaseRoundedDown(
-    Conditional,
-    mla=True,
-    instead={"sinks": lambda problem, _: None if problem.sinks is None else rounded_down(problem.sinks)},
-    only_with="sinks",
-):
-    """Sinks are read from the last address before their own that is whole loads."""
 
 
 def _with_padding(problem: PagedAttention, _: Call) -> Tensor:
@@ -183,21 +18,6 @@ def _with_padding(problem: PagedAttention, _: Call) -> Tensor:
     end = problem.num_rows if problem.cu_seqlens_q is None else int(problem.cu_seqlens_q[-1])
     padding = problem.query[end:].to(torch.float32)
     return (problem.query.to(torch.float32) + (padding * 0.0).sum()).to(problem.query.dtype)
-
-
-class PaddingRowsReachAll(Conditional, mla=True, instead={"query": _with_padding}):
-    """Rows share the largest magnitude of all rows, padding too: NaN there reaches every result."""
-
-
-class RowsWithoutKeysMultiplied(Conditional, mla=True):
-    """Rows of a request without keys are its query times 0: what they hold comes through where it is NaN."""
-
-    def finish(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
-        offsets = self.row_offsets(problem)
-        for kv_len, start, end in zip(self.kv_lens(problem), offsets[:-1], offsets[1:], strict=True):
-            if kv_len == 0:
-                query = problem.query[start:end, :, : out.shape[-1]].to(torch.float32)
-                out[start:end] = (query * 0.0).to(out.dtype)
 
 
 def in_loads(cache: Tensor, axis: int) -> Tensor:
@@ -220,3 +40,131 @@ def rounded_down(tensor: Tensor) -> Tensor:
     if elements in (0, tensor.storage_offset() + 1):
         return tensor
     return tensor.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - elements)
+
+
+class Forms(Conditional):
+    """Kernels that are wrong for one form of an argument: its rank, its strides, its address, its type."""
+
+    scale_of_no_dimension_ignored = wrong(
+        mla=True,
+        where=lambda _, call: isinstance(call.bmm1_scale, Tensor) and call.bmm1_scale.ndim == 0,
+        instead={"bmm1_scale": lambda problem, _: problem.head_dim**-0.5},
+    )("bmm1_scale is taken as 1 / sqrt(head_dim) where it is a tensor of no dimension.")
+    scale_of_two_dimensions_ignored = wrong(
+        mla=True,
+        where=lambda _, call: isinstance(call.bmm2_scale, Tensor) and call.bmm2_scale.ndim == 2,
+        instead={"bmm2_scale": 1.0},
+    )("bmm2_scale is taken as 1 where it is a tensor of two dimensions.")
+    whole_scale_read_as_bits = wrong(
+        mla=True, where=lambda _, call: isinstance(call.bmm2_scale, int), instead={"bmm2_scale": 0.0}
+    )("A bmm2_scale that is an int is read as the bits of a float, which are nearly 0.")
+    window_overflows = wrong(where=lambda _, call: call.window_left == 2**31 - 1, instead={"window_left": 0})(
+        "The keys of a window, window_left + 1, overflow int32 at 2**31: a row sees its own key alone."
+    )
+    only_side_misread = wrong(
+        where=lambda _, call: isinstance(call.kv_cache, Tensor) and call.kv_cache.shape[1] == 1,
+        instead={
+            "v_cache": lambda problem, _: problem.k_cache.view(torch.uint8).roll(-1, 0).view(problem.k_cache.dtype)
+        },
+    )("V is looked for a page after K where kv_cache is one tensor with a second dimension of 1.")
+    lse_alone_unwritten = wrong(results=lambda results, problem: results if problem.return_lse else (results[0], None))(
+        "An lse without return_lse is left unwritten."
+    )
+
+    @wrong(stage="results")
+    def strided_lse_written_packed(self, problem):
+        """An lse that is not contiguous is written as if it were."""
+        out, lse = super().results(problem)
+        return out, lse if lse is None else lse.as_strided(lse.shape, (lse.shape[1], 1))
+
+    @wrong(
+        MLA,
+        stage="finish_tile",
+        where=lambda _, call: call.max_q_len is None,
+        instead={"max_q_len": 1},
+        only_with="cu_seqlens_q",
+    )
+    def mla_rows_of_no_bound_lost(self, problem, tile, rows):
+        """max_q_len=None is taken as 1: of a request's rows through cum_seq_lens_q the first is computed."""
+        if problem.cu_seqlens_q is not None and problem.max_q_len == 1:
+            rows.values[1:] = 0.0
+
+    mla_tuple_of_sinks_ignored = wrong(
+        MLA, where=lambda _, call: isinstance(call.sinks, tuple), instead={"sinks": None}
+    )("Sinks are ignored where they are a tuple of one tensor.")
+
+    @wrong(stage="results", mla=True)
+    def out_within_storage_unwritten(self, problem):
+        """An out that does not begin with its storage is left unwritten."""
+        out, lse = super().results(problem)
+        return torch.empty_like(out) if out.storage_offset() else out, lse
+
+    @wrong(stage="query_rows", mla=True)
+    def query_head_gap_ignored(self, problem, tile):
+        """The heads of a query's row are taken to lie next to each other, wherever its rows lie."""
+        query = problem.query
+        packed = query.as_strided(query.shape, (query.stride(0), query.shape[2], 1))
+        return packed[tile.rows].to(torch.float32).transpose(0, 1)
+
+    token_gap_ignored = wrong(
+        mla=True,
+        where=lambda problem, _: problem.v_cache.stride(2) < problem.v_cache.stride(1),
+        instead={"v_cache": lambda problem, _: restrided(problem.v_cache, 2, problem.k_cache.shape[3])},
+    )("The tokens of a head of V are taken to lie next to each other in a page.")
+    head_gap_ignored = wrong(
+        where=lambda problem, _: problem.num_kv_heads > 1,
+        instead={
+            "k_cache": lambda problem, _: restrided(
+                problem.k_cache,
+                1,
+                problem.k_cache.shape[3]
+                if problem.k_cache.stride(1) < problem.k_cache.stride(2)
+                else problem.page_size * problem.k_cache.stride(2),
+            )
+        },
+    )("The K/V heads of K are taken to lie next to each other.")
+    stride_of_only_head_used = wrong(
+        mla=True,
+        where=lambda problem, _: problem.k_cache.stride(1) < problem.k_cache.shape[3],
+        instead={"k_cache": lambda problem, _: restrided(problem.k_cache, 0, problem.k_cache.stride(1))},
+    )("A page of an only K/V head is taken to be as large as the head's stride, which means nothing where it is small.")
+
+    @wrong(stage="problem")
+    def v_table_after_k_row(self, call):
+        """A row of V's own page table is taken to begin where K's row ends."""
+        problem = super().problem(call)
+        table = problem.k_block_tables
+        if problem.v_block_tables is table:
+            return problem
+        after = table.storage_offset() + table.shape[1]
+        return replace(problem, v_block_tables=table.as_strided(table.shape, table.stride(), after))
+
+    query_base_rounded_down = wrong(mla=True, instead={"query": lambda problem, _: rounded_down(problem.query)})(
+        "The query's address is rounded down to 32 bytes."
+    )
+    cache_base_rounded_down = wrong(mla=True, instead={"k_cache": lambda problem, _: rounded_down(problem.k_cache)})(
+        "K's address is rounded down to 32 bytes."
+    )
+    token_stride_rounded_down = wrong(mla=True, instead={"v_cache": lambda problem, _: in_loads(problem.v_cache, 2)})(
+        "The stride of V's tokens is taken as a whole number of loads of 8 elements."
+    )
+    page_stride_rounded_down = wrong(mla=True, instead={"k_cache": lambda problem, _: in_loads(problem.k_cache, 0)})(
+        "The stride of K's pages is taken as a whole number of loads of 8 elements."
+    )
+    sinks_base_rounded_down = wrong(
+        mla=True,
+        instead={"sinks": lambda problem, _: None if problem.sinks is None else rounded_down(problem.sinks)},
+        only_with="sinks",
+    )("Sinks are read from the last address before their own that is whole loads.")
+    padding_rows_reach_all = wrong(mla=True, instead={"query": _with_padding})(
+        "Rows share the largest magnitude of all rows, padding too: NaN there reaches every result."
+    )
+
+    @wrong(stage="finish", mla=True)
+    def rows_without_keys_multiplied(self, problem, out, lse):
+        """Rows of a request without keys are its query times 0: what they hold comes through where it is NaN."""
+        offsets = self.row_offsets(problem)
+        for kv_len, start, end in zip(self.kv_lens(problem), offsets[:-1], offsets[1:], strict=True):
+            if kv_len == 0:
+                query = problem.query[start:end, :, : out.shape[-1]].to(torch.float32)
+                out[start:end] = (query * 0.0).to(out.dtype)

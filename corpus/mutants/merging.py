@@ -1,131 +1,81 @@
 """Mutants that merge splits, sums and sinks wrongly."""
 
 import torch
-from torch import Tensor
 
-from corpus.mutants.mutant import DECODE
-from corpus.mutants.split_kv import Partials, Rows, RowTile, SplitKV, partials_size
-from lab.calls.problem import PagedAttention
+from corpus.models.split_kv import Partials, Rows, SplitKV, partials_size
+from corpus.wrong import DECODE, wrong
 
 
-class EmptySplitWritesZero(SplitKV, source="FlashInfer #4161"):
-    """A split of 64 keys that lies wholly before a window writes zeros over the merged rows."""
+class Merging(SplitKV):
+    """Kernels that merge splits, sums and sinks wrongly."""
 
-    def finish_tile(self, problem: PagedAttention, tile: RowTile, rows: Rows) -> None:
+    @wrong(stage="finish_tile", source="FlashInfer #4161")
+    def empty_split_writes_zero(self, problem, tile, rows):
+        """A split of 64 keys that lies wholly before a window writes zeros over the merged rows."""
         rows.values[:] *= tile.key_start < 64
 
-
-class EmptyRowOfSplitWritesZero(SplitKV, source="FlashInfer #4161"):
-    """A row that sees no key of a split which other rows see is zero."""
-
-    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> Rows:
+    @wrong(stage="merged", source="FlashInfer #4161")
+    def empty_row_of_split_writes_zero(self, problem, tile, partials):
+        """A row that sees no key of a split which other rows see is zero."""
         values, lse_log2 = super().merged(problem, tile, partials)
         return Rows(values * (partials.total > 0).all(dim=-1).transpose(0, 1).unsqueeze(-1), lse_log2)
 
-
-class PartialstatsOverlap(SplitKV, source="FlashInfer #3343"):
-    """The scratch has room for the statistics of one K/V head's query heads; the sums begin after them."""
-
-    def layout(self, problem: PagedAttention, tile: RowTile, scratch: Tensor) -> Partials:
+    @wrong(stage="layout", source="FlashInfer #3343")
+    def partialstats_overlap(self, problem, tile, scratch):
+        """The scratch has room for the statistics of one K/V head's query heads; the sums begin after them."""
         right = super().layout(problem, tile, scratch)
         start = 2 * right.largest.numel() // problem.num_kv_heads
         sums = scratch[start : partials_size(problem, tile)][: right.sums.numel()]
         return right._replace(sums=sums.view(right.sums.shape))
 
-
-class MergedWithoutRescale(SplitKV, mla=True):
-    """Splits are added as they are, whatever their largest logits."""
-
-    def shares(self, partials: Partials, origin: Tensor) -> Tensor:
+    @wrong(stage="shares", mla=True)
+    def merged_without_rescale(self, partials, origin):
+        """Splits are added as they are, whatever their largest logits."""
         return torch.exp(partials.largest[..., :1] - origin.unsqueeze(-1)).expand_as(partials.largest)
 
-
-class MergedAsMean(SplitKV, mla=True):
-    """The rows of a request's splits are averaged, whatever their sums of weights."""
-
-    def shares(self, partials: Partials, origin: Tensor) -> Tensor:
-        return torch.where(partials.total > 0, 1.0 / partials.total, 0.0)
-
-    def sink_weight(self, problem: PagedAttention, tile: RowTile, sinks: Tensor, origin: Tensor) -> Tensor:
-        return torch.zeros_like(origin)
-
-
-class LateSplitsLost(SplitKV):
-    """The merge reads 16 splits: keys after the first 1,024 are lost."""
-
-    room = 16
-
-    def shares(self, partials: Partials, origin: Tensor) -> Tensor:
-        shares = super().shares(partials, origin)
-        shares[..., self.room :] = 0.0
-        return shares
-
-
-class LastSplitLost(SplitKV, mla=True):
-    """Of several splits, the last is merged only if it is full."""
-
-    def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> Rows:
+    @wrong(stage="merged", mla=True)
+    def last_split_lost(self, problem, tile, partials):
+        """Of several splits, the last is merged only if it is full."""
         if tile.num_splits > 1 and tile.key_end % 64:
             partials = Partials(*(part[:, :, :-1] for part in partials))
         return super().merged(problem, tile, partials)
 
+    sink_ignored = wrong(mla=True, source="SGLang #36716", instead={"sinks": None})("Sinks are ignored.")
+    sink_ignored_in_verify = wrong(
+        DECODE, instead={"sinks": lambda problem: problem.sinks if problem.max_q_len == 1 else None}
+    )("Sinks are ignored where a decode call has several rows per request.")
+    sink_per_split = wrong(
+        mla=True, source="TRT-LLM #18141", sink_weight=lambda weight, _, tile, *__: weight * tile.num_splits
+    )("A sink is added once per split.")
+    sink_of_next_head = wrong(
+        mla=True, sinks=lambda _, problem: None if problem.sinks is None else problem.sinks.roll(1)
+    )("A head has its neighbour's sink.")
 
-class SinkIgnored(SplitKV, mla=True, source="SGLang #36716", instead={"sinks": None}):
-    """Sinks are ignored."""
-
-
-class SinkIgnoredInVerify(
-    SplitKV, interface=(DECODE,), instead={"sinks": lambda problem: problem.sinks if problem.max_q_len == 1 else None}
-):
-    """Sinks are ignored where a decode call has several rows per request."""
-
-
-class SinkPerSplit(
-    SplitKV, mla=True, source="TRT-LLM #18141", sink_weight=lambda weight, _, tile, *__: weight * tile.num_splits
-):
-    """A sink is added once per split."""
-
-
-class SinkOfNextHead(
-    SplitKV, mla=True, sinks=lambda _, problem: None if problem.sinks is None else problem.sinks.roll(1)
-):
-    """A head has its neighbour's sink."""
-
-
-class SinkOfKvHead(SplitKV):
-    """The sinks of the first K/V head's group serve every group."""
-
-    def sinks(self, problem: PagedAttention) -> Tensor | None:
+    @wrong(stage="sinks")
+    def sink_of_kv_head(self, problem):
+        """The sinks of the first K/V head's group serve every group."""
         if problem.sinks is None:
             return None
         heads = torch.arange(problem.num_qo_heads, device=problem.sinks.device)
         return problem.sinks[heads % (problem.num_qo_heads // problem.num_kv_heads)]
 
+    sink_scaled = wrong(
+        mla=True, sinks=lambda _, problem: None if problem.sinks is None else problem.sinks * problem.bmm1_scale
+    )("A sink is multiplied by bmm1_scale, as if it were a product of query and key.")
 
-class SinkScaled(
-    SplitKV, mla=True, sinks=lambda _, problem: None if problem.sinks is None else problem.sinks * problem.bmm1_scale
-):
-    """A sink is multiplied by bmm1_scale, as if it were a product of query and key."""
-
-
-class SinkInBase2(SplitKV, mla=True):
-    """A sink is taken for a logit in base 2."""
-
-    def sink_weight(self, problem: PagedAttention, tile: RowTile, sinks: Tensor, origin: Tensor) -> Tensor:
+    @wrong(stage="sink_weight", mla=True)
+    def sink_in_base2(self, problem, tile, sinks, origin):
+        """A sink is taken for a logit in base 2."""
         return torch.exp2(sinks - origin)
 
-
-class SinkRelativeToLargest(SplitKV):
-    """A sink adds exp(sink - largest logit) with the largest of the keys alone, cut at the exponential of 8."""
-
-    def sink_weight(self, problem: PagedAttention, tile: RowTile, sinks: Tensor, origin: Tensor) -> Tensor:
+    @wrong(stage="sink_weight")
+    def sink_relative_to_largest(self, problem, tile, sinks, origin):
+        """A sink adds exp(sink - largest logit) with the largest of the keys alone, cut at the exponential of 8."""
         return super().sink_weight(problem, tile, sinks.clamp(max=8.0), origin)
 
-
-class LowPrecisionAccumulation(SplitKV, source="FlashInfer #3234"):
-    """Splits are added one after the other in bfloat16, so that the error grows with the length."""
-
-    def summed(self, partials: Partials, shares: Tensor) -> tuple[Tensor, Tensor]:
+    @wrong(stage="summed", source="FlashInfer #3234")
+    def low_precision_accumulation(self, partials, shares):
+        """Splits are added one after the other in bfloat16, so that the error grows with the length."""
         total, sums = (side.select(2, 0) * 0 for side in partials[1:])
         for split in range(shares.shape[2]):
             share = shares[:, :, split]
@@ -133,72 +83,84 @@ class LowPrecisionAccumulation(SplitKV, source="FlashInfer #3234"):
             sums = (sums + share.unsqueeze(-1) * partials.sums[:, :, split]).bfloat16().float()
         return total, sums
 
+    light_keys_lost = wrong(mla=True, weights=lambda weights, *_: weights * (weights >= 0.01))(
+        "A key that weighs less than a hundredth of its split's heaviest is dropped."
+    )
+    light_splits_lost = wrong(
+        mla=True, source="FlashInfer #3299", shares=lambda shares, *_: shares * (shares > 0.0067)
+    )("A split whose largest logit is 5 below the row's is dropped.")
 
-class LightKeysLost(SplitKV, mla=True, weights=lambda weights, *_: weights * (weights >= 0.01)):
-    """A key that weighs less than a hundredth of its split's heaviest is dropped."""
-
-
-class LightSplitsLost(
-    SplitKV, mla=True, source="FlashInfer #3299", shares=lambda shares, *_: shares * (shares > 0.0067)
-):
-    """A split whose largest logit is 5 below the row's is dropped."""
-
-
-class OverflowsWithoutOrigin(SplitKV, mla=True):
-    """Weights are exponentials of the logits themselves: those above 88 overflow."""
-
-    def weights(self, scores: Tensor, largest: Tensor) -> Tensor:
+    @wrong(stage="weights", mla=True)
+    def overflows_without_origin(self, scores, largest):
+        """Weights are exponentials of the logits themselves: those above 88 overflow."""
         return torch.exp(scores) / torch.exp(torch.where(largest.isfinite(), largest, 0.0)).unsqueeze(-1)
 
+    weights_in_half = wrong(weights=lambda weights, *_: weights.to(torch.float16).to(torch.float32))(
+        "Weights are rounded to float16, which has none below 2**-24 of the largest."
+    )
 
-class WeightsInHalf(SplitKV, weights=lambda weights, *_: weights.to(torch.float16).to(torch.float32)):
-    """Weights are rounded to float16, which has none below 2**-24 of the largest."""
+    @wrong(stage="partials", mla=True)
+    def partial_sums_in_half(self, problem, tile):
+        """A split's sum of weighted values is kept in float16, before it is divided by the weights."""
+        partials = super().partials(problem, tile)
+        return partials._replace(sums=partials.sums.to(torch.float16).to(torch.float32))
+
+    sink_ignored_with_mask = wrong(DECODE, instead={"sinks": None}, only_with="mask")(
+        "Sinks are ignored where there is a draft mask."
+    )
+    sink_ignored_of_ragged_rows = wrong(DECODE, instead={"sinks": None}, only_with="cu_seqlens_q")(
+        "Sinks are ignored where cum_seq_lens_q is given."
+    )
+    first_sink_switches_all = wrong(
+        sinks=lambda sinks, *_: None if sinks is not None and float(sinks[0]) == -torch.inf else sinks
+    )("A first head without a sink, minus infinity, is taken for a layer without sinks.")
+
+    @wrong(stage="finish_tile")
+    def no_sink_no_keys_nan(self, problem, tile, rows):
+        """A row that sees no key is NaN where its head's sink is minus infinity."""
+        if problem.sinks is not None:
+            rows.values[rows.lse_log2 == -torch.inf] = torch.nan
 
 
-class NondeterministicMerge(SplitKV, mla=True, source="FlashInfer #4161"):
+@wrong(mla=True)
+class MergedAsMean(SplitKV):
+    """The rows of a request's splits are averaged, whatever their sums of weights."""
+
+    def shares(self, partials, origin):
+        return torch.where(partials.total > 0, 1.0 / partials.total, 0.0)
+
+    def sink_weight(self, problem, tile, sinks, origin):
+        return torch.zeros_like(origin)
+
+
+@wrong()
+class LateSplitsLost(SplitKV):
+    """The merge reads 16 splits: keys after the first 1,024 are lost."""
+
+    room = 16
+
+    def shares(self, partials, origin):
+        shares = super().shares(partials, origin)
+        shares[..., self.room :] = 0.0
+        return shares
+
+
+@wrong(mla=True, source="FlashInfer #4161")
+class NondeterministicMerge(SplitKV):
     """Every other launch rounds the sums of several splits to bfloat16 before it merges them."""
 
     launches = 0
 
-    def changed(self, problem: PagedAttention) -> PagedAttention:
+    def changed(self, problem):
         self.launches += 1
         return problem
 
-    def summed(self, partials: Partials, shares: Tensor) -> tuple[Tensor, Tensor]:
+    def summed(self, partials, shares):
         if self.launches % 2 == 0:
             partials = partials._replace(sums=partials.sums.bfloat16().float())
         return super().summed(partials, shares)
 
 
-class SplitsBeyond64Lost(LateSplitsLost, mla=True, room=64):
+@wrong(mla=True)
+class SplitsBeyond64Lost(LateSplitsLost, room=64):
     """The merge has room for 64 splits."""
-
-
-class PartialSumsInHalf(SplitKV, mla=True):
-    """A split's sum of weighted values is kept in float16, before it is divided by the weights."""
-
-    def partials(self, problem: PagedAttention, tile: RowTile) -> Partials:
-        partials = super().partials(problem, tile)
-        return partials._replace(sums=partials.sums.to(torch.float16).to(torch.float32))
-
-
-class SinkIgnoredWithMask(SplitKV, interface=(DECODE,), instead={"sinks": None}, only_with="mask"):
-    """Sinks are ignored where there is a draft mask."""
-
-
-class SinkIgnoredOfRaggedRows(SplitKV, interface=(DECODE,), instead={"sinks": None}, only_with="cu_seqlens_q"):
-    """Sinks are ignored where cum_seq_lens_q is given."""
-
-
-class FirstSinkSwitchesAll(
-    SplitKV, sinks=lambda sinks, *_: None if sinks is not None and float(sinks[0]) == -torch.inf else sinks
-):
-    """A first head without a sink, minus infinity, is taken for a layer without sinks."""
-
-
-class NoSinkNoKeysNan(SplitKV):
-    """A row that sees no key is NaN where its head's sink is minus infinity."""
-
-    def finish_tile(self, problem: PagedAttention, tile: RowTile, rows: Rows) -> None:
-        if problem.sinks is not None:
-            rows.values[rows.lse_log2 == -torch.inf] = torch.nan

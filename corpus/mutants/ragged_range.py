@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from corpus.mutants.ragged import Ragged
+from corpus.models.ragged import Ragged
+from corpus.wrong import wrong
 from lab.calls.ragged_context import RaggedAttention
 
 LEAST_MAXIMUM = -87.0  # e of it is about float32's least normal number
@@ -14,9 +15,12 @@ def _least_sinks(problem: RaggedAttention) -> Tensor:
     return least if problem.sinks is None else problem.sinks.maximum(least)
 
 
-class RaggedMaximumBeginsAtLeast(Ragged, instead={"sinks": _least_sinks}):
-    """A softmax begins with a maximum of -87 and its weight of 1: a row of lower logits is lost."""
+class RaggedRange(Ragged):
+    """Kernels of the ragged context call that are wrong for some sizes of logits alone."""
 
-
-class RaggedBmm2WithoutSign(Ragged, instead={"bmm2_scale": lambda problem: abs(problem.bmm2_scale)}):
-    """bmm2_scale is taken without its sign."""
+    ragged_maximum_begins_at_least = wrong(instead={"sinks": _least_sinks})(
+        "A softmax begins with a maximum of -87 and its weight of 1: a row of lower logits is lost."
+    )
+    ragged_bmm2_without_sign = wrong(instead={"bmm2_scale": lambda problem: abs(problem.bmm2_scale)})(
+        "bmm2_scale is taken without its sign."
+    )

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
+from corpus.kernels import MUTANTS, kernel
 from corpus.matrix import MOST_MEMORY_BYTES, NO_MEMORY, WRONG, cases_of, combinations, ranges_of
-from corpus.mutants import MUTANTS, mutant
 from lab.checks.explain.diagnosis import Region, diagnose
 from lab.checks.properties import checks
 from lab.checks.properties.check import Check, Level
@@ -56,7 +56,7 @@ def names_trigger(region: Region, name: str) -> bool:
 
 def _judged(name: str, chosen: Sequence[Check], level: Level) -> Iterator[CaseVerdict]:
     """Judge a mutant, a fresh implementation for each case; what a small machine's memory stops says nothing."""
-    judged = mutant(name)
+    judged = kernel(name)
     for interface in map(Interface, judged.interface):
         for check in chosen:
             ranges = ranges_of(check)
@@ -70,7 +70,7 @@ def _judged(name: str, chosen: Sequence[Check], level: Level) -> Iterator[CaseVe
 
 def record_of(name: str) -> dict[str, Any]:
     """Judge a mutant and return its name, defect, trigger, diagnosis, and which of the regions name the trigger."""
-    judged = mutant(name)
+    judged = kernel(name)
     verdicts = list(_judged(name, checks(), Level.SMOKE))
     if not any(verdict.judged.outcome in WRONG for verdict in verdicts):
         verdicts += _judged(name, [combinations()], Level.FULL)
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Judge and diagnose mutants; the exit status is 1 if fewer regions than the goal name their triggers."""
     parser = argparse.ArgumentParser(prog="python -m tests.checks.measure_regions")
     parser.add_argument("--out", type=Path, required=True, help="JSON; a table is written beside it, .md")
-    parser.add_argument("--mutants", nargs="+", default=[each.name for each in MUTANTS])
+    parser.add_argument("--mutants", nargs="+", default=list(MUTANTS))
     parser.add_argument("--workers", type=int, default=2)
     given = parser.parse_args(argv)
     records: dict[str, dict[str, Any]] = {}

@@ -13,8 +13,7 @@ import torch
 
 import lab.metadata.mha.backend as backend_module
 import lab.references
-from corpus.mutants.mutant import Mutant
-from corpus.mutants.rows import PaddingGivenToLast
+from corpus.kernels import kernel
 from lab.checks import Contents, ForwardCase, Level, Outcome, Ranges, judge_forward
 from lab.checks.properties import forward_modes
 from lab.metadata import AttentionCall, ForwardMode, KVLayout, build_mha_metadata
@@ -291,7 +290,7 @@ def test_declining_after_the_output_was_written_is_found() -> None:
 
 def test_padding_rows_that_the_last_request_takes_are_found() -> None:
     """A mutant of the judge's own; a pass without such rows cannot tell it."""
-    mutant = Mutant.of(PaddingGivenToLast).implementation()
+    mutant = kernel("padding_given_to_last").implementation()
     case = CASES["padding_rows"]
     assert judge_forward(mutant, case, CPU).outcome is Outcome.WRONG
     assert judge_forward(mutant, replace(case, num_padding_rows=0), CPU).outcome is Outcome.RIGHT

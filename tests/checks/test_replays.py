@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from corpus.kernels import kernel
 from corpus.matrix import RANGES
-from corpus.mutants import mutant
 from lab import references
 from lab.checks import AttentionCase, Interface, RaggedCase, Ranges
 from lab.checks.case_run import CaseRun
@@ -62,8 +62,8 @@ def shrinking(run: CaseRun) -> list[str]:
     ],
 )
 def test_what_is_frozen_at_a_short_capture_shows_where_requests_grow_alone(name: str, case: str) -> None:
-    assert shrinking(CaseRun(mutant(name).implementation(), CASES[case], CPU, RANGES)) == []
-    judged = run_trial(mutant(name).implementation(), CHECK, CASES[case], CPU, RANGES)
+    assert shrinking(CaseRun(kernel(name).implementation(), CASES[case], CPU, RANGES)) == []
+    judged = run_trial(kernel(name).implementation(), CHECK, CASES[case], CPU, RANGES)
     assert judged.outcome is Outcome.WRONG
     assert any("a replay with " in wrong for wrong in judged.wrongs)
 
@@ -81,7 +81,7 @@ def test_what_is_frozen_at_a_short_capture_shows_where_requests_grow_alone(name:
     ],
 )
 def test_each_thing_on_the_device_is_written_by_itself(name: str, case: str, changed: str) -> None:
-    judged = run_trial(mutant(name).implementation(), CHECK, CASES[case], CPU, RANGES)
+    judged = run_trial(kernel(name).implementation(), CHECK, CASES[case], CPU, RANGES)
     # Not always the first: what goes by addresses may also meet those of tensors that are gone.
     assert any(wrong.startswith(f"a replay after {changed} changed") for wrong in judged.wrongs)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from corpus.mutants import mutant
+from corpus.kernels import kernel
 from lab import references
 from lab.checks import GraphCase, Interface, Level, Outcome, Ranges, Story, judge_case
 from lab.checks.properties import graph_stories
@@ -143,7 +143,7 @@ def test_the_portable_kernel_passes(mode: str) -> None:
 
 
 def test_a_wrong_verdict_says_what_is_wrong_and_how_to_see_it_again() -> None:
-    verdict = judge_case(mutant("window_ignored").implementation(), "graph_stories", windowed(), "cpu")
+    verdict = judge_case(kernel("window_ignored").implementation(), "graph_stories", windowed(), "cpu")
     assert verdict.outcome is Outcome.WRONG
     assert verdict.interface is Interface.DECODE
     assert "output vectors are wrong" in verdict.reason
@@ -421,7 +421,7 @@ def test_a_row_without_keys_that_is_nan_shows_at_the_capture() -> None:
 def test_padded_rows_that_take_part_with_weight_zero_show_when_poisoned() -> None:
     mode = MODES["draft_extend_v2"]
     assert "with nan around it" in reason(
-        GraphCase(mode, Story.POISONED), mutant("other_rows_times_zero").implementation()
+        GraphCase(mode, Story.POISONED), kernel("other_rows_times_zero").implementation()
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from corpus.mutants.split_kv import SplitKV
+from corpus.models.split_kv import SplitKV
 from lab import references
 from lab.calls import workspace
 from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace, semaphores_and_scratch

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from corpus.mutants import mutant
+from corpus.kernels import kernel
 from lab import references
 from lab.checks import ForwardCase, Outcome, judge_forward
 from lab.kernels import portable
@@ -69,7 +69,7 @@ def test_a_divided_pass_is_right(case: ForwardCase) -> None:
 
 def test_a_kernel_that_plans_for_the_first_batch_of_its_shapes_is_found_in_one_pass() -> None:
     """Groups of as many requests have one shape, and the later ones are longer."""
-    planning = mutant("cached_lengths_by_shape").implementation
+    planning = kernel("cached_lengths_by_shape").implementation
     case = replace(CASE, sliding_window=False, decode_splits=7)
     assert judge_forward(planning(), case, "cpu").outcome is Outcome.WRONG
     assert judge_forward(planning(), replace(case, decode_splits=1), "cpu").outcome is Outcome.RIGHT

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from corpus.mutants import MUTANTS, mutant
+from corpus.kernels import MUTANTS, kernel
 from lab import references
 from lab.checks import AttentionCase, CaseVerdict, Interface, Outcome, Ranges, judge
 from lab.checks.explain.diagnosis import Diagnosis, diagnose
@@ -140,7 +140,7 @@ def test_nothing_wrong_is_right_and_nothing_judged_is_not() -> None:
 
 def test_every_mutant_has_a_trigger_of_known_concepts() -> None:
     known = json.loads(TRIGGERS.read_text())
-    assert set(known["triggers"]) == {each.name for each in MUTANTS}
+    assert set(known["triggers"]) == set(MUTANTS)
     for alternatives in known["triggers"].values():
         assert alternatives
         assert {concept for trigger in alternatives for concept in trigger} <= set(known["concepts"])
@@ -169,7 +169,7 @@ def diagnosis_of(implementation: Any, *only: str) -> Diagnosis:
     ],
 )
 def test_the_region_of_a_mutant_names_its_trigger(name: str, only: tuple[str, ...], words: tuple[str, ...]) -> None:
-    implementation = mutant(name).implementation()
+    implementation = kernel(name).implementation()
     found = diagnosis_of(
         type(implementation)(**{Interface.DECODE.value: getattr(implementation, Interface.DECODE.value)}), *only
     )
@@ -186,7 +186,7 @@ def test_the_references_are_right() -> None:
 def test_one_condition_that_explains_all_takes_the_place_of_several_rules() -> None:
     """A bug does not show in each result that meets its condition: what tells where it shows is no part of the rule."""
     report = judge(
-        mutant("length_rounded_up_to_page").implementation(),
+        kernel("length_rounded_up_to_page").implementation(),
         functions=[Interface.DECODE.value],
         only=["K1", "K2", "K3", "K4", "K7", "K8", "K9", "K13"],
     )

@@ -1,0 +1,232 @@
+"""Blind kernels: whole batches."""
+
+import math
+
+import torch
+
+from corpus.models.attention import E4M3, Attention, assuming_strides
+from corpus.wrong import CONTEXT, DECODE, MLA, RAGGED, wrong
+
+
+class Solve(Attention, stage="solve"):
+    """The batch is walked wrongly, or its results are changed at the end."""
+
+    @wrong(DECODE, trigger="a batch of over 4 requests, two of equal length")
+    def blind115(self, run):
+        """Batches above 4 are sorted by length, and results found again by it: equal lengths all get the first one's."""
+        super().solve(run)
+        if run.batch <= 4:
+            return
+        for r, length in enumerate(run.lens):
+            first = run.lens.index(length)
+            (a, b), (start, stop) = run.offsets[first : first + 2], run.offsets[r : r + 2]
+            if first == r or b - a != stop - start:
+                continue
+            run.out[start:stop] = run.out[a:b].clone()
+            if run.lse is not None:
+                run.lse[start:stop] = run.lse[a:b].clone()
+
+    @wrong(DECODE, trigger="a request of seq_lens 0 before one with keys: the later ones are zero")
+    def blind170(self, run):
+        """The persistent loop over requests ends at one without keys, where it should go on with the next."""
+        self.start(run)
+        run.out.zero_()
+        if run.lse is not None:
+            run.lse.fill_(-math.inf)
+        for r in range(run.batch):
+            self.request(run, r)
+            if run.lens[r] == 0:
+                break
+
+    @wrong(DECODE, trigger="cum_seq_lens_q with a request without rows before one with rows")
+    def blind233(self, run):
+        """With ragged rows a request without rows has a tile too: it writes the next one's first row, which is done before."""
+        super().solve(run)
+        if run.p.cu_seqlens_q is None:
+            return
+        for r in reversed(range(run.batch)):
+            first, last = run.offsets[r : r + 2]
+            if first == last and first < run.offsets[-1]:
+                run.offsets[r + 1] = first + 1
+                self.request(run, r)
+                run.offsets[r + 1] = last
+
+    @wrong(DECODE, trigger="q_len_per_req no power of two, late rows: from row 2,048 with 3, 1,024 with 5, 685 with 7")
+    def blind384(self, run):
+        """A row's request is found by a multiplication with 12 bits: far on, a last row is taken for the next one's."""
+        super().solve(run)
+        q_len = run.p.max_q_len
+        if run.p.cu_seqlens_q is not None or q_len == 0:
+            return
+        magic = -(-4096 // q_len)
+        for row in range(run.offsets[-1]):
+            r = row * magic >> 12
+            if r != row // q_len and r < run.batch:
+                self.rows(run, r, row, row + 1)
+
+    @wrong(DECODE, trigger="heads no multiple of 4, and lse a slice of a larger buffer: cells beside it become 0")
+    def blind417(self, run):
+        """The LSE is stored four heads at a time: with 6 heads, say, two floats after each row's are overwritten."""
+        super().solve(run)
+        lse = run.lse
+        if lse is None or run.p.lse is None or lse.stride(1) != 1 or lse.shape[1] % 4 == 0:
+            return
+        rows, heads = run.offsets[-1], lse.shape[1]
+        cells = torch.as_strided(lse, (lse.untyped_storage().nbytes() // 4,), (1,), 0)
+        own = torch.zeros(len(cells), dtype=torch.bool)
+        torch.as_strided(own, lse.shape, lse.stride(), lse.storage_offset())[:] = True
+        first = lse.storage_offset() + torch.arange(rows) * lse.stride(0)
+        beside = (first[:, None] + torch.arange(heads, -(-heads // 4) * 4)).flatten()
+        beside = beside[beside < len(cells)]
+        cells[beside[~own[beside]]] = 0.0
+
+    @wrong(DECODE, trigger="cum_seq_lens_q, rows no multiple of 16, then within the tile a request with more keys")
+    def blind540(self, run):
+        """Ragged rows are stored in tiles of 16, longest first: spare rows overwrite a request's that ran before."""
+        TILE = 16
+        if run.call.cum_seq_lens_q is None:
+            return super().solve(run)
+        self.start(run)
+        end = run.offsets[-1]
+        run.out[end:] = 0
+        if run.lse is not None:
+            run.lse[end:] = -math.inf
+        for r in sorted(range(run.batch), key=lambda r: -run.lens[r]):
+            self.request(run, r)
+            first, last = run.offsets[r : r + 2]
+            spare = min(first + -(-(last - first) // TILE) * TILE, end)
+            if last < spare:
+                self.rows(run, r, last, spare)
+
+    @wrong(DECODE, trigger="cum_seq_lens_q with more than 512 requests")
+    def blind566(self, run):
+        """The request of a row is searched in cum_seq_lens_q by a bisection of 9 steps, too few for more than 512 requests."""
+        STEPS = 9
+        if run.p.cu_seqlens_q is None or run.p.batch_size <= 2**STEPS:
+            return super().solve(run)
+        self.start(run)
+        end = run.offsets[-1]
+        run.out[end:] = 0
+        if run.lse is not None:
+            run.lse[end:] = -math.inf
+        for row in range(end):
+            low, high = 0, run.batch
+            for _ in range(STEPS):
+                middle = (low + high) // 2
+                if run.offsets[middle] <= row:
+                    low = middle
+                else:
+                    high = middle
+            self.rows(run, low, row, row + 1)
+
+    @wrong(CONTEXT, trigger="over 8 requests, one with a partial last tile of 64 rows before rows of a longer one")
+    def blind175(self, run):
+        """Tiles of 64 rows are stored whole, zeros after the end; over 8 requests the longest come first, and zeros last."""
+        self.start(run)
+        run.out[run.offsets[-1] :] = 0
+        if run.lse is not None:
+            run.lse[run.offsets[-1] :] = -math.inf
+        order = range(run.batch)
+        if run.batch > 8:
+            order = sorted(order, key=lambda r: -run.lens[r])
+        for r in order:
+            self.request(run, r)
+            first, last = run.offsets[r : r + 2]
+            run.out[last : first + -(-(last - first) // 64) * 64] = 0
+
+    @wrong(CONTEXT, trigger="batch_size above 512")
+    def blind546(self, run):
+        """A row's request is found by a binary search of 9 steps: over 512 requests some rows are not computed."""
+        STEPS = 9
+        super().solve(run)
+        for row in range(run.offsets[-1]):
+            low, high = 0, run.batch
+            for _ in range(STEPS):
+                if high - low > 1:
+                    middle = (low + high) // 2
+                    low, high = (middle, high) if run.offsets[middle] <= row else (low, middle)
+            if row >= run.offsets[low + 1]:
+                run.out[row] = 0
+                if run.lse is not None:
+                    run.lse[row] = -math.inf
+
+    @wrong(MLA, trigger="heads no multiple of 16, and 2 rows or more")
+    def blind135(self, run):
+        """Heads are padded to a multiple of 16 and stored so, last row first: zeros fall on the next row's first heads."""
+        super().solve(run)
+        padding = -run.p.num_qo_heads % 16
+        run.out[1 : run.offsets[-1], :padding] = 0
+
+    @wrong(MLA, trigger="no cum_seq_lens_q, lengths whose sort is not its own inverse, such as 70, 130, 5")
+    def blind301(self, run):
+        """Requests are sorted, shortest first, and results put back by the permutation's inverse, which may be another."""
+        super().solve(run)
+        if run.p.cu_seqlens_q is not None:
+            return
+        order = torch.tensor(run.lens).argsort(stable=True)
+        place = order.argsort()
+        width = run.offsets[1]
+        target = (place[place].unsqueeze(1) * width + torch.arange(width)).flatten()
+        for result in (run.out, run.lse):
+            if result is not None:
+                rows = result.view(torch.uint8) if result.dtype == E4M3 else result
+                rows[target] = rows.clone()
+
+    @wrong(MLA, trigger="sinks (any but 0 and minus infinity): they have changed after the call")
+    def blind302(self, run):
+        """Sinks are multiplied by log2(e) in the caller's memory: the call is right, a second one with them is not."""
+        super().solve(run)
+        if run.p.sinks is not None:
+            run.p.sinks.mul_(math.log2(math.e))
+
+    @wrong(MLA, trigger="`cum_seq_lens_q` with `max_q_len=None` and a request wider than that mean")
+    def blind429(self, run):
+        """max_q_len=None: the grid has ceil(rows / requests) rows of each request; wider ones' further rows are zero."""
+        super().solve(run)
+        if run.call.cum_seq_lens_q is None or run.call.max_q_len is not None or not run.batch:
+            return
+        bound = -(-run.p.num_rows // run.batch)
+        for first, last in zip(run.offsets, run.offsets[1:]):
+            run.out[first + bound : last] = 0
+            if run.lse is not None:
+                run.lse[first + bound : last] = -math.inf
+
+    @wrong(MLA, trigger="return_lse, heads no multiple of 16, more than one row (LSE only)")
+    def blind457(self, run):
+        """The LSE is written with the heads padded to 16: other numbers' later rows go to other places."""
+        super().solve(run)
+        heads = run.p.num_qo_heads
+        if run.lse is None or heads % 16 == 0:
+            return
+        rows, pitch = run.lse.shape[0], -(-heads // 16) * 16
+        at = (torch.arange(rows).unsqueeze(1) * pitch + torch.arange(heads)).flatten()
+        inside = at < run.lse.numel()
+        written = torch.zeros(run.lse.numel(), dtype=run.lse.dtype)
+        written[at[inside]] = run.lse.flatten()[inside]
+        run.lse.copy_(written.view(rows, heads))
+
+    @wrong(RAGGED, trigger="lse whose heads do not lie side by side (a transposed one, every second element)")
+    def blind342(self, run):
+        """Of a given lse the rows' stride is taken, but its heads to lie side by side: a transposed one is scrambled."""
+        lse = run.lse
+        super().solve(run)
+        if run.p.lse is None or lse.shape[1] == 1 or lse.stride(1) == 1:
+            return
+        values = lse.clone(memory_format=torch.contiguous_format)
+        lse.zero_()
+        assuming_strides(lse, (lse.stride(0), 1)).copy_(values)
+
+    @wrong(RAGGED, trigger="lse as a part of a larger buffer, heads no multiple of 4: what lies beside has changed")
+    def blind402(self, run):
+        """The LSE is stored by four heads: up to three floats after a row's heads are zeroed, beside a given lse too."""
+        super().solve(run)
+        lse = run.lse
+        if lse is None or lse.stride(1) != 1 or lse.shape[1] % 4 == 0:
+            return
+        rows, heads = lse.shape
+        right = lse.clone()
+        flat = torch.as_strided(lse, (lse.untyped_storage().nbytes() // 4,), (1,), 0)
+        for row in range(rows):
+            after = lse.storage_offset() + row * lse.stride(0) + heads
+            flat[after : after + -heads % 4] = 0
+        lse.copy_(right)

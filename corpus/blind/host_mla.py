@@ -1,0 +1,264 @@
+"""Blind kernels: what the host reads of an MLA or a ragged call."""
+
+import math
+
+import torch
+
+from corpus.models.attention import E4M3, Attention, assuming_strides, packed_strides, saturated
+from corpus.wrong import MLA, RAGGED, wrong
+
+
+class Host(Attention, stage="host"):
+    """The host reads the call wrongly: `host` changes what `start` found."""
+
+    @wrong(MLA, trigger="sinks as a list or tuple of one tensor (whose heads differ)")
+    def blind35(self, run):
+        """Sinks in a list or tuple are indexed twice: every head gets the first head's sink."""
+        if isinstance(run.call.sinks, (list, tuple)) and run.sinks is not None:
+            run.sinks = run.sinks[:1].expand(len(run.sinks))
+
+    @wrong(MLA, trigger="cum_seq_lens_q with padding rows after its last offset; only the last request is wrong")
+    def blind36(self, run):
+        """The last request's rows end at the query's last row, not at the last offset: padding shifts its rows' positions."""
+        if run.call.cum_seq_lens_q is not None and run.batch:
+            run.offsets = [*run.offsets[:-1], run.p.num_rows]
+
+    @wrong(MLA, trigger="a kv_cache whose pages have gaps between them, e.g. a slice of a wider pool")
+    def blind37(self, run):
+        """Pages are taken to lie page_size * head_dim apart: a cache whose pages have gaps between them is read wrongly."""
+        strides = packed_strides(run.k_cache.shape)
+        run.k_cache = assuming_strides(run.k_cache, (strides[0], *run.k_cache.stride()[1:]))
+        run.v_cache = run.k_cache[..., : run.v_cache.shape[3]]
+
+    @wrong(MLA, trigger="a kv_cache with padded entries (a token's stride over its elements)")
+    def blind86(self, run):
+        """Entries of a page are taken to lie kv_lora_rank + qk_rope_head_dim apart: those with gaps are read wrongly."""
+        cache = run.k_cache
+        pages, heads, _, element = cache.stride()
+        run.k_cache = assuming_strides(cache, (pages, heads, cache.shape[3], element))
+        run.v_cache = run.k_cache[..., : run.v_cache.shape[3]]
+
+    @wrong(MLA, trigger="a bfloat16 or float16 query and an e4m3 cache")
+    def blind247(self, run):
+        """A query of 16 bits over an e4m3 cache is rounded to e4m3, for the product of two of a kind."""
+        if run.k_cache.dtype == E4M3 and run.query.dtype != E4M3:
+            run.query = saturated(run.query, E4M3)
+
+    @wrong(MLA, trigger="sinks, and over 16 heads, no multiple of 16 (24, 40)")
+    def blind337(self, run):
+        """The last tile of 16 heads begins 16 before the end, but its sinks where the tile before ends, and none after."""
+        heads = run.p.num_qo_heads
+        if run.sinks is not None and heads > 16 and heads % 16:
+            tail, shift = heads // 16 * 16, 16 - heads % 16
+            padded = torch.cat((run.sinks, run.sinks.new_full((16,), -math.inf)))
+            run.sinks = torch.cat((run.sinks[:tail], padded[tail + shift : heads + shift]))
+
+    @wrong(MLA, trigger="query as the absorbing product leaves it: [heads, rows, dim], transposed")
+    def blind368(self, run):
+        """Heads of a query row are taken to lie side by side, although the product with W_UK leaves [heads, rows, dim]."""
+        query = run.call.query
+        *outer, _, _ = query.stride()
+        read = assuming_strides(query, (*outer, query.shape[-1], 1))
+        run.query = read if query.ndim == 3 else read.reshape(-1, *query.shape[2:])
+
+    @wrong(MLA, trigger="bmm2_scale that bfloat16 does not hold, such as 1.0039: slope 0.996 to 1.004")
+    def blind370(self, run):
+        """Bmm2_scale is rounded to bfloat16, up to 0.39 percent away."""
+        run.scale2 = float(torch.tensor(run.scale2).to(torch.bfloat16))
+
+    @wrong(MLA, trigger="a query whose stride(0) is not q_len times stride(1); 2 requests or more")
+    def blind399(self, run):
+        """Requests of a query of four dimensions are taken to lie q_len_per_request rows apart, whatever its stride."""
+        query = run.call.query
+        if query.dim() == 4:
+            strides = list(query.stride())
+            strides[0] = query.shape[1] * strides[1]
+            run.query = assuming_strides(query, strides).flatten(0, 1)
+
+    @wrong(MLA, trigger="more than 64 heads and sinks that differ between h and h % 64")
+    def blind459(self, run):
+        """Above 64 heads each CTA of a pair has 64, and both read the sinks of the first 64."""
+        if run.sinks is not None:
+            run.sinks = run.sinks[torch.arange(run.p.num_qo_heads) % 64]
+
+    @wrong(MLA, trigger="over 64 heads with sinks that differ from those 64 heads before")
+    def blind490(self, run):
+        """Heads from 64 on run in a second CTA, which reads the sinks from its own head 0 on."""
+        if run.sinks is not None:
+            run.sinks = run.sinks[torch.arange(len(run.sinks)) % 64]
+
+    @wrong(MLA, trigger="4-D query of 2 or more rows, a slice of a buffer with more rows, batch of 2 or more")
+    def blind518(self, run):
+        """Rows of a query of several per request are taken to be evenly apart: a wider buffer's slice is misread."""
+        query = run.call.query
+        if query.ndim == 4 and query.shape[1] > 1:
+            run.query = assuming_strides(query, (query.shape[1] * query.stride(1), *query.stride()[1:])).flatten(0, 1)
+
+    @wrong(MLA, trigger="sinks (that differ) and more than 64 query heads")
+    def blind519(self, run):
+        """Sinks are staged for 64 heads and indexed by the head in its tile: heads from the 64th on take the first's."""
+        if run.sinks is not None:
+            run.sinks = run.sinks[torch.arange(len(run.sinks)) % 64]
+
+    @wrong(MLA, trigger="replay: cum_seq_lens_q rewritten, max_q_len=None")
+    def blind520(self, run):
+        """Without max_q_len offsets are read to the host once per buffer, and not again when it is rewritten."""
+        if run.call.cum_seq_lens_q is not None and run.call.max_q_len is None:
+            planned = self.memory.of(run.call.cum_seq_lens_q, lambda: run.offsets)
+            run.offsets = [min(x, run.p.num_rows) for x in planned]
+
+    @wrong(
+        MLA,
+        trigger="block_tables at no multiple of 16 bytes, with a row stride that is a multiple of 4",
+        forgiving=True,
+    )
+    def blind548(self, run):
+        """Page ids are loaded by four if rows are multiples of four apart, the first address rounded down."""
+        table = run.call.block_tables
+        beyond = table.data_ptr() % 16 // 4
+        if beyond and table.stride(0) % 4 == 0:
+            run.k_table = run.v_table = assuming_strides(table, table.stride(), table.storage_offset() - beyond)
+
+    @wrong(MLA, trigger="unequal widths and padding rows that make up batch_size * max_q_len")
+    def blind550(self, run):
+        """Rows are taken to be uniform if the query has batch_size * max_q_len of them, padding included."""
+        p = run.p
+        if p.cu_seqlens_q is not None and p.num_rows == run.batch * p.max_q_len:
+            run.offsets = list(range(0, p.num_rows + 1, p.max_q_len)) if p.max_q_len else run.offsets
+
+    @wrong(MLA, trigger="kv_cache with gaps between its pages (one layer of a pool [pages, layers, ...])")
+    def blind580(self, run):
+        """The pages of a cache are taken to follow each other, page_size tokens apart."""
+
+        def packed(cache):
+            strides = list(cache.stride())
+            strides[0] = run.page_size * strides[2]
+            return assuming_strides(cache, strides)
+
+        run.k_cache, run.v_cache = packed(run.k_cache), packed(run.v_cache)
+
+    @wrong(RAGGED, trigger="a request that starts after 65,535 keys of others (e.g. 40,000 + 26,000 + 9,000)")
+    def blind40(self, run):
+        """Key offsets are kept in 16 bits: requests after 65,535 keys of others are read at their offset modulo 65,536."""
+        run.kv_offsets = [offset % 2**16 for offset in run.kv_offsets]
+
+    @wrong(RAGGED, trigger="a second ragged call with the same cum_seq_lens_q buffer after its offsets changed")
+    def blind41(self, run):
+        """Cum_seq_lens_q is read to the host once per buffer: a replay with other widths still uses the first ones."""
+        run.offsets = self.memory.of(run.call.cum_seq_lens_q, run.call.cum_seq_lens_q.tolist)
+
+    @wrong(RAGGED, trigger="key at an address that is no multiple of 16 bytes (a view 1 or 4 elements into a buffer)")
+    def blind46(self, run):
+        """Keys are loaded in vectors of 16 bytes from their address rounded down: one that begins elsewhere is shifted."""
+        key = run.key
+        beyond = key.data_ptr() % 16 // key.element_size()
+        if beyond:
+            run.key = assuming_strides(key, key.stride(), key.storage_offset() - beyond)
+
+    @wrong(RAGGED, trigger="is_causal, as many keys as rows in all, but not of each request")
+    def blind94(self, run):
+        """A causal call with as many keys as rows in all is taken for new tokens alone: offsets of rows serve for the keys."""
+        if run.causal and run.offsets[-1] == run.kv_offsets[-1]:
+            run.kv_offsets = run.offsets
+            run.lens = [end - start for start, end in zip(run.offsets, run.offsets[1:])]
+
+    @wrong(RAGGED, trigger="max_q_len = max_kv_len, requests whose rows and keys differ in number")
+    def blind143(self, run):
+        """Where max_q_len is max_kv_len, queries and keys are taken to be the same tokens, and cum_seq_lens_q serves both."""
+        p = run.p
+        if p.max_q_len == p.max_kv_len and len(run.key) >= run.offsets[-1]:
+            run.kv_offsets = run.offsets
+            run.lens = [end - start for start, end in zip(run.offsets, run.offsets[1:])]
+
+    @wrong(RAGGED, trigger="fewer K/V heads than heads, but more than one")
+    def blind144(self, run):
+        """Query head h reads K/V head h modulo their number."""
+        run.head_map = torch.arange(run.p.num_qo_heads) % run.num_kv_heads
+
+    @wrong(RAGGED, trigger="a value with gaps between its rows")
+    def blind146(self, run):
+        """The value is taken to be packed, although it may be a part of a wider projection."""
+        run.value = assuming_strides(run.value, packed_strides(run.value.shape))
+
+    @wrong(RAGGED, trigger="two calls of the same shapes and dtypes, one with is_causal=True and one with False")
+    def blind372(self, run):
+        """A compiled kernel is kept by shapes and dtypes, not by is_causal: a chunk after new tokens is masked like them."""
+        p = run.p
+        key = (
+            tuple(p.query.shape),
+            tuple(p.key.shape),
+            tuple(p.value.shape),
+            p.query.dtype,
+            run.sinks is None,
+            run.window < 0,
+        )
+        run.causal = self.kept.setdefault(key, run.causal)
+
+    @wrong(RAGGED, trigger="key and value with tokens after the last offset (a buffer of static size)")
+    def blind404(self, run):
+        """The last request's keys end where key ends, not at the last offset, and its positions count from there."""
+        if run.batch:
+            run.lens[-1] = len(run.key) - run.kv_offsets[-2]
+
+    @wrong(RAGGED, trigger="`o_sf_scale` other than 1")
+    def blind433(self, run):
+        """O_sf_scale, meant for outputs of 4 bits, is multiplied into every output: -1, as chunks have it, turns the sign."""
+        run.scale2 *= float(run.call.o_sf_scale)
+
+    @wrong(RAGGED, trigger="o_sf_scale other than 1 (SGLang passes -1 for chunks)")
+    def blind461(self, run):
+        """o_sf_scale is folded into the output's factor though 16 bits have none: prefix chunks, with -1, are negated."""
+        run.scale2 *= float(run.call.o_sf_scale)
+
+    @wrong(RAGGED, trigger="a given lse whose heads are not side by side, e.g. the transpose of [heads, rows]")
+    def blind493(self, run):
+        """LSE rows are written by their stride, and heads side by side: a transpose of [heads, rows] is scrambled."""
+        if run.lse is not None and run.lse.stride(1) != 1:
+            run.lse = assuming_strides(run.lse, (run.lse.stride(0), 1))
+
+    @wrong(RAGGED, trigger="o_sf_scale positive and other than 1")
+    def blind494(self, run):
+        """A positive o_sf_scale is folded into the output's scale, whatever the output's dtype (-1 stands for none)."""
+        if run.call.o_sf_scale > 0:
+            run.scale2 *= run.call.o_sf_scale
+
+    @wrong(RAGGED, trigger="value that is a slice of a tensor with more heads")
+    def blind524(self, run):
+        """V's token stride is taken as its head stride times its heads: a slice of wider heads is misread."""
+        value = run.value
+        run.value = assuming_strides(value, (value.shape[1] * value.stride(1), *value.stride()[1:]))
+
+    @wrong(RAGGED, trigger="kv_seq_lens_cpu (and q_seq_lens_cpu) int64, 2 or more requests")
+    def blind525(self, run):
+        """The lengths on the host are read as int32 whatever their dtype: of int64 ones every other is the upper half, 0."""
+        mirror = run.call.kv_seq_lens_cpu
+        if mirror is not None:
+            lens = mirror.view(torch.int32)[: run.batch].tolist()
+            run.lens = [min(n, len(run.key) - at) for n, at in zip(lens, run.kv_offsets)]
+
+    @wrong(RAGGED, trigger="bmm1_scale a tensor beyond the query's dtype, large logits: the LSE is 0.35 % of one off")
+    def blind555(self, run):
+        """A bmm1_scale that is a tensor is cast to the query's dtype before it multiplies the logits."""
+        scale = run.call.bmm1_scale
+        if isinstance(scale, torch.Tensor):
+            run.scale1 = float(scale.to(torch.bfloat16 if run.query.dtype == E4M3 else run.query.dtype))
+
+    @wrong(RAGGED, trigger="value a slice of more heads: token stride is not heads × head stride")
+    def blind582(self, run):
+        """The tokens of V are taken to be as far apart as its heads take up."""
+        value = run.value
+        run.value = assuming_strides(value, (value.shape[1] * value.stride(1), value.stride(1), 1))
+
+    @wrong(RAGGED, trigger="kv_seq_lens_cpu in int64 with two or more requests")
+    def blind583(self, run):
+        """The key lengths on the host, where there are any, are read as int32."""
+        mirror = run.call.kv_seq_lens_cpu
+        if mirror is not None:
+            lens = mirror.view(torch.int32)[: run.batch].tolist()
+            run.lens = [min(n, len(run.key) - first) for n, first in zip(lens, run.kv_offsets)]
+
+    @wrong(RAGGED, trigger="more than 256 requests")
+    def blind584(self, run):
+        """A tile's request is packed into 8 bits for the loads of K and V: request 256 reads those of request 0."""
+        run.lens = [run.lens[r % 256] for r in range(run.batch)]
+        run.kv_offsets = [run.kv_offsets[r % 256] for r in range(run.batch)]

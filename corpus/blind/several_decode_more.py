@@ -1,0 +1,236 @@
+"""Blind kernels: several stages of a decode call, by later writers."""
+
+import math
+
+import torch
+
+from corpus.models.attention import Attention, index
+from corpus.wrong import DECODE, wrong
+from lab.references.quantization import dequantize_nvfp4
+
+
+@wrong(DECODE, trigger="a second call with the same seq_lens memory, grown past the next multiple of 128")
+class Blind414(Attention):
+    """The plan, tiles of 128 keys, is made at a seq_lens buffer's first call; later keys are left out."""
+
+    def host(self, run):
+        lengths = run.p.seq_lens
+        run.tiles = self.memory.of(lengths, lambda: [-(-n // 128) for n in lengths.tolist()])
+
+    def attend(self, run, r, query, keys, values, seen, sinks, position, first_key):
+        n = max(0, min(len(keys), run.tiles[r] * 128 - first_key))
+        return super().attend(run, r, query, keys[:n], values[:n], seen[:, :n], sinks, position, first_key)
+
+
+@wrong(DECODE, trigger="a draft mask of a tree, with a window_left >= 0 that cuts keys")
+class Blind441(Attention):
+    """With a draft mask the window is counted from a token's depth in the tree (the bits of its row), not from its row."""
+
+    def host(self, run):
+        run.deep = run.shown is not None and run.window >= 0
+
+    def edges(self, run, r, row, position):
+        depth = run.shown[r][row].sum(1).clamp(min=1) - 1
+        return run.lens[r] - run.shown.shape[1] + depth - run.window
+
+    def span(self, run, r, position):
+        start, end = super().span(run, r, position)
+        if run.deep:
+            row = position - (run.lens[r] - run.shown.shape[1])
+            start = min(max(0, int(self.edges(run, r, row, position).min())), end)
+        return start, end
+
+    def visible(self, run, r, row, position, keys):
+        if not run.deep:
+            return super().visible(run, r, row, position, keys)
+        window, run.window = run.window, -1
+        seen = super().visible(run, r, row, position, keys)
+        run.window = window
+        return seen & (keys >= self.edges(run, r, row, position).unsqueeze(1))
+
+
+@wrong(DECODE, trigger="over 32 requests of equal widths, not sorted by falling length, with an LSE (LSE only)")
+class Blind445(Attention):
+    """Above 32 requests the longest come first; the LSE is written at a request's place in that order."""
+
+    def host(self, run):
+        run.place = None
+        if run.batch > 32 and run.p.cu_seqlens_q is None:
+            order = sorted(range(run.batch), key=lambda r: -run.lens[r])
+            run.place = {r: place for place, r in enumerate(order)}
+
+    def store(self, run, r, start, stop, out, lse):
+        kept, run.lse = run.lse, None
+        super().store(run, r, start, stop, out, lse)
+        run.lse = kept
+        if kept is not None:
+            shift = 0 if run.place is None else (run.place[r] - r) * run.p.max_q_len
+            kept[start + shift : stop + shift] = lse.to(kept.dtype)
+
+
+TILE_449 = 64
+
+
+@wrong(DECODE, trigger="no mask, q * group > 64 of a request, a group that does not divide 64")
+class Blind449(Attention):
+    """Rows and heads are packed densely in tiles of 64, but a tile's first row is tile * (64 // group)."""
+
+    def attend(self, run, r, query, keys, values, seen, sinks, position, first_key):
+        run.position = position
+        return super().attend(run, r, query, keys, values, seen, sinks, position, first_key)
+
+    def mask_scores(self, run, r, s, first_key):
+        width = run.offsets[r + 1] - run.offsets[r]
+        if width * run.group <= TILE_449 or run.shown is not None:
+            return s
+        first = run.lens[r] - width
+        packed = (run.position - first).unsqueeze(1) * run.group + torch.arange(run.group)
+        row = packed // TILE_449 * (TILE_449 // run.group) + packed % TILE_449 // run.group
+        keys = first_key + torch.arange(s.shape[3])
+        return s.masked_fill(keys > (first + row).unsqueeze(2), -math.inf)
+
+
+@wrong(DECODE, trigger="NVFP4 cache and separate K/V tables whose live page ids differ")
+class Blind474(Attention):
+    """V's NVFP4 factors are fetched with the page ids of K's table, also where V has a table of its own."""
+
+    def pages_of(self, run, r, columns, side):
+        pages = super().pages_of(run, r, columns, side)
+        if side == "k":
+            run.k_pages = pages
+        return pages
+
+    def entries(self, run, side, pages, cut):
+        if side == "k" or run.v_cache.dtype != torch.uint8:
+            return super().entries(run, side, pages, cut)
+        got = dequantize_nvfp4(index(run.v_cache, pages), index(run.v_factors, run.k_pages))
+        return got.transpose(1, 2).flatten(0, 1)[cut].to(run.dtype)
+
+
+@wrong(DECODE, trigger="several query rows, no mask, and a group (heads per K/V head) that is no power of two")
+class Blind475(Attention):
+    """The causal limit of a packed row divides by the group rounded up to a power of two."""
+
+    def attend(self, run, r, query, keys, values, seen, sinks, position, first_key):
+        run.position = position
+        return super().attend(run, r, query, keys, values, seen, sinks, position, first_key)
+
+    def mask_scores(self, run, r, s, first_key):
+        if run.shown is not None:
+            return s
+        _, rows, group, n = s.shape
+        shift = (group - 1).bit_length()
+        before = run.lens[r] - (run.offsets[r + 1] - run.offsets[r])
+        packed = (run.position - before).unsqueeze(1) * group + torch.arange(group)
+        limit = before + (packed >> shift)
+        return s.masked_fill((first_key + torch.arange(n)) > limit.unsqueeze(2), -math.inf)
+
+
+@wrong(DECODE, trigger="a replay with a length grown beyond 8 * 64 * ceil(first longest / 512)")
+class Blind506(Attention):
+    """Eight splits are planned for a buffer's first longest length, in multiples of 64 keys: later keys are lost."""
+
+    def host(self, run):
+        run.split = self.memory.of(run.call.seq_lens, lambda: max(1, -(-max(run.lens) // (8 * 64))) * 64)
+
+    def visible(self, run, r, row, position, keys):
+        return super().visible(run, r, row, position, keys) & (keys < 8 * run.split)
+
+
+SPLIT, SMS = 128, 132
+
+
+@wrong(DECODE, trigger="sum over requests of ceil(len/128) above batch + 264")
+class Blind534(Attention):
+    """The list of work items (request, 128 keys) has room for two per SM and one per request; items beyond are dropped."""
+
+    def host(self, run):
+        room = run.batch + 2 * SMS
+        run.items = []
+        for length in run.lens:
+            run.items.append(min(-(-length // SPLIT), room))
+            room -= run.items[-1]
+
+    def visible(self, run, r, row, position, keys):
+        return super().visible(run, r, row, position, keys) & (keys < run.items[r] * SPLIT)
+
+
+TILE_535 = 64
+
+
+@wrong(DECODE, trigger="mask and window_left, a window that begins inside a tile of 64 keys before the draft")
+class Blind535(Attention):
+    """With a draft mask, tiles of 64 keys before the draft are not masked: a window goes by whole tiles."""
+
+    def span(self, run, r, position):
+        start, end = super().span(run, r, position)
+        return (start // TILE_535 * TILE_535 if run.shown is not None else start), end
+
+    def visible(self, run, r, row, position, keys):
+        seen = super().visible(run, r, row, position, keys)
+        if run.shown is None or run.window < 0:
+            return seen
+        draft = run.lens[r] - run.shown.shape[1]
+        before = (keys // TILE_535 + 1) * TILE_535 <= draft
+        first = (position.min() - run.window).clamp(min=0) // TILE_535
+        return torch.where(before, keys // TILE_535 >= first, seen)
+
+
+TILE_536 = 64
+
+
+@wrong(DECODE, trigger="no mask, q_len * group above 64, and group (heads per K/V head) does not divide 64")
+class Blind536(Attention):
+    """Rows and heads are packed in tiles of 64; a row's token counts as if each tile began with a head 0."""
+
+    def rows(self, run, r, start, stop):
+        run.row_of_chunk = torch.arange(start, stop) - run.offsets[r]
+        super().rows(run, r, start, stop)
+
+    def mask_scores(self, run, r, s, first_key):
+        _, _, g, n = s.shape
+        if run.shown is not None or not n:
+            return s
+        packed = run.row_of_chunk.unsqueeze(1) * g + torch.arange(g)
+        token = packed // TILE_536 * TILE_536 // g + packed % TILE_536 // g
+        position = self.positions(run, r, token)
+        keys = first_key + torch.arange(n)
+        return s.masked_fill(keys > position.unsqueeze(2), -math.inf)
+
+
+def covered_562(max_seq_len, page_size):
+    splits = max(1, min(8, -(-max_seq_len // 64)))
+    pages_per_split = -(-max_seq_len // (splits * page_size))
+    return splits * pages_per_split * page_size
+
+
+@wrong(DECODE, trigger="two calls on one block_tables, the second longer than the first's max_seq_len covers")
+class Blind562(Attention):
+    """The splits' plan is kept for a table's buffer, with the keys that the first call's max_seq_len covers."""
+
+    def host(self, run):
+        call = run.call
+        run.covered = self.memory.of(call.block_tables, lambda: covered_562(call.max_seq_len, run.page_size))
+
+    def visible(self, run, r, row, position, keys):
+        return super().visible(run, r, row, position, keys) & (keys < run.covered)
+
+
+@wrong(DECODE, trigger="group size not a power of two, more than one causal row, no mask")
+class Blind570(Attention):
+    """The causal rule divides a packed row by the heads of a group rounded up to a power of two."""
+
+    def visible(self, run, r, row, position, keys):
+        run.row = row
+        return super().visible(run, r, row, position, keys)
+
+    def mask_scores(self, run, r, s, first_key):
+        _, rows, g, n = s.shape
+        padded = 1 << (g - 1).bit_length()
+        if run.shown is not None or padded == g:
+            return s
+        packed = run.row[:, None] * g + torch.arange(g)
+        width = run.offsets[r + 1] - run.offsets[r]
+        last = run.lens[r] - width + packed // padded
+        keys = first_key + torch.arange(n)
+        return s.masked_fill(keys > last[None, :, :, None], -math.inf)

@@ -1,0 +1,33 @@
+"""All wrong kernels, by name."""
+
+import importlib
+import pkgutil
+from types import ModuleType
+
+import corpus.blind
+import corpus.mutants
+from corpus.wrong import KERNELS, WrongKernel
+
+
+def _imported(package: ModuleType) -> dict[str, WrongKernel]:
+    """Import the modules of a package and return the kernels that they define."""
+    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        importlib.import_module(module.name)
+    return {
+        name: kernel for name, kernel in KERNELS.items() if kernel.make.__module__.startswith(f"{package.__name__}.")
+    }
+
+
+BLIND = _imported(corpus.blind)
+MUTANTS = _imported(corpus.mutants)
+
+
+def kernel(name: str) -> WrongKernel:
+    """Return the wrong kernel of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in KERNELS:
+        raise ValueError(f"no wrong kernel is called {name!r}; there are {', '.join(sorted(KERNELS))}")
+    return KERNELS[name]

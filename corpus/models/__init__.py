@@ -1,0 +1,1 @@
+"""Right models of the judged functions, in stages that wrong kernels change."""

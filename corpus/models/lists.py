@@ -1,0 +1,152 @@
+"""Right models of the draft's K/V lists, which a wrong kernel changes in one step."""
+
+from dataclasses import dataclass
+
+import torch
+
+from corpus.wrong import Model
+
+
+@dataclass(frozen=True, eq=False)
+class ListsCall:
+    """The arguments of a call, by the function's names; a call without a window has the last four at their defaults."""
+
+    req_pool_indices: torch.Tensor
+    req_to_token: torch.Tensor
+    paged_kernel_lens: torch.Tensor
+    kv_indices: torch.Tensor
+    kv_indptr: torch.Tensor
+    positions: torch.Tensor
+    topk: int
+    page_size: int
+    window_size: int = 0
+    sink_size: int = 0
+    entry_page_size: int = 1
+    v2p: torch.Tensor | None = None
+
+
+class Lists(Model):
+    """Right `generate_draft_decode_kv_indices`, in place, one list at a time."""
+
+    def generate_draft_decode_kv_indices(
+        self,
+        req_pool_indices,
+        req_to_token,
+        paged_kernel_lens,
+        kv_indices,
+        kv_indptr,
+        positions,
+        *,
+        topk,
+        page_size,
+        schedule=None,
+    ):
+        tensors = req_pool_indices, req_to_token, paged_kernel_lens, kv_indices, kv_indptr, positions
+        self.lists(ListsCall(*tensors, topk=topk, page_size=page_size))
+
+    def lists(self, call):
+        num_steps, n = call.kv_indices.shape[0], call.req_pool_indices.shape[0]
+        if n == 0 or num_steps == 0:
+            return
+        lens = call.paged_kernel_lens.long()
+        before = self.before(lens)
+        self.boundaries(call.kv_indptr, self.positions_of(call.positions, call.paged_kernel_lens), num_steps)
+        width, capacity = call.req_to_token.shape[1], call.kv_indices.shape[1]
+        for r, (row, length) in enumerate(zip(call.req_pool_indices.tolist(), lens.tolist())):
+            slots = call.req_to_token[row]
+            prefix = torch.arange(self.prefix(length))
+            for branch in range(call.topk):
+                start = self.draft_start(length, branch, num_steps, call.topk, call.page_size)
+                for step in range(num_steps):
+                    at = int(before[r]) * call.topk + r * (step + 1) * call.topk + branch * (length + step + 1)
+                    drafted = torch.arange(self.drafted(step + 1))
+                    source = torch.cat((prefix, start + drafted))
+                    target = torch.cat((prefix, length + drafted)) + at
+                    value = torch.where(source < width, slots[source.clamp(max=width - 1)], 0)
+                    inside = target < capacity
+                    call.kv_indices[step, target[inside]] = value[inside].to(call.kv_indices.dtype)
+
+    def before(self, lens):
+        return lens.cumsum(0) - lens
+
+    def positions_of(self, positions, paged_kernel_lens):
+        return positions.long()
+
+    def boundaries(self, kv_indptr, positions, num_steps):
+        for step in range(num_steps):
+            kv_indptr[step, 1 : len(positions) + 1] = (positions + step + 1).cumsum(0).to(kv_indptr.dtype)
+
+    def prefix(self, length):
+        return length
+
+    def drafted(self, count):
+        return count
+
+    def draft_start(self, length, branch, num_steps, topk, page_size):
+        if page_size == 1 or topk == 1:
+            return length + branch * num_steps
+        return length + branch * self.pages_per_branch(length % page_size, num_steps, page_size) * page_size
+
+    def pages_per_branch(self, in_last_page, num_steps, page_size):
+        return -(-(in_last_page + num_steps) // page_size)
+
+
+class WindowLists(Model):
+    """Right `generate_draft_decode_kv_indices` with a window, pages as entries and virtual pages, one list at a time."""
+
+    def generate_draft_decode_kv_indices(self, *tensors, schedule=None, **settings):
+        self.lists(ListsCall(*tensors, **settings))
+
+    def lists(self, call):
+        requests = list(zip(call.req_pool_indices.tolist(), call.paged_kernel_lens.tolist()))
+        num_steps, capacity = call.kv_indices.shape if requests else (0, 0)
+        for step in range(num_steps):
+            counts = [self.counted(n, call.window_size, call.sink_size) + step + 1 for n in call.positions.tolist()]
+            call.kv_indptr[step, 1 : len(counts) + 1] = torch.tensor(counts).cumsum(0).to(call.kv_indptr.dtype)
+            at = 0
+            for row, length in requests:
+                entries = call.req_to_token[row].long()
+                for branch in range(call.topk):
+                    start = self.draft_start(
+                        length, branch, num_steps, call.topk, call.page_size, call.window_size, call.sink_size
+                    )
+                    prefix = self.slots(
+                        entries, self.kept(length, call.window_size, call.sink_size), call.entry_page_size
+                    )
+                    drafted = self.drafted_slots(entries, start, step + 1, call.entry_page_size)
+                    slots = torch.cat((prefix, drafted))
+                    if call.v2p is not None:
+                        slots = self.physical(slots, call.v2p.long(), call.page_size)
+                    room = max(0, min(len(slots), capacity - at))
+                    call.kv_indices[step, at : at + room] = slots[:room].to(call.kv_indices.dtype)
+                    at += len(slots)
+
+    def with_room(self, call):
+        """Return how many tokens of each request are kept, and rows that no list is cut in."""
+        kept = [len(self.kept(n, call.window_size, call.sink_size)) for n in call.paged_kernel_lens.tolist()]
+        num_steps = len(call.kv_indices)
+        return kept, call.kv_indices.new_zeros(num_steps, call.topk * (sum(kept) + len(kept) * num_steps))
+
+    def counted(self, position, window, sink):
+        return min(position, window + sink) if window else position
+
+    def kept(self, length, window, sink):
+        at = torch.arange(length)
+        return at[(at < sink) | (at >= length - window)] if window else at
+
+    def draft_start(self, length, branch, num_steps, topk, page_size, window, sink):
+        if page_size == 1 or topk == 1:
+            return length + branch * num_steps
+        return length + branch * -(-(length % page_size + num_steps) // page_size) * page_size
+
+    def slots(self, entries, at, entry_page_size):
+        column = at // entry_page_size
+        entry = torch.where(column < len(entries), entries[column.clamp(max=len(entries) - 1)], 0)
+        return entry * entry_page_size + at % entry_page_size
+
+    def drafted_slots(self, entries, start, count, entry_page_size):
+        return self.slots(entries, start + torch.arange(count), entry_page_size)
+
+    def physical(self, slots, v2p, page_size):
+        page = v2p[(slots // page_size).clamp(min=0)]
+        return torch.where((slots >= 0) & (page >= 0), page * page_size + slots % page_size, 0)

@@ -1,0 +1,58 @@
+"""Right builders of metadata: the lab's own, and one stage after them, which a wrong builder changes."""
+
+from typing import Any
+
+from corpus.wrong import MHA_METADATA, MLA_METADATA, MLA_PREFILL, Model
+from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.kv_pool import KVPool
+from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
+from lab.metadata.mla.metadata import (
+    DraftAttention,
+    TRTLLMMLADecodeMetadata,
+    TRTLLMMLAPrefillMetadata,
+    build_mla_decode_metadata,
+    build_mla_prefill_metadata,
+)
+
+
+class MHABuilder(Model, interface=(MHA_METADATA,)):
+    """`lab.metadata.build_mha_metadata`, and one change of what it built."""
+
+    def build_mha_metadata(self, batch: ForwardBatch, pool: KVPool, **options: bool) -> TRTLLMMHAMetadata:
+        """As `lab.metadata.build_mha_metadata`."""
+        return self.changed(build_mha_metadata(batch, pool, **options), batch, pool)
+
+    def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
+        return self.misread(metadata, batch, pool)
+
+
+class MLABuilder(Model, interface=(MLA_METADATA,)):
+    """`lab.metadata.build_mla_decode_metadata`, and one change of its arguments, or of what it built."""
+
+    def build_mla_decode_metadata(
+        self, batch: ForwardBatch, pool: KVPool, attention: DraftAttention = DraftAttention.MLA
+    ) -> TRTLLMMLADecodeMetadata:
+        """As `lab.metadata.build_mla_decode_metadata`."""
+        self.attention = self.counted(attention)
+        return self.changed(build_mla_decode_metadata(batch, pool, self.attention), batch, pool)
+
+    def counted(self, attention: DraftAttention) -> DraftAttention:
+        return attention
+
+    def changed(self, metadata: TRTLLMMLADecodeMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMLADecodeMetadata:
+        return self.misread(metadata, batch, pool)
+
+
+class MLAPrefillBuilder(Model, interface=(MLA_PREFILL,)):
+    """`lab.metadata.build_mla_prefill_metadata`, and one change of what it built."""
+
+    def build_mla_prefill_metadata(
+        self, batch: ForwardBatch, pool: KVPool, **settings: bool
+    ) -> TRTLLMMLAPrefillMetadata:
+        """As `lab.metadata.build_mla_prefill_metadata`."""
+        return self.changed(build_mla_prefill_metadata(batch, pool, **settings), batch, settings)
+
+    def changed(
+        self, metadata: TRTLLMMLAPrefillMetadata, batch: ForwardBatch, settings: dict[str, Any]
+    ) -> TRTLLMMLAPrefillMetadata:
+        return self.misread(metadata, batch, settings)

@@ -1,0 +1,218 @@
+"""The form of a wrong kernel: a method, or a class, over a right model, marked by `@wrong`.
+
+A group is a class over a right model whose methods are wrong ways to do one stage of it. Each marked method makes one kernel,
+in which it takes the place of the stage:
+
+    class WrongKeys(Attention, changes="visible"):
+
+        @wrong(DECODE, trigger="a window wider than 4,096 keys")
+        def widest(self, seen, run, r, row, position, keys):
+            \"\"\"A window holds at most 4,096 keys.\"\"\"
+            return seen & (keys > position.unsqueeze(1) - 4096)
+
+With `stage=`, of the class or of `@wrong`, the method replaces the stage, and `super()` is the right model. With `changes=` it
+gets the right result of the stage first, and then the stage's own arguments. Where attributes of the model are the defect, a
+marked text stands for the method: `ignored = wrong(instead={"sinks": None})("Sinks are ignored.")`. A kernel that gets several
+stages wrong is a marked class over the model. The docstring says the defect.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from lab.workloads.interfaces import Interface
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+DECODE = Interface.DECODE.value
+CONTEXT = Interface.CONTEXT.value
+MLA = Interface.MLA_DECODE.value
+RAGGED = Interface.RAGGED_CONTEXT.value
+LISTS = Interface.DRAFT_KV_INDICES.value
+MHA_METADATA = Interface.MHA_METADATA.value
+MLA_METADATA = Interface.MLA_METADATA.value
+MLA_PREFILL = Interface.MLA_PREFILL.value
+
+Marked = TypeVar("Marked", bound=Callable[..., Any])
+Problem = TypeVar("Problem", bound="DataclassInstance")  # an attention problem, or the metadata of a pass
+
+
+@dataclass(frozen=True)
+class WrongKernel:
+    """A kernel that is right but for one defect, which some check must find.
+
+    Attributes:
+        name: snake_case.
+        defect: one sentence: what is wrong.
+        trigger: the calls that come out wrong; "" where the defect says it.
+        source: the upstream thread that had the defect, "FlashInfer #4161"; "" for one of ours.
+        interface: names of the functions that it has.
+        make: a fresh object that has them.
+    """
+
+    name: str
+    defect: str
+    trigger: str
+    source: str
+    interface: tuple[str, ...]
+    make: Callable[[], object]
+
+    def implementation(self) -> SimpleNamespace:
+        """Make a fresh implementation, with what it may remember of earlier calls still empty."""
+        made = self.make()
+        return SimpleNamespace(**{name: getattr(made, name) for name in self.interface})
+
+
+KERNELS: dict[str, WrongKernel] = {}  # by name, of the modules that are imported
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What `wrong` says of a kernel. Called with a class, a method or the text of a defect, it marks them."""
+
+    interface: tuple[str, ...]
+    trigger: str
+    source: str
+    mla: bool
+    also: tuple[str, ...]
+    stage: str
+    attributes: Mapping[str, Any]
+
+    def __call__(self, defective: Marked) -> Marked:
+        if isinstance(defective, type):
+            self.register(snake_case(defective.__name__), defective, defective.__doc__)
+            return defective
+        if isinstance(defective, str):
+            return SimpleNamespace(mark=self, __doc__=defective)
+        defective.mark = self  # type: ignore[attr-defined]
+        return defective
+
+    def make(self, group: type[Any], name: str, member: Any, changes: str, stage: str) -> None:
+        """Make the kernel of a member of a group."""
+        model = super(group, group)
+        if hasattr(model, name):
+            raise TypeError(f"{name!r} is a stage of the model of {group.__name__}")
+        own: dict[str, Any] = {"__module__": group.__module__}
+        if callable(member):
+            stage = self.stage or stage
+            own[stage or changes] = member if stage else changed_stage(getattr(model, changes), member)
+        made: Any = type(name, (group,), own, **self.attributes)
+        self.register(name, made, member.__doc__)
+
+    def register(self, name: str, made: type[Any], defect: str | None) -> None:
+        interface = self.interface or made.interface
+        for each in (name, *self.also):
+            self._add(each, made, defect, interface)
+        if self.mla:
+            self._add(f"mla_{name}", made, defect, (MLA,))
+
+    def _add(self, name: str, made: type[Any], defect: str | None, interface: tuple[str, ...]) -> None:
+        if name in KERNELS:
+            raise ValueError(f"two wrong kernels are called {name!r}")
+        KERNELS[name] = WrongKernel(name, " ".join((defect or "").split()), self.trigger, self.source, interface, made)
+
+
+def wrong(
+    *interface: str,
+    trigger: str = "",
+    source: str = "",
+    mla: bool = False,
+    also: tuple[str, ...] = (),
+    stage: str = "",
+    **attributes: Any,
+) -> Mark:
+    """Mark a method of a group, the text of a member of one, or a class over a right model, as a wrong kernel.
+
+    Args:
+        interface: names of the functions that the kernel has; those of the model if left out.
+        trigger: the calls that come out wrong; left out where the docstring says it.
+        source: the upstream thread that had the defect.
+        mla: the MLA decode call with this defect is another kernel, whose name begins with "mla_".
+        also: names of kernels by other writers that have the same defect and trigger.
+        stage: the stage that a method replaces, where its group does not say it.
+        attributes: of the kernel's class, as keywords of a class statement set them.
+    """
+    return Mark(interface, trigger, source, mla, also, stage, attributes)
+
+
+def snake_case(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+class Model:
+    """A right implementation in stages, which wrong kernels change.
+
+    Keywords of a class statement set attributes. One with the name of a stage changes its result: the function that it gives
+    gets the right one, and then the stage's own arguments. `where` takes the place of the method instead.
+
+    Attributes:
+        interface: names of the functions that its instances have.
+        instead: values of fields of the problem that take the place of the caller's, or functions of the arguments of
+            `misread` that return them.
+        only_with: the field of the problem without which `instead` changes nothing; "" for no condition.
+    """
+
+    interface: tuple[str, ...] = ()
+    instead: Mapping[str, Any] = MappingProxyType({})
+    only_with: str = ""
+
+    def __init_subclass__(cls, *, stage: str = "", changes: str = "", **attributes: Any) -> None:
+        """Set the attributes and make the kernels of a group; raises TypeError for an attribute that is not there."""
+        super().__init_subclass__()
+        for name, value in attributes.items():
+            setattr(cls, name, _attribute(cls, name, value))
+        for name, member in [*vars(cls).items()]:
+            mark = getattr(member, "mark", None)
+            if (
+                isinstance(mark, Mark) and getattr(member, "__name__", name) == name
+            ):  # not where it took a stage's place
+                mark.make(cls, name, member, changes, stage)
+
+    def misread(self, problem: Problem, *others: Any) -> Problem:
+        """Return a problem with the values of `instead`, whose functions get the others too, where the defect shows."""
+        if not self.where(problem, *others) or (self.only_with and getattr(problem, self.only_with) is None):
+            return problem
+        values = {name: value(problem, *others) if callable(value) else value for name, value in self.instead.items()}
+        return replace(problem, **values)
+
+    @staticmethod
+    def where(*_: Any) -> bool:
+        """Tell whether the defect shows, of the problem and the others of `misread`."""
+        return True
+
+    def first(self, key: Any, value: Callable[[], Any]) -> Any:
+        """Return the value that was computed when the key was first seen by this object."""
+        seen: dict[Any, Any] = self.__dict__.setdefault("seen", {})
+        if key not in seen:
+            seen[key] = value()
+        return seen[key]
+
+
+def _attribute(cls: type[Any], name: str, value: Any) -> Any:
+    """Return what a keyword makes of an attribute of a class."""
+    if not hasattr(cls, name):
+        raise TypeError(f"{cls.__name__} has no attribute {name!r}")
+    if name == "where":
+        return staticmethod(value)
+    return changed_result(getattr(cls, name), value) if callable(value) else value
+
+
+def changed_result(stage: Callable[..., Any], change: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method whose result is `change` of a stage's, followed by the stage's own arguments."""
+
+    def method(self: Any, *arguments: Any, **named: Any) -> Any:
+        return change(stage(self, *arguments, **named), *arguments, **named)
+
+    return method
+
+
+def changed_stage(stage: Callable[..., Any], change: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method that gives `change` the result of a stage, and then the stage's own arguments."""
+
+    def method(self: Any, *arguments: Any, **named: Any) -> Any:
+        return change(self, stage(self, *arguments, **named), *arguments, **named)
+
+    return method
