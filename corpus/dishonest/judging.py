@@ -48,17 +48,17 @@ class PatchesPassed(Zeros):
         Comparison.passed = property(lambda self: True)
 
 
-@dishonest(CHANGED + r"lab\.checks\.case_run\.CaseRun\.hold")
-class ReplacesHold(Zeros):
-    """Makes the judge hold nothing against anything, and count it."""
+@dishonest(CHANGED + r"lab\.checks\.case_run\.CaseRun\.expect_close")
+class ReplacesExpectation(Zeros):
+    """Makes the judge compare nothing with anything, and count it."""
 
     def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
         from lab.checks.case_run import CaseRun
 
-        def hold(self: Any, what: str, result: Any, truth: Any, least_bound: float = 0.0) -> None:
+        def expect_close(self: Any, what: str, result: Any, truth: Any, least_bound: float = 0.0) -> None:
             self.judged += 1
 
-        CaseRun.hold = hold
+        CaseRun.expect_close = expect_close
 
 
 @dishonest(CHANGED + r"lab\.references\.truth\.Truth\.compare")

@@ -1,11 +1,11 @@
-"""One case of one check: what an implementation gives, and everything that is wrong about it."""
+"""The run of one case: the calls that a check makes of an implementation, and all that is wrong about what they give."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -18,44 +18,21 @@ from lab.checks.explain.reading import (
     of_any_request,
 )
 from lab.checks.explain.subjects import CallLog
+from lab.checks.oracle import Comparison, compare_bits, compare_lse, compare_output
 from lab.checks.run.equivalent_calls import EquivalentCalls
-from lab.checks.run.support_protocol import KernelError, Refusals, Unsupported, is_capturing, output_and_lse, refusing
-from lab.checks.run.verdicts import IT_FAILED, CheckedResult, SavedOutput, WrongVector
+from lab.checks.run.support_protocol import KernelError, Refusals, Unsupported, invoke, is_capturing, output_and_lse
+from lab.checks.run.verdicts import IT_FAILED, CheckedResult, SavedOutput
 from lab.named_enum import NamedEnum
 from lab.ranges import Ranges
 from lab.references.truth import Truth
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import AttentionInputs, build_attention, new_workspace
 from lab.workloads.inputs.expected import made
-from lab.workloads.inputs.guards import as_integers
+from lab.workloads.inputs.guards import changed_bits
 from lab.workloads.interfaces import ATTENTION, Interface
 
-AUDITED_CHECKS = ("K1", "M1")  # whose cases are one call, or one pass; see `lab.checks.run.audit`
 MOST_SAVED_ELEMENTS = 2**20
 SHOWN_CHARACTERS = 1000
-SHOWN_ELEMENTS = 4
-
-
-def _as_engines_call(function: Callable[..., Any], workspace: Tensor) -> Callable[..., Any]:
-    """Return a function that is called without what an engine has nothing to say for, and with the engine's workspace."""
-
-    def call(**arguments: Any) -> Any:
-        said = {name: value for name, value in arguments.items() if not _is_default(name, value)}
-        return function(**said | {"workspace_buffer": workspace})
-
-    return call
-
-
-def _is_default(name: str, value: Any) -> bool:
-    """Tell whether an argument says what FlashInfer's default says: no window, no sinks."""
-    return (name == "window_left" and value == -1) or (name == "sinks" and value is None)
-
-
-def _missing(interface: Interface) -> Callable[..., Any]:
-    def decline(**arguments: Any) -> None:
-        raise Unsupported(f"it has no {interface.value}")
-
-    return decline
 
 
 class CallForm(NamedEnum):
@@ -64,6 +41,14 @@ class CallForm(NamedEnum):
     WHOLE = ""
     PREPARED = "prepare_"  # `lab.kernels.prepare`: what does not depend on contents is done once
     PLANNED = "plan_"  # `lab.kernels.PlannedOnce`: for lengths and page ids that stay
+
+
+class Then(NamedEnum):
+    """What follows where a call is refused or fails."""
+
+    RAISE = "the case ends"
+    NOTE = "it is noted, and the check goes on"
+    FAIL = "a refusal is a failure: the same call was taken before"
 
 
 class Result(NamedTuple):
@@ -77,23 +62,41 @@ class Result(NamedTuple):
     call: CallFeatures | None = None
 
 
+class Inputs(Protocol):
+    """What a call is made of, such as `AttentionInputs`."""
+
+    @property
+    def interface(self) -> Interface: ...
+
+    def arguments(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class GivenCall:
+    interface: Interface
+    given: dict[str, Any]
+
+    def arguments(self) -> dict[str, Any]:
+        return self.given
+
+
 class CaseRun:
-    """A case being judged. A check calls, and holds results against truths; what fails is noted and the check goes on.
+    """A case being judged. A check makes calls and states what it expects; what fails is noted and the check goes on.
 
     Attributes:
         implementation: what is judged.
         case: of what; a frozen dataclass.
         device: where.
-        ranges: the axes within which a check may vary the case.
-        refusals: exceptions that are refusals, as in `lab.checks.run.support_protocol.refusing`.
+        ranges: within which a check may vary the case.
+        refusals: exceptions that are refusals, as in `lab.checks.run.support_protocol.invoke`.
         calls: calls of the implementation so far.
         wrongs: what was wrong, a sentence each.
         failures: calls that failed, a sentence each.
-        declines: what was refused of the check's variations, or judged in another spelling, a sentence each.
+        declines: what was refused of the check's variations, or judged in an equivalent form, a sentence each.
         worst_ratio: the largest error over its bound.
-        judged: results that were held against something.
+        judged: results that were compared with something.
         results: these results.
-        saves_output, output: whether the first output is kept as it was before it was held to anything, and that.
+        saves_output, output: whether the first output is kept as it was before it was compared with anything, and that.
         called: the last call that was made.
     """
 
@@ -104,6 +107,7 @@ class CaseRun:
         device: torch.device,
         ranges: Ranges | None = None,
         refusals: Refusals | None = None,
+        saves_output: bool = False,
     ) -> None:
         self.implementation, self.case, self.device = implementation, case, device
         self.ranges = ranges or Ranges()
@@ -115,120 +119,11 @@ class CaseRun:
         self.worst_ratio = 0.0
         self.judged = 0
         self.results: list[CheckedResult] = []
-        self.saves_output = False
+        self.saves_output = saves_output
         self.output: SavedOutput | None = None
         self.called = self._of_case = features_of_case(case)
-        self._calls = CallLog()
-        self._speller = EquivalentCalls(self.decline)
-
-    def wrong(self, sentence: str) -> None:
-        """Note a sentence of what is wrong, of the last call."""
-        self.hold_nothing_wrong("what it returned", [sentence], held="other")
-
-    def hold_nothing_wrong(
-        self, what: str, sentences: Iterable[str], held: str = "memory", call: CallFeatures | None = None
-    ) -> None:
-        """Hold something that says itself what is wrong of it, a sentence each; it is right where there is none."""
-        found = list(sentences)
-        self.wrongs += found
-        self._note(what, held, bool(found), call or self.called)
-
-    def note_call(self, interface: Interface, arguments: dict[str, Any], case: Any = None) -> CallFeatures:
-        """Note an attention call that is about to be made, of the case's contents or another's, and return its features."""
-        if not is_capturing():
-            of_call = features_of_call(interface, arguments, self._calls)
-            is_call = isinstance(self.case, AttentionCase)
-            around = features_of_contents(case or self.case) if is_call else self._of_case.features
-            self.called = replace(of_call, features={**around, **of_call.features})
-        return self.called
-
-    def _by_engine(self, interface: Interface, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return an engine's function that notes its calls: the lengths stay those of the case, which may take two calls."""
-
-        def noting(**arguments: Any) -> Any:
-            of_call = self.note_call(interface, arguments)
-            lengths = self._of_case if self._of_case.of_requests else of_call
-            self.called = replace(lengths, features={**of_call.features, **self._of_case.features})
-            return function(**arguments)
-
-        return noting
-
-    def _note(
-        self, what: str, held: str, wrong: bool, call: CallFeatures, rows: Tensor | None = None, example: Any = None
-    ) -> None:
-        """Note a result; `rows` says which rows are wrong."""
-        requests: tuple[Any, ...] = ()
-        if rows is not None and len(rows) == sum(call.q_lens):
-            parts = [bool(part.any()) for part in rows.cpu().split(list(call.q_lens))]
-            requests = tuple(zip(call.of_requests, parts, strict=True))
-        alone = held in ("output", "return") and not requests
-        features = of_any_request(call.features, call.of_requests) if alone else call.features
-        self.results.append(CheckedResult(what, held, features, wrong, requests, example))
-
-    def fail(self, failure: str, what: str = "", held: str = "return") -> None:
-        """Note a failure, of the last call or of the lab, and once in words however many calls share it."""
-        failure = failure if len(failure) <= SHOWN_CHARACTERS else f"{failure[: SHOWN_CHARACTERS - 1]}…"
-        if not any(noted.endswith(failure) for noted in self.failures):
-            self.failures.append(f"{what}: {failure}" if what else failure)
-        self._note(what or IT_FAILED, held, True, self.called)
-
-    def decline(self, sentence: str) -> None:
-        """Note a refusal, once."""
-        if sentence not in self.declines:
-            self.declines.append(sentence)
-
-    def function(self, interface: Interface) -> Callable[..., Any]:
-        """Return the implementation's function, which raises Unsupported for what it does not take."""
-        return self._refusing(getattr(self.implementation, interface.value))
-
-    @property
-    def forms(self) -> tuple[CallForm, ...]:
-        """Return the forms that the implementation has of any attention call."""
-        names = [interface.value for interface in ATTENTION]
-        has = [form for form in CallForm if any(hasattr(self.implementation, form.value + name) for name in names)]
-        return (CallForm.WHOLE, *(form for form in has if form is not CallForm.WHOLE))
-
-    def made(self, form: CallForm, interface: Interface, arguments: dict[str, Any]) -> Callable[[], Any]:
-        """Prepare or plan a call; raises as `run`."""
-        make = getattr(self.implementation, form.value + interface.value)
-        self.note_call(interface, arguments)
-        call: Callable[[], Any] = self._speller.spelled(interface, self._preparing(make))(**arguments)
-        return call
-
-    def engine(self, form: CallForm = CallForm.PREPARED) -> SimpleNamespace:
-        """Return the attention functions as an engine finds them; one that is missing declines calls.
-
-        An engine has one workspace for all its calls, and leaves out what it has nothing to say for.
-
-        Args:
-            form: of the calls of functions that have it; the others are whole.
-        """
-        workspace = new_workspace(self.device, of_engine=True)
-        found: dict[str, Callable[..., Any]] = {}
-        for interface in ATTENTION:
-            given = getattr(self.implementation, interface.value, None)
-            prepared = getattr(self.implementation, form.value + interface.value, None) if form.value else None
-            function = _missing(interface) if given is None else self._refusing(given)
-            spelled = self._speller.spelled(interface, function, by_engine=True)
-            found[interface.value] = self._by_engine(interface, _as_engines_call(spelled, workspace))
-            if prepared is not None:
-                spelled = self._speller.spelled(interface, self._preparing(prepared))
-                found[f"prepare_{interface.value}"] = _as_engines_call(spelled, workspace)
-        return SimpleNamespace(**found)
-
-    def _refusing(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        refuse = refusing(function, self.refusals)
-
-        @functools.wraps(function)
-        def counted(*args: Any, **arguments: Any) -> Any:
-            self.calls += 1
-            return refuse(*args, **arguments)
-
-        return counted
-
-    def _preparing(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that prepares a call, with its refusals and the prepared call's as Unsupported."""
-        return lambda **arguments: self._refusing(self._refusing(prepare)(**arguments))
+        self._log = CallLog()
+        self._equivalent = EquivalentCalls(self.decline)
 
     def build(self, case: AttentionCase | None = None, **storage: Any) -> AttentionInputs:
         """Build the case's inputs, or another case's, or the case's stored in another way."""
@@ -237,24 +132,98 @@ class CaseRun:
             chosen = replace(chosen, storage=replace(chosen.storage, **storage))
         return build_attention(chosen, self.device)
 
-    def run(self, interface: Interface, arguments: dict[str, Any], case: AttentionCase | None = None) -> Result:
-        """Call the implementation with the tensors of the run's case or of another.
+    @overload
+    def call(
+        self,
+        inputs: Inputs,
+        what: str = ...,
+        /,
+        *,
+        on_refusal: Literal[Then.RAISE, Then.FAIL] = ...,
+        on_failure: Literal[Then.RAISE] = ...,
+        **changes: Any,
+    ) -> Result: ...
 
-        What it refuses is called again in each equal spelling (`lab.checks.run.equivalent_calls`).
+    @overload
+    def call(
+        self, inputs: Inputs, what: str = ..., /, *, on_refusal: Then = ..., on_failure: Then = ..., **changes: Any
+    ) -> Result | None: ...
+
+    def call(
+        self,
+        inputs: Inputs,
+        what: str = "",
+        /,
+        *,
+        on_refusal: Then = Then.RAISE,
+        on_failure: Then = Then.RAISE,
+        **changes: Any,
+    ) -> Result | None:
+        """Call the implementation with the arguments of the inputs, some changed or added.
+
+        What it refuses is called again in each equivalent form (`lab.checks.run.equivalent_calls`).
+
+        Args:
+            inputs: what the call is made of.
+            what: the name of the call, where something of it is noted.
+            on_refusal, on_failure: what follows where every form is refused, or where the call fails.
+            changes: arguments by name.
+
+        Returns:
+            The rows of all requests; None where a refusal or a failure was noted.
 
         Raises:
-            Unsupported: it refused every spelling.
+            Unsupported: it refused every form.
             KernelError: it failed.
         """
-        call = self.note_call(interface, arguments, case)
-        returned = self._speller.spelled(interface, self.function(interface))(**arguments)
-        self._wait()
-        if interface is Interface.MLA_DECODE:
-            self._hold_shape_of_mla(returned, arguments)
-        return as_result(returned, interface)._replace(call=call)
+        with self.noting(what, on_refusal, on_failure):
+            interface, arguments = inputs.interface, inputs.arguments() | changes
+            call = self.note_call(interface, arguments, inputs.case if isinstance(inputs, AttentionInputs) else None)
+            function = functools.partial(self._invoke, getattr(self.implementation, interface.value))
+            returned = self._equivalent.invoke(interface, function, arguments)
+            self._wait()
+            if interface is Interface.MLA_DECODE:
+                self._expect_shape_of_mla(returned, arguments)
+            return as_result(returned, interface)._replace(call=call)
+        return None
 
-    def _hold_shape_of_mla(self, returned: Any, arguments: dict[str, Any]) -> None:
-        """Hold an output to the query's shape, before its rows are taken as they come."""
+    def vary(self, what: str, inputs: Inputs, truth: Truth | None = None, /, **changes: Any) -> Result | None:
+        """Make a call that the check can do without, and compare its result with the truth, if one is given."""
+        result = self.call(inputs, what, on_refusal=Then.NOTE, on_failure=Then.NOTE, **changes)
+        if truth is not None:
+            self.expect_close(what, result, truth)
+        return result
+
+    @contextmanager
+    def noting(self, what: str, on_refusal: Then = Then.NOTE, on_failure: Then = Then.NOTE) -> Iterator[None]:
+        """Note a refusal or a failure in a block, unless the GPU's context is lost, after which no call can be right."""
+        try:
+            try:
+                yield
+            except Unsupported as refusal:
+                if on_refusal is Then.FAIL:
+                    raise KernelError(f"it refused a call that it had taken before: {refusal}") from refusal
+                if on_refusal is Then.RAISE:
+                    raise
+                self.decline(f"{what}: {refusal}")
+        except KernelError as failure:
+            if on_failure is Then.RAISE:
+                raise
+            try:
+                self._wait()
+            except torch.AcceleratorError:
+                raise failure from None
+            self.fail(str(failure), what)
+
+    def _invoke(self, function: Callable[..., Any], /, *args: Any, **arguments: Any) -> Any:
+        self.calls += 1
+        return invoke(function, args, arguments, self.refusals)
+
+    def _prepare(self, prepare: Callable[..., Any], /, **arguments: Any) -> Callable[[], Any]:
+        return functools.partial(self._invoke, self._invoke(prepare, **arguments))
+
+    def _expect_shape_of_mla(self, returned: Any, arguments: dict[str, Any]) -> None:
+        """Expect an output of the query's shape, before its rows are taken as they come."""
         out, _ = output_and_lse(Interface.MLA_DECODE.value, returned)
         shape = (*arguments["query"].shape[:-1], arguments["kv_lora_rank"])
         if tuple(out.shape) != shape:
@@ -265,147 +234,164 @@ class CaseRun:
         if self.device.type == "cuda" and not is_capturing():
             torch.cuda.synchronize()
 
-    def call(self, inputs: AttentionInputs, **changes: Any) -> Result:
-        """Call with the inputs' arguments, some changed or added; raises as `run`."""
-        return self.run(inputs.case.interface, inputs.arguments() | changes, inputs.case)
+    @property
+    def forms(self) -> tuple[CallForm, ...]:
+        """Return the forms that the implementation has of any attention call."""
+        names = [interface.value for interface in ATTENTION]
+        has = [form for form in CallForm if any(hasattr(self.implementation, form.value + name) for name in names)]
+        return (CallForm.WHOLE, *(form for form in has if form is not CallForm.WHOLE))
 
-    def repeat(self, inputs: AttentionInputs, **changes: Any) -> Result:
-        """Make a call that was taken before, so that a refusal is a failure: something was left that is in its way."""
-        return self.run_again(inputs.case.interface, inputs.arguments() | changes, inputs.case)
+    def prepare(self, form: CallForm, interface: Interface, arguments: dict[str, Any]) -> Callable[[], Any]:
+        """Prepare or plan a call; raises as `call`."""
+        prepare = functools.partial(self._prepare, getattr(self.implementation, form.value + interface.value))
+        self.note_call(interface, arguments)
+        call: Callable[[], Any] = self._equivalent.invoke(interface, prepare, arguments)
+        return call
 
-    def run_again(self, interface: Interface, arguments: dict[str, Any], case: AttentionCase | None = None) -> Result:
-        """Run a call that was taken before, with the same tensors or equal ones; raises as `repeat`."""
-        try:
-            return self.run(interface, arguments, case)
-        except Unsupported as declined:
-            raise KernelError(f"it refused a call that it had taken before: {declined}") from declined
+    def function(self, interface: Interface) -> Callable[..., Any]:
+        """Return the implementation's function, which raises Unsupported for what it does not take."""
+        function = getattr(self.implementation, interface.value)
 
-    def hold_call(self, what: str, truth: Truth, inputs: AttentionInputs) -> None:
-        """Call, and hold the result to the truth: a failure is noted, and the check goes on.
+        @functools.wraps(function)
+        def call(*args: Any, **arguments: Any) -> Any:
+            return self._invoke(function, *args, **arguments)
 
-        Raises:
-            Unsupported: as `run`; nothing of the case can be judged.
-        """
-        with self.noting_failures(what):
-            self.hold(what, self.call(inputs), truth)
+        return call
 
-    @contextmanager
-    def noting_failures(self, what: str) -> Iterator[None]:
-        """Note a failure of the implementation's and go on, unless the GPU's context is lost.
+    def engine(self, form: CallForm = CallForm.PREPARED) -> SimpleNamespace:
+        """Return the attention functions as an engine finds them; calls of one that is missing are unsupported.
 
-        Raises:
-            KernelError: no call can be right after it.
-        """
-        try:
-            yield
-        except KernelError as failure:
-            try:
-                self._wait()
-            except torch.AcceleratorError:
-                raise failure from None
-            self.fail(str(failure), what)
-
-    def attempt(self, what: str, inputs: AttentionInputs, **changes: Any) -> Result | None:
-        """Call as a variation of the check: a refusal or a failure is noted and gives None."""
-        return self.attempt_call(what, inputs.case.interface, inputs.arguments() | changes, inputs.case)
-
-    def vary(self, what: str, truth: Truth, inputs: AttentionInputs, **changes: Any) -> Result | None:
-        """Attempt a variation, hold its result to the truth, and return it."""
-        result = self.attempt(what, inputs, **changes)
-        self.hold(what, result, truth)
-        return result
-
-    def attempt_call(
-        self, what: str, interface: Interface, arguments: dict[str, Any], case: AttentionCase | None = None
-    ) -> Result | None:
-        """Run as a variation of the check: a refusal or a failure is noted and gives None."""
-        return self.attempted(what, lambda: self.run(interface, arguments, case))
-
-    def attempted(self, what: str, call: Callable[[], Result]) -> Result | None:
-        """Make a call: a refusal or a failure is noted and gives None."""
-        with self.noting_failures(what):
-            try:
-                return call()
-            except Unsupported as declined:
-                self.decline(f"{what}: {declined}")
-        return None
-
-    def reads(self, what: str, attention: Callable[[], None]) -> bool:
-        """Run a reference over what the implementation built; arguments that a reference refuses are wrong ones."""
-        try:
-            attention()
-        except (IndexError, TypeError, ValueError) as error:
-            self.hold_nothing_wrong(what, [f"{what} is refused: {error}"], held="invariants")
-            return False
-        self.hold_nothing_wrong(what, (), held="invariants")
-        return True
-
-    def hold(self, what: str, result: Result | None, truth: Truth, least_bound: float = 0.0) -> None:
-        """Hold the output to the truth, its vectors and its slopes, and the LSE, if there is one, in base 2.
+        An engine has one workspace for all its calls, and leaves out arguments that have their default.
 
         Args:
-            least_bound: relative error that is allowed whatever the control makes.
+            form: of the calls of functions that have it; the others are whole.
         """
+        workspace = new_workspace(self.device, of_engine=True)
+        found: dict[str, Callable[..., Any]] = {}
+        for interface in ATTENTION:
+            found[interface.value] = functools.partial(self._call_of_engine, interface, workspace)
+            prepare = getattr(self.implementation, form.value + interface.value, None) if form.value else None
+            if prepare is not None:
+                found[f"prepare_{interface.value}"] = functools.partial(
+                    self._preparation_of_engine, prepare, interface, workspace
+                )
+        return SimpleNamespace(**found)
+
+    def _call_of_engine(self, interface: Interface, workspace: Tensor, /, **arguments: Any) -> Any:
+        """Make a call; its lengths are those of the case, which may take two calls."""
+        of_call = self.note_call(interface, arguments)
+        lengths = self._of_case if self._of_case.of_requests else of_call
+        self.called = replace(lengths, features={**of_call.features, **self._of_case.features})
+        offered = getattr(self.implementation, interface.value, None)
+        if offered is None:
+            raise Unsupported(f"it has no {interface.value}")
+        function = functools.partial(self._invoke, offered)
+        given = _without_defaults(arguments) | {"workspace_buffer": workspace}
+        return self._equivalent.invoke(interface, function, given, by_engine=True)
+
+    def _preparation_of_engine(
+        self, prepare: Callable[..., Any], interface: Interface, workspace: Tensor, /, **arguments: Any
+    ) -> Any:
+        given = _without_defaults(arguments) | {"workspace_buffer": workspace}
+        return self._equivalent.invoke(interface, functools.partial(self._prepare, prepare), given)
+
+    def note_call(self, interface: Interface, arguments: dict[str, Any], case: Any = None) -> CallFeatures:
+        """Note an attention call that is about to be made, of the case's contents or another's, and return its features."""
+        if not is_capturing():
+            of_call = features_of_call(interface, arguments, self._log)
+            is_call = isinstance(self.case, AttentionCase)
+            around = features_of_contents(case or self.case) if is_call else self._of_case.features
+            self.called = replace(of_call, features={**around, **of_call.features})
+        return self.called
+
+    def expect(self, what: str, wrongs: Iterable[str], kind: str = "memory", call: CallFeatures | None = None) -> None:
+        """Expect that nothing is wrong; `wrongs` are sentences of what is."""
+        found = list(wrongs)
+        self.wrongs += found
+        self._note(what, kind, bool(found), call)
+
+    def wrong(self, sentence: str) -> None:
+        """Note a sentence of what is wrong, of the last call."""
+        self.expect("what it returned", [sentence], kind="other")
+
+    def expect_unchanged(self, what: str, tensors: dict[str, Tensor], before: dict[str, Tensor]) -> None:
+        """Expect the bits that tensors had before a call."""
+        self.expect(what, changed_bits(tensors, before))
+
+    def expect_readable(self, what: str, read: Callable[[], None]) -> bool:
+        """Expect that a reference takes what the implementation built; arguments that it refuses are wrong ones."""
+        try:
+            read()
+        except (IndexError, TypeError, ValueError) as error:
+            self.expect(what, [f"{what} is refused: {error}"], kind="invariants")
+            return False
+        self.expect(what, (), kind="invariants")
+        return True
+
+    def expect_close(self, what: str, result: Result | None, truth: Truth, least_bound: float = 0.0) -> None:
+        """Expect the output of the truth, and the LSE, if there is one, in base 2; `least_bound` as in `compare_output`."""
         if result is None:
             return
         self.judged += 1
         if self.saves_output and self.output is None and result.out.numel() <= MOST_SAVED_ELEMENTS:
             self.output = SavedOutput.of(result.out)
-        call, truth = result.call or self.called, made(truth)
-        if result.out.shape != truth.expected.shape:
-            self.wrongs.append(f"{what}: the output is {list(result.out.shape)}, not {list(truth.expected.shape)}")
-            self._note(what, "output", True, call)
-            return
-        comparison = truth.compare(result.out, least_bound)
-        self.worst_ratio = max(self.worst_ratio, comparison.worst_ratio)
-        worst = None
-        if not comparison.passed:
-            self.wrongs.append(f"{what}: {truth.wrong_output(comparison, result.out)}")
-            ((row, head),) = comparison.worst(1)
-            worst = _vector(truth, row, head, truth.expected, result.out)
-        self._note(what, "output", not comparison.passed, call, comparison.faulty.any(dim=1), worst)
-        if result.lse is not None:
-            self.hold_lse(what, result.lse, truth, call)
-
-    def hold_lse(self, what: str, lse: Tensor, truth: Truth, call: CallFeatures | None = None) -> None:
-        """Hold an LSE to log2 of the softmax's denominator, the sink included; -inf where a row sees nothing."""
         truth = made(truth)
-        wrong = truth.wrong_lse(lse)
-        rows, worst = None, None
-        if wrong:
-            self.wrongs.append(f"{what}: {wrong}")
-        if lse.shape == truth.lse_log2.shape:
-            ratio = truth.lse_ratio(lse)
-            self.worst_ratio = max(self.worst_ratio, *ratio.flatten().tolist(), 0.0)
-            is_wrong = ratio > 1
-            rows = is_wrong.any(dim=1)
-            if wrong:
-                row, head = divmod(int(is_wrong.flatten().to(torch.int8).argmax()), lse.shape[1])
-                worst = _vector(truth, row, head, truth.lse_log2.unsqueeze(-1), lse.unsqueeze(-1))
-        self._note(what, "LSE", bool(wrong), call or self.called, rows, worst)
+        self._compared(what, "output", compare_output(result.out, truth, least_bound), result.call)
+        if result.lse is not None and result.out.shape == truth.expected.shape:
+            self.expect_lse(what, result.lse, truth, result.call)
 
-    def same_bits(self, what: str, result: Result | None, other: Result) -> None:
-        """Hold two outputs to be equal bit for bit."""
-        if result is None:
-            return
-        self.judged += 1
-        call = result.call or self.called
-        if result.out.shape != other.out.shape:
-            self.wrongs.append(f"{what}: the output is {list(result.out.shape)}, not {list(other.out.shape)}")
-            self._note(what, "bits", True, call)
-            return
-        left, right = as_integers(result.out), as_integers(other.out)
-        is_wrong = not torch.equal(left, right)
-        differ = (left != right).flatten(1).any(dim=1)
-        if is_wrong:
-            rows = differ.nonzero().flatten().tolist()
-            self.wrongs.append(f"{what}: the bits of rows {rows[:8]}{'…' if len(rows) > 8 else ''} differ")
-        self._note(what, "bits", is_wrong, call, differ)
+    def expect_lse(self, what: str, lse: Tensor, truth: Truth, call: CallFeatures | None = None) -> None:
+        """Expect log2 of the softmax's denominator, the sink included; -inf where a row sees nothing."""
+        self._compared(what, "LSE", compare_lse(lse, made(truth)), call)
+
+    def expect_equal_bits(self, what: str, result: Result | None, other: Result) -> None:
+        """Expect the bits of another output."""
+        if result is not None:
+            self.judged += 1
+            self._compared(what, "bits", compare_bits(result.out, other.out), result.call)
+
+    def _compared(self, what: str, kind: str, found: Comparison, call: CallFeatures | None) -> None:
+        if found.failure:
+            self.wrongs.append(f"{what}: {found.failure}")
+        self.worst_ratio = max(self.worst_ratio, found.worst_ratio)
+        self._note(what, kind, bool(found.failure), call, found.wrong_rows, found.example)
+
+    def _note(
+        self,
+        what: str,
+        kind: str,
+        wrong: bool,
+        call: CallFeatures | None = None,
+        rows: Tensor | None = None,
+        example: Any = None,
+    ) -> None:
+        """Note a result, of the last call if none is given; `rows` says which rows are wrong."""
+        call = call or self.called
+        requests: tuple[Any, ...] = ()
+        if rows is not None and len(rows) == sum(call.q_lens):
+            parts = [bool(part.any()) for part in rows.cpu().split(list(call.q_lens))]
+            requests = tuple(zip(call.of_requests, parts, strict=True))
+        alone = kind in ("output", "return") and not requests
+        features = of_any_request(call.features, call.of_requests) if alone else call.features
+        self.results.append(CheckedResult(what, {"held": kind, **features}, wrong, requests, example))
+
+    def fail(self, failure: str, what: str = "", kind: str = "return") -> None:
+        """Note a failure, of the last call or of the lab, and once in words however many calls share it."""
+        failure = failure if len(failure) <= SHOWN_CHARACTERS else f"{failure[: SHOWN_CHARACTERS - 1]}…"
+        if not any(noted.endswith(failure) for noted in self.failures):
+            self.failures.append(f"{what}: {failure}" if what else failure)
+        self._note(what or IT_FAILED, kind, True)
+
+    def decline(self, sentence: str) -> None:
+        """Note a refusal, once."""
+        if sentence not in self.declines:
+            self.declines.append(sentence)
 
 
-def _vector(truth: Truth, row: int, head: int, expected: Tensor, got: Tensor) -> WrongVector:
-    first, second = (tuple(side[row, head, :SHOWN_ELEMENTS].double().tolist()) for side in (expected, got))
-    return WrongVector(f"row {row} (request {int(truth.request_of_row[row])}), head {head}", first, second)
+def _without_defaults(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments but those that say what FlashInfer's default says: no window, no sinks."""
+    is_default = {"window_left": lambda value: value == -1, "sinks": lambda value: value is None}
+    return {name: value for name, value in arguments.items() if name not in is_default or not is_default[name](value)}
 
 
 def as_result(returned: Any, interface: Interface) -> Result:

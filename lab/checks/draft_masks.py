@@ -17,7 +17,7 @@ def hold_masks(run: CaseRun, case: AttentionCase) -> None:
     """Calls of the case's rows: without a mask, with each shape of mask, and with a tree's beside what else limits a row."""
     inputs = run.build(case)
     rows = f"of {case.q_lens[0]} rows"
-    run.vary(f"no mask {rows}", truth_of_call(inputs), inputs)
+    run.vary(f"no mask {rows}", inputs, truth_of_call(inputs))
     for name, shown in draft_masks(case).items():
         _hold(run, f"{name} {rows}", inputs, shown)
     shown = tree(case.q_lens[0]).expand(len(case.q_lens), -1, -1)
@@ -29,9 +29,9 @@ def _hold(
     run: CaseRun, what: str, inputs: AttentionInputs, shown: Tensor, changes: dict[str, Any] | None = None
 ) -> None:
     changes = changes or {}
-    result = run.attempt(what, inputs, mask=packed_mask(shown).to(run.device), **changes)
+    result = run.vary(what, inputs, mask=packed_mask(shown).to(run.device), **changes)
     rules = {name: value for name, value in changes.items() if name != "return_lse"}
-    run.hold(what, result, truth_of_call(inputs, shown=shown.to(run.device), **rules))
+    run.expect_close(what, result, truth_of_call(inputs, shown=shown.to(run.device), **rules))
 
 
 def _beside(run: CaseRun, inputs: AttentionInputs) -> dict[str, dict[str, Any]]:

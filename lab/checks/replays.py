@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from lab.checks.case_run import CallForm, CaseRun, Result, as_result
+from lab.checks.case_run import CallForm, CaseRun, GivenCall, Result, Then, as_result
 from lab.checks.run.support_protocol import KernelError, Unsupported
 from lab.metadata.engine.capture import capturing
 from lab.named_enum import NamedEnum
@@ -268,16 +268,16 @@ class Replay:
     def hold(self, what: str, batch: ReplayedBatch) -> Result:
         """Load a batch, replay, and hold the rows of its requests to its truth; return them."""
         result = self.of(batch)
-        self.run.hold(what, result, batch.truth())
+        self.run.expect_close(what, result, batch.truth())
         return result
 
     def bounded(self, what: str, batch: ReplayedBatch) -> None:
         """Load a batch, make its call eagerly with a bound of its own, and hold the rows of its requests to its truth."""
         self._load(batch)
         self._clear_out()
-        result = self.run.run(self.interface, self.arguments | batch.kv_bound)
+        result = self.run.call(GivenCall(self.interface, self.arguments | batch.kv_bound))
         lse = None if result.lse is None else result.lse[: self._rows]
-        self.run.hold(what, result._replace(out=result.out[: self._rows], lse=lse), batch.truth())
+        self.run.expect_close(what, result._replace(out=result.out[: self._rows], lse=lse), batch.truth())
 
     def of(self, batch: ReplayedBatch) -> Result:
         """Load a batch, replay, and return copies of the rows of its requests."""
@@ -304,8 +304,8 @@ class Replay:
                     _overwrite(kept, part)
 
     def _run(self) -> Result:
-        run = self.run.run_again if self._has_run else self.run.run
-        result = run(self.interface, self.arguments)
+        call = GivenCall(self.interface, self.arguments)
+        result = self.run.call(call, on_refusal=Then.FAIL) if self._has_run else self.run.call(call)
         self._has_run = True
         return result
 
@@ -313,11 +313,11 @@ class Replay:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # what is made once, is made before the capture, on its stream
-            self.run.run(self.interface, self.arguments)
+            self.run.call(GivenCall(self.interface, self.arguments))
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with capturing(graph, stream=stream):
-                result = self.run.run(self.interface, self.arguments)
+                result = self.run.call(GivenCall(self.interface, self.arguments))
         torch.cuda.current_stream().wait_stream(stream)
         return partial(_replayed, graph, result)
 
@@ -333,7 +333,7 @@ class MadeReplay(Replay):
     def __init__(self, run: CaseRun, room: ReplayedBatch, first: ReplayedBatch, form: CallForm) -> None:
         self.run, self.interface, self.arguments = run, room.interface, room.arguments()
         self._load(first)
-        self._call = run.made(form, self.interface, self.arguments)
+        self._call = run.prepare(form, self.interface, self.arguments)
         self._replay = self._made_again
 
     def _made_again(self) -> Result:

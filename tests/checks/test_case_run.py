@@ -30,7 +30,7 @@ def truth(run: CaseRun) -> Truth:
 
 
 def test_the_truth_itself_is_right(run: CaseRun, truth: Truth) -> None:
-    run.hold("this", Result(truth.expected, truth.lse_log2), truth)
+    run.expect_close("this", Result(truth.expected, truth.lse_log2), truth)
     assert (run.wrongs, run.judged, run.worst_ratio) == ([], 1, 0.0)
 
 
@@ -48,7 +48,7 @@ def test_a_trial_keeps_no_tensor_of_a_call() -> None:
 def test_one_wrong_vector_is_named(run: CaseRun, truth: Truth) -> None:
     out = truth.expected.clone()
     out[5, 1] *= 1.1
-    run.hold("this", Result(out, None), truth)
+    run.expect_close("this", Result(out, None), truth)
     (wrong,) = run.wrongs
     assert wrong.startswith(
         "this: 1 of 12 vectors are wrong, of requests [2]: row 5 (request 2) head 1: error 0.1, bound"
@@ -60,7 +60,7 @@ def test_outputs_that_are_biased_are_told_and_their_rows_noted(run: CaseRun, tru
     out = truth.expected.clone()
     out[:2] *= 1.006
     run.called = replace(run.called, q_lens=(2, 2, 2))
-    run.hold("this", Result(out, None), truth)
+    run.expect_close("this", Result(out, None), truth)
     assert run.wrongs == [
         "this: all outputs of request 0 are 0.60% too large: factor 1.0060, at most 1.0049 is rounding"
     ]
@@ -73,16 +73,16 @@ def test_outputs_that_are_biased_are_told_and_their_rows_noted(run: CaseRun, tru
 
 
 def test_what_a_check_allows_is_allowed(run: CaseRun, truth: Truth) -> None:
-    run.hold("this", Result(truth.expected * 1.1, None), truth, least_bound=0.11)
+    run.expect_close("this", Result(truth.expected * 1.1, None), truth, least_bound=0.11)
     assert not run.wrongs
-    run.hold("this", Result(truth.expected * 1.1, None), truth, least_bound=0.09)
+    run.expect_close("this", Result(truth.expected * 1.1, None), truth, least_bound=0.09)
     assert run.wrongs
 
 
 def test_a_row_without_keys_must_be_zero(run: CaseRun, truth: Truth) -> None:
     out = truth.expected.clone()
     out[2] = 1e-30
-    run.hold("this", Result(out, None), truth)
+    run.expect_close("this", Result(out, None), truth)
     assert "of requests [1]" in run.wrongs[0]
     assert run.wrongs[0].endswith("is not zero (1e-30): rows that see no key must be zero")
 
@@ -91,16 +91,16 @@ def test_what_is_not_finite_is_told_as_that_and_not_as_an_error(run: CaseRun, tr
     out = truth.expected.clone()
     out[2, 0] = math.nan
     out[4, 1, 3] = math.inf
-    run.hold("this", Result(out, None), truth)
+    run.expect_close("this", Result(out, None), truth)
     assert "row 2 (request 1) head 0 is not finite (nan): rows that see no key must be zero" in run.wrongs[0]
     assert "row 4 (request 2) head 1 is not finite (inf)" in run.wrongs[0]
     assert "error" not in run.wrongs[0]
 
 
 def test_another_shape_is_wrong(run: CaseRun, truth: Truth) -> None:
-    run.hold("this", Result(truth.expected[:5], None), truth)
+    run.expect_close("this", Result(truth.expected[:5], None), truth)
     assert run.wrongs == ["this: the output is [5, 2, 64], not [6, 2, 64]"]
-    run.hold_lse("that", truth.lse_log2[:, :1], truth)
+    run.expect_lse("that", truth.lse_log2[:, :1], truth)
     assert run.wrongs[1:] == ["that: the LSE is [6, 1], not [6, 2]"]
 
 
@@ -108,7 +108,7 @@ def test_another_shape_is_wrong(run: CaseRun, truth: Truth) -> None:
 def test_an_lse_may_be_off_by_its_bound_either_way(run: CaseRun, truth: Truth, off: float, is_wrong: bool) -> None:
     lse = truth.lse_log2.clone()
     lse[4, 1] += off * LSE_LOG2_BOUND
-    run.hold_lse("this", lse, truth)
+    run.expect_lse("this", lse, truth)
     assert bool(run.wrongs) is is_wrong
     assert run.worst_ratio == pytest.approx(abs(off), rel=0.02)
     assert all("1 LSEs are wrong: row 4 head 1 is " in wrong for wrong in run.wrongs)
@@ -118,7 +118,7 @@ def test_an_lse_may_be_off_by_its_bound_either_way(run: CaseRun, truth: Truth, o
 def test_an_lse_in_another_base_or_short_of_the_largest_logit_is_wrong(
     run: CaseRun, truth: Truth, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    run.hold_lse("this", change(truth.lse_log2), truth)
+    run.expect_lse("this", change(truth.lse_log2), truth)
     assert "LSEs are wrong" in run.wrongs[0]
 
 
@@ -127,7 +127,7 @@ def test_the_lse_of_a_row_without_keys_is_minus_infinity_alone(run: CaseRun, tru
     lse = truth.lse_log2.clone()
     assert lse[2, 0] == -math.inf
     lse[2, 0] = value
-    run.hold_lse("this", lse, truth)
+    run.expect_lse("this", lse, truth)
     assert "1 LSEs are wrong: row 2 head 0" in run.wrongs[0]
     assert run.wrongs[0].endswith("not -inf (base 2): rows that see no key have -inf")
 
@@ -136,30 +136,30 @@ def test_minus_infinity_and_nan_are_no_lse_of_a_row_with_keys(run: CaseRun, trut
     for row, value in ((0, -math.inf), (1, math.nan)):
         lse = truth.lse_log2.clone()
         lse[row, 0] = value
-        run.hold_lse("this", lse, truth)
+        run.expect_lse("this", lse, truth)
     assert len(run.wrongs) == 2
 
 
 def test_bits_that_differ_are_wrong_however_small(run: CaseRun) -> None:
     left = torch.zeros(6, 2, 64)
     right = left.clone()
-    run.same_bits("this", Result(left, None), Result(right, None))
+    run.expect_equal_bits("this", Result(left, None), Result(right, None))
     assert not run.wrongs
     right[3, 1, 5] = -0.0
-    run.same_bits("this", Result(left, None), Result(right, None))
+    run.expect_equal_bits("this", Result(left, None), Result(right, None))
     assert run.wrongs == ["this: the bits of rows [3] differ"]
 
 
 def test_nan_has_the_bits_of_nan(run: CaseRun) -> None:
     nan = Result(torch.full((6, 2, 64), math.nan), None)
-    run.same_bits("this", nan, nan)
+    run.expect_equal_bits("this", nan, nan)
     assert not run.wrongs
 
 
 def test_a_refused_variation_is_noted_and_changes_nothing(run: CaseRun, truth: Truth) -> None:
-    assert run.attempt("out", run.build(), out=1) is None
-    run.hold("out", None, truth)
-    run.same_bits("out", None, Result(truth.expected, None))
+    assert run.vary("out", run.build(), out=1) is None
+    run.expect_close("out", None, truth)
+    run.expect_equal_bits("out", None, Result(truth.expected, None))
     assert (run.judged, run.wrongs, len(run.declines)) == (0, [], 1)
     assert run.declines[0].startswith("out: it does not take these arguments")
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.checks.case_run import CaseRun, Result
+from lab.checks.case_run import CaseRun, GivenCall, Result
 from lab.checks.parameters import paged_axes
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.paged_axes import WHOLE_ONE
 from lab.references.truth import Truth
-from lab.workloads.inputs.guards import amid, changed_bits, guarded, same_bits, wrong_guards
+from lab.workloads.inputs.guards import amid, guarded, same_bits, wrong_guards
 from lab.workloads.inputs.views import LEAST_ALIGNMENT_BYTES
 
 DTYPES = {"fp32": torch.float32, **paged_axes.DTYPES}  # fp32 of outputs alone
@@ -65,7 +65,7 @@ class FormedCall:
 def judge_call(run: CaseRun, call: FormedCall) -> None:
     """Make a call once, and hold all that it gives to the truth, and what it must not touch."""
     before = {name: value.clone() for name, value in call.read.items()}
-    result = run.run(call.of.interface, call.arguments)
+    result = run.call(GivenCall(call.of.interface, call.arguments))
     out, lse = call.arguments.get("out"), call.arguments.get("lse")
     out = result.out if out is None else out.view(-1, *out.shape[-2:])
     lse = result.lse if lse is None else lse.view(-1, lse.shape[-1])
@@ -75,18 +75,18 @@ def judge_call(run: CaseRun, call: FormedCall) -> None:
         run.wrong("return_lse=True returned no LSE")
     rows = call.rows
     if rows:
-        run.hold("the call", Result(out[:rows], None if lse is None else lse[:rows], result.call), call.truth())
+        run.expect_close("the call", Result(out[:rows], None if lse is None else lse[:rows], result.call), call.truth())
     run.judged += 1
-    run.hold_nothing_wrong("what it returned", wrong_returns(call, result), held="other")
+    run.expect("what it returned", wrong_returns(call, result), kind="other")
     expected = call.rules.get("out_dtype", call.made_dtype)
     if result.out.dtype != expected:
         run.wrong(f"the output is {result.out.dtype}, not {expected}")
-    run.hold_nothing_wrong("the inputs", changed_bits(call.read, before))
+    run.expect_unchanged("the inputs", call.read, before)
     for name, around in call.guards.items():
-        run.hold_nothing_wrong(f"around {name}", wrong_guards(name, around))
+        run.expect(f"around {name}", wrong_guards(name, around))
     for name, between in call.gaps.items():
         written = [f"{int((~between.isnan()).sum())} elements between those of {name} were written to"]
-        run.hold_nothing_wrong(f"between elements of {name}", written if not bool(between.isnan().all()) else ())
+        run.expect(f"between elements of {name}", written if not bool(between.isnan().all()) else ())
 
 
 def wrong_returns(call: FormedCall, result: Result) -> Iterator[str]:

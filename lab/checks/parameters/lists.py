@@ -75,12 +75,12 @@ def judge_lists(run: CaseRun) -> None:
     lists = DraftLists(case, str(run.device))
     wrongs = lists.wrongs(write)
     run.judged += 1
-    run.hold_nothing_wrong("the lists", wrongs, held="lists", call=features)
+    run.expect("the lists", wrongs, kind="lists", call=features)
     if wrongs:
         return
     lists.take(DraftLists(replace(case, lens=case.lens[::-1], seed=case.seed + 1), str(run.device)))
     run.judged += 1
-    run.hold_nothing_wrong("the lists of others in the same tensors", lists.wrongs(write), held="lists", call=features)
+    run.expect("the lists of others in the same tensors", lists.wrongs(write), kind="lists", call=features)
 
 
 def _lens(requests: int, prefixes: Any, page_size: int, seed: int) -> tuple[int, ...]:

@@ -127,11 +127,11 @@ def judge_metadata(run: CaseRun) -> None:
         again = _build(run, _batch(of, later, other), other)
     _hold(run, "the metadata of a later pass", again, _features(run, later))
     wrongs = [f"a later pass changed {name} of the first one's metadata" for name in built.changed_metadata]
-    run.hold_nothing_wrong("the first pass's metadata", wrongs, "metadata", _features(run, first))
+    run.expect("the first pass's metadata", wrongs, "metadata", _features(run, first))
     for name, tensor in {**_tensors(again.batch), **_tensors(again.pool)}.items():
         tensor.add_(1)  # as an engine writes its next batch's numbers into the tensors that there are
         wrongs = [f"the metadata's {each} changed with {name}" for each in again.changed_metadata]
-        run.hold_nothing_wrong("own tensors", wrongs, "invariants", _features(run, later))
+        run.expect("own tensors", wrongs, "invariants", _features(run, later))
         if wrongs:
             return
 
@@ -169,7 +169,7 @@ def _hold(run: CaseRun, what: str, built: BuiltPass, features: CallFeatures) -> 
     run.judged += 1
     wrongs = [f"{what}: {each}" for each in _wrong(run.case, built)]
     wrongs += [f"building {what} changed {name}" for name in built.changed if name in built.read]
-    run.hold_nothing_wrong(what, wrongs, "metadata", features)
+    run.expect(what, wrongs, "metadata", features)
 
 
 def _wrong(of: Configuration, built: BuiltPass) -> Iterator[str]:

@@ -40,7 +40,7 @@ def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[Draft
 def _judge(run: CaseRun) -> None:
     wrongs = DraftLists(run.case, str(run.device)).wrongs(in_place(run.function(Interface.DRAFT_KV_INDICES)))
     run.judged += 1
-    run.hold_nothing_wrong("the lists", wrongs, held="lists")
+    run.expect("the lists", wrongs, kind="lists")
 
 
 CHECK = Check("L1", "draft_lists", first_line(__doc__), _cases, _judge, interfaces=(Interface.DRAFT_KV_INDICES,))

@@ -28,7 +28,7 @@ from lab.workloads.forward_case import ForwardCase
 from lab.workloads.geometries import geometry
 from lab.workloads.inputs.encoding import fill
 from lab.workloads.inputs.forward_pass import EnginePass, build_forward
-from lab.workloads.inputs.guards import changed_bits, guarded, wrong_guards
+from lab.workloads.inputs.guards import guarded, wrong_guards
 from lab.workloads.interfaces import Interface
 from lab.workloads.pass_case import PASS_CONTENTS
 
@@ -213,17 +213,19 @@ def judge_pass(run: CaseRun, forward: EnginePass) -> None:
     out, around = guarded(forward.new_out())
     try:
         forward.run(run.engine(), out)
-        run.hold("the pass", Result(forward.rows_of_requests(out), None), truth)
+        run.expect_close("the pass", Result(forward.rows_of_requests(out), None), truth)
         for what, make in _other_forms(run, forward):
             out.fill_(float("nan"))
-            run.hold(what, run.attempted(what, partial(_made, forward, make, out)), truth)
+            with run.noting(what):
+                make(out)
+                run.expect_close(what, Result(forward.rows_of_requests(out), None), truth)
     except Unsupported as declined:
         if declined.late:
             run.wrong(f"it declined, after it had written ({declined})")
         raise
     finally:
-        run.hold_nothing_wrong("around out", wrong_guards("its output", around))
-        run.hold_nothing_wrong("the inputs", changed_bits(forward.inputs(), before))
+        run.expect("around out", wrong_guards("its output", around))
+        run.expect_unchanged("the inputs", forward.inputs(), before)
 
 
 def _other_forms(run: CaseRun, forward: EnginePass) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
@@ -248,11 +250,6 @@ def _made_before(forward: EnginePass, engine: Any, out: Tensor) -> None:
         for tensor, contents in zip(tensors, held, strict=True):
             tensor.copy_(contents)
     call()
-
-
-def _made(forward: EnginePass, make: Callable[[Tensor], None], out: Tensor) -> Result:
-    make(out)
-    return Result(forward.rows_of_requests(out), None)
 
 
 def _judge(run: CaseRun) -> None:

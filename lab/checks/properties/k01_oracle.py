@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from lab.calls.problem import E4M3
-from lab.checks.case_run import CaseRun
+from lab.checks.case_run import CaseRun, Then
 from lab.checks.parameters.attention import balanced, balanced_nvfp4, drawn_cases
 from lab.checks.properties.check import Check, Level, counted, first_line
 from lab.ranges import Ranges
@@ -55,8 +55,8 @@ def _large_batch(case: AttentionCase, batch_size: int, ranges: Ranges) -> Attent
 def _judge(run: CaseRun) -> None:
     inputs = run.build()
     truth = truth_of_call(inputs)
-    run.hold_call("the call", truth, inputs)
-    run.hold("with the LSE", run.attempt("return_lse", inputs, return_lse=True), truth)
+    run.expect_close("the call", run.call(inputs, "the call", on_failure=Then.NOTE), truth)
+    run.expect_close("with the LSE", run.vary("return_lse", inputs, return_lse=True), truth)
     if run.case.contents is Contents.LOUD and not run.case.is_mla:
         _small_output(run, inputs, truth)
 
@@ -66,7 +66,7 @@ def _small_output(run: CaseRun, inputs: AttentionInputs, truth: Truth) -> None:
     largest = float(truth.expected.abs().max())
     if largest > 2 * E4M3_MAX * inputs.bmm2_scale:
         changes = {"out_dtype": E4M3, "bmm2_scale": inputs.bmm2_scale * E4M3_MAX / 2 / largest}
-        run.vary("a small e4m3 output of loud values", truth_of_call(inputs, **changes), inputs, **changes)
+        run.vary("a small e4m3 output of loud values", inputs, truth_of_call(inputs, **changes), **changes)
 
 
 CHECK = Check("K1", "oracle", first_line(__doc__), _cases, _judge, draw=drawn_cases())

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from lab.checks.case_run import CaseRun, Result
+from lab.checks.case_run import CaseRun, Result, Then
 from lab.checks.parameters.attention import balanced
 from lab.checks.properties.check import Check, Level, counted, first_line
 from lab.ranges import Ranges
@@ -46,16 +46,16 @@ def _judge(run: CaseRun) -> None:
     inputs = run.build()
     truth = truth_of_call(inputs)
     least_bound = ROUNDED_LOGITS if run.case.contents is Contents.LOW else 0.0
-    with run.noting_failures("the call"):
+    with run.noting("the call", Then.RAISE):
         _hold(run, "the call", run.call(inputs), truth, least_bound)
-    _hold(run, "with the LSE", run.attempt("return_lse", inputs, return_lse=True), truth, least_bound)
+    _hold(run, "with the LSE", run.vary("return_lse", inputs, return_lse=True), truth, least_bound)
     if True in run.ranges.sinks and 0 in run.case.kv_lens:
         none = torch.full((run.case.num_qo_heads,), -math.inf, device=run.device)
-        result = run.attempt("sinks of minus infinity", inputs, sinks=none)
+        result = run.vary("sinks of minus infinity", inputs, sinks=none)
         _hold(run, "sinks of minus infinity", result, truth_of_call(inputs, sinks=None))
     if inputs.sinks is not None:
         sinks = inputs.sinks + LARGE_SINK[run.case.dtype]
-        result = run.attempt("large sinks", inputs, sinks=sinks)
+        result = run.vary("large sinks", inputs, sinks=sinks)
         _hold(run, "large sinks", result, truth_of_call(inputs, sinks=sinks), least_bound)
 
 
@@ -63,7 +63,7 @@ def _hold(run: CaseRun, what: str, result: Result | None, truth: Truth, least_bo
     """Hold a result to the truth, and its elements to be finite."""
     if result is None:
         return
-    run.hold(what, result, truth, least_bound)
+    run.expect_close(what, result, truth, least_bound)
     bad = ~result.out.to(torch.float32).isfinite()
     if bool(bad.any()):
         requests = truth.request_of_row[bad.flatten(1).any(dim=1)].unique().tolist()

@@ -8,7 +8,7 @@ of what each row sees, and just beyond them.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lab.checks.case_run import CaseRun
+from lab.checks.case_run import CaseRun, Then
 from lab.checks.parameters.attention import balanced, drawn_cases, edge_lengths
 from lab.checks.properties.check import Check, Level, counted, first_line
 from lab.ranges import Ranges
@@ -54,9 +54,10 @@ def _drawn(case: AttentionCase) -> AttentionCase:
 def _judge(run: CaseRun) -> None:
     inputs = run.build()
     truth = truth_of_call(inputs)
-    run.hold_call(run.case.contents.name.lower(), truth, inputs)
+    what = run.case.contents.name.lower()
+    run.expect_close(what, run.call(inputs, what, on_failure=Then.NOTE), truth)
     if max(run.case.kv_lens) > LONG:
-        run.hold("with the LSE", run.attempt("return_lse", inputs, return_lse=True), truth)
+        run.expect_close("with the LSE", run.vary("return_lse", inputs, return_lse=True), truth)
 
 
 CHECK = Check("K3", "coded", first_line(__doc__), _cases, _judge, draw=drawn_cases(_drawn))

@@ -25,15 +25,15 @@ def _judge(run: CaseRun) -> None:
     clean = run.build(dead=Dead.ZERO)
     truth = truth_of_call(clean)
     expected = run.call(clean)
-    run.hold("over zeros", expected, truth)
+    run.expect_close("over zeros", expected, truth)
     for dead in (Dead.HUGE, Dead.NAN):
         what = f"dead cells of {dead.name}"
-        result = run.vary(what, truth, run.build(dead=dead))
+        result = run.vary(what, run.build(dead=dead), truth)
         if result is not None:
-            run.same_bits(f"{what} instead of zeros", result, expected)
+            run.expect_equal_bits(f"{what} instead of zeros", result, expected)
             for tail in (TableTail.NEGATIVE, TableTail.FAR):
                 also = f"{what} and a page table whose tail is {tail.name}"
-                run.same_bits(also, run.attempt(also, run.build(dead=dead, table_tail=tail)), result)
+                run.expect_equal_bits(also, run.vary(also, run.build(dead=dead, table_tail=tail)), result)
         if run.case.window_left >= 0:
             _before_windows(run, dead, expected)
 
@@ -49,7 +49,7 @@ def _before_windows(run: CaseRun, dead: Dead, expected: Result) -> None:
         first_seen = max(0, kv_len - q_len - case.window_left)
         inputs.block_tables[request, : first_seen // case.page_size] = spare
     what = f"pages of {dead.name} before the window"
-    run.same_bits(what, run.attempt(what, inputs), expected)
+    run.expect_equal_bits(what, run.vary(what, inputs), expected)
 
 
 CHECK = Check("K4", "poison", first_line(__doc__), _cases, _judge, draw=drawn_cases())

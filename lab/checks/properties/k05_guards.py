@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.checks.case_run import CaseRun
+from lab.checks.case_run import CaseRun, GivenCall
 from lab.checks.parameters.attention import drawn_cases
 from lab.checks.properties.check import Check, balanced_cases, first_line
 from lab.workloads.inputs.attention import AttentionInputs, new_workspace, truth_of_call
-from lab.workloads.inputs.guards import amid, changed_bits, guarded, wrong_guards
+from lab.workloads.inputs.guards import amid, guarded, wrong_guards
 
 
 def _judge(run: CaseRun) -> None:
@@ -22,20 +22,20 @@ def _judge(run: CaseRun) -> None:
     before = {name: tensor.clone() for name, tensor in inputs.tensors().items()}
     workspace, around_workspace = guarded(new_workspace(run.device))
     arguments = inputs.arguments() | {"workspace_buffer": workspace} | _embedded(inputs)
-    result = run.run(inputs.case.interface, arguments)
-    run.hold("inputs among guards", result, truth)
+    result = run.call(GivenCall(inputs.case.interface, arguments))
+    run.expect_close("inputs among guards", result, truth)
     _unchanged(run, "the workspace", around_workspace)
 
     out, around_out = guarded(_empty_out(inputs))
-    into_out = run.attempt("out", inputs, out=out)
+    into_out = run.vary("out", inputs, out=out)
     if into_out is not None:
-        run.hold("into out", into_out._replace(out=out.view(result.out.shape)), truth)
+        run.expect_close("into out", into_out._replace(out=out.view(result.out.shape)), truth)
         _unchanged(run, "out", around_out)
     lse, around_lse = guarded(torch.zeros(truth.lse_log2.shape, dtype=torch.float32, device=run.device))
-    if run.attempt("lse", inputs, lse=lse, return_lse=True) is not None:
-        run.hold_lse("into lse", lse, truth)
+    if run.vary("lse", inputs, lse=lse, return_lse=True) is not None:
+        run.expect_lse("into lse", lse, truth)
         _unchanged(run, "lse", around_lse)
-    run.hold_nothing_wrong("the inputs", changed_bits(inputs.tensors(), before))
+    run.expect_unchanged("the inputs", inputs.tensors(), before)
 
 
 def _empty_out(inputs: AttentionInputs) -> Tensor:
@@ -55,7 +55,7 @@ def _embedded(inputs: AttentionInputs) -> dict[str, Any]:
 
 
 def _unchanged(run: CaseRun, what: str, whole: Tensor) -> None:
-    run.hold_nothing_wrong(f"around {what}", wrong_guards(what, whole))
+    run.expect(f"around {what}", wrong_guards(what, whole))
 
 
 CHECK = Check("K5", "guards", first_line(__doc__), balanced_cases(6, 32, seed=7), _judge, draw=drawn_cases())

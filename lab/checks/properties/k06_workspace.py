@@ -8,12 +8,13 @@ which is right there. The engine hands out both, so that those counters too must
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace, semaphores_and_scratch
-from lab.checks.case_run import CaseRun
+from lab.checks.case_run import CaseRun, Then
 from lab.checks.parameters.attention import drawn_cases
 from lab.checks.properties.check import Check, balanced_cases, first_line
 from lab.workloads.attention_case import AttentionCase
@@ -30,29 +31,29 @@ def _judge(run: CaseRun) -> None:
     semaphores, scratch = semaphores_and_scratch(workspace)
     handed_out = {"multi_ctas_kv_counter_buffer": torch.zeros_like(semaphores)}
     counters = handed_out | ({"the workspace": semaphores} if in_workspace else {})
-    shared = {"workspace_buffer": workspace} | handed_out
+    shared: dict[str, Any] = {"workspace_buffer": workspace} | handed_out
     first = run.call(inputs, **shared)
-    run.hold("a zeroed workspace", first, truth)
+    run.expect_close("a zeroed workspace", first, truth)
     hold_counters_zero(run, "a call", counters)
 
     other = run.build(_another_shape(run.case))
-    run.vary("another shape", truth_of_call(other), other, **shared)
+    run.vary("another shape", other, truth_of_call(other), **shared)
     hold_counters_zero(run, "a call of another shape", counters)
-    run.same_bits("again, after another shape", run.repeat(inputs, **shared), first)
+    run.expect_equal_bits("again, after another shape", run.call(inputs, on_refusal=Then.FAIL, **shared), first)
 
     if not in_workspace and semaphores.any():  # the kernel writes all of it
         scratch = workspace
     for byte, name in ((0xFF, "NaN"), (0x7B, "large values")):
         scratch.fill_(byte)
-        run.same_bits(f"scratch that holds {name}", run.repeat(inputs, **shared), first)
+        run.expect_equal_bits(f"scratch that holds {name}", run.call(inputs, on_refusal=Then.FAIL, **shared), first)
     out = torch.full_like(first.out, float("nan"))
     shape = (len(run.case.q_lens), run.case.q_lens[0], *out.shape[1:]) if run.case.is_mla else out.shape
-    into = run.attempt("an output of NaN", inputs, out=out.view(shape))
-    run.same_bits("an output that held NaN", None if into is None else into._replace(out=out), first)
+    into = run.vary("an output of NaN", inputs, out=out.view(shape))
+    run.expect_equal_bits("an output that held NaN", None if into is None else into._replace(out=out), first)
 
     scratch.fill_(LEFT)
-    elsewhere = {"workspace_buffer": new_workspace(run.device)} | handed_out
-    run.same_bits("another workspace", run.repeat(inputs, **elsewhere), first)
+    elsewhere: dict[str, Any] = {"workspace_buffer": new_workspace(run.device)} | handed_out
+    run.expect_equal_bits("another workspace", run.call(inputs, on_refusal=Then.FAIL, **elsewhere), first)
     hold_left_alone(run, scratch)
 
 
@@ -69,14 +70,14 @@ def hold_counters_zero(run: CaseRun, what: str, counters: dict[str, Tensor]) -> 
     for name, buffer in counters.items():
         count = int(torch.count_nonzero(buffer))
         wrong = f"{what} left {count} of {name}'s first {SEMAPHORE_BYTES} bytes non-zero"
-        run.hold_nothing_wrong(f"the counters after {what}", [wrong] if count else [])
+        run.expect(f"the counters after {what}", [wrong] if count else [])
 
 
 def hold_left_alone(run: CaseRun, scratch: Tensor) -> None:
     """Hold that the scratch of an earlier call's workspace is as it was left: each byte of it `LEFT`."""
     count = int(torch.count_nonzero(scratch != LEFT))
     wrong = f"a call with another workspace wrote {count} bytes of an earlier call's"
-    run.hold_nothing_wrong("the workspace of earlier calls", [wrong] if count else [])
+    run.expect("the workspace of earlier calls", [wrong] if count else [])
 
 
 CHECK = Check("K6", "workspace", first_line(__doc__), balanced_cases(6, 24, seed=8), _judge, draw=drawn_cases())

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lab.checks.case_run import CaseRun
+from lab.checks.case_run import CaseRun, Then
 from lab.checks.parameters.attention import drawn_cases
 from lab.checks.properties.check import Check, balanced_cases, first_line
 from lab.workloads.inputs.attention import AttentionInputs, truth_of_call
@@ -22,7 +22,7 @@ SHARED_PAGES = 2
 def _judge(run: CaseRun) -> None:
     inputs = run.build()
     together = run.call(inputs)
-    run.hold("together", together, truth_of_call(inputs))
+    run.expect_close("together", together, truth_of_call(inputs))
     count = len(run.case.kv_lens)
     for request in range(count):
         _hold_part(run, f"request {request} alone", inputs, [request])
@@ -30,22 +30,22 @@ def _judge(run: CaseRun) -> None:
     _hold_part(run, "with each request twice", inputs, [*range(count), *range(count)])
     _others_keep_their_bits(run, inputs)
     shared = _with_shared_prefix(inputs)
-    run.vary("a shared prefix", truth_of_call(shared), shared)
+    run.vary("a shared prefix", shared, truth_of_call(shared))
 
 
 def _hold_part(run: CaseRun, what: str, inputs: AttentionInputs, requests: Sequence[int]) -> None:
     part = select(inputs, requests)
-    run.vary(what, truth_of_call(part), part)
+    run.vary(what, part, truth_of_call(part))
 
 
 def _others_keep_their_bits(run: CaseRun, inputs: AttentionInputs) -> None:
     rows = run.case.q_lens[0]
     query = inputs.query.clone()
     query[:rows] *= -2.0
-    before, after = run.repeat(inputs), run.attempt("another query", replace(inputs, query=query))
+    before, after = run.call(inputs, on_refusal=Then.FAIL), run.vary("another query", replace(inputs, query=query))
     if after is not None:
         others = after._replace(out=after.out[rows:])
-        run.same_bits(
+        run.expect_equal_bits(
             "the other requests, when the first's query changed", others, before._replace(out=before.out[rows:])
         )
 

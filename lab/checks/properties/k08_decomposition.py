@@ -39,16 +39,16 @@ def _judge(run: CaseRun) -> None:
     inputs = run.build()
     truth = truth_of_call(inputs)
     together = run.call(inputs)
-    run.hold("together", together, truth)
+    run.expect_close("together", together, truth)
     q_lens = run.case.q_lens
     allowed = 2.0 * truth.compare(together.out).bound  # each side may be off by as much
     for back in range(min(q_lens)):
         rows = torch.tensor([sum(q_lens[: request + 1]) - 1 - back for request in range(len(q_lens))])
         rows = rows.to(run.device)
         single = one_row(inputs, rows, back)
-        result = run.attempt("one row at a time", single)
+        result = run.vary("one row at a time", single)
         what = f"the row {back} before the last, by itself"
-        run.hold(what, result, truth_of_call(single))
+        run.expect_close(what, result, truth_of_call(single))
         _agree(run, what, result, together.out[rows], allowed[rows])
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lab.checks.case_run import CallForm, CaseRun
+from lab.checks.case_run import CallForm, CaseRun, Then
 from lab.checks.parameters.attention import balanced, balanced_nvfp4, drawn_cases
 from lab.checks.properties.check import Check, Level, counted, first_line
 from lab.checks.replays import Form, MadeReplay, Replay, ReplayedBatch, paged_batch, ragged_batch, rewritten
@@ -84,7 +84,7 @@ def _judge(run: CaseRun) -> None:
     is_ragged = isinstance(case, RaggedCase)
     make = (ragged_batches if is_ragged else paged_batches)(run, case)
     waits = is_ragged or case.has_offsets
-    if waits and run.attempt_call(*_call("rows that wait for requests", make(_short(room, waits)))) is None:
+    if waits and run.vary("rows that wait for requests", make(_short(room, waits))) is None:
         waits = False
         if not is_ragged and case.interface is not Interface.CONTEXT:
             make = paged_batches(run, replace(case, offsets=False))
@@ -105,13 +105,15 @@ def tell(run: CaseRun, make: Make, room: Lens, waits: bool) -> None:
     grown = replace(make(room, seed=3, moved=True), factors=last.factors)
     before = replay.hold("a replay with more and longer requests", grown)
     between = replace(make(another(room), seed=4), forms=grown.forms - {Form.OUT})
-    result = run.attempt_call(*_call("an eager call", between))
+    result = run.vary("an eager call", between)
     if result is not None:
         rows = sum(between.q_lens)
-        run.hold("an eager call between replays", result._replace(out=result.out[:rows], lse=None), between.truth())
-    run.same_bits("a replay after an eager call", replay.again(), before)
+        run.expect_close(
+            "an eager call between replays", result._replace(out=result.out[:rows], lse=None), between.truth()
+        )
+    run.expect_equal_bits("a replay after an eager call", replay.again(), before)
     replay.hold("a replay with shorter requests", make(shrunk(room), seed=5))
-    run.same_bits("the first requests again", replay.of(short), kept)
+    run.expect_equal_bits("the first requests again", replay.of(short), kept)
     eager = Replay(run, make(room), short, is_eager=True)
     eager.bounded("an eager call, bounded by short requests", short)
     eager.bounded("the next in the same tensors, bounded by longer requests", grown)
@@ -141,7 +143,7 @@ def tell_made(
         grown: a batch of more keys and rows.
     """
     words = f"{form.name.lower()} once"
-    with run.noting_failures(words):
+    with run.noting(words, Then.RAISE):
         try:
             made = MadeReplay(run, room, short, form)
         except Unsupported as declined:
@@ -201,7 +203,7 @@ def _taken(run: CaseRun, batch: ReplayedBatch, wanted: Iterator[Form]) -> frozen
     """Return those of the forms that the implementation takes, and the batch's own."""
     for form in wanted:
         asked = replace(batch, forms=batch.forms | {form})
-        if run.attempt_call(*_call(form.value, asked)) is not None:
+        if run.vary(form.value, asked) is not None:
             batch = asked
     return batch.forms
 

@@ -59,7 +59,7 @@ def _judge(run: CaseRun) -> None:
     inputs = run.build()
     truth = truth_of_call(inputs)
     base = run.call(inputs)
-    run.hold("as it is", base, truth)
+    run.expect_close("as it is", base, truth)
     _storage(run, truth, base)
     _strides(run, inputs, truth, base)
     _scales(run, inputs, truth, base)
@@ -69,19 +69,19 @@ def _judge(run: CaseRun) -> None:
 
 def _storage(run: CaseRun, truth: Truth, base: Result) -> None:
     storage = run.case.storage
-    moved = run.attempt("pages in another order", run.build(page_seed=storage.page_seed + 1))
-    run.same_bits("pages in another order", moved, base)
+    moved = run.vary("pages in another order", run.build(page_seed=storage.page_seed + 1))
+    run.expect_equal_bits("pages in another order", moved, base)
     for page_size in _page_sizes(run):
-        run.vary(f"pages of {page_size} tokens", truth, run.build(page_size=page_size))
+        run.vary(f"pages of {page_size} tokens", run.build(page_size=page_size), truth)
     if not run.case.is_mla:
         for layout in run.ranges.kv_layouts:
-            run.vary(f"layout {layout}", truth, run.build(kv_layout=layout))
+            run.vary(f"layout {layout}", run.build(kv_layout=layout), truth)
         if run.case.kv_dtype == NVFP4:
             gaps = run.build(gaps_in_scale_factors=True)
-            run.vary("scale factors with gaps", truth, gaps)
+            run.vary("scale factors with gaps", gaps, truth)
         stacked = run.build(stacked=True)
-        run.vary("V's page after each of K's", truth, stacked)
-        run.vary("kv_cache as one tensor", truth, stacked, kv_cache=as_one_tensor(stacked))
+        run.vary("V's page after each of K's", stacked, truth)
+        run.vary("kv_cache as one tensor", stacked, truth, kv_cache=as_one_tensor(stacked))
 
 
 def _page_sizes(run: CaseRun) -> tuple[int, ...]:
@@ -94,13 +94,13 @@ def _page_sizes(run: CaseRun) -> tuple[int, ...]:
 def _strides(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -> None:
     """The same numbers as views of larger tensors."""
     what = "a page table with gaps between its rows"
-    run.same_bits(what, run.attempt(what, replace(inputs, block_tables=in_wider_rows(inputs.block_tables))), base)
-    run.vary("a query with gaps between its rows", truth, replace(inputs, query=in_wider_rows(inputs.query)))
+    run.expect_equal_bits(what, run.vary(what, replace(inputs, block_tables=in_wider_rows(inputs.block_tables))), base)
+    run.vary("a query with gaps between its rows", replace(inputs, query=in_wider_rows(inputs.query)), truth)
     spread = replace(inputs, k_pages=in_wider_pages(inputs.k_pages), v_pages=in_wider_pages(inputs.v_pages))
-    run.vary("pages with gaps between them", truth, spread)
+    run.vary("pages with gaps between them", spread, truth)
     if not run.case.is_mla:
         uneven = replace(inputs, v_pages=in_wider_pages(inputs.v_pages))
-        run.vary("V pages with gaps, K pages without", truth, uneven)
+        run.vary("V pages with gaps, K pages without", uneven, truth)
 
 
 def in_wider_rows(tensor: Tensor) -> Tensor:
@@ -121,19 +121,19 @@ def in_wider_pages(pages: Tensor) -> Tensor:
 def _scales(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -> None:
     folded = replace(inputs, query=inputs.query * FOLDED)
     what = "the query times 4, bmm1_scale by 4"
-    result = run.attempt(what, folded, bmm1_scale=inputs.bmm1_scale / FOLDED)
+    result = run.vary(what, folded, bmm1_scale=inputs.bmm1_scale / FOLDED)
     if run.case.arithmetic is None:
-        run.same_bits(what, result, base)
-    run.hold(what, result, truth)  # a query that is rounded to e4m3 rounds otherwise when it is larger
+        run.expect_equal_bits(what, result, base)
+    run.expect_close(what, result, truth)  # a query that is rounded to e4m3 rounds otherwise when it is larger
     tensors = {
         "bmm1_scale": torch.tensor([inputs.bmm1_scale], dtype=torch.float32, device=run.device),
         "bmm2_scale": torch.tensor([inputs.bmm2_scale], dtype=torch.float32, device=run.device),
     }
     for name, value in tensors.items():
-        run.vary(f"{name} as a tensor", truth, inputs, **{name: value})
+        run.vary(f"{name} as a tensor", inputs, truth, **{name: value})
     if run.case.interface is Interface.DECODE:
         log2 = tensors["bmm1_scale"] * math.log2(math.e)
-        run.vary("bmm1_scale_log2", truth, inputs, bmm1_scale_log2=log2)
+        run.vary("bmm1_scale_log2", inputs, truth, bmm1_scale_log2=log2)
 
 
 def _bounds(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -> None:
@@ -141,16 +141,16 @@ def _bounds(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -
     bound = "max_kv_len" if run.case.interface is Interface.CONTEXT else "max_seq_len"
     longest = max(max(run.case.kv_lens), 1)
     for value in (longest, 4 * inputs.max_seq_len):
-        run.vary(f"{bound}={value}", truth, inputs, **{bound: value})
+        run.vary(f"{bound}={value}", inputs, truth, **{bound: value})
     for columns in SPARE_COLUMNS:
-        run.vary(f"a page table with {columns} spare columns", truth, run.build(spare_columns=columns))
+        run.vary(f"a page table with {columns} spare columns", run.build(spare_columns=columns), truth)
     if run.case.interface is Interface.CONTEXT:
         rows = 2 * max(run.case.q_lens)
-        run.vary("a larger max_q_len", truth, inputs, max_q_len=rows)
+        run.vary("a larger max_q_len", inputs, truth, max_q_len=rows)
     if run.device.type == "cuda":
         for enabled in (False, True):
             what = f"enable_pdl={enabled}"
-            run.same_bits(what, run.attempt(what, inputs, enable_pdl=enabled), base)
+            run.expect_equal_bits(what, run.vary(what, inputs, enable_pdl=enabled), base)
 
 
 def _switched_off(run: CaseRun, inputs: AttentionInputs) -> None:
@@ -162,16 +162,16 @@ def _switched_off(run: CaseRun, inputs: AttentionInputs) -> None:
         _wide_windows(run, inputs, longest)
     if True in run.ranges.sinks:
         none = torch.full((run.case.num_qo_heads,), -math.inf, dtype=torch.float32, device=run.device)
-        run.vary("sinks of minus infinity", truth_of_call(inputs, sinks=None), inputs, sinks=none)
+        run.vary("sinks of minus infinity", inputs, truth_of_call(inputs, sinks=None), sinks=none)
         some = torch.zeros_like(none)
         some[::2] = -math.inf
-        run.vary("sinks of minus infinity for every other head", truth_of_call(inputs, sinks=some), inputs, sinks=some)
+        run.vary("sinks of minus infinity for every other head", inputs, truth_of_call(inputs, sinks=some), sinks=some)
 
 
 def _wide_windows(run: CaseRun, inputs: AttentionInputs, longest: int) -> None:
     without = truth_of_call(inputs, window_left=-1)
     for window_left in (longest, longest - 1):
-        run.vary(f"window_left={window_left}, which hides nothing", without, inputs, window_left=window_left)
+        run.vary(f"window_left={window_left}, which hides nothing", inputs, without, window_left=window_left)
 
 
 CHECK = Check("K10", "metamorphic", first_line(__doc__), _cases, _judge, draw=drawn_cases())

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lab.calls.problem import E4M3
-from lab.checks.case_run import CaseRun
+from lab.checks.case_run import CaseRun, Then
 from lab.checks.draft_masks import hold_masks, unequal_sinks
 from lab.checks.parameters.attention import balanced
 from lab.checks.properties.check import Check, Level, counted, first_line
@@ -43,7 +43,8 @@ def _judge(run: CaseRun) -> None:
         hold_masks(run, run.case)
         return
     inputs = run.build()
-    run.hold_call("nothing changed", truth_of_call(inputs), inputs)
+    truth = truth_of_call(inputs)
+    run.expect_close("nothing changed", run.call(inputs, "nothing changed", on_failure=Then.NOTE), truth)
     _uneven_rows(run, inputs)
     for name, probe in _PROBES[run.case.interface].items():
         if not any(word in name and True not in axis for word, axis in _optional(run.ranges).items()):
@@ -57,7 +58,7 @@ def _judge(run: CaseRun) -> None:
         _lse_in_base_e(run, inputs)
         _half_out(run, inputs)
     else:
-        run.vary("uses_shared_paged_kv_idx=False", truth_of_call(inputs), inputs.with_separate_tables())
+        run.vary("uses_shared_paged_kv_idx=False", inputs.with_separate_tables(), truth_of_call(inputs))
     if run.case.interface is Interface.DECODE:
         hold_masks(run, _several_rows(run))
 
@@ -67,7 +68,8 @@ def _uneven_rows(run: CaseRun, inputs: AttentionInputs) -> None:
     query = inputs.query.float()
     query[::2] *= FAR
     uneven = replace(inputs, query=query.to(inputs.query.dtype))
-    run.hold_call("rows whose logits are far apart", truth_of_call(uneven), uneven)
+    what, truth = "rows whose logits are far apart", truth_of_call(uneven)
+    run.expect_close(what, run.call(uneven, what, on_failure=Then.NOTE), truth)
 
 
 def _optional(ranges: Ranges) -> dict[str, tuple[bool, ...]]:
@@ -77,7 +79,7 @@ def _optional(ranges: Ranges) -> dict[str, tuple[bool, ...]]:
 
 def _probe(run: CaseRun, name: str, inputs: AttentionInputs, changes: dict[str, Any], rules: dict[str, Any]) -> None:
     """The output must be what the changed argument says."""
-    result = run.vary(name, truth_of_call(inputs, **rules), inputs, **changes)
+    result = run.vary(name, inputs, truth_of_call(inputs, **rules), **changes)
     if result is None:
         return
     if name == "lse" and result.lse is None:
@@ -213,7 +215,7 @@ def _ragged(run: CaseRun, inputs: AttentionInputs) -> None:
     for name, changes in beside.items():
         truth = truth_of_requests(query, list(inputs.histories), list(q_lens), rules_of(inputs, **changes))
         for what, arguments in ((f"cum_seq_lens_q{name}", given), (f"cum_seq_lens_q{name}, the LSE", given | lse)):
-            run.vary(what, truth, inputs, query=query, **arguments, **changes)
+            run.vary(what, inputs, truth, query=query, **arguments, **changes)
 
 
 def _request_without_rows(run: CaseRun, inputs: AttentionInputs) -> None:
@@ -224,25 +226,25 @@ def _request_without_rows(run: CaseRun, inputs: AttentionInputs) -> None:
     query = torch.cat((inputs.query[:first], inputs.query[first + case.q_lens[1] :]))
     truth = truth_of_requests(query, list(inputs.histories), list(q_lens), rules_of(inputs))
     offsets = running_sum(q_lens, run.device)
-    run.vary("a request without rows", truth, inputs, query=query, cum_seq_lens_q=offsets)
+    run.vary("a request without rows", inputs, truth, query=query, cum_seq_lens_q=offsets)
 
 
 def _lse_in_base_e(run: CaseRun, inputs: AttentionInputs) -> None:
     """Returned, and returned beside the one that was handed out: both are in base e."""
     what = "return_lse_base='basee'"
-    result = run.attempt(what, inputs, return_lse=True, return_lse_base="basee")
+    result = run.vary(what, inputs, return_lse=True, return_lse_base="basee")
     if result is None:
         return
     if result.lse is None:
         run.wrong(f"{what} returned no LSE")
         return
     truth = truth_of_call(inputs)
-    run.hold(what, result._replace(lse=result.lse / math.log(2)), truth)
+    run.expect_close(what, result._replace(lse=result.lse / math.log(2)), truth)
     given = torch.full_like(result.lse, math.nan)
     what += " and lse"
-    result = run.attempt(what, inputs, return_lse=True, return_lse_base="basee", lse=given)
+    result = run.vary(what, inputs, return_lse=True, return_lse_base="basee", lse=given)
     if result is not None:
-        run.hold(what, result._replace(lse=given.view(-1, given.shape[-1]) / math.log(2)), truth)
+        run.expect_close(what, result._replace(lse=given.view(-1, given.shape[-1]) / math.log(2)), truth)
 
 
 def _half_out(run: CaseRun, inputs: AttentionInputs) -> None:
@@ -250,10 +252,10 @@ def _half_out(run: CaseRun, inputs: AttentionInputs) -> None:
     case = run.case
     shape = (len(case.q_lens), case.q_lens[0], case.num_qo_heads, case.out_head_dim)
     out = torch.full(shape, math.nan, dtype=torch.float16, device=run.device)
-    result = run.attempt("a float16 out", inputs, out=out)
+    result = run.vary("a float16 out", inputs, out=out)
     if result is not None:
         result = result._replace(out=out.flatten(0, 1))
-    run.hold("a float16 out", result, truth_of_call(inputs, out_dtype=torch.float16))
+    run.expect_close("a float16 out", result, truth_of_call(inputs, out_dtype=torch.float16))
 
 
 CHECK = Check("K11", "sensitivity", first_line(__doc__), _cases, _judge)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from lab.checks.case_run import CaseRun
+from lab.checks.case_run import CaseRun, GivenCall, Then
 from lab.checks.parameters.attention import balanced, drawn_cases
 from lab.checks.properties.check import Check, Level, counted, first_line
 from lab.ranges import Ranges
@@ -29,15 +29,15 @@ def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[Atten
 def _judge(run: CaseRun) -> None:
     inputs = run.build()
     arguments = inputs.arguments()
-    first = run.run(inputs.case.interface, arguments)
+    first = run.call(GivenCall(inputs.case.interface, arguments))
     first = first._replace(out=first.out.clone())
-    run.hold("the first launch", first, truth_of_call(inputs))
+    run.expect_close("the first launch", first, truth_of_call(inputs))
     stress = _Stress(run.device) if run.device.type == "cuda" else None
     for launch in range(LAUNCHES[run.device.type]):
         if stress is not None:
             stress.launch(launch % 4)
-        again = run.repeat(inputs, **arguments)
-        run.same_bits(f"launch {launch + 2}", again, first)
+        again = run.call(inputs, on_refusal=Then.FAIL, **arguments)
+        run.expect_equal_bits(f"launch {launch + 2}", again, first)
         if run.wrongs:
             return
 

@@ -6,7 +6,7 @@ Each length stands in a batch of lengths around it, from 0 and 1 on, over needle
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lab.checks.case_run import CaseRun
+from lab.checks.case_run import CaseRun, Then
 from lab.checks.parameters.attention import balanced, edge_lengths
 from lab.checks.properties.check import Check, Level, counted, first_line
 from lab.ranges import Ranges
@@ -78,7 +78,8 @@ def _of(case: AttentionCase, requests: list[tuple[int, int]]) -> AttentionCase:
 
 def _judge(run: CaseRun) -> None:
     inputs = run.build()
-    run.hold_call("the call", truth_of_call(inputs), inputs)
+    truth = truth_of_call(inputs)
+    run.expect_close("the call", run.call(inputs, "the call", on_failure=Then.NOTE), truth)
 
 
 CHECK = Check("K13", "boundaries", first_line(__doc__), _cases, _judge)

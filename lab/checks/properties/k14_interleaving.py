@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from lab.checks.case_run import CaseRun
+from lab.checks.case_run import CaseRun, Then
 from lab.checks.parameters.attention import drawn_cases
 from lab.checks.properties.check import Check, balanced_cases, first_line
 from lab.ranges import Ranges
@@ -24,20 +24,20 @@ def _judge(run: CaseRun) -> None:
     inputs = run.build()
     truth = truth_of_call(inputs)
     first = run.call(inputs)
-    run.hold("A", first, truth)
+    run.expect_close("A", first, truth)
     kept = first._replace(out=first.out.clone())
     scale = 0.75 * inputs.bmm1_scale
-    run.vary("B, another bmm1_scale", truth_of_call(inputs, bmm1_scale=scale), inputs, bmm1_scale=scale)
-    run.same_bits("A's output, after B", first, kept)
+    run.vary("B, another bmm1_scale", inputs, truth_of_call(inputs, bmm1_scale=scale), bmm1_scale=scale)
+    run.expect_equal_bits("A's output, after B", first, kept)
     for what, case in _neighbours(run.case, run.ranges):
         other = run.build(case)
-        run.vary(f"B, {what}", truth_of_call(other), other)
-        run.same_bits(f"A again, after {what}", run.repeat(inputs), kept)
+        run.vary(f"B, {what}", other, truth_of_call(other))
+        run.expect_equal_bits(f"A again, after {what}", run.call(inputs, on_refusal=Then.FAIL), kept)
     if run.device.type == "cuda":
         stream = torch.cuda.Stream(run.device)
         stream.wait_stream(torch.cuda.current_stream(run.device))
         with torch.cuda.stream(stream):
-            run.same_bits("A on another stream", run.repeat(inputs), kept)
+            run.expect_equal_bits("A on another stream", run.call(inputs, on_refusal=Then.FAIL), kept)
 
 
 def _neighbours(case: AttentionCase, ranges: Ranges) -> Iterator[tuple[str, AttentionCase]]:

@@ -30,7 +30,8 @@ def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[Atten
 
 def _judge(run: CaseRun) -> None:
     inputs = run.build()
-    run.hold("far pages", run.call(inputs), truth_of_call(inputs))
+    truth = truth_of_call(inputs)
+    run.expect_close("far pages", run.call(inputs), truth)
 
 
 CHECK = Check("K15", "large_ids", first_line(__doc__), _cases, _judge)

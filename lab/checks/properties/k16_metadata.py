@@ -42,8 +42,8 @@ def _judge(run: CaseRun) -> None:
     _parity(run, "the metadata", forward)
     out = torch.full_like(forward.query, float("nan"))
     what = "attention by this metadata"
-    if run.reads(what, partial(forward.run, references, out)):
-        run.hold(what, Result(forward.rows_of_requests(out), None), forward.truth())
+    if run.expect_readable(what, partial(forward.run, references, out)):
+        run.expect_close(what, Result(forward.rows_of_requests(out), None), forward.truth())
     # The same builder for a larger pass, then for the first again: nothing may be left from either.
     larger = replace(run.case, prefix_lens=run.case.prefix_lens * 2, q_lens=run.case.q_lens * 2, seed=run.case.seed + 1)
     _parity(run, "the metadata of a larger pass", build_forward(larger, run.device, build))
@@ -65,7 +65,7 @@ def _own_tensors(run: CaseRun, forward: ForwardPass) -> None:
     batch.seq_lens.add_(1)
     wrong = "the metadata's lengths are the batch's own tensor: they changed with it"
     is_wrong = metadata.cache_seqlens_int32.tolist() != lengths
-    run.hold_nothing_wrong("own tensors", [wrong] if is_wrong else [], "invariants")
+    run.expect("own tensors", [wrong] if is_wrong else [], "invariants")
 
 
 def _parity(run: CaseRun, what: str, forward: ForwardPass) -> None:
@@ -74,7 +74,7 @@ def _parity(run: CaseRun, what: str, forward: ForwardPass) -> None:
     for rank, shard in enumerate(forward.shards):
         if found := wrong_shard(forward.batch, forward.pool, shard, len(forward.shards), rank):
             wrong = wrong or f"of rank {rank}, {found}"
-    run.hold_nothing_wrong(what, [f"{what}: {wrong}"] if wrong else [], "metadata", features_of_case(forward.case))
+    run.expect(what, [f"{what}: {wrong}"] if wrong else [], "metadata", features_of_case(forward.case))
 
 
 CHECK = Check("K16", "metadata", first_line(__doc__), _cases, _judge, interfaces=(Interface.MHA_METADATA,))

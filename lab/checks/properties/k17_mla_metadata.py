@@ -44,8 +44,8 @@ def _judge(run: CaseRun) -> None:
     _parity(run, "the metadata", forward)
     out = forward.new_out()
     what = "attention by this metadata"
-    if run.reads(what, partial(forward.run, references, out)):
-        run.hold(what, Result(out, None), forward.truth())
+    if run.expect_readable(what, partial(forward.run, references, out)):
+        run.expect_close(what, Result(out, None), forward.truth())
     others = replace(run.case, prefix_lens=run.case.prefix_lens[::-1], q_lens=run.case.q_lens[::-1], seed=1)
     _parity(run, "the metadata of other requests", build_mla_pass(others, run.device, build))
     _parity(run, "the first pass's metadata, after another of its shape", forward)
@@ -53,13 +53,13 @@ def _judge(run: CaseRun) -> None:
     forward.batch.seq_lens.add_(1)
     wrong = "the metadata's lengths are the batch's own tensor: they changed with it"
     is_wrong = not torch.equal(forward.metadata.seq_lens_k, lengths)
-    run.hold_nothing_wrong("own tensors", [wrong] if is_wrong else [], "invariants")
+    run.expect("own tensors", [wrong] if is_wrong else [], "invariants")
 
 
 def _parity(run: CaseRun, what: str, forward: MLAPass) -> None:
     run.judged += 1
     wrongs = wrong_eager_mla_metadata(forward.batch, forward.pool, forward.metadata, forward.case.attention)
-    run.hold_nothing_wrong(what, [f"{what}: {each}" for each in wrongs], "metadata", features_of_case(forward.case))
+    run.expect(what, [f"{what}: {each}" for each in wrongs], "metadata", features_of_case(forward.case))
 
 
 CHECK = Check("K17", "mla_metadata", first_line(__doc__), _cases, _judge, interfaces=(Interface.MLA_METADATA,))

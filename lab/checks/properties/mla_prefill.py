@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lab.calls.workspace import counts_in_workspace, semaphores_and_scratch
-from lab.checks.case_run import CaseRun, Result, as_result
+from lab.checks.case_run import CaseRun, GivenCall, Result, Then, as_result
 from lab.checks.properties.check import Check, Level, counted, first_line
 from lab.checks.properties.k06_workspace import LEFT, hold_counters_zero, hold_left_alone
 from lab.metadata.engine.forward_mode import ForwardMode
@@ -25,7 +25,7 @@ from lab.metadata.mla.rows import merge_by_lse
 from lab.ranges import Ranges
 from lab.workloads.attention_case import Contents
 from lab.workloads.inputs.attention import new_workspace
-from lab.workloads.inputs.guards import changed_bits, guarded, wrong_guards
+from lab.workloads.inputs.guards import guarded, wrong_guards
 from lab.workloads.inputs.ragged import TILE, Parts, draw_ragged, padded, ragged_arguments, truth_of_ragged
 from lab.workloads.interfaces import Interface
 from lab.workloads.pass_case import PASS_CONTENTS
@@ -72,18 +72,19 @@ def _judge(run: CaseRun) -> None:
     before = {name: value.clone() for name, value in arguments.items() if isinstance(value, Tensor)}
     own = _with_lse(run, "new tokens", arguments)
     if own is None:
-        own = _own_rows(run.run(Interface.RAGGED_CONTEXT, arguments), case)
-    run.hold("new tokens", own, truth)
+        own = _own_rows(run.call(GivenCall(Interface.RAGGED_CONTEXT, arguments)), case)
+    run.expect_close("new tokens", own, truth)
     inputs = {name: arguments[name] for name in before if name != "workspace_buffer"}
-    run.hold_nothing_wrong("the inputs", changed_bits(inputs, before))
+    run.expect_unchanged("the inputs", inputs, before)
     backend = _Backend(run)
     what = "new tokens as a backend calls it"
-    run.hold(what, run.attempted(what, lambda: backend.new_tokens(query, new_tokens)), truth)
+    with run.noting(what):
+        run.expect_close(what, backend.new_tokens(query, new_tokens), truth)
     if case.contents is Contents.NEEDLES:  # which show each limit
         _variations(run, arguments, query, new_tokens)
     whole = truth_of_ragged(case, query, histories, causal=True)
     what = "all keys in one call"
-    run.hold(what, _with_lse(run, what, ragged_arguments(case, query, histories, causal=True)), whole)
+    run.expect_close(what, _with_lse(run, what, ragged_arguments(case, query, histories, causal=True)), whole)
     merged = own
     for start in range(0, max(case.prefix_lens), case.chunk):
         part = [
@@ -92,13 +93,14 @@ def _judge(run: CaseRun) -> None:
         ]
         what = f"the chunk from {start} on"
         chunk = _with_lse(run, what, ragged_arguments(case, query, part, causal=False) | {"o_sf_scale": -1.0})
-        run.hold(what, chunk, truth_of_ragged(case, query, part, causal=False))
+        run.expect_close(what, chunk, truth_of_ragged(case, query, part, causal=False))
         merged = _merged(merged, chunk)
     if max(case.prefix_lens) and merged is not None:
-        run.hold("all of them merged", merged._replace(out=merged.out.to(case.dtype)), whole)
+        run.expect_close("all of them merged", merged._replace(out=merged.out.to(case.dtype)), whole)
     if max(case.prefix_lens) and case.contents is Contents.NEEDLES:  # as the engine's planner cuts the prefix
         what = "the prefix in a backend's chunks, merged"
-        run.hold(what, run.attempted(what, lambda: backend.merged(query, histories)), whole)
+        with run.noting(what):
+            run.expect_close(what, backend.merged(query, histories), whole)
 
 
 class _Backend:
@@ -173,15 +175,15 @@ def _variations(run: CaseRun, arguments: dict[str, Any], query: Tensor, parts: P
         sinks = torch.linspace(1.0, 4.0, case.num_heads, device=run.device)
         probes["attention_sinks"] = ({"attention_sinks": sinks}, {"sinks": sinks})
     for what, (changes, rules) in probes.items():
-        result = run.attempt_call(what, Interface.RAGGED_CONTEXT, arguments | changes | {"return_lse": True})
-        run.hold(what, _own_rows(result, case), truth_of_ragged(case, query, parts, **{"causal": True} | rules))
+        result = run.vary(what, GivenCall(Interface.RAGGED_CONTEXT, arguments | changes | {"return_lse": True}))
+        run.expect_close(what, _own_rows(result, case), truth_of_ragged(case, query, parts, **{"causal": True} | rules))
     out, around = guarded(
         torch.full((*query.shape[:2], case.v_head_dim), math.nan, dtype=case.dtype, device=query.device)
     )
     exact = arguments | {"query": query}  # no row of padding, which a kernel may write
-    if run.attempt_call("out", Interface.RAGGED_CONTEXT, exact | {"out": out}) is not None:
-        run.hold("into out", Result(out, None), truth_of_ragged(case, query, parts, causal=True))
-        run.hold_nothing_wrong("around out", wrong_guards("out", around))
+    if run.vary("out", GivenCall(Interface.RAGGED_CONTEXT, exact | {"out": out})) is not None:
+        run.expect_close("into out", Result(out, None), truth_of_ragged(case, query, parts, causal=True))
+        run.expect("around out", wrong_guards("out", around))
     _workspaces(run, arguments)
 
 
@@ -192,25 +194,30 @@ def _workspaces(run: CaseRun, arguments: dict[str, Any]) -> None:
     query = torch.cat((arguments["query"], arguments["query"][:2]))  # two more rows of padding: no earlier call's shape
     arguments = arguments | {"query": query}
     mine = arguments | {"workspace_buffer": workspace}
-    first = _kept(run, run.run(Interface.RAGGED_CONTEXT, mine))
+    first = _kept(run, run.call(GivenCall(Interface.RAGGED_CONTEXT, mine)))
     if counts_in_workspace(arguments.get("backend", "auto"), run.device):
         hold_counters_zero(run, "a call", {"the workspace": semaphores})
     elif semaphores.any():  # the kernel writes all of it
         scratch = workspace
     for byte, name in ((0xFF, "NaN"), (0x7B, "large values")):
         scratch.fill_(byte)
-        again = _own_rows(run.run_again(Interface.RAGGED_CONTEXT, mine), run.case)
-        run.same_bits(f"scratch that holds {name}", again, first)
+        again = _again(run, mine)
+        run.expect_equal_bits(f"scratch that holds {name}", again, first)
     others = arguments | {"query": -query, "workspace_buffer": new_workspace(run.device)}
-    other = _own_rows(run.run_again(Interface.RAGGED_CONTEXT, others), run.case)
+    other = _again(run, others)
     kept = _kept(run, other)
-    back = _own_rows(run.run_again(Interface.RAGGED_CONTEXT, mine), run.case)
-    run.same_bits("again, after other queries in another workspace", back, first)
-    run.same_bits("the output of other queries, after a call", other, kept)
+    back = _again(run, mine)
+    run.expect_equal_bits("again, after other queries in another workspace", back, first)
+    run.expect_equal_bits("the output of other queries, after a call", other, kept)
     scratch.fill_(LEFT)
     elsewhere = arguments | {"workspace_buffer": new_workspace(run.device)}
-    run.same_bits("another workspace", _own_rows(run.run_again(Interface.RAGGED_CONTEXT, elsewhere), run.case), first)
+    run.expect_equal_bits("another workspace", _again(run, elsewhere), first)
     hold_left_alone(run, scratch)
+
+
+def _again(run: CaseRun, arguments: dict[str, Any]) -> Result | None:
+    """Make a call that was taken before, with the same tensors or equal ones."""
+    return _own_rows(run.call(GivenCall(Interface.RAGGED_CONTEXT, arguments), on_refusal=Then.FAIL), run.case)
 
 
 def _kept(run: CaseRun, result: Result | None) -> Result:
@@ -222,7 +229,7 @@ def _kept(run: CaseRun, result: Result | None) -> Result:
 
 def _with_lse(run: CaseRun, what: str, arguments: dict[str, Any]) -> Result | None:
     """Call for output and LSE; None where that is refused or fails, or the LSE is missing."""
-    result = run.attempt_call(what, Interface.RAGGED_CONTEXT, arguments | {"return_lse": True})
+    result = run.vary(what, GivenCall(Interface.RAGGED_CONTEXT, arguments | {"return_lse": True}))
     if result is not None and result.lse is None:
         run.wrong(f"{what}: return_lse=True returned no LSE")
         return None

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from lab.checks.case_run import AUDITED_CHECKS, CaseRun, Result
+from lab.checks.case_run import CaseRun, Result
 from lab.checks.report import CaseVerdict
 from lab.checks.run.verdicts import Judged, Outcome, SavedOutput
-from lab.checks.run.workers import Workers
+from lab.checks.run.workers import AUDITED_CHECKS, Workers
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.inputs.attention import build_attention, truth_of_call
 from lab.workloads.inputs.forward_pass import build_forward
@@ -52,6 +52,6 @@ def judge_output(case: Any, device: str, saved: SavedOutput) -> Judged:
     is_pass = isinstance(case, ForwardCase)
     truth = build_forward(case, where).truth() if is_pass else truth_of_call(build_attention(case, where))
     what = "the call, with contents that no run had, judged where the kernel's code never was"
-    run.hold(what, Result(saved.tensor().to(where), None), truth)
+    run.expect_close(what, Result(saved.tensor().to(where), None), truth)
     outcome = Outcome.WRONG if run.wrongs else Outcome.RIGHT
     return Judged(outcome, tuple(run.wrongs), (), run.worst_ratio, run.judged, tuple(run.results))

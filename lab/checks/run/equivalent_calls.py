@@ -1,4 +1,4 @@
-"""Equal spellings of a call: what a kernel refuses in one form is judged in another that means the same."""
+"""Equivalent calls: what a kernel refuses in one form is judged in another that means the same."""
 
 import functools
 import re
@@ -17,19 +17,19 @@ Arguments = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Spelling:
+class EquivalentForm:
     """Another form of a call that means the same.
 
     Attributes:
         name: what is different in it, as in "judged with ... instead".
         applies: whether a call has that form, given its function, its arguments and what its refusal says.
-        respell: the arguments of that form.
+        change: returns the arguments of that form.
         by_engines: an engine alone may take this form: a check that hands out an argument judges that argument.
     """
 
     name: str
     applies: Callable[[Interface, Arguments, str], bool]
-    respell: Callable[[Interface, Arguments], Arguments]
+    change: Callable[[Interface, Arguments], Arguments]
     by_engines: bool = False
 
 
@@ -66,9 +66,9 @@ def _names(name: str, refusal: str) -> bool:
     return re.search(rf"\b{name}\b", refusal) is not None
 
 
-def _left_out(name: str, words: str, by_engines: bool = False) -> Spelling:
+def _left_out(name: str, words: str, by_engines: bool = False) -> EquivalentForm:
     """Return the form without an argument that the refusal names."""
-    return Spelling(
+    return EquivalentForm(
         words,
         lambda interface, arguments, refusal: arguments.get(name) is not None and _names(name, refusal),
         lambda interface, arguments: {other: value for other, value in arguments.items() if other != name},
@@ -76,79 +76,80 @@ def _left_out(name: str, words: str, by_engines: bool = False) -> Spelling:
     )
 
 
-SPELLINGS = (
+FORMS = (
     # What no result depends on.
     *(
         _left_out(name, f"no {name}")
         for name in ("workspace_buffer", "multi_ctas_kv_counter_buffer", "max_seq_len", "max_kv_len")
     ),
     _left_out("out", "its result copied into the output", by_engines=True),
-    Spelling(
+    EquivalentForm(
         "an output handed out",
         lambda interface, arguments, refusal: arguments.get("out") is None and _names("out", refusal),
         _with_out,
     ),
-    Spelling("the causal mask of its rows", _has_no_mask, _with_causal_mask),
+    EquivalentForm("the causal mask of its rows", _has_no_mask, _with_causal_mask),
 )
 
 
 class EquivalentCalls:
-    """Makes calls in an equal spelling where the plain one is refused.
+    """Makes calls in an equivalent form where the plain one is refused.
 
     Args:
-        note: called with a sentence for a call that was made in another spelling.
+        note: called with a sentence for a call that was made in another form.
     """
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self.note = note
-        self.needed: dict[Any, list[Spelling]] = {}  # by shape of a call
+        self.needed: dict[Any, list[EquivalentForm]] = {}  # by shape of a call
 
-    def spelled(
-        self, interface: Interface, function: Callable[..., Any], by_engine: bool = False
-    ) -> Callable[..., Any]:
-        """Return a function that raises Unsupported where no equal spelling is taken either.
+    def invoke(
+        self, interface: Interface, function: Callable[..., Any], arguments: Arguments, by_engine: bool = False
+    ) -> Any:
+        """Call a function that raises Unsupported for what it refuses, in another form where it refuses the plain one.
 
         Args:
             interface: of the function.
-            function: raises Unsupported for what it refuses.
+            function, arguments: what is called, and with what.
             by_engine: an engine calls it.
+
+        Raises:
+            Unsupported: no equivalent form is taken either; the sentence is that of the plain call's refusal.
         """
-        spellings = [each for each in SPELLINGS if by_engine or not each.by_engines]
-
-        def call(**arguments: Any) -> Any:
-            key = (interface, tuple(arguments), arguments["query"].shape, arguments.get("q_len_per_req"))
-            if is_capturing() and key in self.needed:
-                return _made(interface, function, arguments, self.needed[key])
-            try:
-                return function(**arguments)
-            except Unsupported as refused:
-                if refused.late or is_capturing():
-                    raise
-                used: list[Spelling] = []
-                said = str(refused)
-                while left := [s for s in spellings if s not in used and s.applies(interface, arguments, said)]:
-                    used.append(left[0])
-                    try:
-                        returned = _made(interface, function, arguments, used)
-                    except Unsupported as again:
-                        said = str(again)
-                    else:
-                        self.needed[key] = used
-                        self.note(f"{refused}: judged with {' and '.join(each.name for each in used)} instead")
-                        return returned
+        key = (interface, tuple(arguments), arguments["query"].shape, arguments.get("q_len_per_req"))
+        if is_capturing() and key in self.needed:
+            return _made(interface, function, arguments, self.needed[key])
+        try:
+            return function(**arguments)
+        except Unsupported as refused:
+            if refused.late or is_capturing():
                 raise
+            forms = [each for each in FORMS if by_engine or not each.by_engines]
+            used: list[EquivalentForm] = []
+            said = str(refused)
+            while left := [each for each in forms if each not in used and each.applies(interface, arguments, said)]:
+                used.append(left[0])
+                try:
+                    returned = _made(interface, function, arguments, used)
+                except Unsupported as again:
+                    said = str(again)
+                else:
+                    self.needed[key] = used
+                    self.note(f"{refused}: judged with {' and '.join(each.name for each in used)} instead")
+                    return returned
+            raise
 
-        return call
 
-
-def _made(interface: Interface, function: Callable[..., Any], arguments: Arguments, used: Sequence[Spelling]) -> Any:
-    """Make a call in other spellings, with its result in the output that it was to have."""
-    respelled = arguments
-    for spelling in used:
-        respelled = spelling.respell(interface, respelled)
-    returned = function(**respelled)
+def _made(
+    interface: Interface, function: Callable[..., Any], arguments: Arguments, used: Sequence[EquivalentForm]
+) -> Any:
+    """Make a call in other forms, with its result in the output that it was to have."""
+    changed = arguments
+    for form in used:
+        changed = form.change(interface, changed)
+    returned = function(**changed)
     if returned is None:  # as of one that writes its result into an output alone
-        returned = respelled.get("out")
-    if arguments.get("out") is not None and "out" not in respelled:
+        returned = changed.get("out")
+    if arguments.get("out") is not None and "out" not in changed:
         arguments["out"].copy_(output_and_lse(interface.value, returned)[0].view(arguments["out"].shape))
     return returned

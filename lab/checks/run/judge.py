@@ -79,7 +79,7 @@ def judge(
         time_limit_s: of one case, if isolated.
         most_seconds: after so long, no further case is begun; the report counts what was left out. Checks take turns.
         drawn: random cases per check and function; the level's number if None.
-        refusals: exceptions that are refusals, instead of those of `lab.checks.run.support_protocol.refusing`.
+        refusals: exceptions that are refusals, instead of those of `lab.checks.run.support_protocol.invoke`.
         ledger: recorded findings that are told apart from new ones.
         progress: called with each verdict, and with how far the run is.
         out: the report's file, written as the run goes. Right and declined cases that it holds, of the same run with the

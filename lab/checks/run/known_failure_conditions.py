@@ -1,6 +1,6 @@
 """Conditions of ledger entries: whether a known finding explains a sentence about a case.
 
-Each takes the case and the sentence of `lab.checks.case_run.CaseRun.hold` that says what was wrong.
+Each takes the case and the sentence of `lab.checks.case_run.CaseRun.expect_close` that says what was wrong.
 """
 
 import re
@@ -20,7 +20,7 @@ LEAST_KEYS_OF_FA2 = 32  # of its tiles of keys
 
 
 def wrong_requests(sentence: str) -> list[int]:
-    """The requests that a sentence of `lab.checks.case_run.CaseRun.hold` names."""
+    """The requests that a sentence of `lab.checks.case_run.CaseRun.expect_close` names."""
     named = re.search(r"of requests \[([0-9, ]*)\]", sentence)
     return [int(number) for number in named.group(1).split(",") if number.strip()] if named else []
 

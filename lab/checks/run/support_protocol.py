@@ -1,11 +1,10 @@
-"""Refusals: which errors of an implementation say that it does not take a call, and which say that it failed."""
+"""The support protocol: which errors of an implementation say that it does not take a call, and which say that it failed."""
 
-import functools
 import importlib
 import inspect
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,8 +47,13 @@ def raised(error: BaseException) -> KernelError:
     return KernelError(f"it raised {type(error).__name__}: {said}")
 
 
-def refusing(function: Callable[..., Any], refusals: Refusals | None = None) -> Callable[..., Any]:
-    """Return the function with its refusals as Unsupported and all else that it raises, but for Ctrl-C, as KernelError.
+def invoke(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    arguments: dict[str, Any],
+    refusals: Refusals | None = None,
+) -> Any:
+    """Call a function of an implementation.
 
     A refusal is NotImplementedError, ValueError, a TypeError that names an unknown argument or a missing one, and an
     AssertionError of Python's before a launch: nothing was written to an output that was handed out, nor by torch to another
@@ -57,36 +61,35 @@ def refusing(function: Callable[..., Any], refusals: Refusals | None = None) -> 
     does not have is always refused.
 
     Args:
-        function: of an implementation.
+        function, args, arguments: what is called, and with what.
         refusals: the exceptions that are refusals, instead of these.
+
+    Raises:
+        Unsupported: it refused the call.
+        KernelError: it raised anything else, but for Ctrl-C.
     """
     try:
         signature = inspect.signature(function)
     except ValueError:  # some compiled functions have none
         signature = None
-
-    @functools.wraps(function)
-    def call(*args: Any, **arguments: Any) -> Any:
-        if signature is not None:
-            try:
-                signature.bind(*args, **arguments)
-            except TypeError as error:
-                raise Unsupported(_of_arguments(error)) from error
-        before = {} if is_capturing() else _outputs(arguments)
-        versions = _versions(arguments)
+    if signature is not None:
         try:
-            return function(*args, **arguments)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # somebody else's code may raise anything
-            _check_gpu(error)
-            wrote = any(not same_bits(arguments[name], held) for name, held in before.items())
-            late = wrote or _versions(arguments) != versions
-            if not _is_refusal(error, refusals, signature, arguments, late):
-                raise raised(error) from error
-            raise Unsupported(_sentence(error), late) from error
-
-    return call
+            signature.bind(*args, **arguments)
+        except TypeError as error:
+            raise Unsupported(_of_arguments(error)) from error
+    before = {} if is_capturing() else _outputs(arguments)
+    versions = _versions(arguments)
+    try:
+        return function(*args, **arguments)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # somebody else's code may raise anything
+        _check_gpu(error)
+        wrote = any(not same_bits(arguments[name], held) for name, held in before.items())
+        late = wrote or _versions(arguments) != versions
+        if not _is_refusal(error, refusals, signature, arguments, late):
+            raise raised(error) from error
+        raise Unsupported(_sentence(error), late) from error
 
 
 def output_and_lse(name: str, returned: Any) -> tuple[Tensor, Tensor | None]:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from lab.checks.case_run import AUDITED_CHECKS, CaseRun
+from lab.checks.case_run import CaseRun
 from lab.checks.parameters.discovery import PROBE
 from lab.checks.properties import checks
 from lab.checks.properties.check import Check
@@ -34,6 +34,8 @@ from lab.loading import LoadError, load
 from lab.ranges import Ranges
 
 Answer = TypeVar("Answer")
+
+AUDITED_CHECKS = ("K1", "M1")  # whose cases are one call, or one pass; see `lab.checks.run.audit`
 
 CANNOT_BEGIN = 'no worker can begin: a script that judges in isolation needs `if __name__ == "__main__":`'
 IMPORT_LIMIT_S = 600.0  # at least, for the first import: a module may compile its kernels when it is imported
@@ -327,8 +329,7 @@ def run_trial(
     refusals: Refusals | None = None,
 ) -> Judged:
     """Judge one case in this process. A case is WRONG if a result is, FAILED if a call failed or something ended the check."""
-    run = CaseRun(implementation, case, device, ranges, refusals)
-    run.saves_output = check.key in AUDITED_CHECKS
+    run = CaseRun(implementation, case, device, ranges, refusals, saves_output=check.key in AUDITED_CHECKS)
     try:
         check.judge(run)
         if device.type == "cuda":
@@ -348,7 +349,7 @@ def run_trial(
         if run.calls:
             run.fail(f"the check stopped at what the implementation returned, or at a bug of the lab's own: {said}")
         else:
-            run.fail(f"the lab failed before it called the implementation, whose fault this is not: {said}", held="lab")
+            run.fail(f"the lab failed before it called the implementation, whose fault this is not: {said}", kind="lab")
     outcome = Outcome.RIGHT if run.judged else Outcome.DECLINED
     if run.wrongs or run.failures:
         outcome = Outcome.WRONG if run.wrongs else Outcome.FAILED

@@ -52,6 +52,10 @@ class AttentionInputs:
     scale_factors: tuple[Tensor, Tensor] | None = None
 
     @property
+    def interface(self) -> Interface:
+        return self.case.interface
+
+    @property
     def bmm1_scale(self) -> float:
         return self.case.softmax_scale * (E4M3_K_SCALE if self.case.is_quantised else 1.0)
 

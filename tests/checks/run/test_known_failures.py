@@ -197,7 +197,7 @@ def test_the_requests_are_read_from_the_judges_own_sentence() -> None:
     truth = truth_of_call(run.build())
     out = truth.expected.clone()
     out[0], out[4, 1] = 7.0, 7.0
-    run.hold("the call", Result(out, None), truth)
+    run.expect_close("the call", Result(out, None), truth)
     assert wrong_requests(run.wrongs[0]) == [0, 2]
     assert wrong_requests("it changed its query") == []
 

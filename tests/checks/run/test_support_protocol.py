@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from lab.checks import AttentionCase, Interface, Outcome
-from lab.checks.case_run import CaseRun
+from lab.checks.case_run import CaseRun, Then
 from lab.checks.properties import checks
 from lab.checks.properties.check import Check
-from lab.checks.run.support_protocol import KernelError, Unsupported, refusing, resolve_refusals
+from lab.checks.run.support_protocol import KernelError, Unsupported, invoke, resolve_refusals
 from lab.checks.run.verdicts import Judged
 from lab.checks.run.workers import run_trial
 from lab.ranges import Ranges
@@ -23,6 +23,10 @@ from tests.checks.small import decoding
 CPU = torch.device("cpu")
 CASE = AttentionCase(Interface.DECODE, (20, 33), (1, 1), group=2)
 ORACLE = next(check for check in checks() if check.key == "K1")
+
+
+def refusing(function: Callable[..., Any], refusals: Any = None) -> Callable[..., Any]:
+    return lambda *args, **arguments: invoke(function, args, arguments, refusals)
 
 
 def raising(error: BaseException) -> Callable[..., Any]:
@@ -177,8 +181,8 @@ def test_a_failed_call_does_not_end_the_check_nor_hide_what_is_wrong() -> None:
 
     def judge(run: CaseRun) -> None:
         inputs = run.build()
-        run.vary("negative", truth_of_call(inputs), inputs, bmm1_scale=-1.0)
-        run.vary("scaled", truth_of_call(inputs, bmm2_scale=2.0), inputs, bmm2_scale=2.0)
+        run.vary("negative", inputs, truth_of_call(inputs), bmm1_scale=-1.0)
+        run.vary("scaled", inputs, truth_of_call(inputs, bmm2_scale=2.0), bmm2_scale=2.0)
 
     judged = judged_by(judge, decode)
     assert judged.outcome is Outcome.WRONG
@@ -199,8 +203,8 @@ def test_a_call_that_was_taken_is_not_refused_later() -> None:
 
     def judge(run: CaseRun) -> None:
         inputs = run.build()
-        run.hold("first", run.call(inputs), truth_of_call(inputs))
-        run.repeat(inputs)
+        run.expect_close("first", run.call(inputs), truth_of_call(inputs))
+        run.call(inputs, on_refusal=Then.FAIL)
 
     judged = judged_by(judge, decode)
     assert judged.outcome is Outcome.FAILED

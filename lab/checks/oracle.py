@@ -1,0 +1,84 @@
+"""Results compared with what is expected: output and LSE with the truth, and two outputs with each other bit for bit."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lab.checks.run.verdicts import WrongVector
+from lab.references.truth import Truth
+from lab.workloads.inputs.guards import as_integers
+
+SHOWN_ELEMENTS = 4
+SHOWN_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a comparison found.
+
+    Attributes:
+        failure: a sentence of what is wrong; "" if nothing is.
+        worst_ratio: the largest error over its bound.
+        wrong_rows: bool [num_rows]; None where rows were not told apart.
+        example: a wrong vector, the worst.
+    """
+
+    failure: str
+    worst_ratio: float = 0.0
+    wrong_rows: Tensor | None = None
+    example: WrongVector | None = None
+
+
+def compare_output(out: Tensor, truth: Truth, least_bound: float = 0.0) -> Comparison:
+    """Compare each output vector, and the slopes of outputs on the expected ones, with the truth.
+
+    Args:
+        out: [num_rows, num_qo_heads, head_dim].
+        truth: of the call.
+        least_bound: relative error that is allowed whatever the control makes.
+    """
+    if out.shape != truth.expected.shape:
+        return Comparison(_other_shape(out, truth.expected))
+    found = truth.compare(out, least_bound)
+    if found.passed:
+        return Comparison("", found.worst_ratio, found.faulty.any(dim=1))
+    ((row, head),) = found.worst(1)
+    example = _vector(truth, row, head, truth.expected, out)
+    return Comparison(truth.wrong_output(found, out), found.worst_ratio, found.faulty.any(dim=1), example)
+
+
+def compare_lse(lse: Tensor, truth: Truth) -> Comparison:
+    """Compare an LSE with log2 of the softmax's denominator, the sink included; -inf where a row sees nothing."""
+    failure = truth.wrong_lse(lse)
+    if lse.shape != truth.lse_log2.shape:
+        return Comparison(failure)
+    ratio = truth.lse_ratio(lse)
+    is_wrong = ratio > 1
+    example = None
+    if failure:
+        row, head = divmod(int(is_wrong.flatten().to(torch.int8).argmax()), lse.shape[1])
+        example = _vector(truth, row, head, truth.lse_log2.unsqueeze(-1), lse.unsqueeze(-1))
+    return Comparison(failure, max(0.0, *ratio.flatten().tolist(), 0.0), is_wrong.any(dim=1), example)
+
+
+def compare_bits(out: Tensor, other: Tensor) -> Comparison:
+    """Compare two outputs bit for bit."""
+    if out.shape != other.shape:
+        return Comparison(_other_shape(out, other))
+    left, right = as_integers(out), as_integers(other)
+    differ = (left != right).flatten(1).any(dim=1)
+    if torch.equal(left, right):
+        return Comparison("", wrong_rows=differ)
+    rows = differ.nonzero().flatten().tolist()
+    more = "…" if len(rows) > SHOWN_ROWS else ""
+    return Comparison(f"the bits of rows {rows[:SHOWN_ROWS]}{more} differ", wrong_rows=differ)
+
+
+def _other_shape(out: Tensor, expected: Tensor) -> str:
+    return f"the output is {list(out.shape)}, not {list(expected.shape)}"
+
+
+def _vector(truth: Truth, row: int, head: int, expected: Tensor, got: Tensor) -> WrongVector:
+    first, second = (tuple(side[row, head, :SHOWN_ELEMENTS].double().tolist()) for side in (expected, got))
+    return WrongVector(f"row {row} (request {int(truth.request_of_row[row])}), head {head}", first, second)
