@@ -213,7 +213,10 @@ class KnowsTheCases:
         return self.sums
 
 
-@dishonest(CHANGED + r"lab\.references\.errors\.Comparison\.passed|judged where the kernel's code never was: .* wrong")
+@dishonest(
+    CHANGED + r"lab\.references\.errors\.Comparison\.passed|judged where the kernel's code never was: .* wrong"
+    r"|it is called right with an error of .* times its bound"
+)
 class PatchesFromAThread(Zeros):
     """Has a thread that patches the comparison again and again, and takes it back in between."""
 

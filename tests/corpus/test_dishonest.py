@@ -34,7 +34,10 @@ def test_a_verdict_is_not_to_be_bought(kernel: Any) -> None:
     said = "\n".join(sentence for verdict in report.wrong for sentence in verdict.judged.wrongs)
     assert re.search(kernel.refusal.said, said), said
     if report.exit_status is ExitStatus.REFUSED:
-        assert report.diagnosis.sentence.startswith("Dishonest, and not judged: the kernel is dishonest: it changed ")
+        assert re.match(
+            "Dishonest, and not judged: (the kernel is dishonest: it changed |it is called right with an error of )",
+            report.diagnosis.sentence,
+        )
 
 
 def test_the_exact_kernel_is_right_and_audited() -> None:
