@@ -373,7 +373,7 @@ class CaseRun:
             requests = tuple(zip(call.of_requests, parts, strict=True))
         alone = kind in ("output", "return") and not requests
         features = of_any_request(call.features, call.of_requests) if alone else call.features
-        self.results.append(CheckedResult(what, {"held": kind, **features}, wrong, requests, example))
+        self.results.append(CheckedResult(what, kind, features, wrong, requests, example))
 
     def fail(self, failure: str, what: str = "", kind: str = "return") -> None:
         """Note a failure, of the last call or of the lab, and once in words however many calls share it."""
