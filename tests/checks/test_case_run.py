@@ -66,7 +66,7 @@ def test_outputs_that_are_biased_are_told_and_their_rows_noted(run: CaseRun, tru
     ]
     assert run.worst_ratio == pytest.approx(0.006 / 0.0049, rel=0.02)
     (result,) = run.results
-    assert result.facts["held"] == "output"
+    assert result.held == "output"
     assert [wrong for _, wrong in result.requests] == [True, False, False]
     assert result.example is not None
     assert result.example.where.endswith("(request 0), head 0") or result.example.where.endswith("(request 0), head 1")

@@ -98,7 +98,7 @@ def run_story(run: CaseRun, fixture: type[ReplayFixture], make: RunnerFactory = 
             wrong = f"a replay's arguments were refused: {refusal}"
         run.judged += 1
         run.worst_ratio = max(run.worst_ratio, replays.worst_ratio)
-        run.hold_nothing_wrong(what, [wrong] if wrong else [], held="output")
+        run.expect(what, [wrong] if wrong else [], kind="output")
 
 
 def _all_right(fixture: ReplayFixture, *batches: ForwardBatch) -> str:

@@ -354,7 +354,7 @@ def test_a_result_says_which_requests_are_wrong_and_shows_one_vector() -> None:
     inputs = run.build()
     result = run.call(inputs, bmm2_scale=torch.tensor([1.0]))
     result.out[5, 1] *= 2
-    run.hold("this", result, truth_of_call(inputs))
+    run.expect_close("this", result, truth_of_call(inputs))
     (noted,) = run.results
     assert noted.wrong
     assert noted.held == "output"
