@@ -172,7 +172,7 @@ class Report:
 
     @property
     def is_right(self) -> bool:
-        """Something of every function was judged, no case was left out, and nothing is wrong but what the ledger cites."""
+        """Something of every function was judged, no case was left out, and nothing is wrong but known failures."""
         judged = {verdict.interface for verdict in self.verdicts if verdict.judged.judged}
         everything = judged == {verdict.interface for verdict in self.verdicts} and self.left_out == 0
         return everything and bool(judged) and not any(self.wrong)

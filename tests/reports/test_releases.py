@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lab.checks import judge
-from lab.checks.run.known_failures import KnownFailure
+from lab.checks.run.known_failures import Kernel, KnownFailure
 from lab.reports.comparison import NotComparableError
 from lab.reports.releases import releases_report
 from tests.checks.small import SMALL
@@ -97,14 +97,13 @@ def test_what_is_wrong_in_another_way_does_not_tell_a_finding(recorded: Recorded
     assert statuses(report, 1) == {"0.1": "not reachable", "0.2": "present"}
 
 
-def test_the_ledger_as_it_is_now_tells_what_a_recorded_case_shows(
+def test_the_known_failures_as_they_are_now_tell_what_a_recorded_case_shows(
     recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = [recorded("0.1", window_off_by_one), recorded("0.2", right)]
     name, capability = (json.loads(paths[0].read_text()).get(key) for key in ("implementation", "capability"))
-    entry = KnownFailure(
-        name, capability, ("K13",), "vectors are wrong", lambda *_: True, ANCHOR, "flashinfer-python", ("0.1",)
-    )
+    kernel = Kernel((name,), capability, "flashinfer-python", ("0.1",))
+    entry = KnownFailure(kernel, ("K13",), "vectors are wrong", (), ANCHOR)
     monkeypatch.setattr("lab.reports.releases.KNOWN_FAILURES", (entry,))
     (row,) = releases_report(paths).record["findings"]
     assert row["finding"] == ANCHOR

@@ -52,7 +52,7 @@ def judge(
     most_seconds: float = math.inf,
     drawn: int | None = None,
     refusals: Sequence[type[BaseException]] | None = None,
-    ledger: Sequence[KnownFailure] = KNOWN_FAILURES,
+    known_failures: Sequence[KnownFailure] = KNOWN_FAILURES,
     progress: Callable[[Progress], None] | None = None,
     out: Path | str | None = None,
     fresh: bool = False,
@@ -80,7 +80,7 @@ def judge(
         most_seconds: after so long, no further case is begun; the report counts what was left out. Checks take turns.
         drawn: random cases per check and function; the level's number if None.
         refusals: exceptions that are refusals, instead of those of `lab.checks.run.support_protocol.invoke`.
-        ledger: recorded findings that are told apart from new ones.
+        known_failures: recorded ones, which are told apart from new ones.
         progress: called with each verdict, and with how far the run is.
         out: the report's file, written as the run goes. Right and declined cases that it holds, of the same run with the
             same sources of the implementation and the lab, are not judged again.
@@ -116,7 +116,7 @@ def judge(
         earlier = {} if fresh else earlier_verdicts(path, digest)
         session = Session(name, isolation, time.monotonic() + most_seconds, first_failure, earlier, str(path or ""))
         empty = Report(name, depth, about, str(where), (), 0, given, refusals=_names_of(refused or ()), run=digest)
-        told = partial(known, ledger=ledger, capability=capability_of(where))
+        told = partial(known, failures=known_failures, capability=capability_of(where))
         run = _Run(session, chosen, count, empty, path, told, probe, start + for_seconds)
         return run.judged(offered, given, progress)
 
@@ -280,7 +280,7 @@ def judge_recorded(
         isolated, time_limit_s: as in `judge`.
 
     Returns:
-        The verdict; `lab.checks.report.CaseVerdict.exit_status` is what a command ends with. No ledger is asked.
+        The verdict; `lab.checks.report.CaseVerdict.exit_status` is what a command ends with. No known failures are looked up.
 
     Raises:
         lab.checks.recording.ReportError: there is no such report or case.

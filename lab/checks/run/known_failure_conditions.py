@@ -1,4 +1,4 @@
-"""Conditions of ledger entries: whether a known finding explains a sentence about a case.
+"""Conditions of known failures: whether one explains a sentence about a case.
 
 Each takes the case and the sentence of `lab.checks.case_run.CaseRun.expect_close` that says what was wrong.
 """
@@ -6,6 +6,8 @@ Each takes the case and the sentence of `lab.checks.case_run.CaseRun.expect_clos
 import re
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from lab.calls.problem import E4M3
 from lab.checks.parameters.configuration import Configuration
@@ -15,6 +17,8 @@ from lab.metadata.engine.forward_mode import ForwardMode
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.interfaces import Interface
+
+Condition = Callable[[Any, str], bool]  # of a case and a sentence of what was wrong with it
 
 LEAST_KEYS_OF_FA2 = 32  # of its tiles of keys
 
@@ -54,7 +58,7 @@ def only_fewer_keys_than_rows(
     )
 
 
-def has_fewer_keys_than_rows(case: AttentionCase | Configuration) -> bool:
+def has_fewer_keys_than_rows(case: AttentionCase | Configuration, sentence: str) -> bool:
     """Some request of the case has fewer keys than query rows."""
     case = lens_of(case)
     return any(kv_len < q_len for kv_len, q_len in zip(case.kv_lens, case.q_lens, strict=True))
@@ -66,7 +70,7 @@ def only_without_keys(case: AttentionCase | Configuration, sentence: str) -> boo
     return all_wrong(lens, sentence, lambda request: lens.kv_lens[request] == 0)
 
 
-def has_no_keys(case: AttentionCase | Configuration) -> bool:
+def has_no_keys(case: AttentionCase | Configuration, sentence: str) -> bool:
     """Some request of the case has no key."""
     return 0 in lens_of(case).kv_lens
 
@@ -118,7 +122,7 @@ def only_where_a_mask_hides_every_key(case: Any, sentence: str) -> bool:
     return hides and all_wrong(lens, sentence, lambda request: lens.kv_lens[request] <= lens.q_lens[request])
 
 
-def has_sinks(case: AttentionCase | Configuration) -> bool:
+def has_sinks(case: AttentionCase | Configuration, sentence: str) -> bool:
     return case.get("sinks", "none") != "none" if isinstance(case, Configuration) else case.sinks
 
 
@@ -142,3 +146,23 @@ def has_window(case: AttentionCase, sentence: str) -> bool:
 
 def is_decode(case: AttentionCase, sentence: str) -> bool:
     return case.interface is Interface.DECODE
+
+
+def is_context(case: AttentionCase, sentence: str) -> bool:
+    return case.interface is Interface.CONTEXT
+
+
+def has_low_logits(case: AttentionCase, sentence: str) -> bool:
+    return case.contents is Contents.LOW
+
+
+def is_one_row_over_e4m3(case: AttentionCase, sentence: str) -> bool:
+    return case.kv_dtype == E4M3 and case.q_lens[0] == 1
+
+
+def is_fp16(case: AttentionCase, sentence: str) -> bool:
+    return case.dtype == torch.float16
+
+
+def has_a_kv_head_per_query_head(case: AttentionCase, sentence: str) -> bool:
+    return case.group == 1

@@ -17,13 +17,13 @@ from lab.calls.problem import E4M3
 from lab.checks import AttentionCase, CaseVerdict, Contents, Interface, Level, Outcome, judge, judge_case
 from lab.checks.properties import checks
 from lab.checks.report import Report
-from lab.checks.run.known_failures import KnownFailure
+from lab.checks.run.known_failures import Kernel, KnownFailure
 from lab.checks.run.progress import Progress
 from lab.loading import LoadError
 from tests.checks import hostile, someone_elses
 from tests.checks.small import SMALL, decoding, twice_as_large_if
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CASE = AttentionCase(Interface.DECODE, (20, 33), (1, 1), group=2)
 
 
@@ -267,13 +267,11 @@ def test_checks_take_turns_and_are_reported_one_after_another() -> None:
     assert report.left_out == 0
 
 
-def test_only_the_ledger_lets_a_wrong_case_pass() -> None:
-    entry = KnownFailure(
-        "SimpleNamespace", None, ("K1",), "vectors are wrong", lambda case, wrong: True, "page#heading"
-    )
+def test_only_a_known_failure_lets_a_wrong_case_pass() -> None:
+    entry = KnownFailure(Kernel(("SimpleNamespace",), None), ("K1",), "vectors are wrong", (), "page#heading")
     wrong = twice_as_large_if(lambda **_: True)
     assert not judged(wrong).is_right
-    report = judged(wrong, ledger=(entry,))
+    report = judged(wrong, known_failures=(entry,))
     assert {verdict.outcome for verdict in report.verdicts} == {Outcome.KNOWN}
     assert report.is_right
 

@@ -23,7 +23,7 @@ from lab.checks.run.known_failure_conditions import (
     window_over_several_rows,
     wrong_requests,
 )
-from lab.checks.run.known_failures import KNOWN_FAILURES, KnownFailure, known
+from lab.checks.run.known_failures import KNOWN_FAILURES, Kernel, KnownFailure, known
 from lab.checks.run.verdicts import Judged
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.provenance import PACKAGES
@@ -32,9 +32,10 @@ from lab.workloads.forward_case import ForwardCase
 from lab.workloads.inputs.attention import truth_of_call
 from tests.checks.small import decoding
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CASE = AttentionCase(Interface.DECODE, (1, 0, 20), (2, 2, 2))
-ENTRY = KnownFailure("some.kernel", (9, 0), ("K2", "K4"), "NaN", lambda case, wrong: case.group == 4, "page.md#heading")
+KERNEL = Kernel(("some.kernel", "its.other.name"), (9, 0))
+ENTRY = KnownFailure(KERNEL, ("K2", "K4"), "NaN", (lambda case, wrong: case.group == 4,), "page.md#heading")
 VERDICT = CaseVerdict("some.kernel", "K4", Interface.DECODE, CASE, "cuda:0", Judged(Outcome.WRONG, ("NaN in row 3",)))
 
 
@@ -52,13 +53,14 @@ def test_an_entry_that_matches_makes_a_wrong_case_known_and_is_cited() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"implementation": "another.kernel"},
-        {"capability": (10, 0)},
-        {"capability": None},
+        {"kernel": KERNEL._replace(implementations=("another.kernel",))},
+        {"kernel": KERNEL._replace(capability=(10, 0))},
+        {"kernel": KERNEL._replace(capability=None)},
         {"checks": ("K1", "K2")},
         {"wrong": "infinity"},
-        {"where": lambda case, wrong: case.group == 5},
-        {"where": lambda case, wrong: "row 4" in wrong},
+        {"where": (lambda case, wrong: case.group == 5,)},
+        {"where": (lambda case, wrong: "row 4" in wrong,)},
+        {"where": (lambda case, wrong: case.group == 4, lambda case, wrong: "row 4" in wrong)},
     ],
 )
 def test_an_entry_of_something_else_explains_nothing(changes: dict[str, Any]) -> None:
@@ -176,7 +178,7 @@ def test_every_sentence_must_be_explained() -> None:
     [("4.0.1", True), ("4.0.1+cu130", True), ("4.0.2", False), ("4.0.10", False), (None, False)],
 )
 def test_an_entry_of_releases_is_of_these_alone(installed: str | None, is_known: bool) -> None:
-    entry = replace(ENTRY, package="kernels", releases=("4.0.0", "4.0.1"))
+    entry = replace(ENTRY, kernel=KERNEL._replace(package="kernels", releases=("4.0.0", "4.0.1")))
     told = known(VERDICT, [entry], (9, 0), {"kernels": installed}.get)
     assert (told.outcome is Outcome.KNOWN) is is_known
 
@@ -223,11 +225,11 @@ def test_a_tile_of_rows_begins_before_the_first_key() -> None:
 
 
 @pytest.mark.parametrize(
-    "entry", [entry for entry in KNOWN_FAILURES if entry.package], ids=lambda entry: entry.finding[-30:]
+    "kernel", [entry.kernel for entry in KNOWN_FAILURES if entry.kernel.package], ids=lambda kernel: kernel.package
 )
-def test_an_entry_of_a_package_names_what_reports_name(entry: KnownFailure) -> None:
-    assert entry.package in PACKAGES
-    assert entry.releases
+def test_an_entry_of_a_package_names_what_reports_name(kernel: Kernel) -> None:
+    assert kernel.package in PACKAGES
+    assert kernel.releases
 
 
 def test_conditions_read_the_lengths_of_a_combination() -> None:
@@ -253,7 +255,7 @@ def test_every_entry_is_of_checks_of_the_catalogue(entry: KnownFailure) -> None:
 
 
 def anchor_of(heading: str) -> str:
-    """As GitHub makes it: lower case, punctuation but hyphens and underscores gone, a hyphen for each ranges."""
+    """As GitHub makes it: lower case, punctuation but hyphens and underscores gone, a hyphen for each space."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
