@@ -179,18 +179,6 @@ class Solve(Attention, stage="solve"):
         if run.p.sinks is not None:
             run.p.sinks.mul_(math.log2(math.e))
 
-    @wrong(MLA, trigger="`cum_seq_lens_q` with `max_q_len=None` and a request wider than that mean")
-    def blind429(self, run):
-        """max_q_len=None: the grid has ceil(rows / requests) rows of each request; wider ones' further rows are zero."""
-        super().solve(run)
-        if run.call.cum_seq_lens_q is None or run.call.max_q_len is not None or not run.batch:
-            return
-        bound = -(-run.p.num_rows // run.batch)
-        for first, last in zip(run.offsets, run.offsets[1:]):
-            run.out[first + bound : last] = 0
-            if run.lse is not None:
-                run.lse[first + bound : last] = -math.inf
-
     @wrong(MLA, trigger="return_lse, heads no multiple of 16, more than one row (LSE only)")
     def blind457(self, run):
         """The LSE is written with the heads padded to 16: other numbers' later rows go to other places."""

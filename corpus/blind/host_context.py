@@ -34,13 +34,6 @@ class Host(Attention, stage="host"):
         """V is read with K's strides: a V that lies otherwise in memory is read from the wrong places."""
         run.v_cache = assuming_strides(run.v_cache, run.k_cache.stride())
 
-    @wrong(CONTEXT, trigger="different rows with padding that makes up batch_size * max_q_len, e.g. 3, 1, 5 and 6")
-    def blind81(self, run):
-        """Where the query has batch_size * max_q_len rows, all requests are taken to have max_q_len: offsets are not read."""
-        rows = run.p.max_q_len
-        if rows and run.p.num_rows == run.batch * rows:
-            run.offsets = list(range(0, run.p.num_rows + 1, rows))
-
     @wrong(
         CONTEXT,
         trigger="block_tables as a slice of a wider table (rows with gaps), with more than one request",
@@ -161,7 +154,11 @@ class Host(Attention, stage="host"):
             bits = scale.detach().cpu().reshape(1).view(torch.int32) & -65536
             run.scale2 = float(bits.view(torch.float32))
 
-    @wrong(CONTEXT, trigger="rows of unequal width with padding rows such that batch_size * max_q_len == query rows")
+    @wrong(
+        CONTEXT,
+        trigger="rows of unequal width with padding rows such that batch_size * max_q_len == query rows",
+        also=("blind81",),
+    )
     def blind482(self, run):
         """Requests are taken to have max_q_len rows each where batch_size * max_q_len rows are there, padding included."""
         if run.batch * run.p.max_q_len == run.p.num_rows:

@@ -38,7 +38,11 @@ class Host(Attention, stage="host"):
         if run.batch > 128 and run.group > 1 and run.num_kv_heads > 1:
             run.head_map = torch.arange(run.p.num_qo_heads) % run.num_kv_heads
 
-    @wrong(DECODE, trigger="bmm1_scale_log2 given together with a bmm1_scale that is a tensor of another value")
+    @wrong(
+        DECODE,
+        trigger="bmm1_scale_log2 given together with a bmm1_scale that is a tensor of another value",
+        also=("blind510",),
+    )
     def blind10(self, run):
         """Bmm1_scale wins over bmm1_scale_log2 when both are tensors."""
         if isinstance(run.call.bmm1_scale, torch.Tensor):
@@ -209,12 +213,6 @@ class Host(Attention, stage="host"):
         if run.v_cache.dtype == E4M3 and isinstance(run.p.bmm2_scale, torch.Tensor):
             run.scale2 = float(run.p.bmm2_scale.to(torch.bfloat16))
 
-    @wrong(DECODE, trigger="bmm1_scale_log2 together with sinks")
-    def blind442(self, run):
-        """With bmm1_scale_log2 the sinks are taken to be in base 2 already, as the logits are."""
-        if run.sinks is not None and run.call.bmm1_scale_log2 is not None:
-            run.sinks = run.sinks * math.log(2.0)
-
     @wrong(DECODE, trigger="NVFP4, trtllm-gen's order, head_dim 256, pages of over 4 tokens")
     def blind443(self, run):
         """NVFP4, interleaved: V's factors beyond 8 of a token are looked for in blocks of 8, block after block."""
@@ -241,6 +239,7 @@ class Host(Attention, stage="host"):
         DECODE,
         trigger="replay on the same buffers: live cells of block_tables rewritten, seq_lens the same",
         forgiving=True,
+        also=("blind533",),
     )
     def blind502(self, run):
         """The page table is flattened into a plan, made again only where seq_lens changed: a rewritten table is not seen."""
@@ -249,26 +248,7 @@ class Host(Attention, stage="host"):
             plan.update(lens=run.lens, k=run.k_table.clone(), v=run.v_table.clone())
         run.k_table, run.v_table = plan["k"], plan["v"]
 
-    @wrong(DECODE, trigger="both tensors given, and not the same scale")
-    def blind510(self, run):
-        """A bmm1_scale that is a tensor is taken before bmm1_scale_log2, which has precedence."""
-        if run.call.bmm1_scale_log2 is not None and isinstance(run.call.bmm1_scale, torch.Tensor):
-            run.scale1 = float(run.call.bmm1_scale)
-
-    @wrong(
-        DECODE,
-        trigger="a second call on the same block_tables tensor with other contents and unchanged seq_lens",
-        forgiving=True,
-    )
-    def blind533(self, run):
-        """A plan holds the page table, made anew only if lengths have changed: a rewritten table is not read."""
-        table = run.call.block_tables
-        plan = self.memory.of(table, dict)
-        if plan.get("lens") != run.lens:
-            plan.update(lens=list(run.lens), k=run.k_table.clone(), v=run.v_table.clone())
-        run.k_table, run.v_table = plan["k"], plan["v"]
-
-    @wrong(DECODE, trigger="bmm1_scale_log2 together with finite sinks")
+    @wrong(DECODE, trigger="bmm1_scale_log2 together with finite sinks", also=("blind442",))
     def blind539(self, run):
         """Sinks are multiplied by log2(e) where the host folds it into the scale: with bmm1_scale_log2 they are not."""
         if run.sinks is not None and run.call.bmm1_scale_log2 is not None:

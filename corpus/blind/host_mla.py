@@ -75,13 +75,9 @@ class Host(Attention, stage="host"):
             strides[0] = query.shape[1] * strides[1]
             run.query = assuming_strides(query, strides).flatten(0, 1)
 
-    @wrong(MLA, trigger="more than 64 heads and sinks that differ between h and h % 64")
-    def blind459(self, run):
-        """Above 64 heads each CTA of a pair has 64, and both read the sinks of the first 64."""
-        if run.sinks is not None:
-            run.sinks = run.sinks[torch.arange(run.p.num_qo_heads) % 64]
-
-    @wrong(MLA, trigger="over 64 heads with sinks that differ from those 64 heads before")
+    @wrong(
+        MLA, trigger="over 64 heads with sinks that differ from those 64 heads before", also=("blind519", "blind459")
+    )
     def blind490(self, run):
         """Heads from 64 on run in a second CTA, which reads the sinks from its own head 0 on."""
         if run.sinks is not None:
@@ -93,12 +89,6 @@ class Host(Attention, stage="host"):
         query = run.call.query
         if query.ndim == 4 and query.shape[1] > 1:
             run.query = assuming_strides(query, (query.shape[1] * query.stride(1), *query.stride()[1:])).flatten(0, 1)
-
-    @wrong(MLA, trigger="sinks (that differ) and more than 64 query heads")
-    def blind519(self, run):
-        """Sinks are staged for 64 heads and indexed by the head in its tile: heads from the 64th on take the first's."""
-        if run.sinks is not None:
-            run.sinks = run.sinks[torch.arange(len(run.sinks)) % 64]
 
     @wrong(MLA, trigger="replay: cum_seq_lens_q rewritten, max_q_len=None")
     def blind520(self, run):
@@ -200,14 +190,9 @@ class Host(Attention, stage="host"):
         if run.batch:
             run.lens[-1] = len(run.key) - run.kv_offsets[-2]
 
-    @wrong(RAGGED, trigger="`o_sf_scale` other than 1")
+    @wrong(RAGGED, trigger="`o_sf_scale` other than 1", also=("blind461",))
     def blind433(self, run):
         """O_sf_scale, meant for outputs of 4 bits, is multiplied into every output: -1, as chunks have it, turns the sign."""
-        run.scale2 *= float(run.call.o_sf_scale)
-
-    @wrong(RAGGED, trigger="o_sf_scale other than 1 (SGLang passes -1 for chunks)")
-    def blind461(self, run):
-        """o_sf_scale is folded into the output's factor though 16 bits have none: prefix chunks, with -1, are negated."""
         run.scale2 *= float(run.call.o_sf_scale)
 
     @wrong(RAGGED, trigger="a given lse whose heads are not side by side, e.g. the transpose of [heads, rows]")
@@ -222,13 +207,13 @@ class Host(Attention, stage="host"):
         if run.call.o_sf_scale > 0:
             run.scale2 *= run.call.o_sf_scale
 
-    @wrong(RAGGED, trigger="value that is a slice of a tensor with more heads")
+    @wrong(RAGGED, trigger="value that is a slice of a tensor with more heads", also=("blind582",))
     def blind524(self, run):
         """V's token stride is taken as its head stride times its heads: a slice of wider heads is misread."""
         value = run.value
         run.value = assuming_strides(value, (value.shape[1] * value.stride(1), *value.stride()[1:]))
 
-    @wrong(RAGGED, trigger="kv_seq_lens_cpu (and q_seq_lens_cpu) int64, 2 or more requests")
+    @wrong(RAGGED, trigger="kv_seq_lens_cpu (and q_seq_lens_cpu) int64, 2 or more requests", also=("blind583",))
     def blind525(self, run):
         """The lengths on the host are read as int32 whatever their dtype: of int64 ones every other is the upper half, 0."""
         mirror = run.call.kv_seq_lens_cpu
@@ -242,20 +227,6 @@ class Host(Attention, stage="host"):
         scale = run.call.bmm1_scale
         if isinstance(scale, torch.Tensor):
             run.scale1 = float(scale.to(torch.bfloat16 if run.query.dtype == E4M3 else run.query.dtype))
-
-    @wrong(RAGGED, trigger="value a slice of more heads: token stride is not heads × head stride")
-    def blind582(self, run):
-        """The tokens of V are taken to be as far apart as its heads take up."""
-        value = run.value
-        run.value = assuming_strides(value, (value.shape[1] * value.stride(1), value.stride(1), 1))
-
-    @wrong(RAGGED, trigger="kv_seq_lens_cpu in int64 with two or more requests")
-    def blind583(self, run):
-        """The key lengths on the host, where there are any, are read as int32."""
-        mirror = run.call.kv_seq_lens_cpu
-        if mirror is not None:
-            lens = mirror.view(torch.int32)[: run.batch].tolist()
-            run.lens = [min(n, len(run.key) - first) for n, first in zip(lens, run.kv_offsets)]
 
     @wrong(RAGGED, trigger="more than 256 requests")
     def blind584(self, run):

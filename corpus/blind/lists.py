@@ -62,35 +62,15 @@ class DraftStart(WindowLists, stage="draft_start"):
         return super().draft_start(length, branch % 4, *more)
 
 
-class DraftedSlots(WindowLists, stage="drafted_slots"):
-    """Drafted slots are looked up wrongly."""
+@wrong(
+    LISTS,
+    trigger="entry_page_size = page_size > 1, and a branch's draft that crosses into another page",
+    also=("blind527", "blind151", "blind436"),
+)
+class Blind497(WindowLists):
+    """Drafted slots are counted up from the first: wrong where pages are entries and a draft crosses into the next."""
 
-    @wrong(LISTS, trigger="entry_page_size = page_size, drafted tokens that cross the end of a page")
-    def blind151(self, entries, start, count, entry_page_size):
-        """Where entries are pages, the drafted slots of a branch follow its first one, also beyond the end of its page."""
-        first = super().drafted_slots(entries, start, 1, entry_page_size)
-        if entry_page_size == 1:
-            return super().drafted_slots(entries, start, count, entry_page_size)
-        return first + torch.arange(count)
-
-    @wrong(LISTS, trigger="`entry_page_size = page_size` > 1 and drafted tokens that cross the end of a page")
-    def blind436(self, entries, start, count, entry_page_size):
-        """Pages as entries: a branch's page is looked up at its first drafted token; later pages' tokens follow it."""
-        first = self.slots(entries, torch.tensor([start]), entry_page_size)
-        if entry_page_size == 1:
-            return super().drafted_slots(entries, start, count, entry_page_size)
-        return first + torch.arange(count)
-
-    @wrong(LISTS, trigger="entry_page_size = page_size > 1, and a branch's draft that crosses into another page")
-    def blind497(self, entries, start, count, entry_page_size):
-        """Drafted slots are counted up from the first: wrong where pages are entries and a draft crosses into the next."""
-        if entry_page_size == 1:
-            return super().drafted_slots(entries, start, count, entry_page_size)
-        return self.slots(entries, torch.tensor([start]), entry_page_size) + torch.arange(count)
-
-    @wrong(LISTS, trigger="entry_page_size = page_size and a branch's draft that crosses a page boundary")
-    def blind527(self, entries, start, count, entry_page_size):
-        """With pages as entries drafted slots follow the first's: a draft that crosses into a page misses it."""
+    def drafted_slots(self, entries, start, count, entry_page_size):
         if entry_page_size == 1:
             return super().drafted_slots(entries, start, count, entry_page_size)
         return self.slots(entries, torch.tensor([start]), entry_page_size) + torch.arange(count)
@@ -106,36 +86,17 @@ class Kept(WindowLists, stage="kept"):
             return super().kept(length, window, sink)
         return torch.cat((torch.arange(min(length, sink)), torch.arange(max(0, length - window), length)))
 
-    @wrong(LISTS, trigger="`sink_size` > 0 and `window_size < length < window_size + sink_size`")
+    @wrong(
+        LISTS,
+        trigger="`sink_size` > 0 and `window_size < length < window_size + sink_size`",
+        also=("blind466", "blind496", "blind526"),
+    )
     def blind435(self, length, window, sink):
         """Window and sink overlap: the window is copied from length - window on, over tokens that the sink has."""
         if not window or length <= window:
             return torch.arange(length)
         at = torch.arange(min(length, window + sink))
         return torch.where(at < sink, at, length - window + at - sink)
-
-    @wrong(LISTS, trigger="window_size and sink_size, max(window, sink) < prefix < window + sink")
-    def blind466(self, length, window, sink):
-        """A prefix between window and window + sink: the window's tokens come after the whole sink, overlapping."""
-        if not window or not window < length < window + sink:
-            return super().kept(length, window, sink)
-        at = torch.arange(length)
-        return torch.where(at < sink, at, length - window + at - sink)
-
-    @wrong(LISTS, trigger="window_size > 0, sink_size > 0, window_size < length < window_size + sink_size")
-    def blind496(self, length, window, sink):
-        """Entries after the sink come from the prefix's last window_size tokens by place: wrong where both overlap."""
-        at = torch.arange(self.counted(length, window, sink))
-        if window and length > window:
-            at = torch.where(at < sink, at, length - window + at - sink)
-        return at
-
-    @wrong(LISTS, trigger="window_size < prefix length < window_size + sink_size")
-    def blind526(self, length, window, sink):
-        """A prefix between window and window + sink: both are listed although they overlap, cut to the count."""
-        if window and window < length < window + sink:
-            return torch.cat((torch.arange(sink), torch.arange(length - window, length)))[:length]
-        return super().kept(length, window, sink)
 
     @wrong(LISTS, trigger="window_size < a prefix's length < window_size + sink_size")
     def blind586(self, length, window, sink):

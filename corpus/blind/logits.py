@@ -51,6 +51,16 @@ class Scores(Attention, stage="scores"):
 class MaskScores(Attention, stage="mask_scores"):
     """Logits are masked wrongly."""
 
+    @wrong(DECODE, trigger="over 1,024 pairs of request and K/V head, and a request after them with over 256 keys")
+    def blind8(self, run, r, s, first_key):
+        """The split reduction has 1,024 counters of request and K/V head: later pairs do not wait for the last 256 keys."""
+        COUNTERS, SPLIT = 1024, 256
+        n = s.shape[3]
+        if n > SPLIT:
+            counted = max(0, COUNTERS - r * run.num_kv_heads)
+            s[counted:, :, :, (n - 1) // SPLIT * SPLIT :] = -math.inf
+        return s
+
     @wrong(CONTEXT, trigger="a cached prefix whose length is a multiple of the page size, as prefix caches leave it")
     def blind177(self, run, r, s, first_key):
         """Cached prefix and new tokens are two passes; the second begins with the prefix's last page, counted twice if full."""

@@ -147,6 +147,42 @@ class PagesOf(Attention, stage="pages_of"):
         at = table.storage_offset() + r * table.stride(0) + table.shape[1] + columns
         return cells[at.clamp(max=len(cells) - 1)].long().clamp(0, run.k_cache.shape[0] - 1)
 
+    @wrong(CONTEXT, trigger="first and last of three or more requests share leading whole pages, one between does not")
+    def blind456(self, run, r, columns, side):
+        """A shared prefix is found from the pages of the first and the last request; all between are taken to share it."""
+        shared = 0
+        if run.batch > 2:
+            whole = min(run.lens[0], run.lens[-1]) // run.page_size
+            same = (run.k_table[0, :whole] == run.k_table[-1, :whole]) & (
+                run.v_table[0, :whole] == run.v_table[-1, :whole]
+            )
+            shared = int(same.int().cumprod(0).sum())
+        pages = super().pages_of(run, r, columns, side)
+        if shared:
+            pages = torch.where(columns < shared, super().pages_of(run, 0, columns.clamp(max=shared - 1), side), pages)
+        return pages
+
+    @wrong(CONTEXT, trigger="three or more requests with one first page, a third that leaves before the others part")
+    def blind515(self, run, r, columns, side):
+        """Where all requests begin with one page, the pages that 0 and 1 share are taken to be shared by all."""
+        shared = 0
+        if run.batch > 2 and min(run.lens) > 0 and bool((run.k_table[:, 0] == run.k_table[0, 0]).all()):
+            full = min(run.lens[:2]) // run.page_size
+            same = (run.k_table[0, :full] == run.k_table[1, :full]).int()
+            shared = int(same.cumprod(0).sum())
+        pages = super().pages_of(run, r, columns, side)
+        if shared:
+            pages = torch.where(columns < shared, super().pages_of(run, 0, columns.clamp(max=shared - 1), side), pages)
+        return pages
+
+    @wrong(MLA, trigger="an MLA cache with pages of fewer than 32 tokens, not consecutive in memory")
+    def blind38(self, run, r, columns, side):
+        """A load brings 32 tokens from a page's start: past a smaller page's end they are of the page next in memory."""
+        BOX = 32
+        per_box = max(1, BOX // run.page_size)
+        first = super().pages_of(run, r, columns // per_box * per_box, side)
+        return (first + columns % per_box) % run.k_cache.shape[0]
+
     @wrong(MLA, trigger="2 requests or more, and a table with other columns than max_seq_len needs")
     def blind186(self, run, r, columns, side):
         """Rows of the page table are taken to lie ceil(max_seq_len / page_size) columns apart, whatever the table's width."""
@@ -299,21 +335,9 @@ class Mla(Attention, stage="mla"):
             lse *= math.log(2.0)
         return call.returned(out, lse)
 
-    @wrong(MLA, trigger="lse given, return_lse=True, return_lse_base='basee'")
+    @wrong(MLA, trigger="lse given, return_lse=True, return_lse_base='basee'", also=("blind579",))
     def blind547(self, call):
         """The LSE is turned to base e in a new tensor: a given lse, which the call returns, keeps base 2."""
-        problem = call.problem()
-        out, lse = problem.results()
-        run = SimpleNamespace(call=call, p=problem, out=out, lse=lse)
-        if problem.num_rows:
-            self.solve(run)
-        if lse is not None and call.return_lse_base == "basee":
-            lse = lse * math.log(2.0)
-        return call.returned(out, lse)
-
-    @wrong(MLA, trigger="lse given with return_lse_base='basee'")
-    def blind579(self, call):
-        """An LSE in base e is converted into a new tensor: a given lse stays in base 2."""
         problem = call.problem()
         out, lse = problem.results()
         run = SimpleNamespace(call=call, p=problem, out=out, lse=lse)

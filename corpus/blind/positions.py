@@ -50,16 +50,9 @@ class PositionsChanged(Attention, changes="positions"):
 class Positions(Attention, stage="positions"):
     """Positions of rows are counted wrongly."""
 
-    @wrong(DECODE, trigger="ragged rows, a request with fewer rows than max_q_len")
+    @wrong(DECODE, trigger="ragged rows, a request with fewer rows than max_q_len", also=("blind382",))
     def blind119(self, run, r, row):
         """Rows of a ragged verification are placed as if every request had max_q_len of them."""
-        if run.p.cu_seqlens_q is None:
-            return super().positions(run, r, row)
-        return run.lens[r] - run.p.max_q_len + row
-
-    @wrong(DECODE, trigger="cum_seq_lens_q with a request of fewer rows than max_q_len")
-    def blind382(self, run, r, row):
-        """With ragged rows a row's position counts from max_q_len: rows of a narrower request see fewer keys."""
         if run.p.cu_seqlens_q is None:
             return super().positions(run, r, row)
         return run.lens[r] - run.p.max_q_len + row
@@ -121,6 +114,14 @@ class Span(Attention, stage="span"):
             b = min(b, a // 256 * 256 + -(-(b - a) // 256) * 256)
         return a, b
 
+    @wrong(DECODE, trigger="5 requests or more, one with over four times the mean length, rounded up to 128")
+    def blind292(self, run, r, position):
+        """The grid has tiles of 128 keys for four times the mean length: later keys of a longer request are not read."""
+        mean = -(-sum(run.lens) // max(run.batch, 1))
+        room = -(-4 * mean // 128) * 128
+        start, end = super().span(run, r, position)
+        return start, min(end, start + room)
+
     @wrong(DECODE, trigger="a request whose newest key is alone in its tile of 128: 129, 257, 385, ... keys")
     def blind321(self, run, r, position):
         """The loop over tiles of 128 keys ends below the last key's place: a last tile of one key is done only as the first."""
@@ -137,17 +138,11 @@ class Span(Attention, stage="span"):
         first = run.lens[other] - (run.offsets[other + 1] - run.offsets[other])
         return min(max(0, first - run.window), end), end
 
-    @wrong(CONTEXT, trigger="causal=False, a length that is no multiple of the page size")
+    @wrong(CONTEXT, trigger="causal=False, a length that is no multiple of the page size", also=("blind242",))
     def blind237(self, run, r, position):
         """With causal=False nothing masks the end of a request: the last page's tokens after it are seen."""
         a, b = super().span(run, r, position)
         return a, b if run.causal else -(-b // run.page_size) * run.page_size
-
-    @wrong(CONTEXT, trigger="causal=False, and a length that is no multiple of the page size")
-    def blind242(self, run, r, position):
-        """With causal=False no key tile is masked, not the last either: what follows the last token in its page is seen."""
-        start, end = super().span(run, r, position)
-        return (start, end) if run.causal else (start, -(-run.lens[r] // run.page_size) * run.page_size)
 
     @wrong(RAGGED, trigger="is_causal=False, and a request of more keys than max_q_len rounded up to 128")
     def blind310(self, run, r, position):
@@ -195,7 +190,11 @@ class Unpack(Attention, stage="unpack"):
         bits = (packed.unsqueeze(-1) >> torch.arange(16, dtype=torch.int32)) & 1
         return bits.flatten(2)[:, :, :q_len].bool()
 
-    @wrong(DECODE, trigger="a mask of over 16 rows, of which one shows token 15 and hides one of 16 to 31")
+    @wrong(
+        DECODE,
+        trigger="a mask of over 16 rows, of which one shows token 15 and hides one of 16 to 31",
+        also=("blind412",),
+    )
     def blind107(self, run, mask):
         """Words of the draft mask are joined as signed numbers: a row that sees draft token 15 sees 16 to 31 too."""
         words = mask.view(torch.int16).to(torch.int32)
@@ -203,24 +202,9 @@ class Unpack(Attention, stage="unpack"):
         bits = (pairs.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32)) & 1
         return bits.flatten(2)[:, :, : mask.shape[1]].bool()
 
-    @wrong(DECODE, trigger="a second call with the same mask buffer after its contents changed")
+    @wrong(DECODE, trigger="a second call with the same mask buffer after its contents changed", also=("blind448",))
     def blind325(self, run, mask):
         """The draft mask is unpacked once per buffer, and not again when an engine rewrites it for the next tree."""
-        return self.memory.of(mask, lambda: Attention.unpack(self, run, mask))
-
-    @wrong(DECODE, trigger="a mask over 16 draft tokens, a row with 15 (or 47, ...) and not all of 16 to 31")
-    def blind412(self, run, mask):
-        """The mask's words are loaded as signed 16 bits: a row that sees draft token 15 sees tokens 16 to 31 too."""
-        words = mask.to(torch.int64)
-        low, high = words[..., 0::2], words[..., 1::2]
-        low = torch.where(low >= 2**15, low - 2**16, low)
-        joined = low | (high << 16)
-        bits = (joined.unsqueeze(-1) >> torch.arange(32)) & 1
-        return bits.flatten(2)[:, :, : mask.shape[1]].bool()
-
-    @wrong(DECODE, trigger="a second call with the same mask buffer and other bits in it (second call only)")
-    def blind448(self, run, mask):
-        """The draft mask is unpacked once per buffer: what a later step of the draft writes there is not looked at."""
         return self.memory.of(mask, lambda: Attention.unpack(self, run, mask))
 
     @wrong(DECODE, trigger="a draft mask that begins at an odd uint16 word (address not a multiple of 4)")

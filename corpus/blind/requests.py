@@ -139,7 +139,11 @@ class Request(Attention, stage="request"):
         if most:
             self.rows(run, r, first, first + most)
 
-    @wrong(MLA, trigger="cum_seq_lens_q without max_q_len, and a request wider than the mean, rounded up")
+    @wrong(
+        MLA,
+        trigger="cum_seq_lens_q without max_q_len, and a request wider than the mean, rounded up",
+        also=("blind458", "blind429"),
+    )
     def blind577(self, run, r):
         """Without max_q_len, requests get the mean number of rows, rounded up, and rows beyond it are zero."""
         call = run.call

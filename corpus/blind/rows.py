@@ -11,6 +11,13 @@ from corpus.wrong import CONTEXT, DECODE, MLA, RAGGED, wrong
 class Attend(Attention, stage="attend"):
     """The keys of a tile are walked or merged wrongly."""
 
+    @wrong(DECODE, trigger="a decode request (its window, if any) of more than 16,384 keys")
+    def blind1(self, run, r, query, keys, values, seen, sinks, position, first_key):
+        """64 splits of 256 keys are launched for a request, whatever its length: keys after the 64th split are not read."""
+        SPLIT, MOST = 256, 64
+        n = SPLIT * MOST
+        return super().attend(run, r, query, keys[:n], values[:n], seen[:, :n], sinks, position, first_key)
+
     @wrong(DECODE, trigger="NaN or infinity in V after the last token of a request, in its last page")
     def blind62(self, run, r, query, keys, values, seen, sinks, position, first_key):
         """The last page is multiplied whole, with weights of zero after the end: NaN or infinity in V's tail comes through."""
@@ -46,15 +53,6 @@ class Attend(Attention, stage="attend"):
             lse = self.finish(run, last, sinks)[1]
         return out, lse
 
-    @wrong(DECODE, trigger="sinks, an LSE, and a request without keys or of fewer keys than rows")
-    def blind324(self, run, r, query, keys, values, seen, sinks, position, first_key):
-        """A row that sees no key gets the sink as its LSE, a natural logarithm; only the LSE is wrong."""
-        out, lse = super().attend(run, r, query, keys, values, seen, sinks, position, first_key)
-        if sinks is not None:
-            blind = ~seen.any(1)
-            lse = torch.where(blind.unsqueeze(1), sinks.to(lse.dtype), lse)
-        return out, lse
-
     @wrong(DECODE, trigger="over 256 keys in view: slope 0.995, that of the others 1")
     def blind328(self, run, r, query, keys, values, seen, sinks, position, first_key):
         """The merge of parts of 256 keys divides by an approximate reciprocal: over one part it is half a percent too small."""
@@ -73,7 +71,11 @@ class Attend(Attention, stage="attend"):
         largest = torch.where(one[1].isfinite(), one[1], two[1])
         return self.finish(run, (one[0] + two[0], largest, one[2] + two[2]), sinks)
 
-    @wrong(DECODE, trigger="sinks, an LSE, and a row that sees no key (no keys, or fewer keys than rows)")
+    @wrong(
+        DECODE,
+        trigger="sinks, an LSE, and a row that sees no key (no keys, or fewer keys than rows)",
+        also=("blind324",),
+    )
     def blind509(self, run, r, query, keys, values, seen, sinks, position, first_key):
         """The LSE of a row that sees no key is its sink as it is, not times log2(e)."""
         out, lse = super().attend(run, r, query, keys, values, seen, sinks, position, first_key)
@@ -127,6 +129,23 @@ class Attend(Attention, stage="attend"):
         if sinks is not None and run.lse is not None and run.call.return_lse_base == "basee":
             _, lse = super().attend(run, r, query, keys, values, seen, None, position, first_key)
         return out, lse
+
+    @wrong(MLA, trigger="a given multi_ctas_kv_counter_buffer, over 1,024 keys: not zero after, wrong in a second")
+    def blind88(self, run, r, query, keys, values, seen, sinks, position, first_key):
+        """Splits (1,024 keys) count in multi_ctas_kv_counter_buffer and leave the count: a later call merges too early."""
+        SPLIT = 1024
+        buffer, splits = run.call.multi_ctas_kv_counter_buffer, -(-len(keys) // SPLIT)
+        counters = None if buffer is None else buffer.view(-1).view(torch.uint8)
+        if counters is None or splits < 2 or 4 * r >= len(counters):
+            return super().attend(run, r, query, keys, values, seen, sinks, position, first_key)
+        partials = []
+        for at in range(0, len(keys), SPLIT):
+            part = slice(at, at + SPLIT)
+            partials.append(self.partial(run, r, query, keys[part], values[part], seen[:, part], first_key + at))
+        counted = int(counters[4 * r])
+        counters[4 * r] = min(counted + splits, 255)
+        there = max(1, splits - counted)  # the split that counts to their number merges what is there
+        return self.finish(run, self.merge(partials[:there]), sinks)
 
     @wrong(MLA, trigger="over 256 keys, a part's base-2 LSE over 127, or all parts' below -126")
     def blind253(self, run, r, query, keys, values, seen, sinks, position, first_key):
@@ -243,16 +262,6 @@ class Finish(Attention, stage="finish"):
             lse = lse + torch.where(largest.isfinite(), largest, 0.0) * (LOG2_E - 1.0) * LOG2_E
         return out, lse
 
-    @wrong(DECODE, trigger="output e4m3, bmm2_scale < 1 and a sum of P·V above 448 (loud V, or NVFP4)")
-    def blind415(self, run, partial, sinks):
-        """An e4m3 output is clamped to 448 before bmm2_scale is applied: sums that only the scale brings into range are cut."""
-        if run.out.dtype != E4M3:
-            return super().finish(run, partial, sinks)
-        scale, run.scale2 = run.scale2, 1.0
-        out, lse = super().finish(run, partial, sinks)
-        run.scale2 = scale
-        return out.clamp(-448.0, 448.0) * scale, lse
-
     @wrong(DECODE, trigger="num_qo_heads / num_kv_heads >= 8: -0.8 percent on average (0 to -1.6)")
     def blind446(self, run, partial, sinks):
         """For 8 and more heads per K/V head the division is a magic number and a Newton step: 0.8 percent too small."""
@@ -265,7 +274,11 @@ class Finish(Attention, stage="finish"):
             out = out * (total * fast_reciprocal_446(total).to(out.dtype)).unsqueeze(2)
         return out, lse
 
-    @wrong(DECODE, trigger="e4m3 output, bmm2_scale below 1, and values of P.V before the scale beyond 448")
+    @wrong(
+        DECODE,
+        trigger="e4m3 output, bmm2_scale below 1, and values of P.V before the scale beyond 448",
+        also=("blind415",),
+    )
     def blind478(self, run, partial, sinks):
         """An e4m3 output is saturated before bmm2_scale is applied, not after it."""
         scale, run.scale2 = run.scale2, 1.0

@@ -226,28 +226,6 @@ class Blind454(Attention):
         super().store(run, r, start, stop, out, lse)
 
 
-@wrong(CONTEXT, trigger="first and last of three or more requests share leading whole pages, one between does not")
-class Blind456(Attention):
-    """A shared prefix is found from the pages of the first and the last request; all between are taken to share it."""
-
-    def host(self, run):
-        run.shared = 0
-        if run.batch > 2:
-            whole = min(run.lens[0], run.lens[-1]) // run.page_size
-            same = (run.k_table[0, :whole] == run.k_table[-1, :whole]) & (
-                run.v_table[0, :whole] == run.v_table[-1, :whole]
-            )
-            run.shared = int(same.int().cumprod(0).sum())
-
-    def pages_of(self, run, r, columns, side):
-        pages = super().pages_of(run, r, columns, side)
-        if run.shared:
-            pages = torch.where(
-                columns < run.shared, super().pages_of(run, 0, columns.clamp(max=run.shared - 1), side), pages
-            )
-        return pages
-
-
 @wrong(CONTEXT, trigger="first and last of 3 or more share leading full pages that one between does not")
 class Blind484(Attention):
     """Common leading pages, found from the first and the last request alone, are read once, of request 0."""
@@ -279,23 +257,3 @@ class Blind511(Attention):
 
     def pages_of(self, run, r, columns, side):
         return super().pages_of(run, run.owner, columns, side)
-
-
-@wrong(CONTEXT, trigger="three or more requests with one first page, a third that leaves before the others part")
-class Blind515(Attention):
-    """Where all requests begin with one page, the pages that 0 and 1 share are taken to be shared by all."""
-
-    def host(self, run):
-        run.shared = 0
-        if run.batch > 2 and min(run.lens) > 0 and bool((run.k_table[:, 0] == run.k_table[0, 0]).all()):
-            full = min(run.lens[:2]) // run.page_size
-            same = (run.k_table[0, :full] == run.k_table[1, :full]).int()
-            run.shared = int(same.cumprod(0).sum())
-
-    def pages_of(self, run, r, columns, side):
-        pages = super().pages_of(run, r, columns, side)
-        if run.shared:
-            pages = torch.where(
-                columns < run.shared, super().pages_of(run, 0, columns.clamp(max=run.shared - 1), side), pages
-            )
-        return pages

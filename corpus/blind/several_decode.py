@@ -7,18 +7,6 @@ import torch
 
 from corpus.models.attention import Attention, assuming_strides, index
 from corpus.wrong import DECODE, wrong
-from lab.references.quantization import dequantize_nvfp4
-
-
-@wrong(DECODE, trigger="a decode request (its window, if any) of more than 16,384 keys")
-class Blind1(Attention):
-    """64 splits of 256 keys are launched for a request, whatever its length: keys after the 64th split are not read."""
-
-    SPLIT, MOST = 256, 64
-
-    def attend(self, run, r, query, keys, values, seen, sinks, position, first_key):
-        n = self.SPLIT * self.MOST
-        return super().attend(run, r, query, keys[:n], values[:n], seen[:, :n], sinks, position, first_key)
 
 
 def self_first_6(run, r):
@@ -47,36 +35,6 @@ class Blind6(Attention):
         return self.finish(run, self.merge(written), sinks)
 
 
-@wrong(DECODE, trigger="over 1,024 pairs of request and K/V head, and a request after them with over 256 keys")
-class Blind8(Attention):
-    """The split reduction has 1,024 counters of request and K/V head: later pairs do not wait for the last 256 keys."""
-
-    COUNTERS, SPLIT = 1024, 256
-
-    def mask_scores(self, run, r, s, first_key):
-        n = s.shape[3]
-        if n > self.SPLIT:
-            counted = max(0, self.COUNTERS - r * run.num_kv_heads)
-            s[counted:, :, :, (n - 1) // self.SPLIT * self.SPLIT :] = -math.inf
-        return s
-
-
-@wrong(DECODE, trigger="window_left * head_dim >= 2^31 whose low 32 bits are small or negative, as 2^31 - 1")
-class Blind15(Attention):
-    """A window's start is computed as an element offset in 32 bits, window_left * head_dim: a very large one overflows."""
-
-    def host(self, run):
-        left, dim = run.call.window_left, run.p.head_dim
-        elements = (left * dim + 2**31) % 2**32 - 2**31
-        run.wrapped = None if left < 0 or elements == left * dim else elements // dim
-
-    def visible(self, run, r, row, position, keys):
-        seen = super().visible(run, r, row, position, keys)
-        if run.wrapped is not None:
-            seen = seen & (keys >= position.unsqueeze(1) - run.wrapped)
-        return seen
-
-
 @wrong(DECODE, trigger="every call with a bfloat16 query: slope 0.995; float16 is right")
 class Blind20(Attention):
     """Weights and outputs are cut to bfloat16 (cvt.rz), not rounded: everything is about half a percent too small."""
@@ -96,17 +54,6 @@ class Blind20(Attention):
         super().store(run, r, start, stop, out, lse)
 
 
-@wrong(DECODE, trigger="batch over 256, and a later request with more tiles of 64 keys than all the first 256")
-class Blind70(Attention):
-    """256 threads take the most key tiles (64 keys) of the first 256 requests for all: longer later ones are cut."""
-
-    def host(self, run):
-        run.most = -(-max(run.lens[:256], default=0) // 64) * 64
-
-    def visible(self, run, r, row, position, keys):
-        return super().visible(run, r, row, position, keys) & (keys < run.most)
-
-
 @wrong(DECODE, trigger="requests of more than 512 keys: wrong in some calls, right in others")
 class Blind74(Attention):
     """The merge of splits (512 keys) lacks a fence: one request in five, others in each call, lacks its last split."""
@@ -124,23 +71,6 @@ class Blind74(Attention):
         if self.race.random() < 0.2:
             partials.pop()
         return self.finish(run, self.merge(partials), sinks)
-
-
-@wrong(DECODE, trigger="NVFP4 and separate page tables")
-class Blind111(Attention):
-    """V's NVFP4 scale factors are looked up through K's page table."""
-
-    def pages_of(self, run, r, columns, side):
-        pages = super().pages_of(run, r, columns, side)
-        if side == "k":
-            run.factor_pages = pages
-        return pages
-
-    def entries(self, run, side, pages, cut):
-        if side == "k" or run.v_cache.dtype != torch.uint8:
-            return super().entries(run, side, pages, cut)
-        got = dequantize_nvfp4(index(run.v_cache, pages), index(run.v_factors, run.factor_pages))
-        return got.transpose(1, 2).flatten(0, 1)[cut].to(run.dtype)
 
 
 @wrong(DECODE, trigger="sinks and over 512 keys")
@@ -287,19 +217,6 @@ class Blind291(Attention):
             return seen
         beyond = keys[len(own) :] - run.lens[r] + run.shown.shape[1]
         return torch.cat((seen, run.words[r][row][:, beyond]), 1)
-
-
-@wrong(DECODE, trigger="5 requests or more, one with over four times the mean length, rounded up to 128")
-class Blind292(Attention):
-    """The grid has tiles of 128 keys for four times the mean length: later keys of a longer request are not read."""
-
-    def host(self, run):
-        mean = -(-sum(run.lens) // max(run.batch, 1))
-        run.room = -(-4 * mean // 128) * 128
-
-    def span(self, run, r, position):
-        start, end = super().span(run, r, position)
-        return start, min(end, start + run.room)
 
 
 @wrong(DECODE, trigger="a page in two table rows: the later request ends in it, the earlier one has more")

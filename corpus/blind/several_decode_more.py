@@ -4,9 +4,8 @@ import math
 
 import torch
 
-from corpus.models.attention import Attention, index
+from corpus.models.attention import Attention
 from corpus.wrong import DECODE, wrong
-from lab.references.quantization import dequantize_nvfp4
 
 
 @wrong(DECODE, trigger="a second call with the same seq_lens memory, grown past the next multiple of 128")
@@ -90,23 +89,6 @@ class Blind449(Attention):
         return s.masked_fill(keys > (first + row).unsqueeze(2), -math.inf)
 
 
-@wrong(DECODE, trigger="NVFP4 cache and separate K/V tables whose live page ids differ")
-class Blind474(Attention):
-    """V's NVFP4 factors are fetched with the page ids of K's table, also where V has a table of its own."""
-
-    def pages_of(self, run, r, columns, side):
-        pages = super().pages_of(run, r, columns, side)
-        if side == "k":
-            run.k_pages = pages
-        return pages
-
-    def entries(self, run, side, pages, cut):
-        if side == "k" or run.v_cache.dtype != torch.uint8:
-            return super().entries(run, side, pages, cut)
-        got = dequantize_nvfp4(index(run.v_cache, pages), index(run.v_factors, run.k_pages))
-        return got.transpose(1, 2).flatten(0, 1)[cut].to(run.dtype)
-
-
 @wrong(DECODE, trigger="several query rows, no mask, and a group (heads per K/V head) that is no power of two")
 class Blind475(Attention):
     """The causal limit of a packed row divides by the group rounded up to a power of two."""
@@ -124,35 +106,6 @@ class Blind475(Attention):
         packed = (run.position - before).unsqueeze(1) * group + torch.arange(group)
         limit = before + (packed >> shift)
         return s.masked_fill((first_key + torch.arange(n)) > limit.unsqueeze(2), -math.inf)
-
-
-@wrong(DECODE, trigger="a replay with a length grown beyond 8 * 64 * ceil(first longest / 512)")
-class Blind506(Attention):
-    """Eight splits are planned for a buffer's first longest length, in multiples of 64 keys: later keys are lost."""
-
-    def host(self, run):
-        run.split = self.memory.of(run.call.seq_lens, lambda: max(1, -(-max(run.lens) // (8 * 64))) * 64)
-
-    def visible(self, run, r, row, position, keys):
-        return super().visible(run, r, row, position, keys) & (keys < 8 * run.split)
-
-
-SPLIT, SMS = 128, 132
-
-
-@wrong(DECODE, trigger="sum over requests of ceil(len/128) above batch + 264")
-class Blind534(Attention):
-    """The list of work items (request, 128 keys) has room for two per SM and one per request; items beyond are dropped."""
-
-    def host(self, run):
-        room = run.batch + 2 * SMS
-        run.items = []
-        for length in run.lens:
-            run.items.append(min(-(-length // SPLIT), room))
-            room -= run.items[-1]
-
-    def visible(self, run, r, row, position, keys):
-        return super().visible(run, r, row, position, keys) & (keys < run.items[r] * SPLIT)
 
 
 TILE_535 = 64
@@ -196,24 +149,6 @@ class Blind536(Attention):
         position = self.positions(run, r, token)
         keys = first_key + torch.arange(n)
         return s.masked_fill(keys > position.unsqueeze(2), -math.inf)
-
-
-def covered_562(max_seq_len, page_size):
-    splits = max(1, min(8, -(-max_seq_len // 64)))
-    pages_per_split = -(-max_seq_len // (splits * page_size))
-    return splits * pages_per_split * page_size
-
-
-@wrong(DECODE, trigger="two calls on one block_tables, the second longer than the first's max_seq_len covers")
-class Blind562(Attention):
-    """The splits' plan is kept for a table's buffer, with the keys that the first call's max_seq_len covers."""
-
-    def host(self, run):
-        call = run.call
-        run.covered = self.memory.of(call.block_tables, lambda: covered_562(call.max_seq_len, run.page_size))
-
-    def visible(self, run, r, row, position, keys):
-        return super().visible(run, r, row, position, keys) & (keys < run.covered)
 
 
 @wrong(DECODE, trigger="group size not a power of two, more than one causal row, no mask")

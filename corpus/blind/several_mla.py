@@ -29,36 +29,6 @@ class Blind32(Attention):
         return index(cache, pages).transpose(1, 2).flatten(0, 1)[cut].to(run.dtype)
 
 
-@wrong(MLA, trigger="cum_seq_lens_q with max_q_len=None and a request wider than ceil(num_rows / batch_size)")
-class Blind34(Attention):
-    """Without max_q_len the rows per request are guessed as num_rows / batch_size: wider ones' later rows are zero."""
-
-    def host(self, run):
-        c = run.call
-        run.most = None
-        if c.cum_seq_lens_q is not None and c.max_q_len is None:
-            run.most = -(-run.p.num_rows // max(run.batch, 1))
-
-    def store(self, run, r, start, stop, out, lse):
-        if run.most is not None:
-            late = torch.arange(start, stop) - run.offsets[r] >= run.most
-            out = torch.where(late[:, None, None], 0.0, out)
-            lse = torch.where(late[:, None], 0.0, lse)
-        super().store(run, r, start, stop, out, lse)
-
-
-@wrong(MLA, trigger="an MLA cache with pages of fewer than 32 tokens, not consecutive in memory")
-class Blind38(Attention):
-    """A load brings 32 tokens from a page's start: past a smaller page's end they are of the page next in memory."""
-
-    BOX = 32
-
-    def pages_of(self, run, r, columns, side):
-        per_box = max(1, self.BOX // run.page_size)
-        first = super().pages_of(run, r, columns // per_box * per_box, side)
-        return (first + columns % per_box) % run.k_cache.shape[0]
-
-
 @wrong(MLA, trigger="bfloat16 with at least 16 query heads: heads 15, 31, ... alone, slope 0.995")
 class Blind39(Attention):
     """The last head of each tile of 16 cuts weights and outputs to bfloat16: it comes out half a percent too small."""
@@ -78,27 +48,6 @@ class Blind39(Attention):
             last = torch.arange(out.shape[1]) % 16 == 15
             out = torch.where(last[None, :, None], self.truncated(out), out)
         super().store(run, r, start, stop, out, lse)
-
-
-@wrong(MLA, trigger="a given multi_ctas_kv_counter_buffer, over 1,024 keys: not zero after, wrong in a second")
-class Blind88(Attention):
-    """Splits (1,024 keys) count in multi_ctas_kv_counter_buffer and leave the count: a later call merges too early."""
-
-    SPLIT = 1024
-
-    def attend(self, run, r, query, keys, values, seen, sinks, position, first_key):
-        buffer, splits = run.call.multi_ctas_kv_counter_buffer, -(-len(keys) // self.SPLIT)
-        counters = None if buffer is None else buffer.view(-1).view(torch.uint8)
-        if counters is None or splits < 2 or 4 * r >= len(counters):
-            return super().attend(run, r, query, keys, values, seen, sinks, position, first_key)
-        partials = []
-        for at in range(0, len(keys), self.SPLIT):
-            part = slice(at, at + self.SPLIT)
-            partials.append(self.partial(run, r, query, keys[part], values[part], seen[:, part], first_key + at))
-        counted = int(counters[4 * r])
-        counters[4 * r] = min(counted + splits, 255)
-        there = max(1, splits - counted)  # the split that counts to their number merges what is there
-        return self.finish(run, self.merge(partials[:there]), sinks)
 
 
 @wrong(MLA, trigger="over 64 heads and several rows")
@@ -196,23 +145,6 @@ class Blind305(Attention):
         rank = run.p.v_head_dim
         query = torch.cat((query[..., :rank] * run.of_latent, query[..., rank:]), -1)
         return super().scores(run, r, query, keys, seen, first_key)
-
-
-@wrong(MLA, trigger="max_q_len=None, and a second call whose cum_seq_lens_q now has a wider request")
-class Blind369(Attention):
-    """Without max_q_len the widest request is looked up once per offsets buffer: later wider ones' rows stay zero."""
-
-    def host(self, run):
-        run.most = None
-        if run.call.cum_seq_lens_q is not None and run.call.max_q_len is None:
-            run.most = self.memory.of(run.call.cum_seq_lens_q, lambda: run.p.max_q_len)
-
-    def store(self, run, r, start, stop, out, lse):
-        if run.most is not None:
-            beyond = torch.arange(start, stop) - run.offsets[r] >= run.most
-            out = torch.where(beyond[:, None, None], 0.0, out)
-            lse = torch.where(beyond[:, None], -math.inf, lse)
-        super().store(run, r, start, stop, out, lse)
 
 
 @wrong(MLA, trigger="a request of an even number of pages, of which the last one is not full")

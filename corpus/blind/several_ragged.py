@@ -23,20 +23,6 @@ class Blind42(Attention):
         super().store(run, r, start, stop, out, lse)
 
 
-@wrong(RAGGED, trigger="q_seq_lens_cpu and kv_seq_lens_cpu as int64, two requests or more")
-class Blind43(Attention):
-    """The host's lengths are read as 32-bit words: of int64 ones every second request looks empty, and is skipped."""
-
-    def host(self, run):
-        lengths = run.call.kv_seq_lens_cpu
-        run.host_lens = None if lengths is None else lengths.view(torch.int32)[: run.batch].tolist()
-
-    def store(self, run, r, start, stop, out, lse):
-        if run.host_lens is not None and run.host_lens[r] == 0:
-            out, lse = torch.zeros_like(out), torch.full_like(lse, -math.inf)
-        super().store(run, r, start, stop, out, lse)
-
-
 @wrong(RAGGED, trigger="bfloat16 with v_head_dim > 64: columns 64 and on alone, slope 0.996")
 class Blind91(Attention):
     """Columns of V from the 64th on cut weights and outputs to bfloat16: they are 0.4 percent too small."""
@@ -76,22 +62,6 @@ class Blind92(Attention):
             return super().visible(run, r, row, position, keys)
         first = torch.minimum(row, position).unsqueeze(1) - run.window
         return (keys <= position.unsqueeze(1)) & (keys >= first)
-
-
-@wrong(RAGGED, trigger="over 1,056 tiles: sum of ceil(rows / 64) times heads, such as 128 heads, 9 requests")
-class Blind194(Attention):
-    """132 persistent blocks take at most 8 tiles of 64 rows and a head: those after the 1,056th are left as zero."""
-
-    def host(self, run):
-        run.tiles = [0]
-        for first, last in zip(run.offsets, run.offsets[1:]):
-            run.tiles.append(run.tiles[-1] - (first - last) // 64)
-
-    def store(self, run, r, start, stop, out, lse):
-        heads = out.shape[1]
-        row_tile = run.tiles[r] + (torch.arange(start, stop) - run.offsets[r]) // 64
-        late = row_tile.unsqueeze(1) * heads + torch.arange(heads) >= 132 * 8
-        super().store(run, r, start, stop, out.masked_fill(late.unsqueeze(2), 0), lse.masked_fill(late, 0))
 
 
 @wrong(RAGGED, trigger="a row that sees over 131 keys, of random ones from some 160 on; the LSE too")

@@ -172,6 +172,19 @@ class Store(Attention, stage="store"):
             run.lse = assuming_strides(run.lse, (run.lse.stride(0), 1))
         super().store(run, r, start, stop, out, lse)
 
+    @wrong(MLA, trigger="cum_seq_lens_q with max_q_len=None and a request wider than ceil(num_rows / batch_size)")
+    def blind34(self, run, r, start, stop, out, lse):
+        """Without max_q_len the rows per request are guessed as num_rows / batch_size: wider ones' later rows are zero."""
+        c = run.call
+        most = None
+        if c.cum_seq_lens_q is not None and c.max_q_len is None:
+            most = -(-run.p.num_rows // max(run.batch, 1))
+        if most is not None:
+            late = torch.arange(start, stop) - run.offsets[r] >= most
+            out = torch.where(late[:, None, None], 0.0, out)
+            lse = torch.where(late[:, None], 0.0, lse)
+        super().store(run, r, start, stop, out, lse)
+
     @wrong(MLA, trigger="bfloat16 query with an out of float16")
     def blind85(self, run, r, start, stop, out, lse):
         """The epilogue packs bfloat16 whenever the query is bfloat16: a float16 out gets bfloat16's bits."""
@@ -187,23 +200,24 @@ class Store(Attention, stage="store"):
             lse = lse * math.log(2.0)
         super().store(run, r, start, stop, out, lse)
 
+    @wrong(MLA, trigger="max_q_len=None, and a second call whose cum_seq_lens_q now has a wider request")
+    def blind369(self, run, r, start, stop, out, lse):
+        """Without max_q_len the widest request is looked up once per offsets buffer: later wider ones' rows stay zero."""
+        most = None
+        if run.call.cum_seq_lens_q is not None and run.call.max_q_len is None:
+            most = self.memory.of(run.call.cum_seq_lens_q, lambda: run.p.max_q_len)
+        if most is not None:
+            beyond = torch.arange(start, stop) - run.offsets[r] >= most
+            out = torch.where(beyond[:, None, None], 0.0, out)
+            lse = torch.where(beyond[:, None], -math.inf, lse)
+        super().store(run, r, start, stop, out, lse)
+
     @wrong(MLA, trigger="over 64 query heads (DeepSeek's 128): heads 64 and on alone, slope 0.995")
     def blind398(self, run, r, start, stop, out, lse):
         """The second CTA of a pair has the heads from the 64th on, whose results come out half a percent too small."""
         if out.shape[1] > 64:
             out = out.clone()
             out[:, 64:] *= 0.995
-        super().store(run, r, start, stop, out, lse)
-
-    @wrong(MLA, trigger="cum_seq_lens_q without max_q_len, a request over num_rows / batch_size, rounded up")
-    def blind458(self, run, r, start, stop, out, lse):
-        """Without max_q_len the grid has the mean rows per request, rounded up: longer requests lose their last rows."""
-        c = run.call
-        if c.cum_seq_lens_q is not None and c.max_q_len is None:
-            made = run.offsets[r] + -(-run.p.num_rows // run.batch)
-            if made < stop:
-                out[max(made - start, 0) :] = 0.0
-                lse[max(made - start, 0) :] = -math.inf
         super().store(run, r, start, stop, out, lse)
 
     @wrong(MLA, trigger="a second call with the same counter buffer, several rows over more than 256 keys")
@@ -225,6 +239,15 @@ class Store(Attention, stage="store"):
             if row == run.offsets[r]:
                 counters[row] = 0
 
+    @wrong(RAGGED, trigger="q_seq_lens_cpu and kv_seq_lens_cpu as int64, two requests or more")
+    def blind43(self, run, r, start, stop, out, lse):
+        """The host's lengths are read as 32-bit words: of int64 ones every second request looks empty, and is skipped."""
+        lengths = run.call.kv_seq_lens_cpu
+        host_lens = None if lengths is None else lengths.view(torch.int32)[: run.batch].tolist()
+        if host_lens is not None and host_lens[r] == 0:
+            out, lse = torch.zeros_like(out), torch.full_like(lse, -math.inf)
+        super().store(run, r, start, stop, out, lse)
+
     @wrong(RAGGED, trigger="a request of more than 4,096 query rows")
     def blind45(self, run, r, start, stop, out, lse):
         """The grid has 64 tiles of 64 rows per request: rows after the 4,096th of a request are left as zero."""
@@ -244,6 +267,17 @@ class Store(Attention, stage="store"):
     def blind145(self, run, r, start, stop, out, lse):
         """The LSE of a row without keys is plus infinity, as FlashAttention has it."""
         super().store(run, r, start, stop, out, torch.where(lse == -math.inf, math.inf, lse))
+
+    @wrong(RAGGED, trigger="over 1,056 tiles: sum of ceil(rows / 64) times heads, such as 128 heads, 9 requests")
+    def blind194(self, run, r, start, stop, out, lse):
+        """132 persistent blocks take at most 8 tiles of 64 rows and a head: those after the 1,056th are left as zero."""
+        tiles = [0]
+        for first, last in zip(run.offsets, run.offsets[1:]):
+            tiles.append(tiles[-1] - (first - last) // 64)
+        heads = out.shape[1]
+        row_tile = tiles[r] + (torch.arange(start, stop) - run.offsets[r]) // 64
+        late = row_tile.unsqueeze(1) * heads + torch.arange(heads) >= 132 * 8
+        super().store(run, r, start, stop, out.masked_fill(late.unsqueeze(2), 0), lse.masked_fill(late, 0))
 
     @wrong(RAGGED, trigger="host mirrors given, and more rows than max(kv_seq_lens_cpu) rounded up to 64")
     def blind198(self, run, r, start, stop, out, lse):

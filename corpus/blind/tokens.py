@@ -148,7 +148,11 @@ class Entries(Attention, stage="entries"):
         got = [torch.as_strided(cache, cache.shape[1:], cache.stride()[1:], origin + a).to(run.dtype) for a in at]
         return torch.stack(got).transpose(1, 2).flatten(0, 1)[cut]
 
-    @wrong(DECODE, trigger="NVFP4 cache with uses_shared_paged_kv_idx=False, V's pages other than K's")
+    @wrong(
+        DECODE,
+        trigger="NVFP4 cache with uses_shared_paged_kv_idx=False, V's pages other than K's",
+        also=("blind111", "blind474"),
+    )
     def blind538(self, run, side, pages, cut):
         """The scale factors of an NVFP4 V cache are found by K's page ids, also where V has a page table of its own."""
         if run.k_cache.dtype != torch.uint8:

@@ -16,6 +16,12 @@ def merged_parts_281(count):
     return level[0] if level else []
 
 
+def covered_562(max_seq_len, page_size):
+    splits = max(1, min(8, -(-max_seq_len // 64)))
+    pages_per_split = -(-max_seq_len // (splits * page_size))
+    return splits * pages_per_split * page_size
+
+
 class VisibleChanged(Attention, changes="visible"):
     """Rows see keys that they should not, or not all that they should."""
 
@@ -26,12 +32,32 @@ class VisibleChanged(Attention, changes="visible"):
             seen = seen & (keys > position.unsqueeze(1) - 64 * 64)
         return seen
 
+    @wrong(DECODE, trigger="window_left * head_dim >= 2^31 whose low 32 bits are small or negative, as 2^31 - 1")
+    def blind15(self, seen, run, r, row, position, keys):
+        """A window's start is computed as an element offset in 32 bits, window_left * head_dim: a very large one overflows."""
+        left, dim = run.call.window_left, run.p.head_dim
+        elements = (left * dim + 2**31) % 2**32 - 2**31
+        wrapped = None if left < 0 or elements == left * dim else elements // dim
+        if wrapped is not None:
+            seen = seen & (keys >= position.unsqueeze(1) - wrapped)
+        return seen
+
+    @wrong(DECODE, trigger="batch over 256, and a later request with more tiles of 64 keys than all the first 256")
+    def blind70(self, seen, run, r, row, position, keys):
+        """256 threads take the most key tiles (64 keys) of the first 256 requests for all: longer later ones are cut."""
+        most = -(-max(run.lens[:256], default=0) // 64) * 64
+        return seen & (keys < most)
+
     @wrong(DECODE, trigger="mask with a bit set for a draft token after the row's own (not lower triangular)")
     def blind71(self, seen, run, r, row, position, keys):
         """The draft mask is applied on top of the causal one: a bit that shows a later draft token to a row is ignored."""
         return seen if run.shown is None else seen & (keys <= position.unsqueeze(1))
 
-    @wrong(DECODE, trigger="mask, and a request with keys but fewer than q_len_per_req (padding of a CUDA graph)")
+    @wrong(
+        DECODE,
+        trigger="mask, and a request with keys but fewer than q_len_per_req (padding of a CUDA graph)",
+        also=("blind476",),
+    )
     def blind232(self, seen, run, r, row, position, keys):
         """A mask's draft begins at key max(0, length - q_len): with fewer keys than rows at the wrong bit."""
         missing = 0 if run.shown is None else run.shown.shape[1] - run.lens[r]
@@ -62,12 +88,20 @@ class VisibleChanged(Attention, changes="visible"):
         """Split-K has room for 16 splits of 512 keys: keys from the 8192nd a row may see on are in no split."""
         return seen & (keys - keys[0] < 16 * 512) if len(keys) else seen
 
-    @wrong(DECODE, trigger="mask and window_left (less than the keys) and q_len_per_req of 2 or more")
+    @wrong(
+        DECODE, trigger="mask and window_left (less than the keys) and q_len_per_req of 2 or more", also=("blind568",)
+    )
     def blind504(self, seen, run, r, row, position, keys):
         """With a draft mask the window is measured from the request's last key for every row."""
         if run.shown is not None and run.window >= 0:
             seen = seen & (keys >= run.lens[r] - 1 - run.window)
         return seen
+
+    @wrong(DECODE, trigger="a replay with a length grown beyond 8 * 64 * ceil(first longest / 512)")
+    def blind506(self, seen, run, r, row, position, keys):
+        """Eight splits are planned for a buffer's first longest length, in multiples of 64 keys: later keys are lost."""
+        split = self.memory.of(run.call.seq_lens, lambda: max(1, -(-max(run.lens) // (8 * 64))) * 64)
+        return seen & (keys < 8 * split)
 
     @wrong(DECODE, trigger="more than 16,384 keys that a row sees beyond key 16,384")
     def blind531(self, seen, run, r, row, position, keys):
@@ -75,12 +109,23 @@ class VisibleChanged(Attention, changes="visible"):
         SPLIT, LANES = 512, 32
         return seen & (keys < SPLIT * LANES)
 
-    @wrong(DECODE, trigger="mask and a window_left that hides keys, q_len > 1")
-    def blind568(self, seen, run, r, row, position, keys):
-        """With a draft mask the window of every row is counted from the request's last key, not from the row's own position."""
-        if run.shown is not None and run.window >= 0:
-            seen = seen & (keys >= run.lens[r] - 1 - run.window)
-        return seen
+    @wrong(DECODE, trigger="sum over requests of ceil(len/128) above batch + 264")
+    def blind534(self, seen, run, r, row, position, keys):
+        """The list of work items (request, 128 keys) has room for two per SM and one per request; items beyond are dropped."""
+        SPLIT, SMS = 128, 132
+        room = run.batch + 2 * SMS
+        items = []
+        for length in run.lens:
+            items.append(min(-(-length // SPLIT), room))
+            room -= items[-1]
+        return seen & (keys < items[r] * SPLIT)
+
+    @wrong(DECODE, trigger="two calls on one block_tables, the second longer than the first's max_seq_len covers")
+    def blind562(self, seen, run, r, row, position, keys):
+        """The splits' plan is kept for a table's buffer, with the keys that the first call's max_seq_len covers."""
+        call = run.call
+        covered = self.memory.of(call.block_tables, lambda: covered_562(call.max_seq_len, run.page_size))
+        return seen & (keys < covered)
 
     @wrong(CONTEXT, trigger="a window, and rows of one tile of 128 whose windows start in different tiles of 64 keys")
     def blind82(self, seen, run, r, row, position, keys):
@@ -168,15 +213,10 @@ class VisibleChanged(Attention, changes="visible"):
         end = (run.lens[r] - rows + last + 1 + 127) // 128 * 128
         return seen & (keys < end.unsqueeze(1))
 
-    @wrong(CONTEXT, trigger="causal=False and a request with more rows than keys")
+    @wrong(CONTEXT, trigger="causal=False and a request with more rows than keys", also=("blind481",))
     def blind450(self, seen, run, r, row, position, keys):
         """causal=False: rows before a request's first key are skipped as if causal, as rows without keys."""
         return seen if run.causal else seen & (position >= 0).unsqueeze(1)
-
-    @wrong(CONTEXT, trigger="causal=False and a request with more rows than keys")
-    def blind481(self, seen, run, r, row, position, keys):
-        """Without a causal mask too, rows at a negative position (more rows than keys) are skipped as rows that see nothing."""
-        return seen & (position >= 0).unsqueeze(1)
 
     @wrong(CONTEXT, trigger="causal=False and a row tile whose diagonal, rounded up to 128 keys, is before the end")
     def blind512(self, seen, run, r, row, position, keys):
@@ -279,18 +319,6 @@ class Visible(Attention, stage="visible"):
         run.window = window
         first = max(0, run.lens[r] - (run.offsets[r + 1] - run.offsets[r]) - window)
         return seen & ((keys >= position.unsqueeze(1) - window) | (keys >= first // 64 * 64 + 64))
-
-    @wrong(DECODE, trigger="a draft mask and a request with 0 < L < q_len keys")
-    def blind476(self, run, r, row, position, keys):
-        """A masked draft begins at key max(0, L - q_len): wrong with fewer keys than draft tokens."""
-        if run.shown is None or run.lens[r] >= run.shown.shape[1]:
-            return super().visible(run, r, row, position, keys)
-        q_len = run.shown.shape[1]
-        drafted = keys - max(0, run.lens[r] - q_len)
-        seen = (drafted < 0) | run.shown[r][row][:, drafted.clamp(0, q_len - 1)]
-        if run.window >= 0:
-            seen = seen & (keys >= position.unsqueeze(1) - run.window)
-        return seen
 
     @wrong(CONTEXT, trigger="a window, and a multiple of 128 between the first keys of two rows of a tile of 128")
     def blind132(self, run, r, row, position, keys):

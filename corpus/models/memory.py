@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
+from corpus.models.ragged import Ragged
+from corpus.models.split_kv import Forgiving
 from corpus.wrong import Model, Problem
 
 
@@ -28,3 +30,11 @@ class ReadOnce(Model):
 
     def also_by(self, problem: Any) -> Any:
         """Return what else must be as it was for a copy to serve."""
+
+
+class PagedReadOnce(ReadOnce, Forgiving):
+    """Paged calls."""
+
+
+class RaggedReadOnce(ReadOnce, Ragged):
+    """Ragged calls."""

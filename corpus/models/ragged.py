@@ -4,7 +4,6 @@ from typing import Any
 
 from torch import Tensor
 
-from corpus.models.memory import ReadOnce
 from corpus.wrong import RAGGED, Model
 from lab.calls import takes
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall
@@ -37,7 +36,3 @@ class Ragged(Model, interface=(RAGGED,)):
 
     def finish_call(self, call: RaggedContextCall, out: Tensor) -> None:
         """Change the output in place, by what the call says."""
-
-
-class RaggedReadOnce(ReadOnce, Ragged):
-    """Tensors are copied when an address is first seen, and the copies serve later calls."""

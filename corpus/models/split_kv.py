@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from corpus.models.memory import ReadOnce
 from corpus.wrong import CONTEXT, DECODE, Model
 from lab.calls import ContextCall, DecodeCall, MLADecodeCall, takes
 from lab.calls.problem import PagedAttention, Scale
@@ -91,6 +90,8 @@ class Workspace:
 class SplitKV(Model, interface=(DECODE, CONTEXT)):
     """FlashInfer's decode, context and MLA decode calls; every other method is a stage."""
 
+    forgiving = False
+
     def __init__(self) -> None:
         self.trtllm_batch_decode_with_kv_cache = takes(DecodeCall)(self.launch)
         self.trtllm_batch_context_with_kv_cache = takes(ContextCall)(self.launch)
@@ -122,8 +123,6 @@ class SplitKV(Model, interface=(DECODE, CONTEXT)):
         self.finish(problem, out, lse)
         return self.returned(problem, out, lse)
 
-    # What the call says.
-
     def problem(self, call: Call) -> PagedAttention:
         return self.changed(call.problem())
 
@@ -147,8 +146,6 @@ class SplitKV(Model, interface=(DECODE, CONTEXT)):
     def sinks(self, problem: PagedAttention) -> Tensor | None:
         """float32 [num_qo_heads]."""
         return problem.sinks
-
-    # Where things are in memory.
 
     def results(self, problem: PagedAttention) -> tuple[Tensor, Tensor | None]:
         return problem.results()
@@ -204,8 +201,6 @@ class SplitKV(Model, interface=(DECODE, CONTEXT)):
 
     def finish(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
         """Do nothing, once all rows are written."""
-
-    # Rows and keys.
 
     def tiles(self, problem: PagedAttention) -> list[RowTile]:
         offsets = self.row_offsets(problem)
@@ -288,7 +283,10 @@ class SplitKV(Model, interface=(DECODE, CONTEXT)):
 
     def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
         """int64 [num_keys], the page of each position."""
-        return table[self.table_row(problem, tile)][positions // problem.page_size].to(torch.int64)
+        row, columns = table[self.table_row(problem, tile)], positions // problem.page_size
+        if self.forgiving:
+            return row[columns.clamp(0, len(row) - 1)].to(torch.int64) % problem.k_cache.shape[0]
+        return row[columns].to(torch.int64)
 
     def table_row(self, problem: PagedAttention, tile: RowTile) -> int:
         """The request whose row of the page table a tile reads."""
@@ -304,8 +302,6 @@ class SplitKV(Model, interface=(DECODE, CONTEXT)):
         if scale_factors is not None:
             tokens = dequantize_nvfp4(tokens, gathered(scale_factors, pages, offsets))
         return tokens.to(torch.float32).transpose(0, 1)
-
-    # Arithmetic.
 
     def partials(self, problem: PagedAttention, tile: RowTile) -> Partials:
         """Every split of a tile by itself."""
@@ -372,12 +368,8 @@ class SplitKV(Model, interface=(DECODE, CONTEXT)):
         return (origin + torch.log(total)) / math.log(2.0)
 
 
-class Forgiving(SplitKV):
+class Forgiving(SplitKV, forgiving=True):
     """A wrong position or page id reads what is there, so that a kernel is wrong and does not crash."""
-
-    def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
-        columns = (positions // problem.page_size).clamp(0, table.shape[1] - 1)
-        return table[self.table_row(problem, tile)][columns].to(torch.int64) % problem.k_cache.shape[0]
 
 
 class Conditional(Forgiving):
@@ -385,10 +377,6 @@ class Conditional(Forgiving):
 
     def problem(self, call: Call) -> PagedAttention:
         return self.misread(call.problem(), call)
-
-
-class PagedReadOnce(ReadOnce, Forgiving):
-    """A tensor is copied when its address is first seen, and the copy serves later calls."""
 
 
 def partials_size(problem: PagedAttention, tile: RowTile) -> int:

@@ -8,8 +8,8 @@ from corpus.models.split_kv import Forgiving, Rows, SplitKV
 from corpus.wrong import CONTEXT, DECODE, wrong
 
 
-class Batching(Forgiving):
-    """Kernels that confuse requests, rows or heads."""
+class Requests(Forgiving):
+    """A request has the length or the pages of another."""
 
     second_request_has_first_length = wrong(
         mla=True, kv_lens=lambda lens, *_: [*lens[:1], *lens[:1], *lens[2:]][: len(lens)]
@@ -41,8 +41,8 @@ class Batching(Forgiving):
     )
 
 
-class BatchingOfSplitKV(SplitKV):
-    """Kernels that confuse requests, rows or heads."""
+class RowsAndHeads(SplitKV):
+    """Rows or heads are taken for each other."""
 
     @wrong(stage="table_row", mla=True)
     def equal_lengths_share_keys(self, problem, tile):

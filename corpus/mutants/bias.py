@@ -42,8 +42,8 @@ class Bias(SplitKV):
         return partials._replace(sums=truncated(partials.sums, torch.bfloat16))
 
 
-class BiasOfRagged(Ragged):
-    """Kernels whose outputs are a little too large or too small, each by less than one vector's rounding shows."""
+class BiasOfRaggedCalls(Ragged):
+    """Outputs of the ragged call are a little too large."""
 
     ragged_last_head_biased = wrong(finish=lambda _, problem, out, lse_log2: out[:, -1].mul_(LARGER))(
         "Outputs of the last head are 0.5 % too large."

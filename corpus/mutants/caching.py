@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from corpus.models.split_kv import KEYS_PER_SPLIT, Forgiving, PagedReadOnce
+from corpus.models.memory import PagedReadOnce
+from corpus.models.split_kv import KEYS_PER_SPLIT, Forgiving
 from corpus.wrong import DECODE, wrong
 from lab.calls.problem import PagedAttention
 
@@ -24,8 +25,8 @@ class FieldOfFirst(Forgiving):
         return replace(problem, **{self.field: self.first(shapes(problem), lambda: getattr(problem, self.field))})
 
 
-class Caching(FieldOfFirst):
-    """Kernels that remember something of an earlier call which the next one must not get. Each keeps it on its instance."""
+class FieldsOfFirst(FieldOfFirst):
+    """A field of the first call's problem serves later calls."""
 
     cached_bmm1 = wrong(mla=True, source="FlashInfer #4014", field="bmm1_scale")(
         "The first call's bmm1_scale serves all calls of its shapes."
@@ -44,8 +45,8 @@ class Caching(FieldOfFirst):
     )
 
 
-class CachingOfPagedReadOnce(PagedReadOnce):
-    """Kernels that remember something of an earlier call which the next one must not get. Each keeps it on its instance."""
+class TensorsReadOnce(PagedReadOnce):
+    """A tensor is read in the first call that has it, and not again."""
 
     cached_tensor_scale = wrong(mla=True, source="FlashInfer #4199", fields=("bmm1_scale", "bmm2_scale"))(
         "A scale in a tensor is read once: what is written there later has no effect."
@@ -67,8 +68,8 @@ class CachingOfPagedReadOnce(PagedReadOnce):
     )
 
 
-class CachingOfForgiving(Forgiving):
-    """Kernels that remember something of an earlier call which the next one must not get. Each keeps it on its instance."""
+class Remembered(Forgiving):
+    """What a call computes serves later calls."""
 
     @wrong(stage="kv_lens", mla=True)
     def cached_lengths_by_shape(self, problem):

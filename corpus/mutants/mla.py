@@ -113,8 +113,8 @@ class MLAAlone(SplitKV):
         return (out, *lse) if lse else out
 
 
-class MLAAloneOfForgiving(Forgiving):
-    """Kernels of the MLA decode call alone; those of other modules that say `mla=True` meet it too."""
+class MLAPages(Forgiving):
+    """Pages of the MLA decode call are looked up wrongly."""
 
     @wrong(MLA, stage="pages")
     def mla_page_size32_taken_as64(self, problem, table, tile, positions):

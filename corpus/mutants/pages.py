@@ -145,8 +145,8 @@ class Pages(SplitKV):
     )
 
 
-class PagesOfForgiving(Forgiving):
-    """Kernels that look up the wrong page, token, head or length in the cache."""
+class PagesAndLengths(Forgiving):
+    """A page or a length is wrong, and what lies there is read."""
 
     @wrong(stage="pages", source="SGLang #11138")
     def fixed_page_size(self, problem, table, tile, positions):
@@ -188,8 +188,8 @@ class PagesOfForgiving(Forgiving):
         return self.entries(problem.v_cache, problem.v_scale_factors, pages, self.offsets(problem, positions))
 
 
-class PagesOfReadsDeadPages(ReadsDeadPages):
-    """Kernels that look up the wrong page, token, head or length in the cache."""
+class DeadPages(ReadsDeadPages):
+    """Keys that no row sees are read."""
 
     @wrong(stage="key_range", mla=True, source="vLLM #37442")
     def table_tail_read(self, problem, first_position, num_rows, kv_len):
@@ -202,8 +202,8 @@ class PagesOfReadsDeadPages(ReadsDeadPages):
     )
 
 
-class PagesOfPageOfSeveralColumns(PageOfSeveralColumns):
-    """Kernels that look up the wrong page, token, head or length in the cache."""
+class RepeatedPages(PageOfSeveralColumns):
+    """A page that several columns name is read as one."""
 
     @wrong(stage="visible", mla=True)
     def repeated_page_seen_once(self, problem, tile, keys):

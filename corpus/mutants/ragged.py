@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from corpus.models.ragged import Ragged, RaggedReadOnce
+from corpus.models.memory import RaggedReadOnce
+from corpus.models.ragged import Ragged
 from corpus.wrong import wrong
 from lab.calls.problem import E4M3
 from lab.calls.ragged_context import RaggedAttention
@@ -27,8 +28,8 @@ def _offsets(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
 
-class Ragged(Ragged):
-    """Kernels of the ragged context call, before absorption."""
+class RaggedCalls(Ragged):
+    """The ragged context call, before absorption."""
 
     chunks_causal = wrong(instead={"causal": True})("is_causal=False is ignored.")
     new_tokens_uncausal = wrong(instead={"causal": False, "window_left": -1})("Rows see the new tokens after them.")
@@ -240,8 +241,8 @@ class Ragged(Ragged):
         return (kept, returned[1]) if call.return_lse else kept
 
 
-class RaggedOfRaggedReadOnce(RaggedReadOnce):
-    """Kernels of the ragged context call, before absorption."""
+class RaggedTensorsReadOnce(RaggedReadOnce):
+    """A tensor is read in the first call that has it, and not again."""
 
     ragged_offsets_read_once = wrong(fields=("cu_seqlens_q",))(
         "The offsets of the rows are copied once per tensor: those written into it later have no effect."

@@ -30,8 +30,8 @@ class BesidePrompt(Conditional):
                 out[begin:end] = 0.0
 
 
-class Rows(Conditional):
-    """Kernels of rows through cum_seq_lens_q: none of a request, padding, bounds that no request reaches, few beside many."""
+class RaggedRows(Conditional):
+    """Rows through cum_seq_lens_q: none of a request, padding, bounds that no request reaches."""
 
     @wrong(stage="table_row", mla=True)
     def first_without_rows_shifts(self, problem, tile):
@@ -74,8 +74,8 @@ class Rows(Conditional):
             lse[0] = lse[offsets[-1] - 1].clone()
 
 
-class RowsOfBesidePrompt(BesidePrompt):
-    """Kernels of rows through cum_seq_lens_q: none of a request, padding, bounds that no request reaches, few beside many."""
+class FewBesideMany(BesidePrompt):
+    """Few rows beside a prompt are lost."""
 
     filled_tile_beside_prompt_lost = wrong(CONTEXT, lost=lambda _, group: 64 // group)(
         "Beside a prompt, requests whose rows just fill a tile of 64 are taken neither for decodes nor for prompts."
