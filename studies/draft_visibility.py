@@ -23,7 +23,6 @@ from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.speculation.draft_steps import DraftStep, MultiStepDraft, build_draft_steps
 from lab.references import trtllm_batch_decode_with_kv_cache
 from lab.workloads.draft import DraftCase, build_verify, draft_decode
-from studies.draft_work import lengths_and_table
 from studies.recording import Recording, Row
 
 PAGE_SIZE = 32
@@ -82,7 +81,7 @@ def _write_tokens(storage: Tensor, pool: KVPool, rows: Tensor, lengths: Sequence
 
 
 def _seen(step: DraftStep, kv_cache: tuple[Tensor, Tensor]) -> list[tuple[int, ...]]:
-    seq_lens, block_tables = lengths_and_table(step.metadata)
+    seq_lens, block_tables = step.metadata.seq_lens, step.metadata.block_tables
     out, lse_log2 = trtllm_batch_decode_with_kv_cache(
         torch.zeros(len(seq_lens), 1, 1, dtype=torch.float64, device=seq_lens.device),
         kv_cache,

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from lab.kernels.serving.draft_decode_kv_indices import Schedule, generate_draft_decode_kv_indices
+from lab.metadata.engine.backend import PassMetadata
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.mha.buffers import allocate_mha_metadata, prepare_mha_metadata
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
-from lab.metadata.mla.metadata import TRTLLMMLADecodeMetadata
 from lab.metadata.speculation.draft_steps import (
     DraftPlan,
     DraftStep,
@@ -35,7 +35,6 @@ from lab.workloads.draft import DraftCase, DraftScenario, build_verify, draft_de
 CELL_BYTES = 4  # int32
 POISON = -7  # what outputs hold before a call: no slot, page, length or boundary is negative
 
-Metadata = TRTLLMMHAMetadata | TRTLLMMLADecodeMetadata
 Steps = Sequence[DraftStep]
 
 
@@ -177,14 +176,13 @@ def _check_lists(kv_indices: Tensor, kv_indptr: Tensor, batch: ForwardBatch, poo
         raise AssertionError(f"the ragged lists of draft step {step} are wrong: a time of this is worth nothing")
 
 
-def _check_metadata(metadata: Metadata, batch: ForwardBatch, pool: KVPool, offset: int) -> None:
+def _check_metadata(metadata: PassMetadata, batch: ForwardBatch, pool: KVPool, offset: int) -> None:
     lens = batch.seq_lens + offset
     first_slots = pool.req_to_token[batch.req_pool_indices, :: pool.page_size]
     columns = torch.arange(first_slots.shape[1], device=pool.device)
     is_live = columns < ((lens + pool.page_size - 1) // pool.page_size)[:, None]
-    lengths, table = lengths_and_table(metadata)
-    right = torch.equal(lengths, lens.int())
-    right &= torch.equal(table[:, : len(columns)][is_live], (first_slots // pool.page_size)[is_live])
+    right = torch.equal(metadata.seq_lens, lens.int())
+    right &= torch.equal(metadata.block_tables[:, : len(columns)][is_live], (first_slots // pool.page_size)[is_live])
     if isinstance(metadata, TRTLLMMHAMetadata):
         boundaries = torch.nn.functional.pad(lens.cumsum(0), (1, 0)).int()
         right &= torch.equal(metadata.cu_seqlens_k, boundaries)
@@ -198,16 +196,8 @@ def _wipe_lists(kv_indices: Tensor, kv_indptr: Tensor) -> None:
     kv_indptr[..., 1:].fill_(POISON)
 
 
-def _wipe(metadata: Metadata) -> None:
-    lengths, table = lengths_and_table(metadata)
-    lengths.fill_(POISON)
-    table.fill_(POISON)
+def _wipe(metadata: PassMetadata) -> None:
+    metadata.seq_lens.fill_(POISON)
+    metadata.block_tables.fill_(POISON)
     if isinstance(metadata, TRTLLMMHAMetadata):
         metadata.cu_seqlens_k.fill_(POISON)
-
-
-def lengths_and_table(metadata: Metadata) -> tuple[Tensor, Tensor]:
-    """Return the K/V lengths, [batch_size] int32, and the page table, [batch_size, columns] int32, of either backend."""
-    if isinstance(metadata, TRTLLMMHAMetadata):
-        return metadata.cache_seqlens_int32, metadata.page_table
-    return metadata.seq_lens_k, metadata.block_kv_indices

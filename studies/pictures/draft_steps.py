@@ -16,7 +16,6 @@ from lab.metadata.speculation.draft_steps import DraftBuffers, DraftStep, Prepar
 from lab.reports.pictures import style
 from lab.reports.pictures.cells import Box, Line, Look, Ruler, cells_figure, check_legible
 from lab.reports.tables import counted
-from studies.draft_work import lengths_and_table
 
 MOST_SLOTS = 40  # more are not legible side by side
 FEWEST_SLOTS = 16  # fewer would be drawn too wide
@@ -91,7 +90,7 @@ def built_figure(
 
 def _handed_lines(starts: Sequence[int], step: int, handed: DraftStep, page_size: int) -> list[Line]:
     """Return a line of rulers as long as the kernel is told that requests are, and one of the pages that they cover."""
-    seq_lens, table = lengths_and_table(handed.metadata)
+    seq_lens, table = handed.metadata.seq_lens, handed.metadata.block_tables
     placed = list(zip(starts, seq_lens.tolist(), strict=True))
     pages = [
         Box(start + place * page_size, "page", f"page {page}", page_size, gid=f"page {step} {request} {page}")

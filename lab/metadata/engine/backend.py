@@ -17,8 +17,34 @@ from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention, device_lengths, uncounted_tokens
 
-Metadata = TypeVar("Metadata")
+MetadataT = TypeVar("MetadataT")
 MetadataT_co = TypeVar("MetadataT_co", covariant=True)
+
+
+class PassMetadata(Protocol):
+    """The metadata of one pass on a paged kernel, of any backend. The two tensors have the kernel's names."""
+
+    @property
+    def seq_lens(self) -> Tensor: ...
+
+    @property
+    def block_tables(self) -> Tensor: ...
+
+    def leading(self, batch_size: int) -> "PassMetadata":
+        """Return the slices of the first requests, which share the storage."""
+        ...
+
+    def pass_buffers(
+        self, seq_len_offset: int, query_rows: int | Tensor | None = None, out_cache_loc: Tensor | None = None
+    ) -> PassBuffers:
+        """Return the part of a launch that writes this metadata in place.
+
+        Args:
+            seq_len_offset: tokens per request that ``seq_lens`` does not count.
+            query_rows: of every request, or of each; None leaves ``cu_seqlens_q`` as it is.
+            out_cache_loc: slots of the query rows, for metadata with sliding-window tensors.
+        """
+        ...
 
 
 class MetadataBuffers(Protocol[MetadataT_co]):
@@ -37,23 +63,23 @@ class MetadataBuffers(Protocol[MetadataT_co]):
         ...
 
 
-class Backend(Protocol[Metadata]):
+class Backend(Protocol[MetadataT]):
     """An attention backend of the engine, such as `lab.metadata.mha.backend.TRTLLMMHABackend`."""
 
-    def build_metadata(self, batch: ForwardBatch, pool: KVPool) -> Metadata:
+    def build_metadata(self, batch: ForwardBatch, pool: KVPool) -> MetadataT:
         """Build the metadata of an eager pass, which no graph runs, in new tensors."""
         ...
 
     def new_buffers(
         self, modes: Sequence[GraphMode], pool: KVPool, max_batch_size: int
-    ) -> Mapping[GraphMode, MetadataBuffers[Metadata]]:
+    ) -> Mapping[GraphMode, MetadataBuffers[MetadataT]]:
         """Make the buffers of each mode, with room for the largest captured size."""
         ...
 
     def prepare_attention(
         self,
         batch: ForwardBatch,
-        metadata: Metadata,
+        metadata: MetadataT,
         layer: Any,
         query: Tensor,
         cache: Any,
@@ -74,6 +100,11 @@ class Backend(Protocol[Metadata]):
             out: ``[num_tokens, num_qo_heads, v_head_dim]``.
         """
         ...
+
+
+def buffer_in(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return the tensor if it has the dtype or None is asked for; else an unwritten one of its shape and that dtype."""
+    return tensor if dtype in (None, tensor.dtype) else torch.empty_like(tensor, dtype=dtype)
 
 
 def prepare_passes(passes: Sequence[PassBuffers], batch: ForwardBatch, pool: KVPool) -> Callable[[], None]:

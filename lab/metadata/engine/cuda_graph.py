@@ -9,27 +9,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic
 
-from lab.metadata.engine.backend import Backend, Metadata, MetadataBuffers
+from lab.metadata.engine.backend import Backend, MetadataBuffers, MetadataT
 from lab.metadata.engine.capture import capture
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.graph_inputs import PADDED_SEQ_LEN, GraphMode, MetadataPlace, StaticInputs
 from lab.metadata.engine.kv_pool import KVPool
 
 # From a captured size's batch and metadata, prepares the call that the graph runs, which returns the graph's output.
-Body = Callable[[ForwardBatch, Metadata], Callable[[], Any]]
+Body = Callable[[ForwardBatch, MetadataT], Callable[[], Any]]
 
 
 @dataclass(frozen=True, eq=False)
-class SizedPass(Generic[Metadata]):
+class SizedPass(Generic[MetadataT]):
     """One captured size: the batch that its graph reads, its metadata, and the call that rebuilds the metadata in place."""
 
     view: ForwardBatch
-    metadata: Metadata
+    metadata: MetadataT
     rebuild: Callable[[], None]
 
 
 @dataclass(frozen=True, eq=False)
-class CapturedSize(SizedPass[Metadata]):
+class CapturedSize(SizedPass[MetadataT]):
     """A captured size with its graph: `replay` runs it, `output` is where it writes."""
 
     replay: Callable[[], None]
@@ -37,8 +37,8 @@ class CapturedSize(SizedPass[Metadata]):
 
 
 def sized_passes(
-    inputs: StaticInputs, buffers: MetadataBuffers[Metadata], batch_sizes: Sequence[int]
-) -> dict[int, SizedPass[Metadata]]:
+    inputs: StaticInputs, buffers: MetadataBuffers[MetadataT], batch_sizes: Sequence[int]
+) -> dict[int, SizedPass[MetadataT]]:
     """Return each size's slices of the inputs and buffers, from the smallest on.
 
     Args:
@@ -70,7 +70,7 @@ def size_for(batch_size: int, sizes: Sequence[int]) -> int:
     return min(fitting)
 
 
-class GraphRunner(Generic[Metadata]):
+class GraphRunner(Generic[MetadataT]):
     """Captured graphs of one mode for several batch sizes, replayed for any batch that fits.
 
     On a CPU nothing is captured: a replay makes the same calls on the same buffers again.
@@ -92,14 +92,14 @@ class GraphRunner(Generic[Metadata]):
 
     def __init__(
         self,
-        backend: Backend[Metadata],
+        backend: Backend[MetadataT],
         mode: GraphMode,
         pool: KVPool,
         batch_sizes: Sequence[int],
-        body: Body[Metadata],
+        body: Body[MetadataT],
         place: MetadataPlace = MetadataPlace.IN_GRAPH,
         padded_seq_len: int = PADDED_SEQ_LEN,
-        metadata: MetadataBuffers[Metadata] | None = None,
+        metadata: MetadataBuffers[MetadataT] | None = None,
     ) -> None:
         check_sizes(batch_sizes)
         self.backend = backend
@@ -116,7 +116,7 @@ class GraphRunner(Generic[Metadata]):
         """Return `size_for` of the captured sizes."""
         return size_for(batch_size, list(self.captured))
 
-    def eager(self, batch: ForwardBatch) -> Metadata:
+    def eager(self, batch: ForwardBatch) -> MetadataT:
         """Build the metadata of an eager pass, which no graph runs, in new tensors."""
         return self.backend.build_metadata(batch, self.pool)
 
@@ -129,7 +129,7 @@ class GraphRunner(Generic[Metadata]):
         captured.replay()
         return captured.output
 
-    def _capture(self, sized: SizedPass[Metadata], body: Body[Metadata]) -> CapturedSize[Metadata]:
+    def _capture(self, sized: SizedPass[MetadataT], body: Body[MetadataT]) -> CapturedSize[MetadataT]:
         run = body(sized.view, sized.metadata)
         sized.rebuild()  # without lengths the warm-up would divide 0 by 0, as SGLang 0.5.12's did
 

@@ -6,12 +6,10 @@ The builder in `lab.metadata.mha.metadata` says the same in torch operations, wh
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lab.kernels.serving.forward_metadata import PassBuffers
 from lab.metadata.engine.backend import prepare_passes, seq_len_offset
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode
@@ -27,82 +25,6 @@ class MetadataBuilder(NamedEnum):
 
     TORCH_OPERATIONS = "torch operations"  # many small launches, as in SGLang 0.5.13
     FUSED = "fused"  # one launch, as in 0.5.23
-
-
-def new_mha_metadata(
-    pool: KVPool,
-    batch_size: int,
-    max_seq_len_q: int,
-    num_tokens: int,
-    *,
-    new: Callable[..., Tensor] = torch.zeros,
-    page_table: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    expand_encoder_only_verify: bool = False,
-) -> TRTLLMMHAMetadata:
-    """Allocate the metadata of a pass, with sliding-window tensors where the pool has such pages.
-
-    Args:
-        pool: whose tables are read.
-        batch_size, max_seq_len_q, num_tokens: requests, most query rows of one, and query rows of all.
-        new: `torch.zeros` or `torch.empty`.
-        page_table, cu_seqlens_q: ones that other passes share, or that are preset; new ones if None.
-        expand_encoder_only_verify: with the tensors of encoder-only layers.
-    """
-
-    def int32(*shape: int) -> Tensor:
-        return new(shape, dtype=torch.int32, device=pool.device)
-
-    has_swa = pool.full_to_swa is not None
-    return TRTLLMMHAMetadata(
-        cache_seqlens_int32=int32(batch_size),
-        max_seq_len_q=max_seq_len_q,
-        cu_seqlens_q=int32(batch_size + 1) if cu_seqlens_q is None else cu_seqlens_q,
-        cu_seqlens_k=int32(batch_size + 1),
-        page_table=int32(batch_size, pool.block_table_width) if page_table is None else page_table,
-        swa_page_table=int32(batch_size, pool.block_table_width) if has_swa else None,
-        swa_out_cache_loc=new((num_tokens,), dtype=torch.int64, device=pool.device) if has_swa else None,
-        encoder_cache_seqlens=int32(num_tokens) if expand_encoder_only_verify else None,
-        encoder_page_table=int32(num_tokens, pool.block_table_width) if expand_encoder_only_verify else None,
-    )
-
-
-def leading_mha_metadata(whole: TRTLLMMHAMetadata, batch_size: int) -> TRTLLMMHAMetadata:
-    """Return the slices of a smaller batch, each request of which has ``max_seq_len_q`` rows; they share the storage."""
-    of_rows = ("swa_out_cache_loc", "encoder_cache_seqlens", "encoder_page_table")
-    counts = dict.fromkeys(of_rows, batch_size * whole.max_seq_len_q)
-    counts |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), batch_size + 1)
-    sliced: dict[str, Any] = {
-        name: value[: counts.get(name, batch_size)] for name, value in vars(whole).items() if isinstance(value, Tensor)
-    }
-    return replace(whole, **sliced)
-
-
-def mha_pass(
-    metadata: TRTLLMMHAMetadata,
-    seq_len_offset: int,
-    query_rows: int | Tensor | None,
-    out_cache_loc: Tensor | None = None,
-) -> PassBuffers:
-    """Return the part of a launch that writes a pass's metadata.
-
-    Args:
-        metadata: written in place.
-        seq_len_offset: tokens per request that ``seq_lens`` does not count.
-        query_rows: of every request, or of each; None leaves ``cu_seqlens_q`` as it is.
-        out_cache_loc: slots of the query rows, for metadata with sliding-window tensors.
-    """
-    return PassBuffers(
-        cache_seqlens=metadata.cache_seqlens_int32,
-        cu_seqlens_k=metadata.cu_seqlens_k,
-        cu_seqlens_q=metadata.cu_seqlens_q,
-        page_table=metadata.page_table,
-        swa_page_table=metadata.swa_page_table,
-        out_cache_loc=None if metadata.swa_out_cache_loc is None else out_cache_loc,
-        swa_out_cache_loc=metadata.swa_out_cache_loc,
-        seq_len_offset=seq_len_offset,
-        query_rows=query_rows,
-    )
 
 
 def fused_mha_metadata(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
@@ -124,7 +46,9 @@ def allocate_mha_metadata(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadat
         ValueError: as `build_mha_metadata`.
     """
     check_attends(batch, pool)
-    metadata = new_mha_metadata(pool, batch.batch_size, max_query_rows(batch), batch.num_tokens, new=torch.empty)
+    metadata = TRTLLMMHAMetadata.allocate(
+        pool, batch.batch_size, max_query_rows(batch), batch.num_tokens, new=torch.empty
+    )
     return replace(metadata, cu_seqlens_q=metadata.cu_seqlens_k) if query_rows(batch) is None else metadata
 
 
@@ -136,7 +60,7 @@ def prepare_mha_metadata(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAM
         NotImplementedError: Triton does not run on the batch's device.
     """
     check_attends(batch, pool)
-    written = mha_pass(metadata, seq_len_offset(batch), query_rows(batch), batch.out_cache_loc)
+    written = metadata.pass_buffers(seq_len_offset(batch), query_rows(batch), batch.out_cache_loc)
     return prepare_passes([written], batch, pool)
 
 
@@ -169,7 +93,7 @@ class MHAGraphMetadata:
         self.builder = builder
         width = mode.num_tokens_per_req
         preset = None if mode.in_extend_seq_lens else uniform_boundaries(max_batch_size, width, pool.device)
-        self.buffers = new_mha_metadata(
+        self.buffers = TRTLLMMHAMetadata.allocate(
             pool,
             max_batch_size,
             width,
@@ -180,7 +104,7 @@ class MHAGraphMetadata:
 
     def slices(self, batch_size: int) -> TRTLLMMHAMetadata:
         """Return the metadata of a captured size: leading slices, which share their storage with every other size's."""
-        return leading_mha_metadata(self.buffers, batch_size)
+        return self.buffers.leading(batch_size)
 
     def prepare(self, view: ForwardBatch) -> Callable[[], None]:
         """Return a call that rebuilds a captured size's metadata in place: no host read, capturable, and one launch if fused.
@@ -198,7 +122,8 @@ class MHAGraphMetadata:
         if self.mode.in_extend_seq_lens:
             uniform = self.mode.forward_mode.query_rows.are_uniform
             rows = self.mode.num_tokens_per_req if uniform else view.extend_seq_lens
-        write = prepare_passes([mha_pass(metadata, seq_len_offset(view), rows, view.out_cache_loc)], view, self.pool)
+        written = metadata.pass_buffers(seq_len_offset(view), rows, view.out_cache_loc)
+        write = prepare_passes([written], view, self.pool)
         return write if metadata.encoder_page_table is None else partial(_write_expanded, write, metadata)
 
 

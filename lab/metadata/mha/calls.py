@@ -8,6 +8,7 @@ import torch
 
 from lab.calls.problem import AttentionCall
 from lab.kernels import prepare
+from lab.metadata.engine.backend import buffer_in
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.engine.kv_cache import NVFP4KVCache, PagedKVCache
@@ -138,10 +139,8 @@ def prepare_attention(
     Raises:
         ValueError: as `call_arguments`.
     """
-    given, result = query, out
-    if dtypes is not None:
-        given = query if dtypes.query == query.dtype else torch.empty_like(query, dtype=dtypes.query)
-        result = out if dtypes.out == out.dtype else torch.empty_like(out, dtype=dtypes.out)
+    dtypes = dtypes or CallDtypes(query.dtype, out.dtype)
+    given, result = buffer_in(query, dtypes.query), buffer_in(out, dtypes.out)
     calls = []
     for planned in plan:
         arguments = call_arguments(planned, batch, metadata, layer, given, cache, max_context_len)

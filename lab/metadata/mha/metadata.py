@@ -1,11 +1,14 @@
 """Arguments of the TRT-LLM MHA kernels for every forward mode, built without reading the device."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lab.kernels.serving.forward_metadata import PassBuffers
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool
@@ -51,10 +54,77 @@ class TRTLLMMHAMetadata:
     encoder_cache_seqlens: Tensor | None = None
     encoder_page_table: Tensor | None = None
 
+    @classmethod
+    def allocate(
+        cls,
+        pool: KVPool,
+        batch_size: int,
+        max_seq_len_q: int,
+        num_tokens: int,
+        *,
+        new: Callable[..., Tensor] = torch.zeros,
+        page_table: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        expand_encoder_only_verify: bool = False,
+    ) -> "TRTLLMMHAMetadata":
+        """Allocate the metadata of a pass, with sliding-window tensors where the pool has such pages.
+
+        Args:
+            pool: whose tables are read.
+            batch_size, max_seq_len_q, num_tokens: requests, most query rows of one request, and query rows of all.
+            new: `torch.zeros` or `torch.empty`.
+            page_table, cu_seqlens_q: shared with other passes, or preset; None allocates them.
+            expand_encoder_only_verify: with the tensors of encoder-only layers.
+        """
+
+        def int32(*shape: int) -> Tensor:
+            return new(shape, dtype=torch.int32, device=pool.device)
+
+        has_swa, width = pool.full_to_swa is not None, pool.block_table_width
+        return cls(
+            cache_seqlens_int32=int32(batch_size),
+            max_seq_len_q=max_seq_len_q,
+            cu_seqlens_q=int32(batch_size + 1) if cu_seqlens_q is None else cu_seqlens_q,
+            cu_seqlens_k=int32(batch_size + 1),
+            page_table=int32(batch_size, width) if page_table is None else page_table,
+            swa_page_table=int32(batch_size, width) if has_swa else None,
+            swa_out_cache_loc=new((num_tokens,), dtype=torch.int64, device=pool.device) if has_swa else None,
+            encoder_cache_seqlens=int32(num_tokens) if expand_encoder_only_verify else None,
+            encoder_page_table=int32(num_tokens, width) if expand_encoder_only_verify else None,
+        )
+
+    @property
+    def seq_lens(self) -> Tensor:
+        return self.cache_seqlens_int32
+
     @property
     def block_tables(self) -> Tensor:
-        """Return the full pool's table by the name that the kernel has for it."""
         return self.page_table
+
+    def leading(self, batch_size: int) -> "TRTLLMMHAMetadata":
+        """Return the slices of the first requests, which share the storage. Each request has ``max_seq_len_q`` rows."""
+        of_rows = ("swa_out_cache_loc", "encoder_cache_seqlens", "encoder_page_table")
+        counts = dict.fromkeys(of_rows, batch_size * self.max_seq_len_q)
+        counts |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), batch_size + 1)
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        sliced: dict[str, Any] = {name: value[: counts.get(name, batch_size)] for name, value in tensors.items()}
+        return replace(self, **sliced)
+
+    def pass_buffers(
+        self, seq_len_offset: int, query_rows: int | Tensor | None = None, out_cache_loc: Tensor | None = None
+    ) -> PassBuffers:
+        """Return the part of a launch that writes this metadata, as `PassMetadata.pass_buffers`."""
+        return PassBuffers(
+            cache_seqlens=self.cache_seqlens_int32,
+            cu_seqlens_k=self.cu_seqlens_k,
+            cu_seqlens_q=self.cu_seqlens_q,
+            page_table=self.page_table,
+            swa_page_table=self.swa_page_table,
+            out_cache_loc=None if self.swa_out_cache_loc is None else out_cache_loc,
+            swa_out_cache_loc=self.swa_out_cache_loc,
+            seq_len_offset=seq_len_offset,
+            query_rows=query_rows,
+        )
 
 
 def build_mha_metadata(

@@ -10,7 +10,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lab.kernels.serving.forward_metadata import PassBuffers
 from lab.metadata.engine.backend import prepare_passes, seq_len_offset
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows, UncountedTokens
@@ -136,26 +135,9 @@ class MLAGraphMetadata:
         if self.dcp is not None:
             return partial(_copy_own, metadata, view, self.pool, self.dcp, self.attention)
         rows = view.extend_seq_lens if pads else None
-        written = mla_pass(metadata, seq_len_offset(view, self.attention), rows)
+        written = metadata.pass_buffers(seq_len_offset(view, self.attention), rows)
         write = prepare_passes([written], view, self.pool)
         return write if rows is None else partial(_write_padded, write, metadata, rows, self.pool.page_size)
-
-
-def mla_pass(metadata: TRTLLMMLADecodeMetadata, seq_len_offset: int, query_rows: Tensor | None = None) -> PassBuffers:
-    """Return the part of a launch that writes a pass's metadata.
-
-    Args:
-        metadata: written in place.
-        seq_len_offset: tokens per request that ``seq_lens`` does not count.
-        query_rows: of each request, ``[batch_size]``; None leaves ``cu_seqlens_q`` as it is.
-    """
-    return PassBuffers(
-        cache_seqlens=metadata.seq_lens_k,
-        cu_seqlens_q=None if query_rows is None else metadata.cu_seqlens_q,
-        page_table=metadata.block_kv_indices,
-        seq_len_offset=seq_len_offset,
-        query_rows=query_rows,
-    )
 
 
 def _copy_own(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lab.calls.problem import E4M3, AttentionCall
 from lab.kernels import prepare
+from lab.metadata.engine.backend import buffer_in
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.engine.kv_cache import PagedLatentCache
@@ -147,8 +148,7 @@ def prepare_mla_attention(
     num_rows = _num_rows(metadata)
     if num_rows == 0:
         return lambda: out
-    is_cast = query_dtype is not None and query_dtype != query.dtype
-    given = torch.empty_like(query, dtype=query_dtype) if is_cast else query
+    given = buffer_in(query, query_dtype)
     shape = (metadata.batch_size, metadata.max_seq_len_q)
 
     def prepare_call(dense_query: Tensor, dense_out: Tensor) -> Callable[[], Any]:
@@ -167,7 +167,7 @@ def prepare_mla_attention(
         call = prepare_call(mla_query(metadata, given), own_out.view(*shape, *out.shape[1:]))
 
     def run() -> Tensor:
-        if is_cast:
+        if given is not query:
             given.copy_(query)
         if is_padded:
             mla_query(metadata, given, padded)

@@ -9,7 +9,6 @@ SGLang 0.5.23: `_get_dcp_local_seq_lens`, `_fill_dcp_block_kv_indices` and `_for
 ranks run at the same time and exchange their LSEs; here one process calls each rank's kernel in turn.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from lab.calls.problem import AttentionCall
 from lab.kernels import prepare
+from lab.metadata.engine.backend import buffer_in
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_cache import ShardedLatentCache
@@ -32,7 +32,7 @@ from lab.metadata.mla.metadata import (
     mla_block_table,
     mla_block_table_width,
 )
-from lab.metadata.mla.rows import merge_by_lse
+from lab.metadata.mla.rows import merge_by_lse, without_keys
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,7 @@ def prepare_mla_dcp_attention(
 ) -> Callable[[], Tensor]:
     """Prepare one layer's attention of a whole group: a call for each rank, whose outputs are merged by their LSEs.
 
-    A rank that has no key of a request gives it an output of 0 and an LSE of -inf, whatever its kernel wrote
-    (SGLang's `fixup_zero_kv_rows`).
+    The results of a rank without keys of a request are those of `without_keys`.
 
     Args:
         implementation: any object with the function, such as `lab.references`.
@@ -145,8 +144,7 @@ def prepare_mla_dcp_attention(
         )
     if len(metadata) != len(cache.storage):
         raise ValueError(f"{len(metadata)} ranks' metadata for a cache of {len(cache.storage)}: pass one for each")
-    is_cast = query_dtype is not None and query_dtype != query.dtype
-    given = torch.empty_like(query, dtype=query_dtype) if is_cast else query
+    given = buffer_in(query, query_dtype)
     calls = []
     for rank, own in enumerate(metadata):
         dense = mla_query(own, given)
@@ -158,14 +156,14 @@ def prepare_mla_dcp_attention(
         calls.append(prepare(implementation, AttentionCall.MLA_DECODE.value, **arguments))
 
     def run() -> Tensor:
-        if is_cast:
+        if given is not query:
             given.copy_(query)
         outs, lses = [], []
         for own, call in zip(metadata, calls, strict=True):
             rank_out, lse = call()
-            has_none = (own.seq_lens_k == 0)[:, None]
-            outs.append(rank_out.view(out.shape).masked_fill(has_none[:, :, None], 0.0))
-            lses.append(lse.view(out.shape[:-1]).masked_fill(has_none, -math.inf))
+            results = without_keys(rank_out.view(out.shape), lse.view(out.shape[:-1]), own.seq_lens_k == 0)
+            outs.append(results[0])
+            lses.append(results[1])
         return out.copy_(merge_by_lse(torch.stack(outs), torch.stack(lses)))
 
     return run

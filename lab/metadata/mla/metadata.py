@@ -4,11 +4,12 @@ Built without reading the device. `lab.metadata.mla.context_parallel` has decode
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from lab.kernels.serving.forward_metadata import PassBuffers
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool
@@ -79,9 +80,30 @@ class TRTLLMMLADecodeMetadata:
         return self.seq_lens_k.shape[0]
 
     @property
+    def seq_lens(self) -> Tensor:
+        return self.seq_lens_k
+
+    @property
     def block_tables(self) -> Tensor:
-        """Return the table by the name that the kernel has for it."""
         return self.block_kv_indices
+
+    def leading(self, batch_size: int) -> "TRTLLMMLADecodeMetadata":
+        """Return the slices of the first requests of a decode, which share the storage."""
+        return replace(
+            self, block_kv_indices=self.block_kv_indices[:batch_size], seq_lens_k=self.seq_lens_k[:batch_size]
+        )
+
+    def pass_buffers(
+        self, seq_len_offset: int, query_rows: int | Tensor | None = None, out_cache_loc: Tensor | None = None
+    ) -> PassBuffers:
+        """Return the part of a launch that writes this metadata, as `PassMetadata.pass_buffers`."""
+        return PassBuffers(
+            cache_seqlens=self.seq_lens_k,
+            cu_seqlens_q=None if query_rows is None else self.cu_seqlens_q,
+            page_table=self.block_kv_indices,
+            seq_len_offset=seq_len_offset,
+            query_rows=query_rows,
+        )
 
 
 @dataclass(frozen=True, eq=False)

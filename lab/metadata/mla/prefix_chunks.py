@@ -8,7 +8,6 @@ SGLang 0.5.23: `prepare_chunked_prefix_cache_info` of `forward_batch_deepseek_mh
 call in `TRTLLMMLABackend.forward_extend`, the merge in `_chunked_prefix_attn_mha` of `forward_mha.py`.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import check_attends, device_lengths, exclusive_cumsum, host_lengths
 from lab.metadata.mla.calls import MLALayer, ragged_context_arguments
 from lab.metadata.mla.metadata import TRTLLMMLAPrefillMetadata
+from lab.metadata.mla.rows import without_keys
 
 CHUNK_CAPACITY = 128 * 1024  # tokens of all requests in a chunk: SGLANG_MAX_KV_CHUNK_CAPACITY, 0.5.23's default
 
@@ -101,8 +101,7 @@ def prepare_prefix_chunk(
 ) -> Callable[[], tuple[Tensor, Tensor]]:
     """Prepare one layer's attention of all new tokens over a chunk: every row sees all of its request's tokens there.
 
-    Rows of requests without a token there get an output of 0 and an LSE of -inf, whatever the kernel wrote (SGLang's
-    `fixup_zero_kv_rows`).
+    The results of requests without a token in the chunk are those of `without_keys`.
 
     Args:
         implementation: any object with the function, such as `lab.references`.
@@ -134,8 +133,7 @@ def prepare_prefix_chunk(
         if chunk.has_empty:
             row = torch.arange(out.shape[0], dtype=torch.int32, device=out.device)
             request = torch.searchsorted(metadata.cum_seq_lens[1:], row, right=True)
-            sees_nothing = (chunk.seq_lens == 0)[request][:, None]
-            out, lse = out.masked_fill(sees_nothing[:, :, None], 0.0), lse.masked_fill(sees_nothing, -math.inf)
+            out, lse = without_keys(out, lse, (chunk.seq_lens == 0)[request])
         return out, lse
 
     return run

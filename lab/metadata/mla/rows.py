@@ -63,6 +63,17 @@ def unpad_draft_extend_output(padded: Tensor, cu_seqlens_q: Tensor, out: Tensor)
     return out
 
 
+def without_keys(out: Tensor, lse: Tensor, is_empty: Tensor) -> tuple[Tensor, Tensor]:
+    """Return an output of 0 and an LSE of -inf for rows that see no key, whatever the kernel wrote (`fixup_zero_kv_rows`).
+
+    Args:
+        out: ``[num_rows, heads, head_dim]``.
+        lse: ``[num_rows, heads]``.
+        is_empty: ``[num_rows]`` bool, the rows that see no key.
+    """
+    return out.masked_fill(is_empty[:, None, None], 0.0), lse.masked_fill(is_empty[:, None], -math.inf)
+
+
 def merge_by_lse(outs: Tensor, lses: Tensor) -> Tensor:
     """Return the attention over all parts of the keys; rows that see none of them are 0.
 

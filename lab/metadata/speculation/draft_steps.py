@@ -14,19 +14,14 @@ import torch
 from torch import Tensor
 
 from lab.kernels.serving.draft_decode_kv_indices import Schedule, generate_draft_decode_kv_indices
-from lab.kernels.serving.forward_metadata import PassBuffers
-from lab.metadata.engine.backend import prepare_passes
+from lab.metadata.engine.backend import PassMetadata, prepare_passes
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention, check_attends, uniform_boundaries
-from lab.metadata.mha.buffers import leading_mha_metadata, mha_pass, new_mha_metadata
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
-from lab.metadata.mla.buffers import mla_pass
 from lab.metadata.mla.metadata import DEAD_PAGE, TRTLLMMLADecodeMetadata, check_mla_page_size, mla_block_table_width
 from lab.named_enum import NamedEnum
-
-Metadata = TRTLLMMHAMetadata | TRTLLMMLADecodeMetadata
 
 MOST_STEPS = 8  # of ``speculative_num_steps``
 
@@ -49,7 +44,7 @@ class DraftStep:
         kv_indices: ``[tokens]`` int32, the ragged lists of the common template, which neither backend reads; or None.
     """
 
-    metadata: Metadata
+    metadata: PassMetadata
     kv_indptr: Tensor | None = None
     kv_indices: Tensor | None = None
 
@@ -111,7 +106,7 @@ class DraftBuffers:
         kv_indices: ``[speculative_num_steps, max_batch_size * max_context_len]`` int32, common template only.
     """
 
-    steps: tuple[Metadata, ...]
+    steps: tuple[PassMetadata, ...]
     kv_indptr: Tensor | None
     kv_indices: Tensor | None
 
@@ -136,7 +131,7 @@ def allocate_draft(draft: MultiStepDraft, pool: KVPool, max_batch_size: int) -> 
     if max_batch_size < 0:
         raise ValueError(f"max_batch_size={max_batch_size} must be 0 or more")
     rows = max_batch_size * draft.topk
-    new_step = _mla_steps(pool, rows) if draft.attention.is_mla else _mha_steps(pool, rows)
+    new_step = _steps(draft, pool, rows)
     first = new_step(None)
     if draft.is_frozen_kv:
         return DraftBuffers((first,) * draft.num_decode_steps, None, None)
@@ -173,7 +168,10 @@ def prepare_draft(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buff
     _check_batch(draft, batch, pool, buffers)
     steps = tuple(_step(batch, buffers, step) for step in range(draft.num_decode_steps))
     distinct = steps[:1] if draft.is_frozen_kv else steps
-    passes = [_pass(each.metadata, draft.attention.seq_len_offset(step), batch) for step, each in enumerate(distinct)]
+    passes = [
+        each.metadata.pass_buffers(draft.attention.seq_len_offset(step), out_cache_loc=batch.out_cache_loc)
+        for step, each in enumerate(distinct)
+    ]
     groups = [passes] if draft.plan is DraftPlan.ONE_LAUNCH else [[each] for each in passes]
     launches = [prepare_passes(group, batch, pool) for group in groups]
     if draft.plan is DraftPlan.COMMON_TEMPLATE:
@@ -224,41 +222,24 @@ def _check_batch(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buffe
         raise ValueError(f"the batch has {batch.batch_size} requests, the buffers hold {largest}: allocate larger ones")
 
 
-def _mha_steps(pool: KVPool, max_batch_size: int) -> Callable[[Tensor | None], Metadata]:
-    """Return a maker of a step's metadata with a page table, or a new one. All steps have the same row boundaries."""
-    boundaries = uniform_boundaries(max_batch_size, 1, pool.device)
-    return lambda table: new_mha_metadata(
-        pool, max_batch_size, 1, max_batch_size, page_table=table, cu_seqlens_q=boundaries
-    )
+def _steps(draft: MultiStepDraft, pool: KVPool, max_rows: int) -> Callable[[Tensor | None], PassMetadata]:
+    """Return a function that allocates a step's metadata with a given page table, or with a new one for None.
 
+    MHA's steps all have the same row boundaries.
+    """
+    if not draft.attention.is_mla:
+        boundaries = uniform_boundaries(max_rows, 1, pool.device)
+        return lambda table: TRTLLMMHAMetadata.allocate(
+            pool, max_rows, 1, max_rows, page_table=table, cu_seqlens_q=boundaries
+        )
+    shape = (max_rows, mla_block_table_width(pool.max_context_len, pool.page_size))
 
-def _mla_steps(pool: KVPool, max_batch_size: int) -> Callable[[Tensor | None], Metadata]:
-    """Return a maker of a step's metadata with a block table, or a new one."""
-
-    def int32(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=pool.device)
-
-    def new_step(table: Tensor | None) -> Metadata:
+    def new_step(table: Tensor | None) -> PassMetadata:
         if table is None:
-            width = mla_block_table_width(pool.max_context_len, pool.page_size)
-            table = int32(max_batch_size, width).fill_(DEAD_PAGE)
-        return TRTLLMMLADecodeMetadata(table, int32(max_batch_size), pool.max_context_len)
+            table = torch.full(shape, DEAD_PAGE, dtype=torch.int32, device=pool.device)
+        return TRTLLMMLADecodeMetadata(table, table.new_zeros(max_rows), pool.max_context_len)
 
     return new_step
-
-
-def _leading(whole: Metadata, batch_size: int) -> Metadata:
-    if isinstance(whole, TRTLLMMHAMetadata):
-        return leading_mha_metadata(whole, batch_size)
-    return TRTLLMMLADecodeMetadata(
-        whole.block_kv_indices[:batch_size], whole.seq_lens_k[:batch_size], whole.max_seq_len_k
-    )
-
-
-def _pass(metadata: Metadata, seq_len_offset: int, batch: ForwardBatch) -> PassBuffers:
-    if isinstance(metadata, TRTLLMMHAMetadata):
-        return mha_pass(metadata, seq_len_offset, None, batch.out_cache_loc)
-    return mla_pass(metadata, seq_len_offset)
 
 
 def _lists_launch(
@@ -282,7 +263,7 @@ def _lists_launch(
 
 
 def _step(batch: ForwardBatch, buffers: DraftBuffers, step: int) -> DraftStep:
-    metadata = _leading(buffers.steps[step], batch.batch_size)
+    metadata = buffers.steps[step].leading(batch.batch_size)
     if buffers.kv_indptr is None or buffers.kv_indices is None:
         return DraftStep(metadata)
     # Ragged lists are those of chains: a draft with several branches is a frozen-KV one, which has a page table alone.

@@ -10,7 +10,6 @@ from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import check_attends
-from lab.metadata.mha.buffers import mha_pass, new_mha_metadata
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 
 
@@ -60,7 +59,10 @@ def prepare_iteration(
     shared = torch.empty(bs, pool.block_table_width, dtype=torch.int32, device=pool.device) if share_table else None
     # Uncounted tokens and query rows of each pass.
     facts = [*((step + 1, 1) for step in range(speculative_num_steps - 1)), (rows, rows), (rows, rows)]
-    passes = [new_mha_metadata(pool, bs, width, bs * width, new=torch.empty, page_table=shared) for _, width in facts]
-    written = [mha_pass(each, offset, width) for each, (offset, width) in zip(passes, facts, strict=True)]
+    passes = [
+        TRTLLMMHAMetadata.allocate(pool, bs, width, bs * width, new=torch.empty, page_table=shared)
+        for _, width in facts
+    ]
+    written = [each.pass_buffers(offset, width) for each, (offset, width) in zip(passes, facts, strict=True)]
     *draft_steps, target_verify, draft_extend = passes
     return PreparedIteration(tuple(draft_steps), target_verify, draft_extend, prepare_passes(written, verify, pool))
