@@ -6,55 +6,37 @@ defaults, so an argument left out is what the installed FlashInfer makes of it. 
 FlashInfer itself makes the call, on a B200 that is not there.
 """
 
-import importlib
-import inspect
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lab.references.quantization import rounded
 from tests.dry_run.on_a_b200 import on_a_b200
-
-MEBIBYTE = 2**20
+from tests.kernels.simulated import Arguments, Simulated, attend, paged, write_scratch
 
 
 @dataclass
-class SimulatedFlashInfer:
-    """Stands in for `lab.kernels.flashinfer_call.installed`; `change` may tamper with the arguments of a call.
+class SimulatedFlashInfer(Simulated):
+    """The decode and context functions on a GPU whose capability's major is `major`."""
 
-    Attributes:
-        major: compute capability of the simulated GPU.
-        calls: (function, arguments as passed) of every call.
-    """
+    functions: ClassVar[tuple[str, ...]] = (
+        "trtllm_batch_decode_with_kv_cache",
+        "trtllm_batch_context_with_kv_cache",
+        "trtllm_fmha_v2_prefill",
+    )
 
-    major: int
-    change: Callable[[dict[str, Any]], dict[str, Any]] = lambda arguments: arguments
-    calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    major: int = 9
 
-    def installed(self, module: str, name: str) -> tuple[Callable[..., Any], inspect.Signature]:
-        real = getattr(importlib.import_module(module), name)
-        signature = inspect.signature(real)
-
-        def function(**arguments: Any) -> Any:
-            self.calls.append((name, arguments))
-            if self.major == 10:
-                return on_a_b200(real, self.change(arguments))
-            bound = signature.bind(**self.change(arguments))
-            bound.apply_defaults()
-            return getattr(self, name)(**bound.arguments)
-
-        return function, signature
-
-    def trtllm_batch_decode_with_kv_cache(self, backend: str, **arguments: Any) -> Any:
-        assert backend in ("auto", "xqa")
+    def call(self, real: Callable[..., Any], arguments: Arguments) -> Any:
+        if self.major == 10:
+            return on_a_b200(real, arguments)
+        if real.__name__ == "trtllm_fmha_v2_prefill":
+            return _fmha_v2(**arguments)
+        assert arguments.pop("backend") in ("auto", "xqa")
         return _xqa(**arguments)
-
-    def trtllm_fmha_v2_prefill(self, **arguments: Any) -> Any:
-        return _fmha_v2(**arguments)
 
 
 def _xqa(
@@ -78,12 +60,7 @@ def _xqa(
 ) -> Tensor:
     assert all(others[name] is None for name in ("max_q_len", "cum_seq_lens_q", "bmm1_scale_log2", "lse"))
     assert others["uses_shared_paged_kv_idx"] is True
-    semaphores, scratch = workspace_buffer.view(torch.uint8).split(
-        [8 * MEBIBYTE, workspace_buffer.nbytes - 8 * MEBIBYTE]
-    )
-    assert scratch.numel() > 0
-    assert not semaphores.any(), "semaphores must be zero at each launch"
-    scratch.fill_(0xFF)
+    write_scratch(workspace_buffer)
     k, v = _pair(kv_cache)
     if kv_layout == "NHD":
         k, v = k.transpose(-3, -2), v.transpose(-3, -2)
@@ -97,15 +74,15 @@ def _xqa(
     out = _output(query, out, out_dtype)
     shown = None if q_len_per_req == 1 else _draft_tokens(mask, len(seq_lens), q_len_per_req)
     for request, kv_len in enumerate(seq_lens.tolist()):
-        keys = _paged(k, table[request], kv_len)
-        values = _paged(v, table[request], kv_len, k.stride())
+        keys = paged(k, table[request], kv_len)
+        values = paged(v, table[request], kv_len, k.stride())
         for token in range(q_len_per_req):
             row, draft_start = request * q_len_per_req + token, kv_len - q_len_per_req
             position = draft_start + token
             seen = [key for key in range(kv_len) if not window or key > position - window]
             if shown is not None:
                 seen = [key for key in seen if key < draft_start or key - draft_start in shown[row]]
-            _attend(query[row], keys, values, seen, scale, out_scale, sinks, out[row])
+            attend(query[row], keys, values, seen, scale, out_scale, sinks, out[row])
     return out
 
 
@@ -174,12 +151,12 @@ def _fmha_v2(
     q_starts, kv_lens = cum_seq_lens_q.tolist(), cum_seq_lens_kv.diff().tolist()
     assert kv_lens == seq_lens.tolist()
     for request, kv_len in enumerate(kv_lens):
-        keys, values = (_paged(pool, blocks[request], kv_len) for blocks in (k_blocks, v_blocks))
+        keys, values = (paged(pool, blocks[request], kv_len) for blocks in (k_blocks, v_blocks))
         for row in range(q_starts[request], q_starts[request + 1]):
             position = kv_len - (q_starts[request + 1] - row)
             first = position - window_left if mask_mode == "sliding_window" and window_left >= 0 else 0
             last = kv_len - 1 if mask_mode == "padding" else position
-            _attend(
+            attend(
                 query[row],
                 keys,
                 values,
@@ -203,41 +180,7 @@ def _packed(table: Tensor) -> Tensor:
     return torch.as_strided(table, table.shape, torch.empty(table.shape, device="meta").stride()).clone()
 
 
-def _paged(cache: Tensor, page_ids: Tensor, kv_len: int, strides: Sequence[int] | None = None) -> Tensor:
-    """[kv_len, num_kv_heads, head_dim] in float64 of a [pages, heads, tokens, head_dim] cache, read with `strides`."""
-    cache = cache if strides is None else torch.as_strided(cache, cache.shape, strides)
-    page_size = cache.shape[2]
-    tokens = [cache[int(page_ids[key // page_size]), :, key % page_size].to(torch.float64) for key in range(kv_len)]
-    return torch.stack(tokens) if tokens else torch.empty(0, *cache.shape[1::2], dtype=torch.float64)
-
-
 def _output(query: Tensor, out: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
     if out is not None:
         return out
     return torch.empty(query.shape, dtype=out_dtype or query.dtype)
-
-
-def _attend(
-    row: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    seen: Sequence[int],
-    scale: float,
-    out_scale: float,
-    sinks: Tensor | None,
-    out: Tensor,
-    lse: Tensor | None = None,
-) -> None:
-    """One query row, [num_qo_heads, head_dim]."""
-    group = row.shape[0] // keys.shape[1]
-    for head, q in enumerate(row.to(torch.float64)):
-        logits = [float(q @ keys[key, head // group]) * scale for key in seen]
-        everything = logits if sinks is None else [*logits, float(sinks[head])]
-        largest = max(everything, default=0.0)
-        denominator = sum(math.exp(logit - largest) for logit in everything)
-        result = torch.zeros(row.shape[1], dtype=torch.float64)
-        for key, logit in zip(seen, logits, strict=True):
-            result += math.exp(logit - largest) / denominator * values[key, head // group]
-        out[head] = rounded(result * out_scale, out.dtype)
-        if lse is not None:
-            lse[head] = (largest + math.log(denominator)) / math.log(2) if denominator else -math.inf

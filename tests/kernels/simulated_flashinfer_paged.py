@@ -1,66 +1,27 @@
 """FlashInfer's paged wrappers by simulation: what 0.7.2 makes of the arguments it receives, on a CPU, one key at a time.
 
 A wrapper knows what it was planned with and nothing else: it reads lengths from the pages and the last page's tokens, as its
-kernels do, and the mask from where FlashInfer's own offsets put it. The real signatures are bound in each.
+kernels do, and the mask from where FlashInfer's own offsets put it.
 """
 
 import importlib
-import inspect
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.kernels.simulated_flashinfer import _attend, _paged
+from tests.kernels.simulated import Arguments, Simulated, attend, paged
 
 DECODE, PREFILL = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
 E4M3 = torch.float8_e4m3fn
 
 
-@dataclass
-class SimulatedPaged:
-    """Stands in for `lab.kernels.flashinfer_call.installed`; `change` may tamper with the arguments of a plan.
+class SimulatedPaged(Simulated):
+    wrappers = (DECODE, PREFILL)
 
-    Attributes:
-        change: of a plan's arguments, before they are used.
-        plans: arguments of every plan with those of its wrapper, whose name is "wrapper"; and runs of every run.
-    """
-
-    change: Callable[[dict[str, Any]], dict[str, Any]] = lambda arguments: arguments
-    plans: list[dict[str, Any]] = field(default_factory=list)
-    runs: list[dict[str, Any]] = field(default_factory=list)
-
-    def installed(self, module: str, name: str) -> tuple[Any, inspect.Signature]:
-        real = getattr(importlib.import_module(module), name)
-        return self._wrapper(real) if name in (DECODE, PREFILL) else real, inspect.signature(real)
-
-    def _wrapper(self, real: Any) -> Any:
-        def make(workspace: Tensor, **how: Any) -> Any:
-            inspect.signature(real).bind(workspace, **how)
-            state: dict[str, Any] = {}
-
-            def plan(*args: Any, **arguments: Any) -> None:
-                signature = inspect.signature(real._plan_impl if real.__name__ == DECODE else real.plan)
-                bound = signature.bind(None, *args, **arguments)
-                bound.apply_defaults()
-                planned = dict(bound.arguments) | how | {"wrapper": real.__name__}
-                self.plans.append(planned)
-                state.update(self.change(planned))
-
-            def run(*qkv: Any, **arguments: Any) -> Any:
-                bound = inspect.signature(real.run).bind(None, *qkv, **arguments)
-                bound.apply_defaults()
-                self.runs.append(arguments)
-                workspace.fill_(0xFF)
-                return _run(state, **{name: value for name, value in bound.arguments.items() if name != "self"})
-
-            return SimpleNamespace(plan=plan, run=run)
-
-        return make
+    def run(self, planned: Arguments, **arguments: Any) -> Any:
+        return _run(planned, **arguments)
 
 
 def _run(planned: dict[str, Any], *, q: Tensor, paged_kv_cache: Any, args: tuple[Any, ...] = (), **others: Any) -> Any:
@@ -85,7 +46,7 @@ def _run(planned: dict[str, Any], *, q: Tensor, paged_kv_cache: Any, args: tuple
     assert len(q) == q_offsets[-1]
     shown = _mask(planned, kv_lens, q_offsets)
     for request, kv_len in enumerate(kv_lens):
-        keys, values = (_paged(cache, pages[request], kv_len) for cache in (k, v))
+        keys, values = (paged(cache, pages[request], kv_len) for cache in (k, v))
         first, last = q_offsets[request : request + 2]
         for row in range(first, last):
             position = kv_len - (last - row)
@@ -96,7 +57,7 @@ def _run(planned: dict[str, Any], *, q: Tensor, paged_kv_cache: Any, args: tuple
                 and (planned["window_left"] < 0 or key >= position - planned["window_left"])
                 and (shown is None or shown[request][row - first, key])
             ]
-            _attend(q[row], keys, values, seen, scale, 1.0, sinks, out[row], None if lse is None else lse[row])
+            attend(q[row], keys, values, seen, scale, 1.0, sinks, out[row], None if lse is None else lse[row])
     if others["v_scale"] is not None:
         out.mul_(others["v_scale"])
     return (out, lse) if others["return_lse"] else out

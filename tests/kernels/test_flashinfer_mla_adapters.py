@@ -1,7 +1,7 @@
 """Both ways to FlashInfer's MLA without a GPU: calls bind to the installed functions, and mean what the reference does."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,13 +9,16 @@ import torch
 
 from lab import references
 from lab.calls.mla_decode import MLADecodeCall
-from lab.kernels import flashinfer_call, support, trtllm
+from lab.kernels import flashinfer_call, trtllm
 from lab.kernels.peers import flashinfer_mla
 from lab.kernels.support import Kernel, why_not
 from lab.kernels.support.peers import FA2_MLA, FA3_MLA
 from lab.kernels.support.trtllm_gen import TRTLLM_GEN_MLA
 from lab.kernels.support.xqa import XQA_MLA
-from tests.kernels.simulated_flashinfer_mla import MEBIBYTE, NAME, SimulatedMLA
+from tests.kernels.conftest import SimulatedOn
+from tests.kernels.held import assert_rounded
+from tests.kernels.simulated import MEBIBYTE
+from tests.kernels.simulated_flashinfer_mla import NAME, SimulatedMLA
 from tests.references.test_trtllm_mla import mla_arguments, random_batch
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -24,28 +27,13 @@ E4M3 = torch.float8_e4m3fn
 SM80, SM90, SM100, SM120 = (8, 0), (9, 0), (10, 0), (12, 0)
 Arguments = dict[str, Any]
 Simulate = Callable[..., SimulatedMLA]
-ONE_ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
 @pytest.fixture
-def simulate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Simulate]:
-    """A GPU of some capability, its kernels simulated for dimensions that a CPU can afford."""
-
-    def start(capability: tuple[int, int], **options: Any) -> SimulatedMLA:
-        simulated = SimulatedMLA(**options)
-        for module in (flashinfer_call, support):
-            monkeypatch.setattr(module, "capability_of", lambda device: capability)
-        monkeypatch.setattr(flashinfer_call, "SCRATCH_BYTES", 4 * MEBIBYTE)
-        monkeypatch.setattr(flashinfer_call, "LEAST_SCRATCH_BYTES", 4096)
-        for module in (flashinfer_call, flashinfer_mla):
-            monkeypatch.setattr(module, "installed", simulated.installed)
-        flashinfer_call.workspace_of.cache_clear()
-        flashinfer_call.installed_taking.cache_clear()
-        return simulated
-
-    yield start
-    flashinfer_call.workspace_of.cache_clear()
-    flashinfer_call.installed_taking.cache_clear()
+def simulate(simulated_on: SimulatedOn) -> Simulate:
+    return lambda capability, **options: simulated_on(
+        capability, SimulatedMLA(**options), flashinfer_call, flashinfer_mla
+    )
 
 
 def case(
@@ -62,17 +50,6 @@ def ragged(**changes: Any) -> Arguments:
     batch = random_batch([1, 4, 2], [3, 20, 70], heads=2, rank=512, rope=64)
     usual = {"out": None, "return_lse": False, "return_lse_base": None, "bmm1_scale": 0.05, "ragged": True}
     return mla_arguments(batch, 64, **usual | changes)
-
-
-def assert_right(function: Callable[..., Any], arguments: Arguments) -> None:
-    result, expected = function(**arguments), references.trtllm_batch_decode_with_kv_cache_mla(**arguments)
-    if arguments["return_lse"]:
-        torch.testing.assert_close(result[1], expected[1], rtol=1e-5, atol=1e-5)
-        result, expected = result[0], expected[0]
-    assert result.dtype == expected.dtype
-    assert result.shape == expected.shape
-    flat = (side.reshape(-1, *side.shape[-2:]) for side in (result, expected))
-    assert float(references.relative_l2(*flat).max()) <= ONE_ROUNDING[result.dtype]
 
 
 def widened(arguments: Arguments) -> Arguments:
@@ -129,8 +106,8 @@ TRTLLM_GEN: dict[str, Callable[[], Arguments]] = {
 @pytest.mark.parametrize("name", TRTLLM_GEN)
 def test_trtllm_gen(simulate: Simulate, name: str) -> None:
     simulated = simulate(SM100)
-    assert_right(trtllm.trtllm_batch_decode_with_kv_cache_mla, TRTLLM_GEN[name]())
-    (call,) = simulated.calls
+    assert_rounded(trtllm, NAME, TRTLLM_GEN[name]())
+    ((_, call),) = simulated.calls
     assert call["backend"] == "trtllm-gen"
     assert not call.get("return_lse") or call["return_lse_base"] in ("base2", "basee")
 
@@ -163,10 +140,8 @@ XQA: dict[str, Callable[[], Arguments]] = {
 def test_xqa(simulate: Simulate, name: str) -> None:
     simulated = simulate(SM120)
     arguments = XQA[name]()
-    assert_right(
-        trtllm.trtllm_batch_decode_with_kv_cache_mla, with_columns(arguments, 2) if "wider" not in name else arguments
-    )
-    assert simulated.calls[0]["backend"] == "xqa"
+    assert_rounded(trtllm, NAME, with_columns(arguments, 2) if "wider" not in name else arguments)
+    assert simulated.calls[0][1]["backend"] == "xqa"
 
 
 def test_a_given_out_is_what_xqa_returns(simulate: Simulate) -> None:
@@ -238,7 +213,7 @@ TAMPERED: dict[str, Callable[[Arguments], Arguments]] = {
 def test_the_simulation_would_show_it(simulate: Simulate, name: str) -> None:
     simulate(SM100, change=TAMPERED[name])
     with pytest.raises(AssertionError):
-        assert_right(trtllm.trtllm_batch_decode_with_kv_cache_mla, case(2, sinks=SINKS))
+        assert_rounded(trtllm, NAME, case(2, sinks=SINKS))
 
 
 # The wrapper
@@ -265,7 +240,7 @@ WRAPPER: dict[str, Callable[[], Arguments]] = {
 @pytest.mark.parametrize("name", WRAPPER)
 def test_wrapper(simulate: Simulate, name: str) -> None:
     simulated = simulate(SM90)
-    assert_right(flashinfer_mla.trtllm_batch_decode_with_kv_cache_mla, WRAPPER[name]())
+    assert_rounded(flashinfer_mla, NAME, WRAPPER[name]())
     assert [plan["backend"] for plan in simulated.plans] == ["fa3"]
 
 
@@ -279,14 +254,14 @@ def test_logits_have_their_scale_though_the_kernel_rounds_the_caches(simulate: S
 @pytest.mark.parametrize(("implementation", "backend"), [(flashinfer_mla.fa2, "fa2"), (flashinfer_mla.fa3, "fa3")])
 def test_either_backend_by_name(simulate: Simulate, implementation: Any, backend: str) -> None:
     simulated = simulate(SM90)
-    assert_right(getattr(implementation, NAME), case(2))
+    assert_rounded(implementation, NAME, case(2))
     assert simulated.plans[0]["backend"] == backend
     assert implementation.__name__ == f"lab.kernels.peers.flashinfer_mla:{backend}"
 
 
 def test_elsewhere_it_is_fa2(simulate: Simulate) -> None:
     simulated = simulate(SM80)
-    assert_right(flashinfer_mla.trtllm_batch_decode_with_kv_cache_mla, case())
+    assert_rounded(flashinfer_mla, NAME, case())
     assert simulated.plans[0]["backend"] == "fa2"
 
 

@@ -1,7 +1,7 @@
 """FlashInfer's paged wrappers without a GPU: calls bind to the installed functions, and mean what the references do."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,12 +9,13 @@ import torch
 
 from lab import references
 from lab.calls import ContextCall, DecodeCall, PagedAttention
-from lab.kernels import flashinfer_call, support
 from lab.kernels.peers import flashinfer_paged
 from lab.kernels.support import Kernel, kernel_names, why_not
 from lab.kernels.support.peers import FA2_PAGED, FA3_PAGED
 from tests.cases import pack_mask
-from tests.kernels.simulated_flashinfer import MEBIBYTE
+from tests.kernels.conftest import SimulatedOn
+from tests.kernels.held import ROUNDOFF, assert_rounded
+from tests.kernels.simulated import MEBIBYTE
 from tests.kernels.simulated_flashinfer_paged import DECODE, PREFILL, SimulatedPaged
 from tests.kernels.test_trtllm_adapter import SINKS, TREE, context_case, decode_case
 
@@ -23,28 +24,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 E4M3, FP16, BF16, FP32 = torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32
 SM75, SM80, SM90, SM100, SM120 = (7, 5), (8, 0), (9, 0), (10, 0), (12, 0)
 DECODE_CALL, CONTEXT_CALL = "trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache"
-# The simulation computes in float64 and rounds once, as the references do, but for bmm2_scale, which is a second rounding.
-ONE_ROUNDING = {BF16: 2.0**-8, FP16: 2.0**-11}
 Arguments = dict[str, Any]
 Simulate = Callable[..., SimulatedPaged]
 
 
 @pytest.fixture
-def simulate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Simulate]:
-    """A GPU of some capability, with both wrappers simulated and the lab's workspace small and new."""
-
-    def start(capability: tuple[int, int] = SM90, **options: Any) -> SimulatedPaged:
-        simulated = SimulatedPaged(**options)
-        for module in (flashinfer_call, support):
-            monkeypatch.setattr(module, "capability_of", lambda device: capability)
-        monkeypatch.setattr(flashinfer_call, "SCRATCH_BYTES", 4 * MEBIBYTE)
-        monkeypatch.setattr(flashinfer_call, "LEAST_SCRATCH_BYTES", 4096)
-        monkeypatch.setattr(flashinfer_paged, "installed", simulated.installed)
-        flashinfer_call.workspace_of.cache_clear()
-        return simulated
-
-    yield start
-    flashinfer_call.workspace_of.cache_clear()
+def simulate(simulated_on: SimulatedOn) -> Simulate:
+    return lambda capability=SM90, **options: simulated_on(capability, SimulatedPaged(**options), flashinfer_paged)
 
 
 def decode(q_len: int = 1, **changes: Any) -> Arguments:
@@ -64,14 +50,8 @@ def posed(arguments: Arguments) -> Any:
 
 
 def assert_right(implementation: Any, arguments: Arguments) -> None:
-    name = call_of(arguments)
-    result, expected = getattr(implementation, name)(**arguments), getattr(references, name)(**arguments)
-    if arguments["return_lse"]:
-        torch.testing.assert_close(result[1], expected[1], rtol=1e-5, atol=1e-5)
-        result, expected = result[0], expected[0]
-    assert result.dtype == expected.dtype
-    bound = ONE_ROUNDING[result.dtype] * (1 if arguments["bmm2_scale"] == 1 else 2)
-    assert float(references.relative_l2(result, expected).max()) <= bound
+    """The simulation computes in float64 and rounds once, as the references do, but bmm2_scale is a second rounding."""
+    assert_rounded(implementation, call_of(arguments), arguments, 1 if arguments["bmm2_scale"] == 1 else 2)
 
 
 def with_scale(arguments: Arguments) -> Arguments:
@@ -189,7 +169,7 @@ def test_rows_of_different_widths_and_padding(simulate: Simulate) -> None:
     own = own_rows(arguments, 5)
     name = DECODE_CALL
     result, expected = (getattr(own(each), name)(**arguments) for each in (flashinfer_paged, references))
-    assert float(references.relative_l2(result[0], expected[0]).max()) <= ONE_ROUNDING[BF16]
+    assert float(references.relative_l2(result[0], expected[0]).max()) <= ROUNDOFF[BF16]
     torch.testing.assert_close(result[1], expected[1], rtol=1e-5, atol=1e-5)
     assert simulated.plans[0]["wrapper"] == PREFILL
 

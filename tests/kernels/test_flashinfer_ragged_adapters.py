@@ -1,7 +1,7 @@
 """Both ways to FlashInfer's ragged kernels without a GPU: calls bind to its functions, and mean what the reference does."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,13 +9,16 @@ import torch
 
 from lab import references
 from lab.calls.ragged_context import RaggedContextCall
-from lab.kernels import flashinfer_call, support, trtllm
+from lab.kernels import flashinfer_call, trtllm
 from lab.kernels.peers import flashinfer_ragged, planned
 from lab.kernels.support import Kernel, why_not
 from lab.kernels.support import kernel as support_kernel
 from lab.kernels.support.peers import FA2_RAGGED, FA3_RAGGED
 from lab.kernels.support.portable import PORTABLE_RAGGED
 from lab.kernels.support.trtllm_gen import TRTLLM_GEN_RAGGED
+from tests.kernels.conftest import SimulatedOn
+from tests.kernels.held import ROUNDOFF, assert_rounded
+from tests.kernels.simulated import MEBIBYTE
 from tests.kernels.simulated_flashinfer_ragged import NAME, SimulatedRagged
 from tests.references.test_trtllm_ragged import mirrors, ragged_arguments, ragged_batch
 
@@ -23,31 +26,15 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 E4M3, BF16, FP16, FP32 = torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32
 SM75, SM80, SM90, SM100, SM103, SM120 = (7, 5), (8, 0), (9, 0), (10, 0), (10, 3), (12, 0)
-MEBIBYTE = 2**20
 Arguments = dict[str, Any]
 Simulate = Callable[..., SimulatedRagged]
-ONE_ROUNDING = {BF16: 2.0**-8, FP16: 2.0**-11}
 
 
 @pytest.fixture
-def simulate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Simulate]:
-    """A GPU of some capability, its kernels simulated for sizes that a CPU can afford."""
-
-    def start(capability: tuple[int, int], **options: Any) -> SimulatedRagged:
-        simulated = SimulatedRagged(**options)
-        for module in (flashinfer_call, support):
-            monkeypatch.setattr(module, "capability_of", lambda device: capability)
-        monkeypatch.setattr(flashinfer_call, "SCRATCH_BYTES", 4 * MEBIBYTE)
-        monkeypatch.setattr(flashinfer_call, "LEAST_SCRATCH_BYTES", 4096)
-        for module in (flashinfer_call, flashinfer_ragged):
-            monkeypatch.setattr(module, "installed", simulated.installed)
-        flashinfer_call.workspace_of.cache_clear()
-        flashinfer_call.installed_taking.cache_clear()
-        return simulated
-
-    yield start
-    flashinfer_call.workspace_of.cache_clear()
-    flashinfer_call.installed_taking.cache_clear()
+def simulate(simulated_on: SimulatedOn) -> Simulate:
+    return lambda capability, **options: simulated_on(
+        capability, SimulatedRagged(**options), flashinfer_call, flashinfer_ragged
+    )
 
 
 def case(q_lens: tuple[int, ...] = (4, 1, 6), kv_lens: tuple[int, ...] = (4, 20, 9), **changes: Any) -> Arguments:
@@ -68,16 +55,6 @@ def new_tokens(**changes: Any) -> Arguments:
 def a_chunk(**changes: Any) -> Arguments:
     """As SGLang calls it over a chunk of the prefixes, one of which is over."""
     return case((4, 1, 6), (7, 0, 20), **{"is_causal": False, "return_lse": True, "o_sf_scale": -1.0} | changes)
-
-
-def assert_right(function: Callable[..., Any], arguments: Arguments) -> None:
-    result, expected = function(**arguments), references.trtllm_ragged_attention_deepseek(**arguments)
-    if arguments["return_lse"]:
-        torch.testing.assert_close(result[1], expected[1], rtol=1e-5, atol=1e-5)
-        result, expected = result[0], expected[0]
-    assert result.dtype == expected.dtype
-    assert result.shape == expected.shape
-    assert float(references.relative_l2(result, expected).max()) <= ONE_ROUNDING[result.dtype]
 
 
 def one_after_the_other(arguments: Arguments) -> Arguments:
@@ -152,14 +129,14 @@ TRTLLM_GEN: dict[str, Callable[[], Arguments]] = BOTH | {
 @pytest.mark.parametrize("name", TRTLLM_GEN)
 def test_trtllm_gen(simulate: Simulate, name: str) -> None:
     simulated = simulate(SM100)
-    assert_right(trtllm.trtllm_ragged_attention_deepseek, TRTLLM_GEN[name]())
+    assert_rounded(trtllm, NAME, TRTLLM_GEN[name]())
     assert len(simulated.calls) == (name != "no key at all")
 
 
 @pytest.mark.parametrize("name", [*BOTH, *WRAPPER_ALONE])
 def test_wrapper(simulate: Simulate, name: str) -> None:
     simulated = simulate(SM90)
-    assert_right(flashinfer_ragged.trtllm_ragged_attention_deepseek, (BOTH | WRAPPER_ALONE)[name]())
+    assert_rounded(flashinfer_ragged, NAME, (BOTH | WRAPPER_ALONE)[name]())
     assert [plan["backend"] for plan in simulated.plans] == ([] if name == "no key at all" else ["fa3"])
 
 
@@ -171,7 +148,7 @@ def test_padding_is_left_out(simulate: Simulate) -> None:
         simulate(capability)
         expected = references.trtllm_ragged_attention_deepseek(**case(return_lse=True))
         out, lse = own_rows(function)(**padded(case(return_lse=True)))
-        assert float(references.relative_l2(out, expected[0]).max()) <= ONE_ROUNDING[BF16]
+        assert float(references.relative_l2(out, expected[0]).max()) <= ROUNDOFF[BF16]
         torch.testing.assert_close(lse, expected[1])
 
 
@@ -273,7 +250,7 @@ TAMPERED: dict[str, Callable[[Arguments], Arguments]] = {
 def test_the_simulation_would_show_it(simulate: Simulate, name: str) -> None:
     simulate(SM100, change=TAMPERED[name])
     with pytest.raises(AssertionError):
-        assert_right(trtllm.trtllm_ragged_attention_deepseek, case(attention_sinks=SINKS))
+        assert_rounded(trtllm, NAME, case(attention_sinks=SINKS))
 
 
 # The wrapper
@@ -284,7 +261,7 @@ def test_the_simulation_would_show_it(simulate: Simulate, name: str) -> None:
 )
 def test_either_backend_by_name(simulate: Simulate, implementation: Any, backend: str) -> None:
     simulated = simulate(SM90)
-    assert_right(getattr(implementation, NAME), case())
+    assert_rounded(implementation, NAME, case())
     assert simulated.plans[0]["backend"] == backend
     assert implementation.__name__ == f"lab.kernels.peers.flashinfer_ragged:{backend}"
 
@@ -292,7 +269,7 @@ def test_either_backend_by_name(simulate: Simulate, implementation: Any, backend
 @pytest.mark.parametrize("capability", [SM80, SM100, SM120])
 def test_elsewhere_it_is_fa2(simulate: Simulate, capability: tuple[int, int]) -> None:
     simulated = simulate(capability)
-    assert_right(flashinfer_ragged.trtllm_ragged_attention_deepseek, case())
+    assert_rounded(flashinfer_ragged, NAME, case())
     assert simulated.plans[0]["backend"] == "fa2"
 
 

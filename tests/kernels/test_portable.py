@@ -21,25 +21,27 @@ from lab.kernels.portable.tiles import ProgramTile, tile_descriptor
 from lab.kernels.support import why_not
 from lab.kernels.support.portable import PORTABLE
 from tests.cases import Batch, context_arguments, decode_arguments, pack_mask, random_batch
+from tests.kernels.held import (
+    BF16,
+    E4M3,
+    FLOAT32_SUMS,
+    FP16,
+    FP32,
+    ROUNDOFF,
+    Arguments,
+    assert_as_right_as_the_control,
+    sinks_of,
+)
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="Triton compiles for this machine's GPU; test_portable_gpu.py runs it there"
 )
 
 DECODE, CONTEXT = "trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache"
-BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
-# Unit roundoff: as far as one right rounding may move an element, and so a vector.
-ROUNDOFF = {BF16: 2.0**-8, FP16: 2.0**-11, E4M3: 2.0**-4, FP32: 2.0**-24}
-# The kernel rounds the softmax's weights before they are normalised and the control after: one rounding, another point.
-CONTROL_FACTOR = 2.0
-# float32 sums of a kernel and float64 ones of the reference, over at most 256 products and 300 keys.
-FLOAT32_SUMS = 1e-5
 # A merge finds the requests of its programs where that spares idle ones: wherever it may, and nowhere.
 FINDS_ROWS = pytest.mark.parametrize(
     "most_idle", [0, math.inf], ids=["a merge that finds its rows", "a merge of units"]
 )
-
-Arguments = dict[str, Any]
 
 
 def arguments_of(function: str, batch: Batch, page_size: int, **changes: Any) -> Arguments:
@@ -48,9 +50,7 @@ def arguments_of(function: str, batch: Batch, page_size: int, **changes: Any) ->
     return make(batch, page_size, **{"out_dtype": BF16} | changes)
 
 
-def assert_right(
-    function: str, batch: Batch, page_size: int = 16, *, masks: Any = None, **changes: Any
-) -> tuple[Tensor, Tensor]:
+def assert_right(function: str, batch: Batch, page_size: int = 16, **changes: Any) -> tuple[Tensor, Tensor]:
     """Run the call, and hold every output vector and LSE to the reference's; what it does not write is NaN."""
     arguments = arguments_of(function, batch, page_size, **changes)
     query = arguments["query"]
@@ -58,64 +58,10 @@ def assert_right(
         "out": torch.full(query.shape, math.nan, dtype=arguments["out_dtype"]),
         "lse": torch.full(query.shape[:2], math.nan),
     }
-    given = {name: changes[name] for name in unwritten if name in changes}
-    out, lse = getattr(portable, function)(**arguments | unwritten | given)
-    truth, truth_lse = getattr(references, function)(
-        **arguments | {"out": None, "out_dtype": torch.float64, "lse": None}
-    )
-    assert out.dtype == arguments["out_dtype"]
-    bound = torch.maximum(
-        CONTROL_FACTOR * control_error(batch, truth, arguments, masks),
-        torch.tensor(ROUNDOFF[out.dtype] + FLOAT32_SUMS),
-    )
-    error = references.relative_l2(out, truth)
-    assert bool((error <= bound).all()), f"worst error {float((error / bound).max()):.3g} times the bound"
-    torch.testing.assert_close(lse.double(), truth_lse.double(), rtol=FLOAT32_SUMS, atol=FLOAT32_SUMS)
+    arguments |= unwritten | {name: changes[name] for name in unwritten if name in changes}
+    out, lse = getattr(portable, function)(**arguments)
+    assert_as_right_as_the_control(arguments, out, lse)
     return out, lse
-
-
-def control_error(batch: Batch, truth: Tensor, arguments: Arguments, masks: Any) -> Tensor:
-    """Error of plain low-precision arithmetic, float64 [num_rows, 1]: the worst vector of each request."""
-    errors, row = [], 0
-    arithmetic = FP16 if batch.queries[0].dtype == FP16 else BF16
-    for request, (queries, keys, values) in enumerate(zip(batch.queries, batch.keys, batch.values, strict=True)):
-        if not len(queries) or not len(keys):
-            errors.append(torch.zeros(len(queries), 1))
-            row += len(queries)
-            continue
-        visible = visible_keys(len(queries), len(keys), arguments, None if masks is None else masks[request])
-        control = references.eager_attention(
-            queries[None],
-            keys[None],
-            values[None],
-            visible[None],
-            arithmetic=arithmetic,
-            bmm1_scale=float(arguments.get("bmm1_scale", 1.0)),
-            bmm2_scale=float(arguments.get("bmm2_scale", 1.0)),
-            sinks=arguments.get("sinks"),
-            out_dtype=arguments["out_dtype"],
-        )[0]
-        error = references.relative_l2(control, truth[row : row + len(queries)])
-        error = torch.where(error.isfinite(), error, 0.0)
-        errors.append(error.amax().expand(len(queries), 1))
-        row += len(queries)
-    return torch.cat(errors)
-
-
-def visible_keys(q_len: int, kv_len: int, arguments: Arguments, mask: Any) -> Tensor:
-    rows, keys = torch.arange(q_len).unsqueeze(1) + kv_len - q_len, torch.arange(kv_len)
-    window = arguments.get("window_left", -1)
-    visible = (keys <= rows) if arguments.get("causal", True) else torch.ones(q_len, kv_len, dtype=torch.bool)
-    if mask is not None:
-        drafts = keys - (kv_len - q_len)
-        shown = torch.tensor(mask)[:, drafts.clamp(min=0)]
-        visible = (drafts < 0) | shown
-    return visible & ((keys >= rows - window) if window >= 0 else True)
-
-
-def sinks_of(num_heads: int) -> Tensor:
-    """A distinct logit per head, around the size of the largest scores."""
-    return torch.linspace(-2.0, 6.0, num_heads)
 
 
 @pytest.fixture
@@ -238,8 +184,8 @@ def test_tree_mask() -> None:
     generator = torch.Generator().manual_seed(0)
     masks = (torch.rand(2, 20, 20, generator=generator) < 0.4).tolist()
     batch = random_batch([20] * 2, [20, 75], heads=(2, 1), head_dim=64)
-    assert_right(DECODE, batch, 16, masks=masks, mask=pack_mask(masks), bmm1_scale=0.125)
-    assert_right(DECODE, batch, 16, masks=masks, mask=pack_mask(masks), bmm1_scale=0.125, window_left=30)
+    assert_right(DECODE, batch, 16, mask=pack_mask(masks), bmm1_scale=0.125)
+    assert_right(DECODE, batch, 16, mask=pack_mask(masks), bmm1_scale=0.125, window_left=30)
 
 
 def test_a_causal_mask_is_no_mask(split: Callable[[int], None]) -> None:

@@ -23,17 +23,20 @@ from lab.kernels.support import why_not
 from lab.kernels.support.portable import PORTABLE_MLA
 from tests.cases import running_sum, write_pages
 from tests.devices import DEVICES, ON_GPU, graph_of, synchronisation_is_an_error
+from tests.kernels.held import (
+    BF16,
+    E4M3,
+    FLOAT32_SUMS,
+    FP16,
+    FP32,
+    ROUNDOFF,
+    Arguments,
+    assert_as_right_as_the_control,
+    on,
+    sinks_of,
+)
 
-BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
-# Unit roundoff: as far as one right rounding may move an element, and so a vector.
-ROUNDOFF = {BF16: 2.0**-8, FP16: 2.0**-11, E4M3: 2.0**-4, FP32: 2.0**-24}
-# The kernel rounds the softmax's weights before they are normalised and the control after: one rounding, another point.
-CONTROL_FACTOR = 2.0
-# float32 sums of a kernel and float64 ones of the reference, over at most 576 products and 400 keys.
-FLOAT32_SUMS = 1e-5
 RANK, ROPE = 64, 16
-
-Arguments = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,6 @@ def random_batch(
         [torch.randn(n, rank + rope, generator=generator).to(kv_dtype or dtype) for n in kv_lens],
         rank,
     )
-
-
-def on(device: str, value: Any) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value
 
 
 def arguments_of(
@@ -124,54 +123,9 @@ def assert_right(device: str, batch: Batch, page_size: int = 32, **changes: Any)
     """Run the call, and hold every output vector and LSE to the reference's; both as rows."""
     arguments = arguments_of(device, batch, page_size, **changes)
     out, lse = run(arguments)
-    truth, truth_lse = truth_of(arguments)
     assert out is arguments["out"]
-    out, truth = (result.reshape(-1, *result.shape[-2:]) for result in (out, truth))
-    lse, truth_lse = (result.reshape(out.shape[:2]) for result in (lse, truth_lse))
-    floor = torch.tensor(ROUNDOFF[out.dtype] + FLOAT32_SUMS, device=device)
-    bound = torch.maximum(CONTROL_FACTOR * control_error(batch, truth, arguments), floor)
-    error = references.relative_l2(out, truth)
-    assert bool((error <= bound).all()), f"worst error {float((error / bound).max()):.3g} times the bound"
-    torch.testing.assert_close(lse.double(), truth_lse.double(), rtol=FLOAT32_SUMS, atol=FLOAT32_SUMS)
-    return out, lse
-
-
-def control_error(batch: Batch, truth: Tensor, arguments: Arguments) -> Tensor:
-    """Error of plain low-precision arithmetic, float64 [num_rows, 1]: the worst vector of each request."""
-    errors, first = [], 0
-    for queries, entries in zip(batch.queries, batch.entries, strict=True):
-        worst = torch.zeros((), dtype=torch.float64)
-        if len(queries) and len(entries):
-            rows = torch.arange(len(queries)).unsqueeze(1) + len(entries) - len(queries)
-            keys = entries[None, :, None].cpu()
-            control = references.eager_attention(
-                queries[None],
-                keys,
-                keys[..., : batch.rank],
-                (torch.arange(len(entries)) <= rows)[None],
-                arithmetic=FP16 if queries.dtype == FP16 else BF16,
-                bmm1_scale=float(arguments["bmm1_scale"]),
-                bmm2_scale=float(arguments.get("bmm2_scale", 1.0)),
-                sinks=on("cpu", arguments.get("sinks")),
-                out_dtype=arguments["out"].dtype,
-            )[0]
-            error = references.relative_l2(control, truth[first : first + len(queries)].cpu())
-            worst = torch.where(error.isfinite(), error, 0.0).amax()
-        errors.append(worst.expand(len(queries), 1))
-        first += len(queries)
-    return torch.cat(errors).to(truth.device)
-
-
-def sinks_of(num_heads: int) -> Tensor:
-    """A distinct logit per head, around the size of the largest scores."""
-    return torch.linspace(-2.0, 6.0, num_heads)
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    if request.param == "cuda" and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("Triton compiles e4m3 for SM89 and later")
-    return request.param
+    assert_as_right_as_the_control(arguments, out, lse)
+    return out.reshape(-1, *out.shape[-2:]), lse.reshape(-1, lse.shape[-1])
 
 
 @pytest.fixture

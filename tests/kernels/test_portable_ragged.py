@@ -19,22 +19,21 @@ from lab.kernels.support import why_not
 from lab.kernels.support.portable import PORTABLE_RAGGED
 from tests.cases import Batch, running_sum
 from tests.devices import DEVICES, ON_GPU, graph_of, synchronisation_is_an_error
+from tests.kernels.held import (
+    BF16,
+    E4M3,
+    FLOAT32_SUMS,
+    FP16,
+    FP32,
+    ROUNDOFF,
+    Arguments,
+    assert_as_right_as_the_control,
+    on,
+    sinks_of,
+)
 from tests.references.test_trtllm_ragged import chunk, merged, ragged_arguments, ragged_batch
 
-BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
-# Unit roundoff: as far as one right rounding may move an element, and so a vector.
-ROUNDOFF = {BF16: 2.0**-8, FP16: 2.0**-11, FP32: 2.0**-24}
-# The kernel rounds the softmax's weights before they are normalised and the control after: one rounding, another point.
-CONTROL_FACTOR = 2.0
-# float32 sums of a kernel and float64 ones of the reference, over at most 256 products and 400 keys.
-FLOAT32_SUMS = 1e-5
 DIMS = (48, 32)
-
-Arguments = dict[str, Any]
-
-
-def on(device: str, value: Any) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value
 
 
 def batch_of(q_lens: Any, kv_lens: Any, **options: Any) -> Batch:
@@ -63,55 +62,9 @@ def assert_right(device: str, batch: Batch, **changes: Any) -> tuple[Tensor, Ten
     """Run the call, and hold every output vector and LSE to the reference's."""
     arguments = arguments_of(device, batch, **changes)
     out, lse = run(arguments)
-    truth, truth_lse = truth_of(arguments)
     assert out is arguments["out"]
-    floor = torch.tensor(ROUNDOFF[out.dtype] + FLOAT32_SUMS, device=device)
-    bound = torch.maximum(CONTROL_FACTOR * control_error(batch, truth, arguments), floor)
-    error = references.relative_l2(out, truth)
-    assert bool((error <= bound).all()), f"worst error {float((error / bound).max()):.3g} times the bound"
-    torch.testing.assert_close(lse.double(), truth_lse.double(), rtol=FLOAT32_SUMS, atol=FLOAT32_SUMS)
+    assert_as_right_as_the_control(arguments, out, lse)
     return out, lse
-
-
-def control_error(batch: Batch, truth: Tensor, arguments: Arguments) -> Tensor:
-    """Error of plain low-precision arithmetic, float64 [num_rows, 1]: the worst vector of each request."""
-    errors, first = [], 0
-    for queries, keys, values in zip(batch.queries, batch.keys, batch.values, strict=True):
-        worst = torch.zeros((), dtype=torch.float64)
-        if len(queries) and len(keys):
-            positions = torch.arange(len(queries)).unsqueeze(1) + len(keys) - len(queries)
-            back = positions - torch.arange(len(keys))
-            visible = (back >= 0) | (not arguments["is_causal"])
-            if arguments["window_left"] >= 0:
-                visible &= back <= arguments["window_left"]
-            control = references.eager_attention(
-                queries[None],
-                keys[None],
-                values[None],
-                visible[None],
-                arithmetic=FP16 if queries.dtype == FP16 else BF16,
-                bmm1_scale=float(arguments["bmm1_scale"]),
-                bmm2_scale=float(arguments["bmm2_scale"]),
-                sinks=on("cpu", arguments.get("attention_sinks")),
-                out_dtype=arguments["out"].dtype,
-            )[0]
-            error = references.relative_l2(control, truth[first : first + len(queries)].cpu())
-            worst = torch.where(error.isfinite(), error, 0.0).amax()
-        errors.append(worst.expand(len(queries), 1))
-        first += len(queries)
-    return torch.cat(errors).to(truth.device)
-
-
-def sinks_of(num_heads: int) -> Tensor:
-    """A distinct logit per head, around the size of the largest scores."""
-    return torch.linspace(-2.0, 6.0, num_heads)
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    if request.param == "cuda" and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("Triton compiles e4m3 for SM89 and later")
-    return request.param
 
 
 # Shapes and dtypes.

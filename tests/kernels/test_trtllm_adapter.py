@@ -14,9 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lab import references
 from lab.calls.problem import mask_words
 from lab.calls.workspace import SEMAPHORE_BYTES
-from lab.kernels import flashinfer_call, support, trtllm
+from lab.kernels import flashinfer_call, trtllm
 from tests.cases import Batch, context_arguments, decode_arguments, pack_mask, random_batch, write_pages
-from tests.kernels.simulated_flashinfer import MEBIBYTE, SimulatedFlashInfer
+from tests.kernels.conftest import SimulatedOn, forget
+from tests.kernels.held import ROUNDOFF, assert_rounded
+from tests.kernels.simulated import MEBIBYTE
+from tests.kernels.simulated_flashinfer import SimulatedFlashInfer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # FlashInfer's, of CUTLASS, at its import
 
@@ -25,7 +28,6 @@ BOTH_ENTRIES = pytest.mark.parametrize("entry", ["", "prepare_"], ids=["called",
 SM90, SM100, SM120 = (9, 0), (10, 0), (12, 0)
 CPU = torch.device("cpu")
 # The simulation computes in float64 and rounds once, as the references do: they differ by a flipped rounding at most.
-ONE_ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float8_e4m3fn: 2.0**-4}
 PLAIN_OUTPUT = {"out_dtype": None, "return_lse": False}  # not what an oracle asks for, float64 and the LSE
 SINKS = torch.tensor([0.5, -1.0, 2.0, 1.5])
 TREE = [[[column == 0 or column == row for column in range(5)] for row in range(5)]] * 3
@@ -35,27 +37,10 @@ Simulate = Callable[..., SimulatedFlashInfer]
 
 
 @pytest.fixture
-def simulate(monkeypatch: pytest.MonkeyPatch) -> Simulate:
-    """A GPU of some capability, with FlashInfer's kernels simulated and the lab's workspace small and new."""
-
-    def start(capability: tuple[int, int], **options: Any) -> SimulatedFlashInfer:
-        simulated = SimulatedFlashInfer(capability[0], **options)
-        monkeypatch.setattr(flashinfer_call, "capability_of", lambda device: capability)
-        monkeypatch.setattr(support, "capability_of", lambda device: capability)
-        monkeypatch.setattr(flashinfer_call, "SCRATCH_BYTES", 4 * MEBIBYTE)
-        monkeypatch.setattr(flashinfer_call, "LEAST_SCRATCH_BYTES", 4096)
-        monkeypatch.setattr(flashinfer_call, "installed", simulated.installed)
-        forget()
-        return simulated
-
-    yield start
-    forget()
-
-
-def forget() -> None:
-    """What the adapter keeps: its workspace, and which function takes which keywords."""
-    flashinfer_call.workspace_of.cache_clear()
-    flashinfer_call.installed_taking.cache_clear()
+def simulate(simulated_on: SimulatedOn) -> Simulate:
+    return lambda capability, **options: simulated_on(
+        capability, SimulatedFlashInfer(major=capability[0], **options), flashinfer_call
+    )
 
 
 def decode_case(q_len: int = 1, kv_lens: tuple[int, ...] = (16, 33, 5), **changes: Any) -> Arguments:
@@ -79,16 +64,6 @@ def batch_options(changes: Arguments) -> Arguments:
 def as_engine(arguments: Arguments) -> Arguments:
     """The same K and V as halves of one allocation."""
     return arguments | {"kv_cache": tuple(torch.stack(arguments["kv_cache"]))}
-
-
-def assert_right(name: str, arguments: Arguments) -> None:
-    out = getattr(trtllm, name)(**arguments)
-    expected = getattr(references, name)(**arguments)
-    if arguments["return_lse"]:
-        torch.testing.assert_close(out[1], expected[1], rtol=1e-6, atol=1e-6)
-        out, expected = out[0], expected[0]
-    assert out.dtype == expected.dtype
-    assert float(references.relative_l2(out, expected).max()) <= ONE_ROUNDING[out.dtype]
 
 
 def stacked(arguments: Arguments, layout: str = "HND") -> Arguments:
@@ -173,14 +148,14 @@ XQA_CASES: dict[str, Callable[[], Arguments]] = {
 @pytest.mark.parametrize("name", XQA_CASES)
 def test_xqa(simulate: Simulate, name: str) -> None:
     simulated = simulate(SM120 if "explicit" in name else SM90)
-    assert_right(DECODE, XQA_CASES[name]())
+    assert_rounded(trtllm, DECODE, XQA_CASES[name]())
     assert [function for function, _ in simulated.calls] == [DECODE]
 
 
 @pytest.mark.parametrize("q_len", range(1, 9))
 def test_xqa_verify_widths(simulate: Simulate, q_len: int) -> None:
     simulate(SM90)
-    assert_right(DECODE, decode_case(q_len, kv_lens=(q_len, 17 + q_len)))
+    assert_rounded(trtllm, DECODE, decode_case(q_len, kv_lens=(q_len, 17 + q_len)))
 
 
 def gen_case(q_len: int = 1, kv_lens: tuple[int, ...] = (16, 33, 5), **changes: Any) -> Arguments:
@@ -214,7 +189,7 @@ TRTLLM_GEN_DECODE_CASES: dict[str, Callable[[], Arguments]] = {
 @pytest.mark.parametrize("name", TRTLLM_GEN_DECODE_CASES)
 def test_trtllm_gen_decode(simulate: Simulate, name: str) -> None:
     simulated = simulate(SM100)
-    assert_right(DECODE, TRTLLM_GEN_DECODE_CASES[name]())
+    assert_rounded(trtllm, DECODE, TRTLLM_GEN_DECODE_CASES[name]())
     assert [function for function, _ in simulated.calls] == [DECODE]
 
 
@@ -232,7 +207,7 @@ TRTLLM_GEN_CONTEXT_CASES: dict[str, Callable[[], Arguments]] = {
 @pytest.mark.parametrize("name", TRTLLM_GEN_CONTEXT_CASES)
 def test_trtllm_gen_context(simulate: Simulate, name: str) -> None:
     simulated = simulate(SM100)
-    assert_right(CONTEXT, TRTLLM_GEN_CONTEXT_CASES[name]())
+    assert_rounded(trtllm, CONTEXT, TRTLLM_GEN_CONTEXT_CASES[name]())
     assert [function for function, _ in simulated.calls] == [CONTEXT]
 
 
@@ -266,7 +241,7 @@ FMHA_V2_CASES: dict[str, Callable[[], Arguments]] = {
 @pytest.mark.parametrize("name", FMHA_V2_CASES)
 def test_fmha_v2(simulate: Simulate, name: str) -> None:
     simulated = simulate(SM90)
-    assert_right(CONTEXT, FMHA_V2_CASES[name]())
+    assert_rounded(trtllm, CONTEXT, FMHA_V2_CASES[name]())
     assert [function for function, _ in simulated.calls] == ["trtllm_fmha_v2_prefill"]
 
 
@@ -274,7 +249,9 @@ def test_fmha_v2_of_an_nhd_pool(simulate: Simulate) -> None:
     """The pool's own NHD halves, named as such."""
     simulate(SM120)
     case = permuted(context_case())
-    assert_right(CONTEXT, case | {"kv_cache": tuple(x.transpose(1, 2) for x in case["kv_cache"]), "kv_layout": "NHD"})
+    assert_rounded(
+        trtllm, CONTEXT, case | {"kv_cache": tuple(x.transpose(1, 2) for x in case["kv_cache"]), "kv_layout": "NHD"}
+    )
 
 
 def separate_allocations(cache: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -391,13 +368,13 @@ def test_the_simulation_notices(simulate: Simulate, name: str) -> None:
     sinks = torch.linspace(-1, 2, 16) if "layout" in name else None
     simulate(SM100 if "trtllm-gen" in name else SM90, change=tamper)
     with pytest.raises(AssertionError):
-        assert_right(function, case() | ({"sinks": sinks} if sinks is not None else {}))
+        assert_rounded(trtllm, function, case() | ({"sinks": sinks} if sinks is not None else {}))
 
 
 def test_the_simulation_notices_semaphores_in_use(simulate: Simulate) -> None:
     simulate(SM90)
     with pytest.raises(AssertionError, match="semaphores"):
-        assert_right(DECODE, decode_case(workspace_buffer=torch.ones(9 * MEBIBYTE, dtype=torch.uint8)))
+        assert_rounded(trtllm, DECODE, decode_case(workspace_buffer=torch.ones(9 * MEBIBYTE, dtype=torch.uint8)))
 
 
 # Signatures.
@@ -460,7 +437,7 @@ def test_an_older_flashinfer_takes_a_stacked_pool_and_refuses_a_pair(
     with pytest.raises(NotImplementedError, match=r"takes K and V as one \[num_pages, 2, \.\.\.\] tensor alone"):
         getattr(trtllm, entry + CONTEXT)(**context_case())
     assert not simulated.calls
-    assert_right(CONTEXT, stacked(context_case()))
+    assert_rounded(trtllm, CONTEXT, stacked(context_case()))
 
 
 def test_the_installed_function_is_called_through_its_real_signature() -> None:
@@ -632,7 +609,7 @@ def test_a_prepared_call_sees_new_contents(simulate: Simulate, name: str) -> Non
     refill(buffers, other)
     out = prepared()
     expected = getattr(references, function)(**other)
-    assert float(references.relative_l2(out, expected).max()) <= ONE_ROUNDING[out.dtype]
+    assert float(references.relative_l2(out, expected).max()) <= ROUNDOFF[out.dtype]
 
 
 class Operations(TorchDispatchMode):
@@ -741,9 +718,9 @@ def test_nothing_is_made_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPat
 def test_the_workspace_is_kept_and_its_semaphores_stay_zero(simulate: Simulate) -> None:
     """fmha_v2, between two decode calls, gets only what is after the semaphores."""
     simulated = simulate(SM90)
-    assert_right(DECODE, decode_case())
-    assert_right(CONTEXT, context_case())
-    assert_right(DECODE, decode_case())
+    assert_rounded(trtllm, DECODE, decode_case())
+    assert_rounded(trtllm, CONTEXT, context_case())
+    assert_rounded(trtllm, DECODE, decode_case())
     first, prefill, second = (arguments["workspace_buffer"] for _, arguments in simulated.calls)
     assert first.data_ptr() == second.data_ptr()
     assert first.nbytes == SEMAPHORE_BYTES + flashinfer_call.SCRATCH_BYTES
@@ -754,9 +731,9 @@ def test_the_workspace_is_kept_and_its_semaphores_stay_zero(simulate: Simulate) 
 def test_a_given_workspace_serves_both_calls(simulate: Simulate, dtype: torch.dtype) -> None:
     simulated = simulate(SM90)
     workspace = torch.zeros(9 * MEBIBYTE // dtype.itemsize, dtype=dtype)
-    assert_right(DECODE, decode_case(workspace_buffer=workspace))
-    assert_right(CONTEXT, context_case(workspace_buffer=workspace))
-    assert_right(DECODE, decode_case(workspace_buffer=workspace))
+    assert_rounded(trtllm, DECODE, decode_case(workspace_buffer=workspace))
+    assert_rounded(trtllm, CONTEXT, context_case(workspace_buffer=workspace))
+    assert_rounded(trtllm, DECODE, decode_case(workspace_buffer=workspace))
     decode, prefill, _ = (arguments["workspace_buffer"] for _, arguments in simulated.calls)
     assert decode is workspace
     assert prefill.data_ptr() - workspace.data_ptr() == 8 * MEBIBYTE

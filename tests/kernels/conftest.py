@@ -1,0 +1,44 @@
+"""Where the tests of this room run: a real device, or a GPU of some capability with simulated kernels."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from lab.kernels import flashinfer_call, support
+from tests.devices import DEVICES
+from tests.kernels.simulated import MEBIBYTE
+
+SimulatedOn = Callable[..., Any]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("Triton compiles e4m3 for SM89 and later")
+    return request.param
+
+
+@pytest.fixture
+def simulated_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedOn]:
+    """Return a function of (capability, simulation, modules that ask for the installed functions); the workspace is small."""
+
+    def start(capability: tuple[int, int], simulation: Any, *modules: Any) -> Any:
+        for module in (flashinfer_call, support):
+            monkeypatch.setattr(module, "capability_of", lambda device: capability)
+        monkeypatch.setattr(flashinfer_call, "SCRATCH_BYTES", 4 * MEBIBYTE)
+        monkeypatch.setattr(flashinfer_call, "LEAST_SCRATCH_BYTES", 4096)
+        for module in modules:
+            monkeypatch.setattr(module, "installed", simulation.installed)
+        forget()
+        return simulation
+
+    yield start
+    forget()
+
+
+def forget() -> None:
+    """Forget what the adapters keep: their workspace, and which function takes which keywords."""
+    flashinfer_call.workspace_of.cache_clear()
+    flashinfer_call.installed_taking.cache_clear()
