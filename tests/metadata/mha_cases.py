@@ -186,6 +186,16 @@ def _drawn_case(
     )
 
 
+def tensors_of(metadata: Any) -> dict[str, Tensor]:
+    return {name: value for name, value in vars(metadata).items() if isinstance(value, Tensor)}
+
+
+def assert_same(a: Any, b: Any) -> None:
+    for name, value in vars(a).items():
+        other = getattr(b, name)
+        assert torch.equal(value, other) if isinstance(value, Tensor) else value == other, name
+
+
 def assert_live_cells_right(got: Any, expected: ForwardMetadata, dead: int | None = None) -> None:
     """Hold metadata to the reference's, what lies after the live pages to `dead` if that is given.
 

@@ -12,11 +12,34 @@ from lab.metadata.engine.forward_mode import QueryRows, UncountedTokens
 from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.mla.calls import MLALayer
 from lab.references.forward_metadata import key_length, live_pages, query_length
+from tests.metadata.mha_cases import DRAFT_EXTENDS, Case
 
 MLA, MLA_WITH_OFFSET = DraftAttention.MLA, DraftAttention.MLA_WITH_OFFSET
 PAGE_SIZES = [32, 64]
 HEADS, RANK, ROPE = 3, 8, 4
 LAYER = MLALayer(0.4, kv_lora_rank=RANK, qk_rope_head_dim=ROPE, qk_nope_head_dim=6, v_head_dim=5)
+
+
+def decode_cases(page_size: int) -> list[Case]:
+    """Every mode on the decode kernel, at lengths that offsets and padding carry over a page boundary."""
+    p = page_size
+    lens = (p + 1, 2 * p, 3 * p - 1, 3 * p + 1)
+    common: dict[str, Any] = {"page_size": p, "max_context_len": 5 * p - 3, "sliding_window": False}
+    return [
+        Case(ForwardMode.DECODE, lens, **common),
+        Case(ForwardMode.IDLE, lens, **common),
+        Case(ForwardMode.IDLE, (), **common),
+        *[Case(ForwardMode.DECODE, lens, new=step + 1, **common) for step in range(3)],
+        Case(ForwardMode.TARGET_VERIFY, lens, new=1, **common),
+        Case(ForwardMode.TARGET_VERIFY, lens, new=4, **common),
+        Case(ForwardMode.TARGET_VERIFY, (), new=4, **common),
+        *[Case(ForwardMode.RAGGED_VERIFY, lens, new_lens=(3, 1, 4, 2), new=draft, **common) for draft in (4, 6)],
+        Case(ForwardMode.RAGGED_VERIFY, lens, new_lens=(4, 4, 4, 4), new=4, num_padding_rows=2, **common),
+        Case(ForwardMode.RAGGED_VERIFY, (), new=4, **common),
+        *[Case(mode, lens, new_lens=(3, 1, 4, 2), **common) for mode in DRAFT_EXTENDS],
+        *[Case(mode, lens, new_lens=(4, 4, 4, 4), num_padding_rows=2, **common) for mode in DRAFT_EXTENDS],
+        *[Case(mode, (), **common) for mode in DRAFT_EXTENDS],
+    ]
 
 
 def own_keys(batch: ForwardBatch, attention: DraftAttention, i: int) -> int:

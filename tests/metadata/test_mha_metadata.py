@@ -31,6 +31,7 @@ from tests.metadata.mha_cases import (
     PAGE_SIZES,
     Case,
     all_modes,
+    assert_same,
     boundary_lengths,
     build,
     drawn_cases,
@@ -326,16 +327,6 @@ def test_unmapped_slots_stay_minus_one() -> None:
     assert got.swa_page_table.tolist() == [[0, 0, -1, 0, 0], [0, 3, 1, 0, 0]]
 
 
-@pytest.mark.parametrize("case", all_modes(), ids=label)
-def test_leftovers_in_the_request_table_are_never_looked_at(case: Case) -> None:
-    """Beyond each row's keys lie ids that no map has an entry for."""
-    batch, pool = build(case)
-    clean = build_mha_metadata(batch, pool)
-    for row, length in zip(batch.req_pool_indices.tolist(), case.total_lens, strict=True):
-        pool.req_to_token[row, length:] = 2**30
-    assert_same(build_mha_metadata(batch, pool), clean)
-
-
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(drawn_cases(virtual=None))
 def test_drawn_batches(case: Case) -> None:
@@ -384,17 +375,6 @@ def test_tables_lead_to_the_tokens_as_they_were_written(window: bool, layout: KV
 # --- what must not matter -----------------------------------------------------------------------------------------
 
 
-def tensors_of(metadata: TRTLLMMHAMetadata) -> dict[str, Tensor]:
-    return {name: value for name, value in vars(metadata).items() if isinstance(value, Tensor)}
-
-
-def assert_same(a: TRTLLMMHAMetadata, b: TRTLLMMHAMetadata) -> None:
-    assert a.max_seq_len_q == b.max_seq_len_q
-    assert tensors_of(a).keys() == tensors_of(b).keys()
-    for name, tensor in tensors_of(a).items():
-        assert torch.equal(tensor, tensors_of(b)[name]), name
-
-
 def test_verification_depends_on_no_draft() -> None:
     """So it may be planned before the draft is known, on another stream."""
     batch, pool = build(Case(ForwardMode.TARGET_VERIFY, (20, 33, 49), new=4))
@@ -407,25 +387,6 @@ def test_verification_depends_on_no_draft() -> None:
         accepted = torch.randint(0, 5, (3,), generator=generator)
         drafted = replace(batch, spec_info=SpecInfo(num_draft_tokens=4, num_accept_tokens=accepted))
         assert_same(build_mha_metadata(drafted, pool), before)
-
-
-@pytest.mark.parametrize("case", all_modes(), ids=label)
-def test_a_host_mirror_of_the_lengths_changes_nothing(case: Case) -> None:
-    without, pool = build(case)
-    with_mirror, _ = build(replace(case, host_seq_lens=True))
-    assert_same(build_mha_metadata(without, pool), build_mha_metadata(with_mirror, pool))
-
-
-@pytest.mark.parametrize("case", all_modes(), ids=label)
-def test_the_metadata_shares_no_memory_with_the_batch_or_the_pool(case: Case) -> None:
-    batch, pool = build(replace(case, index_dtype=torch.int32))
-    built = build_mha_metadata(batch, pool)
-    kept = {name: tensor.clone() for name, tensor in tensors_of(built).items()}
-    for tensor in (batch.seq_lens, batch.out_cache_loc, pool.req_to_token, batch.extend_seq_lens):
-        if tensor is not None:
-            tensor.fill_(7)
-    for name, tensor in tensors_of(built).items():
-        assert torch.equal(tensor, kept[name]), name
 
 
 def test_draft_steps_differ_by_one_key() -> None:
@@ -458,13 +419,6 @@ def test_the_detectors_detect(read: Callable[[Tensor], object]) -> None:
 
 
 @pytest.mark.parametrize("case", all_modes(), ids=label)
-def test_no_operator_reads_the_device(case: Case) -> None:
-    batch, pool = build(case)
-    with ForbidHostReads():
-        build_mha_metadata(batch, pool, expand_encoder_only_verify=True)
-
-
-@pytest.mark.parametrize("case", all_modes(), ids=label)
 def test_a_verification_alone_has_its_rows_as_requests_for_encoder_only_layers(case: Case) -> None:
     batch, pool = build(case)
     got = build_mha_metadata(batch, pool, expand_encoder_only_verify=True)
@@ -481,16 +435,6 @@ def test_a_verification_alone_has_its_rows_as_requests_for_encoder_only_layers(c
     assert got.encoder_page_table.is_contiguous()
     assert got.encoder_cache_seqlens.tolist() == keys
     assert [row[: len(live)] for row, live in zip(got.encoder_page_table.tolist(), pages, strict=True)] == pages
-
-
-@pytest.mark.parametrize("case", all_modes(), ids=label)
-def test_builds_where_reading_is_impossible(case: Case) -> None:
-    real = build_mha_metadata(*build(case))
-    shapes = build_mha_metadata(*build(case, device="meta"))
-    assert shapes.max_seq_len_q == real.max_seq_len_q
-    for name, tensor in tensors_of(real).items():
-        other = tensors_of(shapes)[name]
-        assert (other.device.type, other.shape, other.dtype) == ("meta", tensor.shape, tensor.dtype), name
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ from lab.metadata.mla.metadata import multi_ctas_kv_counter_bytes, query_layout,
 from lab.metadata.mla.rows import dense_block, pad_draft_extend_query, unpad_draft_extend_output
 from lab.metadata.speculation.frozen_kv import frozen_kv_batch
 from tests.metadata.host_reads import ForbidHostReads
-from tests.metadata.mha_cases import DRAFT_EXTENDS, EXTENDS, MODES, Case, boundary_lengths, build, drawn_cases
+from tests.metadata.mha_cases import DRAFT_EXTENDS, EXTENDS, MODES, Case, boundary_lengths, build, drawn_cases, label
 from tests.metadata.mla_cases import (
     HEADS,
     LAYER,
@@ -53,6 +53,7 @@ from tests.metadata.mla_cases import (
     ROPE,
     Engine,
     assert_live_part_right,
+    decode_cases,
 )
 
 V1, V2 = DRAFT_EXTENDS
@@ -63,32 +64,6 @@ PROBE_LENS, PROBE_ROWS = (6, 92, 173, 37), (1, 2, 3, 4)
 
 def build_mla(case: Case, device: str = "cpu") -> tuple[ForwardBatch, KVPool]:
     return build(replace(case, sliding_window=False), device)
-
-
-def decode_cases(page_size: int) -> list[Case]:
-    """Every mode on the decode kernel, at lengths that offsets and padding carry over a page boundary."""
-    p = page_size
-    lens = (p + 1, 2 * p, 3 * p - 1, 3 * p + 1)
-    common: dict[str, Any] = {"page_size": p, "max_context_len": 5 * p - 3, "sliding_window": False}
-    return [
-        Case(ForwardMode.DECODE, lens, **common),
-        Case(ForwardMode.IDLE, lens, **common),
-        Case(ForwardMode.IDLE, (), **common),
-        *[Case(ForwardMode.DECODE, lens, new=step + 1, **common) for step in range(3)],
-        Case(ForwardMode.TARGET_VERIFY, lens, new=1, **common),
-        Case(ForwardMode.TARGET_VERIFY, lens, new=4, **common),
-        Case(ForwardMode.TARGET_VERIFY, (), new=4, **common),
-        *[Case(RAGGED, lens, new_lens=(3, 1, 4, 2), new=draft, **common) for draft in (4, 6)],
-        Case(RAGGED, lens, new_lens=(4, 4, 4, 4), new=4, num_padding_rows=2, **common),
-        Case(RAGGED, (), new=4, **common),
-        *[Case(mode, lens, new_lens=(3, 1, 4, 2), **common) for mode in DRAFT_EXTENDS],
-        *[Case(mode, lens, new_lens=(4, 4, 4, 4), num_padding_rows=2, **common) for mode in DRAFT_EXTENDS],
-        *[Case(mode, (), **common) for mode in DRAFT_EXTENDS],
-    ]
-
-
-def label(case: Case) -> str:
-    return f"{case.mode.name}-{case.new_lens or case.new}-bs{len(case.total_lens)}"
 
 
 DECODE_CASES = decode_cases(32)
@@ -276,53 +251,11 @@ def test_drawn_batches(case: Case, page_size: int, attention: DraftAttention) ->
     assert_right(*build_mla(case), attention)
 
 
-@pytest.mark.parametrize("case", DECODE_CASES, ids=label)
-def test_leftovers_in_the_request_table_are_never_looked_at(case: Case) -> None:
-    batch, pool = build_mla(case)
-    clean = build_mla_decode_metadata(batch, pool, MLA_WITH_OFFSET)
-    for row, length in zip(batch.req_pool_indices.tolist(), case.total_lens, strict=True):
-        pool.req_to_token[row, length:] = 2**30
-    assert_same(build_mla_decode_metadata(batch, pool, MLA_WITH_OFFSET), clean)
-
-
-@pytest.mark.parametrize("case", DECODE_CASES, ids=label)
-def test_the_metadata_shares_no_memory_with_the_batch_or_the_pool(case: Case) -> None:
-    batch, pool = build_mla(replace(case, index_dtype=torch.int32))
-    built = build_mla_decode_metadata(batch, pool)
-    kept = {name: tensor.clone() for name, tensor in tensors_of(built).items()}
-    for tensor in (batch.seq_lens, pool.req_to_token, batch.extend_seq_lens):
-        if tensor is not None:
-            tensor.fill_(7)
-    for name, tensor in tensors_of(built).items():
-        assert torch.equal(tensor, kept[name]), name
-
-
-@pytest.mark.parametrize("case", DECODE_CASES, ids=label)
-def test_nothing_reads_the_device(case: Case) -> None:
-    batch, pool = build_mla(case)
-    with ForbidHostReads():
-        real = build_mla_decode_metadata(batch, pool, MLA_WITH_OFFSET)
-    shapes = build_mla_decode_metadata(*build_mla(case, "meta"), MLA_WITH_OFFSET)
-    for name, tensor in tensors_of(real).items():
-        other = tensors_of(shapes)[name]
-        assert (other.device.type, other.shape, other.dtype) == ("meta", tensor.shape, tensor.dtype), name
-
-
 def test_three_draft_steps_are_one_length_as_is_and_grow_by_one_with_the_offset() -> None:
     for attention, lengths in ((MLA, [[20, 31]] * 3), (MLA_WITH_OFFSET, [[21, 32], [22, 33], [23, 34]])):
         cases = [Case(ForwardMode.DECODE, (20 + new, 31 + new), new=new, page_size=32) for new in (1, 2, 3)]
         built = [build_mla_decode_metadata(*build_mla(case), attention) for case in cases]
         assert [each.seq_lens_k.tolist() for each in built] == lengths
-
-
-def tensors_of(metadata: Any) -> dict[str, Tensor]:
-    return {name: value for name, value in vars(metadata).items() if isinstance(value, Tensor)}
-
-
-def assert_same(a: Any, b: Any) -> None:
-    for name, value in vars(a).items():
-        other = getattr(b, name)
-        assert torch.equal(value, other) if isinstance(value, Tensor) else value == other, name
 
 
 # --- prefill ------------------------------------------------------------------------------------------------------
