@@ -13,15 +13,14 @@ import lab.kernels.trtllm
 import lab.references
 from lab.calls import ContextCall, DecodeCall
 from lab.calls.problem import check_values, mask_words, refuse_nan
+from tests.calls.breaks import POISON, Arguments, assert_refused, entry, stretched, tensor, to, together, value
 from tests.cases import context_arguments, decode_arguments, random_batch
 
 IMPLEMENTATIONS = {"references": lab.references, "portable": lab.kernels.portable, "trtllm": lab.kernels.trtllm}
 
 FUNCTIONS = {"decode": "trtllm_batch_decode_with_kv_cache", "context": "trtllm_batch_context_with_kv_cache"}
 BOTH = ("decode", "context")
-Q_LEN, POISON = 2, 7.0
-
-Arguments = dict[str, Any]
+Q_LEN = 2
 
 
 def good_arguments(call: str) -> Arguments:
@@ -43,47 +42,11 @@ class Row:
     calls: tuple[str, ...] = BOTH
 
 
-def value(**changes: Any) -> Callable[[Arguments], Arguments]:
-    return lambda good: changes
-
-
-def tensor(name: str, change: Callable[[torch.Tensor], Any]) -> Callable[[Arguments], Arguments]:
-    return lambda good: {name: change(good[name])}
-
-
 def cache(change: Callable[[torch.Tensor], torch.Tensor], sides: tuple[int, ...] = (0, 1)) -> Callable[..., Arguments]:
     def breaks(good: Arguments) -> Arguments:
         return {"kv_cache": tuple(change(side) if i in sides else side for i, side in enumerate(good["kv_cache"]))}
 
     return breaks
-
-
-def entry(name: str, index: tuple[int, ...], number: int) -> Callable[[Arguments], Arguments]:
-    def breaks(good: Arguments) -> Arguments:
-        changed = good[name].clone()
-        changed[index] = number
-        return {name: changed}
-
-    return breaks
-
-
-def together(*parts: Callable[[Arguments], Arguments]) -> Callable[[Arguments], Arguments]:
-    def breaks(good: Arguments) -> Arguments:
-        changes: Arguments = {}
-        for part in parts:
-            changes |= part(good | changes)
-        return changes
-
-    return breaks
-
-
-def to(where: torch.dtype | str) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda given: given.to(where)
-
-
-def stretched(given: torch.Tensor) -> torch.Tensor:
-    """Same values, every other element of the last dimension of a tensor twice as wide."""
-    return given.repeat_interleave(2, dim=-1)[..., ::2]
 
 
 def nvfp4(head_dim: int = 64, page_size: int = 16, factors: int = 4, backend: str = "trtllm-gen") -> Callable[..., Any]:
@@ -377,15 +340,8 @@ CASES = [
 
 @pytest.mark.parametrize(("implementation", "call", "row"), CASES)
 def test_bad_input_is_refused_before_anything_is_written(implementation: str, call: str, row: Row) -> None:
-    good = good_arguments(call)
-    out, lse = good["out"], torch.full((4, 4), POISON)
-    arguments = good | {"lse": lse} | row.breaks(good)
-    with pytest.raises(row.error) as raised:
-        getattr(IMPLEMENTATIONS[implementation], FUNCTIONS[call])(**arguments)
-    missing = [words for words in row.says if words not in str(raised.value)]
-    assert not missing, f"{missing} not in: {raised.value}"
-    assert (out == POISON).all()
-    assert (lse == POISON).all()
+    run = getattr(IMPLEMENTATIONS[implementation], FUNCTIONS[call])
+    assert_refused(run, good_arguments(call), row.breaks, row.error, row.says)
 
 
 @pytest.mark.parametrize("call", BOTH)

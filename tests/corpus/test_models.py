@@ -20,8 +20,8 @@ from lab.references import trtllm_batch_context_with_kv_cache as reference_conte
 from lab.references import trtllm_batch_decode_with_kv_cache as reference_decode
 from lab.references.errors import compare, eager_attention
 from lab.references.softmax_attention import visible_keys
+from tests import latent_cases
 from tests.cases import Batch, context_arguments, decode_arguments, pack_mask, random_batch
-from tests.references import test_trtllm_mla as mla_cases
 
 DECODE_RULES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -169,7 +169,7 @@ MLA_RULES: dict[str, dict[str, Any]] = {
 }
 
 
-def assert_mla_right(mla_batch: mla_cases.Batch, arguments: dict[str, Any], **results: Any) -> None:
+def assert_mla_right(mla_batch: latent_cases.LatentBatch, arguments: dict[str, Any], **results: Any) -> None:
     """As `assert_right`, with `results` for the model; rows behind the last request's are zero."""
     truth = references.trtllm_batch_decode_with_kv_cache_mla(**arguments)
     got = SplitKV().trtllm_batch_decode_with_kv_cache_mla(**arguments | results)
@@ -187,10 +187,10 @@ def assert_mla_right(mla_batch: mla_cases.Batch, arguments: dict[str, Any], **re
 @DTYPES
 def test_mla_is_right(rule: str, lengths: str, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     q_len, kv_lens = LENGTHS.get(lengths, (8, (300, 8, 2)))
-    batch = mla_cases.random_batch([q_len] * len(kv_lens), kv_lens, dtype=dtype, kv_dtype=kv_dtype)
-    arguments = mla_cases.mla_arguments(batch, poison=math.nan, foreign_id=-1, **MLA_RULES[rule])
+    batch = latent_cases.latent_batch([q_len] * len(kv_lens), kv_lens, dtype=dtype, kv_dtype=kv_dtype)
+    arguments = latent_cases.mla_arguments(batch, poison=math.nan, foreign_id=-1, **MLA_RULES[rule])
     assert_mla_right(batch, arguments, out=None)
-    out, lse = (torch.full(arguments["out"].shape[:-1] + last, math.nan) for last in ((mla_cases.RANK,), ()))
+    out, lse = (torch.full(arguments["out"].shape[:-1] + last, math.nan) for last in ((latent_cases.RANK,), ()))
     assert_mla_right(batch, arguments, out=out, lse=lse)
     assert not out.isnan().any()
     assert not lse.isnan().any()
@@ -198,8 +198,8 @@ def test_mla_is_right(rule: str, lengths: str, dtype: torch.dtype, kv_dtype: tor
 
 @pytest.mark.parametrize("rule", MLA_RULES)
 def test_ragged_mla_and_padding_rows(rule: str) -> None:
-    batch = mla_cases.random_batch([5, 0, 8], [300, 8, 2])
-    arguments = mla_cases.mla_arguments(batch, ragged=True, poison=math.nan, foreign_id=-1, **MLA_RULES[rule])
+    batch = latent_cases.latent_batch([5, 0, 8], [300, 8, 2])
+    arguments = latent_cases.mla_arguments(batch, ragged=True, poison=math.nan, foreign_id=-1, **MLA_RULES[rule])
     arguments |= {name: torch.nn.functional.pad(arguments[name], (0, 0, 0, 0, 0, 3)) for name in ("query", "out")}
     assert_mla_right(batch, arguments, out=None)
 
@@ -207,7 +207,7 @@ def test_ragged_mla_and_padding_rows(rule: str) -> None:
 def test_mla_uses_the_workspace_and_leaves_it_in_order() -> None:
     workspace = torch.full((SEMAPHORE_BYTES + 2**20,), 255, dtype=torch.uint8)
     workspace[:SEMAPHORE_BYTES] = 0
-    arguments = mla_cases.mla_arguments(mla_cases.random_batch([2, 2], [300, 65]))
+    arguments = latent_cases.mla_arguments(latent_cases.latent_batch([2, 2], [300, 65]))
     expected, _ = SplitKV().trtllm_batch_decode_with_kv_cache_mla(**arguments | {"out": None})
     shared = arguments | {"out": None, "return_lse": False, "workspace_buffer": workspace}
     assert torch.equal(SplitKV().trtllm_batch_decode_with_kv_cache_mla(**shared), expected)

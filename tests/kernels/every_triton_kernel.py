@@ -26,7 +26,7 @@ from lab.kernels import portable
 from lab.workloads.draft import CHOICES, draft_scenario
 from studies.draft_work import draft_work
 from tests.cases import context_arguments, decode_arguments, pack_mask, random_batch, write_pages
-from tests.references.test_trtllm_ragged import ragged_arguments, ragged_batch
+from tests.ragged_cases import ragged_arguments, ragged_batch
 
 BOUND = 4 * 2.0**-8  # a weight and an output rounded to bf16, each at most one unit roundoff of its vector, times two
 # Lengths around the edges of pages, tiles and stores; one row width each.

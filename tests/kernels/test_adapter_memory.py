@@ -11,9 +11,8 @@ from torch import Tensor
 from lab import references
 from lab.calls.workspace import SEMAPHORE_BYTES, semaphores_and_scratch
 from lab.kernels import flashinfer_call, support, trtllm
+from tests import latent_cases, ragged_cases
 from tests.cases import context_arguments, decode_arguments, random_batch
-from tests.references import test_trtllm_mla as mla_cases
-from tests.references import test_trtllm_ragged as ragged_cases
 
 SM90, SM100, SM103, SM120 = (9, 0), (10, 0), (10, 3), (12, 0)
 SCRATCH = 4 * 2**20
@@ -34,9 +33,9 @@ def context(**changes: Any) -> Arguments:
 
 def mla(**changes: Any) -> Arguments:
     """Page tables of whole 128 tokens and 128 heads, which XQA takes too."""
-    batch = mla_cases.random_batch((1, 1), (70, 90), heads=128, rank=512, rope=64, dtype=BF16)
+    batch = latent_cases.latent_batch((1, 1), (70, 90), heads=128, rank=512, rope=64, dtype=BF16)
     usual = {"out": None, "return_lse": False, "return_lse_base": None, "bmm1_scale": 0.05}
-    return mla_cases.mla_arguments(batch, 64, **usual | changes)
+    return latent_cases.mla_arguments(batch, 64, **usual | changes)
 
 
 def ragged(**changes: Any) -> Arguments:

@@ -19,7 +19,7 @@ from tests.kernels.conftest import SimulatedOn
 from tests.kernels.held import assert_rounded
 from tests.kernels.simulated import MEBIBYTE
 from tests.kernels.simulated_flashinfer_mla import NAME, SimulatedMLA
-from tests.references.test_trtllm_mla import mla_arguments, random_batch
+from tests.latent_cases import latent_batch, mla_arguments
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -41,13 +41,13 @@ def case(
 ) -> Arguments:
     """A call as an engine makes it, DeepSeek's dimensions."""
     of_batch = {name: changes.pop(name) for name in ("dtype", "kv_dtype", "rank") if name in changes}
-    batch = random_batch([q_len] * len(kv_lens), kv_lens, heads=heads, **{"rank": 512, "rope": 64} | of_batch)
+    batch = latent_batch([q_len] * len(kv_lens), kv_lens, heads=heads, **{"rank": 512, "rope": 64} | of_batch)
     usual = {"out": None, "return_lse": False, "return_lse_base": None, "bmm1_scale": 0.05}
     return mla_arguments(batch, page_size, **usual | changes)
 
 
 def ragged(**changes: Any) -> Arguments:
-    batch = random_batch([1, 4, 2], [3, 20, 70], heads=2, rank=512, rope=64)
+    batch = latent_batch([1, 4, 2], [3, 20, 70], heads=2, rank=512, rope=64)
     usual = {"out": None, "return_lse": False, "return_lse_base": None, "bmm1_scale": 0.05, "ragged": True}
     return mla_arguments(batch, 64, **usual | changes)
 

@@ -20,7 +20,7 @@ from tests.kernels.conftest import SimulatedOn
 from tests.kernels.held import ROUNDOFF, assert_rounded
 from tests.kernels.simulated import MEBIBYTE
 from tests.kernels.simulated_flashinfer_ragged import NAME, SimulatedRagged
-from tests.references.test_trtllm_ragged import mirrors, ragged_arguments, ragged_batch
+from tests.ragged_cases import mirrors, ragged_arguments, ragged_batch
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

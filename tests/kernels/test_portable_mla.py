@@ -1,8 +1,8 @@
 """The portable MLA kernel against the float64 reference, per (row, head): interpreted, or compiled where there is a GPU."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +21,6 @@ from lab.kernels.portable import mla_decode as portable_mla
 from lab.kernels.portable.tile_choices import choose_mla_tile
 from lab.kernels.support import why_not
 from lab.kernels.support.portable import PORTABLE_MLA
-from tests.cases import running_sum, write_pages
 from tests.devices import DEVICES, ON_GPU, graph_of, synchronisation_is_an_error
 from tests.kernels.held import (
     BF16,
@@ -35,77 +34,22 @@ from tests.kernels.held import (
     on,
     sinks_of,
 )
+from tests.latent_cases import LatentBatch, latent_batch, mla_arguments
 
 RANK, ROPE = 64, 16
 
 
-@dataclass(frozen=True)
-class Batch:
-    """queries[r]: [q_len, num_qo_heads, rank + rope]; entries[r]: [kv_len, rank + rope], the latent vector first."""
-
-    queries: list[Tensor]
-    entries: list[Tensor]
-    rank: int
-
-    @property
-    def q_lens(self) -> list[int]:
-        return [len(rows) for rows in self.queries]
-
-
-def random_batch(
-    q_lens: Sequence[int],
-    kv_lens: Sequence[int],
-    *,
-    heads: int = 2,
-    rank: int = RANK,
-    rope: int = ROPE,
-    dtype: torch.dtype = BF16,
-    kv_dtype: torch.dtype | None = None,
-    seed: int = 0,
-) -> Batch:
-    """Normally distributed."""
-    generator = torch.Generator().manual_seed(seed)
-    return Batch(
-        [torch.randn(n, heads, rank + rope, generator=generator).to(dtype) for n in q_lens],
-        [torch.randn(n, rank + rope, generator=generator).to(kv_dtype or dtype) for n in kv_lens],
-        rank,
-    )
+random_batch = partial(latent_batch, heads=2, rank=RANK, rope=ROPE)
 
 
 def arguments_of(
-    device: str,
-    batch: Batch,
-    page_size: int = 32,
-    *,
-    ragged: bool = False,
-    out_dtype: torch.dtype = BF16,
-    poison: float = 0.0,
-    foreign_id: int | None = None,
-    **changes: Any,
+    device: str, batch: LatentBatch, page_size: int = 32, *, out_dtype: torch.dtype = BF16, **changes: Any
 ) -> Arguments:
     """The call that poses the batch, its pages shuffled, with an output full of NaN."""
-    histories = [entries.unsqueeze(1) for entries in batch.entries]
-    cache, table = write_pages(histories, page_size, seed=1, poison=poison, foreign_id=foreign_id)
-    query = torch.cat(batch.queries) if ragged else torch.stack(batch.queries)
-    lengths = [len(entries) for entries in batch.entries]
-    arguments: Arguments = {
-        "query": query,
-        "kv_cache": cache,
-        "workspace_buffer": None,
-        "qk_nope_head_dim": 6,
-        "kv_lora_rank": batch.rank,
-        "qk_rope_head_dim": query.shape[-1] - batch.rank,
-        "block_tables": table,
-        "seq_lens": torch.tensor(lengths, dtype=torch.int32),
-        "max_seq_len": max(lengths),
-        "out": torch.full((*query.shape[:-1], batch.rank), math.nan).to(out_dtype),
-        "bmm1_scale": 0.125,
-        "return_lse": True,
-        "return_lse_base": "base2",
-    }
-    if ragged:
-        arguments |= {"cum_seq_lens_q": running_sum(batch.q_lens), "max_q_len": max(batch.q_lens)}
-    return {name: on(device, value) for name, value in (arguments | changes).items()}
+    arguments = mla_arguments(batch, page_size, **{"seed": 1, "bmm1_scale": 0.125} | changes)
+    if arguments["out"] is not None:
+        arguments["out"] = arguments["out"].to(out_dtype)
+    return {name: on(device, value) for name, value in arguments.items()}
 
 
 def run(arguments: Arguments) -> Any:
@@ -119,7 +63,7 @@ def truth_of(arguments: Arguments) -> tuple[Tensor, Tensor]:
     return references.trtllm_batch_decode_with_kv_cache_mla(**arguments | {"out": out, "lse": None})
 
 
-def assert_right(device: str, batch: Batch, page_size: int = 32, **changes: Any) -> tuple[Tensor, Tensor]:
+def assert_right(device: str, batch: LatentBatch, page_size: int = 32, **changes: Any) -> tuple[Tensor, Tensor]:
     """Run the call, and hold every output vector and LSE to the reference's; both as rows."""
     arguments = arguments_of(device, batch, page_size, **changes)
     out, lse = run(arguments)
@@ -272,7 +216,7 @@ def test_light_keys_count(device: str, q_len: int) -> None:
     latent[0], rope[0, 0] = 0.0, 26.0
     query = torch.zeros(q_len, 4, 48)
     query[..., 32] = 1.0
-    batch = Batch([query.to(E4M3)], [torch.cat((latent, rope), 1).to(E4M3)], rank=32)
+    batch = LatentBatch([query.to(E4M3)], [torch.cat((latent, rope), 1).to(E4M3)], rank=32)
     arguments = arguments_of(device, batch, out_dtype=FP32, bmm1_scale=math.log(2.0))
     out, _ = run(arguments)
     seen = torch.arange(300 - q_len, 300, device=device).view(1, q_len, 1, 1).expand(out.shape)
@@ -535,7 +479,7 @@ def test_lengths_and_batches_compile_nothing_new(device: str) -> None:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[Batch, int, int, Arguments]:
+def problems(draw: st.DrawFn) -> tuple[LatentBatch, int, int, Arguments]:
     lengths = draw(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 150)), min_size=1, max_size=3))
     heads = draw(st.sampled_from([1, 2, 3, 8]))
     batch = random_batch(
@@ -558,7 +502,7 @@ def problems(draw: st.DrawFn) -> tuple[Batch, int, int, Arguments]:
 @pytest.mark.parametrize("device", DEVICES)
 @settings(max_examples=12, derandomize=True, deadline=None, database=None)
 @given(problem=problems())
-def test_any_problem(device: str, problem: tuple[Batch, int, int, Arguments]) -> None:
+def test_any_problem(device: str, problem: tuple[LatentBatch, int, int, Arguments]) -> None:
     batch, page_size, num_splits, options = problem
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(portable_mla, "choose_shares", lambda *_: shares_of(num_splits))

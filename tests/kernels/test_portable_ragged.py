@@ -31,7 +31,7 @@ from tests.kernels.held import (
     on,
     sinks_of,
 )
-from tests.references.test_trtllm_ragged import chunk, merged, ragged_arguments, ragged_batch
+from tests.ragged_cases import chunk, merged, ragged_arguments, ragged_batch
 
 DIMS = (48, 32)
 

@@ -15,7 +15,7 @@ from lab.timing.host_time import host_time
 from tests.cases import context_arguments, decode_arguments, pack_mask, random_batch
 from tests.devices import DEVICES, IN_INTERPRETER, ON_GPU
 from tests.kernels.every_triton_kernel import mla_arguments, on_gpu
-from tests.references.test_trtllm_ragged import ragged_arguments, ragged_batch
+from tests.ragged_cases import ragged_arguments, ragged_batch
 
 Arguments = dict[str, Any]
 DECODE, CONTEXT = "trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache"

@@ -477,7 +477,7 @@ def test_nvfp4_scale_factors_go_as_a_pair_of_hnd_views(simulate: Simulate) -> No
     simulated = simulate(SM120)
     packed = torch.zeros(2, 5, 16, 2, 32, dtype=torch.uint8)  # NHD: [pages, tokens, heads, packed head_dim]
     factors = torch.ones(2, 5, 16, 2, 4).to(torch.float8_e4m3fn)
-    simulated.trtllm_batch_decode_with_kv_cache = lambda **arguments: None
+    simulated.call = lambda real, arguments: None
     trtllm.trtllm_batch_decode_with_kv_cache(
         **decode_case(head_dim=64)
         | {

@@ -17,9 +17,8 @@ from lab.references import (
     trtllm_ragged_attention_deepseek,
 )
 from lab.references.softmax_attention import TILE_ELEMENTS, Tile, tiles
+from tests import latent_cases, ragged_cases
 from tests.cases import Batch, assert_same, decode_arguments, expected, pack_mask, random_batch
-from tests.references import test_trtllm_mla as of_mla
-from tests.references import test_trtllm_ragged as of_ragged
 from tests.references.test_quantization import nvfp4_case
 from tests.references.test_trtllm_decode import MASKS
 
@@ -70,17 +69,17 @@ def test_tiles_of_nvfp4(order: str) -> None:
 
 @pytest.mark.usefixtures("few_elements")
 def test_tiles_of_latent_attention() -> None:
-    batch = of_mla.random_batch([9] * 5, [3, 40, 1, 20, 70])
-    arguments = of_mla.mla_arguments(batch, poison=math.nan)
-    of_mla.assert_right(trtllm_batch_decode_with_kv_cache_mla(**arguments), of_mla.dense(batch))
+    batch = latent_cases.latent_batch([9] * 5, [3, 40, 1, 20, 70])
+    arguments = latent_cases.mla_arguments(batch, poison=math.nan)
+    latent_cases.assert_right(trtllm_batch_decode_with_kv_cache_mla(**arguments), latent_cases.dense(batch))
 
 
 @pytest.mark.usefixtures("few_elements")
 @pytest.mark.parametrize("causal", [True, False])
 def test_tiles_of_a_ragged_context(causal: bool) -> None:
-    batch = of_ragged.ragged_batch([9, 3, 7], [3, 140, 9])
-    result = trtllm_ragged_attention_deepseek(**of_ragged.ragged_arguments(batch, is_causal=causal))
-    assert_same(result, of_ragged.dense(batch, causal=causal))
+    batch = ragged_cases.ragged_batch([9, 3, 7], [3, 140, 9])
+    result = trtllm_ragged_attention_deepseek(**ragged_cases.ragged_arguments(batch, is_causal=causal))
+    assert_same(result, ragged_cases.dense(batch, causal=causal))
 
 
 # A long request

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,99 +13,15 @@ from torch import Tensor
 
 from lab.calls.ragged_context import RaggedContextCall, check_ragged_values
 from lab.references import paged_attention, trtllm_ragged_attention_deepseek
-from tests.cases import Batch, assert_same, running_sum
+from tests.cases import Batch, assert_same
+from tests.ragged_cases import Arguments, chunk, dense, merged, mirrors, ragged_arguments, ragged_batch
 
 ragged = trtllm_ragged_attention_deepseek
-Arguments = dict[str, Any]
 E4M3 = torch.float8_e4m3fn
 ON_GPU = (
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 )
-
-
-def ragged_batch(
-    q_lens: Sequence[int],
-    kv_lens: Sequence[int],
-    *,
-    heads: tuple[int, int] = (3, 3),
-    dims: tuple[int, int] = (12, 8),
-    dtype: torch.dtype = torch.bfloat16,
-    seed: int = 0,
-) -> Batch:
-    """Normally distributed; `heads` are query and K/V heads, `dims` those of keys and of values."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(length: int, num_heads: int, head_dim: int) -> Tensor:
-        return torch.randn(length, num_heads, head_dim, generator=generator).to(dtype)
-
-    return Batch(
-        [draw(n, heads[0], dims[0]) for n in q_lens],
-        [draw(n, heads[1], dims[0]) for n in kv_lens],
-        [draw(n, heads[1], dims[1]) for n in kv_lens],
-    )
-
-
-def ragged_arguments(batch: Batch, **changes: Any) -> Arguments:
-    """The call that poses a batch, causal, with an output in float64 and the LSE."""
-    query, key, value = (torch.cat(side) for side in (batch.queries, batch.keys, batch.values))
-    out = torch.full((*query.shape[:2], value.shape[2]), math.nan, dtype=torch.float64)
-    arguments: Arguments = {
-        "query": query,
-        "key": key,
-        "value": value,
-        "workspace_buffer": None,
-        "seq_lens": torch.tensor(batch.kv_lens, dtype=torch.int32),
-        "max_q_len": max(batch.q_lens),
-        "max_kv_len": max(batch.kv_lens),
-        "bmm1_scale": 0.25,
-        "bmm2_scale": 1.0,
-        "o_sf_scale": 1.0,
-        "batch_size": len(batch.queries),
-        "window_left": -1,
-        "cum_seq_lens_q": running_sum(batch.q_lens),
-        "cum_seq_lens_kv": running_sum(batch.kv_lens),
-        "enable_pdl": None,
-        "is_causal": True,
-        "return_lse": True,
-        "out": out,
-    }
-    return arguments | changes
-
-
-def mirrors(batch: Batch, dtype: torch.dtype = torch.int32) -> Arguments:
-    return {
-        "q_seq_lens_cpu": torch.tensor(batch.q_lens, dtype=dtype),
-        "kv_seq_lens_cpu": torch.tensor(batch.kv_lens, dtype=dtype),
-    }
-
-
-def dense(
-    batch: Batch,
-    *,
-    causal: bool = True,
-    window_left: int = -1,
-    bmm1_scale: float = 0.25,
-    bmm2_scale: float = 1.0,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Output and base-2 LSE, float64: one request's full matrix at a time, masked by torch's own lower triangle."""
-    outs, lses = [], []
-    for q, k, v in zip(batch.queries, batch.keys, batch.values, strict=True):
-        k, v = (side.double().repeat_interleave(q.shape[1] // side.shape[1], dim=1) for side in (k, v))
-        logits = torch.einsum("ihd,jhd->hij", q.double(), k) * bmm1_scale
-        seen = torch.ones(len(q), len(k), dtype=torch.bool)
-        if causal:
-            seen = seen.tril(len(k) - len(q))
-        if window_left >= 0:
-            seen = seen.triu(len(k) - len(q) - window_left)
-        logits = logits.masked_fill(~seen, -math.inf)
-        sink = torch.full((q.shape[1],), -math.inf) if sinks is None else sinks
-        logits = torch.cat((logits, sink.double().view(-1, 1, 1).expand(-1, len(q), 1)), dim=-1)
-        weights = torch.softmax(logits, dim=-1).nan_to_num(0.0)[..., :-1]
-        outs.append(torch.einsum("hij,jhd->ihd", weights, v) * bmm2_scale)
-        lses.append(torch.logsumexp(logits, dim=-1).T / math.log(2.0))
-    return torch.cat(outs), torch.cat(lses)
 
 
 # By hand
@@ -292,22 +208,6 @@ def test_on_a_gpu(device: str) -> None:
 # Chunks
 
 
-def merged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """What an engine makes of results over disjoint keys: a mean weighted by 2 ** LSE."""
-    lses = torch.stack([lse for _, lse in parts]).double()
-    total = torch.logsumexp(lses * math.log(2.0), dim=0) / math.log(2.0)
-    weights = torch.exp2(lses - total).nan_to_num(0.0)
-    return torch.stack([out for out, _ in parts]).mul(weights.unsqueeze(-1)).sum(0), total
-
-
-def chunk(batch: Batch, starts: Sequence[int], ends: Sequence[int]) -> Batch:
-    keys, values = (
-        [rows[start:end] for rows, start, end in zip(side, starts, ends, strict=True)]
-        for side in (batch.keys, batch.values)
-    )
-    return Batch(batch.queries, keys, values)
-
-
 def test_new_tokens_and_chunks_of_the_prefix_merge_to_the_whole() -> None:
     """As SGLang prefills over a cached prefix: new tokens causal, two chunks not, some requests without a key in one."""
     new = [4, 1, 6, 3]
@@ -439,181 +339,3 @@ def test_values_can_be_checked_on_request() -> None:
     arguments["cum_seq_lens_kv"][1] = 8
     with pytest.raises(ValueError, match="running sum"):
         check_ragged_values(problem)
-
-
-# Bad input
-
-POISON = 7.0
-
-
-def good_arguments() -> Arguments:
-    """Two requests of two rows and 4/2 heads, bf16, into a poisoned `out`."""
-    batch = ragged_batch([2, 2], [20, 5], heads=(4, 2))
-    return ragged_arguments(batch, out=torch.full((4, 4, 8), POISON, dtype=torch.bfloat16))
-
-
-def value(**changes: Any) -> Callable[[Arguments], Arguments]:
-    return lambda good: changes
-
-
-def tensor(name: str, change: Callable[[Tensor], Any]) -> Callable[[Arguments], Arguments]:
-    return lambda good: {name: change(good[name])}
-
-
-def mirrored(q_lens: Any = (2, 2), kv_lens: Any = (20, 5)) -> Callable[[Arguments], Arguments]:
-    def as_tensor(lengths: Any) -> Any:
-        return torch.tensor(lengths) if isinstance(lengths, tuple) else lengths
-
-    return value(q_seq_lens_cpu=as_tensor(q_lens), kv_seq_lens_cpu=as_tensor(kv_lens))
-
-
-def to(where: torch.dtype | str) -> Callable[[Tensor], Tensor]:
-    return lambda given_tensor: given_tensor.to(where)
-
-
-def stretched(given_tensor: Tensor) -> Tensor:
-    """Same values, every other element of the last dimension of a tensor twice as wide."""
-    return given_tensor.repeat_interleave(2, dim=-1)[..., ::2]
-
-
-def int32(*numbers: int) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int32)
-
-
-# name, what breaks the good call, error, words of its message
-BAD: list[tuple[str, Callable[[Arguments], Arguments], type[Exception], tuple[str, ...]]] = [
-    # query, key, value
-    ("query is a list", value(query=[1]), TypeError, ("query must be a torch.Tensor", "list")),
-    ("query rank", tensor("query", lambda q: q[0]), ValueError, ("query must be [num_rows", "[4, 12]")),
-    ("query dtype", tensor("query", to(torch.int32)), TypeError, ("query must be", "bfloat16", "int32")),
-    ("query stride", tensor("query", stretched), ValueError, ("query", "contiguous", "stride 2")),
-    ("key is None", value(key=None), TypeError, ("key must be a torch.Tensor", "NoneType")),
-    ("key rank", tensor("key", lambda k: k[:, 0]), ValueError, ("key must be [num_tokens", "[25, 12]")),
-    ("key without heads", tensor("key", lambda k: k[:, :0]), ValueError, ("key must be", "[25, 0, 12]")),
-    ("key dtype", tensor("key", to(torch.float16)), TypeError, ("key must have the query's dtype", "float16")),
-    ("key stride", tensor("key", stretched), ValueError, ("key", "contiguous", "stride 2")),
-    ("key head_dim", tensor("key", lambda k: k[..., :8]), ValueError, ("key has head_dim 8", "query has 12")),
-    ("value rank", tensor("value", lambda v: v[None]), ValueError, ("value must be [num_tokens", "[1, 25, 2, 8]")),
-    ("value dtype", tensor("value", to(E4M3)), TypeError, ("value must have the query's dtype", "float8")),
-    ("value stride", tensor("value", stretched), ValueError, ("value", "contiguous", "stride 2")),
-    ("value tokens", tensor("value", lambda v: v[1:]), ValueError, ("same tokens and heads", "[24, 2, 8]")),
-    ("value heads", tensor("value", lambda v: v[:, :1]), ValueError, ("same tokens and heads", "[25, 1, 8]")),
-    (
-        "heads",
-        value(key=torch.zeros(25, 3, 12).bfloat16(), value=torch.zeros(25, 3, 8).bfloat16()),
-        ValueError,
-        ("4 heads of query", "3 heads of key"),
-    ),
-    # lengths and offsets
-    ("batch_size", value(batch_size=3), ValueError, ("seq_lens must have shape [3]", "[2]")),
-    ("batch_size is None", value(batch_size=None), TypeError, ("batch_size", "None")),
-    ("negative batch_size", value(batch_size=-1), ValueError, ("batch_size", "-1")),
-    ("lengths are a list", value(seq_lens=[20, 5]), TypeError, ("seq_lens must be a torch.Tensor", "list")),
-    ("lengths dtype", tensor("seq_lens", to(torch.int64)), TypeError, ("seq_lens must be int32", "int64")),
-    ("negative length", value(seq_lens=int32(-1, 5)), ValueError, ("seq_lens[0] = -1",)),
-    ("length beyond the bound", value(max_kv_len=19), ValueError, ("seq_lens[0] = 20", "max_kv_len = 19")),
-    ("rows beyond the bound", value(max_q_len=1), ValueError, ("2 rows", "max_q_len = 1")),
-    ("bound is None", value(max_kv_len=None), TypeError, ("max_kv_len", "None")),
-    ("negative bound", value(max_q_len=-1), ValueError, ("max_q_len", "-1")),
-    *(
-        row
-        for name, last in (("cum_seq_lens_q", 4), ("cum_seq_lens_kv", 25))
-        for row in (
-            (f"{name} is None", value(**{name: None}), TypeError, (f"{name} must be a torch.Tensor",)),
-            (f"{name} dtype", tensor(name, to(torch.int64)), TypeError, (f"{name} must be int32", "int64")),
-            (f"{name} of one", value(**{name: int32(0, last)}), ValueError, (f"{name} must have shape [3]", "[2]")),
-        )
-    ),
-    ("rows start at 1", value(cum_seq_lens_q=int32(1, 2, 4)), ValueError, ("cum_seq_lens_q", "start at 0")),
-    ("rows decrease", value(cum_seq_lens_q=int32(0, 5, 4)), ValueError, ("cum_seq_lens_q", "decreases")),
-    ("rows past the query", value(cum_seq_lens_q=int32(0, 2, 5)), ValueError, ("within the 4 query rows",)),
-    (
-        "keys unlike the lengths",
-        value(cum_seq_lens_kv=int32(0, 19, 25)),
-        ValueError,
-        ("cum_seq_lens_kv = [0, 19, 25]", "expected [0, 20, 25]"),
-    ),
-    (
-        "keys past the tokens",
-        value(cum_seq_lens_kv=int32(0, 20, 26), seq_lens=int32(20, 6)),
-        ValueError,
-        ("cum_seq_lens_kv ends at 26", "25 tokens"),
-    ),
-    ("one mirror", value(q_seq_lens_cpu=int32(2, 2)), ValueError, ("go together",)),
-    ("mirror is a list", mirrored([2, 2]), TypeError, ("q_seq_lens_cpu must be a torch.Tensor", "list")),
-    ("mirror dtype", mirrored((2.0, 2.0)), TypeError, ("q_seq_lens_cpu must be int32, int64", "float32")),
-    ("mirror shape", mirrored(kv_lens=(25,)), ValueError, ("kv_seq_lens_cpu must have shape [2]",)),
-    ("mirror elsewhere", mirrored(torch.ones(2, device="meta").int()), ValueError, ("on meta", "CPU")),
-    ("mirror sum", mirrored(kv_lens=(20, 4)), ValueError, ("kv_seq_lens_cpu = [20, 4]", "all 25 tokens")),
-    ("mirror bound", mirrored((3, 1)), ValueError, ("q_seq_lens_cpu = [3, 1]", "bound 2")),
-    ("negative mirror", mirrored(kv_lens=(-1, 26)), ValueError, ("kv_seq_lens_cpu = [-1, 26]",)),
-    ("mirror unlike the offsets", mirrored(kv_lens=(19, 6)), ValueError, ("[19, 6]", "offsets say [20, 5]")),
-    # scales, window, sinks
-    ("bmm1_scale", value(bmm1_scale="1"), TypeError, ("bmm1_scale", "'1'")),
-    ("bmm1_scale is NaN", value(bmm1_scale=math.nan), ValueError, ("bmm1_scale", "finite", "nan")),
-    ("bmm2_scale dtype", value(bmm2_scale=torch.ones(1).double()), TypeError, ("bmm2_scale", "float32", "float64")),
-    ("o_sf_scale", value(o_sf_scale=None), TypeError, ("o_sf_scale", "None")),
-    ("o_sf_scale is a tensor", value(o_sf_scale=torch.ones(1)), TypeError, ("o_sf_scale must be a number",)),
-    ("window", value(window_left=-2), ValueError, ("window_left", "-2")),
-    (
-        "window, not causal",
-        value(window_left=3, is_causal=False),
-        NotImplementedError,
-        ("is_causal=False with window_left=3", "window_left=-1"),
-    ),
-    ("sinks dtype", value(attention_sinks=torch.zeros(4).bfloat16()), TypeError, ("attention_sinks must be float32",)),
-    ("sinks shape", value(attention_sinks=torch.zeros(2)), ValueError, ("attention_sinks must have shape [4]", "[2]")),
-    ("causal", value(is_causal=1), TypeError, ("is_causal", "1")),
-    ("skip check", value(skip_all_rows_active_check=None), TypeError, ("skip_all_rows_active_check", "None")),
-    # results
-    ("out is a list", value(out=[]), TypeError, ("out must be a torch.Tensor", "list")),
-    ("out dtype", tensor("out", to(torch.int32)), TypeError, ("out must be", "bfloat16", "int32")),
-    ("out of e4m3", tensor("out", to(E4M3)), TypeError, ("out must be float16, bfloat16", "float8_e4m3fn")),
-    ("out of the query's shape", value(out=torch.zeros(4, 4, 12)), ValueError, ("out must be [4, 4, 8]", "12]")),
-    ("out stride", tensor("out", stretched), ValueError, ("out must be contiguous", "2)")),
-    ("lse dtype", value(lse=torch.zeros(4, 4).double()), TypeError, ("lse must be float32", "float64")),
-    ("lse shape", value(lse=torch.zeros(2, 4)), ValueError, ("lse must be [num_rows, num_qo_heads] = [4, 4]",)),
-    ("lse expanded", value(lse=torch.zeros(4, 1).expand(4, 4)), ValueError, ("lse", "share memory")),
-    ("return_lse", value(return_lse=None), TypeError, ("return_lse", "None")),
-    # devices
-    *(
-        (f"{name} elsewhere", tensor(name, to("meta")), ValueError, (f"{name} is on meta", "cpu"))
-        for name in ("key", "value", "seq_lens", "cum_seq_lens_q", "cum_seq_lens_kv", "out")
-    ),
-    ("scale elsewhere", value(bmm1_scale=torch.ones(1, device="meta")), ValueError, ("bmm1_scale is on meta",)),
-    # backends, and what the lab does not model
-    ("backend", value(backend="fa3"), ValueError, ("backend='fa3'", "trtllm-gen")),
-    ("cute-dsl", value(backend="cute-dsl"), NotImplementedError, ("backend='cute-dsl'", "use trtllm-gen")),
-    *(
-        (name, value(**{name: argument}), NotImplementedError, (f"{name}=", "not modelled", "default"))
-        for name, argument in (
-            ("skip_softmax_threshold_scale_factor", 0.0),
-            ("sage_attn_sfs", (torch.ones(1), None, None, None)),
-            ("num_elts_per_sage_attn_blk", (1, 0, 0, 0)),
-            ("use_fp16_softmax", True),
-            ("uses_spcompress", False),
-        )
-    ),
-    ("unknown argument", value(causal=True), TypeError, ("causal",)),
-]
-
-
-@pytest.mark.parametrize(("breaks", "error", "says"), [pytest.param(*row[1:], id=row[0]) for row in BAD])
-def test_bad_input_is_refused_before_anything_is_written(
-    breaks: Callable[[Arguments], Arguments], error: type[Exception], says: tuple[str, ...]
-) -> None:
-    good = good_arguments()
-    out, lse = good["out"], torch.full((4, 4), POISON)
-    with pytest.raises(error) as raised:
-        ragged(**good | {"lse": lse} | breaks(good))
-    missing = [words for words in says if words not in str(raised.value)]
-    assert not missing, f"{missing} not in: {raised.value}"
-    assert (out == POISON).all()
-    assert (lse == POISON).all()
-
-
-@pytest.mark.parametrize("change", [value(), mirrored()])
-def test_what_the_rows_break_was_good(change: Callable[[Arguments], Arguments]) -> None:
-    good = good_arguments()
-    out, _ = ragged(**good | change(good))
-    assert (out != POISON).any(dim=-1).all()

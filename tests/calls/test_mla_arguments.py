@@ -1,0 +1,210 @@
+"""Bad input of the MLA decode call: every row is refused with words that help, before anything is written."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from lab.references import trtllm_batch_decode_with_kv_cache_mla as mla
+from tests.calls.breaks import (
+    POISON,
+    Arguments,
+    Bad,
+    Breaks,
+    assert_refused,
+    each_of,
+    entry,
+    int32,
+    stretched,
+    tensor,
+    to,
+    value,
+)
+from tests.latent_cases import RANK, latent_batch, mla_arguments
+
+
+def good_arguments() -> Arguments:
+    """Two requests of two rows and 4 heads, bf16, into a poisoned `out`."""
+    out = torch.full((2, 2, 4, RANK), POISON, dtype=torch.bfloat16)
+    return mla_arguments(latent_batch([2, 2], [20, 5]), out=out)
+
+
+def ragged(**changes: Any) -> Breaks:
+    """The good call with its rows counted by offsets, then changed."""
+
+    def breaks(good: Arguments) -> Arguments:
+        rows = {name: good[name].flatten(0, 1) for name in ("query", "out")}
+        return rows | {"cum_seq_lens_q": torch.tensor([0, 2, 4], dtype=torch.int32), "max_q_len": 2} | changes
+
+    return breaks
+
+
+BAD: list[Bad] = [
+    # query
+    ("query is a list", value(query=[1]), TypeError, ("query must be a torch.Tensor", "list")),
+    (
+        "query flat",
+        tensor("query", lambda q: q.flatten(0, 1)),
+        ValueError,
+        ("query must be [batch_size, q_len_per_request", "without cum_seq_lens_q", "[4, 4, 12]"),
+    ),
+    (
+        "ragged query of four dimensions",
+        ragged(query=torch.zeros(2, 2, 4, 12)),
+        ValueError,
+        ("query must be [num_rows", "with cum_seq_lens_q", "[2, 2, 4, 12]"),
+    ),
+    ("query without rows", tensor("query", lambda q: q[:, :0]), ValueError, ("at least one row", "[2, 0, 4, 12]")),
+    ("query without heads", tensor("query", lambda q: q[:, :, :0]), ValueError, ("query", "at least one head")),
+    ("query dtype", tensor("query", to(torch.int32)), TypeError, ("query must be", "bfloat16", "int32")),
+    ("query stride", tensor("query", stretched), ValueError, ("query", "contiguous", "stride 2")),
+    (
+        "query head_dim",
+        tensor("query", lambda q: q[..., :11]),
+        ValueError,
+        ("query has head_dim 11", "kv_lora_rank=8", "qk_rope_head_dim=4", "12"),
+    ),
+    ("query batch", tensor("query", lambda q: q[:1]), ValueError, ("query has 1 requests", "block_tables has 2")),
+    # sizes
+    ("no latent part", value(kv_lora_rank=0), ValueError, ("kv_lora_rank", "at least 1", "0")),
+    ("latent part is a float", value(kv_lora_rank=8.0), TypeError, ("kv_lora_rank", "8.0")),
+    ("negative rotary part", value(qk_rope_head_dim=-1), ValueError, ("qk_rope_head_dim", "at least 0", "-1")),
+    ("nope head_dim", value(qk_nope_head_dim=None), TypeError, ("qk_nope_head_dim", "None")),
+    ("sizes disagree", value(kv_lora_rank=9), ValueError, ("kv_lora_rank=9", "make 13", "12")),
+    # kv_cache
+    ("cache is a pair", value(kv_cache=(1, 2)), TypeError, ("kv_cache must be a torch.Tensor", "tuple")),
+    ("cache dtype", tensor("kv_cache", to(torch.float16)), TypeError, ("kv_cache", "bfloat16, float8", "float16")),
+    ("packed cache", tensor("kv_cache", to(torch.uint8)), NotImplementedError, ("kv_cache is uint8", "use bfloat16")),
+    (
+        "NHD cache",
+        tensor("kv_cache", lambda c: c.transpose(1, 2)),
+        ValueError,
+        ("kv_cache must be", "one head", "1, 12]"),
+    ),
+    ("two heads", tensor("kv_cache", lambda c: c.repeat(1, 2, 1, 1)), ValueError, ("kv_cache must be", "one head")),
+    ("cache rank", tensor("kv_cache", lambda c: c[0, 0]), ValueError, ("kv_cache must be", "got shape [16, 12]")),
+    ("cache head_dim", tensor("kv_cache", lambda c: c[..., :8]), ValueError, ("kv_cache must be", "12]", "8]")),
+    ("cache stride", tensor("kv_cache", stretched), ValueError, ("kv_cache", "contiguous", "stride 2")),
+    ("page size", tensor("kv_cache", lambda c: c[:, :, :12]), ValueError, ("page_size 12", "power of two")),
+    # tables and lengths
+    ("tables are None", value(block_tables=None), TypeError, ("block_tables", "NoneType")),
+    ("tables dtype", tensor("block_tables", to(torch.int64)), TypeError, ("block_tables must be int32", "int64")),
+    ("tables rank", tensor("block_tables", lambda t: t[0]), ValueError, ("block_tables must be [batch_size", "shape")),
+    ("tables stride", tensor("block_tables", stretched), ValueError, ("block_tables rows must be contiguous",)),
+    ("page id", entry("block_tables", (1, 0), 1000), ValueError, ("page id 1000", "request 1")),
+    ("lengths are None", value(seq_lens=None), TypeError, ("seq_lens must be a torch.Tensor", "NoneType")),
+    ("lengths dtype", tensor("seq_lens", to(torch.int64)), TypeError, ("seq_lens must be int32", "int64")),
+    ("lengths shape", tensor("seq_lens", lambda s: s[:1]), ValueError, ("seq_lens must have shape [2]", "[1]")),
+    ("negative length", entry("seq_lens", (0,), -1), ValueError, ("seq_lens[0] = -1",)),
+    ("length beyond the bound", value(max_seq_len=19), ValueError, ("seq_lens[0] = 20", "19")),
+    ("length beyond the table", entry("seq_lens", (0,), 1000), ValueError, ("seq_lens[0] = 1000", "widen")),
+    ("bound", value(max_seq_len=-1), ValueError, ("max_seq_len", "-1")),
+    ("bound is None", value(max_seq_len=None), TypeError, ("max_seq_len", "None")),
+    # ragged rows
+    ("max_q_len alone", value(max_q_len=2), ValueError, ("max_q_len=2", "needs cum_seq_lens_q")),
+    ("max_q_len too low", ragged(max_q_len=1), ValueError, ("2 rows", "max_q_len = 1")),
+    ("negative max_q_len", ragged(max_q_len=-1), ValueError, ("max_q_len", "-1")),
+    ("max_q_len is a float", ragged(max_q_len=2.0), TypeError, ("max_q_len", "2.0")),
+    ("offsets are a list", ragged(cum_seq_lens_q=[0, 2, 4]), TypeError, ("cum_seq_lens_q", "list")),
+    ("offsets dtype", ragged(cum_seq_lens_q=int32(0, 2, 4).long()), TypeError, ("cum_seq_lens_q", "int32", "int64")),
+    ("offsets of one", ragged(cum_seq_lens_q=int32(0, 4)), ValueError, ("cum_seq_lens_q", "[3]", "[2]")),
+    ("offsets decrease", ragged(cum_seq_lens_q=int32(0, 5, 4)), ValueError, ("cum_seq_lens_q", "decreases")),
+    ("offsets start", ragged(cum_seq_lens_q=int32(1, 2, 4)), ValueError, ("cum_seq_lens_q", "start at 0")),
+    (
+        "offsets past the rows",
+        ragged(cum_seq_lens_q=int32(0, 2, 5), max_q_len=None),
+        ValueError,
+        ("cum_seq_lens_q", "within the 4 query rows"),
+    ),
+    # scales and sinks
+    ("bmm1_scale", value(bmm1_scale="1"), TypeError, ("bmm1_scale", "'1'")),
+    ("bmm1_scale is NaN", value(bmm1_scale=math.nan), ValueError, ("bmm1_scale", "finite", "nan")),
+    ("bmm1_scale dtype", value(bmm1_scale=torch.ones(1).double()), TypeError, ("bmm1_scale", "float32", "float64")),
+    ("bmm2_scale", value(bmm2_scale=None), TypeError, ("bmm2_scale", "None")),
+    ("bmm2_scale per head", value(bmm2_scale=torch.ones(4)), TypeError, ("bmm2_scale", "one element", "[4]")),
+    ("sinks dtype", value(sinks=torch.zeros(4).bfloat16()), TypeError, ("sinks must be float32", "bfloat16")),
+    ("sinks shape", value(sinks=torch.zeros(3)), ValueError, ("sinks must have shape [4]", "[3]")),
+    ("two sinks", value(sinks=[torch.zeros(4)] * 2), ValueError, ("sinks must be one tensor", "2 of them")),
+    ("sinks are numbers", value(sinks=[0.0]), TypeError, ("sinks must be a torch.Tensor", "float")),
+    ("sinks are a number", value(sinks=1.0), TypeError, ("sinks must be a torch.Tensor", "float")),
+    # results
+    ("out is a list", value(out=[]), TypeError, ("out must be a torch.Tensor", "list")),
+    ("out dtype", tensor("out", to(torch.int32)), TypeError, ("out must be", "bfloat16", "int32")),
+    ("out of the query's shape", value(out=torch.zeros(2, 2, 4, 12)), ValueError, ("out must be [2, 2, 4, 8]", "12]")),
+    ("out flat", tensor("out", lambda o: o.flatten(0, 1)), ValueError, ("out must be [2, 2, 4, 8]", "[4, 4, 8]")),
+    ("out stride", tensor("out", stretched), ValueError, ("out must be contiguous", "2)")),
+    ("lse dtype", value(lse=torch.zeros(4, 4).double()), TypeError, ("lse must be float32", "float64")),
+    ("lse shape", value(lse=torch.zeros(2, 4)), ValueError, ("lse must be [4, 4] or [2, 2, 4]", "got [2, 4]")),
+    ("ragged lse shape", ragged(lse=torch.zeros(2, 2, 4)), ValueError, ("lse must be [4, 4], got",)),
+    ("lse expanded", value(lse=torch.zeros(4, 1).expand(4, 4)), ValueError, ("lse must be contiguous", "(1, 0)")),
+    ("lse is a list", value(lse=[]), TypeError, ("lse must be a torch.Tensor", "list")),
+    (
+        "lse that is not returned",
+        value(lse=torch.zeros(4, 4), return_lse=False),
+        ValueError,
+        ("lse without return_lse=True", "pass both or neither"),
+    ),
+    ("return_lse", value(return_lse=None), TypeError, ("return_lse", "None")),
+    ("lse base", value(return_lse_base="base10"), ValueError, ("return_lse_base", "'basee'", "'base10'")),
+    (
+        "ragged lse of no base",
+        ragged(return_lse_base=None),
+        ValueError,
+        ("return_lse with cum_seq_lens_q needs return_lse_base",),
+    ),
+    # devices
+    *(
+        (f"{name} elsewhere", tensor(name, to("meta")), ValueError, (f"{name} is on meta", "cpu"))
+        for name in ("kv_cache", "block_tables", "seq_lens", "out")
+    ),
+    ("query elsewhere", tensor("query", to("meta")), ValueError, ("query is on meta", "cpu")),
+    ("offsets elsewhere", ragged(cum_seq_lens_q=int32(0, 2, 4).to("meta")), ValueError, ("cum_seq_lens_q is on meta",)),
+    ("sinks elsewhere", value(sinks=[torch.zeros(4, device="meta")]), ValueError, ("sinks is on meta", "cpu")),
+    ("scale elsewhere", value(bmm1_scale=torch.ones(1, device="meta")), ValueError, ("bmm1_scale is on meta",)),
+    ("lse elsewhere", value(lse=torch.zeros(4, 4, device="meta")), ValueError, ("lse is on meta",)),
+    # backends, and what the lab does not model
+    ("backend", value(backend="fa3"), ValueError, ("backend='fa3'", "auto, xqa, trtllm-gen")),
+    *(
+        (f"backend {name}", value(backend=name), NotImplementedError, (f"backend='{name}'", "auto, xqa, trtllm-gen"))
+        for name in ("cake", "cute-dsl", "sparse")
+    ),
+    *(
+        (name, value(**{name: argument}), NotImplementedError, (f"{name}=", "not modelled", "default"))
+        for name, argument in (
+            ("sparse_mla_top_k", 2048),
+            ("sparse_mla_top_k_lens", int32(1, 1, 1, 1)),
+            ("skip_softmax_threshold_scale_factor", 0.0),
+            ("is_var_seq", False),
+            ("cute_dsl_impl", "modular"),
+            ("kv_scale_format", "pow2_fp32"),
+            ("enable_dcp", True),
+            ("cp_world", 2),
+            ("cp_rank", 1),
+            ("causal_seqlens_kv_global", int32(1, 1)),
+            ("use_fp16_softmax", True),
+        )
+    ),
+    (
+        "separate tables",
+        value(uses_shared_paged_kv_idx=False),
+        NotImplementedError,
+        ("uses_shared_paged_kv_idx=False", "one cache entry is a key and its value"),
+    ),
+    ("shared is None", value(uses_shared_paged_kv_idx=None), TypeError, ("uses_shared_paged_kv_idx", "None")),
+    ("unknown argument", value(window_left=3), TypeError, ("window_left",)),
+]
+
+
+@each_of(BAD)
+def test_bad_input_is_refused_before_anything_is_written(
+    breaks: Breaks, error: type[Exception], says: tuple[str, ...]
+) -> None:
+    assert_refused(mla, good_arguments(), breaks, error, says)
+
+
+@pytest.mark.parametrize("change", [value(), ragged(), ragged(max_q_len=None)])
+def test_what_the_rows_break_was_good(change: Breaks) -> None:
+    good = good_arguments()
+    out, _ = mla(**good | change(good))
+    assert (out != POISON).any(dim=-1).all()
