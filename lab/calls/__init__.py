@@ -11,6 +11,7 @@ from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.problem import AttentionCall, Feature, PagedAttention, check_values, refuse_nan
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall, check_ragged_values
 
+Problem = PagedAttention | RaggedAttention
 CALL_TYPES = {each.function: each for each in (DecodeCall, ContextCall, MLADecodeCall, RaggedContextCall)}
 __all__ = [
     "CALL_TYPES",
@@ -20,6 +21,7 @@ __all__ = [
     "Feature",
     "MLADecodeCall",
     "PagedAttention",
+    "Problem",
     "RaggedAttention",
     "RaggedContextCall",
     "check_ragged_values",

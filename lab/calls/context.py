@@ -15,10 +15,10 @@ from lab.calls.problem import AttentionCall, PagedAttention, Scale
 class ContextCall:
     """The arguments of FlashInfer 0.7.2's `trtllm_batch_context_with_kv_cache`: same names, order and defaults.
 
-    What rows see, what may hold anything and how tensors lie in memory are as in `DecodeCall`.
+    What rows see, what may hold anything, how tensors lie in memory and the attributes that are not listed here are as in
+    `DecodeCall`.
 
     Attributes:
-        others: as in `DecodeCall`.
         max_q_len, max_kv_len: upper bounds of the query and key lengths on the host; 0 for an empty batch.
         cum_seq_lens_q, cum_seq_lens_kv: int32 [batch_size + 1] offsets of the query rows and of the keys. Query rows after the
             last offset are padding, as in a CUDA graph with room for more; they may hold anything, NaN too, and what a kernel

@@ -178,7 +178,6 @@ class PagedAttention(AttentionProblem):
     """One attention problem over a paged K/V cache.
 
     Attributes:
-        others: as in `AttentionProblem`.
         k_cache, v_cache: views [num_pages, num_kv_heads, page_size, head_dim] (head_dim // 2 bytes for NVFP4),
             whatever the layout they were given in. V's last dimension is smaller where V is a part of K (MLA).
         k_scale_factors, v_scale_factors: e4m3 views [num_pages, num_kv_heads, page_size, head_dim // 16], NVFP4 only.
@@ -267,7 +266,7 @@ def check_values(problem: PagedAttention) -> None:
 
     Raises:
         ValueError: a length that is negative, beyond `max_kv_len` or beyond the table; offsets that do not start at 0,
-            decrease or pass the number of rows; a page id outside the pool.
+            decrease or exceed the number of rows; a page id outside the pool.
     """
     lengths = problem.seq_lens.tolist()
     capacity = problem.k_block_tables.shape[1] * problem.page_size
@@ -282,10 +281,10 @@ def check_values(problem: PagedAttention) -> None:
 
 
 def refuse_nan(problem: AttentionProblem, in_query: bool = True) -> None:
-    """Refuse what would make whole results NaN: NaN or plus infinity in sinks, a tensor scale not finite, NaN in the query.
+    """Raise ValueError for contents that make whole results NaN: sinks of NaN or infinity, unfinite tensor scales, a NaN query.
 
-    Where the tensors are on a CPU, every call is checked so when it is made or prepared, but for the query: a serving engine
-    pads a CUDA graph's batch with rows that hold anything, which a call cannot tell from others. The rest is on request.
+    A call on a CPU is checked when it is made or prepared, without its query: a serving engine pads a CUDA graph's batch with
+    rows that hold anything, and a call cannot tell them from requests' rows. Everything else is checked on request.
 
     Args:
         problem: what is checked.
@@ -315,12 +314,12 @@ def refuse_nan(problem: AttentionProblem, in_query: bool = True) -> None:
 
 
 def check_lengths(problem: AttentionProblem, lengths: Sequence[int], bound: str) -> None:
-    """Raise ValueError for lengths that are negative or pass `max_kv_len`, which the call names `bound`, and for offsets.
+    """Raise ValueError for lengths that are negative or exceed `max_kv_len`, and for wrong row offsets.
 
     Args:
         problem: whose offsets are read.
         lengths: keys of each request.
-        bound: for the words of an error.
+        bound: the call's name of `max_kv_len`, for the message.
     """
     for request, length in enumerate(lengths):
         if length < 0:

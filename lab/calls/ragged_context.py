@@ -22,7 +22,6 @@ class RaggedAttention(AttentionProblem):
     the last offsets belong to nobody.
 
     Attributes:
-        others: as in `AttentionProblem`; both offsets are given.
         key: [num_tokens, num_kv_heads, head_dim].
         value: [num_tokens, num_kv_heads, v_head_dim].
     """
@@ -241,10 +240,10 @@ class RaggedContextCall:
 
 
 def check_ragged_values(problem: RaggedAttention) -> None:
-    """Check what only the tensors' contents tell: lengths and offsets. As `lab.calls.check_values` is, on request.
+    """Check the contents of lengths and offsets. Like `check_values`, it is called only on request.
 
     Raises:
-        ValueError: offsets that do not start at 0, decrease or pass the tokens; lengths that differ from them or pass the
+        ValueError: offsets that do not start at 0, decrease or exceed the tokens; lengths that differ from them or exceed the
             bounds.
     """
     check_lengths(problem, problem.seq_lens.tolist(), "max_kv_len")

@@ -42,7 +42,7 @@ class _Request:
 
     Attributes:
         number: in the batch.
-        first_row, num_rows: its query rows, of which the launch computes the first `computed`.
+        first_row, num_rows, computed: its query rows; the launch computes the first `computed` of them.
         kv_len: its keys.
         first_key: in K and V that are not paged.
     """
@@ -166,7 +166,7 @@ class _Attention:
         if self.kernel.has_window:
             starts = (ends - self.params.attention_window_size).clamp(min=0)
         if self.stats is not None and not self.kernel.is_context:
-            self.stats[request.first_row :][: request.computed] = 0.0  # of which the LSE is minus infinity
+            self.stats[request.first_row :][: request.computed] = 0.0  # whose LSE is minus infinity
         rows = (starts < ends).nonzero().flatten()
         if not len(rows):
             return

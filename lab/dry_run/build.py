@@ -31,7 +31,7 @@ FLAGS = (
     '-DTLLM_GEN_FMHA_CUBIN_PATH="fmha/trtllm-gen/"',
     '-DTLLM_GEN_FMHA_METAINFO_HASH="none"',
 )
-# FlashInfer includes cuBLAS's headers for one enumeration, of which it uses the names alone, and 0.6.13 NVRTC's for nothing.
+# FlashInfer includes cuBLAS's headers for the names of one enumeration, and 0.6.13 includes NVRTC's for nothing.
 CUBLAS_STATUS = (
     *("SUCCESS", "NOT_INITIALIZED", "ALLOC_FAILED", "INVALID_VALUE", "ARCH_MISMATCH", "MAPPING_ERROR"),
     *("EXECUTION_FAILED", "INTERNAL_ERROR", "NOT_SUPPORTED", "LICENSE_ERROR"),

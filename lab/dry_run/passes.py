@@ -46,7 +46,7 @@ from lab.workloads.requests import admit
 from lab.workloads.scenarios import DEFAULT_SCENARIOS, scenario
 
 CPU = torch.device("cpu")
-# Of the survey: the judge's M1 over these models, on sliding-window layers or not, and M2 over so many heads of DeepSeek's.
+# The survey: the judge's M1 over (model, has a sliding window), and M2 over these numbers of DeepSeek's heads.
 SURVEYED_MODELS = (("llama-3.1-8b", False), ("gpt-oss-120b", True))
 SURVEYED_MLA_HEADS = (16, 128)
 PAGE_SIZE, Q_LEN = 64, 4

@@ -234,7 +234,7 @@ def misread(launch: Launch, problem: Problem) -> str | None:
         return _misread_paged(maps, problem)
     sides = (("tmaK_", problem.key), ("tmaV_", problem.value))
     if not problem.query.is_contiguous():
-        return "launched with strides of a contiguous query"  # of which the launcher is given the address alone
+        return "launched with strides of a contiguous query"  # the launcher gets its address alone
     return next(
         (f"{name} has other strides" for name, side in sides if not _is_read(maps[name], side.unsqueeze(0))), None
     )

@@ -36,7 +36,7 @@ class PreparedCall:
     Attributes:
         function: the installed FlashInfer's, or another package's.
         arguments: its keyword arguments.
-        refreshes: run before it, a launch each. Empty but for a page table that is not packed, K and V as halves of one
+        refreshes: run before it, a launch each. Empty except for a page table that is not packed, K and V as halves of one
             allocation under fmha_v2, and `bmm1_scale_log2` under XQA: what the kernel reads is derived from those.
         returned: what the call returns, where the function would return it in another shape; None: what it returns.
     """
@@ -54,7 +54,7 @@ class PreparedCall:
 
 
 def returning(problem: AttentionProblem, returned: Callable[..., Any]) -> PreparedCall:
-    """Return a call without a row, which FlashInfer is not asked for: it returns the problem's results, in their form."""
+    """Return a call for a problem without query rows: it returns the problem's results and never calls FlashInfer."""
     return PreparedCall(returned, dict(zip(("out", "lse"), problem.results(), strict=True)))
 
 
@@ -110,12 +110,11 @@ def installed(module: str, name: str) -> tuple[Any, inspect.Signature]:
 
 
 def version() -> str:
-    """Return the installed FlashInfer's version."""
     return importlib.metadata.version("flashinfer-python")
 
 
 def but_defaults(call: Any, changes: dict[str, Any]) -> dict[str, Any]:
-    """Return a call's arguments with some changed, less those at their default, which an older FlashInfer may lack."""
+    """Return a call's changed arguments without those at their default, which an older FlashInfer may lack."""
     defaults = _defaults(call.__class__)
     given = vars(call) | changes
     return {name: value for name, value in given.items() if not _is_default(value, defaults[name])}
@@ -182,7 +181,7 @@ def workspace_for(workspace: object, device: torch.device, statistics_bytes: int
 
 @functools.cache
 def workspace_of(device: torch.device, stream: int) -> torch.Tensor:
-    """Return the lab's own uint8 workspace, semaphores and then scratch, zeroed once."""
+    """Return the lab's own workspace, uint8: semaphores, then scratch; zeroed once."""
     refuse_during_capture("the workspace", device)
     return torch.zeros(SEMAPHORE_BYTES + SCRATCH_BYTES, dtype=torch.uint8, device=device)
 
@@ -260,7 +259,7 @@ def ragged_workspace(workspace_buffer: object, device: torch.device) -> torch.Te
 
 
 def refuse_during_capture(what: str, device: torch.device) -> None:
-    """Raise RuntimeError where something that must outlive a CUDA graph would be made inside the one being captured."""
+    """Raise RuntimeError if a CUDA graph is being captured: what must outlive the graph cannot be made inside it."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{what} would be made inside the CUDA graph being captured; make this call once before it, on the same stream"

@@ -12,6 +12,7 @@ from lab.calls import (
     CALL_TYPES,
     MLADecodeCall,
     PagedAttention,
+    Problem,
     RaggedAttention,
     check_ragged_values,
     check_values,
@@ -22,7 +23,6 @@ from lab.references.paged_attention import indexed, plain_v_scales
 from lab.references.quantization import dequantize_nvfp4
 from lab.references.truth import Rules, Truth, truth_of_requests
 
-Problem = PagedAttention | RaggedAttention
 History = tuple[Tensor, Tensor]  # K and V of a request, [kv_len, num_kv_heads, head_dim]
 
 
@@ -40,7 +40,7 @@ def assert_close_to_reference(
     Each vector, of one row and head, is held to float64 on the same inputs. Its relative L2 error may be
     `lab.references.errors.CONTROL_FACTOR` times that of plain low-precision torch operations (`eager_attention`) on the same
     request, and one rounding in any case: the bound of `lab.checks.judge`. Where all pass, the slopes of their regression on
-    float64 (`lab.references.regression`) must be 1 but for rounding. Rows after the last request's are padding, and
+    float64 (`lab.references.regression`) must be 1 up to rounding. Rows after the last request's are padding, and
     may hold anything.
 
     Args:

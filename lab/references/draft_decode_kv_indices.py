@@ -22,7 +22,7 @@ def generate_draft_decode_kv_indices(
 
     Step ``s`` of a draft reads, for each branch of each request, the request's prefix and the ``s + 1`` tokens that the
     branch has drafted, the step's own included. A branch's draft slots follow the prefix in the request's row; with pages
-    and several branches, each branch has its own pages, of which the first repeats the prefix's last, partly filled one.
+    and several branches, each branch has its own pages; its first page repeats the prefix's last, partly filled one.
 
     The arguments from ``window_size`` on are those of ``sglang/kernels/ops/speculative/cache_locs.py`` in 0.5.23.
 

@@ -129,7 +129,7 @@ def mla_forward_metadata(batch: Any, pool: Any, *, counts_draft: bool, block: in
     Args:
         batch, pool: as in `forward_metadata`.
         counts_draft: True if a draft step's length counts the tokens drafted so far, its own among them; SGLang's does not.
-        block: rows of a request's block, in a graph captured with so many; None: those of the longest request.
+        block: rows of a request's block, fixed by a graph; None: the longest request's rows.
 
     Raises:
         ValueError: the mode runs no attention.

@@ -1,8 +1,8 @@
 """The regression of an output on the truth: a bias that no vector shows by itself is the slope of many together.
 
 A vector's slope is sum(out * exact) / sum(exact ** 2); that of a group of vectors is the mean of theirs, so that long and short
-vectors count alike. It is 1 for a right kernel but for rounding, which is another for every vector, so that the mean's error
-falls with the square root of their number.
+vectors count alike. For a right kernel it differs from 1 by rounding alone. Rounding errors of different vectors are
+independent, so the mean's error falls with the square root of their number.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lab.calls.problem import E4M3
 
-# A slope may be off by so many standard deviations of what rounding does to it. results/bias.md has the measured ones.
+# Allowed distance of a slope from 1, in standard deviations of the rounding error. results/bias.md has the measured distances.
 DEVIATIONS = 4.0
 # ... and by what float32 may add to all vectors alike. Tensor cores cut their sums (Fasi et al. 2021, 10.7717/peerj-cs.330), by
 # up to 2**-24 of them in the mean, at each of the 8,192 steps of 16 that 131,072 keys take: 3e-4, as earlier sums are smaller.

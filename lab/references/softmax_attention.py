@@ -1,8 +1,8 @@
-"""The one algorithm of the references: softmax attention in float64, over K and V of which a tile at a time is float64.
+"""The one algorithm of the references: softmax attention in float64. K and V are converted one tile at a time.
 
-`attention` is the definition; an end-to-end check hands it a request's K/V history as it was written. It goes over the tiles
-twice, for all scores and, after the softmax, for the sums. A tile is some keys of all requests that have so many. It is made
-float64, multiplied and dropped:
+`attention` is the definition; an end-to-end check passes it a request's K/V history as it was written. It walks the tiles
+twice: for all scores, and after the softmax for the sums. A tile is a range of keys, of all requests that are long enough. It
+is converted to float64, multiplied and dropped:
 
     request 0  | tile 0 | tile 1 |
     request 1  | tile 0 | tile 1 | tile 2          | tile 3          |
@@ -93,13 +93,13 @@ class TiledKV(NamedTuple):
 
 
 def tiles(kv_lens: list[int], elements: int, device: torch.device, step: int = 1) -> list[Tile]:
-    """Return the tiles of requests, each of as many keys as are to be in float64 at a time.
+    """Return the tiles of requests. Each has as many keys as may be in float64 at a time.
 
     Args:
         kv_lens: of the requests, ascending, multiples of `step`.
         elements: of one key in K or in V.
         device: that computes.
-        step: a tile has a multiple of so many keys.
+        step: the keys of a tile are a multiple of it.
     """
     keys_at_once = (GPU_TILE_ELEMENTS if device.type == "cuda" else TILE_ELEMENTS) // max(elements, 1)
     found = []

@@ -49,7 +49,7 @@ def _prepare(call: DecodeCall | ContextCall) -> Ready:
 
 
 def _by_request(problem: PagedAttention, rows: torch.Tensor) -> torch.Tensor:
-    """Return rows as FlashAttention-4 takes them: [num_rows, ...] with offsets, else a view [batch_size, q_len, ...]."""
+    """Return rows in FlashAttention-4's shape: [num_rows, ...] with offsets, else a view [batch_size, q_len, ...]."""
     if problem.cu_seqlens_q is not None:
         return rows
     return rows.unflatten(0, (problem.batch_size, problem.max_q_len))

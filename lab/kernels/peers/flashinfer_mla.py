@@ -56,12 +56,12 @@ def _planned(call: MLADecodeCall, problem: PagedAttention, backend: str) -> Any:
 
 
 def _scale_of_keys(problem: PagedAttention) -> float:
-    """Return the factor that keys, as values, are multiplied by unasked: the cache's scale, as the kernel rounds it."""
+    """Return the factor that the kernel applies to keys as well as values: the cache's scale, rounded to the query's dtype."""
     return float(torch.tensor(float(problem.bmm2_scale)).to(problem.query.dtype))
 
 
 def _metadata(problem: PagedAttention) -> Any:
-    """Return the requests as CSR, which FA2 and FA3 plan from: rows, pages and lengths."""
+    """Return the requests as CSR (rows, pages and lengths), which FA2 and FA3 plan from."""
     metadata_type, _ = installed("flashinfer.mla", "MLAPlanMetadata")
     live = live_pages(problem)
     return metadata_type.csr(

@@ -59,7 +59,7 @@ def _plan(call: DecodeCall | ContextCall, backend: str) -> Callable[[], Any]:
 
 
 def _is_plain_decode(problem: PagedAttention) -> bool:
-    """Return True for what the decode wrapper takes; without tensor cores it reads V with K's strides."""
+    """Return True if the decode wrapper takes the problem. Without tensor cores it reads V with K's strides."""
     return (
         problem.call is AttentionCall.DECODE
         and problem.max_q_len == 1
@@ -109,7 +109,7 @@ def _planned_prefill(
 def _sink_variant(problem: PagedAttention, backend: str) -> dict[str, Any]:
     """Return the wrapper's arguments for sinks, its `run` ignoring `sinks` with these backends.
 
-    They are those of FlashInfer 0.7.2's `BatchAttentionWithAttentionSinkWrapper`, but for the module's name: its own leaves out
+    They are those of FlashInfer 0.7.2's `BatchAttentionWithAttentionSinkWrapper`, except the module's name: its own leaves out
     the head_dim and the dtype of K/V, so that kernels of several would overwrite each other in the compiler's cache.
     """
     name_of, _ = installed("flashinfer.jit.attention.modules", "get_batch_prefill_attention_sink_uri")

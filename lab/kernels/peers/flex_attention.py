@@ -38,7 +38,6 @@ MOST_ELEMENTS = 32 * 256  # of a tile: torch's default on SM90 for heads of 256;
 
 
 def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
-    """Return the kernel that a call comes to on a GPU."""
     return FLEX_ATTENTION
 
 
@@ -97,7 +96,7 @@ def _attend(
     scale: float,
     options: Any,
 ) -> None:
-    """Write the output, and the LSE of base 2 where it is asked for; both have heads after rows."""
+    """Write the output, and with `lse` the LSE in base 2. Both have heads after rows."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     found, aux = flex_attention(
@@ -116,7 +115,7 @@ def _attend(
 
 
 def _by_heads(pool: torch.Tensor) -> torch.Tensor:
-    """Return K or V as [1, heads, tokens, head_dim], a view."""
+    """Return K or V as a view [1, heads, tokens, head_dim]."""
     tokens = token_list(pool)
     assert tokens is not None
     return tokens.transpose(0, 1).unsqueeze(0)
@@ -124,7 +123,7 @@ def _by_heads(pool: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Row:
-    """A query row: its request, and the first and the last position that it may see; padding sees from 0 to -1."""
+    """A query row: its request, and the first and last position that it may see. Padding has 0 and -1."""
 
     request: int = 0
     first: int = 0
@@ -145,7 +144,7 @@ class _Rows:
     q_lens: list[int]
 
     def unflattened(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return [num_rows, ...] as [entries, rows of an entry, ...], a view."""
+        """Return [num_rows, ...] as a view [entries, rows of an entry, ...]."""
         return rows.unflatten(0, (len(self.grid), len(self.grid[0])))
 
     def column(self, name: str, device: torch.device) -> torch.Tensor:
@@ -170,7 +169,7 @@ def _rows_of(problem: PagedAttention) -> _Rows:
 
 
 def _block_mask(problem: PagedAttention, rows: _Rows, num_tokens: int) -> Any:
-    """Return the pages that each block of rows reads, in part and wholly, and the mask of those read in part."""
+    """Return the pages that each block of rows reads in part and wholly, and the mask of the pages read in part."""
     from torch.nn.attention.flex_attention import BlockMask
 
     device, page_size = problem.query.device, problem.page_size
@@ -206,7 +205,7 @@ def _block_mask(problem: PagedAttention, rows: _Rows, num_tokens: int) -> Any:
 
 
 def _check_pages_are_once(table: list[list[int]], kv_lens: list[int], page_size: int) -> None:
-    """Raise NotImplementedError for a request that has a page twice: the mask finds one place of a page in its request."""
+    """Raise NotImplementedError if a request has a page twice: the mask finds only one position of a page."""
     for request, (pages, kv_len) in enumerate(zip(table, kv_lens, strict=True)):
         twice = [page for page, times in Counter(pages[: -(-kv_len // page_size)]).items() if times > 1]
         if twice:
@@ -219,7 +218,7 @@ def _check_pages_are_once(table: list[list[int]], kv_lens: list[int], page_size:
 def _pages_of(
     problem: PagedAttention, rows: _Rows, block: list[_Row]
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return (request, page) of the pages that some rows of a block see in part, and of those that all see wholly."""
+    """Return two lists of (request, page): pages that some rows of a block see in part, and pages that all rows see wholly."""
     partial: list[tuple[int, int]] = []
     full: list[tuple[int, int]] = []
     groups = [list(group) for _, group in itertools.groupby(block, key=lambda row: row.request)]
@@ -238,14 +237,14 @@ def _pages_of(
 
 
 def _lists(pages: list[list[int]], shape: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the number of pages of each block of rows, and their ids, int32; `shape` ends with all pages, as torch's do."""
+    """Return each block's number of pages and page ids, int32. `shape` ends with the number of all pages, as in torch."""
     padded = [each + [0] * (shape[-1] - len(each)) for each in pages]
     counts = torch.tensor([len(each) for each in pages], dtype=torch.int32, device=device)
     return counts.view(shape[:-1]), torch.tensor(padded, dtype=torch.int32, device=device).view(shape)
 
 
 def _mask(problem: PagedAttention, rows: _Rows, num_pages: int) -> Callable[..., torch.Tensor]:
-    """Return the mask of a row and a token of the pool, by their numbers, as `flex_attention` takes it."""
+    """Return the mask function of `flex_attention`: of a row's and a pool token's number."""
     device, page_size = problem.query.device, problem.page_size
     request_of, first, last = (rows.column(name, device) for name in ("request", "first", "last"))
     page_in_request = torch.full((problem.batch_size, num_pages), -1, dtype=torch.int32, device=device)

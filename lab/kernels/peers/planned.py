@@ -38,7 +38,7 @@ class PlannedWrapper:
         """
 
         def planned(call: Any) -> Ready:
-            """Return the call, checked and planned; shapes and errors are its type's, in `lab.calls`."""
+            """Check and plan a call, and return it ready. Shapes and errors are those of its type in `lab.calls`."""
             return plan(call, backend)
 
         self.__name__ = f"{module}:{backend}" if backend else module
@@ -48,13 +48,12 @@ class PlannedWrapper:
                 setattr(self, entry.__name__, entry)
 
     def kernel_for(self, call: AttentionCall, capability: Capability) -> Kernel:
-        """Return the kernel that a call comes to on a GPU."""
         return BY_BACKEND[call][self._backend or fa_backend(capability)]
 
 
 @dataclass(frozen=True, eq=False)
 class LivePages:
-    """The pages of each request that hold keys, as FlashInfer's plans take them: on the host but for the ids.
+    """The pages of each request that hold keys, as FlashInfer's plans take them: ids on the device, the rest on the host.
 
     Attributes:
         kv_lens: int32 [batch_size], keys of each request.
@@ -71,7 +70,7 @@ class LivePages:
 
 
 def live_pages(problem: PagedAttention) -> LivePages:
-    """Return the requests' pages; lengths are copied to the host."""
+    """Return the requests' pages. Copies the lengths to the host."""
     kv_lens = problem.seq_lens.tolist()
     counts = [-(-kv_len // problem.page_size) for kv_len in kv_lens]
     live = [problem.k_block_tables[request, :count] for request, count in enumerate(counts)]
@@ -99,7 +98,7 @@ def supported_backend(backend: str, wrapper: str, problem: Problem) -> str:
 
 
 def refuse_planning_in_capture(wrapper: str, device: torch.device) -> None:
-    """Raise NotImplementedError where a wrapper would plan, from lengths on the host, inside a CUDA graph."""
+    """Raise NotImplementedError if a CUDA graph is being captured: the wrapper plans from lengths on the host."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
             f"{wrapper} plans on the host from the lengths, which no CUDA graph can: call plan before"

@@ -39,7 +39,6 @@ SCHEDULED_REQUESTS = 256  # of `TritonAttnBackend.get_num_kv_splits`, the least 
 
 
 def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
-    """Return the kernel that a call comes to on a GPU."""
     return SGLANG_TRITON
 
 
@@ -111,7 +110,7 @@ def _hides_every_key(shown: torch.Tensor, window_left: int, kv_lens: Sequence[in
 
 
 def _tokens(problem: PagedAttention, q_lens: Sequence[int], kv_lens: Sequence[int]) -> _Tokens:
-    """Return each request's tokens from the first that its first row sees, as SGLang lists those of a window."""
+    """Return each request's tokens from the first that its first row sees; SGLang lists the tokens of a window so."""
     device, page_size, window = problem.query.device, problem.page_size, problem.window_left
     starts = [
         max(0, kv_len - rows - window) if window >= 0 else 0 for rows, kv_len in zip(q_lens, kv_lens, strict=True)
@@ -157,7 +156,7 @@ def _decode_arguments(problem: PagedAttention, out: torch.Tensor, tokens: _Token
 
 
 def _num_splits(problem: PagedAttention, tokens: _Tokens) -> torch.Tensor:
-    """Return the number of splits of each request's keys, int32 [batch_size], by SGLang's own kernel; all of them on a CPU."""
+    """Return each request's number of key splits, int32 [batch_size], by SGLang's own kernel; on a CPU `MOST_SPLITS`."""
     device, batch_size = problem.query.device, problem.batch_size
     splits = torch.full((batch_size,), MOST_SPLITS, dtype=torch.int32, device=device)
     if device.type == "cuda":
@@ -200,7 +199,7 @@ def _extend_arguments(
 
 
 def _mask_of(draft: torch.Tensor, prefix: int) -> torch.Tensor:
-    """Return a request's draft mask as SGLang takes it: bool, a row after another, the prefix' tokens before the draft's."""
+    """Return a request's draft mask in SGLang's form: bool, row after row, the prefix's tokens before the draft's."""
     return torch.cat([draft.new_ones(len(draft), prefix), draft], dim=1).flatten()
 
 

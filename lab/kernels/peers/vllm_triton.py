@@ -30,7 +30,6 @@ MOST_ROWS_OF_SEGMENTS = 8
 
 
 def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
-    """Return the kernel that a call comes to on a GPU."""
     return VLLM_TRITON
 
 
@@ -85,7 +84,7 @@ def _arguments(problem: PagedAttention, out: torch.Tensor) -> dict[str, Any]:
 
 
 def _segments(problem: PagedAttention) -> dict[str, Any]:
-    """Return what lets vLLM split keys; {} for a batch whose grid is large enough without."""
+    """Return the arguments with which vLLM splits keys; {} if the grid is large enough without."""
     threshold = LEAST_GRID // problem.num_kv_heads
     if problem.max_q_len > MOST_ROWS_OF_SEGMENTS or problem.batch_size > threshold:
         return {}

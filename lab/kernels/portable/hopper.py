@@ -21,7 +21,7 @@ from lab.kernels.support import triton_interprets
 
 
 class HopperTiles(NamedTuple):
-    """The tiles of a head_dim: `shares` if one block holds all rows and its keys are shared out to programs, else `blocks`."""
+    """The tiles of a head_dim: `shares` if one block holds all rows and programs share its keys, else `blocks`."""
 
     blocks: HopperTile
     shares: HopperTile
@@ -57,7 +57,7 @@ REGISTERS = 65536  # of a multiprocessor
 
 
 def hopper_tiles(problem: PagedAttention) -> HopperTiles | None:
-    """Return the tiles of the Gluon kernel of MHA, or None if the plain kernel takes the problem, as with a draft mask."""
+    """Return the tiles of the Gluon kernel of MHA, or None if the plain kernel takes the problem (a draft mask's always)."""
     is_e4m3 = problem.k_cache.dtype == E4M3
     tiles = (E4M3_TILES if is_e4m3 else TILES).get(problem.head_dim)
     if tiles is None or problem.mask is not None or problem.v_head_dim != problem.head_dim:
@@ -81,7 +81,7 @@ def _fits(
 ) -> bool:
     """Return True where SM90's copy engine and products take a problem.
 
-    They take K and V in the query's 16-bit dtype, pages of which a tile is a multiple or a divisor, and pools that the copy
+    They take K and V in the query's 16-bit dtype, tiles that are a multiple or a divisor of a page, and pools that the copy
     engine can address.
     """
     if triton_interprets():  # the interpreter does not run Gluon
@@ -96,7 +96,7 @@ def _fits(
 
 
 def _has_whole_boxes(page_size: int, keys: int) -> bool:
-    """Return True where a tile is made of whole boxes, each the keys of one page (`_boxes`)."""
+    """Return True if a tile consists of whole boxes, each the keys of one page (`_boxes`)."""
     return page_size % keys == 0 or (keys % page_size == 0 and page_size >= LEAST_PAGE)
 
 
@@ -204,7 +204,7 @@ def hopper_mla_launches(
 
 
 def _boxes(cache: torch.Tensor, tile: HopperTile) -> Any:
-    """Return the descriptor of a pool's boxes, the units of copies: a tile's keys in one page, by BOX_BYTES of each."""
+    """Return the TMA descriptor of a pool. A box is one tile's keys within one page, and BOX_BYTES of each key."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

@@ -70,7 +70,7 @@ from lab.kernels.portable.softmax import fitted, fitting_power, rounded, row_sca
 
 
 class Rings(NamedTuple):
-    """Slots of tiles in shared memory, [stages, keys, head_dim], and their barriers."""
+    """Shared-memory rings of K and V tiles, [stages, keys, head_dim], with their barriers."""
 
     k: Any
     v: Any
@@ -82,7 +82,7 @@ class Rings(NamedTuple):
 
 @gluon.jit
 def _rings(DTYPE: gl.constexpr, READERS: gl.constexpr, DIMS: gl.constexpr, TILE: gl.constexpr):
-    """Return empty rings of tiles in a dtype, which so many partitions read."""
+    """Return empty rings of tiles in a dtype. READERS partitions read them."""
     BYTES: gl.constexpr = bytes_of(DTYPE)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(BOX_BYTES, DIMS * BYTES), 8 * BYTES)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -161,7 +161,7 @@ def _consume(
     GROUP: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Compute every piece for CONSUMER_ROWS of the rows; `rings` has the tiles, `q_slot` is for the rows' queries."""
+    """Compute CONSUMER_ROWS rows of every piece. `rings` has the tiles; `q_slot` is for the rows' queries."""
     KEYS: gl.constexpr = TILE.keys
     DIMS: gl.constexpr = q_slot.shape[1]
     DTYPE: gl.constexpr = q_slot.dtype

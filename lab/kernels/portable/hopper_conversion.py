@@ -22,7 +22,7 @@ def convert(
     GROUP: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Convert the keys or the values of every piece, which the producer has loaded, to the dtype of the products."""
+    """Convert every piece's loaded keys or values to the dtype of the products."""
     converted = 0
     while walk[0] < walk[1]:
         piece, walk = piece_at(walk, batch, SHARED, CAUSAL, GROUP, TILE)
@@ -46,7 +46,7 @@ def _convert_tile(loaded, converted, barriers, slot, parity):
     """
     DIMS: gl.constexpr = loaded.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIMS, DIMS // 8], [1, 1], [1, 0])
-    PART: gl.constexpr = 1024 // DIMS  # keys, of which each thread converts 32 elements
+    PART: gl.constexpr = 1024 // DIMS  # keys; each thread converts 32 elements
     PARTS: gl.constexpr = loaded.shape[0] // PART // 2
     loaded_full, loaded_empty, full, empty = barriers
     mbarrier.wait(loaded_full.index(slot), parity)

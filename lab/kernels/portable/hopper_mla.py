@@ -63,7 +63,7 @@ SCORE_PRODUCTS: gl.constexpr = gl.constexpr(3)  # that make the scores of a tile
 
 
 class Columns(NamedTuple):
-    """Entries or queries in shared memory: the halves of their latent columns, and the rope columns."""
+    """Entries or queries in shared memory: left and right half of the latent columns, and the rope columns."""
 
     left: Any
     right: Any
@@ -71,7 +71,7 @@ class Columns(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Slots of tiles, `Columns` of [stages, keys, columns], and barriers: of left and rope columns, and of right ones."""
+    """Shared-memory ring of K/V tiles. Left and rope columns share one barrier per stage; right columns have their own."""
 
     tiles: Any
     left_full: Any
@@ -81,7 +81,7 @@ class Ring(NamedTuple):
 
 
 class Message(NamedTuple):
-    """The slot by which consumer 0 sends consumer 1 weights [rows, keys] and factors float32 [2, rows]; and its barriers."""
+    """A slot: consumer 0 sends weights [rows, keys] and factors float32 [2, rows] to consumer 1. With its barriers."""
 
     weights: Any
     factors: Any
@@ -91,7 +91,7 @@ class Message(NamedTuple):
 
 @gluon.jit
 def _produce(pool, walk, batch, ring, PAGE_SIZE: gl.constexpr, HEADS: gl.constexpr, TILE: gl.constexpr):
-    """Load the tiles of every piece into the ring; `pool` is (descriptor of its boxes, block table, the table's stride)."""
+    """Load the tiles of every piece into the ring. `pool` is (descriptor of boxes, block table, the table's stride)."""
     boxes, block_table, table_stride = pool
     tiles = ring.tiles
     HALF: gl.constexpr = tiles.left.shape[2]
@@ -130,7 +130,7 @@ def _consume_left(
     HEADS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Compute the scores and the weights of every piece, send them, and compute the left columns of its output."""
+    """Compute and send every piece's weights, and compute the left columns of its output."""
     HALF: gl.constexpr = q_slots.left.shape[1]
     DTYPE: gl.constexpr = q_slots.left.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.keys, 16])
@@ -207,7 +207,7 @@ def _write_query(query, piece, is_negative, q_slots, HEADS: gl.constexpr, TILE: 
 
 @gluon.jit
 def _launch_scores(q_slots, ring, number, SCORES: gl.constexpr, TILE: gl.constexpr):
-    """Wait for the `number`-th tile, and launch Q.K^T of it, as SCORE_PRODUCTS products."""
+    """Wait for the `number`-th tile, and launch its Q.K^T as SCORE_PRODUCTS products."""
     slot = number % TILE.stages
     scores = gl.full([CONSUMER_ROWS, TILE.keys], 0.0, gl.float32, SCORES)
     wait_for(ring.left_full, number, TILE)
@@ -227,7 +227,7 @@ def _launch_sums(weights, sums, ring, number, SUMS: gl.constexpr, TILE: gl.const
 
 @gluon.jit
 def _send_weights(message, sent, weights, rescale):
-    """Write the weights of a tile, and the factor of earlier sums, after the message before has been read."""
+    """Write a tile's weights and the factor of earlier sums, once the previous message has been read."""
     mbarrier.wait(message.empty, sent & 1 ^ 1)
     message.weights.store(weights)
     message.factors.index(0).store(rescale)
@@ -278,7 +278,7 @@ def _store(
     HEADS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Write one half of a piece's columns: of the output, or of a partial result. Both consumers write the same LSE."""
+    """Write one half of a piece's columns to the output or a partial result. Both consumers write the same LSE."""
     HALF: gl.constexpr = state[2].shape[1]
     sinks, scales, results, partials = terms
     block_row = consumer_rows(SUMS)

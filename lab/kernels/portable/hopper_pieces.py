@@ -30,7 +30,6 @@ NO_KEY: gl.constexpr = gl.constexpr(2**31 - 1)  # after every key
 
 @gluon.constexpr_function
 def bytes_of(dtype):
-    """Return the bytes of an element."""
     return dtype.primitive_bitwidth // 8
 
 
@@ -60,7 +59,7 @@ class Piece(NamedTuple):
 
 @gluon.jit
 def begin_walk(batch, num_shares, least_tiles, SHARED: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Return the first walk of this program: over its share, or over a block of rows in each turn of all programs."""
+    """Return this program's first walk: over its share, or in each turn of all programs over one block of rows."""
     seq_lens, kind, window_left, batch_size, num_kv_heads = batch
     lanes = gl.arange(0, BLOCK_REQUESTS, gl.BlockedLayout([1], [32], [4], [0]))
     if SHARED:
@@ -160,13 +159,13 @@ def nth_tile(keys, number, TILE: gl.constexpr):
 
 @gluon.jit
 def keys_missing(key, kv_len, BOX_KEYS: gl.constexpr):
-    """Return how many keys a request lacks to fill the box that begins at `key`."""
+    """Return the number of keys that the request lacks to fill the box that begins at `key`."""
     return gl.minimum(gl.maximum(key + BOX_KEYS - kv_len, 0), BOX_KEYS)
 
 
 @gluon.jit
 def tile_keys(begin, column, kv_len, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr):
-    """Return the key in each column of the scores of a tile; NO_KEY where `copy_boxes` has put zeros or another box's key."""
+    """Return the key of each score column of a tile; NO_KEY where `copy_boxes` put zeros or a key of another box."""
     BOX_KEYS: gl.constexpr = min(KEYS, PAGE_SIZE)
     box = begin + column // BOX_KEYS * BOX_KEYS
     key = begin + column - keys_missing(box, kv_len, BOX_KEYS)
@@ -224,7 +223,7 @@ def copy_boxes(
 
 @gluon.jit
 def consumer_rows(LAYOUT: gl.constexpr):
-    """Return the number of each row of a consumer, in a layout of its products."""
+    """Return the row number of each row of a consumer, in the layout of its products."""
     return gl.arange(0, CONSUMER_ROWS, gl.SliceLayout(1, LAYOUT))
 
 
@@ -238,7 +237,7 @@ def load_query(
     GROUP: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Return DIMS elements of a consumer's rows, negated for a negative scale: `softmax_step` takes a positive one."""
+    """Return DIMS elements of a consumer's rows, negated if the scale is negative: `softmax_step` takes a positive one."""
     query, strides = queries
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIMS, DIMS // 8], [4, 1], [1, 0])
     row = piece.q_block * TILE.rows + WHICH * CONSUMER_ROWS + consumer_rows(LOADED)
@@ -252,7 +251,7 @@ def load_query(
 
 @gluon.jit
 def positive_scale(scales):
-    """Return (the absolute value of `logit_scale`, LEAST_SCALE or more; True if it was negative, and the query is negated)."""
+    """Return (the absolute `logit_scale`, at least LEAST_SCALE; True if it was negative: the query is then negated)."""
     scale = logit_scale(scales)
     is_negative = scale < 0
     scale = gl.where(is_negative, -scale, scale)
@@ -293,5 +292,5 @@ def in_rows_of(x, tile):
 
 @gluon.jit
 def with_weights(denominator, rescale, weights):
-    """Return a softmax's denominator, [rows, 4] as of `sums_by_thread`, after one more tile."""
+    """Return a softmax's denominator, [rows, 4] by `sums_by_thread`, after one more tile."""
     return denominator * in_rows_of(rescale, denominator)[:, None] + sums_by_thread(weights)

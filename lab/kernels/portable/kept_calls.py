@@ -3,7 +3,7 @@
 A call's *key* is all that is read of its arguments before a launch:
 
 * of a tensor: class, shape, strides, dtype, device, and address and storage offset modulo 16, by which Triton compiles
-* of a tuple or list: the same of its parts
+* of a tuple or list: the key of each part
 * of any other argument: type and value
 
 The contents of a tensor on a GPU are not read. So calls of one key pass the same checks, and their launches differ in addresses
@@ -34,7 +34,7 @@ P = ParamSpec("P")
 
 
 class NotKeptError(Exception):
-    """A call has no key, or its launches do not tell which of its tensors they take."""
+    """A call has no key, or its launches do not say which of its tensors they take."""
 
 
 def kept_at_once(prepare: Callable[P, TritonCall]) -> Callable[P, Any]:
@@ -87,7 +87,7 @@ def facts_of(value: Any, given: list[torch.Tensor]) -> Hashable:
     """Return the part of a call's key that is of one argument, and append the argument's tensors to `given`.
 
     Raises:
-        NotKeptError: a tensor that is not on a GPU, or an argument of which a check might read more.
+        NotKeptError: a tensor that is not on a GPU, or an argument whose contents a check might read.
     """
     kind = type(value)
     if kind in TENSORS and value.is_cuda:
@@ -186,7 +186,7 @@ def _source(memory: int, address: int, sources: Sequence[tuple[int, int]]) -> in
 
     Args:
         memory, address: where the allocation of the launch's tensor begins, and where the tensor does.
-        sources: the same of each tensor.
+        sources: the same two addresses for each tensor.
 
     Raises:
         NotKeptError: there is none, or more than one.

@@ -40,7 +40,7 @@ from lab.kernels.portable.tiles import HopperTile, ProgramTile
 BLOCK_REQUESTS: tl.constexpr = tl.constexpr(128)
 # Most requests of a small batch: one per thread of a warp, so that no warp waits for another to add up their places.
 SMALL_BATCH: tl.constexpr = tl.constexpr(32)
-# A unit of a small batch is cut into at most so many parts of a share's least tiles; into more only if each has twice as many.
+# Most parts of a unit of a small batch that have a share's least tiles. A unit has more parts only if each has twice the tiles.
 FEW_PARTS: tl.constexpr = tl.constexpr(4)
 # Keys by which a share may exceed an equal one, if units are then not cut, or cut into equal parts. Cuts cost time: a program
 # that ends one request and begins another waits for its keys anew, and partial results are written, read and merged.
@@ -84,7 +84,6 @@ def choose_shares(tile: ProgramTile | HopperTile, q_blocks: int, device: torch.d
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    """Return the multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -96,7 +95,7 @@ def reach_of(window_left, max_q_len):
 
 @triton.jit
 def tiles_in_reach(kv_len, reach, BLOCK_KEYS: tl.constexpr):
-    """Return (the first tile in reach, the number of tiles): one at least, since rows without keys are written too."""
+    """Return (the first tile in reach, the number of tiles), at least one tile: rows without keys are written too."""
     first = tl.maximum(kv_len.to(tl.int64) - reach, 0) // BLOCK_KEYS
     return first, tl.maximum(tl.cdiv(kv_len.to(tl.int64), BLOCK_KEYS) - first, 1)
 
@@ -185,7 +184,7 @@ def equal_parts(batch, num_shares, least_tiles, BLOCK_KEYS: tl.constexpr, START_
 
 @triton.jit
 def begin_share(share, batch, num_shares, least_tiles, TILE: tl.constexpr, SMALL: tl.constexpr):
-    """Return (place, end, places of a share, of each unit or 0 if they differ, request at the place, its first place)."""
+    """Return (place, end, places of a share, places of a unit or 0 if units differ, the place's request, its first place)."""
     BLOCK_KEYS: tl.constexpr = TILE.keys
     START_PLACES: tl.constexpr = TILE.start_keys // BLOCK_KEYS
     _, batch_size, _, num_kv_heads, _, _ = batch
@@ -209,13 +208,13 @@ def begin_share(share, batch, num_shares, least_tiles, TILE: tl.constexpr, SMALL
 
 @triton.jit
 def places_before(num_tiles, unit_places, START_PLACES: tl.constexpr):
-    """Return the empty places before the first of a unit's tiles; `unit_places` as `begin_share` returns it."""
+    """Return the empty places before a unit's first tile. `unit_places` is from `begin_share`."""
     return tl.where(unit_places > 0, unit_places - num_tiles, START_PLACES)
 
 
 @triton.jit
 def first_tile_from(place, request_begin, num_tiles, unit_places, START_PLACES: tl.constexpr):
-    """Return `place`, or where that is empty the place of the first tile after it; `num_tiles` are those of its unit."""
+    """Return `place`, or if it is empty the place of the next tile. `num_tiles` is its unit's."""
     before = places_before(num_tiles, unit_places, START_PLACES)
     return tl.maximum(place, place - place_in_unit(place, request_begin, num_tiles + before)[1] + before)
 

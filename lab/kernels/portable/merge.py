@@ -236,7 +236,7 @@ def merged_by_lanes(
     ROW_DIMS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Return the same as `merged`: for many pieces, of which each lane adds up its own."""
+    """Return the same as `merged`, for many pieces: each lane adds up its own."""
     first, begin, end, step = pieces
     block_row, row_exists = rows
     ROWS: tl.constexpr = block_row.shape[0]

@@ -57,7 +57,7 @@ SMALL_SHARE_KEYS = 128
 # On an H200, a launch for the merge, which has all multiprocessors, is slower up to 256 rows and faster from 512 on.
 MOST_ROWS_AT_ONCE = 256
 MOST_ELEMENTS_AT_ONCE = 32 * 128
-# Most packed rows of a request of the first kind: up to so many, a call is bound by reading K/V (`choose_tile`).
+# Most packed rows of a request of the first kind. A call with no more rows is bound by reading K/V (`choose_tile`).
 MOST_FEW_ROWS = 64
 
 

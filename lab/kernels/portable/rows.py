@@ -23,7 +23,7 @@ class KeyRange(NamedTuple):
         first_key, end: the first key that some row sees, and the end of those in the share.
         begin: the first key of the first tile.
         num_tiles: tiles from `begin` to `end`.
-        num_before, num_common: after the first `num_before` tiles come `num_common` of which every row sees all keys.
+        num_before, num_common: after the first `num_before` tiles come `num_common` tiles whose keys every row sees.
     """
 
     q_position: Any
@@ -75,7 +75,7 @@ def block_at(number, batch_size, kind, lanes, GROUP: tl.constexpr, BLOCK_ROWS: t
     """Return (request, its first block, requests with blocks from it on, all blocks) of a kind's `number`-th block of rows.
 
     Blocks are in order of the request. After the last block, the request is `batch_size`. `lanes` are the numbers from 0 on:
-    the lengths of so many requests are read at a time.
+    one per request whose length is read at the same time.
     """
     request = number * 0
     begin = request

@@ -89,7 +89,7 @@ def loads_by_descriptor(cache: torch.Tensor, keys: int) -> bool:
 
 
 def is_aligned(cache: torch.Tensor, strides_bytes: int) -> bool:
-    """Return True where the pool begins at a multiple of 16 bytes, and all strides but the last are `strides_bytes` times n."""
+    """Return True if the pool begins at a multiple of 16 bytes, and its strides but the last at one of `strides_bytes`."""
     strides = [stride * cache.element_size() for stride in cache.stride()[:3]]
     return cache.data_ptr() % 16 == 0 and all(stride % strides_bytes == 0 for stride in strides)
 

@@ -55,7 +55,7 @@ class TritonLaunch:
 
     @property
     def is_compiled(self) -> bool:
-        """Return True after the first call; never in the interpreter, which compiles nothing."""
+        """Return True after the first call, but never in the interpreter."""
         return self._compiled is not None
 
     def _bare_launch(self) -> Callable[..., object]:
@@ -85,14 +85,14 @@ class TritonLaunch:
 
 
 def _addressed(argument: Any) -> Any:
-    """Return an argument with each tensor's address in its place, in tuples too."""
+    """Return an argument with tensors replaced by their addresses, in tuples too."""
     if isinstance(argument, tuple):
         return tuple(map(_addressed, argument))
     return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
 
 
 def _at(argument: Any, index_of: Callable[[torch.Tensor], int]) -> Callable[[Addresses], Any] | None:
-    """Return a function of the addresses that makes the argument; None where it holds no tensor."""
+    """Return a function of the addresses that makes the argument, or None if it holds no tensor."""
     if isinstance(argument, torch.Tensor):
         return itemgetter(index_of(argument))
     if hasattr(argument, "block_shape"):  # a tensor descriptor, Triton's or Gluon's
@@ -120,7 +120,7 @@ class _Address(int):
 
 
 def new_scratch(device: torch.device, *parts: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
-    """Return tensors of these shapes and dtypes that may hold anything: parts of one allocation, each aligned like one."""
+    """Return unwritten tensors of these shapes and dtypes: parts of one allocation, each aligned like an allocation."""
     used = [math.prod(shape) * dtype.itemsize for shape, dtype in parts]
     sizes = [-(-size // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT for size in used]
     blocks = torch.empty((sum(sizes),), dtype=torch.uint8, device=device).split(sizes)
@@ -158,7 +158,7 @@ class TritonCall:
 
     @property
     def launches(self) -> list[TritonLaunch] | None:
-        """Return the call's launches, once it was made; None if it has a step that is no launch of a compiled kernel."""
+        """Return the launches of a call that was made; None if a step is no launch of a compiled kernel."""
         launches = [step for step in self._steps if isinstance(step, TritonLaunch) and step.is_compiled]
         return launches if len(launches) == len(self._steps) else None
 

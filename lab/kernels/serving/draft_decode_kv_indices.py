@@ -104,7 +104,7 @@ def generate_draft_decode_kv_indices(
         sink_size: tokens at a prefix's start that a list keeps beside a window; 0 without one.
         entry_page_size: tokens that an entry of ``req_to_token`` covers: 1, or ``page_size`` where entries are pages.
         v2p: ``[num_virtual_pages]`` int32 or int64, the page of each virtual one: ``req_to_token`` then has virtual slots or
-            pages, of which each must be in ``v2p``. A slot below 0, or one whose page is below 0, becomes slot 0.
+            pages, each of which must be in ``v2p``. A slot below 0, or one whose page is below 0, becomes slot 0.
         schedule: SPREAD, or one of SGLang's to compare it with.
 
     Raises:

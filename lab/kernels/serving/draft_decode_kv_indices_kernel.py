@@ -137,7 +137,7 @@ def _serial_kernel(
 
 @triton.jit
 def _kept(lengths, FORM: tl.constexpr):
-    """Return how many tokens of a prefix its lists keep."""
+    """Return the number of tokens of a prefix that its lists keep."""
     if FORM.window_size > 0:
         lengths = tl.minimum(lengths, FORM.window_size + FORM.sink_size)
     return lengths
@@ -145,7 +145,7 @@ def _kept(lengths, FORM: tl.constexpr):
 
 @triton.jit
 def _position(token, length, FORM: tl.constexpr):
-    """Return the position in a prefix of the token that a list keeps at index `token`: the sink's, then the window's."""
+    """Return the prefix position of a list's token at index `token`: the sink's tokens first, then the window's."""
     if FORM.window_size > 0:
         skipped = tl.maximum(length - (FORM.window_size + FORM.sink_size), 0)
         token = tl.where(token < FORM.sink_size, token, token + skipped)
@@ -154,7 +154,7 @@ def _position(token, length, FORM: tl.constexpr):
 
 @triton.jit
 def _load_slots(row, row_width, v2p, position, inside, FORM: tl.constexpr):
-    """Return the slots at positions of a request's row, whose entries beyond its end are 0; anything where not `inside`."""
+    """Return the slots at positions of a request's row; 0 beyond its end, undefined where not `inside`."""
     if FORM.entry_page_size == 1:
         slots = tl.load(row + position, mask=inside & (position < row_width), other=0)
     else:
@@ -170,7 +170,7 @@ def _load_slots(row, row_width, v2p, position, inside, FORM: tl.constexpr):
 
 @triton.jit
 def _list_start(before, request, branch, step, kept, FORM: tl.constexpr):
-    """Return the index in its step's row where a list starts; `before` counts the kept tokens of all requests before it."""
+    """Return a list's first index in its step's row. `before` counts the kept tokens of all earlier requests."""
     return before + request * (step + 1) * FORM.topk + branch * (kept + step + 1)
 
 
@@ -203,7 +203,7 @@ def _copy_block(row, row_width, v2p, kv_indices, step_start, list_start, capacit
 
 @triton.jit
 def _drafted_slots(row, row_width, v2p, length, branch, FORM: tl.constexpr):
-    """Return the slots of the tokens that a branch drafts in all steps, `[block_steps]`; 0 for a position without one."""
+    """Return the slots of a branch's drafted tokens of all steps, `[block_steps]`; 0 for a position without a slot."""
     if FORM.page_size == 1 or FORM.topk == 1:
         start = length + branch * FORM.num_steps
     else:  # each branch continues in its own copy of the prefix's last page
@@ -217,7 +217,7 @@ def _drafted_slots(row, row_width, v2p, length, branch, FORM: tl.constexpr):
 
 @triton.jit
 def _store_drafted(slots, step_row, at, step, capacity, FORM: tl.constexpr):
-    """Store the slots of the tokens drafted in steps 0 to `step`, the end of a list, from index `at` of its row on."""
+    """Store the slots of the tokens drafted in steps 0 to `step` at the end of a list, from index `at` of its row on."""
     drafted = tl.arange(0, FORM.block_steps)
     tl.store(step_row + at + drafted, slots, mask=(drafted <= step) & (at + drafted < capacity))
 
@@ -241,7 +241,7 @@ def _write_indptr(positions, kv_indptr, num_branches, kv_indptr_stride, FORM: tl
 
 @triton.jit
 def _sum_before(lengths, end, FORM: tl.constexpr):
-    """Return how many tokens the lists keep of `lengths[:end]`, int64."""
+    """Return the number of tokens that the lists keep of `lengths[:end]`, int64."""
     BLOCK: tl.constexpr = FORM.block_requests
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.int64)

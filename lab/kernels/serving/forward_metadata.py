@@ -192,7 +192,7 @@ def _launch_on_device_of(tensor: Tensor, launch: Callable[[], Any], kept_alive: 
 
 
 def _write_empty_batch(passes: Sequence[PassBuffers]) -> None:
-    """Write what a batch of no requests has: the leading 0 of cumulative lengths, and 0 for each write location."""
+    """Write the metadata of an empty batch: the leading 0 of cumulative lengths, and 0 for each write location."""
     for each in passes:
         cu_seqlens_q = None if _query_rows_constant(each) == PRESET_ROWS else each.cu_seqlens_q
         for tensor in (each.cu_seqlens_k, cu_seqlens_q, each.swa_out_cache_loc):
@@ -201,7 +201,7 @@ def _write_empty_batch(passes: Sequence[PassBuffers]) -> None:
 
 
 def _query_rows_constant(buffers: PassBuffers) -> int:
-    """Return a pass's query rows as the kernel is told: of every request, or PRESET_ROWS or CUMULATIVE_ROWS."""
+    """Return a pass's query rows as the kernel takes them: a number for all requests, PRESET_ROWS or CUMULATIVE_ROWS."""
     if buffers.query_rows is None or buffers.cu_seqlens_q is None:
         return PRESET_ROWS
     return CUMULATIVE_ROWS if isinstance(buffers.query_rows, Tensor) else buffers.query_rows

@@ -23,7 +23,7 @@ KERNELS: tuple[Kernel, ...] = (*portable.KERNELS, *trtllm.KERNELS, *peers.KERNEL
 
 
 def refuse_unsupported(kernel: Kernel, problem: Problem) -> None:
-    """Raise NotImplementedError with `why_not`'s sentence if the kernel cannot solve the problem where it lies."""
+    """Raise NotImplementedError with `why_not`'s sentence if the kernel does not take the problem on its device."""
     reason = why_not(kernel, capability_of(problem.query.device), problem)
     if reason is not None:
         raise NotImplementedError(reason)

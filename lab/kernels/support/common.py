@@ -30,7 +30,7 @@ RAGGED_SIZES = dims("(head_dim, v_head_dim)", lambda problem: (problem.head_dim,
 
 
 def misplaced(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) -> str | None:
-    """Return a kernel's sentence about a tensor whose address it cannot load so many bytes at a time."""
+    """Return a refusal if the tensor's address is no multiple of `load_bytes`, the bytes that a kernel loads at a time."""
     past = tensor.data_ptr() % load_bytes
     if past:
         return (
@@ -40,7 +40,7 @@ def misplaced(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) -> 
 
 
 def misaligned(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) -> str | None:
-    """Return a kernel's sentence about a tensor whose address or strides it cannot load so many bytes at a time."""
+    """Return a refusal if the tensor's address or strides are no multiples of `load_bytes`."""
     for stride in tensor.stride()[:-1]:
         if stride * tensor.element_size() % load_bytes:
             return misplaced(name, tensor, load_bytes) or (
@@ -51,20 +51,20 @@ def misaligned(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) ->
 
 
 def misaligned_ragged(problem: RaggedAttention) -> str | None:
-    """Return a ragged kernel's sentence about the first of query, key and value that is `misaligned`."""
+    """Return the refusal of the first of query, key and value that is `misaligned`."""
     sides = (("query", problem.query), ("key", problem.key), ("value", problem.value))
     return next((words for name, tensor in sides if (words := misaligned(name, tensor)) is not None), None)
 
 
 def misaligned_paged(problem: PagedAttention) -> str | None:
-    """Return a kernel's sentence about the first of query, K and V that is `misaligned`, or an out that is `misplaced`."""
+    """Return the refusal of the first of query, K and V that is `misaligned`, or of an out that is `misplaced`."""
     sides = (("query", problem.query), ("K", problem.k_cache), ("V", problem.v_cache))
     words = next((words for name, tensor in sides if (words := misaligned(name, tensor)) is not None), None)
     return words if words is not None or problem.out is None else misplaced("out", problem.out)
 
 
 def positive_bmm1_scale(problem: AttentionProblem) -> str | None:
-    """Return the sentence of a kernel that takes a row's maximum before it scales: 0 would be 0 * -inf where it masks."""
+    """Return a refusal if bmm1_scale is not positive: the kernel masks before it scales, and 0 * -inf is NaN."""
     return None if problem.bmm1_scale > 0 else f"takes a positive bmm1_scale, not {problem.bmm1_scale}"
 
 

@@ -8,7 +8,7 @@ from lab.kernels.support.stored_cache import stored_cache
 
 
 def _fmha_v2(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return the limit that a problem passes, by `trtllm_fmha_v2_prefill`, fmha_v2_run.cu and its epilogues."""
+    """Return the first limit that a problem exceeds, by `trtllm_fmha_v2_prefill`, fmha_v2_run.cu and its epilogues."""
     q = problem.query.dtype
     if q == E4M3 and capability is not None and family_of(capability) is not SM90:
         return f"takes fp16 and bf16 queries, and e4m3 on SM90 alone, not {q} on {sm_name(capability)}"

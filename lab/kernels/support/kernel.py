@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
+from lab.calls import Problem
 from lab.calls.problem import E4M3, AttentionCall, Feature, PagedAttention
-from lab.calls.ragged_context import RaggedAttention
 from lab.extras import sentence
 from lab.gpus import FAMILIES, Capability, GpuFamily, family_of, names_of, sm_name
 
-Problem = PagedAttention | RaggedAttention
 Triples = frozenset[tuple[torch.dtype, torch.dtype, torch.dtype]]
 
 
@@ -67,12 +66,12 @@ class Sizes:
 
 
 def sizes(words: str, size: Callable[[Any], int], *among: int) -> Sizes:
-    """Return `Sizes` that are listed in the sentence."""
+    """Return `Sizes` whose sentence lists them."""
     return Sizes(f"{words} {', '.join(map(str, among[:-1]))} and {among[-1]}", size, among)
 
 
 def page_sizes(*among: int, words: str = "is built for page sizes") -> Sizes:
-    """Return the page sizes, tokens, of a kernel over a paged cache."""
+    """Return the page sizes (tokens) of a kernel over a paged cache."""
     return sizes(words, lambda problem: problem.page_size, *among)
 
 
@@ -142,7 +141,7 @@ def why_not(kernel: Kernel, capability: Capability | None, problem: Problem) -> 
 
 
 def wrong_device(kernel: Kernel, capability: Capability | None, dtypes: Iterable[torch.dtype] = ()) -> str | None:
-    """Return the reason why a kernel runs on no such GPU (None: a CPU), or not over these dtypes there; None if it does."""
+    """Return the reason why a kernel does not run on a GPU (None: a CPU), or not over these dtypes there; else None."""
     if kernel.uses_triton and (kernel.on_cpu or capability is not None):
         return no_triton(capability, dtypes)
     if kernel.on_cpu and capability is None:
@@ -163,7 +162,7 @@ def _not_honoured(kernel: Kernel, problem: Problem) -> str | None:
 
 
 def no_triton(capability: Capability | None, dtypes: Iterable[torch.dtype] = ()) -> str | None:
-    """Return the reason why Triton does not run the lab's kernels there, over these dtypes; None if it does."""
+    """Return the reason why Triton does not run the lab's kernels on a GPU over these dtypes; else None."""
     if capability is None:
         if importlib.util.find_spec("triton") is None:
             return sentence("lab.kernels", ["triton"])
@@ -179,13 +178,13 @@ def no_triton(capability: Capability | None, dtypes: Iterable[torch.dtype] = ())
 
 
 def triton_interprets() -> bool:
-    """Return True where Triton runs its kernels in the interpreter: TRITON_INTERPRET=1 was set when it was imported."""
+    """Return True if Triton interprets its kernels: TRITON_INTERPRET=1 was set when it was imported."""
     import triton
 
     return bool(triton.knobs.runtime.interpret)
 
 
 def wrong_gpu(name: str, gpus: tuple[GpuFamily, ...], capability: Capability | None) -> str:
-    """Return the sentence that a GPU, or a CPU, is none of those that a kernel needs."""
+    """Return the sentence that a kernel needs another GPU."""
     here = "a CPU" if capability is None else sm_name(capability)
     return f"{name} needs a GPU of {names_of(gpus)}, this is {here}"

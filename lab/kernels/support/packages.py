@@ -28,7 +28,7 @@ paged_kernel = partial(Kernel, calls=(AttentionCall.DECODE, AttentionCall.CONTEX
 
 
 def _flash_attention_4(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return the limit that a problem passes, by `_flash_attn_fwd` and the documentation of `flash_attn_varlen_func`."""
+    """Return the first limit that a problem exceeds, by `_flash_attn_fwd` and the documentation of `flash_attn_varlen_func`."""
     if problem.k_block_tables.shape[1] == 0:
         return "takes the most keys from the page table's width, and block_tables has no column"
     if problem.page_size == _keys_of_a_tile(capability, problem):
@@ -64,7 +64,7 @@ FLASH_ATTENTION_4 = paged_kernel(
 
 
 def _flex_attention(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return the limit that a problem passes; a GPU's kernel counts elements in 32 bits until pytorch/pytorch#185264."""
+    """Return the first limit that a problem exceeds. On a GPU elements are counted in 32 bits until pytorch/pytorch#185264."""
     for name, pool in (("K", problem.k_cache), ("V", problem.v_cache)):
         span = sum((size - 1) * stride for size, stride in zip(pool.shape, pool.stride(), strict=True))
         if capability is not None and span >= 2**31:
@@ -95,7 +95,7 @@ FLEX_ATTENTION = paged_kernel(
 
 
 def _sglang_triton(_capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return the limit that a problem passes, by the two files named below."""
+    """Return the first limit that a problem exceeds, by the two files named below."""
     if problem.bmm1_scale == 0:
         return "takes a bmm1_scale of 0 for none given"  # `sm_scale or 1.0 / (Lq**0.5)`
     if problem.window_left == 0:
@@ -121,7 +121,7 @@ SGLANG_TRITON = paged_kernel(
 
 
 def _vllm_triton(_capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return the limit that a problem passes: only an e4m3 cache has scales, which are read with it."""
+    """Return the first limit that a problem exceeds: only an e4m3 cache has scales, which are read with it."""
     if problem.kv_dtype != E4M3 and problem.bmm2_scale != 1:
         return f"has no scale of a {problem.kv_dtype} cache: bmm2_scale must be 1, not {problem.bmm2_scale}"
     return None

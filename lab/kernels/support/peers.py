@@ -33,7 +33,7 @@ MLA_DTYPES = Dtypes(HALVES | {(BF16, E4M3, BF16)}, MLA_QUERIES, {E4M3: E4M3_CACH
 
 
 def _fa_mla(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return the limit that a problem passes, by `_validate_generated_fa_plan` and the capabilities of both backends."""
+    """Return the first limit that a problem exceeds, by `_validate_generated_fa_plan` and both backends' capabilities."""
     quantised = problem.k_cache.dtype == E4M3
     if quantised and (family_of(capability) is not SM90 or mla_dims(problem) != DEEPSEEK_MLA_DIMS):
         return E4M3_CACHE
@@ -61,7 +61,7 @@ FA3_MLA = MLA("BatchMLAPagedAttentionWrapper with FA3", gpus=(SM90,), sizes=(RAN
 
 
 def _fa_ragged(capability: Capability | None, problem: RaggedAttention) -> str | None:
-    """Return the limit that a problem passes, by `BatchPrefillWithRaggedKVCacheWrapper` and its two backends."""
+    """Return the first limit that a problem exceeds, by `BatchPrefillWithRaggedKVCacheWrapper` and its two backends."""
     return positive_bmm1_scale(problem) or misaligned_ragged(problem)
 
 
@@ -83,7 +83,7 @@ FA3_RAGGED = _ragged("FA3", (SM90,))
 
 
 def _fa_paged(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return the limit that a problem passes, by the two wrappers, their `AttentionSink` and the loads of both backends."""
+    """Return the first limit that a problem exceeds, by the two wrappers, their `AttentionSink` and both backends' loads."""
     if problem.sinks is not None and problem.mask is not None:  # `AttentionSink` has a `LogitsMask` of its own
         return "reads no mask where it has sinks"
     if problem.sinks is not None and problem.query.dtype == E4M3:

@@ -27,30 +27,30 @@ class StoredCache:
 
     @property
     def is_stacked(self) -> bool:
-        """True for one contiguous [num_pages, 2, ...]: V's page after each of K's."""
+        """Return True for one contiguous [num_pages, 2, ...]: each page of K before its page of V."""
         step_bytes = self.k.stride(0) * self.k.element_size()
         follows_each = step_bytes == 2 * self.page_bytes and self.distance_bytes == self.page_bytes
         return follows_each and self.k[:1].is_contiguous() and self.k.stride() == self.v.stride()
 
     @property
     def is_halves(self) -> bool:
-        """True for K and V contiguous in one allocation, V whole pages after K."""
+        """Return True if K and V are contiguous in one allocation, V whole pages after K."""
         follows = self.distance_bytes > 0 and self.distance_bytes % self.page_bytes == 0
         return follows and share_memory(self.k, self.v) and self.k.is_contiguous() and self.v.is_contiguous()
 
     @property
     def is_one_pool(self) -> bool:
-        """True where K and V are the same contiguous memory."""
+        """Return True if K and V are the same contiguous memory."""
         return self.distance_bytes == 0 and self.k.is_contiguous() and self.k.stride() == self.v.stride()
 
     def stacked(self) -> torch.Tensor:
-        """Return the [num_pages, 2, ...] tensor; only where `is_stacked`."""
+        """Return the [num_pages, 2, ...] tensor. Call it only if `is_stacked`."""
         (pages, *page), (step, *strides) = self.k.shape, self.k.stride()
         return self.k.as_strided((pages, 2, *page), (step, step // 2, *strides))
 
 
 def stored_cache(problem: PagedAttention) -> StoredCache:
-    """Return the problem's cache as it is stored; `layout` means nothing for pages with gaps."""
+    """Return how the problem's cache is stored. `layout` is undefined for pages with gaps."""
     layout, k, v = "HND", problem.k_cache, problem.v_cache
     # One token of all heads after another: NHD. With one head the layouts are the same memory, and an engine's pool is NHD.
     if k.stride(2) == k.shape[1] * k.shape[3]:
@@ -60,7 +60,7 @@ def stored_cache(problem: PagedAttention) -> StoredCache:
 
 
 def share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return True where both are views of one allocation."""
+    """Return True if both are views of one allocation."""
     return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
@@ -77,7 +77,7 @@ def token_list(pool: torch.Tensor) -> torch.Tensor | None:
 
 
 def no_token_list(problem: PagedAttention) -> str | None:
-    """Return a kernel's sentence about the first of K and V that is no `token_list`."""
+    """Return the refusal of the first of K and V that is no `token_list`."""
     sides = (("K", problem.k_cache), ("V", problem.v_cache))
     return next(
         (

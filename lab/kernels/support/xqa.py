@@ -32,7 +32,7 @@ GROUPS: dict[tuple[GpuFamily, bool], Groups] = {
 
 
 def _xqa(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return the limit that a problem passes, by FlashInfer's `xqa`, `gen_xqa_module`, xqa_wrapper.cu and mha.cu."""
+    """Return the first limit that a problem exceeds, by FlashInfer's `xqa`, `gen_xqa_module`, xqa_wrapper.cu and mha.cu."""
     kv = problem.k_cache.dtype
     if kv == NVFP4 and capability is not None and family_of(capability) is not SM120:
         return f"reads NVFP4 K/V on SM120 and SM121 only, not on {sm_name(capability)}"
@@ -53,7 +53,7 @@ def _xqa(capability: Capability | None, problem: PagedAttention) -> str | None:
 
 
 def _xqa_heads(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return the reason where FlashInfer cannot compile XQA for the call's heads: its checks and the sources' assertions."""
+    """Return the reason why FlashInfer cannot compile XQA for the call's heads, by its checks and the sources' assertions."""
     group, head_dim = problem.num_qo_heads // problem.num_kv_heads, problem.head_dim
     family, halves = family_of(capability), problem.kv_dtype in HALF_DTYPES
     assert capability is not None  # `why_not` asks for the GPU first
@@ -120,7 +120,7 @@ XQA = Kernel(
 
 
 def _xqa_mla(_capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return the limit that a problem passes, by `xqa_batch_decode_with_kv_cache_mla`, `xqa_mla`, mla_sm120.cu."""
+    """Return the first limit that a problem exceeds, by `xqa_batch_decode_with_kv_cache_mla`, `xqa_mla` and mla_sm120.cu."""
     columns = problem.k_block_tables.shape[1]
     if columns * problem.page_size % 128:
         return f"needs block_tables of whole 128 tokens: {columns} columns of {problem.page_size} are not"

@@ -50,7 +50,7 @@ trtllm_ragged_attention_deepseek = made_at_once(prepare_trtllm_ragged_attention_
 
 
 def _may_lack_keys(call: RaggedContextCall, problem: RaggedAttention) -> bool:
-    """Return False where the host can tell that every row sees a key, but for those that FlashInfer itself looks after."""
+    """Return False if the host can tell that every row sees a key, or that FlashInfer fills the rows that see none."""
     if call.cum_seq_lens_q is call.cum_seq_lens_kv:
         return False
     lengths = call.host_lengths()
@@ -73,7 +73,7 @@ def _then_filled(made: PreparedCall, problem: RaggedAttention) -> PreparedCall:
 
 
 def fill_rows_without_keys(problem: RaggedAttention, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Write zeros, and the LSE of no key, -inf or the sink, wherever a row sees none. It reads nothing on the host."""
+    """Write zeros, and the LSE of no key (-inf or the sink), where a row sees no key. Reads nothing on the host."""
     lacks_keys = _rows_without_keys(problem).unsqueeze(1)
     out.masked_fill_(lacks_keys.unsqueeze(2), 0.0)
     if lse is not None and problem.sinks is None:
@@ -83,7 +83,7 @@ def fill_rows_without_keys(problem: RaggedAttention, out: torch.Tensor, lse: tor
 
 
 def _rows_without_keys(problem: RaggedAttention) -> torch.Tensor:
-    """Return bool [num_rows]; anything for padding."""
+    """Return bool [num_rows], True where a row sees no key; undefined for padding."""
     rows = torch.arange(problem.num_rows, dtype=torch.int32, device=problem.query.device)
     ends = problem.cu_seqlens_q[1:]
     request = torch.searchsorted(ends, rows, right=True).clamp(max=problem.batch_size - 1)

@@ -30,7 +30,7 @@ class SizedPass(Generic[MetadataT]):
 
 @dataclass(frozen=True, eq=False)
 class CapturedSize(SizedPass[MetadataT]):
-    """A captured size with its graph: `replay` runs it, `output` is where it writes."""
+    """A captured size with its graph: `replay` runs it, and it writes to `output`."""
 
     replay: Callable[[], None]
     output: Any
@@ -53,7 +53,7 @@ def sized_passes(
 
 
 def check_sizes(batch_sizes: Sequence[int]) -> None:
-    """Raise ValueError unless there is a size, and each is at least 1."""
+    """Raise ValueError for no size, or one below 1."""
     if not batch_sizes or min(batch_sizes) < 1:
         raise ValueError(f"batch_sizes={list(batch_sizes)} must be one size or more, each at least 1")
 
@@ -121,7 +121,7 @@ class GraphRunner(Generic[MetadataT]):
         return self.backend.build_metadata(batch, self.pool)
 
     def replay(self, batch: ForwardBatch) -> Any:
-        """Load a batch, rebuild its metadata, replay. Return the graph's output, with padding, which the next overwrites."""
+        """Load a batch, rebuild its metadata, replay. Return the graph's padded output, which the next replay overwrites."""
         captured = self.captured[self.size_for(batch.batch_size)]
         self.inputs.load(batch, captured.view.batch_size)
         if self.place is MetadataPlace.BEFORE_REPLAY:

@@ -121,7 +121,7 @@ class ForwardBatch:
 
     @property
     def writes_no_kv(self) -> bool:
-        """Return True for a pass of a frozen-KV draft, whose rows have no K and V of their own."""
+        """Return True for a pass of a frozen-KV draft, whose rows have no K and V."""
         return self.spec_info is not None and self.spec_info.speculative_step_id == FROZEN_KV_STEP
 
     @property
@@ -210,7 +210,7 @@ class ForwardBatch:
             )
 
     def _check_extend_rows(self) -> None:
-        """Refuse an extend whose rows or slots are not the new tokens that the host list names."""
+        """Raise ValueError unless an extend's rows and slots are those of the new tokens in the host list."""
         mode, lengths = self.forward_mode, self.extend_seq_lens_cpu
         most = None if self.spec_info is None else self.spec_info.num_draft_tokens
         if mode.query_rows is QueryRows.VERIFIED and most is None:

@@ -11,7 +11,7 @@ from lab.named_enum import NamedEnum
 
 
 class QueryRows(NamedEnum):
-    """The number of query rows of each request, and the field of the batch that says it."""
+    """The number of query rows of each request, and the batch's field that has it."""
 
     NONE = "none"  # no attention runs
     ONE = "one"
@@ -23,17 +23,17 @@ class QueryRows(NamedEnum):
 
     @property
     def are_uniform(self) -> bool:
-        """Return True if every request has the same number."""
+        """Return True if all requests have the same number."""
         return self in (QueryRows.ONE, QueryRows.DRAFT_TOKENS, QueryRows.FIXED)
 
     @property
     def in_extend_seq_lens(self) -> bool:
-        """Return True if the batch has ``extend_seq_lens``, and ``extend_seq_lens_cpu`` on the host."""
+        """Return True if the batch has the numbers in ``extend_seq_lens``, and on the host in ``extend_seq_lens_cpu``."""
         return self in (QueryRows.FIXED, QueryRows.ACCEPTED, QueryRows.VERIFIED, QueryRows.NEW_TOKENS)
 
 
 class UncountedTokens(NamedEnum):
-    """The tokens of a request that are keys of this pass, and that ``seq_lens`` does not count."""
+    """The tokens of a request that are keys of this pass and that ``seq_lens`` does not count."""
 
     NONE = "none"  # seq_lens counts the new tokens
     QUERY_ROWS = "query rows"  # the draft tokens that this pass verifies

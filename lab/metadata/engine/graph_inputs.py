@@ -83,12 +83,11 @@ class GraphMode:
 
     @property
     def in_extend_seq_lens(self) -> bool:
-        """Return True if the batch has its rows in ``extend_seq_lens``."""
         return self.forward_mode.query_rows.in_extend_seq_lens
 
     @property
     def slots_per_req(self) -> int:
-        """Return the number of tokens of a request whose K and V a graph writes."""
+        """Return the number of tokens per request whose K and V a graph writes."""
         return 0 if self.draft_step == FROZEN_KV_STEP else self.num_tokens_per_req
 
     def __post_init__(self) -> None:
@@ -125,7 +124,7 @@ class StaticInputs:
         self.extend_seq_lens = torch.full((max_batch_size,), width, dtype=torch.int32, device=device)
 
     def view(self, batch_size: int) -> ForwardBatch:
-        """Return the batch of a captured size: leading slices of the buffers, and host facts that hold for every replay."""
+        """Return the batch of a captured size: slices of the buffers, and host facts that hold for every replay."""
         mode, width = self.mode, self.mode.num_tokens_per_req
         lens = self.extend_seq_lens[:batch_size]
         return ForwardBatch(

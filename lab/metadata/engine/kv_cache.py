@@ -43,12 +43,12 @@ class PagedKVCache:
 
     @property
     def k_cache(self) -> Tensor:
-        """Return the half with K: ``[num_pages, ., ., head_dim]`` in this cache's layout."""
+        """Return ``[num_pages, ., ., head_dim]`` in this cache's layout."""
         return self.storage[0]
 
     @property
     def v_cache(self) -> Tensor:
-        """Return the half with V: ``[num_pages, ., ., head_dim]`` in this cache's layout."""
+        """Return ``[num_pages, ., ., head_dim]`` in this cache's layout."""
         return self.storage[1]
 
     @property
@@ -186,7 +186,7 @@ class PagedLatentCache:
         return self.storage.shape[1]
 
     def with_head_axis(self) -> Tensor:
-        """Return ``[num_pages, 1, page_size, entry]``, the view that SGLang hands FlashInfer."""
+        """Return a view ``[num_pages, 1, page_size, entry]``, as SGLang passes it to FlashInfer."""
         return self.storage.unsqueeze(1)
 
     def write(self, slots: Tensor, entries: Tensor) -> None:
@@ -213,7 +213,7 @@ class ShardedLatentCache:
     storage: Tensor
 
     def of_rank(self, rank: int) -> PagedLatentCache:
-        """Return a GPU's own cache, which shares the storage."""
+        """Return one GPU's cache, which shares the storage."""
         return PagedLatentCache(self.storage[rank])
 
     def write(self, slots: Tensor, entries: Tensor) -> None:
@@ -238,7 +238,7 @@ def _check_rows(name: str, rows: Tensor, expected: list[int], dtype: torch.dtype
 
 
 def _write_rows(pages: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Scatter rows into ``[num_pages, page_size, ...]``, as bytes: not every device scatters every 8-bit float in torch."""
+    """Scatter rows into ``[num_pages, page_size, ...]`` as bytes: torch cannot scatter every 8-bit float on every device."""
     slots, page_size = slots.clamp(min=0), pages.shape[1]
     pages.view(torch.uint8)[slots // page_size, slots % page_size] = rows.contiguous().view(torch.uint8)
 

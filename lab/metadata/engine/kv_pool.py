@@ -113,7 +113,7 @@ class KVPool:
 
     @property
     def block_table_width(self) -> int:
-        """Return the pages of a request of ``max_context_len`` tokens: the static width of its row in a page table."""
+        """Return the columns of a page table: the pages of a request of ``max_context_len`` tokens."""
         return -(-self.max_context_len // self.page_size)
 
     def add_request(self, length: int) -> int:
@@ -195,7 +195,7 @@ class KVPool:
         return (pages if self.v2p is None else self._physical(pages)).to(torch.int32)
 
     def physical_slots(self, slots: Tensor) -> Tensor:
-        """Return each slot's place in the full pool's caches, int64, in their shape: the slots, without virtual pages."""
+        """Return each slot's place in the full pool's caches, int64, same shape; without virtual pages the slots themselves."""
         if self.v2p is None:
             return slots
         offsets = (slots % self.page_size).masked_fill(slots < 0, 0)
@@ -305,12 +305,12 @@ class KVPool:
             )
 
     def _slots_of_pages(self, pages: list[int]) -> Tensor:
-        """Return the slots of whole pages, ``[len(pages), page_size]`` int64."""
+        """Return the slots of whole pages: ``[len(pages), page_size]`` int64."""
         starts = _ids(pages, self.device) * self.page_size
         return starts[:, None] + torch.arange(self.page_size, device=self.device)
 
     def _map_pages(self, pages: list[int], swa_slots: Tensor | int) -> None:
-        """Map all slots of whole pages, of which a page table reads the first, to `swa_slots`: one each, or 0 for none."""
+        """Map all slots of whole pages to `swa_slots`: one per slot, or 0 for none."""
         self._swa_map()[:-1].view(-1, self.page_size)[_ids(pages, self.device)] = swa_slots
 
     def _release_swa(self, request: _Request, num_pages: int) -> None:
@@ -326,5 +326,5 @@ def _ids(pages: list[int], device: torch.device) -> Tensor:
 
 
 def _shuffled_ids(count: int, generator: torch.Generator) -> deque[int]:
-    """Return the ids 1 .. count - 1 in random order: 0 is the sink of every id space."""
+    """Return the ids 1 to count - 1 in random order; 0 is the sink of every id space."""
     return deque((torch.randperm(count - 1, generator=generator) + 1).tolist())

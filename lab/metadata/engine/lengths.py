@@ -19,7 +19,7 @@ PADDED_SEQ_LEN = 1
 
 
 class DraftAttention(NamedEnum):
-    """The backend of a draft model, and the keys that a draft step's length counts on it."""
+    """The backend of a draft model, and the keys that the length of a draft step counts on it."""
 
     MHA = "mha"  # seq_lens + step + 1: the drafted tokens and the step's own
     MHA_FROZEN_KV = "mha frozen kv"  # seq_lens in every step: the draft reads the target's K/V and writes none
@@ -46,7 +46,7 @@ def check_attends(batch: ForwardBatch, pool: KVPool) -> None:
 
 
 def host_lengths(batch: ForwardBatch, name: str) -> Sequence[int]:
-    """Return one of the batch's host lists by its name. Raises ValueError if it is missing."""
+    """Return the batch's host list of this name; raises ValueError if it is missing."""
     lengths: Sequence[int] | None = getattr(batch, name)
     if lengths is None:
         raise ValueError(
@@ -56,7 +56,7 @@ def host_lengths(batch: ForwardBatch, name: str) -> Sequence[int]:
 
 
 def device_lengths(batch: ForwardBatch, name: str) -> Tensor:
-    """Return one of the batch's tensors of lengths by its name. Raises ValueError if it is missing."""
+    """Return the batch's tensor of lengths of this name; raises ValueError if it is missing."""
     lengths: Tensor | None = getattr(batch, name)
     if lengths is None:
         raise ValueError(f"{batch.forward_mode!r} takes its rows from the device tensor {name}, which is None")
@@ -220,5 +220,5 @@ def first_slots(rows: Tensor, cache_seqlens: Tensor, pool: KVPool) -> Tensor:
 
 
 def num_pages(cache_seqlens: Tensor, page_size: int) -> Tensor:
-    """Return the number of pages of each length, in the same shape; 0 or below for a length of 0 or below."""
+    """Return the number of pages of each length, same shape; 0 or below for a length of 0 or below."""
     return (cache_seqlens + (page_size - 1)) // page_size

@@ -17,11 +17,11 @@ from torch import Tensor
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.named_enum import NamedEnum
 
-Result = TypeVar("Result")
+VerifiedT = TypeVar("VerifiedT")
 
 
 class FixUp(NamedEnum):
-    """The part of a plan that has to be written again once the draft is known."""
+    """The part of a plan that is written again after the draft."""
 
     NONE = "none"
     AFTER_DRAFT = "after the draft"
@@ -53,7 +53,7 @@ class PlannedVerify:
     mask: Tensor | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor that the kernel is handed, by its name in the metadata, and "mask"."""
+        """Return every tensor that the kernel takes, by its name in the metadata, and "mask"."""
         named = vars(self.metadata) | {"mask": self.mask}
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
@@ -76,8 +76,7 @@ class VerifyBackend(ABC):
 
     @property
     @abstractmethod
-    def device(self) -> torch.device:
-        """Return the device of the buffers."""
+    def device(self) -> torch.device: ...
 
     @abstractmethod
     def check(self, batch: ForwardBatch) -> None:
@@ -85,10 +84,10 @@ class VerifyBackend(ABC):
 
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> PlannedVerify:
-        """Launch, on the current stream, all that does not depend on the draft. The host reads nothing."""
+        """Launch, on the current stream, everything that does not depend on the draft. The host reads nothing."""
 
     def get_verify_buffers_to_fill_after_draft(self) -> VerifyBuffers:
-        """Return ``[tree, positions]`` that the draft stage fills in place, None where it keeps its own."""
+        """Return ``[tree, positions]``, which the draft stage fills in place; None where it keeps its own buffer."""
         return [None, None]
 
     def update_verify_buffers_to_fill_after_draft(self, planned: PlannedVerify) -> None:
@@ -131,8 +130,6 @@ def _missing_fix_up(backend: VerifyBackend) -> str:
 
 
 class _Moment(NamedEnum):
-    """The moment that an event of `PlanStream` records."""
-
     INPUTS_FINAL = "inputs final"
     DRAFT_ENDED = "draft ended"
     PLANNED = "planned"
@@ -192,9 +189,9 @@ class PlanStream:
         self,
         batch: ForwardBatch,
         draft: Draft,
-        verify: Callable[[PlannedVerify], Result],
+        verify: Callable[[PlannedVerify], VerifiedT],
         inputs_final: torch.cuda.Event | None = None,
-    ) -> Result:
+    ) -> VerifiedT:
         """Run one iteration on the current stream: draft, plan beside it, fix-up, verify. The host never waits.
 
         The draft is launched first, so that the GPU has work while the host launches the plan. A draft whose launches take

@@ -103,7 +103,7 @@ class MHAGraphMetadata:
         )
 
     def slices(self, batch_size: int) -> TRTLLMMHAMetadata:
-        """Return the metadata of a captured size: leading slices, which share their storage with every other size's."""
+        """Return the metadata of a captured size. All sizes share the storage."""
         return self.buffers.leading(batch_size)
 
     def prepare(self, view: ForwardBatch) -> Callable[[], None]:
@@ -128,7 +128,7 @@ class MHAGraphMetadata:
 
 
 def _write_expanded(write: Callable[[], None], metadata: TRTLLMMHAMetadata) -> None:
-    """Write the metadata, and each row of an encoder-only layer from its request's."""
+    """Write the metadata, then the rows of encoder-only layers from their requests' cells."""
     write()
     lens, table, width = metadata.encoder_cache_seqlens, metadata.encoder_page_table, metadata.max_seq_len_q
     assert lens is not None
@@ -138,7 +138,7 @@ def _write_expanded(write: Callable[[], None], metadata: TRTLLMMHAMetadata) -> N
 
 
 def _copy_built(metadata: TRTLLMMHAMetadata, view: ForwardBatch, pool: KVPool) -> None:
-    """Build afresh, and copy every tensor into its place but the row boundaries that are preset."""
+    """Build new metadata and copy every tensor into its buffer; preset row boundaries are left."""
     built = build_mha_metadata(view, pool, expand_encoder_only_verify=metadata.encoder_page_table is not None)
     presets = () if view.forward_mode.query_rows.in_extend_seq_lens else ("cu_seqlens_q",)
     for each in fields(TRTLLMMHAMetadata):

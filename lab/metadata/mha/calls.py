@@ -44,7 +44,7 @@ class AttentionLayer:
 
 @dataclass(frozen=True)
 class PlannedCall:
-    """One call over consecutive requests of a batch, and the query rows that are theirs."""
+    """One call over consecutive requests of a batch and their query rows."""
 
     call: AttentionCall
     first_request: int
@@ -83,10 +83,10 @@ def plan_calls(
         draft_extend: as in `attention_call`; without effect on the other modes.
         split_mixed_tail: give the trailing requests of one new token to the decode call, in extends without speculation:
             `lab.metadata.mha.settings.splits_mixed_tail` says for which GPUs, dtypes and layers. Other batches ignore it: like
-            `draft_extend`, it is a setting of the engine and not of one pass.
-        with_padding_rows: hand the context call the query's padding rows too, which follow the requests' and belong to none. So
-            SGLang 0.5.15 does; 0.5.23 hands over the requests' rows alone (`padded_extend_real_tokens`). The decode call
-            takes whole requests and never has such rows, but for a ragged verification's, which always has them.
+            `draft_extend`, it is a setting of the engine.
+        with_padding_rows: give the context call the query's padding rows too, which follow the requests' rows, as SGLang 0.5.15
+            does; 0.5.23 gives it the requests' rows alone (`padded_extend_real_tokens`). Of the decode calls, only a ragged
+            verification's has padding rows, and it always has them.
 
     Raises:
         ValueError: PREBUILT, or an extend without `extend_seq_lens_cpu`.

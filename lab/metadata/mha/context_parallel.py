@@ -49,7 +49,7 @@ class ZigzagShard:
 
 
 def why_not_zigzag(batch: ForwardBatch, num_ranks: int) -> str:
-    """Say in a sentence why the batch is not dealt to ranks but run whole on each; empty if it is dealt."""
+    """Return a sentence that says why each rank runs the whole batch; empty if the batch is dealt to ranks."""
     if num_ranks < 2:
         return f"num_ranks={num_ranks}: nothing is dealt to fewer than 2"
     if batch.forward_mode not in SHARDED_MODES:
@@ -135,7 +135,7 @@ def prepare_zigzag(
     Args:
         implementation, batch, layer, query, cache, out: as in `prepare_attention`, of the whole batch.
         shards: of the ranks; rows that none has are left as they are.
-        settings: other arguments of `prepare_attention`, but for the plan.
+        settings: further arguments of `prepare_attention`, without the plan.
     """
     ranks = []
     for shard in shards:
@@ -157,7 +157,7 @@ def prepare_zigzag(
 
 
 def _block_ends(length: int, num_blocks: int) -> list[int]:
-    """Return where each block of new tokens begins, and where the last ends."""
+    """Return the first row of each block of new tokens, and the end of the last block."""
     least, longer = divmod(length, num_blocks)
     return list(accumulate((least + (block < longer) for block in range(num_blocks)), initial=0))
 

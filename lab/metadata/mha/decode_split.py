@@ -43,7 +43,7 @@ class DecodeSplit:
         return getattr(self._implementation, name)
 
     def trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> Tensor:
-        """Compute attention as the implementation's function of that name does, in several calls; return `out`."""
+        """Compute attention in several calls of the implementation; return `out`."""
         result: Tensor = self.prepare_trtllm_batch_decode_with_kv_cache(**arguments)()
         return result
 
@@ -85,7 +85,7 @@ class _Group:
 
 
 def _divided(implementation: Any, splits: int, arguments: dict[str, Any]) -> Callable[[], Tensor]:
-    """Return a call that sorts the requests, gathers each group's, calls, and puts its rows back."""
+    """Return a call that sorts the requests and for each group gathers its tensors, calls, and scatters its rows."""
     lens, out = _movable(arguments["seq_lens"]), arguments["out"]
     of_requests = {
         "query": arguments["query"].unflatten(0, (len(lens), -1)),
@@ -116,6 +116,6 @@ def _divided(implementation: Any, splits: int, arguments: dict[str, Any]) -> Cal
 
 
 def _movable(tensor: Tensor) -> Tensor:
-    """Return the tensor, its elements as integers of their size where torch does not sort or gather the dtype."""
+    """Return the tensor; a dtype that torch cannot sort or gather is viewed as integers of its size."""
     unusual = {torch.uint16: torch.int16, torch.uint32: torch.int32}
     return tensor.view(torch.uint8 if tensor.element_size() == 1 else unusual.get(tensor.dtype, tensor.dtype))

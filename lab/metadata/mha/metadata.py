@@ -221,6 +221,6 @@ def _cu_seqlens_q(batch: ForwardBatch, cu_seqlens_k: Tensor) -> Tensor:
 
 
 def _swa_out_cache_loc(batch: ForwardBatch, pool: KVPool) -> Tensor:
-    """Return ``[num_tokens]`` int64; rows beyond the real tokens write to the sink."""
+    """Return ``[num_tokens]`` int64; padding rows write to the sink."""
     padding = batch.num_tokens - batch.out_cache_loc.shape[0]
     return torch.nn.functional.pad(pool.swa_slots(batch.out_cache_loc), (0, padding))

@@ -14,7 +14,7 @@ from lab.metadata.engine.kv_cache import PagedKVCache
 
 @dataclass(frozen=True)
 class CallDtypes:
-    """The dtypes that a call is handed: the query is cast to the first before it, and `out` holds the second."""
+    """The dtypes of a call's tensors: the query is cast to `query` before the call, and `out` is written in `out`."""
 
     query: torch.dtype
     out: torch.dtype

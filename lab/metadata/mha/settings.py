@@ -40,11 +40,11 @@ class CallSettings:
         check_int("decode_splits", self.decode_splits, 1, "1 leaves a decode call whole")
 
     def implementation(self, implementation: Any) -> Any:
-        """Return what makes the calls: the implementation, or one that divides its decode calls."""
+        """Return the implementation, or one that divides its decode calls."""
         return implementation if self.decode_splits == 1 else DecodeSplit(implementation, self.decode_splits)
 
     def arguments(self, call: AttentionCall) -> dict[str, Any]:
-        """Return the keyword arguments of a call, DECODE or CONTEXT, that are set: a kernel need not know the others."""
+        """Return the keyword arguments that are set for a DECODE or CONTEXT call; a kernel need not know the other ones."""
         is_decode = call is AttentionCall.DECODE
         threshold = self.skip_softmax_decode if is_decode else self.skip_softmax_prefill
         counters = self.multi_ctas_kv_counter_buffer if is_decode else None

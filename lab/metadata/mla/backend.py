@@ -50,7 +50,7 @@ class TRTLLMMLABackend:
     def new_buffers(
         self, modes: Sequence[GraphMode], pool: KVPool, max_batch_size: int
     ) -> dict[GraphMode, MLAGraphMetadata]:
-        """Make the buffers of each mode; all modes share one block table."""
+        """Allocate the buffers of each mode; all modes share one block table."""
         table = new_block_table(modes, pool, max_batch_size, self.attention, self.draft_extend, self.dcp)
         return {
             mode: MLAGraphMetadata(mode, pool, table, self.attention, self.draft_extend, self.dcp) for mode in modes

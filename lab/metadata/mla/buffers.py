@@ -97,7 +97,7 @@ class MLAGraphMetadata:
         self.metadata: dict[int, TRTLLMMLADecodeMetadata] = {}
 
     def slices(self, batch_size: int) -> TRTLLMMLADecodeMetadata:
-        """Return the metadata of a captured size; raises ValueError for one that the table has no room for."""
+        """Return the metadata of a captured size; raises ValueError if the table has no room for it."""
         if batch_size not in self.metadata:
             self.metadata[batch_size] = self._new_metadata(batch_size)
         return self.metadata[batch_size]
@@ -147,7 +147,7 @@ def _copy_own(
     dcp: DecodeContextParallel,
     attention: DraftAttention,
 ) -> None:
-    """Build a rank's metadata in new tensors, and copy its lengths and live pages into the buffers."""
+    """Build a rank's metadata anew, and copy its lengths and live pages into the buffers."""
     built = build_mla_dcp_metadata(view, pool, dcp, attention)
     assert metadata.global_seq_lens_k is not None
     assert built.global_seq_lens_k is not None
@@ -162,7 +162,7 @@ def _copy_own(
 
 
 def _write_padded(write: Callable[[], None], metadata: TRTLLMMLADecodeMetadata, rows: Tensor, page_size: int) -> None:
-    """Write the lengths and pages of the requests' tokens, and add padded query rows: to lengths, and as sink pages."""
+    """Write the requests' lengths and pages, then add padding rows to lengths, and sink pages for them."""
     write()
     assert metadata.seq_lens_q is not None
     keys, table = metadata.seq_lens_k, metadata.block_kv_indices

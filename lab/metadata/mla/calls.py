@@ -276,7 +276,7 @@ def prepare_mla_prefill(
 
 
 def _num_rows(metadata: TRTLLMMLADecodeMetadata) -> int:
-    """Return the query rows that the pass reads and writes: `sum_seq_lens_q`, or all of equal requests."""
+    """Return the query rows that the pass reads and writes: `sum_seq_lens_q`, or those of equal requests."""
     if metadata.sum_seq_lens_q is not None:
         return metadata.sum_seq_lens_q
     return metadata.batch_size * metadata.max_seq_len_q

@@ -51,15 +51,15 @@ class DecodeContextParallel:
             raise ValueError(f"rank={self.rank} of size={self.size}: a group has 2 GPUs or more, ranks 0 to size - 1")
 
     def local_lens(self, lens: Tensor) -> Tensor:
-        """Return how many of the first ``lens`` tokens of each request this rank owns, in a fresh int32 tensor."""
+        """Return the number of each request's first ``lens`` tokens that this rank owns, as new int32."""
         return ((lens - self.rank + self.size - 1) // self.size).clamp(min=0).to(torch.int32)
 
     def local_bound(self, most: int) -> int:
-        """Return the most tokens that this rank owns of a request of `most`; at least 1, which a kernel's schedule needs."""
+        """Return the most tokens that this rank owns of a request of `most`; at least 1, as a kernel's schedule needs."""
         return max((most - self.rank + self.size - 1) // self.size, 1)
 
     def page_size(self, pool: KVPool) -> int:
-        """Return the tokens of a GPU's page. Raises ValueError for a pool that is not widened for the group."""
+        """Return the tokens of a GPU's page; raises ValueError if the pool is not widened for the group."""
         if pool.page_size % self.size:
             raise ValueError(
                 f"page_size={pool.page_size} is no multiple of the {self.size} GPUs: widen the pool's pages by their number"

@@ -132,7 +132,7 @@ def build_mla_metadata(
     disable_chunked_prefix_cache: bool = False,
     in_prefill_graph: bool = False,
 ) -> TRTLLMMLADecodeMetadata | TRTLLMMLAPrefillMetadata:
-    """Build the metadata of one eager forward pass, by its mode, with one of the two functions below."""
+    """Build the metadata of one eager pass with the function for its mode, one of the two below."""
     if batch.forward_mode.is_prefill:
         return build_mla_prefill_metadata(
             batch, pool, disable_chunked_prefix_cache=disable_chunked_prefix_cache, in_prefill_graph=in_prefill_graph
@@ -282,13 +282,12 @@ def mla_block_table_width(max_len: int, page_size: int) -> int:
 
 
 def check_mla_page_size(page_size: int) -> None:
-    """Raise ValueError for a page size that the MLA backend does not have."""
     if page_size not in MLA_PAGE_SIZES:
         raise ValueError(f"page_size={page_size}: the TRT-LLM MLA backend has pages of {MLA_PAGE_SIZES} tokens")
 
 
 def check_mla(pool: KVPool, attention: DraftAttention = DraftAttention.MLA, page_size: int | None = None) -> None:
-    """Raise ValueError for a pool, a draft's attention or a page size (None: the pool's) that the backend does not have."""
+    """Raise ValueError unless the backend supports the pool, the draft's attention and the page size (None: the pool's)."""
     check_mla_page_size(pool.page_size if page_size is None else page_size)
     if pool.full_to_swa is not None:
         raise ValueError("the pool has sliding-window pages, which MLA does not use: make one without swa_num_pages")
@@ -326,7 +325,7 @@ def allocate_multi_ctas_kv_counters(
 
 
 def longest_request(batch: ForwardBatch, pool: KVPool) -> int:
-    """Return the largest of ``seq_lens``, or its bound where the host does not know it."""
+    """Return the largest of ``seq_lens``, or the pool's bound if the host does not know them."""
     return pool.max_context_len if batch.seq_lens_cpu is None else max(batch.seq_lens_cpu, default=0)
 
 

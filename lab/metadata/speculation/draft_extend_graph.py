@@ -22,7 +22,7 @@ from lab.named_enum import NamedEnum
 
 
 class DraftExtendOutput(NamedEnum):
-    """The rows that a draft extend computes logits for, and hands out; d rows per request, accept_lens of them accepted."""
+    """The rows whose logits a draft extend computes. Each request has d rows, accept_lens of them accepted."""
 
     ALL_ROWS = "all rows"  # SGLang 0.5.13, 0.5.14: logits and hidden states of all batch_size * d rows
     # The same, and the most probable token of each row, which nobody reads: what the body captured by 0.5.13 computes.
@@ -31,7 +31,7 @@ class DraftExtendOutput(NamedEnum):
     SELECTED_ROW = "selected row"
 
     def num_rows(self, batch_size: int, num_tokens: int) -> int:
-        """Return the rows of the outputs of a pass with so many requests and query rows."""
+        """Return the number of output rows of a pass."""
         return batch_size if self is DraftExtendOutput.SELECTED_ROW else num_tokens
 
 
@@ -62,7 +62,7 @@ class DraftInputs:
     select_index: Tensor
 
     def first(self, batch_size: int, num_tokens: int) -> "DraftInputs":
-        """Return leading slices, which share this one's storage."""
+        """Return leading slices, which share the storage."""
         return DraftInputs(self.input_ids[:num_tokens], self.hidden_states[:num_tokens], self.select_index[:batch_size])
 
     def load(self, input_ids: Tensor, hidden_states: Tensor, select_index: Tensor | None = None) -> None:
@@ -107,7 +107,7 @@ class DraftOutputs:
     topk_index: Tensor | None = None
 
     def first(self, num_rows: int) -> "DraftOutputs":
-        """Return leading slices, which share this one's storage."""
+        """Return leading slices, which share the storage."""
         return DraftOutputs(
             self.logits[:num_rows],
             self.hidden_states[:num_rows],
@@ -130,7 +130,7 @@ def supports_draft_extend_graph(backend: object) -> bool:
 
 
 class DraftModel(Protocol):
-    """A draft model as a graph needs it, such as `studies.stand_in_model.StandInModel`."""
+    """The draft model that a graph runs, such as `studies.stand_in_model.StandInModel`."""
 
     def new_inputs(self, max_batch_size: int, max_num_tokens: int) -> DraftInputs:
         """Return input buffers, zero-filled: valid ids and indices."""
@@ -156,7 +156,7 @@ class DraftModel(Protocol):
 def model_body(
     backend: Backend[Any], model: DraftModel, inputs: DraftInputs, outputs: DraftOutputs, form: DraftExtendOutput
 ) -> Body:
-    """Return the body of a `GraphRunner` of any mode: the model, on each size's leading slices of the buffers."""
+    """Return the body of a `GraphRunner` of any mode: the model on each size's slices of the buffers."""
 
     def body(view: ForwardBatch, metadata: Any) -> Callable[[], DraftOutputs]:
         read = inputs.first(view.batch_size, view.num_tokens)

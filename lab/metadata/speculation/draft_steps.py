@@ -113,7 +113,7 @@ class DraftBuffers:
 
 @dataclass(frozen=True, eq=False)
 class PreparedDraft:
-    """Metadata of every step, which each call of `write` makes anew from what the batch's tensors then hold."""
+    """Metadata of every step. Each call of `write` writes it anew from the batch's tensors."""
 
     steps: tuple[DraftStep, ...]
     write: Callable[[], None]

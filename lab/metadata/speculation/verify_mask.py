@@ -56,7 +56,7 @@ class VerifyMask:
         return self.buffer.nbytes
 
     def fits(self, batch_size: int) -> bool:
-        """Return True if a step of this many requests can use the buffer; else it has to allocate its own."""
+        """Return True if a step of this many requests can use the buffer; a larger step allocates its own."""
         return batch_size <= self.max_batch_size
 
 
@@ -68,7 +68,7 @@ def verify_mask_cells(
     max_context_len: int,
     seq_lens_sum: int | None = None,
 ) -> int:
-    """Return the cells of one step's mask, a byte each: a step without a preallocated buffer allocates so many.
+    """Return the number of mask cells of one step, one byte each: the size that a step without a preallocated buffer allocates.
 
     Args:
         form: FULL has ``d * seq_lens_sum + batch_size * d * d`` cells, QLEN_ONLY ``batch_size * d * d``.

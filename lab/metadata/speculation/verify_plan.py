@@ -65,7 +65,7 @@ class CapturedVerify(VerifyBackend):
         """Return the buffers that a captured size's graph is captured with.
 
         Raises:
-            ValueError: no captured size holds so many requests.
+            ValueError: every captured size is smaller.
         """
         return self._planned[size_for(batch_size, list(self._planned))]
 
@@ -110,7 +110,7 @@ class ChainVerify(CapturedVerify):
         super().__init__(pool, num_draft_tokens, batch_sizes, attention)
 
     def get_verify_buffers_to_fill_after_draft(self) -> VerifyBuffers:
-        """Return ``[tree mask, positions]``: the mask's buffer, or None without one; this backend keeps no positions."""
+        """Return ``[tree mask, positions]``: the mask's buffer if there is one; this backend keeps no positions."""
         return [None if self.verify_mask is None else self.verify_mask.buffer, None]
 
 
