@@ -35,7 +35,7 @@ def not_modelled(name: str, value: object, remedy: str) -> NoReturn:
 
 
 def check_modelled(call: Any, backends: Sequence[str], others: Sequence[str] = ("cake",)) -> None:
-    """Raise NotImplementedError where an `Unmodelled` argument is away from its default, or the backend is not modelled.
+    """Raise NotImplementedError if an `Unmodelled` argument is not at its default, or the backend is not modelled.
 
     Args:
         call: one of the four.
@@ -255,7 +255,7 @@ def check_scale(name: str, scale: object) -> Scale:
 
 
 def posed_alike(call: Any) -> dict[str, Any]:
-    """Return, checked, what all four calls have by one name and pose as it is, as fields of a problem: the two scales.
+    """Return the checked fields of a problem that all four calls pose in the same way: the two scales.
 
     `bmm1_scale_log2`, which the decode call has, takes precedence over `bmm1_scale`.
     """

@@ -61,7 +61,7 @@ class Feature(enum.Enum):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Softmax:
-    """The terms of a softmax beside queries, keys and values, which all four calls have.
+    """The terms of a softmax besides queries, keys and values. All four calls have them.
 
     Attributes:
         bmm1_scale, bmm2_scale: factor of Q·K^T and of P·V.
@@ -79,7 +79,7 @@ class Softmax:
 
 @dataclass(frozen=True, eq=False)
 class AttentionProblem(Softmax):
-    """The part of a checked attention problem that every call poses; its softmax's terms are `Softmax`'s.
+    """The fields of a checked attention problem that every call poses.
 
     Attributes:
         call: the call that posed it.
@@ -155,7 +155,7 @@ class AttentionProblem(Softmax):
         return frozenset(feature for asks in asked for feature, is_asked in asks.items() if is_asked(self))
 
     def results(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the tensors to fill, given or new and empty.
+        """Return the tensors to fill: the given ones, or new unwritten ones.
 
         Returns:
             The output, `out_dtype` [num_rows, num_qo_heads, v_head_dim]; the LSE, float32 [num_rows, num_qo_heads], or None.
@@ -259,7 +259,7 @@ UNDECLARED: Asks = {Feature.UNDECLARED: lambda problem: True}
 
 
 def check_values(problem: PagedAttention) -> None:
-    """Check what only the tensors' contents tell: lengths, offsets and the page ids of live pages.
+    """Check the contents of tensors: lengths, offsets and the page ids of live pages.
 
     On CPU tensors every call makes these checks. On a GPU they cost a synchronisation, so a kernel call leaves them to
     whoever asks: `check_values(DecodeCall(...).problem())`.

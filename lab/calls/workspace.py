@@ -22,7 +22,7 @@ def semaphores_and_scratch(workspace: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def counts_in_workspace(backend: str, device: torch.device) -> bool:
-    """Return False where the call comes to trtllm-gen, whose whole workspace is scratch.
+    """Return False for a call of trtllm-gen, whose whole workspace is scratch.
 
     Args:
         backend: the call's: "auto", "trtllm-gen" or "xqa".

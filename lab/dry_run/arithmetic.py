@@ -56,7 +56,7 @@ class _Request:
 
 
 def compute(launches: Iterable[Launch], memory: HostMemory) -> None:
-    """Compute launches of one call, in their order: attention, with its parts joined already, and the LSE.
+    """Compute the launches of one call in order: attention, whose parts are merged already, and the LSE.
 
     A row that sees no key keeps what was in the output: trtllm-gen writes nothing there, or NaN (FlashInfer's pull request 4975
     and issue 2883). Its LSE is minus infinity for generation kernels (the same), and is not written for others.
@@ -83,7 +83,7 @@ def compute(launches: Iterable[Launch], memory: HostMemory) -> None:
 
 
 def _write_lse(given: LseArguments, memory: HostMemory) -> None:
-    """Write the LSE of every row, padding's too, from the statistics that the launch before it left (`lse.cuh`).
+    """Write the LSE of every row, padding included, from the statistics of the previous launch (`lse.cuh`).
 
     They are (m, d) with m the largest logit and d the sum of exp(logit - m): lse = lse_scale * (log2(e) m + log2(d)).
     """

@@ -78,7 +78,7 @@ def flashinfer_data() -> Path:
 
 
 def library(table: kernel_table.KernelTable | None = None) -> Path:
-    """Return the compiled library, which is built if the cache has it not: about a minute on a quiet core.
+    """Return the compiled library. Builds it if the cache lacks it, which takes about a minute on a quiet core.
 
     Args:
         table: the kernels that there are; `kernel_table.newest()` by default.

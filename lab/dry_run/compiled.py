@@ -61,7 +61,7 @@ PLAIN_FMHA_V2 = re.compile(r"_paged_kv_(\d+)(?:_output_\w+?)?(?:_tma_ws)?_sm(\d+
 
 @dataclass(frozen=True)
 class Shape:
-    """What FlashInfer compiles a module for.
+    """The parameters for which FlashInfer compiles a module.
 
     Attributes:
         kernel: `XQA`, `XQA_MLA` or `FMHA_V2`.
@@ -103,7 +103,7 @@ class Compiled:
 
 
 def compiled(shape: Shape) -> tuple[Compiled, ...]:
-    """Return the verdict on each source that FlashInfer's module has a kernel in; it takes the shape if all do.
+    """Return the verdict on each source with a kernel in FlashInfer's module; the module takes the shape if all sources do.
 
     Raises:
         NotBuiltError: there is no nvcc or FlashInfer here.

@@ -68,7 +68,7 @@ class KernelFacts:
 
 @functools.cache
 def kernel_facts(name: str) -> KernelFacts:
-    """Return the facts of a kernel, by the name that it is launched under.
+    """Return the facts of a kernel by the name of its launch.
 
     Raises:
         KeyError: the table has no such kernel, or its dtypes are none of the lab's.

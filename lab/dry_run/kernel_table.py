@@ -100,7 +100,7 @@ def recorded() -> KernelTable:
 
 
 def newest() -> KernelTable:
-    """Return the table to use: `FLASHINFER_CUBIN_DIR`'s where it has one, the installed flashinfer-cubin's, or the lab's.
+    """Return the table of `FLASHINFER_CUBIN_DIR` if it has one, else of the installed flashinfer-cubin, else of the lab.
 
     Raises:
         ValueError: `FLASHINFER_CUBIN_DIR` names a folder with several tables.

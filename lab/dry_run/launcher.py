@@ -20,7 +20,7 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU that the fake CUDA answers as.
+    """A GPU for which the fake CUDA answers.
 
     Attributes:
         name: as a person calls it.

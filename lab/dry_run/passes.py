@@ -82,7 +82,7 @@ class DryPass:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What passes come to on a GPU that is not there.
+    """The kernels and launches of passes on a GPU that is not there.
 
     Attributes:
         gpu: the GPU.

@@ -79,7 +79,7 @@ REFUSED = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """One call, as `why_not` and the launcher see it.
+    """The verdict of `why_not` and of the launcher on one call.
 
     Attributes:
         call: the function's name.
@@ -102,7 +102,7 @@ AGREED = ("taken by both", "refused by both", "refused for longer requests", "in
 
 
 def sweep(gpu_name: str, drawn: int = DRAWN, every: int = 1, seed: int = 0) -> Iterator[Verdict]:
-    """Yield the verdict on each call of the sweep.
+    """Yield the verdict on each call of the sweep on one GPU.
 
     Args:
         gpu_name: one of `lab.dry_run.machine.GPUS`, of SM100 or SM103.
@@ -261,7 +261,7 @@ def _misread_paged(maps: dict[str, TensorMap], problem: PagedAttention) -> str |
 
 
 def _is_read(tma: TensorMap, side: torch.Tensor, is_joined: bool = False) -> bool:
-    """Tell whether a descriptor reads [pages, tokens, heads, head_dim]: its address and the strides of more than one element.
+    """Return True if a descriptor reads [pages, tokens, heads, head_dim]: same address, same strides of more than one element.
 
     It joins tokens that lie side by side; `is_joined` where it must.
     """

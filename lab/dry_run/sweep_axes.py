@@ -178,7 +178,7 @@ BASES: Mapping[AttentionCall, tuple[Point, ...]] = {
 
 
 def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
-    """Yield points of a call's model, no two alike: each value alone, the stated triples in full, then random ones.
+    """Yield different points of a call's model: each value alone, the stated triples in full, then random ones.
 
     Args:
         call: one of the four.

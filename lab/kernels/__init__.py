@@ -49,7 +49,7 @@ def default_implementation(device: torch.device | str | None = None) -> ModuleTy
 
 
 class PlannedOnce:
-    """An implementation whose calls `prepare` plans once, for lengths, rows and page ids that stay, where it plans on the host.
+    """An implementation that plans on the host, wrapped so that `prepare` plans once, for lengths, rows and page ids that stay.
 
     Such an implementation has `plan_<name>` beside a function, which takes the same arguments, does the host's work, reads
     lengths and tables, and returns the ready call; an engine does so once for all layers of a pass. What plans nothing is
@@ -101,7 +101,7 @@ def prepare(implementation: Any, name: str, /, **arguments: Any) -> Callable[[],
 
 
 def _taken(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments without those at FlashInfer's default that a function does not have.
+    """Return the arguments without those that are at FlashInfer's default and unknown to a function.
 
     Raises:
         NotImplementedError: the function does not have an argument that says something.

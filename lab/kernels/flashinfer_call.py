@@ -29,7 +29,7 @@ Refresh = Callable[[], object]  # one small launch that rewrites what was derive
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PreparedCall:
-    """A call that is checked, converted and ready: calling it calls the package's function and returns its result.
+    """A call that is checked, converted and ready. Calling it calls the package's function.
 
     It keeps the contract of `lab.kernels.prepare`.
 
@@ -59,7 +59,7 @@ def returning(problem: AttentionProblem, returned: Callable[..., Any]) -> Prepar
 
 
 def supported_kernel(problem: Problem, backend: str = "auto") -> Kernel:
-    """Return the TRT-LLM kernel that FlashInfer runs for a problem where it lies, with the call's `backend`.
+    """Return the TRT-LLM kernel that FlashInfer runs for a problem on its device, with the call's `backend`.
 
     Raises:
         NotImplementedError: there is no GPU, or the kernel does not take the problem.
@@ -152,7 +152,7 @@ def packed(table: torch.Tensor) -> tuple[torch.Tensor, tuple[Refresh, ...]]:
 
 
 def workspace_for(workspace: object, device: torch.device, statistics_bytes: int = 0) -> torch.Tensor:
-    """Return a call's workspace, checked, or the lab's own, zeroed, one per device and stream: none shares semaphores.
+    """Return a call's checked workspace, or the lab's own, zeroed: one per device and stream, so that no two share semaphores.
 
     Raises:
         TypeError, ValueError: a workspace that no kernel can take, or with less room than semaphores, statistics and the least
@@ -212,7 +212,7 @@ def trtllm_gen_memory(call: DecodeCall | ContextCall | MLADecodeCall, problem: P
 
 
 def takes_counters() -> bool:
-    """Tell whether the installed FlashInfer takes trtllm-gen's counters in a buffer of their own.
+    """Return True if the installed FlashInfer takes trtllm-gen's counters in a separate buffer.
 
     Before, as in FlashInfer 0.6.13's `trtllm_fmha_kernel_launcher.cu`, they are the workspace's first 8 MiB, zeros, in all
     four calls, and statistics and scratch come after them.
@@ -222,7 +222,7 @@ def takes_counters() -> bool:
 
 
 def takes_kv_pairs() -> bool:
-    """Tell whether the installed FlashInfer's `trtllm_fmha_v2_prefill` takes paged K and V as two tensors.
+    """Return True if the installed FlashInfer's `trtllm_fmha_v2_prefill` takes paged K and V as two tensors.
 
     It does from 0.6.18 on (flashinfer-ai/flashinfer#4124), which has this check of them; before, a pair is an AttributeError.
     Raises as `installed` where there is no such function, as before 0.6.7.
@@ -232,7 +232,7 @@ def takes_kv_pairs() -> bool:
 
 
 def _statistics_bytes(problem: PagedAttention) -> int:
-    """Return the bytes that trtllm-gen's statistics take of a call with LSE (trtllm_fmha_kernel_launcher.cu, `softmax_slots`).
+    """Return the bytes of trtllm-gen's statistics in a call with LSE (trtllm_fmha_kernel_launcher.cu, `softmax_slots`).
 
     Two float32 for each request, head and row, of 256 rows or a multiple, and a guard of 1 MiB.
     """
@@ -242,7 +242,7 @@ def _statistics_bytes(problem: PagedAttention) -> int:
 
 
 def scratch_for(workspace_buffer: object, device: torch.device) -> torch.Tensor:
-    """Return a call's workspace without its semaphores, as bytes: kernels that write where they like get this part.
+    """Return a call's workspace without its semaphores, as bytes, for kernels that may write anywhere in it.
 
     Raises as `workspace_for`.
     """
@@ -250,7 +250,7 @@ def scratch_for(workspace_buffer: object, device: torch.device) -> torch.Tensor:
 
 
 def ragged_workspace(workspace_buffer: object, device: torch.device) -> torch.Tensor:
-    """Return the memory of a ragged call: scratch, whose statistics come first, and zeros before it where it counts there.
+    """Return the memory of a ragged call: scratch that begins with statistics, after zeros if FlashInfer counts there.
 
     Raises as `workspace_for`.
     """

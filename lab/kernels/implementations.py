@@ -81,7 +81,7 @@ def availabilities(capability: Capability | None) -> Iterator[Availability]:
 
 
 def modules_of(call: AttentionCall, capability: Capability | None) -> dict[str, str | None]:
-    """Return the modules that have kernels of a call, the references apart, and why a machine with that GPU has none of theirs.
+    """Return the modules with kernels of a call (no references), each with the reason why a machine with that GPU lacks them.
 
     The reason is a sentence about the package or the GPUs that they need, or None where it has one.
     """

@@ -35,27 +35,27 @@ def assert_close_to_reference(
     check_dtype: bool = True,
     **the_same_arguments: Any,
 ) -> None:
-    """Assert that a kernel's output is what its arguments ask for, as near as low-precision arithmetic comes to it.
+    """Assert that a kernel's output is right for its arguments, by the judge's bound.
 
-    Each vector, of one row and head, is held to float64 on the same inputs. Its relative L2 error may be
+    Each vector, of one row and head, is compared with float64 on the same inputs. Its relative L2 error may be at most
     `lab.references.errors.CONTROL_FACTOR` times that of plain low-precision torch operations (`eager_attention`) on the same
-    request, and one rounding in any case: the bound of `lab.checks.judge`. Where all pass, the slopes of their regression on
-    float64 (`lab.references.regression`) must be 1 up to rounding. Rows after the last request's are padding, and
+    request, or one rounding if that is more: the bound of `lab.checks.judge`. If all vectors are within it, the slopes of their
+    regression on float64 (`lab.references.regression`) must be 1 up to rounding. Rows after the last request's are padding, and
     may hold anything.
 
     Args:
-        out: what the kernel returned: the output, or (out, lse). An `out` that the kernel got is held to the same.
-        lse: the LSE, if the kernel gave one, in the base and a shape of the call, beside a returned one; None compares none.
+        out: the kernel's return value: the output, or (out, lse). A given `out` is compared too.
+        lse: a given LSE that the kernel filled, in the base and a shape of the call; None compares none.
         arithmetic: dtype to which the kernel is known to round the operands of both products, such as e4m3 over an e4m3
             cache; None is the query's.
-        check_dtype: False lets `out` have another dtype than the call says; the bound stays that of the call's.
-        the_same_arguments: the keyword arguments that the kernel got, of one of FlashInfer's four calls, whose names tell
-            which (`lab.calls.DecodeCall`, `ContextCall`, `MLADecodeCall`, `RaggedContextCall`). They are read as they are
-            now, and none is written. `workspace_buffer` may be left out.
+        check_dtype: False accepts another dtype of `out` than the call's; the bound stays that of the call's dtype.
+        the_same_arguments: the kernel's keyword arguments. Their names tell which of FlashInfer's four calls it is
+            (`lab.calls.DecodeCall`, `ContextCall`, `MLADecodeCall`, `RaggedContextCall`). They are read as they are now,
+            and none is written. `workspace_buffer` may be left out.
 
     Raises:
         AssertionError: the output or the LSE is wrong; it names row, request, head, error and bound of the worst vectors,
-            or the factor by which many are off.
+            or the factor by which a group of vectors is off.
         TypeError: the arguments are those of none of the calls.
         ValueError: the arguments make no sense, `out` lies in the query's memory, or the truth is not finite.
         NotImplementedError: the lab does not model an argument.
@@ -142,7 +142,7 @@ def _wrong_lse(problem: Problem, call: Any, lse: Any, truth: Truth | None) -> li
 
 
 def truth_of_problem(problem: Problem, arithmetic: torch.dtype | None = None) -> Truth:
-    """Return the truth of a checked problem, which has rows: the K/V histories are what its page tables or offsets say.
+    """Return the truth of a checked problem with rows. The K/V histories are read by its page tables or offsets.
 
     Args:
         problem: posed by any of the four calls.

@@ -18,7 +18,7 @@ def generate_draft_decode_kv_indices(
     entry_page_size: int = 1,
     v2p: Tensor | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the ragged K/V lists that SGLang's multi-step draft backends hand their attention (0.5.11 to 0.5.23).
+    """Return the ragged K/V lists that SGLang's multi-step draft backends pass to their attention (0.5.11 to 0.5.23).
 
     Step ``s`` of a draft reads, for each branch of each request, the request's prefix and the ``s + 1`` tokens that the
     branch has drafted, the step's own included. A branch's draft slots follow the prefix in the request's row; with pages

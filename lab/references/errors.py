@@ -57,7 +57,7 @@ def eager_attention(
     out_dtype: torch.dtype,
     **softmax: Any,
 ) -> torch.Tensor:
-    """Compute the control: attention as a matrix unit does it, with operands in `arithmetic` and float32 sums.
+    """Compute the control: attention as a matrix unit computes it, with operands in `arithmetic` and float32 sums.
 
     The query and the softmax's weights are rounded to `arithmetic` before each product (for e4m3, scaled to its range
     per row, as a kernel of that dtype does); scores, softmax and sums are float32; the output is in `out_dtype`.

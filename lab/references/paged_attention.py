@@ -80,7 +80,7 @@ class _Block(NamedTuple):
 
 
 class _Piece:
-    """Blocks that are solved together, padded to the longest. Indices are made on the host: on a GPU each read would wait.
+    """Blocks that are solved together, padded to the longest. Indices are made on the host, where reading them costs no wait.
 
     Keys are counted from each block's first page on.
 

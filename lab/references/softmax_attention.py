@@ -122,7 +122,7 @@ def in_float64(entries: torch.Tensor) -> torch.Tensor:
 def attention_by_tiles(
     query: torch.Tensor, kv: TiledKV, visible: Callable[[], torch.Tensor], softmax: Softmax
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `attention`; no more than a tile of K or of V is in float64 at a time.
+    """Compute `attention` with at most one tile of K or V in float64 at a time.
 
     Args:
         query: [batch, q_len, num_qo_heads, head_dim].

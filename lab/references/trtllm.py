@@ -29,7 +29,7 @@ def trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> Any:
 
 @takes(ContextCall)
 def trtllm_batch_context_with_kv_cache(call: ContextCall) -> Any:
-    """Compute attention of each request's newest query tokens, as many as it has, over its paged K/V: extend, prefill.
+    """Compute attention of each request's newest query tokens, in any number, over its paged K/V: extend, prefill.
 
     Parameters, shapes and dtypes are `lab.calls.ContextCall`'s, which are FlashInfer 0.7.2's; the rest is as in
     `trtllm_batch_decode_with_kv_cache`.

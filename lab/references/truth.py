@@ -24,7 +24,7 @@ LSE_LOG2_RELATIVE_BOUND = 1e-5
 
 @dataclass(frozen=True, eq=False)
 class Truth:
-    """The output that a call or a pass must give.
+    """The right output of a call or a pass, and what bounds its error.
 
     Attributes:
         expected: float64 [num_rows, num_qo_heads, head_dim].
@@ -43,7 +43,7 @@ class Truth:
     shared_error: float = 0.0
 
     def compare(self, out: Tensor, least_bound: float = 0.0) -> Comparison:
-        """Compare as `lab.references.errors.compare`, with one rounding more allowed in any case; where that passes, regress.
+        """Compare like `lab.references.errors.compare`, but allow at least one more rounding; if that passes, regress.
 
         Coded values can be such that the control has no error to speak of, and a right kernel that rounds its splits'
         results, as FA3's MLA kernel does, has one.
@@ -116,7 +116,7 @@ class Truth:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules(Softmax):
-    """The rules by which the rows of a request attend, their softmax's terms among them, and their precision.
+    """The rules of attention for the rows of a request: masks, the softmax's terms, and precision.
 
     Attributes:
         window_left: keys to the left of a row that it sees; -1 for all.
@@ -150,7 +150,7 @@ def truth_of_requests(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_l
 
 
 def _error_of_scaled_values(query: Tensor, histories: list[tuple[Tensor, Tensor]], rules: Rules) -> float:
-    """Return what all outputs may be off by alike where a kernel rounds values of a quantised cache times bmm2_scale.
+    """Return the common error that outputs may have where a kernel rounds values of a quantised cache times bmm2_scale.
 
     Such values have few mantissas, and so few roundings: in the mean they make up to half of the largest one (2.0e-3 in
     bfloat16, of normally distributed values in e4m3 and in NVFP4 over all scales). A power of two rounds nothing.
@@ -196,7 +196,7 @@ def _together(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_lens: lis
 def _rows(
     query: Tensor, keys: Tensor, values: Tensor, rows: range, q_len: int, rules: Rules, shown: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return expected, control and LSE of the same rows of several requests, all rows of a request after all of another.
+    """Return expected output, control and LSE of the same rows of several requests, one request after another.
 
     Args:
         query: [num_requests, len(rows), num_qo_heads, head_dim].

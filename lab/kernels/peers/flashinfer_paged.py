@@ -107,7 +107,7 @@ def _planned_prefill(
 
 
 def _sink_variant(problem: PagedAttention, backend: str) -> dict[str, Any]:
-    """Return the wrapper's arguments for sinks, its `run` ignoring `sinks` with these backends.
+    """Return the wrapper's arguments for sinks. Its `run` ignores `sinks` with these backends.
 
     They are those of FlashInfer 0.7.2's `BatchAttentionWithAttentionSinkWrapper`, except the module's name: its own leaves out
     the head_dim and the dtype of K/V, so that kernels of several would overwrite each other in the compiler's cache.

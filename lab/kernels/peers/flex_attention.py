@@ -132,7 +132,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The query rows in a grid of batch entries, each with as many: one entry, or one for each request.
+    """The query rows in a grid of batch entries of equal size: one entry, or one per request.
 
     Attributes:
         grid: [entries][rows of an entry].

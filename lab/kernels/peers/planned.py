@@ -84,7 +84,7 @@ def live_pages(problem: PagedAttention) -> LivePages:
 
 
 def supported_backend(backend: str, wrapper: str, problem: Problem) -> str:
-    """Return the backend that runs a problem, the GPU's own where `backend` is "".
+    """Return the backend that runs a problem; for "" the GPU's own.
 
     Raises:
         NotImplementedError: off the GPU, inside a CUDA graph's capture, or for a problem that the backend does not take,

@@ -44,7 +44,7 @@ def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
 
 @dataclass(frozen=True, eq=False)
 class _Tokens:
-    """The tokens of each request that its rows see.
+    """The tokens of each request that its rows see, as a list of pool places.
 
     Attributes:
         kv_indptr: int32 [batch_size + 1], the first of each request's tokens among `kv_indices`.
@@ -93,7 +93,7 @@ def _plan(call: DecodeCall | ContextCall) -> Ready:
 
 
 def _hides_every_key(shown: torch.Tensor, window_left: int, kv_lens: Sequence[int]) -> bool:
-    """Return True if some row sees neither a token before the draft nor one of it; it waits for the GPU.
+    """Return True if some row sees neither a token before the draft nor a token of the draft. Waits for the GPU.
 
     Args:
         shown: of draft masks, bool [batch_size, q_len, q_len].

@@ -79,7 +79,7 @@ def hopper_mla_tile(problem: PagedAttention) -> HopperTile | None:
 def _fits(
     problem: PagedAttention, caches: tuple[torch.Tensor, ...], tiles: tuple[HopperTile, ...], least_rows: int
 ) -> bool:
-    """Return True where SM90's copy engine and products take a problem.
+    """Return True if SM90's copy engine and products take a problem.
 
     They take K and V in the query's 16-bit dtype, tiles that are a multiple or a divisor of a page, and pools that the copy
     engine can address.

@@ -40,7 +40,7 @@ def convert(
 
 @gluon.jit
 def _convert_tile(loaded, converted, barriers, slot, parity):
-    """Wait for a loaded tile, and fill an empty slot with it in another dtype.
+    """Wait for a loaded tile, and write it to an empty slot in another dtype.
 
     A warp loads half a tile before it writes the first element, so that it waits for shared memory twice, not for each part.
     """

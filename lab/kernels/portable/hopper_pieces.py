@@ -195,7 +195,7 @@ def copy_boxes(
     FIRST_DIM: gl.constexpr,  # the pool's element that is the slot's first
     PAGE_SIZE: gl.constexpr,
 ):
-    """Fill a slot with the tile from `begin`, in boxes of one page's keys and BOX_BYTES of each.
+    """Fill a slot with the tile from `begin`. A box has one page's keys and BOX_BYTES of each.
 
     Nothing after the request's last key may be read. A box that would pass it begins as many keys earlier: at keys that
     `tile_keys` hides, or before the page, where the copy engine writes zeros. A box that no row's window reaches lies all

@@ -38,7 +38,7 @@ class NotKeptError(Exception):
 
 
 def kept_at_once(prepare: Callable[P, TritonCall]) -> Callable[P, Any]:
-    """Return a function that makes a call once and returns its results, as `made_at_once` does, and that keeps calls.
+    """Return a function that makes a call and returns its results, like `made_at_once`, and keeps prepared calls.
 
     Its `cache_clear()` forgets them: call it after a change of what a call chooses.
 
@@ -84,7 +84,7 @@ class _Place:
 
 
 def facts_of(value: Any, given: list[torch.Tensor]) -> Hashable:
-    """Return the part of a call's key that is of one argument, and append the argument's tensors to `given`.
+    """Return one argument's part of a call's key, and append the argument's tensors to `given`.
 
     Raises:
         NotKeptError: a tensor that is not on a GPU, or an argument whose contents a check might read.
@@ -179,7 +179,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _source(memory: int, address: int, sources: Sequence[tuple[int, int]]) -> int:
-    """Return the index of the source that a launch's tensor is, or is a view of.
+    """Return the index of the source that a launch's tensor equals or is a view of.
 
     It is the only source in the tensor's allocation, or of several the only one at its address. A view at another address, such
     as V in one tensor of K and V, or V's page table in one of both, is thus found if its source has an allocation to itself.

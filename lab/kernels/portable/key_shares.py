@@ -69,7 +69,7 @@ class Shares:
 
 
 def choose_shares(tile: ProgramTile | HopperTile, q_blocks: int, device: torch.device, least_keys: int = 0) -> Shares:
-    """Return as many shares as programs run at a time, so that all end together; on a CPU one, which cuts nothing.
+    """Return one share per program that runs at a time, so that all end together. A CPU has one share, which cuts nothing.
 
     Args:
         tile: its `per_multiprocessor` programs run on a multiprocessor at a time.

@@ -53,7 +53,7 @@ def with_merge(
     results: Results,
     least_q_len: int | None = None,
 ) -> list[TritonLaunch]:
-    """Return the launches of a call: `attention`, and if units are cut the merge, which writes the rows of those.
+    """Return a call's launches: `attention`, and if units are cut a merge that writes their rows.
 
     With `least_q_len`, they are for requests of `least_q_len` to `problem.max_q_len` query tokens.
     """

@@ -101,7 +101,7 @@ def _prepare(problem: PagedAttention, *refreshes: Callable[[], object]) -> Trito
 def shares_of(
     problem: PagedAttention, tile: ProgramTile | HopperTile, q_blocks: int, of_kind: bool = False
 ) -> Shares | None:
-    """Return the shares of the keys; None where each block of rows and K/V head has a program for all keys that it sees.
+    """Return the shares of the keys; None if each block of rows and K/V head has one program for all its keys.
 
     Shares assume that all blocks of a request see the same number of keys, which is about true for a long prefix.
 
@@ -132,7 +132,7 @@ def merges_at_once(problem: PagedAttention, tile: ProgramTile | HopperTile, num_
 
 
 def few_tokens(problem: PagedAttention) -> int | None:
-    """Return the most query tokens of a request of the first kind; None where all requests are treated as one kind.
+    """Return the most query tokens of a request of the first kind; None if all requests are of one kind.
 
     Two kinds are worth it where a request may fill several blocks of rows. Lengths are on the device, so the host guesses: as
     many requests as possible have `max_q_len` rows, and the others share the rest equally. The first kind are the requests
@@ -151,7 +151,7 @@ def few_tokens(problem: PagedAttention) -> int | None:
 
 
 def shares_beside(problem: PagedAttention, shares: Shares, prefill: ProgramTile | HopperTile) -> Shares:
-    """Return the first kind's shares, fewer by the programs that the second kind needs room for, but at least half.
+    """Return the first kind's shares without those whose programs make room for the second kind, but at least half of them.
 
     A multiprocessor with a program of each kind reads keys for one while it multiplies for the other. A program that needs a
     whole multiprocessor has none before the shares end, so nothing is left free for it.

@@ -66,7 +66,7 @@ class PoolStrides(NamedTuple):
 
 
 def tile_descriptor(cache: torch.Tensor, tile: ProgramTile, dims: int) -> TensorDescriptor | None:
-    """Return a descriptor of the pool's tiles; None where the tile wants none, or the copy engine could not load them.
+    """Return a descriptor of the pool's tiles; None if the tile asks for none, or the copy engine cannot load them.
 
     Args:
         cache: [num_pages, num_kv_heads, page_size, head_dim], strided.
@@ -79,7 +79,7 @@ def tile_descriptor(cache: torch.Tensor, tile: ProgramTile, dims: int) -> Tensor
 
 
 def loads_by_descriptor(cache: torch.Tensor, keys: int) -> bool:
-    """Return True where the copy engine can load tiles of `keys` keys from one page, and gains time by it.
+    """Return True if the copy engine can load tiles of `keys` keys from one page, and saves time.
 
     It takes strides and addresses that are multiples of 16 bytes. An e4m3 tile, which is converted before it is multiplied,
     gains nothing.
@@ -95,7 +95,7 @@ def is_aligned(cache: torch.Tensor, strides_bytes: int) -> bool:
 
 
 def paired(caches: tuple[torch.Tensor, torch.Tensor], tile: ProgramTile) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the pools of K and V, as int16 pairs of e4m3 elements where the products take them from registers.
+    """Return the pools of K and V, viewed as int16 pairs of e4m3 elements where products take them from registers.
 
     Products of fewer than 64 rows do. Their registers hold two float16 elements, those loaded from the pool four e4m3 ones. One
     permutation of bytes sorts pairs (`halves_of_pairs`); single bytes would be masked, shifted and moved one by one.
@@ -115,7 +115,7 @@ def paired(caches: tuple[torch.Tensor, torch.Tensor], tile: ProgramTile) -> tupl
 
 @triton.jit
 def page_ids(table, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr):
-    """Return the page ids, int64, of the tile of keys from `begin`: one where pages hold whole tiles, else one per key.
+    """Return the page ids, int64, of the tile of keys from `begin`: one if pages hold whole tiles, else one per key.
 
     A tile begins at a multiple of BLOCK_KEYS; ids of keys from `end` on are not read.
     """

@@ -10,7 +10,7 @@ STORE_ALIGNMENT: tl.constexpr = tl.constexpr(8)
 
 
 class ListsForm(NamedTuple):
-    """What the kernels are compiled for: a named tuple, which Triton takes as one compile-time argument.
+    """The parameters that the kernels are compiled for: a named tuple, one compile-time argument for Triton.
 
     Attributes:
         num_steps, topk, page_size, window_size, sink_size, entry_page_size: of the function.

@@ -34,7 +34,7 @@ BLOCK_REQUESTS = 256
 
 @dataclass(frozen=True, eq=False)
 class PassBuffers:
-    """One forward pass of a launch: the buffers that the launch fills for it, and the numbers in which passes differ.
+    """One forward pass of a launch: the buffers that the launch fills, and the numbers in which passes differ.
 
     A buffer that is None is not wanted. The launch reads ``out_cache_loc`` and ``query_rows`` and writes the other tensors.
 
@@ -230,7 +230,7 @@ def _encode_tables(tables: Sequence[Tensor]) -> tuple[tuple[int | None, ...], tu
 
 
 def _distinct_tables(tables: Sequence[tuple[Tensor | None, int]]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Return each different table once, and beside it the largest `seq_len_offset` of the passes that share it.
+    """Return each different table once, with the largest `seq_len_offset` of the passes that share it.
 
     Args:
         tables: (table or None, seq_len_offset) of each pass.

@@ -69,7 +69,7 @@ def positive_bmm1_scale(problem: AttentionProblem) -> str | None:
 
 
 def misplaced_paged(problem: PagedAttention) -> str | None:
-    """Return a kernel's sentence about the first of query, K, V and out that begins where it cannot be loaded or stored.
+    """Return the refusal of the first of query, K, V and out whose address a kernel cannot load from or store to.
 
     XQA and fmha_v2 take 16 bytes at a time (mha.cu's `LdGrain`, fmha_v2's `BYTES_PER_LDG`, TMA), of NVFP4 K/V 8
     (`grainBytesGmemCache`).

@@ -18,7 +18,7 @@ Triples = frozenset[tuple[torch.dtype, torch.dtype, torch.dtype]]
 
 @dataclass(frozen=True, eq=False)
 class Dtypes:
-    """The (query, K/V, output) dtypes of a kernel, and what it says of others.
+    """The (query, K/V, output) dtypes that a kernel takes, and its refusals of different ones.
 
     Attributes:
         triples: all that it takes.
@@ -87,7 +87,7 @@ def mla_dims(problem: PagedAttention) -> tuple[int, int]:
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """An implementation of a call, and all that it takes.
+    """A kernel's row: the calls, GPUs, dtypes, sizes and features that it takes.
 
     Attributes:
         name: as sentences and recordings call it.
@@ -118,7 +118,7 @@ class Kernel:
 
 
 def why_not(kernel: Kernel, capability: Capability | None, problem: Problem) -> str | None:
-    """Return the reason why a kernel cannot solve a problem on a GPU, as a sentence; None if it can.
+    """Return the reason why a kernel does not solve a problem on a GPU, as a sentence; None if it does.
 
     Args:
         kernel: the implementation's row.

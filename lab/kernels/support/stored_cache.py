@@ -65,7 +65,7 @@ def share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def token_list(pool: torch.Tensor) -> torch.Tensor | None:
-    """Return K or V [num_pages, num_kv_heads, page_size, head_dim] as [tokens, num_kv_heads, head_dim], a view; or None.
+    """Return K or V [num_pages, num_kv_heads, page_size, head_dim] as a view [tokens, num_kv_heads, head_dim], or None.
 
     A kernel that finds a token by one number needs it: page * page_size + place. Pages that are NHD and touch are so.
     """

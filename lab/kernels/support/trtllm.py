@@ -18,7 +18,7 @@ KERNELS = tuple(dict.fromkeys(kernel for pair in BY_CALL.values() for kernel in 
 
 
 def kernel_for(call: AttentionCall, capability: Capability, backend: str = "auto") -> Kernel:
-    """Return the kernel that FlashInfer runs for a call on a GPU; `why_not` tells if it takes the call there.
+    """Return the kernel that FlashInfer runs for a call on a GPU; `why_not` says whether it takes the call there.
 
     Args:
         call: one of the four. The context call comes to fmha_v2 where there is no trtllm-gen, as in SGLang 0.5.23.

@@ -94,7 +94,7 @@ trtllm_batch_context_with_kv_cache = made_at_once(prepare_trtllm_batch_context_w
 
 
 def _canonical(call: DecodeCall | ContextCall, problem: PagedAttention) -> tuple[dict[str, Any], tuple[Refresh, ...]]:
-    """Return arguments in the one form that every kernel of FlashInfer 0.7.2 reads rightly; views where that is possible.
+    """Return arguments in the one form that every kernel of FlashInfer 0.7.2 reads correctly, as views where possible.
 
     K and V go as a pair of HND views, which FlashInfer makes of every other form but one with K for V.
     """
@@ -158,7 +158,7 @@ def _fmha_v2_arguments(call: ContextCall, problem: PagedAttention) -> tuple[dict
 
 
 def _fmha_v2_cache(call: ContextCall, stored: StoredCache) -> tuple[Any, torch.Tensor, tuple[Refresh, ...]]:
-    """Return (cache, block_tables, refreshes) as fmha_v2 addresses them, in a form that FlashInfer's own checks take.
+    """Return (cache, block_tables, refreshes) as fmha_v2 addresses them and FlashInfer's checks accept them.
 
     Raises:
         NotImplementedError: K and V are two tensors, and the installed FlashInfer takes them as one alone.

@@ -46,7 +46,7 @@ class SpecInfo:
         draft_step: int | None = None,
         num_accept_tokens: Tensor | None = None,
     ) -> "SpecInfo | None":
-        """Return what speculative decoding adds to a pass, or None for a pass without it.
+        """Return the `SpecInfo` of a pass, or None for a pass without speculative decoding.
 
         Args:
             mode: of the pass.

@@ -60,7 +60,7 @@ class PagedKVCache:
         return self.storage.shape[3 if self.layout is KVLayout.NHD else 2]
 
     def as_hnd(self) -> tuple[Tensor, Tensor]:
-        """Return K and V as views ``[num_pages, num_kv_heads, page_size, head_dim]``, the form FlashInfer is handed.
+        """Return K and V as views ``[num_pages, num_kv_heads, page_size, head_dim]``, the form that FlashInfer takes.
 
         An NHD cache is permuted, not copied, so its views are not contiguous. SGLang also repairs the stride of a
         single head, see ``_with_canonical_strides``.
@@ -92,7 +92,7 @@ class PagedKVCache:
 
 @dataclass(frozen=True, eq=False)
 class NVFP4KVCache(PagedKVCache):
-    """K and V of one layer in NVFP4: pairs of e2m1 values in uint8, and an e4m3 scale factor for each 16 of a head's elements.
+    """K and V of one layer in NVFP4: pairs of e2m1 values in uint8, and one e4m3 scale factor per 16 elements of a head.
 
     Attributes:
         storage: as in `PagedKVCache`, uint8, ``head_dim // 2`` bytes a head.
@@ -163,7 +163,7 @@ class NVFP4KVCache(PagedKVCache):
 
 @dataclass(frozen=True, eq=False)
 class PagedLatentCache:
-    """One layer's cache of latent attention (MLA): an entry per token, which all heads read as key and in part as value.
+    """One layer's cache of latent attention (MLA): one entry per token, the key of all heads and, in part, their value.
 
     Attributes:
         storage: contiguous ``[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]``.

@@ -202,7 +202,7 @@ class KVPool:
         return self._physical(slots // self.page_size) * self.page_size + offsets
 
     def swa_slots(self, full_slots: Tensor) -> Tensor:
-        """Return each slot's sliding-window slot, int64, in their shape: 0, in the sink, for none. Slot -1 stays -1.
+        """Return each slot's sliding-window slot, int64, same shape: 0, in the sink, if it has none. Slot -1 stays -1.
 
         Raises:
             ValueError: the pool was made without ``swa_num_pages``.

@@ -83,7 +83,7 @@ def max_query_rows(batch: ForwardBatch) -> int:
 
 
 def query_rows(batch: ForwardBatch) -> int | Tensor | None:
-    """Return the query rows of all requests (an int) or each (``extend_seq_lens``); None: as many as keys, with no prefix.
+    """Return the query rows of all requests (an int) or of each (``extend_seq_lens``); None if rows are keys: no prefix.
 
     Raises:
         ValueError: a host fact that the mode needs is missing.
@@ -122,7 +122,7 @@ def num_draft_tokens(batch: ForwardBatch) -> int:
 
 
 def key_lens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> Tensor:
-    """Return the keys that each request's last query row sees, ``[batch_size]`` int32, in a fresh tensor.
+    """Return the number of keys that each request's last query row sees: ``[batch_size]`` int32, in a new tensor.
 
     Raises:
         ValueError: a fact that the mode needs is missing.
@@ -133,7 +133,7 @@ def key_lens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA
 
 
 def uncounted_tokens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> int:
-    """Return the tokens per request that are keys of the pass and that ``seq_lens`` does not count.
+    """Return the number of tokens per request that are keys of the pass but not counted in ``seq_lens``.
 
     In a ragged verification each request has its own number, ``extend_seq_lens``. This is then its bound, ``num_draft_tokens``.
 

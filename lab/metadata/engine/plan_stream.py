@@ -40,7 +40,7 @@ class PlanStart(NamedEnum):
 
 @dataclass(frozen=True, eq=False)
 class PlannedVerify:
-    """The buffers that a verify pass is launched with. They stay, and the next plan writes them anew.
+    """The buffers that a verify pass is launched with. They are kept, and the next plan overwrites them.
 
     Attributes:
         batch: the captured size's view of the inputs, padded rows included.
@@ -91,7 +91,7 @@ class VerifyBackend(ABC):
         return [None, None]
 
     def update_verify_buffers_to_fill_after_draft(self, planned: PlannedVerify) -> None:
-        """Launch, on the current stream, what depends on the buffers that the draft has filled by now.
+        """Launch, on the current stream, the work that depends on the buffers that the draft has filled.
 
         Raises:
             NotImplementedError: the backend has not said that there is nothing to do.
@@ -137,7 +137,7 @@ class _Moment(NamedEnum):
 
 
 class PlanStream:
-    """Runs speculative iterations with verify planned beside the draft, on a second stream if there is a GPU.
+    """Run speculative iterations. Verify is planned while the draft runs, on a second stream if there is a GPU.
 
     Four events, and what would go wrong without each:
 

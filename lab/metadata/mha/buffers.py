@@ -53,7 +53,7 @@ def allocate_mha_metadata(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadat
 
 
 def prepare_mha_metadata(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata) -> Callable[[], None]:
-    """Prepare a call that writes the pass's metadata in place, each time from what the batch's and pool's tensors then hold.
+    """Prepare a call that writes the pass's metadata in place, from the batch's and pool's contents at the time of each call.
 
     Raises:
         ValueError: as `build_mha_metadata`, or a tensor of `metadata` has the wrong shape.

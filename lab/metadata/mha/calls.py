@@ -22,7 +22,7 @@ DEFAULT_SETTINGS = CallSettings()
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayer:
-    """One layer's own share of the arguments.
+    """The arguments that differ from layer to layer.
 
     Attributes:
         softmax_scale: factor of Q·K^T before the cache's scale.
@@ -170,7 +170,7 @@ def call_arguments(
     cache: PagedKVCache,
     max_context_len: int,
 ) -> dict[str, Any]:
-    """Return the keyword arguments of one planned call, `out`, `workspace_buffer` and settings apart.
+    """Return the keyword arguments of one planned call, without `out`, `workspace_buffer` and settings.
 
     Raises:
         ValueError: a sliding-window layer without a sliding-window table, unequal widths of a `DRAFT_EXTEND_V2` on the
@@ -237,7 +237,7 @@ def _rows_as_requests(
 
 
 def _decode_width(planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata) -> dict[str, Any]:
-    """Return the arguments that say the rows of each request: `q_len_per_req` if all are equal, else those of ragged rows.
+    """Return the arguments for the rows per request: `q_len_per_req` if all are equal, else those of ragged rows.
 
     The widths decide, not whether the rows divide by the requests: 2 + 4 rows divide, but into wrong ones.
     """

@@ -22,7 +22,7 @@ DECODE = AttentionCall.DECODE.value
 
 
 class DecodeSplit:
-    """An implementation whose decode calls are several, over requests from the shortest to the longest.
+    """An implementation that divides a decode call into several, over requests sorted from shortest to longest.
 
     Its other functions are the implementation's own. A decode call has an `out`, and no LSE; one with `cum_seq_lens_q`, or of
     one request, is not divided. A ready call reads the lengths anew each time, on the device, so that a CUDA graph may hold it.
@@ -67,7 +67,7 @@ class DecodeSplit:
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """A group of requests: their numbers, what is gathered of them, and the output of their call.
+    """A group of requests: their numbers, their gathered tensors, and the output of their call.
 
     Attributes:
         requests: ``[n]`` int64, rewritten by each sort.

@@ -21,7 +21,7 @@ class CallDtypes:
 
 
 def call_dtypes(call: AttentionCall, dtype: torch.dtype, kv_dtype: torch.dtype, *, trtllm_gen: bool) -> CallDtypes:
-    """Return what a call is handed for a model's query (`forward_decode`, `forward_extend`).
+    """Return the dtypes of a call's query and output, for a model's query (`forward_decode`, `forward_extend`).
 
     ========  ==================  =============  =========
     cache     kernel              query          output
@@ -54,7 +54,7 @@ def call_dtypes(call: AttentionCall, dtype: torch.dtype, kv_dtype: torch.dtype, 
 
 
 def counted_scale(scale: float, kv_dtype: torch.dtype) -> float:
-    """Return the scale of a layer's K or V that a call over this cache counts (`_get_bmm_scales`, `_get_nvfp4_bmm_scales`).
+    """Return the scale of a layer's K or V that a call over this cache applies (`_get_bmm_scales`, `_get_nvfp4_bmm_scales`).
 
     A checkpoint may have scales although the cache is not quantised: its entries are not divided then, and no scale counts.
     Over e4m3, a scale of 0 or below counts as 1.

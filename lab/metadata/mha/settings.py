@@ -15,7 +15,7 @@ TAIL_DTYPES = (torch.float16, torch.bfloat16, E4M3)
 
 @dataclass(frozen=True, eq=False)
 class CallSettings:
-    """Arguments that all calls of an engine have alike (`trtllm_mha_backend.py`).
+    """Arguments that are the same in all calls of an engine (`trtllm_mha_backend.py`).
 
     Attributes:
         multi_ctas_kv_counter_buffer: of the decode calls alone; from `lab.metadata.allocate_multi_ctas_kv_counters`, which

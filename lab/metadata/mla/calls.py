@@ -90,7 +90,7 @@ def mla_max_seq_len(mode: ForwardMode, metadata: TRTLLMMLADecodeMetadata) -> int
 
 
 def mla_query(metadata: TRTLLMMLADecodeMetadata, query: Tensor, padded: Tensor | None = None) -> Tensor:
-    """Return the rows of a pass as ``[batch_size, max_seq_len_q, heads, head_dim]``: a view, or a padded copy.
+    """Return a pass's rows as ``[batch_size, max_seq_len_q, heads, head_dim]``: a view, or a padded copy.
 
     Args:
         metadata: its `query_layout` decides which.

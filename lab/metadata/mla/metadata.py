@@ -296,7 +296,7 @@ def check_mla(pool: KVPool, attention: DraftAttention = DraftAttention.MLA, page
 
 
 def multi_ctas_kv_counter_bytes(max_batch_size: int, num_qo_heads: int, sm_count: int) -> int:
-    """Return the bytes of trtllm-gen's counter buffer, where CTAs that share a request count how many of them are done.
+    """Return the bytes of trtllm-gen's counter buffer. CTAs that share a request count in it how many of them are done.
 
     It has a counter of 4 bytes per request and head, at least one per SM, in a multiple of 8: FlashInfer 0.7.2's
     `get_trtllm_gen_multi_ctas_kv_counter_bytes`. SGLang 0.5.23 asks for 8,192 requests, or more if its graphs hold more.

@@ -75,7 +75,7 @@ def without_keys(out: Tensor, lse: Tensor, is_empty: Tensor) -> tuple[Tensor, Te
 
 
 def merge_by_lse(outs: Tensor, lses: Tensor) -> Tensor:
-    """Return the attention over all parts of the keys; rows that see none of them are 0.
+    """Return the attention over all parts of the keys; rows that see no key are 0.
 
     Args:
         outs: ``[num_parts, num_rows, heads, head_dim]``.
@@ -86,7 +86,7 @@ def merge_by_lse(outs: Tensor, lses: Tensor) -> Tensor:
 
 
 def dense_block(buffer: Tensor, *shape: int) -> Tensor:
-    """Return the first elements of a buffer as a contiguous tensor of a shape, whatever the buffer's own rows.
+    """Return the first elements of a buffer as a contiguous tensor of a shape.
 
     SGLang 0.5.12 takes ``buffer[:batch_size, :max_seq_len_q]``, which has gaps where ``max_seq_len_q`` is below the buffer's
     width, and its kernel writes as if there were none.

@@ -66,7 +66,7 @@ class DraftInputs:
         return DraftInputs(self.input_ids[:num_tokens], self.hidden_states[:num_tokens], self.select_index[:batch_size])
 
     def load(self, input_ids: Tensor, hidden_states: Tensor, select_index: Tensor | None = None) -> None:
-        """Copy a batch's in. What lies after it stays as it was: the engine does not reset these for padded rows.
+        """Copy a batch in. The rest of the buffers is left as it was: the engine does not reset it for padded rows.
 
         Args: as the attributes, of at most as many rows.
 
@@ -117,7 +117,7 @@ class DraftOutputs:
 
 
 def supports_draft_extend_graph(backend: object) -> bool:
-    """Return True if a backend says that its draft extend may run in a CUDA graph. One that says nothing may not.
+    """Return True if a backend declares that its draft extend may run in a CUDA graph.
 
     SGLang decides by a list of classes, which every new backend has to be added to: Triton and TRT-LLM MLA in 0.5.12, TRT-LLM
     MHA and Tokenspeed MLA besides in 0.5.13; in 0.5.23 Triton, TRT-LLM MLA and MHA, FlashInfer, QSA, DSA, DSV4,
@@ -217,9 +217,9 @@ class DraftExtendGraph:
         self.runner = GraphRunner(backend, mode, pool, batch_sizes, body, place)
 
     def can_run(self, batch: ForwardBatch) -> bool:
-        """Return True if a graph can stand for this pass, which has the captured width and fits a captured size.
+        """Return True if a graph can run this pass: it has the captured width and fits a captured size.
 
-        A width that the batch leaves open (-1 here, 0 in SGLang) passes if its rows are those of the captured one.
+        A batch that leaves the width open (-1 here, 0 in SGLang) can run if it has the captured number of rows.
         """
         bs, sizes = batch.batch_size, self.runner.captured
         stated = -1 if batch.spec_info is None else batch.spec_info.num_tokens_per_req

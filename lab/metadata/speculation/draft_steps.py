@@ -36,7 +36,7 @@ class DraftPlan(NamedEnum):
 
 @dataclass(frozen=True, eq=False)
 class DraftStep:
-    """The metadata that one draft step's backend is handed.
+    """The metadata that one draft step's backend receives.
 
     Attributes:
         metadata: of the step's decode pass.
@@ -97,7 +97,7 @@ class MultiStepDraft:
 
 @dataclass(frozen=True, eq=False)
 class DraftBuffers:
-    """The buffers of a draft's metadata. Made once, they serve every batch up to their size, with other contents.
+    """The buffers of a draft's metadata. Made once, they serve every batch up to their size.
 
     Attributes:
         steps: metadata of ``max_batch_size`` requests, per step; in ONE_LAUNCH all steps have the same table, and in a
@@ -150,7 +150,7 @@ def allocate_draft(draft: MultiStepDraft, pool: KVPool, max_batch_size: int) -> 
 
 
 def prepare_draft(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buffers: DraftBuffers) -> PreparedDraft:
-    """Check once, and prepare a `write` whose every call launches what the plan needs; a CUDA graph can capture it.
+    """Check the batch, and prepare a `write` that launches the plan's work in each call. A CUDA graph can capture it.
 
     Args:
         draft: the backend.

@@ -15,7 +15,7 @@ from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 
 @dataclass(frozen=True, eq=False)
 class PreparedIteration:
-    """Metadata of every pass of one iteration, which each call of `write` makes anew from what the batch then holds.
+    """Metadata of every pass of one iteration. Each call of `write` writes it anew from the batch's tensors.
 
     Attributes:
         draft_steps: one decode pass each, lengths ``seq_lens + step + 1``.
@@ -33,7 +33,7 @@ class PreparedIteration:
 def prepare_iteration(
     verify: ForwardBatch, pool: KVPool, *, speculative_num_steps: int, share_table: bool = True
 ) -> PreparedIteration:
-    """Allocate and prepare the metadata of an iteration whose requests, lengths and draft width a verify batch names.
+    """Allocate and prepare an iteration's metadata. A verify batch gives its requests, lengths and draft width.
 
     Everything that it needs is known before the draft runs: no pass depends on which tokens are drafted or accepted.
 

@@ -10,7 +10,7 @@ from lab.named_enum import NamedEnum
 
 
 class VerifyMaskForm(NamedEnum):
-    """The keys that the mask has a cell for, d draft tokens per request.
+    """The keys that have a cell in the mask; each request has d draft tokens.
 
     FULL, as SGLang 0.5.13 and 0.5.14 allocate it: for a request of L tokens a block ``[d, L + d]``, the blocks end to
     end. QLEN_ONLY, as SGLang 0.5.23 allocates it where no kernel reads the mask: a block ``[d, d]``, draft tokens alone.
@@ -110,7 +110,7 @@ def preallocate_verify_mask(
     skip_prefill: bool = False,
     is_draft_runner: bool = False,
 ) -> VerifyMask | None:
-    """Allocate a zero-filled buffer for every step to come, so that no step needs ``seq_lens_sum`` to allocate one.
+    """Allocate a zero-filled buffer for all later steps, so that no step needs ``seq_lens_sum`` to allocate one.
 
     FULL takes ``max_num_tokens * (max_context_len + d)`` bytes with ``max_num_tokens = max_batch_size * d``, QLEN_ONLY
     ``max_batch_size * d * d``: 134,221,824 and 4,096 for 256 requests, 4 draft tokens and 131,072 tokens of context.
@@ -138,7 +138,7 @@ def preallocate_verify_mask(
 
 
 def fill_verify_mask(mask: VerifyMask, batch_size: int) -> None:
-    """Set the buffer to True, which is where building a tree starts; only what a draft token must not see is cleared then.
+    """Set the buffer to True, the start of building a tree: building it clears only what a draft token must not see.
 
     All of it, however small the batch, as SGLang does: without the lengths the host cannot say where a FULL batch ends. 0.5.13
     fills a FULL mask in every step although TRT-LLM's kernel reads none; 0.5.23 fills a FULL one only for kernels that do.

@@ -21,7 +21,7 @@ FUSED_MHA = TRTLLMMHABackend()
 
 
 class CapturedVerify(VerifyBackend):
-    """Static inputs and metadata of the captured sizes, which a plan loads and rebuilds before their graphs are replayed.
+    """Static inputs and metadata of the captured sizes. A plan loads and rebuilds them before a graph is replayed.
 
     Args:
         pool: of the requests.
@@ -89,7 +89,7 @@ class CapturedVerify(VerifyBackend):
 
 
 class ChainVerify(CapturedVerify):
-    """Verification of chains (top-k 1), whose rows are causal, so that the draft is in nothing that is planned.
+    """Verification of chains (top-k 1). Rows are causal, so no part of the plan depends on the draft.
 
     Args:
         pool, num_draft_tokens, batch_sizes, attention: as in `CapturedVerify`.
