@@ -2,6 +2,7 @@
 # `make report` renders a recorded run: RUN=results/nvidia-h200/timings.json OUT=results/nvidia-h200/report
 # `make html` makes one self-contained page of recorded results: RESULTS=results/nvidia-h200 HTML=report.html
 # `make experiments` measures SGLang's five changes, or without a GPU shows the recorded ones: EXPERIMENTS=.benchmarks/experiments
+# `make mutation` changes one operator or constant at a time and finds out whether the tests see it: SEED=1 COUNT=200
 # `make notebooks` makes each notebook from its script and runs it. `make docs` builds the site: SITE=docs/_build
 PYTHON ?= python3
 VENV := .venv
@@ -12,12 +13,14 @@ RESULTS ?= results/nvidia-h200
 HTML ?= .benchmarks/report.html
 EXPERIMENTS ?= .benchmarks/experiments
 SITE ?= docs/_build
+SEED ?= 1
+COUNT ?= 200
 # Processes that share the tests. One for each GPU: some tests time it, and must have it alone.
 WORKERS ?= $(if $(wildcard /dev/nvidia0),auto,2)
 # How they share them: one by one, or by files where there is no GPU, so that what the tests of a file share is made once.
 DIST ?= $(if $(wildcard /dev/nvidia0),load,loadfile)
 
-.PHONY: bench report html experiments notebooks docs test check format clean
+.PHONY: bench report html experiments notebooks docs test mutation check format clean
 
 bench: $(VENV)/.installed
 	$(BIN)/lab bench
@@ -40,6 +43,9 @@ docs: $(VENV)/.installed
 
 test: check
 	$(BIN)/python -m pytest --benchmark-skip --numprocesses=$(WORKERS) --dist=$(DIST)
+
+mutation: $(VENV)/.installed
+	$(BIN)/python -m tests.mutation --seed $(SEED) --count $(COUNT)
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

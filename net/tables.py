@@ -47,6 +47,7 @@ def lines_of(command: tuple[str, ...]) -> list[str]:
         arguments = [text for argument in command for text in _existing(argument.replace("OUT", folder))]
         done = subprocess.run([sys.executable, "-m", "lab", *arguments], capture_output=True, text=True, cwd=ROOT)
         written = [path.read_text() for path in sorted(Path(folder).rglob("*")) if path.suffix in (".md", ".html")]
+    assert "Traceback" not in done.stderr, done.stderr
     assert done.returncode in (0, 1, 125), done.stderr
     text = "\n".join(written) if written else done.stdout
     text = re.sub(r"(?s)<(script|style)\b.*?</\1>", "", text)
