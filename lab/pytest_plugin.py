@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lab.axes import E4M3_ARITHMETIC, LONGEST, SEED, SEVERAL, SOME, options_of, positive, ranges_of
 from lab.loading import LoadError, load
+from lab.ranges import OPTIONS, Option, options_of, ranges_of
 
 if TYPE_CHECKING:
     from lab.checks.report import Report
@@ -50,17 +50,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="NAME,...",
         help="exceptions that are refusals instead of the usual ones, such as NotImplementedError,my.kernel.Unsupported",
     )
-    for name, axis in SEVERAL.items():
-        _add_axis(group, name, axis.words, type=partial(_read, axis.values), metavar=axis.metavar)
-    for name, words in SOME.items():
-        _add_axis(group, name, f"no case has {words}", but="no-", action="store_false")
-    _add_axis(group, "longest", LONGEST, type=partial(_read, positive), metavar="N")
-    _add_axis(group, "seed", SEED, type=partial(_read, positive), metavar="N")
-    _add_axis(group, "e4m3_arithmetic", E4M3_ARITHMETIC, action="store_true")
+    for name, option in OPTIONS.items():
+        _add_range(group, name, option)
 
 
-def _add_axis(group: Any, name: str, words: str, but: str = "", **how: Any) -> None:
-    group.addoption(f"{PREFIX}{but}{name.replace('_', '-')}", dest=f"lab_{name}", default=None, help=words, **how)
+def _add_range(group: Any, name: str, option: Option) -> None:
+    """Add the option of a field of `lab.ranges.Ranges`."""
+    spelt, words, how = name.replace("_", "-"), option.help, dict[str, Any]()
+    if option.is_switch:
+        how["action"] = "store_false" if option.is_several else "store_true"
+        spelt, words = (f"no-{spelt}", f"no case has {words}") if option.is_several else (spelt, words)
+    else:
+        how["type"] = partial(_read, option.values if option.is_several else option.kind.read)
+        how["metavar"] = option.kind.metavar if option.is_several else "N"
+    group.addoption(f"{PREFIX}{spelt}", dest=f"lab_{name}", default=None, help=words, **how)
 
 
 def _read(read: Callable[[str], Any], text: str) -> Any:

@@ -1,89 +1,248 @@
-"""The ranges of the cases that are judged: the values of their parameters, which a caller may narrow."""
+"""The ranges of the judged cases, declared once: the values of each field, what a caller may give instead, and its option.
 
-from collections.abc import Callable
-from dataclasses import dataclass
+`lab judge` and pytest derive their options from the fields of `Ranges`. Importing this module imports nothing heavy.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from lab.calls.problem import E4M3, NVFP4_BLOCK
-from lab.workloads.attention_case import short_repr
-from lab.workloads.geometries import GEOMETRIES, Geometry, geometry, tiny
-
-HALF_PAIRS = ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16))
+    from lab.workloads.geometries import Geometry
 
 SEEDS = 100_000  # of cases, that a seed of ranges has
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn"}  # names in torch
+PAIRS = ("bf16/bf16", "fp16/fp16", "bf16/e4m3", "fp16/e4m3")  # of the query and the cache
+LAYOUTS = ("HND", "NHD")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of values.
+
+    Attributes:
+        words: what a value is, after "is not".
+        holds: tells whether something is a value.
+        parse: makes a value of its text, or something that `holds` refuses, or raises ValueError.
+        metavar: stands for the values in a help text.
+    """
+
+    words: Callable[[], str]
+    holds: Callable[[Any], bool]
+    parse: Callable[[str], Any] = int
+    metavar: str = "N,N,..."
+
+    def read(self, text: str) -> Any:
+        """Return the value of a text.
+
+        Raises:
+            ValueError: it is the text of no value.
+        """
+        try:
+            value = self.parse(text)
+        except ValueError:
+            value = None
+        if value is None or not self.holds(value):
+            raise ValueError(f"{text} is not {self.words()}")
+        return value
+
+
+def text_of(value: Any) -> str:
+    """Return a value as its option spells it: bf16/e4m3 of two dtypes, 576/512 of two sizes."""
+    if isinstance(value, tuple):
+        return "/".join(map(text_of, value))
+    return next((name for name, of_torch in DTYPES.items() if str(value) == f"torch.{of_torch}"), str(value))
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_power_of_two(value: Any) -> bool:
+    return _is_whole(value, 1) and not value & (value - 1)
+
+
+def _is_latent(value: Any) -> bool:
+    """Tell whether V can be the first part of a latent entry."""
+    is_pair = isinstance(value, tuple) and len(value) == 2 and all(_is_whole(each, 2) for each in value)
+    return is_pair and value[1] <= value[0]
+
+
+def dtypes_of(pair: str) -> "tuple[torch.dtype, torch.dtype]":
+    """Return the dtypes of a pair such as bf16/e4m3."""
+    import torch
+
+    query, _, cache = pair.partition("/")
+    return getattr(torch, DTYPES[query]), getattr(torch, DTYPES[cache])
+
+
+def _geometries() -> tuple[str, ...]:
+    from lab.workloads.geometries import GEOMETRIES
+
+    return tuple(GEOMETRIES)
+
+
+def _whole(least: int) -> Kind:
+    return Kind(lambda: f"a whole number of at least {least}", partial(_is_whole, least=least))
+
+
+def _name(names: Callable[[], tuple[str, ...]], metavar: str) -> Kind:
+    return Kind(lambda: f"one of {', '.join(names())}", lambda value: value in names(), str, metavar)
+
+
+FLAG = Kind(lambda: "True or False", lambda value: isinstance(value, bool))
+POSITIVE = _whole(1)
+POWER_OF_TWO = Kind(lambda: "a power of two", _is_power_of_two)
+DTYPE_PAIR = Kind(
+    lambda: f"one of {', '.join(PAIRS)}",
+    lambda value: text_of(value) in PAIRS and isinstance(value, tuple),
+    lambda text: dtypes_of(text) if text in PAIRS else None,
+    "Q/KV,...",
+)
+LATENT = Kind(
+    lambda: "two whole numbers of at least 2 such as 576/512, the second no larger than the first",
+    _is_latent,
+    lambda text: tuple(map(int, text.split("/"))),
+    "N/N,...",
+)
+
+
+@dataclass(frozen=True)
+class Option:
+    """The option of a field of `Ranges`.
+
+    Attributes:
+        help: what the field is.
+        kind: of its values.
+        is_several: the field is a tuple of values.
+        beyond: values that K18 judges too where the field is as it is by default; a kernel for the usual sizes declines them.
+        likely: the values that kernels take the most often, the likeliest first.
+    """
+
+    help: str
+    kind: Kind
+    is_several: bool = True
+    beyond: tuple[Any, ...] = ()
+    likely: tuple[Any, ...] = ()
+
+    @property
+    def is_switch(self) -> bool:
+        return self.kind is FLAG
+
+    def values(self, text: str) -> list[Any]:
+        """Read values that are separated by commas.
+
+        Raises:
+            ValueError: one is not of the kind.
+        """
+        return [self.kind.read(each.strip()) for each in text.split(",")]
+
+
+def _several(values: tuple[Any, ...], kind: Kind, words: str, **more: Any) -> Any:
+    return field(default=values, metadata={"option": Option(words, kind, **more)})
+
+
+def _some(words: str) -> Any:
+    """Declare a feature that some cases have, unless its option switches it off."""
+    return _several((False, True), FLAG, words, likely=(False,))
+
+
+def _one(value: Any, kind: Kind, words: str) -> Any:
+    return field(default=value, metadata={"option": Option(words, kind, is_several=False)})
+
+
+def _pairs(*names: str, beyond: tuple[str, ...], words: str) -> Any:
+    option = Option(words, DTYPE_PAIR, beyond=beyond)
+    return field(default_factory=lambda: tuple(map(dtypes_of, names)), metadata={"option": option})
 
 
 @dataclass(frozen=True)
 class Ranges:
-    """The axes from which cases are made; narrow one to what a kernel was built for.
-
-    Attributes:
-        dtypes: (query, cache) pairs.
-        groups: query heads per K/V head.
-        num_kv_heads, head_dims, page_sizes: of the cache.
-        q_lens: query rows of a request in a decode call.
-        windows: whether some cases have a sliding window; sinks: a sink per head.
-        nvfp4: whether some cases have an NVFP4 cache.
-        kv_layouts: orders of a page's axes.
-        long_requests: keys of K18's long requests, each in a case of few heads and rows.
-        large_batches: requests of the batches that are larger than the others: above a warp's 32 lanes, and above 128.
-        masked_rows: query rows of the calls with a draft mask; more than 16 take a row's second word.
-        mla_head_dims: (head_dim, v_head_dim) of MLA, 576 and 512 in DeepSeek-V3; mla_heads: its query heads;
-            mla_page_sizes: of its cache.
-        geometries: of the forward passes and graph stories of the full level, names of `lab.workloads.GEOMETRIES`.
-        e4m3_arithmetic: over an e4m3 cache the kernel is known to round Q and the softmax's weights to e4m3 too.
-        longest: keys of the longest request, about; of the checks but K18.
-        seed: of what is drawn: covering arrays, lengths, contents, and random cases.
-
-    K18 judges further values of an axis that is left as it is (`lab.checks.parameters.paged_axes.BEYOND`), which a kernel for
-    the usual sizes declines.
+    """The values that cases are made of; narrow a field to what a kernel was built for.
 
     Raises:
-        ValueError: an axis has no value, one twice, or one that no case can be made of.
+        ValueError: a field has no value, one twice, or one that no case can be made of.
     """
 
-    dtypes: tuple[tuple[torch.dtype, torch.dtype], ...] = (*HALF_PAIRS, (torch.bfloat16, E4M3))
-    groups: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 16)
-    num_kv_heads: tuple[int, ...] = (1, 2, 3)
-    head_dims: tuple[int, ...] = (64, 128, 256)
-    page_sizes: tuple[int, ...] = (16, 32, 64, 128)
-    q_lens: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
-    windows: tuple[bool, ...] = (False, True)
-    sinks: tuple[bool, ...] = (False, True)
-    nvfp4: tuple[bool, ...] = (False, True)
-    kv_layouts: tuple[str, ...] = ("HND", "NHD")
-    long_requests: tuple[int, ...] = (4_100, 16_500, 131_072)
-    large_batches: tuple[int, ...] = (40, 130)
-    masked_rows: tuple[int, ...] = (4, 8, 20, 40)
-    mla_head_dims: tuple[tuple[int, int], ...] = ((80, 64), (576, 512))
-    mla_heads: tuple[int, ...] = (1, 8, 16, 128)
-    mla_page_sizes: tuple[int, ...] = (32, 64)
-    geometries: tuple[str, ...] = ("gemma-3-27b", "gpt-oss-120b", "llama-3.1-70b", "llama-3.1-8b", "qwen3-32b")
-    e4m3_arithmetic: bool = False
-    longest: int = 700
-    seed: int = 0
+    dtypes: tuple["tuple[torch.dtype, torch.dtype]", ...] = _pairs(
+        *("bf16/bf16", "fp16/fp16", "bf16/e4m3"),
+        beyond=("fp16/e4m3", "e4m3/e4m3"),
+        words="dtypes of the query and the cache, such as bf16/bf16,bf16/e4m3",
+    )
+    groups: tuple[int, ...] = _several(
+        (1, 2, 3, 4, 5, 6, 8, 16),
+        POSITIVE,
+        "query heads per K/V head",
+        beyond=(7, 12, 24, 32, 48, 64),
+        likely=(8, 4, 1),
+    )
+    num_kv_heads: tuple[int, ...] = _several((1, 2, 3), POSITIVE, "K/V heads of the cache", beyond=(32,), likely=(1, 2))
+    head_dims: tuple[int, ...] = _several(
+        (64, 128, 256), _whole(2), "head_dim of the cache", beyond=(80, 96, 192, 512), likely=(128, 64)
+    )
+    page_sizes: tuple[int, ...] = _several(
+        (16, 32, 64, 128),
+        POWER_OF_TWO,
+        "tokens per page of the cache",
+        beyond=(8, 256, 512, 1),
+        likely=(64, 16, 32),
+    )
+    q_lens: tuple[int, ...] = _several(
+        (1, 2, 3, 4, 5, 6, 7, 8),
+        POSITIVE,
+        "query rows of a request in a decode call",
+        beyond=(9, 11, 16, 19, 130),
+        likely=(1,),
+    )
+    windows: tuple[bool, ...] = _some("a sliding window")
+    sinks: tuple[bool, ...] = _some("a sink per head")
+    nvfp4: tuple[bool, ...] = _some("an NVFP4 cache")
+    kv_layouts: tuple[str, ...] = _several(
+        LAYOUTS, _name(lambda: LAYOUTS, "HND,NHD"), "orders of a page's axes", likely=("HND",)
+    )
+    long_requests: tuple[int, ...] = _several(  # each in a case of few heads and rows
+        (4_100, 16_500, 131_072), POSITIVE, "keys of the long requests of check K18"
+    )
+    large_batches: tuple[int, ...] = _several(  # above a warp's 32 lanes, and above 128
+        (40, 130), POSITIVE, "requests of the large batches", beyond=(257, 513, 1025)
+    )
+    masked_rows: tuple[int, ...] = _several(  # more than 16 take a row's second word
+        (4, 8, 20, 40), POSITIVE, "query rows of the calls with a draft mask", beyond=(70,)
+    )
+    mla_head_dims: tuple[tuple[int, int], ...] = _several(
+        ((80, 64), (576, 512)),
+        LATENT,
+        "head_dim and v_head_dim of MLA, such as 576/512",
+        beyond=((64, 64), (320, 256)),  # the first without a rotary part
+        likely=((576, 512),),
+    )
+    mla_heads: tuple[int, ...] = _several(
+        (1, 8, 16, 128), POSITIVE, "query heads of MLA", beyond=(32, 64, 24), likely=(128, 16)
+    )
+    mla_page_sizes: tuple[int, ...] = _several(
+        (32, 64), POWER_OF_TWO, "tokens per page of MLA's cache", beyond=(8, 16, 128, 1), likely=(64, 32)
+    )
+    geometries: tuple[str, ...] = _several(
+        ("gemma-3-27b", "gpt-oss-120b", "llama-3.1-70b", "llama-3.1-8b", "qwen3-32b"),
+        _name(_geometries, "NAME,..."),
+        "models whose passes and graph replays the full level judges",
+    )
+    e4m3_arithmetic: bool = _one(  # it rounds Q and the softmax's weights to e4m3
+        False, FLAG, "the kernel is known to compute in e4m3 where the cache is e4m3"
+    )
+    longest: int = _one(700, POSITIVE, "approximate number of keys of the longest request, in all checks but K18")
+    seed: int = _one(0, _whole(0), "seed of the random cases: another seed draws others; the report names it")
 
     def __post_init__(self) -> None:
-        for axis, (is_one, words) in _VALUES.items():
-            values = getattr(self, axis)
-            if not isinstance(values, tuple) or not values:
-                raise ValueError(f"{axis}={values!r} must be a tuple of at least one value, each {words}")
-            wrong = next((value for value in values if not is_one(value)), None)
-            if wrong is not None:
-                raise ValueError(f"{axis}={values!r}: {wrong!r} is not {words}")
-            if len(set(values)) < len(values):
-                raise ValueError(f"{axis}={values!r} has a value twice")
-        if not _is_whole(self.longest, 1) or self.longest < max(self.q_lens):
-            raise ValueError(
-                f"longest={self.longest!r} must be a whole number of keys, at least {max(self.q_lens)}: q_lens"
-            )
-        if not _is_whole(self.seed, 0):
-            raise ValueError(f"seed={self.seed!r} must be a whole number of at least 0")
-        if not isinstance(self.e4m3_arithmetic, bool):
-            raise ValueError(f"e4m3_arithmetic={self.e4m3_arithmetic!r} must be True or False")
+        from lab.calls.problem import NVFP4_BLOCK
+
+        for name, option in OPTIONS.items():
+            _check(name, option, getattr(self, name))
+        if self.longest < max(self.q_lens):
+            raise ValueError(f"longest={self.longest!r} must be at least {max(self.q_lens)}: q_lens")
         odd = [head_dim for head_dim in self.head_dims if head_dim % NVFP4_BLOCK]
         if odd and True in self.nvfp4:
             raise ValueError(
@@ -92,14 +251,25 @@ class Ranges:
             )
 
     def __repr__(self) -> str:
+        from lab.workloads.attention_case import short_repr
+
         return short_repr(self)
 
-    def arithmetic(self, kv_dtype: torch.dtype) -> torch.dtype | None:
-        """Of the control over a cache of this dtype, `AttentionCase.arithmetic`."""
+    def widened(self, name: str) -> tuple[Any, ...]:
+        """Return the values of a field, and those beyond it if the field is as it is by default."""
+        values: tuple[Any, ...] = getattr(self, name)
+        option = OPTIONS[name]
+        beyond = map(dtypes_of, option.beyond) if option.kind is DTYPE_PAIR else option.beyond
+        return (*values, *beyond) if values == getattr(type(self)(), name) else values
+
+    def arithmetic(self, kv_dtype: "torch.dtype") -> "torch.dtype | None":
+        """Return `AttentionCase.arithmetic` of a case over a cache of this dtype."""
+        from lab.calls.problem import E4M3
+
         return E4M3 if self.e4m3_arithmetic and kv_dtype == E4M3 else None
 
-    def holds(self, model: Geometry) -> bool:
-        """Tell whether the axes have a model's head_dim, group and sinks."""
+    def holds(self, model: "Geometry") -> bool:
+        """Tell whether a model's head_dim, group and sinks are within the ranges."""
         return (
             model.head_dim in self.head_dims
             and model.group in self.groups
@@ -108,7 +278,9 @@ class Ranges:
 
     @property
     def tiny(self) -> str:
-        """Return the name of a small geometry within the axes: the lab's own "tiny", as far as the axes have its numbers."""
+        """Return the name of a small geometry within the ranges: the lab's own "tiny", as far as they have its numbers."""
+        from lab.workloads.geometries import geometry, tiny
+
         usual = geometry("tiny")
         return tiny(
             usual.group if usual.group in self.groups else self.groups[0],
@@ -117,57 +289,59 @@ class Ranges:
             True in self.sinks,
         )
 
-    def windows_of(self, model: Geometry) -> tuple[bool, ...]:
-        """Values of `sliding_window` of a model's layers."""
+    def windows_of(self, model: "Geometry") -> tuple[bool, ...]:
+        """Return the values of `sliding_window` of a model's layers."""
         return (False, True) if model.sliding_window is not None and True in self.windows else (False,)
 
 
-def _is_whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _check(name: str, option: Option, given: Any) -> None:
+    """Raise ValueError unless a field is of its option's kind."""
+    if not option.is_several:
+        if not option.kind.holds(given):
+            raise ValueError(f"{name}={given!r} must be {option.kind.words()}")
+        return
+    if not isinstance(given, tuple) or not given:
+        raise ValueError(f"{name}={given!r} must be a tuple of at least one value, each {option.kind.words()}")
+    if wrong := [value for value in given if not option.kind.holds(value)]:
+        raise ValueError(f"{name}={given!r}: {wrong[0]!r} is not {option.kind.words()}")
+    if len(set(given)) < len(given):
+        raise ValueError(f"{name}={given!r} has a value twice")
 
 
-def _whole(least: int) -> "_Values":
-    return partial(_is_whole, least=least), f"a whole number of at least {least}"
+OPTIONS: Mapping[str, Option] = {each.name: each.metadata["option"] for each in fields(Ranges)}
 
 
-def _one_of(*values: Any) -> "_Values":
-    """Compare types too: 1 is not True."""
-    return lambda value: any(type(value) is type(one) and value == one for one in values), f"one of {values}"
+def ranges_of(chosen: Mapping[str, Any]) -> Ranges:
+    """Return the default ranges, narrowed by the options of the same names. An option that is None or absent was not given.
+
+    Raises:
+        ValueError: `Ranges` refuses them.
+    """
+    narrowed: dict[str, Any] = {}
+    for name, option in OPTIONS.items():
+        value = chosen.get(name)
+        if value is not None:
+            several = ((False, True) if value else (False,)) if option.is_switch else value
+            narrowed[name] = tuple(several) if option.is_several else value
+    return Ranges(**narrowed)
 
 
-def _is_power_of_two(value: Any) -> bool:
-    return _is_whole(value, 1) and not value & (value - 1)
+def options_of(ranges: Ranges, prefix: str = "--") -> str:
+    """Return the options that narrow the default ranges to these: the inverse of `ranges_of`.
 
-
-def _is_mla_pair(value: Any) -> bool:
-    """Tell whether V can be the first part of a latent entry."""
-    is_pair = isinstance(value, tuple) and len(value) == 2 and all(_is_whole(each, 2) for each in value)
-    return is_pair and value[1] <= value[0]
-
-
-_Values = tuple[Callable[[Any], bool], str]
-_PAIRS = (*HALF_PAIRS, *((dtype, E4M3) for dtype, _ in HALF_PAIRS))
-_PAGE_SIZE: _Values = (_is_power_of_two, "a power of two")
-# Per axis: whether a case can be made of a value, and words for those that one can be made of.
-_VALUES: dict[str, _Values] = {
-    "dtypes": _one_of(*_PAIRS),
-    "groups": _whole(1),
-    "num_kv_heads": _whole(1),
-    "head_dims": _whole(2),
-    "page_sizes": _PAGE_SIZE,
-    "q_lens": _whole(1),
-    "windows": _one_of(False, True),
-    "sinks": _one_of(False, True),
-    "nvfp4": _one_of(False, True),
-    "kv_layouts": _one_of("HND", "NHD"),
-    "long_requests": _whole(1),
-    "large_batches": _whole(1),
-    "masked_rows": _whole(1),
-    "mla_head_dims": (
-        _is_mla_pair,
-        "a pair (head_dim, v_head_dim) of whole numbers of at least 2, the second no larger than the first",
-    ),
-    "mla_heads": _whole(1),
-    "mla_page_sizes": _PAGE_SIZE,
-    "geometries": _one_of(*GEOMETRIES),
-}
+    Args:
+        ranges: what the options are to give.
+        prefix: start of each option; pytest's is "--lab-".
+    """
+    usual, words = Ranges(), []
+    for name, option in OPTIONS.items():
+        value = getattr(ranges, name)
+        spelt = name.replace("_", "-")
+        if value == getattr(usual, name):
+            continue
+        values = value if option.is_several else (value,)
+        if option.is_switch:
+            words.append(f"{prefix}{'' if True in values else 'no-'}{spelt}")
+        else:
+            words.append(f"{prefix}{spelt} {','.join(map(text_of, values))}")
+    return " ".join(words)

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from lab.axes import positive
 from lab.commands.options import (
     L2,
     Clock,
@@ -21,6 +20,7 @@ from lab.commands.options import (
     trace_name,
 )
 from lab.exit_status import ExitStatus
+from lab.ranges import POSITIVE
 
 if TYPE_CHECKING:
     from studies.arms import TimingPlan
@@ -41,7 +41,7 @@ def _only_option(chosen: str) -> Any:
 
 
 def _sizes_option(help_text: str, default: str) -> Any:
-    return list_option(positive, help_text, "N,N,...", default=default)
+    return list_option(POSITIVE.read, help_text, "N,N,...", default=default)
 
 
 def _times_us_option(help_text: str, default: str) -> Any:
@@ -292,7 +292,7 @@ def _requests_and_keys(text: str) -> tuple[int, int]:
     requests, times, keys = text.partition("x")
     if not times:
         raise ValueError(f"{text} is not of the form REQUESTSxKEYS, such as 64x8192")
-    return positive(requests), positive(keys)
+    return POSITIVE.read(requests), POSITIVE.read(keys)
 
 
 @experiments.command()
@@ -341,7 +341,7 @@ def changes(
         ),
     ] = None,
     only: Annotated[
-        list[int] | None, list_option(positive, "numbers of SGLang's changes; all if left out", "NUMBER,...")
+        list[int] | None, list_option(POSITIVE.read, "numbers of SGLang's changes; all if left out", "NUMBER,...")
     ] = None,
 ) -> None:
     """Measure five changes of SGLang one after the other, or show their recordings."""

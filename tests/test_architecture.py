@@ -63,8 +63,7 @@ ALLOWED: dict[str, set[str]] = {
         "timing",
     },
     "ranges": {"calls", "workloads"},
-    "axes": {"ranges", "workloads"},
-    "pytest_plugin": {"axes", "ranges", "checks", "loading", "references", "workloads"},
+    "pytest_plugin": {"ranges", "checks", "loading", "references", "workloads"},
     "__main__": {"commands"},
 }
 ALLOWED["commands"] = set(ALLOWED)  # on top of everything: nothing but the program imports it

@@ -12,19 +12,18 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from lab.axes import E4M3_ARITHMETIC, LONGEST, SEED, SEVERAL, SOME, options_of, ranges_of
-from lab.commands.options import Device, Implementation, list_option, prepare_machine, refuse
+from lab.commands.options import Device, Implementation, list_option, prepare_machine, refuse, with_options_of_ranges
 from lab.commands.progress import shown_progress
 from lab.commands.watch import rounds
 from lab.exit_status import ExitStatus
 from lab.loading import LoadError
+from lab.ranges import options_of, ranges_of
 
 if TYPE_CHECKING:
     from lab.checks.parameters.coverage import Coverage
     from lab.checks.report import Report
     from lab.checks.run.progress import Progress
 
-AXES = "Axes: narrow the cases to what the kernel was built for"
 # Parameters that go with --case.
 OF_ONE_CASE = {"implementation", "device", "in_process", "time_limit_s", "case", "watch"}
 
@@ -56,17 +55,6 @@ def _seconds(text: str) -> float:
     if not (found := re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)):
         raise typer.BadParameter(f"{text} is no time: a number and s, m or h, such as 90s, 10m or 2h")
     return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
-
-
-def _axis_option(name: str) -> Any:
-    """Return the option of an axis of several values (`lab.axes.SEVERAL`)."""
-    axis = SEVERAL[name]
-    return list_option(axis.read, axis.words, axis.metavar, AXES)
-
-
-def _switch_option(name: str) -> Any:
-    """Return the option that switches off a feature of some cases (`lab.axes.SOME`)."""
-    return typer.Option(f"--{name}/--no-{name}", help=f"judge cases with {SOME[name]} too", rich_help_panel=AXES)
 
 
 Only = Annotated[
@@ -121,10 +109,9 @@ For = Annotated[
 Watched = Annotated[
     Path | None, typer.Option(help="judge again whenever this file changes", exists=True, dir_okay=False)
 ]
-Longest = Annotated[int | None, typer.Option(min=1, help=LONGEST, rich_help_panel=AXES)]
-E4M3Arithmetic = Annotated[bool, typer.Option("--e4m3-arithmetic", help=E4M3_ARITHMETIC, rich_help_panel=AXES)]
 
 
+@with_options_of_ranges
 def judge(
     context: typer.Context,
     implementation: Annotated[str | None, Implementation] = None,
@@ -147,27 +134,8 @@ def judge(
         bool, typer.Option(help="where most cases are declined, find the axes that are taken and judge those too")
     ] = True,
     for_seconds: For = None,
-    seed: Annotated[int, typer.Option(min=0, help=SEED)] = 0,
     coverage: ShowsCoverage = False,
-    dtypes: Annotated[list[str] | None, _axis_option("dtypes")] = None,
-    groups: Annotated[list[int] | None, _axis_option("groups")] = None,
-    num_kv_heads: Annotated[list[int] | None, _axis_option("num_kv_heads")] = None,
-    head_dims: Annotated[list[int] | None, _axis_option("head_dims")] = None,
-    page_sizes: Annotated[list[int] | None, _axis_option("page_sizes")] = None,
-    q_lens: Annotated[list[int] | None, _axis_option("q_lens")] = None,
-    long_requests: Annotated[list[int] | None, _axis_option("long_requests")] = None,
-    large_batches: Annotated[list[int] | None, _axis_option("large_batches")] = None,
-    masked_rows: Annotated[list[int] | None, _axis_option("masked_rows")] = None,
-    mla_head_dims: Annotated[list[str] | None, _axis_option("mla_head_dims")] = None,
-    mla_heads: Annotated[list[int] | None, _axis_option("mla_heads")] = None,
-    mla_page_sizes: Annotated[list[int] | None, _axis_option("mla_page_sizes")] = None,
-    geometries: Annotated[list[str] | None, _axis_option("geometries")] = None,
-    kv_layouts: Annotated[list[str] | None, _axis_option("kv_layouts")] = None,
-    longest: Longest = None,
-    e4m3_arithmetic: E4M3Arithmetic = False,
-    windows: Annotated[bool, _switch_option("windows")] = True,
-    sinks: Annotated[bool, _switch_option("sinks")] = True,
-    nvfp4: Annotated[bool, _switch_option("nvfp4")] = True,
+    **narrowed: Any,
 ) -> None:
     """Judge an implementation: a module, a file or an object with one or more of FlashInfer's functions."""
     if case is not None:
@@ -180,7 +148,7 @@ def judge(
     if case is not None:
         _judge_and_exit(partial(_judge_case, *_report_and_number(case), implementation, settings), watch)
     try:
-        ranges = ranges_of(context.params)
+        ranges = ranges_of(narrowed)
         exceptions = None if refusals is None else _exceptions_named(refusals)
     except ValueError as error:
         refuse(str(error))

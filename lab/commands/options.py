@@ -1,6 +1,8 @@
 """Options and refusals that several commands share, and the preparation of this machine."""
 
 import importlib.util
+import inspect
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -12,9 +14,12 @@ import typer
 
 from lab.exit_status import ExitStatus
 from lab.loading import LoadError, load
+from lab.ranges import OPTIONS, Option, Ranges
 
 if TYPE_CHECKING:
     from lab.workloads.traces import TracedRequest
+
+RANGES_PANEL = "Ranges: narrow the cases to what the kernel was built for"
 
 
 def refuse(sentence: str, status: ExitStatus = ExitStatus.MISUSED) -> NoReturn:
@@ -25,6 +30,18 @@ def refuse(sentence: str, status: ExitStatus = ExitStatus.MISUSED) -> NoReturn:
     """
     typer.echo(f"lab: {sentence}", err=True)
     raise typer.Exit(status)
+
+
+def _parsed(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a parser of typer's, which raises BadParameter where `read` raises ValueError."""
+
+    def parse(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+
+    return parse
 
 
 def list_option(
@@ -44,17 +61,11 @@ def list_option(
         default: text of the values if the option is left out; with None, the command then gets None.
     """
 
-    def parse(text: str) -> list[Any]:
-        try:
-            return [read(each.strip()) for each in text.split(",")]
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
-
     def joined(lists: list[list[Any]] | None) -> list[Any] | None:  # the option may be given several times
         return [value for values in lists for value in values] if lists else None
 
     return typer.Option(
-        parser=parse,
+        parser=_parsed(lambda text: [read(each.strip()) for each in text.split(",")]),
         callback=joined,
         default_factory=None if default is None else lambda: [default],
         show_default=default or False,
@@ -62,6 +73,39 @@ def list_option(
         metavar=metavar,
         rich_help_panel=panel,
     )
+
+
+def with_options_of_ranges(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the option of each field of `lab.ranges.Ranges`; it gets their values as keyword arguments."""
+    signature = inspect.signature(command, eval_str=True)
+    own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    vars(command)["__signature__"] = signature.replace(
+        parameters=[*own, *itertools.starmap(_parameter, OPTIONS.items())]
+    )
+    return command
+
+
+def _parameter(name: str, option: Option) -> inspect.Parameter:
+    """Return the parameter of a command that is the option of a field."""
+    spelt, words = f"--{name.replace('_', '-')}", option.help
+    default: Any = None
+    if option.is_several and not option.is_switch:
+        annotation: Any = Annotated[
+            list[str] | None, list_option(option.kind.read, words, option.kind.metavar, RANGES_PANEL)
+        ]
+    elif option.is_switch:
+        default = True if option.is_several else getattr(Ranges, name)
+        spelt, words = (
+            (f"{spelt}/--no-{name}", f"judge cases with {words} too") if option.is_several else (spelt, words)
+        )
+        annotation = Annotated[bool, typer.Option(spelt, help=words, rich_help_panel=RANGES_PANEL)]
+    else:
+        default = getattr(Ranges, name)
+        number = typer.Option(
+            spelt, parser=_parsed(option.kind.read), metavar="N", help=words, rich_help_panel=RANGES_PANEL
+        )
+        annotation = Annotated[int, number]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def device_named(text: str) -> str:

@@ -32,7 +32,7 @@ from lab.kernels.support.fmha_v2 import FMHA_V2
 from lab.kernels.support.xqa import XQA, XQA_MLA
 
 # A template, so that the error names the value.
-PROBE = """
+DISCOVERY = """
 template <unsigned long long bytes> struct SharedMemory {{ static_assert(bytes == ~0ull, "all others hold"); }};
 template struct SharedMemory<{bytes}>;
 """
@@ -196,7 +196,7 @@ def _front_end(shape: Shape, name: str, text: str, flags: Sequence[str], shared_
         probe.write_text(text)
         lines = len(text.splitlines())
         with probe.open("a") as more:
-            more.write(PROBE.format(bytes=shared_memory))
+            more.write(DISCOVERY.format(bytes=shared_memory))
         for header, declarations in _cublas().items():
             Path(folder, header).write_text(declarations)
         command = [str(build.nvcc()), "-ptx", "-w", f"-arch={target}", "--expt-relaxed-constexpr", *others]

@@ -319,7 +319,7 @@ def test_the_coverage_of_a_run_is_printed_again_from_its_file(
     assert run(["judge", "lab.references", *only, *NARROW, *sizes, "--out", out, "--coverage"]) == 0
     said = capsys.readouterr().out
     assert re.search(r"K18 judged (\d+) of \1 values and [\d,]+ of [\d,]+ pairs of decode", said)
-    table = said[said.index("K18's domain of") :]
+    table = said[said.index("K18's model of") :]
     assert run(["judge", out, "--coverage"]) == 0
     assert capsys.readouterr().out.endswith(table)
     record = json.loads(Path(out).read_text())["coverage"]["trtllm_batch_decode_with_kv_cache"]

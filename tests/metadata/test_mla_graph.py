@@ -45,7 +45,7 @@ WITH_ATTENTION = [(mode, MLA) for mode in MODES] + [(mode, MLA_WITH_OFFSET) for 
 # Each page size with one of the places where metadata is rebuilt.
 PLACES = [(32, MetadataPlace.IN_GRAPH), (64, MetadataPlace.BEFORE_REPLAY)]
 CONTEXT = 200
-PROBE = Case(V1, (6, 92, 173, 37), (1, 2, 3, 4), page_size=32, max_context_len=CONTEXT, sliding_window=False)
+DISCOVERY = Case(V1, (6, 92, 173, 37), (1, 2, 3, 4), page_size=32, max_context_len=CONTEXT, sliding_window=False)
 
 
 def name_of(value: object) -> str | None:
@@ -115,7 +115,7 @@ def assert_replayed(
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_the_table_starts_as_minus_one_and_is_as_wide_as_the_context(page_size: int) -> None:
-    _, pool = build(replace(PROBE, page_size=page_size, max_context_len=4095))
+    _, pool = build(replace(DISCOVERY, page_size=page_size, max_context_len=4095))
     for modes, blocks in ((MODES[:4], 1), ([VERIFY, EXTEND_V2], 1), ([DECODE, EXTEND_V1], 2)):
         table = buffers_of(pool, 5, modes)[modes[0]].block_kv_indices
         assert (table.dtype, list(table.shape)) == (torch.int32, [5, blocks * 4096 // page_size])
@@ -144,7 +144,7 @@ def test_two_modes_at_one_size_keep_what_is_theirs() -> None:
 
 
 def test_other_sizes_and_pools_are_refused() -> None:
-    pool = build(PROBE)[1]
+    pool = build(DISCOVERY)[1]
     buffers = buffers_of(pool, 4, [DECODE])
     assert set(buffers) == {DECODE}
     for size in (0, 5):
@@ -156,7 +156,7 @@ def test_other_sizes_and_pools_are_refused() -> None:
         buffers_of(pool, 4, [DECODE], DraftAttention.MHA)
     for page_size in (16, 128):
         with pytest.raises(ValueError, match=f"page_size={page_size}: .*pages of"):
-            buffers_of(build(replace(PROBE, page_size=page_size))[1], 4, [DECODE])
+            buffers_of(build(replace(DISCOVERY, page_size=page_size))[1], 4, [DECODE])
 
 
 # --- replays ------------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def test_other_sizes_and_pools_are_refused() -> None:
 )
 def test_the_lengths_that_sglang_was_seen_to_make(layout: QueryLayout, seq_lens_k: list[int], rows: list[int]) -> None:
     """Measured on SGLang's own builder: as a view in the graph, and padded in an eager pass. The lab's graph pads too."""
-    batch, pool = build(PROBE)
+    batch, pool = build(DISCOVERY)
     got = replay(runner_of(buffers_of(pool, 4, [EXTEND_V1], draft_extend=layout)[EXTEND_V1]), batch)
     assert got.seq_lens_k.tolist() == seq_lens_k
     assert got.query_layout is layout

@@ -98,6 +98,24 @@ def attention_case(
     )
 
 
+def values_of(case: AttentionCase) -> Point:
+    """Return the value of each field of `fields_of` that a case has."""
+    shared = {"dtypes": (case.dtype, case.kv_dtype), "q_lens": case.q_lens[0]}
+    if case.is_mla:
+        dims = case.head_dim, case.v_head_dim
+        return {**shared, "mla_head_dims": dims, "mla_heads": case.group, "mla_page_sizes": case.page_size}
+    return {
+        **shared,
+        "groups": case.group,
+        "num_kv_heads": case.num_kv_heads,
+        "head_dims": case.head_dim,
+        "page_sizes": case.page_size,
+        "kv_layouts": case.storage.kv_layout,
+        "windows": case.window_left >= 0,
+        "sinks": case.sinks,
+    }
+
+
 def _page_size(values: Mapping[str, Any]) -> int:
     size: int = values["page_sizes"] if "page_sizes" in values else values["mla_page_sizes"]
     return size

@@ -1,7 +1,7 @@
 """The model of the calls over a paged cache: decode, context and MLA decode.
 
-The first value of each axis is its default. An axis of `Ranges` that a caller narrowed has its values alone; one that was
-left as it is has those of `BEYOND` too, which a kernel that was built for the usual sizes declines.
+The first value of each axis is its default. A field of `Ranges` that a caller narrowed gives its values alone; one that was
+left as it is gives those beyond it too, which a kernel that was built for the usual sizes declines.
 """
 
 from collections.abc import Sequence
@@ -26,19 +26,6 @@ MOST_POOL_ELEMENTS = 2**27  # of K, and so of V: a large batch has few heads or 
 MOST_NVFP4_ELEMENTS = 2**20  # of a page of K
 LEAST_KEYS = 64  # about, of a request's pages in a large batch
 
-BEYOND: dict[str, tuple[Any, ...]] = {
-    "dtypes": ((torch.float16, E4M3), (E4M3, E4M3)),
-    "groups": (7, 12, 24, 32, 48, 64),
-    "num_kv_heads": (32,),
-    "head_dims": (80, 96, 192, 512),
-    "page_sizes": (8, 256, 512, 1),
-    "q_lens": (9, 11, 16, 19, 130),
-    "large_batches": (257, 513, 1025),
-    "masked_rows": (70,),
-    "mla_head_dims": ((64, 64), (320, 256)),  # the first without a rotary part
-    "mla_heads": (32, 64, 24),
-    "mla_page_sizes": (8, 16, 128, 1),
-}
 WINDOWS = (0, 1, 15, 20, 127, 1000, 5000, 2**31 - 1)
 SCALES = ("number", "tensor [1]", "tensor []", "tensor [1, 1]")
 NEGATIVE = ("negative", "negative tensor [1]")
@@ -62,17 +49,11 @@ ONE_TENSOR = ("one tensor", "one tensor of two halves")  # V's page after K's, o
 PROMPTS = (65, 300, 1040)  # rows of the prompt, in a context call
 
 
-def values_of(ranges: Ranges, name: str) -> tuple[Any, ...]:
-    """Return the values of an axis of the ranges, and those beyond it if it was left as it is."""
-    values: tuple[Any, ...] = getattr(ranges, name)
-    return (*values, *BEYOND.get(name, ())) if values == getattr(Ranges(), name) else values
-
-
 def paged_model(interface: Interface, ranges: Ranges) -> Model:
     """Return the model of a decode, context or MLA decode call within ranges."""
     axes = {
         **_sizes(interface, ranges),
-        "requests": (REQUESTS, 1, *values_of(ranges, "large_batches")),
+        "requests": (REQUESTS, 1, *ranges.widened("large_batches")),
         "lengths": ("unequal", "equal", *WITHOUT, FEWER, *ranges.long_requests),
         **_rows(interface, ranges),
         "contents": ("random", "needles", "shaded"),
@@ -84,11 +65,11 @@ def paged_model(interface: Interface, ranges: Ranges) -> Model:
 
 
 def _sizes(interface: Interface, ranges: Ranges) -> dict[str, Sequence[Any]]:
-    dtypes = [f"{NAMES[query]}/{NAMES[cache]}" for query, cache in values_of(ranges, "dtypes")]
+    dtypes = [f"{NAMES[query]}/{NAMES[cache]}" for query, cache in ranges.widened("dtypes")]
     if interface is Interface.MLA_DECODE:
-        dims = [f"{head_dim}/{v_head_dim}" for head_dim, v_head_dim in values_of(ranges, "mla_head_dims")]
-        heads = values_of(ranges, "mla_heads")
-        pages = values_of(ranges, "mla_page_sizes")
+        dims = [f"{head_dim}/{v_head_dim}" for head_dim, v_head_dim in ranges.widened("mla_head_dims")]
+        heads = ranges.widened("mla_heads")
+        pages = ranges.widened("mla_page_sizes")
         return {"dtypes": dtypes, "head_dims": dims, "heads": heads, "page_size": pages}
     if True in ranges.nvfp4:
         dtypes += [
@@ -96,11 +77,11 @@ def _sizes(interface: Interface, ranges: Ranges) -> dict[str, Sequence[Any]]:
         ]
     return {
         "dtypes": dtypes,
-        "group": values_of(ranges, "groups"),
-        "num_kv_heads": values_of(ranges, "num_kv_heads"),
-        "head_dim": values_of(ranges, "head_dims"),
-        "page_size": values_of(ranges, "page_sizes"),
-        "kv_layout": values_of(ranges, "kv_layouts"),
+        "group": ranges.widened("groups"),
+        "num_kv_heads": ranges.widened("num_kv_heads"),
+        "head_dim": ranges.widened("head_dims"),
+        "page_size": ranges.widened("page_sizes"),
+        "kv_layout": ranges.widened("kv_layouts"),
         "window_left": (-1, *(WINDOWS if True in ranges.windows else ())),
     }
 
@@ -115,12 +96,12 @@ def _rows(interface: Interface, ranges: Ranges) -> dict[str, Sequence[Any]]:
             "causal": (True, False),
         }
     rows: dict[str, Sequence[Any]] = {
-        "q_len": values_of(ranges, "q_lens"),
+        "q_len": ranges.widened("q_lens"),
         "offsets": ("none", "equal", "unequal", *ragged),
         "max_q_len": ("exact", "larger", *(("None",) if interface is Interface.MLA_DECODE else ())),
     }
     if interface is Interface.DECODE:
-        rows["q_len"] = tuple(dict.fromkeys((*rows["q_len"], *values_of(ranges, "masked_rows"))))
+        rows["q_len"] = tuple(dict.fromkeys((*rows["q_len"], *ranges.widened("masked_rows"))))
         rows["mask"] = ("none", "causal", "full", "tree", "by request", OWN_BIT_CLEAR, BITS_AFTER, AT_A_WORD)
     return rows
 

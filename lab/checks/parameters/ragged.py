@@ -20,7 +20,6 @@ from lab.checks.parameters.paged_axes import (
     WHOLE_ONE,
     WINDOWS,
     WITHOUT,
-    values_of,
 )
 from lab.ranges import Ranges
 
@@ -38,11 +37,11 @@ OF_THE_NEXT = "as the next request's rows"  # as many keys as rows in all, but n
 def ragged_model(ranges: Ranges) -> Model:
     """Return the model of the ragged context call within ranges."""
     axes: dict[str, tuple[Any, ...]] = {
-        "dtype": tuple(NAMES[query] for query, _ in values_of(ranges, "dtypes")),
+        "dtype": tuple(NAMES[query] for query, _ in ranges.widened("dtypes")),
         "head_dims": ("192/128", "128/128", "256/256", "80/64", "64/64", "64/128"),
         "num_kv_heads": (2, 1, 3, 16, DEEPSEEK_HEADS),
         "group": (1, 2, 7, 8, 16),
-        "requests": (REQUESTS, 1, *values_of(ranges, "large_batches")),
+        "requests": (REQUESTS, 1, *ranges.widened("large_batches")),
         "rows": ("unequal", "one each", *PROMPTS),
         "lengths": (
             "longer",

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from lab.checks.case_run import CaseRun
-from lab.checks.parameters.discovery import PROBE
+from lab.checks.parameters.discovery import DISCOVERY
 from lab.checks.properties import checks
 from lab.checks.properties.check import Check
 from lab.checks.run import transport
@@ -317,7 +317,7 @@ def _calls_in(last_words: Path) -> str:
 
 @functools.cache
 def _check(key: str) -> Check:
-    return next(check for check in (*checks(), PROBE) if check.key == key)
+    return next(check for check in (*checks(), DISCOVERY) if check.key == key)
 
 
 def run_trial(

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from lab import references
-from lab.axes import options_of
 from lab.checks import Interface, Ranges, judge
 from lab.checks.parameters.discovery import discover
 from lab.checks.run.workers import Workers
+from lab.ranges import options_of
 from tests.checks import narrow
 from tests.checks.small import decoding
 
