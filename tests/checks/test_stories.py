@@ -16,7 +16,7 @@ from lab.checks import GraphCase, Interface, Level, Outcome, Ranges, Story, judg
 from lab.checks.properties import graph_stories
 from lab.checks.properties.check import Check
 from lab.checks.properties.graph_stories import STORIES, run_story
-from lab.checks.run.workers import run_trial
+from lab.checks.run.workers import run_case
 from lab.kernels import portable
 from lab.metadata import ForwardBatch, ForwardMode, KVPool, TRTLLMMHAMetadata
 from lab.metadata.engine.cuda_graph import GraphRunner
@@ -54,7 +54,7 @@ def reason(case: StoryCase, implementation: Any = references, make: RunnerFactor
     """Say why a case on the CPU is not right; empty if it is."""
     fixture: type[ReplayFixture] = MLAReplayFixture if isinstance(case, MLAGraphCase) else MHAReplayFixture
     check = Check("S", "story", "", lambda *_: (), lambda run: run_story(run, fixture, make))
-    judged = run_trial(implementation, check, case, CPU, Ranges())
+    judged = run_case(implementation, check, case, CPU, Ranges())
     return "" if judged.outcome is Outcome.RIGHT else "; ".join(judged.wrongs or judged.declines)
 
 

@@ -20,7 +20,7 @@ from lab.checks.expressions import read_expression
 from lab.checks.properties import checks
 from lab.checks.properties.check import Check
 from lab.checks.run.verdicts import Judged, Outcome
-from lab.checks.run.workers import run_trial
+from lab.checks.run.workers import run_case
 from lab.files import read_json, without_suffix
 
 RECORDED = Path(__file__).parents[2] / "results" / "mutants.json.gz"
@@ -61,7 +61,7 @@ def one_thread() -> Any:
 def judged_right_model(interface: str, key: str, case: str) -> Judged:
     """Judge what is right of an interface by a check, in a recorded case."""
     check = check_of(key)
-    return run_trial(RIGHT.get(interface, SplitKV)(), check, read_expression(case), CPU, ranges_of(check))
+    return run_case(RIGHT.get(interface, SplitKV)(), check, read_expression(case), CPU, ranges_of(check))
 
 
 def test_every_mutant_is_in_the_matrix_and_killed() -> None:
@@ -104,7 +104,7 @@ def test_a_recorded_kill_holds_and_the_right_model_lives(name: str) -> None:
     )
     for key in keys:  # some mutants remember addresses, and chance has a part in which check meets them
         check, case = check_of(key), read_expression(kills[key]["case"])
-        if run_trial(kernel(name).implementation(), check, case, CPU, ranges_of(check)).outcome in WRONG:
+        if run_case(kernel(name).implementation(), check, case, CPU, ranges_of(check)).outcome in WRONG:
             break
     else:
         pytest.fail(f"no recorded kill of {name} holds: {kills}")

@@ -10,18 +10,22 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lab.calls.problem import E4M3
 from lab.checks.case_run import CaseRun, Then
-from lab.checks.draft_masks import hold_masks, unequal_sinks
 from lab.checks.parameters.attention import balanced
 from lab.checks.properties.check import Check, Level, counted, first_line
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.inputs.attention import AttentionInputs, rules_of, running_sum, truth_of_call
 from lab.workloads.inputs.expected import truth_of_requests
+from lab.workloads.inputs.masks import draft_masks, packed_mask, tree
 from lab.workloads.interfaces import Interface
 
+MASK_WINDOW = (
+    20  # keys to the left of a row: some of the draft and some before it, or, for many rows, of the draft alone
+)
 FAR = 64.0  # times the logits of a row: exp2 of the difference is 0; an e4m3 query still holds it
 
 
@@ -40,7 +44,7 @@ def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[Atten
 
 def _judge(run: CaseRun) -> None:
     if run.case.interface is Interface.DECODE and min(run.case.kv_lens) < run.case.q_lens[0]:
-        hold_masks(run, run.case)
+        _masks(run, run.case)
         return
     inputs = run.build()
     truth = truth_of_call(inputs)
@@ -60,7 +64,7 @@ def _judge(run: CaseRun) -> None:
     else:
         run.vary("uses_shared_paged_kv_idx=False", inputs.with_separate_tables(), truth_of_call(inputs))
     if run.case.interface is Interface.DECODE:
-        hold_masks(run, _several_rows(run))
+        _masks(run, _several_rows(run))
 
 
 def _uneven_rows(run: CaseRun, inputs: AttentionInputs) -> None:
@@ -98,7 +102,7 @@ def _fixed(**changes: Any) -> Probe:
 
 
 def _sinks(inputs: AttentionInputs) -> Change:
-    sinks = unequal_sinks(inputs)
+    sinks = _unequal_sinks(inputs)
     return {"sinks": sinks}, {"sinks": sinks}
 
 
@@ -209,7 +213,7 @@ def _ragged(run: CaseRun, inputs: AttentionInputs) -> None:
         given |= {"q_len_per_req": None}
     beside: dict[str, dict[str, Any]] = {"": {}}
     if True in run.ranges.sinks:
-        beside[" with sinks"] = {"sinks": unequal_sinks(inputs)}
+        beside[" with sinks"] = {"sinks": _unequal_sinks(inputs)}
     if True in run.ranges.windows and not case.is_mla:
         beside[" within a window"] = {"window_left": 20}
     for name, changes in beside.items():
@@ -256,6 +260,42 @@ def _half_out(run: CaseRun, inputs: AttentionInputs) -> None:
     if result is not None:
         result = result._replace(out=out.flatten(0, 1))
     run.expect_close("a float16 out", result, truth_of_call(inputs, out_dtype=torch.float16))
+
+
+def _masks(run: CaseRun, case: AttentionCase) -> None:
+    """Calls of the case's rows: without a mask, with each shape of mask, and with a tree's beside what else limits a row."""
+    inputs = run.build(case)
+    rows = f"of {case.q_lens[0]} rows"
+    run.vary(f"no mask {rows}", inputs, truth_of_call(inputs))
+    for name, shown in draft_masks(case).items():
+        _mask(run, f"{name} {rows}", inputs, shown)
+    shown = tree(case.q_lens[0]).expand(len(case.q_lens), -1, -1)
+    for name, changes in _beside_a_mask(run, inputs).items():
+        _mask(run, f"tree mask {rows} {name}", inputs, shown, changes)
+
+
+def _mask(
+    run: CaseRun, what: str, inputs: AttentionInputs, shown: Tensor, changes: dict[str, Any] | None = None
+) -> None:
+    changes = changes or {}
+    result = run.vary(what, inputs, mask=packed_mask(shown).to(run.device), **changes)
+    rules = {name: value for name, value in changes.items() if name != "return_lse"}
+    run.expect_close(what, result, truth_of_call(inputs, shown=shown.to(run.device), **rules))
+
+
+def _beside_a_mask(run: CaseRun, inputs: AttentionInputs) -> dict[str, dict[str, Any]]:
+    """Arguments that limit or weigh what a row sees, too; those that a kernel may have been built without where it has them."""
+    beside: dict[str, dict[str, Any]] = {"and the LSE": {"return_lse": True}}
+    if True in run.ranges.windows:
+        beside["within a window"] = {"window_left": MASK_WINDOW}
+    if True in run.ranges.sinks:
+        beside["with sinks"] = {"sinks": _unequal_sinks(inputs)}
+    return beside
+
+
+def _unequal_sinks(inputs: AttentionInputs) -> Tensor:
+    """As large as the logits of needles, and another for each head: float32 [num_qo_heads]."""
+    return torch.linspace(8.0, 14.0, inputs.case.num_qo_heads, device=inputs.query.device)
 
 
 CHECK = Check("K11", "sensitivity", first_line(__doc__), _cases, _judge)

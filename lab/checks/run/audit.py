@@ -37,12 +37,12 @@ def chosen(verdicts: Sequence[CaseVerdict]) -> list[CaseVerdict]:
     ]
 
 
-def audit(isolation: Workers, verdict: CaseVerdict) -> Judged:
+def audit(pool: Workers, verdict: CaseVerdict) -> Judged:
     """Judge a case in a worker, and its output again in a process without the kernel."""
-    judged = isolation.submit(verdict.check, verdict.case, verdict.ranges)()
+    judged = pool.submit(verdict.check, verdict.case, verdict.ranges)()
     if judged.outcome is not Outcome.RIGHT or judged.output is None:
         return replace(judged, judged=0)
-    return isolation.apart(judge_output, verdict.case, str(isolation.device), judged.output)
+    return pool.apart(judge_output, verdict.case, str(pool.device), judged.output)
 
 
 def judge_output(case: Any, device: str, saved: SavedOutput) -> Judged:

@@ -38,12 +38,12 @@ def key_of(check: str, interface: Interface, case: Any, ranges: Ranges, drawn: b
 
 
 @dataclass
-class Session:
+class RunState:
     """One run of the judge: where its cases run, what it knows already, and when it ends.
 
     Attributes:
         name: of the implementation.
-        isolation: where cases run.
+        pool: where cases run.
         end: no case is begun after this time, of `time.monotonic`.
         stops_at_fault: nor after the first wrong or failed case.
         earlier: verdicts of an earlier run of the same, which keep their numbers.
@@ -53,7 +53,7 @@ class Session:
     """
 
     name: str
-    isolation: Workers
+    pool: Workers
     end: float = math.inf
     stops_at_fault: bool = False
     earlier: dict[Key, CaseVerdict] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class CheckRun:
 
     def __init__(
         self,
-        session: Session,
+        state: RunState,
         check: Check,
         interface: Interface,
         level: Level,
@@ -109,10 +109,10 @@ class CheckRun:
         drawn: int,
         after: "CheckRun | None" = None,
     ) -> None:
-        """Plan a bench.
+        """Plan the cases.
 
         Args:
-            session: the run that it belongs to.
+            state: of the run that it belongs to.
             check, interface: what is judged.
             level: of the fixed cases.
             ranges: the axes of the cases, and within which the check varies them.
@@ -120,20 +120,20 @@ class CheckRun:
             after: an earlier one of the same check and function, whose cases are left out.
         """
         self.check, self.interface, self.verdicts = check, interface, list[CaseVerdict]()
-        self._session, self._ranges = session, ranges
+        self._state, self._ranges = state, ranges
         most = max(SMOKE_LONGEST, *ranges.q_lens) if level is Level.SMOKE else ranges.longest
-        self._axes = replace(ranges, longest=min(ranges.longest, most))
+        self._ranges_of_cases = replace(ranges, longest=min(ranges.longest, most))
         self._after, self._cases = after, list[Any]()
         self._more = check.more if level is Level.FULL else ()
         first = Level.SMOKE if self._more else level  # the rounds that follow are the full level's
-        self._cases += self._new(check.cases(interface, self._axes, first))
-        self._samples = list(itertools.islice(check.draw(interface, self._axes, ()), drawn))
+        self._cases += self._new(check.cases(interface, self._ranges_of_cases, first))
+        self._samples = list(itertools.islice(check.draw(interface, self._ranges_of_cases, ()), drawn))
         self.num_random = 0
         self.planned, self.judged = len(self._cases) + len(self._samples), 0
 
     @property
     def reprs(self) -> set[str]:
-        """Return the reprs of the cases that were not drawn, those of the earlier bench too."""
+        """Return the reprs of the cases that were not drawn, those of the earlier run of the check too."""
         return {repr(case) for case in self._cases} | (self._after.reprs if self._after else set())
 
     def _new(self, cases: Iterable[Any]) -> list[Any]:
@@ -141,28 +141,64 @@ class CheckRun:
         return [case for case in cases if repr(case) not in before]
 
     def turns(self) -> Waits:
-        """Judge the fixed cases, first one for each worker and then several in each turn; what follows; the drawn ones last."""
-        yield from self._turns_of(self._cases)
+        """Judge the fixed cases, what follows from their verdicts, and the random cases."""
+        yield from self._judge(self._cases, self._keep)
         for following in self._more:
             if self.judged < len(self._cases):
                 return
-            earlier = self._after.verdicts if self._after else ()
-            cases = self._new(following(self.interface, self._axes, [*earlier, *self.verdicts]))
+            cases = self._new(following(self.interface, self._ranges_of_cases, self._verdicts_so_far))
             self._cases, self.planned = [*self._cases, *cases], self.planned + len(cases)
-            yield from self._turns_of(cases)
-        if not self._session.is_over:
-            yield from self._judge_samples(self._samples, set(), 1)
+            yield from self._judge(cases, self._keep)
+        yield from self._judge_samples(self._samples, set(), 1)
 
     def go_on(self, end: float) -> Waits:
         """Judge random cases until a time of `time.monotonic`; keep the first right ones, and wrong ones made small."""
-        earlier = self._after.verdicts if self._after else ()
-        samples = iter(self.check.draw_on(self.interface, self._axes, [*earlier, *self.verdicts]))
+        samples = iter(self.check.draw_on(self.interface, self._ranges_of_cases, self._verdicts_so_far))
         wrong = set[str]()
-        while time.monotonic() < end and not self._session.is_over and len(wrong) < MOST_WRONG:
-            several = list(itertools.islice(samples, CASES_PER_WORKER * self._session.isolation.workers))
+        while time.monotonic() < end and not self._state.is_over and len(wrong) < MOST_WRONG:
+            several = list(itertools.islice(samples, CASES_PER_WORKER * self._state.pool.workers))
             if not several:
                 return
             yield from self._judge_samples(several, wrong, MOST_WRONG, is_planned=False)
+
+    @property
+    def _verdicts_so_far(self) -> list[CaseVerdict]:
+        return [*(self._after.verdicts if self._after else ()), *self.verdicts]
+
+    def _judge(
+        self,
+        cases: Sequence[Any],
+        keep: Callable[[CaseVerdict], None],
+        is_drawn: bool = False,
+        is_planned: bool = True,
+    ) -> Waits:
+        """Judge cases in turns, one for each worker at first and then several, and keep each verdict, in order.
+
+        A case with an earlier verdict that stands is not judged again. None is begun when the run is over.
+
+        Args:
+            cases: what is judged.
+            keep: called with each verdict.
+            is_drawn: as of `CaseVerdict`.
+            is_planned: the cases count as planned ones.
+        """
+        first = self._state.pool.workers
+        ends = [0, *range(first, len(cases), CASES_PER_WORKER * first), len(cases)]
+        for at, end in itertools.pairwise(ends):
+            if self._state.is_over:
+                return
+            begun = [
+                (case, self._earlier(case, is_drawn) or self._submit(case, self._state.end)) for case in cases[at:end]
+            ]
+            for case, found in begun:
+                if isinstance(found, Pending):
+                    if self._state.is_stopped:
+                        return
+                    yield found
+                with suppress(TooLate):
+                    verdict = self._verdict(case, found(), is_drawn) if isinstance(found, Pending) else found
+                    self.judged += is_planned
+                    keep(self._state.note(verdict, isinstance(found, Pending)))
 
     def _judge_samples(
         self, samples: Sequence[Sample], wrong: set[str], most_wrong: int, is_planned: bool = True
@@ -188,7 +224,7 @@ class CheckRun:
             elif self.num_random <= MOST_KEPT:
                 self._keep(verdict)
 
-        yield from self._take(self._begin([sample.case for sample in sample_of.values()], True, is_planned), keep)
+        yield from self._judge([sample.case for sample in sample_of.values()], keep, True, is_planned)
 
     def _shrunk(self, verdict: CaseVerdict, sample: Sample) -> CaseVerdict:
         """Return the verdict of a smaller case that is wrong too."""
@@ -209,80 +245,38 @@ class CheckRun:
             self._keep(list(wrong.values())[-1])
             raise
 
-    def _turns_of(self, cases: Sequence[Any]) -> Waits:
-        first = self._session.isolation.workers
-        ends = [0, *range(first, len(cases), CASES_PER_WORKER * first), len(cases)]
-        for several in filter(None, (cases[at:end] for at, end in itertools.pairwise(ends))):
-            if self._session.is_over:
-                return
-            yield from self._take(self._begin(several), self._keep)
-
-    def _begin(self, cases: Sequence[Any], drawn: bool = False, is_planned: bool = True) -> "_Begun":
-        """Have workers judge cases, but those with an earlier verdict that stands."""
-        begun = _Begun(drawn, is_planned)
-        for case in cases:
-            earlier = self._earlier(case, drawn)
-            submit = self._session.isolation.submit
-            begun.cases.append((case, earlier or submit(self.check.key, case, self._ranges, self._session.end)))
-        return begun
-
-    def _take(self, begun: "_Begun", keep: Callable[[CaseVerdict], None]) -> Waits:
-        """Keep the verdict of each case, in order; of none that the run's end comes before."""
-        for case, found in begun.cases:
-            if isinstance(found, Pending):
-                if self._session.is_stopped:
-                    return
-                yield found
-            with suppress(TooLate):
-                verdict = self._verdict(case, found(), begun.drawn) if isinstance(found, Pending) else found
-                self.judged += begun.is_planned
-                keep(self._session.note(verdict, isinstance(found, Pending)))
+    def _submit(self, case: Any, end: float = math.inf) -> Pending:
+        return self._state.pool.submit(self.check.key, case, self._ranges, end)
 
     def _judge_now(self, case: Any) -> CaseVerdict:
         """Return the verdict of a case that a wrong one was made smaller to, though the run may be over."""
         earlier = self._earlier(case, drawn=True)
-        submit = self._session.isolation.submit
-        verdict = earlier or self._verdict(case, submit(self.check.key, case, self._ranges)(), drawn=True)
-        return self._session.note(verdict, earlier is None)
+        verdict = earlier or self._verdict(case, self._submit(case)(), drawn=True)
+        return self._state.note(verdict, earlier is None)
 
     def _earlier(self, case: Any, drawn: bool) -> CaseVerdict | None:
         """Return an earlier verdict that stands. What was wrong is judged again: it is what its reader wants to see."""
         key = key_of(self.check.key, self.interface, case, self._ranges, drawn)
-        earlier = self._session.earlier.get(key)
+        earlier = self._state.earlier.get(key)
         return earlier if earlier and earlier.outcome in (Outcome.RIGHT, Outcome.DECLINED) else None
 
     def _verdict(self, case: Any, judged: Judged, drawn: bool) -> CaseVerdict:
-        name, where = self._session.name, str(self._session.isolation.device)
+        name, where = self._state.name, str(self._state.pool.device)
         kept = replace(judged, output=None)
         return CaseVerdict(name, self.check.key, self.interface, case, where, kept, self._ranges, drawn)
 
     def keep(self, verdict: CaseVerdict) -> None:
         """Note and keep a verdict on a case that was not planned."""
-        self._keep(self._session.note(verdict, True))
+        self._keep(self._state.note(verdict, True))
 
     def _keep(self, verdict: CaseVerdict) -> None:
-        self.verdicts.append(self._session.numbered(verdict))
-
-
-@dataclass
-class _Begun:
-    """Cases of a turn, each with its verdict, or pending.
-
-    Attributes:
-        drawn: as of `CaseVerdict`.
-        is_planned: they count as planned ones.
-        cases: in order.
-    """
-
-    drawn: bool
-    is_planned: bool
-    cases: list[tuple[Any, CaseVerdict | Pending]] = field(default_factory=list)
+        self.verdicts.append(self._state.numbered(verdict))
 
 
 def in_turns(waits_of_each: Iterable[Waits]) -> Generator[None, None, None]:
-    """Let benches judge at the same time, and yield whenever one has kept a verdict; an early end leaves none without one.
+    """Let checks run at the same time, and yield whenever one has kept a verdict; an early end leaves none without one.
 
-    The bench that goes on is one whose next verdict is ready. So a case that takes minutes holds up its own bench alone.
+    The check that goes on is one whose next verdict is ready. So a case that takes minutes holds up its own check alone.
     """
     with ExitStack() as stack:
         waiting = deque[tuple[Waits, Pending]]()

@@ -16,7 +16,7 @@ from lab.checks.properties.check import Check, Level
 from lab.checks.recording import digest_of_run, earlier_verdicts, offer_of, read_case, read_record, replaceable
 from lab.checks.report import CaseVerdict, Report
 from lab.checks.run.audit import audit, chosen
-from lab.checks.run.check_run import CheckRun, Session, Waits, in_turns
+from lab.checks.run.check_run import CheckRun, RunState, Waits, in_turns
 from lab.checks.run.known_failures import KNOWN_FAILURES, KnownFailure, known
 from lab.checks.run.progress import Progress, Stopwatch
 from lab.checks.run.support_protocol import resolve_refusals
@@ -107,18 +107,18 @@ def judge(
     count = DRAWN_CASES[depth] if drawn is None else drawn
     name, subject = (implementation, implementation) if isolated else _named(implementation)
     path, refused = None if out is None else replaceable(Path(out)), None if refusals is None else tuple(refusals)
-    with Workers(subject, where, given, time_limit_s, workers, refused) as isolation:
-        offer = isolation.ask(partial(offer_of, implementation if isinstance(implementation, str) else ""))
+    with Workers(subject, where, given, time_limit_s, workers, refused) as pool:
+        offer = pool.ask(partial(offer_of, implementation if isinstance(implementation, str) else ""))
         offered = _offered(name, offer.interfaces, functions)
         about = environment()
         asked = (name, depth, given, [check.key for check in chosen], offered, count, probe, str(where), refused)
         digest = digest_of_run(offer, asked, [about.get(part) for part in VERDICT_PARTS])
         earlier = {} if fresh else earlier_verdicts(path, digest)
-        session = Session(name, isolation, time.monotonic() + most_seconds, first_failure, earlier, str(path or ""))
+        state = RunState(name, pool, time.monotonic() + most_seconds, first_failure, earlier, str(path or ""))
         empty = Report(name, depth, about, str(where), (), 0, given, refusals=_names_of(refused or ()), run=digest)
         told = partial(known, failures=known_failures, capability=capability_of(where))
-        run = _Run(session, chosen, count, empty, path, told, probe, start + for_seconds)
-        return run.judged(offered, given, progress)
+        whole = _Run(state, chosen, count, empty, path, told, probe, start + for_seconds)
+        return whole.judged(offered, given, progress)
 
 
 def _seeded(ranges: Ranges, seed: int | None) -> Ranges:
@@ -129,7 +129,7 @@ def _seeded(ranges: Ranges, seed: int | None) -> Ranges:
 class _Run:
     """A run of the judge and its report so far."""
 
-    session: Session
+    state: RunState
     checks: Sequence[Check]
     drawn: int
     empty: Report
@@ -137,7 +137,7 @@ class _Run:
     known: Callable[[CaseVerdict], CaseVerdict]
     probes: bool
     end: float
-    benches: list[CheckRun] = field(default_factory=list)
+    runs: list[CheckRun] = field(default_factory=list)
     _next_write: float = -math.inf
 
     def judged(
@@ -149,17 +149,17 @@ class _Run:
         def note(verdict: CaseVerdict, is_new: bool) -> CaseVerdict:
             told = self.known(verdict)
             if progress is not None:
-                done, total = (sum(getattr(each, part) for each in self.benches) for part in ("judged", "planned"))
+                done, total = (sum(getattr(each, part) for each in self.runs) for part in ("judged", "planned"))
                 progress(watch.progress(told, done, total, is_new))
             return told
 
-        self.session.note = note
+        self.state.note = note
         try:
-            self._turns(bench.turns() for bench in self._plan(interfaces, ranges))
+            self._turns(run.turns() for run in self._plan(interfaces, ranges))
             for interface in interfaces if self.probes else ():
                 self._narrow(interface, ranges)
-            last = {(bench.check.key, bench.interface): bench for bench in self.benches}
-            self._turns(bench.go_on(self.end) for bench in last.values())
+            last = {(run.check.key, run.interface): run for run in self.runs}
+            self._turns(run.go_on(self.end) for run in last.values())
             self._audit()
         except KeyboardInterrupt:
             self.empty = replace(self.empty, interrupted=True, ended="the run was interrupted")
@@ -170,34 +170,34 @@ class _Run:
 
     def _audit(self) -> None:
         """Judge some right cases again where the kernel's code never was; see `lab.checks.run.audit`."""
-        session, benches = self.session, {(bench.check.key, bench.interface): bench for bench in self.benches}
-        if not session.isolation.is_apart:
+        state, runs = self.state, {(run.check.key, run.interface): run for run in self.runs}
+        if not state.pool.is_apart:
             return
-        for verdict in chosen([verdict for bench in self.benches for verdict in bench.verdicts]):
-            if session.is_over:
+        for verdict in chosen([verdict for run in self.runs for verdict in run.verdicts]):
+            if state.is_over:
                 return
-            judged = audit(session.isolation, verdict)
+            judged = audit(state.pool, verdict)
             self.empty = replace(self.empty, audited=self.empty.audited + judged.judged)
             if judged.outcome in BROKEN:
-                benches[verdict.check, verdict.interface].keep(replace(verdict, judged=judged))
+                runs[verdict.check, verdict.interface].keep(replace(verdict, judged=judged))
 
     def _narrow(self, interface: Interface, ranges: Ranges) -> None:
         """Judge a function that declined most over the axes that it takes, if there are such."""
-        verdicts = [verdict for bench in self.benches if bench.interface is interface for verdict in bench.verdicts]
-        if interface not in ATTENTION or self.session.is_over or not is_mostly_declined(verdicts):
+        verdicts = [verdict for run in self.runs if run.interface is interface for verdict in run.verdicts]
+        if interface not in ATTENTION or self.state.is_over or not is_mostly_declined(verdicts):
             return
         taken = [verdict.case for verdict in verdicts if verdict.judged.judged]
-        found = discover(self.session.isolation.submit, interface, ranges, taken)
+        found = discover(self.state.pool.submit, interface, ranges, taken)
         if found is not None:
             self.empty = replace(self.empty, narrowed=(*self.empty.narrowed, (interface, found)))
-            self._turns(bench.turns() for bench in self._plan([interface], found))
+            self._turns(run.turns() for run in self._plan([interface], found))
 
     def _plan(self, interfaces: Sequence[Interface], ranges: Ranges) -> list[CheckRun]:
-        """Plan the benches of functions over axes, without the cases that were planned before."""
-        before = {(bench.check.key, bench.interface): bench for bench in self.benches}
+        """Plan the runs of functions over axes, without the cases that were planned before."""
+        before = {(run.check.key, run.interface): run for run in self.runs}
         planned = [
             CheckRun(
-                self.session,
+                self.state,
                 check,
                 interface,
                 self.empty.level,
@@ -209,24 +209,24 @@ class _Run:
             for interface in interfaces
             if interface in check.interfaces
         ]
-        self.benches += planned
+        self.runs += planned
         return planned
 
     def _turns(self, turns_of_each: Iterable[Waits]) -> None:
         for _ in in_turns(turns_of_each):
-            if self.session.is_stopped:
+            if self.state.is_stopped:
                 return
             if time.monotonic() > self._next_write:
                 self._save(self._report(), goes_on=True)
 
     def _report(self) -> Report:
-        verdicts = tuple(verdict for bench in self.benches for verdict in bench.verdicts)
-        left_out = sum(bench.planned - bench.judged for bench in self.benches)
-        num_random = sum(bench.num_random for bench in self.benches)
+        verdicts = tuple(verdict for run in self.runs for verdict in run.verdicts)
+        left_out = sum(run.planned - run.judged for run in self.runs)
+        num_random = sum(run.num_random for run in self.runs)
         report = replace(self.empty, verdicts=verdicts, left_out=left_out, num_random=num_random)
-        if self.session.is_deceived:
+        if self.state.is_deceived:
             report = replace(report, ended="for the kernel changed what judges it")
-        elif self.session.stops_at_fault and any(report.wrong) and not report.interrupted:
+        elif self.state.stops_at_fault and any(report.wrong) and not report.interrupted:
             report = replace(report, ended="the first wrong case ended the run")
         return report
 
@@ -257,8 +257,8 @@ def judge_case(
     name, loaded = _named(implementation)
     (chosen,) = _chosen((check,))
     interface = getattr(case, "interface", chosen.interfaces[0])
-    with Workers(loaded, where, ranges or Ranges(), TIME_LIMIT_S) as isolation:
-        judged = isolation.submit(chosen.key, case)()
+    with Workers(loaded, where, ranges or Ranges(), TIME_LIMIT_S) as pool:
+        judged = pool.submit(chosen.key, case)()
     return CaseVerdict(name, chosen.key, interface, case, str(where), judged, ranges or Ranges())
 
 
@@ -290,9 +290,9 @@ def judge_recorded(
     name, where = implementation or was.implementation, device_of(device or was.device)
     _check_numbers(1, time_limit_s, None)
     refused = resolve_refusals(",".join(names)) if (names := read_record(Path(path)).get("refusals")) else None
-    with Workers(name if isolated else load(name), where, was.ranges, time_limit_s, refusals=refused) as isolation:
-        isolation.ask(interfaces_of)
-        judged = isolation.submit(was.check, was.case)()
+    with Workers(name if isolated else load(name), where, was.ranges, time_limit_s, refusals=refused) as pool:
+        pool.ask(interfaces_of)
+        judged = pool.submit(was.check, was.case)()
     return replace(was, implementation=name, device=str(where), judged=judged, finding="")
 
 

@@ -171,7 +171,7 @@ class Workers:
         Args:
             check: its key.
             case: of that check.
-            ranges: the axes within which the check may vary the case; the isolation's if None.
+            ranges: the axes within which the check may vary the case; the workers' if None.
             end: the case is not begun after this time of `time.monotonic`, which all processes of a machine share;
                 waiting then raises TooLate.
         """
@@ -258,8 +258,8 @@ def noted() -> Bindings:
 
 
 def _run_watched(*run: Any) -> Judged:
-    """Judge one case as `run_trial`; it is DISHONEST if what judges it is not as it was noted."""
-    judged = run_trial(*run)
+    """Judge one case as `run_case`; it is DISHONEST if what judges it is not as it was noted."""
+    judged = run_case(*run)
     changed = noted().changes()
     return dishonest(judged, in_words(changed)) if changed else judged
 
@@ -320,7 +320,7 @@ def _check(key: str) -> Check:
     return next(check for check in (*checks(), DISCOVERY) if check.key == key)
 
 
-def run_trial(
+def run_case(
     implementation: Any,
     check: Check,
     case: Any,

@@ -18,7 +18,7 @@ from lab.checks.explain.subjects import Batch, CallLog
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.properties import checks
 from lab.checks.properties.check import Level
-from lab.checks.run.workers import run_trial
+from lab.checks.run.workers import run_case
 from lab.metadata import ForwardMode
 from lab.workloads.inputs.attention import truth_of_call
 from tests.checks.small import SMALL
@@ -416,7 +416,7 @@ def test_every_check_notes_results_with_features() -> None:
         for interface in check.interfaces:
             case = next(iter(check.cases(interface, SMALL, Level.SMOKE)), None)
             if case is not None and check.key[0] in "LM":
-                judged = run_trial(references, check, case, CPU, SMALL)
+                judged = run_case(references, check, case, CPU, SMALL)
                 assert all(result.held and result.features for result in judged.results)
 
 

@@ -11,7 +11,7 @@ from lab.checks.expressions import read_expression
 from lab.checks.parameters.metadata_axes import METADATA
 from lab.checks.parameters.targets import TARGETS
 from lab.checks.properties.k18_combinations import CHECK
-from lab.checks.run.workers import run_trial
+from lab.checks.run.workers import run_case
 from lab.workloads.inputs.guards import changed_bits
 from lab.workloads.interfaces import ATTENTION
 from tests.checks.small import SMALL
@@ -24,7 +24,7 @@ def test_the_references_are_right_at_every_value_alone(interface: Interface) -> 
     ranges = Ranges(long_requests=(4_100,))  # for the test's time
     right = lab.metadata if interface in METADATA else references
     for case in CHECK.cases(interface, ranges, Level.SMOKE):
-        judged = run_trial(right, CHECK, case, CPU, ranges)
+        judged = run_case(right, CHECK, case, CPU, ranges)
         assert judged.outcome is Outcome.RIGHT, (case, judged)
 
 
@@ -33,7 +33,7 @@ def test_metadata_of_empty_passes_is_right_at_the_full_level(interface: Interfac
     empty = [case for case in CHECK.cases(interface, Ranges(), Level.FULL) if case["requests"] == 0]
     assert bool(empty) == (interface is not Interface.MLA_PREFILL)
     for case in empty:
-        judged = run_trial(lab.metadata, CHECK, case, CPU, Ranges())
+        judged = run_case(lab.metadata, CHECK, case, CPU, Ranges())
         assert judged.outcome is Outcome.RIGHT, (case, judged)
 
 
@@ -90,7 +90,7 @@ def test_a_kernel_that_ignores_a_tensor_scale_beside_another_argument_is_wrong()
 
     def outcomes(level: Level) -> set[Outcome]:
         cases = CHECK.cases(Interface.DECODE, SMALL, level)
-        return {run_trial(kernel, CHECK, case, CPU, SMALL).outcome for case in cases}
+        return {run_case(kernel, CHECK, case, CPU, SMALL).outcome for case in cases}
 
     assert outcomes(Level.SMOKE) == {Outcome.RIGHT}
     assert outcomes(Level.FULL) == {Outcome.RIGHT, Outcome.WRONG}

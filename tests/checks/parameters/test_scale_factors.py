@@ -7,7 +7,7 @@ import torch
 
 from lab.checks import Configuration, Interface, Outcome
 from lab.checks.properties import checks
-from lab.checks.run.workers import run_trial
+from lab.checks.run.workers import run_case
 from lab.ranges import Ranges
 from lab.references import trtllm_batch_decode_with_kv_cache
 from tests.checks.small import decoding
@@ -27,6 +27,6 @@ def writing(side: int) -> Any:
 
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_write_to_scale_factors_is_wrong(side: int) -> None:
-    judged = run_trial(writing(side), CHECK, CASE, torch.device("cpu"), Ranges())
+    judged = run_case(writing(side), CHECK, CASE, torch.device("cpu"), Ranges())
     assert judged.outcome is Outcome.WRONG
     assert any(f"kv_cache_sf[{side}]" in sentence for sentence in judged.wrongs)

@@ -13,7 +13,7 @@ from lab.checks.properties import checks
 from lab.checks.properties.check import Check
 from lab.checks.run.support_protocol import KernelError, Unsupported, invoke, resolve_refusals
 from lab.checks.run.verdicts import Judged
-from lab.checks.run.workers import run_trial
+from lab.checks.run.workers import run_case
 from lab.ranges import Ranges
 from lab.references import trtllm_batch_decode_with_kv_cache as right
 from lab.workloads.inputs.attention import truth_of_call
@@ -155,7 +155,7 @@ def test_the_user_says_which_exceptions_are_refusals_instead() -> None:
     for other in (ValueError("no"), NotImplementedError("no"), AssertionError("no")):
         with pytest.raises(KernelError, match="no"):
             refusing(raising(other), named)()
-    judged = run_trial(decoding(raising(Odd("no"))), ORACLE, CASE, CPU, Ranges(), named)
+    judged = run_case(decoding(raising(Odd("no"))), ORACLE, CASE, CPU, Ranges(), named)
     assert (judged.outcome, judged.declines) == (Outcome.DECLINED, ("no",))
 
 
@@ -170,7 +170,7 @@ def test_a_function_without_a_signature_is_called() -> None:
 
 
 def judged_by(judge: Callable[[CaseRun], None], function: Callable[..., Any] = right) -> Judged:
-    return run_trial(decoding(function), Check("K0", "none", "", lambda *_: (), judge), CASE, CPU, Ranges())
+    return run_case(decoding(function), Check("K0", "none", "", lambda *_: (), judge), CASE, CPU, Ranges())
 
 
 def test_a_failed_call_does_not_end_the_check_nor_hide_what_is_wrong() -> None:
@@ -227,7 +227,7 @@ def test_a_replay_is_not_refused() -> None:
         return right(**arguments)
 
     replay = next(check for check in checks() if check.key == "K9")
-    judged = run_trial(decoding(decode), replay, CASE, CPU, Ranges())
+    judged = run_case(decoding(decode), replay, CASE, CPU, Ranges())
     assert judged.outcome is Outcome.FAILED
     assert judged.wrongs == ("it refused a call that it had taken before: AssertionError: semaphores must be zero",)
 

@@ -1,4 +1,4 @@
-"""A case that crashes, hangs or raises costs itself alone; `test_isolation_gpu` has the twins that do it in a kernel."""
+"""A case that crashes, hangs or raises costs itself alone; `test_workers_gpu` has the twins that do it in a kernel."""
 
 import re
 import time
@@ -13,7 +13,7 @@ import torch
 
 from lab import references
 from lab.checks import CaseVerdict, Outcome, Ranges, Report, judge
-from lab.checks.run import workers as isolation_module
+from lab.checks.run import workers as workers_module
 from lab.checks.run.check_run import Waits, in_turns
 from lab.checks.run.verdicts import Judged
 from lab.checks.run.workers import Pending, TooLate, Workers
@@ -83,17 +83,17 @@ def test_right_cases_follow_a_crash_in_the_new_worker() -> None:
     """Cases of both kinds take turns in one pool of a single worker."""
     case = AttentionCase(Interface.DECODE, (20,), (1,), group=1)
     crash = AttentionCase(Interface.DECODE, (20,), (1,), group=3)
-    with Workers("tests.checks.hostile", torch.device("cpu"), Ranges(), TIME_LIMIT_S) as isolation:
-        waiting = [isolation.submit("K1", each) for each in (case, crash, case)]
+    with Workers("tests.checks.hostile", torch.device("cpu"), Ranges(), TIME_LIMIT_S) as pool:
+        waiting = [pool.submit("K1", each) for each in (case, crash, case)]
         assert [wait().outcome for wait in waiting] == [Outcome.RIGHT, Outcome.FAILED, Outcome.RIGHT]
 
 
 def test_a_worker_that_dies_between_cases_is_replaced_too() -> None:
     """What one case broke may kill the process later."""
     case = AttentionCase(Interface.DECODE, (20,), (1,), group=1)
-    with Workers("tests.checks.hostile:dies_later", torch.device("cpu"), Ranges(), TIME_LIMIT_S) as isolation:
+    with Workers("tests.checks.hostile:dies_later", torch.device("cpu"), Ranges(), TIME_LIMIT_S) as pool:
         for _ in range(2):
-            assert isolation.submit("K1", case)().outcome is Outcome.RIGHT
+            assert pool.submit("K1", case)().outcome is Outcome.RIGHT
             time.sleep(2.0)
 
 
@@ -101,15 +101,15 @@ def test_a_worker_that_dies_between_cases_is_replaced_too() -> None:
 def test_no_case_is_begun_after_the_end(name: str | None) -> None:
     """A case may wait for others in a queue when its run is over; `name` is None for a judge in this process."""
     case = AttentionCase(Interface.DECODE, (20,), (1,), group=1)
-    with Workers(name or references, torch.device("cpu"), Ranges(), TIME_LIMIT_S) as isolation:
+    with Workers(name or references, torch.device("cpu"), Ranges(), TIME_LIMIT_S) as pool:
         now = time.monotonic()
-        late, in_time = (isolation.submit("K1", case, None, end) for end in (now - 1.0, now + 60.0))
+        late, in_time = (pool.submit("K1", case, None, end) for end in (now - 1.0, now + 60.0))
         assert in_time().outcome is Outcome.RIGHT
         with pytest.raises(TooLate):
             late()
 
 
-def test_benches_judge_in_turns() -> None:
+def test_checks_judge_in_turns() -> None:
     """In one process a verdict is always ready: each bench has its first before one has its second."""
     kept = list[int]()
 
@@ -122,7 +122,7 @@ def test_benches_judge_in_turns() -> None:
     assert kept == [*range(9)] * 2
 
 
-def test_a_slow_case_holds_up_its_own_bench_alone() -> None:
+def test_a_slow_case_holds_up_its_own_check_alone() -> None:
     """The others go on to their last case; a bench that never went on ends with the run."""
     kept, ended = list[str](), list[str]()
 
@@ -152,10 +152,10 @@ def _right() -> Judged:
 
 
 def test_a_pool_whose_workers_never_begin_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolation_module, "_begin", hostile.leave_at_once)
+    monkeypatch.setattr(workers_module, "_begin", hostile.leave_at_once)
     case = AttentionCase(Interface.DECODE, (20,), (1,))
-    with Workers("lab.references", torch.device("cpu"), Ranges(), TIME_LIMIT_S) as isolation:
-        waiting = isolation.submit("K1", case)
+    with Workers("lab.references", torch.device("cpu"), Ranges(), TIME_LIMIT_S) as pool:
+        waiting = pool.submit("K1", case)
         with pytest.raises(RuntimeError, match="no worker can begin: a script"):
             waiting()
 
@@ -166,7 +166,7 @@ def test_workers_take_turns_with_the_gpus(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     begun = Value("i", 0)
     for _ in range(3):
-        isolation_module._take_gpu(begun)
+        workers_module._take_gpu(begun)
     assert taken == [0, 1, 0]
 
 
@@ -181,7 +181,7 @@ def test_workers_take_turns_with_the_gpus(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_module_that_cannot_be_imported_is_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, sentence: str
 ) -> None:
-    monkeypatch.setattr(isolation_module, "IMPORT_LIMIT_S", 3.0)
+    monkeypatch.setattr(workers_module, "IMPORT_LIMIT_S", 3.0)
     kernel = tmp_path / "kernel.py"
     kernel.write_text(code)
     with pytest.raises(LoadError, match=re.escape(sentence)):
