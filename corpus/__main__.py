@@ -1,4 +1,4 @@
-"""Judge the wrong kernels, each on a CPU until its first wrong case, and six right ones.
+"""Judge the wrong kernels, each on a CPU until its first wrong case, and the right ones.
 
     python -m corpus --workers 32 --only 'blind*'
 
@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from corpus.kernels import KERNELS
+from corpus.right import KERNELS as RIGHT
 from lab.checks.properties import checks
 from lab.files import write_text
 
 WITHOUT = ("S1", "S2")
 SHOWN = 140  # characters of a case
-RIGHT = {f"right{number}": f"corpus.right:right{number}" for number in range(1, 7)}
 HEAD = """# Wrong kernels, and what finds them
 
 `python -m corpus` judges them on a CPU until their first wrong case, at the {level} level.
@@ -37,7 +37,7 @@ def record_of(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Judge one kernel, from where its report stopped; return its name, the cases and the first that is wrong."""
     report = options.reports / f"{name}.json"
     keys = ",".join(check.key for check in checks() if check.key not in WITHOUT)
-    kernel = RIGHT.get(name, f"corpus:{name}")
+    kernel = f"corpus.right:{name}" if name in RIGHT else f"corpus:{name}"
     command = [
         sys.executable,
         "-m",

@@ -1,33 +1,241 @@
-"""Right kernels that differ from the model in their arithmetic, written without a look at the checks."""
+"""Right kernels of the four attention calls, of which the judge must say that they are right.
+
+    lab judge corpus.right:two_passes
+
+They differ in their arithmetic: what is rounded, in which order keys are summed, when scales are applied.
+"""
 
 import math
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from corpus.models.attention import E4M3, Attention
 
-
-class Right1(Attention):
-    """An online softmax over tiles of 128 keys, from the last tile to the first."""
-
-    def partial(self, run, r, query, keys, values, seen, first_key):
-        rows, heads = query.shape[:2]
-        acc = query.new_zeros(rows, heads, values.shape[2])
-        largest = query.new_full((rows, heads), -math.inf)
-        total = query.new_zeros(rows, heads)
-        for start in reversed(range(0, len(keys), 128)):
-            part = slice(start, start + 128)
-            a, m, l = super().partial(run, r, query, keys[part], values[part], seen[:, part], first_key + start)
-            new = torch.maximum(largest, m)
-            origin = torch.where(new.isfinite(), new, 0.0)
-            old, own = torch.exp(largest - origin), torch.where(m.isfinite(), torch.exp(m - origin), 0.0)
-            acc = acc * old.unsqueeze(2) + a * own.unsqueeze(2)
-            total = total * old + l * own
-            largest = new
-        return acc, largest, total
+LN2 = math.log(2.0)
 
 
-class Right2(Attention):
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Some rows of one request, and the keys that any of them sees. A row here is a query row of one head of a group.
+
+    Attributes:
+        query: float32 [num_kv_heads, num_rows, head_dim].
+        keys, values: float32 [num_kv_heads, num_keys, ...]; those of an NVFP4 cache are dequantised.
+        visible: bool [num_rows, num_keys].
+        sinks: float32 [num_kv_heads, num_rows], -inf where there is none.
+        half: the query's dtype, bfloat16 for e4m3.
+        is_quantised: values are stored in another dtype than the query.
+    """
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    visible: Tensor
+    bmm1_scale: float
+    bmm2_scale: float
+    sinks: Tensor
+    half: torch.dtype
+    is_quantised: bool
+
+    def scores(self) -> Tensor:
+        """Logits, float32 [num_kv_heads, num_rows, num_keys], -inf where a key is not visible."""
+        products = self.query @ self.keys.transpose(1, 2)
+        return (products * self.bmm1_scale).masked_fill(~self.visible, -math.inf)
+
+    def over(self, keys: slice) -> "Part":
+        """Return the rows over some of the keys, without sinks."""
+        return replace(
+            self,
+            keys=self.keys[:, keys],
+            values=self.values[:, keys],
+            visible=self.visible[:, keys],
+            sinks=torch.full_like(self.sinks, -math.inf),
+        )
+
+
+class RightKernel(Attention):
+    """`attended` is the arithmetic in which kernels differ."""
+
+    def attended(self, part: Part) -> tuple[Tensor, Tensor]:
+        """Return out [num_kv_heads, num_rows, v_head_dim] and the LSE [num_kv_heads, num_rows], float32, base e."""
+        raise NotImplementedError
+
+    def attend(self, run, r, query, keys, values, seen, sinks, position, first_key):
+        def by_group(side):
+            return side.float().unflatten(1, (-1, run.group)).transpose(0, 1).flatten(1, 2)
+
+        sinks = query.new_full(query.shape[:2], -math.inf) if sinks is None else sinks
+        keys, values = (side.float().transpose(0, 1) for side in (keys, values))
+        dtype, stored = run.p.query.dtype, (run.value if run.is_ragged else run.v_cache).dtype
+        part = Part(
+            by_group(query),
+            keys,
+            values,
+            seen.repeat_interleave(run.group, dim=0),
+            run.scale1,
+            run.scale2,
+            by_group(sinks),
+            torch.bfloat16 if dtype == E4M3 else dtype,
+            stored != dtype,
+        )
+        nothing = part.sinks.new_zeros(*part.sinks.shape, values.shape[2]), part.sinks
+        out, lse = self.attended(part) if keys.shape[1] else nothing
+        out, lse = (side.unflatten(1, (-1, run.group)).transpose(0, 1).flatten(1, 2) for side in (out, lse))
+        return out, lse / LN2
+
+
+def _finite(origin: Tensor) -> Tensor:
+    """An origin of exponentials: 0 where a row has seen no key, since -inf - -inf would be NaN."""
+    return torch.where(origin.isfinite(), origin, 0.0)
+
+
+def _quotient(sums: Tensor, total: Tensor) -> Tensor:
+    return sums / torch.where(total == 0, 1.0, total).unsqueeze(-1)
+
+
+class FromTorch(RightKernel):
+    """torch's own attention in float32; a sink is one more key, of value zero."""
+
+    def attended(self, part: Part) -> tuple[Tensor, Tensor]:
+        keys, values = (torch.nn.functional.pad(side, (0, 0, 0, 1)) for side in (part.keys, part.values))
+        bias = torch.zeros(len(part.visible), 1, device=part.sinks.device)
+        bias = torch.cat((bias.new_zeros(part.visible.shape).masked_fill(~part.visible, -math.inf), bias), dim=1)
+        bias = bias.expand(len(keys), -1, -1).clone()
+        bias[..., -1] = part.sinks
+        query = part.query * part.bmm1_scale
+        sees = (bias != -math.inf).any(dim=-1, keepdim=True)
+        lse = (query @ keys.transpose(1, 2) + bias).logsumexp(dim=-1)
+        bias = torch.where(sees, bias, 0.0)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query[None], keys[None], values[None], attn_mask=bias[None], scale=1.0
+        )[0]
+        return torch.where(sees, out, 0.0) * part.bmm2_scale, lse
+
+
+class AtOnce(RightKernel):
+    """All keys at once, in float32."""
+
+    def attended(self, part: Part) -> tuple[Tensor, Tensor]:
+        scores = part.scores()
+        origin = _finite(torch.maximum(scores.amax(dim=-1), part.sinks))
+        weights = torch.exp(scores - origin.unsqueeze(-1))
+        total = weights.sum(dim=-1) + torch.exp(part.sinks - origin)
+        return self.summed(part, weights, total) * part.bmm2_scale, origin + torch.log(total)
+
+    def summed(self, part: Part, weights: Tensor, total: Tensor) -> Tensor:
+        """Return the output before bmm2_scale, from weights relative to the largest and their sum."""
+        return _quotient(weights @ part.values, total)
+
+
+class WeightsRounded(AtOnce):
+    """Weights relative to the largest are rounded to the query's dtype, after they are summed."""
+
+    def summed(self, part: Part, weights: Tensor, total: Tensor) -> Tensor:
+        return super().summed(part, weights.to(part.half).float(), total)
+
+
+class ProbabilitiesRounded(AtOnce):
+    """Weights that add up to 2**14 are rounded to the query's dtype: to 1, float16 would not hold those of long requests."""
+
+    def summed(self, part: Part, weights: Tensor, total: Tensor) -> Tensor:
+        weights = (_quotient(weights, total) * 2.0**14).to(part.half).float()
+        return weights @ part.values / 2.0**14
+
+
+class ScalesFirst(AtOnce):
+    """bmm1_scale multiplies the query and bmm2_scale the values, in float32, before either product."""
+
+    def attended(self, part: Part) -> tuple[Tensor, Tensor]:
+        query, values = part.query * part.bmm1_scale, part.values * part.bmm2_scale
+        return super().attended(replace(part, query=query, values=values, bmm1_scale=1.0, bmm2_scale=1.0))
+
+
+class DequantisedFirst(WeightsRounded):
+    """Values of a quantised cache are multiplied by bmm2_scale and rounded to the query's dtype first."""
+
+    def attended(self, part: Part) -> tuple[Tensor, Tensor]:
+        if not part.is_quantised:
+            return super().attended(part)
+        values = (part.values * part.bmm2_scale).to(part.half).float()
+        return super().attended(replace(part, values=values, bmm2_scale=1.0))
+
+
+class Split(AtOnce):
+    """Keys in seven splits, each with an output of its own; their LSEs merge them."""
+
+    num_splits = 7
+
+    def attended(self, part: Part) -> tuple[Tensor, Tensor]:
+        size = -(-part.keys.shape[1] // self.num_splits)
+        starts = range(0, part.keys.shape[1], size)
+        splits = [super(Split, self).attended(part.over(slice(start, start + size))) for start in starts]
+        lses = torch.stack([lse for _, lse in splits] + [part.sinks])
+        lse = lses.logsumexp(dim=0)
+        shares = torch.exp(lses[:-1] - _finite(lse)).unsqueeze(-1)
+        return (shares * torch.stack([self.stored(part, out) for out, _ in splits])).sum(dim=0), lse
+
+    def stored(self, part: Part, out: Tensor) -> Tensor:
+        """Return a split's output as the merge reads it."""
+        return out
+
+
+class SplitsRounded(Split):
+    """The outputs of splits are rounded to the query's dtype before they are merged."""
+
+    def stored(self, part: Part, out: Tensor) -> Tensor:
+        return out.to(part.half).float()
+
+
+class Tiles(RightKernel):
+    """Keys in tiles, with a running maximum: bf16 operands, float32 sums."""
+
+    size = 64
+    reverse = False
+    in_base_2 = False
+    rounds_weights = True
+
+    def attended(self, part: Part) -> tuple[Tensor, Tensor]:
+        starts = range(0, part.keys.shape[1], self.size)
+        largest = self.first_maximum(part)
+        total = torch.exp(part.sinks - _finite(largest))
+        sums = part.sinks.new_zeros(*part.sinks.shape, part.values.shape[2])
+        for start in reversed(starts) if self.reverse else starts:
+            tile = part.over(slice(start, start + self.size))
+            scores = tile.scores()
+            larger = torch.maximum(largest, scores.amax(dim=-1))
+            share = self.exponential(largest - _finite(larger))
+            weights = self.exponential(scores - _finite(larger).unsqueeze(-1))
+            total = total * share + weights.sum(dim=-1)
+            weights = weights.to(part.half).float() if self.rounds_weights else weights
+            sums = sums * share.unsqueeze(-1) + weights @ tile.values
+            largest = larger
+        return _quotient(sums, total) * part.bmm2_scale, _finite(largest) + torch.log(total)
+
+    def first_maximum(self, part: Part) -> Tensor:
+        """Return the maximum before the first tile."""
+        return part.sinks
+
+    def exponential(self, difference: Tensor) -> Tensor:
+        return torch.exp2(difference * (1 / LN2)) if self.in_base_2 else torch.exp(difference)
+
+
+class TwoPasses(Tiles):
+    """A first pass over the tiles finds the largest logit, a second one sums."""
+
+    rounds_weights = False
+
+    def first_maximum(self, part: Part) -> Tensor:
+        largest = part.sinks
+        for start in range(0, part.keys.shape[1], self.size):
+            scores = part.over(slice(start, start + self.size)).scores()
+            largest = torch.maximum(largest, scores.amax(dim=-1))
+        return largest
+
+
+class UnequalSplits(Attention):
     """The keys in two unequal splits, whose normalised results merge by their LSE."""
 
     def attend(self, run, r, query, keys, values, seen, sinks, position, first_key):
@@ -46,46 +254,7 @@ class Right2(Attention):
         return (torch.stack(outs) * weight.unsqueeze(3)).sum(0), lse
 
 
-class Right3(Attention):
-    """PyTorch's scaled_dot_product_attention per request; the sink shrinks its result."""
-
-    def attend(self, run, r, query, keys, values, seen, sinks, position, first_key):
-        s = self.scores(run, r, query, keys, seen, first_key)
-        logsum = s.logsumexp(3) if s.shape[3] else s.new_full(s.shape[:3], -math.inf)
-        logsum = logsum.transpose(0, 1).flatten(1, 2)
-        some = seen.any(1)
-        mask = (seen | ~some.unsqueeze(1)).repeat_interleave(
-            run.group, 0
-        )  # a row that sees nothing is set to zero below
-        out = query.new_zeros(*query.shape[:2], values.shape[2])
-        if len(keys):
-            q = query.unflatten(1, (run.num_kv_heads, run.group)).transpose(0, 1).flatten(1, 2)
-            k, v = (side.transpose(0, 1).contiguous().unsqueeze(0) for side in (keys, values))
-            out = torch.nn.functional.scaled_dot_product_attention(
-                q.unsqueeze(0), k, v, attn_mask=mask, scale=run.scale1
-            )[0]
-            out = out.unflatten(1, (-1, run.group)).transpose(0, 1).flatten(1, 2)
-        out = torch.where(some[:, None, None], out, 0.0) * run.scale2
-        if sinks is not None:
-            both = torch.logaddexp(logsum, sinks)
-            out = out * torch.where(
-                both > -math.inf, torch.exp(logsum - torch.where(both > -math.inf, both, 0.0)), 0.0
-            ).unsqueeze(2)
-            logsum = both
-        return out, logsum / math.log(2.0)
-
-
-class Right4(Attention):
-    """Weights are rounded to the query's 16 bits (bfloat16 for e4m3) before P.V, sums are of unrounded ones."""
-
-    def operand(self, run, weights):
-        dtype = run.p.query.dtype
-        if dtype in (torch.float32, torch.float64):
-            return weights
-        return weights.to(torch.bfloat16 if dtype == E4M3 else dtype).to(weights.dtype)
-
-
-class Right5(Attention):
+class HeadsOneByOne(Attention):
     """Softmax in base 2, with log2(e) folded into the query's scale, and the heads of a group one by one."""
 
     def attend(self, run, r, query, keys, values, seen, sinks, position, first_key):
@@ -112,7 +281,7 @@ class Right5(Attention):
         return out.transpose(0, 1) * run.scale2, lse.t()
 
 
-class Right6(Attention):
+class NormalisedWeights(Attention):
     """Two passes, the LSE of all keys in tiles of 96 first, then normalised weights times V tile by tile."""
 
     def attend(self, run, r, query, keys, values, seen, sinks, position, first_key):
@@ -131,4 +300,25 @@ class Right6(Attention):
         return out * run.scale2, logsum / math.log(2.0)
 
 
-right1, right2, right3, right4, right5, right6 = Right1(), Right2(), Right3(), Right4(), Right5(), Right6()
+def _tiles(**attributes: Any) -> Tiles:
+    kernel = Tiles()
+    vars(kernel).update(attributes)
+    return kernel
+
+
+from_torch = FromTorch()
+reversed_tiles = _tiles(size=128, reverse=True, rounds_weights=False)
+split_and_merged = Split()
+splits_rounded = SplitsRounded()
+weights_rounded = WeightsRounded()
+probabilities_rounded = ProbabilitiesRounded()
+base_2 = _tiles(size=256, in_base_2=True)
+two_passes = TwoPasses()
+tiles_of_64 = Tiles()
+dequantised_first = DequantisedFirst()
+scales_first = ScalesFirst()
+unequal_splits = UnequalSplits()
+heads_one_by_one = HeadsOneByOne()
+normalised_weights = NormalisedWeights()
+
+KERNELS = {name: kernel for name, kernel in globals().items() if isinstance(kernel, Attention)}

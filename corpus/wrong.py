@@ -162,6 +162,8 @@ class Model:
     def __init_subclass__(cls, *, stage: str = "", changes: str = "", **attributes: Any) -> None:
         """Set the attributes and make the kernels of a group; raises TypeError for an attribute that is not there."""
         super().__init_subclass__()
+        if (stage or changes) and not hasattr(cls, stage or changes):
+            raise TypeError(f"{cls.__name__} has no stage {stage or changes!r}")
         for name, value in attributes.items():
             setattr(cls, name, _attribute(cls, name, value))
         for name, member in [*vars(cls).items()]:

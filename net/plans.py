@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-RIGHT = "tests/checks/right_kernels.py"
 LISTS = "generate_draft_decode_kv_indices"
 WINDOW = "tests/checks/someone_elses_window.py"
 
@@ -19,6 +18,10 @@ class Plan:
     @property
     def name(self) -> str:
         return " ".join((self.recorded or self.implementation, *self.only, *self.functions))
+
+
+def right(name: str, *only: str) -> Plan:
+    return Plan(f"corpus.right:{name}", only, recorded=f"tests/checks/right_kernels.py:{name}")
 
 
 # Wrong kernels, by the checks that find most of them: a whole run of each would take an hour.
@@ -44,7 +47,7 @@ KERNELS = {
 }
 PLANS = {
     "references": (Plan("lab.references"),),
-    "right": tuple(Plan(f"{RIGHT}:{name}", only) for only, names in KERNELS.items() for name in names),
+    "right": tuple(right(name, *only) for only, names in KERNELS.items() for name in names),
     "wrong": WRONG,
     "quick": (
         Plan(
@@ -52,8 +55,8 @@ PLANS = {
             ("K1", "K4", "K5", "K8", "K9", "K10", "K11", "K13", "K14", "L1", "M1", "M2", "M3", "S1", "S2"),
         ),
         Plan("lab.references", ("K18",), (LISTS,)),
-        Plan(f"{RIGHT}:two_passes", ("K2", "M3")),
-        Plan(f"{RIGHT}:split_and_merged", ("K7",)),
+        right("two_passes", "K2", "M3"),
+        right("split_and_merged", "K7"),
         Plan(WINDOW, ("K1", "K10")),
         Plan("net.wrong:mla_draft_uncounted", ("K17", "K18")),
         Plan("net.wrong:new_tokens_uncausal", ("K9", "M3")),

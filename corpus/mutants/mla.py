@@ -140,7 +140,7 @@ class MLANegativePageIsLast(Forgiving):
 
 
 @wrong(MLA, source="FlashInfer #4347")
-class MLALatentPageOffsetAbsolute(PageOffsetAbsolute, stage=32):
+class MLALatentPageOffsetAbsolute(PageOffsetAbsolute, at_once=32):
     """Pages larger than 32 tokens are read in stages of 32, each from the page's start."""
 
 

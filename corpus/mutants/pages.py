@@ -222,10 +222,10 @@ class RepeatedPages(PageOfSeveralColumns):
 class PageOffsetAbsolute(SplitKV):
     """Pages larger than 128 tokens are read in stages of 128, each from the page's start."""
 
-    stage = 128
+    at_once = 128
 
     def offsets(self, problem, positions):
-        return positions % min(problem.page_size, self.stage)
+        return positions % min(problem.page_size, self.at_once)
 
 
 @wrong(mla=True, source="FlashInfer #3136")

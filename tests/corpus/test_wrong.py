@@ -107,6 +107,8 @@ def test_what_a_model_does_not_have_is_refused(made: dict[str, Any]) -> None:
         type("Misspelt", (SplitKV,), {}, sauce="FlashInfer #4161")
     with pytest.raises(TypeError, match="no attribute 'faktor'"):
         type("Group", (Doubling,), {"larger": wrong(faktor=3)("The factor is 3.")})
+    with pytest.raises(TypeError, match="Group has no stage 'halved'"):
+        type("Group", (Doubling,), {}, stage="halved")
     with pytest.raises(TypeError, match="'factor' is a stage of the model of Group"):
         type("Group", (Doubling,), {"factor": wrong()("The factor is another.")})
     assert made == {}

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from corpus.models.attention import Attention
+from corpus.right import KERNELS
 from lab.checks import judge
 from lab.workloads.interfaces import ATTENTION, Interface
-from tests.checks.right_kernels import KERNELS, RightKernel
 from tests.checks.small import SMALL
 
 B, H, E = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -41,13 +42,13 @@ def one_thread() -> Any:
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_right_kernel_is_right(name: str) -> None:
-    report = judge(KERNELS[name], ranges=RANGES, only=CHECKS, drawn=0)
+    report = judge(KERNELS[name], ranges=RANGES, only=CHECKS, device="cpu", drawn=0)
     assert report.is_right, "\n".join(report.details())
     assert {verdict.interface for verdict in report.verdicts} == {*ATTENTION, Interface.RAGGED_CONTEXT}
     assert not [verdict for verdict in report.verdicts if verdict.judged.declines]
 
 
-def biased(kernel: RightKernel, bias: Callable[[torch.Tensor], None]) -> SimpleNamespace:
+def biased(kernel: Attention, bias: Callable[[torch.Tensor], None]) -> SimpleNamespace:
     """A kernel whose outputs are changed in place before they are returned."""
 
     def changed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,6 +73,6 @@ def last_head(out: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("bias", [everywhere, last_head])
 def test_half_a_percent_is_found_in_every_call(bias: Callable[[torch.Tensor], None]) -> None:
-    report = judge(biased(KERNELS["two_passes"], bias), ranges=RANGES, only=("K1", "M3"), drawn=0)
+    report = judge(biased(KERNELS["two_passes"], bias), ranges=RANGES, only=("K1", "M3"), device="cpu", drawn=0)
     wrong = {verdict.interface for verdict in report.verdicts if "all outputs" in " ".join(verdict.judged.wrongs)}
     assert wrong == {*ATTENTION, Interface.RAGGED_CONTEXT}
