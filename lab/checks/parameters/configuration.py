@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lab.checks.parameters.models import MODELS
+from lab.ranges import Ranges
 from lab.workloads.interfaces import Interface
 
 
@@ -52,7 +54,4 @@ class Configuration:
 @functools.cache
 def default_of(interface: Interface) -> Mapping[str, Any]:
     """Return the default point of a function's model when no axis is narrowed."""
-    from lab.checks.parameters.targets import TARGETS
-    from lab.ranges import Ranges
-
-    return TARGETS[interface].model(Ranges()).default
+    return MODELS[interface](Ranges()).default

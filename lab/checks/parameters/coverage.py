@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.covering import Model, Values
+from lab.checks.parameters.models import MODELS
 from lab.checks.run.verdicts import Outcome
 from lab.named_enum import NamedEnum
 from lab.workloads.interfaces import Interface
@@ -99,13 +100,11 @@ class Coverage:
 
 def coverages(verdicts: Sequence["CaseVerdict"], ranges: "Ranges") -> tuple[Coverage, ...]:
     """Return the coverage of each function of which verdicts have combinations, within the model of ranges."""
-    from lab.checks.parameters.targets import TARGETS
-
     of_function: dict[Interface, list[CaseVerdict]] = {}
     for verdict in verdicts:
         if isinstance(verdict.case, Configuration):
             of_function.setdefault(verdict.interface, []).append(verdict)
-    return tuple(coverage(each, TARGETS[each].model(ranges), found) for each, found in of_function.items())
+    return tuple(coverage(each, MODELS[each](ranges), found) for each, found in of_function.items())
 
 
 def coverage(interface: Interface, model: Model, verdicts: Iterable["CaseVerdict"]) -> Coverage:

@@ -1,19 +1,12 @@
 """The model of a function that writes a draft's K/V lists: dtypes, drafts, batches, prefixes, and the buffers around them."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import cycle, islice
 from typing import Any
 
-import torch
-
-from lab.checks.case_run import CaseRun
-from lab.checks.explain.reading import features_of_case
-from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.covering import Constraint, Model
 from lab.ranges import Ranges
-from lab.workloads.inputs.draft_lists import DTYPES, DraftLists, DraftListsCase, in_place
-from lab.workloads.interfaces import Interface
+from lab.workloads.inputs.draft_lists import DTYPES, DraftListsCase
 
 # Of the tensors of int32; all others are int64.
 NARROW = {
@@ -53,37 +46,7 @@ AXES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def draft_lists_case(of: Configuration) -> DraftListsCase:
-    """Return the draft of a configuration."""
-    return DraftListsCase(
-        _lens(of["requests"], of["prefixes"], of["page_size"], of.seed),
-        positions_differ=of["positions"] == "others",
-        repeated=of["rows"] == "one for all",
-        dtypes={name: torch.int32 if name in NARROW[of["dtypes"]] else torch.int64 for name in DTYPES},
-        seed=of.seed,
-        entries_are_pages=of["entries"] == "pages",
-        **{name: of[name] for name in _FIELDS},
-    )
-
-
-def judge_lists(run: CaseRun) -> None:
-    """Have the lists of a run's configuration written, and hold every cell of every buffer to the reference's."""
-    case = draft_lists_case(run.case)
-    features = features_of_case(case)
-    features = replace(features, features={**features.features, **run.called.features})
-    write = in_place(run.function(Interface.DRAFT_KV_INDICES))
-    lists = DraftLists(case, str(run.device))
-    wrongs = lists.wrongs(write)
-    run.judged += 1
-    run.expect("the lists", wrongs, kind="lists", call=features)
-    if wrongs:
-        return
-    lists.take(DraftLists(replace(case, lens=case.lens[::-1], seed=case.seed + 1), str(run.device)))
-    run.judged += 1
-    run.expect("the lists of others in the same tensors", lists.wrongs(write), kind="lists", call=features)
-
-
-def _lens(requests: int, prefixes: Any, page_size: int, seed: int) -> tuple[int, ...]:
+def lens_of(requests: int, prefixes: Any, page_size: int, seed: int) -> tuple[int, ...]:
     in_turn = {
         "some none": (0, 7, 0, 21, 3),
         "all none": (0,),
@@ -100,13 +63,13 @@ def _within(count: Callable[[DraftListsCase], int], most: int) -> Callable[..., 
     """Return the condition that a draft has so many of something at most."""
 
     def fits(requests: int, prefixes: Any, page_size: int, topk: int, num_steps: int) -> bool:
-        lens = _lens(requests, prefixes, page_size, 0)
+        lens = lens_of(requests, prefixes, page_size, 0)
         return count(DraftListsCase(lens, num_steps, topk, page_size)) <= most
 
     return fits
 
 
-_FIELDS = (
+FIELDS = (
     *("topk", "num_steps", "page_size", "spare_columns", "spare_capacity", "row_gap", "first_cell"),
     *("window_size", "sink_size", "translated"),
 )

@@ -5,11 +5,17 @@ buffer is held to loops over requests, branches and tokens, the guard cells arou
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
 
 from lab.checks.case_run import CaseRun
+from lab.checks.explain.reading import features_of_case
+from lab.checks.parameters.configuration import Configuration
+from lab.checks.parameters.lists import FIELDS, NARROW, lens_of
 from lab.checks.properties.check import Check, Level, first_line
 from lab.ranges import Ranges
-from lab.workloads.inputs.draft_lists import DraftLists, DraftListsCase, in_place
+from lab.workloads.inputs.draft_lists import DTYPES, DraftLists, DraftListsCase, in_place
 from lab.workloads.interfaces import Interface
 
 EDGES = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1025)
@@ -41,6 +47,36 @@ def _judge(run: CaseRun) -> None:
     wrongs = DraftLists(run.case, str(run.device)).wrongs(in_place(run.function(Interface.DRAFT_KV_INDICES)))
     run.judged += 1
     run.expect("the lists", wrongs, kind="lists")
+
+
+def draft_lists_case(of: Configuration) -> DraftListsCase:
+    """Return the draft of a configuration."""
+    return DraftListsCase(
+        lens_of(of["requests"], of["prefixes"], of["page_size"], of.seed),
+        positions_differ=of["positions"] == "others",
+        repeated=of["rows"] == "one for all",
+        dtypes={name: torch.int32 if name in NARROW[of["dtypes"]] else torch.int64 for name in DTYPES},
+        seed=of.seed,
+        entries_are_pages=of["entries"] == "pages",
+        **{name: of[name] for name in FIELDS},
+    )
+
+
+def judge_lists(run: CaseRun) -> None:
+    """Have the lists of a run's configuration written, and hold every cell of every buffer to the reference's."""
+    case = draft_lists_case(run.case)
+    features = features_of_case(case)
+    features = replace(features, features={**features.features, **run.called.features})
+    write = in_place(run.function(Interface.DRAFT_KV_INDICES))
+    lists = DraftLists(case, str(run.device))
+    wrongs = lists.wrongs(write)
+    run.judged += 1
+    run.expect("the lists", wrongs, kind="lists", call=features)
+    if wrongs:
+        return
+    lists.take(DraftLists(replace(case, lens=case.lens[::-1], seed=case.seed + 1), str(run.device)))
+    run.judged += 1
+    run.expect("the lists of others in the same tensors", lists.wrongs(write), kind="lists", call=features)
 
 
 CHECK = Check("L1", "draft_lists", first_line(__doc__), _cases, _judge, interfaces=(Interface.DRAFT_KV_INDICES,))

@@ -11,7 +11,7 @@ that no judged case has are tried again in smaller cases, and then each by itsel
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -19,19 +19,24 @@ from lab.checks.case_run import CaseRun
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.coverage import retried, tuples_by_outcome
 from lab.checks.parameters.covering import Point
+from lab.checks.parameters.metadata import judge_metadata
+from lab.checks.parameters.metadata_axes import METADATA
+from lab.checks.parameters.models import MODELS
+from lab.checks.parameters.paged_call import judge_paged
+from lab.checks.parameters.ragged_call import judge_ragged
 from lab.checks.parameters.sampling import Sample, samples
-from lab.checks.parameters.targets import TARGETS
 from lab.checks.properties.check import Check, Level, first_line
+from lab.checks.properties.draft_lists import judge_lists
 from lab.checks.report import CaseVerdict
 from lab.ranges import SEEDS, Ranges
-from lab.workloads.interfaces import Interface
+from lab.workloads.interfaces import ATTENTION, Interface
 
 # Axes of a point that are not plain, in turn; None: all. The fewer, the more likely the kernel takes it.
 CHOSEN = (None, None, 6, 4)
 
 
 def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[Configuration]:
-    model = TARGETS[interface].model(ranges)
+    model = MODELS[interface](ranges)
     points = list(model.alone())
     yield from _numbered(interface, ranges, points)
     if level is Level.FULL:
@@ -51,7 +56,7 @@ def _beside(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict
 
     Where nothing was judged of some axis, yield one of all values.
     """
-    model = TARGETS[interface].model(ranges)
+    model = MODELS[interface](ranges)
     judged, declined = tuples_by_outcome(model, verdicts)
     if (taken := model.only(judged)) is None:
         yield from _unlike(interface, ranges, model.covering(ranges.seed), verdicts)
@@ -72,14 +77,14 @@ def _again(
     Args:
         chosen: axes of a point that are not plain; None: all.
     """
-    if (found := retried(TARGETS[interface].model(ranges), verdicts)) is not None:
+    if (found := retried(MODELS[interface](ranges), verdicts)) is not None:
         taken, goals = found
         yield from _unlike(interface, ranges, taken.covering(ranges.seed, goals, chosen), verdicts)
 
 
 def _alone(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
     """Yield each of them with all else plain; no triple of a pair that is among them, which declines alone too."""
-    if (found := retried(TARGETS[interface].model(ranges), verdicts)) is not None:
+    if (found := retried(MODELS[interface](ranges), verdicts)) is not None:
         taken, goals = found
         left = set(goals)
         least = (goal for goal in goals if len(goal) == 2 or not left & set(itertools.combinations(goal, 2)))
@@ -100,13 +105,21 @@ def _unlike(
 
 def _draw_on(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]) -> Iterator[Sample]:
     """Yield random points of the values that some case judged, with two values or more that are no defaults."""
-    if (found := retried(TARGETS[interface].model(ranges), verdicts)) is not None:
+    if (found := retried(MODELS[interface](ranges), verdicts)) is not None:
         seed = f"{interface.name} {ranges.seed}"
         yield from samples(found[0], seed, partial(Configuration, interface), fewest=2)
 
 
+JUDGES: dict[Interface, Callable[[CaseRun], None]] = {
+    **dict.fromkeys(ATTENTION, judge_paged),
+    Interface.RAGGED_CONTEXT: judge_ragged,
+    Interface.DRAFT_KV_INDICES: judge_lists,
+    **dict.fromkeys(METADATA, judge_metadata),
+}
+
+
 def _judge(run: CaseRun) -> None:
-    TARGETS[run.case.interface].judge(run)
+    JUDGES[run.case.interface](run)
 
 
 CHECK = Check(
@@ -115,7 +128,7 @@ CHECK = Check(
     first_line(__doc__),
     _cases,
     _judge,
-    interfaces=tuple(TARGETS),
+    interfaces=tuple(MODELS),
     more=(_beside, *(partial(_again, chosen) for chosen in CHOSEN), _alone),
     draw_on=_draw_on,
 )

@@ -9,7 +9,7 @@ from lab import references
 from lab.checks import Configuration, Interface, Level, Outcome, Ranges
 from lab.checks.expressions import read_expression
 from lab.checks.parameters.metadata_axes import METADATA
-from lab.checks.parameters.targets import TARGETS
+from lab.checks.parameters.models import MODELS
 from lab.checks.properties.k18_combinations import CHECK
 from lab.checks.run.workers import run_case
 from lab.workloads.inputs.guards import changed_bits
@@ -39,7 +39,7 @@ def test_metadata_of_empty_passes_is_right_at_the_full_level(interface: Interfac
 
 @pytest.mark.parametrize("interface", CHECK.interfaces)
 def test_the_smoke_level_has_every_value_of_every_axis(interface: Interface) -> None:
-    model = TARGETS[interface].model(Ranges())
+    model = MODELS[interface](Ranges())
     cases = list(CHECK.cases(interface, Ranges(), Level.SMOKE))
     for axis, values in model.axes.items():
         assert {case[axis] for case in cases} == set(values), axis
@@ -47,7 +47,7 @@ def test_the_smoke_level_has_every_value_of_every_axis(interface: Interface) -> 
 
 @pytest.mark.parametrize("interface", CHECK.interfaces)
 def test_the_full_level_has_every_pair_that_can_be(interface: Interface) -> None:
-    model = TARGETS[interface].model(Ranges())
+    model = MODELS[interface](Ranges())
     cases = CHECK.cases(interface, Ranges(), Level.FULL)
     covered = {each for case in cases for each in model.tuples_of(dict(case.values))}
     missing = [goal for goal in model.tuples() if goal not in covered]
@@ -57,7 +57,7 @@ def test_the_full_level_has_every_pair_that_can_be(interface: Interface) -> None
 
 @pytest.mark.parametrize("interface", ATTENTION)
 def test_a_narrowed_axis_has_its_values_alone(interface: Interface) -> None:
-    model = TARGETS[interface].model(SMALL)
+    model = MODELS[interface](SMALL)
     sizes = {"groups": "group", "page_sizes": "page_size", "head_dims": "head_dim"}
     if interface is Interface.MLA_DECODE:
         sizes = {"mla_heads": "heads", "mla_page_sizes": "page_size"}

@@ -7,7 +7,7 @@ import pytest
 from lab.checks import Configuration, Interface, Outcome
 from lab.checks.parameters.coverage import Reach, coverage
 from lab.checks.parameters.covering import Constraint, Model
-from lab.checks.parameters.targets import TARGETS
+from lab.checks.parameters.models import MODELS
 from lab.checks.report import CaseVerdict
 from tests.checks.small import SMALL
 from tests.checks.test_report import verdict_of
@@ -68,9 +68,9 @@ def test_a_blind_spot_is_a_pair_of_judged_values_that_was_not_judged() -> None:
     assert coverage(Interface.DECODE, MODEL, [*verdicts, declined]).blind == ((pair, Reach.DECLINED),)
 
 
-@pytest.mark.parametrize("interface", TARGETS)
+@pytest.mark.parametrize("interface", MODELS)
 def test_what_is_impossible_has_the_sentence_of_a_rule(interface: Interface) -> None:
-    model = TARGETS[interface].model(SMALL)
+    model = MODELS[interface](SMALL)
     whys = {rule.why for rule in model.rules} | {"several rules forbid it"}
     for goal, why in model.why_not.items():
         values = dict(goal)
@@ -84,7 +84,7 @@ def test_what_is_impossible_has_the_sentence_of_a_rule(interface: Interface) -> 
 
 
 def test_a_report_has_the_coverage_as_a_line_and_as_data() -> None:
-    model = TARGETS[Interface.MLA_DECODE].model(SMALL)
+    model = MODELS[Interface.MLA_DECODE](SMALL)
     cases = [Configuration(Interface.MLA_DECODE, point) for point in model.alone()]
     found = coverage(Interface.MLA_DECODE, model, [verdict_of(Outcome.RIGHT, case=case) for case in cases])
     record = found.as_record()

@@ -12,14 +12,14 @@ import torch
 from lab import references
 from lab.checks import Configuration, Interface, Outcome, Report, judge
 from lab.checks.parameters.covering import Constraint, Model
+from lab.checks.parameters.models import MODELS
 from lab.checks.parameters.sampling import Sample, samples, shrunk
-from lab.checks.parameters.targets import TARGETS
 from lab.checks.properties.k18_combinations import CHECK as COMBINATIONS
 from tests.checks.parameters.test_retries import NAMES
 from tests.checks.small import SMALL, twice_as_large_if
 from tests.checks.test_report import verdict_of
 
-MODEL = TARGETS[Interface.DECODE].model(SMALL)
+MODEL = MODELS[Interface.DECODE](SMALL)
 
 
 def report_of(implementation: Any, **how: Any) -> Report:
