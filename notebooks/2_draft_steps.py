@@ -43,10 +43,10 @@ from lab.references import generate_draft_decode_kv_indices, trtllm_batch_decode
 from lab.timing.roofline import measure_ceilings
 from lab.workloads.draft import DraftCase, build_verify, draft_decode
 from lab.workloads.traces import own_trace
-from studies.arms import WARM, TimingPlan, measure_all
 from studies.draft_steps import facts_of, implied_saving_us, median_of, point_of, works_of
 from studies.draft_visibility import in_words, look
 from studies.pictures.draft_steps import built_figure, claim_figure, draft_times_figure, lists_figure, steps_figure
+from studies.variants import WARM, TimingPlan, measure_all
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -46,17 +46,17 @@ from studies.pictures.length_copy import (
     Lane,
     LoopExcerpt,
     Span,
-    arms_figure,
     recorded_excerpt,
     step_time_figure,
     timeline_figure,
+    variants_figure,
     verify_mask_figure,
 )
 
 RESULTS = Path(lab.__file__).parents[1] / "results" / "nvidia-h200"
 recorded = json.loads((RESULTS / "length_copy.json").read_text())
 gpu = recorded["environment"]["gpu"]
-settings = list(dict.fromkeys((arm["gpu_us"], arm["host_us"]) for arm in recorded["arms"]))
+settings = list(dict.fromkeys((row["gpu_us"], row["host_us"]) for row in recorded["arms"]))
 print(f"{gpu}, commit {recorded['environment']['commit']}; recorded loops:")
 for gpu_us, host_us in settings:
     print(f"  {gpu_us:,.0f} µs of GPU work and {host_us:,.0f} µs of scheduling in a step")
@@ -90,8 +90,8 @@ for backends in ([NeedsNothing()], [NeedsNothing(), NeedsNothing()], [NeedsNothi
 #
 # A loop of target-verify steps stands for SGLang's. In each step the host schedules (it spins for a stated time), builds the
 # metadata of a batch (the small pieces of GPU work counted above), and replays a CUDA graph of matrix products that stands
-# for the model and takes a stated time. One *arm* then copies the lengths to the host and waits for them; the other goes on.
-# Nothing else differs.
+# for the model and takes a stated time. One *variant* then copies the lengths to the host and waits for them; the other goes
+# on. Nothing else differs.
 #
 # The picture is drawn from a profile of three steps. Choose another loop from the list above:
 
@@ -99,12 +99,12 @@ for backends in ([NeedsNothing()], [NeedsNothing(), NeedsNothing()], [NeedsNothi
 GPU_US, HOST_US = 500, 0  # the reader's choice: one of the recorded loops
 
 
-def arms_of(gpu_us: float, host_us: float) -> list[dict]:
-    return [arm for arm in recorded["arms"] if (arm["gpu_us"], arm["host_us"]) == (gpu_us, host_us)]
+def rows_of(gpu_us: float, host_us: float) -> list[dict]:
+    return [row for row in recorded["arms"] if (row["gpu_us"], row["host_us"]) == (gpu_us, host_us)]
 
 
 timeline_figure(
-    [recorded_excerpt(arm) for arm in arms_of(GPU_US, HOST_US)],
+    [recorded_excerpt(row) for row in rows_of(GPU_US, HOST_US)],
     f"Three steps of a loop with {GPU_US:,} µs of GPU work and {HOST_US:,} µs of scheduling, {gpu}",
 )
 
@@ -118,18 +118,18 @@ timeline_figure(
 # All recorded loops:
 
 # %%
-arms_figure(recorded["arms"], f"A step on the GPU: busy and idle; medians per step, {gpu}")
+variants_figure(recorded["arms"], f"A step on the GPU: busy and idle; medians per step, {gpu}")
 
 # %%
 print(
     f"{'GPU, host work':>16}  {'arm':17} {'syncs':>5} {'blocked':>8} {'idle':>6} {'step':>6} {'without profiler':>17}"
 )
-for arm in recorded["arms"]:
-    facts = arm["medians"]
+for row in recorded["arms"]:
+    facts = row["medians"]
     print(
-        f"{arm['gpu_us']:>7,.0f}, {arm['host_us']:>4,.0f} µs  {arm['arm']:17} {facts['synchronisations']:>5} "
+        f"{row['gpu_us']:>7,.0f}, {row['host_us']:>4,.0f} µs  {row['arm']:17} {facts['synchronisations']:>5} "
         f"{facts['blocked_us']:>8,.0f} {facts['idle_us']:>6,.0f} {facts['step_us']:>6,.0f} "
-        f"{median(arm['unprofiled_step_us']):>17,.0f}"
+        f"{median(row['unprofiled_step_us']):>17,.0f}"
     )
 
 # %% [markdown]
@@ -172,22 +172,22 @@ def step_us_of(excerpt: LoopExcerpt) -> float:
 # %%
 
 
-def host_us_of(arm: dict) -> float:
+def host_us_of(row: dict) -> float:
     """Median over the recorded steps of what the CPU does besides waiting."""
-    busy = [span for span in recorded_excerpt(arm).of(Lane.CPU) if not span.waits]
+    busy = [span for span in recorded_excerpt(row).of(Lane.CPU) if not span.waits]
     steps = {span.step for span in busy}
     return median(sum(span.end_us - span.start_us for span in busy if span.step == step) for step in steps)
 
 
 print(f"{'GPU, host work':>16}  {'arm':17} {'host':>5} {'GPU':>6} {'model':>7} {'recorded':>9} {'off by':>7}")
-for arm in recorded["arms"]:
-    busy_us = arm["medians"]["step_us"] - arm["medians"]["idle_us"]
-    host_us = host_us_of(arm)
-    model_us = step_us_of(modelled(host_us, busy_us, with_copy=arm["arm"] == "with the copy"))
-    off = model_us / arm["medians"]["step_us"] - 1
+for row in recorded["arms"]:
+    busy_us = row["medians"]["step_us"] - row["medians"]["idle_us"]
+    host_us = host_us_of(row)
+    model_us = step_us_of(modelled(host_us, busy_us, with_copy=row["arm"] == "with the copy"))
+    off = model_us / row["medians"]["step_us"] - 1
     print(
-        f"{arm['gpu_us']:>7,.0f}, {arm['host_us']:>4,.0f} µs  {arm['arm']:17} {host_us:>5,.0f} {busy_us:>6,.0f} "
-        f"{model_us:>7,.0f} {arm['medians']['step_us']:>9,.0f} {off:>7.1%}"
+        f"{row['gpu_us']:>7,.0f}, {row['host_us']:>4,.0f} µs  {row['arm']:17} {host_us:>5,.0f} {busy_us:>6,.0f} "
+        f"{model_us:>7,.0f} {row['medians']['step_us']:>9,.0f} {off:>7.1%}"
     )
 
 # %% [markdown]
@@ -314,17 +314,17 @@ for row in recorded["verify_masks"]:
 #
 # ## On your GPU
 #
-# The next cell runs one loop of the experiment with both arms where there is a CUDA GPU, and draws it. Without one it says
+# The next cell runs one loop of the experiment with both variants where there is a CUDA GPU, and draws it. Without one it says
 # so and draws the model's loop with the host's work that an H200's machine had.
 
 # %%
 LIVE = CopyLoopSettings(gpu_us=500, host_us=200, repeats=2)
 if torch.cuda.is_available():
     where = f"on {torch.cuda.get_device_name()}, just now"
-    excerpts = [recorded_excerpt(arm) for arm in measure_ends(LIVE)]
+    excerpts = [recorded_excerpt(row) for row in measure_ends(LIVE)]
 else:
     where = "the model: no CUDA GPU here"
-    work_us = host_us_of(arms_of(500, 200)[1])
+    work_us = host_us_of(rows_of(500, 200)[1])
     excerpts = [modelled(work_us, LIVE.gpu_us, with_copy=with_copy, num_steps=3) for with_copy in (True, False)]
 print(where)
 timeline_figure(excerpts, f"{LIVE.gpu_us:,.0f} µs of GPU work, {LIVE.host_us:,.0f} µs of scheduling: {where}")

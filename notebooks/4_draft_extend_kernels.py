@@ -46,11 +46,11 @@ from lab.references.errors import relative_l2
 from lab.timing.roofline import measure_ceilings
 from lab.workloads import parse_batch, scenario
 from lab.workloads.inputs.forward_pass import build_forward
-from studies.arms import TimingPlan, measure_point
 from studies.draft_extend_kernels import crossovers, facts_of, point_of
 from studies.passes import gpu_works
 from studies.pictures.draft_extend_kernels import crossover_figure, floor_share_figure, point_figure
 from studies.pictures.forward_modes import reading_figure
+from studies.variants import TimingPlan, measure_point
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RECORDED = Path(lab.__file__).parents[1] / "results" / "nvidia-h200" / "draft_extend_kernels.json"
@@ -199,8 +199,8 @@ print(floor)
 
 # %%
 context_us, decode_us = (
-    {(row["requests"], row["kv_len"], row["q_len"]): row["median_us"] for row in rows if row["arm"] == arm}
-    for arm in ("context", "decode")
+    {(row["requests"], row["kv_len"], row["q_len"]): row["median_us"] for row in rows if row["arm"] == variant}
+    for variant in ("context", "decode")
 )
 
 
@@ -265,18 +265,18 @@ LIVE_BATCH = "16q4s4k"
 WITH_FLASHINFER = False
 
 calls = (AttentionCall.DECODE, AttentionCall.CONTEXT)
-arms = {f"portable {call.name.lower()}": (call, "lab.kernels.portable") for call in calls}
+variants = {f"portable {call.name.lower()}": (call, "lab.kernels.portable") for call in calls}
 if WITH_FLASHINFER:
-    arms |= {call.name.lower(): (call, "lab.kernels.trtllm") for call in calls}
+    variants |= {call.name.lower(): (call, "lab.kernels.trtllm") for call in calls}
 if torch.cuda.is_available():
-    point = point_of(parse_batch(LIVE_BATCH), arms)
+    point = point_of(parse_batch(LIVE_BATCH), variants)
     outcome = measure_point(point, gpu_works, TimingPlan(measure_ceilings(DEVICE)), facts_of)
     for row in outcome.rows:
         print(f"{row['arm']:17} {row['kernel']:24} {row['median_us']:>8.1f} µs, floor {row['floor_us']:.1f}")
     for row in outcome.declined:
         print(f"{row['arm']:17} declined: {row['reason']}")
 else:
-    print(f"no CUDA GPU here: {', '.join(arms)} were not timed")
+    print(f"no CUDA GPU here: {', '.join(variants)} were not timed")
 
 # %% [markdown]
 # From a shell, the whole map: `lab experiments draft-extend-kernels --out draft_extend_kernels.json`. The recorded

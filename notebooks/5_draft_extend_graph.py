@@ -44,7 +44,6 @@ from lab.metadata import ForwardMode, KVPool, SpecInfo
 from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.speculation.draft_extend_graph import DraftExtendGraph, DraftExtendOutput
 from lab.timing.roofline import measure_ceilings
-from studies.arms import WARM, TimingPlan
 from studies.draft_extend_graph import measure_forms, new_model
 from studies.pictures.draft_extend_graph import eager_or_graph_figure, forms_figure
 from studies.pictures.forward_modes import reading_figure
@@ -57,6 +56,7 @@ from studies.pictures.static_buffers import (
 )
 from studies.stand_in_model import LLAMA_8B_SIZES, TINY_SIZES, StandInModel, draw_pass
 from studies.stand_in_truth import truth_of_pass
+from studies.variants import WARM, TimingPlan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ATTENTION = portable if torch.cuda.is_available() else lab.references
@@ -199,7 +199,8 @@ eager_or_graph_figure(rows, f"{MODE}: {where}, {on}")
 # %%
 for size in sorted({row["batch_size"] for row in rows}):
     eager, graphed = (
-        next(row for row in rows if (row["batch_size"], row["arm"]) == (size, arm)) for arm in ("eager", "graph")
+        next(row for row in rows if (row["batch_size"], row["arm"]) == (size, variant))
+        for variant in ("eager", "graph")
     )
     print(
         f"{size:3} requests: {eager['launches']} launches and {eager['host_us']:.0f} µs of the host become "

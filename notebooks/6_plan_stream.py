@@ -243,21 +243,21 @@ assert fixed_up == wanted != planned_early
 # %%
 RECORDED = Path(lab.__file__).parents[1] / "results" / "nvidia-h200" / "plan_stream.json"
 run = json.loads(RECORDED.read_text(encoding="utf-8"))
-arms = run["arms"]
+loops = run["arms"]
 on = f"{run['environment']['gpu']}, commit {run['environment']['commit']}"
-one = arms[0]
+one = loops[0]
 print(f"{RECORDED.name}: {on}, torch {run['environment']['packages']['torch']}")
 print(f"{one['batch_size']} requests of {one['seq_len']:,} tokens and {one['num_draft_tokens']} draft tokens")
 print(f"method: {run['method']}")
 print(
-    f"drafts of {sorted({arm['draft_us'] for arm in arms})} µs, targets of {sorted({arm['verify_us'] for arm in arms})} µs"
+    f"drafts of {sorted({row['draft_us'] for row in loops})} µs, targets of {sorted({row['verify_us'] for row in loops})} µs"
 )
 
 
-def arms_of(drafts: str, builder: str, draft_us: float) -> dict[str, dict]:
-    """The recorded arms of one kind of iteration, by where the plan starts."""
+def rows_of(drafts: str, builder: str, draft_us: float) -> dict[str, dict]:
+    """The recorded rows of one kind of iteration, by where the plan starts."""
     kind = (drafts, builder, draft_us)
-    return {arm["start"]: arm for arm in arms if (arm["drafts"], arm["builder"], arm["draft_us"]) == kind}
+    return {row["start"]: row for row in loops if (row["drafts"], row["builder"], row["draft_us"]) == kind}
 
 
 PLANNED_WITH = {"torch operations": "torch operations", "fused": "one launch behind three copies"}
@@ -265,8 +265,8 @@ PLANNED_WITH = {"torch operations": "torch operations", "fused": "one launch beh
 
 def lanes(drafts: str, builder: str, draft_us: float, window_us=None):
     timelines = {
-        f"plan {start}: {arm['medians']['plan_launches']:.0f} launches": arm["timeline"]
-        for start, arm in arms_of(drafts, builder, draft_us).items()
+        f"plan {start}: {row['medians']['plan_launches']:.0f} launches": row["timeline"]
+        for start, row in rows_of(drafts, builder, draft_us).items()
     }
     return two_lane_figure(timelines, f"{drafts}, {PLANNED_WITH[builder]}, draft of {draft_us:g} µs, {on}", window_us)
 
@@ -299,15 +299,15 @@ lanes(DRAFTS, PLANNED_BY, DRAFT_US, WINDOW_US)
 # them.
 
 # %%
-saved = savings_of_overlap(arms)
+saved = savings_of_overlap(loops)
 saved_figure(saved, f"What planning beside the draft saves: {on}")
 
 # %%
-kinds = list(dict.fromkeys((arm["drafts"], arm["builder"], arm["draft_us"]) for arm in arms))
+kinds = list(dict.fromkeys((row["drafts"], row["builder"], row["draft_us"]) for row in loops))
 print(f"{'':44}the plan beside the draft, µs   draft to verify, µs   rounds without a profiler")
 print(f"{'':44}{'whole':>8}{'busy':>8}{'hidden':>9}{'in line':>14}{'beside':>10}   in which it saved")
 for each, kind in zip(saved, kinds, strict=True):
-    in_line, beside = (arms_of(*kind)[start]["medians"] for start in ("in line", "after the inputs"))
+    in_line, beside = (rows_of(*kind)[start]["medians"] for start in ("in line", "after the inputs"))
     rounds = each.untraced_rounds_us
     print(
         f"{each.name:44}{beside['plan_us']:8.1f}{beside['plan_busy_us']:8.1f}{beside['hidden_us']:9.1f}"
@@ -345,15 +345,15 @@ for row in run["fix_ups"]:
 # %% [markdown]
 # ## On your GPU
 #
-# Where a GPU is present, this cell profiles one run of every arm, checks what verify was handed, and prints what was between
-# draft and verify.
+# Where a GPU is present, this cell profiles one run of every variant, checks what verify was handed, and prints what
+# was between draft and verify.
 
 # %%
 if torch.cuda.is_available():
-    for arm in measure_plannings(PlanLoopSettings(draft_us=400.0, verify_us=1000.0, repeats=1)):
+    for row in measure_plannings(PlanLoopSettings(draft_us=400.0, verify_us=1000.0, repeats=1)):
         print(
-            f"{arm['drafts']}, {arm['builder']}, {arm['start']}: {arm['medians']['between_us']:.1f} µs between, iteration "
-            f"{arm['medians']['iteration_us']:.1f}, untraced {statistics.median(arm['unprofiled_iteration_us']):.1f}"
+            f"{row['drafts']}, {row['builder']}, {row['start']}: {row['medians']['between_us']:.1f} µs between, iteration "
+            f"{row['medians']['iteration_us']:.1f}, untraced {statistics.median(row['unprofiled_iteration_us']):.1f}"
         )
 else:
     print("No GPU here: nothing is profiled. All of it: lab experiments plan-stream")

@@ -1,34 +1,47 @@
-"""Questions put to the hardware: each is a module with a table of points and arms that take turns, run by `lab experiments`.
+"""Questions put to the hardware: each is a module with a `studies.study.Study`, run by `lab experiments`."""
 
-A module's function `run` measures its points, prints tables and returns the command's exit status: WRONG if the results of an
-arm were. `plan` says how GPU times are taken, and `trace` names what traced lengths come from. The JSON file `out` is written
-anew after every point; None keeps no file. The output of each pass is judged by the requests' histories before and after it is
-timed, and a wrong arm has no time. Arms take turns in one process, each on its own copies of the same pool, query and output.
-"""
-
+import ast
 from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-# By name, which is the recording's as well: the module, whose `run` the command `lab experiments` calls.
-EXPERIMENTS: Mapping[str, str] = {
-    name: f"studies.{name}"
-    for name in (
-        "clocks",
-        "decode_split",
-        "draft_extend_graph",
-        "draft_extend_kernels",
-        "draft_steps",
-        "draft_visibility",
-        "kv_read_once",
-        "length_copy",
-        "mla_decode",
-        "plan_stream",
-    )
+if TYPE_CHECKING:
+    from studies.study import Study
+
+# By the name of the module, which its recording has too: the class.
+STUDIES: Mapping[str, str] = {
+    "clocks": "Clocks",
+    "decode_split": "DecodeSplit",
+    "draft_extend_graph": "DraftExtendGraph",
+    "draft_extend_kernels": "DraftExtendKernels",
+    "draft_steps": "DraftSteps",
+    "draft_visibility": "DraftVisibility",
+    "kv_read_once": "KVReadOnce",
+    "length_copy": "LengthCopy",
+    "mla_decode": "MLADecode",
+    "plan_stream": "PlanStreamStudy",
 }
 
 
-def command_of(experiment: str) -> str:
-    """Return the command that puts an experiment to this machine's GPU."""
-    return f"lab experiments {experiment.replace('_', '-')}"
+def study_named(name: str) -> "type[Study]":
+    """Import a study."""
+    found: type[Study] = getattr(import_module(f"studies.{name}"), STUDIES[name])
+    return found
 
 
-__all__ = ["EXPERIMENTS", "command_of"]
+def question_of(name: str) -> str:
+    """Return the question that a study's module begins with: the first paragraph of its docstring.
+
+    The module is read and not imported, because some modules import packages that a reader of the question does not need.
+    """
+    source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+    return (ast.get_docstring(ast.parse(source)) or "").split("\n\n", 1)[0].replace("\n", " ")
+
+
+def command_of(name: str) -> str:
+    """Return the command that puts a study to this machine's GPU."""
+    return f"lab experiments {name.replace('_', '-')}"
+
+
+__all__ = ["STUDIES", "command_of", "question_of", "study_named"]

@@ -10,9 +10,8 @@ launch, 0.1 to 0.7 µs on an H200, is more than 3 % of them. What cannot be time
 Events show what they add to an eager call. Flush and rotation differ: the flush also evicts a kernel's instructions.
 """
 
-from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,9 +24,12 @@ from lab.timing.method import L2, METHODS, Clock, Method
 from lab.timing.roofline import negation
 from lab.timing.staging import TooSmallError
 from lab.timing.work import GpuWork
+from lab.workloads.forward_case import ForwardCase
 from lab.workloads.inputs.forward_pass import build_forward
 from lab.workloads.scenarios import scenario
-from studies.recording import Recording
+from studies.passes import FLASHINFER_MODULE, PORTABLE_MODULE
+from studies.settings import Modules, Scenarios
+from studies.study import Part, Result, Study
 
 MOST_APART_PERCENT = 3.0
 SHORT_US_PER_LAUNCH = 20.0
@@ -42,33 +44,49 @@ SCENARIOS = (
 )
 
 
-def run(implementations: Sequence[str], scenarios: Sequence[str] = SCENARIOS, out: Path | None = None) -> int:
-    """Measure the forward passes of the scenarios on modules with FlashInfer's names; see `studies`."""
-    facts = {"methods": {key_of(method): str(method) for method in METHODS}}
-    recording = Recording("clocks", out, facts, ("rows_us", "not_timed"))
-    recording.measure(NEGATION_BYTES, _negation_row, "negations")
-    recording.measure(scenarios, partial(_pass_rows, implementations), "passes")
-    if any(are_apart(row) for row in recording.result["rows_us"]):
-        return ExitStatus.WRONG
-    return ExitStatus.NOT_JUDGED if recording.result["not_timed"] else ExitStatus.DONE
+@dataclass(frozen=True, kw_only=True)
+class Clocks(Study):
+    """The forward passes of scenarios on modules with FlashInfer's names, and torch's negation, by every clock."""
+
+    lists = ("rows_us", "not_timed")
+
+    implementations: Modules = (FLASHINFER_MODULE, PORTABLE_MODULE)
+    scenario: Scenarios = SCENARIOS
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return self.implementations
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        cases = [(name, scenario(name)) for name in self.scenario]
+        return Part(NEGATION_BYTES, _negation_row, "negations"), Part(cases, self._pass_rows, "passes")
+
+    def facts(self) -> Mapping[str, Any]:
+        return {"methods": {key_of(method): str(method) for method in METHODS}}
+
+    def exit_status(self, result: Result) -> ExitStatus:
+        if any(are_apart(row) for row in result["rows_us"]):
+            return ExitStatus.WRONG
+        return ExitStatus.NOT_JUDGED if result["not_timed"] else ExitStatus.DONE
+
+    def _pass_rows(self, named: tuple[str, ForwardCase]) -> dict[str, list[Any]]:
+        """Measure a scenario's pass on each module, and say which cannot be timed."""
+        name, case = named
+        passes = TimedPasses.over(build_forward(case, torch.device("cuda")))
+        found: dict[str, list[Any]] = {"rows_us": [], "not_timed": []}
+        for module in self.implementations:
+            try:
+                row = row_of(f"{name}, {module}", passes.work(load(module)))
+                found["rows_us"].append(row)
+            except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
+                found["not_timed"].append(f"{name}, {module}: {type(error).__name__}: {error}")
+                print(found["not_timed"][-1], flush=True)
+        return found
 
 
 def _negation_row(size_bytes: int) -> dict[str, list[Any]]:
     return {"rows_us": [row_of(f"negation, {size_bytes:,} bytes", negation(size_bytes, torch.device("cuda")))]}
-
-
-def _pass_rows(modules: Sequence[str], name: str) -> dict[str, list[Any]]:
-    """Measure a scenario's pass on each module, and say which cannot be timed."""
-    passes = TimedPasses.over(build_forward(scenario(name), torch.device("cuda")))
-    found: dict[str, list[Any]] = {"rows_us": [], "not_timed": []}
-    for module in modules:
-        try:
-            row = row_of(f"{name}, {module}", passes.work(load(module)))
-            found["rows_us"].append(row)
-        except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
-            found["not_timed"].append(f"{name}, {module}: {type(error).__name__}: {error}")
-            print(found["not_timed"][-1], flush=True)
-    return found
 
 
 def row_of(name: str, work: GpuWork) -> dict[str, Any]:

@@ -1,329 +1,93 @@
-"""`lab experiments`: a command for each experiment of `studies`, which puts one question to this machine's GPU."""
+"""`lab experiments`: a command for each study, whose options are the study's settings; and the five changes of SGLang."""
 
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields
+from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
+from typer.core import TyperGroup
 
+from lab.axes import positive
 from lab.commands.options import (
-    L2,
-    Clock,
     Out,
-    Trace,
     list_option,
     load_or_refuse,
     need_gpu,
     prepare_machine,
     refuse,
     refusing_errors,
-    requests_of,
-    trace_name,
 )
 from lab.exit_status import ExitStatus
-from lab.ranges import POSITIVE
-
-if TYPE_CHECKING:
-    from studies.arms import TimingPlan
-
-experiments = typer.Typer(help="Put questions to this machine's GPU, and record the answers.", no_args_is_help=True)
-
-Samples = Annotated[int, typer.Option(min=1, help="samples of each GPU time")]
-Implementations = Annotated[
-    list[str] | None,
-    typer.Argument(help="modules to time; if left out, lab.kernels.trtllm and lab.kernels.portable"),
-]
-Scenarios = Annotated[list[str] | None, list_option(str, "scenarios to time instead of the default ones", "NAME,...")]
+from studies import STUDIES, question_of, study_named
 
 
-def _only_option(chosen: str) -> Any:
-    """Return an option of names of points; `chosen` completes its help, "measure only ..."."""
-    return list_option(str, f"measure only {chosen}", "NAME,...")
+class StudyGroup(TyperGroup):
+    """The commands of the studies; a study is imported when its command is needed."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*(name.replace("_", "-") for name in STUDIES), *super().list_commands(ctx)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        name = cmd_name.replace("-", "_")
+        if name not in STUDIES:
+            return super().get_command(ctx, cmd_name)
+        made = typer.Typer(add_completion=False)
+        made.command(name=cmd_name, help=question_of(name))(_command_of(name))
+        return typer.main.get_command(made)
 
 
-def _sizes_option(help_text: str, default: str) -> Any:
-    return list_option(POSITIVE.read, help_text, "N,N,...", default=default)
+experiments = typer.Typer(
+    cls=StudyGroup, help="Put questions to this machine's GPU, and record the answers.", no_args_is_help=True
+)
 
 
-def _times_us_option(help_text: str, default: str) -> Any:
-    return list_option(float, f"{help_text}, µs", "US,US,...", default=default)
+def _command_of(name: str) -> Callable[..., None]:
+    """Return the function of a study's command: its parameters are the study's settings, and the file to write."""
+    study = study_named(name)
 
-
-def _timing_plan(clock: str, l2: str, samples: int) -> "TimingPlan":
-    """Return the method and the samples of each GPU time, or end the command if there is no GPU."""
-    from studies.arms import timing_plan
-
-    need_gpu()
-    return timing_plan(clock, l2, samples)
-
-
-@experiments.command()
-def clocks(
-    implementations: Implementations = None,
-    scenario: Scenarios = None,
-    out: Out = None,
-) -> None:
-    """Time the same work by every clock of the lab: do they agree on this GPU?"""
-    from lab.workloads.scenarios import scenario as scenario_named
-    from studies import clocks as experiment
-
-    scenarios = scenario or list(experiment.SCENARIOS)
-    with refusing_errors():
-        for name in scenarios:
-            scenario_named(name)
-    need_gpu()
-    modules = implementations or ["lab.kernels.trtllm", "lab.kernels.portable"]
-    for module in modules:
-        load_or_refuse(module)
-    raise typer.Exit(experiment.run(modules, scenarios, out))
-
-
-@experiments.command()
-def decode_split(
-    implementations: Implementations = None,
-    *,
-    splits: Annotated[list[int], _sizes_option("numbers of decode calls besides 1", "2,4,8")],
-    only: Scenarios = None,
-    trace: Trace = None,
-    clock: Clock = "graph",
-    l2: L2 = "cold",
-    samples: Samples = 15,
-    out: Out = None,
-) -> None:
-    """Measure what a decode divided into several calls by length saves, and what it costs (an option of SGLang)."""
-    from studies import decode_split as experiment
-
-    with refusing_errors():
-        requests = requests_of(trace)
-        numbers = [number for number in dict.fromkeys(splits) if number > 1]
-        points = [
-            experiment.point_of(name, module, numbers, requests)
-            for name in only or experiment.SCENARIOS
-            for module in implementations or experiment.MODULES
-        ]
-    plan = _timing_plan(clock, l2, samples)
-    for module in implementations or experiment.MODULES:
-        load_or_refuse(module)
-    raise typer.Exit(experiment.run(points, plan, trace_name(trace), out))
-
-
-@experiments.command()
-def draft_extend_graph(
-    *,
-    batch_sizes: Annotated[list[int], _sizes_option("requests of a batch", "1,8,32,64")],
-    num_draft_tokens: Annotated[
-        list[int], _sizes_option("query rows of each request in the comparison of outputs", "2,4,8")
-    ],
-    kv_len: Annotated[int, typer.Option(min=1, help="tokens of each request, the new ones included")] = 4096,
-    implementation: Annotated[
-        str | None,
-        typer.Option(help="a module with FlashInfer's names; if left out, the lab's kernels that fit the GPU"),
-    ] = None,
-    clock: Clock = "graph",
-    l2: L2 = "warm",
-    samples: Samples = 30,
-    out: Out = None,
-) -> None:
-    """Measure the time that a CUDA graph saves around a draft model's pass, and that trimmed outputs save (SGLang's 25002)."""
-    from lab.kernels import default_implementation
-    from studies import draft_extend_graph as experiment
-
-    with refusing_errors():
-        experiment.check_kv_len(kv_len, num_draft_tokens)
-    plan = _timing_plan(clock, l2, samples)
-    module = load_or_refuse(implementation or default_implementation().__name__)
-    raise typer.Exit(experiment.run(batch_sizes, num_draft_tokens, kv_len, module, plan, out))
-
-
-@experiments.command()
-def draft_extend_kernels(
-    *,
-    q_lens: Annotated[list[int], _sizes_option("query rows of each request", "1,2,4,8,16,32")],
-    requests: Annotated[list[int], _sizes_option("requests of a point", "1,4,16,64")],
-    keys: Annotated[
-        list[int], _sizes_option("keys of each request, the new tokens included", "1024,4096,16384,65536,131072")
-    ],
-    only: Annotated[list[str] | None, _only_option("these points, such as 4q2s1k")] = None,
-    most_keys: Annotated[int, typer.Option(min=1, help="skip points with more keys in all requests together")] = 2**21,
-    clock: Clock = "graph",
-    l2: L2 = "cold",
-    samples: Samples = 15,
-    out: Out = None,
-) -> None:
-    """Find the faster call for draft extend: the decode call or the context call (SGLang's 24566)."""
-    from lab.workloads.batches import sweep
-    from studies import draft_extend_kernels as experiment
-    from studies.arms import chosen
-
-    with refusing_errors():
-        batches = chosen(sweep(requests, keys, q_lens), only or (), str)
-    raise typer.Exit(experiment.run(batches, most_keys, _timing_plan(clock, l2, samples), out))
-
-
-@experiments.command()
-def draft_steps(
-    trace: Trace = None,
-    only: Annotated[list[str] | None, _only_option("these points, such as 64x8k/steps3; any sizes will do")] = None,
-    clock: Clock = "graph",
-    l2: L2 = "warm",
-    samples: Samples = 30,
-    out: Out = None,
-) -> None:
-    """Measure the cost of a draft's unread ragged lists (SGLang's 26241), and the time that one launch for all steps saves."""
-    from studies import draft_steps as experiment
-
-    with refusing_errors():
-        requests = requests_of(trace)
-        points = [experiment.point_of(name, requests) for name in only or experiment.EVERY_POINT]
-        # The table that compares them with the figures of change 26241 needs all points.
-        host_points = [] if only else [experiment.point_of(name, requests) for name in experiment.HOST_POINTS]
-    raise typer.Exit(experiment.run(points, host_points, _timing_plan(clock, l2, samples), trace_name(trace), out))
-
-
-@experiments.command()
-def draft_visibility(
-    prefix_len: Annotated[
-        int,
-        typer.Option(min=0, help="tokens before the draft; pages have 32, so that 31 leave one free in the last page"),
-    ] = 31,
-    steps: Annotated[int, typer.Option(min=1, help="steps of the draft, speculative_num_steps")] = 4,
-    out: Out = None,
-) -> None:
-    """Show the keys that the query of each draft step can see, with the lengths that each multi-step backend passes."""
-    prepare_machine()
-    from studies import draft_visibility as experiment
-
-    with refusing_errors():
+    def command(out: Path | None = None, **values: Any) -> None:
+        given = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+        with refusing_errors():
+            chosen = study.of(**{key: value for key, value in given.items() if value is not None})
+            chosen.parts  # noqa: B018 a setting may name a point that there is not
+        if study.needs_gpu:
+            need_gpu()
+        else:
+            prepare_machine()
+        for module in chosen.modules:
+            load_or_refuse(module)
         try:
-            raise typer.Exit(experiment.run(prefix_len, steps, out))
+            raise typer.Exit(chosen.run(out))
         except NotImplementedError as error:
             refuse(f"not run: {error}", ExitStatus.NOT_JUDGED)
 
-
-@experiments.command()
-def kv_read_once(
-    only: Annotated[
-        list[str] | None, _only_option("groups (such as e4m3, heads, host) or points of these names")
-    ] = None,
-    portable_only: Annotated[bool, typer.Option("--portable-only", help="leave FlashInfer's kernels out")] = False,
-    trace: Trace = None,
-    clock: Clock = "graph",
-    l2: L2 = "cold",
-    samples: Samples = 15,
-    out: Out = None,
-) -> None:
-    """Time kernels that read K/V once for all query rows, and compare the times with targets and with the floor."""
-    from studies import kv_read_once as experiment
-
-    with refusing_errors():
-        points = experiment.points_of(only or (), requests_of(trace), portable_only)
-    raise typer.Exit(experiment.run(points, _timing_plan(clock, l2, samples), trace_name(trace), out))
+    file = Parameter("out", Parameter.KEYWORD_ONLY, default=None, annotation=Out)
+    command.__signature__ = inspect.Signature([*_parameters(study.settings or study), file])  # type: ignore[attr-defined]
+    command.__annotations__ = {}  # those of the signature hold
+    return command
 
 
-# Options that both loops have: the fields of `studies.loops.LoopSettings`.
-BatchSize = Annotated[int, typer.Option(min=1, help="requests of the batch")]
-NumDraftTokens = Annotated[int, typer.Option(min=1, help="query rows of each request")]
-SeqLen = Annotated[int, typer.Option(min=1, help="tokens of each request at the start")]
-PageSize = Annotated[int, typer.Option(min=1, help="tokens per page")]
-WarmUpSteps = Annotated[int, typer.Option(help="steps before the counted ones in each run")]
-Steps = Annotated[int, typer.Option(help="counted steps of each run")]
-Repeats = Annotated[int, typer.Option(help="runs of each arm")]
+def _parameters(settings: type) -> Iterator[Parameter]:
+    """Yield a parameter for each field. A field of several values is a tuple; its option has None where it is left out."""
+    hints = get_type_hints(settings, include_extras=True)
+    for field in fields(settings):
+        kind, option = get_args(hints[field.name])
+        default = Parameter.empty if field.default is MISSING else field.default
+        if get_origin(kind) is tuple or default is Parameter.empty:
+            kind = list[Any]
+        if isinstance(default, tuple):
+            option = copy.copy(option)
+            option.show_default = ",".join(map(_text, default)) or False
+            kind, default = list[Any] | None, None
+        yield Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 
 
-def _loop_settings(context: typer.Context) -> dict[str, Any]:
-    """Return the command's options that are fields of its loop's settings: all but --out."""
-    return {name: value for name, value in context.params.items() if name != "out"}
-
-
-@experiments.command()
-def length_copy(
-    context: typer.Context,
-    *,
-    gpu_us: Annotated[list[float], _times_us_option("GPU time of a step", "500,2000")],
-    host_us: Annotated[list[float], _times_us_option("time of the scheduler on the host in a step", "200")],
-    batch_size: BatchSize = 64,
-    num_draft_tokens: NumDraftTokens = 4,
-    seq_len: SeqLen = 4096,
-    page_size: PageSize = 64,
-    warm_up_steps: WarmUpSteps = 5,
-    steps: Steps = 15,
-    repeats: Repeats = 5,
-    out: Out = None,
-) -> None:
-    """Measure the time that copying lengths to the host costs a decode loop (SGLang's 26824)."""
-    from studies import length_copy as experiment
-    from studies.loops import loops_of
-
-    with refusing_errors():
-        loops = loops_of(experiment.CopyLoopSettings, **_loop_settings(context))
-    need_gpu()
-    raise typer.Exit(experiment.run(loops, out))
-
-
-@experiments.command()
-def plan_stream(
-    context: typer.Context,
-    *,
-    draft_us: Annotated[list[float], _times_us_option("GPU time of the draft steps", "100,400")],
-    verify_us: Annotated[list[float], _times_us_option("GPU time of the target model", "1000")],
-    max_context_len: Annotated[
-        int, typer.Option(min=1, help="most tokens of a request, which the page tables have room for")
-    ] = 131072,
-    batch_size: BatchSize = 64,
-    num_draft_tokens: NumDraftTokens = 4,
-    seq_len: SeqLen = 4096,
-    page_size: PageSize = 64,
-    warm_up_steps: WarmUpSteps = 3,
-    steps: Steps = 12,
-    repeats: Repeats = 5,
-    out: Out = None,
-) -> None:
-    """Measure when planning on a second stream beside the draft shortens an iteration (SGLang's 25925)."""
-    from studies import plan_stream as experiment
-    from studies.loops import loops_of
-
-    with refusing_errors():
-        loops = loops_of(experiment.PlanLoopSettings, **_loop_settings(context))
-    need_gpu()
-    raise typer.Exit(experiment.run(loops, out))
-
-
-def _requests_and_keys(text: str) -> tuple[int, int]:
-    """Return (requests, keys) of a text such as "64x8192"; raise ValueError for another form."""
-    requests, times, keys = text.partition("x")
-    if not times:
-        raise ValueError(f"{text} is not of the form REQUESTSxKEYS, such as 64x8192")
-    return POSITIVE.read(requests), POSITIVE.read(keys)
-
-
-@experiments.command()
-def mla_decode(
-    *,
-    shapes: Annotated[
-        list[Any],
-        list_option(
-            _requests_and_keys,
-            "requests, and keys of each with the new tokens included",
-            "REQUESTSxKEYS,...",
-            default="64x8192,8x81920",
-        ),
-    ],
-    heads: Annotated[list[int], _sizes_option("query heads", "16,128")],
-    q_lens: Annotated[list[int], _sizes_option("query rows of each request; more than 1 is a verify pass", "1")],
-    kv_dtype: Annotated[Literal["bf16", "e4m3"], typer.Option(help="dtype of the K/V cache")] = "bf16",
-    only: Annotated[list[str] | None, _only_option("these points, such as '64q1s8k/16 heads'")] = None,
-    clock: Clock = "graph",
-    l2: L2 = "cold",
-    samples: Samples = 15,
-    out: Out = None,
-) -> None:
-    """Time the portable MLA decode and FlashInfer's BatchMLAPagedAttentionWrapper; compare them, and both with the floor."""
-    from studies import mla_decode as experiment
-    from studies.arms import chosen
-
-    with refusing_errors():
-        cases = experiment.cases_of(shapes, heads, q_lens, experiment.KV_DTYPES[kv_dtype])
-        points = chosen(map(experiment.point_of, cases), only or (), lambda point: point.name)
-    raise typer.Exit(experiment.run(points, _timing_plan(clock, l2, samples), out))
+def _text(value: Any) -> str:
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 @experiments.command()
@@ -341,7 +105,7 @@ def changes(
         ),
     ] = None,
     only: Annotated[
-        list[int] | None, list_option(POSITIVE.read, "numbers of SGLang's changes; all if left out", "NUMBER,...")
+        list[int] | None, list_option(positive, "numbers of SGLang's changes; all if left out", "NUMBER,...")
     ] = None,
 ) -> None:
     """Measure five changes of SGLang one after the other, or show their recordings."""

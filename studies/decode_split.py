@@ -9,26 +9,27 @@ SGLang 0.5.23 divides decode calls into ``SGLANG_TRTLLM_MHA_DECODE_SEQ_LEN_SPLIT
 The batches are 64 running requests of a trace, one request of 81,920 keys beside 63 of 512, and 64 of 4,096 each, where a
 division can save nothing and shows its price; as a decode, and as a verification of 4 tokens.
 
-At every point one kernel's arms take turns, one for each number of calls; cold by rotation. The sort, the copies of queries,
-lengths, tables and outputs, and all calls are in the time, as they are in an engine's graph. What a kernel plans on the host is
-planned before, and not in the time. The file has the fastest number of calls of each point.
+At every point the variants of one kernel are interleaved, one for each number of calls; cold by rotation. The time includes the
+sort, the copies of queries, lengths, tables and outputs, and all calls, as in an engine's graph. It does not include what a
+kernel plans on the host. The file has the fastest number of calls of each point.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from lab.commands.options import Trace, requests_of, trace_name
+from lab.reports.tables import Table, number
 from lab.timing.work import GpuWork
 from lab.workloads.scenarios import scenario
 from lab.workloads.traces import TracedRequest
-from studies.arms import JUDGED, OUTCOMES, Arm, Point, TimingPlan, measure_point
-from studies.passes import FLASHINFER_MODULE, PORTABLE_MODULE, gpu_works, pass_facts
-from studies.recording import Columns, rows_by_point
+from studies.passes import FLASHINFER_MODULE, PORTABLE_MODULE, pass_facts
+from studies.recording import Formats, rows_by_point, table_of
+from studies.settings import Modules, Scenarios, sizes
+from studies.study import Part, Result, TimedStudy
+from studies.variants import JUDGED, Point, Variant
 
-MODULES = (FLASHINFER_MODULE, PORTABLE_MODULE)
-SPLITS = (2, 4, 8)  # of 64 requests
 SCENARIOS = tuple(
     f"{mode}/qwen3-32b/{batch}/tp2"
     for batch in ("trace64{q}", "q{n}s80k_63q{n}s512", "64q{n}s4k")
@@ -49,30 +50,30 @@ def point_of(name: str, module: str, splits: Sequence[int], trace: Sequence[Trac
         ValueError: the scenario is unknown, or makes no decode call that can be divided.
     """
     case = scenario(name, trace)
-    make = partial(Arm, module=module, planned=True, needs_flashinfer=module != PORTABLE_MODULE)
-    arms = tuple(make(arm_name(number), replace(case, decode_splits=number)) for number in (1, *splits))
+    make = partial(Variant, module=module, planned=True, needs_flashinfer=module != PORTABLE_MODULE)
+    variants = tuple(make(variant_name(number), replace(case, decode_splits=number)) for number in (1, *splits))
     facts = {"scenario": name, "q_len": max(case.q_lens), "longest_kv_len": max(case.kv_lens)}
-    return Point(f"{name} on {module}", arms, facts, baseline=arm_name(1))
+    return Point(f"{name} on {module}", variants, facts, baseline=variant_name(1))
 
 
-def arm_name(number: int) -> str:
-    """Return the name of an arm of so many calls."""
+def variant_name(number: int) -> str:
+    """Return the name of a variant of so many calls."""
     return "1 call" if number == 1 else f"{number} calls"
 
 
-def facts_of(arm: Arm, work: GpuWork) -> dict[str, Any]:
+def facts_of(variant: Variant, work: GpuWork) -> dict[str, Any]:
     """Return what a row says of its pass."""
-    return {"calls": arm.case.decode_splits, **pass_facts(arm, work)}
+    return {"calls": variant.case.decode_splits, **pass_facts(variant, work)}
 
 
 def savings(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return for each point the fastest number of calls, and the µs that it saves of the whole call; 0 where that is it."""
     found = []
-    for (point,), arms in rows_by_point(rows, ("point",), "arm").items():
-        if arm_name(1) not in arms:
+    for (point,), variants in rows_by_point(rows, ("point",), "arm").items():
+        if variant_name(1) not in variants:
             continue
-        whole_us = arms[arm_name(1)]["median_us"]
-        best = min(arms.values(), key=lambda row: float(row["median_us"]))
+        whole_us = variants[variant_name(1)]["median_us"]
+        best = min(variants.values(), key=lambda row: float(row["median_us"]))
         saved_us = whole_us - best["median_us"]
         found.append(
             {
@@ -86,23 +87,42 @@ def savings(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-COLUMNS: Columns = {
+COLUMNS: Formats = {
     "point": "{point}",
-    "arm": "{arm}",
+    "variant": "{arm}",
     "kernel": "{kernel}",
     "µs": "{median_us:,.1f}",
     "spread, µs": "{iqr_us:,.1f}",
     "floor, %": "{floor_percent:.1f}",
-    "speed of 1 call, x": lambda row: "" if row["speed_of_baseline"] is None else f"{row['speed_of_baseline']:.3f}",
+    "speed of 1 call, x": lambda row: number(row["speed_of_baseline"], 3),
 }
 
 
-def run(points: Sequence[Point], plan: TimingPlan, trace: str, out: Path | None = None) -> int:
-    """Measure points of `point_of`; see `studies`."""
-    recording = plan.recording(
-        "decode_split", out, OUTCOMES, judged=JUDGED, trace=trace, savings=lambda result: savings(result["rows"])
-    )
-    recording.measure(points, lambda point: measure_point(point, gpu_works, plan, facts_of).by_list())
-    recording.print_table(f"Decode divided by length: {plan.method}", COLUMNS, "rows", words=("point", "arm", "kernel"))
-    recording.print_reasons()
-    return recording.exit_status
+@dataclass(frozen=True, kw_only=True)
+class DecodeSplit(TimedStudy):
+    """Scenarios on modules with FlashInfer's names, each whole and divided."""
+
+    implementations: Modules = (FLASHINFER_MODULE, PORTABLE_MODULE)
+    splits: Annotated[tuple[int, ...], sizes("numbers of decode calls besides 1")] = (2, 4, 8)  # of 64 requests
+    only: Scenarios = SCENARIOS
+    trace: Trace = None
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return self.implementations
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        requests = requests_of(self.trace)
+        numbers = [number for number in dict.fromkeys(self.splits) if number > 1]
+        points = [point_of(name, module, numbers, requests) for name in self.only for module in self.implementations]
+        return [self.passes(points, facts_of)]
+
+    def facts(self) -> Mapping[str, Any]:
+        return {**super().facts(), "judged": JUDGED, "trace": trace_name(self.trace)}
+
+    def derived(self, result: Result) -> Mapping[str, Any]:
+        return {"savings": savings(result["rows"])}
+
+    def answer(self, result: Result) -> Iterable[Table]:
+        yield table_of(f"Decode divided by length: {result['method']}", COLUMNS, result["rows"])

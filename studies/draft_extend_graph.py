@@ -13,34 +13,39 @@ its kernels. Copying a batch into the graph's inputs is timed on its own, and is
 
 Outputs. The draft extend V2 with logits of all rows, with a top-k besides, and of the selected row alone.
 
-Everything of a point takes turns in one process. L2 is warm: the LM head, a gigabyte, is far larger. The floor counts the
+All variants of a point are interleaved in one process. L2 is warm: the LM head, a gigabyte, is far larger. The floor counts the
 weights, the visible keys and values and the new ones, the inputs, and the outputs: each byte once, intermediates not at all.
 """
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from importlib import import_module
 from itertools import product
-from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from rich.table import Table
+import typer
 
+from lab.commands.options import L2
+from lab.kernels import default_implementation
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.speculation.draft_extend_graph import DraftExtendOutput
+from lab.reports.tables import Table
 from lab.timing.gpu_time import rounded_us
 from lab.timing.host_time import CALLS_PER_BATCH, drain, host_time
 from lab.timing.host_time import METHOD as HOST_METHOD
 from lab.timing.work import GpuWork
 from lab.workloads.requests import new_pool
-from studies.arms import Arm, Point, TimingPlan, measure_all
 from studies.model_pass import ModelWorks
-from studies.recording import Columns, Row, rows_by_point, table_of
+from studies.recording import Formats, Row, rows_by_point, table_of
+from studies.settings import Samples, count, sizes
 from studies.stand_in_model import GRAPH_MODES, LLAMA_8B_SIZES, StandInModel, StandInPass, StandInSizes, draw_pass
+from studies.study import Part, Result, TimedStudy
+from studies.variants import Point, TimingPlan, Variant, measure_all
 
 COMPLETION_METHOD = "perf_counter from the call to an idle GPU, each call on an idle GPU, all calls in turn"
 COMPLETION_SAMPLES = 100
@@ -99,13 +104,13 @@ def measure_mode(
         Rows with the GPU times of all three; those of the first two have host and completion times as well.
 
     Raises:
-        PointFailedError: an arm could not be measured, or is wrong.
+        PointFailedError: a variant could not be measured, or is wrong.
     """
     drawn = draw(model, mode, batch_size, MODES_WIDTH, kv_len)
     made = ModelWorks.of(model, backend, drawn, MODES_WIDTH)
     works = {"eager": made.eager(ALL_ROWS), "graph": made.graph(ALL_ROWS), "load": made.load()}
     point = _point(mode, batch_size, MODES_WIDTH, kv_len, works)
-    rows = measure_all(point, lambda arms: works, plan, _work_facts)
+    rows = measure_all(point, lambda variants: works, plan, _work_facts)
     host = _host_times(made, works["eager"], next(row["launches"] for row in rows if row["arm"] == "eager"))
     free(model, drawn)
     return [row | host.get(row["arm"], {}) for row in rows]
@@ -121,10 +126,10 @@ def _host_times(made: ModelWorks, eager: GpuWork, eager_launches: int) -> dict[s
     for written in (outputs, eager.arguments["outputs"]):
         made.hold(written, ALL_ROWS)
     return {
-        arm: host[arm].facts()
-        | {"completion_us": round(statistics.median(completion_us[arm]), 2)}
-        | {"completion_samples_us": rounded_us(completion_us[arm])}
-        for arm in calls
+        variant: host[variant].facts()
+        | {"completion_us": round(statistics.median(completion_us[variant]), 2)}
+        | {"completion_samples_us": rounded_us(completion_us[variant])}
+        for variant in calls
     }
 
 
@@ -141,7 +146,7 @@ def measure_forms(
     made = ModelWorks.of(model, backend, drawn, width)
     works = {form.value: made.graph(form) for form in DraftExtendOutput}
     point = _point(mode, batch_size, width, kv_len, works)
-    rows = measure_all(point, lambda arms: works, plan, _form_facts)
+    rows = measure_all(point, lambda variants: works, plan, _form_facts)
     free(model, drawn)
     return rows
 
@@ -149,15 +154,17 @@ def measure_forms(
 def _point(mode: ForwardMode, batch_size: int, width: int, kv_len: int, works: Mapping[str, GpuWork]) -> Point:
     tokens = _rows(mode, width)
     facts = {"mode": mode.name.lower(), "batch_size": batch_size, "num_draft_tokens": tokens, "kv_len": kv_len}
-    return Point(f"{facts['mode']}, {batch_size} x {tokens}", tuple(Arm(name, facts["mode"]) for name in works), facts)
+    return Point(
+        f"{facts['mode']}, {batch_size} x {tokens}", tuple(Variant(name, facts["mode"]) for name in works), facts
+    )
 
 
-def _work_facts(arm: Arm, work: GpuWork) -> Row:
+def _work_facts(variant: Variant, work: GpuWork) -> Row:
     return {"bytes_moved": work.bytes_moved, "operations": work.operations}
 
 
-def _form_facts(arm: Arm, work: GpuWork) -> Row:
-    return {"form": arm.name, "logits_bytes": work.arguments["outputs"].logits.nbytes, **_work_facts(arm, work)}
+def _form_facts(variant: Variant, work: GpuWork) -> Row:
+    return {"form": variant.name, "logits_bytes": work.arguments["outputs"].logits.nbytes, **_work_facts(variant, work)}
 
 
 FORM_POINT = ("batch_size", "num_draft_tokens")
@@ -183,7 +190,7 @@ def savings(form_rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-MODE_COLUMNS: Columns = {  # of the rows of a mode and batch size, by arm
+MODE_COLUMNS: Formats = {  # of the rows of a mode and batch size, by variant
     "mode": "{eager[mode]}",
     "requests": "{eager[batch_size]}",
     "GPU eager, µs": "{eager[median_us]:,.1f}",
@@ -201,12 +208,12 @@ MODE_COLUMNS: Columns = {  # of the rows of a mode and batch size, by arm
 
 
 def mode_table(rows: Sequence[Mapping[str, Any]], method: str) -> Table:
-    """Draw one line per mode and batch size."""
+    """Make a table of one line per mode and batch size."""
     points = rows_by_point(rows, ("mode", "batch_size"), "arm")
-    return table_of(f"Eager against graph; GPU time by {method}", MODE_COLUMNS, points.values(), words=("mode",))
+    return table_of(f"Eager against graph; GPU time by {method}", MODE_COLUMNS, points.values())
 
 
-FORM_COLUMNS: Columns = {  # of the rows of a point, by form, and its savings
+FORM_COLUMNS: Formats = {  # of the rows of a point, by form, and its savings
     "requests": "{batch_size}",
     "draft tokens": "{num_draft_tokens}",
     **{form.value: f"{{{form.value}[median_us]:,.1f}} ({{{form.value}[floor_us]:,.1f}})" for form in DraftExtendOutput},
@@ -217,55 +224,69 @@ FORM_COLUMNS: Columns = {  # of the rows of a point, by form, and its savings
 
 
 def form_table(rows: Sequence[Mapping[str, Any]], method: str) -> Table:
-    """Draw one line per point."""
+    """Make a table of one line per point."""
     points = rows_by_point(rows, FORM_POINT, "form").values()
     found = [forms | saved for forms, saved in zip(points, savings(rows), strict=True)]
     return table_of(f"Draft extend V2, GPU time in µs (floor) by {method}", FORM_COLUMNS, found)
 
 
-def check_kv_len(kv_len: int, num_draft_tokens: Sequence[int]) -> None:
-    """Refuse fewer tokens than are new.
+@dataclass(frozen=True, kw_only=True)
+class DraftExtendGraph(TimedStudy):
+    """Passes of equal requests in every mode that has a graph, and with every form of output."""
 
-    Raises:
-        ValueError: there are.
-    """
-    new_tokens = max(*num_draft_tokens, MODES_WIDTH)
-    if kv_len < new_tokens:
-        raise ValueError(f"--kv-len {kv_len} counts the new tokens, and there are {new_tokens} of them")
+    lists = ("modes", "forms")
 
-
-def run(
-    batch_sizes: Sequence[int],
-    num_draft_tokens: Sequence[int],
-    kv_len: int,
-    implementation: ModuleType,
-    plan: TimingPlan,
-    out: Path | None = None,
-) -> int:
-    """Measure both tables; see `studies`.
-
-    Args:
-        batch_sizes: requests of each point.
-        num_draft_tokens: query rows of each request, where outputs are compared.
-        kv_len: tokens of each request, the new ones included.
-        implementation: has FlashInfer's names.
-    """
-    device = torch.device("cuda", torch.cuda.current_device())
-    backend = TRTLLMMHABackend(implementation)
-    model = new_model(LLAMA_8B_SIZES, max(batch_sizes), kv_len, device)
-    recording = plan.recording(
-        "draft_extend_graph",
-        out,
-        ("modes", "forms"),
-        host_method=HOST_METHOD,
-        completion_method=COMPLETION_METHOD,
-        implementation=implementation.__name__,
-        model=asdict(LLAMA_8B_SIZES) | {"page_size": PAGE_SIZE},
-        savings=lambda result: savings(result["forms"]),
+    batch_sizes: Annotated[tuple[int, ...], sizes("requests of a batch")] = (1, 8, 32, 64)
+    num_draft_tokens: Annotated[tuple[int, ...], sizes("query rows of each request in the comparison of outputs")] = (
+        *(2, 4, 8),
     )
-    modes, forms = list(product(GRAPH_MODES, batch_sizes)), list(product(batch_sizes, num_draft_tokens))
-    recording.measure(modes, lambda point: {"modes": measure_mode(model, backend, *point, kv_len, plan)}, "modes")
-    recording.measure(forms, lambda point: {"forms": measure_forms(model, backend, *point, kv_len, plan)}, "outputs")
-    for table_from, rows in ((mode_table, "modes"), (form_table, "forms")):
-        recording.console.print(table_from(recording.result[rows], str(plan.method)))
-    return recording.exit_status
+    kv_len: Annotated[int, count("tokens of each request, the new ones included")] = 4096
+    implementation: Annotated[
+        str | None,
+        typer.Option(help="a module with FlashInfer's names; if left out, the lab's kernels that fit the GPU"),
+    ] = None
+    l2: L2 = "warm"
+    samples: Samples = 30
+
+    def __post_init__(self) -> None:
+        new_tokens = max(*self.num_draft_tokens, MODES_WIDTH)
+        if self.kv_len < new_tokens:
+            raise ValueError(f"--kv-len {self.kv_len} counts the new tokens, and there are {new_tokens} of them")
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return (self.implementation or default_implementation().__name__,)
+
+    @cached_property
+    def model_and_backend(self) -> tuple[StandInModel, TRTLLMMHABackend]:
+        """The model with room for the largest batch, and what runs its attention."""
+        device = torch.device("cuda", torch.cuda.current_device())
+        model = new_model(LLAMA_8B_SIZES, max(self.batch_sizes), self.kv_len, device)
+        return model, TRTLLMMHABackend(import_module(self.modules[0]))
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        def modes_at(point: tuple[ForwardMode, int]) -> dict[str, list[Row]]:
+            return {"modes": measure_mode(*self.model_and_backend, *point, self.kv_len, self.plan)}
+
+        def forms_at(point: tuple[int, int]) -> dict[str, list[Row]]:
+            return {"forms": measure_forms(*self.model_and_backend, *point, self.kv_len, self.plan)}
+
+        modes, forms = product(GRAPH_MODES, self.batch_sizes), product(self.batch_sizes, self.num_draft_tokens)
+        return Part(list(modes), modes_at, "modes"), Part(list(forms), forms_at, "outputs")
+
+    def facts(self) -> Mapping[str, Any]:
+        return {
+            **super().facts(),
+            "host_method": HOST_METHOD,
+            "completion_method": COMPLETION_METHOD,
+            "implementation": self.modules[0],
+            "model": asdict(LLAMA_8B_SIZES) | {"page_size": PAGE_SIZE},
+        }
+
+    def derived(self, result: Result) -> Mapping[str, Any]:
+        return {"savings": savings(result["forms"])}
+
+    def answer(self, result: Result) -> Iterable[Table]:
+        yield mode_table(result["modes"], result["method"])
+        yield form_table(result["forms"], result["method"])

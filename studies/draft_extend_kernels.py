@@ -4,33 +4,29 @@
     lab experiments draft-extend-kernels --q-lens 4 --requests 1 --keys 4096,81920 --out draft_extend_kernels.json
 
 One layer of 32 query and 4 K/V heads of 128 (Qwen3-32B, one rank of two), pages of 64, bf16. At every point the decode call,
-the context call and the portable kernel's decode call take turns; cold by rotation.
+the context call and the portable kernel's decode call are interleaved; cold by rotation.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
-from pathlib import Path
-from typing import Any
-
-from rich.table import Table
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Annotated, Any
 
 from lab.metadata import AttentionCall
 from lab.metadata.engine.forward_mode import ForwardMode
+from lab.reports.tables import Cell, Table
 from lab.timing.work import GpuWork
-from lab.workloads.batches import Batch
+from lab.workloads.batches import Batch, sweep
 from lab.workloads.forward_case import ForwardCase
-from studies.arms import OUTCOMES, Arm, Point, TimingPlan, measure_point
-from studies.passes import FLASHINFER_MODULE, PORTABLE_MODULE, gpu_works, pass_facts
-from studies.recording import Columns, rows_by_point, table_of
+from studies.passes import FLASHINFER_MODULE, PORTABLE_MODULE, pass_facts
+from studies.recording import Formats, Row, rows_by_point, table_of
+from studies.settings import count, names, sizes
+from studies.study import Part, Result, TimedStudy
+from studies.variants import Point, Variant, chosen
 
 GEOMETRY, TENSOR_PARALLEL = "qwen3-32b", 2  # 64 / 8 heads of 128 over two GPUs: 32 / 4
 PAGE_SIZE = 64
-Q_LENS = (1, 2, 4, 8, 16, 32)
-REQUESTS = (1, 4, 16, 64)
-KEYS = (1024, 4096, 16384, 65536, 131072)
-# Keys of one point over all requests: 4 GB of K and V here, pools of twice that, and one pool for each of three arms.
-MOST_KEYS = 2 * 1024 * 1024
-ARMS: Mapping[str, tuple[AttentionCall, str]] = {  # by name: the call, and the module that has it
+VARIANTS: Mapping[str, tuple[AttentionCall, str]] = {  # by name: the call, and the module that has it
     "decode": (AttentionCall.DECODE, FLASHINFER_MODULE),
     "context": (AttentionCall.CONTEXT, FLASHINFER_MODULE),
     "portable decode": (AttentionCall.DECODE, PORTABLE_MODULE),
@@ -50,11 +46,13 @@ def case_of(batch: Batch, call: AttentionCall) -> ForwardCase:
     )
 
 
-def point_of(batch: Batch, arms: Mapping[str, tuple[AttentionCall, str]] = ARMS) -> Point:
-    """Return the draft extend of a batch by several arms; `kv_len` is each request's, its new tokens included."""
+def point_of(batch: Batch, variants: Mapping[str, tuple[AttentionCall, str]] = VARIANTS) -> Point:
+    """Return the draft extend of a batch by several variants; `kv_len` is each request's, its new tokens included."""
     facts = {"q_len": batch.q_lens[0], "requests": len(batch.q_lens), "kv_len": batch.kv_lens[0]}
     return Point(
-        str(batch), tuple(Arm(name, case_of(batch, call), module) for name, (call, module) in arms.items()), facts
+        str(batch),
+        tuple(Variant(name, case_of(batch, call), module) for name, (call, module) in variants.items()),
+        facts,
     )
 
 
@@ -74,9 +72,9 @@ def split_by_size(batches: Iterable[Batch], most_keys: int) -> tuple[list[Batch]
     return fitting, skipped
 
 
-def facts_of(arm: Arm, work: GpuWork) -> dict[str, Any]:
+def facts_of(variant: Variant, work: GpuWork) -> dict[str, Any]:
     """Return what a row says of its pass."""
-    return {"call": arm.case.draft_extend.value, **pass_facts(arm, work)}
+    return {"call": variant.case.draft_extend.value, **pass_facts(variant, work)}
 
 
 def crossovers(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -85,9 +83,9 @@ def crossovers(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     A point that lacks one of the two is left out.
     """
     found: dict[tuple[int, int], dict[int, float]] = {}
-    for (requests, kv_len, q_len), arms in _points(rows).items():
-        if {"decode", "context"} <= set(arms):
-            ratio = arms["context"]["median_us"] / arms["decode"]["median_us"]
+    for (requests, kv_len, q_len), variants in _points(rows).items():
+        if {"decode", "context"} <= set(variants):
+            ratio = variants["context"]["median_us"] / variants["decode"]["median_us"]
             found.setdefault((requests, kv_len), {})[q_len] = round(ratio, 3)
     return [
         {
@@ -105,16 +103,16 @@ def _points(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, ...], dict[str
 
 
 def crossover_table(rows: Sequence[Mapping[str, Any]], method: str) -> Table:
-    """Draw one line per requests and keys, one column per q: decode / context in µs, and context over decode."""
+    """Make a table of one line per requests and keys, one column per q: decode / context in µs, and context over decode."""
     points = _points(rows)
 
-    def cell(q_len: int, found: Mapping[str, Any]) -> str:
+    def cell(q_len: int, found: Mapping[str, Any]) -> Cell:
         ratio = found["context_over_decode"].get(q_len)
-        arms = points.get((found["requests"], found["kv_len"], q_len), {})
+        variants = points.get((found["requests"], found["kv_len"], q_len), {})
         both = "{decode[median_us]:,.1f} / {context[median_us]:,.1f}"
-        return "" if ratio is None else f"{both.format_map(arms)} ({ratio:.2f})"
+        return Cell("" if ratio is None else f"{both.format_map(variants)} ({ratio:.2f})", ratio)
 
-    columns: Columns = {
+    columns: Formats = {
         "requests": "{requests:,}",
         "keys": "{kv_len:,}",
         **{f"q {q_len}": partial(cell, q_len) for q_len in sorted({row["q_len"] for row in rows})},
@@ -122,21 +120,35 @@ def crossover_table(rows: Sequence[Mapping[str, Any]], method: str) -> Table:
     return table_of(f"Draft extend V2, decode / context call in µs (ratio): {method}", columns, crossovers(rows))
 
 
-def run(batches: Sequence[Batch], most_keys: int, plan: TimingPlan, out: Path | None = None) -> int:
-    """Measure the draft extend of batches, but of those with more than `most_keys` keys in all; see `studies`."""
-    batches, skipped = split_by_size(batches, most_keys)
-    recording = plan.recording(
-        "draft_extend_kernels",
-        out,
-        OUTCOMES,
-        geometry=GEOMETRY,
-        tensor_parallel=TENSOR_PARALLEL,
-        most_keys=most_keys,
-        skipped=skipped,
-        crossovers=lambda result: crossovers(result["rows"]),
+@dataclass(frozen=True, kw_only=True)
+class DraftExtendKernels(TimedStudy):
+    """Equal requests of all combinations of the sizes."""
+
+    q_lens: Annotated[tuple[int, ...], sizes("query rows of each request")] = (1, 2, 4, 8, 16, 32)
+    requests: Annotated[tuple[int, ...], sizes("requests of a point")] = (1, 4, 16, 64)
+    keys: Annotated[tuple[int, ...], sizes("keys of each request, the new tokens included")] = (
+        *(1024, 4096, 16384, 65536, 131072),
     )
-    recording.measure(batches, lambda batch: measure_point(point_of(batch), gpu_works, plan, facts_of).by_list())
-    recording.console.print(crossover_table(recording.result["rows"], str(plan.method)))
-    recording.print_reasons()
-    recording.console.print(f"{len(recording.result['declined'])} declined, {len(skipped)} skipped")
-    return recording.exit_status
+    only: Annotated[tuple[str, ...], names("these points, such as 4q2s1k")] = ()
+    # 4 GB of K and V here, pools of twice that, and one pool for each of three variants.
+    most_keys: Annotated[int, count("skip points with more keys in all requests together")] = 2 * 1024 * 1024
+
+    @cached_property
+    def split(self) -> tuple[list[Batch], list[Row]]:
+        """The batches to measure, and a row for each that is skipped; see `split_by_size`."""
+        return split_by_size(chosen(sweep(self.requests, self.keys, self.q_lens), self.only, str), self.most_keys)
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        return [self.passes([point_of(batch) for batch in self.split[0]], facts_of)]
+
+    def facts(self) -> Mapping[str, Any]:
+        setting = {"geometry": GEOMETRY, "tensor_parallel": TENSOR_PARALLEL, "most_keys": self.most_keys}
+        return {**super().facts(), **setting, "skipped": self.split[1]}
+
+    def derived(self, result: Result) -> Mapping[str, Any]:
+        return {"crossovers": crossovers(result["rows"])}
+
+    def answer(self, result: Result) -> Iterable[Table | str]:
+        yield crossover_table(result["rows"], result["method"])
+        yield f"{len(result['declined'])} declined, {len(result['skipped'])} skipped"

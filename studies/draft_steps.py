@@ -4,28 +4,33 @@
 
 At every point of a grid of requests, tokens and draft steps, and at snapshots of a trace, GPU times of: the lists by SGLang's
 serial schedule and by the spread one; every step's metadata with the lists (common_template), without them (per_step) and in
-one launch, for MHA and MLA, into buffers that stay as inside a CUDA graph, and for MHA eagerly. All of a point are timed in
-turns, in one process. Host times of the same calls are taken at fewer points: they depend on the steps, hardly on the lengths.
+one launch, for MHA and MLA, into buffers that stay as inside a CUDA graph, and for MHA eagerly. All variants of a point
+are interleaved in one process. Host times of the same calls are taken at fewer points: they depend on the steps, hardly on the
+lengths.
 """
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import torch
-from rich.table import Table
 
+from lab.commands.options import L2, Trace, requests_of, trace_name
 from lab.metadata.engine.capture import capturing
+from lab.reports.tables import Table
 from lab.timing.host_time import METHOD as HOST_METHOD
 from lab.timing.host_time import host_time
 from lab.timing.work import GpuWork
 from lab.workloads.draft import draft_scenario
 from lab.workloads.traces import TracedRequest
-from studies.arms import Arm, Point, TimingPlan, measure_all
 from studies.draft_work import draft_facts, draft_work
 from studies.recording import Row, table_of
+from studies.settings import Samples, names
+from studies.study import Part, Result, TimedStudy
+from studies.variants import Point, Variant, measure_all
 
-ARMS = {  # by the arms' names at a point: their columns in the table
+VARIANTS = {  # by the variants' names at a point: their columns in the table
     "kv_indices/serial/{}": "lists serial",
     "kv_indices/spread/{}": "spread",
     "draft_steps/mha/common_template/{}": "MHA template",
@@ -60,23 +65,23 @@ def implied_saving_us(claim: dict[str, float]) -> float:
 
 def point_of(point: str, trace: Sequence[TracedRequest]) -> Point:
     """Return a point of the grid, or a snapshot of the trace."""
-    names = [arm.format(point) for arm in ARMS]
-    return Point(point, tuple(Arm(name, draft_scenario(name, trace)) for name in names))
+    names = [variant.format(point) for variant in VARIANTS]
+    return Point(point, tuple(Variant(name, draft_scenario(name, trace)) for name in names))
 
 
-def works_of(arms: Sequence[Arm]) -> dict[str, GpuWork]:
-    """Make the works of arms on the GPU."""
-    return {arm.name: draft_work(arm.case, torch.device("cuda")) for arm in arms}
+def works_of(variants: Sequence[Variant]) -> dict[str, GpuWork]:
+    """Make the works of variants on the GPU."""
+    return {variant.name: draft_work(variant.case, torch.device("cuda")) for variant in variants}
 
 
-def facts_of(arm: Arm, work: GpuWork) -> Row:
+def facts_of(variant: Variant, work: GpuWork) -> Row:
     """Return what a row says of its work."""
-    return {"scenario": arm.name, **draft_facts(arm.case, work)}
+    return {"scenario": variant.name, **draft_facts(variant.case, work)}
 
 
 def measure_host(point: Point) -> list[Row]:
-    """Measure host times at one point: of each arm's launches, and of a replay of the graph that holds them, in turns."""
-    works = works_of(point.arms)
+    """Measure host times at one point: of each variant's launches, and of a replay of the graph that holds them, in turns."""
+    works = works_of(point.variants)
     calls = {name: work.call() for name, work in works.items()}
     replays = {f"{name} in a graph": _replay_of(works[name]) for name in works if not name.endswith("/eager")}
     times = host_time(calls | replays)
@@ -96,9 +101,9 @@ def _replay_of(work: GpuWork) -> Callable[[], object]:
     return replay
 
 
-def median_of(rows: Sequence[dict[str, Any]], arm: str, point: str) -> float:
-    """Return the GPU time of one arm at one point, in microseconds."""
-    (found,) = [row["median_us"] for row in rows if row["scenario"] == arm.format(point)]
+def median_of(rows: Sequence[dict[str, Any]], variant: str, point: str) -> float:
+    """Return the GPU time of one variant at one point, in microseconds."""
+    (found,) = [row["median_us"] for row in rows if row["scenario"] == variant.format(point)]
     return float(found)
 
 
@@ -125,27 +130,48 @@ def claim_table(rows: Sequence[dict[str, Any]], host_rows: Sequence[dict[str, An
 
 
 def point_table(rows: Sequence[dict[str, Any]], method: str) -> Table:
-    """Draw one line per point: the dead lists, the metadata with and without them, and in one launch."""
+    """Make a table of one line per point: the dead lists, the metadata with and without them, and in one launch."""
     times_us = {row["scenario"]: row["median_us"] for row in rows}
     points = [
-        {"point": point} | {head: times_us[arm.format(point)] for arm, head in ARMS.items()}
+        {"point": point} | {head: times_us[variant.format(point)] for variant, head in VARIANTS.items()}
         for point in dict.fromkeys(row["point"] for row in rows)
     ]
-    columns = {"requests x tokens / steps": "{point}"} | {head: f"{{{head}:,.1f}}" for head in ARMS.values()}
+    columns = {"requests x tokens / steps": "{point}"} | {head: f"{{{head}:,.1f}}" for head in VARIANTS.values()}
     return table_of(f"GPU time in µs, {method}", columns, points)
 
 
-def run(
-    points: Sequence[Point], host_points: Sequence[Point], plan: TimingPlan, trace: str, out: Path | None = None
-) -> int:
-    """Measure points of `point_of`, and host times at `host_points`: at none if `points` are not all; see `studies`."""
-    lists = ("rows", "host") if host_points else ("rows",)
-    recording = plan.recording("draft_steps", out, lists, host_method=HOST_METHOD, trace=trace)
-    recording.measure(points, lambda point: {"rows": measure_all(point, works_of, plan, facts_of)})
-    rows = recording.result["rows"]
-    if host_points:  # only all of them have what 26241's figures are held against
-        recording.measure(host_points, lambda point: {"host": measure_host(point)}, "host times")
-        recording.add("pr_26241", claim_table(rows, recording.result["host"]))
-        recording.console.print_json(data=recording.result["pr_26241"])
-    recording.console.print(point_table(rows, str(plan.method)))
-    return recording.exit_status
+@dataclass(frozen=True, kw_only=True)
+class DraftSteps(TimedStudy):
+    """Drafts of equal requests and of a trace."""
+
+    trace: Trace = None
+    only: Annotated[tuple[str, ...], names("these points, such as 64x8k/steps3; any sizes will do")] = ()
+    l2: L2 = "warm"
+    samples: Samples = 30
+
+    @property
+    def lists(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("rows",) if self.only else ("rows", "host")
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        requests = requests_of(self.trace)
+        points = [point_of(name, requests) for name in self.only or EVERY_POINT]
+        timed = Part(points, lambda point: {"rows": measure_all(point, works_of, self.plan, facts_of)})
+        if self.only:
+            return [timed]
+        host_points = [point_of(name, requests) for name in HOST_POINTS]
+        return [timed, Part(host_points, lambda point: {"host": measure_host(point)}, "host times")]
+
+    def facts(self) -> Mapping[str, Any]:
+        return {**super().facts(), "host_method": HOST_METHOD, "trace": trace_name(self.trace)}
+
+    def derived(self, result: Result) -> Mapping[str, Any]:
+        """Return the figures of change 26241, once all points are there that they are compared with."""
+        measured = {row["point"] for row in result.get("host", ())}
+        return {"pr_26241": claim_table(result["rows"], result["host"])} if measured >= {*HOST_POINTS} else {}
+
+    def answer(self, result: Result) -> Iterable[Table | str]:
+        if "pr_26241" in result:
+            yield json.dumps(result["pr_26241"], indent=2)
+        yield point_table(result["rows"], result["method"])

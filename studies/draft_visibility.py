@@ -9,21 +9,23 @@ equal and the value at position p is 2 ** p, so that an output times the number 
 length lets a query see does not depend on how many heads or dimensions there are; one K/V head stands for MLA's latent.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 from torch import Tensor
 
-from lab.exit_status import ExitStatus
 from lab.metadata.engine.kv_cache import KVLayout
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.speculation.draft_steps import DraftStep, MultiStepDraft, build_draft_steps
 from lab.references import trtllm_batch_decode_with_kv_cache
 from lab.workloads.draft import DraftCase, build_verify, draft_decode
-from studies.recording import Recording, Row
+from studies.recording import Row
+from studies.settings import count
+from studies.study import Part, Result, Study
 
 PAGE_SIZE = 32
 MOST_TOKENS = 50  # float64 adds powers of two exactly up to 2 ** 52
@@ -57,8 +59,7 @@ def look(attention: DraftAttention, prefix_lens: Sequence[int], num_steps: int, 
         ValueError: a request grows beyond 50 tokens, whose code float64 cannot hold.
         NotImplementedError: Triton does not run on the device.
     """
-    if max(prefix_lens) + num_steps > MOST_TOKENS:
-        raise ValueError(f"prefix_lens={list(prefix_lens)} and {num_steps} steps exceed {MOST_TOKENS} tokens")
+    _check_lengths(prefix_lens, num_steps)
     case = DraftCase(tuple(prefix_lens), num_steps, PAGE_SIZE, max_context_len=2 * PAGE_SIZE)
     verify, pool = build_verify(case, device)
     cache = pool.new_cache(1, 1, torch.float64, KVLayout.HND)
@@ -71,6 +72,11 @@ def look(attention: DraftAttention, prefix_lens: Sequence[int], num_steps: int, 
             unseen = tuple(position for position in present if position not in seen)
             sights.append(Sight(attention.value, step, prefix_len, prefix_len + step, seen, unseen))
     return sights
+
+
+def _check_lengths(prefix_lens: Sequence[int], num_steps: int) -> None:
+    if max(prefix_lens) + num_steps > MOST_TOKENS:
+        raise ValueError(f"prefix_lens={list(prefix_lens)} and {num_steps} steps exceed {MOST_TOKENS} tokens")
 
 
 def _write_tokens(storage: Tensor, pool: KVPool, rows: Tensor, lengths: Sequence[int]) -> None:
@@ -104,24 +110,32 @@ def in_words(sight: Sight) -> str:
     )
 
 
-def run(prefix_len: int, num_steps: int, out: Path | None = None) -> int:
-    """Look with each backend's lengths at a draft of `num_steps` steps after `prefix_len` tokens; see `studies`.
+PREFIX_HELP = "tokens before the draft; pages have 32, so that 31 leave one free in the last page"
 
-    Raises:
-        ValueError, NotImplementedError: as in `look`.
-    """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    recording = Recording("draft_visibility", out, {}, ("sights",))
-    sights: list[Sight] = []
 
-    def rows_of(attention: DraftAttention) -> dict[str, list[Row]]:
-        seen = look(attention, [prefix_len], num_steps, device)
-        sights.extend(seen)
-        return {"sights": [asdict(sight) for sight in seen]}
+@dataclass(frozen=True, kw_only=True)
+class DraftVisibility(Study):
+    """A draft after one request's prefix, with the lengths of each backend."""
 
-    # A frozen-KV draft has no drafted tokens in the cache that a step could leave out.
-    backends = [each for each in DraftAttention if each is not DraftAttention.MHA_FROZEN_KV]
-    recording.measure(backends, rows_of, "backends")
-    for sight in sights:
-        print(in_words(sight))
-    return ExitStatus.DONE
+    lists = ("sights",)
+    needs_gpu = False
+
+    prefix_len: Annotated[int, typer.Option(min=0, help=PREFIX_HELP)] = 31
+    steps: Annotated[int, count("steps of the draft, speculative_num_steps")] = 4
+
+    def __post_init__(self) -> None:
+        _check_lengths([self.prefix_len], self.steps)
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+        def sights_of(attention: DraftAttention) -> dict[str, list[Row]]:
+            return {"sights": [asdict(sight) for sight in look(attention, [self.prefix_len], self.steps, device)]}
+
+        # A frozen-KV draft has no drafted tokens in the cache that a step could leave out.
+        backends = [each for each in DraftAttention if each is not DraftAttention.MHA_FROZEN_KV]
+        return [Part(backends, sights_of, "backends")]
+
+    def answer(self, result: Result) -> Iterable[str]:
+        return (in_words(Sight(**sight)) for sight in result["sights"])

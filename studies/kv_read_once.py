@@ -17,19 +17,21 @@ groups, which `--only` takes one by one:
     host         host time of eager calls, all of their work done in each; no GPU time
     host_prepared   the same, of prepared calls
 
-At every point the arms take turns; cold by rotation. Each runs before it is captured, so that nothing is compiled in a time.
-fmha_v2's time has the small launch that writes its page table. An arm that declines a point, or whose module FlashInfer cannot
-load or build, is listed with the reason.
+At every point the variants are interleaved; cold by rotation. Each runs before it is captured, so that no time includes a
+compilation. fmha_v2's time includes the small launch that writes its page table. A variant that declines a point, or whose
+module FlashInfer cannot load or build, is listed with the reason.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 
+from lab.commands.options import Trace, requests_of, trace_name
 from lab.metadata.engine.forward_mode import ForwardMode
+from lab.reports.tables import Table
 from lab.timing.gpu_time import check_named, interquartile_range
 from lab.timing.host_time import METHOD as HOST_METHOD
 from lab.timing.host_time import HostTime, host_time
@@ -42,10 +44,21 @@ from lab.workloads.geometries import Geometry
 from lab.workloads.inputs.redraw import Seeds
 from lab.workloads.scenarios import scenario
 from lab.workloads.traces import TracedRequest
-from studies.arms import JUDGED, OUTCOMES, Arm, Point, PointRows, TimingPlan, Works, measure_arms, measure_point
 from studies.passes import FLASHINFER_MODULE, PORTABLE_MODULE, eager_call, gpu_works, pass_facts, works_of
-from studies.recording import Columns, Row
-from studies.targets import TEXT_COLUMNS, TIME_COLUMNS, Figure, Target, score, target_rows, target_text
+from studies.recording import Formats, Row, table_of
+from studies.settings import names
+from studies.study import Part, Result, TimedStudy
+from studies.targets import TIME_COLUMNS, Figure, Target, score, target_cell, target_rows
+from studies.variants import (
+    JUDGED,
+    OUTCOMES,
+    Point,
+    PointRows,
+    Variant,
+    Works,
+    measure_point,
+    measure_variants,
+)
 
 MODEL, RANK = "qwen3-32b", "tp2"  # 64 / 8 heads of 128 over two GPUs: 32 / 4
 PORTABLE, FLASHINFER, E4M3_CACHE = "portable", "flashinfer", "portable e4m3"
@@ -133,24 +146,24 @@ def point_of(group: str, name: str, trace: Sequence[TracedRequest], portable_onl
     """Return a point: the portable kernel against FlashInfer's, or with an e4m3 cache against itself with a bf16 one."""
     targets = GROUPS[group][name]
     if group == "e4m3":
-        halved = Arm(E4M3_CACHE, scenario(name), PORTABLE_MODULE, targets)
-        arms = [halved, Arm(PORTABLE, scenario(name.removesuffix("/e4m3")), PORTABLE_MODULE)]
+        halved = Variant(E4M3_CACHE, scenario(name), PORTABLE_MODULE, targets)
+        variants = [halved, Variant(PORTABLE, scenario(name.removesuffix("/e4m3")), PORTABLE_MODULE)]
     else:
         plain = name.removeprefix(f"{HOST_FORMS.get(group, '')}/")
         case = heads_case(name) if group == "heads" else scenario(plain, trace)
-        arms = [Arm(PORTABLE, case, PORTABLE_MODULE, targets)]
+        variants = [Variant(PORTABLE, case, PORTABLE_MODULE, targets)]
         if not portable_only:
-            arms.append(Arm(FLASHINFER, case, FLASHINFER_MODULE, needs_flashinfer=True))
-    return Point(name, tuple(arms), {"group": group}, baseline=arms[-1].name)
+            variants.append(Variant(FLASHINFER, case, FLASHINFER_MODULE, needs_flashinfer=True))
+    return Point(name, tuple(variants), {"group": group}, baseline=variants[-1].name)
 
 
 def points_of(only: Sequence[str], trace: Sequence[TracedRequest], portable_only: bool = False) -> list[Point]:
-    """Return the points of some groups, each compared with its last arm, in the groups' order.
+    """Return the points of some groups, each compared with its last variant, in the groups' order.
 
     Args:
         only: names of groups or of points; all if empty.
         trace: what the traced lengths are drawn from.
-        portable_only: leave FlashInfer's arms out.
+        portable_only: leave FlashInfer's variants out.
 
     Raises:
         ValueError: a name is neither's.
@@ -173,34 +186,36 @@ def floor_bytes(case: ForwardCase) -> int:
     return case.bytes_moved + 2 * unseen * case.model.num_kv_heads * case.model.head_dim * case.kv_dtype.itemsize
 
 
-def facts_of(arm: Arm, work: GpuWork) -> dict[str, Any]:
+def facts_of(variant: Variant, work: GpuWork) -> dict[str, Any]:
     """Return what a row says of its pass; `floor_bytes` are those of its floor."""
-    case = arm.case
+    case = variant.case
     return {
         "q_len": max(case.q_lens),
         "longest_kv_len": max(case.kv_lens),
         **{name: getattr(case.model, name) for name in ("num_qo_heads", "num_kv_heads", "head_dim")},
         "window_left": case.window_left,
-        **pass_facts(arm, work),
+        **pass_facts(variant, work),
         "floor_bytes": floor_bytes(case),
     }
 
 
 def measure_host(point: Point) -> PointRows:
-    """Measure the host times of calls, in turns: each does all of its work, but in the group of prepared ones.
+    """Measure the host times of calls, interleaved: each does all of its work, except in the group of prepared ones.
 
     Raises:
         PointFailedError: as in `measure_arms`.
     """
     prepare = None if point.facts["group"] == HOST_PREPARED else eager_call
 
-    def row_of(arm: Arm, work: GpuWork, times: dict[str, HostTime]) -> Row:
-        time = times[arm.name]
+    def row_of(variant: Variant, work: GpuWork, times: dict[str, HostTime]) -> Row:
+        time = times[variant.name]
         spread = {"iqr_us": round(interquartile_range(time.samples_us), 2), "method": time.method}
-        targets = target_rows(arm.targets, {Figure.HOST: time.median_us}, point.baseline)
-        return facts_of(arm, work) | time.facts() | spread | {"targets": targets}
+        targets = target_rows(variant.targets, {Figure.HOST: time.median_us}, point.baseline)
+        return facts_of(variant, work) | time.facts() | spread | {"targets": targets}
 
-    return measure_arms(point, lambda arms: works_of(arms, torch.device("cuda"), prepare), _host_times, row_of)
+    return measure_variants(
+        point, lambda variants: works_of(variants, torch.device("cuda"), prepare), _host_times, row_of
+    )
 
 
 def _host_times(works: Works) -> dict[str, HostTime]:
@@ -216,39 +231,49 @@ def _host_times(works: Works) -> dict[str, HostTime]:
     return times
 
 
-HOST_COLUMNS: Columns = {
+HOST_COLUMNS: Formats = {
     "point": "{point}",
-    "arm": "{arm}",
+    "variant": "{arm}",
     "host, µs": "{host_us:.2f}",
     "spread, µs": "{iqr_us:.2f}",
-    "targets": target_text,
+    "targets": target_cell,
 }
 
 
-def run(points: Sequence[Point], plan: TimingPlan, trace: str, out: Path | None = None) -> int:
-    """Measure points of `points_of`; see `studies`."""
-    recording = plan.recording(
-        "kv_read_once",
-        out,
-        (*OUTCOMES, "host"),
-        host_method=HOST_METHOD,
-        trace=trace,
-        judged=JUDGED,
-        targets=lambda result: score(result["rows"] + result["host"]),
-    )
+@dataclass(frozen=True, kw_only=True)
+class KVReadOnce(TimedStudy):
+    """The groups of points, with their targets."""
 
-    def rows_at(point: Point) -> Mapping[str, Sequence[Row]]:
+    lists = (*OUTCOMES, "host")
+
+    only: Annotated[tuple[str, ...], names("groups (such as e4m3, heads, host) or points of these names")] = ()
+    portable_only: Annotated[bool, typer.Option("--portable-only", help="leave FlashInfer's kernels out")] = False
+    trace: Trace = None
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        return [Part(points_of(self.only, requests_of(self.trace), self.portable_only), self._rows_at)]
+
+    def _rows_at(self, point: Point) -> Mapping[str, Sequence[Row]]:
         if point.facts["group"] in HOST_FORMS:
             return measure_host(point).by_list("host")
-        return measure_point(point, gpu_works, plan, facts_of).by_list()
+        return measure_point(point, gpu_works, self.plan, facts_of).by_list()
 
-    recording.measure(points, rows_at)
-    if recording.result["rows"]:
-        title = f"K/V read once, one layer: {plan.method}"
-        recording.print_table(title, TIME_COLUMNS, "rows", words=TEXT_COLUMNS)
-    if recording.result["host"]:
-        recording.print_table(f"Calls without a graph: {HOST_METHOD}", HOST_COLUMNS, "host", words=TEXT_COLUMNS)
-    recording.print_reasons()
-    counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in recording.result["targets"].items())
-    recording.console.print(f"targets: {counts}")
-    return recording.exit_status
+    def facts(self) -> Mapping[str, Any]:
+        return {
+            **super().facts(),
+            "host_method": HOST_METHOD,
+            "trace": trace_name(self.trace),
+            "judged": JUDGED,
+        }
+
+    def derived(self, result: Result) -> Mapping[str, Any]:
+        return {"targets": score(result["rows"] + result["host"])}
+
+    def answer(self, result: Result) -> Iterable[Table | str]:
+        if result["rows"]:
+            yield table_of(f"K/V read once, one layer: {result['method']}", TIME_COLUMNS, result["rows"])
+        if result["host"]:
+            yield table_of(f"Calls without a graph: {HOST_METHOD}", HOST_COLUMNS, result["host"])
+        counts = (f"{count} {name.replace('_', ' ')}" for name, count in result["targets"].items())
+        yield f"targets: {', '.join(counts)}"

@@ -5,9 +5,9 @@
 
 A loop of target-verify steps stands for SGLang's. Each step spins for the scheduler's time on the host, builds the step's
 metadata on the device without reading it, replays a CUDA graph of matrix products that lasts as long as asked, and adds the
-accepted tokens to the lengths on the device. One arm then copies the lengths to the host and waits for them, as SGLang does
+accepted tokens to the lengths on the device. One variant then copies the lengths to the host and waits for them, as SGLang does
 before the next step if a backend needs them there; the other goes on. Nothing else differs: the lengths that were copied are
-not used. The arms take turns, each run is profiled, and its first steps are left out.
+not used. The variants are interleaved, each run is profiled, and its first steps are left out.
 
 What the table says, per step, as medians over steps:
 
@@ -26,11 +26,10 @@ The masks of target verify belong to the same change: the size of each form and 
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -40,11 +39,22 @@ from lab.metadata.engine.host_mirrors import LengthMirror
 from lab.metadata.mha.metadata import build_mha_metadata
 from lab.metadata.speculation.verify_mask import VerifyMask, VerifyMaskForm, fill_verify_mask, preallocate_verify_mask
 from lab.named_enum import NamedEnum
+from lab.reports.tables import Table, number
 from lab.timing.work import GpuWork
-from studies.loops import LoopSettings, VerifyRequests, facts_alone, measure_loop, stand_in
-from studies.recording import Columns, Recording
-from studies.stand_in import MatrixProducts
+from studies.loops import (
+    LoopSettings,
+    LoopStudy,
+    MatrixProducts,
+    Steps,
+    VerifyRequests,
+    WarmUpSteps,
+    facts_alone,
+    measure_loop,
+)
+from studies.recording import Formats, table_of
+from studies.settings import times_us
 from studies.step_profile import TIMELINE_STEPS, step_facts, summary, timeline
+from studies.study import Part, Result
 
 METHOD = (
     "torch.profiler (CUPTI), CPU and CUDA activities; GPU work belongs to the step whose launch has its correlation id; "
@@ -55,7 +65,7 @@ MASK_SIZES: Mapping[str, Any] = {"max_batch_size": 256, "num_draft_tokens": 4, "
 
 
 class StepEnd(NamedEnum):
-    """The end of one step of the loop: the arms."""
+    """The end of one step of the loop: the variants."""
 
     WITH_COPY = "with the copy"
     WITHOUT_COPY = "without the copy"
@@ -70,10 +80,12 @@ class CopyLoopSettings(LoopSettings):
         host_us: host time of the stand-in for the scheduler, one step.
     """
 
-    gpu_us: float = stand_in()
-    host_us: float = stand_in(least=0)
-    warm_up_steps: int = 5
-    steps: int = field(default=15, metadata={"least": TIMELINE_STEPS})
+    gpu_us: Annotated[float, times_us("GPU time of a step", "500,2000")]
+    host_us: Annotated[float, times_us("time of the scheduler on the host in a step", "200")] = field(
+        metadata={"least": 0}
+    )
+    warm_up_steps: WarmUpSteps = 5
+    steps: Steps = field(default=15, metadata={"least": TIMELINE_STEPS})
 
 
 class DecodeLoop:
@@ -91,14 +103,14 @@ class DecodeLoop:
         self.requests = VerifyRequests(settings, settings.longest, torch.Generator().manual_seed(0), device)
         self.mirror = LengthMirror(settings.batch_size, device)
 
-    def run(self, arm: StepEnd) -> None:
+    def run(self, variant: StepEnd) -> None:
         """Launch all steps of one run, each in a range "step N". The GPU may still be at work afterwards."""
         seq_lens = self.requests.first_seq_lens
-        for number in range(self.settings.steps_per_run):
-            with record_function(f"step {number}"):
-                seq_lens = self._step(seq_lens, arm)
+        for step in range(self.settings.steps_per_run):
+            with record_function(f"step {step}"):
+                seq_lens = self._step(seq_lens, variant)
 
-    def _step(self, seq_lens: Tensor, arm: StepEnd) -> Tensor:
+    def _step(self, seq_lens: Tensor, variant: StepEnd) -> Tensor:
         with record_function("schedule"):
             _spin(self.settings.host_us)
         with record_function("metadata"):
@@ -106,7 +118,7 @@ class DecodeLoop:
         with record_function("forward"):
             self.forward()
             seq_lens = seq_lens + self.requests.accepted
-        if arm is StepEnd.WITH_COPY:
+        if variant is StepEnd.WITH_COPY:
             with record_function("copy lengths"):
                 self.mirror.read(seq_lens)
         return seq_lens
@@ -119,7 +131,7 @@ def _spin(duration_us: float) -> None:
 
 
 def measure_ends(settings: CopyLoopSettings) -> list[dict[str, Any]]:
-    """Measure both arms of a loop on this GPU, their runs in turns; return JSON-ready rows.
+    """Measure both variants of a loop on this GPU, their runs interleaved; return JSON-ready rows.
 
     Raises:
         IncompleteProfileError: a profile lacks what the figures are made of.
@@ -127,20 +139,20 @@ def measure_ends(settings: CopyLoopSettings) -> list[dict[str, Any]]:
     device = torch.device("cuda", torch.cuda.current_device())
     forward = MatrixProducts(settings.gpu_us, device)
     loop = DecodeLoop(settings, forward.graph.replay, device)
-    for arm in StepEnd:
-        loop.run(arm)
+    for variant in StepEnd:
+        loop.run(variant)
     runs = measure_loop(loop.run, [list(StepEnd)] * settings.repeats, settings.steps_per_run)
     first = settings.warm_up_steps
     return [
         {
-            "arm": arm.value,
+            "arm": variant.value,
             **asdict(settings),
             "matrix_products": forward.products,
             **found.facts(partial(step_facts, first=first), summary),
             "unprofiled_step_us": found.unprofiled_us,
             "timeline": timeline(found.profiles[-1], first + settings.steps // 2 - TIMELINE_STEPS // 2),
         }
-        for arm, found in runs.items()
+        for variant, found in runs.items()
     ]
 
 
@@ -162,21 +174,10 @@ def _check_filled(arguments: Mapping[str, Any]) -> None:
     mask.buffer.zero_()
 
 
-def run(loops: Sequence[CopyLoopSettings], out: Path | None = None) -> int:
-    """Measure every loop and the masks; see `studies`."""
-    recording = Recording("length_copy", out, {"method": METHOD}, ("arms", "verify_masks"))
-    recording.measure(loops, lambda settings: {"arms": measure_ends(settings)}, "loops")
-    recording.measure([torch.device("cuda")], lambda device: {"verify_masks": measure_masks(device)}, "masks")
-    recording.print_table("A decode loop, per step", ARM_COLUMNS, "arms", words=("arm",))
-    sizes = ", ".join(f"{name} {size:,}" for name, size in MASK_SIZES.items())
-    recording.print_table(f"The mask of target verify ({sizes})", MASK_COLUMNS, "verify_masks", words=("verify mask",))
-    return recording.exit_status
-
-
-ARM_COLUMNS: Columns = {
+VARIANT_COLUMNS: Formats = {
     "GPU work, µs": "{gpu_us:,.0f}",
     "host work, µs": "{host_us:,.0f}",
-    "arm": "{arm}",
+    "variant": "{arm}",
     "synchronisations": "{medians[synchronisations]:g}",
     "blocked, µs": "{medians[blocked_us]:,.1f}",
     "other calls, µs": "{medians[other_calls_us]:,.1f}",
@@ -184,6 +185,30 @@ ARM_COLUMNS: Columns = {
     "idle, µs": "{medians[idle_us]:,.1f}",
     "idle, %": "{medians[idle_percent]:.1f}",
     "step, µs": "{medians[step_us]:,.1f}",
-    "step unprofiled, µs": lambda row: f"{statistics.median(row['unprofiled_step_us']):,.1f}",
+    "step unprofiled, µs": lambda row: number(statistics.median(row["unprofiled_step_us"]), 1),
 }
-MASK_COLUMNS: Columns = {"verify mask": "{form}", "bytes": "{mask_bytes:,}", "fill, µs": "{fill_us:,.2f}"}
+MASK_COLUMNS: Formats = {"verify mask": "{form}", "bytes": "{mask_bytes:,}", "fill, µs": "{fill_us:,.2f}"}
+
+
+@dataclass(frozen=True)
+class LengthCopy(LoopStudy):
+    """Decode loops, and the masks of target verify."""
+
+    lists = ("arms", "verify_masks")
+    settings = CopyLoopSettings
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        devices = [torch.device("cuda")]
+        return [
+            Part(self.loops, lambda settings: {"arms": measure_ends(settings)}, "loops"),
+            Part(devices, lambda device: {"verify_masks": measure_masks(device)}, "masks"),
+        ]
+
+    def facts(self) -> Mapping[str, Any]:
+        return {"method": METHOD}
+
+    def answer(self, result: Result) -> Iterable[Table]:
+        yield table_of("A decode loop, per step", VARIANT_COLUMNS, result["arms"])
+        sizes = ", ".join(f"{name} {size:,}" for name, size in MASK_SIZES.items())
+        yield table_of(f"The mask of target verify ({sizes})", MASK_COLUMNS, result["verify_masks"])

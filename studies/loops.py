@@ -1,55 +1,56 @@
-"""A loop of target-verify steps around a stand-in for the model, run by several arms and read from profiles."""
+"""A loop of target-verify steps around a stand-in for the model, run by several variants and read from profiles."""
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
+import typer
 from torch import Tensor
 
+from lab.metadata.engine.capture import capturing
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.timing.gpu_time import measure, rounded_us
 from lab.timing.work import GpuWork
 from lab.workloads.requests import admit, forward_batch, new_pool
-from studies.arms import WARM
+from studies.settings import count
 from studies.step_profile import LoopProfile, profiled, unprofiled_us
+from studies.study import Study
+from studies.variants import WARM
 
-Variant = TypeVar("Variant")
-Loop = TypeVar("Loop", bound="LoopSettings")
-
-
-def stand_in(least: float = 1) -> Any:
-    """Return a field for the time of a stand-in, in µs, of at least so much."""
-    return field(metadata={"least": least})
+LoopVariant = TypeVar("LoopVariant")
+WarmUpSteps = Annotated[int, typer.Option(help="steps before the counted ones in each run")]
+Steps = Annotated[int, typer.Option(help="counted steps of each run")]
+MATRIX_SIZE = 2048  # a product of about 30 µs on an H200: small beside a step, long beside a launch
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopSettings:
-    """The sizes of a loop, and how often it is run; an experiment adds a `stand_in` for each of its stand-ins.
+    """The sizes of a loop, and how often it is run; a study adds the time of each of its stand-ins.
 
-    A field's metadata may have "least", its least value, where that is not 1.
+    The metadata of a field may have "least", its least value, where that is not 1.
 
     Attributes:
         batch_size, num_draft_tokens, seq_len, page_size: requests, query rows of each, their tokens at the start, tokens
             per page.
         warm_up_steps, steps: of one run; the first are not counted. So few that the driver's queue of about a thousand
-            launches holds them: an arm that does not wait for the GPU runs ahead of it.
-        repeats: runs of each arm.
+            launches holds them: a variant that does not wait for the GPU runs ahead of it.
+        repeats: runs of each variant.
 
     Raises:
         ValueError: a size is too small.
     """
 
-    batch_size: int = 64
-    num_draft_tokens: int = 4
-    seq_len: int = 4096
-    page_size: int = 64
-    warm_up_steps: int
-    steps: int
-    repeats: int = 5
+    batch_size: Annotated[int, count("requests of the batch")] = 64
+    num_draft_tokens: Annotated[int, count("query rows of each request")] = 4
+    seq_len: Annotated[int, count("tokens of each request at the start")] = 4096
+    page_size: Annotated[int, count("tokens per page")] = 64
+    warm_up_steps: WarmUpSteps
+    steps: Steps
+    repeats: Annotated[int, typer.Option(help="runs of each variant")] = 5
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -65,6 +66,22 @@ class LoopSettings:
     def longest(self) -> int:
         """Return the tokens that a request may have after the last step."""
         return self.seq_len + (self.steps_per_run + 1) * self.num_draft_tokens
+
+
+class MatrixProducts:
+    """A graph of as many matrix products as take about `gpu_us`, in place of a model."""
+
+    def __init__(self, gpu_us: float, device: torch.device) -> None:
+        # Kept here, because a graph does not keep what it reads and writes.
+        self.operands = [torch.randn(MATRIX_SIZE, MATRIX_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2)]
+        self.out = torch.empty_like(self.operands[0])
+        arguments = dict(zip(("input", "mat2"), self.operands, strict=True)) | {"out": self.out}
+        product = GpuWork.of(torch.mm, 3 * self.out.nbytes, 2 * MATRIX_SIZE**3, **arguments)
+        self.products = max(1, round(gpu_us / measure(product, WARM).median_us))
+        self.graph = torch.cuda.CUDAGraph()
+        with capturing(self.graph):
+            for _ in range(self.products):
+                torch.mm(*self.operands, out=self.out)
 
 
 class VerifyRequests:
@@ -99,7 +116,7 @@ class VerifyRequests:
 
 @dataclass
 class LoopRuns:
-    """The runs of one arm.
+    """The runs of one variant.
 
     Attributes:
         unprofiled_us: time of a step without a profile, one of each run, by the host's clock.
@@ -124,34 +141,38 @@ class LoopRuns:
 
 
 def measure_loop(
-    run: Callable[[Variant], object], rounds: Iterable[Sequence[Variant]], steps_per_run: int
-) -> dict[Variant, LoopRuns]:
-    """Run the arms of a loop in turns, each without a profile and with one.
+    run: Callable[[LoopVariant], object], rounds: Iterable[Sequence[LoopVariant]], steps_per_run: int
+) -> dict[LoopVariant, LoopRuns]:
+    """Run the variants of a loop interleaved, each without a profile and with one.
 
     Args:
-        run: launches all steps of an arm, each in a range "step N".
-        rounds: the arms of each round, in their order.
+        run: launches all steps of a variant, each in a range "step N".
+        rounds: the variants of each round, in their order.
         steps_per_run: steps of one run.
 
     Raises:
         IncompleteProfileError: a profile lacks what the figures are made of.
     """
-    runs: dict[Variant, LoopRuns] = {}
-    for arm in itertools.chain.from_iterable(rounds):
-        found = runs.setdefault(arm, LoopRuns())
-        found.unprofiled_us.append(round(unprofiled_us(partial(run, arm)) / steps_per_run, 3))
-        found.profiles.append(profiled(partial(run, arm)))
+    runs: dict[LoopVariant, LoopRuns] = {}
+    for variant in itertools.chain.from_iterable(rounds):
+        found = runs.setdefault(variant, LoopRuns())
+        found.unprofiled_us.append(round(unprofiled_us(partial(run, variant)) / steps_per_run, 3))
+        found.profiles.append(profiled(partial(run, variant)))
     return runs
 
 
-def loops_of(settings: type[Loop], **values: Any) -> list[Loop]:
-    """Return settings of all combinations of the values, each of which is one value or a list of several.
+@dataclass(frozen=True)
+class LoopStudy(Study):
+    """A study of loops, whose commands takes the settings of a loop, and several times of each stand-in."""
 
-    Raises:
-        ValueError: a value is too small.
-    """
-    several = (value if isinstance(value, list) else [value] for value in values.values())
-    return [settings(**dict(zip(values, each, strict=True))) for each in itertools.product(*several)]
+    loops: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, **values: Any) -> "LoopStudy":
+        """Return the study of all combinations of the values, each of which is one value or a tuple of several."""
+        assert cls.settings is not None
+        several = (value if isinstance(value, tuple) else (value,) for value in values.values())
+        return cls(tuple(cls.settings(**dict(zip(values, each, strict=True))) for each in itertools.product(*several)))
 
 
 def facts_alone(work: GpuWork, name: str) -> dict[str, Any]:

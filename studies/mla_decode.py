@@ -4,28 +4,34 @@
     lab experiments mla-decode --q-lens 1,4 --kv-dtype e4m3 --out mla_decode.json
 
 One layer of DeepSeek-V3 after absorption (entries of 512 + 64, pages of 64, bf16 queries), all its 128 heads or the 16 of one
-rank of eight. At every point the arms take turns; cold by rotation. One query row per request is a decode, more are a
+rank of eight. At every point the variants are interleaved; cold by rotation. One query row per request is a decode, more are a
 verification. The wrapper is FA3 on SM90 and FA2 elsewhere; it plans on the host from the lengths, which is done before and not
 in the time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+import typer
 
+from lab.axes import positive
+from lab.commands.options import list_option
 from lab.metadata.engine.forward_mode import ForwardMode
+from lab.reports.tables import Table
 from lab.timing.work import GpuWork
 from lab.workloads.batches import Batch
 from lab.workloads.mla_case import MLACase
-from studies.arms import JUDGED, OUTCOMES, Arm, Point, TimingPlan, measure_point
-from studies.passes import PORTABLE_MODULE, gpu_works, pass_facts
-from studies.targets import TEXT_COLUMNS, TIME_COLUMNS, Figure, Target, score
+from studies.passes import PORTABLE_MODULE, pass_facts
+from studies.recording import table_of
+from studies.settings import names, sizes
+from studies.study import Part, Result, TimedStudy
+from studies.targets import TIME_COLUMNS, Figure, Target, score
+from studies.variants import JUDGED, Point, Variant, chosen
 
-SHAPES = ((64, 8192), (8, 81920))  # requests, keys of each: about 0.6 and 0.75 GB of bf16 entries
-HEADS = (16, 128)
+Shape = tuple[int, int]  # requests, keys of each
 KV_DTYPES = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
 TARGETS = (Target(Figure.SPEED, 0.8),)  # of the portable kernel, in times the wrapper's speed
 PLANNED = "planned on the host before; not in the time"
@@ -33,35 +39,13 @@ PORTABLE, WRAPPER = "portable", "wrapper"
 WRAPPER_MODULE = "lab.kernels.peers.flashinfer_mla"
 
 
-def cases_of(
-    shapes: Sequence[tuple[int, int]] = SHAPES,
-    heads: Sequence[int] = HEADS,
-    q_lens: Sequence[int] = (1,),
-    kv_dtype: torch.dtype = torch.bfloat16,
-) -> list[MLACase]:
-    """Return all passes, `q_lens` varying fastest.
-
-    Args:
-        shapes: requests, and keys of each with the new tokens.
-        heads: query heads.
-        q_lens: query rows of each request: 1 is a decode, more are a verification.
-        kv_dtype: of the cache.
-    """
-    cases = []
-    for (requests, kv_len), num_heads, q_len in product(shapes, heads, q_lens):
-        mode = ForwardMode.DECODE if q_len == 1 else ForwardMode.TARGET_VERIFY
-        prefixes = (kv_len - q_len,) * requests
-        cases.append(MLACase(mode, prefixes, (q_len,) * requests, num_qo_heads=num_heads, kv_dtype=kv_dtype))
-    return cases
-
-
-def arms_of(case: MLACase) -> tuple[Arm, Arm]:
+def variants_of(case: MLACase) -> tuple[Variant, Variant]:
     """Return the portable kernel, and the wrapper that it is compared with."""
-    return Arm(PORTABLE, case, PORTABLE_MODULE, TARGETS), Arm(WRAPPER, case, WRAPPER_MODULE, planned=True)
+    return Variant(PORTABLE, case, PORTABLE_MODULE, TARGETS), Variant(WRAPPER, case, WRAPPER_MODULE, planned=True)
 
 
 def point_of(case: MLACase) -> Point:
-    """Return the pass of both arms; `kv_len` is each request's, its new tokens included."""
+    """Return the pass of both variants; `kv_len` is each request's, its new tokens included."""
     facts = {
         "q_len": case.q_lens[0],
         "requests": len(case.q_lens),
@@ -69,19 +53,59 @@ def point_of(case: MLACase) -> Point:
         "heads": case.num_qo_heads,
     }
     name = f"{Batch(case.q_lens, case.kv_lens)}/{case.num_qo_heads} heads"
-    return Point(name, arms_of(case), facts, baseline=WRAPPER)
+    return Point(name, variants_of(case), facts, baseline=WRAPPER)
 
 
-def facts_of(arm: Arm, work: GpuWork) -> dict[str, Any]:
+def facts_of(variant: Variant, work: GpuWork) -> dict[str, Any]:
     """Return what a row says of its pass; the wrapper's kernel is FA3 on SM90, and FA2 elsewhere."""
-    return {"plan": PLANNED if arm.planned else None, **pass_facts(arm, work)}
+    return {"plan": PLANNED if variant.planned else None, **pass_facts(variant, work)}
 
 
-def run(points: Sequence[Point], plan: TimingPlan, out: Path | None = None) -> int:
-    """Measure points of `point_of`; see `studies`."""
-    recording = plan.recording("mla_decode", out, OUTCOMES, judged=JUDGED, targets=lambda result: score(result["rows"]))
-    recording.measure(points, lambda point: measure_point(point, gpu_works, plan, facts_of).by_list())
-    title = f"MLA, one layer: {plan.method}. The wrapper is {PLANNED}"
-    recording.print_table(title, TIME_COLUMNS, "rows", words=TEXT_COLUMNS)
-    recording.print_reasons()
-    return recording.exit_status
+def _requests_and_keys(text: str) -> tuple[int, int]:
+    """Return (requests, keys) of a text such as "64x8192"; raise ValueError for another form."""
+    requests, times, keys = text.partition("x")
+    if not times:
+        raise ValueError(f"{text} is not of the form REQUESTSxKEYS, such as 64x8192")
+    return positive(requests), positive(keys)
+
+
+SHAPES_HELP = "requests, and keys of each with the new tokens included"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLADecode(TimedStudy):
+    """Passes of all combinations of the sizes, compared with the wrapper's and with the floor."""
+
+    # About 0.6 and 0.75 GB of bf16 entries.
+    shapes: Annotated[tuple[Shape, ...], list_option(_requests_and_keys, SHAPES_HELP, "REQUESTSxKEYS,...")] = (
+        (64, 8192),
+        (8, 81920),
+    )
+    heads: Annotated[tuple[int, ...], sizes("query heads")] = (16, 128)
+    q_lens: Annotated[tuple[int, ...], sizes("query rows of each request; more than 1 is a verify pass")] = (1,)
+    kv_dtype: Annotated[Literal["bf16", "e4m3"], typer.Option(help="dtype of the K/V cache")] = "bf16"
+    only: Annotated[tuple[str, ...], names("these points, such as '64q1s8k/16 heads'")] = ()
+
+    def cases(self) -> list[MLACase]:
+        """Return all passes, `q_lens` varying fastest: 1 query row is a decode, more are a verification."""
+        cases = []
+        for (requests, kv_len), num_heads, q_len in product(self.shapes, self.heads, self.q_lens):
+            mode = ForwardMode.DECODE if q_len == 1 else ForwardMode.TARGET_VERIFY
+            lens = (kv_len - q_len,) * requests, (q_len,) * requests
+            cases.append(MLACase(mode, *lens, num_qo_heads=num_heads, kv_dtype=KV_DTYPES[self.kv_dtype]))
+        return cases
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        points = map(point_of, self.cases())
+        return [self.passes(chosen(points, self.only, lambda point: point.name), facts_of)]
+
+    def facts(self) -> Mapping[str, Any]:
+        return {**super().facts(), "judged": JUDGED}
+
+    def derived(self, result: Result) -> Mapping[str, Any]:
+        return {"targets": score(result["rows"])}
+
+    def answer(self, result: Result) -> Iterable[Table]:
+        title = f"MLA, one layer: {result['method']}. The wrapper is {PLANNED}"
+        yield table_of(title, TIME_COLUMNS, result["rows"])

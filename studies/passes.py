@@ -1,4 +1,4 @@
-"""Forward passes as arms: an arm's `case` is a pass, its `module` runs it."""
+"""Forward passes as variants: a variant's `case` is a pass, its `module` runs it."""
 
 import importlib
 from collections.abc import Callable, Sequence
@@ -21,40 +21,40 @@ from lab.workloads.forward_case import ForwardCase
 from lab.workloads.inputs.forward_pass import EnginePass, build_forward
 from lab.workloads.inputs.mla_pass import build_mla_pass
 from lab.workloads.mla_case import MLACase
-from studies.arms import Arm
+from studies.variants import Variant
 
 PORTABLE_MODULE, FLASHINFER_MODULE = "lab.kernels.portable", "lab.kernels.trtllm"
 Prepare = Callable[..., Call]
 
 
-def works_of(arms: Sequence[Arm], device: torch.device, prepare: Prepare | None = None) -> dict[str, GpuWork]:
-    """Make each arm's work, with an output of its own.
+def works_of(variants: Sequence[Variant], device: torch.device, prepare: Prepare | None = None) -> dict[str, GpuWork]:
+    """Make each variant's work, with an output of its own.
 
-    Arms whose cases differ at most in the call of a draft extend, or in the number of decode calls, share all other tensors.
+    Variants whose cases differ in the call of a draft extend, or in the number of decode calls, share all other tensors.
 
     Args:
-        arms: whose modules are imported here.
+        variants: whose modules are imported here.
         device: where the tensors are.
         prepare: makes the call that is timed, of a pass without latent attention; its first argument is the backend. None: as
             the backend prepares it.
     """
     made: dict[ForwardCase | MLACase, TimedPasses] = {}
     works = {}
-    for arm in arms:
-        implementation = implementation_of(arm)
-        is_mla = isinstance(arm.case, MLACase)
-        tensors = arm.case if is_mla else replace(arm.case, draft_extend=None, decode_splits=1)
+    for variant in variants:
+        implementation = implementation_of(variant)
+        is_mla = isinstance(variant.case, MLACase)
+        tensors = variant.case if is_mla else replace(variant.case, draft_extend=None, decode_splits=1)
         if tensors not in made:
             made[tensors] = TimedPasses.over(built(tensors, device))
-        backend = arm.case.backend(implementation)
+        backend = variant.case.backend(implementation)
         call = backend.prepare_attention if is_mla or prepare is None else partial(prepare, backend)
-        works[arm.name] = replace(made[tensors].work(implementation), prepare=call)
+        works[variant.name] = replace(made[tensors].work(implementation), prepare=call)
     return works
 
 
-def gpu_works(arms: Sequence[Arm]) -> dict[str, GpuWork]:
-    """Make each arm's work on the GPU; see `works_of`."""
-    return works_of(arms, torch.device("cuda"))
+def gpu_works(variants: Sequence[Variant]) -> dict[str, GpuWork]:
+    """Make each variant's work on the GPU; see `works_of`."""
+    return works_of(variants, torch.device("cuda"))
 
 
 def built(case: ForwardCase | MLACase, device: torch.device) -> EnginePass:
@@ -62,10 +62,10 @@ def built(case: ForwardCase | MLACase, device: torch.device) -> EnginePass:
     return build_mla_pass(case, device) if isinstance(case, MLACase) else build_forward(case, device)
 
 
-def implementation_of(arm: Arm) -> Any:
-    """Import an arm's module, and return what makes its calls."""
-    module = importlib.import_module(arm.module)
-    return PlannedOnce(module) if arm.planned else module
+def implementation_of(variant: Variant) -> Any:
+    """Import a variant's module, and return what makes its calls."""
+    module = importlib.import_module(variant.module)
+    return PlannedOnce(module) if variant.planned else module
 
 
 def eager_call(backend: TRTLLMMHABackend, *, out: torch.Tensor, **passed: Any) -> Call:
@@ -87,14 +87,14 @@ def _planned(
     return backend.plan_calls(batch, layer, query.dtype, cache.storage.dtype)
 
 
-def pass_facts(arm: Arm, work: GpuWork) -> dict[str, Any]:
+def pass_facts(variant: Variant, work: GpuWork) -> dict[str, Any]:
     """Return what the row of a pass says of it: implementation, kernel and case."""
-    return {"implementation": arm.module, "kernel": kernel_of(arm, work), **case_facts(arm.case)}
+    return {"implementation": variant.module, "kernel": kernel_of(variant, work), **case_facts(variant.case)}
 
 
-def kernel_of(arm: Arm, work: GpuWork) -> str:
-    """Return what runs on the work's device under the names of an arm's calls."""
+def kernel_of(variant: Variant, work: GpuWork) -> str:
+    """Return what runs on the work's device under the names of a variant's calls."""
     calls = [AttentionCall.MLA_DECODE.value]
-    if isinstance(arm.case, ForwardCase):
-        calls = [planned.call.value for planned in _planned(arm.case.backend(), **work.arguments)]
-    return kernel_names(importlib.import_module(arm.module), calls, work.arguments["query"].device)
+    if isinstance(variant.case, ForwardCase):
+        calls = [planned.call.value for planned in _planned(variant.case.backend(), **work.arguments)]
+    return kernel_names(importlib.import_module(variant.module), calls, work.arguments["query"].device)

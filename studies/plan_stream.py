@@ -5,14 +5,14 @@
 
 A loop of speculative iterations. Each names its batch on the device, replays a CUDA graph of matrix products that lasts as
 long as asked in place of the draft steps, plans verify's metadata, fixes up what depends on the draft, replays another graph in
-place of the target model, and adds the accepted tokens to the lengths. The arms are all combinations of:
+place of the target model, and adds the accepted tokens to the lengths. The variants are all combinations of:
 
     drafts   chains, which need no fix-up; or trees, whose packed mask is written after the draft from each token's parent
     builder  torch operations, many small launches as in SGLang 0.5.13; or one fused launch as in 0.5.23
     start    in line, after the draft on its stream; on a second stream after the draft; on a second stream after the inputs
 
-The arms' runs take turns, in an order reshuffled each round; each is profiled, and its first iterations are left out. What
-verify was handed is checked before and after. What the table says, per iteration, as medians:
+The runs of the variants are interleaved, in an order reshuffled each round. Each is profiled, and its first iterations are left
+out. The metadata that verify gets is checked before and after. What the table says, per iteration, as medians:
 
     plan         GPU: from the start of the plan's first kernel or copy to the end of its last
     busy         GPU: the part of that time in which one of them ran
@@ -30,11 +30,10 @@ so a plan beside them may take longer than alone. Writing the mask is also timed
 import itertools
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,17 +47,28 @@ from lab.metadata.mha.metadata import build_mha_metadata
 from lab.metadata.speculation.verify_mask import pack_tree_mask
 from lab.metadata.speculation.verify_plan import ChainVerify, TreeMaskVerify
 from lab.named_enum import NamedEnum
+from lab.reports.tables import Table, number
 from lab.timing.host_time import METHOD as HOST_METHOD
 from lab.timing.host_time import host_time
 from lab.timing.work import GpuWork
-from studies.arms import WARM
 from studies.iteration_profile import Phase, iteration_facts, two_lanes
-from studies.loops import LoopSettings, VerifyRequests, facts_alone, measure_loop, stand_in
-from studies.recording import Columns, Recording
-from studies.stand_in import MatrixProducts
+from studies.loops import (
+    LoopSettings,
+    LoopStudy,
+    MatrixProducts,
+    Steps,
+    VerifyRequests,
+    WarmUpSteps,
+    facts_alone,
+    measure_loop,
+)
+from studies.recording import Formats, table_of
+from studies.settings import count, times_us
 from studies.step_profile import medians
+from studies.study import Part, Result
+from studies.variants import WARM
 
-Result = TypeVar("Result")
+Handed = TypeVar("Handed")
 
 METHOD = (
     "torch.profiler (CUPTI), CPU and CUDA activities; GPU work belongs to the iteration and phase whose launch has its "
@@ -80,7 +90,7 @@ class Drafts(NamedEnum):
 
 @dataclass(frozen=True)
 class Planning:
-    """One way to plan verify: an arm."""
+    """One way to plan verify: a variant."""
 
     drafts: Drafts
     builder: MetadataBuilder
@@ -90,7 +100,7 @@ class Planning:
         return f"{self.drafts.value}, {self.builder.value}, {self.start.value}"
 
 
-ARMS = tuple(itertools.starmap(Planning, itertools.product(Drafts, MetadataBuilder, PlanStart)))
+VARIANTS = tuple(itertools.starmap(Planning, itertools.product(Drafts, MetadataBuilder, PlanStart)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,11 +116,11 @@ class PlanLoopSettings(LoopSettings):
         ValueError: a size is too small, or the requests outgrow `max_context_len`.
     """
 
-    draft_us: float = stand_in()
-    verify_us: float = stand_in()
-    max_context_len: int = 131072
-    warm_up_steps: int = 3
-    steps: int = 12
+    draft_us: Annotated[float, times_us("GPU time of the draft steps", "100,400")]
+    verify_us: Annotated[float, times_us("GPU time of the target model", "1000")]
+    max_context_len: Annotated[int, count("most tokens of a request, which the page tables have room for")] = 131072
+    warm_up_steps: WarmUpSteps = 3
+    steps: Steps = 12
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -133,7 +143,7 @@ class MarkedPlanStream(PlanStream):
 
 
 class SpeculativeLoop:
-    """Iterations of all arms over the same requests, ready to be run many times from the same lengths.
+    """Iterations of all variants over the same requests, ready to be run many times from the same lengths.
 
     Args:
         settings: the loop.
@@ -156,16 +166,16 @@ class SpeculativeLoop:
         # Other trees in each iteration.
         shape = (settings.steps_per_run, settings.batch_size, settings.num_draft_tokens)
         self.parents = random_trees(*shape, generator=generator).to(device)
-        self.planners = {arm: self._planner(arm) for arm in ARMS}
+        self.planners = {variant: self._planner(variant) for variant in VARIANTS}
 
-    def run(self, arm: Planning, steps: int | None = None) -> None:
+    def run(self, variant: Planning, steps: int | None = None) -> None:
         """Launch a run's iterations, each in a range "step N". The GPU may still be at work afterwards."""
         seq_lens = self.requests.first_seq_lens
-        for number in range(self.settings.steps_per_run if steps is None else steps):
-            with record_function(f"step {number}"):
-                _, seq_lens = self._iterate(arm, seq_lens, number, self._verify)
+        for step in range(self.settings.steps_per_run if steps is None else steps):
+            with record_function(f"step {step}"):
+                _, seq_lens = self._iterate(variant, seq_lens, step, self._verify)
 
-    def check(self, arm: Planning) -> None:
+    def check(self, variant: Planning) -> None:
         """Run all iterations with a verify pass that copies what it is handed, then compare that with a fresh build.
 
         Raises:
@@ -177,20 +187,20 @@ class SpeculativeLoop:
 
         seq_lens = self.requests.first_seq_lens
         handed: list[tuple[Tensor, dict[str, Tensor]]] = []
-        for number in range(self.settings.steps_per_run):
+        for step in range(self.settings.steps_per_run):
             before = seq_lens
-            copies, seq_lens = self._iterate(arm, before, number, copies_of)
+            copies, seq_lens = self._iterate(variant, before, step, copies_of)
             handed.append((before, copies))
-        for number, (lens, copies) in enumerate(handed):
-            for name, expected in self._expected(arm, lens, number).items():
+        for step, (lens, copies) in enumerate(handed):
+            for name, expected in self._expected(variant, lens, step).items():
                 if not torch.equal(self._live(name, copies[name], lens), self._live(name, expected, lens)):
                     raise RuntimeError(
-                        f"{arm}: in iteration {number} verify was handed another {name} than its batch has"
+                        f"{variant}: in iteration {step} verify was handed another {name} than its batch has"
                     )
 
     def _iterate(
-        self, arm: Planning, seq_lens: Tensor, number: int, verify: Callable[[PlannedVerify], Result]
-    ) -> tuple[Result, Tensor]:
+        self, variant: Planning, seq_lens: Tensor, number: int, verify: Callable[[PlannedVerify], Handed]
+    ) -> tuple[Handed, Tensor]:
         """Run one iteration; return what `verify` returned, and the lengths of the next."""
         with record_function(Phase.INPUTS.value):
             batch = self.requests.batch(seq_lens)
@@ -201,21 +211,21 @@ class SpeculativeLoop:
                 if buffers[0] is not None:
                     buffers[0].copy_(self.parents[number])
 
-        return self.planners[arm].run(batch, draft, verify), seq_lens + self.requests.accepted
+        return self.planners[variant].run(batch, draft, verify), seq_lens + self.requests.accepted
 
     def _verify(self, planned: PlannedVerify) -> None:
         with record_function(Phase.VERIFY.value):
             self.verify()
 
-    def _planner(self, arm: Planning) -> MarkedPlanStream:
-        verify = TreeMaskVerify if arm.drafts is Drafts.TREES else ChainVerify
-        settings, attention = self.settings, TRTLLMMHABackend(builder=arm.builder)
+    def _planner(self, variant: Planning) -> MarkedPlanStream:
+        verify = TreeMaskVerify if variant.drafts is Drafts.TREES else ChainVerify
+        settings, attention = self.settings, TRTLLMMHABackend(builder=variant.builder)
         backend = verify(self.requests.pool, settings.num_draft_tokens, [settings.batch_size], attention)
-        return MarkedPlanStream(backend, arm.start)
+        return MarkedPlanStream(backend, variant.start)
 
-    def _expected(self, arm: Planning, seq_lens: Tensor, number: int) -> dict[str, Tensor]:
+    def _expected(self, variant: Planning, seq_lens: Tensor, number: int) -> dict[str, Tensor]:
         batch = self.requests.batch(seq_lens)
-        mask = pack_tree_mask(self.parents[number]) if arm.drafts is Drafts.TREES else None
+        mask = pack_tree_mask(self.parents[number]) if variant.drafts is Drafts.TREES else None
         return PlannedVerify(batch, build_mha_metadata(batch, self.requests.pool), mask).tensors()
 
     def _live(self, name: str, tensor: Tensor, seq_lens: Tensor) -> Tensor:
@@ -232,7 +242,7 @@ def random_trees(*shape: int, generator: torch.Generator) -> Tensor:
 
 
 def measure_plannings(settings: PlanLoopSettings) -> list[dict[str, Any]]:
-    """Measure all arms of a loop on this GPU, their runs in turns; return JSON-ready rows.
+    """Measure all variants of a loop on this GPU, their runs interleaved; return JSON-ready rows.
 
     Raises:
         IncompleteProfileError: a profile lacks what the figures are made of.
@@ -241,38 +251,38 @@ def measure_plannings(settings: PlanLoopSettings) -> list[dict[str, Any]]:
     device = torch.device("cuda", torch.cuda.current_device())
     draft, verify = (MatrixProducts(gpu_us, device) for gpu_us in (settings.draft_us, settings.verify_us))
     loop = SpeculativeLoop(settings, draft.graph.replay, verify.graph.replay, device)
-    for arm in ARMS:  # which also compiles what is compiled at first use
-        loop.check(arm)
+    for variant in VARIANTS:  # which also compiles what is compiled at first use
+        loop.check(variant)
     shuffled = random.Random(SHUFFLE_SEED)
-    rounds = [shuffled.sample(ARMS, len(ARMS)) for _ in range(settings.repeats)]
+    rounds = [shuffled.sample(VARIANTS, len(VARIANTS)) for _ in range(settings.repeats)]
     runs = measure_loop(loop.run, rounds, settings.steps_per_run)
-    calls = {str(arm): partial(loop.run, arm, steps=1) for arm in ARMS}
+    calls = {str(variant): partial(loop.run, variant, steps=1) for variant in VARIANTS}
     host = host_time(calls, batches=HOST_BATCHES, calls_per_batch=HOST_CALLS_PER_BATCH)
-    for arm in ARMS:
-        loop.check(arm)
+    for variant in VARIANTS:
+        loop.check(variant)
     first = settings.warm_up_steps
     return [
         {
-            "drafts": arm.drafts.value,
-            "builder": arm.builder.value,
-            "start": arm.start.value,
-            "fix_up": (FixUp.AFTER_DRAFT if arm.drafts is Drafts.TREES else FixUp.NONE).value,
+            "drafts": variant.drafts.value,
+            "builder": variant.builder.value,
+            "start": variant.start.value,
+            "fix_up": (FixUp.AFTER_DRAFT if variant.drafts is Drafts.TREES else FixUp.NONE).value,
             **asdict(settings),
             "draft_matrix_products": draft.products,
             "verify_matrix_products": verify.products,
             **found.facts(partial(iteration_facts, first=first), medians),
             "timeline": two_lanes(found.profiles[-1].steps[first + settings.steps // 2]),
             "unprofiled_iteration_us": found.unprofiled_us,
-            **host[str(arm)].facts(),
+            **host[str(variant)].facts(),
         }
-        for arm, found in ((arm, runs[arm]) for arm in ARMS)
+        for variant, found in ((variant, runs[variant]) for variant in VARIANTS)
     ]
 
 
-def measure_fix_up(batch_size: int, num_draft_tokens: int, device: torch.device) -> dict[str, Any]:
+def measure_fix_up(batch_size: int, num_draft_tokens: int) -> dict[str, Any]:
     """Measure GPU and host time of writing the packed masks of random trees by itself; JSON-ready."""
     generator = torch.Generator().manual_seed(0)
-    parents = random_trees(batch_size, num_draft_tokens, generator=generator).to(device)
+    parents = random_trees(batch_size, num_draft_tokens, generator=generator).cuda()
     out = torch.zeros_like(pack_tree_mask(parents))
     work = GpuWork.of(pack_tree_mask, parents.nbytes + out.nbytes, parents=parents, out=out)
     return {
@@ -289,18 +299,7 @@ def _check_fix_up(arguments: Mapping[str, Any]) -> None:
     out.zero_()
 
 
-def run(loops: Sequence[PlanLoopSettings], out: Path | None = None) -> int:
-    """Measure every loop and the fix-ups; see `studies`."""
-    device = torch.device("cuda")
-    recording = Recording("plan_stream", out, {"method": METHOD, "host_method": HOST_METHOD}, ("arms", "fix_ups"))
-    recording.measure(loops, lambda settings: {"arms": measure_plannings(settings)}, "loops")
-    recording.measure(FIX_UP_POINTS, lambda point: {"fix_ups": [measure_fix_up(*point, device)]}, "masks")
-    recording.print_table("A speculative iteration", ARM_COLUMNS, "arms", words=("drafts", "builder", "start"))
-    recording.print_table(f"The packed mask of trees by itself, {WARM}", FIX_UP_COLUMNS, "fix_ups")
-    return recording.exit_status
-
-
-ARM_COLUMNS: Columns = {
+VARIANT_COLUMNS: Formats = {
     "drafts": "{drafts}",
     "builder": "{builder}",
     "start": "{start}",
@@ -312,13 +311,35 @@ ARM_COLUMNS: Columns = {
     "fix-up, µs": "{medians[fix_up_us]:,.1f}",
     "between, µs": "{medians[between_us]:,.1f}",
     "iteration, µs": "{medians[iteration_us]:,.1f}",
-    "unprofiled, µs": lambda row: f"{statistics.median(row['unprofiled_iteration_us']):,.1f}",
+    "unprofiled, µs": lambda row: number(statistics.median(row["unprofiled_iteration_us"]), 1),
     "host, µs": "{host_us:,.1f}",
 }
-FIX_UP_COLUMNS: Columns = {
+FIX_UP_COLUMNS: Formats = {
     "requests": "{batch_size}",
     "draft tokens": "{num_draft_tokens}",
     "launches": "{launches}",
     "GPU, µs": "{gpu_us:,.2f}",
     "host, µs": "{host_us:,.1f}",
 }
+
+
+@dataclass(frozen=True)
+class PlanStreamStudy(LoopStudy):
+    """Loops of speculative iterations, and the fix-ups by themselves."""
+
+    lists = ("arms", "fix_ups")
+    settings = PlanLoopSettings
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        return [
+            Part(self.loops, lambda settings: {"arms": measure_plannings(settings)}, "loops"),
+            Part(FIX_UP_POINTS, lambda point: {"fix_ups": [measure_fix_up(*point)]}, "masks"),
+        ]
+
+    def facts(self) -> Mapping[str, Any]:
+        return {"method": METHOD, "host_method": HOST_METHOD}
+
+    def answer(self, result: Result) -> Iterable[Table]:
+        yield table_of("A speculative iteration", VARIANT_COLUMNS, result["arms"])
+        yield table_of(f"The packed mask of trees by itself, {WARM}", FIX_UP_COLUMNS, result["fix_ups"])

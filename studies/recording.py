@@ -1,119 +1,84 @@
-"""The run of an experiment: on a GPU or not at all, point by point, its JSON file written anew after each."""
+"""The recording of a study: rows of its points in a JSON file that is written anew after each, and tables of them."""
 
 import json
-import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from string import Formatter
 from typing import Any, TypeVar
 
 import torch
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
-from lab.exit_status import ExitStatus
 from lab.files import write_text
 from lab.provenance import environment
+from lab.reports.tables import Cell, Table, make_table, terminal
 from lab.timing.roofline import Ceilings
-
-WIDTH_WITHOUT_TERMINAL = 200
 
 Point = TypeVar("Point")
 Row = dict[str, Any]
-# By header, what a column shows of a row: a format of the row's values, such as "{us:.1f}", or a function.
-Columns = Mapping[str, str | Callable[[Mapping[str, Any]], str]]
+# By heading, what a column shows of a row: a format of the row's values, such as "{us:.1f}", or a cell.
+Formats = Mapping[str, str | Callable[[Any], Cell]]
 
 
 class Recording:
-    """The rows that an experiment records, and the file that holds them.
+    """The rows that a study records, and the file that holds them.
 
     Args:
-        experiment: its name.
+        study: its name.
         out: where the JSON goes; None keeps no file.
-        facts: what holds of all points, such as the method. The environment stands before them. A function is no fact: what it
-            makes of all that is recorded is computed anew after every point.
+        facts: what holds of all points, such as the method. The environment stands before them.
         lists: names of the lists that points add their rows to.
+        derived: makes more facts of all that is recorded, anew after every point.
         ceilings: go into the environment.
     """
 
     def __init__(
         self,
-        experiment: str,
+        study: str,
         out: Path | None,
         facts: Mapping[str, Any],
         lists: Sequence[str],
-        *,
+        derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda result: {},
         ceilings: Ceilings | None = None,
     ) -> None:
         measured_on = environment() | ({} if ceilings is None else {"ceilings": ceilings.facts()})
-        self.result: dict[str, Any] = {
-            "experiment": experiment,
-            "environment": measured_on,
-            **{name: fact for name, fact in facts.items() if not callable(fact)},
-            **{name: [] for name in lists},
-        }
-        self.console = Console(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL)
+        empty: dict[str, Any] = {name: [] for name in lists}
+        self.result = {"experiment": study, "environment": measured_on, **facts, **empty}
+        self.console = terminal()
         self._out = out
-        self._derived = {name: fact for name, fact in facts.items() if callable(fact)}
+        self._derived = derived
 
     def measure(
         self, points: Collection[Point], rows_at: Callable[[Point], Mapping[str, Sequence[Row]]], what: str = "points"
     ) -> None:
-        """Measure point after point, and write the file anew after each.
-
-        Args:
-            points: what `rows_at` takes.
-            rows_at: measures one; gives rows by the name of the list that they go to.
-            what: the points, for the progress bar.
-        """
+        """Measure point after point; see `studies.study.Part`."""
         for point in track(points, description=what, console=self.console):
             for name, rows in rows_at(point).items():
                 self.result[name] += rows
-            self.result |= {name: of(self.result) for name, of in self._derived.items()}
-            self._write()
+            self.result |= self._derived(self.result)
+            if self._out is not None:
+                write_text(self._out, json.dumps(self.result, indent=1) + "\n")
             torch.cuda.empty_cache()  # points differ in size, and what one leaves in pieces is of no use to the next
 
-    def add(self, name: str, value: object) -> None:
-        """Record one thing more."""
-        self.result[name] = value
-        self._write()
 
-    def _write(self) -> None:
-        if self._out is not None:
-            write_text(self._out, json.dumps(self.result, indent=1) + "\n")
-
-    def print_table(self, title: str, columns: Columns, rows: str, *, words: Collection[str] = ()) -> None:
-        """Print a line per row of a list; see `table_of`."""
-        self.console.print(table_of(title, columns, self.result[rows], words=words))
-
-    def print_reasons(self) -> None:
-        """Print the reasons of the arms that have no time."""
-        for outcome in ("declined", "wrong"):
-            for row in self.result[outcome]:
-                self.console.print(f"{outcome}: {row['point']}, {row['arm']}: {row['reason']}", markup=False)
-
-    @property
-    def exit_status(self) -> ExitStatus:
-        """Return that of the experiment's command: WRONG if the output of an arm was."""
-        return ExitStatus.WRONG if self.result.get("wrong") else ExitStatus.DONE
+def table_of(caption: str, formats: Formats, rows: Iterable[Mapping[str, Any]]) -> Table:
+    """Make a table of one line per row."""
+    columns = {head: partial(_cell, shown) if isinstance(shown, str) else shown for head, shown in formats.items()}
+    return make_table(columns, list(rows), caption=caption, say_once=())
 
 
-def table_of(title: str, columns: Columns, rows: Iterable[Mapping[str, Any]], *, words: Collection[str] = ()) -> Table:
-    """Draw one line per row; the columns named in `words` are text, all others numbers."""
-    table = Table(title=title, title_justify="left")
-    for header in columns:
-        table.add_column(header, justify="left" if header in words else "right")
-    cells = [cell.format_map if isinstance(cell, str) else cell for cell in columns.values()]
-    for row in rows:
-        table.add_row(*(cell(row) for cell in cells))
-    return table
+def _cell(shown: str, row: Mapping[str, Any]) -> Cell:
+    names = [name for _, name, _, _ in Formatter().parse(shown) if name]
+    value = Formatter().get_field(names[0], (), row)[0] if len(names) == 1 else None
+    return Cell(shown.format_map(row), value if isinstance(value, int | float) else None)
 
 
 def rows_by_point(
-    rows: Iterable[Mapping[str, Any]], point: Sequence[str], arm: str
+    rows: Iterable[Mapping[str, Any]], point: Sequence[str], variant: str
 ) -> dict[tuple[Any, ...], dict[str, Mapping[str, Any]]]:
-    """Return the rows by the values of the keys that name a point, and at each point by that of the key that names an arm."""
+    """Return rows by the values of the keys that name a point, and at each point by the value of the key `variant`."""
     points: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
     for row in rows:
-        points.setdefault(tuple(row[name] for name in point), {})[row[arm]] = row
+        points.setdefault(tuple(row[name] for name in point), {})[row[variant]] = row
     return points

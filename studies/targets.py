@@ -1,11 +1,12 @@
-"""Targets: numbers that an arm must reach, and whether it reached them."""
+"""Targets: numbers that a variant must reach, and whether it reached them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lab.named_enum import NamedEnum
-from studies.recording import Columns
+from lab.reports.tables import Cell, number, words
+from studies.recording import Formats
 
 
 class Figure(NamedEnum):
@@ -18,7 +19,7 @@ class Figure(NamedEnum):
 
 @dataclass(frozen=True)
 class Target:
-    """A figure and its bound: the least that an arm must reach, or, of host time, the most that it may take."""
+    """A figure and its bound: the least that a variant must reach, or, of host time, the most that it may take."""
 
     figure: Figure
     bound: float
@@ -34,9 +35,9 @@ def target_rows(
     """Return what a row records of its targets; a figure of None was not compared, and is neither passed nor missed.
 
     Args:
-        targets: an arm's.
-        reached: the arm's figures.
-        baseline: the arm that a speed is relative to.
+        targets: a variant's.
+        reached: the variant's figures.
+        baseline: the variant that a speed is relative to.
     """
     return [_target_row(target, reached[target.figure], baseline) for target in targets]
 
@@ -50,8 +51,13 @@ def _target_row(target: Target, reached: float | None, baseline: str) -> dict[st
 
 
 def target_text(row: Mapping[str, Any]) -> str:
-    """Say by how much a row's arm passes or misses each of its targets."""
+    """Say by how much a row's variant passes or misses each of its targets."""
     return "; ".join(_one_text(target) for target in row["targets"])
+
+
+def target_cell(row: Mapping[str, Any]) -> Cell:
+    """Return the cell of `target_text`."""
+    return words(target_text(row))
 
 
 def _one_text(target: Mapping[str, Any]) -> str:
@@ -61,10 +67,10 @@ def _one_text(target: Mapping[str, Any]) -> str:
     return f"{asked}: {'passed' if target['passed'] else 'missed'} by {abs(target['margin']):.3g}"
 
 
-# Of rows of arms that were compared with a baseline.
-TIME_COLUMNS: Columns = {
+# Of rows of variants that were compared with a baseline.
+TIME_COLUMNS: Formats = {
     "point": "{point}",
-    "arm": "{arm}",
+    "variant": "{arm}",
     "kernel": "{kernel}",
     "cache": "{kv_dtype}",
     "µs": "{median_us:,.1f}",
@@ -72,10 +78,9 @@ TIME_COLUMNS: Columns = {
     "floor, µs": "{floor_us:,.1f}",
     "bound by": "{floor_bound}",
     "floor, %": "{floor_percent:.1f}",
-    "speed, x": lambda row: "" if row["speed_of_baseline"] is None else f"{row['speed_of_baseline']:.3f}",
-    "targets": target_text,
+    "speed, x": lambda row: number(row["speed_of_baseline"], 3),
+    "targets": target_cell,
 }
-TEXT_COLUMNS = ("point", "arm", "kernel", "cache", "bound by", "targets")
 
 
 def score(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:

@@ -52,17 +52,17 @@ def two_clocks(what: str) -> Clocks:
     }
 
 
-def pairs(rows: Iterable[Row], arm: str, before: str, after: str, point: Sequence[str]) -> list[RowPair]:
-    """Return the rows of two arms at each point that has both, in the order of the first arm's rows.
+def pairs(rows: Iterable[Row], variant: str, before: str, after: str, point: Sequence[str]) -> list[RowPair]:
+    """Return the rows of two variants at each point that has both, in the order of the first variant's rows.
 
     Args:
-        arm: the key of a row's arm; `before` and `after` are two of its values.
+        variant: the key of a row's variant; `before` and `after` are two of its values.
         point: the keys of what its point is.
     """
     point_of = itemgetter(*point)
     listed = list(rows)
-    changed = {point_of(row): row for row in listed if row[arm] == after}
-    return [(row, changed[point_of(row)]) for row in listed if row[arm] == before and point_of(row) in changed]
+    changed = {point_of(row): row for row in listed if row[variant] == after}
+    return [(row, changed[point_of(row)]) for row in listed if row[variant] == before and point_of(row) in changed]
 
 
 def compared_pairs(

@@ -26,10 +26,10 @@ def _named(row: Row) -> tuple[str, str]:
 
 def _left_out(recording: Recording) -> tuple[str, ...]:
     skipped, declined = len(recording["skipped"]), len(recording["declined"])
-    arms = ", ".join(sorted({str(row["arm"]) for row in recording["declined"]}))
+    variants = ", ".join(sorted({str(row["arm"]) for row in recording["declined"]}))
     found = {
         f"{skipped} points of more than {recording['most_keys']:,} keys.": skipped,
-        f"{counted(declined, 'time')}, because these arms declined: {arms}.": declined,
+        f"{counted(declined, 'time')}, because these arms declined: {variants}.": declined,
     }
     return tuple(sentence for sentence, count in found.items() if count)
 

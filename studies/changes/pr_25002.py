@@ -59,8 +59,10 @@ def _form_against_form(recording: Recording, before: str, after: str) -> list[Ob
 
 def _host_times(recording: Recording) -> tuple[str, ...]:
     host = {
-        arm: [row["host_us"] for row in recording["modes"] if (row["mode"], row["arm"]) == (_DRAFT_EXTEND_V2, arm)]
-        for arm in ("eager", "graph")
+        variant: [
+            row["host_us"] for row in recording["modes"] if (row["mode"], row["arm"]) == (_DRAFT_EXTEND_V2, variant)
+        ]
+        for variant in ("eager", "graph")
     }
     if not all(host.values()):
         return ()

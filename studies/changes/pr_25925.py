@@ -10,29 +10,29 @@ from studies.changes.verdicts import Answer, Observation, aspects, microseconds,
 def judge_plan_stream(recordings: Recordings) -> Answer:
     """Count what is mended after the draft, and compare iterations planned beside the draft with those planned in line."""
     recording = recordings["plan_stream"]
-    arms = recording["arms"]
+    variants = recording["arms"]
     claimed = {
         "A chain's verify is handed right metadata with nothing written again after the draft.": (
-            [_fix_up(row) for row in arms if row["drafts"] == "chains"]
+            [_fix_up(row) for row in variants if row["drafts"] == "chains"]
         ),
         "Planning a chain's verify beside the draft makes the iteration shorter.": (
-            _planned(arms, "after the inputs", "chains")
+            _planned(variants, "after the inputs", "chains")
         ),
     }
     aside = {
-        "So it does for trees, whose mask is written after the draft.": _planned(arms, "after the inputs", "trees"),
+        "So it does for trees, whose mask is written after the draft.": _planned(variants, "after the inputs", "trees"),
         "A plan on a second stream that waits for the draft, as in 0.5.11, 0.5.12 and 0.5.23, makes it shorter.": (
-            _planned(arms, "after the draft", "chains") + _planned(arms, "after the draft", "trees")
+            _planned(variants, "after the draft", "chains") + _planned(variants, "after the draft", "trees")
         ),
     }
-    first = arms[0]
+    first = variants[0]
     setting = (
         f"A loop of speculative iterations with stand-ins for draft and target, {counted(first['batch_size'], 'request')} of "
         f"{first['seq_len']:,} tokens, {first['num_draft_tokens']} draft tokens, pages of {first['page_size']}; first times "
         "from a profile, second ones by the host's clock without it. A time is recorded only if verify was handed right "
         "metadata before and after."
     )
-    return Answer(aspects(claimed, aside), setting, _tree_masks(arms), ("a plan of MLA's metadata.",))
+    return Answer(aspects(claimed, aside), setting, _tree_masks(variants), ("a plan of MLA's metadata.",))
 
 
 def _named(row: Row) -> tuple[str, str]:
@@ -46,14 +46,14 @@ def _fix_up(row: Row) -> Observation:
     return stated(group, f"{where}, planned {row['start']}", launches == 0, f"{launches:g} launches after the draft")
 
 
-def _planned(arms: Sequence[Row], start: str, drafts: str) -> list[Observation]:
-    rows = [row for row in arms if row["drafts"] == drafts]
+def _planned(variants: Sequence[Row], start: str, drafts: str) -> list[Observation]:
+    rows = [row for row in variants if row["drafts"] == drafts]
     point = ("draft_us", "verify_us", "builder")
     return compared_pairs(pairs(rows, "start", "in line", start, point), _named, two_clocks("iteration"))
 
 
-def _tree_masks(arms: Sequence[Row]) -> tuple[str, ...]:
-    times = [row["medians"] for row in arms if row["drafts"] == "trees"]
+def _tree_masks(variants: Sequence[Row]) -> tuple[str, ...]:
+    times = [row["medians"] for row in variants if row["drafts"] == "trees"]
     if not times:
         return ()
     least, most = (microseconds(of(each["fix_up_us"] for each in times)) for of in (min, max))

@@ -8,8 +8,8 @@ from studies.changes.verdicts import Answer, Observation, aspects, microseconds,
 def judge_length_copy(recordings: Recordings) -> Answer:
     """Compare steps of a decode loop with the copy and without it, and what the mask costs that is filled in its stead."""
     recording = recordings["length_copy"]
-    arms = recording["arms"]
-    both = pairs(arms, "arm", "with the copy", "without the copy", ("gpu_us", "host_us"))
+    variants = recording["arms"]
+    both = pairs(variants, "arm", "with the copy", "without the copy", ("gpu_us", "host_us"))
     full = [mask["fill_us"] for mask in recording["verify_masks"] if mask["form"] == "full"]
     claimed = {
         "Without the copy no step waits for the GPU.": [_waits(*rows) for rows in both],
@@ -18,7 +18,7 @@ def judge_length_copy(recordings: Recordings) -> Answer:
             compared_pairs(both, _named, two_clocks("step"), least_saved_us=full[0]) if full else []
         ),
     }
-    first = arms[0]
+    first = variants[0]
     setting = (
         f"A decode loop of {counted(first['batch_size'], 'request')} of {first['seq_len']:,} tokens, "
         f"{first['num_draft_tokens']} draft tokens, with a stand-in for the forward pass; first times from a profile, second "

@@ -15,9 +15,13 @@ from lab.reports.pictures.cells import Box, Line, Look, cells_figure
 
 PANELS_PER_LINE = 3
 DECODE_COLOUR, CONTEXT_COLOUR = style.COLOURS[0], style.COLOURS[1]
-# Of each arm: colour, marker. Arms of other names take the colours that are left.
-ARMS = {"decode": (DECODE_COLOUR, "s"), "context": (CONTEXT_COLOUR, "o"), "portable decode": (style.COLOURS[2], "^")}
-OTHER_ARMS = ((style.COLOURS[3], "D"), (style.COLOURS[4], "v"))
+# Of each variant: colour, marker. Variants of other names take the colours that are left.
+VARIANTS = {
+    "decode": (DECODE_COLOUR, "s"),
+    "context": (CONTEXT_COLOUR, "o"),
+    "portable decode": (style.COLOURS[2], "^"),
+}
+OTHER_VARIANTS = ((style.COLOURS[3], "D"), (style.COLOURS[4], "v"))
 NOT_MEASURED = Look("white", "not measured", edge="#CCCCCC", hatch="////")
 
 # requests, keys of each, query rows of each
@@ -47,12 +51,12 @@ def crossover_figure(rows: Iterable[Mapping[str, Any]], title: str) -> Figure:
     A cell has the gid "<requests> <keys> <query rows>"; one that was not measured has none. Ratios below 1 are framed.
 
     Args:
-        rows: recorded, with the arms "decode" and "context".
+        rows: recorded, with the variants "decode" and "context".
 
     Raises:
-        ValueError: no point has both arms.
+        ValueError: no point has both variants.
     """
-    decode, context = (_by_point(rows, arm, "median_us") for arm in ("decode", "context"))
+    decode, context = (_by_point(rows, variant, "median_us") for variant in ("decode", "context"))
     ratios = {point: context[point] / time_us for point, time_us in decode.items() if point in context}
     if not ratios:
         raise ValueError("no recorded point has both calls: the rows need the arms 'decode' and 'context'")
@@ -66,26 +70,26 @@ def crossover_figure(rows: Iterable[Mapping[str, Any]], title: str) -> Figure:
 def floor_share_figure(rows: Iterable[Mapping[str, Any]], title: str, q_lens: Sequence[int] = (1, 8, 32)) -> Figure:
     """Draw the floor in percent of each call's time, 100 being the limit: a line of panels per call, one per query rows.
 
-    Cells as in `crossover_figure`, their gid with the arm before it.
+    Cells as in `crossover_figure`, their gid with the variant before it.
 
     Raises:
         ValueError: nothing was recorded with so many query rows.
     """
     rows = list(rows)
     panels: dict[str, tuple[int, dict[tuple[int, int], float]]] = {}
-    for arm in ("decode", "context"):
-        times_us, floors_us = (_by_point(rows, arm, value) for value in ("median_us", "floor_us"))
+    for variant in ("decode", "context"):
+        times_us, floors_us = (_by_point(rows, variant, value) for value in ("median_us", "floor_us"))
         for q_len in q_lens:
             shares = {point: 100 * floors_us[point] / time_us for point, time_us in times_us.items()}
             values = _at_q_len(shares, q_len)
             if not values:
-                raise ValueError(f"no recorded point of the {arm} call has {_counted('q_len', q_len)} per request")
-            panels[f"{arm}, {_counted('q_len', q_len)}"] = q_len, values
+                raise ValueError(f"no recorded point of the {variant} call has {_counted('q_len', q_len)} per request")
+            panels[f"{variant}, {_counted('q_len', q_len)}"] = q_len, values
     return _map_figure(title, panels, SHARE_BANDS, lambda share: f"{share:.0f}")
 
 
 def point_figure(rows: Iterable[Mapping[str, Any]], title: str, requests: int, kv_len: int, q_len: int) -> Figure:
-    """Draw two cuts through one point: each arm's time over the query rows, and over the keys; and the floor.
+    """Draw two cuts through one point: each variant's time over the query rows, and over the keys; and the floor.
 
     Raises:
         ValueError: the point was not measured; says what was.
@@ -105,9 +109,9 @@ def point_figure(rows: Iterable[Mapping[str, Any]], title: str, requests: int, k
         cut = sorted(
             (row for row in rows if all(row[name] == value for name, value in fixed.items())), key=itemgetter(across)
         )
-        for arm, (colour, marker) in _looks(rows).items():
-            line = [(row[across], row["median_us"]) for row in cut if row["arm"] == arm]
-            look = {"color": colour, "marker": marker, "label": f"{arm}: {kernels[arm]}"}
+        for variant, (colour, marker) in _looks(rows).items():
+            line = [(row[across], row["median_us"]) for row in cut if row["arm"] == variant]
+            look = {"color": colour, "marker": marker, "label": f"{variant}: {kernels[variant]}"}
             axes.plot(*zip(*line, strict=True), **style.LINE, **look)
         floor = sorted({row[across]: row["floor_us"] for row in cut}.items())
         axes.plot(*zip(*floor, strict=True), label="floor", **style.FLOOR)
@@ -136,9 +140,9 @@ def _map_figure(
         value = values.get((requests, kv_len))
         if value is None or not isfinite(value):
             return Box(x, "not measured")
-        arm = f"{name.split(',')[0]} " if "," in name else ""
+        variant = f"{name.split(',')[0]} " if "," in name else ""
         band = next(end for end in bands if value < end)
-        return Box(x, band, in_words(value), gid=f"{arm}{requests} {kv_len} {q_len}")
+        return Box(x, band, in_words(value), gid=f"{variant}{requests} {kv_len} {q_len}")
 
     lines: list[Line] = []
     starts = [place * (len(keys) + 1) for place in range(min(PANELS_PER_LINE, len(panels)))]
@@ -153,8 +157,8 @@ def _map_figure(
     return cells_figure(title, lines, looks, columns, subtitle="keys per request", across=across)
 
 
-def _by_point(rows: Iterable[Mapping[str, Any]], arm: str, value: str) -> dict[Point, float]:
-    return {(row["requests"], row["kv_len"], row["q_len"]): row[value] for row in rows if row["arm"] == arm}
+def _by_point(rows: Iterable[Mapping[str, Any]], variant: str, value: str) -> dict[Point, float]:
+    return {(row["requests"], row["kv_len"], row["q_len"]): row[value] for row in rows if row["arm"] == variant}
 
 
 def _at_q_len(values: Mapping[Point, float], q_len: int) -> dict[tuple[int, int], float]:
@@ -162,9 +166,12 @@ def _at_q_len(values: Mapping[Point, float], q_len: int) -> dict[tuple[int, int]
 
 
 def _looks(rows: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
-    arms = list(dict.fromkeys(row["arm"] for row in rows))
-    others = [arm for arm in arms if arm not in ARMS]
-    return {arm: ARMS.get(arm) or OTHER_ARMS[others.index(arm) % len(OTHER_ARMS)] for arm in arms}
+    variants = list(dict.fromkeys(row["arm"] for row in rows))
+    others = [variant for variant in variants if variant not in VARIANTS]
+    return {
+        variant: VARIANTS.get(variant) or OTHER_VARIANTS[others.index(variant) % len(OTHER_VARIANTS)]
+        for variant in variants
+    }
 
 
 def _counted(name: str, count: int) -> str:

@@ -1,6 +1,6 @@
 """A decode loop that waits for its lengths and one that does not, drawn as a CPU lane and a GPU lane; and verify masks.
 
-Recorded arms are those of `results/<gpu>/length_copy.json`, as `studies.length_copy` writes them.
+Recorded variants are those of `results/<gpu>/length_copy.json`, as `studies.length_copy` writes them.
 """
 
 import enum
@@ -71,15 +71,15 @@ class LoopExcerpt:
         return sorted((span for span in self.spans if span.lane is lane), key=lambda span: span.start_us)
 
 
-def recorded_excerpt(arm: Mapping[str, Any]) -> LoopExcerpt:
-    """Return the steps that a recorded arm's `timeline` holds: rows of lane, name, start and duration in µs.
+def recorded_excerpt(variant: Mapping[str, Any]) -> LoopExcerpt:
+    """Return the steps that a recorded variant's `timeline` holds: rows of lane, name, start and duration in µs.
 
     Raises:
         ValueError: no steps, or GPU activities that are not equally many for each step.
     """
-    ranges = [(name, start, us) for lane, name, start, us in arm["timeline"] if lane == "host"]
+    ranges = [(name, start, us) for lane, name, start, us in variant["timeline"] if lane == "host"]
     hosts = sorted((start, int(name.split()[1]), us) for name, start, us in ranges if name.startswith("step "))
-    activities = [(start, us) for lane, _, start, us in arm["timeline"] if lane.startswith("GPU")]
+    activities = [(start, us) for lane, _, start, us in variant["timeline"] if lane.startswith("GPU")]
     if not hosts or not activities or len(activities) % len(hosts):
         raise ValueError(
             f"the timeline has {len(hosts)} steps and {len(activities)} GPU activities, expected equally many activities for "
@@ -87,14 +87,14 @@ def recorded_excerpt(arm: Mapping[str, Any]) -> LoopExcerpt:
         )
     waits = [
         (start, us)
-        for lane, name, start, us in arm["timeline"]
+        for lane, name, start, us in variant["timeline"]
         if lane == "CUDA calls" and name.endswith("Synchronize")
     ]
     spans = [span for start, step, us in hosts for span in _host_spans(step, start, start + us, waits)]
     per_step = len(activities) // len(hosts)  # listed step by step
     for place, (start, us) in enumerate(activities):
         spans.append(Span(Lane.GPU, hosts[place // per_step][1], start, start + us))
-    return LoopExcerpt(arm["arm"], tuple(spans))
+    return LoopExcerpt(variant["arm"], tuple(spans))
 
 
 def _host_spans(step: int, start_us: float, end_us: float, waits: Sequence[tuple[float, float]]) -> list[Span]:
@@ -166,20 +166,23 @@ def _bar(axes: Axes, lane: Lane, start_us: float, end_us: float, **look: Any) ->
     style.draw_span(axes, list(Lane).index(lane), start_us / 1e3, end_us / 1e3, **look)
 
 
-def arms_figure(arms: Sequence[Mapping[str, Any]], title: str) -> Figure:
-    """Draw the GPU's time of a step, busy and idle, of each recorded arm; a mark is the step without a profiler."""
-    figure, axes = style.one_panel(title, 1.2 + 0.33 * len(arms), grid="x")
-    for place, arm in enumerate(arms):
-        step_us, idle_us = arm["medians"]["step_us"], arm["medians"]["idle_us"]
-        unprofiled_us = median(arm["unprofiled_step_us"])
+def variants_figure(variants: Sequence[Mapping[str, Any]], title: str) -> Figure:
+    """Draw the GPU's time of a step, busy and idle, of each recorded variant; a mark is the step without a profiler."""
+    figure, axes = style.one_panel(title, 1.2 + 0.33 * len(variants), grid="x")
+    for place, variant in enumerate(variants):
+        step_us, idle_us = variant["medians"]["step_us"], variant["medians"]["idle_us"]
+        unprofiled_us = median(variant["unprofiled_step_us"])
         busy_us = step_us - idle_us
         axes.barh(place, busy_us, 0.68, color=style.COLOURS[0], label="GPU busy")
         axes.barh(place, idle_us, 0.68, left=busy_us, color=IDLE_COLOUR, label="GPU idle")
         axes.plot(unprofiled_us, place, "|k", markersize=15, markeredgewidth=1.8, label="step without the profiler")
         end = max(step_us, unprofiled_us), place
-        style.write_after(axes, end, f"{arm['medians']['idle_percent']:.0f} % idle", gap=6)
-    style.name_lines(axes, [f"GPU {arm['gpu_us']:,.0f}, host {arm['host_us']:,.0f} µs, {arm['arm']}" for arm in arms])
-    axes.set_xlim(0, 1.18 * max(arm["medians"]["step_us"] for arm in arms))
+        style.write_after(axes, end, f"{variant['medians']['idle_percent']:.0f} % idle", gap=6)
+    style.name_lines(
+        axes,
+        [f"GPU {variant['gpu_us']:,.0f}, host {variant['host_us']:,.0f} µs, {variant['arm']}" for variant in variants],
+    )
+    axes.set_xlim(0, 1.18 * max(variant["medians"]["step_us"] for variant in variants))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     style.name_axes(axes, "one step on the GPU, µs")
     style.legend_below(figure, 3)
@@ -273,4 +276,4 @@ def _mask_lines(mask: VerifyMask, blocks: Sequence[tuple[int, int, int]]) -> lis
     return [Line(cells=row) for row in rows]
 
 
-DRAWINGS = (style.Drawing("arms", "The GPU's time of a step", arms_figure),)
+DRAWINGS = (style.Drawing("arms", "The GPU's time of a step", variants_figure),)

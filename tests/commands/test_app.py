@@ -182,23 +182,3 @@ def test_benchmarks_take_pytests_options_and_end_with_the_labs_status(
     assert Path(folder) == ROOT / "tests" / "benchmarks"
     assert "--benchmark-only" in options
     assert options[-4:] == ["--lab-scenario", SCENARIO, "-k", "portable"]
-
-
-def test_the_defaults_of_an_experiment_are_those_of_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lab.workloads.batches import sweep
-    from studies import draft_extend_kernels, length_copy, mla_decode, plan_stream
-    from studies.loops import loops_of
-
-    asked: list[tuple[object, ...]] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("studies.arms.measure_ceilings", lambda device: None)
-    for experiment in (draft_extend_kernels, length_copy, mla_decode, plan_stream):
-        monkeypatch.setattr(experiment, "run", lambda *given: (asked.append(given), 0)[1])
-    for name in ("draft-extend-kernels", "mla-decode", "length-copy", "plan-stream"):
-        assert run(f"experiments {name}") == 0
-    kernels, mla, copy, plan = asked
-    sizes = draft_extend_kernels.REQUESTS, draft_extend_kernels.KEYS, draft_extend_kernels.Q_LENS
-    assert kernels[:2] == (list(sweep(*sizes)), draft_extend_kernels.MOST_KEYS)
-    assert mla[0] == [mla_decode.point_of(case) for case in mla_decode.cases_of()]
-    assert copy[0] == loops_of(length_copy.CopyLoopSettings, gpu_us=[500, 2000], host_us=200)
-    assert plan[0] == loops_of(plan_stream.PlanLoopSettings, draft_us=[100, 400], verify_us=1000)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from studies import arms, recording
+from studies import recording, variants
 from tests.studies.simulated import CEILINGS
 
 
@@ -13,4 +13,4 @@ def simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(recording, "environment", lambda: {"gpu": "simulated"})
-    monkeypatch.setattr(arms, "measure_ceilings", lambda device: CEILINGS)
+    monkeypatch.setattr(variants, "measure_ceilings", lambda device: CEILINGS)

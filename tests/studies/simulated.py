@@ -16,7 +16,7 @@ SLOW = Ceilings(bandwidth_gbps=4.0, matrix_rate_tflops=0.02)  # floors of µs fo
 
 
 def measured_in_turns(works: Mapping[str, GpuWork], method: Method, samples: int) -> dict[str, GpuTime]:
-    """Run and check every arm, before and after; it takes as many µs as it has arms before it, and 10."""
+    """Run and check every variant, before and after; it takes as many µs as it has variants before it, and 10."""
     for name, work in works.items():
         call = work.call()
         for seeds in (Seeds(1, 2), Seeds(3, 8)):  # before and after; the second on shorter requests

@@ -1,4 +1,4 @@
-"""Decode divided by length: its points, judged arms, savings and command line on a CPU; times on a GPU."""
+"""Decode divided by length: its points, judged variants, savings and command line on a CPU; times on a GPU."""
 
 import json
 from dataclasses import replace
@@ -12,10 +12,10 @@ from lab import references
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.workloads.inputs.forward_pass import build_forward
 from lab.workloads.traces import TracedRequest
-from studies import arms, decode_split, passes
-from studies.arms import Arm, Point, PointRows, TimingPlan, measure_point
-from studies.decode_split import MODULES, SCENARIOS, SPLITS, arm_name, facts_of, point_of, savings
-from studies.passes import PORTABLE_MODULE, gpu_works, works_of
+from studies import passes, study, variants
+from studies.decode_split import SCENARIOS, DecodeSplit, facts_of, point_of, savings, variant_name
+from studies.passes import FLASHINFER_MODULE, PORTABLE_MODULE, gpu_works, works_of
+from studies.variants import Point, PointRows, TimingPlan, Variant, measure_point
 from tests.commands.command import run
 from tests.devices import IN_INTERPRETER
 from tests.studies.simulated import SLOWER, hold_right, measured_in_turns
@@ -30,22 +30,22 @@ def small_point(module: str = REFERENCES, name: str = "target_verify/tiny/q2s70_
 
 
 def test_the_default_points_are_a_trace_an_unequal_batch_and_an_equal_one() -> None:
-    points = [point_of(name, MODULES[0], SPLITS, TRACE) for name in SCENARIOS]
-    assert [(len(point.arms[0].case.q_lens), point.row["q_len"]) for point in points] == [(64, 1), (64, 4)] * 3
+    points = [point_of(name, FLASHINFER_MODULE, DecodeSplit.splits, TRACE) for name in SCENARIOS]
+    assert [(len(point.variants[0].case.q_lens), point.row["q_len"]) for point in points] == [(64, 1), (64, 4)] * 3
     assert [point.row["longest_kv_len"] for point in points[2:]] == [81920, 81920, 4096, 4096]
     for point in points:
-        assert [arm.case.decode_splits for arm in point.arms] == [1, *SPLITS]
-        assert [arm.name for arm in point.arms] == ["1 call", "2 calls", "4 calls", "8 calls"]
+        assert [variant.case.decode_splits for variant in point.variants] == [1, *DecodeSplit.splits]
+        assert [variant.name for variant in point.variants] == ["1 call", "2 calls", "4 calls", "8 calls"]
         assert point.baseline == "1 call"
-        assert {replace(arm.case, decode_splits=1) for arm in point.arms} == {point.arms[0].case}
-    assert {point.arms[0].case.mode for point in points} == {ForwardMode.DECODE, ForwardMode.TARGET_VERIFY}
+        assert {replace(variant.case, decode_splits=1) for variant in point.variants} == {point.variants[0].case}
+    assert {point.variants[0].case.mode for point in points} == {ForwardMode.DECODE, ForwardMode.TARGET_VERIFY}
 
 
 @IN_INTERPRETER
 @pytest.mark.parametrize("module", [REFERENCES, PORTABLE_MODULE])
 @pytest.mark.parametrize("name", ["target_verify/tiny/q2s70_2q2s9_q2s33", "decode/tiny/q1s70_2q1s9_q1s33"])
-def test_every_arm_is_right_in_an_output_of_its_own(name: str, module: str) -> None:
-    works = works_of(small_point(module, name).arms, CPU)
+def test_every_variant_is_right_in_an_output_of_its_own(name: str, module: str) -> None:
+    works = works_of(small_point(module, name).variants, CPU)
     for work in works.values():
         hold_right(work)
     assert len({work.arguments["out"].data_ptr() for work in works.values()}) == 3
@@ -57,7 +57,7 @@ def test_every_arm_is_right_in_an_output_of_its_own(name: str, module: str) -> N
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "build_forward", lambda case, device: build_forward(case, CPU))
-    monkeypatch.setattr(arms, "measure_interleaved", measured_in_turns)
+    monkeypatch.setattr(variants, "measure_interleaved", measured_in_turns)
 
 
 def measure(point: Point) -> PointRows:
@@ -78,7 +78,7 @@ def test_rows_say_the_calls_and_the_speed_of_one() -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_an_arm_that_is_wrong_in_several_calls_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_variant_that_is_wrong_in_several_calls_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that takes the first call's tables for all calls of a part is right in one call alone."""
     right, first = references.trtllm_batch_decode_with_kv_cache, {}
 
@@ -97,7 +97,7 @@ def test_an_arm_that_is_wrong_in_several_calls_has_no_time(monkeypatch: pytest.M
 
 def test_savings_are_of_the_fastest_number_of_calls() -> None:
     def row(point: str, calls: int, median_us: float) -> dict[str, Any]:
-        return {"point": point, "arm": arm_name(calls), "calls": calls, "median_us": median_us}
+        return {"point": point, "arm": variant_name(calls), "calls": calls, "median_us": median_us}
 
     rows = [row("a", 1, 200.0), row("a", 2, 150.0), row("a", 4, 160.0), row("b", 1, 100.0), row("b", 2, 110.0)]
     assert savings([*rows, row("c", 2, 5.0)]) == [
@@ -109,14 +109,14 @@ def test_savings_are_of_the_fastest_number_of_calls() -> None:
 @pytest.mark.usefixtures("simulated_gpu")
 def test_the_command_records_points_and_savings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def simulated(point: Point, *_: Any) -> PointRows:
-        def row(arm: Arm) -> dict[str, Any]:
-            number = arm.case.decode_splits
+        def row(variant: Variant) -> dict[str, Any]:
+            number = variant.case.decode_splits
             times = {"median_us": 100.0 / number, "iqr_us": 1.0, "floor_percent": 50.0, "speed_of_baseline": number}
-            return point.row | {"arm": arm.name, "calls": number, "kernel": "k", **times}
+            return point.row | {"arm": variant.name, "calls": number, "kernel": "k", **times}
 
-        return PointRows([row(arm) for arm in point.arms])
+        return PointRows([row(variant) for variant in point.variants])
 
-    monkeypatch.setattr(decode_split, "measure_point", simulated)
+    monkeypatch.setattr(study, "measure_point", simulated)
     out = tmp_path / "split.json"
     only = "decode/tiny/2q1s70"
     assert run(f"experiments decode-split lab.references --splits 1,2,2 --only {only} --out {out}") == 0

@@ -12,8 +12,7 @@ from lab.kernels import portable
 from lab.metadata import ForwardMode
 from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.speculation.draft_extend_graph import DraftExtendOutput
-from studies import arms, draft_extend_graph
-from studies.arms import WARM, TimingPlan
+from studies import draft_extend_graph, variants
 from studies.draft_extend_graph import (
     completion_times_us,
     draw,
@@ -27,6 +26,7 @@ from studies.draft_extend_graph import (
 )
 from studies.model_pass import ModelWorks, pass_bytes, pass_operations
 from studies.stand_in_model import GRAPH_MODES, TINY_SIZES, StandInModel
+from studies.variants import WARM, TimingPlan
 from tests.commands.command import run
 from tests.devices import IN_INTERPRETER
 from tests.studies.simulated import CEILINGS, measured_in_turns, quick_host_time
@@ -143,7 +143,7 @@ def form_rows(batch_size: int, width: int, times_us: tuple[float, float, float])
 def mode_rows(mode: str, batch_size: int) -> list[dict[str, Any]]:
     facts = {"mode": mode, "batch_size": batch_size, "median_us": 7.5, "floor_us": 5.25, "launches": 3}
     host = {"host_us": 11.5, "completion_us": 13.5}
-    return [facts | {"arm": arm} | ({} if arm == "load" else host) for arm in ("eager", "graph", "load")]
+    return [facts | {"arm": variant} | ({} if variant == "load" else host) for variant in ("eager", "graph", "load")]
 
 
 def test_what_the_trimmed_outputs_save() -> None:
@@ -158,8 +158,8 @@ def test_what_the_trimmed_outputs_save() -> None:
         "saved_percent": 70.0,
     }
     assert (second["other_rows_cost_us"], second["dead_topk_cost_us"]) == (10.0, 20.0)
-    assert form_table(rows, str(WARM)).row_count == 2
-    assert mode_table(mode_rows("decode", 1) + mode_rows("decode", 8), str(WARM)).row_count == 2
+    assert len(form_table(rows, str(WARM)).rows) == 2
+    assert len(mode_table(mode_rows("decode", 1) + mode_rows("decode", 8), str(WARM)).rows) == 2
 
 
 @pytest.mark.usefixtures("simulated_gpu")
@@ -198,8 +198,8 @@ def test_the_command_line_measures_all_points_and_writes_json(
 
 
 @IN_INTERPRETER
-def test_points_make_a_row_per_arm_and_per_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arms, "measure_interleaved", measured_in_turns)
+def test_points_make_a_row_per_variant_and_per_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variants, "measure_interleaved", measured_in_turns)
     monkeypatch.setattr(draft_extend_graph, "host_time", quick_host_time)
     monkeypatch.setattr(draft_extend_graph, "completion_times_us", partial(completion_times_us, samples=2))
     model = tiny()
@@ -229,8 +229,8 @@ def test_a_mode_is_measured_eagerly_and_in_a_graph(mode: ForwardMode) -> None:
     assert rows["graph"]["launches"] < rows["eager"]["launches"]
     assert rows["load"]["launches"] >= 5
     assert "host_us" not in rows["load"]
-    # Which arm is faster is the experiment's to say: beside other tests on the same GPU either may be.
-    assert all(rows[arm][time] > 0 for arm in ("eager", "graph") for time in ("host_us", "completion_us"))
+    # Which variant is faster is the experiment's to say: beside other tests on the same GPU either may be.
+    assert all(rows[variant][time] > 0 for variant in ("eager", "graph") for time in ("host_us", "completion_us"))
     assert all(row["median_us"] > 0 for row in rows.values())
 
 

@@ -9,24 +9,20 @@ import torch
 
 from lab.metadata import AttentionCall
 from lab.timing import GpuTime, GpuWork
-from lab.workloads.batches import parse_batch, sweep
+from lab.workloads.batches import parse_batch
 from lab.workloads.inputs.forward_pass import build_forward
-from studies import arms, draft_extend_kernels, passes
-from studies.arms import COLD, Point, PointFailedError, PointRows, TimingPlan, measure_point
+from studies import passes, study, variants
 from studies.draft_extend_kernels import (
-    ARMS,
-    KEYS,
-    MOST_KEYS,
-    Q_LENS,
-    REQUESTS,
+    VARIANTS,
+    DraftExtendKernels,
     case_of,
     crossover_table,
     crossovers,
     facts_of,
     point_of,
-    split_by_size,
 )
 from studies.passes import gpu_works, works_of
+from studies.variants import COLD, Point, PointFailedError, PointRows, TimingPlan, measure_point
 from tests.commands.command import run
 from tests.devices import IN_INTERPRETER
 from tests.studies.simulated import CEILINGS, hold_right
@@ -46,12 +42,11 @@ def measure(point: Point) -> PointRows:
 
 
 def test_the_default_map_is_a_full_grid_and_what_is_too_large_says_so() -> None:
-    batches = sweep(REQUESTS, KEYS, Q_LENS)
-    assert len(batches) == 6 * 4 * 5
-    fitting, skipped = split_by_size(batches, MOST_KEYS)
-    assert len(fitting) + len(skipped) == len(batches)
+    study = DraftExtendKernels()
+    fitting, skipped = study.split
+    assert len(fitting) + len(skipped) == 6 * 4 * 5
     assert {(row["requests"], row["kv_len"]) for row in skipped} == {(64, 65536), (64, 131072)}
-    assert all(sum(batch.kv_lens) <= MOST_KEYS for batch in fitting)
+    assert all(sum(batch.kv_lens) <= study.most_keys for batch in fitting)
     assert skipped[0] == {
         "point": "64q1s64k",
         "q_len": 1,
@@ -80,15 +75,17 @@ def tensors_of(work: GpuWork) -> dict[str, int]:
 
 
 @IN_INTERPRETER
-def test_every_arm_is_right_in_an_output_of_its_own() -> None:
+def test_every_variant_is_right_in_an_output_of_its_own() -> None:
     point = point_of(SMALL, ON_CPU)
-    works = works_of(point.arms, torch.device("cpu"))
-    for arm in point.arms:
-        work, (call, _) = works[arm.name], ON_CPU[arm.name]
+    works = works_of(point.variants, torch.device("cpu"))
+    for variant in point.variants:
+        work, (call, _) = works[variant.name], ON_CPU[variant.name]
         backend = work.prepare.__self__  # type: ignore[attr-defined]
-        plan = backend.plan_calls(work.arguments["batch"], work.arguments["layer"], arm.case.dtype, arm.case.kv_dtype)
+        plan = backend.plan_calls(
+            work.arguments["batch"], work.arguments["layer"], variant.case.dtype, variant.case.kv_dtype
+        )
         assert [each.call for each in plan] == [call]
-        assert arm.case.draft_extend is call
+        assert variant.case.draft_extend is call
         hold_right(work)
     addresses = [tensors_of(work) for work in works.values()]
     assert len({id(work.redraw) for work in works.values()}) == 1  # one truth
@@ -103,14 +100,14 @@ def fake_times(works: dict[str, GpuWork], method: Any, samples: int) -> dict[str
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Points are built on the CPU, and every arm takes as many µs as it has arms before it, and 10."""
+    """Points are built on the CPU, and every variant takes as many µs as it has variants before it, and 10."""
     monkeypatch.setattr(passes, "build_forward", lambda case, device: build_forward(case, torch.device("cpu")))
-    monkeypatch.setattr(arms, "measure_interleaved", fake_times)
+    monkeypatch.setattr(variants, "measure_interleaved", fake_times)
 
 
 @IN_INTERPRETER
 @pytest.mark.usefixtures("on_cpu")
-def test_a_point_makes_a_row_per_arm_with_its_floor() -> None:
+def test_a_point_makes_a_row_per_variant_with_its_floor() -> None:
     outcome = measure(point_of(SMALL, ON_CPU))
     assert (outcome.declined, outcome.wrong) == ([], [])
     assert [(row["arm"], row["call"], row["median_us"]) for row in outcome.rows] == [
@@ -126,9 +123,11 @@ def test_a_point_makes_a_row_per_arm_with_its_floor() -> None:
 
 @IN_INTERPRETER
 @pytest.mark.usefixtures("on_cpu")
-def test_a_declined_arm_is_listed_and_the_others_are_measured() -> None:
+def test_a_declined_variant_is_listed_and_the_others_are_measured() -> None:
     portable = {"portable decode": ON_CPU["portable decode"]}
-    outcome = measure(point_of(SMALL, portable | dict(list(ARMS.items())[:2])))  # FlashInfer's kernels decline a CPU
+    outcome = measure(
+        point_of(SMALL, portable | dict(list(VARIANTS.items())[:2]))
+    )  # FlashInfer's kernels decline a CPU
     assert [row["arm"] for row in outcome.rows] == ["portable decode"]
     assert [(row["arm"], row["point"]) for row in outcome.declined] == [("decode", "2q4s70"), ("context", "2q4s70")]
     assert all("need a CUDA GPU" in row["reason"] for row in outcome.declined)
@@ -142,19 +141,19 @@ def test_a_declined_arm_is_listed_and_the_others_are_measured() -> None:
 def test_what_fails_otherwise_stops_the_run_and_names_its_point(
     error: Exception, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(arms: Any, works: Any) -> Any:
+    def fails(variants: Any, works: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(arms, "declined_by", fails)
+    monkeypatch.setattr(variants, "declined_by", fails)
     with pytest.raises(PointFailedError, match=message):
         measure(point_of(SMALL, ON_CPU))
 
 
 def rows_at(requests: int, kv_len: int, times_us: dict[int, tuple[float | None, float | None]]) -> list[dict[str, Any]]:
     return [
-        {"arm": arm, "requests": requests, "kv_len": kv_len, "q_len": q_len, "median_us": time_us}
+        {"arm": variant, "requests": requests, "kv_len": kv_len, "q_len": q_len, "median_us": time_us}
         for q_len, pair in times_us.items()
-        for arm, time_us in zip(("decode", "context"), pair, strict=True)
+        for variant, time_us in zip(("decode", "context"), pair, strict=True)
         if time_us is not None
     ]
 
@@ -172,8 +171,8 @@ def test_where_the_context_call_overtakes() -> None:
         {"requests": 4, "kv_len": 4096, "context_over_decode": {1: 4.0}, "context_faster_from_q_len": None},
     ]
     table = crossover_table(rows, str(COLD))
-    assert (table.row_count, len(table.columns)) == (2, 2 + 4)
-    assert list(table.columns[4].cells) == ["50.0 / 40.0 (0.80)", ""]
+    assert (len(table.rows), len(table.columns)) == (2, 2 + 4)
+    assert [row[4].text for row in table.rows] == ["50.0 / 40.0 (0.80)", ""]
 
 
 @pytest.mark.usefixtures("simulated_gpu")
@@ -190,7 +189,7 @@ def test_the_command_line_writes_every_point_and_what_was_left_out(
         rows = rows_at(facts["requests"], facts["kv_len"], {facts["q_len"]: (10.0, 30.0)})
         return PointRows(rows, [point.row | {"arm": "decode", "reason": "no"}])
 
-    monkeypatch.setattr(draft_extend_kernels, "measure_point", simulated)
+    monkeypatch.setattr(study, "measure_point", simulated)
     command = f"--q-lens 2,4 --requests 1,4 --keys 1024 --most-keys 2048 --samples 5 --out {out}"
     assert run(f"experiments draft-extend-kernels {command}") == 0
     recorded = json.loads(out.read_text())

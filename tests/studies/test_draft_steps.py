@@ -7,15 +7,14 @@ import torch
 
 from lab.workloads.draft import draft_scenario
 from lab.workloads.traces import own_trace
-from studies import arms, draft_steps
-from studies.arms import WARM, TimingPlan, measure_all
+from studies import draft_steps, variants
 from studies.draft_steps import (
-    ARMS,
     CLAIM,
     GRID,
     HOST_POINTS,
     LONG,
     TRACED,
+    VARIANTS,
     claim_table,
     facts_of,
     implied_saving_us,
@@ -25,16 +24,17 @@ from studies.draft_steps import (
     works_of,
 )
 from studies.draft_work import draft_work
+from studies.variants import WARM, TimingPlan, measure_all
 from tests.devices import IN_INTERPRETER
 from tests.studies.simulated import CEILINGS, measured_in_turns
 
 
 def rows_at(point: str, **median_us: float) -> list[dict[str, Any]]:
-    """Every arm at 1 µs but those whose name has a key in it, with - for /."""
+    """Every variant at 1 µs but those whose name has a key in it, with - for /."""
     rows = []
-    for arm in ARMS:
-        known = [value for key, value in median_us.items() if key in arm]
-        rows.append({"scenario": arm.format(point), "point": point, "median_us": known[0] if known else 1.0})
+    for variant in VARIANTS:
+        known = [value for key, value in median_us.items() if key in variant]
+        rows.append({"scenario": variant.format(point), "point": point, "median_us": known[0] if known else 1.0})
     return rows
 
 
@@ -55,28 +55,28 @@ def test_the_claim_stands_beside_what_was_saved() -> None:
     assert table["host_saving_us_per_draft"] == {"static buffers": 60.0, "eager": 120.0}
 
 
-def test_a_line_per_point_and_a_column_per_arm() -> None:
+def test_a_line_per_point_and_a_column_per_variant() -> None:
     table = point_table(rows_at("1x1k/steps2") + rows_at("8x1k/steps2"), str(WARM))
-    assert table.row_count == 2
-    assert len(table.columns) == 1 + len(ARMS)
+    assert len(table.rows) == 2
+    assert len(table.columns) == 1 + len(VARIANTS)
 
 
-def test_every_arm_is_a_scenario_at_every_point() -> None:
+def test_every_variant_is_a_scenario_at_every_point() -> None:
     assert len(GRID) == 64
     for point in (*GRID, *LONG, *TRACED, *HOST_POINTS):
-        for arm in ARMS:
-            draft_scenario(arm.format(point))
+        for variant in VARIANTS:
+            draft_scenario(variant.format(point))
 
 
 @IN_INTERPRETER
-def test_a_point_makes_a_row_per_arm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_point_makes_a_row_per_variant(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     monkeypatch.setattr(draft_steps, "draft_work", lambda scenario, device: draft_work(scenario, cpu))
-    monkeypatch.setattr(arms, "measure_interleaved", measured_in_turns)
+    monkeypatch.setattr(variants, "measure_interleaved", measured_in_turns)
     point = point_of("2x63/steps3", own_trace())
     rows = measure_all(point, works_of, TimingPlan(CEILINGS, WARM, 3), facts_of)
-    assert [row["scenario"] for row in rows] == [arm.format("2x63/steps3") for arm in ARMS]
-    assert [row["median_us"] for row in rows] == [10.0 + place for place in range(len(ARMS))]
+    assert [row["scenario"] for row in rows] == [variant.format("2x63/steps3") for variant in VARIANTS]
+    assert [row["median_us"] for row in rows] == [10.0 + place for place in range(len(VARIANTS))]
     assert {row["kernel"] for row in rows} >= {"serial", "mha one_launch", "mla per_step", "mha per_step eager"}
     assert all(row["bytes_moved"] > 0 and row["point"] == "2x63/steps3" for row in rows)
     assert {row["method"] for row in rows} == {str(WARM)}
@@ -93,5 +93,5 @@ def test_a_point_is_measured_and_the_lists_cost_launches() -> None:
     assert launches["mha common_template"] == launches["mla common_template"] == 3
     assert launches["mha common_template eager"] > launches["mha per_step eager"] > 2
     hosts = measure_host(point)
-    assert len(hosts) == len(ARMS) + sum(not arm.endswith("/eager") for arm in ARMS)
+    assert len(hosts) == len(VARIANTS) + sum(not variant.endswith("/eager") for variant in VARIANTS)
     assert all(row["host_us"] > 0 for row in hosts)

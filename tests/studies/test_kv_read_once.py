@@ -1,4 +1,4 @@
-"""The table of the kernels that read K/V once: its points, targets, floors, judged arms and command line on a CPU."""
+"""The table of the kernels that read K/V once: its points, targets, floors, judged variants and command line on a CPU."""
 
 import json
 from collections.abc import Callable
@@ -19,8 +19,7 @@ from lab.workloads.forward_case import ForwardCase
 from lab.workloads.inputs.forward_pass import build_forward
 from lab.workloads.scenarios import scenario
 from lab.workloads.traces import TracedRequest, own_trace, snapshot
-from studies import arms, kv_read_once, passes
-from studies.arms import Arm, Point, PointFailedError, PointRows, TimingPlan, measure_point
+from studies import kv_read_once, passes, variants
 from studies.kv_read_once import (
     E4M3_CACHE,
     FLASHINFER,
@@ -38,6 +37,7 @@ from studies.kv_read_once import (
 from studies.passes import FLASHINFER_MODULE, PORTABLE_MODULE, gpu_works, works_of
 from studies.recording import table_of
 from studies.targets import TIME_COLUMNS, Figure, Target, score, target_rows, target_text
+from studies.variants import Point, PointFailedError, PointRows, TimingPlan, Variant, measure_point
 from tests.commands.command import run
 from tests.devices import IN_INTERPRETER
 from tests.studies.simulated import CEILINGS, SLOWER, hold_right, measured_in_turns, quick_host_time
@@ -52,8 +52,8 @@ REFERENCE_MODULE = "lab.references"
 
 def small_point(*targets: Target, case: ForwardCase = SMALL, group: str = "small") -> Point:
     both = (
-        Arm(PORTABLE, case, PORTABLE_MODULE, targets),
-        Arm(FLASHINFER, case, FLASHINFER_MODULE, needs_flashinfer=True),
+        Variant(PORTABLE, case, PORTABLE_MODULE, targets),
+        Variant(FLASHINFER, case, FLASHINFER_MODULE, needs_flashinfer=True),
     )
     return Point("2q2s70", both, {"group": group}, FLASHINFER)
 
@@ -68,7 +68,7 @@ def of_group(name: str) -> list[Point]:
 
 
 def bounds(point: Point, figure: Figure) -> list[float]:
-    return [target.bound for target in point.arms[0].targets if target.figure is figure]
+    return [target.bound for target in point.variants[0].targets if target.figure is figure]
 
 
 @pytest.mark.parametrize(
@@ -88,9 +88,12 @@ def test_the_table_and_its_targets(
     assert [sum(bounds(point, Figure.SPEED), 0.0) for point in points] == speeds
     assert [bound for point in points for bound in bounds(point, Figure.BANDWIDTH)] == shares
     for point, q_len in zip(points, (1, 2, 4, 8, 16), strict=True):
-        assert [(arm.name, bool(arm.targets)) for arm in point.arms] == [(PORTABLE, True), (FLASHINFER, False)]
+        assert [(variant.name, bool(variant.targets)) for variant in point.variants] == [
+            (PORTABLE, True),
+            (FLASHINFER, False),
+        ]
         assert point.baseline == FLASHINFER
-        (case,) = {arm.case for arm in point.arms}
+        (case,) = {variant.case for variant in point.variants}
         assert case.q_lens == (q_len,) * requests
         assert case.mode is (ForwardMode.DECODE if q_len == 1 else ForwardMode.TARGET_VERIFY)
         traced = tuple(length + q_len for length in snapshot(TRACE, 64))
@@ -100,21 +103,21 @@ def test_the_table_and_its_targets(
 
 
 def test_the_traced_lengths_are_the_given_traces() -> None:
-    assert of_group("trace")[0].arms[0].case != points_of(["trace"], own_trace())[0].arms[0].case
+    assert of_group("trace")[0].variants[0].case != points_of(["trace"], own_trace())[0].variants[0].case
 
 
 def test_an_e4m3_cache_is_compared_with_the_kernels_own_bf16() -> None:
     for point, q_len in zip(of_group("e4m3"), (1, 4), strict=True):
-        halved, whole = point.arms
+        halved, whole = point.variants
         assert (halved.name, whole.name, point.baseline) == (E4M3_CACHE, PORTABLE, PORTABLE)
-        assert {arm.module for arm in point.arms} == {PORTABLE_MODULE}
+        assert {variant.module for variant in point.variants} == {PORTABLE_MODULE}
         assert (halved.case.kv_dtype, whole.case.kv_dtype) == (torch.float8_e4m3fn, torch.bfloat16)
         assert (len(whole.case.q_lens), whole.case.kv_lens[0], whole.case.q_lens[0]) == (64, 8192, q_len)
         assert bounds(point, Figure.SPEED) == [1.6]
 
 
 def test_groups_and_head_dimensions_vary_one_by_one() -> None:
-    models = [point.arms[0].case.model for point in of_group("heads")]
+    models = [point.variants[0].case.model for point in of_group("heads")]
     assert [(model.group, model.head_dim) for model in models[::2]] == [
         (1, 128),
         (4, 128),
@@ -126,23 +129,23 @@ def test_groups_and_head_dimensions_vary_one_by_one() -> None:
     ]
     assert {model.num_kv_heads for model in models} == {4}
     assert all(model.softmax_scale == model.head_dim**-0.5 for model in models)
-    assert [point.arms[0].case.q_lens[0] for point in of_group("heads")] == [1, 4] * 7
+    assert [point.variants[0].case.q_lens[0] for point in of_group("heads")] == [1, 4] * 7
 
 
 def test_windows_extends_and_unequal_lengths() -> None:
-    window = of_group("windows")[0].arms[0].case
+    window = of_group("windows")[0].variants[0].case
     assert (window.window_left, window.kv_lens) == (127, (4096,) * 64)
     long_prefix, prefill = of_group("extend")
-    assert [(point.arms[0].case.q_lens, point.arms[0].case.kv_lens) for point in (long_prefix, prefill)] == [
+    assert [(point.variants[0].case.q_lens, point.variants[0].case.kv_lens) for point in (long_prefix, prefill)] == [
         ((512,), (32768,)),
         ((4096,), (4096,)),
     ]
-    assert {point.arms[0].case.mode for point in (long_prefix, prefill)} == {ForwardMode.EXTEND}
+    assert {point.variants[0].case.mode for point in (long_prefix, prefill)} == {ForwardMode.EXTEND}
     assert [bounds(point, Figure.SPEED) for point in (long_prefix, prefill)] == [[1.0], [0.7]]
-    assert [sorted(point.arms[0].case.kv_lens) for point in of_group("unequal")] == [[512] * 63 + [81920]] * 3
+    assert [sorted(point.variants[0].case.kv_lens) for point in of_group("unequal")] == [[512] * 63 + [81920]] * 3
     assert {HOST: (Target(Figure.HOST, 80.0),), HOST_PREPARED: (Target(Figure.HOST, 25.0),)} == HOST_TARGETS
     for group, targets in HOST_TARGETS.items():
-        assert all(point.arms[0].targets == targets for point in of_group(group))
+        assert all(point.variants[0].targets == targets for point in of_group(group))
 
 
 def test_only_chooses_groups_and_points() -> None:
@@ -159,21 +162,24 @@ def test_only_chooses_groups_and_points() -> None:
         points_of(["64x1"], TRACE)
 
 
-def test_without_flashinfer_the_portable_arms_remain() -> None:
+def test_without_flashinfer_the_portable_variants_remain() -> None:
     every = points_of([], TRACE, portable_only=True)
-    assert {arm.module for point in every for arm in point.arms} == {PORTABLE_MODULE}
-    assert [arm.name for arm in points_of(["e4m3"], TRACE, portable_only=True)[0].arms] == [E4M3_CACHE, PORTABLE]
+    assert {variant.module for point in every for variant in point.variants} == {PORTABLE_MODULE}
+    assert [variant.name for variant in points_of(["e4m3"], TRACE, portable_only=True)[0].variants] == [
+        E4M3_CACHE,
+        PORTABLE,
+    ]
 
 
 def test_the_method_is_a_replayed_graph_with_a_cold_l2() -> None:
-    assert Method(Clock.GRAPH, L2.COLD_ROTATION) == arms.COLD == TimingPlan(SLOWER).method
+    assert Method(Clock.GRAPH, L2.COLD_ROTATION) == variants.COLD == TimingPlan(SLOWER).method
 
 
 def test_floors_by_hand() -> None:
-    plain = of_group("64x4096")[0].arms[0].case
+    plain = of_group("64x4096")[0].variants[0].case
     # 64 · 4,096 keys of 4 heads, K and V of 256 bytes, and 64 rows of 32 heads, query and output of 256 bytes.
     assert floor_bytes(plain) == plain.bytes_moved == 536_870_912 + 1_048_576
-    decode, verify, _ = (point.arms[0].case for point in of_group("windows"))
+    decode, verify, _ = (point.variants[0].case for point in of_group("windows"))
     # Keys 3,968 to 4,095 are two pages of 8 heads, K and V of 128 bytes; the row is 64 heads, query and output of 128 bytes.
     assert floor_bytes(decode) == 64 * (2 * 64 * 8 * 2 * 128 + 64 * 2 * 128)
     # Four rows see keys from 3,965 on, of which 61 of their page's 64 are before it: three pages.
@@ -186,7 +192,7 @@ def test_floors_by_hand() -> None:
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "build_forward", lambda case, device: build_forward(case, CPU))
-    monkeypatch.setattr(arms, "measure_interleaved", measured_in_turns)
+    monkeypatch.setattr(variants, "measure_interleaved", measured_in_turns)
     monkeypatch.setattr(kv_read_once, "host_time", quick_host_time)
 
 
@@ -197,18 +203,18 @@ def runs_as(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]) -> None:
 
 
 @IN_INTERPRETER
-def test_every_arm_is_right_in_an_output_of_its_own() -> None:
+def test_every_variant_is_right_in_an_output_of_its_own() -> None:
     e4m3 = replace(SMALL, kv_dtype=torch.float8_e4m3fn)
     three = (
-        Arm(E4M3_CACHE, e4m3, PORTABLE_MODULE),
-        Arm(PORTABLE, SMALL, PORTABLE_MODULE),
-        Arm("reference", SMALL, REFERENCE_MODULE),
+        Variant(E4M3_CACHE, e4m3, PORTABLE_MODULE),
+        Variant(PORTABLE, SMALL, PORTABLE_MODULE),
+        Variant("reference", SMALL, REFERENCE_MODULE),
     )
     works = works_of(three, CPU)
     assert list(works) == [E4M3_CACHE, PORTABLE, "reference"]
-    for arm, work in zip(three, works.values(), strict=True):
-        assert work.arguments["cache"].storage.dtype == arm.case.kv_dtype
-        assert work.bytes_moved == arm.case.bytes_moved
+    for variant, work in zip(three, works.values(), strict=True):
+        assert work.arguments["cache"].storage.dtype == variant.case.kv_dtype
+        assert work.bytes_moved == variant.case.bytes_moved
         hold_right(work)
     assert works[PORTABLE].redraw is works["reference"].redraw is not works[E4M3_CACHE].redraw
     for name, count in (("query", 2), ("out", 3)):
@@ -218,16 +224,16 @@ def test_every_arm_is_right_in_an_output_of_its_own() -> None:
 
 @IN_INTERPRETER
 def test_heads_of_no_model_are_run_and_judged() -> None:
-    (heads,) = {point.arms[0].case.heads for point in of_group("heads") if "heads-20-" in point.name}
+    (heads,) = {point.variants[0].case.heads for point in of_group("heads") if "heads-20-" in point.name}
     case = kv_read_once.HeadsCase(ForwardMode.DECODE, heads.name, (70,), (1,), heads=heads)
-    work = works_of([Arm(PORTABLE, case, PORTABLE_MODULE)], CPU)[PORTABLE]
+    work = works_of([Variant(PORTABLE, case, PORTABLE_MODULE)], CPU)[PORTABLE]
     assert work.arguments["query"].shape == (1, 20, 128)
     hold_right(work)
 
 
 @IN_INTERPRETER
 @pytest.mark.usefixtures("on_cpu")
-def test_a_point_makes_a_row_per_arm_with_floor_speed_and_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_point_makes_a_row_per_variant_with_floor_speed_and_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     runs_as(monkeypatch, references.trtllm_batch_decode_with_kv_cache)
     outcome = measure(small_point(SPEED, BANDWIDTH))
     assert (outcome.declined, outcome.wrong) == ([], [])
@@ -270,7 +276,7 @@ def test_the_floor_of_a_window_is_its_pages(monkeypatch: pytest.MonkeyPatch) -> 
 
 @IN_INTERPRETER
 @pytest.mark.usefixtures("on_cpu")
-def test_a_declined_arm_is_listed_and_the_other_is_measured() -> None:
+def test_a_declined_variant_is_listed_and_the_other_is_measured() -> None:
     outcome = measure(small_point(SPEED, BANDWIDTH))  # FlashInfer's adapter declines a CPU
     (row,), (declined,) = outcome.rows, outcome.declined
     assert (declined["arm"], declined["point"], declined["group"]) == (FLASHINFER, "2q2s70", "small")
@@ -301,7 +307,7 @@ def test_an_error_that_stays_on_the_device_is_no_missing_module(monkeypatch: pyt
     runs_as(monkeypatch, fails)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", fails)
-    point = replace(small_point(), arms=small_point().arms[1:])
+    point = replace(small_point(), variants=small_point().variants[1:])
     with pytest.raises(PointFailedError, match="2q2s70: RuntimeError: illegal memory access"):
         measure(point)
 
@@ -312,7 +318,7 @@ def test_what_fails_of_the_portable_kernel_stops_the_run_and_names_the_point(mon
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(references, AttentionCall.DECODE.value, fails)
-    point = Point("2q2s70", (Arm(PORTABLE, SMALL, REFERENCE_MODULE),), {"group": "small"}, PORTABLE)
+    point = Point("2q2s70", (Variant(PORTABLE, SMALL, REFERENCE_MODULE),), {"group": "small"}, PORTABLE)
     for measure_either in (measure, measure_host):
         with pytest.raises(PointFailedError, match="2q2s70: RuntimeError: no compiler"):
             measure_either(point)
@@ -334,7 +340,7 @@ def right_at(*right_calls: int) -> Callable[..., Any]:
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("measure_either", [measure, measure_host], ids=["gpu", "host"])
 @pytest.mark.parametrize("right_calls", [(1, 2), (3,)], ids=["wrong after", "wrong before"])
-def test_a_wrong_arm_has_no_time(
+def test_a_wrong_variant_has_no_time(
     right_calls: tuple[int, ...], measure_either: Callable[[Point], PointRows], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first call tells who declines, the second is judged before the times, the third after or among them."""
@@ -425,10 +431,10 @@ def test_targets_say_by_how_much() -> None:
     }
 
 
-def test_the_tables_have_a_line_per_point_and_arm() -> None:
+def test_the_tables_have_a_line_per_point_and_variant() -> None:
     table = table_of("times", TIME_COLUMNS, [time_row(), time_row() | {"arm": FLASHINFER, "targets": []}])
-    assert table.row_count == 2
-    assert [next(iter(column.cells)) for column in table.columns][:-1] == [
+    assert len(table.rows) == 2
+    assert [cell.text for cell in table.rows[0]][:-1] == [
         "64q1s4k",
         PORTABLE,
         "portable",
@@ -441,7 +447,7 @@ def test_the_tables_have_a_line_per_point_and_arm() -> None:
         "1.050",
     ]
     host = table_of("host", HOST_COLUMNS, [{"point": "a", "arm": "b", "host_us": 20.5, "iqr_us": 1, "targets": []}])
-    assert [next(iter(column.cells)) for column in host.columns] == ["a", "b", "20.50", "1.00", ""]
+    assert [cell.text for cell in host.rows[0]] == ["a", "b", "20.50", "1.00"]  # no row has a target
 
 
 @pytest.mark.usefixtures("simulated_gpu")
@@ -488,11 +494,11 @@ def test_the_command_line_writes_every_point_and_prints_the_targets(
 
 
 @pytest.mark.usefixtures("simulated_gpu")
-def test_a_wrong_arm_makes_the_exit_status(
+def test_a_wrong_variant_makes_the_exit_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def gpu(point: Point, make: Any, plan: TimingPlan, facts: Any) -> PointRows:
-        assert [arm.name for arm in point.arms] == [PORTABLE]
+        assert [variant.name for variant in point.variants] == [PORTABLE]
         return PointRows([], [], [{"point": point.name, "arm": PORTABLE, "reason": "3 vectors"}])
 
     monkeypatch.setattr(kv_read_once, "measure_point", gpu)
@@ -503,7 +509,7 @@ def test_a_wrong_arm_makes_the_exit_status(
 
 
 def again(case: ForwardCase, target: Target, group: str = "small") -> Point:
-    both = (Arm(PORTABLE, case, PORTABLE_MODULE, (target,)), Arm("again", case, PORTABLE_MODULE))
+    both = (Variant(PORTABLE, case, PORTABLE_MODULE, (target,)), Variant("again", case, PORTABLE_MODULE))
     return Point("again", both, {"group": group}, "again")
 
 

@@ -36,20 +36,22 @@ def cpu_loop(settings: CopyLoopSettings, forward: Any = lambda: None) -> DecodeL
     return DecodeLoop(settings, forward, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("arm", list(StepEnd))
-def test_every_step_is_marked_and_only_one_arm_reads_the_lengths(arm: StepEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("variant", list(StepEnd))
+def test_every_step_is_marked_and_only_one_variant_reads_the_lengths(
+    variant: StepEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = CopyLoopSettings(gpu_us=1, host_us=0, batch_size=3, seq_len=30, warm_up_steps=2, steps=4)
     forwards: list[int] = []
     loop = cpu_loop(settings, lambda: forwards.append(1))
     read, read_lengths = loop.mirror.read, []
     monkeypatch.setattr(loop.mirror, "read", lambda seq_lens: read_lengths.append(read(seq_lens)[0]))
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
-        loop.run(arm)
+        loop.run(variant)
     names = [each["name"] for each in exported_trace(recorded)["traceEvents"]]
     assert [name for name in names if STEP_NAME.fullmatch(name)] == [f"step {i}" for i in range(6)]
     assert len(forwards) == 6
     grown = [[30 + (number + 1) * accepted for accepted in loop.requests.accepted.tolist()] for number in range(6)]
-    assert read_lengths == (grown if arm is StepEnd.WITH_COPY else [])
+    assert read_lengths == (grown if variant is StepEnd.WITH_COPY else [])
 
 
 def test_the_scheduler_takes_its_time_on_the_host() -> None:
@@ -84,11 +86,11 @@ def test_both_ends_are_run_in_turns_and_make_a_row_each(monkeypatch: pytest.Monk
         ]
 
 
-def recorded_arm(settings: CopyLoopSettings, arm: StepEnd) -> dict[str, Any]:
+def recorded_variant(settings: CopyLoopSettings, variant: StepEnd) -> dict[str, Any]:
     """What `measure_ends` returns, of a trace made by hand."""
-    facts = facts_of(with_copy() if arm is StepEnd.WITH_COPY else running_ahead())
+    facts = facts_of(with_copy() if variant is StepEnd.WITH_COPY else running_ahead())
     return {
-        "arm": arm.value,
+        "arm": variant.value,
         "gpu_us": settings.gpu_us,
         "host_us": settings.host_us,
         "medians": summary(facts),
@@ -100,7 +102,9 @@ def recorded_arm(settings: CopyLoopSettings, arm: StepEnd) -> dict[str, Any]:
 def test_the_command_line_measures_all_pairs_writes_json_and_prints_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(length_copy, "measure_ends", lambda settings: [recorded_arm(settings, arm) for arm in StepEnd])
+    monkeypatch.setattr(
+        length_copy, "measure_ends", lambda settings: [recorded_variant(settings, variant) for variant in StepEnd]
+    )
     masks = [{"form": "full", "mask_bytes": 134221824, "fill_us": 33.5}]
     monkeypatch.setattr(length_copy, "measure_masks", lambda device: masks)
     out = tmp_path / "copy.json"
@@ -133,8 +137,8 @@ def test_the_copy_costs_a_synchronisation_and_nothing_else_does() -> None:
     assert all(row["synchronisations"] == 0 and row["blocked_us"] == 0 for row in without_it["runs"][0])
     assert with_it["medians"]["gap_us"] >= 100  # the scheduler's time at least
     assert without_it["medians"]["step_us"] < with_it["medians"]["step_us"]
-    for arm in (with_it, without_it):
-        assert len([name for _, name, _, _ in arm["timeline"] if STEP_NAME.fullmatch(name)]) == 3
+    for variant in (with_it, without_it):
+        assert len([name for _, name, _, _ in variant["timeline"] if STEP_NAME.fullmatch(name)]) == 3
 
 
 @pytest.mark.gpu

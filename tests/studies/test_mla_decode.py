@@ -1,4 +1,4 @@
-"""MLA decode's points, floors, judged arms, target and command line on a CPU; times on a GPU."""
+"""MLA decode's points, floors, judged variants, target and command line on a CPU; times on a GPU."""
 
 import json
 from collections.abc import Callable
@@ -18,21 +18,21 @@ from lab.metadata.engine.forward_mode import ForwardMode
 from lab.timing import GpuWork, roofline
 from lab.workloads.inputs.mla_pass import build_mla_pass
 from lab.workloads.mla_case import MLACase
-from studies import arms, mla_decode, passes
-from studies.arms import COLD, Arm, Point, PointFailedError, PointRows, TimingPlan, measure_point
+from studies import passes, study, variants
 from studies.mla_decode import (
     PLANNED,
     PORTABLE,
     TARGETS,
     WRAPPER,
-    arms_of,
-    cases_of,
+    MLADecode,
     facts_of,
     point_of,
+    variants_of,
 )
 from studies.passes import gpu_works, kernel_of, works_of
 from studies.recording import table_of
-from studies.targets import TEXT_COLUMNS, TIME_COLUMNS, Figure, Target, target_rows, target_text
+from studies.targets import TIME_COLUMNS, Figure, Target, target_rows, target_text
+from studies.variants import COLD, Point, PointFailedError, PointRows, TimingPlan, Variant, measure_point
 from tests.commands.command import run
 from tests.devices import IN_INTERPRETER
 from tests.studies.simulated import CEILINGS, SLOW, hold_right, measured_in_turns
@@ -40,8 +40,8 @@ from tests.studies.simulated import CEILINGS, SLOW, hold_right, measured_in_turn
 CPU = torch.device("cpu")
 
 
-def reference(case: MLACase) -> Arm:
-    return Arm("reference", case, "lab.references")
+def reference(case: MLACase) -> Variant:
+    return Variant("reference", case, "lab.references")
 
 
 def measure(point: Point, samples: int = 3) -> PointRows:
@@ -51,12 +51,12 @@ def measure(point: Point, samples: int = 3) -> PointRows:
 
 def small(q_len: int = 1, **changes: Any) -> MLACase:
     """Two requests of 70 keys, 2 heads, entries of 16 + 16."""
-    (case,) = cases_of(((2, 70),), (2,), (q_len,))
+    (case,) = MLADecode(shapes=((2, 70),), heads=(2,), q_lens=(q_len,)).cases()
     return replace(case, kv_lora_rank=16, qk_rope_head_dim=16, **changes)
 
 
 def test_the_default_points() -> None:
-    cases = cases_of()
+    cases = MLADecode().cases()
     assert [(len(case.q_lens), case.kv_lens[0], case.num_qo_heads) for case in cases] == [
         (64, 8192, 16),
         (64, 8192, 128),
@@ -70,7 +70,7 @@ def test_the_default_points() -> None:
 
 
 def test_more_rows_verify_and_their_keys_count_the_new_tokens() -> None:
-    decode, verify = cases_of(((8, 81920),), (16,), (1, 4), torch.float8_e4m3fn)
+    decode, verify = MLADecode(shapes=((8, 81920),), heads=(16,), q_lens=(1, 4), kv_dtype="e4m3").cases()
     assert (decode.mode, decode.prefix_lens[0]) == (ForwardMode.DECODE, 81919)
     assert (verify.mode, verify.prefix_lens[0], verify.kv_lens[0]) == (ForwardMode.TARGET_VERIFY, 81916, 81920)
     assert {decode.kv_dtype, verify.kv_dtype} == {torch.float8_e4m3fn}
@@ -93,7 +93,7 @@ def test_more_rows_verify_and_their_keys_count_the_new_tokens() -> None:
     ],
 )
 def test_floors_by_hand(heads: int, bytes_moved: int, operations: int, floor_us: float, bound: str) -> None:
-    (case,) = cases_of(((64, 8192),), (heads,))
+    (case,) = MLADecode(shapes=((64, 8192),), heads=(heads,)).cases()
     assert (case.bytes_moved, case.operations) == (bytes_moved, operations)
     line = roofline(1000.0, case.bytes_moved, case.operations, CEILINGS)
     assert (line.floor_us, line.floor_bound) == (pytest.approx(floor_us, abs=1e-3), bound)
@@ -115,14 +115,14 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "build_mla_pass", lambda case, device: build_mla_pass(case, CPU))
-    monkeypatch.setattr(arms, "measure_interleaved", measured_in_turns)
+    monkeypatch.setattr(variants, "measure_interleaved", measured_in_turns)
     monkeypatch.setattr(support, "capability_of", lambda device: (9, 0))
 
 
 @IN_INTERPRETER
 @pytest.mark.parametrize("case", [small(), small(4), small(4, kv_dtype=torch.float8_e4m3fn)], ids=repr)
-def test_every_arm_is_right_in_an_output_of_its_own(case: MLACase, plans: list[dict[str, Any]]) -> None:
-    works = works_of((*arms_of(case), reference(case)), CPU)
+def test_every_variant_is_right_in_an_output_of_its_own(case: MLACase, plans: list[dict[str, Any]]) -> None:
+    works = works_of((*variants_of(case), reference(case)), CPU)
     assert list(works) == [PORTABLE, WRAPPER, "reference"]
     for work in works.values():
         hold_right(work)
@@ -135,7 +135,7 @@ def test_every_arm_is_right_in_an_output_of_its_own(case: MLACase, plans: list[d
 
 @IN_INTERPRETER
 @pytest.mark.usefixtures("on_cpu", "plans")
-def test_a_point_makes_a_row_per_arm_with_its_floor_and_its_share_of_the_wrapper() -> None:
+def test_a_point_makes_a_row_per_variant_with_its_floor_and_its_share_of_the_wrapper() -> None:
     point = measure(point_of(small()))
     assert (point.declined, point.wrong) == ([], [])
     assert {row["method"] for row in point.rows} == {str(COLD)}
@@ -145,6 +145,7 @@ def test_a_point_makes_a_row_per_arm_with_its_floor_and_its_share_of_the_wrapper
         WRAPPER,
         "BatchMLAPagedAttentionWrapper with FA3",
         PLANNED,
+        MLADecode,
     )
     # 140 entries of 64 bytes, and 4 vectors of 32 + 16 elements of 2 bytes; 2 · 2 heads · 140 pairs · 48 operations.
     for row in point.rows:
@@ -170,7 +171,7 @@ def test_a_verification_counts_what_each_row_sees() -> None:
 
 @IN_INTERPRETER
 @pytest.mark.usefixtures("on_cpu")
-def test_a_declined_arm_is_listed_and_the_other_is_measured() -> None:
+def test_a_declined_variant_is_listed_and_the_other_is_measured() -> None:
     point = measure(point_of(small()))  # FlashInfer's own plan declines a CPU
     assert [row["arm"] for row in point.rows] == [PORTABLE]
     (declined,) = point.declined
@@ -183,7 +184,7 @@ def test_a_declined_arm_is_listed_and_the_other_is_measured() -> None:
 @IN_INTERPRETER
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("right_calls", [0, 2])
-def test_a_wrong_arm_has_no_time(right_calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_variant_has_no_time(right_calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From its first call, or only from the one after the timed ones."""
 
     def plan(**arguments: Any) -> Callable[[], Any]:
@@ -211,22 +212,22 @@ def test_what_fails_otherwise_stops_the_run_and_names_its_point(monkeypatch: pyt
 
     monkeypatch.setattr(flashinfer_mla, f"plan_{flashinfer_mla.NAME}", plan)
     with pytest.raises(PointFailedError, match="2q1s70/2 heads: RuntimeError: no compiler"):
-        measure(replace(point_of(small()), arms=(reference(small()), arms_of(small())[1])))
+        measure(replace(point_of(small()), variants=(reference(small()), variants_of(small())[1])))
 
 
 def test_the_wrapper_is_named_by_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for capability, name in (((9, 0), "FA3"), ((10, 0), "FA2")):
         monkeypatch.setattr(support, "capability_of", lambda device, capability=capability: capability)
-        portable, wrapper = arms_of(small())
+        portable, wrapper = variants_of(small())
         work = GpuWork.of(print, 1, query=SimpleNamespace(device=torch.device("cuda")))
         assert kernel_of(wrapper, work).endswith(name)
         assert kernel_of(portable, work) == "portable"
 
 
-def row_of(arm: str, **times_us: float) -> dict[str, Any]:
-    speed = times_us[WRAPPER] / times_us[arm] if WRAPPER in times_us else None
-    targets = target_rows(TARGETS if arm == PORTABLE else (), {Figure.SPEED: speed}, WRAPPER)
-    return {"arm": arm, "speed_of_baseline": speed, "targets": targets}
+def row_of(variant: str, **times_us: float) -> dict[str, Any]:
+    speed = times_us[WRAPPER] / times_us[variant] if WRAPPER in times_us else None
+    targets = target_rows(TARGETS if variant == PORTABLE else (), {Figure.SPEED: speed}, WRAPPER)
+    return {"arm": variant, "speed_of_baseline": speed, "targets": targets}
 
 
 def test_the_target_says_by_how_much() -> None:
@@ -244,17 +245,16 @@ def simulated_rows(case: MLACase) -> list[dict[str, Any]]:
     shared |= {"iqr_us": 1.25, "kernel": "some kernel"}
     shared |= point_of(case).row
     return [
-        shared | row_of(arm, portable=100.0, wrapper=75.0) | {"median_us": time_us, "floor_percent": 5000 / time_us}
-        for arm, time_us in ((PORTABLE, 100.0), (WRAPPER, 75.0))
+        shared | row_of(variant, portable=100.0, wrapper=75.0) | {"median_us": time_us, "floor_percent": 5000 / time_us}
+        for variant, time_us in ((PORTABLE, 100.0), (WRAPPER, 75.0))
     ]
 
 
-def test_the_table_has_a_line_per_point_and_arm() -> None:
-    rows = [row for case in cases_of() for row in simulated_rows(case)]
-    table = table_of("times", TIME_COLUMNS, rows, words=TEXT_COLUMNS)
-    assert table.row_count == 8
-    cells = [next(iter(column.cells)) for column in table.columns]
-    assert cells == [
+def test_the_table_has_a_line_per_point_and_variant() -> None:
+    rows = [row for case in MLADecode().cases() for row in simulated_rows(case)]
+    table = table_of("times", TIME_COLUMNS, rows)
+    assert len(table.rows) == 8
+    assert [cell.text for cell in table.rows[0]] == [
         "64q1s8k/16 heads",
         PORTABLE,
         "some kernel",
@@ -277,19 +277,19 @@ def test_the_command_line_writes_every_point_and_prints_the_target(
     written_before: list[bool] = []
 
     def simulate(point: Point, make: Any, plan: TimingPlan, facts: Any) -> PointRows:
-        case = point.arms[0].case
+        case = point.variants[0].case
         assert (plan, case.kv_dtype) == (TimingPlan(CEILINGS, COLD, 5), torch.float8_e4m3fn)
         written_before.append(out.exists())
         declined = [point.row | {"arm": WRAPPER, "reason": "not [here]"}]
         return PointRows(simulated_rows(case), declined if case.q_lens[0] == 4 else [], [])
 
-    monkeypatch.setattr(mla_decode, "measure_point", simulate)
+    monkeypatch.setattr(study, "measure_point", simulate)
     command = f"--shapes 2x1024 --heads 16 --q-lens 1,4 --kv-dtype e4m3 --samples 5 --out {out}"
     assert run(f"experiments mla-decode {command}") == 0
     recorded = json.loads(out.read_text())
     assert written_before == [False, True]
     assert [(row["point"], row["arm"]) for row in recorded["rows"]] == [
-        (f"2q{q_len}s1k/16 heads", arm) for q_len in (1, 4) for arm in (PORTABLE, WRAPPER)
+        (f"2q{q_len}s1k/16 heads", variant) for q_len in (1, 4) for variant in (PORTABLE, WRAPPER)
     ]
     assert [row["point"] for row in recorded["declined"]] == ["2q4s1k/16 heads"]
     assert (recorded["wrong"], recorded["samples"]) == ([], 5)
@@ -303,13 +303,13 @@ def test_the_command_line_writes_every_point_and_prints_the_target(
 
 
 @pytest.mark.usefixtures("simulated_gpu")
-def test_a_wrong_arm_makes_the_exit_status(
+def test_a_wrong_variant_makes_the_exit_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def simulate(point: Point, *_: Any) -> PointRows:
         return PointRows([], [], [point.row | {"arm": PORTABLE, "reason": "3 vectors"}])
 
-    monkeypatch.setattr(mla_decode, "measure_point", simulate)
+    monkeypatch.setattr(study, "measure_point", simulate)
     assert run(f"experiments mla-decode --out {tmp_path}/mla.json") == 1
     assert len(json.loads((tmp_path / "mla.json").read_text())["wrong"]) == 4
     assert "wrong: 8q1s80k/128 heads, portable: 3 vectors" in capsys.readouterr().out
@@ -318,10 +318,10 @@ def test_a_wrong_arm_makes_the_exit_status(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="times GPU work, and there is none here")
 def test_a_point_is_measured_on_a_gpu() -> None:
-    (case,) = cases_of(((4, 1024),), (16,), (4,))
-    portable = arms_of(case)[0]
+    (case,) = MLADecode(shapes=((4, 1024),), heads=(16,), q_lens=(4,)).cases()
+    portable = variants_of(case)[0]
     both = (portable, replace(portable, name="again"))
-    point = measure(replace(point_of(case), arms=both, baseline="again"))
+    point = measure(replace(point_of(case), variants=both, baseline="again"))
     assert (point.declined, point.wrong) == ([], [])
     assert [row["arm"] for row in point.rows] == [PORTABLE, "again"]
     assert all(row["median_us"] > 0 and row["buffer_copies"] > 1 for row in point.rows)

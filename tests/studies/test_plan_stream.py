@@ -16,7 +16,7 @@ from lab.metadata.mha.buffers import MetadataBuilder
 from studies import loops, plan_stream
 from studies.iteration_profile import Phase, iteration_facts, two_lanes
 from studies.plan_stream import (
-    ARMS,
+    VARIANTS,
     Drafts,
     PlanLoopSettings,
     Planning,
@@ -74,23 +74,23 @@ def loop() -> SpeculativeLoop:
     return SpeculativeLoop(SMALL, lambda: ran.append("draft"), lambda: ran.append("verify"), torch.device("cpu"))
 
 
-@pytest.mark.parametrize("arm", ARMS, ids=str)
-def test_every_iteration_and_its_phases_are_marked(loop: SpeculativeLoop, arm: Planning) -> None:
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_every_iteration_and_its_phases_are_marked(loop: SpeculativeLoop, variant: Planning) -> None:
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
-        loop.run(arm)
+        loop.run(variant)
     events = sorted(
         (each for each in exported_trace(recorded)["traceEvents"] if each.get("cat") == "user_annotation"),
         key=lambda each: float(each["ts"]),
     )
     assert [each["name"] for each in events if STEP_NAME.fullmatch(each["name"])] == [f"step {i}" for i in range(6)]
-    phases = ["inputs", "draft", "plan"] + ["fix-up"] * (arm.drafts is Drafts.TREES) + ["verify"]
+    phases = ["inputs", "draft", "plan"] + ["fix-up"] * (variant.drafts is Drafts.TREES) + ["verify"]
     assert [each["name"] for each in events if not STEP_NAME.fullmatch(each["name"])][: len(phases)] == phases
     assert ran == ["draft", "verify"] * 6
 
 
-@pytest.mark.parametrize("arm", ARMS, ids=str)
-def test_the_check_passes(loop: SpeculativeLoop, arm: Planning) -> None:
-    loop.check(arm)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_the_check_passes(loop: SpeculativeLoop, variant: Planning) -> None:
+    loop.check(variant)
 
 
 def stale_lengths(backend: VerifyBackend) -> None:
@@ -122,10 +122,10 @@ def stale_mask(backend: VerifyBackend) -> None:
 def test_the_check_notices_what_is_stale(
     loop: SpeculativeLoop, defect: Callable[[VerifyBackend], None], drafts: Drafts, message: str
 ) -> None:
-    arm = Planning(drafts, MetadataBuilder.FUSED, PlanStart.AFTER_INPUTS)
-    defect(loop.planners[arm].backend)
+    variant = Planning(drafts, MetadataBuilder.FUSED, PlanStart.AFTER_INPUTS)
+    defect(loop.planners[variant].backend)
     with pytest.raises(RuntimeError, match=message):
-        loop.check(arm)
+        loop.check(variant)
 
 
 # --- the facts --------------------------------------------------------------------------------------------------------
@@ -251,12 +251,12 @@ def test_every_planning_is_checked_run_in_turns_and_makes_a_row(monkeypatch: pyt
     monkeypatch.setattr(loops, "unprofiled_us", lambda run: only_run(order, lambda: (run(), *run.args)[1]))
     monkeypatch.setattr(loops, "profiled", lambda run: (run(), profiled())[1])
     rows = measure_plannings(settings)
-    assert [sorted(order[first : first + len(ARMS)], key=str) for first in (0, len(ARMS))] == [
-        sorted(ARMS, key=str)
+    assert [sorted(order[first : first + len(VARIANTS)], key=str) for first in (0, len(VARIANTS))] == [
+        sorted(VARIANTS, key=str)
     ] * 2
-    assert order[: len(ARMS)] != order[len(ARMS) :]
+    assert order[: len(VARIANTS)] != order[len(VARIANTS) :]
     assert [(row["drafts"], row["builder"], row["start"]) for row in rows] == [
-        (arm.drafts.value, arm.builder.value, arm.start.value) for arm in ARMS
+        (variant.drafts.value, variant.builder.value, variant.start.value) for variant in VARIANTS
     ]
     for row in rows:
         assert (row["draft_us"], row["draft_matrix_products"], row["max_context_len"]) == (1, 3, 256)
@@ -270,10 +270,10 @@ def test_every_planning_is_checked_run_in_turns_and_makes_a_row(monkeypatch: pyt
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
-def recorded_arm(settings: PlanLoopSettings, arm: Planning) -> dict[str, Any]:
+def recorded_variant(settings: PlanLoopSettings, variant: Planning) -> dict[str, Any]:
     """What `measure_plannings` returns, of a trace made by hand."""
-    facts = medians(iteration_facts(profiled(fix_up=arm.drafts is Drafts.TREES), 1))
-    words = {"drafts": arm.drafts.value, "builder": arm.builder.value, "start": arm.start.value}
+    facts = medians(iteration_facts(profiled(fix_up=variant.drafts is Drafts.TREES), 1))
+    words = {"drafts": variant.drafts.value, "builder": variant.builder.value, "start": variant.start.value}
     times = {"draft_us": settings.draft_us, "verify_us": settings.verify_us, "host_us": 77.75}
     return words | times | {"medians": facts, "unprofiled_iteration_us": [1234.5]}
 
@@ -283,12 +283,12 @@ def test_the_command_line_measures_all_pairs_writes_json_and_prints_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
-        plan_stream, "measure_plannings", lambda settings: [recorded_arm(settings, arm) for arm in ARMS]
+        plan_stream, "measure_plannings", lambda settings: [recorded_variant(settings, variant) for variant in VARIANTS]
     )
     monkeypatch.setattr(
         plan_stream,
         "measure_fix_up",
-        lambda bs, d, device: {
+        lambda bs, d: {
             "batch_size": bs,
             "num_draft_tokens": d,
             "launches": 19,
@@ -303,7 +303,7 @@ def test_the_command_line_measures_all_pairs_writes_json_and_prints_tables(
     found = [
         (row["draft_us"], row["verify_us"], row["drafts"], row["builder"], row["start"]) for row in recorded["arms"]
     ]
-    words = [(arm.drafts.value, arm.builder.value, arm.start.value) for arm in ARMS]
+    words = [(variant.drafts.value, variant.builder.value, variant.start.value) for variant in VARIANTS]
     assert found == [(*times, *each) for times in ((100, 900), (400, 900)) for each in words]
     points = [(row["batch_size"], row["num_draft_tokens"]) for row in recorded["fix_ups"]]
     assert points == list(itertools.product((1, 8, 64, 256), (4, 8, 16, 64)))
@@ -328,9 +328,9 @@ def test_a_plan_after_the_inputs_runs_beside_the_draft_and_no_other_does() -> No
     rows = measure_plannings(
         PlanLoopSettings(draft_us=400, verify_us=400, batch_size=8, seq_len=256, steps=6, repeats=1)
     )
-    assert len(rows) == len(ARMS)
-    by_arm = {(row["drafts"], row["builder"], row["start"]): row for row in rows}
-    for (drafts, _, start), row in by_arm.items():
+    assert len(rows) == len(VARIANTS)
+    by_variant = {(row["drafts"], row["builder"], row["start"]): row for row in rows}
+    for (drafts, _, start), row in by_variant.items():
         found = row["medians"]
         beside = start == PlanStart.AFTER_INPUTS.value
         assert (found["hidden_us"] > 0.5 * found["plan_busy_us"]) if beside else (found["hidden_us"] == 0)
@@ -343,7 +343,7 @@ def test_a_plan_after_the_inputs_runs_beside_the_draft_and_no_other_does() -> No
 @pytest.mark.gpu
 @needs_gpu
 def test_a_masks_time_is_taken_and_its_launches_counted() -> None:
-    row = measure_fix_up(8, 4, torch.device("cuda"))
+    row = measure_fix_up(8, 4)
     assert row["gpu_us"] > 0
     assert row["launches"] > 1
     assert row["host_us"] > 0

@@ -1,9 +1,9 @@
-"""What all experiments share: no GPU, no measurement; a file that is whole after every point; wrong command lines."""
+"""What all studies share: no GPU, no measurement; a file that is whole after every point; options; wrong command lines."""
 
-import importlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,14 @@ import torch
 
 import studies
 from lab.exit_status import ExitStatus
-from studies import EXPERIMENTS, command_of
-from studies.recording import Columns, Recording, table_of
+from lab.kernels import portable
+from studies import STUDIES, command_of, question_of, study_named
+from studies.recording import Recording, table_of
+from studies.study import Part, Study
 from tests.commands.command import run
 from tests.studies.simulated import CEILINGS
 
-ON_A_GPU = tuple(name for name in EXPERIMENTS if name != "draft_visibility")
+ON_A_GPU = tuple(name for name in STUDIES if name != "draft_visibility")
 FOLDER = Path(studies.__file__).parent
 
 
@@ -25,16 +27,40 @@ def line_of(name: str) -> str:
     return command_of(name).removeprefix("lab ")
 
 
-def test_every_module_that_runs_is_registered_and_documented() -> None:
-    runs = [path.stem for path in sorted(FOLDER.glob("*.py")) if "\ndef run(" in path.read_text()]
-    assert runs == list(EXPERIMENTS)
-    pages = (FOLDER.parent / "docs" / "api" / "studies.md").read_text()
-    for module in EXPERIMENTS.values():
-        assert (importlib.import_module(module).__doc__ or "").split("\n", 1)[0].strip()
-        assert f".. automodule:: {module}\n" in pages
+def test_every_study_is_registered_and_documented() -> None:
+    modules = {path.stem for path in FOLDER.glob("*.py") if "Study):" in path.read_text()} - {"study", "loops"}
+    assert modules == set(STUDIES)
+    page = (FOLDER.parent / "docs" / "api" / "studies.md").read_text()
+    for name in STUDIES:
+        assert issubclass(study_named(name), Study)
+        assert study_named(name).name() == name
+        assert question_of(name)
+        assert f".. automodule:: studies.{name}\n" in page
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_without_an_option_the_settings_are_the_studys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Study] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("studies.draft_extend_graph.default_implementation", lambda: portable)
+    monkeypatch.setattr(study_named(name), "run", lambda study, out: (ran.append(study), 0)[1])
+    assert run(line_of(name)) == 0
+    (found,) = ran
+    if study_named(name).settings is None:
+        assert found == study_named(name)()
+    else:  # several loops, of times that have no default but the command's
+        first, *others = (asdict(loop) for loop in found.loops)
+        assert first["batch_size"] == 64
+        assert others
+
+
+def test_options_of_several_values_make_all_combinations_of_a_loop() -> None:
+    loops = study_named("length_copy").of(gpu_us=(1.0, 2.0), host_us=(0.0, 3.0), steps=7).loops
+    assert [(loop.gpu_us, loop.host_us) for loop in loops] == [(1, 0), (1, 3), (2, 0), (2, 3)]
+    assert {loop.steps for loop in loops} == {7}
+
+
+@pytest.mark.parametrize("name", STUDIES)
 def test_each_is_a_command_that_can_write_a_file(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(f"{line_of(name)} --help") == 0
     assert "--out " in capsys.readouterr().out
@@ -90,8 +116,10 @@ def test_the_file_is_whole_after_every_point(tmp_path: Path) -> None:
             raise RuntimeError("the third point fails")
         return {"rows": [{"point": point}, {"point": -point}]}
 
-    total = {"total": lambda result: sum(row["point"] for row in result["rows"] if row["point"] > 0)}
-    recording = Recording("counting", out, {"method": "counted", **total}, ("rows", "wrong"), ceilings=CEILINGS)
+    def total(result: Mapping[str, Any]) -> dict[str, int]:
+        return {"total": sum(row["point"] for row in result["rows"] if row["point"] > 0)}
+
+    recording = Recording("counting", out, {"method": "counted"}, ("rows", "wrong"), total, CEILINGS)
     with pytest.raises(RuntimeError, match="third"):
         recording.measure([1, 2, 3], rows_at)
     environment = {"gpu": "simulated", "ceilings": CEILINGS.facts()}
@@ -99,30 +127,36 @@ def test_the_file_is_whole_after_every_point(tmp_path: Path) -> None:
     one, two = [{"point": 1}, {"point": -1}], [{"point": 2}, {"point": -2}]
     assert found == [None, shared | {"rows": one, "total": 1}, shared | {"rows": [*one, *two], "total": 3}]
     assert json.loads(out.read_text()) == found[-1]
-    recording.add("claim", 7)
-    assert json.loads(out.read_text())["claim"] == 7
+
+
+@dataclass(frozen=True)
+class Counting(Study):
+    """A study of two points, the second of which has this outcome."""
+
+    lists = ("rows", "declined", "wrong")
+    outcome: str
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        reason = {"point": "2q4", "arm": "one", "reason": "not [here]"}
+        return [Part([{"rows": [{"us": 1.25}]}, {self.outcome: [reason]}], lambda rows: rows)]
 
 
 @pytest.mark.usefixtures("simulated_gpu")
-def test_a_wrong_arm_is_the_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
-    recording = Recording("counting", None, {}, ("declined", "wrong"))
-    assert recording.result["environment"] == {"gpu": "simulated"}
-    assert recording.exit_status == ExitStatus.DONE
-    reason = {"point": "2q4", "arm": "one", "reason": "not [here]"}
-    recording.measure([0], lambda _: {"declined": [reason]})
-    assert recording.exit_status == ExitStatus.DONE
-    recording.measure([0], lambda _: {"wrong": [reason | {"arm": "other"}]})
-    assert recording.exit_status == ExitStatus.WRONG
-    recording.print_reasons()
-    printed = capsys.readouterr().out
-    assert "declined: 2q4, one: not [here]" in printed
-    assert "wrong: 2q4, other: not [here]" in printed
+@pytest.mark.parametrize(("outcome", "status"), [("declined", ExitStatus.DONE), ("wrong", ExitStatus.WRONG)])
+def test_a_wrong_variant_is_the_exit_status(
+    outcome: str, status: ExitStatus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert Counting(outcome).run() == status
+    assert f"{outcome}: 2q4, one: not [here]" in capsys.readouterr().out
 
 
-def test_words_are_aligned_as_words() -> None:
-    columns: Columns = {"arm": "{arm}", "µs": lambda row: f"{row['us']:.1f}"}
-    table = table_of("times", columns, [{"arm": "a", "us": 1.25}], words=("arm",))
-    assert [(column.header, column.justify, *column.cells) for column in table.columns] == [
-        ("arm", "left", "a"),
-        ("µs", "right", "1.2"),
+def test_words_and_numbers_are_told_apart() -> None:
+    formats = {"variant": "{arm}", "µs": "{us:.1f}", "both": "{us:.0f} / {us:.0f}"}
+    table = table_of("times", formats, [{"arm": "a", "us": 1.25}])
+    assert [(column.heading, column.is_number) for column in table.columns] == [
+        ("variant", False),
+        ("µs", True),
+        ("both", False),
     ]
+    assert [(cell.text, cell.number) for cell in table.rows[0]] == [("a", None), ("1.2", 1.25), ("1 / 1", None)]

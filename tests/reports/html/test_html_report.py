@@ -25,7 +25,7 @@ from lab.reports.html.page import html_report
 from lab.reports.recorded import Kind, RecordedFile, RecordedFileError, read_folder
 from lab.reports.tables import flattened
 from lab.workloads.interfaces import Interface
-from studies import EXPERIMENTS
+from studies import STUDIES
 from studies.shown import drawings_of, question_and_drawings
 from tests.commands.command import run as run_lab
 from tests.reports.html.parsed import Page
@@ -306,7 +306,7 @@ def test_every_experiment_that_can_be_is_drawn(files: tuple[RecordedFile, ...]) 
         shown = experiment_part(record)
         assert shown.undrawn == ()
         assert len(shown.pictures) == len(drawings_of(record.experiment))
-    drawn = {name for name in EXPERIMENTS if drawings_of(name)}
+    drawn = {name for name in STUDIES if drawings_of(name)}
     assert drawn == {"draft_steps", "draft_extend_kernels", "draft_extend_graph", "length_copy"}
     assert drawn <= {record.experiment for record in experiments(files)}
 

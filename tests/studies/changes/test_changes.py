@@ -50,8 +50,8 @@ def test_every_real_recording_has_an_answer_with_points_of_every_statement(chang
 def test_a_faster_context_call_contradicts_24566_at_its_point() -> None:
     recording = recorded("draft_extend_kernels")
     rows = {(row["requests"], row["kv_len"], row["q_len"], row["arm"]): row for row in recording["rows"]}
-    for (*_, arm), row in rows.items():
-        row |= {"median_us": 20.0 if arm == "context" else 10.0, "iqr_us": 1.0}
+    for (*_, variant), row in rows.items():
+        row |= {"median_us": 20.0 if variant == "context" else 10.0, "iqr_us": 1.0}
     exchange(rows[1, 1024, 4, "decode"], rows[1, 1024, 4, "context"], "median_us")
     (found,) = judged(24566, recording).aspects[0].that(Standing.FAILS)
     assert (found.where, found.figures) == ("1 × 1,024 keys, q 4", "10.0 → 20.0 µs")
@@ -96,8 +96,8 @@ def test_mlas_calls_of_several_rows_stand_beside_24566_where_they_are_recorded()
 def test_a_slower_replay_contradicts_25002() -> None:
     recording = recorded("draft_extend_graph")
     rows = {(row["mode"], row["batch_size"], row["arm"]): row for row in recording["modes"]}
-    for (*_, arm), row in rows.items():
-        row["completion_us"] = 900.0 if arm == "eager" else 400.0
+    for (*_, variant), row in rows.items():
+        row["completion_us"] = 900.0 if variant == "eager" else 400.0
     exchange(rows["draft_extend_v2", 64, "eager"], rows["draft_extend_v2", 64, "graph"], "completion_us")
     answer = judged(25002, recording)
     assert [each.where for each in answer.aspects[0].that(Standing.FAILS)] == ["draft extend v2, 64 requests"]
@@ -139,13 +139,13 @@ def test_25002_names_the_hosts_times_of_its_own_mode() -> None:
 # --- 25925
 
 
-def arms_of(recording: Altered) -> dict[tuple[Any, ...], Altered]:
+def variants_of(recording: Altered) -> dict[tuple[Any, ...], Altered]:
     return {(row["draft_us"], row["drafts"], row["builder"], row["start"]): row for row in recording["arms"]}
 
 
 def test_a_chain_that_is_mended_contradicts_25925() -> None:
     recording = recorded("plan_stream")
-    arms_of(recording)[400.0, "chains", "fused", "after the inputs"]["medians"]["fix_up_launches"] = 3
+    variants_of(recording)[400.0, "chains", "fused", "after the inputs"]["medians"]["fix_up_launches"] = 3
     mended = judged(25925, recording).aspects[0]
     (found,) = mended.that(Standing.FAILS)
     assert found.where == "chains, fused, a draft of 400 µs, planned after the inputs"
@@ -166,11 +166,11 @@ RUNS, UNPROFILED = "runs", "unprofiled_iteration_us"
 )
 def test_both_clocks_must_say_that_a_plan_beside_the_draft_pays(exchanged: tuple[str, ...], standing: Standing) -> None:
     recording = recorded("plan_stream")
-    arms = arms_of(recording)
+    variants = variants_of(recording)
     starts = ("in line", "after the inputs")
-    in_line, beside = (arms[400.0, "chains", "torch operations", start] for start in starts)
-    for arm, time_us in ((in_line, 1500.0), (beside, 1400.0)):
-        arm |= {RUNS: [[{"iteration_us": time_us}] * 5], UNPROFILED: [time_us] * 5}
+    in_line, beside = (variants[400.0, "chains", "torch operations", start] for start in starts)
+    for variant, time_us in ((in_line, 1500.0), (beside, 1400.0)):
+        variant |= {RUNS: [[{"iteration_us": time_us}] * 5], UNPROFILED: [time_us] * 5}
     exchange(in_line, beside, *exchanged)
     found = {each.where: each for each in judged(25925, recording).aspects[1].observations}
     assert found["chains, torch operations, a draft of 400 µs"].standing is standing
@@ -249,8 +249,8 @@ def test_a_mask_that_costs_more_than_is_saved_contradicts_26824() -> None:
 def test_a_copy_that_costs_nothing_cannot_be_told() -> None:
     recording = recorded("length_copy")
     rows = {(row["gpu_us"], row["host_us"], row["arm"]): row for row in recording["arms"]}
-    for (gpu_us, host_us, arm), row in rows.items():
-        if arm == "with the copy":
+    for (gpu_us, host_us, variant), row in rows.items():
+        if variant == "with the copy":
             other = rows[gpu_us, host_us, "without the copy"]
             row |= {name: other[name] for name in ("runs", "unprofiled_step_us")}
     steps = judged(26824, recording).aspects[1]

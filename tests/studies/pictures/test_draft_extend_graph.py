@@ -220,13 +220,16 @@ def test_forms_are_bars_over_their_floors() -> None:
     assert not any(word.startswith("hatched") for word in words(forms_figure(rows[:2], "a title")))
 
 
-def arm(name: str, size: int, completion_us: float, **changes: Any) -> Mapping[str, Any]:
+def variant(name: str, size: int, completion_us: float, **changes: Any) -> Mapping[str, Any]:
     facts = {"arm": name, "batch_size": size, "completion_us": completion_us, "host_us": 5.0, "median_us": 7.0}
     return facts | {"throttled_by": []} | changes
 
 
-def test_arms_are_bars_with_marks_of_their_parts() -> None:
-    rows = [arm("eager", 1, 90.0), arm("graph", 1, 40.0, host_us=3.0, median_us=30.0, throttled_by=["power limit"])]
+def test_variants_are_bars_with_marks_of_their_parts() -> None:
+    rows = [
+        variant("eager", 1, 90.0),
+        variant("graph", 1, 40.0, host_us=3.0, median_us=30.0, throttled_by=["power limit"]),
+    ]
     figure = eager_or_graph_figure(rows, "a title")
     (axes,) = figure.axes
     assert [bar.get_width() for bar in bars(axes)] == [90.0, 40.0]

@@ -26,10 +26,10 @@ ROOT = Path(__file__).parents[3]
 ROWS = json.loads((ROOT / "results" / "nvidia-h200" / "draft_extend_kernels.json").read_text())["rows"]
 
 
-def a_row(arm: str, requests: int, kv_len: int, q_len: int, median_us: float) -> dict[str, Any]:
+def a_row(variant: str, requests: int, kv_len: int, q_len: int, median_us: float) -> dict[str, Any]:
     return {
-        "arm": arm,
-        "kernel": f"{arm} kernel",
+        "arm": variant,
+        "kernel": f"{variant} kernel",
         "requests": requests,
         "kv_len": kv_len,
         "q_len": q_len,
@@ -49,9 +49,9 @@ TIMES = {
     (1, 4096, 8): (40.0, 40.0),
 }
 SOME_ROWS = [
-    a_row(arm, *point, time)
+    a_row(variant, *point, time)
     for point, times in TIMES.items()
-    for arm, time in zip(("decode", "context"), times, strict=True)
+    for variant, time in zip(("decode", "context"), times, strict=True)
 ]
 
 
@@ -116,9 +116,9 @@ def test_what_was_not_measured_is_hatched() -> None:
 def test_shares_are_floors_over_times() -> None:
     figure = floor_share_figure(SOME_ROWS, "shares", q_lens=(1, 8))
     shares = {
-        f"{arm} {' '.join(map(str, point))}": f"{100 * 2 * point[2] / time:.0f}"
+        f"{variant} {' '.join(map(str, point))}": f"{100 * 2 * point[2] / time:.0f}"
         for point, times in TIMES.items()
-        for arm, time in zip(("decode", "context"), times, strict=True)
+        for variant, time in zip(("decode", "context"), times, strict=True)
     }
     assert cells(figure) == shares
 

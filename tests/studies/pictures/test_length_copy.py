@@ -19,17 +19,17 @@ from studies.pictures.length_copy import (
     Lane,
     LoopExcerpt,
     Span,
-    arms_figure,
     recorded_excerpt,
     step_time_figure,
     timeline_figure,
+    variants_figure,
     verify_mask_figure,
 )
 from tests.reports.pictures.figures import assert_legible, words
 
 ROOT = Path(__file__).parents[3]
-ARMS = json.loads((ROOT / "results" / "nvidia-h200" / "length_copy.json").read_text())["arms"]
-SETTINGS = sorted({(arm["gpu_us"], arm["host_us"]) for arm in ARMS})
+VARIANTS = json.loads((ROOT / "results" / "nvidia-h200" / "length_copy.json").read_text())["arms"]
+SETTINGS = sorted({(variant["gpu_us"], variant["host_us"]) for variant in VARIANTS})
 
 # Two steps; in the first the host waits from 30 to 50, in the second not. Two pieces of GPU work each.
 TIMELINE = [
@@ -101,8 +101,8 @@ def test_a_colour_names_all_its_steps() -> None:
 
 def test_a_bar_is_a_step_busy_and_idle() -> None:
     medians = {"step_us": 1000.0, "idle_us": 400.0, "idle_percent": 40.0}
-    arm = {"arm": "with", "gpu_us": 500, "host_us": 0, "medians": medians, "unprofiled_step_us": [900, 905, 990]}
-    axes = arms_figure([arm], "one arm").axes[0]
+    variant = {"arm": "with", "gpu_us": 500, "host_us": 0, "medians": medians, "unprofiled_step_us": [900, 905, 990]}
+    axes = variants_figure([variant], "one arm").axes[0]
     assert [(bar.get_x(), bar.get_width()) for bar in axes.patches] == [(0, 600), (600, 400)]
     assert list(axes.lines[0].get_xdata()) == [905]
     assert "40 % idle" in [text.get_text() for text in axes.texts]
@@ -159,16 +159,18 @@ def test_a_mask_that_would_not_be_legible_is_refused() -> None:
 
 @pytest.mark.parametrize(("gpu_us", "host_us"), SETTINGS)
 def test_recorded_loops_are_legible(gpu_us: float, host_us: float) -> None:
-    arms = [arm for arm in ARMS if (arm["gpu_us"], arm["host_us"]) == (gpu_us, host_us)]
-    assert_legible(timeline_figure([recorded_excerpt(arm) for arm in arms], "Three steps"))
+    variants = [variant for variant in VARIANTS if (variant["gpu_us"], variant["host_us"]) == (gpu_us, host_us)]
+    assert_legible(timeline_figure([recorded_excerpt(variant) for variant in variants], "Three steps"))
 
 
-def test_all_recorded_arms_are_legible() -> None:
-    assert_legible(arms_figure(ARMS, "All loops"))
+def test_all_recorded_variants_are_legible() -> None:
+    assert_legible(variants_figure(VARIANTS, "All loops"))
 
 
-@pytest.mark.parametrize("arm", ARMS, ids=lambda arm: f"{arm['gpu_us']:.0f}, {arm['host_us']:.0f}, {arm['arm']}")
-def test_only_the_arm_with_the_copy_waits(arm: dict[str, Any]) -> None:
-    waits = [span for span in recorded_excerpt(arm).of(Lane.CPU) if span.waits]
-    assert len(waits) == (3 if arm["arm"] == "with the copy" else 0)
-    assert all(span.end_us - span.start_us > 0.8 * arm["medians"]["blocked_us"] for span in waits)
+@pytest.mark.parametrize(
+    "variant", VARIANTS, ids=lambda variant: f"{variant['gpu_us']:.0f}, {variant['host_us']:.0f}, {variant['arm']}"
+)
+def test_only_the_variant_with_the_copy_waits(variant: dict[str, Any]) -> None:
+    waits = [span for span in recorded_excerpt(variant).of(Lane.CPU) if span.waits]
+    assert len(waits) == (3 if variant["arm"] == "with the copy" else 0)
+    assert all(span.end_us - span.start_us > 0.8 * variant["medians"]["blocked_us"] for span in waits)

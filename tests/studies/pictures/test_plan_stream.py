@@ -26,7 +26,9 @@ from tests.reports.pictures.figures import assert_legible, words
 
 ROOT = Path(__file__).parents[3]
 RECORDED = json.loads((ROOT / "results" / "nvidia-h200" / "plan_stream.json").read_text())
-KINDS = list(dict.fromkeys((arm["drafts"], arm["builder"], arm["draft_us"]) for arm in RECORDED["arms"]))
+KINDS = list(
+    dict.fromkeys((variant["drafts"], variant["builder"], variant["draft_us"]) for variant in RECORDED["arms"])
+)
 
 
 def event(stream: str, phase: str | None, start_us: float, duration_us: float) -> dict[str, Any]:
@@ -49,8 +51,10 @@ def kernels(axes: Axes) -> list[Rectangle]:
     return [patch for patch in axes.patches if isinstance(patch, Rectangle) and patch.get_gid()]
 
 
-def arms_of(kind: tuple[Any, ...]) -> Iterable[dict[str, Any]]:
-    return [arm for arm in RECORDED["arms"] if (arm["drafts"], arm["builder"], arm["draft_us"]) == kind]
+def variants_of(kind: tuple[Any, ...]) -> Iterable[dict[str, Any]]:
+    return [
+        variant for variant in RECORDED["arms"] if (variant["drafts"], variant["builder"], variant["draft_us"]) == kind
+    ]
 
 
 def test_the_draft_ends_and_verify_starts() -> None:
@@ -106,16 +110,16 @@ def test_nothing_to_draw_is_refused(arguments: tuple[Any, ...], message: str) ->
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_recorded_iterations_are_legible_and_agree_with_their_medians(kind: tuple[Any, ...]) -> None:
-    arms = {arm["start"]: arm for arm in arms_of(kind)}
-    assert_legible(two_lane_figure({start: arm["timeline"] for start, arm in arms.items()}, "a title"))
-    for arm in arms.values():
-        ended, started = draft_to_verify_us(arm["timeline"])
-        medians = arm["medians"]
+    variants = {variant["start"]: variant for variant in variants_of(kind)}
+    assert_legible(two_lane_figure({start: variant["timeline"] for start, variant in variants.items()}, "a title"))
+    for variant in variants.values():
+        ended, started = draft_to_verify_us(variant["timeline"])
+        medians = variant["medians"]
         assert started - ended == pytest.approx(medians["between_us"], rel=0.25)
-        assert sum(each["phase"] == "plan" for each in arm["timeline"]) == medians["plan_launches"]
+        assert sum(each["phase"] == "plan" for each in variant["timeline"]) == medians["plan_launches"]
 
 
-def arm(start: str, traced: list[list[float]], untraced: list[float], **changes: Any) -> dict[str, Any]:
+def variant(start: str, traced: list[list[float]], untraced: list[float], **changes: Any) -> dict[str, Any]:
     values = sorted(value for run in traced for value in run)
     return {
         "drafts": "chains",
@@ -130,10 +134,10 @@ def arm(start: str, traced: list[list[float]], untraced: list[float], **changes:
 
 def test_savings_in_numbers() -> None:
     rows = [
-        arm("in line", [[10.0, 12.0, 11.0], [14.0, 15.0, 30.0]], [20.0, 22.0, 21.0]),
-        arm("after the draft", [[90.0] * 3, [90.0] * 3], [90.0] * 3),
-        arm("after the inputs", [[9.0, 8.0, 7.0], [16.0, 13.0, 14.0]], [19.0, 25.0, 24.0]),
-        arm("in line", [[1.0]], [1.0], drafts="trees"),  # has no other to compare with
+        variant("in line", [[10.0, 12.0, 11.0], [14.0, 15.0, 30.0]], [20.0, 22.0, 21.0]),
+        variant("after the draft", [[90.0] * 3, [90.0] * 3], [90.0] * 3),
+        variant("after the inputs", [[9.0, 8.0, 7.0], [16.0, 13.0, 14.0]], [19.0, 25.0, 24.0]),
+        variant("in line", [[1.0]], [1.0], drafts="trees"),  # has no other to compare with
     ]
     (saved,) = savings_of_overlap(rows)
     assert saved.name == "chains, fused, draft of 100 µs"

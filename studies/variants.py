@@ -1,13 +1,12 @@
-"""Arms: different ways to do the work of a point, which take turns at it.
+"""Variants: different ways to do the work of a point, whose calls are interleaved.
 
-An arm that declines the point, or whose results are wrong, has no time; the others are measured without it.
+A variant that declines the point, or whose results are wrong, has no time; the others are measured without it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +17,6 @@ from lab.timing.method import L2, Clock, Method, method_named
 from lab.timing.roofline import Ceilings, measure_ceilings, roofline
 from lab.timing.sampling import RefusedTimeError
 from lab.timing.work import GpuWork
-from studies.recording import Recording
 from studies.targets import Figure, Target, target_rows
 
 COLD = Method(Clock.GRAPH, L2.COLD_ROTATION)
@@ -29,13 +27,13 @@ JUDGED = "every output vector of every request, before and after it was timed, o
 # What FlashInfer raises where a module cannot be imported, built or loaded, a function is lacking, or a call is refused.
 MISSING_MODULE = (ImportError, OSError, RuntimeError, TypeError, ValueError)
 
-Works = Mapping[str, GpuWork]  # by the name of the arm
+Works = Mapping[str, GpuWork]  # by the name of the variant
 Time = TypeVar("Time")  # such as GpuTime or HostTime
 Named = TypeVar("Named")
 
 
 @dataclass(frozen=True)
-class Arm:
+class Variant:
     """One way to do the work of a point.
 
     Attributes:
@@ -57,17 +55,17 @@ class Arm:
 
 @dataclass(frozen=True)
 class Point:
-    """Arms that are measured together.
+    """Variants that are measured together.
 
     Attributes:
         name: of the point.
-        arms: in the order of the rows.
+        variants: in the order of the rows.
         facts: what every row says of the point, besides its name.
-        baseline: the arm that the speed of each is compared with; "" if none is.
+        baseline: the variant that the speed of each is compared with; "" if none is.
     """
 
     name: str
-    arms: tuple[Arm, ...]
+    variants: tuple[Variant, ...]
     facts: Mapping[str, Any] = field(default_factory=dict)
     baseline: str = ""
 
@@ -82,17 +80,12 @@ class TimingPlan:
     """The method of GPU times, and the rates that they are set against.
 
     Attributes:
-        samples: of each arm.
+        samples: of each variant.
     """
 
     ceilings: Ceilings
     method: Method = COLD
     samples: int = SAMPLES
-
-    def recording(self, experiment: str, out: Path | None, lists: Sequence[str], **facts: Any) -> Recording:
-        """Begin a `Recording` of GPU times."""
-        timed = {"method": str(self.method), "samples": self.samples}
-        return Recording(experiment, out, timed | facts, lists, ceilings=self.ceilings)
 
 
 def timing_plan(clock: str, l2: str, samples: int) -> TimingPlan:
@@ -128,7 +121,7 @@ def named_in_failures(point: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PointRows:
-    """Rows of a point's arms that have a time, and of those that have none, with the reason."""
+    """Rows of a point's variants that have a time, and of those that have none, with the reason."""
 
     rows: Sequence[dict[str, Any]] = ()
     declined: Sequence[dict[str, Any]] = ()
@@ -140,34 +133,34 @@ class PointRows:
 
 
 def reason_rows(point: Mapping[str, Any], reasons: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return a row for each arm that has no time, with the facts of the point and the reason."""
+    """Return a row for each variant that has no time, with the facts of the point and the reason."""
     return [{**point, "arm": name, "reason": reason} for name, reason in reasons.items()]
 
 
-def declined_by(arms: Sequence[Arm], works: Works) -> dict[str, str]:
-    """Return the reasons of the arms that cannot be timed, found by the first call of each: it is refused, or not there."""
+def declined_by(variants: Sequence[Variant], works: Works) -> dict[str, str]:
+    """Return the reasons of the variants that cannot be timed, found by the first call of each: it is refused, or not there."""
     reasons = {}
-    for arm in arms:
+    for variant in variants:
         try:
-            works[arm.name].call()()
+            works[variant.name].call()()
         except NotImplementedError as error:
-            reasons[arm.name] = str(error)
+            reasons[variant.name] = str(error)
         except MISSING_MODULE as error:
-            if not arm.needs_flashinfer:
+            if not variant.needs_flashinfer:
                 raise
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()  # raises anew what is no missing module, such as a wrong address
-            reasons[arm.name] = f"FlashInfer cannot run it here: {type(error).__name__}: {str(error).strip()[:500]}"
+            reasons[variant.name] = f"FlashInfer cannot run it here: {type(error).__name__}: {str(error).strip()[:500]}"
     return reasons
 
 
 def measure_right_ones(
     works: Works, measure: Callable[[Works], dict[str, Time]]
 ) -> tuple[dict[str, Time], dict[str, str]]:
-    """Return the times of the arms whose results are right whenever they are checked, and what is wrong with the others.
+    """Return the times of the variants whose results are right whenever they are checked, and what is wrong with the others.
 
     Args:
-        works: by arm.
+        works: by variant.
         measure: checks every work before and after it is timed. When one is wrong, the others are measured anew without it.
     """
     right = dict(works)
@@ -181,86 +174,88 @@ def measure_right_ones(
     return {}, wrong
 
 
-MakeWorks = Callable[[Sequence[Arm]], Works]
-FactsOf = Callable[[Arm, GpuWork], Mapping[str, Any]]
+MakeWorks = Callable[[Sequence[Variant]], Works]
+FactsOf = Callable[[Variant, GpuWork], Mapping[str, Any]]
 
 
-def measure_arms(
+def measure_variants(
     point: Point,
     make: MakeWorks,
     measure: Callable[[Works], dict[str, Time]],
-    row_of: Callable[[Arm, GpuWork, dict[str, Time]], Mapping[str, Any]],
+    row_of: Callable[[Variant, GpuWork, dict[str, Time]], Mapping[str, Any]],
 ) -> PointRows:
-    """Measure the arms of a point in turns, by any clock, and say why an arm has no time.
+    """Measure the variants of a point in turns, by any clock, and say why a variant has no time.
 
     Args:
         point: what is measured.
-        make: makes the work of each arm, on tensors of its own.
+        make: makes the work of each variant, on tensors of its own.
         measure: as in `measure_right_ones`.
-        row_of: given an arm, its work and the times of all arms, returns what its row says besides the point and its name.
+        row_of: given a variant, its work and the times of all, returns what its row says besides the point and its name.
 
     Raises:
         PointFailedError: anything but a refusal, a missing module or a wrong result went wrong.
     """
     with named_in_failures(point.name):
-        works = make(point.arms)
-        declined = declined_by(point.arms, works)
+        works = make(point.variants)
+        declined = declined_by(point.variants, works)
         times, wrong = measure_right_ones({name: work for name, work in works.items() if name not in declined}, measure)
     rows = []
-    for arm in point.arms:
-        if arm.name in times:
+    for variant in point.variants:
+        if variant.name in times:
             try:
-                rows.append(point.row | {"arm": arm.name} | dict(row_of(arm, works[arm.name], times)))
+                rows.append(point.row | {"arm": variant.name} | dict(row_of(variant, works[variant.name], times)))
             except RefusedTimeError as error:
-                wrong[arm.name] = f"its time is refused: {error}"
+                wrong[variant.name] = f"its time is refused: {error}"
     return PointRows(rows, reason_rows(point.row, declined), reason_rows(point.row, wrong))
 
 
 def measure_point(point: Point, make: MakeWorks, plan: TimingPlan, facts_of: FactsOf) -> PointRows:
-    """Measure the GPU times of the arms of a point in turns; see `measure_arms`.
+    """Measure the GPU times of the variants of a point in turns; see `measure_arms`.
 
     Args:
-        facts_of: given an arm and its work, returns what its row says of what was timed. `floor_bytes` among them are the bytes
-            of its floor, in place of the work's.
+        facts_of: given a variant and its work, returns what its row says of what was timed. `floor_bytes` among them are the
+            bytes of its floor, in place of the work's.
     """
 
-    def row_of(arm: Arm, work: GpuWork, times: dict[str, GpuTime]) -> dict[str, Any]:
-        facts = dict(facts_of(arm, work))
+    def row_of(variant: Variant, work: GpuWork, times: dict[str, GpuTime]) -> dict[str, Any]:
+        facts = dict(facts_of(variant, work))
         floor = (facts.get("floor_bytes", work.bytes_moved), work.operations)
-        facts |= time_facts(times[arm.name], plan.ceilings, *floor, str(facts.get("kv_dtype", "")))
-        return facts | (_compared(point, arm, times, plan.ceilings, floor) if point.baseline else {})
+        facts |= time_facts(times[variant.name], plan.ceilings, *floor, str(facts.get("kv_dtype", "")))
+        return facts | (_compared(point, variant, times, plan.ceilings, floor) if point.baseline else {})
 
-    return measure_arms(point, make, partial(measure_interleaved, method=plan.method, samples=plan.samples), row_of)
+    return measure_variants(point, make, partial(measure_interleaved, method=plan.method, samples=plan.samples), row_of)
 
 
 def measure_all(point: Point, make: MakeWorks, plan: TimingPlan, facts_of: FactsOf) -> list[dict[str, Any]]:
-    """Measure the GPU times of a point's arms, all of which must have one, in turns; return a row of each.
+    """Measure the GPU times of a point's variants, all of which must have one, in turns; return a row of each.
 
-    No arm is called before it is staged, so that the first check sees what the staged call has written, and nothing else.
+    No variant is called before it is staged, so that the first check sees what the staged call has written, and nothing else.
 
     Raises:
-        PointFailedError: an arm declines, is wrong, or cannot be measured.
+        PointFailedError: a variant declines, is wrong, or cannot be measured.
     """
     with named_in_failures(point.name):
-        works = make(point.arms)
+        works = make(point.variants)
         times = measure_interleaved(works, method=plan.method, samples=plan.samples)
     return [
         point.row
-        | {"arm": arm.name, **facts_of(arm, works[arm.name])}
-        | time_facts(times[arm.name], plan.ceilings, works[arm.name].bytes_moved, works[arm.name].operations)
-        for arm in point.arms
+        | {"arm": variant.name, **facts_of(variant, works[variant.name])}
+        | time_facts(
+            times[variant.name], plan.ceilings, works[variant.name].bytes_moved, works[variant.name].operations
+        )
+        for variant in point.variants
     ]
 
 
 def _compared(
-    point: Point, arm: Arm, times: Mapping[str, GpuTime], ceilings: Ceilings, floor: tuple[int, int]
+    point: Point, variant: Variant, times: Mapping[str, GpuTime], ceilings: Ceilings, floor: tuple[int, int]
 ) -> dict[str, Any]:
-    """Return an arm's speed in times the baseline's, and its targets."""
-    time_us = times[arm.name].median_us
+    """Return a variant's speed in times the baseline's, and its targets."""
+    time_us = times[variant.name].median_us
     speed = times[point.baseline].median_us / time_us if point.baseline in times else None
     reached = {Figure.SPEED: speed, Figure.BANDWIDTH: roofline(time_us, *floor, ceilings).bandwidth_percent}
     return {
         "baseline": point.baseline,
         "speed_of_baseline": None if speed is None else round(speed, 3),
-        "targets": target_rows(arm.targets, reached, point.baseline),
+        "targets": target_rows(variant.targets, reached, point.baseline),
     }

@@ -1,4 +1,4 @@
-"""Arms that decline are named with their reason; wrong ones have no time, and the others are measured without them."""
+"""Variants that decline are named with their reason; wrong ones have no time, and the others are measured without them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,12 +9,12 @@ from lab.timing import GpuTime, GpuWork
 from lab.timing.gpu_time import check_named
 from lab.timing.method import L2, Clock, Method
 from lab.workloads.inputs.redraw import Seeds
-from studies import arms
-from studies.arms import (
-    Arm,
+from studies import variants
+from studies.variants import (
     Point,
     PointFailedError,
     TimingPlan,
+    Variant,
     Works,
     declined_by,
     measure_all,
@@ -30,22 +30,22 @@ def test_a_kernel_that_declines_is_named_with_its_reason() -> None:
         raise NotImplementedError("not on this GPU")
 
     works = {"runs": GpuWork.of(lambda: None, 1), "declines": GpuWork(lambda: declines, {}, 1)}
-    listed = [Arm(name, case=None) for name in works]
+    listed = [Variant(name, case=None) for name in works]
     assert declined_by(listed, works) == {"declines": "not on this GPU"}
     with pytest.raises(KeyError):
-        declined_by([Arm("nobody's", case=None)], works)
+        declined_by([Variant("nobody's", case=None)], works)
 
 
 def checked(check: Any) -> GpuWork:
     return GpuWork(lambda: lambda: None, {}, 1, check=check)
 
 
-def test_an_experiment_that_needs_all_arms_says_which_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arms, "measure_interleaved", lambda works, method, samples: measured(works))
-    point = Point("2q4", (Arm("one", None), Arm("two", None)))
+def test_an_experiment_that_needs_all_variants_says_which_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variants, "measure_interleaved", lambda works, method, samples: measured(works))
+    point = Point("2q4", (Variant("one", None), Variant("two", None)))
 
     def rows(**works: GpuWork) -> list[dict[str, Any]]:
-        return measure_all(point, lambda _: works, TimingPlan(CEILINGS), lambda arm, work: {"case": arm.case})
+        return measure_all(point, lambda _: works, TimingPlan(CEILINGS), lambda variant, work: {"case": variant.case})
 
     right = checked(lambda arguments: None)
     assert [(row["point"], row["arm"], row["median_us"]) for row in rows(one=right, two=right)] == [
@@ -56,12 +56,12 @@ def test_an_experiment_that_needs_all_arms_says_which_is_wrong(monkeypatch: pyte
         rows(one=right, two=checked(fails))
 
 
-def test_where_all_arms_are_needed_none_is_called_before_it_is_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_all_variants_are_needed_none_is_called_before_it_is_staged(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an earlier call wrote would pass the check of a call that writes nothing."""
     called: list[str] = []
     work = GpuWork.of(lambda: called.append("too early"), 1)
-    monkeypatch.setattr(arms, "measure_interleaved", lambda works, method, samples: measured(works))
-    measure_all(Point("2q4", (Arm("one", None),)), lambda _: {"one": work}, TimingPlan(CEILINGS), lambda *_: {})
+    monkeypatch.setattr(variants, "measure_interleaved", lambda works, method, samples: measured(works))
+    measure_all(Point("2q4", (Variant("one", None),)), lambda _: {"one": work}, TimingPlan(CEILINGS), lambda *_: {})
     assert not called
 
 
@@ -75,7 +75,7 @@ def measured(works: Works) -> dict[str, GpuTime]:
     return {name: GpuTime((float(len(works)),), METHOD, 1) for name in works}
 
 
-def test_a_wrong_arm_has_no_time_and_the_others_are_measured_without_it() -> None:
+def test_a_wrong_variant_has_no_time_and_the_others_are_measured_without_it() -> None:
     works = {"right": checked(lambda arguments: None), "wrong": checked(fails), "unchecked": checked(None)}
     times, wrong = measure_right_ones(works, measured)
     assert {name: time.median_us for name, time in times.items()} == {"right": 2.0, "unchecked": 2.0}

@@ -1,0 +1,32 @@
+"""Types of a study's settings: each has the option that the study's command reads it from, with its help."""
+
+from typing import Annotated, Any
+
+import typer
+
+from lab.axes import positive
+from lab.commands.options import list_option
+
+Samples = Annotated[int, typer.Option(min=1, help="samples of each GPU time")]
+Modules = Annotated[tuple[str, ...], typer.Argument(help="modules to time; if left out, those of the study")]
+Scenarios = Annotated[tuple[str, ...], list_option(str, "scenarios to time instead of the default ones", "NAME,...")]
+
+
+def count(help_text: str) -> Any:
+    """Return an option of a number of at least 1."""
+    return typer.Option(min=1, help=help_text)
+
+
+def sizes(help_text: str) -> Any:
+    """Return an option of several numbers of at least 1."""
+    return list_option(positive, help_text, "N,N,...")
+
+
+def times_us(help_text: str, default: str) -> Any:
+    """Return an option of several times in µs."""
+    return list_option(float, f"{help_text}, µs", "US,US,...", default=default)
+
+
+def names(points: str) -> Any:
+    """Return an option of the names of the points to measure; `points` completes its help."""
+    return list_option(str, f"measure only {points}", "NAME,...")

@@ -1,0 +1,149 @@
+"""A study: a question put to the hardware, the points that answer it, and the tables of the answer.
+
+A study is a module whose docstring begins with the question, and in it a frozen dataclass derived from `Study`. The fields of
+the dataclass are the study's settings, and the options of its command. Each of its points is measured by several variants,
+which are interleaved in one process, each on its own copies of the same pool, query and output. The output of each pass is
+judged by the requests' histories before and after it is timed, and a wrong variant has no time.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+from lab.commands.options import L2, Clock
+from lab.exit_status import ExitStatus
+from lab.reports.tables import FittedTable, Table
+from lab.timing.roofline import Ceilings
+from studies.passes import gpu_works
+from studies.recording import Recording, Row
+from studies.settings import Samples
+from studies.variants import OUTCOMES, FactsOf, Point, TimingPlan, measure_point, timing_plan
+
+Result = Mapping[str, Any]  # all that is recorded
+
+
+@dataclass(frozen=True)
+class Part:
+    """Points that are measured one after the other.
+
+    Attributes:
+        points: what `rows_at` takes.
+        rows_at: measures one point; returns rows by the name of the recorded list that they go to.
+        what: names the points in the progress bar.
+    """
+
+    points: Collection[Any]
+    rows_at: Callable[[Any], Mapping[str, Sequence[Row]]]
+    what: str = "points"
+
+
+class Study(ABC):
+    """One question. A subclass is a frozen dataclass, whose fields are annotated with options (`studies.settings`).
+
+    Attributes:
+        lists: names of the recorded lists of rows.
+        needs_gpu: without a GPU the command measures nothing.
+        settings: the dataclass that has the options, if that is not the study itself.
+    """
+
+    lists: ClassVar[tuple[str, ...]]
+    needs_gpu: ClassVar[bool] = True
+    settings: ClassVar[type | None] = None
+
+    @classmethod
+    def of(cls, **values: Any) -> "Study":
+        """Return the study of these settings.
+
+        Raises:
+            ValueError: they make no sense.
+        """
+        return cls(**values)
+
+    @classmethod
+    def name(cls) -> str:
+        """Return the name of its module, which its recording has too."""
+        return cls.__module__.rpartition(".")[2]
+
+    @property
+    @abstractmethod
+    def parts(self) -> Sequence[Part]:
+        """Return what is measured, without a GPU.
+
+        Raises:
+            ValueError: the settings name a point that there is not, or one that cannot be measured.
+        """
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Return the names of modules that the user chose and that must be there."""
+        return ()
+
+    @property
+    def ceilings(self) -> Ceilings | None:
+        """Return what the GPU reaches, for the recording."""
+        return None
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return what is recorded of all points, such as the method."""
+        return {}
+
+    def derived(self, result: Result) -> Mapping[str, Any]:
+        """Return what follows from all that is recorded; it is computed anew after every point."""
+        return {}
+
+    def answer(self, result: Result) -> Iterable[Table | str]:
+        """Return the tables and lines that are printed at the end."""
+        return ()
+
+    def exit_status(self, result: Result) -> ExitStatus:
+        """Return the exit status of the command: WRONG if the output of a variant was."""
+        return ExitStatus.WRONG if result.get("wrong") else ExitStatus.DONE
+
+    def run(self, out: Path | None = None) -> ExitStatus:
+        """Measure all points and print the answer.
+
+        Args:
+            out: the JSON file, which is written anew after every point; None keeps no file.
+
+        Returns:
+            the exit status of the command.
+        """
+        recording = Recording(self.name(), out, self.facts(), self.lists, self.derived, self.ceilings)
+        for part in self.parts:
+            recording.measure(part.points, part.rows_at, part.what)
+        for each in self.answer(recording.result):
+            recording.console.print(FittedTable(each) if isinstance(each, Table) else each)
+        for outcome in OUTCOMES[1:]:
+            for row in recording.result.get(outcome, ()):
+                recording.console.print(f"{outcome}: {row['point']}, {row['arm']}: {row['reason']}")
+        return self.exit_status(recording.result)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedStudy(Study):
+    """A study of GPU times, and the method that takes them."""
+
+    lists: ClassVar[tuple[str, ...]] = OUTCOMES
+
+    clock: Clock = "graph"
+    l2: L2 = "cold"
+    samples: Samples = 15
+
+    @cached_property
+    def plan(self) -> TimingPlan:
+        """How GPU times are taken, with what the GPU reaches now."""
+        return timing_plan(self.clock, self.l2, self.samples)
+
+    def passes(self, points: Collection[Point], facts_of: FactsOf) -> Part:
+        """Return forward passes to time on the GPU; see `measure_point`."""
+        return Part(points, lambda point: measure_point(point, gpu_works, self.plan, facts_of).by_list())
+
+    @property
+    def ceilings(self) -> Ceilings:
+        return self.plan.ceilings
+
+    def facts(self) -> Mapping[str, Any]:
+        return {"method": str(self.plan.method), "samples": self.samples}
