@@ -6,8 +6,8 @@
 
 SGLang 0.5.23 divides decode calls into ``SGLANG_TRTLLM_MHA_DECODE_SEQ_LEN_SPLITS`` calls over requests sorted by length
 (`lab.metadata.mha.decode_split`). One layer of 32 query and 4 K/V heads of 128 (Qwen3-32B, one rank of two), pages of 64, bf16.
-The batches are 64 running requests of a trace, one request of 81,920 keys beside 63 of 512, and 64 of 4,096 each, where a
-division can save nothing and shows its price; as a decode, and as a verification of 4 tokens.
+The batches are 64 running requests of a trace, one request of 81,920 keys and 63 of 512, and 64 of 4,096 each, where a
+division saves nothing and shows its price; as a decode, and as a verification of 4 tokens.
 
 At every point the variants of one kernel are interleaved, one for each number of calls; cold by rotation. The time includes the
 sort, the copies of queries, lengths, tables and outputs, and all calls, as in an engine's graph. It does not include what a
@@ -38,12 +38,10 @@ SCENARIOS = tuple(
 
 
 def point_of(name: str, module: str, splits: Sequence[int], trace: Sequence[TracedRequest] | None = None) -> Point:
-    """Return a scenario on a kernel, whole and in so many calls; the whole call is the baseline.
+    """Return a scenario on a kernel as one call, the baseline, and divided into each number of `splits` calls.
 
     Args:
-        name: of the scenario; a decode, or another mode with as many rows for every request.
-        module: the implementation.
-        splits: numbers of calls above 1.
+        name: of a scenario with the same number of rows for every request.
         trace: what traced lengths are drawn from; the lab's own if None.
 
     Raises:
@@ -57,17 +55,15 @@ def point_of(name: str, module: str, splits: Sequence[int], trace: Sequence[Trac
 
 
 def variant_name(number: int) -> str:
-    """Return the name of a variant of so many calls."""
     return "1 call" if number == 1 else f"{number} calls"
 
 
 def facts_of(variant: Variant, work: GpuWork) -> dict[str, Any]:
-    """Return what a row says of its pass."""
     return {"calls": variant.case.decode_splits, **pass_facts(variant, work)}
 
 
 def savings(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return for each point the fastest number of calls, and the µs that it saves of the whole call; 0 where that is it."""
+    """Return the fastest number of calls of each point, and what it saves of the time of one call, µs; 0 for one call."""
     found = []
     for (point,), variants in rows_by_point(rows, ("point",), "arm").items():
         if variant_name(1) not in variants:

@@ -7,14 +7,14 @@ The model is a stand-in: one attention layer between a QKV projection and an LM 
 by torch's indexing, in about ten launches where an engine has one.
 
 Modes. Each mode that has a graph (decode, verify, draft extend v1 on the context call, V2 on the decode call) runs eagerly and
-in a graph. The GPU's time is that of the kernels, both recorded in a graph; so it does not see what a graph is for. The host's
-time does, and the time from the call to an idle GPU, in which the launches of an eager pass show wherever they take longer than
-its kernels. Copying a batch into the graph's inputs is timed on its own, and is in the host's times of a replay.
+in a graph. The GPU time is that of the kernels, both replayed in a graph: it does not show what a graph saves. The
+host time shows it, and so does the time from the call to an idle GPU, wherever the launches of an eager pass take longer than
+its kernels. The copy of a batch into the graph's inputs is timed separately; the host times of a replay include it.
 
-Outputs. The draft extend V2 with logits of all rows, with a top-k besides, and of the selected row alone.
+Outputs. The draft extend V2 with logits of all rows, with logits and top-k of all rows, and with logits of the selected row.
 
 All variants of a point are interleaved in one process. L2 is warm: the LM head, a gigabyte, is far larger. The floor counts the
-weights, the visible keys and values and the new ones, the inputs, and the outputs: each byte once, intermediates not at all.
+weights, the visible keys and values and the new ones, the inputs, and the outputs: each byte once, and no intermediate.
 """
 
 import statistics
@@ -57,13 +57,13 @@ ALL_ROWS = DraftExtendOutput.ALL_ROWS
 
 
 def new_model(sizes: StandInSizes, max_batch_size: int, max_kv_len: int, device: torch.device) -> StandInModel:
-    """Make a model, and a pool with room for so many requests of so many tokens, this pass's included."""
+    """Make a model, and a pool for `max_batch_size` requests of `max_kv_len` tokens, the new ones included."""
     lens = (max_kv_len,) * max_batch_size
     return StandInModel(sizes, new_pool(lens, page_size=PAGE_SIZE, max_context_len=max_kv_len, device=device))
 
 
 def draw(model: StandInModel, mode: ForwardMode, batch_size: int, width: int, kv_len: int) -> StandInPass:
-    """Draw a pass of equal requests with `kv_len` tokens, this pass's included; v1's requests accepted 1, 2, … width tokens."""
+    """Draw a pass of requests with `kv_len` tokens each, the new ones included; in v1 they accepted 1, 2, … width tokens."""
     q_lens = [_rows(mode, width)] * batch_size
     if mode.query_rows is QueryRows.ACCEPTED:
         q_lens = [1 + request % width for request in range(batch_size)]
@@ -75,7 +75,7 @@ def _rows(mode: ForwardMode, width: int) -> int:
 
 
 def free(model: StandInModel, drawn: StandInPass) -> None:
-    """Give the requests of a pass back to the pool."""
+    """Free the requests of a pass in the pool."""
     for row in drawn.batch.req_pool_indices.tolist():
         model.pool.free_request(row)
 
@@ -83,7 +83,7 @@ def free(model: StandInModel, drawn: StandInPass) -> None:
 def completion_times_us(
     calls: Mapping[str, Callable[[], object]], samples: int = COMPLETION_SAMPLES
 ) -> dict[str, list[float]]:
-    """Take samples of the time of each call, in µs, until the GPU is idle again; see `COMPLETION_METHOD`."""
+    """Return samples of the time from each call to an idle GPU, µs; see `COMPLETION_METHOD`."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(samples):
         for name, call in calls.items():
@@ -117,7 +117,7 @@ def measure_mode(
 
 
 def _host_times(made: ModelWorks, eager: GpuWork, eager_launches: int) -> dict[str, Row]:
-    """Take host and completion times of an eager pass and of a replay with its copies, in turns; both are judged after."""
+    """Take interleaved host and completion times of an eager pass and of a replay with its copies; judge both afterwards."""
     replay, outputs = made.replay(ALL_ROWS)
     calls = {"eager": eager.call(), "graph": replay}
     per_batch = max(1, min(CALLS_PER_BATCH, MOST_QUEUED_LAUNCHES // eager_launches))
@@ -136,7 +136,7 @@ def _host_times(made: ModelWorks, eager: GpuWork, eager_launches: int) -> dict[s
 def measure_forms(
     model: StandInModel, backend: TRTLLMMHABackend, batch_size: int, width: int, kv_len: int, plan: TimingPlan
 ) -> list[Row]:
-    """Measure the draft extend V2 with each form of output, in turns.
+    """Measure the draft extend V2 with each form of output, interleaved.
 
     Raises:
         PointFailedError: a form could not be measured, or is wrong.
@@ -171,7 +171,7 @@ FORM_POINT = ("batch_size", "num_draft_tokens")
 
 
 def savings(form_rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return, per point, what each form takes and what it costs over the selected row: GPU time in µs, of medians."""
+    """Return, per point, the GPU time of the selected row and what more rows and the top-k add: medians, µs."""
     found = []
     for point, forms in rows_by_point(form_rows, FORM_POINT, "form").items():
         selected, plain, topk = (

@@ -34,7 +34,6 @@ VARIANTS: Mapping[str, tuple[AttentionCall, str]] = {  # by name: the call, and 
 
 
 def case_of(batch: Batch, call: AttentionCall) -> ForwardCase:
-    """Return the draft extend of a batch on a call."""
     return ForwardCase(
         ForwardMode.DRAFT_EXTEND_V2,
         GEOMETRY,
@@ -47,7 +46,7 @@ def case_of(batch: Batch, call: AttentionCall) -> ForwardCase:
 
 
 def point_of(batch: Batch, variants: Mapping[str, tuple[AttentionCall, str]] = VARIANTS) -> Point:
-    """Return the draft extend of a batch by several variants; `kv_len` is each request's, its new tokens included."""
+    """Return the draft extend of a batch by several variants; `kv_len` of each request includes its new tokens."""
     facts = {"q_len": batch.q_lens[0], "requests": len(batch.q_lens), "kv_len": batch.kv_lens[0]}
     return Point(
         str(batch),
@@ -57,7 +56,7 @@ def point_of(batch: Batch, variants: Mapping[str, tuple[AttentionCall, str]] = V
 
 
 def split_by_size(batches: Iterable[Batch], most_keys: int) -> tuple[list[Batch], list[dict[str, Any]]]:
-    """Return the batches that fit, and for each of the others a row that says why it does not."""
+    """Return the batches of at most `most_keys` keys, and a row with the reason for each that is skipped."""
     fitting: list[Batch] = []
     skipped: list[dict[str, Any]] = []
     for batch in batches:
@@ -73,14 +72,13 @@ def split_by_size(batches: Iterable[Batch], most_keys: int) -> tuple[list[Batch]
 
 
 def facts_of(variant: Variant, work: GpuWork) -> dict[str, Any]:
-    """Return what a row says of its pass."""
     return {"call": variant.case.draft_extend.value, **pass_facts(variant, work)}
 
 
 def crossovers(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return, per requests and keys, context over decode time for each q, and the least measured q at which context is faster.
+    """Return, per requests and keys, context over decode time by q, and the least measured q where context is faster.
 
-    A point that lacks one of the two is left out.
+    A point without one of the two times is left out.
     """
     found: dict[tuple[int, int], dict[int, float]] = {}
     for (requests, kv_len, q_len), variants in _points(rows).items():

@@ -59,28 +59,26 @@ CLAIM = {"tpot_before_ms": 2.47, "tpot_after_ms": 2.41, "accept_length": 3.94}
 
 
 def implied_saving_us(claim: dict[str, float]) -> float:
-    """Return the saving per iteration, in microseconds, of a saving per token; an iteration yields ``accept_length`` tokens."""
+    """Convert a saving per token into one per iteration, µs; an iteration yields ``accept_length`` tokens."""
     return (claim["tpot_before_ms"] - claim["tpot_after_ms"]) * claim["accept_length"] * 1000
 
 
 def point_of(point: str, trace: Sequence[TracedRequest]) -> Point:
-    """Return a point of the grid, or a snapshot of the trace."""
     names = [variant.format(point) for variant in VARIANTS]
     return Point(point, tuple(Variant(name, draft_scenario(name, trace)) for name in names))
 
 
 def works_of(variants: Sequence[Variant]) -> dict[str, GpuWork]:
-    """Make the works of variants on the GPU."""
     return {variant.name: draft_work(variant.case, torch.device("cuda")) for variant in variants}
 
 
 def facts_of(variant: Variant, work: GpuWork) -> Row:
-    """Return what a row says of its work."""
+    """Return the values of a row of its work."""
     return {"scenario": variant.name, **draft_facts(variant.case, work)}
 
 
 def measure_host(point: Point) -> list[Row]:
-    """Measure host times at one point: of each variant's launches, and of a replay of the graph that holds them, in turns."""
+    """Measure host times at one point, interleaved: of each variant's launches, and of a replay of their graph."""
     works = works_of(point.variants)
     calls = {name: work.call() for name, work in works.items()}
     replays = {f"{name} in a graph": _replay_of(works[name]) for name in works if not name.endswith("/eager")}
@@ -102,13 +100,13 @@ def _replay_of(work: GpuWork) -> Callable[[], object]:
 
 
 def median_of(rows: Sequence[dict[str, Any]], variant: str, point: str) -> float:
-    """Return the GPU time of one variant at one point, in microseconds."""
+    """Return the GPU time of one variant at one point, µs."""
     (found,) = [row["median_us"] for row in rows if row["scenario"] == variant.format(point)]
     return float(found)
 
 
 def claim_table(rows: Sequence[dict[str, Any]], host_rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Set 26241's figures per iteration beside what skipping the lists saves here, on the GPU and on the host."""
+    """Return the figures of 26241 per iteration, and what skipping the lists saves here, on the GPU and on the host."""
 
     def saved(prefix: str, point: str) -> float:
         before, after = (median_of(rows, f"{prefix}/{plan}/{{}}", point) for plan in ("common_template", "per_step"))
@@ -130,7 +128,7 @@ def claim_table(rows: Sequence[dict[str, Any]], host_rows: Sequence[dict[str, An
 
 
 def point_table(rows: Sequence[dict[str, Any]], method: str) -> Table:
-    """Make a table of one line per point: the dead lists, the metadata with and without them, and in one launch."""
+    """Make a table of one line per point and one column per variant."""
     times_us = {row["scenario"]: row["median_us"] for row in rows}
     points = [
         {"point": point} | {head: times_us[variant.format(point)] for variant, head in VARIANTS.items()}

@@ -2,11 +2,11 @@
 
     lab experiments draft-visibility        # on a GPU or a CPU
 
-A draft step writes its token's K and V and then attends. SGLang's TRT-LLM MHA backend hands step s the length
-seq_lens + s + 1, so that its query sees the prefix, the tokens that the draft has written before it, and its own. The MLA
-backend hands every step seq_lens. This runs each step's metadata through the reference kernel on coded inputs: all logits are
-equal and the value at position p is 2 ** p, so that an output times the number of keys is a set of positions. Which keys a
-length lets a query see does not depend on how many heads or dimensions there are; one K/V head stands for MLA's latent.
+A draft step writes its token's K and V and then attends. SGLang's TRT-LLM MHA backend passes step s the length
+seq_lens + s + 1: its query sees the prefix, the tokens that the draft has written before it, and its own. The MLA backend
+passes seq_lens in every step. The study runs the metadata of each step through the reference kernel on coded inputs: all logits
+are equal and the value at position p is 2 ** p, so that an output times the number of keys is a set of positions. Which keys a
+length lets a query see does not depend on the number of heads or dimensions: one K/V head stands for MLA's latent.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,15 +33,9 @@ MOST_TOKENS = 50  # float64 adds powers of two exactly up to 2 ** 52
 
 @dataclass(frozen=True)
 class Sight:
-    """The positions that the query of one step of one request saw.
+    """The positions that the query of one step of one request saw, and those in the cache that it did not see.
 
-    Attributes:
-        attention: a `DraftAttention`'s value.
-        step: from 0.
-        prefix_len: accepted tokens.
-        own_position: of the step's token, which is in the cache when it attends.
-        seen: positions, in order.
-        unseen: positions that are in the cache and were not seen.
+    `own_position` is that of the step's own token, which is in the cache when the step attends.
     """
 
     attention: str
@@ -53,7 +47,7 @@ class Sight:
 
 
 def look(attention: DraftAttention, prefix_lens: Sequence[int], num_steps: int, device: torch.device) -> list[Sight]:
-    """Return what every draft step of every request sees.
+    """Return the positions that every draft step of every request sees.
 
     Raises:
         ValueError: a request grows beyond 50 tokens, whose code float64 cannot hold.
@@ -65,9 +59,9 @@ def look(attention: DraftAttention, prefix_lens: Sequence[int], num_steps: int, 
     cache = pool.new_cache(1, 1, torch.float64, KVLayout.HND)
     steps = build_draft_steps(MultiStepDraft(attention, num_steps), draft_decode(verify), pool)
     sights = []
-    for step, handed in enumerate(steps):
+    for step, draft_step in enumerate(steps):
         _write_tokens(cache.storage, pool, verify.req_pool_indices, [length + step + 1 for length in prefix_lens])
-        for prefix_len, seen in zip(prefix_lens, _seen(handed, cache.as_hnd()), strict=True):
+        for prefix_len, seen in zip(prefix_lens, _seen(draft_step, cache.as_hnd()), strict=True):
             present = range(prefix_len + step + 1)
             unseen = tuple(position for position in present if position not in seen)
             sights.append(Sight(attention.value, step, prefix_len, prefix_len + step, seen, unseen))

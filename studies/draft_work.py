@@ -39,10 +39,10 @@ Steps = Sequence[DraftStep]
 
 
 def time_draft(scenario: DraftScenario, method: Method) -> tuple[GpuTime, dict[str, Any]]:
-    """Build, check, time and check again; return the GPU time and the facts of a recorded row but the ceilings'.
+    """Build, check, time and check again; return the GPU time and the facts of a recorded row without the ceilings.
 
     Raises:
-        AssertionError: what was written is wrong, before or after it was timed.
+        AssertionError: wrong contents were written, before or after the timing.
         ValueError: the method cannot time this work.
     """
     work = draft_work(scenario, torch.device("cuda"))
@@ -52,7 +52,7 @@ def time_draft(scenario: DraftScenario, method: Method) -> tuple[GpuTime, dict[s
 
 
 def draft_facts(scenario: DraftScenario, work: GpuWork) -> dict[str, Any]:
-    """Return what a row says of its work, units in the keys."""
+    """Return the values of a row of its work, units in the keys."""
     case = scenario.case
     return {
         "mode": scenario.kind,
@@ -68,7 +68,7 @@ def draft_facts(scenario: DraftScenario, work: GpuWork) -> dict[str, Any]:
 
 
 def draft_work(scenario: DraftScenario, device: torch.device) -> GpuWork:
-    """Return the work of a scenario. Every tensor that a kernel touches is among its arguments."""
+    """Return the work of a scenario. Its arguments hold every tensor that a kernel touches."""
     case = scenario.case
     verify, pool = build_verify(case, device)
     if scenario.kind == "kv_indices":
@@ -81,7 +81,7 @@ def draft_work(scenario: DraftScenario, device: torch.device) -> GpuWork:
 
 
 def kv_indices_work(case: DraftCase, verify: ForwardBatch, pool: KVPool, schedule: Schedule) -> GpuWork:
-    """Return `generate_draft_decode_kv_indices` of all steps, for chains, as work."""
+    """Return the work of `generate_draft_decode_kv_indices` for all steps of chains."""
     bs, tokens, steps = len(case.prefix_lens), sum(case.prefix_lens), case.num_steps
     arguments = {
         "req_pool_indices": verify.req_pool_indices,
@@ -104,7 +104,7 @@ def kv_indices_work(case: DraftCase, verify: ForwardBatch, pool: KVPool, schedul
 
 
 def draft_steps_work(draft: MultiStepDraft, verify: ForwardBatch, pool: KVPool, *, eager: bool) -> GpuWork:
-    """Return the work of every step's metadata; its bytes are those that attention reads, which no ragged lists are among."""
+    """Return the work of every step's metadata. Its bytes are those that attention reads, without the ragged lists."""
     batch = draft_decode(verify)
     offsets = [draft.attention.seq_len_offset(step) for step in range(draft.num_decode_steps)]
     tables = 1 if draft.plan is DraftPlan.ONE_LAUNCH else len(offsets)
@@ -159,7 +159,7 @@ def forward_metadata_work(case: DraftCase, verify: ForwardBatch, pool: KVPool, p
 
 
 def _metadata_bytes(batch: ForwardBatch, pool: KVPool, offsets: Sequence[int], tables: int) -> int:
-    """Count each live page's slot read once, its page written to each table, lengths read once and written for each pass."""
+    """Count 4 bytes for each live page's slot, for its entry in each table, and for each length that is read or written."""
     longest = batch.seq_lens + max(offsets)
     pages = int(((longest + pool.page_size - 1) // pool.page_size).sum())
     lengths = batch.batch_size * (1 + 3 * len(offsets))
@@ -167,7 +167,7 @@ def _metadata_bytes(batch: ForwardBatch, pool: KVPool, offsets: Sequence[int], t
 
 
 def _check_lists(kv_indices: Tensor, kv_indptr: Tensor, batch: ForwardBatch, pool: KVPool, step: int) -> None:
-    """Hold each request's list to its slots in order, of the prefix and the drafted tokens up to the step's own."""
+    """Raise AssertionError unless each list has its request's slots in order: prefix, and drafted tokens up to this step."""
     lens = [length + step + 1 for length in batch.seq_lens.tolist()]
     rows = batch.req_pool_indices.tolist()
     expected = torch.cat([pool.req_to_token[row, :length] for row, length in zip(rows, lens, strict=True)])
@@ -191,7 +191,7 @@ def _check_metadata(metadata: PassMetadata, batch: ForwardBatch, pool: KVPool, o
 
 
 def _wipe_lists(kv_indices: Tensor, kv_indptr: Tensor) -> None:
-    """Poison ragged lists, [..., tokens], and their boundaries, [..., batch_size + 1], but for the first, which is always 0."""
+    """Poison ragged lists, [..., tokens], and their boundaries, [..., batch_size + 1], except the first, which is always 0."""
     kv_indices.fill_(POISON)
     kv_indptr[..., 1:].fill_(POISON)
 

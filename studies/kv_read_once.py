@@ -13,7 +13,7 @@ groups, which `--only` takes one by one:
     heads        groups of 1 to 16 and heads of 64 to 256 over 4 K/V heads, 64x4096
     windows      the sliding-window layers of gpt-oss-120b, 64x4096; the floor has the window's whole pages
     extend       512 query tokens over 32,768 keys, and a prompt of 4,096 tokens, on the context call
-    unequal      a request of 81,920 keys beside 63 of 512
+    unequal      a request of 81,920 keys and 63 of 512
     host         host time of eager calls, all of their work done in each; no GPU time
     host_prepared   the same, of prepared calls
 
@@ -70,7 +70,7 @@ Targets = tuple[Target, ...]
 
 
 def _targets(speed: float, bandwidth_percent: float | None = None) -> Targets:
-    """Return the least speed in times the baseline's, and the least part of the measured copy bandwidth."""
+    """Return the targets of the speed, in times the baseline's, and of the share of the measured copy bandwidth."""
     speeds = (Target(Figure.SPEED, speed),)
     return speeds if bandwidth_percent is None else (*speeds, Target(Figure.BANDWIDTH, bandwidth_percent))
 
@@ -90,13 +90,12 @@ WINDOW_MODEL = "gpt-oss-120b"  # a window of 128 keys, its own included
 def _decode_call(
     batch: str, q_lens: Sequence[int] = Q_LENS, model: str = MODEL, rest: str = f"/{RANK}"
 ) -> tuple[str, ...]:
-    """Return a batch's scenarios with so many query tokens of each request: a decode, or for more than 1 a verification."""
+    """Return the scenarios of a batch by query tokens per request: a decode for 1, a verification for more."""
     modes = {q: (ForwardMode.DECODE if q == 1 else ForwardMode.TARGET_VERIFY).name.lower() for q in q_lens}
     return tuple(f"{mode}/{model}/{batch.format(q=q)}{rest}" for q, mode in modes.items())
 
 
 def _host(form: str, targets: Targets) -> dict[str, Targets]:
-    """Return a decode, a verification and an extend, called without a graph."""
     batches = ("decode/{}/64q1s4k/{}", "target_verify/{}/64q4s4k/{}", "extend/{}/q512s4k/{}")
     return {f"{form}/{batch.format(MODEL, RANK)}": targets for batch in batches}
 
@@ -158,15 +157,13 @@ def point_of(group: str, name: str, trace: Sequence[TracedRequest], portable_onl
 
 
 def points_of(only: Sequence[str], trace: Sequence[TracedRequest], portable_only: bool = False) -> list[Point]:
-    """Return the points of some groups, each compared with its last variant, in the groups' order.
+    """Return the points of some groups, in the groups' order; the last variant of each is its baseline.
 
     Args:
         only: names of groups or of points; all if empty.
-        trace: what the traced lengths are drawn from.
-        portable_only: leave FlashInfer's variants out.
 
     Raises:
-        ValueError: a name is neither's.
+        ValueError: no group and no point has one of the names.
     """
     listed = [(group, name) for group, names in GROUPS.items() for name in names]
     unknown = set(only).difference(*listed)
@@ -176,7 +173,7 @@ def points_of(only: Sequence[str], trace: Sequence[TracedRequest], portable_only
 
 
 def floor_bytes(case: ForwardCase) -> int:
-    """Return the bytes that must move; of a sliding window all of each page in it, because its pool keeps whole pages."""
+    """Return the bytes that must move. A sliding window counts all of each page in it: its pool keeps whole pages."""
     if case.window_left < 0:
         return case.bytes_moved
     unseen = 0  # tokens in the window's pages that no row sees
@@ -187,7 +184,6 @@ def floor_bytes(case: ForwardCase) -> int:
 
 
 def facts_of(variant: Variant, work: GpuWork) -> dict[str, Any]:
-    """Return what a row says of its pass; `floor_bytes` are those of its floor."""
     case = variant.case
     return {
         "q_len": max(case.q_lens),
@@ -203,7 +199,7 @@ def measure_host(point: Point) -> PointRows:
     """Measure the host times of calls, interleaved: each does all of its work, except in the group of prepared ones.
 
     Raises:
-        PointFailedError: as in `measure_arms`.
+        PointFailedError: as in `measure_variants`.
     """
     prepare = None if point.facts["group"] == HOST_PREPARED else eager_call
 

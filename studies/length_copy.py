@@ -4,7 +4,7 @@
     lab experiments length-copy --gpu-us 500,1000,2000 --host-us 0,200 --out length_copy.json
 
 A loop of target-verify steps stands for SGLang's. Each step spins for the scheduler's time on the host, builds the step's
-metadata on the device without reading it, replays a CUDA graph of matrix products that lasts as long as asked, and adds the
+metadata on the device without reading it, replays a CUDA graph of matrix products of a chosen duration, and adds the
 accepted tokens to the lengths on the device. One variant then copies the lengths to the host and waits for them, as SGLang does
 before the next step if a backend needs them there; the other goes on. Nothing else differs: the lengths that were copied are
 not used. The variants are interleaved, each run is profiled, and its first steps are left out.
@@ -73,12 +73,7 @@ class StepEnd(NamedEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class CopyLoopSettings(LoopSettings):
-    """A decode loop.
-
-    Attributes:
-        gpu_us: GPU time of the stand-in for the model's forward pass, one step; met to within one matrix product.
-        host_us: host time of the stand-in for the scheduler, one step.
-    """
+    """A decode loop. The GPU time is met to within one matrix product."""
 
     gpu_us: Annotated[float, times_us("GPU time of a step", "500,2000")]
     host_us: Annotated[float, times_us("time of the scheduler on the host in a step", "200")] = field(
@@ -89,13 +84,7 @@ class CopyLoopSettings(LoopSettings):
 
 
 class DecodeLoop:
-    """A loop of target-verify steps, ready to be run many times from the same lengths.
-
-    Args:
-        settings: the loop.
-        forward: launches what stands for the model's forward pass.
-        device: where lengths, request table and metadata are.
-    """
+    """A loop of target-verify steps; each run starts from the same lengths. `forward` launches the stand-in for the model."""
 
     def __init__(self, settings: CopyLoopSettings, forward: Callable[[], object], device: torch.device) -> None:
         self.settings = settings
@@ -131,11 +120,7 @@ def _spin(duration_us: float) -> None:
 
 
 def measure_ends(settings: CopyLoopSettings) -> list[dict[str, Any]]:
-    """Measure both variants of a loop on this GPU, their runs interleaved; return JSON-ready rows.
-
-    Raises:
-        IncompleteProfileError: a profile lacks what the figures are made of.
-    """
+    """Measure both variants of a loop on this GPU, their runs interleaved; return JSON-ready rows."""
     device = torch.device("cuda", torch.cuda.current_device())
     forward = MatrixProducts(settings.gpu_us, device)
     loop = DecodeLoop(settings, forward.graph.replay, device)
@@ -175,9 +160,9 @@ def _check_filled(arguments: Mapping[str, Any]) -> None:
 
 
 VARIANT_COLUMNS: Formats = {
+    "variant": "{arm}",
     "GPU work, µs": "{gpu_us:,.0f}",
     "host work, µs": "{host_us:,.0f}",
-    "variant": "{arm}",
     "synchronisations": "{medians[synchronisations]:g}",
     "blocked, µs": "{medians[blocked_us]:,.1f}",
     "other calls, µs": "{medians[other_calls_us]:,.1f}",

@@ -31,14 +31,8 @@ MATRIX_SIZE = 2048  # a product of about 30 µs on an H200: small beside a step,
 class LoopSettings:
     """The sizes of a loop, and how often it is run; a study adds the time of each of its stand-ins.
 
-    The metadata of a field may have "least", its least value, where that is not 1.
-
-    Attributes:
-        batch_size, num_draft_tokens, seq_len, page_size: requests, query rows of each, their tokens at the start, tokens
-            per page.
-        warm_up_steps, steps: of one run; the first are not counted. So few that the driver's queue of about a thousand
-            launches holds them: a variant that does not wait for the GPU runs ahead of it.
-        repeats: runs of each variant.
+    A run has few steps: the driver's queue of about a thousand launches must hold them, because a variant that does not wait
+    for the GPU runs ahead of it. The metadata of a field may have "least", its least value, where that is not 1.
 
     Raises:
         ValueError: a size is too small.
@@ -69,7 +63,7 @@ class LoopSettings:
 
 
 class MatrixProducts:
-    """A graph of as many matrix products as take about `gpu_us`, in place of a model."""
+    """A stand-in for a model: a CUDA graph of matrix products that takes about `gpu_us`."""
 
     def __init__(self, gpu_us: float, device: torch.device) -> None:
         # Kept here, because a graph does not keep what it reads and writes.
@@ -85,13 +79,11 @@ class MatrixProducts:
 
 
 class VerifyRequests:
-    """A loop's requests, which verify drafts, with slots for all of their tokens; and the batch of any lengths.
+    """Requests of a loop that verify drafts. Their pool has slots for all of their tokens.
 
     Args:
-        settings: the loop's.
-        max_context_len: of their pool, which has no more pages than they need.
-        generator: draws how many tokens each request accepts, in every iteration as many.
-        device: where all of it is.
+        max_context_len: of the pool.
+        generator: draws the number of tokens that each request accepts in every iteration.
     """
 
     def __init__(
@@ -116,22 +108,16 @@ class VerifyRequests:
 
 @dataclass
 class LoopRuns:
-    """The runs of one variant.
-
-    Attributes:
-        unprofiled_us: time of a step without a profile, one of each run, by the host's clock.
-        profiles: one of each run.
-    """
+    """The runs of one variant: of each, the time of a step by the host's clock without a profile, and a profile."""
 
     unprofiled_us: list[float] = field(default_factory=list)
     profiles: list[LoopProfile] = field(default_factory=list)
 
     def facts(self, step_facts: Callable[[LoopProfile], Sequence[Any]], medians: Callable[[Sequence[Any]], Any]) -> Any:
-        """Return what a row says of the profiles: the facts of each counted step by run, and their medians.
+        """Return the values of a row: the facts of each counted step by run, and their medians over all runs.
 
         Args:
-            step_facts: reads dataclasses, one of each counted step, from a profile.
-            medians: of the facts of all runs.
+            step_facts: reads a dataclass for each counted step from a profile.
         """
         runs = [step_facts(each) for each in self.profiles]
         return {
@@ -148,10 +134,9 @@ def measure_loop(
     Args:
         run: launches all steps of a variant, each in a range "step N".
         rounds: the variants of each round, in their order.
-        steps_per_run: steps of one run.
 
     Raises:
-        IncompleteProfileError: a profile lacks what the figures are made of.
+        IncompleteProfileError: a profile lacks events.
     """
     runs: dict[LoopVariant, LoopRuns] = {}
     for variant in itertools.chain.from_iterable(rounds):
@@ -163,20 +148,20 @@ def measure_loop(
 
 @dataclass(frozen=True)
 class LoopStudy(Study):
-    """A study of loops, whose commands takes the settings of a loop, and several times of each stand-in."""
+    """A study of loops. Its options are the settings of a loop; each stand-in may have several times."""
 
     loops: tuple[Any, ...]
 
     @classmethod
     def of(cls, **values: Any) -> "LoopStudy":
-        """Return the study of all combinations of the values, each of which is one value or a tuple of several."""
+        """Return the study of the loops of all combinations of the values; a tuple has several values of a setting."""
         assert cls.settings is not None
         several = (value if isinstance(value, tuple) else (value,) for value in values.values())
         return cls(tuple(cls.settings(**dict(zip(values, each, strict=True))) for each in itertools.product(*several)))
 
 
 def facts_alone(work: GpuWork, name: str) -> dict[str, Any]:
-    """Measure the GPU time of what is done once beside a loop, as a CUDA graph would replay it, L2 warm.
+    """Measure the GPU time of work outside a loop, replayed in a CUDA graph, L2 warm.
 
     Returns:
         JSON-ready facts; the median is called "<name>_us", its interquartile range "<name>_iqr_us".

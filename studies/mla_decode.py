@@ -5,8 +5,7 @@
 
 One layer of DeepSeek-V3 after absorption (entries of 512 + 64, pages of 64, bf16 queries), all its 128 heads or the 16 of one
 rank of eight. At every point the variants are interleaved; cold by rotation. One query row per request is a decode, more are a
-verification. The wrapper is FA3 on SM90 and FA2 elsewhere; it plans on the host from the lengths, which is done before and not
-in the time.
+verification. The wrapper is FA3 on SM90 and FA2 elsewhere. It plans on the host from the lengths, before it is timed.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,7 +44,7 @@ def variants_of(case: MLACase) -> tuple[Variant, Variant]:
 
 
 def point_of(case: MLACase) -> Point:
-    """Return the pass of both variants; `kv_len` is each request's, its new tokens included."""
+    """Return the pass of both variants; `kv_len` of each request includes its new tokens."""
     facts = {
         "q_len": case.q_lens[0],
         "requests": len(case.q_lens),
@@ -57,7 +56,6 @@ def point_of(case: MLACase) -> Point:
 
 
 def facts_of(variant: Variant, work: GpuWork) -> dict[str, Any]:
-    """Return what a row says of its pass; the wrapper's kernel is FA3 on SM90, and FA2 elsewhere."""
     return {"plan": PLANNED if variant.planned else None, **pass_facts(variant, work)}
 
 

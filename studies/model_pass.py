@@ -26,7 +26,7 @@ from studies.stand_in_truth import StandInTruth, truth_of_pass
 
 
 def graph_mode(mode: ForwardMode, width: int) -> GraphMode:
-    """Return the graphs that a mode's passes run in, of `width` query rows per request where a request may have several."""
+    """Return the graphs of a mode's passes: `width` query rows per request where a request may have several."""
     return GraphMode(mode, 1 if mode.query_rows is QueryRows.ONE else width)
 
 
@@ -46,7 +46,7 @@ def pass_bytes(sizes: StandInSizes, drawn: StandInPass, form: DraftExtendOutput)
 
 
 def pass_operations(sizes: StandInSizes, drawn: StandInPass, form: DraftExtendOutput) -> int:
-    """Return the floating-point operations of a pass's products."""
+    """Return the floating-point operations of a pass."""
     rows, head_rows = sum(drawn.q_lens), _head_rows(drawn, form)
     prefix_lens = tuple(keys.shape[0] for keys, _ in drawn.histories)
     attention = ForwardCase(drawn.batch.forward_mode, sizes.geometry_name, prefix_lens, drawn.q_lens).operations
@@ -59,12 +59,7 @@ def _head_rows(drawn: StandInPass, form: DraftExtendOutput) -> int:
 
 @dataclass(frozen=True, eq=False)
 class ModelWorks:
-    """The works of one pass of a stand-in model, all judged by one truth.
-
-    Attributes:
-        graphs: what the pass is captured as.
-        truth: from the histories.
-    """
+    """The works of one pass of a stand-in model, all judged by one truth. `graphs` says how the pass is captured."""
 
     model: StandInModel
     backend: TRTLLMMHABackend
@@ -79,7 +74,7 @@ class ModelWorks:
         return cls(model, backend, drawn, graphs, truth_of_pass(model, drawn))
 
     def graph(self, form: DraftExtendOutput) -> GpuWork:
-        """Return what a graph of the pass holds: its metadata, rebuilt in one launch, and the model."""
+        """Return the work in a graph of the pass: its metadata, rebuilt in one launch, and the model."""
         size = self.drawn.batch.batch_size
         static = StaticInputs(self.graphs, size, self.model.pool.device)
         static.load(self.drawn.batch, size)
@@ -102,7 +97,7 @@ class ModelWorks:
         return self._work(form, prepare, static=static, metadata=metadata, inputs=inputs, outputs=outputs)
 
     def eager(self, form: DraftExtendOutput) -> GpuWork:
-        """Return the pass as it runs without a graph: metadata in torch operations, attention prepared anew, the model."""
+        """Return the pass without a graph: metadata in torch operations, attention prepared anew, the model."""
         batch, model = self.drawn.batch, self.model
         inputs = model.new_inputs(batch.batch_size, batch.num_tokens)
         inputs.load(self.drawn.input_ids, self.drawn.hidden_states, self._select_index(form))
@@ -118,7 +113,7 @@ class ModelWorks:
         return self._work(form, prepare, inputs=inputs, outputs=outputs)
 
     def load(self) -> GpuWork:
-        """Return the copies of a batch into a graph's inputs, which go before each replay."""
+        """Return the copies of a batch into the inputs of a graph, which precede each replay."""
         drawn, batch = self.drawn, self.drawn.batch
         size = batch.batch_size
         static = StaticInputs(self.graphs, size, self.model.pool.device)
@@ -132,7 +127,7 @@ class ModelWorks:
         return GpuWork.of(load, 2 * sum(tensor.nbytes for tensor in given), static=static, inputs=inputs)
 
     def replay(self, form: DraftExtendOutput) -> tuple[Call, DraftOutputs]:
-        """Return one iteration with a graph, the copies into its inputs included; and where it writes."""
+        """Return one iteration with a graph, including the copies into its inputs; and the outputs that it writes."""
         drawn = self.drawn
         inputs, outputs = self._buffers(form)
         body = model_body(self.backend, self.model, inputs, outputs, form)

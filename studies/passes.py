@@ -58,12 +58,11 @@ def gpu_works(variants: Sequence[Variant]) -> dict[str, GpuWork]:
 
 
 def built(case: ForwardCase | MLACase, device: torch.device) -> EnginePass:
-    """Build the pass of a case."""
     return build_mla_pass(case, device) if isinstance(case, MLACase) else build_forward(case, device)
 
 
 def implementation_of(variant: Variant) -> Any:
-    """Import a variant's module, and return what makes its calls."""
+    """Import a variant's module; return the object that makes its calls."""
     module = importlib.import_module(variant.module)
     return PlannedOnce(module) if variant.planned else module
 
@@ -88,12 +87,12 @@ def _planned(
 
 
 def pass_facts(variant: Variant, work: GpuWork) -> dict[str, Any]:
-    """Return what the row of a pass says of it: implementation, kernel and case."""
+    """Return the values of a pass's row: implementation, kernel and case."""
     return {"implementation": variant.module, "kernel": kernel_of(variant, work), **case_facts(variant.case)}
 
 
 def kernel_of(variant: Variant, work: GpuWork) -> str:
-    """Return what runs on the work's device under the names of a variant's calls."""
+    """Return the kernels that run on the work's device under the names of a variant's calls."""
     calls = [AttentionCall.MLA_DECODE.value]
     if isinstance(variant.case, ForwardCase):
         calls = [planned.call.value for planned in _planned(variant.case.backend(), **work.arguments)]

@@ -3,8 +3,8 @@
     lab experiments plan-stream --out plan_stream.json
     lab experiments plan-stream --draft-us 100,400,1600 --verify-us 2000 --batch-size 1 --out plan_stream.json
 
-A loop of speculative iterations. Each names its batch on the device, replays a CUDA graph of matrix products that lasts as
-long as asked in place of the draft steps, plans verify's metadata, fixes up what depends on the draft, replays another graph in
+A loop of speculative iterations. Each makes its batch on the device, replays a CUDA graph of matrix products of a chosen
+duration in place of the draft steps, plans the metadata of verify, fixes up what depends on the draft, replays another graph in
 place of the target model, and adds the accepted tokens to the lengths. The variants are all combinations of:
 
     drafts   chains, which need no fix-up; or trees, whose packed mask is written after the draft from each token's parent
@@ -24,7 +24,7 @@ out. The metadata that verify gets is checked before and after. What the table s
     host         what the host needs to launch an iteration, without a profile, the GPU's queue drained before each batch
 
 CUPTI and the annotations make the host slower, by a microsecond or so a launch. The matrix products fill nearly all of the GPU,
-so a plan beside them may take longer than alone. Writing the mask is also timed by itself, as a CUDA graph would replay it.
+so a plan that overlaps them may take longer than alone. The mask is also timed by itself, replayed in a CUDA graph.
 """
 
 import itertools
@@ -82,7 +82,7 @@ FIX_UP_POINTS = tuple(itertools.product((1, 8, 64, 256), (4, 8, 16, 64)))
 
 
 class Drafts(NamedEnum):
-    """The form of the drafts, on which it depends whether a fix-up is needed."""
+    """The form of the drafts: chains need no fix-up."""
 
     CHAINS = "chains"
     TREES = "trees"
@@ -90,8 +90,6 @@ class Drafts(NamedEnum):
 
 @dataclass(frozen=True)
 class Planning:
-    """One way to plan verify: a variant."""
-
     drafts: Drafts
     builder: MetadataBuilder
     start: PlanStart
@@ -105,15 +103,10 @@ VARIANTS = tuple(itertools.starmap(Planning, itertools.product(Drafts, MetadataB
 
 @dataclass(frozen=True, kw_only=True)
 class PlanLoopSettings(LoopSettings):
-    """A loop of speculative iterations.
-
-    Attributes:
-        draft_us, verify_us: GPU time of what stands for the draft steps and for the target model, one iteration; met to within
-            one matrix product of about 30 µs on an H200.
-        max_context_len: of the pool, which gives the page table its width.
+    """A loop of speculative iterations. GPU times are met to within one matrix product, about 30 µs on an H200.
 
     Raises:
-        ValueError: a size is too small, or the requests outgrow `max_context_len`.
+        ValueError: a size is too small, or the requests exceed `max_context_len`, the width of the page table.
     """
 
     draft_us: Annotated[float, times_us("GPU time of the draft steps", "100,400")]
@@ -143,12 +136,10 @@ class MarkedPlanStream(PlanStream):
 
 
 class SpeculativeLoop:
-    """Iterations of all variants over the same requests, ready to be run many times from the same lengths.
+    """Iterations of all variants over the same requests; each run starts from the same lengths.
 
     Args:
-        settings: the loop.
-        draft, verify: launch what stands for the draft steps and for the target model.
-        device: where lengths, request table and metadata are.
+        draft, verify: launch the stand-ins for the draft steps and for the target model.
     """
 
     def __init__(
@@ -176,22 +167,22 @@ class SpeculativeLoop:
                 _, seq_lens = self._iterate(variant, seq_lens, step, self._verify)
 
     def check(self, variant: Planning) -> None:
-        """Run all iterations with a verify pass that copies what it is handed, then compare that with a fresh build.
+        """Run all iterations with a verify pass that copies its metadata, then compare the copies with a fresh build.
 
         Raises:
-            RuntimeError: verify was handed something else.
+            RuntimeError: verify got other metadata.
         """
 
         def copies_of(planned: PlannedVerify) -> dict[str, Tensor]:
             return {name: tensor.clone() for name, tensor in planned.tensors().items()}
 
         seq_lens = self.requests.first_seq_lens
-        handed: list[tuple[Tensor, dict[str, Tensor]]] = []
+        received: list[tuple[Tensor, dict[str, Tensor]]] = []
         for step in range(self.settings.steps_per_run):
             before = seq_lens
             copies, seq_lens = self._iterate(variant, before, step, copies_of)
-            handed.append((before, copies))
-        for step, (lens, copies) in enumerate(handed):
+            received.append((before, copies))
+        for step, (lens, copies) in enumerate(received):
             for name, expected in self._expected(variant, lens, step).items():
                 if not torch.equal(self._live(name, copies[name], lens), self._live(name, expected, lens)):
                     raise RuntimeError(
@@ -237,7 +228,7 @@ class SpeculativeLoop:
 
 
 def random_trees(*shape: int, generator: torch.Generator) -> Tensor:
-    """Draw parents of trees, int64 of this shape, d last: each token follows one before it, or the last accepted one (-1)."""
+    """Draw random draft trees: parents, int64 [..., d]. A parent is an earlier draft token, or -1."""
     return (torch.rand(shape, generator=generator, dtype=torch.float64) * (torch.arange(shape[-1]) + 1)).long() - 1
 
 
@@ -245,8 +236,7 @@ def measure_plannings(settings: PlanLoopSettings) -> list[dict[str, Any]]:
     """Measure all variants of a loop on this GPU, their runs interleaved; return JSON-ready rows.
 
     Raises:
-        IncompleteProfileError: a profile lacks what the figures are made of.
-        RuntimeError: verify was handed wrong metadata or a wrong mask.
+        RuntimeError: verify got wrong metadata or a wrong mask.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     draft, verify = (MatrixProducts(gpu_us, device) for gpu_us in (settings.draft_us, settings.verify_us))

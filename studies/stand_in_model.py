@@ -32,11 +32,7 @@ GRAPH_MODES = tuple(mode for mode in ForwardMode if mode.in_graph and mode is no
 
 @dataclass(frozen=True)
 class StandInSizes:
-    """Sizes of a stand-in model.
-
-    Attributes:
-        vocab_size, hidden_size: of the embedding and the LM head.
-        geometry_name: of the attention layer, a name of `lab.workloads.GEOMETRIES`.
+    """Sizes of a stand-in model; `geometry_name` of the attention layer is in `lab.workloads.GEOMETRIES`.
 
     Raises:
         ValueError: a size below 1, or no such geometry.
@@ -57,7 +53,6 @@ class StandInSizes:
 
     @property
     def q_size(self) -> int:
-        """Return the elements of one row's queries."""
         return self.attention.num_qo_heads * self.attention.head_dim
 
     @property
@@ -72,7 +67,6 @@ class StandInSizes:
 
     @property
     def head_parameters(self) -> int:
-        """Return the elements of the LM head."""
         return self.hidden_size * self.vocab_size
 
 
@@ -86,10 +80,8 @@ class StandInModel:
     """Seeded random weights, one layer's cache, and its forward pass of any mode that runs in CUDA graphs.
 
     Args:
-        sizes: of the model.
-        pool: whose slots the cache has, and where the model lives.
         sliding_window: the layer has the geometry's window, and reads and writes the sliding-window pool.
-        seed: of the weights. Rows of all products have variance 1 for inputs that have.
+        seed: of the weights. Rows of all products have variance 1 for inputs of variance 1.
 
     Attributes:
         embedding: [vocab_size, hidden_size].
@@ -99,7 +91,7 @@ class StandInModel:
         layer, cache: of the attention. The weights and the cache are bf16.
 
     Raises:
-        ValueError: a sliding-window layer in a geometry or a pool without a window, or a pool of virtual slots, which the
+        ValueError: a sliding-window layer without a window in the geometry or the pool, or a pool of virtual slots, which the
             model's writes do not translate.
     """
 
@@ -135,7 +127,6 @@ class StandInModel:
         )
 
     def new_inputs(self, max_batch_size: int, max_num_tokens: int) -> DraftInputs:
-        """Return input buffers, zero-filled."""
         device = self.pool.device
         return DraftInputs(
             input_ids=torch.zeros(max_num_tokens, dtype=torch.int64, device=device),
@@ -144,7 +135,6 @@ class StandInModel:
         )
 
     def new_outputs(self, form: DraftExtendOutput, max_batch_size: int, max_num_tokens: int) -> DraftOutputs:
-        """Return output buffers of a form, zero-filled."""
         device, rows = self.pool.device, form.num_rows(max_batch_size, max_num_tokens)
         has_topk = form is DraftExtendOutput.ALL_ROWS_WITH_TOPK
         return DraftOutputs(
@@ -166,15 +156,13 @@ class StandInModel:
         """Prepare the pass, to be called or captured. Its large intermediates are allocated here, once.
 
         Args:
-            backend: runs the attention.
-            batch, metadata: of the pass.
-            inputs: of its `num_tokens` rows.
+            inputs: of `num_tokens` rows.
             outputs: filled by each call; as many rows as `form` has.
-            form: which rows go through the LM head. Other modes than ``DRAFT_EXTEND_V2`` take all of theirs.
+            form: the rows that go through the LM head. Modes other than ``DRAFT_EXTEND_V2`` take all of theirs.
 
         Raises:
-            ValueError: the buffers have other sizes than the pass, or the layer reads a sliding-window pool that the metadata
-                does not know.
+            ValueError: the buffers have other sizes than the pass, or the metadata does not know the sliding-window pool of
+                the layer.
         """
         self._check(batch, inputs, outputs, form)
         rows, sizes, model = batch.num_tokens, self.sizes, self.sizes.attention
@@ -240,12 +228,11 @@ class StandInPass:
     """A pass of a stand-in model: an engine's batch and inputs, and the histories that were written before.
 
     Attributes:
-        batch: the engine's.
         q_lens: query rows of each request.
         input_ids: int64 [num_tokens].
         hidden_states: bf16 [num_tokens, hidden_size].
         accept_lens: int32 [batch_size], 1 to q_lens[i] each.
-        histories: per request (K, V) of its tokens before this pass, bf16 [prefix_len, num_kv_heads, head_dim].
+        histories: per request (K, V) of its earlier tokens, bf16 [prefix_len, num_kv_heads, head_dim].
     """
 
     batch: ForwardBatch
@@ -261,15 +248,8 @@ def draw_pass(
 ) -> StandInPass:
     """Admit requests to the model's pool, write their histories into its cache, and draw a pass over them.
 
-    Args:
-        model: whose pool has room for the requests.
-        mode: one of `GRAPH_MODES`.
-        prefix_lens: tokens of each request before this pass.
-        q_lens: its new tokens.
-        seed: of everything drawn.
-
     Raises:
-        ValueError: another mode, or lengths that `ForwardBatch` or the pool refuses.
+        ValueError: a mode outside `GRAPH_MODES`, or lengths that `ForwardBatch` or the pool refuses.
         RuntimeError: the pool has too few rows or pages.
     """
     if mode not in GRAPH_MODES:

@@ -16,13 +16,13 @@ Project = Callable[[Tensor, Tensor], Tensor]  # rows and a weight to their produ
 
 @dataclass(frozen=True, eq=False)
 class StandInTruth:
-    """The output that every row of a pass must give, and what bf16 arithmetic in plain torch makes of it.
+    """The output that every row of a pass must give, and its control: bf16 arithmetic in plain torch.
 
     Attributes:
         hidden_states, logits: float64 [num_tokens, hidden_size] and [num_tokens, vocab_size].
-        hidden_states_control, logits_control: the same rounded to bf16 after every step.
+        hidden_states_control, logits_control: the same, rounded to bf16 after every step.
         request_of_row: int64 [num_tokens].
-        selected: int64 [batch_size], the row of each request's last accepted token; of uniform widths alone.
+        selected: int64 [batch_size], the row of each request's last accepted token; None for requests of different widths.
     """
 
     hidden_states: Tensor
@@ -36,11 +36,10 @@ class StandInTruth:
         """Compare each row's hidden states and logits with the truth, as one vector each; errors are relative L2.
 
         Args:
-            outputs: of the real rows: as many as the pass has or, with SELECTED_ROW, as it has requests.
-            form: of the outputs.
+            outputs: of the real rows: one per row of the pass or, with SELECTED_ROW, one per request.
 
         Raises:
-            ValueError: the outputs have other shapes, or rows are selected of a pass without a uniform width.
+            ValueError: the outputs have other shapes, or a row is selected of a pass without a uniform width.
         """
         rows = torch.arange(self.logits.shape[0], device=self.logits.device)
         if form is DraftExtendOutput.SELECTED_ROW:
@@ -58,7 +57,7 @@ class StandInTruth:
         }
 
     def hold(self, outputs: DraftOutputs, form: DraftExtendOutput) -> None:
-        """Raise AssertionError if outputs are wrong; says which. A top-k must be the largest of the outputs' own logits."""
+        """Raise AssertionError with the wrong rows. A top-k must be the largest of the outputs' own logits."""
         for name, comparison in self.compare(outputs, form).items():
             if not comparison.passed:
                 (worst,) = comparison.worst(1)
@@ -121,7 +120,7 @@ def _hidden_states(model: StandInModel, drawn: StandInPass, project: Project, *,
 
 
 def _attend(model: StandInModel, query: Tensor, keys: Tensor, values: Tensor, *, exact: bool) -> Tensor:
-    """Return one request's output, of the rows of its last tokens: [q_len, num_qo_heads, head_dim]."""
+    """Return one request's output for the rows of its last tokens, [q_len, num_qo_heads, head_dim]."""
     layer, kv_len, device = model.layer, keys.shape[1], query.device
     visible = visible_keys(
         torch.arange(kv_len - query.shape[1], kv_len, device=device).unsqueeze(0),

@@ -30,12 +30,12 @@ TIMELINE_STEPS = 3
 
 
 class IncompleteProfileError(RuntimeError):
-    """A profile lacks what the figures are made of; the message says what."""
+    """A profile lacks events; the message says which."""
 
 
 @dataclass(frozen=True)
 class TraceEvent(Activity):
-    """A stretch of a profile, times in nanoseconds of the trace's clock.
+    """A stretch of a profile, in nanoseconds of the trace's clock.
 
     Attributes:
         lane: process and thread of the host, or device and stream of the GPU.
@@ -50,7 +50,7 @@ class TraceEvent(Activity):
         return (self.end_ns - self.start_ns) / 1000
 
     def holds(self, other: "TraceEvent") -> bool:
-        """Say whether the other one starts within this one, on the same lane."""
+        """Return True if the other one starts within this one, on the same lane."""
         return self.lane == other.lane and self.start_ns <= other.start_ns < self.end_ns
 
 
@@ -62,7 +62,7 @@ class ProfiledStep:
         number: from "step N".
         host: its range on the host.
         phases: annotated parts of that range.
-        calls: CUDA calls made in that range.
+        calls: CUDA calls in that range.
         gpu: the kernels, copies and fills that these calls launched, in the order of their starts; never empty.
     """
 
@@ -147,8 +147,7 @@ def read_profile(trace: Mapping[str, Any]) -> LoopProfile:
     """Read the steps of a loop in a Chrome trace of torch.profiler, a dict with the list "traceEvents".
 
     Raises:
-        IncompleteProfileError: no GPU work, no "step N", a number that is missing or there twice, or a step that launched
-            nothing.
+        IncompleteProfileError: no GPU work, no "step N", a missing or repeated number, or a step without a launch.
     """
     gpu = _events(trace, GPU_CATEGORIES)
     if not gpu:
@@ -165,11 +164,11 @@ def read_profile(trace: Mapping[str, Any]) -> LoopProfile:
 
 
 def step_facts(loop: LoopProfile, first: int) -> list[StepFacts]:
-    """Return the facts of each step from number `first` on. Gaps, idle and step time begin where the step before ended.
+    """Return the facts of each step from number `first` on. Gaps, idle and step time begin at the end of the step before.
 
     Raises:
-        IncompleteProfileError: no such step, or `first` has none before it, or the steps differ in their number of GPU
-            activities: all do the same, so the profile lost some.
+        IncompleteProfileError: no such step, none before it, or steps with different numbers of GPU activities: all do the
+            same, so the profile lost some.
     """
     if not loop.steps[0].number < first <= loop.steps[-1].number:
         raise IncompleteProfileError(
@@ -193,7 +192,7 @@ def busy_within_us(activities: Iterable[TraceEvent], start_ns: int, end_ns: int)
 
 
 def medians(facts: Sequence[Any]) -> dict[str, float]:
-    """Return the median of each fact of steps; `facts` are of one dataclass, whose field `step` is the number of the step."""
+    """Return the median of each fact of steps, except the field `step`, which is the number of the step."""
     names = [each.name for each in fields(facts[0]) if each.name != "step"]
     return {name: round(statistics.median(getattr(each, name) for each in facts), 3) for name in names}
 
@@ -266,7 +265,7 @@ def _facts(before: ProfiledStep, step: ProfiledStep, gpu: Iterable[TraceEvent]) 
 
 
 def exported_trace(recorded: profile) -> dict[str, Any]:
-    """Return the Chrome trace of a profile that has ended."""
+    """Return the Chrome trace of a finished profile."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         recorded.export_chrome_trace(str(path))

@@ -103,13 +103,10 @@ class Study(ABC):
         return ExitStatus.WRONG if result.get("wrong") else ExitStatus.DONE
 
     def run(self, out: Path | None = None) -> ExitStatus:
-        """Measure all points and print the answer.
+        """Measure all points, print the answer, and return the exit status of the command.
 
         Args:
             out: the JSON file, which is written anew after every point; None keeps no file.
-
-        Returns:
-            the exit status of the command.
         """
         recording = Recording(self.name(), out, self.facts(), self.lists, self.derived, self.ceilings)
         for part in self.parts:

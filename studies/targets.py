@@ -19,26 +19,20 @@ class Figure(NamedEnum):
 
 @dataclass(frozen=True)
 class Target:
-    """A figure and its bound: the least that a variant must reach, or, of host time, the most that it may take."""
+    """A figure and its bound: the least that a variant must reach or, of host time, the most that it may take."""
 
     figure: Figure
     bound: float
 
     def margin(self, reached: float) -> float:
-        """Return by how much it is passed, in the figure's unit; negative where it is missed."""
+        """Return the distance to the bound, in the figure's unit; negative where the target is missed."""
         return self.bound - reached if self.figure is Figure.HOST else reached - self.bound
 
 
 def target_rows(
     targets: Sequence[Target], reached: Mapping[Figure, float | None], baseline: str
 ) -> list[dict[str, Any]]:
-    """Return what a row records of its targets; a figure of None was not compared, and is neither passed nor missed.
-
-    Args:
-        targets: a variant's.
-        reached: the variant's figures.
-        baseline: the variant that a speed is relative to.
-    """
+    """Return what a row records of the targets of a variant. A figure of None was not compared: neither passed nor missed."""
     return [_target_row(target, reached[target.figure], baseline) for target in targets]
 
 
@@ -56,7 +50,6 @@ def target_text(row: Mapping[str, Any]) -> str:
 
 
 def target_cell(row: Mapping[str, Any]) -> Cell:
-    """Return the cell of `target_text`."""
     return words(target_text(row))
 
 

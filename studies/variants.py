@@ -1,6 +1,6 @@
 """Variants: different ways to do the work of a point, whose calls are interleaved.
 
-A variant that declines the point, or whose results are wrong, has no time; the others are measured without it.
+A variant that declines the point, or whose results are wrong, has no time; the rest is measured without it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,10 +37,10 @@ class Variant:
     """One way to do the work of a point.
 
     Attributes:
-        name: its name in rows and tables.
-        case: what it does, such as a forward pass or a draft's scenario; the experiment makes the work of it.
-        module: the implementation, where the case does not say it.
-        targets: what it must reach.
+        name: in rows (key "arm") and tables.
+        case: such as a forward pass or a draft's scenario; the study makes the work from it.
+        module: the implementation, where the case does not name it.
+        targets: figures that it must reach.
         planned: the module's `plan` takes the call's arguments and returns the call that is timed.
         needs_flashinfer: FlashInfer may be unable to load or build its kernel here, which is then a reason to decline.
     """
@@ -58,10 +58,8 @@ class Point:
     """Variants that are measured together.
 
     Attributes:
-        name: of the point.
-        variants: in the order of the rows.
-        facts: what every row says of the point, besides its name.
-        baseline: the variant that the speed of each is compared with; "" if none is.
+        facts: values of every row, besides the point's name.
+        baseline: the variant that the speed of each is compared with; "" for none.
     """
 
     name: str
@@ -77,11 +75,7 @@ class Point:
 
 @dataclass(frozen=True)
 class TimingPlan:
-    """The method of GPU times, and the rates that they are set against.
-
-    Attributes:
-        samples: of each variant.
-    """
+    """The method of GPU times, the samples of each variant, and the ceilings of the GPU."""
 
     ceilings: Ceilings
     method: Method = COLD
@@ -89,15 +83,15 @@ class TimingPlan:
 
 
 def timing_plan(clock: str, l2: str, samples: int) -> TimingPlan:
-    """Return how GPU times are taken by a named method, with what the GPU reaches now; see `method_named`."""
+    """Measure the GPU's ceilings, and return them with the method of these names; see `method_named`."""
     return TimingPlan(measure_ceilings(torch.device("cuda")), method_named(clock, l2), samples)
 
 
 def chosen(points: Iterable[Named], only: Sequence[str], name_of: Callable[[Named], str]) -> list[Named]:
-    """Return the points of these names, in their own order; all of them if there are no names.
+    """Return the points with these names, in the order of `points`; all of them without a name.
 
     Raises:
-        ValueError: a name is no point's.
+        ValueError: no point has one of the names.
     """
     listed = list(points)
     unknown = sorted(set(only) - {name_of(point) for point in listed})
@@ -107,12 +101,12 @@ def chosen(points: Iterable[Named], only: Sequence[str], name_of: Callable[[Name
 
 
 class PointFailedError(Exception):
-    """A point could not be measured, and not because a kernel declines it; the message names it."""
+    """The measurement of a point failed, for another reason than a refusal. The message names the point."""
 
 
 @contextmanager
 def named_in_failures(point: str) -> Iterator[None]:
-    """Turn what fails inside into a `PointFailedError` that names the point."""
+    """Turn an error of the block into a `PointFailedError` that names the point."""
     try:
         yield
     except (AssertionError, OSError, RuntimeError, TypeError, ValueError) as error:
@@ -128,7 +122,7 @@ class PointRows:
     wrong: Sequence[dict[str, Any]] = ()
 
     def by_list(self, rows: str = "rows") -> dict[str, Sequence[dict[str, Any]]]:
-        """Return what a recording adds to its lists; `rows` names the list of the times."""
+        """Return the rows by the name of their recorded list; `rows` names the list of the times."""
         return {rows: self.rows, "declined": self.declined, "wrong": self.wrong}
 
 
@@ -138,7 +132,7 @@ def reason_rows(point: Mapping[str, Any], reasons: Mapping[str, str]) -> list[di
 
 
 def declined_by(variants: Sequence[Variant], works: Works) -> dict[str, str]:
-    """Return the reasons of the variants that cannot be timed, found by the first call of each: it is refused, or not there."""
+    """Call each variant once; return the reasons of those whose call is refused or whose module is missing."""
     reasons = {}
     for variant in variants:
         try:
@@ -157,11 +151,11 @@ def declined_by(variants: Sequence[Variant], works: Works) -> dict[str, str]:
 def measure_right_ones(
     works: Works, measure: Callable[[Works], dict[str, Time]]
 ) -> tuple[dict[str, Time], dict[str, str]]:
-    """Return the times of the variants whose results are right whenever they are checked, and what is wrong with the others.
+    """Return the times of the variants with right results, and the faults of the wrong ones.
 
     Args:
         works: by variant.
-        measure: checks every work before and after it is timed. When one is wrong, the others are measured anew without it.
+        measure: checks every work before and after it is timed. If one is wrong, the rest is measured again without it.
     """
     right = dict(works)
     wrong: dict[str, str] = {}
@@ -184,16 +178,15 @@ def measure_variants(
     measure: Callable[[Works], dict[str, Time]],
     row_of: Callable[[Variant, GpuWork, dict[str, Time]], Mapping[str, Any]],
 ) -> PointRows:
-    """Measure the variants of a point in turns, by any clock, and say why a variant has no time.
+    """Measure the interleaved variants of a point by any clock; for a variant without a time, record the reason.
 
     Args:
-        point: what is measured.
         make: makes the work of each variant, on tensors of its own.
         measure: as in `measure_right_ones`.
         row_of: given a variant, its work and the times of all, returns what its row says besides the point and its name.
 
     Raises:
-        PointFailedError: anything but a refusal, a missing module or a wrong result went wrong.
+        PointFailedError: something failed that is no refusal, no missing module and no wrong result.
     """
     with named_in_failures(point.name):
         works = make(point.variants)
@@ -210,11 +203,11 @@ def measure_variants(
 
 
 def measure_point(point: Point, make: MakeWorks, plan: TimingPlan, facts_of: FactsOf) -> PointRows:
-    """Measure the GPU times of the variants of a point in turns; see `measure_arms`.
+    """Measure the GPU times of the interleaved variants of a point; see `measure_variants`.
 
     Args:
-        facts_of: given a variant and its work, returns what its row says of what was timed. `floor_bytes` among them are the
-            bytes of its floor, in place of the work's.
+        facts_of: given a variant and its work, returns more values for its row. A value `floor_bytes` replaces the bytes of
+            the work in the floor.
     """
 
     def row_of(variant: Variant, work: GpuWork, times: dict[str, GpuTime]) -> dict[str, Any]:
@@ -227,9 +220,9 @@ def measure_point(point: Point, make: MakeWorks, plan: TimingPlan, facts_of: Fac
 
 
 def measure_all(point: Point, make: MakeWorks, plan: TimingPlan, facts_of: FactsOf) -> list[dict[str, Any]]:
-    """Measure the GPU times of a point's variants, all of which must have one, in turns; return a row of each.
+    """Measure the GPU times of the interleaved variants of a point, each of which must have one; return a row of each.
 
-    No variant is called before it is staged, so that the first check sees what the staged call has written, and nothing else.
+    No variant is called before it is staged: the first check sees only what the staged call has written.
 
     Raises:
         PointFailedError: a variant declines, is wrong, or cannot be measured.

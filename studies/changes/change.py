@@ -24,9 +24,9 @@ class Change:
         title: what it does.
         claim: what it says, or is for; `source` says where that is from and what became of it.
         question: what the lab asks of it.
-        module: the experiment of `studies` that measures it.
-        judge: the answer of that experiment's recording, which is there; others may be.
-        beside: experiments whose recordings say more where they are there.
+        module: the study that measures it.
+        judge: makes the answer from that study's recording, and from those of `beside` that are there.
+        beside: studies whose recordings add to the answer.
     """
 
     number: int
@@ -40,12 +40,12 @@ class Change:
 
 
 def one_clock(row: Row) -> dict[str, Times]:
-    """Return the times of a row that one clock took."""
+    """Return the times of a row with one clock."""
     return {"": Times.of_row(row)}
 
 
 def two_clocks(what: str) -> Clocks:
-    """Return what reads a loop's times: `<what>_us` of each profiled turn, and `unprofiled_<what>_us` by the host's clock."""
+    """Return a reader of a loop's times: `<what>_us` of profiled steps, and `unprofiled_<what>_us` by the host's clock."""
     return lambda row: {
         "in the profile": Times.of([turn[f"{what}_us"] for run in row["runs"] for turn in run]),
         "without it": Times.of(row[f"unprofiled_{what}_us"]),
@@ -57,7 +57,7 @@ def pairs(rows: Iterable[Row], variant: str, before: str, after: str, point: Seq
 
     Args:
         variant: the key of a row's variant; `before` and `after` are two of its values.
-        point: the keys of what its point is.
+        point: the keys that name a point.
     """
     point_of = itemgetter(*point)
     listed = list(rows)
@@ -71,12 +71,7 @@ def compared_pairs(
     clocks: Clocks = one_clock,
     least_saved_us: float = 0.0,
 ) -> list[Observation]:
-    """Compare the times of the rows of each pair; see `compared`.
-
-    Args:
-        named: of a row, its group and its point in words.
-        clocks: of a row, its times by the clocks' names.
-    """
+    """Compare the times of the rows of each pair; see `compared`. `named` returns the group and the point of a row."""
     observations = []
     for before, after in found:
         times = {clock: (taken, clocks(after)[clock]) for clock, taken in clocks(before).items()}

@@ -16,9 +16,9 @@ class Entry:
     """A change and what was found.
 
     Attributes:
-        answer: None where the change's experiment is not recorded.
-        files: the recordings that it is made of.
-        failure: a clause: how the command ended, or why a recording cannot be read; empty if neither failed.
+        answer: None where the study of the change is not recorded.
+        files: the recordings that the answer is made of.
+        failure: a clause: how the command failed, or why a recording cannot be read; "" without a failure.
     """
 
     change: Change
@@ -31,18 +31,17 @@ class Entry:
         return NOT_RECORDED if self.answer is None else self.answer.verdict
 
     def claimed(self) -> list[Observation]:
-        """Return `Answer.claimed`; nothing where the change's experiment is not recorded."""
+        """Return `Answer.claimed`; [] without an answer."""
         return self.answer.claimed if self.answer else []
 
     def of_attention(self, attention: str) -> str:
-        """Return at how many of the points of MHA or MLA its statements hold, in words."""
+        """Return the number of points of MHA or MLA where the statements hold, in words."""
         mine = [each for each in self.claimed() if each.group.startswith(attention)]
         holding = sum(each.standing is Standing.HOLDS for each in mine)
         return f"{holding} of {len(mine)} points" if mine else NOT_RECORDED
 
 
 def file_of(folder: Path, module: str) -> Path:
-    """Return the path of an experiment's recording."""
     return folder / f"{module}.json"
 
 
@@ -84,14 +83,14 @@ def _read(path: Path) -> RecordedFile:
 
 
 def held_back(file: RecordedFile) -> list[tuple[str, ...]]:
-    """Return, of each row that says so, what held the GPU's clocks back while it was timed; empty tuples for nothing."""
+    """Return what held the GPU's clocks back, of each row that records it; an empty tuple for nothing."""
     lists = [rows for rows in file.content.values() if isinstance(rows, list)]
     devices = [row.get("device", row) for rows in lists for row in rows if isinstance(row, dict)]
     return [tuple(device["throttled_by"] or ()) for device in devices if "throttled_by" in device]
 
 
 def day_of(path: Path) -> str:
-    """Return the day, as YYYY-MM-DD, when a file was committed as it is, or else written: recordings hold no date."""
+    """Return the day of a file's last commit, or of its last change if that is not committed, as YYYY-MM-DD."""
     committed = _git(path, "log", "-1", "--format=%as")
     if committed and not _git(path, "status", "--porcelain"):
         return committed
@@ -99,7 +98,7 @@ def day_of(path: Path) -> str:
 
 
 def _git(path: Path, *command: str) -> str:
-    """Return git's output about a file; "" where git does not know the file, or is not there."""
+    """Return git's output about a file; "" without git or without a repository."""
     whole = ["git", "-C", str(path.parent), *command, "--", path.name]
     try:
         return subprocess.run(whole, capture_output=True, text=True, check=False).stdout.strip()

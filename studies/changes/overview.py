@@ -32,12 +32,7 @@ GROUPS = ("", "points", *(standing.value for standing in Standing), "saved, µs"
 
 
 def page(entries: Sequence[Entry], beside: Path) -> str:
-    """Return the overview as Markdown.
-
-    Args:
-        entries: of the changes.
-        beside: the folder that links are relative to.
-    """
+    """Return the overview as Markdown; links are relative to the folder `beside`."""
     whose = "Five changes of SGLang's" if len(entries) == len(CHANGES) else "Changes of SGLang's"
     blocks = [
         f"# {whose}, measured on {_gpus(entries)}",
@@ -56,7 +51,7 @@ def _gpus(entries: Sequence[Entry]) -> str:
 
 
 def kernels_sentence(entries: Sequence[Entry]) -> str:
-    """Name FlashInfer's kernels that ran, from the recordings, and say so if trtllm-gen did not."""
+    """Return a sentence with FlashInfer's kernels that ran; it says so if trtllm-gen did not run."""
     files = [found for entry in entries for found in entry.files]
     rows = [row for found in files for row in found.content.get("rows", ())]
     ran = sorted({f"{row['kernel']} for {row['call']}" for row in rows if row.get("implementation") == FLASHINFER})
@@ -78,7 +73,7 @@ def _summary(entry: Entry) -> list[str]:
 
 
 def _exceptions(observations: Sequence[Observation]) -> str:
-    """Name the points where a statement does not hold or cannot be told, as many as a cell bears."""
+    """Name the points where a statement does not hold or cannot be told, at most `MOST_IN_A_CELL`."""
     where = [each.where for each in observations if each.standing is not Standing.HOLDS]
     left = len(where) - MOST_IN_A_CELL
     return "; ".join([*where[:MOST_IN_A_CELL], *([f"and {left} more"] if left > 0 else [])])
@@ -146,7 +141,7 @@ def _saved(observations: Sequence[Observation]) -> str:
 
 
 def named(observations: Sequence[Observation]) -> str:
-    """Name points with their figures, as many as a sentence bears."""
+    """Name points with their figures, at most `MOST_NAMED`."""
     figures = {each.figures for each in observations}
     if len(figures) == 1 and len(observations) > 1:
         return f"{figures.pop()} at each of {len(observations)} points."

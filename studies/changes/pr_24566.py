@@ -40,7 +40,7 @@ def _verifying_mla(recordings: Recordings) -> list[Row]:
 
 
 def _mla_rows(recordings: Recordings) -> tuple[str, ...]:
-    """Set MLA's decode call of several rows, which its draft extend was before the change too, beside that of one row."""
+    """Compare MLA's decode call of several rows, which its draft extend already was before the change, with one row."""
     rows = recordings.get("mla_decode", {}).get("rows", ())
     single_us = {_mla_point(row): row["median_us"] for row in rows if row["q_len"] == 1}
     return tuple(

@@ -8,7 +8,7 @@ from studies.changes.verdicts import Answer, Observation, aspects, microseconds,
 
 
 def judge_plan_stream(recordings: Recordings) -> Answer:
-    """Count what is mended after the draft, and compare iterations planned beside the draft with those planned in line."""
+    """Count the launches after the draft, and compare iterations with an overlapped plan and a plan in line."""
     recording = recordings["plan_stream"]
     variants = recording["arms"]
     claimed = {

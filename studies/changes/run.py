@@ -31,7 +31,7 @@ def run_command(command: Sequence[str]) -> int:
 
 
 def measure(changes: Sequence[Change], folder: Path, run: Run = run_command) -> dict[str, str]:
-    """Run the command of each change; return by module how those ended that failed."""
+    """Run the command of each change; return, by module, how failed commands ended."""
     folder.mkdir(parents=True, exist_ok=True)
     failures = {}
     for change in changes:

@@ -35,7 +35,7 @@ BeforeAfter = tuple[Times, Times]  # one clock's times without a change and with
 
 
 def standing_of(before: Times, after: Times, least_saved_us: float = 0.0) -> Standing:
-    """Return what times say of the statement that more than `least_saved_us` is saved."""
+    """Return whether times confirm that more than `least_saved_us` is saved."""
     return STANDINGS[compare_times(before, after.plus(least_saved_us), IN_TURNS).speed]
 
 
@@ -44,11 +44,10 @@ class Observation:
     """What one point says of a statement.
 
     Attributes:
-        group: what the points of one line of a table have in common.
+        group: of points, which share a line of a table.
         where: the point.
-        standing: what it says.
-        figures: the numbers that say so.
-        saved_us, ratio: time without the change less time with it, and over it; None where no times are compared.
+        figures: the numbers that the standing is read from.
+        saved_us, ratio: time without the change minus, and over, the time with it; None where no times are compared.
     """
 
     group: str
@@ -79,24 +78,22 @@ def compared(group: str, where: str, clocks: Mapping[str, BeforeAfter], *, least
 
 
 def stated(group: str, where: str, holds: bool, figures: str) -> Observation:
-    """Return what a recorded fact says that is no time."""
+    """Return an observation of a recorded fact that is no time."""
     return Observation(group, where, Standing.HOLDS if holds else Standing.FAILS, figures)
 
 
 def microseconds(value: float) -> str:
-    """Return a time with as many digits as a comparison needs: 1,234 and 56.7 and 8.90, and 0."""
+    """Format a time with the digits that a comparison needs: 1,234 and 56.7 and 8.90, and 0."""
     digits = 0 if abs(value) >= 1000 or value == 0 else 1 if abs(value) >= 10 else 2
     return f"{value:,.{digits}f}"
 
 
 @dataclass(frozen=True)
 class Aspect:
-    """A statement, and what was recorded about it.
+    """A statement that points can confirm or contradict, and what was recorded about it.
 
     Attributes:
-        statement: a sentence that a point can confirm or contradict.
-        observations: of the points, in the order of the recording.
-        of_claim: whether the change claims it; what it does not claim is reported and does not count in its verdict.
+        of_claim: the change claims it. Other statements are reported, and do not count in the verdict of the change.
     """
 
     statement: str
@@ -130,7 +127,7 @@ class Aspect:
 def aspects(
     claimed: Mapping[str, Sequence[Observation]], aside: Mapping[str, Sequence[Observation]] | None = None
 ) -> tuple[Aspect, ...]:
-    """Return the statements that a change claims, and those that are only reported, with their observations."""
+    """Return the statements that a change claims, then those that are only reported."""
     listed = [Aspect(statement, tuple(found)) for statement, found in claimed.items()]
     return (*listed, *(Aspect(statement, tuple(found), of_claim=False) for statement, found in (aside or {}).items()))
 
@@ -142,7 +139,7 @@ class Answer:
     Attributes:
         aspects: its statements.
         setting: what was run, from the recording.
-        notes: sentences with numbers from the recording that belong beside them.
+        notes: sentences with more numbers from the recording.
         missing: what is not in the recordings.
     """
 

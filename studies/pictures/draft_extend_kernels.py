@@ -48,10 +48,7 @@ SHARE_BANDS: Bands = {
 def crossover_figure(rows: Iterable[Mapping[str, Any]], title: str) -> Figure:
     """Draw the context call's time over the decode call's: a panel per number of query rows, requests over keys.
 
-    A cell has the gid "<requests> <keys> <query rows>"; one that was not measured has none. Ratios below 1 are framed.
-
-    Args:
-        rows: recorded, with the variants "decode" and "context".
+    A measured cell has the gid "<requests> <keys> <query rows>". Ratios below 1 are framed.
 
     Raises:
         ValueError: no point has both variants.
@@ -68,12 +65,12 @@ def crossover_figure(rows: Iterable[Mapping[str, Any]], title: str) -> Figure:
 
 
 def floor_share_figure(rows: Iterable[Mapping[str, Any]], title: str, q_lens: Sequence[int] = (1, 8, 32)) -> Figure:
-    """Draw the floor in percent of each call's time, 100 being the limit: a line of panels per call, one per query rows.
+    """Draw the floor in percent of each call's time: a line of panels per call, a panel per number of query rows.
 
-    Cells as in `crossover_figure`, their gid with the variant before it.
+    Cells as in `crossover_figure`; their gid begins with the variant.
 
     Raises:
-        ValueError: nothing was recorded with so many query rows.
+        ValueError: no row has one of the numbers of query rows.
     """
     rows = list(rows)
     panels: dict[str, tuple[int, dict[tuple[int, int], float]]] = {}

@@ -42,14 +42,13 @@ LISTS: dict[str, dict[str, Any]] = {
 def built_figure(
     batch: ForwardBatch, pool: KVPool, prepared: PreparedDraft, buffers: DraftBuffers, title: str
 ) -> Figure:
-    """Draw what the common template makes for each step: the page table, which is read, and the ragged list, which is not.
+    """Draw the metadata that the common template makes for each step: the page table, and the ragged list that nobody reads.
 
     A slot of a list has the gid "list <step> <request> <slot>", a page "page <step> <request> <page>".
 
     Args:
-        batch, pool: a draft decode of chains, and where its requests live.
-        prepared: written; by `DraftPlan.COMMON_TEMPLATE`.
-        buffers: what it was written to.
+        batch, pool: a draft decode of chains, and the pool of its requests.
+        prepared, buffers: written by `DraftPlan.COMMON_TEMPLATE`.
 
     Raises:
         ValueError: the buffers have no lists, or the requests are too long to be drawn.
@@ -89,7 +88,7 @@ def built_figure(
 
 
 def _handed_lines(starts: Sequence[int], step: int, handed: DraftStep, page_size: int) -> list[Line]:
-    """Return a line of rulers as long as the kernel is told that requests are, and one of the pages that they cover."""
+    """Return a line of rulers, as long as the lengths that the kernel gets, and a line of the pages that they cover."""
     seq_lens, table = handed.metadata.seq_lens, handed.metadata.block_tables
     placed = list(zip(starts, seq_lens.tolist(), strict=True))
     pages = [
@@ -104,9 +103,7 @@ def _handed_lines(starts: Sequence[int], step: int, handed: DraftStep, page_size
 def draft_times_figure(rows: Iterable[Mapping[str, Any]], title: str, *, num_steps: int = 3) -> Figure:
     """Draw the GPU time of one draft's metadata over the length of its requests, by plan: columns of batch sizes, MHA over MLA.
 
-    Args:
-        rows: recorded; those of equal requests, static buffers and so many steps are drawn.
-        num_steps: `speculative_num_steps`.
+    The rows of equal requests, static buffers and `num_steps` steps are drawn.
 
     Raises:
         ValueError: no such row.
@@ -206,7 +203,7 @@ def _uniform(rows: Iterable[Mapping[str, Any]], **wanted: Any) -> list[Mapping[s
 def _points(
     rows: Iterable[Mapping[str, Any]], across: str = "tokens", value: str = "median_us", **wanted: Any
 ) -> tuple[list[float], list[float]]:
-    """Return x and y of the rows with the wanted values, in order of x: a column, or "tokens", which is tokens per request."""
+    """Return x and y of the rows with the wanted values, in order of x: a column, or tokens per request for "tokens"."""
     found = sorted(
         (row["kv_tokens"] / row["requests"] if across == "tokens" else row[across], row[value])
         for row in _with(rows, **wanted)

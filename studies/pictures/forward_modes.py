@@ -26,13 +26,12 @@ KINDS = {
 
 @dataclass(frozen=True)
 class RequestReads:
-    """The keys that one request's query rows read by the metadata, and those that they must read.
+    """The keys that the query rows of one request read by the metadata, and those that they must read.
 
     Attributes:
-        engine_len: tokens, as the engine's `seq_lens` counts them.
-        kernel_len: tokens, as the kernel is told.
-        tokens: tokens whose K and V are in the pool when the kernel runs, this pass's included.
-        new: how many of them are new: written by this pass, or by the steps of this draft.
+        engine_len, kernel_len: tokens by the engine's `seq_lens`, and by the length that the kernel gets.
+        tokens: tokens with K and V in the pool when the kernel runs, the new ones included.
+        new: the number of new ones: written by this pass, or by the steps of this draft.
         rows: of the query tensor, in the order of the request's newest tokens.
         pages: the live cells of the request's row of the page table.
     """
@@ -45,30 +44,27 @@ class RequestReads:
     pages: tuple[int, ...]
 
     def read(self, row: int) -> range:
-        """Return the positions that a row reads: a kernel puts the last row at the last key that it is told of."""
+        """Return the positions that a row reads: the last row reads up to the last key by the kernel's length."""
         return range(max(0, self.kernel_len - (self.rows.stop - 1 - row)))
 
     def wanted(self, row: int) -> range:
-        """Return the positions that it must read: up to its own token."""
+        """Return the positions that a row must read: up to its own token."""
         return range(self.own_position(row) + 1)
 
     def own_position(self, row: int) -> int:
-        """Return the position of the token that a row is the query of."""
         return self.tokens - (self.rows.stop - row)
 
     def kind(self, position: int) -> str:
-        """Return "cached", "new" or "empty": the content of a position's slot."""
+        """Return the content of a position's slot: "cached", "new" or "empty"."""
         if position >= self.tokens:
             return "empty"
         return "new" if position >= self.tokens - self.new else "cached"
 
 
 def request_reads(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata) -> list[RequestReads]:
-    """Return what each request reads. The tokens are the batch's, not the metadata's, so that wrong metadata shows.
+    """Return what each request of a pass with full attention reads.
 
-    Args:
-        batch, pool: the forward pass, full attention.
-        metadata: what its kernel is handed, right or wrong, eager or of a graph.
+    The tokens come from the batch and not from the metadata: wrong metadata of any source shows.
     """
     offsets, kernel_lens = metadata.cu_seqlens_q.tolist(), metadata.cache_seqlens_int32.tolist()
     reads = []
@@ -89,13 +85,9 @@ def request_reads(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata
 
 
 def reading_figure(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata, title: str | None = None) -> Figure:
-    """Draw each request's pages and tokens, and beneath them, a line per query row, the keys that the row reads.
+    """Draw the pages and tokens of each request, and below them a line per query row with the keys that it reads.
 
-    Every cell of a query row has the gid "<kind> <query row> <position>"; kinds are those of `KINDS`.
-
-    Args:
-        batch, pool, metadata: as in `request_reads`; a page size and lengths that can be drawn, such as 4 and 10.
-        title: the mode if None.
+    A cell of a query row has the gid "<kind> <query row> <position>", a kind of `KINDS`. Without a title it is the mode.
 
     Raises:
         ValueError: a request of more than `MOST_SLOTS` slots.
@@ -117,12 +109,12 @@ def reading_figure(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadat
 
 
 def _columns(reads: RequestReads, page_size: int) -> range:
-    """Return the positions that are drawn: whole pages of what there is, and of what is read."""
+    """Return the positions that are drawn: whole pages of all tokens, and of all keys that are read."""
     return range(-(-max(reads.tokens, reads.kernel_len) // page_size) * page_size)
 
 
 def _lines(request: int, reads: RequestReads, page_size: int) -> Iterator[Line]:
-    """Yield a request's lines: the tokens that the engine counts and that the kernel is told, pages, tokens, query rows."""
+    """Yield the lines of a request: both lengths, pages, tokens, query rows."""
     added = reads.kernel_len - reads.engine_len
     sum_of = f" = {reads.engine_len} {'+' if added > 0 else '−'} {abs(added)}" if added else ""
     yield Line(heading=f"request {request}")

@@ -35,7 +35,7 @@ MASK_KINDS = {
 
 
 class Lane(enum.Enum):
-    """The processor at work; the value is what the picture says."""
+    """A processor; the value is its name in the picture."""
 
     CPU = "CPU"
     GPU = "GPU"
@@ -43,7 +43,7 @@ class Lane(enum.Enum):
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of one step's work, in µs from any common start; or, with `waits`, of the CPU's waiting for the GPU."""
+    """A stretch of one step's work, in µs from any common start; with `waits`, the CPU waits for the GPU in it."""
 
     lane: Lane
     step: int
@@ -54,20 +54,13 @@ class Span:
 
 @dataclass(frozen=True)
 class LoopExcerpt:
-    """The steps of a loop that a picture shows.
-
-    Attributes:
-        name: of the loop.
-        spans: of consecutive steps.
-        is_whole: the loop has no other steps. If not, the lanes hold more work than these spans, before and after.
-    """
+    """Consecutive steps of a loop. If not `is_whole`, the lanes hold more work before and after these spans."""
 
     name: str
     spans: tuple[Span, ...]
     is_whole: bool = False
 
     def of(self, lane: Lane) -> list[Span]:
-        """Return a lane's spans in the order of their starts."""
         return sorted((span for span in self.spans if span.lane is lane), key=lambda span: span.start_us)
 
 
@@ -154,7 +147,7 @@ def _draw_idle(axes: Axes, excerpt: LoopExcerpt) -> None:
 
 
 def _draw_elsewhere(axes: Axes, excerpt: LoopExcerpt, end_us: float) -> None:
-    """Draw the time of each lane before and after what is shown."""
+    """Draw the time of each lane before and after the excerpt."""
     look = {"color": ELSEWHERE_COLOUR, "linewidth": 0, "label": "other steps, not recorded"}
     for lane in Lane:
         spans = excerpt.of(lane)
@@ -167,7 +160,7 @@ def _bar(axes: Axes, lane: Lane, start_us: float, end_us: float, **look: Any) ->
 
 
 def variants_figure(variants: Sequence[Mapping[str, Any]], title: str) -> Figure:
-    """Draw the GPU's time of a step, busy and idle, of each recorded variant; a mark is the step without a profiler."""
+    """Draw the busy and idle GPU time of a step of each recorded variant; a mark is the step without a profiler."""
     figure, axes = style.one_panel(title, 1.2 + 0.33 * len(variants), grid="x")
     for place, variant in enumerate(variants):
         step_us, idle_us = variant["medians"]["step_us"], variant["medians"]["idle_us"]
@@ -196,11 +189,10 @@ def step_time_figure(
     title: str,
     chosen: int | None = None,
 ) -> Figure:
-    """Draw the time of a step over the number of layers, for two loops; what lies above the GPU's own work is bubble.
+    """Draw the time of a step over the number of layers, for two loops; the time above the GPU's own work is bubble.
 
     Args:
-        num_layers: in order.
-        gpu_us: GPU work of a step with so many layers.
+        gpu_us: GPU work of a step, by number of layers.
         step_us: by the loop's name, the slower first, the time from one step to the next; at least `gpu_us`.
         chosen: a number of layers to mark.
     """
@@ -225,12 +217,12 @@ def step_time_figure(
 
 
 def verify_mask_figure(masks: Sequence[VerifyMask], seq_lens: Sequence[int], title: str) -> Figure:
-    """Draw each mask of a batch: a block of query rows by keys per request, and the number of cells that are filled besides.
+    """Draw each mask of a batch: a block of query rows by keys per request, and the number of cells that are filled.
 
     A cell has the gid "<form's name> <request> <row> <column> <prefix, seen or hidden>".
 
     Args:
-        masks: with `write_chain_mask` written for these lengths.
+        masks: written by `write_chain_mask` for these lengths.
         seq_lens: tokens of each request without its drafts.
 
     Raises:
@@ -254,7 +246,7 @@ def verify_mask_figure(masks: Sequence[VerifyMask], seq_lens: Sequence[int], tit
 
 
 def _mask_blocks(mask: VerifyMask, seq_lens: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return of each request its block's first cell, the columns of the prefix, and all columns."""
+    """Return of each request the first cell of its block, the columns of the prefix, and all columns."""
     blocks, cell = [], 0
     for length in seq_lens:
         prefix = length if mask.form is VerifyMaskForm.FULL else 0

@@ -29,7 +29,7 @@ Event = Mapping[str, Any]
 
 
 def draft_to_verify_us(events: Iterable[Event]) -> tuple[float, float]:
-    """Return when the draft ended and when verify began, in µs from the iteration's first kernel on."""
+    """Return the end of the draft and the start of verify, in µs from the iteration's first kernel on."""
     listed = list(events)
     ended = max(each["start_us"] + each["duration_us"] for each in listed if each["phase"] == "draft")
     return ended, min(each["start_us"] for each in listed if each["phase"] == "verify")
@@ -43,8 +43,8 @@ def two_lane_figure(
     A kernel is a `Rectangle` whose gid is "<stream> <phase>". Verify goes on beyond the picture.
 
     Args:
-        timelines: events of one iteration each, by what is written above it.
-        window_us: what is shown, from the iteration's first kernel on; to shortly after the last start of verify if None.
+        timelines: events of one iteration each, by heading.
+        window_us: the part to draw, from the iteration's first kernel on; None ends it shortly after the last start of verify.
 
     Raises:
         ValueError: no timeline, or an empty window.
@@ -75,7 +75,7 @@ def _draw_event(axes: Axes, event: Event, least_us: float) -> None:
 
 
 def _draw_gap(axes: Axes, events: Iterable[Event], window: tuple[float, float]) -> None:
-    """Draw an arrow from the draft's end to verify's start, and write how long that is."""
+    """Draw an arrow from the draft's end to verify's start, with its duration."""
     ended, started = draft_to_verify_us(events)
     y = len(LANES) + 0.12
     for x in (ended, started):
@@ -92,12 +92,11 @@ def _draw_gap(axes: Axes, events: Iterable[Event], window: tuple[float, float]) 
 
 @dataclass(frozen=True)
 class Saved:
-    """The time that the overlap saves of one kind of iteration, µs; below 0 it costs.
+    """The time that the overlap saves of one kind of iteration, µs; a negative time is a cost.
 
     Attributes:
-        name: of the kind.
         traced_us, traced_rounds_us: of the medians of all profiled iterations, and of each round's.
-        untraced_us, untraced_rounds_us: the same without a profiler, by the host's clock over a whole run.
+        untraced_us, untraced_rounds_us: the same by the host's clock over a whole run, without a profiler.
     """
 
     name: str
@@ -111,7 +110,7 @@ def savings_of_overlap(rows: Sequence[Mapping[str, Any]]) -> list[Saved]:
     """Subtract iterations planned after the inputs from those planned in line, for each kind that has both.
 
     Args:
-        rows: the `variants` of `studies.plan_stream`, as recorded. Runs of the same number are of one round.
+        rows: the list `arms` of `studies.plan_stream`, as recorded. Runs of the same number are of one round.
     """
     saved = []
     for before, beside in pairs(rows, "start", "in line", "after the inputs", ("drafts", "builder", "draft_us")):
@@ -137,7 +136,7 @@ def _differences(before: Sequence[float], beside: Sequence[float]) -> tuple[floa
 
 
 def saved_figure(saved: Sequence[Saved], title: str) -> Figure:
-    """Draw bars of what the overlap saves, traced and untraced, with a dot per round; left of 0 it costs."""
+    """Draw bars of the time that the overlap saves, traced and untraced, with a dot per round; left of 0 it costs."""
     figure, axes = style.one_panel(title, 1.3 + 0.48 * len(saved), grid="x")
     axes.spines["left"].set_visible(False)
     axes.axvline(0, color=style.TEXT_COLOUR, linewidth=1)
@@ -168,13 +167,13 @@ def saved_figure(saved: Sequence[Saved], title: str) -> Figure:
 
 
 def dependence_figure(changed: Mapping[str, Mapping[str, bool]], title: str, known: Mapping[str, str]) -> Figure:
-    """Draw a table of causes and effects: a line per cause, a column per tensor that verify is handed.
+    """Draw a table of causes and effects: a line per cause, a column per tensor that verify gets.
 
     A cell has the gid "changes <cause>/<tensor>" or "same <cause>/<tensor>".
 
     Args:
-        changed: by cause, whether each tensor came out otherwise; all causes have the same tensors.
-        known: of each cause, when it is final, written after it.
+        changed: by cause, whether each tensor changes; all causes have the same tensors.
+        known: of each cause, when it is final.
     """
     kinds = {"changes": Look(PHASES["plan"], ink="white"), "same": Look("#F2F2F2", ink="#777777")}
     lines = []

@@ -37,7 +37,7 @@ KINDS = {
 
 
 class Along(NamedEnum):
-    """The things that the cells of a buffer stand for."""
+    """What a cell of a buffer stands for."""
 
     REQUESTS = "a cell per request"
     ROWS = "a cell per query row"
@@ -68,7 +68,7 @@ ALONG = {name: along for group in GROUPS.values() for name, along in group.items
 
 
 def static_buffers(graph: DraftExtendGraph) -> dict[str, Tensor]:
-    """Return the buffers that a draft extend's graphs read, of the largest captured size, by name; not copies."""
+    """Return the buffers that a draft extend's graphs read, by name, with the largest captured size; no copies."""
     inputs, metadata = graph.runner.inputs, graph.runner.metadata.buffers
     return {
         "seq_lens": inputs.seq_lens,
@@ -86,14 +86,10 @@ def static_buffers(graph: DraftExtendGraph) -> dict[str, Tensor]:
 
 
 def written_cells(buffers: Mapping[str, Tensor], replay: Callable[[], object]) -> dict[str, Tensor]:
-    """Find out which cells a replay writes: bool, the buffers' shapes; a row of `hidden_states` is one cell.
+    """Return the cells that a replay writes: bool, the buffers' shapes; a row of `hidden_states` is one cell.
 
-    The replay runs on buffers full of zeros and on buffers full of ones. Cells that are the same afterwards were written. Then
-    the old contents are put back, and the replay runs once more.
-
-    Args:
-        buffers: of `static_buffers`; 0 and 1 must be good entries of each.
-        replay: the same each time.
+    The replay runs on buffers of zeros and on buffers of ones, which must be good entries. Cells that are the same afterwards
+    were written. Then the old contents are restored, and the replay runs once more.
     """
     before = {name: tensor.clone() for name, tensor in buffers.items()}
     after: list[dict[str, Tensor]] = []
@@ -111,11 +107,10 @@ def written_cells(buffers: Mapping[str, Tensor], replay: Callable[[], object]) -
 
 @dataclass(frozen=True, eq=False)
 class ReplayedBuffers:
-    """The static buffers while a replay runs, as `buffers_figure` draws them.
+    """The static buffers while a replay runs: values and states of every cell, by buffer, for `buffers_figure`.
 
     Attributes:
-        values: of every cell, by buffer; `hidden_states` has a row each.
-        states: of every cell, by buffer: lists of the cells' shape.
+        values, states: lists of the buffer's shape; `hidden_states` has one cell per row.
         num_requests, captured_size, max_batch_size: of the batch, of the graph that ran, of the buffers.
         width: query rows of each request.
     """
@@ -128,7 +123,6 @@ class ReplayedBuffers:
     width: int
 
     def count(self, name: str, state: CellState) -> int:
-        """Count the cells of a buffer in a state."""
         lines = self.states[name] if ALONG[name] is Along.PAGES else [self.states[name]]
         return sum(each is state for line in lines for each in line)
 
@@ -139,13 +133,12 @@ def replayed_buffers(
     written: Mapping[str, Tensor],
     earlier: Sequence[Mapping[str, Tensor]] = (),
 ) -> ReplayedBuffers:
-    """Sort every cell of a graph's buffers, right after a replay.
+    """Return the state of every cell of a graph's buffers, right after a replay.
 
     Args:
-        graph: as the replay left it.
-        num_requests: of the batch, padding apart.
-        written: by this replay, of `written_cells`.
-        earlier: the same of each replay before it.
+        num_requests: of the batch, without padding.
+        written: the cells that this replay wrote, from `written_cells`.
+        earlier: the same of each earlier replay.
     """
     size = graph.runner.size_for(num_requests)
     page_size = graph.runner.pool.page_size
@@ -184,7 +177,7 @@ def replayed_buffers(
 
 
 def buffers_figure(buffers: ReplayedBuffers, title: str) -> Figure:
-    """Draw every cell of the static buffers: its value, and by its look whose it is.
+    """Draw the value and the state of every cell of the static buffers.
 
     A cell has the gid "<state's name> <buffer> <place>", the place "<request>,<page>" in a page table.
 
