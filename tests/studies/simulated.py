@@ -15,7 +15,7 @@ SLOWER = Ceilings(bandwidth_gbps=8.0, matrix_rate_tflops=0.042)  # floors about 
 SLOW = Ceilings(bandwidth_gbps=4.0, matrix_rate_tflops=0.02)  # floors of µs for what a CPU can afford
 
 
-def measured_in_turns(works: Mapping[str, GpuWork], method: Method, samples: int) -> dict[str, GpuTime]:
+def measured_interleaved(works: Mapping[str, GpuWork], method: Method, samples: int) -> dict[str, GpuTime]:
     """Run and check every variant, before and after; it takes as many µs as it has variants before it, and 10."""
     for name, work in works.items():
         call = work.call()

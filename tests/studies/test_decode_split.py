@@ -10,15 +10,14 @@ import torch
 
 from lab import references
 from lab.metadata.engine.forward_mode import ForwardMode
-from lab.workloads.inputs.forward_pass import build_forward
 from lab.workloads.traces import TracedRequest
-from studies import passes, study, variants
+from studies import study
 from studies.decode_split import SCENARIOS, DecodeSplit, facts_of, point_of, savings, variant_name
 from studies.passes import FLASHINFER_MODULE, PORTABLE_MODULE, gpu_works, works_of
 from studies.variants import Point, PointRows, TimingPlan, Variant, measure_point
 from tests.commands.command import run
 from tests.devices import IN_INTERPRETER
-from tests.studies.simulated import SLOWER, hold_right, measured_in_turns
+from tests.studies.simulated import SLOWER, hold_right
 
 CPU = torch.device("cpu")
 TRACE = [TracedRequest(0.0, 1000 + 10 * number, 1000) for number in range(64)]
@@ -52,12 +51,6 @@ def test_every_variant_is_right_in_an_output_of_its_own(name: str, module: str) 
     assert len({work.arguments["cache"].storage.data_ptr() for work in works.values()}) == 1
     splits = [work.prepare.__self__.settings.decode_splits for work in works.values()]  # type: ignore[attr-defined]
     assert [each > 1 for each in splits] == [False, True, True]
-
-
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "build_forward", lambda case, device: build_forward(case, CPU))
-    monkeypatch.setattr(variants, "measure_interleaved", measured_in_turns)
 
 
 def measure(point: Point) -> PointRows:

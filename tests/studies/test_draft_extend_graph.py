@@ -29,7 +29,7 @@ from studies.stand_in_model import GRAPH_MODES, TINY_SIZES, StandInModel
 from studies.variants import WARM, TimingPlan
 from tests.commands.command import run
 from tests.devices import IN_INTERPRETER
-from tests.studies.simulated import CEILINGS, measured_in_turns, quick_host_time
+from tests.studies.simulated import CEILINGS, measured_interleaved, quick_host_time
 
 ALL_ROWS, WITH_TOPK, SELECTED = DraftExtendOutput
 V2 = ForwardMode.DRAFT_EXTEND_V2
@@ -199,7 +199,7 @@ def test_the_command_line_measures_all_points_and_writes_json(
 
 @IN_INTERPRETER
 def test_points_make_a_row_per_variant_and_per_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(variants, "measure_interleaved", measured_in_turns)
+    monkeypatch.setattr(variants, "measure_interleaved", measured_interleaved)
     monkeypatch.setattr(draft_extend_graph, "host_time", quick_host_time)
     monkeypatch.setattr(draft_extend_graph, "completion_times_us", partial(completion_times_us, samples=2))
     model = tiny()

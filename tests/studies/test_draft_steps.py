@@ -26,7 +26,7 @@ from studies.draft_steps import (
 from studies.draft_work import draft_work
 from studies.variants import WARM, TimingPlan, measure_all
 from tests.devices import IN_INTERPRETER
-from tests.studies.simulated import CEILINGS, measured_in_turns
+from tests.studies.simulated import CEILINGS, measured_interleaved
 
 
 def rows_at(point: str, **median_us: float) -> list[dict[str, Any]]:
@@ -72,7 +72,7 @@ def test_every_variant_is_a_scenario_at_every_point() -> None:
 def test_a_point_makes_a_row_per_variant(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     monkeypatch.setattr(draft_steps, "draft_work", lambda scenario, device: draft_work(scenario, cpu))
-    monkeypatch.setattr(variants, "measure_interleaved", measured_in_turns)
+    monkeypatch.setattr(variants, "measure_interleaved", measured_interleaved)
     point = point_of("2x63/steps3", own_trace())
     rows = measure_all(point, works_of, TimingPlan(CEILINGS, WARM, 3), facts_of)
     assert [row["scenario"] for row in rows] == [variant.format("2x63/steps3") for variant in VARIANTS]

@@ -16,10 +16,9 @@ from lab.kernels import trtllm
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.timing.method import L2, Clock, Method
 from lab.workloads.forward_case import ForwardCase
-from lab.workloads.inputs.forward_pass import build_forward
 from lab.workloads.scenarios import scenario
 from lab.workloads.traces import TracedRequest, own_trace, snapshot
-from studies import kv_read_once, passes, variants
+from studies import kv_read_once, variants
 from studies.kv_read_once import (
     E4M3_CACHE,
     FLASHINFER,
@@ -40,7 +39,7 @@ from studies.targets import TIME_COLUMNS, Figure, Target, score, target_rows, ta
 from studies.variants import Point, PointFailedError, PointRows, TimingPlan, Variant, measure_point
 from tests.commands.command import run
 from tests.devices import IN_INTERPRETER
-from tests.studies.simulated import CEILINGS, SLOWER, hold_right, measured_in_turns, quick_host_time
+from tests.studies.simulated import CEILINGS, SLOWER, hold_right
 
 CPU = torch.device("cpu")
 METHOD = Method(Clock.GRAPH, L2.COLD_ROTATION)
@@ -187,13 +186,6 @@ def test_floors_by_hand() -> None:
     assert verify.bytes_moved == 64 * (131 * 8 * 2 * 128 + 4 * 64 * 2 * 128)
     behind_a_page = scenario("decode/gpt-oss-120b/1q1s4080/window")  # 127 keys before the last of 4,080: page 61 on
     assert floor_bytes(behind_a_page) == 3 * 64 * 8 * 2 * 128 + 64 * 2 * 128
-
-
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "build_forward", lambda case, device: build_forward(case, CPU))
-    monkeypatch.setattr(variants, "measure_interleaved", measured_in_turns)
-    monkeypatch.setattr(kv_read_once, "host_time", quick_host_time)
 
 
 def runs_as(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]) -> None:
