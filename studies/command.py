@@ -11,7 +11,6 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 from typer.core import TyperGroup
 
-from lab.axes import positive
 from lab.commands.options import (
     Out,
     list_option,
@@ -22,6 +21,7 @@ from lab.commands.options import (
     refusing_errors,
 )
 from lab.exit_status import ExitStatus
+from lab.ranges import POSITIVE
 from studies import STUDIES, question_of, study_named
 
 
@@ -105,7 +105,7 @@ def changes(
         ),
     ] = None,
     only: Annotated[
-        list[int] | None, list_option(positive, "numbers of SGLang's changes; all if left out", "NUMBER,...")
+        list[int] | None, list_option(POSITIVE.read, "numbers of SGLang's changes; all if left out", "NUMBER,...")
     ] = None,
 ) -> None:
     """Measure five changes of SGLang one after the other, or show their recordings."""

@@ -16,9 +16,9 @@ from typing import Annotated, Any, Literal
 import torch
 import typer
 
-from lab.axes import positive
 from lab.commands.options import list_option
 from lab.metadata.engine.forward_mode import ForwardMode
+from lab.ranges import POSITIVE
 from lab.reports.tables import Table
 from lab.timing.work import GpuWork
 from lab.workloads.batches import Batch
@@ -64,7 +64,7 @@ def _requests_and_keys(text: str) -> tuple[int, int]:
     requests, times, keys = text.partition("x")
     if not times:
         raise ValueError(f"{text} is not of the form REQUESTSxKEYS, such as 64x8192")
-    return positive(requests), positive(keys)
+    return POSITIVE.read(requests), POSITIVE.read(keys)
 
 
 SHAPES_HELP = "requests, and keys of each with the new tokens included"

@@ -4,8 +4,8 @@ from typing import Annotated, Any
 
 import typer
 
-from lab.axes import positive
 from lab.commands.options import list_option
+from lab.ranges import POSITIVE
 
 Samples = Annotated[int, typer.Option(min=1, help="samples of each GPU time")]
 Modules = Annotated[tuple[str, ...], typer.Argument(help="modules to time; if left out, those of the study")]
@@ -19,7 +19,7 @@ def count(help_text: str) -> Any:
 
 def sizes(help_text: str) -> Any:
     """Return an option of several numbers of at least 1."""
-    return list_option(positive, help_text, "N,N,...")
+    return list_option(POSITIVE.read, help_text, "N,N,...")
 
 
 def times_us(help_text: str, default: str) -> Any:
