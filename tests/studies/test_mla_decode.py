@@ -138,7 +138,6 @@ def test_a_point_makes_a_row_per_variant_with_its_floor_and_its_share_of_the_wra
         WRAPPER,
         "BatchMLAPagedAttentionWrapper with FA3",
         PLANNED,
-        MLADecode,
     )
     # 140 entries of 64 bytes, and 4 vectors of 32 + 16 elements of 2 bytes; 2 · 2 heads · 140 pairs · 48 operations.
     for row in point.rows:
