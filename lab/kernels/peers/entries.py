@@ -5,22 +5,28 @@ from collections.abc import Callable
 from typing import Any
 
 from lab.calls import made_at_once, takes
+from lab.kernels.flashinfer_call import returning
 
 Ready = Callable[[], Any]  # a call, ready to be made
 
 
-def entries(kind: str, call_type: type[Any], make_ready: Callable[[Any], Ready]) -> tuple[Callable[..., Any], ...]:
+def entries(kind: str, call_type: type[Any], make_ready: Callable[[Any, Any], Ready]) -> tuple[Callable[..., Any], ...]:
     """Return `<kind>_<name>` and `<name>` for a call, which have FlashInfer's parameters and the documentation of `make_ready`.
+
+    A call without query rows returns its results, and `make_ready` never sees it.
 
     Args:
         kind: "prepare" (`lab.kernels.prepare`), or "plan" where the host reads lengths and tables (`lab.kernels.PlannedOnce`).
         call_type: of `lab.calls`.
-        make_ready: checks a call and returns it, ready to be made any number of times.
+        make_ready: takes (call, its problem), and returns the call, ready to be made any number of times.
     """
 
     @functools.wraps(make_ready)
     def entry(call: Any) -> Ready:
-        return make_ready(call)
+        problem = call.problem()
+        if problem.has_no_rows:
+            return returning(problem, getattr(call, "returned", problem.returned))
+        return make_ready(call, problem)
 
     entry.__name__ = entry.__qualname__ = f"{kind}_{call_type.function.value}"
     ready = takes(call_type)(entry)

@@ -24,15 +24,12 @@ LOG2_E = math.log2(math.e)
 BY_ITS_HEURISTIC = 0  # as `num_splits`
 
 
-def _prepare(call: DecodeCall | ContextCall) -> Ready:
+def _prepare(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
     """Prepare a call. Parameters, shapes, dtypes and errors are `lab.calls.DecodeCall`'s and `ContextCall`'s.
 
     What FlashAttention-4 does not take raises NotImplementedError with the reason of `lab.kernels.support.why_not`.
     """
-    problem = call.problem()
     out, lse = problem.results()
-    if problem.has_no_rows:
-        return lambda: problem.returned(out, lse)
     refuse_unsupported(FLASH_ATTENTION_4, problem)
     arguments = _arguments(problem) | {"out": _by_request(problem, out)}
     if lse is not None:  # its heads come before the rows

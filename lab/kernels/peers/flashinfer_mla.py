@@ -19,15 +19,12 @@ NAME = "trtllm_batch_decode_with_kv_cache_mla"
 WRAPPER = "BatchMLAPagedAttentionWrapper"
 
 
-def _plan(call: MLADecodeCall, backend: str) -> Callable[[], Any]:
+def _plan(call: MLADecodeCall, problem: PagedAttention, backend: str) -> Callable[[], Any]:
     """Check and plan an MLA decode call, and return it ready. Shapes and errors are `lab.calls.MLADecodeCall`'s.
 
     FlashInfer's own planner raises ValueError for more than `lab.kernels.support.why_not` refuses.
     """
-    problem = call.problem()
     out, lse = problem.results()
-    if problem.has_no_rows:
-        return lambda: call.returned(out, lse)
     backend = supported_backend(backend, WRAPPER, problem)
     wrapper = _planned(call, problem, backend)
     return PreparedCall(wrapper.run, _run_arguments(call, problem, out, lse), returned=call.returned(out, lse))

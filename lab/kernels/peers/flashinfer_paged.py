@@ -30,12 +30,9 @@ DECODE_WRAPPER, PREFILL_WRAPPER = "BatchDecodeWithPagedKVCacheWrapper", "BatchPr
 LEAST_GROUP_OF_TENSOR_CORES = 4  # SGLang 0.5.23, flashinfer_backend.py, `should_use_tensor_core`
 
 
-def _plan(call: DecodeCall | ContextCall, backend: str) -> Callable[[], Any]:
+def _plan(call: DecodeCall | ContextCall, problem: PagedAttention, backend: str) -> Callable[[], Any]:
     """Check and plan a call, and return it ready. Shapes and errors are `lab.calls.DecodeCall`'s and `ContextCall`'s."""
-    problem = call.problem()
     out, lse = problem.results()
-    if problem.has_no_rows:
-        return lambda: problem.returned(out, lse)
     decodes = _is_plain_decode(problem)
     wrapper_name = DECODE_WRAPPER if decodes else PREFILL_WRAPPER
     refuse_planning_in_capture(wrapper_name, problem.query.device)  # before offsets are read on the host

@@ -20,12 +20,9 @@ NAME = "trtllm_ragged_attention_deepseek"
 WRAPPER = "BatchPrefillWithRaggedKVCacheWrapper"
 
 
-def _plan(call: RaggedContextCall, backend: str) -> Callable[[], Any]:
+def _plan(call: RaggedContextCall, problem: RaggedAttention, backend: str) -> Callable[[], Any]:
     """Check and plan a ragged context call, and return it ready. Shapes and errors are `lab.calls.RaggedContextCall`'s."""
-    problem = call.problem()
     out, lse = problem.results()
-    if problem.has_no_rows:
-        return lambda: problem.returned(out, lse)
     backend = supported_backend(backend, WRAPPER, problem)
     q_offsets, kv_offsets = problem.cu_seqlens_q.tolist(), problem.cu_seqlens_kv.tolist()
     num_rows, num_tokens = q_offsets[-1], kv_offsets[-1]

@@ -41,7 +41,7 @@ def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
     return FLEX_ATTENTION
 
 
-def _plan(call: DecodeCall | ContextCall) -> Ready:
+def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
     """Plan a call. Parameters, shapes, dtypes and errors are `lab.calls.DecodeCall`'s and `ContextCall`'s.
 
     `workspace_buffer` is not used.
@@ -50,10 +50,7 @@ def _plan(call: DecodeCall | ContextCall) -> Ready:
         NotImplementedError: for what is not taken, with the reason of `lab.kernels.support.why_not`; in a CUDA graph's capture;
             for a request that has a page twice.
     """
-    problem = call.problem()
     out, lse = problem.results()
-    if problem.has_no_rows:
-        return lambda: problem.returned(out, lse)
     refuse_unsupported(FLEX_ATTENTION, problem)
     refuse_planning_in_capture("torch's flex_attention", problem.query.device)
     rows = _rows_of(problem)

@@ -15,7 +15,7 @@ from lab.kernels.peers.entries import Ready, entries
 from lab.kernels.support import Kernel, Problem, refuse_unsupported
 from lab.kernels.support.peers import BY_BACKEND, fa_backend
 
-Plan = Callable[[Any, str], Ready]
+Plan = Callable[[Any, Any, str], Ready]  # of a call, its problem and a backend
 
 
 class PlannedWrapper:
@@ -33,13 +33,13 @@ class PlannedWrapper:
         Args:
             module: its module, after which it is named.
             call_types: of `lab.calls`.
-            plan: checks and plans a call for a backend, and returns it ready.
+            plan: plans a call for a backend, and returns it ready.
             backend: "fa2" or "fa3"; "" for FA3 on SM90 and FA2 elsewhere.
         """
 
-        def planned(call: Any) -> Ready:
+        def planned(call: Any, problem: Any) -> Ready:
             """Check and plan a call, and return it ready. Shapes and errors are those of its type in `lab.calls`."""
-            return plan(call, backend)
+            return plan(call, problem, backend)
 
         self.__name__ = f"{module}:{backend}" if backend else module
         self._backend = backend

@@ -21,7 +21,7 @@ import torch
 from lab.calls import ContextCall, DecodeCall
 from lab.calls.problem import AttentionCall, PagedAttention, shown_draft_tokens
 from lab.gpus import Capability, capability_of
-from lab.kernels.flashinfer_call import PreparedCall, returning
+from lab.kernels.flashinfer_call import PreparedCall
 from lab.kernels.peers.entries import Ready, entries
 from lab.kernels.peers.installed import installed_function
 from lab.kernels.peers.planned import refuse_planning_in_capture
@@ -59,7 +59,7 @@ class _Tokens:
     counts: list[int]
 
 
-def _plan(call: DecodeCall | ContextCall) -> Ready:
+def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
     """Plan a call. Parameters, shapes, dtypes and errors are `lab.calls.DecodeCall`'s and `ContextCall`'s.
 
     What the kernels do not take raises NotImplementedError with the reason of `lab.kernels.support.why_not`.
@@ -69,10 +69,7 @@ def _plan(call: DecodeCall | ContextCall) -> Ready:
         ModuleNotFoundError, TypeError: as `lab.kernels.peers.installed.installed_function`.
         NotImplementedError: inside a CUDA graph's capture, or for a row that sees no key.
     """
-    problem = call.problem()
     out, _ = problem.results()
-    if problem.has_no_rows:
-        return returning(problem, problem.returned)
     refuse_unsupported(SGLANG_TRITON, problem)
     refuse_planning_in_capture("SGLang's Triton attention", problem.query.device)
     offsets, kv_lens = problem.row_offsets(), problem.seq_lens.tolist()

@@ -13,7 +13,7 @@ import torch
 from lab.calls import ContextCall, DecodeCall
 from lab.calls.problem import E4M3, AttentionCall, PagedAttention
 from lab.gpus import Capability
-from lab.kernels.flashinfer_call import PreparedCall, returning
+from lab.kernels.flashinfer_call import PreparedCall
 from lab.kernels.peers.entries import Ready, entries
 from lab.kernels.peers.installed import installed_function
 from lab.kernels.support import Kernel, refuse_unsupported
@@ -33,7 +33,7 @@ def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
     return VLLM_TRITON
 
 
-def _prepare(call: DecodeCall | ContextCall) -> Ready:
+def _prepare(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
     """Prepare a call. Parameters, shapes, dtypes and errors are `lab.calls.DecodeCall`'s and `ContextCall`'s.
 
     What the kernel does not take raises NotImplementedError with the reason of `lab.kernels.support.why_not`.
@@ -42,10 +42,7 @@ def _prepare(call: DecodeCall | ContextCall) -> Ready:
     Raises:
         ModuleNotFoundError, TypeError: as `lab.kernels.peers.installed.installed_function`.
     """
-    problem = call.problem()
     out, _ = problem.results()
-    if problem.has_no_rows:
-        return returning(problem, problem.returned)
     refuse_unsupported(VLLM_TRITON, problem)
     arguments = _arguments(problem, out) | _segments(problem)
     attention = installed_function(PART, UNIFIED, WRITTEN_FOR, frozenset(arguments))
