@@ -2,10 +2,14 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from lab import references
+from lab.gpus import capability_of
+from lab.kernels import portable
+from lab.kernels.support import Kernel, why_not
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 # Unit roundoff: as far as one right rounding may move an element, and so a vector.
@@ -31,6 +35,18 @@ def assert_as_right_as_the_control(arguments: Arguments, out: Tensor, lse: Tenso
     """Hold each vector and its LSE to float64, by the judge's bound; a kernel rounds e4m3 operands to 16 bits."""
     arithmetic = FP16 if arguments["query"].dtype == FP16 else BF16
     references.assert_close_to_reference((out, lse), arithmetic=arithmetic, **arguments)
+
+
+def assert_declined(call_type: Any, kernel: Kernel, arguments: Arguments) -> None:
+    """A portable kernel raises `why_not`'s sentence and writes nothing."""
+    arguments["out"].fill_(77.0)
+    problem = call_type(**arguments).problem()
+    reason = why_not(kernel, capability_of(problem.query.device), problem)
+    assert reason is not None
+    with pytest.raises(NotImplementedError) as error:
+        getattr(portable, call_type.function.value)(**arguments)
+    assert str(error.value) == reason
+    assert bool((arguments["out"] == 77.0).all())
 
 
 def assert_rounded(implementation: Any, name: str, arguments: Arguments, roundings: int = 1) -> None:

@@ -14,12 +14,10 @@ from torch import Tensor
 
 from lab import references
 from lab.calls.mla_decode import MLADecodeCall
-from lab.gpus import capability_of
 from lab.kernels import portable
 from lab.kernels.portable import key_shares
 from lab.kernels.portable import mla_decode as portable_mla
 from lab.kernels.portable.tile_choices import choose_mla_tile
-from lab.kernels.support import why_not
 from lab.kernels.support.portable import PORTABLE_MLA
 from tests.devices import DEVICES, ON_GPU, graph_of, synchronisation_is_an_error
 from tests.kernels.held import (
@@ -31,6 +29,7 @@ from tests.kernels.held import (
     ROUNDOFF,
     Arguments,
     assert_as_right_as_the_control,
+    assert_declined,
     on,
     sinks_of,
 )
@@ -410,15 +409,9 @@ DECLINED: dict[str, Arguments] = {
 
 @pytest.mark.parametrize("name", DECLINED)
 def test_a_declined_call_raises_the_reason_and_writes_nothing(device: str, name: str) -> None:
-    arguments = arguments_of(device, random_batch([1] * 2, [18, 40], **DECLINED[name]))
-    arguments["out"].fill_(77.0)
-    problem = MLADecodeCall(**arguments).problem()
-    reason = why_not(PORTABLE_MLA, capability_of(problem.query.device), problem)
-    assert reason is not None
-    with pytest.raises(NotImplementedError) as error:
-        run(arguments)
-    assert str(error.value) == reason
-    assert bool((arguments["out"] == 77.0).all())
+    assert_declined(
+        MLADecodeCall, PORTABLE_MLA, arguments_of(device, random_batch([1] * 2, [18, 40], **DECLINED[name]))
+    )
 
 
 @pytest.mark.parametrize("padding", [0, 5])

@@ -11,11 +11,9 @@ from torch import Tensor
 
 from lab import references
 from lab.calls.ragged_context import RaggedContextCall
-from lab.gpus import capability_of
 from lab.kernels import portable
 from lab.kernels.portable import ragged_context as portable_ragged
 from lab.kernels.portable.tile_choices import choose_ragged_tile
-from lab.kernels.support import why_not
 from lab.kernels.support.portable import PORTABLE_RAGGED
 from tests.cases import Batch, running_sum
 from tests.devices import DEVICES, ON_GPU, graph_of, synchronisation_is_an_error
@@ -28,6 +26,7 @@ from tests.kernels.held import (
     ROUNDOFF,
     Arguments,
     assert_as_right_as_the_control,
+    assert_declined,
     on,
     sinks_of,
 )
@@ -271,15 +270,9 @@ DECLINED: dict[str, Arguments] = {
 
 @pytest.mark.parametrize("name", DECLINED)
 def test_a_declined_call_raises_the_reason_and_writes_nothing(device: str, name: str) -> None:
-    arguments = arguments_of(device, batch_of([1, 2], [18, 40], **DECLINED[name]))
-    arguments["out"].fill_(77.0)
-    problem = RaggedContextCall(**arguments).problem()
-    reason = why_not(PORTABLE_RAGGED, capability_of(problem.query.device), problem)
-    assert reason is not None
-    with pytest.raises(NotImplementedError) as error:
-        run(arguments)
-    assert str(error.value) == reason
-    assert bool((arguments["out"] == 77.0).all())
+    assert_declined(
+        RaggedContextCall, PORTABLE_RAGGED, arguments_of(device, batch_of([1, 2], [18, 40], **DECLINED[name]))
+    )
 
 
 @pytest.mark.parametrize("padding", [0, 5])

@@ -5,8 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lab.calls.problem import INTERLEAVED_TOKENS, NVFP4_BLOCK
+from lab.calls.problem import E4M3, INTERLEAVED_TOKENS, NVFP4_BLOCK
 from lab.named_enum import NamedEnum
+
+
+def saturated_e4m3(values: Tensor) -> Tensor:
+    """Return float32 values in e4m3, saturated at ±448 as an engine's quantisation does."""
+    return values.clamp(-448.0, 448.0).to(E4M3)
 
 
 class KVLayout(str, NamedEnum):
@@ -132,7 +137,7 @@ class NVFP4KVCache(PagedKVCache):
         """
         pages, width = packed.storage.shape[1], packed.storage.shape[4]
         shape = (2, pages, packed.num_kv_heads, packed.page_size, 2 * width // NVFP4_BLOCK)
-        factors = torch.zeros(shape, dtype=torch.uint8, device=packed.storage.device).view(torch.float8_e4m3fn)
+        factors = torch.zeros(shape, dtype=torch.uint8, device=packed.storage.device).view(E4M3)
         return cls(packed.storage, packed.layout, factors, trtllm_gen)
 
     def write(self, slots: Tensor, k: Tensor, v: Tensor, *factors: Tensor) -> None:

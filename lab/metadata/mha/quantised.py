@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4, AttentionCall
-from lab.metadata.engine.kv_cache import PagedKVCache
+from lab.metadata.engine.kv_cache import PagedKVCache, saturated_e4m3
 
 
 @dataclass(frozen=True)
@@ -107,4 +107,4 @@ def write_e4m3(
 
 def _times_reciprocal(values: Tensor, scale: float) -> Tensor:
     reciprocal = 1.0 / torch.tensor(scale, dtype=torch.float32, device=values.device)
-    return (values.to(torch.float32) * reciprocal).clamp(-448.0, 448.0).to(E4M3)
+    return saturated_e4m3(values.to(torch.float32) * reciprocal)

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import E4M3
+from lab.metadata.engine.kv_cache import saturated_e4m3
 from lab.metadata.mla.calls import MLALayer
-
-E4M3_MAX = 448.0
 
 
 def mla_query_dtype(dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.dtype:
@@ -35,7 +34,6 @@ def quantised_prefill(layer: MLALayer, query: Tensor, key: Tensor, value: Tensor
     """
     scales = (1.0, layer.k_scale, layer.v_scale)
     query, key, value = (
-        (side.to(torch.float32) / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
-        for side, scale in zip((query, key, value), scales, strict=True)
+        saturated_e4m3(side.to(torch.float32) / scale) for side, scale in zip((query, key, value), scales, strict=True)
     )
     return query, key, value
