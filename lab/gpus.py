@@ -13,7 +13,7 @@ Capability = tuple[int, int]  # (major, minor), e.g. (9, 0) for an H200
 
 @dataclass(frozen=True)
 class GpuFamily:
-    """GPUs that the lab treats alike.
+    """GPUs that the lab treats in the same way.
 
     Attributes:
         capabilities: (major, minor) of its GPUs, ascending.

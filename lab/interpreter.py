@@ -5,7 +5,7 @@ again at every call of a `@triton.jit` function from a kernel, where nothing is 
 kernel that is written in helpers. Here each module of device functions is looked at once in a launch.
 
 It also computes each sum and product of integers a second time, in 64 bits, to hand to `device_assert`, which does nothing
-unless its option `debug` is set, which it is not; and it writes its table of NumPy's dtypes anew for each look into it.
+unless its option `debug` is set, which it is not; and it builds its table of NumPy's dtypes again for each lookup.
 """
 
 import functools

@@ -64,8 +64,8 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _sentence(error: BaseException) -> str:
-    said = str(error) if isinstance(error, ImportError | AttributeError | FileNotFoundError) else ""
-    said = said or f"{type(error).__name__}: {error}"
+    message = str(error) if isinstance(error, ImportError | AttributeError | FileNotFoundError) else ""
+    message = message or f"{type(error).__name__}: {error}"
     raised = traceback.extract_tb(error.__traceback__)[-1]
     is_its_own = not raised.filename.startswith((str(Path(__file__).parent), str(importlib.__file__), "<frozen"))
-    return f"{said} ({Path(raised.filename).name}, line {raised.lineno})" if is_its_own else said
+    return f"{message} ({Path(raised.filename).name}, line {raised.lineno})" if is_its_own else message

@@ -1,4 +1,4 @@
-"""The problem that the decode and the context call over a paged K/V cache pose alike."""
+"""The problem of a decode or context call over a paged K/V cache, which both pose in the same way."""
 
 from typing import Any
 

@@ -22,7 +22,7 @@ MASK_BITS_PER_WORD = 16  # XQA's draft mask is uint16 words, two per 32 draft to
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 E4M3 = torch.float8_e4m3fn
-NVFP4 = torch.uint8  # two e2m1 values per byte, with e4m3 scale factors beside them
+NVFP4 = torch.uint8  # two e2m1 values per byte, with e4m3 scale factors in a separate tensor
 
 Scale = float | torch.Tensor
 
@@ -151,8 +151,8 @@ class AttentionProblem(Softmax):
 
     def features(self) -> frozenset[Feature]:
         """Return the options beyond a plain call. Reads shapes, strides and host numbers, no tensor's contents."""
-        asked = (FIELDS.get(name, UNDECLARED) for name in vars(self))  # of its fields
-        return frozenset(feature for asks in asked for feature, is_asked in asks.items() if is_asked(self))
+        tests = (FIELDS.get(name, UNDECLARED) for name in vars(self))  # one mapping per field
+        return frozenset(feature for each in tests for feature, is_needed in each.items() if is_needed(self))
 
     def results(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the tensors to fill: the given ones, or new unwritten ones.

@@ -16,7 +16,7 @@ MIRROR_DTYPES = (torch.int32, torch.int64)
 
 @dataclass(frozen=True, eq=False)
 class RaggedAttention(AttentionProblem):
-    """One attention problem whose requests lie end to end, queries and K/V alike.
+    """One attention problem whose requests lie end to end, both in the query and in K/V.
 
     Request r has the rows cu_seqlens_q[r] … cu_seqlens_q[r + 1] - 1 and the keys cu_seqlens_kv[r] …; rows and keys after
     the last offsets belong to nobody.

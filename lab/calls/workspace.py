@@ -1,10 +1,10 @@
 """The workspace of FlashInfer's calls: 8 MiB that are zero between calls, and scratch after them that may hold anything.
 
 XQA counts in the first 8 MiB, its semaphores, and leaves them zero (FlashInfer 0.7.2, `xqa_batch_decode_with_kv_cache` and
-`xqa_batch_decode_with_kv_cache_mla`). trtllm-gen takes the workspace it is handed for scratch from the first byte on: the
+`xqa_batch_decode_with_kv_cache_mla`). trtllm-gen uses the whole workspace as scratch: the
 statistics of a call with LSE, then the partial results of splits (trtllm_fmha_kernel_launcher.cu, `softmaxStatsPtr` and
 `multiCtasKvScratchPtr`; kernelParams.h, `ptrPartialStats`). It counts in `multi_ctas_kv_counter_buffer`, which it leaves zero,
-and which FlashInfer allocates and fills in each call that is given none. So `lab.kernels.trtllm` hands trtllm-gen the scratch
+and which FlashInfer allocates and fills in each call that has none. So `lab.kernels.trtllm` passes trtllm-gen the scratch
 as its workspace, and the first 8 MiB as its counters: one workspace serves calls of every backend.
 """
 

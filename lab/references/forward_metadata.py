@@ -27,7 +27,7 @@ def forward_metadata(batch: Any, pool: Any) -> ForwardMetadata:
     """Return the metadata of one forward pass (SGLang 0.5.23; the first draft extend as in 0.5.13).
 
     Args:
-        batch: forward_mode (an enum member, told apart by name), num_tokens, spec_info, and int tensors
+        batch: forward_mode (an enum member, read by its name), num_tokens, spec_info, and int tensors
             req_pool_indices, seq_lens and extend_seq_lens or extend_seq_lens_cpu, [batch_size] each, and out_cache_loc,
             [num_tokens].
         pool: req_to_token, int [num_rows, row_width], slots by position; page_size; max_context_len; full_to_swa, int
@@ -141,14 +141,14 @@ def mla_forward_metadata(batch: Any, pool: Any, *, counts_draft: bool, block: in
     if block is None:
         is_ragged_verify = batch.forward_mode.name == "RAGGED_VERIFY"
         block = max(query_lens) if query_lens and not is_ragged_verify else _stated_query_length(batch)
-    told = [keys + block - rows for keys, rows in zip(seen, query_lens, strict=True)]
+    padded = [keys + block - rows for keys, rows in zip(seen, query_lens, strict=True)]
     table = []
-    for row, own, most in zip(batch.req_pool_indices.tolist(), seen, told, strict=True):
+    for row, own, most in zip(batch.req_pool_indices.tolist(), seen, padded, strict=True):
         pages = live_pages(row, own, pool)
         for _ in range(len(pages) * pool.page_size, most, pool.page_size):
             pages.append(0)
         table.append(pages)
-    return MLAForwardMetadata(told, seen, block, _boundaries(query_lens), table)
+    return MLAForwardMetadata(padded, seen, block, _boundaries(query_lens), table)
 
 
 def mla_prefix_chunks(batch: Any, pool: Any, capacity: int) -> list[list[list[int]]]:

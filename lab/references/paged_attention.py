@@ -16,7 +16,7 @@ from lab.calls.problem import E4M3, PagedAttention, check_values, shown_draft_to
 from lab.references.quantization import deinterleave_v_scale_factors, dequantize_nvfp4, rounded
 from lab.references.softmax_attention import Tile, TiledKV, attention_by_tiles, in_float64, tiles, visible_keys
 
-# Most elements of K and V, or of scores, in one piece. Scores are float64: 0.5 GiB of them, small beside any device.
+# Most elements of K and V, or of scores, in one piece. Scores are float64: 0.5 GiB of them, little on any device.
 # K and V are never there at once, but few of them keep a short request from being padded to a long one.
 PIECE_ELEMENTS = 2**26
 GPU_PIECE_ELEMENTS = 2**28  # launches, not memory, are what a GPU is short of

@@ -1,4 +1,4 @@
-"""The reference over contiguous K/V: one request at a time, each handed to `attention` as it lies."""
+"""The reference over contiguous K/V: `attention` of one request at a time."""
 
 import math
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """The regression of an output on the truth: a bias that no vector shows by itself is the slope of many together.
 
 A vector's slope is sum(out * exact) / sum(exact ** 2); that of a group of vectors is the mean of theirs, so that long and short
-vectors count alike. For a right kernel it differs from 1 by rounding alone. Rounding errors of different vectors are
+vectors count equally. For a right kernel it differs from 1 by rounding alone. Rounding errors of different vectors are
 independent, so the mean's error falls with the square root of their number.
 """
 
@@ -16,7 +16,7 @@ from lab.calls.problem import E4M3
 
 # Allowed distance of a slope from 1, in standard deviations of the rounding error. results/bias.md has the measured distances.
 DEVIATIONS = 4.0
-# ... and by what float32 may add to all vectors alike. Tensor cores cut their sums (Fasi et al. 2021, 10.7717/peerj-cs.330), by
+# ... and by a common error of float32 sums. Tensor cores cut their sums (Fasi et al. 2021, 10.7717/peerj-cs.330), by
 # up to 2**-24 of them in the mean, at each of the 8,192 steps of 16 that 131,072 keys take: 3e-4, as earlier sums are smaller.
 COMMON = 3e-4
 # Standard deviation of one rounding to nearest, in units of eps / 2: uniform in its interval, of numbers that are

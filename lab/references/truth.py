@@ -32,7 +32,7 @@ class Truth:
         lse_log2: float64 [num_rows, num_qo_heads], -inf where nothing is seen.
         request_of_row: int64 [num_rows].
         arithmetic: of the control.
-        shared_error: relative error that a right kernel may make in all vectors alike.
+        shared_error: common relative error that a right kernel may have in all vectors.
     """
 
     expected: Tensor
@@ -82,11 +82,11 @@ class Truth:
         if not must_be_zero and not len(bad):
             error, bound = float(comparison.error[row, head]), float(comparison.bound[row, head])
             return f": error {error:.3g}, bound {bound:.3g}"
-        said = f" is not finite ({float(bad[0]):.3g})" if len(bad) else f" is not zero ({float(got.abs().max()):.3g})"
+        defect = f" is not finite ({float(bad[0]):.3g})" if len(bad) else f" is not zero ({float(got.abs().max()):.3g})"
         if not must_be_zero:
-            return said
+            return defect
         sees_no_key = bool(self.lse_log2[row, head] == -math.inf)
-        return f"{said}: {'rows that see no key' if sees_no_key else 'it'} must be zero"
+        return f"{defect}: {'rows that see no key' if sees_no_key else 'it'} must be zero"
 
     def lse_ratio(self, lse: Tensor) -> Tensor:
         """Return the error over its bound of an LSE [num_rows, num_qo_heads] in base 2, float64 of its shape.
@@ -183,11 +183,11 @@ def _pieces(
 
 def _together(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_lens: list[int]) -> Iterator[list[int]]:
     """Yield groups of requests with equal numbers of keys and rows, each group small enough; none has requests without rows."""
-    alike: dict[tuple[int, int], list[int]] = {}
+    by_size: dict[tuple[int, int], list[int]] = {}
     for request, ((keys, _), q_len) in enumerate(zip(histories, q_lens, strict=True)):
         if q_len:
-            alike.setdefault((len(keys), q_len), []).append(request)
-    for (kv_len, q_len), requests in alike.items():
+            by_size.setdefault((len(keys), q_len), []).append(request)
+    for (kv_len, q_len), requests in by_size.items():
         elements = max(sum(side.numel() for side in histories[requests[0]]), kv_len * q_len * query.shape[1], 1)
         at_once = max(1, piece_elements(query.device) // TOGETHER // elements)
         yield from (requests[first : first + at_once] for first in range(0, len(requests), at_once))

@@ -103,7 +103,7 @@ class Backend(Protocol[MetadataT]):
 
 
 def buffer_in(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return the tensor if it has the dtype or None is asked for; else an unwritten one of its shape and that dtype."""
+    """Return the tensor if `dtype` is None or its own; else an unwritten tensor of the same shape in `dtype`."""
     return tensor if dtype in (None, tensor.dtype) else torch.empty_like(tensor, dtype=dtype)
 
 

@@ -26,7 +26,7 @@ class KVPool:
     """Hands out slots to requests, as SGLang's request table, page allocator and sliding-window pool do together.
 
     A slot is ``page * page_size + offset``. Page 0 is the sink, where padded rows write, and no request gets it.
-    Pages (and request rows) are handed out in shuffled order, so that a table which happens to be right only for
+    Pages (and request rows) are given out in shuffled order, so that a table which happens to be right only for
     consecutive ids is wrong here. A request fills its last page before it takes another. Freed ids go to the end
     of the queue, and the request table keeps what freed requests left in it, as an engine's does.
 
@@ -44,7 +44,7 @@ class KVPool:
         swa_num_pages: pages of the sliding-window pool, its own sink included, or None for no such pool.
         num_virtual_pages: pages that virtual slots can name, sink included, at least ``num_pages``; None: slots name pages of
             the caches.
-        seed: order in which ids are handed out.
+        seed: order in which ids are given out.
         device: where the tensors live.
 
     Attributes:

@@ -1,7 +1,7 @@
 """Plan verify metadata on a second stream while the draft runs, and let each backend declare what depends on the draft.
 
 A draft proposes a chain of tokens for each request, or a tree. A chain's verify metadata is made of lengths, request rows, the
-request table and the draft's width, all known before the draft runs. So it can be planned beside the draft, and nothing is
+request table and the draft's width, all known before the draft runs. So it can be planned while the draft runs, and nothing is
 written again afterwards (SGLang's change 25925). A tree's mask depends on the draft. Its backend declares this, and writes the
 mask after the draft.
 """
@@ -35,7 +35,7 @@ class PlanStart(NamedEnum):
 
     IN_LINE = "in line"  # no second stream: after the draft, on its stream, as SGLang does by default
     AFTER_DRAFT = "after the draft"  # 0.5.11 and 0.5.12; 0.5.23, by waiting for all that the forward stream then holds
-    AFTER_INPUTS = "after the inputs"  # beside the draft
+    AFTER_INPUTS = "after the inputs"  # while the draft runs
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +94,7 @@ class VerifyBackend(ABC):
         """Launch, on the current stream, the work that depends on the buffers that the draft has filled.
 
         Raises:
-            NotImplementedError: the backend has not said that there is nothing to do.
+            NotImplementedError: the backend has not declared that there is nothing to do.
         """
         if self.fix_up is not FixUp.NONE:
             raise NotImplementedError(_missing_fix_up(self))
@@ -104,7 +104,7 @@ def check_contract(backend: VerifyBackend) -> None:
     """Refuse a backend that does not declare whether its plans need a fix-up, or that contradicts its declaration.
 
     Raises:
-        NotImplementedError: it has said nothing, or needs a fix-up and defines none.
+        NotImplementedError: it declares nothing, or needs a fix-up and defines none.
         ValueError: it says that there is nothing to fix up, and defines how to.
     """
     name = type(backend).__name__
@@ -192,7 +192,7 @@ class PlanStream:
         verify: Callable[[PlannedVerify], VerifiedT],
         inputs_final: torch.cuda.Event | None = None,
     ) -> VerifiedT:
-        """Run one iteration on the current stream: draft, plan beside it, fix-up, verify. The host never waits.
+        """Run one iteration on the current stream: draft, plan at the same time, fix-up, verify. The host never waits.
 
         The draft is launched first, so that the GPU has work while the host launches the plan. A draft whose launches take
         the host longer than the GPU hides nothing of the plan.
@@ -200,7 +200,7 @@ class PlanStream:
         Args:
             batch: a TARGET_VERIFY batch, allocated on the current stream (see the class). Its tensors, and its draft tokens'
                 entries in the request table, are final after the work now on the current stream, or after `inputs_final`.
-            draft: fills the buffers that it is handed; writes no tensor of the batch.
+            draft: fills the buffers that it receives; writes no tensor of the batch.
             verify: launches the target model's pass.
             inputs_final: the event after which they are final; None: the work now on the current stream. It may be earlier,
                 or of another stream. Every plan waits for it, whatever its `start`. On a CPU, where all runs in order, None.

@@ -31,7 +31,7 @@ class TRTLLMMHABackend:
         draft_extend: the call of the draft extends, if not the engine's choice.
         prefills_with_fmha_v2: the engine's kernels are fmha_v2 and XQA, else trtllm-gen. That decides what a half-precision
             query is cast to over a quantised cache, and with the dtypes if a mixed batch's tail is split off.
-        settings: arguments that all calls have alike.
+        settings: arguments that are the same in all calls.
         builder: what writes the metadata of graphs.
         expand_encoder_only_verify: the model has encoder-only layers; see `build_mha_metadata`.
         dtypes: of all calls, if not the engine's choice.
@@ -90,7 +90,7 @@ class TRTLLMMHABackend:
     def plan_calls(
         self, batch: ForwardBatch, layer: AttentionLayer, query_dtype: torch.dtype, kv_dtype: torch.dtype
     ) -> list[PlannedCall]:
-        """Return the calls of a layer's pass; `query_dtype` is that of the query as the calls are handed it."""
+        """Return the calls of a layer's pass; `query_dtype` is that of the calls' query."""
         split = self.split_mixed_tail
         if split is None:
             split = splits_mixed_tail(

@@ -71,7 +71,7 @@ class _Group:
 
     Attributes:
         requests: ``[n]`` int64, rewritten by each sort.
-        gathered: tensors with one entry per request of the batch, and beside each the group's own.
+        gathered: pairs of tensors: with an entry per request of the batch, and per request of the group.
         out: ``[n, rows of one, ...]``.
     """
 

@@ -41,7 +41,7 @@ class TRTLLMMHAMetadata:
             None without one.
         encoder_cache_seqlens, encoder_page_table: of a verification on encoder-only layers, ``[num_tokens]`` and
             ``[num_tokens, ceil(max_context_len / page_size)]`` int32: each query row as a request of its own, with all keys of
-            the one that it belongs to. None unless asked for.
+            the one that it belongs to. None without `expand_encoder_only_verify`.
     """
 
     cache_seqlens_int32: Tensor

@@ -58,7 +58,7 @@ def splits_mixed_tail(
     """Return True where the trailing one-token requests of an extend go to the decode call (`forward_extend`).
 
     Args:
-        query_dtype: of the query as the call is handed it: e4m3 where the engine casts it for an e4m3 cache.
+        query_dtype: of the call's query: e4m3 where the engine casts it for an e4m3 cache.
         kv_dtype: of the cache. An NVFP4 one (uint8) is never split.
         prefills_with_fmha_v2: the GPU is SM90 or SM120, whose prefill kernel is fmha_v2.
         is_decoder: the layer is causal self-attention (``AttentionType.DECODER``), and not an encoder's or cross-attention.

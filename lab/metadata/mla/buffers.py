@@ -79,7 +79,7 @@ class MLAGraphMetadata:
         dcp: the rank of decode context parallelism whose metadata this is; None without it.
 
     Attributes:
-        metadata: by captured size, made when a size is first asked for.
+        metadata: by captured size, made at the first access.
     """
 
     def __init__(

@@ -158,10 +158,10 @@ def build_mla_decode_metadata(
     Maxima are of ``seq_lens_cpu``; without it the pool's ``max_context_len`` stands for ``max(seq_lens)``.
 
     If the requests of a draft extend differ in rows, the rows are padded to the longest request. The kernel takes the last row,
-    which may be padding, to be at the last key, so ``seq_lens_k`` counts padding rows too: the last line above. Both draft
-    extends are treated alike, and no numbers of rows are refused. SGLang pads a draft extend only if the number of requests
-    does not divide the number of rows: it views 2 + 4 rows of two requests as 3 + 3. The rows of a ragged verification are
-    always padded to d, as SGLang pads them (`forward_extend`).
+    which may be padding, to be at the last key, so ``seq_lens_k`` counts padding rows too: the last line above. This holds for
+    both draft extends, and no number of rows is refused. SGLang pads a draft extend only if the number of requests does not
+    divide the number of rows: it views 2 + 4 rows of two requests as 3 + 3. The rows of a ragged verification are always padded
+    to d, as SGLang pads them (`forward_extend`).
 
     SGLang adds d, not q, to the lengths of a TARGET_VERIFY, even if they differ (docs/forward_modes.md).
 

@@ -181,7 +181,7 @@ class DraftExtendGraph:
         pool: of the requests.
         spec_info: says the width, as `GraphMode.draft_extend_v2` reads it.
         batch_sizes: to capture.
-        form: what a replay hands out.
+        form: the rows that a replay returns.
         place: where the metadata is rebuilt.
         disable_padding: run only batches of exactly a captured size.
 

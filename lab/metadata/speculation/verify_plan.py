@@ -29,7 +29,7 @@ class CapturedVerify(VerifyBackend):
         batch_sizes: captured ones, in any order; a batch is padded to the smallest that holds it.
         attention: makes the metadata's buffers: of TRT-LLM MHA, with or without sliding-window pages, or of MLA, whose kernel
             takes no mask.
-        mask: that the calls are handed, of ``max(batch_sizes)`` requests as in `PlannedVerify`; None for causal rows.
+        mask: of the calls, for ``max(batch_sizes)`` requests as in `PlannedVerify`; None for causal rows.
 
     Raises:
         ValueError: no size, a number below 1, or a pool that the backend does not have.
