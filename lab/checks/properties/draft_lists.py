@@ -63,7 +63,7 @@ def draft_lists_case(of: Configuration) -> DraftListsCase:
 
 
 def judge_lists(run: CaseRun) -> None:
-    """Have the lists of a run's configuration written, and hold every cell of every buffer to the reference's."""
+    """Have the lists of a configuration written, and expect the reference's value in every cell of every buffer."""
     case = draft_lists_case(run.case)
     features = features_of_case(case)
     features = replace(features, features={**features.features, **run.called.features})

@@ -207,7 +207,7 @@ def geometry_cases(ranges: Ranges) -> Iterator[ForwardCase]:
 
 
 def judge_pass(run: CaseRun, forward: EnginePass) -> None:
-    """Run a pass on the implementation, hold its output to its truth, and note what it wrote besides."""
+    """Run a pass on the implementation, and expect the output of its truth and no other write."""
     truth = forward.truth()
     before = {name: tensor.clone() for name, tensor in forward.inputs().items()}
     out, around = guarded(forward.new_out())
@@ -229,7 +229,7 @@ def judge_pass(run: CaseRun, forward: EnginePass) -> None:
 
 
 def _other_forms(run: CaseRun, forward: EnginePass) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
-    """Yield the pass by calls of the other forms that there are, made ready while the tensors held something else."""
+    """Yield the pass by calls of the other forms, prepared or planned while the tensors held other contents."""
     if CallForm.PREPARED in run.forms:
         yield "the pass, by whole calls", partial(forward.run, run.engine(CallForm.WHOLE))
     if not getattr(forward, "shards", ()):
@@ -239,7 +239,7 @@ def _other_forms(run: CaseRun, forward: EnginePass) -> Iterator[tuple[str, Calla
 
 
 def _made_before(forward: EnginePass, engine: Any, out: Tensor) -> None:
-    """Make the pass by calls that were made ready when query, K and V were zeros."""
+    """Make the pass by calls that were prepared or planned while query, K and V were zeros."""
     tensors = (forward.query, forward.cache.storage)
     held = [tensor.clone() for tensor in tensors]
     for tensor in tensors:

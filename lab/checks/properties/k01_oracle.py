@@ -40,7 +40,7 @@ def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[Atten
 
 
 def _large_batch(case: AttentionCase, batch_size: int, ranges: Ranges) -> AttentionCase:
-    """Unequal, short requests of as few heads as there are, for the time it takes; of a context call, unequal rows too."""
+    """Return short requests of unequal lengths, and in a context call of unequal rows, on the fewest heads, to save time."""
     if case.is_mla:
         case = replace(case, group=min(ranges.mla_heads))
     else:
@@ -62,7 +62,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def _small_output(run: CaseRun, inputs: AttentionInputs, truth: Truth) -> None:
-    """Hold an e4m3 output to the truth where bmm2_scale brings P·V back into e4m3's range, before anything is clamped."""
+    """Check an e4m3 output whose bmm2_scale brings P·V back into e4m3's range: a kernel must not clamp before it scales."""
     largest = float(truth.expected.abs().max())
     if largest > 2 * E4M3_MAX * inputs.bmm2_scale:
         changes = {"out_dtype": E4M3, "bmm2_scale": inputs.bmm2_scale * E4M3_MAX / 2 / largest}

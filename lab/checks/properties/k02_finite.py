@@ -47,20 +47,20 @@ def _judge(run: CaseRun) -> None:
     truth = truth_of_call(inputs)
     least_bound = ROUNDED_LOGITS if run.case.contents is Contents.LOW else 0.0
     with run.noting("the call", Then.RAISE):
-        _hold(run, "the call", run.call(inputs), truth, least_bound)
-    _hold(run, "with the LSE", run.vary("return_lse", inputs, return_lse=True), truth, least_bound)
+        _expect_finite(run, "the call", run.call(inputs), truth, least_bound)
+    _expect_finite(run, "with the LSE", run.vary("return_lse", inputs, return_lse=True), truth, least_bound)
     if True in run.ranges.sinks and 0 in run.case.kv_lens:
         none = torch.full((run.case.num_qo_heads,), -math.inf, device=run.device)
         result = run.vary("sinks of minus infinity", inputs, sinks=none)
-        _hold(run, "sinks of minus infinity", result, truth_of_call(inputs, sinks=None))
+        _expect_finite(run, "sinks of minus infinity", result, truth_of_call(inputs, sinks=None))
     if inputs.sinks is not None:
         sinks = inputs.sinks + LARGE_SINK[run.case.dtype]
         result = run.vary("large sinks", inputs, sinks=sinks)
-        _hold(run, "large sinks", result, truth_of_call(inputs, sinks=sinks), least_bound)
+        _expect_finite(run, "large sinks", result, truth_of_call(inputs, sinks=sinks), least_bound)
 
 
-def _hold(run: CaseRun, what: str, result: Result | None, truth: Truth, least_bound: float = 0.0) -> None:
-    """Hold a result to the truth, and its elements to be finite."""
+def _expect_finite(run: CaseRun, what: str, result: Result | None, truth: Truth, least_bound: float = 0.0) -> None:
+    """Expect the truth, and finite elements."""
     if result is None:
         return
     run.expect_close(what, result, truth, least_bound)

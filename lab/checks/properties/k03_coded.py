@@ -34,7 +34,7 @@ def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[Atten
 
 
 def _long(case: AttentionCase, ranges: Ranges) -> AttentionCase:
-    """One request of many splits, on as few heads as there are, for the time it takes."""
+    """Return one request of many splits, on the fewest heads, to save time."""
     few = replace(case, kv_lens=(LONG + case.page_size // 2 + 1, case.kv_lens[1]), q_lens=case.q_lens[:2])
     if not case.is_mla:
         few = replace(few, num_kv_heads=min(ranges.num_kv_heads), group=min(ranges.groups), window_left=-1)

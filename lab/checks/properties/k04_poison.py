@@ -39,7 +39,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def _before_windows(run: CaseRun, dead: Dead, expected: Result) -> None:
-    """Pages that lie wholly before every row's window were given back: their table cells name a page of dead cells."""
+    """Give back the pages that lie wholly before every row's window: their table cells name a page of dead cells."""
     case = run.case
     inputs = run.build(dead=dead)
     tables = zip(inputs.block_tables.tolist(), case.kv_lens, strict=True)

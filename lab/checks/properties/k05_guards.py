@@ -47,7 +47,7 @@ def _empty_out(inputs: AttentionInputs) -> Tensor:
 
 
 def _embedded(inputs: AttentionInputs) -> dict[str, Any]:
-    """Small vectors amid values that would show: NaN around sinks, long lengths around lengths."""
+    """Return small vectors inside larger ones whose other values would show: NaN around sinks, long lengths around lengths."""
     embedded: dict[str, Any] = {"seq_lens": amid(inputs.seq_lens, inputs.max_seq_len)}
     if inputs.sinks is not None:
         embedded["sinks"] = amid(inputs.sinks, float("nan"))

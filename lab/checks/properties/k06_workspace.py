@@ -34,11 +34,11 @@ def _judge(run: CaseRun) -> None:
     shared: dict[str, Any] = {"workspace_buffer": workspace} | handed_out
     first = run.call(inputs, **shared)
     run.expect_close("a zeroed workspace", first, truth)
-    hold_counters_zero(run, "a call", counters)
+    expect_counters_zero(run, "a call", counters)
 
     other = run.build(_another_shape(run.case))
     run.vary("another shape", other, truth_of_call(other), **shared)
-    hold_counters_zero(run, "a call of another shape", counters)
+    expect_counters_zero(run, "a call of another shape", counters)
     run.expect_equal_bits("again, after another shape", run.call(inputs, on_refusal=Then.FAIL, **shared), first)
 
     if not in_workspace and semaphores.any():  # the kernel writes all of it
@@ -54,27 +54,27 @@ def _judge(run: CaseRun) -> None:
     scratch.fill_(LEFT)
     elsewhere: dict[str, Any] = {"workspace_buffer": new_workspace(run.device)} | handed_out
     run.expect_equal_bits("another workspace", run.call(inputs, on_refusal=Then.FAIL, **elsewhere), first)
-    hold_left_alone(run, scratch)
+    expect_left_alone(run, scratch)
 
 
 def _another_shape(case: AttentionCase) -> AttentionCase:
-    """Longer requests in another order: fewer of them, or for odd seeds twice as many."""
+    """Return longer requests in another order: fewer of them, or for odd seeds twice as many."""
     count = len(case.kv_lens)
     keep = 2 * count if case.seed % 2 else max(1, count // 2)
     longer = tuple(kv_len + 3 * case.page_size + 1 for kv_len in reversed(case.kv_lens))
     return replace(case, kv_lens=(longer * 2)[:keep], q_lens=(case.q_lens * 2)[:keep], seed=case.seed + 1)
 
 
-def hold_counters_zero(run: CaseRun, what: str, counters: dict[str, Tensor]) -> None:
-    """Hold that a call has left each of these counters zero."""
+def expect_counters_zero(run: CaseRun, what: str, counters: dict[str, Tensor]) -> None:
+    """Expect that a call has left each of these counters zero."""
     for name, buffer in counters.items():
         count = int(torch.count_nonzero(buffer))
         wrong = f"{what} left {count} of {name}'s first {SEMAPHORE_BYTES} bytes non-zero"
         run.expect(f"the counters after {what}", [wrong] if count else [])
 
 
-def hold_left_alone(run: CaseRun, scratch: Tensor) -> None:
-    """Hold that the scratch of an earlier call's workspace is as it was left: each byte of it `LEFT`."""
+def expect_left_alone(run: CaseRun, scratch: Tensor) -> None:
+    """Expect that each byte of an earlier call's scratch is still `LEFT`."""
     count = int(torch.count_nonzero(scratch != LEFT))
     wrong = f"a call with another workspace wrote {count} bytes of an earlier call's"
     run.expect("the workspace of earlier calls", [wrong] if count else [])

@@ -25,15 +25,15 @@ def _judge(run: CaseRun) -> None:
     run.expect_close("together", together, truth_of_call(inputs))
     count = len(run.case.kv_lens)
     for request in range(count):
-        _hold_part(run, f"request {request} alone", inputs, [request])
-    _hold_part(run, "in reversed order", inputs, list(reversed(range(count))))
-    _hold_part(run, "with each request twice", inputs, [*range(count), *range(count)])
+        _vary_part(run, f"request {request} alone", inputs, [request])
+    _vary_part(run, "in reversed order", inputs, list(reversed(range(count))))
+    _vary_part(run, "with each request twice", inputs, [*range(count), *range(count)])
     _others_keep_their_bits(run, inputs)
     shared = _with_shared_prefix(inputs)
     run.vary("a shared prefix", shared, truth_of_call(shared))
 
 
-def _hold_part(run: CaseRun, what: str, inputs: AttentionInputs, requests: Sequence[int]) -> None:
+def _vary_part(run: CaseRun, what: str, inputs: AttentionInputs, requests: Sequence[int]) -> None:
     part = select(inputs, requests)
     run.vary(what, part, truth_of_call(part))
 
@@ -51,7 +51,7 @@ def _others_keep_their_bits(run: CaseRun, inputs: AttentionInputs) -> None:
 
 
 def _with_shared_prefix(inputs: AttentionInputs) -> AttentionInputs:
-    """Every request's first pages are those of the longest, as far as that fills them."""
+    """Let every request begin with the pages that the longest request fills, at most `SHARED_PAGES`."""
     page_size = inputs.case.page_size
     lengths = inputs.case.kv_lens
     donor = max(range(len(lengths)), key=lambda request: lengths[request])
@@ -64,7 +64,7 @@ def _with_shared_prefix(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def _begun_as(own: tuple[Tensor, Tensor], shared: tuple[Tensor, Tensor], tokens: int) -> tuple[Tensor, Tensor]:
-    """A history whose first so many tokens are another's."""
+    """Return a history whose first `tokens` tokens are those of another history."""
     keys, values = (
         torch.cat((other[: min(tokens, len(mine))].view(torch.uint8), mine[tokens:].view(torch.uint8))).view(mine.dtype)
         for mine, other in zip(own, shared, strict=True)
@@ -73,7 +73,7 @@ def _begun_as(own: tuple[Tensor, Tensor], shared: tuple[Tensor, Tensor], tokens:
 
 
 def select(inputs: AttentionInputs, requests: Sequence[int]) -> AttentionInputs:
-    """The same call over some requests, in that order, over the same pages."""
+    """Return the call over some of the requests, in that order, over the same pages."""
     case = inputs.case
     starts = [sum(case.q_lens[:request]) for request in range(len(case.q_lens))]
     rows = [torch.arange(starts[request], starts[request] + case.q_lens[request]) for request in requests]

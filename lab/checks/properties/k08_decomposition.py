@@ -26,7 +26,7 @@ def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[Atten
 
 
 def _several_rows(case: AttentionCase) -> AttentionCase:
-    """At least two rows each, at most eight, and as many keys."""
+    """Return the case with two to eight rows per request, and at least as many keys."""
     if case.interface is Interface.CONTEXT:
         q_lens = tuple(min(max(q_len, 2), 8) for q_len in case.q_lens)
     else:
@@ -53,7 +53,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def one_row(inputs: AttentionInputs, rows: torch.Tensor, back: int) -> AttentionInputs:
-    """A call of one row per request, `back` tokens before its last, on the keys up to its own."""
+    """Return a call of one row per request, `back` tokens before the last, on the keys up to its own."""
     kv_lens = tuple(kv_len - back for kv_len in inputs.case.kv_lens)
     return replace(
         inputs,

@@ -43,7 +43,7 @@ def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[Atten
 
 
 def _nvfp4_with_all(case: AttentionCase, ranges: Ranges) -> AttentionCase:
-    """Several rows, a window and sinks over an NVFP4 cache, whose kernels are others."""
+    """Return the case with several rows, a window and sinks over an NVFP4 cache, which has kernels of its own."""
     return replace(
         case,
         kv_dtype=NVFP4,
@@ -85,14 +85,14 @@ def _storage(run: CaseRun, truth: Truth, base: Result) -> None:
 
 
 def _page_sizes(run: CaseRun) -> tuple[int, ...]:
-    """Of the ranges, and, where that holds large ones, a larger one."""
+    """Return the page sizes of the ranges, and a larger one where they have large ones."""
     if run.case.is_mla:
         return run.ranges.mla_page_sizes
     return (*run.ranges.page_sizes, LARGE_PAGE) if LARGE_PAGE // 2 in run.ranges.page_sizes else run.ranges.page_sizes
 
 
 def _strides(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -> None:
-    """The same numbers as views of larger tensors."""
+    """Call with the same numbers in views of larger tensors."""
     what = "a page table with gaps between its rows"
     run.expect_equal_bits(what, run.vary(what, replace(inputs, block_tables=in_wider_rows(inputs.block_tables))), base)
     run.vary("a query with gaps between its rows", replace(inputs, query=in_wider_rows(inputs.query)), truth)
@@ -104,7 +104,7 @@ def _strides(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) 
 
 
 def in_wider_rows(tensor: Tensor) -> Tensor:
-    """The tensor as a view of one with a row and a half of large values after each of its rows."""
+    """Return the tensor as a view of one that has large values after each row, more than a row of them."""
     rows = tensor.flatten(1)
     wide = torch.full((len(rows), 2 * rows.shape[1] + 16), 2**15, dtype=tensor.dtype, device=tensor.device)
     wide[:, : rows.shape[1]] = rows
@@ -112,7 +112,7 @@ def in_wider_rows(tensor: Tensor) -> Tensor:
 
 
 def in_wider_pages(pages: Tensor) -> Tensor:
-    """The pages as a view of a pool in which each is followed by as many zeros."""
+    """Return the pages as a view of a pool in which a page of zeros follows each."""
     wide = torch.zeros(len(pages), 2, *pages.shape[1:], dtype=pages.dtype, device=pages.device)
     wide[:, 0].view(torch.uint8).copy_(pages.view(torch.uint8))
     return wide[:, 0]
@@ -137,7 +137,7 @@ def _scales(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -
 
 
 def _bounds(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -> None:
-    """Host bounds and the table's width may change how work is split, and nothing else."""
+    """Vary host bounds and the table's width, which may change how work is split, and nothing else."""
     bound = "max_kv_len" if run.case.interface is Interface.CONTEXT else "max_seq_len"
     longest = max(max(run.case.kv_lens), 1)
     for value in (longest, 4 * inputs.max_seq_len):
@@ -154,7 +154,7 @@ def _bounds(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -
 
 
 def _switched_off(run: CaseRun, inputs: AttentionInputs) -> None:
-    """A window as wide as every request is none, and a sink of minus infinity is none."""
+    """Pass windows as wide as every request and sinks of minus infinity: both must act like none."""
     if run.case.is_mla:
         return
     longest = max(max(run.case.kv_lens), 1)

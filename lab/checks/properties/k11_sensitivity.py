@@ -68,7 +68,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def _uneven_rows(run: CaseRun, inputs: AttentionInputs) -> None:
-    """Every second row's logits are far beyond its neighbours': each row has a largest one of its own."""
+    """Make the logits of every second row far larger than its neighbours': each row has a maximum of its own."""
     query = inputs.query.float()
     query[::2] *= FAR
     uneven = replace(inputs, query=query.to(inputs.query.dtype))
@@ -82,7 +82,7 @@ def _optional(ranges: Ranges) -> dict[str, tuple[bool, ...]]:
 
 
 def _probe(run: CaseRun, name: str, inputs: AttentionInputs, changes: dict[str, Any], rules: dict[str, Any]) -> None:
-    """The output must be what the changed argument says."""
+    """Change arguments, and expect the output that the changed rules give."""
     result = run.vary(name, inputs, truth_of_call(inputs, **rules), **changes)
     if result is None:
         return
@@ -97,7 +97,7 @@ Probe = Callable[[AttentionInputs], Change]
 
 
 def _fixed(**changes: Any) -> Probe:
-    """Change arguments that have the names and values of rules."""
+    """Return a probe of arguments whose names and values are those of rules."""
     return lambda inputs: (changes, changes)
 
 
@@ -107,13 +107,13 @@ def _sinks(inputs: AttentionInputs) -> Change:
 
 
 def _sinks_in_a_list(inputs: AttentionInputs) -> Change:
-    """As MLA's function annotates them; its kernels take one tensor."""
+    """Pass sinks as MLA's function annotates them, in a list; its kernels take one tensor."""
     changes, rules = _sinks(inputs)
     return {"sinks": [changes["sinks"]]}, rules
 
 
 def _scaled(name: str, factor: float, on_device: bool = False) -> Probe:
-    """Another bmm1_scale or bmm2_scale, as a number or as a tensor."""
+    """Return a probe of another bmm1_scale or bmm2_scale, as a number or as a tensor."""
 
     def probe(inputs: AttentionInputs) -> Change:
         scale: Any = factor * getattr(inputs, name)
@@ -144,18 +144,18 @@ def _out_dtype(inputs: AttentionInputs) -> Change:
 
 
 def _beyond_e4m3(inputs: AttentionInputs) -> Change:
-    """Most elements are beyond the largest number of an e4m3 output, where they end: as NaN they would reach a whole layer."""
+    """Let most elements exceed the largest e4m3 number, to which they saturate: a NaN would reach a whole layer."""
     changes = {"out_dtype": E4M3, "bmm2_scale": inputs.bmm2_scale * 4000.0}
     return changes, changes
 
 
 def _unsigned_lengths(inputs: AttentionInputs) -> Change:
-    """FlashInfer documents seq_lens as uint32 too."""
+    """Pass seq_lens as uint32, which FlashInfer documents too."""
     return {"seq_lens": inputs.seq_lens.to(torch.uint32)}, {}
 
 
 def _with_lse(probe: Probe) -> Probe:
-    """The same, and the LSE."""
+    """Return the probe with the LSE asked for."""
 
     def with_lse(inputs: AttentionInputs) -> Change:
         changes, rules = probe(inputs)
@@ -193,7 +193,7 @@ _PROBES: dict[Interface, dict[str, Probe]] = {
 
 
 def _several_rows(run: CaseRun) -> AttentionCase:
-    """The case with as many rows as a draft has, in turn; its first request is nothing but its draft."""
+    """Return the case with as many rows as a draft has; its first request has no keys but its draft's."""
     rows = run.ranges.masked_rows
     q_len = rows[run.case.seed % len(rows)]
     kv_lens = (q_len, *(max(kv_len, q_len + 3) for kv_len in run.case.kv_lens[1:]))
@@ -201,7 +201,7 @@ def _several_rows(run: CaseRun) -> AttentionCase:
 
 
 def _ragged(run: CaseRun, inputs: AttentionInputs) -> None:
-    """Unequal rows through cum_seq_lens_q, alone and beside what else limits or weighs what a row sees."""
+    """Pass unequal rows by cum_seq_lens_q, alone, with sinks and within a window."""
     case = run.case
     q_lens = tuple(1 + (request * 2 + case.seed) % 5 for request in range(len(case.kv_lens)))
     query = torch.cat([inputs.query] * 8)[: sum(q_lens)]
@@ -223,7 +223,7 @@ def _ragged(run: CaseRun, inputs: AttentionInputs) -> None:
 
 
 def _request_without_rows(run: CaseRun, inputs: AttentionInputs) -> None:
-    """A request that extends by nothing: two of the offsets are equal, and the others' rows stay theirs."""
+    """Call with a request without rows: two offsets are equal, and the other requests keep their rows."""
     case = run.case
     first = case.q_lens[0]
     q_lens = (first, 0, *case.q_lens[2:])
@@ -234,7 +234,7 @@ def _request_without_rows(run: CaseRun, inputs: AttentionInputs) -> None:
 
 
 def _lse_in_base_e(run: CaseRun, inputs: AttentionInputs) -> None:
-    """Returned, and returned beside the one that was handed out: both are in base e."""
+    """Ask for the LSE in base e, returned, and also written into a given tensor."""
     what = "return_lse_base='basee'"
     result = run.vary(what, inputs, return_lse=True, return_lse_base="basee")
     if result is None:
@@ -252,7 +252,7 @@ def _lse_in_base_e(run: CaseRun, inputs: AttentionInputs) -> None:
 
 
 def _half_out(run: CaseRun, inputs: AttentionInputs) -> None:
-    """MLA's function has no out_dtype; a given out says it."""
+    """Give a float16 output: MLA's function has no out_dtype, so that the output says it."""
     case = run.case
     shape = (len(case.q_lens), case.q_lens[0], case.num_qo_heads, case.out_head_dim)
     out = torch.full(shape, math.nan, dtype=torch.float16, device=run.device)
@@ -263,7 +263,7 @@ def _half_out(run: CaseRun, inputs: AttentionInputs) -> None:
 
 
 def _masks(run: CaseRun, case: AttentionCase) -> None:
-    """Calls of the case's rows: without a mask, with each shape of mask, and with a tree's beside what else limits a row."""
+    """Call without a mask, with each shape of mask, and with a tree's mask together with an LSE, a window and sinks."""
     inputs = run.build(case)
     rows = f"of {case.q_lens[0]} rows"
     run.vary(f"no mask {rows}", inputs, truth_of_call(inputs))
@@ -284,7 +284,7 @@ def _mask(
 
 
 def _beside_a_mask(run: CaseRun, inputs: AttentionInputs) -> dict[str, dict[str, Any]]:
-    """Arguments that limit or weigh what a row sees, too; those that a kernel may have been built without where it has them."""
+    """Return what a tree's mask is combined with, within what the ranges have."""
     beside: dict[str, dict[str, Any]] = {"and the LSE": {"return_lse": True}}
     if True in run.ranges.windows:
         beside["within a window"] = {"window_left": MASK_WINDOW}
@@ -294,7 +294,7 @@ def _beside_a_mask(run: CaseRun, inputs: AttentionInputs) -> dict[str, dict[str,
 
 
 def _unequal_sinks(inputs: AttentionInputs) -> Tensor:
-    """As large as the logits of needles, and another for each head: float32 [num_qo_heads]."""
+    """Return sinks as large as the logits of needles, different for each head: float32 [num_qo_heads]."""
     return torch.linspace(8.0, 14.0, inputs.case.num_qo_heads, device=inputs.query.device)
 
 

@@ -43,7 +43,7 @@ def _judge(run: CaseRun) -> None:
 
 
 class _Stress:
-    """Matrix products on a stream of their own, as many at a time as asked for."""
+    """Matrix products on a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)

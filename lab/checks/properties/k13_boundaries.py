@@ -64,7 +64,7 @@ def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[Atten
 
 
 def _filled_tiles(ranges: Ranges, level: Level) -> Iterator[AttentionCase]:
-    """Of every group, as many rows as fill a tile, and one more."""
+    """Yield, for each group, cases whose rows fill a tile, and exceed it by one."""
     for number, case in enumerate(balanced(ranges, Interface.DECODE, counted(level, 1, 4), seed=16)):
         for group in ranges.groups:
             for q_len in sorted({ROWS_OF_A_TILE // group, ROWS_OF_A_TILE // group + 1} & set(ranges.q_lens)):

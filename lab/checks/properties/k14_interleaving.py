@@ -41,7 +41,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def _neighbours(case: AttentionCase, ranges: Ranges) -> Iterator[tuple[str, AttentionCase]]:
-    """Cases of the ranges that differ in one thing."""
+    """Yield cases that differ from a case in one thing, with what it is."""
     if case.interface is not Interface.CONTEXT:
         q_len = _next(ranges.q_lens, case.q_lens[0])
         kv_lens = tuple(max(kv_len, q_len) for kv_len in case.kv_lens)
@@ -60,7 +60,7 @@ def _neighbours(case: AttentionCase, ranges: Ranges) -> Iterator[tuple[str, Atte
 
 
 def _larger(case: AttentionCase) -> AttentionCase:
-    """More requests, each of more keys, and of more rows where a call's requests may have another number each."""
+    """Return more requests, each of more keys, and in a context call of more rows."""
     kv_lens = tuple(kv_len + LONGER + case.page_size for kv_len in (*case.kv_lens, *case.kv_lens[:2]))
     more = 0 if case.interface is not Interface.CONTEXT else MORE_ROWS
     q_lens = tuple(q_len + more for q_len in (*case.q_lens, *case.q_lens[:2]))
@@ -68,7 +68,7 @@ def _larger(case: AttentionCase) -> AttentionCase:
 
 
 def _next(axis: tuple[int, ...], value: int) -> int:
-    """The value after this one, around the end."""
+    """Return the next value of a range; after the last one the first."""
     return axis[(axis.index(value) + 1) % len(axis)] if value in axis else axis[0]
 
 

@@ -56,7 +56,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def _own_tensors(run: CaseRun, forward: ForwardPass) -> None:
-    """An engine writes its batch's tensors anew; a pass's metadata stays what it was."""
+    """Write the batch's tensors anew, as an engine does: the metadata of the pass must stay what it was."""
     names = ("seq_lens", "req_pool_indices")
     batch = replace(forward.batch, **{name: getattr(forward.batch, name).to(torch.int32) for name in names})
     metadata = run.function(Interface.MHA_METADATA)(batch, forward.pool)

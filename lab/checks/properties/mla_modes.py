@@ -22,7 +22,7 @@ from lab.workloads.mla_case import MLACase
 
 
 def mla_mode_cases(page_size: int, q_lens: tuple[int, ...], **dims: Any) -> Iterator[MLACase]:
-    """Every mode on the decode kernel: lengths at the edges of pages, none, and some hundreds."""
+    """Yield every mode on the decode kernel, with lengths of 0, at the edges of pages, and of some hundreds."""
     prefixes = (0, page_size - 1, page_size, page_size + 1, 3 * page_size + 5, 300)
     ones = (1,) * len(prefixes)
     shared: dict[str, Any] = {"page_size": page_size, **dims}
@@ -50,14 +50,14 @@ def mla_mode_cases(page_size: int, q_lens: tuple[int, ...], **dims: Any) -> Iter
 
 
 def _sharded_cases(page_size: int, **dims: Any) -> Iterator[MLACase]:
-    """Requests on two GPUs and on four, some with no token on some: pages and rounds end on each rank."""
+    """Yield requests sharded over 2 and 4 ranks. Some ranks hold no token; pages and rounds end on every rank."""
     prefixes = (0, 1, 2, 2 * page_size - 1, 2 * page_size, 4 * page_size + 1, 300)
     for size in (2, 4):
         yield MLACase(ForwardMode.DECODE, prefixes, (1,) * len(prefixes), page_size=page_size, dcp_size=size, **dims)
 
 
 def _padded_cases(page_size: int, q_len: int, **dims: Any) -> Iterator[MLACase]:
-    """Requests of padding that came after the metadata, and rows that no request has; their queries are NaN."""
+    """Yield passes with padding: requests added after the metadata, and rows without a request; their queries are NaN."""
     prefixes = (page_size - 1, page_size, 300)
     shared: dict[str, Any] = {"page_size": page_size, **dims}
     for mode, rows in (

@@ -16,7 +16,7 @@ from torch import Tensor
 from lab.calls.workspace import counts_in_workspace, semaphores_and_scratch
 from lab.checks.case_run import CaseRun, GivenCall, Result, Then, as_result
 from lab.checks.properties.check import Check, Level, counted, first_line
-from lab.checks.properties.k06_workspace import LEFT, hold_counters_zero, hold_left_alone
+from lab.checks.properties.k06_workspace import LEFT, expect_counters_zero, expect_left_alone
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.mla.calls import MLALayer, prepare_mla_prefill
 from lab.metadata.mla.metadata import build_mla_prefill_metadata
@@ -104,7 +104,7 @@ def _judge(run: CaseRun) -> None:
 
 
 class _Backend:
-    """The calls that an MLA backend makes of a batch of the case's requests."""
+    """An MLA backend's calls for a batch of the case's requests."""
 
     def __init__(self, run: CaseRun) -> None:
         case = self.case = run.case
@@ -123,14 +123,14 @@ class _Backend:
         self.workspace = {"workspace_buffer": new_workspace(run.device)}
 
     def new_tokens(self, query: Tensor, parts: Parts) -> Result:
-        """Return the output, and with a prefix the LSE, of the call over the new tokens."""
+        """Call attention over the new tokens; the result has an LSE if there is a prefix."""
         sides = (padded(torch.cat(sides)) for sides in zip(*parts, strict=True))
         batch, metadata, layer = self.batch, self.metadata, self.layer
         call = prepare_mla_prefill(self.function, batch, metadata, layer, padded(query), *sides, **self.workspace)
         return as_result(call(), Interface.RAGGED_CONTEXT)
 
     def merged(self, query: Tensor, histories: Parts) -> Result:
-        """Return the output of new tokens and planned chunks; a token's slot says whose key and value it is."""
+        """Merge the new tokens with the planned chunks of the prefix; a token's slot says whose key and value it is."""
         batch, prefixes = self.batch, self.case.prefix_lens
         own = self.new_tokens(
             query, [(keys[at:], values[at:]) for (keys, values), at in zip(histories, prefixes, strict=True)]
@@ -158,7 +158,7 @@ class _Backend:
 
 
 def _variations(run: CaseRun, arguments: dict[str, Any], query: Tensor, parts: Parts) -> None:
-    """Vary arguments away from what the engine passes: each must do what it says."""
+    """Vary arguments that an engine leaves at one value: each must do what it says."""
     case = run.case
     scale = case.softmax_scale
     tensor = torch.tensor([0.7 * scale], dtype=torch.float32, device=run.device)
@@ -188,7 +188,7 @@ def _variations(run: CaseRun, arguments: dict[str, Any], query: Tensor, parts: P
 
 
 def _workspaces(run: CaseRun, arguments: dict[str, Any]) -> None:
-    """Hold a call to its own bits, whatever its workspace held and whatever was called before, and to its own workspace."""
+    """Expect the same bits whatever the workspace held and whatever was called before, and no write to another workspace."""
     workspace = new_workspace(run.device)
     semaphores, scratch = semaphores_and_scratch(workspace)
     query = torch.cat((arguments["query"], arguments["query"][:2]))  # two more rows of padding: no earlier call's shape
@@ -196,7 +196,7 @@ def _workspaces(run: CaseRun, arguments: dict[str, Any]) -> None:
     mine = arguments | {"workspace_buffer": workspace}
     first = _kept(run, run.call(GivenCall(Interface.RAGGED_CONTEXT, mine)))
     if counts_in_workspace(arguments.get("backend", "auto"), run.device):
-        hold_counters_zero(run, "a call", {"the workspace": semaphores})
+        expect_counters_zero(run, "a call", {"the workspace": semaphores})
     elif semaphores.any():  # the kernel writes all of it
         scratch = workspace
     for byte, name in ((0xFF, "NaN"), (0x7B, "large values")):
@@ -212,7 +212,7 @@ def _workspaces(run: CaseRun, arguments: dict[str, Any]) -> None:
     scratch.fill_(LEFT)
     elsewhere = arguments | {"workspace_buffer": new_workspace(run.device)}
     run.expect_equal_bits("another workspace", _again(run, elsewhere), first)
-    hold_left_alone(run, scratch)
+    expect_left_alone(run, scratch)
 
 
 def _again(run: CaseRun, arguments: dict[str, Any]) -> Result | None:
@@ -221,7 +221,7 @@ def _again(run: CaseRun, arguments: dict[str, Any]) -> Result | None:
 
 
 def _kept(run: CaseRun, result: Result | None) -> Result:
-    """Return a copy of a result's own rows, which no later call can change."""
+    """Return a copy of a result's own rows, which later calls cannot change."""
     own = _own_rows(result, run.case)
     assert own is not None
     return own._replace(out=own.out.clone())
@@ -245,7 +245,7 @@ def _own_rows(result: Result | None, case: RaggedCase) -> Result | None:
 
 
 def _merged(left: Result | None, right: Result | None) -> Result | None:
-    """Merge two attentions over different keys into one over both, in float64; a side of an LSE of -inf counts nothing."""
+    """Merge two attentions over different keys into one over both, in float64; a side whose LSE is -inf has no weight."""
     if left is None or right is None or left.lse is None or right.lse is None:
         return None
     lses = torch.stack((left.lse, right.lse)).double()
