@@ -210,6 +210,7 @@ class CheckOfFunction(pytest.Item):
             NotRight: something is wrong, or nothing of the function could be judged by any check.
         """
         from lab.checks.run.verdicts import BROKEN, Outcome
+        from lab.reports.judgement import SHOWN_DECLINES, summary
 
         kernel = self.parent
         assert isinstance(kernel, JudgedKernel)
@@ -222,7 +223,7 @@ class CheckOfFunction(pytest.Item):
                 (TAKEN, f"{kernel.name}: {self.interface.value} was judged on what it takes: {taken}")
             )
         if not rows or rows[0].outcome is Outcome.DECLINED:
-            reason = "; ".join(rows[0].declines) if rows else "the axes have no case for it"
+            reason = "; ".join(rows[0].declines[:SHOWN_DECLINES]) if rows else "the axes have no case for it"
             if kernel.can_be_judged(self.interface):
                 pytest.skip(reason)
             raise NotRight(
@@ -231,7 +232,7 @@ class CheckOfFunction(pytest.Item):
                 f"the axes, such as {PREFIX}head-dims 96 (pytest --help, under {OPTION})"
             )
         if rows[0].outcome in BROKEN:
-            raise NotRight("\n".join((*report.summary(), str(rows[0].worst))))
+            raise NotRight("\n".join((*summary(report), str(rows[0].worst))))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], *_: Any, **__: Any) -> Any:
         """Show a verdict as it is, and another error with its traceback."""

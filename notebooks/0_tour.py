@@ -120,7 +120,7 @@ def judged(implementation):
 report = judged(Mine)
 for row in report.rows:
     print(f"{row.check:3} {row.outcome.value:9} {row.judged} results")
-assert report.is_right, "\n".join(report.details())
+assert report.is_right, str(report)
 
 # %% [markdown]
 # Now a mistake that decoding cannot show: no mask, so that in a verify each row sees the draft tokens *behind* its own.
@@ -139,7 +139,7 @@ print(wrong.judged.wrongs[0])
 assert not report.is_right
 
 # %% [markdown]
-# The same from a shell, with a worker process that survives crashes: `lab judge my.module`. `report.details()` has
+# The same from a shell, with a worker process that survives crashes: `lab judge my.module`. `lab.reports.judgement.details` has
 # a line that reproduces each failure.
 #
 # ## A whole forward pass

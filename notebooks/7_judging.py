@@ -46,14 +46,14 @@ from lab.checks.properties import checks
 from lab.files import read_json
 from lab.kernels import default_implementation
 from lab.references.errors import relative_l2
-from lab.reports.pictures.judging import (
+from lab.workloads.inputs.attention import build_attention, truth_of_call
+from studies.pictures.judging import (
     few_figure,
     matrix_figure,
     one_for_each_check,
     passing_figure,
     vector_errors_figure,
 )
-from lab.workloads.inputs.attention import build_attention, truth_of_call
 
 CPU = torch.device("cpu")
 

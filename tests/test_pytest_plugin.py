@@ -64,9 +64,9 @@ def test_a_broken_narrow_kernel_fails_with_its_worst_case(elsewhere: pytest.Pyte
     done.assert_outcomes(failed=1, deselected=len(checks_of_decode()) - 1)
     done.stdout.fnmatch_lines(
         [
-            "Wrong everywhere *",
+            "Wrong: *The output is wrong everywhere *",
             "*expected * got *",
-            "*see it: *kernels:wrong*",
+            "*reproduce with: *kernels:wrong*",
             "K1 of trtllm_batch_decode_with_kv_cache is wrong: *",
             "*vectors are wrong*row *head *error *bound*",
         ]

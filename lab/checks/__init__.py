@@ -7,9 +7,9 @@ require("The judge", "numpy", "pebble", "rich")
 from lab.calls.problem import AttentionCall
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.properties.check import Level
-from lab.checks.report import CaseVerdict, Report
+from lab.checks.report import Report
 from lab.checks.run.judge import judge, judge_case, judge_forward, judge_recorded
-from lab.checks.run.verdicts import Outcome
+from lab.checks.run.verdicts import CaseVerdict, Outcome
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
 from lab.metadata.engine.kv_cache import KVLayout

@@ -1,14 +1,14 @@
 """`lab checks`: list what the judge checks."""
 
-from rich.console import Console
-from rich.table import Table
-
 
 def checks() -> None:
     """List the judge's checks: key, name, and the defects that each finds."""
     from lab.checks.properties import checks as catalogue
+    from lab.reports.tables import Columns, make_table, terminal, terminal_of, words
 
-    table = Table("key", "name", "finds", box=None, pad_edge=False)
-    for check in catalogue():
-        table.add_row(check.key, check.name, check.catches)
-    Console().print(table)
+    columns: Columns = {
+        "key": lambda check: words(check.key),
+        "name": lambda check: words(check.name),
+        "finds": lambda check: words(check.catches),
+    }
+    terminal().print(terminal_of(make_table(columns, catalogue(), say_once=())))

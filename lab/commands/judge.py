@@ -229,7 +229,7 @@ def _report_and_number(case: str) -> tuple[Path, int]:
 
 def _judge_case(path: Path, number: int, name: str | None, settings: Mapping[str, Any], console: Console) -> ExitStatus:
     """Judge one case of a report, print its verdict, and return the exit status."""
-    from lab.checks.recording import ReportError, read_case
+    from lab.checks.record import ReportError, read_case
     from lab.checks.run.judge import judge_recorded
     from lab.checks.run.verdicts import BROKEN
 
@@ -256,6 +256,7 @@ def _judge_all(name: str, settings: Mapping[str, Any], shows_coverage: bool, con
     """Judge an implementation, print the report, with the coverage if it is to be shown, and return the exit status."""
     from lab.checks.properties.check import Level
     from lab.checks.run.judge import judge as judge_it
+    from lab.reports.judgement import show as show_report
 
     num_reused = 0
     try:
@@ -275,7 +276,7 @@ def _judge_all(name: str, settings: Mapping[str, Any], shows_coverage: bool, con
             "--fresh judges all",
             markup=False,
         )
-    report.print(console)
+    show_report(report, console)
     _print_narrowings(console, report)
     if shows_coverage:
         _print_coverage(console, report.coverages)
@@ -284,9 +285,8 @@ def _judge_all(name: str, settings: Mapping[str, Any], shows_coverage: bool, con
 
 def _print_recorded_coverage(path: Path) -> ExitStatus:
     """Print the coverage of a report's file, and return the exit status."""
-    from lab.checks.expressions import read_expression
     from lab.checks.parameters.coverage import coverages
-    from lab.checks.recording import ReportError, read_cases, read_record
+    from lab.checks.record import ReportError, read_cases, read_expression, read_record
 
     try:
         record = read_record(path)
@@ -298,11 +298,14 @@ def _print_recorded_coverage(path: Path) -> ExitStatus:
 
 
 def _print_coverage(console: Console, coverages: "Sequence[Coverage]") -> None:
+    from lab.reports.judgement import coverage_notes, coverage_table
+    from lab.reports.tables import terminal_of
+
     if not coverages:
-        console.print("K18, whose coverage this is, judged nothing: --only K18 runs it alone")
+        console.print("check K18 judged nothing, so there is no coverage: --only K18 runs it alone")
     for each in coverages:
-        console.print(each.table())
-        for line in each.lines():
+        console.print(terminal_of(coverage_table(each)))
+        for line in coverage_notes(each):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
 if TYPE_CHECKING:
-    from lab.checks.report import CaseVerdict
     from lab.checks.run.progress import Progress as ProgressOfJudge
+    from lab.checks.run.verdicts import CaseVerdict
 
 LINE_INTERVAL_S = 60.0
 

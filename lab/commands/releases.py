@@ -22,7 +22,7 @@ def releases(
 ) -> None:
     """Show which finding is present, absent or not reachable in which release, and what changed from each to the next.
 
-    Exit status: 125 if the reports were not judged alike.
+    Exit status: 125 if the reports have different settings.
     """
     from lab.reports.releases import releases_report
 

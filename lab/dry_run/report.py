@@ -13,9 +13,10 @@ from lab.exit_status import ExitStatus
 from lab.gpus import DATASHEETS, Datasheet, sm_name
 from lab.provenance import environment
 from lab.reports.recorded import RecordedFileError, read_run
-from lab.reports.tables import Cell, Columns, TableReport, counted, make_table, number, words
+from lab.reports.tables import Cell, Columns, TableReport, make_table, number, words
 from lab.timing.forward import case_facts
 from lab.timing.roofline import least_us
+from lab.wording import counted
 
 ATTENTION = "fmha"  # in the names of trtllm-gen's kernels; a profiler sees torch's beside them
 IMPLEMENTATION = "lab.kernels.trtllm"

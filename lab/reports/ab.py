@@ -6,7 +6,7 @@
     lab ab draft_extend_v2/llama-3.1-8b/64q4s4k/on_context lab.kernels.trtllm \\
         --against draft_extend_v2/llama-3.1-8b/64q4s4k
 
-Both are right before and after, or nothing is said.
+Both are judged before and after; if one is wrong, the report has no times.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ from lab.workloads.inputs.forward_pass import build_forward
 
 @dataclass(frozen=True)
 class Side:
-    """One side of the comparison, and what its time says beside the ceilings (`lab.timing.forward.time_facts`)."""
+    """One side of the comparison, and its time against the ceilings (`lab.timing.forward.time_facts`)."""
 
     scenario: str
     module: str

@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from lab.checks.explain.diagnosis import diagnose
-from lab.checks.recording import ReportError, read_cases
-from lab.checks.report import CaseVerdict
-from lab.checks.run.verdicts import BROKEN, Outcome
+from lab.checks.record import ReportError, read_cases
+from lab.checks.run.verdicts import BROKEN, CaseVerdict, Outcome
 from lab.exit_status import ExitStatus
 from lab.named_enum import NamedEnum
 from lab.reports.comparison import NotComparableError
 from lab.reports.recorded import Kind, RecordedFile, facts_of_sides, grouped, read_file
 from lab.reports.tables import Cell, TableReport, make_table, number, words
+from lab.wording import counted
 
 BAD = (*BROKEN, Outcome.KNOWN)
 # That two reports share if each judged the whole of the same.
@@ -78,7 +78,7 @@ class CasePair:
 
 @dataclass(frozen=True)
 class _Row:
-    """The cases of one check and function that changed alike."""
+    """The cases of one check and function with the same change."""
 
     change: VerdictChange
     check: str
@@ -105,7 +105,7 @@ def cases_of(file: RecordedFile) -> list[CaseVerdict]:
     """Return the verdicts of a report.
 
     Raises:
-        lab.checks.recording.ReportError: it is no report that this lab can read; the message names the file.
+        lab.checks.record.ReportError: it is no report that this lab can read; the message names the file.
     """
     try:
         return list(read_cases(file.content))
@@ -118,11 +118,11 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
 
     Raises:
         lab.reports.recorded.RecordedFileError: a file cannot be read.
-        lab.checks.recording.ReportError: a file is no report that this lab can read.
+        lab.checks.record.ReportError: a file is no report that this lab can read.
         lab.reports.comparison.NotComparableError: both are the same file.
     """
     if before_path.resolve() == after_path.resolve():
-        raise NotComparableError(f"both sides are {before_path}: that says nothing")
+        raise NotComparableError(f"both sides are {before_path}: there is nothing to compare")
     before, after = read_file(before_path), read_file(after_path)
     sides = [
         {(each.check, each.interface.value, repr(each.case)): each for each in cases_of(file)}
@@ -153,7 +153,7 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
             ),
             *(f"{name}: {was} before, {now} after" for name, was, now in environment if was != now),
             *(
-                f"not judged alike: {name} is {setting(before, name)} before, {setting(after, name)} after"
+                f"different settings: {name} is {setting(before, name)} before, {setting(after, name)} after"
                 for name in unlike
             ),
             *(
@@ -164,7 +164,7 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
         table=make_table(COLUMNS, rows, caption="cases that changed", say_once=()),
         below=(
             *(f"{change}: {sentence}" for change, sentence in regions.items()),
-            *(line for row in rows if row.change in WORSE for line in _told(row, after_path)),
+            *(line for row in rows if row.change in WORSE for line in _reasons(row, after_path)),
             summary if pairs else "nothing was compared: the reports have no case in common",
         ),
         record={
@@ -190,10 +190,10 @@ def setting(file: RecordedFile, name: str) -> Any:
 
 def _rows(pairs: Sequence[CasePair]) -> Iterator[_Row]:
     """Yield the changed cases, the worst change first."""
-    alike = grouped(((pair.change, pair.after.check, pair.after.interface.name.lower()), pair) for pair in pairs)
+    same = grouped(((pair.change, pair.after.check, pair.after.interface.name.lower()), pair) for pair in pairs)
     for change in VerdictChange:
         if change is not VerdictChange.SAME:
-            yield from (_Row(*key, tuple(found)) for key, found in alike.items() if key[0] is change)
+            yield from (_Row(*key, tuple(found)) for key, found in same.items() if key[0] is change)
 
 
 def _outcomes(verdicts: Iterable[CaseVerdict]) -> Cell:
@@ -208,19 +208,19 @@ def _where(pairs: Sequence[CasePair], change: VerdictChange) -> str:
     changed = [
         replace(side, judged=replace(side.judged, outcome=Outcome.WRONG)) for each, side in sides if each is change
     ]
-    return diagnose([*changed, *(side for _, side in sides if side.outcome is Outcome.RIGHT)]).sentence
+    return diagnose([*changed, *(side for _, side in sides if side.outcome is Outcome.RIGHT)]).broken
 
 
-def _told(row: _Row, after: Path) -> Iterator[str]:
-    """Yield what the judge says most often of a row's cases now, with a case to see again, and how many say otherwise."""
+def _reasons(row: _Row, after: Path) -> Iterator[str]:
+    """Yield the most frequent reason of a row's cases now, the number of cases with other reasons, and a case to reproduce."""
     reasons: dict[str, list[CaseVerdict]] = {}
     for pair in row.pairs:
-        said = next(filter(None, (*pair.after.judged.wrongs, *pair.after.judged.declines, pair.after.finding)), "")
-        reasons.setdefault(said, []).append(pair.after)
-    said, verdicts = max(reasons.items(), key=lambda each: len(each[1]))
-    others = f" ({len(row.pairs) - len(verdicts)} others for other reasons)" if len(reasons) > 1 else ""
-    yield f"{row.change.value}, {row.check} of {row.function}: {said}{others}"
-    yield f"    see it: lab judge --case {after}#{verdicts[0].number}"
+        reason = next(filter(None, (*pair.after.judged.wrongs, *pair.after.judged.declines, pair.after.finding)), "")
+        reasons.setdefault(reason, []).append(pair.after)
+    reason, verdicts = max(reasons.items(), key=lambda each: len(each[1]))
+    rest = f" ({counted(len(row.pairs) - len(verdicts), 'case')} for other reasons)" if len(reasons) > 1 else ""
+    yield f"{row.change.value}, {row.check} of {row.function}: {reason}{rest}"
+    yield f"    reproduce with: lab judge --case {after}#{verdicts[0].number}"
 
 
 def _record(pair: CasePair) -> Mapping[str, Any]:
@@ -231,5 +231,5 @@ def _record(pair: CasePair) -> Mapping[str, Any]:
         "case": repr(pair.after.case),
         "before": {"number": pair.before.number, "outcome": pair.before.outcome.value},
         "after": {"number": pair.after.number, "outcome": pair.after.outcome.value},
-        "said": [*pair.after.judged.wrongs, *pair.after.judged.declines],
+        "reasons": [*pair.after.judged.wrongs, *pair.after.judged.declines],
     }

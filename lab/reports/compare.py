@@ -35,6 +35,7 @@ from lab.reports.comparison import NotComparableError, RowComparison, RunCompari
 from lab.reports.recorded import RecordedRun, facts_of_sides, in_words, read_runs
 from lab.reports.tables import ABSENT, Cell, Table, TableReport, make_table, number
 from lab.timing.statistics import BETWEEN_RUNS, Rule, SampleComparison, Speed
+from lab.wording import counted
 
 
 def compare(
@@ -56,7 +57,7 @@ def compare(
         NotComparableError: the two sides must not be compared.
     """
     if after is not None and Path(before).resolve() == Path(after).resolve():
-        raise NotComparableError(f"both sides are {before}: that says nothing")
+        raise NotComparableError(f"both sides are {before}: there is nothing to compare")
     first = read_runs(before)
     second = first if after is None else read_runs(after)
     comparison = compare_recorded(first, second, rule) if by is None else compare_within(_only(first), *by, rule)
@@ -75,10 +76,12 @@ def _report(
     header = {name: (was, now) for name, was, now in facts_of_sides(before, after)}
     same = [f"{name} {was}" for name, (was, now) in header.items() if was == now]
     table = comparison_table(comparison)
-    others = sum(len(run.other_rows) for run in {run.path: run for run in (*before, *after)}.values())
+    not_gpu_time = sum(len(run.other_rows) for run in {run.path: run for run in (*before, *after)}.values())
     below = list(_remarks(comparison, {name for name, _ in table.common}))
-    if others:
-        below.append(f"not compared, being host time or of no recorded clock: {others}")
+    if not_gpu_time:
+        below.append(
+            f"not compared, because they are host time or have no recorded clock: {counted(not_gpu_time, 'row')}"
+        )
     return TableReport(
         above=(
             f"minimum effect {rule.minimum_effect_percent:g} %, significance {rule.significance:g}, "
@@ -118,7 +121,7 @@ def comparison_record(samples: SampleComparison) -> dict[str, Any]:
 
 
 def comparison_table(comparison: RunComparison) -> Table:
-    """Make a table of one row per pair; settings that are the same in all rows are said once."""
+    """Make a table of one row per pair; settings that are the same in all rows become a note."""
     settings = dict.fromkeys(name for row in comparison.rows for name, _ in row.identity)
     columns = {name.replace("_", " "): partial(_setting, name) for name in settings}
     return make_table({**columns, **FIGURES}, comparison.rows, say_once=set(columns) - {"scenario"})
@@ -173,8 +176,8 @@ def _remarks(comparison: RunComparison, said_once: Collection[str]) -> Iterator[
 def _summary(comparison: RunComparison) -> str:
     counts = Counter(samples.speed for samples in comparison.compared)
     words = [f"{counts[speed]} {speed.name}" for speed in Speed]
-    others = {"refused": comparison.refused, "missing": comparison.missing, "new": comparison.added}
-    words += [f"{len(rows)} {name}" for name, rows in others.items()]
+    rest = {"refused": comparison.refused, "missing": comparison.missing, "new": comparison.added}
+    words += [f"{len(rows)} {name}" for name, rows in rest.items()]
     if not comparison.compared:
         return ", ".join(words) + "; nothing was compared"
     mean = geometric_mean([samples.ratio for samples in comparison.compared])

@@ -91,13 +91,13 @@ def compare_recorded(
 
 
 def compare_within(run: RecordedRun, key: str, before: str, after: str, rule: Rule = BETWEEN_RUNS) -> RunComparison:
-    """Compare the rows of one run whose fact `key` is `before` with those where it is `after`, all else alike.
+    """Compare the rows of one run whose fact `key` is `before` with those where it is `after` and all else is equal.
 
     Raises:
         NotComparableError: `key` is how the time was taken, or no row has such a value.
     """
     if before == after:
-        raise NotComparableError(f"both sides are {key} {before}: that says nothing")
+        raise NotComparableError(f"both sides are {key} {before}: there is nothing to compare")
     if key in (*TIMED_BY, "method"):
         raise NotComparableError(f"two values of {key} are two methods, and those are not compared: {before}, {after}")
     _refuse_other_machines([run])
@@ -126,7 +126,7 @@ def _compare_sides(
     rows: list[RowComparison] = []
     missing: list[Identity] = []
     met: set[Identity] = set()
-    # A row that is there by another method only is refused by name, which says more than that it is missing.
+    # A row that exists by another method only is refused, with its name: that is more than a missing row.
     by_another_method = {_apart_from_method(each): each for each in after if each not in before}
     for identity, mine in before.items():
         other = identity if identity in after else by_another_method.get(_apart_from_method(identity))
@@ -168,8 +168,8 @@ def _doubted(samples: SampleComparison, before: Sequence[Row], after: Sequence[R
     }
     if not doubted[samples.speed]:
         return samples
-    said = " and ".join(f"{side} by the {reasons}" for side, reasons in limits.items() if reasons)
-    return replace(samples, speed=Speed.UNSURE, reason=f"the GPU was held back {said}")
+    limits_of_sides = " and ".join(f"{side} by the {reasons}" for side, reasons in limits.items() if reasons)
+    return replace(samples, speed=Speed.UNSURE, reason=f"the GPU was held back {limits_of_sides}")
 
 
 def why_not_compared(before: Sequence[Row], after: Sequence[Row]) -> str:

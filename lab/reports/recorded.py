@@ -1,7 +1,7 @@
-"""Recorded files, read and told apart: benchmarks, judge reports, surveys, experiments, mutants.
+"""Recorded files of every kind: benchmarks, judge reports, surveys, experiments, mutants.
 
-A file's kind is told by its content, not by its name. pytest-benchmark's JSON becomes a `RecordedRun`: rows of GPU time with
-their method, their clocks and what they ran on.
+A file's kind follows from its content, not from its name. pytest-benchmark's JSON becomes a `RecordedRun`: rows of GPU time
+with their method, their clocks and what they ran on.
 """
 
 import math
@@ -85,7 +85,7 @@ class RecordedFile:
 
     @property
     def experiment(self) -> str:
-        """The experiment that wrote it, as the recording says; the file's name where it does not."""
+        """The experiment that wrote it, as recorded; else the file's name."""
         return str(self.content.get("experiment") or without_suffix(self.path).name)
 
     def fact(self, *keys: str) -> Any:
@@ -172,7 +172,7 @@ class Row:
     Attributes:
         name: the test's full name.
         samples_us: raw samples, microseconds per call, in the order in which they were taken.
-        facts: what the benchmark recorded beside them, pytest-benchmark's `extra_info`.
+        facts: what the benchmark recorded next to them, pytest-benchmark's `extra_info`.
     """
 
     name: str

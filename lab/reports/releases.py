@@ -3,7 +3,7 @@
     lab releases 0.6.12.json 0.6.18.json 0.7.2.json --findings results/nvidia-h200/findings.md
 
 Each file is a report of the judge, of one environment; the release is the version of the package in it. A release may have
-several reports, of different axes; each must have been judged alike in all releases (`lab.reports.changed_verdicts`).
+several reports, of different axes; all releases must have been judged with the same settings (`lab.reports.changed_verdicts`).
 
 A row is a finding that the known failures cite (`lab.checks.run.known_failures`, as they are now and not as they were for the
 report), or a region of cases that were wrong without one in the same releases. Its *telling cases* are those that are wrong
@@ -24,9 +24,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from lab.checks.explain.diagnosis import HELD, diagnose
-from lab.checks.report import CaseVerdict
 from lab.checks.run.known_failures import KNOWN_FAILURES, known
-from lab.checks.run.verdicts import BROKEN, Outcome
+from lab.checks.run.verdicts import BROKEN, CaseVerdict, Outcome
 from lab.exit_status import ExitStatus
 from lab.reports.changed_verdicts import SETTINGS, cases_of, compare_verdicts, setting
 from lab.reports.comparison import NotComparableError
@@ -72,7 +71,7 @@ def releases_report(
         findings: a page whose headings "## 1. ..." are the findings, by their anchors; those that no report cites have a row.
 
     Raises:
-        lab.reports.recorded.RecordedFileError, lab.checks.recording.ReportError, OSError: a file cannot be read.
+        lab.reports.recorded.RecordedFileError, lab.checks.record.ReportError, OSError: a file cannot be read.
         NotComparableError: a file is no report of the judge or has no version of the package, there is one release alone, or
             one has two reports of the same axes.
     """
@@ -116,7 +115,9 @@ def _releases(files: Iterable[RecordedFile], package: str) -> list[Release]:
             raise NotComparableError(f"{twice.path} and {file.path} are both of {package} {version}, on the same axes")
         alike.append(file)
     if len(by_version) < 2:
-        raise NotComparableError(f"all reports are of {package} {', '.join(by_version)}: that says nothing of releases")
+        raise NotComparableError(
+            f"all reports are of {package} {', '.join(by_version)}: there are no two releases to compare"
+        )
     return [Release(version, tuple(alike)) for version, alike in by_version.items()]
 
 
@@ -163,10 +164,10 @@ def _regions(verdicts: Verdicts) -> Iterator[_Row]:
     alike = grouped((tuple(versions), key) for key, versions in wrong_in.items())
     for (first, *_), keys in alike.items():
         cases = frozenset(keys)
-        told = [each for key, each in verdicts[first].items() if key in cases or each.outcome is Outcome.RIGHT]
-        regions = diagnose(told).regions
-        said = (f"{HELD[each.held]} {f'wherever {each.words}' if each.rule else 'everywhere'}" for each in regions)
-        yield _Row("; ".join(dict.fromkeys(said)), cases)
+        chosen = [each for key, each in verdicts[first].items() if key in cases or each.outcome is Outcome.RIGHT]
+        regions = diagnose(chosen).regions
+        sentences = (f"{HELD[each.held]} {each.where}" for each in regions)
+        yield _Row("; ".join(dict.fromkeys(sentences)), cases)
 
 
 def _counts(row: _Row, of: Mapping[Key, CaseVerdict]) -> dict[str, int | str]:
@@ -209,15 +210,15 @@ def _unlike(releases: Sequence[Release]) -> Iterator[str]:
     for release in releases[1:]:
         pairs = list(_pairs(first, release))
         if not len(pairs) == len(first.files) == len(release.files):
-            yield f"not judged alike: {first.version} and {release.version} do not have reports of the same axes"
+            yield f"different settings: {first.version} and {release.version} do not have reports of the same axes"
         for one, other in pairs:
             names = [name for name in SETTINGS if setting(one, name) != setting(other, name)]
             if names:
-                yield f"not judged alike: {other.path} has another {', '.join(names)} than {one.path}"
+                yield f"different settings: {other.path} has another {', '.join(names)} than {one.path}"
 
 
 def _changes(before: Release, after: Release) -> Iterator[str]:
-    """Yield what `lab compare` says of two neighbours."""
+    """Yield the summary that `lab compare` has of two neighbours."""
     name = f"{before.version} to {after.version}"
     for one, other in _pairs(before, after):
         report = compare_verdicts(one.path, other.path)

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 ABSENT = "–"
-# Where the output is not a terminal nothing says how wide it may be; a row of a table fits in this.
+# Where the output is not a terminal its width is unknown; a row of a table fits in this.
 WIDTH_WITHOUT_TERMINAL = 160
-SHOWN_DIGITS = 5  # significant ones; the page's cells hold the whole number beside it
+SHOWN_DIGITS = 5  # significant ones; the page's cells hold the whole number too
 WIDER_THAN_ANY = 10_000  # columns of a terminal
 MOST_LISTED = 8  # longer lists of numbers are samples, and stay in their file
 # In a terminal, by a cell's style; a page has classes of the same names.
@@ -29,7 +29,12 @@ TERMINAL_STYLES = {
     "same": "dim",
     "unsure": "yellow",
     "refused": "magenta",
-    "failed": "red",
+    "right": "green",
+    "known": "yellow",
+    "wrong": "bold red",
+    "failed": "bold red",
+    "dishonest": "bold red",
+    "declined": "dim",
 }
 
 
@@ -73,7 +78,7 @@ class Table:
     Attributes:
         columns, rows: as shown.
         name: an id, unique in a page.
-        caption: says what a row is.
+        caption: what a row is.
         common: a note: heading and text of the columns that say the same in every row.
         left_out: a note: headings of columns that are too long for cells, and are in the file alone.
     """
@@ -100,11 +105,6 @@ def number(value: float | None, digits: int | None = None, scale: float = 1.0) -
         return Cell(ABSENT)
     scaled = value * scale if scale != 1 else value
     return Cell(_significant(scaled) if digits is None else f"{scaled:,.{digits}f}", scaled)
-
-
-def counted(count: int, noun: str) -> str:
-    """Return a number of things, such as "1 request" or "8 requests"."""
-    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
 
 
 def make_table(
@@ -224,8 +224,14 @@ def terminal_of(table: Table, show_lines: bool = False) -> "RichTable":
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    box = SIMPLE if show_lines else SIMPLE_HEAD
-    made = RichTable(title=table.caption or None, title_justify="left", box=box, show_lines=show_lines)
+    made = RichTable(
+        title=table.caption or None,
+        title_justify="left",
+        box=SIMPLE if show_lines else SIMPLE_HEAD,
+        show_lines=show_lines,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
     for column in table.columns:
         made.add_column(
             Text(column.heading),
@@ -282,7 +288,7 @@ class TableReport:
     exit_status: ExitStatus = ExitStatus.DONE
 
     def show(self, json_to: str | None = None, markdown_to: str | None = None) -> None:
-        """Print the report, and write it as JSON and Markdown where asked; "-" is the output, and then has nothing else."""
+        """Print the report, or write it as JSON or Markdown; "-" is the standard output, which then has nothing else."""
         for target, written in ((json_to, self.json), (markdown_to, self.markdown)):
             if target == "-":
                 print(written(), end="")
@@ -300,7 +306,7 @@ class TableReport:
         return json.dumps({**self.record, "exit_status": self.exit_status}, indent=1, ensure_ascii=False) + "\n"
 
     def markdown(self) -> str:
-        """Return the report as Markdown: the last line below the table says most, and comes first."""
+        """Return the report as Markdown: the last line below the table is the summary, and comes first."""
         *remarks, summary = self.below
         table = markdown_of(self.table) if self.table.rows else ""
         return "\n\n".join(filter(None, (summary, table, items(remarks), items(self.above)))) + "\n"

@@ -1,4 +1,4 @@
-"""Recorded benchmarks as tables, for the Markdown report and for the page: GPU time beside its floor, host time, ceilings."""
+"""Recorded benchmarks as tables, for the Markdown report and for the page: GPU time and its floor, host time, ceilings."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,9 +11,9 @@ from lab.timing.statistics import IN_TURNS, Speed, compare_samples
 
 MODULE_PREFIX = "lab.kernels."
 THROTTLED = "**throttled**"
-# A launch alone takes one to two microseconds: time over a floor shorter than this says nothing, and has no bar.
+# A launch alone takes one to two microseconds: time over a floor shorter than this means nothing, and has no bar.
 LEAST_FLOOR_US = 1.0
-FEWEST_SIDE_BY_SIDE = 3  # of two implementations, the table of the fastest says all
+FEWEST_SIDE_BY_SIDE = 3  # for two implementations, the table of the fastest is enough
 
 
 def _fact(key: str, digits: int, scale: float = 1.0) -> Callable[[Row], Cell]:
@@ -35,7 +35,7 @@ def time_over_floor(row: Row) -> float | None:
     return row.median_us / floor_us if floor_us >= LEAST_FLOOR_US else None
 
 
-# A column each in a table of one run, unless they are the same in all rows; then they are said once.
+# A column each in a table of one run, unless they are the same in all rows; then they are a note.
 SETTINGS: Columns = {
     "timed by": lambda row: words(row.timed_by),
     "page size": _fact("page_size", 0),

@@ -1,7 +1,7 @@
 """Tables and plots of a recorded run: `lab report RUN.json --out DIR`.
 
 Writes report.md, and with the extra `plots` a roofline and a chart of time over floor per method. Everything in it is in the
-file: medians and quartiles of its samples, and what the benchmark recorded beside them.
+file: medians and quartiles of its samples, and what the benchmark recorded with them.
 """
 
 import importlib.util
@@ -51,7 +51,7 @@ def report_markdown(run: RecordedRun, pictures: Sequence[str] = ()) -> str:
     """Return the report as Markdown.
 
     Args:
-        pictures: file names of plots to show, beside the report.
+        pictures: file names of plots to show, in the report's folder.
     """
     rows = sorted(run.gpu_rows, key=_order)
     blocks = [f"# {run.environment.get('gpu', 'No GPU recorded')}, recorded in {run.path.name}"]
@@ -208,7 +208,7 @@ def _points(rows: Sequence[Row]) -> Iterator[Any]:
 def _bars(rows: Sequence[Row]) -> Iterator[Any]:
     from lab.reports.pictures.timings import FloorBar
 
-    # A scenario's name says what it is; settings are added where it alone does not tell two rows apart.
+    # Settings are added to a scenario's name where the name alone does not distinguish two rows.
     named = [(row.scenario, _implementation_name(row)) for row in rows]
     varying = [name for name in SETTINGS if len(set(named)) < len(named) and len(_said(name, rows)) > 1]
     for row in rows:

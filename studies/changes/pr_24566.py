@@ -2,7 +2,7 @@
 
 from operator import itemgetter
 
-from lab.reports.tables import counted
+from lab.wording import counted
 from studies.changes.change import Change, Recording, Recordings, Row, compared_pairs, pairs
 from studies.changes.verdicts import Answer, aspects, microseconds
 

@@ -1,7 +1,7 @@
 """Change 25002: draft extend V2 in a CUDA graph."""
 
-from lab.reports.tables import counted
 from lab.timing.statistics import Times
+from lab.wording import counted
 from studies.changes.change import Change, Recording, Recordings, Row, compared_pairs, pairs
 from studies.changes.verdicts import Answer, Observation, aspects, microseconds
 

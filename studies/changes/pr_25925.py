@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lab.reports.tables import counted
+from lab.wording import counted
 from studies.changes.change import Change, Recordings, Row, compared_pairs, pairs, two_clocks
 from studies.changes.verdicts import Answer, Observation, aspects, microseconds, stated
 

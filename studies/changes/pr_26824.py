@@ -1,6 +1,6 @@
 """Change 26824: no copy of the lengths to the host."""
 
-from lab.reports.tables import counted
+from lab.wording import counted
 from studies.changes.change import Change, Recordings, Row, compared_pairs, pairs, two_clocks
 from studies.changes.verdicts import Answer, Observation, aspects, microseconds, stated
 

@@ -8,7 +8,7 @@ from matplotlib.patches import Patch
 
 from lab.metadata.speculation.draft_extend_graph import DraftExtendOutput
 from lab.reports.pictures import style
-from lab.reports.tables import counted
+from lab.wording import counted
 
 FORM_WORDS = {
     DraftExtendOutput.ALL_ROWS_WITH_TOPK: "logits of all rows, and a top-k that nobody reads",

@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from lab.reports.pictures import style
-from lab.reports.pictures.cells import Box, Line, Look, cells_figure
+from studies.pictures.cells import Box, Line, Look, cells_figure
 
 PANELS_PER_LINE = 3
 DECODE_COLOUR, CONTEXT_COLOUR = style.COLOURS[0], style.COLOURS[1]

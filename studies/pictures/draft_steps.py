@@ -14,8 +14,8 @@ from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocat
 from lab.metadata import ForwardBatch, KVPool
 from lab.metadata.speculation.draft_steps import DraftBuffers, DraftStep, PreparedDraft
 from lab.reports.pictures import style
-from lab.reports.pictures.cells import Box, Line, Look, Ruler, cells_figure, check_legible
-from lab.reports.tables import counted
+from lab.wording import counted
+from studies.pictures.cells import Box, Line, Look, Ruler, cells_figure, check_legible
 
 MOST_SLOTS = 40  # more are not legible side by side
 FEWEST_SLOTS = 16  # fewer would be drawn too wide

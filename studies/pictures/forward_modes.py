@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from lab.metadata import ForwardBatch, KVPool, TRTLLMMHAMetadata
 from lab.metadata.mha.calls import plan_calls
 from lab.references.forward_metadata import key_length, query_length
-from lab.reports.pictures.cells import Box, Line, Look, Ruler, cells_figure, check_legible
+from studies.pictures.cells import Box, Line, Look, Ruler, cells_figure, check_legible
 
 MOST_SLOTS = 40  # more are not legible side by side
 FEWEST_SLOTS = 12  # fewer would be drawn too wide

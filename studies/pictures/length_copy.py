@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from lab.metadata.speculation.verify_mask import VerifyMask, VerifyMaskForm, verify_mask_cells
 from lab.reports.pictures import style
-from lab.reports.pictures.cells import Box, Line, Look, cells_figure, check_legible
+from studies.pictures.cells import Box, Line, Look, cells_figure, check_legible
 
 STEP_COLOURS = (style.COLOURS[0], style.COLOURS[4], style.COLOURS[2])  # of neighbouring steps
 WAIT: dict[str, Any] = {

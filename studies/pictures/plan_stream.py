@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lab.reports.pictures import style
-from lab.reports.pictures.cells import Box, Line, Look, cells_figure
 from studies.changes.change import pairs
+from studies.pictures.cells import Box, Line, Look, cells_figure
 
 LANES = ("forward", "plan")  # from the top
 PHASES = {

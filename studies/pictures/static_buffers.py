@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lab.metadata.speculation.draft_extend_graph import DraftExtendGraph
 from lab.named_enum import NamedEnum
-from lab.reports.pictures.cells import Box, Line, Look, cells_figure, check_legible
+from studies.pictures.cells import Box, Line, Look, cells_figure, check_legible
 
 MOST_ROWS = 24  # query rows side by side that are legible
 BEFORE_ROWS = 1.0  # room for the first entry of running sums, in query rows

@@ -17,6 +17,7 @@ from lab.integrity import ChangedBindingsError, bindings
 from lab.kernels.implementations import modules_of
 from lab.loading import load
 from lab.provenance import environment
+from lab.reports.judgement import reproduction
 from lab.timing import L2, Ceilings, DeviceClock, GpuTime, Method, measure_ceilings, method_named
 from lab.timing.forward import DeclinedError, TimedPass, time_facts, time_in_turns
 from lab.timing.sampling import RefusedTimeError
@@ -244,7 +245,7 @@ def judge(request: pytest.FixtureRequest) -> Callable[[Any, ForwardCase], CaseVe
         if verdict.outcome.value == "declined":
             pytest.skip(verdict.reason)
         request.config.stash[JUDGED].append(verdict)
-        assert verdict.outcome.value == "right", f"{verdict}\n  reproduce: {verdict.reproduce}"
+        assert verdict.outcome.value == "right", f"{verdict}\n  reproduce with: {reproduction(verdict)}"
         return verdict
 
     return judged

@@ -18,6 +18,7 @@ from lab.checks import Contents, ForwardCase, Level, Outcome, Ranges, judge_forw
 from lab.checks.properties import forward_modes
 from lab.metadata import AttentionCall, ForwardMode, KVLayout, build_mha_metadata
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
+from lab.reports.judgement import reproduction
 from lab.workloads.geometries import GEOMETRIES
 from lab.workloads.inputs.forward_pass import build_forward
 from lab.workloads.pass_case import PASS_CONTENTS
@@ -389,7 +390,7 @@ def test_a_wrong_verdict_names_the_vector_and_a_line_that_reproduces_it() -> Non
 
 def test_the_reproducing_line_runs() -> None:
     verdict = judge_forward(lab.references, CASES["decode"], CPU)
-    line = verdict.reproduce.replace("python -c", f"{sys.executable} -c", 1)
+    line = reproduction(verdict).replace("python -c", f"{sys.executable} -c", 1)
     done = subprocess.run(line, shell=True, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(verdict)
 

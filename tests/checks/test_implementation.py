@@ -17,4 +17,4 @@ BRIEF = replace(SMALL, windows=(True,), sinks=(True,))
 @pytest.mark.parametrize("check", ["K1", "K4"])
 def test_what_fits_this_machine_is_right(check: str) -> None:
     report = judge(default_implementation().__name__, only=[check], ranges=BRIEF, drawn=0)
-    assert report.is_right, "\n".join(report.details())
+    assert report.is_right, str(report)

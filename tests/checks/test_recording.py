@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from lab.checks import Level, Outcome, Ranges, Report, judge
-from lab.checks.expressions import read_expression
 from lab.checks.properties import checks
-from lab.checks.recording import ReportError, read_case
+from lab.checks.record import ReportError, read_case, read_expression
 from lab.checks.run.judge import judge_recorded
 from lab.checks.run.progress import Progress
 from lab.checks.run.workers import Workers
 from lab.loading import LoadError
+from lab.reports.judgement import reproduction
 from tests.checks.small import SMALL
 
 KERNEL = """
@@ -168,7 +168,7 @@ def test_a_recorded_case_is_judged_again_by_its_number(kernel: Path) -> None:
     report = judged(kernel, drawn=0)
     wrong = next(report.wrong)
     path = Path(wrong.recorded_in)
-    assert wrong.reproduce == f"lab judge --case {path}#{wrong.number}"
+    assert reproduction(wrong) == f"lab judge --case {path}#{wrong.number}"
     assert read_case(path, wrong.number).case == wrong.case
     again = judge_recorded(path, wrong.number, isolated=True)
     assert (again.outcome, again.exit_status) == (Outcome.WRONG, 1)

@@ -21,6 +21,7 @@ from lab.kernels import portable
 from lab.metadata import ForwardBatch, ForwardMode, KVPool, TRTLLMMHAMetadata
 from lab.metadata.engine.cuda_graph import GraphRunner
 from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
+from lab.reports.judgement import reproduction
 from lab.workloads.graph_case import MLAGraphCase, StoryCase, graph_modes
 from lab.workloads.inputs.replay_fixture import (
     HUGE,
@@ -147,8 +148,8 @@ def test_a_wrong_verdict_says_what_is_wrong_and_how_to_see_it_again() -> None:
     assert verdict.outcome is Outcome.WRONG
     assert verdict.interface is Interface.DECODE
     assert "output vectors are wrong" in verdict.reason
-    assert "judge_case(" in verdict.reproduce
-    assert "story=Story.A_B_A, sliding_window=True" in verdict.reproduce
+    assert "judge_case(" in reproduction(verdict)
+    assert "story=Story.A_B_A, sliding_window=True" in reproduction(verdict)
 
 
 def windowed() -> GraphCase:

@@ -69,9 +69,9 @@ def test_what_is_wrong_ends_in_1_and_is_written_with_its_reproduction(
     assert (report["implementation"], report["level"], report["is_right"]) == (WINDOW, "smoke", False)
     wrong = [case for case in report["cases"] if case["outcome"] == "wrong"]
     said = capsys.readouterr().out
-    assert any(f"see it: lab judge --case {out}#{case['number']}" in said for case in wrong)
-    assert all(case["case"] in case["reproduce"] for case in wrong)
-    assert said.startswith("Wrong wherever a window hides keys of a request")
+    assert any(f"reproduce with: lab judge --case {out}#{case['number']}" in said for case in wrong)
+    assert said.startswith(f"Wrong: {len(wrong)} of ")
+    assert "The output is wrong wherever a window hides keys of a request" in said
     assert report["diagnosis"]["sentence"] == said.splitlines()[0]
 
 
@@ -82,7 +82,7 @@ def test_a_case_has_a_number_without_out_too(
     for _ in range(2):  # nothing of the first report is taken up
         assert run(["judge", WINDOW, "--only", "coded", *NARROW]) == 1
         said = capsys.readouterr().out
-        assert f"see it: lab judge --case {tmp_path}/lab/{WINDOW}.json#" in said
+        assert f"reproduce with: lab judge --case {tmp_path}/lab/{WINDOW}.json#" in said
         assert "verdicts are from" not in said
 
 
@@ -243,7 +243,7 @@ def test_a_case_of_a_report_is_judged_again_with_the_exit_status_of_a_bisection(
 ) -> None:
     out = tmp_path / "report.json"
     assert run(["judge", WINDOW, "--only", "coded", *NARROW, "--out", str(out)]) == 1
-    (wrong,) = re.findall(rf"see it: lab judge --case {re.escape(str(out))}#(\d+)", capsys.readouterr().out)
+    (wrong,) = re.findall(rf"reproduce with: lab judge --case {re.escape(str(out))}#(\d+)", capsys.readouterr().out)
     assert run(["judge", "--case", f"{out}#{wrong}"]) == 1
     assert "K3 of trtllm_batch_decode_with_kv_cache is wrong" in capsys.readouterr().out
     assert run(["judge", "lab.references", "--case", f"{out}#{wrong}", "--in-process"]) == 0

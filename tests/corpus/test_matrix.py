@@ -16,9 +16,9 @@ from corpus.models.metadata import MHABuilder, MLABuilder, MLAPrefillBuilder
 from corpus.models.ragged import Ragged
 from corpus.models.split_kv import SplitKV
 from corpus.wrong import LISTS, MHA_METADATA, MLA_METADATA, MLA_PREFILL, RAGGED
-from lab.checks.expressions import read_expression
 from lab.checks.properties import checks
 from lab.checks.properties.check import Check
+from lab.checks.record import read_expression
 from lab.checks.run.verdicts import Judged, Outcome
 from lab.checks.run.workers import run_case
 from lab.files import read_json, without_suffix

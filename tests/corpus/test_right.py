@@ -43,7 +43,7 @@ def one_thread() -> Any:
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_right_kernel_is_right(name: str) -> None:
     report = judge(KERNELS[name], ranges=RANGES, only=CHECKS, device="cpu", drawn=0)
-    assert report.is_right, "\n".join(report.details())
+    assert report.is_right, str(report)
     assert {verdict.interface for verdict in report.verdicts} == {*ATTENTION, Interface.RAGGED_CONTEXT}
     assert not [verdict for verdict in report.verdicts if verdict.judged.declines]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lab.checks import judge
-from lab.checks.recording import ReportError
+from lab.checks.record import ReportError
 from lab.references import trtllm
 from lab.reports.changed_verdicts import VerdictChange, compare_verdicts
 from tests.checks.small import SMALL
@@ -82,7 +82,7 @@ def test_reports_that_were_not_judged_alike_are_no_proof(reports: dict[str, Path
     shorter.write_text(json.dumps(record | {"left_out": 5, "cases": record["cases"][5:]}))
     report = compare_verdicts(reports["right"], shorter)
     assert report.exit_status == 125
-    assert "not judged alike: left_out is 0 before, 5 after" in report.above
+    assert "different settings: left_out is 0 before, 5 after" in report.above
     assert (report.record["only_before"], report.record["only_after"]) == (5, 0)
 
 
@@ -107,5 +107,5 @@ def test_the_command_tells_reports_from_runs(reports: dict[str, Path], capsys: p
     status = run_lab(["compare", str(reports["right"]), str(reports["window_off_by_one"])])
     said = capsys.readouterr().out
     assert status == 1
-    assert f"see it: lab judge --case {reports['window_off_by_one']}#" in said
+    assert f"reproduce with: lab judge --case {reports['window_off_by_one']}#" in said
     assert run_lab(["compare", str(reports["right"]), str(reports["right"])]) == 125

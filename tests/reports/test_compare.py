@@ -200,7 +200,7 @@ def test_a_memory_clock_under_a_limit_is_refused_all_the_same(compare: Any) -> N
 def test_a_file_is_not_compared_with_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(write_run(tmp_path / "run.json", rows(250)))
     assert run_lab(["compare", path, path]) == 125
-    assert "that says nothing" in capsys.readouterr().err
+    assert "there is nothing to compare" in capsys.readouterr().err
 
 
 def test_the_same_time_under_a_limit_is_the_same(compare: Any) -> None:

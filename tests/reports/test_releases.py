@@ -61,7 +61,7 @@ def test_a_region_that_was_repaired(recorded: Recorded) -> None:
     (row,) = report.record["findings"]
     assert "a window" in row["finding"]
     assert row["0.1"]["wrong"] == row["0.2"]["right"] > 0
-    assert any(line.startswith("0.1 to 0.2, repaired: Wrong wherever") for line in report.below)
+    assert any(line.startswith("0.1 to 0.2, repaired: The output is wrong wherever") for line in report.below)
     assert report.below[-1] == "Findings and regions present, of 1: 1 in 0.1, 0 in 0.2."
     assert report.exit_status == 0
 
@@ -149,7 +149,7 @@ def test_reports_of_other_axes_are_parts_of_one_release(recorded: Recorded) -> N
 def test_reports_that_were_not_judged_alike_are_no_proof(recorded: Recorded) -> None:
     report = releases_report([recorded("0.1", window_off_by_one), recorded("0.2", right, 7)])
     assert report.exit_status == 125
-    assert any("not judged alike: 0.1 and 0.2 do not have reports of the same axes" in line for line in report.above)
+    assert any("different settings: 0.1 and 0.2 do not have reports of the same axes" in line for line in report.above)
 
 
 def test_one_release_alone_says_nothing(recorded: Recorded, tmp_path: Path) -> None:

@@ -3,24 +3,22 @@
 from collections import ChainMap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from lab.checks.explain.failure_rules import Rule, find_rules, weights_of
 from lab.checks.explain.feature import Bits, Features, Value
 from lab.checks.explain.reading import features_of_case, of_any_request
-from lab.checks.run.verdicts import BROKEN, IT_FAILED, CheckedResult, Outcome, WrongVector
-
-if TYPE_CHECKING:
-    from lab.checks.report import CaseVerdict
+from lab.checks.run.verdicts import BROKEN, IT_FAILED, CaseVerdict, CheckedResult, Outcome, WrongVector
+from lab.wording import counted
 
 # What a result can be held for, causes first, and the beginning of a sentence of what is wrong then.
 HELD = {
-    "return": "It fails",
+    "return": "The call fails",
     "lists": "The lists are wrong",
     "metadata": "The metadata is wrong",
-    "output": "Wrong",
+    "output": "The output is wrong",
     "invariants": "An invariant of the metadata is broken",
     "LSE": "The LSE is wrong",
     "bits": "An equal call returns different bits",
@@ -81,7 +79,7 @@ class Region:
 class Smallest(NamedTuple):
     """The smallest wrong case of a region, the result in it, and one of its vectors."""
 
-    verdict: "CaseVerdict"
+    verdict: CaseVerdict
     result: str
     example: WrongVector | None
 
@@ -91,16 +89,22 @@ class Diagnosis:
     """What verdicts say together.
 
     Attributes:
-        sentence: is it right and, if not, what is broken.
+        answer: is it right, and how far was looked.
+        broken: what is broken, and where; "" if nothing is.
         regions: where, the plainest and then the largest first.
         smallest: a case of each region.
         follows: checks that say no more than that, a sentence each.
     """
 
-    sentence: str
+    answer: str
+    broken: str = ""
     regions: tuple[Region, ...] = ()
     smallest: tuple[Smallest, ...] = ()
     follows: tuple[str, ...] = ()
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.answer} {self.broken}".strip()
 
     def as_record(self) -> dict[str, Any]:
         """Return the diagnosis as JSON data: `sentence`, `regions`, `smallest` and `follows`."""
@@ -119,14 +123,14 @@ class Diagnosis:
 class _Found(NamedTuple):
     """A result and the verdict that it is of."""
 
-    verdict: "CaseVerdict"
+    verdict: CaseVerdict
     result: CheckedResult
 
     def is_wrong(self, held: str) -> bool:
         return self.result.wrong and self.result.held == held
 
 
-def diagnose(verdicts: Sequence["CaseVerdict"], *, is_whole: bool = True) -> Diagnosis:
+def diagnose(verdicts: Sequence[CaseVerdict], *, is_whole: bool = True) -> Diagnosis:
     """Return what the verdicts say together; those of KNOWN findings and declined ones say nothing.
 
     Args:
@@ -139,6 +143,7 @@ def diagnose(verdicts: Sequence["CaseVerdict"], *, is_whole: bool = True) -> Dia
     results = [_Found(verdict, result) for verdict in judged for result in _results_of(verdict)]
     if not any(each.result.wrong for each in results):
         return Diagnosis(_without_wrong_ones(verdicts, judged))
+    answer = _wrong_answer(verdicts, judged)
     regions: list[Region] = []
     smallest: list[Smallest] = []
     rules: list[Rule] = []
@@ -153,24 +158,31 @@ def diagnose(verdicts: Sequence["CaseVerdict"], *, is_whole: bool = True) -> Dia
             rules.append(rule)
             regions.append(region)
             smallest.append(_smallest(results, rule, held))
-    return Diagnosis(_sentence(regions, unexplained, is_whole), tuple(regions), tuple(smallest), _follows(judged))
+    broken = _broken(regions, unexplained, is_whole)
+    return Diagnosis(answer, broken, tuple(regions), tuple(smallest), _follows(judged))
 
 
-def _without_wrong_ones(verdicts: Sequence["CaseVerdict"], judged: Sequence["CaseVerdict"]) -> str:
+def _without_wrong_ones(verdicts: Sequence[CaseVerdict], judged: Sequence[CaseVerdict]) -> str:
     known = sum(verdict.outcome is Outcome.KNOWN for verdict in verdicts)
     if not judged and not known:
-        return (
-            f"Nothing could be judged: {f'all {len(verdicts):,} cases were declined' if verdicts else 'no case began'}."
-        )
+        return f"Not judged: {f'all {len(verdicts):,} cases were declined' if verdicts else 'no case began'}."
     results = sum(verdict.judged.judged for verdict in judged)
-    right = f"{results:,} results of {len(judged):,} cases are right"
-    declined = sum(verdict.outcome is Outcome.DECLINED for verdict in verdicts)
-    if 2 * declined > len(verdicts):
-        right += f"; most cases were declined, {declined:,} of {len(verdicts):,}"
-    return f"Right, except for known findings in {known:,} cases: {right}." if known else f"Right: {right}."
+    right = f"{counted(results, 'result')} of {counted(len(judged), 'case')}{_declined(verdicts)}."
+    return f"Right, except for known failures in {counted(known, 'case')}: {right}" if known else f"Right: {right}"
 
 
-def _results_of(verdict: "CaseVerdict") -> tuple[CheckedResult, ...]:
+def _wrong_answer(verdicts: Sequence[CaseVerdict], judged: Sequence[CaseVerdict]) -> str:
+    wrong = [verdict for verdict in judged if verdict.outcome in BROKEN]
+    word = "Wrong" if any(verdict.outcome is Outcome.WRONG for verdict in wrong) else "Failed"
+    return f"{word}: {len(wrong):,} of {counted(len(judged), 'case')}{_declined(verdicts)}."
+
+
+def _declined(verdicts: Sequence[CaseVerdict]) -> str:
+    number = sum(verdict.outcome is Outcome.DECLINED for verdict in verdicts)
+    return f"; {counted(number, 'more case')} {'was' if number == 1 else 'were'} declined" if number else ""
+
+
+def _results_of(verdict: CaseVerdict) -> tuple[CheckedResult, ...]:
     """Return a verdict's results; one of a crash, or that was read from a file, has none but what its case says."""
     if verdict.judged.results:
         return verdict.judged.results
@@ -178,7 +190,7 @@ def _results_of(verdict: "CaseVerdict") -> tuple[CheckedResult, ...]:
     return (CheckedResult(THE_CASE, held, _features_of(verdict), verdict.outcome is not Outcome.RIGHT),)
 
 
-def _features_of(verdict: "CaseVerdict") -> dict[str, Value]:
+def _features_of(verdict: CaseVerdict) -> dict[str, Value]:
     """Return the features of a verdict's case as a whole."""
     found = features_of_case(verdict.case)
     return _without(PLACES, of_any_request(found.features, found.of_requests))
@@ -325,7 +337,7 @@ def _is_inside(result: CheckedResult, rule: Rule) -> bool:
     return any(is_wrong and _holds(rule, {**shared, **features}) for features, is_wrong in parts)
 
 
-def _sentence(regions: Sequence[Region], unexplained: int, is_whole: bool) -> str:
+def _broken(regions: Sequence[Region], unexplained: int, is_whole: bool) -> str:
     """Say what is broken: the first region whole, others by their words, and whether anything else is wrong.
 
     Args:
@@ -334,17 +346,16 @@ def _sentence(regions: Sequence[Region], unexplained: int, is_whole: bool) -> st
         is_whole: no case was left out.
     """
     first, *later = regions
-    parts = [f"{HELD[first.held]} {first.where} ({first.wrong:,} of {first.results:,} results)"]
+    parts = [f"{HELD[first.held]} {first.where} ({first.wrong:,} of {counted(first.results, 'result')})"]
     same_kind = [region for region in later if region.held == first.held]
     parts += [f"and {each.where} ({each.wrong:,} of {each.results:,})" for each in same_kind[:MOST_SHOWN]]
     for held in dict.fromkeys(region.held for region in later if region.held != first.held):
         places = [region.where for region in later if region.held == held][:MOST_SHOWN]
         parts.append(f"{_within(HELD[held])} {' or '.join(places)}")
     if unexplained:
-        results = f"{unexplained:,} other results are" if unexplained > 1 else "another result is"
-        parts.append(f"{results} wrong too")
+        parts.append(f"{counted(unexplained, 'other result')} {'is' if unexplained == 1 else 'are'} wrong too")
     elif not later and first.rule:
-        parts.append(f"everything else {'' if is_whole else 'that was judged '}is right")
+        parts.append(f"every other result {'' if is_whole else 'that was judged '}is right")
     return f"{'; '.join(parts)}."
 
 
@@ -353,7 +364,7 @@ def _within(sentence: str) -> str:
     return sentence[0].lower() + sentence[1:]
 
 
-def _follows(verdicts: Sequence["CaseVerdict"]) -> tuple[str, ...]:
+def _follows(verdicts: Sequence[CaseVerdict]) -> tuple[str, ...]:
     """Return the checks of each function all of whose wrong cases are wrong in their plain call."""
     firsts: dict[tuple[str, str], list[bool]] = {}
     for verdict in verdicts:
@@ -365,7 +376,7 @@ def _follows(verdicts: Sequence["CaseVerdict"]) -> tuple[str, ...]:
         if all(plain_calls):
             found.setdefault(function, []).append(check)
     return tuple(
-        f"the plain call of these checks is already wrong, so they add nothing: {', '.join(sorted(keys, key=_place))} of {name}"
+        f"{', '.join(sorted(keys, key=_place))} of {name}: the plain call is already wrong, so these checks add nothing"
         for name, keys in found.items()
     )
 

@@ -1,25 +1,19 @@
 """The part of a function's model that verdicts cover: of values, pairs and stated triples which were judged, and which not."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.covering import Model, Values
 from lab.checks.parameters.models import MODELS
-from lab.checks.run.verdicts import Outcome
+from lab.checks.run.verdicts import CaseVerdict, Outcome
 from lab.named_enum import NamedEnum
+from lab.ranges import Ranges
 from lab.workloads.interfaces import Interface
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from lab.checks.report import CaseVerdict
-    from lab.ranges import Ranges
-
 MOST_BLIND_SPOTS = 100  # in a report's file
-SHOWN_BLIND_SPOTS = 10  # in a terminal
 
 
 class Reach(NamedEnum):
@@ -70,35 +64,8 @@ class Coverage:
         of_values = Counter(reach for values in self.values.values() for reach in values.values())
         return f"{_share(of_values, 'values')} and {_share(self.pairs, 'pairs')} of {self.interface.name.lower()}"
 
-    def table(self) -> "Table":
-        """Return the axes for a terminal, with their values by reach."""
-        from rich.box import SIMPLE_HEAD
-        from rich.table import Table
-        from rich.text import Text
 
-        table = Table(title=f"K18's model of {self.interface.value}", box=SIMPLE_HEAD, pad_edge=False)
-        for column in ("axis", *(reach.value for reach in Reach)):
-            table.add_column(column, overflow="fold")
-        for axis, values in self.values.items():
-            by_reach = _by_reach(values)
-            table.add_row(axis, *(Text("; ".join(by_reach.get(reach.value, ()))) for reach in Reach))
-        return table
-
-    def lines(self) -> Iterator[str]:
-        """Yield the counts of pairs and triples, why some are impossible, and the first blind spots."""
-        for name, counts in (("pairs", self.pairs), ("triples", self.triples)):
-            yield f"{name}: " + ", ".join(f"{counts[reach]:,} {reach.value}" for reach in Reach)
-        yield from (f"impossible {count:,} times: {why}" for why, count in self.impossible.items())
-        if self.blind:
-            yield f"blind spots, pairs of judged values that were not judged together: {len(self.blind):,}"
-        for pair, reach in self.blind[:SHOWN_BLIND_SPOTS]:
-            yield f"  {' with '.join(f'{name}={_shown(value)}' for name, value in pair)}: {reach.value}"
-        if len(self.blind) > SHOWN_BLIND_SPOTS:
-            listed = min(len(self.blind), MOST_BLIND_SPOTS)
-            yield f"  and {len(self.blind) - SHOWN_BLIND_SPOTS:,} more; the report's file lists {listed:,} of all"
-
-
-def coverages(verdicts: Sequence["CaseVerdict"], ranges: "Ranges") -> tuple[Coverage, ...]:
+def coverages(verdicts: Sequence[CaseVerdict], ranges: Ranges) -> tuple[Coverage, ...]:
     """Return the coverage of each function of which verdicts have combinations, within the model of ranges."""
     of_function: dict[Interface, list[CaseVerdict]] = {}
     for verdict in verdicts:
@@ -107,7 +74,7 @@ def coverages(verdicts: Sequence["CaseVerdict"], ranges: "Ranges") -> tuple[Cove
     return tuple(coverage(each, MODELS[each](ranges), found) for each, found in of_function.items())
 
 
-def coverage(interface: Interface, model: Model, verdicts: Iterable["CaseVerdict"]) -> Coverage:
+def coverage(interface: Interface, model: Model, verdicts: Iterable[CaseVerdict]) -> Coverage:
     """Return how much of a model the verdicts on its points cover."""
     judged, declined = tuples_by_outcome(model, verdicts)
     of_values = {
@@ -132,7 +99,7 @@ def coverage(interface: Interface, model: Model, verdicts: Iterable["CaseVerdict
     return Coverage(interface, of_values, counts[2], counts[3], tuple(blind), dict(why.most_common()))
 
 
-def tuples_by_outcome(model: Model, verdicts: Iterable["CaseVerdict"]) -> tuple[set[Values], set[Values]]:
+def tuples_by_outcome(model: Model, verdicts: Iterable[CaseVerdict]) -> tuple[set[Values], set[Values]]:
     """Return the values, pairs and stated triples of points that were judged, and of those that were declined."""
     judged, declined = set[Values](), set[Values]()
     for verdict in verdicts:
@@ -144,7 +111,7 @@ def tuples_by_outcome(model: Model, verdicts: Iterable["CaseVerdict"]) -> tuple[
     return judged, declined
 
 
-def retried(model: Model, verdicts: Sequence["CaseVerdict"]) -> tuple[Model, list[Values]] | None:
+def retried(model: Model, verdicts: Sequence[CaseVerdict]) -> tuple[Model, list[Values]] | None:
     """Return the model of the values that were judged, and its pairs and triples that were not; None where there is none."""
     judged, _ = tuples_by_outcome(model, verdicts)
     taken = model.only(judged)

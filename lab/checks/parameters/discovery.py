@@ -16,7 +16,7 @@ from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import Interface
 
 if TYPE_CHECKING:
-    from lab.checks.report import CaseVerdict
+    from lab.checks.run.verdicts import CaseVerdict
 
 MOST_TRIES = 400  # calls in search of one that is taken
 AT_ONCE = 16  # of them

@@ -3,18 +3,16 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lab.checks.case_run import CaseRun
 from lab.checks.parameters.attention import balanced
 from lab.checks.parameters.sampling import Sample
+from lab.checks.run.verdicts import CaseVerdict
 from lab.named_enum import NamedEnum
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import ATTENTION, Interface
-
-if TYPE_CHECKING:
-    from lab.checks.report import CaseVerdict
 
 
 class Level(NamedEnum):
@@ -26,8 +24,8 @@ class Level(NamedEnum):
 
 Cases = Callable[[Interface, Ranges, Level], Iterable[Any]]
 # Cases that follow from the verdicts so far.
-Following = Callable[[Interface, Ranges, "Sequence[CaseVerdict]"], Iterable[Any]]
-Draw = Callable[[Interface, Ranges, "Sequence[CaseVerdict]"], Iterable[Sample]]
+Following = Callable[[Interface, Ranges, Sequence[CaseVerdict]], Iterable[Any]]
+Draw = Callable[[Interface, Ranges, Sequence[CaseVerdict]], Iterable[Sample]]
 
 
 def nothing_drawn(*_: Any) -> Iterable[Sample]:

@@ -27,7 +27,7 @@ from lab.checks.parameters.ragged_call import judge_ragged
 from lab.checks.parameters.sampling import Sample, samples
 from lab.checks.properties.check import Check, Level, first_line
 from lab.checks.properties.draft_lists import judge_lists
-from lab.checks.report import CaseVerdict
+from lab.checks.run.verdicts import CaseVerdict
 from lab.ranges import SEEDS, Ranges
 from lab.workloads.interfaces import ATTENTION, Interface
 

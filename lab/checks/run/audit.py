@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from lab.checks.case_run import CaseRun, Result
-from lab.checks.report import CaseVerdict
-from lab.checks.run.verdicts import Judged, Outcome, SavedOutput
+from lab.checks.run.verdicts import CaseVerdict, Judged, Outcome, SavedOutput
 from lab.checks.run.workers import AUDITED_CHECKS, Workers
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.inputs.attention import build_attention, truth_of_call

@@ -13,8 +13,7 @@ from typing import Any
 
 from lab.checks.parameters.sampling import Sample, shrunk
 from lab.checks.properties.check import Check, Level
-from lab.checks.report import CaseVerdict
-from lab.checks.run.verdicts import BROKEN, Judged, Outcome
+from lab.checks.run.verdicts import BROKEN, CaseVerdict, Judged, Outcome
 from lab.checks.run.workers import Pending, TooLate, Workers
 from lab.ranges import Ranges
 from lab.workloads.interfaces import Interface

@@ -13,14 +13,15 @@ import torch
 from lab.checks.parameters.discovery import discover, is_mostly_declined
 from lab.checks.properties import checks
 from lab.checks.properties.check import Check, Level
-from lab.checks.recording import digest_of_run, earlier_verdicts, offer_of, read_case, read_record, replaceable
-from lab.checks.report import CaseVerdict, Report
+from lab.checks.record import read_case, read_record, replaceable
+from lab.checks.report import Report
 from lab.checks.run.audit import audit, chosen
 from lab.checks.run.check_run import CheckRun, RunState, Waits, in_turns
 from lab.checks.run.known_failures import KNOWN_FAILURES, KnownFailure, known
 from lab.checks.run.progress import Progress, Stopwatch
+from lab.checks.run.sources import digest_of_run, earlier_verdicts, offer_of
 from lab.checks.run.support_protocol import resolve_refusals
-from lab.checks.run.verdicts import BROKEN
+from lab.checks.run.verdicts import BROKEN, CaseVerdict
 from lab.checks.run.workers import Workers
 from lab.gpus import capability_of
 from lab.loading import load
@@ -280,10 +281,10 @@ def judge_recorded(
         isolated, time_limit_s: as in `judge`.
 
     Returns:
-        The verdict; `lab.checks.report.CaseVerdict.exit_status` is what a command ends with. No known failures are looked up.
+        The verdict; its `exit_status` is what a command ends with. No known failures are looked up.
 
     Raises:
-        lab.checks.recording.ReportError: there is no such report or case.
+        lab.checks.record.ReportError: there is no such report or case.
         lab.loading.LoadError: the implementation cannot be imported.
     """
     was = read_case(Path(path), number)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lab.checks.report import CaseVerdict
 from lab.checks.run.known_failure_conditions import (
     Condition,
     has_a_kv_head_per_query_head,
@@ -32,7 +31,7 @@ from lab.checks.run.known_failure_conditions import (
     unscaled_e4m3_shows,
     window_over_several_rows,
 )
-from lab.checks.run.verdicts import Outcome
+from lab.checks.run.verdicts import CaseVerdict, Outcome
 from lab.gpus import Capability
 from lab.provenance import version_of
 from lab.workloads.interfaces import ATTENTION

@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass
 
-from lab.checks.report import CaseVerdict
+from lab.checks.run.verdicts import CaseVerdict
 
 LEAST_DONE = 5  # cases before the time left is estimated
 

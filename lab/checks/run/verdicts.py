@@ -1,12 +1,16 @@
-"""The outcome of a case, and what a check found in it."""
+"""The outcome of a case, what a check found in it, and the verdict on it."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lab.checks.explain.feature import Features
+from lab.exit_status import ExitStatus
 from lab.named_enum import NamedEnum
+from lab.ranges import Ranges
+from lab.workloads.interfaces import Interface
 
 
 class Outcome(NamedEnum):
@@ -99,6 +103,59 @@ class Judged:
     judged: int = 0
     results: tuple[CheckedResult, ...] = ()
     output: SavedOutput | None = field(default=None, repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class CaseVerdict:
+    """The judge's verdict on one case.
+
+    Attributes:
+        implementation, check, interface, case, device: what was judged, by which check, of which function, on what, where.
+        judged: what was found.
+        ranges: the axes within which the check varied the case.
+        drawn: the case is random; a wrong one is the smallest that was found.
+        finding: of a KNOWN case, where it is written down.
+        number: of the case in its report, from 1; a run that takes up an older report keeps its numbers. 0: in no report yet.
+        recorded_in: the report's file; empty if it is in none.
+    """
+
+    implementation: str
+    check: str
+    interface: Interface
+    case: Any
+    device: str
+    judged: Judged
+    ranges: Ranges = field(default_factory=Ranges)
+    drawn: bool = False
+    finding: str = ""
+    number: int = 0
+    recorded_in: str = ""
+
+    @property
+    def outcome(self) -> Outcome:
+        return self.judged.outcome
+
+    @property
+    def exit_status(self) -> ExitStatus:
+        """Return a command's: 0 right, 1 wrong or failed, 3 dishonest, 125 nothing of it could be judged."""
+        if self.outcome is Outcome.DISHONEST:
+            return ExitStatus.REFUSED
+        if self.judged.wrongs:
+            return ExitStatus.WRONG
+        return ExitStatus.DONE if self.judged.judged else ExitStatus.NOT_JUDGED
+
+    @property
+    def reason(self) -> str:
+        """Return what was wrong or, if nothing was, what was refused."""
+        return "; ".join(self.judged.wrongs or self.judged.declines)
+
+    def __str__(self) -> str:
+        lines = [f"{self.check} of {self.interface.value} is {self.outcome.value}: {self.case!r}"]
+        lines += [f"  {wrong}" for wrong in self.judged.wrongs]
+        lines += [f"  declined: {reason}" for reason in self.judged.declines]
+        if self.finding:
+            lines.append(f"  known: {self.finding}")
+        return "\n".join(lines)
 
 
 def dishonest(judged: Judged, reason: str) -> Judged:

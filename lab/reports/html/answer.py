@@ -15,9 +15,9 @@ from lab.reports.html.judged import (
     verdict_of,
 )
 from lab.reports.recorded import RecordedFile, RecordedRun
-from lab.reports.tables import counted
 from lab.reports.timing_tables import implementation_of, next_speed, rivals
 from lab.timing.statistics import Speed
+from lab.wording import counted
 
 # Keys of a diagnosis' smallest wrong case that the page shows, in this order.
 SMALLEST_CASE_KEYS = ("result", "where", "expected", "got")
@@ -86,7 +86,7 @@ def _faulty_run(record: RecordedFile, rows: Sequence[CheckRow]) -> FaultyRun:
     diagnosis = record.content.get("diagnosis") or {}
     cases = Counter(outcome for row in rows for outcome, count in row.check["counts"].items() for _ in range(count))
     numbers = " and ".join(f"{outcome} in {cases[outcome]}" for outcome in BROKEN if cases[outcome])
-    told = [
+    checks = [
         f"{check_name(row.key)} of {row.function}: {row.check['outcome']}. What the check catches: {row.catches}"
         for row in rows
         if row.check["outcome"] in BROKEN
@@ -96,7 +96,7 @@ def _faulty_run(record: RecordedFile, rows: Sequence[CheckRow]) -> FaultyRun:
         implementation=implementation_name(record),
         verdict=verdict_of(record),
         sentence=diagnosis.get("sentence") or f"{numbers} of {cases.total():,} cases.".capitalize(),
-        details=tuple(map(_region_sentence, diagnosis.get("regions") or ())) or tuple(told),
+        details=tuple(map(_region_sentence, diagnosis.get("regions") or ())) or tuple(checks),
         smallest_case=tuple(_smallest_case(diagnosis.get("smallest") or {}, record)),
     )
 
@@ -106,7 +106,7 @@ def _region_sentence(region: Mapping[str, Any]) -> str:
     names = ("wrong", "results", "right_outside", "outside")
     wrong, results, right_outside, outside = (region.get(name) or 0 for name in names)
     inside = f"{region.get('rule') or 'everywhere'}: wrong in {wrong:,} of {results:,}"
-    return f"{inside}, right in {right_outside:,} of {outside:,} others" if outside else inside
+    return f"{inside}, right in {right_outside:,} of {outside:,} other results" if outside else inside
 
 
 def _smallest_case(smallest: Mapping[str, Any], record: RecordedFile) -> Iterator[tuple[str, str]]:
@@ -116,7 +116,7 @@ def _smallest_case(smallest: Mapping[str, Any], record: RecordedFile) -> Iterato
         found = next((case for case in record.content.get("cases") or () if case.get("number") == number), None)
         if found is not None:  # a trimmed report has some cases alone
             yield f"smallest case, #{number}", str(found.get("case", ""))
-            yield "to see it again", f"lab judge --case {record.name}.json#{number}"
+            yield "reproduce with", f"lab judge --case {record.name}.json#{number}"
     for key in SMALLEST_CASE_KEYS:
         value = smallest.get(key)
         if value:

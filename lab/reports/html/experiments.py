@@ -61,7 +61,7 @@ def experiment_part(file: RecordedFile) -> ExperimentPart:
 
 
 def _question_and_drawings(experiment: str) -> tuple[str, Sequence[Drawing]]:
-    """Return what the package that recorded an experiment says of it; ("", ()) where no such package is installed."""
+    """Return the question and the drawings of an experiment; ("", ()) where its package is not installed."""
     for found in entry_points(group="lab.page"):
         with suppress(ModuleNotFoundError):
             return found.load()(experiment)

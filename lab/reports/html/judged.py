@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,7 +11,6 @@ from lab.checks.properties import checks
 from lab.checks.run import verdicts
 from lab.checks.run.verdicts import Outcome
 from lab.reports.html.findings import Finding, findings_in
-from lab.reports.pictures.judging import VerdictCell
 from lab.reports.recorded import RecordedFile, grouped
 from lab.reports.tables import ABSENT, Cell, Columns, Link, Table, make_table, number, words
 from lab.reports.timing_tables import MODULE_PREFIX
@@ -91,7 +90,7 @@ def verdict_of(record: RecordedFile) -> str:
 
 
 def _verdict_text(record: RecordedFile) -> str:
-    """Return a run's verdict; it says so where the judged cases are right, but the run as a whole was not judged."""
+    """Return a run's verdict; where the judged cases are right but not all cases were judged, it adds this."""
     verdict = verdict_of(record)
     return f"{verdict}, but not all judged" if verdict == RIGHT and record.content.get("is_right") is False else verdict
 
@@ -150,6 +149,12 @@ class _FaultGroup(NamedTuple):
     worst_case: Mapping[str, Any]
 
 
+def _reproduction(group: _FaultGroup) -> str | None:
+    """Return the command that judges the worst case again; None for a case of a report that has no numbers yet."""
+    number = group.worst_case.get("number")
+    return None if number is None else f"lab judge --case {group.row.record.name}.json#{number}"
+
+
 def _fault_groups(records: Sequence[RecordedFile]) -> list[_FaultGroup]:
     """Return the groups of faulty cases, the worst verdict first."""
     faults = grouped(
@@ -175,7 +180,7 @@ def fault_table(records: Sequence[RecordedFile]) -> Table:
         "cases": lambda group: number(group.num_cases),
         "findings": lambda group: _links_to(findings_in(group.worst_case.get("finding", ""))),
         "wrong in the worst case": lambda group: words("; ".join(group.worst_case.get("wrongs", ())), style="long"),
-        "to see it again": lambda group: words(group.worst_case.get("reproduce"), style="long code"),
+        "reproduce with": lambda group: words(_reproduction(group), style="long code"),
     }
     caption = "What was wrong, and the worst case of each"
     return make_table(columns, _fault_groups(records), name="faults", caption=caption)
@@ -239,15 +244,26 @@ def cited_findings(records: Sequence[RecordedFile]) -> list[Finding]:
     return sorted(cited, key=lambda finding: (finding.path, finding.order))
 
 
-def verdict_cells(records: Sequence[RecordedFile]) -> Iterator[VerdictCell]:
-    """Yield the cells of the picture of verdicts: one per run, function and check."""
-    for row in check_rows(records):
-        yield VerdictCell(
-            f"{row.record.name}: {row.function}",
-            check_name(row.key),
-            row.check["outcome"],
-            row.worst_right,
-        )
+def verdict_matrix(records: Sequence[RecordedFile]) -> Table:
+    """Make a table of one row per run and function, and a column per check: its verdict, and the largest right error."""
+    by_function = grouped(((row.record.name, row.function), row) for row in check_rows(records))
+    met = {row.key for rows in by_function.values() for row in rows}
+    columns: Columns = {
+        "run": lambda item: words(item[0][0]),
+        "function": lambda item: words(item[0][1]),
+        **{key: partial(_matrix_cell, key) for key in (*CHECKS, *sorted(met - CHECKS.keys())) if key in met},
+    }
+    caption = "Verdicts by run, function and check; numbers: largest error of a right case, % of its bound"
+    return make_table(columns, list(by_function.items()), name="verdict-matrix", caption=caption, say_once=())
+
+
+def _matrix_cell(key: str, item: tuple[tuple[str, str], Sequence[CheckRow]]) -> Cell:
+    row = next((row for row in item[1] if row.key == key), None)
+    if row is None:
+        return words(None)
+    outcome = row.check["outcome"]
+    largest = "" if row.worst_right is None else f" {_percent(row.worst_right).text}"
+    return words(f"{outcome}{largest}", style=outcome)
 
 
 def _outcome_columns(counts_of: Callable[[Any], Mapping[str, int]]) -> Columns:

@@ -18,13 +18,13 @@ from lab.reports.html import judged
 from lab.reports.html.answer import fastest_sentence, faulty_runs, judged_sentence
 from lab.reports.html.experiments import experiment_part
 from lab.reports.html.markdown import finding_html, markdown_html
-from lab.reports.html.pictures import Picture, picture_of
-from lab.reports.pictures.judging import verdict_figure
+from lab.reports.html.pictures import picture_of
 from lab.reports.recorded import Kind, RecordedFile, RecordedRun, environment_facts, run_of
 from lab.reports.tables import Cell, Columns, Table, make_table, words
 from lab.reports.timing_tables import LEAST_FLOOR_US, ceiling_table, fastest_table, methods, timing_tables
 from lab.reports.timings import figures
 
+JUDGE_TABLES = (judged.verdict_matrix, judged.verdict_table, judged.fault_table, judged.decline_table)
 OVERVIEW = "experiments.md"  # a page that `lab experiments changes` writes
 
 
@@ -45,7 +45,7 @@ def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
     of_kind = {kind: [file for file in files if file.kind is kind] for kind in Kind}
     reports = of_kind[Kind.JUDGE]
     runs = [run_of(file) for file in of_kind[Kind.BENCHMARKS]]
-    judge_tables = [table_of(reports) for table_of in (judged.verdict_table, judged.fault_table, judged.decline_table)]
+    judge_tables = [table_of(reports) for table_of in JUDGE_TABLES]
     judge_tables.append(judged.survey_table(of_kind[Kind.SURVEY]))
     return environment.get_template("page.html.j2").render(
         title=_title(files),
@@ -55,7 +55,6 @@ def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
         faulty=faulty_runs(reports),
         judge_runs=judged.summary_table(reports),
         judge_tables=[table for table in judge_tables if table.rows],
-        verdicts=_verdict_picture(reports),
         findings=[(finding, Markup(finding_html(finding, folder))) for finding in judged.cited_findings(reports)],
         overview=_overview(folder),
         notes=[(path.name, Markup(markdown_html(path.read_text(encoding="utf-8")))) for path in _notes(folder)],
@@ -106,15 +105,6 @@ def _environments(files: Sequence[RecordedFile]) -> Table:
 
 def _fact_cell(keys: Sequence[str], file: RecordedFile) -> Cell:
     return words(file.fact(*keys))
-
-
-def _verdict_picture(reports: Sequence[RecordedFile]) -> Picture | None:
-    """Draw the verdicts of the judge's reports; None without a report."""
-    cells = list(judged.verdict_cells(reports))
-    if not cells:
-        return None
-    title = "Verdicts by run, function and check; numbers: largest error of a right case, % of its bound"
-    return picture_of(verdict_figure(cells, title), title)
 
 
 def _timed_part(run: RecordedRun, name: str) -> dict[str, Any]:

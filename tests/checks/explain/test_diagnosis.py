@@ -47,8 +47,9 @@ def result(rows: int, *, wrong: bool, held: str = "output", **features: Any) -> 
 def test_results_are_counted_and_the_smallest_is_shown() -> None:
     verdicts = [verdict(number, result(1 + number % 4, wrong=number % 4 > 0)) for number in range(40)]
     found = diagnose(verdicts)
-    assert found.sentence == (
-        "Wrong wherever a request has several query rows (30 of 30 results); everything else is right."
+    assert found.answer == "Wrong: 30 of 40 cases."
+    assert found.broken == (
+        "The output is wrong wherever a request has several query rows (30 of 30 results); every other result is right."
     )
     (region,) = found.regions
     assert (region.rule, region.wrong, region.results, region.right_outside, region.outside) == (
@@ -58,11 +59,11 @@ def test_results_are_counted_and_the_smallest_is_shown() -> None:
         10,
         10,
     )
-    assert region.counts == "wrong in 30 of 30 results with q_len >= 2, right in 10 of 10 other results"
+    assert region.counts == "the output is wrong in 30 of 30 results with q_len >= 2, right in 10 of 10 other results"
     record = json.loads(json.dumps(found.as_record()))
     assert record["smallest"]["case"] == 1
     assert record["smallest"]["got"] == ["3.0", "4.0"]
-    assert found.follows == ("the plain call of these checks is already wrong, so they add nothing: K1 of decode",)
+    assert found.follows == ("K1 of decode: the plain call is already wrong, so these checks add nothing",)
 
 
 def test_wrong_results_outside_every_region_are_counted_whatever_comes_first() -> None:
@@ -70,12 +71,12 @@ def test_wrong_results_outside_every_region_are_counted_whatever_comes_first() -
     outputs = [verdict(n, result(1 + n % 4, wrong=n % 4 == 3 or n == 40)) for n in range(48)]
     found = diagnose(outputs + failures)
     assert [region.rule for region in found.regions] == ["mask", "q_len >= 4"]
-    assert found.sentence.endswith("; another result is wrong too.")
+    assert found.sentence.endswith("; 1 other result is wrong too.")
 
 
 def test_what_was_left_out_is_not_called_right() -> None:
     verdicts = [verdict(number, result(1 + number % 4, wrong=number % 4 > 0)) for number in range(40)]
-    assert diagnose(verdicts, is_whole=False).sentence.endswith("; everything else that was judged is right.")
+    assert diagnose(verdicts, is_whole=False).sentence.endswith("; every other result that was judged is right.")
 
 
 def test_a_kind_that_follows_from_another_has_no_region() -> None:
@@ -97,7 +98,7 @@ def test_written_memory_and_failures_follow_from_nothing() -> None:
     failures = [result(4, wrong=True, held="return", mask=True)] * 9
     found = diagnose([verdict(n, *each) for n, each in enumerate(triples)] + [verdict(99, *failures)])
     assert [region.held for region in found.regions] == ["return", "output", "memory"]
-    assert found.sentence.startswith("It fails wherever a draft mask is given")
+    assert found.broken.startswith("The call fails wherever a draft mask is given")
 
 
 def test_what_was_read_from_a_file_is_diagnosed_by_its_cases() -> None:
@@ -134,8 +135,8 @@ def test_that_it_failed_is_no_region_of_what_fails() -> None:
 
 
 def test_nothing_wrong_is_right_and_nothing_judged_is_not() -> None:
-    assert diagnose([verdict(1, result(1, wrong=False))]).sentence.startswith("Right: 1 results of 1 cases")
-    assert diagnose([]).sentence.startswith("Nothing could be judged")
+    assert diagnose([verdict(1, result(1, wrong=False))]).sentence == "Right: 1 result of 1 case."
+    assert diagnose([]).sentence == "Not judged: no case began."
 
 
 def test_every_mutant_has_a_trigger_of_known_concepts() -> None:
@@ -165,7 +166,7 @@ def diagnosis_of(implementation: Any, *only: str) -> Diagnosis:
         ("window_of_first_row", ("K3", "K8"), ("a window", "a request has several query rows")),
         ("length_rounded_up_to_page", ("K1", "K13"), ("a request's last page is partly filled",)),
         ("tensor_scales_ignored", ("K10", "K11"), ("bmm1_scale is a tensor", "bmm2_scale is a tensor")),
-        ("zeros", ("K1", "K13"), ("Wrong everywhere",)),
+        ("zeros", ("K1", "K13"), ("The output is wrong everywhere",)),
     ],
 )
 def test_the_region_of_a_mutant_names_its_trigger(name: str, only: tuple[str, ...], words: tuple[str, ...]) -> None:

@@ -7,10 +7,10 @@ import torch
 import lab.metadata
 from lab import references
 from lab.checks import Configuration, Interface, Level, Outcome, Ranges
-from lab.checks.expressions import read_expression
 from lab.checks.parameters.metadata_axes import METADATA
 from lab.checks.parameters.models import MODELS
 from lab.checks.properties.k18_combinations import CHECK
+from lab.checks.record import read_expression
 from lab.checks.run.workers import run_case
 from lab.workloads.inputs.guards import changed_bits
 from lab.workloads.interfaces import ATTENTION

@@ -8,7 +8,7 @@ from lab.checks import Configuration, Interface, Outcome
 from lab.checks.parameters.coverage import Reach, coverage
 from lab.checks.parameters.covering import Constraint, Model
 from lab.checks.parameters.models import MODELS
-from lab.checks.report import CaseVerdict
+from lab.checks.run.verdicts import CaseVerdict
 from tests.checks.small import SMALL
 from tests.checks.test_report import verdict_of
 

@@ -9,7 +9,7 @@ import pytest
 from lab import references
 from lab.checks import Interface, Level, Ranges, judge
 from lab.checks.properties import checks
-from lab.checks.recording import read_record
+from lab.checks.record import read_record
 from tests.checks.small import SMALL
 
 NAMES = (Interface.DECODE.value,)

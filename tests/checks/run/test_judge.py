@@ -20,6 +20,7 @@ from lab.checks.report import Report
 from lab.checks.run.known_failures import Kernel, KnownFailure
 from lab.checks.run.progress import Progress
 from lab.loading import LoadError
+from lab.reports.judgement import reproduction
 from tests.checks import hostile, someone_elses
 from tests.checks.small import SMALL, decoding, twice_as_large_if
 
@@ -294,7 +295,7 @@ def test_several_workers_say_the_same_in_the_same_order() -> None:
 def test_the_reproduction_of_a_wrong_case_shows_the_same_wrong_in_a_shell() -> None:
     report = judged("tests.checks.someone_elses_window", "K1", ranges=WINDOWS)
     wrong = next(report.wrong)
-    line = wrong.reproduce.replace("python", sys.executable, 1)
+    line = reproduction(wrong).replace("python", sys.executable, 1)
     done = subprocess.run(line, shell=True, capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == str(wrong)
 
@@ -307,7 +308,7 @@ def test_a_check_may_vary_a_case_within_the_axes_alone_and_so_may_its_reproducti
         twice_as_large_if(lambda q_len_per_req=1, **_: q_len_per_req > 1), "K14", wrong.case, "cpu", SMALL
     )
     assert again.judged == wrong.judged
-    assert repr(SMALL) in wrong.reproduce
+    assert repr(SMALL) in reproduction(wrong)
 
 
 def test_the_keys_and_names_of_checks_differ() -> None:

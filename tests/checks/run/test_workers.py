@@ -18,6 +18,7 @@ from lab.checks.run.check_run import Waits, in_turns
 from lab.checks.run.verdicts import Judged
 from lab.checks.run.workers import Pending, TooLate, Workers
 from lab.loading import LoadError
+from lab.reports.judgement import reproduction
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import Interface
 from tests.checks import hostile
@@ -69,7 +70,7 @@ def test_a_failed_case_is_named_with_its_reproduction(report: Report, deed: obje
     assert verdict.outcome is Outcome.FAILED
     (wrong,) = verdict.judged.wrongs
     assert wrong.startswith(sentence) if deed is hostile.hang else wrong == sentence
-    assert repr(verdict.case) in verdict.reproduce
+    assert repr(verdict.case) in reproduction(verdict)
 
 
 def test_what_came_before_and_after_stays_in_the_report(report: Report) -> None:

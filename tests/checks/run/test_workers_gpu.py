@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lab.checks import Outcome, Ranges, judge
+from lab.reports.judgement import reproduction
 from tests.checks.hostile_kernels import HOSTILE_HEAD_DIM
 
 pytestmark = [
@@ -36,5 +37,5 @@ def test_the_hostile_cases_alone_are_lost(name: str, says: str) -> None:
         outcomes[verdict.case.head_dim].add(verdict.outcome)
         if verdict.case.head_dim == HOSTILE_HEAD_DIM:
             assert re.search(says, verdict.reason), verdict.reason
-            assert "hostile_kernels" in verdict.reproduce
+            assert "hostile_kernels" in reproduction(verdict)
     assert outcomes == {64: {Outcome.RIGHT}, HOSTILE_HEAD_DIM: {Outcome.FAILED}}

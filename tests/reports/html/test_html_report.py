@@ -115,6 +115,16 @@ def test_every_check_of_every_run_is_there_with_its_numbers(page: Page) -> None:
             assert cell[outcome].order == check["counts"].get(outcome, 0)
 
 
+def test_every_verdict_is_in_the_matrix(page: Page) -> None:
+    table = page.tables["verdict-matrix"]
+    cells = [dict(zip(table.headings, row, strict=True)) for row in table.rows]
+    by_function = {(row["run"].text, row["function"].text): row for row in cells}
+    for name, content in contents():
+        for check in content.get("checks", ()) if isinstance(content, dict) else ():
+            row = by_function[name, Interface(check["interface"]).name.lower()]
+            assert row[check["check"]].text.split()[0] == check["outcome"]
+
+
 def test_what_is_broken_stands_first(page: Page) -> None:
     order = ["wrong", "failed", "known", "declined", "right"]
     for table in ("judge-runs", "verdicts", "faults"):
@@ -175,7 +185,7 @@ def test_a_diagnosis_stands_at_the_top(tmp_path: Path) -> None:
     said = [
         "1 run of the judge: 1 wrong.",
         "The window has one key too few.",
-        "window_left &gt;= 0: wrong in 13 of 13, right in 61 of 62 others",
+        "window_left &gt;= 0: wrong in 13 of 13, right in 61 of 62 other results",
         "smallest case, #1</dt><dd><code>Case(window_left=16)",
         "lab judge --case mine.json#1",
         "row 3, head 0",

@@ -1,4 +1,4 @@
-"""The judge's report as a file: what its verdicts depend on, and reading it back to judge its cases again."""
+"""What the verdicts of a run depend on, and the earlier ones of the same run, which stand."""
 
 import ast
 import functools
@@ -9,17 +9,14 @@ import site
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lab
-from lab.checks.expressions import read_expression
-from lab.checks.properties import checks
-from lab.checks.report import CaseVerdict
+from lab.checks.record import ReportError, read_cases, read_record
 from lab.checks.run.check_run import Key, key_of
-from lab.checks.run.verdicts import Judged, Outcome
-from lab.files import read_json
+from lab.checks.run.verdicts import CaseVerdict
 from lab.loading import load
 from lab.workloads.interfaces import Interface, interfaces_of
 
@@ -29,10 +26,6 @@ MOST_HASHED_BYTES = 2**20  # of one file; a larger one goes by its time
 # Beginnings of the environment variables that libraries read, beside those that a kernel's sources name.
 VARIABLES = ("CUDA_", "CUBLAS_", "FLASHINFER_", "NVIDIA_", "PYTORCH_", "TORCH", "TRITON_")
 _NAME = re.compile(r"[A-Za-z_]\w{2,}")
-
-
-class ReportError(ValueError):
-    """A file is no report of the judge, or has no such case."""
 
 
 @dataclass(frozen=True)
@@ -136,87 +129,6 @@ def _imports_of(source: bytes) -> tuple[tuple[int, str], ...]:
         elif isinstance(node, ast.Import):
             found |= dict.fromkeys((0, alias.name) for alias in node.names)
     return tuple(found)
-
-
-def read_cases(record: dict[str, Any]) -> Iterator[CaseVerdict]:
-    """Yield the verdicts of a report's record, without their reasons' measurements.
-
-    Raises:
-        ReportError: it is no report, or one that was written before its cases had numbers.
-    """
-    try:
-        ranges = read_expression(record["ranges"])
-        for case in record["cases"]:
-            yield CaseVerdict(
-                implementation=record["implementation"],
-                check=case["check"],
-                interface=Interface(case["interface"]),
-                case=read_expression(case["case"]),
-                device=record["device"],
-                judged=Judged(
-                    Outcome(case["outcome"]),
-                    tuple(case.get("wrongs", ())),
-                    tuple(case.get("declines", ())),
-                    float(case.get("worst_ratio", 0.0)),
-                    case.get("judged", 0),
-                ),
-                ranges=read_expression(case["ranges"]) if "ranges" in case else ranges,
-                drawn=case.get("drawn", False),
-                finding=case.get("finding", ""),
-                number=case["number"],
-            )
-    except (KeyError, TypeError, ValueError) as error:
-        raise ReportError(f"it is no report of this lab's judge: {type(error).__name__}: {error}") from error
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """Read a report's file.
-
-    Raises:
-        ReportError: there is none, or it holds something else.
-    """
-    try:
-        record = read_json(path)
-    except (OSError, ValueError) as error:
-        raise ReportError(f"{path} cannot be read: {error}") from error
-    cases = record.get("cases") if isinstance(record, dict) else None
-    if not isinstance(cases, list) or not all(isinstance(case, dict) for case in cases):
-        raise ReportError(f"{path} is no report of the judge")
-    return record
-
-
-def replaceable(path: Path) -> Path:
-    """Return the path of a report that is to be written.
-
-    Raises:
-        ReportError: it would replace a file that holds something else than a report or nothing.
-    """
-    if path.exists() and path.stat().st_size:
-        try:
-            read_record(path)
-        except ReportError as error:
-            raise ReportError(
-                f"{error}, so that a report shall not replace it: name another file, or remove it"
-            ) from error
-    return path
-
-
-def read_case(path: Path, number: int) -> CaseVerdict:
-    """Read one case of a report, with its verdict.
-
-    Raises:
-        ReportError: the file is none, or has no case of this number.
-    """
-    record = read_record(path)
-    chosen = [case for case in record["cases"] if case.get("number") == number]
-    if not chosen:
-        numbers = [case["number"] for case in record["cases"] if "number" in case]
-        there = f"it has {len(numbers)}, from {min(numbers)} to {max(numbers)}" if numbers else "it has none"
-        raise ReportError(f"{path} has no case {number}: {there}")
-    verdict, *_ = read_cases(record | {"cases": chosen})
-    if verdict.check not in {check.key for check in checks()}:
-        raise ReportError(f"case {number} of {path} is of a check {verdict.check!r}, which this lab does not have")
-    return replace(verdict, recorded_in=str(path))
 
 
 def earlier_verdicts(path: Path | None, digest: str) -> dict[Key, CaseVerdict]:

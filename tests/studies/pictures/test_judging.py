@@ -13,20 +13,17 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from lab.reports.pictures.judging import (
+from studies.pictures.judging import (
     FOUND,
     LET_THROUGH,
     NOT_ASKED,
     NOTHING,
-    OUTCOME_COLOURS,
     STEP_COLOURS,
-    VerdictCell,
     few_figure,
     matrix_figure,
     one_for_each_check,
     passing_figure,
     vector_errors_figure,
-    verdict_figure,
 )
 from tests.reports.pictures.figures import assert_legible, words
 
@@ -84,23 +81,6 @@ def test_a_few_mutants_have_a_cell_for_each_check_and_rule() -> None:
     assert colour_at(figure, 4, 1) == to_rgba(LET_THROUGH)  # a column is left free before the rules
     assert colour_at(figure, 5, 1) == to_rgba(NOTHING)
     assert colour_at(figure, 5, 3) == to_rgba(NOT_ASKED)
-
-
-def test_a_verdict_has_its_colour_and_its_number() -> None:
-    cells = [
-        VerdictCell("mine: decode", "K10", "right", 0.337),
-        VerdictCell("mine: decode", "K2", "known", 0.5),
-        VerdictCell("other: decode", "K2", "declined", None),
-        VerdictCell("other: decode", "L1", "failed", None),
-    ]
-    figure = verdict_figure(cells, "Verdicts")
-    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["K2", "K10", "L1"]
-    assert colour_at(figure, 0, 0) == to_rgba(OUTCOME_COLOURS["known"])
-    assert colour_at(figure, 1, 0) == to_rgba(OUTCOME_COLOURS["right"])
-    assert colour_at(figure, 2, 1) == to_rgba(OUTCOME_COLOURS["failed"])
-    assert {"34", "50", "right", "known", "failed", "declined"} <= set(words(figure))
-    assert "wrong" not in words(figure)
-    assert_legible(figure)
 
 
 def test_errors_within_the_bound_are_blue_and_beyond_it_red() -> None:

@@ -1,18 +1,17 @@
-"""Pictures of the judge: verdicts of recorded runs, mutants and the checks that find them, errors of one output."""
+"""Pictures of the judge: mutants and the checks that find them, errors of one output."""
 
 import math
-import re
 from bisect import bisect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import torch
 from matplotlib.figure import Figure
 
-from lab.reports.pictures.cells import Box, Line, Look, cells_figure
 from lab.reports.recorded import grouped
+from studies.pictures.cells import Box, Line, Look, cells_figure
 
 # Blue is found or right, orange is let through or wrong: Okabe and Ito's, which differ in lightness too.
 FOUND, LET_THROUGH, NOTHING, NOT_ASKED = "#0072B2", "#E69F00", "#FFFFFF", "#DDDDDD"
@@ -22,48 +21,10 @@ MUTANT_LOOKS = {
     "none": Look(NOT_ASKED, "no attention output to compare", edge="#CCCCCC"),
     "nothing": Look(NOTHING, edge="#CCCCCC"),
 }
-OUTCOME_COLOURS = {
-    "right": "#BFDDF0",
-    "known": "#F6D98B",
-    "wrong": "#E58A4E",
-    "failed": "#B0413E",
-    "declined": "#DDDDDD",
-}
 # Error over bound, in steps: a picture of few colours is small, and 1 is where blue ends.
 STEPS = (0.5, 1.0, 3.0, 10.0, 30.0)
 STEP_COLOURS = ("#2166AC", "#D1E5F0", "#FDDBC7", "#EF8A62", "#B2182B", "#67001F")
 Record = Mapping[str, Any]  # a row of results/mutants.json.gz
-
-
-@dataclass(frozen=True)
-class VerdictCell:
-    """One check of one function in one run.
-
-    Attributes:
-        line: run and function.
-        check: key of the check, and its name.
-        outcome: of `OUTCOME_COLOURS`.
-        worst_right: largest error of a right result over its bound; None if there was none.
-    """
-
-    line: str
-    check: str
-    outcome: str
-    worst_right: float | None
-
-
-def verdict_figure(cells: Sequence[VerdictCell], title: str) -> Figure:
-    """Draw a line per run and function, a column per check; the number is the worst right error, in percent of its bound."""
-    checks = _in_catalogue_order(cell.check for cell in cells)
-    lines: dict[str, list[Box]] = {}
-    for cell in cells:
-        words = "" if cell.worst_right is None else f"{100 * cell.worst_right:.0f}"
-        lines.setdefault(cell.line, []).append(Box(checks.index(cell.check), cell.outcome, words))
-    kinds = {
-        outcome: Look(colour, outcome, ink="white" if outcome == "failed" else "black")
-        for outcome, colour in OUTCOME_COLOURS.items()
-    }
-    return _table(title, lines, checks, kinds, rotation=60)
 
 
 def _table(
@@ -181,17 +142,6 @@ def passing_figure(
     }
     kinds = {"found": Look(FOUND, "found"), "passes": Look(LET_THROUGH, "passes")}
     return _table(title, lines, [f"{length:,}" for length in lengths], kinds, subtitle="keys per request")
-
-
-def _in_catalogue_order(keys: Any) -> list[str]:
-    """Sort keys, and names that begin with them: K1 before K10, and K before L and M."""
-    numbered = re.compile(r"([A-Z])(\d+)")
-
-    def place(name: str) -> tuple[str, int, str]:
-        found = numbered.match(name)
-        return (found[1], int(found[2]), name) if found else (name[:1], 0, name)
-
-    return sorted(dict.fromkeys(keys), key=place)
 
 
 def _family(record: Record) -> str:

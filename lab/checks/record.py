@@ -1,0 +1,154 @@
+"""A report's file, read: its cases, and the verdicts on them.
+
+A case is written as its `repr`. To read it back, known dataclasses, enums and dtypes are built, and nothing is evaluated.
+"""
+
+import ast
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4
+from lab.checks.properties import checks
+from lab.checks.run.verdicts import CaseVerdict, Judged, Outcome
+from lab.files import read_json
+from lab.workloads.interfaces import Interface
+
+DTYPES = (*HALF_DTYPES, E4M3, NVFP4, torch.float32, torch.int32, torch.int64)
+
+
+class ReportError(ValueError):
+    """A file is no report of the judge, or has no such case."""
+
+
+def read_cases(record: dict[str, Any]) -> Iterator[CaseVerdict]:
+    """Yield the verdicts of a report's record, without their reasons' measurements.
+
+    Raises:
+        ReportError: it is no report, or one that was written before its cases had numbers.
+    """
+    try:
+        ranges = read_expression(record["ranges"])
+        for case in record["cases"]:
+            yield CaseVerdict(
+                implementation=record["implementation"],
+                check=case["check"],
+                interface=Interface(case["interface"]),
+                case=read_expression(case["case"]),
+                device=record["device"],
+                judged=Judged(
+                    Outcome(case["outcome"]),
+                    tuple(case.get("wrongs", ())),
+                    tuple(case.get("declines", ())),
+                    float(case.get("worst_ratio", 0.0)),
+                    case.get("judged", 0),
+                ),
+                ranges=read_expression(case["ranges"]) if "ranges" in case else ranges,
+                drawn=case.get("drawn", False),
+                finding=case.get("finding", ""),
+                number=case["number"],
+            )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ReportError(f"it is no report of this lab's judge: {type(error).__name__}: {error}") from error
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Read a report's file.
+
+    Raises:
+        ReportError: there is none, or it holds something else.
+    """
+    try:
+        record = read_json(path)
+    except (OSError, ValueError) as error:
+        raise ReportError(f"{path} cannot be read: {error}") from error
+    cases = record.get("cases") if isinstance(record, dict) else None
+    if not isinstance(cases, list) or not all(isinstance(case, dict) for case in cases):
+        raise ReportError(f"{path} is no report of the judge")
+    return record
+
+
+def replaceable(path: Path) -> Path:
+    """Return the path of a report that is to be written.
+
+    Raises:
+        ReportError: it would replace a file that holds something else than a report or nothing.
+    """
+    if path.exists() and path.stat().st_size:
+        try:
+            read_record(path)
+        except ReportError as error:
+            raise ReportError(
+                f"{error}, so that a report shall not replace it: name another file, or remove it"
+            ) from error
+    return path
+
+
+def read_case(path: Path, number: int) -> CaseVerdict:
+    """Read one case of a report, with its verdict.
+
+    Raises:
+        ReportError: the file is none, or has no case of this number.
+    """
+    record = read_record(path)
+    chosen = [case for case in record["cases"] if case.get("number") == number]
+    if not chosen:
+        numbers = [case["number"] for case in record["cases"] if "number" in case]
+        there = f"it has {len(numbers)}, from {min(numbers)} to {max(numbers)}" if numbers else "it has none"
+        raise ReportError(f"{path} has no case {number}: {there}")
+    verdict, *_ = read_cases(record | {"cases": chosen})
+    if verdict.check not in {check.key for check in checks()}:
+        raise ReportError(f"case {number} of {path} is of a check {verdict.check!r}, which this lab does not have")
+    return replace(verdict, recorded_in=str(path))
+
+
+@functools.cache
+def _classes() -> dict[str, Callable[..., Any]]:
+    """Return the dataclasses that `lab.checks` offers to make cases of, by name."""
+    import lab.checks as offering
+
+    offered = {name: getattr(offering, name) for name in offering.__all__}
+    return {name: each for name, each in offered.items() if isinstance(each, type) and is_dataclass(each)}
+
+
+@functools.cache
+def _members() -> dict[str, Any]:
+    """Return the members of its enums, and dtypes, by their repr."""
+    import lab.checks as offering
+
+    offered = [getattr(offering, name) for name in offering.__all__]
+    members = [member for each in offered if isinstance(each, type) and issubclass(each, Enum) for member in each]
+    return {repr(each): each for each in (*members, *DTYPES)}
+
+
+def read_expression(text: str) -> Any:
+    """Build what `repr` wrote of a case or a ranges.
+
+    Raises:
+        ValueError: it is no such expression, or its numbers make no case.
+    """
+    try:
+        return _built(ast.parse(text, mode="eval").body)
+    except (SyntaxError, TypeError) as error:
+        raise ValueError(f"{text!r} is no case: {error}") from error
+
+
+def _built(node: ast.expr) -> Any:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _classes():
+        named = {keyword.arg or "**": _built(keyword.value) for keyword in node.keywords}
+        return _classes()[node.func.id](*map(_built, node.args), **named)
+    if isinstance(node, ast.Tuple):
+        return tuple(map(_built, node.elts))
+    if isinstance(node, ast.Dict):
+        return {_built(key): _built(value) for key, value in zip(node.keys, node.values, strict=True) if key}
+    if isinstance(node, ast.Attribute) and (name := ast.unparse(node)) in _members():
+        return _members()[name]
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        raise ValueError(f"{ast.unparse(node)!r} is no part of a case") from None

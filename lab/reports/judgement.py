@@ -1,0 +1,166 @@
+"""The judge's report for a reader: the answer, what is broken and where, how to see it again, then the table and notes."""
+
+import math
+import os
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from lab.checks.explain.diagnosis import Smallest
+from lab.checks.explain.failure_rules import Literal
+from lab.checks.parameters.coverage import Coverage, Reach
+from lab.checks.properties import checks
+from lab.checks.report import Report
+from lab.checks.run.verdicts import CaseVerdict, Outcome
+from lab.ranges import Ranges
+from lab.reports.tables import TERMINAL_STYLES, Cell, Columns, Table, make_table, number, terminal_of, words
+from lab.wording import counted
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+OVER_E4M3 = str(Literal("kv_dtype", "==", "e4m3"))  # in the rule of a region
+SHOWN_EXAMPLES = 3  # regions whose smallest case is shown
+SHOWN_CHARACTERS = 160  # of a refusal
+SHOWN_DECLINES = 5
+SHOWN_BLIND_SPOTS = 10
+
+
+def summary(report: Report) -> Iterator[str]:
+    """Yield the answer and, for each region of wrong results, its counts, its smallest case and how to see that again."""
+    found = report.diagnosis
+    yield found.sentence
+    for place, (region, smallest) in enumerate(zip(found.regions, found.smallest, strict=True)):
+        yield f"  {region.counts}"
+        yield from _example(smallest) if place < SHOWN_EXAMPLES else ()
+    if any(OVER_E4M3 in region.rule for region in found.regions) and not report.ranges.e4m3_arithmetic:
+        yield "  if the kernel computes in e4m3 over an e4m3 cache, judge it by that arithmetic: --e4m3-arithmetic"
+
+
+def notes(report: Report) -> Iterator[str]:
+    """Yield what follows from the answer, how far the parameters were covered, known findings and frequent refusals."""
+    yield from report.diagnosis.follows
+    if report.coverages:
+        yield f"K18 judged {'; '.join(each.counts for each in report.coverages)}"
+    findings = Counter(verdict.finding for verdict in report.verdicts if verdict.finding)
+    for finding, count in findings.items():
+        yield f"known: {finding} ({counted(count, 'case')})"
+    declines = Counter(reason for verdict in report.verdicts for reason in verdict.judged.declines)
+    for reason, count in declines.most_common(SHOWN_DECLINES):
+        yield f"declined {'once' if count == 1 else f'{count} times'}: {_shortened(reason)}"
+    if len(declines) > SHOWN_DECLINES:
+        yield f"the report's file lists {len(declines) - SHOWN_DECLINES} more kinds of refusal"
+    if report.num_random:
+        yield f"{report.num_random:,} random cases of K18 were judged after those of the level"
+    if report.left_out:
+        yield f"{counted(report.left_out, 'case')} were left out: {report.ended}"
+
+
+def show(report: Report, console: "Console") -> None:
+    """Print a report."""
+    from rich.text import Text
+
+    answer, *details = summary(report)
+    outcome = Outcome.WRONG if any(report.wrong) else Outcome.RIGHT if report.is_right else Outcome.KNOWN
+    console.print(Text(answer, TERMINAL_STYLES[outcome.value]), soft_wrap=True)
+    for line in details:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(terminal_of(check_table(report)))
+    for line in notes(report):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def details(report: Report) -> list[str]:
+    """Return a report's lines without the table."""
+    return [*summary(report), *notes(report)]
+
+
+def check_table(report: Report) -> Table:
+    """Return a row per check and function; "worst" is the largest error, as a share or a multiple of its bound."""
+    names = {check.key: check.name for check in checks()}
+    seed = f", seed {report.ranges.seed}" if report.ranges.seed else ""
+    where = report.environment.get("gpu") or report.device
+    columns: Columns = {
+        "check": lambda row: words(f"{row.check} {names.get(row.check, '')}"),
+        "function": lambda row: words(row.interface.name.lower()),  # its whole name leaves a narrow terminal no room
+        "verdict": lambda row: words(_verdict(row.counts, row.outcome), row.outcome.value),
+        "cases": lambda row: number(len(row.verdicts)),
+        "declined": lambda row: number(row.counts.get(Outcome.DECLINED, 0)),
+        "results": lambda row: number(row.judged),
+        "worst": lambda row: _worst(row.worst.judged.worst_ratio) if row.worst.judged.judged else words(None),
+    }
+    caption = f"{report.implementation} on {where}, {report.level.value}{seed}"
+    return make_table(columns, report.rows, caption=caption, say_once=())
+
+
+def coverage_table(coverage: Coverage) -> Table:
+    """Return a row per parameter, with its values by how far they came."""
+    columns: Columns = {"parameter": lambda row: words(row[0])} | {
+        reach.value: lambda row, reach=reach: words("; ".join(row[1].get(reach.value, ()))) for reach in Reach
+    }
+    rows = list(coverage.as_record()["values"].items())
+    return make_table(columns, rows, caption=f"K18's model of {coverage.interface.value}", say_once=())
+
+
+def coverage_notes(coverage: Coverage) -> Iterator[str]:
+    """Yield the counts of pairs and triples, why some are impossible, and the first blind spots."""
+    record = coverage.as_record()
+    for name, counts in (("pairs", coverage.pairs), ("triples", coverage.triples)):
+        yield f"{name}: " + ", ".join(f"{counts[reach]:,} {reach.value}" for reach in Reach)
+    yield from (f"impossible {count:,} times: {why}" for why, count in coverage.impossible.items())
+    if coverage.blind:
+        yield f"blind spots, pairs of judged values that were not judged together: {len(coverage.blind):,}"
+    for spot in record["blind_spots"][:SHOWN_BLIND_SPOTS]:
+        yield f"  {' with '.join(f'{name}={value}' for name, value in spot['values'].items())}: {spot['reach']}"
+    if len(coverage.blind) > SHOWN_BLIND_SPOTS:
+        listed = len(record["blind_spots"])
+        yield f"  and {len(coverage.blind) - SHOWN_BLIND_SPOTS:,} more; the report's file lists {listed:,} of all"
+
+
+def reproduction(verdict: CaseVerdict) -> str:
+    """Return a shell line that judges a case again: by its number in the report's file, or else with the case in it."""
+    if verdict.recorded_in:
+        return f"lab judge --case {shlex.quote(verdict.recorded_in)}#{verdict.number}"
+    arguments = [verdict.implementation, verdict.check, verdict.case, verdict.device]
+    if verdict.ranges != Ranges():
+        arguments.append(verdict.ranges)
+    program = f"import torch; from lab.checks import *; print(judge_case({', '.join(map(repr, arguments))}))"
+    interpreted = "TRITON_INTERPRET=1 " if os.environ.get("TRITON_INTERPRET") == "1" else ""
+    return f"{interpreted}python -c {_quoted(program)}"
+
+
+def _example(smallest: Smallest) -> Iterator[str]:
+    """Yield the lines of a smallest case: itself, the vector that is wrong, and its reproduction."""
+    verdict, result, example = smallest
+    yield f"    smallest case: {verdict.check} of {verdict.interface.name.lower()}, “{result}”: {verdict.case!r}"
+    if example is not None:
+        values = {"expected": example.expected, "got": example.got}
+        shown = "; ".join(f"{name} {' '.join(f'{value:.4g}' for value in side)}" for name, side in values.items())
+        yield f"    {example.where}: {shown}"
+    else:
+        named = (sentence for sentence in verdict.judged.wrongs if sentence.startswith(result))
+        yield f"    {_shortened(next(named, verdict.reason))}"
+    yield f"    reproduce with: {reproduction(verdict)}"
+
+
+def _shortened(sentence: str) -> str:
+    return sentence if len(sentence) <= SHOWN_CHARACTERS else f"{sentence[: SHOWN_CHARACTERS - 1]}…"
+
+
+def _quoted(program: str) -> str:
+    """Quote for a shell: in double quotes where nothing in the program means anything there, which leaves it legible."""
+    return shlex.quote(program) if set('"$`\\!') & set(program) else f'"{program}"'
+
+
+def _verdict(counts: Mapping[Outcome, int], outcome: Outcome) -> str:
+    """Return an outcome; where cases are wrong and others failed, how many of each."""
+    wrong, failed = counts.get(Outcome.WRONG, 0), counts.get(Outcome.FAILED, 0)
+    return f"{wrong} wrong {failed} failed" if wrong and failed else outcome.value
+
+
+def _worst(ratio: float) -> Cell:
+    """Return an error over its bound in at most five characters: poison that reaches a result makes it 1e+30."""
+    if not math.isfinite(ratio):
+        return Cell("inf", math.inf)
+    return Cell(">999x" if ratio >= 999.5 else f"{ratio:.0%}" if ratio < 9.995 else f"{ratio:.0f}x", ratio)
