@@ -2,7 +2,7 @@
 
 from collections import ChainMap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -200,9 +200,8 @@ def _without(names: Iterable[str], features: Features) -> dict[str, Value]:
     return {name: value for name, value in features.items() if name not in names}
 
 
-@dataclass
-class _Units:
-    """What rules of one kind are searched among: requests of results, or results where requests are not told apart.
+class _Units(NamedTuple):
+    """What rules of one kind are searched among: requests of results, or results where requests are not distinguished.
 
     Attributes:
         features: of each.
@@ -211,10 +210,10 @@ class _Units:
         case_of: number of each one's case.
     """
 
-    features: list[Features] = field(default_factory=list)
-    wrong: Bits = field(default_factory=lambda: np.zeros(0, dtype=bool))
-    result_of: Bits = field(default_factory=lambda: np.zeros(0, dtype=int))
-    case_of: list[int] = field(default_factory=list)
+    features: list[Features]
+    wrong: Bits
+    result_of: Bits
+    case_of: list[int]
 
     def holds(self, rule: Rule) -> Bits:
         """Tell in which a rule holds."""
@@ -249,11 +248,11 @@ def _units(results: Sequence[_Found], held: str) -> _Units:
     chosen = [each for each in results if each.result.held in kinds]
     # The arguments of a call that crashed are not known: then every result has the features of its case alone.
     by_case = is_alone and any(result.name == THE_CASE and result.held == held for _, result in chosen)
-    units, wrong, result_of = _Units(), list[bool](), list[int]()
+    units: list[tuple[Features, bool, int, int]] = []
     cases: dict[int, int] = {}
     for number, (verdict, result) in enumerate(chosen):
         counts = result.held == held
-        # "It fails wherever the result is it failed" would say nothing.
+        # "It fails wherever the name of the result is it failed" would mean nothing.
         name = {} if result.name in (IT_FAILED, THE_CASE) else {"result": result.name}
         shared: dict[str, Value] = {**result.features, **name}
         parts = [(features, is_wrong) for features, is_wrong in result.requests if not features.get("no_rows")]
@@ -262,13 +261,11 @@ def _units(results: Sequence[_Found], held: str) -> _Units:
         no_request_is_wrong = result.wrong and not any(is_wrong for _, is_wrong in parts)
         if is_alone or not counts or no_request_is_wrong:
             parts = []
+        case = cases.setdefault(id(verdict), len(cases))
         for features, is_wrong in parts or [({}, result.wrong)]:
-            units.features.append(ChainMap(dict(features), shared))
-            wrong.append(bool(is_wrong and counts))
-            result_of.append(number)
-            units.case_of.append(cases.setdefault(id(verdict), len(cases)))
-    units.wrong, units.result_of = np.array(wrong, dtype=bool), np.array(result_of, dtype=int)
-    return units
+            units.append((ChainMap(dict(features), shared), bool(is_wrong and counts), number, case))
+    features_of_units, wrong, results_of, cases_of = zip(*units, strict=True) if units else ((), (), (), ())
+    return _Units(list(features_of_units), np.array(wrong, bool), np.array(results_of, int), list(cases_of))
 
 
 def _follows_from(units: _Units, held: str, rules: Sequence[Rule], results: Sequence[_Found]) -> bool:

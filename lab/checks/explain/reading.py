@@ -1,6 +1,6 @@
 """The features of a case, of a call, and of each request in it."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -49,7 +49,7 @@ def features_of_case(case: Any) -> CallFeatures:
         UnknownFeatureError: a field of the case has no row in the table.
     """
     subject = Case(case)
-    found = _read((feature_named(name) for name in subject.fields), subject.fields)
+    found = _read(map(feature_named, vars(subject.fields)), subject.fields)
     found |= _read(OF_TENSORS, subject) | _read(OF_MODE, subject)
     found |= {f"{name}={value}": True for name, value in getattr(case, "non_default", {}).items()}
     return _with_lengths(found, subject.batch)
@@ -90,16 +90,10 @@ def _with_lengths(found: dict[str, Value], batch: Batch | None) -> CallFeatures:
 
 
 def _read(features: Iterable[Feature], subject: Any) -> dict[str, Value]:
-    """Return the values of features that a subject has, or that lie in a mapping by their names."""
-    return {name: value for name, value in _values(features, subject) if value is not None and value is not False}
-
-
-def _values(features: Iterable[Feature], subject: Any) -> Iterator[tuple[str, Value | None]]:
-    for each in features:
-        if isinstance(subject, Mapping):
-            yield each.name, _plain(subject[each.name])
-        else:
-            yield each.name, _plain(getattr(subject, each.name, None) if each.read is None else each.read(subject))
+    """Return the values of the features that a subject has."""
+    read = ((each, getattr(subject, each.name, None) if each.read is None else each.read(subject)) for each in features)
+    values = ((each.name, _plain(value)) for each, value in read)
+    return {name: value for name, value in values if value is not None and value is not False}
 
 
 def _plain(value: Any) -> Value | None:

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -158,13 +159,13 @@ class Case:
     )
 
     def __init__(self, case: Any) -> None:
-        self.case, self.fields = case, dict(_fields(case))
+        self.case, self.fields = case, SimpleNamespace(**dict(_fields(case)))
 
     def __getattr__(self, name: str) -> Any:
         for each in (self.case, getattr(self.case, "model", None)):
             if hasattr(each, name):
                 return getattr(each, name)
-        return self.fields.get(name)
+        return getattr(self.fields, name, None)
 
     @property
     def has_sinks(self) -> bool:
@@ -182,13 +183,13 @@ class Case:
 
     @property
     def forward_mode(self) -> ForwardMode | None:
-        return next((each for each in self.fields.values() if isinstance(each, ForwardMode)), None)
+        return next((each for each in vars(self.fields).values() if isinstance(each, ForwardMode)), None)
 
     @property
     def uncounted(self) -> UncountedTokens | None:
         """Return the tokens that seq_lens leaves out: none in a step of a draft whose K and V are frozen."""
         mode = self.forward_mode
-        is_frozen = self.fields.get("draft_step") in (None, FROZEN_KV_STEP)
+        is_frozen = getattr(self.fields, "draft_step", None) in (None, FROZEN_KV_STEP)
         if mode is not None and mode.uncounted is UncountedTokens.DRAFT_STEP and is_frozen:
             return UncountedTokens.NONE
         return None if mode is None else mode.uncounted
