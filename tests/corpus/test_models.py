@@ -24,13 +24,13 @@ MODELS = (Attention, SplitKV, Ragged, DraftListsModel, WindowLists, MHABuilder, 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model_is_right(model: type[Any]) -> None:
     report = judge(model(), ranges=RANGES, only=CHECKS, device="cpu", drawn=0)
-    assert report.is_right, "\n".join(report.details())
+    assert report.is_right, str(report)
     assert not [verdict for verdict in report.verdicts if verdict.judged.declines]
 
 
 def test_lists_without_a_window_are_right_where_they_are_taken() -> None:
     report = judge(Lists(), ranges=RANGES, only=("L1",), device="cpu", drawn=0)
-    assert report.is_right, "\n".join(report.details())
+    assert report.is_right, str(report)
 
 
 @pytest.mark.parametrize("contents", [0, 255])
