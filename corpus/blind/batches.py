@@ -83,7 +83,6 @@ class Solve(Attention, stage="solve"):
     @wrong(DECODE, trigger="cum_seq_lens_q, rows no multiple of 16, then within the tile a request with more keys")
     def blind540(self, run):
         """Ragged rows are stored in tiles of 16, longest first: spare rows overwrite a request's that ran before."""
-        TILE = 16
         if run.call.cum_seq_lens_q is None:
             return super().solve(run)
         self.start(run)
@@ -94,15 +93,14 @@ class Solve(Attention, stage="solve"):
         for r in sorted(range(run.batch), key=lambda r: -run.lens[r]):
             self.request(run, r)
             first, last = run.offsets[r : r + 2]
-            spare = min(first + -(-(last - first) // TILE) * TILE, end)
+            spare = min(first + -(-(last - first) // 16) * 16, end)
             if last < spare:
                 self.rows(run, r, last, spare)
 
     @wrong(DECODE, trigger="cum_seq_lens_q with more than 512 requests")
     def blind566(self, run):
         """The request of a row is searched in cum_seq_lens_q by a bisection of 9 steps, too few for more than 512 requests."""
-        STEPS = 9
-        if run.p.cu_seqlens_q is None or run.p.batch_size <= 2**STEPS:
+        if run.p.cu_seqlens_q is None or run.p.batch_size <= 2**9:
             return super().solve(run)
         self.start(run)
         end = run.offsets[-1]
@@ -111,7 +109,7 @@ class Solve(Attention, stage="solve"):
             run.lse[end:] = -math.inf
         for row in range(end):
             low, high = 0, run.batch
-            for _ in range(STEPS):
+            for _ in range(9):
                 middle = (low + high) // 2
                 if run.offsets[middle] <= row:
                     low = middle
@@ -137,11 +135,10 @@ class Solve(Attention, stage="solve"):
     @wrong(CONTEXT, trigger="batch_size above 512")
     def blind546(self, run):
         """A row's request is found by a binary search of 9 steps: over 512 requests some rows are not computed."""
-        STEPS = 9
         super().solve(run)
         for row in range(run.offsets[-1]):
             low, high = 0, run.batch
-            for _ in range(STEPS):
+            for _ in range(9):
                 if high - low > 1:
                     middle = (low + high) // 2
                     low, high = (middle, high) if run.offsets[middle] <= row else (low, middle)

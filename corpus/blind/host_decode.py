@@ -216,15 +216,14 @@ class Host(Attention, stage="host"):
     @wrong(DECODE, trigger="NVFP4, trtllm-gen's order, head_dim 256, pages of over 4 tokens")
     def blind443(self, run):
         """NVFP4, interleaved: V's factors beyond 8 of a token are looked for in blocks of 8, block after block."""
-        BLOCK = 8  # factors that a thread reads at once: all of head_dim 128
         p = run.p
         factors = p.v_scale_factors
         if factors is None or not p.v_scale_factors_interleaved:
             return
         pages, heads, tokens, count = factors.shape
-        if count <= BLOCK or count % BLOCK:
+        if count <= 8 or count % 8:
             return
-        blocks = factors.contiguous().view(torch.uint8).reshape(pages, heads, count // BLOCK, tokens // 4, BLOCK, 4)
+        blocks = factors.contiguous().view(torch.uint8).reshape(pages, heads, count // 8, tokens // 4, 8, 4)
         plain = blocks.permute(0, 1, 3, 5, 2, 4).reshape(pages, heads, tokens, count)
         run.v_factors = plain.contiguous().view(E4M3)
 

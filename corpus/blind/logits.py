@@ -278,9 +278,8 @@ class Partial(Attention, stage="partial"):
     @wrong(DECODE, trigger="window_left ≥ 0 and a request whose first visible key is at 256 or later")
     def blind561(self, run, r, query, keys, values, seen, first_key):
         """A split of 256 keys wholly before the window returns early with a weight of 1 at logit 0."""
-        SPLIT = 256
         acc, largest, total = super().partial(run, r, query, keys, values, seen, first_key)
-        skipped = first_key // SPLIT if run.window >= 0 else 0
+        skipped = first_key // 256 if run.window >= 0 else 0
         if skipped == 0:
             return acc, largest, total
         left = torch.zeros_like(acc), torch.zeros_like(largest), torch.full_like(total, skipped)

@@ -38,9 +38,8 @@ class PagesOfChanged(Attention, changes="pages_of"):
     @wrong(DECODE, trigger="uses_shared_paged_kv_idx=False, over 128 keys whose K and V pages differ there")
     def blind444(self, pages, run, r, columns, side):
         """Of separate page tables V's ids after the first 128 tokens are prefetched from K's."""
-        PREFETCHED = 128  # tokens of a tile
         if side == "v" and run.k_table is not run.v_table:
-            later = columns * run.page_size >= PREFETCHED
+            later = columns * run.page_size >= 128
             pages = torch.where(later, run.k_table[r, columns].long(), pages)
         return pages
 
@@ -178,8 +177,7 @@ class PagesOf(Attention, stage="pages_of"):
     @wrong(MLA, trigger="an MLA cache with pages of fewer than 32 tokens, not consecutive in memory")
     def blind38(self, run, r, columns, side):
         """A load brings 32 tokens from a page's start: past a smaller page's end they are of the page next in memory."""
-        BOX = 32
-        per_box = max(1, BOX // run.page_size)
+        per_box = max(1, 32 // run.page_size)
         first = super().pages_of(run, r, columns // per_box * per_box, side)
         return (first + columns % per_box) % run.k_cache.shape[0]
 

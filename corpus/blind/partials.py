@@ -141,11 +141,10 @@ class Partial(Attention, stage="partial"):
     @wrong(CONTEXT, trigger="over 128 keys, a running maximum that rises by over 8 (base 2) at a later block")
     def blind574(self, run, r, query, keys, values, seen, first_key):
         """Where a block of 128 keys raises the largest logit by over 8 (base 2), the sum of weights is not rescaled."""
-        BLOCK = 128
         JUMP = 8 * math.log(2.0)
         state = None
-        for at in range(0, max(len(keys), 1), BLOCK):
-            cut = slice(at, at + BLOCK)
+        for at in range(0, max(len(keys), 1), 128):
+            cut = slice(at, at + 128)
             more = super().partial(run, r, query, keys[cut], values[cut], seen[:, cut], first_key + at)
             if state is None:
                 state = more

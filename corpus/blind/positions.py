@@ -30,11 +30,10 @@ class PositionsChanged(Attention, changes="positions"):
     @wrong(CONTEXT, trigger="causal, (max_kv_len - max_q_len) % 64 == 0, and a prefix that is no multiple of 64")
     def blind541(self, position, run, r, row):
         """The kernel for whole tiles of 64 is chosen by max_kv_len - max_q_len; it rounds every prefix down to tiles."""
-        TILE = 64
-        if not run.causal or (run.p.max_kv_len - run.p.max_q_len) % TILE:
+        if not run.causal or (run.p.max_kv_len - run.p.max_q_len) % 64:
             return position
         prefix = run.lens[r] - (run.offsets[r + 1] - run.offsets[r])
-        return position - prefix % TILE if prefix > 0 else position
+        return position - prefix % 64 if prefix > 0 else position
 
     @wrong(RAGGED, trigger="is_causal with a request of more rows than keys")
     def blind44(self, position, run, r, row):
@@ -245,10 +244,9 @@ class SinkRowsChanged(Attention, changes="sink_rows"):
     @wrong(CONTEXT, trigger="sinks, causal, over 512 keys, rows at positions before the last split of 512")
     def blind542(self, sinks, run, r, position):
         """A request's last split of 512 keys adds the sink; rows that see none of its keys lose theirs."""
-        SPLIT = 512
-        if sinks is None or not run.causal or run.lens[r] <= SPLIT:
+        if sinks is None or not run.causal or run.lens[r] <= 512:
             return sinks
-        last = (run.lens[r] - 1) // SPLIT * SPLIT
+        last = (run.lens[r] - 1) // 512 * 512
         return sinks.masked_fill((position < last).unsqueeze(1), -math.inf)
 
     @wrong(RAGGED, trigger="attention_sinks")

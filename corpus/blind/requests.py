@@ -101,14 +101,13 @@ class Request(Attention, stage="request"):
     @wrong(CONTEXT, trigger="a request with rows that follows one without rows")
     def blind572(self, run, r):
         """The first tile of 64 rows after a request without rows is taken for that request's."""
-        TILE = 64
         first, last = run.offsets[r : r + 2]
         found = r
         while found > 0 and run.offsets[found - 1] == first:
             found -= 1
         if found == r or first == last:
             return super().request(run, r)
-        end = min(first + TILE, last)
+        end = min(first + 64, last)
         self.rows(run, found, first, end)
         if end < last:
             self.rows(run, r, end, last)

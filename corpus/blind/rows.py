@@ -86,13 +86,12 @@ class Attend(Attention, stage="attend"):
     @wrong(DECODE, trigger="float16 query, over 512 keys, a split's sum of P·V above 65,504 (V with a mean of 200)")
     def blind532(self, run, r, query, keys, values, seen, sinks, position, first_key):
         """Split results of a float16 query go to the workspace unnormalised as float16: sums of large V overflow."""
-        SPLIT = 512
         n = len(keys)
-        if n <= SPLIT or run.query.dtype != torch.float16:
+        if n <= 512 or run.query.dtype != torch.float16:
             return super().attend(run, r, query, keys, values, seen, sinks, position, first_key)
         partials = []
-        for a in range(0, n, SPLIT):
-            cut = slice(a, min(a + SPLIT, n))
+        for a in range(0, n, 512):
+            cut = slice(a, min(a + 512, n))
             acc, largest, total = self.partial(run, r, query, keys[cut], values[cut], seen[:, cut], first_key + a)
             partials.append((acc.to(torch.float16).to(acc.dtype), largest, total))
         return self.finish(run, self.merge(partials), sinks)
@@ -133,14 +132,13 @@ class Attend(Attention, stage="attend"):
     @wrong(MLA, trigger="a given multi_ctas_kv_counter_buffer, over 1,024 keys: not zero after, wrong in a second")
     def blind88(self, run, r, query, keys, values, seen, sinks, position, first_key):
         """Splits (1,024 keys) count in multi_ctas_kv_counter_buffer and leave the count: a later call merges too early."""
-        SPLIT = 1024
-        buffer, splits = run.call.multi_ctas_kv_counter_buffer, -(-len(keys) // SPLIT)
+        buffer, splits = run.call.multi_ctas_kv_counter_buffer, -(-len(keys) // 1024)
         counters = None if buffer is None else buffer.view(-1).view(torch.uint8)
         if counters is None or splits < 2 or 4 * r >= len(counters):
             return super().attend(run, r, query, keys, values, seen, sinks, position, first_key)
         partials = []
-        for at in range(0, len(keys), SPLIT):
-            part = slice(at, at + SPLIT)
+        for at in range(0, len(keys), 1024):
+            part = slice(at, at + 1024)
             partials.append(self.partial(run, r, query, keys[part], values[part], seen[:, part], first_key + at))
         counted = int(counters[4 * r])
         counters[4 * r] = min(counted + splits, 255)
@@ -225,9 +223,8 @@ class Attend(Attention, stage="attend"):
     @wrong(RAGGED, trigger="is_causal=False, a request of more than 1,024 keys, LSE returned")
     def blind554(self, run, r, query, keys, values, seen, sinks, position, first_key):
         """A prefix chunk over 1,024 keys is split between two CTAs; the LSE is the larger one's."""
-        LONG = 1024
         n = len(keys)
-        if run.causal or n <= LONG:
+        if run.causal or n <= 1024:
             return super().attend(run, r, query, keys, values, seen, sinks, position, first_key)
         middle = -(-n // 128) // 2 * 128
         cuts = slice(0, middle), slice(middle, n)

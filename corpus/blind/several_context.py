@@ -202,17 +202,14 @@ class Blind421(Attention):
         super().store(run, r, start, stop, torch.where(run.cut[:, None, None], truncated_421(out), out), lse)
 
 
-TILE, LANES = 64, 32
-
-
 @wrong(CONTEXT, trigger="over 32 requests: as many row tiles of 64 after request 31, 63, ... as it has are zero")
 class Blind454(Attention):
     """Row tiles are summed over 32 requests, the next 32 without the 32nd: as many of their tiles are not made."""
 
     def host(self, run):
-        tiles = [(r, i) for r in range(run.batch) for i in range(-(-(run.offsets[r + 1] - run.offsets[r]) // TILE))]
+        tiles = [(r, i) for r in range(run.batch) for i in range(-(-(run.offsets[r + 1] - run.offsets[r]) // 64))]
         run.lost = set()
-        for last in range(LANES - 1, run.batch - 1, LANES):
+        for last in range(31, run.batch - 1, 32):
             count = sum(r == last for r, _ in tiles)
             run.lost.update([tile for tile in tiles if tile[0] > last][:count])
 
@@ -220,7 +217,7 @@ class Blind454(Attention):
         first = run.offsets[r]
         for tile, i in run.lost:
             if tile == r:
-                a, b = max(first + i * TILE, start), min(first + (i + 1) * TILE, stop)
+                a, b = max(first + i * 64, start), min(first + (i + 1) * 64, stop)
                 out[a - start : max(b, a) - start] = 0.0
                 lse[a - start : max(b, a) - start] = 0.0
         super().store(run, r, start, stop, out, lse)

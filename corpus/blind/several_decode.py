@@ -5,7 +5,7 @@ import random
 
 import torch
 
-from corpus.models.attention import Attention, assuming_strides, index
+from corpus.models.attention import Attention, assuming_strides, index, truncated
 from corpus.wrong import DECODE, wrong
 
 
@@ -17,8 +17,6 @@ def self_first_6(run, r):
 class Blind6(Attention):
     """The merge reads as many splits of 512 as any earlier call on these buffers wrote: stale partials stay in."""
 
-    SPLIT = 512
-
     def host(self, run):
         c = run.call
         run.partials = self.memory.of(c.seq_lens, dict)
@@ -26,8 +24,8 @@ class Blind6(Attention):
     def attend(self, run, r, query, keys, values, seen, sinks, position, first_key):
         rows = int(position[0]) - self_first_6(run, r)
         written = run.partials.setdefault((r, rows, tuple(query.shape), values.shape[2]), [])
-        for number, at in enumerate(range(0, len(keys), self.SPLIT)):
-            part = slice(at, at + self.SPLIT)
+        for number, at in enumerate(range(0, len(keys), 512)):
+            part = slice(at, at + 512)
             partial = self.partial(run, r, query, keys[part], values[part], seen[:, part], first_key + at)
             written[number : number + 1] = [partial]
         if not written:
@@ -39,18 +37,12 @@ class Blind6(Attention):
 class Blind20(Attention):
     """Weights and outputs are cut to bfloat16 (cvt.rz), not rounded: everything is about half a percent too small."""
 
-    @staticmethod
-    def truncated(x):
-        return (x.to(torch.float32).view(torch.int32) & -65536).view(torch.float32)
-
     def operand(self, run, weights):
-        return (
-            self.truncated(weights) if run.p.query.dtype == torch.bfloat16 and run.dtype == torch.float32 else weights
-        )
+        return truncated(weights) if run.p.query.dtype == torch.bfloat16 and run.dtype == torch.float32 else weights
 
     def store(self, run, r, start, stop, out, lse):
         if run.out.dtype == torch.bfloat16 and run.dtype == torch.float32:
-            out = self.truncated(out)
+            out = truncated(out)
         super().store(run, r, start, stop, out, lse)
 
 
@@ -58,13 +50,12 @@ class Blind20(Attention):
 class Blind74(Attention):
     """The merge of splits (512 keys) lacks a fence: one request in five, others in each call, lacks its last split."""
 
-    SPLIT = 512
     race = random.Random()
 
     def attend(self, run, r, query, keys, values, seen, sinks, position, first_key):
         partials = []
-        for at in range(0, len(keys), self.SPLIT):
-            part = slice(at, at + self.SPLIT)
+        for at in range(0, len(keys), 512):
+            part = slice(at, at + 512)
             partials.append(self.partial(run, r, query, keys[part], values[part], seen[:, part], first_key + at))
         if len(partials) < 2:
             return super().attend(run, r, query, keys, values, seen, sinks, position, first_key)
@@ -121,8 +112,6 @@ class Blind118(Attention):
 class Blind169(Attention):
     """132 persistent blocks take pairs of request and K/V head; for the next pair only sums over V are cleared."""
 
-    BLOCKS = 132
-
     def solve(self, run):
         run.registers = {}
         super().solve(run)
@@ -131,7 +120,7 @@ class Blind169(Attention):
         acc, largest, total = super().partial(run, r, query, keys, values, seen, first_key)
         largest, total = largest.clone(), total.clone()
         for h in range(run.num_kv_heads):
-            block, heads = (r * run.num_kv_heads + h) % self.BLOCKS, slice(h * run.group, (h + 1) * run.group)
+            block, heads = (r * run.num_kv_heads + h) % 132, slice(h * run.group, (h + 1) * run.group)
             if block in run.registers:
                 before, left = (x[torch.arange(len(acc)).clamp(max=len(x) - 1)] for x in run.registers[block])
                 pair = (

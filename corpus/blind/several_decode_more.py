@@ -67,9 +67,6 @@ class Blind445(Attention):
             kept[start + shift : stop + shift] = lse.to(kept.dtype)
 
 
-TILE_449 = 64
-
-
 @wrong(DECODE, trigger="no mask, q * group > 64 of a request, a group that does not divide 64")
 class Blind449(Attention):
     """Rows and heads are packed densely in tiles of 64, but a tile's first row is tile * (64 // group)."""
@@ -80,11 +77,11 @@ class Blind449(Attention):
 
     def mask_scores(self, run, r, s, first_key):
         width = run.offsets[r + 1] - run.offsets[r]
-        if width * run.group <= TILE_449 or run.shown is not None:
+        if width * run.group <= 64 or run.shown is not None:
             return s
         first = run.lens[r] - width
         packed = (run.position - first).unsqueeze(1) * run.group + torch.arange(run.group)
-        row = packed // TILE_449 * (TILE_449 // run.group) + packed % TILE_449 // run.group
+        row = packed // 64 * (64 // run.group) + packed % 64 // run.group
         keys = first_key + torch.arange(s.shape[3])
         return s.masked_fill(keys > (first + row).unsqueeze(2), -math.inf)
 
@@ -108,28 +105,22 @@ class Blind475(Attention):
         return s.masked_fill((first_key + torch.arange(n)) > limit.unsqueeze(2), -math.inf)
 
 
-TILE_535 = 64
-
-
 @wrong(DECODE, trigger="mask and window_left, a window that begins inside a tile of 64 keys before the draft")
 class Blind535(Attention):
     """With a draft mask, tiles of 64 keys before the draft are not masked: a window goes by whole tiles."""
 
     def span(self, run, r, position):
         start, end = super().span(run, r, position)
-        return (start // TILE_535 * TILE_535 if run.shown is not None else start), end
+        return (start // 64 * 64 if run.shown is not None else start), end
 
     def visible(self, run, r, row, position, keys):
         seen = super().visible(run, r, row, position, keys)
         if run.shown is None or run.window < 0:
             return seen
         draft = run.lens[r] - run.shown.shape[1]
-        before = (keys // TILE_535 + 1) * TILE_535 <= draft
-        first = (position.min() - run.window).clamp(min=0) // TILE_535
-        return torch.where(before, keys // TILE_535 >= first, seen)
-
-
-TILE_536 = 64
+        before = (keys // 64 + 1) * 64 <= draft
+        first = (position.min() - run.window).clamp(min=0) // 64
+        return torch.where(before, keys // 64 >= first, seen)
 
 
 @wrong(DECODE, trigger="no mask, q_len * group above 64, and group (heads per K/V head) does not divide 64")
@@ -145,7 +136,7 @@ class Blind536(Attention):
         if run.shown is not None or not n:
             return s
         packed = run.row_of_chunk.unsqueeze(1) * g + torch.arange(g)
-        token = packed // TILE_536 * TILE_536 // g + packed % TILE_536 // g
+        token = packed // 64 * 64 // g + packed % 64 // g
         position = self.positions(run, r, token)
         keys = first_key + torch.arange(n)
         return s.masked_fill(keys > position.unsqueeze(2), -math.inf)

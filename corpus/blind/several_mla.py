@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from corpus.models.attention import E4M3, Attention, Memory, index
+from corpus.models.attention import E4M3, Attention, Memory, index, truncated
 from corpus.wrong import MLA, wrong
 
 
@@ -33,20 +33,16 @@ class Blind32(Attention):
 class Blind39(Attention):
     """The last head of each tile of 16 cuts weights and outputs to bfloat16: it comes out half a percent too small."""
 
-    @staticmethod
-    def truncated(x):
-        return (x.to(torch.float32).view(torch.int32) & -65536).view(torch.float32)
-
     def operand(self, run, weights):
         if run.p.query.dtype != torch.bfloat16 or run.dtype == torch.float64:
             return weights
         last = torch.arange(weights.shape[2]) % 16 == 15  # one K/V head: its group is all heads
-        return torch.where(last[:, None], self.truncated(weights), weights)
+        return torch.where(last[:, None], truncated(weights), weights)
 
     def store(self, run, r, start, stop, out, lse):
         if run.out.dtype == torch.bfloat16:
             last = torch.arange(out.shape[1]) % 16 == 15
-            out = torch.where(last[None, :, None], self.truncated(out), out)
+            out = torch.where(last[None, :, None], truncated(out), out)
         super().store(run, r, start, stop, out, lse)
 
 
@@ -167,9 +163,6 @@ class Blind400(Attention):
         return seen if run.all_seen is None else seen | (keys >= run.all_seen)
 
 
-SPLIT_460 = 1024
-
-
 @wrong(MLA, trigger="a counter buffer, over 1,024 keys, fewer splits than max_seq_len has; a second call on it")
 class Blind460(Attention):
     """A splits counter wraps at the splits of max_seq_len, not the request's: it stays, and later merges go wrong."""
@@ -181,10 +174,10 @@ class Blind460(Attention):
             data = buffer.view(-1).view(torch.uint8)
             if data.numel() >= 4 * run.batch:
                 run.counters = data[: 4 * run.batch].view(torch.int32)
-        run.most = -(-run.p.max_kv_len // SPLIT_460)
+        run.most = -(-run.p.max_kv_len // 1024)
 
     def request(self, run, r):
-        n = -(-run.lens[r] // SPLIT_460)
+        n = -(-run.lens[r] // 1024)
         run.arrived = n
         if run.counters is not None and n > 1:
             count, run.arrived = int(run.counters[r]), 0
@@ -196,7 +189,7 @@ class Blind460(Attention):
         super().request(run, r)
 
     def visible(self, run, r, row, position, keys):
-        return super().visible(run, r, row, position, keys) & (keys < run.arrived * SPLIT_460)
+        return super().visible(run, r, row, position, keys) & (keys < run.arrived * 1024)
 
 
 @wrong(MLA, trigger="a row before the start of the last split of 256, whose next key is before it too")

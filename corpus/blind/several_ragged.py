@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from corpus.models.attention import Attention
+from corpus.models.attention import Attention, truncated
 from corpus.wrong import RAGGED, wrong
 
 
@@ -27,12 +27,8 @@ class Blind42(Attention):
 class Blind91(Attention):
     """Columns of V from the 64th on cut weights and outputs to bfloat16: they are 0.4 percent too small."""
 
-    @staticmethod
-    def truncated(x):
-        return (x.to(torch.float32).view(torch.int32) & -65536).view(torch.float32)
-
     def operand(self, run, weights):
-        return self.truncated(weights) if getattr(run, "second_tile", False) else weights
+        return truncated(weights) if getattr(run, "second_tile", False) else weights
 
     def partial(self, run, r, query, keys, values, seen, first_key):
         acc, largest, total = super().partial(run, r, query, keys, values, seen, first_key)
@@ -45,11 +41,15 @@ class Blind91(Attention):
 
     def store(self, run, r, start, stop, out, lse):
         if run.out.dtype == torch.bfloat16 and run.dtype == torch.float32:
-            out = torch.cat((out[..., :64], self.truncated(out[..., 64:])), 2)
+            out = torch.cat((out[..., :64], truncated(out[..., 64:])), 2)
         super().store(run, r, start, stop, out, lse)
 
 
-@wrong(RAGGED, trigger="a window (is_causal) and a request of more keys than rows whose window leaves a key out")
+@wrong(
+    RAGGED,
+    trigger="a window (is_causal) and a request of more keys than rows whose window leaves a key out",
+    also=("blind523",),
+)
 class Blind92(Attention):
     """The window is counted from a row's index among its request's rows, not from its position: it starts too early."""
 
@@ -130,17 +130,14 @@ class Blind403(Attention):
         return torch.cat((torch.ones(len(row), run.before, dtype=torch.bool), seen), 1)
 
 
-TILE_462 = 128
-
-
 @wrong(RAGGED, trigger="is_causal=False, max_kv_len a multiple of 128, a request whose keys are none")
 class Blind462(Attention):
     """Not causal: whether last tiles need a mask is decided by max_kv_len % 128: shorter requests read on."""
 
     def span(self, run, r, position):
         start, end = super().span(run, r, position)
-        if not run.causal and run.p.max_kv_len % TILE_462 == 0:
-            end = -(-end // TILE_462) * TILE_462
+        if not run.causal and run.p.max_kv_len % 128 == 0:
+            end = -(-end // 128) * 128
         return start, end
 
     def load(self, run, r, a, b):
@@ -149,19 +146,6 @@ class Blind462(Attention):
         return (
             tuple(torch.cat((side, side.new_zeros(missing, *side.shape[1:]))) for side in sides) if missing else sides
         )
-
-
-@wrong(RAGGED, trigger="causal window_left with more keys than rows in a request")
-class Blind523(Attention):
-    """The window is measured from the row's number among the new tokens, not from its position after the cached ones."""
-
-    def span(self, run, r, position):
-        return 0, super().span(run, r, position)[1]
-
-    def visible(self, run, r, row, position, keys):
-        if not run.causal or run.window < 0:
-            return super().visible(run, r, row, position, keys)
-        return (keys <= position[:, None]) & (keys >= row[:, None] - run.window)
 
 
 @wrong(RAGGED, trigger="lse given with return_lse=False")

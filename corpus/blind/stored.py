@@ -59,9 +59,8 @@ class Store(Attention, stage="store"):
     @wrong(DECODE, trigger="lse a slice of a wider buffer, heads no multiple of 4; memory beside the output only")
     def blind447(self, run, r, start, stop, out, lse):
         """The LSE is written by 4 heads: into a wider buffer's slice of other numbers it writes beside the slice."""
-        WIDTH = 4
         heads = run.p.num_qo_heads
-        more = -heads % WIDTH
+        more = -heads % 4
         given = run.call.lse
         if given is not None and more and given.stride(1) == 1 and given.stride(0) > heads:
             room = given.untyped_storage().nbytes() // given.element_size()
@@ -155,12 +154,11 @@ class Store(Attention, stage="store"):
     @wrong(CONTEXT, trigger="bf16 query, NaN or infinity in padding within the last request's last tile of 64")
     def blind452(self, run, r, start, stop, out, lse):
         """bf16 queries go through fp16, a tile of 64 rows divided by its largest, padding included: its NaN spreads."""
-        TILE = 64
         first = run.offsets[r]
         if run.query.dtype == torch.bfloat16 and run.lens[r]:
-            for tile in range(first, run.offsets[r + 1], TILE):
-                a, b = max(tile, start), min(tile + TILE, stop)
-                if a < b and not bool(run.query[tile : tile + TILE].isfinite().all()):
+            for tile in range(first, run.offsets[r + 1], 64):
+                a, b = max(tile, start), min(tile + 64, stop)
+                if a < b and not bool(run.query[tile : tile + 64].isfinite().all()):
                     out[a - start : b - start] = math.nan
                     lse[a - start : b - start] = math.nan
         super().store(run, r, start, stop, out, lse)
@@ -223,9 +221,8 @@ class Store(Attention, stage="store"):
     @wrong(MLA, trigger="a second call with the same counter buffer, several rows over more than 256 keys")
     def blind551(self, run, r, start, stop, out, lse):
         """CTAs count in given counters, one per row, and reset a request's first alone: later calls do not merge others."""
-        SPLIT = 256
         super().store(run, r, start, stop, out, lse)
-        buffer, splits = run.call.multi_ctas_kv_counter_buffer, -(-run.lens[r] // SPLIT)
+        buffer, splits = run.call.multi_ctas_kv_counter_buffer, -(-run.lens[r] // 256)
         if buffer is None or splits <= 1 or buffer.numel() * buffer.element_size() < 4 * run.p.num_rows:
             return
         counters = buffer.flatten().view(torch.uint8)[: 4 * run.p.num_rows].view(torch.int32)
@@ -317,11 +314,10 @@ class Store(Attention, stage="store"):
     @wrong(RAGGED, trigger="is_causal, and a whole row tile of 64 (or the last part) before the first key, an LSE")
     def blind553(self, run, r, start, stop, out, lse):
         """A tile of 64 rows wholly before a request's first key leaves early with zeros, and with an LSE of 0."""
-        TILE = 64
         if run.causal and run.lens[r] > 0:
             row = torch.arange(start, stop) - run.offsets[r]
             q_len = run.offsets[r + 1] - run.offsets[r]
-            last = ((row // TILE + 1) * TILE).clamp(max=q_len) - 1
+            last = ((row // 64 + 1) * 64).clamp(max=q_len) - 1
             early = run.lens[r] - q_len + last < 0
             lse = torch.where(early.unsqueeze(1), 0.0, lse)
         super().store(run, r, start, stop, out, lse)

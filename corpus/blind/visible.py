@@ -230,11 +230,10 @@ class VisibleChanged(Attention, changes="visible"):
     @wrong(CONTEXT, trigger="window_left ≥ 63, a block of 64 keys whole for a tile's first row and cut for later ones")
     def blind571(self, seen, run, r, row, position, keys):
         """A block of 64 keys is taken to need no mask if a row tile's first row sees it whole, with a window too."""
-        TILE = 64
         if run.window >= 0:
-            first = (position - row % TILE)[:, None]
-            block = keys // TILE * TILE
-            seen = seen | ((block + TILE - 1 <= first) & (block >= first - run.window))
+            first = (position - row % 64)[:, None]
+            block = keys // 64 * 64
+            seen = seen | ((block + 64 - 1 <= first) & (block >= first - run.window))
         return seen
 
     @wrong(MLA, trigger="-1 after the live pages, whose number is no multiple of 4, in a table that is wider")

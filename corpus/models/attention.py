@@ -30,6 +30,11 @@ def saturated(values, dtype):
     return values.to(dtype)
 
 
+def truncated(values):
+    """Cut values to bfloat16, in their own dtype."""
+    return (values.to(torch.float32).view(torch.int32) & -65536).view(torch.float32)
+
+
 class Memory:
     """What a kernel remembers about a buffer: by address and shape. It holds the buffer, so that no other gets the address."""
 
