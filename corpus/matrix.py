@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from corpus.kernels import MUTANTS
+from corpus.kernels import MUTANTS, kernel
 from corpus.upstream_rules import UPSTREAM_RULES, passes
 from corpus.wrong import WrongKernel
 from lab.checks.case_run import CaseRun
@@ -175,6 +175,11 @@ def markdown(records: Sequence[dict[str, Any]]) -> str:
     return "\n".join(rows) + "\n"
 
 
+def _record_named(name: str) -> dict[str, Any]:
+    """Judge a mutant by its name: its class has no name of its own to be sent by."""
+    return record_of(kernel(name))
+
+
 def _start_worker() -> None:
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY_BYTES, MOST_MEMORY_BYTES))
@@ -190,7 +195,7 @@ def write_matrix(out: Path, mutants: Sequence[WrongKernel], workers: int) -> boo
     """
     records = []
     with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker) as pool:
-        for record in pool.map(record_of, mutants):
+        for record in pool.map(_record_named, [mutant.name for mutant in mutants]):
             records.append(record)
             write_text(out, json.dumps(records, indent=1) + "\n")  # what is done stays, whatever comes
             kills = ", ".join(record["kills"]) or "LIVES"

@@ -112,6 +112,13 @@ def test_a_recorded_kill_holds_and_the_right_model_lives(name: str) -> None:
     assert judged.outcome is Outcome.RIGHT, judged.wrongs
 
 
+def test_a_mutant_is_recorded_as_it_was(tmp_path: Path) -> None:
+    name = "own_token_missing"  # few checks judge the lists of a draft
+    assert write_matrix(tmp_path / "mutants.json", [kernel(name)], workers=1)
+    (record,) = read_json(tmp_path / "mutants.json")
+    assert (record["mutant"], set(record["kills"])) == (name, set(records()[name]["kills"]))
+
+
 def test_the_whole_matrix(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     if not request.config.getoption("--whole-corpus"):
         pytest.skip("about an hour of two cores: run with --whole-corpus")
