@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,10 +56,15 @@ def test_a_marked_method_takes_the_place_of_its_stage(made: dict[str, Any]) -> N
             """The factor is 3."""
             return super().doubled(number)
 
-    assert [result(made, name) for name in made] == [11, 15, 15]
+        @wrong(stage="trtllm_batch_decode_with_kv_cache")
+        def whole(self, number: int) -> int:
+            """One is added at the end."""
+            return self.doubled(number) + 1
+
+    assert [result(made, name) for name in made] == [11, 15, 15, 11]
     assert made["one_more"].defect == "One is added."
     assert made["one_more"].trigger == "every call"
-    assert [*made] == ["one_more", "larger", "same"]
+    assert [*made] == ["one_more", "larger", "same", "whole"]
     assert Group().doubled(5) == 10
 
 
@@ -114,6 +120,12 @@ def test_what_a_model_does_not_have_is_refused(made: dict[str, Any]) -> None:
     assert made == {}
 
 
+def test_an_object_remembers_what_it_saw_first() -> None:
+    one, other = Doubling(), Doubling()
+    assert [one.first("key", lambda: 1), one.first("key", lambda: 2), one.first("other", lambda: 3)] == [1, 1, 3]
+    assert other.first("key", lambda: 2) == 2
+
+
 def test_a_keyword_with_the_name_of_a_stage_changes_its_result() -> None:
     longer = type("Longer", (SplitKV,), {}, kv_lens=lambda lens, *_: [length + 1 for length in lens])
     problem = SimpleNamespace(seq_lens=torch.tensor([3, 5]))
@@ -121,11 +133,18 @@ def test_a_keyword_with_the_name_of_a_stage_changes_its_result() -> None:
     assert SplitKV().kv_lens(problem) == [3, 5]
 
 
-def test_a_field_instead_may_be_a_function_of_the_problem() -> None:
-    batch = random_batch([1], [5])
-    problem = DecodeCall(**decode_arguments(batch, out_dtype=None, bmm1_scale=0.25)).problem()
-    doubled = type("Doubled", (SplitKV,), {}, instead={"bmm1_scale": lambda problem: problem.bmm1_scale * 2})
-    assert doubled().misread(problem).bmm1_scale == 0.5
+def test_a_field_is_misread_where_the_defect_shows() -> None:
+    problem = DecodeCall(**decode_arguments(random_batch([1], [5]), out_dtype=None, bmm1_scale=0.25)).problem()
+    windowed, with_sinks = replace(problem, window_left=3), replace(problem, sinks=torch.zeros(4))
+
+    def scale(problem: Any, **attributes: Any) -> Any:
+        return type("Misreading", (SplitKV,), {}, **attributes)().misread(problem).bmm1_scale
+
+    assert scale(problem, instead={"bmm1_scale": lambda problem: problem.bmm1_scale * 2}) == 0.5
+    there: dict[str, Any] = {"instead": {"bmm1_scale": 1.0}, "where": lambda problem: problem.window_left >= 0}
+    assert (scale(problem, **there), scale(windowed, **there)) == (0.25, 1.0)
+    there = {"instead": {"bmm1_scale": 1.0}, "only_with": "sinks"}
+    assert (scale(problem, **there), scale(with_sinks, **there)) == (0.25, 1.0)
 
 
 def test_every_kernel_is_there_with_a_defect_and_its_functions() -> None:
