@@ -24,6 +24,10 @@ STUDIES: Mapping[str, str] = {
 }
 
 
+# Studies whose kernels run on a CPU too. Triton decides when such a study is imported whether it interprets them.
+WITHOUT_GPU = ("draft_visibility",)
+
+
 def study_named(name: str) -> "type[Study]":
     """Import a study."""
     found: type[Study] = getattr(import_module(f"studies.{name}"), STUDIES[name])
@@ -44,4 +48,4 @@ def command_of(name: str) -> str:
     return f"lab experiments {name.replace('_', '-')}"
 
 
-__all__ = ["STUDIES", "command_of", "question_of", "study_named"]
+__all__ = ["STUDIES", "WITHOUT_GPU", "command_of", "question_of", "study_named"]

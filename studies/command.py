@@ -22,7 +22,7 @@ from lab.commands.options import (
 )
 from lab.exit_status import ExitStatus
 from lab.ranges import POSITIVE
-from studies import STUDIES, question_of, study_named
+from studies import STUDIES, WITHOUT_GPU, question_of, study_named
 
 
 class StudyGroup(TyperGroup):
@@ -31,13 +31,22 @@ class StudyGroup(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         return [*(name.replace("_", "-") for name in STUDIES), *super().list_commands(ctx)]
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if _study_of(args[0]) in WITHOUT_GPU and not {"-h", "--help"} & {*args}:
+            prepare_machine()
+        return super().resolve_command(ctx, args)
+
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        name = cmd_name.replace("-", "_")
+        name = _study_of(cmd_name)
         if name not in STUDIES:
             return super().get_command(ctx, cmd_name)
         made = typer.Typer(add_completion=False)
         made.command(name=cmd_name, help=question_of(name))(_command_of(name))
         return typer.main.get_command(made)
+
+
+def _study_of(command: str) -> str:
+    return command.replace("-", "_")
 
 
 experiments = typer.Typer(
@@ -54,10 +63,8 @@ def _command_of(name: str) -> Callable[..., None]:
         with refusing_errors():
             chosen = study.of(**{key: value for key, value in given.items() if value is not None})
             chosen.parts  # noqa: B018 a setting may name a point that there is not
-        if study.needs_gpu:
+        if name not in WITHOUT_GPU:
             need_gpu()
-        else:
-            prepare_machine()
         for module in chosen.modules:
             load_or_refuse(module)
         try:

@@ -115,7 +115,7 @@ class DecodeSplit(TimedStudy):
         return [self.passes(points, facts_of)]
 
     def facts(self) -> Mapping[str, Any]:
-        return {**super().facts(), "judged": JUDGED, "trace": trace_name(self.trace)}
+        return {"judged": JUDGED, "trace": trace_name(self.trace)}
 
     def derived(self, result: Result) -> Mapping[str, Any]:
         return {"savings": savings(result["rows"])}

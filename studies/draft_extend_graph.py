@@ -277,7 +277,6 @@ class DraftExtendGraph(TimedStudy):
 
     def facts(self) -> Mapping[str, Any]:
         return {
-            **super().facts(),
             "host_method": HOST_METHOD,
             "completion_method": COMPLETION_METHOD,
             "implementation": self.modules[0],

@@ -142,7 +142,7 @@ class DraftExtendKernels(TimedStudy):
 
     def facts(self) -> Mapping[str, Any]:
         setting = {"geometry": GEOMETRY, "tensor_parallel": TENSOR_PARALLEL, "most_keys": self.most_keys}
-        return {**super().facts(), **setting, "skipped": self.split[1]}
+        return {**setting, "skipped": self.split[1]}
 
     def derived(self, result: Result) -> Mapping[str, Any]:
         return {"crossovers": crossovers(result["rows"])}

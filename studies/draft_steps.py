@@ -162,7 +162,7 @@ class DraftSteps(TimedStudy):
         return [timed, Part(host_points, lambda point: {"host": measure_host(point)}, "host times")]
 
     def facts(self) -> Mapping[str, Any]:
-        return {**super().facts(), "host_method": HOST_METHOD, "trace": trace_name(self.trace)}
+        return {"host_method": HOST_METHOD, "trace": trace_name(self.trace)}
 
     def derived(self, result: Result) -> Mapping[str, Any]:
         """Return the figures of change 26241, once all points are there that they are compared with."""

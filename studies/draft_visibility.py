@@ -112,7 +112,6 @@ class DraftVisibility(Study):
     """A draft after one request's prefix, with the lengths of each backend."""
 
     lists = ("sights",)
-    needs_gpu = False
 
     prefix_len: Annotated[int, typer.Option(min=0, help=PREFIX_HELP)] = 31
     steps: Annotated[int, count("steps of the draft, speculative_num_steps")] = 4

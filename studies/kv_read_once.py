@@ -256,12 +256,7 @@ class KVReadOnce(TimedStudy):
         return measure_point(point, gpu_works, self.plan, facts_of).by_list()
 
     def facts(self) -> Mapping[str, Any]:
-        return {
-            **super().facts(),
-            "host_method": HOST_METHOD,
-            "trace": trace_name(self.trace),
-            "judged": JUDGED,
-        }
+        return {"host_method": HOST_METHOD, "trace": trace_name(self.trace), "judged": JUDGED}
 
     def derived(self, result: Result) -> Mapping[str, Any]:
         return {"targets": score(result["rows"] + result["host"])}

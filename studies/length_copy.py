@@ -190,7 +190,7 @@ class LengthCopy(LoopStudy):
             Part(devices, lambda device: {"verify_masks": measure_masks(device)}, "masks"),
         ]
 
-    def facts(self) -> Mapping[str, Any]:
+    def method(self) -> Mapping[str, Any]:
         return {"method": METHOD}
 
     def answer(self, result: Result) -> Iterable[Table]:

@@ -99,7 +99,7 @@ class MLADecode(TimedStudy):
         return [self.passes(chosen(points, self.only, lambda point: point.name), facts_of)]
 
     def facts(self) -> Mapping[str, Any]:
-        return {**super().facts(), "judged": JUDGED}
+        return {"judged": JUDGED}
 
     def derived(self, result: Result) -> Mapping[str, Any]:
         return {"targets": score(result["rows"])}

@@ -327,7 +327,7 @@ class PlanStreamStudy(LoopStudy):
             Part(FIX_UP_POINTS, lambda point: {"fix_ups": [measure_fix_up(*point)]}, "masks"),
         ]
 
-    def facts(self) -> Mapping[str, Any]:
+    def method(self) -> Mapping[str, Any]:
         return {"method": METHOD, "host_method": HOST_METHOD}
 
     def answer(self, result: Result) -> Iterable[Table]:

@@ -45,12 +45,10 @@ class Study(ABC):
 
     Attributes:
         lists: names of the recorded lists of rows.
-        needs_gpu: without a GPU the command measures nothing.
         settings: the dataclass that has the options, if that is not the study itself.
     """
 
     lists: ClassVar[tuple[str, ...]]
-    needs_gpu: ClassVar[bool] = True
     settings: ClassVar[type | None] = None
 
     @classmethod
@@ -86,8 +84,12 @@ class Study(ABC):
         """Return what the GPU reaches, for the recording."""
         return None
 
+    def method(self) -> Mapping[str, Any]:
+        """Return how times are taken, for the recording."""
+        return {}
+
     def facts(self) -> Mapping[str, Any]:
-        """Return what is recorded of all points, such as the method."""
+        """Return what else is recorded of all points."""
         return {}
 
     def derived(self, result: Result) -> Mapping[str, Any]:
@@ -108,7 +110,9 @@ class Study(ABC):
         Args:
             out: the JSON file, which is written anew after every point; None keeps no file.
         """
-        recording = Recording(self.name(), out, self.facts(), self.lists, self.derived, self.ceilings)
+        recording = Recording(
+            self.name(), out, {**self.method(), **self.facts()}, self.lists, self.derived, self.ceilings
+        )
         for part in self.parts:
             recording.measure(part.points, part.rows_at, part.what)
         for each in self.answer(recording.result):
@@ -142,5 +146,5 @@ class TimedStudy(Study):
     def ceilings(self) -> Ceilings:
         return self.plan.ceilings
 
-    def facts(self) -> Mapping[str, Any]:
+    def method(self) -> Mapping[str, Any]:
         return {"method": str(self.plan.method), "samples": self.samples}

@@ -33,15 +33,20 @@ def target_rows(
     targets: Sequence[Target], reached: Mapping[Figure, float | None], baseline: str
 ) -> list[dict[str, Any]]:
     """Return what a row records of the targets of a variant. A figure of None was not compared: neither passed nor missed."""
-    return [_target_row(target, reached[target.figure], baseline) for target in targets]
-
-
-def _target_row(target: Target, reached: float | None, baseline: str) -> dict[str, Any]:
-    facts: dict[str, Any] = {"figure": target.figure.value.format(baseline=baseline), "target": target.bound}
-    if reached is None:
-        return facts | {"reached": None, "margin": None, "passed": None}
-    margin = target.margin(reached)
-    return facts | {"reached": round(reached, 3), "margin": round(margin, 3), "passed": margin >= 0}
+    rows: list[dict[str, Any]] = []
+    for target in targets:
+        figure, value = target.figure.value.format(baseline=baseline), reached[target.figure]
+        margin = None if value is None else target.margin(value)
+        rows.append(
+            {
+                "figure": figure,
+                "target": target.bound,
+                "reached": None if value is None else round(value, 3),
+                "margin": None if margin is None else round(margin, 3),
+                "passed": None if margin is None else margin >= 0,
+            }
+        )
+    return rows
 
 
 def target_text(row: Mapping[str, Any]) -> str:

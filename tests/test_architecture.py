@@ -109,6 +109,11 @@ def test_nothing_but_its_command_imports_the_dry_run() -> None:
     assert importers == {"commands/dry_run.py"}
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "studies").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_studies_import_neither_the_corpus_nor_tests(path: Path) -> None:
+    assert not {name.split(".")[0] for name in imported_modules(path)} & {"corpus", "tests"}
+
+
 # In the order of one process, in which modules only come in: what is absent after a step was absent after those before it.
 HEAVY = ("triton", "flashinfer", "pytest", "rich")
 STEPS: list[tuple[str, tuple[str, ...]]] = [

@@ -1,4 +1,4 @@
-"""Five changes of SGLang's TRT-LLM attention backends: what each claims, and what recorded experiments say of it.
+"""Five changes of SGLang's TRT-LLM attention backends: what each claims, and what recorded studies say of it.
 
 Every number and every verdict is computed from the recordings. What is written here is the claim, its source, the question, and
 the statements that recorded points confirm or contradict.

@@ -12,7 +12,7 @@ Row = Mapping[str, Any]  # of a list in a recording
 RowPair = tuple[Row, Row]  # without the change and with it, at one point
 Clocks = Callable[[Row], dict[str, Times]]
 Recording = Mapping[str, Any]
-Recordings = Mapping[str, Recording]  # by the name of the experiment's module
+Recordings = Mapping[str, Recording]  # by the name of the study
 
 
 @dataclass(frozen=True)

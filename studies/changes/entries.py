@@ -1,4 +1,4 @@
-"""Recorded experiments, read and judged: for each change what its recordings say, and what they were measured on."""
+"""Recorded studies, read and judged: for each change what its recordings say, and what they were measured on."""
 
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -71,14 +71,14 @@ def _answer(change: Change, files: Mapping[str, RecordedFile]) -> Answer:
         return change.judge({module: found.content for module, found in files.items()})
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         names = ", ".join(str(found.path) for found in files.values())
-        message = f"{names}: not in the form that the experiment writes: {type(error).__name__}: {error}"
+        message = f"{names}: not in the form that the study writes: {type(error).__name__}: {error}"
         raise RecordedFileError(message) from error
 
 
 def _read(path: Path) -> RecordedFile:
     file = read_file(path)
     if file.kind is not Kind.EXPERIMENT:
-        raise RecordedFileError(f"{path}: holds no experiment's recording but {file.kind.value}")
+        raise RecordedFileError(f"{path}: holds no study's recording but {file.kind.value}")
     return file
 
 

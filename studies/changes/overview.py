@@ -1,4 +1,4 @@
-"""The changes' claims and what recorded experiments say of them: a page of Markdown, and a table for a terminal."""
+"""The changes' claims and what recorded studies say of them: a page of Markdown, and a table for a terminal."""
 
 import os
 from collections.abc import Sequence

@@ -153,6 +153,12 @@ def test_ctrl_c_has_a_status_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     assert run("checks") == 130
 
 
+@no_gpu
+def test_a_study_that_runs_on_a_cpu_has_its_kernels_interpreted() -> None:
+    said = in_a_process("experiments", "draft-visibility", "--steps", "2", "--prefix-len", "3")
+    assert said.endswith("'triton'] 1\n")
+
+
 def test_a_missing_folder_is_made_and_a_file_that_cannot_be_written_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ from tests.studies.simulated import CEILINGS, measured_interleaved, quick_host_t
 
 @pytest.fixture
 def simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An experiment measures: what it measures is the test's to simulate."""
+    """A study measures; the test simulates what it measures."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(recording, "environment", lambda: {"gpu": "simulated"})

@@ -1,4 +1,4 @@
-"""The experiment's works judged on a CPU, its arithmetic and tables on made-up rows, its command line; times on a GPU."""
+"""The study's works judged on a CPU, its arithmetic and tables on made-up rows, its command line; times on a GPU."""
 
 import json
 from functools import partial
@@ -229,7 +229,7 @@ def test_a_mode_is_measured_eagerly_and_in_a_graph(mode: ForwardMode) -> None:
     assert rows["graph"]["launches"] < rows["eager"]["launches"]
     assert rows["load"]["launches"] >= 5
     assert "host_us" not in rows["load"]
-    # Which variant is faster is the experiment's to say: beside other tests on the same GPU either may be.
+    # Which variant is faster is the study's to say: with other tests on the same GPU either may be.
     assert all(rows[variant][time] > 0 for variant in ("eager", "graph") for time in ("host_us", "completion_us"))
     assert all(row["median_us"] > 0 for row in rows.values())
 

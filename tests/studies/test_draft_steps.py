@@ -1,4 +1,4 @@
-"""The experiment's arithmetic and tables on made-up rows; its GPU times are the benchmarks'."""
+"""The study's arithmetic and tables on made-up rows; its GPU times are the benchmarks'."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The loop on a CPU, its command line, and on a GPU what the experiment is about."""
+"""The loop on a CPU, its command line, and on a GPU what the study is about."""
 
 import itertools
 import json

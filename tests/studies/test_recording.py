@@ -13,13 +13,13 @@ import torch
 import studies
 from lab.exit_status import ExitStatus
 from lab.kernels import portable
-from studies import STUDIES, command_of, question_of, study_named
+from studies import STUDIES, WITHOUT_GPU, command_of, question_of, study_named
 from studies.recording import Recording, table_of
 from studies.study import Part, Study
 from tests.commands.command import run
 from tests.studies.simulated import CEILINGS
 
-ON_A_GPU = tuple(name for name in STUDIES if name != "draft_visibility")
+ON_A_GPU = tuple(name for name in STUDIES if name not in WITHOUT_GPU)
 FOLDER = Path(studies.__file__).parent
 
 

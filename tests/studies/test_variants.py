@@ -40,7 +40,7 @@ def checked(check: Any) -> GpuWork:
     return GpuWork(lambda: lambda: None, {}, 1, check=check)
 
 
-def test_an_experiment_that_needs_all_variants_says_which_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_study_that_needs_all_variants_says_which_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variants, "measure_interleaved", lambda works, method, samples: measured(works))
     point = Point("2q4", (Variant("one", None), Variant("two", None)))
 

@@ -131,11 +131,10 @@ def test_what_is_not_recorded_says_so_and_what_cannot_be_read_says_why(folder: P
     assert (entries["length_copy"].verdict, entries["length_copy"].failure) == ("not recorded", "")
     assert "plan_stream.json: not JSON" in entries["plan_stream"].failure
     assert (
-        "draft_steps.json: not in the form that the experiment writes: KeyError: 'point'"
-        in entries["draft_steps"].failure
+        "draft_steps.json: not in the form that the study writes: KeyError: 'point'" in entries["draft_steps"].failure
     )
     assert (
-        "draft_extend_graph.json: holds no experiment's recording but something else"
+        "draft_extend_graph.json: holds no study's recording but something else"
         in entries["draft_extend_graph"].failure
     )
     assert entries["draft_extend_kernels"].answer is not None
@@ -156,7 +155,7 @@ def test_the_table_has_a_line_per_claimed_statement(folder: Path) -> None:
 
 
 class Commands:
-    """Stands for the experiments' processes: writes recordings, and ends as it is told."""
+    """Stands for the studies' processes: writes recordings, and ends as it is told."""
 
     def __init__(self, statuses: dict[str, int] | None = None) -> None:
         self.statuses = statuses or {}
@@ -185,7 +184,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_on_a_gpu_every_experiment_runs_and_the_overview_is_of_what_they_wrote(
+def test_on_a_gpu_every_study_runs_and_the_overview_is_of_what_they_wrote(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     commands = Commands()
