@@ -113,7 +113,7 @@ SCENARIO = "decode/llama-3.1-8b/1q1s16"
         ("compare a.json b.json", 2, "not compared: "),
         ("report nowhere.json", 2, "no report: "),
         ("html nowhere", 2, "no report: "),
-        ("mutants --out m.json --only nobody", 2, "no mutant is called 'nobody'"),
+        ("mutants --out m.json --only nobody", 2, "no wrong kernel is called 'nobody'"),
         ("mutants", 2, "Missing option '--out'"),
     ],
 )
