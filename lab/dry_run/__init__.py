@@ -19,7 +19,7 @@ shape and have no such launcher: there a dry run shows FlashInfer's choice of ba
 The table is that of flashinfer-cubin 0.6.13, unless a newer one is installed (`lab.dry_run.kernel_table`): what a later
 FlashInfer's launcher selects from it rests on the table of 0.6.13.
 
-FlashInfer 0.6.13's launcher reads exactly that table. It is had beside another FlashInfer with `pip install --no-deps
+FlashInfer 0.6.13's launcher reads exactly that table. It is installed next to another FlashInfer with `pip install --no-deps
 --target FOLDER flashinfer-python==0.6.13` and FOLDER first in `PYTHONPATH`. The lab's adapters are written for 0.7.2, so
 there FlashInfer's own functions are called. `tests/dry_run/test_exact_table.py` does so where `LAB_FLASHINFER_0613` names
 FOLDER: a decode, a context, an MLA and a ragged call launch the same kernels with the same grids under both.

@@ -3,8 +3,8 @@
 `lab.kernels.trtllm` makes the call, FlashInfer's own launcher selects the kernel and fills its parameters, and
 `lab.dry_run.arithmetic` computes attention from these alone. So `lab judge lab.dry_run.b200 --device cpu` judges *the call*: a
 wrong stride, offset, length, table, window or scale of the lab's adapters gives a wrong result. It judges nothing of NVIDIA's
-machine code: a kernel's bugs, its rounding and what it writes beside its output show on a B200 alone. A `workspace_buffer` that
-is given is not used, for the judge's are smaller on a CPU than a B200's call takes: each call has the lab's own.
+machine code: a kernel's bugs, its rounding and what it writes outside its output show on a B200 alone. A given
+`workspace_buffer` is not used, for the judge's are smaller on a CPU than a B200's call takes: each call has the lab's own.
 
 What rests on the kernels' table of flashinfer-cubin 0.6.13 is that there is a kernel for a call, and its mask.
 """

@@ -84,7 +84,7 @@ def library(table: kernel_table.KernelTable | None = None) -> Path:
         table: the kernels that there are; `kernel_table.newest()` by default.
 
     Raises:
-        NotBuiltError: `why_not_built`'s sentence, or what nvcc said.
+        NotBuiltError: `why_not_built`'s sentence, or nvcc's output.
     """
     reason = why_not_built()
     if reason is not None:
@@ -189,7 +189,7 @@ def _compile(work: Path, made: dict[str, str]) -> None:
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        said = (done.stdout + done.stderr)[-2000:]
+        output = (done.stdout + done.stderr)[-2000:]
         raise NotBuiltError(
-            f"{Path(command[0]).name} {Path(command[-3]).name} failed with FlashInfer {flashinfer_version()}:\n{said}"
+            f"{Path(command[0]).name} {Path(command[-3]).name} failed with FlashInfer {flashinfer_version()}:\n{output}"
         )

@@ -204,14 +204,14 @@ def _front_end(shape: Shape, name: str, text: str, flags: Sequence[str], shared_
         begin = time.perf_counter()
         run = subprocess.run([*command, str(probe), "-o", f"{folder}/probe.ptx"], capture_output=True, text=True)
         seconds = time.perf_counter() - begin
-        said = run.stdout + run.stderr
+        printed = run.stdout + run.stderr
         errors = [
-            each for each in ERROR.finditer(said) if (Path(each["path"]), int(each["line"]) > lines) != (probe, True)
+            each for each in ERROR.finditer(printed) if (Path(each["path"]), int(each["line"]) > lines) != (probe, True)
         ]
         refusal = _assertion(errors[0]) if errors else None
-    value = VALUE.search(said)
+    value = VALUE.search(printed)
     if refusal is None and value is None:
-        raise RuntimeError(f"nvcc did not come to the end of {name}: {said.strip()}")
+        raise RuntimeError(f"nvcc did not come to the end of {name}: {printed.strip()}")
     needed = int(value[1]) if value else None
     return Compiled(name, refusal or _too_much(shape.capability, needed), needed, seconds)
 

@@ -1,4 +1,4 @@
-"""Shapes at the limits of XQA, XQA MLA and fmha_v2: each compiled as far as its assertions go, beside the lab's `why_not`.
+"""Shapes at the limits of XQA, XQA MLA and fmha_v2: compiled as far as their assertions go, compared with the lab's `why_not`.
 
     python -m lab.dry_run.compiled_table results/blackwell-dry-run
 
@@ -181,14 +181,14 @@ def judged(shape: Shape) -> str | None:
     return why_not(shape.kernel, shape.capability, problem(shape))
 
 
-def record(folder: Path, told: Callable[[str], None] = print) -> None:
+def record(folder: Path, report: Callable[[str], None] = print) -> None:
     """Compile every shape, and write compiled.json and compiled.md."""
     version = subprocess.run([str(build.nvcc()), "--version"], capture_output=True, text=True, check=True).stdout
     facts = environment() | {"nvcc": version.splitlines()[-1]}
     rows = []
     for shape in shapes():
         rows.append(JudgedShape(shape, compiled(shape), judged(shape)))
-        told(f"{_words(shape)}: {rows[-1].refusal or 'compiles'}")
+        report(f"{_words(shape)}: {rows[-1].refusal or 'compiles'}")
     head = json.dumps({"method": METHOD, "environment": facts}, indent=1).removesuffix("\n}")
     body = ",\n  ".join(json.dumps(_written(row)) for row in rows)
     write_text(folder / "compiled.json", f'{head},\n "rows": [\n  {body}\n ]\n}}\n')

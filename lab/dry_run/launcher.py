@@ -116,8 +116,8 @@ class Launcher:
                 self._library.dry_run_end_capture()
             faults = self._library.dry_run_take_faults().decode()
             if failure is not None or faults:  # FlashInfer prints some of the driver's errors and goes on
-                said = "" if failure is None else str(failure).strip()
-                raise LaunchError("; ".join(each for each in (faults, said) if each)) from failure
+                message = "" if failure is None else str(failure).strip()
+                raise LaunchError("; ".join(each for each in (faults, message) if each)) from failure
             return result
 
         return call

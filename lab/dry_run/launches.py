@@ -52,7 +52,7 @@ class KernelParams:
         ptr_page_idx_kv: the page table, int32.
         ptr_seq_lens_kv: int32 [batch_size].
         ptr_multi_ctas_kv_counter, ptr_partial_stats, ptr_partial_o: scratch where several CTAs share a request's keys.
-        ptr_softmax_stats: (max, sum) of each row and head, where the LSE is asked for.
+        ptr_softmax_stats: (max, sum) of each row and head, where the call returns the LSE.
         ptr_scale_softmax_log2, ptr_output_scale: scales on the device, read in place of the two floats.
         scale_softmax_log2: the logits' factor, times log2(e).
         attention_window_size: keys that a row sees, itself among them.

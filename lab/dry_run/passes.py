@@ -61,7 +61,7 @@ class DryCall:
         kernel: name of the kernel's row in `lab.kernels.support`.
         launches: what FlashInfer's launcher launched, in its order; none where the kernel is known by the rules alone.
         refusal: the reason why the kernel does not take the call, `why_not`'s sentence; None if it does.
-        failure: what FlashInfer's launcher said of a call that `why_not` takes; None if it launched, or was not asked.
+        failure: FlashInfer's launcher's error for a call that `why_not` takes; None if it launched, or was not called.
     """
 
     function: str
@@ -88,7 +88,7 @@ class DryRun:
         gpu: the GPU.
         table: where the table of the launcher's kernels is from, such as "flashinfer-cubin 0.6.13"; None by the rules alone.
         table_is_older: the launcher reads members of a kernel's row that the table has not.
-        by_rules_because: why FlashInfer's launcher was not asked, a sentence; None if it was.
+        by_rules_because: why FlashInfer's launcher was not called, a sentence; None if it was.
         passes: in their order.
     """
 
@@ -158,8 +158,8 @@ def dry_run(
 ) -> DryRun:
     """Return the kernels and launches of passes on a GPU that is not there.
 
-    On SM100 and SM103 FlashInfer's launcher is asked, if it can be compiled here; elsewhere `lab.kernels.support` alone says
-    which kernel runs. A GPU that FlashInfer has no TRT-LLM kernels for runs the portable ones.
+    On SM100 and SM103 FlashInfer's launcher is called, if it can be compiled here; elsewhere `lab.kernels.support` alone gives
+    the kernel that runs. A GPU that FlashInfer has no TRT-LLM kernels for runs the portable ones.
 
     Args:
         gpu_name: one of `lab.dry_run.GPUS`.

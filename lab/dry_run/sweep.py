@@ -121,11 +121,11 @@ def sweep(gpu_name: str, drawn: int = DRAWN, every: int = 1, seed: int = 0) -> I
 
 
 def judged(gpu: Machine, call: AttentionCall, point: Point) -> Verdict:
-    asked = made(call, point)
-    problem = asked.problem()
+    arguments = made(call, point)
+    problem = arguments.problem()
     kernel = kernel_for(call, gpu.gpu.capability)
     refusal = why_not(kernel, gpu.gpu.capability, problem)
-    failure, name = _launched(gpu, call, asked, problem)
+    failure, name = _launched(gpu, call, arguments, problem)
     plain = MODELS[call].default
     non_default = {axis: value for axis, value in point.items() if value != plain[axis]}
     agreement = _agreement(gpu, call, point, refusal, failure, kernel, problem)
@@ -145,10 +145,11 @@ def _agreement(
         return "taken by both"
     if failure is None:
         return "refused for longer requests" if _fails_longer(gpu, call, point) else "refused, and launched"
-    said, meant = reasons(SAID, failure), {why for each in _refusals(kernel, problem) for why in reasons(REFUSED, each)}
-    if refusal is not None and said & meant:
+    reported = reasons(SAID, failure)
+    meant = {why for each in _refusals(kernel, problem) for why in reasons(REFUSED, each)}
+    if refusal is not None and reported & meant:
         return "refused by both"
-    if said == {Why.BUILT} and _is_in_a_later_table(gpu, problem):
+    if reported == {Why.BUILT} and _is_in_a_later_table(gpu, problem):
         return "in a later table"
     return "taken, and the launcher fails" if refusal is None else "refused for another reason"
 
@@ -190,15 +191,15 @@ def _fails_longer(gpu: Machine, call: AttentionCall, point: Point) -> bool:
     return failure is not None
 
 
-def _launched(gpu: Machine, call: AttentionCall, asked: Any, problem: Problem) -> tuple[str | None, str | None]:
+def _launched(gpu: Machine, call: AttentionCall, arguments: Any, problem: Problem) -> tuple[str | None, str | None]:
     """Return (the failure, None), or (None, the kernel's name). A launch that misreads the problem is a failure."""
     # A division by 0 would end the process. One that no row foresees ends this one, and so is seen.
     divides = isinstance(problem, PagedAttention) and division in LIMITS[call] and division(problem)
-    if divides and not _survives(call, asked):
+    if divides and not _survives(call, arguments):
         return "the process was killed by SIGFPE", None
     gpu.clear()
     try:
-        getattr(trtllm, call.value)(**vars(asked))
+        getattr(trtllm, call.value)(**vars(arguments))
     except (RuntimeError, ValueError, NotImplementedError, AssertionError, TypeError) as error:
         words = re.sub(r"(?<= at )\S*/", "", f"{type(error).__name__}: {error}")  # less the folders of a file
         return words.strip()[:MOST_WORDS], None
@@ -208,12 +209,12 @@ def _launched(gpu: Machine, call: AttentionCall, asked: Any, problem: Problem) -
     return misread(launch, problem), launch.name
 
 
-def _survives(call: AttentionCall, asked: Any) -> bool:
+def _survives(call: AttentionCall, arguments: Any) -> bool:
     """Return False if a call divides by 0, which ends its process: no handler can catch it."""
     child = os.fork()
     if child == 0:
         try:
-            getattr(trtllm, call.value)(**vars(asked))
+            getattr(trtllm, call.value)(**vars(arguments))
         finally:
             os._exit(0)
     return os.waitpid(child, 0)[1] != signal.SIGFPE
@@ -335,8 +336,8 @@ def _examples(verdicts: Iterable[Verdict]) -> Iterator[str]:
     """Yield one row per function and reason of the launcher: the number of calls, and the call with fewest non_default."""
     kinds: dict[tuple[str, str, str], list[Verdict]] = {}
     for verdict in verdicts:
-        said = reasons(SAID, verdict.failure or "")
-        why = " or ".join(sorted(each.value for each in said)) if verdict.failure else verdict.agreement
+        reported = reasons(SAID, verdict.failure or "")
+        why = " or ".join(sorted(each.value for each in reported)) if verdict.failure else verdict.agreement
         kinds.setdefault((verdict.call, why or "another reason", verdict.agreement), []).append(verdict)
     for (call, why, _), found in kinds.items():
         plainest = min(found, key=lambda each: len(each.non_default))

@@ -1,4 +1,4 @@
-"""The axes of the sweep: what can be asked of trtllm-gen's four calls, wrong values among it, and the points that are swept."""
+"""The axes of the sweep: the arguments of trtllm-gen's four calls, wrong values among it, and the points that are swept."""
 
 import itertools
 import random

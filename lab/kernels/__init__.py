@@ -51,8 +51,8 @@ def default_implementation(device: torch.device | str | None = None) -> ModuleTy
 class PlannedOnce:
     """An implementation that plans on the host, wrapped so that `prepare` plans once, for lengths, rows and page ids that stay.
 
-    Such an implementation has `plan_<name>` beside a function, which takes the same arguments, does the host's work, reads
-    lengths and tables, and returns the ready call; an engine does so once for all layers of a pass. What plans nothing is
+    Such an implementation has `plan_<name>` for `<name>`, which takes the same arguments, does the host's work, reads lengths
+    and tables, and returns the ready call; an engine does so once for all layers of a pass. What plans nothing is
     prepared as ever.
     """
 

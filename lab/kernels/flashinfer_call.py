@@ -20,8 +20,8 @@ from lab.kernels.support.trtllm import kernel_for
 
 # Of the lab's own workspace; 512 MiB is SGLang 0.5.23's default.
 SCRATCH_BYTES = 512 * 2**20
-# The least scratch that the lab hands on. XQA (FlashInfer 0.7.2, xqa_wrapper.cu) and trtllm-gen (kernelParams.h, `ptrPartialO`)
-# would write past a smaller one without a word.
+# The least scratch of a call. XQA (FlashInfer 0.7.2, xqa_wrapper.cu) and trtllm-gen (kernelParams.h, `ptrPartialO`)
+# would write past a smaller one without an error.
 LEAST_SCRATCH_BYTES = 64 * 2**20
 
 Refresh = Callable[[], object]  # one small launch that rewrites what was derived from a tensor's contents

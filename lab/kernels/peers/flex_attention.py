@@ -2,7 +2,7 @@
 
 The pool is one sequence of tokens, a block of keys is a page, and the mask finds a token's position in its request by a table,
 as torch's own `PagedAttention` does (`torch/nn/attention/experimental/_paged_attention.py`). Pages that every row of a block of
-rows sees are given as such, so that the mask is not asked there. Where all requests have as many rows, each is a batch entry;
+rows sees are given as such, so that the mask is not called there. Where requests have equally many rows, each is a batch entry;
 else all rows are one sequence, and a block of them reads the pages of each request that it has rows of.
 
 Blocks and tables are made on the host from the lengths: `plan_` before a call's name does that once

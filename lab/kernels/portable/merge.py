@@ -170,7 +170,7 @@ def arrives_last(counter, expected):
     The last reads what the others have stored before they arrived. In the terms of PTX's memory model ("Causality Order"):
     each thread's stores come before the program's barrier, and the barrier before the atomic of its first thread, which
     releases them to the GPU. Every arrival is a read-modify-write of one counter, so that the last one observes all others,
-    through those in between, and acquires what they released; the barrier that hands the count to its threads comes before
+    through those in between, and acquires what they released; the barrier that passes the count to its threads comes before
     their loads. So no load of these threads returns older contents, not even from the L1 of their multiprocessor, which the
     acquiring atomic invalidates. After the last arrival only the last program touches the counter, and a launch ends before
     the next launch's first arrival.

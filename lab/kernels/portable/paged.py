@@ -7,7 +7,7 @@ Only in a prefill, where query rows alone fill the GPU, does one program have al
 device: nothing is read back, and no length is compiled in.
 On SM90, a Gluon kernel takes the calls that are bound by products (`lab.kernels.portable.hopper_attention`).
 
-A batch of prompts beside decodes has two kinds of requests, those with few query tokens and those with more. Each kind has a
+A batch of prompts and decodes has two kinds of requests, those with few query tokens and those with more. Each kind has a
 launch with a tile and a division of its own, and programs of both run side by side:
 
     first launch, then merge    shares of the keys of requests with few tokens, on half of the multiprocessors' room

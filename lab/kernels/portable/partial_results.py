@@ -57,7 +57,7 @@ def new_partials(shares: Shares | None, q_blocks: int, rows: int, problem: Paged
 
 
 def overlaps_launches(device: torch.device) -> bool:
-    """Return True where a launch may begin beside the end of the one before it (programmatic dependent launch)."""
+    """Return True where a launch may begin before the end of the previous launch (programmatic dependent launch)."""
     family = family_of(capability_of(device))
     return family is not None and family.overlaps_launches
 

@@ -105,7 +105,7 @@ def softmax_step(scores, scale, largest, DOT_DTYPE: tl.constexpr):
     """Return one step of a running softmax in base 2: (weights for DOT_DTYPE, factor of earlier sums, largest).
 
     The largest weight is 1, or 2 ** 14 in float16, where `largest` is 14 below the largest score. float16 has nothing below
-    2 ** -24, and beside a key with nearly all the weight, a hundred thousand others may share the rest.
+    2 ** -24, and where one key has nearly all the weight, a hundred thousand others may share the rest.
 
     Args:
         scores: float32 [rows, keys], in base 2 once multiplied by `scale`; -inf where a row does not see a key.

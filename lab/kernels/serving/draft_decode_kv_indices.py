@@ -101,7 +101,7 @@ def generate_draft_decode_kv_indices(
         topk: branches per request.
         page_size: tokens per page.
         window_size: tokens at a prefix's end that a list keeps; 0 keeps the whole prefix.
-        sink_size: tokens at a prefix's start that a list keeps beside a window; 0 without one.
+        sink_size: tokens at a prefix's start that a list keeps in addition to a window; 0 without one.
         entry_page_size: tokens that an entry of ``req_to_token`` covers: 1, or ``page_size`` where entries are pages.
         v2p: ``[num_virtual_pages]`` int32 or int64, the page of each virtual one: ``req_to_token`` then has virtual slots or
             pages, each of which must be in ``v2p``. A slot below 0, or one whose page is below 0, becomes slot 0.

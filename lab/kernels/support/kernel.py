@@ -97,7 +97,7 @@ class Kernel:
         honours: the features that it honours; a problem with any other is refused.
         says: its own sentences, without its name, about features that it does not honour.
         limits: what the row cannot say: a function of (capability, problem) that returns such a sentence, or None. It is
-            asked last.
+            called last.
         uses_triton: Triton compiles it, for every GPU since SM80.
         on_cpu: it runs on a CPU too; what uses Triton, in Triton's interpreter.
     """

@@ -119,8 +119,8 @@ def _not_built(built: tuple[Built, ...], problem: Problem) -> str | None:
     """Return the refusal of a problem without a kernel in the table; it names the nearest kernels."""
     triple = (problem.query.dtype, problem.kv_dtype, problem.out_dtype)
     page_size = problem.page_size if isinstance(problem, PagedAttention) else None
-    asked = (triple, (problem.head_dim, problem.v_head_dim), page_size, _mask(problem))
-    fits = [[value in values for value, values in zip(asked, vars(each).values(), strict=True)] for each in built]
+    wanted = (triple, (problem.head_dim, problem.v_head_dim), page_size, _mask(problem))
+    fits = [[value in values for value, values in zip(wanted, vars(each).values(), strict=True)] for each in built]
     if any(map(all, fits)):
         return None
     q, kv, out = (str(dtype).removeprefix("torch.") for dtype in triple)
@@ -128,7 +128,7 @@ def _not_built(built: tuple[Built, ...], problem: Problem) -> str | None:
     # The nearest is of these head dimensions, then of these dtypes.
     near = max(zip(fits, built, strict=True), key=lambda pair: (pair[0][1], pair[0][0], sum(pair[0])))
     return (
-        f"has no kernel {TABLE} for {q} queries, {kv} K/V and {out} output with {asked[3].value}, head_dim "
+        f"has no kernel {TABLE} for {q} queries, {kv} K/V and {out} output with {wanted[3].value}, head_dim "
         f"{problem.head_dim}{pages}; it has them for {_words(*near)}"
     )
 
@@ -143,7 +143,7 @@ def _words(fits: list[bool], built: Built) -> str:
         "pages of {}, {} or {}".format(*SMALL_PAGES),
         " or ".join(mask.value for mask in built.masks),
     )
-    return ", and ".join(said for said, fit in zip(words, fits, strict=True) if not fit)
+    return ", and ".join(word for word, fit in zip(words, fits, strict=True) if not fit)
 
 
 def _too_many_heads(problem: PagedAttention) -> str | None:
@@ -293,5 +293,5 @@ TRTLLM_GEN_RAGGED = gen_kernel(
     ),
     sizes=(RAGGED_SIZES,),
     honours=HONOURS | {Feature.NON_CAUSAL},
-    says={Feature.STRIDED_QUERY: STRIDED_QUERY},  # the launcher hands on K's and V's strides alone
+    says={Feature.STRIDED_QUERY: STRIDED_QUERY},  # the launcher passes on the strides of K and V alone
 )

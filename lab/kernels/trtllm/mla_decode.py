@@ -2,7 +2,7 @@
 
 None of these GPUs was at hand: trtllm-gen's calls have been checked through FlashInfer's own launcher on a CPU (`lab.dry_run`),
 XQA's by signature and simulation. The adapter names the backend and the base of the LSE, which FlashInfer otherwise chooses
-with it, hands sinks on as the one tensor that the kernels read, and undoes XQA's multiplying the logits by `bmm2_scale` too
+with it, passes sinks on as the one tensor that the kernels read, and undoes XQA's multiplying the logits by `bmm2_scale` too
 (mla_sm120.cu, `qkScaleLog2e`).
 """
 
