@@ -377,11 +377,14 @@ def test_padding_by_hand() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float64])
-@pytest.mark.parametrize("rows", [(1, 2, 3, 4), (4, 1, 1, 2), (2, 4), (0, 3, 0), (3, 0), (1,), (0, 0)])
-def test_padding_and_back_is_the_identity(rows: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("rows", "max_seq_len_q"),
+    [((1, 2, 3, 4), 4), ((4, 1, 1, 2), 5), ((2, 4), 4), ((0, 3, 0), 3), ((3, 0), 4), ((1,), 1), ((0, 0), 0), ((), 2)],
+)
+def test_padding_and_back_is_the_identity(rows: tuple[int, ...], max_seq_len_q: int, dtype: torch.dtype) -> None:
     query = torch.randn(sum(rows) + 2, 2, 3).to(dtype)
     lens, cu = torch.tensor(rows, dtype=torch.int32), boundaries(*rows)
-    block = torch.full((len(rows), 4, 2, 3), float("nan")).to(dtype)
+    block = torch.full((len(rows), max_seq_len_q, 2, 3), float("nan")).to(dtype)
     with ForbidHostReads():
         padded = pad_draft_extend_query(query, lens, cu, block)
         out = unpad_draft_extend_output(padded, cu, torch.full_like(query.float(), 9.0).to(dtype))
