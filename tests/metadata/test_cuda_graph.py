@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lab.metadata.engine.cuda_graph import size_for
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.graph_inputs import GraphMode, StaticInputs
@@ -28,6 +29,12 @@ def accepted(*widths: int, on_device: bool = True, on_host: bool = True) -> Forw
 @pytest.fixture
 def inputs() -> StaticInputs:
     return StaticInputs(GraphMode.draft_extend(WIDTH), SIZE, torch.device("cpu"))
+
+
+def test_the_smallest_size_that_fits_is_replayed() -> None:
+    assert [size_for(batch_size, [4, 1, 8]) for batch_size in (0, 1, 2, 4, 5, 8)] == [1, 1, 4, 4, 8, 8]
+    with pytest.raises(ValueError, match=r"9 requests exceed every captured size \[1, 4, 8\]"):
+        size_for(9, [4, 1, 8])
 
 
 def test_a_draft_extend_takes_the_place_of_a_larger_one(inputs: StaticInputs) -> None:

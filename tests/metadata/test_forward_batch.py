@@ -104,7 +104,7 @@ def test_leftover_extend_lengths_mean_nothing_in_other_modes(mode: ForwardMode, 
     ForwardBatch(**arguments(mode) | {"out_cache_loc": locations, "num_tokens": num_tokens})
 
 
-@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("width", [1, 2, 3, 4])
 def test_a_fixed_width_of_draft_extend_v2_holds_for_every_request(width: int) -> None:
     spec_info = SpecInfo(num_tokens_per_req=width)
     with pytest.raises(ValueError, match=rf"\[2, 4\], but SpecInfo.num_tokens_per_req={width}"):
@@ -152,6 +152,20 @@ def test_verification_has_equal_rows_per_request(num_tokens: int) -> None:
         )
 
 
+@pytest.mark.parametrize("num_requests", [0, 1])
+def test_a_request_verifies_a_row_or_more(num_requests: int) -> None:
+    of_requests = {"req_pool_indices", "seq_lens", "seq_lens_cpu", "extend_seq_lens", "extend_prefix_lens"}
+    of_requests |= {"extend_seq_lens_cpu", "extend_prefix_lens_cpu"}
+    whole = arguments(ForwardMode.TARGET_VERIFY)
+    fields = whole | {name: whole[name][:num_requests] for name in of_requests}
+    fields |= {"num_tokens": 0, "out_cache_loc": torch.zeros(0, dtype=torch.int64, device="meta")}
+    if num_requests == 0:
+        assert ForwardBatch(**fields).batch_size == 0
+    else:
+        with pytest.raises(ValueError, match="num_tokens=0 is no positive multiple of the 1 requests"):
+            ForwardBatch(**fields)
+
+
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
@@ -167,7 +181,12 @@ def test_spec_info_refuses(fields: dict[str, Any], error: type[Exception], messa
         SpecInfo(**fields)
 
 
-def test_refuses_too_few_accept_lengths() -> None:
-    spec_info = SpecInfo(num_accept_tokens=torch.zeros(1, dtype=torch.int32, device="meta"))
-    with pytest.raises(ValueError, match="num_accept_tokens has 1 entries, fewer than 2 requests"):
-        ForwardBatch(**arguments(ForwardMode.DRAFT_EXTEND) | {"spec_info": spec_info})
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_accept_lengths_may_be_more_than_the_requests_and_not_fewer(count: int) -> None:
+    spec_info = SpecInfo(num_accept_tokens=torch.zeros(count, dtype=torch.int32, device="meta"))
+    fields = arguments(ForwardMode.DRAFT_EXTEND) | {"spec_info": spec_info}
+    if count >= 2:
+        assert ForwardBatch(**fields).spec_info is spec_info
+    else:
+        with pytest.raises(ValueError, match="num_accept_tokens has 1 entries, fewer than 2 requests"):
+            ForwardBatch(**fields)
