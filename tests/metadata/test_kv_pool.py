@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lab.metadata import KVLayout, KVPool, PagedKVCache
+from lab.metadata.engine.kv_cache import PagedLatentCache
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8]
 
@@ -127,15 +128,16 @@ def test_evicting_frees_only_pages_wholly_before_the_position() -> None:
     full = pool.slots(row, 0, 50)
     with pytest.raises(RuntimeError, match=r"sliding-window pool has 0 free pages.*raise swa_num_pages"):
         pool.add_request(1)
-    for before, gone in [(15, 0), (16, 16), (31, 16), (47, 32), (47, 32), (48, 48)]:
+    for before, gone in [(15, 0), (16, 16), (31, 16), (47, 32), (47, 32), (48, 48), (50, 48), (0, 48)]:
         pool.evict_swa(row, before)
         now = pool.swa_slots(full)
         assert not now[:gone].any()
         assert torch.equal(now[gone:], swa[gone:])
     assert torch.equal(pool.slots(row, 0, 50), full)
     assert pool.add_request(48) != row
-    with pytest.raises(ValueError, match="before=51 is outside"):
-        pool.evict_swa(row, 51)
+    for before in (-1, 51):
+        with pytest.raises(ValueError, match=f"before={before} is outside"):
+            pool.evict_swa(row, before)
     pool.free_request(row)
     assert not pool.swa_slots(full).any()
     pool.add_request(16)
@@ -313,3 +315,20 @@ def test_nothing_virtual_is_outside_the_pool() -> None:
 def test_fewer_names_than_pages_are_refused() -> None:
     with pytest.raises(ValueError, match="num_virtual_pages=3 must be at least num_pages=4"):
         KVPool(num_requests=1, max_context_len=8, page_size=4, num_pages=4, num_virtual_pages=3)
+    assert KVPool(num_requests=1, max_context_len=8, page_size=4, num_pages=4, num_virtual_pages=4).v2p is not None
+
+
+@pytest.mark.parametrize(
+    "storage",
+    [torch.zeros(2, 3, 16, 8), torch.zeros(3, 3, 1, 16, 8), torch.zeros(2, 3, 1, 8, 16).transpose(3, 4)],
+    ids=["four axes", "three pools", "gaps"],
+)
+def test_storage_that_is_no_k_and_v_is_refused(storage: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"expected a contiguous \[2, num_pages"):
+        PagedKVCache(storage, KVLayout.HND)
+
+
+@pytest.mark.parametrize("storage", [torch.zeros(3, 1, 16, 8), torch.zeros(3, 8, 16).transpose(1, 2)])
+def test_storage_that_is_no_latent_entries_is_refused(storage: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"expected a contiguous \[num_pages, page_size, entry\]"):
+        PagedLatentCache(storage)
