@@ -99,10 +99,9 @@ def test_bad_input_is_refused() -> None:
 
 def test_bad_drafts_are_refused() -> None:
     batch, pool = drafted(2)
-    with pytest.raises(
-        ValueError, match=r"topk=2: the TRT-LLM backends draft one chain .* only a frozen-KV draft has more"
-    ):
-        MultiStepDraft(DraftAttention.MHA, 3, topk=2)
+    for attention, topk in ((DraftAttention.MHA, 2), (DraftAttention.MHA, 0), (FROZEN, 0)):
+        with pytest.raises(ValueError, match=rf"topk={topk}: .* draft one chain .* only a frozen-KV draft has more"):
+            MultiStepDraft(attention, 3, topk=topk)
     with pytest.raises(ValueError, match="speculative_num_steps=0 must be 1 to 8: each is a pass of the draft"):
         MultiStepDraft(FROZEN, 0)
     with pytest.raises(ValueError, match="a frozen-KV draft has no common template"):
