@@ -1,7 +1,7 @@
 """The form of a wrong kernel: a method, or a class, over a right model, marked by `@wrong`.
 
 A group is a class over a right model whose methods are wrong ways to do one stage of it. Each marked method makes one kernel,
-in which it takes the place of the stage:
+in which it takes the place of the stage::
 
     class WrongKeys(Attention, changes="visible"):
 
@@ -130,7 +130,7 @@ def wrong(
         interface: names of the functions that the kernel has; those of the model if left out.
         trigger: the calls that come out wrong; left out where the docstring says it.
         source: the upstream thread that had the defect.
-        mla: the MLA decode call with this defect is another kernel, whose name begins with "mla_".
+        mla: the MLA decode call with this defect is another kernel, whose name begins with `mla_`.
         also: names of kernels by other writers that have the same defect and trigger.
         stage: the stage that a method replaces, where its group does not say it.
         attributes: of the kernel's class, as keywords of a class statement set them.

@@ -3,7 +3,7 @@
 A kernel runs in the process that judges it, where Python lets it replace functions, constants and settings. So the functions of
 `WATCHED` modules and of all loaded modules of the lab are noted first, and compared afterwards: an exchanged function, new code
 in a function, another constant, hook, default or operator of torch is a change. What native code writes into the process is not
-seen (docs/trust.md).
+seen (docs/evidence/trust.md).
 """
 
 import gc

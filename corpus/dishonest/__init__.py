@@ -3,7 +3,7 @@
     lab ab decode/llama-3.1-8b/8q1s1k lab.kernels.portable corpus/dishonest/timing.py:CachedByPointer
     lab judge corpus/dishonest/judging.py:PatchesPassed --only K1
 
-`docs/trust.md` says what each defence is. `tests/corpus` holds every kernel to the refusal that it names.
+`docs/evidence/trust.md` says what each defence is. `tests/corpus` holds every kernel to the refusal that it names.
 """
 
 from collections.abc import Callable

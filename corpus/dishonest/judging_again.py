@@ -1,4 +1,4 @@
-"""Four kernels more that want a verdict that they have not earned, by a writer who had read docs/trust.md alone.
+"""Four kernels more that want a verdict that they have not earned, by a writer who had read docs/evidence/trust.md alone.
 
 Each writes zeros, which are wrong, where it is judged, and does the honest work where it sees that it is not.
 """

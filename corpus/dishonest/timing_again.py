@@ -1,4 +1,4 @@
-"""Ways to a time that a writer found who had read docs/trust.md alone: others' work, others' harm, threads."""
+"""Ways to a time that a writer found who had read docs/evidence/trust.md alone: others' work, others' harm, threads."""
 
 import os
 import threading

@@ -116,10 +116,10 @@ def test_on_a_b200_flashinfers_launcher_names_kernel_grid_and_cluster(
 def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("dry-run --gpu b200 --markdown -") == 0
     _, table, remarks = capsys.readouterr().out.strip().split("\n\n")
-    page = (Path(__file__).parents[2] / "docs" / "blackwell.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "evidence" / "blackwell.md").read_text()
     if remarks not in page:
         pytest.skip("the page is of other versions of FlashInfer or of its table")
-    assert table in page, "write the output of lab dry-run --gpu b200 --markdown - into docs/blackwell.md"
+    assert table in page, "write the output of lab dry-run --gpu b200 --markdown - into docs/evidence/blackwell.md"
 
 
 @needs_launcher

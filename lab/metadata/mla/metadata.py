@@ -163,7 +163,7 @@ def build_mla_decode_metadata(
     divide the number of rows: it views 2 + 4 rows of two requests as 3 + 3. The rows of a ragged verification are always padded
     to d, as SGLang pads them (`forward_extend`).
 
-    SGLang adds d, not q, to the lengths of a TARGET_VERIFY, even if they differ (docs/forward_modes.md).
+    SGLang adds d, not q, to the lengths of a TARGET_VERIFY, even if they differ (docs/evidence/forward_modes.md).
 
     Column c of the block table has ``req_to_token[request, c * page_size] // page_size`` for every page with a token of the
     request, the sink for pages that only padding rows would read, and -1 after them. Where the sink is, SGLang has whatever
