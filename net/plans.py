@@ -32,7 +32,7 @@ WRONG = (
     Plan("net.wrong:mla_draft_uncounted", ("K17", "K18")),
     Plan("net.wrong:new_tokens_uncausal", ("K9", "M3")),
     Plan("net.wrong:page_offset_absolute", ("K1", "K10")),
-    Plan("net.wrong:out_ignored", ("K5", "M1")),
+    Plan("net.wrong:out_ignored", ("K5",)),
     Plan("net.wrong:mla_max_length_for_one_request", ("K6", "K7", "K13")),
     Plan("corpus:blind3", ("K1", "K13"), recorded="corpus/blind/decode_1.py:Blind3"),
     Plan("corpus:blind25", ("K2", "K11"), recorded="corpus/blind/context_1.py:Blind25"),
