@@ -56,7 +56,7 @@ class Room:
 ROOMS = {
     "calls": Room(
         ("lab/calls/*.py", "lab/gpus.py"),
-        ("tests/calls/test_*.py", "tests/test_gpus.py", "tests/references/test_trtllm_*.py"),
+        ("tests/calls/test_*.py", "tests/references/test_trtllm_*.py"),
     ),
     "references": Room(("lab/references/*.py",), ("tests/references/test_*.py",)),
     "metadata": Room(("lab/metadata/**/*.py",), ("tests/metadata/**/test_*.py",)),

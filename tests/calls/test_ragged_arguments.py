@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from lab.calls import RaggedContextCall
 from lab.references import trtllm_ragged_attention_deepseek as ragged
 from tests.calls.breaks import (
     POISON,
@@ -167,3 +168,8 @@ def test_what_the_rows_break_was_good(change: Breaks) -> None:
     good = good_arguments()
     out, _ = ragged(**good | change(good))
     assert (out != POISON).any(dim=-1).all()
+
+
+def test_lengths_are_on_the_host_where_the_caller_has_them() -> None:
+    assert RaggedContextCall(**good_arguments()).host_lengths() is None
+    assert RaggedContextCall(**(good_arguments() | mirrored()(good_arguments()))).host_lengths() == ([2, 2], [20, 5])

@@ -117,3 +117,19 @@ def test_rows_after_the_requests_and_requests_without_rows_have_no_truth() -> No
     rules = Rules(bmm1_scale=1.0, bmm2_scale=1.0, arithmetic=torch.float32, out_dtype=torch.float32)
     told = truth_of_requests(torch.ones(5, 1, 1), histories, [0, 2], rules)
     assert told.expected.flatten().tolist() == pytest.approx([8.0, 5.0])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ([[1.0], [-math.inf]], ""),
+        ([[1.5], [-math.inf]], "1 LSEs are wrong: row 0 head 0 is 1.5, not 1 (base 2)"),
+        ([[1.0], [3.0]], "1 LSEs are wrong: row 1 head 0 is 3, not -inf (base 2): rows that see no key have -inf"),
+        ([[math.nan], [0.0]], "2 LSEs are wrong: row 0 head 0 is nan, not 1 (base 2)"),
+        ([[1.0]], "the LSE is [1, 1], not [2, 1]"),
+    ],
+)
+def test_a_wrong_lse_is_described(wrong: list[list[float]], message: str) -> None:
+    """Two keys of one logit, whose LSE is 1 in base 2, and a request without keys."""
+    told = truth([[0.0, 0.0], []], [[1.0, 1.0], []])
+    assert told.wrong_lse(torch.tensor(wrong)) == message

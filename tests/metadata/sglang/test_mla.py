@@ -242,7 +242,10 @@ def test_the_verify_mask(sglang: Load, num_draft_tokens: int | None, skip_prefil
 @IN_INTERPRETER
 @pytest.mark.parametrize("rows", [2, 4, 6])
 def test_a_verification_of_other_rows_than_the_drafts(sglang: Load, rows: int) -> None:
-    """SGLang's lengths add the draft's tokens whatever the rows are; the lab's add the rows (docs/evidence/forward_modes.md)."""
+    """SGLang's lengths add the draft's tokens whatever the rows are; the lab's add the rows.
+
+    See docs/evidence/forward_modes.md.
+    """
     batch, pool = build(
         Case(ForwardMode.TARGET_VERIFY, (64, 70), new=rows, page_size=32, max_context_len=150, sliding_window=False)
     )
