@@ -93,7 +93,7 @@ def _check_python(arguments: Sequence[str]) -> None:
     elif rest[0] in ("pytest", "lab"):
         PROGRAMS[rest[0]](rest[1:])
     else:
-        raise PageError(f"python -m {rest[0]}: only pytest and lab are run so")
+        _check_script(_script_of(rest[0]), rest[1:])
 
 
 def _check_lab(arguments: Sequence[str]) -> None:
@@ -115,6 +115,15 @@ def _check_lab(arguments: Sequence[str]) -> None:
                 raise PageError(said.getvalue()) from ended
     for given in parsed:
         _check_namespace(given)
+
+
+def _script_of(module: str) -> str:
+    """Return the file of the checkout that `python -m` runs, relative to `ROOT`."""
+    path = module.replace(".", "/")
+    for script in (f"{path}/__main__.py", f"{path}.py"):
+        if (ROOT / script).is_file():
+            return script
+    raise PageError(f"python -m {module}: the checkout has no such program")
 
 
 def _check_script(script: str, arguments: Sequence[str]) -> None:

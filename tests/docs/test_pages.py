@@ -109,7 +109,7 @@ CHECKED = "<!-- checked, not run: it takes long -->\n"
             f"{CHECKED}```sh\nlab compare befour.json after.json\n```\n",
             "there is no file befour.json",
         ),
-        (f"{CHECKED}```sh\npython -m lab.checks.run.workers\n```\n", "only pytest and lab are run so"),
+        (f"{CHECKED}```sh\npython -m lab.absent\n```\n", "the checkout has no such program"),
         (f"{CHECKED}```sh\npython tests/docs/blocks.py\n```\n", "parses no arguments"),
         (f"{CHECKED}```sh\npython notebooks/execut.py\n```\n", "there is no file notebooks/execut.py"),
         (f"{CHECKED}```sh\npytest tests/benchmarks --lab-clok graph\n```\n", "--lab-clok"),
