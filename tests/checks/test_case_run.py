@@ -11,7 +11,8 @@ import torch
 
 from lab import references
 from lab.checks import AttentionCase, Interface
-from lab.checks.case_run import CaseRun, Result, as_result
+from lab.checks.case_run import CallForm, CaseRun, Result, Then, as_result
+from lab.checks.run.support_protocol import KernelError, Unsupported
 from lab.references.truth import LSE_LOG2_BOUND, Truth
 from lab.workloads.inputs.attention import truth_of_call
 from tests.checks.small import decoding
@@ -112,6 +113,7 @@ def test_an_lse_may_be_off_by_its_bound_either_way(run: CaseRun, truth: Truth, o
     assert bool(run.wrongs) is is_wrong
     assert run.worst_ratio == pytest.approx(abs(off), rel=0.02)
     assert all("1 LSEs are wrong: row 4 head 1 is " in wrong for wrong in run.wrongs)
+    assert [wrong for _, wrong in run.results[-1].requests] == [False, False, is_wrong]
 
 
 @pytest.mark.parametrize("change", [lambda lse: lse * math.log(2.0), lambda lse: lse - 1.0])
@@ -177,3 +179,112 @@ def test_the_truth_is_the_case_s_and_not_the_table_s(run: CaseRun) -> None:
     before = truth_of_call(inputs).expected
     inputs.block_tables.zero_()
     assert torch.equal(truth_of_call(replace(inputs, k_pages=inputs.k_pages * 0)).expected, before)
+
+
+def refused(*_: object, **__: object) -> None:
+    raise NotImplementedError("not today")
+
+
+def broken(*_: object, **__: object) -> None:
+    raise RuntimeError("boom")
+
+
+def test_what_follows_from_a_refusal() -> None:
+    run = CaseRun(decoding(refused), CASE, torch.device("cpu"))
+    inputs = run.build()
+    with pytest.raises(Unsupported, match="not today"):
+        run.call(inputs, "this")
+    with pytest.raises(KernelError, match="it refused a call that it had taken before: not today"):
+        run.call(inputs, "this", on_refusal=Then.FAIL)
+    assert (run.declines, run.failures) == ([], [])
+    assert run.call(inputs, "this", on_refusal=Then.NOTE) is None
+    assert (run.declines, run.failures) == (["this: not today"], [])
+    assert run.call(inputs, "that", on_refusal=Then.FAIL, on_failure=Then.NOTE) is None
+    assert run.failures == ["that: it refused a call that it had taken before: not today"]
+
+
+def test_what_follows_from_a_failure() -> None:
+    run = CaseRun(decoding(broken), CASE, torch.device("cpu"))
+    inputs = run.build()
+    with pytest.raises(KernelError, match="it raised RuntimeError: boom"):
+        run.call(inputs, "this", on_refusal=Then.NOTE)
+    assert run.failures == []
+    assert run.vary("this", inputs) is None
+    assert (run.declines, run.failures) == ([], ["this: it raised RuntimeError: boom"])
+    assert [(each.name, each.wrong) for each in run.results] == [("this", True)]
+
+
+def test_a_variation_is_compared_with_the_truth_that_is_given() -> None:
+    run = CaseRun(references, CASE, torch.device("cpu"))
+    inputs = run.build()
+    assert run.vary("without", inputs) is not None
+    assert run.judged == 0
+    run.vary("with", inputs, truth_of_call(inputs))
+    run.vary("another scale", inputs, truth_of_call(inputs), bmm2_scale=2.0 * inputs.bmm2_scale)
+    assert run.judged == 2
+    assert [sentence.split(":")[0] for sentence in run.wrongs] == ["another scale"]
+
+
+def test_an_engine_leaves_out_what_has_its_default() -> None:
+    given: list[dict[str, object]] = []
+
+    def note(**arguments: object) -> torch.Tensor:
+        given.append(arguments)
+        return torch.zeros(6, 2, 64)
+
+    run = CaseRun(decoding(note), CASE, torch.device("cpu"))
+    engine = run.engine(CallForm.WHOLE)
+    arguments = run.build().arguments() | {"window_left": -1, "sinks": None}
+    for changes in ({}, {"window_left": 7, "sinks": torch.zeros(2)}):
+        engine.trtllm_batch_decode_with_kv_cache(**arguments | changes)
+    assert {"window_left", "sinks"}.isdisjoint(given[0])
+    assert {"window_left", "sinks"} <= set(given[1])
+    assert given[0]["workspace_buffer"] is given[1]["workspace_buffer"]
+    with pytest.raises(Unsupported, match="it has no trtllm_batch_context_with_kv_cache"):
+        engine.trtllm_batch_context_with_kv_cache(**arguments)
+
+
+def test_an_engine_s_preparation_has_the_engine_s_workspace_and_refuses_as_a_call_does() -> None:
+    def prepare(workspace_buffer: torch.Tensor, **arguments: object) -> Callable[[], torch.Tensor]:
+        return lambda: workspace_buffer if workspace_buffer.any() else refused()
+
+    implementation = decoding(lambda **_: None)
+    implementation.prepare_trtllm_batch_decode_with_kv_cache = prepare
+    run = CaseRun(implementation, CASE, torch.device("cpu"))
+    call = run.engine().prepare_trtllm_batch_decode_with_kv_cache(**run.build().arguments())
+    with pytest.raises(Unsupported, match="not today"):
+        call()
+    assert not hasattr(run.engine(CallForm.WHOLE), "prepare_trtllm_batch_decode_with_kv_cache")
+
+
+def test_tensors_that_changed_are_named(run: CaseRun) -> None:
+    tensors = {"query": torch.zeros(3), "key": torch.ones(3)}
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    run.expect_unchanged("the inputs", tensors, before)
+    assert not run.wrongs
+    tensors["key"][1] = 2.0
+    run.expect_unchanged("the inputs", tensors, before)
+    assert run.wrongs == ["it changed its key"]
+
+
+def test_outputs_of_other_shapes_have_no_equal_bits(run: CaseRun) -> None:
+    run.expect_equal_bits("this", Result(torch.zeros(6, 2, 64), None), Result(torch.zeros(5, 2, 64), None))
+    assert run.wrongs == ["this: the output is [6, 2, 64], not [5, 2, 64]"]
+
+
+def test_a_failure_is_in_words_once_however_many_calls_share_it(run: CaseRun) -> None:
+    for what in ("one", "another"):
+        run.fail("it raised RuntimeError: boom", what)
+    assert run.failures == ["one: it raised RuntimeError: boom"]
+    assert [each.name for each in run.results] == ["one", "another"]
+
+
+def test_the_first_output_is_kept_as_it_was_if_asked_for(truth: Truth) -> None:
+    for saves in (False, True):
+        run = CaseRun(references, CASE, torch.device("cpu"), saves_output=saves)
+        out = truth.expected.clone()
+        run.expect_close("this", Result(out, None), truth)
+        out.zero_()
+        run.expect_close("that", Result(out, None), truth)
+        assert (run.output is not None) is saves
+        assert not saves or torch.equal(run.output.tensor(), truth.expected)

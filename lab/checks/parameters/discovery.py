@@ -6,10 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lab.checks.case_run import CaseRun
 from lab.checks.parameters.attention import attention_case, fields_of, values_of
 from lab.checks.parameters.covering import Point
-from lab.checks.properties.check import Check
 from lab.checks.run.verdicts import Judged, Outcome
 from lab.ranges import OPTIONS, Ranges
 from lab.workloads.attention_case import AttentionCase
@@ -18,19 +16,11 @@ from lab.workloads.interfaces import Interface
 if TYPE_CHECKING:
     from lab.checks.run.verdicts import CaseVerdict
 
+DISCOVERY = "discovery"  # the key of the check that calls once
 MOST_TRIES = 400  # calls in search of one that is taken
 AT_ONCE = 16  # of them
 
 Submit = Callable[[str, Any], Callable[[], Judged]]
-
-
-def _judge(run: CaseRun) -> None:
-    """Count a call that returns as judged: it is taken, right or not."""
-    run.call(run.build())
-    run.judged += 1
-
-
-DISCOVERY = Check("discovery", "discovery", "", lambda *_: (), _judge)
 
 
 def is_mostly_declined(verdicts: Sequence["CaseVerdict"]) -> bool:
@@ -97,5 +87,5 @@ def _outcomes(submit: Submit, interface: Interface, ranges: Ranges, several: Seq
         q_len, window_left = values["q_lens"], 16 if values.get("windows") else -1
         kv_lens = (max(q_len, 40), max(q_len, 9))
         case = attention_case(ranges, interface, values, kv_lens, (q_len, q_len), window_left=window_left)
-        waiting.append(submit(DISCOVERY.key, case))
+        waiting.append(submit(DISCOVERY, case))
     return [wait().outcome for wait in waiting]

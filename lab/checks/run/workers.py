@@ -317,7 +317,14 @@ def _calls_in(last_words: Path) -> str:
 
 @functools.cache
 def _check(key: str) -> Check:
-    return next(check for check in (*checks(), DISCOVERY) if check.key == key)
+    of_one_call = Check(DISCOVERY, DISCOVERY, "", lambda *_: (), _call_once)
+    return next(check for check in (*checks(), of_one_call) if check.key == key)
+
+
+def _call_once(run: CaseRun) -> None:
+    """Count a call that returns as judged: it is taken, right or not."""
+    run.call(run.build())
+    run.judged += 1
 
 
 def run_case(
