@@ -1,9 +1,12 @@
 """The layout's promises: which part imports which, and what importing a part brings in."""
 
 import ast
+import functools
 import json
 import subprocess
 import sys
+from collections.abc import Container
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -112,6 +115,62 @@ def test_nothing_but_its_command_imports_the_dry_run() -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "studies").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
 def test_studies_import_neither_the_corpus_nor_tests(path: Path) -> None:
     assert not {name.split(".")[0] for name in imported_modules(path)} & {"corpus", "tests"}
+
+
+# Inside lab.checks, from the bottom up: a module imports those of its own layer and of those below.
+LAYERS = (
+    ("explain.feature", "explain.features", "explain.reading", "explain.subjects"),
+    ("run.verdicts", "run.support_protocol", "run.equivalent_calls"),
+    ("oracle", "case_run"),
+    ("parameters",),
+    ("properties", "replays"),
+    ("explain",),
+    ("report", "record"),
+    ("run",),
+)
+
+
+@functools.cache
+def modules_of_lab() -> dict[str, set[str]]:
+    """Return what each module imports of the others, those in functions and for types too; a package's own file is none."""
+    paths = {path for path in (ROOT / "lab").rglob("*.py") if path.name != "__init__.py"}
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths}
+    return {
+        name: {each for imported in imported_modules(path) if (each := _module(imported, names))} - {name}
+        for name, path in names.items()
+    }
+
+
+def _module(imported: str, names: Container[str]) -> str:
+    """Return the module that a name of an import is, or is in."""
+    return imported if imported in names else parent if (parent := imported.rpartition(".")[0]) in names else ""
+
+
+def test_no_module_leads_back_to_itself() -> None:
+    TopologicalSorter(modules_of_lab()).prepare()  # which raises CycleError, with the circle
+
+
+def _layer(module: str) -> int:
+    inside = module.removeprefix("lab.checks.")
+    found = {
+        len(prefix): number
+        for number, prefixes in enumerate(LAYERS)
+        for prefix in prefixes
+        if inside == prefix or inside.startswith(f"{prefix}.")
+    }
+    assert found, f"{module} is in no layer of lab.checks"
+    return found[max(found)]  # of the longest prefix
+
+
+def test_the_arrows_inside_the_judge_run_one_way() -> None:
+    inside = {name: imports for name, imports in modules_of_lab().items() if name.startswith("lab.checks.")}
+    upward = [
+        f"{name} imports {each}"
+        for name, imports in inside.items()
+        for each in imports
+        if each in inside and _layer(each) > _layer(name)
+    ]
+    assert not upward
 
 
 # In the order of one process, in which modules only come in: what is absent after a step was absent after those before it.
