@@ -3,7 +3,8 @@
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
@@ -14,7 +15,6 @@ from rich.text import Text
 
 from lab.commands.options import Device, Implementation, list_option, prepare_machine, refuse, with_options_of_ranges
 from lab.commands.progress import shown_progress
-from lab.commands.watch import rounds
 from lab.exit_status import ExitStatus
 from lab.loading import LoadError
 from lab.ranges import options_of, ranges_of
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lab.checks.report import Report
     from lab.checks.run.progress import Progress
 
+POLL_INTERVAL_S = 0.3  # of a file that is watched
 # Parameters that go with --case.
 OF_ONE_CASE = {"implementation", "device", "in_process", "time_limit_s", "case", "watch"}
 
@@ -326,3 +327,23 @@ def _print_narrowings(console: Console, report: "Report") -> None:
 def _print_error(sentence: str, status: ExitStatus) -> ExitStatus:
     typer.echo(f"lab: {sentence}", err=True)
     return status
+
+
+def rounds(file: Path | None) -> Iterator[int]:
+    """Yield the number of each round: 0 at once, then, if a file is given, the next number each time the file was written."""
+    number, seen = 0, _state_of(file)
+    yield number
+    while file is not None:
+        while (now := _state_of(file)) == seen or now is None:  # None: an editor may remove the file for a moment
+            time.sleep(POLL_INTERVAL_S)
+        number, seen = number + 1, now
+        yield number
+
+
+def _state_of(file: Path | None) -> tuple[int, int] | None:
+    """Return the modification time (ns) and size (bytes) of a file; None for no file, or one that is not there."""
+    try:
+        stat = file.stat() if file is not None else None
+    except FileNotFoundError:
+        return None
+    return None if stat is None else (stat.st_mtime_ns, stat.st_size)

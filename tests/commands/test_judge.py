@@ -19,7 +19,7 @@ from lab.checks.run.progress import Progress
 from lab.checks.run.verdicts import Judged
 from lab.commands import judge as judge_module
 from lab.commands import progress as progress_module
-from lab.commands.watch import rounds
+from lab.commands.judge import rounds
 from lab.workloads.interfaces import Interface
 from tests.checks.test_report import report_of, verdict_of
 from tests.commands.command import run

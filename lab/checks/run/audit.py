@@ -1,4 +1,4 @@
-"""Some cases more, with contents that no run had, whose outputs are judged by a process that the kernel's code never entered.
+"""An audit: further cases, with contents that no run had, whose outputs a process judges that the kernel's code never entered.
 
 A worker judges such a case as any other, and cannot tell that it is one: of each case of `AUDITED_CHECKS` it sends the first
 output, as it was before it was held to anything. Another process works out what that must be, so that nothing that the kernel
@@ -23,7 +23,7 @@ AUDITED = 6  # cases of each function
 
 
 def chosen(verdicts: Sequence[CaseVerdict]) -> list[CaseVerdict]:
-    """Return right cases of each function, which nothing could foresee, with contents that nothing could know."""
+    """Choose right cases of each function at random, and give them random contents, which no kernel can foresee."""
     dice = random.SystemRandom()
     right: dict[Any, list[CaseVerdict]] = {}
     for verdict in verdicts:

@@ -24,10 +24,9 @@ MOST_SHRINKS = 60  # calls of the judge to make one wrong case smaller
 MOST_KEPT = 2000  # right random cases in the report
 MOST_WRONG = 10  # different wrong ones, after which no more are drawn
 
-# Begins cases and keeps their verdicts; yields each case whose verdict it takes next, so that others go on until it is ready.
+# Begins cases and keeps their verdicts; yields the case that it waits for next, so that other checks go on until it is ready.
 Waits = Generator[Pending, None, None]
-# Of a verdict, what it differs in from others of its report: its check, the reprs of its function, case and axes, and whether
-# the case was drawn.
+# What tells verdicts of a report apart: the check, the reprs of function, case and ranges, and whether the case was drawn.
 Key = tuple[str, str, str, str, bool]
 
 
@@ -254,7 +253,7 @@ class CheckRun:
         return self._state.note(verdict, earlier is None)
 
     def _earlier(self, case: Any, drawn: bool) -> CaseVerdict | None:
-        """Return an earlier verdict that stands. What was wrong is judged again: it is what its reader wants to see."""
+        """Return an earlier verdict of a right or declined case. Wrong cases are judged again, for their reader."""
         key = key_of(self.check.key, self.interface, case, self._ranges, drawn)
         earlier = self._state.earlier.get(key)
         return earlier if earlier and earlier.outcome in (Outcome.RIGHT, Outcome.DECLINED) else None

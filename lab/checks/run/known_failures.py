@@ -53,7 +53,7 @@ class Kernel(NamedTuple):
     releases: tuple[str, ...] = ()
 
     def is_installed(self, release_of: Callable[[str], str | None]) -> bool:
-        """Tell whether a release is installed that failed; a build's own mark, such as "+cu130", is no part of it."""
+        """Tell whether a release is installed that failed; a build's own mark, such as "+cu130", is ignored."""
         release = release_of(self.package) if self.package else ""
         return not self.package or (release is not None and release.partition("+")[0] in self.releases)
 

@@ -38,11 +38,11 @@ class Unsupported(NotImplementedError):  # noqa: N818 - not an error of anybody'
 
 
 class KernelError(Exception):
-    """The implementation raised what is no refusal, or returned what is no result."""
+    """The implementation raised an error that is no refusal, or returned no result."""
 
 
 def raised(error: BaseException) -> KernelError:
-    """Return an error of the implementation as what it is: a failure; of torch's advice on an error of CUDA, nothing."""
+    """Return the failure that an error of the implementation is, without torch's advice on errors of CUDA."""
     said = str(error).split("\n", 1)[0] if isinstance(error, torch.AcceleratorError) else error
     return KernelError(f"it raised {type(error).__name__}: {said}")
 

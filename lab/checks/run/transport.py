@@ -1,4 +1,4 @@
-"""What a worker may send to the process that prints the verdict: objects of the judge's and plain values, and no code.
+"""The transport from a worker to the process that prints the verdict: objects of the judge and plain values, and no code.
 
 A pickle can name any function to be called where it is read. A kernel has its worker's pipes, so nothing but classes of the
 lab's, of pebble's and of plain values is made of what comes out of them; anything else becomes a `Foreign`.

@@ -36,7 +36,7 @@ class WrongVector:
     got: tuple[float, ...]
 
 
-IT_FAILED = "it failed"  # the name of a result of which a check has said no name yet
+IT_FAILED = "it failed"  # the name of a result that its check has not named yet
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Cases in a worker process that is replaced when it crashes or does not return, so that a case costs itself alone."""
+"""Worker processes that judge cases; one that crashes or does not return is replaced, so that only its case is lost."""
 
 import faulthandler
 import functools
@@ -76,8 +76,8 @@ class Pending:
 class Workers:
     """Judges cases: here, or in worker processes if the implementation is given by name.
 
-    A worker that crashes, loses its CUDA context or passes the time limit is replaced, and its case is FAILED. One that loses
-    its context still says what it had judged. Workers take turns with the visible GPUs, unless the device has an index.
+    A worker that crashes, loses its CUDA context or exceeds the time limit is replaced, and its case is FAILED. One that loses
+    its context still reports what it had judged. Workers share the visible GPUs in turn, unless the device has an index.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Workers:
         self._apart = None
 
     def ask(self, question: Callable[[Any], Answer]) -> Answer:
-        """Return a function's answer of the implementation, which a worker gives, so that only workers import it.
+        """Return what a function of the implementation returns in a worker, so that only workers import it.
 
         Raises:
             lab.loading.LoadError: it cannot be imported, or ends or holds up its process when it is.
@@ -160,7 +160,7 @@ class Workers:
         return self._pool is not None
 
     def apart(self, work: Callable[..., Judged], *arguments: Any) -> Judged:
-        """Return a function's findings in a process that loads no implementation."""
+        """Return what a function finds in a process that loads no implementation."""
         self._apart = self._apart or self._new_pool(1)
         found: Judged = self._apart.schedule(work, args=arguments, timeout=IMPORT_LIMIT_S).result()
         return found
@@ -252,13 +252,13 @@ def _answer(question: Callable[[Any], Answer], name: str) -> Answer:
 
 @functools.cache
 def noted() -> Bindings:
-    """Return what judges a kernel as it was before the first one was loaded in a worker, or before a run in this process."""
+    """Return the functions and settings that judge a kernel, as they were before a worker loaded one or a run began here."""
     checks()  # which imports all that judges
     return bindings()
 
 
 def _run_watched(*run: Any) -> Judged:
-    """Judge one case as `run_case`; it is DISHONEST if what judges it is not as it was noted."""
+    """Judge one case by `run_case`; it is DISHONEST if functions or settings that judge it were changed."""
     judged = run_case(*run)
     changed = noted().changes()
     return dishonest(judged, in_words(changed)) if changed else judged
@@ -322,7 +322,7 @@ def _check(key: str) -> Check:
 
 
 def _call_once(run: CaseRun) -> None:
-    """Count a call that returns as judged: it is taken, right or not."""
+    """Count a call that returns as judged, whether its result is right or wrong."""
     run.call(run.build())
     run.judged += 1
 
