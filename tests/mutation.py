@@ -5,8 +5,9 @@
     python -m tests.mutation --seed 1 --count 200 --again          # once more those that were not seen
 
 cosmic-ray makes the mutations. Each is made in a copy of the checkout; the room's tests run there until the first failure, for
-120 seconds at most. Tests that name the changed module run first. `--out` keeps the outcomes and is read at the start: what it
-holds is not run again. `equal_mutations.py` lists mutations that change nothing, each with its reason; they are not run.
+120 seconds at most. They run there without a mutation before: where they fail, none would survive. Tests that name the changed
+module run first. `--out` keeps the outcomes and is read at the start: what it holds is not run again. Mutations that change
+nothing are in `equal_mutations.py`, each with its reason; they are not run.
 """
 
 import argparse
@@ -28,6 +29,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
+from threading import Lock
+from typing import Any
 
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
@@ -153,29 +156,36 @@ class Copy:
         original = path.read_bytes()
         path.write_text(mutation.text, encoding="utf-8")
         try:
-            return self._run(self._tests(mutation), limit_s)
+            return self._run(self._tests(mutation.room, path.stem), limit_s)
         finally:
             path.write_bytes(original)
             os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))  # its compiled file is right again
 
-    def _tests(self, mutation: Mutation) -> list[str]:
+    def check(self, room: str) -> None:
+        """Run the room's tests without a mutation; exit with the end of their output if they fail."""
+        done = subprocess.run(
+            self._command(self._tests(room)), capture_output=True, text=True, check=False, **self._place
+        )
+        if done.returncode:
+            sys.exit(f"the tests of {room} fail without a mutation:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+
+    def _tests(self, room: str, stem: str = "") -> list[str]:
         """Return the room's files of tests, those first that name the module, and of these the one of its name."""
-        stem = Path(mutation.path).stem
-        found = {path for pattern in ROOMS[mutation.room].tests for path in self.folder.glob(pattern)}
+        found = {path for pattern in ROOMS[room].tests for path in self.folder.glob(pattern)}
         ranks = {path: (path.stem != f"test_{stem}", stem not in path.read_text(encoding="utf-8")) for path in found}
         return [str(path.relative_to(self.folder)) for path in sorted(found, key=lambda path: (ranks[path], path))]
 
-    def _run(self, tests: Sequence[str], limit_s: float) -> str:
+    @property
+    def _place(self) -> dict[str, Any]:
         variables = {"PYTHONPATH": str(self.folder), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu", *tests]
-        process = subprocess.Popen(
-            command,
-            cwd=self.folder,
-            env=os.environ | variables | {"PYTHONDONTWRITEBYTECODE": "1"},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        return {"cwd": self.folder, "env": os.environ | variables | {"PYTHONDONTWRITEBYTECODE": "1"}}
+
+    def _command(self, tests: Sequence[str]) -> list[str]:
+        return [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu", *tests]
+
+    def _run(self, tests: Sequence[str], limit_s: float) -> str:
+        nowhere, command = subprocess.DEVNULL, self._command(tests)
+        process = subprocess.Popen(command, stdout=nowhere, stderr=nowhere, start_new_session=True, **self._place)
         try:
             return SURVIVED if process.wait(limit_s) == 0 else SEEN
         except subprocess.TimeoutExpired:
@@ -189,6 +199,7 @@ class Copy:
 def run(mutations: Sequence[Mutation], known: dict[str, str], workers: int, out: Path, limit_s: float) -> None:
     """Run what is not known, and note each outcome in the file of outcomes."""
     copies: Queue[Copy] = Queue()
+    writing = Lock()
 
     def one(mutation: Mutation) -> None:
         name = " | ".join(mutation.key)
@@ -199,7 +210,8 @@ def run(mutations: Sequence[Mutation], known: dict[str, str], workers: int, out:
             known[name] = copy.outcome(mutation, limit_s)
         finally:
             copies.put(copy)
-        write_text(out, json.dumps(known, indent=1, ensure_ascii=False) + "\n")
+        with writing:
+            write_text(out, json.dumps(known, indent=1, ensure_ascii=False) + "\n")
         print(f"{known[name]} ({time.monotonic() - start:.0f} s) {mutation.path}:{mutation.line}", flush=True)
         if known[name] != SEEN:
             print(f"    {mutation.before}\n    {mutation.after}", flush=True)
@@ -207,6 +219,7 @@ def run(mutations: Sequence[Mutation], known: dict[str, str], workers: int, out:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(workers) as pool:
         for number in range(workers):
             copies.put(Copy(Path(folder) / str(number)))
+        list(pool.map(copies.queue[0].check, dict.fromkeys(each.room for each in mutations)))
         list(pool.map(one, mutations))
 
 

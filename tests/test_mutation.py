@@ -1,6 +1,7 @@
 """The sample of mutations: drawn by its seed, without annotations, and each a program that differs."""
 
 import ast
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,25 +57,43 @@ def test_every_room_has_sources_and_tests() -> None:
             assert list(ROOT.glob(pattern)), pattern
 
 
+@pytest.fixture
+def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Copy]:
+    """Return what makes a copy of a checkout with one room of one module, and one test with this body."""
+
+    def made(body: str) -> Copy:
+        checkout, folder = tmp_path / "checkout", tmp_path / "copy"
+        for each in (checkout / "room", checkout / "tests", folder):
+            each.mkdir(parents=True)
+        (checkout / "room" / "one.py").write_text("value = 1\n")
+        (checkout / "tests" / "test_one.py").write_text(f"from room.one import value\n\n\ndef test_it():\n    {body}\n")
+        (checkout / "pytest.ini").write_text("[pytest]\nmarkers =\n  gpu: needs one\n")
+        monkeypatch.setattr(mutation, "ROOT", checkout)
+        monkeypatch.setattr(mutation, "COPIED", ("room", "tests", "pytest.ini"))
+        monkeypatch.setitem(ROOMS, "one", mutation.Room(("room/*.py",), ("tests/test_*.py",)))
+        return Copy(folder)
+
+    return made
+
+
 @pytest.mark.parametrize(
     ("body", "limit_s", "outcome"),
     [("assert value == 1", 100, SEEN), ("pass", 100, SURVIVED), ("import time; time.sleep(99)", 3, SLOW)],
 )
-def test_the_rooms_tests_decide(
-    body: str, limit_s: float, outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkout, copied = tmp_path / "checkout", tmp_path / "copy"
-    for folder in (checkout / "room", checkout / "tests", copied):
-        folder.mkdir(parents=True)
-    (checkout / "room" / "one.py").write_text("value = 1\n")
-    (checkout / "tests" / "test_one.py").write_text(f"from room.one import value\n\n\ndef test_it():\n    {body}\n")
-    (checkout / "pytest.ini").write_text("[pytest]\nmarkers =\n  gpu: needs one\n")
-    monkeypatch.setattr(mutation, "ROOT", checkout)
-    monkeypatch.setattr(mutation, "COPIED", ("room", "tests", "pytest.ini"))
-    monkeypatch.setitem(ROOMS, "one", mutation.Room(("room/*.py",), ("tests/test_*.py",)))
+def test_the_rooms_tests_decide(body: str, limit_s: float, outcome: str, copied: Callable[[str], Copy]) -> None:
+    copy = copied(body)
     (drawn,) = sample("one", 9, seed=1)
-    assert Copy(copied).outcome(drawn, limit_s) == outcome
-    assert (copied / "room" / "one.py").read_text() == "value = 1\n"
+    assert copy.outcome(drawn, limit_s) == outcome
+    assert (copy.folder / "room" / "one.py").read_text() == "value = 1\n"
+
+
+def test_a_room_whose_tests_fail_without_a_mutation_ends_it(copied: Callable[[str], Copy]) -> None:
+    with pytest.raises(SystemExit, match=r"the tests of one fail without a mutation:\n(.*\n)+.*assert 1 == 2"):
+        copied("assert value == 2").check("one")
+
+
+def test_tests_that_pass_are_no_reason_to_end(copied: Callable[[str], Copy]) -> None:
+    copied("assert value == 1").check("one")
 
 
 def test_what_is_equal_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
