@@ -24,7 +24,7 @@ from studies.variants import WARM
 LoopVariant = TypeVar("LoopVariant")
 WarmUpSteps = Annotated[int, typer.Option(help="steps before the counted ones in each run")]
 Steps = Annotated[int, typer.Option(help="counted steps of each run")]
-MATRIX_SIZE = 2048  # a product of about 30 µs on an H200: small beside a step, long beside a launch
+MATRIX_SIZE = 2048  # a product of about 30 µs on an H200: short for a step, long for a launch
 
 
 @dataclass(frozen=True, kw_only=True)

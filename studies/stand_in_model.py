@@ -2,7 +2,7 @@
 
 Token ids and the target's hidden states are projected to Q, K and V together, as EAGLE-3's layer does; K and V are written into
 the paged cache; attention runs; its output is projected to hidden states, and these to logits. There are no norms, no rotary
-embedding, no MLP and no residual: beside a residual, the average of thousands of random values would be lost in rounding, and
+embedding, no MLP and no residual: next to a residual, the average of thousands of random values would be lost in rounding, and
 with it every error of the attention.
 """
 

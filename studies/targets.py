@@ -59,10 +59,10 @@ def target_cell(row: Mapping[str, Any]) -> Cell:
 
 
 def _one_text(target: Mapping[str, Any]) -> str:
-    asked = f"{target['target']:g} {target['figure']}"
+    bound = f"{target['target']:g} {target['figure']}"
     if target["passed"] is None:
-        return f"{asked}: nothing to compare with"
-    return f"{asked}: {'passed' if target['passed'] else 'missed'} by {abs(target['margin']):.3g}"
+        return f"{bound}: nothing to compare with"
+    return f"{bound}: {'passed' if target['passed'] else 'missed'} by {abs(target['margin']):.3g}"
 
 
 # Of rows of variants that were compared with a baseline.

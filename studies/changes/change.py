@@ -25,8 +25,8 @@ class Change:
         claim: what it says, or is for; `source` says where that is from and what became of it.
         question: what the lab asks of it.
         module: the study that measures it.
-        judge: makes the answer from that study's recording, and from those of `beside` that are there.
-        beside: studies whose recordings add to the answer.
+        judge: makes the answer from that study's recording, and from those of `further` that are there.
+        further: studies whose recordings add to the answer.
     """
 
     number: int
@@ -36,7 +36,7 @@ class Change:
     question: str
     module: str
     judge: Callable[[Recordings], Answer]
-    beside: tuple[str, ...] = ()
+    further: tuple[str, ...] = ()
 
 
 def one_clock(row: Row) -> dict[str, Times]:

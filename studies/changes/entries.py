@@ -57,7 +57,7 @@ def read_entries(
 
 
 def _entry(folder: Path, change: Change, failure: str) -> Entry:
-    paths = {module: file_of(folder, module) for module in (change.module, *change.beside)}
+    paths = {module: file_of(folder, module) for module in (change.module, *change.further)}
     try:
         files = {module: _read(path) for module, path in paths.items() if path.exists()}
         answer = _answer(change, files) if change.module in files else None

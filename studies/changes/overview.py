@@ -31,8 +31,8 @@ CLAIMS = ("change", "statement", "verdict", "saved, µs", "does not hold, or can
 GROUPS = ("", "points", *(standing.value for standing in Standing), "saved, µs", "times as fast")
 
 
-def page(entries: Sequence[Entry], beside: Path) -> str:
-    """Return the overview as Markdown; links are relative to the folder `beside`."""
+def page(entries: Sequence[Entry], folder: Path) -> str:
+    """Return the overview as Markdown; links are relative to a folder."""
     whose = "Five changes of SGLang's" if len(entries) == len(CHANGES) else "Changes of SGLang's"
     blocks = [
         f"# {whose}, measured on {_gpus(entries)}",
@@ -41,7 +41,7 @@ def page(entries: Sequence[Entry], beside: Path) -> str:
         markdown_of(table_of_lines(SUMMARY, [_summary(entry) for entry in entries])),
     ]
     for entry in entries:
-        blocks += _section(entry, beside)
+        blocks += _section(entry, folder)
     return "\n\n".join(blocks) + "\n"
 
 
@@ -79,7 +79,7 @@ def _exceptions(observations: Sequence[Observation]) -> str:
     return "; ".join([*where[:MOST_IN_A_CELL], *([f"and {left} more"] if left > 0 else [])])
 
 
-def _section(entry: Entry, beside: Path) -> list[str]:
+def _section(entry: Entry, folder: Path) -> list[str]:
     change = entry.change
     blocks = [
         f"## {change.number}: {_lower(change.title)}",
@@ -92,20 +92,20 @@ def _section(entry: Entry, beside: Path) -> list[str]:
     if entry.answer is None:
         return [*blocks, f"**{_sentence(NOT_RECORDED)}**"]
     blocks += [f"**Measured.** {entry.answer.setting}"]
-    blocks += [markdown_of(table_of_lines(RECORDINGS, [_recording(found, beside) for found in entry.files]))]
+    blocks += [markdown_of(table_of_lines(RECORDINGS, [_recording(found, folder) for found in entry.files]))]
     for aspect in entry.answer.aspects:
         blocks += _aspect(aspect)
     remarks = [*entry.answer.notes, *(f"Not measured: {lacking}" for lacking in entry.answer.missing)]
     return [*blocks, items(remarks)] if remarks else blocks
 
 
-def _recording(found: RecordedFile, beside: Path) -> list[str]:
+def _recording(found: RecordedFile, folder: Path) -> list[str]:
     watched = held_back(found)
     limited = [reasons for reasons in watched if reasons]
     reasons = ", ".join(sorted({reason for each in limited for reason in each}))
     counted = f"{len(limited)} of {len(watched)} rows that record it{f' ({reasons})' if reasons else ''}"
     return [
-        f"[{found.path.name}]({Path(os.path.relpath(found.path, beside)).as_posix()})",
+        f"[{found.path.name}]({Path(os.path.relpath(found.path, folder)).as_posix()})",
         day_of(found.path),
         str(found.fact("gpu") or NOT_RECORDED),
         f"`{found.fact('commit') or NOT_RECORDED}`",
@@ -121,10 +121,10 @@ def _aspect(aspect: Aspect) -> list[str]:
     if not aspect.observations:
         return blocks
     blocks += [markdown_of(table_of_lines(GROUPS, [_group(name, each) for name, each in aspect.by_group().items()]))]
-    told = [Standing.FAILS, Standing.UNDECIDED]
+    listed = [Standing.FAILS, Standing.UNDECIDED]
     if all(each.saved_us is None for each in aspect.observations):
-        told = [Standing.HOLDS, *told]  # the table has no figures
-    lines = [f"{_upper(standing.value)}: {named(found)}" for standing in told if (found := aspect.that(standing))]
+        listed = [Standing.HOLDS, *listed]  # the table has no figures
+    lines = [f"{_upper(standing.value)}: {named(found)}" for standing in listed if (found := aspect.that(standing))]
     return [*blocks, items(lines)] if lines else blocks
 
 

@@ -1,7 +1,7 @@
-"""What recorded numbers say of a statement: at each measured point it holds, it does not, or that cannot be told.
+"""What recorded numbers say of a statement: at each measured point it holds, does not hold, or cannot be decided.
 
 `lab.timing.statistics` has the rule for times. A statement that time is saved holds where the time with the change is FASTER,
-does not hold where it is SLOWER, and cannot be told where it is the SAME or UNSURE. Where two clocks timed the same, it holds
+does not hold where it is SLOWER, and is undecided where it is the SAME or UNSURE. Where two clocks timed the same, it holds
 if both say so, and does not hold if one contradicts it and the other does not confirm it: a profile slows the host down, and is
 not believed alone.
 """

@@ -1,4 +1,4 @@
-"""Recorded times of a draft extend: by what its CUDA graph hands out, and eager passes beside replays."""
+"""Recorded times of a draft extend: by the outputs of its CUDA graph, and of eager passes and replays."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

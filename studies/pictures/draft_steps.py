@@ -63,7 +63,7 @@ def built_figure(
     lines: list[Line] = []
     for step in range(num_lists):
         if step < len(prepared.steps):
-            lines += _handed_lines(starts, step, prepared.steps[step], pool.page_size)
+            lines += _step_lines(starts, step, prepared.steps[step], pool.page_size)
         else:
             lines.append(Line(f"step {step}: no such step"))
         boundaries = buffers.kv_indptr[step, : batch.batch_size + 1].tolist()
@@ -87,9 +87,9 @@ def built_figure(
     return cells_figure(title, lines, KINDS, (0, max(slots, FEWEST_SLOTS)), across=across)
 
 
-def _handed_lines(starts: Sequence[int], step: int, handed: DraftStep, page_size: int) -> list[Line]:
+def _step_lines(starts: Sequence[int], step: int, draft_step: DraftStep, page_size: int) -> list[Line]:
     """Return a line of rulers, as long as the lengths that the kernel gets, and a line of the pages that they cover."""
-    seq_lens, table = handed.metadata.seq_lens, handed.metadata.block_tables
+    seq_lens, table = draft_step.metadata.seq_lens, draft_step.metadata.block_tables
     placed = list(zip(starts, seq_lens.tolist(), strict=True))
     pages = [
         Box(start + place * page_size, "page", f"page {page}", page_size, gid=f"page {step} {request} {page}")
@@ -162,7 +162,7 @@ def steps_figure(rows: Iterable[Mapping[str, Any]], title: str, *, requests: int
 
 
 def claim_figure(claim: Mapping[str, Any], title: str) -> Figure:
-    """Draw what skipping the lists saved here, per draft, beside what 26241's description states.
+    """Draw what skipping the lists saved here, per draft, and the saving that the description of 26241 states.
 
     Args:
         claim: the recorded `pr_26241`: its stated times per token, and savings on the GPU and on the host in µs.

@@ -1,4 +1,4 @@
-"""The pages and keys that each query row of a forward pass reads, by the metadata that its kernel is handed."""
+"""The pages and keys that each query row of a forward pass reads, by the metadata that its kernel gets."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -14,9 +14,9 @@ Altered = dict[str, Any]
 
 
 def judged(number: int, *altered: Mapping[str, Any]) -> Answer:
-    """The answer of a change's recording, and of those beside it; the real ones where none are given."""
+    """The answer of a change's recording, and of the further ones; the real ones where none are given."""
     change = BY_NUMBER[number]
-    modules = (change.module, *change.beside)
+    modules = (change.module, *change.further)
     given = dict(zip(modules, altered, strict=False))
     return change.judge({module: given.get(module) or recorded(module) for module in modules})
 
