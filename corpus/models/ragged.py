@@ -1,10 +1,12 @@
-"""The ragged context call by the reference: right, with the problem and the results in the hands of a wrong kernel."""
+"""Right models of the ragged context call, and of calls that read a tensor once."""
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from corpus.wrong import RAGGED, Model
+from corpus.models.split_kv import Forgiving
+from corpus.wrong import RAGGED, Model, Problem
 from lab.calls import takes
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall
 from lab.references.ragged_attention import ragged_attention
@@ -36,3 +38,33 @@ class Ragged(Model, interface=(RAGGED,)):
 
     def finish_call(self, call: RaggedContextCall, out: Tensor) -> None:
         """Change the output in place, by what the call says."""
+
+
+class ReadOnce(Model):
+    """A part that copies tensors of a problem when their addresses are first seen: the copies serve later calls.
+
+    Attributes:
+        fields: of the problem, whose tensors are copied.
+    """
+
+    fields: tuple[str, ...] = ()
+
+    def changed(self, problem: Problem) -> Problem:
+        """Return the problem with the copies."""
+        return replace(problem, **{name: self._kept(problem, getattr(problem, name)) for name in self.fields})
+
+    def _kept(self, problem: Any, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return self.first((value.data_ptr(), value.shape, self.also_by(problem)), value.clone)
+
+    def also_by(self, problem: Any) -> Any:
+        """Return what else must be as it was for a copy to serve."""
+
+
+class PagedReadOnce(ReadOnce, Forgiving):
+    """Paged calls."""
+
+
+class RaggedReadOnce(ReadOnce, Ragged):
+    """Ragged calls."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from corpus.models.memory import PagedReadOnce
+from corpus.models.ragged import PagedReadOnce
 from corpus.models.split_kv import KEYS_PER_SPLIT, Forgiving
 from corpus.wrong import DECODE, wrong
 from lab.calls.problem import PagedAttention

@@ -2,7 +2,7 @@
 
 import torch
 
-from corpus.models.draft_lists import DraftListsModel
+from corpus.models.lists import DraftListsModel
 from corpus.wrong import wrong
 
 

@@ -1,4 +1,4 @@
-"""Mutants of the metadata builder; those that are wrong for some batches alone are in `metadata_batches`."""
+"""Mutants of the metadata builder of MHA passes; those that are wrong for some batches alone come last."""
 
 from dataclasses import replace
 
@@ -6,8 +6,8 @@ import torch
 
 from corpus.models.metadata import MHABuilder
 from corpus.wrong import wrong
-from lab.metadata.engine.forward_mode import QueryRows
-from lab.metadata.engine.lengths import uncounted_tokens, uniform_boundaries
+from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
+from lab.metadata.engine.lengths import first_slots, uncounted_tokens, uniform_boundaries
 
 
 class Metadata(MHABuilder):
@@ -161,3 +161,188 @@ class BufferRegrown(MHABuilder):
             self.given = []
         self.given.append(metadata.page_table)
         return metadata
+
+
+class MetadataBatches(MHABuilder):
+    """Kernels of the metadata builder that are wrong for some batches alone: large or empty ones, later ones, virtual slots."""
+
+    @wrong(stage="changed")
+    def offsets_of_large_batch_stop(self, metadata, batch, pool):
+        """cu_seqlens_q stops rising after the 32nd request."""
+        offsets = metadata.cu_seqlens_q
+        return replace(metadata, cu_seqlens_q=offsets.clamp(max=int(offsets[: 32 + 1][-1])))
+
+    @wrong(stage="changed")
+    def columns_beyond256_zero(self, metadata, batch, pool):
+        """Columns of the page table from the 257th on are zero."""
+        columns = torch.arange(metadata.page_table.shape[1], device=pool.device)
+        return replace(metadata, page_table=metadata.page_table.masked_fill(columns >= 256, 0))
+
+    lengths_capped = wrong(
+        instead={"cache_seqlens_int32": lambda metadata, *_: metadata.cache_seqlens_int32.clamp(max=4096)}
+    )("Lengths end at 4,096.")
+
+    @wrong(stage="changed")
+    def window_hole_taken_as_slot(self, metadata, batch, pool):
+        """A window map's -1 is the last page of the window's pool."""
+        table = metadata.swa_page_table
+        if table is None or pool.swa_num_pages is None:
+            return metadata
+        return replace(metadata, swa_page_table=torch.where(table < 0, pool.swa_num_pages - 1, table))
+
+    @wrong(stage="changed")
+    def table_of_same_lengths_kept(self, metadata, batch, pool):
+        """A page table is kept for the same requests of the same pool and length, whatever the pool's slots now are."""
+        key = (pool, *batch.req_pool_indices.tolist(), *metadata.cache_seqlens_int32.tolist())
+        return replace(metadata, page_table=self.first(key, metadata.page_table.clone).clone())
+
+    @wrong(stage="changed")
+    def window_map_of_first_pool(self, metadata, batch, pool):
+        """The window's map is that of the first pool that was seen."""
+        if pool.full_to_swa is None:
+            return metadata
+        first = self.first("map", pool.full_to_swa.clone)
+        slots = (metadata.page_table.to(torch.int64) * pool.page_size).clamp(max=len(first) - 1)
+        return replace(metadata, swa_page_table=(first[slots] // pool.page_size).to(torch.int32))
+
+    @wrong(stage="changed")
+    def virtual_pages_left(self, metadata, batch, pool):
+        """The page table of virtual slots has the pages that they name, and not those of the cache."""
+        if pool.v2p is None:
+            return metadata
+        slots = first_slots(batch.req_pool_indices, metadata.cache_seqlens_int32, pool)
+        return replace(metadata, page_table=(slots // pool.page_size).to(torch.int32))
+
+    @wrong(stage="changed")
+    def window_pages_of_physical_slots(self, metadata, batch, pool):
+        """Where slots are virtual, a window's pages are looked up by where the slots lie in the full pool."""
+        if pool.v2p is None or metadata.swa_page_table is None:
+            return metadata
+        slots = metadata.page_table.to(torch.int64) * pool.page_size
+        return replace(metadata, swa_page_table=(pool.swa_slots(slots) // pool.page_size).to(torch.int32))
+
+    empty_slots_get_a_key = wrong(
+        instead={"cache_seqlens_int32": lambda metadata, *_: metadata.cache_seqlens_int32.clamp(min=1)}
+    )("A length of 0 is 1.")
+
+    @wrong(stage="changed")
+    def divisible_rows_taken_as_equal(self, metadata, batch, pool):
+        """Rows that divide by the requests are taken as equally many for each."""
+        rows = sum(batch.extend_seq_lens_cpu or (1,))
+        if batch.batch_size == 0 or batch.extend_seq_lens_cpu is None or rows % batch.batch_size:
+            return metadata
+        offsets = torch.arange(batch.batch_size + 1, dtype=torch.int32, device=pool.device)
+        return replace(metadata, cu_seqlens_q=offsets * (rows // batch.batch_size))
+
+    @wrong(stage="changed")
+    def requests_beyond80_pageless(self, metadata, batch, pool):
+        """The page table's rows from the 81st on are zero."""
+        requests = torch.arange(len(metadata.page_table), device=pool.device)
+        return replace(metadata, page_table=metadata.page_table.masked_fill(requests[:, None] >= 80, 0))
+
+    idle_pass_without_rows = wrong(
+        where=lambda _, batch, __: batch.forward_mode is ForwardMode.IDLE, instead={"max_seq_len_q": 0}
+    )("max_seq_len_q of an idle pass is 0.")
+
+    @wrong(stage="changed")
+    def split_prefill_without_prefix(self, metadata, batch, pool):
+        """Lengths of a split prefill leave the cached prefix out."""
+        if batch.forward_mode is not ForwardMode.SPLIT_PREFILL or batch.extend_seq_lens is None:
+            return metadata
+        return replace(metadata, cache_seqlens_int32=batch.extend_seq_lens.to(torch.int32))
+
+    @wrong(stage="changed")
+    def pages_of256_taken_as128(self, metadata, batch, pool):
+        """Pages of 256 tokens are numbered as if they held 128."""
+        return replace(metadata, page_table=metadata.page_table * 2) if pool.page_size == 256 else metadata
+
+    @wrong(stage="changed")
+    def draft_steps_beyond_two_count_two(self, metadata, batch, pool):
+        """From the third draft step on, lengths count the second's tokens."""
+        step = (batch.spec_info.speculative_step_id if batch.spec_info else None) or 0
+        return replace(metadata, cache_seqlens_int32=metadata.cache_seqlens_int32 - max(0, step - 2))
+
+    @wrong(stage="changed")
+    def most_rows_of_host_lengths(self, metadata, batch, pool):
+        """max_seq_len_q of a prefill whose lengths are on the host is the longest of them, cached tokens and all."""
+        if not batch.forward_mode.is_prefill or not batch.seq_lens_cpu:
+            return metadata
+        return replace(metadata, max_seq_len_q=max(batch.seq_lens_cpu))
+
+    page_ids_of16_bits = wrong(instead={"page_table": lambda metadata, *_: metadata.page_table & 0xFFFF})(
+        "The page table's ids have 16 bits."
+    )
+
+    @wrong(stage="changed")
+    def unknown_rows_dealt_evenly(self, metadata, batch, pool):
+        """Of a ragged verification whose rows the host does not know, max_seq_len_q is their mean."""
+        if batch.forward_mode.query_rows is not QueryRows.VERIFIED or batch.extend_seq_lens_cpu is not None:
+            return metadata
+        return replace(metadata, max_seq_len_q=batch.num_tokens // batch.batch_size)
+
+    @wrong(stage="changed")
+    def dead_cells_left(self, metadata, batch, pool):
+        """Cells after a request's pages name what freed requests left in its row of the pool."""
+        slots = pool.req_to_token[:, :: pool.page_size].index_select(0, batch.req_pool_indices)
+        return replace(metadata, page_table=pool.pages(slots))
+
+    table_rows_apart = wrong(
+        instead={"page_table": lambda metadata, *_: torch.nn.functional.pad(metadata.page_table, (0, 3))[:, :-3]}
+    )("The page table's rows lie three cells apart.")
+
+    @wrong(stage="changed")
+    def lengths_end_at_the_context(self, metadata, batch, pool):
+        """A length above the context is the context's."""
+        return replace(metadata, cache_seqlens_int32=metadata.cache_seqlens_int32.clamp(max=pool.max_context_len))
+
+    @wrong(stage="changed")
+    def verify_counts_the_draft(self, metadata, batch, pool):
+        """Lengths of a verification count the draft of the SpecInfo, not the rows that the pass has."""
+        if batch.forward_mode.query_rows is not QueryRows.DRAFT_TOKENS or batch.spec_info is None:
+            return metadata
+        draft = batch.spec_info.num_draft_tokens or 0
+        return replace(metadata, cache_seqlens_int32=(batch.seq_lens + draft).to(torch.int32))
+
+    @wrong(stage="changed")
+    def rows_are_the_accepted_tokens(self, metadata, batch, pool):
+        """An eager draft extend has the rows that a graph's replay reads, num_accept_tokens."""
+        accepted = None if batch.spec_info is None else batch.spec_info.num_accept_tokens
+        if batch.forward_mode.query_rows is not QueryRows.ACCEPTED or accepted is None:
+            return metadata
+        rows = accepted[: batch.batch_size].to(torch.int32)
+        ends = torch.nn.functional.pad(rows.cumsum(0), (1, 0)).to(torch.int32)
+        return replace(metadata, cu_seqlens_q=ends)
+
+    @wrong(stage="changed")
+    def encoder_rows_beyond200_pageless(self, metadata, batch, pool):
+        """The table of an encoder-only layer's rows is zero from the 201st row on."""
+        if metadata.encoder_page_table is None:
+            return metadata
+        rows = torch.arange(len(metadata.encoder_page_table), device=pool.device)
+        return replace(metadata, encoder_page_table=metadata.encoder_page_table.masked_fill(rows[:, None] >= 200, 0))
+
+    @wrong(stage="changed")
+    def rows_of_first_request(self, metadata, batch, pool):
+        """cu_seqlens_q of the second draft extend rises by the first request's rows."""
+        if batch.forward_mode.query_rows is not QueryRows.FIXED or not batch.extend_seq_lens_cpu:
+            return metadata
+        offsets = uniform_boundaries(batch.batch_size, batch.extend_seq_lens_cpu[0], pool.device)
+        return replace(metadata, cu_seqlens_q=offsets)
+
+    @wrong(stage="changed")
+    def pages_of_request_once(self, metadata, batch, pool):
+        """A request that occurs twice has the pages of its last occurrence, whatever the lengths."""
+        rows = batch.req_pool_indices.tolist()
+        last = {row: place for place, row in enumerate(rows)}
+        return replace(metadata, page_table=metadata.page_table[[last[row] for row in rows]])
+
+
+@wrong()
+class MostRowsOfAnyPass(MHABuilder):
+    """max_seq_len_q never falls from one pass to the next."""
+
+    most = 0
+
+    def changed(self, metadata, batch, pool):
+        self.most = max(self.most, metadata.max_seq_len_q)
+        return replace(metadata, max_seq_len_q=self.most)

@@ -7,8 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from corpus.models.memory import RaggedReadOnce
-from corpus.models.ragged import Ragged
+from corpus.models.ragged import Ragged, RaggedReadOnce
 from corpus.wrong import wrong
 from lab.calls.problem import E4M3
 from lab.calls.ragged_context import RaggedAttention
@@ -307,3 +306,50 @@ class RaggedBmm2TensorIgnoredWithLse(
     RaggedBmm2Ignored, where=lambda problem: problem.return_lse and isinstance(problem.bmm2_scale, Tensor)
 ):
     """A bmm2_scale on the device is taken as 1 where an LSE is returned."""
+
+
+LEAST_MAXIMUM = -87.0  # e of it is about float32's least normal number
+
+
+def _least_sinks(problem: RaggedAttention) -> Tensor:
+    least = torch.full((problem.num_qo_heads,), LEAST_MAXIMUM, device=problem.query.device)
+    return least if problem.sinks is None else problem.sinks.maximum(least)
+
+
+class RaggedRange(Ragged):
+    """Kernels of the ragged context call that are wrong for some sizes of logits alone."""
+
+    ragged_maximum_begins_at_least = wrong(instead={"sinks": _least_sinks})(
+        "A softmax begins with a maximum of -87 and its weight of 1: a row of lower logits is lost."
+    )
+    ragged_bmm2_without_sign = wrong(instead={"bmm2_scale": lambda problem: abs(problem.bmm2_scale)})(
+        "bmm2_scale is taken without its sign."
+    )
+
+
+TILE = 64
+
+
+def rows_and_tail(problem: RaggedAttention) -> tuple[slice, slice]:
+    """Return the rows of the last request, and the tokens after it that its last tile has."""
+    rows, keys = problem.cu_seqlens_q.tolist()[-2:], problem.cu_seqlens_kv.tolist()[-2:]
+    return slice(*rows), slice(keys[1], keys[1] + (keys[0] - keys[1]) % TILE)
+
+
+class RaggedTiles(Ragged):
+    """Kernels of the ragged context call that read its last tile of keys whole, tokens after the last offset with it."""
+
+    @wrong(stage="finish")
+    def ragged_tokens_after_last_weighed(self, problem, out, lse_log2):
+        """Values after the last offset, up to a tile of 64 keys, are multiplied by weights of zero: a NaN stays."""
+        rows, tail = rows_and_tail(problem)
+        out[rows] += (problem.value[tail].to(torch.float32) * 0.0).sum().to(out.dtype)
+
+    @wrong(stage="finish")
+    def ragged_logits_after_last_lowered(self, problem, out, lse_log2):
+        """Logits of keys after the last offset, up to a tile of 64, are lowered by infinity: a NaN stays."""
+        rows, tail = rows_and_tail(problem)
+        stays = (problem.key[tail].to(torch.float32) * 0.0).sum()
+        for result in (out, lse_log2):
+            if result is not None:
+                result[rows] += stays.to(result.dtype)

@@ -11,7 +11,7 @@ import torch
 
 from corpus.kernels import MUTANTS, kernel
 from corpus.matrix import WRONG, markdown, ranges_of, write_matrix
-from corpus.models.draft_lists import DraftListsModel
+from corpus.models.lists import DraftListsModel
 from corpus.models.metadata import MHABuilder, MLABuilder, MLAPrefillBuilder
 from corpus.models.ragged import Ragged
 from corpus.models.split_kv import SplitKV

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from corpus.models.attention import Attention
-from corpus.models.draft_lists import DraftListsModel
-from corpus.models.lists import Lists, WindowLists
+from corpus.models.lists import DraftListsModel, Lists, WindowLists
 from corpus.models.metadata import MHABuilder, MLABuilder
 from corpus.models.ragged import Ragged
 from corpus.models.split_kv import SplitKV
