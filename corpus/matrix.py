@@ -30,7 +30,7 @@ from lab.files import without_suffix, write_text
 from lab.interpreter import quicken
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Storage
-from lab.workloads.inputs.attention import build_attention, truth_of_call
+from lab.workloads.inputs.attention import build_attention
 from lab.workloads.interfaces import ATTENTION, Interface
 
 # Small enough for every mutant on a CPU, wide enough that each axis takes every value.
@@ -157,7 +157,7 @@ def _passing(judged: WrongKernel, case: AttentionCase) -> set[int]:
 @functools.lru_cache(maxsize=16)
 def _upstream_truth(case: AttentionCase) -> torch.Tensor:
     """Return the expected output, which is the same for every mutant."""
-    return truth_of_call(build_attention(case, torch.device("cpu"))).expected
+    return build_attention(case, torch.device("cpu")).truth().expected
 
 
 def markdown(records: Sequence[dict[str, Any]]) -> str:

@@ -46,7 +46,7 @@ from lab.checks.properties import checks
 from lab.files import read_json
 from lab.kernels import default_implementation
 from lab.references.errors import relative_l2
-from lab.workloads.inputs.attention import build_attention, truth_of_call
+from lab.workloads.inputs.attention import build_attention
 from studies.pictures.judging import (
     few_figure,
     matrix_figure,
@@ -159,7 +159,7 @@ def errors_of(implementation, case, title):
     """The errors of one call, drawn."""
     run = CaseRun(implementation, case, CPU)
     inputs = run.build()
-    truth = truth_of_call(inputs)
+    truth = inputs.truth()
     comparison = truth.compare(run.call(inputs).out)
     wrong = f"{int(comparison.wrong.sum())} of {comparison.wrong.numel()} vectors are wrong"
     return vector_errors_figure(comparison.error, comparison.bound, truth.request_of_row, f"{title}: {wrong}")
@@ -220,7 +220,7 @@ for length in LENGTHS:
     case = replace(
         upstream_case(Interface.DECODE, length, 4), kv_lens=(length,), q_lens=(4,), window_left=-1, sinks=False
     )
-    truth = truth_of_call(build_attention(case, CPU))
+    truth = build_attention(case, CPU).truth()
     out = torch.zeros_like(truth.control)
     zeros.append(rules_passed(out, truth.expected))
     nans.append(rules_passed(torch.full_like(out, torch.nan), truth.expected))

@@ -10,7 +10,7 @@ from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.ragged_context import RaggedContextCall
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import build_attention
-from lab.workloads.inputs.ragged import draw_ragged, ragged_arguments
+from lab.workloads.inputs.ragged import build_ragged
 from lab.workloads.interfaces import Interface
 from lab.workloads.ragged_case import RaggedCase
 
@@ -41,7 +41,6 @@ def test_no_paged_call_reads_contents(interface: Interface, offsets: bool) -> No
 
 def test_no_ragged_call_reads_contents() -> None:
     case = RaggedCase((18, 3), (2, 2))
-    query, parts = draw_ragged(case, torch.device("cpu"))
-    arguments = ragged_arguments(case, query, parts, causal=True)
+    arguments = build_ragged(case, torch.device("cpu")).arguments()
     arguments |= {name: torch.ones(1) for name in ("bmm1_scale", "bmm2_scale")} | {"attention_sinks": torch.zeros(2)}
     RaggedContextCall(**{name: unreadable(value) for name, value in arguments.items()}).problem()

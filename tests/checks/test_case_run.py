@@ -14,7 +14,6 @@ from lab.checks import AttentionCase, Interface
 from lab.checks.case_run import CallForm, CaseRun, Result, Then, as_result
 from lab.checks.run.support_protocol import KernelError, Unsupported
 from lab.references.truth import LSE_LOG2_BOUND, Truth
-from lab.workloads.inputs.attention import truth_of_call
 from tests.checks.small import decoding
 
 CASE = AttentionCase(Interface.DECODE, (20, 0, 33), (2, 2, 2), num_kv_heads=1, group=2)
@@ -27,7 +26,7 @@ def run() -> CaseRun:
 
 @pytest.fixture
 def truth(run: CaseRun) -> Truth:
-    return truth_of_call(run.build())
+    return run.build().truth()
 
 
 def test_the_truth_itself_is_right(run: CaseRun, truth: Truth) -> None:
@@ -176,9 +175,9 @@ def test_mla_returns_rows_of_requests_or_rows() -> None:
 
 def test_the_truth_is_the_case_s_and_not_the_table_s(run: CaseRun) -> None:
     inputs = run.build()
-    before = truth_of_call(inputs).expected
+    before = inputs.truth().expected
     inputs.block_tables.zero_()
-    assert torch.equal(truth_of_call(replace(inputs, k_pages=inputs.k_pages * 0)).expected, before)
+    assert torch.equal(replace(inputs, k_pages=inputs.k_pages * 0).truth().expected, before)
 
 
 def refused(*_: object, **__: object) -> None:
@@ -219,8 +218,8 @@ def test_a_variation_is_compared_with_the_truth_that_is_given() -> None:
     inputs = run.build()
     assert run.vary("without", inputs) is not None
     assert run.judged == 0
-    run.vary("with", inputs, truth_of_call(inputs))
-    run.vary("another scale", inputs, truth_of_call(inputs), bmm2_scale=2.0 * inputs.bmm2_scale)
+    run.vary("with", inputs, inputs.truth())
+    run.vary("another scale", inputs, inputs.truth(), bmm2_scale=2.0 * inputs.bmm2_scale)
     assert run.judged == 2
     assert [sentence.split(":")[0] for sentence in run.wrongs] == ["another scale"]
 

@@ -8,7 +8,7 @@ import torch
 from lab.calls.problem import E4M3
 from lab.checks.properties.k11_sensitivity import _below_zero
 from lab.workloads.attention_case import AttentionCase, Contents, Storage
-from lab.workloads.inputs.attention import build_attention, truth_of_call
+from lab.workloads.inputs.attention import build_attention
 from lab.workloads.interfaces import Interface
 
 CASE = AttentionCase(
@@ -31,9 +31,7 @@ def test_a_query_cast_to_e4m3_is_within_the_bound(seed: int) -> None:
     inputs = build_attention(replace(CASE, seed=seed), torch.device("cpu"))
     cast = replace(inputs, query=inputs.query.to(E4M3).to(inputs.query.dtype))
     _, rules = _below_zero(inputs)
-    assert (
-        truth_of_call(inputs, **rules).compare(truth_of_call(cast, arithmetic=torch.bfloat16, **rules).control).passed
-    )
+    assert inputs.truth(**rules).compare(cast.truth(arithmetic=torch.bfloat16, **rules).control).passed
 
 
 def test_where_a_kernel_does_not_round_q_more_products_overflow() -> None:

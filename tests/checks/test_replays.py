@@ -16,10 +16,10 @@ from lab.checks import AttentionCase, Interface, RaggedCase, Ranges
 from lab.checks.case_run import CaseRun
 from lab.checks.properties import k09_replay as replays
 from lab.checks.properties.check import Level
-from lab.checks.properties.k09_replay import CHECK, Lens, paged_batches, ragged_batches
-from lab.checks.replays import Form, Replay
+from lab.checks.properties.k09_replay import CHECK, Lens, Replay, maker_of
 from lab.checks.run.verdicts import Outcome
 from lab.checks.run.workers import run_case
+from lab.workloads.inputs.call import Form, in_forms
 from tests.checks.small import SMALL, decoding
 
 CPU = torch.device("cpu")
@@ -39,11 +39,11 @@ CASES: dict[str, Any] = {
 def shrinking(run: CaseRun) -> list[str]:
     """Capture on the largest batch, and replay with others that are no larger: what is wrong of it."""
     case = run.case
-    make = (ragged_batches if isinstance(case, RaggedCase) else paged_batches)(run, case)
-    room = Lens(case.kv_lens, case.q_lens)
-    replay = Replay(run, make(room), make(room))
+    make = maker_of(run, case)
+    room, none = Lens(case.kv_lens, case.q_lens), frozenset[Form]()
+    replay = Replay(run, in_forms(make(room), none), in_forms(make(room), none))
     for number, lens in enumerate((room, replays.shrunk(room), replays.shrunk(replays.shrunk(room)), room)):
-        replay.hold("a replay", make(lens, seed=number, moved=bool(number % 2)))
+        replay.hold("a replay", in_forms(make(lens, seed=number, moved=bool(number % 2)), none))
     return run.wrongs
 
 
@@ -109,8 +109,8 @@ def test_the_smoke_level_has_every_form_a_long_request_and_rows_that_wait(
 ) -> None:
     told: list[tuple[frozenset[Form], Lens, bool]] = []
 
-    def note(run: CaseRun, make: replays.Make, room: Lens, waits: bool) -> None:
-        told.append((make(room).forms, room, waits))
+    def note(run: CaseRun, make: replays.Make, forms: frozenset[Form], room: Lens, waits: bool) -> None:
+        told.append((forms, room, waits))
 
     monkeypatch.setattr(replays, "tell", note)
     for case in CHECK.cases(interface, replace(Ranges(), longest=200), Level.SMOKE):

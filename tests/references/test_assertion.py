@@ -15,7 +15,7 @@ from lab.checks import AttentionCase, Interface, Storage
 from lab.references import assert_close_to_reference
 from lab.references.assertion import truth_of_problem
 from lab.workloads.attention_case import Dead, TableTail
-from lab.workloads.inputs.attention import build_attention, truth_of_call
+from lab.workloads.inputs.attention import build_attention
 from tests.cases import decode_arguments, pack_mask, random_batch
 
 CPU = torch.device("cpu")
@@ -105,7 +105,7 @@ def test_one_wrong_vector_is_named(case: AttentionCase) -> None:
 @each_case
 def test_the_bound_is_the_judge_s(case: AttentionCase) -> None:
     inputs = build_attention(case, CPU)
-    judges = truth_of_call(inputs)
+    judges = inputs.truth()
     call = CALL_TYPES[AttentionCall(case.interface.value)]
     mine = truth_of_problem(call(**inputs.arguments()).problem())
     torch.testing.assert_close(mine.expected, judges.expected, rtol=1e-9, atol=0)
@@ -227,7 +227,7 @@ def test_another_dtype_is_an_error_unless_it_is_allowed() -> None:
 def test_a_kernel_s_own_arithmetic_is_allowed_when_it_is_named() -> None:
     case = replace(CASES["e4m3 cache"], window_left=-1)
     arguments = arguments_of(case)
-    out = truth_of_call(build_attention(replace(case, arithmetic=E4M3), CPU)).control
+    out = build_attention(replace(case, arithmetic=E4M3), CPU).truth().control
     with pytest.raises(AssertionError, match="vectors are wrong"):
         assert_close_to_reference(out, **arguments)
     assert_close_to_reference(out, arithmetic=E4M3, **arguments)

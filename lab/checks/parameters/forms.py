@@ -2,83 +2,38 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lab.checks.case_run import CaseRun, GivenCall, Result
+from lab.checks.case_run import CaseRun, Result
 from lab.checks.parameters import paged_axes
-from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.paged_axes import WHOLE_ONE
-from lab.references.truth import Truth
+from lab.workloads.inputs.call import BuiltCall
 from lab.workloads.inputs.guards import amid, guarded, same_bits, wrong_guards
 from lab.workloads.inputs.views import LEAST_ALIGNMENT_BYTES
 
 DTYPES = {"fp32": torch.float32, **paged_axes.DTYPES}  # fp32 of outputs alone
-WRITTEN = ("out", "lse", "workspace_buffer")
 SCALE_SHAPES: dict[str, tuple[int, ...]] = {"tensor [1]": (1,), "tensor []": (), "tensor [1, 1]": (1, 1)}
 
 
-@dataclass(eq=False)
-class FormedCall:
-    """A call in the making.
-
-    Attributes:
-        of: the configuration.
-        made_dtype: of an output that the call makes where it is asked for no other.
-        arguments: by name.
-        rules: fields of `lab.references.truth.Rules` that differ from the inputs' own.
-        guards: names of buffers that were handed out, and all memory around each (`guarded`).
-        gaps: names of buffers that were handed out with NaN between their elements, and all that NaN.
-    """
-
-    of: Configuration
-    made_dtype: torch.dtype
-    arguments: dict[str, Any] = field(default_factory=dict)
-    rules: dict[str, Any] = field(default_factory=dict)
-    guards: dict[str, Tensor] = field(default_factory=dict)
-    gaps: dict[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def rows(self) -> int:
-        """Return the number of the requests' rows; padding follows them."""
-        raise NotImplementedError
-
-    @property
-    def read(self) -> dict[str, Tensor]:
-        """Return the tensors that the kernel must leave as they are, by name."""
-        found: dict[str, Tensor] = {}
-        for name, value in self.arguments.items():
-            parts = value if isinstance(value, tuple | list) else (value,)
-            for number, part in enumerate(() if name in WRITTEN else parts):
-                if isinstance(part, Tensor):
-                    found[name if len(parts) == 1 else f"{name}[{number}]"] = part
-        return found
-
-    def truth(self) -> Truth:
-        """Return what the call must give."""
-        raise NotImplementedError
-
-
-def judge_call(run: CaseRun, call: FormedCall) -> None:
+def judge_call(run: CaseRun, call: BuiltCall[Any]) -> None:
     """Make a call once, and hold all that it gives to the truth, and what it must not touch."""
     before = {name: value.clone() for name, value in call.read.items()}
-    result = run.call(GivenCall(call.of.interface, call.arguments))
-    out, lse = call.arguments.get("out"), call.arguments.get("lse")
+    result = run.call(call)
+    out, lse = call.given.get("out"), call.given.get("lse")
     out = result.out if out is None else out.view(-1, *out.shape[-2:])
     lse = result.lse if lse is None else lse.view(-1, lse.shape[-1])
-    if lse is not None and call.of["lse"] == "base e":
+    if lse is not None and call.forms["lse"] == "base e":
         lse = lse / math.log(2.0)
-    if lse is None and call.of["lse"] != "none":
+    if lse is None and call.forms["lse"] != "none":
         run.wrong("return_lse=True returned no LSE")
-    rows = call.rows
-    if rows:
+    if rows := call.rows:
         run.expect_close("the call", Result(out[:rows], None if lse is None else lse[:rows], result.call), call.truth())
     run.judged += 1
     run.expect("what it returned", wrong_returns(call, result), kind="other")
-    expected = call.rules.get("out_dtype", call.made_dtype)
+    expected = call.rules.get("out_dtype", call.inputs.out_dtype)
     if result.out.dtype != expected:
         run.wrong(f"the output is {result.out.dtype}, not {expected}")
     run.expect_unchanged("the inputs", call.read, before)
@@ -89,15 +44,15 @@ def judge_call(run: CaseRun, call: FormedCall) -> None:
         run.expect(f"between elements of {name}", written if not bool(between.isnan().all()) else ())
 
 
-def wrong_returns(call: FormedCall, result: Result) -> Iterator[str]:
+def wrong_returns(call: BuiltCall[Any], result: Result) -> Iterator[str]:
     """Yield a sentence for each thing that a call returned and should not have: not what it wrote, or an LSE unasked."""
-    if result.lse is not None and not call.arguments.get("return_lse"):
+    if result.lse is not None and not call.given.get("return_lse"):
         yield "it returned an LSE without return_lse=True"
-    heads = list(call.arguments["query"].shape[-2:-1])
-    if list(result.out.shape[:-1]) != [call.arguments["query"].shape[:-2].numel(), *heads]:
-        yield f"it returned an output of {list(result.out.shape)} for a query of {list(call.arguments['query'].shape)}"
+    heads = list(call.given["query"].shape[-2:-1])
+    if list(result.out.shape[:-1]) != [call.given["query"].shape[:-2].numel(), *heads]:
+        yield f"it returned an output of {list(result.out.shape)} for a query of {list(call.given['query'].shape)}"
     for name, returned in (("out", result.out), ("lse", result.lse)):
-        given = call.arguments.get(name)
+        given = call.given.get(name)
         if given is None or returned is None:
             continue
         given = given.view(-1, *given.shape[-2:]) if name == "out" else given.flatten(0, -2)
@@ -107,30 +62,30 @@ def wrong_returns(call: FormedCall, result: Result) -> Iterator[str]:
             yield f"the {name} that it returned is not what it wrote into the given one"
 
 
-def set_scales(call: FormedCall) -> None:
+def set_scales(call: BuiltCall[Any]) -> None:
     """Give both scales their forms, other values with them: a scale that is not read shows."""
-    form, scale, device = call.of["bmm1_scale"], call.arguments["bmm1_scale"], call.arguments["query"].device
+    form, scale, device = call.forms["bmm1_scale"], call.given["bmm1_scale"], call.device
     if form.startswith("log2"):  # which takes precedence over what stands beside it
         of_call = call.rules["bmm1_scale"] = (-0.5 if "below 0" in form else 0.75) * scale
         shape = () if "[]" in form else (1,)
-        call.arguments["bmm1_scale_log2"] = _tensor(of_call * math.log2(math.e), shape, device)
-        call.arguments["bmm1_scale"] = _tensor(2.0, (1,), device) if "beside" in form else 2.0
+        call.given["bmm1_scale_log2"] = _tensor(of_call * math.log2(math.e), shape, device)
+        call.given["bmm1_scale"] = _tensor(2.0, (1,), device) if "beside" in form else 2.0
     elif form != "number":
         _set_scale(call, "bmm1_scale", form, (-0.5 if "negative" in form else 0.75) * scale)
-    form, scale = call.of["bmm2_scale"], call.arguments["bmm2_scale"]
+    form, scale = call.forms["bmm2_scale"], call.given["bmm2_scale"]
     if form == WHOLE_ONE:
-        call.arguments["bmm2_scale"] = call.rules["bmm2_scale"] = 1
+        call.given["bmm2_scale"] = call.rules["bmm2_scale"] = 1
     elif form != "usual":
         # 0.9 is no sum of few powers of two: a scale that is rounded on its way shows.
         _set_scale(call, "bmm2_scale", form, (-0.5 if "negative" in form else 0.9) * scale)
 
 
-def _set_scale(call: FormedCall, name: str, form: str, scale: float) -> None:
+def _set_scale(call: BuiltCall[Any], name: str, form: str, scale: float) -> None:
     """Give a scale a value, as the tensor that a form ends with, or else as a number."""
     call.rules[name] = scale
     shape = next((shape for words, shape in SCALE_SHAPES.items() if form.endswith(words)), None)
-    device = call.arguments["query"].device
-    call.arguments[name] = scale if shape is None else _tensor(scale, shape, device)
+    device = call.device
+    call.given[name] = scale if shape is None else _tensor(scale, shape, device)
 
 
 def _tensor(value: float, shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -145,38 +100,37 @@ def with_minus_infinity(sinks: Tensor) -> Tensor:
     return sinks
 
 
-def set_lengths(call: FormedCall, other: int) -> None:
+def set_lengths(call: BuiltCall[Any], other: int) -> None:
     """Give `seq_lens` its form; `other` is the length on both sides of lengths that are a part of a larger tensor."""
-    lengths, form = call.arguments["seq_lens"], call.of["seq_lens"]
+    lengths, form = call.given["seq_lens"], call.forms["seq_lens"]
     if form == "uint32":
-        call.arguments["seq_lens"] = lengths.to(torch.uint32)
+        call.given["seq_lens"] = lengths.to(torch.uint32)
     elif form == "amid others":
-        call.arguments["seq_lens"] = amid(lengths, other)
+        call.given["seq_lens"] = amid(lengths, other)
 
 
-def set_out(call: FormedCall, v_head_dim: int) -> None:
+def set_out(call: BuiltCall[Any]) -> None:
     """Name the output's dtype, or hand out a buffer of NaN for it, amid guards for a view."""
-    kind, _, name = call.of["out"].rpartition(" ")
-    if call.of["out"] == "none":
+    kind, _, name = call.forms["out"].rpartition(" ")
+    if call.forms["out"] == "none":
         return
-    dtype = call.rules["out_dtype"] = DTYPES.get(name, call.made_dtype)
+    dtype = call.rules["out_dtype"] = DTYPES.get(name, call.inputs.out_dtype)
     if kind == "dtype":
-        call.arguments["out_dtype"] = dtype
+        call.given["out_dtype"] = dtype
         return
-    query = call.arguments["query"]
-    out = torch.full((*query.shape[:-1], v_head_dim), math.nan, device=query.device).to(dtype)
-    if call.of["out"] == "a view":
+    out = call.new_out(dtype)
+    if call.forms["out"] == "a view":
         out, call.guards["out"] = guarded(out, LEAST_ALIGNMENT_BYTES)
-    call.arguments["out"] = out
+    call.given["out"] = out
 
 
-def set_lse(call: FormedCall) -> None:
+def set_lse(call: BuiltCall[Any]) -> None:
     """Ask for the LSE, and hand out a buffer of NaN for it where the form says so, amid guards unless it has gaps."""
-    form, query = call.of["lse"], call.arguments["query"]
+    form, query = call.forms["lse"], call.given["query"]
     if form == "none":
         return
     if form != "given alone":
-        call.arguments["return_lse"] = True
+        call.given["return_lse"] = True
     if form.startswith("given") or form in ("strided", "rows apart"):
         heads = query.shape[-2]
         shape = query.shape[:-1] if form == "given as the query" else (query.shape[:-2].numel(), heads)
@@ -189,4 +143,4 @@ def set_lse(call: FormedCall) -> None:
             lse, call.gaps["lse"] = whole[:, :heads], whole[:, heads:]
         else:
             lse, call.guards["lse"] = guarded(torch.full(shape, math.nan, device=query.device), LEAST_ALIGNMENT_BYTES)
-        call.arguments["lse"] = lse
+        call.given["lse"] = lse

@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,7 +10,6 @@ from torch import Tensor
 from lab.calls.problem import E4M3
 from lab.checks.case_run import CaseRun
 from lab.checks.parameters.forms import (
-    FormedCall,
     judge_call,
     set_lengths,
     set_lse,
@@ -30,14 +28,13 @@ from lab.checks.parameters.paged_axes import (
 )
 from lab.checks.parameters.paged_shape import PADDING, attention_case, rows_without_keys
 from lab.metadata.mla.metadata import allocate_multi_ctas_kv_counters
-from lab.references.truth import Truth
 from lab.workloads.inputs.attention import (
     AttentionInputs,
     as_one_tensor,
     build_attention,
     reversed_pages,
-    truth_of_call,
 )
+from lab.workloads.inputs.call import BuiltCall
 from lab.workloads.inputs.encoding import E4M3_K_SCALE
 from lab.workloads.inputs.guards import amid
 from lab.workloads.inputs.masks import draft_masks, packed_mask, strictly_causal, with_bits_after
@@ -58,31 +55,7 @@ PADDED = 100.0  # an element of a padding row, which no row may read
 PADDED_AFTER = {"padding after": PADDED, "padding of NaN": math.nan}
 
 
-@dataclass(eq=False)
-class PagedCall(FormedCall):
-    """A paged call in the making.
-
-    Attributes:
-        others: as in `FormedCall`.
-        inputs: the tensors as the call hands them out, and the histories that they were made from.
-    """
-
-    inputs: AttentionInputs = field(kw_only=True)
-
-    @property
-    def case(self) -> Any:
-        return self.inputs.case
-
-    @property
-    def device(self) -> torch.device:
-        return self.inputs.query.device
-
-    @property
-    def rows(self) -> int:
-        return sum(self.case.q_lens)
-
-    def truth(self) -> Truth:
-        return truth_of_call(self.inputs, **self.rules)
+PagedCall = BuiltCall[AttentionInputs]
 
 
 def judge_paged(run: CaseRun) -> None:
@@ -92,23 +65,22 @@ def judge_paged(run: CaseRun) -> None:
 
 def _built(run: CaseRun) -> PagedCall:
     case = attention_case(run.case, run.ranges)
-    made_dtype = torch.bfloat16 if case.is_mla else case.dtype
-    call = PagedCall(run.case, made_dtype, inputs=build_attention(case, run.device))
-    if call.of["pages"] == TWICE:
+    call = PagedCall(run.case, build_attention(case, run.device))
+    if call.forms["pages"] == TWICE:
         call.inputs = _with_page_twice(call.inputs)
     _store(call)
-    call.arguments = call.inputs.arguments()
-    if call.of.get("backend", "auto") != "auto":
-        call.arguments["backend"] = call.of["backend"]
+    call.given = call.inputs.arguments()
+    if call.forms.get("backend", "auto") != "auto":
+        call.given["backend"] = call.forms["backend"]
         if call.inputs.scale_factors is not None:
-            call.arguments |= call.inputs.scale_factor_arguments(interleaved=True)
-    if call.of.get("qk_nope_head_dim") == "a half":
-        call.arguments["qk_nope_head_dim"] *= 2
-    for form in (_cache, _query, _tables, _lengths, _bounds, set_scales, _sinks, _visible, _out, _lse):
+            call.given |= call.inputs.scale_factor_arguments(interleaved=True)
+    if call.forms.get("qk_nope_head_dim") == "a half":
+        call.given["qk_nope_head_dim"] *= 2
+    for form in (_cache, _query, _tables, _lengths, _bounds, set_scales, _sinks, _visible, set_out, _lse):
         form(call)
     # As the engine hands them out in every call. They must be as they were afterwards, like what a kernel only reads.
     # One SM, because the counters of the engine's 8,192 requests are more than any GPU has SMs.
-    call.arguments["multi_ctas_kv_counter_buffer"] = allocate_multi_ctas_kv_counters(
+    call.given["multi_ctas_kv_counter_buffer"] = allocate_multi_ctas_kv_counters(
         len(case.q_lens), case.num_qo_heads, sm_count=1, device=run.device
     )
     return call
@@ -131,8 +103,8 @@ def _with_page_twice(inputs: AttentionInputs) -> AttentionInputs:
 
 def _store(call: PagedCall) -> None:
     """Lay the cache out as the configuration says."""
-    inputs, form = call.inputs, call.of["cache"]
-    tokens, heads = (1, 2) if call.case.is_mla or call.case.storage.kv_layout == "NHD" else (2, 1)
+    inputs, form = call.inputs, call.forms["cache"]
+    tokens, heads = (1, 2) if call.inputs.case.is_mla or call.inputs.case.storage.kv_layout == "NHD" else (2, 1)
     layouts: dict[str, Callable[[Tensor], Tensor]] = {
         "pages apart": lambda pages: apart(pages, 0, pages[0].numel()),
         "tokens apart": lambda pages: apart(pages, tokens, GAP),
@@ -144,123 +116,109 @@ def _store(call: PagedCall) -> None:
     }
     if form in layouts:
         k_pages = layouts[form](inputs.k_pages)
-        v_pages = k_pages if call.case.is_mla else layouts[form](inputs.v_pages)
+        v_pages = k_pages if call.inputs.case.is_mla else layouts[form](inputs.v_pages)
         call.inputs = replace(inputs, k_pages=k_pages, v_pages=v_pages)
     elif form == "V otherwise":
         call.inputs = replace(inputs, v_pages=apart(inputs.v_pages, 0, inputs.v_pages[0].numel()))
     elif form == "K is V":
         histories = tuple((keys, keys) for keys, _ in inputs.histories)
         call.inputs = replace(inputs, v_pages=inputs.k_pages, histories=histories)
-        if call.case.is_quantised:
+        if call.inputs.case.is_quantised:
             call.rules["bmm2_scale"] = E4M3_K_SCALE
 
 
 def _cache(call: PagedCall) -> None:
     """Hand the cache out in another shape."""
-    form, pages = call.of["cache"], call.inputs.k_pages
+    form, pages = call.forms["cache"], call.inputs.k_pages
     if form in ONE_TENSOR:
         whole = as_one_tensor(call.inputs)
-        call.arguments["kv_cache"] = in_halves(whole) if "halves" in form else whole
+        call.given["kv_cache"] = in_halves(whole) if "halves" in form else whole
         # A decode takes scale factors as a pair alone.
-        if call.inputs.scale_factors is not None and call.of.interface is Interface.CONTEXT:
-            k, v = (each.view(torch.uint8) for each in call.arguments["kv_cache_sf"])
-            call.arguments["kv_cache_sf"] = torch.stack((k, v), 1).view(E4M3)
+        if call.inputs.scale_factors is not None and call.interface is Interface.CONTEXT:
+            k, v = (each.view(torch.uint8) for each in call.given["kv_cache_sf"])
+            call.given["kv_cache_sf"] = torch.stack((k, v), 1).view(E4M3)
     elif form == "K is V":
-        call.arguments |= {"kv_cache": pages.unsqueeze(1), "bmm2_scale": call.rules.get("bmm2_scale", 1.0)}
+        call.given |= {"kv_cache": pages.unsqueeze(1), "bmm2_scale": call.rules.get("bmm2_scale", 1.0)}
     elif form.startswith("4-D"):
         cache = pages.unsqueeze(1)
-        call.arguments["kv_cache"] = with_odd_strides(cache) if "odd" in form else cache
+        call.given["kv_cache"] = with_odd_strides(cache) if "odd" in form else cache
 
 
 def _query(call: PagedCall) -> None:
-    query = with_nan(call.arguments["query"], rows_without_keys(call.case.q_lens, call.case.kv_lens))
-    if call.of["offsets"] in PADDED_AFTER:
-        padded = PADDED_AFTER[call.of["offsets"]]
+    query = with_nan(call.given["query"], rows_without_keys(call.inputs.case.q_lens, call.inputs.case.kv_lens))
+    if call.forms["offsets"] in PADDED_AFTER:
+        padded = PADDED_AFTER[call.forms["offsets"]]
         rows = torch.full((PADDING, *query.shape[1:]), padded, device=query.device).to(query.dtype)
         query = torch.cat((raw(query), raw(rows))).view(query.dtype)
     of_request = query[:1, :1].numel()
-    call.arguments["query"] = (
-        apart(query, 0, of_request) if call.of["query"] == REQUESTS_APART else laid(query, call.of["query"])
+    call.given["query"] = (
+        apart(query, 0, of_request) if call.forms["query"] == REQUESTS_APART else laid(query, call.forms["query"])
     )
 
 
 def _tables(call: PagedCall) -> None:
-    form, tables = call.of["block_tables"], call.arguments["block_tables"]
+    form, tables = call.forms["block_tables"], call.given["block_tables"]
     if "separate" in form:
-        pages = call.inputs.v_pages
-        moved = reversed_pages(pages)
-        if pages.stride() != moved.stride():
-            moved = _like(moved, pages)
-        tables = torch.stack((tables, len(pages) - 1 - tables), dim=1)
-        call.inputs = replace(call.inputs, v_pages=moved)
-        call.arguments |= {"kv_cache": (call.inputs.k_pages, moved), "uses_shared_paged_kv_idx": False}
+        call.inputs = call.inputs.with_separate_tables()
+        tables = call.inputs.block_tables
+        sides = (call.inputs.k_pages, call.inputs.v_pages)
+        call.given |= {"kv_cache": sides, "uses_shared_paged_kv_idx": False}
         if call.inputs.scale_factors is not None:
-            k, v = call.arguments["kv_cache_sf"]
-            call.arguments["kv_cache_sf"] = (k, reversed_pages(v))
+            k, v = call.given["kv_cache_sf"]
+            call.given["kv_cache_sf"] = (k, reversed_pages(v))
     if "rows apart" in form:
         tables = apart(tables, -2, GAP + 1)
-    call.arguments["block_tables"] = at_bytes(tables, tables.element_size()) if form == "at an element" else tables
-
-
-def _like(tensor: Tensor, other: Tensor) -> Tensor:
-    """Return a tensor with another's strides."""
-    elements = raw(tensor)
-    like = torch.empty_strided(tensor.shape, other.stride(), dtype=elements.dtype, device=tensor.device)
-    return like.copy_(elements).view(other.dtype)
+    call.given["block_tables"] = at_bytes(tables, tables.element_size()) if form == "at an element" else tables
 
 
 def _lengths(call: PagedCall) -> None:
     set_lengths(call, call.inputs.max_seq_len)
-    if call.of["seq_lens"] == "amid others":
-        for name in {"cum_seq_lens_q", "cum_seq_lens_kv"} & set(call.arguments):
-            offsets = call.arguments[name]
-            call.arguments[name] = None if offsets is None else amid(offsets, int(offsets[-1]) + 7)
+    if call.forms["seq_lens"] == "amid others":
+        for name in {"cum_seq_lens_q", "cum_seq_lens_kv"} & set(call.given):
+            offsets = call.given[name]
+            call.given[name] = None if offsets is None else amid(offsets, int(offsets[-1]) + 7)
 
 
 def _bounds(call: PagedCall) -> None:
-    name = "max_kv_len" if call.of.interface is Interface.CONTEXT else "max_seq_len"
-    if call.of["bound"] == "exact":
-        call.arguments[name] = max(*call.case.kv_lens, 1)
-    elif call.of["bound"] == "4 times":
-        call.arguments[name] *= 4
-    if call.of["max_q_len"] == "larger":
-        call.arguments["max_q_len"] *= 2
-    elif call.of["max_q_len"] == "None":
-        call.arguments["max_q_len"] = None
+    name = call.inputs.kv_bound
+    if call.forms["bound"] == "exact":
+        call.given[name] = max(*call.inputs.case.kv_lens, 1)
+    elif call.forms["bound"] == "4 times":
+        call.given[name] *= 4
+    if call.forms["max_q_len"] == "larger":
+        call.given["max_q_len"] *= 2
+    elif call.forms["max_q_len"] == "None":
+        call.given["max_q_len"] = None
 
 
 def _sinks(call: PagedCall) -> None:
-    form, sinks = call.of["sinks"], call.inputs.sinks
+    form, sinks = call.forms["sinks"], call.inputs.sinks
     if sinks is None:
         return
     if form == SOME_MINUS_INFINITY:
         sinks = call.rules["sinks"] = with_minus_infinity(sinks)
     forms = {"list": [sinks], "tuple": (sinks,), "a part of others": amid(sinks, math.nan)}
-    call.arguments["sinks"] = forms.get(form, sinks)
+    call.given["sinks"] = forms.get(form, sinks)
 
 
 def _visible(call: PagedCall) -> None:
     """Say what a row sees: a draft's mask, or all keys."""
-    mask = call.of.get("mask", "none")
+    mask = call.forms.get("mask", "none")
     if mask != "none":
         name = {"by request": "mask that differs by request", BITS_AFTER: "tree mask", AT_A_WORD: "tree mask"}.get(
             mask, f"{mask} mask"
         )
-        shown = strictly_causal(call.case) if mask == OWN_BIT_CLEAR else draft_masks(call.case)[name]
+        shown = strictly_causal(call.inputs.case) if mask == OWN_BIT_CLEAR else draft_masks(call.inputs.case)[name]
         packed = packed_mask(shown)
         packed = (with_bits_after(packed) if mask == BITS_AFTER else packed).to(call.device)
-        call.arguments["mask"] = at_bytes(packed, packed.element_size()) if mask == AT_A_WORD else packed
+        call.given["mask"] = at_bytes(packed, packed.element_size()) if mask == AT_A_WORD else packed
         call.rules["shown"] = shown.to(call.device)
-    if not call.of.get("causal", True):
-        call.arguments["causal"] = call.rules["causal"] = False
-
-
-def _out(call: PagedCall) -> None:
-    set_out(call, call.case.out_head_dim)
+    if not call.forms.get("causal", True):
+        call.given["causal"] = call.rules["causal"] = False
 
 
 def _lse(call: PagedCall) -> None:
-    form = call.of["lse"]
+    form = call.forms["lse"]
     set_lse(call)
-    if form == "base e" or (form != "none" and call.case.is_mla and call.case.offsets):
-        call.arguments["return_lse_base"] = "basee" if form == "base e" else "base2"
+    if form == "base e" or (form != "none" and call.inputs.case.is_mla and call.inputs.case.offsets):
+        call.given["return_lse_base"] = "basee" if form == "base e" else "base2"

@@ -3,18 +3,16 @@
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lab.calls.problem import E4M3
 from lab.checks.case_run import CaseRun
 from lab.checks.parameters.attention import edge_lengths
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.forms import (
     DTYPES,
-    FormedCall,
     judge_call,
     set_lengths,
     set_lse,
@@ -32,12 +30,11 @@ from lab.checks.parameters.paged_shape import (
     rows_without_keys,
 )
 from lab.checks.parameters.ragged import BELOW_ZERO, OF_THE_NEXT, SHORT, head_dims_of
-from lab.references.truth import Rules, Truth
-from lab.workloads.inputs.expected import truth_of_requests
+from lab.workloads.inputs.call import BuiltCall
 from lab.workloads.inputs.guards import amid
 from lab.workloads.inputs.needles import draw_histories, needle_positions
-from lab.workloads.inputs.ragged import PADDING, TILE, Parts, arguments_of
-from lab.workloads.inputs.views import GAP, laid, raw, with_nan
+from lab.workloads.inputs.ragged import PADDING, TILE, RaggedInputs, joined
+from lab.workloads.inputs.views import GAP, laid, with_nan
 from lab.workloads.requests import PassLens
 
 # Of logits below zero: e of each, and e of the difference of both, are beyond float32's ends, e**-103 and e**88.7.
@@ -58,29 +55,7 @@ class RaggedLens(PassLens):
     q_lens: tuple[int, ...]
 
 
-@dataclass(eq=False)
-class RaggedCall(FormedCall):
-    """A ragged call in the making.
-
-    Attributes:
-        others: as in `FormedCall`.
-        lens: of its requests.
-        query: float of the call's dtype, [num_rows, num_qo_heads, head_dim], without padding.
-        parts: each request's keys and values, likewise.
-    """
-
-    lens: RaggedLens = field(kw_only=True)
-    query: Tensor = field(kw_only=True)
-    parts: Parts = field(kw_only=True)
-
-    @property
-    def rows(self) -> int:
-        return sum(self.lens.q_lens)
-
-    def truth(self) -> Truth:
-        given = {name: self.arguments[name] for name in ("bmm1_scale", "bmm2_scale") if name not in self.rules}
-        rules = {"arithmetic": self.query.dtype, **given, "out_dtype": self.made_dtype, **self.rules}
-        return truth_of_requests(self.query, self.parts, list(self.lens.q_lens), Rules(**rules))
+RaggedCall = BuiltCall[RaggedInputs]
 
 
 def judge_ragged(run: CaseRun) -> None:
@@ -114,7 +89,7 @@ def ragged_lens(of: Configuration) -> RaggedLens:
 
 def _built(run: CaseRun) -> RaggedCall:
     call = _drawn(run)
-    for form in (_stored, _lengths, set_scales, _visible, _sinks, _out, set_lse):
+    for form in (_stored, _lengths, set_scales, _visible, _sinks, set_out, set_lse):
         form(call)
     return call
 
@@ -140,13 +115,13 @@ def _drawn(run: CaseRun) -> RaggedCall:
     )
     if of["contents"] == BELOW_ZERO:
         _lower(query, [keys for keys, _ in histories], scale)
-    key, value = (_padded(torch.cat(sides), of["padding"], "keys") for sides in zip(*histories, strict=True))
-    query, key, value = (side.to(device, dtype) for side in (_padded(query, of["padding"], "rows"), key, value))
-    tokens = sum(lens.kv_lens)
-    parts = list(zip(*(side[:tokens].split(lens.kv_lens) for side in (key, value)), strict=True))
-    arguments = arguments_of(query, key, value, lens.q_lens, lens.kv_lens, scale, causal=of["causal"])
-    made_dtype = torch.bfloat16 if dtype == E4M3 else dtype
-    return RaggedCall(of, made_dtype, arguments, lens=lens, query=query[: sum(lens.q_lens)], parts=parts)
+    parts = [(keys.to(device, dtype), values.to(device, dtype)) for keys, values in histories]
+    inputs = RaggedInputs(query.to(device, dtype), lens.q_lens, parts, scale, of["causal"])
+    arguments = inputs.arguments(with_padding=False)
+    for name, padding in (("query", "rows"), ("key", "keys"), ("value", "keys")):
+        if padding in of["padding"]:
+            arguments[name] = _padded(arguments[name], math.nan if "NaN" in of["padding"] else PADDED)
+    return RaggedCall(of, inputs, arguments)
 
 
 def _lower(query: Tensor, keys: Sequence[Tensor], scale: float) -> None:
@@ -157,26 +132,24 @@ def _lower(query: Tensor, keys: Sequence[Tensor], scale: float) -> None:
         of_request[..., 0] = (steps / (QUERY_COORDINATE * scale)).unsqueeze(1)
 
 
-def _padded(side: Tensor, padding: str, name: str) -> Tensor:
-    """Return a side with the padding of that name after it, if the configuration has it."""
-    if name not in padding:
-        return side
-    return torch.cat((side, torch.full((PADDING, *side.shape[1:]), math.nan if "NaN" in padding else PADDED)))
+def _padded(side: Tensor, value: float) -> Tensor:
+    """Return a side with padding after it, where it has no token too."""
+    return joined((side, torch.full((PADDING, *side.shape[1:]), value, device=side.device).to(side.dtype)))
 
 
 def _stored(call: RaggedCall) -> None:
     """Lay query, keys and values out as the configuration says."""
-    arguments, lens = call.arguments, call.lens
-    keyless = rows_without_keys(lens.q_lens, lens.kv_lens)
+    arguments = call.given
+    keyless = rows_without_keys(call.inputs.q_lens, call.inputs.kv_lens)
     padding = len(arguments["query"]) - len(keyless)
     arguments["query"] = with_nan(arguments["query"], torch.nn.functional.pad(keyless, (0, padding)))
-    arguments["query"] = laid(arguments["query"], call.of["query"])
-    form, key, value = call.of["kv"], arguments["key"], arguments["value"]
+    arguments["query"] = laid(arguments["query"], call.forms["query"])
+    form, key, value = call.forms["kv"], arguments["key"], arguments["value"]
     if form == "of one tensor":
-        key, value = _cat(key, value).split((key.shape[-1], value.shape[-1]), dim=-1)
+        key, value = joined((key, value), dim=-1).split((key.shape[-1], value.shape[-1]), dim=-1)
     elif form == "V of a projection":  # which has the keys' elements without position beside the values
         without_position = key.shape[-1] // 2 // GAP * GAP
-        value = _cat(key[..., :without_position], value)[..., without_position:]
+        value = joined((key[..., :without_position], value), dim=-1)[..., without_position:]
     elif form == "V apart":
         value = laid(value, "tokens apart")
     else:
@@ -184,13 +157,8 @@ def _stored(call: RaggedCall) -> None:
     arguments |= {"key": key, "value": value}
 
 
-def _cat(left: Tensor, right: Tensor) -> Tensor:
-    """Return both side by side in one tensor, of e4m3 too."""
-    return torch.cat((raw(left), raw(right)), dim=-1).view(left.dtype)
-
-
 def _lengths(call: RaggedCall) -> None:
-    arguments, of, q_lens = call.arguments, call.of, call.lens.q_lens
+    arguments, of = call.given, call.forms
     set_lengths(call, arguments["max_kv_len"])
     if of["seq_lens"] == "amid others":
         for name in ("cum_seq_lens_q", "cum_seq_lens_kv"):
@@ -200,25 +168,21 @@ def _lengths(call: RaggedCall) -> None:
             arguments[name] = 2 * arguments[name] + 1
     if of["mirrors"] != "none":
         dtype = getattr(torch, of["mirrors"])
-        arguments["q_seq_lens_cpu"] = torch.tensor(q_lens, dtype=dtype)
-        arguments["kv_seq_lens_cpu"] = torch.tensor(call.lens.kv_lens, dtype=dtype)
+        arguments["q_seq_lens_cpu"] = torch.tensor(call.inputs.q_lens, dtype=dtype)
+        arguments["kv_seq_lens_cpu"] = torch.tensor(call.inputs.kv_lens, dtype=dtype)
 
 
 def _visible(call: RaggedCall) -> None:
-    call.rules |= {name: call.of[name] for name in ("window_left", "causal")}
+    call.rules["window_left"] = call.forms["window_left"]
     for name in ("window_left", "o_sf_scale", "skip_all_rows_active_check"):
-        call.arguments[name] = call.of[name]
+        call.given[name] = call.forms[name]
 
 
 def _sinks(call: RaggedCall) -> None:
-    if call.of["sinks"] == "none":
+    if call.forms["sinks"] == "none":
         return
-    sinks = torch.linspace(1.0, 4.0, call.query.shape[1], device=call.query.device)
-    if call.of["sinks"] == SOME_MINUS_INFINITY:
+    sinks = torch.linspace(1.0, 4.0, call.inputs.query.shape[1], device=call.device)
+    if call.forms["sinks"] == SOME_MINUS_INFINITY:
         sinks = with_minus_infinity(sinks)
     call.rules["sinks"] = sinks
-    call.arguments["attention_sinks"] = amid(sinks, math.nan) if call.of["sinks"] == "a part of others" else sinks
-
-
-def _out(call: RaggedCall) -> None:
-    set_out(call, head_dims_of(call.of["head_dims"])[1])
+    call.given["attention_sinks"] = amid(sinks, math.nan) if call.forms["sinks"] == "a part of others" else sinks

@@ -20,7 +20,7 @@ from lab.ranges import Ranges
 from lab.references.quantization import E4M3_MAX
 from lab.references.truth import Truth
 from lab.workloads.attention_case import AttentionCase, Contents
-from lab.workloads.inputs.attention import AttentionInputs, truth_of_call
+from lab.workloads.inputs.attention import AttentionInputs
 from lab.workloads.interfaces import Interface
 
 
@@ -54,7 +54,7 @@ def _large_batch(case: AttentionCase, batch_size: int, ranges: Ranges) -> Attent
 
 def _judge(run: CaseRun) -> None:
     inputs = run.build()
-    truth = truth_of_call(inputs)
+    truth = inputs.truth()
     run.expect_close("the call", run.call(inputs, "the call", on_failure=Then.NOTE), truth)
     run.expect_close("with the LSE", run.vary("return_lse", inputs, return_lse=True), truth)
     if run.case.contents is Contents.LOUD and not run.case.is_mla:
@@ -66,7 +66,7 @@ def _small_output(run: CaseRun, inputs: AttentionInputs, truth: Truth) -> None:
     largest = float(truth.expected.abs().max())
     if largest > 2 * E4M3_MAX * inputs.bmm2_scale:
         changes = {"out_dtype": E4M3, "bmm2_scale": inputs.bmm2_scale * E4M3_MAX / 2 / largest}
-        run.vary("a small e4m3 output of loud values", inputs, truth_of_call(inputs, **changes), **changes)
+        run.vary("a small e4m3 output of loud values", inputs, inputs.truth(**changes), **changes)
 
 
 CHECK = Check("K1", "oracle", first_line(__doc__), _cases, _judge, draw=drawn_cases())

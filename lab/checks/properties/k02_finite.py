@@ -16,7 +16,6 @@ from lab.checks.properties.check import Check, Level, counted, first_line
 from lab.ranges import Ranges
 from lab.references.truth import Truth
 from lab.workloads.attention_case import AttentionCase, Contents
-from lab.workloads.inputs.attention import truth_of_call
 from lab.workloads.interfaces import Interface
 
 # Far above every random logit; an fp16 output underflows beyond.
@@ -44,7 +43,7 @@ def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[Atten
 
 def _judge(run: CaseRun) -> None:
     inputs = run.build()
-    truth = truth_of_call(inputs)
+    truth = inputs.truth()
     least_bound = ROUNDED_LOGITS if run.case.contents is Contents.LOW else 0.0
     with run.noting("the call", Then.RAISE):
         _expect_finite(run, "the call", run.call(inputs), truth, least_bound)
@@ -52,11 +51,11 @@ def _judge(run: CaseRun) -> None:
     if True in run.ranges.sinks and 0 in run.case.kv_lens:
         none = torch.full((run.case.num_qo_heads,), -math.inf, device=run.device)
         result = run.vary("sinks of minus infinity", inputs, sinks=none)
-        _expect_finite(run, "sinks of minus infinity", result, truth_of_call(inputs, sinks=None))
+        _expect_finite(run, "sinks of minus infinity", result, inputs.truth(sinks=None))
     if inputs.sinks is not None:
         sinks = inputs.sinks + LARGE_SINK[run.case.dtype]
         result = run.vary("large sinks", inputs, sinks=sinks)
-        _expect_finite(run, "large sinks", result, truth_of_call(inputs, sinks=sinks), least_bound)
+        _expect_finite(run, "large sinks", result, inputs.truth(sinks=sinks), least_bound)
 
 
 def _expect_finite(run: CaseRun, what: str, result: Result | None, truth: Truth, least_bound: float = 0.0) -> None:

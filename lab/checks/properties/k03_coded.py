@@ -13,7 +13,6 @@ from lab.checks.parameters.attention import balanced, drawn_cases, edge_lengths
 from lab.checks.properties.check import Check, Level, counted, first_line
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Contents
-from lab.workloads.inputs.attention import truth_of_call
 from lab.workloads.interfaces import Interface
 
 LONG = 8192  # keys: 64 splits of 128, more than some merges hold
@@ -53,7 +52,7 @@ def _drawn(case: AttentionCase) -> AttentionCase:
 
 def _judge(run: CaseRun) -> None:
     inputs = run.build()
-    truth = truth_of_call(inputs)
+    truth = inputs.truth()
     what = run.case.contents.name.lower()
     run.expect_close(what, run.call(inputs, what, on_failure=Then.NOTE), truth)
     if max(run.case.kv_lens) > LONG:

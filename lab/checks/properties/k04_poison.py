@@ -12,7 +12,6 @@ from lab.checks.parameters.attention import balanced, balanced_nvfp4, drawn_case
 from lab.checks.properties.check import Check, Level, counted, first_line
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Dead, TableTail
-from lab.workloads.inputs.attention import truth_of_call
 from lab.workloads.interfaces import Interface
 
 
@@ -23,7 +22,7 @@ def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[Atten
 
 def _judge(run: CaseRun) -> None:
     clean = run.build(dead=Dead.ZERO)
-    truth = truth_of_call(clean)
+    truth = clean.truth()
     expected = run.call(clean)
     run.expect_close("over zeros", expected, truth)
     for dead in (Dead.HUGE, Dead.NAN):

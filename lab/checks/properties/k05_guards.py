@@ -12,13 +12,13 @@ from torch import Tensor
 from lab.checks.case_run import CaseRun, GivenCall
 from lab.checks.parameters.attention import drawn_cases
 from lab.checks.properties.check import Check, balanced_cases, first_line
-from lab.workloads.inputs.attention import AttentionInputs, new_workspace, truth_of_call
+from lab.workloads.inputs.attention import AttentionInputs, new_workspace
 from lab.workloads.inputs.guards import amid, guarded, wrong_guards
 
 
 def _judge(run: CaseRun) -> None:
     inputs = run.build()
-    truth = truth_of_call(inputs)
+    truth = inputs.truth()
     before = {name: tensor.clone() for name, tensor in inputs.tensors().items()}
     workspace, around_workspace = guarded(new_workspace(run.device))
     arguments = inputs.arguments() | {"workspace_buffer": workspace} | _embedded(inputs)

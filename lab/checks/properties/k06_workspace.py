@@ -18,14 +18,14 @@ from lab.checks.case_run import CaseRun, Then
 from lab.checks.parameters.attention import drawn_cases
 from lab.checks.properties.check import Check, balanced_cases, first_line
 from lab.workloads.attention_case import AttentionCase
-from lab.workloads.inputs.attention import new_workspace, truth_of_call
+from lab.workloads.inputs.attention import new_workspace
 
 LEFT = 0x5A  # each byte of a workspace that is given up
 
 
 def _judge(run: CaseRun) -> None:
     inputs = run.build()
-    truth = truth_of_call(inputs)
+    truth = inputs.truth()
     in_workspace = counts_in_workspace(inputs.arguments().get("backend", "auto"), run.device)
     workspace = new_workspace(run.device)
     semaphores, scratch = semaphores_and_scratch(workspace)
@@ -37,7 +37,7 @@ def _judge(run: CaseRun) -> None:
     expect_counters_zero(run, "a call", counters)
 
     other = run.build(_another_shape(run.case))
-    run.vary("another shape", other, truth_of_call(other), **shared)
+    run.vary("another shape", other, other.truth(), **shared)
     expect_counters_zero(run, "a call of another shape", counters)
     run.expect_equal_bits("again, after another shape", run.call(inputs, on_refusal=Then.FAIL, **shared), first)
 

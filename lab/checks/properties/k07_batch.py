@@ -14,7 +14,7 @@ from torch import Tensor
 from lab.checks.case_run import CaseRun, Then
 from lab.checks.parameters.attention import drawn_cases
 from lab.checks.properties.check import Check, balanced_cases, first_line
-from lab.workloads.inputs.attention import AttentionInputs, truth_of_call
+from lab.workloads.inputs.attention import AttentionInputs
 
 SHARED_PAGES = 2
 
@@ -22,7 +22,7 @@ SHARED_PAGES = 2
 def _judge(run: CaseRun) -> None:
     inputs = run.build()
     together = run.call(inputs)
-    run.expect_close("together", together, truth_of_call(inputs))
+    run.expect_close("together", together, inputs.truth())
     count = len(run.case.kv_lens)
     for request in range(count):
         _vary_part(run, f"request {request} alone", inputs, [request])
@@ -30,12 +30,12 @@ def _judge(run: CaseRun) -> None:
     _vary_part(run, "with each request twice", inputs, [*range(count), *range(count)])
     _others_keep_their_bits(run, inputs)
     shared = _with_shared_prefix(inputs)
-    run.vary("a shared prefix", shared, truth_of_call(shared))
+    run.vary("a shared prefix", shared, shared.truth())
 
 
 def _vary_part(run: CaseRun, what: str, inputs: AttentionInputs, requests: Sequence[int]) -> None:
     part = select(inputs, requests)
-    run.vary(what, part, truth_of_call(part))
+    run.vary(what, part, part.truth())
 
 
 def _others_keep_their_bits(run: CaseRun, inputs: AttentionInputs) -> None:

@@ -15,7 +15,7 @@ from lab.checks.properties.check import Check, Level, counted, first_line
 from lab.ranges import Ranges
 from lab.references.errors import relative_l2
 from lab.workloads.attention_case import AttentionCase, Contents
-from lab.workloads.inputs.attention import AttentionInputs, truth_of_call
+from lab.workloads.inputs.attention import AttentionInputs
 from lab.workloads.interfaces import Interface
 
 
@@ -37,7 +37,7 @@ def _several_rows(case: AttentionCase) -> AttentionCase:
 
 def _judge(run: CaseRun) -> None:
     inputs = run.build()
-    truth = truth_of_call(inputs)
+    truth = inputs.truth()
     together = run.call(inputs)
     run.expect_close("together", together, truth)
     q_lens = run.case.q_lens
@@ -48,7 +48,7 @@ def _judge(run: CaseRun) -> None:
         single = one_row(inputs, rows, back)
         result = run.vary("one row at a time", single)
         what = f"the row {back} before the last, by itself"
-        run.expect_close(what, result, truth_of_call(single))
+        run.expect_close(what, result, single.truth())
         _agree(run, what, result, together.out[rows], allowed[rows])
 
 

@@ -7,18 +7,25 @@ another shape in between. On a GPU the call is captured and replayed; elsewhere 
 other tensors are kept for eager calls, whose bounds on the host grow as the requests do.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from lab.checks.case_run import CallForm, CaseRun, Then
+import torch
+from torch import Tensor
+
+from lab.checks.case_run import CallForm, CaseRun, GivenCall, Result, Then, as_result
 from lab.checks.parameters.attention import balanced, balanced_nvfp4, drawn_cases
 from lab.checks.properties.check import Check, Level, counted, first_line
-from lab.checks.replays import Form, MadeReplay, Replay, ReplayedBatch, paged_batch, ragged_batch, rewritten
-from lab.checks.run.support_protocol import Unsupported
+from lab.checks.run.support_protocol import KernelError, Unsupported
+from lab.metadata.engine.capture import capturing
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase
-from lab.workloads.inputs.ragged import TILE
+from lab.workloads.inputs.attention import AttentionInputs
+from lab.workloads.inputs.call import BuiltCall, CallInputs, Form, Forms, in_forms, random_mask, rewritten
+from lab.workloads.inputs.ragged import TILE, RaggedInputs, build_ragged
 from lab.workloads.interfaces import ATTENTION, Interface
 from lab.workloads.ragged_case import RaggedCase
 
@@ -34,7 +41,8 @@ class Lens:
     q_lens: tuple[int, ...]
 
 
-Make = Callable[..., ReplayedBatch]  # of Lens and a seed; `moved` if pages lie elsewhere
+Make = Callable[..., CallInputs]  # of Lens and a seed; `moved` if pages lie elsewhere
+KEPT = ("workspace_buffer", "out")  # arguments that nobody loads
 
 
 def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[AttentionCase | RaggedCase]:
@@ -82,54 +90,59 @@ def _judge(run: CaseRun) -> None:
     case = run.case
     room = Lens(case.kv_lens, case.q_lens)
     is_ragged = isinstance(case, RaggedCase)
-    make = (ragged_batches if is_ragged else paged_batches)(run, case)
+    make = maker_of(run, case)
+    forms = frozenset({Form.SINKS} if not is_ragged and case.sinks else ())
     waits = is_ragged or case.has_offsets
-    if waits and run.vary("rows that wait for requests", make(_short(room, waits))) is None:
+    short = in_forms(make(_short(room, waits)), forms)
+    if waits and run.vary("rows that wait for requests", short) is None:
         waits = False
         if not is_ragged and case.interface is not Interface.CONTEXT:
-            make = paged_batches(run, replace(case, offsets=False))
-    forms = _taken(run, make(_short(room, waits), seed=1), _wanted(run, waits))
-    tell(run, lambda *lens, **how: replace(make(*lens, **how), forms=forms), room, waits)
+            make = maker_of(run, replace(case, offsets=False))
+    forms = _taken(run, make(_short(room, waits), seed=1), forms, _wanted(run, waits))
+    tell(run, make, forms, room, waits)
 
 
-def tell(run: CaseRun, make: Make, room: Lens, waits: bool) -> None:
+def tell(run: CaseRun, make: Make, forms: Forms, room: Lens, waits: bool) -> None:
     """Tell a run the story, in tensors that have room for these lengths; `waits`: rows may be fewer."""
-    first, short = make(_padding(room, waits)), make(_short(room, waits), seed=1)
-    short = replace(short, sinks=first.sinks, shown=first.shown)
-    replay = Replay(run, make(room), first)
+
+    def call_of(lens: Lens, seed: int = 0, moved: bool = False, **changes: Any) -> BuiltCall[Any]:
+        return in_forms(replace(make(lens, seed, moved), **changes), forms)
+
+    first = call_of(_padding(room, waits))
+    short = call_of(_short(room, waits), seed=1, sinks=first.inputs.sinks, shown=first.inputs.shown)
+    replay = Replay(run, call_of(room), first)
     replay.hold("the first replay, of padding alone", first)
     kept = replay.hold("a replay with requests", short)
     last = short
-    for what, last in rewritten(short, *(make(_short(room, waits), seed=2, moved=moved) for moved in (False, True))):
+    for what, last in rewritten(short, *(call_of(_short(room, waits), seed=2, moved=moved) for moved in (False, True))):
         replay.hold(f"a replay after {what} changed", last)
-    grown = replace(make(room, seed=3, moved=True), factors=last.factors)
+    grown = call_of(room, seed=3, moved=True, factors=last.inputs.factors)
     before = replay.hold("a replay with more and longer requests", grown)
-    between = replace(make(another(room), seed=4), forms=grown.forms - {Form.OUT})
+    between = in_forms(make(another(room), seed=4), forms - {Form.OUT})
     result = run.vary("an eager call", between)
     if result is not None:
-        rows = sum(between.q_lens)
-        run.expect_close(
-            "an eager call between replays", result._replace(out=result.out[:rows], lse=None), between.truth()
-        )
+        out = result.out[: between.rows]
+        run.expect_close("an eager call between replays", result._replace(out=out, lse=None), between.truth())
     run.expect_equal_bits("a replay after an eager call", replay.again(), before)
-    replay.hold("a replay with shorter requests", make(shrunk(room), seed=5))
+    replay.hold("a replay with shorter requests", call_of(shrunk(room), seed=5))
     run.expect_equal_bits("the first requests again", replay.of(short), kept)
-    eager = Replay(run, make(room), short, is_eager=True)
+    eager = Replay(run, call_of(room), short, is_eager=True)
     eager.bounded("an eager call, bounded by short requests", short)
     eager.bounded("the next in the same tensors, bounded by longer requests", grown)
     for form in run.forms[1:]:
         if hasattr(run.implementation, form.value + short.interface.value):
-            others = [make(_short(room, waits), seed=2, moved=moved) for moved in (False, form is CallForm.PREPARED)]
-            tell_made(run, form, make(room), short, others, grown)
+            moves = (False, form is CallForm.PREPARED)
+            others = [call_of(_short(room, waits), seed=2, moved=moved) for moved in moves]
+            tell_made(run, form, call_of(room), short, others, grown)
 
 
 def tell_made(
     run: CaseRun,
     form: CallForm,
-    room: ReplayedBatch,
-    short: ReplayedBatch,
-    others: Sequence[ReplayedBatch],
-    grown: ReplayedBatch,
+    room: BuiltCall[Any],
+    short: BuiltCall[Any],
+    others: Sequence[BuiltCall[Any]],
+    grown: BuiltCall[Any],
 ) -> None:
     """Tell what a call may find changed that was made ready once.
 
@@ -137,10 +150,10 @@ def tell_made(
 
     Args:
         run, form: whose call, and how it is made ready.
-        room: a batch as large as any.
+        room: a call as large as any.
         short: what it is made ready with.
-        others: two batches of the same lengths, the second in other pages where those may change.
-        grown: a batch of more keys and rows.
+        others: two calls of the same lengths, the second in other pages where those may change.
+        grown: a call of more keys and rows.
     """
     words = f"{form.name.lower()} once"
     with run.noting(words, Then.RAISE):
@@ -150,32 +163,34 @@ def tell_made(
             run.decline(f"{words}: {declined}")
             return
         if form is CallForm.PLANNED:
-            others = [replace(other, shown=short.shown) for other in others]
+            mask = {"shown": short.inputs.shown}
+            others = [in_forms(replace(other.inputs, **mask), short.forms) for other in others]
         for what, batch in rewritten(short, *others):
             made.hold(f"{words}, after {what} changed", batch)
         if form is CallForm.PREPARED:
             made.hold(f"{words}, with more and longer requests", grown)
 
 
-def paged_batches(run: CaseRun, case: AttentionCase) -> Make:
-    def make(lens: Lens, seed: int = 0, moved: bool = False) -> ReplayedBatch:
+def maker_of(run: CaseRun, case: AttentionCase | RaggedCase) -> Make:
+    """Return what makes a case's tensors with other lengths and contents, sinks and a mask among them."""
+
+    def make_paged(lens: Lens, seed: int = 0, moved: bool = False) -> AttentionInputs:
+        assert isinstance(case, AttentionCase)
         has_sinks = case.sinks or (case.is_mla and True in run.ranges.sinks)
         storage = replace(case.storage, page_seed=case.storage.page_seed + moved)
         shown = replace(
             case, kv_lens=lens.kv_lens, q_lens=lens.q_lens, seed=case.seed + seed, sinks=has_sinks, storage=storage
         )
-        return paged_batch(run.build(shown), frozenset({Form.SINKS} if case.sinks else ()))
+        return replace(run.build(shown), shown=random_mask(shown).to(run.device))
 
-    return make
-
-
-def ragged_batches(run: CaseRun, case: RaggedCase) -> Make:
-    def make(lens: Lens, seed: int = 0, moved: bool = False) -> ReplayedBatch:
+    def make_ragged(lens: Lens, seed: int = 0, moved: bool = False) -> RaggedInputs:
+        assert isinstance(case, RaggedCase)
         prefix_lens = tuple(kv_len - q_len for kv_len, q_len in zip(lens.kv_lens, lens.q_lens, strict=True))
         drawn = replace(case, prefix_lens=prefix_lens, q_lens=lens.q_lens, seed=10 * case.seed + seed + 6 * moved)
-        return ragged_batch(drawn, run.device, frozenset())
+        sinks = torch.randn(case.num_heads, generator=torch.Generator().manual_seed(drawn.seed)) + 2.0
+        return replace(build_ragged(drawn, run.device), sinks=sinks.to(run.device))
 
-    return make
+    return make_ragged if isinstance(case, RaggedCase) else make_paged
 
 
 def _wanted(run: CaseRun, waits: bool) -> Iterator[Form]:
@@ -199,17 +214,13 @@ def _wanted(run: CaseRun, waits: bool) -> Iterator[Form]:
         yield Form.LSE
 
 
-def _taken(run: CaseRun, batch: ReplayedBatch, wanted: Iterator[Form]) -> frozenset[Form]:
-    """Return those of the forms that the implementation takes, and the batch's own."""
+def _taken(run: CaseRun, inputs: CallInputs, forms: Forms, wanted: Iterator[Form]) -> Forms:
+    """Return the forms, and those of the wanted ones that the implementation takes."""
     for form in wanted:
-        asked = replace(batch, forms=batch.forms | {form})
-        if run.vary(form.value, asked) is not None:
-            batch = asked
-    return batch.forms
-
-
-def _call(what: str, batch: ReplayedBatch) -> tuple[str, Interface, dict[str, Any]]:
-    return what, batch.interface, batch.arguments()
+        call = in_forms(inputs, forms | {form})
+        if run.vary(form.value, call) is not None:
+            forms |= {form}
+    return forms
 
 
 def _padding(room: Lens, waits: bool) -> Lens:
@@ -241,6 +252,125 @@ def another(room: Lens) -> Lens:
         max(q_len, min(kv_len, MOST_BETWEEN)) for kv_len, q_len in zip(room.kv_lens, room.q_lens, strict=True)
     )
     return Lens((*kv_lens, *(kv_len + 2 * TILE for kv_len in kv_lens)), room.q_lens * 2)
+
+
+class Replay:
+    """One call in tensors that stay: captured and replayed on a GPU, made again elsewhere and where it waits for the GPU.
+
+    Args:
+        run: whose implementation is called.
+        room: a batch as large as any; its tensors stay.
+        first: the batch that the call is first made and captured with.
+        is_eager: whether the call is made again on a GPU too.
+
+    Raises:
+        Unsupported, KernelError: as `CaseRun.run`.
+    """
+
+    def __init__(self, run: CaseRun, room: BuiltCall[Any], first: BuiltCall[Any], is_eager: bool = False) -> None:
+        self.run, self.interface, self.arguments = run, room.interface, room.given
+        self._load(first)
+        self._has_run = False
+        is_captured = run.device.type == "cuda" and Form.NO_BOUND not in room.forms and not is_eager
+        self._replay = self._captured() if is_captured else self._run
+
+    def hold(self, what: str, batch: BuiltCall[Any]) -> Result:
+        """Load a batch, replay, and hold the rows of its requests to its truth; return them."""
+        result = self.of(batch)
+        self.run.expect_close(what, result, batch.truth())
+        return result
+
+    def bounded(self, what: str, batch: BuiltCall[Any]) -> None:
+        """Load a batch, make its call eagerly with a bound of its own, and hold the rows of its requests to its truth."""
+        self._load(batch)
+        self._clear_out()
+        bound = {batch.inputs.kv_bound: max(*batch.inputs.kv_lens, 1)}
+        result = self.run.call(GivenCall(self.interface, self.arguments | bound))
+        lse = None if result.lse is None else result.lse[: self._rows]
+        self.run.expect_close(what, result._replace(out=result.out[: self._rows], lse=lse), batch.truth())
+
+    def of(self, batch: BuiltCall[Any]) -> Result:
+        """Load a batch, replay, and return copies of the rows of its requests."""
+        self._load(batch)
+        return self.again()
+
+    def again(self) -> Result:
+        """Replay what is loaded, and return copies of the rows of its requests."""
+        self._clear_out()
+        call = self.run.note_call(self.interface, self.arguments)
+        out, lse, _ = self._replay()
+        return Result(out[: self._rows].clone(), None if lse is None else lse[: self._rows].clone(), call)
+
+    def _clear_out(self) -> None:
+        if (out := self.arguments.get("out")) is not None:
+            out.fill_(math.nan)
+
+    def _load(self, batch: BuiltCall[Any]) -> None:
+        """Write a batch's contents over the tensors' own, where they differ; what is beyond them stays."""
+        self._rows = batch.rows
+        for name, new in batch.given.items():
+            if name not in KEPT:
+                for kept, part in zip(_tensors(self.arguments[name]), _tensors(new), strict=True):
+                    _overwrite(kept, part)
+
+    def _run(self) -> Result:
+        call = GivenCall(self.interface, self.arguments)
+        result = self.run.call(call, on_refusal=Then.FAIL) if self._has_run else self.run.call(call)
+        self._has_run = True
+        return result
+
+    def _captured(self) -> Callable[[], Result]:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # what is made once, is made before the capture, on its stream
+            self.run.call(GivenCall(self.interface, self.arguments))
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with capturing(graph, stream=stream):
+                result = self.run.call(GivenCall(self.interface, self.arguments))
+        torch.cuda.current_stream().wait_stream(stream)
+        return partial(_replayed, graph, result)
+
+
+class MadeReplay(Replay):
+    """One call in tensors that stay, prepared or planned once and made again whenever their contents have changed.
+
+    Args:
+        run, room, first: as in `Replay`.
+        form: PREPARED or PLANNED.
+    """
+
+    def __init__(self, run: CaseRun, room: BuiltCall[Any], first: BuiltCall[Any], form: CallForm) -> None:
+        self.run, self.interface, self.arguments = run, room.interface, room.given
+        self._load(first)
+        self._call = run.prepare(form, self.interface, self.arguments)
+        self._replay = self._made_again
+
+    def _made_again(self) -> Result:
+        try:
+            return as_result(self._call(), self.interface)
+        except Unsupported as declined:
+            raise KernelError(f"it refused a call that it had made ready: {declined}") from declined
+
+
+def _replayed(graph: torch.cuda.CUDAGraph, result: Result) -> Result:
+    graph.replay()
+    torch.cuda.synchronize()
+    return result
+
+
+def _tensors(value: Any) -> tuple[Tensor, ...]:
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return tuple(each for each in values if isinstance(each, Tensor))
+
+
+def _overwrite(kept: Tensor, new: Tensor) -> None:
+    """Copy a tensor into the beginning of a larger one, unless it is there already."""
+    if new.dtype.itemsize == 1:  # float8 has no comparison
+        kept, new = kept.view(torch.uint8), new.view(torch.uint8)
+    part = kept[tuple(map(slice, new.shape))]
+    if not torch.equal(part, new):
+        part.copy_(new)
 
 
 CHECK = Check(

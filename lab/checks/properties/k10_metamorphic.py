@@ -18,7 +18,7 @@ from lab.checks.properties.check import Check, Level, counted, first_line
 from lab.ranges import Ranges
 from lab.references.truth import Truth
 from lab.workloads.attention_case import AttentionCase
-from lab.workloads.inputs.attention import AttentionInputs, as_one_tensor, truth_of_call
+from lab.workloads.inputs.attention import AttentionInputs, as_one_tensor
 from lab.workloads.interfaces import Interface
 
 MOST_HEADS = 32
@@ -57,7 +57,7 @@ def _nvfp4_with_all(case: AttentionCase, ranges: Ranges) -> AttentionCase:
 
 def _judge(run: CaseRun) -> None:
     inputs = run.build()
-    truth = truth_of_call(inputs)
+    truth = inputs.truth()
     base = run.call(inputs)
     run.expect_close("as it is", base, truth)
     _storage(run, truth, base)
@@ -162,14 +162,14 @@ def _switched_off(run: CaseRun, inputs: AttentionInputs) -> None:
         _wide_windows(run, inputs, longest)
     if True in run.ranges.sinks:
         none = torch.full((run.case.num_qo_heads,), -math.inf, dtype=torch.float32, device=run.device)
-        run.vary("sinks of minus infinity", inputs, truth_of_call(inputs, sinks=None), sinks=none)
+        run.vary("sinks of minus infinity", inputs, inputs.truth(sinks=None), sinks=none)
         some = torch.zeros_like(none)
         some[::2] = -math.inf
-        run.vary("sinks of minus infinity for every other head", inputs, truth_of_call(inputs, sinks=some), sinks=some)
+        run.vary("sinks of minus infinity for every other head", inputs, inputs.truth(sinks=some), sinks=some)
 
 
 def _wide_windows(run: CaseRun, inputs: AttentionInputs, longest: int) -> None:
-    without = truth_of_call(inputs, window_left=-1)
+    without = inputs.truth(window_left=-1)
     for window_left in (longest, longest - 1):
         run.vary(f"window_left={window_left}, which hides nothing", inputs, without, window_left=window_left)
 

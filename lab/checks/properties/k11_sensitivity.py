@@ -18,9 +18,9 @@ from lab.checks.parameters.attention import balanced
 from lab.checks.properties.check import Check, Level, counted, first_line
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Contents
-from lab.workloads.inputs.attention import AttentionInputs, rules_of, running_sum, truth_of_call
+from lab.workloads.inputs.attention import AttentionInputs, running_sum
 from lab.workloads.inputs.expected import truth_of_requests
-from lab.workloads.inputs.masks import draft_masks, packed_mask, tree
+from lab.workloads.inputs.masks import draft_masks, tree
 from lab.workloads.interfaces import Interface
 
 MASK_WINDOW = (
@@ -47,7 +47,7 @@ def _judge(run: CaseRun) -> None:
         _masks(run, run.case)
         return
     inputs = run.build()
-    truth = truth_of_call(inputs)
+    truth = inputs.truth()
     run.expect_close("nothing changed", run.call(inputs, "nothing changed", on_failure=Then.NOTE), truth)
     _uneven_rows(run, inputs)
     for name, probe in _PROBES[run.case.interface].items():
@@ -62,7 +62,7 @@ def _judge(run: CaseRun) -> None:
         _lse_in_base_e(run, inputs)
         _half_out(run, inputs)
     else:
-        run.vary("uses_shared_paged_kv_idx=False", inputs.with_separate_tables(), truth_of_call(inputs))
+        run.vary("uses_shared_paged_kv_idx=False", inputs.with_separate_tables(), inputs.truth())
     if run.case.interface is Interface.DECODE:
         _masks(run, _several_rows(run))
 
@@ -72,7 +72,7 @@ def _uneven_rows(run: CaseRun, inputs: AttentionInputs) -> None:
     query = inputs.query.float()
     query[::2] *= FAR
     uneven = replace(inputs, query=query.to(inputs.query.dtype))
-    what, truth = "rows whose logits are far apart", truth_of_call(uneven)
+    what, truth = "rows whose logits are far apart", uneven.truth()
     run.expect_close(what, run.call(uneven, what, on_failure=Then.NOTE), truth)
 
 
@@ -83,7 +83,7 @@ def _optional(ranges: Ranges) -> dict[str, tuple[bool, ...]]:
 
 def _probe(run: CaseRun, name: str, inputs: AttentionInputs, changes: dict[str, Any], rules: dict[str, Any]) -> None:
     """Change arguments, and expect the output that the changed rules give."""
-    result = run.vary(name, inputs, truth_of_call(inputs, **rules), **changes)
+    result = run.vary(name, inputs, inputs.truth(**rules), **changes)
     if result is None:
         return
     if name == "lse" and result.lse is None:
@@ -217,7 +217,7 @@ def _ragged(run: CaseRun, inputs: AttentionInputs) -> None:
     if True in run.ranges.windows and not case.is_mla:
         beside[" within a window"] = {"window_left": 20}
     for name, changes in beside.items():
-        truth = truth_of_requests(query, list(inputs.histories), list(q_lens), rules_of(inputs, **changes))
+        truth = truth_of_requests(query, list(inputs.histories), list(q_lens), inputs.rules(**changes))
         for what, arguments in ((f"cum_seq_lens_q{name}", given), (f"cum_seq_lens_q{name}, the LSE", given | lse)):
             run.vary(what, inputs, truth, query=query, **arguments, **changes)
 
@@ -228,7 +228,7 @@ def _request_without_rows(run: CaseRun, inputs: AttentionInputs) -> None:
     first = case.q_lens[0]
     q_lens = (first, 0, *case.q_lens[2:])
     query = torch.cat((inputs.query[:first], inputs.query[first + case.q_lens[1] :]))
-    truth = truth_of_requests(query, list(inputs.histories), list(q_lens), rules_of(inputs))
+    truth = truth_of_requests(query, list(inputs.histories), list(q_lens), inputs.rules())
     offsets = running_sum(q_lens, run.device)
     run.vary("a request without rows", inputs, truth, query=query, cum_seq_lens_q=offsets)
 
@@ -242,7 +242,7 @@ def _lse_in_base_e(run: CaseRun, inputs: AttentionInputs) -> None:
     if result.lse is None:
         run.wrong(f"{what} returned no LSE")
         return
-    truth = truth_of_call(inputs)
+    truth = inputs.truth()
     run.expect_close(what, result._replace(lse=result.lse / math.log(2)), truth)
     given = torch.full_like(result.lse, math.nan)
     what += " and lse"
@@ -259,14 +259,14 @@ def _half_out(run: CaseRun, inputs: AttentionInputs) -> None:
     result = run.vary("a float16 out", inputs, out=out)
     if result is not None:
         result = result._replace(out=out.flatten(0, 1))
-    run.expect_close("a float16 out", result, truth_of_call(inputs, out_dtype=torch.float16))
+    run.expect_close("a float16 out", result, inputs.truth(out_dtype=torch.float16))
 
 
 def _masks(run: CaseRun, case: AttentionCase) -> None:
     """Call without a mask, with each shape of mask, and with a tree's mask together with an LSE, a window and sinks."""
     inputs = run.build(case)
     rows = f"of {case.q_lens[0]} rows"
-    run.vary(f"no mask {rows}", inputs, truth_of_call(inputs))
+    run.vary(f"no mask {rows}", inputs, inputs.truth())
     for name, shown in draft_masks(case).items():
         _mask(run, f"{name} {rows}", inputs, shown)
     shown = tree(case.q_lens[0]).expand(len(case.q_lens), -1, -1)
@@ -277,10 +277,9 @@ def _masks(run: CaseRun, case: AttentionCase) -> None:
 def _mask(
     run: CaseRun, what: str, inputs: AttentionInputs, shown: Tensor, changes: dict[str, Any] | None = None
 ) -> None:
-    changes = changes or {}
-    result = run.vary(what, inputs, mask=packed_mask(shown).to(run.device), **changes)
+    masked, changes = replace(inputs, shown=shown.to(run.device)), changes or {}
     rules = {name: value for name, value in changes.items() if name != "return_lse"}
-    run.expect_close(what, result, truth_of_call(inputs, shown=shown.to(run.device), **rules))
+    run.vary(what, masked, masked.truth(**rules), **changes)
 
 
 def _beside_a_mask(run: CaseRun, inputs: AttentionInputs) -> dict[str, dict[str, Any]]:

@@ -14,7 +14,6 @@ from lab.checks.parameters.attention import balanced, drawn_cases
 from lab.checks.properties.check import Check, Level, counted, first_line
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase
-from lab.workloads.inputs.attention import truth_of_call
 from lab.workloads.interfaces import Interface
 
 LAUNCHES = {"cpu": 3, "cuda": 200}
@@ -31,7 +30,7 @@ def _judge(run: CaseRun) -> None:
     arguments = inputs.arguments()
     first = run.call(GivenCall(inputs.case.interface, arguments))
     first = first._replace(out=first.out.clone())
-    run.expect_close("the first launch", first, truth_of_call(inputs))
+    run.expect_close("the first launch", first, inputs.truth())
     stress = _Stress(run.device) if run.device.type == "cuda" else None
     for launch in range(LAUNCHES[run.device.type]):
         if stress is not None:

@@ -11,7 +11,6 @@ from lab.checks.parameters.attention import balanced, edge_lengths
 from lab.checks.properties.check import Check, Level, counted, first_line
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Contents
-from lab.workloads.inputs.attention import truth_of_call
 from lab.workloads.interfaces import Interface
 
 MOST_REQUESTS = 16
@@ -78,7 +77,7 @@ def _of(case: AttentionCase, requests: list[tuple[int, int]]) -> AttentionCase:
 
 def _judge(run: CaseRun) -> None:
     inputs = run.build()
-    truth = truth_of_call(inputs)
+    truth = inputs.truth()
     run.expect_close("the call", run.call(inputs, "the call", on_failure=Then.NOTE), truth)
 
 

@@ -14,7 +14,6 @@ from lab.checks.parameters.attention import drawn_cases
 from lab.checks.properties.check import Check, balanced_cases, first_line
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase
-from lab.workloads.inputs.attention import truth_of_call
 from lab.workloads.interfaces import Interface
 
 LONGER, MORE_ROWS = 128, 64  # keys and rows of a request in a larger call: more splits and tiles
@@ -22,16 +21,16 @@ LONGER, MORE_ROWS = 128, 64  # keys and rows of a request in a larger call: more
 
 def _judge(run: CaseRun) -> None:
     inputs = run.build()
-    truth = truth_of_call(inputs)
+    truth = inputs.truth()
     first = run.call(inputs)
     run.expect_close("A", first, truth)
     kept = first._replace(out=first.out.clone())
     scale = 0.75 * inputs.bmm1_scale
-    run.vary("B, another bmm1_scale", inputs, truth_of_call(inputs, bmm1_scale=scale), bmm1_scale=scale)
+    run.vary("B, another bmm1_scale", inputs, inputs.truth(bmm1_scale=scale), bmm1_scale=scale)
     run.expect_equal_bits("A's output, after B", first, kept)
     for what, case in _neighbours(run.case, run.ranges):
         other = run.build(case)
-        run.vary(f"B, {what}", other, truth_of_call(other))
+        run.vary(f"B, {what}", other, other.truth())
         run.expect_equal_bits(f"A again, after {what}", run.call(inputs, on_refusal=Then.FAIL), kept)
     if run.device.type == "cuda":
         stream = torch.cuda.Stream(run.device)

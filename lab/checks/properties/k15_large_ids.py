@@ -12,7 +12,6 @@ from lab.checks.parameters.attention import balanced
 from lab.checks.properties.check import Check, Level, counted, first_line
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Contents
-from lab.workloads.inputs.attention import truth_of_call
 from lab.workloads.interfaces import Interface
 
 SIGNED_ELEMENTS = 2**31
@@ -30,7 +29,7 @@ def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[Atten
 
 def _judge(run: CaseRun) -> None:
     inputs = run.build()
-    truth = truth_of_call(inputs)
+    truth = inputs.truth()
     run.expect_close("far pages", run.call(inputs), truth)
 
 

@@ -26,7 +26,7 @@ from lab.ranges import Ranges
 from lab.workloads.attention_case import Contents
 from lab.workloads.inputs.attention import new_workspace
 from lab.workloads.inputs.guards import guarded, wrong_guards
-from lab.workloads.inputs.ragged import TILE, Parts, draw_ragged, padded, ragged_arguments, truth_of_ragged
+from lab.workloads.inputs.ragged import TILE, Parts, RaggedInputs, build_ragged, padded
 from lab.workloads.interfaces import Interface
 from lab.workloads.pass_case import PASS_CONTENTS
 from lab.workloads.ragged_case import RaggedCase
@@ -63,12 +63,12 @@ def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[Ragge
 
 def _judge(run: CaseRun) -> None:
     case = run.case
-    query, histories = draw_ragged(case, run.device)
-    new_tokens = [
-        (keys[prefix:], values[prefix:]) for (keys, values), prefix in zip(histories, case.prefix_lens, strict=True)
-    ]
-    truth = truth_of_ragged(case, query, new_tokens, causal=True)
-    arguments = ragged_arguments(case, query, new_tokens, causal=True)
+    every = build_ragged(case, run.device)  # all keys: the cached prefix and the new tokens
+    histories = every.parts
+    new = every.over(
+        [(keys[prefix:], values[prefix:]) for (keys, values), prefix in zip(histories, case.prefix_lens, strict=True)]
+    )
+    truth, arguments = new.truth(), new.arguments()
     before = {name: value.clone() for name, value in arguments.items() if isinstance(value, Tensor)}
     own = _with_lse(run, "new tokens", arguments)
     if own is None:
@@ -79,12 +79,12 @@ def _judge(run: CaseRun) -> None:
     backend = _Backend(run)
     what = "new tokens as a backend calls it"
     with run.noting(what):
-        run.expect_close(what, backend.new_tokens(query, new_tokens), truth)
+        run.expect_close(what, backend.new_tokens(new.query, new.parts), truth)
     if case.contents is Contents.NEEDLES:  # which show each limit
-        _variations(run, arguments, query, new_tokens)
-    whole = truth_of_ragged(case, query, histories, causal=True)
+        _variations(run, new, arguments)
+    whole = every.truth()
     what = "all keys in one call"
-    run.expect_close(what, _with_lse(run, what, ragged_arguments(case, query, histories, causal=True)), whole)
+    run.expect_close(what, _with_lse(run, what, every.arguments()), whole)
     merged = own
     for start in range(0, max(case.prefix_lens), case.chunk):
         part = [
@@ -92,15 +92,16 @@ def _judge(run: CaseRun) -> None:
             for (keys, values), prefix in zip(histories, case.prefix_lens, strict=True)
         ]
         what = f"the chunk from {start} on"
-        chunk = _with_lse(run, what, ragged_arguments(case, query, part, causal=False) | {"o_sf_scale": -1.0})
-        run.expect_close(what, chunk, truth_of_ragged(case, query, part, causal=False))
+        cached = every.over(part, causal=False)
+        chunk = _with_lse(run, what, cached.arguments() | {"o_sf_scale": -1.0})
+        run.expect_close(what, chunk, cached.truth())
         merged = _merged(merged, chunk)
     if max(case.prefix_lens) and merged is not None:
         run.expect_close("all of them merged", merged._replace(out=merged.out.to(case.dtype)), whole)
     if max(case.prefix_lens) and case.contents is Contents.NEEDLES:  # as the engine's planner cuts the prefix
         what = "the prefix in a backend's chunks, merged"
         with run.noting(what):
-            run.expect_close(what, backend.merged(query, histories), whole)
+            run.expect_close(what, backend.merged(every.query, histories), whole)
 
 
 class _Backend:
@@ -157,7 +158,7 @@ class _Backend:
         return Result(merge_by_lse(torch.stack(outs), torch.stack(lses)).to(self.case.dtype), None)
 
 
-def _variations(run: CaseRun, arguments: dict[str, Any], query: Tensor, parts: Parts) -> None:
+def _variations(run: CaseRun, inputs: RaggedInputs, arguments: dict[str, Any]) -> None:
     """Vary arguments that an engine leaves at one value: each must do what it says."""
     case = run.case
     scale = case.softmax_scale
@@ -176,13 +177,13 @@ def _variations(run: CaseRun, arguments: dict[str, Any], query: Tensor, parts: P
         probes["attention_sinks"] = ({"attention_sinks": sinks}, {"sinks": sinks})
     for what, (changes, rules) in probes.items():
         result = run.vary(what, GivenCall(Interface.RAGGED_CONTEXT, arguments | changes | {"return_lse": True}))
-        run.expect_close(what, _own_rows(result, case), truth_of_ragged(case, query, parts, **{"causal": True} | rules))
+        run.expect_close(what, _own_rows(result, case), inputs.truth(**rules))
     out, around = guarded(
-        torch.full((*query.shape[:2], case.v_head_dim), math.nan, dtype=case.dtype, device=query.device)
+        torch.full((*inputs.query.shape[:2], case.v_head_dim), math.nan, dtype=case.dtype, device=run.device)
     )
-    exact = arguments | {"query": query}  # no row of padding, which a kernel may write
+    exact = arguments | {"query": inputs.query}  # no row of padding, which a kernel may write
     if run.vary("out", GivenCall(Interface.RAGGED_CONTEXT, exact | {"out": out})) is not None:
-        run.expect_close("into out", Result(out, None), truth_of_ragged(case, query, parts, causal=True))
+        run.expect_close("into out", Result(out, None), inputs.truth())
         run.expect("around out", wrong_guards("out", around))
     _workspaces(run, arguments)
 

@@ -16,7 +16,7 @@ from lab.checks.case_run import CaseRun, Result
 from lab.checks.run.verdicts import CaseVerdict, Judged, Outcome, SavedOutput
 from lab.checks.run.workers import AUDITED_CHECKS, Workers
 from lab.workloads.forward_case import ForwardCase
-from lab.workloads.inputs.attention import build_attention, truth_of_call
+from lab.workloads.inputs.attention import build_attention
 from lab.workloads.inputs.forward_pass import build_forward
 
 AUDITED = 6  # cases of each function
@@ -49,7 +49,7 @@ def judge_output(case: Any, device: str, saved: SavedOutput) -> Judged:
     where = torch.device(device)
     run = CaseRun(None, case, where)
     is_pass = isinstance(case, ForwardCase)
-    truth = build_forward(case, where).truth() if is_pass else truth_of_call(build_attention(case, where))
+    truth = build_forward(case, where).truth() if is_pass else build_attention(case, where).truth()
     what = "the call, with contents that no run had, judged where the kernel's code never was"
     run.expect_close(what, Result(saved.tensor().to(where), None), truth)
     outcome = Outcome.WRONG if run.wrongs else Outcome.RIGHT

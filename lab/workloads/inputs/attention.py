@@ -16,7 +16,9 @@ from lab.references.truth import Rules, Truth
 from lab.workloads.attention_case import AttentionCase, Dead, TableTail
 from lab.workloads.inputs.encoding import E4M3_K_SCALE, E4M3_V_SCALE, POISON, as_stored, fill
 from lab.workloads.inputs.expected import truth_of_requests
+from lab.workloads.inputs.masks import packed_mask
 from lab.workloads.inputs.values import draw_contents
+from lab.workloads.inputs.views import with_strides_of
 from lab.workloads.interfaces import Interface
 
 Quantised = tuple[Tensor, Tensor | None]  # a request's tokens as stored, and an NVFP4 cache's scale factors
@@ -26,7 +28,7 @@ ENGINE_SCRATCH_BYTES = {"cpu": 2**20, "cuda": 512 * 2**20}  # of a model's batch
 
 @dataclass(frozen=True, eq=False)
 class AttentionInputs:
-    """The tensors that a kernel is handed, and the histories that they were made from.
+    """The tensors of a call over a paged cache, and the histories that they were made from.
 
     Attributes:
         case: as data.
@@ -39,6 +41,8 @@ class AttentionInputs:
         block_tables: int32 [batch_size, max_num_pages_per_seq], or K's and V's, [batch_size, 2, max_num_pages_per_seq].
         seq_lens: int32 [batch_size].
         sinks: float32 [num_qo_heads] or None.
+        shown: a draft's mask, bool [batch_size, q_len, q_len], or None.
+        factors: of bmm1_scale and bmm2_scale.
     """
 
     case: AttentionCase
@@ -50,20 +54,42 @@ class AttentionInputs:
     seq_lens: Tensor
     sinks: Tensor | None
     scale_factors: tuple[Tensor, Tensor] | None = None
+    shown: Tensor | None = None
+    factors: tuple[float, float] = (1.0, 1.0)
 
     @property
     def interface(self) -> Interface:
         return self.case.interface
 
     @property
+    def q_lens(self) -> tuple[int, ...]:
+        return self.case.q_lens
+
+    @property
+    def kv_lens(self) -> tuple[int, ...]:
+        return self.case.kv_lens
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.case.is_mla else self.case.dtype  # MLA's function has no other
+
+    @property
+    def out_head_dim(self) -> int:
+        return self.case.out_head_dim
+
+    @property
+    def kv_bound(self) -> str:
+        """Return the name of the argument that bounds the keys of a request."""
+        return "max_kv_len" if self.interface is Interface.CONTEXT else "max_seq_len"
+
+    @property
     def bmm1_scale(self) -> float:
-        return self.case.softmax_scale * (E4M3_K_SCALE if self.case.is_quantised else 1.0)
+        return self.case.softmax_scale * (E4M3_K_SCALE if self.case.is_quantised else 1.0) * self.factors[0]
 
     @property
     def bmm2_scale(self) -> float:
-        if not self.case.is_quantised:
-            return 1.0
-        return E4M3_K_SCALE if self.case.is_mla else E4M3_V_SCALE  # MLA's V is its K
+        v_scale = E4M3_K_SCALE if self.case.is_mla else E4M3_V_SCALE  # MLA's V is its K
+        return (v_scale if self.case.is_quantised else 1.0) * self.factors[1]
 
     @property
     def max_seq_len(self) -> int:
@@ -99,6 +125,8 @@ class AttentionInputs:
             arguments["window_left"] = case.window_left
         if self.sinks is not None:
             arguments["sinks"] = self.sinks
+        if self.shown is not None:
+            arguments["mask"] = packed_mask(self.shown.cpu()).to(self.query.device)
         if self.scale_factors is not None:
             arguments |= self.scale_factor_arguments(interleaved=case.interface is not Interface.DECODE)
         if case.is_mla:
@@ -117,14 +145,31 @@ class AttentionInputs:
             arguments["q_len_per_req"] = case.q_lens[0]
         return arguments
 
+    def rules(self, **changes: Any) -> Rules:
+        """Return the rules of the rows; `changes` are fields of `Rules`."""
+        case = self.case
+        given: dict[str, Any] = {
+            "bmm1_scale": self.bmm1_scale,
+            "bmm2_scale": self.bmm2_scale,
+            "arithmetic": case.dtype if case.arithmetic is None else case.arithmetic,
+            "out_dtype": self.out_dtype,
+            "window_left": case.window_left,
+            "sinks": self.sinks,
+            "shown": self.shown,
+        }
+        return Rules(**(given | changes))
+
+    def truth(self, **changes: Any) -> Truth:
+        return truth_of_requests(self.query, list(self.histories), list(self.q_lens), self.rules(**changes))
+
     def with_separate_tables(self) -> "AttentionInputs":
         """Return the same requests with V's pages in another order than K's, each with a table of its own."""
-        last = len(self.v_pages) - 1
-        tables = torch.stack((self.block_tables, last - self.block_tables), dim=1)
-        factors = self.scale_factors
+        pages, factors = self.v_pages, self.scale_factors
+        tables = torch.stack((self.block_tables, len(pages) - 1 - self.block_tables), dim=1)
+        moved = with_strides_of(reversed_pages(pages), pages)
         if factors is not None:
             factors = factors[0], reversed_pages(factors[1])
-        return replace(self, v_pages=reversed_pages(self.v_pages), block_tables=tables, scale_factors=factors)
+        return replace(self, v_pages=moved, block_tables=tables, scale_factors=factors)
 
     def _offset_arguments(self) -> dict[str, Any]:
         """Return those of a decode call whose rows are told by offsets."""
@@ -192,27 +237,6 @@ def as_one_tensor(stacked: AttentionInputs) -> Tensor:
     """[num_pages, 2, ...]: K and V of each page."""
     sides = [pages.view(torch.uint8) for pages in (stacked.k_pages, stacked.v_pages)]
     return torch.stack(sides, dim=1).view(stacked.k_pages.dtype)
-
-
-def rules_of(inputs: AttentionInputs, **changes: Any) -> Rules:
-    """Return the rules of the inputs' rows; `changes` are fields of `Rules`."""
-    case = inputs.case
-    given: dict[str, Any] = {
-        "bmm1_scale": inputs.bmm1_scale,
-        "bmm2_scale": inputs.bmm2_scale,
-        "arithmetic": case.dtype if case.arithmetic is None else case.arithmetic,
-        "out_dtype": torch.bfloat16 if case.is_mla else case.dtype,  # MLA's function has no other
-        "window_left": case.window_left,
-        "sinks": inputs.sinks,
-    }
-    return Rules(**(given | changes))
-
-
-def truth_of_call(inputs: AttentionInputs, **changes: Any) -> Truth:
-    """Return the truth of a call of these inputs; `changes` are fields of `Rules`."""
-    return truth_of_requests(
-        inputs.query, list(inputs.histories), list(inputs.case.q_lens), rules_of(inputs, **changes)
-    )
 
 
 def build_attention(case: AttentionCase, device: torch.device) -> AttentionInputs:

@@ -1,26 +1,114 @@
-"""A ragged context call made concrete: rows, keys and values of requests end to end, with large values after the last."""
+"""The tensors of a ragged context call: rows, keys and values of requests end to end, with large values after the last."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lab.calls.problem import E4M3
 from lab.references.truth import Rules, Truth
 from lab.workloads.attention_case import Contents
 from lab.workloads.inputs.attention import new_workspace, running_sum
 from lab.workloads.inputs.expected import truth_of_requests
 from lab.workloads.inputs.needles import draw_histories, needle_positions
+from lab.workloads.inputs.views import raw
+from lab.workloads.interfaces import Interface
 from lab.workloads.ragged_case import RaggedCase
 
 TILE = 64  # keys or rows that kernels take at a time, where a length of one more or less shows
 PADDING = 3  # rows and keys after the last request's
 PADDED = 1e4  # what they hold: large, and finite in float16
 
-Parts = list[tuple[Tensor, Tensor]]  # each request's keys and values, [kv_len, num_heads, head_dim or v_head_dim]
+Parts = list[tuple[Tensor, Tensor]]  # each request's keys and values, [kv_len, num_kv_heads, head_dim or v_head_dim]
 
 
-def draw_ragged(case: RaggedCase, device: torch.device) -> tuple[Tensor, Parts]:
-    """Return the query, [sum(q_lens), num_heads, head_dim], and each request's keys and values."""
+@dataclass(frozen=True, eq=False)
+class RaggedInputs:
+    """The tensors of a ragged context call.
+
+    Attributes:
+        query: [num_rows, num_qo_heads, head_dim].
+        q_lens: query rows of each request.
+        parts: each request's keys and values.
+        softmax_scale: bmm1_scale without its factor.
+        causal: a row sees no key after its own.
+        sinks: float32 [num_qo_heads] or None.
+        shown: None, since there is no draft.
+        factors: of bmm1_scale and bmm2_scale.
+    """
+
+    query: Tensor
+    q_lens: tuple[int, ...]
+    parts: Parts
+    softmax_scale: float
+    causal: bool = True
+    sinks: Tensor | None = None
+    shown: Tensor | None = None
+    factors: tuple[float, float] = (1.0, 1.0)
+
+    interface = Interface.RAGGED_CONTEXT
+    kv_bound = "max_kv_len"
+
+    @property
+    def kv_lens(self) -> tuple[int, ...]:
+        return tuple(len(keys) for keys, _ in self.parts)
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.query.dtype == E4M3 else self.query.dtype
+
+    @property
+    def out_head_dim(self) -> int:
+        return self.parts[0][1].shape[-1]
+
+    @property
+    def scales(self) -> dict[str, float]:
+        return {"bmm1_scale": self.softmax_scale * self.factors[0], "bmm2_scale": self.factors[1]}
+
+    def over(self, parts: Parts, causal: bool = True) -> "RaggedInputs":
+        """Return the same rows over these keys and values."""
+        return replace(self, parts=parts, causal=causal)
+
+    def arguments(self, with_padding: bool = True) -> dict[str, Any]:
+        """Return FlashInfer's keyword arguments, with padding after the last request."""
+        device, q_lens, kv_lens = self.query.device, self.q_lens, self.kv_lens
+        sides = (self.query, *(joined(each) for each in zip(*self.parts, strict=True)))
+        query, key, value = (padded(side) if with_padding else side for side in sides)
+        arguments = {
+            "query": query,
+            "key": key,
+            "value": value,
+            "workspace_buffer": new_workspace(device),
+            "seq_lens": torch.tensor(kv_lens, dtype=torch.int32, device=device),
+            "max_q_len": max(q_lens),
+            "max_kv_len": max(kv_lens),
+            **self.scales,
+            "o_sf_scale": 1.0,
+            "batch_size": len(q_lens),
+            "window_left": -1,
+            "cum_seq_lens_q": running_sum(q_lens, device),
+            "cum_seq_lens_kv": running_sum(kv_lens, device),
+            "enable_pdl": None,
+            "is_causal": self.causal,
+            "return_lse": False,
+        }
+        return arguments if self.sinks is None else arguments | {"attention_sinks": self.sinks}
+
+    def truth(self, **changes: Any) -> Truth:
+        given: dict[str, Any] = {
+            **self.scales,
+            "arithmetic": self.query.dtype,
+            "out_dtype": self.out_dtype,
+            "sinks": self.sinks,
+            "causal": self.causal,
+        }
+        return truth_of_requests(self.query, self.parts, list(self.q_lens), Rules(**given | changes))
+
+
+def build_ragged(case: RaggedCase, device: torch.device) -> RaggedInputs:
+    """Draw the rows of a case, and all keys and values of its requests."""
     needles = [_limits(case, request) for request in range(len(case.q_lens))]
     query, histories = draw_histories(
         case,
@@ -31,64 +119,18 @@ def draw_ragged(case: RaggedCase, device: torch.device) -> tuple[Tensor, Parts]:
         (case.head_dim, case.v_head_dim),
         case.softmax_scale,
     )
-    stored = [(keys.to(device, case.dtype), values.to(device, case.dtype)) for keys, values in histories]
-    return query.to(device, case.dtype), stored
+    parts = [(keys.to(device, case.dtype), values.to(device, case.dtype)) for keys, values in histories]
+    return RaggedInputs(query.to(device, case.dtype), case.q_lens, parts, case.softmax_scale)
 
 
-def ragged_arguments(case: RaggedCase, query: Tensor, parts: Parts, *, causal: bool) -> dict[str, Any]:
-    """Return the arguments of the call over each request's keys and values, with padding after the last."""
-    kv_lens = tuple(len(keys) for keys, _ in parts)
-    key, value = (padded(torch.cat(sides)) for sides in zip(*parts, strict=True))
-    return arguments_of(padded(query), key, value, case.q_lens, kv_lens, case.softmax_scale, causal=causal)
+def padded(rows: Tensor, value: float = PADDED) -> Tensor:
+    """Return the rows, and `PADDING` more of a value; none where there are none."""
+    return joined((rows, torch.full_like(rows[:1], value).expand(PADDING, -1, -1))) if len(rows) else rows
 
 
-def arguments_of(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    q_lens: tuple[int, ...],
-    kv_lens: tuple[int, ...],
-    softmax_scale: float,
-    *,
-    causal: bool,
-) -> dict[str, Any]:
-    """Return the arguments of the call over these tensors, of requests of these rows and keys."""
-    device = query.device
-    return {
-        "query": query,
-        "key": key,
-        "value": value,
-        "workspace_buffer": new_workspace(device),
-        "seq_lens": torch.tensor(kv_lens, dtype=torch.int32, device=device),
-        "max_q_len": max(q_lens),
-        "max_kv_len": max(kv_lens),
-        "bmm1_scale": softmax_scale,
-        "bmm2_scale": 1.0,
-        "o_sf_scale": 1.0,
-        "batch_size": len(q_lens),
-        "window_left": -1,
-        "cum_seq_lens_q": running_sum(q_lens, device),
-        "cum_seq_lens_kv": running_sum(kv_lens, device),
-        "enable_pdl": None,
-        "is_causal": causal,
-        "return_lse": False,
-    }
-
-
-def padded(rows: Tensor) -> Tensor:
-    """Return the rows, and large ones after them; none where there are none."""
-    return torch.cat((rows, torch.full_like(rows[:1], PADDED).expand(PADDING, -1, -1))) if len(rows) else rows
-
-
-def truth_of_ragged(case: RaggedCase, query: Tensor, parts: Parts, **rules: Any) -> Truth:
-    """Return the truth of a call over these keys and values; `rules` are fields of `Rules`."""
-    given: dict[str, Any] = {
-        "bmm1_scale": case.softmax_scale,
-        "bmm2_scale": 1.0,
-        "arithmetic": case.dtype,
-        "out_dtype": case.dtype,
-    }
-    return truth_of_requests(query, parts, list(case.q_lens), Rules(**given | rules))
+def joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Return tensors of one dtype side by side, of e4m3 too."""
+    return torch.cat([raw(tensor) for tensor in tensors], dim).view(tensors[0].dtype)
 
 
 def _limits(case: RaggedCase, request: int) -> set[int]:

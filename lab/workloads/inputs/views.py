@@ -76,6 +76,15 @@ def far_apart(tensor: Tensor) -> Tensor:
     return storage.as_strided(tensor.shape, strides).copy_(elements).view(tensor.dtype)
 
 
+def with_strides_of(tensor: Tensor, other: Tensor) -> Tensor:
+    """Return the tensor with the strides of another of its shape and dtype, in memory of its own if they differ."""
+    if tensor.stride() == other.stride():
+        return tensor
+    elements = raw(tensor)
+    like = torch.empty_strided(tensor.shape, other.stride(), dtype=elements.dtype, device=tensor.device)
+    return like.copy_(elements).view(other.dtype)
+
+
 def with_odd_strides(tensor: Tensor) -> Tensor:
     """Return the tensor with a stride of no meaning on each axis of size 1."""
     strides = [ODD if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]

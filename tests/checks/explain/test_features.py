@@ -20,7 +20,6 @@ from lab.checks.properties import checks
 from lab.checks.properties.check import Level
 from lab.checks.run.workers import run_case
 from lab.metadata import ForwardMode
-from lab.workloads.inputs.attention import truth_of_call
 from tests.checks.small import SMALL
 
 CASE = AttentionCase(Interface.DECODE, (20, 0, 32), (2, 2, 2), num_kv_heads=1, group=3, window_left=5)
@@ -354,7 +353,7 @@ def test_a_result_says_which_requests_are_wrong_and_shows_one_vector() -> None:
     inputs = run.build()
     result = run.call(inputs, bmm2_scale=torch.tensor([1.0]))
     result.out[5, 1] *= 2
-    run.expect_close("this", result, truth_of_call(inputs))
+    run.expect_close("this", result, inputs.truth())
     (noted,) = run.results
     assert noted.wrong
     assert noted.held == "output"

@@ -29,7 +29,6 @@ from lab.metadata.engine.forward_mode import ForwardMode
 from lab.provenance import PACKAGES
 from lab.workloads.attention_case import Contents
 from lab.workloads.forward_case import ForwardCase
-from lab.workloads.inputs.attention import truth_of_call
 from tests.checks.small import decoding
 
 ROOT = Path(__file__).parents[3]
@@ -196,7 +195,7 @@ def test_no_failure_is_ever_known() -> None:
 
 def test_the_requests_are_read_from_the_judges_own_sentence() -> None:
     run = CaseRun(decoding(lambda **_: None), CASE, torch.device("cpu"))
-    truth = truth_of_call(run.build())
+    truth = run.build().truth()
     out = truth.expected.clone()
     out[0], out[4, 1] = 7.0, 7.0
     run.expect_close("the call", Result(out, None), truth)

@@ -16,7 +16,6 @@ from lab.checks.run.verdicts import Judged
 from lab.checks.run.workers import run_case
 from lab.ranges import Ranges
 from lab.references import trtllm_batch_decode_with_kv_cache as right
-from lab.workloads.inputs.attention import truth_of_call
 from tests.checks.hostile import Odd
 from tests.checks.small import decoding
 
@@ -181,8 +180,8 @@ def test_a_failed_call_does_not_end_the_check_nor_hide_what_is_wrong() -> None:
 
     def judge(run: CaseRun) -> None:
         inputs = run.build()
-        run.vary("negative", inputs, truth_of_call(inputs), bmm1_scale=-1.0)
-        run.vary("scaled", inputs, truth_of_call(inputs, bmm2_scale=2.0), bmm2_scale=2.0)
+        run.vary("negative", inputs, inputs.truth(), bmm1_scale=-1.0)
+        run.vary("scaled", inputs, inputs.truth(bmm2_scale=2.0), bmm2_scale=2.0)
 
     judged = judged_by(judge, decode)
     assert judged.outcome is Outcome.WRONG
@@ -203,7 +202,7 @@ def test_a_call_that_was_taken_is_not_refused_later() -> None:
 
     def judge(run: CaseRun) -> None:
         inputs = run.build()
-        run.expect_close("first", run.call(inputs), truth_of_call(inputs))
+        run.expect_close("first", run.call(inputs), inputs.truth())
         run.call(inputs, on_refusal=Then.FAIL)
 
     judged = judged_by(judge, decode)

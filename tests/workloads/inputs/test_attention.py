@@ -12,7 +12,7 @@ from torch import Tensor
 from lab.calls.problem import E4M3, NVFP4
 from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.checks import AttentionCase, Contents, Dead, Interface, Storage, TableTail
-from lab.workloads.inputs.attention import AttentionInputs, build_attention, new_workspace, truth_of_call
+from lab.workloads.inputs.attention import AttentionInputs, build_attention, new_workspace
 from lab.workloads.inputs.needles import needle_positions
 
 CPU = torch.device("cpu")
@@ -140,7 +140,7 @@ def test_a_needle_outweighs_what_is_not_one() -> None:
 def test_a_counted_output_names_the_keys_that_were_seen() -> None:
     """Three keys of a request, all at the same weight: a third for each position, and all for the block of the first 32."""
     case = AttentionCase(Interface.DECODE, (3,), (1,), num_kv_heads=2, group=1, contents=Contents.COUNTED)
-    first, second = truth_of_call(build(case)).expected[0]
+    first, second = build(case).truth().expected[0]
     expected = torch.zeros(64, dtype=torch.float64)
     expected[[0, 1, 2]], expected[32] = 1 / 3, 1.0
     assert torch.allclose(first, expected)
@@ -151,7 +151,7 @@ def test_counted_positions_beyond_a_block_are_told_by_the_other_half() -> None:
     case = AttentionCase(
         Interface.DECODE, (40,), (1,), num_kv_heads=1, group=1, window_left=0, contents=Contents.COUNTED
     )
-    (only,) = truth_of_call(build(case)).expected[0]
+    (only,) = build(case).truth().expected[0]
     assert only.nonzero().flatten().tolist() == [39 % 32, 32 + 39 // 32]
 
 
@@ -193,7 +193,7 @@ def test_an_overshadowing_key_adds_nothing_and_the_others_show() -> None:
         assert not logits[1:].any()
         assert not values[0].float().any()
         others = values[1:, 0].double().mean(0) * inputs.bmm2_scale
-        seen = truth_of_call(inputs).expected[0, 0]
+        seen = inputs.truth().expected[0, 0]
         ratio = (seen @ others / (others @ others)).item()
         weight = (len(keys) - 1) * math.exp(-float(logits[0]))
         assert ratio == pytest.approx(weight / (1 + weight), rel=1e-3)

@@ -1,0 +1,166 @@
+"""One call: its arguments in the forms that they have, and what it must give; and what a replay finds written anew in it."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from lab.named_enum import NamedEnum
+from lab.references.truth import Truth
+from lab.workloads.attention_case import AttentionCase
+from lab.workloads.inputs.attention import AttentionInputs
+from lab.workloads.inputs.ragged import RaggedInputs
+from lab.workloads.interfaces import Interface
+
+WRITTEN = ("out", "lse", "workspace_buffer")  # arguments that a call writes
+SCALES = (0.75, 0.9)  # factors of bmm1_scale and bmm2_scale in a batch of other scales
+
+CallInputs = AttentionInputs | RaggedInputs
+Inputs = TypeVar("Inputs", bound=AttentionInputs | RaggedInputs)
+
+
+@dataclass(eq=False)
+class BuiltCall(Generic[Inputs]):
+    """A call in the making: its arguments in their forms.
+
+    Attributes:
+        forms: of the arguments, by name.
+        inputs: the tensors as the call hands them out, and what they were made from.
+        given: the arguments by name.
+        rules: fields of `lab.references.truth.Rules` that differ from the inputs' own.
+        guards: names of buffers that were handed out, and all memory around each (`guarded`).
+        gaps: names of buffers that were handed out with NaN between their elements, and all that NaN.
+    """
+
+    forms: Any
+    inputs: Inputs
+    given: dict[str, Any] = field(default_factory=dict)
+    rules: dict[str, Any] = field(default_factory=dict)
+    guards: dict[str, Tensor] = field(default_factory=dict)
+    gaps: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def interface(self) -> Interface:
+        return self.inputs.interface
+
+    @property
+    def device(self) -> torch.device:
+        return self.inputs.query.device
+
+    @property
+    def rows(self) -> int:
+        """Return the number of the requests' rows; padding follows them."""
+        return sum(self.inputs.q_lens)
+
+    @property
+    def read(self) -> dict[str, Tensor]:
+        """Return the tensors that the kernel must leave as they are, by name."""
+        found: dict[str, Tensor] = {}
+        for name, value in self.given.items():
+            parts = value if isinstance(value, tuple | list) else (value,)
+            for number, part in enumerate(() if name in WRITTEN else parts):
+                if isinstance(part, Tensor):
+                    found[name if len(parts) == 1 else f"{name}[{number}]"] = part
+        return found
+
+    def arguments(self) -> dict[str, Any]:
+        return self.given
+
+    def truth(self) -> Truth:
+        """Return what the call must give."""
+        return self.inputs.truth(**self.rules)
+
+    def new_out(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return an output of NaN for the call's query; `dtype` is the inputs' if None."""
+        query = self.given["query"]
+        out = torch.full((*query.shape[:-1], self.inputs.out_head_dim), math.nan, device=query.device)
+        return out.to(dtype or self.inputs.out_dtype)
+
+
+class Form(NamedEnum):
+    """A form of a call with one thing more that a replay finds changed on the device, or must write there."""
+
+    BMM1 = "bmm1_scale as a tensor"
+    BMM1_LOG2 = "bmm1_scale_log2"
+    BMM2 = "bmm2_scale as a tensor"
+    SINKS = "sinks"
+    MASK = "a draft mask"
+    OUT = "an output handed out"
+    LSE = "the LSE"
+    PDL = "enable_pdl=True"
+    TABLES = "a page table of V's own"
+    NO_BOUND = "no max_q_len"  # which reads the offsets on the host, and so is not captured
+
+
+Forms = frozenset[Form]
+
+
+def in_forms(inputs: CallInputs, forms: Forms) -> BuiltCall[Any]:
+    """Build a call of these inputs. Sinks and the mask are the inputs' where they are among the forms, else there are none."""
+    sinks, shown = (
+        value if form in forms else None for form, value in ((Form.SINKS, inputs.sinks), (Form.MASK, inputs.shown))
+    )
+    inputs = replace(inputs, sinks=sinks, shown=shown)
+    if isinstance(inputs, RaggedInputs):
+        arguments = inputs.arguments() | {"return_lse": True}
+    else:
+        arguments = (inputs.with_separate_tables() if Form.TABLES in forms else inputs).arguments()
+    call = BuiltCall[Any](forms, inputs, arguments)
+    scales = {name: _on_device(arguments[name], call.device) for name in ("bmm1_scale", "bmm2_scale")}
+    in_form: dict[Form, tuple[str, Any]] = {
+        Form.BMM1: ("bmm1_scale", scales["bmm1_scale"]),
+        Form.BMM1_LOG2: ("bmm1_scale_log2", scales["bmm1_scale"] * math.log2(math.e)),
+        Form.BMM2: ("bmm2_scale", scales["bmm2_scale"]),
+        Form.OUT: ("out", call.new_out() if Form.OUT in forms else None),
+        Form.LSE: ("return_lse", True),
+        Form.PDL: ("enable_pdl", True),
+        Form.NO_BOUND: ("max_q_len", None),
+    }
+    arguments |= dict(in_form[form] for form in in_form if form in forms)
+    return call
+
+
+def _on_device(scale: float, device: torch.device) -> Tensor:
+    return torch.tensor([scale], dtype=torch.float32, device=device)
+
+
+def random_mask(case: AttentionCase) -> Tensor:
+    """Draw a draft's mask for each request, by which each row sees itself: bool [batch_size, q_len, q_len]."""
+    q_len = max(case.q_lens)
+    drawn = torch.rand(len(case.q_lens), q_len, q_len, generator=torch.Generator().manual_seed(case.seed)) < 0.6
+    return drawn | torch.eye(q_len, dtype=torch.bool)
+
+
+def rewritten(
+    call: BuiltCall[Any], other: BuiltCall[Any], moved: BuiltCall[Any]
+) -> Iterator[tuple[str, BuiltCall[Any]]]:
+    """Yield what is written, one thing after another, and the call with it.
+
+    Args:
+        call: as it is at first.
+        other: of the same lengths, pages and forms.
+        moved: of the same lengths and forms, in other pages where there are pages.
+    """
+    inputs, forms = call.inputs, call.forms
+    if forms & {Form.BMM1, Form.BMM1_LOG2}:
+        inputs = replace(inputs, factors=(SCALES[0], 1.0))
+        yield "bmm1_scale", in_forms(inputs, forms)
+    if Form.BMM2 in forms:
+        inputs = replace(inputs, factors=(inputs.factors[0], SCALES[1]))
+        yield "bmm2_scale", in_forms(inputs, forms)
+    for form, name, what in ((Form.SINKS, "sinks", "the sinks"), (Form.MASK, "shown", "the mask")):
+        if form in forms:
+            inputs = replace(inputs, **{name: getattr(other.inputs, name)})
+            yield what, in_forms(inputs, forms)
+    inputs = replace(inputs, query=other.inputs.query)
+    yield "the query", in_forms(inputs, forms)
+    asked = {name: getattr(inputs, name) for name in ("query", "sinks", "shown", "factors")}
+    has_pages = isinstance(inputs, AttentionInputs)
+    yield "K and V", in_forms(replace(other.inputs, **asked), forms)
+    yield (
+        "K, V and the page table" if has_pages else "K and V again",
+        in_forms(replace(moved.inputs, **asked), forms),
+    )
