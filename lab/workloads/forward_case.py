@@ -1,6 +1,7 @@
 """One forward pass over paged K and V as data: mode, model, the lengths of its requests, the contents of its tensors."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -78,6 +79,11 @@ class ForwardCase(PassCase):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_int("topk", self.topk, 1, "it is the number of branches per request")
+        check_int("decode_splits", self.decode_splits, 1, "1 leaves a decode call whole")
+        check_int("num_padding_rows", self.num_padding_rows, 0, "it is the number of rows after the requests'")
+        check_int("context_parallel", self.context_parallel, 1, "it is the number of ranks")
+        check_bool("encoder_only", self.encoder_only)
         self._check_mode()
         self.check_requests()
         self.check_tensors((E4M3, NVFP4))
@@ -93,7 +99,6 @@ class ForwardCase(PassCase):
         if self.draft_extend is not None:
             self._check_draft_extend(self.draft_extend)
         self._check_topk()
-        check_int("decode_splits", self.decode_splits, 1, "1 leaves a decode call whole")
         uniform = self.mode.query_rows.are_uniform and self.interface is Interface.DECODE
         if self.decode_splits > 1 and not (uniform or self.split_mixed_tail):
             raise ValueError(
@@ -105,7 +110,6 @@ class ForwardCase(PassCase):
                 f"split_mixed_tail={self.split_mixed_tail} would be ignored in {self.mode!r}: only extends without "
                 "speculation, such as ForwardMode.MIXED, have a tail to split off; leave it False"
             )
-        check_int("num_padding_rows", self.num_padding_rows, 0, "it is the number of rows after the requests'")
         takes_padding = self.interface is Interface.CONTEXT or self.mode.query_rows is QueryRows.VERIFIED
         if self.num_padding_rows and (not takes_padding or self.split_mixed_tail or self.context_parallel > 1):
             raise ValueError(
@@ -123,7 +127,6 @@ class ForwardCase(PassCase):
             )
 
     def _check_topk(self) -> None:
-        check_int("topk", self.topk, 1, "it is the number of branches per request")
         if self.topk > 1 and self.draft_step != FROZEN_KV_STEP:
             raise ValueError(
                 f"topk={self.topk} would be ignored with draft_step={self.draft_step}: only a frozen-KV draft "
@@ -136,7 +139,6 @@ class ForwardCase(PassCase):
             )
 
     def _check_context_parallel(self) -> None:
-        check_int("context_parallel", self.context_parallel, 1, "it is the number of ranks")
         ranks = self.context_parallel
         if ranks == 1:
             return
@@ -152,7 +154,6 @@ class ForwardCase(PassCase):
             )
 
     def _check_encoder_only(self) -> None:
-        check_bool("encoder_only", self.encoder_only)
         if self.encoder_only and not (self.mode.is_prefill or self.mode is ForwardMode.TARGET_VERIFY):
             raise ValueError(
                 f"encoder_only={self.encoder_only} would be ignored in {self.mode!r}: SGLang's calls let rows see those after "
@@ -192,11 +193,11 @@ class ForwardCase(PassCase):
         if self.sliding_window and geometry(self.geometry).sliding_window is None:
             raise ValueError(f"{self.geometry} has no sliding-window layers: leave sliding_window False")
 
-    @property
+    @cached_property
     def model(self) -> Geometry:
         return geometry(self.geometry).tensor_parallel(self.tensor_parallel)
 
-    @property
+    @cached_property
     def interface(self) -> Interface:
         """Return the function that the pass calls; a mixed tail that is split off calls DECODE too."""
         return Interface((self.draft_extend or self.mode.mha_call or AttentionCall.DECODE).value)
@@ -213,13 +214,13 @@ class ForwardCase(PassCase):
             with_padding_rows=self.num_padding_rows > 0,
         )
 
-    @property
+    @cached_property
     def dtypes(self) -> CallDtypes:
         """Return the dtypes that the pass's calls are handed."""
         query = self.query_dtype or self.dtype
         return CallDtypes(query, E4M3 if query == E4M3 and self.kv_dtype == NVFP4 else self.dtype)
 
-    @property
+    @cached_property
     def window_left(self) -> int:
         return self.model.window_left if self.sliding_window else -1
 

@@ -19,6 +19,7 @@ The loops of `lab.references` know nothing of this module.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -50,22 +51,22 @@ class PassLens:
     num_draft_tokens: int | None = None
     topk: int = 1
 
-    @property
+    @cached_property
     def new_tokens(self) -> tuple[int, ...]:
         """Return the tokens of each request after its prefix: query rows, and in a draft step those drafted before."""
         return _new_tokens(self.q_lens, self.draft_step)
 
-    @property
+    @cached_property
     def kv_lens(self) -> tuple[int, ...]:
         """Return the tokens of each request with this pass's."""
         return tuple(prefix + new for prefix, new in zip(self.prefix_lens, self.new_tokens, strict=True))
 
-    @property
+    @cached_property
     def first_rows(self) -> tuple[int, ...]:
         """Return the position of each request's first query row."""
         return tuple(kv_len - q_len for kv_len, q_len in zip(self.kv_lens, self.q_lens, strict=True))
 
-    @property
+    @cached_property
     def first_written(self) -> tuple[int, ...]:
         """Return the position of each request's first token whose K and V the pass writes: of its first row, or the end."""
         return self.kv_lens if self.draft_step == FROZEN_KV_STEP else self.first_rows

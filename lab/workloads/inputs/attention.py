@@ -11,17 +11,16 @@ from torch import Tensor
 
 from lab.calls.problem import E4M3, NVFP4, NVFP4_BLOCK
 from lab.calls.workspace import SEMAPHORE_BYTES
-from lab.references.quantization import dequantize_nvfp4, interleave_v_scale_factors, quantize_nvfp4
+from lab.references.quantization import interleave_v_scale_factors
 from lab.references.truth import Rules, Truth
 from lab.workloads.attention_case import AttentionCase, Dead, TableTail
-from lab.workloads.inputs.encoding import E4M3_K_SCALE, E4M3_V_SCALE, POISON, as_stored, fill
+from lab.workloads.inputs.encoding import E4M3_K_SCALE, E4M3_V_SCALE, POISON, fill, read_kv, stored_kv
 from lab.workloads.inputs.expected import truth_of_requests
 from lab.workloads.inputs.masks import packed_mask
 from lab.workloads.inputs.values import draw_contents
 from lab.workloads.inputs.views import with_strides_of
 from lab.workloads.interfaces import Interface
 
-Quantised = tuple[Tensor, Tensor | None]  # a request's tokens as stored, and an NVFP4 cache's scale factors
 SCRATCH_BYTES = {"cpu": 2**20, "cuda": 192 * 2**20}  # of a call: 512 requests of 64 heads with trtllm-gen's LSE
 ENGINE_SCRATCH_BYTES = {"cpu": 2**20, "cuda": 512 * 2**20}  # of a model's batches: SGLang 0.5.23's default
 
@@ -242,7 +241,7 @@ def as_one_tensor(stacked: AttentionInputs) -> Tensor:
 def build_attention(case: AttentionCase, device: torch.device) -> AttentionInputs:
     """Draw the histories, write them into a poisoned, shuffled pool, and name its pages in a table."""
     query, drawn, sinks = draw_contents(case, device)
-    stored = [(_quantised(keys, E4M3_K_SCALE, case), _quantised(values, E4M3_V_SCALE, case)) for keys, values in drawn]
+    stored = [stored_kv(case.kv_dtype, *sides) for sides in drawn]
     size = case.page_size
     pages_of = [-(-kv_len // size) for kv_len in case.kv_lens]
     num_pages = 2 * sum(pages_of) + 4
@@ -253,20 +252,20 @@ def build_attention(case: AttentionCase, device: torch.device) -> AttentionInput
     factors = _new_scale_factors(case, pools)
     for pool in (*pools, *factors):
         _fill(pool[case.storage.first_page :], case.storage.dead)
+    histories = [read_kv(*sides) for sides in stored]
+    if case.is_mla:
+        histories = [(keys, keys[..., : case.out_head_dim]) for keys, _ in histories]
     tables, used = [], 0
     for sides, pages in zip(stored, pages_of, strict=True):
         mine = torch.tensor(ids[used : used + pages], dtype=torch.int64, device=device)
-        for pool, (tokens, _) in zip(pools, sides, strict=False):
+        for pool, tokens in zip((*pools, *factors), sides, strict=False):  # MLA has one pool, of keys
             _write(pool, mine, tokens, case)
-        for pool, (_, tokens_factors) in zip(factors, sides, strict=False):
-            assert tokens_factors is not None
-            _write(pool, mine, tokens_factors, case)
         tables.append(mine)
         used += pages
     return AttentionInputs(
         case=case,
         query=query,
-        histories=tuple(_as_read(case, *sides) for sides in stored),
+        histories=tuple(histories),
         k_pages=pools[0],
         v_pages=pools[-1],
         block_tables=_block_tables(case, tables, ids[:used] or ids[:1], device),
@@ -274,21 +273,6 @@ def build_attention(case: AttentionCase, device: torch.device) -> AttentionInput
         sinks=sinks,
         scale_factors=(factors[0], factors[1]) if factors else None,
     )
-
-
-def _quantised(tokens: Tensor, scale: float, case: AttentionCase) -> Quantised:
-    """[kv_len, num_kv_heads, head_dim] as the cache holds it."""
-    if case.kv_dtype == NVFP4:
-        return quantize_nvfp4(tokens, scale)
-    return as_stored(tokens, scale, case.kv_dtype), None
-
-
-def _as_read(case: AttentionCase, keys: Quantised, values: Quantised) -> tuple[Tensor, Tensor]:
-    """A request's (K, V) as a kernel must understand them, but for the global scale."""
-    if case.is_mla:
-        return keys[0], keys[0][..., : case.out_head_dim]
-    k, v = (side if factors is None else dequantize_nvfp4(side, factors) for side, factors in (keys, values))
-    return k, v
 
 
 def _new_scale_factors(case: AttentionCase, pools: list[Tensor]) -> list[Tensor]:

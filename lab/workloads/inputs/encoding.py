@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import E4M3, NVFP4
-from lab.references.quantization import quantize_e4m3
+from lab.references.quantization import dequantize_nvfp4, quantize_e4m3, quantize_nvfp4
 
 # Finite, and so large that one poisoned value in a product shows; e4m3 holds nothing larger than 448, and e2m1 than 6: a byte
 # of two sixes, whose scale factors hold the rest.
@@ -17,6 +17,19 @@ E4M3_V_SCALE = 0.0625
 def as_stored(values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """Return values in a cache's dtype, divided by the scale if that is e4m3; same shape."""
     return quantize_e4m3(values, scale) if dtype == E4M3 else values.to(dtype)
+
+
+def stored_kv(dtype: torch.dtype, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+    """Return a request's tokens as a cache of K and V holds them; with the scale factors of both if it is NVFP4."""
+    if dtype != NVFP4:
+        return as_stored(keys, E4M3_K_SCALE, dtype), as_stored(values, E4M3_V_SCALE, dtype)
+    (k, k_factors), (v, v_factors) = quantize_nvfp4(keys, E4M3_K_SCALE), quantize_nvfp4(values, E4M3_V_SCALE)
+    return k, v, k_factors, v_factors
+
+
+def read_kv(k: Tensor, v: Tensor, *factors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return stored K and V as a kernel must understand them, without the layer's scales."""
+    return (dequantize_nvfp4(k, factors[0]), dequantize_nvfp4(v, factors[1])) if factors else (k, v)
 
 
 def fill(storage: Tensor, value: float | None = None) -> None:

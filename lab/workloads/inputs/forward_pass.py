@@ -15,11 +15,11 @@ from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.mha.calls import AttentionLayer, PlannedCall
 from lab.metadata.mha.context_parallel import ZigzagShard, prepare_zigzag, zigzag_shard
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
-from lab.references.quantization import dequantize_nvfp4, quantize_nvfp4, rounded
+from lab.references.quantization import rounded
 from lab.references.truth import Rules, Truth
 from lab.workloads.attention_case import Contents
 from lab.workloads.forward_case import ForwardCase
-from lab.workloads.inputs.encoding import E4M3_K_SCALE, E4M3_V_SCALE, as_stored, fill
+from lab.workloads.inputs.encoding import E4M3_K_SCALE, E4M3_V_SCALE, fill, read_kv, stored_kv
 from lab.workloads.inputs.expected import truth_of_requests
 from lab.workloads.inputs.needles import draw_histories, needle_positions
 from lab.workloads.pass_case import PassCase
@@ -143,10 +143,10 @@ class ForwardPass(EnginePass):
         return ((self.case.model.num_kv_heads, self.case.model.head_dim),) * 2
 
     def stored(self, *sides: Tensor) -> History:
-        return _stored(self.case, *sides)
+        return stored_kv(self.case.kv_dtype, *sides)
 
     def read(self, *stored: Tensor) -> History:
-        return _read(*stored)
+        return read_kv(*stored)
 
     def truth_of(self, query: Tensor, histories: Sequence[History], requests: Sequence[int]) -> Truth:
         case = self.case
@@ -202,8 +202,8 @@ def build_forward(case: ForwardCase, device: torch.device, build_metadata: Build
     query, drawn = draw_histories(
         case, generator, limits_of(case), model.num_qo_heads, model.num_kv_heads, sides, model.softmax_scale
     )
-    stored = [_stored(case, *sides) for sides in drawn]
-    histories = [_read(*sides) for sides in stored]
+    stored = [stored_kv(case.kv_dtype, *sides) for sides in drawn]
+    histories = [read_kv(*sides) for sides in stored]
     layer = new_layer(case, device, generator)
     pool = new_poisonable_pool(case, device)
     heads, window = model.num_kv_heads, case.sliding_window
@@ -214,20 +214,6 @@ def build_forward(case: ForwardCase, device: torch.device, build_metadata: Build
     _poison_table_tails(metadata, cache, case)
     rows = torch.cat([query, query.new_full((case.num_padding_rows, *query.shape[1:]), float("nan"))]).to(case.dtype)
     return ForwardPass(case, pool, batch, metadata, layer, cache, rows, histories)
-
-
-def _stored(case: ForwardCase, keys: Tensor, values: Tensor) -> History:
-    """Return a request's tokens as the cache holds them: K and V, and the scale factors of both if it is of NVFP4."""
-    scales = ((keys, E4M3_K_SCALE), (values, E4M3_V_SCALE))
-    if case.kv_dtype != NVFP4:
-        return tuple(as_stored(side, scale, case.kv_dtype) for side, scale in scales)
-    (k, k_factors), (v, v_factors) = (quantize_nvfp4(side, scale) for side, scale in scales)
-    return k, v, k_factors, v_factors
-
-
-def _read(k: Tensor, v: Tensor, *factors: Tensor) -> History:
-    """Return K and V as a kernel must understand them, without the layer's scales."""
-    return (dequantize_nvfp4(k, factors[0]), dequantize_nvfp4(v, factors[1])) if factors else (k, v)
 
 
 def stored_width(case: ForwardCase) -> int:
