@@ -216,7 +216,7 @@ class ForwardCase(PassCase):
 
     @cached_property
     def dtypes(self) -> CallDtypes:
-        """Return the dtypes that the pass's calls are handed."""
+        """Return the dtypes of the pass's calls."""
         query = self.query_dtype or self.dtype
         return CallDtypes(query, E4M3 if query == E4M3 and self.kv_dtype == NVFP4 else self.dtype)
 

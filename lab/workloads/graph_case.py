@@ -35,7 +35,7 @@ class StoryCase:
 
     Attributes:
         mode: of the graphs.
-        story: what is told.
+        story: the sequence of replays.
         place: where the metadata is rebuilt.
         page_size: tokens per page.
         num_pages: of each request's history; lengths go up to this many pages.

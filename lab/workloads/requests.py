@@ -181,7 +181,7 @@ def new_pool(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> KVPool:
-    """Return an empty pool with room for requests of so many tokens.
+    """Return an empty pool with room for requests of these lengths.
 
     Args:
         lens: most tokens of each request.
@@ -204,7 +204,7 @@ def new_pool(
 
 
 def num_pages(lens: Sequence[int], page_size: int) -> int:
-    """Return the pages of requests of so many tokens; they share none."""
+    """Return the number of pages of requests of these lengths; they share no page."""
     return sum(-(-length // page_size) for length in lens)
 
 
@@ -249,7 +249,7 @@ def forward_batch(
     num_draft_tokens: int | None = None,
     num_padding_rows: int = 0,
 ) -> ForwardBatch:
-    """Return the batch of a mode, with the lengths, host lists and `SpecInfo` that an engine hands over in it.
+    """Return the batch of a mode, with the lengths, host lists and `SpecInfo` of an engine.
 
     Nothing is read from the device.
 

@@ -11,7 +11,7 @@ from lab.checks.case_run import CaseRun, Result
 from lab.checks.parameters import paged_axes
 from lab.checks.parameters.paged_axes import WHOLE_ONE
 from lab.workloads.inputs.call import BuiltCall
-from lab.workloads.inputs.guards import amid, guarded, same_bits, wrong_guards
+from lab.workloads.inputs.guards import embedded, guarded, same_bits, wrong_guards
 from lab.workloads.inputs.views import LEAST_ALIGNMENT_BYTES
 
 DTYPES = {"fp32": torch.float32, **paged_axes.DTYPES}  # fp32 of outputs alone
@@ -19,7 +19,7 @@ SCALE_SHAPES: dict[str, tuple[int, ...]] = {"tensor [1]": (1,), "tensor []": (),
 
 
 def judge_call(run: CaseRun, call: BuiltCall[Any]) -> None:
-    """Make a call once, and hold all that it gives to the truth, and what it must not touch."""
+    """Make a call once, and judge its results and all memory that it must not change."""
     before = {name: value.clone() for name, value in call.read.items()}
     result = run.call(call)
     out, lse = call.given.get("out"), call.given.get("lse")
@@ -45,7 +45,7 @@ def judge_call(run: CaseRun, call: BuiltCall[Any]) -> None:
 
 
 def wrong_returns(call: BuiltCall[Any], result: Result) -> Iterator[str]:
-    """Yield a sentence for each thing that a call returned and should not have: not what it wrote, or an LSE unasked."""
+    """Yield a sentence for each wrong return value: an LSE that was not requested, another shape, other bits than it wrote."""
     if result.lse is not None and not call.given.get("return_lse"):
         yield "it returned an LSE without return_lse=True"
     heads = list(call.given["query"].shape[-2:-1])
@@ -65,7 +65,7 @@ def wrong_returns(call: BuiltCall[Any], result: Result) -> Iterator[str]:
 def set_scales(call: BuiltCall[Any]) -> None:
     """Give both scales their forms, other values with them: a scale that is not read shows."""
     form, scale, device = call.forms["bmm1_scale"], call.given["bmm1_scale"], call.device
-    if form.startswith("log2"):  # which takes precedence over what stands beside it
+    if form.startswith("log2"):  # which takes precedence over bmm1_scale
         of_call = call.rules["bmm1_scale"] = (-0.5 if "below 0" in form else 0.75) * scale
         shape = () if "[]" in form else (1,)
         call.given["bmm1_scale_log2"] = _tensor(of_call * math.log2(math.e), shape, device)
@@ -90,11 +90,11 @@ def _set_scale(call: BuiltCall[Any], name: str, form: str, scale: float) -> None
 
 def _tensor(value: float, shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Return one element of a larger tensor, as each layer has its own: NaN before it and after it."""
-    return amid(torch.full((1,), value, dtype=torch.float32, device=device), math.nan).view(shape)
+    return embedded(torch.full((1,), value, dtype=torch.float32, device=device), math.nan).view(shape)
 
 
 def with_minus_infinity(sinks: Tensor) -> Tensor:
-    """Return sinks of which every other one is minus infinity, as none is."""
+    """Return sinks with every second one minus infinity, which means no sink."""
     sinks = sinks.clone()
     sinks[::2] = -math.inf
     return sinks
@@ -106,11 +106,11 @@ def set_lengths(call: BuiltCall[Any], other: int) -> None:
     if form == "uint32":
         call.given["seq_lens"] = lengths.to(torch.uint32)
     elif form == "amid others":
-        call.given["seq_lens"] = amid(lengths, other)
+        call.given["seq_lens"] = embedded(lengths, other)
 
 
 def set_out(call: BuiltCall[Any]) -> None:
-    """Name the output's dtype, or hand out a buffer of NaN for it, amid guards for a view."""
+    """Give the output's dtype, or a buffer of NaN for it; a view lies between guards."""
     kind, _, name = call.forms["out"].rpartition(" ")
     if call.forms["out"] == "none":
         return
@@ -125,7 +125,7 @@ def set_out(call: BuiltCall[Any]) -> None:
 
 
 def set_lse(call: BuiltCall[Any]) -> None:
-    """Ask for the LSE, and hand out a buffer of NaN for it where the form says so, amid guards unless it has gaps."""
+    """Request the LSE, and give a buffer of NaN for it where the form says so, between guards unless it has gaps."""
     form, query = call.forms["lse"], call.given["query"]
     if form == "none":
         return

@@ -36,7 +36,7 @@ from lab.workloads.inputs.attention import (
 )
 from lab.workloads.inputs.call import BuiltCall
 from lab.workloads.inputs.encoding import E4M3_K_SCALE
-from lab.workloads.inputs.guards import amid
+from lab.workloads.inputs.guards import embedded
 from lab.workloads.inputs.masks import draft_masks, packed_mask, strictly_causal, with_bits_after
 from lab.workloads.inputs.views import (
     GAP,
@@ -59,7 +59,7 @@ PagedCall = BuiltCall[AttentionInputs]
 
 
 def judge_paged(run: CaseRun) -> None:
-    """Make the call of a run's configuration once, and hold all that it gives to the truth, and what it must not touch."""
+    """Judge the call of a run's configuration."""
     judge_call(run, _built(run))
 
 
@@ -78,7 +78,7 @@ def _built(run: CaseRun) -> PagedCall:
         call.given["qk_nope_head_dim"] *= 2
     for form in (_cache, _query, _tables, _lengths, _bounds, set_scales, _sinks, _visible, set_out, _lse):
         form(call)
-    # As the engine hands them out in every call. They must be as they were afterwards, like what a kernel only reads.
+    # As the engine gives them in every call. They must not be changed after the call, like tensors that a kernel only reads.
     # One SM, because the counters of the engine's 8,192 requests are more than any GPU has SMs.
     call.given["multi_ctas_kv_counter_buffer"] = allocate_multi_ctas_kv_counters(
         len(case.q_lens), case.num_qo_heads, sm_count=1, device=run.device
@@ -128,7 +128,7 @@ def _store(call: PagedCall) -> None:
 
 
 def _cache(call: PagedCall) -> None:
-    """Hand the cache out in another shape."""
+    """Give the cache in another shape."""
     form, pages = call.forms["cache"], call.inputs.k_pages
     if form in ONE_TENSOR:
         whole = as_one_tensor(call.inputs)
@@ -176,7 +176,7 @@ def _lengths(call: PagedCall) -> None:
     if call.forms["seq_lens"] == "amid others":
         for name in {"cum_seq_lens_q", "cum_seq_lens_kv"} & set(call.given):
             offsets = call.given[name]
-            call.given[name] = None if offsets is None else amid(offsets, int(offsets[-1]) + 7)
+            call.given[name] = None if offsets is None else embedded(offsets, int(offsets[-1]) + 7)
 
 
 def _bounds(call: PagedCall) -> None:
@@ -197,7 +197,7 @@ def _sinks(call: PagedCall) -> None:
         return
     if form == SOME_MINUS_INFINITY:
         sinks = call.rules["sinks"] = with_minus_infinity(sinks)
-    forms = {"list": [sinks], "tuple": (sinks,), "a part of others": amid(sinks, math.nan)}
+    forms = {"list": [sinks], "tuple": (sinks,), "a part of others": embedded(sinks, math.nan)}
     call.given["sinks"] = forms.get(form, sinks)
 
 

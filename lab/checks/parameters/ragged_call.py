@@ -31,7 +31,7 @@ from lab.checks.parameters.paged_shape import (
 )
 from lab.checks.parameters.ragged import BELOW_ZERO, OF_THE_NEXT, SHORT, head_dims_of
 from lab.workloads.inputs.call import BuiltCall
-from lab.workloads.inputs.guards import amid
+from lab.workloads.inputs.guards import embedded
 from lab.workloads.inputs.needles import draw_histories, needle_positions
 from lab.workloads.inputs.ragged import PADDING, TILE, RaggedInputs, joined
 from lab.workloads.inputs.views import GAP, laid, with_nan
@@ -59,7 +59,7 @@ RaggedCall = BuiltCall[RaggedInputs]
 
 
 def judge_ragged(run: CaseRun) -> None:
-    """Make the call of a run's configuration once, and hold all that it gives to the truth, and what it must not touch."""
+    """Judge the call of a run's configuration."""
     judge_call(run, _built(run))
 
 
@@ -147,7 +147,7 @@ def _stored(call: RaggedCall) -> None:
     form, key, value = call.forms["kv"], arguments["key"], arguments["value"]
     if form == "of one tensor":
         key, value = joined((key, value), dim=-1).split((key.shape[-1], value.shape[-1]), dim=-1)
-    elif form == "V of a projection":  # which has the keys' elements without position beside the values
+    elif form == "V of a projection":  # which has the keys' elements without position before the values
         without_position = key.shape[-1] // 2 // GAP * GAP
         value = joined((key[..., :without_position], value), dim=-1)[..., without_position:]
     elif form == "V apart":
@@ -162,7 +162,7 @@ def _lengths(call: RaggedCall) -> None:
     set_lengths(call, arguments["max_kv_len"])
     if of["seq_lens"] == "amid others":
         for name in ("cum_seq_lens_q", "cum_seq_lens_kv"):
-            arguments[name] = amid(arguments[name], 0)
+            arguments[name] = embedded(arguments[name], 0)
     for name in ("max_q_len", "max_kv_len"):
         if of[name] == "larger":
             arguments[name] = 2 * arguments[name] + 1
@@ -185,4 +185,4 @@ def _sinks(call: RaggedCall) -> None:
     if call.forms["sinks"] == SOME_MINUS_INFINITY:
         sinks = with_minus_infinity(sinks)
     call.rules["sinks"] = sinks
-    call.given["attention_sinks"] = amid(sinks, math.nan) if call.forms["sinks"] == "a part of others" else sinks
+    call.given["attention_sinks"] = embedded(sinks, math.nan) if call.forms["sinks"] == "a part of others" else sinks

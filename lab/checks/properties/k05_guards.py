@@ -13,7 +13,7 @@ from lab.checks.case_run import CaseRun, GivenCall
 from lab.checks.parameters.attention import drawn_cases
 from lab.checks.properties.check import Check, balanced_cases, first_line
 from lab.workloads.inputs.attention import AttentionInputs, new_workspace
-from lab.workloads.inputs.guards import amid, guarded, wrong_guards
+from lab.workloads.inputs.guards import embedded, guarded, wrong_guards
 
 
 def _judge(run: CaseRun) -> None:
@@ -48,10 +48,10 @@ def _empty_out(inputs: AttentionInputs) -> Tensor:
 
 def _embedded(inputs: AttentionInputs) -> dict[str, Any]:
     """Return small vectors inside larger ones whose other values would show: NaN around sinks, long lengths around lengths."""
-    embedded: dict[str, Any] = {"seq_lens": amid(inputs.seq_lens, inputs.max_seq_len)}
+    vectors: dict[str, Any] = {"seq_lens": embedded(inputs.seq_lens, inputs.max_seq_len)}
     if inputs.sinks is not None:
-        embedded["sinks"] = amid(inputs.sinks, float("nan"))
-    return embedded
+        vectors["sinks"] = embedded(inputs.sinks, float("nan"))
+    return vectors
 
 
 def _unchanged(run: CaseRun, what: str, whole: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""An attention call made concrete: histories, a paged cache with poison around them, and the arguments."""
+"""The tensors of a call over a paged cache: histories, pages with poison around them, and the arguments."""
 
 import itertools
 import mmap
@@ -171,7 +171,7 @@ class AttentionInputs:
         return replace(self, v_pages=moved, block_tables=tables, scale_factors=factors)
 
     def _offset_arguments(self) -> dict[str, Any]:
-        """Return those of a decode call whose rows are told by offsets."""
+        """Return the arguments of a decode call that gives its rows by offsets."""
         offsets = {
             "max_q_len": max(self.case.q_lens),
             "cum_seq_lens_q": running_sum(self.case.q_lens, self.query.device),
@@ -179,7 +179,7 @@ class AttentionInputs:
         return offsets if self.case.is_mla else offsets | {"q_len_per_req": None}
 
     def scale_factor_arguments(self, interleaved: bool) -> dict[str, Any]:
-        """XQA, which has decode calls alone, reads V's factors in plain order; trtllm-gen reads them interleaved."""
+        """Return the arguments of scale factors. XQA's decode call reads V's in order, trtllm-gen's calls interleaved."""
         assert self.scale_factors is not None
         k, v = self.scale_factors
         if not interleaved:
@@ -233,7 +233,7 @@ def new_workspace(device: torch.device, of_engine: bool = False) -> Tensor:
 
 
 def as_one_tensor(stacked: AttentionInputs) -> Tensor:
-    """[num_pages, 2, ...]: K and V of each page."""
+    """Return K and V of each page in one tensor, [num_pages, 2, ...]."""
     sides = [pages.view(torch.uint8) for pages in (stacked.k_pages, stacked.v_pages)]
     return torch.stack(sides, dim=1).view(stacked.k_pages.dtype)
 
@@ -276,7 +276,7 @@ def build_attention(case: AttentionCase, device: torch.device) -> AttentionInput
 
 
 def _new_scale_factors(case: AttentionCase, pools: list[Tensor]) -> list[Tensor]:
-    """K's and V's, for every page of an NVFP4 cache; none for another."""
+    """Return the scale factors of K and of V, for every page of an NVFP4 cache; no tensor for other caches."""
     if case.kv_dtype != NVFP4:
         return []
     pages, *page = pools[0].shape
@@ -287,7 +287,7 @@ def _new_scale_factors(case: AttentionCase, pools: list[Tensor]) -> list[Tensor]
 
 
 def _new_pools(case: AttentionCase, num_pages: int, device: torch.device) -> list[Tensor]:
-    """K's and V's pages, uninitialised; MLA has one pool for both."""
+    """Return uninitialised pages of K and of V; MLA has one pool for both."""
     new: dict[str, Any] = {"dtype": case.kv_dtype, "device": device}
     if case.is_mla:
         return [torch.empty(num_pages, case.page_size, case.head_dim, **new)]
@@ -305,7 +305,7 @@ def _fill(pages: Tensor, dead: Dead) -> None:
 
 
 def _write(pool: Tensor, pages: Tensor, tokens: Tensor, case: AttentionCase) -> None:
-    """Write one request's tokens, [kv_len, num_kv_heads, head_dim], into its pages."""
+    """Write the tokens of a request, [kv_len, num_kv_heads, head_dim], into its pages."""
     if not len(pages):
         return
     as_bytes = pool.dtype == E4M3

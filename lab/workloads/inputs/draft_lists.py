@@ -1,4 +1,4 @@
-"""Drafts in numbers, and the check of a function that writes their K/V lists: every cell of every buffer, guards too."""
+"""Drafts as data, their tensors, and what a function must write into their K/V lists and must not write around them."""
 
 import inspect
 from collections.abc import Callable
@@ -77,7 +77,7 @@ class DraftListsCase:
 
 
 class DraftLists:
-    """A case's tensors on a device.
+    """The tensors of a case on a device.
 
     Attributes:
         arguments: of the function, by name.
@@ -116,7 +116,7 @@ class DraftLists:
             self.arguments["v2p"] = self._page_map(table, generator)
 
     def wrongs(self, write: Writer) -> list[str]:
-        """Poison what is to be written, have it written, and hold all memory to what the reference makes of it."""
+        """Return a sentence for each difference between all memory after the call and what the reference makes of it."""
         outputs = {"kv_indices": self._whole_indices, "kv_indptr": self._whole_indptr}
         for whole in outputs.values():
             whole.fill_(POISON)
@@ -137,7 +137,7 @@ class DraftLists:
         return found
 
     def take(self, other: "DraftLists") -> None:
-        """Write the numbers of another draft of the same sizes into the tensors that there are, as before a graph's replay."""
+        """Copy the numbers of another draft of the same sizes into these tensors, as before a graph's replay."""
         theirs = other._inputs()
         for name, value in self._inputs().items():
             value.copy_(theirs[name])
@@ -147,7 +147,7 @@ class DraftLists:
         return {name: self.arguments[name] for name in names if name in self.arguments}
 
     def _expected(self) -> tuple[Tensor, Tensor]:
-        """All memory around ``kv_indices`` and ``kv_indptr``, on the CPU."""
+        """Return all memory of ``kv_indices`` and ``kv_indptr``, on the CPU."""
         case, inputs = self.case, {name: value.cpu() for name, value in self._inputs().items()}
         # Beyond its columns a row counts as zeros.
         columns_beyond = max(0, case.longest_row - inputs["req_to_token"].shape[1])
@@ -177,7 +177,7 @@ class DraftLists:
         return part.copy_(values)
 
     def _request_table(self, generator: torch.Generator) -> Tensor:
-        """Slots or pages that differ, in rows with something foreign between them and around; of virtual ones some are -1."""
+        """Return distinct slots or pages, in rows with foreign ids between and around them; some virtual ones are -1."""
         case, dtype = self.case, self.case.dtypes["req_to_token"]
         num_rows, num_columns = len(case.lens) + SPARE_ROWS, max(1, case.longest_row + case.spare_columns)
         shape: dict[str, Any] = {"dtype": dtype, "device": self.device, "poison": FOREIGN}
@@ -188,14 +188,14 @@ class DraftLists:
         return part.copy_(entries + self._wide("req_to_token", case.entry_page_size))
 
     def _page_map(self, table: Tensor, generator: torch.Generator) -> Tensor:
-        """A page for each virtual one that a row names; some have none."""
+        """Return the page of each virtual one that a row names; some have none."""
         case = self.case
         num_pages = table.numel() * case.entry_page_size // case.page_size + 2
         pages = torch.randperm(num_pages, generator=generator)
         return self._vector("v2p", torch.where(pages % 8 == 7, -1, pages + self._wide("v2p", case.page_size)))
 
     def _wide(self, source: str, tokens: int) -> int:
-        """Return what is added to entries of so many tokens each, so that slots need 64 bits where their tensors have them."""
+        """Return the offset of entries of `tokens` tokens each, with which slots need 64 bits where their tensors have 64."""
         most = torch.iinfo(self.case.dtypes[source]).max // 2
         is_wide = self.case.dtypes["kv_indices"] == torch.int64 and WIDE_SLOT // tokens < most
         return WIDE_SLOT // tokens if is_wide else 0
@@ -208,7 +208,7 @@ def assert_lists_right(write: Writer, case: DraftListsCase, device: str = "cpu")
 
 
 def in_place(function: Callable[..., Any]) -> Writer:
-    """The function as one that writes: itself, or, for one that returns lists as the reference does, around it.
+    """Return the function itself if it writes lists in place, or a wrapper that does if it returns them as the reference does.
 
     Beyond its columns a row of ``req_to_token`` counts as zeros. A list that is too long for its row is cut at the row's end.
     """
@@ -235,10 +235,10 @@ def in_place(function: Callable[..., Any]) -> Writer:
 def guarded(
     *shape: int, dtype: torch.dtype, device: str, poison: int, before: int = 8, after: int = 8
 ) -> tuple[Tensor, Tensor]:
-    """A poisoned tensor inside a larger one: in `before` cells and `after` more, per row if it has two dimensions.
+    """Return a poisoned tensor inside a larger one, with `before` cells before it and `after` cells after it, in each row.
 
     Returns:
-        (all of it, the part that is handed out).
+        (the whole memory, the part that is an argument).
     """
     rows = (shape[0] + 2,) if len(shape) == 2 else ()
     whole = torch.full((*rows, before + shape[-1] + after), poison, dtype=dtype, device=device)

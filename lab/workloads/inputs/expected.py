@@ -1,4 +1,4 @@
-"""Truths that are worked out when a result is held to them and are not kept, so that no kernel finds one where it runs."""
+"""Expected results that are computed when a result is compared with them and are not kept, so that no kernel can find one."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -12,10 +12,10 @@ from lab.references.truth import Rules, Truth
 
 
 class LateTruth:
-    """Stands for a truth, whose attributes it has; each use works it out anew.
+    """Stand for a truth, whose attributes it has; each use computes it anew.
 
     Args:
-        make: works it out.
+        make: computes it.
         made_from: the tensors that it is made from, which must stay as they are.
     """
 
@@ -37,13 +37,13 @@ class LateTruth:
 
 
 def made(truth: Truth) -> Truth:
-    """Return a truth, worked out if it is late, for several uses."""
+    """Return a truth, computed if it is late, for several uses."""
     return truth.made() if isinstance(truth, LateTruth) else truth
 
 
 def truth_of_requests(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_lens: list[int], rules: Rules) -> Truth:
     """Return the late truth of consecutive requests' rows; arguments are those of `lab.references.truth.truth_of_requests`."""
-    own = query.clone()  # the kernel is handed the other
+    own = query.clone()  # the kernel gets the original
     late = LateTruth(
         lambda: truth.truth_of_requests(own, histories, q_lens, rules),
         [own, *(side for each in histories for side in each)],

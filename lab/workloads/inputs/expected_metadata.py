@@ -1,4 +1,4 @@
-"""A pass's metadata, held to the loops of `lab.references.forward_metadata`."""
+"""The metadata of a pass, compared with the loops of `lab.references.forward_metadata`."""
 
 import itertools
 from collections.abc import Iterator
@@ -85,11 +85,11 @@ def wrong_eager_metadata(
     *,
     expand_encoder_only_verify: bool | None = None,
 ) -> str:
-    """Say the same of metadata that was made for this batch alone: shapes, dtypes and `max_seq_len_q` are its own too.
+    """Say what is wrong with metadata that was made for this batch alone, with its shapes, dtypes and `max_seq_len_q` too.
 
     Args:
         batch, pool, metadata: as in `wrong_metadata`.
-        expand_encoder_only_verify: what the builder was asked for; None if that is not known.
+        expand_encoder_only_verify: the argument of the builder; None if that is not known.
     """
     n, has_swa = batch.batch_size, pool.full_to_swa is not None
     lengths = ("cache_seqlens_int32", "cu_seqlens_q", "cu_seqlens_k")
@@ -131,7 +131,7 @@ def wrong_eager_metadata(
 
 
 def wrong_dead_cells(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata) -> str:
-    """Say which cell after a request's live pages does not name the sink, as every one does when it has been built."""
+    """Say which cell after a request's live pages does not name the sink, as built metadata does."""
     expected = forward_metadata(batch, pool)
     for name, rows in (("page_table", expected.page_table), ("swa_page_table", expected.swa_page_table or [])):
         for request, pages in enumerate(rows):
@@ -148,7 +148,7 @@ def wrong_mla_metadata(
     attention: DraftAttention,
     block: int | None = None,
 ) -> str:
-    """Say the same of the MLA backend's metadata. Cells after a row's live ones are not looked at.
+    """Say in a sentence what is wrong with the live cells of the MLA backend's metadata; empty if nothing is.
 
     Args:
         batch, pool, metadata: as in `wrong_metadata`.
@@ -176,7 +176,7 @@ def wrong_mla_metadata(
 def wrong_eager_mla_metadata(
     batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMLADecodeMetadata, attention: DraftAttention
 ) -> Iterator[str]:
-    """Say the same, a sentence each, of MLA metadata that was made for this batch alone: its tails, bounds and layout too."""
+    """Yield what is wrong with MLA metadata that was made for this batch alone, with its tails, bounds and layout too."""
     for name in ("seq_lens_k", "block_kv_indices"):
         if (dtype := getattr(metadata, name).dtype) != torch.int32:
             yield f"{name} is {dtype}, not torch.int32"
@@ -208,7 +208,7 @@ def wrong_mla_prefill_metadata(
     disable_chunked_prefix_cache: bool,
     in_prefill_graph: bool,
 ) -> Iterator[str]:
-    """Say what is wrong with the metadata of an eager prefill on MLA, of the settings that it was built with."""
+    """Yield what is wrong with the metadata of an eager prefill on MLA, given the settings that it was built with."""
     rows = [query_length(batch, request) for request in range(batch.batch_size)]
     has_prefix = any(int(keys) > new for keys, new in zip(batch.seq_lens, rows, strict=True))
     pairs = {
@@ -226,7 +226,7 @@ def wrong_mla_prefill_metadata(
 
 
 def _wrong_rows(batch: ForwardBatch, metadata: TRTLLMMLADecodeMetadata) -> Iterator[str]:
-    """Say what is wrong with what the metadata of unequal rows says of them."""
+    """Yield what is wrong with the description of unequal rows."""
     is_ragged_verify = batch.forward_mode.query_rows is QueryRows.VERIFIED
     rows = [query_length(batch, request) for request in range(batch.batch_size)]
     told = None if metadata.seq_lens_q is None else metadata.seq_lens_q.tolist()

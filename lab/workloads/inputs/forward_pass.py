@@ -1,4 +1,4 @@
-"""A case made concrete: pool, histories, metadata and arguments as an engine has them, and poison everywhere else."""
+"""The tensors of a forward pass: pool, histories, metadata and arguments as an engine has them, and poison everywhere else."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ BuildMetadata = Callable[[ForwardBatch, KVPool], TRTLLMMHAMetadata]
 
 @dataclass(frozen=True, eq=False)
 class EnginePass:
-    """What an engine would hand over for a case, and the histories that it was made from; a subclass for each backend.
+    """The state of an engine before a pass, and the histories that it was made from; a subclass for each backend.
 
     Attributes:
         case: as data.
@@ -50,7 +50,7 @@ class EnginePass:
     histories: Sequence[History]
 
     def inputs(self) -> dict[str, Tensor]:
-        """Return the tensors that a kernel is handed and must leave as they are, by name."""
+        """Return the tensors that a kernel reads and must not change, by name."""
         factors = getattr(self.cache, "scale_factors", None)
         cached = {"cache": self.cache.storage, "scale_factors": factors}
         named = {"query": self.query, **cached, **vars(self.metadata), **vars(self.layer)}
@@ -86,11 +86,11 @@ class EnginePass:
         self.prepare(implementation, **self.arguments(out))()
 
     def truth(self) -> Truth:
-        """Return what the pass must give, from the histories alone; worth keeping where several outputs are compared."""
+        """Return what the pass must give, from the histories alone."""
         return self.truth_of(self.rows_of_requests(self.query), self.histories, range(len(self.case.q_lens)))
 
     def truth_of(self, query: Tensor, histories: Sequence[History], requests: Sequence[int]) -> Truth:
-        """Return what rows of some of the requests must give, from histories that may be other ones than the pass'."""
+        """Return what the rows of these requests must give, from these histories."""
         raise NotImplementedError
 
     @property
@@ -174,7 +174,7 @@ def mha_truth(
     """Return what the newest rows of requests must give on a layer.
 
     Args:
-        query: [num_rows, num_qo_heads, head_dim], as the calls are handed it.
+        query: [num_rows, num_qo_heads, head_dim], in the dtype of the calls.
         histories: K and V that each request's last row sees, as `EnginePass.histories`.
         q_lens: query rows of each request.
         layer: its scales count where the cache is quantised.
@@ -217,12 +217,12 @@ def build_forward(case: ForwardCase, device: torch.device, build_metadata: Build
 
 
 def stored_width(case: ForwardCase) -> int:
-    """Return the elements of the cache's dtype that a head has: half as many bytes of NVFP4."""
+    """Return the elements of a head in the cache's dtype; a byte of NVFP4 holds two."""
     return case.model.head_dim // 2 if case.kv_dtype == NVFP4 else case.model.head_dim
 
 
 def with_scale_factors(case: ForwardCase, cache: PagedKVCache) -> PagedKVCache:
-    """Return the cache of the case's dtype over this storage: one of NVFP4 has scale factors beside it."""
+    """Return the cache of the case's dtype over this storage; an NVFP4 cache has scale factors too."""
     return NVFP4KVCache.over(cache, trtllm_gen=case.query_dtype == E4M3) if case.kv_dtype == NVFP4 else cache
 
 

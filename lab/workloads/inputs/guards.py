@@ -12,8 +12,8 @@ GUARD_BYTE = 0xA5  # throughout: a number that no kernel computes
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def amid(vector: Tensor, value: float) -> Tensor:
-    """The vector as part of a larger one that holds `value` before and after it, at no multiple of 16 bytes."""
+def embedded(vector: Tensor, value: float) -> Tensor:
+    """Copy a vector into the middle of a larger one that holds `value`; its address is no multiple of 16 bytes."""
     whole = torch.full((len(vector) + 2 * AROUND,), value, dtype=vector.dtype, device=vector.device)
     part = whole[AROUND : AROUND + len(vector)]
     part.copy_(vector)
@@ -21,7 +21,11 @@ def amid(vector: Tensor, value: float) -> Tensor:
 
 
 def guarded(tensor: Tensor, at_byte: int = 0) -> tuple[Tensor, Tensor]:
-    """A copy of the tensor in the middle of guard bytes, so many bytes after a page, and all of these bytes, uint8."""
+    """Copy a tensor between two guard regions.
+
+    Returns:
+        (the copy, the whole buffer as uint8). `at_byte` is the copy's offset from the alignment of an allocation.
+    """
     size = tensor.nbytes
     room = size + 2 * GUARD_BYTES + at_byte
     whole = torch.full((room,), GUARD_BYTE, dtype=torch.uint8, device=tensor.device)[at_byte:]

@@ -8,9 +8,10 @@ from lab.workloads.attention_case import AttentionCase
 
 
 def packed_mask(shown: Tensor) -> Tensor:
-    """XQA's words of bool [batch, q_len, q_len]: uint16 [batch, q_len, words], bit b of word w for draft token 16 w + b.
+    """Pack masks, bool [batch, q_len, q_len], into XQA's words: uint16 [batch, q_len, words].
 
-    A last dimension larger than q_len has bits that mean nothing too.
+    Bit b of word w stands for draft token 16 w + b. With a last dimension larger than q_len, bits without a meaning are set
+    too.
     """
     batch, q_len, bits = shown.shape
     words = torch.zeros(batch, q_len, mask_words(q_len), dtype=torch.int32)
@@ -38,7 +39,7 @@ def strictly_causal(case: AttentionCase) -> Tensor:
 
 
 def with_bits_after(packed: Tensor) -> Tensor:
-    """Return packed masks, uint16 [batch, q_len, words], with all bits set that mean nothing: those from q_len on."""
+    """Return packed masks, uint16 [batch, q_len, words], with all bits from q_len on set, which have no meaning."""
     count, q_len, words = packed.shape
     after = torch.arange(MASK_BITS_PER_WORD * words) >= q_len
     bits = packed_mask(after.expand(count, q_len, -1))
@@ -46,7 +47,7 @@ def with_bits_after(packed: Tensor) -> Tensor:
 
 
 def tree(q_len: int) -> Tensor:
-    """bool [q_len, q_len]: each row sees itself and what a binary tree has above it."""
+    """Return the mask of a binary tree, bool [q_len, q_len]: each row sees itself and its ancestors."""
     shown = torch.zeros(q_len, q_len, dtype=torch.bool)
     for row in range(q_len):
         token = row

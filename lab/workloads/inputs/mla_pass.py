@@ -1,4 +1,4 @@
-"""An MLA case made concrete: the same as `lab.workloads.inputs.forward_pass`, over latent entries."""
+"""The tensors of a forward pass over latent entries (MLA), as `lab.workloads.inputs.forward_pass` makes them of K and V."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -86,10 +86,10 @@ def mla_truth(
     q_lens: tuple[int, ...],
     layer: MLALayer,
 ) -> Truth:
-    """Return what rows of requests must give whose last one sees so many of its request's entries.
+    """Return what the rows of requests must give, from the entries that the last row of each sees.
 
     Args:
-        query: [num_rows, num_qo_heads, head_dim], as the call is handed it.
+        query: [num_rows, num_qo_heads, head_dim], in the dtype of the call.
         out_dtype: of the output.
         entries: of each request, [kv_len, head_dim], as stored.
         seen_lens: entries that each request's last row sees.

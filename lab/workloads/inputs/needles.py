@@ -1,7 +1,7 @@
-"""Needles among a request's keys: a few that outweigh all others, where an error of one position shows.
+"""Needles among a request's keys: a few that outweigh the rest, where an error of one position shows.
 
 Each K/V head has a direction of its own. Every query row leans toward it, and a needle is a key that points along it: its logit
-stands `HEIGHT` above the others', which are within about ± 1.
+exceeds the remaining logits, which are within about ± 1, by `HEIGHT`.
 """
 
 from collections.abc import Iterable, Sequence

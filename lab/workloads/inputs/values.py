@@ -83,7 +83,7 @@ def _needles(drawn: _Drawn) -> _Drawn:
 
 
 def _counted(drawn: _Drawn) -> _Drawn:
-    """Name the position in its block of so many by one half of a value, the block by the other; twice as large per head."""
+    """Encode a key's position in its value: the block in one half, the place in it in the other; twice as large per head."""
     case, half = drawn.case, drawn.case.out_head_dim // 2
     positions = torch.arange(len(drawn.keys))
     values = torch.zeros_like(drawn.values)
@@ -99,7 +99,7 @@ def _counted(drawn: _Drawn) -> _Drawn:
 def _low(drawn: _Drawn) -> _Drawn:
     """Make every logit -200,000 by one coordinate; it is MLA's last, which its values do not have.
 
-    A float16 query cannot be that large beside an e4m3 cache: there logits are about -100,000.
+    With an e4m3 cache a float16 query cannot be that large: logits are about -100,000.
     """
     query, keys = torch.zeros_like(drawn.query), drawn.keys.clone()
     largest = _LARGEST_E4M3_KEY if drawn.case.is_quantised else 1024.0
@@ -119,7 +119,7 @@ def _tall(drawn: _Drawn) -> _Drawn:
 
 
 def _overshadowed(drawn: _Drawn, logit: float = 20.0) -> _Drawn:
-    """Make key 0's logit large by its last coordinate, which MLA's values do not have, and the others' 0.
+    """Make key 0's logit large by its last coordinate, which MLA's values do not have, and the logits of all further keys 0.
 
     Without a rotary part MLA's values have it: it would be all that an output shows, and its rounding the whole error.
     """
@@ -147,7 +147,7 @@ def _faint(drawn: _Drawn) -> _Drawn:
 
 
 def _scaled_values(drawn: _Drawn, factor: float) -> _Drawn:
-    """Scale the values. MLA's keys are its values: there the query takes a large factor back, so that logits stay small."""
+    """Scale the values. MLA's keys are its values: the query is divided by a large factor, so that logits stay small."""
     if drawn.case.is_mla:
         return replace(drawn, query=drawn.query / max(factor, 1.0), keys=drawn.keys * factor)
     return replace(drawn, values=drawn.values * factor)

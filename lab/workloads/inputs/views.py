@@ -28,7 +28,7 @@ def with_nan(tensor: Tensor, rows: Tensor) -> Tensor:
 
 
 def apart(tensor: Tensor, axis: int, gap: int) -> Tensor:
-    """Return the tensor as a view with so many elements of large values after each step along an axis."""
+    """Return the tensor as a view with `gap` elements of large values after each step along an axis."""
     axis %= tensor.dim()
     strides = [1] * tensor.dim()
     for each in reversed(range(tensor.dim() - 1)):
@@ -37,7 +37,7 @@ def apart(tensor: Tensor, axis: int, gap: int) -> Tensor:
 
 
 def at_bytes(tensor: Tensor, offset_bytes: int) -> Tensor:
-    """Return the tensor, contiguous, so many bytes after the start of its storage."""
+    """Return the tensor, contiguous, at this offset in its storage."""
     return _as_view(tensor, tensor.contiguous().stride(), offset_bytes // tensor.element_size())
 
 
