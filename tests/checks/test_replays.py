@@ -26,6 +26,7 @@ CPU = torch.device("cpu")
 MOST = {"rows": (5, 3, 2), "keys": (130, 70, 90)}
 CASES: dict[str, Any] = {
     "decode": AttentionCase(Interface.DECODE, (200, 70, 90), (2, 2, 2), num_kv_heads=1, seed=1),
+    "sinks": AttentionCase(Interface.DECODE, (200, 70, 90), (2, 2, 2), num_kv_heads=1, sinks=True, seed=1),
     "offsets": AttentionCase(Interface.DECODE, MOST["keys"], MOST["rows"], num_kv_heads=1, offsets=True),
     "context": AttentionCase(Interface.CONTEXT, MOST["keys"], MOST["rows"], num_kv_heads=1),
     "long": AttentionCase(Interface.DECODE, (4100, 65), (1, 1), num_kv_heads=1, group=1),
@@ -75,6 +76,8 @@ def test_what_is_frozen_at_a_short_capture_shows_where_requests_grow_alone(name:
         ("mla_bmm2_read_once", "mla", "bmm2_scale"),
         ("log2_scale_read_once", "offsets", "bmm1_scale"),
         ("mask_read_once", "decode", "the mask"),
+        ("sinks_read_once", "sinks", "the sinks"),
+        ("query_read_once", "decode", "the query"),
         ("table_kept_by_length", "context", "K, V and the page table"),
         ("ragged_scales_read_once", "ragged", "bmm1_scale"),
         ("ragged_keys_kept_by_length", "ragged", "K and V"),
