@@ -39,6 +39,7 @@ from lab.kernels.support.trtllm import kernel_for
 from lab.kernels.support.trtllm_gen import LIMITS, division
 from lab.named_enum import NamedEnum
 from lab.provenance import environment
+from lab.reports.tables import markdown_of, table_of_lines
 
 SWEPT_GPUS = ("b200", "b300")
 DRAWN = 1000  # random calls of each function
@@ -307,14 +308,14 @@ def page(verdicts: Mapping[str, Sequence[Verdict]]) -> str:
         f"{', '.join(table.lacks(build.launcher_members())) or 'none'}. No kernel ran. "
         "Written by `python -m lab.dry_run.sweep`; every call lies in the file beside this page.",
         "",
-        f"| GPU | call | calls | {' | '.join(AGREED)} | disagree |",
-        f"|---|---|{'---|' * (len(AGREED) + 2)}",
     ]
+    rows = []
     for name, each in verdicts.items():
         for call, counts in counted(each).items():
             disagree = counts.total() - sum(counts[agreed] for agreed in AGREED)
             cells = (counts.total(), *(counts[agreed] for agreed in AGREED), disagree)
-            lines.append(f"| {GPUS[name].name} | `{call}` | {' | '.join(f'{cell:,}' for cell in cells)} |")
+            rows.append((GPUS[name].name, f"`{call}`", *(f"{cell:,}" for cell in cells)))
+    lines.append(markdown_of(table_of_lines(("GPU", "call", "calls", *AGREED, "disagree"), rows)))
     every = [each for of_gpu in verdicts.values() for each in of_gpu]
     for title, among in (
         ("Refusals", [each for each in every if each.refusal and each.agreement in AGREED]),
@@ -325,14 +326,14 @@ def page(verdicts: Mapping[str, Sequence[Verdict]]) -> str:
         ("Disagreements", [each for each in every if each.agreement not in AGREED]),
     ):
         lines += ["", f"## {title}", ""]
-        lines += [*EXAMPLES, *_examples(among)] if among else ["None."]
+        lines.append(markdown_of(table_of_lines(EXAMPLES, list(_examples(among)))) if among else "None.")
     return "\n".join((*lines, ""))
 
 
-EXAMPLES = ("| call | of the launcher | calls | such as | `why_not` | launcher |", "|---|---|---|---|---|---|")
+EXAMPLES = ("call", "of the launcher", "calls", "such as", "`why_not`", "launcher")
 
 
-def _examples(verdicts: Iterable[Verdict]) -> Iterator[str]:
+def _examples(verdicts: Iterable[Verdict]) -> Iterator[tuple[str, ...]]:
     """Yield one row per function and reason of the launcher: the number of calls, and the call with fewest non_default."""
     kinds: dict[tuple[str, str, str], list[Verdict]] = {}
     for verdict in verdicts:
@@ -343,7 +344,7 @@ def _examples(verdicts: Iterable[Verdict]) -> Iterator[str]:
         plainest = min(found, key=lambda each: len(each.non_default))
         failure = (plainest.failure or "launches it").partition(": qkvLayout")[0]
         non_default = ", ".join(f"{axis} {value}" for axis, value in plainest.non_default.items()) or "the plain one"
-        yield f"| `{call}` | {why} | {len(found):,} | {non_default} | {plainest.refusal or 'takes it'} | {failure} |"
+        yield f"`{call}`", why, f"{len(found):,}", non_default, plainest.refusal or "takes it", failure
 
 
 def main(arguments: list[str] | None = None) -> int:
