@@ -6,7 +6,7 @@
 `corpus.wrong` says what form a wrong kernel has. Each is an attribute here, so that the judge loads it by its name. Those
 called blind are from writers who had not seen the judge: [results/blind.md](../results/blind.md) says which were found as they
 were handed over. The others, the mutants, were made for the judge's checks: `lab mutants` records which of them each check
-finds.
+finds. `corpus.right` has right kernels of other arithmetic, `corpus.dishonest` kernels that want a time or a verdict.
 """
 
 import functools
