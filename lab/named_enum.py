@@ -1,9 +1,13 @@
-"""A base for the lab's enums.
+"""Bases for the lab's enums.
 
 A leaf: it needs Python alone.
 """
 
 from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class NamedEnum(Enum):
@@ -11,3 +15,20 @@ class NamedEnum(Enum):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}.{self.name}"
+
+
+class TextEnum(str, Enum):
+    """An enum whose members equal, show and are read as their text, so that a report and a case are written with it.
+
+    A member may be declared with more than its text: these are the further arguments of the enum's `__init__`.
+    """
+
+    def __new__(cls, text: str, *_: Any) -> "Self":
+        """Make a member of its text."""
+        member = str.__new__(cls, text)
+        member._value_ = text
+        return member
+
+    __str__ = str.__str__
+    __repr__ = str.__repr__
+    __hash__ = str.__hash__

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lab.checks.parameters.models import MODELS
+from lab.checks.parameters.values import DtypePair, HeadDims
 from lab.ranges import Ranges
 from lab.workloads.interfaces import Interface
 
@@ -28,10 +29,11 @@ class Configuration:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        default = default_of(self.interface)
+        default, declared = _declared(self.interface)
         if missing := sorted(set(self.values) - set(default)):
             raise ValueError(f"{self.interface.value} has no axis {missing[0]!r}: it has {', '.join(default)}")
-        object.__setattr__(self, "values", {**default, **self.values})
+        given = {name: _read(value, declared[name]) for name, value in self.values.items()}
+        object.__setattr__(self, "values", {**default, **given})
 
     def __getitem__(self, axis: str) -> Any:
         return self.values[axis]
@@ -43,7 +45,7 @@ class Configuration:
     @property
     def non_default(self) -> dict[str, Any]:
         """Return the values that are not those of the default point of all axes."""
-        default = default_of(self.interface)
+        default, _ = _declared(self.interface)
         return {name: value for name, value in self.values.items() if value != default[name]}
 
     def __repr__(self) -> str:
@@ -52,6 +54,15 @@ class Configuration:
 
 
 @functools.cache
-def default_of(interface: Interface) -> Mapping[str, Any]:
-    """Return the default point of a function's model when no axis is narrowed."""
-    return MODELS[interface](Ranges()).default
+def _declared(interface: Interface) -> tuple[Mapping[str, Any], Mapping[str, Mapping[Any, Any]]]:
+    """Return the default point of a function's model within the default ranges, and of each axis its values by themselves."""
+    model = MODELS[interface](Ranges())
+    return model.default, {name: {value: value for value in values} for name, values in model.axes.items()}
+
+
+def _read(value: Any, declared: Mapping[Any, Any]) -> Any:
+    """Return the declared value that a text is; of a text that is none a value of the same kind."""
+    first = next(iter(declared))
+    if value in declared or not isinstance(value, str):
+        return declared.get(value, value)
+    return type(first)(value) if isinstance(first, DtypePair | HeadDims) else value

@@ -8,14 +8,10 @@ import torch
 from torch import Tensor
 
 from lab.checks.case_run import CaseRun, Result
-from lab.checks.parameters import paged_axes
-from lab.checks.parameters.paged_axes import WHOLE_ONE
+from lab.checks.parameters.values import LogitScale, Lse, Output, SeqLens, ValueScale
 from lab.workloads.inputs.call import BuiltCall
 from lab.workloads.inputs.guards import embedded, guarded, same_bits, wrong_guards
 from lab.workloads.inputs.views import LEAST_ALIGNMENT_BYTES
-
-DTYPES = {"fp32": torch.float32, **paged_axes.DTYPES}  # fp32 of outputs alone
-SCALE_SHAPES: dict[str, tuple[int, ...]] = {"tensor [1]": (1,), "tensor []": (), "tensor [1, 1]": (1, 1)}
 
 
 def judge_call(run: CaseRun, call: BuiltCall[Any]) -> None:
@@ -25,9 +21,9 @@ def judge_call(run: CaseRun, call: BuiltCall[Any]) -> None:
     out, lse = call.given.get("out"), call.given.get("lse")
     out = result.out if out is None else out.view(-1, *out.shape[-2:])
     lse = result.lse if lse is None else lse.view(-1, lse.shape[-1])
-    if lse is not None and call.forms["lse"] == "base e":
+    if lse is not None and call.forms["lse"] == Lse.BASE_E:
         lse = lse / math.log(2.0)
-    if lse is None and call.forms["lse"] != "none":
+    if lse is None and call.forms["lse"] != Lse.NONE:
         run.wrong("return_lse=True returned no LSE")
     if rows := call.rows:
         run.expect_close("the call", Result(out[:rows], None if lse is None else lse[:rows], result.call), call.truth())
@@ -64,33 +60,30 @@ def wrong_returns(call: BuiltCall[Any], result: Result) -> Iterator[str]:
 
 def set_scales(call: BuiltCall[Any]) -> None:
     """Give both scales their forms, other values with them: a scale that is not read shows."""
-    form, scale, device = call.forms["bmm1_scale"], call.given["bmm1_scale"], call.device
-    if form.startswith("log2"):  # which takes precedence over bmm1_scale
-        of_call = call.rules["bmm1_scale"] = (-0.5 if "below 0" in form else 0.75) * scale
-        shape = () if "[]" in form else (1,)
-        call.given["bmm1_scale_log2"] = _tensor(of_call * math.log2(math.e), shape, device)
-        call.given["bmm1_scale"] = _tensor(2.0, (1,), device) if "beside" in form else 2.0
-    elif form != "number":
-        _set_scale(call, "bmm1_scale", form, (-0.5 if "negative" in form else 0.75) * scale)
-    form, scale = call.forms["bmm2_scale"], call.given["bmm2_scale"]
-    if form == WHOLE_ONE:
+    form: LogitScale = call.forms["bmm1_scale"]
+    if form.is_log2:  # which takes precedence over bmm1_scale
+        scale = call.rules["bmm1_scale"] = form.factor * call.given["bmm1_scale"]
+        call.given["bmm1_scale_log2"] = _scale(call, scale * math.log2(math.e), form.shape)
+        call.given["bmm1_scale"] = _scale(call, 2.0, (1,) if form.is_beside else None)
+    elif form != LogitScale.NUMBER:
+        _set_scale(call, "bmm1_scale", form)
+    if call.forms["bmm2_scale"] == ValueScale.WHOLE_ONE:
         call.given["bmm2_scale"] = call.rules["bmm2_scale"] = 1
-    elif form != "usual":
-        # 0.9 is no sum of few powers of two: a scale that is rounded on its way shows.
-        _set_scale(call, "bmm2_scale", form, (-0.5 if "negative" in form else 0.9) * scale)
+    elif call.forms["bmm2_scale"] != ValueScale.USUAL:
+        _set_scale(call, "bmm2_scale", call.forms["bmm2_scale"])
 
 
-def _set_scale(call: BuiltCall[Any], name: str, form: str, scale: float) -> None:
-    """Give a scale a value, as the tensor that a form ends with, or else as a number."""
-    call.rules[name] = scale
-    shape = next((shape for words, shape in SCALE_SHAPES.items() if form.endswith(words)), None)
-    device = call.device
-    call.given[name] = scale if shape is None else _tensor(scale, shape, device)
+def _set_scale(call: BuiltCall[Any], name: str, form: LogitScale | ValueScale) -> None:
+    """Give a scale the value of its form, as a tensor or as a number."""
+    scale = call.rules[name] = form.factor * call.given[name]
+    call.given[name] = _scale(call, scale, form.shape)
 
 
-def _tensor(value: float, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return one element of a larger tensor, as each layer has its own: NaN before it and after it."""
-    return embedded(torch.full((1,), value, dtype=torch.float32, device=device), math.nan).view(shape)
+def _scale(call: BuiltCall[Any], value: float, shape: tuple[int, ...] | None) -> Tensor | float:
+    """Return a number, or one element of a larger tensor, as each layer has its own: NaN before it and after it."""
+    if shape is None:
+        return value
+    return embedded(torch.full((1,), value, dtype=torch.float32, device=call.device), math.nan).view(shape)
 
 
 def with_minus_infinity(sinks: Tensor) -> Tensor:
@@ -103,42 +96,43 @@ def with_minus_infinity(sinks: Tensor) -> Tensor:
 def set_lengths(call: BuiltCall[Any], other: int) -> None:
     """Give `seq_lens` its form; `other` is the length on both sides of lengths that are a part of a larger tensor."""
     lengths, form = call.given["seq_lens"], call.forms["seq_lens"]
-    if form == "uint32":
+    if form == SeqLens.UINT32:
         call.given["seq_lens"] = lengths.to(torch.uint32)
-    elif form == "amid others":
+    elif form == SeqLens.AMID_OTHERS:
         call.given["seq_lens"] = embedded(lengths, other)
 
 
 def set_out(call: BuiltCall[Any]) -> None:
     """Give the output's dtype, or a buffer of NaN for it; a view lies between guards."""
-    kind, _, name = call.forms["out"].rpartition(" ")
-    if call.forms["out"] == "none":
+    form: Output = call.forms["out"]
+    if form == Output.NONE:
         return
-    dtype = call.rules["out_dtype"] = DTYPES.get(name, call.inputs.out_dtype)
-    if kind == "dtype":
+    dtype = call.rules["out_dtype"] = form.dtype or call.inputs.out_dtype
+    if not form.is_given:
         call.given["out_dtype"] = dtype
         return
     out = call.new_out(dtype)
-    if call.forms["out"] == "a view":
+    if form == Output.VIEW:
         out, call.guards["out"] = guarded(out, LEAST_ALIGNMENT_BYTES)
     call.given["out"] = out
 
 
 def set_lse(call: BuiltCall[Any]) -> None:
     """Request the LSE, and give a buffer of NaN for it where the form says so, between guards unless it has gaps."""
-    form, query = call.forms["lse"], call.given["query"]
-    if form == "none":
+    form: Lse = call.forms["lse"]
+    query = call.given["query"]
+    if form == Lse.NONE:
         return
-    if form != "given alone":
+    if form != Lse.ALONE:
         call.given["return_lse"] = True
-    if form.startswith("given") or form in ("strided", "rows apart"):
+    if form.is_given:
         heads = query.shape[-2]
-        shape = query.shape[:-1] if form == "given as the query" else (query.shape[:-2].numel(), heads)
-        if form == "strided":
+        shape = query.shape[:-1] if form == Lse.AS_THE_QUERY else (query.shape[:-2].numel(), heads)
+        if form == Lse.STRIDED:
             # No stride is a multiple of the other, and the larger one is that of the heads.
             whole = torch.full((heads, 2 * shape[0] + 3), math.nan, device=query.device)
             lse, call.gaps["lse"] = whole[:, : 2 * shape[0] : 2].T, whole[:, 1::2]
-        elif form == "rows apart":
+        elif form == Lse.ROWS_APART:
             whole = torch.full((shape[0], heads + 4), math.nan, device=query.device)
             lse, call.gaps["lse"] = whole[:, :heads], whole[:, heads:]
         else:

@@ -12,7 +12,8 @@ from torch import Tensor
 from lab.checks.case_run import CaseRun
 from lab.checks.explain.reading import CallFeatures, features_of_case
 from lab.checks.parameters.configuration import Configuration
-from lab.checks.parameters.metadata_axes import NO_LIST
+from lab.checks.parameters.metadata_axes import TWICE
+from lab.checks.parameters.values import BatchPadding, Later, Prefixes
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.engine.kv_pool import KVPool
@@ -44,20 +45,19 @@ class MetadataCase(PassLens):
     page_size: int = 16
     rows: int = 1  # of each request of a verification, in an empty batch too
 
-    def later(self, how: str) -> "MetadataCase":
+    def later(self, how: Later) -> "MetadataCase":
         """Return the requests of the second pass."""
         prefix_lens, q_lens, rows = self.prefix_lens, self.q_lens, self.rows
-        if how == "longer":
+        if how == Later.LONGER:
             prefix_lens = tuple(prefix + 3 * self.page_size + 5 for prefix in prefix_lens)
-        elif how == "others":
+        elif how == Later.OTHERS:
             prefix_lens, q_lens = prefix_lens[::-1], q_lens[::-1]
-        elif how in ("fewer rows", "more rows"):
-            change = 2 if how == "more rows" else -1
-            q_lens, rows = tuple(max(q_len + change, 1) for q_len in q_lens), rows + change
-        elif how == "fewer":
+        elif how.more_rows:
+            q_lens, rows = tuple(max(q_len + how.more_rows, 1) for q_len in q_lens), rows + how.more_rows
+        elif how == Later.FEWER:
             half = len(q_lens) // 2
             prefix_lens, q_lens = prefix_lens[half:], q_lens[half:]
-        elif how == "more":
+        elif how == Later.MORE:
             prefix_lens, q_lens = prefix_lens * 2, q_lens * 2
         return replace(self, prefix_lens=prefix_lens, q_lens=q_lens, rows=rows)
 
@@ -66,11 +66,11 @@ def metadata_case(of: Configuration) -> MetadataCase:
     """Return the requests of a configuration's first pass."""
     page_size, requests = of["page_size"], of["requests"]
     in_turn = {
-        "none": (0,),
-        NO_LIST: (0,),
-        "some none": (0, 40, 0, 7),
-        "equal": (page_size + 20,),
-        "at page edges": (page_size, page_size - 1, page_size + 1, 2 * page_size),
+        Prefixes.NONE: (0,),
+        Prefixes.NO_LIST: (0,),
+        Prefixes.SOME_NONE: (0, 40, 0, 7),
+        Prefixes.EQUAL: (page_size + 20,),
+        Prefixes.AT_PAGE_EDGES: (page_size, page_size - 1, page_size + 1, 2 * page_size),
     }.get(of["prefixes"], (53, 7, 3 * page_size + 5, 17, 90))
     prefixes = [in_turn[request % len(in_turn)] for request in range(requests)]
     if isinstance(of["prefixes"], int) and requests:
@@ -119,11 +119,11 @@ def judge_metadata(run: CaseRun) -> None:
     _hold(run, "the metadata", built, _features(run, first))
     if built.changed:
         return
-    if of["later"] == "slots renumbered":
+    if of["later"] == Later.RENUMBERED:
         _renumber(built.batch, pool, of.seed)
         again = _build(run, built.batch, pool)
     else:
-        other = _pool(of, first, later, of.seed + 1, run.device) if of["later"] == "another pool" else pool
+        other = _pool(of, first, later, of.seed + 1, run.device) if of["later"] == Later.ANOTHER_POOL else pool
         again = _build(run, _batch(of, later, other), other)
     _hold(run, "the metadata of a later pass", again, _features(run, later))
     wrongs = [f"a later pass changed {name} of the first one's metadata" for name in built.changed_metadata]
@@ -224,20 +224,20 @@ def _batch(of: Configuration, case: MetadataCase, pool: KVPool) -> ForwardBatch:
     """Admit a pass's requests to the pool, and return its batch with the padding and the dtypes of a configuration."""
     if case.q_lens:
         requests = admit(pool, case.prefix_lens, case.q_lens, case.draft_step)
-        if "evicted" in of.get("window", "none"):
+        if of.get("window", "none") in ("evicted", "evicted as -1"):
             kept = requests.evict(WINDOW_LEFT)
             if of["window"] == "evicted as -1":
                 assert pool.full_to_swa is not None
                 for row, first_kept in zip(requests.rows, kept, strict=True):
                     pool.full_to_swa[pool.slots(row, 0, first_kept)] = -1
         batch = requests.batch(case.mode)
-        if of["prefixes"] == NO_LIST and not any(case.prefix_lens):
+        if of["prefixes"] == Prefixes.NO_LIST and not any(case.prefix_lens):
             batch = replace(batch, extend_prefix_lens=None, extend_prefix_lens_cpu=None)
     else:
         none = torch.zeros(0, dtype=torch.int64, device=pool.device)
         info = SpecInfo.of(case.mode, case.rows, draft_step=case.draft_step)
         batch = ForwardBatch(case.mode, none, none, none, 0, spec_info=info)
-    if "twice" in of["table_rows"]:
+    if of["table_rows"] == TWICE:
         batch.req_pool_indices[-1] = batch.req_pool_indices[0]
     if of["context"] == "exceeded":
         batch.seq_lens[0] = pool.max_context_len + 3 * pool.page_size  # its row of the table is as wide as all
@@ -248,13 +248,13 @@ def _batch(of: Configuration, case: MetadataCase, pool: KVPool) -> ForwardBatch:
 
 
 def _padded(of: Configuration, case: MetadataCase, batch: ForwardBatch) -> ForwardBatch:
-    if of["padding"] == "none":
+    if of["padding"] == BatchPadding.NONE:
         return replace(batch, seq_lens_cpu=_host_lens(of, batch.seq_lens))
-    if of["padding"] == "rows":
+    if of["padding"] == BatchPadding.ROWS:
         num_tokens = batch.num_tokens + SLOTS
         return replace(batch, num_tokens=num_tokens, seq_lens_cpu=_host_lens(of, batch.seq_lens))
     more = functools.partial(torch.nn.functional.pad, pad=(0, SLOTS))
-    seq_lens = more(batch.seq_lens, value=int(of["padding"][-1]))
+    seq_lens = more(batch.seq_lens, value=of["padding"].slot_length)
     changes: dict[str, Any] = {
         "req_pool_indices": more(batch.req_pool_indices),
         "seq_lens": seq_lens,

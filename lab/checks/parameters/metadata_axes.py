@@ -5,13 +5,14 @@ from types import MappingProxyType
 from typing import Any
 
 from lab.checks.parameters.covering import Constraint, Model
+from lab.checks.parameters.values import BatchPadding, Later, Prefixes
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.ranges import Ranges
 from lab.workloads.interfaces import Interface
 
-NO_LIST = "none, and no list of them"
 MOST_CELLS = 3_000_000  # of req_to_token
+TWICE = "the first one's twice"  # a request may occur twice in a batch
 ONE_ROW = tuple(mode.name for mode in ForwardMode if mode.query_rows is QueryRows.ONE)
 AS_MANY = tuple(mode.name for mode in ForwardMode if mode.query_rows is QueryRows.DRAFT_TOKENS)
 FIXED = tuple(mode.name for mode in ForwardMode if mode.query_rows is QueryRows.FIXED)
@@ -22,27 +23,20 @@ SHARED: dict[str, tuple[Any, ...]] = {
     "draft_step": ("none", 0, 1, 2, 3, 4, 7),
     "rows": (1, 4, 2, 3, 5, 6, 7, 8, 11, "unequal", "unequal, as many as equal"),
     "requests": (6, 1, 2, 33, 64, 96, 130, 257, 1025, 0),
-    "padding": ("none", "slots of length 0", "slots of length 1", "rows"),
+    "padding": tuple(BatchPadding),
     "dtypes": ("int64", "int32", "int32 lens", "int32 rows", "int64 new lens"),
     "slots": ("where they lie", "virtual"),
     "context": ("some more", "exact", "a whole page more"),
-    "table_rows": ("of each request", "the first one's twice"),  # a request may occur twice in a batch
+    "table_rows": ("of each request", TWICE),
     "spec_info": ("as the rows", "of a graph"),
     "spare_pages": (5, 70_000),  # the second: page ids beyond 16 bits
     "host_lens": ("none", "given"),
-    "later": (
-        "the same",
-        "longer",
-        "others",
-        "fewer rows",
-        "more rows",
-        "fewer",
-        "more",
-        "slots renumbered",
-        "another pool",
-    ),
+    "later": tuple(Later),
 }
-PREFIXES = ("unequal", "none", "some none", "equal", "at page edges", 4_300, 9_000, 70_000)
+PREFIXES = (
+    *(Prefixes.UNEQUAL, Prefixes.NONE, Prefixes.SOME_NONE, Prefixes.EQUAL, Prefixes.AT_PAGE_EDGES),
+    *(4_300, 9_000, 70_000),
+)
 AXES: Mapping[Interface, dict[str, tuple[Any, ...]]] = MappingProxyType(
     {
         Interface.MHA_METADATA: {
@@ -50,7 +44,7 @@ AXES: Mapping[Interface, dict[str, tuple[Any, ...]]] = MappingProxyType(
             **SHARED,
             "draft_step": (*SHARED["draft_step"], FROZEN_KV_STEP),
             "rows": (*SHARED["rows"], "long"),
-            "prefixes": (*PREFIXES, NO_LIST),
+            "prefixes": (*PREFIXES, Prefixes.NO_LIST),
             "page_size": (16, 32, 64, 128, 256, 1),
             "window": ("none", "kept", "evicted", "evicted as -1"),
             "host_rows": ("given", "none"),
@@ -71,7 +65,7 @@ AXES: Mapping[Interface, dict[str, tuple[Any, ...]]] = MappingProxyType(
             "draft_step": ("none",),
             "rows": (*SHARED["rows"], "long"),
             "requests": tuple(requests for requests in SHARED["requests"] if requests),
-            "padding": ("none", "rows"),
+            "padding": (BatchPadding.NONE, BatchPadding.ROWS),
             "spec_info": ("as the rows",),
             "prefixes": PREFIXES,
             "page_size": (64, 32),
@@ -93,7 +87,7 @@ RULES = (
         lambda mode, rows: mode not in AS_MANY or isinstance(rows, int), "a verification's rows are as many for each"
     ),
     Constraint(
-        lambda mode, rows, padding: mode not in FIXED or isinstance(rows, int) or padding == "none",
+        lambda mode, rows, padding: mode not in FIXED or isinstance(rows, int) or padding == BatchPadding.NONE,
         "slots of padding have a number of rows that is fixed",
     ),
     Constraint(lambda mode, rows: mode in PREFILLS or rows != "long", "only prompts have long rows"),
@@ -103,12 +97,12 @@ RULES = (
         lambda draft_step, dtypes: draft_step == "none" or dtypes != "int64 new lens", "only extends have new lengths"
     ),
     Constraint(
-        lambda draft_step, padding: draft_step == "none" or padding != "rows",
+        lambda draft_step, padding: draft_step == "none" or padding != BatchPadding.ROWS,
         "only batches of unequal rows are padded by rows alone",
     ),
-    Constraint(lambda draft_step, later: draft_step == "none" or "rows" not in later, "a decode has a row each"),
+    Constraint(lambda draft_step, later: draft_step == "none" or not later.more_rows, "a decode has a row each"),
     Constraint(
-        lambda rows, padding: rows != "long" or "slots" not in padding,
+        lambda rows, padding: rows != "long" or padding.slot_length is None,
         "only modes that run in graphs have padded slots",
     ),
     Constraint(
@@ -117,35 +111,39 @@ RULES = (
     Constraint(
         lambda requests, rows: requests > 1 or not isinstance(rows, str) or rows == "long", "this needs two requests"
     ),
-    Constraint(lambda requests, table_rows: requests > 1 or "twice" not in table_rows, "this needs two requests"),
+    Constraint(lambda requests, table_rows: requests > 1 or table_rows != TWICE, "this needs two requests"),
     Constraint(lambda requests, rows: requests <= 64 or rows != "long", "a large batch has no long prompts"),
-    Constraint(lambda requests, later: requests > 1 or later not in ("others", "fewer"), "this needs two requests"),
-    Constraint(lambda requests, later: requests or later in ("the same", "another pool"), "no request can be another"),
-    Constraint(lambda mode, later: mode not in ONE_ROW or "rows" not in later, "a decode has a row each"),
-    Constraint(lambda rows, later: rows != 1 or later != "fewer rows", "there are no fewer than 1"),
     Constraint(
-        lambda mode, padding: mode not in PREFILLS or "slots" not in padding,
+        lambda requests, later: requests > 1 or later not in (Later.OTHERS, Later.FEWER), "this needs two requests"
+    ),
+    Constraint(
+        lambda requests, later: requests or later in (Later.SAME, Later.ANOTHER_POOL), "no request can be another"
+    ),
+    Constraint(lambda mode, later: mode not in ONE_ROW or not later.more_rows, "a decode has a row each"),
+    Constraint(lambda rows, later: rows != 1 or later != Later.FEWER_ROWS, "there are no fewer than 1"),
+    Constraint(
+        lambda mode, padding: mode not in PREFILLS or padding.slot_length is None,
         "only modes that run in graphs have padded slots",
     ),
     Constraint(
-        lambda mode, padding: mode in (*PREFILLS, "DRAFT_EXTEND", "RAGGED_VERIFY") or padding != "rows",
+        lambda mode, padding: mode in (*PREFILLS, "DRAFT_EXTEND", "RAGGED_VERIFY") or padding != BatchPadding.ROWS,
         "only batches of unequal rows are padded by rows alone",
     ),
     Constraint(
-        lambda mode, prefixes: prefixes != NO_LIST or mode in PREFILLS,
+        lambda mode, prefixes: prefixes != Prefixes.NO_LIST or mode in PREFILLS,
         "only an unpadded prefill can lack the list of prefixes",
     ),
     Constraint(
-        lambda draft_step, prefixes: prefixes != NO_LIST or draft_step == "none",
+        lambda draft_step, prefixes: prefixes != Prefixes.NO_LIST or draft_step == "none",
         "only an unpadded prefill can lack the list of prefixes",
     ),
-    Constraint(lambda requests, prefixes: prefixes != NO_LIST or requests > 0, "no request has no prefix"),
+    Constraint(lambda requests, prefixes: prefixes != Prefixes.NO_LIST or requests > 0, "no request has no prefix"),
     Constraint(
-        lambda padding, prefixes: prefixes != NO_LIST or "slots" not in padding,
+        lambda padding, prefixes: prefixes != Prefixes.NO_LIST or padding.slot_length is None,
         "only an unpadded prefill can lack the list of prefixes",
     ),
     Constraint(
-        lambda rows, prefixes: prefixes != NO_LIST or rows != 1,
+        lambda rows, prefixes: prefixes != Prefixes.NO_LIST or rows != 1,
         "without a list of prefixes, one row for each request tells nothing",
     ),
     Constraint(
@@ -181,5 +179,5 @@ RULES = (
 
 
 def metadata_model(interface: Interface, ranges: Ranges) -> Model:
-    """Return the model of a builder; ranges narrow no axis of it."""
+    """Return the model of a builder, which no range narrows."""
     return Model.of(AXES[interface], RULES, TRIPLES)

@@ -17,16 +17,8 @@ from lab.checks.parameters.forms import (
     set_scales,
     with_minus_infinity,
 )
-from lab.checks.parameters.paged_axes import (
-    AT_A_WORD,
-    BITS_AFTER,
-    ONE_TENSOR,
-    OWN_BIT_CLEAR,
-    REQUESTS_APART,
-    SOME_MINUS_INFINITY,
-    TWICE,
-)
 from lab.checks.parameters.paged_shape import PADDING, attention_case, rows_without_keys
+from lab.checks.parameters.values import Bound, Cache, Lse, Mask, Offsets, Pages, Query, SeqLens, Sinks, Tables
 from lab.metadata.mla.metadata import allocate_multi_ctas_kv_counters
 from lab.workloads.inputs.attention import (
     AttentionInputs,
@@ -52,7 +44,16 @@ from lab.workloads.inputs.views import (
 from lab.workloads.interfaces import Interface
 
 PADDED = 100.0  # an element of a padding row, which no row may read
-PADDED_AFTER = {"padding after": PADDED, "padding of NaN": math.nan}
+PADDED_AFTER = {Offsets.PADDED: PADDED, Offsets.PADDED_WITH_NAN: math.nan}
+# Masks of `draft_masks`.
+MASKS = {
+    Mask.CAUSAL: "causal mask",
+    Mask.FULL: "full mask",
+    Mask.TREE: "tree mask",
+    Mask.BY_REQUEST: "mask that differs by request",
+    Mask.BITS_AFTER: "tree mask",
+    Mask.AT_A_WORD: "tree mask",
+}
 
 
 PagedCall = BuiltCall[AttentionInputs]
@@ -66,7 +67,7 @@ def judge_paged(run: CaseRun) -> None:
 def _built(run: CaseRun) -> PagedCall:
     case = attention_case(run.case, run.ranges)
     call = PagedCall(run.case, build_attention(case, run.device))
-    if call.forms["pages"] == TWICE:
+    if call.forms["pages"] == Pages.TWICE:
         call.inputs = _with_page_twice(call.inputs)
     _store(call)
     call.given = call.inputs.arguments()
@@ -105,22 +106,22 @@ def _store(call: PagedCall) -> None:
     """Lay the cache out as the configuration says."""
     inputs, form = call.inputs, call.forms["cache"]
     tokens, heads = (1, 2) if call.inputs.case.is_mla or call.inputs.case.storage.kv_layout == "NHD" else (2, 1)
-    layouts: dict[str, Callable[[Tensor], Tensor]] = {
-        "pages apart": lambda pages: apart(pages, 0, pages[0].numel()),
-        "tokens apart": lambda pages: apart(pages, tokens, GAP),
-        "heads apart": lambda pages: apart(pages, heads, GAP),
-        "pages an element apart": lambda pages: apart(pages, 0, 1),
-        "tokens an element apart": lambda pages: apart(pages, tokens, 1),
-        "odd strides": with_odd_strides,
-        "at 16 bytes": lambda pages: at_bytes(pages, LEAST_ALIGNMENT_BYTES),
+    layouts: dict[Cache, Callable[[Tensor], Tensor]] = {
+        Cache.PAGES_APART: lambda pages: apart(pages, 0, pages[0].numel()),
+        Cache.TOKENS_APART: lambda pages: apart(pages, tokens, GAP),
+        Cache.HEADS_APART: lambda pages: apart(pages, heads, GAP),
+        Cache.PAGES_AN_ELEMENT_APART: lambda pages: apart(pages, 0, 1),
+        Cache.TOKENS_AN_ELEMENT_APART: lambda pages: apart(pages, tokens, 1),
+        Cache.ODD_STRIDES: with_odd_strides,
+        Cache.AT_16_BYTES: lambda pages: at_bytes(pages, LEAST_ALIGNMENT_BYTES),
     }
     if form in layouts:
         k_pages = layouts[form](inputs.k_pages)
         v_pages = k_pages if call.inputs.case.is_mla else layouts[form](inputs.v_pages)
         call.inputs = replace(inputs, k_pages=k_pages, v_pages=v_pages)
-    elif form == "V otherwise":
+    elif form == Cache.V_OTHERWISE:
         call.inputs = replace(inputs, v_pages=apart(inputs.v_pages, 0, inputs.v_pages[0].numel()))
-    elif form == "K is V":
+    elif form == Cache.K_IS_V:
         histories = tuple((keys, keys) for keys, _ in inputs.histories)
         call.inputs = replace(inputs, v_pages=inputs.k_pages, histories=histories)
         if call.inputs.case.is_quantised:
@@ -130,18 +131,18 @@ def _store(call: PagedCall) -> None:
 def _cache(call: PagedCall) -> None:
     """Give the cache in another shape."""
     form, pages = call.forms["cache"], call.inputs.k_pages
-    if form in ONE_TENSOR:
+    if form.is_one_tensor:
         whole = as_one_tensor(call.inputs)
-        call.given["kv_cache"] = in_halves(whole) if "halves" in form else whole
+        call.given["kv_cache"] = in_halves(whole) if form == Cache.HALVES else whole
         # A decode takes scale factors as a pair alone.
         if call.inputs.scale_factors is not None and call.interface is Interface.CONTEXT:
             k, v = (each.view(torch.uint8) for each in call.given["kv_cache_sf"])
             call.given["kv_cache_sf"] = torch.stack((k, v), 1).view(E4M3)
-    elif form == "K is V":
+    elif form == Cache.K_IS_V:
         call.given |= {"kv_cache": pages.unsqueeze(1), "bmm2_scale": call.rules.get("bmm2_scale", 1.0)}
-    elif form.startswith("4-D"):
+    elif form in (Cache.FOUR_AXES, Cache.FOUR_AXES_ODD_STRIDES):
         cache = pages.unsqueeze(1)
-        call.given["kv_cache"] = with_odd_strides(cache) if "odd" in form else cache
+        call.given["kv_cache"] = with_odd_strides(cache) if form == Cache.FOUR_AXES_ODD_STRIDES else cache
 
 
 def _query(call: PagedCall) -> None:
@@ -152,13 +153,13 @@ def _query(call: PagedCall) -> None:
         query = torch.cat((raw(query), raw(rows))).view(query.dtype)
     of_request = query[:1, :1].numel()
     call.given["query"] = (
-        apart(query, 0, of_request) if call.forms["query"] == REQUESTS_APART else laid(query, call.forms["query"])
+        apart(query, 0, of_request) if call.forms["query"] == Query.REQUESTS_APART else laid(query, call.forms["query"])
     )
 
 
 def _tables(call: PagedCall) -> None:
     form, tables = call.forms["block_tables"], call.given["block_tables"]
-    if "separate" in form:
+    if form.is_separate:
         call.inputs = call.inputs.with_separate_tables()
         tables = call.inputs.block_tables
         sides = (call.inputs.k_pages, call.inputs.v_pages)
@@ -166,14 +167,14 @@ def _tables(call: PagedCall) -> None:
         if call.inputs.scale_factors is not None:
             k, v = call.given["kv_cache_sf"]
             call.given["kv_cache_sf"] = (k, reversed_pages(v))
-    if "rows apart" in form:
+    if form in (Tables.ROWS_APART, Tables.SEPARATE_ROWS_APART):
         tables = apart(tables, -2, GAP + 1)
-    call.given["block_tables"] = at_bytes(tables, tables.element_size()) if form == "at an element" else tables
+    call.given["block_tables"] = at_bytes(tables, tables.element_size()) if form == Tables.AT_AN_ELEMENT else tables
 
 
 def _lengths(call: PagedCall) -> None:
     set_lengths(call, call.inputs.max_seq_len)
-    if call.forms["seq_lens"] == "amid others":
+    if call.forms["seq_lens"] == SeqLens.AMID_OTHERS:
         for name in {"cum_seq_lens_q", "cum_seq_lens_kv"} & set(call.given):
             offsets = call.given[name]
             call.given[name] = None if offsets is None else embedded(offsets, int(offsets[-1]) + 7)
@@ -181,13 +182,13 @@ def _lengths(call: PagedCall) -> None:
 
 def _bounds(call: PagedCall) -> None:
     name = call.inputs.kv_bound
-    if call.forms["bound"] == "exact":
+    if call.forms["bound"] == Bound.EXACT:
         call.given[name] = max(*call.inputs.case.kv_lens, 1)
-    elif call.forms["bound"] == "4 times":
+    elif call.forms["bound"] == Bound.FOUR_TIMES:
         call.given[name] *= 4
-    if call.forms["max_q_len"] == "larger":
+    if call.forms["max_q_len"] == Bound.LARGER:
         call.given["max_q_len"] *= 2
-    elif call.forms["max_q_len"] == "None":
+    elif call.forms["max_q_len"] == Bound.NONE:
         call.given["max_q_len"] = None
 
 
@@ -195,23 +196,21 @@ def _sinks(call: PagedCall) -> None:
     form, sinks = call.forms["sinks"], call.inputs.sinks
     if sinks is None:
         return
-    if form == SOME_MINUS_INFINITY:
+    if form == Sinks.SOME_MINUS_INFINITY:
         sinks = call.rules["sinks"] = with_minus_infinity(sinks)
-    forms = {"list": [sinks], "tuple": (sinks,), "a part of others": embedded(sinks, math.nan)}
+    forms = {Sinks.LIST: [sinks], Sinks.TUPLE: (sinks,), Sinks.A_PART: embedded(sinks, math.nan)}
     call.given["sinks"] = forms.get(form, sinks)
 
 
 def _visible(call: PagedCall) -> None:
     """Say what a row sees: a draft's mask, or all keys."""
-    mask = call.forms.get("mask", "none")
-    if mask != "none":
-        name = {"by request": "mask that differs by request", BITS_AFTER: "tree mask", AT_A_WORD: "tree mask"}.get(
-            mask, f"{mask} mask"
-        )
-        shown = strictly_causal(call.inputs.case) if mask == OWN_BIT_CLEAR else draft_masks(call.inputs.case)[name]
+    mask = call.forms.get("mask", Mask.NONE)
+    if mask != Mask.NONE:
+        case = call.inputs.case
+        shown = strictly_causal(case) if mask == Mask.OWN_BIT_CLEAR else draft_masks(case)[MASKS[mask]]
         packed = packed_mask(shown)
-        packed = (with_bits_after(packed) if mask == BITS_AFTER else packed).to(call.device)
-        call.given["mask"] = at_bytes(packed, packed.element_size()) if mask == AT_A_WORD else packed
+        packed = (with_bits_after(packed) if mask == Mask.BITS_AFTER else packed).to(call.device)
+        call.given["mask"] = at_bytes(packed, packed.element_size()) if mask == Mask.AT_A_WORD else packed
         call.rules["shown"] = shown.to(call.device)
     if not call.forms.get("causal", True):
         call.given["causal"] = call.rules["causal"] = False
@@ -220,5 +219,5 @@ def _visible(call: PagedCall) -> None:
 def _lse(call: PagedCall) -> None:
     form = call.forms["lse"]
     set_lse(call)
-    if form == "base e" or (form != "none" and call.inputs.case.is_mla and call.inputs.case.offsets):
-        call.given["return_lse_base"] = "basee" if form == "base e" else "base2"
+    if form == Lse.BASE_E or (form != Lse.NONE and call.inputs.case.is_mla and call.inputs.case.offsets):
+        call.given["return_lse_base"] = "basee" if form == Lse.BASE_E else "base2"

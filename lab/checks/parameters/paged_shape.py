@@ -9,7 +9,8 @@ import torch
 from lab.calls.problem import E4M3
 from lab.checks.parameters.attention import edge_lengths
 from lab.checks.parameters.configuration import Configuration
-from lab.checks.parameters.paged_axes import DTYPES, EQUAL, FEWER, ONE_TENSOR, OWN_BIT_CLEAR, REQUESTS, TWICE
+from lab.checks.parameters.paged_axes import EQUAL, REQUESTS
+from lab.checks.parameters.values import Cache, Lengths, Mask, Offsets, Pages, Rows, Sinks, Tables, Without
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Contents, Storage, TableTail
 from lab.workloads.interfaces import Interface
@@ -17,16 +18,16 @@ from lab.workloads.interfaces import Interface
 SHORT = 150  # keys of the longest request that is not long
 LAST = 600  # keys of a large batch's last request
 CONTEXT_ROWS = (5, 1, 17, 2, 33)  # of the requests in turn
-WIDE, WIDE_TABLE = 4200, "4,200 columns"  # more than 4,096
+WIDE = 4200  # columns of a wide table, more than 4,096
 PADDING = 3  # rows after the last request's
-_TAILS = {"tail of -1": TableTail.NEGATIVE, "tail far outside": TableTail.FAR}
+_TAILS = {Tables.NEGATIVE_TAIL: TableTail.NEGATIVE, Tables.FAR_TAIL: TableTail.FAR}
 
 
 def attention_case(configuration: Configuration, ranges: Ranges) -> AttentionCase:
     """Return the sizes, lengths and rows of a configuration; its forms of arguments are left aside."""
     of, interface = configuration, configuration.interface
     rng = random.Random(repr((interface.name, configuration.seed)))
-    query, cache = (DTYPES[name] for name in of["dtypes"].split("/"))
+    query, cache = of["dtypes"].query, of["dtypes"].cache
     page_size = of["page_size"]
     count = of["requests"]
     q_lens = _q_lens(of, count)
@@ -40,17 +41,17 @@ def attention_case(configuration: Configuration, ranges: Ranges) -> AttentionCas
         kv_dtype=cache,
         arithmetic=_arithmetic(query, cache, ranges),
         window_left=of.get("window_left", -1),
-        sinks=of["sinks"] != "none",
-        offsets=interface is not Interface.CONTEXT and of["offsets"] != "none",
+        sinks=of["sinks"] != Sinks.NONE,
+        offsets=interface is not Interface.CONTEXT and of["offsets"] != Offsets.NONE,
         contents=Contents[of["contents"].upper()],
         seed=configuration.seed,
         storage=Storage(
             page_size,
             kv_layout=of.get("kv_layout", "HND"),
             table_tail=_TAILS.get(of["block_tables"], TableTail.FOREIGN),
-            spare_columns=max(WIDE - width, 0) if of["block_tables"] == WIDE_TABLE else 3,
+            spare_columns=max(WIDE - width, 0) if of["block_tables"] == Tables.WIDE else 3,
             page_seed=configuration.seed,
-            stacked=of["cache"] in (*ONE_TENSOR, "K is V"),
+            stacked=of["cache"].is_one_tensor or of["cache"] == Cache.K_IS_V,
         ),
         **_heads(of),
     )
@@ -59,8 +60,8 @@ def attention_case(configuration: Configuration, ranges: Ranges) -> AttentionCas
 def _heads(of: Configuration) -> dict[str, Any]:
     if of.interface is not Interface.MLA_DECODE:
         return {name: of[name] for name in ("group", "num_kv_heads", "head_dim")}
-    head_dim, v_head_dim = map(int, of["head_dims"].split("/"))
-    return {"group": of["heads"], "num_kv_heads": 1, "head_dim": head_dim, "v_head_dim": v_head_dim}
+    dims = of["head_dims"]
+    return {"group": of["heads"], "num_kv_heads": 1, "head_dim": dims.head_dim, "v_head_dim": dims.v_head_dim}
 
 
 def _arithmetic(query: torch.dtype, cache: torch.dtype, ranges: Ranges) -> torch.dtype | None:
@@ -72,16 +73,16 @@ def _q_lens(of: Configuration, count: int) -> tuple[int, ...]:
     if of.interface is Interface.CONTEXT:
         return rows_of_prompts(of, count)
     q_lens = [of["q_len"]] * count
-    if of["offsets"] == "unequal":
+    if of["offsets"] == Offsets.UNEQUAL:
         q_lens = [1 + (request + of.seed) % of["q_len"] for request in range(count)]
     return _emptied(of, q_lens)
 
 
 def rows_of_prompts(of: Configuration, count: int) -> tuple[int, ...]:
     """Return the rows of each request of a call that takes prompts."""
-    rows = {"unequal": CONTEXT_ROWS, "one each": (1,)}.get(of["rows"], (of["rows"], *CONTEXT_ROWS))
+    rows = {Rows.UNEQUAL: CONTEXT_ROWS, Rows.ONE_EACH: (1,)}.get(of["rows"], (of["rows"], *CONTEXT_ROWS))
     if count > REQUESTS:
-        rows = (1, 2, 3) if of["rows"] == "unequal" else rows
+        rows = (1, 2, 3) if of["rows"] == Rows.UNEQUAL else rows
     q_lens = [rows[request % len(rows)] for request in range(count)]
     if isinstance(of["rows"], int):
         of_prompt = longest_request(of)
@@ -91,7 +92,7 @@ def rows_of_prompts(of: Configuration, count: int) -> tuple[int, ...]:
 
 def longest_request(of: Configuration) -> int:
     """Return the place of the request with the prompt or the long history: the first, or the last where that has no rows."""
-    return -1 if of["offsets"] in ("none first", "none twice") else 0
+    return -1 if of["offsets"] in (Without.FIRST, Without.TWICE) else 0
 
 
 def _emptied(of: Configuration, q_lens: list[int]) -> tuple[int, ...]:
@@ -99,15 +100,15 @@ def _emptied(of: Configuration, q_lens: list[int]) -> tuple[int, ...]:
     return tuple(0 if request in empty else q_len for request, q_len in enumerate(q_lens))
 
 
-def _before_last(count: int) -> tuple[int, int]:
-    """Return the two requests before the last, which follows them."""
-    return count - 3, count - 2
-
-
 def empty_requests(lengths: Any, count: int) -> tuple[int, ...]:
     """Return the requests that a value of the lengths leaves without keys, or one of the offsets without rows."""
-    empty = {"none first": (0,), "none last": (count - 1,), "none twice": _before_last(count)}
-    return tuple(range(count)) if lengths == "none at all" else empty.get(lengths, ())
+    empty: dict[Any, Sequence[int]] = {
+        Without.FIRST: (0,),
+        Without.LAST: (count - 1,),
+        Without.TWICE: (count - 3, count - 2),  # which the last one follows
+        Without.ALL: range(count),
+    }
+    return tuple(empty.get(lengths, ()))
 
 
 def rows_without_keys(q_lens: Sequence[int], kv_lens: Sequence[int]) -> torch.Tensor:
@@ -130,16 +131,16 @@ def _kv_lens(of: Configuration, q_lens: tuple[int, ...], page_size: int, rng: ra
         edges = edge_lengths(page_size, SHORT)
         kv_lens = [rng.choice(edges) for _ in q_lens]
         kv_lens[-1] = SHORT - rng.randrange(20)  # a window hides something of it
-        if of["pages"] == TWICE:
+        if of["pages"] == Pages.TWICE:
             kv_lens = [kv_len + page_size for kv_len in kv_lens]
-    if of.get("mask") == OWN_BIT_CLEAR:
+    if of.get("mask") == Mask.OWN_BIT_CLEAR:
         kv_lens[0] = 0  # of the draft alone, whose first row sees no key
-    if lengths == "equal":
+    if lengths == Lengths.EQUAL:
         kv_lens = [EQUAL] * count
     elif isinstance(lengths, int):
         kv_lens[longest_request(of)] = lengths - rng.randrange(page_size)
     kv_lens = [max(kv_len, rows) for kv_len, rows in zip(kv_lens, q_lens, strict=True)]
-    if lengths == FEWER:
+    if lengths == Lengths.FEWER:
         kv_lens = fewer_than_rows(q_lens)
     for request in empty_requests(lengths, count):
         kv_lens[request] = 0

@@ -4,22 +4,28 @@ The first value of each axis is the plain one. Of `Ranges` it has the queries' d
 requests; its heads and head_dims are its own, those of DeepSeek and its relatives among them.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from lab.checks.parameters.covering import Constraint, Model
-from lab.checks.parameters.paged_axes import (
-    FEWER,
+from lab.checks.parameters.paged_axes import PROMPTS, REQUESTS, RULES, VACUOUS, WINDOWS
+from lab.checks.parameters.values import (
+    KV,
     NAMES,
-    NEGATIVE,
-    PROMPTS,
-    REQUESTS,
-    RULES,
-    SCALES,
-    SINKS,
-    VACUOUS,
-    WHOLE_ONE,
-    WINDOWS,
-    WITHOUT,
+    Bound,
+    HeadDims,
+    Lengths,
+    LogitScale,
+    Lse,
+    Offsets,
+    Output,
+    Query,
+    RaggedPadding,
+    Rows,
+    SeqLens,
+    Sinks,
+    ValueScale,
+    Without,
 )
 from lab.ranges import Ranges
 
@@ -30,64 +36,52 @@ MOST_HEADS = 256
 MOST_KV_ELEMENTS = 2**25
 MOST_PRODUCTS = 2**29  # of Q·K^T, in each of the three attentions that a case computes
 DEEPSEEK_HEADS = 128
+HEAD_DIMS = ((192, 128), (128, 128), (256, 256), (80, 64), (64, 64), (64, 128))
 BELOW_ZERO = "below zero"  # every logit, and so far apart that exp of their differences overflows
-OF_THE_NEXT = "as the next request's rows"  # as many keys as rows in all, but not of each request
 
 
 def ragged_model(ranges: Ranges) -> Model:
     """Return the model of the ragged context call within ranges."""
-    axes: dict[str, tuple[Any, ...]] = {
+    axes: dict[str, Sequence[Any]] = {
         "dtype": tuple(NAMES[query] for query, _ in ranges.widened("dtypes")),
-        "head_dims": ("192/128", "128/128", "256/256", "80/64", "64/64", "64/128"),
+        "head_dims": tuple(HeadDims.of(*dims) for dims in HEAD_DIMS),
         "num_kv_heads": (2, 1, 3, 16, DEEPSEEK_HEADS),
         "group": (1, 2, 7, 8, 16),
         "requests": (REQUESTS, 1, *ranges.widened("large_batches")),
-        "rows": ("unequal", "one each", *PROMPTS),
+        "rows": (*Rows, *PROMPTS),
         "lengths": (
-            "longer",
-            "as rows",
-            OF_THE_NEXT,
-            FEWER,
-            *WITHOUT,
+            Lengths.LONGER,
+            Lengths.AS_ROWS,
+            Lengths.OF_THE_NEXT,
+            Lengths.FEWER,
+            *Without,
             *(min(kv_len, LONGEST) for kv_len in ranges.long_requests),
         ),
-        "offsets": ("plain", *WITHOUT),
-        "padding": ("none", "rows", "keys", "rows and keys", "rows and keys of NaN"),
+        "offsets": (Offsets.PLAIN, *Without),
+        "padding": tuple(RaggedPadding),
         "causal": (True, False),
         "window_left": (-1, *(WINDOWS if True in ranges.windows else ())),
         "contents": ("random", "needles", BELOW_ZERO),
-        "sinks": ("none", *(SINKS if True in ranges.sinks else ())),
-        "bmm1_scale": (*SCALES, *NEGATIVE),
-        "bmm2_scale": ("usual", *(f"0.9 as a {each}" for each in SCALES), *NEGATIVE, WHOLE_ONE),
+        "sinks": [each for each in Sinks if each not in (Sinks.LIST, Sinks.TUPLE)]
+        if True in ranges.sinks
+        else (Sinks.NONE,),
+        "bmm1_scale": [each for each in LogitScale if not each.is_log2],
+        "bmm2_scale": tuple(ValueScale),
         "o_sf_scale": (1.0, -1.0, 0.5),
-        "out": ("none", "given", "a view", "given fp16", "given bf16", "given fp32"),
-        "lse": ("none", "returned", "given", "given alone", "strided", "rows apart"),
-        "seq_lens": ("int32", "uint32", "amid others"),
-        "max_q_len": ("exact", "larger"),
-        "max_kv_len": ("exact", "larger"),
+        "out": (
+            *(Output.NONE, Output.GIVEN, Output.VIEW),
+            *(Output.GIVEN_FP16, Output.GIVEN_BF16, Output.GIVEN_FP32),
+        ),
+        "lse": (Lse.NONE, Lse.RETURNED, Lse.GIVEN, Lse.ALONE, Lse.STRIDED, Lse.ROWS_APART),
+        "seq_lens": tuple(SeqLens),
+        "max_q_len": (Bound.EXACT, Bound.LARGER),
+        "max_kv_len": (Bound.EXACT, Bound.LARGER),
         "mirrors": ("none", "int32", "int64"),
         "skip_all_rows_active_check": (True, False),
-        "query": ("contiguous", "rows apart", "heads apart", "at 16 bytes", "at an element", "heads first"),
-        "kv": (
-            "contiguous",
-            "tokens apart",
-            "heads apart",
-            "heads first",
-            "at 16 bytes",
-            "at an element",
-            "far apart",
-            "V apart",
-            "V of a projection",
-            "of one tensor",
-        ),
+        "query": [each for each in Query if each != Query.REQUESTS_APART],
+        "kv": tuple(KV),
     }
     return Model.of(axes, (*RULES, *RAGGED_RULES), TRIPLES, VACUOUS)
-
-
-def head_dims_of(value: str) -> tuple[int, int]:
-    """Return (head_dim, v_head_dim) of a value of their axis."""
-    head_dim, v_head_dim = map(int, value.split("/"))
-    return head_dim, v_head_dim
 
 
 def _keys(requests: int, lengths: Any) -> int:
@@ -99,7 +93,7 @@ def _keys(requests: int, lengths: Any) -> int:
 
 def _pairs(rows: Any, lengths: Any) -> int:
     """Return about how many pairs of a row and a key a call of few requests has."""
-    prompt = rows if isinstance(rows, int) else {"one each": 1}.get(rows, 10)
+    prompt = rows if isinstance(rows, int) else 1 if rows == Rows.ONE_EACH else 10
     return prompt * max(prompt, lengths if isinstance(lengths, int) else SHORT)
 
 
@@ -107,19 +101,20 @@ RAGGED_RULES = (
     Constraint(lambda num_kv_heads, group: num_kv_heads * group <= MOST_HEADS, "more heads than a layer has"),
     Constraint(
         lambda requests, lengths, head_dims, num_kv_heads: (
-            _keys(requests, lengths) * num_kv_heads * sum(head_dims_of(head_dims)) <= MOST_KV_ELEMENTS
+            _keys(requests, lengths) * num_kv_heads * (head_dims.head_dim + head_dims.v_head_dim) <= MOST_KV_ELEMENTS
         ),
         "what a test holds in memory",
     ),
     Constraint(
         lambda lengths, head_dims, num_kv_heads, group: (
-            _keys(1, lengths) * sum(head_dims_of(head_dims)) * num_kv_heads * group <= 4 * MOST_KV_ELEMENTS
+            _keys(1, lengths) * (head_dims.head_dim + head_dims.v_head_dim) * num_kv_heads * group
+            <= 4 * MOST_KV_ELEMENTS
         ),
         "what a test holds in memory: of the control, K and V of each query head",
     ),
     Constraint(
         lambda rows, lengths, head_dims, num_kv_heads, group: (
-            _pairs(rows, lengths) * num_kv_heads * group * head_dims_of(head_dims)[0] <= MOST_PRODUCTS
+            _pairs(rows, lengths) * num_kv_heads * group * head_dims.head_dim <= MOST_PRODUCTS
         ),
         "what a test can compute in float64",
     ),
@@ -129,21 +124,23 @@ RAGGED_RULES = (
     ),
     Constraint(
         lambda kv, requests, lengths, rows: (
-            kv != "far apart" or (requests <= REQUESTS and isinstance(lengths, str) and isinstance(rows, str))
+            kv != KV.FAR_APART or (requests <= REQUESTS and isinstance(lengths, str) and isinstance(rows, str))
         ),
         "tokens that each lie in memory of their own",
     ),
-    Constraint(lambda kv, num_kv_heads: kv != "far apart" or num_kv_heads <= 3, "each token takes whole pages"),
+    Constraint(lambda kv, num_kv_heads: kv != KV.FAR_APART or num_kv_heads <= 3, "each token takes whole pages"),
     Constraint(
-        lambda requests, offsets, lengths: requests > REQUESTS or offsets != "none twice" or lengths != OF_THE_NEXT,
+        lambda requests, offsets, lengths: (
+            requests > REQUESTS or offsets != Without.TWICE or lengths != Lengths.OF_THE_NEXT
+        ),
         "no request would have both rows and keys",
     ),
     Constraint(
-        lambda contents, sinks: contents != BELOW_ZERO or sinks == "none",
+        lambda contents, sinks: contents != BELOW_ZERO or sinks == Sinks.NONE,
         "a sink beside logits below zero leaves nothing of a row",
     ),
     Constraint(
-        lambda padding, mirrors: padding == "none" or mirrors == "none",
+        lambda padding, mirrors: padding == RaggedPadding.NONE or mirrors == "none",
         "lengths on the host leave no row or key after the last offset",
     ),
 )

@@ -12,7 +12,6 @@ from lab.checks.case_run import CaseRun
 from lab.checks.parameters.attention import edge_lengths
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.forms import (
-    DTYPES,
     judge_call,
     set_lengths,
     set_lse,
@@ -20,7 +19,7 @@ from lab.checks.parameters.forms import (
     set_scales,
     with_minus_infinity,
 )
-from lab.checks.parameters.paged_axes import FEWER, REQUESTS, SOME_MINUS_INFINITY
+from lab.checks.parameters.paged_axes import REQUESTS
 from lab.checks.parameters.paged_call import PADDED
 from lab.checks.parameters.paged_shape import (
     empty_requests,
@@ -29,7 +28,8 @@ from lab.checks.parameters.paged_shape import (
     rows_of_prompts,
     rows_without_keys,
 )
-from lab.checks.parameters.ragged import BELOW_ZERO, OF_THE_NEXT, SHORT, head_dims_of
+from lab.checks.parameters.ragged import BELOW_ZERO, SHORT
+from lab.checks.parameters.values import DTYPES, KV, Bound, Lengths, SeqLens, Sinks
 from lab.workloads.inputs.call import BuiltCall
 from lab.workloads.inputs.guards import embedded
 from lab.workloads.inputs.needles import draw_histories, needle_positions
@@ -74,11 +74,11 @@ def ragged_lens(of: Configuration) -> RaggedLens:
         edges = edge_lengths(TILE, SHORT)
         kv_lens = [max(rng.choice(edges), rows) for rows in q_lens]
         kv_lens[-1] = max(SHORT - rng.randrange(20), q_lens[-1])  # a window hides something of it
-    if lengths == "as rows":
+    if lengths == Lengths.AS_ROWS:
         kv_lens = list(q_lens)
-    elif lengths == OF_THE_NEXT:
+    elif lengths == Lengths.OF_THE_NEXT:
         kv_lens = [*q_lens[1:], q_lens[0]]
-    elif lengths == FEWER:
+    elif lengths == Lengths.FEWER:
         kv_lens = fewer_than_rows(q_lens)
     elif isinstance(lengths, int):
         kv_lens[longest_request(of)] = lengths + rng.randrange(TILE)
@@ -98,8 +98,8 @@ def _drawn(run: CaseRun) -> RaggedCall:
     """Draw the requests' tensors, and padding after them."""
     of, device = run.case, run.device
     lens, dtype = ragged_lens(of), DTYPES[of["dtype"]]
-    head_dims, heads = head_dims_of(of["head_dims"]), of["num_kv_heads"]
-    scale = float(head_dims[0] ** -0.5)
+    head_dims, heads = of["head_dims"], of["num_kv_heads"]
+    scale = float(head_dims.head_dim**-0.5)
     needles = [
         needle_positions(kv_len, rows, TILE, of["window_left"])
         for kv_len, rows in zip(lens.kv_lens, lens.q_lens, strict=True)
@@ -110,7 +110,7 @@ def _drawn(run: CaseRun) -> RaggedCall:
         needles if of["contents"] == "needles" else None,
         heads * of["group"],
         heads,
-        head_dims,
+        (head_dims.head_dim, head_dims.v_head_dim),
         scale,
     )
     if of["contents"] == BELOW_ZERO:
@@ -119,8 +119,8 @@ def _drawn(run: CaseRun) -> RaggedCall:
     inputs = RaggedInputs(query.to(device, dtype), lens.q_lens, parts, scale, of["causal"])
     arguments = inputs.arguments(with_padding=False)
     for name, padding in (("query", "rows"), ("key", "keys"), ("value", "keys")):
-        if padding in of["padding"]:
-            arguments[name] = _padded(arguments[name], math.nan if "NaN" in of["padding"] else PADDED)
+        if padding in of["padding"].sides:
+            arguments[name] = _padded(arguments[name], math.nan if of["padding"].is_nan else PADDED)
     return RaggedCall(of, inputs, arguments)
 
 
@@ -145,13 +145,13 @@ def _stored(call: RaggedCall) -> None:
     arguments["query"] = with_nan(arguments["query"], torch.nn.functional.pad(keyless, (0, padding)))
     arguments["query"] = laid(arguments["query"], call.forms["query"])
     form, key, value = call.forms["kv"], arguments["key"], arguments["value"]
-    if form == "of one tensor":
+    if form == KV.ONE_TENSOR:
         key, value = joined((key, value), dim=-1).split((key.shape[-1], value.shape[-1]), dim=-1)
-    elif form == "V of a projection":  # which has the keys' elements without position before the values
+    elif form == KV.V_OF_A_PROJECTION:  # which has the keys' elements without position before the values
         without_position = key.shape[-1] // 2 // GAP * GAP
         value = joined((key[..., :without_position], value), dim=-1)[..., without_position:]
-    elif form == "V apart":
-        value = laid(value, "tokens apart")
+    elif form == KV.V_APART:
+        value = laid(value, KV.TOKENS_APART)
     else:
         key, value = laid(key, form), laid(value, form)
     arguments |= {"key": key, "value": value}
@@ -160,11 +160,11 @@ def _stored(call: RaggedCall) -> None:
 def _lengths(call: RaggedCall) -> None:
     arguments, of = call.given, call.forms
     set_lengths(call, arguments["max_kv_len"])
-    if of["seq_lens"] == "amid others":
+    if of["seq_lens"] == SeqLens.AMID_OTHERS:
         for name in ("cum_seq_lens_q", "cum_seq_lens_kv"):
             arguments[name] = embedded(arguments[name], 0)
     for name in ("max_q_len", "max_kv_len"):
-        if of[name] == "larger":
+        if of[name] == Bound.LARGER:
             arguments[name] = 2 * arguments[name] + 1
     if of["mirrors"] != "none":
         dtype = getattr(torch, of["mirrors"])
@@ -179,10 +179,10 @@ def _visible(call: RaggedCall) -> None:
 
 
 def _sinks(call: RaggedCall) -> None:
-    if call.forms["sinks"] == "none":
+    if call.forms["sinks"] == Sinks.NONE:
         return
     sinks = torch.linspace(1.0, 4.0, call.inputs.query.shape[1], device=call.device)
-    if call.forms["sinks"] == SOME_MINUS_INFINITY:
+    if call.forms["sinks"] == Sinks.SOME_MINUS_INFINITY:
         sinks = with_minus_infinity(sinks)
     call.rules["sinks"] = sinks
-    call.given["attention_sinks"] = embedded(sinks, math.nan) if call.forms["sinks"] == "a part of others" else sinks
+    call.given["attention_sinks"] = embedded(sinks, math.nan) if call.forms["sinks"] == Sinks.A_PART else sinks

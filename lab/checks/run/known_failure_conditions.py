@@ -11,8 +11,8 @@ import torch
 
 from lab.calls.problem import E4M3
 from lab.checks.parameters.configuration import Configuration
-from lab.checks.parameters.paged_axes import OWN_BIT_CLEAR, SOME_MINUS_INFINITY
 from lab.checks.parameters.paged_shape import attention_case
+from lab.checks.parameters.values import Mask, Sinks
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Contents
@@ -111,24 +111,28 @@ def mask_over_e4m3(case: Any, sentence: str) -> bool:
     replayed = "^(the first replay|a replay|an eager call between)"  # of K9, which gives several rows a tree's mask
     is_masked = bool(re.search(f"^(?!causal|no mask).*mask .*of [0-9]+ rows|{replayed}", sentence))
     if isinstance(case, Configuration):
-        is_masked = case.get("mask", "none") not in ("none", "causal")
+        is_masked = case.get("mask", Mask.NONE) not in (Mask.NONE, Mask.CAUSAL)
     return getattr(lens_of(case), "kv_dtype", None) == E4M3 and is_masked and several_rows(case, sentence)
 
 
 def only_where_a_mask_hides_every_key(case: Any, sentence: str) -> bool:
     """All that is wrong belongs to requests without a token before their rows, and a draft mask hides each row from itself."""
-    hides = isinstance(case, Configuration) and case.get("mask", "none") == OWN_BIT_CLEAR
+    hides = isinstance(case, Configuration) and case.get("mask", Mask.NONE) == Mask.OWN_BIT_CLEAR
     lens = lens_of(case)
     return hides and all_wrong(lens, sentence, lambda request: lens.kv_lens[request] <= lens.q_lens[request])
 
 
 def has_sinks(case: AttentionCase | Configuration, sentence: str) -> bool:
-    return case.get("sinks", "none") != "none" if isinstance(case, Configuration) else case.sinks
+    return case.get("sinks", Sinks.NONE) != Sinks.NONE if isinstance(case, Configuration) else case.sinks
 
 
 def sink_of_minus_infinity_and_fewer_keys_than_rows(case: AttentionCase | Configuration, sentence: str) -> bool:
     """Some sink is minus infinity, and all that is wrong belongs to requests with fewer keys than rows, if any is named."""
-    some = case.get("sinks") == SOME_MINUS_INFINITY if isinstance(case, Configuration) else "minus infinity" in sentence
+    some = (
+        case.get("sinks") == Sinks.SOME_MINUS_INFINITY
+        if isinstance(case, Configuration)
+        else "minus infinity" in sentence
+    )
     return some and only_fewer_keys_than_rows(case, sentence, some_if_unnamed=True)
 
 

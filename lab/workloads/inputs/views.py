@@ -1,7 +1,7 @@
 """The same numbers as views of larger storage: with gaps, at other addresses, with strides that mean nothing."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -54,15 +54,17 @@ def in_halves(tensor: Tensor) -> Tensor:
 
 def laid(tensor: Tensor, form: str) -> Tensor:
     """Return [..., rows or tokens, heads, elements] as a form of a configuration names it."""
-    if form == "contiguous":
-        return tensor
-    if form.startswith("at "):
-        return at_bytes(tensor, LEAST_ALIGNMENT_BYTES if "16" in form else tensor.element_size())
-    if form == "far apart":
-        return far_apart(tensor)
-    if form == "heads first":
-        return heads_first(tensor)
-    return apart(tensor, -2 if form == "heads apart" else -3, GAP)
+    layouts: dict[str, Callable[[], Tensor]] = {
+        "contiguous": lambda: tensor,
+        "rows apart": lambda: apart(tensor, -3, GAP),
+        "tokens apart": lambda: apart(tensor, -3, GAP),
+        "heads apart": lambda: apart(tensor, -2, GAP),
+        "at 16 bytes": lambda: at_bytes(tensor, LEAST_ALIGNMENT_BYTES),
+        "at an element": lambda: at_bytes(tensor, tensor.element_size()),
+        "heads first": lambda: heads_first(tensor),
+        "far apart": lambda: far_apart(tensor),
+    }
+    return layouts[form]()
 
 
 def far_apart(tensor: Tensor) -> Tensor:

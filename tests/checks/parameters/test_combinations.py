@@ -6,9 +6,11 @@ import torch
 
 import lab.metadata
 from lab import references
+from lab.calls.problem import E4M3
 from lab.checks import Configuration, Interface, Level, Outcome, Ranges
 from lab.checks.parameters.metadata_axes import METADATA
 from lab.checks.parameters.models import MODELS
+from lab.checks.parameters.values import Lse
 from lab.checks.properties.k18_combinations import CHECK
 from lab.checks.record import read_expression
 from lab.checks.run.workers import run_case
@@ -73,6 +75,16 @@ def test_a_case_is_made_again_from_its_repr(interface: Interface) -> None:
             assert again == case
             assert again.values == case.values
     assert repr(Configuration(Interface.DECODE)) == "Configuration(Interface.DECODE, {})"
+
+
+def test_a_text_is_read_as_the_declared_value_and_written_again() -> None:
+    case = Configuration(Interface.DECODE, {"lse": "strided", "dtypes": "fp16/e4m3", "lengths": 700})
+    assert case["lse"] is Lse.STRIDED
+    assert (case["dtypes"].query, case["dtypes"].cache) == (torch.float16, E4M3)
+    assert repr(case) == "Configuration(Interface.DECODE, {'lse': 'strided', 'dtypes': 'fp16/e4m3', 'lengths': 700})"
+    # Outside the default ranges, which the user's may be.
+    dims = Configuration(Interface.MLA_DECODE, {"head_dims": "9/8"})["head_dims"]
+    assert (dims.head_dim, dims.v_head_dim) == (9, 8)
 
 
 def test_an_axis_that_there_is_not_is_refused() -> None:

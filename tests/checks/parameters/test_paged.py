@@ -8,9 +8,10 @@ from lab import references
 from lab.calls.problem import mask_words
 from lab.checks import Configuration, Interface, Level, Ranges
 from lab.checks.case_run import CaseRun
-from lab.checks.parameters.paged_axes import TWICE, VACUOUS, paged_model
+from lab.checks.parameters.paged_axes import VACUOUS, paged_model
 from lab.checks.parameters.paged_call import judge_paged
 from lab.checks.parameters.paged_shape import attention_case, fewer_than_rows
+from lab.checks.parameters.values import HeadDims, Pages
 from lab.checks.properties.k18_combinations import CHECK
 
 HEADS = 3
@@ -75,7 +76,7 @@ def test_every_point_of_the_full_level_has_keys_to_attend_to_and_pages_to_double
             continue
         of = attention_case(case, Ranges())
         assert any(q_len and kv_len for q_len, kv_len in zip(of.q_lens, of.kv_lens, strict=True)), case
-        assert case["pages"] != TWICE or max(of.kv_lens) > of.storage.page_size, case
+        assert case["pages"] != Pages.TWICE or max(of.kv_lens) > of.storage.page_size, case
 
 
 @pytest.mark.parametrize("q_lens", [(2, 2, 2), (1, 2, 1), (0, 0, 17), (5, 1, 17)])
@@ -96,8 +97,8 @@ def test_strides_an_element_apart_are_no_whole_loads(interface: Interface) -> No
 def test_no_key_shades_others_where_mla_has_no_rotary_part() -> None:
     """Its value would be its logit, and so large that an output shows nothing else."""
     model = paged_model(Interface.MLA_DECODE, Ranges())
-    assert model.completed({"head_dims": "80/64", "contents": "shaded"})
-    assert not model.completed({"head_dims": "64/64", "contents": "shaded"})
+    assert model.completed({"head_dims": HeadDims("80/64"), "contents": "shaded"})
+    assert not model.completed({"head_dims": HeadDims("64/64"), "contents": "shaded"})
 
 
 @pytest.mark.parametrize("interface", [Interface.DECODE, Interface.CONTEXT])

@@ -1,0 +1,375 @@
+"""The values of a call's parameters that are no numbers. Each equals its text, with which a case is written and read."""
+
+import torch
+
+from lab.calls.problem import E4M3, NVFP4
+from lab.named_enum import TextEnum
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": E4M3, "nvfp4": NVFP4}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class DtypePair(str):
+    """Dtypes of the query and the cache, such as bf16/e4m3."""
+
+    __slots__ = ()
+
+    @property
+    def query(self) -> torch.dtype:
+        return DTYPES[self.partition("/")[0]]
+
+    @property
+    def cache(self) -> torch.dtype:
+        return DTYPES[self.partition("/")[2]]
+
+    @classmethod
+    def of(cls, query: torch.dtype, cache: torch.dtype) -> "DtypePair":
+        """Return the text of two dtypes."""
+        return cls(f"{NAMES[query]}/{NAMES[cache]}")
+
+
+class HeadDims(str):
+    """Elements of a key and of a value, such as 576/512."""
+
+    __slots__ = ()
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.partition("/")[0])
+
+    @property
+    def v_head_dim(self) -> int:
+        return int(self.partition("/")[2])
+
+    @classmethod
+    def of(cls, head_dim: int, v_head_dim: int) -> "HeadDims":
+        """Return the text of two sizes."""
+        return cls(f"{head_dim}/{v_head_dim}")
+
+
+class Lengths(TextEnum):
+    """Keys of the requests."""
+
+    UNEQUAL = "unequal"
+    EQUAL = "equal"
+    LONGER = "longer"
+    AS_ROWS = "as rows"
+    OF_THE_NEXT = "as the next request's rows"  # as many keys as rows in all, but not of each request
+    FEWER = "fewer than rows"
+
+
+class Without(TextEnum):
+    """Requests that have no rows, or no keys."""
+
+    FIRST = "none first"
+    LAST = "none last"
+    TWICE = "none twice"  # the two before the last
+    ALL = "none at all"
+
+
+class Offsets(TextEnum):
+    """Offsets of the rows, and rows after the requests', which belong to none."""
+
+    PLAIN = "plain"
+    NONE = "none"
+    EQUAL = "equal"
+    UNEQUAL = "unequal"
+    PADDED = "padding after"
+    PADDED_WITH_NAN = "padding of NaN"
+
+
+class Rows(TextEnum):
+    """Rows of the requests of a call that takes prompts."""
+
+    UNEQUAL = "unequal"
+    ONE_EACH = "one each"
+
+
+class Mask(TextEnum):
+    """A draft's mask."""
+
+    NONE = "none"
+    CAUSAL = "causal"
+    FULL = "full"
+    TREE = "tree"
+    BY_REQUEST = "by request"
+    OWN_BIT_CLEAR = "own bit clear"  # of each row: it sees the draft's tokens before it, and so the first row none
+    BITS_AFTER = "bits after the draft"
+    AT_A_WORD = "at a word"  # the mask begins at no multiple of 4 bytes
+
+
+class Sinks(TextEnum):
+    """A sink per head, and the form of the argument."""
+
+    NONE = "none"
+    PER_HEAD = "per head"
+    SOME_MINUS_INFINITY = "some minus infinity"
+    A_PART = "a part of others"
+    LIST = "list"
+    TUPLE = "tuple"
+
+
+class LogitScale(TextEnum):
+    """Forms of `bmm1_scale`, with the factor of the usual scale that each has.
+
+    Attributes:
+        shape: of a tensor; None for a number.
+        factor: of the usual scale.
+        is_log2: the scale is given as `bmm1_scale_log2`.
+        is_beside: another scale is given beside it as a tensor, over which it takes precedence.
+    """
+
+    NUMBER = "number", None, 1.0
+    TENSOR_1D = "tensor [1]", (1,)
+    TENSOR_0D = "tensor []", ()
+    TENSOR_2D = "tensor [1, 1]", (1, 1)
+    NEGATIVE = "negative", None, -0.5
+    NEGATIVE_TENSOR = "negative tensor [1]", (1,), -0.5
+    LOG2 = "log2 tensor [1]", (1,), 0.75, True
+    LOG2_BESIDE = "log2 tensor [] beside a tensor", (), 0.75, True, True
+    LOG2_BELOW_0 = "log2 tensor below 0", (1,), -0.5, True
+
+    def __init__(
+        self,
+        _: str,
+        shape: tuple[int, ...] | None,
+        factor: float = 0.75,
+        is_log2: bool = False,
+        is_beside: bool = False,
+    ) -> None:
+        self.shape, self.factor, self.is_log2, self.is_beside = shape, factor, is_log2, is_beside
+
+
+class ValueScale(TextEnum):
+    """Forms of `bmm2_scale`.
+
+    Attributes:
+        shape, factor: as of `LogitScale`. 0.9 is no sum of few powers of two: a scale that is rounded on its way shows.
+    """
+
+    USUAL = "usual", None, 1.0
+    NUMBER = "0.9 as a number", None
+    TENSOR_1D = "0.9 as a tensor [1]", (1,)
+    TENSOR_0D = "0.9 as a tensor []", ()
+    TENSOR_2D = "0.9 as a tensor [1, 1]", (1, 1)
+    NEGATIVE = "negative", None, -0.5
+    NEGATIVE_TENSOR = "negative tensor [1]", (1,), -0.5
+    WHOLE_ONE = "1 as a whole number", None, 1.0
+
+    def __init__(self, _: str, shape: tuple[int, ...] | None, factor: float = 0.9) -> None:
+        self.shape, self.factor = shape, factor
+
+
+class Output(TextEnum):
+    """Forms of `out` and `out_dtype`.
+
+    Attributes:
+        dtype: of the output; None for the call's own.
+        is_given: a buffer is handed out.
+    """
+
+    NONE = "none", None, False
+    GIVEN = "given"
+    VIEW = "a view"
+    GIVEN_BF16 = "given bf16", torch.bfloat16
+    GIVEN_FP16 = "given fp16", torch.float16
+    GIVEN_FP32 = "given fp32", torch.float32
+    GIVEN_E4M3 = "given e4m3", E4M3
+    BF16 = "dtype bf16", torch.bfloat16, False
+    FP16 = "dtype fp16", torch.float16, False
+    E4M3 = "dtype e4m3", E4M3, False
+
+    def __init__(self, _: str, dtype: torch.dtype | None = None, is_given: bool = True) -> None:
+        self.dtype, self.is_given = dtype, is_given
+
+    def is_e4m3(self, dtypes: DtypePair) -> bool:
+        """Tell whether the output of a call over these dtypes is e4m3."""
+        return (dtypes.query if self.dtype is None else self.dtype) == E4M3
+
+
+class Lse(TextEnum):
+    """Forms of `lse` and `return_lse`.
+
+    Attributes:
+        is_given: a buffer is handed out.
+    """
+
+    NONE = "none", False
+    RETURNED = "returned", False
+    GIVEN = "given"
+    AS_THE_QUERY = "given as the query"
+    ALONE = "given alone"
+    STRIDED = "strided"
+    ROWS_APART = "rows apart"
+    BASE_E = "base e", False
+
+    def __init__(self, _: str, is_given: bool = True) -> None:
+        self.is_given = is_given
+
+
+class SeqLens(TextEnum):
+    """Forms of `seq_lens`."""
+
+    INT32 = "int32"
+    UINT32 = "uint32"
+    AMID_OTHERS = "amid others"
+
+
+class Bound(TextEnum):
+    """A bound of the lengths that a call is given."""
+
+    OF_THE_TABLE = "of the table"
+    EXACT = "exact"
+    LARGER = "larger"
+    FOUR_TIMES = "4 times"
+    NONE = "None"
+
+
+class Query(TextEnum):
+    """Layouts of the query."""
+
+    CONTIGUOUS = "contiguous"
+    ROWS_APART = "rows apart"
+    HEADS_APART = "heads apart"
+    AT_16_BYTES = "at 16 bytes"
+    AT_AN_ELEMENT = "at an element"
+    HEADS_FIRST = "heads first"
+    # Rows of each request in a longer one: a query of four axes whose first two are not one.
+    REQUESTS_APART = "requests apart"
+
+
+class Tables(TextEnum):
+    """Forms of the block tables.
+
+    Attributes:
+        is_separate: K and V have tables of their own.
+    """
+
+    PLAIN = "plain"
+    ROWS_APART = "rows apart"
+    AT_AN_ELEMENT = "at an element"
+    NEGATIVE_TAIL = "tail of -1"
+    FAR_TAIL = "tail far outside"
+    WIDE = "4,200 columns"
+    SEPARATE = "separate", True
+    SEPARATE_ROWS_APART = "separate with rows apart", True
+
+    def __init__(self, _: str, is_separate: bool = False) -> None:
+        self.is_separate = is_separate
+
+
+class Pages(TextEnum):
+    """Pages in the tables."""
+
+    ONCE = "once each"
+    TWICE = "the last twice"  # the last page of a request of several is the one before it
+
+
+class Cache(TextEnum):
+    """Layouts of the cache.
+
+    Attributes:
+        is_one_tensor: K and V are handed out as one tensor of twice the pages.
+    """
+
+    PLAIN = "plain"
+    PAGES_APART = "pages apart"
+    TOKENS_APART = "tokens apart"
+    AT_16_BYTES = "at 16 bytes"
+    # An element apart: strides that are no whole loads of 16 bytes, nor of 16 elements, which a kernel may decline.
+    PAGES_AN_ELEMENT_APART = "pages an element apart"
+    TOKENS_AN_ELEMENT_APART = "tokens an element apart"
+    HEADS_APART = "heads apart"
+    ODD_STRIDES = "odd strides"
+    V_OTHERWISE = "V otherwise"
+    ONE_TENSOR = "one tensor", True  # V's page after K's
+    HALVES = "one tensor of two halves", True  # all of V after all of K
+    K_IS_V = "K is V"
+    FOUR_AXES = "4-D"
+    FOUR_AXES_ODD_STRIDES = "4-D with odd strides"
+
+    def __init__(self, _: str, is_one_tensor: bool = False) -> None:
+        self.is_one_tensor = is_one_tensor
+
+
+class KV(TextEnum):
+    """Layouts of the keys and values of a ragged call."""
+
+    CONTIGUOUS = "contiguous"
+    TOKENS_APART = "tokens apart"
+    HEADS_APART = "heads apart"
+    HEADS_FIRST = "heads first"
+    AT_16_BYTES = "at 16 bytes"
+    AT_AN_ELEMENT = "at an element"
+    FAR_APART = "far apart"
+    V_APART = "V apart"
+    V_OF_A_PROJECTION = "V of a projection"
+    ONE_TENSOR = "of one tensor"
+
+
+class RaggedPadding(TextEnum):
+    """Rows and keys after the requests' in a ragged call.
+
+    Attributes:
+        sides: of which there are some.
+        is_nan: they are NaN.
+    """
+
+    NONE = "none", ()
+    ROWS = "rows", ("rows",)
+    KEYS = "keys", ("keys",)
+    BOTH = "rows and keys"
+    NAN = "rows and keys of NaN", ("rows", "keys"), True
+
+    def __init__(self, _: str, sides: tuple[str, ...] = ("rows", "keys"), is_nan: bool = False) -> None:
+        self.sides, self.is_nan = sides, is_nan
+
+
+class BatchPadding(TextEnum):
+    """Padding of the batch whose metadata is built.
+
+    Attributes:
+        slot_length: of each slot of padding; None where there is none.
+    """
+
+    NONE = "none"
+    EMPTY_SLOTS = "slots of length 0", 0
+    SLOTS = "slots of length 1", 1
+    ROWS = "rows"
+
+    def __init__(self, _: str, slot_length: int | None = None) -> None:
+        self.slot_length = slot_length
+
+
+class Later(TextEnum):
+    """The second pass whose metadata is built.
+
+    Attributes:
+        more_rows: rows of each request that it has more than the first.
+    """
+
+    SAME = "the same"
+    LONGER = "longer"
+    OTHERS = "others"
+    FEWER_ROWS = "fewer rows", -1
+    MORE_ROWS = "more rows", 2
+    FEWER = "fewer"
+    MORE = "more"
+    RENUMBERED = "slots renumbered"
+    ANOTHER_POOL = "another pool"
+
+    def __init__(self, _: str, more_rows: int = 0) -> None:
+        self.more_rows = more_rows
+
+
+class Prefixes(TextEnum):
+    """Prefixes of the requests whose metadata is built, or of a draft."""
+
+    UNEQUAL = "unequal"
+    SHORT = "short"
+    NONE = "none"
+    ALL_NONE = "all none"
+    SOME_NONE = "some none"
+    EQUAL = "equal"
+    AT_PAGE_EDGES = "at page edges"
+    NO_LIST = "none, and no list of them"
