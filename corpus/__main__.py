@@ -51,7 +51,7 @@ def record_of(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "--device",
         "cpu",
     ]
-    command += ["--workers", str(options.workers_each), "--no-probe", "--most-seconds", str(options.most_seconds)]
+    command += ["--workers", str(options.workers_each), "--no-discover", "--most-seconds", str(options.most_seconds)]
     command += ["--out", str(report), *([] if name in RIGHT else ["--first-failure"])]
     subprocess.run(command, capture_output=True, env=os.environ | {"TRITON_INTERPRET": "0"}, check=False)
     record = json.loads(report.read_text())

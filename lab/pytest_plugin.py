@@ -156,7 +156,7 @@ class JudgedKernel(pytest.Collector):
         """Judge a function by a check, on the axes that the function takes."""
         if interface not in self.axes:
             self.axes[interface] = self._discover(interface)
-        return self._judge(check, interface, self.axes[interface], probe=False, **how)
+        return self._judge(check, interface, self.axes[interface], discover=False, **how)
 
     def _discover(self, interface: "Interface") -> "Ranges":
         from lab.workloads.interfaces import ATTENTION

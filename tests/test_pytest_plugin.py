@@ -117,10 +117,10 @@ def test_another_plugin_s_option_is_no_axis(elsewhere: pytest.Pytester) -> None:
         ("--lab-judge nowhere", "--lab-judge: nowhere cannot be imported: No module named 'nowhere'"),
         ("--lab-judge json", "--lab-judge: json has none of trtllm_batch_decode_with_kv_cache"),
         ("--lab-judge kernels:right --lab-head-dims 64,x", "argument --lab-head-dims: x is not a whole number"),
-        ("--lab-judge kernels:right --lab-dtypes bf16", "'bf16' is no pair such as bf16/e4m3"),
+        ("--lab-judge kernels:right --lab-dtypes bf16", "bf16 is not one of bf16/bf16, fp16/fp16, bf16/e4m3"),
         (
             "--lab-judge kernels:right --lab-head-dims 24 --lab-page-sizes 63",
-            "page_sizes=(63,): 63 is not a power of two",
+            "--lab-page-sizes: 63 is not a power of two",
         ),
         ("--lab-judge kernels:right --lab-refusals Refused", "--lab-judge: 'Refused' is no exception"),
     ],

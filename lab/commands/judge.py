@@ -131,7 +131,7 @@ def judge(
     first_failure: FirstFailure = False,
     refusals: Refusals = None,
     watch: Watched = None,
-    probe: Annotated[
+    discover: Annotated[
         bool, typer.Option(help="where most cases are declined, find the axes that are taken and judge those too")
     ] = True,
     for_seconds: For = None,
@@ -166,7 +166,7 @@ def judge(
         "workers": workers,
         "most_seconds": most_seconds,
         "drawn": drawn,
-        "probe": probe,
+        "discover": discover,
         "for_seconds": for_seconds or 0.0,
         "out": out or _last_report(name),
         "fresh": fresh or out is None,

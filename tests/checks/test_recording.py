@@ -102,7 +102,7 @@ def test_a_second_run_judges_again_what_was_wrong_alone(kernel: Path, judged_cas
     }
 
 
-@pytest.mark.parametrize("change", [{"source": 99}, {"fresh": True}, {"probe": False}])
+@pytest.mark.parametrize("change", [{"source": 99}, {"fresh": True}, {"discover": False}])
 def test_what_has_changed_is_judged_anew(kernel: Path, judged_cases: list[Any], change: dict[str, Any]) -> None:
     judged(kernel, drawn=0)
     all_cases = len(judged_cases)

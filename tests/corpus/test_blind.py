@@ -24,7 +24,9 @@ FOUND = [(f"blind{number}", check) for check, numbers in SAMPLE.items() for numb
 @pytest.mark.parametrize(("name", "check"), FOUND)
 def test_a_sample_is_found(name: str, check: str) -> None:
     implementation = kernel(name).implementation()
-    report = judge(implementation, only=[check], ranges=RANGES, device="cpu", first_failure=True, drawn=0, probe=False)
+    report = judge(
+        implementation, only=[check], ranges=RANGES, device="cpu", first_failure=True, drawn=0, discover=False
+    )
     assert any(report.wrong), report.diagnosis.sentence
 
 

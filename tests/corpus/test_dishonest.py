@@ -22,7 +22,7 @@ SCENARIO = "decode/llama-3.1-8b/8q1s1k"
 def judged(kernel: str, checks: tuple[str, ...]) -> Any:
     """Judge a kernel's decode call in workers, on small cases."""
     return judge(
-        kernel, only=checks, functions=[DECODE], ranges=RANGES, isolated=True, drawn=0, probe=False, device="cpu"
+        kernel, only=checks, functions=[DECODE], ranges=RANGES, isolated=True, drawn=0, discover=False, device="cpu"
     )
 
 

@@ -27,7 +27,9 @@ RANGES = Ranges(
 
 def judged(implementation: Any, function: str) -> Report:
     checks = ["M3"] if function == Interface.RAGGED_CONTEXT.value else ["K3", "K10"]
-    return judge(implementation, only=checks, functions=[function], ranges=RANGES, device="cpu", drawn=0, probe=False)
+    return judge(
+        implementation, only=checks, functions=[function], ranges=RANGES, device="cpu", drawn=0, discover=False
+    )
 
 
 @pytest.mark.parametrize("function", [name for name in vars(b200) if name.startswith("trtllm_")])

@@ -38,7 +38,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
         implementation = SimpleNamespace(**{NAME: kernel})
         path = folder / f"{version}-{kernel.__name__}-{seed}-{len(cites)}.json"
         if not path.exists():
-            judge(implementation, ranges=RANGES, only=("K13",), drawn=0, probe=False, seed=seed).write(path)
+            judge(implementation, ranges=RANGES, only=("K13",), drawn=0, discover=False, seed=seed).write(path)
             report = json.loads(path.read_text())
             report["environment"]["packages"] |= {"flashinfer-python": version}
             for case in report["cases"]:

@@ -58,7 +58,7 @@ def judge(
     out: Path | str | None = None,
     fresh: bool = False,
     first_failure: bool = False,
-    probe: bool = True,
+    discover: bool = True,
     seed: int | None = None,
     for_seconds: float = 0.0,
 ) -> Report:
@@ -89,7 +89,7 @@ def judge(
         first_failure: no further case is begun after the first that is wrong or failed.
         seed: of what is drawn, instead of that of the ranges, 0 by default: another one gives other cases.
         for_seconds: random cases of K18 follow those of the level until the run has taken so long; a wrong one is made small.
-        probe: where a function declines most cases, find out which values of the axes it takes, and judge it on those too.
+        discover: where a function declines most cases, find out which values of the axes it takes, and judge it on those too.
 
     Returns:
         The report; also after Ctrl-C, which ends the run and keeps its verdicts.
@@ -112,13 +112,13 @@ def judge(
         offer = pool.ask(partial(offer_of, implementation if isinstance(implementation, str) else ""))
         offered = _offered(name, offer.interfaces, functions)
         about = environment()
-        asked = (name, depth, given, [check.key for check in chosen], offered, count, probe, str(where), refused)
+        asked = (name, depth, given, [check.key for check in chosen], offered, count, discover, str(where), refused)
         digest = digest_of_run(offer, asked, [about.get(part) for part in VERDICT_PARTS])
         earlier = {} if fresh else earlier_verdicts(path, digest)
         state = RunState(name, pool, time.monotonic() + most_seconds, first_failure, earlier, str(path or ""))
         empty = Report(name, depth, about, str(where), (), 0, given, refusals=_names_of(refused or ()), run=digest)
         told = partial(known, failures=known_failures, capability=capability_of(where))
-        whole = _Run(state, chosen, count, empty, path, told, probe, start + for_seconds)
+        whole = _Run(state, chosen, count, empty, path, told, discover, start + for_seconds)
         return whole.judged(offered, given, progress)
 
 
@@ -136,7 +136,7 @@ class _Run:
     empty: Report
     path: Path | None
     known: Callable[[CaseVerdict], CaseVerdict]
-    probes: bool
+    discovers: bool
     end: float
     runs: list[CheckRun] = field(default_factory=list)
     _next_write: float = -math.inf
@@ -157,7 +157,7 @@ class _Run:
         self.state.note = note
         try:
             self._turns(run.turns() for run in self._plan(interfaces, ranges))
-            for interface in interfaces if self.probes else ():
+            for interface in interfaces if self.discovers else ():
                 self._narrow(interface, ranges)
             last = {(run.check.key, run.interface): run for run in self.runs}
             self._turns(run.go_on(self.end) for run in last.values())

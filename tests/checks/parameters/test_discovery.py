@@ -41,7 +41,7 @@ def test_a_narrow_right_kernel_is_right_and_its_axes_are_named() -> None:
     assert interface is Interface.DECODE
     assert options_of(ranges) == "--dtypes bf16/bf16 --head-dims 128 --page-sizes 64"
     assert report.left_out == 0
-    assert judged(probe=False).narrowed == ()
+    assert judged(discover=False).narrowed == ()
 
 
 def refuse(**arguments: Any) -> None:

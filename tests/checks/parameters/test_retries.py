@@ -17,7 +17,7 @@ NAMES = ("trtllm_batch_decode_with_kv_cache",)
 
 
 def report_of(implementation: Any, **how: Any) -> Report:
-    settings = {"level": Level.FULL, "only": "K18", "ranges": SMALL, "device": "cpu", "drawn": 0, "probe": False}
+    settings = {"level": Level.FULL, "only": "K18", "ranges": SMALL, "device": "cpu", "drawn": 0, "discover": False}
     return judge(implementation, **settings | how)
 
 

@@ -23,7 +23,7 @@ MODEL = MODELS[Interface.DECODE](SMALL)
 
 
 def report_of(implementation: Any, **how: Any) -> Report:
-    settings = {"only": "K18", "ranges": SMALL, "functions": NAMES, "device": "cpu", "probe": False}
+    settings = {"only": "K18", "ranges": SMALL, "functions": NAMES, "device": "cpu", "discover": False}
     return judge(implementation, **settings | how)
 
 
