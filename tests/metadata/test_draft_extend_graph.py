@@ -14,6 +14,7 @@ from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.speculation.draft_extend_graph import (
     DraftExtendGraph,
     DraftExtendOutput,
+    DraftInputs,
     DraftOutputs,
     selected_rows,
     supports_draft_extend_graph,
@@ -257,6 +258,19 @@ def test_which_batches_a_graph_stands_for(batch: ForwardBatch, padded: bool, exa
     model = new_model("cpu")
     assert new_graph(model, "lab.references").can_run(batch) is padded
     assert new_graph(model, "lab.references", disable_padding=True).can_run(batch) is exact
+
+
+def test_inputs_take_as_many_rows_as_they_have_and_no_more() -> None:
+    inputs = DraftInputs(torch.zeros(4, dtype=torch.int64), torch.zeros(4, 3), torch.zeros(2, dtype=torch.int64))
+    inputs.load(torch.arange(1, 5), torch.ones(4, 3), torch.tensor([1, 3]))
+    inputs.load(torch.tensor([9]), torch.full((1, 3), 2.0))
+    assert inputs.input_ids.tolist() == [9, 2, 3, 4]
+    assert inputs.hidden_states[:, 0].tolist() == [2, 1, 1, 1]
+    assert inputs.select_index.tolist() == [1, 3]
+    with pytest.raises(ValueError, match=r"input_ids has shape \[5\], which does not fit the buffer's \[4\]"):
+        inputs.load(torch.zeros(5, dtype=torch.int64), torch.zeros(5, 3))
+    with pytest.raises(ValueError, match=r"select_index has shape \[3\]"):
+        inputs.load(torch.zeros(1, dtype=torch.int64), torch.zeros(1, 3), torch.zeros(3, dtype=torch.int64))
 
 
 @IN_INTERPRETER
