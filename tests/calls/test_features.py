@@ -93,3 +93,22 @@ def test_a_ragged_call_asks_for_its_rows_and_window(is_causal: bool, window_left
     features = RaggedContextCall(**given | offsets).problem().features()
     of_rule = {Feature.NON_CAUSAL} if not is_causal else {Feature.WINDOW} if window_left < 7 else set()
     assert features - {Feature.OUT, Feature.V_SCALE} == of_rule | {Feature.SEVERAL_ROWS, Feature.RAGGED_ROWS}
+
+
+@pytest.mark.parametrize("return_lse", [True, False])
+@pytest.mark.parametrize("given", [True, False])
+def test_results_are_the_given_tensors_or_new_ones_where_the_call_returns_them(given: bool, return_lse: bool) -> None:
+    tensors = {"out": torch.zeros(4, 4, 64, dtype=torch.bfloat16), "lse": torch.zeros(4, 4)} if given else {}
+    problem = posed(q_len=2, return_lse=return_lse, **tensors)
+    out, lse = problem.results()
+    assert (out.dtype, list(out.shape)) == (torch.bfloat16, [4, 4, 64])
+    if given:
+        assert out is problem.out
+        assert lse is problem.lse is tensors["lse"]
+    elif return_lse:
+        assert lse is not None
+        assert (lse.dtype, list(lse.shape)) == (torch.float32, [4, 4])
+    else:
+        assert lse is None
+    returned = problem.returned(out, lse)
+    assert returned == (out, lse) if return_lse else returned is out
