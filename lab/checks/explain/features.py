@@ -116,11 +116,13 @@ OF_TENSORS: tuple[Feature, ...] = (
 
 
 def _is_given(name: str) -> Condition:
-    return Condition(f"{name}_given", f"{name} is {{|not }}given", 0, lambda c: c.given(name) is not None)
+    return Condition(f"{name}_given", f"{name} is {{|not }}given", 0, lambda c: c.arguments.get(name) is not None)
 
 
 def _is_tensor(name: str) -> Condition:
-    return Condition(f"{name}_tensor", f"{name} is a {{tensor|number}}", 0, lambda c: isinstance(c.given(name), Tensor))
+    return Condition(
+        f"{name}_tensor", f"{name} is a {{tensor|number}}", 0, lambda c: isinstance(c.arguments.get(name), Tensor)
+    )
 
 
 def _is_negative(name: str) -> Condition:
@@ -129,7 +131,7 @@ def _is_negative(name: str) -> Condition:
 
 def _has_gaps(name: str, what: str, cost: float) -> Condition:
     def read(c: Call) -> bool:
-        given = c.given(name)
+        given = c.arguments.get(name)
         return given is not None and not given.is_contiguous()
 
     return Condition(f"{name}_gaps", f"{what} {{do not |}}lie next to each other", cost, read)
@@ -161,7 +163,7 @@ def _has_offsets(c: Call) -> bool:
 
 # Read from a `Call`.
 OF_CALL: tuple[Feature, ...] = (
-    Condition("mask", "{a|no} draft mask is given", 0, lambda c: c.given("mask") is not None),
+    Condition("mask", "{a|no} draft mask is given", 0, lambda c: c.arguments.get("mask") is not None),
     Condition(
         "mask_not_causal", "{a|no} draft mask is given that is not causal", 0.5, lambda c: not _is_causal(c.shown)
     ),
@@ -170,7 +172,10 @@ OF_CALL: tuple[Feature, ...] = (
     ),
     Number("mask_words", "the number of 16-bit words in a mask's row is {}", 1, lambda c: c.mask_words),
     Condition(
-        "sinks_list", "sinks are {|not }given in a list", 0, lambda c: isinstance(c.given("sinks"), list | tuple)
+        "sinks_list",
+        "sinks are {|not }given in a list",
+        0,
+        lambda c: isinstance(c.arguments.get("sinks"), list | tuple),
     ),
     Condition("some_inf_sink", "{a|no} sink is minus infinity", 0.3, lambda c: (c.logits == -math.inf).any()),
     Condition(
@@ -196,7 +201,10 @@ OF_CALL: tuple[Feature, ...] = (
     _is_given("lse"),
     Condition("return_lse", "the LSE is {|not }requested", 0.2),
     Condition(
-        "lse_base_e", "the LSE is {|not }requested in base e", 0, lambda c: c.given("return_lse_base") == "basee"
+        "lse_base_e",
+        "the LSE is {|not }requested in base e",
+        0,
+        lambda c: c.arguments.get("return_lse_base") == "basee",
     ),
     Choice("out_dtype", "the output's dtype", 0.9),
     Condition("other_out_dtype", "the output's dtype is {not |}the query's", 0, lambda c: c.out_dtype != c.dtype),

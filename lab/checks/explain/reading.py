@@ -1,6 +1,6 @@
 """The features of a case, of a call, and of each request in it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -49,7 +49,7 @@ def features_of_case(case: Any) -> CallFeatures:
         UnknownFeatureError: a field of the case has no row in the table.
     """
     subject = Case(case)
-    found = _kept((feature_named(name).name, value) for name, value in vars(subject.fields).items())
+    found = _kept([(feature_named(name).name, value) for name, value in vars(subject.fields).items()])
     found |= _read(OF_TENSORS, subject) | _read(OF_MODE, subject)
     found |= {f"{name}={value}": True for name, value in getattr(case, "non_default", {}).items()}
     return _with_lengths(found, subject.batch)
@@ -57,7 +57,8 @@ def features_of_case(case: Any) -> CallFeatures:
 
 def features_of_contents(case: AttentionCase) -> Features:
     """Return those features of an attention case that its call does not have: what its tensors hold."""
-    return _kept((name, getattr(Case(case).fields, name)) for name in OF_CONTENTS)
+    fields = Case(case).fields
+    return _kept([(name, getattr(fields, name)) for name in OF_CONTENTS])
 
 
 def features_of_call(interface: Interface, arguments: Mapping[str, Any], log: CallLog) -> CallFeatures:
@@ -92,13 +93,16 @@ def _with_lengths(found: dict[str, Value], batch: Batch | None) -> CallFeatures:
 def _read(features: Iterable[Feature], subject: Any) -> dict[str, Value]:
     """Return the values of the features that a subject has."""
     return _kept(
-        (each.name, getattr(subject, each.name, None) if each.read is None else each.read(subject)) for each in features
+        [
+            (each.name, getattr(subject, each.name, None) if each.read is None else each.read(subject))
+            for each in features
+        ]
     )
 
 
-def _kept(values: Iterable[tuple[str, Any]]) -> dict[str, Value]:
+def _kept(values: Sequence[tuple[str, Any]]) -> dict[str, Value]:
     """Return values as features have them, without those that a subject does not have."""
-    plain = ((name, _plain(value)) for name, value in values)
+    plain = [(name, _plain(value)) for name, value in values]
     return {name: value for name, value in plain if value is not None and value is not False}
 
 

@@ -31,40 +31,34 @@ class Batch:
 
     def requests(self) -> Iterator["Request"]:
         """Yield the requests."""
+        last = len(self.kv_lens) - 1
         for place, (kv_len, q_len) in enumerate(zip(self.kv_lens, self.q_lens, strict=True)):
-            yield Request(self, place, kv_len, q_len)
+            pages = -(-kv_len // self.page_size)
+            last_seen = kv_len - 1 - self.window_left if self.window_left >= 0 else 0
+            first_seen = last_seen - q_len + 1 if self.window_left >= 0 else 0
+            yield Request(self, place, kv_len, q_len, self.page_size, pages, place == last, first_seen, last_seen)
 
 
 @dataclass(frozen=True)
 class Request:
-    """One request of a batch; `request` is its place."""
+    """One request of a batch.
+
+    Attributes:
+        batch, request: the batch, and the request's place in it.
+        kv_len, q_len, page_size, pages, last_request: its lengths, and whether it is the batch's last.
+        first_seen: first key in the window of the first row; 0 or less: the window hides none from it.
+        last_seen: first key in the window of the last row.
+    """
 
     batch: Batch
     request: int
     kv_len: int
     q_len: int
-
-    @property
-    def page_size(self) -> int:
-        return self.batch.page_size
-
-    @property
-    def pages(self) -> int:
-        return -(-self.kv_len // self.page_size)
-
-    @property
-    def last_request(self) -> bool:
-        return self.request == len(self.batch.kv_lens) - 1
-
-    @property
-    def first_seen(self) -> int:
-        """Return the first key in the window of the first row; 0 or less: the window hides none from it."""
-        return self.last_seen - self.q_len + 1 if self.batch.window_left >= 0 else 0
-
-    @property
-    def last_seen(self) -> int:
-        """Return the first key in the window of the last row."""
-        return self.kv_len - 1 - self.batch.window_left if self.batch.window_left >= 0 else 0
+    page_size: int
+    pages: int
+    last_request: bool
+    first_seen: int
+    last_seen: int
 
 
 class Call:
@@ -111,10 +105,6 @@ class Call:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["problem"], name, None)
 
-    def given(self, name: str) -> Any:
-        """Return an argument as it was given, or None."""
-        return self.arguments.get(name)
-
     def asks(self, feature: Feature) -> bool:
         """Tell whether the problem has a feature that not every kernel has."""
         return feature in self.problem.features()
@@ -128,12 +118,12 @@ class Call:
 
     @property
     def host_lengths(self) -> torch.dtype | None:
-        return getattr(self.given("q_seq_lens_cpu"), "dtype", None)
+        return getattr(self.arguments.get("q_seq_lens_cpu"), "dtype", None)
 
     @property
     def used_scratch(self) -> bool:
         """Return True where the workspace's scratch does not begin with zeros."""
-        workspace = self.given("workspace_buffer")
+        workspace = self.arguments.get("workspace_buffer")
         if workspace is None:
             return False
         semaphores, scratch = semaphores_and_scratch(workspace.flatten())
