@@ -12,12 +12,16 @@ from net.recorded import FOLDER, read, write
 PARTS = ("references", "right", "wrong", "ptx", "tables", "quick")
 
 
-def state(part: str, only: str) -> Any:
+def state(part: str, only: str, is_compared: bool) -> Any:
     """Return the state of a part now: rows or lines by name, of the names that contain `only`."""
-    if part in ("ptx", "tables"):
-        from net import compiled, tables
+    if part == "ptx":
+        from net import compiled
 
-        return (compiled if part == "ptx" else tables).record(only)
+        return compiled.record(only, is_compared)
+    if part == "tables":
+        from net import tables
+
+        return tables.record(only)
     from net.plans import PLANS
     from net.verdicts import record
 
@@ -47,7 +51,7 @@ def main() -> int:
     failed = False
     for part in options.part or PARTS:
         start, path = time.monotonic(), FOLDER / f"{part}.json.gz"
-        after = state(part, options.only)
+        after = state(part, options.only, options.task == "compare")
         if options.task == "record":
             write(path, (read(path) if options.only and path.exists() else {}) | after)
             print(f"{part}: recorded, {len(after)} subjects, {path.stat().st_size:,} bytes", flush=True)

@@ -1,6 +1,6 @@
 """The PTX of every kernel that the host code chooses for every GPU (`tests.kernels.compiled_choices`), without names.
 
-Half an hour on a quiet core; `--only SM90` compiles for one target, `--only "SM90 decode"` some of its calls.
+Ten minutes on a quiet core. `--only "SM90 decode"` compiles some of the calls.
 """
 
 import hashlib
@@ -8,26 +8,35 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from unittest import mock
 
-from net.recorded import read
+from net.recorded import FOLDER, read
 
 ROOT = Path(__file__).parents[1]
 
 
-def record(only: str = "") -> dict[str, list[str]]:
-    """Return the digests of the PTX of each target and call, compiled by a process that has no interpreter."""
+def record(only: str, is_compared: bool) -> dict[str, list[str]]:
+    """Return the digests of the PTX of each target and call, compiled by a process that has no interpreter.
+
+    Args:
+        is_compared: only of what is recorded: a call of each kernel and the decode and prefill calls of SM90.
+    """
     out = ROOT / ".benchmarks" / "net-ptx.json"
     out.parent.mkdir(exist_ok=True)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-m", "net.compiled", str(out), only], check=True, cwd=ROOT, env=environment)
+    subprocess.run(
+        [sys.executable, "-m", "net.compiled", str(out), only, *(["compare"] if is_compared else [])],
+        check=True,
+        cwd=ROOT,
+        env=environment,
+    )
     return read(out)
 
 
-def digests(only: str) -> Iterator[tuple[str, list[str]]]:
+def digests(only: str, among: Container[str]) -> Iterator[tuple[str, list[str]]]:
     """Compile, and yield (target and call, a digest and what the kernel takes for each launch)."""
     import importlib
     import pkgutil
@@ -52,12 +61,19 @@ def digests(only: str) -> Iterator[tuple[str, list[str]]]:
     with mock.patch.object(gpu_target, "_described", described):
         for target, capability in TARGETS.items():
             for description, call in every_choice(capability).items():
-                if only in (name := f"{target} {description}"):
+                if only in (name := f"{target} {description}") and name in among:
                     found.clear()
                     with gpu_target.gpu_target(capability):
                         call()
                     print(name, file=sys.stderr, flush=True)
                     yield name, list(found)
+
+
+class Anything:
+    """Contains every name."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
 
 
 def digest(ptx: str) -> str:
@@ -71,4 +87,5 @@ def digest(ptx: str) -> str:
 if __name__ == "__main__":
     import json
 
-    Path(sys.argv[1]).write_text(json.dumps(dict(digests(sys.argv[2]))))
+    recorded = read(FOLDER / "ptx.json.gz") if sys.argv[3:] else Anything()
+    Path(sys.argv[1]).write_text(json.dumps(dict(digests(sys.argv[2], recorded))))
