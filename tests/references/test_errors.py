@@ -32,6 +32,18 @@ def test_relative_l2_by_hand() -> None:
     assert relative_l2(out, expected).tolist() == [[pytest.approx(0.2), 0.0], [1.0, math.inf]]
 
 
+@pytest.mark.parametrize("power", [-20, -3, 6])
+def test_an_e4m3_control_scales_each_row_to_its_whole_range(power: int) -> None:
+    inputs = problem()
+    inputs["query"][1] = 0
+    scaled = inputs | {"query": inputs["query"] * 2.0**power, "bmm1_scale": inputs["bmm1_scale"] * 2.0**-power}
+    controls = [
+        eager_attention(**each, arithmetic=torch.float8_e4m3fn, out_dtype=torch.float32) for each in (inputs, scaled)
+    ]
+    assert bool(controls[0].isfinite().all())
+    assert torch.equal(*controls)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_relative_l2_of_what_is_not_finite(bad: float) -> None:
     values, broken = torch.ones(1, 1, 4), torch.tensor([[[1.0, bad, 1.0, 1.0]]])
