@@ -164,10 +164,8 @@ class CaseRun:
         What it refuses is called again in each equivalent form (`lab.checks.run.equivalent_calls`).
 
         Args:
-            inputs: what the call is made of.
             what: the name of the call, where something of it is noted.
             on_refusal, on_failure: what follows where every form is refused, or where the call fails.
-            changes: arguments by name.
 
         Returns:
             The rows of all requests; None where a refusal or a failure was noted.
@@ -259,12 +257,9 @@ class CaseRun:
         return call
 
     def engine(self, form: CallForm = CallForm.PREPARED) -> SimpleNamespace:
-        """Return the attention functions as an engine finds them; calls of one that is missing are unsupported.
+        """Return the attention functions as an engine finds them, in a form where they have it.
 
         An engine has one workspace for all its calls, and leaves out arguments that have their default.
-
-        Args:
-            form: of the calls of functions that have it; the others are whole.
         """
         workspace = new_workspace(self.device, of_engine=True)
         found: dict[str, Callable[..., Any]] = {}
@@ -395,11 +390,7 @@ def _without_defaults(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_result(returned: Any, interface: Interface) -> Result:
-    """Return the rows of all requests, whatever shape the function returns them in.
-
-    Raises:
-        KernelError: it returned no tensor.
-    """
+    """Return the rows of all requests, whatever shape the function returns them in; raise KernelError without a tensor."""
     out, lse = output_and_lse(interface.value, returned)
     if interface is Interface.MLA_DECODE:
         out = out.flatten(0, 1) if out.dim() == 4 else out
