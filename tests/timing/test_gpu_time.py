@@ -35,7 +35,9 @@ def test_median_and_spread_of_samples() -> None:
     time = GpuTime((3.0, 1.0, 2.0, 5.0, 4.0), WARM, launches=1)
     assert time.median_us == 3.0
     assert time.iqr_us == 2.0
-    assert GpuTime((3.0,), WARM, launches=1).iqr_us == 0.0
+    one = GpuTime((3.0,), WARM, launches=1)
+    assert one.iqr_us == 0.0
+    assert (one.calls_per_sample, one.buffer_copies) == (1, 1)
 
 
 @pytest.mark.parametrize("samples", [(), (1.0, 0.0), (1.0, -1.0), (float("nan"), 1.0), (float("inf"),)])

@@ -1,10 +1,16 @@
 """The arithmetic of floors and shares, on numbers done by hand."""
 
+import re
+import sys
+
 import pytest
+import torch
 
 from lab.gpus import Datasheet
-from lab.timing import Ceilings, roofline
-from lab.timing.roofline import least_us
+from lab.timing import Ceilings, GpuTime, roofline
+from lab.timing.roofline import least_us, measure_ceilings, why_impossible
+
+rooflines = sys.modules["lab.timing.roofline"]  # `lab.timing.roofline` is the function
 
 CEILINGS = Ceilings(bandwidth_gbps=4000, matrix_rate_tflops=800)
 
@@ -38,3 +44,33 @@ def test_an_unknown_gpu_has_no_datasheet_figures() -> None:
 def test_least_times_are_by_both_rates_and_an_unknown_rate_bounds_nothing() -> None:
     assert least_us(8_000_000, 9_000_000_000, Datasheet(8000, 2250, "")) == (1.0, 4.0)
     assert least_us(8_000_000, 9_000_000_000, Datasheet(8000, None, "")) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "matrix_rate", "is_cold", "kv_dtype", "reason"),
+    [
+        (110.0, 0.0, True, "", ""),
+        (111.0, 0.0, True, "", "its bytes at 111 % of the bandwidth .* only reads reaches 110 % at most"),
+        (399.0, 0.0, False, "", ""),
+        (401.0, 0.0, False, "", "at 401 % .* a warm L2 reaches 400 % at most"),
+        (0.0, 130.0, True, "", ""),
+        (0.0, 131.0, True, "bfloat16", "at 131 % of the matrix rate .* reach 130 % at most"),
+        (0.0, 259.0, True, "float8_e4m3fn", ""),
+        (0.0, 261.0, True, "float8_e4m3fn", "reach 260 % at most"),
+        (0.0, 521.0, True, "uint8", "reach 520 % at most"),
+    ],
+)
+def test_a_time_that_the_gpu_cannot_reach_has_a_reason(
+    bandwidth: float, matrix_rate: float, is_cold: bool, kv_dtype: str, reason: str
+) -> None:
+    found = why_impossible(bandwidth, matrix_rate, is_cold=is_cold, kv_dtype=kv_dtype)
+    assert re.search(reason, found) if reason else found == ""
+
+
+def test_ceilings_are_bytes_and_operations_over_the_measured_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2**32 bytes in a millisecond, and a product of 8192 x 8192 matrices, 2 * 8192**3 operations, in another."""
+    monkeypatch.setattr(rooflines, "measure", lambda work, method: GpuTime((1000.0,), method, launches=1))
+    monkeypatch.setattr(rooflines, "negation", lambda size_bytes, device: size_bytes)
+    monkeypatch.setattr(rooflines.torch, "randn", lambda *shape, **options: torch.empty(1))
+    monkeypatch.setattr(rooflines.torch.cuda, "get_device_name", lambda device: "a GPU of tomorrow")
+    assert measure_ceilings(torch.device("cpu")) == Ceilings(pytest.approx(4294.967296), pytest.approx(1099.511627776))

@@ -152,6 +152,12 @@ def test_from_five_runs_a_run_is_a_sample() -> None:
     assert by_run.speed is Speed.UNSURE
 
 
+def test_six_runs_are_six_samples() -> None:
+    before, after = [run_us(seed) for seed in range(6)], [run_us(seed) for seed in range(6, 12)]
+    medians = [[float(np.median(run)) for run in side] for side in (before, after)]
+    assert compare_runs(before, after) == compare_samples(*medians)
+
+
 def test_five_runs_of_ten_percent_more_are_seen() -> None:
     before = [run_us(seed) for seed in range(5)]
     after = [run_us(seed, shift_percent=10) for seed in range(5, 10)]
@@ -169,6 +175,21 @@ def test_times_of_samples_have_their_quartiles() -> None:
     samples_us = (1.0, 2.0, 3.0, 4.0, 100.0)
     assert Times.of(samples_us) == Times(3.0, 2.0, samples_us)
     assert Times.of([7.0]) == Times(7.0, 0.0, (7.0,))
+    assert Times(100.0, 6.0).quartiles_us == (97.0, 103.0)
+    assert Times(100.0).quartiles_us is None
+
+
+def test_the_confidence_is_what_the_error_leaves() -> None:
+    assert Rule(significance=0.05).confidence_percent == pytest.approx(95)
+
+
+def test_the_interval_is_that_of_its_level() -> None:
+    """The 0.5 and 99.5 % quantiles of the bootstrap, by hand."""
+    before, after = np.array(samples_us(100, 2, seed=1)), np.array(samples_us(104, 2, seed=2))
+    random = np.random.default_rng(0)
+    medians = [np.median(random.choice(side, size=(5000, side.size)), axis=1) for side in (after, before)]
+    expected = 100 * np.quantile(medians[0] / medians[1], [0.005, 0.995]) - 100
+    assert compare_samples(before, after).interval_percent == pytest.approx(tuple(expected))
 
 
 def test_a_row_that_kept_its_samples_is_judged_by_them() -> None:
