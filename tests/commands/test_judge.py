@@ -273,7 +273,7 @@ def test_a_case_that_is_right_by_itself_was_wrong_by_what_ran_before(
     ("options", "sentence"),
     [
         ("--head-dims 127", "an NVFP4 cache stores blocks of 16, which 127 has no whole number of"),
-        ("--page-sizes 48", "page_sizes=(48,): 48 is not a power of two"),
+        ("--page-sizes 48", "'--page-sizes': 48 is not a power of two"),
         ("--refusals my.kernel.Nothing", "'my.kernel.Nothing' is no exception"),
         (
             "--out README.md",

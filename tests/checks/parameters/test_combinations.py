@@ -81,7 +81,7 @@ def test_a_text_is_read_as_the_declared_value_and_written_again() -> None:
     case = Configuration(Interface.DECODE, {"lse": "strided", "dtypes": "fp16/e4m3", "lengths": 700})
     assert case["lse"] is Lse.STRIDED
     assert (case["dtypes"].query, case["dtypes"].cache) == (torch.float16, E4M3)
-    assert repr(case) == "Configuration(Interface.DECODE, {'lse': 'strided', 'dtypes': 'fp16/e4m3', 'lengths': 700})"
+    assert repr(case) == "Configuration(Interface.DECODE, {'dtypes': 'fp16/e4m3', 'lengths': 700, 'lse': 'strided'})"
     # Outside the default ranges, which the user's may be.
     dims = Configuration(Interface.MLA_DECODE, {"head_dims": "9/8"})["head_dims"]
     assert (dims.head_dim, dims.v_head_dim) == (9, 8)

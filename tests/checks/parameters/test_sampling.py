@@ -15,6 +15,7 @@ from lab.checks.parameters.covering import Constraint, Model
 from lab.checks.parameters.models import MODELS
 from lab.checks.parameters.sampling import Sample, samples, shrunk
 from lab.checks.properties.k18_combinations import CHECK as COMBINATIONS
+from lab.reports.judgement import notes
 from tests.checks.parameters.test_retries import NAMES
 from tests.checks.small import SMALL, twice_as_large_if
 from tests.checks.test_report import verdict_of
@@ -112,7 +113,7 @@ def test_what_is_right_stays_right_until_the_time_is_over() -> None:
     assert 2 * level_s <= time.monotonic() - start < 10 * level_s + 20
     assert report.is_right
     assert report.num_random > 0
-    assert f"{report.num_random:,} random cases of K18 were judged after those of the level" in list(report.notes())
+    assert f"{report.num_random:,} random cases of K18 were judged after those of the level" in list(notes(report))
 
 
 def test_an_interrupt_keeps_the_verdicts() -> None:
