@@ -1,5 +1,6 @@
 """Work made ready to be sampled: prepared, called once and checked, and captured in a CUDA graph on buffers enough."""
 
+import copy
 import functools
 import itertools
 import math
@@ -213,9 +214,12 @@ def _long_enough(
 
 
 def _most_buffers(buffers: Sequence[GpuWork]) -> int:
-    """Return how many sets of buffers there may be, in a share of the memory that is free, those that there are included."""
+    """Return how many sets of buffers there may be, in a share of the memory that is free, those that there are included.
+
+    The memory of a set is that of a copy of all its tensors: the next set may be there already, of another work over the pass.
+    """
     before = torch.cuda.memory_allocated()
-    another = buffers[0].copy(len(buffers))
+    another = copy.deepcopy(dict(buffers[0].arguments))
     each = max(torch.cuda.memory_allocated() - before, 1)
     del another
     unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
