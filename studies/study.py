@@ -135,7 +135,7 @@ class TimedStudy(Study):
 
     @cached_property
     def plan(self) -> TimingPlan:
-        """How GPU times are taken, with what the GPU reaches now."""
+        """Return how GPU times are taken, with what the GPU reaches now."""
         return timing_plan(self.clock, self.l2, self.samples)
 
     def passes(self, points: Collection[Point], facts_of: FactsOf) -> Part:

@@ -18,7 +18,7 @@ from lab.checks.explain.reading import (
     of_any_request,
 )
 from lab.checks.explain.subjects import CallLog
-from lab.checks.oracle import Comparison, compare_bits, compare_lse, compare_output
+from lab.checks.oracle import OutputComparison, compare_bits, compare_lse, compare_output
 from lab.checks.run.equivalent_calls import EquivalentCalls
 from lab.checks.run.support_protocol import KernelError, Refusals, Unsupported, invoke, is_capturing, output_and_lse
 from lab.checks.run.verdicts import IT_FAILED, CheckedResult, SavedOutput
@@ -345,7 +345,7 @@ class CaseRun:
             self.judged += 1
             self._compared(what, "bits", compare_bits(result.out, other.out), result.call)
 
-    def _compared(self, what: str, kind: str, found: Comparison, call: CallFeatures | None) -> None:
+    def _compared(self, what: str, kind: str, found: OutputComparison, call: CallFeatures | None) -> None:
         if found.failure:
             self.wrongs.append(f"{what}: {found.failure}")
         self.worst_ratio = max(self.worst_ratio, found.worst_ratio)

@@ -14,7 +14,7 @@ SHOWN_ROWS = 8
 
 
 @dataclass(frozen=True)
-class Comparison:
+class OutputComparison:
     """What a comparison found.
 
     Attributes:
@@ -30,7 +30,7 @@ class Comparison:
     example: WrongVector | None = None
 
 
-def compare_output(out: Tensor, truth: Truth, least_bound: float = 0.0) -> Comparison:
+def compare_output(out: Tensor, truth: Truth, least_bound: float = 0.0) -> OutputComparison:
     """Compare each output vector, and the slopes of outputs on the expected ones, with the truth.
 
     Args:
@@ -39,40 +39,40 @@ def compare_output(out: Tensor, truth: Truth, least_bound: float = 0.0) -> Compa
         least_bound: relative error that is allowed whatever the control makes.
     """
     if out.shape != truth.expected.shape:
-        return Comparison(_other_shape(out, truth.expected))
+        return OutputComparison(_other_shape(out, truth.expected))
     found = truth.compare(out, least_bound)
     if found.passed:
-        return Comparison("", found.worst_ratio, found.faulty.any(dim=1))
+        return OutputComparison("", found.worst_ratio, found.faulty.any(dim=1))
     ((row, head),) = found.worst(1)
     example = _vector(truth, row, head, truth.expected, out)
-    return Comparison(truth.wrong_output(found, out), found.worst_ratio, found.faulty.any(dim=1), example)
+    return OutputComparison(truth.wrong_output(found, out), found.worst_ratio, found.faulty.any(dim=1), example)
 
 
-def compare_lse(lse: Tensor, truth: Truth) -> Comparison:
+def compare_lse(lse: Tensor, truth: Truth) -> OutputComparison:
     """Compare an LSE with log2 of the softmax's denominator, the sink included; -inf where a row sees nothing."""
     failure = truth.wrong_lse(lse)
     if lse.shape != truth.lse_log2.shape:
-        return Comparison(failure)
+        return OutputComparison(failure)
     ratio = truth.lse_ratio(lse)
     is_wrong = ratio > 1
     example = None
     if failure:
         row, head = divmod(int(is_wrong.flatten().to(torch.int8).argmax()), lse.shape[1])
         example = _vector(truth, row, head, truth.lse_log2.unsqueeze(-1), lse.unsqueeze(-1))
-    return Comparison(failure, max(0.0, *ratio.flatten().tolist(), 0.0), is_wrong.any(dim=1), example)
+    return OutputComparison(failure, max(0.0, *ratio.flatten().tolist(), 0.0), is_wrong.any(dim=1), example)
 
 
-def compare_bits(out: Tensor, other: Tensor) -> Comparison:
+def compare_bits(out: Tensor, other: Tensor) -> OutputComparison:
     """Compare two outputs bit for bit."""
     if out.shape != other.shape:
-        return Comparison(_other_shape(out, other))
+        return OutputComparison(_other_shape(out, other))
     left, right = as_integers(out), as_integers(other)
     differ = (left != right).flatten(1).any(dim=1)
     if torch.equal(left, right):
-        return Comparison("", wrong_rows=differ)
+        return OutputComparison("", wrong_rows=differ)
     rows = differ.nonzero().flatten().tolist()
     more = "…" if len(rows) > SHOWN_ROWS else ""
-    return Comparison(f"the bits of rows {rows[:SHOWN_ROWS]}{more} differ", wrong_rows=differ)
+    return OutputComparison(f"the bits of rows {rows[:SHOWN_ROWS]}{more} differ", wrong_rows=differ)
 
 
 def _other_shape(out: Tensor, expected: Tensor) -> str:

@@ -222,7 +222,7 @@ def measure_staged(
     return {name: results[name] for name in works}
 
 
-class Contents:
+class BufferContents:
     """The contents of buffers that works share, all from one seed that nothing knew before.
 
     Args:
@@ -265,13 +265,13 @@ class Contents:
         return random.Random(f"{self._seed} {turn}")
 
 
-def _contents_of(works: Mapping[str, Staged], seed: int) -> dict[str, Contents]:
+def _contents_of(works: Mapping[str, Staged], seed: int) -> dict[str, BufferContents]:
     """Return the contents of each work's buffers: those of works with one redraw are the same."""
     most: dict[int, Staged] = {}
     for each in works.values():
         key = id(each.redraw or each)
         most[key] = max(most.get(key, each), each, key=lambda staged: len(staged.buffers))
-    shared = {key: Contents(each.buffers, seed) for key, each in most.items()}
+    shared = {key: BufferContents(each.buffers, seed) for key, each in most.items()}
     return {name: shared[id(each.redraw or each)] for name, each in works.items()}
 
 
@@ -286,7 +286,7 @@ class Kept:
     results: Any
 
 
-def _ready(staged: Staged, contents: Contents, turn: int) -> None:
+def _ready(staged: Staged, contents: BufferContents, turn: int) -> None:
     """Do what goes before a sample.
 
     The run that is not timed leaves code and L2 as runs do that follow each other. After it, everything that it worked out is
@@ -302,7 +302,7 @@ def _ready(staged: Staged, contents: Contents, turn: int) -> None:
         staged.flush()
 
 
-def _keep(name: str, staged: Staged, contents: Contents, turn: int, *, is_last: bool) -> Iterator[Kept]:
+def _keep(name: str, staged: Staged, contents: BufferContents, turn: int, *, is_last: bool) -> Iterator[Kept]:
     """Yield what is to be judged of a sample, and wipe all outputs, so that no other work finds them."""
     one = contents.chosen(turn, staged.buffers)
     for number, work in enumerate(staged.buffers):

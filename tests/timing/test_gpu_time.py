@@ -12,7 +12,7 @@ import pytest
 from lab.timing import L2, Clock, DeviceClock, GpuTime, Method
 from lab.timing.cupti import Activity
 from lab.timing.device_state import DeviceState
-from lab.timing.gpu_time import Contents, _from_records, _from_samples, _shuffled_rounds
+from lab.timing.gpu_time import BufferContents, _from_records, _from_samples, _shuffled_rounds
 from lab.timing.sampling import RefusedTimeError, Sample, check_clocks, refuse_strangers
 from lab.timing.staging import MOST_COPIES, Staged, buffer_copies
 from lab.timing.work import GpuWork
@@ -133,7 +133,7 @@ class Noted:
 def test_every_query_is_new_in_each_turn_and_all_keys_before_long() -> None:
     redraw = Noted()
     buffers = [GpuWork(dict, {"number": number}, 2**26, redraw=redraw) for number in range(10)]
-    contents = Contents(buffers, seed=7)
+    contents = BufferContents(buffers, seed=7)
     for turn in range(60):
         contents.renew_tokens(turn)
         contents.renew_tokens(turn)  # another work's, over the same buffers
@@ -155,7 +155,7 @@ def test_every_query_is_new_in_each_turn_and_all_keys_before_long() -> None:
 
 def test_contents_of_another_seed_are_others() -> None:
     buffers = [GpuWork(dict, {"number": 0}, 1, redraw=Noted())]
-    one, same, other = (Contents(buffers, seed).seeds(3, 0) for seed in (1, 1, 2))
+    one, same, other = (BufferContents(buffers, seed).seeds(3, 0) for seed in (1, 1, 2))
     assert one == same
     assert not set(one) & set(other)
 

@@ -25,7 +25,7 @@ MOST_WORTH_OF_LATER = 4  # of what the first rule leaves
 EVERYWHERE = 0.9  # of the results: where as many are wrong, exceptions are no rule
 MOSTLY = 0.8  # of the results: where as many are wrong, a rule must leave out a tenth of them
 PURE = 0.9  # share of wrong results in a region that is called so
-PURE_ALONE = 0.75  # the same of one condition that takes the place of several rules
+PURE_ALONE = 0.75  # as PURE, where one condition takes the place of several rules
 # Where nearly all is wrong, the right results without a condition must be as unlikely by chance as 10 to the minus this.
 SURE_DIGITS = 6.0
 FEATURE_BITS = 6.0
@@ -192,7 +192,7 @@ def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> Chosen:
     table = holds.astype(np.float32)
 
     def saved(inside_bad: Bits, inside_good: Bits, cost: Bits) -> Bits:
-        """Return the saved bits of rules with so many wrong and right units inside; -inf where a rule holds right ones."""
+        """Return the bits that rules save, by the wrong and the right units inside; -inf where a rule holds right ones."""
         inside = _bits(inside_bad, inside_good) + _bits(all_bad - inside_bad, all_good - inside_good)
         worse = inside_bad * (all_good - inside_good) <= inside_good * (all_bad - inside_bad)
         return np.where(worse, -np.inf, whole - inside - cost)
@@ -219,7 +219,7 @@ def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> Chosen:
 
 
 def _bits(bad: Any, good: Any) -> Any:
-    """Return the bits that say which of so many wrong and right units are wrong, one after the other."""
+    """Return the bits that name the wrong units one by one, by the numbers of wrong and of right units."""
     total = np.maximum(bad + good, 1e-9)
     return sum(side * np.log2(total / np.maximum(side, 1e-9)) for side in (bad, good))
 

@@ -55,7 +55,7 @@ class Feature(ABC):
 
     @abstractmethod
     def tests(self, values: Sequence[Value | None]) -> Iterator[Test]:
-        """Yield the tests that can tell values apart, of which None stands for a subject without one: it meets no test."""
+        """Yield the tests that can tell values apart. None stands for a subject without a value: it meets no test."""
 
 
 class Condition(Feature):

@@ -66,7 +66,7 @@ class Coverage:
 
 
 def coverages(verdicts: Sequence[CaseVerdict], ranges: Ranges) -> tuple[Coverage, ...]:
-    """Return the coverage of each function of which verdicts have combinations, within the model of ranges."""
+    """Return the coverage of each function whose verdicts have configurations, within the model of ranges."""
     of_function: dict[Interface, list[CaseVerdict]] = {}
     for verdict in verdicts:
         if isinstance(verdict.case, Configuration):

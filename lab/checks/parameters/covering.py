@@ -71,7 +71,7 @@ class Model:
         triples: Iterable[tuple[str, str, str]],
         vacuous: frozenset[tuple[str, Any]] = frozenset(),
     ) -> "Model":
-        """Return the model of axes of which a value may be named twice, with the rules and triples of axes that it has."""
+        """Return the model of axes that may name a value twice, with the rules and triples of axes that it has."""
         return cls(
             {name: tuple(dict.fromkeys(values)) for name, values in axes.items()},
             tuple(rule for rule in rules if set(rule.axes) <= set(axes)),

@@ -118,8 +118,9 @@ def judge(
         state = RunState(name, pool, time.monotonic() + most_seconds, first_failure, earlier, str(path or ""))
         empty = Report(name, depth, about, str(where), (), 0, given, refusals=_names_of(refused or ()), run=digest)
         told = partial(known, failures=known_failures, capability=capability_of(where))
-        whole = _Run(state, chosen, count, empty, path, told, discover, start + for_seconds)
-        return whole.judged(offered, given, progress)
+        return _Run(state, chosen, count, empty, path, told, discover, start + for_seconds).judged(
+            offered, given, progress
+        )
 
 
 def _seeded(ranges: Ranges, seed: int | None) -> Ranges:

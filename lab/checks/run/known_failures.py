@@ -37,7 +37,7 @@ from lab.provenance import version_of
 from lab.workloads.interfaces import ATTENTION
 
 
-class Kernel(NamedTuple):
+class FailingKernel(NamedTuple):
     """What fails.
 
     Attributes:
@@ -70,7 +70,7 @@ class KnownFailure:
         finding: the page and heading that describes it, "path#heading", with its reproduction.
     """
 
-    kernel: Kernel
+    kernel: FailingKernel
     checks: tuple[str, ...]
     wrong: str
     where: tuple[Condition, ...]
@@ -116,9 +116,9 @@ def known(
     )
 
 
-def _on_hopper(package: str, release: str, *peers: str) -> Kernel:
+def _on_hopper(package: str, release: str, *peers: str) -> FailingKernel:
     """Return another package's kernels, as `lab.kernels.peers` has them, in a release on SM90."""
-    return Kernel(tuple(f"lab.kernels.peers.{peer}" for peer in peers), (9, 0), package, (release,))
+    return FailingKernel(tuple(f"lab.kernels.peers.{peer}" for peer in peers), (9, 0), package, (release,))
 
 
 FINDINGS = "results/nvidia-h200/findings.md"
@@ -126,9 +126,9 @@ DRY_RUN = "results/blackwell-dry-run/README.md"
 NO_KEY = f"{DRY_RUN}#rows-that-see-no-key-keep-what-was-in-the-output"
 PEERS = "results/nvidia-h200/peers.md"
 BEFORE_WINDOW = f"{PEERS}#5-flashinfers-fa3-and-flashattention-4-multiply-keys-before-the-window-by-zero"
-TRTLLM = Kernel(("lab.kernels.trtllm",), (9, 0))
+TRTLLM = FailingKernel(("lab.kernels.trtllm",), (9, 0))
 # As judged; 0.6.16 repaired both failures.
-TRTLLM_BEFORE_0616 = Kernel(*TRTLLM[:2], "flashinfer-python", ("0.6.0", "0.6.6", "0.6.12", "0.6.14"))
+TRTLLM_BEFORE_0616 = FailingKernel(*TRTLLM[:2], "flashinfer-python", ("0.6.0", "0.6.6", "0.6.12", "0.6.14"))
 VLLM = _on_hopper("vllm", "0.33.0", "vllm_triton")
 SGLANG = _on_hopper("sglang", "0.5.23", "sglang_triton")
 FLEX = _on_hopper("torch", "2.11.0", "flex_attention")
@@ -136,7 +136,7 @@ FA4 = _on_hopper("flash-attn-4", "4.0.0b36", "flash_attention_4")
 FA2 = _on_hopper("flashinfer-python", "0.7.2.post1", "flashinfer_paged:fa2")
 # FA3 is what the module without a name of a backend runs on this GPU.
 FA3 = _on_hopper("flashinfer-python", "0.7.2.post1", "flashinfer_paged:fa3", "flashinfer_paged")
-B200 = Kernel(("lab.dry_run.b200",), None)
+B200 = FailingKernel(("lab.dry_run.b200",), None)
 
 WRONG_VECTORS = "vectors are wrong|are not finite"
 

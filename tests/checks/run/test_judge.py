@@ -17,7 +17,7 @@ from lab.calls.problem import E4M3
 from lab.checks import AttentionCase, CaseVerdict, Contents, Interface, Level, Outcome, judge, judge_case
 from lab.checks.properties import checks
 from lab.checks.report import Report
-from lab.checks.run.known_failures import Kernel, KnownFailure
+from lab.checks.run.known_failures import FailingKernel, KnownFailure
 from lab.checks.run.progress import Progress
 from lab.loading import LoadError
 from lab.reports.judgement import reproduction
@@ -269,7 +269,7 @@ def test_checks_take_turns_and_are_reported_one_after_another() -> None:
 
 
 def test_only_a_known_failure_lets_a_wrong_case_pass() -> None:
-    entry = KnownFailure(Kernel(("SimpleNamespace",), None), ("K1",), "vectors are wrong", (), "page#heading")
+    entry = KnownFailure(FailingKernel(("SimpleNamespace",), None), ("K1",), "vectors are wrong", (), "page#heading")
     wrong = twice_as_large_if(lambda **_: True)
     assert not judged(wrong).is_right
     report = judged(wrong, known_failures=(entry,))

@@ -23,7 +23,7 @@ from lab.checks.run.known_failure_conditions import (
     window_over_several_rows,
     wrong_requests,
 )
-from lab.checks.run.known_failures import KNOWN_FAILURES, Kernel, KnownFailure, known
+from lab.checks.run.known_failures import KNOWN_FAILURES, FailingKernel, KnownFailure, known
 from lab.checks.run.verdicts import Judged
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.provenance import PACKAGES
@@ -33,7 +33,7 @@ from tests.checks.small import decoding
 
 ROOT = Path(__file__).parents[3]
 CASE = AttentionCase(Interface.DECODE, (1, 0, 20), (2, 2, 2))
-KERNEL = Kernel(("some.kernel", "its.other.name"), (9, 0))
+KERNEL = FailingKernel(("some.kernel", "its.other.name"), (9, 0))
 ENTRY = KnownFailure(KERNEL, ("K2", "K4"), "NaN", (lambda case, wrong: case.group == 4,), "page.md#heading")
 VERDICT = CaseVerdict("some.kernel", "K4", Interface.DECODE, CASE, "cuda:0", Judged(Outcome.WRONG, ("NaN in row 3",)))
 
@@ -226,7 +226,7 @@ def test_a_tile_of_rows_begins_before_the_first_key() -> None:
 @pytest.mark.parametrize(
     "kernel", [entry.kernel for entry in KNOWN_FAILURES if entry.kernel.package], ids=lambda kernel: kernel.package
 )
-def test_an_entry_of_a_package_names_what_reports_name(kernel: Kernel) -> None:
+def test_an_entry_of_a_package_names_what_reports_name(kernel: FailingKernel) -> None:
     assert kernel.package in PACKAGES
     assert kernel.releases
 
