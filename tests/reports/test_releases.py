@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lab.checks import judge
-from lab.checks.run.known_failures import Kernel, KnownFailure
+from lab.checks.run.known_failures import FailingKernel, KnownFailure
 from lab.reports.comparison import NotComparableError
 from lab.reports.releases import releases_report
 from tests.checks.small import SMALL
@@ -102,7 +102,7 @@ def test_the_known_failures_as_they_are_now_tell_what_a_recorded_case_shows(
 ) -> None:
     paths = [recorded("0.1", window_off_by_one), recorded("0.2", right)]
     name, capability = (json.loads(paths[0].read_text()).get(key) for key in ("implementation", "capability"))
-    kernel = Kernel((name,), capability, "flashinfer-python", ("0.1",))
+    kernel = FailingKernel((name,), capability, "flashinfer-python", ("0.1",))
     entry = KnownFailure(kernel, ("K13",), "vectors are wrong", (), ANCHOR)
     monkeypatch.setattr("lab.reports.releases.KNOWN_FAILURES", (entry,))
     (row,) = releases_report(paths).record["findings"]
