@@ -103,8 +103,8 @@ def test_the_known_failures_as_they_are_now_tell_what_a_recorded_case_shows(
     paths = [recorded("0.1", window_off_by_one), recorded("0.2", right)]
     name, capability = (json.loads(paths[0].read_text()).get(key) for key in ("implementation", "capability"))
     kernel = FailingKernel((name,), capability, "flashinfer-python", ("0.1",))
-    entry = KnownFailure(kernel, ("K13",), "vectors are wrong", (), ANCHOR)
-    monkeypatch.setattr("lab.reports.releases.KNOWN_FAILURES", (entry,))
+    entry = KnownFailure(kernel, ("K13",), "vectors are wrong")
+    monkeypatch.setattr("lab.reports.releases.KNOWN_FAILURES", {ANCHOR: (entry,)})
     (row,) = releases_report(paths).record["findings"]
     assert row["finding"] == ANCHOR
     assert row["0.1"]["status"] == "present"

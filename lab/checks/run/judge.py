@@ -17,7 +17,7 @@ from lab.checks.record import read_case, read_record, replaceable
 from lab.checks.report import Report
 from lab.checks.run.audit import audit, chosen
 from lab.checks.run.check_run import CheckRun, RunState, Waits, in_turns
-from lab.checks.run.known_failures import KNOWN_FAILURES, KnownFailure, known
+from lab.checks.run.known_failures import KNOWN_FAILURES, Findings, known
 from lab.checks.run.progress import Progress, Stopwatch
 from lab.checks.run.sources import digest_of_run, earlier_verdicts, offer_of
 from lab.checks.run.support_protocol import resolve_refusals
@@ -53,7 +53,7 @@ def judge(
     most_seconds: float = math.inf,
     drawn: int | None = None,
     refusals: Sequence[type[BaseException]] | None = None,
-    known_failures: Sequence[KnownFailure] = KNOWN_FAILURES,
+    known_failures: Findings = KNOWN_FAILURES,
     progress: Callable[[Progress], None] | None = None,
     out: Path | str | None = None,
     fresh: bool = False,
@@ -81,7 +81,7 @@ def judge(
         most_seconds: after so long, no further case is begun; the report counts what was left out. Checks take turns.
         drawn: random cases per check and function; the level's number if None.
         refusals: exceptions that are refusals, instead of those of `lab.checks.run.support_protocol.invoke`.
-        known_failures: recorded ones, which are told apart from new ones.
+        known_failures: recorded ones by finding, which are told apart from new ones.
         progress: called with each verdict, and with how far the run is.
         out: the report's file, written as the run goes. Right and declined cases that it holds, of the same run with the
             same sources of the implementation and the lab, are not judged again.
@@ -117,7 +117,7 @@ def judge(
         earlier = {} if fresh else earlier_verdicts(path, digest)
         state = RunState(name, pool, time.monotonic() + most_seconds, first_failure, earlier, str(path or ""))
         empty = Report(name, depth, about, str(where), (), 0, given, refusals=_names_of(refused or ()), run=digest)
-        told = partial(known, failures=known_failures, capability=capability_of(where))
+        told = partial(known, findings=known_failures, capability=capability_of(where))
         return _Run(state, chosen, count, empty, path, told, discover, start + for_seconds).judged(
             offered, given, progress
         )

@@ -6,35 +6,27 @@ what was wrong.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from lab.checks.run.known_failure_conditions import (
-    Condition,
-    has_a_kv_head_per_query_head,
-    has_fewer_keys_than_rows,
-    has_low_logits,
-    has_no_keys,
-    has_sinks,
-    has_window,
-    is_context,
-    is_decode,
-    is_fp16,
-    is_one_row_over_e4m3,
-    mask_over_e4m3,
-    only_fewer_keys_than_rows,
-    only_rows_before_the_first_tile,
-    only_where_a_mask_hides_every_key,
-    only_without_keys,
-    sink_of_minus_infinity_and_fewer_keys_than_rows,
-    unscaled_e4m3_shows,
-    window_over_several_rows,
-)
+import torch
+
+from lab.calls.problem import E4M3
+from lab.checks.parameters.configuration import Configuration
+from lab.checks.parameters.paged_shape import attention_case
+from lab.checks.parameters.values import Mask, Sinks
 from lab.checks.run.verdicts import CaseVerdict, Outcome
 from lab.gpus import Capability
+from lab.metadata.engine.forward_mode import ForwardMode
 from lab.provenance import version_of
-from lab.workloads.interfaces import ATTENTION
+from lab.ranges import Ranges
+from lab.workloads.attention_case import AttentionCase, Contents
+from lab.workloads.interfaces import ATTENTION, Interface
+
+Condition = Callable[
+    [Any, str], bool
+]  # of a case, and of a sentence of `CaseRun.expect_close` that says what was wrong
 
 
 class FailingKernel(NamedTuple):
@@ -60,60 +52,172 @@ class FailingKernel(NamedTuple):
 
 @dataclass(frozen=True)
 class KnownFailure:
-    """One entry.
+    """One entry of a finding.
 
     Attributes:
         kernel: what fails.
         checks: keys of the checks that show it.
         wrong: pattern of the sentences it explains, searched for.
         where: conditions, which must all hold of the case and the sentence.
-        finding: the page and heading that describes it, "path#heading", with its reproduction.
     """
 
     kernel: FailingKernel
     checks: tuple[str, ...]
     wrong: str
-    where: tuple[Condition, ...]
-    finding: str
+    where: tuple[Condition, ...] = ()
 
-    def explains(self, verdict: CaseVerdict, sentence: str) -> bool:
+    def explains(self, case: Any, sentence: str) -> bool:
         """Tell whether the entry explains a sentence of what was wrong with a case."""
-        return bool(re.search(self.wrong, sentence)) and all(holds(verdict.case, sentence) for holds in self.where)
+        return bool(re.search(self.wrong, sentence)) and all(holds(case, sentence) for holds in self.where)
+
+
+# By the page and heading that describes them, "path#heading", with a reproduction.
+Findings = Mapping[str, Sequence[KnownFailure]]
 
 
 def known(
     verdict: CaseVerdict,
-    failures: Sequence[KnownFailure],
+    findings: Findings,
     capability: Capability | None,
     release_of: Callable[[str], str | None] = version_of,
 ) -> CaseVerdict:
-    """Return the verdict of a case, KNOWN if known failures explain every sentence of what was wrong.
+    """Return the verdict of a case, KNOWN if findings explain every sentence of what was wrong.
 
     Args:
         verdict: of a case on such a GPU.
-        failures: the known ones.
+        findings: the known ones.
         capability: (major, minor) of the GPU; None: a CPU.
         release_of: returns the installed release of a package, or None.
     """
     if verdict.outcome is not Outcome.WRONG or verdict.interface not in ATTENTION:  # no entry is about another function
         return verdict
     entries = [
-        entry
-        for entry in failures
+        (finding, entry)
+        for finding, entries_of_it in findings.items()
+        for entry in entries_of_it
         if verdict.implementation in entry.kernel.implementations
         and entry.kernel.capability == capability
         and verdict.check in entry.checks
         and entry.kernel.is_installed(release_of)
     ]
-    cited = []
+    cited: dict[str, None] = {}
     for sentence in verdict.judged.wrongs:
-        found = next((entry for entry in entries if entry.explains(verdict, sentence)), None)
+        found = next((finding for finding, entry in entries if entry.explains(verdict.case, sentence)), None)
         if found is None:
             return verdict
-        cited.append(found.finding)
-    return replace(
-        verdict, finding="; ".join(dict.fromkeys(cited)), judged=replace(verdict.judged, outcome=Outcome.KNOWN)
-    )
+        cited[found] = None
+    return replace(verdict, finding="; ".join(cited), judged=replace(verdict.judged, outcome=Outcome.KNOWN))
+
+
+def wrong_requests(sentence: str) -> list[int]:
+    """Return the requests that a sentence names."""
+    named = re.search(r"of requests \[([0-9, ]*)\]", sentence)
+    return [int(number) for number in named.group(1).split(",") if number.strip()] if named else []
+
+
+def call_of(case: Any) -> Any:
+    """Return the case that has the lengths of each request."""
+    return attention_case(case, Ranges()) if isinstance(case, Configuration) else case
+
+
+def of_case(holds: Callable[[AttentionCase], bool]) -> Condition:
+    """Return a condition of the case alone."""
+    return lambda case, sentence: holds(call_of(case))
+
+
+def some_request(is_so: Callable[[Any, int], bool]) -> Condition:
+    """Return the condition that some request of the case is so."""
+    return of_case(lambda case: any(is_so(case, request) for request in range(len(case.kv_lens))))
+
+
+def all_wrong_requests(is_so: Callable[[Any, int], bool], *, some_if_unnamed: bool = False) -> Condition:
+    """Return the condition that each request that the sentence names is so.
+
+    A sentence that names none is not explained; with `some_if_unnamed` it is if some request of the case is so.
+    """
+
+    def holds(case: Any, sentence: str) -> bool:
+        requests = wrong_requests(sentence)
+        if not requests:
+            return some_if_unnamed and some_request(is_so)(case, sentence)
+        return all(is_so(call_of(case), request) for request in requests)
+
+    return holds
+
+
+def _has_no_keys(case: Any, request: int) -> bool:
+    return bool(case.kv_lens[request] == 0)
+
+
+def _has_fewer_keys_than_rows(case: Any, request: int) -> bool:
+    seen = getattr(case, "seen_lens", case.kv_lens)  # of a pass, whose rows may see fewer keys than there are
+    return bool(seen[request] < case.q_lens[request])
+
+
+def _begins_before_the_first_tile(case: Any, request: int) -> bool:
+    """Tell whether a request has fewer keys than rows, and keys for a tile of 32, the least that FA2 leaves unmasked."""
+    return bool(32 <= case.kv_lens[request] < case.q_lens[request])
+
+
+has_no_keys, only_without_keys = some_request(_has_no_keys), all_wrong_requests(_has_no_keys)
+has_fewer_keys_than_rows = some_request(_has_fewer_keys_than_rows)
+only_fewer_keys_than_rows = all_wrong_requests(_has_fewer_keys_than_rows)
+only_rows_before_the_first_tile = all_wrong_requests(_begins_before_the_first_tile, some_if_unnamed=True)
+has_window = of_case(lambda case: case.window_left >= 0)
+has_sinks = of_case(lambda case: case.sinks)
+has_low_logits = of_case(lambda case: case.contents is Contents.LOW)
+has_a_kv_head_per_query_head = of_case(lambda case: case.group == 1)
+is_decode = of_case(lambda case: case.interface is Interface.DECODE)
+is_context = of_case(lambda case: case.interface is Interface.CONTEXT)
+is_fp16 = of_case(lambda case: case.dtype == torch.float16)
+is_one_row_over_e4m3 = of_case(lambda case: case.kv_dtype == E4M3 and case.q_lens[0] == 1)
+
+
+def several_rows(case: Any, sentence: str) -> bool:
+    """The wrong call is a decode call with several rows for each request; K11 puts four under a mask in any case."""
+    mode = getattr(case, "mode", None)
+    if mode is not None:  # of a pass, or of a graph
+        return getattr(mode, "forward_mode", mode) in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2)
+    named = re.search("mask .*of [0-9]+ rows", sentence)
+    return is_decode(case, sentence) and (max(call_of(case).q_lens) > 1 or bool(named))
+
+
+def window_over_several_rows(case: Any, sentence: str) -> bool:
+    """The wrong call has a window and several rows for each request."""
+    call = call_of(case)
+    windowed = getattr(call, "sliding_window", False) or getattr(call, "window_left", -1) >= 0
+    return several_rows(case, sentence) and bool(windowed or re.search(r"\bwindow", sentence))
+
+
+def mask_over_e4m3(case: Any, sentence: str) -> bool:
+    """The wrong call has an e4m3 cache and a draft mask that is not causal."""
+    if isinstance(case, Configuration):
+        is_masked = case.get("mask", Mask.NONE) not in (Mask.NONE, Mask.CAUSAL)
+    else:
+        replayed = "^(the first replay|a replay|an eager call between)"  # of K9, which gives several rows a tree's mask
+        is_masked = bool(re.search(f"^(?!causal|no mask).*mask .*of [0-9]+ rows|{replayed}", sentence))
+    return is_masked and getattr(call_of(case), "kv_dtype", None) == E4M3 and several_rows(case, sentence)
+
+
+def only_where_a_mask_hides_every_key(case: Any, sentence: str) -> bool:
+    """All that is wrong belongs to requests without a token before their rows, and a draft mask hides each row from itself."""
+    hides = isinstance(case, Configuration) and case.get("mask") == Mask.OWN_BIT_CLEAR
+    only_rows = all_wrong_requests(lambda call, request: call.kv_lens[request] <= call.q_lens[request])
+    return hides and only_rows(case, sentence)
+
+
+def sink_of_minus_infinity_and_fewer_keys_than_rows(case: Any, sentence: str) -> bool:
+    """Some sink is minus infinity, and all that is wrong belongs to requests with fewer keys than rows, if any is named."""
+    has_axes = isinstance(case, Configuration)
+    some = case.get("sinks") == Sinks.SOME_MINUS_INFINITY if has_axes else "minus infinity" in sentence
+    return some and all_wrong_requests(_has_fewer_keys_than_rows, some_if_unnamed=True)(case, sentence)
+
+
+def unscaled_e4m3_shows(case: Any, sentence: str) -> bool:
+    """The cache is e4m3, and logits climb, keys have little weight, or K11 makes logits large."""
+    call = call_of(case)
+    large = re.search("^(bmm1_scale below 0|rows whose logits are far apart): ", sentence)
+    return call.kv_dtype == E4M3 and (call.contents in (Contents.TALL, Contents.SHADED) or bool(large))
 
 
 def _on_hopper(package: str, release: str, *peers: str) -> FailingKernel:
@@ -123,9 +227,7 @@ def _on_hopper(package: str, release: str, *peers: str) -> FailingKernel:
 
 FINDINGS = "results/nvidia-h200/findings.md"
 DRY_RUN = "results/blackwell-dry-run/README.md"
-NO_KEY = f"{DRY_RUN}#rows-that-see-no-key-keep-what-was-in-the-output"
 PEERS = "results/nvidia-h200/peers.md"
-BEFORE_WINDOW = f"{PEERS}#5-flashinfers-fa3-and-flashattention-4-multiply-keys-before-the-window-by-zero"
 TRTLLM = FailingKernel(("lab.kernels.trtllm",), (9, 0))
 # As judged; 0.6.16 repaired both failures.
 TRTLLM_BEFORE_0616 = FailingKernel(*TRTLLM[:2], "flashinfer-python", ("0.6.0", "0.6.6", "0.6.12", "0.6.14"))
@@ -140,173 +242,94 @@ B200 = FailingKernel(("lab.dry_run.b200",), None)
 
 WRONG_VECTORS = "vectors are wrong|are not finite"
 
-KNOWN_FAILURES: tuple[KnownFailure, ...] = (
-    KnownFailure(
-        TRTLLM,
-        checks=("K2", "K11", "K13", "K18"),
-        wrong=WRONG_VECTORS,
-        where=(is_decode, only_fewer_keys_than_rows),
-        finding=f"{FINDINGS}#3-xqa-is-wrong-for-a-request-with-fewer-keys-than-query-tokens",
+KNOWN_FAILURES: Findings = {
+    f"{FINDINGS}#3-xqa-is-wrong-for-a-request-with-fewer-keys-than-query-tokens": (
+        KnownFailure(TRTLLM, ("K2", "K11", "K13", "K18"), WRONG_VECTORS, (is_decode, only_fewer_keys_than_rows)),
     ),
-    KnownFailure(
-        TRTLLM,
-        checks=("K18",),
-        wrong="vectors are wrong.*: rows that see no key must be zero",
-        where=(is_decode, only_where_a_mask_hides_every_key),
-        finding=f"{FINDINGS}#14-xqa-gives-the-mean-of-a-tile-of-values-to-a-row-whose-mask-hides-every-key",
+    f"{FINDINGS}#14-xqa-gives-the-mean-of-a-tile-of-values-to-a-row-whose-mask-hides-every-key": (
+        KnownFailure(
+            TRTLLM,
+            ("K18",),
+            "vectors are wrong.*: rows that see no key must be zero",
+            (is_decode, only_where_a_mask_hides_every_key),
+        ),
     ),
-    KnownFailure(
-        TRTLLM,
-        checks=("K2",),
-        wrong=WRONG_VECTORS,
-        where=(is_decode, has_low_logits),
-        finding=f"{FINDINGS}#4-xqa-gives-no-finite-output-when-every-logit-of-a-row-is-below-about--100000",
+    f"{FINDINGS}#4-xqa-gives-no-finite-output-when-every-logit-of-a-row-is-below-about--100000": (
+        KnownFailure(TRTLLM, ("K2",), WRONG_VECTORS, (is_decode, has_low_logits)),
     ),
-    KnownFailure(
-        TRTLLM,
-        checks=("K4",),
-        wrong="^dead cells of NAN",
-        where=(is_context,),
-        finding=f"{FINDINGS}#5-fmha_v2-multiplies-the-tail-of-the-last-v-page-by-zero",
+    f"{FINDINGS}#5-fmha_v2-multiplies-the-tail-of-the-last-v-page-by-zero": (
+        KnownFailure(TRTLLM, ("K4",), "^dead cells of NAN", (is_context,)),
     ),
-    KnownFailure(
-        TRTLLM,
-        checks=("K2", "K18"),
-        wrong=WRONG_VECTORS,
-        where=(is_context, only_without_keys),
-        finding=f"{FINDINGS}#6-fmha_v2-leaves-the-rows-of-a-request-without-keys-unwritten",
+    f"{FINDINGS}#6-fmha_v2-leaves-the-rows-of-a-request-without-keys-unwritten": (
+        KnownFailure(TRTLLM, ("K2", "K18"), WRONG_VECTORS, (is_context, only_without_keys)),
     ),
-    KnownFailure(
-        TRTLLM,
-        checks=("K4",),
-        wrong="^pages of NAN before the window",
-        where=(has_window,),
-        finding=f"{FINDINGS}#8-xqa-and-fmha_v2-multiply-keys-before-the-window-by-zero",
+    f"{FINDINGS}#8-xqa-and-fmha_v2-multiply-keys-before-the-window-by-zero": (
+        KnownFailure(TRTLLM, ("K4",), "^pages of NAN before the window", (has_window,)),
     ),
-    KnownFailure(
-        TRTLLM,
-        checks=("K4",),
-        wrong="^dead cells of NAN",
-        where=(is_decode, is_one_row_over_e4m3),
-        finding=f"{FINDINGS}#9-xqa-with-e4m3-kv-multiplies-the-tail-of-the-last-v-page-by-zero",
+    f"{FINDINGS}#9-xqa-with-e4m3-kv-multiplies-the-tail-of-the-last-v-page-by-zero": (
+        KnownFailure(TRTLLM, ("K4",), "^dead cells of NAN", (is_decode, is_one_row_over_e4m3)),
     ),
-    KnownFailure(
-        TRTLLM_BEFORE_0616,
-        checks=("K1", "K2", "K3", "K4", "K5", "K7", "K9", "K10", "K11", "K12", "K13", "K14", "K18", "M1", "S1"),
-        wrong="vectors are wrong|are not finite|the bits of rows",
-        where=(window_over_several_rows,),
-        finding=f"{FINDINGS}#12-xqa-before-0616-hides-only-whole-tiles-before-the-window-from-several-query-tokens",
+    f"{FINDINGS}#12-xqa-before-0616-hides-only-whole-tiles-before-the-window-from-several-query-tokens": (
+        KnownFailure(
+            TRTLLM_BEFORE_0616,
+            ("K1", "K2", "K3", "K4", "K5", "K7", "K9", "K10", "K11", "K12", "K13", "K14", "K18", "M1", "S1"),
+            "vectors are wrong|are not finite|the bits of rows",
+            (window_over_several_rows,),
+        ),
     ),
-    KnownFailure(
-        TRTLLM_BEFORE_0616,
-        checks=("K9", "K11", "K18"),
-        wrong="vectors are wrong",
-        where=(mask_over_e4m3,),
-        finding=f"{FINDINGS}#13-xqa-before-0616-with-e4m3-kv-takes-every-draft-mask-for-causal",
+    f"{FINDINGS}#13-xqa-before-0616-with-e4m3-kv-takes-every-draft-mask-for-causal": (
+        KnownFailure(TRTLLM_BEFORE_0616, ("K9", "K11", "K18"), "vectors are wrong", (mask_over_e4m3,)),
     ),
-    KnownFailure(
-        B200,
-        checks=("K2", "K11", "K13", "K18", "M2"),
-        wrong=WRONG_VECTORS,
-        where=(only_fewer_keys_than_rows,),
-        finding=NO_KEY,
+    f"{DRY_RUN}#rows-that-see-no-key-keep-what-was-in-the-output": (
+        KnownFailure(B200, ("K2", "K11", "K13", "K18", "M2"), WRONG_VECTORS, (only_fewer_keys_than_rows,)),
+        # Its other shape has requests that the case does not tell.
+        KnownFailure(B200, ("K6",), "^another shape: .*: rows that see no key must be zero"),
+        KnownFailure(B200, ("K2", "K18"), "LSEs are wrong", (has_fewer_keys_than_rows,)),
     ),
-    KnownFailure(  # whose other shape has requests that the case does not tell
-        B200,
-        checks=("K6",),
-        wrong="^another shape: .*: rows that see no key must be zero",
-        where=(),
-        finding=NO_KEY,
+    f"{DRY_RUN}#the-lse-is-infinite-where-a-sink-is-far-above-every-logit": (
+        KnownFailure(B200, ("K2",), "LSEs are wrong: row [0-9]+ head [0-9]+ is inf,", (has_low_logits, has_sinks)),
     ),
-    KnownFailure(
-        B200,
-        checks=("K2", "K18"),
-        wrong="LSEs are wrong",
-        where=(has_fewer_keys_than_rows,),
-        finding=NO_KEY,
+    f"{PEERS}#1-vllms-kernel-leaves-the-rows-of-a-request-without-keys-unwritten-where-it-splits-keys": (
+        KnownFailure(VLLM, ("K2", "K13", "K18"), WRONG_VECTORS, (only_without_keys,)),
     ),
-    KnownFailure(
-        B200,
-        checks=("K2",),
-        wrong="LSEs are wrong: row [0-9]+ head [0-9]+ is inf,",
-        where=(has_low_logits, has_sinks),
-        finding=f"{DRY_RUN}#the-lse-is-infinite-where-a-sink-is-far-above-every-logit",
+    f"{PEERS}#9-vllms-kernel-divides-0-by-0-in-a-row-that-sees-no-key": (
+        KnownFailure(
+            VLLM,
+            ("K2", "K11", "K18"),
+            "vectors are wrong.*: rows that see no key must be zero|are not finite",
+            (only_fewer_keys_than_rows,),
+        ),
     ),
-    KnownFailure(
-        VLLM,
-        checks=("K2", "K13", "K18"),
-        wrong=WRONG_VECTORS,
-        where=(only_without_keys,),
-        finding=f"{PEERS}#1-vllms-kernel-leaves-the-rows-of-a-request-without-keys-unwritten-where-it-splits-keys",
+    f"{PEERS}#2-flashinfers-fa2-leaves-the-causal-mask-out-where-a-tile-of-rows-begins-before-the-first-key": (
+        KnownFailure(FA2, ("K2", "K13", "K18"), "vectors are wrong|LSEs are wrong", (only_rows_before_the_first_tile,)),
     ),
-    KnownFailure(
-        VLLM,
-        checks=("K2", "K11", "K18"),
-        wrong="vectors are wrong.*: rows that see no key must be zero|are not finite",
-        where=(only_fewer_keys_than_rows,),
-        finding=f"{PEERS}#9-vllms-kernel-divides-0-by-0-in-a-row-that-sees-no-key",
+    f"{PEERS}#3-flashinfers-fa3-gives-nan-for-a-row-without-keys-and-a-sink-of-minus-infinity": (
+        KnownFailure(
+            FA3,
+            ("K2", "K18"),
+            "vectors are wrong|are not finite|LSEs are wrong: row [0-9]+ head [0-9]+ is nan,",
+            (sink_of_minus_infinity_and_fewer_keys_than_rows,),
+        ),
     ),
-    KnownFailure(
-        FA2,
-        checks=("K2", "K13", "K18"),
-        wrong="vectors are wrong|LSEs are wrong",
-        where=(only_rows_before_the_first_tile,),
-        finding=f"{PEERS}#2-flashinfers-fa2-leaves-the-causal-mask-out-where-a-tile-of-rows-begins-before-the-first-key",
+    f"{PEERS}#4-flashinfers-fa3-leaves-the-sink-out-of-the-lse-of-a-request-without-keys": (
+        KnownFailure(FA3, ("K2", "K18"), "LSEs are wrong: row [0-9]+ head [0-9]+ is -inf,", (has_sinks, has_no_keys)),
     ),
-    KnownFailure(
-        FA3,
-        checks=("K2", "K18"),
-        wrong="vectors are wrong|are not finite|LSEs are wrong: row [0-9]+ head [0-9]+ is nan,",
-        where=(sink_of_minus_infinity_and_fewer_keys_than_rows,),
-        finding=f"{PEERS}#3-flashinfers-fa3-gives-nan-for-a-row-without-keys-and-a-sink-of-minus-infinity",
+    f"{PEERS}#5-flashinfers-fa3-and-flashattention-4-multiply-keys-before-the-window-by-zero": (
+        KnownFailure(FA3, ("K4",), "^pages of NAN before the window", (has_window,)),
+        KnownFailure(FA4, ("K4",), "^pages of NAN before the window", (has_window,)),
     ),
-    KnownFailure(
-        FA3,
-        checks=("K2", "K18"),
-        wrong="LSEs are wrong: row [0-9]+ head [0-9]+ is -inf,",
-        where=(has_sinks, has_no_keys),
-        finding=f"{PEERS}#4-flashinfers-fa3-leaves-the-sink-out-of-the-lse-of-a-request-without-keys",
+    f"{PEERS}#6-the-lse-of-flashattention-4-is-infinite-where-a-sink-is-far-above-every-logit": (
+        KnownFailure(FA4, ("K2",), "LSEs are wrong: row [0-9]+ head [0-9]+ is inf,", (has_low_logits, has_sinks)),
     ),
-    KnownFailure(
-        FA3,
-        checks=("K4",),
-        wrong="^pages of NAN before the window",
-        where=(has_window,),
-        finding=BEFORE_WINDOW,
+    f"{PEERS}#7-flex_attention-multiplies-hidden-values-by-zero": (
+        KnownFailure(FLEX, ("K4",), "^dead cells of NAN|^pages of NAN before the window"),
     ),
-    KnownFailure(
-        FA4,
-        checks=("K4",),
-        wrong="^pages of NAN before the window",
-        where=(has_window,),
-        finding=BEFORE_WINDOW,
+    f"{PEERS}#8-sglangs-kernels-round-to-e4m3-without-a-scale-over-an-e4m3-cache": (
+        KnownFailure(SGLANG, ("K2", "K11", "K18"), "vectors are wrong", (unscaled_e4m3_shows,)),
     ),
-    KnownFailure(
-        FA4,
-        checks=("K2",),
-        wrong="LSEs are wrong: row [0-9]+ head [0-9]+ is inf,",
-        where=(has_low_logits, has_sinks),
-        finding=f"{PEERS}#6-the-lse-of-flashattention-4-is-infinite-where-a-sink-is-far-above-every-logit",
+    f"{PEERS}#10-sglangs-decode-kernel-rounds-each-product-of-a-query-and-a-key-where-every-query-head-has-its-own-kv-head": (
+        KnownFailure(
+            SGLANG, ("K8",), "^the row .* by itself: .*vectors are wrong", (is_fp16, has_a_kv_head_per_query_head)
+        ),
     ),
-    KnownFailure(
-        FLEX,
-        checks=("K4",),
-        wrong="^dead cells of NAN|^pages of NAN before the window",
-        where=(),
-        finding=f"{PEERS}#7-flex_attention-multiplies-hidden-values-by-zero",
-    ),
-    KnownFailure(
-        SGLANG,
-        checks=("K2", "K11", "K18"),
-        wrong="vectors are wrong",
-        where=(unscaled_e4m3_shows,),
-        finding=f"{PEERS}#8-sglangs-kernels-round-to-e4m3-without-a-scale-over-an-e4m3-cache",
-    ),
-    KnownFailure(
-        SGLANG,
-        checks=("K8",),
-        wrong="^the row .* by itself: .*vectors are wrong",
-        where=(is_fp16, has_a_kv_head_per_query_head),
-        finding=f"{PEERS}#10-sglangs-decode-kernel-rounds-each-product-of-a-query-and-a-key-where-every-query-head-has-its-own-kv-head",
-    ),
-)
+}

@@ -269,10 +269,10 @@ def test_checks_take_turns_and_are_reported_one_after_another() -> None:
 
 
 def test_only_a_known_failure_lets_a_wrong_case_pass() -> None:
-    entry = KnownFailure(FailingKernel(("SimpleNamespace",), None), ("K1",), "vectors are wrong", (), "page#heading")
+    entry = KnownFailure(FailingKernel(("SimpleNamespace",), None), ("K1",), "vectors are wrong")
     wrong = twice_as_large_if(lambda **_: True)
     assert not judged(wrong).is_right
-    report = judged(wrong, known_failures=(entry,))
+    report = judged(wrong, known_failures={"page#heading": (entry,)})
     assert {verdict.outcome for verdict in report.verdicts} == {Outcome.KNOWN}
     assert report.is_right
 

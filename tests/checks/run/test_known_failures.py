@@ -12,7 +12,11 @@ from lab.calls.problem import E4M3
 from lab.checks import AttentionCase, CaseVerdict, Configuration, Interface, Outcome
 from lab.checks.case_run import CaseRun, Result
 from lab.checks.properties import checks
-from lab.checks.run.known_failure_conditions import (
+from lab.checks.run.known_failures import (
+    KNOWN_FAILURES,
+    FailingKernel,
+    KnownFailure,
+    known,
     mask_over_e4m3,
     only_fewer_keys_than_rows,
     only_rows_before_the_first_tile,
@@ -23,7 +27,6 @@ from lab.checks.run.known_failure_conditions import (
     window_over_several_rows,
     wrong_requests,
 )
-from lab.checks.run.known_failures import KNOWN_FAILURES, FailingKernel, KnownFailure, known
 from lab.checks.run.verdicts import Judged
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.provenance import PACKAGES
@@ -33,8 +36,10 @@ from tests.checks.small import decoding
 
 ROOT = Path(__file__).parents[3]
 CASE = AttentionCase(Interface.DECODE, (1, 0, 20), (2, 2, 2))
+ENTRIES = [entry for entries in KNOWN_FAILURES.values() for entry in entries]
 KERNEL = FailingKernel(("some.kernel", "its.other.name"), (9, 0))
-ENTRY = KnownFailure(KERNEL, ("K2", "K4"), "NaN", (lambda case, wrong: case.group == 4,), "page.md#heading")
+ENTRY = KnownFailure(KERNEL, ("K2", "K4"), "NaN", (lambda case, wrong: case.group == 4,))
+FOUND = {"page.md#heading": [ENTRY]}
 VERDICT = CaseVerdict("some.kernel", "K4", Interface.DECODE, CASE, "cuda:0", Judged(Outcome.WRONG, ("NaN in row 3",)))
 
 
@@ -43,7 +48,7 @@ def wrong(*sentences: str) -> CaseVerdict:
 
 
 def test_an_entry_that_matches_makes_a_wrong_case_known_and_is_cited() -> None:
-    told = known(VERDICT, [ENTRY], (9, 0))
+    told = known(VERDICT, FOUND, (9, 0))
     assert told.outcome is Outcome.KNOWN
     assert told.finding == "page.md#heading"
     assert told.judged.wrongs == VERDICT.judged.wrongs
@@ -63,7 +68,7 @@ def test_an_entry_that_matches_makes_a_wrong_case_known_and_is_cited() -> None:
     ],
 )
 def test_an_entry_of_something_else_explains_nothing(changes: dict[str, Any]) -> None:
-    assert known(VERDICT, [replace(ENTRY, **changes)], (9, 0)) == VERDICT
+    assert known(VERDICT, {"page.md#heading": [replace(ENTRY, **changes)]}, (9, 0)) == VERDICT
 
 
 VERIFY = AttentionCase(Interface.DECODE, (40, 50), (4, 4))
@@ -167,9 +172,9 @@ def test_e4m3_without_a_scale(case: Any, sentence: str, explained: bool) -> None
 
 def test_every_sentence_must_be_explained() -> None:
     both = wrong("NaN in row 3", "it changed its query")
-    assert known(both, [ENTRY], (9, 0)) == both
-    other = replace(ENTRY, wrong="changed its query", finding="page.md#other")
-    assert known(both, [ENTRY, other], (9, 0)).finding == "page.md#heading; page.md#other"
+    assert known(both, FOUND, (9, 0)) == both
+    other = FOUND | {"page.md#other": [replace(ENTRY, wrong="changed its query")]}
+    assert known(both, other, (9, 0)).finding == "page.md#heading; page.md#other"
 
 
 @pytest.mark.parametrize(
@@ -178,7 +183,7 @@ def test_every_sentence_must_be_explained() -> None:
 )
 def test_an_entry_of_releases_is_of_these_alone(installed: str | None, is_known: bool) -> None:
     entry = replace(ENTRY, kernel=KERNEL._replace(package="kernels", releases=("4.0.0", "4.0.1")))
-    told = known(VERDICT, [entry], (9, 0), {"kernels": installed}.get)
+    told = known(VERDICT, {"page.md#heading": [entry]}, (9, 0), {"kernels": installed}.get)
     assert (told.outcome is Outcome.KNOWN) is is_known
 
 
@@ -190,7 +195,7 @@ def test_what_is_wrong_with_a_ragged_call_is_no_known_finding() -> None:
 
 def test_no_failure_is_ever_known() -> None:
     failed = replace(VERDICT, judged=Judged(Outcome.FAILED, ("it raised RuntimeError: NaN",)))
-    assert known(failed, [ENTRY], (9, 0)) == failed
+    assert known(failed, FOUND, (9, 0)) == failed
 
 
 def test_the_requests_are_read_from_the_judges_own_sentence() -> None:
@@ -224,7 +229,7 @@ def test_a_tile_of_rows_begins_before_the_first_key() -> None:
 
 
 @pytest.mark.parametrize(
-    "kernel", [entry.kernel for entry in KNOWN_FAILURES if entry.kernel.package], ids=lambda kernel: kernel.package
+    "kernel", [entry.kernel for entry in ENTRIES if entry.kernel.package], ids=lambda kernel: kernel.package
 )
 def test_an_entry_of_a_package_names_what_reports_name(kernel: FailingKernel) -> None:
     assert kernel.package in PACKAGES
@@ -239,14 +244,14 @@ def test_conditions_read_the_lengths_of_a_combination() -> None:
     assert only_fewer_keys_than_rows(fewer, "1 of 9 vectors are wrong, of requests [0, 2]: row 0")
 
 
-@pytest.mark.parametrize("entry", KNOWN_FAILURES, ids=lambda entry: entry.finding.split("#")[-1][:30])
-def test_every_entry_cites_a_heading_of_a_page_that_exists(entry: KnownFailure) -> None:
-    page, anchor = entry.finding.split("#")
+@pytest.mark.parametrize("finding", KNOWN_FAILURES, ids=lambda finding: finding.split("#")[-1][:30])
+def test_every_finding_is_a_heading_of_a_page_that_exists(finding: str) -> None:
+    page, anchor = finding.split("#")
     headings = re.findall(r"^#+ (.+)$", (ROOT / page).read_text(), re.MULTILINE)
     assert anchor in {anchor_of(heading) for heading in headings}
 
 
-@pytest.mark.parametrize("entry", KNOWN_FAILURES, ids=lambda entry: entry.finding.split("#")[-1][:30])
+@pytest.mark.parametrize("entry", ENTRIES)
 def test_every_entry_is_of_checks_of_the_catalogue(entry: KnownFailure) -> None:
     assert set(entry.checks) <= {check.key for check in checks()}
     assert entry.checks
