@@ -40,7 +40,7 @@ def default_implementation(device: torch.device | str | None = None) -> ModuleTy
     """Return `lab.kernels.trtllm` where FlashInfer has kernels for the GPU, else `lab.kernels.portable`.
 
     Args:
-        device: where it is to run; the GPU if there is one.
+        device: where the kernels are to run; by default the GPU if there is one, else the CPU.
     """
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     family = family_of(capability_of(where))
@@ -49,18 +49,19 @@ def default_implementation(device: torch.device | str | None = None) -> ModuleTy
 
 
 class PlannedOnce:
-    """An implementation that plans on the host, wrapped so that `prepare` plans once, for lengths, rows and page ids that stay.
+    """Wrap an implementation that plans on the host, so that `prepare` plans a call once.
 
-    Such an implementation has `plan_<name>` for `<name>`, which takes the same arguments, does the host's work, reads lengths
-    and tables, and returns the ready call; an engine does so once for all layers of a pass. What plans nothing is
-    prepared as ever.
+    A function `<name>` that plans has a function `plan_<name>` next to it. `plan_<name>` takes the same arguments, reads
+    lengths and page tables on the host, and returns the ready call. An engine plans once for all layers of a pass. The lengths,
+    rows and page ids must therefore not change after the planning. Functions that do not plan are prepared without the
+    wrapper's help.
     """
 
     def __init__(self, implementation: Any) -> None:
         self._implementation = implementation
 
     def plans(self, name: str) -> bool:
-        """Tell whether calls of the function with this name are planned."""
+        """Return True if the implementation has `plan_<name>`."""
         return hasattr(self._implementation, f"plan_{name}")
 
     def __getattr__(self, name: str) -> Any:
@@ -72,26 +73,26 @@ class PlannedOnce:
 def prepare(implementation: Any, name: str, /, **arguments: Any) -> Callable[[], Any]:
     """Return a call of an implementation's function, ready to be made any number of times.
 
-    FlashInfer's adapter checks and converts the arguments once; its prepared call is FlashInfer's own. The portable one
-    checks and allocates once; its prepared call is launches alone (`lab.kernels.portable.triton_call`). One that prepares
-    nothing does its whole work in each call, and is timed with it.
+    FlashInfer's adapter checks and converts the arguments once; its prepared call is FlashInfer's own. The portable
+    implementation checks and allocates once; its prepared call only launches kernels (`lab.kernels.portable.triton_call`). An
+    implementation that has no `prepare_<name>` does its whole work in each call, and is timed with that work.
 
-    A ready call holds the tensors that it was prepared with, not copies. Their contents may change from call to call, as an
-    engine's CUDA-graph buffers do; addresses, shapes, strides, host numbers and bounds are those of the preparation and are not
-    looked at again. What the call adds, such as scratch, a workspace or a derived table, belongs to the stream it was prepared
-    on: call it there. A CUDA graph that captured it uses all of those: keep it as long as the graph. Prepared during a capture,
-    it is good inside that graph alone.
+    A ready call holds the tensors that it was prepared with, not copies. Their contents may change from call to call, as the
+    contents of an engine's CUDA-graph buffers do. Addresses, shapes, strides, host numbers and bounds are read at the
+    preparation only. Scratch, workspaces and derived tables of the call belong to the stream on which it was prepared: make the
+    call on that stream. A CUDA graph that captured the call uses this memory: keep the call as long as the graph. A call that
+    was prepared during a capture may be made inside that graph only.
 
     Args:
-        implementation: any object with the function, such as `lab.kernels.portable` or `lab.references`; it may have
-            `prepare_<name>` too, which takes the same arguments and returns the ready call.
-        name: the function's, such as "trtllm_batch_decode_with_kv_cache".
+        implementation: any object with the function, such as `lab.kernels.portable` or `lab.references`. It may also have
+            `prepare_<name>`, which takes the same arguments and returns the ready call.
+        name: the function's name, such as "trtllm_batch_decode_with_kv_cache".
         arguments: the function's keyword arguments.
 
     Raises:
         AttributeError: the implementation has no such function.
-        NotImplementedError: it does not have an argument that is not at FlashInfer's default.
-        Exception: what `prepare_<name>` raises for arguments that it refuses; without one, the first call raises it.
+        NotImplementedError: an argument differs from FlashInfer's default, and the function does not have it.
+        Exception: `prepare_<name>` refuses the arguments. Without `prepare_<name>`, the first call raises the error.
     """
     prepare_it = getattr(implementation, f"prepare_{name}", None)
     if prepare_it is not None:
@@ -101,10 +102,10 @@ def prepare(implementation: Any, name: str, /, **arguments: Any) -> Callable[[],
 
 
 def _taken(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments without those that are at FlashInfer's default and unknown to a function.
+    """Return the arguments without those that a function does not know and that have FlashInfer's default.
 
     Raises:
-        NotImplementedError: the function does not have an argument that says something.
+        NotImplementedError: the function does not know an argument that differs from FlashInfer's default.
     """
     try:
         parameters = inspect.signature(function).parameters

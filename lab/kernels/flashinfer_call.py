@@ -1,4 +1,4 @@
-"""Helpers of every call of FlashInfer's: the installed function and its signature, the workspace, packed tables."""
+"""Helpers that all calls of FlashInfer share: the installed function and its signature, the workspace, packed page tables."""
 
 import functools
 import importlib
@@ -29,16 +29,17 @@ Refresh = Callable[[], object]  # one small launch that rewrites what was derive
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PreparedCall:
-    """A call that is checked, converted and ready. Calling it calls the package's function.
+    """A checked and converted call. Calling it calls the package's function.
 
-    It keeps the contract of `lab.kernels.prepare`.
+    It follows the contract of `lab.kernels.prepare`.
 
     Attributes:
-        function: the installed FlashInfer's, or another package's.
-        arguments: its keyword arguments.
-        refreshes: run before it, a launch each. Empty except for a page table that is not packed, K and V as halves of one
-            allocation under fmha_v2, and `bmm1_scale_log2` under XQA: what the kernel reads is derived from those.
-        returned: what the call returns, where the function would return it in another shape; None: what it returns.
+        function: the installed function, of FlashInfer or of another package.
+        arguments: the function's keyword arguments.
+        refreshes: launches that run before the function. Each rewrites a tensor that was derived from another tensor's
+            contents. There are three cases: a page table whose rows are not packed, K and V as halves of one allocation under
+            fmha_v2, and `bmm1_scale_log2` under XQA.
+        returned: the result of the call, where the function would return it in another shape; None: the function's result.
     """
 
     function: Callable[..., Any]
@@ -54,7 +55,7 @@ class PreparedCall:
 
 
 def returning(problem: AttentionProblem, returned: Callable[..., Any]) -> PreparedCall:
-    """Return a call for a problem without query rows: it returns the problem's results and never calls FlashInfer."""
+    """Return a call for a problem without query rows. It returns the problem's results and never calls FlashInfer."""
     return PreparedCall(returned, dict(zip(("out", "lse"), problem.results(), strict=True)))
 
 
@@ -70,7 +71,7 @@ def supported_kernel(problem: Problem, backend: str = "auto") -> Kernel:
 
 
 def prepared(module: str, name: str, arguments: dict[str, Any], refreshes: tuple[Refresh, ...]) -> PreparedCall:
-    """Return a call of an installed function; raises as `installed_taking`."""
+    """Return a call of an installed function. Raises what `installed_taking` raises."""
     return PreparedCall(installed_taking(module, name, frozenset(arguments)), arguments, refreshes)
 
 
@@ -79,8 +80,8 @@ def installed_taking(module: str, name: str, keywords: frozenset[str]) -> Callab
     """Return a function of the installed FlashInfer, after binding these keywords to its real signature.
 
     Raises:
-        NotImplementedError: the installed version lacks the function or a parameter that is passed, or needs one that is
-            not; it names both, and the version.
+        NotImplementedError: the installed version lacks the function or a parameter that is passed, or requires a parameter
+            that is not passed. The message names the parameters and the version.
     """
     function, signature = installed(module, name)
     try:
@@ -98,7 +99,7 @@ def installed(module: str, name: str) -> tuple[Any, inspect.Signature]:
     """Return a function or class of the installed FlashInfer, and its signature.
 
     Raises:
-        NotImplementedError: it has none of that name.
+        NotImplementedError: the installed FlashInfer has no function or class of that name.
     """
     require("lab.kernels.trtllm", "flashinfer")
     function = getattr(importlib.import_module(module), name, None)
@@ -114,7 +115,10 @@ def version() -> str:
 
 
 def but_defaults(call: Any, changes: dict[str, Any]) -> dict[str, Any]:
-    """Return a call's changed arguments without those at their default, which an older FlashInfer may lack."""
+    """Apply changes to a call's arguments, and return those that differ from their defaults.
+
+    An older FlashInfer may lack parameters whose arguments have the default.
+    """
     defaults = _defaults(call.__class__)
     given = vars(call) | changes
     return {name: value for name, value in given.items() if not _is_default(value, defaults[name])}
@@ -141,9 +145,10 @@ def capability_for(device: torch.device) -> Capability:
 
 
 def packed(table: torch.Tensor) -> tuple[torch.Tensor, tuple[Refresh, ...]]:
-    """Return a page table with packed rows, and the launches that copy it again before each call.
+    """Return a page table with packed rows, and the launches that copy the table again before each call.
 
-    FlashInfer's kernels ignore a table's strides. An engine's rows are packed, and then nothing is copied.
+    FlashInfer's kernels ignore a table's strides. The rows of an engine's table are packed: it is returned as it is, without
+    launches.
     """
     if table.is_contiguous():
         return table, ()
@@ -152,12 +157,14 @@ def packed(table: torch.Tensor) -> tuple[torch.Tensor, tuple[Refresh, ...]]:
 
 
 def workspace_for(workspace: object, device: torch.device, statistics_bytes: int = 0) -> torch.Tensor:
-    """Return a call's checked workspace, or the lab's own, zeroed: one per device and stream, so that no two share semaphores.
+    """Return a call's workspace after checking it. Without one, return the lab's own for this device and stream.
+
+    The lab's workspace is zeroed once. Each stream has one, so that no two streams share semaphores.
 
     Raises:
-        TypeError, ValueError: a workspace that no kernel can take, or with less room than semaphores, statistics and the least
-            scratch.
-        RuntimeError: the lab's own would have to be made inside the CUDA graph being captured.
+        TypeError, ValueError: no kernel can take the workspace, or it is too small for the semaphores, the statistics and the
+            least scratch.
+        RuntimeError: the lab's workspace would have to be allocated while a CUDA graph is captured.
     """
     if workspace is None:
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
@@ -181,25 +188,26 @@ def workspace_for(workspace: object, device: torch.device, statistics_bytes: int
 
 @functools.cache
 def workspace_of(device: torch.device, stream: int) -> torch.Tensor:
-    """Return the lab's own workspace, uint8: semaphores, then scratch; zeroed once."""
+    """Return the lab's own workspace, uint8, zeroed once. The semaphores come first, then the scratch."""
     refuse_during_capture("the workspace", device)
     return torch.zeros(SEMAPHORE_BYTES + SCRATCH_BYTES, dtype=torch.uint8, device=device)
 
 
 def xqa_memory(call: DecodeCall | MLADecodeCall, device: torch.device) -> dict[str, Any]:
-    """Return the memory of a call that comes to XQA: the whole workspace, and no counters, which are trtllm-gen's.
+    """Return the memory arguments of a call that runs XQA: the whole workspace and no counters, which only trtllm-gen has.
 
-    Raises as `workspace_for`.
+    Raises what `workspace_for` raises.
     """
     return {"workspace_buffer": workspace_for(call.workspace_buffer, device), "multi_ctas_kv_counter_buffer": None}
 
 
 def trtllm_gen_memory(call: DecodeCall | ContextCall | MLADecodeCall, problem: PagedAttention) -> dict[str, Any]:
-    """Return the memory of a call that comes to trtllm-gen: scratch for its workspace, and counters that are zero.
+    """Return the memory arguments of a call that runs trtllm-gen: scratch as its workspace, and counters that are zero.
 
-    Counters that the caller did not give are the workspace's first bytes, so that no call allocates and zeroes its own.
+    If the caller gave no counters, the first bytes of the workspace are the counters, so that no call allocates and zeroes its
+    own.
 
-    Raises as `workspace_for`.
+    Raises what `workspace_for` raises.
     """
     # A decode kernel's partial results come after the statistics, where the launcher does not look at their size.
     statistics_bytes = 0 if isinstance(call, ContextCall) else _statistics_bytes(problem)
@@ -214,8 +222,8 @@ def trtllm_gen_memory(call: DecodeCall | ContextCall | MLADecodeCall, problem: P
 def takes_counters() -> bool:
     """Return True if the installed FlashInfer takes trtllm-gen's counters in a separate buffer.
 
-    Before, as in FlashInfer 0.6.13's `trtllm_fmha_kernel_launcher.cu`, they are the workspace's first 8 MiB, zeros, in all
-    four calls, and statistics and scratch come after them.
+    Older releases, such as 0.6.13 (`trtllm_fmha_kernel_launcher.cu`), keep the counters in the first 8 MiB of the workspace,
+    which must be zero. Statistics and scratch follow them. All four calls do so.
     """
     _, signature = installed("flashinfer.decode", "trtllm_batch_decode_with_kv_cache")
     return "multi_ctas_kv_counter_buffer" in signature.parameters
@@ -224,8 +232,8 @@ def takes_counters() -> bool:
 def takes_kv_pairs() -> bool:
     """Return True if the installed FlashInfer's `trtllm_fmha_v2_prefill` takes paged K and V as two tensors.
 
-    It does from 0.6.18 on (flashinfer-ai/flashinfer#4124), which has this check of them; before, a pair is an AttributeError.
-    Raises as `installed` where there is no such function, as before 0.6.7.
+    FlashInfer does so since 0.6.18 (flashinfer-ai/flashinfer#4124), which has this check of them. In older releases a pair
+    raises AttributeError. Raises what `installed` raises where the function does not exist, as before 0.6.7.
     """
     installed("flashinfer.prefill", "trtllm_fmha_v2_prefill")
     return hasattr(importlib.import_module("flashinfer.prefill"), "_check_paged_kv_non_interleaved")
@@ -234,7 +242,8 @@ def takes_kv_pairs() -> bool:
 def _statistics_bytes(problem: PagedAttention) -> int:
     """Return the bytes of trtllm-gen's statistics in a call with LSE (trtllm_fmha_kernel_launcher.cu, `softmax_slots`).
 
-    Two float32 for each request, head and row, of 256 rows or a multiple, and a guard of 1 MiB.
+    A statistic is two float32. Each request, head and row has one; rows are padded to a multiple of 256. A guard of 1 MiB
+    follows.
     """
     if problem.lse is None and not problem.return_lse:
         return 0
@@ -244,22 +253,22 @@ def _statistics_bytes(problem: PagedAttention) -> int:
 def scratch_for(workspace_buffer: object, device: torch.device) -> torch.Tensor:
     """Return a call's workspace without its semaphores, as bytes, for kernels that may write anywhere in it.
 
-    Raises as `workspace_for`.
+    Raises what `workspace_for` raises.
     """
     return semaphores_and_scratch(workspace_for(workspace_buffer, device))[1]
 
 
 def ragged_workspace(workspace_buffer: object, device: torch.device) -> torch.Tensor:
-    """Return the memory of a ragged call: scratch that begins with statistics, after zeros if FlashInfer counts there.
+    """Return the memory of a ragged call: scratch that begins with statistics. Zeros come before it if FlashInfer counts there.
 
-    Raises as `workspace_for`.
+    Raises what `workspace_for` raises.
     """
     workspace = workspace_for(workspace_buffer, device)
     return semaphores_and_scratch(workspace)[1] if takes_counters() else workspace
 
 
 def refuse_during_capture(what: str, device: torch.device) -> None:
-    """Raise RuntimeError if a CUDA graph is being captured: what must outlive the graph cannot be made inside it."""
+    """Raise RuntimeError if a CUDA graph is being captured: memory that outlives the graph cannot be allocated inside it."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{what} would be made inside the CUDA graph being captured; make this call once before it, on the same stream"

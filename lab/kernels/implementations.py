@@ -1,4 +1,4 @@
-"""The implementations of FlashInfer's calls that the lab knows, and which of them a machine has."""
+"""The implementations of FlashInfer's calls that the lab knows, and which of them can run on a machine."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from lab.kernels.support.kernel import wrong_device, wrong_gpu
 
 @dataclass(frozen=True)
 class Implementation:
-    """A module with some of FlashInfer's functions.
+    """A module that implements some of FlashInfer's functions.
 
     Attributes:
-        module: its name, such as "lab.kernels.trtllm"; of two backends in one module with ":fa2" or ":fa3" after it.
-        package: the package whose kernels these are, as it is imported.
-        distribution: its name on the package index, whose version is the implementation's.
-        kernels: their rows; () of plain torch, which runs everywhere.
+        module: the module's name, such as "lab.kernels.trtllm". ":fa2" or ":fa3" follows the name if a module has two backends.
+        package: the import name of the package that has the kernels.
+        distribution: the package's name on the package index. Its version is the implementation's version.
+        kernels: the rows of the kernels in `lab.kernels.support`; () for plain torch, which runs everywhere.
     """
 
     module: str
@@ -50,12 +50,12 @@ IMPLEMENTATIONS = (
 
 @dataclass(frozen=True)
 class Availability:
-    """One function of an implementation on a machine.
+    """One function of an implementation on one machine.
 
     Attributes:
-        implementation, function: names.
-        kernels: names of those that serve the call there; () if none does.
-        why_not: the reason why it does not run there, as a sentence; None if it does.
+        implementation, function: what is or is not available.
+        kernels: names of the kernels that serve the call on this machine; () if none does.
+        why_not: a sentence that says why the function does not run there; None if it runs.
     """
 
     implementation: Implementation
@@ -65,9 +65,10 @@ class Availability:
 
 
 def availabilities(capability: Capability | None) -> Iterator[Availability]:
-    """Yield every function of every implementation, and whether a machine with that GPU (None: a CPU) has it.
+    """Yield every function of every implementation, and whether it runs on a machine with that GPU (None: a CPU).
 
-    Nothing is imported: packages are looked for. What a kernel takes of a call, `lab.kernels.support.why_not` knows.
+    Packages are looked for, not imported. Which arguments a kernel supports is not part of the answer: see
+    `lab.kernels.support.why_not`.
     """
     for each in IMPLEMENTATIONS:
         missing = None if find_spec(each.package) else sentence(each.module, [each.package])
@@ -81,9 +82,9 @@ def availabilities(capability: Capability | None) -> Iterator[Availability]:
 
 
 def modules_of(call: AttentionCall, capability: Capability | None) -> dict[str, str | None]:
-    """Return the modules with kernels of a call (no references), each with the reason why a machine with that GPU lacks them.
+    """Return the modules that have kernels for a call, without the references, and why each cannot run on that GPU.
 
-    The reason is a sentence about the package or the GPUs that they need, or None where it has one.
+    The reason is a sentence about a missing package or an unsuitable GPU; None if the module can run.
     """
     found = (each for each in availabilities(capability) if each.function is call and each.implementation.kernels)
     return {each.implementation.module: each.why_not for each in found}

@@ -1,1 +1,1 @@
-"""Other people's kernels under FlashInfer's TRT-LLM names: FlashInfer's own FA2 and FA3 wrappers, and FlashAttention-4."""
+"""Kernels of other projects under FlashInfer's TRT-LLM names: FA2, FA3, FlashAttention-4, torch, SGLang, vLLM."""

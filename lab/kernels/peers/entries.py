@@ -1,4 +1,4 @@
-"""The two functions that a peer has for each of FlashInfer's calls: one that makes it ready, and one that makes it at once."""
+"""Make the two functions that a peer offers for each of FlashInfer's calls: one prepares the call, one runs it at once."""
 
 import functools
 from collections.abc import Callable
@@ -11,14 +11,14 @@ Ready = Callable[[], Any]  # a call, ready to be made
 
 
 def entries(kind: str, call_type: type[Any], make_ready: Callable[[Any, Any], Ready]) -> tuple[Callable[..., Any], ...]:
-    """Return `<kind>_<name>` and `<name>` for a call, which have FlashInfer's parameters and the documentation of `make_ready`.
+    """Return `<kind>_<name>` and `<name>` for a call. Both have FlashInfer's parameters and the documentation of `make_ready`.
 
-    A call without query rows returns its results, and `make_ready` never sees it.
+    A call without query rows returns its results at once and does not reach `make_ready`.
 
     Args:
         kind: "prepare" (`lab.kernels.prepare`), or "plan" where the host reads lengths and tables (`lab.kernels.PlannedOnce`).
-        call_type: of `lab.calls`.
-        make_ready: takes (call, its problem), and returns the call, ready to be made any number of times.
+        call_type: a dataclass of `lab.calls`.
+        make_ready: takes a call and its problem, and returns a function that runs the call any number of times.
     """
 
     @functools.wraps(make_ready)

@@ -1,9 +1,10 @@
 """FlashAttention-4 (`flash-attn-4`, CuTe DSL) under the names of the decode and context calls: SM90, SM100 and SM103.
 
-It is imported at the first call, and compiles for some seconds whenever a call differs in more than lengths. Lengths and page
-ids stay on the device: a prepared call follows their contents, in a CUDA graph too. Where its GPU has them (not on SM90),
-splits of K/V are left to its own heuristic. Called is `_flash_attn_fwd` of 4.0.0b36, beneath `flash_attn_varlen_func`, which
-has no `out`. Its LSE has the base e: one more launch writes the lab's, of base 2.
+The package is imported at the first call. It compiles for some seconds whenever a call differs in more than lengths. Lengths
+and page ids stay on the device: a prepared call follows their contents, also in a CUDA graph. FlashAttention-4's own heuristic
+chooses how K/V are split, on GPUs where it can split them (not SM90). The lab calls `_flash_attn_fwd` of 4.0.0b36, the function
+below `flash_attn_varlen_func`, because the latter has no `out`. The package's LSE is a natural logarithm: one more launch
+converts it to base 2.
 """
 
 import math
@@ -46,7 +47,7 @@ def _prepare(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
 
 
 def _by_request(problem: PagedAttention, rows: torch.Tensor) -> torch.Tensor:
-    """Return rows in FlashAttention-4's shape: [num_rows, ...] with offsets, else a view [batch_size, q_len, ...]."""
+    """Return rows in FlashAttention-4's shape: [num_rows, ...] if there are offsets, else a view [batch_size, q_len, ...]."""
     if problem.cu_seqlens_q is not None:
         return rows
     return rows.unflatten(0, (problem.batch_size, problem.max_q_len))

@@ -1,8 +1,8 @@
 """FlashInfer's `BatchMLAPagedAttentionWrapper` under the name of the MLA decode call: FA3 on SM90, FA2 elsewhere.
 
-A second implementation, for GPUs that trtllm-gen and XQA have no MLA kernel for. It plans on the host from the lengths: each
-call copies them there and waits, and none can be captured in a CUDA graph. `plan_` before its name does that once, for
-lengths that stay. `fa2` and `fa3` are the two by name, such as `lab judge lab.kernels.peers.flashinfer_mla:fa2`.
+It serves GPUs for which trtllm-gen and XQA have no MLA kernel. The wrapper plans on the host from the lengths: each call copies
+them to the host and waits, and none can be captured in a CUDA graph. `plan_<name>` plans once, for lengths that do not change.
+`fa2` and `fa3` choose the backend by name, as in `lab judge lab.kernels.peers.flashinfer_mla:fa2`.
 """
 
 from collections.abc import Callable
@@ -20,9 +20,9 @@ WRAPPER = "BatchMLAPagedAttentionWrapper"
 
 
 def _plan(call: MLADecodeCall, problem: PagedAttention, backend: str) -> Callable[[], Any]:
-    """Check and plan an MLA decode call, and return it ready. Shapes and errors are `lab.calls.MLADecodeCall`'s.
+    """Check and plan an MLA decode call, and return it ready. `lab.calls.MLADecodeCall` documents shapes and errors.
 
-    FlashInfer's own planner raises ValueError for more than `lab.kernels.support.why_not` refuses.
+    FlashInfer's own planner raises ValueError for some problems that `lab.kernels.support.why_not` accepts.
     """
     out, lse = problem.results()
     backend = supported_backend(backend, WRAPPER, problem)

@@ -1,10 +1,10 @@
 """FlashInfer's decode and prefill wrappers over a paged cache under the names of the decode and context calls, with FA2 or FA3.
 
-`BatchDecodeWithPagedKVCacheWrapper` takes plain decode, with tensor cores where SGLang 0.5.23 has them;
-`BatchPrefillWithPagedKVCacheWrapper` takes the rest: several rows, masks, sinks, V with other strides. Both plan on the host
-from the lengths: each call copies them there and waits, and none can be captured in a CUDA graph. `plan_` before a call's name
-does that once, for lengths that stay. `fa2` and `fa3` are the two by name, such as
-`lab judge lab.kernels.peers.flashinfer_paged:fa2`.
+`BatchDecodeWithPagedKVCacheWrapper` serves plain decode; it uses tensor cores where SGLang 0.5.23 uses them.
+`BatchPrefillWithPagedKVCacheWrapper` serves all other problems: several rows, masks, sinks, V with other strides than K. Both
+plan on the host from the lengths: each call copies them to the host and waits, and none can be captured in a CUDA graph.
+`plan_<name>` plans once, for lengths that do not change. `fa2` and `fa3` choose the backend by name, as in `lab judge
+lab.kernels.peers.flashinfer_paged:fa2`.
 """
 
 import importlib
@@ -31,7 +31,7 @@ LEAST_GROUP_OF_TENSOR_CORES = 4  # SGLang 0.5.23, flashinfer_backend.py, `should
 
 
 def _plan(call: DecodeCall | ContextCall, problem: PagedAttention, backend: str) -> Callable[[], Any]:
-    """Check and plan a call, and return it ready. Shapes and errors are `lab.calls.DecodeCall`'s and `ContextCall`'s."""
+    """Check and plan a call, and return it ready. `lab.calls.DecodeCall` and `ContextCall` document shapes and errors."""
     out, lse = problem.results()
     decodes = _is_plain_decode(problem)
     wrapper_name = DECODE_WRAPPER if decodes else PREFILL_WRAPPER
@@ -56,7 +56,7 @@ def _plan(call: DecodeCall | ContextCall, problem: PagedAttention, backend: str)
 
 
 def _is_plain_decode(problem: PagedAttention) -> bool:
-    """Return True if the decode wrapper takes the problem. Without tensor cores it reads V with K's strides."""
+    """Return True if the decode wrapper serves the problem. Without tensor cores it reads V with K's strides."""
     return (
         problem.call is AttentionCall.DECODE
         and problem.max_q_len == 1
@@ -104,10 +104,10 @@ def _planned_prefill(
 
 
 def _sink_variant(problem: PagedAttention, backend: str) -> dict[str, Any]:
-    """Return the wrapper's arguments for sinks. Its `run` ignores `sinks` with these backends.
+    """Return the wrapper's arguments for sinks. The wrapper's `run` ignores `sinks` with these backends.
 
-    They are those of FlashInfer 0.7.2's `BatchAttentionWithAttentionSinkWrapper`, except the module's name: its own leaves out
-    the head_dim and the dtype of K/V, so that kernels of several would overwrite each other in the compiler's cache.
+    FlashInfer 0.7.2's `BatchAttentionWithAttentionSinkWrapper` has the same arguments except the module's name. Its module name
+    leaves out the head_dim and the dtype of K/V, so that different kernels would overwrite each other in the compiler's cache.
     """
     name_of, _ = installed("flashinfer.jit.attention.modules", "get_batch_prefill_attention_sink_uri")
     declarations = importlib.import_module("flashinfer.jit.attention.variants").attention_sink_decl

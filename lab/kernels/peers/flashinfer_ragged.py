@@ -1,8 +1,8 @@
 """FlashInfer's `BatchPrefillWithRaggedKVCacheWrapper` under the name of the ragged context call: FA3 on SM90, else FA2.
 
-A second implementation, for GPUs that trtllm-gen has no ragged kernel for. It plans on the host from the offsets: each call
-copies them there and waits, and none can be captured in a CUDA graph. `plan_` before its name does that once, for lengths
-that stay. `fa2` and `fa3` are the two by name, such as `lab.kernels.peers.flashinfer_ragged:fa2`.
+It serves GPUs for which trtllm-gen has no ragged kernel. The wrapper plans on the host from the offsets: each call copies them
+to the host and waits, and none can be captured in a CUDA graph. `plan_<name>` plans once, for lengths that do not change. `fa2`
+and `fa3` choose the backend by name, as in `lab.kernels.peers.flashinfer_ragged:fa2`.
 """
 
 import itertools
@@ -21,7 +21,7 @@ WRAPPER = "BatchPrefillWithRaggedKVCacheWrapper"
 
 
 def _plan(call: RaggedContextCall, problem: RaggedAttention, backend: str) -> Callable[[], Any]:
-    """Check and plan a ragged context call, and return it ready. Shapes and errors are `lab.calls.RaggedContextCall`'s."""
+    """Check and plan a ragged context call, and return it ready. `lab.calls.RaggedContextCall` documents shapes and errors."""
     out, lse = problem.results()
     backend = supported_backend(backend, WRAPPER, problem)
     q_offsets, kv_offsets = problem.cu_seqlens_q.tolist(), problem.cu_seqlens_kv.tolist()

@@ -1,14 +1,15 @@
 """torch's `flex_attention` over a paged cache, under the names of the decode and the context call.
 
-The pool is one sequence of tokens, a block of keys is a page, and the mask finds a token's position in its request by a table,
-as torch's own `PagedAttention` does (`torch/nn/attention/experimental/_paged_attention.py`). Pages that every row of a block of
-rows sees are given as such, so that the mask is not called there. Where requests have equally many rows, each is a batch entry;
-else all rows are one sequence, and a block of them reads the pages of each request that it has rows of.
+The whole pool is one sequence of tokens, and one page is one block of keys. The mask function looks a token's position in its
+request up in a table, as torch's own `PagedAttention` does (`torch/nn/attention/experimental/_paged_attention.py`). Pages that
+every row of a block of rows sees are listed as full blocks, for which the mask function is not called. If all requests have the
+same number of rows, each request is a batch entry. Otherwise all rows are one sequence, and a block of rows reads the pages of
+each request that has rows in it.
 
-Blocks and tables are made on the host from the lengths: `plan_` before a call's name does that once
-(`lab.kernels.PlannedOnce`), and on a GPU compiles, which takes torch some ten seconds for a new shape. `flex_attention` has no
-`out`: the results are copied into it. On a CPU nothing is compiled, and the whole matrix of scores is made. The value of a key
-that the mask hides is multiplied by 0, so that NaN in a page's unused cells reaches the output: the judge's K4 says so.
+Block lists and tables are made on the host from the lengths. `plan_<name>` makes them once (`lab.kernels.PlannedOnce`). On a
+GPU it also compiles, which takes torch some ten seconds for a new shape. `flex_attention` has no `out`: the results are copied
+into it. On a CPU nothing is compiled, and the whole matrix of scores is made. The value of a hidden key is multiplied by 0, so
+that NaN in a page's unused cells reaches the output: the judge's check K4 reports it.
 """
 
 import functools
@@ -42,13 +43,13 @@ def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
 
 
 def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
-    """Plan a call. Parameters, shapes, dtypes and errors are `lab.calls.DecodeCall`'s and `ContextCall`'s.
+    """Plan a call. `lab.calls.DecodeCall` and `ContextCall` document parameters, shapes, dtypes and errors.
 
     `workspace_buffer` is not used.
 
     Raises:
-        NotImplementedError: for what is not taken, with the reason of `lab.kernels.support.why_not`; in a CUDA graph's capture;
-            for a request that has a page twice.
+        NotImplementedError: the kernel does not take the problem (`lab.kernels.support.why_not` gives the reason), a CUDA graph
+            is being captured, or a request has a page twice.
     """
     out, lse = problem.results()
     refuse_unsupported(FLEX_ATTENTION, problem)
@@ -93,7 +94,7 @@ def _attend(
     scale: float,
     options: Any,
 ) -> None:
-    """Write the output, and with `lse` the LSE in base 2. Both have heads after rows."""
+    """Write the output, and the LSE in base 2 if `lse` is a tensor. In both, rows come before heads."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     found, aux = flex_attention(
@@ -120,7 +121,7 @@ def _by_heads(pool: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Row:
-    """A query row: its request, and the first and last position that it may see. Padding has 0 and -1."""
+    """A query row: its request, and the first and last position that it may see. Padding has positions 0 and -1."""
 
     request: int = 0
     first: int = 0
@@ -129,11 +130,11 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The query rows in a grid of batch entries of equal size: one entry, or one per request.
+    """The query rows in a grid of batch entries of equal size. There is one entry in all, or one per request.
 
     Attributes:
-        grid: [entries][rows of an entry].
-        kv_lens, q_lens: of each request.
+        grid: the rows of each entry.
+        kv_lens, q_lens: the numbers of keys and query rows of each request.
     """
 
     grid: list[list[_Row]]
@@ -145,7 +146,7 @@ class _Rows:
         return rows.unflatten(0, (len(self.grid), len(self.grid[0])))
 
     def column(self, name: str, device: torch.device) -> torch.Tensor:
-        """Return an attribute of all rows, int32 [entries, rows of an entry]."""
+        """Return one attribute of all rows, int32 [entries, rows of an entry]."""
         listed = [[getattr(row, name) for row in entry] for entry in self.grid]
         return torch.tensor(listed, dtype=torch.int32, device=device)
 
@@ -166,7 +167,7 @@ def _rows_of(problem: PagedAttention) -> _Rows:
 
 
 def _block_mask(problem: PagedAttention, rows: _Rows, num_tokens: int) -> Any:
-    """Return the pages that each block of rows reads in part and wholly, and the mask of the pages read in part."""
+    """Return torch's block mask: the pages that each block of rows reads partly and wholly, and the mask function."""
     from torch.nn.attention.flex_attention import BlockMask
 
     device, page_size = problem.query.device, problem.page_size
@@ -202,7 +203,7 @@ def _block_mask(problem: PagedAttention, rows: _Rows, num_tokens: int) -> Any:
 
 
 def _check_pages_are_once(table: list[list[int]], kv_lens: list[int], page_size: int) -> None:
-    """Raise NotImplementedError if a request has a page twice: the mask finds only one position of a page."""
+    """Raise NotImplementedError if a request has a page twice: the mask function finds only one position of a page."""
     for request, (pages, kv_len) in enumerate(zip(table, kv_lens, strict=True)):
         twice = [page for page, times in Counter(pages[: -(-kv_len // page_size)]).items() if times > 1]
         if twice:
@@ -234,14 +235,14 @@ def _pages_of(
 
 
 def _lists(pages: list[list[int]], shape: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each block's number of pages and page ids, int32. `shape` ends with the number of all pages, as in torch."""
+    """Return the number of pages and the page ids of each block of rows, int32. `shape` ends with the number of all pages."""
     padded = [each + [0] * (shape[-1] - len(each)) for each in pages]
     counts = torch.tensor([len(each) for each in pages], dtype=torch.int32, device=device)
     return counts.view(shape[:-1]), torch.tensor(padded, dtype=torch.int32, device=device).view(shape)
 
 
 def _mask(problem: PagedAttention, rows: _Rows, num_pages: int) -> Callable[..., torch.Tensor]:
-    """Return the mask function of `flex_attention`: of a row's and a pool token's number."""
+    """Return the mask function of `flex_attention`, which takes the number of a row and the number of a pool token."""
     device, page_size = problem.query.device, problem.page_size
     request_of, first, last = (rows.column(name, device) for name in ("request", "first", "last"))
     page_in_request = torch.full((problem.batch_size, num_pages), -1, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""Functions of packages that the user has installed, bound to their real signatures before they are called."""
+"""Functions of installed packages, bound to their real signatures before they are called."""
 
 import functools
 import importlib
@@ -17,14 +17,14 @@ def installed_function(
     """Return a function of an installed package.
 
     Args:
-        part: of the lab that needs it, for the words of an error.
-        name: dotted, the package first; its distribution has the package's name.
-        written_for: the release that the lab knows.
-        keywords: what it will be called with, all by name; none: its signature is not looked at.
+        part: the part of the lab that needs the function; errors name it.
+        name: dotted name, which begins with the package. The distribution has the same name as the package.
+        written_for: the release for which the lab was written.
+        keywords: the names of all arguments that will be passed; empty: the signature is not checked.
 
     Raises:
-        ModuleNotFoundError: the package, or one that it needs, is not installed.
-        TypeError: the installed release lacks the function or a parameter, or needs one that is not passed.
+        ModuleNotFoundError: the package or a package that it needs is not installed.
+        TypeError: the installed release lacks the function or a parameter, or requires a parameter that is not passed.
     """
     package = name.partition(".")[0]
     require(part, package)

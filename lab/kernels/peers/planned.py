@@ -1,4 +1,4 @@
-"""A wrapper of FlashInfer's that plans on the host from the lengths, under the names of TRT-LLM calls."""
+"""Wrappers of FlashInfer that plan on the host from the lengths, under the names of TRT-LLM calls."""
 
 import itertools
 from collections.abc import Callable, Iterable
@@ -19,26 +19,25 @@ Plan = Callable[[Any, Any, str], Ready]  # of a call, its problem and a backend
 
 
 class PlannedWrapper:
-    """FlashInfer's wrappers with one of their backends, FA2 or FA3, as an implementation of calls.
+    """An implementation of calls by FlashInfer's wrappers with one backend, FA2 or FA3.
 
-    Each call copies lengths to the host and waits, and none can be captured in a CUDA graph. `plan_` before its name does
-    that once, for lengths that stay (`lab.kernels.PlannedOnce`): it returns the same call, which may be made any number of
-    times, in a CUDA graph too. Lengths, rows, page ids and masks are those of the planning; the contents of the other tensors
-    may change.
+    Each call copies lengths to the host and waits, and none can be captured in a CUDA graph. `plan_<name>` plans once
+    (`lab.kernels.PlannedOnce`) and returns the call, which may be made any number of times, also in a CUDA graph. Lengths,
+    rows, page ids and masks are read at the planning only; the contents of the other tensors may change.
     """
 
     def __init__(self, module: str, call_types: Iterable[type[Any]], plan: Plan, backend: str = "") -> None:
-        """Give the wrapper the calls' names.
+        """Add a function and a `plan_` function for each call.
 
         Args:
-            module: its module, after which it is named.
-            call_types: of `lab.calls`.
-            plan: plans a call for a backend, and returns it ready.
+            module: the module that holds the wrapper; the wrapper is named after it.
+            call_types: dataclasses of `lab.calls`.
+            plan: plans a call for a backend, and returns the ready call.
             backend: "fa2" or "fa3"; "" for FA3 on SM90 and FA2 elsewhere.
         """
 
         def planned(call: Any, problem: Any) -> Ready:
-            """Check and plan a call, and return it ready. Shapes and errors are those of its type in `lab.calls`."""
+            """Check and plan a call, and return it ready. The call's class in `lab.calls` documents shapes and errors."""
             return plan(call, problem, backend)
 
         self.__name__ = f"{module}:{backend}" if backend else module
@@ -53,14 +52,14 @@ class PlannedWrapper:
 
 @dataclass(frozen=True, eq=False)
 class LivePages:
-    """The pages of each request that hold keys, as FlashInfer's plans take them: ids on the device, the rest on the host.
+    """The pages of each request that hold keys, as FlashInfer's plans take them. Only `indices` is on the device.
 
     Attributes:
-        kv_lens: int32 [batch_size], keys of each request.
-        indptr: int32 [batch_size + 1], the first of each request's pages among `indices`.
+        kv_lens: int32 [batch_size], the number of keys of each request.
+        indptr: int32 [batch_size + 1], where each request's pages begin in `indices`.
         indices: int32 [indptr[-1]], page ids.
-        last_page_len: int32 [batch_size], tokens of each request's last page. A request without pages has a whole one, so that
-            FlashInfer's (pages - 1) * page_size + last_page_len is 0.
+        last_page_len: int32 [batch_size], the number of tokens in each request's last page. It is a whole page for a request
+            without pages, so that FlashInfer's (pages - 1) * page_size + last_page_len is 0.
     """
 
     kv_lens: torch.Tensor
@@ -84,11 +83,11 @@ def live_pages(problem: PagedAttention) -> LivePages:
 
 
 def supported_backend(backend: str, wrapper: str, problem: Problem) -> str:
-    """Return the backend that runs a problem; for "" the GPU's own.
+    """Return the backend that runs a problem; "" chooses by the GPU.
 
     Raises:
-        NotImplementedError: off the GPU, inside a CUDA graph's capture, or for a problem that the backend does not take,
-            with the reason of `lab.kernels.support.why_not`.
+        NotImplementedError: there is no GPU, a CUDA graph is being captured, or the backend does not take the problem
+            (`lab.kernels.support.why_not` gives the reason).
     """
     device = problem.query.device
     backend = backend or fa_backend(capability_for(device))

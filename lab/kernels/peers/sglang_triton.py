@@ -1,13 +1,13 @@
 """SGLang's Triton attention under the names of the decode and the context call.
 
-The kernels are those of the installed SGLang, which is imported at the first call; the lab is written for 0.5.23. One row of
-each request comes to `decode_attention_fwd`, which splits keys among programs and merges them. Everything else comes to
-`extend_attention_fwd_unified`, which reads all keys from the pool: `extend_attention_fwd` and `verify_splitkv_fwd` want the new
-tokens' keys apart, which these calls do not have.
+The kernels are those of the installed SGLang, which is imported at the first call; the lab is written for 0.5.23. A call with
+one row per request runs `decode_attention_fwd`, which splits keys among programs and merges the parts. All other calls run
+`extend_attention_fwd_unified`, which reads all keys from the pool. `extend_attention_fwd` and `verify_splitkv_fwd` are not
+used: they take the new tokens' keys as separate tensors, which these calls do not have.
 
 SGLang's backend makes lists of tokens and numbers of splits once for all layers of a pass (`TritonAttnBackend` in
-`sglang/srt/layers/attention/triton_backend.py`). So does `plan_` before a call's name here: it reads lengths and tables, waits
-for the GPU, and returns the call, whose lengths, page ids and masks are then those of the planning (`lab.kernels.PlannedOnce`).
+`sglang/srt/layers/attention/triton_backend.py`). `plan_<name>` does the same here: it reads lengths and tables, waits for the
+GPU, and returns the call. Lengths, page ids and masks must not change after the planning (`lab.kernels.PlannedOnce`).
 """
 
 import itertools
@@ -44,13 +44,13 @@ def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
 
 @dataclass(frozen=True, eq=False)
 class _Tokens:
-    """The tokens of each request that its rows see, as a list of pool places.
+    """The tokens of each request that its rows see, as indices into the pool.
 
     Attributes:
-        kv_indptr: int32 [batch_size + 1], the first of each request's tokens among `kv_indices`.
-        kv_indices: int64 [kv_indptr[-1]], places in the pool.
-        starts: position of each request's first one.
-        counts: of each request.
+        kv_indptr: int32 [batch_size + 1], where each request's tokens begin in `kv_indices`.
+        kv_indices: int64 [kv_indptr[-1]], indices into the pool.
+        starts: position of the first listed token of each request.
+        counts: number of listed tokens of each request.
     """
 
     kv_indptr: torch.Tensor
@@ -60,14 +60,14 @@ class _Tokens:
 
 
 def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
-    """Plan a call. Parameters, shapes, dtypes and errors are `lab.calls.DecodeCall`'s and `ContextCall`'s.
+    """Plan a call. `lab.calls.DecodeCall` and `ContextCall` document parameters, shapes, dtypes and errors.
 
-    What the kernels do not take raises NotImplementedError with the reason of `lab.kernels.support.why_not`.
     `workspace_buffer` is not used.
 
     Raises:
-        ModuleNotFoundError, TypeError: as `lab.kernels.peers.installed.installed_function`.
-        NotImplementedError: inside a CUDA graph's capture, or for a row that sees no key.
+        ModuleNotFoundError, TypeError: `lab.kernels.peers.installed.installed_function` cannot use the installed SGLang.
+        NotImplementedError: the kernels do not take the problem (`lab.kernels.support.why_not` gives the reason), a CUDA graph
+            is being captured, or a row sees no key.
     """
     out, _ = problem.results()
     refuse_unsupported(SGLANG_TRITON, problem)
@@ -93,9 +93,9 @@ def _hides_every_key(shown: torch.Tensor, window_left: int, kv_lens: Sequence[in
     """Return True if some row sees neither a token before the draft nor a token of the draft. Waits for the GPU.
 
     Args:
-        shown: of draft masks, bool [batch_size, q_len, q_len].
-        window_left: of the rows; -1 is no window.
-        kv_lens: of the requests.
+        shown: draft masks, bool [batch_size, q_len, q_len].
+        window_left: window of the rows; -1 for no window.
+        kv_lens: numbers of keys of the requests.
     """
     q_len = shown.shape[1]
     window = min(window_left, q_len) if window_left >= 0 else q_len
@@ -107,7 +107,7 @@ def _hides_every_key(shown: torch.Tensor, window_left: int, kv_lens: Sequence[in
 
 
 def _tokens(problem: PagedAttention, q_lens: Sequence[int], kv_lens: Sequence[int]) -> _Tokens:
-    """Return each request's tokens from the first that its first row sees; SGLang lists the tokens of a window so."""
+    """Return each request's tokens, beginning with the first token that its first row sees, as SGLang does for a window."""
     device, page_size, window = problem.query.device, problem.page_size, problem.window_left
     starts = [
         max(0, kv_len - rows - window) if window >= 0 else 0 for rows, kv_len in zip(q_lens, kv_lens, strict=True)
@@ -153,7 +153,7 @@ def _decode_arguments(problem: PagedAttention, out: torch.Tensor, tokens: _Token
 
 
 def _num_splits(problem: PagedAttention, tokens: _Tokens) -> torch.Tensor:
-    """Return each request's number of key splits, int32 [batch_size], by SGLang's own kernel; on a CPU `MOST_SPLITS`."""
+    """Return the number of key splits of each request, int32 [batch_size], by SGLang's kernel; on a CPU it is `MOST_SPLITS`."""
     device, batch_size = problem.query.device, problem.batch_size
     splits = torch.full((batch_size,), MOST_SPLITS, dtype=torch.int32, device=device)
     if device.type == "cuda":
@@ -196,7 +196,7 @@ def _extend_arguments(
 
 
 def _mask_of(draft: torch.Tensor, prefix: int) -> torch.Tensor:
-    """Return a request's draft mask in SGLang's form: bool, row after row, the prefix's tokens before the draft's."""
+    """Return a request's draft mask in SGLang's form: bool, row by row; a row has the prefix's tokens, then the draft's."""
     return torch.cat([draft.new_ones(len(draft), prefix), draft], dim=1).flatten()
 
 

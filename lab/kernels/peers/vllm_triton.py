@@ -1,8 +1,9 @@
 """vLLM's Triton attention, `unified_attention`, under the names of the decode and the context call.
 
-The kernels are those of the installed vLLM, which is imported at the first call; the lab is written for 0.33.0. One launch, or
-two where vLLM splits the keys of a few requests of a few rows into 16 segments, by the thresholds of its
-`TritonAttentionMetadataBuilder` (`vllm/v1/attention/backends/triton_attn.py`), which takes a server's configuration.
+The kernels are those of the installed vLLM, which is imported at the first call; the lab is written for 0.33.0. A call is one
+launch. It is two launches where vLLM splits the keys into 16 segments, which it does for few requests with few rows. The
+thresholds are those of vLLM's `TritonAttentionMetadataBuilder` (`vllm/v1/attention/backends/triton_attn.py`); the builder
+itself is not used, because it takes a server's configuration.
 """
 
 from functools import partial
@@ -34,13 +35,13 @@ def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
 
 
 def _prepare(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
-    """Prepare a call. Parameters, shapes, dtypes and errors are `lab.calls.DecodeCall`'s and `ContextCall`'s.
+    """Prepare a call. `lab.calls.DecodeCall` and `ContextCall` document parameters, shapes, dtypes and errors.
 
-    What the kernel does not take raises NotImplementedError with the reason of `lab.kernels.support.why_not`.
+    If the kernel does not take the problem, NotImplementedError is raised with the reason of `lab.kernels.support.why_not`.
     `workspace_buffer` is not used.
 
     Raises:
-        ModuleNotFoundError, TypeError: as `lab.kernels.peers.installed.installed_function`.
+        ModuleNotFoundError, TypeError: `lab.kernels.peers.installed.installed_function` cannot use the installed vLLM.
     """
     out, _ = problem.results()
     refuse_unsupported(VLLM_TRITON, problem)
@@ -81,7 +82,7 @@ def _arguments(problem: PagedAttention, out: torch.Tensor) -> dict[str, Any]:
 
 
 def _segments(problem: PagedAttention) -> dict[str, Any]:
-    """Return the arguments with which vLLM splits keys; {} if the grid is large enough without."""
+    """Return the arguments with which vLLM splits keys; {} if the grid is large enough without a split."""
     threshold = LEAST_GRID // problem.num_kv_heads
     if problem.max_q_len > MOST_ROWS_OF_SEGMENTS or problem.batch_size > threshold:
         return {}

@@ -1,8 +1,8 @@
 """FlashInfer's TRT-LLM attention functions in Triton: any GPU, and a CPU under Triton's interpreter.
 
-`prepare_NAME` takes and checks the arguments of NAME, and launches no attention. It returns the call, which can be made any
-number of times (`lab.kernels.prepare`). On a GPU, a call that differs from an earlier one in addresses and contents
-alone is not checked again (`lab.kernels.portable.kept_calls`).
+`prepare_<name>` checks the arguments of `<name>` and returns the call, which can be made any number of times
+(`lab.kernels.prepare`). It launches no attention. On a GPU, a call whose arguments differ from an earlier call only in
+addresses and contents is not checked again (`lab.kernels.portable.kept_calls`).
 """
 
 from lab.extras import require

@@ -1,8 +1,8 @@
-"""The host's side of the Gluon kernels for SM90: the problems that they take, their tiles, and their launches.
+"""The host code of the Gluon kernels for SM90: which problems they take, their tiles, and their launches.
 
-The plain Triton kernels (`paged_kernel`, `mla_decode`) take every problem. The Gluon kernels take those bound by matrix
-products, on SM90 alone: its products are asynchronous, read shared memory, and do not use tensor memory. Gluon is imported only
-where a kernel is launched.
+The plain Triton kernels (`paged_kernel`, `mla_decode`) take every problem. The Gluon kernels take problems that are bound by
+matrix products, on SM90 only: they use its asynchronous products from shared memory, without tensor memory. Gluon is imported
+only where a kernel is launched.
 """
 
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from lab.kernels.support import triton_interprets
 
 
 class HopperTiles(NamedTuple):
-    """The tiles of a head_dim: `shares` if one block holds all rows and programs share its keys, else `blocks`."""
+    """Tiles of one head_dim: `shares` if one block holds all rows and programs share its keys, else `blocks`."""
 
     blocks: HopperTile
     shares: HopperTile
@@ -57,7 +57,7 @@ REGISTERS = 65536  # of a multiprocessor
 
 
 def hopper_tiles(problem: PagedAttention) -> HopperTiles | None:
-    """Return the tiles of the Gluon kernel of MHA, or None if the plain kernel takes the problem (a draft mask's always)."""
+    """Return the tiles of MHA's Gluon kernel, or None if the plain kernel takes the problem, as for every draft mask."""
     is_e4m3 = problem.k_cache.dtype == E4M3
     tiles = (E4M3_TILES if is_e4m3 else TILES).get(problem.head_dim)
     if tiles is None or problem.mask is not None or problem.v_head_dim != problem.head_dim:
@@ -79,9 +79,9 @@ def hopper_mla_tile(problem: PagedAttention) -> HopperTile | None:
 def _fits(
     problem: PagedAttention, caches: tuple[torch.Tensor, ...], tiles: tuple[HopperTile, ...], least_rows: int
 ) -> bool:
-    """Return True if SM90's copy engine and products take a problem.
+    """Return True if SM90's copy engine and matrix products can take a problem.
 
-    They take K and V in the query's 16-bit dtype, tiles that are a multiple or a divisor of a page, and pools that the copy
+    They need K and V in a dtype that they take, tiles that are a multiple or a divisor of a page, and pools that the copy
     engine can address.
     """
     if triton_interprets():  # the interpreter does not run Gluon
@@ -114,9 +114,9 @@ def hopper_launches(
     """Return the launches of a call that the Gluon kernel takes, with one of `hopper_tiles`.
 
     Args:
-        shares: of the keys; None: every block of rows and K/V head has a program for all of its keys.
-        least_q_len: these launches are for requests of `least_q_len` to `problem.max_q_len` query tokens, after a launch for
-            the others; None: for all requests.
+        shares: how the keys are shared out; None: one program computes all keys of a block of rows and a K/V head.
+        least_q_len: the launches are for requests of `least_q_len` to `problem.max_q_len` query tokens only, and an earlier
+            launch is for the other requests; None: the launches are for all requests.
     """
     from lab.kernels.portable.hopper_attention import hopper_attention_kernel
 

@@ -82,7 +82,7 @@ class Rings(NamedTuple):
 
 @gluon.jit
 def _rings(DTYPE: gl.constexpr, READERS: gl.constexpr, DIMS: gl.constexpr, TILE: gl.constexpr):
-    """Return empty rings of tiles in a dtype. READERS partitions read them."""
+    """Return empty rings for tiles of DTYPE, which READERS partitions read."""
     BYTES: gl.constexpr = bytes_of(DTYPE)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(BOX_BYTES, DIMS * BYTES), 8 * BYTES)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -161,7 +161,7 @@ def _consume(
     GROUP: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Compute CONSUMER_ROWS rows of every piece. `rings` has the tiles; `q_slot` is for the rows' queries."""
+    """Compute CONSUMER_ROWS rows of every piece. `rings` hold the tiles; `q_slot` is shared memory for the rows' queries."""
     KEYS: gl.constexpr = TILE.keys
     DIMS: gl.constexpr = q_slot.shape[1]
     DTYPE: gl.constexpr = q_slot.dtype
@@ -233,7 +233,7 @@ def _consume(
 
 @gluon.jit
 def _launch_scores(q_slot, rings, number, SCORES: gl.constexpr, TILE: gl.constexpr):
-    """Launch Q.K^T of the `number`-th tile, which has arrived."""
+    """Launch Q.K^T of the `number`-th tile. The tile must have arrived."""
     k = rings.k.index(number % TILE.stages).permute((1, 0))
     nothing = gl.full([CONSUMER_ROWS, TILE.keys], 0.0, gl.float32, SCORES)
     return warpgroup_mma(q_slot, k, nothing, use_acc=False, is_async=True)
@@ -261,7 +261,7 @@ def _store(
     GROUP: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Write a consumer's rows of a piece: the output, or its part of a partial result, as the plain kernel does."""
+    """Write a consumer's rows of a piece: to the output, or to the slot of a partial result, as the plain kernel does."""
     num_kv_heads = batch[4]
     sinks, scales, results, partials = terms
     block_row = WHICH * CONSUMER_ROWS + consumer_rows(SUMS)
@@ -313,7 +313,7 @@ def hopper_attention_kernel(
     OVERLAPS: gl.constexpr,
     OVERLAPPED: gl.constexpr,
 ):
-    """Compute attention: shares of the batch's keys on a grid (q_blocks, shares), or blocks of rows on any grid."""
+    """Compute attention of shares of the batch's keys on a grid (q_blocks, shares), or of blocks of rows on any grid."""
     if OVERLAPS:  # the merge may be launched meanwhile, which waits for the end of this
         gdc_launch_dependents()
     STORED: gl.constexpr = k_tiles.dtype

@@ -1,6 +1,6 @@
 """The partitions of the Gluon kernel of paged attention that convert e4m3 tiles for products of 16 bits.
 
-The docstring of `hopper_attention` draws who waits for whom.
+The docstring of `hopper_attention` shows which partition waits for which.
 """
 
 from triton.experimental import gluon
@@ -22,7 +22,7 @@ def convert(
     GROUP: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Convert every piece's loaded keys or values to the dtype of the products."""
+    """Convert the loaded keys (WHICH = 0) or values (1) of every piece to the dtype of the products."""
     converted = 0
     while walk[0] < walk[1]:
         piece, walk = piece_at(walk, batch, SHARED, CAUSAL, GROUP, TILE)
@@ -40,9 +40,9 @@ def convert(
 
 @gluon.jit
 def _convert_tile(loaded, converted, barriers, slot, parity):
-    """Wait for a loaded tile, and write it to an empty slot in another dtype.
+    """Wait for a loaded tile, and write it to an empty slot in the slot's dtype.
 
-    A warp loads half a tile before it writes the first element, so that it waits for shared memory twice, not for each part.
+    A warp loads half a tile before it writes the first element, so that it waits for shared memory only twice per tile.
     """
     DIMS: gl.constexpr = loaded.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIMS, DIMS // 8], [1, 1], [1, 0])

@@ -63,7 +63,7 @@ SCORE_PRODUCTS: gl.constexpr = gl.constexpr(3)  # that make the scores of a tile
 
 
 class Columns(NamedTuple):
-    """Entries or queries in shared memory: left and right half of the latent columns, and the rope columns."""
+    """Columns of K/V entries or queries in shared memory: left and right half of the latent columns, and the rope columns."""
 
     left: Any
     right: Any
@@ -81,7 +81,10 @@ class Ring(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A slot: consumer 0 sends weights [rows, keys] and factors float32 [2, rows] to consumer 1. With its barriers."""
+    """Shared memory for one tile's weights [rows, keys] and factors float32 [2, rows], and its barriers.
+
+    Consumer 0 writes it, consumer 1 reads it.
+    """
 
     weights: Any
     factors: Any
@@ -130,7 +133,7 @@ def _consume_left(
     HEADS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Compute and send every piece's weights, and compute the left columns of its output."""
+    """Compute the weights of every piece and send them to the other consumer. Compute the left columns of the output."""
     HALF: gl.constexpr = q_slots.left.shape[1]
     DTYPE: gl.constexpr = q_slots.left.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.keys, 16])
@@ -227,7 +230,7 @@ def _launch_sums(weights, sums, ring, number, SUMS: gl.constexpr, TILE: gl.const
 
 @gluon.jit
 def _send_weights(message, sent, weights, rescale):
-    """Write a tile's weights and the factor of earlier sums, once the previous message has been read."""
+    """Write a tile's weights and the factors of the earlier sums into the message, once the previous message has been read."""
     mbarrier.wait(message.empty, sent & 1 ^ 1)
     message.weights.store(weights)
     message.factors.index(0).store(rescale)
@@ -319,7 +322,7 @@ def hopper_mla_kernel(
     TILE: gl.constexpr,
     OVERLAPS: gl.constexpr,
 ):
-    """Compute latent attention of shares of the batch's keys, on a grid (q_blocks, shares)."""
+    """Compute latent attention. A program has one share of the batch's keys, on a grid (q_blocks, shares)."""
     if OVERLAPS:  # the merge may be launched meanwhile, and waits for the end of this
         gdc_launch_dependents()
     DTYPE: gl.constexpr = boxes.dtype

@@ -1,7 +1,7 @@
 """The pieces of work of a program of a Gluon kernel, and the code that both Gluon kernels share.
 
-A program has partitions: groups of warps with different work (`hopper_attention`, `hopper_mla`). All of them walk the same
-pieces and tiles in the same order, which is defined here. The kernels share copies of tiles, loads of queries, and masks.
+A program has partitions: groups of warps with different work (`hopper_attention`, `hopper_mla`). All partitions walk the same
+pieces and tiles in the same order, which this module defines. It also has the copies of tiles, loads of queries, and masks.
 """
 
 from typing import Any, NamedTuple
@@ -34,9 +34,9 @@ def bytes_of(dtype):
 
 
 class Piece(NamedTuple):
-    """A block of rows of one request and K/V head, with some of its tiles of keys.
+    """Some tiles of keys of one request and K/V head, and the block of query rows that sees them.
 
-    The tiles are `first_tile` to `end_tile` of `num_tiles`, counted from the first in reach; `keys` is a `KeyRange`.
+    The tiles are `first_tile` to `end_tile` of `num_tiles`, counted from the first tile in reach; `keys` is a `KeyRange`.
     """
 
     request: Any
@@ -59,7 +59,11 @@ class Piece(NamedTuple):
 
 @gluon.jit
 def begin_walk(batch, num_shares, least_tiles, SHARED: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Return this program's first walk: over its share, or in each turn of all programs over one block of rows."""
+    """Return the first position of this program's walk.
+
+    With SHARED, the program walks its share of the keys. Without, all programs take turns: in each turn a program has one block
+    of rows.
+    """
     seq_lens, kind, window_left, batch_size, num_kv_heads = batch
     lanes = gl.arange(0, BLOCK_REQUESTS, gl.BlockedLayout([1], [32], [4], [0]))
     if SHARED:
@@ -138,7 +142,10 @@ def piece_at(walk, batch, SHARED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.
 
 @gluon.jit
 def _pass_requests(block, request, begin, left, batch, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Return (request, its first block, requests with blocks from it on) of `block`, searched from `request` on."""
+    """Find the request of a block of rows, beginning the search at `request`.
+
+    Return (request, the request's first block, the number of requests that have blocks at or after that block).
+    """
     _, kind, _, batch_size, _ = batch
     blocks = gl.cdiv(q_lens_of_kind(request, batch_size, kind) * GROUP, TILE.rows)
     while begin + blocks <= block:
@@ -151,7 +158,7 @@ def _pass_requests(block, request, begin, left, batch, GROUP: gl.constexpr, TILE
 
 @gluon.jit
 def nth_tile(keys, number, TILE: gl.constexpr):
-    """Return the first key of the `number`-th tile of a piece; tiles that need a mask come first."""
+    """Return the first key of the `number`-th tile of a piece. Tiles that need a mask come first."""
     num_masked = keys.num_tiles - keys.num_common
     masked = tile_begin(keys, number, True, TILE.keys)
     return gl.where(number < num_masked, masked, tile_begin(keys, number - num_masked, False, TILE.keys))
@@ -159,13 +166,13 @@ def nth_tile(keys, number, TILE: gl.constexpr):
 
 @gluon.jit
 def keys_missing(key, kv_len, BOX_KEYS: gl.constexpr):
-    """Return the number of keys that the request lacks to fill the box that begins at `key`."""
+    """Return the number of keys of the box from `key` on that lie after the request's last key."""
     return gl.minimum(gl.maximum(key + BOX_KEYS - kv_len, 0), BOX_KEYS)
 
 
 @gluon.jit
 def tile_keys(begin, column, kv_len, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr):
-    """Return the key of each score column of a tile; NO_KEY where `copy_boxes` put zeros or a key of another box."""
+    """Return the key of each score column of a tile. It is NO_KEY where `copy_boxes` wrote zeros or a key of another box."""
     BOX_KEYS: gl.constexpr = min(KEYS, PAGE_SIZE)
     box = begin + column // BOX_KEYS * BOX_KEYS
     key = begin + column - keys_missing(box, kv_len, BOX_KEYS)
@@ -174,7 +181,7 @@ def tile_keys(begin, column, kv_len, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr
 
 @gluon.jit
 def box_pages(table, begin, kv_len, KEYS: gl.constexpr, PAGE_SIZE: gl.constexpr):
-    """Return the page ids of the boxes of a tile from `begin`, a tuple of int32; 0 for a box after the last key."""
+    """Return the page ids of the boxes of the tile that begins at `begin`, a tuple of int32; 0 for boxes after the last key."""
     BOX_KEYS: gl.constexpr = min(KEYS, PAGE_SIZE)
     pages = ()
     for box in gl.static_range(KEYS // BOX_KEYS):
@@ -195,11 +202,11 @@ def copy_boxes(
     FIRST_DIM: gl.constexpr,  # the pool's element that is the slot's first
     PAGE_SIZE: gl.constexpr,
 ):
-    """Fill a slot with the tile from `begin`. A box has one page's keys and BOX_BYTES of each.
+    """Fill a slot with the tile that begins at `begin`. A box is the keys of one page, and BOX_BYTES of each key.
 
-    Nothing after the request's last key may be read. A box that would pass it begins as many keys earlier: at keys that
-    `tile_keys` hides, or before the page, where the copy engine writes zeros. A box that no row's window reaches lies all
-    before its page, because that page may belong to another request by now.
+    No key after the request's last one may be read. A box that would reach beyond the last key begins earlier by that number of
+    keys: at keys that `tile_keys` hides, or before the page, where the copy engine writes zeros. A box outside every row's
+    window lies entirely before its page, because the page may belong to another request by now.
     """
     KEYS: gl.constexpr = slot.shape[0]
     BOX_KEYS: gl.constexpr = min(KEYS, PAGE_SIZE)
@@ -237,7 +244,7 @@ def load_query(
     GROUP: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Return DIMS elements of a consumer's rows, negated if the scale is negative: `softmax_step` takes a positive one."""
+    """Return DIMS elements of each row of a consumer, negated if the scale is negative, as `softmax_step` requires."""
     query, strides = queries
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIMS, DIMS // 8], [4, 1], [1, 0])
     row = piece.q_block * TILE.rows + WHICH * CONSUMER_ROWS + consumer_rows(LOADED)
@@ -251,7 +258,7 @@ def load_query(
 
 @gluon.jit
 def positive_scale(scales):
-    """Return (the absolute `logit_scale`, at least LEAST_SCALE; True if it was negative: the query is then negated)."""
+    """Return the absolute `logit_scale`, at least LEAST_SCALE, and True if it was negative. The query is then negated."""
     scale = logit_scale(scales)
     is_negative = scale < 0
     scale = gl.where(is_negative, -scale, scale)
@@ -266,7 +273,7 @@ def wait_for(full, number, TILE: gl.constexpr, pred=True):
 
 @gluon.jit
 def hide(scores, begin, column, piece, bounds, PAGE_SIZE: gl.constexpr):
-    """Return the scores of the tile from `begin`, -inf where a row does not see a key; `bounds` are from `row_bounds`."""
+    """Return the scores of the tile from key `begin` on, -inf where a row does not see a key. See `row_bounds`."""
     key = tile_keys(begin, column, piece.kv_len, PAGE_SIZE, scores.shape[1])
     first, end = bounds
     visible = (key[None, :] >= first[:, None]) & (key[None, :] < end[:, None])
@@ -275,10 +282,10 @@ def hide(scores, begin, column, piece, bounds, PAGE_SIZE: gl.constexpr):
 
 @gluon.jit
 def sums_by_thread(weights):
-    """Return float32 [rows, 4], the sums of each row's weights in the four threads that hold them.
+    """Return float32 [rows, 4]: the sums of each row's weights in each of the four threads that hold them.
 
-    Of 8 neighbours in a row, each of the four has two (PTX ISA, accumulators of `wgmma`), so no thread waits for another. The
-    four are summed up after the last tile.
+    Each of the four threads holds two of 8 neighbouring weights of a row (PTX ISA, accumulators of `wgmma`), so no thread waits
+    for another. The four sums are added up after the last tile.
     """
     by_thread = gl.reshape(weights, [weights.shape[0], weights.shape[1] // 8, 4, 2])
     return gl.sum(gl.sum(by_thread, 3), 1)
@@ -292,5 +299,5 @@ def in_rows_of(x, tile):
 
 @gluon.jit
 def with_weights(denominator, rescale, weights):
-    """Return a softmax's denominator, [rows, 4] by `sums_by_thread`, after one more tile."""
+    """Return a softmax's denominator after one more tile, [rows, 4] as `sums_by_thread` returns it."""
     return denominator * in_rows_of(rescale, denominator)[:, None] + sums_by_thread(weights)

@@ -1,17 +1,18 @@
-"""Keep prepared calls, so that a call like an earlier one skips its checks, its choices and the search for compiled kernels.
+"""Keep prepared calls, so that a later call of the same form skips the checks, the choices and the search for compiled kernels.
 
-A call's *key* is all that is read of its arguments before a launch:
+A call's *key* is everything that is read from its arguments before a launch:
 
-* of a tensor: class, shape, strides, dtype, device, and address and storage offset modulo 16, by which Triton compiles
-* of a tuple or list: the key of each part
-* of any other argument: type and value
+* a tensor: class, shape, strides, dtype, device, and address and storage offset modulo 16, by which Triton compiles
+* a tuple or list: the key of each part
+* any other argument: type and value
 
-The contents of a tensor on a GPU are not read. So calls of one key pass the same checks, and their launches differ in addresses
-alone. A call has no key if a tensor is not on a GPU, or if a check might read more of an argument of its type.
+The contents of a tensor on a GPU are not read. Calls with the same key therefore pass the same checks, and their launches
+differ in addresses only. A call has no key if a tensor is not on a GPU, or if a check might read an argument's contents.
 
-The first two calls of a key are prepared and made. If the second is launches alone, what the next one needs is kept: the
-kernels with all arguments but addresses, and the shapes of what it allocates. No tensor is kept. A refused call is not kept, so
-that the same checks refuse the next one like it. Nor is a call that comes once, as a batch's does in a model of one layer.
+The first two calls of a key are prepared and made. If the second consists of launches only, the next call's needs are kept: the
+kernels with all arguments except addresses, and the shapes of the tensors that the call allocates. No tensor is kept. A refused
+call is not kept, so that the next call with its key is checked and refused again. A call whose key occurs only once is not kept
+either: in a model of one layer, each batch makes one.
 """
 
 import functools
@@ -34,16 +35,16 @@ P = ParamSpec("P")
 
 
 class NotKeptError(Exception):
-    """A call has no key, or its launches do not say which of its tensors they take."""
+    """The call has no key, or one of its launches takes a tensor that cannot be traced to the arguments."""
 
 
 def kept_at_once(prepare: Callable[P, TritonCall]) -> Callable[P, Any]:
-    """Return a function that makes a call and returns its results, like `made_at_once`, and keeps prepared calls.
+    """Return a function that makes a call and returns its results, like `made_at_once`, and that keeps prepared calls.
 
-    Its `cache_clear()` forgets them: call it after a change of what a call chooses.
+    Its `cache_clear()` drops the kept calls. It must be called when the choices that a preparation makes have changed.
 
     Args:
-        prepare: a function that checks a call's arguments and returns the call, ready to be made.
+        prepare: a function that checks a call's arguments and returns the ready call.
     """
     place_of = functools.lru_cache(maxsize=MOST_KEPT)(_Place)
 
@@ -71,11 +72,11 @@ def kept_at_once(prepare: Callable[P, TritonCall]) -> Callable[P, Any]:
 
 
 class _Place:
-    """The cache entry of a key. Two threads that fill it keep equal calls.
+    """The cache entry of one key. If two threads fill it, they keep equal calls.
 
     Attributes:
-        is_known: a call of the key was made.
-        call: what is kept.
+        is_known: a call with the key was made.
+        call: the kept call, or None.
     """
 
     def __init__(self, _key: Hashable) -> None:
@@ -87,7 +88,7 @@ def facts_of(value: Any, given: list[torch.Tensor]) -> Hashable:
     """Return one argument's part of a call's key, and append the argument's tensors to `given`.
 
     Raises:
-        NotKeptError: a tensor that is not on a GPU, or an argument whose contents a check might read.
+        NotKeptError: a tensor is not on a GPU, or a check might read the argument's contents.
     """
     kind = type(value)
     if kind in TENSORS and value.is_cuda:
@@ -102,13 +103,13 @@ def facts_of(value: Any, given: list[torch.Tensor]) -> Hashable:
 
 
 class KeptCall:
-    """The launches of an earlier call, made with other tensors.
+    """The launches of an earlier call. Calling it makes them with other tensors.
 
     Args:
-        device: of the call.
+        device: the GPU of the tensors.
         new: (True for zeros, shape, dtype) of each tensor that a call allocates: results, scratch as bytes, and counters.
-        views: (index of a given or new tensor, bytes after its address) of each other address that the launches take.
-        launches: take the addresses of given tensors, new ones and views, in this order.
+        views: other addresses that the launches take: (index of a given or new tensor, bytes after its address).
+        launches: functions of a list of addresses: the given tensors' first, then the new ones', then the views'.
         returned: picks the results from the given and the new tensors.
     """
 
@@ -135,10 +136,10 @@ class KeptCall:
 
 
 def kept(call: TritonCall, given: Sequence[torch.Tensor]) -> KeptCall | None:
-    """Return the `KeptCall` of a call that was made; None if its key does not determine the call.
+    """Return the `KeptCall` of a call that was made, or None if the call's key does not determine its launches.
 
     Args:
-        call: prepared from the given tensors, and made.
+        call: a call that was prepared from the given tensors and has been made.
         given: the tensors of the call's arguments.
     """
     launches, results = call.launches, call.returned
@@ -179,17 +180,17 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _source(memory: int, address: int, sources: Sequence[tuple[int, int]]) -> int:
-    """Return the index of the source that a launch's tensor equals or is a view of.
+    """Return the index of the source tensor that a launch's tensor equals or is a view of.
 
-    It is the only source in the tensor's allocation, or of several the only one at its address. A view at another address, such
-    as V in one tensor of K and V, or V's page table in one of both, is thus found if its source has an allocation to itself.
+    If several sources share the tensor's allocation, the one at the same address is taken. So a view at another address, such
+    as V in a tensor of K and V, is found only if no other source shares the allocation.
 
     Args:
-        memory, address: where the allocation of the launch's tensor begins, and where the tensor does.
-        sources: the same two addresses for each tensor.
+        memory, address: the addresses of the tensor's allocation and of the tensor.
+        sources: the same two addresses of each source.
 
     Raises:
-        NotKeptError: there is none, or more than one.
+        NotKeptError: no source fits, or more than one.
     """
     found = [index for index, source in enumerate(sources) if source[0] == memory]
     if len(found) > 1:

@@ -53,11 +53,11 @@ NO_REACH: tl.constexpr = tl.constexpr(2**31 - 1)
 
 @dataclass(frozen=True)
 class Shares:
-    """The number of shares of a call, and their least size.
+    """How many shares the keys of a call are divided into, and the least size of a share.
 
     Attributes:
-        count: shares, and programs for each block of query rows.
-        least_tiles: fewest tiles that are worth a program and its partial result.
+        count: number of shares. Each block of query rows has one program per share.
+        least_tiles: fewest tiles for which a program and its partial result are worth their cost.
         is_small: the batch is small, and its units are cut into equal parts.
         merges_at_once: the last program of a unit merges its pieces (`lab.kernels.portable.merge`).
     """
@@ -69,12 +69,12 @@ class Shares:
 
 
 def choose_shares(tile: ProgramTile | HopperTile, q_blocks: int, device: torch.device, least_keys: int = 0) -> Shares:
-    """Return one share per program that runs at a time, so that all end together. A CPU has one share, which cuts nothing.
+    """Return one share for each program that runs at the same time, so that all end together. A CPU gets one share.
 
     Args:
-        tile: its `per_multiprocessor` programs run on a multiprocessor at a time.
-        q_blocks: blocks of query rows of a request, each with programs of its own.
-        device: its multiprocessors are counted.
+        tile: a multiprocessor runs `per_multiprocessor` programs of this tile at the same time.
+        q_blocks: blocks of query rows per request; each block has its own programs.
+        device: the GPU whose multiprocessors are counted.
         least_keys: fewest keys of a share.
     """
     if device.type != "cuda":
@@ -89,13 +89,13 @@ def num_multiprocessors(device: torch.device) -> int:
 
 @triton.jit
 def reach_of(window_left, max_q_len):
-    """Return the reach of requests of at most `max_q_len` rows, int64."""
+    """Return the reach of requests that have at most `max_q_len` rows, int64."""
     return tl.where(window_left >= 0, tl.cast(window_left, tl.int64) + max_q_len, NO_REACH)
 
 
 @triton.jit
 def tiles_in_reach(kv_len, reach, BLOCK_KEYS: tl.constexpr):
-    """Return (the first tile in reach, the number of tiles), at least one tile: rows without keys are written too."""
+    """Return (the first tile in reach, the number of tiles), at least one tile: rows without keys must be written too."""
     first = tl.maximum(kv_len.to(tl.int64) - reach, 0) // BLOCK_KEYS
     return first, tl.maximum(tl.cdiv(kv_len.to(tl.int64), BLOCK_KEYS) - first, 1)
 
@@ -107,9 +107,9 @@ def tiles_in_reach(kv_len, reach, BLOCK_KEYS: tl.constexpr):
 
 @triton.jit
 def places_of_units(start, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
-    """Return the places of a unit of each request `start + lanes`, int64.
+    """Return the number of places of one unit of each request `start + lanes`, int64.
 
-    A request that is not of the kind has none, so no share has keys of it.
+    A request that is not of the launch's kind has none, so that no share has keys of it.
     """
     seq_lens, batch_size, reach, _, kind, lanes = batch
     requests = start + lanes
@@ -163,9 +163,9 @@ def request_at(place, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexp
 
 @triton.jit
 def equal_parts(batch, num_shares, least_tiles, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
-    """Return (the tiles of a part, the parts of each unit) of a small batch, int32; 0 parts where its units are too unequal.
+    """Return (the tiles of a part, the parts of each unit) of a small batch, int32; 0 parts if the units are too unequal.
 
-    Every part has to begin its unit, so empty places are not counted: they would only make a unit's first part smaller.
+    Empty places are not counted: every part begins its unit, and counting them would only make the first part smaller.
     """
     _, batch_size, _, num_kv_heads, _, _ = batch
     most_parts = num_shares // (batch_size * num_kv_heads)
@@ -184,7 +184,7 @@ def equal_parts(batch, num_shares, least_tiles, BLOCK_KEYS: tl.constexpr, START_
 
 @triton.jit
 def begin_share(share, batch, num_shares, least_tiles, TILE: tl.constexpr, SMALL: tl.constexpr):
-    """Return (place, end, places of a share, places of a unit or 0 if units differ, the place's request, its first place)."""
+    """Return (place, end, places of a share, places of a unit or 0 if units differ, request, the request's first place)."""
     BLOCK_KEYS: tl.constexpr = TILE.keys
     START_PLACES: tl.constexpr = TILE.start_keys // BLOCK_KEYS
     _, batch_size, _, num_kv_heads, _, _ = batch
@@ -214,7 +214,7 @@ def places_before(num_tiles, unit_places, START_PLACES: tl.constexpr):
 
 @triton.jit
 def first_tile_from(place, request_begin, num_tiles, unit_places, START_PLACES: tl.constexpr):
-    """Return `place`, or if it is empty the place of the next tile. `num_tiles` is its unit's."""
+    """Return `place`, or the place of the next tile if `place` is empty. Its unit has `num_tiles` tiles."""
     before = places_before(num_tiles, unit_places, START_PLACES)
     return tl.maximum(place, place - place_in_unit(place, request_begin, num_tiles + before)[1] + before)
 
@@ -223,8 +223,8 @@ def first_tile_from(place, request_begin, num_tiles, unit_places, START_PLACES: 
 def place_in_unit(place, request_begin, unit_places):
     """Return (K/V head, place within its unit) of a place.
 
-    It divides numbers of 32 bits, in fewer instructions than of 64. They hold the places of 2**31 keys of 31 K/V heads in tiles
-    of 16 keys.
+    The division is of 32-bit numbers, which takes fewer instructions than 64 bits. They hold the places of 2**31 keys of 31 K/V
+    heads in tiles of 16 keys.
     """
     in_request = (place - request_begin).to(tl.uint32)
     places = unit_places.to(tl.uint32)
@@ -233,9 +233,9 @@ def place_in_unit(place, request_begin, unit_places):
 
 @triton.jit
 def next_unit(place, request, request_begin, request_end, batch_size, kind, START_PLACES: tl.constexpr):
-    """Return (place of the next unit's first tile, its request, the request's first place), from `place` after a unit's end.
+    """Return (place of the next unit's first tile, its request, the request's first place). The current unit ends at `place`.
 
-    A unit that begins after the share's end is another program's. With equal parts that is always so.
+    If the next unit begins after the end of the share, it belongs to another program. With equal parts this is always so.
     """
     if place == request_end:
         request_begin = place

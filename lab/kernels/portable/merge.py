@@ -1,17 +1,17 @@
-"""The merge of the pieces of a unit. A piece is what one share has of it (`lab.kernels.portable.partial_results`).
+"""Merge the pieces of a unit. A piece is the part of a unit that one share has computed (see `partial_results`).
 
 A second launch merges pieces. In a small batch whose units have few pieces of few rows, the last program that stores a piece of
 a unit merges them instead:
 
     pieces of a unit     0   1  ..  15     16  ..  31     32 33          a program each; none waits for another
                          |___|_______|     |________|     |__|
-    counters               group 0          group 1      group 2         the last to arrive at one merges the group,
+    counters               group 0          group 1      group 2         the last program to arrive merges the group,
                               |________________|____________|
-    counter                                unit                          the last of those merges the groups: the output
+    counter                                unit                          the last group's program merges the groups: the output
 
-Pieces are merged in their own order, whoever arrives last, so that the bits of a result repeat.
+Pieces are merged in their own order, whichever program arrives last, so that every call gives the same bits.
 
-Code is short here: a merge runs once, after many tiles of keys, and the more instructions it has the longer it takes
+The code is kept short: a merge runs once, after many tiles of keys, and its time grows with its number of instructions
 (results/nvidia-h200/kernels.md, "A merge is as long as its code").
 """
 
@@ -55,7 +55,7 @@ def with_merge(
 ) -> list[TritonLaunch]:
     """Return a call's launches: `attention`, and if units are cut a merge that writes their rows.
 
-    With `least_q_len`, they are for requests of `least_q_len` to `problem.max_q_len` query tokens.
+    With `least_q_len`, the launches are for requests of `least_q_len` to `problem.max_q_len` query tokens only.
     """
     if partials is None:
         return [attention]
@@ -98,12 +98,12 @@ def with_merge(
 def merge_block(num_rows: int, head_dim: int) -> tuple[int, int, int]:
     """Return (rows, elements of head_dim, lanes) of one program of the merge.
 
-    Few rows have many pieces each: the threads of a program share them as lanes. The more rows there are, the more of them a
-    program has: 4 or 16 elements for each of its threads.
+    If there are few rows, each has many pieces, which the threads of a program share as lanes. If there are many rows, a
+    program has more of them: 4 or 16 elements per thread.
 
     Args:
-        num_rows: of all requests and heads.
-        head_dim: of the output.
+        num_rows: rows of all requests and heads.
+        head_dim: head_dim of the output.
     """
     elements = num_rows * head_dim // MERGE_PROGRAMS
     if elements < 256:
@@ -115,7 +115,7 @@ def merge_block(num_rows: int, head_dim: int) -> tuple[int, int, int]:
 
 
 def merged_at_once(problem: PagedAttention, num_shares: int) -> tuple[int, int]:
-    """Return (rows, pieces at a time) of a unit that its last program merges, each a power of two."""
+    """Return (rows, pieces read at a time) of a unit that its last program merges. Both are powers of two."""
     rows = triton.next_power_of_2(problem.max_q_len * problem.num_qo_heads // problem.num_kv_heads)
     most_parts = num_shares // (problem.batch_size * problem.num_kv_heads)
     pieces = min(GROUPED_PIECES.value, ELEMENTS_AT_ONCE // (rows * problem.head_dim))
@@ -135,7 +135,7 @@ def merge_if_last(
     BLOCK_ROWS: tl.constexpr,
     AT_A_TIME: tl.constexpr,
 ):
-    """Merge the pieces of a unit, whose rows are one block, if this program is the last to have stored its piece."""
+    """Merge the pieces of a unit if this program is the last one to store its piece. The unit's rows are one block."""
     first_place, tiles, share, share_places, num_shares = cut
     row_head, head, row_exists = rows
     first = first_place // share_places
@@ -165,15 +165,15 @@ def merge_if_last(
 
 @triton.jit
 def arrives_last(counter, expected):
-    """Count this program's arrival, and return True in the last of `expected` programs, which leaves the counter zero.
+    """Count this program's arrival. Return True in the last of `expected` programs, which sets the counter back to zero.
 
-    The last reads what the others have stored before they arrived. In the terms of PTX's memory model ("Causality Order"):
-    each thread's stores come before the program's barrier, and the barrier before the atomic of its first thread, which
-    releases them to the GPU. Every arrival is a read-modify-write of one counter, so that the last one observes all others,
-    through those in between, and acquires what they released; the barrier that passes the count to its threads comes before
-    their loads. So no load of these threads returns older contents, not even from the L1 of their multiprocessor, which the
-    acquiring atomic invalidates. After the last arrival only the last program touches the counter, and a launch ends before
-    the next launch's first arrival.
+    The last program reads what the earlier programs stored before they arrived. In the terms of PTX's memory model ("Causality
+    Order"): each thread's stores come before the program's barrier, and the barrier comes before the atomic of its first
+    thread, which releases the stores to the GPU. Every arrival is a read-modify-write of one counter. So the last arrival
+    observes all earlier ones and acquires what they released. The barrier that passes the count to the last program's threads
+    comes before their loads. No load of these threads therefore returns older contents, not even from the L1 of their
+    multiprocessor, which the acquiring atomic invalidates. After the last arrival only the last program touches the counter,
+    and a launch ends before the next launch's first arrival.
     """
     tl.debug_barrier()
     is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == expected - 1
@@ -185,7 +185,7 @@ def arrives_last(counter, expected):
 
 @triton.jit
 def with_piece(largest, denominator, sums, lse, part):
-    """Return the state of a softmax with a piece more in each place: `sums` and `part` have a last axis more, of elements."""
+    """Return the state of a softmax after one more piece in each place. The last axis of `sums` and `part` is elements."""
     new_largest = tl.maximum(largest, lse)
     origin = tl.where(new_largest == float("-inf"), 0.0, new_largest)
     weight = tl.exp2(lse - origin)
@@ -236,7 +236,7 @@ def merged_by_lanes(
     ROW_DIMS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Return the same as `merged`, for many pieces: each lane adds up its own."""
+    """Return the same state as `merged`, for many pieces: each lane adds up its own pieces."""
     first, begin, end, step = pieces
     block_row, row_exists = rows
     ROWS: tl.constexpr = block_row.shape[0]

@@ -1,8 +1,8 @@
 """FlashInfer's MLA decode call in Triton: any NVIDIA GPU that Triton compiles for, and a CPU in its interpreter.
 
-After absorption all query heads read the same cache entries, whose latent part is key and value at once. The query rows of
-a request and all heads are packed into one tile, and each tile of entries is loaded once and used for both products. Keys
-are shared out among programs as in `lab.kernels.portable.paged`. On SM90, many rows have a kernel in Gluon
+After absorption all query heads read the same cache entries, whose latent part is key and value at once. The query rows of a
+request and all heads are packed into one tile. Each tile of entries is loaded once and used for both products. Keys are shared
+out among programs as in `lab.kernels.portable.paged`. On SM90, calls with many rows run a Gluon kernel
 (`lab.kernels.portable.hopper_mla`).
 """
 
@@ -59,16 +59,17 @@ LEAST_KEYS = 128
 def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> TritonCall:
     """Prepare latent attention (MLA) of the last query tokens of each request over its paged cache, after absorption.
 
-    Parameters, shapes, dtypes and errors are `lab.calls.MLADecodeCall`'s; what this kernel does not take raises
-    NotImplementedError with the reason of `lab.kernels.support.why_not`. On a GPU, lengths and page ids are not read:
+    `lab.calls.MLADecodeCall` documents parameters, shapes, dtypes and errors. If the kernel does not take the call,
+    NotImplementedError is raised with the reason of `lab.kernels.support.why_not`. On a GPU, lengths and page ids are not read:
     `lab.calls.check_values` checks them on request. Products are in the query's dtype, or over an e4m3 cache in the dtype that
-    `choose_dot_dtype` returns, and sums in float32. `workspace_buffer` is not used. Rows after the last request's are left as
-    they are, or undefined. A prepared call with `cum_seq_lens_q` and no `max_q_len` reads the most rows of a request from the
-    offsets when it is prepared.
+    `choose_dot_dtype` returns; sums are in float32. `workspace_buffer` is not used. Rows after the last request's rows are left
+    unchanged, or undefined. A call with `cum_seq_lens_q` and no `max_q_len` reads the most rows of a request from the offsets
+    when it is prepared.
 
     Returns:
-        The call, which returns out, the query's shape with a last dimension of `kv_lora_rank`, bfloat16 unless `out` is given;
-        with `return_lse` (out, lse), lse in base 2 unless `return_lse_base` is "basee".
+        The call. It returns out, the query's shape with a last dimension of `kv_lora_rank`, bfloat16 unless `out` is given.
+        With
+        `return_lse` it returns (out, lse), lse in base 2 unless `return_lse_base` is "basee".
     """
     problem = call.problem()
 
@@ -89,10 +90,10 @@ trtllm_batch_decode_with_kv_cache_mla = kept_at_once(prepare_trtllm_batch_decode
 
 
 def choose_dot_dtype(problem: PagedAttention, tile: ProgramTile) -> tl.dtype:
-    """Return the dtype of the products: `dot_dtype`'s, but bf16 for a bf16 query in tiles of 64 rows over an e4m3 cache.
+    """Return the dtype of the products: bf16 for a bf16 query in tiles of 64 rows over an e4m3 cache, else `dot_dtype`'s.
 
-    Triton keeps a query that it loaded in shared memory, and one that it converted in registers. The sums of 64 rows leave too
-    few registers for that (results/nvidia-h200/kernels.md, "MLA decode against FlashInfer's wrapper").
+    Triton keeps a loaded query in shared memory and a converted query in registers. The sums of 64 rows leave too few registers
+    for a converted query (results/nvidia-h200/kernels.md, "MLA decode against FlashInfer's wrapper").
     """
     if problem.query.dtype == torch.bfloat16 and tile.rows == 64:
         return tl.bfloat16

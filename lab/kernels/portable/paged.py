@@ -1,21 +1,21 @@
 """FlashInfer's TRT-LLM attention functions in Triton: any NVIDIA GPU that Triton compiles for, and a CPU in its interpreter.
 
-One kernel serves decode, verify, draft extend and extend. The query rows of a request and the query heads that share a K/V
-head are packed into one tile, so K/V is read once for all of them. The keys of the batch are shared out evenly among programs,
-whose partial results a second kernel merges, or in a small batch the last of the programs (`lab.kernels.portable.key_shares`).
-Only in a prefill, where query rows alone fill the GPU, does one program have all keys of a block of rows. Lengths stay on the
-device: nothing is read back, and no length is compiled in.
-On SM90, a Gluon kernel takes the calls that are bound by products (`lab.kernels.portable.hopper_attention`).
+One kernel serves decode, verify, draft extend and extend. The query rows of a request and the query heads that share a K/V head
+are packed into one tile, so that K/V is read once for all of them. The keys of the batch are shared out evenly among programs
+(`lab.kernels.portable.key_shares`). A second kernel merges their partial results; in a small batch the last program does. One
+program has all keys of a block of rows only in a prefill, where query rows alone fill the GPU. Lengths stay on the device: the
+host reads none, and no length is compiled in. On SM90, a Gluon kernel takes the calls that are bound by matrix products
+(`lab.kernels.portable.hopper_attention`).
 
-A batch of prompts and decodes has two kinds of requests, those with few query tokens and those with more. Each kind has a
-launch with a tile and a division of its own, and programs of both run side by side:
+A batch of prompts and decodes has two kinds of requests: those with few query tokens and those with more. Each kind has a
+launch with its own tile and division of the work, and programs of both launches run at the same time:
 
-    first launch, then merge    shares of the keys of requests with few tokens, on half of the multiprocessors' room
-    second launch               blocks of the others' rows, or shares of their keys, in the rest; in all once the first ends
+    first launch, then merge    shares of the keys of requests with few tokens, on half of the room of the multiprocessors
+    second launch               blocks of the other requests' rows, or shares of their keys: in the rest, later in all room
 
 If a program of the second launch needs a whole multiprocessor, as the Gluon kernel's does, the first launch has all the room,
-and the second begins where programs of the first have ended.
-Latent attention (MLA) has a kernel of its own, in `mla_decode`, and so has its prefill before absorption, in `ragged_context`.
+and the second launch begins where programs of the first have ended. Latent attention (MLA) has a kernel of its own in
+`mla_decode`, and its prefill before absorption has one in `ragged_context`.
 """
 
 from collections.abc import Callable
@@ -65,9 +65,9 @@ MOST_FEW_ROWS = 64
 def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> TritonCall:
     """Prepare attention of the last query tokens of each request over its paged K/V: decode, verify, draft extend.
 
-    Parameters, shapes, dtypes and errors are `lab.calls.DecodeCall`'s; what this kernel does not take raises
-    NotImplementedError with the reason of `lab.kernels.support.why_not`. On a GPU, lengths and page ids are not read:
-    `lab.calls.check_values` checks them on request. Accumulates in float32; `workspace_buffer` is not used.
+    `lab.calls.DecodeCall` documents parameters, shapes, dtypes and errors. If the kernel does not take the call,
+    NotImplementedError is raised with the reason of `lab.kernels.support.why_not`. On a GPU, lengths and page ids are not read:
+    `lab.calls.check_values` checks them on request. Sums are in float32; `workspace_buffer` is not used.
 
     Returns:
         The call, which returns out [num_rows, num_qo_heads, head_dim]; with `return_lse`, (out, lse), lse in base 2.
@@ -82,10 +82,10 @@ def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> TritonCall:
 
 @takes(ContextCall)
 def prepare_trtllm_batch_context_with_kv_cache(call: ContextCall) -> TritonCall:
-    """Prepare attention of each request's newest tokens, whose number differs, over its paged K/V: extend and prefill.
+    """Prepare attention of each request's newest tokens over its paged K/V: extend and prefill. Requests may differ in length.
 
-    Parameters, shapes, dtypes and errors are `lab.calls.ContextCall`'s; the rest is as in
-    `trtllm_batch_decode_with_kv_cache`.
+    `lab.calls.ContextCall` documents parameters, shapes, dtypes and errors. For the rest see
+    `prepare_trtllm_batch_decode_with_kv_cache`.
     """
     return _prepare(call.problem())
 
@@ -101,14 +101,14 @@ def _prepare(problem: PagedAttention, *refreshes: Callable[[], object]) -> Trito
 def shares_of(
     problem: PagedAttention, tile: ProgramTile | HopperTile, q_blocks: int, of_kind: bool = False
 ) -> Shares | None:
-    """Return the shares of the keys; None if each block of rows and K/V head has one program for all its keys.
+    """Return the shares of the keys, or None if one program has all keys of a block of rows and a K/V head.
 
-    Shares assume that all blocks of a request see the same number of keys, which is about true for a long prefix.
+    Shares assume that all blocks of a request see the same number of keys, which is nearly true for a long prefix.
 
     Args:
-        problem: of all requests, or of one kind with its `max_q_len`.
-        tile: of a program.
-        q_blocks: blocks of rows of a request.
+        problem: of all requests, or of one kind of requests with its `max_q_len`.
+        tile: the tile of a program.
+        q_blocks: blocks of rows per request.
         of_kind: the launch is for one kind of requests.
     """
     is_small = not of_kind and problem.batch_size <= SMALL_BATCH.value and tile.rows <= SMALL_ROWS
@@ -123,7 +123,7 @@ def shares_of(
 
 
 def merges_at_once(problem: PagedAttention, tile: ProgramTile | HopperTile, num_shares: int) -> bool:
-    """Return True where, in a small batch, the last program of a unit merges its pieces faster than a second launch."""
+    """Return True if, in a small batch, the last program of a unit merges its pieces faster than a second launch would."""
     most_parts = num_shares // (problem.batch_size * problem.num_kv_heads)
     parts = min(most_parts, max(FEW_PARTS.value, triton.cdiv(problem.max_kv_len, 2 * SMALL_SHARE_KEYS)))
     rows = problem.max_q_len * problem.num_qo_heads // problem.num_kv_heads
@@ -134,9 +134,10 @@ def merges_at_once(problem: PagedAttention, tile: ProgramTile | HopperTile, num_
 def few_tokens(problem: PagedAttention) -> int | None:
     """Return the most query tokens of a request of the first kind; None if all requests are of one kind.
 
-    Two kinds are worth it where a request may fill several blocks of rows. Lengths are on the device, so the host guesses: as
-    many requests as possible have `max_q_len` rows, and the others share the rest equally. The first kind are the requests
-    whose rows fit the tile for that equal number. A wrong guess costs only time, because each request is of one kind.
+    Two kinds are worth their cost where a request may fill several blocks of rows. Lengths are on the device, so the host
+    guesses: as many requests as possible have `max_q_len` rows, and the other requests have equal parts of the remaining rows.
+    A request is of the first kind if its rows fit the tile for that equal number. A wrong guess costs only time, because each
+    request is of exactly one kind.
     """
     longest, rest = divmod(problem.num_rows, problem.max_q_len)
     others = problem.batch_size - longest
@@ -151,14 +152,14 @@ def few_tokens(problem: PagedAttention) -> int | None:
 
 
 def shares_beside(problem: PagedAttention, shares: Shares, prefill: ProgramTile | HopperTile) -> Shares:
-    """Return the first kind's shares without those whose programs make room for the second kind, but at least half of them.
+    """Return the first kind's shares, reduced to leave room for programs of the second kind, by half at most.
 
-    A multiprocessor with a program of each kind reads keys for one while it multiplies for the other. A program that needs a
-    whole multiprocessor has none before the shares end, so nothing is left free for it.
+    A multiprocessor with a program of each kind reads keys for one while it multiplies for the other. If a program of the
+    second kind needs a whole multiprocessor, it cannot run before the shares end, and no share is taken away.
 
     Args:
         problem: of all requests.
-        shares: of the first kind, if all room is its own.
+        shares: shares of the first kind if it has all the room.
         prefill: the tile of the second kind.
     """
     if prefill.per_multiprocessor == 1:
@@ -169,7 +170,7 @@ def shares_beside(problem: PagedAttention, shares: Shares, prefill: ProgramTile 
 
 
 def _tile(problem: PagedAttention, q_len: int) -> ProgramTile:
-    """Return the plain kernel's tile for shares of requests of at most `q_len` rows."""
+    """Return the plain kernel's tile for shares of requests that have at most `q_len` rows."""
     packed_rows = q_len * problem.num_qo_heads // problem.num_kv_heads
     return choose_tile(
         packed_rows, problem.head_dim, problem.k_cache.element_size(), capability_of(problem.query.device)
@@ -213,7 +214,7 @@ def _launches(problem: PagedAttention, results: Results) -> list[TritonLaunch]:
 def _grid(
     problem: PagedAttention, q_blocks: int, tile: ProgramTile, shares: Shares | None, least_q_len: int | None
 ) -> tuple[int, ...]:
-    """Return the grid of a launch. For one kind without shares, it has the most blocks of rows of the kind, per K/V head."""
+    """Return the grid of a launch. Without shares, a launch for one kind covers the most blocks that the kind can have."""
     if shares is not None:
         return q_blocks, shares.count
     if least_q_len is None:
@@ -228,7 +229,7 @@ def _launches_of(
     shares: Shares | None,
     least_q_len: int | None = None,
 ) -> list[TritonLaunch]:
-    """Return the launches for all requests, or for those of `least_q_len` (the first kind: 1) to `problem.max_q_len` rows."""
+    """Return the launches for all requests, or for requests of `least_q_len` (1: first kind) to `problem.max_q_len` rows."""
     if isinstance(tile, HopperTile):
         return hopper_launches(problem, results, tile, shares, least_q_len)
     group = problem.num_qo_heads // problem.num_kv_heads

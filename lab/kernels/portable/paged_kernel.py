@@ -225,7 +225,7 @@ def _store(
     MERGED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """Write the rows of a whole unit, or a partial result: merge it here if MERGED, else record the unit's shares."""
+    """Write a whole unit's rows or a partial result. If MERGED, merge it here; else record the unit's shares for the merge."""
     place, first_tile, end_tile, num_tiles, share, share_places, num_shares = cut
     row_head, head, row_exists, block_row = rows
     BLOCK_ROWS: tl.constexpr = block_row.shape[0]
@@ -251,7 +251,7 @@ def _store(
 def _begin_block(batch, kv_head, GROUP: tl.constexpr, TILE: tl.constexpr):
     """Return (block of rows, place, end, places, request, its first place) of a program that has all keys of its rows.
 
-    Places count as if this request were alone and had no empty places. A program after the last block has none.
+    Places are counted as if the batch had only this request and no empty places. A program after the last block has no places.
     """
     seq_lens, batch_size, reach, _, kind, lanes = batch
     # Causal blocks see the more keys the later they are: the longest start first, so that none is left alone at the end.
@@ -283,10 +283,10 @@ def _load_keys(
     BLOCK_KEYS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Return a tile, (K [ELEMENTS, BLOCK_KEYS], V [BLOCK_KEYS, ELEMENTS]), by descriptor if it has one.
+    """Return a tile (K [ELEMENTS, BLOCK_KEYS], V [BLOCK_KEYS, ELEMENTS]), loaded by descriptors if there are any.
 
-    Where MASKED, V is zero for keys that do not exist: their weights are zero, but 0 times NaN is not. K of them may be
-    anything, since their logits are replaced.
+    If MASKED, V is zero for keys that do not exist: their weights are zero, but 0 times NaN is NaN. K may be anything there,
+    because the logits are replaced.
     """
     if tiles[0] is not None and tiles[1] is not None:
         k = described_tile(tiles[0], pages[0], kv_head.to(tl.int32), begin, 0, PAGE_SIZE, BLOCK_KEYS, ELEMENTS)

@@ -20,14 +20,15 @@ Results = tuple[torch.Tensor, torch.Tensor | None]  # a call's output, and its L
 
 
 class PartialResults(NamedTuple):
-    """Two slots per program: normalised results of the keys that it had, so that a merge needs only their log-sum-exp.
+    """The partial results of all programs, two slots per program. Results are normalised, so that a merge needs only their LSE.
 
     Attributes:
         out: float32 [q_blocks * shares * 2, rows, v_head_dim].
-        lse_log2: float32 [q_blocks * shares * 2, rows]; -inf where a row sees none of the keys.
-        of_units: int32. For a merge that is a launch, [batch_size * num_kv_heads, 2]: the first and the last share that have
-            keys of a unit. For one by the last program, counters [batch_size * num_kv_heads, 1 + groups]: how many programs
-            have arrived at a unit, whose rows are one block, and at its groups of pieces, zero between launches.
+        lse_log2: float32 [q_blocks * shares * 2, rows]; -inf if a row sees none of the keys.
+        of_units: int32. If a launch merges: [batch_size * num_kv_heads, 2], the first and the last share that have keys of a
+            unit. If the last program merges: counters [batch_size * num_kv_heads, 1 + groups], the numbers of programs that
+            have arrived at a unit and at each of its groups of pieces. A unit's rows are one block then. Counters are zero
+            between launches.
     """
 
     out: torch.Tensor
@@ -38,10 +39,10 @@ class PartialResults(NamedTuple):
 def new_partials(shares: Shares | None, q_blocks: int, rows: int, problem: PagedAttention) -> PartialResults | None:
     """Allocate the partial results of a call whose requests have `q_blocks` blocks of `rows` rows; None if no unit is cut.
 
-    Counters belong to a call, as its slots do, and are filled with zeros here: once for a prepared call, and inside the graph
-    for one that a graph captures whole. Each launch leaves them zero. So neither a replay nor a call on another stream can meet
-    counters that are in use. A workspace of the caller's would not do: it may be shared by streams, and trtllm-gen writes into
-    all of it (`lab.calls.workspace`).
+    Slots and counters belong to the call. Counters are filled with zeros here: once for a prepared call, or inside the graph if
+    a graph captures the whole call. Each launch leaves them zero, so that no replay and no call on another stream meets
+    counters that are in use. The caller's workspace cannot hold them: streams may share it, and trtllm-gen writes into all of
+    it (`lab.calls.workspace`).
     """
     if shares is None or shares.count == 1:
         return None
@@ -57,27 +58,27 @@ def new_partials(shares: Shares | None, q_blocks: int, rows: int, problem: Paged
 
 
 def overlaps_launches(device: torch.device) -> bool:
-    """Return True where a launch may begin before the end of the previous launch (programmatic dependent launch)."""
+    """Return True if a launch may begin before the previous launch ends (programmatic dependent launch)."""
     family = family_of(capability_of(device))
     return family is not None and family.overlaps_launches
 
 
 @triton.jit
 def await_launch_before():
-    """Let the last program wait for the launch before this one: a launch that waits for this one then waits for both."""
+    """Let the last program wait for the previous launch. A launch that waits for this one then waits for both."""
     if (tl.program_id(0) == tl.num_programs(0) - 1) & (tl.program_id(1) == tl.num_programs(1) - 1):
         gdc_wait()
 
 
 @triton.jit
 def slot_of(share, q_block, q_blocks, begins_unit):
-    """Return the slot of a partial result. A share has two: for a unit that it begins, and for one that another begins."""
+    """Return the slot of a partial result. A share has two slots: for a unit that it begins, and for one that it continues."""
     return (share * q_blocks + q_block) * 2 + begins_unit.to(tl.int64)
 
 
 @triton.jit
 def store_unit_shares(unit_shares, unit, first_place, tiles, share_places):
-    """Write the first and the last share that have keys of a unit; `first_place` is that of its first tile."""
+    """Write the first and the last share that have keys of a unit. `first_place` is the place of the unit's first tile."""
     tl.store(unit_shares + unit * 2, (first_place // share_places).to(tl.int32))
     tl.store(unit_shares + unit * 2 + 1, ((first_place + tiles - 1) // share_places).to(tl.int32))
 
@@ -94,7 +95,7 @@ def store_share(
     partials,  # None: every share holds whole units
     ROW_DIMS: tl.constexpr = None,  # None: as many as `dims`, and blocks are as small as the rows allow
 ):
-    """Write a block of rows of one share: the output, or a slot's normalised sums and their LSE."""
+    """Write a block of rows of one share: the output, or the normalised sums and the LSE in a slot."""
     largest, denominator, sums = state
     row_head, head, row_exists, row = rows
     DIMS: tl.constexpr = dims.shape[0] if ROW_DIMS is None else ROW_DIMS

@@ -2,8 +2,8 @@
 
 The call is MLA's prefill before absorption: keys have 192 elements, values 128. 192 is no power of two, so Q and K are loaded
 as two tiles, of 128 and of 64 elements, whose two products are added up. One tile of 256 elements, a quarter of them zeros,
-would take a third more products and shared memory. Each block of query rows of a head has a program. It walks the keys that all
-rows of the block see without a mask, and those that some rows see with one.
+would need a third more products and shared memory. Each block of query rows of a head has a program. It walks the keys that all
+rows of the block see without a mask, and the remaining keys with one.
 """
 
 import torch
@@ -34,12 +34,12 @@ from lab.kernels.support.portable import PORTABLE_RAGGED, split_head_dim
 
 @takes(RaggedContextCall)
 def prepare_trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> TritonCall:
-    """Prepare attention over ragged K/V, of new tokens or of a chunk: MLA's prefill before absorption.
+    """Prepare attention over ragged K/V, for new tokens or for a chunk of a prefix: MLA's prefill before absorption.
 
-    Parameters, shapes, dtypes and errors are `lab.calls.RaggedContextCall`'s; what this kernel does not take raises
-    NotImplementedError with the reason of `lab.kernels.support.why_not`. On a GPU, lengths are not read:
-    `lab.calls.check_ragged_values` checks them on request. Products are in the query's dtype, fp16 over e4m3, and sums
-    in float32; `workspace_buffer` is not used. Rows after the last request's are left as they are, or undefined.
+    `lab.calls.RaggedContextCall` documents parameters, shapes, dtypes and errors. If the kernel does not take the call,
+    NotImplementedError is raised with the reason of `lab.kernels.support.why_not`. On a GPU, lengths are not read:
+    `lab.calls.check_ragged_values` checks them on request. Products are in the query's dtype, in fp16 over e4m3; sums are in
+    float32. `workspace_buffer` is not used. Rows after the last request's rows are left unchanged, or undefined.
 
     Returns:
         The call, which returns out [num_rows, num_qo_heads, v_head_dim]; with `return_lse`, (out, lse), lse in base 2.

@@ -1,10 +1,11 @@
 """The query rows of a block, and the keys that they see.
 
-A block has packed rows of one request: row r is query token r // GROUP, head r % GROUP of the heads that share a K/V head.
-Rows are causal: token i of a request with q tokens and L keys sits at position L - q + i, and sees keys up to it.
+A block has packed rows of one request: row r is query token r // GROUP, head r % GROUP of the heads that share a K/V head. Rows
+are causal: token i of a request with q tokens and L keys sits at position L - q + i, and sees the keys up to that position.
 
-A launch may be for one kind of requests, those of `least_q_len` to `max_q_len` query tokens, and leave the others to another.
-A `kind` is (cu_seqlens_q, least_q_len, max_q_len), whose `least_q_len` is None where a launch is for all requests.
+A launch may be for one *kind* of requests: those of `least_q_len` to `max_q_len` query tokens. It skips all other requests,
+which another launch takes. In the code `kind` is (cu_seqlens_q, least_q_len, max_q_len); `least_q_len` is None if the launch is
+for all requests.
 """
 
 from typing import Any, NamedTuple
@@ -16,14 +17,15 @@ from lab.calls.problem import PagedAttention
 
 
 class KeyRange(NamedTuple):
-    """The keys of a share that some row of a block sees, in tiles from `begin` on.
+    """The keys of a share that at least one row of a block sees, in tiles that begin at `begin`.
 
     Attributes:
-        q_position: position of the request's first query token; negative where it has fewer keys than rows.
-        first_key, end: the first key that some row sees, and the end of those in the share.
+        q_position: position of the request's first query token; negative if the request has fewer keys than rows.
+        first_key, end: the first key that some row sees, and the end of the keys in the share.
         begin: the first key of the first tile.
-        num_tiles: tiles from `begin` to `end`.
-        num_before, num_common: after the first `num_before` tiles come `num_common` tiles whose keys every row sees.
+        num_tiles: number of tiles from `begin` to `end`.
+        num_before, num_common: the first `num_before` tiles need a mask. In the next `num_common` tiles every row sees every
+            key.
     """
 
     q_position: Any
@@ -36,7 +38,7 @@ class KeyRange(NamedTuple):
 
 
 def most_blocks(problem: PagedAttention, block_rows: int, least_q_len: int | None) -> int:
-    """Return the most blocks of packed rows that the requests of at least `least_q_len` rows may have together."""
+    """Return the most blocks of packed rows that all requests with at least `least_q_len` rows can have together."""
     group = problem.num_qo_heads // problem.num_kv_heads
     requests = min(problem.batch_size, problem.num_rows // (least_q_len or 1))
     whole_blocks = problem.num_rows * group // block_rows
@@ -57,7 +59,7 @@ def request_rows(cu_seqlens_q, request, max_q_len):
 
 @triton.jit
 def q_lens_of_kind(requests, batch_size, kind):
-    """Return the query tokens of each of `requests`; 0 where it is not of the kind, and after the last."""
+    """Return the query tokens of each of `requests`; 0 for a request of another kind and for numbers after the last request."""
     cu_seqlens_q, least_q_len, max_q_len = kind
     exists = requests < batch_size
     if cu_seqlens_q is None:
@@ -72,10 +74,11 @@ def q_lens_of_kind(requests, batch_size, kind):
 
 @triton.jit
 def block_at(number, batch_size, kind, lanes, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """Return (request, its first block, requests with blocks from it on, all blocks) of a kind's `number`-th block of rows.
+    """Return the request of a kind's `number`-th block of rows, and where it lies among the requests.
 
-    Blocks are in order of the request. After the last block, the request is `batch_size`. `lanes` are the numbers from 0 on:
-    one per request whose length is read at the same time.
+    The result is (request, its first block, the number of requests that have blocks at or after that block, the number of all
+    blocks). Blocks are in order of the requests. After the last block, the request is `batch_size`. `lanes` are the numbers
+    from 0 on: one per request whose length is read at the same time.
     """
     request = number * 0
     begin = request
@@ -105,7 +108,7 @@ def keys_of_block(
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Return the `KeyRange` of a block of rows; without tiles where the request has no row of the block."""
+    """Return the `KeyRange` of a block of rows. It has no tiles if the request has no row in the block."""
     BLOCK_ROWS: tl.constexpr = TILE.rows
     BLOCK_KEYS: tl.constexpr = TILE.keys
     q_position = kv_len - q_len
@@ -135,7 +138,7 @@ def keys_of_block(
 
 @triton.jit
 def tile_begin(keys, number, MASKED: tl.constexpr, BLOCK_KEYS: tl.constexpr):
-    """Return the first key of the `number`-th tile that every row sees; of the `number`-th other tile where MASKED."""
+    """Return the first key of a tile. `number` counts tiles with a mask if MASKED, else tiles that every row sees."""
     first = tl.where(number < keys.num_before, 0, keys.num_common) if MASKED else keys.num_before
     return keys.begin + (number + first) * BLOCK_KEYS
 
@@ -147,7 +150,7 @@ def row_bounds(
     window_left,
     CAUSAL: tl.constexpr,
 ):
-    """Return (the first key, the end of the keys) that each row sees of a `KeyRange`, int32 [rows]; there is no draft mask."""
+    """Return (the first key, the end of the keys) of a `KeyRange` that each row sees, int32 [rows]. There is no draft mask."""
     first = tl.where(window_left >= 0, tl.maximum(position - window_left, keys.first_key), keys.first_key)
     end = keys.end + position * 0
     if CAUSAL:

@@ -10,20 +10,20 @@ INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 def dot_dtype(cache: torch.Tensor) -> tl.dtype:
-    """Return the dtype of the products: that of K/V, which is the query's, and float16 over e4m3.
+    """Return the dtype of the products: float16 over e4m3, else the dtype of K/V, which is also the query's.
 
-    float16 holds every e4m3 value, and SM89 and later convert two of them by one instruction. A conversion to bf16 takes six,
-    through float32, and four of them run at a quarter of the others' rate.
+    float16 holds every e4m3 value, and SM89 and later convert two e4m3 values by one instruction. A conversion to bf16 goes
+    through float32 and takes six instructions, four of them at a quarter of the usual rate.
     """
     return tl.bfloat16 if cache.dtype == torch.bfloat16 else tl.float16
 
 
 @triton.jit
 def fitting_power(q, DOT_DTYPE: tl.constexpr):
-    """Return a power, float32 [rows]: each row of `q`, divided by 2 ** power, fits DOT_DTYPE. Zero, [1], where all rows fit.
+    """Return float32 [rows]: each row of `q`, divided by 2 ** power, fits DOT_DTYPE. Return zero, [1], if all rows fit.
 
-    The range of bf16 exceeds that of float16 at both ends. Rows are scaled so that their largest element is in
-    [2 ** 14, 2 ** 15). An element that float16 then rounds to 0 is at most 2 ** -39 of the largest.
+    The range of bf16 exceeds that of float16 at both ends. Rows are scaled so that their largest element is in [2 ** 14, 2 **
+    15). An element that float16 then rounds to 0 is at most 2 ** -39 of the largest.
     """
     if q.dtype == tl.bfloat16 and tl.float16 == DOT_DTYPE:
         largest = tl.max(tl.abs(q.to(tl.float32)), 1)
@@ -36,9 +36,10 @@ def fitting_power(q, DOT_DTYPE: tl.constexpr):
 
 @triton.jit
 def fitted(q, power, DOT_DTYPE: tl.constexpr):
-    """Return `q` in DOT_DTYPE, its rows divided by 2 ** `power` where they would not fit.
+    """Return `q` in DOT_DTYPE. Rows that would not fit are divided by 2 ** `power`.
 
-    A query of DOT_DTYPE is not computed on: Triton keeps loaded tensors in shared memory, and computed ones in registers.
+    A query that already has DOT_DTYPE is returned as it is: Triton keeps loaded tensors in shared memory, computed ones in
+    registers.
     """
     if q.dtype == tl.bfloat16 and tl.float16 == DOT_DTYPE:
         q = q.to(tl.float32) * tl.exp2(-power)[:, None]
@@ -47,19 +48,19 @@ def fitted(q, power, DOT_DTYPE: tl.constexpr):
 
 @triton.jit
 def scalar(scale):
-    """Return a scale given as a number, or as a pointer to one. The interpreter's numbers have no dtype."""
+    """Return the value of a scale, which is a number or a pointer to one. The interpreter's numbers have no dtype."""
     return tl.load(scale) if hasattr(scale, "dtype") and scale.dtype.is_ptr() else scale
 
 
 @triton.jit
 def logit_scale(scales):
-    """Return the factor, from a call's `scales`, that makes logits in base 2 of products; `row_scale` takes it."""
+    """Return the factor that turns products into logits in base 2, from a call's `scales`. `row_scale` takes the factor."""
     return scalar(scales[0]) * LOG2_E
 
 
 @triton.jit
 def row_scale(scale, power):
-    """Return `logit_scale` for the rows of a query that `fitted` has divided by 2 ** `power`; `logits_log2` takes it."""
+    """Return `logit_scale` times 2 ** `power`, for rows that `fitted` has divided. `logits_log2` takes the result."""
     return scale * tl.exp2(power)
 
 
@@ -71,7 +72,7 @@ def logits_log2(products, scale):
 
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr):
-    """Return float32 `x` in DTYPE, to nearest even; e4m3 saturates, and keeps NaN."""
+    """Return float32 `x` in DTYPE, rounded to nearest even. e4m3 saturates, and keeps NaN."""
     if tl.float8e4nv == DTYPE:
         x = tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x))
     if INTERPRETED:  # Triton 3.7's interpreter would truncate
@@ -85,7 +86,7 @@ def rounded(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def without_bits(x, COUNT: tl.constexpr):
-    """Return float32 `x` rounded to nearest even, with zeros in its last COUNT bits."""
+    """Return float32 `x` rounded to nearest even, so that its last COUNT bits are zero."""
     bits = x.to(tl.int32, bitcast=True)
     bits += (1 << (COUNT - 1)) - 1 + ((bits >> COUNT) & 1)
     return (bits & -(1 << COUNT)).to(tl.float32, bitcast=True)
@@ -104,12 +105,13 @@ def dot(a, b, sums):
 def softmax_step(scores, scale, largest, DOT_DTYPE: tl.constexpr):
     """Return one step of a running softmax in base 2: (weights for DOT_DTYPE, factor of earlier sums, largest).
 
-    The largest weight is 1, or 2 ** 14 in float16, where `largest` is 14 below the largest score. float16 has nothing below
-    2 ** -24, and where one key has nearly all the weight, a hundred thousand others may share the rest.
+    The largest weight is 1. In float16 it is 2 ** 14, and `largest` is 14 less than the largest score: float16 has no value
+    below 2 ** -24, and if one key has nearly all the weight, a hundred thousand other keys may share the rest.
 
     Args:
-        scores: float32 [rows, keys], in base 2 once multiplied by `scale`; -inf where a row does not see a key.
-        scale: 1, or a positive number, or one for each row: one instruction multiplies by it and subtracts the largest.
+        scores: float32 [rows, keys], in base 2 after a multiplication by `scale`; -inf where a row does not see a key.
+        scale: 1, a positive number, or a positive number for each row. One instruction multiplies by it and subtracts the
+            largest.
         largest: float32 [rows], -inf before the first key.
     """
     tile_largest = tl.max(scores, 1) * scale
@@ -126,7 +128,7 @@ def softmax_step(scores, scale, largest, DOT_DTYPE: tl.constexpr):
 
 @triton.jit
 def with_weights(denominator, rescale, weights):
-    """Return a softmax's denominator, from `empty_denominator` or the step before, after one more step."""
+    """Return a softmax's denominator after one more step. The first step takes `empty_denominator`."""
     if len(denominator.shape) == 2:
         return denominator * rescale[:, None] + weights
     else:  # noqa: RET505 - Triton compiles one of the two
@@ -135,7 +137,7 @@ def with_weights(denominator, rescale, weights):
 
 @triton.jit
 def empty_denominator(BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, PER_KEY: tl.constexpr):
-    """Return a softmax's denominator before its first key: [rows], or [rows, keys] of a tile with `denominator_per_key`."""
+    """Return a softmax's denominator before its first key: [rows], or [rows, keys] for a tile with `denominator_per_key`."""
     return tl.zeros([BLOCK_ROWS, BLOCK_KEYS] if PER_KEY else [BLOCK_ROWS], tl.float32)
 
 
@@ -149,7 +151,7 @@ def whole_denominator(denominator):
 
 @triton.jit
 def accumulate(scores, values, largest, denominator, sums, DOT_DTYPE: tl.constexpr):
-    """Add one tile of keys, its scores' weights times its values; return (largest, denominator, sums)."""
+    """Add one tile of keys: the weights of its scores times its values. Return (largest, denominator, sums)."""
     weights, rescale, largest = softmax_step(scores, 1.0, largest, DOT_DTYPE)
     denominator = with_weights(denominator, rescale, weights)
     return largest, denominator, dot(rounded(weights, DOT_DTYPE), values, sums * rescale[:, None])
@@ -157,7 +159,7 @@ def accumulate(scores, values, largest, denominator, sums, DOT_DTYPE: tl.constex
 
 @triton.jit
 def log2_sum(largest, denominator):
-    """Return the LSE of a softmax's state, -inf without keys. A NaN stays NaN, so that it is no row without keys."""
+    """Return the LSE of a softmax's state; -inf without keys. NaN stays NaN, so that it is not taken for a row without keys."""
     divisor = tl.where(denominator == 0, 1.0, denominator)
     return tl.where(denominator == 0, float("-inf"), largest + tl.log2(divisor))
 
@@ -174,7 +176,7 @@ def store_rows(
     dims,
     row_exists,
 ):
-    """Write the output rows, and their LSE, of a softmax that has seen all its keys but the sink."""
+    """Write the output rows and their LSE for a softmax over all keys. The sink is added here."""
     if sink_log2 is not None:  # one more logit, without a value
         new_largest = tl.maximum(largest, sink_log2)
         origin = tl.where(new_largest == float("-inf"), 0.0, new_largest)

@@ -1,13 +1,13 @@
 """The tile of each kernel on each class of GPU.
 
-There are three classes: GPUs without 227 KiB of shared memory (SM80, SM86, SM89, SM120, SM121 and those that the lab does not
+There are three classes: GPUs without 227 KiB of shared memory (SM80, SM86, SM89, SM120, SM121 and all that the lab does not
 know), SM90, and SM100 with SM103, whose accumulators lie in tensor memory.
 
 * SM90's tiles were chosen by measurement on an H200 (results/nvidia-h200/kernels.md, "Tiles and their neighbours").
-* The others' were chosen by what Triton's compiler makes of them, and never timed (results/blackwell-dry-run/portable.md): a
-  multiprocessor has the shared memory, registers and tensor memory for `per_multiprocessor` programs, and a tile that spills
-  registers to memory gives way to one that does not, if one with the same matrix instructions was found. The record names
-  the tiles that spill, and why.
+* The tiles of the other classes were chosen by the output of Triton's compiler and never timed
+  (results/blackwell-dry-run/portable.md). A multiprocessor has the shared memory, registers and tensor memory for
+  `per_multiprocessor` programs. A tile that spills registers to memory was replaced by one that does not, if one with the same
+  matrix instructions was found. The record names the tiles that spill, and why.
 """
 
 import triton
@@ -42,18 +42,18 @@ SM100_PREFILL = {
 
 
 def choose_tile(num_packed_rows: int, head_dim: int, kv_bytes: int, capability: Capability | None) -> ProgramTile:
-    """Return the tile for requests of at most `num_packed_rows` = max_q_len * group rows.
+    """Return the tile for requests that have at most `num_packed_rows` = max_q_len * group rows.
 
-    16 rows are the least that a matrix unit takes. Up to 64 rows the call is bound by reading K/V: the tile is as small as the
-    rows allow, with two programs on a multiprocessor that hide each other's waits. Beyond, SM90 is bound by the time from a
+    A matrix unit takes at least 16 rows. Up to 64 rows the call is bound by reading K/V: the tile is as small as the rows
+    allow, with two programs on a multiprocessor that hide each other's waits. With more rows, SM90 is bound by the time from a
     tile's arrival to its products. Its tiles then have 128 rows, as two warp groups, and are loaded by descriptor, which saves
-    the registers that addresses would take.
+    the registers for addresses.
 
     Args:
         num_packed_rows: most rows of one request.
-        head_dim: of K and V.
-        kv_bytes: of an element of K and V.
-        capability: (major, minor) of the GPU; the interpreter, None, runs SM90's.
+        head_dim: head_dim of K and V.
+        kv_bytes: bytes of an element of K and V.
+        capability: (major, minor) of the GPU; None for the interpreter, which runs SM90's tiles.
     """
     family = family_that_runs(capability)
     rows = max(16, triton.next_power_of_2(num_packed_rows))
@@ -94,17 +94,17 @@ def _sm90_paged(rows: int, head_dim: int, kv_bytes: int) -> ProgramTile:
 def choose_prefill_tile(
     tile: ProgramTile, head_dim: int, kv_bytes: int, described: bool, capability: Capability | None
 ) -> ProgramTile:
-    """Return the tile where each block of rows has a program of its own.
+    """Return the tile for launches in which each block of rows has a program of its own.
 
-    The blocks of a request then run side by side, and find each other's keys in L2. So blocks of 64 rows read no more from
-    memory than those of 128, and mask fewer keys in their last tiles. They are chosen only if tiles are loaded by descriptor:
-    pages of 16, which have none, were slower so. On SM100 one product takes 128 rows, so tiles have 128 where they do not
-    spill.
+    The blocks of a request then run at the same time, and find each other's keys in L2. So blocks of 64 rows read no more from
+    memory than blocks of 128 rows, and mask fewer keys in their last tiles. They are chosen only if tiles are loaded by
+    descriptor: pages of 16 tokens cannot be, and were slower with 64 rows. On SM100 one product takes 128 rows, so tiles have
+    128 rows if they do not spill.
 
     Args:
-        tile: the one for shares, from `choose_tile`.
+        tile: the tile for shares, from `choose_tile`.
         head_dim, kv_bytes, capability: as for `choose_tile`.
-        described: its tiles of K and V can be loaded by descriptor.
+        described: the tile's K and V can be loaded by descriptor.
     """
     if family_that_runs(capability).has_tensor_memory:
         return SM100_PREFILL.get((head_dim, kv_bytes), tile) if tile.rows >= 64 else tile
@@ -115,7 +115,7 @@ def choose_prefill_tile(
 def choose_small_tile(tile: ProgramTile, described: bool, capability: Capability | None) -> ProgramTile:
     """Return the tile of a small batch, whose programs end soon after the instructions that find their first keys.
 
-    On SM90 its tiles are loaded by descriptor, which needs fewer of them.
+    On SM90 its tiles are loaded by descriptor, which takes fewer of these instructions.
 
     Args:
         tile, described, capability: as for `choose_prefill_tile`.
@@ -124,15 +124,16 @@ def choose_small_tile(tile: ProgramTile, described: bool, capability: Capability
 
 
 def choose_mla_tile(num_packed_rows: int, kv_bytes: int, capability: Capability | None) -> ProgramTile:
-    """Return the tile for requests of at most `num_packed_rows` = max_q_len * num_qo_heads rows.
+    """Return the tile for requests that have at most `num_packed_rows` = max_q_len * num_qo_heads rows.
 
-    Registers and shared memory decide, at a kv_lora_rank of 512. The sums of 64 rows are half the register file of an SM90
-    multiprocessor, so that 128 would not fit; more rows become more blocks, which read the entries again through L2.
+    Registers and shared memory limit the rows, at a kv_lora_rank of 512. The sums of 64 rows take half the register file of an
+    SM90 multiprocessor, so 128 rows would not fit. More rows become more blocks, which read the entries again through L2.
 
     Args:
         num_packed_rows: most rows of one request.
-        kv_bytes: of an element of the cache.
-        capability: (major, minor) of the GPU, whose shared memory bounds the rows; the interpreter, None, runs SM90's.
+        kv_bytes: bytes of an element of the cache.
+        capability: (major, minor) of the GPU, whose shared memory limits the rows; None for the interpreter, which runs SM90's
+            tiles.
     """
     family = family_that_runs(capability)
     most_rows = _most_mla_rows(family, kv_bytes)
@@ -150,10 +151,10 @@ def choose_mla_tile(num_packed_rows: int, kv_bytes: int, capability: Capability 
 
 
 def _most_mla_rows(family: GpuFamily, kv_bytes: int) -> int:
-    """Return the rows of a tile that fit a program's shared memory and its registers.
+    """Return the rows of a tile that fit a program's shared memory and registers.
 
-    SM100 would multiply 64 rows by tcgen05, if by 32 keys at a time, but every such tile spills
-    (results/blackwell-dry-run/portable.md, "MLA on SM100").
+    SM100 would multiply 64 rows by 32 keys with tcgen05, but every such tile spills (results/blackwell-dry-run/portable.md,
+    "MLA on SM100").
     """
     if not family.has_large_shared_memory:
         return 16
@@ -163,15 +164,15 @@ def _most_mla_rows(family: GpuFamily, kv_bytes: int) -> int:
 
 
 def choose_ragged_tile(max_q_len: int, head_dim: int, v_head_dim: int, capability: Capability | None) -> ProgramTile:
-    """Return the tile for requests of at most `max_q_len` rows, of keys and values that are not paged.
+    """Return the tile for requests that have at most `max_q_len` rows, over keys and values that are not paged.
 
     A prefill is bound by its products, so tiles have as many rows and keys as registers and shared memory hold. 128 rows are
     two warp groups of Hopper's asynchronous products. The tiles were compiled, but not timed on any GPU.
 
     Args:
-        max_q_len: most rows of one request. There are four tiles, so that few lengths compile anew.
-        head_dim, v_head_dim: of keys and of values.
-        capability: (major, minor) of the GPU; the interpreter, None, runs SM90's.
+        max_q_len: most rows of one request. There are only four tiles, so that a new length rarely compiles a new kernel.
+        head_dim, v_head_dim: head_dim of the keys and of the values.
+        capability: (major, minor) of the GPU; None for the interpreter, which runs SM90's tiles.
     """
     roomy = family_that_runs(capability).has_large_shared_memory
     wide = head_dim + v_head_dim > 320

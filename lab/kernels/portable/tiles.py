@@ -13,17 +13,19 @@ from lab.kernels.portable.softmax import INTERPRETED
 class ProgramTile(NamedTuple):
     """The shape of one program: packed query rows, keys per step, and Triton's launch options.
 
-    A named tuple, which Triton takes as one compile-time argument and whose fields a kernel reads.
+    It is a named tuple: Triton takes it as one compile-time argument, and a kernel reads its fields.
 
     Attributes:
         rows, keys: of one step of the program.
         num_warps, num_stages: Triton's launch options.
-        per_multiprocessor: programs that run on a multiprocessor at a time.
-        start_keys: cost of beginning and ending a request and K/V head, where a program waits for the first keys and writes the
-            results: the number of keys that it could walk meanwhile. A program with many short requests gets fewer keys.
-        by_descriptor: Hopper's copy engine loads tiles, where `tile_descriptor` can describe them; MLA's if they need no mask.
-        denominator_per_key: the softmax's denominator is kept in one part per key of a tile, summed up after the last tile.
-            Warps that share rows then wait for each other less often; a thread needs one more register per score.
+        per_multiprocessor: programs that run on a multiprocessor at the same time.
+        start_keys: cost of beginning and ending a request and K/V head, as a number of keys that a program could walk in that
+            time. The program then waits for the first keys and writes the results. A program with many short requests gets
+            fewer keys.
+        by_descriptor: Hopper's copy engine loads tiles if `tile_descriptor` can describe them; for MLA, only tiles without a
+            mask.
+        denominator_per_key: the softmax's denominator has one part per key of a tile, and the parts are added up after the last
+            tile. Warps that share rows wait for each other less often; a thread needs one more register per score.
     """
 
     rows: int
@@ -37,15 +39,15 @@ class ProgramTile(NamedTuple):
 
 
 class HopperTile(NamedTuple):
-    """The shape of one program of the Gluon kernel; a named tuple, as `ProgramTile`.
+    """The shape of one program of a Gluon kernel; a named tuple like `ProgramTile`.
 
     Attributes:
-        rows: packed query rows of all consumers, which have 64 each.
-        keys: of one tile.
-        stages: slots of each ring, of K and of V.
-        start_keys, per_multiprocessor: as `ProgramTile`'s.
-        consumer_registers: of each of a consumer's 128 threads.
-        producer_registers: of each of the 128 other threads: the producer's, and those that convert tiles.
+        rows: packed query rows of all consumers. Each consumer has 64.
+        keys: keys of one tile.
+        stages: slots of the ring of K, and of the ring of V.
+        start_keys, per_multiprocessor: as in `ProgramTile`.
+        consumer_registers: registers of each of a consumer's 128 threads.
+        producer_registers: registers of each of the other 128 threads, which load tiles and convert them.
     """
 
     rows: int
@@ -66,7 +68,7 @@ class PoolStrides(NamedTuple):
 
 
 def tile_descriptor(cache: torch.Tensor, tile: ProgramTile, dims: int) -> TensorDescriptor | None:
-    """Return a descriptor of the pool's tiles; None if the tile asks for none, or the copy engine cannot load them.
+    """Return a descriptor of the pool's tiles; None if the tile does not use one or the copy engine cannot load the tiles.
 
     Args:
         cache: [num_pages, num_kv_heads, page_size, head_dim], strided.
@@ -81,24 +83,24 @@ def tile_descriptor(cache: torch.Tensor, tile: ProgramTile, dims: int) -> Tensor
 def loads_by_descriptor(cache: torch.Tensor, keys: int) -> bool:
     """Return True if the copy engine can load tiles of `keys` keys from one page, and saves time.
 
-    It takes strides and addresses that are multiples of 16 bytes. An e4m3 tile, which is converted before it is multiplied,
-    gains nothing.
+    Strides and addresses must be multiples of 16 bytes. An e4m3 tile is converted before it is multiplied, and gains nothing.
     """
     aligned = is_aligned(cache, strides_bytes=16) and cache.stride(3) == 1
     return aligned and cache.numel() > 0 and cache.shape[2] % keys == 0 and cache.element_size() > 1
 
 
 def is_aligned(cache: torch.Tensor, strides_bytes: int) -> bool:
-    """Return True if the pool begins at a multiple of 16 bytes, and its strides but the last at one of `strides_bytes`."""
+    """Return True if the pool's address is a multiple of 16 bytes and all strides but the last are of `strides_bytes`."""
     strides = [stride * cache.element_size() for stride in cache.stride()[:3]]
     return cache.data_ptr() % 16 == 0 and all(stride % strides_bytes == 0 for stride in strides)
 
 
 def paired(caches: tuple[torch.Tensor, torch.Tensor], tile: ProgramTile) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the pools of K and V, viewed as int16 pairs of e4m3 elements where products take them from registers.
+    """Return the pools of K and V. They are viewed as int16 pairs of e4m3 elements if the products take them from registers.
 
-    Products of fewer than 64 rows do. Their registers hold two float16 elements, those loaded from the pool four e4m3 ones. One
-    permutation of bytes sorts pairs (`halves_of_pairs`); single bytes would be masked, shifted and moved one by one.
+    Products of fewer than 64 rows take them from registers. A register for a product holds two float16 elements, a loaded
+    register four e4m3 elements. One permutation of bytes sorts pairs (`halves_of_pairs`); single bytes would have to be masked,
+    shifted and moved one by one.
 
     Args:
         caches: K and V, each [num_pages, num_kv_heads, page_size, head_dim].
@@ -115,9 +117,9 @@ def paired(caches: tuple[torch.Tensor, torch.Tensor], tile: ProgramTile) -> tupl
 
 @triton.jit
 def page_ids(table, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr):
-    """Return the page ids, int64, of the tile of keys from `begin`: one if pages hold whole tiles, else one per key.
+    """Return the page ids of the tile from key `begin` on, int64: one id if a page holds the whole tile, else one per key.
 
-    A tile begins at a multiple of BLOCK_KEYS; ids of keys from `end` on are not read.
+    A tile begins at a multiple of BLOCK_KEYS. The ids of keys at or after `end` are not read.
     """
     if PAGE_SIZE % BLOCK_KEYS == 0:
         page = tl.load(table + begin // PAGE_SIZE, mask=begin < end, other=0)
@@ -129,7 +131,7 @@ def page_ids(table, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexp
 
 @triton.jit
 def pool_offsets(page, begin, page_stride, token_stride, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr):
-    """Return the offsets of a tile's keys in the pool, in elements, int64 [BLOCK_KEYS]; `page` is from `page_ids`."""
+    """Return the offset of each key of a tile in the pool, in elements, int64 [BLOCK_KEYS]. `page` is from `page_ids`."""
     if PAGE_SIZE % BLOCK_KEYS == 0:
         in_page = begin % PAGE_SIZE + tl.arange(0, BLOCK_KEYS)
     else:
@@ -148,14 +150,14 @@ def described_tile(
     BLOCK_KEYS: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """Return the tile of keys from `begin`, [BLOCK_KEYS, DIMS], by a descriptor of `tile_descriptor`."""
+    """Load the tile that begins at key `begin`, [BLOCK_KEYS, DIMS], by a descriptor from `tile_descriptor`."""
     tile = descriptor.load([page.to(tl.int32), kv_head, begin % PAGE_SIZE, first_dim])
     return tl.reshape(tile, [BLOCK_KEYS, DIMS])
 
 
 @triton.jit
 def halves_of_pairs(pairs):
-    """Return (the even, the odd elements) in float16 of int16 `pairs` of e4m3 elements."""
+    """Return (the even elements, the odd elements) of int16 `pairs` of e4m3 elements, in float16."""
     if INTERPRETED:
         even = (pairs & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
         odd = ((pairs >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)

@@ -1,4 +1,4 @@
-"""Calls of Triton kernels that can be made again: checked, chosen, allocated and compiled once."""
+"""Calls of Triton kernels that can be made again. Checks, choices, allocations and compilation happen once."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,18 +16,19 @@ Addresses = Sequence[int]
 
 
 class TritonLaunch:
-    """One launch of a Triton kernel, with all its arguments; calling it launches the kernel on the current stream.
+    """One launch of a Triton kernel with all its arguments. Calling it launches the kernel on the current stream.
 
-    The first call compiles the kernel if it never was. The second and later calls launch the compiled kernel at the same
-    addresses: Triton searches no compiled kernel for the arguments, and its launcher asks no tensor for its address.
+    The first call compiles the kernel if needed. Later calls launch the compiled kernel at the same addresses: Triton then
+    neither searches for a compiled kernel nor reads a tensor's address.
 
     Args:
         kernel: a `triton.jit` function.
-        grid: its programs, in one to three dimensions.
-        arguments: of its first parameters; tuples, named or not, may hold tensors too.
-        scratch: those tensors of the arguments that may hold anything before the call's first launch (`new_scratch`).
-        counters: those that are zero before the call's first launch and after its last, each an allocation of its own.
-        named: its other parameters, all of them `tl.constexpr`, and Triton's options, such as `num_warps`.
+        grid: numbers of programs, in one to three dimensions.
+        arguments: the kernel's first arguments; tuples, named or not, may hold tensors too.
+        scratch: the tensors of the arguments that may hold anything before the call's first launch (`new_scratch`).
+        counters: the tensors that are zero before the call's first launch and after its last. Each has an allocation of its
+            own.
+        named: the kernel's other arguments, all of them `tl.constexpr`, and Triton's options, such as `num_warps`.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class TritonLaunch:
 
     @property
     def is_compiled(self) -> bool:
-        """Return True after the first call, but never in the interpreter."""
+        """Return True after the first call. Return False in the interpreter."""
         return self._compiled is not None
 
     def _bare_launch(self) -> Callable[..., object]:
@@ -65,10 +66,10 @@ class TritonLaunch:
         return [self._named[name] for name in self._kernel.arg_names[len(self._arguments) :]]
 
     def elsewhere(self, index_of: Callable[[torch.Tensor], int]) -> Callable[[Addresses], None]:
-        """Return a function of addresses that launches the compiled kernel for tensors at them; it holds no tensor.
+        """Return a function of addresses that launches the compiled kernel with these addresses. It holds no tensor.
 
         Args:
-            index_of: returns the index of a tensor's address among the addresses.
+            index_of: returns the index of a tensor's address in the addresses.
         """
         bare, places = self._bare_launch(), [_at(argument, index_of) for argument in self._arguments]
         filled = [(place, at) for place, at in enumerate(places) if at is not None]
@@ -85,14 +86,14 @@ class TritonLaunch:
 
 
 def _addressed(argument: Any) -> Any:
-    """Return an argument with tensors replaced by their addresses, in tuples too."""
+    """Replace the tensors of an argument by their addresses, in tuples too."""
     if isinstance(argument, tuple):
         return tuple(map(_addressed, argument))
     return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
 
 
 def _at(argument: Any, index_of: Callable[[torch.Tensor], int]) -> Callable[[Addresses], Any] | None:
-    """Return a function of the addresses that makes the argument, or None if it holds no tensor."""
+    """Return a function that makes the argument from the addresses, or None if the argument holds no tensor."""
     if isinstance(argument, torch.Tensor):
         return itemgetter(index_of(argument))
     if hasattr(argument, "block_shape"):  # a tensor descriptor, Triton's or Gluon's
@@ -113,14 +114,14 @@ def _itself(argument: Any, _addresses: Addresses) -> Any:
 
 
 class _Address(int):
-    """An address with a tensor's `data_ptr`, which Triton's launcher calls on the base of a descriptor."""
+    """An address with a method `data_ptr`, because Triton's launcher calls it on the base of a descriptor."""
 
     def data_ptr(self) -> int:
         return self
 
 
 def new_scratch(device: torch.device, *parts: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
-    """Return unwritten tensors of these shapes and dtypes: parts of one allocation, each aligned like an allocation."""
+    """Allocate uninitialised tensors of these shapes and dtypes as parts of one allocation, each aligned like an allocation."""
     used = [math.prod(shape) * dtype.itemsize for shape, dtype in parts]
     sizes = [-(-size // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT for size in used]
     blocks = torch.empty((sum(sizes),), dtype=torch.uint8, device=device).split(sizes)
@@ -129,19 +130,20 @@ def new_scratch(device: torch.device, *parts: tuple[tuple[int, ...], torch.dtype
 
 
 class TritonCall:
-    """A call that is checked and ready: calling it launches its kernels on the current stream, and returns its results.
+    """A checked and ready call. Calling it launches its kernels on the current stream, and returns its results.
 
-    It keeps the contract of `lab.kernels.prepare`. On a CPU every call checks the contents anew, as `lab.calls.check_values`
-    does. Where the call gave no `out`, every call writes the same one. Call it on the stream it was prepared on, or on one that
-    waits for it, and never on two at a time. The first call compiles kernels that were not compiled yet: make it before a
-    capture.
+    It follows the contract of `lab.kernels.prepare`. On a CPU every call checks the contents again, as `lab.calls.check_values`
+    does. If no `out` was given, every call writes the same output tensor. Call it on the stream on which it was prepared, or on
+    one that waits for that stream, and never on two streams at a time. The first call compiles kernels that are not compiled
+    yet: make it before a capture.
 
     Args:
-        device: where the tensors are.
-        check: raises for contents that are wrong; called on a CPU alone, before the steps.
-        steps: what a call does, in order: launches, and what refreshes something before them or finishes it after them.
-        returned: what the call returns.
-        reads_contents: the steps follow from contents of tensors, read when the call was prepared.
+        device: the device of the tensors.
+        check: raises an error for wrong contents; called on a CPU only, before the steps.
+        steps: what a call does, in order: launches, and functions that refresh tensors before them or finish results after
+            them.
+        returned: the result of the call.
+        reads_contents: the steps depend on contents of tensors that were read at the preparation.
     """
 
     def __init__(
@@ -158,7 +160,7 @@ class TritonCall:
 
     @property
     def launches(self) -> list[TritonLaunch] | None:
-        """Return the launches of a call that was made; None if a step is no launch of a compiled kernel."""
+        """Return the launches of a call that was made; None if a step is not a launch of a compiled kernel."""
         launches = [step for step in self._steps if isinstance(step, TritonLaunch) and step.is_compiled]
         return launches if len(launches) == len(self._steps) else None
 
@@ -177,18 +179,18 @@ def prepared(
     returned: Callable[[torch.Tensor, torch.Tensor | None], Any] | None = None,
     reads_contents: bool = False,
 ) -> TritonCall:
-    """Return a problem's call, ready to be made; without query rows it launches nothing.
+    """Return the ready call of a problem. Without query rows it launches nothing.
 
     Args:
-        kernel: the row of `lab.kernels.support` that says which problems it takes.
+        kernel: the row of `lab.kernels.support` that says which problems the kernel takes.
         problem: a `PagedAttention` or `RaggedAttention`.
-        check: raises for contents of the problem that are wrong.
+        check: raises an error for wrong contents of the problem.
         steps: makes the steps of a call from the output and the LSE or None.
-        returned: makes what the call returns from the same; None: `problem.returned`.
-        reads_contents: posing the problem read contents of tensors, on a GPU too.
+        returned: makes the call's result from the output and the LSE or None; None: `problem.returned`.
+        reads_contents: making the problem has read contents of tensors, on a GPU too.
 
     Raises:
-        NotImplementedError: the kernel does not take the problem; the reason is `lab.kernels.support.why_not`'s.
+        NotImplementedError: the kernel does not take the problem; `lab.kernels.support.why_not` gives the reason.
     """
     out, lse = problem.results()
     made: Sequence[Callable[[], object]] = ()

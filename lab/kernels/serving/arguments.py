@@ -14,10 +14,10 @@ CUMULATIVE_ROWS = -1  # sum `cu_seqlens_q` from a tensor that holds each request
 
 
 def check_matrix(name: str, value: object, dtypes: Sequence[torch.dtype]) -> Tensor:
-    """Return the value, a tensor [rows, columns] whose rows are contiguous; the rows may have gaps between them.
+    """Return the value after checking that it is a tensor [rows, columns] with contiguous rows. There may be gaps between rows.
 
     Raises:
-        TypeError: the value is no tensor, or its dtype is none of `dtypes`.
+        TypeError: the value is not a tensor, or its dtype is not in `dtypes`.
         ValueError: it does not have two dimensions, or a row is not contiguous.
     """
     tensor = check_tensor(name, value, dtypes)

@@ -5,12 +5,15 @@ Glossary:
 * step: one decode pass of the draft model. It has a row of `kv_indices` and a row of `kv_indptr`.
 * branch: one of the `topk` continuations that each request drafts. A branch drafts one token per step.
 * prefix: the tokens that a request has before the draft.
-* window: the tokens at a prefix's end that a list keeps, where it keeps no more than them and a sink at the prefix's start.
-* slot: the index of a token in the K/V pool. `req_to_token` maps a position of a request to a slot, or several to their page.
-* virtual: of a slot or page that `v2p` maps to a page of the pool.
-* list: the slots that one branch reads in one step: its prefix, and the tokens that it has drafted, the step's own included.
-* boundary: an entry of `kv_indptr`. The lists of a step lie end to end; list i begins at boundary i and ends before
-  boundary i + 1.
+* window: the tokens at a prefix's end that a list keeps. A list with a window keeps only these and the sink.
+* sink: the tokens at a prefix's start that a list with a window keeps too.
+* slot: the index of a token in the K/V pool. `req_to_token` maps a position of a request to a slot, or several positions to
+  their page.
+* virtual slot or page: a number that `v2p` maps to a page of the pool.
+* list: the slots that one branch reads in one step: the slots of its prefix and of the tokens that it has drafted, including
+  the step's own token.
+* boundary: an entry of `kv_indptr`. The lists of a step lie end to end; list i begins at boundary i and ends before boundary i
+  + 1.
 * block: the tokens that a program copies at a time.
 * share: the blocks of a request's prefix that one program copies: every n-th block, where n programs divide the prefix.
 
@@ -53,7 +56,7 @@ BLOCK_REQUESTS = 256
 
 
 class Schedule(NamedEnum):
-    """A division of the work into programs."""
+    """How the programs of a launch divide the lists among them."""
 
     # One program per (step, request, branch) copies a whole prefix, as in SGLang's kernel. Change 26241 stopped launching that
     # kernel for MLA drafts.
@@ -144,7 +147,7 @@ def generate_draft_decode_kv_indices(
 
 
 def _grid(schedule: Schedule, num_steps: int, num_requests: int, topk: int, longest: int) -> tuple[int, ...]:
-    """Return the grid of a launch whose lists keep `longest` tokens of a prefix at most."""
+    """Return the grid of a launch whose lists keep at most `longest` tokens of a prefix."""
     if schedule is Schedule.SPREAD:
         # Row 0 of the grid writes kv_indptr, and row 1 + i the lists of request i, whose prefix at most as many programs divide
         # as it has blocks.

@@ -1,4 +1,4 @@
-"""The Triton kernels that `lab.kernels.serving.draft_decode_kv_indices` launches. The glossary there explains the terms."""
+"""The Triton kernels that `lab.kernels.serving.draft_decode_kv_indices` launches. The glossary is there."""
 
 from typing import NamedTuple
 
@@ -10,11 +10,11 @@ STORE_ALIGNMENT: tl.constexpr = tl.constexpr(8)
 
 
 class ListsForm(NamedTuple):
-    """The parameters that the kernels are compiled for: a named tuple, one compile-time argument for Triton.
+    """The parameters that the kernels are compiled for: a named tuple, which is one compile-time argument for Triton.
 
     Attributes:
-        num_steps, topk, page_size, window_size, sink_size, entry_page_size: of the function.
-        block_steps: a power of two, `num_steps` at least.
+        num_steps, topk, page_size, window_size, sink_size, entry_page_size: as in `generate_draft_decode_kv_indices`.
+        block_steps: a power of two, at least `num_steps`.
         block_requests: requests whose lengths a program sums at a time.
         block_tokens: tokens that a program copies at a time.
         by_token_blocks: several programs divide a list in the serial kernel.
@@ -56,7 +56,7 @@ def _spread_kernel(
     v2p,
     FORM: tl.constexpr,
 ):
-    """Write kv_indptr in row 0 of the grid, and a request's lists in each other row, whose programs take its blocks in turn."""
+    """Write kv_indptr in row 0 of the grid, and one request's lists in each other row, whose programs take blocks in turn."""
     NUM_STEPS: tl.constexpr = FORM.num_steps
     share = tl.program_id(0)
     request = tl.program_id(1) - 1
@@ -106,7 +106,7 @@ def _serial_kernel(
     v2p,
     FORM: tl.constexpr,
 ):
-    """Write a list and the boundary at its end in program (step, request, branch), or in the programs that divide the list."""
+    """Write one list and the boundary at its end, by one program (step, request, branch) or by several that divide the list."""
     step = tl.program_id(0)
     request = tl.program_id(1)
     branch = tl.program_id(2)
@@ -137,7 +137,7 @@ def _serial_kernel(
 
 @triton.jit
 def _kept(lengths, FORM: tl.constexpr):
-    """Return the number of tokens of a prefix that its lists keep."""
+    """Return how many tokens of a prefix its lists keep."""
     if FORM.window_size > 0:
         lengths = tl.minimum(lengths, FORM.window_size + FORM.sink_size)
     return lengths
@@ -145,7 +145,7 @@ def _kept(lengths, FORM: tl.constexpr):
 
 @triton.jit
 def _position(token, length, FORM: tl.constexpr):
-    """Return the prefix position of a list's token at index `token`: the sink's tokens first, then the window's."""
+    """Return the position in the prefix of a list's token at index `token`. The sink's tokens come first, then the window's."""
     if FORM.window_size > 0:
         skipped = tl.maximum(length - (FORM.window_size + FORM.sink_size), 0)
         token = tl.where(token < FORM.sink_size, token, token + skipped)
@@ -154,7 +154,7 @@ def _position(token, length, FORM: tl.constexpr):
 
 @triton.jit
 def _load_slots(row, row_width, v2p, position, inside, FORM: tl.constexpr):
-    """Return the slots at positions of a request's row; 0 beyond its end, undefined where not `inside`."""
+    """Return the slots at positions of a request's row: 0 beyond its end, undefined where `inside` is False."""
     if FORM.entry_page_size == 1:
         slots = tl.load(row + position, mask=inside & (position < row_width), other=0)
     else:
@@ -178,8 +178,8 @@ def _list_start(before, request, branch, step, kept, FORM: tl.constexpr):
 def _copy_block(row, row_width, v2p, kv_indices, step_start, list_start, capacity, start, length, FORM: tl.constexpr):
     """Copy a block of a prefix into one list. The block is shifted back so that its stores start at an aligned index.
 
-    Lists start at different indices, so each has its own shift. The slots of the first list come from memory, those of the
-    others from L1. A whole block is stored without a mask, because masked stores would be narrower than 16 bytes.
+    Lists start at different indices, so each list has its own shift. The first list's loads of the slots come from memory,
+    later loads from L1. A whole block is stored without a mask, because masked stores would be narrower than 16 bytes.
     """
     lanes = tl.arange(0, FORM.block_tokens)
     shift = ((step_start + list_start) % STORE_ALIGNMENT).to(tl.int32)
@@ -203,7 +203,7 @@ def _copy_block(row, row_width, v2p, kv_indices, step_start, list_start, capacit
 
 @triton.jit
 def _drafted_slots(row, row_width, v2p, length, branch, FORM: tl.constexpr):
-    """Return the slots of a branch's drafted tokens of all steps, `[block_steps]`; 0 for a position without a slot."""
+    """Return the slots of the tokens that a branch drafts in all steps, `[block_steps]`; 0 for a position without a slot."""
     if FORM.page_size == 1 or FORM.topk == 1:
         start = length + branch * FORM.num_steps
     else:  # each branch continues in its own copy of the prefix's last page
@@ -217,7 +217,7 @@ def _drafted_slots(row, row_width, v2p, length, branch, FORM: tl.constexpr):
 
 @triton.jit
 def _store_drafted(slots, step_row, at, step, capacity, FORM: tl.constexpr):
-    """Store the slots of the tokens drafted in steps 0 to `step` at the end of a list, from index `at` of its row on."""
+    """Store the slots of the tokens drafted in steps 0 to `step` at the end of a list. `at` is their first index in the row."""
     drafted = tl.arange(0, FORM.block_steps)
     tl.store(step_row + at + drafted, slots, mask=(drafted <= step) & (at + drafted < capacity))
 
@@ -241,7 +241,7 @@ def _write_indptr(positions, kv_indptr, num_branches, kv_indptr_stride, FORM: tl
 
 @triton.jit
 def _sum_before(lengths, end, FORM: tl.constexpr):
-    """Return the number of tokens that the lists keep of `lengths[:end]`, int64."""
+    """Return how many tokens of `lengths[:end]` the lists keep, int64."""
     BLOCK: tl.constexpr = FORM.block_requests
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.int64)

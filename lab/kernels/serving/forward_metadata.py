@@ -2,11 +2,11 @@
 
 Glossary:
 
-* pass: one forward pass of a model. All passes of a launch are over the same requests, with tables and lengths of their own.
-* slot: the index of a token in a K/V pool. `req_to_token` maps a position of a request to a slot; page p of a pool has the
+* pass: one forward pass of a model. All passes of a launch have the same requests; each has its own tables and lengths.
+* slot: the index of a token in a K/V pool. `req_to_token` maps a position of a request to a slot. Page p of a pool has the
   slots from `p * page_size` on.
 * full pool, sliding-window pool: the two pools of a hybrid model. `full_to_swa` maps a slot of the first to one of the second.
-* write location: the slot that a query row's new key and value are written to.
+* write location: the slot to which a query row's new key and value are written.
 * live column: a column of a page table that holds a page of the request. Columns after the live ones are not written.
 """
 
@@ -36,24 +36,23 @@ BLOCK_REQUESTS = 256
 class PassBuffers:
     """One forward pass of a launch: the buffers that the launch fills, and the numbers in which passes differ.
 
-    A buffer that is None is not wanted. The launch reads ``out_cache_loc`` and ``query_rows`` and writes the other tensors.
+    The launch reads ``out_cache_loc`` and ``query_rows`` and writes the other tensors. A buffer that is None is not written.
 
     Attributes:
-        cache_seqlens: ``[num_requests]`` int32; it becomes ``seq_lens + seq_len_offset``.
-        cu_seqlens_k: ``[num_requests + 1]`` int32 or None; it becomes 0, then the running sum of ``cache_seqlens``.
-        cu_seqlens_q: ``[num_requests + 1]`` int32 or None; it becomes 0, then the running sum of ``query_rows``.
-        page_table: ``[num_requests, width]`` int32 with contiguous rows, or None. The first
-            ``min(width, ceil(cache_seqlens / page_size))`` columns of a row are live and written. Passes may share a table,
-            because a request has the same pages in all of them; the pass with the largest ``seq_len_offset`` then says which
-            columns are live.
-        swa_page_table: the same for pages of the sliding-window pool, or None.
-        out_cache_loc: ``[at most num_tokens]`` int64, the write locations of the query rows in the full pool; None where
-            ``swa_out_cache_loc`` is.
-        swa_out_cache_loc: ``[num_tokens]`` int64 or None; it becomes those locations in the sliding-window pool, then 0. A
+        cache_seqlens: ``[num_requests]`` int32; becomes ``seq_lens + seq_len_offset``.
+        cu_seqlens_k: ``[num_requests + 1]`` int32 or None; becomes 0, then the running sum of ``cache_seqlens``.
+        cu_seqlens_q: ``[num_requests + 1]`` int32 or None; becomes 0, then the running sum of ``query_rows``.
+        page_table: ``[num_requests, width]`` int32 with contiguous rows, or None. The first ``min(width, ceil(cache_seqlens /
+            page_size))`` columns of a row are live and written. Passes may share a table, because a request has the same pages
+            in all of them. The pass with the largest ``seq_len_offset`` then says which columns are live.
+        swa_page_table: like ``page_table``, with pages of the sliding-window pool, or None.
+        out_cache_loc: ``[at most num_tokens]`` int64, the write locations of the query rows in the full pool; None if
+            ``swa_out_cache_loc`` is None.
+        swa_out_cache_loc: ``[num_tokens]`` int64 or None; becomes the same locations in the sliding-window pool, then 0. A
             location of -1 stays -1.
         seq_len_offset: tokens of each request that ``seq_lens`` does not count, 0 or more.
         query_rows: the number of query rows: an int of 1 or more for all requests, or a tensor ``[num_requests]`` int32 or
-            int64. None leaves ``cu_seqlens_q`` as the caller preset it.
+            int64. None leaves ``cu_seqlens_q`` as the caller has set it.
     """
 
     cache_seqlens: Tensor
@@ -77,17 +76,18 @@ def prepare_write_forward_metadata(
     full_to_swa: Tensor | None = None,
     v2p: Tensor | None = None,
 ) -> Callable[[], None]:
-    """Prepare one launch that writes the metadata of passes over the same requests in place; a CUDA graph can capture it.
+    """Prepare one launch that writes the metadata of passes over the same requests in place. A CUDA graph can capture the
+    launch.
 
-    Live column c of request i becomes ``req_to_token[req_pool_indices[i], c * page_size] // page_size``; for the
-    sliding-window pool, ``full_to_swa`` maps that slot first. A slot of -1 is in page -1 of both pools. With ``v2p`` that is a
-    virtual page, in whose place the full pool's table has the one that it maps to, or 0 for none. A length of 0 or below has no
-    live column, but ``cu_seqlens_k`` counts it. Columns that are not live, and those beyond a row of ``req_to_token``,
-    are not written.
+    Live column c of request i becomes ``req_to_token[req_pool_indices[i], c * page_size] // page_size``. For the sliding-window
+    pool, ``full_to_swa`` maps that slot first. A slot of -1 is in page -1 of both pools. With ``v2p`` the page is a virtual
+    one: the full pool's table gets the page that ``v2p`` maps it to, or 0 if there is none. A request whose length is 0 or
+    below has no live column, but ``cu_seqlens_k`` counts its length. Columns that are not live, and columns beyond a row of
+    ``req_to_token``, are not written.
 
-    Triton compiles one kernel per page size, dtypes of ``req_pool_indices`` and ``seq_lens``, and passes: their number, which
-    of their tensors are None, which tables are shared, each ``seq_len_offset``, and each ``query_rows`` or its dtype. It
-    compiles nothing for another number of requests or write locations, length, table width or address.
+    Triton compiles one kernel per page size, dtypes of ``req_pool_indices`` and ``seq_lens``, and form of the passes: their
+    number, which of their tensors are None, which tables are shared, each ``seq_len_offset``, and each ``query_rows`` or its
+    dtype. It compiles nothing for another number of requests or write locations, length, table width or address.
 
     Args:
         passes: the buffers to write, one `PassBuffers` per pass.
@@ -95,9 +95,9 @@ def prepare_write_forward_metadata(
         seq_lens: ``[num_requests]`` int32 or int64, tokens of each request.
         req_to_token: ``[num_rows, row_width]`` int32, the slot at each position of a request, in contiguous rows.
         page_size: tokens per page.
-        full_to_swa: ``[num_slots]`` int64, the sliding-window slot of each slot of the full pool. It may be None where no pass
-            has a sliding-window tensor.
-        v2p: ``[num_virtual_pages]`` int64, the page of each virtual one, below 0 for none; None where slots are not virtual.
+        full_to_swa: ``[num_slots]`` int64, the sliding-window slot of each slot of the full pool. It may be None if no pass has
+            a sliding-window tensor.
+        v2p: ``[num_virtual_pages]`` int64, the page of each virtual page, below 0 for none; None if slots are not virtual.
 
     Returns:
         A function that launches. It can be called any number of times, and the tensors' contents may change between the calls.
@@ -138,7 +138,7 @@ def _bind_kernel(
     full_to_swa: Tensor | None,
     v2p: Tensor | None,
 ) -> Callable[[], Any]:
-    """Return the kernel with its grid and arguments bound; the arguments are checked and have at least one request."""
+    """Return the kernel with its grid and arguments bound. The arguments must be checked and have at least one request."""
     from lab.kernels.serving.forward_metadata_kernel import _metadata_kernel  # imports Triton, which the judge may lack
 
     num_requests = seq_lens.numel()
@@ -185,14 +185,14 @@ def _bind_kernel(
 def _launch_on_device_of(tensor: Tensor, launch: Callable[[], Any], kept_alive: object) -> None:
     """Launch on the tensor's device.
 
-    The launch holds no tensor of the passes, only its address. `kept_alive` holds them as long as this call can be made.
+    The launch has only the addresses of the passes' tensors. `kept_alive` holds the tensors as long as this call can be made.
     """
     with torch.cuda.device_of(tensor):  # Triton launches on the current device
         launch()
 
 
 def _write_empty_batch(passes: Sequence[PassBuffers]) -> None:
-    """Write the metadata of an empty batch: the leading 0 of cumulative lengths, and 0 for each write location."""
+    """Write the metadata of an empty batch: the leading 0 of cumulative lengths, and 0 as each write location."""
     for each in passes:
         cu_seqlens_q = None if _query_rows_constant(each) == PRESET_ROWS else each.cu_seqlens_q
         for tensor in (each.cu_seqlens_k, cu_seqlens_q, each.swa_out_cache_loc):
@@ -201,7 +201,7 @@ def _write_empty_batch(passes: Sequence[PassBuffers]) -> None:
 
 
 def _query_rows_constant(buffers: PassBuffers) -> int:
-    """Return a pass's query rows as the kernel takes them: a number for all requests, PRESET_ROWS or CUMULATIVE_ROWS."""
+    """Return a pass's query rows in the kernel's form: a number for all requests, PRESET_ROWS or CUMULATIVE_ROWS."""
     if buffers.query_rows is None or buffers.cu_seqlens_q is None:
         return PRESET_ROWS
     return CUMULATIVE_ROWS if isinstance(buffers.query_rows, Tensor) else buffers.query_rows
@@ -214,23 +214,23 @@ def _num_locations(locations: Tensor | None) -> int:
 # Triton's `do_not_specialize` (`forward_metadata_kernel`) does not reach into tuples. So they hold 2 n + 3 for a number or an
 # address n: it is odd, and not 1 for any n >= 0. The kernel decodes it (`_number`).
 def _encode_numbers(values: Sequence[int]) -> tuple[int, ...]:
-    """Return 2 n + 3 for each number n."""
+    """Return 2 n + 3 for each number n, so that Triton does not specialise the kernel by it."""
     return tuple(2 * value + 3 for value in values)
 
 
 def _encode_addresses(tensors: Sequence[Tensor | None]) -> tuple[int | None, ...]:
-    """Return 2 n + 3 for the address n of each tensor, None for None."""
+    """Return 2 n + 3 for the address n of each tensor; None stays None."""
     return tuple(None if tensor is None else 2 * tensor.data_ptr() + 3 for tensor in tensors)
 
 
 def _encode_tables(tables: Sequence[Tensor]) -> tuple[tuple[int | None, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return (addresses, numbers of columns, row strides in elements) of tables, encoded."""
+    """Return (addresses, numbers of columns, row strides in elements) of tables, each number n as 2 n + 3."""
     widths, strides = [table.shape[1] for table in tables], [table.stride(0) for table in tables]
     return _encode_addresses(tables), _encode_numbers(widths), _encode_numbers(strides)
 
 
 def _distinct_tables(tables: Sequence[tuple[Tensor | None, int]]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Return each different table once, with the largest `seq_len_offset` of the passes that share it.
+    """Return each distinct table once, with the largest `seq_len_offset` of the passes that share it.
 
     Args:
         tables: (table or None, seq_len_offset) of each pass.
@@ -245,9 +245,9 @@ def _distinct_tables(tables: Sequence[tuple[Tensor | None, int]]) -> tuple[tuple
 
 
 def _grid(num_requests: int, tables: Sequence[Tensor], with_locations: Sequence[PassBuffers]) -> tuple[int, int]:
-    """Return (programs per row of the grid, rows that write locations).
+    """Return (programs per row of the grid, rows of the grid that write locations).
 
-    The grid has a row for all lengths, a row for each request's pages, and then the rows for write locations.
+    The grid has one row for all lengths, then a row for each request's pages, then the rows for write locations.
     """
     columns = max((table.shape[1] for table in tables), default=1)
     column_blocks = -(-columns // BLOCK_COLUMNS)
@@ -280,7 +280,7 @@ def _check_pass(buffers: PassBuffers, num_requests: int, full_to_swa: Tensor | N
 
 
 def _check_locations(buffers: PassBuffers, full_to_swa: Tensor | None) -> None:
-    """Raise TypeError or ValueError for wrong write locations of a pass, or where `full_to_swa` is missing or wrong."""
+    """Raise TypeError or ValueError if a pass's write locations are wrong, or if `full_to_swa` is missing or wrong."""
     for name in ("out_cache_loc", "swa_out_cache_loc"):
         tensor = getattr(buffers, name)
         if tensor is not None:
@@ -306,7 +306,7 @@ def _check_locations(buffers: PassBuffers, full_to_swa: Tensor | None) -> None:
 
 
 def _check_devices(passes: Sequence[PassBuffers], *tensors: Tensor | None) -> None:
-    """Raise ValueError unless all tensors of the passes and the further ones are on one device."""
+    """Raise ValueError unless all tensors of the passes and all further tensors are on one device."""
     of_passes = [value for each in passes for value in vars(each).values() if isinstance(value, Tensor)]
     devices = {tensor.device for tensor in (*tensors, *of_passes) if tensor is not None}
     if len(devices) > 1:

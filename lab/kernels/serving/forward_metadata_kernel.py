@@ -1,4 +1,4 @@
-"""The Triton kernel that `lab.kernels.serving.forward_metadata` launches. The glossary there explains the terms."""
+"""The Triton kernel that `lab.kernels.serving.forward_metadata` launches. The glossary of that module explains the terms."""
 
 import triton
 import triton.language as tl
@@ -40,7 +40,7 @@ def _metadata_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_REQUESTS: tl.constexpr,
 ):
-    """Write all lengths in row 0 of the grid, request i's pages in row 1 + i, and write locations in the rows after those."""
+    """Write all lengths in row 0 of the grid, request i's pages in row 1 + i, and the write locations in later rows."""
     share = tl.program_id(0)
     request = tl.program_id(1) - 1
     if request < 0:
@@ -104,19 +104,19 @@ def _int64s(passed):
 
 @triton.jit
 def _num_pages(length, passed_width, PAGE_SIZE: tl.constexpr):
-    """Return the number of live columns of a request of `length` tokens, in a table whose width is encoded."""
+    """Return the number of live columns of a request of `length` tokens. The width of the table is given encoded."""
     return tl.minimum(tl.cdiv(length, PAGE_SIZE), _number(passed_width))
 
 
 @triton.jit
 def _page(slot, PAGE_SIZE: tl.constexpr):
-    """Return floor(slot / PAGE_SIZE), the page of a slot. Slot -1 is in page -1; `//` in Triton would round it to 0."""
+    """Return floor(slot / PAGE_SIZE), the page of a slot. Slot -1 is in page -1; Triton's `//` would round to 0."""
     return tl.where(slot < 0, -((PAGE_SIZE - 1 - slot) // PAGE_SIZE), slot // PAGE_SIZE)
 
 
 @triton.jit
 def _swa_slot(full_to_swa, slot, mask):
-    """Return the sliding-window slot of a slot of the full pool; -1 stays -1, and a masked element becomes -1."""
+    """Map a slot of the full pool to its sliding-window slot. -1 stays -1, and an element outside `mask` becomes -1."""
     return tl.load(full_to_swa + slot, mask=mask & (slot >= 0), other=-1)
 
 
@@ -130,7 +130,7 @@ def _write_lengths(
     WIDE_QUERY_LENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the lengths and cumulative lengths of every pass; all passes use one running sum of `seq_lens`."""
+    """Write the lengths and cumulative lengths of every pass. All passes use one running sum of `seq_lens`."""
     cache_seqlens, cu_seqlens_k, cu_seqlens_q, query_lens = lengths
     lanes = tl.arange(0, BLOCK)
     for p in tl.static_range(len(cache_seqlens)):

@@ -1,8 +1,8 @@
-"""A row per kernel of what it takes and honours; `why_not` gives the reason of a refusal in a sentence.
+"""One row per kernel, which says what the kernel takes and honours. `why_not` gives the reason of a refusal in a sentence.
 
-Rows lie in a file per family: `portable`, `trtllm_gen`, `xqa`, `fmha_v2`, `peers` for FlashInfer's own FA2 and FA3, `packages`
-for other packages' kernels. Every limit carries its source. The sentence is what a refused call raises and what a skipped
-benchmark prints.
+Rows lie in one file per family: `portable`, `trtllm_gen`, `xqa`, `fmha_v2`, `peers` for FlashInfer's own FA2 and FA3,
+`packages` for kernels of other packages. Every limit has its source. A refused call raises the sentence, and a skipped
+benchmark prints it.
 """
 
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ KERNELS: tuple[Kernel, ...] = (*portable.KERNELS, *trtllm.KERNELS, *peers.KERNEL
 
 
 def refuse_unsupported(kernel: Kernel, problem: Problem) -> None:
-    """Raise NotImplementedError with `why_not`'s sentence if the kernel does not take the problem on its device."""
+    """Raise NotImplementedError with the sentence of `why_not` if the kernel does not take the problem on its device."""
     reason = why_not(kernel, capability_of(problem.query.device), problem)
     if reason is not None:
         raise NotImplementedError(reason)
@@ -40,8 +40,8 @@ def kernel_names(implementation: Any, functions: Iterable[str], device: torch.de
     """Return the names of the kernels that an implementation runs on a device, joined by " + ".
 
     Args:
-        implementation: one with `kernel_for(call, capability)` says which kernel of a GPU a call comes to; any other is
-            named by the last part of its own name.
+        implementation: its `kernel_for(call, capability)` names the kernel of a call on a GPU. Without this function, the last
+            part of the implementation's own name is the kernel's name.
         functions: FlashInfer's names of the calls.
         device: where the calls run.
     """

@@ -30,7 +30,7 @@ RAGGED_SIZES = dims("(head_dim, v_head_dim)", lambda problem: (problem.head_dim,
 
 
 def misplaced(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) -> str | None:
-    """Return a refusal if the tensor's address is no multiple of `load_bytes`, the bytes that a kernel loads at a time."""
+    """Return a refusal if the tensor's address is not a multiple of `load_bytes`, the bytes that a kernel loads at a time."""
     past = tensor.data_ptr() % load_bytes
     if past:
         return (
@@ -40,7 +40,7 @@ def misplaced(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) -> 
 
 
 def misaligned(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) -> str | None:
-    """Return a refusal if the tensor's address or strides are no multiples of `load_bytes`."""
+    """Return a refusal if the tensor's address or a stride is not a multiple of `load_bytes`."""
     for stride in tensor.stride()[:-1]:
         if stride * tensor.element_size() % load_bytes:
             return misplaced(name, tensor, load_bytes) or (
@@ -51,13 +51,13 @@ def misaligned(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) ->
 
 
 def misaligned_ragged(problem: RaggedAttention) -> str | None:
-    """Return the refusal of the first of query, key and value that is `misaligned`."""
+    """Return the refusal of the first tensor of query, key and value that is `misaligned`, or None."""
     sides = (("query", problem.query), ("key", problem.key), ("value", problem.value))
     return next((words for name, tensor in sides if (words := misaligned(name, tensor)) is not None), None)
 
 
 def misaligned_paged(problem: PagedAttention) -> str | None:
-    """Return the refusal of the first of query, K and V that is `misaligned`, or of an out that is `misplaced`."""
+    """Return the refusal of the first of query, K and V that is `misaligned`, or of an `out` that is `misplaced`."""
     sides = (("query", problem.query), ("K", problem.k_cache), ("V", problem.v_cache))
     words = next((words for name, tensor in sides if (words := misaligned(name, tensor)) is not None), None)
     return words if words is not None or problem.out is None else misplaced("out", problem.out)
@@ -69,9 +69,9 @@ def positive_bmm1_scale(problem: AttentionProblem) -> str | None:
 
 
 def misplaced_paged(problem: PagedAttention) -> str | None:
-    """Return the refusal of the first of query, K, V and out whose address a kernel cannot load from or store to.
+    """Return the refusal of the first tensor of query, K, V and out whose address does not fit the kernel's loads and stores.
 
-    XQA and fmha_v2 take 16 bytes at a time (mha.cu's `LdGrain`, fmha_v2's `BYTES_PER_LDG`, TMA), of NVFP4 K/V 8
+    XQA and fmha_v2 load 16 bytes at a time (mha.cu's `LdGrain`, fmha_v2's `BYTES_PER_LDG`, TMA), and 8 bytes of NVFP4 K/V
     (`grainBytesGmemCache`).
     """
     kv_bytes = LOAD_BYTES // 2 if problem.kv_dtype == NVFP4 else LOAD_BYTES

@@ -26,7 +26,8 @@ def _fmha_v2(capability: Capability | None, problem: PagedAttention) -> str | No
 def _fmha_v2_cache(problem: PagedAttention) -> str | None:
     """Return the reason why fmha_v2 cannot address the cache, or None.
 
-    It takes strides from shapes and counts all pages from K's first (`_check_paged_kv_non_interleaved`, fmha_v2_run.cu).
+    It computes strides from shapes and counts all pages from K's first page (`_check_paged_kv_non_interleaved`,
+    fmha_v2_run.cu).
     """
     stored = stored_cache(problem)
     if problem.k_block_tables is not problem.v_block_tables:

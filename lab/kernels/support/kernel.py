@@ -1,4 +1,4 @@
-"""A kernel's row: the calls, GPUs, dtypes and sizes that it takes and the features that it honours; `why_not` reads it."""
+"""The class of a kernel's row: the calls, GPUs, dtypes and sizes that the kernel takes, and the features that it honours."""
 
 import importlib.util
 import itertools
@@ -18,13 +18,13 @@ Triples = frozenset[tuple[torch.dtype, torch.dtype, torch.dtype]]
 
 @dataclass(frozen=True, eq=False)
 class Dtypes:
-    """The (query, K/V, output) dtypes that a kernel takes, and its refusals of different ones.
+    """The (query, K/V, output) dtypes that a kernel takes, and the sentences that refuse other dtypes.
 
     Attributes:
-        triples: all that it takes.
-        queries, kv, out: its sentences, without its name, about a query's dtype, one of K/V with that query, and an
-            output's with both. They may name `{q}`, `{kv}` and `{out}`. `kv` may have one sentence for each K/V dtype, and
-            `out` one for each query dtype.
+        triples: all combinations that the kernel takes.
+        queries, kv, out: sentences about a wrong query dtype, about a wrong K/V dtype for that query, and about a wrong output
+            dtype for both. The kernel's name is put before them. They may contain `{q}`, `{kv}` and `{out}`. `kv` may have one
+            sentence for each K/V dtype, and `out` one for each query dtype.
     """
 
     triples: Triples
@@ -46,7 +46,7 @@ class Dtypes:
 
 
 def triples(queries: Iterable[torch.dtype], kv: Iterable[torch.dtype], out: Iterable[torch.dtype]) -> Triples:
-    """Return every combination of a query's, a K/V's and an output's dtype."""
+    """Return every combination of a query dtype, a K/V dtype and an output dtype."""
     return frozenset(itertools.product(queries, kv, out))
 
 
@@ -55,9 +55,9 @@ class Sizes:
     """The sizes of one dimension that a kernel takes.
 
     Attributes:
-        words: its sentence up to them, without the kernel's name.
-        size: a problem's.
-        among: those that it takes.
+        words: the sentence that refuses another size, up to the size. The kernel's name is put before it.
+        size: returns the size of a problem.
+        among: the sizes that the kernel takes.
     """
 
     words: str
@@ -66,12 +66,12 @@ class Sizes:
 
 
 def sizes(words: str, size: Callable[[Any], int], *among: int) -> Sizes:
-    """Return `Sizes` whose sentence lists them."""
+    """Return `Sizes` whose sentence lists the sizes."""
     return Sizes(f"{words} {', '.join(map(str, among[:-1]))} and {among[-1]}", size, among)
 
 
 def page_sizes(*among: int, words: str = "is built for page sizes") -> Sizes:
-    """Return the page sizes (tokens) of a kernel over a paged cache."""
+    """Return the page sizes (in tokens) that a kernel over a paged cache takes."""
     return sizes(words, lambda problem: problem.page_size, *among)
 
 
@@ -90,16 +90,17 @@ class Kernel:
     """A kernel's row: the calls, GPUs, dtypes, sizes and features that it takes.
 
     Attributes:
-        name: as sentences and recordings call it.
-        calls: the calls that it serves.
-        gpus: the families that it runs on.
-        dtypes, sizes: what it is built for.
-        honours: the features that it honours; a problem with any other is refused.
-        says: its own sentences, without its name, about features that it does not honour.
-        limits: what the row cannot say: a function of (capability, problem) that returns such a sentence, or None. It is
-            called last.
-        uses_triton: Triton compiles it, for every GPU since SM80.
-        on_cpu: it runs on a CPU too; what uses Triton, in Triton's interpreter.
+        name: the kernel's name in sentences and recordings.
+        calls: the calls that the kernel serves.
+        gpus: the GPU families that it runs on.
+        dtypes, sizes: the dtypes and sizes that it is built for.
+        honours: the features that it honours. A problem with any other feature is refused.
+        says: sentences about features that it does not honour, where the general sentence is not enough. The kernel's name is
+            put before them.
+        limits: a function of (capability, problem) for all other limits. It returns such a sentence or None, and is called
+            last.
+        uses_triton: Triton compiles the kernel, for every GPU since SM80.
+        on_cpu: the kernel runs on a CPU too; a Triton kernel does so in Triton's interpreter.
     """
 
     name: str
@@ -118,11 +119,11 @@ class Kernel:
 
 
 def why_not(kernel: Kernel, capability: Capability | None, problem: Problem) -> str | None:
-    """Return the reason why a kernel does not solve a problem on a GPU, as a sentence; None if it does.
+    """Return a sentence that says why a kernel does not solve a problem on a GPU; None if it does.
 
     Args:
-        kernel: the implementation's row.
-        capability: (major, minor) of the GPU, or None for a CPU.
+        kernel: the kernel's row.
+        capability: (major, minor) of the GPU; None for a CPU.
         problem: the checked call.
     """
     if problem.call not in kernel.calls:
@@ -141,7 +142,7 @@ def why_not(kernel: Kernel, capability: Capability | None, problem: Problem) -> 
 
 
 def wrong_device(kernel: Kernel, capability: Capability | None, dtypes: Iterable[torch.dtype] = ()) -> str | None:
-    """Return the reason why a kernel does not run on a GPU (None: a CPU), or not over these dtypes there; else None."""
+    """Return why a kernel does not run on a GPU (None: a CPU), or does not take these dtypes there; None if it does."""
     if kernel.uses_triton and (kernel.on_cpu or capability is not None):
         return no_triton(capability, dtypes)
     if kernel.on_cpu and capability is None:
@@ -162,7 +163,7 @@ def _not_honoured(kernel: Kernel, problem: Problem) -> str | None:
 
 
 def no_triton(capability: Capability | None, dtypes: Iterable[torch.dtype] = ()) -> str | None:
-    """Return the reason why Triton does not run the lab's kernels on a GPU over these dtypes; else None."""
+    """Return why Triton does not run the lab's kernels with these dtypes on a GPU; None if it does."""
     if capability is None:
         if importlib.util.find_spec("triton") is None:
             return sentence("lab.kernels", ["triton"])
@@ -178,13 +179,13 @@ def no_triton(capability: Capability | None, dtypes: Iterable[torch.dtype] = ())
 
 
 def triton_interprets() -> bool:
-    """Return True if Triton interprets its kernels: TRITON_INTERPRET=1 was set when it was imported."""
+    """Return True if Triton interprets its kernels: TRITON_INTERPRET=1 was set when Triton was imported."""
     import triton
 
     return bool(triton.knobs.runtime.interpret)
 
 
 def wrong_gpu(name: str, gpus: tuple[GpuFamily, ...], capability: Capability | None) -> str:
-    """Return the sentence that a kernel needs another GPU."""
+    """Return the sentence which says that a kernel needs another GPU."""
     here = "a CPU" if capability is None else sm_name(capability)
     return f"{name} needs a GPU of {names_of(gpus)}, this is {here}"

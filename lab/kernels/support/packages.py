@@ -1,4 +1,4 @@
-"""Rows of other packages' attention over a paged cache. Limits are those of the release that each row names."""
+"""Rows of attention kernels of other packages over a paged cache. Limits are those of the release that each row names."""
 
 from functools import partial
 
@@ -40,7 +40,7 @@ def _flash_attention_4(capability: Capability | None, problem: PagedAttention) -
 
 
 def _keys_of_a_tile(capability: Capability | None, problem: PagedAttention) -> int:
-    """Return the keys of one tile, by `_get_fwd_config` and `_tile_size_fwd_sm90`: TMA loads pages of that size."""
+    """Return the keys of a tile, by `_get_fwd_config` and `_tile_size_fwd_sm90`. TMA loads only pages of that size."""
     if problem.head_dim <= 128 or family_of(capability) is SM100:
         return 128
     return 64 if problem.window_left >= 0 else 80
@@ -64,7 +64,7 @@ FLASH_ATTENTION_4 = paged_kernel(
 
 
 def _flex_attention(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return the first limit that a problem exceeds. On a GPU elements are counted in 32 bits until pytorch/pytorch#185264."""
+    """Return the first limit that a problem exceeds. On a GPU torch counts elements in 32 bits (pytorch/pytorch#185264)."""
     for name, pool in (("K", problem.k_cache), ("V", problem.v_cache)):
         span = sum((size - 1) * stride for size, stride in zip(pool.shape, pool.stride(), strict=True))
         if capability is not None and span >= 2**31:
@@ -95,7 +95,7 @@ FLEX_ATTENTION = paged_kernel(
 
 
 def _sglang_triton(_capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return the first limit that a problem exceeds, by the two files named below."""
+    """Return the first limit that a problem exceeds. The two files named below are the source."""
     if problem.bmm1_scale == 0:
         return "takes a bmm1_scale of 0 for none given"  # `sm_scale or 1.0 / (Lq**0.5)`
     if problem.window_left == 0:
@@ -121,7 +121,7 @@ SGLANG_TRITON = paged_kernel(
 
 
 def _vllm_triton(_capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return the first limit that a problem exceeds: only an e4m3 cache has scales, which are read with it."""
+    """Return the first limit that a problem exceeds. vLLM applies scales of K and V to an e4m3 cache only."""
     if problem.kv_dtype != E4M3 and problem.bmm2_scale != 1:
         return f"has no scale of a {problem.kv_dtype} cache: bmm2_scale must be 1, not {problem.bmm2_scale}"
     return None

@@ -1,4 +1,4 @@
-"""Rows of other people's kernels: FlashInfer 0.7.2's own FA2 and FA3, called by its wrappers."""
+"""Rows of FlashInfer 0.7.2's own FA2 and FA3 kernels, which its wrappers call."""
 
 from functools import partial
 from typing import Any
@@ -141,6 +141,6 @@ BY_BACKEND = {
 
 
 def fa_backend(capability: Capability) -> str:
-    """Return the newest of FlashInfer's own kernels on a GPU: "fa2" or "fa3"."""
+    """Return the newest of FlashInfer's own kernels that runs on a GPU: "fa2" or "fa3"."""
     family = family_of(capability)
     return "fa2" if family is None else family.fa_backend

@@ -1,4 +1,4 @@
-"""Rows of the portable Triton kernels. Their tiles are whole blocks of Triton: powers of two, 16 and more for a matrix unit."""
+"""Rows of the portable Triton kernels. The sizes of their tiles are powers of two, and at least 16 for a matrix unit."""
 
 from functools import partial
 

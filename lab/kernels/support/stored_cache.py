@@ -1,4 +1,4 @@
-"""The paged K/V cache as it lies in memory, whatever views a call carries, for a kernel that counts pages by address."""
+"""The paged K/V cache as it is stored in memory, whatever views a call passes. Some kernels count pages by address."""
 
 import math
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from lab.calls.problem import PagedAttention
 
 @dataclass(frozen=True, eq=False)
 class StoredCache:
-    """K and V as they lie in memory.
+    """K and V as they are stored in memory.
 
     Attributes:
         layout: "HND" or "NHD", the order of a page's elements.
         k, v: [num_pages, num_kv_heads, page_size, head_dim] for HND, [num_pages, page_size, num_kv_heads, head_dim] for NHD.
-        page_bytes: of one page of K, or of V.
-        distance_bytes: from K's first page to V's.
+        page_bytes: bytes of one page of K, or of V.
+        distance_bytes: bytes from K's first page to V's first page.
     """
 
     layout: str
@@ -27,14 +27,14 @@ class StoredCache:
 
     @property
     def is_stacked(self) -> bool:
-        """Return True for one contiguous [num_pages, 2, ...]: each page of K before its page of V."""
+        """Return True for one contiguous tensor [num_pages, 2, ...]: each page of K lies before its page of V."""
         step_bytes = self.k.stride(0) * self.k.element_size()
         follows_each = step_bytes == 2 * self.page_bytes and self.distance_bytes == self.page_bytes
         return follows_each and self.k[:1].is_contiguous() and self.k.stride() == self.v.stride()
 
     @property
     def is_halves(self) -> bool:
-        """Return True if K and V are contiguous in one allocation, V whole pages after K."""
+        """Return True if K and V are contiguous in one allocation, and V begins a whole number of pages after K."""
         follows = self.distance_bytes > 0 and self.distance_bytes % self.page_bytes == 0
         return follows and share_memory(self.k, self.v) and self.k.is_contiguous() and self.v.is_contiguous()
 
@@ -44,7 +44,7 @@ class StoredCache:
         return self.distance_bytes == 0 and self.k.is_contiguous() and self.k.stride() == self.v.stride()
 
     def stacked(self) -> torch.Tensor:
-        """Return the [num_pages, 2, ...] tensor. Call it only if `is_stacked`."""
+        """Return the tensor [num_pages, 2, ...]. Call it only if `is_stacked`."""
         (pages, *page), (step, *strides) = self.k.shape, self.k.stride()
         return self.k.as_strided((pages, 2, *page), (step, step // 2, *strides))
 
@@ -60,14 +60,15 @@ def stored_cache(problem: PagedAttention) -> StoredCache:
 
 
 def share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return True if both are views of one allocation."""
+    """Return True if both tensors are views of one allocation."""
     return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
 def token_list(pool: torch.Tensor) -> torch.Tensor | None:
     """Return K or V [num_pages, num_kv_heads, page_size, head_dim] as a view [tokens, num_kv_heads, head_dim], or None.
 
-    A kernel that finds a token by one number needs it: page * page_size + place. Pages that are NHD and touch are so.
+    A kernel that finds a token by one number, page * page_size + place, needs this view. It exists if pages are NHD without
+    gaps.
     """
     pages, heads, page_size, head_dim = pool.shape
     page, head, token, element = pool.stride()
@@ -77,7 +78,7 @@ def token_list(pool: torch.Tensor) -> torch.Tensor | None:
 
 
 def no_token_list(problem: PagedAttention) -> str | None:
-    """Return the refusal of the first of K and V that is no `token_list`."""
+    """Return the refusal of the first tensor of K and V that has no `token_list`, or None."""
     sides = (("K", problem.k_cache), ("V", problem.v_cache))
     return next(
         (

@@ -1,4 +1,4 @@
-"""The kernel of each of FlashInfer's TRT-LLM functions: trtllm-gen's, or XQA and fmha_v2 on GPUs that have none."""
+"""The kernel of each of FlashInfer's TRT-LLM functions: trtllm-gen's, or XQA or fmha_v2 on GPUs without trtllm-gen."""
 
 from lab.calls.problem import AttentionCall
 from lab.gpus import Capability, family_of
@@ -21,9 +21,9 @@ def kernel_for(call: AttentionCall, capability: Capability, backend: str = "auto
     """Return the kernel that FlashInfer runs for a call on a GPU; `why_not` says whether it takes the call there.
 
     Args:
-        call: one of the four. The context call comes to fmha_v2 where there is no trtllm-gen, as in SGLang 0.5.23.
-        capability: (major, minor).
-        backend: the call's: "auto", "trtllm-gen" or "xqa". CuTe DSL is left aside.
+        call: one of the four calls. The context call runs fmha_v2 where there is no trtllm-gen, as in SGLang 0.5.23.
+        capability: (major, minor) of the GPU.
+        backend: the call's `backend`: "auto", "trtllm-gen" or "xqa". The lab leaves CuTe DSL out.
     """
     if backend == "auto":
         family = family_of(capability)

@@ -1,9 +1,9 @@
-"""Rows of trtllm-gen's four kernels, for SM100 and SM103, which the lab has not run: no such GPU was at hand.
+"""Rows of trtllm-gen's four kernels, for SM100 and SM103. The lab has not run them: no such GPU was at hand.
 
-Two sources. FlashInfer 0.7.2.post1's launcher has rules (fmhaKernels.cuh, kernelParams.h). It looks a kernel up in a table.
-The newest table on the package index is flashinfer-cubin 0.6.13's; sentences that rest on it say so. A later table is known to
-have kernels for bf16 queries over e4m3 K/V, and for MLA that groups 8, 16 or 32 heads: these are taken here.
-`lab.dry_run.sweep` compares these rows with the launcher.
+The rows have two sources. One is the rules of FlashInfer 0.7.2.post1's launcher (fmhaKernels.cuh, kernelParams.h). The other is
+the table in which the launcher looks a kernel up. The newest table on the package index is flashinfer-cubin 0.6.13's; sentences
+that depend on it say so. A later table is known to have kernels for bf16 queries over e4m3 K/V, and for MLA with groups of 8,
+16 or 32 heads: these rows take them. `lab.dry_run.sweep` compares these rows with the launcher.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -51,7 +51,7 @@ ANY_PAGES = (*SMALL_PAGES, *(2**power for power in range(7, 31)))
 
 
 class Mask(NamedEnum):
-    """The keys that a row sees; the value is for a sentence."""
+    """The keys that a row sees. The value is the words of a sentence."""
 
     CAUSAL = "causal rows"
     WINDOW = "a window"
@@ -60,12 +60,12 @@ class Mask(NamedEnum):
 
 @dataclass(frozen=True)
 class Built:
-    """Kernels of the table: one for each combination of these values.
+    """Kernels of the table: one kernel for each combination of these values.
 
     Attributes:
-        dtypes: of the query, K/V and the output.
-        head_dims: of K and V.
-        page_sizes: tokens; None alone for contiguous K/V.
+        dtypes: dtypes of the query, K/V and the output.
+        head_dims: head_dim of K and of V.
+        page_sizes: tokens per page; (None,) for contiguous K/V.
         masks: the keys that rows see.
     """
 
@@ -109,14 +109,14 @@ UNPACKED_LOAD_BYTES = 32  # where the descriptor unpacks 4 bits: decode over NVF
 
 
 def _mask(problem: Problem) -> Mask:
-    """Return the mask. A window that reaches the first key from the last is none (`selectKernel`)."""
+    """Return the mask. A window that reaches from the last key to the first does not count as a window (`selectKernel`)."""
     if not problem.causal:
         return Mask.FULL
     return Mask.WINDOW if 0 <= problem.window_left < problem.max_kv_len - 1 else Mask.CAUSAL
 
 
 def _not_built(built: tuple[Built, ...], problem: Problem) -> str | None:
-    """Return the refusal of a problem without a kernel in the table; it names the nearest kernels."""
+    """Return the refusal of a problem for which the table has no kernel. It names the nearest kernels."""
     triple = (problem.query.dtype, problem.kv_dtype, problem.out_dtype)
     page_size = problem.page_size if isinstance(problem, PagedAttention) else None
     wanted = (triple, (problem.head_dim, problem.v_head_dim), page_size, _mask(problem))
@@ -134,7 +134,7 @@ def _not_built(built: tuple[Built, ...], problem: Problem) -> str | None:
 
 
 def _words(fits: list[bool], built: Built) -> str:
-    """Return the values of the nearest kernels in which the problem differs from them."""
+    """Return the values of the nearest kernels that differ from the problem's."""
     words = (
         " or ".join(
             ", ".join(str(each).removeprefix("torch.") for each in triple) for triple in sorted(built.dtypes, key=str)
@@ -147,7 +147,7 @@ def _words(fits: list[bool], built: Built) -> str:
 
 
 def _too_many_heads(problem: PagedAttention) -> str | None:
-    """Return the refusal of more query heads per K/V head than decode takes; a context call has no such limit."""
+    """Return the refusal of too many query heads per K/V head for decode. A context call has no such limit."""
     group = problem.num_qo_heads // problem.num_kv_heads
     converts = (problem.query.dtype, problem.kv_dtype) in CONVERTED
     most = HEADS_OF_A_CONVERTING_CTA if converts else HEADS_OF_A_CTA
@@ -157,7 +157,7 @@ def _too_many_heads(problem: PagedAttention) -> str | None:
 
 
 def _unread(problem: Problem) -> str | None:
-    """Return the refusal of tensors that the launcher's TMA descriptors cannot describe (`buildNdTmaDescriptor`)."""
+    """Return the refusal of a tensor that the launcher's TMA descriptors cannot describe (`buildNdTmaDescriptor`)."""
     query = problem.query
     if any(stride == 0 and size > 1 for size, stride in zip(query.shape[:2], query.stride()[:2], strict=True)):
         return "takes a stride of 0 for a contiguous query: it must not be expanded"
@@ -183,7 +183,7 @@ def _misaligned(problem: Problem) -> Iterator[str | None]:
 
 
 def _unread_factors(problem: PagedAttention) -> str | None:
-    """Return the refusal of scale factors that are not laid out as the launcher reads them (`makeTmaShapeStrideKvSf`)."""
+    """Return the refusal of scale factors in a layout that the launcher does not read (`makeTmaShapeStrideKvSf`)."""
     k_factors, v_factors = problem.k_scale_factors, problem.v_scale_factors
     if k_factors is None or v_factors is None:
         return None
@@ -195,7 +195,7 @@ def _unread_factors(problem: PagedAttention) -> str | None:
 
 
 def _mla_heads(problem: PagedAttention) -> str | None:
-    """Return the refusal of a number of MLA query heads, by mla/_core.py's check and `selectMlaGenerationKernel`."""
+    """Return the refusal of a number of MLA query heads. Sources: the check of mla/_core.py and `selectMlaGenerationKernel`."""
     heads, (rank, rope) = problem.num_qo_heads, mla_dims(problem)
     most = MLA_HEADS.get((rank, rope), MLA_HEADS_OF_A_CTA)
     if heads > most and most < MLA_HEADS_OF_A_CTA:
@@ -206,7 +206,7 @@ def _mla_heads(problem: PagedAttention) -> str | None:
 
 
 def division(problem: PagedAttention) -> str | None:
-    """Return the refusal of an MLA call in which the launcher would divide by 0, which ends the process."""
+    """Return the refusal of an MLA call for which the launcher would divide by 0, which ends the process."""
     if problem.max_kv_len == 0 and problem.num_qo_heads >= MLA_HEADS_OF_A_CTA:  # `useSwapsMmaAbMlaGenKernel`
         return (
             f"divides by max_seq_len with {MLA_HEADS_OF_A_CTA} query heads or more, and 0 would end the process: pass 1"

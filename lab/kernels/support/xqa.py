@@ -1,4 +1,4 @@
-"""Rows of XQA and of XQA MLA. Limits are FlashInfer 0.7.2's, and each names its source. The lab ran no XQA MLA."""
+"""Rows of XQA and XQA MLA. Limits are FlashInfer 0.7.2's, and each has its source. The lab has not run XQA MLA."""
 
 import torch
 
@@ -53,7 +53,7 @@ def _xqa(capability: Capability | None, problem: PagedAttention) -> str | None:
 
 
 def _xqa_heads(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return the reason why FlashInfer cannot compile XQA for the call's heads, by its checks and the sources' assertions."""
+    """Return why FlashInfer cannot compile XQA for the call's heads, by its checks and the CUDA code's assertions."""
     group, head_dim = problem.num_qo_heads // problem.num_kv_heads, problem.head_dim
     family, halves = family_of(capability), problem.kv_dtype in HALF_DTYPES
     assert capability is not None  # `why_not` asks for the GPU first

@@ -1,9 +1,9 @@
 """FlashInfer's `trtllm_batch_decode_with_kv_cache_mla`: trtllm-gen on SM100 and SM103, XQA on SM120 and SM121.
 
-None of these GPUs was at hand: trtllm-gen's calls have been checked through FlashInfer's own launcher on a CPU (`lab.dry_run`),
-XQA's by signature and simulation. The adapter names the backend and the base of the LSE, which FlashInfer otherwise chooses
-with it, passes sinks on as the one tensor that the kernels read, and undoes XQA's multiplying the logits by `bmm2_scale` too
-(mla_sm120.cu, `qkScaleLog2e`).
+None of these GPUs was at hand. trtllm-gen's calls were checked with FlashInfer's own launcher on a CPU (`lab.dry_run`), XQA's
+calls by signature and simulation. The adapter names the backend and the base of the LSE: FlashInfer would choose the base by
+the backend. It passes sinks as the one tensor that the kernels read. It divides the logits' scale by `bmm2_scale` for XQA,
+which multiplies the logits by both (mla_sm120.cu, `qkScaleLog2e`).
 """
 
 from dataclasses import replace
@@ -27,10 +27,11 @@ from lab.kernels.support.xqa import XQA_MLA
 
 @takes(MLADecodeCall)
 def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> PreparedCall:
-    """Prepare FlashInfer's MLA decode kernel: decode, verify, draft extend. Shapes, errors: `lab.calls.MLADecodeCall`.
+    """Prepare FlashInfer's MLA decode kernel: decode, verify, draft extend. See `lab.calls.MLADecodeCall` for shapes and
+    errors.
 
-    `workspace_buffer` and `multi_ctas_kv_counter_buffer` are as in `prepare_trtllm_batch_decode_with_kv_cache`. What the GPU's
-    kernel does not take raises NotImplementedError with the reason of `lab.kernels.support.why_not`.
+    `workspace_buffer` and `multi_ctas_kv_counter_buffer` are as in `prepare_trtllm_batch_decode_with_kv_cache`. If the GPU's
+    kernel does not take the call, NotImplementedError is raised with the reason of `lab.kernels.support.why_not`.
     """
     problem = call.problem()
     if problem.has_no_rows:

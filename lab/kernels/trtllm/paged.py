@@ -1,14 +1,13 @@
 """FlashInfer's TRT-LLM decode and context calls, under their own names. FlashInfer is imported at the first call.
 
-What runs depends on the GPU, as in an engine: trtllm-gen on SM100 and SM103; on SM90, SM120 and SM121 XQA for the decode
-call and fmha_v2 for the context call. The adapter supplies what those need and the calls do not carry: XQA's packed
+The GPU decides which kernel runs, as in an engine. trtllm-gen runs on SM100 and SM103. On SM90, SM120 and SM121, XQA runs the
+decode call and fmha_v2 the context call. The adapter supplies what the kernels need and the calls do not have: XQA's packed
 causal mask, a workspace whose semaphores are zero, packed page-table rows, fmha_v2's [B, 2, M] table, and trtllm-gen's
-counters, without which each call would allocate and zero its own. trtllm-gen's path has been checked
-through FlashInfer's own launcher on a CPU only (`lab.dry_run`): no SM100 or SM103 was at hand.
+counters. Without counters each call would allocate and zero its own. trtllm-gen's path was checked with FlashInfer's own
+launcher on a CPU only (`lab.dry_run`): no SM100 or SM103 was at hand.
 
-Checking and converting the arguments takes longer than a small launch. Whoever calls often, or counts microseconds,
-prepares once and calls many times: `prepare_` before a call's name returns a `PreparedCall`, raises what the call would raise,
-and launches no attention.
+Checking and converting the arguments takes longer than a small launch. If you call often or measure microseconds, prepare once
+and call many times: `prepare_<name>` returns a `PreparedCall`, raises what the call would raise, and launches no attention.
 """
 
 import functools
@@ -41,12 +40,12 @@ from lab.kernels.support.xqa import XQA
 
 @takes(DecodeCall)
 def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> PreparedCall:
-    """Prepare FlashInfer's decode kernel: decode, verify, draft extend. Shapes and errors are `lab.calls.DecodeCall`'s.
+    """Prepare FlashInfer's decode kernel: decode, verify, draft extend. `lab.calls.DecodeCall` documents shapes and errors.
 
-    Without a `mask`, verify rows are causal on every GPU. Without a `workspace_buffer`, the lab's own is used, one per
-    device and stream; a given one must hold 8 MiB of zeros first, then scratch, and serves calls of both backends in turn:
-    the zeros are XQA's semaphores, and trtllm-gen's counters where `multi_ctas_kv_counter_buffer` is None. What the GPU's
-    kernel does not take raises NotImplementedError with the reason of `lab.kernels.support.why_not`.
+    Without a `mask`, verify rows are causal on every GPU. Without a `workspace_buffer`, the lab's own is used, one per device
+    and stream. A given workspace must begin with 8 MiB of zeros, followed by scratch. It may serve calls of both backends in
+    turn: the zeros are XQA's semaphores, and trtllm-gen's counters if `multi_ctas_kv_counter_buffer` is None. If the GPU's
+    kernel does not take the call, NotImplementedError is raised with the reason of `lab.kernels.support.why_not`.
     """
     problem = call.problem()
     if problem.has_no_rows:
@@ -70,13 +69,13 @@ def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> PreparedCall:
 
 @takes(ContextCall)
 def prepare_trtllm_batch_context_with_kv_cache(call: ContextCall) -> PreparedCall:
-    """Prepare FlashInfer's context kernel: extend and prefill. Shapes and errors are `lab.calls.ContextCall`'s.
+    """Prepare FlashInfer's context kernel: extend and prefill. `lab.calls.ContextCall` documents shapes and errors.
 
-    On SM90, SM120 and SM121 it runs `trtllm_fmha_v2_prefill`, which knows two pools: a stacked one, [num_pages, 2, ...],
-    and K and V as halves of one allocation. The latter needs a [B, 2, M] table, which one small launch writes before each
-    call. Who has that table already passes it with `uses_shared_paged_kv_idx=False` and the whole allocation,
-    [2 * num_pages, ...], as both K and V: nothing is then launched but the kernel. A given `workspace_buffer` may be the
-    decode call's: its first 8 MiB stay zero.
+    On SM90, SM120 and SM121 it runs `trtllm_fmha_v2_prefill`, which takes two kinds of pool: one stacked tensor [num_pages, 2,
+    ...], or K and V as halves of one allocation. The latter needs a [B, 2, M] table, which one small launch writes before each
+    call. A caller that already has this table passes it with `uses_shared_paged_kv_idx=False`, and the whole allocation [2 *
+    num_pages, ...] as both K and V: then only the kernel is launched. A given `workspace_buffer` may be the decode call's: its
+    first 8 MiB stay zero.
     """
     problem = call.problem()
     if problem.has_no_rows:
@@ -94,9 +93,9 @@ trtllm_batch_context_with_kv_cache = made_at_once(prepare_trtllm_batch_context_w
 
 
 def _canonical(call: DecodeCall | ContextCall, problem: PagedAttention) -> tuple[dict[str, Any], tuple[Refresh, ...]]:
-    """Return arguments in the one form that every kernel of FlashInfer 0.7.2 reads correctly, as views where possible.
+    """Return the arguments in the one form that every kernel of FlashInfer 0.7.2 reads correctly, as views where possible.
 
-    K and V go as a pair of HND views, which FlashInfer makes of every other form but one with K for V.
+    K and V are passed as a pair of HND views. FlashInfer converts every other form to it, except one tensor as both K and V.
     """
     block_tables, refreshes = packed(call.block_tables)
     changes: dict[str, Any] = {
@@ -113,10 +112,11 @@ def _canonical(call: DecodeCall | ContextCall, problem: PagedAttention) -> tuple
 def causal_mask(batch_size: int, q_len: int, device: torch.device) -> torch.Tensor:
     """Return XQA's packed draft mask in which row j sees draft tokens 0 … j: uint16 [batch_size, q_len, 2 * ceil(q_len / 32)].
 
-    Word w of row j is 2 ** clamp(j + 1 - 16 w, 0, 16) - 1. Built once per device, width and power of two of the batch.
+    Word w of row j is 2 ** clamp(j + 1 - 16 w, 0, 16) - 1. The mask is built once per device, width and power of two of the
+    batch.
 
     Raises:
-        RuntimeError: it would have to be built while a CUDA graph is captured, and so only inside the graph.
+        RuntimeError: a CUDA graph is being captured, and the mask would exist only inside the graph.
     """
     rows = 1 << max(batch_size - 1, 0).bit_length()
     return _causal_mask(rows, q_len, device)[:batch_size]
@@ -161,7 +161,7 @@ def _fmha_v2_cache(call: ContextCall, stored: StoredCache) -> tuple[Any, torch.T
     """Return (cache, block_tables, refreshes) as fmha_v2 addresses them and FlashInfer's checks accept them.
 
     Raises:
-        NotImplementedError: K and V are two tensors, and the installed FlashInfer takes them as one alone.
+        NotImplementedError: K and V are two tensors, and the installed FlashInfer takes only one tensor.
     """
     if stored.is_stacked:
         return stored.stacked(), *packed(call.block_tables)

@@ -1,8 +1,8 @@
 """FlashInfer's `trtllm_ragged_attention_deepseek`: trtllm-gen on SM100 and SM103.
 
-Neither GPU was at hand: the call has been checked through FlashInfer's own launcher on a CPU only (`lab.dry_run`). Where rows
-may see no key, the adapter writes their zeros and LSE after the kernel, which leaves stale values there. SGLang 0.5.23's
-backend does the same.
+Neither GPU was at hand: the call was checked with FlashInfer's own launcher on a CPU only (`lab.dry_run`). The kernel leaves
+stale values in rows that see no key. If there may be such rows, the adapter writes their zeros and LSE after the kernel, as
+SGLang 0.5.23's backend does.
 """
 
 import math
@@ -25,12 +25,12 @@ from lab.kernels.flashinfer_call import (
 
 @takes(RaggedContextCall)
 def prepare_trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> PreparedCall:
-    """Prepare MLA's prefill before absorption: new tokens or a chunk. Shapes, errors: `lab.calls.RaggedContextCall`.
+    """Prepare MLA's prefill before absorption: new tokens or a chunk. See `lab.calls.RaggedContextCall` for shapes and errors.
 
-    Without a `workspace_buffer` the lab's own is used, one per device and stream; a given one may be the decode call's: its
-    first 8 MiB stay zero. What the kernel does not take raises NotImplementedError with the reason of
-    `lab.kernels.support.why_not`. One tensor for both offsets, or both lengths on the host, say that every row sees a key,
-    and save the few launches that look after the others.
+    Without a `workspace_buffer` the lab's own is used, one per device and stream. A given one may be the decode call's: its
+    first 8 MiB stay zero. If the kernel does not take the call, NotImplementedError is raised with the reason of
+    `lab.kernels.support.why_not`. The launches that fix rows without keys are left out if the host knows that there are none:
+    both offsets are the same tensor, or both lengths are on the host.
     """
     problem = call.problem()
     if problem.has_no_rows:
@@ -50,7 +50,7 @@ trtllm_ragged_attention_deepseek = made_at_once(prepare_trtllm_ragged_attention_
 
 
 def _may_lack_keys(call: RaggedContextCall, problem: RaggedAttention) -> bool:
-    """Return False if the host can tell that every row sees a key, or that FlashInfer fills the rows that see none."""
+    """Return False if the host knows that every row sees a key, or that FlashInfer fills the rows that see none."""
     if call.cum_seq_lens_q is call.cum_seq_lens_kv:
         return False
     lengths = call.host_lengths()
@@ -73,7 +73,7 @@ def _then_filled(made: PreparedCall, problem: RaggedAttention) -> PreparedCall:
 
 
 def fill_rows_without_keys(problem: RaggedAttention, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Write zeros, and the LSE of no key (-inf or the sink), where a row sees no key. Reads nothing on the host."""
+    """Write zeros, and the LSE of no key (-inf or the sink), into rows that see no key. The host reads nothing."""
     lacks_keys = _rows_without_keys(problem).unsqueeze(1)
     out.masked_fill_(lacks_keys.unsqueeze(2), 0.0)
     if lse is not None and problem.sinks is None:
@@ -83,7 +83,7 @@ def fill_rows_without_keys(problem: RaggedAttention, out: torch.Tensor, lse: tor
 
 
 def _rows_without_keys(problem: RaggedAttention) -> torch.Tensor:
-    """Return bool [num_rows], True where a row sees no key; undefined for padding."""
+    """Return bool [num_rows], True where a row sees no key. Padding rows are undefined."""
     rows = torch.arange(problem.num_rows, dtype=torch.int32, device=problem.query.device)
     ends = problem.cu_seqlens_q[1:]
     request = torch.searchsorted(ends, rows, right=True).clamp(max=problem.batch_size - 1)
