@@ -2,7 +2,7 @@
 
     python -m corpus --workers 32 --only 'blind*'
 
-All checks but the graph stories, which need Triton, at the full level. results/blind.md is about the blind ones.
+All checks but the graph replays, which need Triton, at the full level. results/blind.md is about the blind ones.
 """
 
 import argparse

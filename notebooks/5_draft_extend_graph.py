@@ -177,7 +177,7 @@ reading_figure(
 )
 
 # %% [markdown]
-# The lab's checks tell such stories of every mode and judge each replay by the requests' histories:
+# The lab's checks run such sequences in every mode and judge each replay by the requests' histories:
 # `lab judge --only S1,S2`. What they found on the H200: [graphs](../results/nvidia-h200/graphs.md), "Invariants".
 #
 # ## What the graph saves

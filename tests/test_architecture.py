@@ -183,7 +183,7 @@ STEPS: list[tuple[str, tuple[str, ...]]] = [
     ("lab.kernels.trtllm", HEAVY),
     ("lab.timing.forward", ("lab.checks", "hypothesis", "pebble", "pytest", "rich")),  # who times needs no judge
     ("lab.checks", (*HEAVY, "hypothesis", "pebble")),
-    ("lab.checks.properties.graph_stories", HEAVY),  # the judge judges where there is no Triton
+    ("lab.checks.properties.graph_replays", HEAVY),  # the judge judges where there is no Triton
     ("lab.timing.statistics", ("scipy.stats", "matplotlib", "rich")),
     ("lab.reports.recorded", ("scipy.stats", "matplotlib", "rich")),
     ("lab.reports.compare", ("scipy.stats", "matplotlib", "rich")),

@@ -17,7 +17,7 @@ from lab.metadata.engine.lengths import DraftAttention
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Contents, Dead, Storage, TableTail
 from lab.workloads.forward_case import ForwardCase
-from lab.workloads.graph_case import GraphCase, MLAGraphCase, Story
+from lab.workloads.graph_case import GraphCase, MLAGraphCase, ReplaySequence
 from lab.workloads.inputs.draft_lists import DraftListsCase
 from lab.workloads.interfaces import Interface
 from lab.workloads.mla_case import MLACase
@@ -46,9 +46,9 @@ __all__ = [
     "Outcome",
     "RaggedCase",
     "Ranges",
+    "ReplaySequence",
     "Report",
     "Storage",
-    "Story",
     "TableTail",
     "judge",
     "judge_case",

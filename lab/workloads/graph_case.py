@@ -1,4 +1,4 @@
-"""One story of CUDA graphs as data: which backend and forward mode, which story, and what it runs on."""
+"""One replay sequence of CUDA graphs as data: its backend, its forward mode and what it runs on."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +16,8 @@ from lab.workloads.geometries import Geometry, geometry
 from lab.workloads.interfaces import Interface
 
 
-class Story(NamedEnum):
-    """A short sequence of replays, eager passes and poison, which `lab.checks.properties.graph_stories` runs."""
+class ReplaySequence(NamedEnum):
+    """A short sequence of replays, eager passes and poison, which `lab.checks.properties.graph_replays` runs."""
 
     CAPTURED_BELOW_Q = "captured below q"
     EAGER_EQUALS_REPLAY = "eager equals replay"
@@ -30,12 +30,12 @@ class Story(NamedEnum):
 
 
 @dataclass(frozen=True, repr=False)
-class StoryCase:
-    """One story of one mode; its `repr` is an expression that makes it again, defaults left out. A subclass for each backend.
+class ReplayCase:
+    """One replay sequence of one mode, for a subclass of each backend; its `repr` makes it again, defaults left out.
 
     Attributes:
         mode: of the graphs.
-        story: the sequence of replays.
+        sequence: of replays.
         place: where the metadata is rebuilt.
         page_size: tokens per page.
         num_pages: of each request's history; lengths go up to this many pages.
@@ -44,7 +44,7 @@ class StoryCase:
     """
 
     mode: GraphMode
-    story: Story
+    sequence: ReplaySequence
     place: MetadataPlace = MetadataPlace.IN_GRAPH
     page_size: int = 16
     num_pages: int = 6
@@ -60,8 +60,8 @@ class StoryCase:
 
 
 @dataclass(frozen=True, repr=False)
-class GraphCase(StoryCase):
-    """A story of the MHA backend.
+class GraphCase(ReplayCase):
+    """A replay sequence of the MHA backend.
 
     Attributes:
         geometry: a name of `lab.workloads.GEOMETRIES`.
@@ -98,8 +98,8 @@ class GraphCase(StoryCase):
 
 
 @dataclass(frozen=True, repr=False)
-class MLAGraphCase(StoryCase):
-    """A story of the MLA backend; pages have 32 or 64 tokens.
+class MLAGraphCase(ReplayCase):
+    """A replay sequence of the MLA backend; pages have 32 or 64 tokens.
 
     Attributes:
         attention: the keys that a draft step counts.

@@ -255,7 +255,7 @@ OF_CASE: tuple[Feature, ...] = (
     Condition("entries_are_pages", "entries of req_to_token are {pages|slots}", 0.5),
     Condition("translated", "v2p is {|not }given", 0.5),
     Number("spare_capacity", "the spare capacity of a list is {}", 0.8),
-    Choice("story", "the sequence of replays", 0.8),
+    Choice("sequence", "the sequence of replays", 0.8),
     Choice("place", "the place where the metadata is rebuilt", 0.8),
     Number("chunk", "the chunk size is {}", SETTING),
     Number("context_parallel", "the number of context-parallel GPUs is {}", SETTING),

@@ -212,15 +212,15 @@ def decline_table(records: Sequence[RecordedFile]) -> Table:
 
 
 class _SurveyLine(NamedTuple):
-    """A forward mode or a CUDA-graph story of a survey, and the number of its cases by outcome."""
+    """A forward mode or a replay sequence of a survey, and the number of its cases by outcome."""
 
     record: RecordedFile
-    mode_or_story: str
+    name: str
     counts: Mapping[str, int]
 
 
 def survey_table(records: Sequence[RecordedFile]) -> Table:
-    """Make a table of recorded surveys (`Kind.SURVEY`): a row per forward mode, or per story of graph replays."""
+    """Make a table of recorded surveys (`Kind.SURVEY`): a row per forward mode, or per replay sequence."""
     lines = [
         _SurveyLine(record, name, counts)
         for record in records
@@ -231,7 +231,7 @@ def survey_table(records: Sequence[RecordedFile]) -> Table:
         "run": lambda line: words(line.record.name),
         "implementation": lambda line: words(implementation_name(line.record)),
         "commit": lambda line: words(line.record.environment.get("commit")),
-        "mode or story": lambda line: words(line.mode_or_story.lower().replace("_", " ")),
+        "mode or sequence": lambda line: words(line.name.lower().replace("_", " ")),
         "cases": lambda line: number(sum(line.counts.values())),
         **_outcome_columns(lambda line: line.counts),
     }

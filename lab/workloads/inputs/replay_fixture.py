@@ -5,7 +5,7 @@ replay or eager pass, `ReplayFixture.wrongs` compares the metadata with the loop
 output with what the requests' histories give.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from lab.metadata.mha.calls import AttentionLayer
 from lab.metadata.mla.calls import MLALayer
 from lab.metadata.mla.metadata import QueryLayout
 from lab.references.truth import Truth
-from lab.workloads.graph_case import GraphCase, MLAGraphCase, StoryCase
+from lab.workloads.graph_case import GraphCase, MLAGraphCase, ReplayCase
 from lab.workloads.inputs.expected import made
 from lab.workloads.inputs.expected_metadata import wrong_metadata, wrong_mla_metadata
 from lab.workloads.inputs.forward_pass import mha_truth
@@ -58,7 +58,7 @@ class ReplayedPass:
 
 
 def right_runner(
-    backend: Any, case: StoryCase, pool: KVPool, batch_sizes: Sequence[int], body: Body[Any]
+    backend: Any, case: ReplayCase, pool: KVPool, batch_sizes: Sequence[int], body: Body[Any]
 ) -> GraphRunner[Any]:
     """Make the runner that is judged; what takes its place has the same arguments."""
     return GraphRunner(backend, case.mode, pool, batch_sizes, body, case.place, case.padded_seq_len)
@@ -115,6 +115,12 @@ class ReplayFixture:
         width: int = self.case.mode.num_tokens_per_req
         return width
 
+    @property
+    def lengths(self) -> tuple[int, int, int, int]:
+        """Return four lengths: short, at a page's edge, across one, and as long as there is room for."""
+        size = self.case.page_size
+        return self.width + 1, 2 * size, 3 * size + 1, self.case.max_context_len
+
     def batch(self, *totals: int, first_request: int = 0) -> ForwardBatch:
         """Return a batch of consecutive requests with these numbers of keys, their own new tokens counted."""
         mode, count = self.case.mode, len(totals)
@@ -165,13 +171,13 @@ class ReplayFixture:
         """
         raise NotImplementedError
 
-    def wrongs(self, batch: ForwardBatch, result: ReplayedPass) -> str:
-        """Say in a sentence what is wrong with a pass; empty if nothing is."""
-        return (
-            self._wrong_metadata(batch, result)
-            or (self._wrong_padding(batch, result.metadata, result.view) if result.view is not None else "")
-            or self._wrong_output(batch, result)
-        )
+    def wrongs(self, batch: ForwardBatch, result: ReplayedPass) -> Iterator[str]:
+        """Yield what is wrong with a pass, a sentence each: the metadata, then the padding, then the output."""
+        if wrong := self._wrong_metadata(batch, result):
+            yield wrong
+        if result.view is not None:
+            yield from self._wrong_padding(batch, result.metadata, result.view)
+        yield from self._wrong_output(batch, result)
 
     def pointers(self) -> dict[str, int]:
         """Return the addresses of every buffer that a graph was captured with."""
@@ -226,8 +232,8 @@ class ReplayFixture:
     def _randn(self, *shape: int) -> Tensor:
         return torch.randn(*shape, device=self.device, generator=self.generator).to(DTYPE)
 
-    def _wrong_padding(self, batch: ForwardBatch, metadata: Any, view: ForwardBatch) -> str:
-        """Say what padded rows hold after a replay but the reserved request, padding's length, and slots and pages of the sink.
+    def _wrong_padding(self, batch: ForwardBatch, metadata: Any, view: ForwardBatch) -> Iterator[str]:
+        """Yield what padded rows hold after a replay but the reserved request, padding's length, slots and pages of the sink.
 
         An engine writes K and V of all rows, so that a stale slot in a padded one would overwrite another request's.
         """
@@ -242,12 +248,11 @@ class ReplayFixture:
         uniform |= self._padded_metadata(batch, metadata, length, -(-length // self.case.page_size))
         for name, (got, wanted) in uniform.items():
             if got is not None and bool((got != wanted).any()):
-                return f"{name} of padded rows is {got.tolist()}, expected {wanted} everywhere"
-        return ""
+                yield f"{name} of padded rows is {got.tolist()}, expected {wanted} everywhere"
 
-    def _wrong_output(self, batch: ForwardBatch, result: ReplayedPass) -> str:
-        if not bool(result.out.isfinite().all()):
-            return f"{int((~result.out.isfinite()).any(-1).sum())} output vectors of real rows are not finite"
+    def _wrong_output(self, batch: ForwardBatch, result: ReplayedPass) -> Iterator[str]:
+        if bad := int((~result.out.isfinite()).any(-1).sum()):
+            yield f"{bad} output vectors of real rows are not finite"
         widths = self.widths(batch.batch_size)
         counts_rows = self.case.mode.forward_mode.uncounted is UncountedTokens.QUERY_ROWS
         uncounted = widths if counts_rows else [self._uncounted()] * batch.batch_size
@@ -258,12 +263,9 @@ class ReplayFixture:
         ]
         comparison = made(self._truth(result.query, seen, widths)).compare(result.out)
         self.worst_ratio = max(self.worst_ratio, comparison.worst_ratio)
-        if comparison.passed:
-            return ""
-        return (
-            f"{int(comparison.faulty.sum())} output vectors are wrong, the worst {comparison.worst_ratio:.3g} times what is "
-            "allowed"
-        )
+        if not comparison.passed:
+            count = int(comparison.faulty.sum())
+            yield f"{count} output vectors are wrong, the worst {comparison.worst_ratio:.3g} times what is allowed"
 
 
 class MHAReplayFixture(ReplayFixture):
@@ -386,3 +388,9 @@ class MLAReplayFixture(ReplayFixture):
     def _truth(self, query: Tensor, seen: list[History], q_lens: list[int]) -> Truth:
         entries = [entries for (entries,) in seen]
         return mla_truth(query, query.dtype, entries, tuple(map(len, entries)), tuple(q_lens), self.layer)
+
+
+def new_fixture(case: ReplayCase, implementation: Any, device: torch.device, make: RunnerFactory) -> ReplayFixture:
+    """Make the fixture of the case's backend."""
+    kind = MHAReplayFixture if isinstance(case, GraphCase) else MLAReplayFixture
+    return kind(case, implementation, device, make)

@@ -1,45 +1,34 @@
 """An MLA pass that is right eagerly and wrong in a CUDA graph's replay: stale lengths or entries, padding that leaks.
 
-Each case is one story of S1, on latent entries and the MLA backend's buffers: rows of the first draft extend
+Each case is one replay sequence of S1, on latent entries and the MLA backend's buffers: rows of the first draft extend
 are padded in a buffer that all captured sizes share, and dead columns of its tables hold what an earlier batch left.
 """
 
 from collections.abc import Iterator
 from itertools import product
 
-import torch
-
-from lab.checks.case_run import CaseRun
 from lab.checks.properties.check import Check, Level, first_line
-from lab.checks.properties.graph_stories import run_story, told_modes
+from lab.checks.properties.graph_replays import judge_sequence, replayed_modes
 from lab.metadata.engine.graph_inputs import MetadataPlace
 from lab.metadata.engine.lengths import DraftAttention
 from lab.ranges import Ranges
 from lab.workloads.graph_case import MLAGraphCase
-from lab.workloads.inputs.replay_fixture import MLAReplayFixture
 from lab.workloads.interfaces import Interface
 
-PLACES = tuple(MetadataPlace)
 COUNTING = (DraftAttention.MLA, DraftAttention.MLA_WITH_OFFSET)  # of a draft step's keys
 
 
 def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[MLAGraphCase]:
-    if (torch.bfloat16, torch.bfloat16) not in ranges.dtypes:  # a story's
-        return
     is_full = level is Level.FULL
     page_sizes = ranges.mla_page_sizes if is_full else ranges.mla_page_sizes[:1]
     head_dims = ranges.mla_head_dims if is_full else ranges.mla_head_dims[:1]
     heads = min(ranges.mla_heads, key=lambda number: abs(number - 16))  # DeepSeek-V3's on one of 8 GPUs
     for number, (page_size, (head_dim, rank)) in enumerate(product(page_sizes, head_dims)):
         dims = {"num_qo_heads": heads, "kv_lora_rank": rank, "qk_rope_head_dim": head_dim - rank}
-        for mode, story, turn in told_modes(ranges, level):
-            settings = list(product(PLACES, COUNTING[:1] if mode.draft_step is None else COUNTING))
+        for mode, sequence, turn in replayed_modes(ranges, level):
+            settings = list(product(MetadataPlace, COUNTING[:1] if mode.draft_step is None else COUNTING))
             for place, attention in settings if is_full and not number else [settings[(turn + number) % len(settings)]]:
-                yield MLAGraphCase(mode, story, place, page_size, attention=attention, **dims)
+                yield MLAGraphCase(mode, sequence, place, page_size, attention=attention, **dims)
 
 
-def _judge(run: CaseRun) -> None:
-    run_story(run, MLAReplayFixture)
-
-
-CHECK = Check("S2", "mla_stories", first_line(__doc__), _cases, _judge, interfaces=(Interface.MLA_DECODE,))
+CHECK = Check("S2", "mla_stories", first_line(__doc__), _cases, judge_sequence, interfaces=(Interface.MLA_DECODE,))

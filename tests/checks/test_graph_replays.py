@@ -1,4 +1,4 @@
-"""Graph stories: right runners pass all of them, and each story is shown to fail for a deliberate defect."""
+"""Replay sequences: right runners pass all of them, and each is shown to fail for a deliberate defect."""
 
 import itertools
 from collections import Counter
@@ -12,23 +12,21 @@ import torch
 
 from corpus.kernels import kernel
 from lab import references
-from lab.checks import GraphCase, Interface, Level, Outcome, Ranges, Story, judge_case
-from lab.checks.properties import graph_stories
+from lab.checks import GraphCase, Interface, Level, Outcome, Ranges, ReplaySequence, judge_case
+from lab.checks.properties import graph_replays
 from lab.checks.properties.check import Check
-from lab.checks.properties.graph_stories import STORIES, run_story
+from lab.checks.properties.graph_replays import SEQUENCES, judge_sequence
 from lab.checks.run.workers import run_case
 from lab.kernels import portable
 from lab.metadata import ForwardBatch, ForwardMode, KVPool, TRTLLMMHAMetadata
 from lab.metadata.engine.cuda_graph import GraphRunner
 from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
 from lab.reports.judgement import reproduction
-from lab.workloads.graph_case import MLAGraphCase, StoryCase, graph_modes
+from lab.workloads.graph_case import ReplayCase, graph_modes
 from lab.workloads.inputs.replay_fixture import (
     HUGE,
     POISONED_LENGTH,
     MHAReplayFixture,
-    MLAReplayFixture,
-    ReplayFixture,
     RunnerFactory,
     right_runner,
 )
@@ -51,24 +49,23 @@ MODES: dict[str, GraphMode] = dict(zip(NAMES, (*graph_modes(WIDTH), GraphMode.fr
 SETTINGS = list(itertools.product(MetadataPlace, (False, True)))
 
 
-def reason(case: StoryCase, implementation: Any = references, make: RunnerFactory = right_runner) -> str:
+def reason(case: ReplayCase, implementation: Any = references, make: RunnerFactory = right_runner) -> str:
     """Say why a case on the CPU is not right; empty if it is."""
-    fixture: type[ReplayFixture] = MLAReplayFixture if isinstance(case, MLAGraphCase) else MHAReplayFixture
-    check = Check("S", "story", "", lambda *_: (), lambda run: run_story(run, fixture, make))
+    check = Check("S", "replays", "", lambda *_: (), lambda run: judge_sequence(run, make))
     judged = run_case(implementation, check, case, CPU, Ranges())
     return "" if judged.outcome is Outcome.RIGHT else "; ".join(judged.wrongs or judged.declines)
 
 
-def wrong(cases: Iterable[StoryCase], implementation: Any = references) -> dict[str, str]:
+def wrong(cases: Iterable[ReplayCase], implementation: Any = references) -> dict[str, str]:
     return {repr(case): why for case in cases if (why := reason(case, implementation))}
 
 
 def cases_of(level: Level) -> list[GraphCase]:
-    interfaces = graph_stories.CHECK.interfaces
-    return [case for each in interfaces for case in graph_stories.CHECK.cases(each, Ranges(), level)]
+    interfaces = graph_replays.CHECK.interfaces
+    return [case for each in interfaces for case in graph_replays.CHECK.cases(each, Ranges(), level)]
 
 
-def test_every_story_of_every_mode_is_told_in_every_setting_and_in_turn_on_a_real_geometry() -> None:
+def test_every_sequence_of_every_mode_is_run_in_every_setting_and_in_turn_on_a_real_geometry() -> None:
     cases = [case for case in cases_of(Level.FULL) if not case.encoder_only]
     modes = {mode for width in (2, 4, 8) for mode in graph_modes(width)} | {GraphMode.draft_decode(s) for s in (0, 2)}
     modes.add(GraphMode.frozen_kv_draft())
@@ -76,16 +73,16 @@ def test_every_story_of_every_mode_is_told_in_every_setting_and_in_turn_on_a_rea
         name: Counter((each.place, each.sliding_window) for each in cases if each.geometry == name)
         for name in ("tiny", "gpt-oss-120b")
     }
-    told = {(each.mode, each.story) for each in cases if each.geometry == "gpt-oss-120b"}
-    assert settings["tiny"] == dict.fromkeys(SETTINGS, len(modes) * len(STORIES))
-    assert len(told) == settings["gpt-oss-120b"].total() == len(modes) * len(STORIES)
+    run = {(each.mode, each.sequence) for each in cases if each.geometry == "gpt-oss-120b"}
+    assert settings["tiny"] == dict.fromkeys(SETTINGS, len(modes) * len(SEQUENCES))
+    assert len(run) == settings["gpt-oss-120b"].total() == len(modes) * len(SEQUENCES)
     assert set(settings["gpt-oss-120b"]) == set(SETTINGS)
     assert len(set(map(repr, cases))) == len(cases)
 
 
-def test_the_smoke_level_tells_each_story_of_two_modes_and_takes_turns() -> None:
+def test_the_smoke_level_has_each_sequence_of_two_modes_and_alternates_settings() -> None:
     cases = [case for case in cases_of(Level.SMOKE) if not case.encoder_only]
-    assert Counter(case.story for case in cases) == dict.fromkeys(Story, 2)
+    assert Counter(case.sequence for case in cases) == dict.fromkeys(ReplaySequence, 2)
     assert {case.mode for case in cases} == set(MODES.values())
     assert len({(case.place, case.sliding_window) for case in cases}) == 4
 
@@ -93,33 +90,33 @@ def test_the_smoke_level_tells_each_story_of_two_modes_and_takes_turns() -> None
 @IN_INTERPRETER
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_passes_with_the_references(mode: str) -> None:
-    """Every story in two settings that take turns, so that the mode meets all four."""
+    """Every sequence in two settings that alternate, so that the mode meets all four."""
     cases = (
-        GraphCase(MODES[mode], story, place, sliding_window=window)
-        for number, story in enumerate(Story)
+        GraphCase(MODES[mode], sequence, place, sliding_window=window)
+        for number, sequence in enumerate(ReplaySequence)
         for place, window in (SETTINGS[number % 4], SETTINGS[(number + 2) % 4])
     )
     assert wrong(cases) == {}
 
 
-def test_a_verification_on_encoder_only_layers_has_its_stories() -> None:
+def test_a_verification_on_encoder_only_layers_has_its_sequences() -> None:
     found = {level: [case for case in cases_of(level) if case.encoder_only] for level in Level}
     assert len(found[Level.SMOKE]) == 2
-    assert {case.story for case in found[Level.FULL]} == set(Story)
+    assert {case.sequence for case in found[Level.FULL]} == set(ReplaySequence)
     assert {case.place for case in found[Level.FULL]} == set(MetadataPlace)
     assert {case.mode.forward_mode for case in found[Level.FULL]} == {ForwardMode.TARGET_VERIFY}
     assert len(set(map(repr, found[Level.FULL]))) == len(found[Level.FULL])
 
 
-def encoder_only(story: Story, place: MetadataPlace = MetadataPlace.IN_GRAPH) -> GraphCase:
-    return GraphCase(MODES["target_verify"], story, place, encoder_only=True)
+def encoder_only(sequence: ReplaySequence, place: MetadataPlace = MetadataPlace.IN_GRAPH) -> GraphCase:
+    return GraphCase(MODES["target_verify"], sequence, place, encoder_only=True)
 
 
 @IN_INTERPRETER
 def test_rows_that_see_each_other_pass() -> None:
     places = list(MetadataPlace)
-    assert wrong(encoder_only(story, places[number % 2]) for number, story in enumerate(Story)) == {}
-    assert wrong([replace(encoder_only(Story.A_B_A), num_pages=4)], portable) == {}
+    assert wrong(encoder_only(sequence, places[number % 2]) for number, sequence in enumerate(ReplaySequence)) == {}
+    assert wrong([replace(encoder_only(ReplaySequence.A_B_A), num_pages=4)], portable) == {}
 
 
 @IN_INTERPRETER
@@ -133,13 +130,13 @@ def test_rows_of_an_earlier_replay_are_found() -> None:
             self.metadata.buffers.encoder_cache_seqlens.copy_(stale)
             return output
 
-    assert "encoder_cache_seqlens" in reason(encoder_only(Story.A_B_A), make=runner(Unexpanded))
+    assert "encoder_cache_seqlens" in reason(encoder_only(ReplaySequence.A_B_A), make=runner(Unexpanded))
 
 
 @IN_INTERPRETER
 @pytest.mark.parametrize("mode", ["draft_decode", "draft_extend_v2"])
 def test_the_portable_kernel_passes(mode: str) -> None:
-    cases = (GraphCase(MODES[mode], story, num_pages=4, sliding_window=True) for story in Story)
+    cases = (GraphCase(MODES[mode], sequence, num_pages=4, sliding_window=True) for sequence in ReplaySequence)
     assert wrong(cases, portable) == {}
 
 
@@ -149,31 +146,31 @@ def test_a_wrong_verdict_says_what_is_wrong_and_how_to_see_it_again() -> None:
     assert verdict.interface is Interface.DECODE
     assert "output vectors are wrong" in verdict.reason
     assert "judge_case(" in reproduction(verdict)
-    assert "story=Story.A_B_A, sliding_window=True" in reproduction(verdict)
+    assert "sequence=ReplaySequence.A_B_A, sliding_window=True" in reproduction(verdict)
 
 
 def windowed() -> GraphCase:
-    return GraphCase(MODES["decode"], Story.A_B_A, sliding_window=True)
+    return GraphCase(MODES["decode"], ReplaySequence.A_B_A, sliding_window=True)
 
 
 def test_a_function_that_is_missing_declines_its_modes() -> None:
     decoding = SimpleNamespace(trtllm_batch_decode_with_kv_cache=references.trtllm_batch_decode_with_kv_cache)
-    case = GraphCase(MODES["draft_extend"], Story.A_B_A)
+    case = GraphCase(MODES["draft_extend"], ReplaySequence.A_B_A)
     assert case.interface is Interface.CONTEXT
     verdict = judge_case(decoding, "S1", case, "cpu")
     assert verdict.outcome is Outcome.DECLINED
     assert "it has no trtllm_batch_context_with_kv_cache" in verdict.reason
 
 
-def test_a_story_is_declined_where_the_metadata_kernels_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_stories, "no_triton", lambda capability: "set TRITON_INTERPRET=1 first")
+def test_a_sequence_is_declined_where_the_metadata_kernels_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_replays, "no_triton", lambda capability: "set TRITON_INTERPRET=1 first")
     verdict = judge_case(references, "S1", windowed(), "cpu")
     assert verdict.outcome is Outcome.DECLINED
     assert verdict.reason == "graphs rebuild their metadata in Triton kernels: set TRITON_INTERPRET=1 first"
 
 
 @IN_INTERPRETER
-def test_a_right_story_says_how_near_its_bound_it_came() -> None:
+def test_a_right_sequence_says_how_near_its_bound_it_came() -> None:
     assert 0 < judge_case(references, "S1", windowed(), "cpu").judged.worst_ratio < 1
 
 
@@ -320,55 +317,61 @@ def runner(kind: type[GraphRunner]) -> RunnerFactory:
 
 @dataclass(frozen=True)
 class Defect:
-    """A wrong runner, and what each of some stories says of it."""
+    """A wrong runner, and what each of some sequences says of it."""
 
     mode: str
     make: RunnerFactory
-    found: dict[Story, str]
+    found: dict[ReplaySequence, str]
     place: MetadataPlace = MetadataPlace.BEFORE_REPLAY
     sliding_window: bool = False
 
 
 def padded(name: str, mode: str = "decode") -> Defect:
-    return Defect(mode, padding_not_reset(name), {Story.TWO_CAPTURED_SIZES: f"{name} of padded rows is"})
+    return Defect(mode, padding_not_reset(name), {ReplaySequence.TWO_CAPTURED_SIZES: f"{name} of padded rows is"})
 
 
 DEFECTS = {
     "stale lengths": Defect(
         "target_verify",
         runner(StaleLengths),
-        {Story.AFTER_A_LONGER_BATCH: "replay 1: cache_seqlens", Story.A_B_A: "cache_seqlens"},
+        {ReplaySequence.AFTER_A_LONGER_BATCH: "replay 1: cache_seqlens", ReplaySequence.A_B_A: "cache_seqlens"},
     ),
-    "no rebuild after the first": Defect("decode", runner(NoRebuildAfterTheFirst), {Story.A_B_A: "cache_seqlens"}),
+    "no rebuild after the first": Defect(
+        "decode", runner(NoRebuildAfterTheFirst), {ReplaySequence.A_B_A: "cache_seqlens"}
+    ),
     "a table not rebound": Defect(
         "draft_decode",
         with_a_copied_table,
-        {Story.CAPTURED_BELOW_Q: "output vectors", Story.EAGER_EQUALS_REPLAY: "output vectors"},
+        {ReplaySequence.CAPTURED_BELOW_Q: "output vectors", ReplaySequence.EAGER_EQUALS_REPLAY: "output vectors"},
     ),
     "a stride of another mode": Defect(
-        "target_verify", runner(StrideOfAnotherMode), {Story.CAPTURED_BELOW_Q: "cu_seqlens_q"}
+        "target_verify", runner(StrideOfAnotherMode), {ReplaySequence.CAPTURED_BELOW_Q: "cu_seqlens_q"}
     ),
     "a buffer grown after capture": Defect(
         "decode",
         runner(GrownAfterCapture),
-        {Story.SAME_BUFFERS: "seq_lens moved after capture"},
+        {ReplaySequence.SAME_BUFFERS: "seq_lens moved after capture"},
         place=MetadataPlace.IN_GRAPH,
     ),
     "an eager pass takes the buffers": Defect(
-        "decode", runner(EagerTakesTheBuffers), {Story.EAGER_BETWEEN_REPLAYS: "cache_seqlens"}
+        "decode", runner(EagerTakesTheBuffers), {ReplaySequence.EAGER_BETWEEN_REPLAYS: "cache_seqlens"}
     ),
     "sizes do not share their storage": Defect(
-        "decode", runner(SizesTakeTheTail), {Story.TWO_CAPTURED_SIZES: "replay 2"}
+        "decode", runner(SizesTakeTheTail), {ReplaySequence.TWO_CAPTURED_SIZES: "replay 2"}
     ),
     "columns frozen at the first replay": Defect(
         "decode",
         runner(ColumnsOfTheFirstReplay),
-        {Story.A_B_A: "page_table", Story.TWO_CAPTURED_SIZES: "replay 1: page_table", Story.SAME_BUFFERS: "page_table"},
+        {
+            ReplaySequence.A_B_A: "page_table",
+            ReplaySequence.TWO_CAPTURED_SIZES: "replay 1: page_table",
+            ReplaySequence.SAME_BUFFERS: "page_table",
+        },
     ),
     "an offset too many": Defect(
-        "frozen_kv_draft", runner(CountsItsRow), {Story.CAPTURED_BELOW_Q: "cache_seqlens"}, sliding_window=True
+        "frozen_kv_draft", runner(CountsItsRow), {ReplaySequence.CAPTURED_BELOW_Q: "cache_seqlens"}, sliding_window=True
     ),
-    "a missing offset": Defect("draft_decode", without_the_offset, {Story.CAPTURED_BELOW_Q: ""}),
+    "a missing offset": Defect("draft_decode", without_the_offset, {ReplaySequence.CAPTURED_BELOW_Q: ""}),
     "seq_lens of padding not reset": padded("seq_lens"),
     "req_pool_indices of padding not reset": padded("req_pool_indices"),
     "out_cache_loc of padding not reset": padded("out_cache_loc"),
@@ -376,31 +379,33 @@ DEFECTS = {
     "the tail of write locations kept": Defect(
         "decode",
         runner(KeepsTheTailOfWriteLocations),
-        {Story.POISONED: "swa_out_cache_loc of padded rows is"},
+        {ReplaySequence.POISONED: "swa_out_cache_loc of padded rows is"},
         sliding_window=True,
     ),
 }
 
 
 @IN_INTERPRETER
-@pytest.mark.parametrize(("name", "story"), [(name, story) for name, each in DEFECTS.items() for story in each.found])
-def test_a_defect_is_found_and_the_story_says_what_is_wrong(name: str, story: Story) -> None:
+@pytest.mark.parametrize(
+    ("name", "sequence"), [(name, sequence) for name, each in DEFECTS.items() for sequence in each.found]
+)
+def test_a_defect_is_found_and_the_sequence_says_what_is_wrong(name: str, sequence: ReplaySequence) -> None:
     defect = DEFECTS[name]
-    case = GraphCase(MODES[defect.mode], story, defect.place, sliding_window=defect.sliding_window)
+    case = GraphCase(MODES[defect.mode], sequence, defect.place, sliding_window=defect.sliding_window)
     why = reason(case, make=defect.make)
     assert why
-    assert defect.found[story] in why
+    assert defect.found[sequence] in why
 
 
 @IN_INTERPRETER
 def test_what_is_frozen_at_the_first_replay_shows_where_a_later_one_is_longer() -> None:
     frozen = runner(ColumnsOfTheFirstReplay)
-    shrinking = GraphCase(MODES["decode"], Story.AFTER_A_LONGER_BATCH, MetadataPlace.BEFORE_REPLAY)
+    shrinking = GraphCase(MODES["decode"], ReplaySequence.AFTER_A_LONGER_BATCH, MetadataPlace.BEFORE_REPLAY)
     assert reason(shrinking, make=frozen) == ""
 
 
-def test_every_story_finds_a_defect() -> None:
-    assert {story for defect in DEFECTS.values() for story in defect.found} == set(Story)
+def test_every_sequence_finds_a_defect() -> None:
+    assert {sequence for defect in DEFECTS.values() for sequence in defect.found} == set(ReplaySequence)
 
 
 def test_a_row_without_keys_that_is_nan_shows_at_the_capture() -> None:
@@ -414,7 +419,7 @@ def test_a_row_without_keys_that_is_nan_shows_at_the_capture() -> None:
         out[rows - width + offsets < 0] = float("nan")
         return out
 
-    case = GraphCase(MODES["draft_extend_v2"], Story.CAPTURED_BELOW_Q)
+    case = GraphCase(MODES["draft_extend_v2"], ReplaySequence.CAPTURED_BELOW_Q)
     why = reason(case, SimpleNamespace(trtllm_batch_decode_with_kv_cache=decode))
     assert "of the capture itself are not finite" in why
 
@@ -422,7 +427,7 @@ def test_a_row_without_keys_that_is_nan_shows_at_the_capture() -> None:
 def test_padded_rows_that_take_part_with_weight_zero_show_when_poisoned() -> None:
     mode = MODES["draft_extend_v2"]
     assert "with nan around it" in reason(
-        GraphCase(mode, Story.POISONED), kernel("other_rows_times_zero").implementation()
+        GraphCase(mode, ReplaySequence.POISONED), kernel("other_rows_times_zero").implementation()
     )
 
 
@@ -434,7 +439,7 @@ def test_padded_rows_that_take_part_with_weight_zero_show_when_poisoned() -> Non
 @pytest.mark.parametrize("device", DEVICES)
 def test_poison_is_in_all_metadata_that_a_replay_rewrites(device: str, mode: str, place: MetadataPlace) -> None:
     implementation = references if device == "cpu" else portable
-    case = GraphCase(MODES[mode], Story.POISONED, place, sliding_window=True)
+    case = GraphCase(MODES[mode], ReplaySequence.POISONED, place, sliding_window=True)
     fixture = MHAReplayFixture(case, implementation, torch.device(device))
     buffers = fixture.runner.metadata.buffers
     preset = buffers.cu_seqlens_q.clone()
@@ -460,7 +465,7 @@ def test_poison_is_in_all_metadata_that_a_replay_rewrites(device: str, mode: str
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["lab.kernels.trtllm", "lab.kernels.portable"])
 def test_real_graphs(name: str, mode: str, place: MetadataPlace, sliding_window: bool) -> None:
-    for story in Story:
-        case = GraphCase(MODES[mode], story, place, 64, geometry="gpt-oss-120b", sliding_window=sliding_window)
+    for sequence in ReplaySequence:
+        case = GraphCase(MODES[mode], sequence, place, 64, geometry="gpt-oss-120b", sliding_window=sliding_window)
         verdict = judge_case(name, "S1", case, "cuda")
         assert verdict.outcome is Outcome.RIGHT, verdict

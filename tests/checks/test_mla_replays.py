@@ -1,4 +1,4 @@
-"""The MLA backend's graph stories: right runners pass all of them, and each deliberate defect is found."""
+"""The MLA backend's replay sequences: right runners pass all of them, and each deliberate defect is found."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lab import references
-from lab.checks import Outcome, Story, judge_case
+from lab.checks import Outcome, ReplaySequence, judge_case
 from lab.kernels import portable
 from lab.metadata import DraftAttention, ForwardBatch, KVPool, QueryLayout
 from lab.metadata.engine.cuda_graph import GraphRunner
@@ -17,21 +17,24 @@ from lab.metadata.engine.graph_inputs import MetadataPlace
 from lab.metadata.mla.buffers import MLAGraphMetadata
 from lab.workloads.graph_case import MLAGraphCase
 from lab.workloads.inputs.replay_fixture import right_runner
-from tests.checks.test_stories import MODES, reason, wrong
+from tests.checks.test_graph_replays import MODES, reason, wrong
 from tests.devices import IN_INTERPRETER, ON_GPU
 
 
 @IN_INTERPRETER
 @pytest.mark.parametrize("mode", [name for name in MODES if name != "frozen_kv_draft"])
 def test_every_mode_passes_with_the_references(mode: str) -> None:
-    cases = (MLAGraphCase(MODES[mode], story, place) for story in Story for place in MetadataPlace)
+    cases = (MLAGraphCase(MODES[mode], sequence, place) for sequence in ReplaySequence for place in MetadataPlace)
     assert wrong(cases) == {}
 
 
 @IN_INTERPRETER
 def test_a_draft_step_that_counts_its_own_token_passes_on_both_page_sizes() -> None:
-    case = MLAGraphCase(MODES["draft_decode"], Story.A_B_A, attention=DraftAttention.MLA_WITH_OFFSET)
-    cases = (replace(case, story=story, page_size=(32, 64)[number % 2]) for number, story in enumerate(Story))
+    case = MLAGraphCase(MODES["draft_decode"], ReplaySequence.A_B_A, attention=DraftAttention.MLA_WITH_OFFSET)
+    cases = (
+        replace(case, sequence=sequence, page_size=(32, 64)[number % 2])
+        for number, sequence in enumerate(ReplaySequence)
+    )
     assert wrong(cases) == {}
 
 
@@ -39,7 +42,10 @@ def test_a_draft_step_that_counts_its_own_token_passes_on_both_page_sizes() -> N
 def test_the_portable_kernel_passes() -> None:
     """Padded rows, of unequal numbers: the other modes' calls are simpler."""
     places = list(MetadataPlace)
-    cases = (MLAGraphCase(MODES["draft_extend"], story, places[n % 2], num_pages=4) for n, story in enumerate(Story))
+    cases = (
+        MLAGraphCase(MODES["draft_extend"], sequence, places[n % 2], num_pages=4)
+        for n, sequence in enumerate(ReplaySequence)
+    )
     assert wrong(cases, portable) == {}
 
 
@@ -47,8 +53,8 @@ def test_the_portable_kernel_passes() -> None:
 @pytest.mark.parametrize("place", list(MetadataPlace), ids=lambda place: place.name.lower())
 @pytest.mark.parametrize("mode", [name for name in MODES if name != "frozen_kv_draft"])
 def test_the_portable_kernel_passes_in_real_graphs(mode: str, place: MetadataPlace, device: str) -> None:
-    for story in Story:
-        verdict = judge_case("lab.kernels.portable", "S2", MLAGraphCase(MODES[mode], story, place), device)
+    for sequence in ReplaySequence:
+        verdict = judge_case("lab.kernels.portable", "S2", MLAGraphCase(MODES[mode], sequence, place), device)
         assert verdict.outcome is Outcome.RIGHT, verdict
 
 
@@ -119,13 +125,13 @@ class NotRebuilt(Defective):
         return lambda: None
 
 
-DEFECTS: dict[type[Defective], tuple[str, Story]] = {
-    LengthOffByOne: ("decode", Story.CAPTURED_BELOW_Q),
-    SecondRequestsPageIsFirsts: ("target_verify", Story.TWO_CAPTURED_SIZES),
-    LastColumnStale: ("draft_extend_v2", Story.AFTER_A_LONGER_BATCH),
-    PaddingNotCounted: ("draft_extend", Story.EAGER_EQUALS_REPLAY),
-    BoundariesOfFullRows: ("draft_extend", Story.POISONED),
-    NotRebuilt: ("draft_decode", Story.A_B_A),
+DEFECTS: dict[type[Defective], tuple[str, ReplaySequence]] = {
+    LengthOffByOne: ("decode", ReplaySequence.CAPTURED_BELOW_Q),
+    SecondRequestsPageIsFirsts: ("target_verify", ReplaySequence.TWO_CAPTURED_SIZES),
+    LastColumnStale: ("draft_extend_v2", ReplaySequence.AFTER_A_LONGER_BATCH),
+    PaddingNotCounted: ("draft_extend", ReplaySequence.EAGER_EQUALS_REPLAY),
+    BoundariesOfFullRows: ("draft_extend", ReplaySequence.POISONED),
+    NotRebuilt: ("draft_decode", ReplaySequence.A_B_A),
 }
 
 
@@ -137,8 +143,8 @@ def test_a_defect_of_the_metadata_is_found(defect: type[Defective]) -> None:
         spoilt = defect(case.mode, pool, right.block_kv_indices, case.attention)
         return GraphRunner(backend, case.mode, pool, sizes, body, case.place, metadata=spoilt)
 
-    mode, story = DEFECTS[defect]
-    assert reason(MLAGraphCase(MODES[mode], story), make=make)
+    mode, sequence = DEFECTS[defect]
+    assert reason(MLAGraphCase(MODES[mode], sequence), make=make)
 
 
 @IN_INTERPRETER
@@ -149,7 +155,7 @@ def test_rows_as_they_lie_are_found_in_the_first_draft_extend() -> None:
         seen = replace(backend, draft_extend=QueryLayout.VIEW)
         return GraphRunner(seen, case.mode, pool, sizes, body, case.place)
 
-    assert reason(MLAGraphCase(MODES["draft_extend"], Story.EAGER_EQUALS_REPLAY), make=make)
+    assert reason(MLAGraphCase(MODES["draft_extend"], ReplaySequence.EAGER_EQUALS_REPLAY), make=make)
 
 
 @IN_INTERPRETER
@@ -159,8 +165,8 @@ def test_a_wrong_implementation_is_found() -> None:
         def trtllm_batch_decode_with_kv_cache_mla(seq_lens: Tensor, **arguments: Any) -> Any:
             return references.trtllm_batch_decode_with_kv_cache_mla(seq_lens=(seq_lens - 1).clamp(min=0), **arguments)
 
-    for story in Story:
-        assert "output vectors are wrong" in reason(MLAGraphCase(MODES["decode"], story), LastKeyLost)
+    for sequence in ReplaySequence:
+        assert "output vectors are wrong" in reason(MLAGraphCase(MODES["decode"], sequence), LastKeyLost)
 
 
 @IN_INTERPRETER
@@ -178,4 +184,4 @@ def test_buffers_that_move_are_told() -> None:
         runner.replay = moving  # type: ignore[method-assign]
         return runner
 
-    assert "moved" in reason(MLAGraphCase(MODES["decode"], Story.SAME_BUFFERS), make=make)
+    assert "moved" in reason(MLAGraphCase(MODES["decode"], ReplaySequence.SAME_BUFFERS), make=make)

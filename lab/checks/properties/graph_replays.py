@@ -1,0 +1,210 @@
+"""A pass that is right eagerly and wrong in a CUDA graph's replay: stale lengths or pages, moved buffers, padding that leaks.
+
+Each case is one replay sequence: a short series of replays, eager passes and poison over one runner, of a mode that an engine
+captures. Whatever came before, each replay must give the metadata that `lab.references.forward_metadata` works out and the
+output that the requests' histories give. On a CPU a capture is simulated: the same calls are made again on the same buffers.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import islice, product
+
+import torch
+
+from lab.checks.case_run import CallForm, CaseRun
+from lab.checks.properties.check import Check, Level, first_line
+from lab.checks.run.support_protocol import Unsupported
+from lab.gpus import capability_of
+from lab.kernels.support.kernel import no_triton
+from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.forward_mode import ForwardMode
+from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
+from lab.ranges import Ranges
+from lab.workloads.geometries import geometry
+from lab.workloads.graph_case import GraphCase, ReplaySequence, graph_modes
+from lab.workloads.inputs.replay_fixture import HUGE, ReplayFixture, RunnerFactory, new_fixture, right_runner
+from lab.workloads.interfaces import Interface
+
+REAL = ("gpt-oss-120b",)  # a geometry with sliding-window layers and sinks, as the lab's own has
+WIDTHS = (2, 4, 8)  # query rows per request of verify and of the draft extends
+
+
+def replayed_modes(ranges: Ranges, level: Level, *more: GraphMode) -> Iterator[tuple[GraphMode, ReplaySequence, int]]:
+    """Yield each mode with each sequence of it, and a number by which the settings alternate.
+
+    The full level has every sequence of every mode, width and draft step; the smoke level each sequence of two modes in turn.
+    There is none where the ranges lack bfloat16, in which sequences run.
+
+    Args:
+        more: modes of a backend beside those that all have.
+    """
+    if (torch.bfloat16, torch.bfloat16) not in ranges.dtypes:
+        return
+    widths = tuple(width for width in WIDTHS if width in ranges.q_lens) or ranges.q_lens[-1:]
+    if level is Level.SMOKE:
+        modes = (*graph_modes(4 if 4 in widths else widths[-1]), *more)
+    else:
+        several = (mode for width in widths for mode in graph_modes(width))
+        modes = tuple(dict.fromkeys((*several, GraphMode.draft_decode(0), GraphMode.draft_decode(2), *more)))
+    for (m, mode), (s, sequence) in product(enumerate(modes), enumerate(ReplaySequence)):
+        if level is Level.FULL:
+            yield mode, sequence, m + s
+        elif (place := (m + s) % len(modes)) in (0, 3):
+            yield mode, sequence, s + place
+
+
+def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[GraphCase]:
+    is_full = level is Level.FULL
+    names = [name for name in REAL if is_full and name in ranges.geometries and ranges.holds(geometry(name))]
+    for name in (ranges.tiny, *names):
+        page_size = (
+            max(ranges.page_sizes, key=lambda size: (size == 64, size)) if name in REAL else min(ranges.page_sizes)
+        )
+        settings = list(product(MetadataPlace, ranges.windows_of(geometry(name))))
+        for mode, sequence, turn in replayed_modes(ranges, level, GraphMode.frozen_kv_draft()):
+            case = GraphCase(mode, sequence, geometry=name, page_size=page_size)
+            if case.interface is not interface:
+                continue
+            every = is_full and name == ranges.tiny
+            is_divided = interface is Interface.DECODE and mode.forward_mode.query_rows.are_uniform
+            for number, (place, window) in enumerate(
+                settings if every else [settings[turn % len(settings)]], start=turn
+            ):
+                splits = 3 if is_divided and number % 4 == 0 else 1
+                virtual = splits == 1 and number % 3 == 1
+                yield replace(case, place=place, sliding_window=window, decode_splits=splits, virtual_slots=virtual)
+            if mode.forward_mode is ForwardMode.TARGET_VERIFY:
+                yield replace(case, place=list(MetadataPlace)[turn % 2], encoder_only=True)
+
+
+def judge_sequence(run: CaseRun, make: RunnerFactory = right_runner) -> None:
+    """Run the sequence of the run's case on a fresh fixture, and note what is wrong.
+
+    A call that is refused at its capture declines the case. One that is refused later, with ValueError or an assertion, was
+    captured with arguments that only a replay can have made wrong. Where the lab's own metadata kernels do not run, the case
+    is declined.
+    """
+    if why := no_triton(capability_of(run.device)):
+        raise Unsupported(f"graphs rebuild their metadata in Triton kernels: {why}")
+    forms = {"the replays": CallForm.PREPARED}
+    if CallForm.PREPARED in run.forms:
+        forms["the replays, by whole calls"] = CallForm.WHOLE
+    for what, form in forms.items():
+        fixture = new_fixture(run.case, run.engine(form), run.device, make)
+        try:
+            wrong = [*islice(SEQUENCES[run.case.sequence](fixture, *fixture.lengths), 1)]
+        except Unsupported as refusal:
+            if not isinstance(refusal.__cause__, (ValueError, AssertionError)):
+                raise
+            wrong = [f"a replay's arguments were refused: {refusal}"]
+        run.judged += 1
+        run.worst_ratio = max(run.worst_ratio, fixture.worst_ratio)
+        run.expect(what, wrong, kind="output")
+
+
+# What is wrong, a sentence each. A sequence ends with the first. Its lengths are those of `ReplayFixture.lengths`.
+Wrongs = Iterator[str]
+
+
+def _replayed(fixture: ReplayFixture, *batches: ForwardBatch) -> Wrongs:
+    """Replay one batch after another and judge each."""
+    for number, batch in enumerate(batches):
+        for wrong in fixture.wrongs(batch, fixture.replay(batch)):
+            yield f"replay {number}: {wrong}"
+
+
+def _captured_below_q(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
+    """A capture runs on padding's lengths, below a draft extend's rows: it gives no NaN, and a full batch is right after it."""
+    if wrong := int((~fixture.out.isfinite()).any(-1).sum()):
+        yield f"{wrong} output vectors of the capture itself are not finite"
+    yield from _replayed(fixture, fixture.batch(short, edge, across, longest))
+
+
+def _eager_equals_replay(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
+    """An eager pass, and a replay of the same batch at a captured size."""
+    batch = fixture.batch(across, short, longest, edge)
+    yield from fixture.wrongs(batch, fixture.eager(batch))
+    yield from _replayed(fixture, batch)
+
+
+def _after_a_longer_batch(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
+    """Tables and sums keep a longer batch's tails; random data in later pages would be read with a stale length."""
+    longer, shorter = fixture.batch(*[longest] * 4), fixture.batch(short, edge, short, across, first_request=1)
+    yield from _replayed(fixture, longer, shorter)
+
+
+def _a_b_a(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
+    """The order of replays does not matter: the same batch gives the same bits again."""
+    first, other = fixture.batch(edge, across), fixture.batch(longest, short, first_request=2)
+    state = fixture.generator.get_state()
+    before = fixture.replay(first)
+    yield from fixture.wrongs(first, before)
+    yield from _replayed(fixture, other)
+    fixture.generator.set_state(state)
+    again = fixture.replay(first)
+    if differing := int((before.out != again.out).sum()):
+        yield f"the same batch gave {differing} other elements after another one"
+    yield from fixture.wrongs(first, again)
+
+
+def _two_captured_sizes(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
+    """Sizes alias one storage: replay the small, the large, the small, and a padded large one."""
+    yield from _replayed(
+        fixture,
+        fixture.batch(edge, short),
+        fixture.batch(longest, across, short, edge),
+        fixture.batch(across, longest, first_request=1),
+        fixture.batch(short, longest, edge, first_request=1),
+        fixture.batch(longest),
+    )
+
+
+def _eager_between_replays(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
+    """An eager pass of more requests than any graph holds allocates and frees; the graph's buffers stay."""
+    yield from _replayed(fixture, fixture.batch(edge, across))
+    larger = fixture.batch(longest, short, across, edge, longest)
+    yield from fixture.wrongs(larger, fixture.eager(larger))
+    if fixture.device.type == "cuda":
+        torch.cuda.empty_cache()
+    yield from _replayed(fixture, fixture.batch(longest, short, first_request=2))
+
+
+def _same_buffers(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
+    """No replay moves a buffer."""
+    before = fixture.pointers()
+    wrongs = [*_replayed(fixture, fixture.batch(edge, across), fixture.batch(longest, short, edge))]
+    moved = [name for name, address in fixture.pointers().items() if address != before.get(name)]
+    yield from [f"{', '.join(moved)} moved after capture"] if moved else wrongs
+
+
+def _poisoned(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
+    """Finite-huge and NaN before each replay, in the sink, padded query rows, and metadata yet to be written."""
+    for value, lens in product(
+        (HUGE, float("nan")), ((across,), (longest, short, edge), (edge, longest, across, short))
+    ):
+        batch = fixture.batch(*lens)
+        fixture.poison(value)
+        for wrong in fixture.wrongs(batch, fixture.replay(batch, padding=value)):
+            yield f"with {value} around it: {wrong}"
+
+
+SEQUENCES: dict[ReplaySequence, Callable[[ReplayFixture, int, int, int, int], Wrongs]] = {
+    ReplaySequence.CAPTURED_BELOW_Q: _captured_below_q,
+    ReplaySequence.EAGER_EQUALS_REPLAY: _eager_equals_replay,
+    ReplaySequence.AFTER_A_LONGER_BATCH: _after_a_longer_batch,
+    ReplaySequence.A_B_A: _a_b_a,
+    ReplaySequence.TWO_CAPTURED_SIZES: _two_captured_sizes,
+    ReplaySequence.EAGER_BETWEEN_REPLAYS: _eager_between_replays,
+    ReplaySequence.SAME_BUFFERS: _same_buffers,
+    ReplaySequence.POISONED: _poisoned,
+}
+
+
+CHECK = Check(
+    "S1",
+    "graph_stories",
+    first_line(__doc__),
+    _cases,
+    judge_sequence,
+    interfaces=(Interface.DECODE, Interface.CONTEXT),
+)
