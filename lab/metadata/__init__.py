@@ -1,4 +1,4 @@
-"""A serving batch turned into the arguments of an attention kernel, the way SGLang's backends do it."""
+"""Turn a serving batch into the arguments of an attention kernel, as SGLang's backends do."""
 
 from lab.calls.problem import AttentionCall
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo

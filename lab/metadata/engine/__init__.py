@@ -1,1 +1,1 @@
-"""The parts that every attention backend has: forward modes and batches, the K/V pool, CUDA graphs, the plan stream."""
+"""The parts that all attention backends share: forward modes and batches, the K/V pool, CUDA graphs, the plan stream."""

@@ -1,6 +1,6 @@
-"""The interface of every attention backend: its metadata, which are its kernels' arguments, their buffers, and its calls.
+"""The interface of every attention backend: its metadata (its kernels' arguments), the buffers of the metadata, and its calls.
 
-A backend object holds configuration alone. Requests are in a `KVPool`, and tensors that keep their addresses for CUDA graphs in
+A backend object holds only configuration. Requests are in a `KVPool`, and tensors that keep their addresses for CUDA graphs in
 `MetadataBuffers`.
 """
 
@@ -22,7 +22,7 @@ MetadataT_co = TypeVar("MetadataT_co", covariant=True)
 
 
 class PassMetadata(Protocol):
-    """The metadata of one pass on a paged kernel, of any backend. The two tensors have the kernel's names."""
+    """The metadata of one pass on a paged kernel, in any backend. The two tensors have the names of the kernel's arguments."""
 
     @property
     def seq_lens(self) -> Tensor: ...
@@ -31,17 +31,18 @@ class PassMetadata(Protocol):
     def block_tables(self) -> Tensor: ...
 
     def leading(self, batch_size: int) -> "PassMetadata":
-        """Return the slices of the first requests, which share the storage."""
+        """Return the metadata of the first requests, as slices of the same storage."""
         ...
 
     def pass_buffers(
         self, seq_len_offset: int, query_rows: int | Tensor | None = None, out_cache_loc: Tensor | None = None
     ) -> PassBuffers:
-        """Return the part of a launch that writes this metadata in place.
+        """Return the `PassBuffers` with which a launch writes this metadata in place.
 
         Args:
             seq_len_offset: tokens per request that ``seq_lens`` does not count.
-            query_rows: of every request, or of each; None leaves ``cu_seqlens_q`` as it is.
+            query_rows: one number for all requests, or a tensor with a number per request; None leaves ``cu_seqlens_q`` as it
+                is.
             out_cache_loc: slots of the query rows, for metadata with sliding-window tensors.
         """
         ...
@@ -58,7 +59,7 @@ class MetadataBuffers(Protocol[MetadataT_co]):
         """Return a call that rebuilds a captured size's metadata in place. It can be captured: the host reads nothing.
 
         Args:
-            view: the batch of that size, over the runner's input buffers (`StaticInputs.view`).
+            view: the batch of that size, whose tensors are the runner's input buffers (`StaticInputs.view`).
         """
         ...
 
@@ -87,34 +88,34 @@ class Backend(Protocol[MetadataT]):
         max_context_len: int,
         out: Tensor,
     ) -> Callable[[], Tensor]:
-        """Prepare one layer's attention over the paged cache: a capturable call that fills and returns `out`.
+        """Prepare one layer's attention over the paged cache. The call can be captured; it fills and returns `out`.
 
         Contents of the tensors may change between the calls, as in `lab.kernels.prepare`.
 
         Args:
             batch, metadata: the forward pass.
-            layer: the backend's kind of layer.
+            layer: a layer in the backend's own class, such as `AttentionLayer` or `MLALayer`.
             query: ``[num_tokens, num_qo_heads, head_dim]``.
-            cache: the layer's cache, of the backend's kind. It holds the pass's own tokens when the call is made.
-            max_context_len: most tokens of one request, for backends whose metadata has no such bound.
+            cache: the layer's cache in the backend's own class. It must hold the pass's own tokens when the call is made.
+            max_context_len: most tokens of one request, for backends whose metadata does not bound the lengths.
             out: ``[num_tokens, num_qo_heads, v_head_dim]``.
         """
         ...
 
 
 def buffer_in(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return the tensor if `dtype` is None or its own; else an unwritten tensor of the same shape in `dtype`."""
+    """Return the tensor if `dtype` is None or its dtype; else an uninitialised tensor of the same shape in `dtype`."""
     return tensor if dtype in (None, tensor.dtype) else torch.empty_like(tensor, dtype=dtype)
 
 
 def prepare_passes(passes: Sequence[PassBuffers], batch: ForwardBatch, pool: KVPool) -> Callable[[], None]:
     """Prepare one launch that writes the metadata of one or several passes over a batch's requests.
 
-    The launch adds one number, ``seq_len_offset``, to all lengths. It is 0 in a ragged verification, whose requests differ in
-    query rows: there each request's rows are added to its length before the launch.
+    The launch adds one number, ``seq_len_offset``, to all lengths. In a ragged verification the requests have different numbers
+    of query rows: the number is 0, and each request's rows are added to its length before the launch.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as `lab.kernels.serving.forward_metadata.write_forward_metadata`.
+        TypeError, ValueError, NotImplementedError: what `lab.kernels.serving.forward_metadata.write_forward_metadata` raises.
     """
     seq_lens = batch.seq_lens
     if is_ragged := batch.forward_mode.query_rows is QueryRows.VERIFIED:
@@ -140,7 +141,7 @@ def prepare_passes(passes: Sequence[PassBuffers], batch: ForwardBatch, pool: KVP
 
 
 def seq_len_offset(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> int:
-    """Return the ``seq_len_offset`` of a pass: `uncounted_tokens`, or 0 in a ragged verification (`prepare_passes`)."""
+    """Return the ``seq_len_offset`` of a pass: `uncounted_tokens`, but 0 in a ragged verification (see `prepare_passes`)."""
     if batch.forward_mode.query_rows is QueryRows.VERIFIED:
         return 0
     return uncounted_tokens(batch, attention)

@@ -1,6 +1,6 @@
 """Capture calls in CUDA graphs.
 
-A leaf: it needs torch alone.
+This module imports only torch.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = No
 def capture(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
     """Run a call once to warm up, then capture it. Return (a call that replays the graph, the captured call's result).
 
-    On a CPU the replay makes the call itself, which must return the same object each time, as a graph does.
+    On a CPU the replay runs the call itself. The call must then return the same object each time, as a graph does.
     """
     if device.type != "cuda":
         output = call()

@@ -1,7 +1,7 @@
-"""CUDA graphs of one `GraphMode` for several batch sizes, and the inputs and metadata that they read.
+"""CUDA graphs of one `GraphMode` for several batch sizes, and the input and metadata buffers that they read.
 
-A graph replays with the addresses that it was captured with. So the engine keeps one set of input and metadata buffers, for its
-largest batch. Every captured batch size uses leading slices of them. A batch is copied into the inputs and padded to the next
+A graph replays with the addresses that it was captured with. So the engine keeps one set of buffers, for its largest batch.
+Every captured batch size uses leading slices of these buffers. A batch is copied into the inputs and padded to the next
 captured size. Its metadata is rebuilt in place: before the replay, or by the graph itself.
 """
 
@@ -39,10 +39,10 @@ class CapturedSize(SizedPass[MetadataT]):
 def sized_passes(
     inputs: StaticInputs, buffers: MetadataBuffers[MetadataT], batch_sizes: Sequence[int]
 ) -> dict[int, SizedPass[MetadataT]]:
-    """Return each size's slices of the inputs and buffers, from the smallest on.
+    """Return the pass of each captured size, in order of size. Its tensors are slices of the inputs and buffers.
 
     Args:
-        inputs, buffers: of one mode, with room for the largest size.
+        inputs, buffers: the buffers of one mode, with room for the largest size.
         batch_sizes: in any order.
     """
     passes = {}
@@ -53,7 +53,7 @@ def sized_passes(
 
 
 def check_sizes(batch_sizes: Sequence[int]) -> None:
-    """Raise ValueError for no size, or one below 1."""
+    """Raise ValueError if there is no size, or a size below 1."""
     if not batch_sizes or min(batch_sizes) < 1:
         raise ValueError(f"batch_sizes={list(batch_sizes)} must be one size or more, each at least 1")
 
@@ -76,18 +76,18 @@ class GraphRunner(Generic[MetadataT]):
     On a CPU nothing is captured: a replay makes the same calls on the same buffers again.
 
     Args:
-        backend: of the graphs' attention.
-        mode: what the graphs run.
-        pool: of the requests.
-        batch_sizes: to capture, in any order.
-        body: prepares the call that a graph runs after the metadata, once per size. That call is made twice: to warm up, and
-            captured.
-        place: where the metadata is rebuilt.
+        backend: the attention backend of the graphs.
+        mode: the mode of all graphs.
+        pool: the pool that holds the requests.
+        batch_sizes: the sizes to capture, in any order.
+        body: prepares, for each size, the call that a graph runs after its metadata is rebuilt. The call runs twice: once to
+            warm up, and once in the capture.
+        place: whether the metadata is rebuilt before the replay or inside the graph.
         padded_seq_len: see `StaticInputs`.
         metadata: the mode's buffers, with room for the largest size; None: the backend makes them.
 
     Raises:
-        ValueError: no size, or one below 1.
+        ValueError: there is no size, or a size is below 1.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class GraphRunner(Generic[MetadataT]):
         self.captured = {size: self._capture(passes[size], body) for size in reversed(passes)}
 
     def size_for(self, batch_size: int) -> int:
-        """Return `size_for` of the captured sizes."""
+        """Return the smallest captured size that holds a batch (`size_for`)."""
         return size_for(batch_size, list(self.captured))
 
     def eager(self, batch: ForwardBatch) -> MetadataT:

@@ -1,4 +1,4 @@
-"""One forward pass of a serving engine: which requests, how long, where the new tokens go."""
+"""One forward pass of a serving engine: its requests, their lengths, and the slots of the new tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,8 +19,9 @@ class SpecInfo:
     """The part that speculative decoding adds to a batch. Its presence turns ``DECODE`` into a draft decode step.
 
     Attributes:
-        num_draft_tokens: query rows per request in verification, most rows of one request in a ragged verification, None in
-            other modes. A ``TARGET_VERIFY`` with requests has ``num_tokens // batch_size`` rows of each, whatever this says.
+        num_draft_tokens: query rows per request in verification; most rows of one request in a ragged verification; None in
+            other modes. A ``TARGET_VERIFY`` that has requests ignores this number: each request has ``num_tokens //
+            batch_size`` rows.
         num_tokens_per_req: fixed rows per request of ``DRAFT_EXTEND_V2``, or -1 when not fixed; other modes ignore it.
         num_accept_tokens: ``[>= batch_size]`` int32 or int64, rows per request of the first draft extend when it
             is replayed from a CUDA graph, or None.
@@ -49,10 +50,10 @@ class SpecInfo:
         """Return the `SpecInfo` of a pass, or None for a pass without speculative decoding.
 
         Args:
-            mode: of the pass.
+            mode: the mode of the pass.
             num_rows: query rows of every request; in a ragged verification, most rows of one request.
-            draft_step: of a draft decode step, or `FROZEN_KV_STEP`; None for a plain decode.
-            num_accept_tokens: of the first draft extend in a graph.
+            draft_step: the number of a draft decode step, or `FROZEN_KV_STEP`; None for a plain decode.
+            num_accept_tokens: rows per request of the first draft extend in a graph.
         """
         if mode.query_rows in (QueryRows.DRAFT_TOKENS, QueryRows.VERIFIED):
             return cls(num_draft_tokens=num_rows)
@@ -92,14 +93,14 @@ class ForwardBatch:
         seq_lens: ``[batch_size]`` int32 or int64, tokens of each request as the engine counts them in this mode:
             without the draft tokens in a draft step and in verification, with the new tokens everywhere else.
         out_cache_loc: ``[<= num_tokens]`` int64, slots (see `KVPool`) for K and V of the query rows without padding, in row
-            order: in the extend modes as many as ``extend_seq_lens_cpu`` adds up to, in a frozen-KV draft none.
+            order. The extend modes have one slot per token of ``extend_seq_lens_cpu``, a frozen-KV draft has none.
         num_tokens: query rows, padding included. In verification a request's rows are its draft tokens in order: row j is at
             position ``seq_lens + j``.
         extend_seq_lens, extend_prefix_lens: ``[batch_size]`` int32 or int64, new and cached tokens of each request
             in the extend modes, or None. In a ragged verification the first is SGLang's ``verify_lens``.
-        extend_seq_lens_cpu, extend_prefix_lens_cpu, seq_lens_cpu: the same numbers on the host, or None. The engine
-            has the first two from its scheduler. The last costs it a copy from the device, so no mode needs it. In a prefill
-            on MHA ``extend_prefix_lens_cpu=None`` says that no request has a cached prefix, as in SGLang. MLA needs the list.
+        extend_seq_lens_cpu, extend_prefix_lens_cpu, seq_lens_cpu: the same numbers on the host, or None. The engine's scheduler
+            knows the first two. The last needs a copy from the device, so no mode requires it. In a prefill on MHA
+            ``extend_prefix_lens_cpu=None`` says that no request has a cached prefix, as in SGLang. MLA needs the list.
         spec_info: what speculative decoding adds, or None.
 
     Raises:
@@ -121,7 +122,7 @@ class ForwardBatch:
 
     @property
     def writes_no_kv(self) -> bool:
-        """Return True for a pass of a frozen-KV draft, whose rows have no K and V."""
+        """Return True for a pass of a frozen-KV draft, which writes no K and V of its rows."""
         return self.spec_info is not None and self.spec_info.speculative_step_id == FROZEN_KV_STEP
 
     @property
@@ -210,7 +211,7 @@ class ForwardBatch:
             )
 
     def _check_extend_rows(self) -> None:
-        """Raise ValueError unless an extend's rows and slots are those of the new tokens in the host list."""
+        """Raise ValueError unless an extend's numbers of rows and slots fit the host list of new tokens."""
         mode, lengths = self.forward_mode, self.extend_seq_lens_cpu
         most = None if self.spec_info is None else self.spec_info.num_draft_tokens
         if mode.query_rows is QueryRows.VERIFIED and most is None:

@@ -11,7 +11,7 @@ from lab.named_enum import NamedEnum
 
 
 class QueryRows(NamedEnum):
-    """The number of query rows of each request, and the batch's field that has it."""
+    """How many query rows each request has, and which field of the batch holds the number."""
 
     NONE = "none"  # no attention runs
     ONE = "one"
@@ -23,12 +23,12 @@ class QueryRows(NamedEnum):
 
     @property
     def are_uniform(self) -> bool:
-        """Return True if all requests have the same number."""
+        """Return True if all requests have the same number of query rows."""
         return self in (QueryRows.ONE, QueryRows.DRAFT_TOKENS, QueryRows.FIXED)
 
     @property
     def in_extend_seq_lens(self) -> bool:
-        """Return True if the batch has the numbers in ``extend_seq_lens``, and on the host in ``extend_seq_lens_cpu``."""
+        """Return True if the numbers of query rows are in ``extend_seq_lens``, and on the host in ``extend_seq_lens_cpu``."""
         return self in (QueryRows.FIXED, QueryRows.ACCEPTED, QueryRows.VERIFIED, QueryRows.NEW_TOKENS)
 
 
@@ -55,7 +55,7 @@ class ForwardMode(IntEnum):
         uncounted: tokens that ``seq_lens`` leaves out.
         mha_call, mla_call: the call that each backend makes (SGLang 0.5.23; the first draft extend as in 0.5.13 with MHA and
             in 0.5.12 with MLA); None where no attention runs.
-        in_graph: a `GraphMode` can capture it.
+        in_graph: True if a `GraphMode` can capture the mode.
     """
 
     query_rows: QueryRows

@@ -1,4 +1,4 @@
-"""The mode of a runner's CUDA graphs, and the input buffers that a batch is copied into and padded in before a replay."""
+"""The mode of a runner's CUDA graphs, and the input buffers. Before a replay, a batch is copied into them and padded."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from lab.named_enum import NamedEnum
 
 
 class MetadataPlace(NamedEnum):
-    """The time at which a replay's metadata is rebuilt."""
+    """Where a replay's metadata is rebuilt: before the graph is replayed, or inside the graph."""
 
     BEFORE_REPLAY = "before the replay"  # SGLang 0.5.11 to 0.5.14
     IN_GRAPH = "in the graph"  # SGLang 0.5.23: each replay reads lengths, rows and slots as they are then
@@ -19,12 +19,12 @@ class MetadataPlace(NamedEnum):
 
 @dataclass(frozen=True)
 class GraphMode:
-    """The mode of all graphs of one runner. The class methods make one.
+    """The mode of all graphs of one runner. The class methods construct it.
 
     Attributes:
         forward_mode: DECODE, TARGET_VERIFY, RAGGED_VERIFY, DRAFT_EXTEND or DRAFT_EXTEND_V2.
         num_tokens_per_req: query rows per request that the graphs have room for.
-        draft_step: of a draft decode step, or `FROZEN_KV_STEP`; else None.
+        draft_step: the number of a draft decode step, or `FROZEN_KV_STEP`; else None.
     """
 
     forward_mode: ForwardMode
@@ -50,27 +50,29 @@ class GraphMode:
 
     @classmethod
     def ragged_verify(cls, num_draft_tokens: int) -> "GraphMode":
-        """Return the mode of a ragged verification, whose requests differ in rows, at most `num_draft_tokens` each.
+        """Return the mode of a ragged verification: each request has its own number of rows, at most `num_draft_tokens`.
 
-        A captured size is a number of requests, with room for `num_draft_tokens` rows of each. SGLang 0.5.23 captures a number
-        of rows instead, with as many requests or all that its backend has room for. Both leave rows that no request has.
+        A captured size is a number of requests, with room for `num_draft_tokens` rows of each. SGLang 0.5.23 instead captures a
+        number of rows, with the same number of requests or as many as its backend has room for. In both cases some rows belong
+        to no request.
         """
         return cls(ForwardMode.RAGGED_VERIFY, num_draft_tokens)
 
     @classmethod
     def draft_extend(cls, num_draft_tokens: int) -> "GraphMode":
-        """Return the mode of the first draft extend: a row per accepted token, at most `num_draft_tokens` per request."""
+        """Return the mode of the first draft extend: one row per accepted token, at most `num_draft_tokens` per request."""
         return cls(ForwardMode.DRAFT_EXTEND, num_draft_tokens)
 
     @classmethod
     def draft_extend_v2(cls, spec_info: SpecInfo) -> "GraphMode":
         """Return the mode of the second draft extend, whose rows per request are fixed at capture.
 
-        Their number is ``num_tokens_per_req``. If a synthetic capture input leaves it open (0 or below), SGLang 0.5.13 takes
-        the largest of ``num_accept_tokens``, which a capture fills with the width. This does the same, once, on the host.
+        The number is ``num_tokens_per_req``. If a synthetic capture input does not set it (0 or below), it is the largest of
+        ``num_accept_tokens``, as in SGLang 0.5.13, whose captures fill that tensor with the width. The host reads the tensor
+        once.
 
         Raises:
-            ValueError: neither says a width.
+            ValueError: neither field has a width.
         """
         width = spec_info.num_tokens_per_req
         if width <= 0 and spec_info.num_accept_tokens is not None and spec_info.num_accept_tokens.numel():
@@ -102,12 +104,12 @@ class GraphMode:
 
 
 class StaticInputs:
-    """The runner's input buffers, and the batch as the captured graphs see it.
+    """The runner's input buffers, and the batch made of these buffers that the captured graphs read.
 
     Args:
-        mode: of the runner.
+        mode: the runner's mode.
         max_batch_size: the largest captured size.
-        device: of the pool.
+        device: the pool's device.
         padded_seq_len: length of padding requests, by default the engine's.
     """
 
@@ -142,11 +144,12 @@ class StaticInputs:
         """Copy a batch in, and pad it to a captured size.
 
         Padding requests have row 0 of the request table, `padded_seq_len` tokens, and slot 0, in the sink page, for new tokens.
-        Padding is written whenever the batch is smaller, so that nothing of a larger one is left. The host reads nothing.
+        Padding is written whenever the batch is smaller than the size, so that no value of an earlier, larger batch remains.
+        The host reads nothing.
 
         Raises:
-            ValueError: the batch has another mode, more requests than the size, more rows than the graph has room for, or no
-                numbers of rows where requests differ in them.
+            ValueError: the batch has another mode, more requests than the size, more rows than the graph has room for, or it
+                lacks the numbers of rows although requests may differ in them.
         """
         self._check(batch, batch_size)
         captured_slots = batch_size * self.mode.slots_per_req
@@ -189,9 +192,10 @@ class StaticInputs:
 
     @staticmethod
     def _check_rows(batch: ForwardBatch) -> None:
-        """Refuse a batch that lacks each request's rows: the graph reads them on the device, the host checks them.
+        """Refuse a batch that lacks the numbers of rows: the graph reads them on the device, and the host checks them.
 
-        A ragged verification may lack the host's (SGLang's `from_verify_lens_device`): ``num_draft_tokens`` bounds them.
+        A ragged verification may lack the numbers on the host (SGLang's `from_verify_lens_device`): ``num_draft_tokens`` bounds
+        them.
         """
         is_bounded = batch.forward_mode.query_rows is QueryRows.VERIFIED
         for name in ("extend_seq_lens",) if is_bounded else ("extend_seq_lens", "extend_seq_lens_cpu"):

@@ -1,4 +1,4 @@
-"""A batch's lengths on the host: the rule that decides if an engine needs them, and their copy (SGLang's PR 26824)."""
+"""Lengths of a batch on the host: the rule that decides whether an engine needs them, and the copy (SGLang's PR 26824)."""
 
 from collections.abc import Iterable
 
@@ -13,14 +13,14 @@ def decide_needs_cpu_seq_lens(
 ) -> bool:
     """Return True if an engine must copy the lengths to the host in each iteration (SGLang 0.5.23).
 
-    It must if one of its attention backends reads them there. A backend says so by its attribute ``needs_cpu_seq_lens``; a
-    backend without the attribute is assumed to read them. None stands for a backend that does not exist: with no backend at
-    all the answer is False. Two-batch overlap and NGRAM speculation split or look up the batch on the host, whatever the
-    backends say. NGRAM was added after 0.5.13. 0.5.13 also answered True unless piecewise CUDA graphs were disabled, which is
-    not modelled here.
+    The copy is needed if one of the attention backends reads the lengths on the host. A backend declares this in its attribute
+    ``needs_cpu_seq_lens``; a backend without the attribute is assumed to read them. None stands for a backend that does not
+    exist: with no backend at all the answer is False. Two-batch overlap and NGRAM speculation read the batch on the host, so
+    the answer is then True for any backends. NGRAM was added after 0.5.13. 0.5.13 also answered True unless piecewise CUDA
+    graphs were disabled, which is not modelled here.
 
     Args:
-        attn_backends: of target, draft and draft extend: any objects, or None.
+        attn_backends: the attention backends of target, draft and draft extend: any objects, or None.
         two_batch_overlap: the batch is computed in two halves that overlap.
         ngram: drafts come from an n-gram cache.
     """
@@ -30,19 +30,19 @@ def decide_needs_cpu_seq_lens(
 
 
 class LengthMirror:
-    """The copy of a batch's lengths that SGLang makes in each iteration if `decide_needs_cpu_seq_lens` says True.
+    """Copy a batch's lengths to the host, as SGLang does in each iteration if `decide_needs_cpu_seq_lens` returns True.
 
-    The copy runs on a stream of its own into pinned memory. It waits for the work that the current stream has when `read` is
-    called, and not for later work. But the lengths are written last in an iteration, and the host waits for the copy: all of
-    the iteration's GPU work must end before the host can prepare the next.
+    The copy runs on its own stream into pinned memory. It waits for the work that is on the current stream when `read` is
+    called, but not for later work. The host waits for the copy. Because an iteration writes the lengths last, all its GPU work
+    must end before the host can prepare the next iteration.
 
     Args:
         max_batch_size: most lengths of one copy.
-        device: where the lengths are. On the CPU there is nothing to wait for, and no stream.
+        device: the device of the lengths. On a CPU there is no stream and nothing to wait for.
 
     Raises:
         ValueError: ``max_batch_size`` is below 1, or the device is neither a CUDA device nor the CPU.
-        RuntimeError: from torch, if there is no such CUDA device.
+        RuntimeError: torch finds no such CUDA device.
     """
 
     def __init__(self, max_batch_size: int, device: torch.device | str = "cuda") -> None:

@@ -1,4 +1,4 @@
-"""One layer's paged cache: K and V as the halves of one allocation, or MLA's entries, each a key and a value at once."""
+"""The paged cache of one layer: K and V as the halves of one allocation, or MLA's entries, which are key and value at once."""
 
 from dataclasses import dataclass
 
@@ -79,13 +79,13 @@ class PagedKVCache:
         """Store one token's K and V at each slot, bit for bit and without reading the device.
 
         Args:
-            slots: ``[n]`` int64. A negative slot means "nowhere": its row goes to slot 0, in the sink page, where
-                plain indexing would wrap around and overwrite the last page. Of equal slots, any row may be kept.
+            slots: ``[n]`` int64. A row with a negative slot is written to slot 0, in the sink page; plain indexing would wrap
+                around and overwrite the last page. If several slots are equal, any of their rows may remain.
             k, v: ``[n, num_kv_heads, head_dim]`` in the cache's dtype: quantise before writing.
 
         Raises:
-            TypeError: a dtype differs.
-            ValueError: a shape differs.
+            TypeError: K or V has another dtype than the cache.
+            ValueError: K or V does not fit the cache's shape.
         """
         expected = [slots.shape[0], self.num_kv_heads, self.storage.shape[4]]
         _check_slots(slots)
@@ -100,14 +100,15 @@ class NVFP4KVCache(PagedKVCache):
     """K and V of one layer in NVFP4: pairs of e2m1 values in uint8, and one e4m3 scale factor per 16 elements of a head.
 
     Attributes:
-        storage: as in `PagedKVCache`, uint8, ``head_dim // 2`` bytes a head.
-        scale_factors: e4m3, contiguous ``[2, num_pages, num_kv_heads, page_size, head_dim // 16]``: HND for either layout.
-        trtllm_gen: True: V's scale factors are interleaved over 4 tokens of a page, as trtllm-gen reads them. With S factors a
-            token, factor s of token t is at ``(t // 4) * 4 * S + 4 * s + t % 4`` in its head's part of the page. False: they
-            are in plain order, as XQA reads them.
+        storage: as in `PagedKVCache`, uint8, ``head_dim // 2`` bytes per head.
+        scale_factors: e4m3, contiguous ``[2, num_pages, num_kv_heads, page_size, head_dim // 16]``: in HND order for both
+            layouts.
+        trtllm_gen: True: V's scale factors are interleaved over 4 tokens of a page, as trtllm-gen reads them. With S factors
+            per token, factor s of token t is at ``(t // 4) * 4 * S + 4 * s + t % 4`` in its head's part of the page. False:
+            they are in plain order, as XQA reads them.
 
     Raises:
-        ValueError: as `PagedKVCache`, or the scale factors are not those of the storage.
+        ValueError: `PagedKVCache` refuses the storage, or the scale factors do not fit its shape.
     """
 
     scale_factors: Tensor
@@ -129,7 +130,7 @@ class NVFP4KVCache(PagedKVCache):
 
     @classmethod
     def over(cls, packed: PagedKVCache, *, trtllm_gen: bool) -> "NVFP4KVCache":
-        """Return the cache whose values are `packed`, uint8, with scale factors of 0.
+        """Return a cache over the uint8 values of `packed`, with scale factors of 0.
 
         Args:
             packed: from `KVPool.new_cache` with half the head's size and uint8.
@@ -146,7 +147,7 @@ class NVFP4KVCache(PagedKVCache):
         Args:
             slots: ``[n]`` int64.
             k, v: ``[n, num_kv_heads, head_dim // 2]`` uint8.
-            factors: K's and V's, e4m3 ``[n, num_kv_heads, head_dim // 16]`` each.
+            factors: the scale factors of K and of V, e4m3 ``[n, num_kv_heads, head_dim // 16]`` each.
         """
         super().write(slots, k, v)
         k_factors, v_factors = factors
@@ -168,7 +169,8 @@ class NVFP4KVCache(PagedKVCache):
 
 @dataclass(frozen=True, eq=False)
 class PagedLatentCache:
-    """One layer's cache of latent attention (MLA): one entry per token, the key of all heads and, in part, their value.
+    """One layer's cache of latent attention (MLA): one entry per token. The entry is the key of all heads, and its latent part
+    is their value.
 
     Attributes:
         storage: contiguous ``[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]``.
@@ -208,7 +210,8 @@ class PagedLatentCache:
 
 @dataclass(frozen=True, eq=False)
 class ShardedLatentCache:
-    """One layer's latent cache, spread over the GPUs of decode context parallelism: slot s is row s // size of rank s % size.
+    """The latent cache of one layer, spread over the GPUs of decode context parallelism. Slot s is row s // size of rank s %
+    size.
 
     Attributes:
         storage: contiguous ``[size, num_pages, page_size, kv_lora_rank + qk_rope_head_dim]``; the pool's pages have
@@ -249,7 +252,7 @@ def _write_rows(pages: Tensor, slots: Tensor, rows: Tensor) -> None:
 
 
 def _with_canonical_strides(view: Tensor) -> Tensor:
-    """Give an axis of size 1 the stride it would have if it could be larger.
+    """Give an axis of size 1 the stride that it would have if it were larger.
 
     A permuted single-head cache has stride(1) == stride(2), harmless in torch but refused by the checks of a TMA
     descriptor (FlashInfer issue 2232). SGLang 0.5.23 repairs exactly these equal strides.

@@ -11,9 +11,9 @@ from lab.metadata.engine.kv_cache import KVLayout, PagedKVCache, PagedLatentCach
 
 @dataclass
 class _Request:
-    """The host's record of one request. An evicted sliding-window page is None.
+    """The host's record of one request. None stands for an evicted sliding-window page.
 
-    `pages` are those that slots name. With virtual pages, `physical_pages` are the pages of the caches that hold them.
+    `pages` are the pages that slots refer to. With virtual pages, `physical_pages` are the pages of the caches behind them.
     """
 
     length: int
@@ -25,12 +25,12 @@ class _Request:
 class KVPool:
     """Hands out slots to requests, as SGLang's request table, page allocator and sliding-window pool do together.
 
-    A slot is ``page * page_size + offset``. Page 0 is the sink, where padded rows write, and no request gets it.
-    Pages (and request rows) are given out in shuffled order, so that a table which happens to be right only for
-    consecutive ids is wrong here. A request fills its last page before it takes another. Freed ids go to the end
-    of the queue, and the request table keeps what freed requests left in it, as an engine's does.
+    A slot is ``page * page_size + offset``. Page 0 is the sink: padded rows write to it, and no request gets it. Pages (and
+    request rows) are given out in shuffled order, so that a table which happens to be right only for consecutive ids is wrong
+    here. A request fills its last page before it takes another. Freed ids go to the end of the queue. The request table keeps
+    the entries of freed requests, as an engine's does.
 
-    With ``num_virtual_pages`` slots are virtual, as in SGLang's unified pool: they name virtual pages, which `v2p` maps to
+    With ``num_virtual_pages`` slots are virtual, as in SGLang's unified pool: they refer to virtual pages, which `v2p` maps to
     pages of the caches. An engine can then move a page without renaming its tokens. Code that reads or writes a cache of the
     full pool translates slots by `pages` or `physical_slots`. For the sliding-window pool `full_to_swa` is enough.
 
@@ -42,19 +42,19 @@ class KVPool:
         page_size: tokens per page.
         num_pages: pages of the full pool, sink included.
         swa_num_pages: pages of the sliding-window pool, its own sink included, or None for no such pool.
-        num_virtual_pages: pages that virtual slots can name, sink included, at least ``num_pages``; None: slots name pages of
-            the caches.
-        seed: order in which ids are given out.
-        device: where the tensors live.
+        num_virtual_pages: number of virtual pages, sink included, at least ``num_pages``; None: slots refer to pages of the
+            caches.
+        seed: seed of the order in which ids are given out.
+        device: the device of the tensors.
 
     Attributes:
         req_to_token: ``[num_requests + 1, max_context_len]`` int32, the slot of each token of each request; row 0 is
             reserved for padding and zero.
-        full_to_swa: ``[pages * page_size + 1]`` int64, ``pages`` being ``num_virtual_pages`` or else ``num_pages``: the
-            sliding-window slot of each slot, 0 where there is none. The last entry is -1, so that slot -1 stays -1. None
-            without a sliding-window pool.
-        v2p: ``[num_virtual_pages]`` int64, the page of the caches for each virtual page: -1 where it has none, 0 for page 0.
-            None without virtual pages.
+        full_to_swa: ``[pages * page_size + 1]`` int64, where ``pages`` is ``num_virtual_pages`` if given, else ``num_pages``:
+            the sliding-window slot of each slot, 0 if it has none. The last entry is -1, so that slot -1 stays -1. None without
+            a sliding-window pool.
+        v2p: ``[num_virtual_pages]`` int64, the page of the caches for each virtual page: -1 if it has none, 0 for page 0. None
+            without virtual pages.
 
     Raises:
         ValueError: a size is too small to hold anything.
@@ -189,20 +189,24 @@ class KVPool:
     def pages(self, slots: Tensor) -> Tensor:
         """Return the page of the full pool's caches that each slot is in, int32, in the shape of `slots`.
 
-        Slot -1 is in page -1. With virtual pages it is in page 0, the sink, and so is a slot whose page is mapped to none.
+        Slot -1 is in page -1. With virtual pages it is in page 0, the sink. So is a slot whose virtual page has no page of the
+        caches.
         """
         pages = slots // self.page_size
         return (pages if self.v2p is None else self._physical(pages)).to(torch.int32)
 
     def physical_slots(self, slots: Tensor) -> Tensor:
-        """Return each slot's place in the full pool's caches, int64, same shape; without virtual pages the slots themselves."""
+        """Return each slot's index in the full pool's caches, int64, same shape. Without virtual pages it is the
+        slot itself.
+        """
         if self.v2p is None:
             return slots
         offsets = (slots % self.page_size).masked_fill(slots < 0, 0)
         return self._physical(slots // self.page_size) * self.page_size + offsets
 
     def swa_slots(self, full_slots: Tensor) -> Tensor:
-        """Return each slot's sliding-window slot, int64, same shape: 0, in the sink, if it has none. Slot -1 stays -1.
+        """Return the sliding-window slot of each slot, int64, same shape. It is 0, in the sink, if there is none. Slot -1 stays
+        -1.
 
         Raises:
             ValueError: the pool was made without ``swa_num_pages``.
@@ -212,7 +216,7 @@ class KVPool:
     def evict_swa(self, req_pool_index: int, before: int) -> None:
         """Give back the sliding-window pages that lie wholly before token position ``before``.
 
-        Their map entries become 0, so their tokens are found in the sink from now on; the full pool keeps them.
+        Their entries in `full_to_swa` become 0, so that their tokens map to the sink. The full pool keeps the tokens.
 
         Raises:
             ValueError: the pool has no window, the request is unknown or ``before`` is outside it.
@@ -224,7 +228,7 @@ class KVPool:
         self._release_swa(request, before // self.page_size)
 
     def free_request(self, req_pool_index: int) -> None:
-        """Give back a request's row and pages. The row keeps its now meaningless slots, as an engine's does.
+        """Give back a request's row and pages. The row keeps its slots, which are meaningless now, as an engine's row does.
 
         Raises:
             ValueError: the request is unknown.
@@ -252,12 +256,12 @@ class KVPool:
         Args:
             num_kv_heads: heads of K and of V.
             head_dim: elements of ``dtype`` per head, so half the head's size for packed 4-bit values in uint8.
-            dtype: of the elements.
-            layout: order of the axes.
-            sliding_window: over the sliding-window pages instead, addressed by ``swa_slots``.
+            dtype: dtype of the elements.
+            layout: order of the axes in a page.
+            sliding_window: the cache has the pages of the sliding-window pool, which ``swa_slots`` addresses.
 
         Raises:
-            ValueError: a sliding-window cache of a pool made without ``swa_num_pages``.
+            ValueError: `sliding_window` is set, and the pool was made without ``swa_num_pages``.
         """
         num_pages = self.num_pages
         if sliding_window:
@@ -272,8 +276,8 @@ class KVPool:
         """Make a zero-filled cache of one MLA layer over this pool's pages.
 
         Args:
-            entry_dim: elements of ``dtype`` per token, latent vector and rotary part.
-            dtype: of the elements.
+            entry_dim: elements per token, of the latent vector and the rotary part together.
+            dtype: dtype of the elements.
         """
         storage = torch.zeros(self.num_pages, self.page_size, entry_dim, dtype=dtype, device=self.device)
         return PagedLatentCache(storage)
@@ -310,7 +314,7 @@ class KVPool:
         return starts[:, None] + torch.arange(self.page_size, device=self.device)
 
     def _map_pages(self, pages: list[int], swa_slots: Tensor | int) -> None:
-        """Map all slots of whole pages to `swa_slots`: one per slot, or 0 for none."""
+        """Map all slots of whole pages to `swa_slots`, which has one slot for each; 0 maps them to none."""
         self._swa_map()[:-1].view(-1, self.page_size)[_ids(pages, self.device)] = swa_slots
 
     def _release_swa(self, request: _Request, num_pages: int) -> None:

@@ -1,6 +1,6 @@
-"""Lengths, query rows and first slots of a pass: the facts that every backend's metadata is made of.
+"""Lengths, query rows and first slots of a pass, from which every backend builds its metadata.
 
-Host facts come from the batch's shapes and host lists, device facts from its tensors, which are never read on the host.
+Numbers on the host come from the batch's shapes and host lists. The host never reads the batch's tensors.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ PADDED_SEQ_LEN = 1
 
 
 class DraftAttention(NamedEnum):
-    """The backend of a draft model, and the keys that the length of a draft step counts on it."""
+    """The attention backend of a draft model. It decides which keys the length of a draft step counts."""
 
     MHA = "mha"  # seq_lens + step + 1: the drafted tokens and the step's own
     MHA_FROZEN_KV = "mha frozen kv"  # seq_lens in every step: the draft reads the target's K/V and writes none
@@ -64,12 +64,12 @@ def device_lengths(batch: ForwardBatch, name: str) -> Tensor:
 
 
 def max_query_rows(batch: ForwardBatch) -> int:
-    """Return the most query rows of one request, a host fact: ``max_seq_len_q``.
+    """Return ``max_seq_len_q``, the most query rows of one request, as the host knows it.
 
-    In a ragged verification whose rows the host does not know, it is ``num_draft_tokens``.
+    It is ``num_draft_tokens`` in a ragged verification whose numbers of rows the host does not know.
 
     Raises:
-        ValueError: ``extend_seq_lens_cpu`` or, of an empty batch, ``num_draft_tokens`` is missing.
+        ValueError: ``extend_seq_lens_cpu`` is missing, or ``num_draft_tokens`` in an empty batch.
     """
     rows = batch.forward_mode.query_rows
     if rows is QueryRows.ONE:
@@ -83,10 +83,10 @@ def max_query_rows(batch: ForwardBatch) -> int:
 
 
 def query_rows(batch: ForwardBatch) -> int | Tensor | None:
-    """Return the query rows of all requests (an int) or of each (``extend_seq_lens``); None if rows are keys: no prefix.
+    """Return the query rows: an int for all requests, or ``extend_seq_lens``; None if no request has a prefix (rows are keys).
 
     Raises:
-        ValueError: a host fact that the mode needs is missing.
+        ValueError: the batch lacks a number on the host that the mode needs.
     """
     mode = batch.forward_mode
     if not mode.query_rows.in_extend_seq_lens:
@@ -102,10 +102,10 @@ def query_rows(batch: ForwardBatch) -> int | Tensor | None:
 
 
 def query_lens(batch: ForwardBatch) -> Sequence[int]:
-    """Return the query rows of each request, a host fact. Rows of the batch after their sum are padding.
+    """Return the query rows of each request, as the host knows them. Rows of the batch after their sum are padding.
 
     Raises:
-        ValueError: a host fact that the mode needs is missing.
+        ValueError: the batch lacks a number on the host that the mode needs.
     """
     if not batch.forward_mode.query_rows.in_extend_seq_lens:
         return [max_query_rows(batch)] * batch.batch_size
@@ -125,7 +125,7 @@ def key_lens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA
     """Return the number of keys that each request's last query row sees: ``[batch_size]`` int32, in a new tensor.
 
     Raises:
-        ValueError: a fact that the mode needs is missing.
+        ValueError: the batch lacks a number or tensor that the mode needs.
     """
     if batch.forward_mode.query_rows is QueryRows.VERIFIED:
         return (batch.seq_lens + device_lengths(batch, "extend_seq_lens")).to(torch.int32)
@@ -133,16 +133,17 @@ def key_lens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA
 
 
 def uncounted_tokens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> int:
-    """Return the number of tokens per request that are keys of the pass but not counted in ``seq_lens``.
+    """Return how many tokens of a request are keys of the pass but are not counted in ``seq_lens``.
 
-    In a ragged verification each request has its own number, ``extend_seq_lens``. This is then its bound, ``num_draft_tokens``.
+    In a ragged verification each request has its own number, ``extend_seq_lens``. The result is then the bound,
+    ``num_draft_tokens``.
 
     Args:
         batch: the forward pass.
-        attention: decides the keys that a draft step counts; other passes ignore it.
+        attention: decides which keys a draft step counts; other passes ignore it.
 
     Raises:
-        ValueError: a host fact that the mode needs is missing, or a frozen-KV draft on MLA.
+        ValueError: the batch lacks a number on the host that the mode needs, or is a frozen-KV draft on MLA.
     """
     if batch.writes_no_kv and attention.is_mla:
         raise ValueError("a frozen-KV draft runs on MHA (SGLang 0.5.23): MLA's draft steps are numbered from 0")
@@ -160,16 +161,16 @@ def uncounted_tokens(batch: ForwardBatch, attention: DraftAttention = DraftAtten
 
 
 def pad_requests(batch: ForwardBatch, batch_size: int) -> ForwardBatch:
-    """Return the batch with padding requests after its own: the reserved row, `PADDED_SEQ_LEN` tokens, slots in the sink.
+    """Append padding requests to a batch. They have the reserved row, `PADDED_SEQ_LEN` tokens, and slots in the sink.
 
-    SGLang 0.5.23 pads so for data parallelism (`ForwardBatch.prepare_mlp_sync_batch`), at times after it has built metadata.
+    SGLang 0.5.23 does so for data parallelism (`ForwardBatch.prepare_mlp_sync_batch`), at times after it has built metadata.
 
     Args:
-        batch: of a mode whose requests all have the same number of rows; padding requests have it too.
+        batch: a batch whose mode gives all requests the same number of rows; padding requests get that number too.
         batch_size: number of requests, padding included.
 
     Raises:
-        ValueError: another mode, or fewer requests than the batch has.
+        ValueError: the mode is another, or `batch_size` is smaller than the batch's.
     """
     mode, num_padding = batch.forward_mode, batch_size - batch.batch_size
     if not mode.query_rows.are_uniform or num_padding < 0:
@@ -212,7 +213,8 @@ def uniform_boundaries(batch_size: int, q_len: int, device: torch.device) -> Ten
 def first_slots(rows: Tensor, cache_seqlens: Tensor, pool: KVPool) -> Tensor:
     """Return the slot of the first token of each request's pages, ``[batch_size, block_table_width]`` int32.
 
-    Cells after the last page are slot 0, in the sink of both pools: the request table has leftovers there, never to be mapped.
+    Cells after the last page are slot 0, in the sink of both pools. The request table has leftovers there, which must not be
+    mapped.
     """
     slots = pool.req_to_token[:, :: pool.page_size].index_select(0, rows)
     columns = torch.arange(pool.block_table_width, device=pool.device)

@@ -1,9 +1,9 @@
-"""Plan verify metadata on a second stream while the draft runs, and let each backend declare what depends on the draft.
+"""Plan verify metadata on a second stream while the draft runs. Each backend declares what depends on the draft.
 
-A draft proposes a chain of tokens for each request, or a tree. A chain's verify metadata is made of lengths, request rows, the
-request table and the draft's width, all known before the draft runs. So it can be planned while the draft runs, and nothing is
-written again afterwards (SGLang's change 25925). A tree's mask depends on the draft. Its backend declares this, and writes the
-mask after the draft.
+A draft proposes a chain of tokens for each request, or a tree. A chain's verify metadata depends on lengths, request rows, the
+request table and the draft's width, which are all known before the draft runs. So it can be planned while the draft runs, and
+no part of it is written again after the draft (SGLang's change 25925). A tree's mask depends on the draft. Its backend declares
+this, and writes the mask after the draft.
 """
 
 from abc import ABC, abstractmethod
@@ -40,12 +40,13 @@ class PlanStart(NamedEnum):
 
 @dataclass(frozen=True, eq=False)
 class PlannedVerify:
-    """The buffers that a verify pass is launched with. They are kept, and the next plan overwrites them.
+    """The buffers that a verify pass reads. The next plan overwrites them.
 
     Attributes:
         batch: the captured size's view of the inputs, padded rows included.
-        metadata: of the pass, a dataclass of the backend's.
-        mask: uint16 ``[batch_size, d, 2 * ceil(d / 32)]`` for d draft tokens, ``mask`` of the decode call; None: causal rows.
+        metadata: the metadata of the pass, a dataclass of the backend.
+        mask: uint16 ``[batch_size, d, 2 * ceil(d / 32)]`` for d draft tokens, the decode call's ``mask``; None: rows are
+            causal.
     """
 
     batch: ForwardBatch
@@ -53,7 +54,7 @@ class PlannedVerify:
     mask: Tensor | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor that the kernel takes, by its name in the metadata, and "mask"."""
+        """Return every tensor that the kernel takes, by its name in the metadata; the mask's name is "mask"."""
         named = vars(self.metadata) | {"mask": self.mask}
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
@@ -87,14 +88,16 @@ class VerifyBackend(ABC):
         """Launch, on the current stream, everything that does not depend on the draft. The host reads nothing."""
 
     def get_verify_buffers_to_fill_after_draft(self) -> VerifyBuffers:
-        """Return ``[tree, positions]``, which the draft stage fills in place; None where it keeps its own buffer."""
+        """Return ``[tree, positions]``, the buffers that the draft stage fills; None where the draft stage has
+        its own buffer.
+        """
         return [None, None]
 
     def update_verify_buffers_to_fill_after_draft(self, planned: PlannedVerify) -> None:
         """Launch, on the current stream, the work that depends on the buffers that the draft has filled.
 
         Raises:
-            NotImplementedError: the backend has not declared that there is nothing to do.
+            NotImplementedError: the backend does not declare FixUp.NONE and does not define this method.
         """
         if self.fix_up is not FixUp.NONE:
             raise NotImplementedError(_missing_fix_up(self))
@@ -104,8 +107,8 @@ def check_contract(backend: VerifyBackend) -> None:
     """Refuse a backend that does not declare whether its plans need a fix-up, or that contradicts its declaration.
 
     Raises:
-        NotImplementedError: it declares nothing, or needs a fix-up and defines none.
-        ValueError: it says that there is nothing to fix up, and defines how to.
+        NotImplementedError: the backend declares nothing, or declares a fix-up and does not define it.
+        ValueError: the backend declares that no fix-up is needed, and defines one.
     """
     name = type(backend).__name__
     if backend.fix_up is None:
@@ -137,9 +140,9 @@ class _Moment(NamedEnum):
 
 
 class PlanStream:
-    """Run speculative iterations. Verify is planned while the draft runs, on a second stream if there is a GPU.
+    """Run speculative iterations. The verify pass is planned while the draft runs, on a second stream if there is a GPU.
 
-    Four events, and what would go wrong without each:
+    Four events order the work. The last column says what would go wrong without each:
 
     ============  ======================  ===============  =================================================================
     event         recorded                waited for by    without it
@@ -153,24 +156,24 @@ class PlanStream:
     verified      after verify            the next plan    it overwrites what this verify still reads
     ============  ======================  ===============  =================================================================
 
-    `verified` matters where the next batch's inputs are final before this batch's verify has ended, as when two batches take
-    turns. Otherwise the inputs are written after verify on the forward stream, and waiting for the inputs is enough.
+    `verified` is needed if the next batch's inputs are final before this batch's verify has ended, for example if two batches
+    alternate. Otherwise the inputs are written after verify on the forward stream, and waiting for the inputs is enough.
 
     The fix-up is launched on the forward stream, after the draft and the plan, and so needs no event. On a CPU everything runs
     in order.
 
     The batch's tensors must be allocated on the forward stream, the one that is current when `run` is called. Then
     ``Tensor.record_stream`` is not needed: the memory is used again on the forward stream, and the batch is held until that
-    stream waits for the plan that reads it. The memory of a tensor from another stream is used again on that stream, which
-    does not wait: call ``record_stream(planner.stream)`` on such a tensor, or hold it until that stream has waited. The
+    stream waits for the plan that reads it. The memory of a tensor from another stream is used again on that stream, which does
+    not wait for the plan: call ``record_stream(planner.stream)`` on such a tensor, or hold it until that stream has waited. The
     buffers that a plan writes are never freed.
 
     Args:
-        backend: plans and fixes up.
-        start: what a plan waits for.
+        backend: makes the plan and the fix-up.
+        start: the event that a plan waits for.
 
     Raises:
-        NotImplementedError, ValueError: from `check_contract`, before anything has run.
+        NotImplementedError, ValueError: `check_contract` refuses the backend; nothing has run.
     """
 
     def __init__(self, backend: VerifyBackend, start: PlanStart = PlanStart.AFTER_INPUTS) -> None:
@@ -194,19 +197,20 @@ class PlanStream:
     ) -> VerifiedT:
         """Run one iteration on the current stream: draft, plan at the same time, fix-up, verify. The host never waits.
 
-        The draft is launched first, so that the GPU has work while the host launches the plan. A draft whose launches take
-        the host longer than the GPU hides nothing of the plan.
+        The draft is launched first, so that the GPU has work while the host launches the plan. If the draft's launches take
+        longer on the host than on the GPU, no part of the plan is hidden.
 
         Args:
             batch: a TARGET_VERIFY batch, allocated on the current stream (see the class). Its tensors, and its draft tokens'
                 entries in the request table, are final after the work now on the current stream, or after `inputs_final`.
-            draft: fills the buffers that it receives; writes no tensor of the batch.
+            draft: fills the buffers that it receives. It must not write a tensor of the batch.
             verify: launches the target model's pass.
-            inputs_final: the event after which they are final; None: the work now on the current stream. It may be earlier,
-                or of another stream. Every plan waits for it, whatever its `start`. On a CPU, where all runs in order, None.
+            inputs_final: the event after which the batch's tensors are final; None: they are final after the work now on the
+                current stream. The event may be earlier, or of another stream. Every plan waits for it, whatever its `start`.
+                It must be None on a CPU, where everything runs in order.
 
         Returns:
-            What `verify` returned.
+            The result of `verify`.
 
         Raises:
             ValueError: the batch cannot be planned, or an event was passed on a CPU; nothing has run.
@@ -264,10 +268,10 @@ class PlanStream:
 
 
 def verify_metadata_under(planner: PlanStream, batch: ForwardBatch, drafts: Iterable[Draft]) -> list[dict[str, Tensor]]:
-    """Run the same batch with each of several drafts, and return copies of all tensors that each verify was given.
+    """Run the same batch with each of several drafts, and return copies of all tensors that each verify pass received.
 
-    The drafts may differ in tokens, positions, tree and K/V. A backend that needs no fix-up gives the same results for all
-    drafts, bit for bit. With a backend that needs one, only what it fixes up may differ.
+    The drafts may differ in tokens, positions, tree and K/V. A backend without a fix-up gives bit-equal tensors for all drafts.
+    With a fix-up, only the tensors that it writes may differ.
     """
 
     def copies(planned: PlannedVerify) -> dict[str, Tensor]:

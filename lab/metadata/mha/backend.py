@@ -1,4 +1,4 @@
-"""SGLang's TRT-LLM MHA backend in the shape of `lab.metadata.engine.backend.Backend`."""
+"""SGLang's TRT-LLM MHA backend as a `lab.metadata.engine.backend.Backend`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,21 +21,22 @@ from lab.metadata.mha.settings import CallSettings, splits_mixed_tail
 
 @dataclass(frozen=True, eq=False)
 class TRTLLMMHABackend:
-    """Metadata and calls of SGLang's TRT-LLM MHA backend, on any implementation of the calls.
+    """Metadata and calls of SGLang's TRT-LLM MHA backend, with any implementation of the calls.
 
-    Its metadata live in buffers that keep their addresses, and its lengths, tables and offsets are read on the device: a graph
-    of it may be replayed for any batch of its width. So it declares the draft extend's graph.
+    Its metadata are in buffers that keep their addresses, and kernels read its lengths, tables and offsets on the device. So a
+    graph may be replayed for any batch of its width, and the backend declares that its draft extend may run in a graph.
 
     Attributes:
         implementation: any object with the two functions, such as `lab.kernels.trtllm`; None for metadata alone.
-        draft_extend: the call of the draft extends, if not the engine's choice.
-        prefills_with_fmha_v2: the engine's kernels are fmha_v2 and XQA, else trtllm-gen. That decides what a half-precision
-            query is cast to over a quantised cache, and with the dtypes if a mixed batch's tail is split off.
+        draft_extend: the call of the draft extends; None: the engine's choice.
+        prefills_with_fmha_v2: True if the engine's kernels are fmha_v2 and XQA, False for trtllm-gen. It decides the dtype to
+            which a half-precision query is cast over a quantised cache, and, with the dtypes, whether a mixed batch's tail is
+            split off.
         settings: arguments that are the same in all calls.
-        builder: what writes the metadata of graphs.
+        builder: how the metadata of graphs is written.
         expand_encoder_only_verify: the model has encoder-only layers; see `build_mha_metadata`.
-        dtypes: of all calls, if not the engine's choice.
-        split_mixed_tail: as in `plan_calls`, if not the engine's choice.
+        dtypes: the dtypes of all calls; None: the engine's choice.
+        split_mixed_tail: as in `plan_calls`; None: the engine's choice.
         with_padding_rows: as in `plan_calls`.
     """
 
@@ -90,7 +91,7 @@ class TRTLLMMHABackend:
     def plan_calls(
         self, batch: ForwardBatch, layer: AttentionLayer, query_dtype: torch.dtype, kv_dtype: torch.dtype
     ) -> list[PlannedCall]:
-        """Return the calls of a layer's pass; `query_dtype` is that of the calls' query."""
+        """Return the calls of one layer in a pass. `query_dtype` is the dtype of the query that the calls get."""
         split = self.split_mixed_tail
         if split is None:
             split = splits_mixed_tail(

@@ -1,6 +1,6 @@
-"""Metadata of MHA's forward passes written in place by one launch, as SGLang does since PR 29843, and its buffers for graphs.
+"""Metadata of MHA's forward passes, written in place by one launch as in SGLang since PR 29843, and its buffers for graphs.
 
-The builder in `lab.metadata.mha.metadata` says the same in torch operations, which run anywhere; a launch needs Triton.
+The builder in `lab.metadata.mha.metadata` computes the same in torch operations, which run anywhere; the launch needs Triton.
 """
 
 from collections.abc import Callable
@@ -21,17 +21,17 @@ from lab.named_enum import NamedEnum
 
 
 class MetadataBuilder(NamedEnum):
-    """The work that writes a captured size's metadata. Both write the same live cells."""
+    """How a captured size's metadata is written. Both ways write the same live cells."""
 
     TORCH_OPERATIONS = "torch operations"  # many small launches, as in SGLang 0.5.13
     FUSED = "fused"  # one launch, as in 0.5.23
 
 
 def fused_mha_metadata(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-    """Build what `build_mha_metadata` builds, in one launch. Cells of a table that are not live are undefined.
+    """Build the same metadata as `build_mha_metadata` in one launch. Cells of a table that are not live are undefined.
 
     Raises:
-        ValueError: as `build_mha_metadata`.
+        ValueError: `build_mha_metadata` refuses the batch.
         NotImplementedError: Triton does not run on the batch's device.
     """
     metadata = allocate_mha_metadata(batch, pool)
@@ -40,10 +40,10 @@ def fused_mha_metadata(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
 
 
 def allocate_mha_metadata(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-    """Allocate uninitialised tensors of the pass's shapes.
+    """Allocate a pass's metadata as uninitialised tensors.
 
     Raises:
-        ValueError: as `build_mha_metadata`.
+        ValueError: `build_mha_metadata` refuses the batch.
     """
     check_attends(batch, pool)
     metadata = TRTLLMMHAMetadata.allocate(
@@ -53,10 +53,11 @@ def allocate_mha_metadata(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadat
 
 
 def prepare_mha_metadata(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata) -> Callable[[], None]:
-    """Prepare a call that writes the pass's metadata in place, from the batch's and pool's contents at the time of each call.
+    """Prepare a call that writes the pass's metadata in place. Each call reads the contents that the batch and the pool have
+    then.
 
     Raises:
-        ValueError: as `build_mha_metadata`, or a tensor of `metadata` has the wrong shape.
+        ValueError: `build_mha_metadata` refuses the batch, or a tensor of `metadata` has the wrong shape.
         NotImplementedError: Triton does not run on the batch's device.
     """
     check_attends(batch, pool)
@@ -65,19 +66,19 @@ def prepare_mha_metadata(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAM
 
 
 class MHAGraphMetadata:
-    """One mode's metadata buffers for all captured sizes, as `init_cuda_graph_state` makes them.
+    """The metadata buffers of one mode for all captured sizes, as SGLang's `init_cuda_graph_state` makes them.
 
     Tables and running sums start as 0. Boundaries of decode and verify rows are preset once and never written again.
 
     Args:
-        mode: of the runner.
-        pool: whose tables are read; with or without sliding-window pages.
+        mode: the runner's mode.
+        pool: the pool whose tables are read, with or without sliding-window pages.
         max_batch_size: the largest captured size.
-        builder: what writes them.
+        builder: how the buffers are written.
         expand_encoder_only_verify: as in `build_mha_metadata`.
 
     Attributes:
-        buffers: of the largest size.
+        buffers: the metadata of the largest size.
     """
 
     def __init__(
@@ -107,13 +108,13 @@ class MHAGraphMetadata:
         return self.buffers.leading(batch_size)
 
     def prepare(self, view: ForwardBatch) -> Callable[[], None]:
-        """Return a call that rebuilds a captured size's metadata in place: no host read, capturable, and one launch if fused.
+        """Return a call that rebuilds a captured size's metadata in place. It can be captured: the host reads nothing.
 
         Args:
-            view: of the runner's inputs.
+            view: the batch of that size, whose tensors are the runner's input buffers.
 
         Raises:
-            NotImplementedError: the fused builder, where Triton does not run.
+            NotImplementedError: the builder is the fused one, and Triton does not run here.
         """
         metadata = self.slices(view.batch_size)
         if self.builder is MetadataBuilder.TORCH_OPERATIONS:
@@ -128,7 +129,7 @@ class MHAGraphMetadata:
 
 
 def _write_expanded(write: Callable[[], None], metadata: TRTLLMMHAMetadata) -> None:
-    """Write the metadata, then the rows of encoder-only layers from their requests' cells."""
+    """Write the metadata. Then copy each request's cells to the rows for encoder-only layers."""
     write()
     lens, table, width = metadata.encoder_cache_seqlens, metadata.encoder_page_table, metadata.max_seq_len_q
     assert lens is not None
@@ -138,7 +139,7 @@ def _write_expanded(write: Callable[[], None], metadata: TRTLLMMHAMetadata) -> N
 
 
 def _copy_built(metadata: TRTLLMMHAMetadata, view: ForwardBatch, pool: KVPool) -> None:
-    """Build new metadata and copy every tensor into its buffer; preset row boundaries are left."""
+    """Build new metadata and copy every tensor into its buffer, except preset row boundaries."""
     built = build_mha_metadata(view, pool, expand_encoder_only_verify=metadata.encoder_page_table is not None)
     presets = () if view.forward_mode.query_rows.in_extend_seq_lens else ("cu_seqlens_q",)
     for each in fields(TRTLLMMHAMetadata):

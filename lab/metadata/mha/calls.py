@@ -25,12 +25,13 @@ class AttentionLayer:
     """The arguments that differ from layer to layer.
 
     Attributes:
-        softmax_scale: factor of Q·K^T before the cache's scale.
-        k_scale, v_scale: divisors that were applied to the stored K and V, if the cache is quantised; else no call counts them.
-        window_left: keys to the left of a row that it sees; -1 for all.
+        softmax_scale: factor of Q·K^T, without the cache's scale.
+        k_scale, v_scale: the numbers by which the stored K and V were divided, if the cache is quantised. Over other caches no
+            call applies them.
+        window_left: how many keys before its own position a row sees; -1 for all.
         reads_swa_pool: the layer's K/V lie in the sliding-window pool, which `swa_page_table` addresses.
         sinks: float32 [num_qo_heads], or None.
-        encoder_only: SGLang's ``AttentionType.ENCODER_ONLY``: a row sees all keys of its request, those after it too.
+        encoder_only: SGLang's ``AttentionType.ENCODER_ONLY``: a row sees all keys of its request, also the keys after it.
     """
 
     softmax_scale: float
@@ -44,7 +45,7 @@ class AttentionLayer:
 
 @dataclass(frozen=True)
 class PlannedCall:
-    """One call over consecutive requests of a batch and their query rows."""
+    """One call, for consecutive requests of a batch and their query rows."""
 
     call: AttentionCall
     first_request: int
@@ -54,13 +55,13 @@ class PlannedCall:
 
 
 def attention_call(mode: ForwardMode, draft_extend: AttentionCall | None = None) -> AttentionCall:
-    """Return the call that a mode makes: `ForwardMode.mha_call`, or the engine's choice for the draft extends.
+    """Return the call of a mode: `ForwardMode.mha_call`, or the engine's choice for the draft extends.
 
     Args:
         mode: any mode that runs attention.
-        draft_extend: overrides the call of both draft extends. SGLang's change 24566 moved V2 from the context to the decode
-            call; measuring that switch is one of the lab's experiments. Other modes ignore it: an engine sets it once, for
-            all its passes.
+        draft_extend: the call of both draft extends, or None. SGLang's change 24566 moved V2 from the context to the decode
+            call, and one of the lab's studies measures that change. Other modes ignore it: an engine sets it once for all
+            passes.
 
     Raises:
         ValueError: PREBUILT runs no attention.
@@ -76,20 +77,20 @@ def plan_calls(
     split_mixed_tail: bool = False,
     with_padding_rows: bool = False,
 ) -> list[PlannedCall]:
-    """Return the calls of one layer's forward pass: one, or two with a mixed tail; none for an empty batch.
+    """Return the calls of one layer in a forward pass: one call, two if a mixed tail is split off, none for an empty batch.
 
     Args:
         batch: the forward pass.
-        draft_extend: as in `attention_call`; without effect on the other modes.
-        split_mixed_tail: give the trailing requests of one new token to the decode call, in extends without speculation:
-            `lab.metadata.mha.settings.splits_mixed_tail` says for which GPUs, dtypes and layers. Other batches ignore it: like
-            `draft_extend`, it is a setting of the engine.
-        with_padding_rows: give the context call the query's padding rows too, which follow the requests' rows, as SGLang 0.5.15
-            does; 0.5.23 gives it the requests' rows alone (`padded_extend_real_tokens`). Of the decode calls, only a ragged
-            verification's has padding rows, and it always has them.
+        draft_extend: as in `attention_call`.
+        split_mixed_tail: in extends without speculation, give the trailing requests with one new token to the decode call.
+            `lab.metadata.mha.settings.splits_mixed_tail` says for which GPUs, dtypes and layers SGLang does so. Other batches
+            ignore this setting.
+        with_padding_rows: pass the padding rows, which follow the requests' rows, to the context call too. SGLang 0.5.15 does
+            so; 0.5.23 passes only the requests' rows (`padded_extend_real_tokens`). A ragged verification always passes its
+            padding rows; other decode calls have none.
 
     Raises:
-        ValueError: PREBUILT, or an extend without `extend_seq_lens_cpu`.
+        ValueError: the mode is PREBUILT, or an extend lacks `extend_seq_lens_cpu`.
     """
     whole = attention_call(batch.forward_mode, draft_extend)
     bs = batch.batch_size
@@ -124,20 +125,20 @@ def prepare_attention(
     dtypes: CallDtypes | None = None,
     settings: CallSettings = DEFAULT_SETTINGS,
 ) -> Callable[[], torch.Tensor]:
-    """Prepare one layer's attention with the calls of a plan, as `lab.metadata.engine.backend.Backend.prepare_attention` says.
+    """Prepare one layer's attention with the calls of a plan (see `lab.metadata.engine.backend.Backend.prepare_attention`).
 
     Args:
         implementation: any object with the two functions, such as `lab.kernels.portable` or `lab.references`.
-        batch, metadata, layer, query, cache, out: as in the protocol.
-        max_context_len: the bound that the engine passes for every length.
-        plan: from `plan_calls`.
-        workspace_buffer: for kernels that want the caller's.
-        dtypes: from `lab.metadata.mha.quantised.call_dtypes`; else those of `query` and `out`. Where they differ, the
-            query is cast before the calls, or what they wrote is converted after them.
-        settings: of the engine.
+        batch, metadata, layer, query, cache, out: as in `Backend.prepare_attention`.
+        max_context_len: the engine's bound for all lengths.
+        plan: the result of `plan_calls`.
+        workspace_buffer: the caller's workspace, for kernels that take one.
+        dtypes: the dtypes that the calls take, from `lab.metadata.mha.quantised.call_dtypes`; None: the dtypes of `query` and
+            `out`. The query is cast before the calls and the output converted after them if its dtype differs.
+        settings: the engine's settings.
 
     Raises:
-        ValueError: as `call_arguments`.
+        ValueError: `call_arguments` refuses the pass.
     """
     dtypes = dtypes or CallDtypes(query.dtype, out.dtype)
     given, result = buffer_in(query, dtypes.query), buffer_in(out, dtypes.out)
@@ -173,8 +174,8 @@ def call_arguments(
     """Return the keyword arguments of one planned call, without `out`, `workspace_buffer` and settings.
 
     Raises:
-        ValueError: a sliding-window layer without a sliding-window table, unequal widths of a `DRAFT_EXTEND_V2` on the
-            decode call, or an encoder-only layer whose rows no call lets see each other.
+        ValueError: a sliding-window layer has no sliding-window table, the requests of a `DRAFT_EXTEND_V2` on the decode call
+            differ in rows, or no call can let the rows of an encoder-only layer see each other.
     """
     requests = slice(planned.first_request, planned.first_request + planned.num_requests)
     table = metadata.swa_page_table if layer.reads_swa_pool else metadata.page_table
@@ -214,9 +215,10 @@ def call_arguments(
 def _rows_as_requests(
     planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata, layer: AttentionLayer
 ) -> dict[str, Any]:
-    """Return the arguments of a verification on an encoder-only layer: the decode call is causal among a request's rows.
+    """Return the arguments of a verification on an encoder-only layer, with each row as a request of its own.
 
-    With a window every row sees that of its request's last token (SGLang 0.5.23).
+    The decode call is causal among the rows of one request. With a window, every row sees the window of its request's last
+    token (SGLang 0.5.23).
     """
     if metadata.encoder_cache_seqlens is None or metadata.encoder_page_table is None:
         raise ValueError(
@@ -237,9 +239,9 @@ def _rows_as_requests(
 
 
 def _decode_width(planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata) -> dict[str, Any]:
-    """Return the arguments for the rows per request: `q_len_per_req` if all are equal, else those of ragged rows.
+    """Return the arguments that say how many rows each request has: `q_len_per_req`, or offsets if requests differ.
 
-    The widths decide, not whether the rows divide by the requests: 2 + 4 rows divide, but into wrong ones.
+    It is not enough that the number of rows is a multiple of the number of requests: 2 + 4 rows would become 3 + 3.
     """
     first, last = planned.first_request, planned.first_request + planned.num_requests
     ragged = {"q_len_per_req": None, "cum_seq_lens_q": metadata.cu_seqlens_q[first : last + 1]}

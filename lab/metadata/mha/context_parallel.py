@@ -1,15 +1,15 @@
-"""Context parallelism: an extend whose query rows are dealt to ranks in zigzag, and each rank's call (SGLang 0.5.23).
+"""Context parallelism: divide an extend's query rows among ranks in zigzag order, and make each rank's call (SGLang 0.5.23).
 
-With n ranks, the new tokens of each request are cut into 2 n blocks, and a rank has an early and a late one, so that all ranks
-see about as many keys::
+With n ranks, the new tokens of each request are cut into 2 n blocks. A rank has an early and a late block, so that the rows of
+all ranks see about the same number of keys::
 
     4 ranks    block 0   1   2   3   4   5   6   7
                 rank 0   1   2   3   3   2   1   0
 
 K and V of all tokens are gathered and written on every rank before the call. A rank makes one context call over twice the
-requests: the early blocks of all, then the late ones, with the page table's rows twice. The sources are
-`ZigzagCPStrategy` in `sglang/srt/layers/cp/zigzag.py` and `_maybe_build_cp_zigzag_page_tables` in
-`sglang/srt/layers/attention/trtllm_mha_backend.py`. SGLang's other strategy, interleaved rows, has no MHA.
+number of requests: the early blocks of all requests, then the late blocks. The call's page table has each row twice. The
+sources are `ZigzagCPStrategy` in `sglang/srt/layers/cp/zigzag.py` and `_maybe_build_cp_zigzag_page_tables` in
+`sglang/srt/layers/attention/trtllm_mha_backend.py`. SGLang's other strategy, interleaved rows, does not support MHA.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,10 +37,11 @@ class ZigzagShard:
 
     Attributes:
         rows: ``[num_rows]`` int64, the rank's query rows as rows of the whole batch, in the order of its call.
-        num_padded_rows: rows of the rank's tensors: those of the rank with the most, up to a multiple of twice the ranks, as
-            the collectives want. The rows after its own are in no call, and their output is 0.
-        metadata: of the call, over ``2 * batch_size`` requests; ``swa_out_cache_loc`` is the whole batch's, as every rank
-            writes all K and V.
+        num_padded_rows: rows of the rank's tensors. All ranks have the same number, because collectives need it: the most rows
+            of a rank, rounded up to a multiple of twice the number of ranks. No call has the rows after the rank's own, and
+            their output is 0.
+        metadata: metadata of the rank's call, over ``2 * batch_size`` requests. ``swa_out_cache_loc`` is the whole batch's,
+            because every rank writes all K and V.
     """
 
     rows: Tensor
@@ -49,7 +50,7 @@ class ZigzagShard:
 
 
 def why_not_zigzag(batch: ForwardBatch, num_ranks: int) -> str:
-    """Return a sentence that says why each rank runs the whole batch; empty if the batch is dealt to ranks."""
+    """Return a sentence that says why each rank runs the whole batch; empty if the batch is divided among ranks."""
     if num_ranks < 2:
         return f"num_ranks={num_ranks}: nothing is dealt to fewer than 2"
     if batch.forward_mode not in SHARDED_MODES:
@@ -67,18 +68,18 @@ def why_not_zigzag(batch: ForwardBatch, num_ranks: int) -> str:
 def zigzag_shard(batch: ForwardBatch, metadata: TRTLLMMHAMetadata, num_ranks: int, rank: int) -> ZigzagShard:
     """Return a rank's share of an extend.
 
-    Blocks of a request differ by one token at most, the longer ones first. A block's length counts the request's tokens up to
-    the block's last, so that its rows are the newest of their request, as the context call has them.
+    Blocks of a request differ by at most one token; the longer blocks come first. In the call a block is a request of its own,
+    whose length ends with the block's last token, because the context call takes the newest rows of a request.
 
     Args:
-        batch: EXTEND or MIXED. SGLang takes prefixes of 0 where it has no `seq_lens_cpu`, here that is
-            `extend_prefix_lens_cpu`.
-        metadata: of the whole batch.
-        num_ranks: of the group, at least 2.
-        rank: in it.
+        batch: an EXTEND or MIXED batch. Without `extend_prefix_lens_cpu` all prefixes are 0; SGLang decides this by
+            `seq_lens_cpu`.
+        metadata: metadata of the whole batch.
+        num_ranks: number of ranks in the group, at least 2.
+        rank: the rank, from 0 on.
 
     Raises:
-        ValueError: the batch is not dealt to ranks (`why_not_zigzag`), `rank` is none of them, or a host list is missing.
+        ValueError: the batch is not divided among ranks (`why_not_zigzag`), `rank` is out of range, or a host list is missing.
     """
     if reason := why_not_zigzag(batch, num_ranks):
         raise ValueError(reason)
@@ -130,11 +131,11 @@ def prepare_zigzag(
     out: Tensor,
     **settings: Any,
 ) -> Callable[[], Tensor]:
-    """Prepare one layer's attention with the call of each shard, one rank after the other on one device.
+    """Prepare one layer's attention with the call of each shard. One device makes the calls of all ranks in turn.
 
     Args:
-        implementation, batch, layer, query, cache, out: as in `prepare_attention`, of the whole batch.
-        shards: of the ranks; rows that none has are left as they are.
+        implementation, batch, layer, query, cache, out: as in `prepare_attention`, for the whole batch.
+        shards: the shards of the ranks. Rows of `out` that no shard has are not written.
         settings: further arguments of `prepare_attention`, without the plan.
     """
     ranks = []

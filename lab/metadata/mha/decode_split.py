@@ -1,10 +1,10 @@
-"""A decode call as several: requests sorted by length and divided into groups of as many, each with a call of its own.
+"""Divide a decode call into several: sort requests by length, divide them into groups of equal size, and make a call per group.
 
 SGLang 0.5.23 does so where ``SGLANG_TRTLLM_MHA_DECODE_SEQ_LEN_SPLITS`` is above 1 (`_run_fixed_q_len_decode` in
 `trtllm_mha_backend.py`): in decode, draft decode, verification, draft extend V2, and a mixed batch's tail. Ragged verification
-is not divided. A kernel may choose its schedule for the batch's longest request, which the short ones then pay for. The price
-is a sort, copies of queries, lengths and tables, smaller calls, and copies of outputs. All calls get the same bound of lengths.
-`studies.decode_split` asks what is left.
+is not divided. A kernel may choose its schedule for the batch's longest request, which costs the short requests time. Dividing
+costs a sort, copies of queries, lengths and tables, smaller calls, and copies of outputs. All calls get the same bound of
+lengths. `studies.decode_split` measures what is gained.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,17 +22,19 @@ DECODE = AttentionCall.DECODE.value
 
 
 class DecodeSplit:
-    """An implementation that divides a decode call into several, over requests sorted from shortest to longest.
+    """An implementation that divides each decode call of another implementation by length, from shortest to longest.
 
-    Its other functions are the implementation's own. A decode call has an `out`, and no LSE; one with `cum_seq_lens_q`, or of
-    one request, is not divided. A ready call reads the lengths anew each time, on the device, so that a CUDA graph may hold it.
+    All other functions are passed on. A divided call needs an `out` and returns no LSE. A call with `cum_seq_lens_q` or with
+    one request is not divided. A ready call reads the lengths on the device each time it is made, so that a CUDA graph may
+    capture it.
 
     Args:
         implementation: any object with the function, such as `lab.kernels.portable`.
-        num_splits: calls of a batch that has as many requests; the first groups have one request more where they do not divide.
+        num_splits: number of calls; a batch with fewer requests has one call per request. The first groups have one request
+            more if the requests cannot be divided equally.
 
     Raises:
-        TypeError, ValueError: `num_splits` is no int, or below 1.
+        TypeError, ValueError: `num_splits` is not an int, or below 1.
     """
 
     def __init__(self, implementation: Any, num_splits: int) -> None:
@@ -48,11 +50,11 @@ class DecodeSplit:
         return result
 
     def prepare_trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> Callable[[], Any]:
-        """Prepare the calls, as `lab.kernels.prepare`.
+        """Prepare the calls; the contract is that of `lab.kernels.prepare`.
 
         Raises:
-            NotImplementedError: an LSE is wanted, or there is no `out`.
-            Exception: what the implementation raises for arguments that it refuses.
+            NotImplementedError: the call has an LSE, or no `out`.
+            Exception: the implementation refuses the arguments.
         """
         num_requests = arguments["seq_lens"].shape[0]
         splits = min(self._num_splits, num_requests)
@@ -67,12 +69,12 @@ class DecodeSplit:
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """A group of requests: their numbers, their gathered tensors, and the output of their call.
+    """The requests of one call: their indices, their gathered tensors, and the call's output.
 
     Attributes:
-        requests: ``[n]`` int64, rewritten by each sort.
-        gathered: pairs of tensors: with an entry per request of the batch, and per request of the group.
-        out: ``[n, rows of one, ...]``.
+        requests: ``[n]`` int64, indices in the batch; each sort rewrites them.
+        gathered: pairs of a tensor with an entry per request of the batch, and the group's copy with an entry per own request.
+        out: ``[n, rows per request, ...]``.
     """
 
     requests: Tensor
@@ -85,7 +87,7 @@ class _Group:
 
 
 def _divided(implementation: Any, splits: int, arguments: dict[str, Any]) -> Callable[[], Tensor]:
-    """Return a call that sorts the requests and for each group gathers its tensors, calls, and scatters its rows."""
+    """Return a call that sorts the requests. For each group it then gathers tensors, makes a call, and scatters the output."""
     lens, out = _movable(arguments["seq_lens"]), arguments["out"]
     of_requests = {
         "query": arguments["query"].unflatten(0, (len(lens), -1)),
@@ -116,6 +118,6 @@ def _divided(implementation: Any, splits: int, arguments: dict[str, Any]) -> Cal
 
 
 def _movable(tensor: Tensor) -> Tensor:
-    """Return the tensor; a dtype that torch cannot sort or gather is viewed as integers of its size."""
+    """Return the tensor, viewed as integers of the same size if torch cannot sort or gather its dtype."""
     unusual = {torch.uint16: torch.int16, torch.uint32: torch.int32}
     return tensor.view(torch.uint8 if tensor.element_size() == 1 else unusual.get(tensor.dtype, tensor.dtype))

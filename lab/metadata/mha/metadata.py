@@ -36,12 +36,12 @@ class TRTLLMMHAMetadata:
         cu_seqlens_q: ``[batch_size + 1]`` int32, first query row of each request.
         cu_seqlens_k: ``[batch_size + 1]`` int32, 0 followed by the running sum of ``cache_seqlens_int32``.
         page_table: ``[batch_size, ceil(max_context_len / page_size)]`` int32 with packed rows (``block_tables``).
-        swa_page_table: the same in pages of the sliding-window pool, or None without one.
-        swa_out_cache_loc: ``[num_tokens]`` int64, where K and V of each query row go in the sliding-window pool, or
-            None without one.
-        encoder_cache_seqlens, encoder_page_table: of a verification on encoder-only layers, ``[num_tokens]`` and
-            ``[num_tokens, ceil(max_context_len / page_size)]`` int32: each query row as a request of its own, with all keys of
-            the one that it belongs to. None without `expand_encoder_only_verify`.
+        swa_page_table: like ``page_table``, with pages of the sliding-window pool; None without such a pool.
+        swa_out_cache_loc: ``[num_tokens]`` int64, the sliding-window slot that K and V of each query row are written to; None
+            without such a pool.
+        encoder_cache_seqlens, encoder_page_table: ``[num_tokens]`` and ``[num_tokens, ceil(max_context_len / page_size)]``
+            int32, for a verification on encoder-only layers. Each query row is a request of its own, with all keys of the
+            request that it belongs to. None without `expand_encoder_only_verify`.
     """
 
     cache_seqlens_int32: Tensor
@@ -67,14 +67,15 @@ class TRTLLMMHAMetadata:
         cu_seqlens_q: Tensor | None = None,
         expand_encoder_only_verify: bool = False,
     ) -> "TRTLLMMHAMetadata":
-        """Allocate the metadata of a pass, with sliding-window tensors where the pool has such pages.
+        """Allocate the metadata of a pass, with sliding-window tensors if the pool has sliding-window pages.
 
         Args:
-            pool: whose tables are read.
-            batch_size, max_seq_len_q, num_tokens: requests, most query rows of one request, and query rows of all.
+            pool: the pool whose tables are read.
+            batch_size, max_seq_len_q, num_tokens: numbers of requests, of query rows of one request at most, and of all query
+                rows.
             new: `torch.zeros` or `torch.empty`.
-            page_table, cu_seqlens_q: shared with other passes, or preset; None allocates them.
-            expand_encoder_only_verify: with the tensors of encoder-only layers.
+            page_table, cu_seqlens_q: tensors that other passes share, or that are preset; None allocates them.
+            expand_encoder_only_verify: allocate the tensors for encoder-only layers too.
         """
 
         def int32(*shape: int) -> Tensor:
@@ -102,7 +103,7 @@ class TRTLLMMHAMetadata:
         return self.page_table
 
     def leading(self, batch_size: int) -> "TRTLLMMHAMetadata":
-        """Return the slices of the first requests, which share the storage. Each request has ``max_seq_len_q`` rows."""
+        """Return the metadata of the first requests, as slices of the same storage. Each request has ``max_seq_len_q`` rows."""
         of_rows = ("swa_out_cache_loc", "encoder_cache_seqlens", "encoder_page_table")
         counts = dict.fromkeys(of_rows, batch_size * self.max_seq_len_q)
         counts |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), batch_size + 1)
@@ -113,7 +114,7 @@ class TRTLLMMHAMetadata:
     def pass_buffers(
         self, seq_len_offset: int, query_rows: int | Tensor | None = None, out_cache_loc: Tensor | None = None
     ) -> PassBuffers:
-        """Return the part of a launch that writes this metadata, as `PassMetadata.pass_buffers`."""
+        """Return the `PassBuffers` with which a launch writes this metadata; see `PassMetadata.pass_buffers`."""
         return PassBuffers(
             cache_seqlens=self.cache_seqlens_int32,
             cu_seqlens_k=self.cu_seqlens_k,
@@ -144,31 +145,32 @@ def build_mha_metadata(
     DLLM_EXTEND
     ======================================  =======================  =======================  ====================
 
-    Draft tokens are keys before ``seq_lens`` counts them, hence the offsets: step s of a draft reads the s tokens
-    drafted before it and its own. When no request of an EXTEND-like batch has a cached prefix, queries and keys are
-    the same tokens and ``cu_seqlens_q`` is the very tensor ``cu_seqlens_k``. Only the eager pass takes its query rows
-    from ``extend_seq_lens``; ``SpecInfo.num_accept_tokens`` and ``num_tokens_per_req`` belong to graph replay.
+    Draft tokens are keys before ``seq_lens`` counts them, hence the offsets: step s of a draft reads the s tokens drafted
+    before it and its own token. When no request of an EXTEND-like batch has a cached prefix, queries and keys are the same
+    tokens, and ``cu_seqlens_q`` and ``cu_seqlens_k`` are the same tensor. Only the eager pass takes its query rows from
+    ``extend_seq_lens``; ``SpecInfo.num_accept_tokens`` and ``num_tokens_per_req`` belong to graph replay.
 
-    Page tables hold ``req_to_token[request, c * page_size] // page_size`` in column c, through ``full_to_swa`` for
-    the sliding window, in the first ``ceil(cache_seqlens / page_size)`` columns. That number is clamped to the width
-    of the table, as SGLang's fused kernel does: a length above it cannot be refused without reading the device. Cells
-    beyond are undefined in SGLang; here they name the sink, page 0, which is always there to be read. A length of 0
-    or below (a padded row) has no pages, but does count in ``cu_seqlens_k``. A slot that maps to -1 gives page -1,
-    again as the fused kernel (PR 29843) does; a healthy map has none. Of virtual slots the page is that of ``pool.v2p``, and
-    the sink's where that has none (`build_kv_read_table`); no window's page is looked up by it.
+    Page tables hold ``req_to_token[request, c * page_size] // page_size`` in column c, through ``full_to_swa`` for the sliding
+    window, in the first ``ceil(cache_seqlens / page_size)`` columns. That number is clamped to the width of the table, as
+    SGLang's fused kernel does: a longer length cannot be refused without reading the device. Later cells are undefined in
+    SGLang; here they hold page 0, the sink, which can always be read. A length of 0 or below (a padded row) has no pages, but
+    counts in ``cu_seqlens_k``. A slot that maps to -1 gives page -1, as in the fused kernel (PR 29843); a correct map has none.
+    For virtual slots, ``pool.v2p`` gives the page, or the sink if it has none (`build_kv_read_table`); it is not used for
+    sliding-window pages.
 
     Args:
         batch: the forward pass.
         pool: the id spaces that its requests live in, on the same device.
-        expand_encoder_only_verify: the model has encoder-only layers, whose rows see those after them too: give a
-            TARGET_VERIFY the tensors of each row as a request of its own. Other modes have none; SGLang refuses such a layer
-            in a ragged verification.
+        expand_encoder_only_verify: the model has encoder-only layers, whose rows also see later rows. A TARGET_VERIFY then gets
+            tensors in which each row is a request of its own. Other modes get none; SGLang refuses such a layer in a ragged
+            verification.
 
     Returns:
         Fresh tensors: later changes of the batch or the pool do not reach them.
 
     Raises:
-        ValueError: PREBUILT, different devices, or a host fact that the mode needs is missing.
+        ValueError: the mode is PREBUILT, batch and pool are on different devices, or the batch lacks a number on the host that
+            the mode needs.
     """
     check_attends(batch, pool)
     cache_seqlens = key_lens(batch)
@@ -194,13 +196,14 @@ def build_mha_metadata(
 
 
 def mixed_tail_split(batch: ForwardBatch) -> int:
-    """Return the number of leading requests for the context kernel; the rest, one new token each, go to the decode kernel.
+    """Return how many leading requests go to the context kernel. The remaining requests have one new token each and go to
+    decode.
 
-    SGLang 0.5.23 splits off the trailing run of requests with one new token. The scheduler puts the decoding
-    requests of a MIXED batch there, but an EXTEND batch is split just the same, and the answer may be 0.
+    SGLang 0.5.23 splits off the trailing run of requests with one new token. The scheduler puts the decoding requests of a
+    MIXED batch there, but an EXTEND batch is split too, and the result may be 0.
 
     Raises:
-        ValueError: the mode is no prefill, the batch is speculative, or ``extend_seq_lens_cpu`` is missing.
+        ValueError: the mode is not a prefill, the batch is speculative, or ``extend_seq_lens_cpu`` is missing.
     """
     if not batch.forward_mode.is_prefill or batch.spec_info is not None:
         raise ValueError(
@@ -221,6 +224,6 @@ def _cu_seqlens_q(batch: ForwardBatch, cu_seqlens_k: Tensor) -> Tensor:
 
 
 def _swa_out_cache_loc(batch: ForwardBatch, pool: KVPool) -> Tensor:
-    """Return ``[num_tokens]`` int64; padding rows write to the sink."""
+    """Return each query row's slot in the sliding-window pool, ``[num_tokens]`` int64. Padding rows write to the sink."""
     padding = batch.num_tokens - batch.out_cache_loc.shape[0]
     return torch.nn.functional.pad(pool.swa_slots(batch.out_cache_loc), (0, padding))

@@ -1,4 +1,4 @@
-"""Quantised caches on the MHA backend: the dtypes of a call, the scales that count, and the write of e4m3 K and V.
+"""Quantised caches on the MHA backend: the dtypes of a call, the scales that it applies, and the write of e4m3 K and V.
 
 The rules are those of SGLang 0.5.23, `sglang/srt/layers/attention/trtllm_mha_backend.py`.
 """
@@ -14,14 +14,14 @@ from lab.metadata.engine.kv_cache import PagedKVCache, saturated_e4m3
 
 @dataclass(frozen=True)
 class CallDtypes:
-    """The dtypes of a call's tensors: the query is cast to `query` before the call, and `out` is written in `out`."""
+    """The dtypes that a call takes: the query is cast to dtype `query` before the call, and the output has dtype `out`."""
 
     query: torch.dtype
     out: torch.dtype
 
 
 def call_dtypes(call: AttentionCall, dtype: torch.dtype, kv_dtype: torch.dtype, *, trtllm_gen: bool) -> CallDtypes:
-    """Return the dtypes of a call's query and output, for a model's query (`forward_decode`, `forward_extend`).
+    """Return the dtypes of a call's query and output (`forward_decode`, `forward_extend`).
 
     ========  ==================  =============  =========
     cache     kernel              query          output
@@ -34,16 +34,16 @@ def call_dtypes(call: AttentionCall, dtype: torch.dtype, kv_dtype: torch.dtype, 
     other     any                 the model's    the model's
     ========  ==================  =============  =========
 
-    No scale goes with the cast, so that values beyond 448 saturate.
+    The cast has no scale, so that values beyond 448 saturate.
 
     Args:
         call: DECODE or CONTEXT.
-        dtype: of the model.
-        kv_dtype: of the cache; uint8 is NVFP4.
-        trtllm_gen: FlashInfer's trtllm-gen runs the call (SM100, SM103); else XQA and fmha_v2.
+        dtype: the model's dtype.
+        kv_dtype: the cache's dtype; uint8 is NVFP4.
+        trtllm_gen: FlashInfer's trtllm-gen runs the call (SM100, SM103); else XQA or fmha_v2.
 
     Raises:
-        ValueError: a context call over NVFP4 without trtllm-gen, which SGLang refuses when it starts.
+        ValueError: a context call over NVFP4 without trtllm-gen. SGLang refuses this configuration when it starts.
     """
     if kv_dtype == NVFP4:
         if not trtllm_gen and call is AttentionCall.CONTEXT:
@@ -56,8 +56,8 @@ def call_dtypes(call: AttentionCall, dtype: torch.dtype, kv_dtype: torch.dtype, 
 def counted_scale(scale: float, kv_dtype: torch.dtype) -> float:
     """Return the scale of a layer's K or V that a call over this cache applies (`_get_bmm_scales`, `_get_nvfp4_bmm_scales`).
 
-    A checkpoint may have scales although the cache is not quantised: its entries are not divided then, and no scale counts.
-    Over e4m3, a scale of 0 or below counts as 1.
+    A checkpoint may have scales although the cache is not quantised. The cache's entries are not divided then, and the result
+    is 1. Over e4m3, a scale of 0 or below is replaced by 1.
     """
     if kv_dtype == E4M3:
         return scale if scale > 0 else 1.0
@@ -74,24 +74,25 @@ def write_e4m3(
     v_scale: float = 1.0,
     query: Tensor | None = None,
 ) -> Tensor | None:
-    """Quantise K and V into an e4m3 cache, and the query with them, as SGLang's fused write does.
+    """Quantise K and V into an e4m3 cache, and the query too, as SGLang's fused write does.
 
     An element is its float32 value times the float32 reciprocal of the scale, rounded once and saturated at ±448
-    (`fused_fp8_qkv_kv_cache.cuh`). The write that is not fused divides in the model's dtype first, and so rounds twice
-    (`MHATokenToKVPool.set_kv_buffer`): context parallelism takes that one.
+    (`fused_fp8_qkv_kv_cache.cuh`). SGLang's other write divides in the model's dtype first and so rounds twice
+    (`MHATokenToKVPool.set_kv_buffer`); context parallelism uses it.
 
     Args:
-        cache: of e4m3.
+        cache: a cache of dtype e4m3.
         slots: ``[n]`` int64.
         k, v: ``[n, num_kv_heads, head_dim]`` in the model's dtype.
-        k_scale, v_scale: of the layer.
-        query: ``[n, num_qo_heads, head_dim]``, quantised without a scale; None where the kernel reads the model's dtype.
+        k_scale, v_scale: the layer's scales.
+        query: ``[n, num_qo_heads, head_dim]``, quantised without a scale; None if the kernel takes the query in the model's
+            dtype.
 
     Returns:
         The query in e4m3, or None without one.
 
     Raises:
-        TypeError: K and V are neither float16 nor bfloat16, or the cache is not of e4m3.
+        TypeError: K and V are neither float16 nor bfloat16, or the cache is not e4m3.
         ValueError: a shape differs from the cache's, or a scale is not positive.
     """
     if cache.storage.dtype != E4M3:

@@ -1,4 +1,6 @@
-"""The settings of an engine that its MHA calls carry, and the conditions of its split of a mixed batch (SGLang 0.5.23)."""
+"""The settings that an engine passes in its MHA calls, and the conditions under which it splits a mixed batch
+(SGLang 0.5.23).
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,17 +20,17 @@ class CallSettings:
     """Arguments that are the same in all calls of an engine (`trtllm_mha_backend.py`).
 
     Attributes:
-        multi_ctas_kv_counter_buffer: of the decode calls alone; from `lab.metadata.allocate_multi_ctas_kv_counters`, which
-            SGLang asks for ``(max_running_requests + 1) * max(1, speculative_num_draft_tokens)`` requests and the model's query
-            heads.
+        multi_ctas_kv_counter_buffer: passed to decode calls only. `lab.metadata.allocate_multi_ctas_kv_counters` makes it;
+            SGLang passes that function ``(max_running_requests + 1) * max(1, speculative_num_draft_tokens)`` requests and the
+            model's number of query heads.
         skip_softmax_decode, skip_softmax_prefill: ``skip_softmax_threshold_scale_factor`` of each call, from
             ``SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR`` and ``SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR``;
-            None skips nothing. It is an approximation, which no implementation of the lab takes: a number is refused.
-        decode_splits: most calls that a decode call is divided into, requests sorted by length
+            None skips nothing. Skipping is an approximation that no implementation of the lab supports: a number is refused.
+        decode_splits: into how many calls a decode call is divided at most, with requests sorted by length
             (``SGLANG_TRTLLM_MHA_DECODE_SEQ_LEN_SPLITS``); see `lab.metadata.mha.decode_split`.
 
     Raises:
-        TypeError, ValueError: `decode_splits` is no int, or below 1.
+        TypeError, ValueError: `decode_splits` is not an int, or below 1.
     """
 
     multi_ctas_kv_counter_buffer: Tensor | None = None
@@ -40,11 +42,11 @@ class CallSettings:
         check_int("decode_splits", self.decode_splits, 1, "1 leaves a decode call whole")
 
     def implementation(self, implementation: Any) -> Any:
-        """Return the implementation, or one that divides its decode calls."""
+        """Return the implementation, wrapped in `DecodeSplit` if decode calls are to be divided."""
         return implementation if self.decode_splits == 1 else DecodeSplit(implementation, self.decode_splits)
 
     def arguments(self, call: AttentionCall) -> dict[str, Any]:
-        """Return the keyword arguments that are set for a DECODE or CONTEXT call; a kernel need not know the other ones."""
+        """Return the keyword arguments that these settings add to a DECODE or CONTEXT call. Settings that are None add none."""
         is_decode = call is AttentionCall.DECODE
         threshold = self.skip_softmax_decode if is_decode else self.skip_softmax_prefill
         counters = self.multi_ctas_kv_counter_buffer if is_decode else None
@@ -55,12 +57,13 @@ class CallSettings:
 def splits_mixed_tail(
     query_dtype: torch.dtype, kv_dtype: torch.dtype, *, prefills_with_fmha_v2: bool = False, is_decoder: bool = True
 ) -> bool:
-    """Return True where the trailing one-token requests of an extend go to the decode call (`forward_extend`).
+    """Return True if an engine gives the trailing one-token requests of an extend to the decode call (`forward_extend`).
 
     Args:
-        query_dtype: of the call's query: e4m3 where the engine casts it for an e4m3 cache.
-        kv_dtype: of the cache. An NVFP4 one (uint8) is never split.
+        query_dtype: dtype of the call's query; e4m3 if the engine casts it for an e4m3 cache.
+        kv_dtype: dtype of the cache. A call over NVFP4 (uint8) is never split.
         prefills_with_fmha_v2: the GPU is SM90 or SM120, whose prefill kernel is fmha_v2.
-        is_decoder: the layer is causal self-attention (``AttentionType.DECODER``), and not an encoder's or cross-attention.
+        is_decoder: the layer is causal self-attention (``AttentionType.DECODER``), not an encoder layer and not
+            cross-attention.
     """
     return not prefills_with_fmha_v2 and is_decoder and query_dtype == kv_dtype and kv_dtype in TAIL_DTYPES

@@ -21,17 +21,16 @@ from lab.metadata.mla.quantised import mla_query_dtype
 
 @dataclass(frozen=True, eq=False)
 class TRTLLMMLABackend:
-    """Metadata and calls of SGLang's TRT-LLM MLA backend for the decode kernel, with any implementation of the call.
+    """Metadata and decode calls of SGLang's TRT-LLM MLA backend, with any implementation of the call.
 
-    A prefill has metadata and a call of its own: `lab.metadata.mla.metadata.build_mla_prefill_metadata` and
-    `lab.metadata.mla.calls.prepare_mla_prefill`.
+    For a prefill see `lab.metadata.mla.metadata.build_mla_prefill_metadata` and `lab.metadata.mla.calls.prepare_mla_prefill`.
 
     Attributes:
         implementation: any object with the function, such as `lab.references`; None for metadata alone.
-        attention: the keys that a draft step counts.
+        attention: decides which keys a draft step counts.
         draft_extend: the layout of the first draft extend's rows in a graph; see `MLAGraphMetadata`.
         dcp: the rank of decode context parallelism (DCP) whose metadata this backend builds; None without DCP.
-        query_dtype: that each query is cast to, if not the engine's choice.
+        query_dtype: the dtype to which each query is cast; None: the engine's choice.
     """
 
     supports_draft_extend_graph: ClassVar[bool] = True
@@ -68,14 +67,15 @@ class TRTLLMMLABackend:
         out: Tensor,
         padded_query: Tensor | None = None,
     ) -> Callable[[], Tensor]:
-        """Prepare a call as `Backend.prepare_attention` does. The metadata bounds the lengths; `max_context_len` is not used.
+        """Prepare one layer's attention (see `Backend.prepare_attention`). The metadata bounds the lengths: `max_context_len`
+        is unused.
 
         Args:
             padded_query: as in `prepare_mla_attention`.
 
         Raises:
-            ValueError: with `dcp`, because a rank's output is a part: `prepare_mla_dcp_attention` of
-                `lab.metadata.mla.context_parallel` calls and merges all ranks.
+            ValueError: the backend has a `dcp`. A rank's output is only a part: `prepare_mla_dcp_attention` of
+                `lab.metadata.mla.context_parallel` makes the calls of all ranks and merges them.
         """
         if self.dcp is not None:
             raise ValueError(

@@ -1,7 +1,7 @@
-"""The MLA backend's metadata in CUDA graphs: one block table for all modes and sizes, and lengths for each mode and size.
+"""The MLA backend's metadata in CUDA graphs: one block table for all modes and sizes, and lengths per mode and size.
 
-SGLang 0.5.23 keeps metadata by the captured size alone: a second mode that one backend captures at the same size takes the
-place of the first, or its tensors. Here the key is the mode and the size.
+SGLang 0.5.23 keeps metadata by the captured size only: if a backend captures two modes at the same size, the second replaces
+the first or its tensors. Here the key is the mode and the size.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,19 +37,20 @@ def new_block_table(
 ) -> Tensor:
     """Allocate the block table that a backend's captured modes and sizes share, as SGLang's `init_cuda_graph_state` does.
 
-    It is filled with -1 once. A replay writes its live pages. After them, pages of longer requests or other modes remain.
+    The table is filled with -1 once. A replay writes only its live pages, and leaves behind them what earlier replays wrote.
 
     Args:
-        modes: to be captured.
-        pool: whose tables are read, with pages of 32 or 64 tokens.
+        modes: the modes to be captured.
+        pool: the pool whose tables are read, with pages of 32 or 64 tokens.
         max_batch_size: the largest captured size.
         attention, draft_extend, dcp: as in `MLAGraphMetadata`.
 
     Returns:
-        ``[max_batch_size, width]`` int32, wide enough for the longest context and the rows of a mode that pads them.
+        ``[max_batch_size, width]`` int32, wide enough for the longest context and, in a mode that pads query rows, for its
+        padding.
 
     Raises:
-        ValueError: a pool, attention or size that the backend does not have.
+        ValueError: the backend does not support the pool, the attention or the size.
     """
     page_size = pool.page_size if dcp is None else dcp.page_size(pool)
     check_mla(pool, attention, page_size)
@@ -66,20 +67,20 @@ def _pads(mode: GraphMode, draft_extend: QueryLayout) -> bool:
 
 
 class MLAGraphMetadata:
-    """One mode's metadata for all captured sizes: leading rows of the backend's block table, and separate lengths per size.
+    """The metadata of one mode for all captured sizes: leading rows of the backend's block table, and lengths per size.
 
     Args:
-        mode: of the runner.
-        pool: whose tables are read.
-        block_kv_indices: from `new_block_table`.
-        attention: decides the keys that a draft step counts.
-        draft_extend: layout of the first draft extend's rows. PADDED is right for any numbers of accepted tokens. VIEW is what
-            SGLang 0.5.12 captures: rows end to end, viewed as ``num_tokens_per_req`` rows of every request, which is right only
-            if every request accepts that many tokens.
+        mode: the runner's mode.
+        pool: the pool whose tables are read.
+        block_kv_indices: the result of `new_block_table`.
+        attention: decides which keys a draft step counts.
+        draft_extend: layout of the first draft extend's rows. PADDED is right for any numbers of accepted tokens. VIEW is
+            SGLang 0.5.12's layout: all rows without gaps, viewed as ``num_tokens_per_req`` rows per request. It is right only
+            if every request accepts ``num_tokens_per_req`` tokens.
         dcp: the rank of decode context parallelism whose metadata this is; None without it.
 
     Attributes:
-        metadata: by captured size, made at the first access.
+        metadata: the metadata of each captured size, made at the first access.
     """
 
     def __init__(
@@ -126,10 +127,10 @@ class MLAGraphMetadata:
     def prepare(self, view: ForwardBatch) -> Callable[[], None]:
         """Return a call that rebuilds a captured size's metadata in place. It can be captured: the host reads nothing.
 
-        The boundaries and numbers of query rows are preset. The call writes them only where they vary.
+        The offsets and numbers of query rows are preset. The call writes them only if they vary from replay to replay.
 
         Args:
-            view: the batch of that size, over the runner's input buffers.
+            view: the batch of that size, whose tensors are the runner's input buffers.
         """
         metadata, pads = self.slices(view.batch_size), self.layout is QueryLayout.PADDED
         if self.dcp is not None:
@@ -147,7 +148,7 @@ def _copy_own(
     dcp: DecodeContextParallel,
     attention: DraftAttention,
 ) -> None:
-    """Build a rank's metadata anew, and copy its lengths and live pages into the buffers."""
+    """Build a rank's metadata, and copy its lengths and live pages into the buffers."""
     built = build_mla_dcp_metadata(view, pool, dcp, attention)
     assert metadata.global_seq_lens_k is not None
     assert built.global_seq_lens_k is not None
@@ -162,7 +163,7 @@ def _copy_own(
 
 
 def _write_padded(write: Callable[[], None], metadata: TRTLLMMLADecodeMetadata, rows: Tensor, page_size: int) -> None:
-    """Write the requests' lengths and pages, then add padding rows to lengths, and sink pages for them."""
+    """Write the requests' lengths and pages. Then add the padding rows to the lengths, and sink pages for these rows."""
     write()
     assert metadata.seq_lens_q is not None
     keys, table = metadata.seq_lens_k, metadata.block_kv_indices

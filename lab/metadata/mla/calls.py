@@ -22,17 +22,17 @@ from lab.metadata.mla.rows import dense_block, pad_draft_extend_query, unpad_dra
 class MLALayer:
     """The arguments that differ from layer to layer. Default sizes are DeepSeek-V3's.
 
-    Absorption multiplies queries by the key projection, so that they attend to the cache's latent entries directly. A decode
+    Absorption multiplies queries by the key projection, so that queries attend to the cache's latent entries directly. A decode
     runs after absorption, a prefill before it.
 
     Attributes:
-        softmax_scale: factor of Q·K^T before the cache's scale.
-        k_scale: divisor of the entries of an e4m3 cache, which are keys and values at once, and of a prefill's e4m3 keys. For
-            other caches it is not used, even if a checkpoint has one. SGLang 0.5.23 passes it for keys alone, and does not
-            divide where it writes the cache, which is right for 1 only.
+        softmax_scale: factor of Q·K^T, without the cache's scale.
+        k_scale: the number by which the entries of an e4m3 cache (keys and values at once) and a prefill's e4m3 keys are
+            divided. Over other caches it is not used, even if a checkpoint has one. SGLang 0.5.23 applies it to keys only and
+            does not divide when it writes the cache, which is right only for a scale of 1.
         kv_lora_rank, qk_rope_head_dim: elements of an entry's latent vector and rotary part.
         qk_nope_head_dim, v_head_dim: elements of a key without its rotary part, and of a value, before absorption.
-        v_scale: divisor of a prefill's e4m3 values.
+        v_scale: the number by which a prefill's e4m3 values are divided.
     """
 
     softmax_scale: float
@@ -61,9 +61,9 @@ def mla_call_arguments(
 
     Args:
         batch, metadata, layer: the forward pass and the layer.
-        query: ``[batch_size, max_seq_len_q, heads, kv_lora_rank + qk_rope_head_dim]``, from `mla_query`.
+        query: ``[batch_size, max_seq_len_q, heads, kv_lora_rank + qk_rope_head_dim]``, as `mla_query` returns it.
         cache: the layer's entries.
-        multi_ctas_kv_counter_buffer: from `allocate_multi_ctas_kv_counters`; None lets the kernel's adapter choose.
+        multi_ctas_kv_counter_buffer: a buffer of `allocate_multi_ctas_kv_counters`; None: the kernel's adapter chooses.
     """
     k_scale = layer.k_scale if cache.storage.dtype == E4M3 else 1.0
     return {
@@ -84,21 +84,21 @@ def mla_call_arguments(
 def mla_max_seq_len(mode: ForwardMode, metadata: TRTLLMMLADecodeMetadata) -> int:
     """Return the call's ``max_seq_len``: the metadata's bound, plus the query rows in verification and draft extend.
 
-    In an eager verification this counts the draft tokens twice, as SGLang does.
+    An eager verification counts the draft tokens twice, as SGLang does.
     """
     return metadata.max_seq_len_k + (0 if mode.query_rows is QueryRows.ONE else metadata.max_seq_len_q)
 
 
 def mla_query(metadata: TRTLLMMLADecodeMetadata, query: Tensor, padded: Tensor | None = None) -> Tensor:
-    """Return a pass's rows as ``[batch_size, max_seq_len_q, heads, head_dim]``: a view, or a padded copy.
+    """Return a pass's query rows as ``[batch_size, max_seq_len_q, heads, head_dim]``: a view, or a padded copy.
 
     Args:
-        metadata: its `query_layout` decides which.
+        metadata: its `query_layout` decides between view and copy.
         query: ``[num_tokens, heads, head_dim]``; rows after the requests' own are padding and left out.
-        padded: where a copy goes; a new tensor if None.
+        padded: the tensor for a copy; None: a new tensor.
 
     Raises:
-        ValueError: fewer rows than the metadata has, or a buffer of another shape.
+        ValueError: the query has fewer rows than the metadata says, or the buffer has another shape.
     """
     shape = (metadata.batch_size, metadata.max_seq_len_q, *query.shape[1:])
     num_rows = _num_rows(metadata)
@@ -126,19 +126,20 @@ def prepare_mla_attention(
     workspace_buffer: Tensor | None = None,
     multi_ctas_kv_counter_buffer: Tensor | None = None,
 ) -> Callable[[], Tensor]:
-    """Prepare one layer's attention on the decode kernel, as `lab.metadata.engine.backend.Backend.prepare_attention` does.
+    """Prepare one layer's attention on the decode kernel (see `lab.metadata.engine.backend.Backend.prepare_attention`).
 
     Args:
         implementation: any object with the function, such as `lab.references`.
-        batch, metadata, layer, cache: as there.
+        batch, metadata, layer, cache: as in `Backend.prepare_attention`.
         query: ``[num_tokens, heads, kv_lora_rank + qk_rope_head_dim]``.
         out: ``[num_tokens, heads, kv_lora_rank]``; each call fills the requests' own rows.
-        padded_query: a buffer for padded rows, of `query_dtype` if given, which passes may share; a new tensor if None.
-        query_dtype: each call casts the query to it (`lab.metadata.mla.quantised.mla_query_dtype`); None: no cast.
-        workspace_buffer, multi_ctas_kv_counter_buffer: for kernels that need one of the caller's.
+        padded_query: a buffer for padded rows, with dtype `query_dtype` if that is given. Passes may share it. None: a new
+            tensor.
+        query_dtype: the dtype to which each call casts the query (`lab.metadata.mla.quantised.mla_query_dtype`); None: no cast.
+        workspace_buffer, multi_ctas_kv_counter_buffer: the caller's buffers, for kernels that need them.
 
     Raises:
-        ValueError: more requests than the metadata has, or rows or buffers that do not fit it.
+        ValueError: the batch has more requests than the metadata, or a tensor or buffer does not fit the metadata.
     """
     if batch.batch_size > metadata.batch_size:
         raise ValueError(
@@ -191,19 +192,19 @@ def ragged_context_arguments(
 ) -> dict[str, Any]:
     """Return the keyword arguments of a prefill's call over its new tokens (`lab.calls.RaggedContextCall`).
 
-    ``return_lse`` is True if a request has a cached prefix, whose chunks (`lab.metadata.mla.prefix_chunks`) are merged by the
-    LSE, the log-sum-exp of the logits.
+    ``return_lse`` is True if a request has a cached prefix: the chunks of prefixes (`lab.metadata.mla.prefix_chunks`) are
+    merged by the LSE, the log-sum-exp of the logits.
 
     Args:
         batch, metadata, layer: the forward pass and the layer.
-        query, key: ``[num_tokens, heads, qk_nope_head_dim + qk_rope_head_dim]``, before absorption; rows after the requests'
-            own are left out.
-        value: ``[num_tokens, heads, v_head_dim]``. All three are e4m3 if the cache is
+        query, key: ``[num_tokens, heads, qk_nope_head_dim + qk_rope_head_dim]``, before absorption. Rows after the requests'
+            rows are left out.
+        value: ``[num_tokens, heads, v_head_dim]``. Query, key and value are e4m3 if the cache is
             (`lab.metadata.mla.quantised.quantised_prefill`).
-        num_keys: number of keys, of a call over other tokens than the new ones; None: the new tokens.
+        num_keys: number of keys of a call over a chunk of prefixes; None: the keys are the new tokens.
 
     Raises:
-        ValueError: the metadata falls back to other kernels, or a tensor of another shape.
+        ValueError: the metadata falls back to other kernels, or a tensor has another shape.
     """
     if metadata.fallback_to_flashinfer_impl:
         raise ValueError("the metadata falls back to FlashInfer's own ragged kernels: this call is not made")
@@ -252,20 +253,20 @@ def prepare_mla_prefill(
     out: Tensor | None = None,
     workspace_buffer: Tensor | None = None,
 ) -> Callable[[], Any]:
-    """Prepare one layer's attention over a prefill's new tokens: a call of FlashInfer's ragged context function.
+    """Prepare one layer's attention over a prefill's new tokens, with FlashInfer's ragged context call.
 
     Args:
         implementation: any object with the function, such as `lab.references`.
         batch, metadata, layer, query, key, value: as in `ragged_context_arguments`.
-        out: ``[num_tokens, heads, v_head_dim]``; each call fills the requests' own rows. A new tensor if None.
-        workspace_buffer: for kernels that want the caller's.
+        out: ``[num_tokens, heads, v_head_dim]``; each call fills the requests' own rows. None: a new tensor.
+        workspace_buffer: the caller's workspace, for kernels that take one.
 
     Returns:
         A call that returns the output of the requests' own rows, or (output, LSE) if a request has a cached prefix. The LSE is
         float32 ``[num_rows, heads]``, base 2. Contents of the tensors may change between calls.
 
     Raises:
-        ValueError: as `ragged_context_arguments`.
+        ValueError: `ragged_context_arguments` refuses the pass.
     """
     arguments = ragged_context_arguments(batch, metadata, layer, query, key, value)
     arguments |= {
@@ -276,7 +277,7 @@ def prepare_mla_prefill(
 
 
 def _num_rows(metadata: TRTLLMMLADecodeMetadata) -> int:
-    """Return the query rows that the pass reads and writes: `sum_seq_lens_q`, or those of equal requests."""
+    """Return how many query rows the pass reads and writes: `sum_seq_lens_q`, or ``max_seq_len_q`` per request."""
     if metadata.sum_seq_lens_q is not None:
         return metadata.sum_seq_lens_q
     return metadata.batch_size * metadata.max_seq_len_q

@@ -1,12 +1,13 @@
 """Decode context parallelism (DCP): each GPU of a group holds a part of every request's tokens, and all outputs are merged.
 
-* group, rank: the GPUs that share requests, and the number of one of them. Each GPU attends with all query heads.
+* group, rank: the GPUs that share requests, and the number of one GPU. Each GPU attends with all query heads.
 * owner: position p of a request belongs to rank p % size.
-* widened pool: what the engine allocates from. Its pages have ``size`` times the tokens of a GPU's page, so that slot s is row
-  s // size of rank s % size, and a page has one number on all GPUs.
+* widened pool: the pool from which the engine allocates. Its pages have ``size`` times as many tokens as a GPU's page. Slot s
+  is row s // size of rank s % size, and a page has the same number on all GPUs.
 
-SGLang 0.5.23: `_get_dcp_local_seq_lens`, `_fill_dcp_block_kv_indices` and `_forward_decode_dcp` of `trtllm_mla_backend.py`. Its
-ranks run at the same time and exchange their LSEs; here one process calls each rank's kernel in turn.
+The sources in SGLang 0.5.23 are `_get_dcp_local_seq_lens`, `_fill_dcp_block_kv_indices` and `_forward_decode_dcp` of
+`trtllm_mla_backend.py`. SGLang's ranks run at the same time and exchange their LSEs; here one process calls each rank's kernel
+in turn.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,10 +38,10 @@ from lab.metadata.mla.rows import merge_by_lse, without_keys
 
 @dataclass(frozen=True)
 class DecodeContextParallel:
-    """The place of a GPU in its group.
+    """The size of a group and the rank of one of its GPUs.
 
     Raises:
-        ValueError: a group of fewer than 2, or a rank that it does not have.
+        ValueError: the size is below 2, or the rank is out of range.
     """
 
     size: int
@@ -51,15 +52,15 @@ class DecodeContextParallel:
             raise ValueError(f"rank={self.rank} of size={self.size}: a group has 2 GPUs or more, ranks 0 to size - 1")
 
     def local_lens(self, lens: Tensor) -> Tensor:
-        """Return the number of each request's first ``lens`` tokens that this rank owns, as new int32."""
+        """Return how many of each request's first ``lens`` tokens this rank owns, as a new int32 tensor."""
         return ((lens - self.rank + self.size - 1) // self.size).clamp(min=0).to(torch.int32)
 
     def local_bound(self, most: int) -> int:
-        """Return the most tokens that this rank owns of a request of `most`; at least 1, as a kernel's schedule needs."""
+        """Return how many tokens of a request of length `most` this rank owns, at least 1, which a kernel's schedule needs."""
         return max((most - self.rank + self.size - 1) // self.size, 1)
 
     def page_size(self, pool: KVPool) -> int:
-        """Return the tokens of a GPU's page; raises ValueError if the pool is not widened for the group."""
+        """Return the number of tokens in a GPU's page. Raises ValueError if the pool is not widened for the group."""
         if pool.page_size % self.size:
             raise ValueError(
                 f"page_size={pool.page_size} is no multiple of the {self.size} GPUs: widen the pool's pages by their number"
@@ -72,18 +73,20 @@ def build_mla_dcp_metadata(
 ) -> TRTLLMMLADecodeMetadata:
     """Build one rank's metadata of an eager decode, draft step or verification (SGLang 0.5.23).
 
-    ``seq_lens_k`` are the rank's own keys of each request, perhaps none, and ``global_seq_lens_k`` all of them, as
-    `build_mla_decode_metadata` counts them. Column c of the table has ``req_to_token[request, rank + c * size * page_size] //
-    size // page_size`` for each page with a token of the rank, then -1. Its width is that of the whole request.
+    ``seq_lens_k`` has the number of keys of each request that the rank owns, perhaps 0. ``global_seq_lens_k`` has the number of
+    all keys, as `build_mla_decode_metadata` counts them. Column c of the table has ``req_to_token[request, rank + c * size *
+    page_size] // size // page_size`` for each page with a token of the rank, then -1. The table is wide enough for whole
+    requests.
 
     Args:
         batch: the forward pass, with the slots and lengths of the whole group.
         pool: the widened pool; a GPU's pages have 32 or 64 tokens.
-        dcp: the rank.
+        dcp: the group and the rank.
         attention: as in `build_mla_decode_metadata`.
 
     Raises:
-        ValueError: a mode with ``extend_seq_lens``, a pool that is not widened, or a missing host fact.
+        ValueError: the mode has ``extend_seq_lens``, the pool is not widened, or the batch lacks a number on the host that the
+            mode needs.
     """
     page_size = dcp.page_size(pool)
     check_mla(pool, attention, page_size)
@@ -117,25 +120,25 @@ def prepare_mla_dcp_attention(
     query_dtype: torch.dtype | None = None,
     workspace_buffer: Tensor | None = None,
 ) -> Callable[[], Tensor]:
-    """Prepare one layer's attention of a whole group: a call for each rank, whose outputs are merged by their LSEs.
+    """Prepare one layer's attention for a whole group: a call per rank, and the merge of all outputs by their LSEs.
 
-    The results of a rank without keys of a request are those of `without_keys`.
+    If a rank has no keys of a request, its results for the request are set by `without_keys`.
 
     Args:
         implementation: any object with the function, such as `lab.references`.
         batch, layer: the forward pass and the layer.
-        metadata: of each rank, in order.
+        metadata: the metadata of each rank, in order.
         query: ``[num_tokens, heads, kv_lora_rank + qk_rope_head_dim]``, all heads of the group.
-        cache: of all ranks.
+        cache: the cache of all ranks.
         out: ``[num_tokens, heads, kv_lora_rank]``, which each call fills.
         query_dtype: as in `lab.metadata.mla.calls.prepare_mla_attention`.
-        workspace_buffer: for kernels that need one of the caller's.
+        workspace_buffer: the caller's workspace, for kernels that need one.
 
     Returns:
-        A call as of `lab.metadata.engine.backend.Backend.prepare_attention`.
+        A call, as `lab.metadata.engine.backend.Backend.prepare_attention` returns it.
 
     Raises:
-        ValueError: several query rows per request, or not one metadata per rank.
+        ValueError: a request has several query rows, or there is not one metadata per rank.
     """
     if batch.forward_mode.query_rows is not QueryRows.ONE:
         raise ValueError(

@@ -1,6 +1,6 @@
 """Arguments of the TRT-LLM MLA kernels for every forward mode, as SGLang's TRTLLMMLABackend keeps them.
 
-Built without reading the device. `lab.metadata.mla.context_parallel` has decode context parallelism.
+They are built without reading the device. `lab.metadata.mla.context_parallel` adds decode context parallelism.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ COUNTER_BATCH_SIZE = 8192
 
 
 class QueryLayout(NamedEnum):
-    """The layout of the query rows in the kernel's ``[batch_size, max_seq_len_q, heads, head_dim]``."""
+    """How query rows become the kernel's ``[batch_size, max_seq_len_q, heads, head_dim]``."""
 
     VIEW = "view"  # a view of the rows: every request has the same number
     PADDED = "padded"  # each request's rows first, then rows of zeros, whose output is dropped
@@ -50,19 +50,22 @@ class TRTLLMMLADecodeMetadata:
     """The metadata that the MLA backend keeps for a pass on the decode kernel: decode, verification, draft extend.
 
     Attributes:
-        block_kv_indices: ``[batch_size, width]`` int32 with contiguous rows: the pages of each request, ``block_tables`` of the
-            call. In an eager pass -1 follows the live pages.
-        seq_lens_k: ``[batch_size]`` int32, ``seq_lens`` of the call: the keys of each request, a padded query's included.
-        max_seq_len_k: most keys of one request, a host bound: from the batch's host lengths, or the pool's ``max_context_len``
-            if it has none. The call adds the query rows of a verification or draft extend.
+        block_kv_indices: ``[batch_size, width]`` int32 with contiguous rows: the pages of each request (the call's
+            ``block_tables``). In an eager pass -1 follows the live pages.
+        seq_lens_k: ``[batch_size]`` int32, the keys of each request (the call's ``seq_lens``). If query rows are padded, the
+            padding counts.
+        max_seq_len_k: a bound of the keys of one request that the host knows: from the batch's host lengths, or else the pool's
+            ``max_context_len``. The call adds the query rows of a verification or draft extend.
         max_seq_len_q: query rows of each request, padding included.
         query_layout: how the query rows become ``[batch_size, max_seq_len_q, ...]``.
-        sum_seq_lens_q: query rows that the pass reads and writes: of an eager draft extend the requests' own; of a ragged
-            verification, and in a graph, with padding, whose output becomes zero; else None.
-        cu_seqlens_q: ``[batch_size + 1]`` int32, first query row of each request of those passes; else None.
-        seq_lens_q: ``[batch_size]`` int32, query rows of each request of those passes; else None.
-        global_seq_lens_k: ``[batch_size]`` int32, with decode context parallelism the keys of each request on all GPUs, of
-            which ``seq_lens_k`` are one GPU's; else None.
+        sum_seq_lens_q: how many query rows a draft extend or ragged verification reads and writes; None in other passes. An
+            eager draft extend counts the requests' rows. A ragged verification and a graph count padding too, and the padding's
+            output becomes zero.
+        cu_seqlens_q: ``[batch_size + 1]`` int32, first query row of each request in a draft extend or ragged verification; else
+            None.
+        seq_lens_q: ``[batch_size]`` int32, query rows of each request in a draft extend or ragged verification; else None.
+        global_seq_lens_k: ``[batch_size]`` int32, with decode context parallelism: the keys of each request on all GPUs, while
+            ``seq_lens_k`` counts one GPU's keys. Else None.
     """
 
     block_kv_indices: Tensor
@@ -88,7 +91,7 @@ class TRTLLMMLADecodeMetadata:
         return self.block_kv_indices
 
     def leading(self, batch_size: int) -> "TRTLLMMLADecodeMetadata":
-        """Return the slices of the first requests of a decode, which share the storage."""
+        """Return the metadata of a decode's first requests, as slices of the same storage."""
         return replace(
             self, block_kv_indices=self.block_kv_indices[:batch_size], seq_lens_k=self.seq_lens_k[:batch_size]
         )
@@ -96,7 +99,7 @@ class TRTLLMMLADecodeMetadata:
     def pass_buffers(
         self, seq_len_offset: int, query_rows: int | Tensor | None = None, out_cache_loc: Tensor | None = None
     ) -> PassBuffers:
-        """Return the part of a launch that writes this metadata, as `PassMetadata.pass_buffers`."""
+        """Return the `PassBuffers` with which a launch writes this metadata; see `PassMetadata.pass_buffers`."""
         return PassBuffers(
             cache_seqlens=self.seq_lens_k,
             cu_seqlens_q=None if query_rows is None else self.cu_seqlens_q,
@@ -113,8 +116,8 @@ class TRTLLMMLAPrefillMetadata:
     Attributes:
         max_seq_len: most new tokens of one request.
         cum_seq_lens: ``[batch_size + 1]`` int32, 0 and the running sum of ``seq_lens``, for queries and keys.
-        seq_lens: ``[batch_size]`` int32, new tokens of each request: its length without its cached prefix. SGLang keeps the
-            dtype of its lengths, int64 in production, but FlashInfer 0.7.2 reads them as int32.
+        seq_lens: ``[batch_size]`` int32, new tokens of each request, without its cached prefix. SGLang keeps the dtype of its
+            lengths, int64 in production, but FlashInfer 0.7.2 reads them as int32.
         fallback_to_flashinfer_impl: FlashInfer's own ragged kernels run instead.
     """
 
@@ -132,7 +135,7 @@ def build_mla_metadata(
     disable_chunked_prefix_cache: bool = False,
     in_prefill_graph: bool = False,
 ) -> TRTLLMMLADecodeMetadata | TRTLLMMLAPrefillMetadata:
-    """Build the metadata of one eager pass with the function for its mode, one of the two below."""
+    """Build the metadata of one eager pass, with `build_mla_prefill_metadata` or `build_mla_decode_metadata` by its mode."""
     if batch.forward_mode.is_prefill:
         return build_mla_prefill_metadata(
             batch, pool, disable_chunked_prefix_cache=disable_chunked_prefix_cache, in_prefill_graph=in_prefill_graph
@@ -155,32 +158,32 @@ def build_mla_decode_metadata(
     DRAFT_EXTEND, DRAFT_EXTEND_V2           seq_lens - extend_seq_lens + max(extend_seq_lens)   max(seq_lens)
     ======================================  ==================================================  =====================
 
-    Maxima are of ``seq_lens_cpu``; without it the pool's ``max_context_len`` stands for ``max(seq_lens)``.
+    Maxima are computed from ``seq_lens_cpu``. Without it, the pool's ``max_context_len`` replaces ``max(seq_lens)``.
 
-    If the requests of a draft extend differ in rows, the rows are padded to the longest request. The kernel takes the last row,
-    which may be padding, to be at the last key, so ``seq_lens_k`` counts padding rows too: the last line above. This holds for
-    both draft extends, and no number of rows is refused. SGLang pads a draft extend only if the number of requests does not
-    divide the number of rows: it views 2 + 4 rows of two requests as 3 + 3. The rows of a ragged verification are always padded
-    to d, as SGLang pads them (`forward_extend`).
+    If the requests of a draft extend differ in rows, the rows are padded to the longest request. The kernel assumes that the
+    last row, which may be padding, is at the last key. So ``seq_lens_k`` counts padding rows too, as the last line of the table
+    says. This holds for both draft extends, and no number of rows is refused. SGLang pads a draft extend only if the number of
+    requests does not divide the number of rows: it views 2 + 4 rows of two requests as 3 + 3. The rows of a ragged verification
+    are always padded to d, as SGLang pads them (`forward_extend`).
 
     SGLang adds d, not q, to the lengths of a TARGET_VERIFY, even if they differ (docs/evidence/forward_modes.md).
 
     Column c of the block table has ``req_to_token[request, c * page_size] // page_size`` for every page with a token of the
-    request, the sink for pages that only padding rows would read, and -1 after them. Where the sink is, SGLang has whatever
-    the request table holds. The width is `mla_block_table_width` of the most keys, padding rows included; SGLang takes it of
-    ``max_seq_len_k``. Pages of a length above the context are the sink.
+    request, then the sink for pages that only padding rows would read, and -1 after them. In place of the sink, SGLang has
+    whatever the request table holds. The width is `mla_block_table_width` of the largest number of keys, padding rows included;
+    SGLang computes it from ``max_seq_len_k``. Pages beyond the context are the sink.
 
     Args:
         batch: the forward pass.
         pool: the id spaces that its requests live in, on the same device, with pages of 32 or 64 tokens.
-        attention: which keys a draft step counts: MLA as SGLang does, or MLA_WITH_OFFSET.
+        attention: decides which keys a draft step counts: MLA as in SGLang, or MLA_WITH_OFFSET.
 
     Returns:
         Fresh tensors: later changes of the batch or the pool do not reach them.
 
     Raises:
-        ValueError: a prefill or PREBUILT, different devices, a pool or attention that the backend does not have, or a host
-            fact that the mode needs is missing.
+        ValueError: the mode is a prefill or PREBUILT, batch and pool are on different devices, the backend does not support the
+            pool or the attention, or the batch lacks a number on the host that the mode needs.
     """
     check_mla(pool, attention)
     check_attends(batch, pool)
@@ -222,10 +225,10 @@ def replan_outgrown(
     batch: ForwardBatch,
     build: Callable[[ForwardBatch], TRTLLMMLADecodeMetadata],
 ) -> TRTLLMMLADecodeMetadata:
-    """Return an eager pass's metadata, or ``build(batch)`` if the batch has more requests by now.
+    """Return an eager pass's metadata, or ``build(batch)`` if the batch has got more requests since it was built.
 
     SGLang builds the metadata of a draft extend, and of some verifications, before it pads the batch for data parallelism. Its
-    `forward_decode` and `forward_extend` (0.5.23) build it again if padding added requests, but not if it added rows alone.
+    `forward_decode` and `forward_extend` (0.5.23) build it again if padding added requests, but not if it only added rows.
     """
     return metadata if batch.batch_size <= metadata.batch_size else build(batch)
 
@@ -239,21 +242,21 @@ def build_mla_prefill_metadata(
 ) -> TRTLLMMLAPrefillMetadata:
     """Build the metadata of one eager EXTEND, MIXED, SPLIT_PREFILL or DLLM_EXTEND (SGLang 0.5.23).
 
-    The new tokens of a request attend to each other; cached prefixes are attended to in chunks, by calls of their own, and
-    merged by the LSE.
+    The new tokens of a request attend to each other. Separate calls attend to the cached prefixes in chunks, and the LSE merges
+    the results.
 
     Args:
         batch: the forward pass.
         pool: the id spaces that its requests live in, on the same device, with pages of 32 or 64 tokens.
         disable_chunked_prefix_cache: the server's setting: a batch with a cached prefix falls back to FlashInfer's kernels.
-        in_prefill_graph: the pass is captured in a prefill graph, which falls back always.
+        in_prefill_graph: the pass is captured in a prefill graph, which always falls back.
 
     Returns:
         Fresh tensors.
 
     Raises:
-        ValueError: another mode, different devices, a pool that the backend does not have, or a length that the mode needs is
-            missing.
+        ValueError: the mode is another, batch and pool are on different devices, the backend does not support the pool, or the
+            batch lacks a length that the mode needs.
     """
     check_mla(pool)
     check_attends(batch, pool)
@@ -272,10 +275,10 @@ def query_layout(rows: Sequence[int]) -> QueryLayout:
 
 
 def mla_block_table_width(max_len: int, page_size: int) -> int:
-    """Return the columns of the block table for requests of at most ``max_len`` tokens: whole blocks of 4,096 tokens.
+    """Return the columns of the block table for requests of at most ``max_len`` tokens, rounded up to blocks of 4,096 tokens.
 
     Raises:
-        ValueError: a page size that the backend does not have.
+        ValueError: the backend does not support the page size.
     """
     check_mla_page_size(page_size)
     return -(-max_len // BLOCK_TABLE_TOKENS) * (BLOCK_TABLE_TOKENS // page_size)
@@ -296,13 +299,13 @@ def check_mla(pool: KVPool, attention: DraftAttention = DraftAttention.MLA, page
 
 
 def multi_ctas_kv_counter_bytes(max_batch_size: int, num_qo_heads: int, sm_count: int) -> int:
-    """Return the bytes of trtllm-gen's counter buffer. CTAs that share a request count in it how many of them are done.
+    """Return the bytes of trtllm-gen's counter buffer, in which CTAs that share a request count how many have finished.
 
-    It has a counter of 4 bytes per request and head, at least one per SM, in a multiple of 8: FlashInfer 0.7.2's
+    It has a counter of 4 bytes per request and head, at least one per SM, rounded up to a multiple of 8: FlashInfer 0.7.2's
     `get_trtllm_gen_multi_ctas_kv_counter_bytes`. SGLang 0.5.23 asks for 8,192 requests, or more if its graphs hold more.
 
     Raises:
-        ValueError: a number below 1.
+        ValueError: an argument is below 1.
     """
     numbers = {"max_batch_size": max_batch_size, "num_qo_heads": num_qo_heads, "sm_count": sm_count}
     for name, number in numbers.items():
@@ -315,17 +318,18 @@ def multi_ctas_kv_counter_bytes(max_batch_size: int, num_qo_heads: int, sm_count
 def allocate_multi_ctas_kv_counters(
     max_batch_size: int, num_qo_heads: int, sm_count: int, device: torch.device | str
 ) -> Tensor:
-    """Allocate ``multi_ctas_kv_counter_buffer``: uint8 zeros. Kernels leave it zero, so one serves all calls of a stream.
+    """Allocate ``multi_ctas_kv_counter_buffer``, uint8 zeros. Kernels leave it zero, so that one buffer serves all calls of a
+    stream.
 
     Raises:
-        ValueError: a number below 1.
+        ValueError: an argument is below 1.
     """
     num_bytes = multi_ctas_kv_counter_bytes(max_batch_size, num_qo_heads, sm_count)
     return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
 
 def longest_request(batch: ForwardBatch, pool: KVPool) -> int:
-    """Return the largest of ``seq_lens``, or the pool's bound if the host does not know them."""
+    """Return the largest of ``seq_lens``, or the pool's ``max_context_len`` if the host does not know the lengths."""
     return pool.max_context_len if batch.seq_lens_cpu is None else max(batch.seq_lens_cpu, default=0)
 
 

@@ -1,11 +1,12 @@
-"""Attend to the cached prefixes of an MLA prefill in chunks: a call for each over dense keys and values, merged by the LSE.
+"""Attend to the cached prefixes of an MLA prefill in chunks: one call per chunk over dense keys and values, merged by the LSE.
 
-A prefill's new tokens attend to each other in one causal call. The keys and values of cached prefixes are projected from their
-entries in every layer, a chunk at a time, because they take memory. Each chunk has the same number of tokens of every request,
-in order, and none of a request whose prefix has ended.
+A prefill's new tokens attend to each other in one causal call. Every layer projects the keys and values of cached prefixes from
+the cache's entries. It does so chunk by chunk, to save memory. Each chunk has the same number of tokens of every request, in
+order, and no tokens of a request whose prefix has ended.
 
-SGLang 0.5.23: `prepare_chunked_prefix_cache_info` of `forward_batch_deepseek_mha_mixin.py` in `sglang/srt/model_executor/`, the
-call in `TRTLLMMLABackend.forward_extend`, the merge in `_chunked_prefix_attn_mha` of `forward_mha.py`.
+The sources in SGLang 0.5.23 are `prepare_chunked_prefix_cache_info` of `forward_batch_deepseek_mha_mixin.py` in
+`sglang/srt/model_executor/`, the call in `TRTLLMMLABackend.forward_extend`, the merge in `_chunked_prefix_attn_mha` of
+`forward_mha.py`.
 """
 
 from collections.abc import Callable
@@ -29,14 +30,14 @@ CHUNK_CAPACITY = 128 * 1024  # tokens of all requests in a chunk: SGLANG_MAX_KV_
 
 @dataclass(frozen=True, eq=False)
 class PrefixChunk:
-    """The cached tokens of one call.
+    """The cached tokens that one call reads.
 
     Attributes:
         seq_lens: ``[batch_size]`` int32, tokens of each request, 0 or more.
-        cum_seq_lens: ``[batch_size + 1]`` int32, 0 and their running sum.
+        cum_seq_lens: ``[batch_size + 1]`` int32, 0, then the running sum of ``seq_lens``.
         max_seq_len: most tokens of one request.
         kv_indices: ``[num_tokens]`` int32, slots of the tokens, request after request.
-        has_empty: True if a request has none: its rows are corrected after the call.
+        has_empty: True if a request has no token in the chunk: its rows are corrected after the call.
     """
 
     seq_lens: Tensor
@@ -47,15 +48,16 @@ class PrefixChunk:
 
 
 def plan_prefix_chunks(batch: ForwardBatch, pool: KVPool, capacity: int = CHUNK_CAPACITY) -> list[PrefixChunk]:
-    """Plan the chunks of a prefill's cached prefixes without reading the device; no chunks if no request has a prefix.
+    """Plan the chunks of a prefill's cached prefixes without reading the device. There is no chunk if no request has a prefix.
 
     Args:
         batch: a prefill.
         pool: the id spaces that its requests live in, on the same device.
-        capacity: most tokens of a chunk; each request gets ``capacity // batch_size`` of them.
+        capacity: most tokens of a chunk; each request gets ``capacity // batch_size`` tokens.
 
     Raises:
-        ValueError: another mode, a missing length, or a capacity below the number of requests (SGLang divides by 0 then).
+        ValueError: the mode is another, a length is missing, or the capacity is below the number of requests, for which SGLang
+            divides by 0.
     """
     check_attends(batch, pool)
     if not batch.forward_mode.is_prefill:
@@ -99,22 +101,22 @@ def prepare_prefix_chunk(
     *,
     workspace_buffer: Tensor | None = None,
 ) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Prepare one layer's attention of all new tokens over a chunk: every row sees all of its request's tokens there.
+    """Prepare one layer's attention of all new tokens over a chunk. A row sees all tokens of its request in the chunk.
 
-    The results of requests without a token in the chunk are those of `without_keys`.
+    If a request has no token in the chunk, `without_keys` sets its results.
 
     Args:
         implementation: any object with the function, such as `lab.references`.
         batch, metadata, layer, query: as in `lab.metadata.mla.calls.ragged_context_arguments`.
-        chunk: from `plan_prefix_chunks`.
+        chunk: a chunk of `plan_prefix_chunks`.
         key, value: ``[at least num_tokens of the chunk, heads, head_dim]``, before absorption, in the order of ``kv_indices``.
-        workspace_buffer: for kernels that need one of the caller's.
+        workspace_buffer: the caller's workspace, for kernels that need one.
 
     Returns:
         A call that returns the output of the requests' own rows, and the LSE: float32 ``[num_rows, heads]``, base 2.
 
     Raises:
-        ValueError: as `ragged_context_arguments`.
+        ValueError: `ragged_context_arguments` refuses the pass.
     """
     num_tokens = chunk.kv_indices.shape[0]
     arguments = ragged_context_arguments(batch, metadata, layer, query, key, value, num_keys=num_tokens) | {

@@ -12,15 +12,15 @@ from lab.metadata.mla.calls import MLALayer
 
 
 def mla_query_dtype(dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that the decode call's query is cast to: e4m3, unscaled, over an e4m3 cache (`forward_decode`).
+    """Return the dtype to which the decode call's query is cast: e4m3 over an e4m3 cache, without a scale (`forward_decode`).
 
     Args:
-        dtype: of the model.
-        kv_dtype: of the cache.
+        dtype: the model's dtype.
+        kv_dtype: the cache's dtype.
 
     Raises:
-        ValueError: a cache of 4 bits, which FlashInfer's MLA kernels do not read: SGLang converts all of it to the model's
-            dtype before each layer's call (`MLATokenToKVPoolFP4.get_key_buffer`).
+        ValueError: the cache has 4 bits, which FlashInfer's MLA kernels do not read. SGLang converts the whole cache to the
+            model's dtype before each layer's call (`MLATokenToKVPoolFP4.get_key_buffer`).
     """
     if kv_dtype == torch.uint8:
         raise ValueError("no MLA kernel reads a cache of 4 bits: convert it to the model's dtype first, as SGLang does")
@@ -30,7 +30,7 @@ def mla_query_dtype(dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.dtype:
 def quantised_prefill(layer: MLALayer, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return a prefill's query, key and value in e4m3, in the same shapes, for calls over an e4m3 cache (`_quantize_fp8_qkv`).
 
-    Keys and values are divided by the layer's scales, which the calls multiply by again. The query has no scale.
+    Keys and values are divided by the layer's scales, and the calls multiply by the same scales. The query has no scale.
     """
     scales = (1.0, layer.k_scale, layer.v_scale)
     query, key, value = (

@@ -1,6 +1,7 @@
-"""Copy query rows into a padded tensor and back, where requests differ in rows, and merge partial outputs.
+"""Copy query rows into a padded tensor and back, if requests differ in rows, and merge partial outputs.
 
-Nothing is read on the host, so all can be captured in a CUDA graph. Rows move as bytes: torch cannot gather every 8-bit float.
+The host reads nothing, so all functions can be captured in a CUDA graph. Rows move as bytes: torch cannot gather every 8-bit
+float.
 """
 
 import math
@@ -10,13 +11,13 @@ from torch import Tensor
 
 
 def pad_draft_extend_query(query: Tensor, seq_lens_q: Tensor, cu_seqlens_q: Tensor, padded: Tensor) -> Tensor:
-    """Copy each request's rows to the front of its own block, and zeros after them.
+    """Copy each request's rows to the front of its block, and write zeros after them.
 
     Args:
         query: ``[num_rows, heads, head_dim]``; rows after the last request's are padding.
         seq_lens_q: ``[batch_size]`` int32, rows of each request.
         cu_seqlens_q: ``[batch_size + 1]`` int32, first row of each request.
-        padded: ``[batch_size, max_seq_len_q, heads, head_dim]`` of the query's dtype, written whole.
+        padded: ``[batch_size, max_seq_len_q, heads, head_dim]`` in the query's dtype; every element is written.
 
     Returns:
         ``padded``.
@@ -36,12 +37,12 @@ def pad_draft_extend_query(query: Tensor, seq_lens_q: Tensor, cu_seqlens_q: Tens
 
 
 def unpad_draft_extend_output(padded: Tensor, cu_seqlens_q: Tensor, out: Tensor) -> Tensor:
-    """Copy each request's rows back to where they lie end to end; rows after the last request's become zero.
+    """Copy each request's rows from its padded block to `out`, without gaps. Rows after the last request's become zero.
 
     Args:
         padded: ``[batch_size, max_seq_len_q, heads, kv_lora_rank]``.
         cu_seqlens_q: ``[batch_size + 1]`` int32, first row of each request.
-        out: ``[num_rows, heads, kv_lora_rank]`` of the same dtype, written whole.
+        out: ``[num_rows, heads, kv_lora_rank]`` in the same dtype; every element is written.
 
     Returns:
         ``out``.
@@ -64,7 +65,8 @@ def unpad_draft_extend_output(padded: Tensor, cu_seqlens_q: Tensor, out: Tensor)
 
 
 def without_keys(out: Tensor, lse: Tensor, is_empty: Tensor) -> tuple[Tensor, Tensor]:
-    """Return an output of 0 and an LSE of -inf for rows that see no key, whatever the kernel wrote (`fixup_zero_kv_rows`).
+    """Set the output to 0 and the LSE to -inf in rows that see no key, whatever the kernel wrote (SGLang's
+    `fixup_zero_kv_rows`).
 
     Args:
         out: ``[num_rows, heads, head_dim]``.
@@ -86,10 +88,10 @@ def merge_by_lse(outs: Tensor, lses: Tensor) -> Tensor:
 
 
 def dense_block(buffer: Tensor, *shape: int) -> Tensor:
-    """Return the first elements of a buffer as a contiguous tensor of a shape.
+    """Return the first elements of a buffer as a contiguous tensor of the given shape.
 
-    SGLang 0.5.12 takes ``buffer[:batch_size, :max_seq_len_q]``, which has gaps where ``max_seq_len_q`` is below the buffer's
-    width, and its kernel writes as if there were none.
+    SGLang 0.5.12 takes ``buffer[:batch_size, :max_seq_len_q]``, which has gaps if ``max_seq_len_q`` is below the buffer's
+    width, but its kernel writes as if there were no gaps.
 
     Raises:
         ValueError: the buffer is too small.

@@ -1,8 +1,8 @@
-"""The draft extend of a speculative worker in CUDA graphs: its inputs, its forms of output, and the backends that have it.
+"""The draft extend of a speculative worker in CUDA graphs: its inputs, its forms of output, and the backends that support it.
 
 SGLang's change 25002 runs the draft model's catch-up on accepted tokens (``DRAFT_EXTEND_V2``) in a graph. Every request has the
-same number of rows, whatever was accepted; the worker wants one of them, that of the last accepted token. The graph's
-choice of rows has changed since; `DraftExtendOutput` names the choices.
+same number of rows, however many tokens were accepted. The worker needs only the row of the last accepted token. Which rows the
+graph returns has changed from release to release; `DraftExtendOutput` names the choices.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from lab.named_enum import NamedEnum
 
 
 class DraftExtendOutput(NamedEnum):
-    """The rows whose logits a draft extend computes. Each request has d rows, accept_lens of them accepted."""
+    """The rows whose logits a draft extend computes. Each request has d rows; accept_lens is the number of accepted rows."""
 
     ALL_ROWS = "all rows"  # SGLang 0.5.13, 0.5.14: logits and hidden states of all batch_size * d rows
     # The same, and the most probable token of each row, which nobody reads: what the body captured by 0.5.13 computes.
@@ -36,7 +36,8 @@ class DraftExtendOutput(NamedEnum):
 
 
 def selected_rows(accept_lens: Tensor, num_tokens_per_req: int) -> Tensor:
-    """Return the row of each request's last accepted token, i * d + accept_lens[i] - 1: int64 [batch_size]. No host read.
+    """Return the row of each request's last accepted token, i * d + accept_lens[i] - 1, int64 [batch_size]. The host reads
+    nothing.
 
     Args:
         accept_lens: int32 or int64 [batch_size], each from 1 to d.
@@ -48,13 +49,13 @@ def selected_rows(accept_lens: Tensor, num_tokens_per_req: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class DraftInputs:
-    """The inputs of a draft model besides its attention's metadata.
+    """The inputs of a draft model, without its attention's metadata.
 
     Attributes:
         input_ids: int64 [num_tokens].
-        hidden_states: [num_tokens, hidden_size], of the target model.
-        select_index: int64 [batch_size], the row that `DraftExtendOutput.SELECTED_ROW` takes for each request; other forms
-            do not read it.
+        hidden_states: [num_tokens, hidden_size], the target model's hidden states.
+        select_index: int64 [batch_size], the row of each request whose logits `DraftExtendOutput.SELECTED_ROW` computes; other
+            forms do not read it.
     """
 
     input_ids: Tensor
@@ -62,16 +63,17 @@ class DraftInputs:
     select_index: Tensor
 
     def first(self, batch_size: int, num_tokens: int) -> "DraftInputs":
-        """Return leading slices, which share the storage."""
+        """Return the inputs of the first requests and tokens, as slices of the same storage."""
         return DraftInputs(self.input_ids[:num_tokens], self.hidden_states[:num_tokens], self.select_index[:batch_size])
 
     def load(self, input_ids: Tensor, hidden_states: Tensor, select_index: Tensor | None = None) -> None:
-        """Copy a batch in. The rest of the buffers is left as it was: the engine does not reset it for padded rows.
+        """Copy a batch's inputs into the buffers. Later rows of the buffers are not written: the engine does not reset padded
+        rows.
 
-        Args: as the attributes, of at most as many rows.
+        The arguments are those of the class, with at most as many rows.
 
         Raises:
-            ValueError, TypeError: a shape or dtype that a copy would convert or broadcast without a word.
+            ValueError, TypeError: a tensor has a shape or dtype that a copy would broadcast or convert silently.
         """
         given = {"input_ids": input_ids, "hidden_states": hidden_states}
         if select_index is not None:
@@ -92,13 +94,13 @@ class DraftInputs:
 
 @dataclass(frozen=True, eq=False)
 class DraftOutputs:
-    """The outputs of a draft model, one row per query row or, with `DraftExtendOutput.SELECTED_ROW`, per request.
+    """The outputs of a draft model: a row per query row, or a row per request with `DraftExtendOutput.SELECTED_ROW`.
 
     Attributes:
         logits: float32 [num_rows, vocab_size].
         hidden_states: [num_rows, hidden_size].
-        topk_p, topk_index: float32 and int64 [num_rows, 1], the probability that a chain gives the most probable token, which
-            is 1, and that token; or None.
+        topk_p, topk_index: float32 and int64 [num_rows, 1], or None: the most probable token of each row, and the probability 1
+            that a chain gives it.
     """
 
     logits: Tensor
@@ -107,7 +109,7 @@ class DraftOutputs:
     topk_index: Tensor | None = None
 
     def first(self, num_rows: int) -> "DraftOutputs":
-        """Return leading slices, which share the storage."""
+        """Return the first rows, as slices of the same storage."""
         return DraftOutputs(
             self.logits[:num_rows],
             self.hidden_states[:num_rows],
@@ -119,9 +121,9 @@ class DraftOutputs:
 def supports_draft_extend_graph(backend: object) -> bool:
     """Return True if a backend declares that its draft extend may run in a CUDA graph.
 
-    SGLang decides by a list of classes, which every new backend has to be added to: Triton and TRT-LLM MLA in 0.5.12, TRT-LLM
-    MHA and Tokenspeed MLA besides in 0.5.13; in 0.5.23 Triton, TRT-LLM MLA and MHA, FlashInfer, QSA, DSA, DSV4,
-    FlashAttention and FlashMLA. Here the backend declares it, in an attribute of this function's name.
+    SGLang has a list of classes instead, and every new backend has to be added to it. In 0.5.12 the list is Triton and TRT-LLM
+    MLA; 0.5.13 adds TRT-LLM MHA and Tokenspeed MLA. In 0.5.23 it is Triton, TRT-LLM MLA and MHA, FlashInfer, QSA, DSA, DSV4,
+    FlashAttention and FlashMLA. Here the backend declares it in an attribute with this function's name.
 
     Args:
         backend: any object, or None for no draft-extend backend.
@@ -137,7 +139,7 @@ class DraftModel(Protocol):
         ...
 
     def new_outputs(self, form: DraftExtendOutput, max_batch_size: int, max_num_tokens: int) -> DraftOutputs:
-        """Return output buffers of a form."""
+        """Return output buffers for a form of output."""
         ...
 
     def prepare(
@@ -149,14 +151,14 @@ class DraftModel(Protocol):
         outputs: DraftOutputs,
         form: DraftExtendOutput,
     ) -> Callable[[], object]:
-        """Return a capturable call that reads `inputs`, writes K and V, and fills `outputs`."""
+        """Return a call that reads `inputs`, writes K and V, and fills `outputs`. It can be captured."""
         ...
 
 
 def model_body(
     backend: Backend[Any], model: DraftModel, inputs: DraftInputs, outputs: DraftOutputs, form: DraftExtendOutput
 ) -> Body:
-    """Return the body of a `GraphRunner` of any mode: the model on each size's slices of the buffers."""
+    """Return the body of a `GraphRunner` of any mode. It runs the model on slices of the buffers, for each captured size."""
 
     def body(view: ForwardBatch, metadata: Any) -> Callable[[], DraftOutputs]:
         read = inputs.first(view.batch_size, view.num_tokens)
@@ -176,17 +178,17 @@ class DraftExtendGraph:
     """Graphs of a draft model's ``DRAFT_EXTEND_V2`` for several batch sizes, as SGLang's draft-extend runner keeps them.
 
     Args:
-        backend: of the model's attention.
-        model: whose pass is captured.
-        pool: of the requests.
-        spec_info: says the width, as `GraphMode.draft_extend_v2` reads it.
-        batch_sizes: to capture.
+        backend: the attention backend of the model.
+        model: the model whose pass is captured.
+        pool: the pool that holds the requests.
+        spec_info: the number of rows per request, in the fields that `GraphMode.draft_extend_v2` reads.
+        batch_sizes: the sizes to capture.
         form: the rows that a replay returns.
-        place: where the metadata is rebuilt.
+        place: whether the metadata is rebuilt before the replay or inside the graph.
         disable_padding: run only batches of exactly a captured size.
 
     Raises:
-        ValueError: the backend does not declare `supports_draft_extend_graph`, or nothing says the width.
+        ValueError: the backend does not declare `supports_draft_extend_graph`, or `spec_info` has no width.
     """
 
     def __init__(
@@ -219,7 +221,7 @@ class DraftExtendGraph:
     def can_run(self, batch: ForwardBatch) -> bool:
         """Return True if a graph can run this pass: it has the captured width and fits a captured size.
 
-        A batch that leaves the width open (-1 here, 0 in SGLang) can run if it has the captured number of rows.
+        A batch without a width (-1 here, 0 in SGLang) can run if it has the captured number of rows.
         """
         bs, sizes = batch.batch_size, self.runner.captured
         stated = -1 if batch.spec_info is None else batch.spec_info.num_tokens_per_req
@@ -237,13 +239,14 @@ class DraftExtendGraph:
         """Run a batch, padded to a captured size.
 
         Padded rows keep the ids, hidden states and selected rows of earlier replays, as in SGLang. A selected row of request i
-        is one of its own, so what is left at i is always in range of any size that holds i.
+        lies in the request's own rows, so an index left from an earlier replay is valid in every size that holds request i.
 
         Args:
-            batch: that `can_run`.
+            batch: a batch for which `can_run` is True.
             input_ids: int64 [num_tokens].
             hidden_states: [num_tokens, hidden_size].
-            accept_lens: int32 or int64 [batch_size], 1 to d each, not read on the host; for SELECTED_ROW, and for it alone.
+            accept_lens: int32 or int64 [batch_size], 1 to d each; the host does not read it. Required for SELECTED_ROW, refused
+                for other forms.
 
         Returns:
             The outputs of the batch's own rows. With SELECTED_ROW `logits` are the graph's own buffer, and `hidden_states` a
@@ -251,7 +254,8 @@ class DraftExtendGraph:
             are the graph's own buffers. The next replay of any size overwrites the graph's buffers.
 
         Raises:
-            ValueError: the batch cannot run in a graph, or `accept_lens` is missing or would be ignored; nothing was copied.
+            ValueError: the batch cannot run in a graph, or `accept_lens` is missing or not allowed. Nothing has been copied
+                then.
         """
         if not self.can_run(batch):
             raise ValueError(

@@ -1,9 +1,9 @@
-"""The multi-step draft backends of TRT-LLM MHA and MLA: the metadata of every draft step, with and without dead work.
+"""The multi-step draft backends of TRT-LLM MHA and MLA: the metadata of every draft step, with and without unused work.
 
-A draft of ``speculative_num_steps`` steps runs the draft model one time less than that after its draft extend, so
-``speculative_num_steps - 1`` inner backends each want the metadata of one decode pass. SGLang's template for them first
-makes the ragged K/V lists that other backends read, and that these two ignore; change 26241 skips it for MLA. A frozen-KV
-draft has no draft extend and one backend: all its ``speculative_num_steps`` passes share one pass's metadata.
+A draft of ``speculative_num_steps`` steps begins with the draft extend and then runs the draft model ``speculative_num_steps -
+1`` times. Each of these runs has an inner backend, which needs the metadata of one decode pass. SGLang's common template first
+makes the ragged K/V lists that other backends read; these two backends ignore the lists, and change 26241 skips them for MLA. A
+frozen-KV draft has no draft extend and one backend: all its ``speculative_num_steps`` passes share one metadata.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ MOST_STEPS = 8  # of ``speculative_num_steps``
 
 
 class DraftPlan(NamedEnum):
-    """The launches that make a draft's metadata."""
+    """Which launches make a draft's metadata."""
 
     COMMON_TEMPLATE = "common template"  # the ragged lists of all steps, then one launch per step (before 26241)
     PER_STEP = "per step"  # one launch per step (after 26241)
@@ -39,7 +39,7 @@ class DraftStep:
     """The metadata that one draft step's backend receives.
 
     Attributes:
-        metadata: of the step's decode pass.
+        metadata: metadata of the step's decode pass.
         kv_indptr: ``[batch_size + 1]`` int32 and
         kv_indices: ``[tokens]`` int32, the ragged lists of the common template, which neither backend reads; or None.
     """
@@ -54,12 +54,13 @@ class MultiStepDraft:
     """A multi-step draft backend's configuration.
 
     Attributes:
-        attention: of the draft model.
-        speculative_num_steps: 2 to 8, one inner backend fewer than that; in a frozen-KV draft 1 to 8, and as many passes.
-        plan: the launches that make the metadata; nothing else depends on it. A frozen-KV draft has one launch either way, and
+        attention: the attention backend of the draft model.
+        speculative_num_steps: 2 to 8; there is one inner backend less. In a frozen-KV draft 1 to 8, the number of passes.
+        plan: which launches make the metadata. The metadata does not depend on it. A frozen-KV draft always has one launch and
             no common template.
-        topk: branches per request. The TRT-LLM backends draft chains, but in a frozen-KV draft, where branches are rows.
-        schedule: of the ragged lists' kernel, in the common template.
+        topk: branches per request. It is 1 (a chain) for the TRT-LLM backends, except in a frozen-KV draft, where branches are
+            rows.
+        schedule: schedule of the kernel that makes the ragged lists of the common template.
 
     Raises:
         ValueError: a number is out of range.
@@ -97,11 +98,11 @@ class MultiStepDraft:
 
 @dataclass(frozen=True, eq=False)
 class DraftBuffers:
-    """The buffers of a draft's metadata. Made once, they serve every batch up to their size.
+    """The buffers of a draft's metadata. They are allocated once and serve every batch up to their size.
 
     Attributes:
-        steps: metadata of ``max_batch_size`` requests, per step; in ONE_LAUNCH all steps have the same table, and in a
-            frozen-KV draft the same metadata, of ``max_batch_size * topk`` rows.
+        steps: metadata of ``max_batch_size`` requests for each step. With ONE_LAUNCH all steps have the same table. In a
+            frozen-KV draft all steps have the same metadata, of ``max_batch_size * topk`` rows.
         kv_indptr: ``[speculative_num_steps, max_batch_size + 1]`` int32, common template only.
         kv_indices: ``[speculative_num_steps, max_batch_size * max_context_len]`` int32, common template only.
     """
@@ -113,19 +114,20 @@ class DraftBuffers:
 
 @dataclass(frozen=True, eq=False)
 class PreparedDraft:
-    """Metadata of every step. Each call of `write` writes it anew from the batch's tensors."""
+    """The metadata of every step. Each call of `write` writes it again from the batch's tensors."""
 
     steps: tuple[DraftStep, ...]
     write: Callable[[], None]
 
 
 def allocate_draft(draft: MultiStepDraft, pool: KVPool, max_batch_size: int) -> DraftBuffers:
-    """Allocate buffers that stay, as an engine does for its CUDA graphs.
+    """Allocate the buffers of a draft once for all batches, as an engine does for its CUDA graphs.
 
-    Tables start as 0 (MHA) or -1 (MLA), and ``kv_indptr`` as 0; a table's dead cells later hold what was live once.
+    Tables start as 0 (MHA) or -1 (MLA), and ``kv_indptr`` as 0. Later, cells of a table that are not live hold values of
+    earlier batches.
 
     Raises:
-        ValueError: ``max_batch_size`` below 0, or a pool that the backend does not have.
+        ValueError: ``max_batch_size`` is below 0, or the backend does not support the pool.
     """
     check_pool(draft, pool)
     if max_batch_size < 0:
@@ -154,14 +156,14 @@ def prepare_draft(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buff
 
     Args:
         draft: the backend.
-        batch: a decode batch; ``seq_lens`` without the drafted tokens. Its host lengths are not needed: without them a
-            step's ``kv_indices`` is the whole row. Of a frozen-KV draft, one from
-            `lab.metadata.speculation.frozen_kv.frozen_kv_batch`.
-        pool: where its requests live.
-        buffers: from `allocate_draft` with the same draft and pool.
+        batch: a decode batch, whose ``seq_lens`` do not count the drafted tokens. Without host lengths, a step's ``kv_indices``
+            is the whole row. A frozen-KV draft takes a batch of `lab.metadata.speculation.frozen_kv.frozen_kv_batch`.
+        pool: the pool that holds the requests.
+        buffers: the result of `allocate_draft` for the same draft and pool.
 
     Raises:
-        ValueError: not a decode batch, larger than the buffers, on another device, or a pool that the backend does not have.
+        ValueError: the batch is not a decode batch, larger than the buffers or on another device, or the backend does not
+            support the pool.
         NotImplementedError: Triton does not run on the batch's device.
     """
     check_pool(draft, pool)
@@ -185,12 +187,12 @@ def prepare_draft(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buff
 
 
 def build_draft_steps(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool) -> tuple[DraftStep, ...]:
-    """Build every step's metadata in fresh buffers, as an eager pass of the engine does.
+    """Build every step's metadata in new buffers, as an eager pass of the engine does.
 
-    In the common template the ragged lists are cleared first, and each step gets a copy of its own.
+    With the common template, the ragged lists are cleared first, and each step gets its own copy.
 
     Raises:
-        ValueError, NotImplementedError: as `prepare_draft`.
+        ValueError, NotImplementedError: `prepare_draft` refuses the batch.
     """
     prepared = prepare_draft(draft, batch, pool, allocate_draft(draft, pool, batch.batch_size))
     prepared.write()
@@ -198,7 +200,7 @@ def build_draft_steps(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool) 
 
 
 def check_pool(draft: MultiStepDraft, pool: KVPool) -> None:
-    """Raise ValueError for a pool that the backend does not have."""
+    """Raise ValueError if the backend does not support the pool."""
     if draft.attention.is_mla:
         check_mla_page_size(pool.page_size)
     if pool.full_to_swa is not None and not draft.is_frozen_kv:
@@ -223,9 +225,9 @@ def _check_batch(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buffe
 
 
 def _steps(draft: MultiStepDraft, pool: KVPool, max_rows: int) -> Callable[[Tensor | None], PassMetadata]:
-    """Return a function that allocates a step's metadata with a given page table, or with a new one for None.
+    """Return a function that allocates a step's metadata. It takes the page table, or None for a new page table.
 
-    MHA's steps all have the same row boundaries.
+    All steps of MHA share one tensor of row offsets.
     """
     if not draft.attention.is_mla:
         boundaries = uniform_boundaries(max_rows, 1, pool.device)

@@ -1,4 +1,4 @@
-"""One speculative iteration's metadata, draft, verify and draft extend, in one launch."""
+"""The metadata of one speculative iteration (draft, verify and draft extend) in one launch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 
 @dataclass(frozen=True, eq=False)
 class PreparedIteration:
-    """Metadata of every pass of one iteration. Each call of `write` writes it anew from the batch's tensors.
+    """The metadata of every pass of one iteration. Each call of `write` writes it again from the batch's tensors.
 
     Attributes:
-        draft_steps: one decode pass each, lengths ``seq_lens + step + 1``.
-        target_verify: lengths ``seq_lens + d``.
-        draft_extend: DRAFT_EXTEND_V2; the same lengths, which its own batch's ``seq_lens`` already count.
-        write: one launch.
+        draft_steps: metadata of one decode pass per step, with lengths ``seq_lens + step + 1``.
+        target_verify: metadata of the verify pass, with lengths ``seq_lens + d``.
+        draft_extend: metadata of DRAFT_EXTEND_V2, with the same lengths; its own batch's ``seq_lens`` already count them.
+        write: writes all of it in one launch.
     """
 
     draft_steps: tuple[TRTLLMMHAMetadata, ...]
@@ -35,17 +35,17 @@ def prepare_iteration(
 ) -> PreparedIteration:
     """Allocate and prepare an iteration's metadata. A verify batch gives its requests, lengths and draft width.
 
-    Everything that it needs is known before the draft runs: no pass depends on which tokens are drafted or accepted.
+    All inputs of the metadata are known before the draft runs: no pass depends on which tokens are drafted or accepted.
 
     Args:
         verify: a TARGET_VERIFY batch; ``seq_lens`` stops at the last accepted token.
-        pool: request table and slots, which draft and target share in SGLang, each with caches of its own; without
-            sliding-window pages.
-        speculative_num_steps: one draft step more than decode passes.
-        share_table: one page table for all passes, whose pages are the same. It then has the pages of the longest.
+        pool: the request table and slots, without sliding-window pages. In SGLang draft and target share them, and each has its
+            own caches.
+        speculative_num_steps: number of draft steps; the draft has one decode pass less.
+        share_table: use one page table for all passes, because their pages are the same. It has the pages of the longest pass.
 
     Raises:
-        ValueError: another mode or device, a pool with sliding-window pages, or an empty batch.
+        ValueError: the batch has another mode or device or is empty, or the pool has sliding-window pages.
         NotImplementedError: Triton does not run on the batch's device.
     """
     check_attends(verify, pool)

@@ -10,10 +10,10 @@ from lab.named_enum import NamedEnum
 
 
 class VerifyMaskForm(NamedEnum):
-    """The keys that have a cell in the mask; each request has d draft tokens.
+    """Which keys have a cell in the mask. Each request has d draft tokens.
 
-    FULL, as SGLang 0.5.13 and 0.5.14 allocate it: for a request of L tokens a block ``[d, L + d]``, the blocks end to
-    end. QLEN_ONLY, as SGLang 0.5.23 allocates it where no kernel reads the mask: a block ``[d, d]``, draft tokens alone.
+    FULL: a request of L tokens has a block ``[d, L + d]``, and the blocks lie end to end, as in SGLang 0.5.13 and 0.5.14.
+    QLEN_ONLY: a block is ``[d, d]``, only draft tokens, as in SGLang 0.5.23 if no kernel reads the mask.
     """
 
     FULL = "full"
@@ -25,13 +25,14 @@ class VerifyMask:
     """A mask buffer for any batch of up to ``max_batch_size`` requests.
 
     Attributes:
-        buffer: bool, one dimension, a byte per cell, ``verify_mask_cells`` of the largest batch and its upper bound.
-        form: what the cells stand for.
-        max_batch_size, num_draft_tokens, max_context_len: the sizes that it was made for.
+        buffer: bool, one dimension, one byte per cell, with `verify_mask_cells` cells for the largest batch and the longest
+            lengths.
+        form: which keys have a cell.
+        max_batch_size, num_draft_tokens, max_context_len: the sizes for which the buffer was made.
 
     Raises:
         TypeError: the buffer is not bool.
-        ValueError: the buffer has another shape than these sizes need.
+        ValueError: the buffer's shape does not fit these sizes.
     """
 
     buffer: Tensor
@@ -74,8 +75,8 @@ def verify_mask_cells(
         form: FULL has ``d * seq_lens_sum + batch_size * d * d`` cells, QLEN_ONLY ``batch_size * d * d``.
         batch_size, num_draft_tokens: requests, and d.
         max_context_len: most tokens of one request, without its draft tokens.
-        seq_lens_sum: tokens of all requests if the host knows them. None for the upper bound, every request at
-            ``max_context_len``, which is also what a buffer for all steps needs.
+        seq_lens_sum: tokens of all requests, if the host knows the number. None: every request has ``max_context_len`` tokens,
+            the size of a buffer for all steps.
 
     Raises:
         ValueError: a size is negative, or ``seq_lens_sum`` is above its upper bound.
@@ -110,22 +111,22 @@ def preallocate_verify_mask(
     skip_prefill: bool = False,
     is_draft_runner: bool = False,
 ) -> VerifyMask | None:
-    """Allocate a zero-filled buffer for all later steps, so that no step needs ``seq_lens_sum`` to allocate one.
+    """Allocate a zero-filled buffer for all later steps, so that no step needs ``seq_lens_sum`` to allocate a buffer.
 
     FULL takes ``max_num_tokens * (max_context_len + d)`` bytes with ``max_num_tokens = max_batch_size * d``, QLEN_ONLY
     ``max_batch_size * d * d``: 134,221,824 and 4,096 for 256 requests, 4 draft tokens and 131,072 tokens of context.
 
     Args:
-        form: what the cells stand for.
-        max_batch_size, max_context_len: what it must hold.
+        form: which keys have a cell.
+        max_batch_size, max_context_len: most requests of a batch, and most tokens of a request.
         num_draft_tokens: d; None or 0 without speculation.
-        device: where the buffer lies.
-        skip_prefill: the backend belongs to draft steps, which verify nothing.
-        is_draft_runner: the backend is any of a draft model's, its draft extend's too: SGLang 0.5.23 takes the mask of the
-            target's alone (`maybe_create_verify_mask`), and 0.5.14 allocated one for both.
+        device: device of the buffer.
+        skip_prefill: the backend belongs to draft steps, which do not verify.
+        is_draft_runner: the backend belongs to a draft model, for its steps or its draft extend. SGLang 0.5.23 uses only the
+            target's mask (`maybe_create_verify_mask`); 0.5.14 allocated one for target and draft.
 
     Returns:
-        None if there is nothing to verify: no draft tokens, ``skip_prefill`` or ``is_draft_runner``.
+        The mask; None if the backend does not verify: no draft tokens, ``skip_prefill`` or ``is_draft_runner``.
 
     Raises:
         ValueError: a size is negative.
@@ -138,10 +139,11 @@ def preallocate_verify_mask(
 
 
 def fill_verify_mask(mask: VerifyMask, batch_size: int) -> None:
-    """Set the buffer to True, the start of building a tree: building it clears only what a draft token must not see.
+    """Set the whole buffer to True. Building a tree begins so: it then clears only the keys that a draft token must not see.
 
-    All of it, however small the batch, as SGLang does: without the lengths the host cannot say where a FULL batch ends. 0.5.13
-    fills a FULL mask in every step although TRT-LLM's kernel reads none; 0.5.23 fills a FULL one only for kernels that do.
+    The whole buffer is set for a small batch too, as in SGLang: without the lengths the host does not know where a FULL batch
+    ends. SGLang 0.5.13 fills a FULL mask in every step although TRT-LLM's kernel reads no mask; 0.5.23 fills it only for
+    kernels that read it.
 
     Raises:
         ValueError: the batch does not fit.
@@ -155,18 +157,18 @@ def fill_verify_mask(mask: VerifyMask, batch_size: int) -> None:
 
 
 def write_chain_mask(mask: VerifyMask, seq_lens: Tensor) -> None:
-    """Write the mask of a chain of drafts (top-k 1): each draft token sees the prefix, those before it, and itself.
+    """Write the mask of a chain of drafts (top-k 1): each draft token sees the prefix, the draft tokens before it, and itself.
 
-    FULL writes one block ``[d, L + d]`` per request, L columns of True and then a lower triangle; QLEN_ONLY only the
-    triangle. The places are computed on the device: the host reads nothing, so a length above ``max_context_len`` cannot
-    be refused here.
+    FULL writes one block ``[d, L + d]`` per request, L columns of True and then a lower triangle; QLEN_ONLY only the triangle.
+    The cells' indices are computed on the device. The host reads nothing, so a length above ``max_context_len`` cannot be
+    refused.
 
     Args:
-        mask: written in place; see `fill_verify_mask` for what else is set.
+        mask: written in place. Cells after the blocks are not written; see `fill_verify_mask`.
         seq_lens: ``[batch_size]`` int32 or int64 on the mask's device, tokens of each request without its drafts.
 
     Raises:
-        ValueError: another device, or the batch does not fit.
+        ValueError: the lengths are on another device, or the batch does not fit.
     """
     if seq_lens.device != mask.buffer.device:
         raise ValueError(f"seq_lens is on {seq_lens.device} but the mask on {mask.buffer.device}: use one device")
@@ -183,15 +185,15 @@ def write_chain_mask(mask: VerifyMask, seq_lens: Tensor) -> None:
 
 
 def pack_tree_mask(parents: Tensor, out: Tensor | None = None) -> Tensor:
-    """Pack the decode call's draft mask of trees: a draft token sees itself and its ancestors. Reads nothing on the host.
+    """Return the decode call's packed draft mask of trees, in which a draft token sees itself and its ancestors.
 
     Args:
-        parents: ``[batch_size, d]`` int32 or int64: the draft token that each one follows; -1, or any number outside 0 … d - 1,
-            for one that follows the last accepted token. In any order: a parent may come after its child.
+        parents: ``[batch_size, d]`` int32 or int64: the draft token that each draft token follows; -1, or any number outside 0
+            … d - 1, if it follows the last accepted token. A parent may come after its child.
         out: uint16 ``[batch_size, d, 2 * ceil(d / 32)]`` to write to.
 
     Returns:
-        ``out``, or a fresh one; bit b of word w of row j set: row j sees draft token 16 w + b.
+        ``out``, or a new tensor. If bit b of word w of row j is set, row j sees draft token 16 w + b. The host reads nothing.
     """
     batch_size, d = parents.shape
     words = mask_words(d)

@@ -1,4 +1,4 @@
-"""Backends of the plan stream: a plan loads a captured size's inputs and rebuilds its metadata, of chains and of trees."""
+"""Backends of the plan stream, for chains and for trees. A plan loads a captured size's inputs and rebuilds its metadata."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,16 +24,16 @@ class CapturedVerify(VerifyBackend):
     """Static inputs and metadata of the captured sizes. A plan loads and rebuilds them before a graph is replayed.
 
     Args:
-        pool: of the requests.
+        pool: the pool that holds the requests.
         num_draft_tokens: d, query rows of each request.
-        batch_sizes: captured ones, in any order; a batch is padded to the smallest that holds it.
-        attention: makes the metadata's buffers: of TRT-LLM MHA, with or without sliding-window pages, or of MLA, whose kernel
-            takes no mask.
-        mask: of the calls, for ``max(batch_sizes)`` requests as in `PlannedVerify`; None for causal rows.
+        batch_sizes: the captured sizes, in any order. A batch is padded to the smallest size that holds it.
+        attention: the backend that makes the metadata's buffers: TRT-LLM MHA, with or without sliding-window pages, or MLA,
+            whose kernel takes no mask.
+        mask: the mask of the calls, for ``max(batch_sizes)`` requests, as in `PlannedVerify`; None: rows are causal.
 
     Raises:
-        ValueError: no size, a number below 1, or a pool that the backend does not have.
-        NotImplementedError: the fused builder, where Triton does not run.
+        ValueError: there is no size, a number is below 1, or the backend does not support the pool.
+        NotImplementedError: the builder is the fused one, and Triton does not run here.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ChainVerify(CapturedVerify):
 
     Args:
         pool, num_draft_tokens, batch_sizes, attention: as in `CapturedVerify`.
-        verify_mask: a buffer for the mask that building a tree fills, so that no draft allocates one; no kernel reads it.
+        verify_mask: a buffer for the mask that building a tree fills, so that no draft allocates it. No kernel reads it.
     """
 
     fix_up = FixUp.NONE
@@ -110,18 +110,18 @@ class ChainVerify(CapturedVerify):
         super().__init__(pool, num_draft_tokens, batch_sizes, attention)
 
     def get_verify_buffers_to_fill_after_draft(self) -> VerifyBuffers:
-        """Return ``[tree mask, positions]``: the mask's buffer if there is one; this backend keeps no positions."""
+        """Return ``[tree mask, None]``. The tree mask is None if there is no buffer; this backend keeps no positions."""
         return [None if self.verify_mask is None else self.verify_mask.buffer, None]
 
 
 class TreeMaskVerify(CapturedVerify):
-    """Verification of trees: the metadata of a chain, and a mask by which each draft token sees its ancestors.
+    """Verification of trees. The metadata is that of a chain, and a mask lets each draft token see only its ancestors.
 
-    Until a draft fills them, all rows hold a chain, padded rows too.
+    Until a draft fills `parents`, each request's tree is a chain, also in padded rows.
 
     Attributes:
-        parents: ``[max_batch_size, d]`` int64, filled by the draft: see `pack_tree_mask`.
-        mask: uint16 ``[max_batch_size, d, 2 * ceil(d / 32)]``, written after the draft.
+        parents: ``[max_batch_size, d]`` int64, which the draft fills; see `pack_tree_mask`.
+        mask: uint16 ``[max_batch_size, d, 2 * ceil(d / 32)]``, which the fix-up writes after the draft.
     """
 
     fix_up = FixUp.AFTER_DRAFT
