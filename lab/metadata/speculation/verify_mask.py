@@ -164,7 +164,7 @@ def write_chain_mask(mask: VerifyMask, seq_lens: Tensor) -> None:
     refused.
 
     Args:
-        mask: written in place. Cells after the blocks are not written; see `fill_verify_mask`.
+        mask: written in place; `fill_verify_mask` first sets its whole buffer.
         seq_lens: ``[batch_size]`` int32 or int64 on the mask's device, tokens of each request without its drafts.
 
     Raises:
