@@ -12,7 +12,7 @@ from lab.metadata import ForwardMode, KVLayout, build_mha_metadata
 from lab.metadata.mha.calls import AttentionLayer, plan_calls, prepare_attention
 from lab.metadata.mha.context_parallel import prepare_zigzag, why_not_zigzag, zigzag_shard
 from lab.workloads.inputs.expected_metadata import wrong_shard
-from tests.metadata.mha_cases import Case, build
+from tests.metadata.batches import Case, build
 
 EXTEND = Case(ForwardMode.EXTEND, (40, 17, 64), new_lens=(9, 17, 8), num_padding_rows=2)
 

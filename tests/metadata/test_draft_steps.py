@@ -26,7 +26,7 @@ from lab.metadata.speculation.draft_steps import (
 )
 from lab.references.forward_metadata import ForwardMetadata, forward_metadata
 from tests.devices import DEVICES, IN_INTERPRETER, ON_GPU, graph_of, synchronisation_is_an_error
-from tests.metadata.mha_cases import assert_live_cells_right, assert_live_pages_right
+from tests.metadata.batches import assert_live_cells_right, assert_live_pages_right
 
 POISON = -77
 RANDOM_BATCHES, CASES_PER_BATCH = 60, 36  # random cases in so many tests, so that a failure is one of few

@@ -15,7 +15,7 @@ from lab.metadata.speculation.draft_steps import DraftPlan, MultiStepDraft, buil
 from lab.metadata.speculation.frozen_kv import frozen_kv_batch
 from lab.references.forward_metadata import forward_metadata
 from tests.devices import DEVICES
-from tests.metadata.mha_cases import Case, assert_live_cells_right, build
+from tests.metadata.batches import Case, assert_live_cells_right, build
 
 LENS = (15, 16, 17, 64)  # of which one more token would need another page: 16 and 64
 CASE = Case(ForwardMode.DECODE, LENS, host_seq_lens=True)

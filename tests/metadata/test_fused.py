@@ -10,7 +10,7 @@ from lab.metadata import ForwardBatch, ForwardMode, KVPool, TRTLLMMHAMetadata
 from lab.metadata.mha.buffers import allocate_mha_metadata, fused_mha_metadata, prepare_mha_metadata
 from lab.references.forward_metadata import forward_metadata
 from tests.devices import DEVICES, IN_INTERPRETER, ON_GPU, graph_of, synchronisation_is_an_error
-from tests.metadata.mha_cases import (
+from tests.metadata.batches import (
     EXTENDS,
     PAGE_SIZES,
     Case,

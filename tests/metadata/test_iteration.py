@@ -9,7 +9,7 @@ from lab.metadata import ForwardBatch, ForwardMode, KVPool, SpecInfo
 from lab.metadata.speculation.iteration import prepare_iteration
 from lab.references.forward_metadata import forward_metadata
 from tests.devices import DEVICES, ON_GPU, graph_of, synchronisation_is_an_error
-from tests.metadata.mha_cases import Case, assert_live_cells_right, build
+from tests.metadata.batches import Case, assert_live_cells_right, build
 
 ROWS = 4
 VERIFY = Case(ForwardMode.TARGET_VERIFY, (20, 33, 47, 96), new=ROWS, sliding_window=False)

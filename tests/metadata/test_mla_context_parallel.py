@@ -19,9 +19,9 @@ from lab.metadata.mla.context_parallel import (
 from lab.metadata.mla.rows import merge_by_lse
 from lab.references.forward_metadata import mla_dcp_metadata
 from tests.devices import DEVICES
+from tests.metadata.batches import Case, build, mla_truth
 from tests.metadata.host_reads import ForbidHostReads
-from tests.metadata.mha_cases import Case, build
-from tests.metadata.mla_cases import HEADS, LAYER, MLA_WITH_OFFSET, RANK, ROPE, dense_attention, own_keys
+from tests.metadata.served import HEADS, LAYER, MLA_WITH_OFFSET, RANK, ROPE, latent_attention
 
 RANKS = [DecodeContextParallel(size, rank) for size in (2, 3, 4) for rank in range(size)]
 PASSES = [(ForwardMode.DECODE, 0), (ForwardMode.DECODE, 3), (ForwardMode.TARGET_VERIFY, 4)]
@@ -44,7 +44,7 @@ def test_a_ranks_metadata(dcp: DecodeContextParallel, mode: ForwardMode, new: in
     batch, pool = widened(dcp, mode, new)
     with ForbidHostReads():
         got = build_mla_dcp_metadata(batch, pool, dcp, MLA_WITH_OFFSET)
-    keys = [own_keys(batch, MLA_WITH_OFFSET, i) for i in range(batch.batch_size)]
+    keys = mla_truth(batch, pool, MLA_WITH_OFFSET).seen_lens
     assert got.global_seq_lens_k is not None
     assert got.global_seq_lens_k.tolist() == keys
     for i, row in enumerate(batch.req_pool_indices.tolist()):
@@ -107,7 +107,7 @@ def test_attention_of_a_group(size: int) -> None:
     metadata = [build_mla_dcp_metadata(batch, pool, DecodeContextParallel(size, rank)) for rank in range(size)]
     out = torch.empty(len(rows), HEADS, RANK, dtype=torch.float64)
     prepare_mla_dcp_attention(lab.references, batch, metadata, LAYER, query, cache, out=out)()
-    expected = torch.cat([dense_attention(query[i : i + 1], history) for i, history in enumerate(histories)])
+    expected = torch.cat([latent_attention(query[i : i + 1], history) for i, history in enumerate(histories)])
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
 
 

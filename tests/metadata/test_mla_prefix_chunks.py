@@ -14,8 +14,8 @@ from lab.metadata.mla.calls import MLALayer, prepare_mla_prefill
 from lab.metadata.mla.prefix_chunks import plan_prefix_chunks, prepare_prefix_chunk
 from lab.metadata.mla.rows import merge_by_lse
 from lab.references.forward_metadata import mla_prefix_chunks
+from tests.metadata.batches import EXTENDS, Case, build
 from tests.metadata.host_reads import ForbidHostReads
-from tests.metadata.mha_cases import EXTENDS, Case, build
 
 HEADS, QK, V = 2, 6, 4
 

@@ -19,7 +19,7 @@ from lab.metadata.mla.calls import (
     ragged_context_arguments,
 )
 from lab.metadata.mla.quantised import mla_query_dtype, quantised_prefill
-from tests.metadata.mha_cases import Case, build
+from tests.metadata.batches import Case, build
 
 BF16 = torch.bfloat16
 LAYER = MLALayer(0.25, 0.5, v_scale=2.0, kv_lora_rank=64, qk_rope_head_dim=16, qk_nope_head_dim=20, v_head_dim=24)

@@ -36,7 +36,7 @@ from lab.metadata.speculation.verify_plan import ChainVerify, TreeMaskVerify
 from lab.references import trtllm_batch_decode_with_kv_cache
 from lab.references.forward_metadata import forward_metadata
 from tests.cases import pack_mask, seen_keys
-from tests.metadata.mha_cases import assert_live_cells_right
+from tests.metadata.batches import assert_live_cells_right
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 16

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lab.metadata import KVPool, TRTLLMMLADecodeMetadata
-from tests.metadata.mla_cases import HEADS, LAYER, RANK, ROPE
+from tests.metadata.served import HEADS, LAYER, RANK, ROPE
 from tests.metadata.sglang import mha
 
 BACKEND = "sglang.srt.layers.attention.trtllm_mla_backend"

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from lab.metadata import ForwardMode, build_mha_metadata
 from lab.metadata.mha.context_parallel import why_not_zigzag, zigzag_shard
-from tests.metadata.mha_cases import Case, build
+from tests.metadata.batches import Case, build
 from tests.metadata.sglang.mha import NAMES, REAL, assert_same_live_pages, new_backend, server_batch
 from tests.metadata.sglang.wheel import sglang_modules
 from tests.metadata.test_context_parallel import dealt_cases

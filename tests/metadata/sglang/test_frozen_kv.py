@@ -15,7 +15,7 @@ from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.mha.buffers import MHAGraphMetadata
 from lab.metadata.speculation.frozen_kv import frozen_kv_batch
 from tests.devices import IN_INTERPRETER
-from tests.metadata.mha_cases import Case, build
+from tests.metadata.batches import Case, build
 from tests.metadata.sglang.mha import NAMES, REAL, assert_same, new_backend, server_batch
 from tests.metadata.sglang.wheel import sglang_modules
 

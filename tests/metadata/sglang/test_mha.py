@@ -15,7 +15,7 @@ from lab.metadata.engine.graph_inputs import GraphMode, StaticInputs
 from lab.metadata.mha.buffers import MHAGraphMetadata
 from lab.metadata.mha.calls import AttentionLayer, call_arguments, plan_calls
 from tests.devices import IN_INTERPRETER
-from tests.metadata.mha_cases import Case, build, drawn_cases
+from tests.metadata.batches import Case, build, drawn_cases
 from tests.metadata.sglang.mha import (
     NAMES,
     REAL,

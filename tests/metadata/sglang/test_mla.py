@@ -40,8 +40,8 @@ from lab.metadata.mla.quantised import quantised_prefill
 from lab.metadata.mla.rows import merge_by_lse
 from lab.metadata.speculation.verify_mask import VerifyMaskForm, preallocate_verify_mask
 from tests.devices import IN_INTERPRETER
-from tests.metadata.mha_cases import Case, build, drawn_cases
-from tests.metadata.mla_cases import HEADS, LAYER, MLA, RANK, ROPE, Engine, Served, own_keys
+from tests.metadata.batches import Case, build, drawn_cases, mla_truth, of_mla
+from tests.metadata.served import HEADS, LAYER, MLA, RANK, ROPE, Engine, Served
 from tests.metadata.sglang.mha import server_batch
 from tests.metadata.sglang.mla import (
     BACKEND,
@@ -67,10 +67,6 @@ def sglang() -> Iterator[Load]:
         yield load
 
 
-def of_mla(case: Case) -> Case:
-    return replace(case, page_size=64 if case.page_size > 32 else 32, max_context_len=600, sliding_window=False)
-
-
 ATTENDING = drawn_cases().map(of_mla).filter(lambda case: case.mode is not ForwardMode.DRAFT_EXTEND and case.total_lens)
 
 
@@ -88,7 +84,7 @@ def test_eager_passes(sglang: Load, case: Case) -> None:
         assert ours.cum_seq_lens.tolist() == theirs.cum_seq_lens.tolist()
         assert ours.seq_lens.tolist() == theirs.seq_lens.tolist()
         return
-    own = [own_keys(batch, MLA, i) for i in range(batch.batch_size)]
+    own = mla_truth(batch, pool, MLA).seen_lens
     assert_same(build_mla_decode_metadata(batch, pool), backend.forward_decode_metadata, pool.page_size, own)
 
 
@@ -124,7 +120,7 @@ def test_replays(sglang: Load, mode: GraphMode) -> None:
         served, admitted = engine.serve(mode, totals, news)
         runner.replay(served.batch)
         backend.init_forward_metadata_out_graph(server_batch(sglang, captured.view))
-        own = [own_keys(captured.view, MLA, i) for i in range(MAX_BATCH_SIZE)]
+        own = mla_truth(captured.view, engine.pool, MLA).seen_lens
         assert_same(captured.metadata, backend.decode_cuda_graph_metadata[MAX_BATCH_SIZE], engine.pool.page_size, own)
         engine.release(admitted)
 
@@ -219,7 +215,7 @@ def test_padding_that_outgrew_the_metadata(sglang: Load, mode: GraphMode) -> Non
     theirs = attend(backend, server, query, engine.cache.storage.flatten(0, 1))
     early = build_mla_decode_metadata(served.batch, engine.pool)
     metadata = replan_outgrown(early, batch, partial(build_mla_decode_metadata, pool=engine.pool))
-    own = [own_keys(batch, MLA, i) for i in range(batch.batch_size)]
+    own = mla_truth(batch, engine.pool, MLA).seen_lens
     assert_same(metadata, backend.forward_decode_metadata, engine.pool.page_size, own)
     ours = torch.full_like(theirs, 9.0)
     prepare_mla_attention(lab.references, batch, metadata, LAYER, query, engine.cache, out=ours)()

@@ -13,7 +13,7 @@ from lab.metadata import ForwardMode, KVLayout, build_mha_metadata
 from lab.metadata.engine.kv_cache import NVFP4KVCache
 from lab.metadata.mha.calls import AttentionLayer, attention_call, call_arguments, plan_calls
 from lab.metadata.mha.quantised import CallDtypes, call_dtypes
-from tests.metadata.mha_cases import Case, build
+from tests.metadata.batches import Case, build
 from tests.metadata.sglang.mha import BACKEND, NAMES, REAL, new_backend, server_batch
 from tests.metadata.sglang.wheel import sglang_modules
 

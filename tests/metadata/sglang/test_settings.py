@@ -16,7 +16,7 @@ from lab.metadata.mha.calls import AttentionLayer, plan_calls
 from lab.metadata.mha.quantised import call_dtypes
 from lab.metadata.mha.settings import CallSettings, splits_mixed_tail
 from tests.devices import IN_INTERPRETER
-from tests.metadata.mha_cases import EXTENDS, Case, build, drawn_cases
+from tests.metadata.batches import EXTENDS, Case, build, drawn_cases
 from tests.metadata.sglang.mha import NAMES, REAL, assert_same, calls_of, new_backend, server_batch
 from tests.metadata.sglang.wheel import sglang_modules
 

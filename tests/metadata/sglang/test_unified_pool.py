@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lab.metadata import ForwardBatch, ForwardMode, KVPool, build_mha_metadata
 from lab.metadata.engine.lengths import pad_requests
 from tests.devices import IN_INTERPRETER
-from tests.metadata.mha_cases import MODES, Case, build, drawn_cases
+from tests.metadata.batches import MODES, Case, build, drawn_cases
 from tests.metadata.sglang.mha import NAMES, REAL, assert_same, new_backend, server_batch
 from tests.metadata.sglang.wheel import sglang_modules
 

@@ -1,18 +1,14 @@
-"""What the tests of MLA's metadata share: the truth in loops, and batches whose entries were written token by token."""
+"""Batches whose latent entries were written token by token, and attention over the histories that never saw a page."""
 
-import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lab.metadata import DraftAttention, ForwardBatch, ForwardMode, KVPool, PagedLatentCache, SpecInfo
-from lab.metadata.engine.forward_mode import QueryRows, UncountedTokens
+from lab.metadata.engine.forward_mode import UncountedTokens
 from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.mla.calls import MLALayer
-from lab.references.forward_metadata import key_length, live_pages, query_length
-from tests.metadata.mha_cases import DRAFT_EXTENDS, Case
 
 MLA, MLA_WITH_OFFSET = DraftAttention.MLA, DraftAttention.MLA_WITH_OFFSET
 PAGE_SIZES = [32, 64]
@@ -20,66 +16,9 @@ HEADS, RANK, ROPE = 3, 8, 4
 LAYER = MLALayer(0.4, kv_lora_rank=RANK, qk_rope_head_dim=ROPE, qk_nope_head_dim=6, v_head_dim=5)
 
 
-def decode_cases(page_size: int) -> list[Case]:
-    """Every mode on the decode kernel, at lengths that offsets and padding carry over a page boundary."""
-    p = page_size
-    lens = (p + 1, 2 * p, 3 * p - 1, 3 * p + 1)
-    common: dict[str, Any] = {"page_size": p, "max_context_len": 5 * p - 3, "sliding_window": False}
-    return [
-        Case(ForwardMode.DECODE, lens, **common),
-        Case(ForwardMode.IDLE, lens, **common),
-        Case(ForwardMode.IDLE, (), **common),
-        *[Case(ForwardMode.DECODE, lens, new=step + 1, **common) for step in range(3)],
-        Case(ForwardMode.TARGET_VERIFY, lens, new=1, **common),
-        Case(ForwardMode.TARGET_VERIFY, lens, new=4, **common),
-        Case(ForwardMode.TARGET_VERIFY, (), new=4, **common),
-        *[Case(ForwardMode.RAGGED_VERIFY, lens, new_lens=(3, 1, 4, 2), new=draft, **common) for draft in (4, 6)],
-        Case(ForwardMode.RAGGED_VERIFY, lens, new_lens=(4, 4, 4, 4), new=4, num_padding_rows=2, **common),
-        Case(ForwardMode.RAGGED_VERIFY, (), new=4, **common),
-        *[Case(mode, lens, new_lens=(3, 1, 4, 2), **common) for mode in DRAFT_EXTENDS],
-        *[Case(mode, lens, new_lens=(4, 4, 4, 4), num_padding_rows=2, **common) for mode in DRAFT_EXTENDS],
-        *[Case(mode, (), **common) for mode in DRAFT_EXTENDS],
-    ]
-
-
-def own_keys(batch: ForwardBatch, attention: DraftAttention, i: int) -> int:
-    """Tokens of request i that its last real row sees: those of MHA, but for MLA's draft steps."""
-    is_step = batch.forward_mode.query_rows is QueryRows.ONE and batch.spec_info is not None
-    return int(batch.seq_lens[i]) if is_step and attention is MLA else key_length(batch, i)
-
-
-def told_keys(batch: ForwardBatch, attention: DraftAttention, i: int, width: int) -> int:
-    """`seq_lens_k` of request i where its rows lie in front of a block of so many."""
-    padding = width - query_length(batch, i) if batch.forward_mode.query_rows.in_extend_seq_lens else 0
-    return own_keys(batch, attention, i) + padding
-
-
-def table_row(pool: KVPool, row: int, own: int, told: int) -> list[int]:
-    """Live cells: the request's own pages, then the sink where a padded query looks."""
-    pages = live_pages(row, own, pool)
-    return pages + [0] * (math.ceil(max(told, 0) / pool.page_size) - len(pages))
-
-
-def assert_live_part_right(
-    got: Any, batch: ForwardBatch, pool: KVPool, attention: DraftAttention, width: int
-) -> list[list[int]]:
-    """Lengths and live cells against the loops; returns what lies after each row's live cells."""
-    told = [told_keys(batch, attention, i, width) for i in range(batch.batch_size)]
-    assert (got.seq_lens_k.dtype, got.seq_lens_k.tolist()) == (torch.int32, told)
-    assert got.max_seq_len_q == width
-    assert got.block_kv_indices.dtype == torch.int32
-    assert got.block_kv_indices.stride(1) == 1
-    tails = []
-    for i, cells in enumerate(got.block_kv_indices.tolist()):
-        live = table_row(pool, int(batch.req_pool_indices[i]), own_keys(batch, attention, i), told[i])
-        assert cells[: len(live)] == live, f"live cells of request {i}"
-        tails.append(cells[len(live) :])
-    return tails
-
-
 @dataclass(frozen=True, eq=False)
 class Served:
-    """A batch whose cache was written token by token, and what attention over its histories gives.
+    """A batch whose cache was written token by token, and the attention over its histories.
 
     Attributes:
         query: float64 [num_tokens, HEADS, RANK + ROPE].
@@ -90,13 +29,15 @@ class Served:
     query: Tensor
     expected: Tensor
 
+    def assert_right(self, out: Tensor) -> None:
+        torch.testing.assert_close(out[: len(self.expected)], self.expected, rtol=1e-12, atol=1e-12)
+
 
 class Engine:
     """A pool with shuffled pages of which every token's entry is known, and what was never written is huge."""
 
-    def __init__(
-        self, page_size: int = 32, *, num_requests: int = 6, max_context_len: int = 150, seed: int = 0
-    ) -> None:
+    def __init__(self, page_size: int = 32, *, max_context_len: int = 150, seed: int = 0) -> None:
+        num_requests = 6
         pages = num_requests * -(-max_context_len // page_size) + 3
         self.pool = KVPool(
             num_requests=num_requests,
@@ -138,7 +79,7 @@ class Engine:
         host_lengths: bool = False,
         num_padding_rows: int = 0,
     ) -> tuple[Served, list[int]]:
-        """A batch over new requests of so many tokens, the last `news` of them this pass's; and the requests' rows.
+        """Return a batch over new requests of these lengths, the last `news` tokens of each being this pass's; and their rows.
 
         In verification seq_lens leaves out the new tokens, in draft step s the last s + 1.
         """
@@ -168,16 +109,22 @@ class Engine:
         expected, first = [], 0
         for row, total, new in zip(rows, totals, news, strict=True):
             seen = total - uncounted if step is not None and attention is MLA else total
-            expected.append(dense_attention(query[first : first + new], self.history[row][:seen]))
+            expected.append(latent_attention(query[first : first + new], self.history[row][:seen]))
             first += new
         return Served(batch, query, torch.cat(expected)), rows
 
 
-def dense_attention(query: Tensor, entries: Tensor) -> Tensor:
-    """Causal, one row at a time; the last row sees all entries. [rows, HEADS, RANK + ROPE] -> [rows, HEADS, RANK]."""
+def latent_attention(query: Tensor, entries: Tensor) -> Tensor:
+    """Return [rows, HEADS, RANK] of rows [rows, HEADS, RANK + ROPE] over one request's entries."""
+    keys = entries.unsqueeze(1).expand(-1, HEADS, -1)
+    return causal_attention(query, keys, keys[..., :RANK], LAYER.softmax_scale)
+
+
+def causal_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Attend one row at a time over [tokens, heads, dim]; the last row sees all keys."""
     out = []
     for j, row in enumerate(query):
-        seen = entries[: len(entries) - len(query) + j + 1]
-        weights = torch.softmax(LAYER.softmax_scale * row @ seen.T, dim=-1)
-        out.append(weights @ seen[:, :RANK])
+        seen = len(keys) - len(query) + j + 1
+        weights = torch.softmax(scale * torch.einsum("hd,khd->hk", row, keys[:seen]), dim=-1)
+        out.append(torch.einsum("hk,khd->hd", weights, values[:seen]))
     return torch.stack(out)

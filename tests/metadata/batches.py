@@ -1,15 +1,15 @@
 """Batches of every forward mode in numbers, and what the tests of their metadata share."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lab.metadata import ForwardBatch, ForwardMode, KVPool, SpecInfo
-from lab.references.forward_metadata import ForwardMetadata
+from lab.metadata import DraftAttention, ForwardBatch, ForwardMode, KVPool, SpecInfo
+from lab.references.forward_metadata import ForwardMetadata, MLAForwardMetadata, mla_forward_metadata
 
 PAGE_SIZES = [16, 32, 64, 128]
 MODES = [mode for mode in ForwardMode if mode is not ForwardMode.PREBUILT]
@@ -103,29 +103,40 @@ def boundary_lengths(page_size: int, smallest: int, largest: int) -> list[int]:
     return sorted(length for length in around | {smallest, largest} if smallest <= length <= largest)
 
 
-def all_modes(page_size: int = 16) -> list[Case]:
-    """One case per mode and kind of batch, with lengths that an offset carries over a page boundary."""
+def all_modes(page_size: int = 32) -> list[Case]:
+    """Return the kinds of batch of each mode, at lengths that offsets and padding carry over a page boundary."""
     p = page_size
-    lens = (p + 1, 2 * p, 3 * p - 1, 3 * p + 1)
-    common: dict[str, Any] = {"page_size": p, "max_context_len": 5 * p - 3}
-    cases = [
-        Case(ForwardMode.DECODE, lens, **common),
-        Case(ForwardMode.RAGGED_VERIFY, lens, (3, 1, 4, 2), 4, **common),
-        Case(ForwardMode.IDLE, (), **common),
-        Case(ForwardMode.IDLE, lens, **common),
-        *[Case(ForwardMode.DECODE, lens, new=step + 1, **common) for step in range(4)],
-        Case(ForwardMode.IDLE, (), new=1, **common),
-        Case(ForwardMode.TARGET_VERIFY, lens, new=1, **common),
-        Case(ForwardMode.TARGET_VERIFY, lens, new=4, **common),
-        Case(ForwardMode.TARGET_VERIFY, (), new=4, **common),
-        Case(ForwardMode.DRAFT_EXTEND, lens, new_lens=(3, 1, 4, 2), **common),
-        Case(ForwardMode.DRAFT_EXTEND_V2, lens, new_lens=(4, 4, 4, 4), **common),
-        Case(ForwardMode.DRAFT_EXTEND_V2, lens, new_lens=(4, 4, 4, 4), num_padding_rows=4, **common),
+    lens, equal, unequal = (p + 1, 2 * p, 3 * p - 1, 3 * p + 1), (4, 4, 4, 4), (3, 1, 4, 2)
+    verify, ragged = ForwardMode.TARGET_VERIFY, ForwardMode.RAGGED_VERIFY
+
+    def of(
+        mode: ForwardMode, totals: Sequence[int] = lens, news: Sequence[int] = (), new: int = 0, padding: int = 0
+    ) -> Case:
+        return Case(mode, tuple(totals), tuple(news), new, p, 5 * p - 3, num_padding_rows=padding)
+
+    return [
+        *[of(mode, totals) for mode in (ForwardMode.DECODE, ForwardMode.IDLE) for totals in (lens, ())],
+        *[of(ForwardMode.DECODE, new=step + 1) for step in range(4)],
+        of(ForwardMode.IDLE, (), new=1),
+        *[of(verify, totals, new=new) for totals, new in ((lens, 1), (lens, 4), ((), 4))],
+        *[of(ragged, lens, unequal, most) for most in (4, 6)],
+        *[of(ragged, lens, equal, 4, padding=2), of(ragged, (), new=4)],
+        *[
+            of(mode, lens, rows, padding=padding)
+            for mode in DRAFT_EXTENDS
+            for rows, padding in ((unequal, 0), (equal, 4))
+        ],
+        *[of(mode, lens, rows) for mode in EXTENDS for rows in (lens, (p + 1, 3, p, 1))],
+        *[of(mode, lens, (p + 1, 3, p, 1), padding=5) for mode in EXTENDS],
+        *[of(mode, ()) for mode in DRAFT_EXTENDS + EXTENDS],
     ]
-    for mode in EXTENDS:
-        cases.append(Case(mode, lens, new_lens=lens, **common))
-        cases.append(Case(mode, lens, new_lens=(p + 1, 3, p, 1), num_padding_rows=5, **common))
-    return cases
+
+
+def of_mla(case: Case) -> Case:
+    """Return the case with pages that the MLA backend has, of 32 or 64 tokens, and no sliding window."""
+    page_size = 64 if case.page_size > 32 else 32
+    longest = max(*case.total_lens, 4 * page_size, case.max_context_len)
+    return replace(case, page_size=page_size, max_context_len=longest, sliding_window=False, evict_before=0)
 
 
 def label(case: Case) -> str:
@@ -197,12 +208,12 @@ def assert_same(a: Any, b: Any) -> None:
 
 
 def assert_live_cells_right(got: Any, expected: ForwardMetadata, dead: int | None = None) -> None:
-    """Hold metadata to the reference's, what lies after the live pages to `dead` if that is given.
+    """Compare metadata with the reference's; what follows the live pages is `dead` unless that is None.
 
     Args:
         got: TRTLLMMHAMetadata.
         expected: of the same pass.
-        dead: what the tables' tails still hold.
+        dead: what the tables' tails hold.
     """
     assert got.max_seq_len_q == expected.max_seq_len_q
     _assert_equals("cache_seqlens_int32", got.cache_seqlens_int32, torch.int32, expected.cache_seqlens)
@@ -214,6 +225,23 @@ def assert_live_cells_right(got: Any, expected: ForwardMetadata, dead: int | Non
     else:
         assert_live_pages_right(got.swa_page_table, expected.swa_page_table, dead)
         _assert_equals("swa_out_cache_loc", got.swa_out_cache_loc, torch.int64, expected.swa_out_cache_loc)
+
+
+def mla_truth(
+    batch: ForwardBatch, pool: KVPool, attention: DraftAttention, block: int | None = None
+) -> MLAForwardMetadata:
+    counts_draft = attention is DraftAttention.MLA_WITH_OFFSET
+    return mla_forward_metadata(batch, pool, counts_draft=counts_draft, block=block)
+
+
+def assert_mla_live_cells_right(got: Any, expected: MLAForwardMetadata, dead: int | None = None) -> None:
+    """Compare the lengths, rows and live pages of TRTLLMMLADecodeMetadata with the reference's; `dead` as above."""
+    assert got.max_seq_len_q == expected.max_seq_len_q
+    _assert_equals("seq_lens_k", got.seq_lens_k, torch.int32, expected.seq_lens_k)
+    assert_live_pages_right(got.block_kv_indices, expected.block_table, dead)
+    assert got.block_kv_indices.stride(1) == 1
+    if got.cu_seqlens_q is not None:
+        _assert_equals("cu_seqlens_q", got.cu_seqlens_q, torch.int32, expected.cu_seqlens_q)
 
 
 def assert_live_pages_right(table: Tensor, live: list[list[int]], dead: int | None = None) -> None:
