@@ -33,19 +33,8 @@ import torch
 import lab
 from lab.kernels import default_implementation
 from lab.metadata import ForwardMode
-from lab.reports.pictures.timings import (
-    ClockReading,
-    FloorBar,
-    FloorParts,
-    RooflinePoint,
-    Roofs,
-    TimedAmount,
-    bound_figure,
-    clocks_figure,
-    floor_figure,
-    roofline_figure,
-)
-from lab.reports.recorded import read_run
+from lab.reports.pictures.timings import FloorParts, bound_figure, clocks_figure, floor_figure, roofline_figure
+from lab.reports.recorded import Row, read_run
 from lab.reports.timings import figures
 from lab.timing import L2, Ceilings, Clock, Method, measure_ceilings, roofline
 from lab.timing.forward import time_forward
@@ -112,7 +101,7 @@ def ceilings_of(environment: dict) -> Ceilings:
     return Ceilings(facts["bandwidth_gbps"], facts["matrix_rate_tflops"])
 
 
-environments = {run.path.name: dict(run.environment) | {"ceilings": vars(run.ceilings)}}
+environments = {run.path.name: dict(run.environment) | {"ceilings": run.ceilings}}
 for name in ("mla_decode.json", "draft_extend_graph.json", "draft_extend_kernels.json", "draft_steps.json"):
     environments[name] = json.loads((RESULTS / name).read_text(encoding="utf-8"))["environment"]
 for name, environment in environments.items():
@@ -126,7 +115,8 @@ for name, environment in environments.items():
     )
 stated = run.ceilings
 print(
-    f"{'datasheet':26} {stated.datasheet_bandwidth_gbps:,.0f} GB/s, {stated.datasheet_matrix_rate_tflops:,.0f} TFLOP/s"
+    f"{'datasheet':26} {stated['datasheet_bandwidth_gbps']:,.0f} GB/s, "
+    f"{stated['datasheet_matrix_rate_tflops']:,.0f} TFLOP/s"
 )
 
 # %% [markdown]
@@ -149,10 +139,9 @@ print(f"{SCENARIO}: floor {floor.floor_us:.1f} µs, bound by {floor.floor_bound}
 clocks = json.loads((RESULTS / "clocks.json").read_text(encoding="utf-8"))
 BASE = "graph warm"
 SHOWN = ("cupti warm", "graph cold by rotation", "cupti cold by rotation", "cupti cold by flush", "events warm")
-readings = [
-    ClockReading(row["work"].replace("lab.kernels.", ""), {name: row[name] for name in (BASE, *SHOWN)})
-    for row in clocks["rows_us"]
-]
+readings = {
+    row["work"].replace("lab.kernels.", ""): {name: row[name] for name in (BASE, *SHOWN)} for row in clocks["rows_us"]
+}
 clocks_on = f"{clocks['environment']['gpu']}, commit {clocks['environment']['commit']}"
 clocks_figure(readings, BASE, f"The same kernels by other clocks: {clocks_on}")
 
@@ -261,16 +250,7 @@ turn = first_matrix_bound(verify, MOST)
 batches = {q_len: Batch((q_len,) * REQUESTS, (KV_LEN,) * REQUESTS) for q_len in range(1, 33)}
 names = {f"target_verify/{GEOMETRY}/{batch}": q_len for q_len, batch in batches.items()}
 names[f"decode/{GEOMETRY}/{batches[1]}"] = 1
-timed = [
-    TimedAmount(
-        row.facts["implementation"].removeprefix("lab.kernels."),
-        names[row.scenario],
-        row.median_us,
-        bool(row.throttled_by),
-    )
-    for row in attention.rows
-    if row.scenario in names and KV_DTYPE is torch.bfloat16
-]
+timed = [(names[row.scenario], row) for row in attention.rows if row.scenario in names and KV_DTYPE is torch.bfloat16]
 print(f"{GEOMETRY}, {REQUESTS} x {KV_LEN:,} keys: {in_words(turn, MOST)} query tokens per request")
 bound_figure(
     [parts(verify(q_len), q_len) for q_len in amounts(MOST, turn)],
@@ -307,33 +287,15 @@ for name in GEOMETRIES:
 mla = json.loads((RESULTS / "mla_decode.json").read_text(encoding="utf-8"))
 mla_ceilings = ceilings_of(mla["environment"])
 mla_on = f"{mla['environment']['gpu']}, commit {mla['environment']['commit']}"
-roofs = Roofs(
-    mla_ceilings.bandwidth_gbps, mla_ceilings.matrix_rate_tflops, mla["environment"]["ceilings"]["matrix_dtype"]
-)
+mla_rows = [
+    Row(row["point"], tuple(row["samples_us"]), row | {"implementation": row["arm"], "mode": row["point"]})
+    for row in mla["rows"]
+]
 print(f"mla_decode.json: {mla_on}; {mla['method']}")
-roofline_figure(
-    [
-        RooflinePoint(
-            row["arm"],
-            row["point"],
-            row["operations"] / row["bytes_moved"],
-            row["rate_tflops"],
-            bool(row["throttled_by"]),
-        )
-        for row in mla["rows"]
-    ],
-    f"MLA decode: {mla_on}",
-    roofs,
-)
+roofline_figure(mla_rows, f"MLA decode: {mla_on}", mla["environment"]["ceilings"])
 
 # %%
-floor_figure(
-    [
-        FloorBar(row["point"], row["arm"], row["median_us"] / row["floor_us"], bool(row["throttled_by"]))
-        for row in mla["rows"]
-    ],
-    f"MLA decode, time over floor: {mla_on}",
-)
+floor_figure(mla_rows, f"MLA decode, time over floor: {mla_on}")
 
 # %% [markdown]
 # `wrapper` is FlashInfer's MLA wrapper (its plan, made on the host before, is not in the time), `portable` the lab's Triton
@@ -352,9 +314,10 @@ def mla_case(heads: int, q_len: int = MLA_Q_LEN) -> MLACase:
 mla_turn = first_matrix_bound(mla_case, 128, mla_ceilings)
 point = (MLA_REQUESTS, MLA_KV_LEN, MLA_Q_LEN)
 mla_timed = [
-    TimedAmount(row["arm"], row["heads"], row["median_us"], bool(row["throttled_by"]))
-    for row in mla["rows"]
-    if (row["requests"], row["kv_len"], row["q_len"]) == point and row["kv_dtype"] == "bfloat16"
+    (row.facts["heads"], row)
+    for row in mla_rows
+    if tuple(row.facts[name] for name in ("requests", "kv_len", "q_len")) == point
+    and row.facts["kv_dtype"] == "bfloat16"
 ]
 for q_len in (1, 2, 4, 8):
     heads = first_matrix_bound(lambda n, q_len=q_len: mla_case(n, q_len), 128, mla_ceilings)

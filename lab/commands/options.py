@@ -175,7 +175,7 @@ def refusing_errors() -> Iterator[None]:
 def refusing_recordings(what_failed: str) -> Iterator[None]:
     """Turn the error of a recorded file into "<what_failed>: ..." and end the command: NOT_JUDGED if files do not compare."""
     from lab.checks.record import ReportError
-    from lab.reports.comparison import NotComparableError
+    from lab.reports.compare import NotComparableError
     from lab.reports.recorded import RecordedFileError
 
     try:

@@ -22,8 +22,8 @@ from lab.reports.tables import Columns, TableReport, make_table, number, words
 from lab.timing.forward import TimedPasses, case_facts, time_facts
 from lab.timing.gpu_time import GpuTime, measure_interleaved
 from lab.timing.method import Method
-from lab.timing.roofline import Ceilings, measure_ceilings
-from lab.timing.statistics import IN_TURNS, Rule, SampleComparison, Speed, compare_samples
+from lab.timing.roofline import measure_ceilings
+from lab.timing.statistics import IN_TURNS, Rule, Speed, compare_samples
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.inputs.forward_pass import build_forward
 
@@ -45,12 +45,11 @@ def measure_sides(
     method: Method,
     num_samples: int,
     seed: int | None = None,
-) -> tuple[Side, Side]:
+) -> list[Side]:
     """Time two forward passes on this GPU, their samples in turns, each judged before and after.
 
     Args:
         names: scenario and module of each side.
-        cases, modules: of each.
         seed: of the contents; None draws one.
 
     Raises:
@@ -67,37 +66,32 @@ def measure_sides(
         for side, case, module in zip(("first", "second"), cases, modules, strict=True)
     }
     times = measure_interleaved(works, method, num_samples, seed)
-    first, second = (
-        Side(scenario, module, time, _facts_of(case, time, ceilings))
-        for (scenario, module), case, time in zip(names, cases, times.values(), strict=True)
-    )
-    return first, second
-
-
-def _facts_of(case: ForwardCase, time: GpuTime, ceilings: Ceilings) -> dict[str, Any]:
-    facts = case_facts(case)
-    return facts | time_facts(time, ceilings, facts["bytes_moved"], facts["operations"], facts["kv_dtype"])
+    sides = []
+    for (scenario, module), case, time in zip(names, cases, times.values(), strict=True):
+        facts = case_facts(case)
+        facts |= time_facts(time, ceilings, facts["bytes_moved"], facts["operations"], facts["kv_dtype"])
+        sides.append(Side(scenario, module, time, facts))
+    return sides
 
 
 def ab_report(sides: Sequence[Side], rule: Rule = IN_TURNS) -> TableReport:
-    """Compare the second side's time with the first's.
-
-    Args:
-        sides: as `measure_sides` returns them.
-    """
+    """Compare the second side's time with the first's: the verdict, the size of the difference and its certainty."""
     first, second = (side.time for side in sides)
-    comparison = compare_samples(first.samples_us, second.samples_us, rule)
+    found = compare_samples(first.samples_us, second.samples_us, rule)
     method = f"{first.method}; {len(first.samples_us)} samples each, in turns; {first.device.facts()}"
+    interval = "({:+.2f} to {:+.2f} %)".format(*found.interval_percent) if found.interval_percent else ""
+    effect = f"{found.effect_percent:+.2f} % {interval}".rstrip()
+    reason = f"; {found.reason}" if found.reason else ""
     return TableReport(
         above=(),
         table=make_table(COLUMNS, sides, say_once=()),
-        below=(f"GPU time: {method}", in_words(comparison)),
+        below=(f"GPU time: {method}", f"The second is {found.speed.name}: {effect}, p = {found.p_value:.1g}{reason}"),
         record={
-            **comparison_record(comparison),
+            **comparison_record(found),
             "sides": [{"scenario": side.scenario, "implementation": side.module, **side.facts} for side in sides],
             "method": method,
         },
-        exit_status=ExitStatus.WRONG if comparison.speed is Speed.SLOWER else ExitStatus.DONE,
+        exit_status=ExitStatus.WRONG if found.speed is Speed.SLOWER else ExitStatus.DONE,
     )
 
 
@@ -110,12 +104,3 @@ COLUMNS: Columns = {
     "floor / median, %": lambda side: number(side.facts["floor_percent"]),
     "launches": lambda side: number(side.facts["launches"]),
 }
-
-
-def in_words(comparison: SampleComparison) -> str:
-    """Return the verdict, the size of the difference and its certainty, in one line."""
-    interval = comparison.interval_percent
-    within = "" if interval is None else f" ({interval[0]:+.2f} to {interval[1]:+.2f} %)"
-    verdict = f"The second is {comparison.speed.name}: {comparison.effect_percent:+.2f} %{within}"
-    reason = f"; {comparison.reason}" if comparison.reason else ""
-    return f"{verdict}, p = {comparison.p_value:.1g}{reason}"

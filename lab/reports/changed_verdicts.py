@@ -17,7 +17,7 @@ A case that only one report has does not change the exit status: K18 chooses fur
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,10 @@ from lab.checks.explain.diagnosis import diagnose
 from lab.checks.record import ReportError, read_cases
 from lab.checks.run.verdicts import BROKEN, CaseVerdict, Outcome
 from lab.exit_status import ExitStatus
-from lab.named_enum import NamedEnum
-from lab.reports.comparison import NotComparableError
+from lab.named_enum import TextEnum
+from lab.reports.compare import NotComparableError
 from lab.reports.recorded import Kind, RecordedFile, facts_of_sides, grouped, read_file
-from lab.reports.tables import Cell, TableReport, make_table, number, words
+from lab.reports.tables import Cell, Columns, TableReport, make_table, number, words
 from lab.wording import counted
 
 BAD = (*BROKEN, Outcome.KNOWN)
@@ -37,24 +37,20 @@ BAD = (*BROKEN, Outcome.KNOWN)
 SETTINGS = ("level", "seed", "ranges", "checks", "left_out")
 
 
-class VerdictChange(NamedEnum):
-    """What became of a case; the worst first."""
+class VerdictChange(TextEnum):
+    """What became of a case, and the style that shows it; the worst first."""
 
-    NEWLY_WRONG = "newly wrong"
-    NEWLY_DECLINED = "newly declined"
-    REPAIRED = "repaired"
-    NEWLY_TAKEN = "newly taken"
-    SAME = "same"
+    NEWLY_WRONG = "newly wrong", "slower"
+    NEWLY_DECLINED = "newly declined", "unsure"
+    REPAIRED = "repaired", "faster"
+    NEWLY_TAKEN = "newly taken", "faster"
+    SAME = "same", "same"
+
+    def __init__(self, _text: str, style: str) -> None:
+        self.style = style
 
 
 WORSE = (VerdictChange.NEWLY_WRONG, VerdictChange.NEWLY_DECLINED)
-STYLES = {
-    VerdictChange.NEWLY_WRONG: "slower",
-    VerdictChange.NEWLY_DECLINED: "unsure",
-    VerdictChange.REPAIRED: "faster",
-    VerdictChange.NEWLY_TAKEN: "faster",
-    VerdictChange.SAME: "same",
-}
 
 
 @dataclass(frozen=True)
@@ -77,23 +73,27 @@ class CasePair:
 
 
 @dataclass(frozen=True)
-class _Row:
+class ChangedCases:
     """The cases of one check and function with the same change."""
 
     change: VerdictChange
     check: str
     function: str
-    pairs: tuple[CasePair, ...]
+    pairs: Sequence[CasePair]
 
 
-COLUMNS = {
-    "change": lambda row: words(row.change.value, STYLES[row.change]),
+COLUMNS: Columns = {
+    "change": lambda row: words(row.change, row.change.style),
     "check": lambda row: words(row.check),
     "function": lambda row: words(row.function),
     "cases": lambda row: number(len(row.pairs)),
     "before": lambda row: _outcomes(pair.before for pair in row.pairs),
     "after": lambda row: _outcomes(pair.after for pair in row.pairs),
 }
+
+
+def _outcomes(verdicts: Iterable[CaseVerdict]) -> Cell:
+    return words(", ".join(dict.fromkeys(verdict.outcome.value for verdict in verdicts)))
 
 
 def are_reports(*paths: str) -> bool:
@@ -113,49 +113,62 @@ def cases_of(file: RecordedFile) -> list[CaseVerdict]:
         raise ReportError(f"{file.path}: {error}") from error
 
 
+def different_settings(before: RecordedFile, after: RecordedFile) -> dict[str, tuple[Any, Any]]:
+    """Return the settings that two reports do not share: by name, what each was judged with."""
+    settings = {name: (_setting(before, name), _setting(after, name)) for name in SETTINGS}
+    return {name: (was, now) for name, (was, now) in settings.items() if was != now}
+
+
+def _setting(file: RecordedFile, name: str) -> Any:
+    """Return a setting of the run; of the checks, the keys and the functions that they judged."""
+    if name == "checks":
+        return ", ".join(sorted(f"{row['check']} of {row['interface']}" for row in file.content["checks"]))
+    return file.content.get(name)
+
+
 def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
     """Compare two reports of the judge, case by case.
 
     Raises:
         lab.reports.recorded.RecordedFileError: a file cannot be read.
         lab.checks.record.ReportError: a file is no report that this lab can read.
-        lab.reports.comparison.NotComparableError: both are the same file.
+        NotComparableError: both are the same file.
     """
     if before_path.resolve() == after_path.resolve():
         raise NotComparableError(f"both sides are {before_path}: there is nothing to compare")
     before, after = read_file(before_path), read_file(after_path)
-    sides = [
-        {(each.check, each.interface.value, repr(each.case)): each for each in cases_of(file)}
-        for file in (before, after)
+    was, now = (
+        {(each.check, each.interface, repr(each.case)): each for each in cases_of(file)} for file in (before, after)
+    )
+    pairs = [CasePair(verdict, now[key]) for key, verdict in was.items() if key in now]
+    missing, added = len(was) - len(pairs), len(now) - len(pairs)
+    alike = grouped(((pair.change, pair.after.check, pair.after.interface.name.lower()), pair) for pair in pairs)
+    rows = [
+        ChangedCases(*key, found)
+        for change in VerdictChange
+        for key, found in alike.items()
+        if key[0] is change is not VerdictChange.SAME
     ]
-    pairs = [CasePair(verdict, sides[1][key]) for key, verdict in sides[0].items() if key in sides[1]]
-    missing, added = (len(side) - len(pairs) for side in sides)
-    rows = list(_rows(pairs))
     counts = Counter(pair.change for pair in pairs)
-    summary = ", ".join(f"{counts[change]:,} {change.value}" for change in VerdictChange)
+    summary = ", ".join(f"{counts[change]:,} {change}" for change in VerdictChange)
     summary += f"; {missing:,} only before, {added:,} only after" if missing or added else ""
-    environment = list(facts_of_sides([before], [after]))
-    unlike = [name for name in SETTINGS if setting(before, name) != setting(after, name)]
+    facts = facts_of_sides([before.environment], [after.environment])
+    unlike = different_settings(before, after)
     regions = {
-        change.value: _where(pairs, change)
+        change: _where(pairs, change)
         for change in (VerdictChange.NEWLY_WRONG, VerdictChange.REPAIRED)
         if counts[change]
     }
     partial = [file for file in (before, after) if file.content.get("left_out")]
     status = ExitStatus.DONE if pairs and not unlike and not partial else ExitStatus.NOT_JUDGED
-    if any(counts[change] for change in WORSE):
-        status = ExitStatus.WRONG
     return TableReport(
         above=(
             *(
                 f"{name}: {each.content['implementation']} on {each.content['device']}, {each.path}"
                 for name, each in (("before", before), ("after", after))
             ),
-            *(f"{name}: {was} before, {now} after" for name, was, now in environment if was != now),
-            *(
-                f"different settings: {name} is {setting(before, name)} before, {setting(after, name)} after"
-                for name in unlike
-            ),
+            *(f"{name}: {one} before, {other} after" for name, (one, other) in facts.items() if one != other),
+            *(f"different settings: {name} is {one} before, {other} after" for name, (one, other) in unlike.items()),
             *(
                 f"not judged as a whole: {file.content['left_out']:,} cases were left out of {file.path}"
                 for file in partial
@@ -170,35 +183,27 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
         record={
             "before": str(before.path),
             "after": str(after.path),
-            "environment": {name: {"before": was, "after": now} for name, was, now in environment},
-            "counts": {change.value: counts[change] for change in VerdictChange},
+            "environment": {name: {"before": one, "after": other} for name, (one, other) in facts.items()},
+            "counts": {change: counts[change] for change in VerdictChange},
             "only_before": missing,
             "only_after": added,
             "regions": regions,
-            "cases": [_record(pair) for row in rows for pair in row.pairs],
+            "cases": [
+                {
+                    "change": pair.change,
+                    "check": pair.after.check,
+                    "function": pair.after.interface.value,
+                    "case": repr(pair.after.case),
+                    "before": {"number": pair.before.number, "outcome": pair.before.outcome.value},
+                    "after": {"number": pair.after.number, "outcome": pair.after.outcome.value},
+                    "reasons": [*pair.after.judged.wrongs, *pair.after.judged.declines],
+                }
+                for row in rows
+                for pair in row.pairs
+            ],
         },
-        exit_status=status,
+        exit_status=ExitStatus.WRONG if any(counts[change] for change in WORSE) else status,
     )
-
-
-def setting(file: RecordedFile, name: str) -> Any:
-    """Return a setting of the run; of the checks, the keys and the functions that they judged."""
-    if name == "checks":
-        return ", ".join(sorted(f"{row['check']} of {row['interface']}" for row in file.content["checks"]))
-    return file.content.get(name)
-
-
-def _rows(pairs: Sequence[CasePair]) -> Iterator[_Row]:
-    """Yield the changed cases, the worst change first."""
-    same = grouped(((pair.change, pair.after.check, pair.after.interface.name.lower()), pair) for pair in pairs)
-    for change in VerdictChange:
-        if change is not VerdictChange.SAME:
-            yield from (_Row(*key, tuple(found)) for key, found in same.items() if key[0] is change)
-
-
-def _outcomes(verdicts: Iterable[CaseVerdict]) -> Cell:
-    counts = Counter(verdict.outcome for verdict in verdicts)
-    return words(", ".join(outcome.value for outcome in counts))
 
 
 def _where(pairs: Sequence[CasePair], change: VerdictChange) -> str:
@@ -211,25 +216,13 @@ def _where(pairs: Sequence[CasePair], change: VerdictChange) -> str:
     return diagnose([*changed, *(side for _, side in sides if side.outcome is Outcome.RIGHT)]).broken
 
 
-def _reasons(row: _Row, after: Path) -> Iterator[str]:
+def _reasons(row: ChangedCases, after: Path) -> Iterator[str]:
     """Yield the most frequent reason of a row's cases now, the number of cases with other reasons, and a case to reproduce."""
-    reasons: dict[str, list[CaseVerdict]] = {}
-    for pair in row.pairs:
-        reason = next(filter(None, (*pair.after.judged.wrongs, *pair.after.judged.declines, pair.after.finding)), "")
-        reasons.setdefault(reason, []).append(pair.after)
+    reasons = grouped(
+        (next(filter(None, (*now.judged.wrongs, *now.judged.declines, now.finding)), ""), now)
+        for now in (pair.after for pair in row.pairs)
+    )
     reason, verdicts = max(reasons.items(), key=lambda each: len(each[1]))
     rest = f" ({counted(len(row.pairs) - len(verdicts), 'case')} for other reasons)" if len(reasons) > 1 else ""
-    yield f"{row.change.value}, {row.check} of {row.function}: {reason}{rest}"
+    yield f"{row.change}, {row.check} of {row.function}: {reason}{rest}"
     yield f"    reproduce with: lab judge --case {after}#{verdicts[0].number}"
-
-
-def _record(pair: CasePair) -> Mapping[str, Any]:
-    return {
-        "change": pair.change.value,
-        "check": pair.after.check,
-        "function": pair.after.interface.value,
-        "case": repr(pair.after.case),
-        "before": {"number": pair.before.number, "outcome": pair.before.outcome.value},
-        "after": {"number": pair.after.number, "outcome": pair.after.outcome.value},
-        "reasons": [*pair.after.judged.wrongs, *pair.after.judged.declines],
-    }

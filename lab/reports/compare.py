@@ -26,16 +26,101 @@ looks at the medians alone, and refuses nothing.
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from math import isclose
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from lab.reports.comparison import NotComparableError, RowComparison, RunComparison, compare_recorded, compare_within
-from lab.reports.recorded import RecordedRun, facts_of_sides, in_words, read_runs
-from lab.reports.tables import ABSENT, Cell, Table, TableReport, make_table, number
-from lab.timing.statistics import BETWEEN_RUNS, Rule, SampleComparison, Speed
+from lab.exit_status import ExitStatus
+from lab.reports.recorded import (
+    TIMED_BY,
+    Identity,
+    RecordedRun,
+    Row,
+    facts_of_sides,
+    grouped,
+    in_words,
+    read_runs,
+    value_at,
+)
+from lab.reports.tables import ABSENT, Cell, Columns, TableReport, make_table, number
+from lab.timing.method import L2
+from lab.timing.roofline import why_impossible
+from lab.timing.statistics import BETWEEN_RUNS, Rule, SampleComparison, Speed, compare_runs
 from lab.wording import counted
+
+# An NVIDIA GPU moves its SM clock in steps of 15 MHz, 0.8 % of 1980: a few steps are no other state, a power cap is.
+CLOCK_TOLERANCE_PERCENT = 3.0
+# Of `lab.provenance.environment`: facts that must agree for times to be comparable.
+MUST_AGREE = {
+    "GPU": ("gpu",),
+    "power limit": ("nvidia_smi", "power.limit"),
+    "maximum SM clock": ("nvidia_smi", "clocks.max.sm"),
+}
+# Rows of one name with other numbers here did other work.
+WORK = ("requests", "query_tokens", "kv_tokens", "bytes_moved", "operations")
+# What changed comes first, what stayed as it was comes last; None is a row that was refused.
+CHANGED_FIRST = (Speed.SLOWER, Speed.FASTER, Speed.UNSURE, None, Speed.SAME)
+
+Side = Mapping[Identity, Sequence[Row]]  # rows of GPU time by what they measure, one row per repeated run
+
+
+class NotComparableError(ValueError):
+    """Two recordings that must not be compared; the message names what differs, on both sides."""
+
+
+@dataclass(frozen=True)
+class RowComparison:
+    """One pair of rows: compared, or refused with a reason; exactly one of the two."""
+
+    identity: Identity
+    samples: SampleComparison | None = None
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """All rows of two sides.
+
+    Attributes:
+        rows: pairs, those that changed first.
+        missing, added: what only the first or only the second side has.
+    """
+
+    rows: tuple[RowComparison, ...]
+    missing: tuple[Identity, ...]
+    added: tuple[Identity, ...]
+
+    @property
+    def compared(self) -> tuple[SampleComparison, ...]:
+        return tuple(row.samples for row in self.rows if row.samples is not None)
+
+    @property
+    def refused(self) -> tuple[RowComparison, ...]:
+        return tuple(row for row in self.rows if row.refused)
+
+    @property
+    def summary(self) -> str:
+        """How many rows have which verdict, and the mean of those that were compared."""
+        counts = Counter(samples.speed for samples in self.compared)
+        rest = {"refused": self.refused, "missing": self.missing, "new": self.added}
+        words = [f"{counts[speed]} {speed.name}" for speed in Speed]
+        words += [f"{len(rows)} {name}" for name, rows in rest.items()]
+        if not self.compared:
+            return ", ".join(words) + "; nothing was compared"
+        mean = geometric_mean([samples.ratio for samples in self.compared])
+        return f"{', '.join(words)}; after over before, geometric mean of {len(self.compared)}: {mean:.3f}"
+
+    def exit_status(self, *, strict: bool, may_miss: bool) -> ExitStatus:
+        """Return the exit status of this module; with `may_miss`, a missing row is no regression."""
+        changes = {samples.speed for samples in self.compared}
+        if not changes:
+            return ExitStatus.NOT_JUDGED
+        if changes & {Speed.SLOWER, *([Speed.UNSURE] if strict else [])} or (self.missing and not may_miss):
+            return ExitStatus.WRONG
+        return ExitStatus.NOT_JUDGED if self.refused else ExitStatus.DONE
 
 
 def compare(
@@ -60,75 +145,65 @@ def compare(
         raise NotComparableError(f"both sides are {before}: there is nothing to compare")
     first = read_runs(before)
     second = first if after is None else read_runs(after)
-    comparison = compare_recorded(first, second, rule) if by is None else compare_within(_only(first), *by, rule)
-    return _report(comparison, rule, first, second, strict)
-
-
-def _only(runs: Sequence[RecordedRun]) -> RecordedRun:
-    if len(runs) > 1:
-        raise NotComparableError(f"--by compares within one run, and there are {len(runs)}")
-    return runs[0]
-
-
-def _report(
-    comparison: RunComparison, rule: Rule, before: Sequence[RecordedRun], after: Sequence[RecordedRun], strict: bool
-) -> TableReport:
-    header = {name: (was, now) for name, was, now in facts_of_sides(before, after)}
-    same = [f"{name} {was}" for name, (was, now) in header.items() if was == now]
-    table = comparison_table(comparison)
-    not_gpu_time = sum(len(run.other_rows) for run in {run.path: run for run in (*before, *after)}.values())
-    below = list(_remarks(comparison, {name for name, _ in table.common}))
+    if by is None:
+        names = [", ".join(str(run.path) for run in runs) for runs in (first, second)]
+        sides: Sequence[Side] = [
+            grouped((row.identity, row) for run in runs for row in run.gpu_rows) for runs in (first, second)
+        ]
+    else:
+        key, *values = by
+        names = [f"{key} {value}" for value in values]
+        sides = _sides_within(first, key, values)
+    _refuse_other_machines([*first, *second])
+    comparison = _compare_sides(sides[0], sides[1], rule)
+    facts = facts_of_sides([run.environment for run in first], [run.environment for run in second])
+    same = [f"{name} {was}" for name, (was, now) in facts.items() if was == now]
+    settings = {
+        name.replace("_", " "): lambda row, name=name: Cell(dict(row.identity).get(name, ""))
+        for row in comparison.rows
+        for name, _ in row.identity
+    }
+    table = make_table({**settings, **FIGURES}, comparison.rows, say_once=settings.keys() - {"scenario"})
+    runs = {run.path: run for run in (*first, *second)}.values()
+    not_gpu_time = sum(len(run.rows) - len(run.gpu_rows) for run in runs)
+    remarks = [*_remarks(comparison, {name for name, _ in table.common})]
     if not_gpu_time:
-        below.append(
-            f"not compared, because they are host time or have no recorded clock: {counted(not_gpu_time, 'row')}"
-        )
+        rows = counted(not_gpu_time, "row")
+        remarks.append(f"not compared, because they are host time or have no recorded clock: {rows}")
     return TableReport(
         above=(
             f"minimum effect {rule.minimum_effect_percent:g} %, significance {rule.significance:g}, "
             f"intervals of {rule.confidence_percent:g} %",
-            f"before: {comparison.before}",
-            f"after: {comparison.after}",
-            *(f"{name}: {was} before, {now} after" for name, (was, now) in header.items() if was != now),
+            f"before: {names[0]}",
+            f"after: {names[1]}",
+            *(f"{name}: {was} before, {now} after" for name, (was, now) in facts.items() if was != now),
             *([f"both: {', '.join(same)}"] if same else []),
             *(f"{name}: {value}" for name, value in table.common),
         ),
         table=table,
-        below=(*below, _summary(comparison)),
+        below=(*remarks, comparison.summary),
         record={
-            "before": comparison.before,
-            "after": comparison.after,
-            "environment": {name: {"before": was, "after": now} for name, (was, now) in header.items()},
+            "before": names[0],
+            "after": names[1],
+            "environment": {name: {"before": was, "after": now} for name, (was, now) in facts.items()},
             "minimum_effect_percent": rule.minimum_effect_percent,
             "significance": rule.significance,
-            "rows": [_record(row) for row in comparison.rows],
+            "rows": [
+                dict(row.identity)
+                | (comparison_record(row.samples) if row.samples else {"verdict": "refused", "reason": row.refused})
+                for row in comparison.rows
+            ],
             "only_before": [dict(identity) for identity in comparison.missing],
             "only_after": [dict(identity) for identity in comparison.added],
-            "summary": _summary(comparison),
+            "summary": comparison.summary,
         },
-        exit_status=comparison.exit_status(strict),
+        exit_status=comparison.exit_status(strict=strict, may_miss=by is not None),
     )
-
-
-def _record(row: RowComparison) -> Mapping[str, Any]:
-    if row.samples is None:
-        return {**dict(row.identity), "verdict": "refused", "reason": row.refused}
-    return {**dict(row.identity), **comparison_record(row.samples)}
 
 
 def comparison_record(samples: SampleComparison) -> dict[str, Any]:
     """Return a comparison as JSON data: the verdict first."""
     return {"verdict": samples.speed.value} | {name: value for name, value in vars(samples).items() if name != "speed"}
-
-
-def comparison_table(comparison: RunComparison) -> Table:
-    """Make a table of one row per pair; settings that are the same in all rows become a note."""
-    settings = dict.fromkeys(name for row in comparison.rows for name, _ in row.identity)
-    columns = {name.replace("_", " "): partial(_setting, name) for name in settings}
-    return make_table({**columns, **FIGURES}, comparison.rows, say_once=set(columns) - {"scenario"})
-
-
-def _setting(name: str, row: RowComparison) -> Cell:
-    return Cell(dict(row.identity).get(name, ""))
 
 
 def _figure(of: Callable[[SampleComparison], Cell]) -> Callable[[RowComparison], Cell]:
@@ -148,7 +223,7 @@ def _verdict(row: RowComparison) -> Cell:
     return Cell(row.samples.speed.name, style=row.samples.speed.value)
 
 
-FIGURES = {
+FIGURES: Columns = {
     "before, µs": _figure(lambda samples: number(samples.before_us, 2)),
     "after, µs": _figure(lambda samples: number(samples.after_us, 2)),
     "effect, %": _figure(lambda samples: Cell(f"{samples.effect_percent:+.1f}", samples.effect_percent)),
@@ -173,12 +248,138 @@ def _remarks(comparison: RunComparison, said_once: Collection[str]) -> Iterator[
             yield f"only {side}: {in_words(identity)}"
 
 
-def _summary(comparison: RunComparison) -> str:
-    counts = Counter(samples.speed for samples in comparison.compared)
-    words = [f"{counts[speed]} {speed.name}" for speed in Speed]
-    rest = {"refused": comparison.refused, "missing": comparison.missing, "new": comparison.added}
-    words += [f"{len(rows)} {name}" for name, rows in rest.items()]
-    if not comparison.compared:
-        return ", ".join(words) + "; nothing was compared"
-    mean = geometric_mean([samples.ratio for samples in comparison.compared])
-    return f"{', '.join(words)}; after over before, geometric mean of {len(comparison.compared)}: {mean:.3f}"
+def _sides_within(runs: Sequence[RecordedRun], key: str, values: Sequence[str]) -> Sequence[Side]:
+    """Return the rows of one run whose fact `key` has each of two values, by all else that they measure."""
+    if values[0] == values[1]:
+        raise NotComparableError(f"both sides are {key} {values[0]}: there is nothing to compare")
+    if key in (*TIMED_BY, "method"):
+        raise NotComparableError(
+            f"two values of {key} are two methods, and those are not compared: {', '.join(values)}"
+        )
+    if len(runs) > 1:
+        raise NotComparableError(f"--by compares within one run, and there are {len(runs)}")
+    (run,) = runs
+    sides: list[Side] = []
+    for value in values:
+        chosen = [row for row in run.gpu_rows if str(row.facts.get(key)) == value]
+        if not chosen:
+            there = sorted({str(row.facts[key]) for row in run.gpu_rows if key in row.facts})
+            facts = sorted({fact for row in run.gpu_rows for fact in row.facts})
+            known = f"there is {', '.join(there)}" if there else f"{key} is none of their facts: {', '.join(facts)}"
+            raise NotComparableError(f"{run.path}: no row of GPU time has {key} {value}; {known}")
+        sides.append({tuple(item for item in row.identity if item[0] != key): [row] for row in chosen})
+    return sides
+
+
+def _refuse_other_machines(runs: Sequence[RecordedRun]) -> None:
+    first = runs[0]
+    for run in runs:
+        if not run.environment.get("gpu"):
+            raise NotComparableError(f"{run.path} names no GPU, and a time without one is not compared")
+        for name, keys in MUST_AGREE.items():
+            mine, other = (value_at(each.environment, keys) for each in (first, run))
+            if mine != other:
+                raise NotComparableError(f"another {name}: {mine} in {first.path}, {other} in {run.path}")
+
+
+def _compare_sides(before: Side, after: Side, rule: Rule) -> RunComparison:
+    rows: list[RowComparison] = []
+    missing: list[Identity] = []
+    met: set[Identity] = set()
+    # A row that exists by another method only is refused, with its name: that is more than a missing row.
+    by_another_method = {_apart_from_method(each): each for each in after if each not in before}
+    for identity, mine in before.items():
+        other = identity if identity in after else by_another_method.get(_apart_from_method(identity))
+        if other is None:
+            missing.append(identity)
+            continue
+        met.add(other)
+        theirs = after[other]
+        if refused := _why_not_compared(mine, theirs):
+            rows.append(RowComparison(identity, refused=refused))
+            continue
+        samples = compare_runs([row.samples_us for row in mine], [row.samples_us for row in theirs], rule)
+        rows.append(RowComparison(identity, _doubted(samples, mine, theirs)))
+    rows.sort(key=lambda row: CHANGED_FIRST.index(row.samples.speed if row.samples else None))
+    return RunComparison(tuple(rows), tuple(missing), tuple(identity for identity in after if identity not in met))
+
+
+def _apart_from_method(identity: Identity) -> Identity:
+    return tuple(item for item in identity if item[0] not in TIMED_BY)
+
+
+def _limits_of(rows: Sequence[Row]) -> str:
+    """Return what held the GPU back in these rows, in words; "" if nothing was seen to."""
+    return ", ".join(sorted({reason for row in rows for reason in row.throttled_by}))
+
+
+def _doubted(samples: SampleComparison, before: Sequence[Row], after: Sequence[Row]) -> SampleComparison:
+    """Make a verdict UNSURE that a limit may have made. A limit only makes a side slower, so the other direction stands."""
+    limits = {"before": _limits_of(before), "after": _limits_of(after)}
+    limited = any(limits.values())
+    doubted = {
+        Speed.SLOWER: bool(limits["after"]),
+        Speed.FASTER: bool(limits["before"]),
+        Speed.SAME: limited
+        and any(any(_clock_differences(one, other, "sm_clock_mhz", "SM")) for one in before for other in after),
+        Speed.UNSURE: False,
+    }
+    if not doubted[samples.speed]:
+        return samples
+    limits_of_sides = " and ".join(f"{side} by the {reasons}" for side, reasons in limits.items() if reasons)
+    return replace(samples, speed=Speed.UNSURE, reason=f"the GPU was held back {limits_of_sides}")
+
+
+def _why_not_compared(before: Sequence[Row], after: Sequence[Row]) -> str:
+    """Return why times of these rows must not be compared, naming both values; "" if they may be."""
+    for side, rows in (("before", before), ("after", after)):
+        if why := next(filter(None, map(_why_impossible, rows)), ""):
+            return f"the time {side} is refused: {why}"
+    first, *others = (*before, *after)
+    limited = bool(_limits_of([first, *others]))
+    return next((reason for row in others for reason in _differences(first, row, limited)), "")
+
+
+def _why_impossible(row: Row) -> str:
+    """Return why the GPU of a row cannot do its work in its time; "" where it can, or where the row does not tell."""
+    facts = row.facts
+    if facts.get("bandwidth_percent") is None or facts.get("matrix_rate_percent") is None:
+        return ""
+    is_cold = facts.get("l2") != L2.WARM.value
+    kv_dtype = str(facts.get("kv_dtype", ""))
+    return why_impossible(facts["bandwidth_percent"], facts["matrix_rate_percent"], is_cold=is_cold, kv_dtype=kv_dtype)
+
+
+def _differences(first: Row, other: Row, limited: bool) -> Iterator[str]:
+    """Name each difference. An SM clock that a limit moved is the limit's, and `_doubted` sees to it."""
+    for what, mine, theirs in (
+        ("methods", first.timed_by, other.timed_by),
+        ("methods", first.facts.get("method"), other.facts.get("method")),
+        *((f"workloads, {key}", first.facts.get(key), other.facts.get(key)) for key in WORK),
+    ):
+        if mine != theirs:
+            yield f"two {what}: {mine} and {theirs}"
+    yield from _clock_differences(first, other, "memory_clock_mhz", "memory")
+    if not limited:
+        yield from _clock_differences(first, other, "sm_clock_mhz", "SM")
+
+
+def _clock_differences(first: Row, other: Row, key: str, clock: str) -> Iterator[str]:
+    """Name two ranges of clocks if an end differs: a range that reaches lower was, for some samples, another state."""
+    mine, theirs = _ends(first.facts.get(key)), _ends(other.facts.get(key))
+    agree = partial(isclose, rel_tol=CLOCK_TOLERANCE_PERCENT / 100)
+    if len(mine) != len(theirs) or not all(map(agree, mine, theirs)):
+        yield f"two {clock} clocks: {_mhz(mine)} and {_mhz(theirs)}"
+
+
+def _ends(clock_mhz: Any) -> tuple[float, ...]:
+    """Return the ends of a recorded range of clocks; one clock is a range of itself, and None has no ends."""
+    if clock_mhz is None:
+        return ()
+    return tuple(clock_mhz) if isinstance(clock_mhz, Sequence) else (clock_mhz, clock_mhz)
+
+
+def _mhz(ends: tuple[float, ...]) -> str:
+    if not ends:
+        return "not recorded"
+    return f"{ends[0]:g} MHz" if ends[0] == ends[-1] else f"{ends[0]:g} to {ends[-1]:g} MHz"

@@ -7,8 +7,8 @@ with their method, their clocks and what they ran on.
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +21,9 @@ GPU_CLOCKS = frozenset(clock.value for clock in Clock)
 # Two rows that agree in these names of `extra_info` are the same measurement. How it was timed is part of it.
 SETTINGS = ("implementation", "page_size", "dtype", "kv_dtype")
 TIMED_BY = ("clock", "l2")
+MODULE_PREFIX = "lab.kernels."
+# A launch alone takes one to two microseconds: time over a floor shorter than this means nothing, and has no bar.
+LEAST_FLOOR_US = 1.0
 MOST_NAMES = 3
 # Of `lab.provenance.environment`: heading, and the keys of its value from the outside in.
 FACTS: dict[str, tuple[str, ...]] = {
@@ -154,18 +157,6 @@ def _kind(content: Any) -> Kind:
 
 
 @dataclass(frozen=True)
-class RecordedCeilings:
-    """Rates that the GPU reached in this run and that its vendor states, GB/s (10**9) and TFLOP/s; None if not recorded."""
-
-    bandwidth_gbps: float | None = None
-    matrix_rate_tflops: float | None = None
-    matrix_dtype: str | None = None
-    datasheet_bandwidth_gbps: float | None = None
-    datasheet_matrix_rate_tflops: float | None = None
-    datasheet_source: str | None = None
-
-
-@dataclass(frozen=True)
 class Row:
     """One benchmark of a run.
 
@@ -188,6 +179,16 @@ class Row:
     def scenario(self) -> str:
         """The name of the computation; the test's name where that is not recorded."""
         return str(self.facts.get("scenario") or self.name)
+
+    @property
+    def implementation(self) -> str:
+        """The implementation's name without the package of kernels; "" if it is not recorded."""
+        return str(self.facts.get("implementation") or "").removeprefix(MODULE_PREFIX)
+
+    @property
+    def mode(self) -> str:
+        """The forward mode as words; "" if it is not recorded."""
+        return str(self.facts.get("mode") or "").replace("_", " ")
 
     @property
     def identity(self) -> Identity:
@@ -215,18 +216,11 @@ class Row:
         """The distance between the quartiles, in percent of the median; 0 for a single sample."""
         return 100 * interquartile_range(self.samples_us) / self.median_us
 
-
-@dataclass(frozen=True)
-class NotTimed:
-    """An implementation that has no time, and the reason as a sentence.
-
-    Attributes:
-        scenario: the one that it declined or had wrong; None where the machine lacks it.
-    """
-
-    scenario: str | None
-    implementation: str
-    reason: str
+    @property
+    def time_over_floor(self) -> float | None:
+        """The median over the floor; None where the floor is not recorded, or too short to mean something."""
+        floor_us = self.facts.get("floor_us") or 0.0
+        return self.median_us / floor_us if floor_us >= LEAST_FLOOR_US else None
 
 
 @dataclass(frozen=True)
@@ -235,29 +229,23 @@ class RecordedRun:
 
     Attributes:
         environment: `lab.provenance.environment` of that run; empty if the run did not record it.
+        ceilings: `lab.timing.Ceilings.facts` of that run; empty if they were not recorded.
         recorded_at: pytest-benchmark's time stamp.
-        not_timed: what has no row, and why.
+        not_timed: a mapping for each implementation that has no time: its name, the reason as a sentence, and the scenario
+            that it declined or had wrong, None where the machine lacks the implementation.
     """
 
     path: Path
     environment: Mapping[str, Any]
-    ceilings: RecordedCeilings
+    ceilings: Mapping[str, Any]
     rows: tuple[Row, ...]
     recorded_at: str | None = None
-    not_timed: tuple[NotTimed, ...] = ()
-
-    def fact(self, *keys: str) -> Any:
-        """Return a value of the environment by its keys from the outside in; None where it is not recorded."""
-        return value_at(self.environment, keys)
+    not_timed: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def gpu_rows(self) -> tuple[Row, ...]:
+        """Rows of GPU time; no other time is compared with it."""
         return tuple(row for row in self.rows if row.is_gpu_time)
-
-    @property
-    def other_rows(self) -> tuple[Row, ...]:
-        """Rows of host time, or of a clock that was not recorded: never compared with GPU time."""
-        return self.host_rows + self.rows_without_clock
 
     @property
     def host_rows(self) -> tuple[Row, ...]:
@@ -276,17 +264,18 @@ def environment_facts(environments: Sequence[Mapping[str, Any]]) -> dict[str, tu
 
 
 def facts_of_sides(
-    before: "Sequence[RecordedFile | RecordedRun]", after: "Sequence[RecordedFile | RecordedRun]"
-) -> Iterator[tuple[str, str, str]]:
-    """Yield each fact of two sides' environments that a comparison shows: its name and what it was on either side."""
-    facts = environment_facts([each.environment for each in (*before, *after)])
-    for name, where in facts.items():
+    before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
+) -> dict[str, tuple[str, str]]:
+    """Return each fact of two sides' environments that a comparison shows: by its name, what it was on either side."""
+    found = {}
+    for name, keys in environment_facts([*before, *after]).items():
         was, now = (
-            ", ".join(sorted({str(each.fact(*where)) for each in side if each.fact(*where) is not None}))
+            ", ".join(sorted({str(value) for each in side if (value := value_at(each, keys)) is not None}))
             for side in (before, after)
         )
-        if (was or now) and (name in SHOWN or where[0] == "packages"):
-            yield name, was or "not recorded", now or "not recorded"
+        if (was or now) and (name in SHOWN or keys[0] == "packages"):
+            found[name] = was or "not recorded", now or "not recorded"
+    return found
 
 
 def in_words(identity: Identity) -> str:
@@ -321,10 +310,9 @@ def _run(file: RecordedFile) -> RecordedRun:
     rows = tuple(_row(path, entry) for entry in content["benchmarks"])
     _refuse_twice(path, [row.name for row in rows], "the benchmark")
     _refuse_twice(path, [in_words(row.identity) for row in rows if row.is_gpu_time], "the measurement")
-    recorded = value_at(content, ("machine_info", "lab", "ceilings")) or {}
-    ceilings = {field.name: recorded[field.name] for field in fields(RecordedCeilings) if field.name in recorded}
-    not_timed = tuple(NotTimed(**each) for each in content.get("not_timed") or ())
-    return RecordedRun(path, file.environment, RecordedCeilings(**ceilings), rows, content.get("datetime"), not_timed)
+    ceilings = value_at(content, ("machine_info", "lab", "ceilings")) or {}
+    not_timed = tuple(content.get("not_timed") or ())
+    return RecordedRun(path, file.environment, ceilings, rows, content.get("datetime"), not_timed)
 
 
 def read_runs(path: str | Path) -> tuple[RecordedRun, ...]:

@@ -1,18 +1,16 @@
 """Recorded benchmarks as tables, for the Markdown report and for the page: GPU time and its floor, host time, ceilings."""
 
+import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, replace
 
-from lab.reports.recorded import RecordedRun, Row, grouped
+from lab.reports.recorded import MODULE_PREFIX, RecordedRun, Row, grouped
 from lab.reports.tables import ABSENT, Cell, Columns, Table, make_table, number, words
 from lab.timing.statistics import IN_TURNS, Speed, compare_samples
+from lab.wording import counted
 
-MODULE_PREFIX = "lab.kernels."
 THROTTLED = "**throttled**"
-# A launch alone takes one to two microseconds: time over a floor shorter than this means nothing, and has no bar.
-LEAST_FLOOR_US = 1.0
 FEWEST_SIDE_BY_SIDE = 3  # for two implementations, the table of the fastest is enough
 
 
@@ -24,17 +22,6 @@ def _word(key: str) -> Callable[[Row], Cell]:
     return lambda row: words(row.facts.get(key))
 
 
-def implementation_of(row: Row) -> str:
-    """Return the implementation's name without the package of kernels; "" if it is not recorded."""
-    return str(row.facts.get("implementation") or "").removeprefix(MODULE_PREFIX)
-
-
-def time_over_floor(row: Row) -> float | None:
-    """Return the median over the floor; None where the floor is not recorded, or too short to mean something."""
-    floor_us = row.facts.get("floor_us") or 0.0
-    return row.median_us / floor_us if floor_us >= LEAST_FLOOR_US else None
-
-
 # A column each in a table of one run, unless they are the same in all rows; then they are a note.
 SETTINGS: Columns = {
     "timed by": lambda row: words(row.timed_by),
@@ -44,11 +31,11 @@ SETTINGS: Columns = {
 }
 GPU_COLUMNS: Columns = {
     "scenario": lambda row: words(row.scenario),
-    "implementation": lambda row: words(implementation_of(row)),
+    "implementation": lambda row: words(row.implementation),
     "kernel": _word("kernel"),
     "median, µs": lambda row: number(row.median_us, 2),
     "floor, µs": _fact("floor_us", 2),
-    "time over floor": lambda row: number(time_over_floor(row), 2),
+    "time over floor": lambda row: number(row.time_over_floor, 2),
     "bound by": _word("floor_bound"),
     "timed by": SETTINGS["timed by"],
     "held back by": lambda row: words(", ".join(row.throttled_by)),
@@ -130,18 +117,41 @@ def timing_tables(run: RecordedRun, name: str) -> list[Table]:
     return [table for table in (side_by_side, gpu, host, others, not_timed) if table.rows]
 
 
-def rivals(run: RecordedRun) -> list[list[Row]]:
-    """Return the rows of GPU time that differ in their implementation alone, the fastest first."""
+@dataclass(frozen=True)
+class Rivals:
+    """The rows of GPU time of one run that differ in their implementation alone, the fastest first."""
+
+    rows: tuple[Row, ...]
+
+    @functools.cached_property
+    def speeds(self) -> tuple[Speed, ...]:
+        """Each row but the first compared with the first, by the rule for samples in turns."""
+        fastest = self.rows[0].samples_us
+        return tuple(compare_samples(fastest, row.samples_us, IN_TURNS).speed for row in self.rows[1:])
+
+    @property
+    def as_fast(self) -> list[str]:
+        """The implementations that are the fastest, or the SAME."""
+        speeds = (Speed.SAME, *self.speeds)
+        return [row.implementation for row, speed in zip(self.rows, speeds, strict=True) if speed is Speed.SAME]
+
+    def median(self, implementation: str) -> Cell:
+        """Return the cell of an implementation's median, in a style of its own where it is one of the fastest."""
+        median_us = next((row.median_us for row in self.rows if row.implementation == implementation), None)
+        return replace(number(median_us, 1), style="faster" if implementation in self.as_fast else "")
+
+
+def rivals_of(run: RecordedRun) -> list[Rivals]:
+    """Return the rivals of a run, in the order of what they measure."""
     found = grouped(
         (tuple(item for item in row.identity if item[0] != "implementation"), row)
         for row in sorted(run.gpu_rows, key=lambda row: row.median_us)
     )
-    return [found[identity] for identity in sorted(found)]
+    return [Rivals(tuple(found[identity])) for identity in sorted(found)]
 
 
-def next_speed(rows: Sequence[Row]) -> Speed | None:
-    """Return how the second of `rivals` compares with the first, by the rule for samples in turns; None without a second."""
-    return compare_samples(rows[0].samples_us, rows[1].samples_us, IN_TURNS).speed if len(rows) > 1 else None
+def _of_fastest(cell: Callable[[Row], Cell]) -> Callable[[Rivals], Cell]:
+    return lambda rivals: cell(rivals.rows[0])
 
 
 def fastest_table(run: RecordedRun, name: str = "") -> Table:
@@ -149,21 +159,39 @@ def fastest_table(run: RecordedRun, name: str = "") -> Table:
 
     A scenario of one implementation is there if its time over floor is known.
     """
-    told = [rows for rows in rivals(run) if len(rows) > 1 or time_over_floor(rows[0]) is not None]
+    shown = [each for each in rivals_of(run) if each.speeds or each.rows[0].time_over_floor is not None]
     columns: Columns = {
         "scenario": _of_fastest(GPU_COLUMNS["scenario"]),
         "fastest": _of_fastest(_noted("implementation", "kernel")),
         **{heading: _of_fastest(GPU_COLUMNS[heading]) for heading in ("median, µs", "time over floor", "bound by")},
-        "next": lambda rows: words(implementation_of(rows[1]) if len(rows) > 1 else None),
-        "next takes, times": lambda rows: number(rows[1].median_us / rows[0].median_us if len(rows) > 1 else None, 2),
-        "next is": lambda rows: words(speed.name if (speed := next_speed(rows)) else None),
+        "next": lambda rivals: words(rivals.rows[1].implementation if rivals.speeds else None),
+        "next takes, times": lambda rivals: number(
+            rivals.rows[1].median_us / rivals.rows[0].median_us if rivals.speeds else None, 2
+        ),
+        "next is": lambda rivals: words(rivals.speeds[0].name if rivals.speeds else None),
         **{heading: _of_fastest(cell) for heading, cell in SETTINGS.items()},
     }
-    return make_table(columns, told, name=name and f"{name}-fastest", caption="Fastest implementation of each scenario")
+    return make_table(
+        columns, shown, name=name and f"{name}-fastest", caption="Fastest implementation of each scenario"
+    )
 
 
-def _of_fastest(cell: Callable[[Row], Cell]) -> Callable[[Sequence[Row]], Cell]:
-    return lambda rows: cell(rows[0])
+def fastest_sentence(runs: Sequence[RecordedRun]) -> str:
+    """Return a sentence with the number of scenarios in which each implementation was the fastest.
+
+    It counts the scenarios that several implementations were timed in, in each run by itself; without one, it is "".
+    """
+    compared_by_run = [[each for each in rivals_of(run) if each.speeds] for run in runs]
+    compared = [rivals for of_run in compared_by_run for rivals in of_run]
+    # The first is the fastest only if the second is slower by the lab's rule.
+    wins = Counter(rivals.rows[0].implementation for rivals in compared if rivals.speeds[0] is Speed.SLOWER)
+    numbers = [f"{name} in {count}" for name, count in wins.most_common()]
+    if wins.total() < len(compared):
+        numbers.append(f"no clear difference in {len(compared) - wins.total()}")
+    scenarios = f"{counted(len(compared), 'scenario')} with several implementations"
+    if (num_runs := sum(map(bool, compared_by_run))) > 1:
+        scenarios += f", in {num_runs} runs"
+    return f"Fastest in {scenarios}: {', '.join(numbers)}." if compared else ""
 
 
 def side_by_side_table(run: RecordedRun, name: str = "") -> Table:
@@ -171,43 +199,24 @@ def side_by_side_table(run: RecordedRun, name: str = "") -> Table:
 
     The column "fastest" names the fastest and those that are the SAME by the lab's rule for samples in turns.
     """
-    names = sorted({implementation_of(row) for row in run.gpu_rows})
+    names = sorted({row.implementation for row in run.gpu_rows})
     if len(names) < FEWEST_SIDE_BY_SIDE:
         return make_table({}, [], name=name)
-    records = [(rows, [implementation_of(row) for row in _as_fast(rows)]) for rows in rivals(run)]
     columns: Columns = {
-        "scenario": lambda record: words(record[0][0].scenario),
-        "floor, µs": lambda record: GPU_COLUMNS["floor, µs"](record[0][0]),
-        "fastest": lambda record: words(", ".join(record[1])),
-        **{f"{each}, µs": partial(_median_among, each) for each in names},
-        **{heading: partial(_setting_among, cell) for heading, cell in SETTINGS.items()},
+        "scenario": _of_fastest(GPU_COLUMNS["scenario"]),
+        "floor, µs": _of_fastest(GPU_COLUMNS["floor, µs"]),
+        "fastest": lambda rivals: words(", ".join(rivals.as_fast)),
+        **{f"{each}, µs": functools.partial(Rivals.median, implementation=each) for each in names},
+        **{heading: _of_fastest(cell) for heading, cell in SETTINGS.items()},
     }
     caption = "Implementations side by side, medians; in each scenario their samples were taken in turns"
-    return make_table(columns, records, name=name, caption=caption, say_once=SETTINGS)
-
-
-def _as_fast(rows: Sequence[Row]) -> list[Row]:
-    """Return the first of `rivals`, and those that are the same."""
-    first, *others = rows
-    same = [row for row in others if compare_samples(first.samples_us, row.samples_us, IN_TURNS).speed is Speed.SAME]
-    return [first, *same]
-
-
-def _median_among(name: str, record: tuple[Sequence[Row], Sequence[str]]) -> Cell:
-    """Return the cell of an implementation's median, in a style of its own where it is the fastest."""
-    rows, fastest = record
-    median_us = next((row.median_us for row in rows if implementation_of(row) == name), None)
-    return replace(number(median_us, 1), style="faster" if name in fastest else "")
-
-
-def _setting_among(cell: Callable[[Row], Cell], record: tuple[Sequence[Row], Sequence[str]]) -> Cell:
-    return cell(record[0][0])
+    return make_table(columns, rivals_of(run), name=name, caption=caption, say_once=SETTINGS)
 
 
 def not_timed_table(run: RecordedRun, name: str = "") -> Table:
     """Make a table of what declined a scenario, was wrong or is not on the machine, and why; a row for each reason."""
     scenarios = grouped(
-        ((each.implementation.removeprefix(MODULE_PREFIX), each.reason), each.scenario or "all")
+        ((each["implementation"].removeprefix(MODULE_PREFIX), each["reason"]), each["scenario"] or "all")
         for each in run.not_timed
     )
     columns: Columns = {
@@ -230,17 +239,13 @@ def methods(rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 def ceiling_table(run: RecordedRun, name: str = "") -> Table:
     """Make a table of the rates that the GPU reached in this run and that its vendor states; without rows if there are none."""
-    ceilings = run.ceilings
-    dtype = f" ({ceilings.matrix_dtype})" if ceilings.matrix_dtype else ""
-    lines = [
-        ("memory, GB/s", ceilings.bandwidth_gbps, ceilings.datasheet_bandwidth_gbps),
-        (f"matrix units, TFLOP/s{dtype}", ceilings.matrix_rate_tflops, ceilings.datasheet_matrix_rate_tflops),
-    ]
-    columns: dict[str, Callable[[Any], Cell]] = {
-        "ceiling": lambda line: words(line[0]),
-        "measured in this run": lambda line: number(line[1], 0),
-        "datasheet": lambda line: number(line[2], 0),
+    dtype = f" ({run.ceilings['matrix_dtype']})" if run.ceilings.get("matrix_dtype") else ""
+    rates = {"memory, GB/s": "bandwidth_gbps", f"matrix units, TFLOP/s{dtype}": "matrix_rate_tflops"}
+    columns: Columns = {
+        "ceiling": lambda item: words(item[0]),
+        "measured in this run": lambda item: number(run.ceilings.get(item[1]), 0),
+        "datasheet": lambda item: number(run.ceilings.get(f"datasheet_{item[1]}"), 0),
     }
-    caption = f"Ceilings; datasheet: {ceilings.datasheet_source or 'none'}"
-    known = [line for line in lines if any(line[1:])]
+    caption = f"Ceilings; datasheet: {run.ceilings.get('datasheet_source') or 'none'}"
+    known = [item for item in rates.items() if run.ceilings.get(item[1]) or run.ceilings.get(f"datasheet_{item[1]}")]
     return make_table(columns, known, name=name and f"{name}-ceilings", caption=caption, say_once=())

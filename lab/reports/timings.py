@@ -8,23 +8,21 @@ import importlib.util
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lab.files import write_text
-from lab.reports.recorded import RecordedRun, Row, environment_facts, grouped
+from lab.reports.recorded import RecordedRun, Row, environment_facts, grouped, value_at
 from lab.reports.tables import ABSENT, items, markdown_of, table_of_lines
 from lab.reports.timing_tables import (
     SETTINGS,
     THROTTLED,
     ceiling_table,
-    implementation_of,
     make_table,
     methods,
     narrow_columns,
     not_timed_table,
     plain_table,
     side_by_side_table,
-    time_over_floor,
 )
 
 if TYPE_CHECKING:
@@ -64,12 +62,8 @@ def report_markdown(run: RecordedRun, pictures: Sequence[str] = ()) -> str:
     if side_by_side.rows:
         blocks += ["## Side by side", f"{side_by_side.caption}.", markdown_of(side_by_side)]
     columns = narrow_columns([name for name in SETTINGS if len(_said(name, rows)) > 1])
-    for mode in dict.fromkeys(_mode(row) for row in rows):
-        mine = [row for row in rows if _mode(row) == mode]
-        blocks += [
-            f"### {mode}" if mode else "### No mode recorded",
-            markdown_of(make_table(columns, mine, say_once=())),
-        ]
+    for mode, mine in grouped((row.mode, row) for row in rows).items():
+        blocks += [f"### {mode or 'No mode recorded'}", markdown_of(make_table(columns, mine, say_once=()))]
     others = {
         ("## Host time", "Not GPU time, and not comparable with it."): run.host_rows,
         ("## Times without a recorded clock", "Compared with nothing."): run.rows_without_clock,
@@ -106,15 +100,13 @@ def figures(run: RecordedRun) -> dict[str, "Figure"]:
 
     drawn: dict[str, Figure] = {}
     rows = sorted(run.gpu_rows, key=_order)
-    for timed_by in dict.fromkeys(row.timed_by for row in rows):
-        mine = [row for row in rows if row.timed_by == timed_by]
-        gpu, commit = (run.environment.get(key) or f"no {key} recorded" for key in ("gpu", "commit"))
-        title = f"{gpu}, {commit}, {timed_by}"
-        slug = re.sub(r"[^a-z0-9]+", "-", timed_by.lower())
-        if points := list(_points(mine)):
-            drawn[f"roofline-{slug}.png"] = roofline_figure(points, f"Roofline: {title}", *_roofs(run))
-        if bars := list(_bars(mine)):
-            drawn[f"time-over-floor-{slug}.png"] = floor_figure(bars, f"Time over floor: {title}")
+    gpu, commit = (run.environment.get(key) or f"no {key} recorded" for key in ("gpu", "commit"))
+    for timed_by, mine in grouped((row.timed_by, row) for row in rows).items():
+        title, slug = f"{gpu}, {commit}, {timed_by}", re.sub(r"[^a-z0-9]+", "-", timed_by.lower())
+        if counted := [row for row in mine if row.facts.get("operations") and row.facts.get("bytes_moved")]:
+            drawn[f"roofline-{slug}.png"] = roofline_figure(counted, f"Roofline: {title}", run.ceilings)
+        if above_floor := [row for row in mine if row.time_over_floor is not None]:
+            drawn[f"time-over-floor-{slug}.png"] = floor_figure(above_floor, f"Time over floor: {title}")
     return drawn
 
 
@@ -127,8 +119,8 @@ def _order(row: Row) -> tuple[tuple[float, str], ...]:
 def _environment(run: RecordedRun) -> Iterator[list[str]]:
     if run.recorded_at:
         yield ["recorded", run.recorded_at]
-    for name, where in environment_facts([run.environment]).items():
-        found = run.fact(*where)
+    for name, keys in environment_facts([run.environment]).items():
+        found = value_at(run.environment, keys)
         if found is not None:
             yield [name, f"{found:,}" if isinstance(found, int) else str(found)]
     yield from _seen(run.gpu_rows)
@@ -149,7 +141,7 @@ def _ceilings(run: RecordedRun) -> str:
     table = ceiling_table(run)
     if not table.rows:
         return "None recorded."
-    source = run.ceilings.datasheet_source
+    source = run.ceilings.get("datasheet_source")
     return f"{markdown_of(table)}\n\nDatasheet: {source}." if source else markdown_of(table)
 
 
@@ -188,48 +180,3 @@ def _throttled(rows: Sequence[Row]) -> Iterator[str]:
             f"{scenario}, {', '.join(names)}, {timed_by}: {reasons}"
             for (scenario, timed_by, reasons), names in named.items()
         )
-
-
-def _mode(row: Row) -> str:
-    return str(row.facts.get("mode") or "").replace("_", " ")
-
-
-def _points(rows: Sequence[Row]) -> Iterator[Any]:
-    from lab.reports.pictures.timings import RooflinePoint
-
-    for row in rows:
-        operations, bytes_moved = row.facts.get("operations"), row.facts.get("bytes_moved")
-        if operations and bytes_moved:
-            rate_tflops = operations / row.median_us / 1e6
-            name, intensity = _implementation_name(row), operations / bytes_moved
-            yield RooflinePoint(name, _mode(row) or "no mode recorded", intensity, rate_tflops, bool(row.throttled_by))
-
-
-def _bars(rows: Sequence[Row]) -> Iterator[Any]:
-    from lab.reports.pictures.timings import FloorBar
-
-    # Settings are added to a scenario's name where the name alone does not distinguish two rows.
-    named = [(row.scenario, _implementation_name(row)) for row in rows]
-    varying = [name for name in SETTINGS if len(set(named)) < len(named) and len(_said(name, rows)) > 1]
-    for row in rows:
-        over = time_over_floor(row)
-        if over is not None:
-            name = ", ".join([row.scenario, *(f"{name} {SETTINGS[name](row).text}" for name in varying)])
-            yield FloorBar(name, _implementation_name(row), over, bool(row.throttled_by))
-
-
-def _implementation_name(row: Row) -> str:
-    return implementation_of(row) or "no implementation recorded"
-
-
-def _roofs(run: RecordedRun) -> tuple[Any, Any]:
-    """Return the measured and the datasheet's roofs; None where one half of a roof is not recorded."""
-    from lab.reports.pictures.timings import Roofs
-
-    ceilings, dtype = run.ceilings, run.ceilings.matrix_dtype or ""
-    pairs = (
-        (ceilings.bandwidth_gbps, ceilings.matrix_rate_tflops),
-        (ceilings.datasheet_bandwidth_gbps, ceilings.datasheet_matrix_rate_tflops),
-    )
-    measured, datasheet = (Roofs(bandwidth, rate, dtype) if bandwidth and rate else None for bandwidth, rate in pairs)
-    return measured, datasheet

@@ -8,7 +8,6 @@ import pytest
 
 from lab.reports.recorded import (
     Kind,
-    RecordedCeilings,
     RecordedFileError,
     in_words,
     read_file,
@@ -27,13 +26,13 @@ def test_a_run_is_read(tmp_path: Path) -> None:
     run = read_run(path)
     assert run.environment["gpu"] == "NVIDIA H200"
     assert "ceilings" not in run.environment
-    assert run.ceilings == RecordedCeilings(**CEILINGS)
+    assert run.ceilings == CEILINGS
     (row,) = run.gpu_rows
     assert row.samples_us == pytest.approx((3.0, 1.0, 2.0))
     assert row.median_us == pytest.approx(2.0)
     assert row.iqr_percent == pytest.approx(50.0)
     assert row.timed_by == "graph, L2 cold by rotation"
-    assert [other.facts["clock"] for other in run.other_rows] == ["host"]
+    assert [other.facts["clock"] for other in run.host_rows] == ["host"]
 
 
 def test_identity_is_what_was_measured_and_how(tmp_path: Path) -> None:
@@ -63,7 +62,7 @@ def test_identity_is_not_what_was_reached(tmp_path: Path) -> None:
 def test_only_a_gpu_clock_is_gpu_time(tmp_path: Path, clock: str | None) -> None:
     run = read_run(write_run(tmp_path / "run.json", [entry(clock=clock)]))
     assert not run.gpu_rows
-    assert len(run.other_rows) == 1
+    assert (len(run.host_rows), len(run.rows_without_clock)) == ((1, 0) if clock == "host" else (0, 1))
 
 
 @pytest.mark.parametrize("clock", ["graph", "cupti", "events"])
@@ -75,11 +74,11 @@ def test_every_gpu_clock_is(tmp_path: Path, clock: str) -> None:
 def test_what_the_lab_recorded_can_be_read(path: Path) -> None:
     run = read_run(path)
     assert run.environment["gpu"]
-    assert len(run.gpu_rows) + len(run.other_rows) == len(run.rows) > 0
+    assert len(run.gpu_rows) + len(run.host_rows) + len(run.rows_without_clock) == len(run.rows) > 0
 
 
 def test_a_run_without_ceilings_has_none(tmp_path: Path) -> None:
-    assert read_run(write_run(tmp_path / "run.json", [entry()], ceilings=None)).ceilings == RecordedCeilings()
+    assert read_run(write_run(tmp_path / "run.json", [entry()], ceilings=None)).ceilings == {}
 
 
 @pytest.mark.parametrize("sample", [0.0, -1.0, float("nan"), float("inf")])

@@ -11,7 +11,7 @@ import pytest
 
 from lab.checks import judge
 from lab.checks.run.known_failures import FailingKernel, KnownFailure
-from lab.reports.comparison import NotComparableError
+from lab.reports.compare import NotComparableError
 from lab.reports.releases import releases_report
 from tests.checks.small import SMALL
 from tests.commands.command import run as run_lab

@@ -1,68 +1,86 @@
 """Recorded experiments as parts of the page: pictures, the facts that hold for a whole file, and a table per list of rows."""
 
-from collections.abc import Mapping, Sequence
+import io
+from base64 import b64encode
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from typing import Any
 
-from lab.reports.html.pictures import Picture, pictures_of
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
 from lab.reports.pictures.style import Drawing
 from lab.reports.recorded import RecordedFile
-from lab.reports.tables import Table, flattened, table_of_records
+from lab.reports.tables import flattened, table_of_records
 
-SHOWN_ELSEWHERE = ("environment",)  # keys of a file; the page has one table of all files' environments
+# A fixed salt for ids makes the bytes of a figure the same on any machine. Text as paths looks the same with any fonts.
+SVG_SETTINGS: Any = {"svg.hashsalt": "lab", "svg.fonttype": "path"}
 
 
 @dataclass(frozen=True)
-class ExperimentPart:
-    """The page's part of one recorded experiment. Keys are those of the file; "outer.inner" for a mapping in a mapping.
+class Picture:
+    """A figure as a data URI, and a description of it for people who do not see it."""
 
-    Attributes:
-        name: of the file.
-        question: that the experiment answers; "" where the package that recorded it is not installed.
-        facts: (key, text) of each value that is not a list of rows.
-        tables: one per list of rows.
-        empty: keys of the lists without a row.
-        pictures: of the recorded values.
-        undrawn: a sentence for each picture that could not be drawn, with the reason.
+    uri: str
+    description: str
+
+    @classmethod
+    def of(cls, figure: Figure, description: str) -> "Picture":
+        """Return a figure as an SVG picture with a transparent background."""
+        drawn = io.BytesIO()
+        with rc_context(SVG_SETTINGS):
+            figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
+        return cls(f"data:image/svg+xml;base64,{b64encode(drawn.getvalue()).decode()}", description)
+
+
+def experiment_part(file: RecordedFile) -> dict[str, Any]:
+    """Return the page's part of a file of `Kind.EXPERIMENT`: a mapping of facts and of lists of rows, under any keys.
+
+    The environment is not among the facts: the page has one table of all files' environments. The question is "" where the
+    package that recorded the experiment is not installed; `undrawn` has a sentence for each picture that cannot be drawn.
     """
-
-    name: str
-    question: str
-    facts: tuple[tuple[str, str], ...]
-    tables: tuple[Table, ...]
-    empty: tuple[str, ...]
-    pictures: tuple[Picture, ...]
-    undrawn: tuple[str, ...]
-
-
-def experiment_part(file: RecordedFile) -> ExperimentPart:
-    """Return the page's part of a file of `Kind.EXPERIMENT`: a mapping of facts and of lists of rows, under any keys."""
-    shown = {key: value for key, value in file.content.items() if key not in SHOWN_ELSEWHERE}
+    shown = {key: value for key, value in file.content.items() if key != "environment"}
     lists = {key: value for key, value in shown.items() if isinstance(value, list)}
     rows = {key: value for key, value in lists.items() if value and all(isinstance(row, Mapping) for row in value)}
     facts = flattened({key: value for key, value in shown.items() if key not in rows and value != []})
     question, drawings = _question_and_drawings(file.experiment)
-    drawn = list(pictures_of(file, drawings))
-    return ExperimentPart(
-        name=file.name,
-        question=question,
-        facts=tuple(
-            (key, ", ".join(map(str, value)) if isinstance(value, list) else str(value)) for key, value in facts.items()
-        ),
-        tables=tuple(
+    drawn = list(_pictures(file, drawings))
+    return {
+        "name": file.name,
+        "question": question,
+        "facts": {
+            key: ", ".join(map(str, value)) if isinstance(value, list) else str(value) for key, value in facts.items()
+        },
+        "tables": [
             table_of_records(f"{file.name.replace('/', '-')}-{key}", f"{file.name}: {key}", value)
             for key, value in rows.items()
-        ),
-        empty=tuple(key for key, value in lists.items() if not value),
-        pictures=tuple(each for each in drawn if isinstance(each, Picture)),
-        undrawn=tuple(each for each in drawn if isinstance(each, str)),
-    )
+        ],
+        "empty": [key for key, value in lists.items() if not value],
+        "pictures": [each for each in drawn if isinstance(each, Picture)],
+        "undrawn": [each for each in drawn if isinstance(each, str)],
+    }
 
 
 def _question_and_drawings(experiment: str) -> tuple[str, Sequence[Drawing]]:
-    """Return the question and the drawings of an experiment; ("", ()) where its package is not installed."""
     for found in entry_points(group="lab.page"):
         with suppress(ModuleNotFoundError):
             return found.load()(experiment)
     return "", ()
+
+
+def _pictures(file: RecordedFile, drawings: Iterable[Drawing]) -> Iterator[Picture | str]:
+    """Yield each drawing of a recorded experiment; for one that cannot be drawn, a sentence with the reason."""
+    measured_on = ", ".join(str(file.fact(name)) for name in ("gpu", "commit") if file.fact(name))
+    for drawing in drawings:
+        title = f"{drawing.words}: {measured_on}" if measured_on else drawing.words
+        if file.content.get(drawing.key) == []:
+            yield f"{drawing.words}: {drawing.key} has no row"
+            continue
+        try:
+            yield Picture.of(drawing.draw(file.content[drawing.key], title), drawing.words)
+        except KeyError as error:
+            yield f"{drawing.words}: the file has no {error}"
+        except ValueError as error:
+            yield f"{drawing.words}: {error}"

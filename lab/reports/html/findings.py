@@ -1,7 +1,11 @@
-"""Findings that the judge cites: a page, and the heading of a section in it."""
+"""Markdown as parts of the page, and the findings that the judge cites: a page, and the heading of a section in it."""
 
 import re
 from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+
+SECTION_HEADING = re.compile(r"^## +(.+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -24,12 +28,27 @@ class Finding:
     @property
     def label(self) -> str:
         """Return the number that the heading begins with; without one, the whole heading."""
-        return (re.match(r"\d+", self.heading) or re.match(".*", self.heading))[0]  # type: ignore[index]
+        number, _, _ = self.heading.partition("-")
+        return number if number.isdigit() else self.heading
 
     @property
     def order(self) -> tuple[int, str]:
         """Return a key to sort by: the number, 0 without one, then the heading."""
         return (int(self.label) if self.label.isdigit() else 0, self.heading)
+
+    def html(self, folder: Path) -> str:
+        """Return the section that describes the finding, as HTML without links; "" if the folder does not have it.
+
+        Args:
+            folder: searched for a file with the name of the page; the folders of the citation's path are ignored.
+        """
+        page = folder / Path(self.path).name
+        text = page.read_text(encoding="utf-8") if page.is_file() else ""
+        headings = list(SECTION_HEADING.finditer(text))
+        for heading, following in zip_longest(headings, headings[1:]):
+            if slug(heading[1]) == self.heading:
+                return markdown_html(text[heading.start() : following.start() if following else None])
+        return ""
 
 
 def slug(heading: str) -> str:
@@ -40,3 +59,20 @@ def slug(heading: str) -> str:
 def findings_in(citation: str) -> tuple[Finding, ...]:
     """Return the findings of a recorded citation, "path#heading; path#heading"; text without a "#" names none."""
     return tuple(Finding(*each.split("#", 1)) for each in citation.split("; ") if "#" in each)
+
+
+def markdown_html(text: str) -> str:
+    """Return Markdown as HTML, without raw HTML, and without links and pictures, which leave the page.
+
+    Its headings are two levels lower, since the page has h1 and h2 of its own.
+    """
+    from markdown_it import MarkdownIt
+
+    markdown = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
+    for rule in ("link_open", "link_close"):
+        markdown.add_render_rule(rule, lambda *_: "")
+    tokens = markdown.parse(text)
+    for token in tokens:
+        if token.type in ("heading_open", "heading_close"):
+            token.tag = f"h{min(int(token.tag[1:]) + 2, 6)}"
+    return str(markdown.renderer.render(tokens, markdown.options, {}))

@@ -1,8 +1,9 @@
-"""Tables of the judge's recorded reports: runs, checks, faults, refusals."""
+"""The judge's recorded reports: what the page's first section says of them, and tables of runs, checks, faults and refusals."""
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,9 +12,9 @@ from lab.checks.properties import checks
 from lab.checks.run import verdicts
 from lab.checks.run.verdicts import Outcome
 from lab.reports.html.findings import Finding, findings_in
-from lab.reports.recorded import RecordedFile, grouped
+from lab.reports.recorded import MODULE_PREFIX, RecordedFile, grouped
 from lab.reports.tables import ABSENT, Cell, Columns, Link, Table, make_table, number, words
-from lab.reports.timing_tables import MODULE_PREFIX
+from lab.wording import counted
 from lab.workloads.interfaces import Interface
 
 RIGHT, KNOWN, DECLINED = Outcome.RIGHT.value, Outcome.KNOWN.value, Outcome.DECLINED.value
@@ -22,6 +23,8 @@ FAULTS = (*BROKEN, KNOWN)
 # The order of rows and of columns.
 WORST_FIRST = (*FAULTS, DECLINED, RIGHT)
 CHECKS = {check.key: check for check in checks()}
+# Keys of a diagnosis' smallest wrong case that the page shows, in this order.
+SMALLEST_CASE_KEYS = ("result", "where", "expected", "got")
 
 
 @dataclass(frozen=True)
@@ -29,12 +32,14 @@ class CheckRow:
     """One check of one function in one run of the judge.
 
     Attributes:
-        record: the run's file.
+        run: the name of its file.
+        implementation: that was judged.
         check: the check's row of the recorded report: its key, function, outcome and counts.
         cases: the check's recorded cases; () if the file holds none.
     """
 
-    record: RecordedFile
+    run: str
+    implementation: str
     check: Mapping[str, Any]
     cases: Sequence[Mapping[str, Any]]
 
@@ -42,6 +47,10 @@ class CheckRow:
     def key(self) -> str:
         """Return the check's key, such as "K5"."""
         return str(self.check["check"])
+
+    @property
+    def outcome(self) -> str:
+        return str(self.check["outcome"])
 
     @property
     def function(self) -> str:
@@ -66,16 +75,57 @@ class CheckRow:
         return tuple(dict.fromkeys(finding for cites in cited for finding in findings_in(cites)))
 
 
-def check_rows(records: Sequence[RecordedFile]) -> list[CheckRow]:
-    """Return a row for each check and function of each recorded report, in the order of the files."""
-    rows = []
-    for record in records:
-        cases = grouped(((case["check"], case["interface"]), case) for case in record.content.get("cases") or ())
-        rows += [
-            CheckRow(record, check, cases.get((check["check"], check["interface"]), ()))
-            for check in record.content["checks"]
+@dataclass(frozen=True)
+class JudgedRun:
+    """A recorded report of the judge."""
+
+    record: RecordedFile
+
+    @property
+    def name(self) -> str:
+        return self.record.name
+
+    @property
+    def cases(self) -> Sequence[Mapping[str, Any]]:
+        """Return the recorded cases; a trimmed report has some cases alone."""
+        return self.record.content.get("cases") or ()
+
+    @functools.cached_property
+    def rows(self) -> list[CheckRow]:
+        """Return a row for each check and function."""
+        cases = grouped(((case["check"], case["interface"]), case) for case in self.cases)
+        return [
+            CheckRow(
+                self.name, implementation_name(self.record), check, cases.get((check["check"], check["interface"]), ())
+            )
+            for check in self.record.content["checks"]
         ]
-    return rows
+
+    @functools.cached_property
+    def counts(self) -> Counter[str]:
+        """Return the number of cases of each outcome."""
+        return sum((Counter(row.check["counts"]) for row in self.rows), Counter())
+
+    @property
+    def verdict(self) -> str:
+        """Return the worst outcome of the cases; "declined" only if every case was declined, or there is none."""
+        return next((outcome for outcome in (*FAULTS, RIGHT) if self.counts[outcome]), DECLINED)
+
+    @property
+    def verdict_text(self) -> str:
+        """Return the verdict; where the judged cases are right but not all cases were judged, it adds this."""
+        is_partial = self.verdict == RIGHT and self.record.content.get("is_right") is False
+        return f"{self.verdict}, but not all judged" if is_partial else self.verdict
+
+
+def worst_first(records: Iterable[RecordedFile]) -> list[JudgedRun]:
+    """Return the runs of reports, the worst verdict first."""
+    return sorted(map(JudgedRun, records), key=lambda run: WORST_FIRST.index(run.verdict))
+
+
+def implementation_name(record: RecordedFile) -> str:
+    """Return the name of the judged implementation without "lab.kernels."; "" if it is not recorded."""
+    return str(record.content.get("implementation", "")).removeprefix(MODULE_PREFIX)
 
 
 def check_name(key: str) -> str:
@@ -83,171 +133,91 @@ def check_name(key: str) -> str:
     return f"{key} {CHECKS[key].name}" if key in CHECKS else key
 
 
-def verdict_of(record: RecordedFile) -> str:
-    """Return the worst outcome of a run's cases; "declined" only if every case was declined, or there is none."""
-    met = {outcome for check in record.content["checks"] for outcome, count in check["counts"].items() if count}
-    return next(outcome for outcome in (*FAULTS, RIGHT, DECLINED) if outcome in met or outcome == DECLINED)
+# --- the first section ------------------------------------------------------------------------------------------------
 
 
-def _verdict_text(record: RecordedFile) -> str:
-    """Return a run's verdict; where the judged cases are right but not all cases were judged, it adds this."""
-    verdict = verdict_of(record)
-    return f"{verdict}, but not all judged" if verdict == RIGHT and record.content.get("is_right") is False else verdict
+def judged_sentence(runs: Sequence[JudgedRun]) -> str:
+    """Return a sentence with the number of runs of each verdict; "" without a run."""
+    numbers = ", ".join(f"{count} {verdict}" for verdict, count in Counter(run.verdict for run in runs).items())
+    return f"{counted(len(runs), 'run')} of the judge: {numbers}." if runs else ""
 
 
-def summary_table(records: Sequence[RecordedFile]) -> Table:
-    """Make a table of one row per run of the judge, the worst first."""
-    records = sorted(records, key=lambda record: WORST_FIRST.index(verdict_of(record)))
-    rows = check_rows(records)
+def fault(run: JudgedRun) -> dict[str, Any]:
+    """Return what the page says of a run with wrong or failed cases; one with known failures alone is not among these.
 
-    def num_cases(record: RecordedFile, outcome: str) -> int:
-        return sum(row.check["counts"].get(outcome, 0) for row in rows if row.record is record)
+    Its sentence and details are the diagnosis and the conditions under which cases are wrong; without a diagnosis, the number
+    of wrong and failed cases, and the checks that are not right with what they catch.
+    """
+    diagnosis = run.record.content.get("diagnosis") or {}
+    numbers = " and ".join(f"{outcome} in {run.counts[outcome]}" for outcome in BROKEN if run.counts[outcome])
+    broken_checks = [
+        f"{check_name(row.key)} of {row.function}: {row.outcome}. What the check catches: {row.catches}"
+        for row in run.rows
+        if row.outcome in BROKEN
+    ]
+    return {
+        "name": run.name,
+        "implementation": implementation_name(run.record),
+        "verdict": run.verdict,
+        "sentence": diagnosis.get("sentence") or f"{numbers} of {run.counts.total():,} cases.".capitalize(),
+        "details": [*map(_region_sentence, diagnosis.get("regions") or ())] or broken_checks,
+        "smallest_case": [*_smallest_case(diagnosis.get("smallest") or {}, run)],
+    }
 
+
+def _region_sentence(region: Mapping[str, Any]) -> str:
+    """Return a diagnosed region's rule, and the numbers of wrong results inside it and of right ones outside."""
+    names = ("wrong", "results", "right_outside", "outside")
+    wrong, results, right_outside, outside = (region.get(name) or 0 for name in names)
+    inside = f"{region.get('rule') or 'everywhere'}: wrong in {wrong:,} of {results:,}"
+    return f"{inside}, right in {right_outside:,} of {outside:,} other results" if outside else inside
+
+
+def _smallest_case(smallest: Mapping[str, Any], run: JudgedRun) -> Iterator[tuple[str, str]]:
+    """Yield (heading, text) of the smallest wrong case, of the command that judges it again, and of what was wrong in it."""
+    number = smallest.get("case")
+    found = next((case for case in run.cases if case.get("number") == number is not None), None)
+    if found is not None:
+        yield f"smallest case, #{number}", str(found.get("case", ""))
+        yield "reproduce with", _reproduction(run.name, number)
+    for key in SMALLEST_CASE_KEYS:
+        value = smallest.get(key)
+        if value:
+            yield key, " ".join(f"{float(each):.4g}" for each in value) if isinstance(value, list) else str(value)
+
+
+def _reproduction(run: str, number: int | None) -> str:
+    """Return the command that judges a case again; "" for a case of a report that has no numbers yet."""
+    return "" if number is None else f"lab judge --case {run}.json#{number}"
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def summary_table(runs: Sequence[JudgedRun]) -> Table:
+    """Make a table of one row per run."""
     columns: Columns = {
-        "run": lambda record: words(record.name),
-        "implementation": lambda record: words(implementation_name(record)),
-        "verdict": lambda record: words(_verdict_text(record), style=verdict_of(record)),
-        "largest error of a right case, % of bound": lambda record: _percent(
-            _largest(row.worst_right for row in rows if row.record is record)
+        "run": lambda run: words(run.name),
+        "implementation": lambda run: words(implementation_name(run.record)),
+        "verdict": lambda run: words(run.verdict_text, style=run.verdict),
+        "largest error of a right case, % of bound": lambda run: _percent(
+            _largest(row.worst_right for row in run.rows)
         ),
-        "checks": lambda record: number(len({row.key for row in rows if row.record is record})),
-        "cases": lambda record: number(sum(num_cases(record, outcome) for outcome in WORST_FIRST)),
-        "results": lambda record: number(sum(row.check["judged"] for row in rows if row.record is record)),
-        **_outcome_columns(lambda record: {outcome: num_cases(record, outcome) for outcome in WORST_FIRST}),
-        "not begun": lambda record: number(record.content.get("left_out")),
-        "level": lambda record: words(record.content.get("level")),
-        "commit": lambda record: words(record.environment.get("commit")),
+        "checks": lambda run: number(len({row.key for row in run.rows})),
+        "cases": lambda run: number(run.counts.total()),
+        "results": lambda run: number(sum(row.check["judged"] for row in run.rows)),
+        **_outcome_columns(lambda run: run.counts),
+        "not begun": lambda run: number(run.record.content.get("left_out")),
+        "level": lambda run: words(run.record.content.get("level")),
+        "commit": lambda run: words(run.record.environment.get("commit")),
     }
-    return make_table(columns, records, name="judge-runs", caption="Runs of the judge")
+    return make_table(columns, runs, name="judge-runs", caption="Runs of the judge")
 
 
-def verdict_table(records: Sequence[RecordedFile]) -> Table:
-    """Make a table of one row per run, check and function, the worst first."""
-    rows = sorted(check_rows(records), key=lambda row: WORST_FIRST.index(row.check["outcome"]))
-    columns: Columns = {
-        "run": lambda row: words(row.record.name),
-        "implementation": lambda row: words(implementation_name(row.record)),
-        "check": lambda row: words(check_name(row.key)),
-        "function": lambda row: words(row.function),
-        "verdict": lambda row: words(row.check["outcome"], style=row.check["outcome"]),
-        "largest error of a right case, % of bound": lambda row: _percent(row.worst_right),
-        "largest error with this verdict, % of bound": lambda row: _percent(row.check.get("worst_ratio")),
-        "findings": lambda row: _links_to(row.findings),
-        "cases": lambda row: number(sum(row.check["counts"].values())),
-        "results": lambda row: number(row.check["judged"]),
-        **_outcome_columns(lambda row: row.check["counts"]),
-        "the check catches": lambda row: words(row.catches),
-    }
-    return make_table(columns, rows, name="verdicts", caption="Verdicts per implementation and check")
-
-
-class _FaultGroup(NamedTuple):
-    """Faulty cases of one run, check, function, verdict and citation: how many, their check's row, and the worst of them."""
-
-    num_cases: int
-    row: CheckRow
-    worst_case: Mapping[str, Any]
-
-
-def _reproduction(group: _FaultGroup) -> str | None:
-    """Return the command that judges the worst case again; None for a case of a report that has no numbers yet."""
-    number = group.worst_case.get("number")
-    return None if number is None else f"lab judge --case {group.row.record.name}.json#{number}"
-
-
-def _fault_groups(records: Sequence[RecordedFile]) -> list[_FaultGroup]:
-    """Return the groups of faulty cases, the worst verdict first."""
-    faults = grouped(
-        ((row.record.name, row.key, case["interface"], case["outcome"], case.get("finding", "")), (row, case))
-        for row in check_rows(records)
-        for case in row.cases
-        if case["outcome"] in FAULTS
-    )
-    groups = [
-        _FaultGroup(len(cases), *max(cases, key=lambda pair: float(pair[1].get("worst_ratio", 0.0))))
-        for cases in faults.values()
-    ]
-    return sorted(groups, key=lambda group: WORST_FIRST.index(group.worst_case["outcome"]))
-
-
-def fault_table(records: Sequence[RecordedFile]) -> Table:
-    """Make a table of faults: one row per run, check, function, verdict and citation, with its worst case."""
-    columns: Columns = {
-        "run": lambda group: words(group.row.record.name),
-        "check": lambda group: words(check_name(group.row.key)),
-        "function": lambda group: words(group.row.function),
-        "verdict": lambda group: words(group.worst_case["outcome"], style=group.worst_case["outcome"]),
-        "cases": lambda group: number(group.num_cases),
-        "findings": lambda group: _links_to(findings_in(group.worst_case.get("finding", ""))),
-        "wrong in the worst case": lambda group: words("; ".join(group.worst_case.get("wrongs", ())), style="long"),
-        "reproduce with": lambda group: words(_reproduction(group), style="long code"),
-    }
-    caption = "What was wrong, and the worst case of each"
-    return make_table(columns, _fault_groups(records), name="faults", caption=caption)
-
-
-class _Refusal(NamedTuple):
-    """A reason for which a run's implementation refused cases, and the number of them."""
-
-    record: RecordedFile
-    reason: str
-    num_cases: int
-
-
-def decline_table(records: Sequence[RecordedFile]) -> Table:
-    """Make a table of one row per run and reason of a refusal, the most frequent reason of a run first."""
-    refused = [
-        _Refusal(record, reason, count)
-        for record in records
-        for reason, count in Counter(
-            reason for case in record.content.get("cases") or () for reason in case.get("declines", ())
-        ).most_common()
-    ]
-    columns: Columns = {
-        "run": lambda refusal: words(refusal.record.name),
-        "cases": lambda refusal: number(refusal.num_cases),
-        "reason": lambda refusal: words(refusal.reason, style="long"),
-    }
-    return make_table(columns, refused, name="declines", caption="What was refused, and why")
-
-
-class _SurveyLine(NamedTuple):
-    """A forward mode or a replay sequence of a survey, and the number of its cases by outcome."""
-
-    record: RecordedFile
-    name: str
-    counts: Mapping[str, int]
-
-
-def survey_table(records: Sequence[RecordedFile]) -> Table:
-    """Make a table of recorded surveys (`Kind.SURVEY`): a row per forward mode, or per replay sequence."""
-    lines = [
-        _SurveyLine(record, name, counts)
-        for record in records
-        for name, counts in (record.content["summary"].get("modes") or record.content["summary"]).items()
-        if isinstance(counts, Mapping)
-    ]
-    columns: Columns = {
-        "run": lambda line: words(line.record.name),
-        "implementation": lambda line: words(implementation_name(line.record)),
-        "commit": lambda line: words(line.record.environment.get("commit")),
-        "mode or sequence": lambda line: words(line.name.lower().replace("_", " ")),
-        "cases": lambda line: number(sum(line.counts.values())),
-        **_outcome_columns(lambda line: line.counts),
-    }
-    return make_table(columns, lines, name="surveys", caption="Forward passes and graph replays judged")
-
-
-def cited_findings(records: Sequence[RecordedFile]) -> list[Finding]:
-    """Return every finding that a case cites, once, by page and then by number."""
-    cited = {finding for row in check_rows(records) for finding in row.findings}
-    return sorted(cited, key=lambda finding: (finding.path, finding.order))
-
-
-def verdict_matrix(records: Sequence[RecordedFile]) -> Table:
+def verdict_matrix(rows: Sequence[CheckRow]) -> Table:
     """Make a table of one row per run and function, and a column per check: its verdict, and the largest right error."""
-    by_function = grouped(((row.record.name, row.function), row) for row in check_rows(records))
-    met = {row.key for rows in by_function.values() for row in rows}
+    by_function = grouped(((row.run, row.function), row) for row in rows)
+    met = {row.key for row in rows}
     columns: Columns = {
         "run": lambda item: words(item[0][0]),
         "function": lambda item: words(item[0][1]),
@@ -261,9 +231,101 @@ def _matrix_cell(key: str, item: tuple[tuple[str, str], Sequence[CheckRow]]) -> 
     row = next((row for row in item[1] if row.key == key), None)
     if row is None:
         return words(None)
-    outcome = row.check["outcome"]
     largest = "" if row.worst_right is None else f" {_percent(row.worst_right).text}"
-    return words(f"{outcome}{largest}", style=outcome)
+    return words(f"{row.outcome}{largest}", style=row.outcome)
+
+
+def verdict_table(rows: Sequence[CheckRow]) -> Table:
+    """Make a table of one row per run, check and function, the worst first."""
+    columns: Columns = {
+        "run": lambda row: words(row.run),
+        "implementation": lambda row: words(row.implementation),
+        "check": lambda row: words(check_name(row.key)),
+        "function": lambda row: words(row.function),
+        "verdict": lambda row: words(row.outcome, style=row.outcome),
+        "largest error of a right case, % of bound": lambda row: _percent(row.worst_right),
+        "largest error with this verdict, % of bound": lambda row: _percent(row.check.get("worst_ratio")),
+        "findings": lambda row: _links_to(row.findings),
+        "cases": lambda row: number(sum(row.check["counts"].values())),
+        "results": lambda row: number(row.check["judged"]),
+        **_outcome_columns(lambda row: row.check["counts"]),
+        "the check catches": lambda row: words(row.catches),
+    }
+    rows = sorted(rows, key=lambda row: WORST_FIRST.index(row.outcome))
+    return make_table(columns, rows, name="verdicts", caption="Verdicts per implementation and check")
+
+
+class _FaultGroup(NamedTuple):
+    """Faulty cases of one run, check, function, verdict and citation: how many, their check's row, and the worst of them."""
+
+    num_cases: int
+    row: CheckRow
+    worst_case: Mapping[str, Any]
+
+
+def fault_table(rows: Sequence[CheckRow]) -> Table:
+    """Make a table of faults: one row per run, check, function, verdict and citation, with its worst case."""
+    faults = grouped(
+        ((row.run, row.key, case["interface"], case["outcome"], case.get("finding", "")), (row, case))
+        for row in rows
+        for case in row.cases
+        if case["outcome"] in FAULTS
+    )
+    groups = [
+        _FaultGroup(len(cases), *max(cases, key=lambda pair: float(pair[1].get("worst_ratio", 0.0))))
+        for cases in faults.values()
+    ]
+    columns: Columns = {
+        "run": lambda group: words(group.row.run),
+        "check": lambda group: words(check_name(group.row.key)),
+        "function": lambda group: words(group.row.function),
+        "verdict": lambda group: words(group.worst_case["outcome"], style=group.worst_case["outcome"]),
+        "cases": lambda group: number(group.num_cases),
+        "findings": lambda group: _links_to(findings_in(group.worst_case.get("finding", ""))),
+        "wrong in the worst case": lambda group: words("; ".join(group.worst_case.get("wrongs", ())), style="long"),
+        "reproduce with": lambda group: words(
+            _reproduction(group.row.run, group.worst_case.get("number")), style="long code"
+        ),
+    }
+    groups.sort(key=lambda group: WORST_FIRST.index(group.worst_case["outcome"]))
+    return make_table(columns, groups, name="faults", caption="What was wrong, and the worst case of each")
+
+
+def decline_table(rows: Sequence[CheckRow]) -> Table:
+    """Make a table of one row per run and reason of a refusal, the most frequent reason of a run first."""
+    reasons = grouped((row.run, reason) for row in rows for case in row.cases for reason in case.get("declines", ()))
+    refused = [(run, *item) for run, found in reasons.items() for item in Counter(found).most_common()]
+    columns: Columns = {
+        "run": lambda item: words(item[0]),
+        "cases": lambda item: number(item[2]),
+        "reason": lambda item: words(item[1], style="long"),
+    }
+    return make_table(columns, refused, name="declines", caption="What was refused, and why")
+
+
+def survey_table(records: Sequence[RecordedFile]) -> Table:
+    """Make a table of recorded surveys (`Kind.SURVEY`): a row per forward mode, or per replay sequence."""
+    lines = [
+        (record, name, counts)
+        for record in records
+        for name, counts in (record.content["summary"].get("modes") or record.content["summary"]).items()
+        if isinstance(counts, Mapping)
+    ]
+    columns: Columns = {
+        "run": lambda line: words(line[0].name),
+        "implementation": lambda line: words(implementation_name(line[0])),
+        "commit": lambda line: words(line[0].environment.get("commit")),
+        "mode or sequence": lambda line: words(line[1].lower().replace("_", " ")),
+        "cases": lambda line: number(sum(line[2].values())),
+        **_outcome_columns(lambda line: line[2]),
+    }
+    return make_table(columns, lines, name="surveys", caption="Forward passes and graph replays judged")
+
+
+def cited_findings(rows: Sequence[CheckRow]) -> list[Finding]:
+    """Return every finding that a case cites, once, by page and then by number."""
+    cited = {finding for row in rows for finding in row.findings}
+    return sorted(cited, key=lambda finding: (finding.path, finding.order))
 
 
 def _outcome_columns(counts_of: Callable[[Any], Mapping[str, int]]) -> Columns:
@@ -273,11 +335,6 @@ def _outcome_columns(counts_of: Callable[[Any], Mapping[str, int]]) -> Columns:
         return number(counts_of(record).get(outcome, 0))
 
     return {outcome: partial(count, outcome) for outcome in WORST_FIRST}
-
-
-def implementation_name(record: RecordedFile) -> str:
-    """Return the name of the judged implementation without "lab.kernels."; "" if it is not recorded."""
-    return str(record.content.get("implementation", "")).removeprefix(MODULE_PREFIX)
 
 
 def _links_to(findings: Sequence[Finding]) -> Cell:

@@ -15,13 +15,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from lab.reports.html import judged
-from lab.reports.html.answer import fastest_sentence, faulty_runs, judged_sentence
-from lab.reports.html.experiments import experiment_part
-from lab.reports.html.markdown import finding_html, markdown_html
-from lab.reports.html.pictures import picture_of
-from lab.reports.recorded import Kind, RecordedFile, RecordedRun, environment_facts, run_of
+from lab.reports.html.experiments import Picture, experiment_part
+from lab.reports.html.findings import markdown_html
+from lab.reports.recorded import LEAST_FLOOR_US, Kind, RecordedFile, RecordedRun, environment_facts, run_of
 from lab.reports.tables import Cell, Columns, Table, make_table, words
-from lab.reports.timing_tables import LEAST_FLOOR_US, ceiling_table, fastest_table, methods, timing_tables
+from lab.reports.timing_tables import ceiling_table, fastest_sentence, fastest_table, methods, timing_tables
 from lab.reports.timings import figures
 
 JUDGE_TABLES = (judged.verdict_matrix, judged.verdict_table, judged.fault_table, judged.decline_table)
@@ -43,21 +41,24 @@ def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
         lstrip_blocks=True,
     )
     of_kind = {kind: [file for file in files if file.kind is kind] for kind in Kind}
-    reports = of_kind[Kind.JUDGE]
+    judged_runs = judged.worst_first(of_kind[Kind.JUDGE])
+    checked = [row for file in of_kind[Kind.JUDGE] for row in judged.JudgedRun(file).rows]
     runs = [run_of(file) for file in of_kind[Kind.BENCHMARKS]]
-    judge_tables = [table_of(reports) for table_of in JUDGE_TABLES]
-    judge_tables.append(judged.survey_table(of_kind[Kind.SURVEY]))
+    judge_tables = [*(table_of(checked) for table_of in JUDGE_TABLES), judged.survey_table(of_kind[Kind.SURVEY])]
+    overview = folder / OVERVIEW
+    # Those in subfolders are made from what the page shows.
+    notes = sorted(path for path in folder.glob("*.md") if path != overview)
     return environment.get_template("page.html.j2").render(
         title=_title(files),
         folder=folder.name,
         environments=_environments([file for file in files if isinstance(file.content, Mapping)]),
-        sentences=[judged_sentence(reports), fastest_sentence(runs)],
-        faulty=faulty_runs(reports),
-        judge_runs=judged.summary_table(reports),
+        sentences=[judged.judged_sentence(judged_runs), fastest_sentence(runs)],
+        faulty=[judged.fault(run) for run in judged_runs if run.verdict in judged.BROKEN],
+        judge_runs=judged.summary_table(judged_runs),
         judge_tables=[table for table in judge_tables if table.rows],
-        findings=[(finding, Markup(finding_html(finding, folder))) for finding in judged.cited_findings(reports)],
-        overview=_overview(folder),
-        notes=[(path.name, Markup(markdown_html(path.read_text(encoding="utf-8")))) for path in _notes(folder)],
+        findings=[(finding, Markup(finding.html(folder))) for finding in judged.cited_findings(checked)],
+        overview=_markdown(overview) if overview.is_file() else "",
+        notes=[(path.name, _markdown(path)) for path in notes],
         least_floor_us=f"{LEAST_FLOOR_US:g}",
         runs=[_timed_part(run, f"run-{place}") for place, run in enumerate(runs)],
         experiments=[experiment_part(file) for file in of_kind[Kind.EXPERIMENT]],
@@ -74,20 +75,13 @@ def _outline(content: Any) -> str:
     return f"a list of {len(content)} items" if isinstance(content, list) else f"{content!r} alone"
 
 
-def _notes(folder: Path) -> list[Path]:
-    """Return the Markdown files that lie in the folder itself; those in its subfolders are made from what the page shows."""
-    return sorted(path for path in folder.glob("*.md") if path.name != OVERVIEW)
-
-
-def _overview(folder: Path) -> Markup:
-    """Return the summary of the experiments (`OVERVIEW`) as HTML; "" if the folder has none."""
-    path = folder / OVERVIEW
-    return Markup(markdown_html(path.read_text(encoding="utf-8")) if path.is_file() else "")
+def _markdown(path: Path) -> Markup:
+    return Markup(markdown_html(path.read_text(encoding="utf-8")))
 
 
 def _title(files: Sequence[RecordedFile]) -> str:
     """Return the page's title: the GPUs of the recordings, and whether something was timed on them."""
-    gpus = dict.fromkeys(file.fact("gpu") for file in files if file.fact("gpu"))
+    gpus = dict.fromkeys(filter(None, (file.fact("gpu") for file in files)))
     devices = {file.content.get("device") for file in files if file.kind is Kind.JUDGE}
     machine = ", ".join(gpus) or ("CPU" if devices == {"cpu"} else "No GPU recorded")
     timed = any(file.kind in (Kind.BENCHMARKS, Kind.EXPERIMENT) for file in files)
@@ -98,12 +92,12 @@ def _environments(files: Sequence[RecordedFile]) -> Table:
     facts = environment_facts([file.environment for file in files])
     columns: Columns = {
         "file": lambda file: words(file.name),
-        **{heading: partial(_fact_cell, keys) for heading, keys in facts.items()},
+        **{heading: partial(_fact, keys) for heading, keys in facts.items()},
     }
     return make_table(columns, files, name="environments", caption="What each file was measured on")
 
 
-def _fact_cell(keys: Sequence[str], file: RecordedFile) -> Cell:
+def _fact(keys: Sequence[str], file: RecordedFile) -> Cell:
     return words(file.fact(*keys))
 
 
@@ -116,7 +110,7 @@ def _timed_part(run: RecordedRun, name: str) -> dict[str, Any]:
         "fastest": fastest_table(run, name),
         "ceilings": ceiling_table(run, name),
         "tables": timing_tables(run, name),
-        "pictures": [picture_of(figure, Path(file).stem.replace("-", " ")) for file, figure in figures(run).items()],
+        "pictures": [Picture.of(figure, Path(file).stem.replace("-", " ")) for file, figure in figures(run).items()],
     }
 
 

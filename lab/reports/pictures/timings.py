@@ -1,8 +1,9 @@
-"""Pictures of recorded runs, matplotlib figures of plain data: for the report, and for notebooks. Needs the extra `plots`."""
+"""Pictures of recorded rows as matplotlib figures: for the report, and for notebooks. Needs the extra `plots`."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -12,6 +13,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
 from lab.reports.pictures import style
+from lab.reports.recorded import Row
+from lab.reports.timing_tables import SETTINGS
 
 WIDTH_INCHES = 10.0  # 1,500 pixels, shown at 1,000
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
@@ -39,60 +42,69 @@ class Roofs:
         return 1e3 * self.matrix_rate_tflops / self.bandwidth_gbps
 
 
-@dataclass(frozen=True)
-class RooflinePoint:
-    """One measurement: operations per byte that must move, and the rate reached in TFLOP/s."""
-
-    implementation: str
-    mode: str
-    intensity: float
-    rate_tflops: float
-    throttled: bool = False
-
-
-@dataclass(frozen=True)
-class FloorBar:
-    """One measurement: median time over the least time that the work can take; 1 is the limit."""
-
-    scenario: str
-    implementation: str
-    time_over_floor: float
-    throttled: bool = False
+def roofs_of(ceilings: Mapping[str, Any]) -> list[tuple[Roofs, str]]:
+    """Return the roofs that a run recorded (`lab.timing.Ceilings.facts`), "measured" and "datasheet"; not half a roof."""
+    found = []
+    for prefix, words in (("", "measured"), ("datasheet_", "datasheet")):
+        bandwidth, rate = (ceilings.get(f"{prefix}{name}") for name in ("bandwidth_gbps", "matrix_rate_tflops"))
+        if bandwidth and rate:
+            found.append((Roofs(bandwidth, rate, ceilings.get("matrix_dtype") or ""), words))
+    return found
 
 
-def roofline_figure(
-    points: Sequence[RooflinePoint], title: str, measured: Roofs | None = None, datasheet: Roofs | None = None
-) -> Figure:
-    """Draw rates against intensity under the roofs: a colour per implementation, a marker per mode, hollow if throttled."""
+def roofline_figure(rows: Sequence[Row], title: str, ceilings: Mapping[str, Any]) -> Figure:
+    """Draw rates against intensity under the roofs: a colour per implementation, a marker per mode, hollow if throttled.
+
+    Args:
+        rows: with their operations and bytes.
+        ceilings: of the run, as `roofs_of` reads them.
+    """
     figure, axes = style.one_panel(title, 6.0, log="xy", width_inches=WIDTH_INCHES)
-    colours = _assigned(_ranked(point.implementation for point in points), style.COLOURS)
-    markers = _assigned([point.mode for point in points], MARKERS)
-    for point in points:
-        colour = colours[point.implementation]
-        face = "none" if point.throttled else colour
-        axes.plot(
-            point.intensity, point.rate_tflops, markers[point.mode], markersize=8, color=colour, mfc=face, alpha=0.8
-        )
-    roofs = [(each, words) for each, words in ((measured, "measured"), (datasheet, "datasheet")) if each is not None]
-    lowest = min(point.intensity for point in points) / 2
-    highest = max([2 * point.intensity for point in points] + [4 * each.ridge for each, _ in roofs])
+    intensities = [row.facts["operations"] / row.facts["bytes_moved"] for row in rows]
+    modes = [row.mode or "no mode recorded" for row in rows]
+    colours = _assigned(_ranked(map(_name, rows)), style.COLOURS)
+    markers = _assigned(modes, MARKERS)
+    for row, intensity, mode in zip(rows, intensities, modes, strict=True):
+        colour = colours[_name(row)]
+        rate_tflops = row.facts["operations"] / row.median_us / 1e6
+        face = "none" if row.throttled_by else colour
+        axes.plot(intensity, rate_tflops, markers[mode], markersize=8, color=colour, mfc=face, alpha=0.8)
+    roofs = roofs_of(ceilings)
+    lowest = min(intensities) / 2
+    highest = max([2 * intensity for intensity in intensities] + [4 * each.ridge for each, _ in roofs])
     axes.set_xlim(lowest, highest)
     _few_ticks(axes)
     lines = [_draw_roofs(axes, each, words, (lowest, highest)) for each, words in roofs]
     style.name_axes(axes, "arithmetic intensity, operations per byte that must move", "rate reached, TFLOP/s")
     keys: list[Artist] = [Patch(color=colour, label=name) for name, colour in colours.items()]
     keys += [style.mark_key(name, marker) for name, marker in markers.items()]
-    if any(point.throttled for point in points):
+    if any(row.throttled_by for row in rows):
         keys.append(style.mark_key("throttled", "o", mfc="none"))
     style.legend_below(figure, 4, [*keys, *lines])
     return figure
 
 
-def floor_figure(bars: Sequence[FloorBar], title: str) -> Figure:
+def floor_figure(rows: Sequence[Row], title: str) -> Figure:
     """Draw time over floor per scenario; the axis is logarithmic, and 1 is the limit.
 
     A few implementations are bars side by side, which begin at the limit; more of them are marks on one line.
+
+    Args:
+        rows: with a time over their floor. A scenario's name gets the settings too where it alone does not tell rows apart.
     """
+    are_named = len({(row.scenario, row.implementation) for row in rows}) == len(rows)
+    varying = (
+        {} if are_named else {name: cell for name, cell in SETTINGS.items() if len({cell(row) for row in rows}) > 1}
+    )
+    bars = [
+        _Bar(
+            ", ".join([row.scenario, *(f"{name} {cell(row).text}" for name, cell in varying.items())]),
+            _name(row),
+            row.time_over_floor or math.nan,
+            bool(row.throttled_by),
+        )
+        for row in rows
+    ]
     scenarios = list(dict.fromkeys(bar.scenario for bar in bars))
     colours = _assigned(_ranked(bar.implementation for bar in bars), style.COLOURS)
     are_bars = len(colours) <= MOST_BARS
@@ -111,9 +123,16 @@ def floor_figure(bars: Sequence[FloorBar], title: str) -> Figure:
     return figure
 
 
-def _draw_bars(
-    axes: Axes, bars: Sequence[FloorBar], scenarios: Sequence[str], colours: Mapping[str, str]
-) -> list[Artist]:
+class _Bar(NamedTuple):
+    """The time over floor of one implementation in one scenario."""
+
+    scenario: str
+    implementation: str
+    time_over_floor: float
+    throttled: bool
+
+
+def _draw_bars(axes: Axes, bars: Sequence[_Bar], scenarios: Sequence[str], colours: Mapping[str, str]) -> list[Artist]:
     """Draw a bar for each measurement, and return the legend's keys."""
     thickness = BARS_SHARE / len(colours)
     places = {name: (place + 0.5) * thickness - BARS_SHARE / 2 for place, name in enumerate(colours)}
@@ -128,9 +147,7 @@ def _draw_bars(
     return keys
 
 
-def _draw_marks(
-    axes: Axes, bars: Sequence[FloorBar], scenarios: Sequence[str], colours: Mapping[str, str]
-) -> list[Artist]:
+def _draw_marks(axes: Axes, bars: Sequence[_Bar], scenarios: Sequence[str], colours: Mapping[str, str]) -> list[Artist]:
     """Draw a mark for each measurement, with the fastest's number before it, and return the legend's keys."""
     markers = _assigned(list(colours), MARKERS)
     for y, scenario in enumerate(scenarios):
@@ -168,25 +185,15 @@ class FloorParts:
         return self.matrix_us > self.memory_us
 
 
-@dataclass(frozen=True)
-class TimedAmount:
-    """A measurement to be set against `FloorParts`: of which implementation, how much work, µs."""
-
-    implementation: str
-    amount: float
-    median_us: float
-    throttled: bool = False
-
-
 def bound_figure(
-    parts: Sequence[FloorParts], title: str, amount_label: str, timed: Sequence[TimedAmount] = ()
+    parts: Sequence[FloorParts], title: str, amount_label: str, timed: Sequence[tuple[float, Row]] = ()
 ) -> Figure:
     """Draw memory's time and the matrix units': the floor is the upper of two lines, shaded where it is the second.
 
     Args:
         parts: in the order of their amounts.
         title, amount_label: over the axes, under them.
-        timed: measurements of the same work, drawn as marks; hollow is throttled.
+        timed: amounts and measurements of the same work, drawn as marks; hollow is throttled.
     """
     figure, axes = style.one_panel(title, 4.6, log="xy")
     amounts = [part.amount for part in parts]
@@ -200,19 +207,19 @@ def bound_figure(
     if bound is not None:
         shade: dict[str, Any] = {"color": style.COLOURS[1], "alpha": 0.08, "linewidth": 0}
         axes.axvspan(bound, amounts[-1], label="the matrix units are the limit", **shade)
-    names = [each.implementation for each in timed]
+    names = [_name(row) for _, row in timed]
     colours, markers = _assigned(names, style.COLOURS[2:]), _assigned(names, MARKERS)
-    for each in sorted(timed, key=lambda each: names.index(each.implementation)):
-        name, colour = each.implementation, colours[each.implementation]
+    for amount, row in sorted(timed, key=lambda each: names.index(_name(each[1]))):
+        name = _name(row)
         look: dict[str, Any] = {
-            "color": colour,
-            "mfc": "none" if each.throttled else colour,
+            "color": colours[name],
+            "mfc": "none" if row.throttled_by else colours[name],
             "markersize": 7,
             "alpha": 0.8,
         }
-        axes.plot(each.amount, each.median_us, markers[name], clip_on=False, **look)
+        axes.plot(amount, row.median_us, markers[name], clip_on=False, **look)
     keys = [style.mark_key(f"measured: {name}", markers[name], color=colour) for name, colour in colours.items()]
-    if any(each.throttled for each in timed):
+    if any(row.throttled_by for _, row in timed):
         keys.append(style.mark_key("measured, throttled", "o", mfc="none"))
     axes.set_xlim(amounts[0], amounts[-1])
     _few_ticks(axes)
@@ -221,31 +228,23 @@ def bound_figure(
     return figure
 
 
-@dataclass(frozen=True)
-class ClockReading:
-    """One kernel by several clocks, µs a call; None where a clock cannot time it."""
-
-    work: str
-    readings_us: Mapping[str, float | None]
-
-
-def clocks_figure(readings: Sequence[ClockReading], base: str, title: str) -> Figure:
+def clocks_figure(readings_us: Mapping[str, Mapping[str, float | None]], base: str, title: str) -> Figure:
     """Draw each clock's reading over one clock's, whose µs stand beside the names.
 
     Args:
-        readings: each with a time by `base`.
-        base: the clock that the others are divided by.
+        readings_us: by the work and the clock, µs a call; None where a clock cannot time the work.
+        base: the clock that the others are divided by; it timed all work.
     """
-    clocks = [name for name in dict.fromkeys(name for each in readings for name in each.readings_us) if name != base]
-    figure, axes = style.one_panel(title, 1.6 + 0.27 * len(readings), log="x")
+    clocks = [name for name in dict.fromkeys(name for each in readings_us.values() for name in each) if name != base]
+    figure, axes = style.one_panel(title, 1.6 + 0.27 * len(readings_us), log="x")
     labels = []
-    for y, each in enumerate(readings):
-        base_us = each.readings_us[base]
+    for y, (work, by_clock) in enumerate(readings_us.items()):
+        base_us = by_clock[base]
         if base_us is None:
-            raise ValueError(f"{each.work} has no time by {base}, so there is nothing to divide the others by")
-        labels.append(f"{each.work}: {base_us:,.1f} µs")
+            raise ValueError(f"{work} has no time by {base}, so there is nothing to divide the others by")
+        labels.append(f"{work}: {base_us:,.1f} µs")
         for name, marker, colour in zip(clocks, MARKERS, style.COLOURS, strict=False):
-            reading = each.readings_us.get(name)
+            reading = by_clock.get(name)
             if reading is not None:
                 axes.plot(reading / base_us, y, marker, color=colour, mfc="none", markersize=7, label=name)
     axes.axvline(1, color=style.TEXT_COLOUR, linewidth=1)
@@ -255,6 +254,10 @@ def clocks_figure(readings: Sequence[ClockReading], base: str, title: str) -> Fi
     style.name_axes(axes, f"time ÷ time by {base}")
     style.legend_below(figure, 3)
     return figure
+
+
+def _name(row: Row) -> str:
+    return row.implementation or "no implementation recorded"
 
 
 def _few_ticks(axes: Axes) -> None:

@@ -11,22 +11,19 @@ pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install '.[
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from lab.reports.pictures.timings import (
-    ClockReading,
-    FloorParts,
-    RooflinePoint,
-    Roofs,
-    TimedAmount,
-    bound_figure,
-    clocks_figure,
-    roofline_figure,
-)
+from lab.reports.pictures.timings import FloorParts, bound_figure, clocks_figure, roofline_figure
+from lab.reports.recorded import Row
 from tests.reports.pictures.figures import assert_legible, words
 
 ROOT = Path(__file__).parents[3]
 CLOCKS = json.loads((ROOT / "results" / "nvidia-h200" / "clocks.json").read_text())
 PARTS = [FloorParts(1, 10.0, 2.0), FloorParts(4, 11.0, 8.0), FloorParts(8, 12.0, 16.0), FloorParts(32, 14.0, 64.0)]
 BOUND_WORDS = "the matrix units are the limit"
+THROTTLED = {"throttled_by": ["thermal limit"]}
+
+
+def timed(implementation: str, median_us: float, **facts: Any) -> Row:
+    return Row("decode", (median_us,), {"implementation": f"lab.kernels.{implementation}"} | facts)
 
 
 def line(axes: Axes, label: str) -> Line2D:
@@ -61,23 +58,23 @@ def test_the_shade_begins_where_the_matrix_units_are_the_limit() -> None:
 
 
 def test_marks_are_where_they_were_measured() -> None:
-    timed = [TimedAmount("one", 1, 15.0), TimedAmount("other", 8, 30.0), TimedAmount("one", 8, 20.0, throttled=True)]
-    figure = bound_figure(PARTS, "a title", "query tokens", timed)
+    rows = [(1, timed("one", 15.0)), (8, timed("other", 30.0)), (8, timed("one", 20.0, **THROTTLED))]
+    figure = bound_figure(PARTS, "a title", "query tokens", rows)
     (axes,) = figure.axes
     marks = [each for each in axes.lines if len(each.get_xdata()) == 1]
     assert [(each.get_xdata()[0], each.get_ydata()[0]) for each in marks] == [(1, 15.0), (8, 20.0), (8, 30.0)]
     assert [each.get_markerfacecolor() == "none" for each in marks] == [False, True, False]
     assert marks[0].get_color() == marks[1].get_color() != marks[2].get_color()
     assert {"measured: one", "measured: other", "measured, throttled"} <= set(words(figure))
-    assert "measured, throttled" not in words(bound_figure(PARTS, "a title", "query tokens", timed[:2]))
+    assert "measured, throttled" not in words(bound_figure(PARTS, "a title", "query tokens", rows[:2]))
     assert_legible(figure)
 
 
 def test_clocks_are_ratios_to_one_of_them() -> None:
-    readings = [
-        ClockReading("short", {"graph": 2.0, "cupti": 3.0, "events": 12.0}),
-        ClockReading("long", {"graph": 100.0, "cupti": None, "events": 110.0}),
-    ]
+    readings = {
+        "short": {"graph": 2.0, "cupti": 3.0, "events": 12.0},
+        "long": {"graph": 100.0, "cupti": None, "events": 110.0},
+    }
     figure = clocks_figure(readings, "graph", "a title")
     (axes,) = figure.axes
     marks = [(each.get_xdata()[0], each.get_ydata()[0]) for each in axes.lines if each.get_marker() not in ("None", "")]
@@ -90,10 +87,7 @@ def test_clocks_are_ratios_to_one_of_them() -> None:
 
 def test_recorded_clocks_are_legible() -> None:
     names = ("graph warm", "cupti warm", "graph cold by rotation", "cupti cold by flush", "events warm")
-    readings = [
-        ClockReading(row["work"].replace("lab.kernels.", ""), {name: row[name] for name in names})
-        for row in CLOCKS["rows_us"]
-    ]
+    readings = {row["work"]: {name: row[name] for name in names} for row in CLOCKS["rows_us"]}
     assert_legible(clocks_figure(readings, "graph warm", "a title"))
 
 
@@ -101,8 +95,13 @@ def test_recorded_clocks_are_legible() -> None:
     "points", [[(100.0, 300.0), (240.0, 500.0)], [(4.0, 17.0), (2000.0, 600.0)]], ids=["short", "long"]
 )
 def test_a_roofline_has_plain_numbers_however_short_its_axes_are(points: list[Any]) -> None:
-    drawn = [RooflinePoint("trtllm", "decode", *point) for point in points]
-    figure = roofline_figure(drawn, "a title", Roofs(4252.0, 800.0, "bfloat16"))
+    rows = [
+        timed("trtllm", 1.0, mode="decode", operations=1e6 * rate, bytes_moved=1e6 * rate / intensity)
+        for intensity, rate in points
+    ]
+    ceilings = {"bandwidth_gbps": 4252.0, "matrix_rate_tflops": 800.0, "matrix_dtype": "bfloat16"}
+    figure = roofline_figure(rows, "a title", ceilings)
+    assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in figure.axes[0].lines[: len(rows)]] == points
     assert {"100", "200", "500"} <= set(words(figure))
     assert not any("times" in word for word in words(figure))  # as in 2 × 10²
     assert_legible(figure)
