@@ -297,22 +297,17 @@ def run_of(file: RecordedFile) -> RecordedRun:
     if file.kind is not Kind.BENCHMARKS:
         known = "a report of the judge, and " if file.kind is Kind.JUDGE else ""
         raise RecordedFileError(f"{file.path}: {known}not pytest-benchmark's JSON: it has no list of benchmarks")
-    try:
-        return _run(file)
-    except (AttributeError, TypeError, KeyError) as error:
-        raise RecordedFileError(
-            f"{file.path}: not in the form that pytest-benchmark and the lab write: {error}"
-        ) from error
-
-
-def _run(file: RecordedFile) -> RecordedRun:
     path, content = file.path, file.content
-    rows = tuple(_row(path, entry) for entry in content["benchmarks"])
+    try:
+        rows = tuple(_row(path, entry) for entry in content["benchmarks"])
+        ceilings = value_at(content, ("machine_info", "lab", "ceilings")) or {}
+        not_timed = tuple(content.get("not_timed") or ())
+        run = RecordedRun(path, file.environment, ceilings, rows, content.get("datetime"), not_timed)
+    except (AttributeError, TypeError, KeyError) as error:
+        raise RecordedFileError(f"{path}: not in the form that pytest-benchmark and the lab write: {error}") from error
     _refuse_twice(path, [row.name for row in rows], "the benchmark")
-    _refuse_twice(path, [in_words(row.identity) for row in rows if row.is_gpu_time], "the measurement")
-    ceilings = value_at(content, ("machine_info", "lab", "ceilings")) or {}
-    not_timed = tuple(content.get("not_timed") or ())
-    return RecordedRun(path, file.environment, ceilings, rows, content.get("datetime"), not_timed)
+    _refuse_twice(path, [in_words(row.identity) for row in run.gpu_rows], "the measurement")
+    return run
 
 
 def read_runs(path: str | Path) -> tuple[RecordedRun, ...]:

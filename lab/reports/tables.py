@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -143,13 +144,9 @@ def make_table(
 
 def table_of_lines(headings: Sequence[str], lines: Sequence[Sequence[str | Cell]], caption: str = "") -> Table:
     """Make a table of lines of texts or cells, without the columns that say nothing."""
-    columns = {heading: partial(_text_at, place) for place, heading in enumerate(headings)}
-    return make_table(columns, lines, caption=caption, say_once=())
-
-
-def _text_at(place: int, line: Sequence[str | Cell]) -> Cell:
-    said = line[place]
-    return said if isinstance(said, Cell) else Cell(said)
+    cells = [[each if isinstance(each, Cell) else Cell(each) for each in line] for line in lines]
+    columns = {heading: itemgetter(place) for place, heading in enumerate(headings)}
+    return make_table(columns, cells, caption=caption, say_once=())
 
 
 def table_of_records(name: str, caption: str, records: Sequence[Mapping[str, Any]]) -> Table:

@@ -54,7 +54,9 @@ def report_markdown(run: RecordedRun, pictures: Sequence[str] = ()) -> str:
     rows = sorted(run.gpu_rows, key=_order)
     blocks = [f"# {run.environment.get('gpu', 'No GPU recorded')}, recorded in {run.path.name}"]
     blocks += ["## Environment", markdown_of(table_of_lines(["what", "value"], list(_environment(run))))]
-    blocks += ["## Ceilings", _ceilings(run)]
+    ceilings, source = ceiling_table(run), run.ceilings.get("datasheet_source")
+    blocks += ["## Ceilings", markdown_of(ceilings) if ceilings.rows else "None recorded."]
+    blocks += [f"Datasheet: {source}."] if ceilings.rows and source else []
     if rows:
         blocks += ["## GPU time", *_methods(rows), *_throttled(rows)]
         blocks += [f"![{Path(picture).stem.replace('-', ' ')}]({picture})" for picture in pictures]
@@ -123,26 +125,13 @@ def _environment(run: RecordedRun) -> Iterator[list[str]]:
         found = value_at(run.environment, keys)
         if found is not None:
             yield [name, f"{found:,}" if isinstance(found, int) else str(found)]
-    yield from _seen(run.gpu_rows)
-
-
-def _seen(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Name the extremes of clock, power and temperature over all rows."""
-    clocks = [clock for row in rows for clock in row.facts.get("sm_clock_mhz") or ()]
+    clocks = [clock for row in run.gpu_rows for clock in row.facts.get("sm_clock_mhz") or ()]
     if clocks:
         yield ["SM clock while timing, MHz", f"{min(clocks):g} to {max(clocks):g}"]
     for name, key in (("highest power, W", "power_w"), ("highest temperature, °C", "temperature_c")):
-        values = [row.facts[key] for row in rows if row.facts.get(key) is not None]
+        values = [row.facts[key] for row in run.gpu_rows if row.facts.get(key) is not None]
         if values:
             yield [name, f"{max(values):g}"]
-
-
-def _ceilings(run: RecordedRun) -> str:
-    table = ceiling_table(run)
-    if not table.rows:
-        return "None recorded."
-    source = run.ceilings.get("datasheet_source")
-    return f"{markdown_of(table)}\n\nDatasheet: {source}." if source else markdown_of(table)
 
 
 def _methods(rows: Sequence[Row]) -> Iterator[str]:

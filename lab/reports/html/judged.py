@@ -45,7 +45,6 @@ class CheckRow:
 
     @property
     def key(self) -> str:
-        """Return the check's key, such as "K5"."""
         return str(self.check["check"])
 
     @property
@@ -70,7 +69,6 @@ class CheckRow:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Return the findings that the cases cite, each once."""
         cited = dict.fromkeys(case["finding"] for case in self.cases if case.get("finding"))
         return tuple(dict.fromkeys(finding for cites in cited for finding in findings_in(cites)))
 
@@ -92,7 +90,6 @@ class JudgedRun:
 
     @functools.cached_property
     def rows(self) -> list[CheckRow]:
-        """Return a row for each check and function."""
         cases = grouped(((case["check"], case["interface"]), case) for case in self.cases)
         return [
             CheckRow(
@@ -103,7 +100,6 @@ class JudgedRun:
 
     @functools.cached_property
     def counts(self) -> Counter[str]:
-        """Return the number of cases of each outcome."""
         return sum((Counter(row.check["counts"]) for row in self.rows), Counter())
 
     @property
@@ -116,11 +112,6 @@ class JudgedRun:
         """Return the verdict; where the judged cases are right but not all cases were judged, it adds this."""
         is_partial = self.verdict == RIGHT and self.record.content.get("is_right") is False
         return f"{self.verdict}, but not all judged" if is_partial else self.verdict
-
-
-def worst_first(records: Iterable[RecordedFile]) -> list[JudgedRun]:
-    """Return the runs of reports, the worst verdict first."""
-    return sorted(map(JudgedRun, records), key=lambda run: WORST_FIRST.index(run.verdict))
 
 
 def implementation_name(record: RecordedFile) -> str:
@@ -136,8 +127,12 @@ def check_name(key: str) -> str:
 # --- the first section ------------------------------------------------------------------------------------------------
 
 
+def worst_first(runs: Iterable[JudgedRun]) -> list[JudgedRun]:
+    return sorted(runs, key=lambda run: WORST_FIRST.index(run.verdict))
+
+
 def judged_sentence(runs: Sequence[JudgedRun]) -> str:
-    """Return a sentence with the number of runs of each verdict; "" without a run."""
+    """Return a sentence with the number of runs of each verdict, in the order of the runs; "" without a run."""
     numbers = ", ".join(f"{count} {verdict}" for verdict, count in Counter(run.verdict for run in runs).items())
     return f"{counted(len(runs), 'run')} of the judge: {numbers}." if runs else ""
 
@@ -291,14 +286,17 @@ def fault_table(rows: Sequence[CheckRow]) -> Table:
     return make_table(columns, groups, name="faults", caption="What was wrong, and the worst case of each")
 
 
-def decline_table(rows: Sequence[CheckRow]) -> Table:
+def decline_table(runs: Sequence[JudgedRun]) -> Table:
     """Make a table of one row per run and reason of a refusal, the most frequent reason of a run first."""
-    reasons = grouped((row.run, reason) for row in rows for case in row.cases for reason in case.get("declines", ()))
-    refused = [(run, *item) for run, found in reasons.items() for item in Counter(found).most_common()]
+    refused = [
+        (run.name, count, reason)
+        for run in runs
+        for reason, count in Counter(each for case in run.cases for each in case.get("declines", ())).most_common()
+    ]
     columns: Columns = {
         "run": lambda item: words(item[0]),
-        "cases": lambda item: number(item[2]),
-        "reason": lambda item: words(item[1], style="long"),
+        "cases": lambda item: number(item[1]),
+        "reason": lambda item: words(item[2], style="long"),
     }
     return make_table(columns, refused, name="declines", caption="What was refused, and why")
 

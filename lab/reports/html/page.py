@@ -22,7 +22,6 @@ from lab.reports.tables import Cell, Columns, Table, make_table, words
 from lab.reports.timing_tables import ceiling_table, fastest_sentence, fastest_table, methods, timing_tables
 from lab.reports.timings import figures
 
-JUDGE_TABLES = (judged.verdict_matrix, judged.verdict_table, judged.fault_table, judged.decline_table)
 OVERVIEW = "experiments.md"  # a page that `lab experiments changes` writes
 
 
@@ -41,10 +40,15 @@ def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
         lstrip_blocks=True,
     )
     of_kind = {kind: [file for file in files if file.kind is kind] for kind in Kind}
-    judged_runs = judged.worst_first(of_kind[Kind.JUDGE])
-    checked = [row for file in of_kind[Kind.JUDGE] for row in judged.JudgedRun(file).rows]
+    judged_runs = [judged.JudgedRun(file) for file in of_kind[Kind.JUDGE]]
+    worst_first = judged.worst_first(judged_runs)
+    checked = [row for run in judged_runs for row in run.rows]
     runs = [run_of(file) for file in of_kind[Kind.BENCHMARKS]]
-    judge_tables = [*(table_of(checked) for table_of in JUDGE_TABLES), judged.survey_table(of_kind[Kind.SURVEY])]
+    judge_tables = [
+        *(table_of(checked) for table_of in (judged.verdict_matrix, judged.verdict_table, judged.fault_table)),
+        judged.decline_table(judged_runs),
+        judged.survey_table(of_kind[Kind.SURVEY]),
+    ]
     overview = folder / OVERVIEW
     # Those in subfolders are made from what the page shows.
     notes = sorted(path for path in folder.glob("*.md") if path != overview)
@@ -52,9 +56,9 @@ def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
         title=_title(files),
         folder=folder.name,
         environments=_environments([file for file in files if isinstance(file.content, Mapping)]),
-        sentences=[judged.judged_sentence(judged_runs), fastest_sentence(runs)],
-        faulty=[judged.fault(run) for run in judged_runs if run.verdict in judged.BROKEN],
-        judge_runs=judged.summary_table(judged_runs),
+        sentences=[judged.judged_sentence(worst_first), fastest_sentence(runs)],
+        faulty=[judged.fault(run) for run in worst_first if run.verdict in judged.BROKEN],
+        judge_runs=judged.summary_table(worst_first),
         judge_tables=[table for table in judge_tables if table.rows],
         findings=[(finding, Markup(finding.html(folder))) for finding in judged.cited_findings(checked)],
         overview=_markdown(overview) if overview.is_file() else "",

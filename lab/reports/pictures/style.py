@@ -28,7 +28,7 @@ FLOOR: dict[str, Any] = {"linestyle": "--", "color": TEXT_COLOUR, "linewidth": 1
 class Drawing:
     """A picture that the page shows of an experiment's recording.
 
-    A module of `lab.reports.pictures` that has an experiment's name lists them as `DRAWINGS`, and the page finds them.
+    A module of `studies.pictures` that has a study's name lists them as `DRAWINGS`, and the page finds them.
 
     Attributes:
         key: of the value in the recording that is drawn.
@@ -73,7 +73,9 @@ def panels(
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=FONT_POINTS - 0.5)
-        logarithmic(axes, log)
+        axes.set(**{f"{name}scale": "log" for name in log})
+        for name in log:  # numbers as people write them: 1,000 rather than 10³
+            getattr(axes, f"{name}axis").set_major_formatter(FuncFormatter(lambda value, _position: f"{value:,.10g}"))
     return figure, drawn
 
 
@@ -108,7 +110,6 @@ def draw_span(axes: Axes, lane: int, start: float, end: float, **look: Any) -> N
 
 
 def name_panel(axes: Axes, words: str, **more: Any) -> None:
-    """Write words above a panel."""
     axes.set_title(words, fontsize=FONT_POINTS + 0.5, color=TEXT_COLOUR, **more)
 
 
@@ -133,14 +134,6 @@ def mark_sizes(axes: Axes, sizes: Sequence[int]) -> None:
 def in_short(number: int) -> str:
     """Return such as "4K" for 4,096."""
     return f"{number // 1024}K" if number >= 1024 and number % 1024 == 0 else str(number)
-
-
-def logarithmic(axes: Axes, names: str) -> None:
-    """Make axes logarithmic, "x", "y" or "xy", with numbers as people write them: 1,000 rather than 10³."""
-    axes.set(**{f"{name}scale": "log" for name in names})
-    for name in names:
-        axis = axes.xaxis if name == "x" else axes.yaxis
-        axis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:,.10g}"))
 
 
 def legend_below(figure: Figure, columns: int, keys: Iterable[Artist] | None = None, *more: Artist) -> None:
