@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, Protocol, overload
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -41,14 +41,6 @@ class CallForm(NamedEnum):
     WHOLE = ""
     PREPARED = "prepare_"  # `lab.kernels.prepare`: what does not depend on contents is done once
     PLANNED = "plan_"  # `lab.kernels.PlannedOnce`: for lengths and page ids that stay
-
-
-class Then(NamedEnum):
-    """What follows where a call is refused or fails."""
-
-    RAISE = "the case ends"
-    NOTE = "it is noted, and the check goes on"
-    FAIL = "a refusal is a failure: the same call was taken before"
 
 
 class Result(NamedTuple):
@@ -132,81 +124,71 @@ class CaseRun:
             chosen = replace(chosen, storage=replace(chosen.storage, **storage))
         return build_attention(chosen, self.device)
 
-    @overload
-    def call(
-        self,
-        inputs: Inputs,
-        what: str = ...,
-        /,
-        *,
-        on_refusal: Literal[Then.RAISE, Then.FAIL] = ...,
-        on_failure: Literal[Then.RAISE] = ...,
-        **changes: Any,
-    ) -> Result: ...
-
-    @overload
-    def call(
-        self, inputs: Inputs, what: str = ..., /, *, on_refusal: Then = ..., on_failure: Then = ..., **changes: Any
-    ) -> Result | None: ...
-
-    def call(
-        self,
-        inputs: Inputs,
-        what: str = "",
-        /,
-        *,
-        on_refusal: Then = Then.RAISE,
-        on_failure: Then = Then.RAISE,
-        **changes: Any,
-    ) -> Result | None:
-        """Call the implementation with the arguments of the inputs, some changed or added.
+    def call(self, inputs: Inputs, /, **changes: Any) -> Result:
+        """Call the implementation with the arguments of the inputs, some changed or added; return the rows of all requests.
 
         What it refuses is called again in each equivalent form (`lab.checks.run.equivalent_calls`).
-
-        Args:
-            what: the name of the call, where something of it is noted.
-            on_refusal, on_failure: what follows where every form is refused, or where the call fails.
-
-        Returns:
-            The rows of all requests; None where a refusal or a failure was noted.
 
         Raises:
             Unsupported: it refused every form.
             KernelError: it failed.
         """
-        with self.noting(what, on_refusal, on_failure):
-            interface, arguments = inputs.interface, inputs.arguments() | changes
-            call = self.note_call(interface, arguments, inputs.case if isinstance(inputs, AttentionInputs) else None)
-            function = functools.partial(self._invoke, getattr(self.implementation, interface.value))
-            returned = self._equivalent.invoke(interface, function, arguments)
-            self._wait()
-            if interface is Interface.MLA_DECODE:
-                self._expect_shape_of_mla(returned, arguments)
-            return as_result(returned, interface)._replace(call=call)
-        return None
+        interface, arguments = inputs.interface, inputs.arguments() | changes
+        call = self.note_call(interface, arguments, inputs.case if isinstance(inputs, AttentionInputs) else None)
+        function = functools.partial(self._invoke, getattr(self.implementation, interface.value))
+        returned = self._equivalent.invoke(interface, function, arguments)
+        self._wait()
+        if interface is Interface.MLA_DECODE:
+            self._expect_shape_of_mla(returned, arguments)
+        return as_result(returned, interface)._replace(call=call)
 
-    def vary(self, what: str, inputs: Inputs, truth: Truth | None = None, /, **changes: Any) -> Result | None:
-        """Make a call that the check can do without, and compare its result with the truth, if one is given."""
-        result = self.call(inputs, what, on_refusal=Then.NOTE, on_failure=Then.NOTE, **changes)
-        if truth is not None:
-            self.expect_close(what, result, truth)
+    def again(self, inputs: Inputs, /, **changes: Any) -> Result:
+        """Make a call that was taken before. A refusal is a failure then, and raises KernelError."""
+        try:
+            return self.call(inputs, **changes)
+        except Unsupported as refusal:
+            raise KernelError(f"it refused a call that it had taken before: {refusal}") from refusal
+
+    def vary(
+        self, what: str, inputs: Inputs, expected: Truth | Result | None = None, /, **changes: Any
+    ) -> Result | None:
+        """Make a call that the check can do without, and note a refusal or a failure, where the result is None.
+
+        Compare the result with what is expected, if that is given: a truth, or the bits of another result.
+        """
+        return self._noted(what, inputs, expected, changes, needed=False)
+
+    def expect_call(
+        self, what: str, inputs: Inputs, expected: Truth | Result | None = None, /, **changes: Any
+    ) -> Result | None:
+        """Make a call as `vary` does, but raise Unsupported where it is refused: the case declines."""
+        return self._noted(what, inputs, expected, changes, needed=True)
+
+    def _noted(
+        self, what: str, inputs: Inputs, expected: Truth | Result | None, changes: dict[str, Any], needed: bool
+    ) -> Result | None:
+        result: Result | None = None
+        with self.noting(what, needed):
+            result = self.call(inputs, **changes)
+        if isinstance(expected, Result):
+            self.expect_equal_bits(what, result, expected)
+        elif expected is not None:
+            self.expect_close(what, result, expected)
         return result
 
     @contextmanager
-    def noting(self, what: str, on_refusal: Then = Then.NOTE, on_failure: Then = Then.NOTE) -> Iterator[None]:
-        """Note a refusal or a failure in a block, unless the GPU's context is lost, after which no call can be right."""
+    def noting(self, what: str, needed: bool = False) -> Iterator[None]:
+        """Note a failure in a block, and a refusal unless the block is needed.
+
+        A failure is raised where the GPU's context is lost, after which no call can be right.
+        """
         try:
-            try:
-                yield
-            except Unsupported as refusal:
-                if on_refusal is Then.FAIL:
-                    raise KernelError(f"it refused a call that it had taken before: {refusal}") from refusal
-                if on_refusal is Then.RAISE:
-                    raise
-                self.decline(f"{what}: {refusal}")
-        except KernelError as failure:
-            if on_failure is Then.RAISE:
+            yield
+        except Unsupported as refusal:
+            if needed:
                 raise
+            self.decline(f"{what}: {refusal}")
+        except KernelError as failure:
             try:
                 self._wait()
             except torch.AcceleratorError:

@@ -11,7 +11,7 @@ import torch
 
 from lab import references
 from lab.checks import AttentionCase, Interface
-from lab.checks.case_run import CallForm, CaseRun, Result, Then, as_result
+from lab.checks.case_run import CallForm, CaseRun, Result, as_result
 from lab.checks.run.support_protocol import KernelError, Unsupported
 from lab.references.truth import LSE_LOG2_BOUND, Truth
 from tests.checks.small import decoding
@@ -192,28 +192,30 @@ def test_what_follows_from_a_refusal() -> None:
     run = CaseRun(decoding(refused), CASE, torch.device("cpu"))
     inputs = run.build()
     with pytest.raises(Unsupported, match="not today"):
-        run.call(inputs, "this")
+        run.call(inputs)
+    with pytest.raises(Unsupported, match="not today"):
+        run.expect_call("this", inputs)
     with pytest.raises(KernelError, match="it refused a call that it had taken before: not today"):
-        run.call(inputs, "this", on_refusal=Then.FAIL)
+        run.again(inputs)
     assert (run.declines, run.failures) == ([], [])
-    assert run.call(inputs, "this", on_refusal=Then.NOTE) is None
+    assert run.vary("this", inputs) is None
     assert (run.declines, run.failures) == (["this: not today"], [])
-    assert run.call(inputs, "that", on_refusal=Then.FAIL, on_failure=Then.NOTE) is None
-    assert run.failures == ["that: it refused a call that it had taken before: not today"]
 
 
 def test_what_follows_from_a_failure() -> None:
     run = CaseRun(decoding(broken), CASE, torch.device("cpu"))
     inputs = run.build()
     with pytest.raises(KernelError, match="it raised RuntimeError: boom"):
-        run.call(inputs, "this", on_refusal=Then.NOTE)
+        run.call(inputs)
     assert run.failures == []
     assert run.vary("this", inputs) is None
     assert (run.declines, run.failures) == ([], ["this: it raised RuntimeError: boom"])
     assert [(each.name, each.wrong) for each in run.results] == [("this", True)]
+    assert run.expect_call("that", inputs) is None
+    assert len(run.results) == 2
 
 
-def test_a_variation_is_compared_with_the_truth_that_is_given() -> None:
+def test_a_variation_is_compared_with_the_truth_or_the_result_that_is_given() -> None:
     run = CaseRun(references, CASE, torch.device("cpu"))
     inputs = run.build()
     assert run.vary("without", inputs) is not None
@@ -222,6 +224,11 @@ def test_a_variation_is_compared_with_the_truth_that_is_given() -> None:
     run.vary("another scale", inputs, inputs.truth(), bmm2_scale=2.0 * inputs.bmm2_scale)
     assert run.judged == 2
     assert [sentence.split(":")[0] for sentence in run.wrongs] == ["another scale"]
+    first = run.call(inputs)
+    run.vary("the same", inputs, first)
+    run.vary("other bits", inputs, first, bmm2_scale=2.0 * inputs.bmm2_scale)
+    assert run.wrongs[1].startswith("other bits: the bits of rows")
+    assert (run.judged, len(run.wrongs)) == (4, 2)
 
 
 def test_an_engine_leaves_out_what_has_its_default() -> None:

@@ -1,12 +1,11 @@
 """A check of the catalogue as data."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lab.checks.case_run import CaseRun
-from lab.checks.parameters.attention import balanced
+from lab.checks.parameters.attention import balanced, balanced_nvfp4
 from lab.checks.parameters.sampling import Sample
 from lab.checks.run.verdicts import CaseVerdict
 from lab.named_enum import NamedEnum
@@ -22,7 +21,36 @@ class Level(NamedEnum):
     FULL = "full"
 
 
-Cases = Callable[[Interface, Ranges, Level], Iterable[Any]]
+@dataclass(frozen=True)
+class Scope:
+    """What the fixed cases of a check are made for: a function, within ranges, at a level."""
+
+    interface: Interface
+    ranges: Ranges
+    level: Level
+
+    @property
+    def is_full(self) -> bool:
+        return self.level is Level.FULL
+
+    def counted(self, smoke: int, full: int) -> int:
+        """Return the number of cases of the level."""
+        return full if self.is_full else smoke
+
+    def balanced(self, smoke: int, full: int, seed: int) -> Iterator[AttentionCase]:
+        """Yield the cases of `lab.checks.parameters.attention.balanced`, as many as the level has."""
+        return balanced(self.ranges, self.interface, self.counted(smoke, full), seed)
+
+    def balanced_nvfp4(self, smoke: int, full: int, seed: int) -> Iterator[AttentionCase]:
+        return balanced_nvfp4(self.ranges, self.interface, self.counted(smoke, full), seed)
+
+    def on_fewest_heads(self, case: AttentionCase) -> AttentionCase:
+        """Return the case on as few heads as the ranges have, for the time that it takes."""
+        if case.is_mla:
+            return replace(case, group=min(self.ranges.mla_heads))
+        return replace(case, group=min(self.ranges.groups), num_kv_heads=min(self.ranges.num_kv_heads))
+
+
 # Cases that follow from the verdicts so far.
 Following = Callable[[Interface, Ranges, Sequence[CaseVerdict]], Iterable[Any]]
 Draw = Callable[[Interface, Ranges, Sequence[CaseVerdict]], Iterable[Sample]]
@@ -39,9 +67,9 @@ class Check:
 
     Attributes:
         key: its number in the catalogue, such as "K4".
-        name: snake_case, of its module.
-        catches: what it catches, the first line of its module.
-        cases: the fixed cases for an interface.
+        name: snake_case.
+        doc: the docstring of its module, whose first line says what it catches.
+        fixed: the fixed cases of a scope.
         judge: tells a run what is wrong. Raises `lab.checks.case_run.Unsupported` where nothing could be judged.
         interfaces: what it applies to.
         draw: the random cases of a level, without an end.
@@ -53,31 +81,23 @@ class Check:
 
     key: str
     name: str
-    catches: str
-    cases: Cases
+    doc: str | None
+    fixed: Callable[[Scope], Iterable[Any]]
     judge: Callable[[CaseRun], None]
     interfaces: tuple[Interface, ...] = ATTENTION
     draw: Draw = nothing_drawn
     more: tuple[Following, ...] = ()
     draw_on: Draw = nothing_drawn
 
+    @property
+    def catches(self) -> str:
+        return (self.doc or "").split("\n", 1)[0]
 
-def first_line(text: str | None) -> str:
-    """Return the first line of a module's docstring: what its check catches."""
-    return (text or "").split("\n", 1)[0]
-
-
-def counted(level: Level, smoke: int, full: int) -> int:
-    """Return the number of fixed cases of a level."""
-    return smoke if level is Level.SMOKE else full
+    def cases(self, interface: Interface, ranges: Ranges, level: Level) -> Iterable[Any]:
+        """Return the fixed cases for a function."""
+        return self.fixed(Scope(interface, ranges, level))
 
 
-def balanced_cases(smoke: int, full: int, seed: int) -> Cases:
-    """Return what yields a covering array of the ranges as they are: so many cases at each level, drawn from a seed."""
-    return partial(_balanced, smoke, full, seed)
-
-
-def _balanced(
-    smoke: int, full: int, seed: int, interface: Interface, ranges: Ranges, level: Level
-) -> Iterator[AttentionCase]:
-    return balanced(ranges, interface, counted(level, smoke, full), seed=seed)
+def balanced_cases(smoke: int, full: int, seed: int) -> Callable[[Scope], Iterable[AttentionCase]]:
+    """Return what yields a covering array of the ranges as they are, drawn from a seed."""
+    return lambda scope: scope.balanced(smoke, full, seed)

@@ -13,15 +13,14 @@ from lab.checks.case_run import CaseRun
 from lab.checks.explain.reading import features_of_case
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.lists import FIELDS, NARROW, lens_of
-from lab.checks.properties.check import Check, Level, first_line
-from lab.ranges import Ranges
+from lab.checks.properties.check import Check, Scope
 from lab.workloads.inputs.draft_lists import DTYPES, DraftLists, DraftListsCase, in_place
 from lab.workloads.interfaces import Interface
 
 EDGES = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1025)
 
 
-def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[DraftListsCase]:
+def _cases(scope: Scope) -> Iterator[DraftListsCase]:
     """Return the lengths at edges of blocks, and drafts in which branches, pages, steps and windows meet; K18 has the rest."""
     yield DraftListsCase(EDGES)
     for topk, page_size in ((2, 1), (1, 16), (2, 16), (3, 32), (3, 64), (2, 128), (2, 256)):
@@ -79,4 +78,4 @@ def judge_lists(run: CaseRun) -> None:
     run.expect("the lists of others in the same tensors", lists.wrongs(write), kind="lists", call=features)
 
 
-CHECK = Check("L1", "draft_lists", first_line(__doc__), _cases, _judge, interfaces=(Interface.DRAFT_KV_INDICES,))
+CHECK = Check("L1", "draft_lists", __doc__, _cases, _judge, interfaces=(Interface.DRAFT_KV_INDICES,))

@@ -17,7 +17,7 @@ from torch import Tensor
 from lab.calls.problem import E4M3, NVFP4, AttentionCall
 from lab.checks.case_run import CallForm, CaseRun, Result
 from lab.checks.parameters.covering import Constraint, Model
-from lab.checks.properties.check import Check, Level, first_line
+from lab.checks.properties.check import Check, Scope
 from lab.checks.run.support_protocol import Unsupported
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode
@@ -98,18 +98,20 @@ def mode_cases(
     yield replace(mixed, split_mixed_tail=True)
 
 
-def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[ForwardCase]:
-    page_size = 64 if 64 in ranges.page_sizes else ranges.page_sizes[0]
-    q_lens = smoke_q_lens(ranges) if level is Level.SMOKE else tuple(ranges.q_lens)
-    dtypes = dtypes_of(ranges)
+def _cases(scope: Scope) -> Iterator[ForwardCase]:
+    ranges = scope.ranges
+    page_size, dtypes = usual_page_size(ranges), dtypes_of(ranges)
+    q_lens = tuple(ranges.q_lens) if scope.is_full else smoke_q_lens(ranges)
+    cases = list[ForwardCase]()
     for case in mode_cases(ranges.tiny, page_size, q_lens, long=(3 * page_size + 5, 300)):
-        if case.interface is interface and not (case.split_mixed_tail and dtypes["dtype"] != dtypes["kv_dtype"]):
-            yield replace(case, contents=Contents.NEEDLES, **dtypes)
+        if not (case.split_mixed_tail and dtypes["dtype"] != dtypes["kv_dtype"]):
+            cases.append(replace(case, contents=Contents.NEEDLES, **dtypes))
             if True in ranges.windows and not case.encoder_only:
-                yield replace(case, sliding_window=True, **dtypes)
-    yield from (case for case in quantised_cases(ranges, page_size) if case.interface is interface)
-    if level is Level.FULL:
-        yield from (case for case in geometry_cases(ranges) if case.interface is interface)
+                cases.append(replace(case, sliding_window=True, **dtypes))
+    cases += quantised_cases(ranges, page_size)
+    if scope.is_full:
+        cases += geometry_cases(ranges)
+    yield from (case for case in cases if case.interface is scope.interface)
 
 
 def quantised_cases(ranges: Ranges, page_size: int) -> Iterator[ForwardCase]:
@@ -147,6 +149,10 @@ def quantised_cases(ranges: Ranges, page_size: int) -> Iterator[ForwardCase]:
             yield replace(case, split_mixed_tail=True)
 
 
+def usual_page_size(ranges: Ranges) -> int:
+    return 64 if 64 in ranges.page_sizes else ranges.page_sizes[0]
+
+
 def smoke_q_lens(ranges: Ranges) -> tuple[int, ...]:
     """Return the query rows of the smoke level's passes: 4, or the most that there are."""
     return (4,) if 4 in ranges.q_lens else (max(ranges.q_lens),)
@@ -163,7 +169,7 @@ def geometry_cases(ranges: Ranges) -> Iterator[ForwardCase]:
 
     A cache of another dtype than the query's is judged at one page size.
     """
-    one_page_size = 64 if 64 in ranges.page_sizes else ranges.page_sizes[0]
+    one_page_size = usual_page_size(ranges)
     variants = list(mode_cases("tiny", one_page_size, ranges.q_lens))
     axes: dict[str, tuple[Any, ...]] = {
         "variant": tuple(range(len(variants))),
@@ -256,6 +262,4 @@ def _judge(run: CaseRun) -> None:
     judge_pass(run, build_forward(run.case, run.device))
 
 
-CHECK = Check(
-    "M1", "forward_modes", first_line(__doc__), _cases, _judge, interfaces=(Interface.DECODE, Interface.CONTEXT)
-)
+CHECK = Check("M1", "forward_modes", __doc__, _cases, _judge, interfaces=(Interface.DECODE, Interface.CONTEXT))

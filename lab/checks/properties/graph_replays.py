@@ -12,14 +12,13 @@ from itertools import islice, product
 import torch
 
 from lab.checks.case_run import CallForm, CaseRun
-from lab.checks.properties.check import Check, Level, first_line
+from lab.checks.properties.check import Check, Scope
 from lab.checks.run.support_protocol import Unsupported
 from lab.gpus import capability_of
 from lab.kernels.support.kernel import no_triton
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
-from lab.ranges import Ranges
 from lab.workloads.geometries import geometry
 from lab.workloads.graph_case import GraphCase, ReplaySequence, graph_modes
 from lab.workloads.inputs.replay_fixture import HUGE, ReplayFixture, RunnerFactory, new_fixture, right_runner
@@ -29,7 +28,7 @@ REAL = ("gpt-oss-120b",)  # a geometry with sliding-window layers and sinks, as 
 WIDTHS = (2, 4, 8)  # query rows per request of verify and of the draft extends
 
 
-def replayed_modes(ranges: Ranges, level: Level, *more: GraphMode) -> Iterator[tuple[GraphMode, ReplaySequence, int]]:
+def replayed_modes(scope: Scope, *more: GraphMode) -> Iterator[tuple[GraphMode, ReplaySequence, int]]:
     """Yield each mode with each sequence of it, and a number by which the settings alternate.
 
     The full level has every sequence of every mode, width and draft step; the smoke level each sequence of two modes in turn.
@@ -38,35 +37,36 @@ def replayed_modes(ranges: Ranges, level: Level, *more: GraphMode) -> Iterator[t
     Args:
         more: modes of a backend beside those that all have.
     """
+    ranges = scope.ranges
     if (torch.bfloat16, torch.bfloat16) not in ranges.dtypes:
         return
     widths = tuple(width for width in WIDTHS if width in ranges.q_lens) or ranges.q_lens[-1:]
-    if level is Level.SMOKE:
-        modes = (*graph_modes(4 if 4 in widths else widths[-1]), *more)
-    else:
+    if scope.is_full:
         several = (mode for width in widths for mode in graph_modes(width))
         modes = tuple(dict.fromkeys((*several, GraphMode.draft_decode(0), GraphMode.draft_decode(2), *more)))
+    else:
+        modes = (*graph_modes(4 if 4 in widths else widths[-1]), *more)
     for (m, mode), (s, sequence) in product(enumerate(modes), enumerate(ReplaySequence)):
-        if level is Level.FULL:
+        if scope.is_full:
             yield mode, sequence, m + s
         elif (place := (m + s) % len(modes)) in (0, 3):
             yield mode, sequence, s + place
 
 
-def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[GraphCase]:
-    is_full = level is Level.FULL
+def _cases(scope: Scope) -> Iterator[GraphCase]:
+    ranges, is_full = scope.ranges, scope.is_full
     names = [name for name in REAL if is_full and name in ranges.geometries and ranges.holds(geometry(name))]
     for name in (ranges.tiny, *names):
         page_size = (
             max(ranges.page_sizes, key=lambda size: (size == 64, size)) if name in REAL else min(ranges.page_sizes)
         )
         settings = list(product(MetadataPlace, ranges.windows_of(geometry(name))))
-        for mode, sequence, turn in replayed_modes(ranges, level, GraphMode.frozen_kv_draft()):
+        for mode, sequence, turn in replayed_modes(scope, GraphMode.frozen_kv_draft()):
             case = GraphCase(mode, sequence, geometry=name, page_size=page_size)
-            if case.interface is not interface:
+            if case.interface is not scope.interface:
                 continue
             every = is_full and name == ranges.tiny
-            is_divided = interface is Interface.DECODE and mode.forward_mode.query_rows.are_uniform
+            is_divided = case.interface is Interface.DECODE and mode.forward_mode.query_rows.are_uniform
             for number, (place, window) in enumerate(
                 settings if every else [settings[turn % len(settings)]], start=turn
             ):
@@ -203,7 +203,7 @@ SEQUENCES: dict[ReplaySequence, Callable[[ReplayFixture, int, int, int, int], Wr
 CHECK = Check(
     "S1",
     "graph_stories",
-    first_line(__doc__),
+    __doc__,
     _cases,
     judge_sequence,
     interfaces=(Interface.DECODE, Interface.CONTEXT),

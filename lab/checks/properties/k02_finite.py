@@ -10,13 +10,10 @@ from dataclasses import replace
 
 import torch
 
-from lab.checks.case_run import CaseRun, Result, Then
-from lab.checks.parameters.attention import balanced
-from lab.checks.properties.check import Check, Level, counted, first_line
-from lab.ranges import Ranges
+from lab.checks.case_run import CaseRun, Result
+from lab.checks.properties.check import Check, Scope
 from lab.references.truth import Truth
 from lab.workloads.attention_case import AttentionCase, Contents
-from lab.workloads.interfaces import Interface
 
 # Far above every random logit; an fp16 output underflows beyond.
 LARGE_SINK = {torch.bfloat16: 30.0, torch.float16: 6.0}
@@ -26,18 +23,20 @@ LARGE_SINK = {torch.bfloat16: 30.0, torch.float16: 6.0}
 ROUNDED_LOGITS = 0.03
 
 
-def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[AttentionCase]:
-    for case in balanced(ranges, interface, counted(level, 4, 16), seed=2):
+def _cases(scope: Scope) -> Iterator[AttentionCase]:
+    for case in scope.balanced(4, 16, seed=2):
         yield replace(case, contents=Contents.TALL)
         yield replace(case, contents=Contents.LOW)
-        if not case.is_mla and True in ranges.windows:
-            yield replace(case, window_left=case.page_size - 1, sinks=True in ranges.sinks, contents=Contents.TALL)
-    for case in balanced(ranges, interface, counted(level, 2, 8), seed=3):
+        if not case.is_mla and True in scope.ranges.windows:
+            yield replace(
+                case, window_left=case.page_size - 1, sinks=True in scope.ranges.sinks, contents=Contents.TALL
+            )
+    for case in scope.balanced(2, 8, seed=3):
         # Fewer keys than rows, and none: the leading rows see nothing.
         short = tuple(max(kv_len, q_len) for kv_len, q_len in zip(case.kv_lens, case.q_lens, strict=True))
         case = replace(case, kv_lens=(max(case.q_lens[0] - 1, 0), *short[1:-1], 0))
         yield case
-        if interface is Interface.MLA_DECODE and True in ranges.sinks:
+        if case.is_mla and True in scope.ranges.sinks:
             yield replace(case, sinks=True)
 
 
@@ -45,8 +44,7 @@ def _judge(run: CaseRun) -> None:
     inputs = run.build()
     truth = inputs.truth()
     least_bound = ROUNDED_LOGITS if run.case.contents is Contents.LOW else 0.0
-    with run.noting("the call", Then.RAISE):
-        _expect_finite(run, "the call", run.call(inputs), truth, least_bound)
+    _expect_finite(run, "the call", run.expect_call("the call", inputs), truth, least_bound)
     _expect_finite(run, "with the LSE", run.vary("return_lse", inputs, return_lse=True), truth, least_bound)
     if True in run.ranges.sinks and 0 in run.case.kv_lens:
         none = torch.full((run.case.num_qo_heads,), -math.inf, device=run.device)
@@ -71,4 +69,4 @@ def _expect_finite(run: CaseRun, what: str, result: Result | None, truth: Truth,
         run.wrongs.append(f"{what}: the LSE holds NaN")
 
 
-CHECK = Check("K2", "finite", first_line(__doc__), _cases, _judge)
+CHECK = Check("K2", "finite", __doc__, _cases, _judge)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace, semaphores_and_scratch
-from lab.checks.case_run import CaseRun, Then
+from lab.checks.case_run import CaseRun
 from lab.checks.parameters.attention import drawn_cases
-from lab.checks.properties.check import Check, balanced_cases, first_line
+from lab.checks.properties.check import Check, balanced_cases
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import new_workspace
 
@@ -39,13 +39,13 @@ def _judge(run: CaseRun) -> None:
     other = run.build(_another_shape(run.case))
     run.vary("another shape", other, other.truth(), **shared)
     expect_counters_zero(run, "a call of another shape", counters)
-    run.expect_equal_bits("again, after another shape", run.call(inputs, on_refusal=Then.FAIL, **shared), first)
+    run.expect_equal_bits("again, after another shape", run.again(inputs, **shared), first)
 
     if not in_workspace and semaphores.any():  # the kernel writes all of it
         scratch = workspace
     for byte, name in ((0xFF, "NaN"), (0x7B, "large values")):
         scratch.fill_(byte)
-        run.expect_equal_bits(f"scratch that holds {name}", run.call(inputs, on_refusal=Then.FAIL, **shared), first)
+        run.expect_equal_bits(f"scratch that holds {name}", run.again(inputs, **shared), first)
     out = torch.full_like(first.out, float("nan"))
     shape = (len(run.case.q_lens), run.case.q_lens[0], *out.shape[1:]) if run.case.is_mla else out.shape
     into = run.vary("an output of NaN", inputs, out=out.view(shape))
@@ -53,7 +53,7 @@ def _judge(run: CaseRun) -> None:
 
     scratch.fill_(LEFT)
     elsewhere: dict[str, Any] = {"workspace_buffer": new_workspace(run.device)} | handed_out
-    run.expect_equal_bits("another workspace", run.call(inputs, on_refusal=Then.FAIL, **elsewhere), first)
+    run.expect_equal_bits("another workspace", run.again(inputs, **elsewhere), first)
     expect_left_alone(run, scratch)
 
 
@@ -80,4 +80,4 @@ def expect_left_alone(run: CaseRun, scratch: Tensor) -> None:
     run.expect("the workspace of earlier calls", [wrong] if count else [])
 
 
-CHECK = Check("K6", "workspace", first_line(__doc__), balanced_cases(6, 24, seed=8), _judge, draw=drawn_cases())
+CHECK = Check("K6", "workspace", __doc__, balanced_cases(6, 24, seed=8), _judge, draw=drawn_cases())

@@ -11,9 +11,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lab.checks.case_run import CaseRun, Then
+from lab.checks.case_run import CaseRun
 from lab.checks.parameters.attention import drawn_cases
-from lab.checks.properties.check import Check, balanced_cases, first_line
+from lab.checks.properties.check import Check, balanced_cases
 from lab.workloads.inputs.attention import AttentionInputs
 
 SHARED_PAGES = 2
@@ -24,30 +24,25 @@ def _judge(run: CaseRun) -> None:
     together = run.call(inputs)
     run.expect_close("together", together, inputs.truth())
     count = len(run.case.kv_lens)
-    for request in range(count):
-        _vary_part(run, f"request {request} alone", inputs, [request])
-    _vary_part(run, "in reversed order", inputs, list(reversed(range(count))))
-    _vary_part(run, "with each request twice", inputs, [*range(count), *range(count)])
+    parts = {f"request {request} alone": [request] for request in range(count)}
+    parts["in reversed order"] = [*reversed(range(count))]
+    parts["with each request twice"] = [*range(count), *range(count)]
+    for what, requests in parts.items():
+        part = select(inputs, requests)
+        run.vary(what, part, part.truth())
     _others_keep_their_bits(run, inputs)
     shared = _with_shared_prefix(inputs)
     run.vary("a shared prefix", shared, shared.truth())
-
-
-def _vary_part(run: CaseRun, what: str, inputs: AttentionInputs, requests: Sequence[int]) -> None:
-    part = select(inputs, requests)
-    run.vary(what, part, part.truth())
 
 
 def _others_keep_their_bits(run: CaseRun, inputs: AttentionInputs) -> None:
     rows = run.case.q_lens[0]
     query = inputs.query.clone()
     query[:rows] *= -2.0
-    before, after = run.call(inputs, on_refusal=Then.FAIL), run.vary("another query", replace(inputs, query=query))
+    before, after = run.again(inputs), run.vary("another query", replace(inputs, query=query))
     if after is not None:
-        others = after._replace(out=after.out[rows:])
-        run.expect_equal_bits(
-            "the other requests, when the first's query changed", others, before._replace(out=before.out[rows:])
-        )
+        kept, others = (result._replace(out=result.out[rows:]) for result in (before, after))
+        run.expect_equal_bits("the other requests, when the first's query changed", others, kept)
 
 
 def _with_shared_prefix(inputs: AttentionInputs) -> AttentionInputs:
@@ -92,4 +87,4 @@ def select(inputs: AttentionInputs, requests: Sequence[int]) -> AttentionInputs:
     )
 
 
-CHECK = Check("K7", "batch", first_line(__doc__), balanced_cases(4, 24, seed=9), _judge, draw=drawn_cases())
+CHECK = Check("K7", "batch", __doc__, balanced_cases(4, 24, seed=9), _judge, draw=drawn_cases())

@@ -10,17 +10,16 @@ from dataclasses import replace
 import torch
 
 from lab.checks.case_run import CaseRun, Result
-from lab.checks.parameters.attention import balanced, drawn_cases
-from lab.checks.properties.check import Check, Level, counted, first_line
-from lab.ranges import Ranges
+from lab.checks.parameters.attention import drawn_cases
+from lab.checks.properties.check import Check, Scope
 from lab.references.errors import relative_l2
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.inputs.attention import AttentionInputs
 from lab.workloads.interfaces import Interface
 
 
-def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[AttentionCase]:
-    for case in balanced(ranges, interface, counted(level, 4, 24), seed=10):
+def _cases(scope: Scope) -> Iterator[AttentionCase]:
+    for case in scope.balanced(4, 24, seed=10):
         yield _several_rows(replace(case, contents=Contents.NEEDLES))
         yield _several_rows(case)
 
@@ -74,4 +73,4 @@ def _agree(run: CaseRun, what: str, result: Result | None, expected: torch.Tenso
         run.wrongs.append(f"“{what}” and “together” differ by {float(apart.max()):.3g}")
 
 
-CHECK = Check("K8", "decomposition", first_line(__doc__), _cases, _judge, draw=drawn_cases(_several_rows))
+CHECK = Check("K8", "decomposition", __doc__, _cases, _judge, draw=drawn_cases(_several_rows))

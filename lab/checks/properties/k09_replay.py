@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.checks.case_run import CallForm, CaseRun, GivenCall, Result, Then, as_result
-from lab.checks.parameters.attention import balanced, balanced_nvfp4, drawn_cases
-from lab.checks.properties.check import Check, Level, counted, first_line
+from lab.checks.case_run import CallForm, CaseRun, GivenCall, Result, as_result
+from lab.checks.parameters.attention import drawn_cases
+from lab.checks.properties.check import Check, Scope
 from lab.checks.run.support_protocol import KernelError, Unsupported
 from lab.metadata.engine.capture import capturing
-from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import AttentionInputs
 from lab.workloads.inputs.call import BuiltCall, CallInputs, Form, Forms, in_forms, random_mask, rewritten
@@ -29,7 +28,7 @@ from lab.workloads.inputs.ragged import TILE, RaggedInputs, build_ragged
 from lab.workloads.interfaces import ATTENTION, Interface
 from lab.workloads.ragged_case import RaggedCase
 
-LONG = {Level.SMOKE: (4096,), Level.FULL: (4096, 32768)}  # keys of a request that was captured on a page
+LONG = (4096, 32768)  # keys of a request that was captured on a page
 MOST_BETWEEN = 1024  # keys of a request in the eager call, and two pages more
 
 
@@ -45,28 +44,25 @@ Make = Callable[..., CallInputs]  # of Lens and a seed; `moved` if pages lie els
 KEPT = ("workspace_buffer", "out")  # arguments that nobody loads
 
 
-def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[AttentionCase | RaggedCase]:
-    if interface is Interface.RAGGED_CONTEXT:
-        yield from _ragged_cases(ranges, level)
+def _cases(scope: Scope) -> Iterator[AttentionCase | RaggedCase]:
+    longest = LONG[: scope.counted(1, 2)]
+    if scope.interface is Interface.RAGGED_CONTEXT:
+        yield from _ragged_cases(scope, longest)
         return
-    for case in balanced(ranges, interface, counted(level, 4, 24), seed=11):
-        yield _roomy(case)
-    for longest, case in zip(LONG[level], balanced(ranges, interface, len(LONG[level]), seed=26), strict=True):
-        yield _long(case, longest, ranges)
-    for case in balanced_nvfp4(ranges, interface, counted(level, 1, 4), seed=28):
-        yield _roomy(case)
+    yield from map(_roomy, scope.balanced(4, 24, seed=11))
+    for most_keys, case in zip(longest, scope.balanced(1, 2, seed=26), strict=True):
+        yield _long(scope.on_fewest_heads(case), most_keys, min(scope.ranges.q_lens))
+    yield from map(_roomy, scope.balanced_nvfp4(1, 4, seed=28))
 
 
-def _ragged_cases(ranges: Ranges, level: Level) -> Iterator[RaggedCase]:
-    dtypes = [dtype for dtype, _ in ranges.dtypes]
+def _ragged_cases(scope: Scope, longest: Sequence[int]) -> Iterator[RaggedCase]:
+    dtypes = [dtype for dtype, _ in scope.ranges.dtypes]
     shapes = [((TILE, 2 * TILE, 3, 5), (7, 2 * TILE, 1, TILE)), ((0, 200, 130, 0), (130, 0, 3, 131))]
-    for number in range(counted(level, 2, 8)):
-        prefix_lens, q_lens = shapes[number % 2]
-        yield RaggedCase(
-            prefix_lens, q_lens, num_heads=1 + number % 3, dtype=dtypes[number % len(dtypes)], seed=number + 1
-        )
-    for longest in LONG[level]:
-        yield RaggedCase((longest, 9), (5, 2), num_heads=1, dtype=dtypes[0], seed=1)
+    for number in range(scope.counted(2, 8)):
+        dtype = dtypes[number % len(dtypes)]
+        yield RaggedCase(*shapes[number % 2], num_heads=1 + number % 3, dtype=dtype, seed=number + 1)
+    for most_keys in longest:
+        yield RaggedCase((most_keys, 9), (5, 2), num_heads=1, dtype=dtypes[0], seed=1)
 
 
 def _roomy(case: AttentionCase) -> AttentionCase:
@@ -77,13 +73,10 @@ def _roomy(case: AttentionCase) -> AttentionCase:
     )
 
 
-def _long(case: AttentionCase, longest: int, ranges: Ranges) -> AttentionCase:
-    """A request of many splits, on as few heads and rows as there are, for the time it takes."""
-    q_lens = (min(ranges.q_lens),) * 2
-    few = replace(case, kv_lens=(longest + case.page_size // 2 + 1, TILE + 1), q_lens=q_lens, window_left=-1)
-    if case.is_mla:
-        return replace(few, group=min(ranges.mla_heads))
-    return replace(few, num_kv_heads=min(ranges.num_kv_heads), group=min(ranges.groups))
+def _long(case: AttentionCase, most_keys: int, q_len: int) -> AttentionCase:
+    """Return a request of many splits, on as few rows as there are, for the time that it takes."""
+    kv_lens = (most_keys + case.page_size // 2 + 1, TILE + 1)
+    return replace(case, kv_lens=kv_lens, q_lens=(q_len,) * 2, window_left=-1)
 
 
 def _judge(run: CaseRun) -> None:
@@ -156,7 +149,7 @@ def tell_made(
         grown: a call of more keys and rows.
     """
     words = f"{form.name.lower()} once"
-    with run.noting(words, Then.RAISE):
+    with run.noting(words, needed=True):
         try:
             made = MadeReplay(run, room, short, form)
         except Unsupported as declined:
@@ -315,7 +308,7 @@ class Replay:
 
     def _run(self) -> Result:
         call = GivenCall(self.interface, self.arguments)
-        result = self.run.call(call, on_refusal=Then.FAIL) if self._has_run else self.run.call(call)
+        result = self.run.again(call) if self._has_run else self.run.call(call)
         self._has_run = True
         return result
 
@@ -376,7 +369,7 @@ def _overwrite(kept: Tensor, new: Tensor) -> None:
 CHECK = Check(
     "K9",
     "replay",
-    first_line(__doc__),
+    __doc__,
     _cases,
     _judge,
     interfaces=(*ATTENTION, Interface.RAGGED_CONTEXT),

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import E4M3
-from lab.checks.case_run import CaseRun, Then
-from lab.checks.parameters.attention import balanced
-from lab.checks.properties.check import Check, Level, counted, first_line
+from lab.checks.case_run import CaseRun
+from lab.checks.properties.check import Check, Scope
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.inputs.attention import AttentionInputs, running_sum
@@ -29,15 +28,16 @@ MASK_WINDOW = (
 FAR = 64.0  # times the logits of a row: exp2 of the difference is 0; an e4m3 query still holds it
 
 
-def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[AttentionCase]:
-    for case in balanced(ranges, interface, counted(level, 6, 12), seed=13):
+def _cases(scope: Scope) -> Iterator[AttentionCase]:
+    for case in scope.balanced(6, 12, seed=13):
         # Needles make every limit visible, and every request is longer than a window of 20.
         kv_lens = tuple(max(kv_len, 40 + request) for request, kv_len in enumerate(case.kv_lens))
         yield replace(case, kv_lens=kv_lens, window_left=-1, sinks=False, contents=Contents.NEEDLES)
-    if interface is Interface.DECODE:
+    if scope.interface is Interface.DECODE:
         # Fewer keys than rows, under a mask: told apart, since some kernels cannot take them.
-        for case in balanced(ranges, interface, counted(level, 1, 4), seed=21):
-            q_len = ranges.masked_rows[case.seed % len(ranges.masked_rows)]
+        for case in scope.balanced(1, 4, seed=21):
+            rows = scope.ranges.masked_rows
+            q_len = rows[case.seed % len(rows)]
             plain = replace(case, window_left=-1, sinks=False, contents=Contents.NEEDLES)
             yield replace(plain, kv_lens=(q_len - 1, 1, q_len + 30), q_lens=(q_len,) * 3)
 
@@ -47,8 +47,7 @@ def _judge(run: CaseRun) -> None:
         _masks(run, run.case)
         return
     inputs = run.build()
-    truth = inputs.truth()
-    run.expect_close("nothing changed", run.call(inputs, "nothing changed", on_failure=Then.NOTE), truth)
+    run.expect_call("nothing changed", inputs, inputs.truth())
     _uneven_rows(run, inputs)
     for name, probe in _PROBES[run.case.interface].items():
         if not any(word in name and True not in axis for word, axis in _optional(run.ranges).items()):
@@ -72,8 +71,7 @@ def _uneven_rows(run: CaseRun, inputs: AttentionInputs) -> None:
     query = inputs.query.float()
     query[::2] *= FAR
     uneven = replace(inputs, query=query.to(inputs.query.dtype))
-    what, truth = "rows whose logits are far apart", uneven.truth()
-    run.expect_close(what, run.call(uneven, what, on_failure=Then.NOTE), truth)
+    run.expect_call("rows whose logits are far apart", uneven, uneven.truth())
 
 
 def _optional(ranges: Ranges) -> dict[str, tuple[bool, ...]]:
@@ -297,4 +295,4 @@ def _unequal_sinks(inputs: AttentionInputs) -> Tensor:
     return torch.linspace(8.0, 14.0, inputs.case.num_qo_heads, device=inputs.query.device)
 
 
-CHECK = Check("K11", "sensitivity", first_line(__doc__), _cases, _judge)
+CHECK = Check("K11", "sensitivity", __doc__, _cases, _judge)

@@ -9,20 +9,18 @@ from dataclasses import replace
 
 import torch
 
-from lab.checks.case_run import CaseRun, GivenCall, Then
-from lab.checks.parameters.attention import balanced, drawn_cases
-from lab.checks.properties.check import Check, Level, counted, first_line
-from lab.ranges import Ranges
+from lab.checks.case_run import CaseRun, GivenCall
+from lab.checks.parameters.attention import drawn_cases
+from lab.checks.properties.check import Check, Scope
 from lab.workloads.attention_case import AttentionCase
-from lab.workloads.interfaces import Interface
 
 LAUNCHES = {"cpu": 3, "cuda": 200}
 
 
-def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[AttentionCase]:
-    for case in balanced(ranges, interface, counted(level, 3, 12), seed=14):
+def _cases(scope: Scope) -> Iterator[AttentionCase]:
+    for case in scope.balanced(3, 12, seed=14):
         # Few requests, unequal and long: split among many blocks, whose parts must be merged.
-        yield replace(case, kv_lens=(*case.kv_lens[:1], 3 * ranges.longest + 1), q_lens=case.q_lens[:2])
+        yield replace(case, kv_lens=(*case.kv_lens[:1], 3 * scope.ranges.longest + 1), q_lens=case.q_lens[:2])
 
 
 def _judge(run: CaseRun) -> None:
@@ -35,8 +33,7 @@ def _judge(run: CaseRun) -> None:
     for launch in range(LAUNCHES[run.device.type]):
         if stress is not None:
             stress.launch(launch % 4)
-        again = run.call(inputs, on_refusal=Then.FAIL, **arguments)
-        run.expect_equal_bits(f"launch {launch + 2}", again, first)
+        run.expect_equal_bits(f"launch {launch + 2}", run.again(inputs, **arguments), first)
         if run.wrongs:
             return
 
@@ -55,4 +52,4 @@ class _Stress:
                 torch.mm(self.matrix, self.matrix)
 
 
-CHECK = Check("K12", "determinism", first_line(__doc__), _cases, _judge, draw=drawn_cases())
+CHECK = Check("K12", "determinism", __doc__, _cases, _judge, draw=drawn_cases())

@@ -6,10 +6,9 @@ Each length stands in a batch of lengths around it, from 0 and 1 on, over needle
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lab.checks.case_run import CaseRun, Then
-from lab.checks.parameters.attention import balanced, edge_lengths
-from lab.checks.properties.check import Check, Level, counted, first_line
-from lab.ranges import Ranges
+from lab.checks.case_run import CaseRun
+from lab.checks.parameters.attention import edge_lengths
+from lab.checks.properties.check import Check, Scope
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.interfaces import Interface
 
@@ -26,12 +25,13 @@ FEW_ROWS = (16, 64, 32)  # of a request and K/V head, by which they do
 ROWS_OF_A_TILE = 32  # XQA's SM90 fp8 kernel changes its layout at so many rows of a group
 
 
-def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[AttentionCase]:
-    for case in balanced(ranges, interface, counted(level, 4, 24), seed=15):
+def _cases(scope: Scope) -> Iterator[AttentionCase]:
+    interface, ranges = scope.interface, scope.ranges
+    for case in scope.balanced(4, 24, seed=15):
         lengths = [0, *edge_lengths(case.page_size, ranges.longest)]
         if case.window_left >= 0:
             lengths += [case.window_left + near for near in (0, 1, 2) if case.window_left + near]
-        at_once = MOST_REQUESTS if level is Level.SMOKE else len(lengths)
+        at_once = len(lengths) if scope.is_full else MOST_REQUESTS
         step = max(1, -(-len(lengths) // at_once))
         chosen = tuple(sorted(set(lengths))[case.seed % step :: step])
         q_lens = (case.q_lens[0],) * len(chosen)
@@ -44,27 +44,28 @@ def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[Atten
         if fewer:
             yield _of(case, [*fewer, enough[-1]])
         yield _of(case, enough[-1:])
-    for case in balanced(ranges, interface, counted(level, 1, 4), seed=24):
+    for case in scope.balanced(1, 4, seed=24):
         q_len = case.q_lens[0]
         if interface is Interface.CONTEXT:
             yield _of(case, LONG_PROMPTS)
-            for rows in FEW_ROWS[: counted(level, 2, len(FEW_ROWS))]:
+            for rows in FEW_ROWS[: scope.counted(2, len(FEW_ROWS))]:
                 few = max(1, rows // case.group)
                 yield _of(case, [*DECODES, PROMPT, (70, few), (71, few + 1)])
         else:
             yield _of(case, [(0, q_len), (0, q_len)])
         yield _of(case, [(kv_len, min(q_len, kv_len)) for kv_len in LONG_TILES])
-    if interface is Interface.CONTEXT and level is Level.FULL:
+    if interface is Interface.CONTEXT and scope.is_full:
         narrow = replace(case, num_kv_heads=1, group=ranges.groups[0], head_dim=min(ranges.head_dims))
         yield _of(narrow, LONGEST_PROMPT)
         yield _of(replace(narrow, window_left=-1), MANY_ROWS)
     if interface is Interface.DECODE:
-        yield from _filled_tiles(ranges, level)
+        yield from _filled_tiles(scope)
 
 
-def _filled_tiles(ranges: Ranges, level: Level) -> Iterator[AttentionCase]:
+def _filled_tiles(scope: Scope) -> Iterator[AttentionCase]:
     """Yield, for each group, cases whose rows fill a tile, and exceed it by one."""
-    for number, case in enumerate(balanced(ranges, Interface.DECODE, counted(level, 1, 4), seed=16)):
+    ranges = scope.ranges
+    for number, case in enumerate(scope.balanced(1, 4, seed=16)):
         for group in ranges.groups:
             for q_len in sorted({ROWS_OF_A_TILE // group, ROWS_OF_A_TILE // group + 1} & set(ranges.q_lens)):
                 yield _of(replace(case, group=group, seed=number), [(40, q_len), (case.page_size + q_len, q_len)])
@@ -77,8 +78,7 @@ def _of(case: AttentionCase, requests: list[tuple[int, int]]) -> AttentionCase:
 
 def _judge(run: CaseRun) -> None:
     inputs = run.build()
-    truth = inputs.truth()
-    run.expect_close("the call", run.call(inputs, "the call", on_failure=Then.NOTE), truth)
+    run.expect_call("the call", inputs, inputs.truth())
 
 
-CHECK = Check("K13", "boundaries", first_line(__doc__), _cases, _judge)
+CHECK = Check("K13", "boundaries", __doc__, _cases, _judge)

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import torch
 
-from lab.checks.case_run import CaseRun, Then
+from lab.checks.case_run import CaseRun
 from lab.checks.parameters.attention import drawn_cases
-from lab.checks.properties.check import Check, balanced_cases, first_line
+from lab.checks.properties.check import Check, balanced_cases
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import Interface
@@ -31,12 +31,12 @@ def _judge(run: CaseRun) -> None:
     for what, case in _neighbours(run.case, run.ranges):
         other = run.build(case)
         run.vary(f"B, {what}", other, other.truth())
-        run.expect_equal_bits(f"A again, after {what}", run.call(inputs, on_refusal=Then.FAIL), kept)
+        run.expect_equal_bits(f"A again, after {what}", run.again(inputs), kept)
     if run.device.type == "cuda":
         stream = torch.cuda.Stream(run.device)
         stream.wait_stream(torch.cuda.current_stream(run.device))
         with torch.cuda.stream(stream):
-            run.expect_equal_bits("A on another stream", run.call(inputs, on_refusal=Then.FAIL), kept)
+            run.expect_equal_bits("A on another stream", run.again(inputs), kept)
 
 
 def _neighbours(case: AttentionCase, ranges: Ranges) -> Iterator[tuple[str, AttentionCase]]:
@@ -71,4 +71,4 @@ def _next(axis: tuple[int, ...], value: int) -> int:
     return axis[(axis.index(value) + 1) % len(axis)] if value in axis else axis[0]
 
 
-CHECK = Check("K14", "interleaving", first_line(__doc__), balanced_cases(5, 32, seed=17), _judge, draw=drawn_cases())
+CHECK = Check("K14", "interleaving", __doc__, balanced_cases(5, 32, seed=17), _judge, draw=drawn_cases())

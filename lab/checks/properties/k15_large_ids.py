@@ -8,18 +8,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from lab.checks.case_run import CaseRun
-from lab.checks.parameters.attention import balanced
-from lab.checks.properties.check import Check, Level, counted, first_line
-from lab.ranges import Ranges
+from lab.checks.properties.check import Check, Scope
 from lab.workloads.attention_case import AttentionCase, Contents
-from lab.workloads.interfaces import Interface
 
 SIGNED_ELEMENTS = 2**31
 UNSIGNED_BYTES = 2**32
 
 
-def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[AttentionCase]:
-    for case in balanced(ranges, interface, counted(level, 1, 4), seed=18):
+def _cases(scope: Scope) -> Iterator[AttentionCase]:
+    for case in scope.balanced(1, 4, seed=18):
         page_elements = case.num_kv_heads * case.page_size * case.head_dim
         for first_element in sorted({SIGNED_ELEMENTS, UNSIGNED_BYTES // case.kv_dtype.itemsize}):
             first_page = -(-first_element // page_elements)
@@ -29,8 +26,7 @@ def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[Atten
 
 def _judge(run: CaseRun) -> None:
     inputs = run.build()
-    truth = inputs.truth()
-    run.expect_close("far pages", run.call(inputs), truth)
+    run.expect_close("far pages", run.call(inputs), inputs.truth())
 
 
-CHECK = Check("K15", "large_ids", first_line(__doc__), _cases, _judge)
+CHECK = Check("K15", "large_ids", __doc__, _cases, _judge)

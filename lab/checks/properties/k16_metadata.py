@@ -13,22 +13,19 @@ import torch
 from lab import references
 from lab.checks.case_run import CaseRun, Result
 from lab.checks.explain.reading import features_of_case
-from lab.checks.properties.check import Check, Level, first_line
+from lab.checks.properties.check import Check, Scope
 from lab.checks.properties.forward_modes import mode_cases
 from lab.metadata.engine.forward_mode import ForwardMode
-from lab.ranges import Ranges
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.inputs.expected_metadata import wrong_eager_metadata, wrong_shard
 from lab.workloads.inputs.forward_pass import ForwardPass, build_forward
 from lab.workloads.interfaces import Interface
 
-Q_LENS = {Level.SMOKE: (4,), Level.FULL: (1, 4, 7)}
-PAGE_SIZES = {Level.SMOKE: (16,), Level.FULL: (16, 64)}
 
-
-def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[ForwardCase]:
-    for page_size in PAGE_SIZES[level]:
-        for case in mode_cases("tiny", page_size, Q_LENS[level], long=(3 * page_size + 5, 5 * page_size - 1)):
+def _cases(scope: Scope) -> Iterator[ForwardCase]:
+    q_lens = (1, 4, 7) if scope.is_full else (4,)
+    for page_size in (16, 64)[: scope.counted(1, 2)]:
+        for case in mode_cases("tiny", page_size, q_lens, long=(3 * page_size + 5, 5 * page_size - 1)):
             yield case
             if not case.encoder_only:
                 yield replace(case, sliding_window=True)
@@ -77,4 +74,4 @@ def _parity(run: CaseRun, what: str, forward: ForwardPass) -> None:
     run.expect(what, [f"{what}: {wrong}"] if wrong else [], "metadata", features_of_case(forward.case))
 
 
-CHECK = Check("K16", "metadata", first_line(__doc__), _cases, _judge, interfaces=(Interface.MHA_METADATA,))
+CHECK = Check("K16", "metadata", __doc__, _cases, _judge, interfaces=(Interface.MHA_METADATA,))

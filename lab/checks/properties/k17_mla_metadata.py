@@ -15,23 +15,22 @@ import torch
 from lab import references
 from lab.checks.case_run import CaseRun, Result
 from lab.checks.explain.reading import features_of_case
-from lab.checks.properties.check import Check, Level, first_line
+from lab.checks.properties.check import Check, Scope
 from lab.checks.properties.mla_modes import mla_mode_cases
 from lab.metadata.engine.forward_mode import ForwardMode
-from lab.ranges import Ranges
 from lab.workloads.inputs.expected_metadata import wrong_eager_mla_metadata
 from lab.workloads.inputs.mla_pass import MLAPass, build_mla_pass
 from lab.workloads.interfaces import Interface
 from lab.workloads.mla_case import MLACase
 
 SMALL: dict[str, Any] = {"num_qo_heads": 2, "kv_lora_rank": 64, "qk_rope_head_dim": 16}
-Q_LENS = {Level.SMOKE: (4,), Level.FULL: (1, 4, 7)}
 BLOCK = 4096  # tokens that a table's row is rounded up to
 
 
-def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[MLACase]:
-    for page_size in ranges.mla_page_sizes[:1] if level is Level.SMOKE else ranges.mla_page_sizes:
-        yield from mla_mode_cases(page_size, Q_LENS[level], **SMALL)
+def _cases(scope: Scope) -> Iterator[MLACase]:
+    page_sizes = scope.ranges.mla_page_sizes
+    for page_size in page_sizes if scope.is_full else page_sizes[:1]:
+        yield from mla_mode_cases(page_size, (1, 4, 7) if scope.is_full else (4,), **SMALL)
         shared = {"page_size": page_size, **SMALL}
         # Padding after a request that ends where a row of the table would.
         yield MLACase(ForwardMode.DRAFT_EXTEND, (BLOCK - 1, 7), (1, 5), **shared)
@@ -62,4 +61,4 @@ def _parity(run: CaseRun, what: str, forward: MLAPass) -> None:
     run.expect(what, [f"{what}: {each}" for each in wrongs], "metadata", features_of_case(forward.case))
 
 
-CHECK = Check("K17", "mla_metadata", first_line(__doc__), _cases, _judge, interfaces=(Interface.MLA_METADATA,))
+CHECK = Check("K17", "mla_metadata", __doc__, _cases, _judge, interfaces=(Interface.MLA_METADATA,))

@@ -25,7 +25,7 @@ from lab.checks.parameters.models import MODELS
 from lab.checks.parameters.paged_call import judge_paged
 from lab.checks.parameters.ragged_call import judge_ragged
 from lab.checks.parameters.sampling import Sample, samples
-from lab.checks.properties.check import Check, Level, first_line
+from lab.checks.properties.check import Check, Scope
 from lab.checks.properties.draft_lists import judge_lists
 from lab.checks.run.verdicts import CaseVerdict
 from lab.ranges import SEEDS, Ranges
@@ -35,11 +35,12 @@ from lab.workloads.interfaces import ATTENTION, Interface
 CHOSEN = (None, None, 6, 4)
 
 
-def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[Configuration]:
+def _cases(scope: Scope) -> Iterator[Configuration]:
+    interface, ranges = scope.interface, scope.ranges
     model = MODELS[interface](ranges)
     points = list(model.alone())
     yield from _numbered(interface, ranges, points)
-    if level is Level.FULL:
+    if scope.is_full:
         covered = {each for point in points for each in model.tuples_of(point)}
         goals = (goal for goal in model.tuples() if goal not in covered)
         yield from _numbered(interface, ranges, model.covering(ranges.seed, goals))
@@ -125,7 +126,7 @@ def _judge(run: CaseRun) -> None:
 CHECK = Check(
     "K18",
     "combinations",
-    first_line(__doc__),
+    __doc__,
     _cases,
     _judge,
     interfaces=tuple(MODELS),

@@ -10,11 +10,10 @@ from typing import Any
 
 from lab.calls.problem import E4M3
 from lab.checks.case_run import CaseRun
-from lab.checks.properties.check import Check, Level, first_line
+from lab.checks.properties.check import Check, Scope
 from lab.checks.properties.forward_modes import judge_pass, smoke_q_lens
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.lengths import DraftAttention
-from lab.ranges import Ranges
 from lab.workloads.attention_case import Contents
 from lab.workloads.inputs.mla_pass import build_mla_pass
 from lab.workloads.interfaces import Interface
@@ -69,10 +68,11 @@ def _padded_cases(page_size: int, q_len: int, **dims: Any) -> Iterator[MLACase]:
     yield MLACase(ForwardMode.RAGGED_VERIFY, prefixes, (1, 4, 2), num_padding_rows=5, **shared)
 
 
-def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[MLACase]:
-    q_lens = smoke_q_lens(ranges) if level is Level.SMOKE else tuple(ranges.q_lens)
+def _cases(scope: Scope) -> Iterator[MLACase]:
+    ranges = scope.ranges
+    q_lens = tuple(ranges.q_lens) if scope.is_full else smoke_q_lens(ranges)
     dtype, kv_dtype = ranges.dtypes[0]
-    head_dims = ranges.mla_head_dims[:1] if level is Level.SMOKE else ranges.mla_head_dims
+    head_dims = ranges.mla_head_dims if scope.is_full else ranges.mla_head_dims[:1]
     heads = ranges.mla_heads[len(ranges.mla_heads) // 2]
     for page_size in ranges.mla_page_sizes:
         for head_dim, rank in head_dims:
@@ -95,4 +95,4 @@ def _judge(run: CaseRun) -> None:
     judge_pass(run, build_mla_pass(run.case, run.device))
 
 
-CHECK = Check("M2", "mla_modes", first_line(__doc__), _cases, _judge, interfaces=(Interface.MLA_DECODE,))
+CHECK = Check("M2", "mla_modes", __doc__, _cases, _judge, interfaces=(Interface.MLA_DECODE,))

@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 
 from lab.calls.workspace import counts_in_workspace, semaphores_and_scratch
-from lab.checks.case_run import CaseRun, GivenCall, Result, Then, as_result
-from lab.checks.properties.check import Check, Level, counted, first_line
+from lab.checks.case_run import CaseRun, GivenCall, Result, as_result
+from lab.checks.properties.check import Check, Scope
 from lab.checks.properties.k06_workspace import LEFT, expect_counters_zero, expect_left_alone
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.mla.calls import MLALayer, prepare_mla_prefill
 from lab.metadata.mla.metadata import build_mla_prefill_metadata
 from lab.metadata.mla.prefix_chunks import plan_prefix_chunks, prepare_prefix_chunk
 from lab.metadata.mla.rows import merge_by_lse
-from lab.ranges import Ranges
 from lab.workloads.attention_case import Contents
 from lab.workloads.inputs.attention import new_workspace
 from lab.workloads.inputs.guards import guarded, wrong_guards
@@ -35,7 +34,7 @@ from lab.workloads.requests import admit, new_pool
 PAGE_SIZE = 64  # of the pool; the call reads no page
 
 
-def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[RaggedCase]:
+def _cases(scope: Scope) -> Iterator[RaggedCase]:
     shapes = [
         ((0, 0, 0, 0), (1, TILE - 1, TILE + 1, 5)),
         ((TILE, 0, 3, TILE + 1), (7, 2 * TILE, 1, TILE)),
@@ -43,7 +42,7 @@ def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[Ragge
         ((1, 0, 2 * TILE + 2), (130, 1, 2)),
         ((9, 70), (0, 3)),
     ]
-    dtypes = [dtype for dtype, _ in ranges.dtypes]
+    dtypes = [dtype for dtype, _ in scope.ranges.dtypes]
     first = dtypes[0]
     for number, (prefix_lens, q_lens) in enumerate(shapes):
         for contents in PASS_CONTENTS:
@@ -51,10 +50,10 @@ def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[Ragge
     if torch.float16 in dtypes:
         yield RaggedCase((70, 9), (40, 20), dtype=torch.float16, contents=Contents.NEEDLES)
     yield RaggedCase((8,) * 40, tuple(range(1, 41)), num_heads=1, dtype=first)
-    if level is Level.FULL:
+    if scope.is_full:
         yield RaggedCase((0, 3), (4200, 2), num_heads=1, dtype=first)  # more than 64 tiles of 64 rows
         yield RaggedCase((0,) * 514, (*(128,) * 513, 9), num_heads=1, dtype=first)  # more than 65,535 rows
-    for seed in range(counted(level, 0, 24)):
+    for seed in range(scope.counted(0, 24)):
         lengths = torch.randint(0, 300, (2, 5), generator=torch.Generator().manual_seed(seed)).tolist()
         yield RaggedCase(
             tuple(lengths[0]), tuple(lengths[1]), chunk=100, num_heads=1 + seed % 3, dtype=first, seed=seed
@@ -218,7 +217,7 @@ def _workspaces(run: CaseRun, arguments: dict[str, Any]) -> None:
 
 def _again(run: CaseRun, arguments: dict[str, Any]) -> Result | None:
     """Make a call that was taken before, with the same tensors or equal ones."""
-    return _own_rows(run.call(GivenCall(Interface.RAGGED_CONTEXT, arguments), on_refusal=Then.FAIL), run.case)
+    return _own_rows(run.again(GivenCall(Interface.RAGGED_CONTEXT, arguments)), run.case)
 
 
 def _kept(run: CaseRun, result: Result | None) -> Result:
@@ -256,4 +255,4 @@ def _merged(left: Result | None, right: Result | None) -> Result | None:
     return Result((weights * outs).sum(dim=0), total)
 
 
-CHECK = Check("M3", "mla_prefill", first_line(__doc__), _cases, _judge, interfaces=(Interface.RAGGED_CONTEXT,))
+CHECK = Check("M3", "mla_prefill", __doc__, _cases, _judge, interfaces=(Interface.RAGGED_CONTEXT,))

@@ -7,28 +7,27 @@ are padded in a buffer that all captured sizes share, and dead columns of its ta
 from collections.abc import Iterator
 from itertools import product
 
-from lab.checks.properties.check import Check, Level, first_line
+from lab.checks.properties.check import Check, Scope
 from lab.checks.properties.graph_replays import judge_sequence, replayed_modes
 from lab.metadata.engine.graph_inputs import MetadataPlace
 from lab.metadata.engine.lengths import DraftAttention
-from lab.ranges import Ranges
 from lab.workloads.graph_case import MLAGraphCase
 from lab.workloads.interfaces import Interface
 
 COUNTING = (DraftAttention.MLA, DraftAttention.MLA_WITH_OFFSET)  # of a draft step's keys
 
 
-def _cases(interface: Interface, ranges: Ranges, level: Level) -> Iterator[MLAGraphCase]:
-    is_full = level is Level.FULL
+def _cases(scope: Scope) -> Iterator[MLAGraphCase]:
+    ranges, is_full = scope.ranges, scope.is_full
     page_sizes = ranges.mla_page_sizes if is_full else ranges.mla_page_sizes[:1]
     head_dims = ranges.mla_head_dims if is_full else ranges.mla_head_dims[:1]
     heads = min(ranges.mla_heads, key=lambda number: abs(number - 16))  # DeepSeek-V3's on one of 8 GPUs
     for number, (page_size, (head_dim, rank)) in enumerate(product(page_sizes, head_dims)):
         dims = {"num_qo_heads": heads, "kv_lora_rank": rank, "qk_rope_head_dim": head_dim - rank}
-        for mode, sequence, turn in replayed_modes(ranges, level):
+        for mode, sequence, turn in replayed_modes(scope):
             settings = list(product(MetadataPlace, COUNTING[:1] if mode.draft_step is None else COUNTING))
             for place, attention in settings if is_full and not number else [settings[(turn + number) % len(settings)]]:
                 yield MLAGraphCase(mode, sequence, place, page_size, attention=attention, **dims)
 
 
-CHECK = Check("S2", "mla_stories", first_line(__doc__), _cases, judge_sequence, interfaces=(Interface.MLA_DECODE,))
+CHECK = Check("S2", "mla_stories", __doc__, _cases, judge_sequence, interfaces=(Interface.MLA_DECODE,))

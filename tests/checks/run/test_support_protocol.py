@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lab.checks import AttentionCase, Interface, Outcome
-from lab.checks.case_run import CaseRun, Then
+from lab.checks.case_run import CaseRun
 from lab.checks.properties import checks
 from lab.checks.properties.check import Check
 from lab.checks.run.support_protocol import KernelError, Unsupported, invoke, resolve_refusals
@@ -203,7 +203,7 @@ def test_a_call_that_was_taken_is_not_refused_later() -> None:
     def judge(run: CaseRun) -> None:
         inputs = run.build()
         run.expect_close("first", run.call(inputs), inputs.truth())
-        run.call(inputs, on_refusal=Then.FAIL)
+        run.again(inputs)
 
     judged = judged_by(judge, decode)
     assert judged.outcome is Outcome.FAILED
