@@ -1,11 +1,19 @@
 """A GPU that is not there."""
 
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
 from lab.workloads.inputs.forward_pass import build_forward
 from lab.workloads.inputs.mla_pass import build_mla_pass
-from studies import kv_read_once, passes, recording, variants
+from studies import kv_read_once, passes, recording, study, variants
+from studies.variants import Point, PointRows, TimingPlan
+from tests.commands.command import run
 from tests.studies.simulated import CEILINGS, measured_interleaved, quick_host_time
 
 
@@ -16,6 +24,40 @@ def simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(recording, "environment", lambda: {"gpu": "simulated"})
     monkeypatch.setattr(variants, "measure_ceilings", lambda device: CEILINGS)
+
+
+@dataclass(frozen=True)
+class Done:
+    """A command that has run: its exit status, what it wrote and printed, and how each point was to be timed."""
+
+    status: int
+    recorded: dict[str, Any]
+    printed: str
+    plans: list[TimingPlan]
+
+
+Command = Callable[..., Done]
+
+
+@pytest.fixture
+def command(
+    simulated_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Command:
+    """Run `lab experiments` on a line, each point measured by a function of the test."""
+
+    def ran(line: str, measured: Callable[[Point], PointRows]) -> Done:
+        out, plans = tmp_path / "out.json", []
+
+        def simulated(point: Point, make: Any, plan: TimingPlan, facts_of: Any) -> PointRows:
+            plans.append(plan)
+            return measured(point)
+
+        for module in (study, kv_read_once):
+            monkeypatch.setattr(module, "measure_point", simulated)
+        status = run(f"experiments {line} --out {out}")
+        return Done(status, json.loads(out.read_text()), capsys.readouterr().out, plans)
+
+    return ran
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """Decode divided by length: its points, judged variants, savings and command line on a CPU; times on a GPU."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +9,12 @@ import torch
 from lab import references
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.workloads.traces import TracedRequest
-from studies import study
 from studies.decode_split import SCENARIOS, DecodeSplit, facts_of, point_of, savings, variant_name
 from studies.passes import FLASHINFER_MODULE, PORTABLE_MODULE, gpu_works, works_of
 from studies.variants import Point, PointRows, TimingPlan, Variant, measure_point
 from tests.commands.command import run
 from tests.devices import IN_INTERPRETER
+from tests.studies.conftest import Command
 from tests.studies.simulated import SLOWER, hold_right
 
 CPU = torch.device("cpu")
@@ -99,9 +97,8 @@ def test_savings_are_of_the_fastest_number_of_calls() -> None:
     ]
 
 
-@pytest.mark.usefixtures("simulated_gpu")
-def test_the_command_records_points_and_savings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def simulated(point: Point, *_: Any) -> PointRows:
+def test_the_command_records_points_and_savings(command: Command) -> None:
+    def measured(point: Point) -> PointRows:
         def row(variant: Variant) -> dict[str, Any]:
             number = variant.case.decode_splits
             times = {"median_us": 100.0 / number, "iqr_us": 1.0, "floor_percent": 50.0, "speed_of_baseline": number}
@@ -109,14 +106,12 @@ def test_the_command_records_points_and_savings(tmp_path: Path, monkeypatch: pyt
 
         return PointRows([row(variant) for variant in point.variants])
 
-    monkeypatch.setattr(study, "measure_point", simulated)
-    out = tmp_path / "split.json"
     only = "decode/tiny/2q1s70"
-    assert run(f"experiments decode-split lab.references --splits 1,2,2 --only {only} --out {out}") == 0
-    found = json.loads(out.read_text())
-    assert [row["arm"] for row in found["rows"]] == ["1 call", "2 calls"]
-    assert found["rows"][0]["point"] == f"{only} on lab.references"
-    assert found["savings"] == [
+    done = command(f"decode-split lab.references --splits 1,2,2 --only {only}", measured)
+    assert done.status == 0
+    assert [row["arm"] for row in done.recorded["rows"]] == ["1 call", "2 calls"]
+    assert done.recorded["rows"][0]["point"] == f"{only} on lab.references"
+    assert done.recorded["savings"] == [
         {"point": f"{only} on lab.references", "calls": 2, "whole_us": 100.0, "saved_us": 50.0, "saved_percent": 50.0}
     ]
 

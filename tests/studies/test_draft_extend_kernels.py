@@ -1,7 +1,5 @@
 """The crossover map's points, works, tables and command line on a CPU; times on a GPU."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +8,7 @@ import torch
 from lab.metadata import AttentionCall
 from lab.timing import GpuWork
 from lab.workloads.batches import parse_batch
-from studies import study
 from studies.draft_extend_kernels import (
-    VARIANTS,
     DraftExtendKernels,
     case_of,
     crossover_table,
@@ -22,8 +18,8 @@ from studies.draft_extend_kernels import (
 )
 from studies.passes import gpu_works, works_of
 from studies.variants import COLD, Point, PointRows, TimingPlan, measure_point
-from tests.commands.command import run
 from tests.devices import IN_INTERPRETER
+from tests.studies.conftest import Command
 from tests.studies.simulated import CEILINGS, hold_right
 
 DECODE, CONTEXT = AttentionCall.DECODE, AttentionCall.CONTEXT
@@ -109,18 +105,6 @@ def test_a_point_makes_a_row_per_variant_with_its_floor() -> None:
         assert row["floor_us"] == pytest.approx(row["bytes_moved"] / 4000.0 / 1e3, abs=1e-3)
 
 
-@IN_INTERPRETER
-@pytest.mark.usefixtures("on_cpu")
-def test_a_declined_variant_is_listed_and_the_others_are_measured() -> None:
-    portable = {"portable decode": ON_CPU["portable decode"]}
-    outcome = measure(
-        point_of(SMALL, portable | dict(list(VARIANTS.items())[:2]))
-    )  # FlashInfer's kernels decline a CPU
-    assert [row["arm"] for row in outcome.rows] == ["portable decode"]
-    assert [(row["arm"], row["point"]) for row in outcome.declined] == [("decode", "2q4s70"), ("context", "2q4s70")]
-    assert all("need a CUDA GPU" in row["reason"] for row in outcome.declined)
-
-
 def rows_at(requests: int, kv_len: int, times_us: dict[int, tuple[float | None, float | None]]) -> list[dict[str, Any]]:
     return [
         {"arm": variant, "requests": requests, "kv_len": kv_len, "q_len": q_len, "median_us": time_us}
@@ -147,39 +131,26 @@ def test_where_the_context_call_overtakes() -> None:
     assert [row[4].text for row in table.rows] == ["50.0 / 40.0 (0.80)", ""]
 
 
-@pytest.mark.usefixtures("simulated_gpu")
-def test_the_command_line_writes_every_point_and_what_was_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "map.json"
-    written_before: list[bool] = []
-
-    def simulated(point: Point, make: Any, plan: TimingPlan, facts_of: Any) -> PointRows:
-        written_before.append(out.exists())
+def test_the_command_line_writes_every_point_and_what_was_left_out(command: Command) -> None:
+    def measured(point: Point) -> PointRows:
         facts = point.facts
-        assert plan == TimingPlan(CEILINGS, COLD, 5)
         rows = rows_at(facts["requests"], facts["kv_len"], {facts["q_len"]: (10.0, 30.0)})
         return PointRows(rows, [point.row | {"arm": "decode", "reason": "no"}])
 
-    monkeypatch.setattr(study, "measure_point", simulated)
-    command = f"--q-lens 2,4 --requests 1,4 --keys 1024 --most-keys 2048 --samples 5 --out {out}"
-    assert run(f"experiments draft-extend-kernels {command}") == 0
-    recorded = json.loads(out.read_text())
-    assert written_before == [False, True]
+    line = "draft-extend-kernels --q-lens 2,4 --requests 1,4 --keys 1024 --most-keys 2048 --samples 5"
+    done = command(line, measured)
+    recorded = done.recorded
+    assert (done.status, done.plans) == (0, [TimingPlan(CEILINGS, COLD, 5)] * 2)
     assert [(row["q_len"], row["arm"]) for row in recorded["rows"]] == [
-        (2, "decode"),
-        (2, "context"),
-        (4, "decode"),
-        (4, "context"),
+        (q_len, variant) for q_len in (2, 4) for variant in ("decode", "context")
     ]
     assert [row["point"] for row in recorded["skipped"]] == ["4q2s1k", "4q4s1k"]
     assert len(recorded["declined"]) == 2
     assert recorded["crossovers"][0]["context_over_decode"] == {"2": 3.0, "4": 3.0}
     assert recorded["most_keys"] == 2048
-    printed = capsys.readouterr().out
-    assert "10.0 / 30.0 (3.00)" in printed
-    assert "declined: q4s1k, decode: no" in printed
-    assert "2 declined, 2 skipped" in printed
+    assert "10.0 / 30.0 (3.00)" in done.printed
+    assert "declined: q4s1k, decode: no" in done.printed
+    assert "2 declined, 2 skipped" in done.printed
 
 
 @pytest.mark.gpu

@@ -1,10 +1,8 @@
 """The table of the kernels that read K/V once: its points, targets, floors, judged variants and command line on a CPU."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,8 +35,8 @@ from studies.passes import FLASHINFER_MODULE, PORTABLE_MODULE, gpu_works, works_
 from studies.recording import table_of
 from studies.targets import TIME_COLUMNS, Figure, Target, score, target_rows, target_text
 from studies.variants import Point, PointFailedError, PointRows, TimingPlan, Variant, measure_point
-from tests.commands.command import run
 from tests.devices import IN_INTERPRETER
+from tests.studies.conftest import Command
 from tests.studies.simulated import CEILINGS, SLOWER, hold_right
 
 CPU = torch.device("cpu")
@@ -442,16 +440,10 @@ def test_the_tables_have_a_line_per_point_and_variant() -> None:
     assert [cell.text for cell in host.rows[0]] == ["a", "b", "20.50", "1.00"]  # no row has a target
 
 
-@pytest.mark.usefixtures("simulated_gpu")
 def test_the_command_line_writes_every_point_and_prints_the_targets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "once.json"
-    written_before: list[bool] = []
-
-    def gpu(point: Point, make: Any, plan: TimingPlan, facts: Any) -> PointRows:
-        assert plan == TimingPlan(CEILINGS, METHOD, 5)
-        written_before.append(out.exists())
+    def gpu(point: Point) -> PointRows:
         declined = [{"group": "extend", "point": point.name, "arm": FLASHINFER, "reason": "not [here]"}]
         return PointRows([time_row() | {"point": point.name}], declined if "q4k" in point.name else [], [])
 
@@ -460,15 +452,11 @@ def test_the_command_line_writes_every_point_and_prints_the_targets(
         row = {"point": point.name, "arm": PORTABLE, "host_us": 20.0, "iqr_us": 1.0, "targets": targets}
         return PointRows([row], [], [])
 
-    monkeypatch.setattr(kv_read_once, "measure_point", gpu)
     monkeypatch.setattr(kv_read_once, "measure_host", host)
-    assert run(f"experiments kv-read-once --only extend,host,host_prepared --samples 5 --out {out}") == 0
-    recorded = json.loads(out.read_text())
-    assert written_before == [False, True]
-    assert [row["point"] for row in recorded["rows"]] == [
-        "extend/qwen3-32b/q512s32k/tp2",
-        "extend/qwen3-32b/q4k/tp2",
-    ]
+    done = command("kv-read-once --only extend,host,host_prepared --samples 5", gpu)
+    assert (done.status, done.plans) == (0, [TimingPlan(CEILINGS, METHOD, 5)] * 2)
+    recorded = done.recorded
+    assert [row["point"] for row in recorded["rows"]] == [point.name for point in of_group("extend")]
     assert [row["point"] for row in recorded["host"]] == [
         point.name for point in of_group(HOST) + of_group(HOST_PREPARED)
     ]
@@ -479,25 +467,18 @@ def test_the_command_line_writes_every_point_and_prints_the_targets(
     assert recorded["environment"]["gpu"] == "simulated"
     assert "synthetic" in recorded["trace"]
     assert "every request" in recorded["judged"]
-    printed = capsys.readouterr().out
-    assert "missed by 0.5" in printed.replace("\n", "")
-    assert "declined: extend/qwen3-32b/q4k/tp2, flashinfer: not [here]" in printed
-    assert "targets: 8 passed, 2 missed, 0 not compared" in printed
+    assert "missed by 0.5" in done.printed.replace("\n", "")
+    assert "declined: extend/qwen3-32b/q4k/tp2, flashinfer: not [here]" in done.printed
+    assert "targets: 8 passed, 2 missed, 0 not compared" in done.printed
 
 
-@pytest.mark.usefixtures("simulated_gpu")
-def test_a_wrong_variant_makes_the_exit_status(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def gpu(point: Point, make: Any, plan: TimingPlan, facts: Any) -> PointRows:
+def test_the_command_line_leaves_flashinfer_out(command: Command) -> None:
+    def wrong(point: Point) -> PointRows:
         assert [variant.name for variant in point.variants] == [PORTABLE]
         return PointRows([], [], [{"point": point.name, "arm": PORTABLE, "reason": "3 vectors"}])
 
-    monkeypatch.setattr(kv_read_once, "measure_point", gpu)
-    out = tmp_path / "once.json"
-    assert run(f"experiments kv-read-once --only windows --portable-only --out {out}") == 1
-    assert len(json.loads(out.read_text())["wrong"]) == 3
-    assert "wrong: decode/gpt-oss-120b/64q1s4k/window, portable: 3 vectors" in capsys.readouterr().out
+    done = command("kv-read-once --only windows --portable-only", wrong)
+    assert (done.status, len(done.recorded["wrong"])) == (1, 3)
 
 
 def again(case: ForwardCase, target: Target, group: str = "small") -> Point:

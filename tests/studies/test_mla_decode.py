@@ -1,10 +1,8 @@
 """MLA decode's points, floors, judged variants, target and command line on a CPU; times on a GPU."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,11 +15,9 @@ from lab.kernels.peers import flashinfer_mla
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.timing import GpuWork, roofline
 from lab.workloads.mla_case import MLACase
-from studies import study
 from studies.mla_decode import (
     PLANNED,
     PORTABLE,
-    TARGETS,
     WRAPPER,
     MLADecode,
     facts_of,
@@ -29,11 +25,10 @@ from studies.mla_decode import (
     variants_of,
 )
 from studies.passes import gpu_works, kernel_of, works_of
-from studies.recording import table_of
-from studies.targets import TIME_COLUMNS, Figure, Target, target_rows, target_text
+from studies.targets import Figure, target_rows
 from studies.variants import COLD, Point, PointRows, TimingPlan, Variant, measure_point
-from tests.commands.command import run
 from tests.devices import IN_INTERPRETER
+from tests.studies.conftest import Command
 from tests.studies.simulated import CEILINGS, SLOW, hold_right
 
 CPU = torch.device("cpu")
@@ -161,42 +156,6 @@ def test_a_verification_counts_what_each_row_sees() -> None:
     assert (row["floor_us"], row["floor_bound"]) == (pytest.approx(5.261, abs=1e-3), "matrix")
 
 
-@IN_INTERPRETER
-@pytest.mark.usefixtures("on_cpu")
-def test_a_declined_variant_is_listed_and_the_other_is_measured() -> None:
-    point = measure(point_of(small()))  # FlashInfer's own plan declines a CPU
-    assert [row["arm"] for row in point.rows] == [PORTABLE]
-    (declined,) = point.declined
-    assert (declined["arm"], declined["point"]) == (WRAPPER, "2q1s70/2 heads")
-    assert "need a CUDA GPU" in declined["reason"]
-    assert point.rows[0]["speed_of_baseline"] is None
-    assert [(target["margin"], target["passed"]) for target in point.rows[0]["targets"]] == [(None, None)]
-
-
-@IN_INTERPRETER
-@pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("right_calls", [0, 2])
-def test_a_wrong_variant_has_no_time(right_calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From its first call, or only from the one after the timed ones."""
-
-    def plan(**arguments: Any) -> Callable[[], Any]:
-        def run() -> None:
-            made.append(1)
-            scale = arguments["bmm1_scale"] * (1 if len(made) <= right_calls else 3)
-            references.trtllm_batch_decode_with_kv_cache_mla(**arguments | {"bmm1_scale": scale})
-
-        return run
-
-    made: list[int] = []
-    monkeypatch.setattr(flashinfer_mla, f"plan_{flashinfer_mla.NAME}", plan)
-    point = measure(point_of(small()))
-    assert [row["arm"] for row in point.rows] == [PORTABLE]
-    (wrong,) = point.wrong
-    assert (wrong["arm"], wrong["kv_len"]) == (WRAPPER, 70)
-    assert "4 of 4 output vectors are wrong" in wrong["reason"]
-    assert point.rows[0]["speed_of_baseline"] is None
-
-
 def test_the_wrapper_is_named_by_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for capability, name in (((9, 0), "FA3"), ((10, 0), "FA2")):
         monkeypatch.setattr(support, "capability_of", lambda device, capability=capability: capability)
@@ -206,82 +165,34 @@ def test_the_wrapper_is_named_by_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
         assert kernel_of(portable, work) == "portable"
 
 
-def row_of(variant: str, **times_us: float) -> dict[str, Any]:
-    speed = times_us[WRAPPER] / times_us[variant] if WRAPPER in times_us else None
-    targets = target_rows(TARGETS if variant == PORTABLE else (), {Figure.SPEED: speed}, WRAPPER)
-    return {"arm": variant, "speed_of_baseline": speed, "targets": targets}
-
-
-def test_the_target_says_by_how_much() -> None:
-    assert (Target(Figure.SPEED, 0.8),) == TARGETS
-    passed = row_of(PORTABLE, portable=200.0, wrapper=180.0)
-    assert target_text(passed) == "0.8 x the speed of wrapper: passed by 0.1"
-    missed = row_of(PORTABLE, portable=200.0, wrapper=130.0)
-    assert target_text(missed) == "0.8 x the speed of wrapper: missed by 0.15"
-    assert target_text(row_of(PORTABLE, portable=200.0)) == "0.8 x the speed of wrapper: nothing to compare with"
-    assert target_text(row_of(WRAPPER, portable=200.0, wrapper=130.0)) == ""
-
-
-def simulated_rows(case: MLACase) -> list[dict[str, Any]]:
-    shared = {"kv_dtype": str(case.kv_dtype).removeprefix("torch."), "floor_us": 50.0, "floor_bound": "memory"}
-    shared |= {"iqr_us": 1.25, "kernel": "some kernel"}
-    shared |= point_of(case).row
-    return [
-        shared | row_of(variant, portable=100.0, wrapper=75.0) | {"median_us": time_us, "floor_percent": 5000 / time_us}
-        for variant, time_us in ((PORTABLE, 100.0), (WRAPPER, 75.0))
-    ]
-
-
-def test_the_table_has_a_line_per_point_and_variant() -> None:
-    rows = [row for case in MLADecode().cases() for row in simulated_rows(case)]
-    table = table_of("times", TIME_COLUMNS, rows)
-    assert len(table.rows) == 8
-    assert [cell.text for cell in table.rows[0]] == [
-        "64q1s8k/16 heads",
-        PORTABLE,
-        "some kernel",
-        "bfloat16",
-        "100.0",
-        "1.2",
-        "50.0",
-        "memory",
-        "50.0",
-        "0.750",
-        "0.8 x the speed of wrapper: missed by 0.05",
-    ]
-
-
-@pytest.mark.usefixtures("simulated_gpu")
-def test_the_command_line_writes_every_point_and_prints_the_target(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "mla.json"
-    written_before: list[bool] = []
-
-    def simulate(point: Point, make: Any, plan: TimingPlan, facts: Any) -> PointRows:
+def test_the_command_line_writes_every_point_and_prints_the_target(command: Command) -> None:
+    def measured(point: Point) -> PointRows:
         case = point.variants[0].case
-        assert (plan, case.kv_dtype) == (TimingPlan(CEILINGS, COLD, 5), torch.float8_e4m3fn)
-        written_before.append(out.exists())
+        assert case.kv_dtype is torch.float8_e4m3fn
+        shared = dict.fromkeys(("kernel", "kv_dtype", "floor_bound"), "some") | dict.fromkeys(
+            ("iqr_us", "floor_us"), 1.0
+        )
+        rows = [
+            point.row
+            | shared
+            | {"arm": variant.name, "median_us": 100.0, "floor_percent": 1.0, "speed_of_baseline": 0.75}
+            | {"targets": target_rows(variant.targets, {Figure.SPEED: 0.75}, WRAPPER)}
+            for variant in point.variants
+        ]
         declined = [point.row | {"arm": WRAPPER, "reason": "not [here]"}]
-        return PointRows(simulated_rows(case), declined if case.q_lens[0] == 4 else [], [])
+        return PointRows(rows, declined if case.q_lens[0] == 4 else [], [])
 
-    monkeypatch.setattr(study, "measure_point", simulate)
-    command = f"--shapes 2x1024 --heads 16 --q-lens 1,4 --kv-dtype e4m3 --samples 5 --out {out}"
-    assert run(f"experiments mla-decode {command}") == 0
-    recorded = json.loads(out.read_text())
-    assert written_before == [False, True]
-    assert [(row["point"], row["arm"]) for row in recorded["rows"]] == [
+    done = command("mla-decode --shapes 2x1024 --heads 16 --q-lens 1,4 --kv-dtype e4m3 --samples 5", measured)
+    assert (done.status, done.plans) == (0, [TimingPlan(CEILINGS, COLD, 5)] * 2)
+    assert [(row["point"], row["arm"]) for row in done.recorded["rows"]] == [
         (f"2q{q_len}s1k/16 heads", variant) for q_len in (1, 4) for variant in (PORTABLE, WRAPPER)
     ]
-    assert [row["point"] for row in recorded["declined"]] == ["2q4s1k/16 heads"]
-    assert (recorded["wrong"], recorded["samples"]) == ([], 5)
-    assert recorded["targets"] == {"passed": 0, "missed": 2, "not_compared": 0}
-    assert recorded["environment"]["ceilings"]["bandwidth_gbps"] == 4000.0
-    assert "every request" in recorded["judged"]
-    assert recorded["method"] == str(COLD)
-    printed = capsys.readouterr().out
-    assert "missed by 0.05" in printed
-    assert "declined: 2q4s1k/16 heads, wrapper: not [here]" in printed
+    assert [row["point"] for row in done.recorded["declined"]] == ["2q4s1k/16 heads"]
+    assert (done.recorded["wrong"], done.recorded["samples"]) == ([], 5)
+    assert done.recorded["targets"] == {"passed": 0, "missed": 2, "not_compared": 0}
+    assert "every request" in done.recorded["judged"]
+    assert done.recorded["method"] == str(COLD)
+    assert "0.8 x the speed of wrapper: missed by 0.05" in " ".join(done.printed.split())
 
 
 @pytest.mark.gpu
