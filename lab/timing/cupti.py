@@ -6,7 +6,7 @@ counted, and a run that launched nothing is noticed. Nothing falls back to anoth
 
 import importlib
 import importlib.metadata
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +68,14 @@ def record(steps: Iterable[Step]) -> list[list[Activity]]:
                 run_of[each.correlation_id] = each.external_id - 1
 
     try:
-        _start(cupti, enabled, completed)
+        try:
+            cupti.activity_register_callbacks(lambda: (BUFFER_BYTES, 0), completed)
+            for kind in enabled:
+                cupti.activity_enable(kind)
+        except cupti.cuptiError as error:
+            raise RuntimeError(
+                f"CUPTI cannot record ({error}): no other profiler may run, and ncu counts as one; or choose another clock"
+            ) from error
         count = _run_all(cupti, steps)
         cupti.activity_flush_all(0)
     finally:
@@ -86,17 +93,6 @@ def record(steps: Iterable[Step]) -> list[list[Activity]]:
         if not mine:
             raise RuntimeError(f"CUPTI saw nothing run on the GPU in run {number} of {count}: nothing was timed")
     return runs
-
-
-def _start(cupti: Any, kinds: Iterable[int], completed: Callable[[list[Any]], None]) -> None:
-    try:
-        cupti.activity_register_callbacks(lambda: (BUFFER_BYTES, 0), completed)
-        for kind in kinds:
-            cupti.activity_enable(kind)
-    except cupti.cuptiError as error:
-        raise RuntimeError(
-            f"CUPTI cannot record ({error}): no other profiler may run, and ncu counts as one; or choose another clock"
-        ) from error
 
 
 def _run_all(cupti: Any, steps: Iterable[Step]) -> int:

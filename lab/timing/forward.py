@@ -115,31 +115,24 @@ def time_in_turns(
     hosts = host_time(calls, batches=HOST_BATCHES, calls_per_batch=max(1, min(CALLS_PER_BATCH, most_calls)))
     for name, time in times.items():
         implementation = implementations[int(name)]
-        facts = _facts(forward, implementation) | hosts[name].facts() | {"host_method": hosts[name].method}
-        found[int(name)] = time, facts | _plan_facts(forward, implementation, works[name])
+        facts = case_facts(case) | {
+            "implementation": implementation.__name__,
+            "kernel": kernel_names(implementation, _functions(forward), forward.query.device),
+            "pool_bytes": forward.cache.storage.nbytes,
+            **hosts[name].facts(),
+            "host_method": hosts[name].method,
+        }
+        if is_planned(PlannedOnce(implementation), forward):  # its copies from the GPU are in the time of the plan
+            plan = host_time({"": works[name].call}, batches=PLAN_BATCHES, calls_per_batch=1)[""]
+            facts["plan_us"] = round(plan.median_us, 1)
+        found[int(name)] = time, facts
     return [found[place] for place in range(len(implementations))]
-
-
-def _facts(forward: ForwardPass, implementation: Any) -> dict[str, Any]:
-    return case_facts(forward.case) | {
-        "implementation": implementation.__name__,
-        "kernel": kernel_names(implementation, _functions(forward), forward.query.device),
-        "pool_bytes": forward.cache.storage.nbytes,
-    }
 
 
 def _functions(forward: EnginePass) -> list[str]:
     if isinstance(forward, ForwardPass):
         return [planned.call.value for planned in forward.plan]
     return [AttentionCall.MLA_DECODE.value]
-
-
-def _plan_facts(forward: ForwardPass, implementation: Any, work: GpuWork) -> dict[str, Any]:
-    """Return the host time of planning a pass, its copies from the GPU included; {} for what plans nothing."""
-    if not is_planned(PlannedOnce(implementation), forward):
-        return {}
-    plan = host_time({"": work.call}, batches=PLAN_BATCHES, calls_per_batch=1)[""]
-    return {"plan_us": round(plan.median_us, 1)}
 
 
 def case_facts(case: ForwardCase | MLACase) -> dict[str, Any]:

@@ -25,9 +25,9 @@ from lab.timing.sampling import (
     Step,
     between_events,
     check_clocks,
+    driver,
     fresh_seed,
     refuse_strangers,
-    reset_persisting_l2,
 )
 from lab.timing.staging import Staged, check_results, renew, stage
 from lab.timing.work import GpuWork, Redraw
@@ -203,8 +203,9 @@ def measure_staged(
 
     torch.cuda.synchronize()
     time.sleep(REST_S)
-    for each in works.values():
-        _warm_up(each)
+    for each in works.values():  # eager calls at least once on every copy
+        for _ in range(max(WARM_UP_RUNS, len(each.calls) if each.number == 1 else 0)):
+            each.run()
     with watched(device_index) as state:
         if method.clock is Clock.CUPTI:
             taken: list[Any] = _recorded(steps(), len(order), state, device_index)
@@ -297,7 +298,7 @@ def _ready(staged: Staged, contents: BufferContents, turn: int) -> None:
     contents.renew_tokens(turn)
     staged.run()
     contents.renew_calls(turn, staged.buffers)
-    reset_persisting_l2()
+    driver().cuCtxResetPersistingL2Cache()  # lines that a kernel had kept there (`cudaAccessPropertyPersisting`)
     if staged.flush is not None:
         staged.flush()
 
@@ -340,12 +341,6 @@ def _shuffled_rounds(names: Sequence[str], rounds: int) -> list[str]:
     """Return every name once a round, in another order each round, so that none always follows the same other."""
     generator = random.Random(SHUFFLE_SEED)
     return [name for _ in range(rounds) for name in generator.sample(names, len(names))]
-
-
-def _warm_up(staged: Staged) -> None:
-    """Run some times before the first sample, and for eager calls at least once on every copy."""
-    for _ in range(max(WARM_UP_RUNS, len(staged.calls) if staged.number == 1 else 0)):
-        staged.run()
 
 
 def _recorded(steps: Iterable[Step], count: int, state: DeviceState, device_index: int) -> list[list[cupti.Activity]]:

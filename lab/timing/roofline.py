@@ -44,15 +44,13 @@ class Ceilings:
 
     def facts(self) -> dict[str, Any]:
         """Return the rates JSON-ready, units in the keys."""
-        stated = self.datasheet
+        stated = ("bandwidth_gbps", "matrix_rate_tflops", "source")
         return {
             "bandwidth_gbps": round(self.bandwidth_gbps, 1),
             "matrix_rate_tflops": round(self.matrix_rate_tflops, 1),
             "matrix_dtype": "bfloat16",
             "method": str(CEILING_METHOD),
-            "datasheet_bandwidth_gbps": None if stated is None else stated.bandwidth_gbps,
-            "datasheet_matrix_rate_tflops": None if stated is None else stated.matrix_rate_tflops,
-            "datasheet_source": None if stated is None else stated.source,
+            **{f"datasheet_{name}": getattr(self.datasheet, name, None) for name in stated},
         }
 
 

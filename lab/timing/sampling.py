@@ -137,11 +137,6 @@ def refuse_strangers() -> None:
             frame = frame.f_back
 
 
-def reset_persisting_l2() -> None:
-    """Make lines that a kernel had kept in L2 (`cudaAccessPropertyPersisting`) ordinary ones again."""
-    driver().cuCtxResetPersistingL2Cache()
-
-
 def driver() -> Any:
     """Return the CUDA driver's bindings.
 

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
         return samples
 
     monkeypatch.setattr(gpu_time, "between_events", between)
-    monkeypatch.setattr(gpu_time, "reset_persisting_l2", lambda: None)
+    monkeypatch.setattr(gpu_time, "driver", Mock())
     monkeypatch.setattr(gpu_time, "watched", lambda device: contextlib.nullcontext(DeviceState()))
     monkeypatch.setattr(gpu_time.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
