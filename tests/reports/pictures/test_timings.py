@@ -5,9 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install '.[plots]'")
-
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 

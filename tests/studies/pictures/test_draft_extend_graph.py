@@ -1,20 +1,15 @@
 """What is drawn of a draft extend's graph: which cells a replay writes, held against rules stated here; recorded times."""
 
-import json
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install '.[plots]'")
-
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from torch import Tensor
 
 import lab.references
 from lab.metadata import ForwardBatch, ForwardMode, SpecInfo
@@ -37,9 +32,9 @@ from studies.stand_in_model import StandInModel, StandInPass, draw_pass
 from tests.devices import IN_INTERPRETER
 from tests.metadata.draft_extend_cases import PAGE_SIZE, new_model
 from tests.reports.pictures.figures import assert_legible, words
+from tests.studies.recorded import recorded
 
-ROOT = Path(__file__).parents[3]
-RECORDED = json.loads((ROOT / "results" / "nvidia-h200" / "draft_extend_graph.json").read_text())
+RECORDED = recorded("draft_extend_graph")
 WIDTH, CAPTURED = 2, (2, 4)
 FIRST, SECOND, THIRD = (40, 17, 60, 30), (5, 33, 10), (14,)  # tokens before the pass
 LIVE, PADDING, STALE_READ, STALE, PRESET = CellState

@@ -1,13 +1,8 @@
 """What is drawn of draft extend's two calls: cells and lines, held against the rows handed in."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install '.[plots]'")
-
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
@@ -21,9 +16,9 @@ from studies.pictures.draft_extend_kernels import (
     point_figure,
 )
 from tests.reports.pictures.figures import assert_legible, words
+from tests.studies.recorded import recorded
 
-ROOT = Path(__file__).parents[3]
-ROWS = json.loads((ROOT / "results" / "nvidia-h200" / "draft_extend_kernels.json").read_text())["rows"]
+ROWS = recorded("draft_extend_kernels")["rows"]
 
 
 def a_row(variant: str, requests: int, kv_len: int, q_len: int, median_us: float) -> dict[str, Any]:

@@ -1,15 +1,10 @@
 """What is drawn of a multi-step draft: its artists, held against the reference's lists and against the rows handed in."""
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install '.[plots]'")
-
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -34,9 +29,9 @@ from studies.pictures.draft_steps import (
     steps_figure,
 )
 from tests.reports.pictures.figures import assert_legible, words
+from tests.studies.recorded import recorded
 
-ROOT = Path(__file__).parents[3]
-RECORDED = json.loads((ROOT / "results" / "nvidia-h200" / "draft_steps.json").read_text())
+RECORDED = recorded("draft_steps")
 PREFIX_LENS, NUM_STEPS, P = (9, 6), 3, 4
 
 Built = tuple[ForwardBatch, KVPool, PreparedDraft, DraftBuffers]

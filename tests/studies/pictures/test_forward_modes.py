@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install '.[plots]'")
-
 from matplotlib.figure import Figure
 
 from lab.metadata import ForwardBatch, ForwardMode, KVPool, TRTLLMMHAMetadata, build_mha_metadata

@@ -4,11 +4,7 @@ import math
 from collections import Counter
 from typing import Any
 
-import pytest
 import torch
-
-pytest.importorskip("matplotlib")
-
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle

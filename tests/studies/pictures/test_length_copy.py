@@ -1,15 +1,10 @@
 """What is drawn of a decode loop and of verify masks: its artists, held against hand-made timelines and the masks' rule."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install '.[plots]'")
-
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -26,9 +21,9 @@ from studies.pictures.length_copy import (
     verify_mask_figure,
 )
 from tests.reports.pictures.figures import assert_legible, words
+from tests.studies.recorded import recorded
 
-ROOT = Path(__file__).parents[3]
-VARIANTS = json.loads((ROOT / "results" / "nvidia-h200" / "length_copy.json").read_text())["arms"]
+VARIANTS = recorded("length_copy")["arms"]
 SETTINGS = sorted({(variant["gpu_us"], variant["host_us"]) for variant in VARIANTS})
 
 # Two steps; in the first the host waits from 30 to 50, in the second not. Two pieces of GPU work each.

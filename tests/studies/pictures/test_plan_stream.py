@@ -1,14 +1,9 @@
 """What is drawn of the plan stream: rectangles where the events are, differences of medians, and causes beside effects."""
 
-import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install '.[plots]'")
-
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
@@ -23,9 +18,9 @@ from studies.pictures.plan_stream import (
     two_lane_figure,
 )
 from tests.reports.pictures.figures import assert_legible, words
+from tests.studies.recorded import recorded
 
-ROOT = Path(__file__).parents[3]
-RECORDED = json.loads((ROOT / "results" / "nvidia-h200" / "plan_stream.json").read_text())
+RECORDED = recorded("plan_stream")
 KINDS = list(
     dict.fromkeys((variant["drafts"], variant["builder"], variant["draft_us"]) for variant in RECORDED["arms"])
 )
