@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from lab.checks.properties import checks
@@ -32,14 +33,11 @@ class CheckRow:
     """One check of one function in one run of the judge.
 
     Attributes:
-        run: the name of its file.
-        implementation: that was judged.
         check: the check's row of the recorded report: its key, function, outcome and counts.
         cases: the check's recorded cases; () if the file holds none.
     """
 
-    run: str
-    implementation: str
+    run: "JudgedRun"
     check: Mapping[str, Any]
     cases: Sequence[Mapping[str, Any]]
 
@@ -84,6 +82,15 @@ class JudgedRun:
         return self.record.name
 
     @property
+    def implementation(self) -> str:
+        return implementation_name(self.record)
+
+    def reproduction(self, case: Mapping[str, Any]) -> str:
+        """Return the command that judges a case again, in the page's folder; "" for a case of a report without numbers."""
+        suffix = self.record.path.name.removeprefix(Path(self.name).name)
+        return f"lab judge --case {self.name}{suffix}#{case['number']}" if "number" in case else ""
+
+    @property
     def cases(self) -> Sequence[Mapping[str, Any]]:
         """Return the recorded cases; a trimmed report has some cases alone."""
         return self.record.content.get("cases") or ()
@@ -92,9 +99,7 @@ class JudgedRun:
     def rows(self) -> list[CheckRow]:
         cases = grouped(((case["check"], case["interface"]), case) for case in self.cases)
         return [
-            CheckRow(
-                self.name, implementation_name(self.record), check, cases.get((check["check"], check["interface"]), ())
-            )
+            CheckRow(self, check, cases.get((check["check"], check["interface"]), ()))
             for check in self.record.content["checks"]
         ]
 
@@ -152,7 +157,7 @@ def fault(run: JudgedRun) -> dict[str, Any]:
     ]
     return {
         "name": run.name,
-        "implementation": implementation_name(run.record),
+        "implementation": run.implementation,
         "verdict": run.verdict,
         "sentence": diagnosis.get("sentence") or f"{numbers} of {run.counts.total():,} cases.".capitalize(),
         "details": [*map(_region_sentence, diagnosis.get("regions") or ())] or broken_checks,
@@ -174,16 +179,11 @@ def _smallest_case(smallest: Mapping[str, Any], run: JudgedRun) -> Iterator[tupl
     found = next((case for case in run.cases if case.get("number") == number is not None), None)
     if found is not None:
         yield f"smallest case, #{number}", str(found.get("case", ""))
-        yield "reproduce with", _reproduction(run.name, number)
+        yield "reproduce with", run.reproduction(found)
     for key in SMALLEST_CASE_KEYS:
         value = smallest.get(key)
         if value:
             yield key, " ".join(f"{float(each):.4g}" for each in value) if isinstance(value, list) else str(value)
-
-
-def _reproduction(run: str, number: int | None) -> str:
-    """Return the command that judges a case again; "" for a case of a report that has no numbers yet."""
-    return "" if number is None else f"lab judge --case {run}.json#{number}"
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def summary_table(runs: Sequence[JudgedRun]) -> Table:
     """Make a table of one row per run."""
     columns: Columns = {
         "run": lambda run: words(run.name),
-        "implementation": lambda run: words(implementation_name(run.record)),
+        "implementation": lambda run: words(run.implementation),
         "verdict": lambda run: words(run.verdict_text, style=run.verdict),
         "largest error of a right case, % of bound": lambda run: _percent(
             _largest(row.worst_right for row in run.rows)
@@ -211,7 +211,7 @@ def summary_table(runs: Sequence[JudgedRun]) -> Table:
 
 def verdict_matrix(rows: Sequence[CheckRow]) -> Table:
     """Make a table of one row per run and function, and a column per check: its verdict, and the largest right error."""
-    by_function = grouped(((row.run, row.function), row) for row in rows)
+    by_function = grouped(((row.run.name, row.function), row) for row in rows)
     met = {row.key for row in rows}
     columns: Columns = {
         "run": lambda item: words(item[0][0]),
@@ -233,8 +233,8 @@ def _matrix_cell(key: str, item: tuple[tuple[str, str], Sequence[CheckRow]]) -> 
 def verdict_table(rows: Sequence[CheckRow]) -> Table:
     """Make a table of one row per run, check and function, the worst first."""
     columns: Columns = {
-        "run": lambda row: words(row.run),
-        "implementation": lambda row: words(row.implementation),
+        "run": lambda row: words(row.run.name),
+        "implementation": lambda row: words(row.run.implementation),
         "check": lambda row: words(check_name(row.key)),
         "function": lambda row: words(row.function),
         "verdict": lambda row: words(row.outcome, style=row.outcome),
@@ -261,7 +261,7 @@ class _FaultGroup(NamedTuple):
 def fault_table(rows: Sequence[CheckRow]) -> Table:
     """Make a table of faults: one row per run, check, function, verdict and citation, with its worst case."""
     faults = grouped(
-        ((row.run, row.key, case["interface"], case["outcome"], case.get("finding", "")), (row, case))
+        ((row.run.name, row.key, case["interface"], case["outcome"], case.get("finding", "")), (row, case))
         for row in rows
         for case in row.cases
         if case["outcome"] in FAULTS
@@ -271,16 +271,14 @@ def fault_table(rows: Sequence[CheckRow]) -> Table:
         for cases in faults.values()
     ]
     columns: Columns = {
-        "run": lambda group: words(group.row.run),
+        "run": lambda group: words(group.row.run.name),
         "check": lambda group: words(check_name(group.row.key)),
         "function": lambda group: words(group.row.function),
         "verdict": lambda group: words(group.worst_case["outcome"], style=group.worst_case["outcome"]),
         "cases": lambda group: number(group.num_cases),
         "findings": lambda group: _links_to(findings_in(group.worst_case.get("finding", ""))),
         "wrong in the worst case": lambda group: words("; ".join(group.worst_case.get("wrongs", ())), style="long"),
-        "reproduce with": lambda group: words(
-            _reproduction(group.row.run, group.worst_case.get("number")), style="long code"
-        ),
+        "reproduce with": lambda group: words(group.row.run.reproduction(group.worst_case), style="long code"),
     }
     groups.sort(key=lambda group: WORST_FIRST.index(group.worst_case["outcome"]))
     return make_table(columns, groups, name="faults", caption="What was wrong, and the worst case of each")

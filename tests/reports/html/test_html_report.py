@@ -17,7 +17,7 @@ pytest.importorskip("jinja2")
 pytest.importorskip("markdown_it")
 pytest.importorskip("matplotlib")
 
-from lab.files import read_json, without_suffix
+from lab.files import read_json, without_suffix, write_text
 from lab.reports.html.experiments import experiment_part
 from lab.reports.html.findings import slug
 from lab.reports.html.judged import check_name
@@ -165,7 +165,8 @@ def test_the_fastest_of_each_scenario(page: Page) -> None:
     assert (compared, told_by_row) == (3, 2)
 
 
-def test_a_diagnosis_stands_at_the_top(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["mine.json", "mine.json.gz"])
+def test_a_diagnosis_stands_at_the_top(name: str, tmp_path: Path) -> None:
     record = judged("a wrong row", 3.0)
     record["cases"][0] |= {"number": 1, "case": "Case(window_left=16)"}
     record["diagnosis"] = {
@@ -180,14 +181,14 @@ def test_a_diagnosis_stands_at_the_top(tmp_path: Path) -> None:
         },
         "follows": ["K3"],
     }
-    (tmp_path / "mine.json").write_text(json.dumps(record))
+    write_text(tmp_path / name, json.dumps(record))
     written = html_report(tmp_path, read_folder(tmp_path))
     said = [
         "1 run of the judge: 1 wrong.",
         "The window has one key too few.",
         "window_left &gt;= 0: wrong in 13 of 13, right in 61 of 62 other results",
         "smallest case, #1</dt><dd><code>Case(window_left=16)",
-        "lab judge --case mine.json#1",
+        f"lab judge --case {name}#1",
         "row 3, head 0",
         "0.2512 inf",
         'id="judge-runs"',
