@@ -1,5 +1,6 @@
 """Which call each mode makes, over which requests and rows, and with what arguments."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +18,9 @@ from lab.metadata import (
     SpecInfo,
     TRTLLMMHAMetadata,
     build_mha_metadata,
+    mixed_tail_split,
 )
-from lab.metadata.engine.forward_mode import QueryRows, UncountedTokens
+from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_cache import NVFP4KVCache
 from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.mha.calls import (
@@ -30,49 +32,22 @@ from lab.metadata.mha.calls import (
     prepare_attention,
 )
 from lab.metadata.mha.settings import CallSettings, splits_mixed_tail
+from tests.metadata.batches import DRAFT_EXTENDS, EXTENDS, MODES, Case, build
 
 DECODE, CONTEXT = AttentionCall.DECODE, AttentionCall.CONTEXT
-CALLS = {
-    ForwardMode.EXTEND: CONTEXT,
-    ForwardMode.DECODE: DECODE,
-    ForwardMode.MIXED: CONTEXT,
-    ForwardMode.IDLE: DECODE,
-    ForwardMode.TARGET_VERIFY: DECODE,
-    ForwardMode.RAGGED_VERIFY: DECODE,
-    ForwardMode.DRAFT_EXTEND: CONTEXT,
-    ForwardMode.DRAFT_EXTEND_V2: DECODE,
-    ForwardMode.SPLIT_PREFILL: CONTEXT,
-    ForwardMode.DLLM_EXTEND: CONTEXT,
-}
-EXTENDS = [ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.SPLIT_PREFILL, ForwardMode.DLLM_EXTEND]
-CAPACITY, P, HEADS, KV_HEADS, DIM = 40, 4, 4, 2, 8
+VERIFY, RAGGED = ForwardMode.TARGET_VERIFY, ForwardMode.RAGGED_VERIFY
+V1, V2 = DRAFT_EXTENDS
+CAPACITY, HEADS, KV_HEADS, DIM = 40, 4, 2, 8
 Pass = tuple[ForwardBatch, TRTLLMMHAMetadata, KVPool]
 
 
 def forward(mode: ForwardMode, new: tuple[int, ...], padding: int = 0, window: bool = False, **fields: Any) -> Pass:
     """Requests with prefixes of 7, 8, 9, … tokens and the given new ones."""
-    swa_pages = 50 if window else None
-    pool = KVPool(num_requests=4, max_context_len=CAPACITY, page_size=P, num_pages=50, swa_num_pages=swa_pages, seed=3)
-    prefixes = [7 + i for i in range(len(new))]
-    rows = [pool.add_request(prefix) for prefix in prefixes]
-    slots = [pool.extend_request(row, count) for row, count in zip(rows, new, strict=True)]
-    counted = [0 if mode.uncounted is UncountedTokens.QUERY_ROWS else count for count in new]
-    extends = mode.query_rows.in_extend_seq_lens
-    info = SpecInfo(num_draft_tokens=5) if mode is ForwardMode.RAGGED_VERIFY else SpecInfo()
-    batch = ForwardBatch(
-        forward_mode=mode,
-        req_pool_indices=torch.tensor(rows, dtype=torch.int64),
-        seq_lens=torch.tensor([a + b for a, b in zip(prefixes, counted, strict=True)], dtype=torch.int64),
-        out_cache_loc=torch.cat([torch.zeros(0, dtype=torch.int64), *slots]),
-        num_tokens=sum(new) + padding,
-        extend_seq_lens=torch.tensor(new, dtype=torch.int64) if extends else None,
-        extend_prefix_lens=torch.tensor(prefixes, dtype=torch.int64) if extends else None,
-        extend_seq_lens_cpu=new if extends else None,
-        extend_prefix_lens_cpu=prefixes if extends else None,
-        **{"spec_info": None if mode in (*EXTENDS, ForwardMode.DECODE, ForwardMode.IDLE) else info} | fields,
-    )
-    if mode is ForwardMode.TARGET_VERIFY and not new:
-        return batch, None, pool  # type: ignore[return-value]
+    rows = new if mode.query_rows.in_extend_seq_lens else ()
+    most = {VERIFY: max(new, default=5), RAGGED: 5}.get(mode, 0)
+    case = Case(mode, tuple(7 + i + n for i, n in enumerate(new)), rows, most, page_size=4, max_context_len=CAPACITY)
+    batch, pool = build(replace(case, num_padding_rows=padding, sliding_window=window, seed=3))
+    batch = replace(batch, **fields)
     return batch, build_mha_metadata(batch, pool), pool
 
 
@@ -86,58 +61,50 @@ def drawn_query(batch: ForwardBatch) -> torch.Tensor:
     return torch.randn(batch.num_tokens, HEADS, DIM, generator=torch.Generator().manual_seed(2))
 
 
-def arguments_of(made: Pass, planned: PlannedCall, layer: AttentionLayer | None = None) -> dict[str, Any]:
+def arguments_of(made: Pass, planned: PlannedCall | None = None, layer: AttentionLayer | None = None) -> dict[str, Any]:
+    """Return the arguments of a planned call, or of the pass's only one."""
     batch, metadata, pool = made
+    planned = planned or plan_calls(batch)[0]
     layer = layer or AttentionLayer(0.5)
     return call_arguments(planned, batch, metadata, layer, drawn_query(batch), drawn_cache(pool), CAPACITY)
 
 
+def boundaries(new: tuple[int, ...]) -> list[int]:
+    return [sum(new[:i]) for i in range(len(new) + 1)]
+
+
+# --- the calls of a pass ----------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("switch", [None, DECODE, CONTEXT])
-@pytest.mark.parametrize("mode", CALLS, ids=repr)
+@pytest.mark.parametrize("mode", MODES, ids=repr)
 def test_the_call_of_every_mode(mode: ForwardMode, switch: AttentionCall | None) -> None:
-    switched = mode in (ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2) and switch is not None
-    assert attention_call(mode, switch) is (switch if switched else CALLS[mode])
+    assert attention_call(mode, switch) is (switch if mode in DRAFT_EXTENDS and switch else mode.mha_call)
 
 
-def test_prebuilt_makes_no_call() -> None:
-    assert set(CALLS) == set(ForwardMode) - {ForwardMode.PREBUILT}
+def test_no_call_without_attention_or_host_lengths() -> None:
     with pytest.raises(ValueError, match="PREBUILT runs no attention"):
         attention_call(ForwardMode.PREBUILT, DECODE)
-
-
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("mode", CALLS, ids=repr)
-def test_an_empty_batch_makes_no_call(mode: ForwardMode, split: bool) -> None:
-    assert plan_calls(forward(mode, ())[0], split_mixed_tail=split) == []
-
-
-@pytest.mark.parametrize("mode", CALLS, ids=repr)
-def test_one_call_over_the_whole_batch(mode: ForwardMode) -> None:
-    new = (1, 1) if mode.query_rows is QueryRows.ONE else (3, 3)
-    assert plan_calls(forward(mode, new)[0]) == [PlannedCall(CALLS[mode], 0, 2, 0, sum(new))]
-
-
-@pytest.mark.parametrize("mode", [*EXTENDS, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2, ForwardMode.IDLE])
-def test_padding_rows_belong_to_no_call(mode: ForwardMode) -> None:
-    new = (1, 1) if mode is ForwardMode.IDLE else (3, 3)
-    assert plan_calls(forward(mode, new, padding=2)[0]) == [PlannedCall(CALLS[mode], 0, 2, 0, sum(new))]
-
-
-@pytest.mark.parametrize("mode", [*EXTENDS, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2])
-def test_the_context_call_alone_is_handed_padding_rows_if_they_are_handed_over(mode: ForwardMode) -> None:
-    made = forward(mode, (3, 3), padding=2)
-    (planned,) = plan_calls(made[0], with_padding_rows=True)
-    assert planned == PlannedCall(CALLS[mode], 0, 2, 0, 8 if CALLS[mode] is CONTEXT else 6)
-    got = arguments_of(made, planned)
-    assert len(got["query"]) == planned.num_rows
-    if CALLS[mode] is CONTEXT:
-        assert got["cum_seq_lens_q"].tolist() == [0, 3, 6]
-
-
-def test_an_extend_without_host_lengths_is_refused() -> None:
     batch = ForwardBatch(ForwardMode.EXTEND, torch.tensor([1]), torch.tensor([5]), torch.tensor([4, 5]), 2)
     with pytest.raises(ValueError, match="EXTEND needs extend_seq_lens_cpu"):
         plan_calls(batch)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=repr)
+def test_one_call_over_the_requests_and_their_own_rows(mode: ForwardMode) -> None:
+    """None for an empty batch. A ragged verification has padding rows too, and the context call has them if it is set."""
+    empty = forward(mode, ())[0]
+    assert plan_calls(empty) == plan_calls(empty, split_mixed_tail=True) == []
+    new = (1, 1) if mode.query_rows is QueryRows.ONE else (3, 3)
+    for padding in (0,) if mode in (ForwardMode.DECODE, VERIFY) else (0, 2):
+        made = forward(mode, new, padding)
+        all_rows, own_rows = sum(new) + padding, sum(new) + padding * (mode is RAGGED)
+        for with_padding, rows in ((False, own_rows), (True, all_rows if mode.mha_call is CONTEXT else own_rows)):
+            (planned,) = plan_calls(made[0], with_padding_rows=with_padding)
+            assert planned == PlannedCall(attention_call(mode), 0, 2, 0, rows)
+            got = arguments_of(made, planned)
+            assert torch.equal(got["query"], drawn_query(made[0])[:rows])
+            assert mode.mha_call is not CONTEXT or got["cum_seq_lens_q"].tolist() == boundaries(new)
 
 
 @pytest.mark.parametrize("mode", EXTENDS, ids=repr)
@@ -146,133 +113,85 @@ def test_an_extend_without_host_lengths_is_refused() -> None:
     [
         ((1, 1, 1), [PlannedCall(DECODE, 0, 3, 0, 3)]),
         ((5, 1, 2), [PlannedCall(CONTEXT, 0, 3, 0, 8)]),
+        ((5, 0), [PlannedCall(CONTEXT, 0, 2, 0, 5)]),
         ((5, 1, 2, 1), [PlannedCall(CONTEXT, 0, 3, 0, 8), PlannedCall(DECODE, 3, 1, 8, 1)]),
         ((5, 1, 1), [PlannedCall(CONTEXT, 0, 1, 0, 5), PlannedCall(DECODE, 1, 2, 5, 2)]),
     ],
 )
 def test_a_mixed_tail(mode: ForwardMode, new: tuple[int, ...], expected: list[PlannedCall]) -> None:
     for padding in (0, 3):
-        assert plan_calls(forward(mode, new, padding)[0], split_mixed_tail=True) == expected
+        batch = forward(mode, new, padding)[0]
+        assert plan_calls(batch, split_mixed_tail=True) == expected
+        assert mixed_tail_split(batch) == sum(call.num_requests for call in expected if call.call is CONTEXT)
 
 
-@pytest.mark.parametrize("mode", [mode for mode in CALLS if mode not in EXTENDS], ids=repr)
-def test_other_batches_ignore_the_setting_for_mixed_tails(mode: ForwardMode) -> None:
-    info = SpecInfo(num_draft_tokens=5, speculative_step_id=0)
-    for spec_info in (info,) if mode is ForwardMode.RAGGED_VERIFY else (None, info):
-        batch = forward(mode, (1, 1), spec_info=spec_info)[0]
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in EXTENDS] + EXTENDS[:1], ids=repr)
+def test_other_batches_have_no_tail(mode: ForwardMode) -> None:
+    """They ignore the setting; speculative extends too."""
+    info, new = SpecInfo(num_draft_tokens=5, speculative_step_id=0), (5, 1) if mode in EXTENDS else (1, 1)
+    for spec_info in (info,) if mode is RAGGED or mode in EXTENDS else (None, info):
+        batch = forward(mode, new, spec_info=spec_info)[0]
         assert plan_calls(batch, split_mixed_tail=True) == plan_calls(batch)
-    speculative = forward(ForwardMode.EXTEND, (5, 1), spec_info=SpecInfo())[0]
-    assert plan_calls(speculative, split_mixed_tail=True) == [PlannedCall(CONTEXT, 0, 2, 0, 6)]
+        with pytest.raises(ValueError, match="no tail of decoding requests"):
+            mixed_tail_split(batch)
+    plain = replace(batch, forward_mode=ForwardMode.MIXED, spec_info=None, extend_seq_lens_cpu=None)
+    with pytest.raises(ValueError, match="needs extend_seq_lens_cpu"):
+        mixed_tail_split(plain)
+
+
+# --- the arguments of a call ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("mode", "new", "padding", "q_len"),
+    ("mode", "new", "padding"),
     [
-        (ForwardMode.DECODE, (1, 1), 0, 1),
-        (ForwardMode.IDLE, (1, 1), 2, 1),
-        (ForwardMode.TARGET_VERIFY, (4, 4), 0, 4),
-        (ForwardMode.DRAFT_EXTEND_V2, (3, 3), 0, 3),
-        (ForwardMode.DRAFT_EXTEND_V2, (3, 3), 2, 3),
-        (ForwardMode.DRAFT_EXTEND, (3, 3), 0, 3),
+        (ForwardMode.DECODE, (1, 1), 0),
+        (ForwardMode.IDLE, (1, 1), 2),
+        (VERIFY, (4, 4), 0),
+        (V2, (3, 3), 0),
+        (V2, (3, 3), 2),
+        (V1, (3, 3), 0),
     ],
 )
-def test_equal_widths_on_the_decode_call(mode: ForwardMode, new: tuple[int, ...], padding: int, q_len: int) -> None:
+def test_equal_widths_on_the_decode_call(mode: ForwardMode, new: tuple[int, ...], padding: int) -> None:
     made = forward(mode, new, padding)
-    (planned,) = plan_calls(made[0], DECODE)
-    got = arguments_of(made, planned)
-    assert got["q_len_per_req"] == q_len
+    got = arguments_of(made, *plan_calls(made[0], DECODE))
+    assert (got["q_len_per_req"], got["max_seq_len"]) == (new[0], CAPACITY)
     assert not {"max_q_len", "cum_seq_lens_q", "max_kv_len", "batch_size"} & set(got)
-    assert got["max_seq_len"] == CAPACITY
-    assert torch.equal(got["query"], drawn_query(made[0])[: sum(new)])
     assert torch.equal(got["block_tables"], made[1].page_table)
     assert got["seq_lens"].tolist() == [7 + new[0], 8 + new[1]]
 
 
-@pytest.mark.parametrize("new", [(2, 4), (4, 1, 3)])
-def test_draft_extend_v1_is_ragged_on_the_decode_call(new: tuple[int, ...]) -> None:
-    """Whether or not the rows happen to divide by the requests."""
-    made = forward(ForwardMode.DRAFT_EXTEND, new)
+@pytest.mark.parametrize(
+    ("mode", "new", "padding"),
+    [
+        (V1, (2, 4), 0),
+        (V1, (4, 1, 3), 0),
+        (RAGGED, (2, 4), 0),
+        (RAGGED, (4, 1, 3), 2),
+        (RAGGED, (3, 3), 0),
+        (RAGGED, (5,), 3),
+    ],
+)
+def test_ragged_widths_on_the_decode_call(mode: ForwardMode, new: tuple[int, ...], padding: int) -> None:
+    """Whether or not rows divide by requests. Equal widths of a ragged verification are unequal ones of the next replay."""
+    made = forward(mode, new, padding)
     (planned,) = plan_calls(made[0], DECODE)
     got = arguments_of(made, planned)
-    assert got["q_len_per_req"] is None
-    assert got["max_q_len"] == 4
-    assert got["cum_seq_lens_q"].tolist() == [sum(new[:i]) for i in range(len(new) + 1)]
-
-
-ENCODER = AttentionLayer(0.5, encoder_only=True)
-
-
-@pytest.mark.parametrize("mode", EXTENDS, ids=repr)
-def test_an_encoder_only_layer_is_not_causal_in_an_extend(mode: ForwardMode) -> None:
-    made = forward(mode, (5, 1))
-    (planned,) = plan_calls(made[0])
-    assert arguments_of(made, planned, ENCODER)["causal"] is False
-    assert "causal" not in arguments_of(made, planned)
-
-
-@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.IDLE], ids=repr)
-def test_one_row_of_an_encoder_only_layer_is_a_plain_decode(mode: ForwardMode) -> None:
-    made = forward(mode, (1, 1))
-    (planned,) = plan_calls(made[0])
-    assert arguments_of(made, planned, ENCODER).keys() == arguments_of(made, planned).keys()
-
-
-def test_a_verification_on_an_encoder_only_layer_hands_each_row_over_as_a_request() -> None:
-    batch, _, pool = forward(ForwardMode.TARGET_VERIFY, (3, 3))
-    metadata = build_mha_metadata(batch, pool, expand_encoder_only_verify=True)
-    (planned,) = plan_calls(batch)
-    got = arguments_of((batch, metadata, pool), planned, ENCODER)
-    assert (got["q_len_per_req"], len(got["query"]), got["seq_lens"].tolist()) == (1, 6, [10] * 3 + [11] * 3)
-    assert torch.equal(got["block_tables"], metadata.page_table.repeat_interleave(3, dim=0))
-    assert not {"max_q_len", "cum_seq_lens_q", "causal"} & set(got)
-    window = AttentionLayer(0.5, window_left=6, encoder_only=True)
-    assert arguments_of((batch, metadata, pool), planned, window)["window_left"] == 6
-
-    batch, _, pool = forward(ForwardMode.TARGET_VERIFY, (3, 3), window=True)
-    metadata = build_mha_metadata(batch, pool, expand_encoder_only_verify=True)
-    with pytest.raises(ValueError, match=r"would read the full pool's pages.*keep the layer in the full pool"):
-        arguments_of((batch, metadata, pool), planned, replace(window, reads_swa_pool=True))
-
-
-@pytest.mark.parametrize(
-    "mode", [ForwardMode.TARGET_VERIFY, ForwardMode.RAGGED_VERIFY, ForwardMode.DRAFT_EXTEND_V2], ids=repr
-)
-def test_rows_that_no_call_lets_see_each_other_are_refused(mode: ForwardMode) -> None:
-    made = forward(mode, (3, 3))
-    (planned,) = plan_calls(made[0])
-    with pytest.raises(
-        ValueError, match=rf"{mode.name} on an encoder-only layer would be causal.*expand_encoder_only_verify"
-    ):
-        arguments_of(made, planned, ENCODER)
-
-
-@pytest.mark.parametrize(("new", "padding"), [((2, 4), 0), ((4, 1, 3), 2), ((3, 3), 0), ((5,), 3)])
-def test_a_ragged_verification_is_ragged_whatever_its_widths(new: tuple[int, ...], padding: int) -> None:
-    """Equal widths of one replay are unequal ones of the next, and rows of padding are in no request."""
-    made = forward(ForwardMode.RAGGED_VERIFY, new, padding)
-    (planned,) = plan_calls(made[0])
-    got = arguments_of(made, planned)
-    assert (got["q_len_per_req"], got["max_q_len"]) == (None, max(new))
-    assert got["cum_seq_lens_q"].tolist() == [sum(new[:i]) for i in range(len(new) + 1)]
+    assert (got["q_len_per_req"], got["max_q_len"], got["cum_seq_lens_q"].tolist()) == (None, max(new), boundaries(new))
     assert got["seq_lens"].tolist() == [7 + i + count for i, count in enumerate(new)]
+    if len(new) > 2:  # the decode call takes the offsets of its own requests, as the context call does
+        leading = arguments_of(made, PlannedCall(DECODE, 0, len(new) - 1, 0, sum(new[:-1])))
+        assert leading["cum_seq_lens_q"].tolist() == boundaries(new[:-1])
+        assert leading["seq_lens"].shape == (len(new) - 1,)
 
 
 @pytest.mark.parametrize("new", [(2, 4), (4, 1, 3)])
 def test_draft_extend_v2_with_unequal_widths_is_refused_on_the_decode_call_alone(new: tuple[int, ...]) -> None:
-    made = forward(ForwardMode.DRAFT_EXTEND_V2, new)
-    (planned,) = plan_calls(made[0])
+    made = forward(V2, new)
     with pytest.raises(ValueError, match=r"same number of rows for every request.*AttentionCall.CONTEXT"):
-        arguments_of(made, planned)
-    (planned,) = plan_calls(made[0], CONTEXT)
-    assert arguments_of(made, planned)["cum_seq_lens_q"][-1] == sum(new)
-
-
-def test_ragged_rows_of_leading_requests_have_their_own_boundaries() -> None:
-    """The decode call takes ``[batch_size + 1]`` offsets of its own requests, as the context call does."""
-    made = forward(ForwardMode.DRAFT_EXTEND, (3, 1, 2))
-    leading = arguments_of(made, PlannedCall(DECODE, 0, 2, 0, 4))
-    assert leading["cum_seq_lens_q"].tolist() == [0, 3, 4]
-    assert leading["seq_lens"].shape == (2,)
+        arguments_of(made)
+    assert arguments_of(made, *plan_calls(made[0], CONTEXT))["cum_seq_lens_q"][-1] == sum(new)
 
 
 def test_the_calls_of_a_split_take_their_own_requests() -> None:
@@ -291,6 +210,46 @@ def test_the_calls_of_a_split_take_their_own_requests() -> None:
         assert torch.equal(got["seq_lens"], metadata.cache_seqlens_int32[requests])
 
 
+# --- encoder-only layers ----------------------------------------------------------------------------------------------
+
+ENCODER = AttentionLayer(0.5, encoder_only=True)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=repr)
+def test_an_encoder_only_layer_is_not_causal_or_refused(mode: ForwardMode) -> None:
+    """One row is a plain decode; rows that no call lets see each other are refused."""
+    made = forward(mode, (1, 1) if mode.query_rows is QueryRows.ONE else (3, 3))
+    if mode in (VERIFY, RAGGED, V2):
+        with pytest.raises(
+            ValueError, match=rf"{mode.name} on an encoder-only layer would be causal.*expand_encoder_only_verify"
+        ):
+            arguments_of(made, None, ENCODER)
+        return
+    got, plain = arguments_of(made, None, ENCODER), arguments_of(made)
+    assert "causal" not in plain
+    assert got.keys() - plain.keys() == (set() if mode.query_rows is QueryRows.ONE else {"causal"})
+    assert not got.get("causal", False)
+
+
+def test_a_verification_on_an_encoder_only_layer_has_its_rows_as_requests() -> None:
+    batch, _, pool = forward(VERIFY, (3, 3))
+    metadata = build_mha_metadata(batch, pool, expand_encoder_only_verify=True)
+    got = arguments_of((batch, metadata, pool), None, ENCODER)
+    assert (got["q_len_per_req"], len(got["query"]), got["seq_lens"].tolist()) == (1, 6, [10] * 3 + [11] * 3)
+    assert torch.equal(got["block_tables"], metadata.page_table.repeat_interleave(3, dim=0))
+    assert not {"max_q_len", "cum_seq_lens_q", "causal"} & set(got)
+    window = AttentionLayer(0.5, window_left=6, encoder_only=True)
+    assert arguments_of((batch, metadata, pool), None, window)["window_left"] == 6
+
+    batch, _, pool = forward(VERIFY, (3, 3), window=True)
+    metadata = build_mha_metadata(batch, pool, expand_encoder_only_verify=True)
+    with pytest.raises(ValueError, match=r"would read the full pool's pages.*keep the layer in the full pool"):
+        arguments_of((batch, metadata, pool), None, replace(window, reads_swa_pool=True))
+
+
+# --- an engine's settings, dtypes and layers --------------------------------------------------------------------------
+
+
 class Noted:
     """Functions that note what they are called with."""
 
@@ -304,24 +263,31 @@ class Noted:
         self.calls.append(("context", arguments))
 
 
-def calls_of_backend(
-    query_dtype: torch.dtype, kv_dtype: torch.dtype, **fields: Any
-) -> list[tuple[str, dict[str, Any]]]:
-    """The calls of a mixed batch whose last two requests have one new token."""
-    batch, metadata, pool = forward(ForwardMode.MIXED, (5, 1, 1))
-    noted, query = Noted(), drawn_query(batch).to(query_dtype)
-    cache = pool.new_cache(KV_HEADS, DIM, kv_dtype, KVLayout.NHD)
-    backend = TRTLLMMHABackend(noted, **fields)
-    backend.prepare_attention(
-        batch, metadata, AttentionLayer(0.5), query, cache, max_context_len=CAPACITY, out=torch.empty_like(query)
-    )()
-    return noted.calls
+def prepared(
+    made: Pass, query: torch.Tensor, out: torch.Tensor, kv_dtype: torch.dtype, **fields: Any
+) -> tuple[Callable[[], Any], list[tuple[str, dict[str, Any]]]]:
+    """Return a pass's attention as the backend prepares it, and the list that its calls are noted in."""
+    batch, metadata, pool = made
+    noted, cache = Noted(), pool.new_cache(KV_HEADS, DIM, kv_dtype, KVLayout.NHD)
+    run = TRTLLMMHABackend(noted, **fields).prepare_attention(
+        batch, metadata, AttentionLayer(0.5), query, cache, max_context_len=CAPACITY, out=out
+    )
+    return run, noted.calls
+
+
+def calls_of_mixed(query_dtype: torch.dtype, kv_dtype: torch.dtype, **fields: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Return the calls of a mixed batch whose last two requests have one new token."""
+    made = forward(ForwardMode.MIXED, (5, 1, 1))
+    query = drawn_query(made[0]).to(query_dtype)
+    run, calls = prepared(made, query, torch.empty_like(query), kv_dtype, **fields)
+    run()
+    return calls
 
 
 def test_the_settings_of_an_engine_reach_the_calls_that_have_them() -> None:
     counters = torch.zeros(64, dtype=torch.uint8)
     settings = CallSettings(counters, skip_softmax_decode=2.0, skip_softmax_prefill=3.0)
-    (_, context), (_, tail) = calls_of_backend(
+    (_, context), (_, tail) = calls_of_mixed(
         torch.bfloat16, torch.bfloat16, settings=settings, prefills_with_fmha_v2=False
     )
     assert tail["multi_ctas_kv_counter_buffer"] is counters
@@ -331,19 +297,12 @@ def test_the_settings_of_an_engine_reach_the_calls_that_have_them() -> None:
 
 def test_a_threshold_of_skipped_softmax_is_refused_before_anything_runs() -> None:
     batch, metadata, pool = forward(ForwardMode.DECODE, (1, 1))
-    out = torch.full((2, HEADS, DIM), 7.0)
+    out, settings = torch.full((2, HEADS, DIM), 7.0), CallSettings(skip_softmax_decode=2.0)
+    backend = TRTLLMMHABackend(lab.references, settings=settings)
+    query, cache = drawn_query(batch), drawn_cache(pool)
     with pytest.raises(NotImplementedError, match=r"skip_softmax_threshold_scale_factor=2\.0"):
-        prepare_attention(
-            lab.references,
-            batch,
-            metadata,
-            AttentionLayer(0.5),
-            drawn_query(batch),
-            drawn_cache(pool),
-            max_context_len=CAPACITY,
-            out=out,
-            plan=plan_calls(batch),
-            settings=CallSettings(skip_softmax_decode=2.0),
+        backend.prepare_attention(
+            batch, metadata, AttentionLayer(0.5), query, cache, max_context_len=CAPACITY, out=out
         )()
     assert (out == 7.0).all()
 
@@ -362,9 +321,9 @@ def test_the_tail_is_split_by_dtypes_layer_and_prefill_kernel(
     assert not splits_mixed_tail(query_dtype, kv_dtype, prefills_with_fmha_v2=True)
     assert not splits_mixed_tail(query_dtype, kv_dtype, is_decoder=False)
     is_cast = (query_dtype, kv_dtype) == (BF16, E4M3)  # by the backend, so that the dtypes are equal after all
-    names = [name for name, _ in calls_of_backend(query_dtype, kv_dtype, prefills_with_fmha_v2=False)]
+    names = [name for name, _ in calls_of_mixed(query_dtype, kv_dtype, prefills_with_fmha_v2=False)]
     assert names == (["context", "decode"] if splits or is_cast else ["context"])
-    assert [name for name, _ in calls_of_backend(query_dtype, kv_dtype)] == ["context"]
+    assert [name for name, _ in calls_of_mixed(query_dtype, kv_dtype)] == ["context"]
 
 
 @pytest.mark.parametrize("fmha_v2", [False, True])
@@ -372,18 +331,15 @@ def test_the_tail_is_split_by_dtypes_layer_and_prefill_kernel(
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND])
 def test_the_backend_casts_the_query(mode: ForwardMode, kv_dtype: torch.dtype, fmha_v2: bool) -> None:
     """Anew in each call, and the output stays the model's."""
-    batch, metadata, pool = forward(mode, (1, 1) if mode is ForwardMode.DECODE else (3, 3))
-    noted, query = Noted(), drawn_query(batch).to(BF16)
-    cache, out = pool.new_cache(KV_HEADS, DIM, kv_dtype, KVLayout.NHD), torch.empty_like(query)
-    backend = TRTLLMMHABackend(noted, prefills_with_fmha_v2=fmha_v2)
-    run = backend.prepare_attention(
-        batch, metadata, AttentionLayer(0.5), query, cache, max_context_len=CAPACITY, out=out
-    )
+    made = forward(mode, (1, 1) if mode is ForwardMode.DECODE else (3, 3))
+    query = drawn_query(made[0]).to(BF16)
+    out = torch.empty_like(query)
+    run, calls = prepared(made, query, out, kv_dtype, prefills_with_fmha_v2=fmha_v2)
     is_cast = kv_dtype == E4M3 and (not fmha_v2 or mode is ForwardMode.EXTEND)
     for _ in range(2):
         query.mul_(-0.5)
         run()
-        _, arguments = noted.calls[-1]
+        _, arguments = calls[-1]
         assert arguments["query"].dtype == (E4M3 if is_cast else BF16)
         assert torch.equal(arguments["query"].float(), (query.to(E4M3) if is_cast else query).float())
         assert arguments["out"].data_ptr() == out.data_ptr()
@@ -392,9 +348,7 @@ def test_the_backend_casts_the_query(mode: ForwardMode, kv_dtype: torch.dtype, f
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])
 def test_the_layer_is_passed_through(mode: ForwardMode) -> None:
     made, sinks = forward(mode, (1, 1)), torch.arange(4.0)
-    (planned,) = plan_calls(made[0])
-    layer = AttentionLayer(0.5, window_left=6, sinks=sinks)
-    got = arguments_of(made, planned, layer)
+    got = arguments_of(made, None, AttentionLayer(0.5, window_left=6, sinks=sinks))
     assert (got["bmm1_scale"], got["bmm2_scale"], got["window_left"]) == (0.5, 1.0, 6)
     assert got["sinks"] is sinks
 
@@ -427,13 +381,12 @@ def test_scales_count_over_quantised_caches_alone(
 def test_a_window_layer_reads_the_windows_table(mode: ForwardMode) -> None:
     made, layer = forward(mode, (1, 1), window=True), AttentionLayer(0.5, reads_swa_pool=True)
     metadata = made[1]
-    (planned,) = plan_calls(made[0])
     assert metadata.swa_page_table is not None
     assert not torch.equal(metadata.swa_page_table, metadata.page_table)
-    assert torch.equal(arguments_of(made, planned, layer)["block_tables"], metadata.swa_page_table)
-    assert torch.equal(arguments_of(made, planned)["block_tables"], metadata.page_table)
+    assert torch.equal(arguments_of(made, None, layer)["block_tables"], metadata.swa_page_table)
+    assert torch.equal(arguments_of(made)["block_tables"], metadata.page_table)
     with pytest.raises(ValueError, match="no swa_page_table"):
-        arguments_of(forward(mode, (1, 1)), planned, layer)
+        arguments_of(forward(mode, (1, 1)), None, layer)
 
 
 @pytest.mark.parametrize("new", [(5, 2, 1, 1), (1, 1, 1), (5, 1, 2)])

@@ -3,7 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab.kernels.trtllm import causal_mask
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
@@ -36,21 +35,34 @@ from lab.metadata.speculation.verify_plan import ChainVerify, TreeMaskVerify
 from lab.references import trtllm_batch_decode_with_kv_cache
 from lab.references.forward_metadata import forward_metadata
 from tests.cases import pack_mask, seen_keys
-from tests.metadata.batches import assert_live_cells_right
+from tests.devices import DEVICES, ON_GPU, synchronisation_is_an_error
+from tests.metadata.batches import (
+    Case,
+    assert_live_cells_right,
+    assert_mla_live_cells_right,
+    build,
+    mla_truth,
+    tensors_of,
+)
+from tests.metadata.host_reads import ForbidHostReads
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 16
 NUM_REQUESTS = 4
 CONTEXT_LEN = 48  # `seen_keys` tells up to 50 keys apart
 D = 4
+CHAIN = [-1, 0, 1, 2]
 # A draft whose tokens 1 and 2 compete, and whose tokens 0 and 3 each follow the last accepted one.
 TREE = [-1, 0, 0, -1]
+FORESTS = [TREE, CHAIN, [3, 0, -1, 2]]
+
+each_builder = pytest.mark.parametrize("builder", MetadataBuilder)
 
 
 class Scene:
-    """Requests with coded K/V in a pool, of which batches see prefixes: what a row attended to can be read off its output."""
+    """Requests with coded K/V in a pool, of which batches see prefixes: a row's output says what it attended to."""
 
-    def __init__(self, device: torch.device = CPU, sliding_window: bool = False) -> None:
+    def __init__(self, device: torch.device | str = CPU, sliding_window: bool = False) -> None:
         pages = NUM_REQUESTS * CONTEXT_LEN // PAGE_SIZE + 1
         self.pool = KVPool(
             num_requests=NUM_REQUESTS,
@@ -67,9 +79,8 @@ class Scene:
             self.cache.write(self.pool.slots(row, 0, CONTEXT_LEN), torch.zeros_like(code), code)
 
     def batch(self, *seq_lens: int, first_request: int = 0, width: int = D) -> ForwardBatch:
-        """Consecutive requests with so many accepted tokens each, and `width` draft tokens after them."""
-        rows = self.rows[first_request : first_request + len(seq_lens)]
-        device = self.pool.device
+        """Consecutive requests with these numbers of accepted tokens, and `width` draft tokens after them."""
+        rows, device = self.rows[first_request : first_request + len(seq_lens)], self.pool.device
         slots = [self.pool.slots(row, n, n + width) for row, n in zip(rows, seq_lens, strict=True)]
         return ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
@@ -110,24 +121,32 @@ def tree(scene: Scene, **options: Any) -> TreeMaskVerify:
     return TreeMaskVerify(scene.pool, D, [NUM_REQUESTS, 1, 2], **options)
 
 
+def built_by(builder: MetadataBuilder) -> TRTLLMMHABackend:
+    return TRTLLMMHABackend(builder=builder)
+
+
 def no_draft(buffers: VerifyBuffers) -> None:
     """A draft that fills nothing."""
 
 
-def draft_of(parents: Sequence[Sequence[int]]) -> Callable[[VerifyBuffers], None]:
-    """A draft with these trees."""
+def draft_of(
+    parents: Sequence[Sequence[int]], after: Callable[[VerifyBuffers], None] = no_draft, device: torch.device = CPU
+) -> Any:
+    """A draft with these trees, which are filled in after some work. The host waits for nothing."""
+    drafted = torch.tensor(parents, device=device)
 
     def draft(buffers: VerifyBuffers) -> None:
+        after(buffers)
         filled = buffers[0]
         assert filled is not None
-        filled[: len(parents)].copy_(torch.tensor(parents))
+        filled[: len(parents)].copy_(drafted)
 
     return draft
 
 
-def keys_of_a_tree(seq_len: int, parents: Sequence[int]) -> list[set[int]]:
-    """What each draft token of one request sees: the accepted tokens, its ancestors, itself."""
-    return [set(range(seq_len)) | {seq_len + each for each in ancestors(parents, j)} for j in range(len(parents))]
+def planned(planned: PlannedVerify) -> PlannedVerify:
+    """A verify pass that returns its plan."""
+    return planned
 
 
 def ancestors(parents: Sequence[int], token: int) -> set[int]:
@@ -139,97 +158,86 @@ def ancestors(parents: Sequence[int], token: int) -> set[int]:
     return found
 
 
+def masks_of(forests: Sequence[Sequence[int]]) -> Tensor:
+    return pack_mask(
+        [[[k in ancestors(each, j) for k in range(len(each))] for j in range(len(each))] for each in forests]
+    )
+
+
+def keys_of_trees(seq_lens: Sequence[int], forests: Sequence[Sequence[int]]) -> list[set[int]]:
+    """The keys of each draft token: the accepted tokens, its ancestors, itself."""
+    return [
+        set(range(n)) | {n + each for each in ancestors(parents, j)}
+        for n, parents in zip(seq_lens, forests, strict=True)
+        for j in range(len(parents))
+    ]
+
+
 # --- the contract -----------------------------------------------------------------------------------------------------
 
 
 class Recorder(VerifyBackend):
     """Plans nothing, and lists what ran."""
 
+    device = CPU
+
     def __init__(self) -> None:
         self.log: list[str] = []
-
-    @property
-    def device(self) -> torch.device:
-        return CPU
 
     def check(self, batch: ForwardBatch) -> None:
         self.log.append("check")
 
     def plan(self, batch: ForwardBatch) -> PlannedVerify:
         self.log.append("plan")
-        return PlannedVerify(batch, metadata=None)  # type: ignore[arg-type]
+        return PlannedVerify(batch, metadata=None)
 
 
-class SaysNothing(Recorder):
-    """As a backend that was written before anybody asked."""
-
-
-class NeedsNothing(Recorder):
-    fix_up = FixUp.NONE
-
-
-class NeedsAFixUp(Recorder):
-    fix_up = FixUp.AFTER_DRAFT
-
-    def update_verify_buffers_to_fill_after_draft(self, planned: PlannedVerify) -> None:
-        self.log.append("fix-up")
-
-
-class NeedsAFixUpAndHasNone(Recorder):
-    fix_up = FixUp.AFTER_DRAFT
-
-
-class NeedsNothingAndHasOne(NeedsAFixUp):
-    fix_up = FixUp.NONE
+def declaring(fix_up: FixUp | None, *, defines: bool = False) -> Recorder:
+    """A backend `Declaring` that declares this, and defines the fix-up or not."""
+    members: dict[str, Any] = {} if fix_up is None else {"fix_up": fix_up}
+    if defines:
+        members["update_verify_buffers_to_fill_after_draft"] = lambda self, planned: self.log.append("fix-up")
+    made: Recorder = type("Declaring", (Recorder,), members)()
+    return made
 
 
 def iterate(backend: Recorder) -> None:
     """All that a worker does with a backend."""
-    planner = PlanStream(backend)
-    log = backend.log
+    planner, log = PlanStream(backend), backend.log
     planner.run(Scene().batch(20), lambda buffers: log.append("draft"), lambda planned: log.append("verify"))
 
 
 @pytest.mark.parametrize(
     ("backend", "error", "message"),
     [
-        (SaysNothing, NotImplementedError, "SaysNothing does not say whether what it plans depends on the draft"),
-        (
-            NeedsAFixUpAndHasNone,
-            NotImplementedError,
-            "NeedsAFixUpAndHasNone has fix_up=FixUp.AFTER_DRAFT but no update_",
-        ),
-        (NeedsNothingAndHasOne, ValueError, "NeedsNothingAndHasOne has fix_up=FixUp.NONE, so its update_"),
+        (declaring(None), NotImplementedError, "Declaring does not say whether what it plans depends on the draft"),
+        (declaring(FixUp.AFTER_DRAFT), NotImplementedError, "has fix_up=FixUp.AFTER_DRAFT but no update_"),
+        (declaring(FixUp.NONE, defines=True), ValueError, "Declaring has fix_up=FixUp.NONE, so its update_"),
     ],
 )
 def test_a_backend_that_breaks_the_contract_runs_nothing(
-    backend: type[Recorder], error: type[Exception], message: str
+    backend: Recorder, error: type[Exception], message: str
 ) -> None:
-    broken = backend()
     with pytest.raises(error, match=message):
-        iterate(broken)
-    assert broken.log == []
+        iterate(backend)
+    assert backend.log == []
 
 
-@pytest.mark.parametrize(
-    ("backend", "order"),
-    [
-        (NeedsNothing, ["check", "draft", "plan", "verify"]),
-        (NeedsAFixUp, ["check", "draft", "plan", "fix-up", "verify"]),
-    ],
-)
-def test_the_order_of_an_iteration(backend: type[Recorder], order: list[str]) -> None:
-    whole = backend()
-    iterate(whole)
-    assert whole.log == order
+@pytest.mark.parametrize("fix_up", FixUp)
+def test_the_order_of_an_iteration(fix_up: FixUp) -> None:
+    needs = fix_up is FixUp.AFTER_DRAFT
+    backend = declaring(fix_up, defines=needs)
+    iterate(backend)
+    assert backend.log == ["check", "draft", "plan", *["fix-up"] * needs, "verify"]
 
 
 def test_the_base_class_does_nothing_only_where_that_was_said() -> None:
-    planned = NeedsNothing().plan(Scene().batch(20))
-    NeedsNothing().update_verify_buffers_to_fill_after_draft(planned)
-    with pytest.raises(NotImplementedError, match="SaysNothing has fix_up=None"):
-        SaysNothing().update_verify_buffers_to_fill_after_draft(planned)
-    assert list(NeedsNothing().get_verify_buffers_to_fill_after_draft()) == [None, None]
+    needs_nothing, silent = declaring(FixUp.NONE), declaring(None)
+    plan = needs_nothing.plan(Scene().batch(20))
+    needs_nothing.update_verify_buffers_to_fill_after_draft(plan)
+    with pytest.raises(NotImplementedError, match="Declaring has fix_up=None"):
+        silent.update_verify_buffers_to_fill_after_draft(plan)
+    assert list(needs_nothing.get_verify_buffers_to_fill_after_draft()) == [None, None]
 
 
 def decode_batch(scene: Scene) -> ForwardBatch:
@@ -243,19 +251,28 @@ def batch_elsewhere(scene: Scene) -> ForwardBatch:
 
 
 @pytest.mark.parametrize(
-    ("batch", "message"),
+    ("batch", "event", "message"),
     [
-        (batch_elsewhere, "the batch is on meta but the pool on cpu"),
-        (decode_batch, "ForwardMode.DECODE is not verified"),
-        (lambda scene: scene.batch(20, 20, 20), r"3 requests exceed every captured size \[1, 2\]"),
-        (lambda scene: scene.batch(20, width=3), "3 rows for 1 requests, but this backend verifies 4 rows of each"),
+        (batch_elsewhere, None, "the batch is on meta but the pool on cpu"),
+        (decode_batch, None, "ForwardMode.DECODE is not verified"),
+        (lambda scene: scene.batch(20, 20, 20), None, r"3 requests exceed every captured size \[1, 2\]"),
+        (
+            lambda scene: scene.batch(20, width=3),
+            None,
+            "3 rows for 1 requests, but this backend verifies 4 rows of each",
+        ),
+        (
+            lambda scene: scene.batch(20),
+            "an event",
+            "inputs_final='an event', but nothing waits on a cpu: leave it out",
+        ),
     ],
 )
-def test_a_batch_that_cannot_be_planned_runs_nothing(batch: Callable[[Scene], ForwardBatch], message: str) -> None:
+def test_what_cannot_be_planned_runs_nothing(batch: Callable[[Scene], ForwardBatch], event: Any, message: str) -> None:
     scene, log = Scene(), []
     planner = PlanStream(ChainVerify(scene.pool, D, [1, 2]))
     with pytest.raises(ValueError, match=message):
-        planner.run(batch(scene), lambda buffers: log.append("draft"), lambda planned: log.append("verify"))
+        planner.run(batch(scene), log.append, log.append, event)
     assert log == []
 
 
@@ -310,9 +327,7 @@ def test_the_mask_of_any_tree(batch_size: int, d: int, seed: int) -> None:
     packed = pack_tree_mask(torch.tensor(forests, dtype=torch.int64).view(batch_size, d))
     assert packed.dtype == torch.uint16
     assert packed.shape == (batch_size, d, 2 * -(-d // 32))
-    if batch_size:
-        masks = [[[k in ancestors(forest, j) for k in range(d)] for j in range(d)] for forest in forests]
-        assert torch.equal(packed, pack_mask(masks))
+    assert batch_size == 0 or torch.equal(packed, masks_of(forests))
 
 
 @pytest.mark.parametrize("d", [1, 4, 16, 17, 33, 40])
@@ -326,100 +341,55 @@ def test_the_mask_is_written_in_place() -> None:
     assert out.tolist() == [[[0b0001, 0], [0b0011, 0], [0b0101, 0], [0b1000, 0]]]
 
 
-class NoHostRead(TorchDispatchMode):
-    """Raises where the host would have to wait for a number."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
-            raise AssertionError(f"{func} reads the device")
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("builder", list(MetadataBuilder))
-def test_nothing_is_read_on_the_host(builder: MetadataBuilder) -> None:
-    scene = Scene()
-    backend, batch = tree(scene, attention=TRTLLMMHABackend(builder=builder)), scene.batch(20, 21, 22)
-    with NoHostRead():
-        planned = PlanStream(backend).run(batch, no_draft, lambda planned: planned)
-    assert planned.metadata.cache_seqlens_int32[:3].tolist() == [24, 25, 26]
-    with NoHostRead(), pytest.raises(AssertionError, match="reads the device"):
-        planned.metadata.cache_seqlens_int32[0].item()
-
-
 # --- what is planned --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sliding_window", [False, True])
-@pytest.mark.parametrize("builder", list(MetadataBuilder))
+@each_builder
 def test_planned_metadata_are_right_whatever_was_planned_before(builder: MetadataBuilder, sliding_window: bool) -> None:
+    """And the host reads nothing."""
     scene = Scene(sliding_window=sliding_window)
-    planner = PlanStream(chain(scene, attention=TRTLLMMHABackend(builder=builder)))
+    planner = PlanStream(chain(scene, attention=built_by(builder)))
+    sizes = []
     for batch in (scene.batch(44, 31, 30, 29), scene.batch(16, 15), scene.batch(12, 13, 1, first_request=1)):
-        planned = planner.run(batch, no_draft, lambda planned: planned)
-        assert planned.batch.batch_size == planner.backend.planned(batch.batch_size).batch.batch_size
-        assert planned.batch.seq_lens[: batch.batch_size].tolist() == batch.seq_lens.tolist()
-        assert planned.batch.seq_lens[batch.batch_size :].tolist() == [1] * (
-            planned.batch.batch_size - batch.batch_size
-        )
-        assert_live_cells_right(planned.metadata, forward_metadata(planned.batch, scene.pool))
+        with ForbidHostReads():
+            plan = planner.run(batch, no_draft, planned)
+        sizes.append(plan.batch.batch_size)
+        assert plan.batch.seq_lens.tolist() == batch.seq_lens.tolist() + [1] * (sizes[-1] - batch.batch_size)
+        assert_live_cells_right(plan.metadata, forward_metadata(plan.batch, scene.pool))
+    assert sizes == [4, 2, 4]
 
 
 def test_mla_chains_are_planned_too() -> None:
-    """Lengths, and the pages of the largest captured size, padded requests on the sink."""
-    pool = KVPool(num_requests=3, max_context_len=96, page_size=32, num_pages=10)
-    rows = [pool.add_request(96) for _ in range(3)]
-    batch = ForwardBatch(
-        forward_mode=ForwardMode.TARGET_VERIFY,
-        req_pool_indices=torch.tensor(rows),
-        seq_lens=torch.tensor([30, 60, 90]),
-        out_cache_loc=torch.cat([pool.slots(row, n, n + D) for row, n in zip(rows, (30, 60, 90), strict=True)]),
-        num_tokens=3 * D,
-        spec_info=SpecInfo(num_draft_tokens=D),
-    )
-    planned = PlanStream(ChainVerify(pool, D, [4], TRTLLMMLABackend())).run(batch, no_draft, lambda planned: planned)
-    assert planned.metadata.seq_lens_k.tolist() == [34, 64, 94, 1 + D]
-    expected = [row[:n] for row, n in zip((pool.req_to_token[rows, ::32] // 32).tolist(), (2, 2, 3), strict=True)]
-    assert [row[:n] for row, n in zip(planned.metadata.block_kv_indices.tolist(), (2, 2, 3), strict=False)] == expected
-    assert planned.metadata.block_kv_indices[3, 0] == 0
+    """A padded request is on the sink."""
+    batch, pool = build(Case(ForwardMode.TARGET_VERIFY, (34, 64, 94), (), D, page_size=32, sliding_window=False))
+    plan = PlanStream(ChainVerify(pool, D, [4], TRTLLMMLABackend())).run(batch, no_draft, planned)
+    assert plan.metadata.seq_lens_k.tolist() == [34, 64, 94, 1 + D]
+    assert_mla_live_cells_right(plan.metadata, mla_truth(plan.batch, pool, TRTLLMMLABackend().attention))
 
 
-def test_a_chain_sees_what_is_before_it() -> None:
-    scene = Scene()
-    lens = (12, 13, 44)
+def test_rows_see_their_ancestors() -> None:
+    """Of a chain those before them; of trees whatever was drafted before, and a padded request keeps its chain."""
+    scene, lens = Scene(), (12, 13, 44)
     seen = PlanStream(chain(scene)).run(scene.batch(*lens), no_draft, scene.seen)
-    assert seen[: 3 * D] == [set(range(n + j + 1)) for n in lens for j in range(D)]
-
-
-FORESTS = [TREE, [-1, 0, 1, 2], [3, 0, -1, 2]]
-
-
-def test_a_tree_sees_its_ancestors() -> None:
-    scene = Scene()
-    lens = (12, 13, 44)
+    assert seen[: 3 * D] == keys_of_trees(lens, [CHAIN] * 3)
     planner = PlanStream(tree(scene))
     for forests in (FORESTS, FORESTS[::-1]):
-        seen = planner.run(scene.batch(*lens), draft_of(forests), scene.seen)
-        expected = [keys for n, forest in zip(lens, forests, strict=True) for keys in keys_of_a_tree(n, forest)]
-        assert seen[: 3 * D] == expected
+        plan = planner.run(scene.batch(*lens), draft_of(forests), planned)
+        assert scene.seen(plan)[: 3 * D] == keys_of_trees(lens, forests)
+        assert plan.mask is not None
+        assert torch.equal(plan.mask[3:], causal_mask(1, D, CPU))
 
 
-def test_a_padded_request_keeps_its_chain() -> None:
-    scene = Scene()
-    planned = PlanStream(tree(scene)).run(scene.batch(12, 13, 44), draft_of(FORESTS), lambda planned: planned)
-    assert planned.mask is not None
-    assert torch.equal(planned.mask[3:], causal_mask(1, D, CPU))
-
-
-class ForgetsTheFixUp(PlanStream):
-    def _fix_up(self, planned: PlannedVerify) -> None:
-        pass
+def without(method: str) -> type[PlanStream]:
+    """A plan stream that leaves one of its steps out."""
+    return type(f"Without{method}", (PlanStream,), {method: lambda *_: None})
 
 
 def test_a_fix_up_that_is_forgotten_shows() -> None:
     scene = Scene()
-    seen = ForgetsTheFixUp(tree(scene)).run(scene.batch(12), draft_of([TREE]), scene.seen)
-    assert seen == keys_of_a_tree(12, [-1, 0, 1, 2])  # the chain that was there before
-    assert seen != keys_of_a_tree(12, TREE)
+    seen = without("_fix_up")(tree(scene)).run(scene.batch(12), draft_of([TREE]), scene.seen)
+    assert seen == keys_of_trees([12], [CHAIN]) != keys_of_trees([12], [TREE])
 
 
 # --- no draft reaches it ----------------------------------------------------------------------------------------------
@@ -427,7 +397,7 @@ def test_a_fix_up_that_is_forgotten_shows() -> None:
 
 @dataclass(frozen=True, eq=False)
 class RandomDraft:
-    """Tokens, positions and trees; it writes K/V of its tokens as a draft model does, and fills what it is handed."""
+    """Tokens, positions and trees; it writes K/V of its tokens as a draft model does, and fills the buffers it gets."""
 
     scene: Scene
     batch: ForwardBatch
@@ -445,25 +415,26 @@ class RandomDraft:
                 buffer[:bs].copy_(contents)
 
 
-def planned_under_random_drafts(scene: Scene, backend: VerifyBackend, count: int = 12) -> list[dict[str, Tensor]]:
+def differing(scene: Scene, backend: VerifyBackend) -> tuple[set[str], set[str]]:
+    """Return the names of all planned tensors, and of those that random drafts change in a bit."""
     batch = scene.batch(12, 28, 44)
-    return verify_metadata_under(PlanStream(backend), batch, [RandomDraft(scene, batch, seed) for seed in range(count)])
+    first, *others = verify_metadata_under(
+        PlanStream(backend), batch, [RandomDraft(scene, batch, seed) for seed in range(12)]
+    )
+    assert all(each.keys() == first.keys() for each in others)
+    return set(first), {name for each in others for name in first if not torch.equal(first[name], each[name])}
 
 
-def differing(planned: Sequence[dict[str, Tensor]]) -> set[str]:
-    """Names of tensors that are not the same in all, bit for bit."""
-    first = planned[0]
-    return {name for each in planned for name in first.keys() | each.keys() if not torch.equal(first[name], each[name])}
-
-
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("sliding_window", [False, True])
-@pytest.mark.parametrize("builder", list(MetadataBuilder))
-def test_no_draft_reaches_a_chains_metadata(builder: MetadataBuilder, sliding_window: bool) -> None:
-    scene = Scene(sliding_window=sliding_window)
-    planned = planned_under_random_drafts(scene, chain(scene, attention=TRTLLMMHABackend(builder=builder)))
-    window = {"swa_page_table", "swa_out_cache_loc"} if sliding_window else set()
-    assert planned[0].keys() == {"cache_seqlens_int32", "cu_seqlens_q", "cu_seqlens_k", "page_table"} | window
-    assert differing(planned) == set()
+@each_builder
+def test_no_draft_reaches_the_metadata(builder: MetadataBuilder, sliding_window: bool, device: str) -> None:
+    """Of a tree nothing but the mask depends on the draft."""
+    scene = Scene(device, sliding_window)
+    names = {"cache_seqlens_int32", "cu_seqlens_q", "cu_seqlens_k", "page_table"}
+    names |= {"swa_page_table", "swa_out_cache_loc"} if sliding_window else set()
+    assert differing(scene, chain(scene, attention=built_by(builder))) == (names, set())
+    assert differing(scene, tree(scene, attention=built_by(builder))) == (names | {"mask"}, {"mask"})
 
 
 def test_the_drafts_do_reach_the_output() -> None:
@@ -472,11 +443,6 @@ def test_the_drafts_do_reach_the_output() -> None:
     planner, batch = PlanStream(chain(scene)), scene.batch(12, 28, 44)
     outs = [planner.run(batch, RandomDraft(scene, batch, seed), scene.attend)[0] for seed in range(2)]
     assert not torch.equal(outs[0], outs[1])
-
-
-def test_of_a_tree_nothing_but_the_mask_depends_on_the_draft() -> None:
-    scene = Scene()
-    assert differing(planned_under_random_drafts(scene, tree(scene))) == {"mask"}
 
 
 class LengthsFromPositions(ChainVerify):
@@ -498,14 +464,13 @@ class LengthsFromPositions(ChainVerify):
 
 def test_metadata_that_depend_on_the_draft_are_noticed() -> None:
     scene = Scene()
-    assert differing(planned_under_random_drafts(scene, LengthsFromPositions(scene.pool, D, [NUM_REQUESTS]))) == {
-        "cache_seqlens_int32"
-    }
+    _, changed = differing(scene, LengthsFromPositions(scene.pool, D, [NUM_REQUESTS]))
+    assert changed == {"cache_seqlens_int32"}
 
 
 # --- streams and events -----------------------------------------------------------------------------------------------
 
-# About 50 ms on a GPU of 2 GHz: long beside what the host needs to launch an iteration.
+# About 50 ms on a GPU of 2 GHz: long compared with what the host needs to launch an iteration.
 LONG_CYCLES = 100_000_000
 
 
@@ -537,25 +502,8 @@ class TimedChain(ChainVerify):
                 torch.cuda._sleep(self.plan_cycles)
             return super(TimedChain, self).plan(batch)
 
-        self.span, planned = timed(launch)
-        return planned
-
-
-class StartsAtOnce(PlanStream):
-    """As SGLang 0.5.13: the plan waits for no input."""
-
-    def _wait_for_start(self, stream: Any, inputs_final: Any) -> None:
-        pass
-
-
-class SkipsTheWaitBeforeVerify(PlanStream):
-    def _wait_for_plan(self) -> None:
-        pass
-
-
-class OverwritesWhatVerifyReads(PlanStream):
-    def _wait_for_verified(self, stream: Any) -> None:
-        pass
+        self.span, plan = timed(launch)
+        return plan
 
 
 def long_draft(buffers: VerifyBuffers) -> None:
@@ -563,18 +511,13 @@ def long_draft(buffers: VerifyBuffers) -> None:
 
 
 def handed(planned: PlannedVerify) -> PlannedVerify:
-    """A verify pass that copies, when it runs, what it was handed."""
-    metadata = type(planned.metadata)(
-        **{
-            name: value.clone() if isinstance(value, Tensor) else value
-            for name, value in vars(planned.metadata).items()
-        }
-    )
-    return PlannedVerify(planned.batch, metadata)
+    """A verify pass that copies, when it runs, the metadata that it was given."""
+    copies = {name: tensor.clone() for name, tensor in tensors_of(planned.metadata).items()}
+    return PlannedVerify(planned.batch, replace(planned.metadata, **copies))
 
 
 def is_right(scene: Scene, planned: PlannedVerify, batch: ForwardBatch) -> bool:
-    """The check of all tests below: whether verify was handed the metadata of its own batch."""
+    """The check of all tests below: whether verify was given the metadata of its own batch."""
     try:
         assert_live_cells_right(planned.metadata, forward_metadata(batch, scene.pool))
     except AssertionError:
@@ -591,19 +534,15 @@ def warmed_up(planner: PlanStream, scene: Scene) -> PlanStream:
 
 def test_the_check_tells_two_batches_apart() -> None:
     scene = Scene()
-    planned = PlanStream(chain(scene)).run(scene.batch(30, 20), no_draft, handed)
-    assert is_right(scene, planned, scene.batch(30, 20))
-    assert not is_right(scene, planned, scene.batch(1, 2, first_request=2))
+    plan = PlanStream(chain(scene)).run(scene.batch(30, 20), no_draft, handed)
+    assert is_right(scene, plan, scene.batch(30, 20))
+    assert not is_right(scene, plan, scene.batch(1, 2, first_request=2))
 
 
-class Waits:
+class Waits(list[Any]):
     """A stream that lists what it waits for."""
 
-    def __init__(self) -> None:
-        self.events: list[Any] = []
-
-    def wait_event(self, event: Any) -> None:
-        self.events.append(event)
+    wait_event = list.append
 
 
 @pytest.mark.parametrize(
@@ -613,7 +552,6 @@ class Waits:
         (PlanStart.AFTER_DRAFT, ["draft ended"], ["draft ended", "caller's"]),
         (PlanStart.AFTER_INPUTS, ["inputs final"], ["caller's"]),
     ],
-    ids=lambda each: each.name if isinstance(each, PlanStart) else "",
 )
 def test_every_plan_waits_for_inputs_that_the_caller_says_are_final(
     start: PlanStart, without: list[str], with_it: list[str]
@@ -621,89 +559,75 @@ def test_every_plan_waits_for_inputs_that_the_caller_says_are_final(
     planner: Any = PlanStream(chain(Scene()), start)
     planner._events = {moment: moment.value for moment in _Moment}
     for given_event, expected in ((None, without), ("caller's", with_it)):
-        stream: Any = Waits()
+        stream = Waits()
         planner._wait_for_start(stream, given_event)
-        assert stream.events == expected
+        assert stream == expected
 
 
-def test_an_event_on_a_cpu_is_refused_before_anything_runs() -> None:
-    scene, event = Scene(), "an event"
-    log: list[Any] = []
-    with pytest.raises(ValueError, match="inputs_final='an event', but nothing waits on a cpu: leave it out"):
-        PlanStream(chain(scene)).run(scene.batch(20), log.append, log.append, event)  # type: ignore[arg-type]
-    assert log == []
-
-
-on_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="runs two CUDA streams, and there is no GPU here"),
-]
-
-
-def on_cuda(function: Any) -> Any:
-    for mark in on_gpu:
-        function = mark(function)
-    return function
+on_cuda = pytest.mark.parametrize("scene", [pytest.param("cuda", marks=ON_GPU)], indirect=True)
 
 
 @pytest.fixture
-def scene() -> Scene:
-    return Scene(torch.device("cuda"))
+def scene(request: pytest.FixtureRequest) -> Scene:
+    return Scene(request.param)
+
+
+def needed(method: str) -> pytest.MarkDecorator:
+    """The test is right with the plan stream, and wrong with one that leaves a step out."""
+    return pytest.mark.parametrize(
+        ("planner", "right"), [(PlanStream, True), (without(method), False)], ids=["with", "without"]
+    )
 
 
 def timed_chain(scene: Scene, builder: MetadataBuilder = MetadataBuilder.FUSED) -> TimedChain:
-    return TimedChain(scene.pool, D, [2], TRTLLMMHABackend(builder=builder))
+    return TimedChain(scene.pool, D, [2], built_by(builder))
 
 
 @on_cuda
-@pytest.mark.parametrize("builder", list(MetadataBuilder))
-@pytest.mark.parametrize("start", list(PlanStart))
+@each_builder
+@pytest.mark.parametrize("start", PlanStart)
 def test_where_a_plan_runs_beside_a_long_draft(scene: Scene, start: PlanStart, builder: MetadataBuilder) -> None:
     backend = timed_chain(scene, builder)
     planner = warmed_up(PlanStream(backend, start), scene)
     spans: list[Span] = []
     batch = scene.batch(30, 20)
-    planned = planner.run(batch, lambda buffers: spans.append(timed(lambda: long_draft(buffers))[0]), handed)
+    plan = planner.run(batch, lambda buffers: spans.append(timed(lambda: long_draft(buffers))[0]), handed)
     torch.cuda.synchronize()
-    (draft,), plan = spans, backend.span
+    (draft,), span = spans, backend.span
     assert draft.start.elapsed_time(draft.end) > 10  # ms: the draft was long
-    overlaps = plan.end.elapsed_time(draft.end) > 0  # planned before the draft had ended
+    overlaps = span.end.elapsed_time(draft.end) > 0  # planned before the draft had ended
     assert overlaps == (start is PlanStart.AFTER_INPUTS)
-    assert overlaps or draft.end.elapsed_time(plan.start) >= 0
-    assert is_right(scene, planned, batch)
+    assert overlaps or draft.end.elapsed_time(span.start) >= 0
+    assert is_right(scene, plan, batch)
 
 
 @on_cuda
-@pytest.mark.parametrize(
-    ("planner", "right"), [(PlanStream, True), (SkipsTheWaitBeforeVerify, False)], ids=["waits", "does not wait"]
-)
+@needed("_wait_for_plan")
 def test_verify_waits_for_the_plan(scene: Scene, planner: type[PlanStream], right: bool) -> None:
     backend = timed_chain(scene)
     ready = warmed_up(planner(backend), scene)
     backend.plan_cycles = LONG_CYCLES
     batch = scene.batch(30, 20)
-    planned = ready.run(batch, no_draft, handed)
+    plan = ready.run(batch, no_draft, handed)
     torch.cuda.synchronize()
-    assert is_right(scene, planned, batch) == right
+    assert is_right(scene, plan, batch) == right
 
 
 @on_cuda
-@pytest.mark.parametrize(
-    ("planner", "right"), [(PlanStream, True), (StartsAtOnce, False)], ids=["waits", "does not wait"]
-)
+@needed("_wait_for_start")  # as SGLang 0.5.13 leaves it out
 def test_a_plan_waits_for_its_inputs(scene: Scene, planner: type[PlanStream], right: bool) -> None:
     ready = warmed_up(planner(timed_chain(scene)), scene)
     batch, final = scene.batch(1, 1), scene.batch(30, 20)
     torch.cuda.synchronize()
     torch.cuda._sleep(LONG_CYCLES)  # the verify before, whose acceptance makes the lengths
     batch.seq_lens.copy_(final.seq_lens)
-    planned = ready.run(batch, no_draft, handed)
+    plan = ready.run(batch, no_draft, handed)
     torch.cuda.synchronize()
-    assert is_right(scene, planned, final) == right
+    assert is_right(scene, plan, final) == right
 
 
 @on_cuda
-@pytest.mark.parametrize("start", list(PlanStart))
+@pytest.mark.parametrize("start", PlanStart)
 @pytest.mark.parametrize("said", [True, False], ids=["event", "no event"])
 def test_every_plan_waits_for_inputs_made_on_another_stream(scene: Scene, start: PlanStart, said: bool) -> None:
     """Nothing on the forward stream waits for them, so without the caller's event the plan reads what was there before."""
@@ -715,15 +639,13 @@ def test_every_plan_waits_for_inputs_made_on_another_stream(scene: Scene, start:
         torch.cuda._sleep(LONG_CYCLES)
         batch.seq_lens.copy_(final.seq_lens)
         inputs_final.record()
-    planned = ready.run(batch, no_draft, handed, inputs_final if said else None)
+    plan = ready.run(batch, no_draft, handed, inputs_final if said else None)
     torch.cuda.synchronize()
-    assert is_right(scene, planned, final) == said
+    assert is_right(scene, plan, final) == said
 
 
 @on_cuda
-@pytest.mark.parametrize(
-    ("planner", "right"), [(PlanStream, True), (OverwritesWhatVerifyReads, False)], ids=["waits", "does not wait"]
-)
+@needed("_wait_for_verified")
 def test_a_plan_waits_for_the_verify_before(scene: Scene, planner: type[PlanStream], right: bool) -> None:
     """Two batches take turns, and the second's inputs were final before the first was verified."""
     ready = warmed_up(planner(timed_chain(scene)), scene)
@@ -744,44 +666,18 @@ def test_a_plan_waits_for_the_verify_before(scene: Scene, planner: type[PlanStre
 
 
 @on_cuda
-@pytest.mark.parametrize(
-    ("planner", "right"), [(PlanStream, True), (ForgetsTheFixUp, False)], ids=["fixes up", "forgets it"]
-)
+@needed("_fix_up")
 def test_a_tree_is_packed_behind_a_long_draft(scene: Scene, planner: type[PlanStream], right: bool) -> None:
     """The draft writes the tree when it ends, long after the plan."""
-    ready = warmed_up(planner(tree(scene)), scene)
-    parents = torch.tensor([TREE, [3, 0, -1, 2]], device="cuda")
-
-    def draft(buffers: VerifyBuffers) -> None:
-        long_draft(buffers)
-        assert buffers[0] is not None
-        buffers[0][:2].copy_(parents)
-
-    batch = scene.batch(30, 20)
-    mask = ready.run(batch, draft, lambda planned: planned.tensors()["mask"].clone())
+    ready, forests = warmed_up(planner(tree(scene)), scene), FORESTS[::2]
+    draft = draft_of(forests, long_draft, scene.pool.device)
+    mask = ready.run(scene.batch(30, 20), draft, lambda planned: planned.tensors()["mask"].clone())
     torch.cuda.synchronize()
-    expected = [[[k in ancestors(forest, j) for k in range(D)] for j in range(D)] for forest in parents.tolist()]
-    assert torch.equal(mask.cpu(), pack_mask(expected)) == right
+    assert torch.equal(mask.cpu(), masks_of(forests)) == right
 
 
 @on_cuda
 def test_an_iteration_never_waits_on_the_host(scene: Scene) -> None:
     ready, batch = warmed_up(PlanStream(tree(scene)), scene), scene.batch(30, 20)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with synchronisation_is_an_error():
         ready.run(batch, no_draft, handed)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@on_cuda
-@pytest.mark.parametrize("builder", list(MetadataBuilder))
-def test_no_draft_reaches_a_chains_metadata_on_a_gpu(scene: Scene, builder: MetadataBuilder) -> None:
-    batch = scene.batch(12, 28, 44)
-    drafts = [RandomDraft(scene, batch, seed) for seed in range(20)]
-    for backend, expected in (
-        (chain(scene, attention=TRTLLMMHABackend(builder=builder)), set()),
-        (tree(scene, attention=TRTLLMMHABackend(builder=builder)), {"mask"}),
-    ):
-        assert differing(verify_metadata_under(PlanStream(backend), batch, drafts)) == expected
