@@ -1,4 +1,6 @@
-"""Work to judge and to time: real models' geometries, batches written down or drawn from traces, named passes over them."""
+"""The work that is judged and timed: geometries of real models, batches (written down or drawn from traces), and
+named passes.
+"""
 
 from lab.workloads.batches import Batch, parse_batch, sweep
 from lab.workloads.forward_case import ForwardCase

@@ -1,4 +1,4 @@
-"""One attention call as data: its function, the lengths of its requests, and its tensors' contents and storage."""
+"""One attention call as data: its function, the lengths of its requests, and the contents and storage of its tensors."""
 
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
@@ -11,7 +11,7 @@ from lab.workloads.interfaces import ATTENTION, Interface
 
 
 class Contents(NamedEnum):
-    """Numbers in query, keys and values."""
+    """Which numbers query, keys and values contain."""
 
     RANDOM = "N(0, 1) throughout: what rounding does"
     NEEDLES = "a few keys outweigh all others: those at each row's limits, and those just beyond them"
@@ -27,7 +27,7 @@ class Contents(NamedEnum):
 
 
 class Dead(NamedEnum):
-    """Numbers in cells that no row may read: page tails, and pages that no table names."""
+    """Which numbers are in cells that no row may read: page tails, and pages that no table lists."""
 
     ZERO = "zeros"
     HUGE = "the largest finite values, positive: one of them in a product shows"
@@ -35,7 +35,7 @@ class Dead(NamedEnum):
 
 
 class TableTail(NamedEnum):
-    """Pages in the columns of a page table after a request's last page."""
+    """Which page ids are in the columns of a page table after a request's last page."""
 
     FOREIGN = "live pages of other requests, as a replayed table's stale columns do"
     NEGATIVE = "-1"
@@ -44,18 +44,18 @@ class TableTail(NamedEnum):
 
 @dataclass(frozen=True)
 class Storage:
-    """The layout of K and V in memory. It may change results by rounding alone.
+    """How K and V are stored in memory. The storage may change results only by rounding.
 
     Attributes:
         page_size: tokens per page, a power of two.
-        kv_layout: "HND" or "NHD", the order of a page's axes; MLA has none.
-        dead: what dead cells hold.
-        table_tail: what dead columns of the page table hold.
-        spare_columns: dead columns after the longest request's pages.
-        page_seed: of the shuffle of the pages.
-        gaps_in_scale_factors: an NVFP4 cache's scale factors lie in pages twice as large as they need.
-        stacked: [num_pages, 2, ...], V's page after each of K's, rather than two halves of one allocation.
-        first_page: pages before the first that is used, to place the others far from the pool's start.
+        kv_layout: "HND" or "NHD", the order of a page's axes; not used for MLA.
+        dead: which numbers dead cells hold.
+        table_tail: which page ids dead columns of the page table hold.
+        spare_columns: number of columns after the longest request's pages.
+        page_seed: seed of the order of the pages.
+        gaps_in_scale_factors: the pages of an NVFP4 cache's scale factors are twice as large as needed.
+        stacked: K and V are one tensor [num_pages, 2, ...], with V's page after K's. Otherwise they are two tensors.
+        first_page: number of unused pages at the start of the pool, so that the used pages lie far from its start.
     """
 
     page_size: int = 16
@@ -80,25 +80,26 @@ class Storage:
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """One call as data; its `repr` makes it again, defaults left out.
+    """One call as data. Its `repr` is an expression that makes it again; defaults are left out.
 
     Attributes:
         interface: DECODE, CONTEXT or MLA_DECODE.
-        kv_lens: keys of each request, its query rows' own included; may be 0, or less than its rows.
-        q_lens: query rows of each request, perhaps 0; equal for DECODE and MLA_DECODE unless `offsets`.
-        num_kv_heads, group: K/V heads, and query heads of each.
-        head_dim: of queries and keys.
-        v_head_dim: of values and outputs; for MLA, where V is the first so many elements of K. Else None: head_dim.
-        dtype, kv_dtype: of query and output, and of the cache; uint8 is NVFP4.
-        arithmetic: what the control rounds the operands of both products to; None: dtype. Lower where a kernel is known to.
-        window_left: keys to the left of a row that it sees; -1 for all.
-        sinks: a logit per head in the softmax's denominator.
-        offsets: a decode call says its rows by `cum_seq_lens_q`, as a context call always does.
-        contents, seed: what the tensors hold.
+        kv_lens: keys of each request, including the tokens of its query rows. May be 0, or less than the number of rows.
+        q_lens: query rows of each request; may be 0. Equal for all requests in DECODE and MLA_DECODE without `offsets`.
+        num_kv_heads, group: K/V heads, and query heads per K/V head.
+        head_dim: head_dim of queries and keys.
+        v_head_dim: head_dim of values and outputs, for MLA: V is the first `v_head_dim` elements of K. None: `head_dim`.
+        dtype, kv_dtype: dtype of query and output, and dtype of the cache; uint8 is NVFP4.
+        arithmetic: the dtype to which the control rounds the operands of both products, as the kernel is known to do; None:
+            `dtype`.
+        window_left: how many keys before its own position a row sees; -1 for all.
+        sinks: True if each head has one more logit in the softmax's denominator.
+        offsets: a decode call gives the rows of each request by `cum_seq_lens_q`, as a context call always does.
+        contents, seed: which numbers the tensors contain, and the seed with which they are drawn.
         storage: how K and V are stored.
 
     Raises:
-        ValueError: numbers that make no call.
+        ValueError: the numbers contradict each other or are out of range.
     """
 
     interface: Interface
@@ -169,7 +170,7 @@ class AttentionCase:
 
 
 def short_repr(case: Any) -> str:
-    """Return an expression that makes a frozen dataclass again, fields at their default left out."""
+    """Return an expression that makes a frozen dataclass again. Fields at their default are left out."""
     shown = []
     for each in fields(case):
         value = getattr(case, each.name)

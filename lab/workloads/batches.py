@@ -1,13 +1,13 @@
 """Batches written down, in the grammar of vLLM's attention benchmarks (`benchmarks/attention_benchmarks/batch_spec.py`).
 
-A batch is groups joined with `_`, each `[count]q<q_len>[k][s<kv_len>[k]]`: so many requests with so many query rows over so
-many keys. The count is 1 if left out; `k` stands for 1024; the keys include the query rows' own and are just those if left
-out.
+A batch is groups joined with `_`. A group is `[count]q<q_len>[k][s<kv_len>[k]]`: `count` requests with `q_len` query rows each
+and `kv_len` keys each. The count is 1 if left out. `k` stands for 1024. The keys include the query rows' own keys; if `kv_len`
+is left out, they are the only keys.
 
     q2k              one prompt of 2,048 tokens
     8q1s1k           8 decoding requests, each with 1,024 tokens once the new one is counted
     2q2k_32q1s1k     two prompts and 32 decoding requests
-    8q2ks4k          8 chunks of 2,048 tokens, each after 2,048 that are cached
+    8q2ks4k          8 chunks of 2,048 tokens, each after 2,048 cached tokens
 """
 
 import re
@@ -20,14 +20,15 @@ _GROUP = re.compile(r"(?P<count>[0-9]*)q(?P<q_len>[0-9]+k?)(s(?P<kv_len>[0-9]+k?
 
 @dataclass(frozen=True, repr=False)
 class Batch:
-    """Query rows and keys of each request; `str` is its shortest text in the grammar, `repr` an expression with it.
+    """Query rows and keys of each request. `str` gives its shortest text in the grammar, `repr` an expression with that text.
 
     Attributes:
-        q_lens: query rows of each request, the tokens that are new in this pass; at least one request.
+        q_lens: query rows of each request: the tokens that are new in this pass. There is at least one request.
         kv_lens: tokens of each request, the new ones included.
 
     Raises:
-        ValueError: an empty batch, other than one length of each kind per request, no query row, or fewer keys than rows.
+        ValueError: the batch is empty, the two tuples differ in length, or a request has no query row or fewer keys than query
+            rows.
     """
 
     q_lens: tuple[int, ...]
@@ -59,10 +60,10 @@ class Batch:
 
 
 def parse_batch(text: str) -> Batch:
-    """Return the batch that a text in the module's grammar describes, requests in the order of its groups.
+    """Return the batch that a text in the module's grammar describes. Requests are in the order of the groups.
 
     Raises:
-        ValueError: a group is damaged, of no requests, or has lengths that no request has; names the group.
+        ValueError: a group cannot be parsed, has no requests, or has impossible lengths. The message names the group.
     """
     groups = [_parse_group(group) for group in text.split("_")]
     return Batch(
@@ -74,10 +75,10 @@ def parse_batch(text: str) -> Batch:
 def sweep(
     num_requests: Sequence[int] = (1, 8, 64), kv_lens: Sequence[int] = (4096, 81920), q_lens: Sequence[int] = (1, 4)
 ) -> tuple[Batch, ...]:
-    """Return batches of equal requests over a cross product, the last argument varying fastest.
+    """Return a batch of equal requests for each combination of the arguments. The last argument varies fastest.
 
     Raises:
-        ValueError: a batch of no requests, or fewer keys than query rows.
+        ValueError: a batch has no requests, or fewer keys than query rows.
     """
     return tuple(
         Batch((q_len,) * count, (kv_len,) * count) for count, kv_len, q_len in product(num_requests, kv_lens, q_lens)
@@ -85,7 +86,7 @@ def sweep(
 
 
 def _parse_group(group: str) -> tuple[int, int, int]:
-    """Return count, q_len and kv_len."""
+    """Return (count, q_len, kv_len)."""
     match = _GROUP.fullmatch(group)
     if match is None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Speculative iterations by name: their requests, and the metadata that is made for them.
+"""Speculative iterations by name. A name says which requests an iteration has, and which metadata is made for it.
 
 ::
 
@@ -62,16 +62,16 @@ _TRACED = re.compile(r"trace(?P<count>[0-9]+)")
 
 @dataclass(frozen=True)
 class DraftCase:
-    """The requests of one speculative iteration, and how far it drafts.
+    """The requests of one speculative iteration, and the number of its draft steps.
 
     Attributes:
-        prefix_lens: tokens of each request up to the last accepted one.
+        prefix_lens: tokens of each request up to the last accepted token.
         num_steps: ``speculative_num_steps``.
         page_size: tokens per page.
-        max_context_len: columns of ``req_to_token``, which page tables are as wide as.
+        max_context_len: columns of ``req_to_token``. Page tables cover the same number of tokens.
 
     Raises:
-        ValueError: no request, or one that has no room for its draft.
+        ValueError: there is no request, or a request has no room for its draft.
     """
 
     prefix_lens: tuple[int, ...]
@@ -91,19 +91,19 @@ class DraftCase:
 
     @property
     def num_draft_tokens(self) -> int:
-        """Return the rows per request in verification: the last accepted token and one per step of a chain."""
+        """Return the rows per request in verification: one for the last accepted token and one per draft step."""
         return self.num_steps + 1
 
 
 @dataclass(frozen=True)
 class DraftScenario:
-    """A parsed name.
+    """A scenario, as parsed from its name.
 
     Attributes:
-        kind: a key of `CHOICES`.
-        choices: one of each tuple that the kind has there.
-        case: the iteration.
-        eager: the metadata goes to fresh buffers.
+        kind: the kind of metadata, a key of `CHOICES`.
+        choices: the choices of that kind: one element of each tuple in `CHOICES[kind]`.
+        case: the requests and draft steps.
+        eager: the metadata is written to new buffers.
     """
 
     kind: str
@@ -117,14 +117,14 @@ def is_draft_scenario(name: str) -> bool:
 
 
 def draft_scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> DraftScenario:
-    """Return the scenario of a name in the module's grammar.
+    """Parse a scenario's name, which is in the module's grammar.
 
     Args:
-        name: of the scenario.
-        trace: what a ``trace<count>`` is drawn from; the lab's own synthetic trace if None.
+        name: the name.
+        trace: the trace from which ``trace<count>`` takes its requests; None: the lab's own synthetic trace.
 
     Raises:
-        ValueError: a part of the name is unknown or damaged; says which and what would be right.
+        ValueError: a part of the name is unknown or malformed. The message says which part, and what would be right.
     """
     with naming_scenario(name):
         kind, *parts = name.split("/")
@@ -154,7 +154,7 @@ def _prefix_lens(text: str, trace: Sequence[TracedRequest] | None) -> tuple[int,
 
 
 def build_verify(case: DraftCase, device: torch.device) -> tuple[ForwardBatch, KVPool]:
-    """Return the iteration's TARGET_VERIFY batch, lengths without the drafted tokens, and its pool with shuffled pages.
+    """Return the iteration's TARGET_VERIFY batch, and its pool with shuffled pages. Lengths do not count the drafted tokens.
 
     The draft tokens' slots are allocated, as the engine does before it drafts.
     """
@@ -169,7 +169,9 @@ def build_verify(case: DraftCase, device: torch.device) -> tuple[ForwardBatch, K
 
 
 def draft_decode(verify: ForwardBatch) -> ForwardBatch:
-    """Return the DECODE batch of the same requests' draft steps; its write locations are the first step's."""
+    """Return the DECODE batch of the draft steps, with the requests of a verify batch and the write locations of the first
+    step.
+    """
     return replace(
         verify,
         forward_mode=ForwardMode.DECODE,

@@ -1,4 +1,4 @@
-"""One forward pass over paged K and V as data: mode, model, the lengths of its requests, the contents of its tensors."""
+"""One forward pass over paged K and V as data: its mode, model, lengths of requests, and contents of tensors."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,30 +28,34 @@ class ForwardCase(PassCase):
     Attributes:
         mode: one of `ATTENDING_MODES`.
         geometry: a name of `lab.workloads.GEOMETRIES`.
-        prefix_lens, q_lens, draft_step, dtype, kv_dtype, virtual_slots, contents, seed: as in `PassCase`; kv_dtype may be uint8
-            too, NVFP4.
-        topk: branches of each request of a frozen-KV draft, which are rows next to each other: lengths stand for rows then,
-            equal ones for each request. 1 in other modes.
-        page_size, layout: of the K/V pool; tokens per page, a power of two.
-        tensor_parallel: the geometry is one rank's slice.
-        sliding_window: a sliding-window layer, reading the sliding-window pool.
-        draft_extend: the call that a draft extend makes, if not the engine's choice. None in other modes.
-        split_mixed_tail: trailing requests of one new token go to the decode call. False but in extends without speculation,
-            and where the query as it is cast and the cache have one dtype (`lab.metadata.mha.settings.splits_mixed_tail`).
-        num_padding_rows: query rows after the requests', as data parallelism pads an extend, and a planner a ragged
-            verification; the call gets them too.
-        encoder_only: a layer whose rows see all keys of their request, as a block's draft has. False but in extends and in
-            TARGET_VERIFY, without a window.
-        decode_splits: the engine's most calls of a decode, over requests sorted by length. 1 where no decode call is divided.
-        context_parallel: ranks to which the new tokens are dealt in zigzag, in EXTEND and MIXED; 1 for none.
-        query_dtype: e4m3 where the engine casts the query to it over a quantised cache, as SGLang does for trtllm-gen and
-            fmha_v2; else None. Over an NVFP4 cache the output is e4m3 too, before it is converted.
-        arithmetic: what the control rounds the operands of both products to: the dtype of the query as it is cast, or a lower
-            one that the kernel is known to use (XQA on SM90 rounds Q and P to e4m3 for an e4m3 cache and one query token).
+        prefix_lens, q_lens, draft_step, dtype, kv_dtype, virtual_slots, contents, seed: as in `PassCase`; kv_dtype may also be
+            uint8, which is NVFP4.
+        topk: branches of each request in a frozen-KV draft; 1 in other modes. The branches are neighbouring rows, the lengths
+            are lengths of rows, and rows of one request have equal lengths.
+        page_size, layout: tokens per page of the K/V pool, a power of two, and the pool's layout.
+        tensor_parallel: number of ranks; the geometry is one rank's slice.
+        sliding_window: the layer has a sliding window and reads the sliding-window pool.
+        draft_extend: the call that a draft extend makes; None: the engine's choice. None in other modes.
+        split_mixed_tail: trailing requests with one new token go to the decode call. Possible only in extends without
+            speculation, and if the query, after its cast, and the cache have the same dtype
+            (`lab.metadata.mha.settings.splits_mixed_tail`).
+        num_padding_rows: padding rows after the requests' query rows, which the call gets too. Data parallelism pads an extend
+            so, and a planner pads a ragged verification so.
+        encoder_only: rows of the layer see all keys of their request, as in the draft of a block. Possible only in extends and
+            in TARGET_VERIFY, without a window.
+        decode_splits: the number of calls into which the engine divides a decode call, with requests sorted by length; 1: no
+            division.
+        context_parallel: number of ranks among which the new tokens are divided in zigzag order, in EXTEND and MIXED; 1 for
+            none.
+        query_dtype: e4m3 if the engine casts the query to e4m3 over a quantised cache, as SGLang does for trtllm-gen and
+            fmha_v2; else None. Over an NVFP4 cache the output is then e4m3 too, before it is converted.
+        arithmetic: the dtype to which the control rounds the operands of both products: the query's dtype after its cast, or a
+            lower dtype that the kernel is known to use (XQA on SM90 rounds Q and P to e4m3 for an e4m3 cache and one query
+            token).
 
     Raises:
-        TypeError: an argument of another type, or a dtype that the judge has no bound for.
-        ValueError: a number out of range, or an argument that means nothing in the mode and would be ignored.
+        TypeError: an argument has another type, or the judge has no bound for a dtype.
+        ValueError: a number is out of range, or an argument has no meaning in the mode and would be ignored.
     """
 
     mode: ForwardMode
@@ -93,7 +97,7 @@ class ForwardCase(PassCase):
         self._check_storage()
 
     def _check_mode(self) -> None:
-        """Raise ValueError unless the mode computes attention, and every other argument means something in it."""
+        """Raise ValueError unless the mode computes attention and every other argument has a meaning in it."""
         if self.mode not in ATTENDING_MODES:
             raise ValueError(f"{self.mode!r} computes no attention; there is nothing to judge")
         if self.draft_extend is not None:
@@ -199,11 +203,11 @@ class ForwardCase(PassCase):
 
     @cached_property
     def interface(self) -> Interface:
-        """Return the function that the pass calls; a mixed tail that is split off calls DECODE too."""
+        """Return the function that the pass calls. A pass whose mixed tail is split off calls DECODE too."""
         return Interface((self.draft_extend or self.mode.mha_call or AttentionCall.DECODE).value)
 
     def backend(self, implementation: Any = None) -> TRTLLMMHABackend:
-        """Return the engine's backend with the settings of the case, on an implementation of its calls."""
+        """Return the engine's backend with the settings of the case and an implementation of its calls."""
         return TRTLLMMHABackend(
             implementation,
             self.draft_extend,
@@ -226,12 +230,12 @@ class ForwardCase(PassCase):
 
     @property
     def operations(self) -> int:
-        """Return the floating-point operations of both products: 2 · 2 · head_dim per visible pair and query head."""
+        """Return the number of floating-point operations of both products: 2 · 2 · head_dim per visible pair and query head."""
         return 4 * self.model.head_dim * self.model.num_qo_heads * self.visible_pairs
 
     @property
     def bytes_moved(self) -> int:
-        """Return the bytes that must move at least once: visible keys and values and queries read, outputs written."""
+        """Return the bytes that must move at least once: reads of visible keys, values and queries, and writes of outputs."""
         model = self.model
         kv_bytes = 2 * self.visible_keys * model.num_kv_heads * model.head_dim * self.kv_dtype.itemsize
         if self.kv_dtype == NVFP4:

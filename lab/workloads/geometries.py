@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Geometry:
-    """One model's attention.
+    """The sizes of one model's attention.
 
     Attributes:
-        name: in ids and reports.
-        num_qo_heads, num_kv_heads, head_dim: of one layer on one GPU.
+        name: the name in ids and reports.
+        num_qo_heads, num_kv_heads, head_dim: sizes of one layer on one GPU.
         softmax_scale: factor of Q·K^T.
-        sliding_window: keys that a row of a sliding-window layer sees, its own included; None without such layers.
-        has_sinks: one learned logit per query head in the softmax's denominator.
-        source: the Hugging Face configuration that the numbers are from.
+        sliding_window: how many keys a row of a sliding-window layer sees, including its own; None without such layers.
+        has_sinks: each query head has one learned logit in the softmax's denominator.
+        source: the Hugging Face configuration from which the numbers come.
     """
 
     name: str
@@ -33,14 +33,15 @@ class Geometry:
 
     @property
     def window_left(self) -> int:
-        """Return `sliding_window` as kernels count it: keys to the left of a row's own; -1 without a window."""
+        """Return `sliding_window` as kernels count it: the keys before a row's own key; -1 without a window."""
         return -1 if self.sliding_window is None else self.sliding_window - 1
 
     def tensor_parallel(self, size: int) -> "Geometry":
-        """Return one rank's slice: heads divided by `size`; a K/V head is never divided but replicated.
+        """Return one rank's slice: heads divided by `size`. If there are fewer K/V heads than ranks, K/V heads are replicated.
 
         Raises:
-            ValueError: the query heads do not divide, or a rank's heads would span a part of the K/V heads.
+            ValueError: the query heads cannot be divided, or a rank would have a part of the query heads of a K/V head and of
+                another.
         """
         if size < 1 or self.num_qo_heads % size:
             raise ValueError(f"{self.name} has {self.num_qo_heads} query heads; they do not divide over {size} GPUs")
@@ -69,7 +70,7 @@ TINY = re.compile(r"tiny-(\d+)x(\d+)x(\d+)(-sinks)?")
 
 
 def tiny(group: int, num_kv_heads: int, head_dim: int, has_sinks: bool) -> str:
-    """Return the name of a small geometry of the lab's own: "tiny" itself, or with its numbers, as "tiny-4x2x128-sinks"."""
+    """Return the name of a small synthetic geometry: "tiny", or a name with its numbers such as "tiny-4x2x128-sinks"."""
     usual = GEOMETRIES["tiny"]
     if (group, num_kv_heads, head_dim, has_sinks) == (usual.group, usual.num_kv_heads, usual.head_dim, usual.has_sinks):
         return usual.name
@@ -77,10 +78,10 @@ def tiny(group: int, num_kv_heads: int, head_dim: int, has_sinks: bool) -> str:
 
 
 def geometry(name: str) -> Geometry:
-    """Return the geometry of that name, one of `GEOMETRIES` or of `tiny`'s.
+    """Return the geometry with a name of `GEOMETRIES` or of `tiny`.
 
     Raises:
-        ValueError: there is none; lists those there are.
+        ValueError: no geometry has this name. The message lists the names.
     """
     if found := TINY.fullmatch(name):
         group, heads, head_dim = map(int, found.groups()[:3])

@@ -65,8 +65,8 @@ class GraphCase(ReplayCase):
 
     Attributes:
         geometry: a name of `lab.workloads.GEOMETRIES`.
-        sliding_window: a sliding-window layer over its own pool.
-        decode_splits: the engine's most calls of a decode, over requests sorted by length.
+        sliding_window: the layer has a sliding window and a pool of its own.
+        decode_splits: the number of calls into which the engine divides a decode call, with requests sorted by length.
         encoder_only: of a verification, a layer whose rows see all keys of their request.
         virtual_slots: slots of the pool name pages that its `v2p` maps to those of the cache.
     """

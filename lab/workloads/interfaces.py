@@ -1,4 +1,4 @@
-"""The functions that can be judged, by their names."""
+"""The functions that can be judged."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from lab.named_enum import NamedEnum
 
 
 class Interface(NamedEnum):
-    """One function of an implementation; the value is its name."""
+    """A function of an implementation. The value is the function's name."""
 
     DECODE = "trtllm_batch_decode_with_kv_cache"
     CONTEXT = "trtllm_batch_context_with_kv_cache"
@@ -22,5 +22,5 @@ ATTENTION = (Interface.DECODE, Interface.CONTEXT, Interface.MLA_DECODE)
 
 
 def interfaces_of(implementation: Any) -> list[Interface]:
-    """Return the functions that an implementation has."""
+    """Return the judged functions that an implementation has."""
     return [interface for interface in Interface if callable(getattr(implementation, interface.value, None))]

@@ -1,4 +1,4 @@
-"""One forward pass of latent attention (MLA) as data: its mode, the lengths of its requests, the contents of its tensors."""
+"""One forward pass of latent attention (MLA) as data: its mode, lengths of requests, and contents of tensors."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,20 +19,20 @@ class MLACase(PassCase):
     """One forward pass over paged latent entries on the MLA decode kernel, as data.
 
     Attributes:
-        mode: one that runs on that kernel: DECODE, TARGET_VERIFY, RAGGED_VERIFY, DRAFT_EXTEND or DRAFT_EXTEND_V2.
+        mode: a mode that runs on the decode kernel: DECODE, TARGET_VERIFY, RAGGED_VERIFY, DRAFT_EXTEND or DRAFT_EXTEND_V2.
         prefix_lens, q_lens, draft_step, num_draft_tokens, dtype, kv_dtype, virtual_slots, contents, seed: as in
             `PassCase`.
-        attention: the keys that a draft step counts, as SGLang's backend (MLA) or with the drafted ones (MLA_WITH_OFFSET).
+        attention: decides which keys a draft step counts: MLA as in SGLang's backend, MLA_WITH_OFFSET with the drafted keys.
         page_size: tokens per page of one GPU, 32 or 64.
-        num_padding_requests: requests of padding for data parallelism, which the batch gets after its metadata was built.
-        num_padding_rows: query rows after those of a ragged verification, which belong to no request.
+        num_padding_requests: padding requests for data parallelism, which are added after the metadata was built.
+        num_padding_rows: query rows after the requests' rows of a ragged verification, which belong to no request.
         dcp_size: GPUs of decode context parallelism that share each request; 1 for none.
-        query_dtype: e4m3 where the engine casts the query to it over an e4m3 cache, as SGLang does; else None.
-        num_qo_heads, kv_lora_rank, qk_rope_head_dim: of one layer on one GPU; DeepSeek-V3 has 128 heads, 512 and 64.
+        query_dtype: e4m3 if the engine casts the query to e4m3 over an e4m3 cache, as SGLang does; else None.
+        num_qo_heads, kv_lora_rank, qk_rope_head_dim: sizes of one layer on one GPU; DeepSeek-V3 has 128 heads, 512 and 64.
 
     Raises:
-        TypeError: a dtype that the judge has no bound for.
-        ValueError: a number out of range, or an argument that means nothing in the mode.
+        TypeError: the judge has no bound for a dtype.
+        ValueError: a number is out of range, or an argument has no meaning in the mode.
     """
 
     mode: ForwardMode
@@ -79,7 +79,7 @@ class MLACase(PassCase):
         self.check_tensors()
 
     def backend(self, implementation: Any = None) -> TRTLLMMLABackend:
-        """Return the engine's backend with the settings of the case, on an implementation of its call."""
+        """Return the engine's backend with the settings of the case and an implementation of its call."""
         return TRTLLMMLABackend(implementation, self.attention, query_dtype=self.query_dtype or self.dtype)
 
     @property
@@ -89,15 +89,15 @@ class MLACase(PassCase):
 
     @property
     def softmax_scale(self) -> float:
-        """Return the scale of a head before absorption.
+        """Return the softmax's scale, which follows from the head_dim before absorption.
 
-        Its part without position is a quarter of the latent vector, as DeepSeek-V3's.
+        The part of a key without rotary position has a quarter of the latent vector's elements, as in DeepSeek-V3.
         """
         return float((self.kv_lora_rank // 4 + self.qk_rope_head_dim) ** -0.5)
 
     @property
     def seen_lens(self) -> tuple[int, ...]:
-        """Return the keys that each request's last row sees. SGLang's draft step sees the prefix, not even its own token."""
+        """Return how many keys each request's last row sees. SGLang's draft step sees only the prefix, not its own token."""
         leaves_out_draft = self.draft_step is not None and self.attention is DraftAttention.MLA
         return self.prefix_lens if leaves_out_draft else self.kv_lens
 
@@ -111,9 +111,9 @@ class MLACase(PassCase):
 
     @property
     def bytes_moved(self) -> int:
-        """Return the bytes that must move at least once: visible entries and queries read, outputs written.
+        """Return the bytes that must move at least once: reads of visible entries and queries, and writes of outputs.
 
-        An entry is key and value in one.
+        An entry is key and value at once.
         """
         rows = sum(self.q_lens) * self.num_qo_heads * (self.head_dim + self.kv_lora_rank) * self.dtype.itemsize
         return self.visible_keys * self.head_dim * self.kv_dtype.itemsize + rows

@@ -1,4 +1,4 @@
-"""A forward pass as data, whatever the backend: lengths that follow from others, and the arguments that every case refuses."""
+"""A forward pass as data, for any backend: derived lengths, and checks of the arguments that all cases share."""
 
 from collections.abc import Sequence
 
@@ -17,16 +17,17 @@ ATTENDING_MODES = tuple(mode for mode in ForwardMode if mode not in (ForwardMode
 
 
 class PassCase(PassLens):
-    """A base of frozen dataclasses that have the attributes; `repr` is an expression that makes one again, defaults left out.
+    """Base class of frozen dataclasses with these attributes. Their `repr` is an expression that makes them again.
 
     Attributes:
         mode: the forward mode.
-        prefix_lens, q_lens, draft_step, num_draft_tokens: as in `PassLens`; at least one request. In DECODE all q_lens are 1.
+        prefix_lens, q_lens, draft_step, num_draft_tokens: as in `PassLens`. There is at least one request. In DECODE all q_lens
+            are 1.
         page_size: tokens per page.
-        dtype, kv_dtype: of the query and output (float16 or bfloat16), and of the cache (the same or float8_e4m3fn).
-        virtual_slots: slots of the pool name pages that its `v2p` maps to those of the cache, as SGLang's unified pool does.
-        contents: of the tensors, one of `PASS_CONTENTS`.
-        seed: of everything drawn.
+        dtype, kv_dtype: dtype of query and output (float16 or bfloat16), and dtype of the cache (the same or float8_e4m3fn).
+        virtual_slots: the pool has virtual pages, which its `v2p` maps to pages of the cache, as in SGLang's unified pool.
+        contents: contents of the tensors, one of `PASS_CONTENTS`.
+        seed: seed of all random numbers.
     """
 
     mode: ForwardMode
@@ -45,17 +46,19 @@ class PassCase(PassLens):
 
     @property
     def window_left(self) -> int:
-        """Return the keys to the left of a row that it sees; -1 for all."""
+        """Return how many keys before its own position a row sees; -1 for all."""
         return -1
 
     @property
     def seen_lens(self) -> tuple[int, ...]:
-        """Return the keys of each request up to the last one that its last row sees, and with it."""
+        """Return the number of each request's keys up to the last key that its last row sees."""
         return self.kv_lens
 
     @property
     def max_context_len(self) -> int:
-        """Return the engine's bound of lengths. It is above every request's, so that tables have dead columns."""
+        """Return the engine's bound of lengths. It exceeds every request's length, so that tables have columns that are not
+        live.
+        """
         return max(self.kv_lens) + 2 * self.page_size + 1
 
     @property
@@ -69,14 +72,14 @@ class PassCase(PassLens):
 
     @property
     def visible_keys(self) -> int:
-        """Return the keys of all requests that some row sees. A key that many rows see, or many branches, counts once."""
+        """Return the number of keys that at least one row sees. A key that several rows or branches see counts once."""
         return sum(
             seen if self.window_left < 0 else min(seen, q_len + self.window_left)
             for seen, q_len in zip(self.seen_lens[:: self.topk], self.q_lens[:: self.topk], strict=True)
         )
 
     def check_requests(self) -> None:
-        """Raise ValueError unless each request has both lengths, and the mode its rows and its draft step."""
+        """Raise ValueError unless each request has both lengths, and the rows and the draft step fit the mode."""
         if len(self.prefix_lens) != len(self.q_lens):
             raise ValueError(f"{len(self.prefix_lens)} prefix_lens for {len(self.q_lens)} q_lens: one each per request")
         if not self.q_lens:
@@ -112,10 +115,10 @@ class PassCase(PassLens):
             )
 
     def check_tensors(self, quantised: Sequence[torch.dtype] = (E4M3,)) -> None:
-        """Raise TypeError for dtypes that the judge has no bound for, and ValueError for contents that no pass has.
+        """Raise TypeError if the judge has no bound for a dtype, and ValueError if a pass cannot have the contents.
 
         Args:
-            quantised: dtypes of a cache besides the query's.
+            quantised: dtypes that a cache may have in addition to the query's dtype.
         """
         check_contents(self.contents)
         check_dtype(self.dtype)
@@ -125,12 +128,12 @@ class PassCase(PassLens):
 
 
 def check_dtype(dtype: torch.dtype) -> None:
-    """Raise TypeError for a dtype of query and output that the judge has no bound for."""
+    """Raise TypeError if the judge has no bound for this dtype of query and output."""
     if dtype not in DTYPES:
         raise TypeError(f"dtype={dtype} must be torch.float16 or torch.bfloat16, the query's and the output's")
 
 
 def check_contents(contents: Contents) -> None:
-    """Raise ValueError for contents that a pass is not drawn with."""
+    """Raise ValueError if the contents are not one of `PASS_CONTENTS`."""
     if contents not in PASS_CONTENTS:
         raise ValueError(f"contents={contents!r} are of single calls: a pass has one of {PASS_CONTENTS}")

@@ -1,4 +1,4 @@
-"""A prefill before absorption as data: new tokens that attend to each other, and to a cached prefix in chunks."""
+"""One prefill of MLA before absorption as data: new tokens attend to each other, and to a cached prefix in chunks."""
 
 from dataclasses import dataclass
 
@@ -11,21 +11,21 @@ from lab.workloads.requests import PassLens
 
 @dataclass(frozen=True, repr=False)
 class RaggedCase(PassLens):
-    """One prefill of latent attention on the ragged context call; its `repr` makes it again, defaults left out.
+    """One prefill of latent attention on the ragged context call. Its `repr` is an expression that makes it again.
 
     Attributes:
         prefix_lens: cached tokens of each request; at least one request.
         q_lens: new tokens of each request; some may have none.
-        chunk: most cached tokens of a request that one call takes.
-        num_heads: query heads, and as many K/V heads.
-        head_dim, v_head_dim: of queries and keys, and of values and outputs; DeepSeek-V3 has 192 and 128.
-        dtype: of all tensors, float16 or bfloat16.
-        contents: of the tensors, one of `PASS_CONTENTS`.
-        seed: of everything drawn.
+        chunk: how many cached tokens of a request one call takes at most.
+        num_heads: number of query heads, and also of K/V heads.
+        head_dim, v_head_dim: head_dim of queries and keys, and of values and outputs; DeepSeek-V3 has 192 and 128.
+        dtype: dtype of all tensors, float16 or bfloat16.
+        contents: contents of the tensors, one of `PASS_CONTENTS`.
+        seed: seed of all random numbers.
 
     Raises:
-        TypeError: a dtype that the judge has no bound for.
-        ValueError: a number out of range.
+        TypeError: the judge has no bound for the dtype.
+        ValueError: a number is out of range.
     """
 
     prefix_lens: tuple[int, ...]

@@ -1,20 +1,20 @@
-"""Requests of one forward pass in a pool: admitted, their histories written into a cache, and the batch of any mode over them.
+"""Requests of one forward pass: admit them to a pool, write their histories into a cache, and make a batch of any mode.
 
-Whoever needs a batch makes it here, from each request's tokens before the pass and its query rows::
+A batch is made from the tokens that each request has before the pass, and its query rows::
 
     pool = new_pool(kv_lens, page_size=64, max_context_len=4096, device=device)
     requests = admit(pool, prefix_lens, q_lens)
     requests.write(cache, histories)
     batch = requests.batch(ForwardMode.TARGET_VERIFY)
 
-A pool that holds requests with long histories gives many batches over prefixes of them: write them once, as requests without
-query rows, and make a `Requests` of some of their rows for each batch::
+A pool whose requests have long histories can serve many batches over prefixes of these requests. Write the histories once, as
+requests without query rows, and make a `Requests` of some rows for each batch::
 
     admitted = admit(pool, (max_context_len,) * 5, (0,) * 5)
     admitted.write(cache, histories)
     batch = Requests(pool, admitted.rows[1:3], prefix_lens=(16, 33), q_lens=(4, 4)).batch(mode)
 
-The loops of `lab.references` know nothing of this module.
+The loops of `lab.references` do not depend on this module.
 """
 
 from collections.abc import Sequence
@@ -34,15 +34,15 @@ History = tuple[Tensor, ...]
 
 
 class PassLens:
-    """Lengths that follow from those of a forward pass's requests; for dataclasses that have the attributes.
+    """Lengths that follow from the lengths of a forward pass's requests. Base class of dataclasses with these attributes.
 
     Attributes:
         prefix_lens: tokens of each request before the pass.
         q_lens: query rows of each request, its newest tokens.
-        draft_step: number of a draft step, from 0, whose row is the last of that many drafted tokens and its own; or
-            `FROZEN_KV_STEP`, whose row is at the last token of the prefix and has no K and V of its own; or None.
-        num_draft_tokens: most rows that a request may have in a ragged verification; None: as many as one has.
-        topk: rows next to each other that are branches of one request; lengths stand for rows.
+        draft_step: number s of a draft step, from 0: its row is the token after the prefix and s drafted tokens. In
+            `FROZEN_KV_STEP` the row is at the last token of the prefix and has no K and V of its own. None in other passes.
+        num_draft_tokens: most rows that a request may have in a ragged verification; None: the most rows of a request.
+        topk: number of neighbouring rows that are branches of one request; lengths are then lengths of rows.
     """
 
     prefix_lens: tuple[int, ...]
@@ -53,12 +53,14 @@ class PassLens:
 
     @cached_property
     def new_tokens(self) -> tuple[int, ...]:
-        """Return the tokens of each request after its prefix: query rows, and in a draft step those drafted before."""
+        """Return the number of tokens of each request after its prefix: query rows and, in a draft step, earlier drafted
+        tokens.
+        """
         return _new_tokens(self.q_lens, self.draft_step)
 
     @cached_property
     def kv_lens(self) -> tuple[int, ...]:
-        """Return the tokens of each request with this pass's."""
+        """Return the number of tokens of each request, including this pass's tokens."""
         return tuple(prefix + new for prefix, new in zip(self.prefix_lens, self.new_tokens, strict=True))
 
     @cached_property
@@ -68,7 +70,9 @@ class PassLens:
 
     @cached_property
     def first_written(self) -> tuple[int, ...]:
-        """Return the position of each request's first token whose K and V the pass writes: of its first row, or the end."""
+        """Return the position of the first K and V that the pass writes in each request: its first row; its end if it writes
+        none.
+        """
         return self.kv_lens if self.draft_step == FROZEN_KV_STEP else self.first_rows
 
 
@@ -77,12 +81,12 @@ class Requests(PassLens):
     """Requests that a pool holds, as one forward pass sees them.
 
     Attributes:
-        pool: holds the requests; it may hold more tokens of each than the pass sees.
-        rows: ``req_pool_index`` of each request; at least one.
+        pool: the pool that holds the requests. It may hold more tokens of a request than the pass sees.
+        rows: ``req_pool_index`` of each request. There is at least one.
         prefix_lens, q_lens, draft_step, num_draft_tokens: as in `PassLens`.
 
     Raises:
-        ValueError: no request, or not one length of each kind per request.
+        ValueError: there is no request, or the lengths are not one per request.
     """
 
     pool: KVPool
@@ -103,7 +107,7 @@ class Requests(PassLens):
         """Return the slots of the query rows, [sum(q_lens)] int64; none in a frozen-KV draft.
 
         Raises:
-            ValueError: the pool does not hold the requests, or fewer of their tokens.
+            ValueError: the pool does not hold the requests, or not all of their tokens.
         """
         return torch.cat(
             [self.pool.slots(*each) for each in zip(self.rows, self.first_written, self.kv_lens, strict=True)]
@@ -113,7 +117,7 @@ class Requests(PassLens):
         """Give back the sliding-window pages that no row of the pass sees.
 
         Args:
-            window_left: keys to the left of a row that it sees, 0 or more.
+            window_left: how many keys before its own position a row sees, 0 or more.
 
         Returns:
             The first position of each request that is still in the sliding-window pool.
@@ -136,10 +140,10 @@ class Requests(PassLens):
         """Write the tokens of each history into its request's slots.
 
         Args:
-            cache: of the pool.
-            histories: one for each request, no longer than the tokens that the pool holds of it.
-            first: position of the first token of each that is written; 0 if left out.
-            sliding_window: the cache is of the sliding-window pool.
+            cache: a cache of the pool.
+            histories: one history per request, not longer than the request in the pool.
+            first: position of the first token that is written in each request; None: 0.
+            sliding_window: the cache belongs to the sliding-window pool.
         """
         starts = (0,) * len(self.rows) if first is None else first
         for row, history, start in zip(self.rows, histories, starts, strict=True):
@@ -148,14 +152,14 @@ class Requests(PassLens):
             cache.write(slots, *(side[start:] for side in history))
 
     def batch(self, mode: ForwardMode, num_padding_rows: int = 0) -> ForwardBatch:
-        """Return the batch of a mode over these requests, in fresh tensors.
+        """Return the batch of a mode over these requests, in new tensors.
 
         Args:
-            mode: one that attends.
-            num_padding_rows: query rows after the requests', which belong to none and have no slot.
+            mode: a mode that computes attention.
+            num_padding_rows: query rows after the requests' rows. They belong to no request and have no slot.
 
         Raises:
-            ValueError: the mode has no such rows, or the pool no such tokens.
+            ValueError: the mode does not allow these rows, or the pool does not hold the tokens.
         """
         return forward_batch(
             mode,
@@ -185,10 +189,10 @@ def new_pool(
 
     Args:
         lens: most tokens of each request.
-        page_size, max_context_len, seed, device: as `KVPool` has them.
-        spare_pages: pages beyond those of the requests and the sink.
-        swa_spare_pages: the same of a sliding-window pool; None for a pool without one.
-        virtual_slots: slots name three times as many pages as there are.
+        page_size, max_context_len, seed, device: as in `KVPool`.
+        spare_pages: number of pages in addition to the requests' pages and the sink.
+        swa_spare_pages: the same number for a sliding-window pool; None: there is no such pool.
+        virtual_slots: slots are virtual, and there are three times as many virtual pages as pages.
     """
     pages = num_pages(lens, page_size) + 1
     return KVPool(
@@ -204,7 +208,7 @@ def new_pool(
 
 
 def num_pages(lens: Sequence[int], page_size: int) -> int:
-    """Return the number of pages of requests of these lengths; they share no page."""
+    """Return the number of pages that requests of these lengths need. Requests do not share pages."""
     return sum(-(-length // page_size) for length in lens)
 
 
@@ -219,13 +223,13 @@ def admit(
     """Admit requests to a pool, with slots for their prefixes and their new tokens.
 
     Args:
-        pool: has rows and pages for them.
-        prefix_lens, q_lens, draft_step, num_draft_tokens, topk: as in `PassLens`; every branch of a request has its row of the
-            pool.
+        pool: a pool with enough rows and pages.
+        prefix_lens, q_lens, draft_step, num_draft_tokens, topk: as in `PassLens`. Every branch of a request gets its own row of
+            the pool.
 
     Raises:
         RuntimeError: too few rows or pages are left.
-        ValueError: a request is longer than the pool's ``max_context_len``, or the lengths do not fit each other.
+        ValueError: a request is longer than the pool's ``max_context_len``, or the lengths contradict each other.
     """
     new_tokens = _new_tokens(q_lens, draft_step)
     lens = [prefix + new for prefix, new in zip(prefix_lens, new_tokens, strict=True)]
@@ -251,22 +255,22 @@ def forward_batch(
 ) -> ForwardBatch:
     """Return the batch of a mode, with the lengths, host lists and `SpecInfo` of an engine.
 
-    Nothing is read from the device.
+    The host reads nothing from the device.
 
     Args:
-        mode: one that attends.
+        mode: a mode that computes attention.
         rows: ``req_pool_index`` of each request, [batch_size] int64.
-        prefix_lens: tokens of each request before the pass, [batch_size] int64; the batch's own lengths where the mode does not
-            count its new tokens.
+        prefix_lens: tokens of each request before the pass, [batch_size] int64. This tensor becomes the batch's lengths if the
+            mode's lengths do not count new tokens.
         q_lens: query rows of each request.
-        slots: of the query rows, [sum(q_lens)] int64.
-        prefix_lens_cpu: `prefix_lens` on the host, which prefills need.
+        slots: slots of the query rows, [sum(q_lens)] int64.
+        prefix_lens_cpu: `prefix_lens` on the host; prefills need it.
         draft_step: the number of a draft step, or `FROZEN_KV_STEP`, in DECODE; else None.
-        num_draft_tokens: most rows of a request in RAGGED_VERIFY; None: as many as one has.
-        num_padding_rows: query rows after the requests'.
+        num_draft_tokens: most rows that a request may have in RAGGED_VERIFY; None: the most rows of a request.
+        num_padding_rows: query rows after the requests' rows.
 
     Raises:
-        ValueError: the mode has no such rows.
+        ValueError: the mode does not allow these rows.
     """
     new_lens = None
     if mode.query_rows.in_extend_seq_lens:

@@ -1,4 +1,4 @@
-"""Named forward passes: a scenario's name says what it is, and is parsed to make it.
+"""Named forward passes. A scenario's name describes the pass completely and is parsed to make it.
 
 A name is `<mode>/<geometry>/<batch>[/<option>...]`, such as `target_verify/gpt-oss-120b/64q4s4k/window`.
 
@@ -89,15 +89,16 @@ _TRACED = re.compile(r"trace(?P<count>[0-9]+)(q(?P<q_len>[0-9]+))?")
 
 
 def scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> ForwardCase:
-    """Return the forward pass of a name in the module's grammar.
+    """Return the forward pass that a name in the module's grammar describes.
 
     Args:
-        name: of the scenario.
-        trace: what a `trace<count>` is drawn from; the lab's own synthetic trace if None. Other batches do not look at it.
+        name: the scenario's name.
+        trace: the trace from which `trace<count>` takes its requests; None: the lab's own synthetic trace. Other batches ignore
+            it.
 
     Raises:
-        ValueError: a part of the name is unknown or damaged, or the parts do not go together; says which and what would be
-            right.
+        ValueError: a part of the name is unknown or malformed, or two parts contradict each other. The message says which, and
+            what would be right.
     """
     with naming_scenario(name):
         parts = name.split("/")
@@ -116,7 +117,7 @@ def scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> Forward
 
 @contextlib.contextmanager
 def naming_scenario(name: str) -> Iterator[None]:
-    """Begin the message of every ValueError that is raised inside with the scenario's name."""
+    """Put the scenario's name before the message of every ValueError that is raised inside."""
     try:
         yield
     except ValueError as error:
@@ -126,16 +127,17 @@ def naming_scenario(name: str) -> Iterator[None]:
 def read_options(
     options: Sequence[str], flags: Mapping[str, tuple[str, Any]], numbered: Mapping[str, str], of: str = ""
 ) -> dict[str, Any]:
-    """Return the arguments that the options at the end of a name set, each by one option.
+    """Return the arguments that the options at the end of a name set. Each option sets one argument.
 
     Args:
         options: such as ``["hnd", "page16"]``.
-        flags: the argument and the value of each option without a number.
-        numbered: the argument of each option with a number, without the number: ``page`` of ``page16``.
-        of: for the errors, what has these options.
+        flags: options without a number, each with its argument and value.
+        numbered: options with a number, each with its argument. The key is the option without the number: ``page`` for
+            ``page16``.
+        of: words for the errors that say which names have these options.
 
     Raises:
-        ValueError: an unknown option, or two that set one argument.
+        ValueError: an option is unknown, or two options set the same argument.
     """
     settings: dict[str, Any] = {}
     for option in options:

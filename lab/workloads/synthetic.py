@@ -1,7 +1,7 @@
-"""The lab's own trace, drawn the same on every machine.
+"""The lab's own trace. It is the same on every machine.
 
-It is synthetic: drawn from the distributions below, fitted to no service and resembling none in particular. It is there so
-that a benchmark has requests of unequal lengths, with a heavy tail, on any machine; for a real service's, read its trace.
+It is synthetic: drawn from the distributions below, which are not fitted to any service. It gives a benchmark requests of
+unequal lengths with a heavy tail on any machine. For the lengths of a real service, read that service's trace.
 
     arrivals   Poisson, 20 a second
     prompts    log-normal, median 1,000 tokens, sigma 1.2, clipped to 16 to 120,000
@@ -24,9 +24,9 @@ MEAN_GAP_MS = 50.0
 
 
 def synthetic_chat(num_requests: int = NUM_REQUESTS, seed: int = SEED) -> list[TracedRequest]:
-    """Draw the trace, in order of arrival, times in whole ms.
+    """Draw the trace, in order of arrival. Times are whole ms.
 
-    Only `Random.random` is drawn from, whose stream Python promises not to change; NumPy promises none.
+    It uses only `Random.random`, because Python promises not to change its stream. NumPy makes no such promise.
     """
     random = Random(seed)
     requests, arrival_ms = [], 0.0
@@ -39,14 +39,14 @@ def synthetic_chat(num_requests: int = NUM_REQUESTS, seed: int = SEED) -> list[T
 
 
 def _log_normal(uniform: float, median: float, sigma: float, least: int, most: int) -> int:
-    """Return a clipped log-normal number from one that is uniform in [0, 1)."""
+    """Turn a number that is uniform in [0, 1) into a clipped log-normal number."""
     # inv_cdf takes neither 0 nor 1; no draw of a float64 comes nearer to them than this but 0 itself.
     deviation = NormalDist().inv_cdf(max(uniform, 2.0**-53))
     return min(max(round(median * math.exp(sigma * deviation)), least), most)
 
 
 def as_mooncake(requests: Sequence[TracedRequest]) -> str:
-    """Return the requests in the format that `read_mooncake` reads, one a line; times in whole ms."""
+    """Return the requests in the format that `read_mooncake` reads, one per line. Times are whole ms."""
     rows = (
         {"timestamp": round(each.arrival_ms), "input_length": each.input_length, "output_length": each.output_length}
         for each in requests

@@ -1,4 +1,4 @@
-"""Batches as a real service would have run them: request lengths from a published trace, and snapshots of it."""
+"""Batches of a real service: request lengths from a published trace, and snapshots of the requests that run at one moment."""
 
 import json
 import math
@@ -18,7 +18,7 @@ _MOST = 2**53  # floats count in ones up to here; no time in ms and no number of
 
 @dataclass(frozen=True)
 class TracedRequest:
-    """One request of a trace: its arrival in ms, and the tokens of its prompt and of its answer."""
+    """One request of a trace: its arrival in ms, and the numbers of tokens in its prompt and in its answer."""
 
     arrival_ms: float
     input_length: int
@@ -36,7 +36,7 @@ def read_trace(path: str | Path) -> list[TracedRequest]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: another suffix, or a damaged file.
+        ValueError: the suffix is another, or the file is malformed.
     """
     readers = {".jsonl": read_mooncake, ".csv": read_azure}
     suffix = Path(path).suffix
@@ -89,7 +89,7 @@ def _lines(path: str | Path) -> Iterator[tuple[str, str]]:
 
 
 def _in_order(requests: Sequence[tuple[TracedRequest, str]], path: str | Path) -> list[TracedRequest]:
-    """Return the requests. One that came before its predecessor is refused, not sorted: a damaged time looks just so."""
+    """Return the requests. A request that came before its predecessor is refused and not sorted: it may have a damaged time."""
     if not requests:
         raise ValueError(f"{path} holds no requests")
     latest_ms = -math.inf
@@ -131,7 +131,7 @@ def _tokens(row: dict[str, Any], name: str, where: str) -> int:
 
 
 def _parse_azure(line: str, where: str) -> tuple[int, int, int]:
-    """Return time in ticks since year 1, context tokens, generated tokens."""
+    """Return (time in ticks of 100 ns since year 1, context tokens, generated tokens)."""
     values = line.split(",")
     if len(values) != len(AZURE_COLUMNS):
         raise ValueError(f"{where}: {len(values)} values for the columns {','.join(AZURE_COLUMNS)}, got {line!r}")
@@ -157,12 +157,12 @@ def _ticks(column: str, value: str, where: str) -> int:
 
 
 def running_lengths(requests: Sequence[TracedRequest], at_ms: float, ms_per_token: float) -> list[int]:
-    """Return the tokens in the cache of each request that runs at one moment: its prompt and what it has generated so far.
+    """Return the number of cached tokens of each request that runs at one moment: its prompt and the tokens generated so far.
 
     Args:
         requests: the trace.
         at_ms: the moment.
-        ms_per_token: time that one generated token takes; a request runs for output_length times that.
+        ms_per_token: time of one generated token. A request runs for output_length times this time.
 
     Raises:
         ValueError: `ms_per_token` is not finite and positive.
@@ -180,13 +180,14 @@ def running_lengths(requests: Sequence[TracedRequest], at_ms: float, ms_per_toke
 
 
 def snapshot(requests: Sequence[TracedRequest], batch_size: int, ms_per_token: float = 50.0) -> list[int]:
-    """Return the lengths of a decode batch: at the first moment, in steps of a second, at which `batch_size` requests run.
+    """Return the lengths of a decode batch at the first full second at which at least `batch_size` requests run.
 
-    Those that came first are taken. 50 ms per token is a moderate interactive pace; it decides how many requests overlap and
-    how far each has got. The first such moment is early in the trace, so few of its requests have got far.
+    The earliest `batch_size` requests are taken. 50 ms per token is a moderate interactive pace. It decides how many requests
+    overlap and how many tokens each has generated. The first such moment is early in the trace, so few requests have generated
+    many tokens.
 
     Raises:
-        ValueError: there never are so many, or an argument is not positive.
+        ValueError: there are never `batch_size` running requests, or an argument is not positive.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} must be 1 or more: the requests to take")

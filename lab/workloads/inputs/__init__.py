@@ -1,1 +1,1 @@
-"""Tensors of calls and of forward passes, made from a case that is data, and what a kernel must give for them."""
+"""Make the tensors of a call or of a forward pass from a case, and the results that a kernel must give for them."""

@@ -1,4 +1,6 @@
-"""The tensors of a call over a paged cache: histories, pages with poison around them, and the arguments."""
+"""The tensors of a call over a paged cache: each request's K and V (its history), the pages with poison around them, and the
+arguments.
+"""
 
 import itertools
 import mmap
@@ -30,18 +32,19 @@ class AttentionInputs:
     """The tensors of a call over a paged cache, and the histories that they were made from.
 
     Attributes:
-        case: as data.
+        case: the call as data.
         query: [num_rows, num_qo_heads, head_dim].
-        histories: per request (K, V) as a kernel must read them, before the global scale: as stored, or dequantised float64 of
-            an NVFP4 cache; [kv_len, num_kv_heads, head_dim] and [kv_len, num_kv_heads, out_head_dim].
-        k_pages, v_pages: [num_pages, ., ., head_dim] in the case's layout, head_dim // 2 bytes of an NVFP4 cache; for MLA
-            [num_pages, page_size, head_dim] both.
-        scale_factors: of an NVFP4 cache: K's and V's, [num_pages, ., ., head_dim // 16]; or None.
-        block_tables: int32 [batch_size, max_num_pages_per_seq], or K's and V's, [batch_size, 2, max_num_pages_per_seq].
+        histories: (K, V) of each request as a kernel must read them, without the global scale: as stored, or for NVFP4
+            dequantised to float64; [kv_len, num_kv_heads, head_dim] and [kv_len, num_kv_heads, out_head_dim].
+        k_pages, v_pages: [num_pages, ., ., head_dim] in the case's layout, with head_dim // 2 bytes for NVFP4; for MLA both are
+            [num_pages, page_size, head_dim].
+        scale_factors: the scale factors of K and of V in an NVFP4 cache, [num_pages, ., ., head_dim // 16] each; else None.
+        block_tables: int32 [batch_size, max_num_pages_per_seq], or separate for K and V, [batch_size, 2,
+            max_num_pages_per_seq].
         seq_lens: int32 [batch_size].
         sinks: float32 [num_qo_heads] or None.
         shown: a draft's mask, bool [batch_size, q_len, q_len], or None.
-        factors: of bmm1_scale and bmm2_scale.
+        factors: factors by which bmm1_scale and bmm2_scale are multiplied.
     """
 
     case: AttentionCase
@@ -95,7 +98,7 @@ class AttentionInputs:
         return self.block_tables.shape[-1] * self.case.page_size
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that a kernel must leave as they are, by name."""
+        """Return the tensors that a kernel must not change, by name."""
         named = {
             "query": self.query,
             "K cache": self.k_pages,
@@ -109,7 +112,7 @@ class AttentionInputs:
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def arguments(self) -> dict[str, Any]:
-        """Return FlashInfer's keyword arguments; those at their default are left out."""
+        """Return FlashInfer's keyword arguments. Arguments at their default are left out."""
         case = self.case
         arguments: dict[str, Any] = {
             "query": self.query,
@@ -145,7 +148,7 @@ class AttentionInputs:
         return arguments
 
     def rules(self, **changes: Any) -> Rules:
-        """Return the rules of the rows; `changes` are fields of `Rules`."""
+        """Return the `Rules` by which rows attend to keys; `changes` are fields to replace."""
         case = self.case
         given: dict[str, Any] = {
             "bmm1_scale": self.bmm1_scale,
@@ -162,7 +165,7 @@ class AttentionInputs:
         return truth_of_requests(self.query, list(self.histories), list(self.q_lens), self.rules(**changes))
 
     def with_separate_tables(self) -> "AttentionInputs":
-        """Return the same requests with V's pages in another order than K's, each with a table of its own."""
+        """Return the same requests with V's pages in another order than K's, and separate page tables."""
         pages, factors = self.v_pages, self.scale_factors
         tables = torch.stack((self.block_tables, len(pages) - 1 - self.block_tables), dim=1)
         moved = with_strides_of(reversed_pages(pages), pages)
@@ -179,7 +182,9 @@ class AttentionInputs:
         return offsets if self.case.is_mla else offsets | {"q_len_per_req": None}
 
     def scale_factor_arguments(self, interleaved: bool) -> dict[str, Any]:
-        """Return the arguments of scale factors. XQA's decode call reads V's in order, trtllm-gen's calls interleaved."""
+        """Return the arguments for scale factors. XQA's decode call reads V's scale factors in order, trtllm-gen's calls
+        interleaved.
+        """
         assert self.scale_factors is not None
         k, v = self.scale_factors
         if not interleaved:
@@ -223,7 +228,7 @@ def running_sum(lens: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def new_workspace(device: torch.device, of_engine: bool = False) -> Tensor:
-    """Return a zeroed workspace: uint8, 8 MiB of semaphores and then scratch, more of it for an engine's calls."""
+    """Return a zeroed workspace, uint8: 8 MiB of semaphores, then scratch. An engine's calls get more scratch."""
     size = SEMAPHORE_BYTES + (ENGINE_SCRATCH_BYTES if of_engine else SCRATCH_BYTES)[device.type]
     if device.type == "cpu":
         # Pages that the system zeroes when they are touched, and one more for a kernel that writes past the end.
@@ -233,13 +238,13 @@ def new_workspace(device: torch.device, of_engine: bool = False) -> Tensor:
 
 
 def as_one_tensor(stacked: AttentionInputs) -> Tensor:
-    """Return K and V of each page in one tensor, [num_pages, 2, ...]."""
+    """Return K and V of all pages in one tensor, [num_pages, 2, ...]."""
     sides = [pages.view(torch.uint8) for pages in (stacked.k_pages, stacked.v_pages)]
     return torch.stack(sides, dim=1).view(stacked.k_pages.dtype)
 
 
 def build_attention(case: AttentionCase, device: torch.device) -> AttentionInputs:
-    """Draw the histories, write them into a poisoned, shuffled pool, and name its pages in a table."""
+    """Draw the histories, write them into a poisoned pool with shuffled pages, and list the pages in a table."""
     query, drawn, sinks = draw_contents(case, device)
     stored = [stored_kv(case.kv_dtype, *sides) for sides in drawn]
     size = case.page_size
@@ -276,7 +281,7 @@ def build_attention(case: AttentionCase, device: torch.device) -> AttentionInput
 
 
 def _new_scale_factors(case: AttentionCase, pools: list[Tensor]) -> list[Tensor]:
-    """Return the scale factors of K and of V, for every page of an NVFP4 cache; no tensor for other caches."""
+    """Return the scale factors of K and of V for all pages of an NVFP4 cache; an empty list for other caches."""
     if case.kv_dtype != NVFP4:
         return []
     pages, *page = pools[0].shape

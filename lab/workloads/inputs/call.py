@@ -1,4 +1,4 @@
-"""One call: its arguments in the forms that they have, and what it must give; and what a replay finds written anew in it."""
+"""One call: its arguments in chosen forms, its expected results, and the changes that a replay must notice."""
 
 import math
 from collections.abc import Iterator
@@ -24,15 +24,15 @@ Inputs = TypeVar("Inputs", bound=AttentionInputs | RaggedInputs)
 
 @dataclass(eq=False)
 class BuiltCall(Generic[Inputs]):
-    """A call in the making: its arguments in their forms.
+    """A call that is being built: its arguments, some of them in chosen forms.
 
     Attributes:
-        forms: of the arguments, by name.
-        inputs: the tensors as the call hands them out, and what they were made from.
-        given: the arguments by name.
-        rules: fields of `lab.references.truth.Rules` that differ from the inputs' own.
-        guards: names of buffers that were handed out, and all memory around each (`guarded`).
-        gaps: names of buffers that were handed out with NaN between their elements, and all that NaN.
+        forms: the forms of the arguments, by name.
+        inputs: the tensors that the call passes, and what they were made from.
+        given: the arguments, by name.
+        rules: fields of `lab.references.truth.Rules` that differ from the inputs' rules.
+        guards: for each guarded buffer, its name and the whole memory around it (`guarded`).
+        gaps: for each buffer with gaps, its name and the NaN elements in its gaps.
     """
 
     forms: Any
@@ -52,12 +52,12 @@ class BuiltCall(Generic[Inputs]):
 
     @property
     def rows(self) -> int:
-        """Return the number of the requests' rows; padding follows them."""
+        """Return the number of rows that belong to requests. Padding rows follow them."""
         return sum(self.inputs.q_lens)
 
     @property
     def read(self) -> dict[str, Tensor]:
-        """Return the tensors that the kernel must leave as they are, by name."""
+        """Return the tensors that the kernel must not change, by name."""
         found: dict[str, Tensor] = {}
         for name, value in self.given.items():
             parts = value if isinstance(value, tuple | list) else (value,)
@@ -70,18 +70,18 @@ class BuiltCall(Generic[Inputs]):
         return self.given
 
     def truth(self) -> Truth:
-        """Return what the call must give."""
+        """Return the expected results of the call."""
         return self.inputs.truth(**self.rules)
 
     def new_out(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return an output of NaN for the call's query; `dtype` is the inputs' if None."""
+        """Return an output tensor for the call's query, filled with NaN. `dtype` is by default the inputs' dtype."""
         query = self.given["query"]
         out = torch.full((*query.shape[:-1], self.inputs.out_head_dim), math.nan, device=query.device)
         return out.to(dtype or self.inputs.out_dtype)
 
 
 class Form(NamedEnum):
-    """A form of a call with one thing more that a replay finds changed on the device, or must write there."""
+    """An optional part of a call: an argument whose contents change between replays, or a result that a replay must write."""
 
     BMM1 = "bmm1_scale as a tensor"
     BMM1_LOG2 = "bmm1_scale_log2"
@@ -99,7 +99,7 @@ Forms = frozenset[Form]
 
 
 def in_forms(inputs: CallInputs, forms: Forms) -> BuiltCall[Any]:
-    """Build a call of these inputs. Sinks and the mask are the inputs' where they are among the forms, else there are none."""
+    """Build a call from inputs. It has the inputs' sinks and mask only if `forms` has Form.SINKS and Form.MASK."""
     sinks, shown = (
         value if form in forms else None for form, value in ((Form.SINKS, inputs.sinks), (Form.MASK, inputs.shown))
     )
@@ -128,7 +128,7 @@ def _on_device(scale: float, device: torch.device) -> Tensor:
 
 
 def random_mask(case: AttentionCase) -> Tensor:
-    """Draw a draft's mask for each request, by which each row sees itself: bool [batch_size, q_len, q_len]."""
+    """Draw a draft's mask for each request, bool [batch_size, q_len, q_len]. Each row sees itself."""
     q_len = max(case.q_lens)
     drawn = torch.rand(len(case.q_lens), q_len, q_len, generator=torch.Generator().manual_seed(case.seed)) < 0.6
     return drawn | torch.eye(q_len, dtype=torch.bool)
@@ -137,12 +137,12 @@ def random_mask(case: AttentionCase) -> Tensor:
 def rewritten(
     call: BuiltCall[Any], other: BuiltCall[Any], moved: BuiltCall[Any]
 ) -> Iterator[tuple[str, BuiltCall[Any]]]:
-    """Yield what is written, one thing after another, and the call with it.
+    """Change the contents of a call step by step. Yield the name of each change, and the call with all changes so far.
 
     Args:
-        call: as it is at first.
-        other: of the same lengths, pages and forms.
-        moved: of the same lengths and forms, in other pages where there are pages.
+        call: the call before the first change.
+        other: a call with other contents, but the same lengths, pages and forms.
+        moved: a call with the same lengths and forms, in other pages if there are pages.
     """
     inputs, forms = call.inputs, call.forms
     if forms & {Form.BMM1, Form.BMM1_LOG2}:

@@ -1,4 +1,6 @@
-"""Drafts as data, their tensors, and what a function must write into their K/V lists and must not write around them."""
+"""Drafts as data, their tensors, and the K/V lists that a function must write for them without touching memory around the
+lists.
+"""
 
 import inspect
 from collections.abc import Callable
@@ -22,22 +24,22 @@ Writer = Callable[..., None]  # with the keyword arguments of `lab.kernels.gener
 
 @dataclass(frozen=True)
 class DraftListsCase:
-    """A draft of some requests: every number is on the host.
+    """A draft of some requests as data.
 
     Attributes:
-        lens: of the prefixes.
-        positions_differ: ``kv_indptr`` is summed from other numbers than the prefix lengths.
-        repeated: all requests have the same row; otherwise rows in any order.
-        spare_columns: of ``req_to_token`` after the longest draft; a negative number cuts it short.
-        row_gap: cells between its rows.
-        spare_capacity: cells of a ``kv_indices`` row after the last step's lists; a negative number cuts them short.
-        spare_boundaries: rows of ``kv_indptr``, and cells of each, that belong to no step or request.
-        first_cell: where in its storage each tensor starts.
-        dtypes: of the tensors by name.
-        seed: of slots and rows.
-        window_size, sink_size: of the function.
+        lens: lengths of the prefixes.
+        positions_differ: ``positions``, from which ``kv_indptr`` is summed, differ from the prefix lengths.
+        repeated: all requests have the same row of ``req_to_token``. Otherwise the rows are in random order.
+        spare_columns: columns of ``req_to_token`` after the longest draft. A negative number leaves too few columns.
+        row_gap: cells between the rows of ``req_to_token``.
+        spare_capacity: cells of a ``kv_indices`` row after the last step's lists. A negative number leaves too few cells.
+        spare_boundaries: extra rows of ``kv_indptr``, and extra cells per row, that belong to no step or request.
+        first_cell: index in its storage at which each tensor starts.
+        dtypes: dtypes of the tensors, by name.
+        seed: seed of slots and rows.
+        window_size, sink_size: arguments of the function.
         entries_are_pages: an entry of ``req_to_token`` is a page.
-        translated: ``req_to_token`` is virtual, and some of its entries and pages have no page of the pool.
+        translated: ``req_to_token`` has virtual slots or pages. Some of them have no page of the pool.
     """
 
     lens: tuple[int, ...]
@@ -64,14 +66,14 @@ class DraftListsCase:
 
     @property
     def longest_row(self) -> int:
-        """Columns that the longest draft reads."""
+        """Return the number of columns that the longest draft reads."""
         shape = {"num_steps": self.num_steps, "topk": self.topk, "page_size": self.page_size}
         tokens = max((draft_start(n, self.topk - 1, **shape) + self.num_steps for n in self.lens), default=0)
         return -(-tokens // self.entry_page_size)
 
     @property
     def most_tokens(self) -> int:
-        """Of the last step's lists, which are the longest."""
+        """Return the number of tokens in the last step's lists, which are the longest."""
         most = self.window_size + self.sink_size if self.window_size else max(self.lens, default=0)
         return self.topk * sum(min(n, most) + self.num_steps for n in self.lens)
 
@@ -80,7 +82,7 @@ class DraftLists:
     """The tensors of a case on a device.
 
     Attributes:
-        arguments: of the function, by name.
+        arguments: arguments of the function, by name.
     """
 
     def __init__(self, case: DraftListsCase, device: str = "cpu") -> None:
@@ -116,7 +118,9 @@ class DraftLists:
             self.arguments["v2p"] = self._page_map(table, generator)
 
     def wrongs(self, write: Writer) -> list[str]:
-        """Return a sentence for each difference between all memory after the call and what the reference makes of it."""
+        """Run a function. Return a sentence for each input that it changed and each output that differs from the
+        reference's.
+        """
         outputs = {"kv_indices": self._whole_indices, "kv_indptr": self._whole_indptr}
         for whole in outputs.values():
             whole.fill_(POISON)
@@ -137,7 +141,7 @@ class DraftLists:
         return found
 
     def take(self, other: "DraftLists") -> None:
-        """Copy the numbers of another draft of the same sizes into these tensors, as before a graph's replay."""
+        """Copy the contents of another draft of the same sizes into these tensors, as an engine does before a replay."""
         theirs = other._inputs()
         for name, value in self._inputs().items():
             value.copy_(theirs[name])
@@ -147,7 +151,7 @@ class DraftLists:
         return {name: self.arguments[name] for name in names if name in self.arguments}
 
     def _expected(self) -> tuple[Tensor, Tensor]:
-        """Return all memory of ``kv_indices`` and ``kv_indptr``, on the CPU."""
+        """Return the expected contents of all memory of ``kv_indices`` and ``kv_indptr``, on the CPU."""
         case, inputs = self.case, {name: value.cpu() for name, value in self._inputs().items()}
         # Beyond its columns a row counts as zeros.
         columns_beyond = max(0, case.longest_row - inputs["req_to_token"].shape[1])
@@ -177,7 +181,9 @@ class DraftLists:
         return part.copy_(values)
 
     def _request_table(self, generator: torch.Generator) -> Tensor:
-        """Return distinct slots or pages, in rows with foreign ids between and around them; some virtual ones are -1."""
+        """Return ``req_to_token`` with distinct slots or pages, and foreign ids between and around its rows. Some virtual
+        entries are -1.
+        """
         case, dtype = self.case, self.case.dtypes["req_to_token"]
         num_rows, num_columns = len(case.lens) + SPARE_ROWS, max(1, case.longest_row + case.spare_columns)
         shape: dict[str, Any] = {"dtype": dtype, "device": self.device, "poison": FOREIGN}
@@ -188,14 +194,14 @@ class DraftLists:
         return part.copy_(entries + self._wide("req_to_token", case.entry_page_size))
 
     def _page_map(self, table: Tensor, generator: torch.Generator) -> Tensor:
-        """Return the page of each virtual one that a row names; some have none."""
+        """Return ``v2p``: the page of each virtual page in the table. Some virtual pages have none."""
         case = self.case
         num_pages = table.numel() * case.entry_page_size // case.page_size + 2
         pages = torch.randperm(num_pages, generator=generator)
         return self._vector("v2p", torch.where(pages % 8 == 7, -1, pages + self._wide("v2p", case.page_size)))
 
     def _wide(self, source: str, tokens: int) -> int:
-        """Return the offset of entries of `tokens` tokens each, with which slots need 64 bits where their tensors have 64."""
+        """Return the offset to add to entries of `tokens` tokens, so that slots need 64 bits if their tensors have 64 bits."""
         most = torch.iinfo(self.case.dtypes[source]).max // 2
         is_wide = self.case.dtypes["kv_indices"] == torch.int64 and WIDE_SLOT // tokens < most
         return WIDE_SLOT // tokens if is_wide else 0
@@ -208,9 +214,9 @@ def assert_lists_right(write: Writer, case: DraftListsCase, device: str = "cpu")
 
 
 def in_place(function: Callable[..., Any]) -> Writer:
-    """Return the function itself if it writes lists in place, or a wrapper that does if it returns them as the reference does.
+    """Return a function that writes lists in place. A function that returns its lists, as the reference does, is wrapped.
 
-    Beyond its columns a row of ``req_to_token`` counts as zeros. A list that is too long for its row is cut at the row's end.
+    The wrapper reads zeros beyond the columns of ``req_to_token``, and cuts a list that is too long at the end of its row.
     """
     if "num_steps" not in inspect.signature(function).parameters:
         return function
@@ -235,7 +241,7 @@ def in_place(function: Callable[..., Any]) -> Writer:
 def guarded(
     *shape: int, dtype: torch.dtype, device: str, poison: int, before: int = 8, after: int = 8
 ) -> tuple[Tensor, Tensor]:
-    """Return a poisoned tensor inside a larger one, with `before` cells before it and `after` cells after it, in each row.
+    """Return a poisoned tensor inside a larger one. Each row has `before` cells before it and `after` cells after it.
 
     Returns:
         (the whole memory, the part that is an argument).

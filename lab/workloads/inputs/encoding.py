@@ -1,4 +1,4 @@
-"""Values as a cache stores them, and the poison around them."""
+"""How a cache stores values, and the poison around them."""
 
 import torch
 from torch import Tensor
@@ -15,12 +15,12 @@ E4M3_V_SCALE = 0.0625
 
 
 def as_stored(values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Return values in a cache's dtype, divided by the scale if that is e4m3; same shape."""
+    """Return values in a cache's dtype, same shape. For an e4m3 cache they are divided by the scale."""
     return quantize_e4m3(values, scale) if dtype == E4M3 else values.to(dtype)
 
 
 def stored_kv(dtype: torch.dtype, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-    """Return a request's tokens as a cache of K and V holds them; with the scale factors of both if it is NVFP4."""
+    """Return a request's K and V as a cache stores them. An NVFP4 cache adds the scale factors of both."""
     if dtype != NVFP4:
         return as_stored(keys, E4M3_K_SCALE, dtype), as_stored(values, E4M3_V_SCALE, dtype)
     (k, k_factors), (v, v_factors) = quantize_nvfp4(keys, E4M3_K_SCALE), quantize_nvfp4(values, E4M3_V_SCALE)
@@ -28,14 +28,14 @@ def stored_kv(dtype: torch.dtype, keys: Tensor, values: Tensor) -> tuple[Tensor,
 
 
 def read_kv(k: Tensor, v: Tensor, *factors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return stored K and V as a kernel must understand them, without the layer's scales."""
+    """Return the values of stored K and V, without the layer's scales."""
     return (dequantize_nvfp4(k, factors[0]), dequantize_nvfp4(v, factors[1])) if factors else (k, v)
 
 
 def fill(storage: Tensor, value: float | None = None) -> None:
-    """Fill storage with a value, or with its dtype's poison: as bytes if that is e4m3, which torch cannot fill everywhere.
+    """Fill storage with a value, or with its dtype's poison. e4m3 is filled as bytes: torch cannot fill it on every device.
 
-    NVFP4 has no NaN, and gets its poison for any value but 0.
+    NVFP4 has no NaN: any value except 0 becomes its poison.
     """
     value = POISON[storage.dtype] if value is None else value
     if storage.dtype == NVFP4:

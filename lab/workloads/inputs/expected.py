@@ -1,4 +1,4 @@
-"""Expected results that are computed when a result is compared with them and are not kept, so that no kernel can find one."""
+"""Expected results that are computed only for a comparison and are not kept, so that no kernel can find them in memory."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -12,11 +12,11 @@ from lab.references.truth import Rules, Truth
 
 
 class LateTruth:
-    """Stand for a truth, whose attributes it has; each use computes it anew.
+    """Stands for a `Truth` and has its attributes. Each use of an attribute computes the truth again.
 
     Args:
-        make: computes it.
-        made_from: the tensors that it is made from, which must stay as they are.
+        make: computes the truth.
+        made_from: the tensors from which the truth is computed. They must not change.
     """
 
     def __init__(self, make: Callable[[], Truth], made_from: list[Tensor]) -> None:
@@ -29,7 +29,7 @@ class LateTruth:
         """Return the truth.
 
         Raises:
-            ChangedBindingsError: what it is made from was written to.
+            ChangedBindingsError: one of the tensors was written to.
         """
         if _sums(self._made_from) != self._sums:
             raise ChangedBindingsError(in_words(["the tensors that the expected result is made from"]))
@@ -37,12 +37,12 @@ class LateTruth:
 
 
 def made(truth: Truth) -> Truth:
-    """Return a truth, computed if it is late, for several uses."""
+    """Return a truth for several uses: a `LateTruth` is computed once."""
     return truth.made() if isinstance(truth, LateTruth) else truth
 
 
 def truth_of_requests(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_lens: list[int], rules: Rules) -> Truth:
-    """Return the late truth of consecutive requests' rows; arguments are those of `lab.references.truth.truth_of_requests`."""
+    """Return a `LateTruth` with the arguments of `lab.references.truth.truth_of_requests`."""
     own = query.clone()  # the kernel gets the original
     late = LateTruth(
         lambda: truth.truth_of_requests(own, histories, q_lens, rules),

@@ -1,4 +1,4 @@
-"""The metadata of a pass, compared with the loops of `lab.references.forward_metadata`."""
+"""Compare the metadata of a pass with the loops of `lab.references.forward_metadata`."""
 
 import itertools
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ from lab.references.forward_metadata import (
 
 
 def wrong_shard(batch: ForwardBatch, pool: KVPool, shard: ZigzagShard, num_ranks: int, rank: int) -> str:
-    """Say in a sentence what is wrong with a rank's share of an extend; empty if nothing is."""
+    """Return a sentence about the first error in a rank's share of an extend; empty if it is right."""
     rows, expected = zigzag_forward_metadata(batch, pool, num_ranks, rank)
     widest = max(len(zigzag_forward_metadata(batch, pool, num_ranks, each)[0]) for each in range(num_ranks))
     pairs: dict[str, tuple[Any, Any]] = {
@@ -47,12 +47,12 @@ def wrong_shard(batch: ForwardBatch, pool: KVPool, shard: ZigzagShard, num_ranks
 def wrong_metadata(
     batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata, expected: ForwardMetadata | None = None
 ) -> str:
-    """Say in a sentence what is wrong with the metadata's live cells; empty if nothing is.
+    """Return a sentence about the first error in the metadata's live cells; empty if they are right.
 
     Args:
-        batch, pool: the metadata was made from them.
-        metadata: for this batch, or for a larger one that it was padded to.
-        expected: what it must be; the whole batch's by default.
+        batch, pool: the batch and pool from which the metadata was made.
+        metadata: metadata of this batch, or of a larger one to which the batch was padded.
+        expected: the expected metadata; by default the whole batch's.
     """
     expected = forward_metadata(batch, pool) if expected is None else expected
     n = len(expected.cache_seqlens)
@@ -85,11 +85,11 @@ def wrong_eager_metadata(
     *,
     expand_encoder_only_verify: bool | None = None,
 ) -> str:
-    """Say what is wrong with metadata that was made for this batch alone, with its shapes, dtypes and `max_seq_len_q` too.
+    """Return a sentence about the first error in an eager pass's metadata: cells, shapes, dtypes or `max_seq_len_q`.
 
     Args:
         batch, pool, metadata: as in `wrong_metadata`.
-        expand_encoder_only_verify: the argument of the builder; None if that is not known.
+        expand_encoder_only_verify: the builder's argument; None if it is not known.
     """
     n, has_swa = batch.batch_size, pool.full_to_swa is not None
     lengths = ("cache_seqlens_int32", "cu_seqlens_q", "cu_seqlens_k")
@@ -131,7 +131,7 @@ def wrong_eager_metadata(
 
 
 def wrong_dead_cells(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata) -> str:
-    """Say which cell after a request's live pages does not name the sink, as built metadata does."""
+    """Return a sentence about the first cell after a request's live pages that is not the sink; empty if there is none."""
     expected = forward_metadata(batch, pool)
     for name, rows in (("page_table", expected.page_table), ("swa_page_table", expected.swa_page_table or [])):
         for request, pages in enumerate(rows):
@@ -148,12 +148,12 @@ def wrong_mla_metadata(
     attention: DraftAttention,
     block: int | None = None,
 ) -> str:
-    """Say in a sentence what is wrong with the live cells of the MLA backend's metadata; empty if nothing is.
+    """Return a sentence about the first error in the live cells of the MLA backend's metadata; empty if they are right.
 
     Args:
         batch, pool, metadata: as in `wrong_metadata`.
-        attention: the keys that a draft step counts.
-        block: rows per request that a graph was captured with; None in an eager pass.
+        attention: decides which keys a draft step counts.
+        block: rows per request with which a graph was captured; None for an eager pass.
     """
     n = batch.batch_size
     expected = mla_forward_metadata(batch, pool, counts_draft=attention is not DraftAttention.MLA, block=block)
@@ -176,7 +176,7 @@ def wrong_mla_metadata(
 def wrong_eager_mla_metadata(
     batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMLADecodeMetadata, attention: DraftAttention
 ) -> Iterator[str]:
-    """Yield what is wrong with MLA metadata that was made for this batch alone, with its tails, bounds and layout too."""
+    """Yield a sentence for each error in an eager pass's MLA metadata: live cells, table tails, bounds and layout."""
     for name in ("seq_lens_k", "block_kv_indices"):
         if (dtype := getattr(metadata, name).dtype) != torch.int32:
             yield f"{name} is {dtype}, not torch.int32"
@@ -208,7 +208,7 @@ def wrong_mla_prefill_metadata(
     disable_chunked_prefix_cache: bool,
     in_prefill_graph: bool,
 ) -> Iterator[str]:
-    """Yield what is wrong with the metadata of an eager prefill on MLA, given the settings that it was built with."""
+    """Yield a sentence for each error in an eager MLA prefill's metadata, given the settings with which it was built."""
     rows = [query_length(batch, request) for request in range(batch.batch_size)]
     has_prefix = any(int(keys) > new for keys, new in zip(batch.seq_lens, rows, strict=True))
     pairs = {
@@ -226,7 +226,7 @@ def wrong_mla_prefill_metadata(
 
 
 def _wrong_rows(batch: ForwardBatch, metadata: TRTLLMMLADecodeMetadata) -> Iterator[str]:
-    """Yield what is wrong with the description of unequal rows."""
+    """Yield a sentence for each error in the fields that describe unequal numbers of rows."""
     is_ragged_verify = batch.forward_mode.query_rows is QueryRows.VERIFIED
     rows = [query_length(batch, request) for request in range(batch.batch_size)]
     told = None if metadata.seq_lens_q is None else metadata.seq_lens_q.tolist()
@@ -241,7 +241,7 @@ def _wrong_rows(batch: ForwardBatch, metadata: TRTLLMMLADecodeMetadata) -> Itera
 
 
 def _first_difference(pairs: dict[str, tuple[Any, Any]]) -> str:
-    """Name the first pair that differs, as got and as expected; empty if none does."""
+    """Return a sentence about the first pair (actual, expected) that differs; empty if all are equal."""
     for name, (got, wanted) in pairs.items():
         if got != wanted:
             return f"{name} is {got}, expected {wanted}"

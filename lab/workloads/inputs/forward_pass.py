@@ -1,4 +1,6 @@
-"""The tensors of a forward pass: pool, histories, metadata and arguments as an engine has them, and poison everywhere else."""
+"""The tensors of a forward pass: pool, histories, metadata and arguments as an engine makes them, and poison in all other
+memory.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -30,14 +32,14 @@ BuildMetadata = Callable[[ForwardBatch, KVPool], TRTLLMMHAMetadata]
 
 @dataclass(frozen=True, eq=False)
 class EnginePass:
-    """The state of an engine before a pass, and the histories that it was made from; a subclass for each backend.
+    """The state of an engine before a pass, and the histories from which it was made. Each backend has a subclass.
 
     Attributes:
-        case: as data.
-        pool, batch, metadata, layer, cache: the engine's side.
-        query: [num_rows, num_qo_heads, head_dim]; rows after the requests' are padding, NaN.
-        histories: each request's tokens as the cache stores them, [kv_len, ...]: a kernel must understand them so, times the
-            cache's scales, which are the layer's. Those of an NVFP4 cache are times its scale factors already.
+        case: the pass as data.
+        pool, batch, metadata, layer, cache: the engine's objects.
+        query: [num_rows, num_qo_heads, head_dim]; rows after the requests' rows are padding, filled with NaN.
+        histories: each request's tokens, [kv_len, ...], as the cache stores them. A kernel multiplies them by the layer's
+            scales. For an NVFP4 cache they are already multiplied by its scale factors.
     """
 
     case: Any
@@ -50,14 +52,14 @@ class EnginePass:
     histories: Sequence[History]
 
     def inputs(self) -> dict[str, Tensor]:
-        """Return the tensors that a kernel reads and must not change, by name."""
+        """Return the tensors that a kernel may read but must not change, by name."""
         factors = getattr(self.cache, "scale_factors", None)
         cached = {"cache": self.cache.storage, "scale_factors": factors}
         named = {"query": self.query, **cached, **vars(self.metadata), **vars(self.layer)}
         return {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor)}
 
     def arguments(self, out: Tensor) -> dict[str, Any]:
-        """Return the arguments of `prepare` besides the implementation; `out` is as `new_out` makes it."""
+        """Return the arguments of `prepare` except the implementation. `out` is a tensor of `new_out`."""
         return {
             "batch": self.batch,
             "metadata": self.metadata,
@@ -69,33 +71,33 @@ class EnginePass:
         }
 
     def prepare(self, implementation: Any, **arguments: Any) -> Callable[[], Tensor]:
-        """Prepare the attention of the case's backend, as `lab.metadata.engine.backend.Backend.prepare_attention`."""
+        """Prepare the attention of the case's backend (see `lab.metadata.engine.backend.Backend.prepare_attention`)."""
         call: Callable[[], Tensor] = self.case.backend(implementation).prepare_attention(**arguments)
         return call
 
     def new_out(self) -> Tensor:
-        """Return NaN, [num_rows, num_qo_heads, head_dim of the values]."""
+        """Return an output filled with NaN, [num_rows, num_qo_heads, head_dim of the values]."""
         raise NotImplementedError
 
     def rows_of_requests(self, out: Tensor) -> Tensor:
-        """Return an output without the rows of padding."""
+        """Return an output without its padding rows."""
         return out[: sum(self.case.q_lens)]
 
     def run(self, implementation: Any, out: Tensor) -> None:
-        """Run an implementation's attention into `out`."""
+        """Prepare the attention with an implementation, and run it once. It writes `out`."""
         self.prepare(implementation, **self.arguments(out))()
 
     def truth(self) -> Truth:
-        """Return what the pass must give, from the histories alone."""
+        """Return the expected results of the pass, computed from the histories only."""
         return self.truth_of(self.rows_of_requests(self.query), self.histories, range(len(self.case.q_lens)))
 
     def truth_of(self, query: Tensor, histories: Sequence[History], requests: Sequence[int]) -> Truth:
-        """Return what the rows of these requests must give, from these histories."""
+        """Return the expected results for the rows of these requests, computed from these histories."""
         raise NotImplementedError
 
     @property
     def token_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of a token's sides before they are stored."""
+        """Return the shapes of one token's K and V, or of its latent entry, before they are stored."""
         raise NotImplementedError
 
     def stored(self, *sides: Tensor) -> History:
@@ -103,7 +105,7 @@ class EnginePass:
         raise NotImplementedError
 
     def read(self, *stored: Tensor) -> History:
-        """Return stored tokens as a kernel must understand them, without the layer's scales."""
+        """Return the values of stored tokens, without the layer's scales."""
         return stored
 
 
@@ -123,7 +125,7 @@ class ForwardPass(EnginePass):
 
     @functools.cached_property
     def shards(self) -> tuple[ZigzagShard, ...]:
-        """Return each rank's share, whose calls take the place of the plan's; empty where nothing is dealt to ranks."""
+        """Return each rank's share, whose calls replace the plan's calls; empty without context parallelism."""
         ranks = self.case.context_parallel
         return tuple(zigzag_shard(self.batch, self.metadata, ranks, rank) for rank in range(ranks)) if ranks > 1 else ()
 
@@ -171,14 +173,14 @@ def mha_truth(
     out_dtype: torch.dtype,
     arithmetic: torch.dtype | None = None,
 ) -> Truth:
-    """Return what the newest rows of requests must give on a layer.
+    """Return the expected results of the newest rows of requests on a layer.
 
     Args:
-        query: [num_rows, num_qo_heads, head_dim], in the dtype of the calls.
-        histories: K and V that each request's last row sees, as `EnginePass.histories`.
+        query: [num_rows, num_qo_heads, head_dim], in the dtype that the calls take.
+        histories: the K and V that each request's last row sees, in the form of `EnginePass.histories`.
         q_lens: query rows of each request.
-        layer: its scales count where the cache is quantised.
-        kv_dtype, out_dtype: of the cache, and of the output.
+        layer: the layer. Its scales are used if the cache is quantised.
+        kv_dtype, out_dtype: dtype of the cache, and dtype of the output.
         arithmetic: as in `Rules`; None: the query's dtype.
     """
     is_quantised = kv_dtype in (E4M3, NVFP4)
@@ -195,7 +197,9 @@ def mha_truth(
 
 
 def build_forward(case: ForwardCase, device: torch.device, build_metadata: BuildMetadata | None = None) -> ForwardPass:
-    """Build the pool, write the histories, poison the rest, and build the metadata, by the lab's builder or the given one."""
+    """Build the pool, write the histories, poison all other cells, and build the metadata with the lab's builder or the given
+    one.
+    """
     generator = torch.Generator(device=device).manual_seed(case.seed)
     model = case.model
     sides = (model.head_dim, model.head_dim)
@@ -217,17 +221,17 @@ def build_forward(case: ForwardCase, device: torch.device, build_metadata: Build
 
 
 def stored_width(case: ForwardCase) -> int:
-    """Return the elements of a head in the cache's dtype; a byte of NVFP4 holds two."""
+    """Return the number of elements that a head has in the cache's dtype. A byte of NVFP4 holds two values."""
     return case.model.head_dim // 2 if case.kv_dtype == NVFP4 else case.model.head_dim
 
 
 def with_scale_factors(case: ForwardCase, cache: PagedKVCache) -> PagedKVCache:
-    """Return the cache of the case's dtype over this storage; an NVFP4 cache has scale factors too."""
+    """Return a cache for the case's dtype over this storage. An NVFP4 cache has scale factors too."""
     return NVFP4KVCache.over(cache, trtllm_gen=case.query_dtype == E4M3) if case.kv_dtype == NVFP4 else cache
 
 
 def new_poisonable_pool(case: PassCase, device: torch.device) -> KVPool:
-    """Return a pool with room for the case's requests and as many pages again, which stay poisoned."""
+    """Return a pool with twice the pages that the case's requests need. The unused half stays poisoned."""
     return new_pool(
         case.kv_lens,
         page_size=case.page_size,
@@ -249,8 +253,8 @@ def admit_and_write(
 ) -> tuple[ForwardBatch, Any]:
     """Poison the cache, write the histories of the case's requests into it as an engine does, and return batch and metadata.
 
-    The tokens before the query rows are there before the metadata. Of a window, the pages before it have been given back.
-    The query rows' own tokens are written where the batch says or, for a window, where the metadata says.
+    The tokens before the query rows are written before the metadata is built. If there is a window, the pages before it have
+    been given back. The query rows' own tokens are written to the batch's slots or, with a window, to the metadata's slots.
     """
     fill(cache.storage)
     if isinstance(cache, NVFP4KVCache):
@@ -277,7 +281,9 @@ def admit_and_write(
 
 
 def limits_of(case: PassCase) -> list[set[int]] | None:
-    """Return where needles go in each request, at the limits of what its rows see and just beyond; None without needles."""
+    """Return the needles' positions in each request: at the first and last keys that its rows see, and next to them; None
+    without needles.
+    """
     if case.contents is not Contents.NEEDLES:
         return None
     return [
@@ -287,7 +293,9 @@ def limits_of(case: PassCase) -> list[set[int]] | None:
 
 
 def new_layer(case: ForwardCase, device: torch.device, generator: torch.Generator) -> AttentionLayer:
-    """Return the layer of a case: its window, the model's sinks, and scales, which a checkpoint may have whatever the cache."""
+    """Return the layer of a case: its window, the model's sinks, and scales. Scales exist even if the cache is
+    not quantised.
+    """
     model = case.model
     sinks = None
     if model.has_sinks:
@@ -305,7 +313,9 @@ def new_layer(case: ForwardCase, device: torch.device, generator: torch.Generato
 
 
 def _poison_table_tails(metadata: TRTLLMMHAMetadata, cache: PagedKVCache, case: ForwardCase) -> None:
-    """Make dead cells name live pages of other requests and pages never written, as a replayed table's stale cells do."""
+    """Fill cells after the live pages with ids of other requests' pages and of unused pages, as stale cells of a replayed table
+    are.
+    """
     lens, encoder_lens = metadata.cache_seqlens_int32, metadata.encoder_cache_seqlens
     tables = ((metadata.page_table, lens), (metadata.swa_page_table, lens), (metadata.encoder_page_table, encoder_lens))
     for table, keys in tables:

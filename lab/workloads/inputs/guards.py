@@ -1,4 +1,4 @@
-"""Memory around tensors that nobody may write, and comparisons bit for bit."""
+"""Guard memory around tensors, which no kernel may write, and bitwise comparisons."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def embedded(vector: Tensor, value: float) -> Tensor:
-    """Copy a vector into the middle of a larger one that holds `value`; its address is no multiple of 16 bytes."""
+    """Copy a vector into the middle of a larger one that is filled with `value`. Its address is not a multiple of 16 bytes."""
     whole = torch.full((len(vector) + 2 * AROUND,), value, dtype=vector.dtype, device=vector.device)
     part = whole[AROUND : AROUND + len(vector)]
     part.copy_(vector)
@@ -49,12 +49,12 @@ def changed_bits(tensors: dict[str, Tensor], before: dict[str, Tensor]) -> Itera
 
 
 def as_integers(tensor: Tensor) -> Tensor:
-    """View a tensor as integers, which are equal where the bits of its elements are: NaN too, and 0.0 is not -0.0."""
+    """View a tensor as integers, which are equal if the bits are equal: NaN equals NaN, and 0.0 differs from -0.0."""
     return tensor.view(_INTEGERS[tensor.element_size()])
 
 
 def same_bits(tensor: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors have the same bits and shape, 8 bytes at a time if they allow it: a buffer may have millions."""
+    """Return True if two tensors have the same shape and bits. Large buffers are compared 8 bytes at a time if possible."""
     if tensor.element_size() != other.element_size():
         return False
     both = as_integers(tensor), as_integers(other)

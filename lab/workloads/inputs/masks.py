@@ -1,4 +1,4 @@
-"""Masks over draft tokens, and the words that XQA reads."""
+"""Masks over draft tokens, and the packed words that XQA reads."""
 
 import torch
 from torch import Tensor
@@ -10,8 +10,7 @@ from lab.workloads.attention_case import AttentionCase
 def packed_mask(shown: Tensor) -> Tensor:
     """Pack masks, bool [batch, q_len, q_len], into XQA's words: uint16 [batch, q_len, words].
 
-    Bit b of word w stands for draft token 16 w + b. With a last dimension larger than q_len, bits without a meaning are set
-    too.
+    Bit b of word w stands for draft token 16 w + b. If the last dimension is larger than q_len, bits after q_len are set too.
     """
     batch, q_len, bits = shown.shape
     words = torch.zeros(batch, q_len, mask_words(q_len), dtype=torch.int32)
@@ -33,13 +32,13 @@ def draft_masks(case: AttentionCase) -> dict[str, Tensor]:
 
 
 def strictly_causal(case: AttentionCase) -> Tensor:
-    """Return a mask by which no row sees itself, and the first row none of the draft, bool [batch, q_len, q_len]."""
+    """Return a mask in which each row sees only the draft tokens before itself, bool [batch, q_len, q_len]."""
     count, q_len = len(case.q_lens), case.q_lens[0]
     return torch.ones(count, q_len, q_len, dtype=torch.bool).tril(-1)
 
 
 def with_bits_after(packed: Tensor) -> Tensor:
-    """Return packed masks, uint16 [batch, q_len, words], with all bits from q_len on set, which have no meaning."""
+    """Set all bits from q_len on in packed masks, uint16 [batch, q_len, words]. These bits have no meaning."""
     count, q_len, words = packed.shape
     after = torch.arange(MASK_BITS_PER_WORD * words) >= q_len
     bits = packed_mask(after.expand(count, q_len, -1))

@@ -1,4 +1,4 @@
-"""The tensors of a forward pass over latent entries (MLA), as `lab.workloads.inputs.forward_pass` makes them of K and V."""
+"""The tensors of a forward pass over latent entries (MLA), like those of `lab.workloads.inputs.forward_pass` over K and V."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +33,9 @@ BuildMLAMetadata = Callable[[ForwardBatch, KVPool, DraftAttention], TRTLLMMLADec
 
 @dataclass(frozen=True, eq=False)
 class MLAPass(EnginePass):
-    """A pass over paged latent entries, on the MLA decode kernel; a history is (entries,), [kv_len, head_dim]."""
+    """A pass over paged latent entries, on the MLA decode kernel. A history is (entries,), where entries is
+    [kv_len, head_dim].
+    """
 
     case: MLACase
     metadata: TRTLLMMLADecodeMetadata
@@ -61,7 +63,7 @@ class MLAPass(EnginePass):
 
 @dataclass(frozen=True, eq=False)
 class ShardedMLAPass(MLAPass):
-    """A pass whose requests lie on the GPUs of decode context parallelism; this one GPU runs each of their calls."""
+    """A pass with decode context parallelism. One GPU makes the calls of all ranks."""
 
     metadata: Any  # of each rank
     cache: Any
@@ -86,15 +88,15 @@ def mla_truth(
     q_lens: tuple[int, ...],
     layer: MLALayer,
 ) -> Truth:
-    """Return what the rows of requests must give, from the entries that the last row of each sees.
+    """Return the expected results of requests' rows, computed from their entries.
 
     Args:
-        query: [num_rows, num_qo_heads, head_dim], in the dtype of the call.
-        out_dtype: of the output.
-        entries: of each request, [kv_len, head_dim], as stored.
-        seen_lens: entries that each request's last row sees.
+        query: [num_rows, num_qo_heads, head_dim], in the dtype that the call takes.
+        out_dtype: dtype of the output.
+        entries: the stored entries of each request, [kv_len, head_dim].
+        seen_lens: how many entries each request's last row sees.
         q_lens: query rows of each request.
-        layer: says how long an entry's latent vector is, and what entries were divided by.
+        layer: has the length of an entry's latent vector, and the scale by which entries were divided.
     """
     seen = [each[:length].unsqueeze(1) for each, length in zip(entries, seen_lens, strict=True)]
     k_scale = layer.k_scale if entries[0].dtype == E4M3 else 1.0
@@ -110,7 +112,7 @@ def mla_truth(
 def build_mla_pass(
     case: MLACase, device: torch.device, build_metadata: BuildMLAMetadata = build_mla_decode_metadata
 ) -> MLAPass:
-    """Build the pool, write the histories into pages between poison, and build the metadata."""
+    """Build the pool, write the histories, poison all other cells, and build the metadata."""
     generator = torch.Generator(device=device).manual_seed(case.seed)
     query, drawn = draw_histories(
         case, generator, limits_of(case), case.num_qo_heads, 1, (case.head_dim,), case.softmax_scale

@@ -1,4 +1,4 @@
-"""Needles among a request's keys: a few that outweigh the rest, where an error of one position shows.
+"""Needles: a few keys of a request that outweigh all other keys. They lie where an error of one position shows.
 
 Each K/V head has a direction of its own. Every query row leans toward it, and a needle is a key that points along it: its logit
 exceeds the remaining logits, which are within about ± 1, by `HEIGHT`.
@@ -17,12 +17,12 @@ HEIGHT = 10.0  # of a needle's logit
 
 
 def needle_positions(kv_len: int, q_len: int, page_size: int, window_left: int = -1) -> list[int]:
-    """Return the ends of what each row sees, the edges of pages and tiles there, and their neighbours.
+    """Return the first and last keys that rows see, the edges of pages and tiles between them, and the neighbours of all these.
 
     Args:
-        kv_len, q_len: keys and query rows of the request; the rows are its newest tokens'.
+        kv_len, q_len: keys and query rows of the request. The rows belong to its newest tokens.
         page_size: tokens per page.
-        window_left: keys to the left of a row that it sees; -1 for all.
+        window_left: how many keys before its own position a row sees; -1 for all.
     """
     edges = {0, kv_len - 1}
     for position in {kv_len - q_len, kv_len - q_len // 2 - 1, kv_len - 1}:
@@ -33,7 +33,7 @@ def needle_positions(kv_len: int, q_len: int, page_size: int, window_left: int =
 
 
 def leaning(query: Tensor, directions: Tensor) -> Tensor:
-    """Return rows that lean toward their K/V head's direction.
+    """Add to each query row a part of its K/V head's direction, so that needles get large logits.
 
     Args:
         query: [num_rows, num_qo_heads, head_dim].
@@ -43,7 +43,7 @@ def leaning(query: Tensor, directions: Tensor) -> Tensor:
 
 
 def plant(keys: Tensor, positions: Iterable[int], directions: Tensor, softmax_scale: float) -> None:
-    """Make needles of some of a request's keys, [kv_len, num_kv_heads, head_dim], in place."""
+    """Replace the keys at some positions by needles, in place. Keys are [kv_len, num_kv_heads, head_dim]."""
     index = torch.tensor(sorted(positions), dtype=torch.int64, device=keys.device)
     keys[index] += directions * (HEIGHT / (LEAN * softmax_scale))
 
@@ -60,15 +60,15 @@ def draw_histories(
     """Draw the query rows of a pass and its requests' tokens, N(0, 1), float32, on the generator's device.
 
     Args:
-        lens: of the pass.
-        generator: the query is drawn from it first, then the needles' directions, then each request's sides.
-        needles: positions of each request's needles; None for a pass without.
-        num_qo_heads, num_kv_heads, softmax_scale: of the layer.
-        head_dims: of each side of a token: of K and of V, or of a latent entry alone. The query has the first.
+        lens: the lengths of the pass.
+        generator: draws the query first, then the needles' directions, then each request's tokens.
+        needles: positions of each request's needles; None: no needles.
+        num_qo_heads, num_kv_heads, softmax_scale: numbers of the layer.
+        head_dims: head_dim of K and of V, or only of a latent entry. The query has the first.
 
     Returns:
-        The query, [num_rows, num_qo_heads, head_dim], and per request its sides, [kv_len, num_kv_heads, head_dim] each;
-        branches of a request have the same.
+        The query, [num_rows, num_qo_heads, head_dim], and for each request its K and V or its entries, [kv_len, num_kv_heads,
+        head_dim] each. Branches of a request have the same tokens.
     """
 
     def randn(*shape: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The tensors of a ragged context call: rows, keys and values of requests end to end, with large values after the last."""
+"""The tensors of a ragged context call: rows, keys and values of all requests without gaps, and padding with large values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,11 +32,11 @@ class RaggedInputs:
         query: [num_rows, num_qo_heads, head_dim].
         q_lens: query rows of each request.
         parts: each request's keys and values.
-        softmax_scale: bmm1_scale without its factor.
-        causal: a row sees no key after its own.
+        softmax_scale: bmm1_scale before it is multiplied by its factor.
+        causal: a row does not see keys after its own.
         sinks: float32 [num_qo_heads] or None.
-        shown: None, since there is no draft.
-        factors: of bmm1_scale and bmm2_scale.
+        shown: None, because there is no draft mask.
+        factors: factors by which bmm1_scale and bmm2_scale are multiplied.
     """
 
     query: Tensor
@@ -68,7 +68,7 @@ class RaggedInputs:
         return {"bmm1_scale": self.softmax_scale * self.factors[0], "bmm2_scale": self.factors[1]}
 
     def over(self, parts: Parts, causal: bool = True) -> "RaggedInputs":
-        """Return the same rows over these keys and values."""
+        """Return inputs with the same rows and these keys and values."""
         return replace(self, parts=parts, causal=causal)
 
     def arguments(self, with_padding: bool = True) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class RaggedInputs:
 
 
 def build_ragged(case: RaggedCase, device: torch.device) -> RaggedInputs:
-    """Draw the rows of a case, and all keys and values of its requests."""
+    """Draw the query rows, keys and values of a case."""
     needles = [_limits(case, request) for request in range(len(case.q_lens))]
     query, histories = draw_histories(
         case,
@@ -124,17 +124,19 @@ def build_ragged(case: RaggedCase, device: torch.device) -> RaggedInputs:
 
 
 def padded(rows: Tensor, value: float = PADDED) -> Tensor:
-    """Return the rows, and `PADDING` more of a value; none where there are none."""
+    """Append `PADDING` rows of one value; an empty tensor stays empty."""
     return joined((rows, torch.full_like(rows[:1], value).expand(PADDING, -1, -1))) if len(rows) else rows
 
 
 def joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Return tensors of one dtype side by side, of e4m3 too."""
+    """Concatenate tensors of one dtype, which may be e4m3."""
     return torch.cat([raw(tensor) for tensor in tensors], dim).view(tensors[0].dtype)
 
 
 def _limits(case: RaggedCase, request: int) -> set[int]:
-    """Return the positions at the limits of what a request's rows see, and at both ends of each chunk of its prefix."""
+    """Return the positions of the first and last keys that a request's rows see, and of both ends of each chunk
+    of its prefix.
+    """
     kv_len, edges = case.kv_lens[request], range(0, case.prefix_lens[request] + 1, case.chunk)
     ends = {near for edge in edges for near in (edge - 1, edge) if 0 <= near < kv_len}
     return ends | set(needle_positions(kv_len, case.q_lens[request], TILE))

@@ -1,6 +1,7 @@
-"""A forward pass drawn anew in place, so that what a kernel remembers of earlier calls is of no use to it.
+"""Draw the contents of a forward pass again in place, so that a kernel gains nothing from remembering earlier calls.
 
-All contents follow from a seed. What a call must give is made from the seed after the call, and does not exist before.
+All contents follow from seeds. The expected results of a call are computed from its seeds after the call and do not exist
+before.
 """
 
 import copy
@@ -31,25 +32,27 @@ LENGTHS = ("cache_seqlens_int32", "seq_lens_k")
 
 
 class Seeds(NamedTuple):
-    """What the contents of a call are made from: of K, V and their pages, and of queries, lengths and some tokens in place."""
+    """The seeds of a call's contents. `tokens`: K, V and their pages. `call`: queries, lengths, and a few tokens that each call
+    replaces.
+    """
 
     tokens: int
     call: int
 
 
 def wipe(arguments: Mapping[str, Any]) -> None:
-    """Fill the output `out` with NaN, so that nothing of an earlier call is left in it."""
+    """Fill the output `out` with NaN, so that no result of an earlier call remains."""
     arguments["out"].fill_(float("nan"))
 
 
 @dataclass(frozen=True, eq=False)
 class PassRedraw:
-    """Draws a pass anew in place: queries, K and V, page ids and lengths. See `lab.timing.work.Redraw`.
+    """Draws queries, K and V, page ids and lengths of a pass again in place. See `lab.timing.work.Redraw`.
 
     Attributes:
         forward: the pass.
-        keeps_metadata: page ids and lengths stay, for calls that were planned on the host and do not read them again.
-        sets: copies of the pass' tensors, without an output, which all works over the pass share.
+        keeps_metadata: page ids and lengths do not change, for calls that were planned on the host and do not read them again.
+        sets: copies of the pass's tensors without an output. All works over the pass share them.
     """
 
     forward: EnginePass
@@ -60,7 +63,7 @@ class PassRedraw:
         _ = self._metadata, self._slots  # before another work over the pass moves them
 
     def inputs(self, number: int) -> dict[str, Any]:
-        """Return the arguments of the pass but `out`, over the set of tensors with this number."""
+        """Return the arguments of the pass except `out`, with the tensors of the set with this number."""
         if not self.sets:
             own = self.forward.arguments(self.forward.query)
             inputs = {name: value for name, value in own.items() if name != "out"}
@@ -70,14 +73,14 @@ class PassRedraw:
         return self.sets[number]
 
     def _restored(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return inputs with the page ids and lengths that the pass was built with, which others may have changed."""
+        """Reset the page ids and lengths of inputs to those with which the pass was built. Other work may have changed them."""
         for name, tensor in self._metadata.items():
             getattr(inputs["metadata"], name).copy_(tensor)
         self._write_lengths(inputs["metadata"], ())
         return inputs
 
     def write_tokens(self, arguments: Mapping[str, Any], seed: int) -> None:
-        """Draw K and V anew, in other pages."""
+        """Draw K and V again, and write them to other pages."""
         cache = arguments["cache"]
         if self._moves:
             self._move_pages(arguments["metadata"], seed)
@@ -88,7 +91,9 @@ class PassRedraw:
         cache.write(self._moved(seed), *(side if tokens is None else side[tokens] for side in self._drawn(seed)))
 
     def write_call(self, arguments: Mapping[str, Any], seeds: Seeds) -> None:
-        """Draw the queries and some tokens anew, and the lengths, some tokens fewer if the seed says so; wipe the output."""
+        """Draw the queries and a few tokens again, and wipe the output. For some seeds, requests become a few
+        tokens shorter.
+        """
         rows = sum(self.forward.case.q_lens)
         arguments["query"][:rows].normal_(generator=self._generator(seeds.call))
         places = self._touched(seeds.tokens)
@@ -98,14 +103,14 @@ class PassRedraw:
         wipe(arguments)
 
     def results(self, arguments: Mapping[str, Any], seeds: Seeds, *, whole: bool) -> Tensor:
-        """Return a copy of the output rows that `check_of` judges: all, or those of the requests that the seeds choose."""
+        """Return a copy of the output rows that `check_of` judges: all rows, or rows of the requests that the seeds choose."""
         out: Tensor = self.forward.rows_of_requests(arguments["out"])
         return self._rows(out, self._judged(seeds, whole))
 
     def check_of(self, seeds: Seeds, *, whole: bool) -> Callable[[Tensor], None]:
-        """Return what judges the rows that `results` returned after calls with the contents of these seeds.
+        """Return a function that judges the rows that `results` has returned for these seeds.
 
-        It raises AssertionError where output vectors are wrong.
+        The function raises AssertionError if output vectors are wrong.
         """
         requests, query = self._judged(seeds, whole), self.forward.rows_of_requests(self.forward.query)
         drawn = torch.empty_like(query).normal_(generator=self._generator(seeds.call))
@@ -124,20 +129,22 @@ class PassRedraw:
 
     @functools.cached_property
     def _moves(self) -> bool:
-        """Tell whether page ids and lengths are drawn anew; not those of ranks, whose metadata is a list."""
+        """Return True if page ids and lengths are drawn again. A pass with several ranks keeps them: its metadata is a list."""
         return not self.keeps_metadata and isinstance(
             self.forward.metadata, TRTLLMMHAMetadata | TRTLLMMLADecodeMetadata
         )
 
     @functools.cached_property
     def _metadata(self) -> dict[str, Tensor]:
-        """Return copies of the tables and lengths that the pass was built with."""
+        """Return copies of the tables and lengths with which the pass was built."""
         held = {name: getattr(self.forward.metadata, name, None) for name in (*TABLES, *LENGTHS)}
         return {name: tensor.clone() for name, tensor in held.items() if tensor is not None}
 
     @functools.cached_property
     def _slots(self) -> tuple[Tensor, Tensor | None]:
-        """Return the slots of all tokens that the cache holds, and which of the drawn tokens these are; None for all."""
+        """Return the slots of all tokens in the cache, and the indices of these tokens among the drawn ones; None: all drawn
+        tokens.
+        """
         forward, case = self.forward, self.forward.case
         rows = forward.batch.req_pool_indices[: len(case.q_lens)].tolist()
         slots, tokens, first = [], [], 0
@@ -151,7 +158,7 @@ class PassRedraw:
         return every, None if len(every) == first else torch.cat(tokens)
 
     def _first_kept(self, request: int) -> int:
-        """Return the first token of a request that the cache still holds: a window's earlier pages were given back."""
+        """Return the first token of a request that is still in the cache. Pages before a window have been given back."""
         case = self.forward.case
         before = max(0, case.first_rows[request] - case.window_left) if case.window_left >= 0 else 0
         return int(before // case.page_size * case.page_size)
@@ -160,7 +167,7 @@ class PassRedraw:
         return torch.Generator(self.forward.query.device).manual_seed(seed)
 
     def _drawn(self, seed: int, count: int | None = None) -> History:
-        """Return the sides of `count` tokens as the cache stores them; None for the tokens of all requests in turn."""
+        """Draw K and V (or entries) of `count` tokens, as the cache stores them. None: the tokens of all requests in order."""
         forward, case = self.forward, self.forward.case
         total = sum(case.kv_lens[:: case.topk]) if count is None else count
         generator, device = self._generator(seed), forward.query.device
@@ -168,7 +175,7 @@ class PassRedraw:
         return forward.stored(*(draw(total, *shape) for shape in forward.token_shapes))
 
     def _tokens(self, seeds: Seeds) -> History:
-        """Return the sides of all tokens as the cache stores them, those among them that a call draws anew."""
+        """Return K and V (or entries) of all tokens as the cache stores them, including the tokens that this call replaces."""
         (_, tokens), places = self._slots, self._touched(seeds.tokens)
         sides, changed = self._drawn(seeds.tokens), self._drawn(seeds.call + 1, len(places))
         for side, new in zip(sides, changed, strict=True):
@@ -176,19 +183,19 @@ class PassRedraw:
         return sides
 
     def _touched(self, seed: int) -> Tensor:
-        """Return which of the tokens that the cache holds each call draws anew: a few of all requests."""
+        """Return the indices of the tokens in the cache that each call replaces: a few tokens, spread over all requests."""
         slots, _ = self._slots
         count = min(MOST_TOUCHED, len(slots))
         first = random.Random(f"touched {seed}").randrange(max(len(slots), 1))
         return (first + torch.arange(count, device=slots.device) * (len(slots) // max(count, 1))) % max(len(slots), 1)
 
     def _moved(self, seed: int) -> Tensor:
-        """Return the slots of the tokens that the cache holds, in the pages that a seed gives them."""
+        """Return the slots of the tokens in the cache after a seed's permutation of the pages."""
         (slots, _), size = self._slots, self.forward.case.page_size
         return self._pages(seed)[slots // size] * size + slots % size if self._moves else slots
 
     def _pages(self, seed: int) -> Tensor:
-        """Return the page that takes each page's place: another by the same shift for all but the sink, which stays page 0."""
+        """Return the page that replaces each page: all pages are shifted by the same number, except page 0, the sink."""
         cache = self.forward.cache
         count, device = cache.storage.shape[int(isinstance(cache, PagedKVCache))] - 1, cache.storage.device
         shift = random.Random(f"pages {seed}").randrange(count)
@@ -209,7 +216,7 @@ class PassRedraw:
         ]
 
     def _judged(self, seeds: Seeds, whole: bool) -> list[int]:
-        """Return the requests of the whole, or of the part that the seeds choose, in ascending order."""
+        """Return the requests to judge, in ascending order: all, or the part that the seeds choose."""
         case = self.forward.case
         order, chosen, pairs = list(range(len(case.q_lens))), list[int](), 0
         if whole:
@@ -223,7 +230,7 @@ class PassRedraw:
         return sorted(chosen)
 
     def _shorter(self, seed: int) -> list[int]:
-        """Return how many tokens fewer each request has than the case says: 0 unless `SHORTER_EVERY` divides the seed."""
+        """Return by how many tokens each request is shorter than in the case: 0 unless `SHORTER_EVERY` divides the seed."""
         case = self.forward.case
         if not self._moves or seed % SHORTER_EVERY or "encoder_page_table" in self._metadata:
             return [0] * len(case.q_lens)
@@ -236,7 +243,7 @@ class PassRedraw:
         return found
 
     def _move_pages(self, metadata: Any, seed: int) -> None:
-        """Give the pages of the cache other ids."""
+        """Write a seed's permutation of the pages into the page tables."""
         pages = self._pages(seed)
         for name, table in ((name, self._metadata[name]) for name in TABLES if name in self._metadata):
             if name == "swa_page_table" or self.forward.case.window_left < 0:  # the tables of the cache's own pool

@@ -1,8 +1,8 @@
-"""Requests in a pool with whole histories, one layer of a backend over them, and one runner of captured graphs.
+"""A test fixture for CUDA graphs: requests with their histories in a pool, one layer of a backend, and one runner of graphs.
 
-What a batch does not see is the request's own later tokens, other requests' pages, or poison, which the sink holds. After any
-replay or eager pass, `ReplayFixture.wrongs` compares the metadata with the loops of `lab.references.forward_metadata` and the
-output with what the requests' histories give.
+Keys that a batch must not see are the request's own later tokens, other requests' pages, and the sink, which holds poison.
+After any replay or eager pass, `ReplayFixture.wrongs` compares the metadata with the loops of
+`lab.references.forward_metadata`, and the output with the expected results of the histories.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,15 +40,15 @@ Cells = dict[str, tuple[Tensor | None, int]]  # tensors by name, and what each c
 
 @dataclass(frozen=True, eq=False)
 class ReplayedPass:
-    """A pass's real rows, and the metadata it ran on.
+    """The query and output rows of a pass without padding, and the metadata that it used.
 
-    The metadata and the view of a replay are the runner's own, which the next replay writes anew: judge each before it.
+    The metadata and the view of a replay are the runner's buffers. The next replay overwrites them: judge a pass before it.
 
     Attributes:
         query: [num_rows, num_qo_heads, head_dim].
         out: [num_rows, num_qo_heads, out_head_dim].
-        metadata: of the backend.
-        view: of a replay, the batch as its graph sees it; None of an eager pass.
+        metadata: the backend's metadata.
+        view: the batch that the replayed graph reads; None for an eager pass.
     """
 
     query: Tensor
@@ -60,7 +60,7 @@ class ReplayedPass:
 def right_runner(
     backend: Any, case: ReplayCase, pool: KVPool, batch_sizes: Sequence[int], body: Body[Any]
 ) -> GraphRunner[Any]:
-    """Make the runner that is judged; what takes its place has the same arguments."""
+    """Make the lab's own runner. A deliberately wrong runner has the same arguments."""
     return GraphRunner(backend, case.mode, pool, batch_sizes, body, case.place, case.padded_seq_len)
 
 
@@ -68,13 +68,13 @@ RunnerFactory = Callable[[Any, Any, KVPool, Sequence[int], Body[Any]], GraphRunn
 
 
 class ReplayFixture:
-    """The requests of a case and one runner over them; a subclass for each backend.
+    """The requests of a case and one runner of graphs. Each backend has a subclass.
 
     Args:
-        case: of the subclass's backend.
-        implementation: an object with the functions that the backend calls.
-        device: where; on a CPU a capture is simulated.
-        make: makes the runner; a deliberate defect can take the place of the right one.
+        case: a case of the subclass's backend.
+        implementation: any object with the functions that the backend calls.
+        device: the device. On a CPU a capture is simulated.
+        make: makes the runner; by default `right_runner`.
     """
 
     layer: Any
@@ -111,7 +111,7 @@ class ReplayFixture:
 
     @property
     def width(self) -> int:
-        """Return the most query rows of a request, which padded requests have."""
+        """Return the most query rows of a request. Padding requests have this number."""
         width: int = self.case.mode.num_tokens_per_req
         return width
 
@@ -122,7 +122,7 @@ class ReplayFixture:
         return self.width + 1, 2 * size, 3 * size + 1, self.case.max_context_len
 
     def batch(self, *totals: int, first_request: int = 0) -> ForwardBatch:
-        """Return a batch of consecutive requests with these numbers of keys, their own new tokens counted."""
+        """Return a batch of consecutive requests with these numbers of keys, new tokens included."""
         mode, count = self.case.mode, len(totals)
         rows, widths = self.rows[first_request : first_request + count], self.widths(count)
         new = widths if mode.draft_step is None else [self._uncounted()] * count
@@ -141,12 +141,12 @@ class ReplayFixture:
         )
 
     def widths(self, count: int) -> list[int]:
-        """Return the query rows of each request: equal, but 1 to d where tokens were accepted, or are verified."""
+        """Return the query rows of each request: 1 to d in modes whose requests differ in rows, else d."""
         ragged = self.case.mode.forward_mode.query_rows in (QueryRows.ACCEPTED, QueryRows.VERIFIED)
         return [i % self.width + 1 if ragged else self.width for i in range(count)]
 
     def replay(self, batch: ForwardBatch, padding: float = 0.0) -> ReplayedPass:
-        """Draw the batch's queries, fill the padded rows, replay, and copy what came out."""
+        """Draw the batch's queries, fill the padding rows, replay, and copy the output."""
         rows = batch.num_tokens
         self.query[:rows].copy_(self._randn(rows, *self.query.shape[1:]))
         self.query[rows:].fill_(padding)
@@ -156,7 +156,7 @@ class ReplayFixture:
         return ReplayedPass(self.query[:rows].clone(), self.out[:rows].clone(), captured.metadata, captured.view)
 
     def eager(self, batch: ForwardBatch) -> ReplayedPass:
-        """Run the same pass without a graph, in tensors of its own."""
+        """Run a batch without a graph, with new metadata, query and output."""
         metadata = self.runner.eager(batch)
         query = self._randn(batch.num_tokens, *self.query.shape[1:])
         out = torch.full((len(query), *self.out.shape[1:]), float("nan"), dtype=DTYPE, device=self.device)
@@ -164,10 +164,10 @@ class ReplayFixture:
         return ReplayedPass(query, out, metadata)
 
     def poison(self, value: float) -> None:
-        """Fill what must not matter, as the next replay writes it before reading it or does not read it at all.
+        """Fill all memory that must not change results: the next replay either writes it first or does not read it.
 
-        That is the sink page of the cache, and of the metadata lengths, boundaries that are no preset, write locations, and all
-        cells of the tables, which then name the sink. Kernels' scratch stays as it is.
+        This is the cache's sink page and, in the metadata, lengths, offsets that are not preset, write locations and all cells
+        of the tables; the cells are set to the sink. Kernels' scratch is not changed.
         """
         raise NotImplementedError
 
@@ -180,7 +180,7 @@ class ReplayFixture:
         yield from self._wrong_output(batch, result)
 
     def pointers(self) -> dict[str, int]:
-        """Return the addresses of every buffer that a graph was captured with."""
+        """Return the address of every buffer with which a graph was captured."""
         tensors: dict[str, Any] = {"query": self.query, "out": self.out}
         for number, owner in enumerate((self.runner.inputs, *self._metadata_owners())):
             for name, value in vars(owner).items():
@@ -189,7 +189,7 @@ class ReplayFixture:
 
     @property
     def _token_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of a token's sides."""
+        """Return the shapes of one token's K and V, or of its latent entry."""
         raise NotImplementedError
 
     def _layer(self) -> Any:
@@ -199,7 +199,7 @@ class ReplayFixture:
         raise NotImplementedError
 
     def _uncounted(self) -> int:
-        """Return the tokens of a request that its length does not count."""
+        """Return how many tokens of a request its length does not count."""
         return uncounted_tokens(self.runner.inputs.view(1))
 
     def _metadata_owners(self) -> tuple[Any, ...]:
@@ -210,11 +210,11 @@ class ReplayFixture:
         return wrong_metadata(batch, self.pool, result.metadata)
 
     def _padded_metadata(self, batch: ForwardBatch, metadata: Any, length: int, pages: int) -> Cells:
-        """Return the metadata of padded requests, of this length and number of pages."""
+        """Return the expected metadata of padding requests with this length and number of pages."""
         raise NotImplementedError
 
     def _truth(self, query: Tensor, seen: list[History], q_lens: list[int]) -> Truth:
-        """Return what rows must give that see these first tokens of their requests' histories."""
+        """Return the expected results of rows that see these tokens."""
         raise NotImplementedError
 
     def _prepare(
@@ -235,7 +235,7 @@ class ReplayFixture:
     def _wrong_padding(self, batch: ForwardBatch, metadata: Any, view: ForwardBatch) -> Iterator[str]:
         """Yield what padded rows hold after a replay but the reserved request, padding's length, slots and pages of the sink.
 
-        An engine writes K and V of all rows, so that a stale slot in a padded one would overwrite another request's.
+        An engine writes K and V of all rows: a stale slot in a padding row would overwrite another request's token.
         """
         count = batch.batch_size
         length = self.case.padded_seq_len + self._uncounted()

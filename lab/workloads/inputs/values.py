@@ -1,4 +1,4 @@
-"""The numbers in an attention call's tensors: drawn, and then shaped as the case's `Contents` say."""
+"""Draw the numbers in an attention call's tensors, and change them as the case's `Contents` says."""
 
 import math
 from collections.abc import Callable
@@ -28,11 +28,11 @@ _LARGEST_E4M3_KEY = torch.finfo(E4M3).max * E4M3_K_SCALE
 
 @dataclass(frozen=True, eq=False)
 class _Drawn:
-    """One request's numbers.
+    """The random numbers of one request.
 
     Attributes:
-        request: its number in the case.
-        directions: of the needles, [num_kv_heads, head_dim].
+        request: the request's number in the case.
+        directions: directions of the needles, [num_kv_heads, head_dim].
         query: [q_len, num_qo_heads, head_dim].
         keys, values: [kv_len, num_kv_heads, head_dim].
     """
@@ -48,11 +48,11 @@ class _Drawn:
 def draw_contents(
     case: AttentionCase, device: torch.device
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]], Tensor | None]:
-    """Draw query, each request's keys and values, and sinks, on the device: the same whatever the storage.
+    """Draw query, keys, values and sinks. The numbers do not depend on the storage.
 
     Returns:
-        Query [num_rows, num_qo_heads, head_dim] in the case's dtype; per request (K, V), float32
-        [kv_len, num_kv_heads, head_dim]; sinks, float32 [num_qo_heads], or None.
+        The query [num_rows, num_qo_heads, head_dim] in the case's dtype; (K, V) of each request, float32 [kv_len, num_kv_heads,
+        head_dim]; and the sinks, float32 [num_qo_heads], or None. All are on the device.
     """
     generator = torch.Generator().manual_seed(case.seed)
     sinks = torch.randn(case.num_qo_heads, generator=generator) + 2.0
@@ -75,7 +75,7 @@ def _random(drawn: _Drawn) -> _Drawn:
 
 
 def _needles(drawn: _Drawn) -> _Drawn:
-    """Make needles of the keys at each row's limits."""
+    """Make the first and last keys that rows see, and their neighbours, needles."""
     case, request = drawn.case, drawn.request
     limits = needle_positions(case.kv_lens[request], case.q_lens[request], case.page_size, case.window_left)
     plant(drawn.keys, limits, drawn.directions, case.softmax_scale)
@@ -83,7 +83,9 @@ def _needles(drawn: _Drawn) -> _Drawn:
 
 
 def _counted(drawn: _Drawn) -> _Drawn:
-    """Encode a key's position in its value: the block in one half, the place in it in the other; twice as large per head."""
+    """Encode a key's position in its value: one half encodes position // half, the other position % half. Heads
+    differ in size.
+    """
     case, half = drawn.case, drawn.case.out_head_dim // 2
     positions = torch.arange(len(drawn.keys))
     values = torch.zeros_like(drawn.values)
@@ -97,9 +99,9 @@ def _counted(drawn: _Drawn) -> _Drawn:
 
 
 def _low(drawn: _Drawn) -> _Drawn:
-    """Make every logit -200,000 by one coordinate; it is MLA's last, which its values do not have.
+    """Make every logit -200,000 by the last coordinate, which MLA's values do not include.
 
-    With an e4m3 cache a float16 query cannot be that large: logits are about -100,000.
+    With an e4m3 cache a float16 query cannot be large enough: logits are then about -100,000.
     """
     query, keys = torch.zeros_like(drawn.query), drawn.keys.clone()
     largest = _LARGEST_E4M3_KEY if drawn.case.is_quantised else 1024.0
@@ -109,7 +111,7 @@ def _low(drawn: _Drawn) -> _Drawn:
 
 
 def _tall(drawn: _Drawn) -> _Drawn:
-    """Make logits climb by steps of 8 from 0 to 512 with the position, 64 keys a step; e4m3 keys join some steps."""
+    """Make logits rise from 0 to 512 in steps of 8, one step per 64 keys. With e4m3 keys some steps are equal."""
     steps = torch.arange(len(drawn.keys)).div(64, rounding_mode="floor").clamp(max=64)
     query, keys = 0.25 * drawn.query, drawn.keys.clone()
     at_query = 2.0 ** round(math.log2(64.0 / drawn.case.softmax_scale))  # so that keys are at most 12, which e4m3 has
@@ -119,9 +121,9 @@ def _tall(drawn: _Drawn) -> _Drawn:
 
 
 def _overshadowed(drawn: _Drawn, logit: float = 20.0) -> _Drawn:
-    """Make key 0's logit large by its last coordinate, which MLA's values do not have, and the logits of all further keys 0.
+    """Make key 0's logit large by its last coordinate, which MLA's values do not include. All other logits are 0.
 
-    Without a rotary part MLA's values have it: it would be all that an output shows, and its rounding the whole error.
+    MLA without a rotary part includes it in the values. It would then dominate the output, and its rounding the error.
     """
     query, keys, values = torch.zeros_like(drawn.query), drawn.keys.clone(), drawn.values.clone()
     product = logit / drawn.case.softmax_scale
@@ -136,7 +138,7 @@ def _overshadowed(drawn: _Drawn, logit: float = 20.0) -> _Drawn:
 
 
 def _loud(drawn: _Drawn) -> _Drawn:
-    """Make values large and of one sign, so that their sum grows with the keys."""
+    """Make values large and positive, so that their sum grows with the number of keys."""
     side = "keys" if drawn.case.is_mla else "values"
     drawn = replace(drawn, **{side: getattr(drawn, side).abs()})
     return _scaled_values(drawn, _LOUD[drawn.case.kv_dtype])

@@ -1,4 +1,4 @@
-"""The same numbers as views of larger storage: with gaps, at other addresses, with strides that mean nothing."""
+"""Return the same numbers as views of larger storage: with gaps, at other addresses, or with meaningless strides."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,12 +16,12 @@ ODD = 7  # elements: the stride of an axis of size 1
 
 
 def raw(tensor: Tensor) -> Tensor:
-    """Return the tensor, as bytes if an element is one: a CPU can do little with e4m3."""
+    """Return the tensor, viewed as uint8 if its elements have one byte: torch supports few operations on e4m3 on a CPU."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
 def with_nan(tensor: Tensor, rows: Tensor) -> Tensor:
-    """Return a copy of [..., heads, elements] with NaN in those of its rows that are True in `rows`, bool [num_rows]."""
+    """Return a copy of a tensor [..., heads, elements] with NaN in all rows that are True in `rows`, bool [num_rows]."""
     copied = raw(tensor).clone()
     copied.view(-1, *copied.shape[-2:])[rows.to(copied.device)] = E4M3_NAN if copied.dtype == torch.uint8 else math.nan
     return copied.view(tensor.dtype)
@@ -37,23 +37,23 @@ def apart(tensor: Tensor, axis: int, gap: int) -> Tensor:
 
 
 def at_bytes(tensor: Tensor, offset_bytes: int) -> Tensor:
-    """Return the tensor, contiguous, at this offset in its storage."""
+    """Return the tensor as a contiguous view that begins at this offset in its storage."""
     return _as_view(tensor, tensor.contiguous().stride(), offset_bytes // tensor.element_size())
 
 
 def heads_first(tensor: Tensor) -> Tensor:
-    """Return [..., rows, heads, elements] with the rows of a head side by side, as a product for each head leaves them."""
+    """Return a tensor [..., rows, heads, elements] stored head by head, as a matrix product per head writes it."""
     heads = tensor.dim() - 2
     return tensor.movedim(heads, 0).contiguous().movedim(0, heads)
 
 
 def in_halves(tensor: Tensor) -> Tensor:
-    """Return [pages, 2, ...] with all of its first sides before all of its second ones in memory."""
+    """Return a tensor [pages, 2, ...] stored in two halves: first index 0 of all pages, then index 1 of all pages."""
     return raw(tensor).transpose(0, 1).contiguous().transpose(0, 1).view(tensor.dtype)
 
 
 def laid(tensor: Tensor, form: str) -> Tensor:
-    """Return [..., rows or tokens, heads, elements] as a form of a configuration names it."""
+    """Return a tensor [..., rows or tokens, heads, elements] in the layout that a form of a configuration names."""
     layouts: dict[str, Callable[[], Tensor]] = {
         "contiguous": lambda: tensor,
         "rows apart": lambda: apart(tensor, -3, GAP),
@@ -68,7 +68,7 @@ def laid(tensor: Tensor, form: str) -> Tensor:
 
 
 def far_apart(tensor: Tensor) -> Tensor:
-    """Return the tensor as a view whose last row begins beyond 2**31 elements; memory between rows is never touched."""
+    """Return the tensor as a view whose last row begins beyond 2**31 elements. Memory between rows is never touched."""
     row = tensor[:1].numel()
     stride = max(row, -(-FAR // max(len(tensor) - 1, 1)))
     elements = raw(tensor)
@@ -79,7 +79,7 @@ def far_apart(tensor: Tensor) -> Tensor:
 
 
 def with_strides_of(tensor: Tensor, other: Tensor) -> Tensor:
-    """Return the tensor with the strides of another of its shape and dtype, in memory of its own if they differ."""
+    """Return the tensor with the strides of another tensor of the same shape and dtype; it is copied if the strides differ."""
     if tensor.stride() == other.stride():
         return tensor
     elements = raw(tensor)
@@ -88,7 +88,7 @@ def with_strides_of(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def with_odd_strides(tensor: Tensor) -> Tensor:
-    """Return the tensor with a stride of no meaning on each axis of size 1."""
+    """Return the tensor with a meaningless stride on each axis of size 1."""
     strides = [ODD if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return tensor.as_strided(tensor.shape, strides)
 
