@@ -1,7 +1,8 @@
-"""Small attention problems by their truth, the paged calls that pose them, and a second formula that solves them.
+"""Small attention problems by their truth, the four calls that pose them, and a second formula that solves them.
 
-A `Batch` holds each request's query rows and K/V history, token by token. `decode_arguments` and `context_arguments`
-write it into a shuffled, poisoned pool and name FlashInfer's arguments; `expected` never sees that pool.
+A `Batch` holds each request's query rows and K/V history, token by token. `decode_arguments`, `context_arguments` and
+`mla_arguments` write it into a shuffled, poisoned pool and name FlashInfer's arguments, `ragged_arguments` needs no pool;
+`expected` never sees that pool.
 """
 
 import math
@@ -12,13 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lab.calls.problem import AttentionCall
+
+DECODE, CONTEXT, MLA, RAGGED = (call.value for call in AttentionCall)
+RANK, ROPE = 8, 4  # of small MLA problems
+Arguments = dict[str, Any]
+
 SPARE_PAGES = 3  # pages of the pool that belong to nobody
 SPARE_COLUMNS = 2  # columns of a page table after the longest request's
 
 
 @dataclass(frozen=True)
 class Batch:
-    """queries[r]: [q_len, num_qo_heads, head_dim]; keys[r], values[r]: [kv_len, num_kv_heads, head_dim]."""
+    """queries[r]: [q_len, num_qo_heads, head_dim]; keys[r], values[r]: [kv_len, num_kv_heads, head_dim or v_head_dim]."""
 
     queries: list[Tensor]
     keys: list[Tensor]
@@ -39,6 +46,7 @@ def random_batch(
     *,
     heads: tuple[int, int] = (4, 2),
     head_dim: int = 16,
+    v_head_dim: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     kv_dtype: torch.dtype | None = None,
     magnitude: float = 1.0,
@@ -47,14 +55,46 @@ def random_batch(
     """Normally distributed; `heads` are query and K/V heads."""
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(length: int, num_heads: int, of: torch.dtype) -> Tensor:
-        return (torch.randn(length, num_heads, head_dim, generator=generator) * magnitude).to(of)
+    def draw(length: int, num_heads: int, size: int, of: torch.dtype) -> Tensor:
+        return (torch.randn(length, num_heads, size, generator=generator) * magnitude).to(of)
 
     return Batch(
-        [draw(n, heads[0], dtype) for n in q_lens],
-        [draw(n, heads[1], kv_dtype or dtype) for n in kv_lens],
-        [draw(n, heads[1], kv_dtype or dtype) for n in kv_lens],
+        [draw(n, heads[0], head_dim, dtype) for n in q_lens],
+        [draw(n, heads[1], head_dim, kv_dtype or dtype) for n in kv_lens],
+        [draw(n, heads[1], v_head_dim or head_dim, kv_dtype or dtype) for n in kv_lens],
     )
+
+
+def ragged_batch(
+    q_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    *,
+    heads: tuple[int, int] = (3, 3),
+    dims: tuple[int, int] = (12, 8),
+    **options: Any,
+) -> Batch:
+    """As `random_batch`; `dims` are those of keys and of values."""
+    return random_batch(q_lens, kv_lens, heads=heads, head_dim=dims[0], v_head_dim=dims[1], **options)
+
+
+def latent_batch(
+    q_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    *,
+    heads: int = 4,
+    rank: int = RANK,
+    rope: int = ROPE,
+    **options: Any,
+) -> Batch:
+    """As `random_batch`, of MLA: see `of_entries`."""
+    drawn = random_batch(q_lens, kv_lens, heads=(heads, 1), head_dim=rank + rope, **options)
+    return of_entries(drawn.queries, [keys[:, 0] for keys in drawn.keys], rank)
+
+
+def of_entries(queries: list[Tensor], entries: list[Tensor], rank: int) -> Batch:
+    """A batch of MLA: the one key of a token is its entry, [rank + rope], whose first `rank` elements are the value."""
+    keys = [each.unsqueeze(1) for each in entries]
+    return Batch(queries, keys, [each[..., :rank] for each in keys])
 
 
 def coded_batch(q_lens: Sequence[int], kv_lens: Sequence[int], heads: tuple[int, int] = (2, 1)) -> Batch:
@@ -109,21 +149,22 @@ def expected(
 ) -> tuple[Tensor, Tensor]:
     """Output and base-2 LSE, float64, one (row, head) at a time over the keys that it sees."""
     rows = [(request, row) for request, rows in enumerate(batch.queries) for row in rows]
-    outs, lses = [], []
-    for (request, row), seen in zip(rows, keys_seen(batch, masks=masks, **rule), strict=True):
+    num_qo_heads, size = batch.queries[0].shape[1], batch.values[0].shape[2]
+    out = torch.empty(len(rows), num_qo_heads, size, dtype=torch.float64)
+    lse = torch.empty(len(rows), num_qo_heads, dtype=torch.float64)
+    for number, ((request, row), seen) in enumerate(zip(rows, keys_seen(batch, masks=masks, **rule), strict=True)):
         index = torch.tensor(sorted(seen), dtype=torch.int64)
         keys, values = (side[request].to(torch.float64)[index] for side in (batch.keys, batch.values))
-        group = row.shape[0] // keys.shape[1]
-        for head in range(row.shape[0]):
+        group = num_qo_heads // keys.shape[1]
+        for head in range(num_qo_heads):
             logits = keys[:, head // group] @ row[head].to(torch.float64) * bmm1_scale
             if sinks is not None:
                 logits = torch.cat((logits, sinks[head].to(torch.float64).view(1)))
-            lse = torch.logsumexp(logits, 0) if len(logits) else torch.tensor(-math.inf, dtype=torch.float64)
-            weights = torch.exp(logits[: len(seen)] - lse) if lse.isfinite() else torch.zeros(len(seen)).double()
-            outs.append(weights @ values[:, head // group] * bmm2_scale)
-            lses.append(lse / math.log(2.0))
-    num_qo_heads, head_dim = batch.queries[0].shape[1:]
-    return torch.stack(outs).view(-1, num_qo_heads, head_dim), torch.stack(lses).view(-1, num_qo_heads)
+            total = torch.logsumexp(logits, 0) if len(logits) else torch.tensor(-math.inf, dtype=torch.float64)
+            weights = torch.exp(logits[: len(seen)] - total) if total.isfinite() else torch.zeros(len(seen)).double()
+            out[number, head] = weights @ values[:, head // group] * bmm2_scale
+            lse[number, head] = total / math.log(2.0)
+    return out, lse
 
 
 def write_pages(
@@ -166,7 +207,7 @@ def decode_arguments(
     poison: float = 0.0,
     foreign_id: int | None = None,
     **changes: Any,
-) -> dict[str, Any]:
+) -> Arguments:
     """Arguments of `trtllm_batch_decode_with_kv_cache`, the output in float64; `changes` are added to them."""
     k_cache, k_table = write_pages(batch.keys, page_size, seed=seed, poison=poison, foreign_id=foreign_id)
     v_seed = seed + 1 if separate_tables else seed
@@ -174,7 +215,7 @@ def decode_arguments(
     layout = changes.get("kv_layout", "HND")
     if layout == "NHD":
         k_cache, v_cache = (cache.transpose(1, 2).contiguous() for cache in (k_cache, v_cache))
-    arguments: dict[str, Any] = {
+    arguments: Arguments = {
         "query": torch.cat(batch.queries),
         "kv_cache": (k_cache, v_cache),
         "workspace_buffer": None,
@@ -196,7 +237,7 @@ def decode_arguments(
     return arguments | changes
 
 
-def context_arguments(batch: Batch, page_size: int = 16, **changes: Any) -> dict[str, Any]:
+def context_arguments(batch: Batch, page_size: int = 16, **changes: Any) -> Arguments:
     """Arguments of `trtllm_batch_context_with_kv_cache`, else as `decode_arguments`."""
     arguments = decode_arguments(batch, page_size, ragged=True, **changes)
     del arguments["q_len_per_req"]
@@ -208,6 +249,89 @@ def context_arguments(batch: Batch, page_size: int = 16, **changes: Any) -> dict
         "bmm2_scale": 1.0,
     }
     return bounds | arguments
+
+
+def mla_arguments(
+    batch: Batch,
+    page_size: int = 16,
+    *,
+    ragged: bool = False,
+    poison: float = 0.0,
+    foreign_id: int | None = None,
+    seed: int = 0,
+    **changes: Any,
+) -> Arguments:
+    """Arguments of `trtllm_batch_decode_with_kv_cache_mla`, with an output in float64 and the LSE."""
+    cache, table = write_pages(batch.keys, page_size, seed=seed, poison=poison, foreign_id=foreign_id)
+    query = torch.cat(batch.queries) if ragged else torch.stack(batch.queries)
+    rank = batch.values[0].shape[2]
+    arguments: Arguments = {
+        "query": query,
+        "kv_cache": cache,
+        "workspace_buffer": None,
+        "qk_nope_head_dim": 6,
+        "kv_lora_rank": rank,
+        "qk_rope_head_dim": query.shape[-1] - rank,
+        "block_tables": table,
+        "seq_lens": torch.tensor(batch.kv_lens, dtype=torch.int32),
+        "max_seq_len": max(batch.kv_lens),
+        "out": torch.full((*query.shape[:-1], rank), math.nan, dtype=torch.float64),
+        "return_lse": True,
+        "return_lse_base": "base2",
+    }
+    if ragged:
+        arguments |= {"cum_seq_lens_q": running_sum(batch.q_lens), "max_q_len": max(batch.q_lens)}
+    return arguments | changes
+
+
+def ragged_arguments(batch: Batch, **changes: Any) -> Arguments:
+    """Arguments of `trtllm_ragged_attention_deepseek`, causal, with an output in float64 and the LSE."""
+    query, key, value = (torch.cat(side) for side in (batch.queries, batch.keys, batch.values))
+    out = torch.full((*query.shape[:2], value.shape[2]), math.nan, dtype=torch.float64)
+    arguments: Arguments = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "workspace_buffer": None,
+        "seq_lens": torch.tensor(batch.kv_lens, dtype=torch.int32),
+        "max_q_len": max(batch.q_lens),
+        "max_kv_len": max(batch.kv_lens),
+        "bmm1_scale": 1.0,
+        "bmm2_scale": 1.0,
+        "o_sf_scale": 1.0,
+        "batch_size": len(batch.queries),
+        "window_left": -1,
+        "cum_seq_lens_q": running_sum(batch.q_lens),
+        "cum_seq_lens_kv": running_sum(batch.kv_lens),
+        "enable_pdl": None,
+        "is_causal": True,
+        "return_lse": True,
+        "out": out,
+    }
+    return arguments | changes
+
+
+def mirrors(batch: Batch, dtype: torch.dtype = torch.int32) -> Arguments:
+    return {
+        "q_seq_lens_cpu": torch.tensor(batch.q_lens, dtype=dtype),
+        "kv_seq_lens_cpu": torch.tensor(batch.kv_lens, dtype=dtype),
+    }
+
+
+def merged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """What an engine makes of results over disjoint keys: a mean weighted by 2 ** LSE."""
+    lses = torch.stack([lse for _, lse in parts]).double()
+    total = torch.logsumexp(lses * math.log(2.0), dim=0) / math.log(2.0)
+    weights = torch.exp2(lses - total).nan_to_num(0.0)
+    return torch.stack([out for out, _ in parts]).mul(weights.unsqueeze(-1)).sum(0), total
+
+
+def chunk(batch: Batch, starts: Sequence[int], ends: Sequence[int]) -> Batch:
+    keys, values = (
+        [rows[start:end] for rows, start, end in zip(side, starts, ends, strict=True)]
+        for side in (batch.keys, batch.values)
+    )
+    return Batch(batch.queries, keys, values)
 
 
 def running_sum(lengths: Sequence[int]) -> Tensor:
@@ -227,7 +351,8 @@ def pack_mask(masks: Any) -> Tensor:
 
 
 def assert_same(result: tuple[Tensor, Tensor], truth: tuple[Tensor, Tensor]) -> None:
-    """Output to float64's accuracy, LSE to float32's; NaN never."""
+    """Output to float64's accuracy, LSE to float32's; NaN never. A result may have the requests as a dimension."""
     size = float(truth[0].abs().max()) if truth[0].numel() else 0.0
-    torch.testing.assert_close(result[0].to(torch.float64), truth[0], rtol=1e-11, atol=1e-12 * size)
-    torch.testing.assert_close(result[1].to(torch.float64), truth[1], rtol=1e-6, atol=1e-6)
+    out, lse = (result[0].flatten(0, -3), result[1].flatten(0, -2)) if result[0].ndim > 3 else result
+    torch.testing.assert_close(out.to(torch.float64), truth[0], rtol=1e-11, atol=1e-12 * size)
+    torch.testing.assert_close(lse.to(torch.float64), truth[1], rtol=1e-6, atol=1e-6)

@@ -21,7 +21,7 @@ from tests.calls.breaks import (
     to,
     value,
 )
-from tests.latent_cases import RANK, latent_batch, mla_arguments
+from tests.cases import RANK, latent_batch, mla_arguments
 
 
 def good_arguments() -> Arguments:

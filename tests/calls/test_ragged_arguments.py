@@ -21,7 +21,7 @@ from tests.calls.breaks import (
     to,
     value,
 )
-from tests.ragged_cases import ragged_arguments, ragged_batch
+from tests.cases import ragged_arguments, ragged_batch
 
 E4M3 = torch.float8_e4m3fn
 

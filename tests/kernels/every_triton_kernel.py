@@ -25,8 +25,15 @@ from lab import references
 from lab.kernels import portable
 from lab.workloads.draft import CHOICES, draft_scenario
 from studies.draft_work import draft_work
-from tests.cases import context_arguments, decode_arguments, pack_mask, random_batch, write_pages
-from tests.ragged_cases import ragged_arguments, ragged_batch
+from tests.cases import (
+    context_arguments,
+    decode_arguments,
+    pack_mask,
+    ragged_arguments,
+    ragged_batch,
+    random_batch,
+    write_pages,
+)
 
 BOUND = 4 * 2.0**-8  # a weight and an output rounded to bf16, each at most one unit roundoff of its vector, times two
 # Lengths around the edges of pages, tiles and stores; one row width each.

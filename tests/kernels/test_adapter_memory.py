@@ -11,7 +11,7 @@ from torch import Tensor
 from lab import references
 from lab.calls.workspace import SEMAPHORE_BYTES, semaphores_and_scratch
 from lab.kernels import flashinfer_call, support, trtllm
-from tests import latent_cases, ragged_cases
+from tests import cases
 from tests.cases import context_arguments, decode_arguments, random_batch
 
 SM90, SM100, SM103, SM120 = (9, 0), (10, 0), (10, 3), (12, 0)
@@ -33,14 +33,14 @@ def context(**changes: Any) -> Arguments:
 
 def mla(**changes: Any) -> Arguments:
     """Page tables of whole 128 tokens and 128 heads, which XQA takes too."""
-    batch = latent_cases.latent_batch((1, 1), (70, 90), heads=128, rank=512, rope=64, dtype=BF16)
+    batch = cases.latent_batch((1, 1), (70, 90), heads=128, rank=512, rope=64, dtype=BF16)
     usual = {"out": None, "return_lse": False, "return_lse_base": None, "bmm1_scale": 0.05}
-    return latent_cases.mla_arguments(batch, 64, **usual | changes)
+    return cases.mla_arguments(batch, 64, **usual | changes)
 
 
 def ragged(**changes: Any) -> Arguments:
-    batch = ragged_cases.ragged_batch((4, 6), (4, 6), heads=(2, 2), dims=(192, 128), dtype=BF16)
-    return ragged_cases.ragged_arguments(batch, **{"out": None, "return_lse": False, "bmm1_scale": 0.05} | changes)
+    batch = cases.ragged_batch((4, 6), (4, 6), heads=(2, 2), dims=(192, 128), dtype=BF16)
+    return cases.ragged_arguments(batch, **{"out": None, "return_lse": False, "bmm1_scale": 0.05} | changes)
 
 
 CALLS = {

@@ -15,11 +15,11 @@ from lab.kernels.support import Kernel, why_not
 from lab.kernels.support.peers import FA2_MLA, FA3_MLA
 from lab.kernels.support.trtllm_gen import TRTLLM_GEN_MLA
 from lab.kernels.support.xqa import XQA_MLA
+from tests.cases import latent_batch, mla_arguments
 from tests.kernels.conftest import SimulatedOn
 from tests.kernels.held import assert_rounded
 from tests.kernels.simulated import MEBIBYTE
 from tests.kernels.simulated_flashinfer_mla import NAME, SimulatedMLA
-from tests.latent_cases import latent_batch, mla_arguments
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

@@ -16,11 +16,11 @@ from lab.kernels.support import kernel as support_kernel
 from lab.kernels.support.peers import FA2_RAGGED, FA3_RAGGED
 from lab.kernels.support.portable import PORTABLE_RAGGED
 from lab.kernels.support.trtllm_gen import TRTLLM_GEN_RAGGED
+from tests.cases import mirrors, ragged_arguments, ragged_batch
 from tests.kernels.conftest import SimulatedOn
 from tests.kernels.held import ROUNDOFF, assert_rounded
 from tests.kernels.simulated import MEBIBYTE
 from tests.kernels.simulated_flashinfer_ragged import NAME, SimulatedRagged
-from tests.ragged_cases import mirrors, ragged_arguments, ragged_batch
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

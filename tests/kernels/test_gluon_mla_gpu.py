@@ -15,9 +15,9 @@ from lab.calls.mla_decode import MLADecodeCall
 from lab.kernels import portable
 from lab.kernels.portable import hopper, mla_decode
 from lab.kernels.portable.key_shares import Shares
+from tests.cases import Batch
 from tests.kernels.test_gluon_gpu import BOUND, errors_by_place
 from tests.kernels.test_portable_mla import arguments_of, random_batch, truth_of
-from tests.latent_cases import LatentBatch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,7 +35,7 @@ def _every_row_count() -> Iterator[None]:
         yield
 
 
-def check(batch: LatentBatch, page_size: int = 64, *, repeats: int = 3, **changes: Any) -> None:
+def check(batch: Batch, page_size: int = 64, *, repeats: int = 3, **changes: Any) -> None:
     """Make the call several times, and hold every output vector and LSE to the reference's."""
     defaults = {"poison": float("nan"), "foreign_id": 0, "ragged": True, "bmm1_scale": 576**-0.5}
     arguments = arguments_of("cuda", batch, page_size, **defaults | changes)

@@ -15,9 +15,9 @@ from lab.calls.problem import PagedAttention
 from lab.kernels.portable import hopper
 from lab.kernels.portable.key_shares import Shares
 from lab.kernels.portable.tiles import HopperTile
+from tests.cases import Batch
 from tests.kernels.simulated_gluon import simulate
 from tests.kernels.test_portable_mla import BF16, arguments_of, random_batch, truth_of
-from tests.latent_cases import LatentBatch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_gluon_mla_gpu.py runs the kernel itself")
 
@@ -28,7 +28,7 @@ POISONED: dict[str, Any] = {"poison": float("nan"), "foreign_id": 10**6}
 
 
 def run(
-    batch: LatentBatch,
+    batch: Batch,
     page_size: int = 64,
     *,
     count: int = 3,

@@ -19,6 +19,7 @@ from lab.kernels.portable import key_shares
 from lab.kernels.portable import mla_decode as portable_mla
 from lab.kernels.portable.tile_choices import choose_mla_tile
 from lab.kernels.support.portable import PORTABLE_MLA
+from tests.cases import Batch, latent_batch, mla_arguments, of_entries
 from tests.devices import DEVICES, ON_GPU, graph_of, synchronisation_is_an_error
 from tests.kernels.held import (
     BF16,
@@ -33,7 +34,6 @@ from tests.kernels.held import (
     on,
     sinks_of,
 )
-from tests.latent_cases import LatentBatch, latent_batch, mla_arguments
 
 RANK, ROPE = 64, 16
 
@@ -42,7 +42,7 @@ random_batch = partial(latent_batch, heads=2, rank=RANK, rope=ROPE)
 
 
 def arguments_of(
-    device: str, batch: LatentBatch, page_size: int = 32, *, out_dtype: torch.dtype = BF16, **changes: Any
+    device: str, batch: Batch, page_size: int = 32, *, out_dtype: torch.dtype = BF16, **changes: Any
 ) -> Arguments:
     """The call that poses the batch, its pages shuffled, with an output full of NaN."""
     arguments = mla_arguments(batch, page_size, **{"seed": 1, "bmm1_scale": 0.125} | changes)
@@ -62,7 +62,7 @@ def truth_of(arguments: Arguments) -> tuple[Tensor, Tensor]:
     return references.trtllm_batch_decode_with_kv_cache_mla(**arguments | {"out": out, "lse": None})
 
 
-def assert_right(device: str, batch: LatentBatch, page_size: int = 32, **changes: Any) -> tuple[Tensor, Tensor]:
+def assert_right(device: str, batch: Batch, page_size: int = 32, **changes: Any) -> tuple[Tensor, Tensor]:
     """Run the call, and hold every output vector and LSE to the reference's; both as rows."""
     arguments = arguments_of(device, batch, page_size, **changes)
     out, lse = run(arguments)
@@ -215,7 +215,7 @@ def test_light_keys_count(device: str, q_len: int) -> None:
     latent[0], rope[0, 0] = 0.0, 26.0
     query = torch.zeros(q_len, 4, 48)
     query[..., 32] = 1.0
-    batch = LatentBatch([query.to(E4M3)], [torch.cat((latent, rope), 1).to(E4M3)], rank=32)
+    batch = of_entries([query.to(E4M3)], [torch.cat((latent, rope), 1).to(E4M3)], rank=32)
     arguments = arguments_of(device, batch, out_dtype=FP32, bmm1_scale=math.log(2.0))
     out, _ = run(arguments)
     seen = torch.arange(300 - q_len, 300, device=device).view(1, q_len, 1, 1).expand(out.shape)
@@ -472,7 +472,7 @@ def test_lengths_and_batches_compile_nothing_new(device: str) -> None:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[LatentBatch, int, int, Arguments]:
+def problems(draw: st.DrawFn) -> tuple[Batch, int, int, Arguments]:
     lengths = draw(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 150)), min_size=1, max_size=3))
     heads = draw(st.sampled_from([1, 2, 3, 8]))
     batch = random_batch(
@@ -495,7 +495,7 @@ def problems(draw: st.DrawFn) -> tuple[LatentBatch, int, int, Arguments]:
 @pytest.mark.parametrize("device", DEVICES)
 @settings(max_examples=12, derandomize=True, deadline=None, database=None)
 @given(problem=problems())
-def test_any_problem(device: str, problem: tuple[LatentBatch, int, int, Arguments]) -> None:
+def test_any_problem(device: str, problem: tuple[Batch, int, int, Arguments]) -> None:
     batch, page_size, num_splits, options = problem
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(portable_mla, "choose_shares", lambda *_: shares_of(num_splits))

@@ -15,7 +15,7 @@ from lab.kernels import portable
 from lab.kernels.portable import ragged_context as portable_ragged
 from lab.kernels.portable.tile_choices import choose_ragged_tile
 from lab.kernels.support.portable import PORTABLE_RAGGED
-from tests.cases import Batch, running_sum
+from tests.cases import Batch, chunk, merged, ragged_arguments, ragged_batch, running_sum
 from tests.devices import DEVICES, ON_GPU, graph_of, synchronisation_is_an_error
 from tests.kernels.held import (
     BF16,
@@ -30,7 +30,6 @@ from tests.kernels.held import (
     on,
     sinks_of,
 )
-from tests.ragged_cases import chunk, merged, ragged_arguments, ragged_batch
 
 DIMS = (48, 32)
 

@@ -12,10 +12,9 @@ from lab.kernels import portable, prepare
 from lab.kernels.portable.triton_call import TritonCall, TritonLaunch
 from lab.metadata.engine.capture import capturing
 from lab.timing.host_time import host_time
-from tests.cases import context_arguments, decode_arguments, pack_mask, random_batch
+from tests.cases import context_arguments, decode_arguments, pack_mask, ragged_arguments, ragged_batch, random_batch
 from tests.devices import DEVICES, IN_INTERPRETER, ON_GPU
 from tests.kernels.every_triton_kernel import mla_arguments, on_gpu
-from tests.ragged_cases import ragged_arguments, ragged_batch
 
 Arguments = dict[str, Any]
 DECODE, CONTEXT = "trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache"

@@ -17,8 +17,18 @@ from lab.references import (
     trtllm_ragged_attention_deepseek,
 )
 from lab.references.softmax_attention import TILE_ELEMENTS, Tile, tiles
-from tests import latent_cases, ragged_cases
-from tests.cases import Batch, assert_same, decode_arguments, expected, pack_mask, random_batch
+from tests.cases import (
+    Batch,
+    assert_same,
+    decode_arguments,
+    expected,
+    latent_batch,
+    mla_arguments,
+    pack_mask,
+    ragged_arguments,
+    ragged_batch,
+    random_batch,
+)
 from tests.references.test_quantization import nvfp4_case
 from tests.references.test_trtllm_decode import MASKS
 
@@ -69,17 +79,17 @@ def test_tiles_of_nvfp4(order: str) -> None:
 
 @pytest.mark.usefixtures("few_elements")
 def test_tiles_of_latent_attention() -> None:
-    batch = latent_cases.latent_batch([9] * 5, [3, 40, 1, 20, 70])
-    arguments = latent_cases.mla_arguments(batch, poison=math.nan)
-    latent_cases.assert_right(trtllm_batch_decode_with_kv_cache_mla(**arguments), latent_cases.dense(batch))
+    batch = latent_batch([9] * 5, [3, 40, 1, 20, 70])
+    arguments = mla_arguments(batch, poison=math.nan)
+    assert_same(trtllm_batch_decode_with_kv_cache_mla(**arguments), expected(batch))
 
 
 @pytest.mark.usefixtures("few_elements")
 @pytest.mark.parametrize("causal", [True, False])
 def test_tiles_of_a_ragged_context(causal: bool) -> None:
-    batch = ragged_cases.ragged_batch([9, 3, 7], [3, 140, 9])
-    result = trtllm_ragged_attention_deepseek(**ragged_cases.ragged_arguments(batch, is_causal=causal))
-    assert_same(result, ragged_cases.dense(batch, causal=causal))
+    batch = ragged_batch([9, 3, 7], [3, 140, 9])
+    result = trtllm_ragged_attention_deepseek(**ragged_arguments(batch, is_causal=causal))
+    assert_same(result, expected(batch, causal=causal))
 
 
 # A long request

@@ -14,7 +14,7 @@ from torch import Tensor
 from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.problem import check_values
 from lab.references import attention, eager_attention, paged_attention, trtllm_batch_decode_with_kv_cache_mla
-from tests.latent_cases import RANK, ROPE, LatentBatch, assert_right, dense, latent_batch, mla_arguments
+from tests.cases import RANK, ROPE, Batch, assert_same, expected, latent_batch, mla_arguments, of_entries
 
 mla = trtllm_batch_decode_with_kv_cache_mla
 P = 16
@@ -30,7 +30,7 @@ ON_GPU = (
 
 def by_hand(entries: list[list[float]], query: list[float], **changes: Any) -> tuple[list[float], float]:
     """One row of one head, a latent vector of 2 and a rotary part of 1."""
-    batch = LatentBatch([torch.tensor([[query]])], [torch.tensor(entries)], rank=2)
+    batch = of_entries([torch.tensor([[query]])], [torch.tensor(entries)], rank=2)
     out, lse = mla(**mla_arguments(batch, **changes))
     return out.flatten().tolist(), lse.item()
 
@@ -54,14 +54,14 @@ def test_two_keys_whose_latent_parts_make_the_weights() -> None:
 
 def test_causal_rows_by_hand() -> None:
     """Row i of 2 rows over 3 keys sits at position 1 + i; Q = 0 makes the output a mean."""
-    batch = LatentBatch([torch.zeros(2, 1, 2)], [torch.tensor([[1.0, 0.0], [2.0, 0.0], [6.0, 0.0]])], rank=1)
+    batch = of_entries([torch.zeros(2, 1, 2)], [torch.tensor([[1.0, 0.0], [2.0, 0.0], [6.0, 0.0]])], rank=1)
     out, lse = mla(**mla_arguments(batch))
     assert out.flatten().tolist() == [1.5, 3.0]
     torch.testing.assert_close(lse.flatten().tolist(), [1.0, math.log2(3.0)])
 
 
 def test_a_sink_takes_its_share_and_gives_no_value() -> None:
-    batch = LatentBatch([torch.zeros(1, 2, 2)], [torch.full((3, 2), 8.0)], rank=1)
+    batch = of_entries([torch.zeros(1, 2, 2)], [torch.full((3, 2), 8.0)], rank=1)
     out, lse = mla(**mla_arguments(batch, sinks=torch.tensor([0.0, math.log(5.0)])))
     torch.testing.assert_close(out.flatten().tolist(), [6.0, 3.0])  # 8 * 3 / (3 + 1) and 8 * 3 / (3 + 5)
     torch.testing.assert_close(lse.flatten().tolist(), [2.0, 3.0])
@@ -75,7 +75,7 @@ def test_a_sink_takes_its_share_and_gives_no_value() -> None:
 def test_lengths_at_page_edges(page_size: int, q_len: int) -> None:
     kv_lens = [max(0, pages * page_size + rest) for pages in (0, 1, 2) for rest in (-1, 0, 1)]
     batch = latent_batch([q_len] * len(kv_lens), kv_lens)
-    assert_right(mla(**mla_arguments(batch, page_size, poison=math.nan)), dense(batch))
+    assert_same(mla(**mla_arguments(batch, page_size, poison=math.nan)), expected(batch))
 
 
 @pytest.mark.parametrize(
@@ -97,13 +97,13 @@ def test_dtypes_and_cache_ranks(dtype: torch.dtype, kv_dtype: torch.dtype, secon
     arguments = mla_arguments(batch, bmm1_scale=0.25)
     if not second_dimension:
         arguments["kv_cache"] = arguments["kv_cache"].squeeze(1)
-    assert_right(mla(**arguments), dense(batch, bmm1_scale=0.25))
+    assert_same(mla(**arguments), expected(batch, bmm1_scale=0.25))
 
 
 @pytest.mark.parametrize(("rank", "rope"), [(1, 0), (1, 1), (256, 64), (512, 64), (512, 0)])
 def test_sizes_of_real_models_and_small_ones(rank: int, rope: int) -> None:
     batch = latent_batch([2, 2], [9, 70], rank=rank, rope=rope, heads=3)
-    assert_right(mla(**mla_arguments(batch, 32, bmm1_scale=0.05)), dense(batch, bmm1_scale=0.05))
+    assert_same(mla(**mla_arguments(batch, 32, bmm1_scale=0.05)), expected(batch, bmm1_scale=0.05))
 
 
 def test_a_cache_that_is_a_view_of_a_wider_pool() -> None:
@@ -111,7 +111,7 @@ def test_a_cache_that_is_a_view_of_a_wider_pool() -> None:
     arguments = mla_arguments(batch)
     cache = arguments["kv_cache"]
     arguments["kv_cache"] = torch.cat((cache, torch.full_like(cache, math.nan)), dim=-1)[..., : RANK + ROPE]
-    assert_right(mla(**arguments), dense(batch))
+    assert_same(mla(**arguments), expected(batch))
 
 
 def test_a_query_whose_rows_are_strided() -> None:
@@ -119,7 +119,7 @@ def test_a_query_whose_rows_are_strided() -> None:
     arguments = mla_arguments(batch)
     query = arguments["query"]
     arguments["query"] = torch.cat((query, torch.full_like(query, math.nan)), dim=2)[:, :, :4]
-    assert_right(mla(**arguments), dense(batch))
+    assert_same(mla(**arguments), expected(batch))
 
 
 def as_tensor(value: float) -> Tensor:
@@ -131,7 +131,7 @@ def test_scales(wrap: Callable[[float], Any]) -> None:
     batch = latent_batch([2, 2], [7, 30], dtype=E4M3)
     scales = {"bmm1_scale": 0.375, "bmm2_scale": -1.75}
     given_as = {name: wrap(value) for name, value in scales.items()}
-    assert_right(mla(**mla_arguments(batch, **given_as)), dense(batch, **scales))
+    assert_same(mla(**mla_arguments(batch, **given_as)), expected(batch, **scales))
 
 
 @pytest.mark.parametrize("wrap", [lambda sinks: sinks, lambda sinks: [sinks], lambda sinks: (sinks,)])
@@ -143,7 +143,7 @@ def test_scales(wrap: Callable[[float], Any]) -> None:
 def test_sinks(sinks: Tensor, wrap: Callable[[Tensor], Any]) -> None:
     batch = latent_batch([3] * 3, [2, 3, 25])
     arguments = mla_arguments(batch, sinks=wrap(sinks), bmm1_scale=0.25)
-    assert_right(mla(**arguments), dense(batch, sinks=sinks, bmm1_scale=0.25))
+    assert_same(mla(**arguments), expected(batch, sinks=sinks, bmm1_scale=0.25))
 
 
 def test_rows_before_the_first_key_are_zero_and_their_lse_is_empty() -> None:
@@ -157,7 +157,7 @@ def test_rows_before_the_first_key_are_zero_and_their_lse_is_empty() -> None:
 @pytest.mark.parametrize("max_q_len", [7, 100, None])
 def test_variable_query_lengths(max_q_len: int | None) -> None:
     batch = latent_batch([0, 3, 1, 0, 7, 2, 0], [5, 20, 1, 0, 4, 50, 9])
-    assert_right(mla(**mla_arguments(batch, ragged=True, max_q_len=max_q_len)), dense(batch))
+    assert_same(mla(**mla_arguments(batch, ragged=True, max_q_len=max_q_len)), expected(batch))
 
 
 @pytest.mark.parametrize("max_q_len", [3, None])
@@ -169,7 +169,7 @@ def test_rows_after_the_last_offset_are_padding(max_q_len: int | None) -> None:
         arguments[name] = arguments[name][:2]
     arguments["cum_seq_lens_q"] = arguments["cum_seq_lens_q"][:3]
     out, lse = mla(**arguments)
-    assert_right((out[:5], lse[:5]), dense(LatentBatch(batch.queries[:2], batch.entries[:2])))
+    assert_same((out[:5], lse[:5]), expected(Batch(batch.queries[:2], batch.keys[:2], batch.values[:2])))
     assert (out[5:] == 0).all()
     assert (lse[5:] == -math.inf).all()
 
@@ -206,14 +206,14 @@ def test_any_call(
     arguments = mla_arguments(
         batch, page_size, ragged=ragged, poison=math.nan, foreign_id=2**31 - 1, seed=seed, **rule, max_seq_len=70
     )
-    assert_right(mla(**arguments), dense(batch, **rule))
+    assert_same(mla(**arguments), expected(batch, **rule))
 
 
 @pytest.mark.parametrize("piece_elements", [1, 300, 2000])
 def test_pieces_do_not_matter(piece_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = latent_batch([9] * 5, [3, 40, 1, 20, 70])
     monkeypatch.setattr(paged_attention, "PIECE_ELEMENTS", piece_elements)
-    assert_right(mla(**mla_arguments(batch, poison=math.nan)), dense(batch))
+    assert_same(mla(**mla_arguments(batch, poison=math.nan)), expected(batch))
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
@@ -222,7 +222,7 @@ def test_on_a_gpu(device: str) -> None:
     arguments = mla_arguments(batch, poison=math.nan)
     moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in arguments.items()}
     out, lse = mla(**moved)
-    assert_right((out.cpu(), lse.cpu()), dense(batch))
+    assert_same((out.cpu(), lse.cpu()), expected(batch))
 
 
 # What must not matter
@@ -242,7 +242,7 @@ def test_dead_memory_changes_no_bit(poison: float, foreign_id: int | None, dtype
 def test_nan_that_is_read_is_not_hidden() -> None:
     for column in (0, RANK + ROPE - 1):
         batch = latent_batch([1, 1], [5, 20])
-        batch.entries[1][0, column] = math.nan
+        batch.keys[1][0, 0, column] = math.nan
         nan = mla(**mla_arguments(batch))[0].isnan()
         assert not nan[0].any()
         assert nan[1].all()
@@ -265,7 +265,7 @@ def test_arguments_that_change_no_result_are_free() -> None:
         "qk_nope_head_dim": 128,
     }
     for backend in ("auto", "xqa", "trtllm-gen"):
-        assert_right(mla(**mla_arguments(batch, backend=backend) | free), dense(batch))
+        assert_same(mla(**mla_arguments(batch, backend=backend) | free), expected(batch))
 
 
 # Where results go
@@ -276,7 +276,7 @@ def test_a_new_output_is_bfloat16(dtype: torch.dtype) -> None:
     batch = latent_batch([2, 2], [7, 30], dtype=dtype)
     out = mla(**mla_arguments(batch, out=None, return_lse=False))
     assert (out.dtype, out.shape) == (torch.bfloat16, (2, 2, 4, RANK))
-    truth = dense(batch)[0].to(torch.bfloat16)
+    truth = expected(batch)[0].to(torch.bfloat16)
     torch.testing.assert_close(out.flatten(0, 1), truth)
 
 
@@ -286,7 +286,7 @@ def test_a_given_output_has_its_own_dtype_and_is_returned(dtype: torch.dtype) ->
     given_out = torch.full((2, 2, 4, RANK), math.nan).to(dtype)
     out = mla(**mla_arguments(batch, out=given_out, return_lse=False))
     assert out is given_out
-    truth = dense(batch)[0].to(dtype).double()
+    truth = expected(batch)[0].to(dtype).double()
     torch.testing.assert_close(out.flatten(0, 1).double(), truth, rtol=torch.finfo(dtype).eps, atol=1e-12)
 
 
@@ -305,7 +305,7 @@ def test_lse(base: str | None, shape: tuple[int, ...] | None) -> None:
     assert lse is None or returned is lse
     assert returned.dtype == torch.float32
     assert returned.shape == (shape or (6, 4))
-    truth = dense(batch)[1] * (math.log(2.0) if base == "basee" else 1.0)
+    truth = expected(batch)[1] * (math.log(2.0) if base == "basee" else 1.0)
     torch.testing.assert_close(returned.reshape(6, 4).double(), truth, rtol=1e-6, atol=1e-6)
 
 
@@ -313,7 +313,7 @@ def test_lse_of_a_ragged_call() -> None:
     batch = latent_batch([1, 3], [7, 30])
     lse = torch.full((4, 4), math.nan)
     assert mla(**mla_arguments(batch, ragged=True, lse=lse, return_lse_base="basee"))[1] is lse
-    torch.testing.assert_close(lse.double(), dense(batch)[1] * math.log(2.0), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(lse.double(), expected(batch)[1] * math.log(2.0), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("ragged", [False, True])
@@ -365,7 +365,7 @@ def test_positional_arguments() -> None:
     batch = latent_batch([1, 1], [7, 30])
     arguments = mla_arguments(batch)
     leading = [arguments.pop(name) for name in list(inspect.signature(mla).parameters)[:9]]
-    assert_right(mla(*leading, **arguments), dense(batch))
+    assert_same(mla(*leading, **arguments), expected(batch))
 
 
 def test_values_can_be_checked_on_request() -> None:

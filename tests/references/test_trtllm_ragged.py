@@ -13,8 +13,17 @@ from torch import Tensor
 
 from lab.calls.ragged_context import RaggedContextCall, check_ragged_values
 from lab.references import paged_attention, trtllm_ragged_attention_deepseek
-from tests.cases import Batch, assert_same
-from tests.ragged_cases import Arguments, chunk, dense, merged, mirrors, ragged_arguments, ragged_batch
+from tests.cases import (
+    Arguments,
+    Batch,
+    assert_same,
+    chunk,
+    expected,
+    merged,
+    mirrors,
+    ragged_arguments,
+    ragged_batch,
+)
 
 ragged = trtllm_ragged_attention_deepseek
 E4M3 = torch.float8_e4m3fn
@@ -91,7 +100,7 @@ RULES: dict[str, Arguments] = {
     "sinks, not causal": {"sinks": torch.tensor([0.0, -math.inf, 30.0]), "causal": False},
     "scales": {"bmm1_scale": 0.375, "bmm2_scale": -1.75},
 }
-NAMES = {"causal": "is_causal", "sinks": "attention_sinks"}  # of `dense`'s arguments in the call
+NAMES = {"causal": "is_causal", "sinks": "attention_sinks"}  # of `expected`'s arguments in the call
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -100,19 +109,19 @@ def test_lengths_and_rules(name: str) -> None:
     batch = ragged_batch([1, 3, 5, 0, 4, 2, 0], [1, 20, 5, 7, 2, 0, 0])
     rule = RULES[name]
     call = {NAMES.get(key, key): value for key, value in rule.items()}
-    assert_same(ragged(**ragged_arguments(batch, **call)), dense(batch, **rule))
+    assert_same(ragged(**ragged_arguments(batch, **call)), expected(batch, **rule))
 
 
 @pytest.mark.parametrize("dims", [(192, 128), (128, 128), (256, 256), (48, 32), (5, 3), (1, 1), (3, 7)], ids=str)
 def test_sizes_of_real_models_and_others(dims: tuple[int, int]) -> None:
     batch = ragged_batch([3, 4], [3, 30], dims=dims)
-    assert_same(ragged(**ragged_arguments(batch)), dense(batch))
+    assert_same(ragged(**ragged_arguments(batch)), expected(batch))
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (4, 4), (4, 2), (6, 1)], ids=str)
 def test_heads_share_keys_where_there_are_fewer(heads: tuple[int, int]) -> None:
     batch = ragged_batch([3, 4], [3, 30], heads=heads)
-    assert_same(ragged(**ragged_arguments(batch)), dense(batch))
+    assert_same(ragged(**ragged_arguments(batch)), expected(batch))
 
 
 @pytest.mark.parametrize("wrap", [float, lambda value: torch.tensor([value]), torch.tensor])
@@ -120,7 +129,7 @@ def test_scales_as_numbers_and_tensors(wrap: Callable[[float], Any]) -> None:
     batch = ragged_batch([3, 4], [3, 30])
     scales = {"bmm1_scale": 0.375, "bmm2_scale": -1.75}
     given_as = {name: wrap(value) for name, value in scales.items()}
-    assert_same(ragged(**ragged_arguments(batch, **given_as)), dense(batch, **scales))
+    assert_same(ragged(**ragged_arguments(batch, **given_as)), expected(batch, **scales))
 
 
 def test_rows_without_keys_are_zero_and_their_lse_is_empty() -> None:
@@ -139,14 +148,14 @@ def test_rows_without_keys_are_zero_and_their_lse_is_empty() -> None:
 def test_rows_and_keys_behind_the_last_request_belong_to_nobody() -> None:
     batch = ragged_batch([2, 3, 2], [9, 30, 4])
     arguments = ragged_arguments(batch)
-    expected = dense(Batch(batch.queries[:2], batch.keys[:2], batch.values[:2]))
+    truth = expected(Batch(batch.queries[:2], batch.keys[:2], batch.values[:2]))
     arguments["seq_lens"] = arguments["seq_lens"][:2]
     for name in ("cum_seq_lens_q", "cum_seq_lens_kv"):
         arguments[name] = arguments[name][:3]
     for name, end in (("query", 5), ("key", 39), ("value", 39)):
         arguments[name][end:] = math.nan
     out, lse = ragged(**arguments | {"batch_size": 2})
-    assert_same((out[:5], lse[:5]), expected)
+    assert_same((out[:5], lse[:5]), truth)
     assert (out[5:] == 0).all()
     assert (lse[5:] == -math.inf).all()
 
@@ -159,7 +168,7 @@ def test_strided_rows_keys_and_values() -> None:
         wide = torch.full((len(arguments[name]), 4, 30), math.nan, dtype=torch.bfloat16)
         view = wide[:, 1:, 7 : 7 + arguments[name].shape[2]]
         arguments[name] = view.copy_(arguments[name])
-    assert_same(ragged(**arguments), dense(batch))
+    assert_same(ragged(**arguments), expected(batch))
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -185,7 +194,7 @@ def test_any_call(
     batch = ragged_batch(q_lens, kv_lens, heads=heads, dims=dims, dtype=dtype, seed=seed)
     sinks = torch.linspace(-1, 2, heads[0]) if with_sinks else None
     arguments = ragged_arguments(batch, is_causal=causal, attention_sinks=sinks)
-    assert_same(ragged(**arguments), dense(batch, causal=causal, sinks=sinks))
+    assert_same(ragged(**arguments), expected(batch, causal=causal, sinks=sinks))
 
 
 @pytest.mark.parametrize("piece_elements", [1, 50, 300])
@@ -193,7 +202,7 @@ def test_pieces_do_not_matter(piece_elements: int, monkeypatch: pytest.MonkeyPat
     batch = ragged_batch([9, 3, 7], [3, 40, 9])
     monkeypatch.setattr(paged_attention, "PIECE_ELEMENTS", piece_elements)
     for causal in (True, False):
-        assert_same(ragged(**ragged_arguments(batch, is_causal=causal)), dense(batch, causal=causal))
+        assert_same(ragged(**ragged_arguments(batch, is_causal=causal)), expected(batch, causal=causal))
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
@@ -202,7 +211,7 @@ def test_on_a_gpu(device: str) -> None:
     arguments = ragged_arguments(batch)
     moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in arguments.items()}
     out, lse = ragged(**moved | mirrors(batch))
-    assert_same((out.cpu(), lse.cpu()), dense(batch))
+    assert_same((out.cpu(), lse.cpu()), expected(batch))
 
 
 # Chunks
@@ -220,11 +229,11 @@ def test_new_tokens_and_chunks_of_the_prefix_merge_to_the_whole() -> None:
         ragged(**ragged_arguments(chunk(batch, [0] * 4, middle), is_causal=False, o_sf_scale=-1.0)),
         ragged(**ragged_arguments(chunk(batch, middle, prefixes), is_causal=False, o_sf_scale=-1.0)),
     ]
-    expected = dense(batch)
+    truth = expected(batch)
     out, lse = merged(parts)
     # The LSE that weighs the parts is float32.
-    torch.testing.assert_close(out, expected[0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(lse, expected[1], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(out, truth[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse, truth[1], rtol=1e-6, atol=1e-6)
 
 
 # Where results go
@@ -245,7 +254,7 @@ def test_a_new_output(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
     batch = ragged_batch([2, 2], [7, 30], dtype=dtype)
     out = ragged(**ragged_arguments(batch, out=None, return_lse=False))
     assert (out.dtype, out.shape) == (out_dtype, (4, 3, 8))
-    torch.testing.assert_close(out, dense(batch)[0].to(out_dtype))
+    torch.testing.assert_close(out, expected(batch)[0].to(out_dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -254,7 +263,7 @@ def test_a_given_output_has_its_own_dtype_and_is_returned(dtype: torch.dtype) ->
     given_out = torch.full((4, 3, 8), math.nan, dtype=dtype)
     out = ragged(**ragged_arguments(batch, out=given_out, return_lse=False))
     assert out is given_out
-    torch.testing.assert_close(out, dense(batch)[0].to(dtype))
+    torch.testing.assert_close(out, expected(batch)[0].to(dtype))
 
 
 @pytest.mark.parametrize("return_lse", [True, False])
@@ -265,7 +274,7 @@ def test_a_given_lse_is_filled(return_lse: bool, lse: Tensor) -> None:
     result = ragged(**ragged_arguments(batch, lse=lse, return_lse=return_lse))
     assert isinstance(result, tuple) == return_lse
     assert not return_lse or result[1] is lse
-    torch.testing.assert_close(lse.double(), dense(batch)[1], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(lse.double(), expected(batch)[1], rtol=1e-6, atol=1e-6)
 
 
 def test_empty_batch() -> None:
@@ -303,7 +312,7 @@ def test_arguments_that_change_no_result_are_free(dtype: torch.dtype) -> None:
         "seq_lens": torch.tensor([7, 0, 4], dtype=torch.uint32),
         **mirrors(batch, dtype),
     }
-    assert_same(ragged(**ragged_arguments(batch) | free), dense(batch))
+    assert_same(ragged(**ragged_arguments(batch) | free), expected(batch))
 
 
 def test_nan_that_is_read_is_not_hidden() -> None:
