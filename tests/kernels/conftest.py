@@ -7,10 +7,14 @@ import pytest
 import torch
 
 from lab.kernels import flashinfer_call, support
+from lab.kernels.portable import mla_decode, paged
+from lab.kernels.portable.key_shares import Shares
 from tests.devices import DEVICES
+from tests.kernels.portable_calls import PortableKernel
 from tests.kernels.simulated import MEBIBYTE
 
 SimulatedOn = Callable[..., Any]
+Split = Callable[..., None]
 
 
 @pytest.fixture(params=DEVICES)
@@ -18,6 +22,26 @@ def device(request: pytest.FixtureRequest) -> str:
     if request.param == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("Triton compiles e4m3 for SM89 and later")
     return request.param
+
+
+@pytest.fixture
+def split(monkeypatch: pytest.MonkeyPatch) -> Split:
+    """Share the keys of all calls out: a number of shares that cuts most requests, or 1, which cuts none; or `shares`."""
+
+    def share_out(count: int = 1, shares: Shares | None = None) -> None:
+        shares = Shares(16 * count) if count > 1 else shares
+        monkeypatch.setattr(paged, "shares_of", lambda *_: shares)  # None: a program for all keys of a block of rows
+        monkeypatch.setattr(mla_decode, "choose_shares", lambda *_: shares or Shares(1))
+
+    return share_out
+
+
+@pytest.fixture
+def kernel(request: pytest.FixtureRequest, device: str, split: Split) -> PortableKernel:
+    """The kernel that `tests.kernels.portable_calls.kernels` names."""
+    function, count = request.param
+    split(count)
+    return PortableKernel(function, device)
 
 
 @pytest.fixture

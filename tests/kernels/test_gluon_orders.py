@@ -18,8 +18,9 @@ from lab.kernels.portable import hopper
 from lab.kernels.portable.key_shares import Shares
 from lab.kernels.portable.tiles import HopperTile
 from lab.kernels.portable.triton_call import TritonLaunch
-from tests.cases import context_arguments, random_batch
-from tests.kernels import simulated_gluon, test_portable_mla
+from tests.cases import CONTEXT, MLA
+from tests.kernels import simulated_gluon
+from tests.kernels.portable_calls import PortableKernel
 from tests.kernels.simulated_gluon import Simulator
 from tests.kernels.simulated_shared_memory import Barrier, Shared, Vectors
 
@@ -195,16 +196,15 @@ KEYS, DIMS = 64, 64  # of a slot, which one box fills
 
 def mha_launch() -> TritonLaunch:
     """Four tiles of one request."""
-    batch = random_batch([65], [4 * KEYS], heads=(1, 1), head_dim=DIMS)
-    arguments = context_arguments(batch, KEYS, out_dtype=torch.bfloat16, causal=False)
+    arguments = PortableKernel(CONTEXT).pose([65], [4 * KEYS], KEYS, heads=1, head_dim=DIMS, causal=False)
     problem = ContextCall(**arguments).problem()
     return hopper.hopper_launches(problem, problem.results(), HopperTile(128, KEYS, stages=2), None)[0]
 
 
 def mla_launch() -> TritonLaunch:
     """Four tiles of each of two requests: every slot is read as often after each write."""
-    batch = test_portable_mla.random_batch([1, 1], [4 * KEYS] * 2, heads=64, rank=2 * DIMS, rope=DIMS)
-    problem = MLADecodeCall(**test_portable_mla.arguments_of("cpu", batch, KEYS)).problem()
+    arguments = PortableKernel(MLA).pose([1, 1], [4 * KEYS] * 2, KEYS, heads=64, rank=2 * DIMS, rope=DIMS)
+    problem = MLADecodeCall(**arguments).problem()
     tile = HopperTile(64, KEYS, stages=2, start_keys=KEYS)
     return hopper.hopper_mla_launches(problem, problem.results(), tile, Shares(1))[0]
 

@@ -1,5 +1,9 @@
-"""The Gluon kernel in a simulator of its partitions and barriers, against the float64 references, per (row, head)."""
+"""The Gluon kernels in a simulator of their partitions and barriers, against the float64 references, per (row, head).
 
+That each wait of the MLA kernel is needed is `test_gluon_orders.py`'s.
+"""
+
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -8,46 +12,65 @@ import torch
 
 from lab import references
 from lab.calls import ContextCall, DecodeCall
+from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.problem import PagedAttention
 from lab.kernels.portable import hopper
 from lab.kernels.portable.key_shares import Shares
 from lab.kernels.portable.tiles import HopperTile
-from tests.cases import context_arguments, decode_arguments, random_batch
+from tests.cases import CONTEXT, DECODE, MLA, Arguments
+from tests.kernels.held import BF16, E4M3, FP16
+from tests.kernels.portable_calls import NAN, PortableKernel, sinks_of, truth_of
 from tests.kernels.simulated_gluon import simulate
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_gluon_gpu.py runs the kernel itself")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_gluon_gpu.py runs the kernels themselves")
 
-BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+CALLS: dict[str, Any] = {DECODE: DecodeCall, CONTEXT: ContextCall, MLA: MLADecodeCall}
 SMALL = HopperTile(128, 64, stages=2, start_keys=128)
 ONE_CONSUMER = HopperTile(64, 64, stages=2, start_keys=128, per_multiprocessor=2)
+MLA_SMALL = HopperTile(64, 64, stages=2, start_keys=128)
+
+
+@pytest.fixture(autouse=True)
+def _few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "num_multiprocessors", lambda _device: 3)
+
+
+def pose(function: str, q_lens: list[int], kv_lens: list[int], page_size: int = 64, **changes: Any) -> Arguments:
+    """The call of a random batch; of MLA with offsets, and the least sizes whose halves are whole boxes."""
+    options = {"poison": NAN, "foreign_id": 10**6, "bmm1_scale": 0.2}
+    if function == MLA:
+        options |= {"rank": 128, "rope": 64, "ragged": True, "bmm1_scale": 0.125}
+    return PortableKernel(function).pose(q_lens, kv_lens, page_size, **options | changes)
 
 
 def run(
-    arguments: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
+    function: str,
+    arguments: Arguments,
     *,
-    decodes: bool,
     shares: Shares | None = None,
-    tile: HopperTile = SMALL,
+    tile: HopperTile | None = None,
     seed: int = 0,
     unwaited: str | None = None,
     least_q_len: int | None = None,
 ) -> None:
-    """Make the call in the simulator, on 3 multiprocessors, and hold every output vector and LSE to the reference's.
+    """Make the call in the simulator, and hold every output vector and LSE to the reference's.
 
     With `least_q_len`, those of requests with so many rows; the others' stay as they were.
     """
-    monkeypatch.setattr(hopper, "num_multiprocessors", lambda _device: 3)
-    problem = (DecodeCall if decodes else ContextCall)(**arguments).problem()
+    problem = CALLS[function](**arguments).problem()
     out, lse = problem.results()
-    out.fill_(float("nan"))
-    lse.fill_(float("nan"))
-    attention, *merge = hopper.hopper_launches(problem, (out, lse), tile, shares, least_q_len)
+    assert lse is not None
+    out.fill_(NAN)
+    lse.fill_(NAN)
+    if function == MLA:
+        launches = hopper.hopper_mla_launches(problem, (out, lse), tile or MLA_SMALL, shares or Shares(3))
+    else:
+        launches = hopper.hopper_launches(problem, (out, lse), tile or SMALL, shares, least_q_len)
+    attention, *merge = launches
     simulate(attention, seed, unwaited)
     for launch in merge:
         launch()
-    name = "trtllm_batch_decode_with_kv_cache" if decodes else "trtllm_batch_context_with_kv_cache"
-    truth, truth_lse = getattr(references, name)(**arguments | {"out": None, "out_dtype": torch.float64, "lse": None})
+    truth, truth_lse = truth_of(function, arguments)
     written = torch.ones(len(out), dtype=torch.bool)
     if least_q_len is not None:
         q_lens = arguments["cum_seq_lens_q"].diff()
@@ -59,133 +82,182 @@ def run(
     torch.testing.assert_close(lse[written].double(), truth_lse[written].double(), rtol=1e-5, atol=1e-5)
 
 
-NAN = float("nan")
-POISONED = {"poison": NAN, "foreign_id": 10**6}
-# (query rows, keys) of each request, heads, and what the call asks for beside them
-CASES: dict[str, tuple[list[int], list[int], tuple[int, int], int, dict[str, Any]]] = {
-    "one tile, not causal": ([128], [64], (1, 1), 64, {"causal": False}),
-    "causal, several tiles": ([128], [200], (1, 1), 64, {}),
-    "blocks of a prefill": ([100, 70], [100, 70], (4, 2), 64, {}),
-    "ragged, without keys, without rows": ([40, 0, 7, 130], [300, 5, 0, 140], (6, 2), 32, {}),
-    "more rows than keys": ([90], [40], (2, 1), 16, {}),
-    "window": ([60, 33], [400, 190], (4, 2), 16, {"window_left": 70}),
-    "small pages, separate tables, sinks": ([50], [333], (8, 4), 16, {"separate_tables": True, "sinks": 4}),
-    "pages of two tiles": ([33], [450], (4, 1), 128, {"bmm1_scale": -0.3, "bmm2_scale": 0.5}),
-    "no scale": ([33], [100], (4, 1), 64, {"bmm1_scale": 0.0}),
+# (query rows, keys) of each request, heads, keys of a page, and what the call asks for beside them
+CASES: dict[str, tuple[str, list[int], list[int], Any, int, Arguments]] = {
+    "one tile, not causal": (CONTEXT, [128], [64], 1, 64, {"causal": False}),
+    "causal, several tiles": (CONTEXT, [128], [200], 1, 64, {}),
+    "blocks of a prefill": (CONTEXT, [100, 70], [100, 70], (4, 2), 64, {}),
+    "ragged, without keys, without rows": (CONTEXT, [40, 0, 7, 130], [300, 5, 0, 140], (6, 2), 32, {}),
+    "more rows than keys": (CONTEXT, [90], [40], 2, 16, {}),
+    "window": (CONTEXT, [60, 33], [400, 190], (4, 2), 16, {"window_left": 70}),
+    "small pages, separate tables, sinks": (
+        *(CONTEXT, [50], [333], (8, 4), 16),
+        {"separate_tables": True, "sinks": sinks_of(8)},
+    ),
+    "pages of two tiles": (CONTEXT, [33], [450], 4, 128, {"bmm1_scale": -0.3, "bmm2_scale": 0.5}),
+    "no scale": (CONTEXT, [33], [100], 4, 64, {"bmm1_scale": 0.0}),
+    "MLA, one tile": (MLA, [1], [64], 64, 64, {}),
+    "MLA, lengths around tiles": (MLA, [1] * 5, [63, 64, 65, 128, 129], 64, 64, {}),
+    "MLA, lengths around pages": (MLA, [1] * 4, [1, 15, 16, 17], 64, 16, {}),
+    "MLA, pages of 32, and those without a key": (MLA, [1] * 4, [31, 32, 33, 97], 64, 32, {}),
+    "MLA, pages of two tiles": (MLA, [2, 2], [64, 200], 32, 128, {}),
+    "MLA, few rows": (MLA, [1, 1], [100, 300], 16, 64, {}),
+    "MLA, several blocks": (MLA, [3, 3], [3, 190], 48, 64, {}),
+    "MLA, ragged, without keys, without rows": (MLA, [4, 0, 1, 5], [300, 5, 0, 140], 24, 32, {}),
+    "MLA, more rows than keys": (MLA, [9], [5], 16, 16, {}),
+    "MLA, sinks": (MLA, [2, 1], [70, 0], 40, 64, {"sinks": sinks_of(40)}),
+    "MLA, a negative scale": (MLA, [2], [150], 64, 64, {"bmm1_scale": -0.1, "bmm2_scale": 0.5}),
+    "MLA, no scale": (MLA, [2], [70], 64, 64, {"bmm1_scale": 0.0}),
 }
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("dtype", "seed"), [(BF16, 0), (FP16, 1)], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_blocks(case: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    q_lens, kv_lens, heads, page_size, asked = CASES[case]
-    asked = {"bmm1_scale": 0.2} | asked
-    if "sinks" in asked:
-        asked["sinks"] = torch.linspace(-1, 3, heads[0])
-    batch = random_batch(q_lens, kv_lens, heads=heads, head_dim=64, dtype=(BF16, FP16)[seed], seed=seed)
-    arguments = context_arguments(batch, page_size, **POISONED | {"out_dtype": (BF16, FP16)[seed]} | asked)
-    run(arguments, monkeypatch, decodes=False, seed=seed)
+def test_cases(case: str, dtype: torch.dtype, seed: int) -> None:
+    function, q_lens, kv_lens, heads, page_size, asked = CASES[case]
+    arguments = pose(function, q_lens, kv_lens, page_size, heads=heads, dtype=dtype, seed=seed, **asked)
+    run(function, arguments, shares=Shares((3, 1)[seed]) if function == MLA else None, seed=seed)
 
 
 @pytest.mark.parametrize("count", [None, 2])
-def test_pages_before_a_window_are_nobodys(count: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_before_a_window_are_nobodys(count: int | None) -> None:
     """They may be other requests' by now, and hold anything."""
     q_lens, kv_lens, page_size, window_left = [33, 20], [400, 190], 16, 70
-    batch = random_batch(q_lens, kv_lens, heads=(8, 2), head_dim=64, dtype=BF16)
-    arguments = context_arguments(batch, page_size, **POISONED, out_dtype=BF16, bmm1_scale=0.2, window_left=window_left)
+    arguments = pose(CONTEXT, q_lens, kv_lens, page_size, heads=(8, 2), window_left=window_left)
     for request, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
         dead = arguments["block_tables"][request, : (kv_len - q_len - window_left) // page_size]
         assert len(dead) % (SMALL.keys // page_size) > 0, "a tile has pages on both sides"
         for cache in arguments["kv_cache"]:
             cache[dead.long()] = NAN
-    run(arguments, monkeypatch, decodes=False, shares=None if count is None else Shares(count))
+    run(CONTEXT, arguments, shares=None if count is None else Shares(count))
 
 
-@pytest.mark.parametrize("heads", [(8, 1), (16, 2)])
-@pytest.mark.parametrize(("count", "kv_lens"), [(1, [300, 70]), (3, [1000]), (5, [700, 1, 64, 900]), (2, [0, 129])])
-def test_shares(heads: tuple[int, int], count: int, kv_lens: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = random_batch([17] * len(kv_lens), kv_lens, heads=heads, head_dim=64)
-    arguments = decode_arguments(batch, 64, **POISONED, out_dtype=BF16, bmm1_scale=0.2, bmm2_scale=0.5)
-    run(arguments, monkeypatch, decodes=True, shares=Shares(count))
+@pytest.mark.parametrize(
+    ("function", "q_len", "heads"), [(DECODE, 17, (8, 1)), (DECODE, 17, (16, 2)), (MLA, 1, 64), (MLA, 2, 48)], ids=str
+)
+@pytest.mark.parametrize(
+    ("count", "kv_lens"),
+    [(1, [300, 70]), (3, [1000]), (5, [700, 1, 64, 900]), (2, [0, 129]), (7, [700, 2, 64]), (29, [500, 100])],
+)
+def test_shares(function: str, q_len: int, heads: Any, count: int, kv_lens: list[int]) -> None:
+    arguments = pose(function, [q_len] * len(kv_lens), kv_lens, heads=heads, bmm2_scale=0.5)
+    run(function, arguments, shares=Shares(count))
 
 
 @pytest.mark.parametrize("count", [None, 1, 4])
 @pytest.mark.parametrize("q_lens", [[1, 3, 140, 0, 2, 70, 5, 90], [130, 1, 1], [1, 2, 5]])
-def test_requests_of_one_kind(count: int | None, q_lens: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_of_one_kind(count: int | None, q_lens: list[int]) -> None:
     """Those of 5 rows or more, beside others: the first, the last, some in between; in blocks of rows, and in shares."""
     kv_lens = [q_len + 60 * (index % 3) for index, q_len in enumerate(q_lens)]
-    batch = random_batch(q_lens, kv_lens, heads=(4, 2), head_dim=64)
-    arguments = context_arguments(batch, 64, **POISONED, out_dtype=BF16, bmm1_scale=0.2)
     shares = None if count is None else Shares(count)
-    run(arguments, monkeypatch, decodes=False, shares=shares, least_q_len=5)
+    run(CONTEXT, pose(CONTEXT, q_lens, kv_lens, heads=(4, 2)), shares=shares, least_q_len=5)
 
 
 @pytest.mark.parametrize(
-    "tile",
-    [HopperTile(128, 128, stages=2), HopperTile(128, 64, stages=3), HopperTile(128, 64, stages=2)],
+    ("function", "tile"),
+    [
+        (CONTEXT, HopperTile(128, 128, stages=2)),
+        (CONTEXT, HopperTile(128, 64, stages=3)),
+        (CONTEXT, HopperTile(128, 64, stages=2)),
+        (MLA, MLA_SMALL),
+        (MLA, MLA_SMALL._replace(stages=3)),
+        (MLA, MLA_SMALL._replace(keys=128)),
+    ],
     ids=str,
 )
-def test_tiles_and_many_orders(tile: HopperTile, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = random_batch([70, 3], [500, 3], heads=(2, 1), head_dim=128)
-    arguments = context_arguments(batch, 64, **POISONED, out_dtype=BF16, bmm1_scale=0.2)
+def test_tiles_and_many_orders(function: str, tile: HopperTile) -> None:
+    if function == MLA:
+        arguments, shares = pose(MLA, [2, 1], [500, 3], heads=32), Shares(2)
+    else:
+        arguments, shares = pose(CONTEXT, [70, 3], [500, 3], head_dim=128), None
     for seed in range(5):
-        run(arguments, monkeypatch, decodes=False, tile=tile, seed=seed)
+        run(function, arguments, shares=shares, tile=tile, seed=seed)
 
 
 @pytest.mark.parametrize("tile", [ONE_CONSUMER, SMALL], ids=["one consumer", "two consumers"])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_e4m3(head_dim: int, dtype: torch.dtype, tile: HopperTile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_e4m3(head_dim: int, dtype: torch.dtype, tile: HopperTile) -> None:
     """Tiles are converted between their copy and the products; queries of bf16 are scaled for products in float16."""
-    batch = random_batch([16, 16], [333, 130], heads=(8, 2), head_dim=head_dim, dtype=dtype, kv_dtype=E4M3)
-    asked = {"out_dtype": dtype, "bmm1_scale": 0.2, "bmm2_scale": 0.5}
-    decode, context = (make(batch, 64, **POISONED, **asked) for make in (decode_arguments, context_arguments))
+    options = {"heads": (8, 2), "head_dim": head_dim, "dtype": dtype, "kv_dtype": E4M3, "bmm2_scale": 0.5}
+    decode, context = (pose(function, [16, 16], [333, 130], **options) for function in (DECODE, CONTEXT))
     decode["query"][:8] *= 2.0**20 if dtype == BF16 else 1.0
     for seed in range(3):
-        run(decode, monkeypatch, decodes=True, shares=Shares(3), tile=tile, seed=seed)
-        run(context, monkeypatch, decodes=False, tile=tile, seed=seed)
+        run(DECODE, decode, shares=Shares(3), tile=tile, seed=seed)
+        run(CONTEXT, context, tile=tile, seed=seed)
 
 
 @pytest.mark.parametrize("barriers", ["k_full", "k_empty", "v_full", "v_empty"])
-def test_barriers_that_nobody_waits_for_are_noticed(barriers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_barriers_that_nobody_waits_for_are_noticed(barriers: str) -> None:
     """The simulator finds what the barriers are for."""
-    batch = random_batch([70], [500], heads=(2, 1), head_dim=64)
-    arguments = context_arguments(batch, 64, **POISONED, out_dtype=BF16, bmm1_scale=0.2)
-    failed = 0
+    arguments, failed = pose(CONTEXT, [70], [500]), 0
     for seed in range(10):
         try:
-            run(arguments, monkeypatch, decodes=False, seed=seed, unwaited=barriers)
+            run(CONTEXT, arguments, seed=seed, unwaited=barriers)
         except AssertionError:
             failed += 1
     assert failed > 0
 
 
-def of_a_choice(q_len: int = 16, **changes: Any) -> PagedAttention:
-    """A decode problem of 8 query heads for one K/V head of 64."""
-    options = {"head_dim": 64, "heads": (8, 1), "dtype": BF16, "kv_dtype": BF16}
-    options |= {name: changes.pop(name) for name in tuple(changes) if name in options}
-    page_size = changes.pop("page_size", 64)
-    batch = random_batch([q_len], [200], **options)
-    return DecodeCall(**decode_arguments(batch, page_size, **{"out_dtype": BF16} | changes)).problem()
+def of_a_choice(function: str, q_len: int, page_size: int = 64, **changes: Any) -> PagedAttention:
+    """A problem of 8 query heads for one K/V head of 64, or of DeepSeek-V3's entries."""
+    sizes = {"heads": 64, "rank": 512, "rope": 64, "ragged": False} if function == MLA else {"heads": 8}
+    return CALLS[function](**pose(function, [q_len], [200], page_size, **sizes | changes)).problem()
 
 
-def test_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+SAME_16 = {"dtype": FP16, "kv_dtype": FP16}
+MASK = torch.zeros(1, 16, 2, dtype=torch.uint16)
+# A function, its choice, the rows of its problem, (what it chooses, changes of the problem).
+CHOICES: list[tuple[str, Callable[..., Any], int, list[tuple[Any, list[Arguments]]]]] = [
+    (
+        *(DECODE, hopper.hopper_tiles, 16),
+        [
+            (hopper.TILES[64], [{}, {"q_len": 9}, {"page_size": 16}, {"page_size": 128}, SAME_16]),
+            (hopper.TILES[128], [{"head_dim": 128, "kv_layout": "NHD"}]),
+            (
+                hopper.E4M3_TILES[64],
+                [{"kv_dtype": E4M3}, {"q_len": 3, "kv_dtype": E4M3}, {"dtype": FP16, "kv_dtype": E4M3}],
+            ),
+            (None, [{"q_len": 8}, {"mask": MASK}, {"q_len": 2, "kv_dtype": E4M3}, {"head_dim": 32}]),
+        ],
+    ),
+    (
+        *(MLA, hopper.hopper_mla_tile, 1),
+        [
+            (
+                hopper.MLA_TILES[512, 64],
+                [{}, {"heads": 16, "q_len": 4}, {"heads": 128}, {"page_size": 16}, {"page_size": 128}, {"dtype": FP16}],
+            ),
+            (
+                None,
+                [
+                    {"heads": hopper.LEAST_MLA_ROWS - 1},
+                    {"page_size": 8},
+                    {"kv_dtype": E4M3},
+                    {"rank": 256},
+                    {"rope": 32},
+                ],
+            ),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("function", "choice", "rows", "choices"), CHOICES, ids=["paged", "MLA"])
+def test_the_choice(
+    function: str, choice: Callable[..., Any], rows: int, choices: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hopper, "triton_interprets", lambda: False)
     monkeypatch.setattr(hopper, "capability_of", lambda _device: (9, 0))
-    for changes in ({}, {"q_len": 9}, {"page_size": 16}, {"page_size": 128}, {"dtype": FP16, "kv_dtype": FP16}):
-        assert hopper.hopper_tiles(of_a_choice(**changes)) == hopper.TILES[64], changes
-    assert hopper.hopper_tiles(of_a_choice(head_dim=128, kv_layout="NHD")) == hopper.TILES[128]
-    for changes in ({}, {"q_len": 3}, {"dtype": FP16}):
-        assert hopper.hopper_tiles(of_a_choice(**changes, kv_dtype=E4M3)) == hopper.E4M3_TILES[64], changes
-    mask = torch.zeros(1, 16, 2, dtype=torch.uint16)
-    for changes in ({"q_len": 8}, {"mask": mask}, {"q_len": 2, "kv_dtype": E4M3}, {"head_dim": 32}):
-        assert hopper.hopper_tiles(of_a_choice(**changes)) is None, changes
-    misplaced = of_a_choice()
-    pool = torch.zeros(misplaced.k_cache.numel() + 1, dtype=BF16)[1:].view(misplaced.k_cache.shape)
-    assert hopper.hopper_tiles(replace(misplaced, k_cache=pool)) is None
-    monkeypatch.setattr(hopper, "triton_interprets", lambda: True)
-    assert hopper.hopper_tiles(of_a_choice()) is None
-    monkeypatch.setattr(hopper, "triton_interprets", lambda: False)
+    for chosen, changes in choices:
+        for change in changes:
+            assert choice(of_a_choice(function, **{"q_len": rows} | change)) == chosen, change
+    plain = of_a_choice(function, rows)
+    misplaced = torch.zeros(plain.k_cache.numel() + 1, dtype=BF16)[1:].view(plain.k_cache.shape)
+    assert choice(replace(plain, k_cache=misplaced)) is None
+    with monkeypatch.context() as interpreted:
+        interpreted.setattr(hopper, "triton_interprets", lambda: True)
+        assert choice(plain) is None
     for other in ((8, 0), (10, 0), (12, 0), None):
         monkeypatch.setattr(hopper, "capability_of", lambda _device, other=other: other)
-        assert hopper.hopper_tiles(of_a_choice()) is None
+        assert choice(plain) is None

@@ -13,14 +13,16 @@ from lab.kernels import portable
 from lab.kernels.portable import key_shares, merge, paged, partial_results
 from lab.kernels.portable.partial_results import GROUPED_PIECES, PartialResults
 from lab.kernels.portable.tile_choices import choose_tile
-from tests.cases import decode_arguments, random_batch
-from tests.kernels.test_portable import DECODE, assert_right, sinks_of
+from tests.cases import DECODE, Arguments
+from tests.kernels.conftest import Split
+from tests.kernels.held import FP32
+from tests.kernels.portable_calls import PortableKernel, sinks_of
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="Triton compiles for this machine's GPU; test_small_batches_gpu.py runs it there"
 )
 
-BF16, FP32 = torch.bfloat16, torch.float32
+DECODES = PortableKernel(DECODE)
 ORDERS: dict[str, Callable[[list[int]], list[int]]] = {
     "in order": list,
     "the last program first": lambda programs: programs[::-1],
@@ -29,7 +31,7 @@ ORDERS: dict[str, Callable[[list[int]], list[int]]] = {
 
 
 @pytest.fixture
-def cut(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[PartialResults]]:
+def cut(monkeypatch: pytest.MonkeyPatch, split: Split) -> Callable[..., list[PartialResults]]:
     """Share the keys of small batches out among so many programs; returns a list of what each call then allocates."""
     allocated: list[PartialResults] = []
 
@@ -39,8 +41,7 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[PartialResults]]:
         return partials
 
     def shared(count: int, least_tiles: int = 1, merges_at_once: bool = True) -> list[PartialResults]:
-        shares = key_shares.Shares(count, least_tiles, True, merges_at_once)
-        monkeypatch.setattr(paged, "shares_of", lambda *_: shares)
+        split(shares=key_shares.Shares(count, least_tiles, True, merges_at_once))
         return allocated
 
     monkeypatch.setattr(paged, "new_partials", new_partials)
@@ -61,12 +62,12 @@ def run_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return use
 
 
-def arguments_of(kv_lens: list[int], q_len: int = 1, heads: tuple[int, int] = (4, 2), **changes: Any) -> dict[str, Any]:
-    batch = random_batch([q_len] * len(kv_lens), kv_lens, heads=heads, head_dim=64)
-    return decode_arguments(batch, 64, **{"out_dtype": FP32, "bmm1_scale": 0.125} | changes)
+def arguments_of(kv_lens: list[int], q_len: int = 1, heads: tuple[int, int] = (4, 2), **changes: Any) -> Arguments:
+    new = {"out": None, "lse": None, "out_dtype": FP32}
+    return DECODES.pose([q_len] * len(kv_lens), kv_lens, 64, heads=heads, **new | changes)
 
 
-def launch(arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def launch(arguments: Arguments) -> tuple[Tensor, Tensor]:
     out, lse = portable.trtllm_batch_decode_with_kv_cache(**arguments)
     return out, lse
 
@@ -93,16 +94,14 @@ def test_every_key_counts_once(
     merges_at_once: bool,
 ) -> None:
     allocated = cut(count, least_tiles, merges_at_once)
-    batch = random_batch([q_len] * len(kv_lens), kv_lens, heads=(4, 2), head_dim=64)
-    assert_right(DECODE, batch, 64, out_dtype=FP32, sinks=sinks_of(4), bmm1_scale=0.125)
+    DECODES.right([q_len] * len(kv_lens), kv_lens, 64, heads=(4, 2), out_dtype=FP32, sinks=sinks_of(4))
     assert not (merges_at_once and allocated[0].of_units.any())
 
 
 @pytest.mark.parametrize("window_left", [0, 30, 200])
 def test_windows(cut: Callable[..., list[PartialResults]], window_left: int) -> None:
     cut(12)
-    batch = random_batch([2] * 3, [500, 260, 3], heads=(4, 2), head_dim=64)
-    assert_right(DECODE, batch, 64, out_dtype=FP32, window_left=window_left, bmm1_scale=0.125)
+    DECODES.right([2] * 3, [500, 260, 3], 64, heads=(4, 2), out_dtype=FP32, window_left=window_left)
 
 
 @pytest.mark.parametrize(("kv_lens", "count", "least_tiles"), [CUT[2], CUT[5]], ids=str)

@@ -1,0 +1,370 @@
+"""What is the paged kernel's own, in Triton's interpreter: layouts, masks, requests of two kinds, tiles by descriptor."""
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lab import references
+from lab.calls import ContextCall
+from lab.kernels.portable import key_shares, merge, paged, partial_results
+from lab.kernels.portable.key_shares import Shares
+from lab.kernels.portable.tile_choices import choose_tile
+from lab.kernels.portable.tiles import ProgramTile, tile_descriptor
+from tests.cases import CONTEXT, DECODE, Arguments, Batch, pack_mask
+from tests.kernels.conftest import Split
+from tests.kernels.held import BF16, E4M3, FP32, ROUNDOFF
+from tests.kernels.portable_calls import NAN, PortableKernel, arguments_of, batch_of, sinks_of
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="Triton compiles for this machine's GPU; test_portable_gpu.py runs it there"
+)
+
+DECODES, CONTEXTS = PortableKernel(DECODE), PortableKernel(CONTEXT)
+# A merge finds the requests of its programs where that spares idle ones: wherever it may, and nowhere.
+FINDS_ROWS = pytest.mark.parametrize(
+    "most_idle", [0, math.inf], ids=["a merge that finds its rows", "a merge of units"]
+)
+
+
+def posed(q_lens: list[int], kv_lens: list[int], **changes: Any) -> Any:
+    """The problem of a context call over pages of 64."""
+    return ContextCall(**CONTEXTS.pose(q_lens, kv_lens, 64, **changes)).problem()
+
+
+# Scales, masks and outputs that other kernels do not have.
+
+
+def test_e4m3_output_saturates(split: Split) -> None:
+    for count in (1, 2):
+        split(count)
+        arguments = DECODES.pose([1, 1], [40, 90], bmm1_scale=1.0, bmm2_scale=1000.0, out_dtype=E4M3)
+        out = DECODES.run(arguments)[0].float()
+        expected = references.trtllm_batch_decode_with_kv_cache(**arguments | {"out": None, "out_dtype": E4M3})[
+            0
+        ].float()
+        saturated = expected.abs() == 448.0
+        assert 0 < int(saturated.sum()) < saturated.numel()
+        assert out[saturated].equal(expected[saturated])
+        assert bool(out.isfinite().all())
+
+
+def test_an_output_dtype_that_is_not_written() -> None:
+    with pytest.raises(NotImplementedError, match="writes fp16, bf16, e4m3 or float32"):
+        DECODES.run(DECODES.pose([1], [18], out_dtype=torch.float64))
+
+
+def test_a_scale_in_base_2() -> None:
+    arguments = DECODES.pose([1], [33], magnitude=0.3, bmm1_scale=9.0, bmm1_scale_log2=torch.tensor([0.2]))
+    out, _ = DECODES.run(arguments)
+    exact = arguments | {"out": None, "out_dtype": torch.float64}
+    truth, _ = references.trtllm_batch_decode_with_kv_cache(**exact)
+    assert float(references.relative_l2(out, truth).max()) <= 2 * ROUNDOFF[BF16]
+
+
+def test_tree_mask() -> None:
+    """Every row sees its own set of draft tokens, another in each request, and of 20 some bits lie in a second word."""
+    masks = (torch.rand(2, 20, 20, generator=torch.Generator().manual_seed(0)) < 0.4).tolist()
+    for window_left in (-1, 30):
+        DECODES.right([20, 20], [20, 75], mask=pack_mask(masks), window_left=window_left)
+
+
+def test_a_causal_mask_is_no_mask(split: Split) -> None:
+    causal = [[[column <= row for column in range(5)] for row in range(5)]] * 2
+    for count in (1, 2):
+        split(count)
+        with_mask, without = (
+            DECODES.run(DECODES.pose([5, 5], [5, 70], mask=mask)) for mask in (pack_mask(causal), None)
+        )
+        assert all(map(torch.equal, with_mask, without))
+
+
+@pytest.mark.parametrize("window_left", [2**31 - 1, 2**40])
+def test_a_window_beyond_all_lengths_is_no_window(window_left: int) -> None:
+    wide, _ = DECODES.right([4, 4], [2, 70], window_left=window_left)
+    assert wide.equal(DECODES.right([4, 4], [2, 70])[0])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_keys_before_the_window_are_not_read(split: Split, count: int) -> None:
+    """A sliding-window pool has given them away: another request's keys lie there, or none yet."""
+    split(count)
+    batch = batch_of(DECODE, [2], [200], heads=(4, 2))
+    clean, _ = DECODES.hold(arguments_of(DECODE, batch, 32, window_left=20))
+    for side in (batch.keys, batch.values):
+        side[0][: 200 - 2 - 20] = NAN
+    assert DECODES.run(arguments_of(DECODE, batch, 32, window_left=20))[0].equal(clean)
+
+
+@pytest.mark.parametrize("q_len", [1, 10], ids=["pairs", "elements"])
+@pytest.mark.parametrize("size", [1e-30, 1.0, 3e34])
+def test_bf16_queries_beyond_float16_over_e4m3(q_len: int, size: float) -> None:
+    """Rows of very different sizes; the scale brings the largest back to common logits."""
+    batch = batch_of(DECODE, [q_len] * 2, [70, 33], heads=(8, 1), kv_dtype=E4M3)
+    sizes = torch.tensor([1.0, 1e-3, 0.0, 0.5]).repeat(2).view(1, 8, 1)
+    queries = [(rows * size * sizes).to(BF16) for rows in batch.queries]
+    DECODES.hold(arguments_of(DECODE, replace(batch, queries=queries), bmm1_scale=0.125 / size))
+
+
+# Blocks of rows, and merges.
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_context(causal: bool) -> None:
+    """Requests of 0 and 1 rows, a whole prompt, and a suffix; 66 packed rows span two tiles of 64 and more."""
+    CONTEXTS.right([0, 1, 33, 7, 0], [5, 60, 33, 75, 0], causal=causal)
+
+
+def test_several_blocks_of_rows() -> None:
+    """150 packed rows in blocks of 128, each with its own span of keys; and ragged ones, where some blocks have no row."""
+    for changes in ({}, {"window_left": 9, "sinks": sinks_of(2)}):
+        CONTEXTS.right([75, 2], [80, 90], 64, **changes)
+    CONTEXTS.right([1, 70, 20], [150, 300, 20], 64, heads=(4, 1), out_dtype=FP32)
+
+
+@FINDS_ROWS
+def test_ragged_decode(split: Split, most_idle: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merge, "MOST_IDLE", most_idle)
+    for count in (1, 2, 13):  # 13 shares cut the longest request
+        split(count)
+        DECODES.right([1, 0, 6, 2], [700, 3, 6, 1], heads=(4, 2), window_left=620)
+
+
+@pytest.mark.parametrize(("programs", "block"), [(1024, (1, 32, 64)), (24, (8, 64, 1)), (3, (16, 64, 1))])
+def test_merges_of_few_rows_and_of_many(
+    split: Split, programs: int, block: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of a merge's program follow from how many there are; here the same rows are few and many. Most are cut."""
+    monkeypatch.setattr(merge, "MERGE_PROGRAMS", programs)
+    assert merge.merge_block(3 * 5 * 8, 64) == block
+    split(2)
+    DECODES.right([5] * 3, [700, 90, 5], heads=(8, 2), ragged=True, sinks=sinks_of(8))
+    DECODES.right([5] * 3, [700, 90, 5], heads=(8, 2), window_left=620)
+
+
+def test_a_request_of_more_pieces_than_a_merge_has_lanes(split: Split) -> None:
+    split(shares=Shares(80))
+    assert merge.merge_block(1, 64) == (1, 32, 64)
+    DECODES.right([1], [70 * 64 - 9], 64, heads=1)  # a piece is a tile of 64 keys
+
+
+# Requests of two kinds.
+
+
+@FINDS_ROWS
+@pytest.mark.parametrize("share_count", [None, 1, 29])
+def test_prompts_beside_decodes(
+    monkeypatch: pytest.MonkeyPatch, split: Split, share_count: int | None, most_idle: float
+) -> None:
+    """Requests of 16 rows are of the first kind, of 17 of the second; each kind with blocks of rows, one share, or many.
+
+    The memory of partial results is full of NaN and of wrong shares, which the merge of one kind must not take for the other's.
+    """
+    split(shares=None if share_count is None else Shares(share_count))
+    monkeypatch.setattr(merge, "MOST_IDLE", most_idle)
+    new_scratch = partial_results.new_scratch
+
+    def full_of_nan(*arguments: Any) -> list[Tensor]:
+        parts = new_scratch(*arguments)
+        return [part.fill_(NAN if part.is_floating_point() else share_count or 0) for part in parts]
+
+    lengths = [1, 16, 140, 17, 0, 8], [300, 60, 150, 70, 33, 7]
+    assert paged.few_tokens(posed(*lengths, heads=(2, 2))) == 16
+    with monkeypatch.context() as patch:
+        patch.setattr(partial_results, "new_scratch", full_of_nan)
+        CONTEXTS.right(*lengths, 64, heads=(2, 2), window_left=70, sinks=sinks_of(2))
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "heads", "kv_dtype", "few"),
+    [
+        ([2048, *[1] * 63], (32, 8), BF16, 4),  # 16 rows
+        ([2048, *[1] * 63], (64, 8), BF16, 2),
+        ([2048, *[4] * 63], (32, 8), BF16, 4),
+        ([2048, *[4] * 63], (64, 8), BF16, 4),  # 32 rows
+        ([2048, 1024, 4, 1], (32, 8), E4M3, 16),  # the mean of the others fits no tile: 64 rows
+        ([2048, 2048, 1], (32, 8), BF16, 4),
+        ([512] * 8, (32, 8), BF16, None),
+        ([512], (32, 8), BF16, None),
+        ([32, 1, 1], (32, 8), BF16, None),  # one tile of 128 rows holds each
+        ([33, 1, 1], (32, 8), BF16, 4),
+    ],
+)
+def test_requests_are_of_two_kinds_where_some_fill_several_blocks(
+    q_lens: list[int], heads: tuple[int, int], kv_dtype: torch.dtype, few: int | None
+) -> None:
+    problem = posed(q_lens, q_lens, heads=heads, kv_dtype=kv_dtype)
+    assert paged.few_tokens(problem) == few
+    if few is None:
+        return
+    # The grid of the second kind has room for each composition of rows: for this one, and for requests as short as can be.
+    for tile_rows in (1, 16, 64, 128):
+        tile = ProgramTile(tile_rows, 64, num_warps=4, num_stages=3)
+        q_blocks = -(-max(q_lens) * (group := heads[0] // heads[1]) // tile_rows)
+        blocks = paged._grid(problem, q_blocks, tile, None, few + 1)[0]
+        shortest = min(len(q_lens), sum(q_lens) // (few + 1))
+        assert blocks >= sum(-(-q_len * group // tile_rows) for q_len in q_lens if q_len > few)
+        assert blocks >= shortest * -(-(few + 1) * group // tile_rows)
+
+
+def test_a_merge_beside_decodes_has_few_idle_programs(split: Split) -> None:
+    """63 decodes have a row each where the prompt has 512: programs for as many rows of each would nearly all be idle."""
+    split(shares=Shares(29))
+    problem = posed([512, *[1] * 63], [600] * 64, heads=(8, 2))
+    launch = paged._launches(problem, (torch.empty_like(problem.query), None))[-1]
+    assert math.prod(launch._grid) * merge.MOST_MERGED_ROWS <= 2 * 512 * 8
+
+
+def test_decodes_leave_room_for_a_prompt() -> None:
+    """Half of the programs that run at a time, or what a small prompt leaves; all where its programs fill a multiprocessor."""
+    small = ProgramTile(64, 64, num_warps=4, num_stages=3, per_multiprocessor=2)
+    problem = SimpleNamespace(num_rows=2111, num_qo_heads=32, num_kv_heads=8)
+    assert paged.shares_beside(problem, Shares(264), small).count == 132
+    problem.num_rows = 191  # 12 blocks for each of 8 heads
+    assert paged.shares_beside(problem, Shares(264), small).count == 264 - 96
+    assert paged.shares_beside(problem, Shares(264), small._replace(per_multiprocessor=1)).count == 264
+    assert paged.shares_beside(problem, Shares(1), small).count == 1
+
+
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "shared"),
+    [(1, 4096, True), (8, 4096, True), (512, 32_768, True), (4096, 4096, False), (64, 64, True)],
+)
+def test_keys_are_shared_out_unless_rows_fill_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, q_len: int, kv_len: int, shared: bool
+) -> None:
+    """Of one request with 32/8 heads; a short prompt has too few blocks."""
+    monkeypatch.setattr(key_shares, "num_multiprocessors", lambda device: 132)
+    problem = SimpleNamespace(
+        query=SimpleNamespace(device=torch.device("cuda")),
+        num_kv_heads=8,
+        num_qo_heads=32,
+        head_dim=128,
+        batch_size=1,
+        num_rows=q_len,
+        max_q_len=q_len,
+        max_kv_len=kv_len,
+    )
+    tile = choose_tile(4 * q_len, 128, 2, (9, 0))
+    shares = paged.shares_of(problem, tile, -(-4 * q_len // tile.rows))
+    assert (shares is not None) == shared
+
+
+# Where K and V lie.
+
+
+def layouts(base: Arguments) -> dict[str, Arguments]:
+    """Return the same call over the same K and V, stored otherwise."""
+    k, v = base["kv_cache"]
+    nhd = tuple(cache.transpose(1, 2).contiguous() for cache in (k, v))
+    wide = torch.full((k.shape[0], 2, *k.shape[1:3], k.shape[3] + 8), NAN).to(k.dtype)
+    wide[:, 0, ..., : k.shape[3]], wide[:, 1, ..., : k.shape[3]] = k, v
+    outer = torch.stack((k, v)).permute(3, 2, 0, 1, 4).contiguous().permute(2, 3, 1, 0, 4)
+    table = base["block_tables"]
+    changes: dict[str, Arguments] = {
+        "NHD": {"kv_cache": nhd, "kv_layout": "NHD"},
+        "views of NHD": {"kv_cache": tuple(cache.transpose(1, 2) for cache in nhd)},
+        "stacked HND": {"kv_cache": torch.stack((k, v), 1)},
+        "stacked NHD": {"kv_cache": torch.stack(nhd, 1), "kv_layout": "NHD"},
+        "K and V of unlike strides": {"kv_cache": (k, nhd[1].transpose(1, 2))},
+        "head_dim in longer rows": {"kv_cache": wide[..., : k.shape[3]]},
+        "pages innermost": {"kv_cache": tuple(outer)},
+        "a column slice of a wider table": {
+            "block_tables": torch.nn.functional.pad(table, (0, 3))[:, : table.shape[1]]
+        },
+    }
+    return {name: base | change for name, change in changes.items()}
+
+
+def test_layouts_give_the_same_bits() -> None:
+    expected = DECODES.right([2, 2], [18, 40], heads=(4, 2))
+    for name, arguments in layouts(DECODES.pose([2, 2], [18, 40], heads=(4, 2))).items():
+        assert all(map(torch.equal, DECODES.run(arguments), expected)), name
+
+
+def test_k_that_is_v() -> None:
+    batch = batch_of(DECODE, [2], [40], heads=(4, 2))
+    arguments = arguments_of(DECODE, Batch(batch.queries, batch.keys, batch.keys))
+    expected, _ = DECODES.hold(arguments)
+    single = arguments | {"kv_cache": arguments["kv_cache"][0].unsqueeze(1), "out": torch.empty_like(arguments["out"])}
+    assert DECODES.run(single)[0].equal(expected)
+
+
+@pytest.mark.parametrize("kernel", [DECODES, CONTEXTS], ids=lambda kernel: kernel.function)
+def test_separate_page_tables(kernel: PortableKernel) -> None:
+    together, _ = kernel.right([2, 2], [18, 70], heads=(4, 2))
+    apart, _ = kernel.right([2, 2], [18, 70], heads=(4, 2), separate_tables=True)
+    assert apart.equal(together)
+
+
+@pytest.mark.parametrize("odd", ["token stride", "start"])
+@pytest.mark.parametrize("moved", [0, 1], ids=["keys", "values"])
+def test_e4m3_elements_at_odd_addresses(monkeypatch: pytest.MonkeyPatch, moved: int, odd: str) -> None:
+    """Pairs of their bytes cannot be read there: the bits are those of elements read one by one."""
+    arguments = DECODES.pose([2], [40], heads=(4, 1), kv_dtype=E4M3)
+    with monkeypatch.context() as without_pairs:
+        without_pairs.setattr(paged, "paired", lambda caches, tile: caches)
+        expected = DECODES.run(arguments)[0].clone()
+    caches = list(arguments["kv_cache"])
+    width, first = (65, 0) if odd == "token stride" else (66, 1)
+    cache = torch.zeros(*caches[moved].shape[:3], width, dtype=E4M3)[..., first : first + 64]
+    caches[moved] = cache.copy_(caches[moved])
+    assert DECODES.run(arguments | {"kv_cache": tuple(caches)})[0].equal(expected)
+
+
+# Tiles that the copy engine loads.
+
+
+def by_descriptor(cache: Tensor, tile: ProgramTile) -> bool:
+    return tile_descriptor(cache, tile, cache.shape[3]) is not None
+
+
+@pytest.mark.parametrize(
+    ("kernel", "page_size", "layout", "kv_dtype", "described"),
+    [
+        (DECODES, 64, "HND", BF16, True),
+        (CONTEXTS, 128, "NHD", BF16, True),
+        (CONTEXTS, 64, "HND", E4M3, False),
+        (DECODES, 16, "HND", BF16, False),
+    ],
+)
+def test_tiles_that_the_copy_engine_loads(
+    monkeypatch: pytest.MonkeyPatch,
+    kernel: PortableKernel,
+    page_size: int,
+    layout: str,
+    kv_dtype: torch.dtype,
+    described: bool,
+) -> None:
+    """128 rows: a prefix whose tiles need no mask, and lengths that end in a tile."""
+    seen = []
+    monkeypatch.setattr(paged, "tile_descriptor", lambda *asked: seen.append(asked) or tile_descriptor(*asked))
+    kernel.right([16, 16], [300, 150], page_size, heads=(16, 2), kv_dtype=kv_dtype, kv_layout=layout)
+    assert [by_descriptor(cache, tile) for cache, tile, _ in seen] == [described] * 2
+
+
+def test_what_the_copy_engine_cannot_load_is_not_described() -> None:
+    tile = ProgramTile(128, 64, num_warps=8, num_stages=3, by_descriptor=True)
+    pool = torch.zeros(4, 2, 64, 128, dtype=BF16)
+    assert by_descriptor(pool, tile)
+    assert by_descriptor(pool.transpose(1, 2).contiguous().transpose(1, 2), tile)
+    assert not by_descriptor(pool, tile._replace(by_descriptor=False))
+    assert not by_descriptor(pool[:, :, :32], tile)  # pages shorter than a tile
+    eight_bytes_off = pool.flatten()[4:-124].view(-1)[: 3 * 2 * 64 * 128].view(3, 2, 64, 128)
+    assert not by_descriptor(eight_bytes_off, tile)
+    assert not by_descriptor(torch.zeros(4, 2, 64, 132, dtype=BF16)[..., :128], tile)  # tokens 264 bytes apart
+    assert not by_descriptor(pool.transpose(2, 3), tile._replace(keys=32))  # elements of a vector apart
+
+
+@pytest.mark.parametrize(("page_size", "kv_dtype", "rows"), [(64, BF16, 64), (16, BF16, 128), (64, E4M3, 128)])
+def test_a_prefill_has_smaller_blocks_where_tiles_come_by_descriptor(
+    monkeypatch: pytest.MonkeyPatch, page_size: int, kv_dtype: torch.dtype, rows: int
+) -> None:
+    seen = []
+    monkeypatch.setattr(paged, "paired", lambda caches, tile: seen.append(tile.rows) or caches)
+    CONTEXTS.right([100, 30], [180, 30], page_size, heads=(4, 1), kv_dtype=kv_dtype)
+    assert seen == [64, rows]  # of requests with few rows, which this batch lacks, and of the others
