@@ -24,8 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRA_OF:
             raise
-        said = str(error) if "pip install" in str(error) else sentence("the command", [package])
-        print(f"lab: {said}", file=sys.stderr)
+        message = str(error) if "pip install" in str(error) else sentence("the command", [package])
+        print(f"lab: {message}", file=sys.stderr)
         return ExitStatus.MISUSED
     except OSError as error:
         if error.filename is None:

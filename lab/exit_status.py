@@ -7,7 +7,7 @@ class ExitStatus(enum.IntEnum):
     """The status that a command of the lab ends with.
 
     Attributes:
-        DONE: what was judged is right, or what was asked is done.
+        DONE: what was judged is right, or the command is done.
         WRONG: something is wrong, failed or slower.
         MISUSED: an option, a file or a package that the command needs is wrong or missing.
         REFUSED: a time or a verdict is refused: the hardware cannot do it, or the kernel changed what judges it.

@@ -42,7 +42,7 @@ WATCHED = (
     "torch.linalg",
     "torch.nn.functional",
 )
-# Classes whose methods are looked at besides those that the modules define.
+# Classes whose methods are watched, besides those that the modules define.
 CLASSES = (torch.Tensor, torch.Generator, torch.cuda.Event, torch.cuda.Stream, torch.cuda.CUDAGraph)
 # Operators that a comparison is made of; torch.library can put other kernels in their place.
 OPERATORS = (
@@ -140,7 +140,8 @@ def bindings() -> Bindings:
 
 
 def _held_by(owner: str, holder: Any) -> list[tuple[str, Mapping[str, Any], str, Any]]:
-    names, is_lab = vars(holder), owner.partition(".")[0] == "lab"  # what others hold besides functions is their state
+    # What modules other than the lab's hold besides functions is their state.
+    names, is_lab = vars(holder), owner.partition(".")[0] == "lab"
     return [
         (f"{owner}.{name}", names, name, value)
         for name, value in names.items()
@@ -169,10 +170,10 @@ def _parts(function: types.FunctionType) -> tuple[Any, ...]:
 
 
 def _differs(function: types.FunctionType, parts: tuple[Any, ...]) -> bool:
-    code, defaults, *others = parts
+    code, defaults, *rest = parts
     if function.__code__ is not code or function.__defaults__ is not defaults:
         return True
-    if not others and not function.__kwdefaults__:  # most functions: the check runs around every case
+    if not rest and not function.__kwdefaults__:  # most functions: the check runs around every case
         return False
     now = _parts(function)
     return len(now) != len(parts) or not all(map(operator.is_, now, parts))
@@ -186,7 +187,7 @@ def _contents(cell: Any) -> Any:
 
 
 def _is_constant(value: Any) -> bool:
-    """Tell whether a value is a list or a dict of plain values: others are caches and registries, which grow."""
+    """Tell whether a value is a list or a dict of plain values; other ones are caches and registries, which grow."""
     if isinstance(value, dict):
         return all(isinstance(each, PLAIN) for each in (*value, *value.values()))
     return isinstance(value, list) and all(isinstance(each, PLAIN) for each in value)

@@ -14,7 +14,7 @@ from typing import Any
 
 
 class LoadError(ImportError):
-    """An implementation cannot be imported. The message says why, and where its own code raised."""
+    """An implementation cannot be imported. The message has the reason, and where its own code raised."""
 
 
 def load(name: str) -> Any:

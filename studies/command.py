@@ -14,13 +14,13 @@ from typer.core import TyperGroup
 from lab.commands.options import (
     Out,
     list_option,
-    load_or_refuse,
     need_gpu,
     prepare_machine,
     refuse,
     refusing_errors,
 )
 from lab.exit_status import ExitStatus
+from lab.loading import load
 from lab.ranges import POSITIVE
 from studies import STUDIES, WITHOUT_GPU, question_of, study_named
 
@@ -65,8 +65,9 @@ def _command_of(name: str) -> Callable[..., None]:
             chosen.parts  # noqa: B018 a setting may name a point that there is not
         if name not in WITHOUT_GPU:
             need_gpu()
-        for module in chosen.modules:
-            load_or_refuse(module)
+        with refusing_errors():
+            for module in chosen.modules:
+                load(module)
         try:
             raise typer.Exit(chosen.run(out))
         except NotImplementedError as error:

@@ -108,22 +108,16 @@ def read_case(path: Path, number: int) -> CaseVerdict:
 
 
 @functools.cache
-def _classes() -> dict[str, Callable[..., Any]]:
-    """Return the dataclasses that `lab.checks` offers to make cases of, by name."""
+def _offered() -> tuple[dict[str, Callable[..., Any]], dict[str, Any]]:
+    """Return what `lab.checks` offers to make cases of: dataclasses by name, and members of enums and dtypes by their repr."""
     import lab.checks as offering
 
-    offered = {name: getattr(offering, name) for name in offering.__all__}
-    return {name: each for name, each in offered.items() if isinstance(each, type) and is_dataclass(each)}
-
-
-@functools.cache
-def _members() -> dict[str, Any]:
-    """Return the members of its enums, and dtypes, by their repr."""
-    import lab.checks as offering
-
-    offered = [getattr(offering, name) for name in offering.__all__]
-    members = [member for each in offered if isinstance(each, type) and issubclass(each, Enum) for member in each]
-    return {repr(each): each for each in (*members, *DTYPES)}
+    classes = [each for name in offering.__all__ if isinstance(each := getattr(offering, name), type)]
+    members = [member for each in classes if issubclass(each, Enum) for member in each]
+    return (
+        {each.__name__: each for each in classes if is_dataclass(each)},
+        {repr(member): member for member in (*members, *DTYPES)},
+    )
 
 
 def read_expression(text: str) -> Any:
@@ -139,15 +133,16 @@ def read_expression(text: str) -> Any:
 
 
 def _built(node: ast.expr) -> Any:
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _classes():
+    classes, members = _offered()
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in classes:
         named = {keyword.arg or "**": _built(keyword.value) for keyword in node.keywords}
-        return _classes()[node.func.id](*map(_built, node.args), **named)
+        return classes[node.func.id](*map(_built, node.args), **named)
     if isinstance(node, ast.Tuple):
         return tuple(map(_built, node.elts))
     if isinstance(node, ast.Dict):
         return {_built(key): _built(value) for key, value in zip(node.keys, node.values, strict=True) if key}
-    if isinstance(node, ast.Attribute) and (name := ast.unparse(node)) in _members():
-        return _members()[name]
+    if isinstance(node, ast.Attribute) and (name := ast.unparse(node)) in members:
+        return members[name]
     try:
         return ast.literal_eval(node)
     except ValueError:

@@ -1,4 +1,4 @@
-"""A run of the judge as data: its verdicts, a summary of each check of each function, and what they say together."""
+"""A run of the judge as data: its verdicts, a summary of each check of each function, and the diagnosis."""
 
 import functools
 import json
@@ -37,12 +37,12 @@ class CheckSummary:
 
     @property
     def outcome(self) -> Outcome:
-        """Return the worst that any case had: a wrong result says more of a kernel than a call that failed."""
+        """Return the worst that any case had: a wrong result comes before a call that failed."""
         return next(outcome for outcome in WORST_FIRST if self.counts.get(outcome))
 
     @property
     def judged(self) -> int:
-        """Return the number of results that were held against something."""
+        """Return the number of results that were compared with something."""
         return sum(verdict.judged.judged for verdict in self.verdicts)
 
     @property
@@ -74,7 +74,7 @@ class Report:
         interrupted: by the user; cases that were not begun are in left_out.
         narrowed: functions that declined most cases, and the axes that they take and were then judged on too.
         refusals: names of the exceptions that were refusals; () for the usual ones.
-        run: a digest of all that its verdicts depend on; "" where that cannot be told.
+        run: a digest of all that its verdicts depend on; "" where its sources are unknown.
         num_random: random cases that were judged after those of the level.
         audited: right cases that were judged again by a process that the kernel's code never entered (`lab.checks.run.audit`).
     """
@@ -185,7 +185,7 @@ class Report:
 
     @functools.cached_property
     def diagnosis(self) -> Diagnosis:
-        """Return what the verdicts say together: what is broken and where, or what could not be judged."""
+        """Return what is broken and where, by all verdicts together, or what could not be judged."""
         found = diagnose(self.verdicts, is_whole=not self.left_out)
         missing = list(self._not_judged())
         if found.regions or not missing or self.exit_status is ExitStatus.REFUSED:

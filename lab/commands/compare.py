@@ -11,13 +11,13 @@ from lab.commands.options import (
     Json,
     Markdown,
     Trace,
-    load_or_refuse,
     need_gpu,
     refuse,
     refusing_errors,
     refusing_recordings,
 )
 from lab.exit_status import ExitStatus
+from lab.loading import load
 
 if TYPE_CHECKING:
     from lab.timing.statistics import Rule
@@ -109,8 +109,8 @@ def ab(
     with refusing_errors():
         requests = None if trace is None else read_trace(trace)
         cases = [scenario_named(name, requests) for name, _ in sides]
-    before = bindings()
-    modules = [load_or_refuse(name) for _, name in sides]
+        before = bindings()
+        modules = [load(name) for _, name in sides]
     need_gpu()
     try:
         try:

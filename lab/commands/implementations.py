@@ -1,4 +1,4 @@
-"""`lab implementations`: list the kernels that this machine has, and what the others miss."""
+"""`lab implementations`: list the kernels that this machine has, and what those that it lacks need."""
 
 from typing import TYPE_CHECKING
 

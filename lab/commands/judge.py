@@ -13,42 +13,27 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from lab.commands.options import Device, Implementation, list_option, prepare_machine, refuse, with_options_of_ranges
+from lab.commands.options import (
+    Device,
+    Implementation,
+    list_option,
+    prepare_machine,
+    refuse,
+    refusing_errors,
+    with_options_of_ranges,
+)
 from lab.commands.progress import shown_progress
 from lab.exit_status import ExitStatus
 from lab.loading import LoadError
-from lab.ranges import options_of, ranges_of
+from lab.ranges import ranges_of
 
 if TYPE_CHECKING:
     from lab.checks.parameters.coverage import Coverage
-    from lab.checks.report import Report
-    from lab.checks.run.progress import Progress
+    from lab.checks.run.judge_run import Progress
 
 POLL_INTERVAL_S = 0.3  # of a file that is watched
 # Parameters that go with --case.
 OF_ONE_CASE = {"implementation", "device", "in_process", "time_limit_s", "case", "watch"}
-
-
-def _check_named(name: str) -> str:
-    """Return the key or name of a check as it is; raise ValueError, with the checks that there are, for any other text."""
-    from lab.checks.properties import checks
-
-    names = {spelling for check in checks() for spelling in (check.key, check.key.lower(), check.name)}
-    if name not in names:
-        keys = ", ".join(f"{check.key} {check.name}" for check in checks())
-        raise ValueError(f"there is no check {name!r}; there are {keys}")
-    return name
-
-
-def _function_named(name: str) -> str:
-    """Return the name of a function as it is; raise ValueError, with the functions that there are, for any other text."""
-    from lab.workloads.interfaces import Interface
-
-    for interface in Interface:
-        if name in (interface.value, interface.name.lower()):
-            return interface.value
-    names = ", ".join(f"{interface.name.lower()} ({interface.value})" for interface in Interface)
-    raise ValueError(f"there is no function {name!r}; there are {names}")
 
 
 def _seconds(text: str) -> float:
@@ -59,12 +44,11 @@ def _seconds(text: str) -> float:
 
 
 Only = Annotated[
-    list[str] | None,
-    list_option(_check_named, "keys or names of checks, see `lab checks`; all if left out", "CHECK,..."),
+    list[str] | None, list_option(str, "keys or names of checks, see `lab checks`; all if left out", "CHECK,...")
 ]
 Functions = Annotated[
     list[str] | None,
-    list_option(_function_named, "functions to judge; all that the implementation has if left out", "NAME,..."),
+    list_option(str, "functions to judge; all that the implementation has if left out", "NAME,..."),
 ]
 InProcess = Annotated[
     bool, typer.Option("--in-process", help="use no worker process: a crash or a hang of the kernel ends the judge")
@@ -110,6 +94,9 @@ For = Annotated[
 Watched = Annotated[
     Path | None, typer.Option(help="judge again whenever this file changes", exists=True, dir_okay=False)
 ]
+Discover = Annotated[
+    bool, typer.Option(help="where most cases are declined, find the axes that are taken and judge those too")
+]
 
 
 @with_options_of_ranges
@@ -131,36 +118,29 @@ def judge(
     first_failure: FirstFailure = False,
     refusals: Refusals = None,
     watch: Watched = None,
-    discover: Annotated[
-        bool, typer.Option(help="where most cases are declined, find the axes that are taken and judge those too")
-    ] = True,
+    discover: Discover = True,
     for_seconds: For = None,
     coverage: ShowsCoverage = False,
     **narrowed: Any,
 ) -> None:
     """Judge an implementation: a module, a file or an object with one or more of FlashInfer's functions."""
-    if case is not None:
-        _refuse_beside_case(context)
     if watch is not None and in_process:
         refuse("--watch needs workers, which import the kernel anew: leave --in-process out")
-    if coverage and implementation is not None and implementation.endswith((".json", ".json.gz")):
-        raise typer.Exit(_print_recorded_coverage(Path(implementation)))
     settings: dict[str, Any] = {"device": device, "isolated": not in_process, "time_limit_s": time_limit_s}
     if case is not None:
+        _refuse_options_without_case(context)
         _judge_and_exit(partial(_judge_case, *_report_and_number(case), implementation, settings), watch)
-    try:
-        ranges = ranges_of(narrowed)
-        exceptions = None if refusals is None else _exceptions_named(refusals)
-    except ValueError as error:
-        refuse(str(error))
+    if coverage and implementation is not None and implementation.endswith((".json", ".json.gz")):
+        _print_recorded_coverage(Path(implementation))
+        raise typer.Exit
+    with refusing_errors():
+        settings |= {"ranges": ranges_of(narrowed), "refusals": None if refusals is None else _exceptions(refusals)}
     prepare_machine(device)
     from lab.kernels import default_implementation
 
     name = implementation or default_implementation(device).__name__
     settings |= {
         "level": level,
-        "ranges": ranges,
-        "refusals": exceptions,
         "only": only or (),
         "functions": functions or (),
         "workers": workers,
@@ -175,6 +155,12 @@ def judge(
     _judge_and_exit(partial(_judge_all, name, settings, coverage), watch)
 
 
+def _exceptions(names: str) -> tuple[type[BaseException], ...]:
+    from lab.checks.run.support_protocol import resolve_refusals
+
+    return resolve_refusals(names)
+
+
 def _last_report(name: str) -> Path | None:
     """Return where the last report of a kernel is kept, so that its cases have numbers; None where nothing can be written."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lab"
@@ -185,13 +171,6 @@ def _last_report(name: str) -> Path | None:
     return cache / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name).strip('-')}.json" if os.access(cache, os.W_OK) else None
 
 
-def _exceptions_named(refusals: str) -> Any:
-    """Import exceptions by their names, separated by commas; raise ValueError for a name of no exception."""
-    from lab.checks.run.support_protocol import resolve_refusals
-
-    return resolve_refusals(refusals)
-
-
 def _judge_and_exit(judge_once: Callable[[Console], ExitStatus], watched: Path | None) -> NoReturn:
     """Judge once, and again whenever the watched file changes if there is one; end the command with the last exit status."""
     status, console = ExitStatus.DONE, Console()
@@ -199,19 +178,18 @@ def _judge_and_exit(judge_once: Callable[[Console], ExitStatus], watched: Path |
         for number in rounds(watched):
             if number:
                 console.rule(Text(f"{watched} has changed"))
-            status = judge_once(console)
+            try:
+                status = judge_once(console)
+            except typer.Exit as refused:
+                status = ExitStatus(refused.exit_code)
             if watched is not None:
-                console.print(
-                    f"exit status {status}; waiting for {watched} to change, until Ctrl-C",
-                    markup=False,
-                    highlight=False,
-                )
+                _print(console, f"exit status {status}; waiting for {watched} to change, until Ctrl-C")
     except KeyboardInterrupt:
         status = ExitStatus.INTERRUPTED
     raise typer.Exit(status)
 
 
-def _refuse_beside_case(context: typer.Context) -> None:
+def _refuse_options_without_case(context: typer.Context) -> None:
     """End the command if its line gives a parameter that --case would ignore."""
     sources = {name: context.get_parameter_source(name) for name in context.params.keys() - OF_ONE_CASE}
     given = sorted(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
@@ -230,72 +208,63 @@ def _report_and_number(case: str) -> tuple[Path, int]:
 
 def _judge_case(path: Path, number: int, name: str | None, settings: Mapping[str, Any], console: Console) -> ExitStatus:
     """Judge one case of a report, print its verdict, and return the exit status."""
-    from lab.checks.record import ReportError, read_case
+    from lab.checks.record import read_case
     from lab.checks.run.judge import judge_recorded
     from lab.checks.run.verdicts import BROKEN
 
-    try:
-        prepare_machine(settings["device"] or read_case(path, number).device)
-        verdict = judge_recorded(path, number, implementation=name, **settings)
-    except LoadError as error:
-        return _print_error(str(error), ExitStatus.NOT_JUDGED)
-    except (ReportError, ValueError) as error:
-        return _print_error(str(error), ExitStatus.MISUSED)
-    console.print(str(verdict), markup=False, highlight=False, soft_wrap=True)
-    was = read_case(path, number)
+    with refusing_errors():
+        was = read_case(path, number)
+        prepare_machine(settings["device"] or was.device)
+        try:
+            verdict = judge_recorded(path, number, implementation=name, **settings)
+        except LoadError as error:
+            refuse(str(error), ExitStatus.NOT_JUDGED)
+    _print(console, str(verdict))
     is_same = verdict.implementation == was.implementation
     if is_same and verdict.exit_status is ExitStatus.DONE and was.outcome in BROKEN:
-        sentence = (
+        _print(
+            console,
             f"  In {path} the case is {was.outcome.value}. If the kernel has not changed since, its result depends on the "
-            "calls before the case: look for state that the kernel keeps from one call to the next."
+            "calls before the case: look for state that the kernel keeps from one call to the next.",
         )
-        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
     return verdict.exit_status
 
 
 def _judge_all(name: str, settings: Mapping[str, Any], shows_coverage: bool, console: Console) -> ExitStatus:
     """Judge an implementation, print the report, with the coverage if it is to be shown, and return the exit status."""
-    from lab.checks.properties.check import Level
     from lab.checks.run.judge import judge as judge_it
     from lab.reports.judgement import show as show_report
 
     num_reused = 0
-    try:
-        with shown_progress(console) as show:
+    with refusing_errors(), shown_progress(console) as show:
 
-            def tell(progress: "Progress") -> None:
-                nonlocal num_reused
-                num_reused += not progress.is_new
-                show(progress)
+        def count_and_show(progress: "Progress") -> None:
+            nonlocal num_reused
+            num_reused += not progress.is_new
+            show(progress)
 
-            report = judge_it(name, progress=tell, **{**settings, "level": Level(settings["level"])})
-    except (LoadError, ValueError) as error:
-        return _print_error(str(error), ExitStatus.MISUSED)
+        report = judge_it(name, progress=count_and_show, **settings)
     if num_reused:
-        console.print(
+        _print(
+            console,
             f"{num_reused} verdicts are from {settings['out']}, since neither the kernel nor the lab has changed: "
             "--fresh judges all",
-            markup=False,
         )
     show_report(report, console)
-    _print_narrowings(console, report)
     if shows_coverage:
         _print_coverage(console, report.coverages)
     return report.exit_status
 
 
-def _print_recorded_coverage(path: Path) -> ExitStatus:
-    """Print the coverage of a report's file, and return the exit status."""
+def _print_recorded_coverage(path: Path) -> None:
+    """Print the coverage of a report's file."""
     from lab.checks.parameters.coverage import coverages
-    from lab.checks.record import ReportError, read_cases, read_expression, read_record
+    from lab.checks.record import read_cases, read_expression, read_record
 
-    try:
+    with refusing_errors():
         record = read_record(path)
-        verdicts = list(read_cases(record))
-    except ReportError as error:
-        return _print_error(str(error), ExitStatus.MISUSED)
-    _print_coverage(Console(), coverages(verdicts, read_expression(record["ranges"])))
-    return ExitStatus.DONE
+        found = coverages(list(read_cases(record)), read_expression(record["ranges"]))
+    _print_coverage(Console(), found)
 
 
 def _print_coverage(console: Console, coverages: "Sequence[Coverage]") -> None:
@@ -303,30 +272,15 @@ def _print_coverage(console: Console, coverages: "Sequence[Coverage]") -> None:
     from lab.reports.tables import terminal_of
 
     if not coverages:
-        console.print("check K18 judged nothing, so there is no coverage: --only K18 runs it alone")
+        _print(console, "check K18 judged nothing, so there is no coverage: --only K18 runs it alone")
     for each in coverages:
         console.print(terminal_of(coverage_table(each)))
         for line in coverage_notes(each):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            _print(console, line)
 
 
-def _print_narrowings(console: Console, report: "Report") -> None:
-    """Print, for each function that declined most cases, the command that judges the axes that it takes."""
-    several_functions = len({verdict.interface for verdict in report.verdicts}) > 1
-    for interface, ranges in report.narrowed:
-        only = f"--functions {interface.value} " if several_functions else ""
-        console.print(
-            f"{interface.value} declines most of the axes. It was judged again on the axes that it takes: "
-            f"lab judge {report.implementation} {only}{options_of(ranges)}",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
-
-
-def _print_error(sentence: str, status: ExitStatus) -> ExitStatus:
-    typer.echo(f"lab: {sentence}", err=True)
-    return status
+def _print(console: Console, line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def rounds(file: Path | None) -> Iterator[int]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 
 from lab.exit_status import ExitStatus
-from lab.loading import LoadError, load
+from lab.loading import LoadError
 from lab.ranges import OPTIONS, Option, Ranges
 
 if TYPE_CHECKING:
@@ -162,10 +162,10 @@ def trace_name(path: Path | None) -> str:
 
 @contextmanager
 def refusing_errors() -> Iterator[None]:
-    """Turn a ValueError or OSError of the block into a sentence on stderr, and end the command as MISUSED."""
+    """Turn a ValueError, OSError or LoadError of the block into a sentence on stderr, and end the command as MISUSED."""
     try:
         yield
-    except ValueError as error:
+    except (LoadError, ValueError) as error:
         refuse(str(error))
     except OSError as error:
         refuse(f"{error.filename}: {error.strerror}" if error.filename else str(error))
@@ -192,14 +192,6 @@ def need_gpu() -> None:
 
     if not torch.cuda.is_available():
         refuse("not measured: this needs a CUDA GPU, and there is no CUDA GPU here", ExitStatus.NOT_JUDGED)
-
-
-def load_or_refuse(name: str) -> Any:
-    """Import an implementation by name; if that fails, end the command as MISUSED with the reason."""
-    try:
-        return load(name)
-    except LoadError as error:
-        refuse(str(error))
 
 
 def prepare_machine(device: str | None = None) -> None:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
 if TYPE_CHECKING:
-    from lab.checks.run.progress import Progress as ProgressOfJudge
+    from lab.checks.run.judge_run import Progress as ProgressOfJudge
     from lab.checks.run.verdicts import CaseVerdict
 
 LINE_INTERVAL_S = 60.0
@@ -25,7 +25,7 @@ def shown_progress(console: Console) -> "Iterator[Callable[[ProgressOfJudge], No
     with Progress(*columns, TextColumn("{task.fields[left]}"), console=console, transient=True) as bar:
         task = bar.add_task("starting", total=None, left="")
 
-        def tell(progress: "ProgressOfJudge") -> None:
+        def update(progress: "ProgressOfJudge") -> None:
             verdict = progress.verdict
             description = f"{verdict.check} of {verdict.interface.name.lower()}"
             bar.update(
@@ -37,14 +37,14 @@ def shown_progress(console: Console) -> "Iterator[Callable[[ProgressOfJudge], No
                     highlight=False,
                 )
 
-        yield tell
+        yield update
 
 
 def _line_printer(console: Console) -> "Callable[[ProgressOfJudge], None]":
     """Return a function that prints a line if none was printed within `LINE_INTERVAL_S`."""
     last, faults = time.monotonic(), 0
 
-    def tell(progress: "ProgressOfJudge") -> None:
+    def print_line(progress: "ProgressOfJudge") -> None:
         nonlocal last, faults
         faults += _is_fault(progress.verdict)
         if time.monotonic() >= last + LINE_INTERVAL_S:
@@ -53,7 +53,7 @@ def _line_printer(console: Console) -> "Callable[[ProgressOfJudge], None]":
             left = f", {_time_left(progress)}" if _time_left(progress) else ""
             console.print(f"{progress.done} of {progress.total} cases judged{found}{left}", highlight=False)
 
-    return tell
+    return print_line
 
 
 def _time_left(progress: "ProgressOfJudge") -> str:
@@ -66,6 +66,6 @@ def _time_left(progress: "ProgressOfJudge") -> str:
 
 def _is_fault(verdict: "CaseVerdict") -> bool:
     """Return True for a wrong or failed case; the import is late, since it brings torch."""
-    from lab.checks.run.check_run import is_fault
+    from lab.checks.run.verdicts import BROKEN
 
-    return is_fault(verdict)
+    return verdict.outcome in BROKEN

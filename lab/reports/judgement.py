@@ -13,7 +13,7 @@ from lab.checks.parameters.coverage import Coverage, Reach
 from lab.checks.properties import checks
 from lab.checks.report import Report
 from lab.checks.run.verdicts import CaseVerdict, Outcome
-from lab.ranges import Ranges
+from lab.ranges import Ranges, options_of
 from lab.reports.tables import TERMINAL_STYLES, Cell, Columns, Table, make_table, number, terminal_of, words
 from lab.wording import counted
 
@@ -39,7 +39,7 @@ def summary(report: Report) -> Iterator[str]:
 
 
 def notes(report: Report) -> Iterator[str]:
-    """Yield what follows from the answer, how far the parameters were covered, known findings and frequent refusals."""
+    """Yield what follows from the answer, the coverage, known findings, frequent refusals and what was not judged."""
     yield from report.diagnosis.follows
     if report.coverages:
         yield f"K18 judged {'; '.join(each.counts for each in report.coverages)}"
@@ -55,6 +55,13 @@ def notes(report: Report) -> Iterator[str]:
         yield f"{report.num_random:,} random cases of K18 were judged after those of the level"
     if report.left_out:
         yield f"{counted(report.left_out, 'case')} were left out: {report.ended}"
+    several_functions = len({verdict.interface for verdict in report.verdicts}) > 1
+    for interface, ranges in report.narrowed:
+        only = f"--functions {interface.value} " if several_functions else ""
+        yield (
+            f"{interface.value} declines most of the axes. It was judged again on the axes that it takes: "
+            f"lab judge {report.implementation} {only}{options_of(ranges)}"
+        )
 
 
 def show(report: Report, console: "Console") -> None:

@@ -11,7 +11,7 @@ from lab.checks import Level, Outcome, Ranges, Report, judge
 from lab.checks.properties import checks
 from lab.checks.record import ReportError, read_case, read_expression
 from lab.checks.run.judge import judge_recorded
-from lab.checks.run.progress import Progress
+from lab.checks.run.judge_run import Progress
 from lab.checks.run.workers import Workers
 from lab.loading import LoadError
 from lab.reports.judgement import reproduction

@@ -1,8 +1,8 @@
 """An audit: further cases, with contents that no run had, whose outputs a process judges that the kernel's code never entered.
 
-A worker judges such a case as any other, and cannot tell that it is one: of each case of `AUDITED_CHECKS` it sends the first
-output, as it was before it was held to anything. Another process works out what that must be, so that nothing that the kernel
-did in its own makes a wrong output right.
+A worker judges such a case as any other, and cannot recognise it: of each case of `AUDITED_CHECKS` it sends the first
+output, as it was before it was compared with anything. Another process works out the expected output, so that nothing that the
+kernel did in its own process makes a wrong output right.
 """
 
 import random

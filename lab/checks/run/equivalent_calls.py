@@ -22,9 +22,9 @@ class EquivalentForm:
 
     Attributes:
         name: what is different in it, as in "judged with ... instead".
-        applies: whether a call has that form, given its function, its arguments and what its refusal says.
+        applies: whether a call has that form, given its function, its arguments and the sentence of its refusal.
         change: returns the arguments of that form.
-        by_engines: an engine alone may take this form: a check that hands out an argument judges that argument.
+        by_engines: an engine alone may take this form: a check that gives an argument judges that argument.
     """
 
     name: str
@@ -34,7 +34,7 @@ class EquivalentForm:
 
 
 def _has_no_mask(interface: Interface, arguments: Arguments, refusal: str) -> bool:
-    """Tell whether a call has several rows for each request, which are causal where no mask says otherwise."""
+    """Tell whether a call has several rows for each request, which are causal without a mask."""
     several = (arguments.get("q_len_per_req") or 1) > 1
     return interface is Interface.DECODE and several and arguments.get("mask") is None
 
@@ -126,13 +126,13 @@ class EquivalentCalls:
                 raise
             forms = [each for each in FORMS if by_engine or not each.by_engines]
             used: list[EquivalentForm] = []
-            said = str(refused)
-            while left := [each for each in forms if each not in used and each.applies(interface, arguments, said)]:
+            sentence = str(refused)
+            while left := [each for each in forms if each not in used and each.applies(interface, arguments, sentence)]:
                 used.append(left[0])
                 try:
                     returned = _made(interface, function, arguments, used)
                 except Unsupported as again:
-                    said = str(again)
+                    sentence = str(again)
                 else:
                     self.needed[key] = used
                     self.note(f"{refused}: judged with {' and '.join(each.name for each in used)} instead")

@@ -35,7 +35,7 @@ class FailingKernel(NamedTuple):
     Attributes:
         implementations: its names.
         capability: (major, minor) of the GPU that it was seen on; another kind runs other kernels. None: a CPU.
-        package: the kernel's package, by its name on the package index; "" where releases are not told apart.
+        package: the kernel's package, by its name on the package index; "" for any release.
         releases: of the package, that it was seen in.
     """
 
@@ -282,7 +282,7 @@ KNOWN_FAILURES: Findings = {
     ),
     f"{DRY_RUN}#rows-that-see-no-key-keep-what-was-in-the-output": (
         KnownFailure(B200, ("K2", "K11", "K13", "K18", "M2"), WRONG_VECTORS, (only_fewer_keys_than_rows,)),
-        # Its other shape has requests that the case does not tell.
+        # Its other shape has requests that are not in the case.
         KnownFailure(B200, ("K6",), "^another shape: .*: rows that see no key must be zero"),
         KnownFailure(B200, ("K2", "K18"), "LSEs are wrong", (has_fewer_keys_than_rows,)),
     ),

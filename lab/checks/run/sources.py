@@ -9,21 +9,20 @@ import site
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import lab
 from lab.checks.record import ReportError, read_cases, read_record
-from lab.checks.run.check_run import Key, key_of
-from lab.checks.run.verdicts import CaseVerdict
+from lab.checks.run.verdicts import CaseVerdict, Key
 from lab.loading import load
 from lab.workloads.interfaces import Interface, interfaces_of
 
-# What a kernel may be made of, beside its module.
+# What a kernel may be made of, in the folder of its module.
 SOURCES = (".py", ".cu", ".cuh", ".c", ".cc", ".cpp", ".h", ".hpp", ".pyx", ".so", ".ptx", ".cubin")
 MOST_HASHED_BYTES = 2**20  # of one file; a larger one goes by its time
-# Beginnings of the environment variables that libraries read, beside those that a kernel's sources name.
+# Beginnings of the environment variables that libraries read, besides those that a kernel's sources name.
 VARIABLES = ("CUDA_", "CUBLAS_", "FLASHINFER_", "NVIDIA_", "PYTORCH_", "TORCH", "TRITON_")
 _NAME = re.compile(r"[A-Za-z_]\w{2,}")
 
@@ -37,27 +36,27 @@ class Offer:
 
 
 def offer_of(name: str, implementation: Any) -> Offer:
-    """Return what is offered under a name, or by an object, whose sources cannot be told: an empty digest."""
+    """Return what is offered under a name, or by an object, whose sources are unknown: the digest is empty."""
     return Offer(tuple(interfaces_of(implementation)), _digest(name) if name else "")
 
 
 def digest_of_run(offer: Offer, *parts: object) -> str:
-    """Return a digest of a run by its offer and all else that its verdicts depend on; "" where that cannot be told."""
+    """Return a digest of a run by its offer and all else that its verdicts depend on; "" where its sources are unknown."""
     return hashlib.sha256(repr((offer.sources, *parts)).encode()).hexdigest() if offer.sources else ""
 
 
 def _digest(name: str) -> str:
     """Hash the lab, the implementation's sources, and the environment variables that these name.
 
-    The sources are the loaded modules that no installer put there, what these import later, and what lies beside the
-    implementation's module.
+    The sources are the loaded modules that no installer put there, what these import later, and what lies in the folder
+    of the implementation's module.
     """
     module = load(name.partition(":")[0])
-    beside = Path(getattr(module, "__file__", None) or "").parent
+    folder = Path(getattr(module, "__file__", None) or "").parent
     places = (sysconfig.get_path(each) for each in ("stdlib", "platstdlib", "purelib", "platlib"))
     installed = (*places, *site.getsitepackages(), site.getusersitepackages())
     loaded = {getattr(each, "__file__", None) or "" for each in list(sys.modules.values())}
-    own = {path for path in beside.iterdir() if path.suffix in SOURCES and path.is_file()}
+    own = {path for path in folder.iterdir() if path.suffix in SOURCES and path.is_file()}
     own |= {Path(path) for path in loaded if path.endswith(".py") and not path.startswith(installed)}
     of_lab = set(Path(lab.__file__).parent.rglob("*.py"))
     roots = [Path(root).resolve() for root in sys.path if not root.startswith(installed)]
@@ -77,33 +76,28 @@ def _digest(name: str) -> str:
 # A process that judges several times, as tests do, has read most sources before.
 @functools.cache
 def _words(source: bytes) -> frozenset[str]:
-    """Return the words of a source, of which some may name environment variables."""
+    """Return the words of a source; some may name environment variables."""
     return frozenset(_NAME.findall(source.decode(errors="replace")))
 
 
 def _imported(paths: set[Path], roots: Sequence[Path], without: set[Path]) -> set[Path]:
     """Return the files below some folders that Python files import, within functions too, and what these import."""
-    found: set[Path] = set()
-    tried: set[tuple[Path, str]] = set()  # (a folder, what may be imported from it)
-    tops = {root: _tops(root) for root in roots}
-    left = [path for path in paths if path.suffix == ".py"]
+    found, tried = set[Path](), set[tuple[Path, str]]()  # a folder, and what may be imported from it
+    left = [path for path in paths if path.suffix == ".py" and path.is_file()]
     while left:
         path = left.pop()
-        asked = set[tuple[Path, str]]()
-        for level, name in _imports_of(path.read_bytes()) if path.is_file() else ():
-            near = [root for root in roots if name.partition(".")[0] in tops[root]]
-            asked |= {(folder, name) for folder in (path.parents[level - 1 : level] if level else near)}
-        files = {file for folder, name in asked - tried for file in _files_of(folder, name) if file.is_file()}
-        tried |= asked
+        imports = _imports_of(path.read_bytes())
+        wanted = {
+            (folder, name)
+            for level, name in imports
+            for folder in (path.parents[level - 1 : level] if level else roots)
+        }
+        files = {file for folder, name in wanted - tried for file in _files_of(folder, name) if file.is_file()}
+        tried |= wanted
         new = files - paths - found - without
         found |= new
         left += new
     return found
-
-
-def _tops(folder: Path) -> set[str]:
-    """Return the names of what can be imported from a folder."""
-    return {each.name.removesuffix(".py") for each in folder.iterdir()} if folder.is_dir() else set()
 
 
 def _files_of(folder: Path, name: str) -> Iterator[Path]:
@@ -137,10 +131,7 @@ def earlier_verdicts(path: Path | None, digest: str) -> dict[Key, CaseVerdict]:
         return {}
     try:
         record = read_record(path)
-        if record.get("run") != digest:
-            return {}
-        return {
-            key_of(each.check, each.interface, each.case, each.ranges, each.drawn): each for each in read_cases(record)
-        }
+        found = read_cases(record) if record.get("run") == digest else ()
+        return {each.key: replace(each, recorded_in=str(path)) for each in found}
     except ReportError:
         return {}

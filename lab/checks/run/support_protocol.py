@@ -1,4 +1,4 @@
-"""The support protocol: which errors of an implementation say that it does not take a call, and which say that it failed."""
+"""The support protocol: which errors of an implementation refuse a call, and which are failures."""
 
 import importlib
 import inspect
@@ -43,8 +43,8 @@ class KernelError(Exception):
 
 def raised(error: BaseException) -> KernelError:
     """Return the failure that an error of the implementation is, without torch's advice on errors of CUDA."""
-    said = str(error).split("\n", 1)[0] if isinstance(error, torch.AcceleratorError) else error
-    return KernelError(f"it raised {type(error).__name__}: {said}")
+    sentence = str(error).split("\n", 1)[0] if isinstance(error, torch.AcceleratorError) else error
+    return KernelError(f"it raised {type(error).__name__}: {sentence}")
 
 
 def invoke(
@@ -56,9 +56,9 @@ def invoke(
     """Call a function of an implementation.
 
     A refusal is NotImplementedError, ValueError, a TypeError that names an unknown argument or a missing one, and an
-    AssertionError of Python's before a launch: nothing was written to an output that was handed out, nor by torch to another
-    argument but the workspace, no kernel was being launched, and the GPU has no error to tell. A parameter that the signature
-    does not have is always refused.
+    AssertionError before a launch: nothing was written to an output that was given, nor by torch to another argument except the
+    workspace, no kernel was being launched, and the GPU has no error. A parameter that the signature does not have is always
+    refused.
 
     Args:
         function, args, arguments: what is called, and with what.
@@ -66,7 +66,7 @@ def invoke(
 
     Raises:
         Unsupported: it refused the call.
-        KernelError: it raised anything else, but for Ctrl-C.
+        KernelError: it raised anything else, except KeyboardInterrupt.
     """
     try:
         signature = inspect.signature(function)
@@ -77,7 +77,8 @@ def invoke(
             signature.bind(*args, **arguments)
         except TypeError as error:
             raise Unsupported(_of_arguments(error)) from error
-    before = {} if is_capturing() else _outputs(arguments)
+    outputs = {name: arguments[name] for name in OUTPUTS if isinstance(arguments.get(name), Tensor)}
+    before = {} if is_capturing() else {name: output.clone() for name, output in outputs.items()}
     versions = _versions(arguments)
     try:
         return function(*args, **arguments)
@@ -120,26 +121,20 @@ def resolve_refusals(names: str) -> Refusals:
     Raises:
         ValueError: a name is no exception's.
     """
-    return tuple(_exception(name.strip()) for name in names.split(",") if name.strip())
-
-
-def _exception(name: str) -> type[BaseException]:
-    module, _, attribute = name.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module or "builtins"), attribute, None)
-    except ImportError as error:
-        raise ValueError(f"{name!r} is no exception: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, BaseException)):
-        raise ValueError(
-            f"{name!r} is no exception: name one of Python's, such as NotImplementedError, or one with its module, such as "
-            "my.kernel.Unsupported"
-        )
-    return found
-
-
-def _outputs(arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """Return a copy of each output that is handed out."""
-    return {name: arguments[name].clone() for name in OUTPUTS if isinstance(arguments.get(name), Tensor)}
+    found = []
+    for name in filter(None, map(str.strip, names.split(","))):
+        module, _, attribute = name.rpartition(".")
+        try:
+            each = getattr(importlib.import_module(module or "builtins"), attribute, None)
+        except ImportError as error:
+            raise ValueError(f"{name!r} is no exception: {error}") from error
+        if not (isinstance(each, type) and issubclass(each, BaseException)):
+            raise ValueError(
+                f"{name!r} is no exception: name one of Python's, such as NotImplementedError, or one with its module, such "
+                "as my.kernel.Unsupported"
+            )
+        found.append(each)
+    return tuple(found)
 
 
 def _versions(arguments: dict[str, Any]) -> list[int]:
@@ -197,16 +192,16 @@ def _is_of_an_argument(sentence: str, signature: inspect.Signature | None, argum
 
 
 def _sentence(error: BaseException) -> str:
-    """Return what a refusal says; of an assertion without a message, its line."""
-    said = str(error)
+    """Return the message of a refusal; of an assertion without one, its line."""
+    message = str(error)
     if isinstance(error, AssertionError):
-        return f"AssertionError: {said or traceback.extract_tb(error.__traceback__)[-1].line}"
+        return f"AssertionError: {message or traceback.extract_tb(error.__traceback__)[-1].line}"
     if isinstance(error, TypeError):
         return _of_arguments(error)
-    return said or type(error).__name__
+    return message or type(error).__name__
 
 
 def _of_arguments(error: TypeError) -> str:
-    """Return what a TypeError about a call's arguments says, after whether one is too many or one too few."""
+    """Return the message of a TypeError about a call's arguments, with a prefix: an argument is unknown, or one is missing."""
     is_missing = _MISSING.search(str(error)) is not None
     return f"{'it needs an argument that no call has' if is_missing else 'it does not take these arguments'}: {error}"

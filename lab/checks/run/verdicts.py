@@ -24,6 +24,8 @@ class Outcome(NamedEnum):
     DISHONEST = "dishonest"
 
 
+# Identifies a verdict of a report: the check, the reprs of function, case and ranges, and whether the case was drawn.
+Key = tuple[str, str, str, str, bool]
 BROKEN = (Outcome.WRONG, Outcome.FAILED, Outcome.DISHONEST)
 
 
@@ -41,14 +43,14 @@ IT_FAILED = "it failed"  # the name of a result that its check has not named yet
 
 @dataclass(frozen=True)
 class CheckedResult:
-    """One result that was held against something.
+    """One result that was compared with something.
 
     Attributes:
         name: of the call, within its check.
         held: what it is held for, a key of `lab.checks.explain.diagnosis.HELD`.
         features: of the case and the call (`lab.checks.explain.features`).
         wrong: whether it is.
-        requests: each request's features, and whether its rows are wrong; empty where requests were not told apart.
+        requests: each request's features, and whether its rows are wrong; empty where only all rows were compared.
         example: a wrong vector, the worst.
     """
 
@@ -91,7 +93,7 @@ class Judged:
         wrongs: what was wrong, a sentence each.
         declines: what was refused, a sentence each.
         worst_ratio: the largest error over its bound.
-        judged: results that were held against something.
+        judged: results that were compared with something.
         results: these results.
         output: the first of them, of cases that may be audited.
     """
@@ -134,6 +136,10 @@ class CaseVerdict:
     @property
     def outcome(self) -> Outcome:
         return self.judged.outcome
+
+    @property
+    def key(self) -> Key:
+        return self.check, repr(self.interface), repr(self.case), repr(self.ranges), self.drawn
 
     @property
     def exit_status(self) -> ExitStatus:

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -41,15 +41,14 @@ CANNOT_BEGIN = 'no worker can begin: a script that judges in isolation needs `if
 IMPORT_LIMIT_S = 600.0  # at least, for the first import: a module may compile its kernels when it is imported
 # Of GPU memory that a worker keeps between two cases: workers share a GPU, and a long request takes 14 GiB.
 MOST_KEPT_BYTES = 4 * 2**30
-GRACE_S = 3.0  # after the end of a run, in which a case that has begun may end
 LOST_CONTEXT = 70  # exit status of a worker whose CUDA context is lost
 NOTED_AT = 0.9  # of the time limit: when a worker notes which calls it is in
-FRAMES_SAID = 3  # of these calls, the innermost
+SHOWN_FRAMES = 3  # of these calls, the innermost
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
 
 
 class TooLate(Exception):  # noqa: N818 - nothing is wrong
-    """The run was over before a case had begun, or had ended."""
+    """The run was over before a case had begun."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Pending:
 
     Attributes:
         result: waits for the verdict.
-        future: done once there is no more to wait for; None if the case is judged when its verdict is asked for.
+        future: done once there is no more to wait for; None if the case is judged when its verdict is needed.
     """
 
     result: Callable[[], Judged]
@@ -71,6 +70,26 @@ class Pending:
     def is_ready(self) -> bool:
         """Tell whether calling it begins at once, without a wait for a worker."""
         return self.future is None or self.future.done()
+
+
+class Task(NamedTuple):
+    """A case to be judged.
+
+    Attributes:
+        check: key of the check.
+        case: of that check.
+        device: where.
+        ranges: within which the check may vary the case.
+        refusals: exceptions that are refusals, as in `lab.checks.run.support_protocol.invoke`.
+        end: it is not begun after this time of `time.monotonic`, which all processes of a machine share.
+    """
+
+    check: str
+    case: Any
+    device: str
+    ranges: Ranges
+    refusals: Refusals | None
+    end: float
 
 
 class Workers:
@@ -91,59 +110,53 @@ class Workers:
     ) -> None:
         self.implementation, self.device, self.ranges = implementation, device, ranges
         self.time_limit_s, self.workers, self.refusals = time_limit_s, workers, refusals
+        self.is_apart = isinstance(implementation, str)  # cases run in other processes than this one
         self._pool: Any = None
-        self._apart: Any = None
+        self._pool_without_kernel: Any = None
         self._has_worked = False
-        self._last_words: tempfile.TemporaryDirectory[str] | None = None
+        self._stack = ExitStack()
 
     def __enter__(self) -> "Workers":
         noted.cache_clear()  # what a process changes between two runs is its own affair
         noted()
-        if isinstance(self.implementation, str):
-            self._last_words = tempfile.TemporaryDirectory(prefix="lab-judge-")
-            self._guard = transport.guarded()
-            self._guard.__enter__()
-            self._pool = self._new_pool()
+        if self.is_apart:
+            self._folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="lab-judge-"))
+            self._stack.enter_context(transport.guarded())
+            self._stack.callback(self._end_pools)
+            self._pool = self._new_pool(self.workers)
         return self
 
-    def _new_pool(self, workers: int | None = None) -> Any:
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _new_pool(self, workers: int) -> Any:
         from pebble import ProcessPool
 
         context = _context()
+        begun = context.Value("i", 0)
         return ProcessPool(
-            max_workers=workers or self.workers,
-            context=context,
-            initializer=_begin,
-            initargs=(dict(os.environ), self.device, context.Value("i", 0)),
+            workers, context=context, initializer=_begin, initargs=(dict(os.environ), self.device, begun)
         )
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._last_words is not None:
-            self._end_pool()
-            self._last_words.cleanup()
-            self._guard.__exit__(kind, error, traceback)
-
-    def _end_pool(self) -> None:
-        for pool in filter(None, (self._pool, self._apart)):
+    def _end_pools(self) -> None:
+        for pool in filter(None, (self._pool, self._pool_without_kernel)):
             pool.stop()
             pool.join()
-        self._apart = None
+        self._pool_without_kernel = None
 
-    def ask(self, question: Callable[[Any], Answer]) -> Answer:
-        """Return what a function of the implementation returns in a worker, so that only workers import it.
+    def call(self, function: Callable[[Any], Answer]) -> Answer:
+        """Call a function with the implementation in a worker, so that only workers import it; return its result.
 
         Raises:
             lab.loading.LoadError: it cannot be imported, or ends or holds up its process when it is.
         """
-        if self._pool is None:
-            return question(self.implementation)
+        if not self.is_apart:
+            return function(self.implementation)
         from pebble import ProcessExpired
 
         limit_s = max(self.time_limit_s, IMPORT_LIMIT_S)
         try:
-            answer: Answer = self._schedule(_answer, (question, self.implementation), limit_s).result()
+            answer: Answer = self._schedule(_call_with, (function, self.implementation), limit_s).result()
         except FutureTimeoutError:
             raise LoadError(f"{self.implementation} was not imported within {limit_s:g} s") from None
         except ProcessExpired as error:
@@ -154,67 +167,54 @@ class Workers:
             raise RuntimeError(CANNOT_BEGIN) from error
         return answer
 
-    @property
-    def is_apart(self) -> bool:
-        """Tell whether cases run in other processes than this one."""
-        return self._pool is not None
-
     def apart(self, work: Callable[..., Judged], *arguments: Any) -> Judged:
         """Return what a function finds in a process that loads no implementation."""
-        self._apart = self._apart or self._new_pool(1)
-        found: Judged = self._apart.schedule(work, args=arguments, timeout=IMPORT_LIMIT_S).result()
+        self._pool_without_kernel = self._pool_without_kernel or self._new_pool(1)
+        found: Judged = self._pool_without_kernel.schedule(work, args=arguments, timeout=IMPORT_LIMIT_S).result()
         return found
 
     def submit(self, check: str, case: Any, ranges: Ranges | None = None, end: float = math.inf) -> Pending:
-        """Have one case of the check with that key judged; return what waits for the verdict.
+        """Have a case judged; return what waits for the verdict, which raises TooLate if the case was not begun in time.
 
         Args:
-            check: its key.
-            case: of that check.
-            ranges: the axes within which the check may vary the case; the workers' if None.
-            end: the case is not begun after this time of `time.monotonic`, which all processes of a machine share;
-                waiting then raises TooLate.
+            check, case, end: as of `Task`.
+            ranges: as of `Task`; the workers' if None.
         """
-        within = ranges or self.ranges
-        if self._pool is None or self._last_words is None:
-            run = (self.implementation, _check(check), case, self.device, within, self.refusals)
-            return Pending(functools.partial(_in_time, end, _run_watched, *run))
-        descriptor, last_words = tempfile.mkstemp(dir=self._last_words.name)
+        task = Task(check, case, str(self.device), ranges or self.ranges, self.refusals, end)
+        if not self.is_apart:
+            return Pending(functools.partial(_judge, self.implementation, task))
+        descriptor, last_words = tempfile.mkstemp(dir=self._folder)
         os.close(descriptor)
-        work = (self.implementation, check, case, str(self.device), within, self.refusals, self.time_limit_s)
-        arguments = (end, _work, *work, last_words)
-        future = self._schedule(_in_time, arguments)
+        arguments = (self.implementation, task, self.time_limit_s, Path(last_words))
+        future = self._schedule(_work, arguments)
         return Pending(functools.partial(self._result, future, arguments), future)
 
     def _schedule(self, work: Callable[..., Any], arguments: tuple[Any, ...], limit_s: float | None = None) -> Any:
         if not self._pool.active:  # a worker that died between two cases ended its pool
-            self._end_pool()
-            self._pool = self._new_pool()
+            self._end_pools()
+            self._pool = self._new_pool(self.workers)
         return self._pool.schedule(work, args=arguments, timeout=limit_s or self.time_limit_s)
 
-    def _result(self, future: Any, arguments: tuple[Any, ...], attempts: int = 2) -> Judged:
+    def _result(self, future: Any, arguments: tuple[Any, Task, float, Path], attempts: int = 2) -> Judged:
         from pebble import ProcessExpired
 
-        last_words, end = Path(arguments[-1]), arguments[0]
+        last_words = arguments[-1]
         try:
-            result: Judged = future.result(None if end == math.inf else max(0.0, end + GRACE_S - time.monotonic()))
+            result: Judged = future.result()
             self._has_worked = True
         except BrokenProcessPool as error:  # the case has not begun
             if attempts > 1:
-                return self._result(self._schedule(_in_time, arguments), arguments, attempts - 1)
+                return self._result(self._schedule(_work, arguments), arguments, attempts - 1)
             if not self._has_worked:
                 raise RuntimeError(CANNOT_BEGIN) from error
             return Judged(Outcome.FAILED, ("its worker died before it began",))
         except FutureTimeoutError:
-            if not future.done():  # the run is over, and the case goes on
-                future.cancel()
-                raise TooLate from None
             return Judged(Outcome.FAILED, (f"it did not return within {self.time_limit_s:g} s{_calls_in(last_words)}",))
         except ProcessExpired as error:
-            said = last_words.read_bytes()
-            if not said:
+            noted_last = last_words.read_bytes()
+            if not noted_last:
                 return Judged(Outcome.FAILED, (f"it crashed its process (exit status {error.exitcode})",))
-            result = transport.loads(said)
+            result = transport.loads(noted_last)
         return result
 
 
@@ -246,8 +246,8 @@ def _take_gpu(begun: "Synchronized[int]") -> None:
     torch.cuda.set_device(turn % torch.cuda.device_count())
 
 
-def _answer(question: Callable[[Any], Answer], name: str) -> Answer:
-    return question(load(name))
+def _call_with(function: Callable[[Any], Answer], name: str) -> Answer:
+    return function(load(name))
 
 
 @functools.cache
@@ -257,37 +257,25 @@ def noted() -> Bindings:
     return bindings()
 
 
-def _run_watched(*run: Any) -> Judged:
-    """Judge one case by `run_case`; it is DISHONEST if functions or settings that judge it were changed."""
-    judged = run_case(*run)
+def _judge(implementation: Any, task: Task) -> Judged:
+    """Judge one case; it is DISHONEST if functions or settings that judge it were changed."""
+    if time.monotonic() > task.end:
+        raise TooLate
+    check, device = _check(task.check), torch.device(task.device)
+    judged = run_case(implementation, check, task.case, device, task.ranges, task.refusals)
     changed = noted().changes()
     return dishonest(judged, in_words(changed)) if changed else judged
 
 
-def _in_time(end: float, judge: Callable[..., Judged], *arguments: Any) -> Judged:
-    if time.monotonic() > end:
-        raise TooLate
-    return judge(*arguments)
-
-
-def _work(
-    name: str,
-    check: str,
-    case: Any,
-    device: str,
-    ranges: Ranges,
-    refusals: Refusals | None,
-    time_limit_s: float,
-    last_words: str,
-) -> Judged:
+def _work(name: str, task: Task, time_limit_s: float, last_words: Path) -> Judged:
     """Judge in a worker, and end the process where its CUDA context is lost, so that no later case pays for it."""
-    where = torch.device(device)
-    with _stack_file(Path(last_words)).open("w") as stack:
+    where = torch.device(task.device)
+    with _stack_file(last_words).open("w") as stack:
         faulthandler.dump_traceback_later(NOTED_AT * time_limit_s, file=stack)
         try:
             implementation = load(name)
             quicken()  # what it has imported, or an earlier case
-            judged = _run_watched(implementation, _check(check), case, where, ranges, refusals)
+            judged = _judge(implementation, task)
         finally:
             faulthandler.cancel_dump_traceback_later()
     if judged.outcome in BROKEN and where.type == "cuda":
@@ -295,7 +283,7 @@ def _work(
             torch.cuda.synchronize(where)
         except RuntimeError as error:
             lost = f"it crashed its process, for the GPU's context is lost: {str(error).splitlines()[0]}"
-            Path(last_words).write_bytes(pickle.dumps(replace(judged, wrongs=(*judged.wrongs, lost))))
+            last_words.write_bytes(pickle.dumps(replace(judged, wrongs=(*judged.wrongs, lost))))
             os._exit(LOST_CONTEXT)
     if where.type == "cuda" and torch.cuda.memory_reserved(where) > MOST_KEPT_BYTES:
         torch.cuda.empty_cache()
@@ -310,9 +298,9 @@ def _calls_in(last_words: Path) -> str:
     """Return the calls that a worker was in shortly before its time was over; nothing if it noted none."""
     path = _stack_file(last_words)
     threads = path.read_text(errors="replace").split("Thread 0x") if path.exists() else []
-    frames = _FRAME.findall(threads[-1])[:FRAMES_SAID] if threads else []  # the main thread is the last
-    said = ", called by ".join(f"{name} ({Path(file).name}:{line})" for file, line, name in frames)
-    return f"; it was in {said}" if said else ""
+    frames = _FRAME.findall(threads[-1])[:SHOWN_FRAMES] if threads else []  # the main thread is the last
+    chain = ", called by ".join(f"{name} ({Path(file).name}:{line})" for file, line, name in frames)
+    return f"; it was in {chain}" if chain else ""
 
 
 @functools.cache
@@ -352,11 +340,13 @@ def run_case(
     except torch.AcceleratorError as error:  # of a launch: it shows where the device is next waited for
         run.fail(str(raised(error)))
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
+        sentence = f"{type(error).__name__}: {error}"
         if run.calls:
-            run.fail(f"the check stopped at what the implementation returned, or at a bug of the lab's own: {said}")
+            run.fail(f"the check stopped at what the implementation returned, or at a bug of the lab's own: {sentence}")
         else:
-            run.fail(f"the lab failed before it called the implementation, whose fault this is not: {said}", kind="lab")
+            run.fail(
+                f"the lab failed before it called the implementation, whose fault this is not: {sentence}", kind="lab"
+            )
     outcome = Outcome.RIGHT if run.judged else Outcome.DECLINED
     if run.wrongs or run.failures:
         outcome = Outcome.WRONG if run.wrongs else Outcome.FAILED

@@ -17,8 +17,8 @@ from lab.calls.problem import E4M3
 from lab.checks import AttentionCase, CaseVerdict, Contents, Interface, Level, Outcome, judge, judge_case
 from lab.checks.properties import checks
 from lab.checks.report import Report
+from lab.checks.run.judge_run import Progress
 from lab.checks.run.known_failures import FailingKernel, KnownFailure
-from lab.checks.run.progress import Progress
 from lab.loading import LoadError
 from lab.reports.judgement import reproduction
 from tests.checks import hostile, someone_elses
@@ -102,7 +102,7 @@ def test_a_check_goes_by_its_key_or_name() -> None:
         ("tests.checks.nowhere", {}, LoadError, "tests.checks.nowhere"),
         ("lab.references:nothing", {}, LoadError, "nothing"),
         (SimpleNamespace(), {}, ValueError, "SimpleNamespace has none of trtllm_batch_decode_with_kv_cache, "),
-        (references, {"only": ["K99"]}, ValueError, "there is no check 'K99'; there are oracle, finite, "),
+        (references, {"only": ["K99"]}, ValueError, "there is no check 'K99'; there are K1 or oracle, K2 or finite, "),
         (INSIDE, {"level": "brief"}, ValueError, "there is no level 'brief'; there are smoke, full"),
         (INSIDE, {"device": "gpu"}, ValueError, "'gpu' is no device: cpu, cuda, or cuda:1 for the second GPU"),
         (INSIDE, {"device": "cuda:99"}, ValueError, "there is no GPU 'cuda:99' here: torch finds "),
@@ -231,6 +231,13 @@ def test_the_full_level_has_more_cases() -> None:
     smoke, full = (judged(INSIDE, level=level) for level in (Level.SMOKE, Level.FULL))
     assert 3 * len(smoke.verdicts) < len(full.verdicts)
     assert full.is_right
+
+
+def test_a_function_goes_by_flashinfers_name_or_the_short_one() -> None:
+    for name in ("decode", Interface.DECODE.value):
+        assert {row.interface for row in judged(references, functions=[name]).rows} == {Interface.DECODE}
+    with pytest.raises(ValueError, match="there is no function 'decoding'; there are decode or trtllm_batch_decode"):
+        judged(references, functions=["decoding"])
 
 
 def test_a_level_goes_by_its_name() -> None:

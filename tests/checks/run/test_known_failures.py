@@ -14,8 +14,13 @@ from lab.checks.case_run import CaseRun, Result
 from lab.checks.properties import checks
 from lab.checks.run.known_failures import (
     KNOWN_FAILURES,
+    Condition,
     FailingKernel,
     KnownFailure,
+    has_fewer_keys_than_rows,
+    has_no_keys,
+    has_window,
+    is_one_row_over_e4m3,
     known,
     mask_over_e4m3,
     only_fewer_keys_than_rows,
@@ -75,99 +80,110 @@ VERIFY = AttentionCase(Interface.DECODE, (40, 50), (4, 4))
 WRONG = "3 of 9 vectors are wrong, of requests [0]: row 0"
 
 
-@pytest.mark.parametrize(
-    ("case", "sentence", "explained"),
-    [
+def of_requests(requests: str) -> str:
+    return f"the call: 3 of 9 vectors are wrong, of requests [{requests}]: row 0"
+
+
+def decode(**values: Any) -> Configuration:
+    return Configuration(Interface.DECODE, values)
+
+
+E4M3_VERIFY, E4M3_CASE = replace(VERIFY, kv_dtype=E4M3), replace(CASE, kv_dtype=E4M3)
+ONE_ROW, PROMPTS = (1, 1), AttentionCase(Interface.CONTEXT, (64, 1, 129), (65, 2, 17))
+SINKS, LSES = "sinks of minus infinity", "384 LSEs are wrong: row 0 head 0 is 6.8, not 1.7 (base 2)"
+FEWER = {"lengths": "fewer than rows", "q_len": 4}
+TABLE: dict[Condition, list[tuple[Any, str, bool]]] = {
+    window_over_several_rows: [
         (VERIFY, f"the call: {WRONG}", False),
         (replace(VERIFY, window_left=3), f"the call: {WRONG}", True),
-        (replace(VERIFY, window_left=3, q_lens=(1, 1)), f"the call: {WRONG}", False),
+        (replace(VERIFY, window_left=0), f"the call: {WRONG}", True),
+        (replace(VERIFY, window_left=3, q_lens=ONE_ROW), f"the call: {WRONG}", False),
         (replace(VERIFY, window_left=3, interface=Interface.CONTEXT), f"the call: {WRONG}", False),
         (VERIFY, f"window_left: {WRONG}", True),
         (VERIFY, f"B, the other window: {WRONG}", True),
-        (replace(VERIFY, q_lens=(1, 1)), f"window_left: {WRONG}", False),
-        (replace(VERIFY, q_lens=(1, 1)), f"tree mask of 4 rows within a window: {WRONG}", True),
-        (Configuration(Interface.DECODE, {"window_left": 15, "q_len": 4}), f"the call: {WRONG}", True),
-        (Configuration(Interface.DECODE, {"window_left": 15}), f"the call: {WRONG}", False),
+        (replace(VERIFY, q_lens=ONE_ROW), f"window_left: {WRONG}", False),
+        (replace(VERIFY, q_lens=ONE_ROW), f"tree mask of 4 rows within a window: {WRONG}", True),
+        (decode(window_left=15, q_len=4), f"the call: {WRONG}", True),
+        (decode(window_left=15), f"the call: {WRONG}", False),
         (ForwardCase(ForwardMode.TARGET_VERIFY, "tiny", (3,), (4,)), f"the pass: {WRONG}", False),
         (ForwardCase(ForwardMode.TARGET_VERIFY, "gpt-oss-120b", (3,), (4,), sliding_window=True), WRONG, True),
         (ForwardCase(ForwardMode.EXTEND, "gpt-oss-120b", (3,), (4,), sliding_window=True), WRONG, False),
     ],
-)
-def test_windows_over_several_rows(case: Any, sentence: str, explained: bool) -> None:
-    assert window_over_several_rows(case, sentence) is explained
-
-
-@pytest.mark.parametrize(
-    ("case", "sentence", "explained"),
-    [
+    mask_over_e4m3: [
         (VERIFY, f"full mask of 4 rows: {WRONG}", False),
-        (replace(VERIFY, kv_dtype=E4M3), f"full mask of 4 rows: {WRONG}", True),
-        (replace(VERIFY, kv_dtype=E4M3, q_lens=(1, 1)), f"mask that differs by request of 4 rows: {WRONG}", True),
-        (replace(VERIFY, kv_dtype=E4M3), f"causal mask of 4 rows: {WRONG}", False),
-        (replace(VERIFY, kv_dtype=E4M3), f"no mask of 4 rows: {WRONG}", False),
-        (replace(VERIFY, kv_dtype=E4M3), f"bmm1_scale: {WRONG}", False),
-        (replace(VERIFY, kv_dtype=E4M3), f"a replay after the mask changed: {WRONG}", True),
-        (replace(VERIFY, kv_dtype=E4M3, q_lens=(1, 1)), f"a replay with requests: {WRONG}", False),
-        (Configuration(Interface.DECODE, {"dtypes": "bf16/e4m3", "mask": "tree", "q_len": 4}), WRONG, True),
-        (Configuration(Interface.DECODE, {"dtypes": "bf16/e4m3", "mask": "causal", "q_len": 4}), WRONG, False),
-        (Configuration(Interface.DECODE, {"dtypes": "bf16/bf16", "mask": "tree", "q_len": 4}), WRONG, False),
+        (E4M3_VERIFY, f"full mask of 4 rows: {WRONG}", True),
+        (replace(E4M3_VERIFY, q_lens=ONE_ROW), f"mask that differs by request of 4 rows: {WRONG}", True),
+        (E4M3_VERIFY, f"causal mask of 4 rows: {WRONG}", False),
+        (E4M3_VERIFY, f"no mask of 4 rows: {WRONG}", False),
+        (E4M3_VERIFY, f"bmm1_scale: {WRONG}", False),
+        (E4M3_VERIFY, f"a replay after the mask changed: {WRONG}", True),
+        (replace(E4M3_VERIFY, q_lens=ONE_ROW), f"a replay with requests: {WRONG}", False),
+        (decode(dtypes="bf16/e4m3", mask="tree", q_len=4), WRONG, True),
+        (decode(dtypes="bf16/e4m3", mask="causal", q_len=4), WRONG, False),
+        (decode(dtypes="bf16/bf16", mask="tree", q_len=4), WRONG, False),
     ],
-)
-def test_masks_over_e4m3(case: Any, sentence: str, explained: bool) -> None:
-    assert mask_over_e4m3(case, sentence) is explained
-
-
-@pytest.mark.parametrize(
-    ("axes", "requests", "explained"),
-    [
-        ({"mask": "own bit clear"}, "0", True),
-        ({"mask": "own bit clear"}, "0, 2", False),  # request 2 has keys before its rows
-        ({"mask": "own bit clear"}, "", False),
-        ({"mask": "tree"}, "0", False),
-        ({}, "0", False),
+    only_where_a_mask_hides_every_key: [
+        (decode(q_len=4, mask="own bit clear"), of_requests("0"), True),
+        (decode(q_len=4, mask="own bit clear"), of_requests("0, 2"), False),  # request 2 has keys before its rows
+        (decode(q_len=4, mask="own bit clear"), of_requests(""), False),
+        (decode(q_len=4, mask="tree"), of_requests("0"), False),
+        (decode(q_len=4), of_requests("0"), False),
     ],
-)
-def test_masks_that_hide_every_key(axes: dict[str, Any], requests: str, explained: bool) -> None:
-    case = Configuration(Interface.DECODE, {"q_len": 4} | axes)
-    assert (
-        only_where_a_mask_hides_every_key(case, f"8 of 96 vectors are wrong, of requests [{requests}]: row 0")
-        is explained
-    )
-
-
-@pytest.mark.parametrize(
-    ("case", "sentence", "explained"),
-    [
-        (CASE, "sinks of minus infinity: 3 of 9 vectors are wrong, of requests [0, 1]: row 0", True),
-        (CASE, "sinks of minus infinity: 3 of 9 vectors are wrong, of requests [2]: row 4", False),
-        (CASE, "sinks of minus infinity: 4 LSEs are wrong: row 0 head 0 is nan, not -inf (base 2)", True),
-        (CASE, "the call: 3 of 9 vectors are wrong, of requests [0]: row 0", False),
-        (
-            Configuration(Interface.DECODE, {"sinks": "some minus infinity", "lengths": "fewer than rows", "q_len": 4}),
-            "",
-            True,
-        ),
-        (Configuration(Interface.DECODE, {"sinks": "per head", "lengths": "fewer than rows", "q_len": 4}), "", False),
-        (Configuration(Interface.DECODE, {"sinks": "some minus infinity"}), "", False),
+    sink_of_minus_infinity_and_fewer_keys_than_rows: [
+        (CASE, f"{SINKS}: 3 of 9 vectors are wrong, of requests [0, 1]: row 0", True),
+        (CASE, f"{SINKS}: 3 of 9 vectors are wrong, of requests [2]: row 4", False),
+        (CASE, f"{SINKS}: 4 LSEs are wrong: row 0 head 0 is nan, not -inf (base 2)", True),
+        (CASE, of_requests("0"), False),
+        (decode(sinks="some minus infinity", **FEWER), "", True),
+        (decode(sinks="per head", **FEWER), "", False),
+        (decode(sinks="some minus infinity"), "", False),
     ],
-)
-def test_sinks_of_minus_infinity(case: Any, sentence: str, explained: bool) -> None:
-    assert sink_of_minus_infinity_and_fewer_keys_than_rows(case, sentence) is explained
-
-
-@pytest.mark.parametrize(
-    ("case", "sentence", "explained"),
-    [
-        (replace(CASE, kv_dtype=E4M3, contents=Contents.TALL), "the call: 3 of 9", True),
-        (replace(CASE, kv_dtype=E4M3), "the call: 3 of 9", False),
-        (replace(CASE, kv_dtype=E4M3), "rows whose logits are far apart: 3 of 9", True),
+    unscaled_e4m3_shows: [
+        (replace(E4M3_CASE, contents=Contents.TALL), "the call: 3 of 9", True),
+        (E4M3_CASE, "the call: 3 of 9", False),
+        (E4M3_CASE, "rows whose logits are far apart: 3 of 9", True),
         (replace(CASE, contents=Contents.TALL), "the call: 3 of 9", False),
-        (Configuration(Interface.DECODE, {"dtypes": "bf16/e4m3", "contents": "shaded"}), "the call: 3 of 9", True),
-        (Configuration(Interface.DECODE, {"dtypes": "bf16/bf16", "contents": "shaded"}), "the call: 3 of 9", False),
+        (decode(dtypes="bf16/e4m3", contents="shaded"), "the call: 3 of 9", True),
+        (decode(dtypes="bf16/bf16", contents="shaded"), "the call: 3 of 9", False),
     ],
+    only_fewer_keys_than_rows: [
+        (CASE, of_requests("0, 1"), True),
+        (CASE, of_requests("1"), True),
+        (CASE, of_requests("0, 2"), False),
+        (CASE, of_requests(""), False),
+        (replace(CASE, kv_lens=(2, 0, 20)), of_requests("0"), False),
+        (decode(**FEWER), of_requests("0, 2"), True),
+    ],
+    only_without_keys: [
+        (CASE, of_requests("0, 1"), False),
+        (CASE, of_requests("1"), True),
+        (CASE, of_requests(""), False),
+        (Configuration(Interface.CONTEXT, {"lengths": "none first"}), of_requests("0"), True),
+        (Configuration(Interface.CONTEXT, {"lengths": "none first"}), of_requests("1"), False),
+    ],
+    has_no_keys: [(CASE, "", True), (VERIFY, "", False)],
+    has_fewer_keys_than_rows: [(CASE, "", True), (replace(VERIFY, kv_lens=(4, 3)), "", True), (VERIFY, "", False)],
+    only_rows_before_the_first_tile: [
+        (PROMPTS, of_requests("0"), True),
+        (PROMPTS, of_requests("0, 1"), False),  # whose one key fills no tile
+        (PROMPTS, of_requests("2"), False),
+        (PROMPTS, LSES, True),
+        (replace(PROMPTS, kv_lens=(32, 1, 129)), of_requests("0"), True),
+        (replace(PROMPTS, kv_lens=(31, 1, 129)), of_requests("0"), False),
+        (CASE, LSES, False),
+    ],
+    has_window: [(replace(CASE, window_left=0), "", True), (CASE, "", False)],
+    is_one_row_over_e4m3: [(replace(E4M3_CASE, q_lens=(1, 1, 1)), "", True), (E4M3_CASE, "", False), (CASE, "", False)],
+}
+
+
+@pytest.mark.parametrize(
+    ("holds", "case", "sentence", "explained"),
+    [(holds, *row) for holds, rows in TABLE.items() for row in rows],
+    ids=lambda each: getattr(each, "__name__", None) if callable(each) else None,
 )
-def test_e4m3_without_a_scale(case: Any, sentence: str, explained: bool) -> None:
-    assert unscaled_e4m3_shows(case, sentence) is explained
+def test_a_condition_holds(holds: Condition, case: Any, sentence: str, explained: bool) -> None:
+    assert holds(case, sentence) is explained
 
 
 def test_every_sentence_must_be_explained() -> None:
@@ -209,39 +225,11 @@ def test_the_requests_are_read_from_the_judges_own_sentence() -> None:
 
 
 @pytest.mark.parametrize(
-    ("requests", "fewer", "without"),
-    [("0, 1", True, False), ("1", True, True), ("0, 2", False, False), ("", False, False)],
-)
-def test_conditions_ask_for_every_request_that_is_wrong(requests: str, fewer: bool, without: bool) -> None:
-    sentence = f"the call: 3 of 9 vectors are wrong, of requests [{requests}]: row 0"
-    assert only_fewer_keys_than_rows(CASE, sentence) is fewer
-    assert only_without_keys(CASE, sentence) is without
-
-
-def test_a_tile_of_rows_begins_before_the_first_key() -> None:
-    case = AttentionCase(Interface.CONTEXT, (64, 1, 129), (65, 2, 17))
-    in_rows_of = "3 of 9 vectors are wrong, of requests [{}]: row 0"
-    assert only_rows_before_the_first_tile(case, in_rows_of.format("0"))
-    assert not only_rows_before_the_first_tile(case, in_rows_of.format("0, 1"))  # whose one key fills no tile
-    assert not only_rows_before_the_first_tile(case, in_rows_of.format("2"))
-    assert only_rows_before_the_first_tile(case, "384 LSEs are wrong: row 0 head 0 is 6.8, not 1.7 (base 2)")
-    assert not only_rows_before_the_first_tile(CASE, "384 LSEs are wrong: row 0 head 0 is 6.8, not 1.7 (base 2)")
-
-
-@pytest.mark.parametrize(
     "kernel", [entry.kernel for entry in ENTRIES if entry.kernel.package], ids=lambda kernel: kernel.package
 )
 def test_an_entry_of_a_package_names_what_reports_name(kernel: FailingKernel) -> None:
     assert kernel.package in PACKAGES
     assert kernel.releases
-
-
-def test_conditions_read_the_lengths_of_a_combination() -> None:
-    none_first = Configuration(Interface.CONTEXT, {"lengths": "none first"})
-    assert only_without_keys(none_first, "1 of 9 vectors are wrong, of requests [0]: row 0")
-    assert not only_without_keys(none_first, "1 of 9 vectors are wrong, of requests [1]: row 5")
-    fewer = Configuration(Interface.DECODE, {"lengths": "fewer than rows", "q_len": 4})
-    assert only_fewer_keys_than_rows(fewer, "1 of 9 vectors are wrong, of requests [0, 2]: row 0")
 
 
 @pytest.mark.parametrize("finding", KNOWN_FAILURES, ids=lambda finding: finding.split("#")[-1][:30])

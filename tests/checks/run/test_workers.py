@@ -14,7 +14,7 @@ import torch
 from lab import references
 from lab.checks import CaseVerdict, Outcome, Ranges, Report, judge
 from lab.checks.run import workers as workers_module
-from lab.checks.run.check_run import Waits, in_turns
+from lab.checks.run.judge_run import Waits, in_turns
 from lab.checks.run.verdicts import Judged
 from lab.checks.run.workers import Pending, TooLate, Workers
 from lab.loading import LoadError

@@ -1,0 +1,388 @@
+"""A run of the judge: all checks of all functions judge their cases at the same time, and their verdicts become a report."""
+
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED
+from concurrent.futures import wait as wait_for_futures
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lab.checks.parameters.discovery import discover, is_mostly_declined
+from lab.checks.parameters.sampling import Sample, shrunk
+from lab.checks.properties.check import Check, Following, Level
+from lab.checks.report import Report
+from lab.checks.run.audit import audit, chosen
+from lab.checks.run.verdicts import BROKEN, CaseVerdict, Judged, Key, Outcome
+from lab.checks.run.workers import Pending, TooLate, Workers
+from lab.ranges import Ranges
+from lab.workloads.interfaces import ATTENTION, Interface
+
+CASES_PER_WORKER = 8  # of a turn
+SMOKE_LONGEST = 200  # keys
+MOST_SHRINKS = 60  # calls of the judge to make one wrong case smaller
+MOST_KEPT = 2000  # right random cases in the report
+MOST_WRONG = 10  # different wrong ones, after which no more are drawn
+LEAST_DONE = 5  # cases before the time left is estimated
+WRITTEN_EVERY_S = 1.0  # the report's file, while the run goes on, or
+WRITING_SHARE = 0.05  # of the time at most
+
+# Begins cases and keeps their verdicts; yields the case that it waits for next, so that other checks go on until it is ready.
+Waits = Generator[Pending, None, None]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A verdict, and how far the run is with it.
+
+    Attributes:
+        verdict: the last one.
+        done: cases judged; those that a wrong drawn case was made smaller by do not count.
+        total: cases planned, the drawn ones too.
+        seconds_left: about; None while nothing is known of it.
+        is_new: the verdict is this run's, and not an earlier one's.
+    """
+
+    verdict: CaseVerdict
+    done: int
+    total: int
+    seconds_left: float | None
+    is_new: bool = True
+
+
+@dataclass
+class Run:
+    """A run of the judge.
+
+    Attributes:
+        pool: where cases run.
+        report: what is judged and how, without verdicts.
+        checks: what judges.
+        drawn: random cases of each check and function.
+        end: no case is begun after this time, of `time.monotonic`.
+        stops_at_fault: nor after the first wrong or failed case.
+        earlier: verdicts of an earlier run of the same, which keep their numbers.
+        path: the report's file, written as the run goes; None for none.
+        known: returns a verdict as known failures make it.
+        progress: called with each verdict.
+    """
+
+    pool: Workers
+    report: Report
+    checks: Sequence[Check]
+    drawn: int
+    end: float
+    stops_at_fault: bool
+    earlier: Mapping[Key, CaseVerdict]
+    path: Path | None
+    known: Callable[[CaseVerdict], CaseVerdict]
+    progress: Callable[[Progress], None] | None
+    _runs: "Mapping[tuple[str, Interface], CheckRun]" = field(default_factory=dict)
+    _has_fault: bool = False
+    _is_deceived: bool = False  # a case was dishonest, after which no verdict of the run counts
+    _num_new: int = 0  # verdicts of this run
+    _next_write: float = -math.inf
+
+    def __post_init__(self) -> None:
+        self._start = time.monotonic()
+        self._last_number = max((verdict.number for verdict in self.earlier.values()), default=0)
+
+    @property
+    def is_over(self) -> bool:
+        """Tell whether no further case is to be begun."""
+        return time.monotonic() > self.end or self.is_stopped
+
+    @property
+    def is_stopped(self) -> bool:
+        """Tell whether a fault has ended the run: one that the kernel hid ends any."""
+        return self._is_deceived or (self.stops_at_fault and self._has_fault)
+
+    def judge(self, interfaces: Sequence[Interface], discovers: bool, random_until: float) -> Report:
+        """Judge functions, and write the report as the run goes.
+
+        Args:
+            interfaces: the functions.
+            discovers: where one declines most cases, find the ranges that it takes and judge these too.
+            random_until: time of `time.monotonic` until which random cases follow.
+        """
+        pairs = [(check, interface) for check in self.checks for interface in interfaces]
+        self._runs = {
+            (check.key, interface): CheckRun(self, check, interface)
+            for check, interface in pairs
+            if interface in check.interfaces
+        }
+        try:
+            self._take_turns([each.plan(self.report.ranges) for each in self._runs.values()])
+            for interface in interfaces if discovers else ():
+                self._narrow(interface)
+            self._take_turns(each.go_on(random_until) for each in self._runs.values())
+            self._audit()
+        except KeyboardInterrupt:
+            self.report = replace(self.report, interrupted=True, ended="the run was interrupted")
+        finally:
+            report = self._report_so_far()
+            self._save(report)
+        return report
+
+    def _narrow(self, interface: Interface) -> None:
+        """Judge a function that declined most within the ranges that it takes, if there are such."""
+        runs = [each for each in self._runs.values() if each.interface is interface]
+        verdicts = [verdict for each in runs for verdict in each.verdicts]
+        if interface not in ATTENTION or self.is_over or not is_mostly_declined(verdicts):
+            return
+        taken = [verdict.case for verdict in verdicts if verdict.judged.judged]
+        found = discover(self.pool.submit, interface, self.report.ranges, taken)
+        if found is not None:
+            self.report = replace(self.report, narrowed=(*self.report.narrowed, (interface, found)))
+            self._take_turns([each.plan(found) for each in runs])
+
+    def _audit(self) -> None:
+        """Judge some right cases again where the kernel's code never was; see `lab.checks.run.audit`."""
+        verdicts = [verdict for each in self._runs.values() for verdict in each.verdicts]
+        for verdict in chosen(verdicts) if self.pool.is_apart else ():
+            if self.is_over:
+                return
+            judged = audit(self.pool, verdict)
+            self.report = replace(self.report, audited=self.report.audited + judged.judged)
+            if judged.outcome in BROKEN:
+                self._runs[verdict.check, verdict.interface].keep(self.known(replace(verdict, judged=judged)))
+
+    def _take_turns(self, waits_of_each: Iterable[Waits]) -> None:
+        for _ in in_turns(waits_of_each):
+            if self.is_stopped:
+                return
+            if time.monotonic() > self._next_write:
+                self._save(self._report_so_far(), goes_on=True)
+
+    def _report_so_far(self) -> Report:
+        runs = self._runs.values()
+        report = replace(
+            self.report,
+            verdicts=tuple(verdict for each in runs for verdict in each.verdicts),
+            left_out=sum(each.planned - each.judged for each in runs),
+            num_random=sum(each.num_random for each in runs),
+        )
+        if self._is_deceived:
+            report = replace(report, ended="for the kernel changed what judges it")
+        elif self.stops_at_fault and any(report.wrong) and not report.interrupted:
+            report = replace(report, ended="the first wrong case ended the run")
+        return report
+
+    def _save(self, report: Report, *, goes_on: bool = False) -> None:
+        if self.path is not None:
+            start = time.monotonic()
+            report.write(self.path, is_diagnosed=not goes_on)
+            end = time.monotonic()
+            self._next_write = end + max(WRITTEN_EVERY_S, (end - start) / WRITING_SHARE)
+
+    def show(self, verdict: CaseVerdict, is_new: bool) -> None:
+        """Call `progress`. Earlier verdicts took no time, so the time left is estimated from the rate of the new ones."""
+        self._num_new += is_new
+        if self.progress is not None:
+            done, total = (sum(getattr(each, name) for each in self._runs.values()) for name in ("judged", "planned"))
+            rate = (time.monotonic() - self._start) / max(self._num_new, 1)
+            left = rate * (total - done) if self._num_new >= LEAST_DONE else None
+            self.progress(Progress(verdict, done, total, left, is_new))
+
+    def numbered(self, verdict: CaseVerdict) -> CaseVerdict:
+        """Return a verdict with its number in the report."""
+        self._has_fault |= verdict.outcome in BROKEN
+        self._is_deceived |= verdict.outcome is Outcome.DISHONEST
+        earlier = self.earlier.get(verdict.key)
+        self._last_number += earlier is None
+        return replace(verdict, number=self._last_number if earlier is None else earlier.number)
+
+
+class CheckRun:
+    """One check of one function in a run.
+
+    Attributes:
+        interface: the function.
+        verdicts: so far, as they are reported.
+        planned: number of cases to be judged.
+        judged: how many of them were.
+        num_random: random cases that were judged after them.
+    """
+
+    def __init__(self, run: Run, check: Check, interface: Interface) -> None:
+        self.interface, self.verdicts = interface, list[CaseVerdict]()
+        self.planned = self.judged = self.num_random = 0
+        self._run, self._check, self._ranges = run, check, run.report.ranges
+        self._reprs = set[str]()  # of the planned cases that were not drawn
+
+    def plan(self, ranges: Ranges) -> Waits:
+        """Plan the cases within ranges that were not planned before; return what judges them."""
+        level = self._run.report.level
+        self._ranges = ranges
+        rounds = self._check.more if level is Level.FULL else ()  # they follow the smoke level's cases
+        cases = self._check.cases(self.interface, self._ranges_of_cases, Level.SMOKE if rounds else level)
+        draw = self._check.draw(self.interface, self._ranges_of_cases, ())
+        samples = list(itertools.islice(draw, self._run.drawn))
+        self.planned += len(samples)
+        return self._turns(self._planned(cases), rounds, samples)
+
+    @property
+    def _ranges_of_cases(self) -> Ranges:
+        """Return the ranges of the cases; a check varies them within `_ranges`."""
+        if self._run.report.level is Level.FULL:
+            return self._ranges
+        return replace(self._ranges, longest=min(self._ranges.longest, max(SMOKE_LONGEST, *self._ranges.q_lens)))
+
+    def _planned(self, cases: Iterable[Any]) -> list[Any]:
+        """Return the cases that are new, and count them."""
+        new = [case for case in cases if repr(case) not in self._reprs]
+        self._reprs |= set(map(repr, new))
+        self.planned += len(new)
+        return new
+
+    def _turns(self, cases: Sequence[Any], rounds: Sequence[Following], samples: Sequence[Sample]) -> Waits:
+        """Judge the fixed cases, what follows from their verdicts, and the random cases."""
+        yield from self._judge(cases, self._keep_planned)
+        for following in rounds:
+            if self.judged < self.planned - len(samples):  # the run is over
+                return
+            cases = self._planned(following(self.interface, self._ranges_of_cases, self.verdicts))
+            yield from self._judge(cases, self._keep_planned)
+        yield from self._judge_samples(samples, set(), 1)
+
+    def go_on(self, end: float) -> Waits:
+        """Judge random cases until a time of `time.monotonic`; keep the first right ones, and wrong ones made small."""
+        samples = iter(self._check.draw_on(self.interface, self._ranges_of_cases, self.verdicts))
+        wrong = set[str]()
+        while time.monotonic() < end and not self._run.is_over and len(wrong) < MOST_WRONG:
+            several = list(itertools.islice(samples, CASES_PER_WORKER * self._run.pool.workers))
+            if not several:
+                return
+            yield from self._judge_samples(several, wrong, MOST_WRONG, is_planned=False)
+
+    def _judge(self, cases: Sequence[Any], keep: Callable[[CaseVerdict, bool], None], drawn: bool = False) -> Waits:
+        """Judge cases in turns, one for each worker at first and then several.
+
+        A case with an earlier verdict that stands is not judged again. None is begun when the run is over.
+
+        Args:
+            cases: what is judged.
+            keep: called with each verdict, in order, and whether it is this run's.
+            drawn: the cases are random.
+        """
+        first = self._run.pool.workers
+        ends = [0, *range(first, len(cases), CASES_PER_WORKER * first), len(cases)]
+        for at, end in itertools.pairwise(ends):
+            if self._run.is_over:
+                return
+            blanks = [self._blank(case, drawn) for case in cases[at:end]]
+            begun = [(blank, self._earlier(blank) or self._submit(blank, self._run.end)) for blank in blanks]
+            for blank, found in begun:
+                if isinstance(found, CaseVerdict):
+                    keep(found, False)
+                    continue
+                if self._run.is_stopped:
+                    return
+                yield found
+                with suppress(TooLate):
+                    keep(self._verdict(blank, found), True)
+
+    def _judge_samples(
+        self, samples: Sequence[Sample], wrong: set[str], most_wrong: int, is_planned: bool = True
+    ) -> Waits:
+        """Judge random cases; keep the first right ones, and wrong ones made small.
+
+        Args:
+            samples: the cases.
+            wrong: the reprs of the smallest wrong cases so far, to which those of these samples are added.
+            most_wrong: number of wrong cases after which no more are kept.
+            is_planned: the cases count as planned ones.
+        """
+        sample_of = {repr(sample.case): sample for sample in samples}
+
+        def keep(verdict: CaseVerdict, is_new: bool) -> None:
+            self.judged += is_planned
+            self.num_random += not is_planned
+            self._run.show(verdict, is_new)
+            if verdict.outcome not in BROKEN:
+                if self.num_random <= MOST_KEPT:
+                    self._keep(verdict)
+            elif len(wrong) < most_wrong:
+                small = self._shrunk(verdict, sample_of[repr(verdict.case)])
+                if repr(small.case) not in wrong:
+                    self._keep(small)
+                wrong.add(repr(small.case))
+
+        yield from self._judge([sample.case for sample in sample_of.values()], keep, True)
+
+    def _shrunk(self, verdict: CaseVerdict, sample: Sample) -> CaseVerdict:
+        """Return the verdict of a smaller case that is wrong too, though the run may be over."""
+        wrong, tried = {repr(verdict.case): verdict}, set[str]()
+
+        def stays_wrong(case: Any) -> bool:
+            if repr(case) not in tried and len(tried) < MOST_SHRINKS:
+                tried.add(repr(case))
+                blank = self._blank(case, True)
+                earlier = self._earlier(blank)
+                found = earlier or self._verdict(blank, self._submit(blank))
+                self._run.show(found, earlier is None)
+                if found.outcome in BROKEN:
+                    wrong[repr(case)] = found
+            return repr(case) in wrong
+
+        try:
+            return wrong[repr(shrunk(sample, stays_wrong).case)]
+        except KeyboardInterrupt:
+            self._keep(list(wrong.values())[-1])
+            raise
+
+    def _blank(self, case: Any, drawn: bool) -> CaseVerdict:
+        """Return the verdict of a case that has not been judged."""
+        report, file = self._run.report, str(self._run.path or "")
+        what = (report.implementation, self._check.key, self.interface, case, report.device)
+        return CaseVerdict(*what, Judged(Outcome.DECLINED), self._ranges, drawn, recorded_in=file)
+
+    def _earlier(self, blank: CaseVerdict) -> CaseVerdict | None:
+        """Return an earlier verdict of a right or declined case. Wrong cases are judged again, for their reader."""
+        earlier = self._run.earlier.get(blank.key)
+        return earlier if earlier and earlier.outcome in (Outcome.RIGHT, Outcome.DECLINED) else None
+
+    def _submit(self, blank: CaseVerdict, end: float = math.inf) -> Pending:
+        return self._run.pool.submit(blank.check, blank.case, blank.ranges, end)
+
+    def _verdict(self, blank: CaseVerdict, pending: Pending) -> CaseVerdict:
+        """Wait for what was found; its output is for an audit alone."""
+        return self._run.known(replace(blank, judged=replace(pending(), output=None)))
+
+    def _keep_planned(self, verdict: CaseVerdict, is_new: bool) -> None:
+        self.judged += 1
+        self._run.show(verdict, is_new)
+        self._keep(verdict)
+
+    def keep(self, verdict: CaseVerdict) -> None:
+        """Show and keep a verdict on a case that was not planned."""
+        self._run.show(verdict, True)
+        self._keep(verdict)
+
+    def _keep(self, verdict: CaseVerdict) -> None:
+        self.verdicts.append(self._run.numbered(verdict))
+
+
+def in_turns(waits_of_each: Iterable[Waits]) -> Generator[None, None, None]:
+    """Let checks run at the same time, and yield whenever one has kept a verdict; an early end leaves none without one.
+
+    The check that goes on is one whose next verdict is ready. So a case that takes minutes holds up its own check alone.
+    """
+    with ExitStack() as stack:
+        waiting = deque[tuple[Waits, Pending]]()
+        for waits in waits_of_each:
+            stack.enter_context(closing(waits))
+            waiting.extend((waits, pending) for pending in itertools.islice(waits, 1))
+        while waiting:
+            futures = [pending.future for _, pending in waiting if pending.future is not None]
+            if len(futures) == len(waiting):
+                wait_for_futures(futures, return_when=FIRST_COMPLETED)
+            ready = next(at for at, (_, pending) in enumerate(waiting) if pending.is_ready)
+            waits, _ = waiting[ready]
+            del waiting[ready]
+            waiting.extend((waits, following) for following in itertools.islice(waits, 1))
+            yield
