@@ -41,11 +41,12 @@ def compare_output(out: Tensor, truth: Truth, least_bound: float = 0.0) -> Outpu
     if out.shape != truth.expected.shape:
         return OutputComparison(_other_shape(out, truth.expected))
     found = truth.compare(out, least_bound)
-    if found.passed:
-        return OutputComparison("", found.worst_ratio, found.faulty.any(dim=1))
+    wrong_rows, worst_ratio = found.faulty.any(dim=1), found.worst_ratio
+    if not bool(wrong_rows.any()):
+        return OutputComparison("", worst_ratio, wrong_rows)
     ((row, head),) = found.worst(1)
     example = _vector(truth, row, head, truth.expected, out)
-    return OutputComparison(truth.wrong_output(found, out), found.worst_ratio, found.faulty.any(dim=1), example)
+    return OutputComparison(truth.wrong_output(found, out), worst_ratio, wrong_rows, example)
 
 
 def compare_lse(lse: Tensor, truth: Truth) -> OutputComparison:

@@ -16,7 +16,7 @@ from lab.calls.problem import E4M3, Softmax
 from lab.references.plain_arguments import check_plain
 from lab.references.quantization import rounded
 from lab.references.regression import Regression
-from lab.references.softmax_attention import logits, number
+from lab.references.softmax_attention import scales_as
 
 # An output may be this many times as far from float64 as the control is. Tilings and split reductions of a right kernel
 # differ from the control's one long sum by less. On normally distributed bf16 inputs that allows 0.010; losing one of n
@@ -75,14 +75,27 @@ def eager_attention(
     """
     terms = Softmax(**softmax)
     check_plain(query, keys, values, visible, terms)
+    return unchecked_eager_attention(query, keys, values, visible, terms, arithmetic, out_dtype)
+
+
+def unchecked_eager_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    visible: torch.Tensor,
+    softmax: Softmax,
+    arithmetic: torch.dtype,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Compute `eager_attention` for arguments that a call or the lab has checked."""
     keys, values = (side.to(torch.float32).transpose(1, 2) for side in (keys, values))
     rows = _as_operand(query.to(torch.float32), arithmetic).transpose(1, 2)  # [batch, num_qo_heads, q_len, head_dim]
-    scores = logits(_of_each_group(rows, keys.transpose(2, 3)), terms)
-    scores = scores.masked_fill(~visible.unsqueeze(1), -math.inf)
+    bmm1_scale, bmm2_scale = scales_as(rows, softmax)
+    scores = _of_each_group(rows, keys.transpose(2, 3)).mul_(bmm1_scale).masked_fill(~visible.unsqueeze(1), -math.inf)
     if scores.shape[-1] == 0:  # no key at all
         return torch.zeros(*query.shape[:3], values.shape[-1], dtype=out_dtype, device=query.device)
-    if terms.sinks is not None:
-        sink_logits = terms.sinks.to(torch.float32).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    if softmax.sinks is not None:
+        sink_logits = softmax.sinks.to(torch.float32).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, sink_logits), dim=-1)
     largest = scores.amax(dim=-1, keepdim=True)
     weights = torch.exp(scores - torch.where(largest.isfinite(), largest, torch.zeros_like(largest)))
@@ -90,7 +103,7 @@ def eager_attention(
     weights = weights[..., : keys.shape[2]]
     sums = _of_each_group(_as_operand(weights, arithmetic), values)
     out = sums / torch.where(denominator == 0, 1.0, denominator)
-    return rounded((out * number(terms.bmm2_scale, out)).transpose(1, 2), out_dtype)
+    return rounded((out * bmm2_scale).transpose(1, 2), out_dtype)
 
 
 def _of_each_group(rows: torch.Tensor, side: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ def paged_attention(problem: PagedAttention) -> tuple[torch.Tensor, torch.Tensor
         ValueError: a length, offset or page id that `lab.calls.check_values` refuses.
     """
     out, lse_log2 = problem.results()
-    if problem.num_rows == 0:
+    if len(problem.query) == 0:
         return out, lse_log2
     if problem.query.device.type != "cpu":  # on a CPU the call has been checked already
         problem = _planned_on_host(problem)
@@ -93,10 +93,11 @@ class _Piece:
     """
 
     def __init__(self, problem: PagedAttention, blocks: list[_Block]) -> None:
-        page_size, device = problem.page_size, problem.query.device
+        (num_rows, _, head_dim), device = problem.query.shape, problem.query.device
+        num_kv_heads, page_size = problem.k_cache.shape[1:3]
         # Each field of all blocks, int64 [len(blocks)].
         of = dict(zip(_Block._fields, torch.tensor(list(zip(*blocks, strict=True))), strict=True))
-        entry = problem.num_kv_heads * max(problem.head_dim, problem.v_head_dim)
+        entry = num_kv_heads * max(head_dim, problem.v_head_dim)
         self.tiles = tiles([block.num_pages * page_size for block in blocks], entry, device, page_size)
         first_key = of["first_page"] * page_size
         self._seen_from, self._seen_to = of["key_start"] - first_key, of["key_end"] - first_key
@@ -113,7 +114,7 @@ class _Piece:
                 of["kv_len"],
                 first_key,
                 of["first_position"].unsqueeze(1) + offsets,
-                rows.clamp(max=problem.num_rows - 1),
+                rows.clamp(max=num_rows - 1),
                 exists.flatten().nonzero().squeeze(1),
                 rows[exists],
                 *k_pages,
@@ -154,12 +155,17 @@ def _moved(device: torch.device, *indices: torch.Tensor) -> Sequence[torch.Tenso
 
 def _pieces(problem: PagedAttention) -> Iterator[_Piece]:
     """Yield the problem in pieces of at most `piece_elements`; requests of similar length go together."""
+    _, num_qo_heads, head_dim = problem.query.shape
+    num_kv_heads, page_size = problem.k_cache.shape[1:3]
+    kv_elements = num_kv_heads * (head_dim + problem.v_head_dim)  # of one key
     chosen: list[_Block] = []
     most = piece_elements(problem.query.device)
     rows = pages = 0
-    for block in sorted(_blocks(problem), key=lambda block: (block.num_pages, block.num_rows)):
+    for block in sorted(_blocks(problem, most), key=lambda block: (block.num_pages, block.num_rows)):
         rows, pages = max(rows, block.num_rows), max(pages, block.num_pages)
-        if chosen and (len(chosen) + 1) * _elements(problem, rows, pages * problem.page_size) > most:
+        # A block's K and V, or its scores, whichever are more.
+        elements = pages * page_size * max(kv_elements, rows * num_qo_heads)
+        if chosen and (len(chosen) + 1) * elements > most:
             yield _Piece(problem, chosen)
             chosen, rows, pages = [], block.num_rows, block.num_pages
         chosen.append(block)
@@ -172,18 +178,14 @@ def piece_elements(device: torch.device) -> int:
     return GPU_PIECE_ELEMENTS if device.type == "cuda" else PIECE_ELEMENTS
 
 
-def _elements(problem: PagedAttention, rows: int, keys: int) -> int:
-    """Return the elements of one block's K and V, or of its scores, whichever are more."""
-    return keys * max(problem.num_kv_heads * (problem.head_dim + problem.v_head_dim), rows * problem.num_qo_heads)
-
-
-def _blocks(problem: PagedAttention) -> Iterator[_Block]:
-    offsets = problem.row_offsets()
-    most, page_size, window_left = piece_elements(problem.query.device), problem.page_size, problem.window_left
+def _blocks(problem: PagedAttention, most: int) -> Iterator[_Block]:
+    """Yield the rows of each request, few at once where their scores would have more elements than `most`."""
+    offsets, num_qo_heads = problem.row_offsets(), problem.query.shape[1]
+    page_size, window_left = problem.k_cache.shape[2], problem.window_left
     ends_at_row = problem.causal and problem.mask is None  # a mask may show a row the draft tokens after it
     for request, kv_len in enumerate(problem.seq_lens.tolist()):
         q_start, q_end = offsets[request : request + 2]
-        rows_at_once = max(1, most // (problem.num_qo_heads * max(kv_len, 1)))
+        rows_at_once = max(1, most // (num_qo_heads * max(kv_len, 1)))
         for first_row in range(q_start, q_end, rows_at_once):
             num_rows = min(rows_at_once, q_end - first_row)
             first_position = kv_len - (q_end - q_start) + first_row - q_start
@@ -197,13 +199,13 @@ def _blocks(problem: PagedAttention) -> Iterator[_Block]:
 
 
 def _solve(problem: PagedAttention, piece: _Piece) -> tuple[torch.Tensor, torch.Tensor]:
-    v_scale_factors = plain_v_scales(problem)
+    v_scale_factors, num_kv_heads = plain_v_scales(problem), problem.k_cache.shape[1]
 
     def values(tile: Tile) -> torch.Tensor:
         entries = _entries(problem.v_cache, v_scale_factors, piece.v_pages[tile], tile)
         if unseen := piece.unseen(tile):
             requests, keys = unseen  # a weight of zero does not silence a NaN; a dead score does
-            entries.unflatten(0, (-1, problem.num_kv_heads))[requests, :, keys] = 0.0
+            entries.unflatten(0, (-1, num_kv_heads))[requests, :, keys] = 0.0
         return entries
 
     kv_len = piece.tiles[-1].end if piece.tiles else 0
@@ -212,7 +214,7 @@ def _solve(problem: PagedAttention, piece: _Piece) -> tuple[torch.Tensor, torch.
         values=values,
         tiles=piece.tiles,
         kv_len=kv_len,
-        num_kv_heads=problem.num_kv_heads,
+        num_kv_heads=num_kv_heads,
         v_head_dim=problem.v_head_dim,
     )
     visible = partial(_visible, problem, piece, kv_len)

@@ -139,13 +139,14 @@ def attention_by_tiles(
 
     # [batch * num_kv_heads, q_len * group, head_dim]: the rows that share a K/V head form one matrix.
     rows = query.to(torch.float64).unflatten(2, (num_kv_heads, -1)).transpose(1, 2).flatten(0, 1).flatten(1, 2)
+    bmm1_scale, bmm2_scale = scales_as(rows, softmax)
     scores = rows.new_empty(*rows.shape[:2], kv.kv_len)
     for tile in kv.tiles:
         first = tile.first_request * num_kv_heads
         _write_products(scores[first:, :, tile.start : tile.end], rows[first:], kv.keys(tile).mT)
 
     # [batch, num_kv_heads, q_len, group, kv_len], in place: they are the largest tensor of a long prompt.
-    scores = logits(scores, softmax).view(*by_row, kv.kv_len).masked_fill_(~visible()[:, None, :, None], -math.inf)
+    scores = scores.mul_(bmm1_scale).view(*by_row, kv.kv_len).masked_fill_(~visible()[:, None, :, None], -math.inf)
     # [batch, num_kv_heads, q_len, group, 1]
     largest = scores.amax(dim=4, keepdim=True) if kv.kv_len else scores.new_full((*by_row, 1), -math.inf)
     sink_logits = None
@@ -166,7 +167,7 @@ def attention_by_tiles(
         sums[first:].baddbmm_(weights[first:, :, tile.start : tile.end], kv.values(tile))
     # [batch, num_kv_heads, q_len, group, v_head_dim]
     out = sums.view(*by_row, kv.v_head_dim) / denominator.masked_fill(denominator == 0, 1.0)
-    out = (out * number(softmax.bmm2_scale, out)).transpose(1, 2).flatten(2, 3)
+    out = (out * bmm2_scale).transpose(1, 2).flatten(2, 3)
     return out, lse_log2.squeeze(4).transpose(1, 2).flatten(2, 3)
 
 
@@ -176,11 +177,6 @@ def _write_products(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) 
         torch.bmm(left, right, out=out)
     else:
         out.copy_(torch.bmm(left, right))
-
-
-def logits(products: torch.Tensor, softmax: Softmax) -> torch.Tensor:
-    """Turn products of queries and keys into logits, in place and in their dtype."""
-    return products.mul_(number(softmax.bmm1_scale, products))
 
 
 def visible_keys(
@@ -209,6 +205,10 @@ def visible_keys(
     return visible
 
 
-def number(scale: Scale, like: torch.Tensor) -> Scale:
-    """Return a scale as a number, or as a 0-dimensional tensor of `like`'s dtype and device."""
-    return scale.to(like.device, like.dtype).reshape(()) if isinstance(scale, torch.Tensor) else scale
+def scales_as(like: torch.Tensor, softmax: Softmax) -> tuple[Scale, Scale]:
+    """Return (bmm1_scale, bmm2_scale), each a number or a 0-dimensional tensor of `like`'s dtype and device."""
+    bmm1_scale, bmm2_scale = (
+        scale.to(like.device, like.dtype).reshape(()) if isinstance(scale, torch.Tensor) else scale
+        for scale in (softmax.bmm1_scale, softmax.bmm2_scale)
+    )
+    return bmm1_scale, bmm2_scale

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import Softmax
-from lab.references.errors import Comparison, compare, eager_attention
+from lab.references.errors import Comparison, compare, unchecked_eager_attention
 from lab.references.paged_attention import piece_elements
 from lab.references.quantization import saturated
 from lab.references.regression import regress
-from lab.references.softmax_attention import attention, visible_keys
+from lab.references.softmax_attention import unchecked_attention, visible_keys
 
 SHOWN_VECTORS = 3
 TOGETHER = 16  # requests that are computed together are a piece's 16th at most: they are copied for it
@@ -166,11 +166,12 @@ def _pieces(
     """Yield expected output, control and LSE: requests of equal lengths together, few rows at once where keys are many."""
     row_ids = torch.arange(sum(q_lens), device=query.device).split(q_lens)
     pieces, places = [], []
-    for requests in _together(query, histories, q_lens):
+    most = piece_elements(query.device)
+    for requests in _together(query, histories, q_lens, most // TOGETHER):
         keys, values = (_stacked([histories[request][side] for request in requests]) for side in (0, 1))
         shown = None if rules.shown is None else torch.stack([rules.shown[request] for request in requests])
         rows_of_each, q_len = torch.stack([row_ids[request] for request in requests]), q_lens[requests[0]]
-        rows_at_once = max(1, piece_elements(query.device) // (query.shape[1] * max(keys.shape[1], 1)))
+        rows_at_once = max(1, most // (query.shape[1] * max(keys.shape[1], 1)))
         for start in range(0, q_len, rows_at_once):
             rows = range(start, min(start + rows_at_once, q_len))
             place = rows_of_each[:, rows.start : rows.stop]
@@ -181,15 +182,17 @@ def _pieces(
     return expected, control, lse_log2
 
 
-def _together(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_lens: list[int]) -> Iterator[list[int]]:
-    """Yield groups of requests with equal numbers of keys and rows, each group small enough; none has requests without rows."""
+def _together(
+    query: Tensor, histories: list[tuple[Tensor, Tensor]], q_lens: list[int], most: int
+) -> Iterator[list[int]]:
+    """Yield groups of requests with equal numbers of keys and rows, each of `most` elements; none has requests without rows."""
     by_size: dict[tuple[int, int], list[int]] = {}
     for request, ((keys, _), q_len) in enumerate(zip(histories, q_lens, strict=True)):
         if q_len:
             by_size.setdefault((len(keys), q_len), []).append(request)
     for (kv_len, q_len), requests in by_size.items():
         elements = max(sum(side.numel() for side in histories[requests[0]]), kv_len * q_len * query.shape[1], 1)
-        at_once = max(1, piece_elements(query.device) // TOGETHER // elements)
+        at_once = max(1, most // elements)
         yield from (requests[first : first + at_once] for first in range(0, len(requests), at_once))
 
 
@@ -219,17 +222,9 @@ def _rows(
     visible = visible.expand(batch, len(rows), last).clone()  # without a causal rule, all rows see the same
     if shown is not None:
         visible[:, :, max(first, 0) :] &= shown[:, rows.start : rows.stop, max(-first, 0) :]
-    exact, lse_log2 = attention(query, keys, values, visible, **rules.terms())
-    rounded = eager_attention(
-        query,
-        keys,
-        values,
-        visible,
-        arithmetic=rules.arithmetic,
-        out_dtype=rules.out_dtype,
-        **rules.terms(),
-    )
-    return saturated(exact, rules.out_dtype).flatten(0, 1), rounded.flatten(0, 1), lse_log2.flatten(0, 1)
+    exact, lse_log2 = unchecked_attention(query, keys, values, visible, rules)
+    control = unchecked_eager_attention(query, keys, values, visible, rules, rules.arithmetic, rules.out_dtype)
+    return saturated(exact, rules.out_dtype).flatten(0, 1), control.flatten(0, 1), lse_log2.flatten(0, 1)
 
 
 def _stacked(sides: list[Tensor]) -> Tensor:

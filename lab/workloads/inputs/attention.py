@@ -316,8 +316,9 @@ def _write(pool: Tensor, pages: Tensor, tokens: Tensor, case: AttentionCase) -> 
     as_bytes = pool.dtype == E4M3
     pool, tokens = (side.view(torch.uint8) if as_bytes else side for side in (pool, tokens))
     positions = torch.arange(len(tokens), device=tokens.device)
-    page, offset = pages[positions // case.page_size], positions % case.page_size
-    if case.is_mla:
+    page_size = case.storage.page_size
+    page, offset = pages[positions // page_size], positions % page_size
+    if pool.dim() == 3:  # MLA's, without an axis of heads
         pool[page, offset] = tokens[:, 0]
     elif case.storage.kv_layout == "NHD":
         pool[page, offset] = tokens

@@ -55,14 +55,15 @@ def draw_contents(
         head_dim]; and the sinks, float32 [num_qo_heads], or None. All are on the device.
     """
     generator = torch.Generator().manual_seed(case.seed)
-    sinks = torch.randn(case.num_qo_heads, generator=generator) + 2.0
+    num_qo_heads = case.num_qo_heads
+    sinks = torch.randn(num_qo_heads, generator=generator) + 2.0
     directions = torch.nn.functional.normalize(
         torch.randn(case.num_kv_heads, case.head_dim, generator=generator), dim=-1
     )
     drawn = []
     for request, (kv_len, q_len) in enumerate(zip(case.kv_lens, case.q_lens, strict=True)):
         own = torch.Generator().manual_seed(1000 * case.seed + request + 1)
-        query = torch.randn(q_len, case.num_qo_heads, case.head_dim, generator=own)
+        query = torch.randn(q_len, num_qo_heads, case.head_dim, generator=own)
         keys, values = (torch.randn(kv_len, case.num_kv_heads, case.head_dim, generator=own) for _ in range(2))
         drawn.append(_SHAPE[case.contents](_Drawn(case, request, directions, query, keys, values)))
     query = torch.cat([each.query for each in drawn]).to(device=device, dtype=case.dtype)
