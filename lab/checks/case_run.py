@@ -10,14 +10,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lab.checks.explain.reading import (
-    CallFeatures,
-    features_of_call,
-    features_of_case,
-    features_of_contents,
-    of_any_request,
-)
-from lab.checks.explain.subjects import CallLog
+from lab.checks.explain.batch_features import CallFeatures, of_any_request
+from lab.checks.explain.call_features import CallLog, features_of_call
+from lab.checks.explain.features import features_of_case, features_of_contents
 from lab.checks.oracle import OutputComparison, compare_bits, compare_lse, compare_output
 from lab.checks.run.equivalent_calls import EquivalentCalls
 from lab.checks.run.support_protocol import KernelError, Refusals, Unsupported, invoke, is_capturing, output_and_lse

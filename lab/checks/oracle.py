@@ -20,7 +20,7 @@ class OutputComparison:
     Attributes:
         failure: a sentence of what is wrong; "" if nothing is.
         worst_ratio: the largest error over its bound.
-        wrong_rows: bool [num_rows]; None where rows were not told apart.
+        wrong_rows: bool [num_rows]; None where rows were not distinguished.
         example: a wrong vector, the worst.
     """
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from lab.checks.explain.diagnosis import Smallest
+from lab.checks.explain.diagnosis import CaseResult
 from lab.checks.explain.failure_rules import Literal
 from lab.checks.parameters.coverage import Coverage, Reach
 from lab.checks.properties import checks
@@ -31,9 +31,9 @@ def summary(report: Report) -> Iterator[str]:
     """Yield the answer and, for each region of wrong results, its counts, its smallest case and how to see that again."""
     found = report.diagnosis
     yield found.sentence
-    for place, (region, smallest) in enumerate(zip(found.regions, found.smallest, strict=True)):
+    for place, region in enumerate(found.regions):
         yield f"  {region.counts}"
-        yield from _example(smallest) if place < SHOWN_EXAMPLES else ()
+        yield from _example(region.smallest) if place < SHOWN_EXAMPLES else ()
     if any(OVER_E4M3 in region.rule for region in found.regions) and not report.ranges.e4m3_arithmetic:
         yield "  if the kernel computes in e4m3 over an e4m3 cache, judge it by that arithmetic: --e4m3-arithmetic"
 
@@ -137,16 +137,16 @@ def reproduction(verdict: CaseVerdict) -> str:
     return f"{interpreted}python -c {_quoted(program)}"
 
 
-def _example(smallest: Smallest) -> Iterator[str]:
+def _example(smallest: CaseResult) -> Iterator[str]:
     """Yield the lines of a smallest case: itself, the vector that is wrong, and its reproduction."""
-    verdict, result, example = smallest
-    yield f"    smallest case: {verdict.check} of {verdict.interface.name.lower()}, “{result}”: {verdict.case!r}"
-    if example is not None:
+    verdict, result = smallest
+    yield f"    smallest case: {verdict.check} of {verdict.interface.name.lower()}, “{result.name}”: {verdict.case!r}"
+    if (example := result.example) is not None:
         values = {"expected": example.expected, "got": example.got}
         shown = "; ".join(f"{name} {' '.join(f'{value:.4g}' for value in side)}" for name, side in values.items())
         yield f"    {example.where}: {shown}"
     else:
-        named = (sentence for sentence in verdict.judged.wrongs if sentence.startswith(result))
+        named = (sentence for sentence in verdict.judged.wrongs if sentence.startswith(result.name))
         yield f"    {_shortened(next(named, verdict.reason))}"
     yield f"    reproduce with: {reproduction(verdict)}"
 

@@ -45,7 +45,7 @@ def _known() -> dict[str, Any]:
 
 def names_trigger(region: Region, name: str) -> bool:
     """Tell whether a region names the trigger of the mutant with that name."""
-    named = {*region.features, f"held == '{region.held}'"}
+    named = {*(literal.feature for literal in region.literals), f"held == '{region.held}'"}
     concepts = _known()["concepts"]
     return any(
         not region.rule if not trigger else all(named & set(concepts[concept]) for concept in trigger)

@@ -13,8 +13,7 @@ from lab import references
 from lab.calls import workspace
 from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace, semaphores_and_scratch
 from lab.checks import judge_case
-from lab.checks.explain.reading import features_of_call
-from lab.checks.explain.subjects import CallLog
+from lab.checks.explain.call_features import CallLog, features_of_call
 from lab.checks.run.verdicts import Outcome
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import ATTENTION, Interface

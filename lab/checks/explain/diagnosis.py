@@ -1,16 +1,18 @@
 """The diagnosis of a run: what is broken and where, the smallest case that shows it, and which checks add nothing."""
 
+import math
 from collections import ChainMap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from lab.checks.explain.batch_features import of_any_request
 from lab.checks.explain.failure_rules import Rule, find_rules, weights_of
 from lab.checks.explain.feature import Bits, Features, Value
-from lab.checks.explain.reading import features_of_case, of_any_request
-from lab.checks.run.verdicts import BROKEN, IT_FAILED, CaseVerdict, CheckedResult, Outcome, WrongVector
+from lab.checks.explain.features import features_of_case
+from lab.checks.run.verdicts import BROKEN, IT_FAILED, CaseVerdict, CheckedResult, Outcome
 from lab.wording import counted
 
 # What a result can be held for, causes first, and the beginning of a sentence of what is wrong then.
@@ -32,9 +34,16 @@ STAND_INS = ("output", "lists", "metadata")
 FOLLOWS_FROM_NOTHING = (*WITHOUT_RIGHT_ONES, "memory")
 THE_CASE = "the case"  # a result's name where its calls are not known
 PLACES = ("request", "last_request")  # features of one request, which say nothing of a whole batch
-MOST_SHOWN = 2  # regions of a kind after the first in the sentence; the others follow it
+MOST_SHOWN = 2  # regions of a kind after the first in the sentence; the remaining ones follow it
 EXPLAINED = 0.9  # of the wrong results of a kind lie in regions of a plainer one: they have no region of their own
 MOST_UNITS = 4000  # wrong ones, and right ones, among which rules are searched; of more, one in every few
+
+
+class CaseResult(NamedTuple):
+    """A result and the verdict that it is of."""
+
+    verdict: CaseVerdict
+    result: CheckedResult
 
 
 @dataclass(frozen=True)
@@ -42,46 +51,48 @@ class Region:
     """Where results are wrong.
 
     Attributes:
-        rule: of features, such as "has_window and q_len >= 2"; empty if it is everywhere.
-        words: the same, to follow "wherever".
+        literals: the rule; none if it is everywhere.
         held: what the results are held for, a key of `HELD`.
-        features: that the rule names.
         wrong, results: wrong results within it, and all within it.
         right_outside, outside: right results outside it, and all outside it.
+        smallest: the wrong result of it with the smallest case.
     """
 
-    rule: str
-    words: str
+    literals: Rule
     held: str
-    features: tuple[str, ...]
     wrong: int
     results: int
     right_outside: int
     outside: int
+    smallest: CaseResult
+
+    @property
+    def rule(self) -> str:
+        """Return the rule, such as "has_window and q_len >= 2"; "" if it is everywhere."""
+        return " and ".join(map(str, self.literals))
+
+    @property
+    def words(self) -> str:
+        """Return the rule in words, to follow "wherever"."""
+        return " and ".join(literal.phrase for literal in self.literals)
 
     @property
     def where(self) -> str:
-        return f"wherever {self.words}" if self.rule else "everywhere"
+        return f"wherever {self.words}" if self.literals else "everywhere"
 
     @property
     def counts(self) -> str:
         """Return the counts in words."""
-        where = f" with {self.rule}" if self.rule else ""
+        where = f" with {self.rule}" if self.literals else ""
         inside = f"{_within(HELD[self.held])} in {self.wrong:,} of {self.results:,} results{where}"
         outside = f", right in {self.right_outside:,} of {self.outside:,} other results"
         return inside + (outside if self.outside else "")
 
     def as_record(self) -> dict[str, Any]:
         """Return the region as JSON data."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
-
-
-class Smallest(NamedTuple):
-    """The smallest wrong case of a region, the result in it, and one of its vectors."""
-
-    verdict: CaseVerdict
-    result: str
-    example: WrongVector | None
+        features = [literal.feature for literal in self.literals]
+        record = {"rule": self.rule, "words": self.words, "held": self.held, "features": features}
+        return record | {name: getattr(self, name) for name in ("wrong", "results", "right_outside", "outside")}
 
 
 @dataclass(frozen=True)
@@ -92,14 +103,12 @@ class Diagnosis:
         answer: is it right, and how far was looked.
         broken: what is broken, and where; "" if nothing is.
         regions: where, the plainest and then the largest first.
-        smallest: a case of each region.
         follows: checks that say no more than that, a sentence each.
     """
 
     answer: str
     broken: str = ""
     regions: tuple[Region, ...] = ()
-    smallest: tuple[Smallest, ...] = ()
     follows: tuple[str, ...] = ()
 
     @property
@@ -109,25 +118,16 @@ class Diagnosis:
     def as_record(self) -> dict[str, Any]:
         """Return the diagnosis as JSON data: `sentence`, `regions`, `smallest` and `follows`."""
         record: dict[str, Any] = {"sentence": self.sentence, "regions": [each.as_record() for each in self.regions]}
-        if self.smallest:
-            verdict, result, example = self.smallest[0]
-            record["smallest"] = {"case": verdict.number, "check": verdict.check, "result": result}
-            if example is not None:
-                shown = {"expected": example.expected, "got": example.got}
-                record["smallest"] |= {"where": example.where} | {
-                    name: list(map(str, values)) for name, values in shown.items()
+        if self.regions:
+            verdict, result = self.regions[0].smallest
+            record["smallest"] = {"case": verdict.number, "check": verdict.check, "result": result.name}
+            if (example := result.example) is not None:
+                record["smallest"] |= {
+                    "where": example.where,
+                    "expected": list(map(str, example.expected)),
+                    "got": list(map(str, example.got)),
                 }
         return record | {"follows": list(self.follows)}
-
-
-class _Found(NamedTuple):
-    """A result and the verdict that it is of."""
-
-    verdict: CaseVerdict
-    result: CheckedResult
-
-    def is_wrong(self, held: str) -> bool:
-        return self.result.wrong and self.result.held == held
 
 
 def diagnose(verdicts: Sequence[CaseVerdict], *, is_whole: bool = True) -> Diagnosis:
@@ -140,26 +140,19 @@ def diagnose(verdicts: Sequence[CaseVerdict], *, is_whole: bool = True) -> Diagn
     if deceived := [each for each in verdicts if each.outcome is Outcome.DISHONEST]:
         return Diagnosis(f"Dishonest, and not judged: {deceived[0].judged.wrongs[0]}.")
     judged = [each for each in verdicts if each.outcome in (Outcome.RIGHT, *BROKEN)]
-    results = [_Found(verdict, result) for verdict in judged for result in _results_of(verdict)]
+    results = [CaseResult(verdict, result) for verdict in judged for result in _results_of(verdict)]
     if not any(each.result.wrong for each in results):
         return Diagnosis(_without_wrong_ones(verdicts, judged))
-    answer = _wrong_answer(verdicts, judged)
     regions: list[Region] = []
-    smallest: list[Smallest] = []
-    rules: list[Rule] = []
     unexplained = 0
     for held in HELD:
         units = _units(results, held)
-        if not units.wrong.any() or _follows_from(units, held, rules, results):
-            continue
-        found, outside = _regions(units, held)
-        unexplained += outside
-        for rule, region in found:
-            rules.append(rule)
-            regions.append(region)
-            smallest.append(_smallest(results, rule, held))
+        if units.wrong.any() and not _follows_from(units, held, regions, results):
+            found, outside = _regions(units, held)
+            regions += found
+            unexplained += outside
     broken = _broken(regions, unexplained, is_whole)
-    return Diagnosis(answer, broken, tuple(regions), tuple(smallest), _follows(judged))
+    return Diagnosis(_wrong_answer(verdicts, judged), broken, tuple(regions), _follows(judged))
 
 
 def _without_wrong_ones(verdicts: Sequence[CaseVerdict], judged: Sequence[CaseVerdict]) -> str:
@@ -193,37 +186,35 @@ def _results_of(verdict: CaseVerdict) -> tuple[CheckedResult, ...]:
 def _features_of(verdict: CaseVerdict) -> dict[str, Value]:
     """Return the features of a verdict's case as a whole."""
     found = features_of_case(verdict.case)
-    return _without(PLACES, of_any_request(found.features, found.of_requests))
-
-
-def _without(names: Iterable[str], features: Features) -> dict[str, Value]:
-    return {name: value for name, value in features.items() if name not in names}
+    whole = of_any_request(found.features, found.of_requests)
+    return {name: value for name, value in whole.items() if name not in PLACES}
 
 
 class _Units(NamedTuple):
     """What rules of one kind are searched among: requests of results, or results where requests are not distinguished.
 
     Attributes:
-        features: of each.
-        wrong: whether each is.
-        result_of: number of each one's result.
-        case_of: number of each one's case.
+        results: that the units are of.
+        features, wrong: of each unit, and whether it is wrong.
+        result_of, case_of: numbers of each one's result and case.
     """
 
+    results: list[CaseResult]
     features: list[Features]
     wrong: Bits
     result_of: Bits
     case_of: list[int]
 
-    def holds(self, rule: Rule) -> Bits:
-        """Tell in which a rule holds."""
-        return np.array([_holds(rule, features) for features in self.features], dtype=bool)
+    def with_rule(self, rule: Rule) -> Bits:
+        """Tell which units meet a rule."""
+        found = np.ones(len(self.features), dtype=bool)
+        for literal in rule:
+            found &= literal.holds(self.features)
+        return found
 
     def results_with(self, units: Bits) -> Bits:
         """Tell which results have one of some units."""
-        found = np.zeros(int(self.result_of.max()) + 1, dtype=bool)
-        found[self.result_of[units]] = True
-        return found
+        return np.bincount(self.result_of[units], minlength=len(self.results)) > 0
 
     def rules(self) -> list[Rule]:
         """Search the rules; where there are very many units, among one in every few."""
@@ -237,11 +228,7 @@ class _Units(NamedTuple):
         return find_rules([dict(self.features[number]) for number in at], self.wrong[at], weights[at])
 
 
-def _holds(rule: Rule, features: Features) -> bool:
-    return all(literal.holds(features) for literal in rule)
-
-
-def _units(results: Sequence[_Found], held: str) -> _Units:
+def _units(results: Sequence[CaseResult], held: str) -> _Units:
     """Return the units of the results that are held for something."""
     is_alone = held in WITHOUT_RIGHT_ONES
     kinds = {held, *STAND_INS} if is_alone else {held}
@@ -265,77 +252,65 @@ def _units(results: Sequence[_Found], held: str) -> _Units:
         for features, is_wrong in parts or [({}, result.wrong)]:
             units.append((ChainMap(dict(features), shared), bool(is_wrong and counts), number, case))
     features_of_units, wrong, results_of, cases_of = zip(*units, strict=True) if units else ((), (), (), ())
-    return _Units(list(features_of_units), np.array(wrong, bool), np.array(results_of, int), list(cases_of))
+    return _Units(chosen, list(features_of_units), np.array(wrong, bool), np.array(results_of, int), list(cases_of))
 
 
-def _follows_from(units: _Units, held: str, rules: Sequence[Rule], results: Sequence[_Found]) -> bool:
-    """Tell whether the wrong units lie where a plainer kind is wrong; for an LSE, the outputs must be wrong too."""
-    if held in FOLLOWS_FROM_NOTHING or (held == "LSE" and not _outputs_are_wrong(results)):
+def _follows_from(units: _Units, held: str, regions: Sequence[Region], results: Sequence[CaseResult]) -> bool:
+    """Tell whether the wrong units lie where a plainer kind is wrong; most wrong LSEs must have a wrong output, too."""
+    if held in FOLLOWS_FROM_NOTHING:
         return False
+    if held == "LSE":
+        output, lse = (
+            {(id(verdict), each.name) for verdict, each in results if each.wrong and each.held == kind}
+            for kind in ("output", "LSE")
+        )
+        if len(lse & output) <= len(lse) / 2:
+            return False
     inside = np.zeros(len(units.features), dtype=bool)
-    for rule in rules:
-        inside |= units.holds(rule)
+    for region in regions:
+        inside |= units.with_rule(region.literals)
     return bool(inside[units.wrong].mean() >= EXPLAINED)
 
 
-def _outputs_are_wrong(results: Sequence[_Found]) -> bool:
-    """Tell whether most results whose LSE is wrong have a wrong output too."""
-    output, lse = (
-        {(id(each.verdict), each.result.name) for each in results if each.is_wrong(held)} for held in ("output", "LSE")
-    )
-    return len(lse & output) > len(lse) / 2
-
-
-def _regions(units: _Units, held: str) -> tuple[list[tuple[Rule, Region]], int]:
-    """Return the rules of a kind with their regions, and how many results of it are wrong outside all of them.
+def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
+    """Return the regions of a kind, and how many results of it are wrong outside all of them.
 
     Results are counted, not their requests.
     """
-    everywhere = np.ones(len(units.wrong), dtype=bool)
-    present, wrong = units.results_with(everywhere), units.results_with(units.wrong)
-    found: list[tuple[Rule, Region]] = []
-    explained = np.zeros_like(present)
+    wrong = units.results_with(units.wrong)
+    found: list[Region] = []
+    explained = np.zeros_like(wrong)
     for rule in units.rules():
-        holds = units.holds(rule)
+        holds = units.with_rule(rule)
         inside, wrong_inside = units.results_with(holds), units.results_with(holds & units.wrong)
         if found and not (wrong_inside & ~explained).any():
             continue  # another request of results that an earlier rule explains
         explained |= wrong_inside
-        outside = present & ~inside
         region = Region(
-            rule=" and ".join(map(str, rule)),
-            words=" and ".join(literal.phrase for literal in rule),
+            literals=rule,
             held=held,
-            features=tuple(literal.feature for literal in rule),
             wrong=int(wrong_inside.sum()),
             results=int(inside.sum()),
-            right_outside=int((outside & ~wrong).sum()),
-            outside=int(outside.sum()),
+            right_outside=int((~inside & ~wrong).sum()),
+            outside=int((~inside).sum()),
+            smallest=_smallest([units.results[number] for number in np.flatnonzero(wrong_inside)]),
         )
-        found.append((rule, region))
+        found.append(region)
     return found, int((wrong & ~explained).sum())
 
 
-def _smallest(results: Sequence[_Found], rule: Rule, held: str) -> Smallest:
-    """Return the wrong result of a region with the fewest rows times keys times heads; one with a vector if there is one."""
+def _smallest(wrong: Sequence[CaseResult]) -> CaseResult:
+    """Return the wrong result with the fewest rows times keys times heads; one with a vector if there is one."""
 
-    def size(each: _Found) -> tuple[bool, bool, int]:
+    def size(each: CaseResult) -> tuple[bool, int]:
         numbers = [each.result.features.get(name, 1) for name in ("rows_of_batch", "longest_kv_len", "num_qo_heads")]
-        rows, keys, heads = (max(int(number), 1) for number in numbers)
-        return (not _is_inside(each.result, rule), each.result.example is None, rows * keys * heads)
+        return each.result.example is None, math.prod(max(int(number), 1) for number in numbers)
 
-    verdict, result = min((each for each in results if each.is_wrong(held)), key=size)
-    return Smallest(verdict, result.name, result.example)
-
-
-def _is_inside(result: CheckedResult, rule: Rule) -> bool:
-    parts = result.requests or ((result.features, result.wrong),)
-    shared = {**result.features, "result": result.name}
-    return any(is_wrong and _holds(rule, {**shared, **features}) for features, is_wrong in parts)
+    return min(wrong, key=size)
 
 
 def _broken(regions: Sequence[Region], unexplained: int, is_whole: bool) -> str:
-    """Say what is broken: the first region whole, others by their words, and whether anything else is wrong.
+    """Say what is broken: the first region whole, the later ones by their words, and whether anything else is wrong.
 
     Args:
         regions: the plainest kind's first.

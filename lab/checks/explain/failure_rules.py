@@ -6,13 +6,13 @@ they save bits, so that several bugs have several.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from lab.checks.explain.feature import Bits, Features, Value
+from lab.checks.explain.feature import OPERATORS, Bits, Features, Value
 from lab.checks.explain.features import SETTING, feature_named
 
 MOST_LITERALS = 3
@@ -33,7 +33,7 @@ FEATURE_BITS = 6.0
 
 @dataclass(frozen=True)
 class Literal:
-    """One test in a rule: a feature's name, an operator and a value (`lab.checks.explain.feature.Test`)."""
+    """One test in a rule: a feature's name, one of `lab.checks.explain.feature.OPERATORS`, and a value."""
 
     feature: str
     operator: str
@@ -49,23 +49,12 @@ class Literal:
         """Return the literal in words, to follow "wherever"."""
         return feature_named(self.feature).phrase(self.operator, self.value)
 
-    def holds(self, features: Features) -> bool:
-        """Tell whether features meet the literal."""
-        return bool(_OPERATORS[self.operator](features.get(self.feature), self.value))
+    def holds(self, units: Sequence[Features]) -> Bits:
+        """Tell which units meet the literal."""
+        column = feature_named(self.feature).column([features.get(self.feature) for features in units])
+        return OPERATORS[self.operator](column, self.value)
 
 
-def _number(value: Value | None) -> float:
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else math.nan
-
-
-_OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
-    "is": lambda given, value: bool(given),
-    "is not": lambda given, value: not given,
-    "==": lambda given, value: given == value,
-    "!=": lambda given, value: given is not None and given != value,
-    ">=": lambda given, value: _number(given) >= value,
-    "<=": lambda given, value: _number(given) <= value,
-}
 Rule = tuple[Literal, ...]
 Chosen = tuple[int, ...]  # the literals of a rule, by their numbers
 
@@ -111,11 +100,12 @@ class _Search:
         found = self._several()
         only = _best(self.holds, WORTHS[-1] * self.bad, WORTHS[-1] * self.good, self.costs)
         is_plain = len(only) <= 2 and all(self.costs[number] < FEATURE_BITS + SETTING for number in only)
-        if is_plain and only and self._is_exact([only]):
+        if is_plain and only and not any(self._errors([only])):
             found = [only]
+        right_inside, wrong_outside = self._errors(found)
         alone = self._covering(self.costs)
-        if alone and not self._is_whole(found):
-            found = [alone]  # what the others add says only where the bug shows
+        if alone and (wrong_outside or (right_inside and len(found) > 1)):
+            found = [alone]  # what further rules add says only where the bug shows
         if found and found != [sure] and all_bad > MOSTLY * total:
             outside = ~self._inside(found)
             if (self.bad + self.good)[outside].sum() < (1 - EVERYWHERE) * total:
@@ -129,14 +119,10 @@ class _Search:
             inside |= self.holds[list(chosen)].all(axis=0)
         return inside
 
-    def _is_exact(self, rules: Sequence[Chosen]) -> bool:
-        """Tell whether rules hold in every wrong unit and in no right one."""
+    def _errors(self, rules: Sequence[Chosen]) -> tuple[float, float]:
+        """Return the weights of the right units in which rules hold, and of the wrong ones in which they do not."""
         inside = self._inside(rules)
-        return not self.good[inside].sum() and not self.bad[~inside].sum()
-
-    def _is_whole(self, rules: Sequence[Chosen]) -> bool:
-        """Tell whether one rule holds in every wrong unit, or several do that hold in no right one."""
-        return self._is_exact(rules) or (len(rules) == 1 and not self.bad[~self._inside(rules)].sum())
+        return float(self.good[inside].sum()), float(self.bad[~inside].sum())
 
     def _several(self) -> list[Chosen]:
         """Return rules one after the other, each among what those before it leave, while they save bits."""
@@ -161,9 +147,9 @@ class _Search:
     def _pruned(self, chosen: Chosen, left: Bits) -> Chosen:
         """Leave out what a rule excludes, where it is nearly as pure without: not every result where a bug is shows it."""
         for number in chosen:
-            others = tuple(other for other in chosen if other != number)
-            if others and self.literals[number].operator in ("is not", "!=") and self._purity(others, left) >= PURE:
-                return self._pruned(others, left)
+            rest = tuple(each for each in chosen if each != number)
+            if rest and self.literals[number].operator in ("is not", "!=") and self._purity(rest, left) >= PURE:
+                return self._pruned(rest, left)
         return chosen
 
     def _sure(self) -> Chosen:
@@ -225,18 +211,19 @@ def _bits(bad: Any, good: Any) -> Any:
 
 
 def _table(units: Sequence[Features]) -> tuple[list[Literal], Bits, Bits]:
-    """Return the literals that hold for some units and not for others, where each holds, and its bits.
+    """Return the literals that hold for some units but not for all, where each holds, and its bits.
 
     Of literals that hold for the same units the one that is cheapest stays.
     """
     found: dict[bytes, tuple[float, Literal, Bits]] = {}
     for name in dict.fromkeys(name for features in units for name in features):
         feature = feature_named(name)
-        for test in feature.tests([features.get(name) for features in units]):
-            if test.holds.any() and not test.holds.all():
-                key, cost = np.packbits(test.holds).tobytes(), FEATURE_BITS + feature.cost + test.cost
-                if key not in found or cost < found[key][0]:
-                    found[key] = (cost, Literal(name, test.operator, test.value), test.holds)
+        column = feature.column([features.get(name) for features in units])
+        for operator, value, bits in feature.tests(column):
+            holds, cost = OPERATORS[operator](column, value), FEATURE_BITS + feature.cost + bits
+            key = np.packbits(holds).tobytes()
+            if holds.any() and not holds.all() and (key not in found or cost < found[key][0]):
+                found[key] = (cost, Literal(name, operator, value), holds)
     if not found:
         return [], np.zeros((0, len(units)), dtype=bool), np.zeros(0)
     costs, literals, columns = zip(*sorted(found.values(), key=lambda each: each[0]), strict=True)

@@ -5,32 +5,28 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 Value = bool | int | str
 Features = Mapping[str, Value]  # by name; a condition that is not met and what a subject does not have are left out
 Bits = np.ndarray[Any, np.dtype[Any]]
+Test = tuple[str, Value, float]  # an operator, a value, and the bits that it costs besides those of its feature
 
 NEGATION_BITS = 2.5
 THRESHOLD_BITS = 2.5  # at most
 MOST_THRESHOLDS = 12
+# What each operator tells of a column of values. A subject without a value meets no test but "is not".
+OPERATORS: dict[str, Callable[[Bits, Any], Bits]] = {
+    "is": lambda column, value: column,
+    "is not": lambda column, value: ~column,
+    "==": np.equal,
+    "!=": lambda column, value: (column != value) & (column != ""),
+    ">=": np.greater_equal,
+    "<=": np.less_equal,
+}
 _ALTERNATIVES = re.compile(r"\{([^}]*)\|([^}]*)\}")
-
-
-class Test(NamedTuple):
-    """A test of a feature: "is" or "is not" of a condition; "==", "!=", ">=" or "<=" and a value.
-
-    Attributes:
-        holds: bool, for each of the values that it was made from.
-        cost: bits, besides those of the feature.
-    """
-
-    operator: str
-    value: Value
-    holds: Bits
-    cost: float
 
 
 @dataclass(frozen=True)
@@ -38,24 +34,24 @@ class Feature(ABC):
     """One fact about a subject.
 
     Attributes:
-        name: an identifier, which rules show.
         text: follows "wherever".
         cost: bits that a rule pays for it, beyond those of the features that say most to a reader.
-        read: reads the value; None: it is the subject's attribute of the feature's name.
     """
 
-    name: str
     text: str
     cost: float = 0.0
-    read: Callable[[Any], Any] | None = None
 
     @abstractmethod
     def phrase(self, operator: str, value: Value) -> str:
         """Return a test in words."""
 
     @abstractmethod
-    def tests(self, values: Sequence[Value | None]) -> Iterator[Test]:
-        """Yield the tests that can tell values apart. None stands for a subject without a value: it meets no test."""
+    def column(self, values: Sequence[Value | None]) -> Bits:
+        """Return values as an array, None as one that meets no test."""
+
+    @abstractmethod
+    def tests(self, column: Bits) -> Iterator[Test]:
+        """Yield the tests that can tell the values of a column apart."""
 
 
 class Condition(Feature):
@@ -64,10 +60,12 @@ class Condition(Feature):
     def phrase(self, operator: str, value: Value) -> str:
         return _ALTERNATIVES.sub(lambda found: found[1 if operator == "is" else 2], self.text)
 
-    def tests(self, values: Sequence[Value | None]) -> Iterator[Test]:
-        column = np.array([bool(value) for value in values])
-        yield Test("is", True, column, 0.0)
-        yield Test("is not", True, ~column, NEGATION_BITS)
+    def column(self, values: Sequence[Value | None]) -> Bits:
+        return np.array(values, dtype=bool)
+
+    def tests(self, column: Bits) -> Iterator[Test]:
+        yield "is", True, 0.0
+        yield "is not", True, NEGATION_BITS
 
 
 @dataclass(frozen=True)
@@ -82,14 +80,16 @@ class Number(Feature):
         words = self.text.format(value) + {">=": " or more", "<=": " or less", "==": ""}[operator]
         return re.sub(r"\b1 (key|query row|page|request)s\b", r"1 \1", words)
 
-    def tests(self, values: Sequence[Value | None]) -> Iterator[Test]:
-        numbers = np.array([np.nan if value is None else float(value) for value in values])
-        steps = sorted({int(value) for value in values if value is not None})
+    def column(self, values: Sequence[Value | None]) -> Bits:
+        return np.array([np.nan if value is None else value for value in values], dtype=float)
+
+    def tests(self, column: Bits) -> Iterator[Test]:
+        steps = np.unique(column[~np.isnan(column)]).astype(int).tolist()
         cost = min(math.log2(len(steps)), THRESHOLD_BITS)
         for step in _spread(steps):
-            yield Test("==", step, numbers == step, cost + NEGATION_BITS / 2)
-            yield Test(">=", step, numbers >= step, cost)
-            yield Test("<=", step, numbers <= step, cost + NEGATION_BITS / 2)
+            yield "==", step, cost + NEGATION_BITS / 2
+            yield ">=", step, cost
+            yield "<=", step, cost + NEGATION_BITS / 2
 
 
 @dataclass(frozen=True)
@@ -101,14 +101,15 @@ class Choice(Feature):
     def phrase(self, operator: str, value: Value) -> str:
         return f"{self.text} {'is' if operator == '==' else 'is not'} {value}"
 
-    def tests(self, values: Sequence[Value | None]) -> Iterator[Test]:
-        names = np.array(["" if value is None else str(value) for value in values])
-        different = sorted(set(names.tolist()) - {""})
-        cost = math.log2(len(different))
-        for name in different:
-            yield Test("==", name, names == name, cost)
-            if len(different) > 2 and self.is_negated:
-                yield Test("!=", name, (names != name) & (names != ""), cost + NEGATION_BITS)
+    def column(self, values: Sequence[Value | None]) -> Bits:
+        return np.array(["" if value is None else str(value) for value in values])
+
+    def tests(self, column: Bits) -> Iterator[Test]:
+        names = sorted(set(column.tolist()) - {""})
+        for name in names:
+            yield "==", name, math.log2(len(names))
+            if len(names) > 2 and self.is_negated:
+                yield "!=", name, math.log2(len(names)) + NEGATION_BITS
 
 
 def _spread(steps: list[int]) -> list[int]:

@@ -12,7 +12,7 @@ import torch
 
 from lab import references
 from lab.checks.case_run import CaseRun, Result
-from lab.checks.explain.reading import features_of_case
+from lab.checks.explain.features import features_of_case
 from lab.checks.properties.check import Check, Scope
 from lab.checks.properties.forward_modes import mode_cases
 from lab.metadata.engine.forward_mode import ForwardMode

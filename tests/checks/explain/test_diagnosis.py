@@ -35,7 +35,7 @@ SMALL = Ranges(
 def verdict(number: int, *results: CheckedResult) -> CaseVerdict:
     outcome = Outcome.WRONG if any(result.wrong for result in results) else Outcome.RIGHT
     judged = Judged(outcome, ("off",) if outcome is Outcome.WRONG else (), judged=len(results), results=results)
-    return CaseVerdict("somebody", "K1", Interface.DECODE, CASE, "cpu", judged, 0.1, number=number)
+    return CaseVerdict("somebody", "K1", Interface.DECODE, CASE, "cpu", judged, number=number)
 
 
 def result(rows: int, *, wrong: bool, held: str = "output", **features: Any) -> CheckedResult:
@@ -111,18 +111,19 @@ def test_what_was_read_from_a_file_is_diagnosed_by_its_cases() -> None:
             AttentionCase(Interface.DECODE, lens, (1,) * len(lens)),
             "cpu",
             Judged(Outcome.WRONG if len(lens) > 1 else Outcome.RIGHT, judged=1),
-            0.1,
         )
         for lens in shapes
     ]
     assert "a batch has several requests" in diagnose(verdicts).sentence
 
 
-def test_a_crash_is_told_by_its_case_and_not_by_what_a_call_alone_would_say() -> None:
+def test_a_crash_is_described_by_its_case_and_not_by_what_a_call_alone_would_say() -> None:
     def judged(number: int, q_lens: tuple[int, ...], *, crashed: bool) -> CaseVerdict:
         case = AttentionCase(Interface.DECODE, (40,) * len(q_lens), q_lens)
-        told = Judged(Outcome.FAILED) if crashed else Judged(Outcome.RIGHT, judged=1, results=(result(1, wrong=False),))
-        return CaseVerdict("somebody", "K9", Interface.DECODE, case, "cpu", told, 0.1, number=number)
+        found = (
+            Judged(Outcome.FAILED) if crashed else Judged(Outcome.RIGHT, judged=1, results=(result(1, wrong=False),))
+        )
+        return CaseVerdict("somebody", "K9", Interface.DECODE, case, "cpu", found, number=number)
 
     verdicts = [judged(n, (1 + n % 4,) * (1 + n % 3), crashed=n % 4 == 3) for n in range(48)]
     assert [region.rule for region in diagnose(verdicts).regions] == ["q_len >= 4"]

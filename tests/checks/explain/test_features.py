@@ -9,12 +9,20 @@ import pytest
 import torch
 
 from lab import references
+from lab.calls import DecodeCall
 from lab.checks import AttentionCase, ForwardCase, Interface
 from lab.checks.case_run import CaseRun
+from lab.checks.explain.batch_features import (
+    OF_BATCH,
+    OF_REQUEST,
+    CallFeatures,
+    _read_batch,
+    _read_request,
+    of_any_request,
+)
+from lab.checks.explain.call_features import OF_CALL, OF_EARLIER, OF_TENSORS, CallLog, _read_call, features_of_call
 from lab.checks.explain.feature import Choice, Condition, Number
-from lab.checks.explain.features import FEATURES, OF_REQUEST, TABLES, UnknownFeatureError, feature_named
-from lab.checks.explain.reading import _read, features_of_call, features_of_case, of_any_request
-from lab.checks.explain.subjects import Batch, CallLog
+from lab.checks.explain.features import FEATURES, TABLES, UnknownFeatureError, feature_named, features_of_case
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.properties import checks
 from lab.checks.properties.check import Level
@@ -143,6 +151,15 @@ def test_an_argument_adds_its_features(changes: dict[str, Any], features: dict[s
     assert read(PLAIN, **changes) == read(PLAIN) | features
 
 
+def test_each_value_that_is_read_has_a_text_and_each_text_a_value() -> None:
+    arguments = ARGUMENTS[Interface.DECODE] | {"sinks": FOUR, "mask": packed(1, 3, 1, 3), "q_len_per_req": 2}
+    of_call = _read_call(Interface.DECODE, arguments, DecodeCall(**arguments).problem())
+    assert of_call.keys() == (OF_TENSORS | OF_CALL).keys()
+    assert _read_request(0, (1,), 1, 16, -1).keys() == OF_REQUEST.keys()
+    assert _read_batch((1,), (1,), 16, -1).keys() == OF_BATCH.keys()
+    assert CallLog().read(arguments).keys() == OF_EARLIER.keys()
+
+
 def test_functions_have_features_of_their_own() -> None:
     context = read(CONTEXT)
     assert context == read(PLAIN) | {"function": "context"}
@@ -172,8 +189,8 @@ def test_a_call_that_the_lab_refuses_has_the_features_of_earlier_calls_alone() -
 
 def request(kv_len: int, q_len: int, **batch: Any) -> set[str]:
     """The conditions of a batch's only request, which is its last too."""
-    (only,) = Batch((kv_len,), (q_len,), **batch).requests()
-    return {name for name, value in _read(OF_REQUEST, only).items() if value is True} - {"last_request"}
+    (only,) = CallFeatures.of_lengths({}, (kv_len,), (q_len,), **batch).of_requests
+    return {name for name, value in only.items() if value is True} - {"last_request"}
 
 
 @pytest.mark.parametrize(
@@ -317,8 +334,8 @@ def test_every_field_of_every_case_is_a_feature() -> None:
 
 def test_no_two_features_have_one_name_and_each_can_be_said() -> None:
     assert len(FEATURES) == sum(map(len, TABLES))
-    for feature in FEATURES.values():
-        assert feature.name.isidentifier()
+    for name, feature in FEATURES.items():
+        assert name.isidentifier()
         operators: Callable[[], tuple[str, ...]] = {
             Condition: lambda: ("is", "is not"),
             Number: lambda: ("==", ">=", "<="),
@@ -364,33 +381,36 @@ def test_a_result_says_which_requests_are_wrong_and_shows_one_vector() -> None:
     assert noted.example.got[0] == result.out[5, 1, 0].item()
 
 
-def later(**changes: Any) -> dict[str, Any]:
-    """What a second call of a case has in common with the first."""
+def later(**changes: Any) -> set[str]:
+    """The features of a second call of a case that the first does not have."""
     log, arguments = CallLog(), arguments_of(replace(CASE, window_left=-1))
-    log.earlier(arguments)
-    found = vars(log.earlier(arguments | changes))
-    assert found.pop("calls_before") == 1
-    return {name: set(value) if isinstance(value, frozenset) else value for name, value in found.items() if value}
+    log.read(arguments)
+    found = log.read(arguments | changes)
+    assert (found.pop("calls_before"), found.pop("later_call")) == (1, True)
+    return {name for name, value in found.items() if value}
 
 
 def test_a_call_knows_what_differs_from_the_first_call_of_its_shapes() -> None:
-    assert later() == {}
-    assert later(bmm1_scale=0.5) == {"changed": {"bmm1_scale"}}
-    assert later(bmm1_scale=torch.tensor([0.125])) == {}
-    assert later(bmm1_scale_log2=torch.tensor([1.0])) == {"changed": {"bmm1_scale"}}
-    assert later(attention_sinks=torch.zeros(3)) == {"changed": {"sinks"}}
-    assert later(window_left=4) == {"changed": {"window_left"}}
-    assert later(seq_lens=torch.tensor([20, 0, 31])) == {"changed": {"seq_lens"}}
-    assert later(seq_lens=torch.tensor([20, 1, 32])) == {"changed": {"seq_lens"}, "is_longer": True}
+    assert later() == set()
+    assert later(bmm1_scale=0.5) == {"other_bmm1_scale"}
+    assert later(bmm1_scale=torch.tensor([0.125])) == set()
+    assert later(bmm1_scale_log2=torch.tensor([1.0])) == {"other_bmm1_scale"}
+    assert later(attention_sinks=torch.zeros(3)) == {"other_sinks"}
+    assert later(window_left=4) == {"other_window_left"}
+    assert later(seq_lens=torch.tensor([20, 0, 31])) == {"other_seq_lens"}
+    assert later(seq_lens=torch.tensor([20, 1, 32])) == {"other_seq_lens", "longer_request"}
 
 
 def test_a_call_knows_what_was_written_since_an_earlier_one() -> None:
     log, arguments = CallLog(), arguments_of(CASE)
-    log.earlier(arguments)
+    log.read(arguments)
     arguments["seq_lens"][2] = 30
     arguments["kv_cache"][0][0] = 0
-    found = log.earlier(arguments)
-    assert found.written == {"seq_lens", "kv_cache"}
+    found = log.read(arguments)
+    assert {name for name, value in found.items() if value and name.startswith("written")} == {
+        "written_seq_lens",
+        "written_kv_cache",
+    }
     features = features_of_call(Interface.DECODE, arguments, log).features
     assert (features["calls_before"], features["later_call"]) == (2, True)
     assert features["other_seq_lens"]
@@ -401,13 +421,13 @@ def test_a_call_knows_what_was_written_since_an_earlier_one() -> None:
 def test_a_new_tensor_at_an_old_address_was_not_written() -> None:
     log, arguments = CallLog(), arguments_of(CASE)
     arguments["query"] = torch.zeros(3, 2).requires_grad_(False)
-    log.earlier(arguments)
+    log.read(arguments)
     address = arguments["query"].data_ptr()
     arguments["query"].add_(1)
     storage = arguments.pop("query").untyped_storage()
     arguments["query"] = torch.empty(0).set_(storage, 0, (3, 2)).add_(1)  # type: ignore[call-overload]
     assert arguments["query"].data_ptr() == address
-    assert log.earlier(arguments).written == set()
+    assert not log.read(arguments)["written_query"]
 
 
 def test_every_check_notes_results_with_features() -> None:

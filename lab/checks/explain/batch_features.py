@@ -1,0 +1,170 @@
+"""The features of a batch and of each request in it, which a case has as a call does, and features as rules compare them.
+
+Each subject's table of texts stands above the function that reads its features. A cost is a rank for a reader: what a caller
+passes reads best, then the parameters of a case, then what only happened before.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.calls.problem import E4M3, NVFP4
+from lab.checks.explain.feature import Condition, Feature, Features, Number, Value
+
+TILE = 64  # keys that kernels take at a time
+POWER_OF_2 = "{not |}a power of two"
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", E4M3: "e4m3", NVFP4: "nvfp4"}
+Read = dict[str, Any]  # values by the names of features; None, False or nothing where a subject does not have one
+
+OF_REQUEST: dict[str, Feature] = {
+    "kv_len": Number("a request has {} keys", 0.8),
+    "q_len": Number("a request has {} query rows", 0.5, several="a request has several query rows"),
+    "pages": Number("a request has {} pages", 1, several="a request has several pages"),
+    "request": Number("a request's place in the batch is {}", 0.8),
+    "last_request": Condition("a request is {|not }the batch's last", 1.2),
+    "partial_page": Condition("a request's {last page is partly filled|keys fill its pages}", 0.5),
+    "full_page": Condition("a request's last page is {|not }full", 1),
+    "multiple_of_64_keys": Condition("a request has {a|no} multiple of 64 keys", 1.2),
+    "multiple_of_512_keys": Condition("a request has {a|no} multiple of 512 keys", 0.8),
+    "no_keys": Condition("a request has {no |}keys", 0.5),
+    "no_rows": Condition("a request has {no |}query rows", 0.8),
+    "fewer_keys": Condition("a request has {fewer|no fewer} keys than query rows", 0.6),
+    "no_prefix": Condition("a request has {no |}keys before its rows", 0.8),
+    "q_len_no_power_of_2": Condition(f"a request's number of query rows is {POWER_OF_2}", 1),
+    "hidden_keys": Condition("{a|no} window hides keys of a request", 0.2),
+    "hidden_page": Condition("{a|no} page of a request is before its window", 3),
+    "hidden_tile": Condition("{64|fewer} keys of a request are before its window", 3.5),
+    "window_in_page": Condition("{a|no} window begins within a page", 2.5),
+    "window_with_page": Condition("{a|no} window begins with a page", 2),
+    "as_long_as_previous": Condition("a request is {|not }as long as the one before it", 0.8),
+}
+
+
+def _read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: int, window_left: int) -> Read:
+    """Return the features of one request of a batch."""
+    kv_len = kv_lens[request]
+    last_seen = first_seen = (
+        0  # the first key in the window of the last row, and of the first; 0 or less: none is hidden
+    )
+    if window_left >= 0:
+        last_seen = kv_len - 1 - window_left
+        first_seen = last_seen - q_len + 1
+    firsts = range(first_seen, first_seen + min(q_len, page_size))
+    return {
+        "kv_len": kv_len,
+        "q_len": q_len,
+        "pages": -(-kv_len // page_size),
+        "request": request,
+        "last_request": request == len(kv_lens) - 1,
+        "partial_page": kv_len % page_size > 0,
+        "full_page": kv_len > 0 and kv_len % page_size == 0,
+        "multiple_of_64_keys": kv_len > 0 and kv_len % 64 == 0,
+        "multiple_of_512_keys": kv_len > 0 and kv_len % 512 == 0,
+        "no_keys": kv_len == 0,
+        "no_rows": q_len == 0,
+        "fewer_keys": kv_len < q_len,
+        "no_prefix": kv_len == q_len,
+        "q_len_no_power_of_2": q_len & (q_len - 1) > 0,
+        "hidden_keys": last_seen > 0,
+        "hidden_page": first_seen >= page_size,
+        "hidden_tile": first_seen >= TILE,
+        "window_in_page": last_seen > 0 and any(max(first, 0) % page_size for first in firsts),
+        "window_with_page": last_seen // page_size * page_size >= max(first_seen, 1),
+        "as_long_as_previous": request > 0 and kv_lens[request - 1] == kv_len,
+    }
+
+
+OF_BATCH: dict[str, Feature] = {
+    "page_size": Number("page_size is {}", 0.5),
+    "has_window": Condition("{a|no} window is set", 0),
+    "window_left": Number("window_left is {}", 0.4),
+    "requests": Number("a batch has {} requests", 0.6, several="a batch has several requests"),
+    "rows_of_batch": Number("the number of query rows of a batch is {}", 1.5),
+    "longest_kv_len": Number("the longest request's number of keys is {}", 0.5),
+    "unequal_q_lens": Condition("requests have {different numbers|one number} of rows", 0.6),
+    "unequal_kv_lens": Condition("requests have {different lengths|one length}", 1),
+    "some_no_keys": Condition("{a|no} request of the batch has no keys", 1),
+    "all_no_keys": Condition("{no|a} request of the batch has keys", 0.5),
+    "some_no_rows": Condition("{a|no} request of the batch has no rows", 0.5),
+}
+
+
+def _read_batch(kv_lens: Sequence[int], q_lens: Sequence[int], page_size: int, window_left: int) -> Read:
+    """Return the features of a batch's lengths, and of its window."""
+    return {
+        "page_size": page_size,
+        "has_window": window_left >= 0,
+        "window_left": window_left if window_left >= 0 else None,
+        "requests": len(kv_lens),
+        "rows_of_batch": sum(q_lens),
+        "longest_kv_len": max(kv_lens, default=0),
+        "unequal_q_lens": len(set(q_lens)) > 1,
+        "unequal_kv_lens": len(set(kv_lens)) > 1,
+        "some_no_keys": 0 in kv_lens,
+        "all_no_keys": not any(kv_lens),
+        "some_no_rows": 0 in q_lens and any(q_lens),
+    }
+
+
+@dataclass(frozen=True)
+class CallFeatures:
+    """The features of one call.
+
+    Attributes:
+        features: of the call.
+        of_requests: of each request in it.
+        q_lens: query rows of each request.
+    """
+
+    features: Features = field(default_factory=dict, hash=False)
+    of_requests: tuple[Features, ...] = field(default=(), hash=False)
+    q_lens: tuple[int, ...] = ()
+
+    @classmethod
+    def of_lengths(
+        cls,
+        shared: Features,
+        kv_lens: Sequence[int],
+        q_lens: Sequence[int],
+        page_size: int = TILE,
+        window_left: int = -1,
+    ) -> "CallFeatures":
+        """Return some features with those of a batch's lengths, and of each request in it."""
+        of_requests = tuple(
+            kept(OF_REQUEST, _read_request(request, kv_lens, q_len, page_size, window_left))
+            for request, q_len in zip(range(len(kv_lens)), q_lens, strict=True)
+        )
+        of_batch = kept(OF_BATCH, _read_batch(kv_lens, q_lens, page_size, window_left))
+        return cls({**shared, **of_batch}, of_requests, tuple(q_lens))
+
+
+def of_any_request(shared: Features, of_requests: Iterable[Features]) -> dict[str, Value]:
+    """Return the features of a call and those that any of its requests has, of numbers the largest."""
+    found = dict(shared)
+    for features in of_requests:
+        for name, value in features.items():
+            found[name] = max(int(value), int(found.get(name, 0))) if type(value) is int else value
+    return found
+
+
+def kept(names: Iterable[str], read: Read) -> dict[str, Value]:
+    """Return those of some features that a subject has, as rules compare them, in the order of their names."""
+    plain = {name: _plain(read.get(name)) for name in names}
+    return {name: value for name, value in plain.items() if value is not None and value is not False}
+
+
+def _plain(value: Any) -> Value | None:
+    if isinstance(value, Enum):
+        return value.name.lower()
+    if isinstance(value, torch.dtype):
+        return DTYPE_NAMES.get(value, str(value).removeprefix("torch."))
+    if isinstance(value, dict):
+        held = set(map(_plain, value.values()))
+        return held.pop() if len(held) == 1 else "mixed"
+    if isinstance(value, Tensor):
+        return bool(value)
+    return value if isinstance(value, bool | int | str) else None

@@ -1,0 +1,282 @@
+"""The features of an attention call: what is read from its arguments, and by the calls before it."""
+
+import math
+import weakref
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.calls import CALL_TYPES, AttentionCall, PagedAttention
+from lab.calls import Feature as Option
+from lab.calls.problem import shown_draft_tokens
+from lab.calls.ragged_context import RaggedAttention
+from lab.calls.workspace import counts_in_workspace, semaphores_and_scratch
+from lab.checks.explain.batch_features import POWER_OF_2, TILE, CallFeatures, Read, kept
+from lab.checks.explain.feature import Choice, Condition, Feature, Number
+from lab.workloads.interfaces import Interface
+
+# Of a call, and of a case whose tensors have them.
+OF_TENSORS: dict[str, Feature] = {
+    "function": Choice("the function", 0.4),
+    "dtype": Choice("the query's dtype", 0.8),
+    "kv_dtype": Choice("the cache's dtype", 0.5),
+    "kv_layout": Choice("the cache's layout", 0.5),
+    "head_dim": Number("head_dim is {}", 0.5),
+    "v_head_dim": Number("v_head_dim is {}", 0.6),
+    "num_kv_heads": Number("num_kv_heads is {}", 0.7, several="there are several K/V heads"),
+    "num_qo_heads": Number("num_qo_heads is {}", 1),
+    "group": Number("the number of query heads per K/V head is {}", 0.7),
+    "group_no_power_of_2": Condition(f"the number of query heads per K/V head is {POWER_OF_2}", 0.7),
+    "sinks": Condition("{sinks|no sinks} are given", 0),
+}
+OF_CALL: dict[str, Feature] = {
+    "mask": Condition("{a|no} draft mask is given", 0),
+    "mask_not_causal": Condition("{a|no} draft mask is given that is not causal", 0.5),
+    "masks_differ": Condition("requests have {different masks|one mask}", 0.5),
+    "mask_words": Number("the number of 16-bit words in a mask's row is {}", 1),
+    "sinks_list": Condition("sinks are {|not }given in a list", 0),
+    "some_inf_sink": Condition("{a|no} sink is minus infinity", 0.3),
+    "all_inf_sinks": Condition("{every|not every} sink is minus infinity", 0.5),
+    "large_sink": Condition("{a|no} sink is larger than 8", 1),
+    "bmm1_scale_tensor": Condition("bmm1_scale is a {tensor|number}", 0),
+    "bmm2_scale_tensor": Condition("bmm2_scale is a {tensor|number}", 0),
+    "bmm1_scale_negative": Condition("bmm1_scale is {|not }negative", 0),
+    "bmm2_scale_negative": Condition("bmm2_scale is {|not }negative", 0),
+    "bmm1_scale_log2_given": Condition("bmm1_scale_log2 is {|not }given", 0),
+    "bmm1_scale_unusual": Condition("bmm1_scale is {not |}1 / sqrt(head_dim)", 0.3),
+    "bmm2_scale_not_1": Condition("bmm2_scale is {not |}1", 0.2),
+    "bmm2_scale_no_power_of_2": Condition(f"bmm2_scale is {POWER_OF_2}", 0.4),
+    "cum_seq_lens_q_given": Condition("cum_seq_lens_q is {|not }given", 0),
+    "not_causal": Condition("the call is {not |}causal", 0),
+    "out_given": Condition("out is {|not }given", 0),
+    "lse_given": Condition("lse is {|not }given", 0),
+    "return_lse": Condition("the LSE is {|not }requested", 0.2),
+    "lse_base_e": Condition("the LSE is {|not }requested in base e", 0),
+    "out_dtype": Choice("the output's dtype", 0.9),
+    "other_out_dtype": Condition("the output's dtype is {not |}the query's", 0),
+    "seq_lens_uint32": Condition("seq_lens is {uint32|int32}", 0),
+    "host_lengths": Choice("the dtype of the lengths on the host", 0.2),
+    "one_cache_tensor": Condition("kv_cache is {one tensor|two tensors}", 0),
+    "separate_tables": Condition("V has {a|no} page table of its own", 0),
+    "query_gaps": Condition("the query's rows {do not |}lie next to each other", 0.3),
+    "key_gaps": Condition("the keys {do not |}lie next to each other", 0.3),
+    "value_gaps": Condition("the values {do not |}lie next to each other", 0.2),
+    "lse_gaps": Condition("the rows of the given lse {do not |}lie next to each other", 0.2),
+    "block_tables_gaps": Condition("the page table's rows {do not |}lie next to each other", 0.3),
+    "page_gaps": Condition("pages {do not |}lie next to each other", 0.3),
+    "scale_factor_gaps": Condition("pages of scale factors {do not |}lie next to each other", 0.3),
+    "other_v_strides": Condition("K and V have {different|equal} strides", 0.2),
+    "one_first_page": Condition("all requests {|do not }share their first page", 0.3),
+    "page_size_is_num_kv_heads": Condition("a page has {|not }as many tokens as K/V heads", 0.5),
+    "table_columns": Number("the number of columns of the page table is {}", 1),
+    "pool_pages": Number("the number of pages in the pool is {}", 1.2),
+    "pool_elements": Number("the number of elements in the pool is {}", 1),
+    "used_scratch": Condition("the workspace's scratch is {not |}zero", 1),
+}
+
+
+def _read_call(interface: Interface, arguments: Mapping[str, Any], problem: PagedAttention | RaggedAttention) -> Read:
+    """Return the features of a call that poses a problem."""
+    query, sinks, options = problem.query, problem.sinks, problem.features()
+    (_, num_qo_heads, head_dim), num_kv_heads = query.shape, problem.num_kv_heads
+    group = num_qo_heads // max(num_kv_heads, 1)
+    bmm1_scale, bmm2_scale = float(problem.bmm1_scale), float(problem.bmm2_scale)
+    read: Read = {
+        "function": interface,
+        "dtype": query.dtype,
+        "head_dim": head_dim,
+        "v_head_dim": problem.v_head_dim,
+        "num_kv_heads": num_kv_heads,
+        "num_qo_heads": num_qo_heads,
+        "group": group,
+        "group_no_power_of_2": group & (group - 1) > 0,
+        "sinks": sinks is not None,
+        "sinks_list": isinstance(arguments.get("sinks"), list | tuple),
+        "bmm1_scale_tensor": isinstance(arguments.get("bmm1_scale"), Tensor),
+        "bmm2_scale_tensor": isinstance(arguments.get("bmm2_scale"), Tensor),
+        "bmm1_scale_negative": bmm1_scale < 0,
+        "bmm2_scale_negative": bmm2_scale < 0,
+        "bmm1_scale_log2_given": arguments.get("bmm1_scale_log2") is not None,
+        "bmm1_scale_unusual": not math.isclose(bmm1_scale, head_dim**-0.5, rel_tol=1e-6),
+        "bmm2_scale_not_1": bmm2_scale != 1,
+        "bmm2_scale_no_power_of_2": abs(math.frexp(bmm2_scale)[0]) != 0.5,
+        # Of calls that can do without.
+        "cum_seq_lens_q_given": interface in (Interface.DECODE, Interface.MLA_DECODE)
+        and problem.cu_seqlens_q is not None,
+        "not_causal": not problem.causal,
+        "out_given": arguments.get("out") is not None,
+        "lse_given": arguments.get("lse") is not None,
+        "return_lse": problem.return_lse,
+        "lse_base_e": arguments.get("return_lse_base") == "basee",
+        "out_dtype": problem.out_dtype,
+        "other_out_dtype": problem.out_dtype != query.dtype,
+        "seq_lens_uint32": problem.seq_lens.dtype == torch.uint32,
+        "host_lengths": getattr(arguments.get("q_seq_lens_cpu"), "dtype", None),
+        "separate_tables": Option.SEPARATE_TABLES in options,
+        "other_v_strides": Option.OTHER_V_STRIDES in options,
+        "used_scratch": _used_scratch(arguments, query.device),
+    }
+    for name in ("query", "key", "value", "lse", "block_tables"):
+        given = arguments.get(name)
+        read[f"{name}_gaps"] = given is not None and not given.is_contiguous()
+    if sinks is not None:
+        read["some_inf_sink"], read["all_inf_sinks"] = (sinks == -math.inf).any(), (sinks == -math.inf).all()
+        read["large_sink"] = (sinks > 8).any()
+    if isinstance(problem, PagedAttention):
+        read |= _read_pages(interface, arguments, problem)
+    return read
+
+
+def _read_pages(interface: Interface, arguments: Mapping[str, Any], problem: PagedAttention) -> Read:
+    """Return the features of a call's cache, page table and mask."""
+    is_mla = interface is Interface.MLA_DECODE
+    k_cache, table, mask = problem.k_cache, problem.k_block_tables, problem.mask
+    num_pages, num_kv_heads, page_size, _ = k_cache.shape
+    read: Read = {
+        "kv_dtype": k_cache.dtype,
+        "kv_layout": "MLA" if is_mla else arguments.get("kv_layout", "HND"),
+        "one_cache_tensor": not is_mla and isinstance(arguments["kv_cache"], Tensor),
+        "page_gaps": _lie_apart(k_cache),
+        "scale_factor_gaps": problem.k_scale_factors is not None and _lie_apart(problem.k_scale_factors),
+        "one_first_page": len(table) > 1 and (table[:, 0] == table[0, 0]).all(),
+        "page_size_is_num_kv_heads": not is_mla and page_size == num_kv_heads,
+        "table_columns": table.shape[1],
+        "pool_pages": num_pages,
+        "pool_elements": k_cache.stride(0) * num_pages,
+    }
+    if mask is not None:
+        shown = shown_draft_tokens(mask.cpu().to(torch.int32))
+        read |= {
+            "mask": True,
+            "mask_not_causal": not torch.equal(shown, torch.ones_like(shown).tril()),
+            "masks_differ": (shown != shown[:1]).any(),
+            "mask_words": mask.shape[2],
+        }
+    return read
+
+
+def _lie_apart(pool: Tensor) -> bool:
+    """Tell whether a page of a pool does not begin where the one before it ends."""
+    return pool.stride(0) > pool.shape[1:].numel()
+
+
+def _used_scratch(arguments: Mapping[str, Any], device: torch.device) -> bool:
+    """Tell whether the workspace's scratch does not begin with zeros."""
+    workspace = arguments.get("workspace_buffer")
+    if workspace is None:
+        return False
+    semaphores, scratch = semaphores_and_scratch(workspace.flatten())
+    is_counted_in = counts_in_workspace(arguments.get("backend", "auto"), device)
+    return any(bool(part[:64].any()) for part in ((scratch,) if is_counted_in else (semaphores, scratch)))
+
+
+# Arguments whose values are compared with those of the first call of the same shapes, and tensors whose writes are noted: each
+# with the beginning of a text, and the cost.
+REMEMBERED = {
+    "bmm1_scale": ("bmm1_scale was", 1),
+    "bmm2_scale": ("bmm2_scale was", 1),
+    "window_left": ("window_left was", 1),
+    "sinks": ("sinks were", 1),
+    "mask": ("the mask was", 1),
+    "seq_lens": ("seq_lens were", 1),
+    "cum_seq_lens_q": ("cum_seq_lens_q was", 1),
+    "block_tables": ("the page table was", 1.5),
+}
+WATCHED = {
+    "query": ("the query was", 1.3),
+    "seq_lens": ("seq_lens were", 1),
+    "block_tables": ("the page table was", 1.2),
+    "cum_seq_lens_q": ("cum_seq_lens_q was", 1),
+    "bmm1_scale": ("bmm1_scale was", 1),
+    "bmm2_scale": ("bmm2_scale was", 1),
+    "sinks": ("the sinks were", 1),
+    "mask": ("the mask was", 1),
+    "kv_cache": ("the cache was", 1),
+    "workspace_buffer": ("the workspace was", 1.3),
+}
+OF_EARLIER: dict[str, Feature] = {
+    "later_call": Condition("a call is {not |}the first of its case", 1),
+    "calls_before": Number("the number of earlier calls is {}", 4),
+    "longer_request": Condition("{a|no} request is longer than in the first call of these shapes", 0.9),
+    **{
+        f"other_{name}": Condition(f"{text} {{different|the same}} in the first call of these shapes", cost)
+        for name, (text, cost) in REMEMBERED.items()
+    },
+    **{
+        f"written_{name}": Condition(f"{text} {{|not }}written since an earlier call", cost)
+        for name, (text, cost) in WATCHED.items()
+    },
+}
+
+
+class CallLog:
+    """The attention calls of one case."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._first_of_shapes: dict[Any, dict[str, Any]] = {}
+        # Not the tensors themselves: a later call's must be free to get the address of one that is gone, as an engine's do.
+        self._versions: dict[tuple[str, int], tuple[weakref.ref[Tensor], int]] = {}
+
+    def read(self, arguments: Mapping[str, Any]) -> Read:
+        """Note a call, and return the features that it has by those that were noted before it."""
+        given = dict(arguments) | {"sinks": arguments.get("sinks", arguments.get("attention_sinks"))}
+        now = {name: _comparable(given.get(name)) for name in REMEMBERED}
+        if given.get("bmm1_scale_log2") is not None:
+            given["bmm1_scale"], now["bmm1_scale"] = given["bmm1_scale_log2"], "in bmm1_scale_log2"
+        cache = given.get("kv_cache", given.get("key"))
+        given["kv_cache"] = cache[0] if isinstance(cache, tuple) else cache
+        shapes = tuple(tuple(given[name].shape) for name in ("query", "seq_lens"))
+        first = self._first_of_shapes.setdefault(shapes, now)
+        lengths = [
+            each["seq_lens"] if isinstance(each["seq_lens"], list) else [each["seq_lens"]] for each in (now, first)
+        ]
+        read: Read = {
+            "later_call": self._calls > 0,
+            "calls_before": self._calls,
+            "longer_request": any(later > earlier for later, earlier in zip(*lengths, strict=True)),
+            **{f"other_{name}": value != first[name] for name, value in now.items()},
+            **{f"written_{name}": self._was_written(name, given.get(name)) for name in WATCHED},
+        }
+        self._calls += 1
+        return read
+
+    def _was_written(self, name: str, tensor: Any) -> bool:
+        if not isinstance(tensor, Tensor):
+            return False
+        key = name, tensor.data_ptr()
+        seen, version = self._versions.get(key, (None, tensor._version))
+        if seen is None or seen() is None:
+            version = tensor._version
+            self._versions[key] = weakref.ref(tensor), version
+        return tensor._version > version
+
+
+def _comparable(value: Any) -> Any:
+    """Return an argument's value, the same for a number and a tensor of it."""
+    if isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1):
+        return float(f"{float(value):.5g}")
+    if isinstance(value, list | tuple):
+        return tuple(map(_comparable, value))
+    return value.cpu().to(torch.float64).flatten().tolist() if isinstance(value, Tensor) else value
+
+
+def features_of_call(interface: Interface, arguments: Mapping[str, Any], log: CallLog) -> CallFeatures:
+    """Return the features of an attention call that is about to be made, and note it; lengths are read from the device.
+
+    A call that `lab.calls` refuses has only those that earlier calls give it.
+    """
+    earlier = kept(OF_EARLIER, log.read(arguments))
+    try:
+        problem = CALL_TYPES[AttentionCall(interface.value)](**arguments).problem()
+    except (TypeError, ValueError, NotImplementedError):
+        return CallFeatures(earlier)
+    of_call = kept(OF_TENSORS | OF_CALL, _read_call(interface, arguments, problem))
+    kv_lens, offsets = problem.seq_lens.tolist(), problem.row_offsets()
+    q_lens = [after - before for before, after in pairwise(offsets)]
+    page_size = problem.k_cache.shape[2] if isinstance(problem, PagedAttention) else TILE
+    shared = {**of_call, **earlier}
+    return CallFeatures.of_lengths(shared, kv_lens, q_lens, page_size, arguments.get("window_left", -1))
