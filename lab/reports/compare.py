@@ -235,16 +235,16 @@ FIGURES: Columns = {
 
 def _remarks(comparison: RunComparison, said_once: Collection[str]) -> Iterator[str]:
     """Yield each reason once, with the rows that it holds for, named by what tells them apart."""
-    reasons: dict[str, list[str]] = {}
-    for row in comparison.rows:
-        reason = row.refused or (row.samples.reason if row.samples else "")
-        if reason:
-            name = in_words(tuple(item for item in row.identity if item[0].replace("_", " ") not in said_once))
-            reasons.setdefault(f"{'refused' if row.refused else 'unsure'}, {reason}", []).append(name)
-    for reason, names in reasons.items():
-        yield f"{reason}: {'; '.join(names)}"
-    for side, identities in (("before", comparison.missing), ("after", comparison.added)):
-        for identity in identities:
+    reasons = grouped(
+        (f"{'refused' if row.refused else 'unsure'}, {reason}", row.identity)
+        for row in comparison.rows
+        if (reason := row.refused or (row.samples.reason if row.samples else ""))
+    )
+    for reason, identities in reasons.items():
+        apart = (tuple(item for item in each if item[0].replace("_", " ") not in said_once) for each in identities)
+        yield f"{reason}: {'; '.join(map(in_words, apart))}"
+    for side, alone in (("before", comparison.missing), ("after", comparison.added)):
+        for identity in alone:
             yield f"only {side}: {in_words(identity)}"
 
 
@@ -283,25 +283,24 @@ def _refuse_other_machines(runs: Sequence[RecordedRun]) -> None:
 
 
 def _compare_sides(before: Side, after: Side, rule: Rule) -> RunComparison:
-    rows: list[RowComparison] = []
-    missing: list[Identity] = []
-    met: set[Identity] = set()
     # A row that exists by another method only is refused, with its name: that is more than a missing row.
     by_another_method = {_apart_from_method(each): each for each in after if each not in before}
-    for identity, mine in before.items():
-        other = identity if identity in after else by_another_method.get(_apart_from_method(identity))
-        if other is None:
-            missing.append(identity)
-            continue
-        met.add(other)
-        theirs = after[other]
-        if refused := _why_not_compared(mine, theirs):
-            rows.append(RowComparison(identity, refused=refused))
-            continue
-        samples = compare_runs([row.samples_us for row in mine], [row.samples_us for row in theirs], rule)
-        rows.append(RowComparison(identity, _doubted(samples, mine, theirs)))
+    others = {each: each if each in after else by_another_method.get(_apart_from_method(each)) for each in before}
+    rows = [
+        _compare_rows(identity, before[identity], after[other], rule)
+        for identity, other in others.items()
+        if other is not None
+    ]
     rows.sort(key=lambda row: CHANGED_FIRST.index(row.samples.speed if row.samples else None))
-    return RunComparison(tuple(rows), tuple(missing), tuple(identity for identity in after if identity not in met))
+    missing = tuple(identity for identity, other in others.items() if other is None)
+    return RunComparison(tuple(rows), missing, tuple(each for each in after if each not in others.values()))
+
+
+def _compare_rows(identity: Identity, before: Sequence[Row], after: Sequence[Row], rule: Rule) -> RowComparison:
+    if refused := _why_not_compared(before, after):
+        return RowComparison(identity, refused=refused)
+    samples = compare_runs([row.samples_us for row in before], [row.samples_us for row in after], rule)
+    return RowComparison(identity, _doubted(samples, before, after))
 
 
 def _apart_from_method(identity: Identity) -> Identity:
@@ -316,12 +315,11 @@ def _limits_of(rows: Sequence[Row]) -> str:
 def _doubted(samples: SampleComparison, before: Sequence[Row], after: Sequence[Row]) -> SampleComparison:
     """Make a verdict UNSURE that a limit may have made. A limit only makes a side slower, so the other direction stands."""
     limits = {"before": _limits_of(before), "after": _limits_of(after)}
-    limited = any(limits.values())
+    clocks_differ = any(_clock_differences(one, other, "sm_clock_mhz", "SM") for one in before for other in after)
     doubted = {
-        Speed.SLOWER: bool(limits["after"]),
-        Speed.FASTER: bool(limits["before"]),
-        Speed.SAME: limited
-        and any(any(_clock_differences(one, other, "sm_clock_mhz", "SM")) for one in before for other in after),
+        Speed.SLOWER: limits["after"],
+        Speed.FASTER: limits["before"],
+        Speed.SAME: clocks_differ and any(limits.values()),
         Speed.UNSURE: False,
     }
     if not doubted[samples.speed]:
@@ -337,7 +335,7 @@ def _why_not_compared(before: Sequence[Row], after: Sequence[Row]) -> str:
             return f"the time {side} is refused: {why}"
     first, *others = (*before, *after)
     limited = bool(_limits_of([first, *others]))
-    return next((reason for row in others for reason in _differences(first, row, limited)), "")
+    return next(filter(None, (reason for row in others for reason in _differences(first, row, limited))), "")
 
 
 def _why_impossible(row: Row) -> str:
@@ -359,17 +357,16 @@ def _differences(first: Row, other: Row, limited: bool) -> Iterator[str]:
     ):
         if mine != theirs:
             yield f"two {what}: {mine} and {theirs}"
-    yield from _clock_differences(first, other, "memory_clock_mhz", "memory")
-    if not limited:
-        yield from _clock_differences(first, other, "sm_clock_mhz", "SM")
+    yield _clock_differences(first, other, "memory_clock_mhz", "memory")
+    yield "" if limited else _clock_differences(first, other, "sm_clock_mhz", "SM")
 
 
-def _clock_differences(first: Row, other: Row, key: str, clock: str) -> Iterator[str]:
+def _clock_differences(first: Row, other: Row, key: str, clock: str) -> str:
     """Name two ranges of clocks if an end differs: a range that reaches lower was, for some samples, another state."""
     mine, theirs = _ends(first.facts.get(key)), _ends(other.facts.get(key))
     agree = partial(isclose, rel_tol=CLOCK_TOLERANCE_PERCENT / 100)
-    if len(mine) != len(theirs) or not all(map(agree, mine, theirs)):
-        yield f"two {clock} clocks: {_mhz(mine)} and {_mhz(theirs)}"
+    are_one = len(mine) == len(theirs) and all(map(agree, mine, theirs))
+    return "" if are_one else f"two {clock} clocks: {_mhz(mine)} and {_mhz(theirs)}"
 
 
 def _ends(clock_mhz: Any) -> tuple[float, ...]:

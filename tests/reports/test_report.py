@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from lab.reports.recorded import RecordedRun, read_run
+from lab.reports.timing_tables import fastest_sentence
 from lab.reports.timings import figures, report_markdown
 from tests.commands.command import run
 from tests.reports.recorded_runs import benchmark, entry, host_entry, samples_us, write_run
@@ -143,6 +144,20 @@ def test_many_implementations_stand_side_by_side_and_the_fastest_are_named(tmp_p
         f"| peers.other | {reason} | all |",
         "| trtllm | no such head | decode/tiny/1q1s1k, decode/tiny/2q1s1k |",
     ]
+
+
+def test_a_scenario_is_won_by_who_is_clearly_the_fastest(tmp_path: Path) -> None:
+    other = [
+        entry("extend/llama-3.1-8b/8q4k", name, samples_us(level_us, seed=3))
+        for name, level_us in ((PORTABLE, 400.0), (TRTLLM, 300.0))
+    ]
+    alone = entry("extend/llama-3.1-8b/q4k", PORTABLE)
+    one = run_of(tmp_path, [*turns(), *other, alone])
+    numbers = "trtllm in {}, no clear difference in {}."
+    assert fastest_sentence([one]) == f"Fastest in 2 scenarios with several implementations: {numbers.format(1, 1)}"
+    both = f"Fastest in 4 scenarios with several implementations, in 2 runs: {numbers.format(2, 2)}"
+    assert fastest_sentence([one, run_of(tmp_path, [alone]), one]) == both
+    assert fastest_sentence([run_of(tmp_path, [alone])]) == ""
 
 
 def test_two_implementations_have_no_table_of_their_own(tmp_path: Path) -> None:

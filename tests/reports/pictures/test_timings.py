@@ -93,7 +93,7 @@ def test_recorded_clocks_are_legible() -> None:
 )
 def test_a_roofline_has_plain_numbers_however_short_its_axes_are(points: list[Any]) -> None:
     rows = [
-        timed("trtllm", 1.0, mode="decode", operations=1e6 * rate, bytes_moved=1e6 * rate / intensity)
+        timed("trtllm", 2.0, mode="decode", operations=2e6 * rate, bytes_moved=2e6 * rate / intensity)
         for intensity, rate in points
     ]
     ceilings = {"bandwidth_gbps": 4252.0, "matrix_rate_tflops": 800.0, "matrix_dtype": "bfloat16"}
