@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lab.metadata.engine.cuda_graph import GraphRunner
-from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
+from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.graph_inputs import GraphMode, StaticInputs
 from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.mha.buffers import MHAGraphMetadata
@@ -23,11 +23,6 @@ from lab.timing.work import Call, GpuWork
 from lab.workloads.forward_case import ForwardCase
 from studies.stand_in_model import StandInModel, StandInPass, StandInSizes
 from studies.stand_in_truth import StandInTruth, truth_of_pass
-
-
-def graph_mode(mode: ForwardMode, width: int) -> GraphMode:
-    """Return the graphs of a mode's passes: `width` query rows per request where a request may have several."""
-    return GraphMode(mode, 1 if mode.query_rows is QueryRows.ONE else width)
 
 
 def pass_bytes(sizes: StandInSizes, drawn: StandInPass, form: DraftExtendOutput) -> int:
@@ -46,7 +41,6 @@ def pass_bytes(sizes: StandInSizes, drawn: StandInPass, form: DraftExtendOutput)
 
 
 def pass_operations(sizes: StandInSizes, drawn: StandInPass, form: DraftExtendOutput) -> int:
-    """Return the floating-point operations of a pass."""
     rows, head_rows = sum(drawn.q_lens), _head_rows(drawn, form)
     prefix_lens = tuple(keys.shape[0] for keys, _ in drawn.histories)
     attention = ForwardCase(drawn.batch.forward_mode, sizes.geometry_name, prefix_lens, drawn.q_lens).operations
@@ -70,7 +64,8 @@ class ModelWorks:
     @classmethod
     def of(cls, model: StandInModel, backend: TRTLLMMHABackend, drawn: StandInPass, width: int) -> "ModelWorks":
         """Return the works of a pass; `width` is its query rows per request where a request may have several."""
-        graphs = graph_mode(drawn.batch.forward_mode, width)
+        mode = drawn.batch.forward_mode
+        graphs = GraphMode(mode, 1 if mode.query_rows is QueryRows.ONE else width)
         return cls(model, backend, drawn, graphs, truth_of_pass(model, drawn))
 
     def graph(self, form: DraftExtendOutput) -> GpuWork:

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 from lab.timing.statistics import Times
 from studies.changes.verdicts import Answer, Observation, compared
+from studies.recording import rows_by_point
 
 Row = Mapping[str, Any]  # of a list in a recording
 RowPair = tuple[Row, Row]  # without the change and with it, at one point
@@ -53,16 +53,14 @@ def two_clocks(what: str) -> Clocks:
 
 
 def pairs(rows: Iterable[Row], variant: str, before: str, after: str, point: Sequence[str]) -> list[RowPair]:
-    """Return the rows of two variants at each point that has both, in the order of the first variant's rows.
+    """Return the rows of two variants at each point that has both, in the order of the points.
 
     Args:
         variant: the key of a row's variant; `before` and `after` are two of its values.
         point: the keys that name a point.
     """
-    point_of = itemgetter(*point)
-    listed = list(rows)
-    changed = {point_of(row): row for row in listed if row[variant] == after}
-    return [(row, changed[point_of(row)]) for row in listed if row[variant] == before and point_of(row) in changed]
+    found = rows_by_point(rows, point, variant).values()
+    return [(variants[before], variants[after]) for variants in found if before in variants and after in variants]
 
 
 def compared_pairs(
