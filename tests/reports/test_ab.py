@@ -1,5 +1,6 @@
 """The command line that measures two sides: what it says and with what status it ends, the GPU's part simulated."""
 
+import re
 from typing import Any
 
 import pytest
@@ -40,7 +41,8 @@ def test_the_second_is_compared_with_the_first(
 ) -> None:
     simulate(monkeypatch, times(100, second_us))
     assert run(["ab", *WORDS]) == status
-    assert f"The second is {verdict}" in capsys.readouterr().out
+    effect = re.escape(f"{verdict}: {second_us - 100:+.2f} %")
+    assert re.search(rf"The second is {effect} \([+-]\d+\.\d\d to [+-]\d+\.\d\d %\), p = \d", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +12,9 @@ from lab.checks import judge
 from lab.checks.run.known_failures import FailingKernel, KnownFailure
 from lab.reports.compare import NotComparableError
 from lab.reports.releases import releases_report
-from tests.checks.small import SMALL
 from tests.commands.command import run as run_lab
-from tests.reports.test_changed_verdicts import NAME, right, window_off_by_one, without_sinks
+from tests.reports.test_changed_verdicts import NAME, RANGES, right, window_off_by_one, without_sinks
 
-RANGES = replace(SMALL, windows=(False, True), sinks=(False, True), longest=150)
 PAGE = """# Findings
 
 ## 1. A cited `one`, of windows

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -118,6 +118,48 @@ class JudgedRun:
         is_partial = self.verdict == RIGHT and self.record.content.get("is_right") is False
         return f"{self.verdict}, but not all judged" if is_partial else self.verdict
 
+    @property
+    def diagnosis(self) -> Mapping[str, Any]:
+        return self.record.content.get("diagnosis") or {}
+
+    @property
+    def sentence(self) -> str:
+        """Return the diagnosis; without one, the number of wrong and failed cases."""
+        numbers = " and ".join(f"{outcome} in {self.counts[outcome]}" for outcome in BROKEN if self.counts[outcome])
+        return str(self.diagnosis.get("sentence") or f"{numbers} of {self.counts.total():,} cases.".capitalize())
+
+    @property
+    def details(self) -> list[str]:
+        """Return the conditions under which cases are wrong; without a diagnosis, the broken checks and what they catch."""
+        return [*map(_region_sentence, self.diagnosis.get("regions") or ())] or [
+            f"{check_name(row.key)} of {row.function}: {row.outcome}. What the check catches: {row.catches}"
+            for row in self.rows
+            if row.outcome in BROKEN
+        ]
+
+    @property
+    def smallest_case(self) -> dict[str, str]:
+        """Return the smallest wrong case, the command that judges it again, and what was wrong in it, by heading."""
+        smallest = self.diagnosis.get("smallest") or {}
+        number, facts = smallest.get("case"), {}
+        found = next((case for case in self.cases if case.get("number") == number is not None), None)
+        if found is not None:
+            facts[f"smallest case, #{number}"] = str(found.get("case", ""))
+            facts["reproduce with"] = self.reproduction(found)
+        shown = {key: smallest[key] for key in SMALLEST_CASE_KEYS if smallest.get(key)}
+        return facts | {
+            key: " ".join(f"{float(each):.4g}" for each in value) if isinstance(value, list) else str(value)
+            for key, value in shown.items()
+        }
+
+
+def _region_sentence(region: Mapping[str, Any]) -> str:
+    """Return a diagnosed region's rule, and the numbers of wrong results inside it and of right ones outside."""
+    names = ("wrong", "results", "right_outside", "outside")
+    wrong, results, right_outside, outside = (region.get(name) or 0 for name in names)
+    inside = f"{region.get('rule') or 'everywhere'}: wrong in {wrong:,} of {results:,}"
+    return f"{inside}, right in {right_outside:,} of {outside:,} other results" if outside else inside
+
 
 def implementation_name(record: RecordedFile) -> str:
     """Return the name of the judged implementation without "lab.kernels."; "" if it is not recorded."""
@@ -129,9 +171,6 @@ def check_name(key: str) -> str:
     return f"{key} {CHECKS[key].name}" if key in CHECKS else key
 
 
-# --- the first section ------------------------------------------------------------------------------------------------
-
-
 def worst_first(runs: Iterable[JudgedRun]) -> list[JudgedRun]:
     return sorted(runs, key=lambda run: WORST_FIRST.index(run.verdict))
 
@@ -140,50 +179,6 @@ def judged_sentence(runs: Sequence[JudgedRun]) -> str:
     """Return a sentence with the number of runs of each verdict, in the order of the runs; "" without a run."""
     numbers = ", ".join(f"{count} {verdict}" for verdict, count in Counter(run.verdict for run in runs).items())
     return f"{counted(len(runs), 'run')} of the judge: {numbers}." if runs else ""
-
-
-def fault(run: JudgedRun) -> dict[str, Any]:
-    """Return what the page says of a run with wrong or failed cases; one with known failures alone is not among these.
-
-    Its sentence and details are the diagnosis and the conditions under which cases are wrong; without a diagnosis, the number
-    of wrong and failed cases, and the checks that are not right with what they catch.
-    """
-    diagnosis = run.record.content.get("diagnosis") or {}
-    numbers = " and ".join(f"{outcome} in {run.counts[outcome]}" for outcome in BROKEN if run.counts[outcome])
-    broken_checks = [
-        f"{check_name(row.key)} of {row.function}: {row.outcome}. What the check catches: {row.catches}"
-        for row in run.rows
-        if row.outcome in BROKEN
-    ]
-    return {
-        "name": run.name,
-        "implementation": run.implementation,
-        "verdict": run.verdict,
-        "sentence": diagnosis.get("sentence") or f"{numbers} of {run.counts.total():,} cases.".capitalize(),
-        "details": [*map(_region_sentence, diagnosis.get("regions") or ())] or broken_checks,
-        "smallest_case": [*_smallest_case(diagnosis.get("smallest") or {}, run)],
-    }
-
-
-def _region_sentence(region: Mapping[str, Any]) -> str:
-    """Return a diagnosed region's rule, and the numbers of wrong results inside it and of right ones outside."""
-    names = ("wrong", "results", "right_outside", "outside")
-    wrong, results, right_outside, outside = (region.get(name) or 0 for name in names)
-    inside = f"{region.get('rule') or 'everywhere'}: wrong in {wrong:,} of {results:,}"
-    return f"{inside}, right in {right_outside:,} of {outside:,} other results" if outside else inside
-
-
-def _smallest_case(smallest: Mapping[str, Any], run: JudgedRun) -> Iterator[tuple[str, str]]:
-    """Yield (heading, text) of the smallest wrong case, of the command that judges it again, and of what was wrong in it."""
-    number = smallest.get("case")
-    found = next((case for case in run.cases if case.get("number") == number is not None), None)
-    if found is not None:
-        yield f"smallest case, #{number}", str(found.get("case", ""))
-        yield "reproduce with", run.reproduction(found)
-    for key in SMALLEST_CASE_KEYS:
-        value = smallest.get(key)
-        if value:
-            yield key, " ".join(f"{float(each):.4g}" for each in value) if isinstance(value, list) else str(value)
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------

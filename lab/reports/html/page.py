@@ -57,7 +57,7 @@ def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
         folder=folder.name,
         environments=_environments([file for file in files if isinstance(file.content, Mapping)]),
         sentences=[judged.judged_sentence(worst_first), fastest_sentence(runs)],
-        faulty=[judged.fault(run) for run in worst_first if run.verdict in judged.BROKEN],
+        faulty=[run for run in worst_first if run.verdict in judged.BROKEN],
         judge_runs=judged.summary_table(worst_first),
         judge_tables=[table for table in judge_tables if table.rows],
         findings=[(finding, Markup(finding.html(folder))) for finding in judged.cited_findings(checked)],
