@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 # By the name of the module, which its recording has too: the class.
 STUDIES: Mapping[str, str] = {
     "clocks": "Clocks",
-    "decode_split": "DecodeSplit",
-    "draft_extend_graph": "DraftExtendGraph",
+    "decode_split": "DecodeSplitStudy",
+    "draft_extend_graph": "DraftExtendGraphStudy",
     "draft_extend_kernels": "DraftExtendKernels",
     "draft_steps": "DraftSteps",
     "draft_visibility": "DraftVisibility",

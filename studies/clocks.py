@@ -28,8 +28,9 @@ from lab.workloads.forward_case import ForwardCase
 from lab.workloads.inputs.forward_pass import build_forward
 from lab.workloads.scenarios import scenario
 from studies.passes import FLASHINFER_MODULE, PORTABLE_MODULE
+from studies.recording import Recorded
 from studies.settings import Modules, Scenarios
-from studies.study import Part, Result, Study
+from studies.study import Part, Study
 
 MOST_APART_PERCENT = 3.0
 SHORT_US_PER_LAUNCH = 20.0
@@ -65,7 +66,7 @@ class Clocks(Study):
     def facts(self) -> Mapping[str, Any]:
         return {"methods": {key_of(method): str(method) for method in METHODS}}
 
-    def exit_status(self, result: Result) -> ExitStatus:
+    def exit_status(self, result: Recorded) -> ExitStatus:
         if any(are_apart(row) for row in result["rows_us"]):
             return ExitStatus.WRONG
         return ExitStatus.NOT_JUDGED if result["not_timed"] else ExitStatus.DONE

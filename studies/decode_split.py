@@ -25,9 +25,9 @@ from lab.timing.work import GpuWork
 from lab.workloads.scenarios import scenario
 from lab.workloads.traces import TracedRequest
 from studies.passes import FLASHINFER_MODULE, PORTABLE_MODULE, pass_facts
-from studies.recording import Formats, rows_by_point, table_of
+from studies.recording import Formats, Recorded, rows_by_point, table_of
 from studies.settings import Modules, Scenarios, sizes
-from studies.study import Part, Result, TimedStudy
+from studies.study import Part, TimedStudy
 from studies.variants import JUDGED, Point, Variant
 
 SCENARIOS = tuple(
@@ -95,7 +95,7 @@ COLUMNS: Formats = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeSplit(TimedStudy):
+class DecodeSplitStudy(TimedStudy):
     """Scenarios on modules with FlashInfer's names, each whole and divided."""
 
     implementations: Modules = (FLASHINFER_MODULE, PORTABLE_MODULE)
@@ -117,8 +117,8 @@ class DecodeSplit(TimedStudy):
     def facts(self) -> Mapping[str, Any]:
         return {"judged": JUDGED, "trace": trace_name(self.trace)}
 
-    def derived(self, result: Result) -> Mapping[str, Any]:
+    def derived(self, result: Recorded) -> Mapping[str, Any]:
         return {"savings": savings(result["rows"])}
 
-    def answer(self, result: Result) -> Iterable[Table]:
+    def answer(self, result: Recorded) -> Iterable[Table]:
         yield table_of(f"Decode divided by length: {result['method']}", COLUMNS, result["rows"])

@@ -41,10 +41,10 @@ from lab.timing.host_time import METHOD as HOST_METHOD
 from lab.timing.work import GpuWork
 from lab.workloads.requests import new_pool
 from studies.model_pass import ModelWorks
-from studies.recording import Formats, Row, rows_by_point, table_of
+from studies.recording import Formats, Recorded, StudyRow, rows_by_point, table_of
 from studies.settings import Samples, count, sizes
 from studies.stand_in_model import GRAPH_MODES, LLAMA_8B_SIZES, StandInModel, StandInPass, StandInSizes, draw_pass
-from studies.study import Part, Result, TimedStudy
+from studies.study import Part, TimedStudy
 from studies.variants import Point, TimingPlan, Variant, measure_all
 
 COMPLETION_METHOD = "perf_counter from the call to an idle GPU, each call on an idle GPU, all calls in turn"
@@ -97,7 +97,7 @@ def completion_times_us(
 
 def measure_mode(
     model: StandInModel, backend: TRTLLMMHABackend, mode: ForwardMode, batch_size: int, kv_len: int, plan: TimingPlan
-) -> list[Row]:
+) -> list[StudyRow]:
     """Measure a mode eagerly and in a graph, and the copies before a replay.
 
     Returns:
@@ -116,7 +116,7 @@ def measure_mode(
     return [row | host.get(row["arm"], {}) for row in rows]
 
 
-def _host_times(made: ModelWorks, eager: GpuWork, eager_launches: int) -> dict[str, Row]:
+def _host_times(made: ModelWorks, eager: GpuWork, eager_launches: int) -> dict[str, StudyRow]:
     """Take interleaved host and completion times of an eager pass and of a replay with its copies; judge both afterwards."""
     replay, outputs = made.replay(ALL_ROWS)
     calls = {"eager": eager.call(), "graph": replay}
@@ -135,7 +135,7 @@ def _host_times(made: ModelWorks, eager: GpuWork, eager_launches: int) -> dict[s
 
 def measure_forms(
     model: StandInModel, backend: TRTLLMMHABackend, batch_size: int, width: int, kv_len: int, plan: TimingPlan
-) -> list[Row]:
+) -> list[StudyRow]:
     """Measure the draft extend V2 with each form of output, interleaved.
 
     Raises:
@@ -159,11 +159,11 @@ def _point(mode: ForwardMode, batch_size: int, width: int, kv_len: int, works: M
     )
 
 
-def _work_facts(variant: Variant, work: GpuWork) -> Row:
+def _work_facts(variant: Variant, work: GpuWork) -> StudyRow:
     return {"bytes_moved": work.bytes_moved, "operations": work.operations}
 
 
-def _form_facts(variant: Variant, work: GpuWork) -> Row:
+def _form_facts(variant: Variant, work: GpuWork) -> StudyRow:
     return {"form": variant.name, "logits_bytes": work.arguments["outputs"].logits.nbytes, **_work_facts(variant, work)}
 
 
@@ -231,7 +231,7 @@ def form_table(rows: Sequence[Mapping[str, Any]], method: str) -> Table:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftExtendGraph(TimedStudy):
+class DraftExtendGraphStudy(TimedStudy):
     """Passes of equal requests in every mode that has a graph, and with every form of output."""
 
     lists = ("modes", "forms")
@@ -266,10 +266,10 @@ class DraftExtendGraph(TimedStudy):
 
     @property
     def parts(self) -> Sequence[Part]:
-        def modes_at(point: tuple[ForwardMode, int]) -> dict[str, list[Row]]:
+        def modes_at(point: tuple[ForwardMode, int]) -> dict[str, list[StudyRow]]:
             return {"modes": measure_mode(*self.model_and_backend, *point, self.kv_len, self.plan)}
 
-        def forms_at(point: tuple[int, int]) -> dict[str, list[Row]]:
+        def forms_at(point: tuple[int, int]) -> dict[str, list[StudyRow]]:
             return {"forms": measure_forms(*self.model_and_backend, *point, self.kv_len, self.plan)}
 
         modes, forms = product(GRAPH_MODES, self.batch_sizes), product(self.batch_sizes, self.num_draft_tokens)
@@ -283,9 +283,9 @@ class DraftExtendGraph(TimedStudy):
             "model": asdict(LLAMA_8B_SIZES) | {"page_size": PAGE_SIZE},
         }
 
-    def derived(self, result: Result) -> Mapping[str, Any]:
+    def derived(self, result: Recorded) -> Mapping[str, Any]:
         return {"savings": savings(result["forms"])}
 
-    def answer(self, result: Result) -> Iterable[Table]:
+    def answer(self, result: Recorded) -> Iterable[Table]:
         yield mode_table(result["modes"], result["method"])
         yield form_table(result["forms"], result["method"])

@@ -19,9 +19,9 @@ from lab.timing.work import GpuWork
 from lab.workloads.batches import Batch, sweep
 from lab.workloads.forward_case import ForwardCase
 from studies.passes import FLASHINFER_MODULE, PORTABLE_MODULE, pass_facts
-from studies.recording import Formats, Row, rows_by_point, table_of
+from studies.recording import Formats, Recorded, StudyRow, rows_by_point, table_of
 from studies.settings import count, names, sizes
-from studies.study import Part, Result, TimedStudy
+from studies.study import Part, TimedStudy
 from studies.variants import Point, Variant, chosen
 
 GEOMETRY, TENSOR_PARALLEL = "qwen3-32b", 2  # 64 / 8 heads of 128 over two GPUs: 32 / 4
@@ -132,7 +132,7 @@ class DraftExtendKernels(TimedStudy):
     most_keys: Annotated[int, count("skip points with more keys in all requests together")] = 2 * 1024 * 1024
 
     @cached_property
-    def split(self) -> tuple[list[Batch], list[Row]]:
+    def split(self) -> tuple[list[Batch], list[StudyRow]]:
         """The batches to measure, and a row for each that is skipped; see `split_by_size`."""
         return split_by_size(chosen(sweep(self.requests, self.keys, self.q_lens), self.only, str), self.most_keys)
 
@@ -144,9 +144,9 @@ class DraftExtendKernels(TimedStudy):
         setting = {"geometry": GEOMETRY, "tensor_parallel": TENSOR_PARALLEL, "most_keys": self.most_keys}
         return {**setting, "skipped": self.split[1]}
 
-    def derived(self, result: Result) -> Mapping[str, Any]:
+    def derived(self, result: Recorded) -> Mapping[str, Any]:
         return {"crossovers": crossovers(result["rows"])}
 
-    def answer(self, result: Result) -> Iterable[Table | str]:
+    def answer(self, result: Recorded) -> Iterable[Table | str]:
         yield crossover_table(result["rows"], result["method"])
         yield f"{len(result['declined'])} declined, {len(result['skipped'])} skipped"

@@ -25,9 +25,9 @@ from lab.timing.work import GpuWork
 from lab.workloads.draft import draft_scenario
 from lab.workloads.traces import TracedRequest
 from studies.draft_work import draft_facts, draft_work
-from studies.recording import Row, table_of
+from studies.recording import Recorded, StudyRow, table_of
 from studies.settings import Samples, names
-from studies.study import Part, Result, TimedStudy
+from studies.study import Part, TimedStudy
 from studies.variants import Point, Variant, measure_all
 
 VARIANTS = {  # by the variants' names at a point: their columns in the table
@@ -72,12 +72,12 @@ def works_of(variants: Sequence[Variant]) -> dict[str, GpuWork]:
     return {variant.name: draft_work(variant.case, torch.device("cuda")) for variant in variants}
 
 
-def facts_of(variant: Variant, work: GpuWork) -> Row:
+def facts_of(variant: Variant, work: GpuWork) -> StudyRow:
     """Return the values of a row of its work."""
     return {"scenario": variant.name, **draft_facts(variant.case, work)}
 
 
-def measure_host(point: Point) -> list[Row]:
+def measure_host(point: Point) -> list[StudyRow]:
     """Measure host times at one point, interleaved: of each variant's launches, and of a replay of their graph."""
     works = works_of(point.variants)
     calls = {name: work.call() for name, work in works.items()}
@@ -164,12 +164,12 @@ class DraftSteps(TimedStudy):
     def facts(self) -> Mapping[str, Any]:
         return {"host_method": HOST_METHOD, "trace": trace_name(self.trace)}
 
-    def derived(self, result: Result) -> Mapping[str, Any]:
+    def derived(self, result: Recorded) -> Mapping[str, Any]:
         """Return the figures of change 26241, once all points are there that they are compared with."""
         measured = {row["point"] for row in result.get("host", ())}
         return {"pr_26241": claim_table(result["rows"], result["host"])} if measured >= {*HOST_POINTS} else {}
 
-    def answer(self, result: Result) -> Iterable[Table | str]:
+    def answer(self, result: Recorded) -> Iterable[Table | str]:
         if "pr_26241" in result:
             yield json.dumps(result["pr_26241"], indent=2)
         yield point_table(result["rows"], result["method"])

@@ -23,9 +23,9 @@ from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.speculation.draft_steps import DraftStep, MultiStepDraft, build_draft_steps
 from lab.references import trtllm_batch_decode_with_kv_cache
 from lab.workloads.draft import DraftCase, build_verify, draft_decode
-from studies.recording import Row
+from studies.recording import Recorded, StudyRow
 from studies.settings import count
-from studies.study import Part, Result, Study
+from studies.study import Part, Study
 
 PAGE_SIZE = 32
 MOST_TOKENS = 50  # float64 adds powers of two exactly up to 2 ** 52
@@ -123,12 +123,12 @@ class DraftVisibility(Study):
     def parts(self) -> Sequence[Part]:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-        def sights_of(attention: DraftAttention) -> dict[str, list[Row]]:
+        def sights_of(attention: DraftAttention) -> dict[str, list[StudyRow]]:
             return {"sights": [asdict(sight) for sight in look(attention, [self.prefix_len], self.steps, device)]}
 
         # A frozen-KV draft has no drafted tokens in the cache that a step could leave out.
         backends = [each for each in DraftAttention if each is not DraftAttention.MHA_FROZEN_KV]
         return [Part(backends, sights_of, "backends")]
 
-    def answer(self, result: Result) -> Iterable[str]:
+    def answer(self, result: Recorded) -> Iterable[str]:
         return (in_words(Sight(**sight)) for sight in result["sights"])

@@ -35,8 +35,6 @@ from lab.workloads.draft import DraftCase, DraftScenario, build_verify, draft_de
 CELL_BYTES = 4  # int32
 POISON = -7  # what outputs hold before a call: no slot, page, length or boundary is negative
 
-Steps = Sequence[DraftStep]
-
 
 def time_draft(scenario: DraftScenario, method: Method) -> tuple[GpuTime, dict[str, Any]]:
     """Build, check, time and check again; return the GPU time and the facts of a recorded row without the ceilings.

@@ -45,9 +45,9 @@ from lab.workloads.inputs.redraw import Seeds
 from lab.workloads.scenarios import scenario
 from lab.workloads.traces import TracedRequest
 from studies.passes import FLASHINFER_MODULE, PORTABLE_MODULE, eager_call, gpu_works, pass_facts, works_of
-from studies.recording import Formats, Row, table_of
+from studies.recording import Formats, Recorded, StudyRow, table_of
 from studies.settings import names
-from studies.study import Part, Result, TimedStudy
+from studies.study import Part, TimedStudy
 from studies.targets import TIME_COLUMNS, Figure, Target, score, target_cell, target_rows
 from studies.variants import (
     JUDGED,
@@ -203,7 +203,7 @@ def measure_host(point: Point) -> PointRows:
     """
     prepare = None if point.facts["group"] == HOST_PREPARED else eager_call
 
-    def row_of(variant: Variant, work: GpuWork, times: dict[str, HostTime]) -> Row:
+    def row_of(variant: Variant, work: GpuWork, times: dict[str, HostTime]) -> StudyRow:
         time = times[variant.name]
         spread = {"iqr_us": round(interquartile_range(time.samples_us), 2), "method": time.method}
         targets = target_rows(variant.targets, {Figure.HOST: time.median_us}, point.baseline)
@@ -250,7 +250,7 @@ class KVReadOnce(TimedStudy):
     def parts(self) -> Sequence[Part]:
         return [Part(points_of(self.only, requests_of(self.trace), self.portable_only), self._rows_at)]
 
-    def _rows_at(self, point: Point) -> Mapping[str, Sequence[Row]]:
+    def _rows_at(self, point: Point) -> Mapping[str, Sequence[StudyRow]]:
         if point.facts["group"] in HOST_FORMS:
             return measure_host(point).by_list("host")
         return measure_point(point, gpu_works, self.plan, facts_of).by_list()
@@ -258,10 +258,10 @@ class KVReadOnce(TimedStudy):
     def facts(self) -> Mapping[str, Any]:
         return {"host_method": HOST_METHOD, "trace": trace_name(self.trace), "judged": JUDGED}
 
-    def derived(self, result: Result) -> Mapping[str, Any]:
+    def derived(self, result: Recorded) -> Mapping[str, Any]:
         return {"targets": score(result["rows"] + result["host"])}
 
-    def answer(self, result: Result) -> Iterable[Table | str]:
+    def answer(self, result: Recorded) -> Iterable[Table | str]:
         if result["rows"]:
             yield table_of(f"K/V read once, one layer: {result['method']}", TIME_COLUMNS, result["rows"])
         if result["host"]:

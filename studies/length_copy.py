@@ -51,10 +51,10 @@ from studies.loops import (
     facts_alone,
     measure_loop,
 )
-from studies.recording import Formats, table_of
+from studies.recording import Formats, Recorded, table_of
 from studies.settings import times_us
 from studies.step_profile import TIMELINE_STEPS, step_facts, summary, timeline
-from studies.study import Part, Result
+from studies.study import Part
 
 METHOD = (
     "torch.profiler (CUPTI), CPU and CUDA activities; GPU work belongs to the step whose launch has its correlation id; "
@@ -193,7 +193,7 @@ class LengthCopy(LoopStudy):
     def method(self) -> Mapping[str, Any]:
         return {"method": METHOD}
 
-    def answer(self, result: Result) -> Iterable[Table]:
+    def answer(self, result: Recorded) -> Iterable[Table]:
         yield table_of("A decode loop, per step", VARIANT_COLUMNS, result["arms"])
         sizes = ", ".join(f"{name} {size:,}" for name, size in MASK_SIZES.items())
         yield table_of(f"The mask of target verify ({sizes})", MASK_COLUMNS, result["verify_masks"])

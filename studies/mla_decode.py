@@ -24,13 +24,12 @@ from lab.timing.work import GpuWork
 from lab.workloads.batches import Batch
 from lab.workloads.mla_case import MLACase
 from studies.passes import PORTABLE_MODULE, pass_facts
-from studies.recording import table_of
+from studies.recording import Recorded, table_of
 from studies.settings import names, sizes
-from studies.study import Part, Result, TimedStudy
+from studies.study import Part, TimedStudy
 from studies.targets import TIME_COLUMNS, Figure, Target, score
 from studies.variants import JUDGED, Point, Variant, chosen
 
-Shape = tuple[int, int]  # requests, keys of each
 KV_DTYPES = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
 TARGETS = (Target(Figure.SPEED, 0.8),)  # of the portable kernel, in times the wrapper's speed
 PLANNED = "planned on the host before; not in the time"
@@ -75,7 +74,9 @@ class MLADecode(TimedStudy):
     """Passes of all combinations of the sizes, compared with the wrapper's and with the floor."""
 
     # About 0.6 and 0.75 GB of bf16 entries.
-    shapes: Annotated[tuple[Shape, ...], list_option(_requests_and_keys, SHAPES_HELP, "REQUESTSxKEYS,...")] = (
+    shapes: Annotated[
+        tuple[tuple[int, int], ...], list_option(_requests_and_keys, SHAPES_HELP, "REQUESTSxKEYS,...")
+    ] = (
         (64, 8192),
         (8, 81920),
     )
@@ -101,9 +102,9 @@ class MLADecode(TimedStudy):
     def facts(self) -> Mapping[str, Any]:
         return {"judged": JUDGED}
 
-    def derived(self, result: Result) -> Mapping[str, Any]:
+    def derived(self, result: Recorded) -> Mapping[str, Any]:
         return {"targets": score(result["rows"])}
 
-    def answer(self, result: Result) -> Iterable[Table]:
+    def answer(self, result: Recorded) -> Iterable[Table]:
         title = f"MLA, one layer: {result['method']}. The wrapper is {PLANNED}"
         yield table_of(title, TIME_COLUMNS, result["rows"])

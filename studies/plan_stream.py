@@ -62,10 +62,10 @@ from studies.loops import (
     facts_alone,
     measure_loop,
 )
-from studies.recording import Formats, table_of
+from studies.recording import Formats, Recorded, table_of
 from studies.settings import count, times_us
 from studies.step_profile import medians
-from studies.study import Part, Result
+from studies.study import Part
 from studies.variants import WARM
 
 Handed = TypeVar("Handed")
@@ -330,6 +330,6 @@ class PlanStreamStudy(LoopStudy):
     def method(self) -> Mapping[str, Any]:
         return {"method": METHOD, "host_method": HOST_METHOD}
 
-    def answer(self, result: Result) -> Iterable[Table]:
+    def answer(self, result: Recorded) -> Iterable[Table]:
         yield table_of("A speculative iteration", VARIANT_COLUMNS, result["arms"])
         yield table_of(f"The packed mask of trees by itself, {WARM}", FIX_UP_COLUMNS, result["fix_ups"])

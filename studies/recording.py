@@ -15,8 +15,10 @@ from lab.provenance import environment
 from lab.reports.tables import Cell, Table, make_table, terminal
 from lab.timing.roofline import Ceilings
 
-Point = TypeVar("Point")
-Row = dict[str, Any]
+AnyPoint = TypeVar("AnyPoint")
+StudyRow = dict[str, Any]
+RecordedRow = Mapping[str, Any]  # of a list in a file
+Recorded = Mapping[str, Any]  # all that a file holds
 # By heading, what a column shows of a row: a format of the row's values, such as "{us:.1f}", or a cell.
 Formats = Mapping[str, str | Callable[[Any], Cell]]
 
@@ -50,7 +52,10 @@ class Recording:
         self._derived = derived
 
     def measure(
-        self, points: Collection[Point], rows_at: Callable[[Point], Mapping[str, Sequence[Row]]], what: str = "points"
+        self,
+        points: Collection[AnyPoint],
+        rows_at: Callable[[AnyPoint], Mapping[str, Sequence[StudyRow]]],
+        what: str = "points",
     ) -> None:
         """Measure point after point; see `studies.study.Part`."""
         for point in track(points, description=what, console=self.console):

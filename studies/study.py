@@ -18,11 +18,9 @@ from lab.exit_status import ExitStatus
 from lab.reports.tables import FittedTable, Table
 from lab.timing.roofline import Ceilings
 from studies.passes import gpu_works
-from studies.recording import Recording, Row
+from studies.recording import Recorded, Recording, StudyRow
 from studies.settings import Samples
 from studies.variants import OUTCOMES, FactsOf, Point, TimingPlan, measure_point, timing_plan
-
-Result = Mapping[str, Any]  # all that is recorded
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Part:
     """
 
     points: Collection[Any]
-    rows_at: Callable[[Any], Mapping[str, Sequence[Row]]]
+    rows_at: Callable[[Any], Mapping[str, Sequence[StudyRow]]]
     what: str = "points"
 
 
@@ -92,15 +90,15 @@ class Study(ABC):
         """Return what else is recorded of all points."""
         return {}
 
-    def derived(self, result: Result) -> Mapping[str, Any]:
+    def derived(self, result: Recorded) -> Mapping[str, Any]:
         """Return what follows from all that is recorded; it is computed anew after every point."""
         return {}
 
-    def answer(self, result: Result) -> Iterable[Table | str]:
+    def answer(self, result: Recorded) -> Iterable[Table | str]:
         """Return the tables and lines that are printed at the end."""
         return ()
 
-    def exit_status(self, result: Result) -> ExitStatus:
+    def exit_status(self, result: Recorded) -> ExitStatus:
         """Return the exit status of the command: WRONG if the output of a variant was."""
         return ExitStatus.WRONG if result.get("wrong") else ExitStatus.DONE
 

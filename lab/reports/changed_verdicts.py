@@ -28,7 +28,7 @@ from lab.checks.run.verdicts import BROKEN, CaseVerdict, Outcome
 from lab.exit_status import ExitStatus
 from lab.named_enum import TextEnum
 from lab.reports.compare import NotComparableError
-from lab.reports.recorded import Kind, RecordedFile, facts_of_sides, grouped, read_file
+from lab.reports.recorded import FileKind, RecordedFile, facts_of_sides, grouped, read_file
 from lab.reports.tables import Cell, Columns, TableReport, make_table, number, words
 from lab.wording import counted
 
@@ -98,7 +98,7 @@ def _outcomes(verdicts: Iterable[CaseVerdict]) -> Cell:
 
 def are_reports(*paths: str) -> bool:
     """Tell whether files are reports of the judge."""
-    return all(Path(path).is_file() and read_file(Path(path)).kind is Kind.JUDGE for path in paths)
+    return all(Path(path).is_file() and read_file(Path(path)).kind is FileKind.JUDGE for path in paths)
 
 
 def cases_of(file: RecordedFile) -> list[CaseVerdict]:

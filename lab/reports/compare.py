@@ -64,7 +64,7 @@ WORK = ("requests", "query_tokens", "kv_tokens", "bytes_moved", "operations")
 # What changed comes first, what stayed as it was comes last; None is a row that was refused.
 CHANGED_FIRST = (Speed.SLOWER, Speed.FASTER, Speed.UNSURE, None, Speed.SAME)
 
-Side = Mapping[Identity, Sequence[Row]]  # rows of GPU time by what they measure, one row per repeated run
+RowsOfSide = Mapping[Identity, Sequence[Row]]  # rows of GPU time by what they measure, one row per repeated run
 
 
 class NotComparableError(ValueError):
@@ -147,7 +147,7 @@ def compare(
     second = first if after is None else read_runs(after)
     if by is None:
         names = [", ".join(str(run.path) for run in runs) for runs in (first, second)]
-        sides: Sequence[Side] = [
+        sides: Sequence[RowsOfSide] = [
             grouped((row.identity, row) for run in runs for row in run.gpu_rows) for runs in (first, second)
         ]
     else:
@@ -248,7 +248,7 @@ def _remarks(comparison: RunComparison, said_once: Collection[str]) -> Iterator[
             yield f"only {side}: {in_words(identity)}"
 
 
-def _sides_within(runs: Sequence[RecordedRun], key: str, values: Sequence[str]) -> Sequence[Side]:
+def _sides_within(runs: Sequence[RecordedRun], key: str, values: Sequence[str]) -> Sequence[RowsOfSide]:
     """Return the rows of one run whose fact `key` has each of two values, by all else that they measure."""
     if values[0] == values[1]:
         raise NotComparableError(f"both sides are {key} {values[0]}: there is nothing to compare")
@@ -259,7 +259,7 @@ def _sides_within(runs: Sequence[RecordedRun], key: str, values: Sequence[str]) 
     if len(runs) > 1:
         raise NotComparableError(f"--by compares within one run, and there are {len(runs)}")
     (run,) = runs
-    sides: list[Side] = []
+    sides: list[RowsOfSide] = []
     for value in values:
         chosen = [row for row in run.gpu_rows if str(row.facts.get(key)) == value]
         if not chosen:
@@ -282,7 +282,7 @@ def _refuse_other_machines(runs: Sequence[RecordedRun]) -> None:
                 raise NotComparableError(f"another {name}: {mine} in {first.path}, {other} in {run.path}")
 
 
-def _compare_sides(before: Side, after: Side, rule: Rule) -> RunComparison:
+def _compare_sides(before: RowsOfSide, after: RowsOfSide, rule: Rule) -> RunComparison:
     # A row that exists by another method only is refused, with its name: that is more than a missing row.
     by_another_method = {_apart_from_method(each): each for each in after if each not in before}
     others = {each: each if each in after else by_another_method.get(_apart_from_method(each)) for each in before}

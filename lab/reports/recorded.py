@@ -43,8 +43,8 @@ FACTS: dict[str, tuple[str, ...]] = {
 # Those of them that a comparison shows, besides the packages.
 SHOWN = ("GPU", "commit", "driver", "CUDA", "Python")
 
-Key = TypeVar("Key")
-Value = TypeVar("Value")
+Group = TypeVar("Group")
+Member = TypeVar("Member")
 # Names and values, scenario first.
 Identity = tuple[tuple[str, str], ...]
 
@@ -53,7 +53,7 @@ class RecordedFileError(ValueError):
     """A file or folder that does not hold what is recorded; the message names it and says what is wrong."""
 
 
-class Kind(NamedEnum):
+class FileKind(NamedEnum):
     """What a recorded file holds."""
 
     BENCHMARKS = "pytest-benchmark's rows"
@@ -70,18 +70,18 @@ class RecordedFile:
 
     Attributes:
         name: its path in the folder that was read, without ".json" or ".json.gz".
-        content: a mapping, but a list for `Kind.MUTANTS` and anything for `Kind.OTHER`.
+        content: a mapping, but a list for `FileKind.MUTANTS` and anything for `FileKind.OTHER`.
     """
 
     path: Path
     name: str
-    kind: Kind
+    kind: FileKind
     content: Any
 
     @property
     def environment(self) -> Mapping[str, Any]:
         """`lab.provenance.environment` of its run; empty if it was not recorded."""
-        if self.kind is Kind.BENCHMARKS:
+        if self.kind is FileKind.BENCHMARKS:
             lab = self.content.get("machine_info", {}).get("lab", {})
             return {name: value for name, value in lab.items() if name != "ceilings"}
         return (self.content.get("environment") if isinstance(self.content, Mapping) else None) or {}
@@ -104,11 +104,11 @@ def value_at(mapping: Any, keys: Sequence[str]) -> Any:
     return found
 
 
-def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
-    """Return the values of (key, value) pairs by key, both in the order of the pairs."""
-    found: dict[Key, list[Value]] = {}
-    for key, value in pairs:
-        found.setdefault(key, []).append(value)
+def grouped(pairs: Iterable[tuple[Group, Member]]) -> dict[Group, list[Member]]:
+    """Return the members of (group, member) pairs by group, both in the order of the pairs."""
+    found: dict[Group, list[Member]] = {}
+    for group, member in pairs:
+        found.setdefault(group, []).append(member)
     return found
 
 
@@ -143,17 +143,17 @@ def read_folder(folder: Path) -> tuple[RecordedFile, ...]:
     return tuple(read_file(path, folder) for path in paths)
 
 
-def _kind(content: Any) -> Kind:
+def _kind(content: Any) -> FileKind:
     if isinstance(content, list):
         are_mutants = bool(content) and all(isinstance(each, Mapping) and "mutant" in each for each in content)
-        return Kind.MUTANTS if are_mutants else Kind.OTHER
+        return FileKind.MUTANTS if are_mutants else FileKind.OTHER
     if not isinstance(content, Mapping):
-        return Kind.OTHER
+        return FileKind.OTHER
     if isinstance(content.get("benchmarks"), list):
-        return Kind.BENCHMARKS
+        return FileKind.BENCHMARKS
     if "implementation" in content and "checks" in content:
-        return Kind.JUDGE
-    return Kind.SURVEY if "verdicts" in content and "summary" in content else Kind.EXPERIMENT
+        return FileKind.JUDGE
+    return FileKind.SURVEY if "verdicts" in content and "summary" in content else FileKind.EXPERIMENT
 
 
 @dataclass(frozen=True)
@@ -294,8 +294,8 @@ def read_run(path: str | Path) -> RecordedRun:
 
 def run_of(file: RecordedFile) -> RecordedRun:
     """Return the rows of a file of benchmarks; raises as `read_run`."""
-    if file.kind is not Kind.BENCHMARKS:
-        known = "a report of the judge, and " if file.kind is Kind.JUDGE else ""
+    if file.kind is not FileKind.BENCHMARKS:
+        known = "a report of the judge, and " if file.kind is FileKind.JUDGE else ""
         raise RecordedFileError(f"{file.path}: {known}not pytest-benchmark's JSON: it has no list of benchmarks")
     path, content = file.path, file.content
     try:

@@ -29,11 +29,11 @@ from lab.exit_status import ExitStatus
 from lab.reports.changed_verdicts import cases_of, compare_verdicts, different_settings
 from lab.reports.compare import NotComparableError
 from lab.reports.html.findings import slug
-from lab.reports.recorded import Kind, RecordedFile, grouped, read_file
+from lab.reports.recorded import FileKind, RecordedFile, grouped, read_file
 from lab.reports.tables import Cell, TableReport, make_table, words
 
-Key = tuple[str, ...]  # of a case: the axes, the check, the function, the case
-Verdicts = Mapping[Key, CaseVerdict]
+CaseKey = tuple[str, ...]  # of a case: the axes, the check, the function, the case
+Verdicts = Mapping[CaseKey, CaseVerdict]
 Files = Sequence[RecordedFile]
 NUMBERED = re.compile(r"^## (\d+\. .*)$", re.MULTILINE)
 CITED = "; "  # between the findings that a case cites
@@ -45,7 +45,7 @@ class FindingRow:
     """A finding, which reports cite so, or a region, and its telling cases."""
 
     name: str
-    cases: frozenset[Key]
+    cases: frozenset[CaseKey]
     cited: str = ""
 
     def counts(self, release: Verdicts) -> dict[str, int]:
@@ -121,7 +121,7 @@ def releases_report(
 def _by_version(files: Iterable[RecordedFile], package: str) -> dict[str, list[RecordedFile]]:
     by_version: dict[str, list[RecordedFile]] = {}
     for file in files:
-        if file.kind is not Kind.JUDGE:
+        if file.kind is not FileKind.JUDGE:
             raise NotComparableError(f"{file.path} is no report of the judge")
         if (version := file.fact("packages", package)) is None:
             raise NotComparableError(f"{file.path} names no version of {package}: name another by --package")
@@ -141,7 +141,7 @@ def _axes(file: RecordedFile) -> str:
     return str(file.content.get("ranges"))
 
 
-def _cases(file: RecordedFile) -> Iterator[tuple[Key, CaseVerdict]]:
+def _cases(file: RecordedFile) -> Iterator[tuple[CaseKey, CaseVerdict]]:
     capability, packages = (file.environment.get(name) for name in ("capability", "packages"))
     for each in cases_of(file):
         verdict = known(each, KNOWN_FAILURES, tuple(capability) if capability else None, (packages or {}).get)

@@ -29,9 +29,9 @@ AGREE_PERCENT = 3.0
 QUEUED_SLACK_US = 25.0
 IDLE_SLACK_US = 150.0
 
-Event = torch.cuda.Event
+CudaEvent = torch.cuda.Event
 _synchronize, _now_ns = torch.cuda.synchronize, time.perf_counter_ns
-_record, _elapsed_ms = Event.record, Event.elapsed_time
+_record, _elapsed_ms = CudaEvent.record, CudaEvent.elapsed_time
 
 # Where code lies that may run in threads: Python's, installed packages', and the lab's.
 _PACKAGES = ("site-packages", "dist-packages")
@@ -84,7 +84,7 @@ def _one(
     run: Callable[[], object] | None, lead: Callable[[], object] | None, meanwhile: Callable[[], object] | None = None
 ) -> tuple[float, float]:
     """Return the time of a run between two events and that between two device-wide waits, which has the lead's too."""
-    start, end = Event(enable_timing=True), Event(enable_timing=True)
+    start, end = CudaEvent(enable_timing=True), CudaEvent(enable_timing=True)
     _synchronize()
     start_ns = _now_ns()
     if lead is not None:

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 from lab.workloads.inputs.redraw import Seeds
 
 Call = Callable[[], object]
-Check = Callable[[Mapping[str, Any]], None]
 
 
 class Redraw(Protocol):
@@ -51,7 +50,7 @@ class GpuWork:
     arguments: Mapping[str, Any]
     bytes_moved: int
     operations: int = 0
-    check: Check | None = None
+    check: Callable[[Mapping[str, Any]], None] | None = None
     redraw: Redraw | None = None
 
     @classmethod

@@ -2,17 +2,14 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lab.timing.statistics import Times
 from studies.changes.verdicts import Answer, Observation, compared
-from studies.recording import rows_by_point
+from studies.recording import Recorded, RecordedRow, rows_by_point
 
-Row = Mapping[str, Any]  # of a list in a recording
-RowPair = tuple[Row, Row]  # without the change and with it, at one point
-Clocks = Callable[[Row], dict[str, Times]]
-Recording = Mapping[str, Any]
-Recordings = Mapping[str, Recording]  # by the name of the study
+RowPair = tuple[RecordedRow, RecordedRow]  # without the change and with it, at one point
+TimesByClock = Callable[[RecordedRow], dict[str, Times]]
+Recordings = Mapping[str, Recorded]  # by the name of the study
 
 
 @dataclass(frozen=True)
@@ -39,12 +36,12 @@ class Change:
     further: tuple[str, ...] = ()
 
 
-def one_clock(row: Row) -> dict[str, Times]:
+def one_clock(row: RecordedRow) -> dict[str, Times]:
     """Return the times of a row with one clock."""
     return {"": Times.of_row(row)}
 
 
-def two_clocks(what: str) -> Clocks:
+def two_clocks(what: str) -> TimesByClock:
     """Return a reader of a loop's times: `<what>_us` of profiled steps, and `unprofiled_<what>_us` by the host's clock."""
     return lambda row: {
         "in the profile": Times.of([turn[f"{what}_us"] for run in row["runs"] for turn in run]),
@@ -52,7 +49,7 @@ def two_clocks(what: str) -> Clocks:
     }
 
 
-def pairs(rows: Iterable[Row], variant: str, before: str, after: str, point: Sequence[str]) -> list[RowPair]:
+def pairs(rows: Iterable[RecordedRow], variant: str, before: str, after: str, point: Sequence[str]) -> list[RowPair]:
     """Return the rows of two variants at each point that has both, in the order of the points.
 
     Args:
@@ -65,8 +62,8 @@ def pairs(rows: Iterable[Row], variant: str, before: str, after: str, point: Seq
 
 def compared_pairs(
     found: Iterable[RowPair],
-    named: Callable[[Row], tuple[str, str]],
-    clocks: Clocks = one_clock,
+    named: Callable[[RecordedRow], tuple[str, str]],
+    clocks: TimesByClock = one_clock,
     least_saved_us: float = 0.0,
 ) -> list[Observation]:
     """Compare the times of the rows of each pair; see `compared`. `named` returns the group and the point of a row."""

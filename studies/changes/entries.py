@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-from lab.reports.recorded import Kind, RecordedFile, RecordedFileError, read_file
+from lab.reports.recorded import FileKind, RecordedFile, RecordedFileError, read_file
 from studies.changes import CHANGES, Change
 from studies.changes.verdicts import NOT_RECORDED, Answer, Observation, Standing
 
@@ -77,7 +77,7 @@ def _answer(change: Change, files: Mapping[str, RecordedFile]) -> Answer:
 
 def _read(path: Path) -> RecordedFile:
     file = read_file(path)
-    if file.kind is not Kind.EXPERIMENT:
+    if file.kind is not FileKind.EXPERIMENT:
         raise RecordedFileError(f"{path}: holds no study's recording but {file.kind.value}")
     return file
 

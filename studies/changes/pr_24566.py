@@ -3,8 +3,9 @@
 from operator import itemgetter
 
 from lab.wording import counted
-from studies.changes.change import Change, Recording, Recordings, Row, compared_pairs, pairs
+from studies.changes.change import Change, Recordings, compared_pairs, pairs
 from studies.changes.verdicts import Answer, aspects, microseconds
+from studies.recording import Recorded, RecordedRow
 
 
 def judge_decode_kernel(recordings: Recordings) -> Answer:
@@ -20,11 +21,11 @@ def judge_decode_kernel(recordings: Recordings) -> Answer:
     return Answer(aspects(claimed), setting, _mla_rows(recordings), _left_out(recording) + _no_mla_rows(recordings))
 
 
-def _named(row: Row) -> tuple[str, str]:
+def _named(row: RecordedRow) -> tuple[str, str]:
     return f"MHA, q {row['q_len']}", f"{row['requests']} × {row['kv_len']:,} keys, q {row['q_len']}"
 
 
-def _left_out(recording: Recording) -> tuple[str, ...]:
+def _left_out(recording: Recorded) -> tuple[str, ...]:
     skipped, declined = len(recording["skipped"]), len(recording["declined"])
     variants = ", ".join(sorted({str(row["arm"]) for row in recording["declined"]}))
     found = {
@@ -34,7 +35,7 @@ def _left_out(recording: Recording) -> tuple[str, ...]:
     return tuple(sentence for sentence, count in found.items() if count)
 
 
-def _verifying_mla(recordings: Recordings) -> list[Row]:
+def _verifying_mla(recordings: Recordings) -> list[RecordedRow]:
     rows = recordings.get("mla_decode", {}).get("rows", ())
     return [row for row in rows if row["q_len"] > 1]
 
@@ -52,7 +53,7 @@ def _mla_rows(recordings: Recordings) -> tuple[str, ...]:
     )
 
 
-def _mla_point(row: Row) -> tuple[object, ...]:
+def _mla_point(row: RecordedRow) -> tuple[object, ...]:
     return tuple(row[name] for name in ("requests", "kv_len", "heads", "arm", "kv_dtype"))
 
 

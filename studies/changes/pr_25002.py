@@ -2,8 +2,9 @@
 
 from lab.timing.statistics import Times
 from lab.wording import counted
-from studies.changes.change import Change, Recording, Recordings, Row, compared_pairs, pairs
+from studies.changes.change import Change, Recordings, compared_pairs, pairs
 from studies.changes.verdicts import Answer, Observation, aspects, microseconds
+from studies.recording import Recorded, RecordedRow
 
 _DRAFT_EXTEND_V2 = "draft_extend_v2"
 
@@ -44,20 +45,20 @@ def judge_draft_extend_graph(recordings: Recordings) -> Answer:
     return Answer(aspects(claimed, aside), setting, _host_times(recording), ("MLA's graph.",))
 
 
-def _mode(row: Row) -> tuple[str, str]:
+def _mode(row: RecordedRow) -> tuple[str, str]:
     mode = row["mode"].replace("_", " ")
     return f"MHA, {mode}", f"{mode}, {counted(row['batch_size'], 'request')}"
 
 
-def _form_against_form(recording: Recording, before: str, after: str) -> list[Observation]:
-    def named(row: Row) -> tuple[str, str]:
+def _form_against_form(recording: Recorded, before: str, after: str) -> list[Observation]:
+    def named(row: RecordedRow) -> tuple[str, str]:
         width = f"{row['num_draft_tokens']} draft tokens"
         return f"MHA, {width}", f"{counted(row['batch_size'], 'request')}, {width}"
 
     return compared_pairs(pairs(recording["forms"], "form", before, after, ("batch_size", "num_draft_tokens")), named)
 
 
-def _host_times(recording: Recording) -> tuple[str, ...]:
+def _host_times(recording: Recorded) -> tuple[str, ...]:
     host = {
         variant: [
             row["host_us"] for row in recording["modes"] if (row["mode"], row["arm"]) == (_DRAFT_EXTEND_V2, variant)
@@ -70,7 +71,7 @@ def _host_times(recording: Recording) -> tuple[str, ...]:
     return (f"Host time of a draft extend V2: {eager} eagerly, {graph} for a replay with its copies.",)
 
 
-def _completion(row: Row) -> dict[str, Times]:
+def _completion(row: RecordedRow) -> dict[str, Times]:
     samples_us = row.get("completion_samples_us")
     # An older recording has medians alone, as its setting says: differences of half a millisecond are read as they are.
     return {"": Times.of(samples_us) if samples_us else Times(row["completion_us"], iqr_us=0.0)}

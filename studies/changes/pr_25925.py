@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from lab.wording import counted
-from studies.changes.change import Change, Recordings, Row, compared_pairs, pairs, two_clocks
+from studies.changes.change import Change, Recordings, compared_pairs, pairs, two_clocks
 from studies.changes.verdicts import Answer, Observation, aspects, microseconds, stated
+from studies.recording import RecordedRow
 
 
 def judge_plan_stream(recordings: Recordings) -> Answer:
@@ -35,24 +36,24 @@ def judge_plan_stream(recordings: Recordings) -> Answer:
     return Answer(aspects(claimed, aside), setting, _tree_masks(variants), ("a plan of MLA's metadata.",))
 
 
-def _named(row: Row) -> tuple[str, str]:
+def _named(row: RecordedRow) -> tuple[str, str]:
     drafts, builder = row["drafts"], row["builder"]
     return f"MHA, {drafts}, {builder}", f"{drafts}, {builder}, a draft of {row['draft_us']:g} µs"
 
 
-def _fix_up(row: Row) -> Observation:
+def _fix_up(row: RecordedRow) -> Observation:
     launches = row["medians"]["fix_up_launches"]
     group, where = _named(row)
     return stated(group, f"{where}, planned {row['start']}", launches == 0, f"{launches:g} launches after the draft")
 
 
-def _planned(variants: Sequence[Row], start: str, drafts: str) -> list[Observation]:
+def _planned(variants: Sequence[RecordedRow], start: str, drafts: str) -> list[Observation]:
     rows = [row for row in variants if row["drafts"] == drafts]
     point = ("draft_us", "verify_us", "builder")
     return compared_pairs(pairs(rows, "start", "in line", start, point), _named, two_clocks("iteration"))
 
 
-def _tree_masks(variants: Sequence[Row]) -> tuple[str, ...]:
+def _tree_masks(variants: Sequence[RecordedRow]) -> tuple[str, ...]:
     times = [row["medians"] for row in variants if row["drafts"] == "trees"]
     if not times:
         return ()

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
-from studies.changes.change import Change, Recording, Recordings, Row, compared_pairs, pairs
+from studies.changes.change import Change, Recordings, compared_pairs, pairs
 from studies.changes.verdicts import Answer, Observation, aspects, microseconds
 from studies.draft_steps import CLAIM, implied_saving_us
+from studies.recording import Recorded, RecordedRow
 
 LISTS_SKIPPED = ("common_template", "per_step")
 STEPS_TOGETHER = ("per_step", "one_launch")
@@ -39,12 +40,12 @@ def judge_draft_steps(recordings: Recordings) -> Answer:
 
 
 def _saved(
-    rows: Sequence[Row], attention: str, plans: tuple[str, str], form: str = "", *, least_saved_us: float = 0.0
+    rows: Sequence[RecordedRow], attention: str, plans: tuple[str, str], form: str = "", *, least_saved_us: float = 0.0
 ) -> list[Observation]:
     """Return what the second plan saves over the first at the points that have both."""
     name = f"{attention.upper()}{form and ','}{form}"
 
-    def named(row: Row) -> tuple[str, str]:
+    def named(row: RecordedRow) -> tuple[str, str]:
         batch, _, steps = row["point"].partition("/steps")  # such as "64x8k/steps3"
         return name, f"{name}, {batch.replace('x', ' × ')}, {steps} steps"
 
@@ -52,7 +53,7 @@ def _saved(
     return compared_pairs(pairs(rows, "kernel", before, after, ("point",)), named, least_saved_us=least_saved_us)
 
 
-def _host_saving(recording: Recording) -> tuple[str, ...]:
+def _host_saving(recording: Recorded) -> tuple[str, ...]:
     if "pr_26241" not in recording:
         return ()
     saved = recording["pr_26241"]["host_saving_us_per_draft"]

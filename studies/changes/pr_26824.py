@@ -1,8 +1,9 @@
 """Change 26824: no copy of the lengths to the host."""
 
 from lab.wording import counted
-from studies.changes.change import Change, Recordings, Row, compared_pairs, pairs, two_clocks
+from studies.changes.change import Change, Recordings, compared_pairs, pairs, two_clocks
 from studies.changes.verdicts import Answer, Observation, aspects, microseconds, stated
+from studies.recording import RecordedRow
 
 
 def judge_length_copy(recordings: Recordings) -> Answer:
@@ -28,11 +29,11 @@ def judge_length_copy(recordings: Recordings) -> Answer:
     return Answer(aspects(claimed), setting, tuple(_mask_facts(mask) for mask in recording["verify_masks"]), missing)
 
 
-def _named(row: Row) -> tuple[str, str]:
+def _named(row: RecordedRow) -> tuple[str, str]:
     return "MHA", f"{row['gpu_us']:g} µs of GPU work, {row['host_us']:g} of host work"
 
 
-def _waits(copying: Row, other: Row) -> Observation:
+def _waits(copying: RecordedRow, other: RecordedRow) -> Observation:
     before, after = (row["medians"] for row in (copying, other))
     figures = (
         f"{before['synchronisations']:g} → {after['synchronisations']:g} synchronisations, host blocked for "
@@ -41,7 +42,7 @@ def _waits(copying: Row, other: Row) -> Observation:
     return stated(*_named(copying), after["synchronisations"] == 0, figures)
 
 
-def _mask_facts(mask: Row) -> str:
+def _mask_facts(mask: RecordedRow) -> str:
     sizes = f"{mask['max_batch_size']} requests, {mask['num_draft_tokens']} draft tokens, {mask['max_context_len']:,} tokens"
     return f"The mask of form {mask['form']!r} for {sizes}: {mask['mask_bytes']:,} bytes, {microseconds(mask['fill_us'])} µs."
 

@@ -25,7 +25,7 @@ OTHER_VARIANTS = ((style.COLOURS[3], "D"), (style.COLOURS[4], "v"))
 NOT_MEASURED = Look("white", "not measured", edge="#CCCCCC", hatch="////")
 
 # requests, keys of each, query rows of each
-Point = tuple[int, int, int]
+Sizes = tuple[int, int, int]
 
 Bands = Mapping[float, Look]  # by their ends: the looks of values below an end that no band before it has
 RATIO_BANDS: Bands = {
@@ -154,11 +154,11 @@ def _map_figure(
     return cells_figure(title, lines, looks, columns, subtitle="keys per request", across=across)
 
 
-def _by_point(rows: Iterable[Mapping[str, Any]], variant: str, value: str) -> dict[Point, float]:
+def _by_point(rows: Iterable[Mapping[str, Any]], variant: str, value: str) -> dict[Sizes, float]:
     return {(row["requests"], row["kv_len"], row["q_len"]): row[value] for row in rows if row["arm"] == variant}
 
 
-def _at_q_len(values: Mapping[Point, float], q_len: int) -> dict[tuple[int, int], float]:
+def _at_q_len(values: Mapping[Sizes, float], q_len: int) -> dict[tuple[int, int], float]:
     return {(requests, kv_len): value for (requests, kv_len, rows), value in values.items() if rows == q_len}
 
 

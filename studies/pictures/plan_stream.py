@@ -25,10 +25,10 @@ LEAST_SHARE = 0.0012  # of the axis: what is shorter is drawn as long, so that i
 AFTER_VERIFY_STARTS_US = 60.0
 
 # One kernel or copy of an iteration: `studies.plan_stream.two_lanes` says what it holds.
-Event = Mapping[str, Any]
+PhaseEvent = Mapping[str, Any]
 
 
-def draft_to_verify_us(events: Iterable[Event]) -> tuple[float, float]:
+def draft_to_verify_us(events: Iterable[PhaseEvent]) -> tuple[float, float]:
     """Return the end of the draft and the start of verify, in µs from the iteration's first kernel on."""
     listed = list(events)
     ended = max(each["start_us"] + each["duration_us"] for each in listed if each["phase"] == "draft")
@@ -36,7 +36,7 @@ def draft_to_verify_us(events: Iterable[Event]) -> tuple[float, float]:
 
 
 def two_lane_figure(
-    timelines: Mapping[str, Sequence[Event]], title: str, window_us: tuple[float, float] | None = None
+    timelines: Mapping[str, Sequence[PhaseEvent]], title: str, window_us: tuple[float, float] | None = None
 ) -> Figure:
     """Draw recorded iterations below each other, a lane per stream; an arrow spans the draft's end to verify's start.
 
@@ -67,14 +67,14 @@ def two_lane_figure(
     return figure
 
 
-def _draw_event(axes: Axes, event: Event, least_us: float) -> None:
+def _draw_event(axes: Axes, event: PhaseEvent, least_us: float) -> None:
     stream, phase, start_us = event["stream"], event["phase"], event["start_us"]
     look = {"facecolor": PHASES.get(phase, OTHER), "edgecolor": "white", "linewidth": 0.2, "label": phase}
     end_us = start_us + max(event["duration_us"], least_us)
     style.draw_span(axes, LANES.index(stream), start_us, end_us, gid=f"{stream} {phase}", **look)
 
 
-def _draw_gap(axes: Axes, events: Iterable[Event], window: tuple[float, float]) -> None:
+def _draw_gap(axes: Axes, events: Iterable[PhaseEvent], window: tuple[float, float]) -> None:
     """Draw an arrow from the draft's end to verify's start, with its duration."""
     ended, started = draft_to_verify_us(events)
     y = len(LANES) + 0.12

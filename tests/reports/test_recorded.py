@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lab.reports.recorded import (
-    Kind,
+    FileKind,
     RecordedFileError,
     in_words,
     read_file,
@@ -144,20 +144,20 @@ def test_a_folder_holds_repeated_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("nvidia-h200/timings.json", Kind.BENCHMARKS),
-        ("nvidia-h200/judge/portable.json.gz", Kind.JUDGE),
-        ("nvidia-h200/survey_trtllm.json.gz", Kind.SURVEY),
-        ("nvidia-h200/graphs_trtllm.json.gz", Kind.SURVEY),
-        ("nvidia-h200/plan_stream.json", Kind.EXPERIMENT),
-        ("nvidia-h200/clocks.json", Kind.EXPERIMENT),
-        ("mutants.json.gz", Kind.MUTANTS),
+        ("nvidia-h200/timings.json", FileKind.BENCHMARKS),
+        ("nvidia-h200/judge/portable.json.gz", FileKind.JUDGE),
+        ("nvidia-h200/survey_trtllm.json.gz", FileKind.SURVEY),
+        ("nvidia-h200/graphs_trtllm.json.gz", FileKind.SURVEY),
+        ("nvidia-h200/plan_stream.json", FileKind.EXPERIMENT),
+        ("nvidia-h200/clocks.json", FileKind.EXPERIMENT),
+        ("mutants.json.gz", FileKind.MUTANTS),
     ],
 )
-def test_a_file_says_what_it_is(name: str, kind: Kind) -> None:
+def test_a_file_says_what_it_is(name: str, kind: FileKind) -> None:
     file = read_file(RESULTS / name)
     assert file.kind is kind
-    assert file.environment.get("commit") or kind is Kind.MUTANTS
-    assert read_folder(RESULTS / "cpu")[0].kind is Kind.JUDGE
+    assert file.environment.get("commit") or kind is FileKind.MUTANTS
+    assert read_folder(RESULTS / "cpu")[0].kind is FileKind.JUDGE
 
 
 def test_an_experiment_names_itself_or_is_of_its_files_name(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from lab import references
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.workloads.traces import TracedRequest
-from studies.decode_split import SCENARIOS, DecodeSplit, facts_of, point_of, savings, variant_name
+from studies.decode_split import SCENARIOS, DecodeSplitStudy, facts_of, point_of, savings, variant_name
 from studies.passes import FLASHINFER_MODULE, PORTABLE_MODULE, gpu_works, works_of
 from studies.variants import Point, PointRows, TimingPlan, Variant, measure_point
 from tests.commands.command import run
@@ -27,11 +27,11 @@ def small_point(module: str = REFERENCES, name: str = "target_verify/tiny/q2s70_
 
 
 def test_the_default_points_are_a_trace_an_unequal_batch_and_an_equal_one() -> None:
-    points = [point_of(name, FLASHINFER_MODULE, DecodeSplit.splits, TRACE) for name in SCENARIOS]
+    points = [point_of(name, FLASHINFER_MODULE, DecodeSplitStudy.splits, TRACE) for name in SCENARIOS]
     assert [(len(point.variants[0].case.q_lens), point.row["q_len"]) for point in points] == [(64, 1), (64, 4)] * 3
     assert [point.row["longest_kv_len"] for point in points[2:]] == [81920, 81920, 4096, 4096]
     for point in points:
-        assert [variant.case.decode_splits for variant in point.variants] == [1, *DecodeSplit.splits]
+        assert [variant.case.decode_splits for variant in point.variants] == [1, *DecodeSplitStudy.splits]
         assert [variant.name for variant in point.variants] == ["1 call", "2 calls", "4 calls", "8 calls"]
         assert point.baseline == "1 call"
         assert {replace(variant.case, decode_splits=1) for variant in point.variants} == {point.variants[0].case}

@@ -36,7 +36,7 @@ class Picture:
 
 
 def experiment_part(file: RecordedFile) -> dict[str, Any]:
-    """Return the page's part of a file of `Kind.EXPERIMENT`: a mapping of facts and of lists of rows, under any keys.
+    """Return the page's part of a file of `FileKind.EXPERIMENT`: a mapping of facts and of lists of rows, under any keys.
 
     The environment is not among the facts: the page has one table of all files' environments. The question is "" where the
     package that recorded the experiment is not installed; `undrawn` has a sentence for each picture that cannot be drawn.

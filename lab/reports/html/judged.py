@@ -295,7 +295,7 @@ def decline_table(runs: Sequence[JudgedRun]) -> Table:
 
 
 def survey_table(records: Sequence[RecordedFile]) -> Table:
-    """Make a table of recorded surveys (`Kind.SURVEY`): a row per forward mode, or per replay sequence."""
+    """Make a table of recorded surveys (`FileKind.SURVEY`): a row per forward mode, or per replay sequence."""
     lines = [
         (record, name, counts)
         for record in records

@@ -17,7 +17,7 @@ from markupsafe import Markup
 from lab.reports.html import judged
 from lab.reports.html.experiments import Picture, experiment_part
 from lab.reports.html.findings import markdown_html
-from lab.reports.recorded import LEAST_FLOOR_US, Kind, RecordedFile, RecordedRun, environment_facts, run_of
+from lab.reports.recorded import LEAST_FLOOR_US, FileKind, RecordedFile, RecordedRun, environment_facts, run_of
 from lab.reports.tables import Cell, Columns, Table, make_table, words
 from lab.reports.timing_tables import ceiling_table, fastest_sentence, fastest_table, methods, timing_tables
 from lab.reports.timings import figures
@@ -39,15 +39,15 @@ def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    of_kind = {kind: [file for file in files if file.kind is kind] for kind in Kind}
-    judged_runs = [judged.JudgedRun(file) for file in of_kind[Kind.JUDGE]]
+    of_kind = {kind: [file for file in files if file.kind is kind] for kind in FileKind}
+    judged_runs = [judged.JudgedRun(file) for file in of_kind[FileKind.JUDGE]]
     worst_first = judged.worst_first(judged_runs)
     checked = [row for run in judged_runs for row in run.rows]
-    runs = [run_of(file) for file in of_kind[Kind.BENCHMARKS]]
+    runs = [run_of(file) for file in of_kind[FileKind.BENCHMARKS]]
     judge_tables = [
         *(table_of(checked) for table_of in (judged.verdict_matrix, judged.verdict_table, judged.fault_table)),
         judged.decline_table(judged_runs),
-        judged.survey_table(of_kind[Kind.SURVEY]),
+        judged.survey_table(of_kind[FileKind.SURVEY]),
     ]
     overview = folder / OVERVIEW
     # Those in subfolders are made from what the page shows.
@@ -65,8 +65,10 @@ def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
         notes=[(path.name, _markdown(path)) for path in notes],
         least_floor_us=f"{LEAST_FLOOR_US:g}",
         runs=[_timed_part(run, f"run-{place}") for place, run in enumerate(runs)],
-        experiments=[experiment_part(file) for file in of_kind[Kind.EXPERIMENT]],
-        not_shown={file.name: _outline(file.content) for file in (*of_kind[Kind.MUTANTS], *of_kind[Kind.OTHER])},
+        experiments=[experiment_part(file) for file in of_kind[FileKind.EXPERIMENT]],
+        not_shown={
+            file.name: _outline(file.content) for file in (*of_kind[FileKind.MUTANTS], *of_kind[FileKind.OTHER])
+        },
         style=Markup(_template_file("page.css")),
         sorting=Markup(_template_file("tables.js")),
         library_uri=f"data:text/javascript;charset=utf-8;base64,{b64encode(_datatables_file('dt_bundle.js').encode()).decode()}",
@@ -86,9 +88,9 @@ def _markdown(path: Path) -> Markup:
 def _title(files: Sequence[RecordedFile]) -> str:
     """Return the page's title: the GPUs of the recordings, and whether something was timed on them."""
     gpus = dict.fromkeys(filter(None, (file.fact("gpu") for file in files)))
-    devices = {file.content.get("device") for file in files if file.kind is Kind.JUDGE}
+    devices = {file.content.get("device") for file in files if file.kind is FileKind.JUDGE}
     machine = ", ".join(gpus) or ("CPU" if devices == {"cpu"} else "No GPU recorded")
-    timed = any(file.kind in (Kind.BENCHMARKS, Kind.EXPERIMENT) for file in files)
+    timed = any(file.kind in (FileKind.BENCHMARKS, FileKind.EXPERIMENT) for file in files)
     return f"{machine}: attention kernels judged{' and timed' if timed else ''}"
 
 

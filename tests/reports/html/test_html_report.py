@@ -22,7 +22,7 @@ from lab.reports.html.experiments import experiment_part
 from lab.reports.html.findings import slug
 from lab.reports.html.judged import check_name
 from lab.reports.html.page import html_report
-from lab.reports.recorded import Kind, RecordedFile, RecordedFileError, read_folder
+from lab.reports.recorded import FileKind, RecordedFile, RecordedFileError, read_folder
 from lab.reports.tables import flattened
 from lab.workloads.interfaces import Interface
 from studies import STUDIES
@@ -40,7 +40,7 @@ def files() -> tuple[RecordedFile, ...]:
 
 
 def experiments(files: Sequence[RecordedFile]) -> list[RecordedFile]:
-    found = [file for file in files if file.kind is Kind.EXPERIMENT]
+    found = [file for file in files if file.kind is FileKind.EXPERIMENT]
     assert found
     return found
 
@@ -296,8 +296,8 @@ def test_a_folder_may_hold_anything(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text("[1, 2, 3]")
     (tmp_path / "facts.json").write_text(json.dumps({"answer": 42, "rows": [], "deep": {"er": "x"}}))
     assert [(file.name, file.kind) for file in read_folder(tmp_path)] == [
-        ("facts", Kind.EXPERIMENT),
-        ("list", Kind.OTHER),
+        ("facts", FileKind.EXPERIMENT),
+        ("list", FileKind.OTHER),
     ]
     written = html_report(tmp_path, read_folder(tmp_path))
     assert "list.json holds a list of 3 items" in written
