@@ -19,7 +19,7 @@ pytest.importorskip("matplotlib")
 
 from lab.files import read_json, without_suffix, write_text
 from lab.reports.html.experiments import experiment_part
-from lab.reports.html.findings import slug
+from lab.reports.html.findings import findings_in, slug
 from lab.reports.html.judged import check_name
 from lab.reports.html.page import html_report
 from lab.reports.recorded import FileKind, RecordedFile, RecordedFileError, read_folder
@@ -274,6 +274,21 @@ def judged(wrongs: str, ratio: float | str) -> dict[str, Any]:
     case = {"check": "K1", "interface": "of_tomorrow", "outcome": "wrong", "wrongs": [wrongs], "worst_ratio": ratio}
     check = {"check": "K1", "interface": "of_tomorrow", "outcome": "wrong", "counts": {"wrong": 1}, "judged": 1}
     return {"implementation": "<b>mine</b>", "checks": [check | {"worst_ratio": ratio}], "cases": [case]}
+
+
+@pytest.mark.parametrize(("is_right", "verdict"), [(True, "right"), (False, "right, but not all judged")])
+def test_a_run_that_left_cases_out_is_not_right_as_a_whole(is_right: bool, verdict: str, tmp_path: Path) -> None:
+    record = judged("", 0.5) | {"is_right": is_right}
+    (case,), (check,) = record["cases"], record["checks"]
+    case["outcome"], check["outcome"], check["counts"] = "right", "right", {"right": 1}
+    (tmp_path / "mine.json").write_text(json.dumps(record))
+    read = Page(html_report(tmp_path, read_folder(tmp_path)))
+    assert [cell.text for cell in read.tables["judge-runs"].column("verdict")] == [verdict]
+
+
+def test_findings_are_named_and_sorted_by_their_numbers() -> None:
+    found = findings_in("a.md#12-later; a.md#2-sooner; a.md#without-number; no citation")
+    assert [each.label for each in sorted(found, key=lambda each: each.order)] == ["without-number", "2", "12"]
 
 
 def test_what_is_recorded_is_text_and_never_a_tag(tmp_path: Path) -> None:
