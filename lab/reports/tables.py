@@ -101,7 +101,7 @@ def words(value: Any, style: str = "") -> Cell:
 
 
 def number(value: float | None, digits: int | None = None, scale: float = 1.0) -> Cell:
-    """Return a cell of a number with so many decimals, or `SHOWN_DIGITS` significant digits; None is shown as a dash."""
+    """Return a cell of a number with `digits` decimals, or with `SHOWN_DIGITS` significant digits; None is shown as a dash."""
     if value is None:
         return Cell(ABSENT)
     scaled = value * scale if scale != 1 else value

@@ -1,4 +1,4 @@
-"""GPU and host times by a stated method, the hardware's limits beside them, and the comparison of samples."""
+"""GPU and host times by a stated method, the hardware's limits, and the comparison of samples."""
 
 from lab.extras import require
 

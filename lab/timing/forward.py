@@ -155,7 +155,7 @@ def case_facts(case: ForwardCase | MLACase) -> dict[str, Any]:
 def time_facts(
     time: GpuTime, ceilings: Ceilings, bytes_moved: int, operations: int, kv_dtype: str = ""
 ) -> dict[str, Any]:
-    """Return what a row says of its time, units in the keys: the samples, their median, and both beside the ceilings.
+    """Return what a row says of its time, units in the keys: the samples, their median, and its share of the ceilings.
 
     Raises:
         RefusedTimeError: the GPU cannot do the work in this time.

@@ -45,7 +45,7 @@ MOST_RENEWED = 8
 
 
 class DeviceClock:
-    """A clock for pytest-benchmark that moves only when it is told to, in seconds."""
+    """A clock for pytest-benchmark, in seconds, that only `advance` moves."""
 
     def __init__(self, method: str) -> None:
         self.method = method

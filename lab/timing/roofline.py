@@ -56,7 +56,7 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Roofline:
-    """A measured time beside the least that the work can take.
+    """A measured time, compared with the least time that the work can take.
 
     Attributes:
         bandwidth_gbps, rate_tflops: what was reached, GB/s (10**9) and TFLOP/s, from the bytes and operations of the work.

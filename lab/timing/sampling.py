@@ -120,7 +120,7 @@ def fresh_seed() -> int:
 
 
 def refuse_strangers() -> None:
-    """Refuse times beside which a thread runs code of neither Python, an installed package nor the lab.
+    """Refuse to time while a thread runs code that is neither Python's, an installed package's nor the lab's.
 
     Raises:
         RefusedTimeError: there is such a thread; it could slow others down, or do a kernel's work between two samples.

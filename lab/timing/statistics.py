@@ -20,7 +20,7 @@ from lab.timing.gpu_time import interquartile_range
 
 # With 5 and 5 samples the rank test can reach p = 2 / binomial(10, 5) = 0.008; with 4 and 4 never less than 0.029.
 FEWEST_SAMPLES = 5
-# From so many runs on each side a run counts as one sample; they are independent, and the rank test is then exact.
+# With this many runs on each side, a run counts as one sample; they are independent, and the rank test is then exact.
 FEWEST_RUNS = 5
 RESAMPLES = 5000
 SEED = 0

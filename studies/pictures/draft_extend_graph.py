@@ -21,7 +21,7 @@ FLOOR_WORDS = "floor: the least time of its bytes and operations"
 
 
 def forms_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
-    """Draw the GPU time of a draft extend by what it hands out, a panel per number of draft tokens; a line is the floor.
+    """Draw the GPU time of a draft extend by its outputs, a panel per number of draft tokens; a line is the floor.
 
     Args:
         rows: the `forms` of `studies.draft_extend_graph`, as recorded.

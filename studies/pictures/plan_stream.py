@@ -1,4 +1,4 @@
-"""Verify planned beside the draft: what a plan depends on, two lanes of a recorded iteration, what the overlap saves."""
+"""Verify planned during the draft: what a plan depends on, two lanes of a recorded iteration, what the overlap saves."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence

@@ -33,7 +33,7 @@ class Roofs:
     matrix_dtype: str = ""
 
     def rate_tflops(self, intensity: float) -> float:
-        """Return the most that work of so many operations per byte can reach: Williams, Waterman and Patterson 2009."""
+        """Return the highest rate of work with this intensity: Williams, Waterman and Patterson 2009."""
         return min(self.bandwidth_gbps * intensity / 1e3, self.matrix_rate_tflops)
 
     @property
@@ -169,7 +169,7 @@ def _draw_marks(axes: Axes, bars: Sequence[_Bar], scenarios: Sequence[str], colo
 
 @dataclass(frozen=True)
 class FloorParts:
-    """The two times of one amount of work, of which the longer is its floor, both in µs.
+    """The two times of one amount of work, both in µs; the longer one is its floor.
 
     Attributes:
         amount: of the work, on the axis' scale, such as query tokens per request.
@@ -229,7 +229,7 @@ def bound_figure(
 
 
 def clocks_figure(readings_us: Mapping[str, Mapping[str, float | None]], base: str, title: str) -> Figure:
-    """Draw each clock's reading over one clock's, whose µs stand beside the names.
+    """Draw each clock's reading over one clock's reading, which is written after the name of the work.
 
     Args:
         readings_us: by the work and the clock, µs a call; None where a clock cannot time the work.
