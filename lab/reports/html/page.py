@@ -49,6 +49,7 @@ def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
         judged.decline_table(judged_runs),
         judged.survey_table(of_kind[FileKind.SURVEY]),
     ]
+    library = _text_of("itables", "html", "dt_bundle.js")  # DataTables and its extensions, as itables ships them
     overview = folder / OVERVIEW
     # Those in subfolders are made from what the page shows.
     notes = sorted(path for path in folder.glob("*.md") if path != overview)
@@ -69,10 +70,10 @@ def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
         not_shown={
             file.name: _outline(file.content) for file in (*of_kind[FileKind.MUTANTS], *of_kind[FileKind.OTHER])
         },
-        style=Markup(_template_file("page.css")),
-        sorting=Markup(_template_file("tables.js")),
-        library_uri=f"data:text/javascript;charset=utf-8;base64,{b64encode(_datatables_file('dt_bundle.js').encode()).decode()}",
-        library_style=Markup(_datatables_file("dt_bundle.css")),
+        style=Markup(_text_of("lab.reports.html", "page.css")),
+        sorting=Markup(_text_of("lab.reports.html", "tables.js")),
+        library_uri=f"data:text/javascript;charset=utf-8;base64,{b64encode(library.encode()).decode()}",
+        library_style=Markup(_text_of("itables", "html", "dt_bundle.css")),
     )
 
 
@@ -120,10 +121,5 @@ def _timed_part(run: RecordedRun, name: str) -> dict[str, Any]:
     }
 
 
-def _template_file(name: str) -> str:
-    return files("lab.reports.html").joinpath(name).read_text(encoding="utf-8")
-
-
-def _datatables_file(name: str) -> str:
-    """Return a file of DataTables and its extensions, as itables ships it."""
-    return files("itables").joinpath("html", name).read_text(encoding="utf-8")
+def _text_of(package: str, *path: str) -> str:
+    return files(package).joinpath(*path).read_text(encoding="utf-8")
