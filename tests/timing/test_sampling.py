@@ -12,7 +12,7 @@ class Gpu:
 
     def __init__(self, monkeypatch) -> None:
         self.now_us, self.leads, self.readings = 0.0, 0, 0
-        monkeypatch.setattr(sampling, "Event", lambda enable_timing: {})
+        monkeypatch.setattr(sampling, "CudaEvent", lambda enable_timing: {})
         monkeypatch.setattr(sampling, "_record", lambda event: event.update(us=self.now_us))
         monkeypatch.setattr(sampling, "_elapsed_ms", lambda start, end: (end["us"] - start["us"]) / 1000)
         monkeypatch.setattr(sampling, "_synchronize", lambda: None)
