@@ -1,5 +1,6 @@
 """Ways to break a good call, and the one thing that is asked of a broken one: words that help, and nothing written."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -7,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cases import Arguments
+
 POISON = 7.0
 
-Arguments = dict[str, Any]
 Breaks = Callable[[Arguments], Arguments]  # from good arguments to those that replace them
 # name, what breaks the good call, error, words of its message
 Bad = tuple[str, Breaks, type[Exception], tuple[str, ...]]
@@ -55,15 +57,43 @@ def int32(*numbers: int) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32)
 
 
+def bad_scales(*names: str) -> list[Bad]:
+    """Scales that are no finite number and no tensor of one float32 element."""
+    return [
+        row
+        for name in names
+        for row in (
+            (f"{name} is a string", value(**{name: "1"}), TypeError, (name, "'1'")),
+            (f"{name} is None", value(**{name: None}), TypeError, (name, "None")),
+            (f"{name} is NaN", value(**{name: math.nan}), ValueError, (name, "nan", "finite")),
+            (f"{name} dtype", value(**{name: torch.ones(1).double()}), TypeError, (name, "float32", "float64")),
+            (f"{name} per head", value(**{name: torch.ones(4)}), TypeError, (name, "one element", "[4]")),
+        )
+    ]
+
+
+def elsewhere(*names: str) -> list[Bad]:
+    """Tensors on another device than the others."""
+    return [
+        (f"{name} elsewhere", tensor(name, to("meta")), ValueError, (f"{name} is on meta", "cpu")) for name in names
+    ]
+
+
+def not_modelled(**arguments: Any) -> list[Bad]:
+    """Arguments of FlashInfer's that the lab takes at their default alone."""
+    return [
+        (name, value(**{name: given}), NotImplementedError, (f"{name}=", "not modelled", "default"))
+        for name, given in arguments.items()
+    ]
+
+
 def each_of(bad: list[Bad]) -> pytest.MarkDecorator:
-    """Parametrize a test with (breaks, error, says)."""
-    return pytest.mark.parametrize(("breaks", "error", "says"), [pytest.param(*row[1:], id=row[0]) for row in bad])
+    return pytest.mark.parametrize("row", bad, ids=[row[0] for row in bad])
 
 
-def assert_refused(
-    function: Callable[..., Any], good: Arguments, breaks: Breaks, error: type[Exception], says: tuple[str, ...]
-) -> None:
+def assert_refused(function: Callable[..., Any], good: Arguments, row: Bad) -> None:
     """Break the good call: the error has the words, and neither `out` nor `lse` is written."""
+    _, breaks, error, says = row
     out = good["out"]
     lse = torch.full((4, 4), POISON)
     with pytest.raises(error) as raised:

@@ -9,7 +9,7 @@ import torch
 from lab.calls import ContextCall, DecodeCall, Feature, PagedAttention, RaggedAttention, RaggedContextCall
 from lab.calls.problem import FIELDS, AttentionProblem
 from tests.cases import context_arguments, decode_arguments, random_batch
-from tests.kernels.test_flashinfer_ragged_adapters import case as ragged_case
+from tests.kernels.adapter_calls import ragged
 
 
 def test_every_field_is_declared_and_no_other() -> None:
@@ -86,7 +86,7 @@ def test_what_a_problem_says_of_itself() -> None:
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("window_left", [0, 6, 7, 8])
 def test_a_ragged_call_asks_for_its_rows_and_window(is_causal: bool, window_left: int) -> None:
-    given = ragged_case() | {"is_causal": is_causal, "window_left": window_left if is_causal else -1}
+    given = ragged() | {"is_causal": is_causal, "window_left": window_left if is_causal else -1}
     given |= {"seq_lens": torch.tensor([7], dtype=torch.int32), "max_kv_len": 7, "batch_size": 1, "max_q_len": 2}
     offsets = {"cum_seq_lens_q": torch.tensor([0, 2], dtype=torch.int32)}
     offsets |= {"cum_seq_lens_kv": torch.tensor([0, 7], dtype=torch.int32)}

@@ -1,5 +1,9 @@
 """A B200 that is not there, for tests: its launches, held to what they must say, and the arithmetic that they ask for."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +31,20 @@ def on_a_b200(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         pytest.skip(reason)
     with machine("b200", computes=True):
         return function(**arguments)
+
+
+def told_by(module: str, function: str, folder: str) -> Any:
+    """What a function of a test module returns in a fresh Python that finds FlashInfer in a folder, or as it is installed."""
+    program = f"import json; from {module} import {function}; print(json.dumps({function}()))"
+    path = os.pathsep.join(filter(None, (folder, os.getcwd())))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def tensor_map(launch: Launch, member: str) -> TensorMap:

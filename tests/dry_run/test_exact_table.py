@@ -7,14 +7,13 @@ written for 0.7.2, so FlashInfer's functions are called by themselves.
 
 import json
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from lab.dry_run import machine
 from tests.dry_run import calls
+from tests.dry_run.on_a_b200 import told_by
 
 FOLDER = os.environ.get("LAB_FLASHINFER_0613")
 NAMES = {
@@ -59,16 +58,7 @@ def test_the_table_of_0613_lacks_flags_that_072_reads() -> None:
 @pytest.mark.skipif(FOLDER is None, reason="LAB_FLASHINFER_0613 names no folder with FlashInfer 0.6.13")
 @pytest.mark.usefixtures("_launcher")
 def test_0613_with_its_own_table_launches_the_same_and_lacks_nothing() -> None:
-    program = "import json; from tests.dry_run import test_exact_table as test; print(json.dumps(test.launched()))"
-    path = os.pathsep.join([str(FOLDER), os.getcwd()])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": path},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    exact = json.loads(done.stdout.splitlines()[-1])
+    exact = told_by("tests.dry_run.test_exact_table", "launched", str(FOLDER))
     assert exact.pop("lacks") == []
     newer = json.loads(json.dumps(launched()))
     newer.pop("lacks")

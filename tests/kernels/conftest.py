@@ -6,14 +6,17 @@ from typing import Any
 import pytest
 import torch
 
+from lab.gpus import Capability
 from lab.kernels import flashinfer_call, support
+from lab.kernels.peers import flashinfer_mla, flashinfer_paged, flashinfer_ragged
 from lab.kernels.portable import mla_decode, paged
 from lab.kernels.portable.key_shares import Shares
 from tests.devices import DEVICES
 from tests.kernels.portable_calls import PortableKernel
 from tests.kernels.simulated import MEBIBYTE
+from tests.kernels.simulated_flashinfer import SimulatedFlashInfer
 
-SimulatedOn = Callable[..., Any]
+Simulate = Callable[..., Any]
 Split = Callable[..., None]
 
 
@@ -45,18 +48,19 @@ def kernel(request: pytest.FixtureRequest, device: str, split: Split) -> Portabl
 
 
 @pytest.fixture
-def simulated_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedOn]:
-    """Return a function of (capability, simulation, modules that ask for the installed functions); the workspace is small."""
+def simulate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Simulate]:
+    """Put a simulated FlashInfer on a GPU of some capability in the place of the installed one; the workspace is small."""
 
-    def start(capability: tuple[int, int], simulation: Any, *modules: Any) -> Any:
+    def start(capability: Capability = (9, 0), stand_in: Any = None, **options: Any) -> Any:
+        simulated = stand_in or SimulatedFlashInfer(capability[0], **options)
         for module in (flashinfer_call, support):
             monkeypatch.setattr(module, "capability_of", lambda device: capability)
         monkeypatch.setattr(flashinfer_call, "SCRATCH_BYTES", 4 * MEBIBYTE)
         monkeypatch.setattr(flashinfer_call, "LEAST_SCRATCH_BYTES", 4096)
-        for module in modules:
-            monkeypatch.setattr(module, "installed", simulation.installed)
+        for module in (flashinfer_call, flashinfer_mla, flashinfer_paged, flashinfer_ragged):
+            monkeypatch.setattr(module, "installed", simulated.installed)
         forget()
-        return simulation
+        return simulated
 
     yield start
     forget()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.kernels.simulated import attend, paged
+from tests.kernels.simulated import attend_request, paged
 
 
 @dataclass
@@ -75,13 +75,12 @@ class SimulatedFlashAttention4:
         log2 = torch.full((len(rows), heads), math.nan)
         assert max(last - first for first, last in itertools.pairwise(offsets)) <= max_seqlen_q
         assert int(seqused_k.max()) <= max_seqlen_k
+        window_left = -1 if window_size_left is None else window_size_left
+        rule = {"causal": causal, "window_left": window_left, "sinks": learnable_sink}
         for request, kv_len in enumerate(seqused_k.tolist()):
             keys, values = (paged(cache.transpose(1, 2), page_table[request], kv_len) for cache in (k, v))
-            for row in range(*offsets[request : request + 2]):
-                position = kv_len - (offsets[request + 1] - row)
-                first = 0 if window_size_left is None else max(position - window_size_left, 0)
-                seen = [key for key in range(first, kv_len) if key <= position or not causal]
-                attend(rows[row], keys, values, seen, softmax_scale, 1.0, learnable_sink, written[row], log2[row])
+            own = range(*offsets[request : request + 2])
+            attend_request(rows, own, keys, values, (softmax_scale, 1.0), written, log2, **rule)
         if lse is not None:
             assert lse.is_contiguous()
             assert lse.dtype == torch.float32

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.autograd import DeviceType
 
 from lab import references
@@ -15,6 +14,9 @@ from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.kernels import flashinfer_call, trtllm
 from lab.metadata.engine.capture import capturing
 from lab.timing.host_time import host_time
+from tests.cases import CONTEXT, DECODE, Arguments
+from tests.kernels.adapter_calls import case, into
+from tests.kernels.held import on
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,79 +29,35 @@ pytestmark = [
 ]
 
 MOST_ADDED_US = 2.0
-DECODE, CONTEXT = "trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache"
-NUM_QO_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 64  # llama 3.1 8B
+LLAMA: Arguments = {"heads": (32, 8), "head_dim": 128, "page_size": 64, "bmm1_scale": 128**-0.5}  # 3.1 8B
 KV_LENS = (64, 64)  # so little that the GPU keeps up with the host
-PAGES = 6
 BF16_BOUND = 4 * 2.0**-8  # weights and output rounded once, each at most one unit roundoff of its vector, times two
 
-Arguments = dict[str, Any]
 
-
-def pool() -> Tensor:
-    """K and V as halves of one allocation, as an engine's: [2, num_pages, page_size, num_kv_heads, head_dim]."""
-    generator = torch.Generator(device="cuda").manual_seed(0)
-    shape = (2, PAGES, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM)
-    return torch.randn(shape, dtype=torch.bfloat16, device="cuda", generator=generator)
-
-
-def int32(values: Any) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device="cuda")
-
-
-def new_workspace() -> Tensor:
-    return torch.zeros(SEMAPHORE_BYTES + flashinfer_call.SCRATCH_BYTES, dtype=torch.uint8, device="cuda")
+def posed(function: str, q_len: Any, **changes: Any) -> Arguments:
+    """Everything given that the adapter would make, so that FlashInfer's own function takes the same arguments."""
+    workspace = torch.zeros(SEMAPHORE_BYTES + flashinfer_call.SCRATCH_BYTES, dtype=torch.uint8)
+    arguments = case(function, q_len, KV_LENS, into(), **LLAMA, workspace_buffer=workspace, **changes)
+    return {name: on("cuda", value) for name, value in arguments.items()}
 
 
 def decode_arguments(q_len: int) -> Arguments:
-    """Everything given that the adapter would make, so that FlashInfer's own function takes the same arguments."""
-    cache = pool()
-    query = torch.randn(len(KV_LENS) * q_len, NUM_QO_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-    mask = trtllm.causal_mask(len(KV_LENS), q_len, query.device) if q_len > 1 else None
+    arguments = posed(DECODE, q_len)
+    mask = trtllm.causal_mask(len(KV_LENS), q_len, arguments["query"].device) if q_len > 1 else None
+    return arguments | {"mask": mask}
+
+
+def context_calls() -> dict[str, Arguments]:
+    """Prompts of the whole lengths, the same K/V and pages in the three forms that the adapter hands to fmha_v2."""
+    arguments = posed(CONTEXT, KV_LENS, kv_layout="NHD")
+    halves, ids = torch.stack(arguments["kv_cache"]), arguments["block_tables"]
     return {
-        "query": query,
-        "kv_cache": tuple(cache.transpose(2, 3)),
-        "workspace_buffer": new_workspace(),
-        "block_tables": int32([[3], [1]]),
-        "seq_lens": int32(KV_LENS),
-        "max_seq_len": max(KV_LENS),
-        "bmm1_scale": HEAD_DIM**-0.5,
-        "out": torch.empty_like(query),
-        "q_len_per_req": q_len,
-        "mask": mask,
-    }
-
-
-def context_arguments() -> Arguments:
-    """Prompts of the whole lengths, over `pool`; without `kv_cache` and `block_tables`."""
-    rows = sum(KV_LENS)
-    query = torch.randn(rows, NUM_QO_HEADS, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-    offsets = int32([0, KV_LENS[0], rows])
-    return {
-        "query": query,
-        "workspace_buffer": new_workspace(),
-        "seq_lens": int32(KV_LENS),
-        "max_q_len": max(KV_LENS),
-        "max_kv_len": max(KV_LENS),
-        "bmm1_scale": HEAD_DIM**-0.5,
-        "bmm2_scale": 1.0,
-        "batch_size": len(KV_LENS),
-        "cum_seq_lens_q": offsets,
-        "cum_seq_lens_kv": offsets,
-        "kv_layout": "NHD",
-        "out": torch.empty_like(query),
-    }
-
-
-def pools() -> dict[str, Arguments]:
-    """The same K/V and pages in the three forms that the adapter hands to fmha_v2."""
-    halves, ids = pool(), int32([[3], [1]])
-    return {
-        "halves": {"kv_cache": (halves[0], halves[1]), "block_tables": ids},
-        "stacked": {"kv_cache": halves.transpose(0, 1).contiguous(), "block_tables": ids},
-        "expanded table": {
+        "halves": arguments | {"kv_cache": (halves[0], halves[1])},
+        "stacked": arguments | {"kv_cache": halves.transpose(0, 1).contiguous()},
+        "expanded table": arguments
+        | {
             "kv_cache": (halves.flatten(0, 1),) * 2,
-            "block_tables": torch.stack((ids, ids + PAGES), dim=1),
+            "block_tables": torch.stack((ids, ids + halves.shape[1]), dim=1),
             "uses_shared_paged_kv_idx": False,
         },
     }
@@ -143,8 +101,7 @@ def test_the_decode_call_adds_no_gpu_work(q_len: int) -> None:
 
 def test_the_context_call_adds_one_launch_for_a_split_pool_and_else_none() -> None:
     work = {}
-    for name, cache in pools().items():
-        arguments = context_arguments() | cache
+    for name, arguments in context_calls().items():
         prepared = trtllm.prepare_trtllm_batch_context_with_kv_cache(**arguments)
         work[name] = gpu_work(prepared)
         truth = references.trtllm_batch_context_with_kv_cache(**arguments | {"out": None, "out_dtype": torch.float64})
@@ -157,7 +114,7 @@ def test_the_context_call_adds_one_launch_for_a_split_pool_and_else_none() -> No
 @pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "called"])
 def test_a_graph_of_a_split_pool_follows_its_page_table(prepared: bool) -> None:
     """Captured once; the table's new contents are in each replay."""
-    arguments = context_arguments() | pools()["halves"]
+    arguments = context_calls()["halves"]
     call = functools.partial(getattr(trtllm, CONTEXT), **arguments)
     if prepared:
         call = trtllm.prepare_trtllm_batch_context_with_kv_cache(**arguments)
@@ -166,8 +123,8 @@ def test_a_graph_of_a_split_pool_follows_its_page_table(prepared: bool) -> None:
     graph = torch.cuda.CUDAGraph()
     with capturing(graph):
         call()
-    for ids in ([[3], [1]], [[0], [5]]):
-        arguments["block_tables"].copy_(int32(ids))
+    for shift in (0, 1):
+        arguments["block_tables"].copy_(arguments["block_tables"].roll(shift, dims=0))
         arguments["out"].fill_(float("nan"))
         graph.replay()
         truth = references.trtllm_batch_context_with_kv_cache(**arguments | {"out": None, "out_dtype": torch.float64})

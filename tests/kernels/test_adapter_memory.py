@@ -1,7 +1,8 @@
 """The memory that the adapter hands each backend: XQA its semaphores, trtllm-gen scratch and counters, of one workspace."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,51 +11,22 @@ from torch import Tensor
 
 from lab import references
 from lab.calls.workspace import SEMAPHORE_BYTES, semaphores_and_scratch
-from lab.kernels import flashinfer_call, support, trtllm
-from tests import cases
-from tests.cases import context_arguments, decode_arguments, random_batch
+from lab.gpus import Capability
+from lab.kernels import trtllm
+from tests.cases import CONTEXT, DECODE, MLA, RAGGED, Arguments
+from tests.kernels.adapter_calls import SM90, SM100, SM103, SM120, context, decode, mla, ragged
+from tests.kernels.conftest import Simulate
 
-SM90, SM100, SM103, SM120 = (9, 0), (10, 0), (10, 3), (12, 0)
 SCRATCH = 4 * 2**20
-BF16 = torch.bfloat16
-PLAIN = {"out_dtype": None, "return_lse": False}
-
-Arguments = dict[str, Any]
-On = Callable[..., "FlashInfer"]
-
-
-def decode(**changes: Any) -> Arguments:
-    return decode_arguments(random_batch((1, 1), (20, 33), head_dim=64, dtype=BF16), **PLAIN | changes)
-
-
-def context(**changes: Any) -> Arguments:
-    return context_arguments(random_batch((5, 3), (20, 33), head_dim=64, dtype=BF16), **PLAIN | changes)
-
-
-def mla(**changes: Any) -> Arguments:
-    """Page tables of whole 128 tokens and 128 heads, which XQA takes too."""
-    batch = cases.latent_batch((1, 1), (70, 90), heads=128, rank=512, rope=64, dtype=BF16)
-    usual = {"out": None, "return_lse": False, "return_lse_base": None, "bmm1_scale": 0.05}
-    return cases.mla_arguments(batch, 64, **usual | changes)
-
-
-def ragged(**changes: Any) -> Arguments:
-    batch = cases.ragged_batch((4, 6), (4, 6), heads=(2, 2), dims=(192, 128), dtype=BF16)
-    return cases.ragged_arguments(batch, **{"out": None, "return_lse": False, "bmm1_scale": 0.05} | changes)
-
-
-CALLS = {
-    "trtllm_batch_decode_with_kv_cache": decode,
-    "trtllm_batch_context_with_kv_cache": context,
-    "trtllm_batch_decode_with_kv_cache_mla": mla,
-    "trtllm_ragged_attention_deepseek": ragged,
+CALLS: dict[str, Callable[..., Arguments]] = {
+    DECODE: partial(decode, 1, (20, 33)),
+    CONTEXT: partial(context, (5, 3), (20, 33)),
+    MLA: partial(mla, 1, (70, 90), heads=128),  # page tables of whole 128 tokens, which XQA takes too
+    RAGGED: partial(ragged, (4, 6), (4, 6)),
 }
-COUNTING = tuple(CALLS)[:3]  # the ragged call has no counters
-WITH_XQA = [
-    ("trtllm_batch_decode_with_kv_cache", SM90),
-    ("trtllm_batch_decode_with_kv_cache", SM120),
-    ("trtllm_batch_decode_with_kv_cache_mla", SM120),
-]
+COUNTING = (DECODE, CONTEXT, MLA)  # the ragged call has no counters
+WITH_XQA = [(DECODE, SM90), (DECODE, SM120), (MLA, SM120)]
+On = Callable[..., "FlashInfer"]
 
 
 class FlashInfer:
@@ -82,26 +54,9 @@ class FlashInfer:
 
 
 @pytest.fixture
-def on(monkeypatch: pytest.MonkeyPatch) -> Iterator[On]:
+def on(simulate: Simulate) -> On:
     """FlashInfer on a GPU of some capability."""
-
-    def start(capability: tuple[int, int], lacks: str = "") -> FlashInfer:
-        for module in (flashinfer_call, support):
-            monkeypatch.setattr(module, "capability_of", lambda device: capability)
-        monkeypatch.setattr(flashinfer_call, "SCRATCH_BYTES", SCRATCH)
-        monkeypatch.setattr(flashinfer_call, "LEAST_SCRATCH_BYTES", 4096)
-        flashinfer = FlashInfer(lacks)
-        monkeypatch.setattr(flashinfer_call, "installed", flashinfer.installed)
-        forget()
-        return flashinfer
-
-    yield start
-    forget()
-
-
-def forget() -> None:
-    flashinfer_call.workspace_of.cache_clear()
-    flashinfer_call.installed_taking.cache_clear()
+    return lambda capability, lacks="": simulate(capability, FlashInfer(lacks))
 
 
 def new_workspace() -> Tensor:
@@ -115,9 +70,7 @@ def place(part: Tensor, workspace: Tensor) -> tuple[int, int]:
 
 @pytest.mark.parametrize("capability", [SM100, SM103])
 @pytest.mark.parametrize("name", COUNTING)
-def test_trtllm_gen_is_handed_the_scratch_and_counts_in_the_zeros(
-    on: On, name: str, capability: tuple[int, int]
-) -> None:
+def test_trtllm_gen_is_handed_the_scratch_and_counts_in_the_zeros(on: On, name: str, capability: Capability) -> None:
     flashinfer, workspace = on(capability), new_workspace()
     getattr(trtllm, name)(**CALLS[name](workspace_buffer=workspace))
     (call,) = flashinfer.calls
@@ -135,12 +88,12 @@ def test_the_ragged_call_is_handed_the_scratch(on: On) -> None:
 
 def new_tokens(workspace: Tensor) -> Arguments:
     """A ragged call in which every row sees a key, which one tensor of offsets says."""
-    arguments = ragged(workspace_buffer=workspace)
+    arguments = CALLS[RAGGED](workspace_buffer=workspace)
     return arguments | {"cum_seq_lens_kv": arguments["cum_seq_lens_q"]}
 
 
 @pytest.mark.parametrize(("name", "capability"), WITH_XQA)
-def test_xqa_is_handed_all_of_it_and_no_counters(on: On, name: str, capability: tuple[int, int]) -> None:
+def test_xqa_is_handed_all_of_it_and_no_counters(on: On, name: str, capability: Capability) -> None:
     flashinfer, workspace = on(capability), new_workspace()
     counters = torch.zeros(1024, dtype=torch.uint8)
     getattr(trtllm, name)(**CALLS[name](workspace_buffer=workspace, multi_ctas_kv_counter_buffer=counters))
@@ -162,7 +115,7 @@ def test_xqa_meets_zeros_after_trtllm_gen_on_one_workspace(on: On, name: str, is
     flashinfer, workspace = on(SM100), None if is_own else new_workspace()
     for _ in range(2):
         getattr(trtllm, name)(**CALLS[name](workspace_buffer=workspace))
-        trtllm.trtllm_batch_decode_with_kv_cache(**decode(workspace_buffer=workspace, backend="xqa"))
+        trtllm.trtllm_batch_decode_with_kv_cache(**CALLS[DECODE](workspace_buffer=workspace, backend="xqa"))
     first, xqa, again, _ = flashinfer.calls
     assert place(first["workspace_buffer"], xqa["workspace_buffer"]) == (SEMAPHORE_BYTES, SCRATCH)
     for memory in ("workspace_buffer", "multi_ctas_kv_counter_buffer"):
@@ -174,13 +127,13 @@ def test_a_decode_s_partial_results_have_room_after_its_statistics(on: On) -> No
     flashinfer = on(SM100)
     statistics_bytes = 2 * 4 * 256 * 8 + 2**20
     enough = torch.zeros(SEMAPHORE_BYTES + statistics_bytes + 4096, dtype=torch.uint8)
-    assert decode()["query"].shape[:2] == (2, 4)
-    trtllm.trtllm_batch_decode_with_kv_cache(**decode(workspace_buffer=enough, return_lse=True))
-    trtllm.trtllm_batch_decode_with_kv_cache(**decode(workspace_buffer=enough, lse=torch.empty(2, 4)))
+    assert CALLS[DECODE]()["query"].shape[:2] == (2, 4)
+    trtllm.trtllm_batch_decode_with_kv_cache(**CALLS[DECODE](workspace_buffer=enough, return_lse=True))
+    trtllm.trtllm_batch_decode_with_kv_cache(**CALLS[DECODE](workspace_buffer=enough, lse=torch.empty(2, 4)))
     assert len(flashinfer.calls) == 2
     with pytest.raises(ValueError, match=rf"has {enough.nbytes - 16} bytes.*{statistics_bytes + 4096} of scratch"):
-        trtllm.trtllm_batch_decode_with_kv_cache(**decode(workspace_buffer=enough[16:], return_lse=True))
-    trtllm.trtllm_batch_decode_with_kv_cache(**decode(workspace_buffer=enough[16:]))
+        trtllm.trtllm_batch_decode_with_kv_cache(**CALLS[DECODE](workspace_buffer=enough[16:], return_lse=True))
+    trtllm.trtllm_batch_decode_with_kv_cache(**CALLS[DECODE](workspace_buffer=enough[16:]))
 
 
 @pytest.mark.parametrize("name", COUNTING)

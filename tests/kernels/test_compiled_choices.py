@@ -1,5 +1,6 @@
 """The Triton kernels that the host code chooses fit every GPU that it knows: compiled without one, as recorded."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,29 +11,55 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 RECORD = Path("results/blackwell-dry-run/portable.json")
+WITHOUT_A_GPU = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="Triton compiles for this machine's GPU in the other tests"
+)
+# Of a thread, where 168 are the registers of each when all have as many; most lie outside the loops over tiles.
+MOST_SPILL_BYTES = 256
+SM90_SHARED_BYTES = 232_448  # of a program, by the CUDA C++ Programming Guide
+HOPPER_MLA = """
+import dataclasses, json
+from tests.kernels.every_choice import mla
+from tests.kernels.gpu_target import gpu_target
+with gpu_target((9, 0)) as compiled:
+    for heads, q_len, page_size in ((128, 1, 64), (16, 4, 16)):
+        mla(heads, page_size=page_size, q_len=q_len)
+print(json.dumps([dataclasses.asdict(each) for each in compiled]))
+"""
 
 
-def run(task: str) -> str:
-    """The module's output, compiled: in another process, for this one may be the interpreter's.
+def run(*words: str) -> str:
+    """What Python prints that compiles: another process, for this one may be the interpreter's.
 
     FlashInfer, once imported, names another assembler than Triton's own to Triton, which then writes other PTX.
     """
-    of_other_tests = ("TRITON_INTERPRET", "TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
-    environment = {name: value for name, value in os.environ.items() if name not in of_other_tests}
-    command = [sys.executable, "-m", "tests.kernels.compiled_choices", task, str(RECORD)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    environment |= {name: os.environ[name] for name in ("TRITON_CACHE_DIR",) if name in os.environ}
     done = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)}
+        [sys.executable, *words], capture_output=True, text=True, cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)}
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for this machine's GPU in the other tests")
+@WITHOUT_A_GPU
 def test_every_choice_is_the_recorded_one_and_fits() -> None:
-    assert run("--check") == "all choices are the record's, and fit\n"
+    checked = run("-m", "tests.kernels.compiled_choices", "--check", str(RECORD))
+    assert checked == "all choices are the record's, and fit\n"
 
 
 def test_the_page_has_the_tables_of_the_record() -> None:
     page = (ROOT / RECORD).with_suffix(".md").read_text()
-    for table in run("--tables").strip().split("\n\n"):
+    for table in run("-m", "tests.kernels.compiled_choices", "--tables", str(RECORD)).strip().split("\n\n"):
         assert table in page
+
+
+@WITHOUT_A_GPU
+def test_registers_and_shared_memory_suffice_for_mla_on_sm90() -> None:
+    compiled = json.loads(run("-c", HOPPER_MLA).splitlines()[-1])
+    found = [each for each in compiled if each["kernel"] == "hopper_mla_kernel"]
+    assert len(found) == 2
+    for each in found:
+        assert each["matrix"] == ["wgmma"]
+        assert max(each["spill_store_bytes"], each["spill_load_bytes"]) <= MOST_SPILL_BYTES
+        assert each["shared_bytes"] <= SM90_SHARED_BYTES

@@ -145,37 +145,24 @@ def correct(**arguments: Any) -> None:
     write_boundaries(boundaries, arguments["kv_indptr"])
 
 
-def with_other(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Writer:
-    """Right, for other arguments."""
-    return lambda **arguments: correct(**arguments | change(arguments))
-
-
-def afterwards(spoil: Callable[[dict[str, Any]], object]) -> Writer:
-    """Right, and then something is spoilt."""
+def defect(
+    given: Callable[[dict[str, Any]], dict[str, Any]] = lambda _: {},
+    *,
+    lists: Callable[[list[Tensor], dict[str, Any]], list[Tensor]] | None = None,
+    boundaries: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    spoil: Callable[[dict[str, Any]], object] = lambda _: None,
+) -> Writer:
+    """Right for other arguments; or right, and then the lists are changed, or the boundaries are those for other arguments,
+    or something is spoilt.
+    """
 
     def write(**arguments: Any) -> None:
-        correct(**arguments)
+        correct(**arguments | given(arguments))
+        if lists is not None:
+            write_lists(lists(refer(arguments)[0], arguments), arguments["kv_indices"])
+        if boundaries is not None:
+            write_boundaries(refer(arguments | boundaries(arguments))[1], arguments["kv_indptr"])
         spoil(arguments)
-
-    return write
-
-
-def with_other_lists(change: Callable[[list[Tensor], dict[str, Any]], list[Tensor]]) -> Writer:
-    """Right boundaries, other lists."""
-
-    def write(**arguments: Any) -> None:
-        correct(**arguments)
-        write_lists(change(refer(arguments)[0], arguments), arguments["kv_indices"])
-
-    return write
-
-
-def with_other_boundaries(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Writer:
-    """Right lists, and the boundaries for other arguments."""
-
-    def write(**arguments: Any) -> None:
-        correct(**arguments)
-        write_boundaries(refer(arguments | change(arguments))[1], arguments["kv_indptr"])
 
     return write
 
@@ -239,53 +226,55 @@ def nothing(**_: Any) -> None:
 
 DEFECTS: dict[str, Writer] = {
     "nothing is written": nothing,
-    "no drafted token": with_other_lists(
-        lambda lists, given: [
+    "no drafted token": defect(
+        lists=lambda lists, given: [
             given["req_to_token"].new_zeros(len(slots)).long() if step == 0 else slots
             for step, slots in enumerate(lists)
         ]
     ),
-    "the step before's lists": with_other_lists(lambda lists, _: [lists[0], *lists[:-1]]),
+    "the step before's lists": defect(lists=lambda lists, _: [lists[0], *lists[:-1]]),
     "the next step's lists and boundaries": steps_shifted_by_one,
-    "branches without pages": with_other(lambda given: {} if of_pages(given) else {"page_size": 1}),
-    "pages of another size": with_other(lambda given: {} if of_pages(given) else {"page_size": 2 * given["page_size"]}),
-    "branches side by side": with_other_lists(interleave_branches),
-    "boundaries from the lengths": with_other(
+    "branches without pages": defect(lambda given: {} if of_pages(given) else {"page_size": 1}),
+    "pages of another size": defect(lambda given: {} if of_pages(given) else {"page_size": 2 * given["page_size"]}),
+    "branches side by side": defect(lists=interleave_branches),
+    "boundaries from the lengths": defect(
         lambda given: {"positions": given["paged_kernel_lens"].repeat_interleave(given["topk"])}
     ),
-    "lists from the positions": with_other(
+    "lists from the positions": defect(
         lambda given: {"paged_kernel_lens": given["positions"][:: given["topk"]].clamp(max=20)}
     ),
-    "rows in order": with_other(lambda given: {"req_pool_indices": torch.arange(len(given["req_pool_indices"]))}),
-    "rows only once": with_other(lambda given: {"req_pool_indices": given["req_pool_indices"].sort().values}),
-    "a block copied twice": with_other_lists(first_block_again),
-    "a slot after the last list": afterwards(one_more),
-    "rows cleared first": with_other_lists(
-        lambda lists, given: [torch.cat([slots, slots.new_zeros(given["kv_indices"].shape[1])]) for slots in lists]
+    "rows in order": defect(lambda given: {"req_pool_indices": torch.arange(len(given["req_pool_indices"]))}),
+    "rows only once": defect(lambda given: {"req_pool_indices": given["req_pool_indices"].sort().values}),
+    "a block copied twice": defect(lists=first_block_again),
+    "a slot after the last list": defect(spoil=one_more),
+    "rows cleared first": defect(
+        lists=lambda lists, given: [
+            torch.cat([slots, slots.new_zeros(given["kv_indices"].shape[1])]) for slots in lists
+        ]
     ),
-    "lists not cut": afterwards(not_cut),
-    "positions beyond the columns read the last": with_other(beyond_the_columns),
-    "boundary 0 written": afterwards(lambda given: given["kv_indptr"][: len(given["kv_indices"]), 0].zero_()),
-    "a boundary too many": afterwards(lambda given: given["kv_indptr"][0, -1].zero_()),
-    "boundaries of a spare row": afterwards(lambda given: given["kv_indptr"][-1].zero_()),
-    "the last boundary missing": afterwards(
-        lambda given: given["kv_indptr"][:, len(given["positions"])].fill_(given["kv_indptr"][0, 0])
+    "lists not cut": defect(spoil=not_cut),
+    "positions beyond the columns read the last": defect(beyond_the_columns),
+    "boundary 0 written": defect(spoil=lambda given: given["kv_indptr"][: len(given["kv_indices"]), 0].zero_()),
+    "a boundary too many": defect(spoil=lambda given: given["kv_indptr"][0, -1].zero_()),
+    "boundaries of a spare row": defect(spoil=lambda given: given["kv_indptr"][-1].zero_()),
+    "the last boundary missing": defect(
+        spoil=lambda given: given["kv_indptr"][:, len(given["positions"])].fill_(given["kv_indptr"][0, 0])
     ),
-    "slots in 32 bits": with_other_lists(lambda lists, _: [slots.int().long() for slots in lists]),
-    "slots in 16 bits": with_other_lists(lambda lists, _: [slots.short().long() for slots in lists]),
-    "a window ignored": with_other(lambda _: {"window_size": 0, "sink_size": 0}),
-    "a sink ignored": with_other(lambda _: {"sink_size": 0}),
-    "a window without boundaries": with_other_boundaries(lambda _: {"window_size": 0, "sink_size": 0}),
-    "pages taken for slots": with_other(
+    "slots in 32 bits": defect(lists=lambda lists, _: [slots.int().long() for slots in lists]),
+    "slots in 16 bits": defect(lists=lambda lists, _: [slots.short().long() for slots in lists]),
+    "a window ignored": defect(lambda _: {"window_size": 0, "sink_size": 0}),
+    "a sink ignored": defect(lambda _: {"sink_size": 0}),
+    "a window without boundaries": defect(boundaries=lambda _: {"window_size": 0, "sink_size": 0}),
+    "pages taken for slots": defect(
         lambda given: {
             "entry_page_size": 1,
             "req_to_token": given["req_to_token"].repeat_interleave(given.get("entry_page_size", 1), 1),
         }
     ),
-    "virtual slots left": with_other(lambda _: {"v2p": None}),
-    "unmapped pages in page 0": with_other(lambda given: {"v2p": given["v2p"].clamp(min=0)} if "v2p" in given else {}),
-    "a length is changed": afterwards(lambda given: given["paged_kernel_lens"].add_(1)),
-    "the request table is changed": afterwards(lambda given: given["req_to_token"][0].zero_()),
+    "virtual slots left": defect(lambda _: {"v2p": None}),
+    "unmapped pages in page 0": defect(lambda given: {"v2p": given["v2p"].clamp(min=0)} if "v2p" in given else {}),
+    "a length is changed": defect(spoil=lambda given: given["paged_kernel_lens"].add_(1)),
+    "the request table is changed": defect(spoil=lambda given: given["req_to_token"][0].zero_()),
 }
 
 
@@ -310,7 +299,7 @@ def test_the_check_names_the_first_wrong_cell() -> None:
         AssertionError,
         match=r"cells of kv_indptr or of the memory around it are wrong.*\[1, 9\], holds 0 and should hold 4.*lens",
     ):
-        assert_lists_right(afterwards(lambda given: given["kv_indptr"][0, 1].zero_()), DraftListsCase((3,)))
+        assert_lists_right(defect(spoil=lambda given: given["kv_indptr"][0, 1].zero_()), DraftListsCase((3,)))
 
 
 # --- refusals and imports -----------------------------------------------------------------------------------------

@@ -132,12 +132,15 @@ def test_pages_before_a_window_are_nobodys(count: int | None) -> None:
     run(CONTEXT, arguments, shares=None if count is None else Shares(count))
 
 
+SHARES = {
+    DECODE: ([(17, (8, 1)), (17, (16, 2))], [(1, [300, 70]), (3, [1000]), (5, [700, 1, 64, 900]), (2, [0, 129])]),
+    MLA: ([(1, 64), (2, 48)], [(4, [1000]), (7, [700, 2, 64, 900]), (2, [0, 129]), (29, [500, 100])]),
+}
+
+
 @pytest.mark.parametrize(
-    ("function", "q_len", "heads"), [(DECODE, 17, (8, 1)), (DECODE, 17, (16, 2)), (MLA, 1, 64), (MLA, 2, 48)], ids=str
-)
-@pytest.mark.parametrize(
-    ("count", "kv_lens"),
-    [(1, [300, 70]), (3, [1000]), (5, [700, 1, 64, 900]), (2, [0, 129]), (7, [700, 2, 64]), (29, [500, 100])],
+    ("function", "q_len", "heads", "count", "kv_lens"),
+    [(name, *rows, *keys) for name, (of_rows, of_keys) in SHARES.items() for rows in of_rows for keys in of_keys],
 )
 def test_shares(function: str, q_len: int, heads: Any, count: int, kv_lens: list[int]) -> None:
     arguments = pose(function, [q_len] * len(kv_lens), kv_lens, heads=heads, bmm2_scale=0.5)

@@ -23,7 +23,8 @@ from lab.kernels.portable import hopper, kept_calls, triton_call
 from lab.kernels.portable.hopper_attention import hopper_attention_kernel
 from lab.kernels.portable.kept_calls import facts_of, kept, kept_at_once
 from lab.kernels.portable.triton_call import TritonCall, TritonLaunch, new_scratch
-from tests.calls.test_calls import BAD, FUNCTIONS, Row, good_arguments
+from tests.calls.breaks import Bad
+from tests.calls.test_calls import BAD, FUNCTIONS, good_arguments
 from tests.cases import context_arguments, random_batch
 from tests.devices import ON_GPU
 from tests.kernels.every_triton_kernel import mla_arguments
@@ -261,10 +262,10 @@ def test_tensors_in_one_place_are_kept_from_being_confused(launches: Launches) -
     assert counted.prepared == 3
 
 
-@pytest.mark.parametrize(("call", "row"), [pytest.param(c, r, id=f"{c}-{r.name}") for r in BAD for c in r.calls])
-def test_bad_input_is_refused_after_a_good_call(launches: Launches, call: str, row: Row) -> None:
+@pytest.mark.parametrize(("call", "row"), BAD, ids=[f"{call}-{row[0]}" for call, row in BAD])
+def test_bad_input_is_refused_after_a_good_call(launches: Launches, call: str, row: Bad) -> None:
     good, counted = good_arguments(call) | {"lse": torch.zeros(4, 4)}, Counted(FUNCTIONS[call])
-    bad = good | row.breaks(good)
+    bad = good | row[1](good)
     expected = launches.of(counted.fresh, bad)  # launches where contents alone are wrong, which nobody reads on a GPU
     for arguments in (good, good, good, bad, bad, bad, good, bad):
         last = launches.of(counted.keeping, arguments)

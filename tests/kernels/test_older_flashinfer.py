@@ -5,10 +5,7 @@ They are not installed here. A folder has one of each, and `LAB_FLASHINFER_RELEA
 """
 
 import importlib
-import json
 import os
-import subprocess
-import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +17,7 @@ from torch import Tensor
 
 from lab.calls.problem import E4M3
 from tests.dry_run import calls
+from tests.dry_run.on_a_b200 import told_by
 
 FOLDER = os.environ.get("LAB_FLASHINFER_RELEASES")
 RELEASES = sorted(path.name for path in Path(FOLDER).iterdir() if (path / "flashinfer").exists()) if FOLDER else []
@@ -82,7 +80,7 @@ def _plain(value: Any) -> Any:
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_release_is_called_as_the_newest_or_refused_in_a_sentence(release: str) -> None:
     here = importlib.metadata.version("flashinfer-python")
-    old, new = (_told_by(path) for path in (str(Path(str(FOLDER)) / release), ""))
+    old, new = (told_by("tests.kernels.test_older_flashinfer", "told", each) for each in (f"{FOLDER}/{release}", ""))
     version = tuple(int(part) for part in release.split(".")[:3])
     assert old["LSE"] == new["LSE"] == "XQA computes no LSE"
     for name in set(DECODE) - {"LSE"}:
@@ -98,18 +96,3 @@ def test_a_release_is_called_as_the_newest_or_refused_in_a_sentence(release: str
         assert "takes K and V as one [num_pages, 2, ...] tensor alone" in old["halves"]
     else:
         assert old["halves"] == new["halves"]
-
-
-def _told_by(folder: str) -> dict[str, Any]:
-    """Return `told` of a fresh Python that finds FlashInfer in a folder, or as it is installed."""
-    program = "import json; from tests.kernels import test_older_flashinfer as test; print(json.dumps(test.told()))"
-    path = os.pathsep.join(filter(None, (folder, os.getcwd())))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": path},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer

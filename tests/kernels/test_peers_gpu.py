@@ -14,45 +14,39 @@ from lab.kernels.support import why_not
 from lab.kernels.support.packages import FLASH_ATTENTION_4
 from lab.kernels.support.peers import FA2_PAGED, FA3_PAGED
 from lab.references import assert_close_to_reference
+from tests.cases import Arguments
 from tests.devices import graph_of
-from tests.kernels import test_flash_attention_4_adapter, test_flashinfer_paged_adapters
-from tests.kernels.test_flashinfer_paged_adapters import Arguments, call_of, posed
+from tests.kernels.adapter_calls import function_of, posed
+from tests.kernels.held import on
+from tests.kernels.test_peers import RIGHT, RIGHT_FA4
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
-CASES = [
-    *(
-        (getattr(flashinfer_paged, name[0]), name[1], case)
-        for name, (_, case) in test_flashinfer_paged_adapters.RIGHT.items()
-    ),
-    *((flash_attention_4, name, case) for name, case in test_flash_attention_4_adapter.RIGHT.items()),
-]
 KERNELS = {flashinfer_paged.fa2: FA2_PAGED, flashinfer_paged.fa3: FA3_PAGED, flash_attention_4: FLASH_ATTENTION_4}
-
-
-def on_gpu(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(on_gpu(each) for each in value)
-    return value.cuda() if isinstance(value, torch.Tensor) else value
+CASES = {
+    **{name: (module, case) for name, (module, _, _, case) in RIGHT.items() if module in KERNELS},
+    **{f"FlashAttention-4, {name}": (flash_attention_4, case) for name, case in RIGHT_FA4.items()},
+}
 
 
 def skip_unless_it_runs(implementation: Any, arguments: Arguments) -> None:
     capability = capability_of(torch.device("cuda"))
-    missing = modules_of(AttentionCall(call_of(arguments)), capability)[implementation.__name__]
+    missing = modules_of(AttentionCall(function_of(arguments)), capability)[implementation.__name__]
     reason = missing or why_not(KERNELS[implementation], capability, posed(arguments))
     if reason is not None:
         pytest.skip(reason)
 
 
-@pytest.mark.parametrize(("implementation", "case"), [each[::2] for each in CASES], ids=[each[1] for each in CASES])
-def test_it_is_right_eager_and_in_a_graph(implementation: Any, case: Any) -> None:
-    arguments = {name: on_gpu(value) for name, value in case().items()}
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_right_eager_and_in_a_graph(name: str) -> None:
+    implementation, case = CASES[name]
+    arguments = {argument: on("cuda", value) for argument, value in case().items()}
     skip_unless_it_runs(implementation, arguments)
     try:
-        ready = prepare(PlannedOnce(implementation), call_of(arguments), **arguments)
+        ready = prepare(PlannedOnce(implementation), function_of(arguments), **arguments)
     except FileNotFoundError as error:  # a FlashInfer without its sources compiles nothing
         pytest.skip(f"FlashInfer has no such module here: {error}")
     result = ready()

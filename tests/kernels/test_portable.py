@@ -213,10 +213,9 @@ def test_a_batch_without_rows(kernel: PortableKernel, padding: int) -> None:
 
 @kernels(DECODE, RAGGED, counts=(1,))
 @pytest.mark.parametrize("window_left", [0, 1, 15, 20, 63, 64, 65, 150, 10_000])
-@pytest.mark.parametrize("with_sinks", [False, True])
-def test_windows(kernel: PortableKernel, window_left: int, with_sinks: bool) -> None:
+def test_windows(kernel: PortableKernel, window_left: int) -> None:
     lengths = {DECODE: ([3, 3, 3], [3, 70, 140]), RAGGED: ([1, 70, 200, 3], [300, 150, 200, 130])}[kernel.function]
-    kernel.right(*lengths, window_left=window_left, sinks=sinks_of(2) if with_sinks else None, seed=window_left)
+    kernel.right(*lengths, window_left=window_left, sinks=sinks_of(2) if window_left % 2 else None, seed=window_left)
 
 
 @kernels(DECODE, MLA, RAGGED, counts=(1, 2, 3))
@@ -359,7 +358,7 @@ def test_splits_agree(kernel: PortableKernel, split: Split, options: Arguments) 
     """From a program for all keys to more programs than there are tiles."""
     options = {name: value for name, value in options.items() if name != "window_left" or kernel.function != MLA}
     whole, whole_lse = kernel.right([3, 3], [7, 260], 64, seed=3, out_dtype=FP32, **options)
-    for count in (2, 4, 12):
+    for count in (2, 12):
         split(count)
         out, lse = kernel.right([3, 3], [7, 260], 64, seed=3, out_dtype=FP32, **options)
         assert float(references.relative_l2(out, whole).max()) <= 2 * ROUNDOFF[BF16]

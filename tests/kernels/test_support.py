@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lab.calls import AttentionCall, ContextCall, DecodeCall, Feature, RaggedContextCall
+from lab.calls import AttentionCall, ContextCall, DecodeCall, Feature
 from lab.calls.mla_decode import MLADecodeCall
 from lab.calls.problem import FIELDS, PagedAttention
 from lab.gpus import Capability, family_of
@@ -22,15 +22,8 @@ from lab.kernels.support.trtllm_gen import TRTLLM_GEN_CONTEXT as GEN_CONTEXT
 from lab.kernels.support.trtllm_gen import TRTLLM_GEN_DECODE as GEN_DECODE
 from lab.kernels.support.xqa import XQA
 from tests.cases import context_arguments, decode_arguments, random_batch
-from tests.kernels.test_flash_attention_4_adapter import REFUSED as REFUSED_FA4
-from tests.kernels.test_flashinfer_mla_adapters import REFUSED as REFUSED_MLA
-from tests.kernels.test_flashinfer_mla_adapters import case as mla_case
-from tests.kernels.test_flashinfer_mla_adapters import with_columns
-from tests.kernels.test_flashinfer_paged_adapters import REFUSED as REFUSED_PAGED
-from tests.kernels.test_flashinfer_ragged_adapters import REFUSED as REFUSED_RAGGED
-from tests.kernels.test_flashinfer_ragged_adapters import case as ragged_case
-from tests.kernels.test_flex_attention import REFUSED as REFUSED_FLEX
-from tests.kernels.test_peers_triton import REFUSED as REFUSED_TRITON
+from tests.kernels import test_peers_packages, test_support_peers
+from tests.kernels.adapter_calls import mla, posed, ragged, with_columns
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 E4M3, U8 = torch.float8_e4m3fn, torch.uint8
@@ -149,260 +142,247 @@ ONLY_SM9_10_12 = "XQA needs a GPU of SM90, SM100, SM103, SM120 and SM121, this i
 ONLY_SM9_12 = "trtllm_fmha_v2_prefill needs a GPU of SM90, SM120 and SM121, this is "
 ONLY_SM10 = "needs a GPU of SM100 and SM103, this is "
 
-# kernel, capability, change of the call, what the sentence says (None: supported).
-TABLE: list[tuple[Kernel, Capability | None, dict[str, Any], str | None]] = [
-    # The portable kernel.
-    *[(PORTABLE, gpu, {}, None) for gpu in (CPU, SM80, SM89, SM90, SM100, SM103, SM120, SM121)],
-    (PORTABLE, SM75, {}, "needs a GPU of SM80 and later, this is SM75"),
-    (PORTABLE, SM80, {"kv_dtype": E4M3}, "Triton compiles e4m3 for SM89 and later, and this is SM80"),
-    (PORTABLE, SM80, {"dtype": E4M3, "out_dtype": BF16}, "SM89"),
-    (PORTABLE, SM80, {"out_dtype": E4M3}, "SM89"),
-    *[(PORTABLE, gpu, {"kv_dtype": E4M3}, None) for gpu in (CPU, SM89, SM90, SM121)],
-    *[(PORTABLE, SM90, {"dtype": dtype}, None) for dtype in (BF16, FP16, E4M3)],
-    (PORTABLE, SM90, {"dtype": FP32}, "takes fp16, bf16 or e4m3 queries, not torch.float32"),
-    (PORTABLE, SM90, {"kv_dtype": U8}, "not torch.uint8 (NVFP4)"),
-    *[(PORTABLE, SM90, {"out_dtype": dtype}, None) for dtype in (BF16, FP16, FP32, E4M3)],
-    (PORTABLE, SM90, {"out_dtype": FP64}, "writes fp16, bf16, e4m3 or float32, not torch.float64"),
-    *[(PORTABLE, SM90, {"head_dim": size}, None) for size in (64, 128, 256)],
-    *[(PORTABLE, SM90, {"head_dim": size}, f"64, 128 and 256, not {size}") for size in (32, 80, 192, 512)],
-    *[(PORTABLE, SM90, {"page_size": size}, None) for size in (16, 32, 64, 128)],
-    *[(PORTABLE, SM90, {"page_size": size}, f"16, 32, 64 and 128, not {size}") for size in (1, 8, 256)],
-    (PORTABLE, SM90, {"lse": LSE}, None),
-    (PORTABLE, SM90, {"lse": torch.empty(4, 8)[:, :4]}, "contiguous lse"),
-    (PORTABLE, SM90, {"mask": MASK, "sinks": SINK, "window_left": 3, "bmm1_scale": ONE, "bmm2_scale": ONE}, None),
-    (PORTABLE, SM90, {"cu_seqlens_q": OFFSETS, "return_lse": True, **OTHER_TABLE}, None),
-    (PORTABLE, SM90, {"query_like": transposed, "v_cache_like": transposed}, None),
-    # The portable MLA kernel.
-    *[(PORTABLE_MLA, gpu, {}, None) for gpu in (CPU, SM80, SM89, SM90, SM100, SM103, SM120, SM121)],
-    (PORTABLE_MLA, SM75, {}, "needs a GPU of SM80 and later, this is SM75"),
-    (PORTABLE_MLA, SM80, {"kv_dtype": E4M3}, "Triton compiles e4m3 for SM89 and later, and this is SM80"),
-    (PORTABLE_MLA, SM80, {"out_dtype": E4M3}, "SM89"),
-    *[(PORTABLE_MLA, SM90, {"dtype": dtype}, None) for dtype in (BF16, FP16, E4M3)],
-    *[(PORTABLE_MLA, SM90, {"dtype": dtype, "kv_dtype": E4M3}, None) for dtype in (BF16, FP16)],
-    (
-        PORTABLE_MLA,
-        SM90,
-        {"dtype": FP32},
-        "the portable Triton MLA kernel takes fp16, bf16 or e4m3 queries, not torch.flo",
-    ),
-    *[(PORTABLE_MLA, SM90, {"out_dtype": dtype}, None) for dtype in (BF16, FP16, FP32, E4M3)],
-    (PORTABLE_MLA, SM90, {"out_dtype": FP64}, "the portable Triton MLA kernel writes fp16, bf16, e4m3 or float32"),
-    *[(PORTABLE_MLA, SM90, {"rank": rank}, None) for rank in (16, 32, 64, 128, 256, 512)],
-    *[(PORTABLE_MLA, SM90, {"rank": rank}, f"128, 256 and 512, not {rank}") for rank in (8, 48, 1024)],
-    *[(PORTABLE_MLA, SM90, {"rope": rope}, None) for rope in (16, 32, 64)],
-    *[
-        (PORTABLE_MLA, SM90, {"rope": rope}, f"qk_rope_head_dim of 16, 32 and 64, not {rope}")
-        for rope in (0, 8, 48, 128)
+# Of each kernel: capability, change of the call, what the sentence says (None: supported).
+ROWS: dict[Kernel, list[tuple[Capability | None, dict[str, Any], str | None]]] = {
+    PORTABLE: [
+        *[(gpu, {}, None) for gpu in (CPU, SM80, SM89, SM90, SM100, SM103, SM120, SM121)],
+        (SM75, {}, "needs a GPU of SM80 and later, this is SM75"),
+        (SM80, {"kv_dtype": E4M3}, "Triton compiles e4m3 for SM89 and later, and this is SM80"),
+        (SM80, {"dtype": E4M3, "out_dtype": BF16}, "SM89"),
+        (SM80, {"out_dtype": E4M3}, "SM89"),
+        *[(gpu, {"kv_dtype": E4M3}, None) for gpu in (CPU, SM89, SM90, SM121)],
+        *[(SM90, {"dtype": dtype}, None) for dtype in (BF16, FP16, E4M3)],
+        (SM90, {"dtype": FP32}, "takes fp16, bf16 or e4m3 queries, not torch.float32"),
+        (SM90, {"kv_dtype": U8}, "not torch.uint8 (NVFP4)"),
+        *[(SM90, {"out_dtype": dtype}, None) for dtype in (BF16, FP16, FP32, E4M3)],
+        (SM90, {"out_dtype": FP64}, "writes fp16, bf16, e4m3 or float32, not torch.float64"),
+        *[(SM90, {"head_dim": size}, None) for size in (64, 128, 256)],
+        *[(SM90, {"head_dim": size}, f"64, 128 and 256, not {size}") for size in (32, 80, 192, 512)],
+        *[(SM90, {"page_size": size}, None) for size in (16, 32, 64, 128)],
+        *[(SM90, {"page_size": size}, f"16, 32, 64 and 128, not {size}") for size in (1, 8, 256)],
+        (SM90, {"lse": LSE}, None),
+        (SM90, {"lse": torch.empty(4, 8)[:, :4]}, "contiguous lse"),
+        (SM90, {"mask": MASK, "sinks": SINK, "window_left": 3, "bmm1_scale": ONE, "bmm2_scale": ONE}, None),
+        (SM90, {"cu_seqlens_q": OFFSETS, "return_lse": True, **OTHER_TABLE}, None),
+        (SM90, {"query_like": transposed, "v_cache_like": transposed}, None),
     ],
-    *[(PORTABLE_MLA, SM90, {"page_size": size}, None) for size in (1, 8, 64, 256)],
-    (PORTABLE_MLA, SM90, {"sinks": SINK, "return_lse": True, "bmm1_scale": ONE, "cu_seqlens_q": OFFSETS}, None),
-    # XQA.
-    *[(XQA, gpu, {}, None) for gpu in (SM90, SM100, SM103, SM120, SM121)],
-    (XQA, CPU, {}, ONLY_SM9_10_12 + "a CPU"),
-    (XQA, SM80, {}, ONLY_SM9_10_12 + "SM80"),
-    *[(XQA, SM90, {"dtype": dtype}, None) for dtype in (BF16, FP16)],
-    (XQA, SM90, {"dtype": E4M3}, "XQA takes fp16 or bf16 queries, not torch.float8_e4m3fn"),
-    (XQA, SM90, {"dtype": FP32}, "XQA takes fp16 or bf16 queries, not torch.float32"),
-    (XQA, SM90, {"kv_dtype": E4M3}, None),
-    (XQA, SM90, {"kv_dtype": U8}, "NVFP4 K/V on SM120 and SM121 only, not on SM90"),
-    (XQA, SM100, {"kv_dtype": U8}, "NVFP4 K/V on SM120 and SM121 only, not on SM100"),
-    *[(XQA, gpu, {"kv_dtype": U8}, None) for gpu in (SM120, SM121)],
-    (XQA, SM90, {"out_dtype": FP16}, "XQA writes the query's dtype, or e4m3 with e4m3 K/V, not torch.float16"),
-    (XQA, SM90, {"out_dtype": E4M3}, "e4m3 with e4m3 K/V"),
-    (XQA, SM90, {"out_dtype": E4M3, "kv_dtype": E4M3}, None),
-    (XQA, SM90, {"bmm2_scale": 0.5}, "applies no bmm2_scale to fp16 and bf16 K/V"),
-    (XQA, SM90, {"bmm2_scale": ONE}, "applies no bmm2_scale to fp16 and bf16 K/V"),
-    (XQA, SM90, {"bmm2_scale": 1}, None),
-    *[(XQA, SM90, {"bmm2_scale": scale, "kv_dtype": E4M3}, None) for scale in (0.5, ONE)],
-    (XQA, SM90, {"bmm2_scale": 0.0, "kv_dtype": E4M3}, "divides by bmm2_scale"),
-    *[(XQA, SM90, {"page_size": size}, None) for size in (16, 32, 64, 128)],
-    *[(XQA, SM90, {"page_size": size}, f"16, 32, 64 and 128, not {size}") for size in (8, 256)],
-    *[(XQA, SM90, {"head_dim": size}, None) for size in (16, 80, 256)],
-    *[(XQA, SM90, {"head_dim": size}, f"multiple of 16 from 16 to 512, not {size}") for size in (8, 24, 528)],
-    (XQA, SM90, {"head_dim": 512, "q_len": 1}, None),
-    (XQA, SM90, {"head_dim": 512, "q_len": 2}, "head_dim 512 > 256 needs q_len_per_req 1"),
-    (XQA, SM90, {"head_dim": 272, "q_len": 1, "heads": (16, 1)}, None),
-    *[
-        (XQA, gpu, {"head_dim": head_dim, "q_len": 1, "heads": (group, 1), "kv_dtype": kv_dtype}, None)
-        for gpu, kv_dtype, head_dim, groups in (
-            (SM90, BF16, 64, (1, 16, 25, 32, 57, 64)),
-            (SM90, BF16, 128, (1, 16, 25, 32, 57, 64)),
-            (SM90, BF16, 256, (1, 16, 25, 32)),
-            (SM90, E4M3, 64, (17, 24, 32, 49, 64)),
-            (SM90, E4M3, 128, (17, 32)),
-            (SM100, BF16, 128, (17, 32, 49, 64)),
-            (SM103, E4M3, 256, (17, 32)),
-            (SM120, BF16, 128, (17, 32)),
-            (SM121, BF16, 256, (17, 32)),
-            (SM120, E4M3, 64, (49, 64)),
-            (SM120, U8, 64, (49, 64)),
-            (SM120, U8, 512, (1, 16)),
-        )
-        for group in groups
+    PORTABLE_MLA: [
+        *[(gpu, {}, None) for gpu in (CPU, SM80, SM89, SM90, SM100, SM103, SM120, SM121)],
+        (SM75, {}, "needs a GPU of SM80 and later, this is SM75"),
+        (SM80, {"kv_dtype": E4M3}, "Triton compiles e4m3 for SM89 and later, and this is SM80"),
+        (SM80, {"out_dtype": E4M3}, "SM89"),
+        *[(SM90, {"dtype": dtype}, None) for dtype in (BF16, FP16, E4M3)],
+        *[(SM90, {"dtype": dtype, "kv_dtype": E4M3}, None) for dtype in (BF16, FP16)],
+        (SM90, {"dtype": FP32}, "the portable Triton MLA kernel takes fp16, bf16 or e4m3 queries, not torch.flo"),
+        *[(SM90, {"out_dtype": dtype}, None) for dtype in (BF16, FP16, FP32, E4M3)],
+        (SM90, {"out_dtype": FP64}, "the portable Triton MLA kernel writes fp16, bf16, e4m3 or float32"),
+        *[(SM90, {"rank": rank}, None) for rank in (16, 32, 64, 128, 256, 512)],
+        *[(SM90, {"rank": rank}, f"128, 256 and 512, not {rank}") for rank in (8, 48, 1024)],
+        *[(SM90, {"rope": rope}, None) for rope in (16, 32, 64)],
+        *[(SM90, {"rope": rope}, f"qk_rope_head_dim of 16, 32 and 64, not {rope}") for rope in (0, 8, 48, 128)],
+        *[(SM90, {"page_size": size}, None) for size in (1, 8, 64, 256)],
+        (SM90, {"sinks": SINK, "return_lse": True, "bmm1_scale": ONE, "cu_seqlens_q": OFFSETS}, None),
     ],
-    *[
-        (XQA, gpu, {"head_dim": head_dim, "q_len": 1, "heads": (group, 1), "kv_dtype": kv_dtype}, f"not for {group}")
-        for gpu, kv_dtype, head_dim, groups in (
-            (SM90, BF16, 64, (17, 24, 33, 48, 49, 56, 65, 128)),
-            (SM90, BF16, 128, (17, 24, 33, 48, 49, 56, 65, 128)),
-            (SM90, BF16, 256, (17, 24, 33, 64)),
-            (SM90, E4M3, 64, (33, 48, 65, 128)),
-            (SM90, E4M3, 128, (33, 48, 64, 65)),
-            (SM90, E4M3, 256, (33,)),
-            (SM90, BF16, 272, (17,)),
-            (SM100, BF16, 128, (33, 48, 65)),
-            (SM100, BF16, 256, (33,)),
-            (SM120, BF16, 64, (33, 64)),
-            (SM121, BF16, 128, (33, 64)),
-            (SM120, E4M3, 64, (33, 48, 65)),
-            (SM120, U8, 128, (33, 64)),
-            (SM120, U8, 512, (17,)),
-        )
-        for group in groups
-    ],
-    (
-        XQA,
-        SM90,
-        {"head_dim": 128, "q_len": 1, "heads": (24, 1)},
-        "XQA with head_dim 128, torch.bfloat16 K/V and q_len_per_req 1 compiles on SM90 for 1 to 16 or 25 to 32 or 57 to 64 "
-        "query heads per K/V head, not for 24",
-    ),
-    *[(XQA, SM120, {"kv_dtype": U8, "head_dim": size}, None) for size in (64, 128, 192, 256)],
-    *[
+    XQA: [
+        *[(gpu, {}, None) for gpu in (SM90, SM100, SM103, SM120, SM121)],
+        (CPU, {}, ONLY_SM9_10_12 + "a CPU"),
+        (SM80, {}, ONLY_SM9_10_12 + "SM80"),
+        *[(SM90, {"dtype": dtype}, None) for dtype in (BF16, FP16)],
+        (SM90, {"dtype": E4M3}, "XQA takes fp16 or bf16 queries, not torch.float8_e4m3fn"),
+        (SM90, {"dtype": FP32}, "XQA takes fp16 or bf16 queries, not torch.float32"),
+        (SM90, {"kv_dtype": E4M3}, None),
+        (SM90, {"kv_dtype": U8}, "NVFP4 K/V on SM120 and SM121 only, not on SM90"),
+        (SM100, {"kv_dtype": U8}, "NVFP4 K/V on SM120 and SM121 only, not on SM100"),
+        *[(gpu, {"kv_dtype": U8}, None) for gpu in (SM120, SM121)],
+        (SM90, {"out_dtype": FP16}, "XQA writes the query's dtype, or e4m3 with e4m3 K/V, not torch.float16"),
+        (SM90, {"out_dtype": E4M3}, "e4m3 with e4m3 K/V"),
+        (SM90, {"out_dtype": E4M3, "kv_dtype": E4M3}, None),
+        (SM90, {"bmm2_scale": 0.5}, "applies no bmm2_scale to fp16 and bf16 K/V"),
+        (SM90, {"bmm2_scale": ONE}, "applies no bmm2_scale to fp16 and bf16 K/V"),
+        (SM90, {"bmm2_scale": 1}, None),
+        *[(SM90, {"bmm2_scale": scale, "kv_dtype": E4M3}, None) for scale in (0.5, ONE)],
+        (SM90, {"bmm2_scale": 0.0, "kv_dtype": E4M3}, "divides by bmm2_scale"),
+        *[(SM90, {"page_size": size}, None) for size in (16, 32, 64, 128)],
+        *[(SM90, {"page_size": size}, f"16, 32, 64 and 128, not {size}") for size in (8, 256)],
+        *[(SM90, {"head_dim": size}, None) for size in (16, 80, 256)],
+        *[(SM90, {"head_dim": size}, f"multiple of 16 from 16 to 512, not {size}") for size in (8, 24, 528)],
+        (SM90, {"head_dim": 512, "q_len": 1}, None),
+        (SM90, {"head_dim": 512, "q_len": 2}, "head_dim 512 > 256 needs q_len_per_req 1"),
+        (SM90, {"head_dim": 272, "q_len": 1, "heads": (16, 1)}, None),
+        *[
+            (gpu, {"head_dim": head_dim, "q_len": 1, "heads": (group, 1), "kv_dtype": kv_dtype}, None)
+            for gpu, kv_dtype, head_dim, groups in (
+                (SM90, BF16, 64, (1, 16, 25, 32, 57, 64)),
+                (SM90, BF16, 128, (1, 16, 25, 32, 57, 64)),
+                (SM90, BF16, 256, (1, 16, 25, 32)),
+                (SM90, E4M3, 64, (17, 24, 32, 49, 64)),
+                (SM90, E4M3, 128, (17, 32)),
+                (SM100, BF16, 128, (17, 32, 49, 64)),
+                (SM103, E4M3, 256, (17, 32)),
+                (SM120, BF16, 128, (17, 32)),
+                (SM121, BF16, 256, (17, 32)),
+                (SM120, E4M3, 64, (49, 64)),
+                (SM120, U8, 64, (49, 64)),
+                (SM120, U8, 512, (1, 16)),
+            )
+            for group in groups
+        ],
+        *[
+            (gpu, {"head_dim": head_dim, "q_len": 1, "heads": (group, 1), "kv_dtype": kv_dtype}, f"not for {group}")
+            for gpu, kv_dtype, head_dim, groups in (
+                (SM90, BF16, 64, (17, 24, 33, 48, 49, 56, 65, 128)),
+                (SM90, BF16, 128, (17, 24, 33, 48, 49, 56, 65, 128)),
+                (SM90, BF16, 256, (17, 24, 33, 64)),
+                (SM90, E4M3, 64, (33, 48, 65, 128)),
+                (SM90, E4M3, 128, (33, 48, 64, 65)),
+                (SM90, E4M3, 256, (33,)),
+                (SM90, BF16, 272, (17,)),
+                (SM100, BF16, 128, (33, 48, 65)),
+                (SM100, BF16, 256, (33,)),
+                (SM120, BF16, 64, (33, 64)),
+                (SM121, BF16, 128, (33, 64)),
+                (SM120, E4M3, 64, (33, 48, 65)),
+                (SM120, U8, 128, (33, 64)),
+                (SM120, U8, 512, (17,)),
+            )
+            for group in groups
+        ],
         (
-            XQA,
+            SM90,
+            {"head_dim": 128, "q_len": 1, "heads": (24, 1)},
+            "XQA with head_dim 128, torch.bfloat16 K/V and q_len_per_req 1 compiles on SM90 for 1 to 16 or 25 to 32 or "
+            "57 to 64 query heads per K/V head, not for 24",
+        ),
+        *[(SM120, {"kv_dtype": U8, "head_dim": size}, None) for size in (64, 128, 192, 256)],
+        *[
+            (
+                SM120,
+                {"kv_dtype": U8, "head_dim": size},
+                f"four at a time: head_dim must be a multiple of 64, not {size}",
+            )
+            for size in (16, 80, 96, 240)
+        ],
+        *[(gpu, {"head_dim": 128, "q_len": 2, "heads": (128, 1)}, None) for gpu in (SM90, SM120)],
+        (SM120, {"head_dim": 128, "q_len": 2, "heads": (65, 1), "kv_dtype": E4M3}, None),
+        (SM90, {"head_dim": 64, "q_len": 2, "heads": (64, 1), "kv_dtype": E4M3}, None),
+        (
+            SM90,
+            {"head_dim": 64, "q_len": 2, "heads": (65, 1), "kv_dtype": E4M3},
+            "at most 64 query heads per K/V head, not",
+        ),
+        (SM90, {"k_block_tables": NO_COLUMN, "v_block_tables": NO_COLUMN}, "has no column"),
+        (SM90, {"cu_seqlens_q": OFFSETS}, "takes no cum_seq_lens_q"),
+        (SM90, OTHER_TABLE, "uses_shared_paged_kv_idx must be True"),
+        (SM90, {"lse": LSE}, "no LSE"),
+        (SM90, {"return_lse": True}, "no LSE"),
+        (SM90, {"mask": MASK}, None),
+        (SM90, {"mask": MASK[:, :1], "q_len": 1}, "ignores a mask at q_len_per_req 1"),
+        (SM90, {"v_cache_like": transposed}, "V with K's strides"),
+        (SM90, {"k_cache_like": transposed, "v_cache_like": transposed}, None),
+        (SM120, {"kv_dtype": U8, "v_scale_factors_like": transposed}, "strides of K's"),
+        (SM90, {"k_cache_like": padded, "v_cache_like": padded}, "strides in whole heads of 64"),
+        (SM120, {"kv_dtype": U8, "k_scale_factors_like": padded, "v_scale_factors_like": padded}, None),
+        (SM120, {"kv_dtype": U8, "k_cache_like": padded, "v_cache_like": padded}, "strides in whole heads of 32"),
+        (SM90, {"query_like": transposed}, "contiguous query"),
+        (SM90, {"sinks": SINK, "window_left": 3, "bmm1_scale": ONE}, None),
+        (
+            SM90,
+            {"query_like": shifted},
+            "loads 16 bytes at a time: query must begin at a multiple of them, not 2 bytes after one",
+        ),
+        (SM90, {"k_cache_like": shifted}, "K must begin at a multiple"),
+        (
+            SM90,
+            {"v_cache_like": shifted, "kv_dtype": E4M3},
+            "V must begin at a multiple of them, not 1 bytes after one",
+        ),
+        (
             SM120,
-            {"kv_dtype": U8, "head_dim": size},
-            f"four at a time: head_dim must be a multiple of 64, not {size}",
-        )
-        for size in (16, 80, 96, 240)
+            {"k_cache_like": shifted, "kv_dtype": U8},
+            "loads 8 bytes at a time: K must begin at a multiple of them, not 1 by",
+        ),
+        (SM90, {"out": torch.empty(4 * 4 * 64 + 1, dtype=BF16)[1:].view(4, 4, 64)}, "out must begin at a multiple"),
     ],
-    *[(XQA, gpu, {"head_dim": 128, "q_len": 2, "heads": (128, 1)}, None) for gpu in (SM90, SM120)],
-    (XQA, SM120, {"head_dim": 128, "q_len": 2, "heads": (65, 1), "kv_dtype": E4M3}, None),
-    (XQA, SM90, {"head_dim": 64, "q_len": 2, "heads": (64, 1), "kv_dtype": E4M3}, None),
-    (
-        XQA,
-        SM90,
-        {"head_dim": 64, "q_len": 2, "heads": (65, 1), "kv_dtype": E4M3},
-        "at most 64 query heads per K/V head, not",
-    ),
-    (XQA, SM90, {"k_block_tables": NO_COLUMN, "v_block_tables": NO_COLUMN}, "has no column"),
-    (XQA, SM90, {"cu_seqlens_q": OFFSETS}, "takes no cum_seq_lens_q"),
-    (XQA, SM90, OTHER_TABLE, "uses_shared_paged_kv_idx must be True"),
-    (XQA, SM90, {"lse": LSE}, "no LSE"),
-    (XQA, SM90, {"return_lse": True}, "no LSE"),
-    (XQA, SM90, {"mask": MASK}, None),
-    (XQA, SM90, {"mask": MASK[:, :1], "q_len": 1}, "ignores a mask at q_len_per_req 1"),
-    (XQA, SM90, {"v_cache_like": transposed}, "V with K's strides"),
-    (XQA, SM90, {"k_cache_like": transposed, "v_cache_like": transposed}, None),
-    (XQA, SM120, {"kv_dtype": U8, "v_scale_factors_like": transposed}, "strides of K's"),
-    (XQA, SM90, {"k_cache_like": padded, "v_cache_like": padded}, "strides in whole heads of 64"),
-    (XQA, SM120, {"kv_dtype": U8, "k_scale_factors_like": padded, "v_scale_factors_like": padded}, None),
-    (XQA, SM120, {"kv_dtype": U8, "k_cache_like": padded, "v_cache_like": padded}, "strides in whole heads of 32"),
-    (XQA, SM90, {"query_like": transposed}, "contiguous query"),
-    (XQA, SM90, {"sinks": SINK, "window_left": 3, "bmm1_scale": ONE}, None),
-    (
-        XQA,
-        SM90,
-        {"query_like": shifted},
-        "loads 16 bytes at a time: query must begin at a multiple of them, not 2 bytes after one",
-    ),
-    (XQA, SM90, {"k_cache_like": shifted}, "K must begin at a multiple"),
-    (
-        XQA,
-        SM90,
-        {"v_cache_like": shifted, "kv_dtype": E4M3},
-        "V must begin at a multiple of them, not 1 bytes after one",
-    ),
-    (
-        XQA,
-        SM120,
-        {"k_cache_like": shifted, "kv_dtype": U8},
-        "loads 8 bytes at a time: K must begin at a multiple of them, not 1 by",
-    ),
-    (XQA, SM90, {"out": torch.empty(4 * 4 * 64 + 1, dtype=BF16)[1:].view(4, 4, 64)}, "out must begin at a multiple"),
-    # fmha_v2.
-    *[(FMHA_V2, gpu, {}, None) for gpu in (SM90, SM120, SM121)],
-    (FMHA_V2, CPU, {}, ONLY_SM9_12 + "a CPU"),
-    *[(FMHA_V2, gpu, {}, ONLY_SM9_12 + name) for gpu, name in ((SM80, "SM80"), (SM100, "SM100"), (SM103, "SM103"))],
-    *[(FMHA_V2, SM120, {"dtype": dtype}, None) for dtype in (BF16, FP16)],
-    (FMHA_V2, SM90, {"dtype": FP32}, "takes fp16 and bf16 queries"),
-    (FMHA_V2, SM90, {"dtype": E4M3}, None),
-    *[(FMHA_V2, gpu, {"dtype": E4M3}, "e4m3 on SM90 alone") for gpu in (SM120, SM121)],
-    (FMHA_V2, SM90, {"kv_dtype": E4M3}, "K/V in the query's dtype"),
-    (FMHA_V2, SM90, {"out_dtype": FP16}, "writes the query's dtype torch.bfloat16, not torch.float16"),
-    *[(FMHA_V2, SM90, {"dtype": E4M3, "out_dtype": dtype}, None) for dtype in (BF16, FP16, E4M3)],
-    (FMHA_V2, SM90, {"dtype": E4M3, "out_dtype": FP32}, "fp16 or bf16, not torch.float32"),
-    *[(FMHA_V2, SM90, {"head_dim": size}, None) for size in (64, 128, 256)],
-    *[(FMHA_V2, SM90, {"head_dim": size}, f"64, 128 and 256, not {size}") for size in (32, 80, 512)],
-    *[(FMHA_V2, SM90, {"page_size": size}, None) for size in (16, 32, 64, 128)],
-    *[(FMHA_V2, SM90, {"page_size": size}, f"16, 32, 64 and 128, not {size}") for size in (8, 256)],
-    (FMHA_V2, SM90, {"cu_seqlens_q": None}, "needs cum_seq_lens_q"),
-    (FMHA_V2, SM90, OTHER_TABLE, "uses_shared_paged_kv_idx must be True, or K and V the same contiguous pool"),
-    (FMHA_V2, SM90, {**OTHER_TABLE, **ONE_POOL}, None),
-    (FMHA_V2, SM90, {**OTHER_TABLE, "k_cache": POOL, "v_cache": POOL.transpose(1, 2)}, "the same contiguous pool"),
-    (FMHA_V2, SM90, {**OTHER_TABLE, "k_cache": POOL[:1], "v_cache": POOL[:1]}, "two pages or more"),
-    (FMHA_V2, SM90, {**OTHER_TABLE, "k_cache": WIDE_POOL, "v_cache": WIDE_POOL}, "the same contiguous pool"),
-    (FMHA_V2, SM90, ONE_POOL, "needs K and V to be one contiguous [num_pages, 2, ...] tensor, or contiguous halves"),
-    (FMHA_V2, SM90, {"k_cache": STACKED[:, 0], "v_cache": STACKED[:, 1]}, None),
-    (FMHA_V2, SM90, {"k_cache": STACKED_NHD[:, 0], "v_cache": STACKED_NHD[:, 1]}, None),
-    (
-        FMHA_V2,
-        SM90,
-        {"k_cache": STACKED[:, 1], "v_cache": STACKED[:, 0]},
-        "V -4096 bytes after K, pages of 4096 bytes",
-    ),
-    (FMHA_V2, SM90, {"k_cache": THREE[:, 0], "v_cache": THREE[:, 1]}, "V 4096 bytes after K"),
-    (FMHA_V2, SM90, {"k_cache": POOL[:3], "v_cache": POOL[3:]}, None),
-    (FMHA_V2, SM90, {"k_cache": POOL[3:], "v_cache": POOL[:3]}, "V -12288 bytes after K"),
-    (FMHA_V2, SM90, {"k_cache": LONE_K, "v_cache": LONE_V}, "halves of one allocation"),
-    (FMHA_V2, SM90, {"k_cache": WIDE_POOL[:3], "v_cache": WIDE_POOL[3:]}, "halves of one allocation"),
-    (FMHA_V2, SM90, {"query_like": shifted}, "query must begin at a multiple of them, not 2 bytes after one"),
-    (FMHA_V2, SM90, {"lse": LSE}, "not the LSE"),
-    (FMHA_V2, SM90, {"return_lse": True}, "not the LSE"),
-    (FMHA_V2, SM90, {"bmm1_scale": ONE}, "host numbers"),
-    (FMHA_V2, SM90, {"bmm2_scale": ONE}, "host numbers"),
-    (FMHA_V2, SM90, {"bmm1_scale": 0.0}, "takes bmm1_scale 0 for 1 / sqrt(head_dim)"),
-    (FMHA_V2, SM90, {"bmm1_scale": 0.3}, None),
-    (FMHA_V2, SM90, {"bmm2_scale": 0.5}, "applies no bmm2_scale to torch.bfloat16: it must be 1.0, not 0.5"),
-    (FMHA_V2, SM90, {"bmm2_scale": 0.5, "dtype": E4M3}, None),
-    (FMHA_V2, SM90, {"query_like": transposed}, "contiguous query"),
-    (FMHA_V2, SM90, {"sinks": SINK, "window_left": 3}, None),
-    (FMHA_V2, SM90, {"causal": False}, None),
-    # trtllm-gen, both calls.
-    *[(kernel, gpu, {}, None) for kernel in (GEN_DECODE, GEN_CONTEXT) for gpu in (SM100, SM103)],
-    *[(kernel, CPU, {}, ONLY_SM10 + "a CPU") for kernel in (GEN_DECODE, GEN_CONTEXT)],
-    *[(GEN_DECODE, gpu, {}, ONLY_SM10) for gpu in (SM80, SM90, SM120, SM121)],
-    *[(GEN_CONTEXT, gpu, {}, ONLY_SM10) for gpu in (SM80, SM90, SM120, SM121)],
-    *[(kernel, SM100, {"dtype": E4M3}, None) for kernel in (GEN_DECODE, GEN_CONTEXT)],
-    (GEN_DECODE, SM100, {"dtype": FP32}, "fp16, bf16 or e4m3 queries, not torch.float32"),
-    (GEN_DECODE, SM100, {"dtype": E4M3, "out_dtype": BF16}, None),
-    (GEN_DECODE, SM100, {"out_dtype": FP16}, "writes the query's dtype torch.bfloat16, not torch.float16"),
-    (GEN_DECODE, SM100, {"out_dtype": E4M3}, "writes the query's dtype torch.bfloat16, not torch.float8_e4m3fn"),
-    (GEN_DECODE, SM100, {"kv_dtype": E4M3}, None),
-    (GEN_DECODE, SM100, {"kv_dtype": E4M3, "dtype": FP16}, None),
-    (
-        GEN_DECODE,
-        SM100,
-        {"kv_dtype": E4M3, "out_dtype": FP16},
-        "writes the query's dtype torch.bfloat16, not torch.float16",
-    ),
-    (GEN_CONTEXT, SM100, {"kv_dtype": E4M3}, "reads e4m3 K/V for e4m3 queries, not for torch.bfloat16"),
-    (GEN_DECODE, SM100, {"kv_dtype": U8}, "NVFP4 K/V for e4m3 queries only, not for torch.bfloat16"),
-    (GEN_DECODE, SM100, {"kv_dtype": U8, "dtype": E4M3}, None),
-    (GEN_DECODE, SM100, {"kv_dtype": U8, "dtype": E4M3, "k_scale_factors_like": transposed}, "contiguous in a page"),
-    (GEN_DECODE, SM100, {"kv_dtype": U8, "dtype": E4M3, "v_scale_factors_like": padded}, "contiguous in a page"),
-    *[(GEN_DECODE, SM100, {"page_size": size}, None) for size in (16, 32, 64, 128)],
-    *[(GEN_CONTEXT, SM100, {"page_size": size}, None) for size in (16, 256, 1024)],
-    (GEN_CONTEXT, SM100, {"page_size": 8}, "16, 32, 64 and powers of two from 128, not 8"),
-    *[(GEN_DECODE, SM100, {"page_size": size, "heads": (2, 2)}, None) for size in (64, 128)],
-    (GEN_DECODE, SM100, {"mask": MASK}, "takes no mask"),
-    (GEN_DECODE, SM100, {"v_cache_like": transposed}, "V with K's strides"),
-    (GEN_CONTEXT, SM100, {"v_cache_like": transposed}, "V with K's strides"),
-    (GEN_DECODE, SM100, {"sinks": SINK, "window_left": 3, "return_lse": True, "cu_seqlens_q": OFFSETS}, None),
-    (GEN_DECODE, SM100, {"bmm1_scale": ONE, "bmm2_scale": ONE, "query_like": padded, **OTHER_TABLE}, None),
-    (GEN_CONTEXT, SM100, {"causal": False, "lse": torch.empty(4, 8)[:, :4]}, None),
-]
+    FMHA_V2: [
+        *[(gpu, {}, None) for gpu in (SM90, SM120, SM121)],
+        (CPU, {}, ONLY_SM9_12 + "a CPU"),
+        *[(gpu, {}, ONLY_SM9_12 + name) for gpu, name in ((SM80, "SM80"), (SM100, "SM100"), (SM103, "SM103"))],
+        *[(SM120, {"dtype": dtype}, None) for dtype in (BF16, FP16)],
+        (SM90, {"dtype": FP32}, "takes fp16 and bf16 queries"),
+        (SM90, {"dtype": E4M3}, None),
+        *[(gpu, {"dtype": E4M3}, "e4m3 on SM90 alone") for gpu in (SM120, SM121)],
+        (SM90, {"kv_dtype": E4M3}, "K/V in the query's dtype"),
+        (SM90, {"out_dtype": FP16}, "writes the query's dtype torch.bfloat16, not torch.float16"),
+        *[(SM90, {"dtype": E4M3, "out_dtype": dtype}, None) for dtype in (BF16, FP16, E4M3)],
+        (SM90, {"dtype": E4M3, "out_dtype": FP32}, "fp16 or bf16, not torch.float32"),
+        *[(SM90, {"head_dim": size}, None) for size in (64, 128, 256)],
+        *[(SM90, {"head_dim": size}, f"64, 128 and 256, not {size}") for size in (32, 80, 512)],
+        *[(SM90, {"page_size": size}, None) for size in (16, 32, 64, 128)],
+        *[(SM90, {"page_size": size}, f"16, 32, 64 and 128, not {size}") for size in (8, 256)],
+        (SM90, {"cu_seqlens_q": None}, "needs cum_seq_lens_q"),
+        (SM90, OTHER_TABLE, "uses_shared_paged_kv_idx must be True, or K and V the same contiguous pool"),
+        (SM90, {**OTHER_TABLE, **ONE_POOL}, None),
+        (SM90, {**OTHER_TABLE, "k_cache": POOL, "v_cache": POOL.transpose(1, 2)}, "the same contiguous pool"),
+        (SM90, {**OTHER_TABLE, "k_cache": POOL[:1], "v_cache": POOL[:1]}, "two pages or more"),
+        (SM90, {**OTHER_TABLE, "k_cache": WIDE_POOL, "v_cache": WIDE_POOL}, "the same contiguous pool"),
+        (SM90, ONE_POOL, "needs K and V to be one contiguous [num_pages, 2, ...] tensor, or contiguous halves"),
+        (SM90, {"k_cache": STACKED[:, 0], "v_cache": STACKED[:, 1]}, None),
+        (SM90, {"k_cache": STACKED_NHD[:, 0], "v_cache": STACKED_NHD[:, 1]}, None),
+        (SM90, {"k_cache": STACKED[:, 1], "v_cache": STACKED[:, 0]}, "V -4096 bytes after K, pages of 4096 bytes"),
+        (SM90, {"k_cache": THREE[:, 0], "v_cache": THREE[:, 1]}, "V 4096 bytes after K"),
+        (SM90, {"k_cache": POOL[:3], "v_cache": POOL[3:]}, None),
+        (SM90, {"k_cache": POOL[3:], "v_cache": POOL[:3]}, "V -12288 bytes after K"),
+        (SM90, {"k_cache": LONE_K, "v_cache": LONE_V}, "halves of one allocation"),
+        (SM90, {"k_cache": WIDE_POOL[:3], "v_cache": WIDE_POOL[3:]}, "halves of one allocation"),
+        (SM90, {"query_like": shifted}, "query must begin at a multiple of them, not 2 bytes after one"),
+        (SM90, {"lse": LSE}, "not the LSE"),
+        (SM90, {"return_lse": True}, "not the LSE"),
+        (SM90, {"bmm1_scale": ONE}, "host numbers"),
+        (SM90, {"bmm2_scale": ONE}, "host numbers"),
+        (SM90, {"bmm1_scale": 0.0}, "takes bmm1_scale 0 for 1 / sqrt(head_dim)"),
+        (SM90, {"bmm1_scale": 0.3}, None),
+        (SM90, {"bmm2_scale": 0.5}, "applies no bmm2_scale to torch.bfloat16: it must be 1.0, not 0.5"),
+        (SM90, {"bmm2_scale": 0.5, "dtype": E4M3}, None),
+        (SM90, {"query_like": transposed}, "contiguous query"),
+        (SM90, {"sinks": SINK, "window_left": 3}, None),
+        (SM90, {"causal": False}, None),
+    ],
+    GEN_DECODE: [
+        *[(gpu, {}, None) for gpu in (SM100, SM103)],
+        (CPU, {}, ONLY_SM10 + "a CPU"),
+        *[(gpu, {}, ONLY_SM10) for gpu in (SM80, SM90, SM120, SM121)],
+        (SM100, {"dtype": E4M3}, None),
+        (SM100, {"dtype": FP32}, "fp16, bf16 or e4m3 queries, not torch.float32"),
+        (SM100, {"dtype": E4M3, "out_dtype": BF16}, None),
+        (SM100, {"out_dtype": FP16}, "writes the query's dtype torch.bfloat16, not torch.float16"),
+        (SM100, {"out_dtype": E4M3}, "writes the query's dtype torch.bfloat16, not torch.float8_e4m3fn"),
+        (SM100, {"kv_dtype": E4M3}, None),
+        (SM100, {"kv_dtype": E4M3, "dtype": FP16}, None),
+        (SM100, {"kv_dtype": E4M3, "out_dtype": FP16}, "writes the query's dtype torch.bfloat16, not torch.float16"),
+        (SM100, {"kv_dtype": U8}, "NVFP4 K/V for e4m3 queries only, not for torch.bfloat16"),
+        (SM100, {"kv_dtype": U8, "dtype": E4M3}, None),
+        (SM100, {"kv_dtype": U8, "dtype": E4M3, "k_scale_factors_like": transposed}, "contiguous in a page"),
+        (SM100, {"kv_dtype": U8, "dtype": E4M3, "v_scale_factors_like": padded}, "contiguous in a page"),
+        *[(SM100, {"page_size": size}, None) for size in (16, 32, 64, 128)],
+        *[(SM100, {"page_size": size, "heads": (2, 2)}, None) for size in (64, 128)],
+        (SM100, {"mask": MASK}, "takes no mask"),
+        (SM100, {"v_cache_like": transposed}, "V with K's strides"),
+        (SM100, {"sinks": SINK, "window_left": 3, "return_lse": True, "cu_seqlens_q": OFFSETS}, None),
+        (SM100, {"bmm1_scale": ONE, "bmm2_scale": ONE, "query_like": padded, **OTHER_TABLE}, None),
+    ],
+    GEN_CONTEXT: [
+        *[(gpu, {}, None) for gpu in (SM100, SM103)],
+        (CPU, {}, ONLY_SM10 + "a CPU"),
+        *[(gpu, {}, ONLY_SM10) for gpu in (SM80, SM90, SM120, SM121)],
+        (SM100, {"dtype": E4M3}, None),
+        (SM100, {"kv_dtype": E4M3}, "reads e4m3 K/V for e4m3 queries, not for torch.bfloat16"),
+        *[(SM100, {"page_size": size}, None) for size in (16, 256, 1024)],
+        (SM100, {"page_size": 8}, "16, 32, 64 and powers of two from 128, not 8"),
+        (SM100, {"v_cache_like": transposed}, "V with K's strides"),
+        (SM100, {"causal": False, "lse": torch.empty(4, 8)[:, :4]}, None),
+    ],
+}
+TABLE = [(kernel, *row) for kernel, rows in ROWS.items() for row in rows]
 
 
 def row_id(row: tuple[Kernel, Capability | None, dict[str, Any], str | None]) -> str:
@@ -463,18 +443,17 @@ def test_a_reason_reads_no_device() -> None:
 
 
 def test_every_kernel_has_rules() -> None:
-    tables = (REFUSED_MLA, REFUSED_RAGGED, REFUSED_PAGED, REFUSED_FA4, REFUSED_TRITON, REFUSED_FLEX)
-    elsewhere = {row[0] for rows in tables for row in rows.values()}
-    assert {row[0] for row in TABLE} | elsewhere == set(KERNELS)
+    others = [*test_peers_packages.REFUSED.values(), *test_support_peers.TABLE]
+    assert {row[0] for row in (*TABLE, *others)} == set(KERNELS)
 
 
 def plain(kernel: Kernel) -> tuple[Capability, support.Problem]:
     """A GPU that runs the kernel, and a plain problem that it takes there."""
     capability = SM90 if family_of(SM90) in kernel.gpus else kernel.gpus[0].capabilities[0]
     if AttentionCall.RAGGED_CONTEXT in kernel.calls:
-        return capability, RaggedContextCall(**ragged_case()).problem()
+        return capability, posed(ragged())
     if AttentionCall.MLA_DECODE in kernel.calls:
-        return capability, MLADecodeCall(**with_columns(mla_case(kv_lens=(5, 33), heads=128), 2)).problem()
+        return capability, posed(with_columns(2)(mla(1, (5, 33), heads=128)))
     return capability, problem(kernel)
 
 

@@ -1,7 +1,7 @@
 """The FlashInfer adapter without a GPU: its calls bind to the installed functions, and mean what the references compute."""
 
-import functools
 import inspect
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,248 +14,308 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lab import references
 from lab.calls.problem import mask_words
 from lab.calls.workspace import SEMAPHORE_BYTES
+from lab.gpus import Capability
 from lab.kernels import flashinfer_call, trtllm
-from tests.cases import Batch, context_arguments, decode_arguments, pack_mask, random_batch, write_pages
-from tests.kernels.conftest import SimulatedOn, forget
-from tests.kernels.held import ROUNDOFF, assert_rounded
+from tests.cases import CONTEXT, DECODE, MLA, RAGGED, Arguments
+from tests.kernels.adapter_calls import (
+    OTHER_TREE,
+    SINKS,
+    SM90,
+    SM100,
+    SM120,
+    TREE,
+    TWO_SINKS,
+    Change,
+    a_chunk,
+    context,
+    decode,
+    expanded,
+    expanded_nhd,
+    function_of,
+    into,
+    k_for_v,
+    mla,
+    new_tokens,
+    one_after_the_other,
+    padded,
+    permuted,
+    ragged,
+    remade,
+    stacked,
+    stacked_nhd,
+    two_allocations,
+    unstacked,
+    widened,
+    with_columns,
+    with_gaps,
+    without_requests,
+)
+from tests.kernels.conftest import Simulate, forget
+from tests.kernels.held import BF16, E4M3, FP16, ROUNDOFF, assert_rounded
 from tests.kernels.simulated import MEBIBYTE
-from tests.kernels.simulated_flashinfer import SimulatedFlashInfer
+from tests.kernels.simulated_flashinfer import FMHA_V2
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # FlashInfer's, of CUTLASS, at its import
 
-DECODE, CONTEXT = "trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache"
 BOTH_ENTRIES = pytest.mark.parametrize("entry", ["", "prepare_"], ids=["called", "prepared"])
-SM90, SM100, SM120 = (9, 0), (10, 0), (12, 0)
+PAGED = pytest.mark.parametrize("make", [decode, context], ids=["decode", "context"])
 CPU = torch.device("cpu")
-# The simulation computes in float64 and rounds once, as the references do: they differ by a flipped rounding at most.
-PLAIN_OUTPUT = {"out_dtype": None, "return_lse": False}  # not what an oracle asks for, float64 and the LSE
-SINKS = torch.tensor([0.5, -1.0, 2.0, 1.5])
-TREE = [[[column == 0 or column == row for column in range(5)] for row in range(5)]] * 3
-
-Arguments = dict[str, Any]
-Simulate = Callable[..., SimulatedFlashInfer]
+NO_KEY_AT_ALL = "ragged, no key at all"
+SCALES: Arguments = {"bmm1_scale": torch.tensor([0.2]), "bmm2_scale": torch.tensor([0.7])}
+QUANTISED: Arguments = {"kv_dtype": E4M3, "bmm1_scale": 0.2, "bmm2_scale": 0.7}
+UINT32 = torch.tensor([16, 33, 5], dtype=torch.uint32)
+Case = Callable[[], Arguments]
 
 
-@pytest.fixture
-def simulate(simulated_on: SimulatedOn) -> Simulate:
-    return lambda capability, **options: simulated_on(
-        capability, SimulatedFlashInfer(major=capability[0], **options), flashinfer_call
+def call(entry: str, arguments: Arguments) -> Any:
+    """Make a call, or prepare it."""
+    return getattr(trtllm, entry + function_of(arguments))(**arguments)
+
+
+def small(*args: Any, **changes: Any) -> Arguments:
+    """A decode call of heads that XQA alone has kernels for."""
+    return decode(*args, head_dim=16, **changes)
+
+
+def gen_lse(*args: Any, **changes: Any) -> Arguments:
+    return decode(*args, out_dtype=BF16, return_lse=True, **changes)
+
+
+def wide_mla(*args: Any, **changes: Any) -> Arguments:
+    """An MLA call that XQA takes: 128 heads, and a table of whole 128 tokens."""
+    return with_columns(2)(mla(*args, **{"kv_lens": (5, 33), "heads": 128} | changes))
+
+
+# By the kernel, and the function of FlashInfer's that is called for it.
+XQA: dict[str, Case] = {
+    "decode": small,
+    "fp16": lambda: small(dtype=FP16),
+    "lengths 0 and 1": lambda: small(1, (0, 1, 17)),
+    **{f"verify of {q_len}": (lambda q_len=q_len: small(q_len, (q_len, 17 + q_len))) for q_len in range(1, 9)},
+    "verify, a scale": lambda: small(5, bmm1_scale=0.3),
+    "verify of 33 tokens": lambda: small(33, (40, 33)),
+    "verify of 8, window": lambda: small(8, (40, 9), window_left=3),
+    "tree": lambda: small(5, mask=TREE),
+    "window 0": lambda: small(window_left=0),
+    "window and sinks": lambda: small(window_left=7, sinks=SINKS),
+    "verify and sinks": lambda: small(3, sinks=SINKS),
+    "e4m3 K/V and scales": lambda: small(**QUANTISED),
+    "e4m3 K/V and output": lambda: small(kv_dtype=E4M3, out_dtype=E4M3),
+    "tensor scales": lambda: small(kv_dtype=E4M3, **SCALES),
+    "one scale a tensor": lambda: small(kv_dtype=E4M3, bmm1_scale=torch.tensor(0.2), bmm2_scale=0.5),
+    "scale in base 2": lambda: small(bmm1_scale_log2=torch.tensor([0.4]), bmm1_scale=9.0),
+    "o_scale None": lambda: small(o_scale=None),
+    "integer scales": lambda: small(kv_dtype=E4M3, bmm1_scale=1, bmm2_scale=2),
+    "uint32 lengths": lambda: small(seq_lens=UINT32),
+    "NHD": lambda: small(kv_layout="NHD"),
+    "views of NHD": lambda: permuted(small(3)),
+    "stacked": lambda: stacked(small()),
+    "stacked NHD": lambda: stacked_nhd(small()),
+    "K is V": lambda: k_for_v(small()),
+    "two allocations": lambda: two_allocations(small()),
+    "slice of a wider table": lambda: widened(small(2)),
+    "MQA": lambda: small(heads=(4, 1)),
+    "odd group": lambda: small(heads=(6, 2)),
+    "given output": lambda: into()(small()),
+}
+TRTLLM_GEN_DECODE: dict[str, Case] = {
+    "decode": decode,
+    "verify": lambda: decode(5, bmm1_scale=0.3, bmm2_scale=0.5),
+    "window, sinks, LSE": lambda: gen_lse(3, window_left=7, sinks=SINKS),
+    "ragged": lambda: decode((1, 4, 2), (3, 20, 40), ragged=True),
+    "tensor scales": lambda: decode(**SCALES),
+    "scale in base 2": lambda: decode(bmm1_scale_log2=torch.tensor([0.4]), bmm1_scale=9.0),
+    "e4m3": lambda: decode(dtype=E4M3, bmm1_scale=0.2, bmm2_scale=0.7, out_dtype=BF16),
+    "separate tables": lambda: decode(2, separate_tables=True),
+    "slice of a wider table": lambda: widened(decode(2)),
+    "slice of wider separate tables": lambda: widened(decode(2, separate_tables=True)),
+    "NHD": lambda: decode(kv_layout="NHD"),
+    "views of NHD": lambda: permuted(decode()),
+    "stacked": lambda: stacked(decode(kv_dtype=BF16)),
+    "K is V": lambda: k_for_v(decode()),
+    "given output and LSE": lambda: into()(decode(out_dtype=BF16, lse=torch.empty(3, 4))),
+}
+TRTLLM_GEN_CONTEXT: dict[str, Case] = {
+    "causal": lambda: context(bmm1_scale=0.125, bmm2_scale=0.5),
+    "not causal": lambda: context(causal=False),
+    "window, sinks, LSE": lambda: context(window_left=3, sinks=SINKS, out_dtype=BF16, return_lse=True),
+    "separate tables": lambda: context(separate_tables=True),
+    "slice of a wider table": lambda: widened(context()),
+    "NHD": lambda: context(kv_layout="NHD"),
+    "stacked": lambda: stacked(context()),
+}
+FMHA: dict[str, Case] = {
+    "causal": lambda: context(bmm1_scale=0.125),
+    "fp16": lambda: context(dtype=FP16),
+    "not causal": lambda: context(causal=False),
+    "window": lambda: context(window_left=3),
+    "window 0": lambda: context(window_left=0),
+    "window and sinks": lambda: context(window_left=7, sinks=SINKS),
+    "sinks": lambda: context(sinks=SINKS),
+    "e4m3": lambda: context(dtype=E4M3, bmm1_scale=0.05, bmm2_scale=0.7, out_dtype=BF16),
+    "views of NHD": lambda: permuted(context()),
+    "an NHD pool's halves, named as such": lambda: remade(
+        "kv_cache", lambda cache: tuple(side.transpose(1, 2) for side in cache)
+    )(permuted(context()) | {"kv_layout": "NHD"}),
+    "stacked": lambda: stacked(context()),
+    "stacked NHD": lambda: stacked_nhd(context()),
+    "slice of a wider table": lambda: widened(context()),
+    "stacked, slice of a wider table": lambda: widened(stacked(context())),
+    "views of a stacked pool": lambda: unstacked(stacked(context())),
+    "views of a stacked NHD pool": lambda: unstacked(stacked_nhd(context())),
+    "expanded table": lambda: expanded(context()),
+    "expanded table of an NHD pool": lambda: expanded_nhd(context()),
+    "expanded table, slice of a wider one": lambda: widened(expanded(context())),
+    "expanded table of a pool in one tensor": lambda: k_for_v(expanded(context())),
+    "given output": lambda: into()(context()),
+    "bound of rows above bound of keys": lambda: context((3,), (3,), max_q_len=64, max_kv_len=3),
+}
+TRTLLM_GEN_MLA: dict[str, Case] = {
+    "decode": mla,
+    "verify": lambda: mla(4, bmm2_scale=0.5),
+    "pages of 32": lambda: mla(3, page_size=32),
+    "e4m3": lambda: mla(2, dtype=E4M3, bmm1_scale=0.02, bmm2_scale=0.7),
+    "sinks": lambda: mla(2, sinks=TWO_SINKS),
+    "sinks in a list": lambda: mla(2, sinks=[TWO_SINKS]),
+    "LSE": lambda: mla(3, return_lse=True),
+    "LSE in base e": lambda: mla(3, return_lse=True, return_lse_base="basee"),
+    "given LSE": lambda: mla(return_lse=True, lse=torch.empty(3, 1, 2)),
+    "given out": lambda: into()(mla(2)),
+    "ragged": lambda: mla((1, 4, 2), (3, 20, 70)),
+    "tensor scales": lambda: mla(bmm1_scale=torch.tensor([0.05]), bmm2_scale=torch.tensor([0.5])),
+    "slice of a wider table": lambda: widened(mla(2)),
+    "pages with gaps": lambda: with_gaps(mla(2)),
+    "rank 256": lambda: mla(2, rank=256),
+    "128 heads": lambda: mla(1, (5, 33), heads=128),
+    "uint32 lengths": lambda: mla(seq_lens=torch.tensor([5, 33, 70], dtype=torch.uint32)),
+    "counters": lambda: mla(multi_ctas_kv_counter_buffer=torch.zeros(1024, dtype=torch.int32)),
+}
+XQA_MLA: dict[str, Case] = {
+    "decode": wide_mla,
+    "scales": lambda: wide_mla(dtype=E4M3, bmm1_scale=0.02, bmm2_scale=0.7),
+    "given out": lambda: into()(wide_mla()),
+    "counters": lambda: wide_mla(multi_ctas_kv_counter_buffer=torch.zeros(1024, dtype=torch.int32)),
+    "slice of a wider table": lambda: widened(wide_mla()),
+    "one row": lambda: wide_mla(kv_lens=(70,)),
+}
+# What FlashInfer's ragged wrapper takes too.
+RAGGED_CALLS: dict[str, Case] = {
+    "causal": ragged,
+    "new tokens": new_tokens,
+    "new tokens' LSE": lambda: new_tokens(return_lse=True),
+    "chunk": a_chunk,
+    "chunk with lengths on the host": lambda: a_chunk(on_host=True),
+    "causal rows before the first key": lambda: ragged((4, 3, 6), (2, 20, 9), return_lse=True),
+    "the same with lengths on the host": lambda: ragged((4, 3, 6), (2, 20, 9), return_lse=True, on_host=True),
+    "no key at all": lambda: ragged((2, 1), (0, 0), return_lse=True),
+    "requests without rows": lambda: ragged((0, 3, 0), (5, 3, 2)),
+    "LSE": lambda: ragged(return_lse=True),
+    "given LSE": lambda: ragged(return_lse=True, lse=torch.empty(11, 2)),
+    "given out": lambda: into()(ragged()),
+    "grouped heads": lambda: ragged(heads=(4, 2)),
+    "128": lambda: ragged(dims=(128, 128)),
+    "256": lambda: ragged(dims=(256, 256)),
+    "strided keys and values": lambda: one_after_the_other(ragged()),
+    "uint32 lengths": lambda: ragged(seq_lens=torch.tensor([4, 20, 9], dtype=torch.uint32)),
+}
+TRTLLM_GEN_RAGGED: dict[str, Case] = RAGGED_CALLS | {
+    "e4m3": lambda: ragged(dtype=E4M3, bmm1_scale=0.02, bmm2_scale=0.7),
+    "sinks": lambda: ragged(attention_sinks=TWO_SINKS, return_lse=True),
+    "sinks, chunk": lambda: a_chunk(attention_sinks=TWO_SINKS),
+    "scales": lambda: ragged(bmm2_scale=0.5, return_lse=True),
+    "tensor scales": lambda: a_chunk(bmm1_scale=torch.tensor([0.05]), bmm2_scale=torch.tensor([0.5])),
+    "LSE of strided rows": lambda: ragged(return_lse=True, lse=torch.empty(2, 11).T),
+    "empty rows looked for": lambda: a_chunk(skip_all_rows_active_check=False),
+}
+CASES: dict[str, tuple[Capability, str, Case]] = {
+    f"{kernel}, {name}": (capability, called, case)
+    for kernel, capability, called, cases in (
+        ("XQA", SM90, DECODE, XQA),
+        ("XQA by name", SM120, DECODE, {"decode": lambda: small(backend="xqa")}),
+        ("gen decode", SM100, DECODE, TRTLLM_GEN_DECODE),
+        ("gen context", SM100, CONTEXT, TRTLLM_GEN_CONTEXT),
+        ("fmha_v2", SM90, FMHA_V2, FMHA),
+        ("gen MLA", SM100, MLA, TRTLLM_GEN_MLA),
+        ("XQA MLA", SM120, MLA, XQA_MLA),
+        ("ragged", SM100, RAGGED, TRTLLM_GEN_RAGGED),
     )
-
-
-def decode_case(q_len: int = 1, kv_lens: tuple[int, ...] = (16, 33, 5), **changes: Any) -> Arguments:
-    """A decode call as an engine makes it: bf16, head_dim 16, 4 query and 2 K/V heads, no output given."""
-    batch = random_batch([q_len] * len(kv_lens), kv_lens, **batch_options(changes))
-    return as_engine(decode_arguments(batch, **PLAIN_OUTPUT | changes))
-
-
-def context_case(
-    q_lens: tuple[int, ...] = (5, 0, 17), kv_lens: tuple[int, ...] = (21, 7, 17), **changes: Any
-) -> Arguments:
-    """A context call; head_dim 64, which fmha_v2 takes, K and V as halves of one allocation."""
-    options = {"head_dim": 64, **batch_options(changes)}
-    return as_engine(context_arguments(random_batch(q_lens, kv_lens, **options), **PLAIN_OUTPUT | changes))
-
-
-def batch_options(changes: Arguments) -> Arguments:
-    return {name: changes.pop(name) for name in ("dtype", "kv_dtype", "head_dim", "heads") if name in changes}
-
-
-def as_engine(arguments: Arguments) -> Arguments:
-    """The same K and V as halves of one allocation."""
-    return arguments | {"kv_cache": tuple(torch.stack(arguments["kv_cache"]))}
-
-
-def stacked(arguments: Arguments, layout: str = "HND") -> Arguments:
-    """The same K and V as one tensor [pages, 2, ...]."""
-    k, v = arguments["kv_cache"]
-    if layout == "NHD":
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
-    return arguments | {"kv_cache": torch.stack((k, v), dim=1).contiguous(), "kv_layout": layout}
-
-
-def unstacked(arguments: Arguments) -> Arguments:
-    """The same stacked pool as a pair of views."""
-    return arguments | {"kv_cache": arguments["kv_cache"].unbind(1)}
-
-
-def permuted(arguments: Arguments) -> Arguments:
-    """The same K and V as HND views of an NHD pool, as an engine hands them."""
-    nhd = torch.stack(arguments["kv_cache"]).transpose(2, 3).contiguous()
-    return arguments | {"kv_cache": (nhd[0].transpose(1, 2), nhd[1].transpose(1, 2))}
-
-
-def widened(arguments: Arguments) -> Arguments:
-    """The same table as a column slice of a wider one, whose other columns are wrong."""
-    table = arguments["block_tables"]
-    wide = torch.full((*table.shape[:-1], table.shape[-1] + 3), 0, dtype=torch.int32)
-    wide[..., : table.shape[-1]] = table
-    return arguments | {"block_tables": wide[..., : table.shape[-1]]}
-
-
-def expanded(arguments: Arguments, layout: str = "HND") -> Arguments:
-    """The same K and V as pages of one pool in any order, the pool as both K and V, and the table counting in it."""
-    k, v = arguments["kv_cache"]
-    places = torch.randperm(2 * len(k), generator=torch.Generator().manual_seed(3)).to(torch.int32)
-    pool = torch.empty(2 * len(k), *k.shape[1:], dtype=k.dtype)
-    pool[places] = torch.cat((k, v))
-    if layout == "NHD":
-        pool = pool.transpose(1, 2).contiguous().transpose(1, 2)
-    ids = arguments["block_tables"]
-    tables = torch.stack((places[ids], places[ids + len(k)]), dim=1)
-    return arguments | {"kv_cache": (pool, pool), "block_tables": tables, "uses_shared_paged_kv_idx": False}
-
-
-XQA_CASES: dict[str, Callable[[], Arguments]] = {
-    "decode": decode_case,
-    "fp16": lambda: decode_case(dtype=torch.float16),
-    "lengths 0 and 1": lambda: decode_case(kv_lens=(0, 1, 17)),
-    "verify": lambda: decode_case(5, bmm1_scale=0.3),
-    "verify of 33 tokens": lambda: decode_case(33, kv_lens=(40, 33)),
-    "verify of 8, window": lambda: decode_case(8, kv_lens=(40, 9), window_left=3),
-    "tree": lambda: decode_case(5, mask=pack_mask(TREE)),
-    "window 0": lambda: decode_case(window_left=0),
-    "window and sinks": lambda: decode_case(window_left=7, sinks=SINKS),
-    "verify and sinks": lambda: decode_case(3, sinks=SINKS),
-    "e4m3 K/V and scales": lambda: decode_case(kv_dtype=torch.float8_e4m3fn, bmm1_scale=0.2, bmm2_scale=0.7),
-    "e4m3 K/V and output": lambda: decode_case(kv_dtype=torch.float8_e4m3fn, out_dtype=torch.float8_e4m3fn),
-    "tensor scales": lambda: decode_case(
-        kv_dtype=torch.float8_e4m3fn, bmm1_scale=torch.tensor([0.2]), bmm2_scale=torch.tensor([0.7])
-    ),
-    "one scale a tensor": lambda: decode_case(
-        kv_dtype=torch.float8_e4m3fn, bmm1_scale=torch.tensor(0.2), bmm2_scale=0.5
-    ),
-    "scale in base 2": lambda: decode_case(bmm1_scale_log2=torch.tensor([0.4]), bmm1_scale=9.0),
-    "o_scale None": lambda: decode_case(o_scale=None),
-    "integer scales": lambda: decode_case(kv_dtype=torch.float8_e4m3fn, bmm1_scale=1, bmm2_scale=2),
-    "uint32 lengths": lambda: decode_case(seq_lens=torch.tensor([16, 33, 5], dtype=torch.uint32)),
-    "NHD": lambda: decode_case(kv_layout="NHD"),
-    "views of NHD": lambda: permuted(decode_case(3)),
-    "stacked": lambda: stacked(decode_case()),
-    "stacked NHD": lambda: stacked(decode_case(), "NHD"),
-    "K is V": lambda: (lambda case: case | {"kv_cache": case["kv_cache"][0].unsqueeze(1)})(decode_case()),
-    "two allocations": lambda: (lambda case: case | {"kv_cache": tuple(x.clone() for x in case["kv_cache"])})(
-        decode_case()
-    ),
-    "slice of a wider table": lambda: widened(decode_case(2)),
-    "MQA": lambda: decode_case(heads=(4, 1)),
-    "odd group": lambda: decode_case(heads=(6, 2)),
-    "given output": lambda: decode_case(out=torch.empty(3, 4, 16, dtype=torch.bfloat16)),
-    "explicit backend": lambda: decode_case(backend="xqa"),
+    for name, case in cases.items()
 }
 
 
-@pytest.mark.parametrize("name", XQA_CASES)
-def test_xqa(simulate: Simulate, name: str) -> None:
-    simulated = simulate(SM120 if "explicit" in name else SM90)
-    assert_rounded(trtllm, DECODE, XQA_CASES[name]())
-    assert [function for function, _ in simulated.calls] == [DECODE]
+@pytest.mark.parametrize("name", CASES)
+def test_a_call_and_a_prepared_one_are_right(simulate: Simulate, name: str) -> None:
+    """The simulation computes in float64 and rounds once, as the references do: they differ by a flipped rounding at most."""
+    capability, called, case = CASES[name]
+    simulated = simulate(capability)
+    arguments = case()
+    assert_rounded(trtllm, function_of(arguments), arguments)
+    expected = bits(call("", arguments))
+    prepared = call("prepare_", arguments)
+    times = 0 if name == NO_KEY_AT_ALL else 1
+    assert [function for function, _ in simulated.calls] == [called] * 2 * times
+    backend = {(MLA, SM100): "trtllm-gen", (MLA, SM120): "xqa"}.get((called, capability))
+    assert backend is None or all(passed["backend"] == backend for _, passed in simulated.calls)
+    for given in (arguments.get("out"), arguments.get("lse")):
+        if given is not None:
+            given.fill_(7)
+    for _ in range(2):
+        result = prepared()
+        assert all(map(torch.equal, bits(result), expected))
+        assert arguments.get("out") is None or arguments["out"] is (result[0] if isinstance(result, tuple) else result)
+    assert len(simulated.calls) == 4 * times
 
 
-@pytest.mark.parametrize("q_len", range(1, 9))
-def test_xqa_verify_widths(simulate: Simulate, q_len: int) -> None:
-    simulate(SM90)
-    assert_rounded(trtllm, DECODE, decode_case(q_len, kv_lens=(q_len, 17 + q_len)))
+def bits(result: Any) -> list[Tensor]:
+    parts = result if isinstance(result, tuple) else (result,)
+    return [part.clone(memory_format=torch.contiguous_format).view(torch.uint8) for part in parts]
 
 
-def gen_case(q_len: int = 1, kv_lens: tuple[int, ...] = (16, 33, 5), **changes: Any) -> Arguments:
-    """A decode call of a head_dim that trtllm-gen has kernels for."""
-    return decode_case(q_len, kv_lens, head_dim=64, **changes)
+def test_trtllm_gen_leaves_mla_rows_without_keys(simulate: Simulate) -> None:
+    """FlashInfer's pull request 4975; rows with keys are right beside them."""
+    simulate(SM100)
+    arguments = mla(2, (0, 1, 9))
+    out = torch.full((3, 2, 2, 512), math.nan, dtype=BF16)
+    call("", arguments | {"out": out})
+    expected = references.trtllm_batch_decode_with_kv_cache_mla(**arguments)
+    assert bool(out[0].isnan().all())
+    assert bool(out[1, 0].isnan().all())
+    torch.testing.assert_close(out[1:].flatten(0, 1)[1:], expected[1:].flatten(0, 1)[1:], rtol=2**-7, atol=2**-7)
 
 
-TRTLLM_GEN_DECODE_CASES: dict[str, Callable[[], Arguments]] = {
-    "decode": gen_case,
-    "verify": lambda: gen_case(5, bmm1_scale=0.3, bmm2_scale=0.5),
-    "window, sinks, LSE": lambda: gen_case(3, window_left=7, sinks=SINKS, out_dtype=torch.bfloat16, return_lse=True),
-    "ragged": lambda: as_engine(
-        decode_arguments(random_batch([1, 4, 2], [3, 20, 40], head_dim=64), ragged=True, **PLAIN_OUTPUT)
-    ),
-    "tensor scales": lambda: gen_case(bmm1_scale=torch.tensor([0.2]), bmm2_scale=torch.tensor([0.7])),
-    "scale in base 2": lambda: gen_case(bmm1_scale_log2=torch.tensor([0.4]), bmm1_scale=9.0),
-    "e4m3": lambda: gen_case(dtype=torch.float8_e4m3fn, bmm1_scale=0.2, bmm2_scale=0.7, out_dtype=torch.bfloat16),
-    "separate tables": lambda: gen_case(2, separate_tables=True),
-    "slice of a wider table": lambda: widened(gen_case(2)),
-    "slice of wider separate tables": lambda: widened(gen_case(2, separate_tables=True)),
-    "NHD": lambda: gen_case(kv_layout="NHD"),
-    "views of NHD": lambda: permuted(gen_case()),
-    "stacked": lambda: stacked(gen_case(kv_dtype=torch.bfloat16)),
-    "K is V": lambda: (lambda case: case | {"kv_cache": case["kv_cache"][0].unsqueeze(1)})(gen_case()),
-    "given output and LSE": lambda: gen_case(
-        out=torch.empty(3, 4, 64, dtype=torch.bfloat16), out_dtype=torch.bfloat16, lse=torch.empty(3, 4)
-    ),
-}
+@pytest.mark.parametrize(
+    ("arguments", "fills"),
+    [
+        (new_tokens, False),
+        (lambda: a_chunk(on_host=True), False),
+        (lambda: ragged(on_host=True), False),
+        (lambda: ragged((4,), (2,), on_host=True), True),
+        (ragged, True),
+        (a_chunk, True),
+    ],
+    ids=["one tensor of offsets", "chunk and host", "causal and host", "too few keys", "causal", "chunk"],
+)
+def test_rows_without_keys_cost_launches_only_where_they_may_be(
+    simulate: Simulate, monkeypatch: pytest.MonkeyPatch, arguments: Case, fills: bool
+) -> None:
+    simulate(SM100)
+    filled = []
+    monkeypatch.setattr("lab.kernels.trtllm.ragged_context.fill_rows_without_keys", lambda *given: filled.append(given))
+    call("", arguments())
+    assert len(filled) == fills
 
 
-@pytest.mark.parametrize("name", TRTLLM_GEN_DECODE_CASES)
-def test_trtllm_gen_decode(simulate: Simulate, name: str) -> None:
-    simulated = simulate(SM100)
-    assert_rounded(trtllm, DECODE, TRTLLM_GEN_DECODE_CASES[name]())
-    assert [function for function, _ in simulated.calls] == [DECODE]
+def test_what_flashinfer_cannot_leave_out_it_refuses(simulate: Simulate) -> None:
+    simulate(SM100)
+    with pytest.raises(ValueError, match="sinks"):
+        call("", a_chunk(on_host=True, attention_sinks=TWO_SINKS))
 
 
-TRTLLM_GEN_CONTEXT_CASES: dict[str, Callable[[], Arguments]] = {
-    "causal": lambda: context_case(bmm1_scale=0.125, bmm2_scale=0.5),
-    "not causal": lambda: context_case(causal=False),
-    "window, sinks, LSE": lambda: context_case(window_left=3, sinks=SINKS, out_dtype=torch.bfloat16, return_lse=True),
-    "separate tables": lambda: context_case(separate_tables=True),
-    "slice of a wider table": lambda: widened(context_case()),
-    "NHD": lambda: context_case(kv_layout="NHD"),
-    "stacked": lambda: stacked(context_case()),
-}
+# Two tables over one pool, and K and V in one: what fmha_v2 cannot address.
 
 
-@pytest.mark.parametrize("name", TRTLLM_GEN_CONTEXT_CASES)
-def test_trtllm_gen_context(simulate: Simulate, name: str) -> None:
-    simulated = simulate(SM100)
-    assert_rounded(trtllm, CONTEXT, TRTLLM_GEN_CONTEXT_CASES[name]())
-    assert [function for function, _ in simulated.calls] == [CONTEXT]
-
-
-FMHA_V2_CASES: dict[str, Callable[[], Arguments]] = {
-    "causal": lambda: context_case(bmm1_scale=0.125),
-    "fp16": lambda: context_case(dtype=torch.float16),
-    "not causal": lambda: context_case(causal=False),
-    "window": lambda: context_case(window_left=3),
-    "window 0": lambda: context_case(window_left=0),
-    "window and sinks": lambda: context_case(window_left=7, sinks=SINKS),
-    "sinks": lambda: context_case(sinks=SINKS),
-    "e4m3": lambda: context_case(dtype=torch.float8_e4m3fn, bmm1_scale=0.05, bmm2_scale=0.7, out_dtype=torch.bfloat16),
-    "views of NHD": lambda: permuted(context_case()),
-    "stacked": lambda: stacked(context_case()),
-    "stacked NHD": lambda: stacked(context_case(), "NHD"),
-    "slice of a wider table": lambda: widened(context_case()),
-    "stacked, slice of a wider table": lambda: widened(stacked(context_case())),
-    "views of a stacked pool": lambda: unstacked(stacked(context_case())),
-    "views of a stacked NHD pool": lambda: unstacked(stacked(context_case(), "NHD")),
-    "expanded table": lambda: expanded(context_case()),
-    "expanded table of an NHD pool": lambda: expanded(context_case(), "NHD"),
-    "expanded table, slice of a wider one": lambda: widened(expanded(context_case())),
-    "expanded table of a pool in one tensor": lambda: (
-        lambda case: case | {"kv_cache": case["kv_cache"][0].unsqueeze(1)}
-    )(expanded(context_case())),
-    "given output": lambda: context_case(out=torch.empty(22, 4, 64, dtype=torch.bfloat16)),
-    "bound of rows above bound of keys": lambda: context_case((3,), (3,), max_q_len=64, max_kv_len=3),
-}
-
-
-@pytest.mark.parametrize("name", FMHA_V2_CASES)
-def test_fmha_v2(simulate: Simulate, name: str) -> None:
-    simulated = simulate(SM90)
-    assert_rounded(trtllm, CONTEXT, FMHA_V2_CASES[name]())
-    assert [function for function, _ in simulated.calls] == ["trtllm_fmha_v2_prefill"]
-
-
-def test_fmha_v2_of_an_nhd_pool(simulate: Simulate) -> None:
-    """The pool's own NHD halves, named as such."""
-    simulate(SM120)
-    case = permuted(context_case())
-    assert_rounded(
-        trtllm, CONTEXT, case | {"kv_cache": tuple(x.transpose(1, 2) for x in case["kv_cache"]), "kv_layout": "NHD"}
-    )
-
-
-def separate_allocations(cache: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """V one byte off a whole number of pages from K, as separate allocations may be."""
+def v_between_pages(cache: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """V one element off a whole number of pages from K, as separate allocations may be."""
     k, v = cache
     buffer = torch.zeros(k.numel() * 2 + 1, dtype=k.dtype)
     k_part, v_part = buffer[: k.numel()].view(k.shape), buffer[k.numel() + 1 :].view(v.shape)
@@ -265,7 +325,7 @@ def separate_allocations(cache: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     "rearrange",
     [
-        separate_allocations,
+        v_between_pages,
         lambda cache: (cache[1], cache[0]),
         lambda cache: (cache[0], cache[0]),
         lambda cache: cache[0].unsqueeze(1),
@@ -276,9 +336,8 @@ def separate_allocations(cache: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 @BOTH_ENTRIES
 def test_fmha_v2_needs_v_whole_pages_after_k(simulate: Simulate, rearrange: Callable[[Any], Any], entry: str) -> None:
     simulated = simulate(SM90)
-    case = context_case()
     with pytest.raises(NotImplementedError, match="trtllm_fmha_v2_prefill needs"):
-        getattr(trtllm, entry + CONTEXT)(**case | {"kv_cache": rearrange(case["kv_cache"])})
+        call(entry, remade("kv_cache", rearrange)(context()))
     assert not simulated.calls
 
 
@@ -297,94 +356,102 @@ def test_fmha_v2_takes_two_tables_over_one_pool_only(
     simulate: Simulate, rearrange: Callable[[Any], Any], entry: str
 ) -> None:
     simulated = simulate(SM90)
-    case = context_case((3,), (9,))
-    tables = torch.zeros(1, 2, 1, dtype=torch.int32)
-    changes = {"kv_cache": rearrange(case["kv_cache"]), "block_tables": tables, "uses_shared_paged_kv_idx": False}
+    tables = {"block_tables": torch.zeros(1, 2, 1, dtype=torch.int32), "uses_shared_paged_kv_idx": False}
     with pytest.raises(NotImplementedError, match="counts the page ids of K and of V from one address"):
-        getattr(trtllm, entry + CONTEXT)(**case | changes)
+        call(entry, remade("kv_cache", rearrange)(context((3,), (9,))) | tables)
     assert not simulated.calls
 
 
-def flip_a_bit(arguments: Arguments) -> Arguments:
-    mask = arguments["mask"].to(torch.int32)
+# The simulation would show a wrong argument.
+
+
+def bits_of_mask(change: Callable[[Tensor], Any]) -> Change:
+    return remade("mask", lambda mask: change(mask.to(torch.int32)).to(torch.uint16))
+
+
+def flip_a_bit(mask: Tensor) -> Tensor:
     mask[0, 0, 0] ^= 2
-    return arguments | {"mask": mask.to(torch.uint16)}
+    return mask
 
 
-def reverse_bits(arguments: Arguments) -> Arguments:
-    mask = arguments["mask"].to(torch.int32)
-    return arguments | {"mask": sum((mask >> bit & 1) << (15 - bit) for bit in range(16)).to(torch.uint16)}
+def reverse_bits(mask: Tensor) -> Any:
+    return sum((mask >> bit & 1) << (15 - bit) for bit in range(16))
 
 
-def shift_v(arguments: Arguments) -> Arguments:
-    return arguments | {
-        "block_tables": arguments["block_tables"] + torch.tensor([0, 1], dtype=torch.int32).view(1, 2, 1)
-    }
-
-
-def drop(name: str) -> Callable[[Arguments], Arguments]:
+def drop(name: str) -> Change:
     return lambda arguments: {key: value for key, value in arguments.items() if key != name}
 
 
-def scale(name: str, factor: float) -> Callable[[Arguments], Arguments]:
-    return lambda arguments: arguments | {name: arguments[name] * factor}
+def scale(name: str, factor: float) -> Change:
+    return lambda arguments: arguments | {name: arguments.get(name, 1.0) * factor}
 
 
-def wider_window(arguments: Arguments) -> Arguments:
-    return arguments | {"window_left": arguments["window_left"] + 1}
+def to(**changes: Any) -> Change:
+    return lambda arguments: arguments | changes
 
 
-E4M3 = {"kv_dtype": torch.float8_e4m3fn, "bmm1_scale": 0.2, "bmm2_scale": 0.7}
-TAMPERED: dict[str, tuple[str, Callable[[], Arguments], Callable[[Arguments], Arguments]]] = {
-    "XQA, one mask bit": (DECODE, lambda: decode_case(5), flip_a_bit),
-    "XQA, mask bits reversed": (DECODE, lambda: decode_case(5), reverse_bits),
-    "XQA, window dropped": (DECODE, lambda: decode_case(window_left=3), drop("window_left")),
-    "XQA, window off by one": (DECODE, lambda: decode_case(window_left=3), wider_window),
-    "XQA, sinks dropped": (DECODE, lambda: decode_case(sinks=SINKS), drop("sinks")),
-    "XQA, bmm1_scale": (DECODE, lambda: decode_case(bmm1_scale=0.5), scale("bmm1_scale", 1.1)),
-    "XQA, bmm2_scale": (DECODE, lambda: decode_case(**E4M3), scale("bmm2_scale", 1.1)),
-    "XQA, rows not packed": (DECODE, decode_case, widened),
-    "XQA, layout": (DECODE, lambda: decode_case(heads=(16, 16)), lambda arguments: arguments | {"kv_layout": "NHD"}),
-    "trtllm-gen, rows not packed": (DECODE, gen_case, widened),
-    "fmha_v2, V a page off": (CONTEXT, context_case, shift_v),
-    "fmha_v2, window dropped": (CONTEXT, lambda: context_case(window_left=3), lambda a: a | {"window_left": -1}),
-    "fmha_v2, window off by one": (CONTEXT, lambda: context_case(window_left=3), wider_window),
-    "fmha_v2, mask mode": (CONTEXT, context_case, lambda arguments: arguments | {"mask_mode": "padding"}),
-    "fmha_v2, sinks dropped": (CONTEXT, lambda: context_case(sinks=SINKS), drop("sinks")),
-    "fmha_v2, bmm1_scale": (CONTEXT, context_case, scale("bmm1_scale", 1.1)),
-    "fmha_v2, bmm2_scale": (CONTEXT, lambda: context_case(dtype=torch.float8_e4m3fn), scale("bmm2_scale", 1.5)),
-    "fmha_v2, rows not packed": (CONTEXT, lambda: stacked(context_case()), widened),
-    "fmha_v2, layout": (
-        CONTEXT,
-        lambda: context_case(heads=(16, 16)),
-        lambda arguments: arguments | {"input_layout": "Q_PAGED_KV_NHD"},
-    ),
+WIDER_WINDOW = remade("window_left", lambda window: window + 1)
+SHIFTED_V = remade("block_tables", lambda table: table + torch.tensor([0, 1], dtype=torch.int32).view(1, 2, 1))
+FLIPPED_TABLE = remade("block_tables", lambda table: table.flip(0))
+EQUAL_SIZES: Arguments = {"heads": (16, 16), "sinks": torch.linspace(-1, 2, 16)}
+TAMPERED: dict[str, tuple[Capability, Case, Change]] = {
+    "XQA, one mask bit": (SM90, lambda: small(5), bits_of_mask(flip_a_bit)),
+    "XQA, mask bits reversed": (SM90, lambda: small(5), bits_of_mask(reverse_bits)),
+    "XQA, window dropped": (SM90, lambda: small(window_left=3), drop("window_left")),
+    "XQA, window off by one": (SM90, lambda: small(window_left=3), WIDER_WINDOW),
+    "XQA, sinks dropped": (SM90, lambda: small(sinks=SINKS), drop("sinks")),
+    "XQA, bmm1_scale": (SM90, lambda: small(bmm1_scale=0.5), scale("bmm1_scale", 1.1)),
+    "XQA, bmm2_scale": (SM90, lambda: small(**QUANTISED), scale("bmm2_scale", 1.1)),
+    "XQA, rows not packed": (SM90, small, widened),
+    "XQA, layout": (SM90, lambda: small(**EQUAL_SIZES), to(kv_layout="NHD")),
+    "trtllm-gen, rows not packed": (SM100, decode, widened),
+    "fmha_v2, V a page off": (SM90, context, SHIFTED_V),
+    "fmha_v2, window dropped": (SM90, lambda: context(window_left=3), to(window_left=-1)),
+    "fmha_v2, window off by one": (SM90, lambda: context(window_left=3), WIDER_WINDOW),
+    "fmha_v2, mask mode": (SM90, context, to(mask_mode="padding")),
+    "fmha_v2, sinks dropped": (SM90, lambda: context(sinks=SINKS), drop("sinks")),
+    "fmha_v2, bmm1_scale": (SM90, context, scale("bmm1_scale", 1.1)),
+    "fmha_v2, bmm2_scale": (SM90, lambda: context(dtype=E4M3), scale("bmm2_scale", 1.5)),
+    "fmha_v2, rows not packed": (SM90, lambda: stacked(context()), widened),
+    "fmha_v2, layout": (SM90, lambda: context(**EQUAL_SIZES), to(input_layout="Q_PAGED_KV_NHD")),
+    "MLA, bmm1_scale": (SM100, lambda: mla(2), scale("bmm1_scale", 1.1)),
+    "MLA, bmm2_scale": (SM100, lambda: mla(2), scale("bmm2_scale", 1.1)),
+    "MLA, seq_lens": (SM100, lambda: mla(2), remade("seq_lens", lambda lengths: lengths - 1)),
+    "MLA, block_tables": (SM100, lambda: mla(2), FLIPPED_TABLE),
+    "MLA, sinks": (SM100, lambda: mla(2, sinks=TWO_SINKS), to(sinks=None)),
+    "ragged, bmm1_scale": (SM100, ragged, scale("bmm1_scale", 1.1)),
+    "ragged, bmm2_scale": (SM100, ragged, scale("bmm2_scale", 1.1)),
+    "ragged, causal": (SM100, ragged, to(is_causal=False)),
+    "ragged, keys": (SM100, ragged, remade("key", lambda key: key.roll(1, dims=0))),
+    "ragged, values": (SM100, ragged, remade("value", lambda value: value.roll(1, dims=2))),
+    "ragged, rows": (SM100, ragged, to(cum_seq_lens_q=torch.tensor([0, 3, 5, 11], dtype=torch.int32))),
+    "ragged, sinks": (SM100, lambda: ragged(attention_sinks=TWO_SINKS), to(attention_sinks=None)),
 }
 
 
 @pytest.mark.parametrize("name", TAMPERED)
 def test_the_simulation_notices(simulate: Simulate, name: str) -> None:
-    function, case, tamper = TAMPERED[name]
-    sinks = torch.linspace(-1, 2, 16) if "layout" in name else None
-    simulate(SM100 if "trtllm-gen" in name else SM90, change=tamper)
+    capability, case, tamper = TAMPERED[name]
+    simulate(capability, change=tamper)
+    arguments = case()
     with pytest.raises(AssertionError):
-        assert_rounded(trtllm, function, case() | ({"sinks": sinks} if sinks is not None else {}))
+        assert_rounded(trtllm, function_of(arguments), arguments)
 
 
 def test_the_simulation_notices_semaphores_in_use(simulate: Simulate) -> None:
     simulate(SM90)
     with pytest.raises(AssertionError, match="semaphores"):
-        assert_rounded(trtllm, DECODE, decode_case(workspace_buffer=torch.ones(9 * MEBIBYTE, dtype=torch.uint8)))
+        call("", small(workspace_buffer=torch.ones(9 * MEBIBYTE, dtype=torch.uint8)))
 
 
 # Signatures.
 
 
-REAL_CALLS = {
-    "trtllm-gen decode": (SM100, DECODE, lambda: gen_case(2, sinks=SINKS, window_left=3)),
-    "XQA": (SM90, DECODE, lambda: decode_case(2, sinks=SINKS, window_left=3)),
-    "trtllm-gen context": (SM100, CONTEXT, lambda: context_case(sinks=SINKS, window_left=3)),
-    "fmha_v2": (SM90, CONTEXT, lambda: context_case(sinks=SINKS, window_left=3)),
+REAL_CALLS: dict[str, tuple[Capability, Case]] = {
+    "trtllm-gen decode": (SM100, lambda: decode(2, sinks=SINKS, window_left=3)),
+    "XQA": (SM90, lambda: decode(2, sinks=SINKS, window_left=3)),
+    "trtllm-gen context": (SM100, lambda: context(sinks=SINKS, window_left=3)),
+    "fmha_v2": (SM90, lambda: context(sinks=SINKS, window_left=3)),
 }
 
 
@@ -395,10 +462,10 @@ def test_another_flashinfer_is_a_clear_error(
     simulate: Simulate, monkeypatch: pytest.MonkeyPatch, name: str, parameter: str, renamed: bool
 ) -> None:
     """Each call binds to the real signature (as every simulated call does), and not to one without the parameter."""
-    capability, function, make = REAL_CALLS[name]
+    capability, make = REAL_CALLS[name]
     simulated = simulate(capability)
     arguments = make() | ({"bmm1_scale": 0.5} if parameter == "bmm1_scale" else {})
-    getattr(trtllm, function)(**arguments)
+    call("", arguments)
     (called, passed) = simulated.calls[0]
     assert parameter in passed
 
@@ -414,7 +481,7 @@ def test_another_flashinfer_is_a_clear_error(
     monkeypatch.setattr(flashinfer_call, "installed", changed)
     forget()
     with pytest.raises(NotImplementedError) as error:
-        getattr(trtllm, function)(**arguments)
+        call("", arguments)
     message = str(error.value)
     assert called in message
     assert f"'{parameter}'" in message or f"'new_{parameter}'" in message
@@ -435,9 +502,9 @@ def test_an_older_flashinfer_takes_a_stacked_pool_and_refuses_a_pair(
     simulated = simulate(SM90)
     monkeypatch.delattr("flashinfer.prefill._check_paged_kv_non_interleaved")
     with pytest.raises(NotImplementedError, match=r"takes K and V as one \[num_pages, 2, \.\.\.\] tensor alone"):
-        getattr(trtllm, entry + CONTEXT)(**context_case())
+        call(entry, context())
     assert not simulated.calls
-    assert_rounded(trtllm, CONTEXT, stacked(context_case()))
+    assert_rounded(trtllm, CONTEXT, stacked(context()))
 
 
 def test_the_installed_function_is_called_through_its_real_signature() -> None:
@@ -449,45 +516,33 @@ def test_the_installed_function_is_called_through_its_real_signature() -> None:
 def test_defaults_are_not_passed(simulate: Simulate) -> None:
     """So that a FlashInfer without a parameter that nobody uses still runs."""
     simulated = simulate(SM90)
-    defaults = decode_case(bmm1_scale=1.0, window_left=-1, o_scale=1.0, uses_shared_paged_kv_idx=True, backend="auto")
-    trtllm.trtllm_batch_decode_with_kv_cache(**defaults)
+    call("", decode(bmm1_scale=1.0, window_left=-1, o_scale=1.0, uses_shared_paged_kv_idx=True, backend="auto"))
     required = {"query", "kv_cache", "workspace_buffer", "block_tables", "seq_lens", "max_seq_len"}
     assert set(simulated.calls[0][1]) == required
 
 
 @pytest.mark.parametrize(("capability", "function"), [(SM90, DECODE), (SM100, DECODE), (SM100, CONTEXT)])
-def test_everything_else_is_passed(simulate: Simulate, capability: tuple[int, int], function: str) -> None:
+def test_everything_else_is_passed(simulate: Simulate, capability: Capability, function: str) -> None:
     simulated = simulate(capability)
-    changes = {"sinks": SINKS, "window_left": 3, "enable_pdl": False, "out_dtype": torch.bfloat16}
+    changes: Arguments = {"sinks": SINKS, "window_left": 3, "enable_pdl": False, "out_dtype": BF16}
     if function == DECODE:
-        changes |= {"kv_dtype": torch.bfloat16, "backend": "xqa" if capability == SM90 else "trtllm-gen"}
+        changes["backend"] = "xqa" if capability == SM90 else "trtllm-gen"
     if capability == SM100:
         counters = torch.zeros(1024, dtype=torch.uint8)
         changes |= {"lse": torch.empty(6 if function == DECODE else 22, 4), "multi_ctas_kv_counter_buffer": counters}
-    arguments = gen_case(2, **changes) if function == DECODE else context_case(**changes)
-    getattr(trtllm, function)(**arguments)
-    passed = simulated.calls[0][1]
-    for name in changes.keys() - {"kv_dtype"}:
-        assert passed[name] is arguments[name], name
-    assert passed["query"] is arguments["query"]
-    assert passed["seq_lens"] is arguments["seq_lens"]
+    arguments = decode(2, **changes) if function == DECODE else context(**changes)
+    call("", arguments)
+    for name in (*changes, "query", "seq_lens"):
+        assert simulated.calls[0][1][name] is arguments[name], name
 
 
-def test_nvfp4_scale_factors_go_as_a_pair_of_hnd_views(simulate: Simulate) -> None:
+def test_nvfp4_scale_factors_go_as_a_pair_of_hnd_views(simulate: Simulate, monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = simulate(SM120)
     packed = torch.zeros(2, 5, 16, 2, 32, dtype=torch.uint8)  # NHD: [pages, tokens, heads, packed head_dim]
-    factors = torch.ones(2, 5, 16, 2, 4).to(torch.float8_e4m3fn)
-    simulated.call = lambda real, arguments: None
-    trtllm.trtllm_batch_decode_with_kv_cache(
-        **decode_case(head_dim=64)
-        | {
-            "kv_cache": tuple(packed),
-            "kv_cache_sf": tuple(factors),
-            "kv_layout": "NHD",
-            "backend": "xqa",
-            "block_tables": torch.zeros(3, 3, dtype=torch.int32),
-        }
-    )
+    factors = torch.ones(2, 5, 16, 2, 4).to(E4M3)
+    monkeypatch.setattr(simulated, "call", lambda real, arguments: None)
+    changes = {"kv_cache": tuple(packed), "kv_cache_sf": tuple(factors), "kv_layout": "NHD", "backend": "xqa"}
+    call("", decode() | changes | {"block_tables": torch.zeros(3, 3, dtype=torch.int32)})
     passed = simulated.calls[0][1]
     assert "kv_layout" not in passed
     for name, last in (("kv_cache", 32), ("kv_cache_sf", 4)):
@@ -498,91 +553,55 @@ def test_nvfp4_scale_factors_go_as_a_pair_of_hnd_views(simulate: Simulate) -> No
 # Prepared calls.
 
 
-PREPARED_CASES: dict[str, tuple[tuple[int, int], str, Callable[[], Arguments]]] = {
-    **{f"XQA, {name}": (SM90, DECODE, case) for name, case in XQA_CASES.items()},
-    **{f"trtllm-gen decode, {name}": (SM100, DECODE, case) for name, case in TRTLLM_GEN_DECODE_CASES.items()},
-    **{f"trtllm-gen context, {name}": (SM100, CONTEXT, case) for name, case in TRTLLM_GEN_CONTEXT_CASES.items()},
-    **{f"fmha_v2, {name}": (SM90, CONTEXT, case) for name, case in FMHA_V2_CASES.items()},
-}
-
-
-def prepare(function: str, arguments: Arguments) -> flashinfer_call.PreparedCall:
-    prepared = getattr(trtllm, f"prepare_{function}")(**arguments)
-    assert isinstance(prepared, flashinfer_call.PreparedCall)
-    return prepared
-
-
-def bits(result: Any) -> list[Tensor]:
-    return [part.view(torch.uint8).clone() for part in (result if isinstance(result, tuple) else (result,))]
-
-
-@pytest.mark.parametrize("name", PREPARED_CASES)
-def test_a_prepared_call_returns_what_the_call_does(simulate: Simulate, name: str) -> None:
-    capability, function, case = PREPARED_CASES[name]
-    simulated = simulate(capability)
-    arguments = case()
-    expected = bits(getattr(trtllm, function)(**arguments))
-    prepared = prepare(function, arguments)
-    assert len(simulated.calls) == 1
-    for given in (arguments.get("out"), arguments.get("lse")):
-        if given is not None:
-            given.fill_(7)
-    for _ in range(2):
-        assert all(got.equal(want) for got, want in zip(bits(prepared()), expected, strict=True))
-    assert [called for called, _ in simulated.calls] == [simulated.calls[0][0]] * 3
-
-
-@pytest.mark.parametrize("function", [DECODE, CONTEXT])
-def test_a_prepared_call_takes_flashinfers_own_parameters(function: str) -> None:
-    prepare_it = getattr(trtllm, f"prepare_{function}")
-    assert inspect.signature(prepare_it) == inspect.signature(getattr(trtllm, function))
-
-
 # Two batches of the same shapes: other lengths and widths, pages, queries, keys and values.
-OTHER_TREE = [[[column <= row and column != 2 for column in range(5)] for row in range(5)]] * 3
-DECODE_BATCHES: tuple[Arguments, Arguments] = ({"kv_lens": (16, 33, 5)}, {"kv_lens": (33, 5, 16), "seed": 7})
-CONTEXT_BATCHES: tuple[Arguments, Arguments] = (
-    {"q_lens": (5, 0, 17), "kv_lens": (21, 7, 17)},
-    {"q_lens": (17, 5, 0), "kv_lens": (17, 21, 7), "seed": 7},
-)
-REFILLED: dict[str, tuple[tuple[int, int], str, Callable[[int], Arguments]]] = {
-    "XQA": (SM90, DECODE, lambda i: decode_case(**DECODE_BATCHES[i])),
-    "XQA verify": (SM90, DECODE, lambda i: decode_case(3, **DECODE_BATCHES[i])),
-    "XQA tree": (SM90, DECODE, lambda i: decode_case(5, mask=pack_mask((TREE, OTHER_TREE)[i]), **DECODE_BATCHES[i])),
-    "XQA, sinks": (SM90, DECODE, lambda i: decode_case(sinks=SINKS.roll(i), **DECODE_BATCHES[i])),
+BATCHES: dict[str, tuple[Arguments, Arguments]] = {
+    DECODE: ({"kv_lens": (16, 33, 5)}, {"kv_lens": (33, 5, 16), "seed": 7}),
+    CONTEXT: (
+        {"q_lens": (5, 0, 17), "kv_lens": (21, 7, 17)},
+        {"q_lens": (17, 5, 0), "kv_lens": (17, 21, 7), "seed": 7},
+    ),
+    MLA: ({"kv_lens": (5, 33, 70)}, {"kv_lens": (70, 5, 33), "seed": 7}),
+    RAGGED: (
+        {"q_lens": (4, 1, 6), "kv_lens": (7, 0, 20), "is_causal": False, "return_lse": True},
+        {"q_lens": (6, 4, 1), "kv_lens": (0, 20, 7), "is_causal": False, "return_lse": True},
+    ),
+}
+# The call of one of them, and torch's operations of a prepared call besides FlashInfer's; None: they are not counted.
+REFILLED: dict[str, tuple[Capability, str, Callable[..., Arguments], list[str] | None]] = {
+    "XQA": (SM90, DECODE, lambda i, **batch: small(**batch), []),
+    "XQA verify": (SM90, DECODE, lambda i, **batch: small(3, **batch), []),
+    "XQA tree": (SM90, DECODE, lambda i, **batch: small(5, mask=(TREE, OTHER_TREE)[i].clone(), **batch), []),
+    "XQA, sinks": (SM90, DECODE, lambda i, **batch: small(sinks=SINKS.roll(i), **batch), []),
     "XQA, scale tensors": (
-        SM90,
-        DECODE,
-        lambda i: decode_case(
-            kv_dtype=torch.float8_e4m3fn,
-            bmm1_scale=torch.tensor([0.2 + i]),
-            bmm2_scale=torch.tensor([0.7 + i]),
-            **DECODE_BATCHES[i],
-        ),
+        *(SM90, DECODE),
+        lambda i, **batch: small(kv_dtype=E4M3, **{name: value + i for name, value in SCALES.items()}, **batch),
+        [],
     ),
     "XQA, scale in base 2": (
-        SM90,
-        DECODE,
-        lambda i: decode_case(bmm1_scale_log2=torch.tensor([0.4 + i]), **DECODE_BATCHES[i]),
+        *(SM90, DECODE),
+        lambda i, **batch: small(bmm1_scale_log2=torch.tensor([0.4 + i]), **batch),
+        ["aten.mul.out"],
     ),
-    "XQA, views of NHD": (SM90, DECODE, lambda i: permuted(decode_case(**DECODE_BATCHES[i]))),
-    "XQA, slice of a wider table": (SM90, DECODE, lambda i: widened(decode_case(**DECODE_BATCHES[i]))),
-    "trtllm-gen decode": (SM100, DECODE, lambda i: gen_case(2, **DECODE_BATCHES[i])),
+    "XQA, views of NHD": (SM90, DECODE, lambda i, **batch: permuted(small(**batch)), None),
+    "XQA, slice of a wider table": (SM90, DECODE, lambda i, **batch: widened(small(**batch)), ["aten.copy_.default"]),
+    "trtllm-gen decode": (SM100, DECODE, lambda i, **batch: decode(2, **batch), []),
     "trtllm-gen decode, slice of wider separate tables": (
-        SM100,
-        DECODE,
-        lambda i: widened(gen_case(2, separate_tables=True, **DECODE_BATCHES[i])),
+        *(SM100, DECODE),
+        lambda i, **batch: widened(decode(2, separate_tables=True, **batch)),
+        None,
     ),
-    "trtllm-gen context": (SM100, CONTEXT, lambda i: context_case(**CONTEXT_BATCHES[i])),
-    "fmha_v2": (SM90, CONTEXT, lambda i: context_case(**CONTEXT_BATCHES[i])),
-    "fmha_v2, slice of a wider table": (SM90, CONTEXT, lambda i: widened(context_case(**CONTEXT_BATCHES[i]))),
-    "fmha_v2, stacked": (SM90, CONTEXT, lambda i: stacked(context_case(**CONTEXT_BATCHES[i]))),
+    "trtllm-gen context": (SM100, CONTEXT, lambda i, **batch: context(**batch), []),
+    "fmha_v2": (SM90, CONTEXT, lambda i, **batch: context(**batch), ["aten.add.out"]),
+    "fmha_v2, slice of a wider table": (SM90, CONTEXT, lambda i, **batch: widened(context(**batch)), ["aten.add.out"]),
+    "fmha_v2, stacked": (SM90, CONTEXT, lambda i, **batch: stacked(context(**batch)), []),
     "fmha_v2, stacked, slice of a wider table": (
-        SM90,
-        CONTEXT,
-        lambda i: widened(stacked(context_case(**CONTEXT_BATCHES[i]))),
+        *(SM90, CONTEXT),
+        lambda i, **batch: widened(stacked(context(**batch))),
+        ["aten.copy_.default"],
     ),
-    "fmha_v2, expanded table": (SM90, CONTEXT, lambda i: expanded(context_case(**CONTEXT_BATCHES[i]))),
+    "fmha_v2, expanded table": (SM90, CONTEXT, lambda i, **batch: expanded(context(**batch)), []),
+    "trtllm-gen MLA": (SM100, MLA, lambda i, **batch: widened(mla(2, **batch)), None),
+    "trtllm-gen ragged": (SM100, RAGGED, lambda i, **batch: ragged(**batch), None),
 }
 
 
@@ -600,16 +619,18 @@ def refill(buffers: Arguments, source: Arguments) -> None:
 
 @pytest.mark.parametrize("name", REFILLED)
 def test_a_prepared_call_sees_new_contents(simulate: Simulate, name: str) -> None:
-    capability, function, case = REFILLED[name]
+    capability, function, make, _ = REFILLED[name]
     simulate(capability)
-    buffers, other = case(0), case(1)
+    buffers, other = (make(i, **BATCHES[function][i]) for i in range(2))
     other["query"] = -other["query"]
-    prepared = prepare(function, buffers)
+    prepared = call("prepare_", buffers)
     prepared()
     refill(buffers, other)
-    out = prepared()
-    expected = getattr(references, function)(**other)
-    assert float(references.relative_l2(out, expected).max()) <= ROUNDOFF[out.dtype]
+    result, expected = prepared(), getattr(references, function)(**other)
+    if function == RAGGED:
+        torch.testing.assert_close(result[1], expected[1])
+        result, expected = result[0], expected[0]
+    assert float(references.relative_l2(result.flatten(0, -3), expected.flatten(0, -3)).max()) <= ROUNDOFF[BF16]
 
 
 class Operations(TorchDispatchMode):
@@ -624,40 +645,23 @@ class Operations(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
-def without_attention(simulate: Simulate, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+def without_attention(simulate: Simulate, monkeypatch: pytest.MonkeyPatch, capability: Capability) -> None:
     """A simulated FlashInfer whose functions do nothing."""
     installed = simulate(capability).installed
     monkeypatch.setattr(flashinfer_call, "installed", lambda *of: (lambda **arguments: None, installed(*of)[1]))
 
 
-OPERATIONS = {
-    "XQA": [],
-    "XQA verify": [],
-    "XQA tree": [],
-    "XQA, scale tensors": [],
-    "XQA, scale in base 2": ["aten.mul.out"],
-    "XQA, slice of a wider table": ["aten.copy_.default"],
-    "trtllm-gen decode": [],
-    "trtllm-gen context": [],
-    "fmha_v2": ["aten.add.out"],
-    "fmha_v2, slice of a wider table": ["aten.add.out"],
-    "fmha_v2, stacked": [],
-    "fmha_v2, stacked, slice of a wider table": ["aten.copy_.default"],
-    "fmha_v2, expanded table": [],
-}
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", [name for name, row in REFILLED.items() if row[3] is not None])
 def test_what_a_prepared_call_does_besides_flashinfers(
     simulate: Simulate, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    capability, function, case = REFILLED[name]
+    capability, function, make, expected = REFILLED[name]
     without_attention(simulate, monkeypatch, capability)
-    prepared = prepare(function, case(0))
+    prepared = call("prepare_", make(0, **BATCHES[function][0]))
     for _ in range(2):
         with Operations() as operations:
             prepared()
-        assert operations.names == OPERATIONS[name]
+        assert operations.names == expected
 
 
 def test_the_table_of_a_split_pool_is_made_without_the_host(
@@ -666,9 +670,9 @@ def test_the_table_of_a_split_pool_is_made_without_the_host(
     """A copy of host data cannot be captured in a CUDA graph, and the call can: two launches, one in a prepared one."""
     monkeypatch.setattr("lab.calls.paged.check_values", lambda problem: None)  # as on a GPU
     without_attention(simulate, monkeypatch, SM90)
-    arguments = context_case() | {"workspace_buffer": torch.zeros(9 * MEBIBYTE, dtype=torch.uint8)}
+    arguments = context(workspace_buffer=torch.zeros(9 * MEBIBYTE, dtype=torch.uint8))
     with Operations() as operations:
-        trtllm.trtllm_batch_context_with_kv_cache(**arguments)
+        call("", arguments)
     views = ("select", "slice", "transpose", "view", "unsqueeze", "empty", "detach")
     launches = [name for name in operations.names if name.split(".")[1] not in views]
     assert launches == ["aten.arange.start_step", "aten.add.out"]
@@ -678,8 +682,8 @@ def test_keywords_are_bound_once(simulate: Simulate, monkeypatch: pytest.MonkeyP
     """Binding takes longer than the other checks together."""
     installed, asked = simulate(SM90).installed, []
     monkeypatch.setattr(flashinfer_call, "installed", lambda *of: asked.append(of) or installed(*of))
-    for arguments in (decode_case(), decode_case(), decode_case(window_left=3)):
-        trtllm.trtllm_batch_decode_with_kv_cache(**arguments)
+    for arguments in (small(), small(), small(window_left=3)):
+        call("", arguments)
     assert len(asked) == 2
 
 
@@ -715,28 +719,18 @@ def test_nothing_is_made_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPat
         flashinfer_call.workspace_of(gpu, 12345)
 
 
-def test_the_workspace_is_kept_and_its_semaphores_stay_zero(simulate: Simulate) -> None:
-    """fmha_v2, between two decode calls, gets only what is after the semaphores."""
+@pytest.mark.parametrize("given", [None, torch.uint8, torch.int32, torch.float32], ids=str)
+def test_a_workspace_serves_both_calls(simulate: Simulate, given: torch.dtype | None) -> None:
+    """The lab's own or a given one: fmha_v2, between two decode calls, gets only what is after the semaphores."""
     simulated = simulate(SM90)
-    assert_rounded(trtllm, DECODE, decode_case())
-    assert_rounded(trtllm, CONTEXT, context_case())
-    assert_rounded(trtllm, DECODE, decode_case())
+    workspace = None if given is None else torch.zeros(9 * MEBIBYTE // given.itemsize, dtype=given)
+    for make in (small, context, small):
+        arguments = make(workspace_buffer=workspace)
+        assert_rounded(trtllm, function_of(arguments), arguments)
     first, prefill, second = (arguments["workspace_buffer"] for _, arguments in simulated.calls)
     assert first.data_ptr() == second.data_ptr()
-    assert first.nbytes == SEMAPHORE_BYTES + flashinfer_call.SCRATCH_BYTES
+    assert first is workspace or first.nbytes == SEMAPHORE_BYTES + flashinfer_call.SCRATCH_BYTES
     assert prefill.data_ptr() - first.data_ptr() == SEMAPHORE_BYTES == 8 * MEBIBYTE
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.float32])
-def test_a_given_workspace_serves_both_calls(simulate: Simulate, dtype: torch.dtype) -> None:
-    simulated = simulate(SM90)
-    workspace = torch.zeros(9 * MEBIBYTE // dtype.itemsize, dtype=dtype)
-    assert_rounded(trtllm, DECODE, decode_case(workspace_buffer=workspace))
-    assert_rounded(trtllm, CONTEXT, context_case(workspace_buffer=workspace))
-    assert_rounded(trtllm, DECODE, decode_case(workspace_buffer=workspace))
-    decode, prefill, _ = (arguments["workspace_buffer"] for _, arguments in simulated.calls)
-    assert decode is workspace
-    assert prefill.data_ptr() - workspace.data_ptr() == 8 * MEBIBYTE
 
 
 @pytest.mark.parametrize(
@@ -750,75 +744,78 @@ def test_a_given_workspace_serves_both_calls(simulate: Simulate, dtype: torch.dt
     ],
     ids=["semaphores alone", "tiny", "elsewhere", "with gaps", "no tensor"],
 )
-@pytest.mark.parametrize("function", [DECODE, CONTEXT])
+@PAGED
 @BOTH_ENTRIES
 def test_a_workspace_that_does_not_fit_is_refused(
-    simulate: Simulate, workspace: Any, error: type[Exception], message: str, function: str, entry: str
+    simulate: Simulate, workspace: Any, error: type[Exception], message: str, make: Case, entry: str
 ) -> None:
     simulated = simulate(SM90)
-    case = decode_case() if function == DECODE else context_case()
     with pytest.raises(error, match=f"workspace_buffer.*{message}"):
-        getattr(trtllm, entry + function)(**case | {"workspace_buffer": workspace})
+        call(entry, make() | {"workspace_buffer": workspace})
     assert not simulated.calls
+
+
+@pytest.mark.parametrize(("capability", "make"), [(SM120, wide_mla), (SM100, ragged)], ids=["MLA", "ragged"])
+def test_a_workspace_without_scratch_is_refused(simulate: Simulate, capability: Capability, make: Case) -> None:
+    simulate(capability)
+    with pytest.raises(ValueError, match="less than"):
+        call("", make() | {"workspace_buffer": torch.zeros(8 * MEBIBYTE + 100, dtype=torch.uint8)})
 
 
 def test_packed_rows_are_not_copied(simulate: Simulate) -> None:
-    simulated = simulate(SM90)
-    case = decode_case()
-    trtllm.trtllm_batch_decode_with_kv_cache(**case)
-    assert simulated.calls[0][1]["block_tables"] is case["block_tables"]
+    simulated, arguments = simulate(SM90), decode()
+    call("", arguments)
+    assert simulated.calls[0][1]["block_tables"] is arguments["block_tables"]
 
 
-@pytest.mark.parametrize("function", [DECODE, CONTEXT])
+@PAGED
 @BOTH_ENTRIES
-def test_an_unsupported_call_raises_the_reason(simulate: Simulate, function: str, entry: str) -> None:
+def test_a_refused_call_comes_to_nobody(simulate: Simulate, make: Case, entry: str) -> None:
+    """An unsupported one with the reason, a malformed one with the argument."""
     simulated = simulate((8, 0))
-    case = decode_case() if function == DECODE else context_case()
     with pytest.raises(NotImplementedError, match=r"needs a GPU of SM90.*this is SM80"):
-        getattr(trtllm, entry + function)(**case)
-    assert not simulated.calls
-
-
-@pytest.mark.parametrize("function", [DECODE, CONTEXT])
-@BOTH_ENTRIES
-def test_a_malformed_call_is_refused(simulate: Simulate, function: str, entry: str) -> None:
-    simulated = simulate(SM90)
-    case = decode_case() if function == DECODE else context_case()
+        call(entry, make())
+    simulate(SM90)
     with pytest.raises(ValueError, match="query must be"):
-        getattr(trtllm, entry + function)(**case | {"query": case["query"][0]})
+        call(entry, remade("query", lambda query: query[0])(make()))
     assert not simulated.calls
 
 
-def test_a_cpu_is_named() -> None:
-    with pytest.raises(NotImplementedError, match="need a CUDA GPU, and these tensors are on cpu"):
-        trtllm.trtllm_batch_decode_with_kv_cache(**decode_case())
+@pytest.mark.parametrize("make", [decode, context, mla, ragged], ids=[DECODE, CONTEXT, MLA, RAGGED])
+def test_off_the_gpu_it_says_where_to_go(make: Case) -> None:
+    with pytest.raises(
+        NotImplementedError, match=r"need a CUDA GPU, .* on cpu.*lab.kernels.portable or lab.references"
+    ):
+        call("", make())
 
 
 # Empty batches.
 
 
-def test_an_empty_batch_returns_empty_without_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
+NO_ROWS: dict[str, Case] = {
+    "decode": lambda: without_requests(decode(return_lse=True)),
+    "context": lambda: without_requests(context(return_lse=True)),
+    "context, padding": lambda: without_requests(context(return_lse=True), 3),
+    "MLA": lambda: without_requests(mla(return_lse=True)),
+    "MLA, padding": lambda: without_requests(mla((1, 4, 2), (3, 20, 70), return_lse=True), 7),
+    "ragged": lambda: ragged((0, 0), (5, 2), return_lse=True),
+}
+
+
+@pytest.mark.parametrize("name", NO_ROWS)
+def test_a_batch_without_rows_is_empty_without_flashinfer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashinfer_call, "installed", lambda *_: pytest.fail("FlashInfer was asked for"))
-    empty = Batch([], [], [])
-    assert empty.q_lens == []
-    cache, _ = write_pages([torch.zeros(1, 2, 64, dtype=torch.bfloat16)], 16, seed=0)
-    arguments = {
-        "query": torch.empty(0, 4, 64, dtype=torch.bfloat16),
-        "kv_cache": (cache, cache),
-        "workspace_buffer": None,
-        "block_tables": torch.empty(0, 4, dtype=torch.int32),
-        "seq_lens": torch.empty(0, dtype=torch.int32),
-        "return_lse": True,
-    }
-    offsets = {
-        "cum_seq_lens_q": torch.zeros(1, dtype=torch.int32),
-        "cum_seq_lens_kv": torch.zeros(1, dtype=torch.int32),
-    }
-    bounds = {"max_q_len": 0, "max_kv_len": 0, "bmm1_scale": 1.0, "bmm2_scale": 1.0, "batch_size": 0}
-    for function, more in ((DECODE, {"max_seq_len": 0}), (CONTEXT, offsets | bounds)):
-        call = functools.partial(getattr(trtllm, function), **arguments, **more)
-        for made in (call, prepare(function, arguments | more)):
-            out, lse = made()
-            assert (list(out.shape), list(lse.shape)) == ([0, 4, 64], [0, 4])
-    padded = arguments | offsets | bounds | {"query": torch.empty(3, 4, 64, dtype=torch.bfloat16)}
-    assert getattr(trtllm, CONTEXT)(**padded)[0].shape == (3, 4, 64)
+    arguments = NO_ROWS[name]()
+    query = arguments["query"]
+    last = {MLA: 512, RAGGED: 128}.get(function_of(arguments), 64)
+    for out, lse in (call("", arguments), call("prepare_", arguments)()):
+        assert out.shape == (*query.shape[:-1], last)
+        assert lse.shape == out.flatten(0, -3).shape[:2]
+
+
+def test_padding_is_left_out(simulate: Simulate) -> None:
+    simulate(SM100)
+    expected = references.trtllm_ragged_attention_deepseek(**ragged(return_lse=True))
+    out, lse = (result[:11] for result in call("", padded(ragged(return_lse=True))))
+    assert float(references.relative_l2(out, expected[0]).max()) <= ROUNDOFF[BF16]
+    torch.testing.assert_close(lse, expected[1])
