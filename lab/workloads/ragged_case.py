@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lab.calls.problem import E4M3
 from lab.workloads.attention_case import Contents, short_repr
 from lab.workloads.pass_case import check_contents, check_dtype
 from lab.workloads.requests import PassLens
@@ -14,12 +15,13 @@ class RaggedCase(PassLens):
     """One prefill of latent attention on the ragged context call. Its `repr` is an expression that makes it again.
 
     Attributes:
-        prefix_lens: cached tokens of each request; at least one request.
+        prefix_lens: cached tokens of each request, below 0 where it has fewer keys than rows; at least one request.
         q_lens: new tokens of each request; some may have none.
         chunk: how many cached tokens of a request one call takes at most.
-        num_heads: number of query heads, and also of K/V heads.
+        num_heads, group: number of K/V heads, and of query heads per K/V head.
         head_dim, v_head_dim: head_dim of queries and keys, and of values and outputs; DeepSeek-V3 has 192 and 128.
-        dtype: dtype of all tensors, float16 or bfloat16.
+        dtype: dtype of all tensors, float16, bfloat16 or float8_e4m3fn.
+        window_left: number of keys to the left of a row that it sees; -1 for all.
         contents: contents of the tensors, one of `PASS_CONTENTS`.
         seed: seed of all random numbers.
 
@@ -32,9 +34,11 @@ class RaggedCase(PassLens):
     q_lens: tuple[int, ...]
     chunk: int = 64
     num_heads: int = 2
+    group: int = 1
     head_dim: int = 192
     v_head_dim: int = 128
     dtype: torch.dtype = torch.bfloat16
+    window_left: int = -1
     contents: Contents = Contents.RANDOM
     seed: int = 0
 
@@ -43,12 +47,13 @@ class RaggedCase(PassLens):
             raise ValueError(
                 f"prefix_lens {self.prefix_lens} and q_lens {self.q_lens}: one each per request, at least one"
             )
-        if min(self.prefix_lens) < 0 or min(self.q_lens) < 0 or self.chunk < 1:
+        if min(map(sum, zip(self.prefix_lens, self.q_lens, strict=True))) < 0 or min(self.q_lens) < 0 or self.chunk < 1:
             raise ValueError(
-                f"prefix_lens {self.prefix_lens}, q_lens {self.q_lens} must be >= 0, chunk {self.chunk} >= 1"
+                f"q_lens {self.q_lens}, also with prefix_lens {self.prefix_lens}, must be >= 0, chunk {self.chunk} >= 1"
             )
         check_contents(self.contents)
-        check_dtype(self.dtype)
+        if self.dtype != E4M3:
+            check_dtype(self.dtype)
 
     def __repr__(self) -> str:
         return short_repr(self)

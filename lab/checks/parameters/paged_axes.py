@@ -21,7 +21,6 @@ from lab.checks.parameters.values import (
     Offsets,
     Output,
     Pages,
-    Query,
     Rows,
     SeqLens,
     Sinks,
@@ -30,6 +29,7 @@ from lab.checks.parameters.values import (
     Without,
 )
 from lab.ranges import Ranges
+from lab.workloads.inputs.views import Layout
 from lab.workloads.interfaces import Interface
 
 REQUESTS = 3
@@ -42,6 +42,10 @@ MOST_POOL_ELEMENTS = 2**27  # of K, and so of V: a large batch has few heads or 
 MOST_NVFP4_ELEMENTS = 2**20  # of a page of K
 LEAST_KEYS = 64  # about, of a request's pages in a large batch
 
+QUERY = (
+    *(Layout.CONTIGUOUS, Layout.ROWS_APART, Layout.HEADS_APART),
+    *(Layout.AT_16_BYTES, Layout.AT_AN_ELEMENT, Layout.HEADS_FIRST),
+)
 WINDOWS = (0, 1, 15, 20, 127, 1000, 5000, 2**31 - 1)
 EQUAL = 128  # keys of each request where lengths are equal
 VACUOUS = frozenset({("lengths", Without.ALL), ("offsets", Without.ALL)})
@@ -135,9 +139,9 @@ def _tensors(interface: Interface) -> dict[str, Sequence[Any]]:
     is_mla = interface is Interface.MLA_DECODE
     mha_only = {Cache.HEADS_APART, Cache.ODD_STRIDES, Cache.V_OTHERWISE, Cache.ONE_TENSOR, Cache.HALVES, Cache.K_IS_V}
     mla_only = {Cache.FOUR_AXES, Cache.FOUR_AXES_ODD_STRIDES}
-    query = [each for each in Query if each not in (Query.AT_AN_ELEMENT, Query.REQUESTS_APART)]
+    query = (*QUERY[:4], Layout.HEADS_FIRST)
     return {
-        "query": [*query, Query.REQUESTS_APART] if is_mla else query,
+        "query": (*query, Layout.REQUESTS_APART) if is_mla else query,
         "block_tables": [each for each in Tables if not (is_mla and each.is_separate)],
         "pages": tuple(Pages),
         "cache": [each for each in Cache if each not in (mha_only if is_mla else mla_only)],
@@ -233,9 +237,9 @@ RULES = (
         "max_q_len goes with offsets of the rows",
     ),
     Constraint(lambda offsets, mask: offsets == Offsets.NONE or mask == Mask.NONE, "a mask goes without offsets"),
-    Constraint(lambda q_len, query: query != Query.REQUESTS_APART or q_len > 1, "of one row each, rows are requests"),
+    Constraint(lambda q_len, query: query != Layout.REQUESTS_APART or q_len > 1, "of one row each, rows are requests"),
     Constraint(
-        lambda offsets, query: query != Query.REQUESTS_APART or offsets == Offsets.NONE,
+        lambda offsets, query: query != Layout.REQUESTS_APART or offsets == Offsets.NONE,
         "a query with offsets has no axis of requests",
     ),
     Constraint(lambda q_len, mask: q_len > 1 or mask == Mask.NONE, "one row needs no mask"),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lab.checks.parameters.covering import Constraint, Model
-from lab.checks.parameters.paged_axes import PROMPTS, REQUESTS, RULES, VACUOUS, WINDOWS
+from lab.checks.parameters.paged_axes import PROMPTS, QUERY, REQUESTS, RULES, VACUOUS, WINDOWS
 from lab.checks.parameters.values import (
     KV,
     NAMES,
@@ -19,7 +19,6 @@ from lab.checks.parameters.values import (
     Lse,
     Offsets,
     Output,
-    Query,
     RaggedPadding,
     Rows,
     SeqLens,
@@ -28,6 +27,7 @@ from lab.checks.parameters.values import (
     Without,
 )
 from lab.ranges import Ranges
+from lab.workloads.inputs.views import Layout
 
 SHORT = 150  # keys of the longest request that is not long
 FEW_KEYS = 50  # about, of a request in a large batch
@@ -37,6 +37,10 @@ MOST_KV_ELEMENTS = 2**25
 MOST_PRODUCTS = 2**29  # of Q·K^T, in each of the three attentions that a case computes
 DEEPSEEK_HEADS = 128
 HEAD_DIMS = ((192, 128), (128, 128), (256, 256), (80, 64), (64, 64), (64, 128))
+KEYS_AND_VALUES = (
+    *(Layout.CONTIGUOUS, Layout.TOKENS_APART, Layout.HEADS_APART, Layout.HEADS_FIRST),
+    *(Layout.AT_16_BYTES, Layout.AT_AN_ELEMENT, Layout.FAR_APART, *KV),
+)
 BELOW_ZERO = "below zero"  # every logit, and so far apart that exp of their differences overflows
 
 
@@ -78,8 +82,8 @@ def ragged_model(ranges: Ranges) -> Model:
         "max_kv_len": (Bound.EXACT, Bound.LARGER),
         "mirrors": ("none", "int32", "int64"),
         "skip_all_rows_active_check": (True, False),
-        "query": [each for each in Query if each != Query.REQUESTS_APART],
-        "kv": tuple(KV),
+        "query": QUERY,
+        "kv": KEYS_AND_VALUES,
     }
     return Model.of(axes, (*RULES, *RAGGED_RULES), TRIPLES, VACUOUS)
 
@@ -124,11 +128,11 @@ RAGGED_RULES = (
     ),
     Constraint(
         lambda kv, requests, lengths, rows: (
-            kv != KV.FAR_APART or (requests <= REQUESTS and isinstance(lengths, str) and isinstance(rows, str))
+            kv != Layout.FAR_APART or (requests <= REQUESTS and isinstance(lengths, str) and isinstance(rows, str))
         ),
         "tokens that each lie in memory of their own",
     ),
-    Constraint(lambda kv, num_kv_heads: kv != KV.FAR_APART or num_kv_heads <= 3, "each token takes whole pages"),
+    Constraint(lambda kv, num_kv_heads: kv != Layout.FAR_APART or num_kv_heads <= 3, "each token takes whole pages"),
     Constraint(
         lambda requests, offsets, lengths: (
             requests > REQUESTS or offsets != Without.TWICE or lengths != Lengths.OF_THE_NEXT

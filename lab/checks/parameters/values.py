@@ -86,16 +86,23 @@ class Rows(TextEnum):
 
 
 class Mask(TextEnum):
-    """A draft's mask."""
+    """A draft's mask.
+
+    Attributes:
+        shown: the name of what it shows in `draft_masks`; None where that has no name.
+    """
 
     NONE = "none"
-    CAUSAL = "causal"
-    FULL = "full"
-    TREE = "tree"
-    BY_REQUEST = "by request"
+    CAUSAL = "causal", "causal mask"
+    FULL = "full", "full mask"
+    TREE = "tree", "tree mask"
+    BY_REQUEST = "by request", "mask that differs by request"
     OWN_BIT_CLEAR = "own bit clear"  # of each row: it sees the draft's tokens before it, and so the first row none
-    BITS_AFTER = "bits after the draft"
-    AT_A_WORD = "at a word"  # the mask begins at no multiple of 4 bytes
+    BITS_AFTER = "bits after the draft", "tree mask"
+    AT_A_WORD = "at a word", "tree mask"  # the mask begins at no multiple of 4 bytes
+
+    def __init__(self, _: str, shown: str | None = None) -> None:
+        self.shown = shown
 
 
 class Sinks(TextEnum):
@@ -225,19 +232,6 @@ class Bound(TextEnum):
     NONE = "None"
 
 
-class Query(TextEnum):
-    """Layouts of the query."""
-
-    CONTIGUOUS = "contiguous"
-    ROWS_APART = "rows apart"
-    HEADS_APART = "heads apart"
-    AT_16_BYTES = "at 16 bytes"
-    AT_AN_ELEMENT = "at an element"
-    HEADS_FIRST = "heads first"
-    # Rows of each request in a longer one: a query of four axes whose first two are not one.
-    REQUESTS_APART = "requests apart"
-
-
 class Tables(TextEnum):
     """Forms of the block tables.
 
@@ -293,36 +287,21 @@ class Cache(TextEnum):
 
 
 class KV(TextEnum):
-    """Layouts of the keys and values of a ragged call."""
+    """Layouts of keys and values together, in a ragged call."""
 
-    CONTIGUOUS = "contiguous"
-    TOKENS_APART = "tokens apart"
-    HEADS_APART = "heads apart"
-    HEADS_FIRST = "heads first"
-    AT_16_BYTES = "at 16 bytes"
-    AT_AN_ELEMENT = "at an element"
-    FAR_APART = "far apart"
     V_APART = "V apart"
     V_OF_A_PROJECTION = "V of a projection"
     ONE_TENSOR = "of one tensor"
 
 
 class RaggedPadding(TextEnum):
-    """Rows and keys after the requests' in a ragged call.
+    """Rows and keys after the requests' in a ragged call."""
 
-    Attributes:
-        sides: of which there are some.
-        is_nan: they are NaN.
-    """
-
-    NONE = "none", ()
-    ROWS = "rows", ("rows",)
-    KEYS = "keys", ("keys",)
+    NONE = "none"
+    ROWS = "rows"
+    KEYS = "keys"
     BOTH = "rows and keys"
-    NAN = "rows and keys of NaN", ("rows", "keys"), True
-
-    def __init__(self, _: str, sides: tuple[str, ...] = ("rows", "keys"), is_nan: bool = False) -> None:
-        self.sides, self.is_nan = sides, is_nan
+    NAN = "rows and keys of NaN"
 
 
 class BatchPadding(TextEnum):

@@ -16,14 +16,13 @@ from dataclasses import replace
 from functools import partial
 
 from lab.checks.case_run import CaseRun
+from lab.checks.parameters.calls import judge_call
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.coverage import retried, tuples_by_outcome
 from lab.checks.parameters.covering import Point
 from lab.checks.parameters.metadata import judge_metadata
 from lab.checks.parameters.metadata_axes import METADATA
 from lab.checks.parameters.models import MODELS
-from lab.checks.parameters.paged_call import judge_paged
-from lab.checks.parameters.ragged_call import judge_ragged
 from lab.checks.parameters.sampling import Sample, samples
 from lab.checks.properties.check import Check, Scope
 from lab.checks.properties.draft_lists import judge_lists
@@ -112,8 +111,7 @@ def _draw_on(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdic
 
 
 JUDGES: dict[Interface, Callable[[CaseRun], None]] = {
-    **dict.fromkeys(ATTENTION, judge_paged),
-    Interface.RAGGED_CONTEXT: judge_ragged,
+    **dict.fromkeys((*ATTENTION, Interface.RAGGED_CONTEXT), judge_call),
     Interface.DRAFT_KV_INDICES: judge_lists,
     **dict.fromkeys(METADATA, judge_metadata),
 }

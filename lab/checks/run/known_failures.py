@@ -14,7 +14,7 @@ import torch
 
 from lab.calls.problem import E4M3
 from lab.checks.parameters.configuration import Configuration
-from lab.checks.parameters.paged_shape import attention_case
+from lab.checks.parameters.call_cases import attention_case
 from lab.checks.parameters.values import Mask, Sinks
 from lab.checks.run.verdicts import CaseVerdict, Outcome
 from lab.gpus import Capability

@@ -44,6 +44,7 @@ class AttentionInputs:
         seq_lens: int32 [batch_size].
         sinks: float32 [num_qo_heads] or None.
         shown: a draft's mask, bool [batch_size, q_len, q_len], or None.
+        causal: a row does not see keys after its own.
         factors: factors by which bmm1_scale and bmm2_scale are multiplied.
     """
 
@@ -57,6 +58,7 @@ class AttentionInputs:
     sinks: Tensor | None
     scale_factors: tuple[Tensor, Tensor] | None = None
     shown: Tensor | None = None
+    causal: bool = True
     factors: tuple[float, float] = (1.0, 1.0)
 
     @property
@@ -90,7 +92,7 @@ class AttentionInputs:
 
     @property
     def bmm2_scale(self) -> float:
-        v_scale = E4M3_K_SCALE if self.case.is_mla else E4M3_V_SCALE  # MLA's V is its K
+        v_scale = E4M3_K_SCALE if self.v_pages is self.k_pages else E4M3_V_SCALE
         return (v_scale if self.case.is_quantised else 1.0) * self.factors[1]
 
     @property
@@ -129,6 +131,8 @@ class AttentionInputs:
             arguments["sinks"] = self.sinks
         if self.shown is not None:
             arguments["mask"] = packed_mask(self.shown.cpu()).to(self.query.device)
+        if not self.causal:
+            arguments["causal"] = False
         if self.scale_factors is not None:
             arguments |= self.scale_factor_arguments(interleaved=case.interface is not Interface.DECODE)
         if case.is_mla:
@@ -158,6 +162,7 @@ class AttentionInputs:
             "window_left": case.window_left,
             "sinks": self.sinks,
             "shown": self.shown,
+            "causal": self.causal,
         }
         return Rules(**(given | changes))
 

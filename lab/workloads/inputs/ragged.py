@@ -34,6 +34,7 @@ class RaggedInputs:
         parts: each request's keys and values.
         softmax_scale: bmm1_scale before it is multiplied by its factor.
         causal: a row does not see keys after its own.
+        window_left: number of keys to the left of a row that it sees; -1 for all.
         sinks: float32 [num_qo_heads] or None.
         shown: None, because there is no draft mask.
         factors: factors by which bmm1_scale and bmm2_scale are multiplied.
@@ -44,6 +45,7 @@ class RaggedInputs:
     parts: Parts
     softmax_scale: float
     causal: bool = True
+    window_left: int = -1
     sinks: Tensor | None = None
     shown: Tensor | None = None
     factors: tuple[float, float] = (1.0, 1.0)
@@ -75,7 +77,7 @@ class RaggedInputs:
         """Return FlashInfer's keyword arguments, with padding after the last request."""
         device, q_lens, kv_lens = self.query.device, self.q_lens, self.kv_lens
         sides = (self.query, *(joined(each) for each in zip(*self.parts, strict=True)))
-        query, key, value = (padded(side) if with_padding else side for side in sides)
+        query, key, value = (padded(side) if with_padding and len(side) else side for side in sides)
         arguments = {
             "query": query,
             "key": key,
@@ -87,7 +89,7 @@ class RaggedInputs:
             **self.scales,
             "o_sf_scale": 1.0,
             "batch_size": len(q_lens),
-            "window_left": -1,
+            "window_left": self.window_left,
             "cum_seq_lens_q": running_sum(q_lens, device),
             "cum_seq_lens_kv": running_sum(kv_lens, device),
             "enable_pdl": None,
@@ -101,6 +103,7 @@ class RaggedInputs:
             **self.scales,
             "arithmetic": self.query.dtype,
             "out_dtype": self.out_dtype,
+            "window_left": self.window_left,
             "sinks": self.sinks,
             "causal": self.causal,
         }
@@ -114,18 +117,19 @@ def build_ragged(case: RaggedCase, device: torch.device) -> RaggedInputs:
         case,
         torch.Generator().manual_seed(case.seed),
         needles if case.contents is Contents.NEEDLES else None,
-        case.num_heads,
+        case.num_heads * case.group,
         case.num_heads,
         (case.head_dim, case.v_head_dim),
         case.softmax_scale,
     )
     parts = [(keys.to(device, case.dtype), values.to(device, case.dtype)) for keys, values in histories]
-    return RaggedInputs(query.to(device, case.dtype), case.q_lens, parts, case.softmax_scale)
+    query = query.to(device, case.dtype)
+    return RaggedInputs(query, case.q_lens, parts, case.softmax_scale, window_left=case.window_left)
 
 
 def padded(rows: Tensor, value: float = PADDED) -> Tensor:
-    """Append `PADDING` rows of one value; an empty tensor stays empty."""
-    return joined((rows, torch.full_like(rows[:1], value).expand(PADDING, -1, -1))) if len(rows) else rows
+    """Append `PADDING` rows of one value."""
+    return joined((rows, torch.full((PADDING, *rows.shape[1:]), value, device=rows.device).to(rows.dtype)))
 
 
 def joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
@@ -139,4 +143,4 @@ def _limits(case: RaggedCase, request: int) -> set[int]:
     """
     kv_len, edges = case.kv_lens[request], range(0, case.prefix_lens[request] + 1, case.chunk)
     ends = {near for edge in edges for near in (edge - 1, edge) if 0 <= near < kv_len}
-    return ends | set(needle_positions(kv_len, case.q_lens[request], TILE))
+    return ends | set(needle_positions(kv_len, case.q_lens[request], TILE, case.window_left))

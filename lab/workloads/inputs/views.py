@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from lab.named_enum import TextEnum
+
 # Of each byte around the numbers: a large finite value of every float dtype, far outside any pool as an id.
 FILLING = 0x7B
 FAR = 2**31  # elements
@@ -41,33 +43,18 @@ def at_bytes(tensor: Tensor, offset_bytes: int) -> Tensor:
     return _as_view(tensor, tensor.contiguous().stride(), offset_bytes // tensor.element_size())
 
 
-def heads_first(tensor: Tensor) -> Tensor:
-    """Return a tensor [..., rows, heads, elements] stored head by head, as a matrix product per head writes it."""
-    heads = tensor.dim() - 2
-    return tensor.movedim(heads, 0).contiguous().movedim(0, heads)
-
-
 def in_halves(tensor: Tensor) -> Tensor:
     """Return a tensor [pages, 2, ...] stored in two halves: first index 0 of all pages, then index 1 of all pages."""
     return raw(tensor).transpose(0, 1).contiguous().transpose(0, 1).view(tensor.dtype)
 
 
-def laid(tensor: Tensor, form: str) -> Tensor:
-    """Return a tensor [..., rows or tokens, heads, elements] in the layout that a form of a configuration names."""
-    layouts: dict[str, Callable[[], Tensor]] = {
-        "contiguous": lambda: tensor,
-        "rows apart": lambda: apart(tensor, -3, GAP),
-        "tokens apart": lambda: apart(tensor, -3, GAP),
-        "heads apart": lambda: apart(tensor, -2, GAP),
-        "at 16 bytes": lambda: at_bytes(tensor, LEAST_ALIGNMENT_BYTES),
-        "at an element": lambda: at_bytes(tensor, tensor.element_size()),
-        "heads first": lambda: heads_first(tensor),
-        "far apart": lambda: far_apart(tensor),
-    }
-    return layouts[form]()
+def _heads_first(tensor: Tensor) -> Tensor:
+    """Return a tensor [..., rows, heads, elements] stored head by head, as a matrix product per head writes it."""
+    heads = tensor.dim() - 2
+    return tensor.movedim(heads, 0).contiguous().movedim(0, heads)
 
 
-def far_apart(tensor: Tensor) -> Tensor:
+def _far_apart(tensor: Tensor) -> Tensor:
     """Return the tensor as a view whose last row begins beyond 2**31 elements. Memory between rows is never touched."""
     row = tensor[:1].numel()
     stride = max(row, -(-FAR // max(len(tensor) - 1, 1)))
@@ -91,6 +78,28 @@ def with_odd_strides(tensor: Tensor) -> Tensor:
     """Return the tensor with a meaningless stride on each axis of size 1."""
     strides = [ODD if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return tensor.as_strided(tensor.shape, strides)
+
+
+class Layout(TextEnum):
+    """A layout of [..., rows or tokens, heads, elements].
+
+    Attributes:
+        of: returns a tensor in this layout.
+    """
+
+    CONTIGUOUS = "contiguous", lambda tensor: tensor
+    ROWS_APART = "rows apart", lambda tensor: apart(tensor, -3, GAP)
+    TOKENS_APART = "tokens apart", lambda tensor: apart(tensor, -3, GAP)
+    HEADS_APART = "heads apart", lambda tensor: apart(tensor, -2, GAP)
+    AT_16_BYTES = "at 16 bytes", lambda tensor: at_bytes(tensor, LEAST_ALIGNMENT_BYTES)
+    AT_AN_ELEMENT = "at an element", lambda tensor: at_bytes(tensor, tensor.element_size())
+    HEADS_FIRST = "heads first", _heads_first
+    FAR_APART = "far apart", _far_apart
+    # Rows of each request in a longer one: a query of four axes whose first two are not one.
+    REQUESTS_APART = "requests apart", lambda tensor: apart(tensor, 0, tensor[:1, :1].numel())
+
+    def __init__(self, _: str, of: Callable[[Tensor], Tensor]) -> None:
+        self.of = of
 
 
 def _as_view(tensor: Tensor, strides: Sequence[int], first: int) -> Tensor:

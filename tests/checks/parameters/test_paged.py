@@ -8,9 +8,9 @@ from lab import references
 from lab.calls.problem import mask_words
 from lab.checks import Configuration, Interface, Level, Ranges
 from lab.checks.case_run import CaseRun
+from lab.checks.parameters.call_cases import attention_case, fewer_than_rows
+from lab.checks.parameters.calls import judge_call
 from lab.checks.parameters.paged_axes import VACUOUS, paged_model
-from lab.checks.parameters.paged_call import judge_paged
-from lab.checks.parameters.paged_shape import attention_case, fewer_than_rows
 from lab.checks.parameters.values import HeadDims, Pages
 from lab.checks.properties.k18_combinations import CHECK
 
@@ -31,7 +31,7 @@ def judged(interface: Interface = Interface.DECODE, **values: Any) -> tuple[dict
 
     setattr(Seeing, interface.value, staticmethod(function))
     run = CaseRun(Seeing, Configuration(interface, values), torch.device("cpu"))
-    judge_paged(run)
+    judge_call(run)
     assert not run.wrongs
     return seen["arguments"], seen["returned"]
 

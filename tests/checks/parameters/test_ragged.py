@@ -6,10 +6,11 @@ import torch
 from lab import references
 from lab.checks import Configuration, Interface, Level, Ranges
 from lab.checks.case_run import CaseRun
+from lab.checks.parameters.call_cases import ragged_case
+from lab.checks.parameters.calls import judge_call
 from lab.checks.parameters.covering import Model
 from lab.checks.parameters.paged_axes import VACUOUS
 from lab.checks.parameters.ragged import ragged_model
-from lab.checks.parameters.ragged_call import judge_ragged, ragged_lens
 from lab.checks.properties.k18_combinations import CHECK
 
 
@@ -28,27 +29,27 @@ def arguments_of(**values: Any) -> dict[str, Any]:
             return references.trtllm_ragged_attention_deepseek(**arguments)
 
     run = CaseRun(Seeing, configuration(**values), torch.device("cpu"))
-    judge_ragged(run)
+    judge_call(run)
     assert not run.wrongs
     return seen
 
 
 def test_lengths_are_what_their_names_say() -> None:
-    plain = ragged_lens(configuration())
+    plain = ragged_case(configuration())
     assert plain.q_lens == (5, 1, 17)
     assert all(kv_len >= rows for kv_len, rows in zip(plain.kv_lens, plain.q_lens, strict=True))
-    assert ragged_lens(configuration(lengths="as rows")).kv_lens == plain.q_lens
-    assert ragged_lens(configuration(lengths="fewer than rows")).kv_lens == (4, 0, 16)
-    assert ragged_lens(configuration(lengths="none first")).kv_lens[0] == 0
-    assert ragged_lens(configuration(lengths="none twice")).kv_lens[:2] == (0, 0)
-    assert ragged_lens(configuration(lengths=65_600, num_kv_heads=1)).kv_lens[0] >= 65_600
-    assert ragged_lens(configuration(offsets="none twice")).q_lens == (0, 0, 17)
-    assert len(ragged_lens(configuration(requests=257)).q_lens) == 257
+    assert ragged_case(configuration(lengths="as rows")).kv_lens == plain.q_lens
+    assert ragged_case(configuration(lengths="fewer than rows")).kv_lens == (4, 0, 16)
+    assert ragged_case(configuration(lengths="none first")).kv_lens[0] == 0
+    assert ragged_case(configuration(lengths="none twice")).kv_lens[:2] == (0, 0)
+    assert ragged_case(configuration(lengths=65_600, num_kv_heads=1)).kv_lens[0] >= 65_600
+    assert ragged_case(configuration(offsets="none twice")).q_lens == (0, 0, 17)
+    assert len(ragged_case(configuration(requests=257)).q_lens) == 257
 
 
 def test_every_point_of_the_full_level_has_keys_to_attend_to() -> None:
     for case in CHECK.cases(Interface.RAGGED_CONTEXT, Ranges(), Level.FULL):
-        lens = ragged_lens(case)
+        lens = ragged_case(case)
         some = any(q_len and kv_len for q_len, kv_len in zip(lens.q_lens, lens.kv_lens, strict=True))
         assert some or not VACUOUS.isdisjoint(case.values.items()), case
 
@@ -89,5 +90,5 @@ def test_an_output_that_the_call_makes_has_the_documented_dtype(dtype: str, out_
             return references.trtllm_ragged_attention_deepseek(**arguments).to(torch.float32)
 
     run = CaseRun(Other, configuration(dtype=dtype), torch.device("cpu"))
-    judge_ragged(run)
+    judge_call(run)
     assert run.wrongs == [f"the output is torch.float32, not {out_dtype}"]

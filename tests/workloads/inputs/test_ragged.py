@@ -72,4 +72,4 @@ def test_tensors_of_a_byte_are_joined_and_padded() -> None:
     rows = torch.tensor([[[1.0, -2.0]]]).to(E4M3)
     assert joined((rows, rows)).float().tolist() == [[[1.0, -2.0]]] * 2
     assert joined((rows, rows), dim=-1).float().tolist() == [[[1.0, -2.0, 1.0, -2.0]]]
-    assert len(padded(rows[:0])) == 0
+    assert len(padded(rows[:0], 1.0)) == PADDING

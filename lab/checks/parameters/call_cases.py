@@ -1,4 +1,4 @@
-"""The batch of a paged call's configuration: its sizes, lengths and rows as an `AttentionCase`."""
+"""The case of a call's configuration: its sizes, lengths and rows; its forms of arguments are left aside."""
 
 import random
 from collections.abc import Sequence
@@ -10,28 +10,25 @@ from lab.calls.problem import E4M3
 from lab.checks.parameters.attention import edge_lengths
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.paged_axes import EQUAL, REQUESTS
-from lab.checks.parameters.values import Cache, Lengths, Mask, Offsets, Pages, Rows, Sinks, Tables, Without
+from lab.checks.parameters.values import DTYPES, Cache, Lengths, Mask, Offsets, Pages, Rows, Sinks, Tables, Without
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Contents, Storage, TableTail
+from lab.workloads.inputs.ragged import TILE
 from lab.workloads.interfaces import Interface
+from lab.workloads.ragged_case import RaggedCase
 
 SHORT = 150  # keys of the longest request that is not long
 LAST = 600  # keys of a large batch's last request
 CONTEXT_ROWS = (5, 1, 17, 2, 33)  # of the requests in turn
 WIDE = 4200  # columns of a wide table, more than 4,096
-PADDING = 3  # rows after the last request's
 _TAILS = {Tables.NEGATIVE_TAIL: TableTail.NEGATIVE, Tables.FAR_TAIL: TableTail.FAR}
 
 
-def attention_case(configuration: Configuration, ranges: Ranges) -> AttentionCase:
-    """Return the sizes, lengths and rows of a configuration; its forms of arguments are left aside."""
-    of, interface = configuration, configuration.interface
-    rng = random.Random(repr((interface.name, configuration.seed)))
-    query, cache = of["dtypes"].query, of["dtypes"].cache
-    page_size = of["page_size"]
-    count = of["requests"]
-    q_lens = _q_lens(of, count)
-    kv_lens = _kv_lens(of, q_lens, page_size, rng)
+def attention_case(of: Configuration, ranges: Ranges) -> AttentionCase:
+    """Return the case of a paged call."""
+    interface, page_size, query, cache = of.interface, of["page_size"], of["dtypes"].query, of["dtypes"].cache
+    q_lens = _q_lens(of)
+    kv_lens = _kv_lens(of, q_lens)
     width = max(-(-kv_len // page_size) for kv_len in kv_lens)
     return AttentionCase(
         interface,
@@ -39,18 +36,19 @@ def attention_case(configuration: Configuration, ranges: Ranges) -> AttentionCas
         q_lens,
         dtype=query,
         kv_dtype=cache,
-        arithmetic=_arithmetic(query, cache, ranges),
+        # A kernel rounds the weights of a query of e4m3 so too.
+        arithmetic=E4M3 if query == E4M3 else ranges.arithmetic(cache),
         window_left=of.get("window_left", -1),
         sinks=of["sinks"] != Sinks.NONE,
         offsets=interface is not Interface.CONTEXT and of["offsets"] != Offsets.NONE,
         contents=Contents[of["contents"].upper()],
-        seed=configuration.seed,
+        seed=of.seed,
         storage=Storage(
             page_size,
             kv_layout=of.get("kv_layout", "HND"),
             table_tail=_TAILS.get(of["block_tables"], TableTail.FOREIGN),
             spare_columns=max(WIDE - width, 0) if of["block_tables"] == Tables.WIDE else 3,
-            page_seed=configuration.seed,
+            page_seed=of.seed,
             stacked=of["cache"].is_one_tensor or of["cache"] == Cache.K_IS_V,
         ),
         **_heads(of),
@@ -64,51 +62,63 @@ def _heads(of: Configuration) -> dict[str, Any]:
     return {"group": of["heads"], "num_kv_heads": 1, "head_dim": dims.head_dim, "v_head_dim": dims.v_head_dim}
 
 
-def _arithmetic(query: torch.dtype, cache: torch.dtype, ranges: Ranges) -> torch.dtype | None:
-    """Return e4m3 for a query of it, whose weights a kernel rounds so too, and what the ranges say of others."""
-    return E4M3 if query == E4M3 else ranges.arithmetic(cache)
+def ragged_case(of: Configuration) -> RaggedCase:
+    """Return the case of a ragged call."""
+    q_lens, dims = _rows_of_prompts(of), of["head_dims"]
+    kv_lens = _ragged_kv_lens(of, q_lens)
+    return RaggedCase(
+        tuple(kv_len - rows for kv_len, rows in zip(kv_lens, q_lens, strict=True)),
+        q_lens,
+        chunk=max(*kv_lens, 1),
+        num_heads=of["num_kv_heads"],
+        group=of["group"],
+        head_dim=dims.head_dim,
+        v_head_dim=dims.v_head_dim,
+        dtype=DTYPES[of["dtype"]],
+        window_left=of["window_left"],
+        contents=Contents.NEEDLES if of["contents"] == "needles" else Contents.RANDOM,
+        seed=of.seed,
+    )
 
 
-def _q_lens(of: Configuration, count: int) -> tuple[int, ...]:
+def _q_lens(of: Configuration) -> tuple[int, ...]:
     if of.interface is Interface.CONTEXT:
-        return rows_of_prompts(of, count)
+        return _rows_of_prompts(of)
+    count = of["requests"]
     q_lens = [of["q_len"]] * count
     if of["offsets"] == Offsets.UNEQUAL:
         q_lens = [1 + (request + of.seed) % of["q_len"] for request in range(count)]
-    return _emptied(of, q_lens)
+    return _emptied(q_lens, of["offsets"])
 
 
-def rows_of_prompts(of: Configuration, count: int) -> tuple[int, ...]:
+def _rows_of_prompts(of: Configuration) -> tuple[int, ...]:
     """Return the rows of each request of a call that takes prompts."""
+    count = of["requests"]
     rows = {Rows.UNEQUAL: CONTEXT_ROWS, Rows.ONE_EACH: (1,)}.get(of["rows"], (of["rows"], *CONTEXT_ROWS))
     if count > REQUESTS:
         rows = (1, 2, 3) if of["rows"] == Rows.UNEQUAL else rows
     q_lens = [rows[request % len(rows)] for request in range(count)]
     if isinstance(of["rows"], int):
-        of_prompt = longest_request(of)
+        of_prompt = _longest_request(of)
         q_lens[0], q_lens[of_prompt] = q_lens[of_prompt], q_lens[0]
-    return _emptied(of, q_lens)
+    return _emptied(q_lens, of["offsets"])
 
 
-def longest_request(of: Configuration) -> int:
+def _longest_request(of: Configuration) -> int:
     """Return the place of the request with the prompt or the long history: the first, or the last where that has no rows."""
     return -1 if of["offsets"] in (Without.FIRST, Without.TWICE) else 0
 
 
-def _emptied(of: Configuration, q_lens: list[int]) -> tuple[int, ...]:
-    empty = empty_requests(of["offsets"], len(q_lens))
-    return tuple(0 if request in empty else q_len for request, q_len in enumerate(q_lens))
-
-
-def empty_requests(lengths: Any, count: int) -> tuple[int, ...]:
-    """Return the requests that a value of the lengths leaves without keys, or one of the offsets without rows."""
+def _emptied(lens: Sequence[int], without: Any) -> tuple[int, ...]:
+    """Return lengths, 0 for the requests that a value of `lengths` leaves without keys, or one of `offsets` without rows."""
+    last = len(lens) - 1
     empty: dict[Any, Sequence[int]] = {
         Without.FIRST: (0,),
-        Without.LAST: (count - 1,),
-        Without.TWICE: (count - 3, count - 2),  # which the last one follows
-        Without.ALL: range(count),
+        Without.LAST: (last,),
+        Without.TWICE: (last - 2, last - 1),
+        Without.ALL: range(last + 1),
     }
-    return tuple(empty.get(lengths, ()))
+    return tuple(0 if request in empty.get(without, ()) else length for request, length in enumerate(lens))
 
 
 def rows_without_keys(q_lens: Sequence[int], kv_lens: Sequence[int]) -> torch.Tensor:
@@ -122,8 +132,13 @@ def fewer_than_rows(q_lens: Sequence[int]) -> list[int]:
     return [max(rows - 1 - request % 2, rows // 2) for request, rows in enumerate(q_lens)]
 
 
-def _kv_lens(of: Configuration, q_lens: tuple[int, ...], page_size: int, rng: random.Random) -> tuple[int, ...]:
-    lengths, count = of["lengths"], len(q_lens)
+def _generator(of: Configuration) -> random.Random:
+    return random.Random(repr((of.interface.name, of.seed)))
+
+
+def _kv_lens(of: Configuration, q_lens: Sequence[int]) -> tuple[int, ...]:
+    """Return the keys of each request of a paged call."""
+    lengths, count, page_size, rng = of["lengths"], len(q_lens), of["page_size"], _generator(of)
     if count > REQUESTS:
         kv_lens = [8 + 3 * request % 47 for request in range(count)]
         kv_lens[-1] = LAST  # cut in parts where the others are not
@@ -138,10 +153,28 @@ def _kv_lens(of: Configuration, q_lens: tuple[int, ...], page_size: int, rng: ra
     if lengths == Lengths.EQUAL:
         kv_lens = [EQUAL] * count
     elif isinstance(lengths, int):
-        kv_lens[longest_request(of)] = lengths - rng.randrange(page_size)
+        kv_lens[_longest_request(of)] = lengths - rng.randrange(page_size)
     kv_lens = [max(kv_len, rows) for kv_len, rows in zip(kv_lens, q_lens, strict=True)]
     if lengths == Lengths.FEWER:
         kv_lens = fewer_than_rows(q_lens)
-    for request in empty_requests(lengths, count):
-        kv_lens[request] = 0
-    return tuple(kv_lens)
+    return _emptied(kv_lens, lengths)
+
+
+def _ragged_kv_lens(of: Configuration, q_lens: Sequence[int]) -> tuple[int, ...]:
+    """Return the keys of each request of a ragged call."""
+    lengths, rng = of["lengths"], _generator(of)
+    if len(q_lens) > REQUESTS:
+        kv_lens = [rows + 3 * request % 47 for request, rows in enumerate(q_lens)]
+    else:
+        edges = edge_lengths(TILE, SHORT)
+        kv_lens = [max(rng.choice(edges), rows) for rows in q_lens]
+        kv_lens[-1] = max(SHORT - rng.randrange(20), q_lens[-1])  # a window hides something of it
+    if lengths == Lengths.AS_ROWS:
+        kv_lens = list(q_lens)
+    elif lengths == Lengths.OF_THE_NEXT:
+        kv_lens = [*q_lens[1:], q_lens[0]]
+    elif lengths == Lengths.FEWER:
+        kv_lens = fewer_than_rows(q_lens)
+    elif isinstance(lengths, int):
+        kv_lens[_longest_request(of)] = lengths + rng.randrange(TILE)
+    return _emptied(kv_lens, lengths)
