@@ -31,6 +31,15 @@ class Constraint:
         return tuple(inspect.signature(self.fits).parameters)
 
 
+def constraints(reasons: Mapping[str, Callable[..., bool] | Sequence[Callable[..., bool]]]) -> tuple[Constraint, ...]:
+    """Return the constraints of each reason, one or several."""
+    return tuple(
+        Constraint(fits, why)
+        for why, each in reasons.items()
+        for fits in (each if isinstance(each, Sequence) else (each,))
+    )
+
+
 @dataclass(frozen=True)
 class Model:
     """The axes of a call, and the rules between them.

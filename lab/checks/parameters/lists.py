@@ -4,7 +4,7 @@ from collections.abc import Callable
 from itertools import cycle, islice
 from typing import Any
 
-from lab.checks.parameters.covering import Constraint, Model
+from lab.checks.parameters.covering import Model, constraints
 from lab.ranges import Ranges
 from lab.workloads.inputs.draft_lists import DTYPES, DraftListsCase
 
@@ -73,19 +73,19 @@ FIELDS = (
     *("topk", "num_steps", "page_size", "spare_columns", "spare_capacity", "row_gap", "first_cell"),
     *("window_size", "sink_size", "translated"),
 )
-RULES = (
-    Constraint(lambda window_size, sink_size: window_size > 0 or sink_size == 0, "a sink has a window"),
-    Constraint(lambda page_size, entries: page_size > 1 or entries == "slots", "a page of one token is a slot"),
-    Constraint(
-        lambda requests, topk, num_steps: requests * topk * num_steps <= MOST_LISTS,
-        "the reference loops over all lists",
-    ),
-    Constraint(
-        lambda requests, prefixes: requests * (prefixes if isinstance(prefixes, int) else 1) <= MOST_SLOTS,
-        "what a test holds in memory",
-    ),
-    Constraint(_within(lambda case: case.num_steps * case.most_tokens, MOST_CELLS), "what a test holds in memory"),
-    Constraint(_within(lambda case: len(case.lens) * case.longest_row, MOST_SLOTS), "what a test holds in memory"),
+RULES = constraints(
+    {
+        "a sink has a window": lambda window_size, sink_size: window_size > 0 or sink_size == 0,
+        "a page of one token is a slot": lambda page_size, entries: page_size > 1 or entries == "slots",
+        "the reference loops over all lists": lambda requests, topk, num_steps: (
+            requests * topk * num_steps <= MOST_LISTS
+        ),
+        "what a test holds in memory": (
+            lambda requests, prefixes: requests * (prefixes if isinstance(prefixes, int) else 1) <= MOST_SLOTS,
+            _within(lambda case: case.num_steps * case.most_tokens, MOST_CELLS),
+            _within(lambda case: len(case.lens) * case.longest_row, MOST_SLOTS),
+        ),
+    }
 )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from lab.checks.parameters.covering import Constraint, Model
+from lab.checks.parameters.covering import Model, constraints
 from lab.checks.parameters.values import BatchPadding, Later, Prefixes
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
@@ -81,100 +81,72 @@ TRIPLES = (
     ("mode", "window", "later"),
     ("mode", "attention", "draft_step"),
 )
-RULES = (
-    Constraint(lambda mode, rows: mode not in ONE_ROW or rows == 1, "a decode has a row each"),
-    Constraint(
-        lambda mode, rows: mode not in AS_MANY or isinstance(rows, int), "a verification's rows are as many for each"
-    ),
-    Constraint(
-        lambda mode, rows, padding: mode not in FIXED or isinstance(rows, int) or padding == BatchPadding.NONE,
-        "slots of padding have a number of rows that is fixed",
-    ),
-    Constraint(lambda mode, rows: mode in PREFILLS or rows != "long", "only prompts have long rows"),
-    Constraint(lambda mode, draft_step: mode in ONE_ROW or draft_step == "none", "a draft step is a decode"),
-    Constraint(lambda draft_step, rows: draft_step == "none" or rows == 1, "a draft step has a row each"),
-    Constraint(
-        lambda draft_step, dtypes: draft_step == "none" or dtypes != "int64 new lens", "only extends have new lengths"
-    ),
-    Constraint(
-        lambda draft_step, padding: draft_step == "none" or padding != BatchPadding.ROWS,
-        "only batches of unequal rows are padded by rows alone",
-    ),
-    Constraint(lambda draft_step, later: draft_step == "none" or not later.more_rows, "a decode has a row each"),
-    Constraint(
-        lambda rows, padding: rows != "long" or padding.slot_length is None,
-        "only modes that run in graphs have padded slots",
-    ),
-    Constraint(
-        lambda mode, requests: requests or mode in ("IDLE", "TARGET_VERIFY"), "an engine has no empty pass of this mode"
-    ),
-    Constraint(
-        lambda requests, rows: requests > 1 or not isinstance(rows, str) or rows == "long", "this needs two requests"
-    ),
-    Constraint(lambda requests, table_rows: requests > 1 or table_rows != TWICE, "this needs two requests"),
-    Constraint(lambda requests, rows: requests <= 64 or rows != "long", "a large batch has no long prompts"),
-    Constraint(
-        lambda requests, later: requests > 1 or later not in (Later.OTHERS, Later.FEWER), "this needs two requests"
-    ),
-    Constraint(
-        lambda requests, later: requests or later in (Later.SAME, Later.ANOTHER_POOL), "no request can be another"
-    ),
-    Constraint(lambda mode, later: mode not in ONE_ROW or not later.more_rows, "a decode has a row each"),
-    Constraint(lambda rows, later: rows != 1 or later != Later.FEWER_ROWS, "there are no fewer than 1"),
-    Constraint(
-        lambda mode, padding: mode not in PREFILLS or padding.slot_length is None,
-        "only modes that run in graphs have padded slots",
-    ),
-    Constraint(
-        lambda mode, padding: mode in (*PREFILLS, "DRAFT_EXTEND", "RAGGED_VERIFY") or padding != BatchPadding.ROWS,
-        "only batches of unequal rows are padded by rows alone",
-    ),
-    Constraint(
-        lambda mode, prefixes: prefixes != Prefixes.NO_LIST or mode in PREFILLS,
-        "only an unpadded prefill can lack the list of prefixes",
-    ),
-    Constraint(
-        lambda draft_step, prefixes: prefixes != Prefixes.NO_LIST or draft_step == "none",
-        "only an unpadded prefill can lack the list of prefixes",
-    ),
-    Constraint(lambda requests, prefixes: prefixes != Prefixes.NO_LIST or requests > 0, "no request has no prefix"),
-    Constraint(
-        lambda padding, prefixes: prefixes != Prefixes.NO_LIST or padding.slot_length is None,
-        "only an unpadded prefill can lack the list of prefixes",
-    ),
-    Constraint(
-        lambda rows, prefixes: prefixes != Prefixes.NO_LIST or rows != 1,
-        "without a list of prefixes, one row for each request tells nothing",
-    ),
-    Constraint(
-        lambda mode, dtypes: ForwardMode[mode].query_rows.in_extend_seq_lens or dtypes != "int64 new lens",
-        "only extends have new lengths",
-    ),
-    Constraint(
-        lambda mode, host_rows: host_rows == "given" or mode == "RAGGED_VERIFY",
-        "every other extend has its rows on the host",
-    ),
-    Constraint(
-        lambda requests, host_rows: requests or host_rows == "given",
-        "an empty batch has no rows on the host to leave out",
-    ),
-    Constraint(
-        lambda mode, context: context != "exceeded" or mode in ("DECODE", "TARGET_VERIFY"),
-        "other modes' lengths are those of their rows",
-    ),
-    Constraint(
-        lambda requests, context: requests or context != "exceeded",
-        "an empty batch has no request that exceeds the context",
-    ),
-    Constraint(
-        lambda mode, spec_info: spec_info == "as the rows" or mode not in (*ONE_ROW, *PREFILLS),
-        "only a draft's modes have a SpecInfo of a graph",
-    ),
-    Constraint(lambda spare_pages, page_size: spare_pages * page_size <= MOST_CELLS, "what a test holds in memory"),
-    Constraint(
-        lambda requests, prefixes: requests * (prefixes if isinstance(prefixes, int) else 1) <= MOST_CELLS,
-        "what a test holds in memory",
-    ),
+RULES = constraints(
+    {
+        "a decode has a row each": (
+            lambda mode, rows: mode not in ONE_ROW or rows == 1,
+            lambda draft_step, later: draft_step == "none" or not later.more_rows,
+            lambda mode, later: mode not in ONE_ROW or not later.more_rows,
+        ),
+        "a verification's rows are as many for each": lambda mode, rows: mode not in AS_MANY or isinstance(rows, int),
+        "slots of padding have a number of rows that is fixed": lambda mode, rows, padding: (
+            mode not in FIXED or isinstance(rows, int) or padding == BatchPadding.NONE
+        ),
+        "only prompts have long rows": lambda mode, rows: mode in PREFILLS or rows != "long",
+        "a draft step is a decode": lambda mode, draft_step: mode in ONE_ROW or draft_step == "none",
+        "a draft step has a row each": lambda draft_step, rows: draft_step == "none" or rows == 1,
+        "only extends have new lengths": (
+            lambda draft_step, dtypes: draft_step == "none" or dtypes != "int64 new lens",
+            lambda mode, dtypes: ForwardMode[mode].query_rows.in_extend_seq_lens or dtypes != "int64 new lens",
+        ),
+        "only batches of unequal rows are padded by rows alone": (
+            lambda draft_step, padding: draft_step == "none" or padding != BatchPadding.ROWS,
+            lambda mode, padding: mode in (*PREFILLS, "DRAFT_EXTEND", "RAGGED_VERIFY") or padding != BatchPadding.ROWS,
+        ),
+        "only modes that run in graphs have padded slots": (
+            lambda rows, padding: rows != "long" or padding.slot_length is None,
+            lambda mode, padding: mode not in PREFILLS or padding.slot_length is None,
+        ),
+        "an engine has no empty pass of this mode": lambda mode, requests: (
+            requests or mode in ("IDLE", "TARGET_VERIFY")
+        ),
+        "this needs two requests": (
+            lambda requests, rows: requests > 1 or not isinstance(rows, str) or rows == "long",
+            lambda requests, table_rows: requests > 1 or table_rows != TWICE,
+            lambda requests, later: requests > 1 or later not in (Later.OTHERS, Later.FEWER),
+        ),
+        "a large batch has no long prompts": lambda requests, rows: requests <= 64 or rows != "long",
+        "no request can be another": lambda requests, later: requests or later in (Later.SAME, Later.ANOTHER_POOL),
+        "there are no fewer than 1": lambda rows, later: rows != 1 or later != Later.FEWER_ROWS,
+        "only an unpadded prefill can lack the list of prefixes": (
+            lambda mode, prefixes: prefixes != Prefixes.NO_LIST or mode in PREFILLS,
+            lambda draft_step, prefixes: prefixes != Prefixes.NO_LIST or draft_step == "none",
+            lambda padding, prefixes: prefixes != Prefixes.NO_LIST or padding.slot_length is None,
+        ),
+        "no request has no prefix": lambda requests, prefixes: prefixes != Prefixes.NO_LIST or requests > 0,
+        "without a list of prefixes, one row for each request tells nothing": lambda rows, prefixes: (
+            prefixes != Prefixes.NO_LIST or rows != 1
+        ),
+        "every other extend has its rows on the host": lambda mode, host_rows: (
+            host_rows == "given" or mode == "RAGGED_VERIFY"
+        ),
+        "an empty batch has no rows on the host to leave out": lambda requests, host_rows: (
+            requests or host_rows == "given"
+        ),
+        "other modes' lengths are those of their rows": lambda mode, context: (
+            context != "exceeded" or mode in ("DECODE", "TARGET_VERIFY")
+        ),
+        "an empty batch has no request that exceeds the context": lambda requests, context: (
+            requests or context != "exceeded"
+        ),
+        "only a draft's modes have a SpecInfo of a graph": lambda mode, spec_info: (
+            spec_info == "as the rows" or mode not in (*ONE_ROW, *PREFILLS)
+        ),
+        "what a test holds in memory": (
+            lambda spare_pages, page_size: spare_pages * page_size <= MOST_CELLS,
+            lambda requests, prefixes: requests * (prefixes if isinstance(prefixes, int) else 1) <= MOST_CELLS,
+        ),
+    }
 )
 
 

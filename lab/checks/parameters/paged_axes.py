@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lab.calls.problem import E4M3, NVFP4
-from lab.checks.parameters.covering import Constraint, Model
+from lab.checks.parameters.covering import Model, constraints
 from lab.checks.parameters.values import (
     Bound,
     Cache,
@@ -161,160 +161,109 @@ def _prompt(rows: Any) -> int:
     return rows if isinstance(rows, int) else 1 if rows == Rows.ONE_EACH else 5
 
 
-RULES = (
-    Constraint(
-        lambda dtypes, out, contents, head_dim: contents != "shaded" or not out.is_e4m3(dtypes),
-        "an e4m3 output does not hold what small weights add",
-    ),
-    Constraint(
-        lambda contents, head_dims: contents != "shaded" or head_dims.head_dim != head_dims.v_head_dim,
-        "the key that shades the others has zeros for a value, and its logit from an element that values lack",
-    ),
-    Constraint(
-        lambda contents, cache: contents != "shaded" or cache != Cache.K_IS_V,
-        "the key that shades the others has zeros for a value, and would have itself",
-    ),
-    Constraint(lambda requests, lengths: requests <= REQUESTS or not _is_long(lengths), "a long request is alone"),
-    Constraint(lambda requests, q_len: requests <= REQUESTS or q_len <= FEW, "a large batch has few rows"),
-    Constraint(
-        lambda requests, rows: requests <= REQUESTS or isinstance(rows, str), "a large batch has no long prompt"
-    ),
-    Constraint(
-        lambda requests, q_len, group, num_kv_heads, head_dim: (
-            requests * q_len * group * num_kv_heads * head_dim <= MOST_OUT_ELEMENTS
+RULES = constraints(
+    {
+        "an e4m3 output does not hold what small weights add": lambda dtypes, out, contents, head_dim: (
+            contents != "shaded" or not out.is_e4m3(dtypes)
         ),
-        "the tensors would be too large for a test",
-    ),
-    Constraint(
-        lambda requests, group, num_kv_heads, head_dim, rows: (
-            requests * _prompt(rows) * group * num_kv_heads * head_dim <= 2 * MOST_OUT_ELEMENTS
+        "the key that shades the others has zeros for a value, and its logit from an element that values lack": (
+            lambda contents, head_dims: contents != "shaded" or head_dims.head_dim != head_dims.v_head_dim,
         ),
-        "the tensors would be too large for a test",
-    ),
-    Constraint(
-        lambda requests, q_len, heads, head_dims: (
-            requests * q_len * heads * head_dims.head_dim <= 2 * MOST_OUT_ELEMENTS
+        "the key that shades the others has zeros for a value, and would have itself": lambda contents, cache: (
+            contents != "shaded" or cache != Cache.K_IS_V
         ),
-        "the tensors would be too large for a test",
-    ),
-    Constraint(
-        lambda lengths, q_len, group, num_kv_heads, head_dim: (
-            _longest(lengths) * q_len * group * num_kv_heads * head_dim <= MOST_PRODUCTS
+        "a long request is alone": lambda requests, lengths: requests <= REQUESTS or not _is_long(lengths),
+        "a large batch has few rows": lambda requests, q_len: requests <= REQUESTS or q_len <= FEW,
+        "a large batch has no long prompt": lambda requests, rows: requests <= REQUESTS or isinstance(rows, str),
+        "the tensors would be too large for a test": (
+            lambda requests, q_len, group, num_kv_heads, head_dim: (
+                requests * q_len * group * num_kv_heads * head_dim <= MOST_OUT_ELEMENTS
+            ),
+            lambda requests, group, num_kv_heads, head_dim, rows: (
+                requests * _prompt(rows) * group * num_kv_heads * head_dim <= 2 * MOST_OUT_ELEMENTS
+            ),
+            lambda requests, q_len, heads, head_dims: (
+                requests * q_len * heads * head_dims.head_dim <= 2 * MOST_OUT_ELEMENTS
+            ),
+            lambda lengths, num_kv_heads, head_dim: _longest(lengths) * num_kv_heads * head_dim <= MOST_KV_ELEMENTS,
         ),
-        "the products would take a test too long in float64",
-    ),
-    Constraint(
-        lambda lengths, rows, group, num_kv_heads, head_dim: (
-            max(_longest(lengths), _prompt(rows)) * _prompt(rows) * group * num_kv_heads * head_dim <= 2 * MOST_PRODUCTS
+        "the products would take a test too long in float64": (
+            lambda lengths, q_len, group, num_kv_heads, head_dim: (
+                _longest(lengths) * q_len * group * num_kv_heads * head_dim <= MOST_PRODUCTS
+            ),
+            lambda lengths, rows, group, num_kv_heads, head_dim: (
+                max(_longest(lengths), _prompt(rows)) * _prompt(rows) * group * num_kv_heads * head_dim
+                <= 2 * MOST_PRODUCTS
+            ),
+            lambda lengths, q_len, heads, head_dims: (
+                _longest(lengths) * q_len * heads * head_dims.head_dim <= MOST_MLA_PRODUCTS
+            ),
         ),
-        "the products would take a test too long in float64",
-    ),
-    Constraint(
-        lambda lengths, q_len, heads, head_dims: (
-            _longest(lengths) * q_len * heads * head_dims.head_dim <= MOST_MLA_PRODUCTS
-        ),
-        "the products would take a test too long in float64",
-    ),
-    Constraint(
-        lambda lengths, num_kv_heads, head_dim: _longest(lengths) * num_kv_heads * head_dim <= MOST_KV_ELEMENTS,
-        "the tensors would be too large for a test",
-    ),
-    Constraint(
-        lambda requests, page_size, num_kv_heads, head_dim: (
+        "the pool would be too large for a test": lambda requests, page_size, num_kv_heads, head_dim: (
             2 * requests * max(page_size, LEAST_KEYS) * num_kv_heads * head_dim <= MOST_POOL_ELEMENTS
         ),
-        "the pool would be too large for a test",
-    ),
-    Constraint(
-        lambda requests, page_size, block_tables: (
+        "a bound of the table's width and of a large batch": lambda requests, page_size, block_tables: (
             requests <= REQUESTS or page_size < 256 or block_tables != Tables.WIDE
         ),
-        "a bound of the table's width and of a large batch",
-    ),
-    Constraint(lambda lengths, rows: not (_is_long(lengths) and rows == 1040), "float64 takes too long"),
-    Constraint(
-        lambda offsets, max_q_len: offsets != Offsets.NONE or max_q_len == Bound.EXACT,
-        "max_q_len goes with offsets of the rows",
-    ),
-    Constraint(lambda offsets, mask: offsets == Offsets.NONE or mask == Mask.NONE, "a mask goes without offsets"),
-    Constraint(lambda q_len, query: query != Layout.REQUESTS_APART or q_len > 1, "of one row each, rows are requests"),
-    Constraint(
-        lambda offsets, query: query != Layout.REQUESTS_APART or offsets == Offsets.NONE,
-        "a query with offsets has no axis of requests",
-    ),
-    Constraint(lambda q_len, mask: q_len > 1 or mask == Mask.NONE, "one row needs no mask"),
-    Constraint(
-        lambda q_len, offsets: offsets != Offsets.UNEQUAL or q_len > 1, "requests of one row each are not unequal"
-    ),
-    Constraint(lambda causal, window_left: causal or window_left < 0, "a window is causal"),
-    Constraint(
-        lambda num_kv_heads, cache: cache != Cache.ODD_STRIDES or num_kv_heads == 1,
-        "odd strides are of one K/V head, an axis of size 1",
-    ),
-    Constraint(
-        lambda dtypes, cache: dtypes.cache != NVFP4 or cache in STORED_WITH_FACTORS,
-        "scale factors lie as the cache does",
-    ),
-    Constraint(
-        lambda dtypes, backend: dtypes.cache != NVFP4 or backend != "xqa",
-        "a backend orders V's scale factors in its own way, and is named with them: XQA's is the plain form",
-    ),
-    Constraint(
-        lambda dtypes, requests: dtypes.cache != NVFP4 or requests <= REQUESTS, "quantising to NVFP4 takes too long"
-    ),
-    Constraint(
-        lambda dtypes, lengths: dtypes.cache != NVFP4 or _longest(lengths) < 5000, "quantising to NVFP4 takes too long"
-    ),
-    Constraint(
-        lambda dtypes, num_kv_heads, head_dim, page_size: (
-            dtypes.cache != NVFP4 or num_kv_heads * head_dim * page_size <= MOST_NVFP4_ELEMENTS
+        "float64 takes too long": lambda lengths, rows: not (_is_long(lengths) and rows == 1040),
+        "max_q_len goes with offsets of the rows": lambda offsets, max_q_len: (
+            offsets != Offsets.NONE or max_q_len == Bound.EXACT
         ),
-        "quantising to NVFP4 takes too long",
-    ),
-    Constraint(
-        lambda dtypes, out, sinks: sinks == Sinks.NONE or not out.is_e4m3(dtypes),
-        "a sink leaves outputs that are too small for e4m3",
-    ),
-    Constraint(
-        lambda dtypes, page_size: dtypes.cache != NVFP4 or page_size >= 16, "NVFP4 needs pages of at least 16 tokens"
-    ),
-    Constraint(
-        lambda block_tables, cache: not block_tables.is_separate or not (cache.is_one_tensor or cache == Cache.K_IS_V),
-        "K and V with tables of their own lie apart",
-    ),
-    Constraint(
-        lambda requests, offsets: requests > 1 or offsets not in (Offsets.UNEQUAL, *ONE_WITHOUT),
-        "the only request has rows",
-    ),
-    Constraint(
-        lambda requests, lengths: requests > 1 or lengths not in ONE_WITHOUT,
-        "the only request has keys",
-    ),
-    Constraint(
-        lambda requests, offsets, lengths: requests > REQUESTS or {offsets, lengths} != {Without.TWICE, Without.LAST},
-        "no request would have both rows and keys",
-    ),
-    Constraint(lambda q_len, lengths: q_len > 1 or lengths != Lengths.FEWER, "fewer keys than one row are none"),
-    Constraint(
-        lambda rows, lengths: rows != Rows.ONE_EACH or lengths != Lengths.FEWER, "fewer keys than one row are none"
-    ),
-    Constraint(
-        lambda pages, lengths: pages != Pages.TWICE or lengths != Lengths.FEWER, "so few keys need no two pages"
-    ),
-    Constraint(
-        lambda pages, requests, mask: pages != Pages.TWICE or requests > 1 or mask != Mask.OWN_BIT_CLEAR,
-        "the only request has the draft's keys alone",
-    ),
-    Constraint(
-        lambda pages, lengths, page_size: pages != Pages.TWICE or lengths != Lengths.EQUAL or page_size < EQUAL,
-        "equal lengths fit in one page of this size",
-    ),
-    Constraint(
-        lambda pages, requests, lengths, page_size: (
-            pages != Pages.TWICE or requests <= REQUESTS or lengths != Without.LAST or page_size < 32
+        "a mask goes without offsets": lambda offsets, mask: offsets == Offsets.NONE or mask == Mask.NONE,
+        "of one row each, rows are requests": lambda q_len, query: query != Layout.REQUESTS_APART or q_len > 1,
+        "a query with offsets has no axis of requests": lambda offsets, query: (
+            query != Layout.REQUESTS_APART or offsets == Offsets.NONE
         ),
-        "of a large batch, the last request alone has two pages of this size",
-    ),
+        "one row needs no mask": lambda q_len, mask: q_len > 1 or mask == Mask.NONE,
+        "requests of one row each are not unequal": lambda q_len, offsets: offsets != Offsets.UNEQUAL or q_len > 1,
+        "a window is causal": lambda causal, window_left: causal or window_left < 0,
+        "odd strides are of one K/V head, an axis of size 1": lambda num_kv_heads, cache: (
+            cache != Cache.ODD_STRIDES or num_kv_heads == 1
+        ),
+        "scale factors lie as the cache does": lambda dtypes, cache: (
+            dtypes.cache != NVFP4 or cache in STORED_WITH_FACTORS
+        ),
+        "a backend orders V's scale factors in its own way, and is named with them: XQA's is the plain form": (
+            lambda dtypes, backend: dtypes.cache != NVFP4 or backend != "xqa",
+        ),
+        "quantising to NVFP4 takes too long": (
+            lambda dtypes, requests: dtypes.cache != NVFP4 or requests <= REQUESTS,
+            lambda dtypes, lengths: dtypes.cache != NVFP4 or _longest(lengths) < 5000,
+            lambda dtypes, num_kv_heads, head_dim, page_size: (
+                dtypes.cache != NVFP4 or num_kv_heads * head_dim * page_size <= MOST_NVFP4_ELEMENTS
+            ),
+        ),
+        "a sink leaves outputs that are too small for e4m3": lambda dtypes, out, sinks: (
+            sinks == Sinks.NONE or not out.is_e4m3(dtypes)
+        ),
+        "NVFP4 needs pages of at least 16 tokens": lambda dtypes, page_size: dtypes.cache != NVFP4 or page_size >= 16,
+        "K and V with tables of their own lie apart": lambda block_tables, cache: (
+            not block_tables.is_separate or not (cache.is_one_tensor or cache == Cache.K_IS_V)
+        ),
+        "the only request has rows": lambda requests, offsets: (
+            requests > 1 or offsets not in (Offsets.UNEQUAL, *ONE_WITHOUT)
+        ),
+        "the only request has keys": lambda requests, lengths: requests > 1 or lengths not in ONE_WITHOUT,
+        "no request would have both rows and keys": lambda requests, offsets, lengths: (
+            requests > REQUESTS or {offsets, lengths} != {Without.TWICE, Without.LAST}
+        ),
+        "fewer keys than one row are none": (
+            lambda q_len, lengths: q_len > 1 or lengths != Lengths.FEWER,
+            lambda rows, lengths: rows != Rows.ONE_EACH or lengths != Lengths.FEWER,
+        ),
+        "so few keys need no two pages": lambda pages, lengths: pages != Pages.TWICE or lengths != Lengths.FEWER,
+        "the only request has the draft's keys alone": lambda pages, requests, mask: (
+            pages != Pages.TWICE or requests > 1 or mask != Mask.OWN_BIT_CLEAR
+        ),
+        "equal lengths fit in one page of this size": lambda pages, lengths, page_size: (
+            pages != Pages.TWICE or lengths != Lengths.EQUAL or page_size < EQUAL
+        ),
+        "of a large batch, the last request alone has two pages of this size": (
+            lambda pages, requests, lengths, page_size: (
+                pages != Pages.TWICE or requests <= REQUESTS or lengths != Without.LAST or page_size < 32
+            ),
+        ),
+    }
 )
 TRIPLES = (
     ("mask", "window_left", "sinks"),

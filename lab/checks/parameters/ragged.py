@@ -7,7 +7,7 @@ requests; its heads and head_dims are its own, those of DeepSeek and its relativ
 from collections.abc import Sequence
 from typing import Any
 
-from lab.checks.parameters.covering import Constraint, Model
+from lab.checks.parameters.covering import Model, constraints
 from lab.checks.parameters.paged_axes import PROMPTS, QUERY, REQUESTS, RULES, VACUOUS, WINDOWS
 from lab.checks.parameters.values import (
     KV,
@@ -101,52 +101,38 @@ def _pairs(rows: Any, lengths: Any) -> int:
     return prompt * max(prompt, lengths if isinstance(lengths, int) else SHORT)
 
 
-RAGGED_RULES = (
-    Constraint(lambda num_kv_heads, group: num_kv_heads * group <= MOST_HEADS, "more heads than a layer has"),
-    Constraint(
-        lambda requests, lengths, head_dims, num_kv_heads: (
+RAGGED_RULES = constraints(
+    {
+        "more heads than a layer has": lambda num_kv_heads, group: num_kv_heads * group <= MOST_HEADS,
+        "what a test holds in memory": lambda requests, lengths, head_dims, num_kv_heads: (
             _keys(requests, lengths) * num_kv_heads * (head_dims.head_dim + head_dims.v_head_dim) <= MOST_KV_ELEMENTS
         ),
-        "what a test holds in memory",
-    ),
-    Constraint(
-        lambda lengths, head_dims, num_kv_heads, group: (
-            _keys(1, lengths) * (head_dims.head_dim + head_dims.v_head_dim) * num_kv_heads * group
-            <= 4 * MOST_KV_ELEMENTS
+        "what a test holds in memory: of the control, K and V of each query head": (
+            lambda lengths, head_dims, num_kv_heads, group: (
+                _keys(1, lengths) * (head_dims.head_dim + head_dims.v_head_dim) * num_kv_heads * group
+                <= 4 * MOST_KV_ELEMENTS
+            ),
         ),
-        "what a test holds in memory: of the control, K and V of each query head",
-    ),
-    Constraint(
-        lambda rows, lengths, head_dims, num_kv_heads, group: (
-            _pairs(rows, lengths) * num_kv_heads * group * head_dims.head_dim <= MOST_PRODUCTS
+        "what a test can compute in float64": (
+            lambda rows, lengths, head_dims, num_kv_heads, group: (
+                _pairs(rows, lengths) * num_kv_heads * group * head_dims.head_dim <= MOST_PRODUCTS
+            ),
+            lambda requests, num_kv_heads, group: requests * num_kv_heads * group <= 2**13,
         ),
-        "what a test can compute in float64",
-    ),
-    Constraint(
-        lambda requests, num_kv_heads, group: requests * num_kv_heads * group <= 2**13,
-        "what a test can compute in float64",
-    ),
-    Constraint(
-        lambda kv, requests, lengths, rows: (
+        "tokens that each lie in memory of their own": lambda kv, requests, lengths, rows: (
             kv != Layout.FAR_APART or (requests <= REQUESTS and isinstance(lengths, str) and isinstance(rows, str))
         ),
-        "tokens that each lie in memory of their own",
-    ),
-    Constraint(lambda kv, num_kv_heads: kv != Layout.FAR_APART or num_kv_heads <= 3, "each token takes whole pages"),
-    Constraint(
-        lambda requests, offsets, lengths: (
+        "each token takes whole pages": lambda kv, num_kv_heads: kv != Layout.FAR_APART or num_kv_heads <= 3,
+        "no request would have both rows and keys": lambda requests, offsets, lengths: (
             requests > REQUESTS or offsets != Without.TWICE or lengths != Lengths.OF_THE_NEXT
         ),
-        "no request would have both rows and keys",
-    ),
-    Constraint(
-        lambda contents, sinks: contents != BELOW_ZERO or sinks == Sinks.NONE,
-        "a sink beside logits below zero leaves nothing of a row",
-    ),
-    Constraint(
-        lambda padding, mirrors: padding == RaggedPadding.NONE or mirrors == "none",
-        "lengths on the host leave no row or key after the last offset",
-    ),
+        "a sink beside logits below zero leaves nothing of a row": lambda contents, sinks: (
+            contents != BELOW_ZERO or sinks == Sinks.NONE
+        ),
+        "lengths on the host leave no row or key after the last offset": lambda padding, mirrors: (
+            padding == RaggedPadding.NONE or mirrors == "none"
+        ),
+    }
 )
 TRIPLES = (
     ("causal", "sinks", "lse"),

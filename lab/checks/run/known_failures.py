@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from lab.calls.problem import E4M3
-from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.call_cases import attention_case
+from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.values import Mask, Sinks
 from lab.checks.run.verdicts import CaseVerdict, Outcome
 from lab.gpus import Capability

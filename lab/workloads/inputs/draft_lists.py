@@ -93,10 +93,9 @@ class DraftLists:
         positions = torch.tensor(case.lens, dtype=torch.int64).repeat_interleave(case.topk)
         if case.positions_differ:
             positions = torch.randint(0, 1000, positions.shape, generator=generator)
-        self._whole_indices, kv_indices = self._output(
-            "kv_indices", case.num_steps, max(0, case.most_tokens + case.spare_capacity)
-        )
-        self._whole_indptr, kv_indptr = self._output(
+        self._outputs: dict[str, Tensor] = {}  # all memory of each
+        kv_indices = self._output("kv_indices", case.num_steps, max(0, case.most_tokens + case.spare_capacity))
+        kv_indptr = self._output(
             "kv_indptr", case.num_steps + case.spare_boundaries, num_requests * case.topk + 1 + case.spare_boundaries
         )
         table = self._request_table(generator)
@@ -121,15 +120,14 @@ class DraftLists:
         """Run a function. Return a sentence for each input that it changed and each output that differs from the
         reference's.
         """
-        outputs = {"kv_indices": self._whole_indices, "kv_indptr": self._whole_indptr}
-        for whole in outputs.values():
+        for whole in self._outputs.values():
             whole.fill_(POISON)
         inputs = {name: value.clone() for name, value in self._inputs().items()}
         write(**self.arguments)
         found = [f"it changed {name}" for name, value in self._inputs().items() if not torch.equal(value, inputs[name])]
         if found:  # the reference reads the same inputs
             return found
-        for (name, whole), expected in zip(outputs.items(), self._expected(), strict=True):
+        for (name, whole), expected in zip(self._outputs.items(), self._expected(), strict=True):
             wrong = (whole.cpu() != expected).nonzero()
             if len(wrong):
                 first = tuple(wrong[0].tolist())
@@ -150,30 +148,20 @@ class DraftLists:
         names = ("req_pool_indices", "req_to_token", "paged_kernel_lens", "positions", "v2p")
         return {name: self.arguments[name] for name in names if name in self.arguments}
 
-    def _expected(self) -> tuple[Tensor, Tensor]:
+    def _expected(self) -> list[Tensor]:
         """Return the expected contents of all memory of ``kv_indices`` and ``kv_indptr``, on the CPU."""
-        case, inputs = self.case, {name: value.cpu() for name, value in self._inputs().items()}
-        # Beyond its columns a row counts as zeros.
-        columns_beyond = max(0, case.longest_row - inputs["req_to_token"].shape[1])
-        inputs["req_to_token"] = torch.nn.functional.pad(inputs["req_to_token"], (0, columns_beyond))
-        numbers: dict[str, Any] = {name: value for name, value in self.arguments.items() if isinstance(value, int)}
-        lists, boundaries = generate_draft_decode_kv_indices(**inputs, **numbers, num_steps=case.num_steps)
-        expected = []
-        for whole, name in ((self._whole_indices, "kv_indices"), (self._whole_indptr, "kv_indptr")):
-            memory, part = torch.full_like(whole, POISON, device="cpu"), self.arguments[name]
-            written = memory.as_strided(part.shape, part.stride(), part.storage_offset())
-            for step in range(case.num_steps):
-                if name == "kv_indices":
-                    fitting = lists[step][: part.shape[1]]
-                    written[step, : len(fitting)] = fitting
-                else:
-                    written[step, 1 : len(boundaries[step])] = boundaries[step][1:]
-            expected.append(memory)
-        return expected[0], expected[1]
+        memory = [torch.full_like(whole, POISON, device="cpu") for whole in self._outputs.values()]
+        given = self.arguments | {name: value.cpu() for name, value in self._inputs().items()}
+        for name, whole in zip(self._outputs, memory, strict=True):
+            part = given[name]
+            given[name] = whole.as_strided(part.shape, part.stride(), part.storage_offset())
+        in_place(generate_draft_decode_kv_indices)(**given)
+        return memory
 
-    def _output(self, name: str, *shape: int) -> tuple[Tensor, Tensor]:
-        dtype = self.case.dtypes[name]
-        return guarded(*shape, dtype=dtype, device=self.device, poison=POISON, before=self.case.first_cell)
+    def _output(self, name: str, *shape: int) -> Tensor:
+        how: dict[str, Any] = {"dtype": self.case.dtypes[name], "device": self.device, "poison": POISON}
+        self._outputs[name], part = guarded(*shape, before=self.case.first_cell, **how)
+        return part
 
     def _vector(self, name: str, values: Tensor) -> Tensor:
         shape: dict[str, Any] = {"dtype": self.case.dtypes[name], "device": self.device, "poison": POISON}
