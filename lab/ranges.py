@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lab.workloads.geometries import Geometry
 
 SEEDS = 100_000  # of cases, that a seed of ranges has
-DTYPES = {"fp16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn"}  # names in torch
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn", "nvfp4": "uint8"}  # names in torch
 PAIRS = ("bf16/bf16", "fp16/fp16", "bf16/e4m3", "fp16/e4m3")  # of the query and the cache
 LAYOUTS = ("HND", "NHD")
 
@@ -71,12 +71,19 @@ def _is_latent(value: Any) -> bool:
     return is_pair and value[1] <= value[0]
 
 
-def dtypes_of(pair: str) -> "tuple[torch.dtype, torch.dtype]":
-    """Return the dtypes of a pair such as bf16/e4m3."""
+@cache
+def dtype_of(name: str) -> "torch.dtype":
+    """Return the dtype that an option spells so."""
     import torch
 
-    query, _, cache = pair.partition("/")
-    return getattr(torch, DTYPES[query]), getattr(torch, DTYPES[cache])
+    dtype: torch.dtype = getattr(torch, DTYPES[name])
+    return dtype
+
+
+def dtypes_of(pair: str) -> "tuple[torch.dtype, torch.dtype]":
+    """Return the dtypes of a pair such as bf16/e4m3."""
+    query, _, of_cache = pair.partition("/")
+    return dtype_of(query), dtype_of(of_cache)
 
 
 def _geometries() -> tuple[str, ...]:

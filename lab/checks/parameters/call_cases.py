@@ -10,8 +10,8 @@ from lab.calls.problem import E4M3
 from lab.checks.parameters.attention import edge_lengths
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.paged_axes import EQUAL, REQUESTS
-from lab.checks.parameters.values import DTYPES, Cache, Lengths, Mask, Offsets, Pages, Rows, Sinks, Tables, Without
-from lab.ranges import Ranges
+from lab.checks.parameters.values import Cache, Lengths, Mask, Offsets, Pages, Rows, Sinks, Tables, Without
+from lab.ranges import Ranges, dtype_of
 from lab.workloads.attention_case import AttentionCase, Contents, Storage, TableTail
 from lab.workloads.inputs.ragged import TILE
 from lab.workloads.interfaces import Interface
@@ -74,7 +74,7 @@ def ragged_case(of: Configuration) -> RaggedCase:
         group=of["group"],
         head_dim=dims.head_dim,
         v_head_dim=dims.v_head_dim,
-        dtype=DTYPES[of["dtype"]],
+        dtype=dtype_of(of["dtype"]),
         window_left=of["window_left"],
         contents=Contents.NEEDLES if of["contents"] == "needles" else Contents.RANDOM,
         seed=of.seed,

@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,19 +48,18 @@ class MetadataCase(PassLens):
 
     def later(self, how: Later) -> "MetadataCase":
         """Return the requests of the second pass."""
-        prefix_lens, q_lens, rows = self.prefix_lens, self.q_lens, self.rows
+        prefix_lens, q_lens, half = self.prefix_lens, self.q_lens, len(self.q_lens) // 2
         if how == Later.LONGER:
             prefix_lens = tuple(prefix + 3 * self.page_size + 5 for prefix in prefix_lens)
         elif how == Later.OTHERS:
             prefix_lens, q_lens = prefix_lens[::-1], q_lens[::-1]
-        elif how.more_rows:
-            q_lens, rows = tuple(max(q_len + how.more_rows, 1) for q_len in q_lens), rows + how.more_rows
         elif how == Later.FEWER:
-            half = len(q_lens) // 2
             prefix_lens, q_lens = prefix_lens[half:], q_lens[half:]
         elif how == Later.MORE:
             prefix_lens, q_lens = prefix_lens * 2, q_lens * 2
-        return replace(self, prefix_lens=prefix_lens, q_lens=q_lens, rows=rows)
+        elif how.more_rows:
+            q_lens = tuple(max(q_len + how.more_rows, 1) for q_len in q_lens)
+        return replace(self, prefix_lens=prefix_lens, q_lens=q_lens, rows=self.rows + how.more_rows)
 
 
 def metadata_case(of: Configuration) -> MetadataCase:
@@ -76,10 +75,14 @@ def metadata_case(of: Configuration) -> MetadataCase:
     prefixes = [in_turn[request % len(in_turn)] for request in range(requests)]
     if isinstance(of["prefixes"], int) and requests:
         prefixes[of.seed % requests] = of["prefixes"]
-    each = {"unequal": UNEQUAL_ROWS, "long": LONG_ROWS, "unequal, as many as equal": DIVISIBLE_ROWS}
+    each: dict[Any, tuple[int, ...]] = {
+        "unequal": UNEQUAL_ROWS,
+        "long": LONG_ROWS,
+        "unequal, as many as equal": DIVISIBLE_ROWS,
+    }
     rows = each.get(of["rows"], (of["rows"],))
-    if of["rows"] == "unequal, as many as equal":
-        rows = (*rows[:2],) if requests % len(rows) else rows
+    if rows is DIVISIBLE_ROWS and requests % len(rows):
+        rows = rows[:2]
     q_lens = [rows[request % len(rows)] for request in range(requests)]
     if of["rows"] == "unequal, as many as equal" and requests % 2:
         q_lens[-1] = sum(rows) // len(rows)
@@ -89,25 +92,22 @@ def metadata_case(of: Configuration) -> MetadataCase:
 
 @dataclass(frozen=True, eq=False)
 class BuiltPass:
-    """A pass, what was built of it, and the tensors of both as they then were, by name."""
+    """A pass, what was built of it, and copies of the tensors of all as they then were, by name."""
 
     batch: ForwardBatch
     pool: KVPool
     metadata: Any
-    written: dict[str, Tensor]
-    read: dict[str, Tensor]
+    before: dict[str, Tensor]
 
-    @property
-    def changed(self) -> list[str]:
-        """Return the names of the tensors that are no longer what they were."""
-        now = {**_tensors(self.metadata), **_tensors(self.batch), **_tensors(self.pool)}
-        before = {**self.written, **self.read}
-        return [name for name, tensor in before.items() if not torch.equal(tensor, now[name])]
+    def changed(self, *of: Any) -> list[str]:
+        """Return the names of the tensors of these that are no longer what they were."""
+        now = _tensors(*of)
+        return [name for name, tensor in self.before.items() if name in now and not torch.equal(tensor, now[name])]
 
-    @property
-    def changed_metadata(self) -> list[str]:
-        """Return those of them that are the metadata's."""
-        return [name for name in self.changed if name in self.written]
+
+def _tensors(*of: Any) -> dict[str, Tensor]:
+    named = [(f"{type(each).__name__}.{name}", value) for each in of for name, value in vars(each).items()]
+    return {name: value for name, value in named if isinstance(value, Tensor)}
 
 
 def judge_metadata(run: CaseRun) -> None:
@@ -118,7 +118,7 @@ def judge_metadata(run: CaseRun) -> None:
     pool = _pool(of, first, later, of.seed, run.device)
     built = _build(run, _batch(of, first, pool), pool)
     _hold(run, "the metadata", built, _features(run, first))
-    if built.changed:
+    if built.changed(built.batch, built.pool, built.metadata):
         return
     if of["later"] == Later.RENUMBERED:
         _renumber(built.batch, pool, of.seed)
@@ -127,11 +127,11 @@ def judge_metadata(run: CaseRun) -> None:
         other = _pool(of, first, later, of.seed + 1, run.device) if of["later"] == Later.ANOTHER_POOL else pool
         again = _build(run, _batch(of, later, other), other)
     _hold(run, "the metadata of a later pass", again, _features(run, later))
-    wrongs = [f"a later pass changed {name} of the first one's metadata" for name in built.changed_metadata]
+    wrongs = [f"a later pass changed {name} of the first one's metadata" for name in built.changed(built.metadata)]
     run.expect("the first pass's metadata", wrongs, "metadata", _features(run, first))
-    for name, tensor in {**_tensors(again.batch), **_tensors(again.pool)}.items():
+    for name, tensor in _tensors(again.batch, again.pool).items():
         tensor.add_(1)  # as an engine writes its next batch's numbers into the tensors that there are
-        wrongs = [f"the metadata's {each} changed with {name}" for each in again.changed_metadata]
+        wrongs = [f"the metadata's {each} changed with {name}" for each in again.changed(again.metadata)]
         run.expect("own tensors", wrongs, "invariants", _features(run, later))
         if wrongs:
             return
@@ -143,10 +143,10 @@ def _features(run: CaseRun, case: MetadataCase) -> CallFeatures:
 
 
 def _build(run: CaseRun, batch: ForwardBatch, pool: KVPool) -> BuiltPass:
-    function = run.function(run.case.interface)
-    read = {name: value.clone() for name, value in {**_tensors(batch), **_tensors(pool)}.items()}
-    metadata = function(batch, pool, **_options(run.case))
-    return BuiltPass(batch, pool, metadata, {name: value.clone() for name, value in _tensors(metadata).items()}, read)
+    before = {name: value.clone() for name, value in _tensors(batch, pool).items()}
+    metadata = run.function(run.case.interface)(batch, pool, **_options(run.case))
+    before |= {name: value.clone() for name, value in _tensors(metadata).items()}
+    return BuiltPass(batch, pool, metadata, before)
 
 
 def _options(of: Configuration) -> dict[str, Any]:
@@ -158,36 +158,26 @@ def _options(of: Configuration) -> dict[str, Any]:
             "disable_chunked_prefix_cache": of["prefix_cache"] == "not in chunks",
             "in_prefill_graph": of["prefill_graph"],
         }
-    return {"expand_encoder_only_verify": True} if _asks_for_encoder(of) else {}
-
-
-def _tensors(of: Any) -> dict[str, Tensor]:
-    prefix = type(of).__name__
-    return {f"{prefix}.{name}": value for name, value in vars(of).items() if isinstance(value, Tensor)}
+    return {"expand_encoder_only_verify": True} if of.get("encoder_only") == "asked for" else {}
 
 
 def _hold(run: CaseRun, what: str, built: BuiltPass, features: CallFeatures) -> None:
     run.judged += 1
     wrongs = [f"{what}: {each}" for each in _wrong(run.case, built)]
-    wrongs += [f"building {what} changed {name}" for name in built.changed if name in built.read]
+    wrongs += [f"building {what} changed {name}" for name in built.changed(built.batch, built.pool)]
     run.expect(what, wrongs, "metadata", features)
 
 
-def _wrong(of: Configuration, built: BuiltPass) -> Iterator[str]:
-    where = (_on_cpu(built.batch), _on_cpu(built.pool), built.metadata)
+def _wrong(of: Configuration, built: BuiltPass) -> Iterable[str]:
+    where, options = (_on_cpu(built.batch), _on_cpu(built.pool), built.metadata), _options(of)
     if of.interface is Interface.MLA_METADATA:
-        yield from wrong_eager_mla_metadata(*where, **_options(of))
-        return
+        return wrong_eager_mla_metadata(*where, **options)
     if of.interface is Interface.MLA_PREFILL:
-        yield from wrong_mla_prefill_metadata(built.batch, built.metadata, **_options(of))
-        return
-    wrong = wrong_eager_metadata(*where, expand_encoder_only_verify=_asks_for_encoder(of)) or wrong_dead_cells(*where)
-    if wrong:
-        yield wrong
-
-
-def _asks_for_encoder(of: Configuration) -> bool:
-    return of.get("encoder_only", "not asked for") == "asked for"
+        return wrong_mla_prefill_metadata(built.batch, built.metadata, **options)
+    wrong = wrong_eager_metadata(*where, **({"expand_encoder_only_verify": False} | options)) or wrong_dead_cells(
+        *where
+    )
+    return [wrong] if wrong else []
 
 
 def _on_cpu(of: Any) -> Any:

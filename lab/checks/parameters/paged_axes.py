@@ -28,7 +28,7 @@ from lab.checks.parameters.values import (
     ValueScale,
     Without,
 )
-from lab.ranges import Ranges
+from lab.ranges import Ranges, text_of
 from lab.workloads.inputs.views import Layout
 from lab.workloads.interfaces import Interface
 
@@ -42,6 +42,8 @@ MOST_POOL_ELEMENTS = 2**27  # of K, and so of V: a large batch has few heads or 
 MOST_NVFP4_ELEMENTS = 2**20  # of a page of K
 LEAST_KEYS = 64  # about, of a request's pages in a large batch
 
+LSE = (Lse.NONE, Lse.RETURNED, Lse.GIVEN, Lse.ALONE, Lse.STRIDED, Lse.ROWS_APART)
+OUT = (Output.NONE, Output.GIVEN, Output.VIEW, Output.GIVEN_FP16, Output.GIVEN_FP32)
 QUERY = (
     *(Layout.CONTIGUOUS, Layout.ROWS_APART, Layout.HEADS_APART),
     *(Layout.AT_16_BYTES, Layout.AT_AN_ELEMENT, Layout.HEADS_FIRST),
@@ -63,7 +65,7 @@ def paged_model(interface: Interface, ranges: Ranges) -> Model:
         "lengths": (Lengths.UNEQUAL, Lengths.EQUAL, *Without, Lengths.FEWER, *ranges.long_requests),
         **_rows(interface, ranges),
         "contents": ("random", "needles", "shaded"),
-        "sinks": _sinks(interface, ranges),
+        "sinks": sinks_of(interface, ranges),
         **_arguments(interface),
         **_tensors(interface),
     }
@@ -71,15 +73,15 @@ def paged_model(interface: Interface, ranges: Ranges) -> Model:
 
 
 def _sizes(interface: Interface, ranges: Ranges) -> dict[str, Sequence[Any]]:
-    dtypes = [DtypePair.of(*pair) for pair in ranges.widened("dtypes")]
+    dtypes = [DtypePair(text_of(pair)) for pair in ranges.widened("dtypes")]
     if interface is Interface.MLA_DECODE:
-        dims = [HeadDims.of(*pair) for pair in ranges.widened("mla_head_dims")]
+        dims = [HeadDims(text_of(pair)) for pair in ranges.widened("mla_head_dims")]
         heads = ranges.widened("mla_heads")
         pages = ranges.widened("mla_page_sizes")
         return {"dtypes": dtypes, "head_dims": dims, "heads": heads, "page_size": pages}
     if True in ranges.nvfp4:
         queries = dict.fromkeys(pair.query for pair in dtypes)
-        dtypes += [DtypePair.of(query, NVFP4) for query in queries if query != E4M3]
+        dtypes += [DtypePair(text_of((query, NVFP4))) for query in queries if query != E4M3]
     return {
         "dtypes": dtypes,
         "group": ranges.widened("groups"),
@@ -111,26 +113,25 @@ def _rows(interface: Interface, ranges: Ranges) -> dict[str, Sequence[Any]]:
     return rows
 
 
-def _sinks(interface: Interface, ranges: Ranges) -> Sequence[Sinks]:
+def sinks_of(interface: Interface, ranges: Ranges) -> Sequence[Sinks]:
     if True not in ranges.sinks:
         return (Sinks.NONE,)
     return [each for each in Sinks if interface is Interface.MLA_DECODE or each not in (Sinks.LIST, Sinks.TUPLE)]
 
 
 def _arguments(interface: Interface) -> dict[str, Sequence[Any]]:
-    out = (Output.NONE, Output.GIVEN, Output.VIEW, Output.GIVEN_FP16, Output.GIVEN_FP32)
     arguments: dict[str, Sequence[Any]] = {
         "bmm1_scale": [each for each in LogitScale if interface is Interface.DECODE or not each.is_log2],
         "bmm2_scale": tuple(ValueScale),
-        "out": (*out, Output.BF16, Output.FP16, Output.E4M3, Output.GIVEN_E4M3),
-        "lse": (Lse.NONE, Lse.RETURNED, Lse.GIVEN, Lse.ALONE, Lse.STRIDED, Lse.ROWS_APART),
+        "out": (*OUT, Output.BF16, Output.FP16, Output.E4M3, Output.GIVEN_E4M3),
+        "lse": LSE,
         "seq_lens": tuple(SeqLens),
         "bound": (Bound.OF_THE_TABLE, Bound.EXACT, Bound.FOUR_TIMES),
     }
     if interface is not Interface.CONTEXT:
         arguments["backend"] = ("auto", "trtllm-gen", "xqa")
     if interface is Interface.MLA_DECODE:
-        arguments |= {"out": out, "lse": (Lse.NONE, Lse.RETURNED, Lse.GIVEN, Lse.AS_THE_QUERY, Lse.BASE_E)}
+        arguments |= {"out": OUT, "lse": (Lse.NONE, Lse.RETURNED, Lse.GIVEN, Lse.AS_THE_QUERY, Lse.BASE_E)}
         arguments["qk_nope_head_dim"] = ("a quarter", "a half")
     return arguments
 

@@ -8,15 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from lab.checks.parameters.covering import Model, constraints
-from lab.checks.parameters.paged_axes import PROMPTS, QUERY, REQUESTS, RULES, VACUOUS, WINDOWS
+from lab.checks.parameters.paged_axes import LSE, OUT, PROMPTS, QUERY, REQUESTS, RULES, VACUOUS, WINDOWS, sinks_of
 from lab.checks.parameters.values import (
     KV,
-    NAMES,
     Bound,
     HeadDims,
     Lengths,
     LogitScale,
-    Lse,
     Offsets,
     Output,
     RaggedPadding,
@@ -26,8 +24,9 @@ from lab.checks.parameters.values import (
     ValueScale,
     Without,
 )
-from lab.ranges import Ranges
+from lab.ranges import Ranges, text_of
 from lab.workloads.inputs.views import Layout
+from lab.workloads.interfaces import Interface
 
 SHORT = 150  # keys of the longest request that is not long
 FEW_KEYS = 50  # about, of a request in a large batch
@@ -36,7 +35,7 @@ MOST_HEADS = 256
 MOST_KV_ELEMENTS = 2**25
 MOST_PRODUCTS = 2**29  # of Q·K^T, in each of the three attentions that a case computes
 DEEPSEEK_HEADS = 128
-HEAD_DIMS = ((192, 128), (128, 128), (256, 256), (80, 64), (64, 64), (64, 128))
+HEAD_DIMS = ("192/128", "128/128", "256/256", "80/64", "64/64", "64/128")
 KEYS_AND_VALUES = (
     *(Layout.CONTIGUOUS, Layout.TOKENS_APART, Layout.HEADS_APART, Layout.HEADS_FIRST),
     *(Layout.AT_16_BYTES, Layout.AT_AN_ELEMENT, Layout.FAR_APART, *KV),
@@ -47,8 +46,8 @@ BELOW_ZERO = "below zero"  # every logit, and so far apart that exp of their dif
 def ragged_model(ranges: Ranges) -> Model:
     """Return the model of the ragged context call within ranges."""
     axes: dict[str, Sequence[Any]] = {
-        "dtype": tuple(NAMES[query] for query, _ in ranges.widened("dtypes")),
-        "head_dims": tuple(HeadDims.of(*dims) for dims in HEAD_DIMS),
+        "dtype": tuple(text_of(query) for query, _ in ranges.widened("dtypes")),
+        "head_dims": tuple(map(HeadDims, HEAD_DIMS)),
         "num_kv_heads": (2, 1, 3, 16, DEEPSEEK_HEADS),
         "group": (1, 2, 7, 8, 16),
         "requests": (REQUESTS, 1, *ranges.widened("large_batches")),
@@ -66,17 +65,12 @@ def ragged_model(ranges: Ranges) -> Model:
         "causal": (True, False),
         "window_left": (-1, *(WINDOWS if True in ranges.windows else ())),
         "contents": ("random", "needles", BELOW_ZERO),
-        "sinks": [each for each in Sinks if each not in (Sinks.LIST, Sinks.TUPLE)]
-        if True in ranges.sinks
-        else (Sinks.NONE,),
+        "sinks": sinks_of(Interface.RAGGED_CONTEXT, ranges),
         "bmm1_scale": [each for each in LogitScale if not each.is_log2],
         "bmm2_scale": tuple(ValueScale),
         "o_sf_scale": (1.0, -1.0, 0.5),
-        "out": (
-            *(Output.NONE, Output.GIVEN, Output.VIEW),
-            *(Output.GIVEN_FP16, Output.GIVEN_BF16, Output.GIVEN_FP32),
-        ),
-        "lse": (Lse.NONE, Lse.RETURNED, Lse.GIVEN, Lse.ALONE, Lse.STRIDED, Lse.ROWS_APART),
+        "out": (*OUT[:4], Output.GIVEN_BF16, Output.GIVEN_FP32),
+        "lse": LSE,
         "seq_lens": tuple(SeqLens),
         "max_q_len": (Bound.EXACT, Bound.LARGER),
         "max_kv_len": (Bound.EXACT, Bound.LARGER),

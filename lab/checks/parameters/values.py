@@ -2,11 +2,9 @@
 
 import torch
 
-from lab.calls.problem import E4M3, NVFP4
+from lab.calls.problem import E4M3
 from lab.named_enum import TextEnum
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": E4M3, "nvfp4": NVFP4}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+from lab.ranges import dtypes_of
 
 
 class DtypePair(str):
@@ -16,16 +14,11 @@ class DtypePair(str):
 
     @property
     def query(self) -> torch.dtype:
-        return DTYPES[self.partition("/")[0]]
+        return dtypes_of(self)[0]
 
     @property
     def cache(self) -> torch.dtype:
-        return DTYPES[self.partition("/")[2]]
-
-    @classmethod
-    def of(cls, query: torch.dtype, cache: torch.dtype) -> "DtypePair":
-        """Return the text of two dtypes."""
-        return cls(f"{NAMES[query]}/{NAMES[cache]}")
+        return dtypes_of(self)[1]
 
 
 class HeadDims(str):
@@ -40,11 +33,6 @@ class HeadDims(str):
     @property
     def v_head_dim(self) -> int:
         return int(self.partition("/")[2])
-
-    @classmethod
-    def of(cls, head_dim: int, v_head_dim: int) -> "HeadDims":
-        """Return the text of two sizes."""
-        return cls(f"{head_dim}/{v_head_dim}")
 
 
 class Lengths(TextEnum):

@@ -20,7 +20,7 @@ from lab.workloads.inputs.encoding import E4M3_K_SCALE, E4M3_V_SCALE, POISON, fi
 from lab.workloads.inputs.expected import truth_of_requests
 from lab.workloads.inputs.masks import packed_mask
 from lab.workloads.inputs.values import draw_contents
-from lab.workloads.inputs.views import with_strides_of
+from lab.workloads.inputs.views import raw, with_strides_of
 from lab.workloads.interfaces import Interface
 
 SCRATCH_BYTES = {"cpu": 2**20, "cuda": 192 * 2**20}  # of a call: 512 requests of 64 heads with trtllm-gen's LSE
@@ -224,7 +224,7 @@ class AttentionInputs:
 
 def reversed_pages(pages: Tensor) -> Tensor:
     """Return pages in reversed order."""
-    return pages.view(torch.uint8).flip(0).view(pages.dtype)
+    return raw(pages).flip(0).view(pages.dtype)
 
 
 def running_sum(lens: tuple[int, ...], device: torch.device) -> Tensor:
@@ -316,19 +316,11 @@ def _fill(pages: Tensor, dead: Dead) -> None:
 
 def _write(pool: Tensor, pages: Tensor, tokens: Tensor, case: AttentionCase) -> None:
     """Write the tokens of a request, [kv_len, num_kv_heads, head_dim], into its pages."""
-    if not len(pages):
-        return
-    as_bytes = pool.dtype == E4M3
-    pool, tokens = (side.view(torch.uint8) if as_bytes else side for side in (pool, tokens))
     positions = torch.arange(len(tokens), device=tokens.device)
-    page_size = case.storage.page_size
+    page_size, is_mla = case.storage.page_size, pool.dim() == 3  # without an axis of heads
     page, offset = pages[positions // page_size], positions % page_size
-    if pool.dim() == 3:  # MLA's, without an axis of heads
-        pool[page, offset] = tokens[:, 0]
-    elif case.storage.kv_layout == "NHD":
-        pool[page, offset] = tokens
-    else:
-        pool[page, :, offset] = tokens
+    by_token = pool if is_mla or case.storage.kv_layout == "NHD" else pool.transpose(1, 2)
+    raw(by_token)[page, offset] = raw(tokens[:, 0] if is_mla else tokens)
 
 
 def _block_tables(case: AttentionCase, tables: list[Tensor], live: list[int], device: torch.device) -> Tensor:
