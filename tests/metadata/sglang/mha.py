@@ -1,6 +1,7 @@
 """SGLang's TRT-LLM MHA backend over a pool of the lab's: its own class and kernels, without the server."""
 
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,9 @@ from torch import Tensor
 
 from lab.metadata import ForwardBatch, ForwardMode, KVPool, PagedKVCache
 from lab.metadata.mha.calls import AttentionLayer
+from lab.metadata.mha.settings import CallSettings
+
+Load = Callable[[str], ModuleType]
 
 BACKEND = "sglang.srt.layers.attention.trtllm_mha_backend"
 FORWARD_BATCH = "sglang.srt.model_executor.forward_batch_info"
@@ -24,18 +28,28 @@ REAL = (
     "sglang.srt.mem_cache.kv_loc_plan",
     "sglang.srt.mem_cache.layout.paged_view",
 )
-NAMES = {
+# Of an engine.
+SETTINGS = CallSettings(torch.zeros(64, dtype=torch.uint8), skip_softmax_decode=2.0, skip_softmax_prefill=3.0)
+
+
+def environment(settings: CallSettings) -> dict[str, object]:
+    """Return SGLang's environment variables of these settings, as a stand-in's names."""
+    thresholds = {"DECODE": settings.skip_softmax_decode, "PREFILL": settings.skip_softmax_prefill}
+    variables = {
+        f"SGLANG_SKIP_SOFTMAX_{call}_THRESHOLD_SCALE_FACTOR": SimpleNamespace(get=partial(dict.get, thresholds, call))
+        for call in thresholds
+    }
+    return {"sglang.srt.environ.envs": SimpleNamespace(**variables)}
+
+
+NAMES = environment(CallSettings()) | {
     "sglang.srt.utils.is_flashinfer_available": lambda: False,
     "sglang.srt.layers.cp.utils.is_cp_active": lambda batch: False,
     "sglang.kernels.ops.attention.utils.canonicalize_stride": lambda tensor: tensor,
-    "sglang.srt.environ.envs": SimpleNamespace(
-        SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR=SimpleNamespace(get=lambda: None),
-        SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR=SimpleNamespace(get=lambda: None),
-    ),
 }
 
 
-def new_backend(load: Callable[[str], ModuleType], pool: KVPool, **attributes: object) -> Any:
+def new_backend(load: Load, pool: KVPool, **attributes: object) -> Any:
     """Make the backend without its constructor, which wants a model runner: what building metadata reads is set here.
 
     Args:
@@ -71,7 +85,7 @@ def new_backend(load: Callable[[str], ModuleType], pool: KVPool, **attributes: o
     return backend
 
 
-def server_batch(load: Callable[[str], ModuleType], batch: ForwardBatch, **fields: object) -> Any:
+def server_batch(load: Load, batch: ForwardBatch, **fields: object) -> Any:
     """Return the fields of SGLang's batch that metadata is built from; slots are padded with the sink, as a runner does.
 
     Args:
@@ -107,7 +121,7 @@ def server_batch(load: Callable[[str], ModuleType], batch: ForwardBatch, **field
     return SimpleNamespace(**given | fields)
 
 
-def ragged_layout(load: Callable[[str], ModuleType], batch: ForwardBatch) -> Any:
+def ragged_layout(load: Load, batch: ForwardBatch) -> Any:
     """Return SGLang's layout of a ragged verification: with its lengths on the host where the batch has them there."""
     layout = load(RAGGED_VERIFY).RaggedVerifyLayout
     if batch.extend_seq_lens_cpu is None:
@@ -118,13 +132,14 @@ def ragged_layout(load: Callable[[str], ModuleType], batch: ForwardBatch) -> Any
 
 
 def calls_of(
-    load: Callable[[str], ModuleType],
+    load: Load,
     backend: Any,
     server: Any,
     layer: AttentionLayer,
     query: Tensor,
     cache: PagedKVCache,
     attn_type: str = "DECODER",
+    new: Tensor | None = None,
     **attributes: object,
 ) -> list[tuple[str, dict[str, Any]]]:
     """Run one layer of a pass whose metadata the backend has built, and return FlashInfer's calls: name and arguments.
@@ -135,29 +150,34 @@ def calls_of(
         server: from `server_batch`.
         layer, query, cache: as for `lab.metadata.mha.calls.call_arguments`; the cache is NHD.
         attn_type: a member of SGLang's `AttentionType`.
-        attributes: of the backend, instead of those of one without an engine's settings.
+        new: K, and V, of the new tokens, which are saved; None: they are in the cache.
+        attributes: of the backend, instead of those of a cache that is not quantised.
     """
     calls = []
 
     def recorder(name: str) -> Callable[..., Tensor]:
-        def record(**arguments: Any) -> Tensor:
+        def record(*positional: Any, **arguments: Any) -> Tensor:
+            arguments.setdefault("query", positional[0][0] if positional else None)
             calls.append((name, arguments))
             return torch.zeros_like(arguments["query"])
 
         return record
 
-    decode, context = "trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache"
-    module = load(BACKEND)
-    vars(module)["flashinfer"] = SimpleNamespace(
-        decode=SimpleNamespace(**{decode: recorder(decode)}), prefill=SimpleNamespace(**{context: recorder(context)})
+    def recorders(*names: str) -> SimpleNamespace:
+        return SimpleNamespace(**{name: recorder(name) for name in names})
+
+    vars(load(BACKEND))["flashinfer"] = SimpleNamespace(
+        decode=recorders("trtllm_batch_decode_with_kv_cache"),
+        prefill=recorders("trtllm_batch_context_with_kv_cache", "trtllm_fmha_v2_prefill"),
     )
     vars(backend).update(
         token_to_kv_pool=SimpleNamespace(get_kv_buffer=lambda _: tuple(side.flatten(0, 1) for side in cache.storage)),
         data_type=cache.storage.dtype,
         q_data_type=query.dtype,
         decode_seq_len_splits=1,
+        _multi_ctas_kv_counter_buffer=SETTINGS.multi_ctas_kv_counter_buffer,
         **dict.fromkeys(("is_nvfp4_kvcache", "decode_uses_native_fp4", "uses_trtllm_gen_native_fp4"), False),
-        **dict.fromkeys(("workspace_buffer", "_multi_ctas_kv_counter_buffer", "_xqa_spec_dec_mask")),
+        **dict.fromkeys(("workspace_buffer", "fmha_v2_workspace_buffer", "_xqa_spec_dec_mask")),
     )
     vars(backend).update(attributes)
     if backend._swa_kv_pool is not None:
@@ -172,22 +192,24 @@ def calls_of(
         scaling=layer.softmax_scale,
         sliding_window_size=layer.window_left,
         attn_type=load("sglang.srt.layers.radix_attention").AttentionType[attn_type],
+        k_scale=None,
+        v_scale=None,
+        k_scale_float=layer.k_scale,
+        v_scale_float=layer.v_scale,
     )
     server._attn_output = None
     forward = backend.forward_decode if server.forward_mode.is_decode_or_idle() else backend.forward_extend
-    forward(query, None, None, theirs, server, save_kv_cache=False, sinks=layer.sinks)
+    forward(query, new, new, theirs, server, save_kv_cache=new is not None, sinks=layer.sinks)
     return calls
 
 
 def assert_same_calls(ours: list[tuple[str, dict[str, Any]]], theirs: list[tuple[str, dict[str, Any]]]) -> None:
-    """Hold the lab's calls to SGLang's: as many, of the same functions, each of the lab's arguments the same."""
+    """Compare the lab's calls with SGLang's: as many, of the same functions, each of the lab's arguments the same."""
     assert [name for name, _ in ours] == [name for name, _ in theirs]
     for (function, mine), (_, others) in zip(ours, theirs, strict=True):
         defaults = {"q_len_per_req": 1, "causal": True}
-        for name in {
-            *mine,
-            *(each for each in ("q_len_per_req", "max_q_len", "cum_seq_lens_q", "causal") if each in others),
-        }:
+        must = ("q_len_per_req", "max_q_len", "cum_seq_lens_q", "causal", "multi_ctas_kv_counter_buffer")
+        for name in {*mine, *(each for each in must if each in others)}:
             pairs = [each.get(name, defaults.get(name)) for each in (mine, others)]
             if name == "block_tables":
                 lengths, size = mine["seq_lens"].tolist(), mine["kv_cache"][0].shape[2]

@@ -1,7 +1,6 @@
 """Context parallelism in zigzag against SGLang's own strategy and backend, on random extends."""
 
-from collections.abc import Callable, Iterator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,26 +9,24 @@ from hypothesis import given, settings
 from lab.metadata import ForwardMode, build_mha_metadata
 from lab.metadata.mha.context_parallel import why_not_zigzag, zigzag_shard
 from tests.metadata.batches import Case, build
-from tests.metadata.sglang.mha import NAMES, REAL, assert_same_live_pages, new_backend, server_batch
-from tests.metadata.sglang.wheel import sglang_modules
+from tests.metadata.sglang.mha import NAMES, REAL, Load, assert_same_live_pages, new_backend, server_batch
+from tests.metadata.sglang.wheel import sglang_fixture
 from tests.metadata.test_context_parallel import dealt_cases
 
-Load = Callable[[str], ModuleType]
 ZIGZAG, PADDING = "sglang.srt.layers.cp.zigzag", "sglang.srt.layers.cp.padding"
 BASE = "sglang.srt.layers.cp.base"
 parallel = SimpleNamespace(attn_cp_rank=0, attn_cp_size=1)
 
 
-@pytest.fixture(scope="module")
-def sglang() -> Iterator[Load]:
-    names = NAMES | {
+sglang = sglang_fixture(
+    *(*REAL, ZIGZAG, PADDING, BASE),
+    names=NAMES
+    | {
         "sglang.srt.runtime_context.get_parallel": lambda: parallel,
         "sglang.srt.runtime_context.get_device": lambda: SimpleNamespace(device="cpu"),
         "sglang.srt.layers.cp.utils.is_cp_active": lambda batch: batch.is_dealt,
-    }
-    with sglang_modules(*REAL, ZIGZAG, PADDING, BASE, names=names) as load:
-        load(BASE).is_zigzag = lambda: True  # type: ignore[attr-defined]
-        yield load
+    },
+)
 
 
 @given(dealt_cases())
@@ -38,6 +35,7 @@ def test_every_rank(sglang: Load, drawn: tuple[Case, int]) -> None:
     case, ranks = drawn
     batch, pool = build(case)
     metadata = build_mha_metadata(batch, pool)
+    sglang(BASE).is_zigzag = lambda: True  # type: ignore[attr-defined]
     strategy = sglang(ZIGZAG).ZigzagCPStrategy(ranks)
     given = server_batch(sglang, batch, is_dealt=True)
     assert strategy.can_apply(batch.num_tokens, given)

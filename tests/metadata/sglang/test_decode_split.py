@@ -1,11 +1,9 @@
 """Decode calls divided by length against SGLang's own `_run_fixed_q_len_decode`: the calls, and what comes out."""
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,24 +14,15 @@ from lab.metadata.mha.calls import call_arguments
 from lab.metadata.mha.settings import CallSettings
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.inputs.forward_pass import ForwardPass, build_forward
-from tests.metadata.sglang.mha import BACKEND, NAMES, REAL, new_backend
-from tests.metadata.sglang.wheel import sglang_modules
+from tests.metadata.sglang.mha import BACKEND, NAMES, REAL, Load, new_backend
+from tests.metadata.sglang.wheel import sglang_fixture
 
-Load = Callable[[str], ModuleType]
-NO_THRESHOLD = SimpleNamespace(get=lambda: None)
-ENVIRONMENT = SimpleNamespace(
-    SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR=NO_THRESHOLD,
-    SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR=NO_THRESHOLD,
-)
 # SGLang names the dtype where it has the output allocated; the lab's calls have an output.
 OUTPUT = ("out", "out_dtype")
 DEFAULTS = ("kv_cache_sf", "skip_softmax_threshold_scale_factor")  # None here
 
 
-@pytest.fixture(scope="module")
-def sglang() -> Iterator[Load]:
-    with sglang_modules(*REAL, names=NAMES | {"sglang.srt.environ.envs": ENVIRONMENT}) as load:
-        yield load
+sglang = sglang_fixture(*REAL, names=NAMES)
 
 
 def drawn_passes() -> st.SearchStrategy[ForwardCase]:
@@ -113,15 +102,12 @@ def test_the_calls_and_their_output(sglang: Load, case: ForwardCase) -> None:
         other = {"q_len_per_req": 1} | {name: value for name, value in other.items() if name not in DEFAULTS}
         mine = {name: value for name, value in mine.items() if name not in DEFAULTS}
         assert set(mine) == set(other)
-        for name in mine:
-            same = mine[name] is other[name] or (torch.equal if torch.is_tensor(mine[name]) else same_values)(
-                mine[name], other[name]
-            )
-            assert same, name
+        for name, value in mine.items():
+            assert value is other[name] or same_values(value, other[name]), name
 
 
 def same_values(one: Any, other: Any) -> bool:
-    """Numbers, and pairs of tensors."""
+    """Numbers, tensors, and pairs of tensors."""
     if isinstance(one, tuple):
         return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    return bool(one == other)
+    return torch.equal(one, other) if torch.is_tensor(one) else bool(one == other)

@@ -1,51 +1,32 @@
 """Frozen-KV drafts against SGLang's own worker helpers, views and backend, on random batches, eagerly and in a graph."""
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lab.metadata import ForwardBatch, ForwardMode, build_mha_metadata
 from lab.metadata.engine.graph_inputs import GraphMode
+from lab.metadata.engine.lengths import pad_requests
 from lab.metadata.mha.buffers import MHAGraphMetadata
 from lab.metadata.speculation.frozen_kv import frozen_kv_batch
 from tests.devices import IN_INTERPRETER
-from tests.metadata.batches import Case, build
-from tests.metadata.sglang.mha import NAMES, REAL, assert_same, new_backend, server_batch
-from tests.metadata.sglang.wheel import sglang_modules
+from tests.metadata.batches import Case, build, drawn_cases
+from tests.metadata.sglang.mha import NAMES, REAL, Load, assert_same, new_backend, server_batch
+from tests.metadata.sglang.wheel import sglang_fixture
 
-Load = Callable[[str], ModuleType]
 UTILS = "sglang.srt.speculative.frozen_kv_mtp_utils"
+# Decode batches of a target.
+TARGETS = (
+    drawn_cases([ForwardMode.DECODE])
+    .filter(lambda case: bool(case.total_lens))
+    .map(lambda case: replace(case, new=0, host_seq_lens=True))
+)
 
-
-@pytest.fixture(scope="module")
-def sglang() -> Iterator[Load]:
-    with sglang_modules(*REAL, UTILS, names=NAMES) as load:
-        yield load
-
-
-def drawn_targets() -> st.SearchStrategy[Case]:
-    """Decode batches of a target, lengths around the edges of pages."""
-    return st.builds(
-        lambda lens, page_size, window, seed: Case(
-            ForwardMode.DECODE,
-            tuple(max(1, pages * page_size + extra) for pages, extra in lens),
-            page_size=page_size,
-            max_context_len=4 * page_size + 9,
-            sliding_window=window,
-            host_seq_lens=True,
-            seed=seed,
-        ),
-        lens=st.lists(st.tuples(st.integers(0, 4), st.sampled_from([-1, 0, 1, 7])), min_size=1, max_size=5),
-        page_size=st.sampled_from([16, 32, 64]),
-        window=st.booleans(),
-        seed=st.integers(0, 2**16),
-    )
+sglang = sglang_fixture(*REAL, UTILS, names=NAMES)
 
 
 def expanded(load: Load, target: ForwardBatch, topk: int) -> Any:
@@ -64,7 +45,7 @@ def expanded(load: Load, target: ForwardBatch, topk: int) -> Any:
 
 
 @IN_INTERPRETER
-@given(case=drawn_targets(), topk=st.integers(1, 4), step_id=st.integers(0, 3))
+@given(case=TARGETS, topk=st.integers(1, 4), step_id=st.integers(0, 3))
 @settings(deadline=None, derandomize=True, max_examples=40)
 def test_eager_passes(sglang: Load, case: Case, topk: int, step_id: int) -> None:
     """Whatever the backend's step: SGLang hides the SpecInfo from it."""
@@ -80,21 +61,14 @@ def test_eager_passes(sglang: Load, case: Case, topk: int, step_id: int) -> None
 
 
 @IN_INTERPRETER
-@given(case=drawn_targets(), topk=st.integers(1, 4), step_id=st.integers(0, 3), spare=st.integers(0, 2))
+@given(case=TARGETS, topk=st.integers(1, 4), step_id=st.integers(0, 3), spare=st.integers(0, 2))
 @settings(deadline=None, derandomize=True, max_examples=25)
 def test_graphs(sglang: Load, case: Case, topk: int, step_id: int, spare: int) -> None:
     """A graph of more rows than the batch has: both are handed the padded batch."""
     target, pool = build(case)
     batch = frozen_kv_batch(target, topk)
     rows = (target.batch_size + spare) * topk
-    padding = rows - batch.batch_size
-    padded = replace(
-        batch,
-        req_pool_indices=torch.nn.functional.pad(batch.req_pool_indices, (0, padding)),
-        seq_lens=torch.nn.functional.pad(batch.seq_lens, (0, padding), value=1),
-        seq_lens_cpu=None,
-        num_tokens=rows,
-    )
+    padded = replace(pad_requests(batch, rows), seq_lens_cpu=None)
     backend = new_backend(
         sglang, pool, speculative_step_id=step_id, token_to_kv_pool=None, speculative_num_draft_tokens=4
     )

@@ -1,43 +1,41 @@
 """MHA metadata against SGLang's own class, on random batches: no number here is the lab's."""
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.calls.problem import E4M3
 from lab.metadata import ForwardBatch, ForwardMode, KVLayout, KVPool, build_mha_metadata
 from lab.metadata.engine.graph_inputs import GraphMode, StaticInputs
 from lab.metadata.mha.buffers import MHAGraphMetadata
-from lab.metadata.mha.calls import AttentionLayer, call_arguments, plan_calls
+from lab.metadata.mha.calls import AttentionLayer, attention_call, call_arguments, plan_calls
+from lab.metadata.mha.quantised import call_dtypes
+from lab.metadata.mha.settings import splits_mixed_tail
 from tests.devices import IN_INTERPRETER
-from tests.metadata.batches import Case, build, drawn_cases
+from tests.metadata.batches import EXTENDS, Case, build, drawn_cases
 from tests.metadata.sglang.mha import (
     NAMES,
     REAL,
+    SETTINGS,
+    Load,
     assert_same,
     assert_same_calls,
     assert_same_live_pages,
     calls_of,
+    environment,
     new_backend,
     server_batch,
 )
-from tests.metadata.sglang.wheel import sglang_modules
+from tests.metadata.sglang.wheel import sglang_fixture
 
-Load = Callable[[str], ModuleType]
-
-
-@pytest.fixture(scope="module")
-def sglang() -> Iterator[Load]:
-    with sglang_modules(*REAL, names=NAMES) as load:
-        yield load
-
-
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+DTYPES = ((BF16, BF16), (FP16, FP16), (FP32, FP32), (BF16, E4M3), (FP16, E4M3))  # of the model, and of the cache
 CASES = drawn_cases().filter(lambda case: case.mode is not ForwardMode.DRAFT_EXTEND and bool(case.total_lens))
+
+sglang = sglang_fixture(*REAL, names=NAMES | environment(SETTINGS))
 
 
 def is_taken(case: Case) -> bool:
@@ -54,12 +52,14 @@ def build_both(
     Args:
         sglang: the fixture.
         case: of one mode.
-        on_host: the lengths of a ragged verification are known there.
+        on_host: the lengths of a ragged verification are known there, and an extend without a prefix lists its prefixes.
         encoder_only: the model has encoder-only layers.
     """
     batch, pool = build(case)
     if case.mode is ForwardMode.RAGGED_VERIFY and not on_host:
         batch = replace(batch, extend_seq_lens_cpu=None)
+    if case.mode in EXTENDS and case.new_lens == case.total_lens and not on_host:
+        batch = replace(batch, extend_prefix_lens=None, extend_prefix_lens_cpu=None)
     width = None if batch.spec_info is None else batch.spec_info.num_draft_tokens
     backend = new_backend(
         sglang,
@@ -88,10 +88,16 @@ def test_eager_passes(sglang: Load, case: Case, on_host: bool, encoder_only: boo
     case=CASES.filter(is_taken),
     on_host=st.booleans(),
     kind=st.sampled_from(["full", "window", "encoder", "encoder window"]),
+    dtypes=st.sampled_from(DTYPES),
 )
-@settings(deadline=None, derandomize=True, max_examples=80)
-def test_the_calls_of_a_layer(sglang: Load, case: Case, on_host: bool, kind: str) -> None:
-    """Calls, rows and tables: a prefill's padding rows are handed over, and a decoder's tail of decodes is split off."""
+@settings(deadline=None, derandomize=True, max_examples=140)
+def test_the_calls_of_a_layer(
+    sglang: Load, case: Case, on_host: bool, kind: str, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    """On trtllm-gen: calls, rows, tables and settings. A prefill's padding rows are in its call.
+
+    Whether a tail of decodes is split off depends on dtypes and layer.
+    """
     takes_encoders = case.mode.is_prefill or case.mode in (
         ForwardMode.TARGET_VERIFY,
         ForwardMode.DECODE,
@@ -105,14 +111,20 @@ def test_the_calls_of_a_layer(sglang: Load, case: Case, on_host: bool, kind: str
         reads_swa_pool=is_window and case.sliding_window and not encoder_only,
         encoder_only=encoder_only,
     )
-    cache = pool.new_cache(2, 8, torch.bfloat16, KVLayout.NHD, sliding_window=layer.reads_swa_pool)
-    query = torch.zeros(batch.num_tokens, 4, 8, dtype=torch.bfloat16)
+    dtype, kv_dtype = dtypes
+    cache = pool.new_cache(2, 8, kv_dtype, KVLayout.NHD, sliding_window=layer.reads_swa_pool)
+    query = torch.zeros(batch.num_tokens, 4, 8, dtype=dtype)
     query[:, 0, 0] = torch.arange(len(query))
     metadata = build_mha_metadata(batch, pool, expand_encoder_only_verify=encoder_only)
-    plan = plan_calls(batch, split_mixed_tail=not encoder_only, with_padding_rows=True)
+    cast = call_dtypes(attention_call(case.mode), dtype, kv_dtype, trtllm_gen=True).query
+    split = splits_mixed_tail(cast, kv_dtype, is_decoder=not encoder_only)
     ours = [
-        (each.call.value, call_arguments(each, batch, metadata, layer, query, cache, pool.max_context_len))
-        for each in plan
+        (
+            each.call.value,
+            call_arguments(each, batch, metadata, layer, query.to(cast), cache, pool.max_context_len)
+            | SETTINGS.arguments(each.call),
+        )
+        for each in plan_calls(batch, split_mixed_tail=split, with_padding_rows=True)
     ]
     attn_type = "ENCODER_ONLY" if encoder_only else "DECODER"
     assert_same_calls(ours, calls_of(sglang, backend, server, layer, query, cache, attn_type))

@@ -1,11 +1,9 @@
 """Virtual slots against SGLang's unified pool: its translator and plan, its kernels, and the tables that its backend reads."""
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,25 +12,23 @@ from lab.metadata import ForwardBatch, ForwardMode, KVPool, build_mha_metadata
 from lab.metadata.engine.lengths import pad_requests
 from tests.devices import IN_INTERPRETER
 from tests.metadata.batches import MODES, Case, build, drawn_cases
-from tests.metadata.sglang.mha import NAMES, REAL, assert_same, new_backend, server_batch
-from tests.metadata.sglang.wheel import sglang_modules
+from tests.metadata.sglang.mha import NAMES, REAL, Load, assert_same, new_backend, server_batch
+from tests.metadata.sglang.wheel import sglang_fixture
 
-Load = Callable[[str], ModuleType]
 ALLOCATOR = "sglang.srt.mem_cache.allocator.unified_hybrid_swa"
 TRANSLATOR = "sglang.srt.mem_cache.kv_index_translator"
 IN_BOTH = [mode for mode in MODES if mode not in (ForwardMode.DRAFT_EXTEND, ForwardMode.RAGGED_VERIFY)]
 
 
-@pytest.fixture(scope="module")
-def sglang() -> Iterator[Load]:
-    names = NAMES | {
+sglang = sglang_fixture(
+    *(*REAL, TRANSLATOR, "sglang.kernels.ops.kvcache.kv_read_table"),
+    names=NAMES
+    | {
         "sglang.srt.runtime_context.get_parallel": lambda: SimpleNamespace(attn_dcp_size=1),
         "sglang.srt.utils.is_npu": lambda: False,
         "sglang.srt.mem_cache.unified_draft_pool.fused_draft_host_allocator": lambda pool: None,
-    }
-    real = (*REAL, TRANSLATOR, "sglang.kernels.ops.kvcache.kv_read_table")
-    with sglang_modules(*real, names=names) as load:
-        yield load
+    },
+)
 
 
 def pages_of_window(pool: KVPool) -> torch.Tensor | None:

@@ -7,10 +7,7 @@ A file imports much of the server. Each module of ``sglang`` that a test does no
 empty class for whatever is imported from it; a test passes what a stand-in must do. So neither SGLang's dependencies nor a GPU
 are needed, and Triton's kernels run in its interpreter::
 
-    @pytest.fixture(scope="module")
-    def page_table():
-        with sglang_modules("sglang.kernels.ops.attention.trtllm_mha_page_table") as load:
-            yield load("sglang.kernels.ops.attention.trtllm_mha_page_table")
+    sglang = sglang_fixture("sglang.kernels.ops.attention.trtllm_mha_page_table")
 """
 
 import importlib
@@ -70,6 +67,17 @@ def sglang_modules(
         for name in [name for name in sys.modules if finder.owns(name)]:
             del sys.modules[name]
         sys.modules.update(before)
+
+
+def sglang_fixture(*real: str, names: Mapping[str, object] | None = None) -> Any:
+    """Return a fixture of a module of tests: the function of `sglang_modules`."""
+
+    @pytest.fixture(scope="module")
+    def sglang() -> Iterator[Callable[[str], ModuleType]]:
+        with sglang_modules(*real, names=names) as load:
+            yield load
+
+    return sglang
 
 
 class _Struct:
