@@ -1,13 +1,10 @@
 """The decode reference against a second formula, hand-computed cases, and what must not matter."""
 
-import inspect
 import math
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lab.references import paged_attention, trtllm_batch_decode_with_kv_cache
 from tests.cases import (
@@ -64,15 +61,6 @@ def test_lengths_at_page_boundaries() -> None:
 def test_page_sizes(page_size: int) -> None:
     batch = coded_batch([2, 2], [7, 50])
     assert coded(batch, page_size=page_size) == keys_seen(batch)
-
-
-def test_rows_before_the_first_key_are_zero_and_their_lse_is_empty() -> None:
-    out, lse = decode(**decode_arguments(random_batch([4] * 3, [0, 2, 4])))
-    empty = torch.tensor([True] * 4 + [True, True, False, False] + [False] * 4)
-    assert (out[empty] == 0).all()
-    assert (lse[empty] == -math.inf).all()
-    assert (out[~empty] != 0).any(dim=-1).all()
-    assert lse[~empty].isfinite().all()
 
 
 def test_variable_query_lengths() -> None:
@@ -223,64 +211,16 @@ def test_strided_cache() -> None:
     assert_same(decode(**arguments), expected(batch))
 
 
-def test_uint32_lengths() -> None:
-    batch = random_batch([1, 1], [9, 30])
-    arguments = decode_arguments(batch)
-    arguments["seq_lens"] = arguments["seq_lens"].to(torch.uint32)
-    assert_same(decode(**arguments), expected(batch))
-
-
-def as_tensor(value: float) -> torch.Tensor:
-    return torch.tensor([value], dtype=torch.float32)
-
-
-@pytest.mark.parametrize("tensors", [False, True])
-def test_scales(tensors: bool) -> None:
-    batch = random_batch([2, 2], [7, 30], kv_dtype=torch.float8_e4m3fn)
-    scales: dict[str, Any] = {"bmm1_scale": 0.375, "bmm2_scale": -1.75}
-    given_as: dict[str, Any] = {name: as_tensor(value) if tensors else value for name, value in scales.items()}
-    assert_same(decode(**decode_arguments(batch, **given_as)), expected(batch, **scales))
-
-
-def test_scale_as_a_tensor_without_dimensions() -> None:
-    batch = random_batch([1], [7])
-    arguments = decode_arguments(batch, bmm1_scale=torch.tensor(0.375), bmm2_scale=torch.tensor(2.0))
-    assert_same(decode(**arguments), expected(batch, bmm1_scale=0.375, bmm2_scale=2.0))
-
-
 def test_log2_scale_takes_precedence() -> None:
     batch = random_batch([2, 2], [7, 30])
-    log2_scale = as_tensor(0.375 / math.log(2.0))
+    log2_scale = torch.tensor([0.375 / math.log(2.0)])
     out, lse = decode(**decode_arguments(batch, bmm1_scale=100.0, bmm1_scale_log2=log2_scale))
     truth = expected(batch, bmm1_scale=0.375)
     torch.testing.assert_close(out, truth[0], rtol=1e-5, atol=1e-6)  # the product is rounded to float32
     torch.testing.assert_close(lse.double(), truth[1], rtol=1e-5, atol=1e-6)
 
 
-# Sinks and LSE
-
-
-SINKS = [
-    torch.tensor([0.0, 0.5, -1.0, 3.0]),
-    torch.tensor([50.0, 300.0, 5000.0, 1e30]),
-    torch.full((4,), -math.inf),
-    torch.tensor([-math.inf, 0.0, -1e30, 20.0]),
-]
-
-
-@pytest.mark.parametrize("sinks", SINKS, ids=["plain", "large", "none", "mixed"])
-@pytest.mark.parametrize("magnitude", [1.0, 8.0])
-def test_sinks(sinks: torch.Tensor, magnitude: float) -> None:
-    batch = random_batch([3, 3, 3], [2, 3, 25], magnitude=magnitude)
-    arguments = decode_arguments(batch, sinks=sinks, bmm1_scale=0.25)
-    assert_same(decode(**arguments), expected(batch, sinks=sinks, bmm1_scale=0.25))
-
-
-def test_a_sink_takes_its_share_and_gives_no_value() -> None:
-    batch = Batch([torch.zeros(1, 2, 1)], [torch.zeros(3, 1, 1)], [torch.full((3, 1, 1), 8.0)])
-    out, lse = decode(**decode_arguments(batch, sinks=torch.tensor([0.0, math.log(5.0)])))
-    torch.testing.assert_close(out.flatten().tolist(), [6.0, 3.0])  # 8 * 3 / (3 + 1) and 8 * 3 / (3 + 5)
-    torch.testing.assert_close(lse.flatten().tolist(), [2.0, 3.0])
+# LSE
 
 
 def test_a_row_with_a_sink_and_no_key() -> None:
@@ -288,16 +228,6 @@ def test_a_row_with_a_sink_and_no_key() -> None:
     out, lse = decode(**decode_arguments(batch, sinks=torch.tensor([1.0, -math.inf])))
     assert (out == 0).all()
     assert lse.tolist() == [[pytest.approx(1 / math.log(2.0)), -math.inf]]
-
-
-@pytest.mark.parametrize("poisoned", ["query", "live key", "live value"])
-def test_nan_that_is_read_is_not_hidden(poisoned: str) -> None:
-    batch = random_batch([1, 1], [5, 20], heads=(2, 1))
-    for name, tensors in (("query", batch.queries), ("live key", batch.keys), ("live value", batch.values)):
-        if name == poisoned:
-            tensors[1][0, -1] = math.nan
-    nan = decode(**decode_arguments(batch, sinks=torch.zeros(2)))[0].isnan().all(dim=-1)
-    assert nan.int().tolist() == ([[0, 0], [0, 1]] if poisoned == "query" else [[0, 0], [1, 1]])
 
 
 @pytest.mark.parametrize("cut", [1, 16, 29])
@@ -319,22 +249,12 @@ def test_two_halves_merge_by_their_lse(cut: int) -> None:
 @pytest.mark.parametrize(
     "out_dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 )
-@pytest.mark.parametrize("given_out", [False, True])
-def test_out_and_out_dtype(out_dtype: torch.dtype, given_out: bool) -> None:
+def test_out_dtype(out_dtype: torch.dtype) -> None:
     batch = random_batch([2, 2], [7, 30])
-    arguments = decode_arguments(batch, out_dtype=None if given_out else out_dtype, return_lse=False)
-    if given_out:
-        arguments["out"] = torch.full((4, 4, 16), math.nan).to(out_dtype)
-    out = decode(**arguments)
+    out = decode(**decode_arguments(batch, out_dtype=out_dtype, return_lse=False))
     assert out.dtype == out_dtype
-    assert not given_out or out is arguments["out"]
     truth = expected(batch)[0].to(out_dtype)
     torch.testing.assert_close(out.double(), truth.double(), rtol=torch.finfo(out_dtype).eps, atol=1e-12)
-
-
-def test_the_output_has_the_querys_dtype_by_default() -> None:
-    arguments = decode_arguments(random_batch([1], [7], dtype=torch.float16), out_dtype=None, return_lse=False)
-    assert decode(**arguments).dtype == torch.float16
 
 
 def test_e4m3_output_saturates() -> None:
@@ -343,46 +263,7 @@ def test_e4m3_output_saturates() -> None:
     assert decode(**arguments)[0].float().flatten().tolist() == [448.0, -448.0]
 
 
-def test_lse_buffer() -> None:
-    batch = random_batch([2, 2], [1, 30])
-    truth = expected(batch)[1].float()
-    lse = torch.full((4, 4), math.nan)
-    out = decode(**decode_arguments(batch, lse=lse, return_lse=False))
-    assert isinstance(out, torch.Tensor)
-    torch.testing.assert_close(lse, truth)
-    lse.fill_(math.nan)
-    _, returned = decode(**decode_arguments(batch, lse=lse, return_lse=True))
-    assert returned is lse
-    torch.testing.assert_close(lse, truth)
-
-
-def test_empty_batch() -> None:
-    empty = {"query": torch.zeros(0, 4, 16), "seq_lens": torch.zeros(0, dtype=torch.int32), "max_seq_len": 0}
-    arguments = decode_arguments(random_batch([1], [7])) | empty
-    arguments |= {"kv_cache": (torch.zeros(3, 2, 16, 16),) * 2, "block_tables": torch.zeros(0, 5, dtype=torch.int32)}
-    out, lse = decode(**arguments)
-    assert out.shape == (0, 4, 16)
-    assert lse.shape == (0, 4)
-
-
 # What must not matter
-
-
-def assert_same_bits(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> None:
-    for a, b in zip(one, other, strict=True):
-        assert a.dtype == b.dtype
-        assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e30])
-@pytest.mark.parametrize("foreign_id", [None, -1, 2**31 - 1])
-@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
-def test_dead_memory_changes_no_bit(poison: float, foreign_id: int | None, kv_dtype: torch.dtype) -> None:
-    batch = random_batch([2] * 5, [0, 1, 15, 16, 33], kv_dtype=kv_dtype)
-    clean = decode(**decode_arguments(batch))
-    poisoned = decode(**decode_arguments(batch, poison=poison, foreign_id=foreign_id))
-    assert poisoned[0].isfinite().all()
-    assert_same_bits(poisoned, clean)
 
 
 def test_keys_left_of_the_window_change_no_bit() -> None:
@@ -392,15 +273,8 @@ def test_keys_left_of_the_window_change_no_bit() -> None:
     for side in (batch.keys, batch.values):
         for history in side:
             history[: len(history) - 11] = math.nan
-    assert_same_bits(decode(**decode_arguments(batch, window_left=10)), clean)
-
-
-def test_nothing_that_is_read_is_written() -> None:
-    arguments = decode_arguments(random_batch([2, 2], [5, 30], kv_dtype=torch.float8_e4m3fn), poison=math.nan)
-    tensors = [arguments["query"], *arguments["kv_cache"], arguments["block_tables"], arguments["seq_lens"]]
-    before = [tensor.clone().view(torch.uint8) for tensor in tensors]
-    decode(**arguments)
-    assert all(torch.equal(tensor.view(torch.uint8), copy) for tensor, copy in zip(tensors, before, strict=True))
+    got = decode(**decode_arguments(batch, window_left=10))
+    assert all(torch.equal(a, b) for a, b in zip(got, clean, strict=True))
 
 
 def test_requests_may_share_pages() -> None:
@@ -434,57 +308,3 @@ def test_pieces_do_not_matter(piece_elements: int, kind: str, monkeypatch: pytes
 
 
 # Anything goes
-
-
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(
-    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=4),
-    q_len=st.integers(1, 8),
-    group=st.integers(1, 6),
-    num_kv_heads=st.integers(1, 3),
-    head_dim=st.sampled_from([1, 8, 20]),
-    page_size=st.sampled_from([1, 4, 16, 32]),
-    window_left=st.sampled_from([-1, 0, 3, 17]),
-    kv_layout=st.sampled_from(["HND", "NHD"]),
-    separate_tables=st.booleans(),
-    with_sinks=st.booleans(),
-    seed=st.integers(0, 1000),
-)
-def test_any_call(
-    lengths: list[int],
-    q_len: int,
-    group: int,
-    num_kv_heads: int,
-    head_dim: int,
-    page_size: int,
-    window_left: int,
-    kv_layout: str,
-    separate_tables: bool,
-    with_sinks: bool,
-    seed: int,
-) -> None:
-    heads = (group * num_kv_heads, num_kv_heads)
-    batch = random_batch([q_len] * len(lengths), lengths, heads=heads, head_dim=head_dim, seed=seed, magnitude=2.0)
-    sinks = torch.randn(heads[0], generator=torch.Generator().manual_seed(seed)) if with_sinks else None
-    arguments = decode_arguments(
-        batch,
-        page_size,
-        seed=seed,
-        separate_tables=separate_tables,
-        poison=math.nan,
-        kv_layout=kv_layout,
-        window_left=window_left,
-        sinks=sinks,
-        max_seq_len=40,
-    )
-    assert_same(decode(**arguments), expected(batch, window_left=window_left, sinks=sinks))
-
-
-# As a stand-in
-
-
-def test_positional_arguments() -> None:
-    batch = random_batch([1, 1], [7, 30])
-    arguments = decode_arguments(batch)
-    leading = [arguments.pop(name) for name in list(inspect.signature(decode).parameters)[:6]]
-    assert_same(decode(*leading, **arguments), expected(batch))

@@ -1,0 +1,395 @@
+"""What holds of all four calls: results, their buffers and dtypes, rows without keys, and what must not matter."""
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lab import references
+from lab.calls import CALL_TYPES, AttentionCall
+from lab.references import paged_attention
+from tests.cases import (
+    CONTEXT,
+    DECODE,
+    MLA,
+    RAGGED,
+    Arguments,
+    Batch,
+    assert_same,
+    context_arguments,
+    decode_arguments,
+    expected,
+    latent_batch,
+    mirrors,
+    mla_arguments,
+    ragged_arguments,
+    ragged_batch,
+    random_batch,
+)
+from tests.devices import ON_GPU
+
+BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+BATCHES: dict[str, Callable[..., Batch]] = {MLA: latent_batch, RAGGED: ragged_batch}
+ARGUMENTS: dict[str, Callable[..., Arguments]] = {
+    DECODE: decode_arguments,
+    CONTEXT: context_arguments,
+    MLA: mla_arguments,
+    RAGGED: ragged_arguments,
+}
+# FlashInfer's modules, and the positional arguments that nobody names.
+MODULES = {DECODE: "decode", CONTEXT: "prefill", MLA: "mla", RAGGED: "prefill"}
+POSITIONAL = {DECODE: 6, CONTEXT: 6, MLA: 9, RAGGED: 4}
+
+each_call = pytest.mark.parametrize("function", ARGUMENTS)
+each_paged_call = pytest.mark.parametrize("function", [DECODE, CONTEXT, MLA])
+
+
+def batch_of(function: str, q_lens: list[int], kv_lens: list[int], **options: Any) -> Batch:
+    return BATCHES.get(function, random_batch)(q_lens, kv_lens, **options)
+
+
+def arguments_of(function: str, batch: Batch, **changes: Any) -> Arguments:
+    """Return the call that poses a batch; `sinks` are a ragged call's, too."""
+    if function == RAGGED and "sinks" in changes:
+        changes["attention_sinks"] = changes.pop("sinks")
+    return ARGUMENTS[function](batch, **changes)
+
+
+def run(function: str, arguments: Arguments) -> Any:
+    return getattr(references, function)(**arguments)
+
+
+def as_rows(out: Tensor) -> Tensor:
+    return out.flatten(0, -3)
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+@each_call
+def test_a_sink_takes_its_share_and_gives_no_value(function: str) -> None:
+    """By hand: three keys of weight 1 and values of 8; the sinks of two heads weigh 1 and 5."""
+    dim = 2 if function == MLA else 1
+    batch = Batch([torch.zeros(1, 2, dim)], [torch.zeros(3, 1, dim)], [torch.full((3, 1, 1), 8.0)])
+    if function == MLA:
+        batch.keys[0][..., 0] = 8.0  # the entry's latent part is the value
+    out, lse = run(function, arguments_of(function, batch, sinks=torch.tensor([0.0, math.log(5.0)])))
+    torch.testing.assert_close(out.flatten().tolist(), [6.0, 3.0])  # 8 * 3 / (3 + 1) and 8 * 3 / (3 + 5)
+    torch.testing.assert_close(lse.flatten().tolist(), [2.0, 3.0])
+
+
+SINKS = {
+    "plain": [0.0, 0.5, -1.0, 3.0],
+    "large": [50.0, 300.0, 5000.0, 1e30],
+    "none": [-math.inf] * 4,
+    "mixed": [-math.inf, 0.0, -1e30, 20.0],
+}
+
+
+@pytest.mark.parametrize("sinks", SINKS.values(), ids=SINKS)
+@pytest.mark.parametrize("magnitude", [1.0, 8.0])
+@each_call
+def test_sinks(function: str, magnitude: float, sinks: list[float]) -> None:
+    batch = batch_of(function, [3, 3, 3], [2, 3, 25], magnitude=magnitude)
+    rule: Any = {"sinks": torch.tensor(sinks[: batch.queries[0].shape[1]]), "bmm1_scale": 0.25}
+    assert_same(run(function, arguments_of(function, batch, **rule)), expected(batch, **rule))
+
+
+@pytest.mark.parametrize("wrap", [float, lambda value: torch.tensor([value]), torch.tensor])
+@each_call
+def test_scales_as_numbers_and_tensors(function: str, wrap: Callable[[float], Any]) -> None:
+    batch = batch_of(function, [3, 3], [3, 30], dtype=E4M3)
+    scales: Any = {"bmm1_scale": 0.375, "bmm2_scale": -1.75}
+    wrapped = {name: wrap(value) for name, value in scales.items()}
+    assert_same(run(function, arguments_of(function, batch, **wrapped)), expected(batch, **scales))
+
+
+@each_call
+def test_rows_before_the_first_key_are_zero_and_their_lse_is_empty(function: str) -> None:
+    out, lse = run(function, arguments_of(function, batch_of(function, [4] * 3, [0, 2, 4])))
+    out, empty = as_rows(out), torch.tensor([True] * 4 + [True, True, False, False] + [False] * 4)
+    assert (out[empty] == 0).all()
+    assert (lse[empty] == -math.inf).all()
+    assert (out[~empty] != 0).any(dim=-1).all()
+    assert lse[~empty].isfinite().all()
+
+
+@each_call
+def test_rows_and_keys_after_the_last_request_are_nobodys(function: str) -> None:
+    """As a CUDA graph has them that was captured with room for more rows."""
+    batch = batch_of(function, [2, 3, 4], [9, 30, 4], dtype=torch.float64)
+    options = {"ragged": True} if function in (DECODE, MLA) else {}
+    arguments = arguments_of(function, batch, **options)
+    for name in ("seq_lens", "block_tables"):
+        if name in arguments:
+            arguments[name] = arguments[name][:2]
+    for name in ("cum_seq_lens_q", "cum_seq_lens_kv"):
+        if name in arguments:
+            arguments[name] = arguments[name][:3]
+    for name, end in (("query", 5), ("key", 39), ("value", 39)):
+        if name in arguments:
+            arguments[name][end:] = math.nan
+    if "batch_size" in arguments:
+        arguments["batch_size"] = 2
+    out, lse = run(function, arguments)
+    assert_same((out[:5], lse[:5]), expected(Batch(batch.queries[:2], batch.keys[:2], batch.values[:2])))
+    assert (out[5:] == 0).all()
+    assert (lse[5:] == -math.inf).all()
+
+
+@each_call
+def test_an_empty_batch(function: str) -> None:
+    arguments = arguments_of(function, batch_of(function, [1], [7]))
+    of_requests = ("query", "block_tables", "seq_lens", "out")
+    arguments |= {name: arguments[name][:0] for name in of_requests if arguments.get(name) is not None}
+    for name in ("cum_seq_lens_q", "cum_seq_lens_kv"):
+        if name in arguments:
+            arguments[name] = arguments[name][:1]
+    arguments |= {name: 0 for name in ("batch_size", "max_q_len", "max_kv_len", "max_seq_len") if name in arguments}
+    out, lse = run(function, arguments)
+    assert arguments.get("out") is None or out is arguments["out"]
+    assert (out.shape[0], lse.shape) == (0, (0, out.shape[-2]))
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
+@each_call
+def test_on_a_gpu(function: str, device: str) -> None:
+    batch = batch_of(function, [3] * 4, [3, 2, 16, 37], dtype=E4M3)
+    arguments = arguments_of(function, batch)
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(moved, value))
+        return value.to(device) if isinstance(value, Tensor) else value
+
+    arguments = {name: moved(value) for name, value in arguments.items()}
+    out, lse = run(function, arguments | (mirrors(batch) if function == RAGGED else {}))
+    assert_same((out.cpu(), lse.cpu()), expected(batch))
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(
+    function=st.sampled_from(sorted(ARGUMENTS)),
+    lengths=st.lists(st.tuples(st.integers(0, 24), st.integers(0, 40)), min_size=1, max_size=4),
+    group=st.integers(1, 6),
+    num_kv_heads=st.integers(1, 3),
+    dims=st.sampled_from([(1, 1), (8, 8), (20, 20), (12, 8), (3, 2)]),
+    page_size=st.sampled_from([1, 4, 16, 32, 64]),
+    dtype=st.sampled_from([BF16, FP16, E4M3]),
+    window_left=st.sampled_from([-1, -1, 0, 3, 17]),
+    flags=st.tuples(*[st.booleans()] * 4),
+    piece_elements=st.sampled_from([500, 5000, 2**26]),
+    seed=st.integers(0, 1000),
+)
+def test_any_call(
+    function: str,
+    lengths: list[tuple[int, int]],
+    group: int,
+    num_kv_heads: int,
+    dims: tuple[int, int],
+    page_size: int,
+    dtype: torch.dtype,
+    window_left: int,
+    flags: tuple[bool, bool, bool, bool],
+    piece_elements: int,
+    seed: int,
+) -> None:
+    """Ragged rows and equal ones, and every rule that a function has, over poison."""
+    equal_rows, with_sinks, causal, other_form = flags
+    q_lens, kv_lens = [max(lengths[0][0], 1), *(q for q, _ in lengths[1:])], [kv for _, kv in lengths]
+    if equal_rows or (function == DECODE and other_form):
+        q_lens = q_lens[:1] * len(q_lens)
+    heads = (group * num_kv_heads, num_kv_heads)
+    rule: Arguments = {"bmm1_scale": 0.3, "bmm2_scale": 1.5}
+    form: Arguments = (
+        {}
+        if function == RAGGED
+        else {"page_size": page_size, "poison": math.nan, "foreign_id": 2**31 - 1, "seed": seed}
+    )
+    if function in (DECODE, MLA):
+        form["ragged"] = not equal_rows
+    if function == MLA:
+        batch = latent_batch(q_lens, kv_lens, heads=group, rank=dims[1], rope=dims[0] - dims[1], dtype=dtype, seed=seed)
+    elif function == RAGGED:
+        batch = ragged_batch(q_lens, kv_lens, heads=heads, dims=dims, dtype=dtype, seed=seed)
+    else:
+        batch = random_batch(q_lens, kv_lens, heads=heads, head_dim=dims[0], dtype=dtype, seed=seed, magnitude=2.0)
+        form |= {"kv_layout": "NHD" if other_form else "HND", "separate_tables": with_sinks != causal}
+    is_causal = causal or function in (DECODE, MLA)
+    if function in (CONTEXT, RAGGED):
+        form["is_causal" if function == RAGGED else "causal"] = is_causal
+    if function != MLA and is_causal:
+        form["window_left"] = window_left
+    if with_sinks:
+        rule["sinks"] = torch.linspace(-1, 2, batch.queries[0].shape[1])
+    truth = expected(batch, causal=is_causal, window_left=form.get("window_left", -1), **rule)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paged_attention, "PIECE_ELEMENTS", piece_elements)
+        assert_same(run(function, arguments_of(function, batch, **form, **rule)), truth)
+
+
+# --- where results go -------------------------------------------------------------------------------------------------
+
+
+def new_dtype(function: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of an output that nobody gives: MLA's is bfloat16, a ragged call's of e4m3 too."""
+    return BF16 if function == MLA or (function == RAGGED and dtype == E4M3) else dtype
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, E4M3, torch.float32, torch.float64])
+@each_call
+def test_a_new_output(function: str, dtype: torch.dtype) -> None:
+    batch = batch_of(function, [2, 2], [7, 30], dtype=dtype)
+    none = {"out": None} if function in (MLA, RAGGED) else {"out_dtype": None}
+    out = run(function, arguments_of(function, batch, return_lse=False, **none))
+    truth = expected(batch)[0]
+    assert out.dtype == new_dtype(function, dtype)
+    torch.testing.assert_close(
+        as_rows(out).double(), truth.to(out.dtype).double(), rtol=torch.finfo(out.dtype).eps, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, BF16, FP16, E4M3])
+@each_call
+def test_a_given_output_has_its_own_dtype_and_is_returned(function: str, dtype: torch.dtype) -> None:
+    if (function, dtype) == (RAGGED, E4M3):
+        pytest.skip("a ragged call writes no e4m3")
+    batch = batch_of(function, [2, 2], [7, 30], dtype=E4M3 if function == RAGGED else BF16)
+    shape = (*arguments_of(function, batch)["query"].shape[:-1], batch.values[0].shape[2])
+    changes: Arguments = {"out": torch.full(shape, math.nan).to(dtype), "return_lse": False}
+    changes |= {"out_dtype": None} if function in (DECODE, CONTEXT) else {}
+    out = run(function, arguments_of(function, batch, **changes))
+    assert out is changes["out"]
+    truth = expected(batch)[0].to(dtype).double()
+    torch.testing.assert_close(as_rows(out).double(), truth, rtol=torch.finfo(dtype).eps, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("transposed", "return_lse"), [(False, True), (True, True), (False, False)], ids=["rows", "columns", "not returned"]
+)
+@each_call
+def test_a_given_lse_is_filled(function: str, transposed: bool, return_lse: bool) -> None:
+    if function == MLA and (transposed or not return_lse):
+        pytest.skip("MLA's LSE is dense, and asked for")
+    batch = batch_of(function, [2, 2], [7, 30])
+    heads = batch.queries[0].shape[1]
+    lse = torch.full((heads, 4), math.nan).T if transposed else torch.full((4, heads), math.nan)
+    result = run(function, arguments_of(function, batch, lse=lse, return_lse=return_lse))
+    assert isinstance(result, tuple) == return_lse
+    assert not return_lse or result[1] is lse
+    torch.testing.assert_close(lse.double(), expected(batch)[1], rtol=1e-6, atol=1e-6)
+
+
+# --- what must not matter ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e30])
+@pytest.mark.parametrize("foreign_id", [None, -1, 2**31 - 1])
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
+@each_paged_call
+def test_dead_memory_changes_no_bit(
+    function: str, kv_dtype: torch.dtype, foreign_id: int | None, poison: float
+) -> None:
+    batch = batch_of(function, [2] * 5, [0, 1, 15, 16, 33], kv_dtype=kv_dtype)
+    rules: list[Arguments] = [{}, {"causal": False}] if function == CONTEXT else [{}]
+    for rule in rules:
+        clean = run(function, arguments_of(function, batch, **rule))
+        poisoned = run(function, arguments_of(function, batch, poison=poison, foreign_id=foreign_id, **rule))
+        assert poisoned[0].isfinite().all()
+        assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(clean, poisoned, strict=True))
+
+
+@pytest.mark.parametrize("piece_elements", [1, 50, 300, 2000, 10000])
+@each_call
+def test_pieces_do_not_matter(function: str, piece_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = batch_of(function, [9] * 5, [3, 40, 1, 20, 70], magnitude=2.0)
+    monkeypatch.setattr(paged_attention, "PIECE_ELEMENTS", piece_elements)
+    poison = {} if function == RAGGED else {"poison": math.nan}
+    assert_same(run(function, arguments_of(function, batch, **poison)), expected(batch))
+
+
+def read_tensors(arguments: Arguments) -> dict[str, Tensor]:
+    """Return the tensors that a call reads, K and V apart."""
+    sides = dict(zip("kv", arguments.get("kv_cache", ()), strict=False)) if "kv_cache" in arguments else {}
+    if isinstance(arguments.get("kv_cache"), Tensor):
+        sides = {"kv": arguments["kv_cache"]}
+    names = ("query", "key", "value", "block_tables", "seq_lens", "cum_seq_lens_q", "cum_seq_lens_kv")
+    return {name: arguments[name] for name in names if name in arguments} | sides
+
+
+@each_call
+def test_nothing_that_is_read_is_written(function: str) -> None:
+    batch = batch_of(function, [2, 2], [5, 30], dtype=E4M3)
+    tensors = read_tensors(arguments := arguments_of(function, batch))
+    before = {name: tensor.clone().view(torch.uint8) for name, tensor in tensors.items()}
+    run(function, arguments)
+    assert all(torch.equal(tensor.view(torch.uint8), before[name]) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("poisoned", ["query", "key", "value"])
+@each_call
+def test_nan_that_is_read_is_not_hidden(function: str, poisoned: str) -> None:
+    """A sink does not hide it either. MLA's values are a part of its keys."""
+    batch = batch_of(function, [1, 1], [5, 20])
+    heads = batch.queries[0].shape[1]
+    side = {"query": batch.queries, "key": batch.keys, "value": batch.keys if function == MLA else batch.values}[
+        poisoned
+    ]
+    side[1][-1, -1, 0 if function == MLA and poisoned == "value" else -1] = math.nan
+    nan = as_rows(run(function, arguments_of(function, batch, sinks=torch.zeros(heads)))[0]).isnan().all(dim=-1)
+    group = heads // batch.keys[0].shape[1]
+    if poisoned == "query":
+        assert nan.tolist() == [[False] * heads, [False] * (heads - 1) + [True]]
+    elif function == MLA or poisoned == "key":
+        assert nan.tolist() == [[False] * heads, [False] * (heads - group) + [True] * group]
+    else:  # one element of the last head's values
+        out = run(function, arguments_of(function, batch))[0]
+        assert out.isnan().nonzero()[:, [0, -1]].unique(dim=0).tolist() == [[1, out.shape[-1] - 1]]
+
+
+@each_call
+def test_arguments_that_change_no_result_are_free(function: str) -> None:
+    batch = batch_of(function, [2, 2], [7, 4])
+    free: Arguments = {"workspace_buffer": torch.zeros(8, device="meta"), "enable_pdl": True}
+    if function == MLA:
+        free |= {"multi_ctas_kv_counter_buffer": torch.zeros(8, device="meta"), "qk_nope_head_dim": 128}
+    if function == RAGGED:
+        free |= {"o_sf_scale": -1.0, "skip_all_rows_active_check": False, "window_left": 10**6}
+        free |= mirrors(batch, torch.int64)
+    for backend in ("auto", "xqa", "trtllm-gen") if function in (DECODE, MLA) else (None,):
+        chosen = {} if backend is None else {"backend": backend}
+        for dtype in (torch.int32, torch.uint32):
+            lengths = {"seq_lens": torch.tensor([7, 4], dtype=dtype)}
+            assert_same(run(function, arguments_of(function, batch) | free | chosen | lengths), expected(batch))
+
+
+# --- as a stand-in ----------------------------------------------------------------------------------------------------
+
+
+def parameters(function: Any) -> list[tuple[str, Any, Any]]:
+    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@each_call
+def test_parameters_are_flashinfers(function: str) -> None:
+    """A reference drops into somebody else's test by changing an import; `tests/test_architecture.py` has what that brings."""
+    module = pytest.importorskip(f"flashinfer.{MODULES[function]}", reason="flashinfer is not installed")
+    flashinfers = parameters(getattr(module, function))
+    assert parameters(getattr(references, function)) == flashinfers
+    assert parameters(CALL_TYPES[AttentionCall(function)]) == flashinfers
+
+
+@each_call
+def test_positional_arguments(function: str) -> None:
+    batch = batch_of(function, [1, 1], [7, 30])
+    arguments = arguments_of(function, batch)
+    names = list(inspect.signature(getattr(references, function)).parameters)[: POSITIONAL[function]]
+    leading = [arguments.pop(name) for name in names]
+    assert_same(getattr(references, function)(*leading, **arguments), expected(batch))
