@@ -48,6 +48,10 @@ class Result(NamedTuple):
     lse: Tensor | None
     call: CallFeatures | None = None
 
+    def leading(self, rows: int) -> "Result":
+        """Return the result of the first rows, where rows of padding follow."""
+        return self._replace(out=self.out[:rows], lse=None if self.lse is None else self.lse[:rows])
+
 
 class Inputs(Protocol):
     """What a call is made of, such as `AttentionInputs`."""
@@ -60,8 +64,11 @@ class Inputs(Protocol):
 
 @dataclass(frozen=True)
 class GivenCall:
+    """A call by its arguments; `rows` of its output are the requests', where rows of padding follow them."""
+
     interface: Interface
     given: dict[str, Any]
+    rows: int | None = None
 
     def arguments(self) -> dict[str, Any]:
         return self.given
@@ -135,7 +142,9 @@ class CaseRun:
         self._wait()
         if interface is Interface.MLA_DECODE:
             self._expect_shape_of_mla(returned, arguments)
-        return as_result(returned, interface)._replace(call=call)
+        result = as_result(returned, interface)._replace(call=call)
+        rows = inputs.rows if isinstance(inputs, GivenCall) else None
+        return result if rows is None else result.leading(rows)
 
     def again(self, inputs: Inputs, /, **changes: Any) -> Result:
         """Make a call that was taken before. A refusal is a failure then, and raises KernelError."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lab.calls.problem import E4M3
-from lab.checks.properties.k11_sensitivity import _below_zero
+from lab.checks.properties.k11_sensitivity import scale_below_0
 from lab.workloads.attention_case import AttentionCase, Contents, Storage
 from lab.workloads.inputs.attention import build_attention
 from lab.workloads.interfaces import Interface
@@ -30,12 +30,12 @@ CASE = AttentionCase(
 def test_a_query_cast_to_e4m3_is_within_the_bound(seed: int) -> None:
     inputs = build_attention(replace(CASE, seed=seed), torch.device("cpu"))
     cast = replace(inputs, query=inputs.query.to(E4M3).to(inputs.query.dtype))
-    _, rules = _below_zero(inputs)
+    rules = {"bmm1_scale": scale_below_0(inputs)}
     assert inputs.truth(**rules).compare(cast.truth(arithmetic=torch.bfloat16, **rules).control).passed
 
 
 def test_where_a_kernel_does_not_round_q_more_products_overflow() -> None:
     inputs = build_attention(CASE, torch.device("cpu"))
     plain = build_attention(replace(CASE, arithmetic=None), torch.device("cpu"))
-    factors = [_below_zero(each)[1]["bmm1_scale"] / each.bmm1_scale for each in (inputs, plain)]
+    factors = [scale_below_0(each) / each.bmm1_scale for each in (inputs, plain)]
     assert factors == pytest.approx([-8.0, -25.0])

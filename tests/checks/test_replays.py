@@ -44,7 +44,7 @@ def shrinking(run: CaseRun) -> list[str]:
     room, none = Lens(case.kv_lens, case.q_lens), frozenset[Form]()
     replay = Replay(run, in_forms(make(room), none), in_forms(make(room), none))
     for number, lens in enumerate((room, replays.shrunk(room), replays.shrunk(replays.shrunk(room)), room)):
-        replay.hold("a replay", in_forms(make(lens, seed=number, moved=bool(number % 2)), none))
+        replay.expect("a replay", in_forms(make(lens, seed=number, moved=bool(number % 2)), none))
     return run.wrongs
 
 
@@ -115,7 +115,7 @@ def test_the_smoke_level_has_every_form_a_long_request_and_rows_that_wait(
     def note(run: CaseRun, make: replays.Make, forms: frozenset[Form], room: Lens, waits: bool) -> None:
         told.append((forms, room, waits))
 
-    monkeypatch.setattr(replays, "tell", note)
+    monkeypatch.setattr(replays, "judge_replays", note)
     for case in CHECK.cases(interface, replace(Ranges(), longest=200), Level.SMOKE):
         run_case(references, CHECK, case, CPU, Ranges())
     wanted = set(Form) if interface is Interface.DECODE else set(Form) - {Form.BMM1_LOG2, Form.MASK}

@@ -8,13 +8,12 @@ which is right there. The engine hands out both, so that those counters too must
 """
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace, semaphores_and_scratch
-from lab.checks.case_run import CaseRun
+from lab.checks.case_run import CaseRun, GivenCall, Result
 from lab.checks.parameters.attention import drawn_cases
 from lab.checks.properties.check import Check, balanced_cases
 from lab.workloads.attention_case import AttentionCase
@@ -25,36 +24,27 @@ LEFT = 0x5A  # each byte of a workspace that is given up
 
 def _judge(run: CaseRun) -> None:
     inputs = run.build()
-    truth = inputs.truth()
-    in_workspace = counts_in_workspace(inputs.arguments().get("backend", "auto"), run.device)
+    counts = counts_in_workspace(inputs.arguments().get("backend", "auto"), run.device)
     workspace = new_workspace(run.device)
-    semaphores, scratch = semaphores_and_scratch(workspace)
+    semaphores, _ = semaphores_and_scratch(workspace)
     handed_out = {"multi_ctas_kv_counter_buffer": torch.zeros_like(semaphores)}
-    counters = handed_out | ({"the workspace": semaphores} if in_workspace else {})
-    shared: dict[str, Any] = {"workspace_buffer": workspace} | handed_out
-    first = run.call(inputs, **shared)
-    run.expect_close("a zeroed workspace", first, truth)
+    counters = handed_out | ({"the workspace": semaphores} if counts else {})
+    call = GivenCall(inputs.interface, inputs.arguments() | {"workspace_buffer": workspace} | handed_out)
+    first = run.call(call)
+    run.expect_close("a zeroed workspace", first, inputs.truth())
     expect_counters_zero(run, "a call", counters)
 
     other = run.build(_another_shape(run.case))
-    run.vary("another shape", other, other.truth(), **shared)
+    run.vary("another shape", other, other.truth(), workspace_buffer=workspace, **handed_out)
     expect_counters_zero(run, "a call of another shape", counters)
-    run.expect_equal_bits("again, after another shape", run.again(inputs, **shared), first)
+    run.expect_equal_bits("again, after another shape", run.again(call), first)
 
-    if not in_workspace and semaphores.any():  # the kernel writes all of it
-        scratch = workspace
-    for byte, name in ((0xFF, "NaN"), (0x7B, "large values")):
-        scratch.fill_(byte)
-        run.expect_equal_bits(f"scratch that holds {name}", run.again(inputs, **shared), first)
+    scratch = expect_any_scratch(run, call, first, counts)
     out = torch.full_like(first.out, float("nan"))
     shape = (len(run.case.q_lens), run.case.q_lens[0], *out.shape[1:]) if run.case.is_mla else out.shape
     into = run.vary("an output of NaN", inputs, out=out.view(shape))
     run.expect_equal_bits("an output that held NaN", None if into is None else into._replace(out=out), first)
-
-    scratch.fill_(LEFT)
-    elsewhere: dict[str, Any] = {"workspace_buffer": new_workspace(run.device)} | handed_out
-    run.expect_equal_bits("another workspace", run.again(inputs, **elsewhere), first)
-    expect_left_alone(run, scratch)
+    expect_left_alone(run, call, first, scratch)
 
 
 def _another_shape(case: AttentionCase) -> AttentionCase:
@@ -73,8 +63,27 @@ def expect_counters_zero(run: CaseRun, what: str, counters: dict[str, Tensor]) -
         run.expect(f"the counters after {what}", [wrong] if count else [])
 
 
-def expect_left_alone(run: CaseRun, scratch: Tensor) -> None:
-    """Expect that each byte of an earlier call's scratch is still `LEFT`."""
+def expect_any_scratch(run: CaseRun, call: GivenCall, first: Result, counts: bool) -> Tensor:
+    """Expect the bits of the first call whatever its scratch holds; return the scratch.
+
+    Args:
+        counts: the kernel counts in the first bytes of the workspace, which are no scratch then.
+    """
+    workspace = call.given["workspace_buffer"]
+    semaphores, scratch = semaphores_and_scratch(workspace)
+    if not counts and semaphores.any():  # the kernel writes all of it
+        scratch = workspace
+    for byte, name in ((0xFF, "NaN"), (0x7B, "large values")):
+        scratch.fill_(byte)
+        run.expect_equal_bits(f"scratch that holds {name}", run.again(call), first)
+    return scratch
+
+
+def expect_left_alone(run: CaseRun, call: GivenCall, first: Result, scratch: Tensor) -> None:
+    """Make the call with another workspace, and expect its bits and no write to the scratch of the earlier one."""
+    scratch.fill_(LEFT)
+    again = run.again(call, workspace_buffer=new_workspace(run.device))
+    run.expect_equal_bits("another workspace", again, first)
     count = int(torch.count_nonzero(scratch != LEFT))
     wrong = f"a call with another workspace wrote {count} bytes of an earlier call's"
     run.expect("the workspace of earlier calls", [wrong] if count else [])

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from lab.workloads.ragged_case import RaggedCase
 
 LONG = (4096, 32768)  # keys of a request that was captured on a page
 MOST_BETWEEN = 1024  # keys of a request in the eager call, and two pages more
+KEPT = ("workspace_buffer", "out")  # arguments whose contents are not a batch's
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,6 @@ class Lens:
 
 
 Make = Callable[..., CallInputs]  # of Lens and a seed; `moved` if pages lie elsewhere
-KEPT = ("workspace_buffer", "out")  # arguments that nobody loads
 
 
 def _cases(scope: Scope) -> Iterator[AttentionCase | RaggedCase]:
@@ -66,11 +67,9 @@ def _ragged_cases(scope: Scope, longest: Sequence[int]) -> Iterator[RaggedCase]:
 
 
 def _roomy(case: AttentionCase) -> AttentionCase:
-    """Every request has room for any other's rows; rows of some decode calls are told by offsets."""
-    offsets = case.interface is not Interface.CONTEXT and case.seed % 3 == 0
-    return replace(
-        case, kv_lens=tuple(max(kv_len, *case.q_lens) for kv_len in case.kv_lens), offsets=case.offsets or offsets
-    )
+    """Give every request room for any other's rows; some decode calls state their rows by offsets."""
+    offsets = case.offsets or (case.interface is not Interface.CONTEXT and case.seed % 3 == 0)
+    return replace(case, kv_lens=tuple(max(kv_len, *case.q_lens) for kv_len in case.kv_lens), offsets=offsets)
 
 
 def _long(case: AttentionCase, most_keys: int, q_len: int) -> AttentionCase:
@@ -80,23 +79,24 @@ def _long(case: AttentionCase, most_keys: int, q_len: int) -> AttentionCase:
 
 
 def _judge(run: CaseRun) -> None:
-    case = run.case
+    case, make = run.case, maker_of(run, run.case)
     room = Lens(case.kv_lens, case.q_lens)
     is_ragged = isinstance(case, RaggedCase)
-    make = maker_of(run, case)
     forms = frozenset({Form.SINKS} if not is_ragged and case.sinks else ())
     waits = is_ragged or case.has_offsets
-    short = in_forms(make(_short(room, waits)), forms)
-    if waits and run.vary("rows that wait for requests", short) is None:
+    if waits and run.vary("rows that wait for requests", in_forms(make(_short(room, waits)), forms)) is None:
         waits = False
         if not is_ragged and case.interface is not Interface.CONTEXT:
             make = maker_of(run, replace(case, offsets=False))
-    forms = _taken(run, make(_short(room, waits), seed=1), forms, _wanted(run, waits))
-    tell(run, make, forms, room, waits)
+    inputs = make(_short(room, waits), seed=1)
+    for form in _wanted(run, waits):
+        if run.vary(form.value, in_forms(inputs, forms | {form})) is not None:
+            forms |= {form}
+    judge_replays(run, make, forms, room, waits)
 
 
-def tell(run: CaseRun, make: Make, forms: Forms, room: Lens, waits: bool) -> None:
-    """Tell a run the story, in tensors that have room for these lengths; `waits`: rows may be fewer."""
+def judge_replays(run: CaseRun, make: Make, forms: Forms, room: Lens, waits: bool) -> None:
+    """Replay batch after batch, in tensors that have room for these lengths; `waits`: rows may be fewer."""
 
     def call_of(lens: Lens, seed: int = 0, moved: bool = False, **changes: Any) -> BuiltCall[Any]:
         return in_forms(replace(make(lens, seed, moved), **changes), forms)
@@ -104,126 +104,89 @@ def tell(run: CaseRun, make: Make, forms: Forms, room: Lens, waits: bool) -> Non
     first = call_of(_padding(room, waits))
     short = call_of(_short(room, waits), seed=1, sinks=first.inputs.sinks, shown=first.inputs.shown)
     replay = Replay(run, call_of(room), first)
-    replay.hold("the first replay, of padding alone", first)
-    kept = replay.hold("a replay with requests", short)
+    replay.expect("the first replay, of padding alone", first)
+    kept = replay.expect("a replay with requests", short)
     last = short
     for what, last in rewritten(short, *(call_of(_short(room, waits), seed=2, moved=moved) for moved in (False, True))):
-        replay.hold(f"a replay after {what} changed", last)
+        replay.expect(f"a replay after {what} changed", last)
     grown = call_of(room, seed=3, moved=True, factors=last.inputs.factors)
-    before = replay.hold("a replay with more and longer requests", grown)
+    before = replay.expect("a replay with more and longer requests", grown)
     between = in_forms(make(another(room), seed=4), forms - {Form.OUT})
-    result = run.vary("an eager call", between)
-    if result is not None:
-        out = result.out[: between.rows]
-        run.expect_close("an eager call between replays", result._replace(out=out, lse=None), between.truth())
+    if (result := run.vary("an eager call", between)) is not None:
+        result = result.leading(between.rows)._replace(lse=None)
+        run.expect_close("an eager call between replays", result, between.truth())
     run.expect_equal_bits("a replay after an eager call", replay.again(), before)
-    replay.hold("a replay with shorter requests", call_of(shrunk(room), seed=5))
+    replay.expect("a replay with shorter requests", call_of(shrunk(room), seed=5))
     run.expect_equal_bits("the first requests again", replay.of(short), kept)
-    eager = Replay(run, call_of(room), short, is_eager=True)
-    eager.bounded("an eager call, bounded by short requests", short)
-    eager.bounded("the next in the same tensors, bounded by longer requests", grown)
+    eager = Replay(run, call_of(room), short, made_again)
+    eager.expect_bounded("an eager call, bounded by short requests", short)
+    eager.expect_bounded("the next in the same tensors, bounded by longer requests", grown)
     for form in run.forms[1:]:
         if hasattr(run.implementation, form.value + short.interface.value):
-            moves = (False, form is CallForm.PREPARED)
-            others = [call_of(_short(room, waits), seed=2, moved=moved) for moved in moves]
-            tell_made(run, form, call_of(room), short, others, grown)
-
-
-def tell_made(
-    run: CaseRun,
-    form: CallForm,
-    room: BuiltCall[Any],
-    short: BuiltCall[Any],
-    others: Sequence[BuiltCall[Any]],
-    grown: BuiltCall[Any],
-) -> None:
-    """Tell what a call may find changed that was made ready once.
-
-    That is all contents where it was prepared, and where it was planned, all but lengths, rows, page ids and masks.
-
-    Args:
-        run, form: whose call, and how it is made ready.
-        room: a call as large as any.
-        short: what it is made ready with.
-        others: two calls of the same lengths, the second in other pages where those may change.
-        grown: a call of more keys and rows.
-    """
-    words = f"{form.name.lower()} once"
-    with run.noting(words, needed=True):
-        try:
-            made = MadeReplay(run, room, short, form)
-        except Unsupported as declined:
-            run.decline(f"{words}: {declined}")
-            return
-        if form is CallForm.PLANNED:
-            mask = {"shown": short.inputs.shown}
-            others = [in_forms(replace(other.inputs, **mask), short.forms) for other in others]
-        for what, batch in rewritten(short, *others):
-            made.hold(f"{words}, after {what} changed", batch)
-        if form is CallForm.PREPARED:
-            made.hold(f"{words}, with more and longer requests", grown)
+            # A call that was planned once finds the same lengths, rows, page ids and masks; a prepared one anything.
+            is_planned, words = form is CallForm.PLANNED, f"{form.name.lower()} once"
+            same = {"shown": short.inputs.shown} if is_planned else {}
+            others = [call_of(_short(room, waits), 2, moved, **same) for moved in (False, not is_planned)]
+            with run.noting(words):
+                ready = Replay(run, call_of(room), short, partial(made_ready, form))
+                for what, batch in rewritten(short, *others):
+                    ready.expect(f"{words}, after {what} changed", batch)
+                if not is_planned:
+                    ready.expect(f"{words}, with more and longer requests", grown)
 
 
 def maker_of(run: CaseRun, case: AttentionCase | RaggedCase) -> Make:
     """Return what makes a case's tensors with other lengths and contents, sinks and a mask among them."""
-
-    def make_paged(lens: Lens, seed: int = 0, moved: bool = False) -> AttentionInputs:
-        assert isinstance(case, AttentionCase)
-        has_sinks = case.sinks or (case.is_mla and True in run.ranges.sinks)
-        storage = replace(case.storage, page_seed=case.storage.page_seed + moved)
-        shown = replace(
-            case, kv_lens=lens.kv_lens, q_lens=lens.q_lens, seed=case.seed + seed, sinks=has_sinks, storage=storage
-        )
-        return replace(run.build(shown), shown=random_mask(shown).to(run.device))
-
-    def make_ragged(lens: Lens, seed: int = 0, moved: bool = False) -> RaggedInputs:
-        assert isinstance(case, RaggedCase)
-        prefix_lens = tuple(kv_len - q_len for kv_len, q_len in zip(lens.kv_lens, lens.q_lens, strict=True))
-        drawn = replace(case, prefix_lens=prefix_lens, q_lens=lens.q_lens, seed=10 * case.seed + seed + 6 * moved)
-        sinks = torch.randn(case.num_heads, generator=torch.Generator().manual_seed(drawn.seed)) + 2.0
-        return replace(build_ragged(drawn, run.device), sinks=sinks.to(run.device))
-
-    return make_ragged if isinstance(case, RaggedCase) else make_paged
+    if isinstance(case, RaggedCase):
+        return partial(_make_ragged, run, case)
+    return partial(_make_paged, run, case)
 
 
-def _wanted(run: CaseRun, waits: bool) -> Iterator[Form]:
-    """Yield the forms to try, another few from case to case."""
-    case = run.case
-    is_decode = isinstance(case, AttentionCase) and case.interface is Interface.DECODE
-    if is_decode and case.seed % 2 == 0:
-        yield Form.BMM1_LOG2
-    yield Form.BMM1
-    yield Form.BMM2
-    if is_decode and not waits and case.q_lens[0] > 1 and case.seed % 3 == 1:
-        yield Form.MASK
-    if case.seed % 2 and True in run.ranges.sinks and (isinstance(case, RaggedCase) or case.is_mla):
-        yield Form.SINKS
-    if isinstance(case, AttentionCase) and not case.is_mla and case.seed % 4 == 0:
-        yield Form.TABLES
-    yield Form.OUT if case.seed // 2 % 2 else Form.PDL
-    if isinstance(case, AttentionCase) and case.is_mla and waits and case.seed % 2 == 0:
-        yield Form.NO_BOUND
-    if case.seed % 3 == 2 and isinstance(case, AttentionCase) and not (case.is_mla and waits):  # without a base's name
-        yield Form.LSE
+def _make_paged(run: CaseRun, case: AttentionCase, lens: Lens, seed: int = 0, moved: bool = False) -> AttentionInputs:
+    has_sinks = case.sinks or (case.is_mla and True in run.ranges.sinks)
+    storage = replace(case.storage, page_seed=case.storage.page_seed + moved)
+    shown = replace(
+        case, kv_lens=lens.kv_lens, q_lens=lens.q_lens, seed=case.seed + seed, sinks=has_sinks, storage=storage
+    )
+    return replace(run.build(shown), shown=random_mask(shown).to(run.device))
 
 
-def _taken(run: CaseRun, inputs: CallInputs, forms: Forms, wanted: Iterator[Form]) -> Forms:
-    """Return the forms, and those of the wanted ones that the implementation takes."""
-    for form in wanted:
-        call = in_forms(inputs, forms | {form})
-        if run.vary(form.value, call) is not None:
-            forms |= {form}
-    return forms
+def _make_ragged(run: CaseRun, case: RaggedCase, lens: Lens, seed: int = 0, moved: bool = False) -> RaggedInputs:
+    prefix_lens = tuple(kv_len - q_len for kv_len, q_len in zip(lens.kv_lens, lens.q_lens, strict=True))
+    drawn = replace(case, prefix_lens=prefix_lens, q_lens=lens.q_lens, seed=10 * case.seed + seed + 6 * moved)
+    sinks = torch.randn(case.num_heads, generator=torch.Generator().manual_seed(drawn.seed)) + 2.0
+    return replace(build_ragged(drawn, run.device), sinks=sinks.to(run.device))
+
+
+def _wanted(run: CaseRun, waits: bool) -> list[Form]:
+    """Return the forms to try, another few from case to case."""
+    case, seed = run.case, run.case.seed
+    is_paged = isinstance(case, AttentionCase)
+    is_mla = is_paged and case.is_mla
+    is_decode = is_paged and case.interface is Interface.DECODE
+    wanted = {
+        Form.BMM1_LOG2: is_decode and seed % 2 == 0,
+        Form.BMM1: True,
+        Form.BMM2: True,
+        Form.MASK: is_decode and not waits and case.q_lens[0] > 1 and seed % 3 == 1,
+        Form.SINKS: (is_mla or not is_paged) and seed % 2 == 1 and True in run.ranges.sinks,
+        Form.TABLES: is_paged and not is_mla and seed % 4 == 0,
+        Form.OUT: seed // 2 % 2 == 1,
+        Form.PDL: seed // 2 % 2 == 0,
+        Form.NO_BOUND: is_mla and waits and seed % 2 == 0,
+        Form.LSE: is_paged and not (is_mla and waits) and seed % 3 == 2,  # where it needs no name of its base
+    }
+    return [form for form, is_wanted in wanted.items() if is_wanted]
 
 
 def _padding(room: Lens, waits: bool) -> Lens:
-    """As an engine captures: each request is nothing but its rows, one where there may be fewer."""
+    """Return what an engine captures: each request is nothing but its rows, one where there may be fewer."""
     q_lens = tuple(min(q_len, 1) if waits else q_len for q_len in room.q_lens)
     return Lens(tuple(max(q_len, 1) for q_len in q_lens), q_lens)
 
 
 def _short(room: Lens, waits: bool) -> Lens:
-    """Every other request is live, on less than a tile of keys; the others are padding, without rows where it may be."""
+    """Make every other request live, on less than a tile of keys, and the others padding, without rows where it may be."""
     kv_lens, q_lens = [], []
     for request, (most_keys, most_rows) in enumerate(zip(room.kv_lens, room.q_lens, strict=True)):
         is_live = request % 2 == 0
@@ -234,53 +197,96 @@ def _short(room: Lens, waits: bool) -> Lens:
 
 
 def shrunk(room: Lens) -> Lens:
-    """Rows shared out in another order, and half the keys."""
+    """Share the rows out in another order, over half the keys."""
     q_lens = room.q_lens[::-1]
     return Lens(tuple(max(q_len, kv_len // 2) for kv_len, q_len in zip(room.kv_lens, q_lens, strict=True)), q_lens)
 
 
 def another(room: Lens) -> Lens:
-    """Twice as many requests, the second half longer."""
+    """Return twice as many requests, the second half longer."""
     kv_lens = tuple(
         max(q_len, min(kv_len, MOST_BETWEEN)) for kv_len, q_len in zip(room.kv_lens, room.q_lens, strict=True)
     )
     return Lens((*kv_lens, *(kv_len + 2 * TILE for kv_len in kv_lens)), room.q_lens * 2)
 
 
+def made_again(run: CaseRun, call: GivenCall) -> Callable[[], Result]:
+    """Return what makes a call again and again in its tensors; none but the first may be refused."""
+    calls = chain((run.call,), repeat(run.again))
+    return lambda: next(calls)(call)
+
+
+def captured(run: CaseRun, call: GivenCall) -> Callable[[], Result]:
+    """Return what replays a call, or makes it again where there is no GPU, or where it waits for the GPU."""
+    if run.device.type != "cuda" or call.given.get("max_q_len", 0) is None:
+        return made_again(run, call)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # what is made once, is made before the capture, on its stream
+        run.call(call)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with capturing(graph, stream=stream):
+            result = run.call(call)
+    torch.cuda.current_stream().wait_stream(stream)
+
+    def replay() -> Result:
+        graph.replay()
+        torch.cuda.synchronize()
+        return result
+
+    return replay
+
+
+def made_ready(form: CallForm, run: CaseRun, call: GivenCall) -> Callable[[], Result]:
+    """Prepare or plan a call once; return what makes it then."""
+    ready = run.prepare(form, call.interface, call.given)
+
+    def make() -> Result:
+        try:
+            return as_result(ready(), call.interface)
+        except Unsupported as declined:
+            raise KernelError(f"it refused a call that it had made ready: {declined}") from declined
+
+    return make
+
+
 class Replay:
-    """One call in tensors that stay: captured and replayed on a GPU, made again elsewhere and where it waits for the GPU.
+    """One call in tensors that stay, and that batches are written over.
 
     Args:
         run: whose implementation is called.
         room: a batch as large as any; its tensors stay.
-        first: the batch that the call is first made and captured with.
-        is_eager: whether the call is made again on a GPU too.
+        first: the batch that the call is captured, or made ready with.
+        make: returns what replays the call: `captured`, `made_again` or a form of `made_ready`.
 
     Raises:
-        Unsupported, KernelError: as `CaseRun.run`.
+        Unsupported, KernelError: as `CaseRun.call`.
     """
 
-    def __init__(self, run: CaseRun, room: BuiltCall[Any], first: BuiltCall[Any], is_eager: bool = False) -> None:
-        self.run, self.interface, self.arguments = run, room.interface, room.given
+    def __init__(
+        self,
+        run: CaseRun,
+        room: BuiltCall[Any],
+        first: BuiltCall[Any],
+        make: Callable[[CaseRun, GivenCall], Callable[[], Result]] = captured,
+    ) -> None:
+        self.run, self.call = run, GivenCall(room.interface, room.given)
         self._load(first)
-        self._has_run = False
-        is_captured = run.device.type == "cuda" and Form.NO_BOUND not in room.forms and not is_eager
-        self._replay = self._captured() if is_captured else self._run
+        self._replay = make(run, self.call)
 
-    def hold(self, what: str, batch: BuiltCall[Any]) -> Result:
-        """Load a batch, replay, and hold the rows of its requests to its truth; return them."""
+    def expect(self, what: str, batch: BuiltCall[Any]) -> Result:
+        """Load a batch, replay, and expect its truth of the rows of its requests; return them."""
         result = self.of(batch)
         self.run.expect_close(what, result, batch.truth())
         return result
 
-    def bounded(self, what: str, batch: BuiltCall[Any]) -> None:
-        """Load a batch, make its call eagerly with a bound of its own, and hold the rows of its requests to its truth."""
+    def expect_bounded(self, what: str, batch: BuiltCall[Any]) -> None:
+        """Load a batch, make its call eagerly with a bound of its own, and expect its truth of the rows of its requests."""
         self._load(batch)
         self._clear_out()
-        bound = {batch.inputs.kv_bound: max(*batch.inputs.kv_lens, 1)}
-        result = self.run.call(GivenCall(self.interface, self.arguments | bound))
-        lse = None if result.lse is None else result.lse[: self._rows]
-        self.run.expect_close(what, result._replace(out=result.out[: self._rows], lse=lse), batch.truth())
+        result = self.run.call(self.call, **{batch.inputs.kv_bound: max(*batch.inputs.kv_lens, 1)})
+        self.run.expect_close(what, result.leading(self._rows), batch.truth())
 
     def of(self, batch: BuiltCall[Any]) -> Result:
         """Load a batch, replay, and return copies of the rows of its requests."""
@@ -290,12 +296,12 @@ class Replay:
     def again(self) -> Result:
         """Replay what is loaded, and return copies of the rows of its requests."""
         self._clear_out()
-        call = self.run.note_call(self.interface, self.arguments)
-        out, lse, _ = self._replay()
-        return Result(out[: self._rows].clone(), None if lse is None else lse[: self._rows].clone(), call)
+        call = self.run.note_call(self.call.interface, self.call.given)
+        out, lse, _ = self._replay().leading(self._rows)
+        return Result(out.clone(), None if lse is None else lse.clone(), call)
 
     def _clear_out(self) -> None:
-        if (out := self.arguments.get("out")) is not None:
+        if (out := self.call.given.get("out")) is not None:
             out.fill_(math.nan)
 
     def _load(self, batch: BuiltCall[Any]) -> None:
@@ -303,53 +309,8 @@ class Replay:
         self._rows = batch.rows
         for name, new in batch.given.items():
             if name not in KEPT:
-                for kept, part in zip(_tensors(self.arguments[name]), _tensors(new), strict=True):
+                for kept, part in zip(_tensors(self.call.given[name]), _tensors(new), strict=True):
                     _overwrite(kept, part)
-
-    def _run(self) -> Result:
-        call = GivenCall(self.interface, self.arguments)
-        result = self.run.again(call) if self._has_run else self.run.call(call)
-        self._has_run = True
-        return result
-
-    def _captured(self) -> Callable[[], Result]:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # what is made once, is made before the capture, on its stream
-            self.run.call(GivenCall(self.interface, self.arguments))
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with capturing(graph, stream=stream):
-                result = self.run.call(GivenCall(self.interface, self.arguments))
-        torch.cuda.current_stream().wait_stream(stream)
-        return partial(_replayed, graph, result)
-
-
-class MadeReplay(Replay):
-    """One call in tensors that stay, prepared or planned once and made again whenever their contents have changed.
-
-    Args:
-        run, room, first: as in `Replay`.
-        form: PREPARED or PLANNED.
-    """
-
-    def __init__(self, run: CaseRun, room: BuiltCall[Any], first: BuiltCall[Any], form: CallForm) -> None:
-        self.run, self.interface, self.arguments = run, room.interface, room.given
-        self._load(first)
-        self._call = run.prepare(form, self.interface, self.arguments)
-        self._replay = self._made_again
-
-    def _made_again(self) -> Result:
-        try:
-            return as_result(self._call(), self.interface)
-        except Unsupported as declined:
-            raise KernelError(f"it refused a call that it had made ready: {declined}") from declined
-
-
-def _replayed(graph: torch.cuda.CUDAGraph, result: Result) -> Result:
-    graph.replay()
-    torch.cuda.synchronize()
-    return result
 
 
 def _tensors(value: Any) -> tuple[Tensor, ...]:

@@ -5,7 +5,7 @@ Here every optional argument takes a value that must change the output, by what 
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,17 +15,16 @@ from torch import Tensor
 from lab.calls.problem import E4M3
 from lab.checks.case_run import CaseRun
 from lab.checks.properties.check import Check, Scope
-from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.inputs.attention import AttentionInputs, running_sum
 from lab.workloads.inputs.expected import truth_of_requests
 from lab.workloads.inputs.masks import draft_masks, tree
 from lab.workloads.interfaces import Interface
 
-MASK_WINDOW = (
-    20  # keys to the left of a row: some of the draft and some before it, or, for many rows, of the draft alone
-)
+WINDOW = 20  # keys to the left of a row: some of a draft and some before it, or, for many rows, of the draft alone
 FAR = 64.0  # times the logits of a row: exp2 of the difference is 0; an e4m3 query still holds it
+
+Change = tuple[dict[str, Any], dict[str, Any]]  # of the arguments, and of the `Rules` that then hold
 
 
 def _cases(scope: Scope) -> Iterator[AttentionCase]:
@@ -34,26 +33,29 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
         kv_lens = tuple(max(kv_len, 40 + request) for request, kv_len in enumerate(case.kv_lens))
         yield replace(case, kv_lens=kv_lens, window_left=-1, sinks=False, contents=Contents.NEEDLES)
     if scope.interface is Interface.DECODE:
-        # Fewer keys than rows, under a mask: told apart, since some kernels cannot take them.
+        # Fewer keys than rows, under a mask: cases of their own, since some kernels cannot take them.
+        rows = scope.ranges.masked_rows
         for case in scope.balanced(1, 4, seed=21):
-            rows = scope.ranges.masked_rows
             q_len = rows[case.seed % len(rows)]
             plain = replace(case, window_left=-1, sinks=False, contents=Contents.NEEDLES)
             yield replace(plain, kv_lens=(q_len - 1, 1, q_len + 30), q_lens=(q_len,) * 3)
 
 
 def _judge(run: CaseRun) -> None:
-    if run.case.interface is Interface.DECODE and min(run.case.kv_lens) < run.case.q_lens[0]:
+    interface = run.case.interface
+    if interface is Interface.DECODE and min(run.case.kv_lens) < run.case.q_lens[0]:
         _masks(run, run.case)
         return
     inputs = run.build()
     run.expect_call("nothing changed", inputs, inputs.truth())
     _uneven_rows(run, inputs)
-    for name, probe in _PROBES[run.case.interface].items():
-        if not any(word in name and True not in axis for word, axis in _optional(run.ranges).items()):
-            changes, rules = probe(inputs)
+    left_out = [
+        name for name, axis in (("window", run.ranges.windows), ("sinks", run.ranges.sinks)) if True not in axis
+    ]
+    for name, (changes, rules) in _probes(inputs).items():
+        if not any(word in name for word in left_out):
             _probe(run, name, inputs, changes, rules)
-    if run.case.interface is Interface.CONTEXT:
+    if interface is Interface.CONTEXT:
         _request_without_rows(run, inputs)
     else:
         _ragged(run, inputs)
@@ -62,7 +64,7 @@ def _judge(run: CaseRun) -> None:
         _half_out(run, inputs)
     else:
         run.vary("uses_shared_paged_kv_idx=False", inputs.with_separate_tables(), inputs.truth())
-    if run.case.interface is Interface.DECODE:
+    if interface is Interface.DECODE:
         _masks(run, _several_rows(run))
 
 
@@ -72,11 +74,6 @@ def _uneven_rows(run: CaseRun, inputs: AttentionInputs) -> None:
     query[::2] *= FAR
     uneven = replace(inputs, query=query.to(inputs.query.dtype))
     run.expect_call("rows whose logits are far apart", uneven, uneven.truth())
-
-
-def _optional(ranges: Ranges) -> dict[str, tuple[bool, ...]]:
-    """Return the features that a kernel may have been built without, by the word in a probe's name."""
-    return {"window": ranges.windows, "sinks": ranges.sinks}
 
 
 def _probe(run: CaseRun, name: str, inputs: AttentionInputs, changes: dict[str, Any], rules: dict[str, Any]) -> None:
@@ -90,104 +87,56 @@ def _probe(run: CaseRun, name: str, inputs: AttentionInputs, changes: dict[str, 
         run.wrong(f"out_dtype={changes['out_dtype']} gave {result.out.dtype}")
 
 
-Change = tuple[dict[str, Any], dict[str, Any]]  # of the arguments, and of the `Rules` that then hold
-Probe = Callable[[AttentionInputs], Change]
+def _probes(inputs: AttentionInputs) -> dict[str, Change]:
+    """Return the changes of a function's optional arguments, by name."""
+
+    def both(**changes: Any) -> Change:
+        return changes, changes
+
+    def on_device(scale: float) -> Tensor:
+        return torch.tensor([scale], dtype=torch.float32, device=inputs.query.device)
+
+    # 0.9 is no sum of few powers of two: a scale that is rounded on its way shows.
+    scale, v_scale = 0.75 * inputs.bmm1_scale, 0.9 * inputs.bmm2_scale
+    sinks = {"sinks": _unequal_sinks(inputs)}
+    probes: dict[str, Change] = {
+        "bmm1_scale": both(bmm1_scale=scale),
+        "bmm1_scale below 0": both(bmm1_scale=scale_below_0(inputs)),
+        "bmm1_scale of 0": both(bmm1_scale=0.0),  # all visible keys weigh the same
+        "bmm1_scale as a tensor": both(bmm1_scale=on_device(scale)),
+        "bmm2_scale": both(bmm2_scale=v_scale),
+        "bmm2_scale as a tensor": both(bmm2_scale=on_device(v_scale)),
+        "bmm2_scale below 0": both(bmm2_scale=-v_scale),
+        "seq_lens as uint32": ({"seq_lens": inputs.seq_lens.to(torch.uint32)}, {}),  # FlashInfer documents it too
+        "lse": ({"return_lse": True}, {}),
+    }
+    with_lse = (sinks | {"return_lse": True}, sinks)
+    if inputs.case.is_mla:  # whose function annotates a list of sinks; its kernels take one tensor
+        in_a_list = ({"sinks": [sinks["sinks"]]}, sinks)
+        return probes | {"sinks": both(**sinks), "sinks in a list": in_a_list, "lse of sinks": with_lse}
+    probes |= {
+        "out_dtype": both(out_dtype=torch.float16 if inputs.case.dtype == torch.bfloat16 else torch.bfloat16),
+        # Most elements exceed the largest e4m3 number, to which they saturate: a NaN would reach a whole layer.
+        "an e4m3 output of large values": both(out_dtype=E4M3, bmm2_scale=inputs.bmm2_scale * 4000.0),
+        "window_left": both(window_left=WINDOW),
+        "window_left=0": both(window_left=0),
+        "sinks": both(**sinks),
+        "lse of sinks": with_lse,
+    }
+    if inputs.interface is Interface.CONTEXT:
+        return probes | {"causal": both(causal=False)}
+    log2 = {"bmm1_scale_log2": on_device(scale) * math.log2(math.e)}
+    return probes | {"bmm1_scale_log2": (log2, {"bmm1_scale": on_device(scale)})}
 
 
-def _fixed(**changes: Any) -> Probe:
-    """Return a probe of arguments whose names and values are those of rules."""
-    return lambda inputs: (changes, changes)
-
-
-def _sinks(inputs: AttentionInputs) -> Change:
-    sinks = _unequal_sinks(inputs)
-    return {"sinks": sinks}, {"sinks": sinks}
-
-
-def _sinks_in_a_list(inputs: AttentionInputs) -> Change:
-    """Pass sinks as MLA's function annotates them, in a list; its kernels take one tensor."""
-    changes, rules = _sinks(inputs)
-    return {"sinks": [changes["sinks"]]}, rules
-
-
-def _scaled(name: str, factor: float, on_device: bool = False) -> Probe:
-    """Return a probe of another bmm1_scale or bmm2_scale, as a number or as a tensor."""
-
-    def probe(inputs: AttentionInputs) -> Change:
-        scale: Any = factor * getattr(inputs, name)
-        if on_device:
-            scale = torch.tensor([scale], dtype=torch.float32, device=inputs.query.device)
-        return {name: scale}, {name: scale}
-
-    return probe
-
-
-def _below_zero(inputs: AttentionInputs) -> Change:
-    """The smallest product weighs most: exp overflows of those above it. Beside sinks, none here, keys would weigh nothing.
+def scale_below_0(inputs: AttentionInputs) -> float:
+    """Return a bmm1_scale by which the smallest product weighs most, and exp overflows of those above it.
 
     A kernel that rounds Q to e4m3 moves the logits by percents, and with -25 times the scale another key weighs most: of 12
-    cases, plain torch that casts Q so is beyond the bound in 11, and with -8 times in none, at most 0.8 of it.
+    cases, plain torch that casts Q so is beyond the bound in 11, and with -8 times in none, at most 0.8 of it. Among sinks,
+    none here, keys would weigh nothing.
     """
-    return _scaled("bmm1_scale", -8.0 if inputs.case.arithmetic == E4M3 else -25.0)(inputs)
-
-
-def _bmm1_log2(inputs: AttentionInputs) -> Change:
-    scale = torch.tensor([0.75 * inputs.bmm1_scale], dtype=torch.float32, device=inputs.query.device)
-    return {"bmm1_scale_log2": scale * math.log2(math.e)}, {"bmm1_scale": scale}
-
-
-def _out_dtype(inputs: AttentionInputs) -> Change:
-    other = torch.float16 if inputs.case.dtype == torch.bfloat16 else torch.bfloat16
-    return {"out_dtype": other}, {"out_dtype": other}
-
-
-def _beyond_e4m3(inputs: AttentionInputs) -> Change:
-    """Let most elements exceed the largest e4m3 number, to which they saturate: a NaN would reach a whole layer."""
-    changes = {"out_dtype": E4M3, "bmm2_scale": inputs.bmm2_scale * 4000.0}
-    return changes, changes
-
-
-def _unsigned_lengths(inputs: AttentionInputs) -> Change:
-    """Pass seq_lens as uint32, which FlashInfer documents too."""
-    return {"seq_lens": inputs.seq_lens.to(torch.uint32)}, {}
-
-
-def _with_lse(probe: Probe) -> Probe:
-    """Return the probe with the LSE asked for."""
-
-    def with_lse(inputs: AttentionInputs) -> Change:
-        changes, rules = probe(inputs)
-        return changes | {"return_lse": True}, rules
-
-    return with_lse
-
-
-_SHARED: dict[str, Probe] = {
-    "bmm1_scale": _scaled("bmm1_scale", 0.75),
-    "bmm1_scale below 0": _below_zero,
-    "bmm1_scale of 0": _scaled("bmm1_scale", 0.0),  # all visible keys weigh the same
-    "bmm1_scale as a tensor": _scaled("bmm1_scale", 0.75, on_device=True),
-    # 0.9 is no sum of few powers of two: a scale that is rounded on its way shows.
-    "bmm2_scale": _scaled("bmm2_scale", 0.9),
-    "bmm2_scale as a tensor": _scaled("bmm2_scale", 0.9, on_device=True),
-    "bmm2_scale below 0": _scaled("bmm2_scale", -0.9),
-    "seq_lens as uint32": _unsigned_lengths,
-    "lse": lambda inputs: ({"return_lse": True}, {}),
-}
-_MHA: dict[str, Probe] = _SHARED | {
-    "out_dtype": _out_dtype,
-    "an e4m3 output of large values": _beyond_e4m3,
-    "window_left": _fixed(window_left=20),
-    "window_left=0": _fixed(window_left=0),
-    "sinks": _sinks,
-    "lse of sinks": _with_lse(_sinks),
-}
-_PROBES: dict[Interface, dict[str, Probe]] = {
-    Interface.DECODE: _MHA | {"bmm1_scale_log2": _bmm1_log2},
-    Interface.CONTEXT: _MHA | {"causal": _fixed(causal=False)},
-    Interface.MLA_DECODE: _SHARED
-    | {"sinks": _sinks, "sinks in a list": _sinks_in_a_list, "lse of sinks": _with_lse(_sinks)},
-}
+    return (-8.0 if inputs.case.arithmetic == E4M3 else -25.0) * inputs.bmm1_scale
 
 
 def _several_rows(run: CaseRun) -> AttentionCase:
@@ -196,6 +145,16 @@ def _several_rows(run: CaseRun) -> AttentionCase:
     q_len = rows[run.case.seed % len(rows)]
     kv_lens = (q_len, *(max(kv_len, q_len + 3) for kv_len in run.case.kv_lens[1:]))
     return replace(run.case, kv_lens=kv_lens, q_lens=(q_len,) * len(kv_lens))
+
+
+def _sinks_and_window(run: CaseRun, inputs: AttentionInputs) -> dict[str, dict[str, Any]]:
+    """Return what rows and masks are combined with, within what the ranges have."""
+    found: dict[str, dict[str, Any]] = {}
+    if True in run.ranges.sinks:
+        found[" with sinks"] = {"sinks": _unequal_sinks(inputs)}
+    if True in run.ranges.windows and not run.case.is_mla:
+        found[" within a window"] = {"window_left": WINDOW}
+    return found
 
 
 def _ragged(run: CaseRun, inputs: AttentionInputs) -> None:
@@ -209,12 +168,7 @@ def _ragged(run: CaseRun, inputs: AttentionInputs) -> None:
         lse |= {"return_lse_base": "base2"}
     else:
         given |= {"q_len_per_req": None}
-    beside: dict[str, dict[str, Any]] = {"": {}}
-    if True in run.ranges.sinks:
-        beside[" with sinks"] = {"sinks": _unequal_sinks(inputs)}
-    if True in run.ranges.windows and not case.is_mla:
-        beside[" within a window"] = {"window_left": 20}
-    for name, changes in beside.items():
+    for name, changes in {"": {}, **_sinks_and_window(run, inputs)}.items():
         truth = truth_of_requests(query, list(inputs.histories), list(q_lens), inputs.rules(**changes))
         for what, arguments in ((f"cum_seq_lens_q{name}", given), (f"cum_seq_lens_q{name}, the LSE", given | lse)):
             run.vary(what, inputs, truth, query=query, **arguments, **changes)
@@ -233,14 +187,13 @@ def _request_without_rows(run: CaseRun, inputs: AttentionInputs) -> None:
 
 def _lse_in_base_e(run: CaseRun, inputs: AttentionInputs) -> None:
     """Ask for the LSE in base e, returned, and also written into a given tensor."""
-    what = "return_lse_base='basee'"
+    what, truth = "return_lse_base='basee'", inputs.truth()
     result = run.vary(what, inputs, return_lse=True, return_lse_base="basee")
     if result is None:
         return
     if result.lse is None:
         run.wrong(f"{what} returned no LSE")
         return
-    truth = inputs.truth()
     run.expect_close(what, result._replace(lse=result.lse / math.log(2)), truth)
     given = torch.full_like(result.lse, math.nan)
     what += " and lse"
@@ -261,33 +214,20 @@ def _half_out(run: CaseRun, inputs: AttentionInputs) -> None:
 
 
 def _masks(run: CaseRun, case: AttentionCase) -> None:
-    """Call without a mask, with each shape of mask, and with a tree's mask together with an LSE, a window and sinks."""
+    """Call without a mask, with each shape of mask, and with a tree's mask together with an LSE, sinks and a window."""
     inputs = run.build(case)
     rows = f"of {case.q_lens[0]} rows"
     run.vary(f"no mask {rows}", inputs, inputs.truth())
-    for name, shown in draft_masks(case).items():
-        _mask(run, f"{name} {rows}", inputs, shown)
+    masks: list[tuple[str, Tensor, dict[str, Any], dict[str, Any]]] = [
+        (f"{name} {rows}", shown, {}, {}) for name, shown in draft_masks(case).items()
+    ]
     shown = tree(case.q_lens[0]).expand(len(case.q_lens), -1, -1)
-    for name, changes in _beside_a_mask(run, inputs).items():
-        _mask(run, f"tree mask {rows} {name}", inputs, shown, changes)
-
-
-def _mask(
-    run: CaseRun, what: str, inputs: AttentionInputs, shown: Tensor, changes: dict[str, Any] | None = None
-) -> None:
-    masked, changes = replace(inputs, shown=shown.to(run.device)), changes or {}
-    rules = {name: value for name, value in changes.items() if name != "return_lse"}
-    run.vary(what, masked, masked.truth(**rules), **changes)
-
-
-def _beside_a_mask(run: CaseRun, inputs: AttentionInputs) -> dict[str, dict[str, Any]]:
-    """Return what a tree's mask is combined with, within what the ranges have."""
-    beside: dict[str, dict[str, Any]] = {"and the LSE": {"return_lse": True}}
-    if True in run.ranges.windows:
-        beside["within a window"] = {"window_left": MASK_WINDOW}
-    if True in run.ranges.sinks:
-        beside["with sinks"] = {"sinks": _unequal_sinks(inputs)}
-    return beside
+    masks.append((f"tree mask {rows} and the LSE", shown, {"return_lse": True}, {}))
+    for name, changes in _sinks_and_window(run, inputs).items():
+        masks.append((f"tree mask {rows}{name}", shown, changes, changes))
+    for what, shown, changes, rules in masks:
+        masked = replace(inputs, shown=shown.to(run.device))
+        run.vary(what, masked, masked.truth(**rules), **changes)
 
 
 def _unequal_sinks(inputs: AttentionInputs) -> Tensor:

@@ -6,7 +6,8 @@ metadata. Requests without new tokens or without a chunk lie between the others,
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from lab.calls.workspace import counts_in_workspace, semaphores_and_scratch
 from lab.checks.case_run import CaseRun, GivenCall, Result, as_result
 from lab.checks.properties.check import Check, Scope
-from lab.checks.properties.k06_workspace import LEFT, expect_counters_zero, expect_left_alone
+from lab.checks.properties.k06_workspace import expect_any_scratch, expect_counters_zero, expect_left_alone
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.mla.calls import MLALayer, prepare_mla_prefill
 from lab.metadata.mla.metadata import build_mla_prefill_metadata
@@ -63,44 +64,50 @@ def _cases(scope: Scope) -> Iterator[RaggedCase]:
 def _judge(run: CaseRun) -> None:
     case = run.case
     every = build_ragged(case, run.device)  # all keys: the cached prefix and the new tokens
-    histories = every.parts
-    new = every.over(
-        [(keys[prefix:], values[prefix:]) for (keys, values), prefix in zip(histories, case.prefix_lens, strict=True)]
-    )
-    truth, arguments = new.truth(), new.arguments()
-    before = {name: value.clone() for name, value in arguments.items() if isinstance(value, Tensor)}
-    own = _with_lse(run, "new tokens", arguments)
-    if own is None:
-        own = _own_rows(run.call(GivenCall(Interface.RAGGED_CONTEXT, arguments)), case)
-    run.expect_close("new tokens", own, truth)
-    inputs = {name: arguments[name] for name in before if name != "workspace_buffer"}
-    run.expect_unchanged("the inputs", inputs, before)
+    new = every.over(_between(every.parts, case.prefix_lens, case.kv_lens))
+    call = _call(new)
+    before = {name: value.clone() for name, value in call.given.items() if isinstance(value, Tensor)}
+    own = _with_lse(run, "new tokens", call) or run.call(call)
+    run.expect_close("new tokens", own, new.truth())
+    del before["workspace_buffer"]
+    run.expect_unchanged("the inputs", {name: call.given[name] for name in before}, before)
     backend = _Backend(run)
     what = "new tokens as a backend calls it"
     with run.noting(what):
-        run.expect_close(what, backend.new_tokens(new.query, new.parts), truth)
-    if case.contents is Contents.NEEDLES:  # which show each limit
-        _variations(run, new, arguments)
+        run.expect_close(what, backend.new_tokens(new.query, new.parts), new.truth())
+    has_needles = case.contents is Contents.NEEDLES  # which show each limit
+    if has_needles:
+        _variations(run, new, call)
+        _workspaces(run, call)
     whole = every.truth()
     what = "all keys in one call"
-    run.expect_close(what, _with_lse(run, what, every.arguments()), whole)
-    merged = own
+    run.expect_close(what, _with_lse(run, what, _call(every)), whole)
+    merged: Result | None = own
     for start in range(0, max(case.prefix_lens), case.chunk):
-        part = [
-            (keys[: min(prefix, start + case.chunk)][start:], values[: min(prefix, start + case.chunk)][start:])
-            for (keys, values), prefix in zip(histories, case.prefix_lens, strict=True)
-        ]
+        ends = tuple(min(prefix, start + case.chunk) for prefix in case.prefix_lens)
         what = f"the chunk from {start} on"
-        cached = every.over(part, causal=False)
-        chunk = _with_lse(run, what, cached.arguments() | {"o_sf_scale": -1.0})
+        cached = every.over(_between(every.parts, (start,) * len(ends), ends), causal=False)
+        chunk = _with_lse(run, what, _call(cached), o_sf_scale=-1.0)
         run.expect_close(what, chunk, cached.truth())
         merged = _merged(merged, chunk)
     if max(case.prefix_lens) and merged is not None:
         run.expect_close("all of them merged", merged._replace(out=merged.out.to(case.dtype)), whole)
-    if max(case.prefix_lens) and case.contents is Contents.NEEDLES:  # as the engine's planner cuts the prefix
+    if max(case.prefix_lens) and has_needles:  # as the engine's planner cuts the prefix
         what = "the prefix in a backend's chunks, merged"
         with run.noting(what):
-            run.expect_close(what, backend.merged(every.query, histories), whole)
+            run.expect_close(what, backend.merged(every.query, every.parts), whole)
+
+
+def _between(parts: Parts, starts: Sequence[int], ends: Sequence[int]) -> Parts:
+    """Return the keys and values of each request from one position to another."""
+    return [
+        (keys[:end][start:], values[:end][start:])
+        for (keys, values), start, end in zip(parts, starts, ends, strict=True)
+    ]
+
+
+def _call(inputs: RaggedInputs) -> GivenCall:
+    return GivenCall(inputs.interface, inputs.arguments(), rows=sum(inputs.q_lens))
 
 
 class _Backend:
@@ -132,19 +139,15 @@ class _Backend:
     def merged(self, query: Tensor, histories: Parts) -> Result:
         """Merge the new tokens with the planned chunks of the prefix; a token's slot says whose key and value it is."""
         batch, prefixes = self.batch, self.case.prefix_lens
-        own = self.new_tokens(
-            query, [(keys[at:], values[at:]) for (keys, values), at in zip(histories, prefixes, strict=True)]
-        )
+        own = self.new_tokens(query, _between(histories, prefixes, self.case.kv_lens))
         assert own.lse is not None
         outs, lses = [own.out], [own.lse]
         slots = torch.cat(
             [self.pool.req_to_token[row, :at] for row, at in zip(batch.req_pool_indices, prefixes, strict=True)]
         )
         order = torch.argsort(slots)
-        cached = [
-            torch.cat([side[:at] for side, at in zip(sides, prefixes, strict=True)])
-            for sides in zip(*histories, strict=True)
-        ]
+        before = _between(histories, [0] * len(prefixes), prefixes)
+        cached = [torch.cat(sides) for sides in zip(*before, strict=True)]
         for chunk in plan_prefix_chunks(batch, self.pool, self.case.chunk * batch.batch_size):
             tokens = order[torch.searchsorted(slots[order], chunk.kv_indices)]
             sides = (padded(side[tokens]) for side in cached)
@@ -157,14 +160,14 @@ class _Backend:
         return Result(merge_by_lse(torch.stack(outs), torch.stack(lses)).to(self.case.dtype), None)
 
 
-def _variations(run: CaseRun, inputs: RaggedInputs, arguments: dict[str, Any]) -> None:
+def _variations(run: CaseRun, inputs: RaggedInputs, call: GivenCall) -> None:
     """Vary arguments that an engine leaves at one value: each must do what it says."""
-    case = run.case
-    scale = case.softmax_scale
-    tensor = torch.tensor([0.7 * scale], dtype=torch.float32, device=run.device)
-    probes: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-        "bmm1_scale": ({"bmm1_scale": 0.7 * scale}, {"bmm1_scale": 0.7 * scale}),
-        "bmm1_scale as a tensor": ({"bmm1_scale": tensor}, {"bmm1_scale": 0.7 * scale}),
+    case, scale = run.case, 0.7 * run.case.softmax_scale
+    tensor = torch.tensor([scale], dtype=torch.float32, device=run.device)
+    sinks = torch.linspace(1.0, 4.0, case.num_heads, device=run.device)
+    probes: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # arguments, and the rules that then hold
+        "bmm1_scale": ({"bmm1_scale": scale}, {"bmm1_scale": scale}),
+        "bmm1_scale as a tensor": ({"bmm1_scale": tensor}, {"bmm1_scale": scale}),
         "bmm2_scale": ({"bmm2_scale": 0.9}, {"bmm2_scale": 0.9}),
         "is_causal=False": ({"is_causal": False}, {"causal": False}),
         "larger bounds": ({"max_q_len": 999, "max_kv_len": 999}, {}),
@@ -172,76 +175,45 @@ def _variations(run: CaseRun, inputs: RaggedInputs, arguments: dict[str, Any]) -
     if True in run.ranges.windows:
         probes["window_left"] = ({"window_left": 20}, {"window_left": 20})
     if True in run.ranges.sinks:
-        sinks = torch.linspace(1.0, 4.0, case.num_heads, device=run.device)
         probes["attention_sinks"] = ({"attention_sinks": sinks}, {"sinks": sinks})
     for what, (changes, rules) in probes.items():
-        result = run.vary(what, GivenCall(Interface.RAGGED_CONTEXT, arguments | changes | {"return_lse": True}))
-        run.expect_close(what, _own_rows(result, case), inputs.truth(**rules))
-    out, around = guarded(
-        torch.full((*inputs.query.shape[:2], case.v_head_dim), math.nan, dtype=case.dtype, device=run.device)
-    )
-    exact = arguments | {"query": inputs.query}  # no row of padding, which a kernel may write
-    if run.vary("out", GivenCall(Interface.RAGGED_CONTEXT, exact | {"out": out})) is not None:
+        run.vary(what, call, inputs.truth(**rules), return_lse=True, **changes)
+    shape = (*inputs.query.shape[:2], case.v_head_dim)
+    out, around = guarded(torch.full(shape, math.nan, dtype=case.dtype, device=run.device))
+    if run.vary("out", call, query=inputs.query, out=out) is not None:  # no row of padding, which a kernel may write
         run.expect_close("into out", Result(out, None), inputs.truth())
         run.expect("around out", wrong_guards("out", around))
-    _workspaces(run, arguments)
 
 
-def _workspaces(run: CaseRun, arguments: dict[str, Any]) -> None:
+def _workspaces(run: CaseRun, call: GivenCall) -> None:
     """Expect the same bits whatever the workspace held and whatever was called before, and no write to another workspace."""
+    query = torch.cat((call.given["query"], call.given["query"][:2]))  # more rows of padding: no earlier call's shape
     workspace = new_workspace(run.device)
-    semaphores, scratch = semaphores_and_scratch(workspace)
-    query = torch.cat((arguments["query"], arguments["query"][:2]))  # two more rows of padding: no earlier call's shape
-    arguments = arguments | {"query": query}
-    mine = arguments | {"workspace_buffer": workspace}
-    first = _kept(run, run.call(GivenCall(Interface.RAGGED_CONTEXT, mine)))
-    if counts_in_workspace(arguments.get("backend", "auto"), run.device):
-        expect_counters_zero(run, "a call", {"the workspace": semaphores})
-    elif semaphores.any():  # the kernel writes all of it
-        scratch = workspace
-    for byte, name in ((0xFF, "NaN"), (0x7B, "large values")):
-        scratch.fill_(byte)
-        again = _again(run, mine)
-        run.expect_equal_bits(f"scratch that holds {name}", again, first)
-    others = arguments | {"query": -query, "workspace_buffer": new_workspace(run.device)}
-    other = _again(run, others)
-    kept = _kept(run, other)
-    back = _again(run, mine)
-    run.expect_equal_bits("again, after other queries in another workspace", back, first)
+    call = replace(call, given=call.given | {"query": query, "workspace_buffer": workspace})
+    first = _kept(run.call(call))
+    counts = counts_in_workspace(call.given.get("backend", "auto"), run.device)
+    if counts:
+        expect_counters_zero(run, "a call", {"the workspace": semaphores_and_scratch(workspace)[0]})
+    scratch = expect_any_scratch(run, call, first, counts)
+    other = run.again(call, query=-query, workspace_buffer=new_workspace(run.device))
+    kept = _kept(other)
+    run.expect_equal_bits("again, after other queries in another workspace", run.again(call), first)
     run.expect_equal_bits("the output of other queries, after a call", other, kept)
-    scratch.fill_(LEFT)
-    elsewhere = arguments | {"workspace_buffer": new_workspace(run.device)}
-    run.expect_equal_bits("another workspace", _again(run, elsewhere), first)
-    expect_left_alone(run, scratch)
+    expect_left_alone(run, call, first, scratch)
 
 
-def _again(run: CaseRun, arguments: dict[str, Any]) -> Result | None:
-    """Make a call that was taken before, with the same tensors or equal ones."""
-    return _own_rows(run.again(GivenCall(Interface.RAGGED_CONTEXT, arguments)), run.case)
+def _kept(result: Result) -> Result:
+    """Return a copy of a result, which later calls cannot change."""
+    return result._replace(out=result.out.clone())
 
 
-def _kept(run: CaseRun, result: Result | None) -> Result:
-    """Return a copy of a result's own rows, which later calls cannot change."""
-    own = _own_rows(result, run.case)
-    assert own is not None
-    return own._replace(out=own.out.clone())
-
-
-def _with_lse(run: CaseRun, what: str, arguments: dict[str, Any]) -> Result | None:
+def _with_lse(run: CaseRun, what: str, call: GivenCall, **changes: Any) -> Result | None:
     """Call for output and LSE; None where that is refused or fails, or the LSE is missing."""
-    result = run.vary(what, GivenCall(Interface.RAGGED_CONTEXT, arguments | {"return_lse": True}))
+    result = run.vary(what, call, return_lse=True, **changes)
     if result is not None and result.lse is None:
         run.wrong(f"{what}: return_lse=True returned no LSE")
         return None
-    return _own_rows(result, run.case)
-
-
-def _own_rows(result: Result | None, case: RaggedCase) -> Result | None:
-    """Return a result without the rows of padding."""
-    if result is None:
-        return None
-    rows = sum(case.q_lens)
-    return Result(result.out[:rows], None if result.lse is None else result.lse[:rows])
+    return result
 
 
 def _merged(left: Result | None, right: Result | None) -> Result | None:
