@@ -1,88 +1,49 @@
 """Attention computed from launches alone is what the references compute, of the dtypes that no forward pass has."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
-from lab import references
 from lab.dry_run.host_memory import HostMemory, UnsoundLaunchError
 from lab.dry_run.kernel_facts import MaskType, kernel_facts
 from lab.dry_run.machine import machine
 from lab.kernels import trtllm
 from lab.references.quantization import interleave_v_scale_factors, quantize_nvfp4
+from tests.cases import CONTEXT, DECODE, Arguments
 from tests.dry_run.on_a_b200 import NEEDS_A_LAUNCHER
+from tests.kernels.adapter_calls import case
+from tests.kernels.held import BF16, E4M3, FP16, assert_rounded
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
-E4M3 = torch.float8_e4m3fn
-DECODE, CONTEXT = "trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache"
-HEADS, KV_HEADS, PAGES = 8, 2, 27
-LENGTHS, Q_LENS = (5, 64, 130), (2, 2, 2)
+BOTH = pytest.mark.parametrize("function", [DECODE, CONTEXT])
+REQUESTS = (2, 2, 2), (5, 64, 130)
+SCALES: Arguments = {"bmm1_scale": torch.tensor([0.1]), "bmm2_scale": torch.tensor([0.7])}
 
 
-def arguments_over(kv_cache: Any, page_size: int, dtype: torch.dtype, head_dim: int, **changes: Any) -> dict[str, Any]:
-    """A decode call of three requests of two rows."""
-    generator = torch.Generator().manual_seed(1)
-    return {
-        "query": torch.randn(sum(Q_LENS), HEADS, head_dim, generator=generator).to(dtype),
-        "kv_cache": kv_cache,
-        "workspace_buffer": None,
-        "block_tables": torch.randperm(PAGES, generator=generator)[: 3 * (PAGES // 3)].view(3, -1).int(),
-        "seq_lens": torch.tensor(LENGTHS, dtype=torch.int32),
-        "max_seq_len": PAGES // 3 * page_size,
-        "q_len_per_req": 2,
-        "bmm1_scale": 0.1,
-        "bmm2_scale": 0.7,
-    } | changes
-
-
-def as_context(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same requests in a context call."""
-    offsets = {
-        f"cum_seq_lens_{side}": torch.tensor((0, *lens), dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        for side, lens in (("q", Q_LENS), ("kv", LENGTHS))
-    }
-    bounds = {"max_q_len": 2, "max_kv_len": arguments["max_seq_len"], "batch_size": 3}
-    left_out = ("q_len_per_req", "max_seq_len")
-    return {name: value for name, value in arguments.items() if name not in left_out} | offsets | bounds
-
-
-def nvfp4(page_size: int, head_dim: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Pages of K and V, and their scale factors, V's as trtllm-gen reads them."""
-    sides = [quantize_nvfp4(torch.randn(PAGES, KV_HEADS, page_size, head_dim), 1.0) for _ in range(2)]
-    (k, k_factors), (v, v_factors) = sides
-    return (k, v), (k_factors, interleave_v_scale_factors(v_factors))
+def over_nvfp4(arguments: Arguments) -> Arguments:
+    """The same K and V in NVFP4, V's scale factors as trtllm-gen reads them."""
+    (k, k_factors), (v, v_factors) = (quantize_nvfp4(side.float(), 1.0) for side in arguments["kv_cache"])
+    return arguments | {"kv_cache": (k, v), "kv_cache_sf": (k_factors, interleave_v_scale_factors(v_factors))}
 
 
 @NEEDS_A_LAUNCHER
-@pytest.mark.parametrize("function", [DECODE, CONTEXT])
+@BOTH
 @pytest.mark.parametrize("page_size", [16, 64, 128])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_nvfp4(function: str, page_size: int, head_dim: int) -> None:
     """Descriptors of 16 or 8 bits, of rows that are joined, and of scale factors."""
-    cache, factors = nvfp4(page_size, head_dim)
-    arguments = arguments_over(cache, page_size, E4M3, head_dim, kv_cache_sf=factors, out_dtype=E4M3)
-    assert_right(function, arguments | {"backend": "trtllm-gen"} if function == DECODE else as_context(arguments))
+    options = {"heads": (8, 2), "head_dim": head_dim, "dtype": E4M3, "out_dtype": E4M3, "page_size": page_size}
+    options |= {"bmm1_scale": 0.1, "bmm2_scale": 0.7, "backend": "trtllm-gen"}
+    with machine("b200", computes=True):
+        assert_rounded(trtllm, function, case(function, *REQUESTS, over_nvfp4, **options))
 
 
 @NEEDS_A_LAUNCHER
-@pytest.mark.parametrize("function", [DECODE, CONTEXT])
-@pytest.mark.parametrize("out_dtype", [torch.float16, torch.bfloat16, E4M3])
+@BOTH
+@pytest.mark.parametrize("out_dtype", [FP16, BF16, E4M3])
 def test_e4m3_with_scales_on_the_device(function: str, out_dtype: torch.dtype) -> None:
-    cache = tuple(torch.randn(PAGES, KV_HEADS, 64, 128).to(E4M3) for _ in range(2))
-    scales = {"bmm1_scale": torch.tensor([0.1]), "bmm2_scale": torch.tensor([0.7])}
-    arguments = arguments_over(cache, 64, E4M3, 128, out_dtype=out_dtype, **scales)
-    assert_right(function, arguments if function == DECODE else as_context(arguments))
-
-
-def assert_right(function: str, arguments: dict[str, Any]) -> None:
+    options = {"heads": (8, 2), "head_dim": 128, "dtype": E4M3, "out_dtype": out_dtype, "page_size": 64}
     with machine("b200", computes=True):
-        out = getattr(trtllm, function)(**arguments)
-    expected = getattr(references, function)(**arguments)
-    one_rounding = torch.finfo(out.dtype).eps / 2
-    assert float(references.relative_l2(out, expected).max()) <= one_rounding
+        assert_rounded(trtllm, function, case(function, *REQUESTS, **options, **SCALES))
 
 
 def test_the_facts_of_a_kernel() -> None:

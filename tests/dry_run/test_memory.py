@@ -2,12 +2,10 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab import kernels
 from lab.calls.workspace import SEMAPHORE_BYTES
@@ -15,16 +13,17 @@ from lab.dry_run import machine, why_not_built
 from lab.dry_run.launches import KernelParams
 from lab.dry_run.machine import Machine
 from lab.kernels import trtllm
-from tests.kernels.test_adapter_memory import CALLS, COUNTING, Arguments
+from tests.cases import CONTEXT, DECODE, MLA, RAGGED, Arguments
+from tests.kernels.test_adapter_memory import CALLS, COUNTING
+from tests.kernels.test_trtllm_adapter import Operations
 
 pytestmark = [
     pytest.mark.skipif(why_not_built() is not None, reason=str(why_not_built())),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # FlashInfer's, of CUTLASS, at its import
 ]
 
-MLA, RAGGED = "trtllm_batch_decode_with_kv_cache_mla", "trtllm_ragged_attention_deepseek"
-SPLITTING = ("trtllm_batch_decode_with_kv_cache", MLA)  # several CTAs may share a request's keys, and count
-INSTALLED = {"trtllm_batch_decode_with_kv_cache": "decode", "trtllm_batch_context_with_kv_cache": "prefill", MLA: "mla"}
+SPLITTING = (DECODE, MLA)  # several CTAs may share a request's keys, and count
+INSTALLED = {DECODE: "decode", CONTEXT: "prefill", MLA: "mla"}
 # Two float32 of 256 rows for each of 2 requests and of the heads, and a guard of 1 MiB (`_statistics_bytes`).
 STATISTICS = {name: 2 * heads * 256 * 8 + 2**20 for name, heads in zip(CALLS, (4, 4, 128, 2), strict=True)}
 
@@ -64,7 +63,7 @@ def test_all_that_is_written_lies_after_the_semaphores(
     if return_lse:
         assert params.ptr_softmax_stats == scratch
         scratch += STATISTICS[name]
-    assert params.ptr_partial_stats == (0 if name == "trtllm_batch_context_with_kv_cache" else scratch)
+    assert params.ptr_partial_stats == (0 if name == CONTEXT else scratch)
     assert params.ptr_multi_ctas_kv_counter == (workspace.data_ptr() if name in SPLITTING else 0)
 
 
@@ -103,22 +102,12 @@ def test_a_prepared_call_allocates_and_fills_nothing(gpu: Machine, name: str, re
     assert not gpu.fills
 
 
+VIEWS = ("view", "_unsafe_view", "slice", "select", "transpose", "unsqueeze", "squeeze", "detach", "as_strided")
+
+
 def operations_of(call: Callable[[], object]) -> list[str]:
     """torch's operations of a call that are no view: what allocates, and what a GPU would run."""
     with Operations() as operations:
         call()
-    return operations.names
-
-
-class Operations(TorchDispatchMode):
-    VIEWS = ("view", "_unsafe_view", "slice", "select", "transpose", "unsqueeze", "squeeze", "detach", "as_strided")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(function).rpartition(".")[0]
-        if name.removeprefix("aten.") not in self.VIEWS:
-            self.names.append(name)
-        return function(*args, **kwargs or {})
+    names = [name.rpartition(".")[0] for name in operations.names]
+    return [name for name in names if name.removeprefix("aten.") not in VIEWS]

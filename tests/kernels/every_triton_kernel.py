@@ -26,14 +26,20 @@ from lab.kernels import portable
 from lab.workloads.draft import CHOICES, draft_scenario
 from studies.draft_work import draft_work
 from tests.cases import (
+    CONTEXT,
+    DECODE,
+    MLA,
+    RAGGED,
     context_arguments,
     decode_arguments,
+    latent_batch,
+    mla_arguments,
     pack_mask,
     ragged_arguments,
     ragged_batch,
     random_batch,
-    write_pages,
 )
+from tests.kernels.held import on
 
 BOUND = 4 * 2.0**-8  # a weight and an output rounded to bf16, each at most one unit roundoff of its vector, times two
 # Lengths around the edges of pages, tiles and stores; one row width each.
@@ -60,60 +66,40 @@ def attention_problems() -> Iterator[tuple[str, dict[str, Any]]]:
     options = {"out_dtype": None, "bmm1_scale": 0.125, "poison": float("nan"), "foreign_id": 0}
     triangle = [[[token <= row for token in range(3)] for row in range(3)] for _ in range(2)]
     sinks = torch.linspace(-1, 1, 8)
-    decode, context = "trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache"
-    yield decode, decode_arguments(random_batch([1, 1, 1], [1, 65, 4097], **half), 64, **options)
-    yield decode, decode_arguments(random_batch([4, 4], [4, 1030], **half), 16, window_left=70, sinks=sinks, **options)
-    yield decode, decode_arguments(random_batch([3, 3], [40, 129], **half), 32, mask=pack_mask(triangle), **options)
-    yield context, context_arguments(random_batch([1, 70, 129], [200, 70, 700], **half), 64, **options)
-    yield decode, decode_arguments(random_batch([17, 17], [17, 2000], **half), 64, **options)  # 128 rows, in shares
+    yield DECODE, decode_arguments(random_batch([1, 1, 1], [1, 65, 4097], **half), 64, **options)
+    yield DECODE, decode_arguments(random_batch([4, 4], [4, 1030], **half), 16, window_left=70, sinks=sinks, **options)
+    yield DECODE, decode_arguments(random_batch([3, 3], [40, 129], **half), 32, mask=pack_mask(triangle), **options)
+    yield CONTEXT, context_arguments(random_batch([1, 70, 129], [200, 70, 700], **half), 64, **options)
+    yield DECODE, decode_arguments(random_batch([17, 17], [17, 2000], **half), 64, **options)  # 128 rows, in shares
     # Requests of two kinds, the first in shares: the second's in blocks of rows, then, after long prefixes, in shares.
-    yield context, context_arguments(random_batch([16, 1, 700, 17, 0], [1030, 65, 700, 17, 9], **half), 64, **options)
-    yield context, context_arguments(random_batch([1, 130, 4, 40], [4097, 2000, 300, 900], **half), 64, **options)
+    yield CONTEXT, context_arguments(random_batch([16, 1, 700, 17, 0], [1030, 65, 700, 17, 9], **half), 64, **options)
+    yield CONTEXT, context_arguments(random_batch([1, 130, 4, 40], [4097, 2000, 300, 900], **half), 64, **options)
     if torch.cuda.get_device_capability() >= (8, 9):
         # Read as pairs in tiles of 16 and 32 rows, byte by byte in 64. On SM90 32, 64 and 160 rows are the Gluon kernel's.
         for q_len in (1, 8, 16, 40):
             batch = random_batch([q_len] * 2, [q_len + 1, 4097], **half, kv_dtype=torch.float8_e4m3fn)
-            yield decode, decode_arguments(batch, 16, **options)
+            yield DECODE, decode_arguments(batch, 16, **options)
     for q_len, heads in ((1, 16), (2, 16), (5, 16)):  # tiles of 16, 32 and 64 rows
-        yield "trtllm_batch_decode_with_kv_cache_mla", mla_arguments(q_len, heads, [q_len, 65, 4097])
+        yield MLA, deepseek(q_len, heads, [q_len, 65, 4097])
     for q_lens in ([1, 7, 13], [3, 64, 200]):  # tiles of 16 and of 128 rows; fewer keys than rows, and none
         batch = ragged_batch(q_lens, [200, 0, 129], dims=(192, 128))
         for rule in ({"is_causal": False}, {"window_left": 70, "attention_sinks": torch.linspace(-1, 1, 3)}):
-            yield "trtllm_ragged_attention_deepseek", ragged_arguments(batch, out=None, **rule)
+            yield RAGGED, ragged_arguments(batch, out=None, **rule)
 
 
-def mla_arguments(q_len: int, heads: int, kv_lens: list[int], page_size: int = 64) -> dict[str, Any]:
-    """An MLA decode of DeepSeek-V3's sizes, a NaN wherever no request has a key."""
-    histories = [torch.randn(kv_len, 1, 576).to(torch.bfloat16) for kv_len in kv_lens]
-    cache, table = write_pages(histories, page_size, seed=0, poison=float("nan"), foreign_id=0)
-    return {
-        "query": torch.randn(len(kv_lens), q_len, heads, 576).to(torch.bfloat16),
-        "kv_cache": cache,
-        "workspace_buffer": None,
-        "qk_nope_head_dim": 128,
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "block_tables": table,
-        "seq_lens": torch.tensor(kv_lens, dtype=torch.int32),
-        "max_seq_len": max(kv_lens),
-        "bmm1_scale": 192**-0.5,
-        "sinks": torch.linspace(-1, 1, heads),
-        "return_lse": True,
-    }
-
-
-def on_gpu(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(on_gpu(item) for item in value)
-    return value.cuda() if isinstance(value, torch.Tensor) else value
+def deepseek(q_len: int, heads: int, kv_lens: list[int], **changes: Any) -> dict[str, Any]:
+    """An MLA decode of DeepSeek-V3's sizes with sinks and the LSE, a NaN wherever no request has a key."""
+    batch = latent_batch([q_len] * len(kv_lens), kv_lens, heads=heads, rank=512, rope=64)
+    usual = {"out": None, "bmm1_scale": 192**-0.5, "sinks": torch.linspace(-1, 1, heads)}
+    return mla_arguments(batch, 64, poison=float("nan"), foreign_id=0, **usual | changes)
 
 
 def run_attention() -> None:
     for function, arguments in attention_problems():
-        given = {name: on_gpu(value) for name, value in arguments.items()}
+        given = {name: on("cuda", value) for name, value in arguments.items()}
         out, _ = getattr(portable, function)(**given)
         # MLA's calls have no out_dtype: their output's dtype is that of the one they are given.
-        exact = {"out": out.double()} if function.endswith(("_mla", "_deepseek")) else {"out_dtype": torch.float64}
+        exact = {"out": out.double()} if function in (MLA, RAGGED) else {"out_dtype": torch.float64}
         truth, _ = getattr(references, function)(**given | exact)
         worst = float(references.relative_l2(out, truth).max())
         assert worst <= BOUND, f"{function}: {worst}"

@@ -66,9 +66,9 @@ class SimulatedFlashInfer:
         if self.major == 10 or real.__name__ == RAGGED:
             return on_a_b200(real, arguments)
         if real.__name__ == FMHA_V2:
-            return _fmha_v2(**arguments)
-        assert arguments.pop("backend") in ("auto", "xqa")
-        return (_xqa_mla if real.__name__ == MLA else _xqa)(**arguments)
+            return _fmha_v2(SimpleNamespace(**arguments))
+        assert arguments["backend"] in ("auto", "xqa")
+        return (_xqa_mla if real.__name__ == MLA else _xqa)(SimpleNamespace(**arguments))
 
     def _wrapper(self, real: Any) -> Any:
         run_planned = {MLA_WRAPPER: _run_mla, RAGGED_WRAPPER: _run_ragged}.get(real.__name__, _run_paged)
@@ -95,51 +95,32 @@ class SimulatedFlashInfer:
         return make
 
 
-# The functions.
+# The functions, whose arguments are in a namespace.
 
 
-def _xqa(
-    *,
-    query: Tensor,
-    kv_cache: Any,
-    workspace_buffer: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    bmm1_scale: Any,
-    bmm2_scale: Any,
-    window_left: int,
-    out: Tensor | None,
-    out_dtype: torch.dtype | None,
-    sinks: Tensor | None,
-    kv_layout: str,
-    q_len_per_req: int,
-    o_scale: float,
-    mask: Tensor | None,
-    **others: Any,
-) -> Tensor:
-    assert all(others[name] is None for name in ("max_q_len", "cum_seq_lens_q", "bmm1_scale_log2", "lse"))
-    assert others["uses_shared_paged_kv_idx"] is True
-    write_scratch(workspace_buffer)
-    k, v = _pair(kv_cache)
-    if kv_layout == "NHD":
+def _xqa(a: SimpleNamespace) -> Tensor:
+    assert a.max_q_len is a.cum_seq_lens_q is a.bmm1_scale_log2 is a.lse is None
+    assert a.uses_shared_paged_kv_idx is True
+    write_scratch(a.workspace_buffer)
+    k, v = _pair(a.kv_cache)
+    if a.kv_layout == "NHD":
         k, v = k.transpose(-3, -2), v.transpose(-3, -2)
-    head_dim, quantised = query.shape[-1], k.element_size() < 2
-    kv_scale = float(bmm2_scale * o_scale)
-    q_scale = float(bmm1_scale) / kv_scale * math.sqrt(head_dim)
+    head_dim, quantised = a.query.shape[-1], k.element_size() < 2
+    kv_scale = float(a.bmm2_scale * a.o_scale)
+    q_scale = float(a.bmm1_scale) / kv_scale * math.sqrt(head_dim)
     scale = q_scale * (kv_scale if quantised else 1.0) / math.sqrt(head_dim)
-    out_scale = (kv_scale if quantised else 1.0) / o_scale
-    table, q_len = _packed(block_tables), q_len_per_req
-    sinks = None if sinks is None else sinks.reshape(k.shape[1], -1).flatten()
-    out = _output(query, out, out_dtype)
-    drafts = None if q_len == 1 else _draft_tokens(mask, len(seq_lens), q_len)
-    for request, kv_len in enumerate(seq_lens.tolist()):
+    scales = (scale, (kv_scale if quantised else 1.0) / a.o_scale)
+    table, q_len, out = _packed(a.block_tables), a.q_len_per_req, _output(a)
+    sinks = None if a.sinks is None else a.sinks.reshape(k.shape[1], -1).flatten()
+    drafts = None if q_len == 1 else _draft_tokens(a.mask, len(a.seq_lens), q_len)
+    for request, kv_len in enumerate(a.seq_lens.tolist()):
         rows, start = range(request * q_len, (request + 1) * q_len), kv_len - q_len  # of the draft
         shown = None
         if drafts is not None:
             shown = [{key for key in range(kv_len) if key < start or key - start in drafts[row]} for row in rows]
         keys, values = paged(k, table[request], kv_len), paged(v, table[request], kv_len, k.stride())
-        scales = (scale, out_scale)
-        attend_request(query, rows, keys, values, scales, out, sinks=sinks, window_left=window_left, shown=shown)
+        rule = {"sinks": sinks, "window_left": a.window_left, "shown": shown}
+        attend_request(a.query, rows, keys, values, scales, out, **rule)
     return out
 
 
@@ -153,58 +134,34 @@ def _draft_tokens(mask: Tensor | None, batch_size: int, q_len: int) -> list[set[
     return [{token for token in range(16 * words_per_row) if row[token // 16] >> (token % 16) & 1} for row in rows]
 
 
-def _xqa_mla(
-    *, query: Tensor, kv_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, workspace_buffer: Tensor, **others: Any
-) -> Any:
+def _xqa_mla(a: SimpleNamespace) -> Any:
     """Multiply logits by both scales and the output by the second."""
-    unsupported = ("sinks", "lse", "cum_seq_lens_q", "max_q_len", "multi_ctas_kv_counter_buffer")
-    assert all(others[name] is None for name in unsupported)
-    assert query.shape[1] == 1
-    assert not others["return_lse"]
-    write_scratch(workspace_buffer)
-    rank, out = others["kv_lora_rank"], others["out"]
+    assert a.sinks is a.lse is a.cum_seq_lens_q is a.max_q_len is a.multi_ctas_kv_counter_buffer is None
+    assert a.query.shape[1] == 1
+    assert not a.return_lse
+    write_scratch(a.workspace_buffer)
+    rank, out = a.kv_lora_rank, a.out
     if out is None:
-        out = torch.empty(*query.shape[:-1], rank, dtype=torch.bfloat16)
+        out = torch.empty(*a.query.shape[:-1], rank, dtype=torch.bfloat16)
     else:
-        assert out.shape == (len(query), query.shape[2], rank)
-    scales = (others["bmm1_scale"] * others["bmm2_scale"], others["bmm2_scale"])
-    rows_out = out.view(len(query), -1, rank)
-    for request, kv_len in enumerate(seq_lens.tolist()):
-        entries = paged(kv_cache, block_tables[request], kv_len)
+        assert out.shape == (len(a.query), a.query.shape[2], rank)
+    scales, rows_out = (a.bmm1_scale * a.bmm2_scale, a.bmm2_scale), out.view(len(a.query), -1, rank)
+    for request, kv_len in enumerate(a.seq_lens.tolist()):
+        entries = paged(a.kv_cache, a.block_tables[request], kv_len)
         row = range(request, request + 1)
-        attend_request(query.flatten(0, 1), row, entries, entries[..., :rank], scales, rows_out)
+        attend_request(a.query.flatten(0, 1), row, entries, entries[..., :rank], scales, rows_out)
     return out
 
 
-def _fmha_v2(
-    *,
-    qkv: tuple[Tensor, Any],
-    input_layout: str,
-    workspace_buffer: Tensor,
-    seq_lens: Tensor,
-    max_q_len: int,
-    max_kv_len: int,
-    bmm1_scale: float,
-    bmm2_scale: float,
-    batch_size: int,
-    cum_seq_lens_q: Tensor,
-    cum_seq_lens_kv: Tensor,
-    block_tables: Tensor,
-    out: Tensor | None,
-    out_dtype: torch.dtype | None,
-    sinks: Tensor | None,
-    mask_mode: str,
-    window_left: int,
-    **others: Any,
-) -> Tensor:
-    assert others["chunked_attention_size"] == 0
-    assert max_kv_len >= max_q_len
-    assert isinstance(bmm1_scale, float)
-    assert isinstance(bmm2_scale, float)
-    workspace_buffer.view(torch.uint8).fill_(0xFF)
-    query, cache = qkv
-    table = _packed(block_tables)
-    assert len(table) == batch_size
+def _fmha_v2(a: SimpleNamespace) -> Tensor:
+    assert a.chunked_attention_size == 0
+    assert a.max_kv_len >= a.max_q_len
+    assert isinstance(a.bmm1_scale, float)
+    assert isinstance(a.bmm2_scale, float)
+    a.workspace_buffer.view(torch.uint8).fill_(0xFF)
+    a.query, cache = a.qkv
+    table = _packed(a.block_tables)
+    assert len(table) == a.batch_size
     if isinstance(cache, tuple):
         k, v = cache
         assert k.is_contiguous()
@@ -222,17 +179,18 @@ def _fmha_v2(
         k_blocks, v_blocks = table * 2, table * 2 + 1
     num_blocks = (k.untyped_storage().nbytes() // k.element_size() - k.storage_offset()) // block
     pool = torch.as_strided(k, (num_blocks, *k.shape[1:]), (block, *k[0].contiguous().stride()))
-    pool = pool.transpose(1, 2) if input_layout == "Q_PAGED_KV_NHD" else pool
-    scales = bmm1_scale or 1.0 / math.sqrt(query.shape[-1]), 1.0 if query.element_size() == 2 else bmm2_scale
-    if 0 < window_left < max_kv_len:
-        mask_mode = "sliding_window"
-    rule = {"causal": mask_mode != "padding", "window_left": window_left if mask_mode == "sliding_window" else -1}
-    out = _output(query, out, out_dtype)
-    q_starts, kv_lens = cum_seq_lens_q.tolist(), cum_seq_lens_kv.diff().tolist()
-    assert kv_lens == seq_lens.tolist()
+    pool = pool.transpose(1, 2) if a.input_layout == "Q_PAGED_KV_NHD" else pool
+    scale = a.bmm1_scale or 1.0 / math.sqrt(a.query.shape[-1])
+    scales = scale, 1.0 if a.query.element_size() == 2 else a.bmm2_scale
+    mode = "sliding_window" if 0 < a.window_left < a.max_kv_len else a.mask_mode
+    rule = {"causal": mode != "padding", "window_left": a.window_left if mode == "sliding_window" else -1}
+    out = _output(a)
+    q_starts, kv_lens = a.cum_seq_lens_q.tolist(), a.cum_seq_lens_kv.diff().tolist()
+    assert kv_lens == a.seq_lens.tolist()
     for request, kv_len in enumerate(kv_lens):
         keys, values = (paged(pool, blocks[request], kv_len) for blocks in (k_blocks, v_blocks))
-        attend_request(query, range(*q_starts[request : request + 2]), keys, values, scales, out, sinks=sinks, **rule)
+        rows = range(*q_starts[request : request + 2])
+        attend_request(a.query, rows, keys, values, scales, out, sinks=a.sinks, **rule)
     return out
 
 
@@ -247,8 +205,8 @@ def _packed(table: Tensor) -> Tensor:
     return torch.as_strided(table, table.shape, torch.empty(table.shape, device="meta").stride()).clone()
 
 
-def _output(query: Tensor, out: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
-    return torch.empty(query.shape, dtype=out_dtype or query.dtype) if out is None else out
+def _output(a: SimpleNamespace) -> Tensor:
+    return torch.empty(a.query.shape, dtype=a.out_dtype or a.query.dtype) if a.out is None else a.out
 
 
 # The wrappers.
@@ -262,6 +220,7 @@ def _run_ragged(planned: Arguments, *, q: Tensor, k: Tensor, v: Tensor, **others
     assert len(q) == q_offsets[-1]
     out, lse = others["out"], others["lse"]
     assert (q.dtype, k.dtype, out.dtype) == tuple(planned[f"{name}_data_type"] for name in ("q", "kv", "o"))
+    assert out.shape[:2] == q.shape[:2]
     sizes = tuple(planned[name] for name in ("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo"))
     assert (q.shape[1], k.shape[1], q.shape[2], v.shape[2]) == sizes
     assert others["return_lse"] == (lse is not None)
@@ -309,6 +268,7 @@ def _run_paged(planned: Arguments, *, q: Tensor, paged_kv_cache: Any, args: tupl
     _check_backend(planned, k.stride() == v.stride(), decodes, q.shape[1] // k.shape[1])
     out, lse = others["out"], others["lse"]
     assert (q.dtype, k.dtype, out.dtype) == tuple(planned[f"{name}_data_type"] for name in ("q", "kv", "o"))
+    assert out.shape[:2] == q.shape[:2]
     sizes = ("num_qo_heads", "num_kv_heads", "page_size", "head_dim" if decodes else "head_dim_qk")
     assert (q.shape[1], *k.shape[1:]) == tuple(planned[name] for name in sizes)
     assert others["return_lse"] == (lse is not None)

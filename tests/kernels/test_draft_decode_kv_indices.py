@@ -91,27 +91,17 @@ def test_drawn_cases(schedule: Schedule, case: DraftListsCase, block_requests: i
         assert_lists_right(scheduled(schedule), case)
 
 
-@IN_INTERPRETER
+SCHEDULED: dict[str, DraftListsCase] = CASES | {
+    "more than 512 requests": DraftListsCase(tuple(n % 3 for n in range(513)), num_steps=1),
+    "no request": DraftListsCase(()),
+    "no step": DraftListsCase((3, 4), num_steps=0),
+}
+
+
 @pytest.mark.parametrize("schedule", Schedule, ids=repr)
-@pytest.mark.parametrize("name", CASES)
-def test_named_cases(name: str, schedule: Schedule) -> None:
-    assert_lists_right(scheduled(schedule), CASES[name])
-
-
-@IN_INTERPRETER
-@pytest.mark.parametrize("schedule", Schedule, ids=repr)
-def test_more_than_512_requests(schedule: Schedule) -> None:
-    lens = tuple(n % 3 for n in range(513))
-    assert_lists_right(scheduled(schedule), DraftListsCase(lens, num_steps=1))
-
-
-@IN_INTERPRETER
-@pytest.mark.parametrize(
-    "case", [DraftListsCase(()), DraftListsCase((3, 4), num_steps=0)], ids=["no request", "no step"]
-)
-@pytest.mark.parametrize("schedule", Schedule, ids=repr)
-def test_nothing_to_write_writes_nothing(schedule: Schedule, case: DraftListsCase) -> None:
-    assert_lists_right(scheduled(schedule), case)
+@pytest.mark.parametrize("name", SCHEDULED)
+def test_named_cases(device: str, name: str, schedule: Schedule) -> None:
+    assert_lists_right(scheduled(schedule), SCHEDULED[name], device)
 
 
 # --- the check can fail -------------------------------------------------------------------------------------------

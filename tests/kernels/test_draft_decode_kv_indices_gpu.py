@@ -10,7 +10,7 @@ from lab.kernels.serving import draft_decode_kv_indices as module
 from lab.kernels.serving.draft_decode_kv_indices import Schedule, generate_draft_decode_kv_indices
 from lab.workloads.inputs.draft_lists import DTYPES, DraftLists, DraftListsCase, assert_lists_right
 from tests.devices import ON_GPU, graph_of, synchronisation_is_an_error
-from tests.kernels.test_draft_decode_kv_indices import CASES, EDGES, NARROW, scheduled
+from tests.kernels.test_draft_decode_kv_indices import EDGES, NARROW, scheduled
 
 pytestmark = [*ON_GPU]
 
@@ -68,12 +68,6 @@ def test_random_cases(schedule: Schedule, batch: int) -> None:
     draw = random.Random(batch)
     for _ in range(CASES_PER_BATCH):
         assert_lists_right(scheduled(schedule), random_case(draw), "cuda")
-
-
-@pytest.mark.parametrize("schedule", Schedule, ids=repr)
-@pytest.mark.parametrize("name", CASES)
-def test_named_cases(name: str, schedule: Schedule) -> None:
-    assert_lists_right(scheduled(schedule), CASES[name], "cuda")
 
 
 @pytest.mark.parametrize("schedule", Schedule, ids=repr)

@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from lab.kernels.serving import forward_metadata_kernel as module
 from lab.kernels.serving.forward_metadata import PassBuffers, prepare_write_forward_metadata, write_forward_metadata
 from lab.workloads.inputs.draft_lists import guarded
-from tests.devices import DEVICES, IN_INTERPRETER, ON_GPU, graph_of, synchronisation_is_an_error
+from tests.devices import IN_INTERPRETER, ON_GPU, graph_of, synchronisation_is_an_error
 
 POISON = -77
 PAGE_SIZE = 4
@@ -78,7 +78,6 @@ def running_sum(values: Sequence[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("device", DEVICES)
 def test_passes_of_one_launch(device: str, index_dtype: torch.dtype) -> None:
     """Preset, strided and cumulative rows; own and shared tables; a pass with nothing but lengths."""
     requests = Requests([3, 4, 1, 9], device, index_dtype)
@@ -100,7 +99,6 @@ def test_passes_of_one_launch(device: str, index_dtype: torch.dtype) -> None:
     assert cumulative.page_table.tolist() == requests.pages(0)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_sliding_window_tables_and_write_locations(device: str) -> None:
     requests = Requests([3, 17, 8], device)
     requests.map[int(requests.table[requests.rows[1], 4])] = -1  # no healthy map has one
@@ -120,7 +118,6 @@ def test_sliding_window_tables_and_write_locations(device: str) -> None:
     assert each.swa_out_cache_loc.tolist() == slots + [0] * 596
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_lengths_of_padding_and_beyond_the_table(device: str) -> None:
     """0 and below have no pages but count; beyond the table, or the row, is cut there."""
     requests = Requests([0, -3, 24, 25, 31, 1000], device)
@@ -130,7 +127,6 @@ def test_lengths_of_padding_and_beyond_the_table(device: str) -> None:
     assert each.cu_seqlens_k.tolist() == running_sum(requests.lens)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("count", [1, 255, 256, 257, 513])
 def test_requests_around_the_block_of_the_sums(count: int, device: str) -> None:
     requests = Requests([i % 5 for i in range(count)], device)
@@ -143,7 +139,6 @@ def test_requests_around_the_block_of_the_sums(count: int, device: str) -> None:
         assert each.page_table.tolist() == requests.pages(offset)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_no_request_leaves_boundaries_of_nothing(device: str) -> None:
     requests = Requests([], device)
     each = requests.buffers(
@@ -210,7 +205,6 @@ def test_in_a_graph_without_a_synchronisation(device: str) -> None:
     assert each.page_table.tolist() == requests.pages(1)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_prepared_call_holds_what_it_writes(device: str) -> None:
     """The kernel is handed addresses: memory at them that was given back would be somebody else's."""
     requests = Requests([3, 4], device)
@@ -224,7 +218,6 @@ def test_a_prepared_call_holds_what_it_writes(device: str) -> None:
     assert held.tolist() == [3, 4]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("narrow_first", [False, True])
 def test_a_table_and_its_first_columns_are_two_tables(narrow_first: bool, device: str) -> None:
     requests = Requests([20, 9], device)

@@ -1,12 +1,14 @@
-"""Which kernels a machine has, and what the others miss."""
+"""Which kernels a machine has, what the others miss, and which implementation it gets unless it asks for another."""
 
 import importlib.util
 from typing import Any
 
 import pytest
+import torch
 
+import lab.kernels
 from lab.calls.problem import AttentionCall
-from lab.kernels import implementations
+from lab.kernels import default_implementation, implementations
 from lab.kernels.implementations import IMPLEMENTATIONS, availabilities
 from lab.kernels.support import KERNELS
 from tests.commands.command import run as run_lab
@@ -56,3 +58,27 @@ def test_the_command_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_lab(["implementations"]) == 0
     said = capsys.readouterr().out
     assert all(each.module in said for each in IMPLEMENTATIONS)
+
+
+def test_a_cpu_gets_the_portable_kernels() -> None:
+    assert default_implementation("cpu").__name__ == "lab.kernels.portable"
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"),
+    [
+        ((8, 0), "portable"),
+        ((8, 9), "portable"),
+        ((9, 0), "trtllm"),
+        ((10, 0), "trtllm"),
+        ((10, 3), "trtllm"),
+        ((11, 0), "portable"),
+        ((12, 0), "trtllm"),
+        ((12, 1), "trtllm"),
+    ],
+)
+def test_a_gpu_gets_flashinfer_where_it_has_kernels(
+    capability: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lab.kernels, "capability_of", lambda device: capability)
+    assert default_implementation(torch.device("cuda")).__name__ == f"lab.kernels.{name}"

@@ -25,23 +25,11 @@ from lab.kernels.portable.kept_calls import facts_of, kept, kept_at_once
 from lab.kernels.portable.triton_call import TritonCall, TritonLaunch, new_scratch
 from tests.calls.breaks import Bad
 from tests.calls.test_calls import BAD, FUNCTIONS, good_arguments
-from tests.cases import context_arguments, random_batch
+from tests.cases import CONTEXT, DECODE, MLA, RAGGED, Arguments, context_arguments, random_batch
 from tests.devices import ON_GPU
-from tests.kernels.every_triton_kernel import mla_arguments
-from tests.kernels.test_triton_call import (
-    CALLS,
-    CONTEXT,
-    DECODE,
-    MLA,
-    RAGGED,
-    FakeKernel,
-    context,
-    decode,
-    moved,
-    ragged,
-)
+from tests.kernels.every_triton_kernel import deepseek
+from tests.kernels.test_triton_call import CALLS, FakeKernel, context, decode, moved, ragged
 
-Arguments = dict[str, Any]
 H200 = torch.device("cuda", 0)
 EMPTY = torch.empty
 LEAST_ADDRESS = 2**26  # smaller numbers are lengths and strides; where the heap begins low, addresses are below 2**32
@@ -90,7 +78,7 @@ POSED: dict[str, tuple[str, Callable[[], Arguments]]] = {
     "one cache": (DECODE, lambda: one_cache(decode(4))),
     "separate tables": (DECODE, separate_tables),
     "offsets": (DECODE, ragged_decode),
-    "mla, 64 rows": (MLA, lambda: mla_arguments(4, 16, [69, 70])),
+    "mla, 64 rows": (MLA, lambda: deepseek(4, 16, [69, 70])),
     "one buffer": (RAGGED, from_one_buffer),
     "prompt beside decodes": (CONTEXT, lambda: prompt_beside_decodes(kv_dtype=torch.float8_e4m3fn)),
     "gluon beside decodes": (CONTEXT, prompt_beside_decodes),
@@ -243,7 +231,7 @@ def test_what_is_more_than_launches_is_checked_each_time(launches: Launches, nam
 
 
 def test_rows_that_contents_tell_are_read_each_time(launches: Launches) -> None:
-    arguments, counted = mla_arguments(2, 8, [69, 70]), Counted(MLA)
+    arguments, counted = deepseek(2, 8, [69, 70]), Counted(MLA)
     arguments |= {"query": arguments["query"].flatten(0, 1), "max_q_len": None, "return_lse_base": "base2"}
     for offsets in ([0, 2, 4], [0, 2, 4], [0, 1, 4], [0, 2, 4]):
         arguments["cum_seq_lens_q"] = torch.tensor(offsets, dtype=torch.int32)

@@ -20,7 +20,6 @@ from lab.kernels.portable.key_shares import (
 from lab.kernels.portable.merge import merge_block
 from lab.kernels.portable.rows import block_at
 from lab.kernels.portable.tiles import ProgramTile
-from tests.devices import DEVICES
 
 BLOCK_KEYS = 32
 START_PLACES = 8
@@ -122,7 +121,17 @@ def share_of(places: list[int], num_kv_heads: int, num_shares: int, least_tiles:
     return even if even <= equal + most else equal
 
 
-@pytest.mark.parametrize("device", DEVICES)
+def hold_shares(found: list[list[int]], places: list[int], share: int) -> None:
+    """Equal shares of an order with a request's places, of all its units, once."""
+    ends = list(itertools.accumulate(places))
+    for number, (end, own, unit, request, begin) in enumerate(found):
+        place = number * share
+        assert (end, own, unit) == (min(place + share, ends[-1]), share, 0)
+        if place < ends[-1]:
+            assert request == next(index for index, end in enumerate(ends) if place < end)
+            assert begin == ends[request] - places[request]
+
+
 @pytest.mark.parametrize(
     ("requests", "keys", "num_kv_heads", "num_shares", "share"),
     [
@@ -140,7 +149,6 @@ def test_requests_of_one_length_are_cut_evenly_or_not(
     assert found[0][1] == share
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("rows", "share"), [(16, 505), (128, 520)])
 def test_a_cut_costs_more_where_a_tile_has_more_rows(device: str, rows: int, share: int) -> None:
     """4 of 256 units for each of 66 programs are 15 tiles more than an equal share: too many for a tile of 16 rows."""
@@ -150,7 +158,6 @@ def test_a_cut_costs_more_where_a_tile_has_more_rows(device: str, rows: int, sha
     assert found[0][1] == share
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("batch_size", [1, 3, BLOCK_REQUESTS.value, 2 * BLOCK_REQUESTS.value + 5])
 @pytest.mark.parametrize("window_left", [-1, 0, 90, 2**40])
 @pytest.mark.parametrize(("num_kv_heads", "num_shares", "least_tiles"), [(2, 7, 1), (3, 50, 2)])
@@ -168,18 +175,9 @@ def test_shares(
         least_tiles=least_tiles,
     )
     places = [num_kv_heads * places_of(length, window_left) for length in lengths]
-    ends = list(itertools.accumulate(places))
-    expected_begins = [0, *ends[:-1]]
-    share = share_of(places, num_kv_heads, num_shares, least_tiles)
-    for number, (end, own, unit, request, begin) in enumerate(found):
-        place = number * share
-        assert (end, own, unit) == (min(place + share, ends[-1]), share, 0)
-        if place < ends[-1]:
-            assert request == next(index for index, end in enumerate(ends) if place < end)
-            assert begin == expected_begins[request]
+    hold_shares(found, places, share_of(places, num_kv_heads, num_shares, least_tiles))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("batch_size", [3, 2 * BLOCK_REQUESTS.value + 5])
 @pytest.mark.parametrize("kind", [(1, 2), (3, 4), (2, 2), (5, 9)])
 def test_shares_of_a_kind(device: str, batch_size: int, kind: tuple[int, int]) -> None:
@@ -189,16 +187,9 @@ def test_shares_of_a_kind(device: str, batch_size: int, kind: tuple[int, int]) -
     found = shares_on(device, lengths, window_left=90, num_kv_heads=2, num_shares=7, q_lens=q_lens, kind=kind)
     chosen = [kind[0] <= q_len <= kind[1] for q_len in q_lens]
     places = [2 * places_of(length, 90) * of for length, of in zip(lengths, chosen, strict=True)]
-    ends = list(itertools.accumulate(places))
-    share = share_of([each for each in places if each], 2, 7, 1) if any(chosen) else found[0][1]
-    for number, (end, own, unit, request, begin) in enumerate(found):
-        assert (end, own, unit) == (min((number + 1) * share, ends[-1]), share, 0)
-        if number * own < ends[-1]:
-            assert request == next(index for index, end in enumerate(ends) if number * own < end)
-            assert begin == ends[request] - places[request]
+    hold_shares(found, places, share_of([each for each in places if each], 2, 7, 1) if any(chosen) else found[0][1])
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("batch_size", [1, 4, 2 * BLOCK_REQUESTS.value + 5])
 def test_blocks_of_a_kind(device: str, batch_size: int) -> None:
     """Blocks of 16 rows, 3 for each query token, of requests with 5 to 40 tokens; those after the last do not exist."""
@@ -215,7 +206,6 @@ def test_blocks_of_a_kind(device: str, batch_size: int) -> None:
     assert found.tolist() == expected
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_batch_beyond_32_bits(device: str) -> None:
     """Places, though no length and no request's places exceed them."""
     found = shares_on(device, [2**30] * 40, window_left=-1, num_kv_heads=8, num_shares=4)
@@ -224,7 +214,6 @@ def test_a_batch_beyond_32_bits(device: str) -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("lengths", "num_shares", "least_tiles", "share", "unit"),
     [
@@ -243,13 +232,7 @@ def test_units_of_a_small_batch_are_cut_into_equal_parts(
 ) -> None:
     """With 4 K/V heads; shares follow each other, and the first place of each is one of the request that is found for it."""
     found = shares_on(
-        device,
-        lengths,
-        window_left=-1,
-        num_kv_heads=4,
-        num_shares=num_shares,
-        least_tiles=least_tiles,
-        is_small=True,
+        device, lengths, window_left=-1, num_kv_heads=4, num_shares=num_shares, least_tiles=least_tiles, is_small=True
     )
     places = [unit or places_of(length, -1) for length in lengths]
     total = 4 * sum(places)

@@ -65,6 +65,7 @@ BOTH: dict[str, tuple[str, Case]] = {
     "decode of groups of 3": (DECODE_WRAPPER, lambda: decode(heads=(6, 2))),
     "decode of groups of 8": (DECODE_WRAPPER, lambda: decode(heads=(8, 1))),
     "decode, window": (DECODE_WRAPPER, lambda: decode(window_left=4)),
+    "decode, window 0": (DECODE_WRAPPER, lambda: decode(window_left=0)),
     "decode, LSE": (DECODE_WRAPPER, lambda: decode(return_lse=True)),
     "decode, no keys": (DECODE_WRAPPER, lambda: decode(1, (0, 1, 16), return_lse=True)),
     "decode, NHD": (DECODE_WRAPPER, lambda: decode(kv_layout="NHD")),

@@ -15,16 +15,12 @@ from lab.kernels.support.packages import FLASH_ATTENTION_4
 from lab.kernels.support.peers import FA2_PAGED, FA3_PAGED
 from lab.references import assert_close_to_reference
 from tests.cases import Arguments
-from tests.devices import graph_of
+from tests.devices import ON_GPU, graph_of
 from tests.kernels.adapter_calls import function_of, posed
 from tests.kernels.held import on
 from tests.kernels.test_peers import RIGHT, RIGHT_FA4
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = [*ON_GPU, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 KERNELS = {flashinfer_paged.fa2: FA2_PAGED, flashinfer_paged.fa3: FA3_PAGED, flash_attention_4: FLASH_ATTENTION_4}
 CASES = {
     **{name: (module, case) for name, (module, _, _, case) in RIGHT.items() if module in KERNELS},

@@ -4,17 +4,14 @@ from importlib.util import find_spec
 from types import ModuleType
 
 import pytest
-import torch
 
 from lab.kernels.peers import flex_attention, sglang_triton, vllm_triton
 from lab.timing import method_named
 from lab.timing.forward import DeclinedError, time_forward
 from lab.workloads import scenario
+from tests.devices import ON_GPU
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU that Triton compiles for"),
-]
+pytestmark = [*ON_GPU]
 
 PACKAGES = {sglang_triton: "sglang", vllm_triton: "vllm", flex_attention: "torch"}
 SCENARIOS = (

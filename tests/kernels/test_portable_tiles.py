@@ -12,7 +12,6 @@ from lab.kernels.portable.mla_decode import choose_dot_dtype
 from lab.kernels.portable.tile_choices import choose_mla_tile, choose_ragged_tile, choose_tile
 from lab.kernels.portable.tiles import ProgramTile, halves_of_pairs, paired
 from lab.kernels.support import triton_interprets
-from tests.devices import DEVICES
 from tests.kernels.held import BF16, E4M3
 
 TILE = ProgramTile(16, 64, num_warps=4, num_stages=3)
@@ -26,7 +25,6 @@ def _store_halves(pairs, even, odd, BLOCK: tl.constexpr):
     tl.store(odd + place, odd_half)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("block", "every"),
     [

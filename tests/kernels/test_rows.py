@@ -7,7 +7,6 @@ import triton.language as tl
 
 from lab.kernels.portable.rows import keys_of_block, row_bounds, visible_keys
 from lab.kernels.portable.tiles import ProgramTile
-from tests.devices import DEVICES
 
 ROWS, KEYS = 32, 64
 
@@ -31,7 +30,6 @@ def _write_both(
     tl.store(visible + place, seen)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window_left", [-1, 0, 5, 100])
 @pytest.mark.parametrize(("kv_len", "q_len"), [(64, 16), (40, 16), (10, 16), (0, 3), (64, 1), (50, 7)])

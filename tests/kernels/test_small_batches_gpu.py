@@ -13,13 +13,11 @@ from lab.kernels.portable import paged, partial_results
 from lab.kernels.portable.partial_results import PartialResults
 from lab.metadata.engine.capture import capturing
 from tests.cases import DECODE
+from tests.devices import ON_GPU
 from tests.kernels.held import E4M3
 from tests.kernels.test_portable_gpu import BOUND, assert_right, posed, skip_without_e4m3
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU that Triton compiles for"),
-]
+pytestmark = [*ON_GPU]
 
 LAUNCHES = 3000
 # One request, few and many, equal, unequal and empty; the first three have groups of pieces to merge.

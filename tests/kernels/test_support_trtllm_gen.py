@@ -133,11 +133,7 @@ REFUSED: list[tuple[AttentionCall, dict[str, Any], str]] = [
     ],
     # addresses and strides
     (DECODE, {"gap": "8 bytes a page"}, f"loads 16 bytes at a time: the strides of K {STRIDES} 32776 bytes"),
-    (
-        CONTEXT,
-        {"gap": "4 elements a token"},
-        f"the strides of K {STRIDES} 264 bytes",
-    ),
+    (CONTEXT, {"gap": "4 elements a token"}, f"the strides of K {STRIDES} 264 bytes"),
     (
         DECODE,
         {"kv_start": "K 8 bytes on"},

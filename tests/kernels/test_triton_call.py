@@ -12,13 +12,23 @@ from lab.kernels import portable, prepare
 from lab.kernels.portable.triton_call import TritonCall, TritonLaunch
 from lab.metadata.engine.capture import capturing
 from lab.timing.host_time import host_time
-from tests.cases import context_arguments, decode_arguments, pack_mask, ragged_arguments, ragged_batch, random_batch
-from tests.devices import DEVICES, IN_INTERPRETER, ON_GPU
-from tests.kernels.every_triton_kernel import mla_arguments, on_gpu
+from tests.cases import (
+    CONTEXT,
+    DECODE,
+    MLA,
+    RAGGED,
+    Arguments,
+    context_arguments,
+    decode_arguments,
+    pack_mask,
+    ragged_arguments,
+    ragged_batch,
+    random_batch,
+)
+from tests.devices import IN_INTERPRETER, ON_GPU
+from tests.kernels.every_triton_kernel import deepseek
+from tests.kernels.held import on
 
-Arguments = dict[str, Any]
-DECODE, CONTEXT = "trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache"
-MLA, RAGGED = "trtllm_batch_decode_with_kv_cache_mla", "trtllm_ragged_attention_deepseek"
 NEW_RESULTS: Arguments = {"out": None, "lse": None}
 
 
@@ -57,7 +67,7 @@ def tensor_scales() -> Arguments:
 
 def strided_mla() -> Arguments:
     """A query whose rows are those of a wider one, so that no view has them in one dimension."""
-    arguments = mla_arguments(2, 8, [69, 70])
+    arguments = deepseek(2, 8, [69, 70])
     wider = torch.nn.functional.pad(arguments["query"], (0, 0, 0, 0, 0, 1))
     return arguments | {"query": wider[:, :2]}
 
@@ -77,8 +87,8 @@ CALLS: dict[str, tuple[str, Callable[[], Arguments]]] = {
     "one page, whose table's stride 1 is compiled in": (DECODE, lambda: decode(1, kv_lens=(60, 63))),
     "context": (CONTEXT, context),
     "window of a context": (CONTEXT, lambda: context(window_left=30)),
-    "mla": (MLA, lambda: mla_arguments(2, 8, [69, 70])),
-    "mla, lse in base e": (MLA, lambda: mla_arguments(1, 16, [69, 70]) | {"return_lse_base": "basee"}),
+    "mla": (MLA, lambda: deepseek(2, 8, [69, 70])),
+    "mla, lse in base e": (MLA, lambda: deepseek(1, 16, [69, 70]) | {"return_lse_base": "basee"}),
     "mla, rows apart": (MLA, strided_mla),
     "ragged": (RAGGED, ragged),
 }
@@ -91,7 +101,7 @@ def posed(request: pytest.FixtureRequest) -> tuple[str, Arguments]:
 
 
 def moved(arguments: Arguments, device: str) -> Arguments:
-    return {name: on_gpu(value) for name, value in arguments.items()} if device == "cuda" else arguments
+    return {name: on(device, value) for name, value in arguments.items()}
 
 
 def change_contents(arguments: Arguments) -> None:
@@ -107,7 +117,6 @@ def change_contents(arguments: Arguments) -> None:
         arguments["cum_seq_lens_kv"][1:] = arguments["seq_lens"].cumsum(0)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_every_call_of_a_prepared_one_is_the_whole_call(device: str, posed: tuple[str, Arguments]) -> None:
     function, arguments = posed[0], moved(posed[1], device)
     call = prepare(portable, function, **arguments)
@@ -121,7 +130,6 @@ def test_every_call_of_a_prepared_one_is_the_whole_call(device: str, posed: tupl
         assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_what_a_call_refuses_is_refused_when_it_is_prepared(device: str) -> None:
     arguments = moved(decode(1), device)
     arguments |= {"query": arguments["query"][..., :32], "kv_cache": tuple(c[..., :32] for c in arguments["kv_cache"])}
@@ -133,7 +141,7 @@ def test_what_a_call_refuses_is_refused_when_it_is_prepared(device: str) -> None
 def test_on_a_cpu_every_call_checks_contents() -> None:
     for function, arguments, name in (
         (DECODE, decode(1), "seq_lens"),
-        (MLA, mla_arguments(1, 8, [69, 70]), "seq_lens"),
+        (MLA, deepseek(1, 8, [69, 70]), "seq_lens"),
         (RAGGED, ragged(), "cum_seq_lens_q"),
     ):
         call = prepare(portable, function, **arguments)
@@ -143,10 +151,9 @@ def test_on_a_cpu_every_call_checks_contents() -> None:
             call()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("base", ["base2", "basee"])
 def test_a_batch_without_rows(device: str, base: str) -> None:
-    arguments = moved(mla_arguments(1, 8, [69, 70]), device)
+    arguments = moved(deepseek(1, 8, [69, 70]), device)
     nobody = {name: arguments[name][:0] for name in ("query", "block_tables", "seq_lens")}
     call = prepare(portable, MLA, **arguments | nobody | {"return_lse_base": base})
     for _ in range(2):
