@@ -20,16 +20,7 @@ class Phase(NamedEnum):
 
 @dataclass(frozen=True)
 class IterationFacts:
-    """The cost of an iteration, in µs, and its launches: the GPU's kernels, copies and fills.
-
-    Attributes:
-        step: the number of the iteration.
-        draft_us, plan_us, fix_up_us, verify_us: from the start of a phase's first launch to the end of its last.
-        plan_busy_us: the part of `plan_us` in which one of its launches ran.
-        hidden_us: the part of `plan_busy_us` that fell into the draft.
-        between_us: from the end of the draft to the start of verify.
-        iteration_us: from the end of the iteration before to the end of this one.
-    """
+    """The number of an iteration, its cost in µs, and its launches; `studies.plan_stream` says what each name means."""
 
     step: int
     draft_us: float

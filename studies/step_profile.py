@@ -109,18 +109,7 @@ class LoopProfile:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """The cost of a step, in µs.
-
-    Attributes:
-        step: its number.
-        synchronisations: CUDA calls that wait for the GPU, and copies that block.
-        blocked_us: host time inside them.
-        other_calls_us: host time inside all other CUDA calls.
-        gap_us: of the GPU, from the end of the step before to this step's start; 0 if they overlap.
-        idle_us: time in which nothing ran on the GPU, from the end of the step before to the end of this one.
-        step_us: of the GPU, from the end of the step before to the end of this one.
-        gpu_activities: kernels, copies and fills.
-    """
+    """The cost of a step in µs, and its kernels, copies and fills; `studies.length_copy` says what each name means."""
 
     step: int
     synchronisations: int
