@@ -98,13 +98,9 @@ def completion_times_us(
 def measure_mode(
     model: StandInModel, backend: TRTLLMMHABackend, mode: ForwardMode, batch_size: int, kv_len: int, plan: TimingPlan
 ) -> list[StudyRow]:
-    """Measure a mode eagerly and in a graph, and the copies before a replay.
+    """Measure a mode eagerly and in a graph, and the copies before a replay; raise PointFailedError if one is wrong or fails.
 
-    Returns:
-        Rows with the GPU times of all three; those of the first two have host and completion times as well.
-
-    Raises:
-        PointFailedError: a variant could not be measured, or is wrong.
+    All rows have GPU times; those of the first two have host and completion times as well.
     """
     drawn = draw(model, mode, batch_size, MODES_WIDTH, kv_len)
     made = ModelWorks.of(model, backend, drawn, MODES_WIDTH)
@@ -136,11 +132,7 @@ def _host_times(made: ModelWorks, eager: GpuWork, eager_launches: int) -> dict[s
 def measure_forms(
     model: StandInModel, backend: TRTLLMMHABackend, batch_size: int, width: int, kv_len: int, plan: TimingPlan
 ) -> list[StudyRow]:
-    """Measure the draft extend V2 with each form of output, interleaved.
-
-    Raises:
-        PointFailedError: a form could not be measured, or is wrong.
-    """
+    """Measure the draft extend V2 with each form of output, interleaved; raise PointFailedError if one fails or is wrong."""
     mode = ForwardMode.DRAFT_EXTEND_V2
     drawn = draw(model, mode, batch_size, width, kv_len)
     made = ModelWorks.of(model, backend, drawn, width)

@@ -36,11 +36,7 @@ class IterationFacts:
 
 
 def iteration_facts(loop: LoopProfile, first: int) -> list[IterationFacts]:
-    """Return the facts of each iteration from number `first` on, which must have one before it.
-
-    Raises:
-        IncompleteProfileError: as `studies.step_profile.step_facts`, or a phase is missing.
-    """
+    """Return the facts of each iteration from number `first` on; raises as `step_facts`, and where a phase is missing."""
     iteration_us = {each.step: each.step_us for each in step_facts(loop, first)}
     return [_facts(step, iteration_us[step.number]) for step in loop.steps if step.number in iteration_us]
 

@@ -157,10 +157,7 @@ def point_of(group: str, name: str, trace: Sequence[TracedRequest], portable_onl
 
 
 def points_of(only: Sequence[str], trace: Sequence[TracedRequest], portable_only: bool = False) -> list[Point]:
-    """Return the points of some groups, in the groups' order; the last variant of each is its baseline.
-
-    Args:
-        only: names of groups or of points; all if empty.
+    """Return the points of groups or points of these names, all if there is none; the last variant of each is its baseline.
 
     Raises:
         ValueError: no group and no point has one of the names.
@@ -196,11 +193,7 @@ def facts_of(variant: Variant, work: GpuWork) -> dict[str, Any]:
 
 
 def measure_host(point: Point) -> PointRows:
-    """Measure the host times of calls, interleaved: each does all of its work, except in the group of prepared ones.
-
-    Raises:
-        PointFailedError: as in `measure_variants`.
-    """
+    """Measure the host times of calls, interleaved: each does all of its work, except in the group of prepared ones."""
     prepare = None if point.facts["group"] == HOST_PREPARED else eager_call
 
     def row_of(variant: Variant, work: GpuWork, times: dict[str, HostTime]) -> StudyRow:

@@ -79,12 +79,7 @@ class MatrixProducts:
 
 
 class VerifyRequests:
-    """Requests of a loop that verify drafts. Their pool has slots for all of their tokens.
-
-    Args:
-        max_context_len: of the pool.
-        generator: draws the number of tokens that each request accepts in every iteration.
-    """
+    """Requests of a loop that verify drafts. The pool has slots for all their tokens; the generator draws accepted numbers."""
 
     def __init__(
         self, settings: LoopSettings, max_context_len: int, generator: torch.Generator, device: torch.device
@@ -114,11 +109,7 @@ class LoopRuns:
     profiles: list[LoopProfile] = field(default_factory=list)
 
     def facts(self, step_facts: Callable[[LoopProfile], Sequence[Any]], medians: Callable[[Sequence[Any]], Any]) -> Any:
-        """Return the values of a row: the facts of each counted step by run, and their medians over all runs.
-
-        Args:
-            step_facts: reads a dataclass for each counted step from a profile.
-        """
+        """Return the values of a row: what `step_facts` reads of each counted step by run, and the medians over all runs."""
         runs = [step_facts(each) for each in self.profiles]
         return {
             "medians": medians([facts for run in runs for facts in run]),
@@ -129,14 +120,9 @@ class LoopRuns:
 def measure_loop(
     run: Callable[[LoopVariant], object], rounds: Iterable[Sequence[LoopVariant]], steps_per_run: int
 ) -> dict[LoopVariant, LoopRuns]:
-    """Run the variants of a loop interleaved, each without a profile and with one.
+    """Run the variants of a loop interleaved, each without a profile and with one; `run` marks its steps as "step N".
 
-    Args:
-        run: launches all steps of a variant, each in a range "step N".
-        rounds: the variants of each round, in their order.
-
-    Raises:
-        IncompleteProfileError: a profile lacks events.
+    `rounds` has the variants of each round in their order. Raises IncompleteProfileError where a profile lacks events.
     """
     runs: dict[LoopVariant, LoopRuns] = {}
     for variant in itertools.chain.from_iterable(rounds):
@@ -161,11 +147,7 @@ class LoopStudy(Study):
 
 
 def facts_alone(work: GpuWork, name: str) -> dict[str, Any]:
-    """Measure the GPU time of work outside a loop, replayed in a CUDA graph, L2 warm.
-
-    Returns:
-        JSON-ready facts; the median is called "<name>_us", its interquartile range "<name>_iqr_us".
-    """
+    """Measure the GPU time of work outside a loop, replayed in a CUDA graph, L2 warm; the median is called "<name>_us"."""
     time = measure(work, WARM)
     return {
         f"{name}_us": round(time.median_us, 3),

@@ -135,11 +135,7 @@ class ModelWorks:
         return replay, outputs
 
     def hold(self, outputs: DraftOutputs, form: DraftExtendOutput) -> None:
-        """Judge what the pass has written.
-
-        Raises:
-            AssertionError: a row is wrong.
-        """
+        """Raise AssertionError if a row that the pass has written is wrong."""
         self.truth.hold(outputs.first(_head_rows(self.drawn, form)), form)
 
     def _work(self, form: DraftExtendOutput, prepare: Callable[..., Call], **arguments: Any) -> GpuWork:

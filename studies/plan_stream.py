@@ -138,8 +138,7 @@ class MarkedPlanStream(PlanStream):
 class SpeculativeLoop:
     """Iterations of all variants over the same requests; each run starts from the same lengths.
 
-    Args:
-        draft, verify: launch the stand-ins for the draft steps and for the target model.
+    `draft` and `verify` launch the stand-ins for the draft steps and for the target model.
     """
 
     def __init__(
@@ -167,11 +166,7 @@ class SpeculativeLoop:
                 _, seq_lens = self._iterate(variant, seq_lens, step, self._verify)
 
     def check(self, variant: Planning) -> None:
-        """Run all iterations with a verify pass that copies its metadata, then compare the copies with a fresh build.
-
-        Raises:
-            RuntimeError: verify got other metadata.
-        """
+        """Run all iterations, copy the metadata of each verify; raise RuntimeError unless a fresh build is the same."""
 
         def copies_of(planned: PlannedVerify) -> dict[str, Tensor]:
             return {name: tensor.clone() for name, tensor in planned.tensors().items()}
@@ -235,8 +230,7 @@ def random_trees(*shape: int, generator: torch.Generator) -> Tensor:
 def measure_plannings(settings: PlanLoopSettings) -> list[dict[str, Any]]:
     """Measure all variants of a loop on this GPU, their runs interleaved; return JSON-ready rows.
 
-    Raises:
-        RuntimeError: verify got wrong metadata or a wrong mask.
+    Raises RuntimeError if verify got wrong metadata or a wrong mask.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     draft, verify = (MatrixProducts(gpu_us, device) for gpu_us in (settings.draft_us, settings.verify_us))

@@ -83,8 +83,7 @@ class ProfiledStep:
     def launched_in(self, name: str) -> tuple[TraceEvent, ...]:
         """Return the GPU work that the phase of this name launched, in the order of its starts; none if there is no such phase.
 
-        Raises:
-            IncompleteProfileError: the phase is there and launched nothing.
+        Raises IncompleteProfileError if the phase is there and launched nothing.
         """
         ranges = [each for each in self.phases if each.name == name]
         launched = {call.correlation for call in self.calls if any(each.holds(call) for each in ranges)} - {None}
@@ -263,11 +262,7 @@ def exported_trace(recorded: profile) -> dict[str, Any]:
 
 
 def profiled(run: Callable[[], object]) -> LoopProfile:
-    """Profile a run of a loop on the GPU, from an idle GPU to an idle GPU.
-
-    Raises:
-        IncompleteProfileError: the profile lacks something.
-    """
+    """Profile a run of a loop, from an idle GPU to an idle GPU; raises IncompleteProfileError as `read_profile`."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
         run()

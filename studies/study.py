@@ -51,11 +51,7 @@ class Study(ABC):
 
     @classmethod
     def of(cls, **values: Any) -> "Study":
-        """Return the study of these settings.
-
-        Raises:
-            ValueError: they make no sense.
-        """
+        """Return the study of these settings; raise ValueError if they make no sense."""
         return cls(**values)
 
     @classmethod
@@ -105,8 +101,7 @@ class Study(ABC):
     def run(self, out: Path | None = None) -> ExitStatus:
         """Measure all points, print the answer, and return the exit status of the command.
 
-        Args:
-            out: the JSON file, which is written anew after every point; None keeps no file.
+        The JSON file `out` is written anew after every point; None keeps no file.
         """
         recording = Recording(
             self.name(), out, {**self.method(), **self.facts()}, self.lists, self.derived, self.ceilings

@@ -88,11 +88,7 @@ def timing_plan(clock: str, l2: str, samples: int) -> TimingPlan:
 
 
 def chosen(points: Iterable[Named], only: Sequence[str], name_of: Callable[[Named], str]) -> list[Named]:
-    """Return the points with these names, in the order of `points`; all of them without a name.
-
-    Raises:
-        ValueError: no point has one of the names.
-    """
+    """Return the points with these names, in the order of `points`; all without a name. ValueError: an unknown name."""
     listed = list(points)
     unknown = sorted(set(only) - {name_of(point) for point in listed})
     if unknown:
@@ -153,9 +149,7 @@ def measure_right_ones(
 ) -> tuple[dict[str, Time], dict[str, str]]:
     """Return the times of the variants with right results, and the faults of the wrong ones.
 
-    Args:
-        works: by variant.
-        measure: checks every work before and after it is timed. If one is wrong, the rest is measured again without it.
+    `measure` checks every work before and after it is timed. If one is wrong, the rest is measured again without it.
     """
     right = dict(works)
     wrong: dict[str, str] = {}

@@ -102,11 +102,7 @@ def are_reports(*paths: str) -> bool:
 
 
 def cases_of(file: RecordedFile) -> list[CaseVerdict]:
-    """Return the verdicts of a report.
-
-    Raises:
-        lab.checks.record.ReportError: it is no report that this lab can read; the message names the file.
-    """
+    """Return the verdicts of a report; raise ReportError, which names the file, if this lab cannot read it."""
     try:
         return list(read_cases(file.content))
     except ReportError as error:

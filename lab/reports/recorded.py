@@ -113,10 +113,7 @@ def grouped(pairs: Iterable[tuple[Group, Member]]) -> dict[Group, list[Member]]:
 
 
 def read_file(path: Path, folder: Path | None = None) -> RecordedFile:
-    """Read any recorded file.
-
-    Args:
-        folder: the folder that its name is relative to; its own if None.
+    """Read any recorded file; its name is relative to `folder`, or to its own if None.
 
     Raises:
         RecordedFileError: no such file, or not JSON.

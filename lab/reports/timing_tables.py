@@ -80,11 +80,7 @@ def _median(row: Row) -> Cell:
 
 
 def narrow_columns(settings: Sequence[str]) -> Columns:
-    """Return the columns of a report on paper: fewer than `GPU_COLUMNS`, shares and bounds in brackets.
-
-    Args:
-        settings: names of `SETTINGS` that tell rows of this run apart.
-    """
+    """Return the columns of a report on paper: shares and bounds of `GPU_COLUMNS` in brackets, and these `SETTINGS`."""
     return {
         "scenario": GPU_COLUMNS["scenario"],
         "implementation": _noted("implementation", "kernel"),
@@ -101,11 +97,7 @@ def narrow_columns(settings: Sequence[str]) -> Columns:
 
 
 def timing_tables(run: RecordedRun, name: str) -> list[Table]:
-    """Make tables of GPU time, host time, and times without a stated clock, which are never compared with each other.
-
-    Args:
-        name: what the tables' ids begin with.
-    """
+    """Make tables of GPU time, of host time and of times without a stated clock; their ids begin with `name`."""
     gpu = make_table(
         GPU_COLUMNS, sorted(run.gpu_rows, key=lambda row: row.identity), name=f"{name}-gpu", caption="GPU time"
     )

@@ -46,11 +46,7 @@ ORDER = (
 
 
 def report_markdown(run: RecordedRun, pictures: Sequence[str] = ()) -> str:
-    """Return the report as Markdown.
-
-    Args:
-        pictures: file names of plots to show, in the report's folder.
-    """
+    """Return the report as Markdown; `pictures` are the file names of plots in its folder."""
     rows = sorted(run.gpu_rows, key=_order)
     blocks = [f"# {run.environment.get('gpu', 'No GPU recorded')}, recorded in {run.path.name}"]
     blocks += ["## Environment", markdown_of(table_of_lines(["what", "value"], list(_environment(run))))]

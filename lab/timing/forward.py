@@ -81,10 +81,7 @@ def time_in_turns(
     """Build one pass, and check, time and check it again on each implementation: samples and host times are taken in turns.
 
     What an implementation plans on the host (`lab.kernels.PlannedOnce`) is done before, and its host time is `plan_us`. All
-    read the same tensors, and each writes an output of its own.
-
-    Args:
-        seed: of the contents; None draws one.
+    read the same tensors, and each writes an output of its own. The contents are drawn from the seed, or from a new one.
 
     Returns:
         For each implementation its GPU time and the facts of a recorded row but the ceilings'; or why it has none:
@@ -157,8 +154,7 @@ def time_facts(
 ) -> dict[str, Any]:
     """Return what a row says of its time, units in the keys: the samples, their median, and its share of the ceilings.
 
-    Raises:
-        RefusedTimeError: the GPU cannot do the work in this time.
+    Raises RefusedTimeError where the GPU cannot do the work in this time.
     """
     limits = roofline(time.median_us, bytes_moved, operations, ceilings)
     if why := why_impossible(

@@ -224,12 +224,7 @@ def measure_staged(
 
 
 class BufferContents:
-    """The contents of buffers that works share, all from one seed that nothing knew before.
-
-    Args:
-        buffers: of the work that has the most.
-        seed: of the run.
-    """
+    """The contents of buffers that works share: those of the work with the most, from one seed that nothing knew before."""
 
     def __init__(self, buffers: Sequence[GpuWork], seed: int) -> None:
         self._buffers, self._seed, self._turn = buffers, seed, -1

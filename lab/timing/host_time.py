@@ -46,13 +46,9 @@ def host_time(
     none. Compare the calls of one measurement, not of two.
 
     Args:
-        calls: what to time, by name.
-        batches: samples of each call.
-        calls_per_batch: calls in one sample; all their launches must fit into the driver's queue.
+        batches: samples of each call, at least 1.
+        calls_per_batch: calls in one sample, at least 1; all their launches must fit into the driver's queue.
         timer: a clock in nanoseconds.
-
-    Raises:
-        ValueError: `batches` or `calls_per_batch` below 1.
     """
     if batches < 1 or calls_per_batch < 1:
         raise ValueError(f"batches={batches} and calls_per_batch={calls_per_batch} must be at least 1")

@@ -96,10 +96,8 @@ def roofline(median_us: float, bytes_moved: int, operations: int, ceilings: Ceil
 def why_impossible(bandwidth_percent: float, matrix_rate_percent: float, *, is_cold: bool, kv_dtype: str = "") -> str:
     """Return why a time is shorter than this GPU can be; "" if it is not.
 
-    Args:
-        bandwidth_percent, matrix_rate_percent: of the measured rates, as `Roofline` has them.
-        is_cold: what the work reads was not in L2.
-        kv_dtype: of the cache, by torch's name, whose products may be narrower than bf16's.
+    The percentages are those of `Roofline`; cold means that what the work reads was not in L2. Products of a narrow `kv_dtype`,
+    by torch's name, may be faster than the measured bf16 ones.
     """
     most = 100 * (READING_OVER_COPY if is_cold else L2_OVER_MEMORY)
     if bandwidth_percent > most:

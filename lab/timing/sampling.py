@@ -59,14 +59,10 @@ class Sample:
 def between_events(
     steps: Iterable[Step], state: DeviceState, device_index: int, *, queued: bool, read_every: int = 3
 ) -> list[Sample]:
-    """Time each step by CUDA events.
+    """Time each step by CUDA events, with a reading of the device's state during every `read_every`-th step.
 
-    Args:
-        steps: to time.
-        state: gets a reading of the device during every `read_every`-th step.
-        device_index: of the device.
-        queued: the launches of a step are made while the GPU spins; else the GPU is idle when a step starts, and the host's
-            launch time is in it.
+    The launches of a queued step are made while the GPU spins. Otherwise the GPU is idle when a step starts, and the
+    host's launch time is in it.
     """
     lead = partial(torch.cuda._sleep, LEAD_CYCLES) if queued else None
     samples = []
@@ -120,10 +116,9 @@ def fresh_seed() -> int:
 
 
 def refuse_strangers() -> None:
-    """Refuse to time while a thread runs code that is neither Python's, an installed package's nor the lab's.
+    """Raise RefusedTimeError if a thread runs code that is neither Python's, an installed package's nor the lab's.
 
-    Raises:
-        RefusedTimeError: there is such a thread; it could slow others down, or do a kernel's work between two samples.
+    It could slow others down, or do a kernel's work between two samples.
     """
     frames = sys._current_frames()
     for thread in threading.enumerate():
@@ -138,11 +133,7 @@ def refuse_strangers() -> None:
 
 
 def driver() -> Any:
-    """Return the CUDA driver's bindings.
-
-    Raises:
-        RuntimeError: they are not installed.
-    """
+    """Return the CUDA driver's bindings; raise RuntimeError if they are not installed."""
     try:
         from cuda.bindings import driver  # comes with torch's CUDA wheels
     except ImportError as error:

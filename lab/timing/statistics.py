@@ -68,13 +68,7 @@ class Speed(enum.Enum):
 
 @dataclass(frozen=True)
 class Times:
-    """Times of one call in µs, as recorded.
-
-    Attributes:
-        median_us: their median.
-        iqr_us: the distance of their quartiles; None where it was not recorded.
-        samples_us: the samples; empty where they were not recorded.
-    """
+    """Times of one call in µs, as recorded; without quartiles their distance is None, without samples they are empty."""
 
     median_us: float
     iqr_us: float | None = None

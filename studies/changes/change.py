@@ -50,12 +50,7 @@ def two_clocks(what: str) -> TimesByClock:
 
 
 def pairs(rows: Iterable[RecordedRow], variant: str, before: str, after: str, point: Sequence[str]) -> list[RowPair]:
-    """Return the rows of two variants at each point that has both, in the order of the points.
-
-    Args:
-        variant: the key of a row's variant; `before` and `after` are two of its values.
-        point: the keys that name a point.
-    """
+    """Return the rows of two variants at each point that has both; `variant` and `point` are the keys that name these."""
     found = rows_by_point(rows, point, variant).values()
     return [(variants[before], variants[after]) for variants in found if before in variants and after in variants]
 

@@ -50,8 +50,7 @@ def read_entries(
 ) -> list[Entry]:
     """Judge the recordings in a folder; a change whose recording is not there, or cannot be read, has no answer.
 
-    Args:
-        failures: how commands ended that failed, by module.
+    `failures` says how commands ended that failed, by module.
     """
     return [_entry(folder, change, (failures or {}).get(change.module, "")) for change in changes]
 

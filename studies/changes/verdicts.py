@@ -61,8 +61,7 @@ class Observation:
 def compared(group: str, where: str, clocks: Mapping[str, BeforeAfter], *, least_saved_us: float = 0.0) -> Observation:
     """Return what times say of the statement that more than `least_saved_us` is saved.
 
-    Args:
-        clocks: by name ("" for the only one); the first one's times are the figures of the tables.
+    The clocks are by name, "" for the only one; the first one's times are the figures of the tables.
     """
     said = {standing_of(*times, least_saved_us) for times in clocks.values()}
     if said == {Standing.HOLDS}:

@@ -72,11 +72,7 @@ class Line:
 
 
 def check_legible(count: int, unit: str, most: int, advice: str) -> None:
-    """Refuse more units side by side than can be read.
-
-    Raises:
-        ValueError: `count` is more than `most`; says what to do about it.
-    """
+    """Raise ValueError, with advice, if there are more units side by side than can be read."""
     if count > most:
         raise ValueError(
             f"{count} {unit} side by side, more than {most}, which is as many as can be read side by side: {advice}"

@@ -21,11 +21,7 @@ FLOOR_WORDS = "floor: the least time of its bytes and operations"
 
 
 def forms_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
-    """Draw the GPU time of a draft extend by its outputs, a panel per number of draft tokens; a line is the floor.
-
-    Args:
-        rows: the `forms` of `studies.draft_extend_graph`, as recorded.
-    """
+    """Draw the recorded `forms`: GPU time and floor of a draft extend by its outputs, a panel per number of draft tokens."""
     widths = sorted({row["num_draft_tokens"] for row in rows})
     sizes = sorted({row["batch_size"] for row in rows})
     figure, panels = style.panels(title, 3.6, columns=len(widths), grid="y")
@@ -56,10 +52,9 @@ ARM_WORDS = {"eager": "launched one by one", "graph": "replayed, the copies into
 
 
 def eager_or_graph_figure(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
-    """Draw the time from the call to an idle GPU, eagerly and replayed; marks are the host's and the kernels' own times.
+    """Draw the recorded `modes` of one mode: the time from the call to an idle GPU, eagerly and replayed.
 
-    Args:
-        rows: of one mode, of the `modes` of `studies.draft_extend_graph`, as recorded.
+    Marks are the host's and the kernels' own times.
     """
     sizes = sorted({row["batch_size"] for row in rows})
     figure, axes = style.one_panel(title, 1.6 + 0.5 * len(sizes), grid="x")

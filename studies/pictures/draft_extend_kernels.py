@@ -48,10 +48,7 @@ SHARE_BANDS: Bands = {
 def crossover_figure(rows: Iterable[Mapping[str, Any]], title: str) -> Figure:
     """Draw the context call's time over the decode call's: a panel per number of query rows, requests over keys.
 
-    A measured cell has the gid "<requests> <keys> <query rows>". Ratios below 1 are framed.
-
-    Raises:
-        ValueError: no point has both variants.
+    A measured cell has the gid "<requests> <keys> <query rows>". Ratios below 1 are framed. ValueError: no point has both.
     """
     decode, context = (_by_point(rows, variant, "median_us") for variant in ("decode", "context"))
     ratios = {point: context[point] / time_us for point, time_us in decode.items() if point in context}
@@ -67,10 +64,7 @@ def crossover_figure(rows: Iterable[Mapping[str, Any]], title: str) -> Figure:
 def floor_share_figure(rows: Iterable[Mapping[str, Any]], title: str, q_lens: Sequence[int] = (1, 8, 32)) -> Figure:
     """Draw the floor in percent of each call's time: a line of panels per call, a panel per number of query rows.
 
-    Cells as in `crossover_figure`; their gid begins with the variant.
-
-    Raises:
-        ValueError: no row has one of the numbers of query rows.
+    Cells as in `crossover_figure`; their gid begins with the variant. Raises ValueError if a number has no row.
     """
     rows = list(rows)
     panels: dict[str, tuple[int, dict[tuple[int, int], float]]] = {}
@@ -88,8 +82,7 @@ def floor_share_figure(rows: Iterable[Mapping[str, Any]], title: str, q_lens: Se
 def point_figure(rows: Iterable[Mapping[str, Any]], title: str, requests: int, kv_len: int, q_len: int) -> Figure:
     """Draw two cuts through one point: each variant's time over the query rows, and over the keys; and the floor.
 
-    Raises:
-        ValueError: the point was not measured; says what was.
+    Raises ValueError, with the points that were measured, if this one was not.
     """
     rows = list(rows)
     chosen = {"requests": requests, "kv_len": kv_len, "q_len": q_len}

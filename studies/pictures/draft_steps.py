@@ -103,10 +103,7 @@ def _step_lines(starts: Sequence[int], step: int, draft_step: DraftStep, page_si
 def draft_times_figure(rows: Iterable[Mapping[str, Any]], title: str, *, num_steps: int = 3) -> Figure:
     """Draw the GPU time of one draft's metadata over the length of its requests, by plan: columns of batch sizes, MHA over MLA.
 
-    The rows of equal requests, static buffers and `num_steps` steps are drawn.
-
-    Raises:
-        ValueError: no such row.
+    The rows of equal requests, static buffers and `num_steps` steps are drawn; raises ValueError if there is none.
     """
     drawn = _uniform(rows, mode="draft_steps", num_steps=num_steps)
     figure, panels = _panels(drawn, ("MHA", "MLA"), title, f"{num_steps} steps")
@@ -140,8 +137,7 @@ def lists_figure(rows: Iterable[Mapping[str, Any]], title: str, *, num_steps: in
 def steps_figure(rows: Iterable[Mapping[str, Any]], title: str, *, requests: int, tokens: int) -> Figure:
     """Draw the GPU time of one draft's metadata over `speculative_num_steps`, by plan, at one batch size and length.
 
-    Raises:
-        ValueError: no such row.
+    Raises ValueError if there is no such row.
     """
     drawn = _uniform(rows, mode="draft_steps", requests=requests, kv_tokens=requests * tokens)
     if not drawn:
@@ -162,11 +158,7 @@ def steps_figure(rows: Iterable[Mapping[str, Any]], title: str, *, requests: int
 
 
 def claim_figure(claim: Mapping[str, Any], title: str) -> Figure:
-    """Draw what skipping the lists saved here, per draft, and the saving that the description of 26241 states.
-
-    Args:
-        claim: the recorded `pr_26241`: its stated times per token, and savings on the GPU and on the host in µs.
-    """
+    """Draw the recorded `pr_26241`: what skipping the lists saved per draft, and the saving that its description states."""
     gpu = {f"GPU, {_requests(point)}": saved for point, saved in claim["gpu_saving_us_per_draft_mla"].items()}
     host = {f"host, {form}": saved for form, saved in claim["host_saving_us_per_draft"].items()}
     bars = gpu | host

@@ -131,11 +131,7 @@ def vector_errors_figure(error: torch.Tensor, bound: torch.Tensor, request_of_ro
 def passing_figure(
     passed: Sequence[Sequence[bool]], lengths: Sequence[int], rules: Sequence[str], title: str
 ) -> Figure:
-    """Draw the lengths at which each rule lets an output pass: a line per rule, a column per length in keys.
-
-    Args:
-        passed: per rule, per length.
-    """
+    """Draw the lengths at which each rule lets an output pass: a line per rule, a column per length in keys, as in `passed`."""
     lines = {
         rule: [Box(x, "passes" if passes else "found") for x, passes in enumerate(line)]
         for rule, line in zip(rules, passed, strict=True)

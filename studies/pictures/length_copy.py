@@ -67,8 +67,7 @@ class LoopExcerpt:
 def recorded_excerpt(variant: Mapping[str, Any]) -> LoopExcerpt:
     """Return the steps that a recorded variant's `timeline` holds: rows of lane, name, start and duration in µs.
 
-    Raises:
-        ValueError: no steps, or GPU activities that are not equally many for each step.
+    Raises ValueError if there is no step, or if the steps have different numbers of GPU activities.
     """
     ranges = [(name, start, us) for lane, name, start, us in variant["timeline"] if lane == "host"]
     hosts = sorted((start, int(name.split()[1]), us) for name, start, us in ranges if name.startswith("step "))

@@ -107,10 +107,9 @@ class Saved:
 
 
 def savings_of_overlap(rows: Sequence[Mapping[str, Any]]) -> list[Saved]:
-    """Subtract iterations planned after the inputs from those planned in line, for each kind that has both.
+    """Subtract iterations planned after the inputs from those planned in line, for each kind of recorded `arms` with both.
 
-    Args:
-        rows: the list `arms` of `studies.plan_stream`, as recorded. Runs of the same number are of one round.
+    Runs of the same number are of one round.
     """
     saved = []
     for before, beside in pairs(rows, "start", "in line", "after the inputs", ("drafts", "builder", "draft_us")):

@@ -37,11 +37,7 @@ class Finding:
         return (int(self.label) if self.label.isdigit() else 0, self.heading)
 
     def html(self, folder: Path) -> str:
-        """Return the section that describes the finding, as HTML without links; "" if the folder does not have it.
-
-        Args:
-            folder: searched for a file with the name of the page; the folders of the citation's path are ignored.
-        """
+        """Return the section that describes the finding, as HTML; "" if no page of its name lies in the folder."""
         page = folder / Path(self.path).name
         text = page.read_text(encoding="utf-8") if page.is_file() else ""
         headings = list(SECTION_HEADING.finditer(text))

@@ -26,12 +26,7 @@ OVERVIEW = "experiments.md"  # a page that `lab experiments changes` writes
 
 
 def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
-    """Return the page of a folder's recorded files, as HTML.
-
-    Args:
-        folder: where the Markdown files lie that the page shows too.
-        files: from `lab.reports.recorded.read_folder`; their names tell them apart.
-    """
+    """Return the page of the recorded files of `read_folder`, and of the Markdown files that lie in the folder, as HTML."""
     environment = Environment(
         loader=PackageLoader("lab.reports.html", "."),
         autoescape=True,

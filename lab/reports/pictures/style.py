@@ -56,12 +56,10 @@ def panels(
 ) -> tuple[Figure, NDArray[Any]]:
     """Make a figure with a title and panels that share the axes at the left and below, without a frame.
 
-    Without pyplot, which would keep the figure for ever.
+    Without pyplot, which would keep the figure for ever. The panels are returned as [lines, columns] of `Axes`.
 
     Args:
-        title, height_inches, width_inches: of the figure.
-        lines, columns: of panels, which are returned so: [lines, columns] of `Axes`.
-        grid: the axes at whose ticks light lines stand beneath all else.
+        grid: the axes at whose ticks light lines are drawn.
         log: the axes that are logarithmic: "x", "y" or "xy".
     """
     figure = Figure(figsize=(width_inches, height_inches), dpi=DOTS_PER_INCH, layout="constrained")
@@ -88,12 +86,7 @@ def one_panel(title: str, height_inches: float, **more: Any) -> tuple[Figure, Ax
 def lane_panels(
     title: str, names: Iterable[str], lanes: Sequence[str], end: float, across: str
 ) -> tuple[Figure, list[Axes]]:
-    """Make a panel per name, below each other on one axis of time; `draw_span` draws in its lanes, which begin at the top.
-
-    Args:
-        lanes: their names.
-        end: of the axis, which begins at 0 and is called `across`.
-    """
+    """Make a panel per name, on one axis of time from 0 to `end`; `draw_span` draws in its lanes, which begin at the top."""
     listed = list(names)
     figure, drawn = panels(title, 1.1 + 1.15 * len(listed), len(listed), grid="x")
     for axes, name in zip(drawn[:, 0], listed, strict=True):
@@ -137,13 +130,7 @@ def in_short(number: int) -> str:
 
 
 def legend_below(figure: Figure, columns: int, keys: Iterable[Artist] | None = None, *more: Artist) -> None:
-    """Add one legend below all that is drawn.
-
-    Args:
-        columns: of the legend.
-        keys: what it lists; if None, all that is drawn and has a label, each label once.
-        more: what it lists besides.
-    """
+    """Add one legend below all that is drawn: of `keys`, or of each label once, and of `more`."""
     if keys is None:
         labelled: dict[str, Artist] = {}
         for axes in figure.axes:

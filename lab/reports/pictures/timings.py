@@ -55,9 +55,7 @@ def roofs_of(ceilings: Mapping[str, Any]) -> list[tuple[Roofs, str]]:
 def roofline_figure(rows: Sequence[Row], title: str, ceilings: Mapping[str, Any]) -> Figure:
     """Draw rates against intensity under the roofs: a colour per implementation, a marker per mode, hollow if throttled.
 
-    Args:
-        rows: with their operations and bytes.
-        ceilings: of the run, as `roofs_of` reads them.
+    The rows have their operations and bytes; `roofs_of` reads the ceilings.
     """
     figure, axes = style.one_panel(title, 6.0, log="xy", width_inches=WIDTH_INCHES)
     intensities = [row.facts["operations"] / row.facts["bytes_moved"] for row in rows]
@@ -85,12 +83,10 @@ def roofline_figure(rows: Sequence[Row], title: str, ceilings: Mapping[str, Any]
 
 
 def floor_figure(rows: Sequence[Row], title: str) -> Figure:
-    """Draw time over floor per scenario; the axis is logarithmic, and 1 is the limit.
+    """Draw time over floor per scenario, of rows that have it; the axis is logarithmic, and 1 is the limit.
 
-    A few implementations are bars side by side, which begin at the limit; more of them are marks on one line.
-
-    Args:
-        rows: with a time over their floor. A scenario's name gets the settings too where it alone does not tell rows apart.
+    A few implementations are bars side by side, which begin at the limit; more of them are marks on one line. A scenario's name
+    gets the settings too where the name alone does not tell rows apart.
     """
     are_named = len({(row.scenario, row.implementation) for row in rows}) == len(rows)
     varying = (
