@@ -1,6 +1,7 @@
 """Two reports of the judge side by side: is this upgrade safe?"""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,9 +10,10 @@ from typing import Any
 import pytest
 
 from lab.checks import judge
-from lab.checks.record import ReportError
+from lab.checks.record import ReportError, read_cases
 from lab.references import trtllm
 from lab.reports.changed_verdicts import VerdictChange, compare_verdicts
+from lab.reports.recorded import FileKind, read_file
 from tests.checks.small import SMALL
 from tests.commands.command import run as run_lab
 
@@ -34,6 +36,7 @@ def without_sinks(**arguments: Any) -> Any:
     return right(**arguments)
 
 
+RECORDED = sorted((Path(__file__).parents[2] / "results").glob("*/**/*.json.gz"))
 KERNELS = {each.__name__: SimpleNamespace(**{NAME: each}) for each in (right, window_off_by_one, without_sinks)}
 
 
@@ -101,6 +104,20 @@ def test_a_report_that_cannot_be_read_is_named(reports: dict[str, Path], tmp_pat
     (tmp_path / "older.json").write_text(json.dumps(record))
     with pytest.raises(ReportError, match=r"older\.json: it is no report"):
         compare_verdicts(reports["right"], tmp_path / "older.json")
+
+
+def test_every_recorded_report_of_the_present_form_can_be_read() -> None:
+    """Each name in the cases, once: a class, a field or a member that gets another name must get it in the records too."""
+    met: set[str] = set()
+    for file in map(read_file, RECORDED):
+        if file.kind is not FileKind.JUDGE or "ranges" not in file.content:
+            continue
+        for case in file.content["cases"]:
+            names = set(re.findall(r"\w+(?:\.\w+|=|\()", case["case"]))
+            if names - met:
+                assert list(read_cases(file.content | {"cases": [case]})), file.name
+                met |= names
+    assert "ReplaySequence.A_B_A" in met
 
 
 def test_the_command_tells_reports_from_runs(reports: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
