@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lab.timing.cupti import Activity, busy_us, record, span_us
+from lab.timing.cupti import Activity, _cupti, busy_us, record, span_us
 
 
 def activities(*times_ns: tuple[int, int]) -> list[Activity]:
@@ -132,6 +132,14 @@ def test_without_cupti_python_the_error_says_what_to_install(monkeypatch: pytest
     monkeypatch.setattr("importlib.metadata.version", lambda package: "13.0.1")
     with pytest.raises(RuntimeError, match=r"pip install '.\[cupti\]'.*graph clock"):
         record([(None, lambda: None)])
+
+
+def test_the_oldest_cupti_python_is_taken(monkeypatch: pytest.MonkeyPatch, simulated: SimulatedCupti) -> None:
+    monkeypatch.setattr("lab.timing.cupti._cupti", _cupti)
+    monkeypatch.setitem(sys.modules, "cupti", SimpleNamespace(cupti=simulated, __path__=[]))
+    monkeypatch.setitem(sys.modules, "cupti.cupti", simulated)
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "13.0.0")
+    assert len(record([(None, lambda: simulated.launch(Kinds.MEMCPY, 1, 2))])) == 1
 
 
 def test_an_old_cupti_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """One pass on several implementations: who declines, who is wrong, and what a plan costs the host, without a GPU."""
 
+import contextlib
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +10,10 @@ import torch
 
 from lab import references
 from lab.metadata import ForwardMode
-from lab.timing import GpuTime, GpuWork, Method, forward, method_named
-from lab.timing.forward import DeclinedError, time_forward, time_in_turns
+from lab.timing import Ceilings, GpuTime, GpuWork, Method, forward, method_named
+from lab.timing.forward import DeclinedError, time_facts, time_forward, time_in_turns
+from lab.timing.host_time import CALLS_PER_BATCH, HostTime
+from lab.timing.sampling import RefusedTimeError
 from lab.timing.staging import check_results, renew
 from lab.workloads import ForwardCase
 from lab.workloads.inputs.forward_pass import ForwardPass, build_forward
@@ -79,6 +82,34 @@ def test_one_alone_raises_its_reason() -> None:
     assert (time.median_us, facts["kernel"]) == (2.0, "references")
     with pytest.raises(DeclinedError, match="no such head"):
         time_forward(CASE, module("declining", **{DECODE: declines}), METHOD)
+
+
+@pytest.mark.parametrize(("median_us", "calls"), [(2.0, CALLS_PER_BATCH), (1000.0, 25), (1e6, 1)])
+def test_host_times_keep_the_gpu_busy_for_half_a_second_at_most(
+    median_us: float, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20 batches of 25 calls of a millisecond are half a second."""
+    timed: list[int] = []
+
+    def host_time(work: Mapping[str, Any], *, batches: int, calls_per_batch: int) -> dict[str, HostTime]:
+        timed.append(calls_per_batch)
+        return {name: HostTime((1.0,) * batches) for name in work}
+
+    monkeypatch.setattr(forward, "host_time", host_time)
+    monkeypatch.setattr(
+        forward, "measure_staged", lambda staged, method, seed: dict.fromkeys(staged, GpuTime((median_us,), method, 1))
+    )
+    time_forward(CASE, references, METHOD)
+    assert timed == [calls]
+
+
+@pytest.mark.parametrize(("l2", "is_refused"), [("cold", True), ("warm", False)])
+def test_a_time_beyond_the_memorys_bandwidth_is_refused_where_l2_is_cold(l2: str, is_refused: bool) -> None:
+    """8 MB in a microsecond are twice the bandwidth."""
+    ceilings = Ceilings(bandwidth_gbps=4000, matrix_rate_tflops=800)
+    time = GpuTime((1.0,), method_named("graph", l2), launches=1)
+    with pytest.raises(RefusedTimeError, match="200 %") if is_refused else contextlib.nullcontext():
+        assert time_facts(time, ceilings, 8_000_000, 0)["bandwidth_percent"] == 200
 
 
 def test_nothing_is_timed_where_all_decline() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from lab.timing import L2, Clock, DeviceClock, GpuTime, Method
+from lab.timing import L2, Clock, DeviceClock, GpuTime, Method, cupti
 from lab.timing.cupti import Activity
 from lab.timing.device_state import DeviceState
-from lab.timing.gpu_time import BufferContents, _from_records, _from_samples, _shuffled_rounds
+from lab.timing.gpu_time import BufferContents, _from_records, _from_samples, _recorded, _shuffled_rounds
 from lab.timing.sampling import RefusedTimeError, Sample, check_clocks, refuse_strangers
 from lab.timing.staging import MOST_COPIES, Staged, buffer_copies
 from lab.timing.work import GpuWork
@@ -99,9 +99,17 @@ def test_a_lost_record_is_an_error_and_not_a_shorter_time() -> None:
         _from_records([replay, replay[:1]], staged(calls=1, launches=2), WARM, DeviceState())
 
 
+def test_the_device_is_read_while_it_works_on_a_tenth_of_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cupti, "record", lambda steps: [run() for _, run in steps])
+    state, done = DeviceState(), []
+    state.read = lambda device: done.append("read")  # type: ignore[method-assign]
+    _recorded([(None, lambda: done.append("run"))] * 40, 40, state, 0)
+    assert done == [*["run", "read"], *["run"] * 3] * 10
+
+
 def test_two_clocks_that_disagree_refuse_the_time() -> None:
     """By 3 % and the slack together, of the medians; a sample without the host's time says nothing."""
-    check_clocks([Sample(1000.0, 1054.0), Sample(1000.0, 900.0), Sample(1000.0, 1056.0), Sample(1.0, None)], 25.0)
+    check_clocks([Sample(1000.0, 1056.0), Sample(1000.0, 900.0), Sample(1000.0, 1056.5), Sample(1.0, None)], 25.0)
     for samples in ([Sample(1000.0, 1060.0)], [Sample(1060.0, 1000.0)], [Sample(100.0, 1000.0), Sample(100.0, 900.0)]):
         with pytest.raises(RefusedTimeError, match="two waits for the whole GPU"):
             check_clocks(samples, 25.0)

@@ -35,6 +35,10 @@ def test_work_bound_by_the_matrix_units() -> None:
     assert line.bandwidth_percent == pytest.approx(0.25)
 
 
+def test_work_bound_by_both_is_bound_by_memory() -> None:
+    assert roofline(1.0, 4_000_000, 800_000_000, CEILINGS).floor_bound == "memory"
+
+
 def test_an_unknown_gpu_has_no_datasheet_figures() -> None:
     assert CEILINGS.facts()["datasheet_bandwidth_gbps"] is None
     known = Ceilings(4000, 800, Datasheet(4800, 989, "a datasheet")).facts()
@@ -51,7 +55,7 @@ def test_least_times_are_by_both_rates_and_an_unknown_rate_bounds_nothing() -> N
     [
         (110.0, 0.0, True, "", ""),
         (111.0, 0.0, True, "", "its bytes at 111 % of the bandwidth .* only reads reaches 110 % at most"),
-        (399.0, 0.0, False, "", ""),
+        (400.0, 0.0, False, "", ""),
         (401.0, 0.0, False, "", "at 401 % .* a warm L2 reaches 400 % at most"),
         (0.0, 130.0, True, "", ""),
         (0.0, 131.0, True, "bfloat16", "at 131 % of the matrix rate .* reach 130 % at most"),

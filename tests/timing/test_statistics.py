@@ -55,6 +55,19 @@ def test_a_significant_difference_below_the_minimum_effect_is_none() -> None:
     assert compare_samples(samples_us(100, 0.1, seed=1), samples_us(101, 0.1, seed=2), Rule(0.5)).speed is Speed.SLOWER
 
 
+@pytest.mark.parametrize("after_us", [103.0, 97.0])
+def test_an_effect_of_just_the_minimum_is_none(after_us: float) -> None:
+    assert compare_samples([100.0] * 5, [after_us] * 5, Rule(3.0)).speed is Speed.SAME
+
+
+def test_a_rank_test_at_just_its_level_is_not_significant() -> None:
+    before, after = [100.0, 101.0, 102.0, 103.0, 104.0], [200.0, 201.0, 202.0, 203.0, 204.0]
+    p_value = compare_samples(before, after).p_value
+    found = compare_samples(before, after, Rule(significance=p_value))
+    assert (found.speed, found.reason) == (Speed.UNSURE, f"the rank test is not significant at {p_value:g}")
+    assert compare_samples(before, after, Rule(significance=1.01 * p_value)).speed is Speed.SLOWER
+
+
 def test_an_interval_across_the_minimum_effect_is_unsure_though_the_point_is_beyond_it() -> None:
     comparison = compare_samples(samples_us(100, 2, seed=1), samples_us(104, 2, seed=2))
     assert comparison.effect_percent > 3
