@@ -2,6 +2,7 @@
 
 from itertools import combinations
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
@@ -9,6 +10,18 @@ from matplotlib.text import Text
 def words(figure: Figure) -> list[str]:
     """All lines that are written in a picture, invisible text left out."""
     return [line for text in _texts(figure) for line in text.get_text().splitlines()]
+
+
+def gids(figure: Figure) -> set[str]:
+    """The names of the patches that have one, each once."""
+    found = [patch.get_gid() for patch in figure.axes[0].patches if patch.get_gid()]
+    assert len(found) == len(set(found))
+    return set(found)
+
+
+def curves(axes: Axes) -> list[list[tuple[float, float]]]:
+    """The points of each line."""
+    return [list(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in axes.lines]
 
 
 def assert_legible(figure: Figure) -> None:

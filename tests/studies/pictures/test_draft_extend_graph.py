@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
@@ -31,7 +30,7 @@ from studies.pictures.static_buffers import (
 from studies.stand_in_model import StandInModel, StandInPass, draw_pass
 from tests.devices import IN_INTERPRETER
 from tests.metadata.draft_extend_cases import PAGE_SIZE, new_model
-from tests.reports.pictures.figures import assert_legible, words
+from tests.reports.pictures.figures import assert_legible, gids, words
 from tests.studies.recorded import recorded
 
 RECORDED = recorded("draft_extend_graph")
@@ -42,7 +41,7 @@ LIVE, PADDING, STALE_READ, STALE, PRESET = CellState
 Replay = Callable[[], object]
 
 
-class Story:
+class Replays:
     """A graph, and replays of batches that were drawn beforehand."""
 
     def __init__(self, width: int = WIDTH) -> None:
@@ -58,7 +57,7 @@ class Story:
         )
         return partial(self.graph.replay, drawn.batch, drawn.input_ids, drawn.hidden_states, drawn.accept_lens)
 
-    def told(self, *batches: tuple[int, ...]) -> ReplayedBuffers:
+    def buffers_after(self, *batches: tuple[int, ...]) -> ReplayedBuffers:
         """The buffers behind the last of several replays."""
         buffers = static_buffers(self.graph)
         written = [written_cells(buffers, self.replay(batch)) for batch in batches]
@@ -67,28 +66,22 @@ class Story:
 
 @cache
 def padded() -> ReplayedBuffers:
-    return Story().told(FIRST, SECOND)
+    return Replays().buffers_after(FIRST, SECOND)
 
 
 @cache
 def smaller() -> ReplayedBuffers:
-    return Story().told(FIRST, SECOND, THIRD)
+    return Replays().buffers_after(FIRST, SECOND, THIRD)
 
 
 def num_pages(prefix_len: int) -> int:
     return -(-(prefix_len + WIDTH) // PAGE_SIZE)
 
 
-def gids(figure: Figure) -> set[str]:
-    found = [patch.get_gid() for patch in figure.axes[0].patches if patch.get_gid()]
-    assert len(found) == len(set(found))
-    return set(found)
-
-
 @IN_INTERPRETER
 def test_which_cells_a_replay_writes() -> None:
-    story = Story()
-    written = written_cells(static_buffers(story.graph), story.replay(SECOND))
+    replays = Replays()
+    written = written_cells(static_buffers(replays.graph), replays.replay(SECOND))
     rows = len(SECOND) * WIDTH
     for name in ("seq_lens", "req_pool_indices", "extend_seq_lens", "cache_seqlens", "cu_seqlens_q", "cu_seqlens_k"):
         assert bool(written[name].all()), name
@@ -96,17 +89,17 @@ def test_which_cells_a_replay_writes() -> None:
     for name in ("input_ids", "hidden_states"):
         assert written[name].tolist() == [True] * rows + [False] * (8 - rows), name
     assert written["select_index"].tolist() == [True] * 3 + [False]
-    width = story.model.pool.block_table_width
+    width = replays.model.pool.block_table_width
     pages = [num_pages(prefix_len) for prefix_len in SECOND] + [1]  # padding has one token
     assert written["page_table"].tolist() == [[c < each for c in range(width)] for each in pages]
 
 
 @IN_INTERPRETER
 def test_looking_leaves_the_buffers_as_the_replay_does() -> None:
-    def contents(story: Story) -> dict[str, list[Any]]:
-        return {name: tensor.tolist() for name, tensor in static_buffers(story.graph).items()}
+    def contents(replays: Replays) -> dict[str, list[Any]]:
+        return {name: tensor.tolist() for name, tensor in static_buffers(replays.graph).items()}
 
-    looked_at, only_replayed = Story(), Story()
+    looked_at, only_replayed = Replays(), Replays()
     for batch in (FIRST, SECOND):
         written_cells(static_buffers(looked_at.graph), looked_at.replay(batch))
         only_replayed.replay(batch)()
@@ -150,13 +143,13 @@ def test_padding_that_is_not_reset_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
 
     resets = StaticInputs.load
     monkeypatch.setattr(StaticInputs, "load", load)
-    assert Story().told(FIRST, SECOND).states["req_pool_indices"] == [LIVE] * 3 + [STALE_READ]
+    assert Replays().buffers_after(FIRST, SECOND).states["req_pool_indices"] == [LIVE] * 3 + [STALE_READ]
 
 
 @IN_INTERPRETER
-@pytest.mark.parametrize("story", [padded, smaller])
-def test_every_cell_is_drawn_with_its_value(story: Callable[[], ReplayedBuffers]) -> None:
-    buffers = story()
+@pytest.mark.parametrize("replayed", [padded, smaller])
+def test_every_cell_is_drawn_with_its_value(replayed: Callable[[], ReplayedBuffers]) -> None:
+    buffers = replayed()
     figure = buffers_figure(buffers, "a title")
     expected = set()
     for name, states in buffers.states.items():
@@ -174,17 +167,17 @@ def test_every_cell_is_drawn_with_its_value(story: Callable[[], ReplayedBuffers]
 
 
 @IN_INTERPRETER
-@pytest.mark.parametrize("story", [padded, smaller])
-def test_buffers_are_legible(story: Callable[[], ReplayedBuffers]) -> None:
-    assert_legible(buffers_figure(story(), "a title"))
+@pytest.mark.parametrize("replayed", [padded, smaller])
+def test_buffers_are_legible(replayed: Callable[[], ReplayedBuffers]) -> None:
+    assert_legible(buffers_figure(replayed(), "a title"))
 
 
 @IN_INTERPRETER
 def test_the_widest_buffers_are_legible_and_wider_ones_refused() -> None:
     most = MOST_ROWS // max(CAPTURED)
-    assert_legible(buffers_figure(Story(most).told(FIRST, SECOND), "a title"))
+    assert_legible(buffers_figure(Replays(most).buffers_after(FIRST, SECOND), "a title"))
     with pytest.raises(ValueError, match=f"28 query rows side by side, more than {MOST_ROWS}"):
-        buffers_figure(Story(most + 1).told(SECOND), "a title")
+        buffers_figure(Replays(most + 1).buffers_after(SECOND), "a title")
 
 
 def bars(axes: Axes) -> list[Rectangle]:

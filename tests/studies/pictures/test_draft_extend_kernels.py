@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
@@ -15,7 +14,7 @@ from studies.pictures.draft_extend_kernels import (
     floor_share_figure,
     point_figure,
 )
-from tests.reports.pictures.figures import assert_legible, words
+from tests.reports.pictures.figures import assert_legible, curves, words
 from tests.studies.recorded import recorded
 
 ROWS = recorded("draft_extend_kernels")["rows"]
@@ -65,10 +64,6 @@ def place_of(patch: Any) -> tuple[int, int]:
 def patch_of(figure: Figure, gid: str) -> Any:
     (found,) = (patch for axes in figure.axes for patch in axes.patches if patch.get_gid() == gid)
     return found
-
-
-def lines(axes: Axes) -> list[list[tuple[float, float]]]:
-    return [list(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in axes.lines]
 
 
 def test_a_cell_is_the_ratio_of_the_calls() -> None:
@@ -122,14 +117,14 @@ def test_cuts_run_through_the_point() -> None:
     portable = a_row("portable decode", 1, 1024, 1, 12.0)
     figure = point_figure([*SOME_ROWS, portable], "cuts", 1, 1024, 1)
     over_rows, over_keys = figure.axes
-    assert lines(over_rows) == [
+    assert curves(over_rows) == [
         [(1, 10), (8, 40)],
         [(1, 100), (8, 38)],
         [(1, 12)],
         [(1, 2), (8, 16)],
         [(1, 0), (1, 1)],  # the point's own place
     ]
-    assert lines(over_keys)[:2] == [[(1024, 10), (4096, 10)], [(1024, 100), (4096, 20)]]
+    assert curves(over_keys)[:2] == [[(1024, 10), (4096, 10)], [(1024, 100), (4096, 20)]]
     assert (over_rows.get_title(), over_keys.get_title()) == ("1 request, 1K keys", "1 request, 1 query row")
     assert {"decode: decode kernel", "context: context kernel", "floor"} <= set(words(figure))
 

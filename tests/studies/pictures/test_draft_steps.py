@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lab.metadata import ForwardBatch, KVPool
@@ -28,7 +27,7 @@ from studies.pictures.draft_steps import (
     lists_figure,
     steps_figure,
 )
-from tests.reports.pictures.figures import assert_legible, words
+from tests.reports.pictures.figures import assert_legible, curves, words
 from tests.studies.recorded import recorded
 
 RECORDED = recorded("draft_steps")
@@ -169,16 +168,12 @@ def time_of(rows: list[dict[str, Any]], **wanted: Any) -> float:
     return float(found)
 
 
-def lines(axes: Axes) -> list[list[tuple[float, float]]]:
-    return [list(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in axes.lines]
-
-
 def test_each_panel_has_its_rows_times() -> None:
     rows = some_rows()
     figure = draft_times_figure(rows, "times")
     panels = [(attention, n) for attention in ("mha", "mla") for n in (1, 8)]
     for axes, (attention, n) in zip(figure.axes, panels, strict=True):
-        assert lines(axes) == [
+        assert curves(axes) == [
             [
                 (t, time_of(rows, kernel=f"{attention} {plan}", requests=n, kv_tokens=n * t, num_steps=3))
                 for t in (1024, 8192)
@@ -195,14 +190,14 @@ def test_the_lists_stand_above_their_floor() -> None:
             [(t, time_of(rows, kernel=kernel, requests=n, kv_tokens=n * t, num_steps=2)) for t in (1024, 8192)]
             for kernel in ("serial", "spread")
         )
-        assert lines(axes) == [serial, spread, [(t, time / 4) for t, time in serial]]
+        assert curves(axes) == [serial, spread, [(t, time / 4) for t, time in serial]]
 
 
 def test_steps_are_those_of_one_point() -> None:
     rows = some_rows()
     figure = steps_figure(rows, "steps", requests=8, tokens=1024)
     for axes, attention in zip(figure.axes, ("mha", "mla"), strict=True):
-        assert lines(axes) == [
+        assert curves(axes) == [
             [(s, time_of(rows, kernel=f"{attention} {plan}", requests=8, kv_tokens=8192, num_steps=s)) for s in (2, 3)]
             for plan in ("common_template", "per_step", "one_launch")
         ]

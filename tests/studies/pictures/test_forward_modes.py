@@ -13,7 +13,7 @@ from lab.references.forward_metadata import forward_metadata
 from lab.workloads import ForwardCase
 from lab.workloads.inputs.forward_pass import ForwardPass, build_forward
 from studies.pictures.forward_modes import MOST_SLOTS, reading_figure, request_reads
-from tests.reports.pictures.figures import assert_legible, words
+from tests.reports.pictures.figures import assert_legible, gids, words
 
 P = 4
 # Mode, tokens before the pass, query rows, draft step.
@@ -50,9 +50,7 @@ def drawn(forward: ForwardPass, **changes: Any) -> Figure:
 
 def cells(figure: Figure) -> set[tuple[str, int, int]]:
     """Kind, query row and position of the cells beneath the tokens."""
-    gids = [patch.get_gid() for patch in figure.axes[0].patches if patch.get_gid()]
-    assert len(gids) == len(set(gids))
-    return {(kind, int(row), int(position)) for kind, row, position in (gid.split() for gid in gids)}
+    return {(kind, int(row), int(position)) for kind, row, position in map(str.split, gids(figure))}
 
 
 def visible_pairs(name: str) -> Iterator[tuple[str, int, int]]:

@@ -20,7 +20,7 @@ from studies.pictures.length_copy import (
     variants_figure,
     verify_mask_figure,
 )
-from tests.reports.pictures.figures import assert_legible, words
+from tests.reports.pictures.figures import assert_legible, gids, words
 from tests.studies.recorded import recorded
 
 VARIANTS = recorded("length_copy")["arms"]
@@ -125,10 +125,8 @@ def masks(seq_lens: tuple[int, ...], d: int = 3) -> list[VerifyMask]:
 
 
 def mask_cells(figure: Figure) -> set[tuple[str, int, int, int, str]]:
-    gids = [patch.get_gid().split() for patch in figure.axes[0].patches if patch.get_gid()]
-    cells = {(form, int(i), int(row), int(column), kind) for form, i, row, column, kind in gids}
-    assert len(cells) == len(gids)
-    return cells
+    named = map(str.split, gids(figure))
+    return {(form, int(i), int(row), int(column), kind) for form, i, row, column, kind in named}
 
 
 def test_each_draft_token_sees_the_prefix_and_the_drafts_up_to_itself() -> None:
