@@ -4,6 +4,7 @@ A file's kind follows from its content, not from its name. pytest-benchmark's JS
 with their method, their clocks and what they ran on.
 """
 
+import functools
 import math
 import statistics
 from collections import Counter
@@ -16,6 +17,7 @@ from lab.files import read_json, without_suffix
 from lab.named_enum import NamedEnum
 from lab.timing.gpu_time import interquartile_range
 from lab.timing.method import Clock
+from lab.timing.statistics import IN_TURNS, Speed, compare_samples
 
 GPU_CLOCKS = frozenset(clock.value for clock in Clock)
 # Two rows that agree in these names of `extra_info` are the same measurement. How it was timed is part of it.
@@ -221,6 +223,25 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Rivals:
+    """The rows of GPU time of one run that differ in their implementation alone, the fastest first."""
+
+    rows: tuple[Row, ...]
+
+    @functools.cached_property
+    def speeds(self) -> tuple[Speed, ...]:
+        """Each row but the first compared with the first, by the rule for samples in turns."""
+        fastest = self.rows[0].samples_us
+        return tuple(compare_samples(fastest, row.samples_us, IN_TURNS).speed for row in self.rows[1:])
+
+    @property
+    def as_fast(self) -> list[str]:
+        """The implementations that are the fastest, or the SAME."""
+        speeds = (Speed.SAME, *self.speeds)
+        return [row.implementation for row, speed in zip(self.rows, speeds, strict=True) if speed is Speed.SAME]
+
+
+@dataclass(frozen=True)
 class RecordedRun:
     """One run of the benchmarks.
 
@@ -243,6 +264,15 @@ class RecordedRun:
     def gpu_rows(self) -> tuple[Row, ...]:
         """Rows of GPU time; no other time is compared with it."""
         return tuple(row for row in self.rows if row.is_gpu_time)
+
+    @functools.cached_property
+    def rivals(self) -> list[Rivals]:
+        """The rows of GPU time by what they measure, in the order of that."""
+        found = grouped(
+            (tuple(item for item in row.identity if item[0] != "implementation"), row)
+            for row in sorted(self.gpu_rows, key=lambda row: row.median_us)
+        )
+        return [Rivals(tuple(found[identity])) for identity in sorted(found)]
 
     @property
     def host_rows(self) -> tuple[Row, ...]:

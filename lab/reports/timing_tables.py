@@ -1,13 +1,13 @@
 """Recorded benchmarks as tables, for the Markdown report and for the page: GPU time and its floor, host time, ceilings."""
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
-from lab.reports.recorded import MODULE_PREFIX, RecordedRun, Row, grouped
+from lab.reports.recorded import MODULE_PREFIX, RecordedRun, Rivals, Row, grouped
 from lab.reports.tables import ABSENT, Cell, Columns, Table, make_table, number, words
-from lab.timing.statistics import IN_TURNS, Speed, compare_samples
+from lab.timing.statistics import Speed
 from lab.wording import counted
 
 THROTTLED = "**throttled**"
@@ -109,39 +109,6 @@ def timing_tables(run: RecordedRun, name: str) -> list[Table]:
     return [table for table in (side_by_side, gpu, host, others, not_timed) if table.rows]
 
 
-@dataclass(frozen=True)
-class Rivals:
-    """The rows of GPU time of one run that differ in their implementation alone, the fastest first."""
-
-    rows: tuple[Row, ...]
-
-    @functools.cached_property
-    def speeds(self) -> tuple[Speed, ...]:
-        """Each row but the first compared with the first, by the rule for samples in turns."""
-        fastest = self.rows[0].samples_us
-        return tuple(compare_samples(fastest, row.samples_us, IN_TURNS).speed for row in self.rows[1:])
-
-    @property
-    def as_fast(self) -> list[str]:
-        """The implementations that are the fastest, or the SAME."""
-        speeds = (Speed.SAME, *self.speeds)
-        return [row.implementation for row, speed in zip(self.rows, speeds, strict=True) if speed is Speed.SAME]
-
-    def median(self, implementation: str) -> Cell:
-        """Return the cell of an implementation's median, in a style of its own where it is one of the fastest."""
-        median_us = next((row.median_us for row in self.rows if row.implementation == implementation), None)
-        return replace(number(median_us, 1), style="faster" if implementation in self.as_fast else "")
-
-
-def rivals_of(run: RecordedRun) -> list[Rivals]:
-    """Return the rivals of a run, in the order of what they measure."""
-    found = grouped(
-        (tuple(item for item in row.identity if item[0] != "implementation"), row)
-        for row in sorted(run.gpu_rows, key=lambda row: row.median_us)
-    )
-    return [Rivals(tuple(found[identity])) for identity in sorted(found)]
-
-
 def _of_fastest(cell: Callable[[Row], Cell]) -> Callable[[Rivals], Cell]:
     return lambda rivals: cell(rivals.rows[0])
 
@@ -151,7 +118,7 @@ def fastest_table(run: RecordedRun, name: str = "") -> Table:
 
     A scenario of one implementation is there if its time over floor is known.
     """
-    shown = [each for each in rivals_of(run) if each.speeds or each.rows[0].time_over_floor is not None]
+    shown = [each for each in run.rivals if each.speeds or each.rows[0].time_over_floor is not None]
     columns: Columns = {
         "scenario": _of_fastest(GPU_COLUMNS["scenario"]),
         "fastest": _of_fastest(_noted("implementation", "kernel")),
@@ -173,7 +140,7 @@ def fastest_sentence(runs: Sequence[RecordedRun]) -> str:
 
     It counts the scenarios that several implementations were timed in, in each run by itself; without one, it is "".
     """
-    compared_by_run = [[each for each in rivals_of(run) if each.speeds] for run in runs]
+    compared_by_run = [[each for each in run.rivals if each.speeds] for run in runs]
     compared = [rivals for of_run in compared_by_run for rivals in of_run]
     # The first is the fastest only if the second is slower by the lab's rule.
     wins = Counter(rivals.rows[0].implementation for rivals in compared if rivals.speeds[0] is Speed.SLOWER)
@@ -184,6 +151,12 @@ def fastest_sentence(runs: Sequence[RecordedRun]) -> str:
     if (num_runs := sum(map(bool, compared_by_run))) > 1:
         scenarios += f", in {num_runs} runs"
     return f"Fastest in {scenarios}: {', '.join(numbers)}." if compared else ""
+
+
+def _median_of(implementation: str, rivals: Rivals) -> Cell:
+    """Return the cell of an implementation's median, in a style of its own where it is one of the fastest."""
+    median_us = next((row.median_us for row in rivals.rows if row.implementation == implementation), None)
+    return replace(number(median_us, 1), style="faster" if implementation in rivals.as_fast else "")
 
 
 def side_by_side_table(run: RecordedRun, name: str = "") -> Table:
@@ -198,11 +171,11 @@ def side_by_side_table(run: RecordedRun, name: str = "") -> Table:
         "scenario": _of_fastest(GPU_COLUMNS["scenario"]),
         "floor, µs": _of_fastest(GPU_COLUMNS["floor, µs"]),
         "fastest": lambda rivals: words(", ".join(rivals.as_fast)),
-        **{f"{each}, µs": functools.partial(Rivals.median, implementation=each) for each in names},
+        **{f"{each}, µs": partial(_median_of, each) for each in names},
         **{heading: _of_fastest(cell) for heading, cell in SETTINGS.items()},
     }
     caption = "Implementations side by side, medians; in each scenario their samples were taken in turns"
-    return make_table(columns, rivals_of(run), name=name, caption=caption, say_once=SETTINGS)
+    return make_table(columns, run.rivals, name=name, caption=caption, say_once=SETTINGS)
 
 
 def not_timed_table(run: RecordedRun, name: str = "") -> Table:
