@@ -47,22 +47,22 @@ def mode_cases(
         q_lens: query rows per request of the modes that have equally many for all.
         long: prefixes beyond the geometry's window, where the GPU's work is.
     """
+
+    def case(mode: ForwardMode, prefix_lens: Sequence[int], q_lens: Sequence[int], **settings: Any) -> ForwardCase:
+        return ForwardCase(mode, name, tuple(prefix_lens), tuple(q_lens), page_size=page_size, **settings)
+
     prefixes = (0, page_size - 1, page_size, page_size + 1, *long)
-    ones = tuple(1 for _ in prefixes)
-    yield ForwardCase(ForwardMode.DECODE, name, prefixes, ones, page_size=page_size)
-    for step in (0, 2):
-        yield ForwardCase(ForwardMode.DECODE, name, prefixes, ones, draft_step=step, page_size=page_size)
+    unequal, dealt, new = (5, 1, 2, 4, 3, 1), (5, page_size + 1, 70, 4, 130, 33), (5, page_size + 1, 70, 1, 130, 33)
+    for step in (None, 0, 2):
+        yield case(ForwardMode.DECODE, prefixes, (1,) * len(prefixes), draft_step=step)
     # A frozen-KV draft has no token of its own, so a request has one at least, and here two branches.
-    branches = tuple(prefix for prefix in (1, *prefixes[1:]) for _ in range(2))
-    yield ForwardCase(
-        ForwardMode.DECODE, name, branches, (1,) * len(branches), FROZEN_KV_STEP, topk=2, page_size=page_size
-    )
+    branches = [prefix for prefix in (1, *prefixes[1:]) for _ in range(2)]
+    yield case(ForwardMode.DECODE, branches, (1,) * len(branches), draft_step=FROZEN_KV_STEP, topk=2)
     for q_len in q_lens:
         # Offsets that cross a page: the request before the edge gains a page, the one on it too.
         edge = max(page_size - q_len, 0)
         crossing = (0, edge, edge + 1, page_size, *long)
-        widths = tuple(q_len for _ in crossing)
-        verify = ForwardCase(ForwardMode.TARGET_VERIFY, name, crossing, widths, page_size=page_size)
+        verify = case(ForwardMode.TARGET_VERIFY, crossing, (q_len,) * len(crossing))
         yield verify
         yield replace(verify, mode=ForwardMode.DRAFT_EXTEND_V2)
         # A pool that lies in memory as the kernels see it, one whose slots are virtual, and six requests in four calls.
@@ -72,30 +72,21 @@ def mode_cases(
         if q_len == max(q_lens):
             yield replace(verify, encoder_only=True)
             yield replace(verify, decode_splits=4)
-    v1 = ForwardCase(ForwardMode.DRAFT_EXTEND, name, prefixes, (5, 1, 2, 4, 3, 1), page_size=page_size)
-    yield v1
-    yield replace(v1, draft_extend=AttentionCall.DECODE)
-    ragged = replace(v1, mode=ForwardMode.RAGGED_VERIFY)
-    yield ragged
-    yield replace(ragged, num_padding_rows=7)
+    yield case(ForwardMode.DRAFT_EXTEND, prefixes, unequal)
+    yield case(ForwardMode.DRAFT_EXTEND, prefixes, unequal, draft_extend=AttentionCall.DECODE)
+    yield case(ForwardMode.RAGGED_VERIFY, prefixes, unequal)
+    yield case(ForwardMode.RAGGED_VERIFY, prefixes, unequal, num_padding_rows=7)
     # The same on the other call of change 24566: V2 on the context kernel.
-    widths = tuple(4 for _ in prefixes)
-    yield ForwardCase(
-        ForwardMode.DRAFT_EXTEND_V2, name, prefixes, widths, page_size=page_size, draft_extend=AttentionCall.CONTEXT
-    )
-    extend_lens = (5, page_size + 1, 70, 1, 130, 33)
-    yield ForwardCase(ForwardMode.EXTEND, name, tuple(0 for _ in extend_lens), extend_lens, page_size=page_size)
-    extend = ForwardCase(ForwardMode.EXTEND, name, prefixes, extend_lens, page_size=page_size)
-    yield extend
-    yield replace(extend, num_padding_rows=7)
-    yield replace(extend, encoder_only=True)
-    yield replace(extend, virtual_slots=True)
+    yield case(ForwardMode.DRAFT_EXTEND_V2, prefixes, (4,) * len(prefixes), draft_extend=AttentionCall.CONTEXT)
+    yield case(ForwardMode.EXTEND, (0,) * len(new), new)
+    yield case(ForwardMode.EXTEND, prefixes, new)
+    yield case(ForwardMode.EXTEND, prefixes, new, num_padding_rows=7)
+    yield case(ForwardMode.EXTEND, prefixes, new, encoder_only=True)
+    yield case(ForwardMode.EXTEND, prefixes, new, virtual_slots=True)
     # Dealt to ranks: the late blocks of all requests follow the early ones, over the same pages.
-    dealt = (5, page_size + 1, 70, 4, 130, 33)
-    yield ForwardCase(ForwardMode.EXTEND, name, prefixes, dealt, page_size=page_size, context_parallel=2)
-    mixed = ForwardCase(ForwardMode.MIXED, name, prefixes, (5, 70, 2, 1, 1, 1), page_size=page_size)
-    yield mixed
-    yield replace(mixed, split_mixed_tail=True)
+    yield case(ForwardMode.EXTEND, prefixes, dealt, context_parallel=2)
+    for splits_tail in (False, True):
+        yield case(ForwardMode.MIXED, prefixes, (5, 70, 2, 1, 1, 1), split_mixed_tail=splits_tail)
 
 
 def _cases(scope: Scope) -> Iterator[ForwardCase]:
@@ -119,9 +110,7 @@ def quantised_cases(ranges: Ranges, page_size: int) -> Iterator[ForwardCase]:
 
     The first are trtllm-gen's and fmha_v2's, the second XQA's, which has decode calls alone.
     """
-    dtype = dtypes_of(ranges)["dtype"]
-    prefixes = (0, page_size - 1, 3 * page_size + 5, 300)
-    q_len = smoke_q_lens(ranges)[0]
+    prefixes, (q_len, *_) = (0, page_size - 1, 3 * page_size + 5, 300), smoke_q_lens(ranges)
     modes = (
         (ForwardMode.DECODE, (1,) * 4),
         (ForwardMode.TARGET_VERIFY, (q_len,) * 4),
@@ -131,17 +120,8 @@ def quantised_cases(ranges: Ranges, page_size: int) -> Iterator[ForwardCase]:
     caches = [*((E4M3,) if has_e4m3 else ()), *((NVFP4,) if True in ranges.nvfp4 else ())]
     for kv_dtype, (mode, q_lens) in itertools.product(caches, modes):
         window = True in ranges.windows and mode is ForwardMode.TARGET_VERIFY
-        case = ForwardCase(
-            mode,
-            ranges.tiny,
-            prefixes,
-            q_lens,
-            page_size=page_size,
-            sliding_window=window,
-            dtype=dtype,
-            kv_dtype=kv_dtype,
-            query_dtype=E4M3,
-        )
+        dtypes: dict[str, Any] = {"dtype": ranges.dtypes[0][0], "kv_dtype": kv_dtype, "query_dtype": E4M3}
+        case = ForwardCase(mode, ranges.tiny, prefixes, q_lens, page_size=page_size, sliding_window=window, **dtypes)
         yield case
         if kv_dtype == NVFP4 and case.interface is Interface.DECODE:
             yield replace(case, query_dtype=None)

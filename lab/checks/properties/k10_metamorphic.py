@@ -157,20 +157,15 @@ def _switched_off(run: CaseRun, inputs: AttentionInputs) -> None:
     if run.case.is_mla:
         return
     longest = max(max(run.case.kv_lens), 1)
-    if True in run.ranges.windows:
-        _wide_windows(run, inputs, longest)
+    for window_left in (longest, longest - 1) if True in run.ranges.windows else ():
+        without = inputs.truth(window_left=-1)
+        run.vary(f"window_left={window_left}, which hides nothing", inputs, without, window_left=window_left)
     if True in run.ranges.sinks:
         none = torch.full((run.case.num_qo_heads,), -math.inf, dtype=torch.float32, device=run.device)
         run.vary("sinks of minus infinity", inputs, inputs.truth(sinks=None), sinks=none)
         some = torch.zeros_like(none)
         some[::2] = -math.inf
         run.vary("sinks of minus infinity for every other head", inputs, inputs.truth(sinks=some), sinks=some)
-
-
-def _wide_windows(run: CaseRun, inputs: AttentionInputs, longest: int) -> None:
-    without = inputs.truth(window_left=-1)
-    for window_left in (longest, longest - 1):
-        run.vary(f"window_left={window_left}, which hides nothing", inputs, without, window_left=window_left)
 
 
 CHECK = Check("K10", "metamorphic", __doc__, _cases, _judge, draw=drawn_cases())

@@ -4,7 +4,8 @@ The block table ends in -1, the lengths of a draft extend count rows of padding,
 out: what a serving backend hands a kernel is not what a unit test does.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,48 +23,47 @@ from lab.workloads.mla_case import MLACase
 
 def mla_mode_cases(page_size: int, q_lens: tuple[int, ...], **dims: Any) -> Iterator[MLACase]:
     """Yield every mode on the decode kernel, with lengths of 0, at the edges of pages, and of some hundreds."""
-    prefixes = (0, page_size - 1, page_size, page_size + 1, 3 * page_size + 5, 300)
-    ones = (1,) * len(prefixes)
-    shared: dict[str, Any] = {"page_size": page_size, **dims}
-    yield MLACase(ForwardMode.DECODE, prefixes, ones, **shared)
-    for attention in (DraftAttention.MLA, DraftAttention.MLA_WITH_OFFSET):
-        for step in (0, 2):
-            yield MLACase(ForwardMode.DECODE, prefixes, ones, draft_step=step, attention=attention, **shared)
+
+    def case(mode: ForwardMode, prefix_lens: Sequence[int], q_lens: Sequence[int], **settings: Any) -> MLACase:
+        return MLACase(mode, tuple(prefix_lens), tuple(q_lens), page_size=page_size, **dims, **settings)
+
+    prefixes, unequal = (0, page_size - 1, page_size, page_size + 1, 3 * page_size + 5, 300), (5, 1, 2, 4, 3, 1)
+    equal, ones = (3,) * len(prefixes), (1,) * len(prefixes)
+    yield case(ForwardMode.DECODE, prefixes, ones)
+    for attention, step in itertools.product((DraftAttention.MLA, DraftAttention.MLA_WITH_OFFSET), (0, 2)):
+        yield case(ForwardMode.DECODE, prefixes, ones, draft_step=step, attention=attention)
     for q_len in q_lens:
-        crossing = (0, max(page_size - q_len, 0), max(page_size - q_len, 0) + 1, page_size, 3 * page_size + 5, 300)
-        widths = (q_len,) * len(crossing)
-        verify = MLACase(ForwardMode.TARGET_VERIFY, crossing, widths, **shared)
+        edge = max(page_size - q_len, 0)
+        crossing = (0, edge, edge + 1, page_size, 3 * page_size + 5, 300)
+        verify = case(ForwardMode.TARGET_VERIFY, crossing, (q_len,) * len(crossing))
         yield verify
         if q_len == 4:
             yield replace(verify, virtual_slots=True)
-        yield MLACase(ForwardMode.DRAFT_EXTEND_V2, crossing, widths, **shared)
-    for draft in (5, 8):  # as many rows as the longest request has, and more than any
-        ragged = MLACase(ForwardMode.RAGGED_VERIFY, prefixes, (5, 1, 2, 4, 3, 1), num_draft_tokens=draft, **shared)
-        yield ragged
-    yield replace(ragged, q_lens=(3,) * len(prefixes))
+        yield replace(verify, mode=ForwardMode.DRAFT_EXTEND_V2)
+    # As many rows as the longest request has, and more than any.
+    yield case(ForwardMode.RAGGED_VERIFY, prefixes, unequal, num_draft_tokens=5)
+    for rows in (unequal, equal):
+        yield case(ForwardMode.RAGGED_VERIFY, prefixes, rows, num_draft_tokens=8)
     for virtual in (False, True):
-        yield MLACase(ForwardMode.DRAFT_EXTEND, prefixes, (5, 1, 2, 4, 3, 1), virtual_slots=virtual, **shared)
+        yield case(ForwardMode.DRAFT_EXTEND, prefixes, unequal, virtual_slots=virtual)
     # As many rows as a view of equally many would take: 2 and 4 for 3 and 3.
-    yield MLACase(ForwardMode.DRAFT_EXTEND, prefixes[-2:], (2, 4), **shared)
-    yield MLACase(ForwardMode.DRAFT_EXTEND, prefixes, (3,) * len(prefixes), **shared)
+    yield case(ForwardMode.DRAFT_EXTEND, prefixes[-2:], (2, 4))
+    yield case(ForwardMode.DRAFT_EXTEND, prefixes, equal)
 
 
-def _sharded_cases(page_size: int, **dims: Any) -> Iterator[MLACase]:
-    """Yield requests sharded over 2 and 4 ranks. Some ranks hold no token; pages and rounds end on every rank."""
-    prefixes = (0, 1, 2, 2 * page_size - 1, 2 * page_size, 4 * page_size + 1, 300)
-    for size in (2, 4):
-        yield MLACase(ForwardMode.DECODE, prefixes, (1,) * len(prefixes), page_size=page_size, dcp_size=size, **dims)
+def _engine_cases(page_size: int, q_len: int, **dims: Any) -> Iterator[MLACase]:
+    """Yield requests sharded over ranks, and passes with padding, whose queries are NaN.
 
-
-def _padded_cases(page_size: int, q_len: int, **dims: Any) -> Iterator[MLACase]:
-    """Yield passes with padding: requests added after the metadata, and rows without a request; their queries are NaN."""
-    prefixes = (page_size - 1, page_size, 300)
+    Some of 2 and of 4 ranks hold no token; pages and rounds end on every rank. Requests of padding are added after the
+    metadata, and rows of padding belong to no request.
+    """
     shared: dict[str, Any] = {"page_size": page_size, **dims}
-    for mode, rows in (
-        (ForwardMode.DECODE, 1),
-        (ForwardMode.TARGET_VERIFY, q_len),
-        (ForwardMode.DRAFT_EXTEND_V2, q_len),
-    ):
+    sharded = (0, 1, 2, 2 * page_size - 1, 2 * page_size, 4 * page_size + 1, 300)
+    for size in (2, 4):
+        yield MLACase(ForwardMode.DECODE, sharded, (1,) * len(sharded), dcp_size=size, **shared)
+    prefixes = (page_size - 1, page_size, 300)
+    for mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2):
+        rows = 1 if mode is ForwardMode.DECODE else q_len
         yield MLACase(mode, prefixes, (rows,) * len(prefixes), num_padding_requests=2, **shared)
     yield MLACase(ForwardMode.RAGGED_VERIFY, prefixes, (1, 4, 2), num_padding_rows=5, **shared)
 
@@ -77,8 +77,7 @@ def _cases(scope: Scope) -> Iterator[MLACase]:
     for page_size in ranges.mla_page_sizes:
         for head_dim, rank in head_dims:
             dims = {"num_qo_heads": heads, "kv_lora_rank": rank, "qk_rope_head_dim": head_dim - rank}
-            added = (*_sharded_cases(page_size, **dims), *_padded_cases(page_size, q_lens[0], **dims))
-            for case in (*added, *mla_mode_cases(page_size, q_lens, **dims)):
+            for case in (*_engine_cases(page_size, q_lens[0], **dims), *mla_mode_cases(page_size, q_lens, **dims)):
                 yield replace(case, contents=Contents.NEEDLES, dtype=dtype, kv_dtype=kv_dtype)
     if (dtype, E4M3) in ranges.dtypes:
         e4m3 = replace(case, dtype=dtype, kv_dtype=E4M3)
