@@ -1,6 +1,6 @@
 """One attention call as data: its function, the lengths of its requests, and the contents and storage of its tensors."""
 
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -152,6 +152,10 @@ class AttentionCase:
     @property
     def page_size(self) -> int:
         return self.storage.page_size
+
+    def with_rows(self, *q_lens: int) -> "AttentionCase":
+        """Return the case with these query rows of its requests, and at least as many keys."""
+        return replace(self, kv_lens=tuple(map(max, self.kv_lens, q_lens)), q_lens=q_lens)
 
     @property
     def num_rows(self) -> int:

@@ -18,7 +18,7 @@ from lab.metadata.mha.settings import CallSettings, splits_mixed_tail
 from lab.workloads.attention_case import Contents
 from lab.workloads.geometries import Geometry, geometry
 from lab.workloads.interfaces import Interface
-from lab.workloads.pass_case import ATTENDING_MODES, PassCase
+from lab.workloads.pass_case import PassCase
 
 
 @dataclass(frozen=True, repr=False)
@@ -88,58 +88,52 @@ class ForwardCase(PassCase):
         check_int("num_padding_rows", self.num_padding_rows, 0, "it is the number of rows after the requests'")
         check_int("context_parallel", self.context_parallel, 1, "it is the number of ranks")
         check_bool("encoder_only", self.encoder_only)
-        self._check_mode()
+        if self.draft_extend not in (None, AttentionCall.DECODE, AttentionCall.CONTEXT):
+            raise TypeError(f"draft_extend={self.draft_extend!r} must be an AttentionCall, DECODE or CONTEXT")
         self.check_requests()
+        self._refuse_ignored()
         self.check_tensors((E4M3, NVFP4))
         self._check_query_dtype()
         self._check_context_parallel()
-        self._check_encoder_only()
         self._check_storage()
 
-    def _check_mode(self) -> None:
-        """Raise ValueError unless the mode computes attention and every other argument has a meaning in it."""
-        if self.mode not in ATTENDING_MODES:
-            raise ValueError(f"{self.mode!r} computes no attention; there is nothing to judge")
-        if self.draft_extend is not None:
-            self._check_draft_extend(self.draft_extend)
-        self._check_topk()
-        uniform = self.mode.query_rows.are_uniform and self.interface is Interface.DECODE
-        if self.decode_splits > 1 and not (uniform or self.split_mixed_tail):
-            raise ValueError(
-                f"decode_splits={self.decode_splits} would be ignored in {self.mode!r}: only decode calls with as many rows "
-                "for every request are divided; leave it 1"
-            )
-        if self.split_mixed_tail and not self.mode.is_prefill:
-            raise ValueError(
-                f"split_mixed_tail={self.split_mixed_tail} would be ignored in {self.mode!r}: only extends without "
-                "speculation, such as ForwardMode.MIXED, have a tail to split off; leave it False"
-            )
-        takes_padding = self.interface is Interface.CONTEXT or self.mode.query_rows is QueryRows.VERIFIED
-        if self.num_padding_rows and (not takes_padding or self.split_mixed_tail or self.context_parallel > 1):
-            raise ValueError(
-                f"num_padding_rows={self.num_padding_rows} would be ignored in {self.mode!r}: only a pass that makes the "
-                "context call and no other, or a ragged verification, hands over padding rows; leave it 0"
-            )
-
-    def _check_draft_extend(self, draft_extend: object) -> None:
-        if draft_extend not in (AttentionCall.DECODE, AttentionCall.CONTEXT):
-            raise TypeError(f"draft_extend={draft_extend!r} must be an AttentionCall, DECODE or CONTEXT")
-        if not self.mode.extends_draft:
-            raise ValueError(
-                f"draft_extend={draft_extend!r} would be ignored in {self.mode!r}: only DRAFT_EXTEND and "
-                "DRAFT_EXTEND_V2 have a choice of the call; leave it None"
-            )
-
-    def _check_topk(self) -> None:
-        if self.topk > 1 and self.draft_step != FROZEN_KV_STEP:
-            raise ValueError(
-                f"topk={self.topk} would be ignored with draft_step={self.draft_step}: only a frozen-KV draft "
-                f"(draft_step={FROZEN_KV_STEP}) has branches; leave it 1"
-            )
+    def _refuse_ignored(self) -> None:
+        """Raise ValueError for an argument that means nothing in the mode."""
+        mode = self.mode
+        self.refuse_ignored(
+            "draft_extend", mode.extends_draft, "only DRAFT_EXTEND and DRAFT_EXTEND_V2 have a choice of the call"
+        )
+        self.refuse_ignored("topk", self.draft_step == FROZEN_KV_STEP, "only a frozen-KV draft has branches")
         per_request = self.prefix_lens[:: self.topk]
         if self.prefix_lens != tuple(prefix for prefix in per_request for _ in range(self.topk)):
             raise ValueError(
                 f"prefix_lens={self.prefix_lens} with topk={self.topk}: give every request's length {self.topk} times in a row"
+            )
+        self.refuse_ignored(
+            "decode_splits",
+            (mode.query_rows.are_uniform and self.interface is Interface.DECODE) or self.split_mixed_tail,
+            "only decode calls with as many rows for every request are divided",
+        )
+        self.refuse_ignored(
+            "split_mixed_tail",
+            mode.is_prefill,
+            "only extends without speculation, such as ForwardMode.MIXED, have a tail to split off",
+        )
+        takes_padding = self.interface is Interface.CONTEXT or mode.query_rows is QueryRows.VERIFIED
+        self.refuse_ignored(
+            "num_padding_rows",
+            takes_padding and not self.split_mixed_tail and self.context_parallel == 1,
+            "only a pass that makes the context call and no other, or a ragged verification, hands over padding rows",
+        )
+        self.refuse_ignored(
+            "encoder_only",
+            mode.is_prefill or mode is ForwardMode.TARGET_VERIFY,
+            "SGLang's calls let rows see those after them in extends and in TARGET_VERIFY alone",
+        )
+        if self.encoder_only and (self.sliding_window or self.split_mixed_tail or self.context_parallel > 1):
+            raise ValueError(
+                "encoder_only=True goes with no sliding_window, split_mixed_tail or context_parallel: SGLang has no table of "
+                "its rows in that pool, splits no tail off, and a rank's rows see no later rank's; leave them out"
             )
 
     def _check_context_parallel(self) -> None:
@@ -155,18 +149,6 @@ class ForwardCase(PassCase):
             raise ValueError(
                 f"context_parallel={ranks}: SGLang splits off no mixed tail with it, and refuses NVFP4; leave "
                 "split_mixed_tail False and take another kv_dtype"
-            )
-
-    def _check_encoder_only(self) -> None:
-        if self.encoder_only and not (self.mode.is_prefill or self.mode is ForwardMode.TARGET_VERIFY):
-            raise ValueError(
-                f"encoder_only={self.encoder_only} would be ignored in {self.mode!r}: SGLang's calls let rows see those after "
-                "them in extends and in TARGET_VERIFY alone; leave it False"
-            )
-        if self.encoder_only and (self.sliding_window or self.split_mixed_tail or self.context_parallel > 1):
-            raise ValueError(
-                "encoder_only=True goes with no sliding_window, split_mixed_tail or context_parallel: SGLang has no table of "
-                "its rows in that pool, splits no tail off, and a rank's rows see no later rank's; leave them out"
             )
 
     def _check_query_dtype(self) -> None:

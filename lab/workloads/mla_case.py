@@ -11,7 +11,7 @@ from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.mla.backend import TRTLLMMLABackend
 from lab.workloads.attention_case import Contents
-from lab.workloads.pass_case import ATTENDING_MODES, PassCase
+from lab.workloads.pass_case import PassCase
 
 
 @dataclass(frozen=True, repr=False)
@@ -56,26 +56,23 @@ class MLACase(PassCase):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.mode not in ATTENDING_MODES or self.mode.mla_call is not AttentionCall.MLA_DECODE:
+        self.check_requests()
+        if self.mode.mla_call is not AttentionCall.MLA_DECODE:
             raise ValueError(f"{self.mode!r} computes no attention on the MLA decode kernel")
         if self.draft_step == FROZEN_KV_STEP:
             raise ValueError("draft_step=-1: a frozen-KV draft runs on MHA (SGLang 0.5.23); give a step from 0 on")
-        if self.dcp_size != 1 and self.mode.query_rows is not QueryRows.ONE:
-            raise ValueError(f"dcp_size={self.dcp_size} belongs to ForwardMode.DECODE, not {self.mode!r}: leave it 1")
-        if self.num_padding_requests and not (self.mode.query_rows.are_uniform and self.dcp_size == 1):
-            raise ValueError(
-                f"num_padding_requests={self.num_padding_requests} goes with modes that have as many rows for every request, "
-                f"and dcp_size=1, not {self.mode!r} and dcp_size={self.dcp_size}: leave it 0"
-            )
-        if self.num_padding_rows and self.mode.query_rows is not QueryRows.VERIFIED:
-            raise ValueError(
-                f"num_padding_rows={self.num_padding_rows} belongs to RAGGED_VERIFY, not {self.mode!r}: leave it 0"
-            )
+        rows = self.mode.query_rows
+        self.refuse_ignored("dcp_size", rows is QueryRows.ONE, "only ForwardMode.DECODE is sharded")
+        self.refuse_ignored(
+            "num_padding_requests",
+            rows.are_uniform and self.dcp_size == 1,
+            "only modes that have as many rows for every request, without dcp_size, are padded so",
+        )
+        self.refuse_ignored("num_padding_rows", rows is QueryRows.VERIFIED, "only RAGGED_VERIFY has rows of padding")
         if self.query_dtype is not None and not self.query_dtype == self.kv_dtype == E4M3:
             raise ValueError(
                 f"query_dtype={self.query_dtype}: an engine casts to e4m3, over an e4m3 cache; leave it None"
             )
-        self.check_requests()
         self.check_tensors()
 
     def backend(self, implementation: Any = None) -> TRTLLMMLABackend:

@@ -79,7 +79,9 @@ class PassCase(PassLens):
         )
 
     def check_requests(self) -> None:
-        """Raise ValueError unless each request has both lengths, and the rows and the draft step fit the mode."""
+        """Raise ValueError unless the mode attends, and each request has both lengths, and the rows and draft step of it."""
+        if self.mode not in ATTENDING_MODES:
+            raise ValueError(f"{self.mode!r} computes no attention; there is nothing to judge")
         if len(self.prefix_lens) != len(self.q_lens):
             raise ValueError(f"{len(self.prefix_lens)} prefix_lens for {len(self.q_lens)} q_lens: one each per request")
         if not self.q_lens:
@@ -91,17 +93,21 @@ class PassCase(PassLens):
             raise ValueError(f"{self.mode.name} has one row for every request, not {self.q_lens}")
         if rows.are_uniform and len(set(self.q_lens)) > 1:
             raise ValueError(f"{self.mode!r} has equally many rows for every request, not {self.q_lens}")
+        is_draft_step = self.mode.uncounted is UncountedTokens.DRAFT_STEP
+        self.refuse_ignored("draft_step", is_draft_step, "only ForwardMode.DECODE has draft steps")
+        self.refuse_ignored(
+            "num_draft_tokens", rows is QueryRows.VERIFIED, "only ForwardMode.RAGGED_VERIFY has most rows of a request"
+        )
         if self.draft_step is not None:
             self._check_draft_step(self.draft_step)
-        if self.num_draft_tokens is not None and rows is not QueryRows.VERIFIED:
-            raise ValueError(
-                f"num_draft_tokens={self.num_draft_tokens} belongs to ForwardMode.RAGGED_VERIFY, not {self.mode!r}: "
-                "leave it None"
-            )
+
+    def refuse_ignored(self, name: str, is_used: bool, who_uses: str) -> None:
+        """Raise ValueError for an argument that the case would ignore, unless it is the default."""
+        value, default = getattr(self, name), getattr(type(self), name)
+        if value != default and not is_used:
+            raise ValueError(f"{name}={value!r} would be ignored in {self.mode!r}: {who_uses}; leave it {default!r}")
 
     def _check_draft_step(self, draft_step: object) -> None:
-        if self.mode.uncounted is not UncountedTokens.DRAFT_STEP:
-            raise ValueError(f"draft_step={draft_step} belongs to ForwardMode.DECODE, not {self.mode!r}: leave it None")
         if isinstance(draft_step, bool) or not isinstance(draft_step, int):
             raise TypeError(f"draft_step={draft_step!r} must be an int, or None outside drafting")
         if draft_step < FROZEN_KV_STEP:

@@ -412,7 +412,7 @@ def test_declined_is_neither_right_nor_wrong() -> None:
         ({"q_lens": (2, 2, 2, 2)}, "DECODE has one row"),
         ({"q_lens": (1, 1)}, "4 prefix_lens for 2 q_lens"),
         ({"prefix_lens": (-1, 0, 0, 0)}, ">= 0"),
-        ({"mode": ForwardMode.EXTEND, "draft_step": 1}, "draft_step=1 belongs to"),
+        ({"mode": ForwardMode.EXTEND, "draft_step": 1}, "draft_step=1 would be ignored in"),
         ({"geometry": "llama-3.1-8b", "sliding_window": True}, "no sliding-window layers"),
         ({"mode": ForwardMode.TARGET_VERIFY, "q_lens": (1, 2, 1, 1)}, "equally many rows"),
     ],

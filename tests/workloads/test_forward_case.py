@@ -31,7 +31,7 @@ def test_every_mode_that_runs_attention_makes_a_case(mode: ForwardMode) -> None:
             ValueError,
             "a row of a frozen-KV draft is at its request's last token",
         ),
-        ({"topk": 2}, ValueError, "topk=2 would be ignored with draft_step=None: only a frozen-KV draft"),
+        ({"topk": 2}, ValueError, "topk=2 would be ignored in ForwardMode.DECODE: only a frozen-KV draft"),
         (
             {"draft_step": -1, "topk": 2, "prefix_lens": (3, 3, 5, 6), "q_lens": (1,) * 4},
             ValueError,

@@ -48,12 +48,24 @@ def test_an_e4m3_entry_is_half_as_large_and_the_rows_are_not() -> None:
 @pytest.mark.parametrize(
     ("mode", "changes", "message"),
     [
-        (ForwardMode.TARGET_VERIFY, {"num_draft_tokens": 3}, "num_draft_tokens=3 belongs to ForwardMode.RAGGED_VERIFY"),
-        (ForwardMode.TARGET_VERIFY, {"dcp_size": 2}, "dcp_size=2 belongs to ForwardMode.DECODE"),
-        (ForwardMode.RAGGED_VERIFY, {"num_padding_requests": 1}, "goes with modes that have as many rows for every"),
-        (DECODE, {"num_padding_requests": 1, "dcp_size": 2}, "and dcp_size=1, not ForwardMode.DECODE and dcp_size=2"),
+        (
+            ForwardMode.TARGET_VERIFY,
+            {"num_draft_tokens": 3},
+            "num_draft_tokens=3 would be ignored in ForwardMode.TARGET_VERIFY: only .*RAGGED_VERIFY",
+        ),
+        (ForwardMode.TARGET_VERIFY, {"dcp_size": 2}, "dcp_size=2 would be ignored in .*: only ForwardMode.DECODE"),
+        (
+            ForwardMode.RAGGED_VERIFY,
+            {"num_padding_requests": 1},
+            "only modes that have as many rows for every.*; leave it 0",
+        ),
+        (DECODE, {"num_padding_requests": 1, "dcp_size": 2}, "num_padding_requests=1 would be .* without dcp_size"),
         (ForwardMode.IDLE, {}, "ForwardMode.IDLE computes no attention"),
-        (DECODE, {"num_padding_rows": 1}, "num_padding_rows=1 belongs to RAGGED_VERIFY"),
+        (
+            DECODE,
+            {"num_padding_rows": 1},
+            "num_padding_rows=1 would be ignored in ForwardMode.DECODE: only RAGGED_VERIFY",
+        ),
         (DECODE, {"query_dtype": torch.float8_e4m3fn}, "an engine casts to e4m3, over an e4m3 cache"),
     ],
 )

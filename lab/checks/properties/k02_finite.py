@@ -33,7 +33,7 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
             )
     for case in scope.balanced(2, 8, seed=3):
         # Fewer keys than rows, and none: the leading rows see nothing.
-        short = tuple(max(kv_len, q_len) for kv_len, q_len in zip(case.kv_lens, case.q_lens, strict=True))
+        short = case.with_rows(*case.q_lens).kv_lens
         case = replace(case, kv_lens=(max(case.q_lens[0] - 1, 0), *short[1:-1], 0))
         yield case
         if case.is_mla and True in scope.ranges.sinks:

@@ -7,7 +7,6 @@ and lengths between values that would show, and every input must be what it was.
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lab.checks.case_run import CaseRun, GivenCall
 from lab.checks.parameters.attention import drawn_cases
@@ -26,7 +25,7 @@ def _judge(run: CaseRun) -> None:
     run.expect_close("inputs among guards", result, truth)
     run.expect("around the workspace", wrong_guards("the workspace", around_workspace))
 
-    out, around_out = guarded(_empty_out(inputs))
+    out, around_out = guarded(inputs.new_out())
     into_out = run.vary("out", inputs, out=out)
     if into_out is not None:
         run.expect_close("into out", into_out._replace(out=out.view(result.out.shape)), truth)
@@ -36,14 +35,6 @@ def _judge(run: CaseRun) -> None:
         run.expect_lse("into lse", lse, truth)
         run.expect("around lse", wrong_guards("lse", around_lse))
     run.expect_unchanged("the inputs", inputs.tensors(), before)
-
-
-def _empty_out(inputs: AttentionInputs) -> Tensor:
-    case, query = inputs.case, inputs.query
-    shape = (*query.shape[:2], case.out_head_dim)
-    if case.is_mla:
-        shape = (len(case.q_lens), case.q_lens[0], *shape[1:])
-    return torch.full(shape, float("nan"), dtype=torch.bfloat16 if case.is_mla else case.dtype, device=query.device)
 
 
 def _embedded(inputs: AttentionInputs) -> dict[str, Any]:

@@ -26,12 +26,8 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
 
 def _several_rows(case: AttentionCase) -> AttentionCase:
     """Return the case with two to eight rows per request, and at least as many keys."""
-    if case.interface is Interface.CONTEXT:
-        q_lens = tuple(min(max(q_len, 2), 8) for q_len in case.q_lens)
-    else:
-        q_lens = tuple(max(q_len, 2) for q_len in case.q_lens)
-    kv_lens = tuple(max(kv_len, q_len) for kv_len, q_len in zip(case.kv_lens, q_lens, strict=True))
-    return replace(case, kv_lens=kv_lens, q_lens=q_lens)
+    most = 8 if case.interface is Interface.CONTEXT else max(2, *case.q_lens)
+    return case.with_rows(*(min(max(q_len, 2), most) for q_len in case.q_lens))
 
 
 def _judge(run: CaseRun) -> None:

@@ -199,14 +199,12 @@ def _short(room: Lens, waits: bool) -> Lens:
 def shrunk(room: Lens) -> Lens:
     """Share the rows out in another order, over half the keys."""
     q_lens = room.q_lens[::-1]
-    return Lens(tuple(max(q_len, kv_len // 2) for kv_len, q_len in zip(room.kv_lens, q_lens, strict=True)), q_lens)
+    return Lens(tuple(map(max, q_lens, (kv_len // 2 for kv_len in room.kv_lens))), q_lens)
 
 
 def another(room: Lens) -> Lens:
     """Return twice as many requests, the second half longer."""
-    kv_lens = tuple(
-        max(q_len, min(kv_len, MOST_BETWEEN)) for kv_len, q_len in zip(room.kv_lens, room.q_lens, strict=True)
-    )
+    kv_lens = tuple(map(max, room.q_lens, (min(kv_len, MOST_BETWEEN) for kv_len in room.kv_lens)))
     return Lens((*kv_lens, *(kv_len + 2 * TILE for kv_len in kv_lens)), room.q_lens * 2)
 
 

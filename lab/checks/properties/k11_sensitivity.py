@@ -204,13 +204,10 @@ def _lse_in_base_e(run: CaseRun, inputs: AttentionInputs) -> None:
 
 def _half_out(run: CaseRun, inputs: AttentionInputs) -> None:
     """Give a float16 output: MLA's function has no out_dtype, so that the output says it."""
-    case = run.case
-    shape = (len(case.q_lens), case.q_lens[0], case.num_qo_heads, case.out_head_dim)
-    out = torch.full(shape, math.nan, dtype=torch.float16, device=run.device)
+    out = inputs.new_out(torch.float16)
     result = run.vary("a float16 out", inputs, out=out)
     if result is not None:
-        result = result._replace(out=out.flatten(0, 1))
-    run.expect_close("a float16 out", result, inputs.truth(out_dtype=torch.float16))
+        run.expect_close("a float16 out", result._replace(out=out.flatten(0, 1)), inputs.truth(out_dtype=torch.float16))
 
 
 def _masks(run: CaseRun, case: AttentionCase) -> None:

@@ -43,8 +43,7 @@ def _neighbours(case: AttentionCase, ranges: Ranges) -> Iterator[tuple[str, Atte
     """Yield cases that differ from a case in one thing, with what it is."""
     if case.interface is not Interface.CONTEXT:
         q_len = _next(ranges.q_lens, case.q_lens[0])
-        kv_lens = tuple(max(kv_len, q_len) for kv_len in case.kv_lens)
-        yield "other query rows", replace(case, q_lens=(q_len,) * len(kv_lens), kv_lens=kv_lens)
+        yield "other query rows", case.with_rows(*[q_len] * len(case.q_lens))
     yield "other contents", replace(case, seed=case.seed + 7)
     yield "requests in another order", replace(case, kv_lens=case.kv_lens[::-1], q_lens=case.q_lens[::-1])
     yield "fewer requests", replace(case, kv_lens=case.kv_lens[:2], q_lens=case.q_lens[:2])

@@ -151,6 +151,11 @@ class AttentionInputs:
             arguments["q_len_per_req"] = case.q_lens[0]
         return arguments
 
+    def new_out(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return an output of NaN, of the call's dtype if none is given."""
+        shape = (*self.arguments()["query"].shape[:-1], self.out_head_dim)
+        return torch.full(shape, float("nan"), dtype=dtype or self.out_dtype, device=self.query.device)
+
     def rules(self, **changes: Any) -> Rules:
         """Return the `Rules` by which rows attend to keys; `changes` are fields to replace."""
         case = self.case
