@@ -11,7 +11,7 @@
     forward_metadata/<passes>/<batch>[/steps<N>]           by the fused kernel: verify (one pass), iteration (draft, verify and
                                                            draft extend over one page table), iteration_own_tables
 
-    batch      <count>x<tokens>: 64x8k is 64 requests of 8,192 tokens; or trace<count>, so many running requests of a trace
+    batch      <count>x<tokens>: 64x8k is 64 requests of 8,192 tokens; or trace<count>, running requests of a trace
     steps<N>   speculative_num_steps, 3 if left out
 """
 

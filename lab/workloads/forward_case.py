@@ -123,7 +123,7 @@ class ForwardCase(PassCase):
         self.refuse_ignored(
             "num_padding_rows",
             takes_padding and not self.split_mixed_tail and self.context_parallel == 1,
-            "only a pass that makes the context call and no other, or a ragged verification, hands over padding rows",
+            "only a pass that makes the context call and no other, or a ragged verification, passes padding rows",
         )
         self.refuse_ignored(
             "encoder_only",

@@ -70,13 +70,12 @@ class Check:
         name: snake_case.
         doc: the docstring of its module, whose first line says what it catches.
         fixed: the fixed cases of a scope.
-        judge: tells a run what is wrong. Raises `lab.checks.case_run.Unsupported` where nothing could be judged.
+        judge: makes calls in a run and states what it expects. Raises `Unsupported` where nothing could be judged.
         interfaces: what it applies to.
         draw: the random cases of a level, without an end.
-        draw_on: those that are judged after the level, while there is time, of what the verdicts so far say that the
-            implementation takes.
-        more: rounds of the full level, in turn, each of which follows from the verdicts of all before it. They follow the smoke
-            level's cases, and come to those of the full level where the implementation declines nothing.
+        draw_on: the random cases after the level, while there is time, within what the implementation takes by the verdicts.
+        more: rounds of the full level after the smoke level's cases. Each follows from the verdicts of all rounds before it;
+            together they are the full level's cases where the implementation declines nothing.
     """
 
     key: str

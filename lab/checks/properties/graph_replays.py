@@ -35,7 +35,7 @@ def replayed_modes(scope: Scope, *more: GraphMode) -> Iterator[tuple[GraphMode, 
     There is none where the ranges lack bfloat16, in which sequences run.
 
     Args:
-        more: modes of a backend beside those that all have.
+        more: modes of one backend, after those of every backend.
     """
     ranges = scope.ranges
     if (torch.bfloat16, torch.bfloat16) not in ranges.dtypes:

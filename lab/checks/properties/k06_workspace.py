@@ -4,7 +4,7 @@ An engine shares one workspace among layers, shapes and kernels. Its first 8 MiB
 again after it. The scratch after them may hold anything, as may the output. A test that zeroes both each time sees nothing.
 A call with another workspace must leave the one of earlier calls alone.
 FlashInfer's trtllm-gen kernels count in `multi_ctas_kv_counter_buffer` instead, and write the workspace from its first byte on,
-which is right there. The engine hands out both, so that those counters too must be zero after every call, whoever counts.
+which is right there. An engine passes both, so both are zero after every call, whichever a kernel counts in.
 """
 
 from dataclasses import replace

@@ -18,11 +18,11 @@ LONG_TILES = (1024, 1025, 1536)
 LONG_PROMPTS = [(300, 290), (60, 3), (513, 513)]  # (kv_len, q_len): more rows than a tile of 256
 LONGEST_PROMPT = [(4300, 4200), (9, 2)]  # more than 64 tiles of 64 rows
 MANY_ROWS = [*[(128, 128)] * 513, (140, 9)]  # together more than 16 bits count
-# (kv_len, q_len): rows for more than one tile of 128, beside which some kernels treat few rows apart.
+# (kv_len, q_len): rows for more than one tile of 128. Some kernels treat requests of few rows in such a batch differently.
 PROMPT = (150, 140)
 DECODES = ((40, 1), (41, 1))
-FEW_ROWS = (16, 64, 32)  # of a request and K/V head, by which they do
-ROWS_OF_A_TILE = 32  # XQA's SM90 fp8 kernel changes its layout at so many rows of a group
+FEW_ROWS = (16, 64, 32)  # of a request and K/V head, where those kernels do
+ROWS_OF_A_TILE = 32  # XQA's SM90 fp8 kernel changes its layout at this number of rows of a group
 
 
 def _cases(scope: Scope) -> Iterator[AttentionCase]:
@@ -37,7 +37,7 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
         q_lens = (case.q_lens[0],) * len(chosen)
         if interface is Interface.CONTEXT:
             q_lens = tuple(max(1, min(kv_len, (1, 2, 65)[place % 3])) for place, kv_len in enumerate(chosen))
-        # Requests with fewer keys than rows are told apart: some kernels cannot take them.
+        # Requests with fewer keys than rows are cases of their own: some kernels cannot take them.
         enough = [(kv_len, q_len) for kv_len, q_len in zip(chosen, q_lens, strict=True) if kv_len >= q_len]
         yield _of(case, enough)
         fewer = [(kv_len, q_lens[0]) for kv_len in range(q_lens[0])] if interface is not Interface.CONTEXT else []

@@ -1,12 +1,12 @@
 """Values, forms of arguments and pairs of them that no other check has: whatever the calls document, in covering arrays.
 
-A kernel branches on its arguments, and a defect lies where two of them meet: a window over split tables, a mask beside sinks, a
+A kernel branches on its arguments, and a defect lies where two of them meet: a window over split tables, a mask with sinks, a
 group of 12 in a batch of 257. Here the model of each call is declared once (`lab.checks.parameters`). The smoke level judges
 each value by itself, all else at its default; the full level judges every pair of values too, and stated triples. A call
 without rows or without keys counts for the value that makes it so, and not for what else it was given.
 
 A kernel that declines one value or pair of a case has declined all others in it. So the full level begins with each value by
-itself. What is declined there is tried beside every other value, and then the values that the kernel takes come together. Pairs
+itself. What is declined there is tried with every other value, and then the values that the kernel takes come together. Pairs
 that no judged case has are tried again in smaller cases, and then each by itself.
 """
 

@@ -193,7 +193,7 @@ def wrong_eager_mla_metadata(
     if max(expected.seq_lens_k, default=0) > metadata.max_seq_len_k + padding:
         yield f"max_seq_len_k={metadata.max_seq_len_k} is less than the longest of {expected.seq_lens_k}"
     if batch.batch_size:  # without a request, nothing is computed, and no length says what the bound counts
-        counted = max(told - int(own) for told, own in zip(expected.seq_lens_k, batch.seq_lens, strict=True))
+        counted = max(seen - int(own) for seen, own in zip(expected.seq_lens_k, batch.seq_lens, strict=True))
         known = pool.max_context_len if batch.seq_lens_cpu is None else max(batch.seq_lens_cpu)
         if metadata.max_seq_len_k > known + max(counted, metadata.max_seq_len_q):
             yield f"max_seq_len_k={metadata.max_seq_len_k} is more than the {known} that the host knows, and the rows"
@@ -229,9 +229,9 @@ def _wrong_rows(batch: ForwardBatch, metadata: TRTLLMMLADecodeMetadata) -> Itera
     """Yield a sentence for each error in the fields that describe unequal numbers of rows."""
     is_ragged_verify = batch.forward_mode.query_rows is QueryRows.VERIFIED
     rows = [query_length(batch, request) for request in range(batch.batch_size)]
-    told = None if metadata.seq_lens_q is None else metadata.seq_lens_q.tolist()
+    found = None if metadata.seq_lens_q is None else metadata.seq_lens_q.tolist()
     pairs = {
-        "seq_lens_q": (told, rows),
+        "seq_lens_q": (found, rows),
         "sum_seq_lens_q": (metadata.sum_seq_lens_q, batch.num_tokens if is_ragged_verify else sum(rows)),
     }
     if wrong := _first_difference(pairs):
