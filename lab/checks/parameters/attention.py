@@ -135,18 +135,17 @@ def _lens(
     return q_lens, [*kv_lens, max(ranges.longest - rng.randrange(page_size), q_lens[-1])]
 
 
-def drawn_cases(adapt: Callable[[AttentionCase], Any] = lambda case: case) -> Callable[..., Iterator[Sample]]:
-    """Return what draws a check's cases: `adapt` makes one of an attention case."""
+def drawn_cases(
+    interface: Interface, ranges: Ranges, adapt: Callable[[AttentionCase], Any] = lambda case: case
+) -> Iterator[Sample]:
+    """Draw cases of a check, each of which `adapt` makes of an attention case."""
 
-    def draw(interface: Interface, ranges: Ranges, _: Any) -> Iterator[Sample]:
-        def make(point: Point, seed: int) -> Any:
-            return adapt(drawn_case(ranges, interface, point, seed))
+    def make(point: Point, seed: int) -> Any:
+        return adapt(drawn_case(ranges, interface, point, seed))
 
-        # The same points for all checks, so that few kernels are compiled for them.
-        if interface in ATTENTION:
-            yield from samples(drawn_model(ranges, interface), f"{interface.name} {ranges.seed}", make)
-
-    return draw
+    # The same points for all checks, so that few kernels are compiled for them.
+    if interface in ATTENTION:
+        yield from samples(drawn_model(ranges, interface), f"{interface.name} {ranges.seed}", make)
 
 
 def drawn_model(ranges: Ranges, interface: Interface) -> Model:

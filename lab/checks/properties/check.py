@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lab.checks.case_run import CaseRun
-from lab.checks.parameters.attention import balanced, balanced_nvfp4
+from lab.checks.parameters.attention import balanced, balanced_nvfp4, drawn_cases
 from lab.checks.parameters.sampling import Sample
 from lab.checks.run.verdicts import CaseVerdict
 from lab.named_enum import NamedEnum
@@ -51,14 +51,13 @@ class Scope:
         return replace(case, group=min(self.ranges.groups), num_kv_heads=min(self.ranges.num_kv_heads))
 
 
-# Cases that follow from the verdicts so far.
+# Cases that follow from the verdicts so far, and random ones within what the verdicts say that the implementation takes.
 Following = Callable[[Interface, Ranges, Sequence[CaseVerdict]], Iterable[Any]]
-Draw = Callable[[Interface, Ranges, Sequence[CaseVerdict]], Iterable[Sample]]
+DrawOn = Callable[[Interface, Ranges, Sequence[CaseVerdict]], Iterable[Sample]]
 
 
-def nothing_drawn(*_: Any) -> Iterable[Sample]:
-    """Return no sample."""
-    return ()
+def itself(case: AttentionCase) -> AttentionCase:
+    return case
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,8 @@ class Check:
         fixed: the fixed cases of a scope.
         judge: makes calls in a run and states what it expects. Raises `Unsupported` where nothing could be judged.
         interfaces: what it applies to.
-        draw: the random cases of a level, without an end.
-        draw_on: the random cases after the level, while there is time, within what the implementation takes by the verdicts.
+        drawn: makes a random case of a drawn attention case; None where none is drawn.
+        draw_on: the random cases after the level, while there is time.
         more: rounds of the full level after the smoke level's cases. Each follows from the verdicts of all rounds before it;
             together they are the full level's cases where the implementation declines nothing.
     """
@@ -84,9 +83,9 @@ class Check:
     fixed: Callable[[Scope], Iterable[Any]]
     judge: Callable[[CaseRun], None]
     interfaces: tuple[Interface, ...] = ATTENTION
-    draw: Draw = nothing_drawn
+    drawn: Callable[[AttentionCase], Any] | None = None
     more: tuple[Following, ...] = ()
-    draw_on: Draw = nothing_drawn
+    draw_on: DrawOn = lambda *_: ()
 
     @property
     def catches(self) -> str:
@@ -95,6 +94,10 @@ class Check:
     def cases(self, interface: Interface, ranges: Ranges, level: Level) -> Iterable[Any]:
         """Return the fixed cases for a function."""
         return self.fixed(Scope(interface, ranges, level))
+
+    def draw(self, interface: Interface, ranges: Ranges) -> Iterable[Sample]:
+        """Return the random cases of a level, without an end."""
+        return () if self.drawn is None else drawn_cases(interface, ranges, self.drawn)
 
 
 def balanced_cases(smoke: int, full: int, seed: int) -> Callable[[Scope], Iterable[AttentionCase]]:

@@ -14,8 +14,7 @@ import torch
 
 from lab.calls.problem import E4M3
 from lab.checks.case_run import CaseRun
-from lab.checks.parameters.attention import drawn_cases
-from lab.checks.properties.check import Check, Scope
+from lab.checks.properties.check import Check, Scope, itself
 from lab.references.quantization import E4M3_MAX
 from lab.references.truth import Truth
 from lab.workloads.attention_case import AttentionCase, Contents
@@ -64,4 +63,4 @@ def _small_output(run: CaseRun, inputs: AttentionInputs, truth: Truth) -> None:
         run.vary("a small e4m3 output of loud values", inputs, inputs.truth(**changes), **changes)
 
 
-CHECK = Check("K1", "oracle", __doc__, _cases, _judge, draw=drawn_cases())
+CHECK = Check("K1", "oracle", __doc__, _cases, _judge, drawn=itself)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from lab.checks.case_run import CaseRun
-from lab.checks.parameters.attention import drawn_cases, edge_lengths
+from lab.checks.parameters.attention import edge_lengths
 from lab.checks.properties.check import Check, Scope
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.interfaces import Interface
@@ -52,6 +52,4 @@ def _judge(run: CaseRun) -> None:
         run.expect_close("with the LSE", run.vary("return_lse", inputs, return_lse=True), truth)
 
 
-CHECK = Check(
-    "K3", "coded", __doc__, _cases, _judge, draw=drawn_cases(lambda case: replace(case, contents=Contents.NEEDLES))
-)
+CHECK = Check("K3", "coded", __doc__, _cases, _judge, drawn=lambda case: replace(case, contents=Contents.NEEDLES))

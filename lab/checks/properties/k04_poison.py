@@ -8,8 +8,7 @@ given back: no bit may change.
 from collections.abc import Iterator
 
 from lab.checks.case_run import CaseRun, Result
-from lab.checks.parameters.attention import drawn_cases
-from lab.checks.properties.check import Check, Scope
+from lab.checks.properties.check import Check, Scope, itself
 from lab.workloads.attention_case import AttentionCase, Dead, TableTail
 
 
@@ -49,4 +48,4 @@ def _before_windows(run: CaseRun, dead: Dead, expected: Result) -> None:
     run.vary(what, inputs, expected)
 
 
-CHECK = Check("K4", "poison", __doc__, _cases, _judge, draw=drawn_cases())
+CHECK = Check("K4", "poison", __doc__, _cases, _judge, drawn=itself)

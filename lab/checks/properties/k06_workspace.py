@@ -14,8 +14,7 @@ from torch import Tensor
 
 from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace, semaphores_and_scratch
 from lab.checks.case_run import CaseRun, GivenCall, Result
-from lab.checks.parameters.attention import drawn_cases
-from lab.checks.properties.check import Check, balanced_cases
+from lab.checks.properties.check import Check, balanced_cases, itself
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import new_workspace
 
@@ -89,4 +88,4 @@ def expect_left_alone(run: CaseRun, call: GivenCall, first: Result, scratch: Ten
     run.expect("the workspace of earlier calls", [wrong] if count else [])
 
 
-CHECK = Check("K6", "workspace", __doc__, balanced_cases(6, 24, seed=8), _judge, draw=drawn_cases())
+CHECK = Check("K6", "workspace", __doc__, balanced_cases(6, 24, seed=8), _judge, drawn=itself)

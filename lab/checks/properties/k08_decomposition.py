@@ -10,7 +10,6 @@ from dataclasses import replace
 import torch
 
 from lab.checks.case_run import CaseRun, Result
-from lab.checks.parameters.attention import drawn_cases
 from lab.checks.properties.check import Check, Scope
 from lab.references.errors import relative_l2
 from lab.workloads.attention_case import AttentionCase, Contents
@@ -69,4 +68,4 @@ def _agree(run: CaseRun, what: str, result: Result | None, expected: torch.Tenso
         run.wrongs.append(f"“{what}” and “together” differ by {float(apart.max()):.3g}")
 
 
-CHECK = Check("K8", "decomposition", __doc__, _cases, _judge, draw=drawn_cases(_several_rows))
+CHECK = Check("K8", "decomposition", __doc__, _cases, _judge, drawn=_several_rows)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from lab.checks.case_run import CallForm, CaseRun, GivenCall, Result, as_result
-from lab.checks.parameters.attention import drawn_cases
 from lab.checks.properties.check import Check, Scope
 from lab.checks.run.support_protocol import KernelError, Unsupported
 from lab.metadata.engine.capture import capturing
@@ -332,5 +331,5 @@ CHECK = Check(
     _cases,
     _judge,
     interfaces=(*ATTENTION, Interface.RAGGED_CONTEXT),
-    draw=drawn_cases(_roomy),
+    drawn=_roomy,
 )

@@ -220,7 +220,7 @@ class CheckRun:
         self._ranges = ranges
         rounds = self._check.more if level is Level.FULL else ()  # they follow the smoke level's cases
         cases = self._check.cases(self.interface, self._ranges_of_cases, Level.SMOKE if rounds else level)
-        draw = self._check.draw(self.interface, self._ranges_of_cases, ())
+        draw = self._check.draw(self.interface, self._ranges_of_cases)
         samples = list(itertools.islice(draw, self._run.drawn))
         self.planned += len(samples)
         return self._turns(self._planned(cases), rounds, samples)

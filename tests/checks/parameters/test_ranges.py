@@ -91,7 +91,7 @@ def test_a_narrowed_space_is_not_left(interface: Interface) -> None:
 @pytest.mark.parametrize("interface", ATTENTION)
 @pytest.mark.parametrize("ranges", [NARROW, Ranges()])
 def test_a_drawn_case_is_inside_too(interface: Interface, ranges: Ranges) -> None:
-    cases = [sample.case for sample in itertools.islice(drawn_cases()(interface, ranges, ()), 200)]
+    cases = [sample.case for sample in itertools.islice(drawn_cases(interface, ranges), 200)]
     for case in cases:
         assert case.interface is interface
         assert all(value in getattr(ranges, name) for name, value in values_of(case).items())
@@ -104,7 +104,7 @@ def test_a_drawn_case_is_inside_too(interface: Interface, ranges: Ranges) -> Non
 
 
 def test_a_drawn_prompt_has_as_many_rows_as_its_axis_says() -> None:
-    cases = [sample.case for sample in itertools.islice(drawn_cases()(Interface.CONTEXT, Ranges(), ()), 200)]
+    cases = [sample.case for sample in itertools.islice(drawn_cases(Interface.CONTEXT, Ranges()), 200)]
     assert 60 < max(max(case.q_lens) for case in cases) <= 80
     assert len({q_len for case in cases for q_len in case.q_lens}) > 40
 
