@@ -94,11 +94,11 @@ def _strides(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) 
     spread = replace(inputs, block_tables=in_wider_rows(inputs.block_tables))
     run.vary("a page table with gaps between its rows", spread, base)
     run.vary("a query with gaps between its rows", replace(inputs, query=in_wider_rows(inputs.query)), truth)
-    spread = replace(inputs, k_pages=in_wider_pages(inputs.k_pages), v_pages=in_wider_pages(inputs.v_pages))
-    run.vary("pages with gaps between them", spread, truth)
+    keys = in_wider_pages(inputs.k_pages)
+    values = keys if run.case.is_mla else in_wider_pages(inputs.v_pages)
+    run.vary("pages with gaps between them", replace(inputs, k_pages=keys, v_pages=values), truth)
     if not run.case.is_mla:
-        uneven = replace(inputs, v_pages=in_wider_pages(inputs.v_pages))
-        run.vary("V pages with gaps, K pages without", uneven, truth)
+        run.vary("V pages with gaps, K pages without", replace(inputs, v_pages=values), truth)
 
 
 def in_wider_rows(tensor: Tensor) -> Tensor:
