@@ -98,32 +98,27 @@ def test_selected_rows_in_numbers() -> None:
     assert (rows.dtype, rows.tolist()) == (torch.int64, [0, 7, 9])
 
 
+@pytest.mark.parametrize("second_lens", [(30, 12, 7), (30,)], ids=["same size", "smaller size"])
 @pytest.mark.parametrize(("device", "name"), BUFFER_PLACES)
-def test_what_survives_the_next_replay(device: str, name: str) -> None:
+def test_what_survives_the_next_replay(device: str, name: str, second_lens: tuple[int, ...]) -> None:
     """Cloned: the selected row's hidden states. The graph's own, and gone: its logits, and both of the forms with all rows."""
     model = new_model(device)
-    first, second = draw(model, 5, 61, 40, seed=1), draw(model, 30, 12, 7, seed=2)
+    first, second = draw(model, 5, 61, 40, seed=1), draw(model, *second_lens, seed=2)
     for form in FORMS:
         graph = new_graph(model, name, form)
+        buffers = [*vars(graph.inputs).values(), *vars(graph.outputs).values()]
+        buffers += vars(graph.runner.captured[2].output).values()
+        addresses = [tensor.data_ptr() for tensor in buffers if tensor is not None]
         outputs = replay(graph, first)
         logits, hidden_states = copied(outputs)
         replay(graph, second)
         assert torch.equal(outputs.hidden_states, hidden_states) == (form is SELECTED)
-        assert not torch.equal(outputs.logits, logits)
+        assert not torch.equal(outputs.logits[0], logits[0])
         assert outputs.logits.data_ptr() == graph.outputs.logits.data_ptr()
+        assert graph.outputs.logits.data_ptr() == graph.runner.captured[2].output.logits.data_ptr()
         own = outputs.hidden_states.data_ptr() != graph.outputs.hidden_states.data_ptr()
         assert own == (form is SELECTED)
-
-
-@pytest.mark.parametrize(("device", "name"), BUFFER_PLACES)
-def test_a_replay_of_a_smaller_size_overwrites_the_same_buffers(device: str, name: str) -> None:
-    model = new_model(device)
-    graph = new_graph(model, name)
-    outputs = replay(graph, draw(model, 5, 61, 40, seed=1))
-    logits, hidden_states = copied(outputs)
-    replay(graph, draw(model, 30, seed=2))
-    assert torch.equal(outputs.hidden_states, hidden_states)
-    assert not torch.equal(outputs.logits[0], logits[0])
+        assert [tensor.data_ptr() for tensor in buffers if tensor is not None] == addresses
 
 
 @pytest.mark.parametrize("form", FORMS, ids=repr)
@@ -181,34 +176,14 @@ def test_padded_rows_write_into_the_sink_and_nowhere_else(device: str, name: str
     assert bool(changed.view(2, -1)[:, smaller.batch.out_cache_loc].all())
 
 
-@pytest.mark.parametrize(("device", "name"), BUFFER_PLACES)
-def test_replays_leave_every_address_as_it_was(device: str, name: str) -> None:
-    model = new_model(device)
-    graph = new_graph(model, name, WITH_TOPK)
-    tensors = [
-        *vars(graph.inputs).values(),
-        *vars(graph.outputs).values(),
-        *vars(graph.runner.captured[2].output).values(),
-    ]
-    before = [tensor.data_ptr() for tensor in tensors]
-    assert graph.outputs.logits.data_ptr() == graph.runner.captured[2].output.logits.data_ptr()
-    replay(graph, draw(model, 5, 61, 40))
-    replay(graph, draw(model, 30))
-    assert [tensor.data_ptr() for tensor in tensors] == before
-
-
-def backend_saying(**attributes: Any) -> Any:
-    return SimpleNamespace(**attributes)
-
-
 @pytest.mark.parametrize(
     ("backend", "expected"),
     [
         (TRTLLMMHABackend(None), True),
-        (backend_saying(supports_draft_extend_graph=True), True),
-        (backend_saying(supports_draft_extend_graph=False), False),
-        (backend_saying(supports_draft_extend_graph="yes"), False),
-        (backend_saying(), False),
+        (SimpleNamespace(supports_draft_extend_graph=True), True),
+        (SimpleNamespace(supports_draft_extend_graph=False), False),
+        (SimpleNamespace(supports_draft_extend_graph="yes"), False),
+        (SimpleNamespace(), False),
         (None, False),
     ],
 )
@@ -219,7 +194,7 @@ def test_a_backend_that_says_nothing_has_no_graph(backend: Any, expected: bool) 
 def test_graphs_of_a_silent_backend_are_refused() -> None:
     model = new_model("cpu")
     with pytest.raises(ValueError, match="SimpleNamespace does not declare supports_draft_extend_graph"):
-        DraftExtendGraph(backend_saying(), model, model.pool, SpecInfo(num_tokens_per_req=WIDTH), SIZES)
+        DraftExtendGraph(SimpleNamespace(), model, model.pool, SpecInfo(num_tokens_per_req=WIDTH), SIZES)
 
 
 def batch_of(bs: int, width: int = WIDTH, stated: int = WIDTH, **changes: Any) -> ForwardBatch:

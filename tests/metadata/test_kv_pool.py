@@ -1,5 +1,6 @@
 """The id spaces behave like an engine's, and the cache is laid out as the kernels are handed it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -60,8 +61,6 @@ def test_freed_ids_come_back_and_the_row_keeps_its_leftovers() -> None:
     assert torch.equal(pool.req_to_token[row], left)
     assert pool.add_request(17) == row
     assert torch.equal(pool.req_to_token[row, 17:], left[17:])
-    with pytest.raises(ValueError, match="holds no request"):
-        pool.free_request(3)
 
 
 def test_exhaustion_changes_nothing() -> None:
@@ -78,30 +77,34 @@ def test_exhaustion_changes_nothing() -> None:
     assert len({pool.add_request(1) for _ in range(3)}) == 3
 
 
-def test_refusals_name_the_limit() -> None:
-    pool = make_pool(num_requests=1)
-    with pytest.raises(ValueError, match="51 tokens, more than max_context_len=50"):
-        pool.add_request(51)
-    row = pool.add_request(50)
-    with pytest.raises(ValueError, match="51 tokens, more than max_context_len=50"):
-        pool.extend_request(row, 1)
-    with pytest.raises(ValueError, match="cannot add -1 tokens"):
-        pool.extend_request(row, -1)
-    with pytest.raises(RuntimeError, match="all 1 request rows are taken"):
-        pool.add_request(1)
-    with pytest.raises(ValueError, match=r"positions 49..51 are outside request \d+ of 50 tokens"):
-        pool.slots(row, 49, 51)
-    with pytest.raises(ValueError, match="num_pages=1 must be at least 2"):
-        make_pool(num_pages=1)
-    with pytest.raises(ValueError, match="page_size=0"):
-        make_pool(page_size=0)
-    for needs_window in (
-        lambda: pool.swa_slots(torch.zeros(1)),
-        lambda: pool.evict_swa(row, 0),
-        lambda: pool.new_cache(1, 8, torch.uint8, KVLayout.NHD, sliding_window=True),
-    ):
-        with pytest.raises(ValueError, match="no sliding-window pages"):
-            needs_window()
+FULL = make_pool(num_requests=1)
+ROW = FULL.add_request(50)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: make_pool().add_request(51), ValueError, "51 tokens, more than max_context_len=50"),
+        (lambda: FULL.extend_request(ROW, 1), ValueError, "51 tokens, more than max_context_len=50"),
+        (lambda: FULL.extend_request(ROW, -1), ValueError, "cannot add -1 tokens"),
+        (lambda: FULL.add_request(1), RuntimeError, "all 1 request rows are taken"),
+        (lambda: FULL.free_request(3), ValueError, "holds no request"),
+        (lambda: FULL.slots(ROW, 49, 51), ValueError, r"positions 49..51 are outside request \d+ of 50 tokens"),
+        (lambda: make_pool(num_pages=1), ValueError, "num_pages=1 must be at least 2"),
+        (lambda: make_pool(page_size=0), ValueError, "page_size=0"),
+        (lambda: make_pool(num_virtual_pages=16), ValueError, "num_virtual_pages=16 must be at least num_pages=17"),
+        (lambda: FULL.swa_slots(torch.zeros(1)), ValueError, "no sliding-window pages"),
+        (lambda: FULL.evict_swa(ROW, 0), ValueError, "no sliding-window pages"),
+        (
+            lambda: FULL.new_cache(1, 8, torch.uint8, KVLayout.NHD, sliding_window=True),
+            ValueError,
+            "no sliding-window pages",
+        ),
+    ],
+)
+def test_refusals_name_the_limit(call: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
 
 
 def test_the_window_map_is_whole_pages_with_a_sink_and_a_minus_one() -> None:
@@ -202,25 +205,21 @@ def test_written_tokens_are_found_through_the_hnd_view(
     assert everything == k.view(torch.uint8).count_nonzero() + v.view(torch.uint8).count_nonzero()
 
 
-def test_a_negative_slot_writes_to_the_sink_not_to_the_last_page() -> None:
-    cache = make_pool().new_cache(1, 8, torch.bfloat16, KVLayout.NHD)
-    row = torch.ones(1, 1, 8, dtype=torch.bfloat16)
-    cache.write(torch.tensor([-1]), row, row)
-    assert cache.k_cache[0, 0].all()
-    assert not cache.storage[:, 1:].any()
-
-
-def test_writing_nothing_is_allowed() -> None:
-    cache = make_pool().new_cache(2, 8, torch.float8_e4m3fn, KVLayout.HND)
-    nothing = torch.zeros(0, 2, 8, dtype=torch.float8_e4m3fn)
-    cache.write(torch.zeros(0, dtype=torch.int64), nothing, nothing)
+def test_a_negative_slot_writes_to_the_sink_not_to_the_last_page_and_no_slot_nowhere() -> None:
+    cache = make_pool().new_cache(1, 8, torch.float8_e4m3fn, KVLayout.NHD)
+    row = torch.ones(1, 1, 8).to(torch.float8_e4m3fn)
+    cache.write(torch.zeros(0, dtype=torch.int64), row[:0], row[:0])
     assert not cache.storage.view(torch.uint8).any()
+    cache.write(torch.tensor([-1]), row, row)
+    assert cache.k_cache.view(torch.uint8)[0, 0].all()
+    assert not cache.storage.view(torch.uint8)[:, 1:].any()
 
 
 @pytest.mark.parametrize("layout", KVLayout)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_k_and_v_are_halves_of_one_allocation(layout: KVLayout, dtype: torch.dtype) -> None:
     cache = make_pool().new_cache(2, 8, dtype, layout)
+    assert eval(repr(layout)) is layout == layout.name
     k, v = cache.as_hnd()
     page_bytes = 2 * 16 * 8 * dtype.itemsize
     assert k.data_ptr() == cache.k_cache.data_ptr() == cache.storage.data_ptr()
@@ -229,17 +228,18 @@ def test_k_and_v_are_halves_of_one_allocation(layout: KVLayout, dtype: torch.dty
     assert k.stride(0) * dtype.itemsize == page_bytes
 
 
-def test_view_strides_are_those_sglang_hands_over() -> None:
-    def strides(heads: int, page_size: int, layout: KVLayout) -> tuple[int, ...]:
-        cache = make_pool(page_size=page_size).new_cache(heads, 8, torch.float16, layout)
-        k, v = cache.as_hnd()
-        assert k.stride() == v.stride()
-        return k.stride()
-
-    assert strides(4, 16, KVLayout.NHD) == (512, 8, 32, 1)
-    assert strides(4, 16, KVLayout.HND) == (512, 128, 8, 1)
-    assert strides(1, 16, KVLayout.NHD) == (128, 128, 8, 1)  # the permuted view alone would have (128, 8, 8, 1)
-    assert strides(1, 16, KVLayout.HND) == (128, 128, 8, 1)
+@pytest.mark.parametrize(
+    ("heads", "layout", "strides"),
+    [
+        (4, KVLayout.NHD, (512, 8, 32, 1)),
+        (4, KVLayout.HND, (512, 128, 8, 1)),
+        (1, KVLayout.NHD, (128, 128, 8, 1)),  # the permuted view alone would have (128, 8, 8, 1)
+        (1, KVLayout.HND, (128, 128, 8, 1)),
+    ],
+)
+def test_view_strides_are_sglangs(heads: int, layout: KVLayout, strides: tuple[int, ...]) -> None:
+    cache = make_pool().new_cache(heads, 8, torch.float16, layout)
+    assert [side.stride() for side in cache.as_hnd()] == [strides] * 2
 
 
 def test_a_window_cache_has_the_windows_pages() -> None:
@@ -260,12 +260,6 @@ def test_cache_refusals() -> None:
         cache.write(slots, rows[:1], rows)
     with pytest.raises(ValueError, match=r"KVPool\.new_cache"):
         PagedKVCache(cache.k_cache, KVLayout.NHD)
-
-
-@pytest.mark.parametrize("layout", KVLayout)
-def test_layout_repr_can_be_pasted(layout: KVLayout) -> None:
-    assert eval(repr(layout)) is layout
-    assert layout == layout.name
 
 
 def test_everything_works_where_reading_is_impossible() -> None:
@@ -310,12 +304,6 @@ def test_nothing_virtual_is_outside_the_pool() -> None:
     assert plain.v2p is None
     assert plain.pages(slots).tolist() == [-1, 0, 0, 8]
     assert plain.physical_slots(slots) is slots
-
-
-def test_fewer_names_than_pages_are_refused() -> None:
-    with pytest.raises(ValueError, match="num_virtual_pages=3 must be at least num_pages=4"):
-        KVPool(num_requests=1, max_context_len=8, page_size=4, num_pages=4, num_virtual_pages=3)
-    assert KVPool(num_requests=1, max_context_len=8, page_size=4, num_pages=4, num_virtual_pages=4).v2p is not None
 
 
 @pytest.mark.parametrize(
