@@ -7,11 +7,10 @@ import torch
 from hypothesis import given, settings
 
 from lab.metadata import ForwardBatch, ForwardMode, KVPool, TRTLLMMHAMetadata
-from lab.metadata.mha.buffers import allocate_mha_metadata, fused_mha_metadata, prepare_mha_metadata
+from lab.metadata.mha.buffers import allocate_mha_metadata, prepare_mha_metadata
 from lab.references.forward_metadata import forward_metadata
 from tests.devices import DEVICES, IN_INTERPRETER, ON_GPU, graph_of, synchronisation_is_an_error
 from tests.metadata.batches import (
-    EXTENDS,
     PAGE_SIZES,
     Case,
     all_modes,
@@ -33,6 +32,8 @@ def poison(metadata: TRTLLMMHAMetadata) -> None:
 def assert_right(batch: ForwardBatch, pool: KVPool) -> None:
     """Written over poison, which the dead cells keep; again after the lengths changed in place."""
     metadata = allocate_mha_metadata(batch, pool)
+    has_no_prefix = batch.forward_mode.is_prefill and not any(batch.extend_prefix_lens_cpu or ())
+    assert (metadata.cu_seqlens_q is metadata.cu_seqlens_k) is has_no_prefix
     write = prepare_mha_metadata(batch, pool, metadata)
     for _ in range(2):
         poison(metadata)
@@ -56,15 +57,6 @@ def test_drawn_cases(case: Case) -> None:
     assert_right(*build(case))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("mode", EXTENDS, ids=repr)
-def test_without_a_prefix_queries_are_the_keys(mode: ForwardMode, device: str) -> None:
-    batch, pool = build(Case(mode, (5, 17), (5, 17)), device)
-    metadata = fused_mha_metadata(batch, pool)
-    assert metadata.cu_seqlens_q is metadata.cu_seqlens_k
-    assert metadata.cu_seqlens_q.tolist() == [0, 5, 22]
-
-
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_GPU)])
 @pytest.mark.parametrize("case", all_modes(), ids=label)
 def test_in_a_graph_without_a_synchronisation(case: Case, device: str) -> None:
@@ -81,10 +73,12 @@ def test_in_a_graph_without_a_synchronisation(case: Case, device: str) -> None:
     assert_live_cells_right(metadata, forward_metadata(batch, pool), POISON)
 
 
-def test_what_runs_no_attention_or_elsewhere_is_refused() -> None:
+@pytest.mark.parametrize("allocates", [False, True])
+def test_what_runs_no_attention_or_elsewhere_is_refused(allocates: bool) -> None:
     batch, pool = build(Case(ForwardMode.DECODE, (5,)))
+    metadata = () if allocates else (allocate_mha_metadata(batch, pool),)
+    refuse = allocate_mha_metadata if allocates else prepare_mha_metadata
     with pytest.raises(ValueError, match="PREBUILT"):
-        fused_mha_metadata(replace(batch, forward_mode=ForwardMode.PREBUILT), pool)
-    elsewhere = KVPool(num_requests=1, max_context_len=20, page_size=4, num_pages=9, device="meta")
+        refuse(replace(batch, forward_mode=ForwardMode.PREBUILT), pool, *metadata)
     with pytest.raises(ValueError, match="batch is on cpu but the pool on meta"):
-        fused_mha_metadata(batch, elsewhere)
+        refuse(batch, build(Case(ForwardMode.DECODE, (5,)), "meta")[1], *metadata)

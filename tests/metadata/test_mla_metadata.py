@@ -36,7 +36,7 @@ from lab.metadata.mla.calls import (
     prepare_mla_prefill,
     ragged_context_arguments,
 )
-from lab.metadata.mla.metadata import multi_ctas_kv_counter_bytes, query_layout, replan_outgrown
+from lab.metadata.mla.metadata import query_layout, replan_outgrown
 from lab.metadata.mla.rows import dense_block, pad_draft_extend_query, unpad_draft_extend_output
 from lab.metadata.speculation.frozen_kv import frozen_kv_batch
 from tests.metadata.batches import DRAFT_EXTENDS, EXTENDS, Case, assert_same, build, label
@@ -313,18 +313,17 @@ def test_the_arguments_of_the_call(case: Case, longest: int, rows: int) -> None:
     [(1, 128, 132, 8192 * 128 * 4), (9001, 3, 132, 27008 * 4), (1, 1, 9999, 10000 * 4), (8192, 1, 1, 8192 * 4)],
 )
 def test_the_counters_by_hand(max_batch_size: int, heads: int, sm_count: int, num_bytes: int) -> None:
-    assert multi_ctas_kv_counter_bytes(max_batch_size, heads, sm_count) == num_bytes
     buffer = allocate_multi_ctas_kv_counters(max_batch_size, heads, sm_count, "cpu")
     assert (buffer.dtype, buffer.nbytes, bool(buffer.any())) == (torch.uint8, num_bytes, False)
     with pytest.raises(ValueError, match="sm_count=0 must be at least 1"):
-        multi_ctas_kv_counter_bytes(max_batch_size, heads, 0)
+        allocate_multi_ctas_kv_counters(max_batch_size, heads, 0, "cpu")
 
 
 def test_the_counters_are_what_flashinfer_asks_for() -> None:
     utils = pytest.importorskip("flashinfer.utils")
     for bs, heads, sms in ((1, 128, 132), (9001, 3, 132), (1, 1, 9999), (8193, 7, 148)):
         asked = utils.get_trtllm_gen_multi_ctas_kv_counter_bytes(max(bs, 8192), heads, sms)
-        assert multi_ctas_kv_counter_bytes(bs, heads, sms) == asked
+        assert allocate_multi_ctas_kv_counters(bs, heads, sms, "meta").nbytes == asked
 
 
 # --- refusals -----------------------------------------------------------------------------------------------------

@@ -39,12 +39,7 @@ class CapturedSize(SizedPass[MetadataT]):
 def sized_passes(
     inputs: StaticInputs, buffers: MetadataBuffers[MetadataT], batch_sizes: Sequence[int]
 ) -> dict[int, SizedPass[MetadataT]]:
-    """Return the pass of each captured size, in order of size. Its tensors are slices of the inputs and buffers.
-
-    Args:
-        inputs, buffers: the buffers of one mode, with room for the largest size.
-        batch_sizes: in any order.
-    """
+    """Return the pass of each captured size, in order of size. Its tensors are slices of one mode's inputs and buffers."""
     passes = {}
     for size in sorted(set(batch_sizes)):
         view = inputs.view(size)
@@ -59,11 +54,7 @@ def check_sizes(batch_sizes: Sequence[int]) -> None:
 
 
 def size_for(batch_size: int, sizes: Sequence[int]) -> int:
-    """Return the smallest captured size of at least `batch_size` requests.
-
-    Raises:
-        ValueError: all sizes are smaller.
-    """
+    """Return the smallest captured size of at least `batch_size` requests; raises ValueError if all are smaller."""
     fitting = [size for size in sizes if size >= batch_size]
     if not fitting:
         raise ValueError(f"{batch_size} requests exceed every captured size {sorted(sizes)}: run them eagerly")

@@ -57,7 +57,7 @@ class KVPool:
             without virtual pages.
 
     Raises:
-        ValueError: a size is too small to hold anything.
+        ValueError: a size is too small to hold anything; in the methods, the pool holds no such request.
     """
 
     def __init__(
@@ -140,8 +140,7 @@ class KVPool:
 
         Raises:
             RuntimeError: too few pages are left; nothing is changed then.
-            ValueError: the request is unknown, ``count`` is negative or the request would outgrow
-                ``max_context_len``.
+            ValueError: ``count`` is negative or the request would outgrow ``max_context_len``.
         """
         request = self._request(req_pool_index)
         start, end = request.length, request.length + count
@@ -176,10 +175,8 @@ class KVPool:
         return slots
 
     def slots(self, req_pool_index: int, start: int, end: int) -> Tensor:
-        """Return the slots of the tokens at positions ``start .. end - 1`` of a request, ``[end - start]`` int64.
-
-        Raises:
-            ValueError: the request is unknown or does not hold these positions.
+        """Return the slots of the tokens at positions ``start .. end - 1`` of a request, ``[end - start]`` int64; raises
+        ValueError if the request does not hold them.
         """
         length = self._request(req_pool_index).length
         if not 0 <= start <= end <= length:
@@ -219,7 +216,7 @@ class KVPool:
         Their entries in `full_to_swa` become 0, so that their tokens map to the sink. The full pool keeps the tokens.
 
         Raises:
-            ValueError: the pool has no window, the request is unknown or ``before`` is outside it.
+            ValueError: the pool has no window, or ``before`` is outside the request.
         """
         request = self._request(req_pool_index)
         self._swa_map()
@@ -228,11 +225,7 @@ class KVPool:
         self._release_swa(request, before // self.page_size)
 
     def free_request(self, req_pool_index: int) -> None:
-        """Give back a request's row and pages. The row keeps its slots, which are meaningless now, as an engine's row does.
-
-        Raises:
-            ValueError: the request is unknown.
-        """
+        """Give back a request's row and pages. The row keeps its slots, which are meaningless now, as an engine's row does."""
         request = self._request(req_pool_index)
         if self.full_to_swa is not None:
             self._release_swa(request, len(request.pages))
@@ -254,10 +247,8 @@ class KVPool:
         """Make a zero-filled cache of one layer over this pool's pages.
 
         Args:
-            num_kv_heads: heads of K and of V.
+            num_kv_heads, dtype, layout: of K and of V.
             head_dim: elements of ``dtype`` per head, so half the head's size for packed 4-bit values in uint8.
-            dtype: dtype of the elements.
-            layout: order of the axes in a page.
             sliding_window: the cache has the pages of the sliding-window pool, which ``swa_slots`` addresses.
 
         Raises:
@@ -273,12 +264,7 @@ class KVPool:
         return PagedKVCache(storage, layout)
 
     def new_latent_cache(self, entry_dim: int, dtype: torch.dtype) -> PagedLatentCache:
-        """Make a zero-filled cache of one MLA layer over this pool's pages.
-
-        Args:
-            entry_dim: elements per token, of the latent vector and the rotary part together.
-            dtype: dtype of the elements.
-        """
+        """Make a zero-filled cache of one MLA layer; `entry_dim` counts the latent vector and the rotary part together."""
         storage = torch.zeros(self.num_pages, self.page_size, entry_dim, dtype=dtype, device=self.device)
         return PagedLatentCache(storage)
 

@@ -85,8 +85,7 @@ def max_query_rows(batch: ForwardBatch) -> int:
 def query_rows(batch: ForwardBatch) -> int | Tensor | None:
     """Return the query rows: an int for all requests, or ``extend_seq_lens``; None if no request has a prefix (rows are keys).
 
-    Raises:
-        ValueError: the batch lacks a number on the host that the mode needs.
+    It raises ValueError if the batch lacks a number on the host that the mode needs, as `query_lens` and `key_lens` do.
     """
     mode = batch.forward_mode
     if not mode.query_rows.in_extend_seq_lens:
@@ -102,11 +101,7 @@ def query_rows(batch: ForwardBatch) -> int | Tensor | None:
 
 
 def query_lens(batch: ForwardBatch) -> Sequence[int]:
-    """Return the query rows of each request, as the host knows them. Rows of the batch after their sum are padding.
-
-    Raises:
-        ValueError: the batch lacks a number on the host that the mode needs.
-    """
+    """Return the query rows of each request, as the host knows them. Rows of the batch after their sum are padding."""
     if not batch.forward_mode.query_rows.in_extend_seq_lens:
         return [max_query_rows(batch)] * batch.batch_size
     return host_lengths(batch, "extend_seq_lens_cpu")
@@ -122,11 +117,7 @@ def num_draft_tokens(batch: ForwardBatch) -> int:
 
 
 def key_lens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> Tensor:
-    """Return the number of keys that each request's last query row sees: ``[batch_size]`` int32, in a new tensor.
-
-    Raises:
-        ValueError: the batch lacks a number or tensor that the mode needs.
-    """
+    """Return the number of keys that each request's last query row sees: ``[batch_size]`` int32, in a new tensor."""
     if batch.forward_mode.query_rows is QueryRows.VERIFIED:
         return (batch.seq_lens + device_lengths(batch, "extend_seq_lens")).to(torch.int32)
     return (batch.seq_lens + uncounted_tokens(batch, attention)).to(torch.int32)

@@ -96,8 +96,7 @@ class VerifyBackend(ABC):
     def update_verify_buffers_to_fill_after_draft(self, planned: PlannedVerify) -> None:
         """Launch, on the current stream, the work that depends on the buffers that the draft has filled.
 
-        Raises:
-            NotImplementedError: the backend does not declare FixUp.NONE and does not define this method.
+        Backends that declare FixUp.NONE have none; for others that do not define it this raises NotImplementedError.
         """
         if self.fix_up is not FixUp.NONE:
             raise NotImplementedError(_missing_fix_up(self))

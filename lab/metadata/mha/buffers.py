@@ -27,24 +27,8 @@ class MetadataBuilder(NamedEnum):
     FUSED = "fused"  # one launch, as in 0.5.23
 
 
-def fused_mha_metadata(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-    """Build the same metadata as `build_mha_metadata` in one launch. Cells of a table that are not live are undefined.
-
-    Raises:
-        ValueError: `build_mha_metadata` refuses the batch.
-        NotImplementedError: Triton does not run on the batch's device.
-    """
-    metadata = allocate_mha_metadata(batch, pool)
-    prepare_mha_metadata(batch, pool, metadata)()
-    return metadata
-
-
 def allocate_mha_metadata(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-    """Allocate a pass's metadata as uninitialised tensors.
-
-    Raises:
-        ValueError: `build_mha_metadata` refuses the batch.
-    """
+    """Allocate a pass's metadata as uninitialised tensors; raises ValueError if `build_mha_metadata` refuses the batch."""
     check_attends(batch, pool)
     metadata = TRTLLMMHAMetadata.allocate(
         pool, batch.batch_size, max_query_rows(batch), batch.num_tokens, new=torch.empty
@@ -53,8 +37,9 @@ def allocate_mha_metadata(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadat
 
 
 def prepare_mha_metadata(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata) -> Callable[[], None]:
-    """Prepare a call that writes the pass's metadata in place. Each call reads the contents that the batch and the pool have
-    then.
+    """Prepare one launch that writes what `build_mha_metadata` builds in place, from the contents at the time of each call.
+
+    Cells of a table that are not live are left as they were.
 
     Raises:
         ValueError: `build_mha_metadata` refuses the batch, or a tensor of `metadata` has the wrong shape.

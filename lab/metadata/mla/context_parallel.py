@@ -38,11 +38,7 @@ from lab.metadata.mla.rows import merge_by_lse, without_keys
 
 @dataclass(frozen=True)
 class DecodeContextParallel:
-    """The size of a group and the rank of one of its GPUs.
-
-    Raises:
-        ValueError: the size is below 2, or the rank is out of range.
-    """
+    """The size of a group, at least 2, and the rank of one of its GPUs."""
 
     size: int
     rank: int

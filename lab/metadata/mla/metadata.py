@@ -275,11 +275,7 @@ def query_layout(rows: Sequence[int]) -> QueryLayout:
 
 
 def mla_block_table_width(max_len: int, page_size: int) -> int:
-    """Return the columns of the block table for requests of at most ``max_len`` tokens, rounded up to blocks of 4,096 tokens.
-
-    Raises:
-        ValueError: the backend does not support the page size.
-    """
+    """Return the columns of the block table for requests of at most ``max_len`` tokens: whole blocks of 4,096 tokens."""
     check_mla_page_size(page_size)
     return -(-max_len // BLOCK_TABLE_TOKENS) * (BLOCK_TABLE_TOKENS // page_size)
 
@@ -298,34 +294,27 @@ def check_mla(pool: KVPool, attention: DraftAttention = DraftAttention.MLA, page
         raise ValueError(f"{attention!r} is not MLA: use {DraftAttention.MLA!r} or {DraftAttention.MLA_WITH_OFFSET!r}")
 
 
-def multi_ctas_kv_counter_bytes(max_batch_size: int, num_qo_heads: int, sm_count: int) -> int:
-    """Return the bytes of trtllm-gen's counter buffer, in which CTAs that share a request count how many have finished.
+def allocate_multi_ctas_kv_counters(
+    max_batch_size: int, num_qo_heads: int, sm_count: int, device: torch.device | str
+) -> Tensor:
+    """Allocate trtllm-gen's ``multi_ctas_kv_counter_buffer``, in which CTAs that share a request count how many have finished.
 
     It has a counter of 4 bytes per request and head, at least one per SM, rounded up to a multiple of 8: FlashInfer 0.7.2's
     `get_trtllm_gen_multi_ctas_kv_counter_bytes`. SGLang 0.5.23 asks for 8,192 requests, or more if its graphs hold more.
+    Kernels leave it zero, so that one buffer serves all calls of a stream.
+
+    Returns:
+        uint8 zeros.
 
     Raises:
-        ValueError: an argument is below 1.
+        ValueError: a number below 1.
     """
     numbers = {"max_batch_size": max_batch_size, "num_qo_heads": num_qo_heads, "sm_count": sm_count}
     for name, number in numbers.items():
         if number < 1:
             raise ValueError(f"{name}={number} must be at least 1")
     counters = max(max(COUNTER_BATCH_SIZE, max_batch_size) * num_qo_heads, sm_count)
-    return -(-counters // 8) * 8 * 4
-
-
-def allocate_multi_ctas_kv_counters(
-    max_batch_size: int, num_qo_heads: int, sm_count: int, device: torch.device | str
-) -> Tensor:
-    """Allocate ``multi_ctas_kv_counter_buffer``, uint8 zeros. Kernels leave it zero, so that one buffer serves all calls of a
-    stream.
-
-    Raises:
-        ValueError: an argument is below 1.
-    """
-    num_bytes = multi_ctas_kv_counter_bytes(max_batch_size, num_qo_heads, sm_count)
-    return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    return torch.zeros(-(-counters // 8) * 8 * 4, dtype=torch.uint8, device=device)
 
 
 def longest_request(batch: ForwardBatch, pool: KVPool) -> int:

@@ -62,11 +62,7 @@ class CapturedVerify(VerifyBackend):
         return self.pool.device
 
     def planned(self, batch_size: int) -> PlannedVerify:
-        """Return the buffers that a captured size's graph is captured with.
-
-        Raises:
-            ValueError: every captured size is smaller.
-        """
+        """Return the buffers of the captured size for a batch; raises ValueError if every captured size is smaller."""
         return self._planned[size_for(batch_size, list(self._planned))]
 
     def check(self, batch: ForwardBatch) -> None:
