@@ -8,25 +8,7 @@ from lab.calls.problem import AttentionCall
 from lab.extras import sentence
 from lab.gpus import FAMILIES, Capability
 from lab.kernels.support import Kernel, packages, peers, portable, trtllm
-from lab.kernels.support.kernel import wrong_device, wrong_gpu
-
-
-@dataclass(frozen=True)
-class Implementation:
-    """A module that implements some of FlashInfer's functions.
-
-    Attributes:
-        module: the module's name, such as "lab.kernels.trtllm". ":fa2" or ":fa3" follows the name if a module has two backends.
-        package: the import name of the package that has the kernels.
-        distribution: the package's name on the package index. Its version is the implementation's version.
-        kernels: the rows of the kernels in `lab.kernels.support`; () for plain torch, which runs everywhere.
-    """
-
-    module: str
-    package: str
-    distribution: str
-    kernels: tuple[Kernel, ...] = ()
-
+from lab.kernels.support.kernel import Implementation, wrong_device, wrong_gpu
 
 IMPLEMENTATIONS = (
     Implementation("lab.references", "torch", "torch"),
@@ -41,10 +23,7 @@ IMPLEMENTATIONS = (
         )
         for backend, kernel in peers.BY_BACKEND[call].items()
     ),
-    Implementation("lab.kernels.peers.flash_attention_4", "flash_attn", "flash-attn-4", (packages.FLASH_ATTENTION_4,)),
-    Implementation("lab.kernels.peers.flex_attention", "torch", "torch", (packages.FLEX_ATTENTION,)),
-    Implementation("lab.kernels.peers.sglang_triton", "sglang", "sglang", (packages.SGLANG_TRITON,)),
-    Implementation("lab.kernels.peers.vllm_triton", "vllm", "vllm", (packages.VLLM_TRITON,)),
+    *packages.IMPLEMENTATIONS,
 )
 
 

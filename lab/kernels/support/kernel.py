@@ -118,6 +118,23 @@ class Kernel:
         return f"<{self.name}>"
 
 
+@dataclass(frozen=True)
+class Implementation:
+    """A module that implements some of FlashInfer's functions.
+
+    Attributes:
+        module: the module's name, such as "lab.kernels.trtllm". ":fa2" or ":fa3" follows the name if a module has two backends.
+        package: the import name of the package that has the kernels.
+        distribution: the package's name on the package index. Its version is the implementation's version.
+        kernels: the rows of the kernels in `lab.kernels.support`; () for plain torch, which runs everywhere.
+    """
+
+    module: str
+    package: str
+    distribution: str
+    kernels: tuple[Kernel, ...] = ()
+
+
 def why_not(kernel: Kernel, capability: Capability | None, problem: Problem) -> str | None:
     """Return a sentence that says why a kernel does not solve a problem on a GPU; None if it does.
 

@@ -5,7 +5,7 @@ from functools import partial
 from lab.calls.problem import E4M3, AttentionCall, Feature, PagedAttention
 from lab.gpus import FAMILIES, SM90, SM100, Capability, family_of
 from lab.kernels.support.common import HALVES, TAKEN_PAGES, TRITON_DTYPES, misaligned_paged, positive_bmm1_scale
-from lab.kernels.support.kernel import Dtypes, Kernel, sizes
+from lab.kernels.support.kernel import Dtypes, Implementation, Kernel, sizes
 from lab.kernels.support.stored_cache import no_token_list
 
 HONOURED_BY_ALL = frozenset(
@@ -140,4 +140,12 @@ VLLM_TRITON = paged_kernel(
     | {Feature.MASK: "has one bias of draft tokens for all requests, and no mask of each"},  # `qq_bias`
     limits=_vllm_triton,
 )
-KERNELS = (FLASH_ATTENTION_4, FLEX_ATTENTION, SGLANG_TRITON, VLLM_TRITON)
+
+# A new kernel is a module of `lab.kernels.peers`, and here its row and its line.
+IMPLEMENTATIONS = (
+    Implementation("lab.kernels.peers.flash_attention_4", "flash_attn", "flash-attn-4", (FLASH_ATTENTION_4,)),
+    Implementation("lab.kernels.peers.flex_attention", "torch", "torch", (FLEX_ATTENTION,)),
+    Implementation("lab.kernels.peers.sglang_triton", "sglang", "sglang", (SGLANG_TRITON,)),
+    Implementation("lab.kernels.peers.vllm_triton", "vllm", "vllm", (VLLM_TRITON,)),
+)
+KERNELS = tuple(kernel for each in IMPLEMENTATIONS for kernel in each.kernels)
