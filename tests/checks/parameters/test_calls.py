@@ -1,4 +1,5 @@
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,32 +9,38 @@ from lab import references
 from lab.calls.problem import mask_words
 from lab.checks import Configuration, Interface, Level, Ranges
 from lab.checks.case_run import CaseRun
-from lab.checks.parameters.call_cases import attention_case, fewer_than_rows
+from lab.checks.parameters.call_cases import attention_case, fewer_than_rows, ragged_case
 from lab.checks.parameters.calls import judge_call
 from lab.checks.parameters.paged_axes import VACUOUS, paged_model
+from lab.checks.parameters.ragged import ragged_model
 from lab.checks.parameters.values import HeadDims, Pages
 from lab.checks.properties.k18_combinations import CHECK
 
 HEADS = 3
+PAGED = (Interface.DECODE, Interface.CONTEXT, Interface.MLA_DECODE)
 
 
 def judged(interface: Interface = Interface.DECODE, **values: Any) -> tuple[dict[str, Any], Any]:
-    """The arguments of the call that a configuration makes, and what the references return, which is right."""
+    """Return the arguments of the call that a configuration makes, and what the references return, which is right."""
     seen: dict[str, Any] = {}
-
-    class Seeing:
-        pass
 
     def function(**arguments: Any) -> Any:
         seen["arguments"] = arguments
         seen["returned"] = getattr(references, interface.value)(**arguments)
         return seen["returned"]
 
-    setattr(Seeing, interface.value, staticmethod(function))
-    run = CaseRun(Seeing, Configuration(interface, values), torch.device("cpu"))
+    run = CaseRun(SimpleNamespace(**{interface.value: function}), Configuration(interface, values), torch.device("cpu"))
     judge_call(run)
     assert not run.wrongs
     return seen["arguments"], seen["returned"]
+
+
+def ragged(**values: Any) -> Configuration:
+    return Configuration(Interface.RAGGED_CONTEXT, values)
+
+
+def arguments_of(**values: Any) -> dict[str, Any]:
+    return judged(Interface.RAGGED_CONTEXT, **values)[0]
 
 
 @pytest.mark.parametrize("sinks", ["none", "per head"])
@@ -58,7 +65,7 @@ def test_all_bits_after_the_draft_are_set(q_len: int) -> None:
     assert not own[..., q_len:].any()
 
 
-@pytest.mark.parametrize("interface", [Interface.DECODE, Interface.CONTEXT, Interface.MLA_DECODE])
+@pytest.mark.parametrize("interface", PAGED)
 @pytest.mark.parametrize("page_size", [32, 128])
 def test_a_request_of_several_pages_has_its_last_twice(interface: Interface, page_size: int) -> None:
     arguments, _ = judged(interface, page_size=page_size, pages="the last twice")
@@ -69,14 +76,14 @@ def test_a_request_of_several_pages_has_its_last_twice(interface: Interface, pag
         assert len(set(named)) == len(named) - 1
 
 
-@pytest.mark.parametrize("interface", [Interface.DECODE, Interface.CONTEXT, Interface.MLA_DECODE])
+@pytest.mark.parametrize("interface", [*PAGED, Interface.RAGGED_CONTEXT])
 def test_every_point_of_the_full_level_has_keys_to_attend_to_and_pages_to_double(interface: Interface) -> None:
     for case in CHECK.cases(interface, Ranges(), Level.FULL):
         if not VACUOUS.isdisjoint(case.values.items()):
             continue
-        of = attention_case(case, Ranges())
+        of = ragged_case(case) if interface is Interface.RAGGED_CONTEXT else attention_case(case, Ranges())
         assert any(q_len and kv_len for q_len, kv_len in zip(of.q_lens, of.kv_lens, strict=True)), case
-        assert case["pages"] != Pages.TWICE or max(of.kv_lens) > of.storage.page_size, case
+        assert case.get("pages") != Pages.TWICE or max(of.kv_lens) > case["page_size"], case
 
 
 @pytest.mark.parametrize("q_lens", [(2, 2, 2), (1, 2, 1), (0, 0, 17), (5, 1, 17)])
@@ -85,7 +92,7 @@ def test_fewer_keys_than_rows_are_some_of_every_request_of_several_rows(q_lens: 
         assert min(q_len - 1, 1) <= kv_len < q_len or q_len == kv_len == 0
 
 
-@pytest.mark.parametrize("interface", [Interface.DECODE, Interface.CONTEXT, Interface.MLA_DECODE])
+@pytest.mark.parametrize("interface", PAGED)
 def test_strides_an_element_apart_are_no_whole_loads(interface: Interface) -> None:
     for form, axis in (("pages an element apart", 0), ("tokens an element apart", -2)):
         cache = judged(interface, cache=form)[0]["kv_cache"]
@@ -106,3 +113,54 @@ def test_no_key_shades_others_where_keys_are_values(interface: Interface) -> Non
     model = paged_model(interface, Ranges())
     assert model.completed({"cache": "one tensor", "contents": "shaded"})
     assert not model.completed({"cache": "K is V", "contents": "shaded"})
+
+
+def test_lengths_are_what_their_names_say() -> None:
+    plain = ragged_case(ragged())
+    assert plain.q_lens == (5, 1, 17)
+    assert all(kv_len >= rows for kv_len, rows in zip(plain.kv_lens, plain.q_lens, strict=True))
+    assert ragged_case(ragged(lengths="as rows")).kv_lens == plain.q_lens
+    assert ragged_case(ragged(lengths="fewer than rows")).kv_lens == (4, 0, 16)
+    assert ragged_case(ragged(lengths="none first")).kv_lens[0] == 0
+    assert ragged_case(ragged(lengths="none twice")).kv_lens[:2] == (0, 0)
+    assert ragged_case(ragged(lengths=65_600, num_kv_heads=1)).kv_lens[0] >= 65_600
+    assert ragged_case(ragged(offsets="none twice")).q_lens == (0, 0, 17)
+    assert len(ragged_case(ragged(requests=257)).q_lens) == 257
+
+
+def test_strides_are_what_their_names_say() -> None:
+    found = arguments_of(kv="of one tensor")
+    key, value = found["key"], found["value"]
+    assert key.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+    assert key.stride() == value.stride() == (2 * (192 + 128), 192 + 128, 1)
+    found = arguments_of(kv="V of a projection")
+    assert found["key"].is_contiguous()
+    assert found["value"].stride() == (2 * (96 + 128), 96 + 128, 1)
+    assert arguments_of(kv="heads first")["key"].stride(0) == 192
+    assert not arguments_of(query="heads apart")["query"].is_contiguous()
+
+
+def test_padding_lies_after_the_last_offset_and_lengths_on_the_host_have_none() -> None:
+    found = arguments_of(padding="rows and keys")
+    assert int(found["cum_seq_lens_q"][-1]) == len(found["query"]) - 3
+    assert int(found["cum_seq_lens_kv"][-1]) == len(found["key"]) - 3
+    found = arguments_of(padding="rows and keys of NaN")
+    for name, of in (("query", "q"), ("key", "kv"), ("value", "kv")):
+        end = int(found[f"cum_seq_lens_{of}"][-1])
+        assert found[name][:end].isfinite().all()
+        assert found[name][end:].isnan().all()
+        assert len(found[name]) == end + 3
+    found = arguments_of(mirrors="int64")
+    assert found["q_seq_lens_cpu"].tolist() == found["cum_seq_lens_q"].diff().tolist()
+    assert not ragged_model(Ranges()).fits({"padding": "keys", "mirrors": "int32"})
+
+
+@pytest.mark.parametrize(("dtype", "out_dtype"), [("e4m3", torch.bfloat16), ("fp16", torch.float16)])
+def test_an_output_that_the_call_makes_has_the_documented_dtype(dtype: str, out_dtype: torch.dtype) -> None:
+    def function(**arguments: Any) -> Any:
+        return references.trtllm_ragged_attention_deepseek(**arguments).to(torch.float32)
+
+    other = SimpleNamespace(trtllm_ragged_attention_deepseek=function)
+    run = CaseRun(other, ragged(dtype=dtype), torch.device("cpu"))
+    judge_call(run)
+    assert run.wrongs == [f"the output is torch.float32, not {out_dtype}"]
