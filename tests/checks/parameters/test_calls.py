@@ -15,6 +15,7 @@ from lab.checks.parameters.paged_axes import VACUOUS, paged_model
 from lab.checks.parameters.ragged import ragged_model
 from lab.checks.parameters.values import HeadDims, Pages
 from lab.checks.properties.k18_combinations import CHECK
+from tests.checks.small import decoding
 
 HEADS = 3
 PAGED = (Interface.DECODE, Interface.CONTEXT, Interface.MLA_DECODE)
@@ -164,3 +165,16 @@ def test_an_output_that_the_call_makes_has_the_documented_dtype(dtype: str, out_
     run = CaseRun(other, ragged(dtype=dtype), torch.device("cpu"))
     judge_call(run)
     assert run.wrongs == [f"the output is torch.float32, not {out_dtype}"]
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_write_to_scale_factors_is_wrong(side: int) -> None:
+    def kernel(**arguments: Any) -> Any:
+        returned = references.trtllm_batch_decode_with_kv_cache(**arguments)
+        arguments["kv_cache_sf"][side].view(torch.uint8).add_(1)
+        return returned
+
+    values = {"dtypes": "bf16/nvfp4", "group": 2, "head_dim": 64, "page_size": 16}
+    run = CaseRun(decoding(kernel), Configuration(Interface.DECODE, values), torch.device("cpu"))
+    judge_call(run)
+    assert any(f"kv_cache_sf[{side}]" in sentence for sentence in run.wrongs)
