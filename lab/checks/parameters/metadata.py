@@ -13,7 +13,7 @@ from lab.checks.case_run import CaseRun
 from lab.checks.explain.batch_features import CallFeatures
 from lab.checks.explain.features import features_of_case
 from lab.checks.parameters.configuration import Configuration
-from lab.checks.parameters.metadata_axes import TWICE
+from lab.checks.parameters.metadata_axes import DIVISIBLE, DTYPES, ROWS, TWICE
 from lab.checks.parameters.values import BatchPadding, Later, Prefixes
 from lab.metadata.engine.forward_batch import ForwardBatch, SpecInfo
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
@@ -30,9 +30,6 @@ from lab.workloads.requests import PassLens, admit, new_pool
 
 WINDOW_LEFT = 24
 SLOTS = 3  # of padding, of a batch; and query rows of padding
-UNEQUAL_ROWS = (5, 1, 2, 4, 3, 1)  # of the requests in turn
-DIVISIBLE_ROWS = (2, 4, 3, 3, 1, 5)  # the same, as many as 3 each
-LONG_ROWS = (70, 1, 130, 33, 5, 2)
 
 
 @dataclass(frozen=True)
@@ -75,16 +72,11 @@ def metadata_case(of: Configuration) -> MetadataCase:
     prefixes = [in_turn[request % len(in_turn)] for request in range(requests)]
     if isinstance(of["prefixes"], int) and requests:
         prefixes[of.seed % requests] = of["prefixes"]
-    each: dict[Any, tuple[int, ...]] = {
-        "unequal": UNEQUAL_ROWS,
-        "long": LONG_ROWS,
-        "unequal, as many as equal": DIVISIBLE_ROWS,
-    }
-    rows = each.get(of["rows"], (of["rows"],))
-    if rows is DIVISIBLE_ROWS and requests % len(rows):
+    rows = ROWS.get(of["rows"], (of["rows"],))
+    if of["rows"] == DIVISIBLE and requests % len(rows):
         rows = rows[:2]
     q_lens = [rows[request % len(rows)] for request in range(requests)]
-    if of["rows"] == "unequal, as many as equal" and requests % 2:
+    if of["rows"] == DIVISIBLE and requests % 2:
         q_lens[-1] = sum(rows) // len(rows)
     step = None if of["draft_step"] == "none" else of["draft_step"]
     return MetadataCase(ForwardMode[of["mode"]], tuple(prefixes), tuple(q_lens), step, page_size, rows[0])
@@ -221,7 +213,7 @@ def _batch(of: Configuration, case: MetadataCase, pool: KVPool) -> ForwardBatch:
                 assert pool.full_to_swa is not None
                 for row, first_kept in zip(requests.rows, kept, strict=True):
                     pool.full_to_swa[pool.slots(row, 0, first_kept)] = -1
-        batch = requests.batch(case.mode)
+        batch = requests.batch(case.mode, SLOTS if of["padding"] == BatchPadding.ROWS else 0)
         if of["prefixes"] == Prefixes.NO_LIST and not any(case.prefix_lens):
             batch = replace(batch, extend_prefix_lens=None, extend_prefix_lens_cpu=None)
     else:
@@ -232,24 +224,23 @@ def _batch(of: Configuration, case: MetadataCase, pool: KVPool) -> ForwardBatch:
         batch.req_pool_indices[-1] = batch.req_pool_indices[0]
     if of["context"] == "exceeded":
         batch.seq_lens[0] = pool.max_context_len + 3 * pool.page_size  # its row of the table is as wide as all
-    batch = _typed(of, _padded(of, case, batch))
+    if of["padding"].slot_length is not None:
+        batch = _padded(of, case, batch)
+    host_lens = tuple(batch.seq_lens.tolist()) if of["host_lens"] == "given" else None
+    given = {name: (getattr(batch, name), dtype) for name, dtype in DTYPES[of["dtypes"]].items()}
+    typed = {name: value.to(dtype) for name, (value, dtype) in given.items() if value is not None}
+    batch = replace(batch, seq_lens_cpu=host_lens, **typed)
     if of["spec_info"] == "of a graph":
         batch = replace(batch, spec_info=_spec_info_of_a_graph(batch))
     return batch if of.get("host_rows", "given") == "given" else replace(batch, extend_seq_lens_cpu=None)
 
 
 def _padded(of: Configuration, case: MetadataCase, batch: ForwardBatch) -> ForwardBatch:
-    if of["padding"] == BatchPadding.NONE:
-        return replace(batch, seq_lens_cpu=_host_lens(of, batch.seq_lens))
-    if of["padding"] == BatchPadding.ROWS:
-        num_tokens = batch.num_tokens + SLOTS
-        return replace(batch, num_tokens=num_tokens, seq_lens_cpu=_host_lens(of, batch.seq_lens))
+    """Return the batch with slots of padding after its requests, as a graph's batch has them."""
     more = functools.partial(torch.nn.functional.pad, pad=(0, SLOTS))
-    seq_lens = more(batch.seq_lens, value=of["padding"].slot_length)
     changes: dict[str, Any] = {
         "req_pool_indices": more(batch.req_pool_indices),
-        "seq_lens": seq_lens,
-        "seq_lens_cpu": _host_lens(of, seq_lens),
+        "seq_lens": more(batch.seq_lens, value=of["padding"].slot_length),
         "num_tokens": batch.num_tokens + SLOTS * (0 if case.mode is ForwardMode.DRAFT_EXTEND else case.rows),
     }
     if batch.extend_seq_lens is not None and batch.extend_seq_lens_cpu is not None:
@@ -279,23 +270,6 @@ def _spec_info_of_a_graph(batch: ForwardBatch) -> SpecInfo:
         num_tokens_per_req=-1 if rows is QueryRows.FIXED else 13,
         num_accept_tokens=of_graph,
     )
-
-
-def _host_lens(of: Configuration, seq_lens: Tensor) -> tuple[int, ...] | None:
-    return tuple(seq_lens.tolist()) if of["host_lens"] == "given" else None
-
-
-def _typed(of: Configuration, batch: ForwardBatch) -> ForwardBatch:
-    """Return the batch with the tensors of a configuration's dtypes."""
-    narrow = {
-        "int32": ("seq_lens", "req_pool_indices", "extend_prefix_lens"),
-        "int32 lens": ("seq_lens",),
-        "int32 rows": ("req_pool_indices",),
-    }.get(of["dtypes"], ())
-    wide = ("extend_seq_lens",) if of["dtypes"] == "int64 new lens" else ()
-    to: list[tuple[tuple[str, ...], torch.dtype]] = [(narrow, torch.int32), (wide, torch.int64)]
-    given = {name: (getattr(batch, name), dtype) for names, dtype in to for name in names}
-    return replace(batch, **{name: value.to(dtype) for name, (value, dtype) in given.items() if value is not None})
 
 
 def _renumber(batch: ForwardBatch, pool: KVPool, seed: int) -> None:

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from lab.checks.parameters.covering import Model, constraints
 from lab.checks.parameters.values import BatchPadding, Later, Prefixes
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
@@ -19,12 +21,27 @@ FIXED = tuple(mode.name for mode in ForwardMode if mode.query_rows is QueryRows.
 ON_DECODE = ("DECODE", "TARGET_VERIFY", "DRAFT_EXTEND", "DRAFT_EXTEND_V2", "IDLE", "RAGGED_VERIFY")
 PREFILLS = tuple(mode.name for mode in ForwardMode if mode.is_prefill)
 
+DIVISIBLE = "unequal, as many as equal"
+# Rows of the requests in turn; those that are divisible are as many as 3 each.
+ROWS: dict[Any, tuple[int, ...]] = {
+    "unequal": (5, 1, 2, 4, 3, 1),
+    DIVISIBLE: (2, 4, 3, 3, 1, 5),
+    "long": (70, 1, 130, 33, 5, 2),
+}
+# Of a batch's tensors, where they are not those of an engine.
+DTYPES: dict[str, dict[str, torch.dtype]] = {
+    "int64": {},
+    "int32": dict.fromkeys(("seq_lens", "req_pool_indices", "extend_prefix_lens"), torch.int32),
+    "int32 lens": {"seq_lens": torch.int32},
+    "int32 rows": {"req_pool_indices": torch.int32},
+    "int64 new lens": {"extend_seq_lens": torch.int64},
+}
 SHARED: dict[str, tuple[Any, ...]] = {
     "draft_step": ("none", 0, 1, 2, 3, 4, 7),
-    "rows": (1, 4, 2, 3, 5, 6, 7, 8, 11, "unequal", "unequal, as many as equal"),
+    "rows": (1, 4, 2, 3, 5, 6, 7, 8, 11, "unequal", DIVISIBLE),
     "requests": (6, 1, 2, 33, 64, 96, 130, 257, 1025, 0),
     "padding": tuple(BatchPadding),
-    "dtypes": ("int64", "int32", "int32 lens", "int32 rows", "int64 new lens"),
+    "dtypes": tuple(DTYPES),
     "slots": ("where they lie", "virtual"),
     "context": ("some more", "exact", "a whole page more"),
     "table_rows": ("of each request", TWICE),
