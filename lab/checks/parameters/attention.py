@@ -13,23 +13,18 @@ from lab.workloads.attention_case import AttentionCase, Storage
 from lab.workloads.interfaces import ATTENTION, Interface
 
 NUM_BUILDS = 24  # as often each of 8 groups, of 8 numbers of rows, of 3 dtypes, and of 4 page sizes
-# Fields of `Ranges`: what kernels are compiled for, and what they get at run time.
-MHA_BUILD = ("dtypes", "groups", "head_dims", "page_sizes", "q_lens", "windows", "sinks")
-MLA_BUILD = ("dtypes", "mla_head_dims", "mla_heads", "mla_page_sizes", "q_lens")
-MHA_RUN_TIME = ("num_kv_heads", "kv_layouts")
+# Fields of `Ranges` that a single call has a value of. Kernels are compiled for all but those that they get at run time.
+AT_RUN_TIME = ("num_kv_heads", "kv_layouts")
+MHA_FIELDS = ("dtypes", "groups", "head_dims", "page_sizes", "q_lens", "windows", "sinks", *AT_RUN_TIME)
+MLA_FIELDS = ("dtypes", "mla_head_dims", "mla_heads", "mla_page_sizes", "q_lens")
 CONTEXT_ROWS = (17, 65)  # of some requests
 MOST_DRAWN_ROWS = 80  # of a context call's request
 MOST_DRAWN_REQUESTS = 4
 
 
-def build_of(interface: Interface) -> tuple[str, ...]:
-    """Return the fields of `Ranges` that kernels of a function are compiled for."""
-    return MLA_BUILD if interface is Interface.MLA_DECODE else MHA_BUILD
-
-
 def fields_of(interface: Interface) -> tuple[str, ...]:
     """Return the fields of `Ranges` that a single call of a function has a value of."""
-    return MLA_BUILD if interface is Interface.MLA_DECODE else (*MHA_BUILD, *MHA_RUN_TIME)
+    return MLA_FIELDS if interface is Interface.MLA_DECODE else MHA_FIELDS
 
 
 def balanced(ranges: Ranges, interface: Interface, count: int, seed: int = 0) -> Iterator[AttentionCase]:
@@ -37,8 +32,8 @@ def balanced(ranges: Ranges, interface: Interface, count: int, seed: int = 0) ->
     seed += SEEDS * ranges.seed
     rng = random.Random(f"{interface.name} {seed}")
     all_builds, first = builds(ranges, interface), rng.randrange(NUM_BUILDS)
-    at_run_time = fields_of(interface)[len(build_of(interface)) :]
-    columns = {name: _dealt(rng, getattr(ranges, name), count) for name in at_run_time}
+    names = [name for name in fields_of(interface) if name in AT_RUN_TIME]
+    columns = {name: _dealt(rng, getattr(ranges, name), count) for name in names}
     for number in range(count):
         values = all_builds[(first + number) % NUM_BUILDS] | {name: column[number] for name, column in columns.items()}
         q_lens, kv_lens = _lens(rng, ranges, interface, values)
@@ -61,7 +56,8 @@ def builds(ranges: Ranges, interface: Interface) -> list[Point]:
     They are few, and the same for all checks, since many kernels are compiled for each. K18 judges the others, in pairs.
     """
     rng = random.Random(f"{interface.name} {ranges.seed}")
-    columns = {name: _dealt(rng, getattr(ranges, name), NUM_BUILDS) for name in build_of(interface)}
+    names = [name for name in fields_of(interface) if name not in AT_RUN_TIME]
+    columns = {name: _dealt(rng, getattr(ranges, name), NUM_BUILDS) for name in names}
     return [{name: column[number] for name, column in columns.items()} for number in range(NUM_BUILDS)]
 
 
