@@ -15,7 +15,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from lab.kernels.serving import forward_metadata_kernel as module
 from lab.kernels.serving.forward_metadata import PassBuffers, prepare_write_forward_metadata, write_forward_metadata
-from lab.workloads.inputs.draft_lists import guarded
+from lab.workloads.inputs.guards import surrounded
 from tests.devices import IN_INTERPRETER, ON_GPU, graph_of, synchronisation_is_an_error
 
 POISON = -77
@@ -43,7 +43,7 @@ class Requests:
         }
 
     def buffer(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        whole, part = guarded(*shape, dtype=dtype, device=self.device, poison=POISON)
+        whole, part = surrounded(*shape, dtype=dtype, device=self.device, filling=POISON)
         self.wholes.append((whole, part))
         return part
 

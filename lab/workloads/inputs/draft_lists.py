@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lab.references.draft_decode_kv_indices import draft_start, generate_draft_decode_kv_indices
+from lab.workloads.inputs.guards import surrounded
 
 # What a cell holds that is not to be written, and what lies where nobody may read.
 POISON, FOREIGN = -77, 2**30
@@ -159,13 +160,13 @@ class DraftLists:
         return memory
 
     def _output(self, name: str, *shape: int) -> Tensor:
-        how: dict[str, Any] = {"dtype": self.case.dtypes[name], "device": self.device, "poison": POISON}
-        self._outputs[name], part = guarded(*shape, before=self.case.first_cell, **how)
+        how: dict[str, Any] = {"dtype": self.case.dtypes[name], "device": self.device, "filling": POISON}
+        self._outputs[name], part = surrounded(*shape, before=self.case.first_cell, **how)
         return part
 
     def _vector(self, name: str, values: Tensor) -> Tensor:
-        shape: dict[str, Any] = {"dtype": self.case.dtypes[name], "device": self.device, "poison": POISON}
-        _, part = guarded(len(values), before=self.case.first_cell, **shape)
+        shape: dict[str, Any] = {"dtype": self.case.dtypes[name], "device": self.device, "filling": POISON}
+        _, part = surrounded(len(values), before=self.case.first_cell, **shape)
         return part.copy_(values)
 
     def _request_table(self, generator: torch.Generator) -> Tensor:
@@ -174,8 +175,8 @@ class DraftLists:
         """
         case, dtype = self.case, self.case.dtypes["req_to_token"]
         num_rows, num_columns = len(case.lens) + SPARE_ROWS, max(1, case.longest_row + case.spare_columns)
-        shape: dict[str, Any] = {"dtype": dtype, "device": self.device, "poison": FOREIGN}
-        _, part = guarded(num_rows, num_columns, before=case.first_cell, after=case.row_gap, **shape)
+        shape: dict[str, Any] = {"dtype": dtype, "device": self.device, "filling": FOREIGN}
+        _, part = surrounded(num_rows, num_columns, before=case.first_cell, after=case.row_gap, **shape)
         entries = torch.randperm(part.numel(), generator=generator).view(part.shape) + 1
         if case.translated:
             return part.copy_(entries.masked_fill(entries % 16 == 0, -1))
@@ -224,17 +225,3 @@ def in_place(function: Callable[..., Any]) -> Writer:
             kv_indptr[step, 1 : len(boundaries[step])] = boundaries[step][1:].to(kv_indptr)
 
     return write
-
-
-def guarded(
-    *shape: int, dtype: torch.dtype, device: str, poison: int, before: int = 8, after: int = 8
-) -> tuple[Tensor, Tensor]:
-    """Return a poisoned tensor inside a larger one. Each row has `before` cells before it and `after` cells after it.
-
-    Returns:
-        (the whole memory, the part that is an argument).
-    """
-    rows = (shape[0] + 2,) if len(shape) == 2 else ()
-    whole = torch.full((*rows, before + shape[-1] + after), poison, dtype=dtype, device=device)
-    part = whole[..., before : before + shape[-1]]
-    return whole, part[1:-1] if rows else part

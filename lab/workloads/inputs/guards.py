@@ -1,6 +1,7 @@
 """Guard memory around tensors, which no kernel may write, and bitwise comparisons."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +15,23 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def embedded(vector: Tensor, value: float) -> Tensor:
     """Copy a vector into the middle of a larger one that is filled with `value`. Its address is not a multiple of 16 bytes."""
-    whole = torch.full((len(vector) + 2 * AROUND,), value, dtype=vector.dtype, device=vector.device)
-    part = whole[AROUND : AROUND + len(vector)]
-    part.copy_(vector)
-    return part
+    how: dict[str, Any] = {"dtype": vector.dtype, "device": vector.device, "filling": value}
+    _, part = surrounded(len(vector), before=AROUND, after=AROUND, **how)
+    return part.copy_(vector)
+
+
+def surrounded(
+    *shape: int, dtype: torch.dtype, device: torch.device | str, filling: float, before: int = 8, after: int = 8
+) -> tuple[Tensor, Tensor]:
+    """Return a filled tensor inside a larger one. Each row has `before` cells before it and `after` cells after it.
+
+    Returns:
+        (the whole memory, the part that is an argument).
+    """
+    rows = (shape[0] + 2,) if len(shape) == 2 else ()
+    whole = torch.full((*rows, before + shape[-1] + after), filling, dtype=dtype, device=device)
+    part = whole[..., before : before + shape[-1]]
+    return whole, part[1:-1] if rows else part
 
 
 def guarded(tensor: Tensor, at_byte: int = 0) -> tuple[Tensor, Tensor]:
