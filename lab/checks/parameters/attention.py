@@ -40,7 +40,7 @@ def balanced(ranges: Ranges, interface: Interface, count: int, seed: int = 0) ->
         page_size = _page_size(values)
         window = rng.choice((0, 1, page_size - 1, page_size, 100, 127)) if values.get("windows") else -1
         seeds = {"seed": number + seed, "page_seed": number + seed}
-        yield attention_case(ranges, interface, values, kv_lens, q_lens, window_left=window, **seeds)
+        yield case_within(ranges, interface, values, kv_lens, q_lens, window_left=window, **seeds)
 
 
 def balanced_nvfp4(ranges: Ranges, interface: Interface, count: int, seed: int) -> Iterator[AttentionCase]:
@@ -61,7 +61,7 @@ def builds(ranges: Ranges, interface: Interface) -> list[Point]:
     return [{name: column[number] for name, column in columns.items()} for number in range(NUM_BUILDS)]
 
 
-def attention_case(
+def case_within(
     ranges: Ranges,
     interface: Interface,
     values: Mapping[str, Any],
@@ -166,7 +166,7 @@ def drawn_case(ranges: Ranges, interface: Interface, point: Point, seed: int) ->
     if interface is Interface.CONTEXT:
         q_lens = [rng.randint(1, min(kv_len, point["rows"])) for kv_len in kv_lens]
     window = point["window_left"] if point.get("windows") else -1
-    return attention_case(ranges, interface, point, kv_lens, q_lens, window_left=window, seed=seed)
+    return case_within(ranges, interface, point, kv_lens, q_lens, window_left=window, seed=seed)
 
 
 def _dealt(rng: random.Random, values: Sequence[Any], count: int) -> list[Any]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lab.checks.parameters.attention import attention_case, fields_of, values_of
+from lab.checks.parameters.attention import case_within, fields_of, values_of
 from lab.checks.parameters.covering import Point
 from lab.checks.run.verdicts import Judged, Outcome
 from lab.ranges import OPTIONS, Ranges
@@ -86,6 +86,6 @@ def _outcomes(submit: Submit, interface: Interface, ranges: Ranges, several: Seq
     for values in several:
         q_len, window_left = values["q_lens"], 16 if values.get("windows") else -1
         kv_lens = (max(q_len, 40), max(q_len, 9))
-        case = attention_case(ranges, interface, values, kv_lens, (q_len, q_len), window_left=window_left)
+        case = case_within(ranges, interface, values, kv_lens, (q_len, q_len), window_left=window_left)
         waiting.append(submit(DISCOVERY, case))
     return [wait().outcome for wait in waiting]

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +11,13 @@ from lab.calls.problem import mask_words
 from lab.checks import Configuration, Interface, Level, Ranges
 from lab.checks.case_run import CaseRun
 from lab.checks.parameters.call_cases import attention_case, fewer_than_rows, ragged_case
-from lab.checks.parameters.calls import judge_call
+from lab.checks.parameters.calls import built_call, judge_call
+from lab.checks.parameters.models import MODELS
 from lab.checks.parameters.paged_axes import VACUOUS, paged_model
 from lab.checks.parameters.ragged import ragged_model
 from lab.checks.parameters.values import HeadDims, Pages
 from lab.checks.properties.k18_combinations import CHECK
-from tests.checks.small import decoding
+from tests.checks.small import SMALL, decoding
 
 HEADS = 3
 PAGED = (Interface.DECODE, Interface.CONTEXT, Interface.MLA_DECODE)
@@ -42,6 +44,26 @@ def ragged(**values: Any) -> Configuration:
 
 def arguments_of(**values: Any) -> dict[str, Any]:
     return judged(Interface.RAGGED_CONTEXT, **values)[0]
+
+
+def described(value: Any) -> Any:
+    """Return what two arguments have in common that are the same."""
+    if isinstance(value, torch.Tensor):
+        bits = value.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        return value.dtype, value.shape, value.stride(), value.storage_offset(), bits
+    if isinstance(value, list | tuple):
+        return type(value), *map(described, value)
+    return repr(value)
+
+
+@pytest.mark.parametrize("interface", [*PAGED, Interface.RAGGED_CONTEXT])
+def test_every_value_alone_makes_another_call(interface: Interface) -> None:
+    ranges = replace(SMALL, windows=(False, True), sinks=(False, True))
+    seen: dict[Any, Any] = {}
+    for point in MODELS[interface](ranges).alone():
+        call = built_call(Configuration(interface, point), ranges, torch.device("cpu"))
+        given = {name: described(value) for name, value in call.given.items() if name != "workspace_buffer"}
+        assert seen.setdefault(tuple(sorted(given.items())), point) is point
 
 
 @pytest.mark.parametrize("sinks", ["none", "per head"])
