@@ -5,7 +5,6 @@ from itertools import cycle, islice
 from typing import Any
 
 from lab.checks.parameters.covering import Model, constraints
-from lab.ranges import Ranges
 from lab.workloads.inputs.draft_lists import DTYPES, DraftListsCase
 
 # Of the tensors of int32; all others are int64.
@@ -87,11 +86,5 @@ RULES = constraints(
         ),
     }
 )
-
-
 TRIPLES = (("window_size", "sink_size", "prefixes"), ("entries", "page_size", "num_steps"))
-
-
-def lists_model(ranges: Ranges) -> Model:
-    """Return the model, which no range narrows."""
-    return Model(AXES, RULES, TRIPLES)
+LISTS = Model(AXES, RULES, TRIPLES)

@@ -10,7 +10,6 @@ from lab.checks.parameters.covering import Model, constraints
 from lab.checks.parameters.values import BatchPadding, Later, Prefixes
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
-from lab.ranges import Ranges
 from lab.workloads.interfaces import Interface
 
 MOST_CELLS = 3_000_000  # of req_to_token
@@ -54,44 +53,41 @@ PREFIXES = (
     *(Prefixes.UNEQUAL, Prefixes.NONE, Prefixes.SOME_NONE, Prefixes.EQUAL, Prefixes.AT_PAGE_EDGES),
     *(4_300, 9_000, 70_000),
 )
-AXES: Mapping[Interface, dict[str, tuple[Any, ...]]] = MappingProxyType(
-    {
-        Interface.MHA_METADATA: {
-            "mode": (*ON_DECODE, *PREFILLS),
-            **SHARED,
-            "draft_step": (*SHARED["draft_step"], FROZEN_KV_STEP),
-            "rows": (*SHARED["rows"], "long"),
-            "prefixes": (*PREFIXES, Prefixes.NO_LIST),
-            "page_size": (16, 32, 64, 128, 256, 1),
-            "window": ("none", "kept", "evicted", "evicted as -1"),
-            "host_rows": ("given", "none"),
-            "context": (*SHARED["context"], "exceeded"),
-            "encoder_only": ("not asked for", "asked for"),
-        },
-        Interface.MLA_METADATA: {
-            "mode": ON_DECODE,
-            "attention": ("mla with offset", "mla"),
-            **SHARED,
-            # Blocks of 4,096 tokens are crossed by the rows, by the draft, by padding alone.
-            "prefixes": (*PREFIXES, 4_090, 4_095, 4_096, 8_191),
-            "page_size": (64, 32),
-        },
-        Interface.MLA_PREFILL: {
-            "mode": PREFILLS,
-            **SHARED,
-            "draft_step": ("none",),
-            "rows": (*SHARED["rows"], "long"),
-            "requests": tuple(requests for requests in SHARED["requests"] if requests),
-            "padding": (BatchPadding.NONE, BatchPadding.ROWS),
-            "spec_info": ("as the rows",),
-            "prefixes": PREFIXES,
-            "page_size": (64, 32),
-            "prefix_cache": ("in chunks", "not in chunks"),
-            "prefill_graph": (False, True),
-        },
-    }
-)
-METADATA = tuple(AXES)
+AXES: dict[Interface, dict[str, tuple[Any, ...]]] = {
+    Interface.MHA_METADATA: {
+        "mode": (*ON_DECODE, *PREFILLS),
+        **SHARED,
+        "draft_step": (*SHARED["draft_step"], FROZEN_KV_STEP),
+        "rows": (*SHARED["rows"], "long"),
+        "prefixes": (*PREFIXES, Prefixes.NO_LIST),
+        "page_size": (16, 32, 64, 128, 256, 1),
+        "window": ("none", "kept", "evicted", "evicted as -1"),
+        "host_rows": ("given", "none"),
+        "context": (*SHARED["context"], "exceeded"),
+        "encoder_only": ("not asked for", "asked for"),
+    },
+    Interface.MLA_METADATA: {
+        "mode": ON_DECODE,
+        "attention": ("mla with offset", "mla"),
+        **SHARED,
+        # Blocks of 4,096 tokens are crossed by the rows, by the draft, by padding alone.
+        "prefixes": (*PREFIXES, 4_090, 4_095, 4_096, 8_191),
+        "page_size": (64, 32),
+    },
+    Interface.MLA_PREFILL: {
+        "mode": PREFILLS,
+        **SHARED,
+        "draft_step": ("none",),
+        "rows": (*SHARED["rows"], "long"),
+        "requests": tuple(requests for requests in SHARED["requests"] if requests),
+        "padding": (BatchPadding.NONE, BatchPadding.ROWS),
+        "spec_info": ("as the rows",),
+        "prefixes": PREFIXES,
+        "page_size": (64, 32),
+        "prefix_cache": ("in chunks", "not in chunks"),
+        "prefill_graph": (False, True),
+    },
+}
 TRIPLES = (
     ("mode", "padding", "rows"),
     ("mode", "padding", "prefixes"),
@@ -165,8 +161,6 @@ RULES = constraints(
         ),
     }
 )
-
-
-def metadata_model(interface: Interface, ranges: Ranges) -> Model:
-    """Return the model of a builder, which no range narrows."""
-    return Model.of(AXES[interface], RULES, TRIPLES)
+METADATA: Mapping[Interface, Model] = MappingProxyType(
+    {interface: Model.of(axes, RULES, TRIPLES) for interface, axes in AXES.items()}
+)
