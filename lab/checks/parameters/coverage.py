@@ -107,7 +107,6 @@ def tuples_by_outcome(model: Model, verdicts: Iterable[CaseVerdict]) -> tuple[se
             continue  # nothing of it was held to anything
         found = declined if verdict.outcome is Outcome.DECLINED else judged
         found.update(model.tuples_of(verdict.case.values))
-        found.update(model.values_of(verdict.case.values))
     return judged, declined
 
 

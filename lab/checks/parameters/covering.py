@@ -196,16 +196,10 @@ class Model:
         return next((rule.why for rule in itertools.chain(direct, alone)), "several rules forbid it")
 
     def tuples_of(self, point: Point) -> Iterator[Values]:
-        """Return the pairs and the stated triples that a point covers."""
-        tuples = (tuple((name, point[name]) for name in names) for names in self._named_together)
-        return self._shown(point, tuples)
-
-    def values_of(self, point: Point) -> Iterator[Values]:
-        """Return the values that a point covers, each alone."""
-        return self._shown(point, (((name, point[name]),) for name in self.axes))
-
-    def _shown(self, point: Point, found: Iterator[Values]) -> Iterator[Values]:
+        """Return the values, the pairs and the stated triples that a point covers."""
         vacuous = self.vacuous & point.items()
+        alone = ((name,) for name in self.axes)
+        found = (tuple((name, point[name]) for name in names) for names in (*alone, *self._named_together))
         return (each for each in found if not vacuous.isdisjoint(each)) if vacuous else found
 
     def covering(
