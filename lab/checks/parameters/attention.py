@@ -53,7 +53,7 @@ def balanced_nvfp4(ranges: Ranges, interface: Interface, count: int, seed: int) 
 def builds(ranges: Ranges, interface: Interface) -> list[Point]:
     """Return the values that kernels are compiled for, each as often as any other of its field.
 
-    They are few, and the same for all checks, since many kernels are compiled for each. K18 judges the others, in pairs.
+    They are few and equal for all checks, because many kernels are compiled for each. K18 judges all values, in pairs.
     """
     rng = random.Random(f"{interface.name} {ranges.seed}")
     names = [name for name in fields_of(interface) if name not in AT_RUN_TIME]

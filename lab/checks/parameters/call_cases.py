@@ -141,7 +141,7 @@ def _kv_lens(of: Configuration, q_lens: Sequence[int]) -> tuple[int, ...]:
     lengths, count, page_size, rng = of["lengths"], len(q_lens), of["page_size"], _generator(of)
     if count > REQUESTS:
         kv_lens = [8 + 3 * request % 47 for request in range(count)]
-        kv_lens[-1] = LAST  # cut in parts where the others are not
+        kv_lens[-1] = LAST  # long enough that a kernel splits it, unlike the rest
     else:
         edges = edge_lengths(page_size, SHORT)
         kv_lens = [rng.choice(edges) for _ in q_lens]

@@ -48,8 +48,8 @@ class Model:
         axes: the values of each axis by its name; the first is the default.
         rules: between them. Axes that are not named in any rule combine freely.
         triples: names of three axes whose values are covered together, not in pairs alone.
-        vacuous: values of axes with which a call computes nothing. A point with one shows nothing of its others, and covers
-            that value, and the pairs and triples of which that is a part.
+        vacuous: values of axes with which a call computes nothing. A point with such a value shows nothing of its further
+            values. It covers that value, and the pairs and triples that contain it.
 
     Raises:
         ValueError: an axis without values, a rule or a triple of an axis that there is not, or no point fits all rules.
@@ -182,7 +182,7 @@ class Model:
 
     @functools.cached_property
     def why_not(self) -> Mapping[Values, str]:
-        """Return all pairs and stated triples, and of each that no point has the sentence of a rule, "" of the others."""
+        """Return all pairs and stated triples, each with the rule's reason why no point has it; "" if a point has it."""
         return {goal: self._why_not(dict(goal)) for goal in self._goals()}
 
     def _why_not(self, values: Point) -> str:
@@ -207,12 +207,12 @@ class Model:
     ) -> Iterator[Point]:
         """Yield points that have all goals between them, greedily: each is built around a goal that no earlier one has.
 
-        Triples come before pairs, most of which the points of triples have.
+        Triples come before pairs, because the points of the triples contain most pairs.
 
         Args:
             seed: of the order in which goals and axes are taken, on which the points depend alone.
             goals: values that come together; all of `tuples` if None. Those that no point can have are left out.
-            chosen: axes of a point whose values are chosen for its goals, the others keep the default; all if None.
+            chosen: number of axes of a point whose values are chosen for its goals; the rest keep the default. None: all.
         """
         rng = random.Random(seed)
         left = _Left(self.tuples() if goals is None else goals)
@@ -230,9 +230,9 @@ class Model:
                 yield point
 
     def _around(self, goal: Values, left: "_Left", rng: random.Random, chosen: int) -> Point | None:
-        """Return a point with a goal and as many of the others as a choice axis by axis finds.
+        """Return a point with a goal and with as many further goals as a choice axis by axis finds.
 
-        Axes of the largest triples come first, while the others of their triples can still be chosen for them.
+        Axes of the largest triples come first, while the further axes of their triples can still be chosen for them.
         """
         whole = self.completed(dict(goal))
         if whole is None:

@@ -7,7 +7,7 @@ from typing import Any
 from lab.checks.parameters.covering import Model, constraints
 from lab.workloads.inputs.draft_lists import DTYPES, DraftListsCase
 
-# Of the tensors of int32; all others are int64.
+# The tensors that are int32; the rest are int64.
 NARROW = {
     "int64": (),
     "int32": tuple(DTYPES),
@@ -59,7 +59,7 @@ def lens_of(requests: int, prefixes: Any, page_size: int, seed: int) -> tuple[in
 
 
 def _within(count: Callable[[DraftListsCase], int], most: int) -> Callable[..., bool]:
-    """Return the condition that a draft has so many of something at most."""
+    """Return the condition that a draft has at most `most` of what `count` counts."""
 
     def fits(requests: int, prefixes: Any, page_size: int, topk: int, num_steps: int) -> bool:
         lens = lens_of(requests, prefixes, page_size, 0)

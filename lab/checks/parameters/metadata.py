@@ -142,7 +142,7 @@ def _build(run: CaseRun, batch: ForwardBatch, pool: KVPool) -> BuiltPass:
 
 
 def _options(of: Configuration) -> dict[str, Any]:
-    """Return the arguments of a builder beside the batch and the pool."""
+    """Return the arguments of a builder after the batch and the pool."""
     if of.interface is Interface.MLA_METADATA:
         return {"attention": DraftAttention(of["attention"])}
     if of.interface is Interface.MLA_PREFILL:
@@ -194,7 +194,7 @@ def _pool(of: Configuration, first: MetadataCase, later: MetadataCase, seed: int
         seed=seed,
         device=device,
     )
-    # What freed requests leave in an engine's table: slots that are others' by now.
+    # What freed requests leave in an engine's table: slots that belong to other requests by now.
     slots = (pool.num_virtual_pages or pool.num_pages) * pool.page_size
     left = torch.randint(
         pool.page_size, slots, (pool.req_to_token.shape[1],), generator=torch.Generator().manual_seed(seed)
@@ -259,7 +259,7 @@ def _padded(of: Configuration, case: MetadataCase, batch: ForwardBatch) -> Forwa
 
 
 def _spec_info_of_a_graph(batch: ForwardBatch) -> SpecInfo:
-    """Return a SpecInfo whose numbers of rows an eager pass has others for; a verification's draft is longer than its rows."""
+    """Return a SpecInfo whose numbers of rows are not those of an eager pass; a verification's draft is longer than its rows."""
     of_graph = torch.arange(batch.batch_size + SLOTS, dtype=torch.int64, device=batch.seq_lens.device) % 5 + 7
     rows = batch.forward_mode.query_rows
     info = batch.spec_info or SpecInfo()

@@ -54,7 +54,7 @@ def samples(
         model: of the points.
         seed: of the points.
         make: as in `Sample`.
-        fewest: the number of axes that are drawn, at least, the others being at their default; all axes if None.
+        fewest: least number of axes that are drawn; the rest keep their default. None: all axes are drawn.
     """
     rng, names = random.Random(seed), list(model.axes)
     while True:

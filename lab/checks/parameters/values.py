@@ -111,7 +111,7 @@ class LogitScale(TextEnum):
         shape: of a tensor; None for a number.
         factor: of the usual scale.
         is_log2: the scale is given as `bmm1_scale_log2`.
-        is_beside: another scale is given beside it as a tensor, over which it takes precedence.
+        is_beside: `bmm1_scale` is given too, as a tensor; `bmm1_scale_log2` takes precedence.
     """
 
     NUMBER = "number", None, 1.0
@@ -203,8 +203,6 @@ class Lse(TextEnum):
 
 
 class SeqLens(TextEnum):
-    """Forms of `seq_lens`."""
-
     INT32 = "int32"
     UINT32 = "uint32"
     AMID_OTHERS = "amid others"
@@ -241,8 +239,6 @@ class Tables(TextEnum):
 
 
 class Pages(TextEnum):
-    """Pages in the tables."""
-
     ONCE = "once each"
     TWICE = "the last twice"  # the last page of a request of several is the one before it
 
