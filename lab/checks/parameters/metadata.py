@@ -259,7 +259,7 @@ def _padded(of: Configuration, case: MetadataCase, batch: ForwardBatch) -> Forwa
 
 
 def _spec_info_of_a_graph(batch: ForwardBatch) -> SpecInfo:
-    """Return a SpecInfo whose numbers of rows are not those of an eager pass; a verification's draft is longer than its rows."""
+    """Return a SpecInfo whose numbers of rows differ from an eager pass's; a verification's draft is longer than its rows."""
     of_graph = torch.arange(batch.batch_size + SLOTS, dtype=torch.int64, device=batch.seq_lens.device) % 5 + 7
     rows = batch.forward_mode.query_rows
     info = batch.spec_info or SpecInfo()
