@@ -326,12 +326,10 @@ class Later(TextEnum):
 
 
 class Prefixes(TextEnum):
-    """Prefixes of the requests whose metadata is built, or of a draft."""
+    """Prefixes of the requests whose metadata is built."""
 
     UNEQUAL = "unequal"
-    SHORT = "short"
     NONE = "none"
-    ALL_NONE = "all none"
     SOME_NONE = "some none"
     EQUAL = "equal"
     AT_PAGE_EDGES = "at page edges"
