@@ -59,8 +59,6 @@ PADDED_ROWS: dict[Any, float] = {
 }
 PADDED_KEYS: dict[Any, float] = {RaggedPadding.KEYS: 100.0, RaggedPadding.BOTH: 100.0, RaggedPadding.NAN: math.nan}
 
-ConfiguredCall = BuiltCall[Any]
-
 
 def judge_call(run: CaseRun) -> None:
     """Make the call of a run's configuration once, and judge its results and all memory that it must not change."""
@@ -89,7 +87,7 @@ def judge_call(run: CaseRun) -> None:
         run.expect(f"between elements of {name}", written if not bool(between.isnan().all()) else ())
 
 
-def wrong_returns(call: ConfiguredCall, result: Result) -> Iterator[str]:
+def wrong_returns(call: BuiltCall, result: Result) -> Iterator[str]:
     """Yield a sentence for each wrong return value: an LSE that was not requested, another shape, other bits than it wrote."""
     if result.lse is not None and not call.given.get("return_lse"):
         yield "it returned an LSE without return_lse=True"
@@ -107,14 +105,14 @@ def wrong_returns(call: ConfiguredCall, result: Result) -> Iterator[str]:
             yield f"the {name} that it returned is not what it wrote into the given one"
 
 
-def built_call(of: Configuration, ranges: Ranges, device: torch.device) -> ConfiguredCall:
+def built_call(of: Configuration, ranges: Ranges, device: torch.device) -> BuiltCall:
     """Return the call of a configuration in the forms that it names."""
     inputs = _inputs(of, ranges, device)
     if isinstance(inputs, RaggedInputs):
-        call = ConfiguredCall(of, inputs, inputs.arguments(with_padding=False))
-        forms: tuple[Callable[[ConfiguredCall], None], ...] = (_keys_and_values, _host_lengths)
+        call = BuiltCall(of, inputs, inputs.arguments(with_padding=False))
+        forms: tuple[Callable[[BuiltCall], None], ...] = (_keys_and_values, _host_lengths)
     else:
-        call = ConfiguredCall(of, inputs, inputs.arguments())
+        call = BuiltCall(of, inputs, inputs.arguments())
         forms = (_backend, _cache, _tables, _mask)
     for form in (*forms, _query, _lengths, _bounds, _scales, _sinks, _out, _lse):
         form(call)
@@ -198,7 +196,7 @@ def _with_page_twice(inputs: AttentionInputs) -> AttentionInputs:
     return replace(inputs, block_tables=block_tables, histories=tuple(histories))
 
 
-def _keys_and_values(call: ConfiguredCall) -> None:
+def _keys_and_values(call: BuiltCall) -> None:
     """Lay keys and values out, with padding after them."""
     given, form, padding = call.given, call.forms["kv"], PADDED_KEYS.get(call.forms["padding"])
     key, value = (given[name] if padding is None else padded(given[name], padding) for name in ("key", "value"))
@@ -214,7 +212,7 @@ def _keys_and_values(call: ConfiguredCall) -> None:
     given |= {"key": key, "value": value}
 
 
-def _host_lengths(call: ConfiguredCall) -> None:
+def _host_lengths(call: BuiltCall) -> None:
     """Give the lengths on the host too, and the arguments whose values are the configuration's."""
     for name in ("o_sf_scale", "skip_all_rows_active_check"):
         call.given[name] = call.forms[name]
@@ -224,7 +222,7 @@ def _host_lengths(call: ConfiguredCall) -> None:
         call.given["kv_seq_lens_cpu"] = torch.tensor(call.inputs.kv_lens, dtype=dtype)
 
 
-def _backend(call: ConfiguredCall) -> None:
+def _backend(call: BuiltCall) -> None:
     """Name the backend, and give what only an engine gives."""
     case = call.inputs.case
     if call.forms.get("backend", "auto") != "auto":
@@ -240,7 +238,7 @@ def _backend(call: ConfiguredCall) -> None:
     )
 
 
-def _cache(call: ConfiguredCall) -> None:
+def _cache(call: BuiltCall) -> None:
     """Give the cache in another shape."""
     form, pages = call.forms["cache"], call.inputs.k_pages
     if form.is_one_tensor:
@@ -255,7 +253,7 @@ def _cache(call: ConfiguredCall) -> None:
         call.given["kv_cache"] = with_odd_strides(cache) if form == Cache.FOUR_AXES_ODD_STRIDES else cache
 
 
-def _tables(call: ConfiguredCall) -> None:
+def _tables(call: BuiltCall) -> None:
     form, tables = call.forms["block_tables"], call.given["block_tables"]
     if form in (Tables.ROWS_APART, Tables.SEPARATE_ROWS_APART):
         call.given["block_tables"] = apart(tables, -2, GAP + 1)
@@ -263,7 +261,7 @@ def _tables(call: ConfiguredCall) -> None:
         call.given["block_tables"] = at_bytes(tables, tables.element_size())
 
 
-def _mask(call: ConfiguredCall) -> None:
+def _mask(call: BuiltCall) -> None:
     form = call.forms.get("mask", Mask.NONE)
     if form == Mask.BITS_AFTER:
         call.given["mask"] = with_bits_after(call.given["mask"].cpu()).to(call.device)
@@ -271,7 +269,7 @@ def _mask(call: ConfiguredCall) -> None:
         call.given["mask"] = at_bytes(call.given["mask"], call.given["mask"].element_size())
 
 
-def _query(call: ConfiguredCall) -> None:
+def _query(call: BuiltCall) -> None:
     """Lay the query out, with padding after its rows; rows without keys are NaN."""
     query = with_nan(call.given["query"], rows_without_keys(call.inputs.q_lens, call.inputs.kv_lens))
     padding = PADDED_ROWS.get(call.forms.get("padding", call.forms["offsets"]))
@@ -279,7 +277,7 @@ def _query(call: ConfiguredCall) -> None:
     call.given["query"] = call.forms["query"].of(query)
 
 
-def _lengths(call: ConfiguredCall) -> None:
+def _lengths(call: BuiltCall) -> None:
     """Give `seq_lens` and the offsets their form; a part of a larger tensor lies between lengths and offsets that are wrong."""
     lengths, form = call.given["seq_lens"], call.forms["seq_lens"]
     if form == SeqLens.UINT32:
@@ -291,7 +289,7 @@ def _lengths(call: ConfiguredCall) -> None:
                 call.given[name] = embedded(offsets, int(offsets[-1]) + 7)
 
 
-def _bounds(call: ConfiguredCall) -> None:
+def _bounds(call: BuiltCall) -> None:
     of, given, name = call.forms, call.given, call.inputs.kv_bound
     if of.get("bound") == Bound.EXACT:
         given[name] = max(*call.inputs.kv_lens, 1)
@@ -304,7 +302,7 @@ def _bounds(call: ConfiguredCall) -> None:
             given[each] = None
 
 
-def _scales(call: ConfiguredCall) -> None:
+def _scales(call: BuiltCall) -> None:
     """Give both scales their forms."""
     form, scale = call.forms["bmm1_scale"], call.given["bmm1_scale"]
     if form.is_log2:  # which takes precedence over bmm1_scale
@@ -318,21 +316,21 @@ def _scales(call: ConfiguredCall) -> None:
         call.given["bmm2_scale"] = _scale(call, call.given["bmm2_scale"], call.forms["bmm2_scale"].shape)
 
 
-def _scale(call: ConfiguredCall, value: float, shape: tuple[int, ...] | None) -> Tensor | float:
+def _scale(call: BuiltCall, value: float, shape: tuple[int, ...] | None) -> Tensor | float:
     """Return a number, or one element of a larger tensor, as each layer has its own: NaN before it and after it."""
     if shape is None:
         return value
     return embedded(torch.full((1,), value, dtype=torch.float32, device=call.device), math.nan).view(shape)
 
 
-def _sinks(call: ConfiguredCall) -> None:
+def _sinks(call: BuiltCall) -> None:
     if (sinks := call.inputs.sinks) is not None:
         forms = {Sinks.LIST: [sinks], Sinks.TUPLE: (sinks,), Sinks.A_PART: embedded(sinks, math.nan)}
         name = "attention_sinks" if call.interface is Interface.RAGGED_CONTEXT else "sinks"
         call.given[name] = forms.get(call.forms["sinks"], sinks)
 
 
-def _out(call: ConfiguredCall) -> None:
+def _out(call: BuiltCall) -> None:
     """Give the output's dtype, or a buffer of NaN for it; a view lies between guards."""
     form: Output = call.forms["out"]
     if form == Output.NONE:
@@ -347,7 +345,7 @@ def _out(call: ConfiguredCall) -> None:
     call.given["out"] = out
 
 
-def _lse(call: ConfiguredCall) -> None:
+def _lse(call: BuiltCall) -> None:
     """Request the LSE, and give a buffer of NaN for it where the form says so, between guards unless it has gaps."""
     form: Lse = call.forms["lse"]
     query = call.given["query"]

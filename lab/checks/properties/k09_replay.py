@@ -97,7 +97,7 @@ def _judge(run: CaseRun) -> None:
 def judge_replays(run: CaseRun, make: Make, forms: Forms, room: Lens, waits: bool) -> None:
     """Replay batch after batch, in tensors that have room for these lengths; `waits`: rows may be fewer."""
 
-    def call_of(lens: Lens, seed: int = 0, moved: bool = False, **changes: Any) -> BuiltCall[Any]:
+    def call_of(lens: Lens, seed: int = 0, moved: bool = False, **changes: Any) -> BuiltCall:
         return in_forms(replace(make(lens, seed, moved), **changes), forms)
 
     first = call_of(_padding(room, waits))
@@ -264,28 +264,28 @@ class Replay:
     def __init__(
         self,
         run: CaseRun,
-        room: BuiltCall[Any],
-        first: BuiltCall[Any],
+        room: BuiltCall,
+        first: BuiltCall,
         make: Callable[[CaseRun, GivenCall], Callable[[], Result]] = captured,
     ) -> None:
         self.run, self.call = run, GivenCall(room.interface, room.given)
         self._load(first)
         self._replay = make(run, self.call)
 
-    def expect(self, what: str, batch: BuiltCall[Any]) -> Result:
+    def expect(self, what: str, batch: BuiltCall) -> Result:
         """Load a batch, replay, and expect its truth of the rows of its requests; return them."""
         result = self.of(batch)
         self.run.expect_close(what, result, batch.truth())
         return result
 
-    def expect_bounded(self, what: str, batch: BuiltCall[Any]) -> None:
+    def expect_bounded(self, what: str, batch: BuiltCall) -> None:
         """Load a batch, make its call eagerly with a bound of its own, and expect its truth of the rows of its requests."""
         self._load(batch)
         self._clear_out()
         result = self.run.call(self.call, **{batch.inputs.kv_bound: max(*batch.inputs.kv_lens, 1)})
         self.run.expect_close(what, result.leading(self._rows), batch.truth())
 
-    def of(self, batch: BuiltCall[Any]) -> Result:
+    def of(self, batch: BuiltCall) -> Result:
         """Load a batch, replay, and return copies of the rows of its requests."""
         self._load(batch)
         return self.again()
@@ -301,7 +301,7 @@ class Replay:
         if (out := self.call.given.get("out")) is not None:
             out.fill_(math.nan)
 
-    def _load(self, batch: BuiltCall[Any]) -> None:
+    def _load(self, batch: BuiltCall) -> None:
         """Write a batch's contents over the tensors' own, where they differ; what is beyond them stays."""
         self._rows = batch.rows
         for name, new in batch.given.items():

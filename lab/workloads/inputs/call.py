@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,16 +19,15 @@ WRITTEN = ("out", "lse", "workspace_buffer")  # arguments that a call writes
 SCALES = (0.75, 0.9)  # factors of bmm1_scale and bmm2_scale in a batch of other scales
 
 CallInputs = AttentionInputs | RaggedInputs
-Inputs = TypeVar("Inputs", bound=AttentionInputs | RaggedInputs)
 
 
 @dataclass(eq=False)
-class BuiltCall(Generic[Inputs]):
+class BuiltCall:
     """A call that is being built: its arguments, some of them in chosen forms.
 
     Attributes:
         forms: the forms of the arguments, by name.
-        inputs: the tensors that the call passes, and what they were made from.
+        inputs: the tensors that the call passes, and what they were made from; one of `CallInputs`.
         given: the arguments, by name.
         rules: fields of `lab.references.truth.Rules` that differ from the inputs' rules.
         guards: for each guarded buffer, its name and the whole memory around it (`guarded`).
@@ -36,7 +35,7 @@ class BuiltCall(Generic[Inputs]):
     """
 
     forms: Any
-    inputs: Inputs
+    inputs: Any
     given: dict[str, Any] = field(default_factory=dict)
     rules: dict[str, Any] = field(default_factory=dict)
     guards: dict[str, Tensor] = field(default_factory=dict)
@@ -98,7 +97,7 @@ class Form(NamedEnum):
 Forms = frozenset[Form]
 
 
-def in_forms(inputs: CallInputs, forms: Forms) -> BuiltCall[Any]:
+def in_forms(inputs: CallInputs, forms: Forms) -> BuiltCall:
     """Build a call from inputs. It has the inputs' sinks and mask only if `forms` has Form.SINKS and Form.MASK."""
     sinks, shown = (
         value if form in forms else None for form, value in ((Form.SINKS, inputs.sinks), (Form.MASK, inputs.shown))
@@ -108,7 +107,7 @@ def in_forms(inputs: CallInputs, forms: Forms) -> BuiltCall[Any]:
         arguments = inputs.arguments() | {"return_lse": True}
     else:
         arguments = (inputs.with_separate_tables() if Form.TABLES in forms else inputs).arguments()
-    call = BuiltCall[Any](forms, inputs, arguments)
+    call = BuiltCall(forms, inputs, arguments)
     scales = {name: _on_device(arguments[name], call.device) for name in ("bmm1_scale", "bmm2_scale")}
     in_form: dict[Form, tuple[str, Any]] = {
         Form.BMM1: ("bmm1_scale", scales["bmm1_scale"]),
@@ -134,9 +133,7 @@ def random_mask(case: AttentionCase) -> Tensor:
     return drawn | torch.eye(q_len, dtype=torch.bool)
 
 
-def rewritten(
-    call: BuiltCall[Any], other: BuiltCall[Any], moved: BuiltCall[Any]
-) -> Iterator[tuple[str, BuiltCall[Any]]]:
+def rewritten(call: BuiltCall, other: BuiltCall, moved: BuiltCall) -> Iterator[tuple[str, BuiltCall]]:
     """Change the contents of a call step by step. Yield the name of each change, and the call with all changes so far.
 
     Args:
