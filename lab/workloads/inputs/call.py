@@ -154,10 +154,10 @@ def rewritten(call: BuiltCall, other: BuiltCall, moved: BuiltCall) -> Iterator[t
             yield what, in_forms(inputs, forms)
     inputs = replace(inputs, query=other.inputs.query)
     yield "the query", in_forms(inputs, forms)
-    asked = {name: getattr(inputs, name) for name in ("query", "sinks", "shown", "factors")}
+    kept = {name: getattr(inputs, name) for name in ("query", "sinks", "shown", "factors")}
     has_pages = isinstance(inputs, AttentionInputs)
-    yield "K and V", in_forms(replace(other.inputs, **asked), forms)
+    yield "K and V", in_forms(replace(other.inputs, **kept), forms)
     yield (
         "K, V and the page table" if has_pages else "K and V again",
-        in_forms(replace(moved.inputs, **asked), forms),
+        in_forms(replace(moved.inputs, **kept), forms),
     )
