@@ -1,8 +1,12 @@
 import itertools
+from typing import Any
 
 import pytest
 
+from lab.checks.parameters import metadata_axes, paged_axes, ragged
 from lab.checks.parameters.covering import Constraint, Model
+from lab.checks.parameters.models import MODELS
+from lab.ranges import Ranges
 
 AXES = {"size": (1, 2, 3, 4), "form": ("plain", "view", "none"), "window": (-1, 0, 7), "mask": (False, True)}
 RULE = Constraint(lambda window, mask: window < 0 or not mask, "a mask has no window")
@@ -93,3 +97,12 @@ def test_that_there_is_no_point_shows_without_trying_axes_that_do_not_matter() -
 def test_a_domain_that_is_none_is_refused(model: object, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         model()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("declared", [paged_axes, ragged, metadata_axes])
+def test_every_rule_and_triple_is_of_some_function_s_model(declared: Any) -> None:
+    """A model leaves out those of axes that it does not have, and would leave out a misspelt one too."""
+    models = [model_of(Ranges()) for model_of in MODELS.values()]
+    rules = declared.RAGGED_RULES if declared is ragged else declared.RULES
+    assert set(rules) <= {rule for model in models for rule in model.rules}
+    assert set(declared.TRIPLES) <= {triple for model in models for triple in model.triples}
