@@ -58,12 +58,13 @@ def described(value: Any) -> Any:
 
 @pytest.mark.parametrize("interface", [*PAGED, Interface.RAGGED_CONTEXT])
 def test_every_value_alone_makes_another_call(interface: Interface) -> None:
-    ranges = replace(SMALL, windows=(False, True), sinks=(False, True))
-    seen: dict[Any, Any] = {}
-    for point in MODELS[interface](ranges).alone():
-        call = built_call(Configuration(interface, point), ranges, torch.device("cpu"))
-        given = {name: described(value) for name, value in call.given.items() if name != "workspace_buffer"}
-        assert seen.setdefault(tuple(sorted(given.items())), point) is point
+    ranges = replace(SMALL, windows=(False, True), sinks=(False, True), q_lens=(1, 4))  # two rows have no other tree
+    points = [point for point in MODELS[interface](ranges).alone() if point["out"] != "given bf16"]  # as all are
+    seen = set()
+    for point in points:
+        given = built_call(Configuration(interface, point), ranges, torch.device("cpu")).given
+        seen.add(tuple((name, described(given[name])) for name in sorted(set(given) - {"workspace_buffer"})))
+    assert len(seen) == len(points)
 
 
 @pytest.mark.parametrize("sinks", ["none", "per head"])
