@@ -1,7 +1,7 @@
 """The diagnosis of a run: what is broken and where, the smallest case that shows it, and which checks add nothing."""
 
 import math
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lab.checks.explain.batch_features import of_any_request
-from lab.checks.explain.failure_rules import Rule, find_rules, weights_of
+from lab.checks.explain.failure_rules import Rule, find_rules
 from lab.checks.explain.feature import Bits, Features, Value
 from lab.checks.explain.features import features_of_case
 from lab.checks.run.verdicts import BROKEN, IT_FAILED, CaseVerdict, CheckedResult, Outcome
@@ -36,7 +36,6 @@ THE_CASE = "the case"  # a result's name where its calls are not known
 PLACES = ("request", "last_request")  # features of one request, which say nothing of a whole batch
 MOST_SHOWN = 2  # regions of a kind after the first in the sentence; the remaining ones follow it
 EXPLAINED = 0.9  # of the wrong results of a kind lie in regions of a plainer one: they have no region of their own
-MOST_UNITS = 4000  # wrong ones, and right ones, among which rules are searched; of more, one in every few
 
 
 class CaseResult(NamedTuple):
@@ -141,8 +140,10 @@ def diagnose(verdicts: Sequence[CaseVerdict], *, is_whole: bool = True) -> Diagn
         return Diagnosis(f"Dishonest, and not judged: {deceived[0].judged.wrongs[0]}.")
     judged = [each for each in verdicts if each.outcome in (Outcome.RIGHT, *BROKEN)]
     results = [CaseResult(verdict, result) for verdict in judged for result in _results_of(verdict)]
-    if not any(each.result.wrong for each in results):
-        return Diagnosis(_without_wrong_ones(verdicts, judged))
+    is_wrong = any(each.result.wrong for each in results)
+    answer = _answer(verdicts, judged, is_wrong)
+    if not is_wrong:
+        return Diagnosis(answer)
     regions: list[Region] = []
     unexplained = 0
     for held in HELD:
@@ -151,28 +152,23 @@ def diagnose(verdicts: Sequence[CaseVerdict], *, is_whole: bool = True) -> Diagn
             found, outside = _regions(units, held)
             regions += found
             unexplained += outside
-    broken = _broken(regions, unexplained, is_whole)
-    return Diagnosis(_wrong_answer(verdicts, judged), broken, tuple(regions), _follows(judged))
+    return Diagnosis(answer, _broken(regions, unexplained, is_whole), tuple(regions), _follows(judged))
 
 
-def _without_wrong_ones(verdicts: Sequence[CaseVerdict], judged: Sequence[CaseVerdict]) -> str:
-    known = sum(verdict.outcome is Outcome.KNOWN for verdict in verdicts)
+def _answer(verdicts: Sequence[CaseVerdict], judged: Sequence[CaseVerdict], is_wrong: bool) -> str:
+    """Say whether the implementation is right, and how far was looked."""
+    of = Counter(verdict.outcome for verdict in verdicts)
+    known, declined = of[Outcome.KNOWN], of[Outcome.DECLINED]
+    cases = counted(len(judged), "case")
+    if declined:
+        cases += f"; {counted(declined, 'more case')} {'was' if declined == 1 else 'were'} declined"
+    if is_wrong:
+        word = "Wrong" if of[Outcome.WRONG] else "Failed"
+        return f"{word}: {of[Outcome.WRONG] + of[Outcome.FAILED]:,} of {cases}."
     if not judged and not known:
         return f"Not judged: {f'all {len(verdicts):,} cases were declined' if verdicts else 'no case began'}."
-    results = sum(verdict.judged.judged for verdict in judged)
-    right = f"{counted(results, 'result')} of {counted(len(judged), 'case')}{_declined(verdicts)}."
-    return f"Right, except for known failures in {counted(known, 'case')}: {right}" if known else f"Right: {right}"
-
-
-def _wrong_answer(verdicts: Sequence[CaseVerdict], judged: Sequence[CaseVerdict]) -> str:
-    wrong = [verdict for verdict in judged if verdict.outcome in BROKEN]
-    word = "Wrong" if any(verdict.outcome is Outcome.WRONG for verdict in wrong) else "Failed"
-    return f"{word}: {len(wrong):,} of {counted(len(judged), 'case')}{_declined(verdicts)}."
-
-
-def _declined(verdicts: Sequence[CaseVerdict]) -> str:
-    number = sum(verdict.outcome is Outcome.DECLINED for verdict in verdicts)
-    return f"; {counted(number, 'more case')} {'was' if number == 1 else 'were'} declined" if number else ""
+    right = f"Right, except for known failures in {counted(known, 'case')}" if known else "Right"
+    return f"{right}: {counted(sum(verdict.judged.judged for verdict in judged), 'result')} of {cases}."
 
 
 def _results_of(verdict: CaseVerdict) -> tuple[CheckedResult, ...]:
@@ -215,17 +211,6 @@ class _Units(NamedTuple):
     def results_with(self, units: Bits) -> Bits:
         """Tell which results have one of some units."""
         return np.bincount(self.result_of[units], minlength=len(self.results)) > 0
-
-    def rules(self) -> list[Rule]:
-        """Search the rules; where there are very many units, among one in every few."""
-        weights = weights_of(self.case_of)
-        chosen = []
-        for side in (np.flatnonzero(self.wrong), np.flatnonzero(~self.wrong)):
-            step = max(1, -(-len(side) // MOST_UNITS))
-            weights[side] *= step
-            chosen.append(side[::step])
-        at = np.sort(np.concatenate(chosen))
-        return find_rules([dict(self.features[number]) for number in at], self.wrong[at], weights[at])
 
 
 def _units(results: Sequence[CaseResult], held: str) -> _Units:
@@ -280,7 +265,7 @@ def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
     wrong = units.results_with(units.wrong)
     found: list[Region] = []
     explained = np.zeros_like(wrong)
-    for rule in units.rules():
+    for rule in find_rules(units.features, units.wrong, units.case_of):
         holds = units.with_rule(rule)
         inside, wrong_inside = units.results_with(holds), units.results_with(holds & units.wrong)
         if found and not (wrong_inside & ~explained).any():

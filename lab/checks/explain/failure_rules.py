@@ -29,6 +29,7 @@ PURE_ALONE = 0.75  # as PURE, where one condition takes the place of several rul
 # Where nearly all is wrong, the right results without a condition must be as unlikely by chance as 10 to the minus this.
 SURE_DIGITS = 6.0
 FEATURE_BITS = 6.0
+MOST_UNITS = 4000  # wrong ones, and right ones, among which rules are searched; of more, one in every few
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,13 @@ Rule = tuple[Literal, ...]
 Chosen = tuple[int, ...]  # the literals of a rule, by their numbers
 
 
-def find_rules(units: Sequence[Features], wrong: Bits, weights: Bits) -> list[Rule]:
+def find_rules(units: Sequence[Features], wrong: Bits, cases: Sequence[int]) -> list[Rule]:
     """Return the rules that tell the wrong units from the right ones, the one that says most first.
 
     Args:
         units: features of each.
         wrong: bool [len(units)], at least one true.
-        weights: float [len(units)], of the units.
+        cases: the number of each one's case.
 
     Returns:
         At most `MOST_RULES`; a rule without literals, alone, holds everywhere.
@@ -73,7 +74,26 @@ def find_rules(units: Sequence[Features], wrong: Bits, weights: Bits) -> list[Ru
     Raises:
         UnknownFeatureError: a unit has a feature that the table does not have.
     """
-    return _Search(units, wrong, weights).rules()
+    chosen, weights = sampled(wrong, cases)
+    search = _Search([dict(units[number]) for number in chosen], wrong[chosen], weights)
+    rules = [sorted(rule, key=lambda number: search.costs[number]) for rule in search.rules()]
+    return [tuple(search.literals[number] for number in rule) for rule in rules] or [()]
+
+
+def sampled(wrong: Bits, cases: Sequence[int]) -> tuple[Bits, Bits]:
+    """Return the numbers of the units that rules are searched among, one in every few of very many, and their weights.
+
+    A case of n units weighs sqrt(n + 8), since its units depend on each other.
+    """
+    sizes = np.bincount(np.array(cases, dtype=int))[np.array(cases, dtype=int)]
+    weights = np.sqrt(sizes + 8) / sizes
+    chosen = []
+    for side in (np.flatnonzero(wrong), np.flatnonzero(~wrong)):
+        step = max(1, -(-len(side) // MOST_UNITS))
+        weights[side] *= step
+        chosen.append(side[::step])
+    numbers = np.sort(np.concatenate(chosen))
+    return numbers, weights[numbers]
 
 
 class _Search:
@@ -86,14 +106,8 @@ class _Search:
         self.bad = np.bincount(where.ravel(), weights=weights * wrong, minlength=len(first))
         self.good = np.bincount(where.ravel(), weights=weights * ~wrong, minlength=len(first))
 
-    def rules(self) -> list[Rule]:
-        """Return the rules, those literals first that say most."""
-        return [
-            tuple(self.literals[number] for number in sorted(chosen, key=lambda number: self.costs[number]))
-            for chosen in self._found()
-        ] or [()]
-
-    def _found(self) -> list[Chosen]:
+    def rules(self) -> list[Chosen]:
+        """Return the rules, the one that says most first."""
         sure, all_bad, total = self._sure(), self.bad.sum(), (self.bad + self.good).sum()
         if all_bad > EVERYWHERE * total:
             return [sure]
@@ -228,9 +242,3 @@ def _table(units: Sequence[Features]) -> tuple[list[Literal], Bits, Bits]:
         return [], np.zeros((0, len(units)), dtype=bool), np.zeros(0)
     costs, literals, columns = zip(*sorted(found.values(), key=lambda each: each[0]), strict=True)
     return list(literals), np.stack(columns), np.array(costs)
-
-
-def weights_of(groups: Sequence[int]) -> Bits:
-    """Return weights of units by the number of their group, a case: a group of n weighs sqrt(n + 8), since its units depend."""
-    sizes = np.bincount(np.array(groups, dtype=int))[np.array(groups, dtype=int)]
-    return np.asarray(np.sqrt(sizes + 8) / sizes)

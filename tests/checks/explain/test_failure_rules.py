@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lab.checks.explain.failure_rules import MOST_LITERALS, Literal, find_rules, weights_of
+from lab.checks.explain import failure_rules
+from lab.checks.explain.failure_rules import MOST_LITERALS, Literal, find_rules, sampled
 from lab.checks.explain.features import UnknownFeatureError
 
 
@@ -42,7 +43,7 @@ def units(is_wrong: Callable[[dict[str, Any]], bool]) -> tuple[list[dict[str, An
 )
 def test_the_shortest_rule_is_found(is_wrong: Callable[[dict[str, Any]], bool], rules: list[str]) -> None:
     features, wrong = units(is_wrong)
-    found = find_rules(features, wrong, weights_of(range(len(features))))
+    found = find_rules(features, wrong, range(len(features)))
     assert [" and ".join(map(str, rule)) for rule in found] == rules
     assert all(len(rule) <= MOST_LITERALS for rule in found)
 
@@ -50,7 +51,7 @@ def test_the_shortest_rule_is_found(is_wrong: Callable[[dict[str, Any]], bool], 
 def test_not_every_result_of_a_region_must_show_it() -> None:
     features, wrong = units(lambda features: "sinks" in features)
     wrong[np.flatnonzero(wrong)[:3]] = False
-    assert [str(literal) for literal in find_rules(features, wrong, weights_of(range(len(features))))[0]] == ["sinks"]
+    assert [str(literal) for literal in find_rules(features, wrong, range(len(features)))[0]] == ["sinks"]
 
 
 @pytest.mark.parametrize(("without", "rule"), [(15, ["sinks"]), (1, [])])
@@ -61,19 +62,19 @@ def test_a_condition_is_named_where_nearly_all_is_wrong_if_results_without_it_te
         {"kv_len": number} for number in range(without)
     ]
     wrong = np.array([number % 20 > 0 for number in range(300)] + [False] * without)
-    found = find_rules(features, wrong, weights_of(range(len(features))))
+    found = find_rules(features, wrong, range(len(features)))
     assert [str(literal) for literal in found[0]] == rule
 
 
 def test_numbers_of_0_and_1_are_no_truths() -> None:
     wrong = np.array([n % 2 > 0 for n in range(40)])
-    found = find_rules([{"request": n % 2} for n in range(40)], wrong, weights_of(range(40)))
+    found = find_rules([{"request": n % 2} for n in range(40)], wrong, range(40))
     assert [literal.phrase for literal in found[0]] == ["a request's place in the batch is 1 or more"]
 
 
 def test_an_unknown_feature_is_an_error() -> None:
     with pytest.raises(UnknownFeatureError, match="'unheard_of'"):
-        find_rules([{"unheard_of": True}, {}], np.array([True, False]), weights_of(range(2)))
+        find_rules([{"unheard_of": True}, {}], np.array([True, False]), range(2))
 
 
 @pytest.mark.parametrize(
@@ -94,5 +95,13 @@ def test_features_meet_a_literal_or_not(literal: Literal, meets: dict[str, Any],
 
 
 def test_a_unit_of_a_large_case_weighs_less() -> None:
-    weights = weights_of([0, 1, 1, 1, 1])
+    numbers, weights = sampled(np.array([True] * 5), [0, 1, 1, 1, 1])
+    assert numbers.tolist() == [0, 1, 2, 3, 4]
     assert weights.tolist() == pytest.approx([3.0, *[12**0.5 / 4] * 4])
+
+
+def test_of_very_many_units_those_that_stay_weigh_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure_rules, "MOST_UNITS", 2)
+    numbers, weights = sampled(np.array([True, False, False, False, False, False]), range(6))
+    assert numbers.tolist() == [0, 1, 4]
+    assert weights.tolist() == pytest.approx([3.0, 9.0, 9.0])

@@ -240,7 +240,7 @@ def test_the_lengths_of_a_request_say_its_conditions(
     assert request(kv_len, q_len, **batch) == conditions
 
 
-def test_requests_are_told_apart_by_their_place() -> None:
+def test_requests_are_distinguished_by_their_place() -> None:
     first, second, third = features_of_case(replace(CASE, kv_lens=(20, 20, 32))).of_requests
     assert [each["request"] for each in (first, second, third)] == [0, 1, 2]
     assert [each["pages"] for each in (first, second, third)] == [2, 2, 2]
