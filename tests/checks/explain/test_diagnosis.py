@@ -86,6 +86,16 @@ def test_a_kind_that_follows_from_another_has_no_region() -> None:
     ]
 
 
+@pytest.mark.parametrize(("wrong_outputs", "regions"), [(40, ["output"]), (20, ["output", "LSE"])])
+def test_an_lse_follows_where_most_of_its_outputs_are_wrong(wrong_outputs: int, regions: list[str]) -> None:
+    pairs = [
+        (result(4, wrong=n % 4 == 3 and n < wrong_outputs, sinks=n % 4 == 3), result(4, wrong=n % 4 == 3, held="LSE"))
+        for n in range(40)
+    ]
+    lses = [(output, replace(lse, features=output.features)) for output, lse in pairs]
+    assert [region.held for region in diagnose([verdict(n, *pair) for n, pair in enumerate(lses)]).regions] == regions
+
+
 def test_written_memory_and_failures_follow_from_nothing() -> None:
     triples = [
         (

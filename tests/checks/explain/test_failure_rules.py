@@ -66,6 +66,25 @@ def test_a_condition_is_named_where_nearly_all_is_wrong_if_results_without_it_te
     assert [str(literal) for literal in found[0]] == rule
 
 
+@pytest.mark.parametrize(
+    ("counts", "rule"),
+    [
+        # What a rule leaves out says only where the bug does not show.
+        ({"sinks": (91, 1), "sinks has_window": (0, 8), "has_window": (0, 100), "": (0, 100)}, "sinks"),
+        # A condition that all wrong results share takes the place of several rules, not of one that is purer.
+        (
+            {"sinks has_window": (91, 1), "sinks": (0, 20), "has_window": (0, 100), "": (0, 100)},
+            "has_window and sinks",
+        ),
+    ],
+)
+def test_a_rule_leaves_out_or_keeps_a_second_condition(counts: dict[str, tuple[int, int]], rule: str) -> None:
+    units = [dict.fromkeys(names.split(), True) for names, (bad, good) in counts.items() for _ in range(bad + good)]
+    wrong = [is_wrong for bad, good in counts.values() for is_wrong in [True] * bad + [False] * good]
+    (found,) = find_rules(units, np.array(wrong), range(len(units)))
+    assert " and ".join(sorted(map(str, found))) == rule
+
+
 def test_numbers_of_0_and_1_are_no_truths() -> None:
     wrong = np.array([n % 2 > 0 for n in range(40)])
     found = find_rules([{"request": n % 2} for n in range(40)], wrong, range(40))

@@ -21,13 +21,14 @@ from lab.checks.explain.batch_features import (
     of_any_request,
 )
 from lab.checks.explain.call_features import OF_CALL, OF_EARLIER, OF_TENSORS, CallLog, _read_call, features_of_call
-from lab.checks.explain.feature import Choice, Condition, Number
+from lab.checks.explain.feature import Choice, Condition, Feature, Number
 from lab.checks.explain.features import FEATURES, TABLES, UnknownFeatureError, feature_named, features_of_case
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.properties import checks
 from lab.checks.properties.check import Level
 from lab.checks.run.workers import run_case
 from lab.metadata import ForwardMode
+from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from tests.checks.small import SMALL
 
 CASE = AttentionCase(Interface.DECODE, (20, 0, 32), (2, 2, 2), num_kv_heads=1, group=3, window_left=5)
@@ -91,6 +92,7 @@ def packed(*rows: int) -> torch.Tensor:
 
 K, V = ARGUMENTS[Interface.DECODE]["kv_cache"]
 FOUR = torch.zeros(4)
+NUMBERS = (("==", 1.25), (">=", 0), ("<=", 1.25))  # the tests of a number, and what they cost besides its thresholds
 
 
 @pytest.mark.parametrize(
@@ -110,6 +112,7 @@ FOUR = torch.zeros(4)
         ({"bmm2_scale": torch.tensor([1.0])}, {"bmm2_scale_tensor": True}),
         ({"bmm2_scale": 0.5}, {"bmm2_scale_not_1": True}),
         ({"bmm2_scale": 3}, {"bmm2_scale_not_1": True, "bmm2_scale_no_power_of_2": True}),
+        ({"bmm2_scale": 0.0}, {"bmm2_scale_not_1": True, "bmm2_scale_no_power_of_2": True}),
         ({"bmm2_scale": -1.0}, {"bmm2_scale_not_1": True, "bmm2_scale_negative": True}),
         ({"out": torch.empty(4, 4, 64, dtype=torch.bfloat16)}, {"out_given": True}),
         ({"out_dtype": torch.float16}, {"out_dtype": "fp16", "other_out_dtype": True}),
@@ -206,6 +209,7 @@ def request(kv_len: int, q_len: int, **batch: Any) -> set[str]:
         (4, 6, {}, {"partial_page", "fewer_keys", "q_len_no_power_of_2"}),
         (20, 1, {"window_left": 19}, {"partial_page"}),
         (20, 1, {"window_left": 18}, {"partial_page", "hidden_keys", "window_in_page"}),
+        (20, 1, {"window_left": 0}, {"partial_page", "hidden_keys", "window_in_page"}),
         (
             40,
             1,
@@ -276,7 +280,17 @@ def test_a_case_and_its_plain_call_have_the_same_features() -> None:
     assert of_case.of_requests == of_call.of_requests
     assert (of_case.q_lens, of_call.q_lens) == ((2, 2, 2), (2, 2, 2))
     shared = of_case.features.keys() & of_call.features.keys()
-    assert {"window_left", "group", "head_dim", "requests", "contents", "function", "dtype", "page_size"} <= shared
+    assert {
+        "window_left",
+        "group",
+        "group_no_power_of_2",
+        "head_dim",
+        "requests",
+        "contents",
+        "function",
+        "dtype",
+        "page_size",
+    } <= shared
     assert {name: of_case.features[name] for name in shared} == {name: of_call.features[name] for name in shared}
 
 
@@ -299,6 +313,7 @@ def test_a_forward_mode_has_features() -> None:
         "query_rows": "one",
         "draft_step": 1,
     }
+    assert found(ForwardMode.DECODE, draft_step=FROZEN_KV_STEP)["uncounted"] == "none"
     assert found(ForwardMode.DRAFT_EXTEND) == {
         "mode": "draft_extend",
         "uncounted": "none",
@@ -347,6 +362,36 @@ def test_no_two_features_have_one_name_and_each_can_be_said() -> None:
 
 
 @pytest.mark.parametrize(
+    ("feature", "values", "tests"),
+    [
+        (Choice("it"), ("a", None, "b"), [("==", "a", 1), ("==", "b", 1)]),
+        (Choice("it"), "aba", [("==", "a", 1), ("==", "b", 1)]),
+        (
+            Choice("it"),
+            "abcd",
+            [test for name in "abcd" for test in (("==", name, 2), ("!=", name, 4.5))],
+        ),
+        (Choice("it", is_negated=False), "abcd", [("==", name, 2) for name in "abcd"]),
+        (Condition("it"), (True, None), [("is", True, 0), ("is not", True, 2.5)]),
+        (Number("it"), (3, None, 1), [(op, step, 1 + more) for step in (1, 3) for op, more in NUMBERS]),
+        (
+            Number("it"),
+            range(12),
+            [(op, step, 2.5 + more) for step in range(12) for op, more in NUMBERS],
+        ),
+        (
+            Number("it"),
+            range(0, 130, 4),
+            [(op, step, 2.5 + more) for step in (0, 4, 8, 12, 20, 36, 68, 128) for op, more in NUMBERS],
+        ),
+    ],
+)
+def test_the_tests_of_a_feature_and_their_bits(feature: Feature, values: Any, tests: list[Any]) -> None:
+    """Of many numbers, the thresholds are those next after a power of two, where kernels change."""
+    assert list(feature.tests(feature.column(values))) == tests
+
+
+@pytest.mark.parametrize(
     ("name", "operator", "value", "phrase"),
     [
         ("sinks", "is", True, "sinks are given"),
@@ -392,7 +437,7 @@ def later(**changes: Any) -> set[str]:
 
 def test_a_call_knows_what_differs_from_the_first_call_of_its_shapes() -> None:
     assert later() == set()
-    assert later(bmm1_scale=0.5) == {"other_bmm1_scale"}
+    assert later(bmm1_scale=0.1251) == {"other_bmm1_scale"}
     assert later(bmm1_scale=torch.tensor([0.125])) == set()
     assert later(bmm1_scale_log2=torch.tensor([1.0])) == {"other_bmm1_scale"}
     assert later(attention_sinks=torch.zeros(3)) == {"other_sinks"}
@@ -416,6 +461,13 @@ def test_a_call_knows_what_was_written_since_an_earlier_one() -> None:
     assert features["other_seq_lens"]
     assert features["written_seq_lens"]
     assert "other_bmm2_scale" not in features
+
+
+def test_of_a_call_without_a_cache_writes_to_its_keys_are_noted() -> None:
+    log, arguments = CallLog(), {name: torch.zeros(2, 2) for name in ("query", "key", "seq_lens")}
+    log.read(arguments)
+    arguments["key"].add_(1)
+    assert log.read(arguments)["written_kv_cache"]
 
 
 def test_a_new_tensor_at_an_old_address_was_not_written() -> None:
