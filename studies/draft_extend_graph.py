@@ -251,7 +251,7 @@ class DraftExtendGraphStudy(TimedStudy):
 
     @cached_property
     def model_and_backend(self) -> tuple[StandInModel, TRTLLMMHABackend]:
-        """The model with room for the largest batch, and what runs its attention."""
+        """Make the model with room for the largest batch, and what runs its attention."""
         device = torch.device("cuda", torch.cuda.current_device())
         model = new_model(LLAMA_8B_SIZES, max(self.batch_sizes), self.kv_len, device)
         return model, TRTLLMMHABackend(import_module(self.modules[0]))

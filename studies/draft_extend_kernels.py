@@ -133,7 +133,7 @@ class DraftExtendKernels(TimedStudy):
 
     @cached_property
     def split(self) -> tuple[list[Batch], list[StudyRow]]:
-        """The batches to measure, and a row for each that is skipped; see `split_by_size`."""
+        """Return the batches to measure, and a row for each that is skipped; see `split_by_size`."""
         return split_by_size(chosen(sweep(self.requests, self.keys, self.q_lens), self.only, str), self.most_keys)
 
     @property

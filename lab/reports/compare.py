@@ -103,7 +103,7 @@ class RunComparison:
 
     @property
     def summary(self) -> str:
-        """How many rows have which verdict, and the mean of those that were compared."""
+        """Return how many rows have which verdict, and the mean of those that were compared."""
         counts = Counter(samples.speed for samples in self.compared)
         rest = {"refused": self.refused, "missing": self.missing, "new": self.added}
         words = [f"{counts[speed]} {speed.name}" for speed in Speed]

@@ -82,7 +82,7 @@ class RecordedFile:
 
     @property
     def environment(self) -> Mapping[str, Any]:
-        """`lab.provenance.environment` of its run; empty if it was not recorded."""
+        """Return `lab.provenance.environment` of its run; empty if it was not recorded."""
         if self.kind is FileKind.BENCHMARKS:
             lab = self.content.get("machine_info", {}).get("lab", {})
             return {name: value for name, value in lab.items() if name != "ceilings"}
@@ -90,7 +90,7 @@ class RecordedFile:
 
     @property
     def experiment(self) -> str:
-        """The experiment that wrote it, as recorded; else the file's name."""
+        """Return the name of the experiment that wrote it; the file's name where that is not recorded."""
         return str(self.content.get("experiment") or without_suffix(self.path).name)
 
     def fact(self, *keys: str) -> Any:
@@ -171,39 +171,39 @@ class Row:
 
     @property
     def is_gpu_time(self) -> bool:
-        """True if a clock of the GPU took it, and not the host's or no stated one."""
+        """Return True if a clock of the GPU took it, and not the host's or no stated one."""
         return self.facts.get("clock") in GPU_CLOCKS
 
     @property
     def scenario(self) -> str:
-        """The name of the computation; the test's name where that is not recorded."""
+        """Return the name of the computation; the test's name where that is not recorded."""
         return str(self.facts.get("scenario") or self.name)
 
     @property
     def implementation(self) -> str:
-        """The implementation's name without the package of kernels; "" if it is not recorded."""
+        """Return the implementation's name without the package of kernels; "" if it is not recorded."""
         return str(self.facts.get("implementation") or "").removeprefix(MODULE_PREFIX)
 
     @property
     def mode(self) -> str:
-        """The forward mode as words; "" if it is not recorded."""
+        """Return the forward mode as words; "" if it is not recorded."""
         return str(self.facts.get("mode") or "").replace("_", " ")
 
     @property
     def identity(self) -> Identity:
-        """The settings that two rows share if they measure the same thing in the same way."""
+        """Return the settings that two rows share if they measure the same thing in the same way."""
         named = {key: str(self.facts[key]) for key in SETTINGS + TIMED_BY if self.facts.get(key) is not None}
         return (("scenario", self.scenario), *named.items())
 
     @property
     def timed_by(self) -> str:
-        """Clock and state of L2, in words: "graph, L2 cold by rotation"."""
+        """Return clock and state of L2, in words: "graph, L2 cold by rotation"."""
         words = str(self.facts.get("clock", "no stated clock"))
         return f"{words}, L2 {self.facts['l2']}" if self.facts.get("l2") else words
 
     @property
     def throttled_by(self) -> tuple[str, ...]:
-        """Reasons why the GPU's clocks were held back meanwhile; empty if none was seen."""
+        """Return the reasons why the GPU's clocks were held back; empty if none was seen."""
         return tuple(self.facts.get("throttled_by") or ())
 
     @property
@@ -212,12 +212,12 @@ class Row:
 
     @property
     def iqr_percent(self) -> float:
-        """The distance between the quartiles, in percent of the median; 0 for a single sample."""
+        """Return the distance between the quartiles, in percent of the median; 0 for a single sample."""
         return 100 * interquartile_range(self.samples_us) / self.median_us
 
     @property
     def time_over_floor(self) -> float | None:
-        """The median over the floor; None where the floor is not recorded, or too short to mean something."""
+        """Return the median over the floor; None where the floor is not recorded, or too short to mean something."""
         floor_us = self.facts.get("floor_us") or 0.0
         return self.median_us / floor_us if floor_us >= LEAST_FLOOR_US else None
 
@@ -230,13 +230,13 @@ class Rivals:
 
     @functools.cached_property
     def speeds(self) -> tuple[Speed, ...]:
-        """Each row but the first compared with the first, by the rule for samples in turns."""
+        """Compare each row but the first with the first, by the rule for samples in turns."""
         fastest = self.rows[0].samples_us
         return tuple(compare_samples(fastest, row.samples_us, IN_TURNS).speed for row in self.rows[1:])
 
     @property
     def as_fast(self) -> list[str]:
-        """The implementations that are the fastest, or the SAME."""
+        """Return the implementations that are the fastest, or the SAME."""
         speeds = (Speed.SAME, *self.speeds)
         return [row.implementation for row, speed in zip(self.rows, speeds, strict=True) if speed is Speed.SAME]
 
@@ -262,12 +262,12 @@ class RecordedRun:
 
     @property
     def gpu_rows(self) -> tuple[Row, ...]:
-        """Rows of GPU time; no other time is compared with it."""
+        """Return the rows of GPU time; no other time is compared with it."""
         return tuple(row for row in self.rows if row.is_gpu_time)
 
     @functools.cached_property
     def rivals(self) -> list[Rivals]:
-        """The rows of GPU time by what they measure, in the order of that."""
+        """Return the rows of GPU time by what they measure, sorted by that."""
         found = grouped(
             (tuple(item for item in row.identity if item[0] != "implementation"), row)
             for row in sorted(self.gpu_rows, key=lambda row: row.median_us)
@@ -280,7 +280,7 @@ class RecordedRun:
 
     @property
     def rows_without_clock(self) -> tuple[Row, ...]:
-        """Rows whose clock is not recorded, or unknown."""
+        """Return the rows whose clock is not recorded, or unknown."""
         return tuple(row for row in self.rows if not row.is_gpu_time and row.facts.get("clock") != "host")
 
 

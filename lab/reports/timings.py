@@ -109,7 +109,7 @@ def figures(run: RecordedRun) -> dict[str, "Figure"]:
 
 
 def _order(row: Row) -> tuple[tuple[float, str], ...]:
-    """Numbers as numbers, words as words, what is absent first."""
+    """Sort numbers as numbers and words as words; what is absent comes first."""
     values = [row.facts.get(key) for key in ORDER] + [row.name]
     return tuple((value, "") if isinstance(value, int | float) else (0, str(value or "")) for value in values)
 

@@ -110,7 +110,7 @@ class Aspect:
 
     @property
     def verdict(self) -> str:
-        """One clause: "holds at 5 of 6 points, cannot be told at 1"."""
+        """Return one clause: "holds at 5 of 6 points, cannot be told at 1"."""
         if not self.observations:
             return NOT_RECORDED
         total = len(self.observations)
@@ -149,12 +149,12 @@ class Answer:
 
     @property
     def claimed(self) -> list[Observation]:
-        """The observations of the statements that the change claims."""
+        """Return the observations of the statements that the change claims."""
         return [each for aspect in self.aspects if aspect.of_claim for each in aspect.observations]
 
     @property
     def verdict(self) -> str:
-        """Of all that the change claims, in a word or two."""
+        """Return the verdict on all that the change claims, in a word or two."""
         said = {each.standing for each in self.claimed}
         if not said:
             return NOT_RECORDED

@@ -38,7 +38,7 @@ class Roofs:
 
     @property
     def ridge(self) -> float:
-        """Operations per byte from which the matrix units are the limit."""
+        """Return the operations per byte from which the matrix units are the limit."""
         return 1e3 * self.matrix_rate_tflops / self.bandwidth_gbps
 
 
