@@ -43,12 +43,13 @@ Command = Callable[..., Done]
 def command(
     simulated_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Command:
-    """Run `lab experiments` on a line, each point measured by a function of the test."""
+    """Run `lab experiments` on a line, with points that a function of the test measures where the study measures points."""
 
-    def ran(line: str, measured: Callable[[Point], PointRows]) -> Done:
+    def ran(line: str, measured: Callable[[Point], PointRows] | None = None) -> Done:
         out, plans = tmp_path / "out.json", []
 
         def simulated(point: Point, make: Any, plan: TimingPlan, facts_of: Any) -> PointRows:
+            assert measured is not None
             plans.append(plan)
             return measured(point)
 

@@ -1,15 +1,13 @@
 """When two clocks are called apart, and what the file says of them."""
 
-import json
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from studies import clocks
-from tests.commands.command import run
+from tests.studies.conftest import Command
 
 
 def row(graph_us: float, cupti_us: float, launches: int = 1, rotated_us: float | None = None) -> dict[str, Any]:
@@ -33,10 +31,9 @@ def test_clocks_that_differ_by_more_than_3_percent_are_apart(measured: dict[str,
     assert clocks.are_apart(measured) is apart
 
 
-@pytest.mark.usefixtures("simulated_gpu")
 @pytest.mark.parametrize(("cupti_us", "status"), [(100, 125), (104, 1)])
 def test_the_file_has_what_was_timed_and_what_could_not_be(
-    cupti_us: float, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cupti_us: float, status: int, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Clocks that are apart are the worse news."""
 
@@ -53,10 +50,10 @@ def test_the_file_has_what_was_timed_and_what_could_not_be(
         SimpleNamespace(over=lambda forward: SimpleNamespace(work=partial(forward_work, forward))),
     )
     monkeypatch.setattr(clocks, "row_of", lambda name, work: {"work": name} | row(100, cupti_us))
-    out = tmp_path / "clocks.json"
     name = "decode/tiny/2q1s70"
-    assert run(f"experiments clocks lab.references lab.kernels --scenario {name} --out {out}") == status
-    recorded = json.loads(out.read_text())
+    done = command(f"clocks lab.references lab.kernels --scenario {name}")
+    recorded = done.recorded
+    assert done.status == status
     assert len(recorded["rows_us"]) == len(clocks.NEGATION_BYTES) + 1
     assert recorded["rows_us"][-1]["work"] == f"{name}, lab.kernels"
     assert recorded["not_timed"] == [f"{name}, lab.references: NotImplementedError: not here"]

@@ -1,8 +1,6 @@
 """The study's works judged on a CPU, its arithmetic and tables on made-up rows, its command line; times on a GPU."""
 
-import json
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,8 +25,8 @@ from studies.draft_extend_graph import (
 from studies.model_pass import ModelWorks, pass_bytes, pass_operations
 from studies.stand_in_model import GRAPH_MODES, TINY_SIZES, StandInModel
 from studies.variants import WARM, TimingPlan
-from tests.commands.command import run
 from tests.devices import IN_INTERPRETER
+from tests.studies.conftest import Command
 from tests.studies.simulated import CEILINGS, measured_interleaved, quick_host_time
 
 ALL_ROWS, WITH_TOPK, SELECTED = DraftExtendOutput
@@ -162,9 +160,8 @@ def test_what_the_trimmed_outputs_save() -> None:
     assert len(mode_table(mode_rows("decode", 1) + mode_rows("decode", 8), str(WARM)).rows) == 2
 
 
-@pytest.mark.usefixtures("simulated_gpu")
 def test_the_command_line_measures_all_points_and_writes_json(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     simulated: dict[str, Any] = {
         "new_model": lambda *arguments: None,
@@ -173,28 +170,19 @@ def test_the_command_line_measures_all_points_and_writes_json(
     }
     for name, function in simulated.items():
         monkeypatch.setattr(draft_extend_graph, name, function)
-    out = tmp_path / "out.json"
-    command = f"--batch-sizes 1,8 --num-draft-tokens 2,4 --implementation lab.kernels.portable --out {out}"
-    assert run(f"experiments draft-extend-graph {command}") == 0
-    recorded = json.loads(out.read_text())
+    options = "--batch-sizes 1,8 --num-draft-tokens 2,4 --implementation lab.kernels.portable"
+    done = command(f"draft-extend-graph {options}")
+    recorded = done.recorded
+    assert done.status == 0
     assert recorded["implementation"] == "lab.kernels.portable"
     assert recorded["environment"]["gpu"] == "simulated"
     assert len(recorded["modes"]) == len(GRAPH_MODES) * 2 * 3
-    assert [(row["batch_size"], row["num_draft_tokens"]) for row in recorded["savings"]] == [
-        (1, 2),
-        (1, 4),
-        (8, 2),
-        (8, 4),
-    ]
-    assert recorded["model"] == {
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "geometry_name": "llama-3.1-8b",
-        "page_size": 64,
-    }
-    printed = capsys.readouterr().out
+    points = [(row["batch_size"], row["num_draft_tokens"]) for row in recorded["savings"]]
+    assert points == [(1, 2), (1, 4), (8, 2), (8, 4)]
+    sizes = {"vocab_size": 128256, "hidden_size": 4096, "geometry_name": "llama-3.1-8b", "page_size": 64}
+    assert recorded["model"] == sizes
     for words in ("target_verify", "13.5", "800.0 (1.5)", "70.0"):
-        assert words in printed
+        assert words in done.printed
 
 
 @IN_INTERPRETER

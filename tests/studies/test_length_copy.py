@@ -1,8 +1,6 @@
 """The loop on a CPU, its command line, and on a GPU what the study is about."""
 
 import itertools
-import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +12,7 @@ from studies import length_copy, loops
 from studies.length_copy import CopyLoopSettings, DecodeLoop, StepEnd, measure_ends, measure_masks
 from studies.step_profile import STEP_NAME, exported_trace, read_profile, summary
 from tests.commands.command import run
+from tests.studies.conftest import Command
 from tests.studies.simulated import only_run
 from tests.studies.test_step_profile import facts_of, running_ahead, with_copy
 
@@ -98,25 +97,23 @@ def recorded_variant(settings: CopyLoopSettings, variant: StepEnd) -> dict[str, 
     }
 
 
-@pytest.mark.usefixtures("simulated_gpu")
 def test_the_command_line_measures_all_pairs_writes_json_and_prints_a_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         length_copy, "measure_ends", lambda settings: [recorded_variant(settings, variant) for variant in StepEnd]
     )
     masks = [{"form": "full", "mask_bytes": 134221824, "fill_us": 33.5}]
     monkeypatch.setattr(length_copy, "measure_masks", lambda device: masks)
-    out = tmp_path / "copy.json"
-    assert run(f"experiments length-copy --gpu-us 500,2000 --host-us 0,200 --out {out}") == 0
-    recorded = json.loads(out.read_text())
+    done = command("length-copy --gpu-us 500,2000 --host-us 0,200")
+    recorded = done.recorded
+    assert done.status == 0
     assert recorded["environment"] == {"gpu": "simulated"}
     assert recorded["verify_masks"] == masks
     pairs = [(row["gpu_us"], row["host_us"], row["arm"]) for row in recorded["arms"]]
     assert pairs == list(itertools.product((500, 2000), (0, 200), ("with the copy", "without the copy")))
-    printed = capsys.readouterr().out
     for words in ("with the copy", "62.0", "65.4", "1,234.5", "134,221,824", "33.50"):  # 85 of 130 µs are 65.4 %
-        assert words in printed
+        assert words in done.printed
 
 
 def test_a_wrong_command_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,9 +1,7 @@
 """The loop on a CPU, its facts from profiles made by hand, its command line, and on a GPU what the study is about."""
 
 import itertools
-import json
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +25,7 @@ from studies.plan_stream import (
 )
 from studies.step_profile import STEP_NAME, IncompleteProfileError, exported_trace, medians, read_profile
 from tests.commands.command import run
+from tests.studies.conftest import Command
 from tests.studies.simulated import only_run, quick_host_time
 from tests.studies.test_step_profile import call, entry, kernel, step
 
@@ -278,27 +277,17 @@ def recorded_variant(settings: PlanLoopSettings, variant: Planning) -> dict[str,
     return words | times | {"medians": facts, "unprofiled_iteration_us": [1234.5]}
 
 
-@pytest.mark.usefixtures("simulated_gpu")
 def test_the_command_line_measures_all_pairs_writes_json_and_prints_tables(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         plan_stream, "measure_plannings", lambda settings: [recorded_variant(settings, variant) for variant in VARIANTS]
     )
-    monkeypatch.setattr(
-        plan_stream,
-        "measure_fix_up",
-        lambda bs, d: {
-            "batch_size": bs,
-            "num_draft_tokens": d,
-            "launches": 19,
-            "gpu_us": 12.34,
-            "host_us": 98.76,
-        },
-    )
-    out = tmp_path / "plan.json"
-    assert run(f"experiments plan-stream --draft-us 100,400 --verify-us 900 --out {out}") == 0
-    recorded = json.loads(out.read_text())
+    times = {"launches": 19, "gpu_us": 12.34, "host_us": 98.76}
+    monkeypatch.setattr(plan_stream, "measure_fix_up", lambda bs, d: {"batch_size": bs, "num_draft_tokens": d, **times})
+    done = command("plan-stream --draft-us 100,400 --verify-us 900")
+    recorded = done.recorded
+    assert done.status == 0
     assert recorded["environment"] == {"gpu": "simulated"}
     found = [
         (row["draft_us"], row["verify_us"], row["drafts"], row["builder"], row["start"]) for row in recorded["arms"]
@@ -307,9 +296,8 @@ def test_the_command_line_measures_all_pairs_writes_json_and_prints_tables(
     assert found == [(*times, *each) for times in ((100, 900), (400, 900)) for each in words]
     points = [(row["batch_size"], row["num_draft_tokens"]) for row in recorded["fix_ups"]]
     assert points == list(itertools.product((1, 8, 64, 256), (4, 8, 16, 64)))
-    printed = capsys.readouterr().out
     for text in ("after the inputs", "torch operations", "1,234.5", "190.0", "77.8", "12.34", "98.8"):
-        assert text in printed
+        assert text in done.printed
 
 
 def test_a_wrong_command_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
