@@ -17,6 +17,12 @@ from tests.commands.command import run
 from tests.studies.simulated import CEILINGS, measured_interleaved, quick_host_time
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what is measured on a GPU where there is none."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("measures GPU work, and there is no GPU here")
+
+
 @pytest.fixture
 def simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A study measures; the test simulates what it measures."""

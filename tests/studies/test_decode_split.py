@@ -123,7 +123,6 @@ def test_a_scenario_that_is_not_divided_is_refused(wrong: str, capsys: pytest.Ca
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
 def test_on_a_gpu_every_number_of_calls_is_right_and_has_a_time() -> None:
     found = measure(small_point(PORTABLE_MODULE, "decode/tiny/q1s2k_7q1s99"))
     assert [row["arm"] for row in found.rows] == ["1 call", "2 calls", "4 calls"]

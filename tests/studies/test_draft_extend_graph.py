@@ -206,11 +206,7 @@ def test_points_make_a_row_per_variant_and_per_form(monkeypatch: pytest.MonkeyPa
     assert model.pool.add_request(1) is not None  # all requests were given back
 
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="times GPU work, and there is none here")
-
-
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("mode", GRAPH_MODES, ids=repr)
 def test_a_mode_is_measured_eagerly_and_in_a_graph(mode: ForwardMode) -> None:
     rows = {row["arm"]: row for row in measure_mode(tiny("cuda"), BACKEND, mode, 3, 70, PLAN)}
@@ -223,7 +219,6 @@ def test_a_mode_is_measured_eagerly_and_in_a_graph(mode: ForwardMode) -> None:
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_forms_are_measured_and_the_top_k_costs_launches() -> None:
     rows = {row["form"]: row for row in measure_forms(tiny("cuda"), BACKEND, 3, WIDTH, 70, PLAN)}
     assert rows[WITH_TOPK.value]["launches"] > rows[ALL_ROWS.value]["launches"]

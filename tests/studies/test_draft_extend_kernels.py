@@ -154,7 +154,6 @@ def test_the_command_line_writes_every_point_and_what_was_left_out(command: Comm
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="times GPU work, and there is none here")
 def test_a_point_is_measured_on_both_calls() -> None:
     both = {call.name.lower(): (call, "lab.kernels.portable") for call in (DECODE, CONTEXT)}
     outcome = measure(point_of(parse_batch("4q4s1k"), both))

@@ -83,7 +83,6 @@ def test_a_point_makes_a_row_per_variant(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="times GPU work, and there is none here")
 def test_a_point_is_measured_and_the_lists_cost_launches() -> None:
     point = point_of("4x1k/steps3", own_trace())
     rows = measure_all(point, works_of, TimingPlan(CEILINGS, WARM, 3), facts_of)

@@ -487,7 +487,6 @@ def again(case: ForwardCase, target: Target, group: str = "small") -> Point:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="times GPU work, and there is none here")
 def test_points_are_measured_on_a_gpu() -> None:
     case = scenario("target_verify/qwen3-32b/4q4s1k/tp2")
     outcome = measure(again(case, SPEED))

@@ -121,11 +121,7 @@ def test_a_wrong_command_line_says_so(capsys: pytest.CaptureFixture[str]) -> Non
     assert "steps=1 must be at least 3" in capsys.readouterr().err
 
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="profiles a GPU, and there is none here")
-
-
 @pytest.mark.gpu
-@needs_gpu
 def test_the_copy_costs_a_synchronisation_and_nothing_else_does() -> None:
     with_it, without_it = measure_ends(
         CopyLoopSettings(gpu_us=1000, host_us=100, batch_size=8, seq_len=256, steps=6, repeats=1)
@@ -139,7 +135,6 @@ def test_the_copy_costs_a_synchronisation_and_nothing_else_does() -> None:
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_the_full_mask_takes_longer_to_fill() -> None:
     full, qlen_only = measure_masks(torch.device("cuda"))
     assert (full["mask_bytes"], qlen_only["mask_bytes"]) == (134_221_824, 4_096)

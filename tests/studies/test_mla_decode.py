@@ -196,7 +196,6 @@ def test_the_command_line_writes_every_point_and_prints_the_target(command: Comm
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="times GPU work, and there is none here")
 def test_a_point_is_measured_on_a_gpu() -> None:
     (case,) = MLADecode(shapes=((4, 1024),), heads=(16,), q_lens=(4,)).cases()
     portable = variants_of(case)[0]

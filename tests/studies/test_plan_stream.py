@@ -307,11 +307,8 @@ def test_a_wrong_command_line_says_so(capsys: pytest.CaptureFixture[str]) -> Non
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="profiles a GPU, and there is none here")
-
 
 @pytest.mark.gpu
-@needs_gpu
 def test_a_plan_after_the_inputs_runs_beside_the_draft_and_no_other_does() -> None:
     rows = measure_plannings(
         PlanLoopSettings(draft_us=400, verify_us=400, batch_size=8, seq_len=256, steps=6, repeats=1)
@@ -329,7 +326,6 @@ def test_a_plan_after_the_inputs_runs_beside_the_draft_and_no_other_does() -> No
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_a_masks_time_is_taken_and_its_launches_counted() -> None:
     row = measure_fix_up(8, 4)
     assert row["gpu_us"] > 0
