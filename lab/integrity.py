@@ -82,19 +82,14 @@ class ChangedBindingsError(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class Bindings:
-    """What was there when it was noted.
+    """What was there when it was noted; a path, such as "lab.references.errors.relative_l2", names it in a sentence."""
 
-    Attributes:
-        held: where a name is looked up, the name, and what it stood for; by the names that a sentence has.
-        functions: Python functions, and what in them can be exchanged.
-        constants: lists and dicts of plain values, and their items.
-        settings: of the process, by name.
-    """
-
-    held: tuple[tuple[str, Mapping[str, Any], str, Any], ...]
-    functions: tuple[tuple[str, types.FunctionType, tuple[Any, ...]], ...]
-    constants: tuple[tuple[str, Any, tuple[Any, ...]], ...]
-    settings: Mapping[str, Any]
+    held: tuple[tuple[str, Mapping[str, Any], str, Any], ...]  # path, where the name is looked up, the name, its object
+    functions: tuple[
+        tuple[str, types.FunctionType, tuple[Any, ...]], ...
+    ]  # path, function, what in it can be exchanged
+    constants: tuple[tuple[str, Any, tuple[Any, ...]], ...]  # path, a list or dict of plain values, its items
+    settings: Mapping[str, Any]  # of the process, by name
 
     def changes(self) -> list[str]:
         """Return the names of what has changed since; what is new is no change. It takes some milliseconds."""

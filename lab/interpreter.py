@@ -61,7 +61,7 @@ def by_scalar_name(np_dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def quicken() -> None:
-    """Spare the interpreter of this process its repeated work; do nothing where Triton has not imported it.
+    """Remove the repeated work of this process' interpreter; do nothing where Triton has not imported it.
 
     Only the lab's own processes call this: workers of the judge, and its tests. It changes functions of Triton's.
     """

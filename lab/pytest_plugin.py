@@ -192,7 +192,7 @@ class CheckOfFunction(pytest.Item):
         self.check, self.interface = check, interface
 
     def runtest(self) -> None:
-        """Judge.
+        """Judge the function by the check.
 
         Raises:
             NotRight: something is wrong, or nothing of the function could be judged by any check.

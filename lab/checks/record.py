@@ -27,7 +27,7 @@ class ReportError(ValueError):
 
 
 def read_cases(record: dict[str, Any]) -> Iterator[CaseVerdict]:
-    """Yield the verdicts of a report's record, without their reasons' measurements.
+    """Yield the verdicts of a report's record; they have sentences, and no `results`.
 
     Raises:
         ReportError: it is no report, or one that was written before its cases had numbers.

@@ -37,7 +37,7 @@ class CheckSummary:
 
     @property
     def outcome(self) -> Outcome:
-        """Return the worst that any case had: a wrong result comes before a call that failed."""
+        """Return the worst outcome of any case; a wrong result comes before a call that failed."""
         return next(outcome for outcome in WORST_FIRST if self.counts.get(outcome))
 
     @property
@@ -107,19 +107,19 @@ class Report:
 
     @property
     def wrong(self) -> Iterator[CaseVerdict]:
-        """Cases that are wrong or failed, and not known to be."""
+        """Yield the cases that are wrong, failed or dishonest; known failures are not among them."""
         return (verdict for verdict in self.verdicts if verdict.outcome in BROKEN)
 
     @property
     def is_right(self) -> bool:
-        """Something of every function was judged, no case was left out, and nothing is wrong but known failures."""
+        """Tell whether each function was judged, no case was left out, and nothing is wrong except known failures."""
         judged = {verdict.interface for verdict in self.verdicts if verdict.judged.judged}
         everything = judged == {verdict.interface for verdict in self.verdicts} and self.left_out == 0
         return everything and bool(judged) and not any(self.wrong)
 
     @property
     def exit_status(self) -> ExitStatus:
-        """Return a command's: 0 right, 1 wrong or failed, 3 dishonest, 125 it could not be judged, 130 interrupted."""
+        """Return 0 (right), 1 (wrong or failed), 3 (dishonest), 125 (it could not be judged) or 130 (interrupted)."""
         if self.interrupted:
             return ExitStatus.INTERRUPTED
         if any(verdict.outcome is Outcome.DISHONEST for verdict in self.verdicts):
@@ -206,5 +206,5 @@ class Report:
 
 
 def _number(ratio: float) -> float | str:
-    """Return a ratio for JSON, which has no infinity: an output that is not finite has one."""
+    """Return a ratio for JSON, which has no infinity: the ratio of an output that is not finite is a text."""
     return round(ratio, 4) if math.isfinite(ratio) else str(ratio)

@@ -134,7 +134,12 @@ def judge(
         _print_recorded_coverage(Path(implementation))
         raise typer.Exit
     with refusing_errors():
-        settings |= {"ranges": ranges_of(narrowed), "refusals": None if refusals is None else _exceptions(refusals)}
+        from lab.checks.run.judge import device_of
+        from lab.checks.run.support_protocol import resolve_refusals
+
+        device_of(device)
+        exceptions = None if refusals is None else resolve_refusals(refusals)
+        settings |= {"ranges": ranges_of(narrowed), "refusals": exceptions}
     prepare_machine(device)
     from lab.kernels import default_implementation
 
@@ -153,12 +158,6 @@ def judge(
         "first_failure": first_failure,
     }
     _judge_and_exit(partial(_judge_all, name, settings, coverage), watch)
-
-
-def _exceptions(names: str) -> tuple[type[BaseException], ...]:
-    from lab.checks.run.support_protocol import resolve_refusals
-
-    return resolve_refusals(names)
 
 
 def _last_report(name: str) -> Path | None:

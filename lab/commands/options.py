@@ -4,7 +4,6 @@ import importlib.util
 import inspect
 import itertools
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,44 +78,24 @@ def with_options_of_ranges(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the option of each field of `lab.ranges.Ranges`; it gets their values as keyword arguments."""
     signature = inspect.signature(command, eval_str=True)
     own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
-    vars(command)["__signature__"] = signature.replace(
-        parameters=[*own, *itertools.starmap(_parameter, OPTIONS.items())]
-    )
+    ranges = itertools.starmap(_parameter, OPTIONS.items())
+    vars(command)["__signature__"] = signature.replace(parameters=[*own, *ranges])
     return command
 
 
 def _parameter(name: str, option: Option) -> inspect.Parameter:
     """Return the parameter of a command that is the option of a field."""
-    spelt, words = f"--{name.replace('_', '-')}", option.help
-    default: Any = None
-    if option.is_several and not option.is_switch:
-        annotation: Any = Annotated[
-            list[str] | None, list_option(option.kind.read, words, option.kind.metavar, RANGES_PANEL)
-        ]
-    elif option.is_switch:
-        default = True if option.is_several else getattr(Ranges, name)
-        spelt, words = (
-            (f"{spelt}/--no-{name}", f"judge cases with {words} too") if option.is_several else (spelt, words)
-        )
+    spelt, words, kind = f"--{name.replace('_', '-')}", option.help, option.kind
+    default: Any = None if option.is_several else getattr(Ranges, name)
+    annotation: Any = Annotated[list[str] | None, list_option(kind.read, words, kind.metavar, RANGES_PANEL)]
+    if option.is_switch:
+        if option.is_several:
+            default, spelt, words = True, f"{spelt}/--no-{name}", f"judge cases with {words} too"
         annotation = Annotated[bool, typer.Option(spelt, help=words, rich_help_panel=RANGES_PANEL)]
-    else:
-        default = getattr(Ranges, name)
-        number = typer.Option(
-            spelt, parser=_parsed(option.kind.read), metavar="N", help=words, rich_help_panel=RANGES_PANEL
-        )
+    elif not option.is_several:
+        number = typer.Option(spelt, parser=_parsed(kind.read), metavar="N", help=words, rich_help_panel=RANGES_PANEL)
         annotation = Annotated[int, number]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-def device_named(text: str) -> str:
-    """Return the name of a device, "cpu", "cuda" or "cuda:N", as it is.
-
-    Raises:
-        typer.BadParameter: the text is not of that form.
-    """
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
-        raise typer.BadParameter(f"{text} is no device: cpu, cuda, or cuda:1 for the second GPU")
-    return text
 
 
 Implementation = typer.Argument(
@@ -125,7 +104,7 @@ Implementation = typer.Argument(
 )
 Device = Annotated[  # typer 0.27 makes "--DEVICE" of this metavar if the option is not named
     str | None,
-    typer.Option("--device", parser=device_named, metavar="DEVICE", help="cpu or cuda; a GPU if there is one"),
+    typer.Option("--device", metavar="DEVICE", help="cpu or cuda; a GPU if there is one"),
 ]
 Out = Annotated[Path | None, typer.Option(dir_okay=False, help="the JSON file to write; none if left out")]
 Json = Annotated[
@@ -195,7 +174,7 @@ def need_gpu() -> None:
 
 
 def prepare_machine(device: str | None = None) -> None:
-    """End the command if its GPU is not here, and turn on Triton's interpreter if its kernels run on the CPU.
+    """Turn on Triton's interpreter if a command's kernels run on the CPU.
 
     Triton reads the switch when it is imported, so a command imports Triton after this call.
 
@@ -204,9 +183,6 @@ def prepare_machine(device: str | None = None) -> None:
     """
     import torch
 
-    num_gpus = torch.cuda.device_count()
-    if device is not None and device != "cpu" and int(device.partition(":")[2] or 0) >= num_gpus:
-        refuse(f"there is no GPU {device} here: torch finds {num_gpus or 'none'}")
     if (device == "cpu" or not torch.cuda.is_available()) and os.environ.get("TRITON_INTERPRET") != "1":
         os.environ["TRITON_INTERPRET"] = "1"  # worker processes inherit it
         if importlib.util.find_spec("triton") is not None:

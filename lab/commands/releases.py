@@ -1,4 +1,4 @@
-"""`lab releases`: line reports of the judge up by release of a package."""
+"""`lab releases`: compare reports of the judge by release of a package."""
 
 from pathlib import Path
 from typing import Annotated

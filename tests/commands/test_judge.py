@@ -217,8 +217,8 @@ def test_what_fits_the_machine_is_judged_by_default(asked: dict[str, Any], monke
         ("lab.references --q-lens 1 4", "unexpected extra argument"),
         ("lab.references --level most", "'most' is not one of 'smoke', 'full'"),
         ("lab.references --workers 0", "--workers"),
-        ("lab.references --device gpu", "gpu is no device: cpu, cuda, or cuda:1 for the second GPU"),
-        ("lab.references --device cuda:99", "there is no GPU cuda:99 here"),
+        ("lab.references --device gpu", "'gpu' is no device: cpu, cuda, or cuda:1 for the second GPU"),
+        ("lab.references --device cuda:99", "there is no GPU 'cuda:99' here"),
     ],
 )
 def test_a_mistake_ends_in_2_with_a_sentence(line: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

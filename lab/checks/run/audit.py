@@ -1,4 +1,4 @@
-"""An audit: further cases, with contents that no run had, whose outputs a process judges that the kernel's code never entered.
+"""An audit: further cases, with contents that no run had, judged in a process that the kernel's code never entered.
 
 A worker judges such a case as any other, and cannot recognise it: of each case of `AUDITED_CHECKS` it sends the first
 output, as it was before it was compared with anything. Another process works out the expected output, so that nothing that the

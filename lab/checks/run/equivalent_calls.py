@@ -1,4 +1,4 @@
-"""Equivalent calls: what a kernel refuses in one form is judged in another that means the same."""
+"""Equivalent calls: what a kernel refuses in one form is judged in another form that means the same."""
 
 import functools
 import re
@@ -18,23 +18,17 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class EquivalentForm:
-    """Another form of a call that means the same.
+    """Another form of a call that means the same."""
 
-    Attributes:
-        name: what is different in it, as in "judged with ... instead".
-        applies: whether a call has that form, given its function, its arguments and the sentence of its refusal.
-        change: returns the arguments of that form.
-        by_engines: an engine alone may take this form: a check that gives an argument judges that argument.
-    """
-
-    name: str
+    name: str  # what is different in it, as in "judged with ... instead"
+    # Whether a call has that form, given its function, its arguments and the sentence of its refusal.
     applies: Callable[[Interface, Arguments, str], bool]
-    change: Callable[[Interface, Arguments], Arguments]
-    by_engines: bool = False
+    change: Callable[[Interface, Arguments], Arguments]  # returns the arguments of that form
+    by_engines: bool = False  # an engine alone may take it: a check that gives an argument judges that argument
 
 
 def _has_no_mask(interface: Interface, arguments: Arguments, refusal: str) -> bool:
-    """Tell whether a call has several rows for each request, which are causal without a mask."""
+    """Tell whether a call has several rows for each request and no mask: they are causal."""
     several = (arguments.get("q_len_per_req") or 1) > 1
     return interface is Interface.DECODE and several and arguments.get("mask") is None
 
@@ -106,7 +100,7 @@ class EquivalentCalls:
     def invoke(
         self, interface: Interface, function: Callable[..., Any], arguments: Arguments, by_engine: bool = False
     ) -> Any:
-        """Call a function that raises Unsupported for what it refuses, in another form where it refuses the plain one.
+        """Call a function; where it raises Unsupported, call it in equivalent forms.
 
         Args:
             interface: of the function.
@@ -143,7 +137,7 @@ class EquivalentCalls:
 def _made(
     interface: Interface, function: Callable[..., Any], arguments: Arguments, used: Sequence[EquivalentForm]
 ) -> Any:
-    """Make a call in other forms, with its result in the output that it was to have."""
+    """Make a call in other forms; copy its result into the output that the plain call gives."""
     changed = arguments
     for form in used:
         changed = form.change(interface, changed)

@@ -1,4 +1,4 @@
-"""Judge an implementation: every check of the catalogue, over every function that it has."""
+"""Judge an implementation: every check on every function that it has."""
 
 import math
 import time
@@ -68,7 +68,7 @@ def judge(
         level: SMOKE or FULL, or "smoke" or "full".
         ranges: the axes of the cases; narrow them to what a kernel was built for.
         only: keys or names of the checks to run, such as "K4" or "poison", or one of them; all if empty.
-        functions: names of the functions to judge; all that it has if empty.
+        functions: names of the functions to judge, FlashInfer's or short ones such as "decode"; all that it has if empty.
         device: where to run; a GPU if there is one.
         isolated: each case runs in a worker process, replaced when it crashes or hangs; give the implementation by name.
         workers: processes at a time, if isolated; kernels that compile for each case are judged sooner by several.
@@ -106,13 +106,13 @@ def judge(
     name, subject = (implementation, implementation) if isolated else _named(implementation)
     path, refused = None if out is None else replaceable(Path(out)), None if refusals is None else tuple(refusals)
     with Workers(subject, where, given, time_limit_s, workers, refused) as pool:
-        offer = pool.call(partial(offer_of, implementation if isinstance(implementation, str) else ""))
-        offered = [each for each in offer.interfaces if each in wanted]
+        has, sources = pool.call(partial(offer_of, implementation if isinstance(implementation, str) else ""))
+        offered = [each for each in has if each in wanted]
         if not offered:
             raise ValueError(f"{name} has none of {', '.join(each.value for each in wanted)}")
         about = environment()
         of_run = (name, depth, given, [check.key for check in chosen], offered, count, discover, str(where), refused)
-        digest = digest_of_run(offer, of_run, [about.get(part) for part in VERDICT_PARTS])
+        digest = digest_of_run(sources, of_run, [about.get(part) for part in VERDICT_PARTS])
         report = Report(name, depth, about, str(where), (), 0, given, refusals=_names_of(refused or ()), run=digest)
         run = Run(
             pool,
@@ -210,7 +210,7 @@ def _level(level: Level | str) -> Level:
 
 
 def device_of(device: torch.device | str | None) -> torch.device:
-    """Return the device of that name; of None a GPU if there is one.
+    """Return the device of a name; for None a GPU if there is one, else the CPU.
 
     Raises:
         ValueError: there is no such device here, or nothing can be judged on it.

@@ -56,31 +56,18 @@ class Progress:
 
 @dataclass
 class Run:
-    """A run of the judge.
-
-    Attributes:
-        pool: where cases run.
-        report: what is judged and how, without verdicts.
-        checks: what judges.
-        drawn: random cases of each check and function.
-        end: no case is begun after this time, of `time.monotonic`.
-        stops_at_fault: nor after the first wrong or failed case.
-        earlier: verdicts of an earlier run of the same, which keep their numbers.
-        path: the report's file, written as the run goes; None for none.
-        known: returns a verdict as known failures make it.
-        progress: called with each verdict.
-    """
+    """A run of the judge."""
 
     pool: Workers
-    report: Report
+    report: Report  # what is judged and how, without verdicts
     checks: Sequence[Check]
-    drawn: int
-    end: float
-    stops_at_fault: bool
-    earlier: Mapping[Key, CaseVerdict]
-    path: Path | None
-    known: Callable[[CaseVerdict], CaseVerdict]
-    progress: Callable[[Progress], None] | None
+    drawn: int  # random cases of each check and function
+    end: float  # no case is begun after this time of `time.monotonic`,
+    stops_at_fault: bool  # nor after the first wrong or failed case
+    earlier: Mapping[Key, CaseVerdict]  # of an earlier run of the same; they keep their numbers
+    path: Path | None  # the report's file, written as the run goes
+    known: Callable[[CaseVerdict], CaseVerdict]  # returns a verdict as known failures make it
+    progress: Callable[[Progress], None] | None  # called with each verdict
     _runs: "Mapping[tuple[str, Interface], CheckRun]" = field(default_factory=dict)
     _has_fault: bool = False
     _is_deceived: bool = False  # a case was dishonest, after which no verdict of the run counts
@@ -98,7 +85,7 @@ class Run:
 
     @property
     def is_stopped(self) -> bool:
-        """Tell whether a fault has ended the run: one that the kernel hid ends any."""
+        """Tell whether a fault has ended the run; a dishonest case ends any run."""
         return self._is_deceived or (self.stops_at_fault and self._has_fault)
 
     def judge(self, interfaces: Sequence[Interface], discovers: bool, random_until: float) -> Report:
@@ -106,7 +93,7 @@ class Run:
 
         Args:
             interfaces: the functions.
-            discovers: where one declines most cases, find the ranges that it takes and judge these too.
+            discovers: where a function declines most cases, find the ranges that it takes and judge these too.
             random_until: time of `time.monotonic` until which random cases follow.
         """
         pairs = [(check, interface) for check in self.checks for interface in interfaces]
@@ -129,7 +116,7 @@ class Run:
         return report
 
     def _narrow(self, interface: Interface) -> None:
-        """Judge a function that declined most within the ranges that it takes, if there are such."""
+        """Judge a function that declined most cases within the ranges that it takes, if it takes any."""
         runs = [each for each in self._runs.values() if each.interface is interface]
         verdicts = [verdict for each in runs for verdict in each.verdicts]
         if interface not in ATTENTION or self.is_over or not is_mostly_declined(verdicts):
@@ -141,7 +128,7 @@ class Run:
             self._take_turns([each.plan(found) for each in runs])
 
     def _audit(self) -> None:
-        """Judge some right cases again where the kernel's code never was; see `lab.checks.run.audit`."""
+        """Judge some right cases again in a process that the kernel's code never entered."""
         verdicts = [verdict for each in self._runs.values() for verdict in each.verdicts]
         for verdict in chosen(verdicts) if self.pool.is_apart else ():
             if self.is_over:
@@ -198,19 +185,12 @@ class Run:
 
 
 class CheckRun:
-    """One check of one function in a run.
-
-    Attributes:
-        interface: the function.
-        verdicts: so far, as they are reported.
-        planned: number of cases to be judged.
-        judged: how many of them were.
-        num_random: random cases that were judged after them.
-    """
+    """One check of one function in a run."""
 
     def __init__(self, run: Run, check: Check, interface: Interface) -> None:
         self.interface, self.verdicts = interface, list[CaseVerdict]()
-        self.planned = self.judged = self.num_random = 0
+        self.planned = self.judged = 0  # cases
+        self.num_random = 0  # further cases that were judged after those
         self._run, self._check, self._ranges = run, check, run.report.ranges
         self._reprs = set[str]()  # of the planned cases that were not drawn
 
@@ -240,7 +220,7 @@ class CheckRun:
         return new
 
     def _turns(self, cases: Sequence[Any], rounds: Sequence[Following], samples: Sequence[Sample]) -> Waits:
-        """Judge the fixed cases, what follows from their verdicts, and the random cases."""
+        """Judge the fixed cases, the cases that follow from their verdicts, and the random cases."""
         yield from self._judge(cases, self._keep_planned)
         for following in rounds:
             if self.judged < self.planned - len(samples):  # the run is over
@@ -260,14 +240,10 @@ class CheckRun:
             yield from self._judge_samples(several, wrong, MOST_WRONG, is_planned=False)
 
     def _judge(self, cases: Sequence[Any], keep: Callable[[CaseVerdict, bool], None], drawn: bool = False) -> Waits:
-        """Judge cases in turns, one for each worker at first and then several.
+        """Judge cases in turns, one for each worker at first and then several; none is begun when the run is over.
 
-        A case with an earlier verdict that stands is not judged again. None is begun when the run is over.
-
-        Args:
-            cases: what is judged.
-            keep: called with each verdict, in order, and whether it is this run's.
-            drawn: the cases are random.
+        A case with an earlier verdict that stands is not judged again. `keep` is called with each verdict, in order, and
+        whether it is this run's.
         """
         first = self._run.pool.workers
         ends = [0, *range(first, len(cases), CASES_PER_WORKER * first), len(cases)]
@@ -289,13 +265,9 @@ class CheckRun:
     def _judge_samples(
         self, samples: Sequence[Sample], wrong: set[str], most_wrong: int, is_planned: bool = True
     ) -> Waits:
-        """Judge random cases; keep the first right ones, and wrong ones made small.
+        """Judge random cases; keep the first right ones, and wrong ones made small, until there are `most_wrong` of these.
 
-        Args:
-            samples: the cases.
-            wrong: the reprs of the smallest wrong cases so far, to which those of these samples are added.
-            most_wrong: number of wrong cases after which no more are kept.
-            is_planned: the cases count as planned ones.
+        `wrong` has the reprs of the smallest wrong cases so far; those of these samples are added.
         """
         sample_of = {repr(sample.case): sample for sample in samples}
 
@@ -315,7 +287,7 @@ class CheckRun:
         yield from self._judge([sample.case for sample in sample_of.values()], keep, True)
 
     def _shrunk(self, verdict: CaseVerdict, sample: Sample) -> CaseVerdict:
-        """Return the verdict of a smaller case that is wrong too, though the run may be over."""
+        """Make a wrong case smaller, even if the run is over; return the verdict of the smallest that is wrong."""
         wrong, tried = {repr(verdict.case): verdict}, set[str]()
 
         def stays_wrong(case: Any) -> bool:
@@ -350,7 +322,7 @@ class CheckRun:
         return self._run.pool.submit(blank.check, blank.case, blank.ranges, end)
 
     def _verdict(self, blank: CaseVerdict, pending: Pending) -> CaseVerdict:
-        """Wait for what was found; its output is for an audit alone."""
+        """Wait for the findings of a case; return its verdict, without the output, which only an audit needs."""
         return self._run.known(replace(blank, judged=replace(pending(), output=None)))
 
     def _keep_planned(self, verdict: CaseVerdict, is_new: bool) -> None:
@@ -368,7 +340,7 @@ class CheckRun:
 
 
 def in_turns(waits_of_each: Iterable[Waits]) -> Generator[None, None, None]:
-    """Let checks run at the same time, and yield whenever one has kept a verdict; an early end leaves none without one.
+    """Let checks run at the same time; yield whenever one has kept a verdict. A run that ends early has verdicts of each.
 
     The check that goes on is one whose next verdict is ready. So a case that takes minutes holds up its own check alone.
     """

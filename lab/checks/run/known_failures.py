@@ -30,7 +30,7 @@ Condition = Callable[
 
 
 class FailingKernel(NamedTuple):
-    """What fails.
+    """A kernel that fails, on one kind of GPU and in some releases.
 
     Attributes:
         implementations: its names.
@@ -110,13 +110,13 @@ def known(
 
 
 def wrong_requests(sentence: str) -> list[int]:
-    """Return the requests that a sentence names."""
+    """Return the numbers of the requests that a sentence names."""
     named = re.search(r"of requests \[([0-9, ]*)\]", sentence)
     return [int(number) for number in named.group(1).split(",") if number.strip()] if named else []
 
 
 def call_of(case: Any) -> Any:
-    """Return the case that has the lengths of each request."""
+    """Return the attention call of a configuration; any other case as it is."""
     return attention_case(case, Ranges()) if isinstance(case, Configuration) else case
 
 
@@ -174,7 +174,7 @@ is_one_row_over_e4m3 = of_case(lambda case: case.kv_dtype == E4M3 and case.q_len
 
 
 def several_rows(case: Any, sentence: str) -> bool:
-    """The wrong call is a decode call with several rows for each request; K11 puts four under a mask in any case."""
+    """Tell whether the wrong call is a decode call with several rows per request; K11 always puts four under a mask."""
     mode = getattr(case, "mode", None)
     if mode is not None:  # of a pass, or of a graph
         return getattr(mode, "forward_mode", mode) in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2)
@@ -183,14 +183,14 @@ def several_rows(case: Any, sentence: str) -> bool:
 
 
 def window_over_several_rows(case: Any, sentence: str) -> bool:
-    """The wrong call has a window and several rows for each request."""
+    """Tell whether the wrong call has a window and several rows for each request."""
     call = call_of(case)
     windowed = getattr(call, "sliding_window", False) or getattr(call, "window_left", -1) >= 0
     return several_rows(case, sentence) and bool(windowed or re.search(r"\bwindow", sentence))
 
 
 def mask_over_e4m3(case: Any, sentence: str) -> bool:
-    """The wrong call has an e4m3 cache and a draft mask that is not causal."""
+    """Tell whether the wrong call has an e4m3 cache and a draft mask that is not causal."""
     if isinstance(case, Configuration):
         is_masked = case.get("mask", Mask.NONE) not in (Mask.NONE, Mask.CAUSAL)
     else:
@@ -200,21 +200,21 @@ def mask_over_e4m3(case: Any, sentence: str) -> bool:
 
 
 def only_where_a_mask_hides_every_key(case: Any, sentence: str) -> bool:
-    """All that is wrong belongs to requests without a token before their rows, and a draft mask hides each row from itself."""
+    """Tell whether a draft mask hides each row from itself, and all wrong requests have no token before their rows."""
     hides = isinstance(case, Configuration) and case.get("mask") == Mask.OWN_BIT_CLEAR
     only_rows = all_wrong_requests(lambda call, request: call.kv_lens[request] <= call.q_lens[request])
     return hides and only_rows(case, sentence)
 
 
 def sink_of_minus_infinity_and_fewer_keys_than_rows(case: Any, sentence: str) -> bool:
-    """Some sink is minus infinity, and all that is wrong belongs to requests with fewer keys than rows, if any is named."""
+    """Tell whether some sink is minus infinity, and the requests that are named have fewer keys than rows."""
     has_axes = isinstance(case, Configuration)
     some = case.get("sinks") == Sinks.SOME_MINUS_INFINITY if has_axes else "minus infinity" in sentence
     return some and all_wrong_requests(_has_fewer_keys_than_rows, some_if_unnamed=True)(case, sentence)
 
 
 def unscaled_e4m3_shows(case: Any, sentence: str) -> bool:
-    """The cache is e4m3, and logits climb, keys have little weight, or K11 makes logits large."""
+    """Tell whether the cache is e4m3, and logits climb, keys have little weight, or K11 makes logits large."""
     call = call_of(case)
     large = re.search("^(bmm1_scale below 0|rows whose logits are far apart): ", sentence)
     return call.kv_dtype == E4M3 and (call.contents in (Contents.TALL, Contents.SHADED) or bool(large))

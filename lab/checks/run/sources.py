@@ -1,4 +1,4 @@
-"""What the verdicts of a run depend on, and the earlier ones of the same run, which stand."""
+"""The sources that the verdicts of a run depend on, and the verdicts of an earlier run of the same sources."""
 
 import ast
 import functools
@@ -9,7 +9,7 @@ import site
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +27,17 @@ VARIABLES = ("CUDA_", "CUBLAS_", "FLASHINFER_", "NVIDIA_", "PYTORCH_", "TORCH", 
 _NAME = re.compile(r"[A-Za-z_]\w{2,}")
 
 
-@dataclass(frozen=True)
-class Offer:
-    """The functions that an implementation has, and a digest of the sources that it and the judge are made of."""
+def offer_of(name: str, implementation: Any) -> tuple[list[Interface], str]:
+    """Return the functions that are offered under a name, and a digest of the sources of kernel and judge.
 
-    interfaces: tuple[Interface, ...]
-    sources: str
-
-
-def offer_of(name: str, implementation: Any) -> Offer:
-    """Return what is offered under a name, or by an object, whose sources are unknown: the digest is empty."""
-    return Offer(tuple(interfaces_of(implementation)), _digest(name) if name else "")
+    An object without a name has unknown sources: the digest is empty.
+    """
+    return interfaces_of(implementation), _digest(name) if name else ""
 
 
-def digest_of_run(offer: Offer, *parts: object) -> str:
-    """Return a digest of a run by its offer and all else that its verdicts depend on; "" where its sources are unknown."""
-    return hashlib.sha256(repr((offer.sources, *parts)).encode()).hexdigest() if offer.sources else ""
+def digest_of_run(sources: str, *parts: object) -> str:
+    """Return a digest of all that the verdicts of a run depend on: sources and other parts; "" of unknown sources."""
+    return hashlib.sha256(repr((sources, *parts)).encode()).hexdigest() if sources else ""
 
 
 def _digest(name: str) -> str:
@@ -81,7 +76,7 @@ def _words(source: bytes) -> frozenset[str]:
 
 
 def _imported(paths: set[Path], roots: Sequence[Path], without: set[Path]) -> set[Path]:
-    """Return the files below some folders that Python files import, within functions too, and what these import."""
+    """Return the files below `roots` that Python files import, at any depth, within functions too."""
     found, tried = set[Path](), set[tuple[Path, str]]()  # a folder, and what may be imported from it
     left = [path for path in paths if path.suffix == ".py" and path.is_file()]
     while left:
@@ -126,7 +121,7 @@ def _imports_of(source: bytes) -> tuple[tuple[int, str], ...]:
 
 
 def earlier_verdicts(path: Path | None, digest: str) -> dict[Key, CaseVerdict]:
-    """Return the verdicts of a report of the same run, and none of any other's, nor where there is no report."""
+    """Return the verdicts in a report of the same run; none if the report is of another run, or does not exist."""
     if path is None or not digest or not path.is_file():
         return {}
     try:

@@ -42,7 +42,7 @@ class KernelError(Exception):
 
 
 def raised(error: BaseException) -> KernelError:
-    """Return the failure that an error of the implementation is, without torch's advice on errors of CUDA."""
+    """Return the failure for an error of the implementation, without torch's advice on errors of CUDA."""
     sentence = str(error).split("\n", 1)[0] if isinstance(error, torch.AcceleratorError) else error
     return KernelError(f"it raised {type(error).__name__}: {sentence}")
 
@@ -138,7 +138,7 @@ def resolve_refusals(names: str) -> Refusals:
 
 
 def _versions(arguments: dict[str, Any]) -> list[int]:
-    """Return each tensor's count of torch's operations that wrote to it, which those of a kernel's own are not.
+    """Return each tensor's version: torch counts its own operations that wrote to the tensor, and not a kernel's.
 
     The workspace is scratch, and not among them.
     """
@@ -148,7 +148,7 @@ def _versions(arguments: dict[str, Any]) -> list[int]:
 
 
 def _check_gpu(error: BaseException) -> None:
-    """Raise KernelError for an error of a launch, which shows where the GPU is waited for."""
+    """Raise KernelError for an error of a launch, which shows when the GPU is waited for."""
     if isinstance(error, torch.AcceleratorError):
         raise raised(error) from error
     if torch.cuda.is_initialized() and not is_capturing():
@@ -181,7 +181,7 @@ def _is_of_a_launch(error: BaseException) -> bool:
 
 
 def _is_of_an_argument(sentence: str, signature: inspect.Signature | None, arguments: dict[str, Any]) -> bool:
-    """Tell whether a TypeError refuses an argument of the call, or misses one that the call did not have."""
+    """Tell whether a TypeError refuses an argument of the call, or misses an argument that the call did not have."""
     named = set(re.findall(r"\w+", sentence)) & set(arguments)
     if _UNKNOWN.search(sentence):
         return bool(named)

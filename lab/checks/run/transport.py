@@ -22,7 +22,7 @@ PLAIN = {
 
 
 class Foreign:
-    """Stands for an object that is none of the judge's."""
+    """Stands for an object of a class that is not the judge's."""
 
     def __new__(cls, *arguments: Any, **named: Any) -> "Foreign":
         return super().__new__(cls)
@@ -44,7 +44,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def loads(data: Any) -> Any:
-    """Read a pickle of a worker's."""
+    """Read a pickle that a worker sent."""
     return _Unpickler(io.BytesIO(data)).load()
 
 

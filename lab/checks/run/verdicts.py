@@ -18,10 +18,10 @@ class Outcome(NamedEnum):
 
     RIGHT = "right"
     WRONG = "wrong"
-    DECLINED = "declined"
-    FAILED = "failed"
-    KNOWN = "known"
-    DISHONEST = "dishonest"
+    DECLINED = "declined"  # nothing could be judged
+    FAILED = "failed"  # it raised, crashed or did not return
+    KNOWN = "known"  # wrong as a known failure says
+    DISHONEST = "dishonest"  # it changed what judges it
 
 
 # Identifies a verdict of a report: the check, the reprs of function, case and ranges, and whether the case was drawn.
@@ -43,28 +43,20 @@ IT_FAILED = "it failed"  # the name of a result that its check has not named yet
 
 @dataclass(frozen=True)
 class CheckedResult:
-    """One result that was compared with something.
+    """One result that was compared with something."""
 
-    Attributes:
-        name: of the call, within its check.
-        held: what it is held for, a key of `lab.checks.explain.diagnosis.HELD`.
-        features: of the case and the call (`lab.checks.explain.features`).
-        wrong: whether it is.
-        requests: each request's features, and whether its rows are wrong; empty where only all rows were compared.
-        example: a wrong vector, the worst.
-    """
-
-    name: str
-    held: str
-    features: Features = field(hash=False)
+    name: str  # of the call, within its check
+    held: str  # what it is compared with, a key of `lab.checks.explain.diagnosis.HELD`
+    features: Features = field(hash=False)  # of the case and the call
     wrong: bool
+    # Each request's features, and whether its rows are wrong; empty where only all rows were compared.
     requests: tuple[tuple[Features, bool], ...] = field(default=(), hash=False)
-    example: WrongVector | None = None
+    example: WrongVector | None = None  # the worst
 
 
 @dataclass(frozen=True)
 class SavedOutput:
-    """An output as bytes, which can be read where no code may come from."""
+    """An output as bytes, which a process reads without running code of its sender."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -72,7 +64,6 @@ class SavedOutput:
 
     @classmethod
     def of(cls, out: Tensor) -> "SavedOutput":
-        """Save a tensor."""
         plain = out.detach().cpu().contiguous()
         return cls(out.dtype, tuple(out.shape), plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
 
@@ -85,25 +76,15 @@ class SavedOutput:
 
 @dataclass(frozen=True)
 class Judged:
-    """A check's findings in one case.
-
-    Attributes:
-        outcome: RIGHT, WRONG, DECLINED (nothing could be judged), FAILED: it raised, crashed or did not return, or DISHONEST:
-            it changed what judges it.
-        wrongs: what was wrong, a sentence each.
-        declines: what was refused, a sentence each.
-        worst_ratio: the largest error over its bound.
-        judged: results that were compared with something.
-        results: these results.
-        output: the first of them, of cases that may be audited.
-    """
+    """A check's findings in one case."""
 
     outcome: Outcome
-    wrongs: tuple[str, ...] = ()
-    declines: tuple[str, ...] = ()
-    worst_ratio: float = 0.0
-    judged: int = 0
+    wrongs: tuple[str, ...] = ()  # a sentence each
+    declines: tuple[str, ...] = ()  # what was refused, a sentence each
+    worst_ratio: float = 0.0  # the largest error over its bound
+    judged: int = 0  # results that were compared with something
     results: tuple[CheckedResult, ...] = ()
+    # The first output, of cases that may be audited.
     output: SavedOutput | None = field(default=None, repr=False, compare=False)
 
 
@@ -143,7 +124,6 @@ class CaseVerdict:
 
     @property
     def exit_status(self) -> ExitStatus:
-        """Return a command's: 0 right, 1 wrong or failed, 3 dishonest, 125 nothing of it could be judged."""
         if self.outcome is Outcome.DISHONEST:
             return ExitStatus.REFUSED
         if self.judged.wrongs:
@@ -165,7 +145,7 @@ class CaseVerdict:
 
 
 def dishonest(judged: Judged, reason: str) -> Judged:
-    """Return the findings of a case in which what judges it was changed: nothing else in them counts."""
+    """Return the findings of a case in which the kernel changed the judge: nothing else in them counts."""
     return Judged(Outcome.DISHONEST, (reason,), worst_ratio=judged.worst_ratio, judged=judged.judged)
 
 

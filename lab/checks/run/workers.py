@@ -53,15 +53,10 @@ class TooLate(Exception):  # noqa: N818 - nothing is wrong
 
 @dataclass(frozen=True)
 class Pending:
-    """A case that was submitted. Calling it waits for its verdict.
-
-    Attributes:
-        result: waits for the verdict.
-        future: done once there is no more to wait for; None if the case is judged when its verdict is needed.
-    """
+    """A case that was submitted. Calling it waits for its verdict."""
 
     result: Callable[[], Judged]
-    future: Future[Judged] | None = None
+    future: Future[Judged] | None = None  # None: the case is judged when its verdict is needed
 
     def __call__(self) -> Judged:
         return credible(self.result())
@@ -73,23 +68,14 @@ class Pending:
 
 
 class Task(NamedTuple):
-    """A case to be judged.
+    """A case to be judged."""
 
-    Attributes:
-        check: key of the check.
-        case: of that check.
-        device: where.
-        ranges: within which the check may vary the case.
-        refusals: exceptions that are refusals, as in `lab.checks.run.support_protocol.invoke`.
-        end: it is not begun after this time of `time.monotonic`, which all processes of a machine share.
-    """
-
-    check: str
+    check: str  # its key
     case: Any
     device: str
-    ranges: Ranges
+    ranges: Ranges  # within which the check may vary the case
     refusals: Refusals | None
-    end: float
+    end: float  # it is not begun after this time of `time.monotonic`, which all processes of a machine share
 
 
 class Workers:
@@ -168,18 +154,13 @@ class Workers:
         return answer
 
     def apart(self, work: Callable[..., Judged], *arguments: Any) -> Judged:
-        """Return what a function finds in a process that loads no implementation."""
+        """Call a function in a process that loads no implementation; return its findings."""
         self._pool_without_kernel = self._pool_without_kernel or self._new_pool(1)
         found: Judged = self._pool_without_kernel.schedule(work, args=arguments, timeout=IMPORT_LIMIT_S).result()
         return found
 
     def submit(self, check: str, case: Any, ranges: Ranges | None = None, end: float = math.inf) -> Pending:
-        """Have a case judged; return what waits for the verdict, which raises TooLate if the case was not begun in time.
-
-        Args:
-            check, case, end: as of `Task`.
-            ranges: as of `Task`; the workers' if None.
-        """
+        """Have a case judged; return what waits for the verdict, which raises TooLate if the case was not begun in time."""
         task = Task(check, case, str(self.device), ranges or self.ranges, self.refusals, end)
         if not self.is_apart:
             return Pending(functools.partial(_judge, self.implementation, task))
@@ -219,7 +200,7 @@ class Workers:
 
 
 def _context() -> multiprocessing.context.BaseContext:
-    """Return forks of one process that has imported torch, and nothing of CUDA; new processes where there are no forks."""
+    """Return a context that forks a process with torch, and nothing of CUDA; new processes where there are no forks."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -240,7 +221,7 @@ def _begin(environment: dict[str, str], device: torch.device, begun: "Synchroniz
 
 
 def _take_gpu(begun: "Synchronized[int]") -> None:
-    """Make the next of the visible GPUs this process' own; `begun` counts the workers that have begun, of all processes."""
+    """Give this process the next of the visible GPUs; `begun` counts the workers of all processes."""
     with begun.get_lock():
         turn, begun.value = begun.value, begun.value + 1
     torch.cuda.set_device(turn % torch.cuda.device_count())
@@ -252,7 +233,7 @@ def _call_with(function: Callable[[Any], Answer], name: str) -> Answer:
 
 @functools.cache
 def noted() -> Bindings:
-    """Return the functions and settings that judge a kernel, as they were before a worker loaded one or a run began here."""
+    """Return the functions and settings that judge a kernel, as they were before a kernel was loaded or a run began."""
     checks()  # which imports all that judges
     return bindings()
 
@@ -295,7 +276,7 @@ def _stack_file(last_words: Path) -> Path:
 
 
 def _calls_in(last_words: Path) -> str:
-    """Return the calls that a worker was in shortly before its time was over; nothing if it noted none."""
+    """Return the calls that a worker was in shortly before its time limit; "" if it noted none."""
     path = _stack_file(last_words)
     threads = path.read_text(errors="replace").split("Thread 0x") if path.exists() else []
     frames = _FRAME.findall(threads[-1])[:SHOWN_FRAMES] if threads else []  # the main thread is the last

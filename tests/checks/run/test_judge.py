@@ -21,11 +21,12 @@ from lab.checks.run.judge_run import Progress
 from lab.checks.run.known_failures import FailingKernel, KnownFailure
 from lab.loading import LoadError
 from lab.reports.judgement import reproduction
-from tests.checks import hostile, someone_elses
+from tests.checks import someone_elses
 from tests.checks.small import SMALL, decoding, twice_as_large_if
 
 ROOT = Path(__file__).parents[3]
 CASE = AttentionCase(Interface.DECODE, (20, 33), (1, 1), group=2)
+INSIDE = decoding(references.trtllm_batch_decode_with_kv_cache)
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +39,8 @@ def _one_thread() -> Iterator[None]:
 
 
 def judged(implementation: Any, *only: str, **how: Any) -> Report:
-    return judge(implementation, only=only or ("K1",), **{"ranges": SMALL, "device": "cpu", "drawn": 0} | how)
+    usual = {"only": only or ("K1",), "ranges": SMALL, "device": "cpu", "drawn": 0}
+    return judge(implementation, **usual | how)
 
 
 def test_the_references_are_right() -> None:
@@ -49,13 +51,6 @@ def test_the_references_are_right() -> None:
         ("L1", Interface.DRAFT_KV_INDICES),
     }
     assert report.is_right
-
-
-def test_one_check_is_named_without_a_list() -> None:
-    report = judge(
-        references, only="boundaries", ranges=SMALL, device="cpu", drawn=0, functions=[Interface.DECODE.value]
-    )
-    assert {row.check for row in report.rows} == {"K13"}
 
 
 def test_only_arithmetic_that_keeps_light_keys_is_asked_for_them() -> None:
@@ -72,8 +67,8 @@ def test_only_arithmetic_that_keeps_light_keys_is_asked_for_them() -> None:
 
 @pytest.mark.parametrize(
     "implementation",
-    [references, "lab.references", SimpleNamespace(trtllm_batch_decode_with_kv_cache=hostile.right)],
-    ids=["module", "name", "object"],
+    [references, "lab.references", "tests.checks.run.test_judge:INSIDE", INSIDE],
+    ids=["module", "name", "name inside", "object"],
 )
 def test_a_module_a_name_and_an_object_are_judged_alike(implementation: Any) -> None:
     report = judged(implementation)
@@ -84,16 +79,9 @@ def test_a_module_a_name_and_an_object_are_judged_alike(implementation: Any) -> 
     assert sum(row.judged for row in report.rows if row.interface is Interface.DECODE) == 2 * len(cases) + loud
 
 
-def test_a_name_may_lead_into_a_module() -> None:
-    assert judged("tests.checks.run.test_judge:INSIDE").is_right
-
-
-INSIDE = decoding(references.trtllm_batch_decode_with_kv_cache)
-
-
 def test_a_check_goes_by_its_key_or_name() -> None:
     for name in ("K1", "k1", "oracle"):
-        assert {verdict.check for verdict in judged(INSIDE, name).verdicts} == {"K1"}
+        assert {verdict.check for verdict in judged(INSIDE, only=name).verdicts} == {"K1"}
 
 
 @pytest.mark.parametrize(
@@ -244,11 +232,12 @@ def test_a_level_goes_by_its_name() -> None:
     assert judged(INSIDE, level="smoke").level is Level.SMOKE
 
 
-def test_progress_counts_the_cases_and_the_time_left() -> None:
+def test_progress_has_each_verdict_and_counts_the_cases_and_the_time_left() -> None:
     told: list[Progress] = []
     report = judged(INSIDE, progress=told.append, drawn=2)
     assert [each.done for each in told] == list(range(1, len(report.verdicts) + 1))
     assert told[-1].total == told[-1].done == len(report.verdicts)
+    assert tuple(replace(each.verdict, number=number) for number, each in enumerate(told, 1)) == report.verdicts
     assert told[0].seconds_left is None
     assert told[-1].seconds_left == 0
 
@@ -258,12 +247,6 @@ def test_what_no_time_was_left_for_is_counted_and_not_right() -> None:
     assert report.left_out == len(judged(INSIDE, drawn=0).verdicts) + 3
     assert not report.verdicts
     assert not report.is_right
-
-
-def test_each_verdict_is_told_as_it_comes() -> None:
-    told: list[CaseVerdict] = []
-    report = judged(INSIDE, progress=lambda progress: told.append(progress.verdict), drawn=2)
-    assert tuple(replace(verdict, number=number) for number, verdict in enumerate(told, 1)) == report.verdicts
 
 
 def test_checks_take_turns_and_are_reported_one_after_another() -> None:
