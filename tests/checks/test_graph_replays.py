@@ -408,6 +408,22 @@ def test_every_sequence_finds_a_defect() -> None:
     assert {sequence for defect in DEFECTS.values() for sequence in defect.found} == set(ReplaySequence)
 
 
+@IN_INTERPRETER
+def test_other_bits_of_the_same_batch_are_found() -> None:
+    calls: list[Any] = []
+
+    def decode(**arguments: Any) -> torch.Tensor:
+        calls.append(arguments)
+        out = references.trtllm_batch_decode_with_kv_cache(**arguments)
+        out.view(torch.int16)[0, 0, 0] ^= len(calls) // 2 % 2  # the last bit, which every bound allows
+        return out
+
+    why = reason(
+        GraphCase(MODES["decode"], ReplaySequence.A_B_A), SimpleNamespace(trtllm_batch_decode_with_kv_cache=decode)
+    )
+    assert why == "the same batch gave 1 other elements after another one"
+
+
 def test_a_row_without_keys_that_is_nan_shows_at_the_capture() -> None:
     """0 / 0 where a row sees no key, as SGLang's draft decode met at capture (#26521)."""
 

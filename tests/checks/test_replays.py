@@ -17,6 +17,7 @@ from lab.checks.case_run import CaseRun
 from lab.checks.properties import k09_replay as replays
 from lab.checks.properties.check import Level
 from lab.checks.properties.k09_replay import CHECK, Lens, Replay, maker_of
+from lab.checks.run.support_protocol import KernelError, Unsupported
 from lab.checks.run.verdicts import Outcome
 from lab.checks.run.workers import run_case
 from lab.workloads.inputs.call import Form, in_forms
@@ -153,3 +154,37 @@ def test_a_kernel_that_takes_no_form_is_judged_without_and_the_report_names_them
         "bmm2_scale as a tensor: a scale on the device",
         "an output handed out: out",
     )
+
+
+@pytest.mark.parametrize(("refused", "error"), [(0, Unsupported), (1, KernelError)])
+def test_none_but_the_first_call_of_a_replay_may_be_refused(refused: int, error: type[Exception]) -> None:
+    calls: list[Any] = []
+
+    def decode(**arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) > refused:
+            raise NotImplementedError("not today")
+        return references.trtllm_batch_decode_with_kv_cache(**arguments)
+
+    run = CaseRun(decoding(decode), CASES["decode"], CPU, RANGES)
+    call = in_forms(run.build(), frozenset())
+    replay = Replay(run, call, call)
+    for _ in range(refused):
+        replay.again()
+    with pytest.raises(error, match="not today"):
+        replay.again()
+
+
+def test_a_planned_call_keeps_its_mask_and_a_prepared_one_does_not() -> None:
+    """A kernel that reads the mask when the call is made ready."""
+
+    def ready(**arguments: Any) -> Any:
+        mask = {} if arguments.get("mask") is None else {"mask": arguments["mask"].clone()}
+        return lambda: references.trtllm_batch_decode_with_kv_cache(**(arguments | mask))
+
+    name = Interface.DECODE.value
+    for form, outcome in (("plan_", Outcome.RIGHT), ("prepare_", Outcome.WRONG)):
+        kernel = SimpleNamespace(**{name: references.trtllm_batch_decode_with_kv_cache, form + name: ready})
+        judged = run_case(kernel, CHECK, CASES["decode"], CPU, RANGES)
+        assert judged.outcome is outcome, judged.wrongs
+    assert any("after the mask changed" in wrong for wrong in judged.wrongs)

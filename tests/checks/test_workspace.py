@@ -77,6 +77,9 @@ def after_the_semaphores(workspace_buffer: Tensor, counters: Tensor | None) -> N
 
 
 def a_semaphore_left(workspace_buffer: Tensor, counters: Tensor | None) -> None:
+    """Leave a counter, which a later call finds as it was: what counts is no scratch, and nothing else is written there."""
+    semaphores, _ = semaphores_and_scratch(workspace_buffer)
+    assert int(semaphores.max()) <= 1
     workspace_buffer[1000] = 1
 
 
@@ -113,6 +116,18 @@ def test_where_xqa_runs_the_first_bytes_must_stay_zero(wrongs: Callable[..., Any
 def test_a_semaphore_left_at_one_is_wrong_where_xqa_runs(wrongs: Callable[..., Any], gpu: str) -> None:
     assert f"left 1 of the workspace's first {SEMAPHORE_BYTES} bytes" in wrongs(stand_in(a_semaphore_left), gpu)[0]
     assert not wrongs(stand_in(after_the_semaphores), gpu)
+
+
+def test_a_write_to_the_workspace_of_earlier_calls_is_wrong(wrongs: Callable[..., Any]) -> None:
+    kept: list[Tensor] = []
+
+    def into_the_first(workspace_buffer: Tensor, counters: Tensor | None) -> None:
+        kept.append(workspace_buffer)
+        kept[0][SEMAPHORE_BYTES + 5] = 1
+
+    assert wrongs(stand_in(into_the_first), "SM90") == (
+        "a call with another workspace wrote 1 bytes of an earlier call's",
+    )
 
 
 @pytest.mark.parametrize("interface", CASES, ids=lambda interface: interface.name.lower())

@@ -223,3 +223,29 @@ def test_arguments_are_flashinfer_s_and_leave_defaults_out() -> None:
     assert ragged["cum_seq_lens_q"].tolist() == [0, 1, 3, 6, 10]
     assert ragged["cum_seq_lens_kv"].tolist() == [0, 35, 35, 51, 151]
     assert build(MLA).arguments()["query"].shape == (3, 1, 4, 80)
+
+
+def test_a_case_with_other_rows_has_as_many_keys_at_least() -> None:
+    case = AttentionCase(Interface.CONTEXT, (9, 3, 5), (1, 1, 1)).with_rows(2, 4, 5)
+    assert (case.kv_lens, case.q_lens) == ((9, 4, 5), (2, 4, 5))
+
+
+@pytest.mark.parametrize(
+    ("case", "shape", "dtype"),
+    [
+        (AttentionCase(Interface.CONTEXT, (9, 3), (2, 1), dtype=torch.float16), (3, 8, 64), torch.float16),
+        (
+            AttentionCase(Interface.MLA_DECODE, (9, 3), (2, 2), num_kv_heads=1, head_dim=80, v_head_dim=64),
+            (2, 2, 4, 64),
+            torch.bfloat16,
+        ),
+    ],
+)
+def test_an_output_has_the_shape_and_the_dtype_of_its_call(
+    case: AttentionCase, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    inputs = build_attention(case, torch.device("cpu"))
+    out = inputs.new_out()
+    assert (tuple(out.shape), out.dtype) == (shape, dtype)
+    assert out.isnan().all()
+    assert inputs.new_out(torch.float32).dtype == torch.float32

@@ -1,0 +1,31 @@
+"""A scope makes a check's fixed cases: as many as its level has, of its function, within its ranges."""
+
+import pytest
+
+from lab.checks import Interface, Level, Ranges
+from lab.checks.properties.check import Scope
+from lab.workloads.interfaces import ATTENTION
+
+
+@pytest.mark.parametrize("interface", ATTENTION)
+@pytest.mark.parametrize(("level", "count"), [(Level.SMOKE, 2), (Level.FULL, 5)])
+def test_cases_are_of_the_function_and_as_many_as_the_level_has(interface: Interface, level: Level, count: int) -> None:
+    scope = Scope(interface, Ranges(), level)
+    for cases in (scope.balanced(2, 5, seed=1), scope.balanced_nvfp4(2, 5, seed=1)):
+        assert [case.interface for case in cases] in ([interface] * count, [])
+    assert scope.counted(2, 5) == len(list(scope.balanced(2, 5, seed=1))) == count
+
+
+@pytest.mark.parametrize("interface", ATTENTION)
+def test_the_fewest_heads_of_the_ranges(interface: Interface) -> None:
+    ranges = Ranges()
+    scope = Scope(interface, ranges, Level.SMOKE)
+    least = (
+        (1, min(ranges.mla_heads))
+        if interface is Interface.MLA_DECODE
+        else (min(ranges.num_kv_heads), min(ranges.groups))
+    )
+    for case in scope.balanced(6, 6, seed=1):
+        few = scope.on_fewest_heads(case)
+        assert (few.num_kv_heads, few.group) == least
+        assert (few.kv_lens, few.q_lens, few.seed) == (case.kv_lens, case.q_lens, case.seed)
