@@ -1,6 +1,6 @@
-"""The checks of a call's arguments, one by one: each raises an error for people, before anything is launched.
+"""One check per argument of a call. Each raises an error that a person can act on, before anything is launched.
 
-It reads shapes, dtypes, strides and host numbers, never a tensor's contents. `call` stands for any of the four calls that have
+The checks read shapes, dtypes, strides and host numbers, never a tensor's contents. `call` is any of the four calls that has
 the argument.
 """
 
@@ -30,7 +30,9 @@ FREE_ARGUMENTS = ("workspace_buffer", "enable_pdl", "multi_ctas_kv_counter_buffe
 
 
 def not_modelled(name: str, value: object, remedy: str) -> NoReturn:
-    """Raise NotImplementedError for a value that FlashInfer takes and the lab does not; `remedy` says what to pass instead."""
+    """Raise NotImplementedError for a value that FlashInfer supports and the lab does not. `remedy` says what to
+    pass instead.
+    """
     raise NotImplementedError(f"{name}={value!r} is not modelled by the lab; {remedy}")
 
 
@@ -38,9 +40,9 @@ def check_modelled(call: Any, backends: Sequence[str], others: Sequence[str] = (
     """Raise NotImplementedError if an `Unmodelled` argument is not at its default, or the backend is not modelled.
 
     Args:
-        call: one of the four.
-        backends: those that the lab models.
-        others: those that FlashInfer has besides. A backend that is in neither raises ValueError.
+        call: one of the four calls.
+        backends: the backends that the lab models.
+        others: FlashInfer's other backends. A backend that is in neither list raises ValueError.
     """
     for name, default in _unmodelled(type(call)):  # type: ignore[arg-type]
         value = getattr(call, name)
@@ -63,7 +65,7 @@ def _unmodelled(call_type: type[Any]) -> tuple[tuple[str, Any], ...]:
 
 
 def check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype] = ()) -> torch.Tensor:
-    """Return the value; raise TypeError unless it is a tensor of one of the dtypes, or of any if none is listed."""
+    """Return the value. Raise TypeError unless it is a tensor with one of the dtypes; no dtypes allow any dtype."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     if dtypes and value.dtype not in dtypes:
@@ -72,7 +74,7 @@ def check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype] = ()) -
 
 
 def check_int(name: str, value: object, least: int, remedy: str) -> int:
-    """Return the value as an int; raise TypeError for another type, ValueError below `least`."""
+    """Return the value as an int. Raise TypeError for another type, and ValueError if it is below `least`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be an int, got {value!r}; {remedy}")
     if value < least:
@@ -91,7 +93,7 @@ def dtype_names(dtypes: Sequence[torch.dtype]) -> str:
 
 
 def check_vector(name: str, value: object, length: int, dtypes: Sequence[torch.dtype]) -> None:
-    """Raise TypeError or ValueError unless the value is a contiguous tensor [length] of one of the dtypes."""
+    """Raise TypeError or ValueError unless the value is a contiguous tensor [length] with one of the dtypes."""
     tensor = check_tensor(name, value, dtypes)
     if tensor.shape != (length,):
         raise ValueError(f"{name} must have shape [{length}], got {list(tensor.shape)}")
@@ -100,7 +102,7 @@ def check_vector(name: str, value: object, length: int, dtypes: Sequence[torch.d
 
 
 def check_query(query: object) -> None:
-    """Raise TypeError or ValueError unless the query is [num_rows, num_qo_heads, head_dim] of one of `QUERY_DTYPES`."""
+    """Raise TypeError or ValueError unless the query is [num_rows, num_qo_heads, head_dim] with one of `QUERY_DTYPES`."""
     tensor = check_tensor("query", query)
     if tensor.ndim != 3:
         raise ValueError(f"query must be [num_rows, num_qo_heads, head_dim], got shape {list(tensor.shape)}")
@@ -122,7 +124,8 @@ def split_cache(name: str, cache: object, kv_layout: str) -> tuple[torch.Tensor,
     """Return (K, V) as [num_pages, num_kv_heads, page_size, last] views of `kv_cache` or `kv_cache_sf`.
 
     Raises:
-        TypeError, ValueError: neither one 5-D tensor nor two 4-D ones, a layout that is neither, K and V that differ.
+        TypeError, ValueError: the cache is neither one 5-D tensor nor two 4-D tensors, the layout is neither "HND" nor "NHD",
+            or K and V differ in shape.
     """
     if kv_layout not in ("HND", "NHD"):
         raise ValueError(f"kv_layout must be 'HND' or 'NHD', got {kv_layout!r}")
@@ -172,7 +175,9 @@ def check_cache(query: torch.Tensor, k_cache: torch.Tensor) -> None:
 
 
 def check_scale_factors(call: Any, k_cache: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return (K's, V's) e4m3 factors [num_pages, num_kv_heads, page_size, head_dim // 16] of NVFP4; else (None, None)."""
+    """Return the e4m3 scale factors of K and V, [num_pages, num_kv_heads, page_size, head_dim // 16]; (None, None) without
+    NVFP4.
+    """
     if k_cache.dtype != torch.uint8:
         if call.kv_cache_sf is not None:
             raise ValueError(f"kv_cache_sf goes with an NVFP4 (uint8) kv_cache, but kv_cache is {k_cache.dtype}")
@@ -193,7 +198,7 @@ def check_scale_factors(call: Any, k_cache: torch.Tensor) -> tuple[torch.Tensor 
 
 
 def has_interleaved_v_scales(call: Any) -> bool:
-    """Return True for trtllm-gen, which reads V's NVFP4 scale factors interleaved; XQA does not (FlashInfer 0.7.2)."""
+    """Return True for trtllm-gen, which reads V's NVFP4 scale factors interleaved, and False for XQA (FlashInfer 0.7.2)."""
     capability = capability_of(call.query.device)
     if call.backend == "auto" and capability is None:
         raise ValueError(
@@ -204,7 +209,7 @@ def has_interleaved_v_scales(call: Any) -> bool:
 
 
 def batch_size_of(block_tables: object, shared: bool) -> int:
-    """Return the rows of a page table: int32 [batch_size, columns], or [batch_size, 2, columns] if not `shared`."""
+    """Return the number of rows of a page table: int32 [batch_size, columns], or [batch_size, 2, columns] if not `shared`."""
     check_bool("uses_shared_paged_kv_idx", shared)
     tensor = check_tensor("block_tables", block_tables, (torch.int32,))
     if tensor.ndim != (2 if shared else 3) or (not shared and tensor.shape[1] != 2):
@@ -218,7 +223,7 @@ def batch_size_of(block_tables: object, shared: bool) -> int:
 
 
 def split_tables(block_tables: torch.Tensor, shared: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (K's, V's) page tables [batch_size, columns]: twice the same tensor if `shared`."""
+    """Return the page tables of K and V, [batch_size, columns]. They are the same tensor if `shared`."""
     return (block_tables, block_tables) if shared else (block_tables[:, 0], block_tables[:, 1])
 
 
@@ -240,7 +245,9 @@ def check_mask(mask: object, cum_seq_lens_q: object, batch_size: int, q_len: int
 
 
 def check_scale(name: str, scale: object) -> Scale:
-    """Return a float32 tensor of one element unchanged, or a number as a finite float; else raise TypeError or ValueError."""
+    """Return a float32 tensor of one element as it is, or a number as a finite float. Raise TypeError or
+    ValueError otherwise.
+    """
     if isinstance(scale, torch.Tensor):
         if scale.dtype != torch.float32 or scale.numel() != 1:
             raise TypeError(
@@ -255,7 +262,7 @@ def check_scale(name: str, scale: object) -> Scale:
 
 
 def posed_alike(call: Any) -> dict[str, Any]:
-    """Return the checked fields of a problem that all four calls pose in the same way: the two scales.
+    """Return the checked problem fields that all four calls have in the same form: the two scales.
 
     `bmm1_scale_log2`, which the decode call has, takes precedence over `bmm1_scale`.
     """
@@ -276,13 +283,15 @@ def scale_from_log2(bmm1_scale_log2: object) -> torch.Tensor:
 
 
 def following_scale(bmm1_scale_log2: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
-    """Return (an empty float32 tensor for `bmm1_scale`, the launch that writes it), for calls that are made again."""
+    """Return (an uninitialised float32 tensor for `bmm1_scale`, the launch that writes it), for calls that are
+    made repeatedly.
+    """
     scale = torch.empty_like(bmm1_scale_log2)
     return scale, partial(torch.mul, bmm1_scale_log2, math.log(2.0), out=scale)
 
 
 def check_out(out: object, expected: Sequence[int], words: str, dtypes: Sequence[torch.dtype]) -> torch.Tensor:
-    """Return a given `out`; raise TypeError or ValueError unless it has one of the dtypes and the shape, contiguous.
+    """Return a given `out`. Raise TypeError or ValueError unless it is contiguous and has the shape and one of the dtypes.
 
     `words` explain the shape in an error.
     """
@@ -295,7 +304,9 @@ def check_out(out: object, expected: Sequence[int], words: str, dtypes: Sequence
 
 
 def output_dtype(call: Any) -> torch.dtype:
-    """Return the output's dtype: that of `out`, else `out_dtype`, else the query's; raise an error if they contradict."""
+    """Return the output's dtype: from `out`, else `out_dtype`, else the query. Raise an error if `out`
+    contradicts `out_dtype`.
+    """
     if call.out is not None:
         out = check_out(call.out, call.query.shape, "the query's shape", OUT_DTYPES)
         if call.out_dtype is not None and out.dtype != call.out_dtype:
@@ -310,7 +321,7 @@ def output_dtype(call: Any) -> torch.dtype:
 
 
 def check_lse(call: Any) -> torch.Tensor | None:
-    """Return a call's `lse` or None; raise ValueError unless it is [num_rows, num_qo_heads] and no elements share memory."""
+    """Return a call's `lse` or None. Raise ValueError unless it is [num_rows, num_qo_heads] and no elements share memory."""
     if call.lse is None:
         return None
     lse = check_tensor("lse", call.lse, (torch.float32,))

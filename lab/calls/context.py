@@ -1,4 +1,4 @@
-"""FlashInfer's TRT-LLM context call as data: its parameters, and the paged attention problem it poses."""
+"""FlashInfer's TRT-LLM context call as data: its parameters, and the paged attention problem that it defines."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,15 +15,15 @@ from lab.calls.problem import AttentionCall, PagedAttention, Scale
 class ContextCall:
     """The arguments of FlashInfer 0.7.2's `trtllm_batch_context_with_kv_cache`: same names, order and defaults.
 
-    What rows see, what may hold anything, how tensors lie in memory and the attributes that are not listed here are as in
-    `DecodeCall`.
+    `DecodeCall` documents which keys rows see, which memory may hold anything, how tensors lie in memory, and all other
+    attributes.
 
     Attributes:
         max_q_len, max_kv_len: upper bounds of the query and key lengths on the host; 0 for an empty batch.
         cum_seq_lens_q, cum_seq_lens_kv: int32 [batch_size + 1] offsets of the query rows and of the keys. Query rows after the
-            last offset are padding, as in a CUDA graph with room for more; they may hold anything, NaN too, and what a kernel
-            leaves there is undefined.
-        causal: False lets every row see every key of its request, however many rows that has; it excludes a window.
+            last offset are padding, as in a CUDA graph with room for more rows. They may hold anything, including NaN, and
+            their output is undefined.
+        causal: False: every row sees every key of its request. It cannot be combined with a window.
     """
 
     function: ClassVar[AttentionCall] = AttentionCall.CONTEXT
@@ -60,7 +60,7 @@ class ContextCall:
     backend: str = "trtllm-gen"
 
     def problem(self) -> PagedAttention:
-        """Check the arguments and pose the problem; raises as `DecodeCall.problem` does."""
+        """Check the arguments and return the attention problem that they define. Raises the errors of `DecodeCall.problem`."""
         arguments.check_modelled(self, ("trtllm-gen",))
         arguments.check_query(self.query)
         if arguments.batch_size_of(self.block_tables, self.uses_shared_paged_kv_idx) != self.batch_size:

@@ -1,4 +1,4 @@
-"""FlashInfer's TRT-LLM decode call as data: its parameters, and the paged attention problem it poses."""
+"""FlashInfer's TRT-LLM decode call as data: its parameters, and the paged attention problem that it defines."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,53 +15,54 @@ from lab.calls.problem import AttentionCall, PagedAttention, Scale
 class DecodeCall:
     """The arguments of FlashInfer 0.7.2's `trtllm_batch_decode_with_kv_cache`: same names, order and defaults.
 
-    Rows are causal: row i of a request with q rows and L keys sits at position L - q + i and sees keys up to it. Where a
-    request has fewer keys than rows, its first rows see none. A row that sees no key is zero; its LSE is that of the sink
-    alone, log2(e) * sink, or -inf without one.
+    Rows are causal: row i of a request with q rows and L keys sits at position L - q + i and sees keys up to it. If a request
+    has fewer keys than rows, its first rows see no key. The output of a row that sees no key is zero. Its LSE is log2(e) *
+    sink, or -inf without a sink.
 
-    What no row sees may hold anything, NaN too, and must not reach a result: the rest of a request's last page, pages of no
-    request, keys before every row's window, and cells of `block_tables` after a request's last page. So may query rows of a
-    request without keys. NaN that one row sees may reach other rows of its request, and no other request.
+    Memory that no row sees may hold anything, including NaN, and must not affect a result: the rest of a request's last page,
+    pages of no request, keys before every row's window, and cells of `block_tables` after a request's last page. Query rows of
+    a request without keys may hold anything too. NaN that one row sees may affect other rows of its request, but no other
+    request.
 
-    The last dimension of `query`, `kv_cache`, `kv_cache_sf` and `block_tables` is contiguous. Their other strides, and those
-    of `lse`, may be anything that keeps their elements apart; V may have others than K. Other tensors are contiguous.
+    The last dimension of `query`, `kv_cache`, `kv_cache_sf` and `block_tables` is contiguous. Their other strides, and the
+    strides of `lse`, are free as long as no elements overlap. V may have other strides than K. Other tensors are contiguous.
     `query`, `kv_cache`, `kv_cache_sf`, `out` and `lse` begin at a multiple of 16 bytes, as vector loads and TMA need; other
-    tensors may begin at any element of a larger one.
+    tensors may begin at any element of a larger tensor.
 
     Attributes:
-        query: [num_rows, num_qo_heads, head_dim], fp16, bf16 or e4m3 (the references: float32 and float64 too); rows
-            of a request lie together, in order.
+        query: [num_rows, num_qo_heads, head_dim], fp16, bf16 or e4m3 (the references: float32 and float64 too); the rows of a
+            request are consecutive and in order.
         kv_cache: (K, V), each [num_pages, num_kv_heads, page_size, head_dim] ("HND") or
             [num_pages, page_size, num_kv_heads, head_dim] ("NHD"); or one tensor with a second dimension of 2 (K and V)
             or 1 (K is V). The query's dtype, e4m3, or uint8 for NVFP4.
-        workspace_buffer: memory of FlashInfer's kernels, as `lab.calls.workspace` says; what needs none ignores it.
-        block_tables: int32 [batch_size, max_num_pages_per_seq], or [batch_size, 2, max_num_pages_per_seq] with separate
-            K and V page ids when `uses_shared_paged_kv_idx` is False. A page may stand in the rows of several requests, also
-            where only one of them fills it, and several times in a row. Cells up to a request's last page name pages of the
-            pool, those before a window too.
+        workspace_buffer: memory for FlashInfer's kernels; see `lab.calls.workspace`. Other implementations ignore it.
+        block_tables: int32 [batch_size, max_num_pages_per_seq], or [batch_size, 2, max_num_pages_per_seq] with separate K and V
+            page ids when `uses_shared_paged_kv_idx` is False. A page may occur in the rows of several requests, even if only
+            one of them has filled it, and several times in a row. Cells up to a request's last page are pages of the pool, also
+            the cells before a window.
         seq_lens: int32 or uint32 [batch_size]: keys of each request, its query tokens included.
-        max_seq_len: upper bound of `seq_lens` on the host, perhaps more than the table holds; 0 for an empty batch.
+        max_seq_len: upper bound of `seq_lens` on the host. It may exceed the table; 0 for an empty batch.
         bmm1_scale, bmm2_scale: number, or float32 tensor of one element: factor of Q·K^T and of P·V.
         bmm1_scale_log2: float32 tensor of one element, `bmm1_scale * log2(e)`; takes precedence over `bmm1_scale`.
-        window_left: keys to the left of a row that it sees; -1 for all.
-        out, out_dtype: where, or as what, the output is written.
-        sinks: float32 [num_qo_heads], a logit per head added to the softmax's denominator, as exp(sink): `bmm1_scale` does
-            not multiply it. Finite, or -inf for a head without a sink.
+        window_left: how many keys before its own position a row sees; -1 for all.
+        out, out_dtype: the output tensor, or the dtype of a new one.
+        sinks: float32 [num_qo_heads], a logit per head added to the softmax's denominator, as exp(sink): `bmm1_scale` does not
+            multiply it. It is finite, or -inf for a head without a sink.
         q_len_per_req: query rows of every request; None with `cum_seq_lens_q`.
         max_q_len, cum_seq_lens_q: upper bound of the rows of a request, and int32 [batch_size + 1] row offsets, as in
             `ContextCall`.
-        mask: packed draft mask for q_len_per_req > 1, uint16 [batch_size, q_len, 2 * ceil(q_len / 32)]; bit b of word w
-            of row j set: draft token 16 w + b is visible to row j. Without it the rows are causal. The draft is the
-            request's last q_len keys: token t is the key at position L - q_len + t, if there is one. Every row sees the keys
-            before it. Of the draft a row sees the tokens whose bits are set: later ones too, and its own only if that bit is
-            set. A window applies as well. Bits from q_len on mean nothing.
+        mask: packed draft mask for q_len_per_req > 1, uint16 [batch_size, q_len, 2 * ceil(q_len / 32)]; if bit b of word w of
+            row j is set, row j sees draft token 16 w + b. Without a mask the rows are causal. The draft is the request's last
+            q_len keys: token t is the key at position L - q_len + t, if there is one. Every row sees all keys before the draft.
+            A row sees exactly the draft tokens whose bits are set, also later tokens, and its own token only if its bit is set.
+            A window applies as well. Bits from q_len on have no meaning.
         kv_cache_sf: (K, V) e4m3 scale factors of an NVFP4 cache, one per 16 elements of head_dim.
-        multi_ctas_kv_counter_buffer: bytes that trtllm-gen counts in, zero before a call and after it.
+        multi_ctas_kv_counter_buffer: bytes for trtllm-gen's counters, zero before a call and after it.
         lse, return_lse: float32 [num_rows, num_qo_heads], base 2: log2 of the softmax's denominator, the sink included.
 
-    `kv_layout` is "HND" or "NHD". `backend` is "auto", "xqa" or "trtllm-gen", and says the order of NVFP4's scale factors.
-    `o_scale` is 1 or None. The remaining parameters have one value that the lab models, their default; another raises
-    NotImplementedError. Those that change no result (`FREE_ARGUMENTS`) are free.
+    `kv_layout` is "HND" or "NHD". `backend` is "auto", "xqa" or "trtllm-gen"; it determines the order of NVFP4's scale factors.
+    `o_scale` is 1 or None. The lab models all other parameters only at their default: another value raises NotImplementedError.
+    Parameters that change no result (`FREE_ARGUMENTS`) may have any value.
     """
 
     function: ClassVar[AttentionCall] = AttentionCall.DECODE
@@ -104,12 +105,12 @@ class DecodeCall:
     request_order_plan: Unmodelled[Any] = None
 
     def problem(self) -> PagedAttention:
-        """Check the arguments and pose the problem.
+        """Check the arguments and return the attention problem that they define.
 
         Raises:
-            TypeError: an argument of the wrong type or dtype.
-            ValueError: a shape, device, stride or number that no implementation can take.
-            NotImplementedError: an argument that the lab does not model, away from its default.
+            TypeError: an argument has the wrong type or dtype.
+            ValueError: no implementation can take a shape, device, stride or number.
+            NotImplementedError: an argument that the lab does not model differs from its default.
         """
         arguments.check_modelled(self, ("auto", "xqa", "trtllm-gen"))
         if isinstance(self.o_scale, torch.Tensor) or self.o_scale not in (None, 1.0):

@@ -1,4 +1,4 @@
-"""Functions that take a call's own parameters."""
+"""Decorators that give a function the parameters of one of FlashInfer's calls."""
 
 import functools
 import inspect
@@ -10,7 +10,7 @@ R = TypeVar("R")
 
 
 def takes(call_type: type[Any]) -> Callable[[Callable[[Any], Any]], Callable[..., Any]]:
-    """Give a function of one `call_type` the parameters of FlashInfer's function, by position and by name."""
+    """Turn a function of one `call_type` into a function with the parameters of FlashInfer's function."""
 
     def wrap(function: Callable[[Any], Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -38,11 +38,11 @@ def takes_fields_of(terms: type[Any]) -> Callable[[Callable[P, R]], Callable[P, 
 
 
 def made_at_once(prepare: Callable[P, Callable[[], R]]) -> Callable[P, R]:
-    """Return the function that prepares a call, makes it once and returns its results.
+    """Return a function that prepares a call, makes it once and returns its results.
 
     Args:
-        prepare: a function that checks a call's arguments and returns the call, ready to be made. The new function has its
-            name without `prepare_` or `plan_`, its parameters and its documentation.
+        prepare: a function that checks a call's arguments and returns the ready call. The new function has the same parameters
+            and documentation, and the same name without `prepare_` or `plan_`.
     """
 
     @functools.wraps(prepare)

@@ -1,4 +1,4 @@
-"""FlashInfer's MLA decode call as data: its parameters, and the paged attention problem it poses."""
+"""FlashInfer's MLA decode call as data: its parameters, and the paged attention problem that it defines."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,11 +18,11 @@ LSE_BASES = (None, "base2", "basee")
 class MLADecodeCall:
     """The arguments of FlashInfer 0.7.2's `trtllm_batch_decode_with_kv_cache_mla`: same names, order and defaults.
 
-    Multi-head latent attention after absorption: every query head reads the same cache entries. A key is a whole entry,
-    the latent vector and then the rotary part; its value is the latent vector, the entry's first `kv_lora_rank`
-    elements. What rows see and what may hold anything are as in `DecodeCall`. The last dimension of `query`, `kv_cache` and
-    `block_tables` is contiguous. Their other strides may be anything that keeps their elements apart. Other tensors are
-    contiguous. They begin as in `DecodeCall`.
+    Multi-head latent attention after absorption: every query head reads the same cache entries. A key is a whole entry, the
+    latent vector and then the rotary part; its value is the latent vector, the entry's first `kv_lora_rank` elements. Which
+    keys rows see, and which memory may hold anything, is as in `DecodeCall`. The last dimension of `query`, `kv_cache` and
+    `block_tables` is contiguous. Their other strides are free as long as no elements overlap. Other tensors are contiguous.
+    Alignments are as in `DecodeCall`.
 
     Attributes:
         query: [batch_size, q_len_per_request, num_qo_heads, kv_lora_rank + qk_rope_head_dim], the latent part first; with
@@ -30,31 +30,31 @@ class MLADecodeCall:
             references: float32 and float64 too).
         kv_cache: [num_pages, page_size, kv_lora_rank + qk_rope_head_dim], or the same with a second dimension of 1 for
             the only head. The query's dtype, or e4m3.
-        workspace_buffer: memory of FlashInfer's kernels, as `lab.calls.workspace` says; what needs none ignores it.
+        workspace_buffer: memory for FlashInfer's kernels; see `lab.calls.workspace`. Other implementations ignore it.
         qk_nope_head_dim: head_dim before absorption, without the rotary part; it changes no result.
         kv_lora_rank, qk_rope_head_dim: elements of the latent vector, and of the rotary part.
         block_tables: int32 [batch_size, max_num_pages_per_seq]; pages as in `DecodeCall`.
         seq_lens: int32 or uint32 [batch_size]: keys of each request, its query tokens included.
         max_seq_len: upper bound of `seq_lens` on the host, as in `DecodeCall`.
-        out: where the output is written, the query's shape with a last dimension of `kv_lora_rank`, contiguous. Its
-            dtype is the output's; None makes a bfloat16 one, as FlashInfer does whatever the query's dtype.
+        out: where the output is written, the query's shape with a last dimension of `kv_lora_rank`, contiguous. None makes a
+            bfloat16 tensor for any dtype of the query, as FlashInfer does.
         bmm1_scale, bmm2_scale: number, or float32 tensor of one element: factor of Q·K^T and of P·V.
-        sinks: float32 [num_qo_heads] (what trtllm-gen reads), or a list or tuple of one such tensor (as FlashInfer
-            annotates it); their meaning as in `DecodeCall`.
+        sinks: float32 [num_qo_heads] (the form that trtllm-gen reads), or a list or tuple of one such tensor (as FlashInfer
+            annotates it). The meaning is as in `DecodeCall`.
         cum_seq_lens_q: int32 [batch_size + 1] row offsets, for requests of different widths. Query rows after the last
             offset are padding, as in `ContextCall`.
-        max_q_len: upper bound of the rows of a request on the host, with `cum_seq_lens_q`; None reads the offsets, and so
-            waits for a GPU.
+        max_q_len: upper bound of the rows of a request on the host, with `cum_seq_lens_q`; With None the host reads the
+            offsets, and waits for the GPU.
         lse: where the LSE is written, float32 and contiguous: [num_rows, num_qo_heads], or without `cum_seq_lens_q`
-            [batch_size, q_len_per_request, num_qo_heads]. It needs `return_lse`, without which FlashInfer's trtllm-gen
-            leaves it as it was.
+            [batch_size, q_len_per_request, num_qo_heads]. It requires `return_lse`: without it FlashInfer's trtllm-gen does not
+            write the LSE.
         return_lse: return (out, lse); a new lse is [num_rows, num_qo_heads].
-        return_lse_base: "base2" for log2, "basee" for the natural logarithm of the softmax's denominator, the sink
-            included. None is "base2", as trtllm-gen has it; with `cum_seq_lens_q` FlashInfer has only CuTe DSL, whose
-            None is "basee", so that the base must be named.
+        return_lse_base: "base2" for log2, "basee" for the natural logarithm of the softmax's denominator, the sink included.
+            None is "base2", as in trtllm-gen. With `cum_seq_lens_q` the base must be given: FlashInfer then has only CuTe DSL,
+            whose default is "basee".
 
-    `backend` is "auto", "xqa" or "trtllm-gen". The remaining parameters have one value that the lab models, their default;
-    another raises NotImplementedError. Those that change no result (`lab.calls.arguments.FREE_ARGUMENTS`) are free.
+    `backend` is "auto", "xqa" or "trtllm-gen". The lab models all other parameters only at their default: another value raises
+    NotImplementedError. Parameters that change no result (`lab.calls.arguments.FREE_ARGUMENTS`) may have any value.
     """
 
     function: ClassVar[AttentionCall] = AttentionCall.MLA_DECODE
@@ -94,12 +94,12 @@ class MLADecodeCall:
     return_lse_base: str | None = None
 
     def problem(self) -> PagedAttention:
-        """Check the arguments and pose the problem, whose LSE is in base 2; `returned` turns its results into the call's.
+        """Check the arguments and return the problem that they define. Its LSE is in base 2; `returned` converts its results.
 
         Raises:
-            TypeError: an argument of the wrong type or dtype.
-            ValueError: a shape, device, stride or number that no implementation can take.
-            NotImplementedError: an argument that the lab does not model, away from its default.
+            TypeError: an argument has the wrong type or dtype.
+            ValueError: no implementation can take a shape, device, stride or number.
+            NotImplementedError: an argument that the lab does not model differs from its default.
         """
         self._check_modelled()
         rows = self._query_rows()
@@ -135,7 +135,7 @@ class MLADecodeCall:
         return problem
 
     def returned(self, out: torch.Tensor, lse: torch.Tensor | None) -> Any:
-        """Return the call's value, in its caller's shapes.
+        """Return the call's result in the shapes that the caller expects.
 
         Args:
             out: [num_rows, num_qo_heads, kv_lora_rank], as `problem().results()` made it.

@@ -1,4 +1,4 @@
-"""The problem of a decode or context call over a paged K/V cache, which both pose in the same way."""
+"""Define the problem of a decode or context call over a paged K/V cache."""
 
 from typing import Any
 
@@ -20,15 +20,16 @@ def pose_paged(
     cum_seq_lens_kv: torch.Tensor | None,
     mask: torch.Tensor | None = None,
 ) -> PagedAttention:
-    """Pose the problem of a decode or a context call: check what both have, normalise layout, tables and dtypes.
+    """Check the arguments that decode and context calls share, and return their problem with normalised layout, tables and
+    dtypes.
 
     Args:
-        call: the `DecodeCall` or `ContextCall`.
-        kv_bound: the call's name for `max_kv_len`, for the words of an error.
+        call: a `DecodeCall` or `ContextCall`.
+        kv_bound: the call's name for `max_kv_len`, for error messages.
         max_q_len, max_kv_len, causal, cum_seq_lens_kv, mask: as in `PagedAttention`.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as `DecodeCall.problem`.
+        TypeError, ValueError, NotImplementedError: see `DecodeCall.problem`.
     """
     query = call.query
     arguments.check_bool("return_lse", call.return_lse)

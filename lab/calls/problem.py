@@ -1,8 +1,7 @@
-"""Attention problems, checked and normalised, that references and kernels solve, whichever call posed them.
+"""Checked and normalised attention problems, which references and kernels solve. Each of the four calls defines such a problem.
 
-`FIELDS` classifies every field of a problem by the features that it may ask for. A field that it does not name asks for
-`Feature.UNDECLARED`, which no kernel honours, so that a new argument is refused everywhere until the kernels that take it
-say so.
+`FIELDS` lists, for every field of a problem, the features that the field may require. A field that is not listed requires
+`Feature.UNDECLARED`, which no kernel honours. So every kernel refuses a new argument until its row declares that it honours it.
 """
 
 import enum
@@ -28,7 +27,7 @@ Scale = float | torch.Tensor
 
 
 class AttentionCall(NamedEnum):
-    """FlashInfer's four calls; the value is the function's name."""
+    """FlashInfer's four calls. The value is the function's name."""
 
     DECODE = "trtllm_batch_decode_with_kv_cache"
     CONTEXT = "trtllm_batch_context_with_kv_cache"
@@ -37,7 +36,7 @@ class AttentionCall(NamedEnum):
 
 
 class Feature(enum.Enum):
-    """An option of a call beyond the plain one; the value names it in a refusal."""
+    """An option of a call that a plain call does not use. The value is its name in a refusal."""
 
     UNDECLARED = "a field of the problem that lab.calls.problem does not declare"
     SEVERAL_ROWS = "more than one query row per request"
@@ -61,10 +60,10 @@ class Feature(enum.Enum):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Softmax:
-    """The terms of a softmax besides queries, keys and values. All four calls have them.
+    """The inputs of a softmax other than queries, keys and values. All four calls have them.
 
     Attributes:
-        bmm1_scale, bmm2_scale: factor of Q·K^T and of P·V.
+        bmm1_scale, bmm2_scale: factors of Q·K^T and of P·V.
         sinks: float32 [num_qo_heads], a logit per head added to the softmax's denominator; or None.
     """
 
@@ -73,25 +72,26 @@ class Softmax:
     sinks: torch.Tensor | None = None
 
     def terms(self) -> dict[str, Any]:
-        """Return the fields of `Softmax` by name, of a subclass too."""
+        """Return the fields of `Softmax` by name. Fields of a subclass are left out."""
         return {each.name: getattr(self, each.name) for each in fields(Softmax)}
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionProblem(Softmax):
-    """The fields of a checked attention problem that every call poses.
+    """The fields that checked attention problems of all calls have.
 
     Attributes:
-        call: the call that posed it.
+        call: the call that defined the problem.
         query: [num_rows, num_qo_heads, head_dim].
-        seq_lens: int32 or uint32 [batch_size], keys of each request, the query tokens' own included.
+        seq_lens: int32 or uint32 [batch_size], keys of each request, including the keys of its query tokens.
         cu_seqlens_q: int32 [batch_size + 1], or None when every request has `max_q_len` query rows.
         cu_seqlens_kv: int32 [batch_size + 1], running sum of `seq_lens`; None in a decode call.
         max_q_len: most query rows that the caller promises for one request.
         max_kv_len: most keys that the caller promises for one request.
-        causal: row i of a request with q rows and L keys sits at position L - q + i and sees keys up to it; else all.
+        causal: True: row i of a request with q rows and L keys is at position L - q + i and sees keys up to there. False: it
+            sees all keys.
         window_left: a row at position p sees keys p - window_left … p; -1 sees all.
-        out, out_dtype, lse, return_lse: where the results go.
+        out, out_dtype, lse, return_lse: the call's tensors or dtype for the results, and whether it returns the LSE.
     """
 
     call: AttentionCall
@@ -146,16 +146,16 @@ class AttentionProblem(Softmax):
 
     @property
     def scales(self) -> tuple[Scale, Scale]:
-        """Return (bmm1_scale, bmm2_scale), as a kernel takes them in one argument."""
+        """Return (bmm1_scale, bmm2_scale), which a kernel takes as one argument."""
         return self.bmm1_scale, self.bmm2_scale
 
     def features(self) -> frozenset[Feature]:
-        """Return the options beyond a plain call. Reads shapes, strides and host numbers, no tensor's contents."""
+        """Return the features that the problem requires. Reads shapes, strides and host numbers, but no tensor's contents."""
         tests = (FIELDS.get(name, UNDECLARED) for name in vars(self))  # one mapping per field
         return frozenset(feature for each in tests for feature, is_needed in each.items() if is_needed(self))
 
     def results(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the tensors to fill: the given ones, or new unwritten ones.
+        """Return the tensors to fill: the given tensors, or new uninitialised tensors.
 
         Returns:
             The output, `out_dtype` [num_rows, num_qo_heads, v_head_dim]; the LSE, float32 [num_rows, num_qo_heads], or None.
@@ -169,7 +169,7 @@ class AttentionProblem(Softmax):
         return out, lse
 
     def returned(self, out: torch.Tensor, lse: torch.Tensor | None) -> Any:
-        """Return the call's value: `(out, lse)` with `return_lse`, else `out`."""
+        """Return the call's result: `(out, lse)` with `return_lse`, else `out`."""
         return (out, lse) if self.return_lse else out
 
 
@@ -178,11 +178,11 @@ class PagedAttention(AttentionProblem):
     """One attention problem over a paged K/V cache.
 
     Attributes:
-        k_cache, v_cache: views [num_pages, num_kv_heads, page_size, head_dim] (head_dim // 2 bytes for NVFP4),
-            whatever the layout they were given in. V's last dimension is smaller where V is a part of K (MLA).
+        k_cache, v_cache: views [num_pages, num_kv_heads, page_size, head_dim] (head_dim // 2 bytes for NVFP4), for any layout
+            of the call. V's last dimension is smaller if V is a part of K (MLA).
         k_scale_factors, v_scale_factors: e4m3 views [num_pages, num_kv_heads, page_size, head_dim // 16], NVFP4 only.
-        v_scale_factors_interleaved: True for TRT-LLM's 4-token interleaved order of `v_scale_factors`.
-        k_block_tables, v_block_tables: int32 [batch_size, max_num_pages_per_seq]; the same tensor when shared.
+        v_scale_factors_interleaved: True if `v_scale_factors` are in TRT-LLM's interleaved order over 4 tokens.
+        k_block_tables, v_block_tables: int32 [batch_size, max_num_pages_per_seq]; the same tensor if K and V share page ids.
         mask: packed draft mask, uint16 [batch_size, q_len, 2 * ceil(q_len / 32)]; or None.
     """
 
@@ -259,14 +259,14 @@ UNDECLARED: Asks = {Feature.UNDECLARED: lambda problem: True}
 
 
 def check_values(problem: PagedAttention) -> None:
-    """Check the contents of tensors: lengths, offsets and the page ids of live pages.
+    """Check the contents of tensors: lengths, offsets, and the ids of live pages.
 
-    On CPU tensors every call makes these checks. On a GPU they cost a synchronisation, so a kernel call leaves them to
-    whoever asks: `check_values(DecodeCall(...).problem())`.
+    Every call makes these checks on CPU tensors. On a GPU they cost a synchronisation, so a kernel call does not make them.
+    Call `check_values(DecodeCall(...).problem())` to make them.
 
     Raises:
-        ValueError: a length that is negative, beyond `max_kv_len` or beyond the table; offsets that do not start at 0,
-            decrease or exceed the number of rows; a page id outside the pool.
+        ValueError: a length is negative or exceeds `max_kv_len` or the table; offsets do not start at 0, decrease or exceed the
+            number of rows; or a page id is outside the pool.
     """
     lengths = problem.seq_lens.tolist()
     capacity = problem.k_block_tables.shape[1] * problem.page_size
@@ -281,17 +281,19 @@ def check_values(problem: PagedAttention) -> None:
 
 
 def refuse_nan(problem: AttentionProblem, in_query: bool = True) -> None:
-    """Raise ValueError for contents that make whole results NaN: sinks of NaN or infinity, unfinite tensor scales, a NaN query.
+    """Raise ValueError for contents that make whole results NaN: sinks of NaN or infinity, scales that are not finite, NaN
+    queries.
 
-    A call on a CPU is checked when it is made or prepared, without its query: a serving engine pads a CUDA graph's batch with
-    rows that hold anything, and a call cannot tell them from requests' rows. Everything else is checked on request.
+    A call on a CPU is checked when it is made or prepared, except its query: a serving engine pads a CUDA graph's batch with
+    rows that hold anything, and a call cannot distinguish them from requests' rows. All other checks are made on request.
 
     Args:
-        problem: what is checked.
-        in_query: False lets the query hold NaN. Rows after the last request's and rows of requests without keys always may.
+        problem: the problem whose tensors are checked.
+        in_query: False allows NaN in the query. Rows after the last request's rows and rows of requests without keys may always
+            hold NaN.
 
     Raises:
-        ValueError: a NaN, an infinite scale, or a sink of plus infinity.
+        ValueError: a checked tensor holds NaN, a scale is infinite, or a sink is plus infinity.
     """
     for name, term in problem.terms().items():
         if name != "sinks" and isinstance(term, torch.Tensor) and not bool(term.isfinite().all()):
@@ -314,12 +316,12 @@ def refuse_nan(problem: AttentionProblem, in_query: bool = True) -> None:
 
 
 def check_lengths(problem: AttentionProblem, lengths: Sequence[int], bound: str) -> None:
-    """Raise ValueError for lengths that are negative or exceed `max_kv_len`, and for wrong row offsets.
+    """Raise ValueError if lengths are negative or exceed `max_kv_len`, or row offsets are wrong.
 
     Args:
-        problem: whose offsets are read.
+        problem: the problem whose offsets are read.
         lengths: keys of each request.
-        bound: the call's name of `max_kv_len`, for the message.
+        bound: the call's name for `max_kv_len`, for the message.
     """
     for request, length in enumerate(lengths):
         if length < 0:
@@ -354,7 +356,9 @@ def _check_page_ids(problem: PagedAttention, lengths: Sequence[int]) -> None:
 
 
 def _check_row_offsets(offsets: list[int], num_rows: int, max_q_len: int) -> None:
-    """Raise ValueError unless they start at 0, never decrease, end within the rows, and no request exceeds `max_q_len`."""
+    """Raise ValueError unless offsets start at 0, never decrease, end within the rows, and give no request more than
+    `max_q_len` rows.
+    """
     if offsets[0] != 0 or offsets[-1] > num_rows:
         raise ValueError(
             f"cum_seq_lens_q must start at 0 and stay within the {num_rows} query rows (rows after its end are padding), got "
@@ -375,6 +379,8 @@ def mask_words(q_len: int) -> int:
 
 
 def shown_draft_tokens(mask: torch.Tensor) -> torch.Tensor:
-    """Return the draft tokens that each row sees, bool [batch, q_len, q_len]; `mask` is int32 words [batch, q_len, words]."""
+    """Unpack a draft mask: bool [batch, q_len, q_len], the draft tokens that each row sees. `mask` is int32 [batch, q_len,
+    words].
+    """
     bits = (mask.unsqueeze(-1) >> torch.arange(MASK_BITS_PER_WORD, device=mask.device, dtype=torch.int32)) & 1
     return bits.flatten(2)[:, :, : mask.shape[1]].bool()

@@ -1,4 +1,4 @@
-"""FlashInfer's ragged context call as data: its parameters, and the attention problem it poses over contiguous K/V."""
+"""FlashInfer's ragged context call as data: its parameters, and the attention problem over contiguous K/V that it defines."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,10 +16,10 @@ MIRROR_DTYPES = (torch.int32, torch.int64)
 
 @dataclass(frozen=True, eq=False)
 class RaggedAttention(AttentionProblem):
-    """One attention problem whose requests lie end to end, both in the query and in K/V.
+    """One attention problem in which query rows, keys and values of the requests are stored without gaps.
 
-    Request r has the rows cu_seqlens_q[r] … cu_seqlens_q[r + 1] - 1 and the keys cu_seqlens_kv[r] …; rows and keys after
-    the last offsets belong to nobody.
+    Request r has the rows cu_seqlens_q[r] … cu_seqlens_q[r + 1] - 1 and the keys cu_seqlens_kv[r] …; rows and keys after the
+    last offsets belong to no request.
 
     Attributes:
         key: [num_tokens, num_kv_heads, head_dim].
@@ -48,29 +48,28 @@ class RaggedAttention(AttentionProblem):
 class RaggedContextCall:
     """The arguments of FlashInfer 0.7.2's `trtllm_ragged_attention_deepseek`: same names, order and defaults.
 
-    A prefill's attention before absorption, over contiguous K/V: the new tokens' own, causal, and each chunk of a cached
-    prefix, which every row sees whole. Their results merge by the LSE. FlashInfer has kernels for the head_dims
-    (192, 128) of DeepSeek, (128, 128) and (256, 256); the references take any.
+    The call computes a prefill's attention before absorption, over contiguous K/V. One call is causal over the new tokens.
+    Further calls each take a chunk of a cached prefix, which every row sees whole. The results are merged by the LSE.
+    FlashInfer has kernels for the head_dims (192, 128) of DeepSeek, (128, 128) and (256, 256); the references take any.
 
-    A row that sees no key gives what it gives in `DecodeCall`, and rows of a request without keys may hold anything. The last
-    dimension of `query`, `key` and `value` is contiguous. Their other strides, and those of `lse`, may be anything that keeps
-    their elements apart. Other tensors are contiguous. `out` and `lse` begin at a multiple of 16 bytes, other tensors at any
-    element of a larger one.
+    The result of a row that sees no key is as in `DecodeCall`. Query rows of a request without keys may hold anything. The last
+    dimension of `query`, `key` and `value` is contiguous. Their other strides, and the strides of `lse`, are free as long as no
+    elements overlap. Other tensors are contiguous. `out` and `lse` begin at a multiple of 16 bytes, other tensors at any
+    element of a larger tensor.
 
     Attributes:
         query: [num_rows, num_qo_heads, head_dim]; fp16, bf16 or e4m3 (the references: float32 and float64 too). Rows
             after the last offset are padding, as in `ContextCall`.
-        key: [num_tokens, num_kv_heads, head_dim], the query's dtype. Query head h reads K/V head
-            h // (num_qo_heads / num_kv_heads); DeepSeek has as many of the one as of the other. Tokens after the last offset
-            may hold anything.
-        value: [num_tokens, num_kv_heads, v_head_dim], likewise.
-        workspace_buffer: memory of FlashInfer's kernels, as `lab.calls.workspace` says; what needs none ignores it.
+        key: [num_tokens, num_kv_heads, head_dim], the query's dtype. Query head h reads K/V head h // (num_qo_heads /
+            num_kv_heads); in DeepSeek both numbers are equal. Tokens after the last offset may hold anything.
+        value: [num_tokens, num_kv_heads, v_head_dim], with the key's dtype and padding.
+        workspace_buffer: memory for FlashInfer's kernels; see `lab.calls.workspace`. Other implementations ignore it.
         seq_lens: int32 or uint32 [batch_size]: keys of each request.
-        max_q_len, max_kv_len: upper bounds of the rows and the keys of one request on the host; 0 for an empty batch.
+        max_q_len, max_kv_len: upper bounds on the host of the rows and keys of one request; 0 for an empty batch.
         bmm1_scale, bmm2_scale: number, or float32 tensor of one element: factor of Q·K^T and of P·V.
-        o_sf_scale: number, for outputs of 4 bits, which this call does not have: it changes no result. SGLang passes 1
-            for new tokens and -1 for chunks.
-        batch_size: requests.
+        o_sf_scale: number for outputs of 4 bits. This call has no such outputs, so it changes no result. SGLang passes 1 for
+            new tokens and -1 for chunks.
+        batch_size: number of requests.
         window_left: a row at position p sees no key before p - window_left; -1 is no window. It needs `is_causal`.
         cum_seq_lens_q, cum_seq_lens_kv: int32 [batch_size + 1] offsets of the rows and of the keys.
         enable_pdl: a launch hint.
@@ -78,16 +77,15 @@ class RaggedContextCall:
             as in `ContextCall.causal`.
         return_lse: return (out, lse).
         attention_sinks: as `sinks` of `DecodeCall`, or None.
-        out: where the output is written, contiguous [num_rows, num_qo_heads, v_head_dim]; any dtype of a query but e4m3,
-            which FlashInfer's ragged kernels do not write. None makes one in the query's dtype, bfloat16 for e4m3.
+        out: where the output is written, contiguous [num_rows, num_qo_heads, v_head_dim]; any dtype of a query but e4m3, which
+            FlashInfer's ragged kernels do not write. None makes a tensor in the query's dtype, bfloat16 for e4m3.
         lse: where the LSE is written, with or without `return_lse`: float32 [num_rows, num_qo_heads], log2 of the
             softmax's denominator, the sink included (FlashInfer's lse.cuh).
-        q_seq_lens_cpu, kv_seq_lens_cpu: the rows and keys of each request on the host, int32 or int64, both or neither.
-            They say where requests are empty without a look at the GPU, and leave no row or key after the last offset.
-        skip_all_rows_active_check: True is the caller's word, to FlashInfer, that no request is empty; the lab does not
-            rely on it.
+        q_seq_lens_cpu, kv_seq_lens_cpu: the rows and keys of each request on the host, int32 or int64, both or neither. They
+            tell the host which requests are empty. With them there must be no row or key after the last offset.
+        skip_all_rows_active_check: True promises FlashInfer that no request is empty. The lab does not rely on it.
 
-    The other parameters have one value that the lab models, their default; another raises NotImplementedError.
+    The lab models all other parameters only at their default: another value raises NotImplementedError.
     """
 
     function: ClassVar[AttentionCall] = AttentionCall.RAGGED_CONTEXT
@@ -123,12 +121,13 @@ class RaggedContextCall:
     skip_all_rows_active_check: bool = True
 
     def problem(self) -> RaggedAttention:
-        """Check the arguments and pose the problem.
+        """Check the arguments and return the attention problem that they define.
 
         Raises:
-            TypeError: an argument of the wrong type or dtype.
-            ValueError: a shape, device, stride or number that no implementation can take.
-            NotImplementedError: an argument that the lab does not model, away from its default; causal=False with a window.
+            TypeError: an argument has the wrong type or dtype.
+            ValueError: no implementation can take a shape, device, stride or number.
+            NotImplementedError: an argument that the lab does not model differs from its default, or there is a window and
+                `is_causal` is False.
         """
         arguments.check_modelled(self, ("trtllm-gen",), ("cake", "cute-dsl"))
         arguments.check_query(self.query)
@@ -243,7 +242,7 @@ def check_ragged_values(problem: RaggedAttention) -> None:
     """Check the contents of lengths and offsets. Like `check_values`, it is called only on request.
 
     Raises:
-        ValueError: offsets that do not start at 0, decrease or exceed the tokens; lengths that differ from them or exceed the
+        ValueError: offsets do not start at 0, decrease or exceed the tokens, or lengths differ from the offsets or exceed the
             bounds.
     """
     check_lengths(problem, problem.seq_lens.tolist(), "max_kv_len")

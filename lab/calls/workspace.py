@@ -1,11 +1,11 @@
-"""The workspace of FlashInfer's calls: 8 MiB that are zero between calls, and scratch after them that may hold anything.
+"""The workspace of FlashInfer's calls: 8 MiB that are zero between calls, followed by scratch that may hold anything.
 
-XQA counts in the first 8 MiB, its semaphores, and leaves them zero (FlashInfer 0.7.2, `xqa_batch_decode_with_kv_cache` and
-`xqa_batch_decode_with_kv_cache_mla`). trtllm-gen uses the whole workspace as scratch: the
-statistics of a call with LSE, then the partial results of splits (trtllm_fmha_kernel_launcher.cu, `softmaxStatsPtr` and
-`multiCtasKvScratchPtr`; kernelParams.h, `ptrPartialStats`). It counts in `multi_ctas_kv_counter_buffer`, which it leaves zero,
-and which FlashInfer allocates and fills in each call that has none. So `lab.kernels.trtllm` passes trtllm-gen the scratch
-as its workspace, and the first 8 MiB as its counters: one workspace serves calls of every backend.
+The first 8 MiB are XQA's semaphores, which it leaves zero (FlashInfer 0.7.2, `xqa_batch_decode_with_kv_cache` and
+`xqa_batch_decode_with_kv_cache_mla`). trtllm-gen uses the whole workspace as scratch: the statistics of a call with LSE, then
+the partial results of splits (trtllm_fmha_kernel_launcher.cu, `softmaxStatsPtr` and `multiCtasKvScratchPtr`; kernelParams.h,
+`ptrPartialStats`). Its counters are in `multi_ctas_kv_counter_buffer`, which it leaves zero. FlashInfer allocates and fills
+this buffer in each call that has none. So `lab.kernels.trtllm` passes the scratch to trtllm-gen as its workspace, and the first
+8 MiB as its counters. One workspace then serves calls of every backend.
 """
 
 import torch
@@ -22,10 +22,10 @@ def semaphores_and_scratch(workspace: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def counts_in_workspace(backend: str, device: torch.device) -> bool:
-    """Return False for a call of trtllm-gen, whose whole workspace is scratch.
+    """Return True if a call's kernel has counters in the workspace. trtllm-gen has none there: its whole workspace is scratch.
 
     Args:
-        backend: the call's: "auto", "trtllm-gen" or "xqa".
-        device: of its tensors; off the GPU "auto" is not trtllm-gen.
+        backend: the call's `backend`: "auto", "trtllm-gen" or "xqa".
+        device: the device of the call's tensors. On a CPU "auto" is not trtllm-gen.
     """
     return trtllm_backend_of(capability_of(device), backend) != "trtllm-gen"

@@ -1,15 +1,15 @@
-"""Attention computed from a launch of trtllm-gen alone: its `KernelParams` and TMA descriptors, read from host memory.
+"""Compute attention from a recorded trtllm-gen launch: only from its `KernelParams` and TMA descriptors, in host memory.
 
-A launch names its queries, keys and values by TMA descriptors, and lengths, offsets, page table, sinks, scales and results by
-pointers. `compute` follows them as the launcher's source says that kernels do, in float64, and writes the results. A wrong
-stride, offset, length, table, window or scale of the call then gives a wrong result, and a pointer to anything but the call's
-tensors is an error. Nothing of NVIDIA's machine code runs: its bugs, its rounding, its reads beyond the keys that rows see and
-its times show nowhere here.
+A launch has TMA descriptors of queries, keys and values, and pointers to lengths, offsets, page table, sinks, scales and
+results. `compute` reads them as the launcher's source says that kernels do, computes in float64, and writes the results. A
+wrong stride, offset, length, table, window or scale of the call then gives a wrong result. A pointer to memory outside the
+call's tensors is an error. NVIDIA's machine code does not run: its bugs, rounding, times, and reads beyond the keys that rows
+see cannot be found here.
 
-Where the rules stand (FlashInfer 0.7.2): `kernelParams.h` for descriptors and members; `fmhaReduction.cu` for the layout of the
-output and of the softmax's statistics, the sinks, the position of a row and the scales; `fmhaKernels.cuh` for masks and
-the rows that a grid covers; `lse.cuh` for the LSE. Every generation kernel is causal, whatever mask its name says: the
-launcher's comments say so of dense ones.
+Sources of the rules (FlashInfer 0.7.2): `kernelParams.h` for descriptors and members; `fmhaReduction.cu` for the layout of the
+output and of the softmax's statistics, the sinks, the position of a row and the scales; `fmhaKernels.cuh` for masks and the
+rows that a grid covers; `lse.cuh` for the LSE. Every generation kernel is causal, even if its name says dense: the launcher's
+comments say so.
 """
 
 import math
@@ -41,10 +41,10 @@ class _Request:
     """One request of a launch.
 
     Attributes:
-        number: in the batch.
-        first_row, num_rows, computed: its query rows; the launch computes the first `computed` of them.
-        kv_len: its keys.
-        first_key: in K and V that are not paged.
+        number: index in the batch.
+        first_row, num_rows, computed: the request's query rows. The launch computes the first `computed` rows.
+        kv_len: number of keys.
+        first_key: index of the first key in K and V, if they are not paged.
     """
 
     number: int
@@ -56,18 +56,18 @@ class _Request:
 
 
 def compute(launches: Iterable[Launch], memory: HostMemory) -> None:
-    """Compute the launches of one call in order: attention, whose parts are merged already, and the LSE.
+    """Compute the launches of one call in order: attention, without separate partial results, and the LSE.
 
-    A row that sees no key keeps what was in the output: trtllm-gen writes nothing there, or NaN (FlashInfer's pull request 4975
-    and issue 2883). Its LSE is minus infinity for generation kernels (the same), and is not written for others.
+    The output of a row that sees no key is not written: trtllm-gen writes nothing or NaN there (FlashInfer's pull request 4975
+    and issue 2883). Its LSE is minus infinity for generation kernels (the same sources), and is not written for other kernels.
 
     Args:
-        launches: as the machine recorded them.
-        memory: that of the call's tensors.
+        launches: launches that the machine recorded.
+        memory: the memory of the call's tensors.
 
     Raises:
         UnsoundLaunchError: a launch would touch other memory, or contradicts itself.
-        NotImplementedError: it asks for what this arithmetic does not know.
+        NotImplementedError: a launch uses a feature that this module does not compute.
         KeyError: the table has no kernel of that name.
     """
     for launch in launches:
@@ -85,7 +85,8 @@ def compute(launches: Iterable[Launch], memory: HostMemory) -> None:
 def _write_lse(given: LseArguments, memory: HostMemory) -> None:
     """Write the LSE of every row, padding included, from the statistics of the previous launch (`lse.cuh`).
 
-    They are (m, d) with m the largest logit and d the sum of exp(logit - m): lse = lse_scale * (log2(e) m + log2(d)).
+    The statistics are (m, d): m is the largest logit and d the sum of exp(logit - m). Then lse = lse_scale * (log2(e) m +
+    log2(d)).
     """
     shape = (given.n // given.num_heads_q, given.num_heads_q)
     stats = memory.array("the statistics of the softmax", given.md, (*shape, 2), torch.float32).double()
@@ -140,7 +141,7 @@ def _requests(params: KernelParams, memory: HostMemory) -> list[_Request]:
 
 
 class _Attention:
-    """The operands and results of one launch, read where its descriptors and pointers point."""
+    """The operands and results of one launch, found through its descriptors and pointers."""
 
     def __init__(
         self, params: KernelParams, kernel: KernelFacts, maps: dict[str, TensorMap], memory: HostMemory
@@ -194,7 +195,7 @@ class _Attention:
         return self.memory.view("the query's descriptor", tensor_map.address, dims, strides_bytes, dtype).flatten(1, 2)
 
     def _scale(self, what: str, pointer: int, number: float) -> float:
-        """Return a scale as float32: the device tensor's value if there is a pointer, else the launch's number."""
+        """Return a scale as float32: the value at the pointer if there is one, else the launch's number."""
         given = self.memory.array(what, pointer, (1,), torch.float32) if pointer else torch.tensor(number)
         return float(given.float())
 
@@ -243,7 +244,7 @@ class _Attention:
     def _page_rows(self, side: str, member: str, ids: torch.Tensor, page_size: int, dtype: torch.dtype) -> torch.Tensor:
         """Return pages as they are stored, [len(ids), num_kv_heads, page_size, row].
 
-        A descriptor has (row * r, page_size / r, heads, pages): r rows that follow each other without a gap may lie in one.
+        A descriptor has (row * r, page_size / r, heads, pages): it may join r consecutive rows without gaps.
         """
         tensor_map = self.maps[member]
         row_elements, rows, heads, pages = tensor_map.dims

@@ -1,12 +1,13 @@
-"""FlashInfer's TRT-LLM functions on a B200 that is not there, for CPU tensors, as trtllm-gen would read their calls.
+"""FlashInfer's TRT-LLM functions for CPU tensors, on an absent B200: results are computed from the launches that trtllm-gen
+would get.
 
 `lab.kernels.trtllm` makes the call, FlashInfer's own launcher selects the kernel and fills its parameters, and
-`lab.dry_run.arithmetic` computes attention from these alone. So `lab judge lab.dry_run.b200 --device cpu` judges *the call*: a
-wrong stride, offset, length, table, window or scale of the lab's adapters gives a wrong result. It judges nothing of NVIDIA's
-machine code: a kernel's bugs, its rounding and what it writes outside its output show on a B200 alone. A given
-`workspace_buffer` is not used, for the judge's are smaller on a CPU than a B200's call takes: each call has the lab's own.
+`lab.dry_run.arithmetic` computes attention only from these parameters. So `lab judge lab.dry_run.b200 --device cpu` judges *the
+call*: a wrong stride, offset, length, table, window or scale of the lab's adapters gives a wrong result. NVIDIA's machine code
+is not judged: a kernel's bugs, its rounding and its writes outside the output show only on a B200. A given `workspace_buffer`
+is not used, because the judge's workspaces on a CPU are too small for a B200's call: each call gets the lab's own.
 
-What rests on the kernels' table of flashinfer-cubin 0.6.13 is that there is a kernel for a call, and its mask.
+Whether there is a kernel for a call, and which mask it has, depends on the kernel table of flashinfer-cubin 0.6.13.
 """
 
 import functools

@@ -1,8 +1,8 @@
-"""FlashInfer's trtllm-gen launcher, compiled against the fake CUDA into one shared library in the user's cache.
+"""Compile FlashInfer's trtllm-gen launcher and the fake CUDA into one shared library in the user's cache.
 
 The installed FlashInfer's `trtllm_fmha_kernel_launcher.cu` and `fmhaReduction.cu` are compiled as they are, with nvcc. The
-library holds the fake driver and runtime too, and binds to them even where torch has loaded the real ones. It lies in
-`$XDG_CACHE_HOME/trtllm-attention-lab` (`~/.cache/...` without it), by a digest of all that goes into it.
+library contains the fake driver and runtime, and uses them even if torch has loaded the real ones. It lies in
+`$XDG_CACHE_HOME/trtllm-attention-lab` (by default `~/.cache/...`), and its name is a digest of all its sources.
 """
 
 import fcntl
@@ -43,7 +43,7 @@ class NotBuiltError(RuntimeError):
 
 
 def why_not_built() -> str | None:
-    """Return the reason why the launcher cannot be built here, or None. Compiles nothing."""
+    """Return the reason why the launcher cannot be built here, or None. This does not compile."""
     missing = [package for package in ("flashinfer",) if importlib.util.find_spec(package) is None]
     if missing:
         return sentence("a dry run", missing)
@@ -70,7 +70,7 @@ def flashinfer_version() -> str:
 
 @functools.cache
 def flashinfer_data() -> Path:
-    """Return the folder of the installed FlashInfer's sources, without importing it, which takes seconds."""
+    """Return the folder of the installed FlashInfer's sources. FlashInfer is not imported, because that takes seconds."""
     spec = importlib.util.find_spec("flashinfer")
     assert spec is not None
     assert spec.origin is not None
@@ -78,13 +78,13 @@ def flashinfer_data() -> Path:
 
 
 def library(table: kernel_table.KernelTable | None = None) -> Path:
-    """Return the compiled library. Builds it if the cache lacks it, which takes about a minute on a quiet core.
+    """Return the compiled library. If the cache does not have it, it is built, which takes about a minute on an idle core.
 
     Args:
-        table: the kernels that there are; `kernel_table.newest()` by default.
+        table: the table of kernels; by default `kernel_table.newest()`.
 
     Raises:
-        NotBuiltError: `why_not_built`'s sentence, or nvcc's output.
+        NotBuiltError: the launcher cannot be built. The message is `why_not_built`'s sentence, or nvcc's output.
     """
     reason = why_not_built()
     if reason is not None:
@@ -112,7 +112,7 @@ def cache_folder() -> Path:
 
 
 def generated(table: kernel_table.KernelTable) -> dict[str, str]:
-    """Return the generated headers of a build: text by file name."""
+    """Return the generated headers of a build: file name to text."""
     status = ", ".join(f"CUBLAS_STATUS_{name}" for name in CUBLAS_STATUS)
     return {
         kernel_table.HEADER_NAME: kernel_table.header(table, launcher_members()),
@@ -125,7 +125,7 @@ def generated(table: kernel_table.KernelTable) -> dict[str, str]:
 
 @functools.cache
 def launcher_members() -> frozenset[str]:
-    """Return the members of a kernel's row that the installed launcher reads."""
+    """Return the members of a kernel's table row that the installed launcher reads."""
     fmha = sorted((flashinfer_data() / "include/flashinfer/trtllm/fmha").iterdir())
     sources = [*fmha, *(flashinfer_data() / "csrc" / name for name in LAUNCHER)]
     return frozenset(name for each in sources for name in re.findall(r"\bkernelMeta\.(m[A-Z0-9]\w+)", each.read_text()))
@@ -133,7 +133,7 @@ def launcher_members() -> frozenset[str]:
 
 @functools.cache
 def kernel_params_members() -> tuple[str, ...]:
-    """Return the members of the installed FlashInfer's `KernelParams` in order, without its divisors."""
+    """Return the members of the installed FlashInfer's `KernelParams` in order, without the divisors."""
     text = (flashinfer_data() / "include/flashinfer/trtllm/fmha/kernelParams.h").read_text()
     struct = text.partition("struct KernelParams {")[2].partition("template <")[0]
     code = re.sub(r"//.*", "", struct)

@@ -1,10 +1,10 @@
-"""FlashInfer's XQA, XQA MLA and fmha_v2 compiled for a shape, as far as their assertions go: what they take, without a GPU.
+"""Find out without a GPU which shapes XQA, XQA MLA and fmha_v2 support: compile FlashInfer's sources up to their assertions.
 
-nvcc's front end is given FlashInfer's own source with FlashInfer's own macros, and at its end one assertion more, which always
-fails and names the kernel's shared memory. There the compiler stops, before it makes any code: half a second of a quiet
-core, where the whole source takes two to four. If no other assertion fails, the source takes the shape. XQA's `exactDiv`
-asserts too, but FlashInfer compiles with NDEBUG: a division that leaves a rest is refused here, where FlashInfer would
-compile a kernel that leaves data out. Registers, code, and what it computes are never looked at.
+nvcc's front end gets FlashInfer's source with FlashInfer's macros. One assertion is added at the end, which always fails and
+prints the kernel's shared memory. The compiler stops there, before it generates code. This takes half a second on an idle core,
+while the whole source takes two to four. If no other assertion fails, the source supports the shape. XQA's `exactDiv` has an
+assertion too, but FlashInfer compiles with NDEBUG: here a division with a remainder is refused, while FlashInfer would compile
+a kernel that skips data. Registers, code and results are not examined.
 
     compiled(Shape(XQA, (9, 0), (torch.bfloat16,) * 3, head_dim=128, group=20))
 """
@@ -67,11 +67,11 @@ class Shape:
         kernel: `XQA`, `XQA_MLA` or `FMHA_V2`.
         capability: (major, minor) of the target.
         dtypes: query, K/V and output; uint8 is NVFP4.
-        head_dim: elements of a head; of MLA, kv_lora_rank + qk_rope_head_dim.
-        group: query heads per K/V head. fmha_v2 has it at run time.
-        q_len: query rows of each request; fmha_v2 has them at run time.
-        page_size: tokens; fmha_v2 has it at run time.
-        window: XQA is compiled with a window, or without.
+        head_dim: elements of a head; for MLA, kv_lora_rank + qk_rope_head_dim.
+        group: query heads per K/V head; fmha_v2 takes it at run time.
+        q_len: query rows of each request; fmha_v2 takes it at run time.
+        page_size: tokens per page; fmha_v2 takes it at run time.
+        window: whether XQA is compiled with a sliding window.
     """
 
     kernel: Kernel
@@ -90,10 +90,10 @@ class Compiled:
 
     Attributes:
         source: file name.
-        refusal: the first assertion that fails, as the source has it, after its file and line; or what the compiler or
-            FlashInfer says instead; None where the source takes the shape.
-        shared_memory_bytes: that the kernel asks for; None where it was not found out.
-        seconds: of the compiler, wall clock.
+        refusal: the first assertion that fails, with its file and line; or another error of the compiler or FlashInfer; None if
+            the source supports the shape.
+        shared_memory_bytes: shared memory that the kernel needs; None if it is not known.
+        seconds: wall-clock time of the compiler.
     """
 
     source: str
@@ -103,11 +103,11 @@ class Compiled:
 
 
 def compiled(shape: Shape) -> tuple[Compiled, ...]:
-    """Return the verdict on each source with a kernel in FlashInfer's module; the module takes the shape if all sources do.
+    """Return the verdict on each source of FlashInfer's module that has a kernel. The module supports the shape if all do.
 
     Raises:
-        NotBuiltError: there is no nvcc or FlashInfer here.
-        RuntimeError: nvcc failed otherwise.
+        NotBuiltError: nvcc or FlashInfer is missing.
+        RuntimeError: nvcc failed for another reason.
     """
     reason = build.why_not_built()
     if reason is not None:
@@ -169,7 +169,7 @@ _MODULES: Mapping[Kernel, Callable[[Shape], tuple[Compiled, ...]]] = {XQA: _xqa,
 
 @contextmanager
 def flashinfer_targets(capability: Capability) -> Iterator[None]:
-    """Let FlashInfer generate code for one target, in a temporary folder."""
+    """Make FlashInfer generate code for one GPU only, in a temporary folder."""
     from flashinfer.compilation_context import CompilationContext
     from flashinfer.jit import core, env
     from flashinfer.jit import xqa as jit_xqa
@@ -187,7 +187,7 @@ def flashinfer_targets(capability: Capability) -> Iterator[None]:
 
 
 def _front_end(shape: Shape, name: str, text: str, flags: Sequence[str], shared_memory: str) -> Compiled:
-    """Compile one source as far as its assertions. `text` is the source, or includes it."""
+    """Compile one source up to its assertions. `text` is the source, or includes it."""
     (target,) = (flag.rpartition("=")[2] for flag in flags if flag.startswith("-gencode"))
     others = [flag for flag in flags if not flag.startswith(("-gencode", "-Xfatbin", "--compress-mode", "--threads"))]
     data = build.flashinfer_data()
@@ -217,7 +217,7 @@ def _front_end(shape: Shape, name: str, text: str, flags: Sequence[str], shared_
 
 
 def _assertion(error: re.Match[str]) -> str:
-    """Return the source text of the failed assertion or inexact division; other errors in nvcc's words."""
+    """Return the source text of the failed assertion or inexact division. Other errors are returned in nvcc's words."""
     path, words = Path(error["path"]), error["words"]
     text = "\n".join(path.read_text().splitlines()[int(error["line"]) - 1 :])
     statement = " ".join(text[: text.index(";")].split())

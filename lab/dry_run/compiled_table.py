@@ -1,8 +1,9 @@
-"""Shapes at the limits of XQA, XQA MLA and fmha_v2: compiled as far as their assertions go, compared with the lab's `why_not`.
+"""Compile shapes at the limits of XQA, XQA MLA and fmha_v2 up to their assertions, and compare the verdicts with the lab's
+`why_not`.
 
     python -m lab.dry_run.compiled_table results/blackwell-dry-run
 
-writes compiled.json and compiled.md: about five minutes on a quiet core.
+writes compiled.json and compiled.md. It takes about five minutes on an idle core.
 """
 
 import argparse
@@ -52,7 +53,7 @@ METHOD = (
 
 @dataclass(frozen=True)
 class JudgedShape:
-    """A shape, the compiler's verdicts on its sources, and the lab's refusal; None where the lab takes it."""
+    """A shape, the compiler's verdicts on its sources, and the lab's refusal (None if the lab accepts the shape)."""
 
     shape: Shape
     verdicts: tuple[Compiled, ...]
@@ -60,7 +61,7 @@ class JudgedShape:
 
     @property
     def refusal(self) -> str | None:
-        """Return the first source's refusal; None if all sources take the shape."""
+        """Return the first refusal of a source; None if all sources support the shape."""
         return next((each.refusal for each in self.verdicts if each.refusal is not None), None)
 
 
@@ -137,7 +138,7 @@ def _context() -> Iterator[Shape]:
 
 
 def problem(shape: Shape) -> PagedAttention:
-    """Return a plain problem of a shape: one request and one K/V head, on the CPU."""
+    """Return a plain problem with a shape: one request and one K/V head, on the CPU."""
     q, kv, out = shape.dtypes
     rows, page_size = shape.q_len, shape.page_size
     seq_lens = torch.tensor([rows], dtype=torch.int32)
@@ -177,7 +178,7 @@ def problem(shape: Shape) -> PagedAttention:
 
 
 def judged(shape: Shape) -> str | None:
-    """Return the lab's refusal of a shape, or None."""
+    """Return the lab's refusal of a shape; None if the lab accepts it."""
     return why_not(shape.kernel, shape.capability, problem(shape))
 
 
@@ -287,7 +288,7 @@ def _section(
     columns: tuple[str, ...],
     item: Callable[[Shape], str],
 ) -> list[str]:
-    """Return a heading and a table with one line per key; a cell lists the items with the same outcome."""
+    """Return a heading and a table with one line per key. A cell lists all items with the same verdict."""
     heads = (*columns, "compiles", "shared memory", "does not compile", "compiles, and the lab declines it")
     lines = [f"## {title}", "", f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     gathered: dict[tuple[Any, ...], list[JudgedShape]] = {}

@@ -1,4 +1,4 @@
-"""The memory that a launch may touch: the bytes of its call's tensors, read and written by address, and nothing else."""
+"""The memory that a launch may access: only the bytes of its call's tensors, by address."""
 
 import ctypes
 from collections.abc import Iterable, Sequence
@@ -13,32 +13,33 @@ class UnsoundLaunchError(RuntimeError):
 
 @dataclass(frozen=True)
 class HostMemory:
-    """The bytes that tensors in host memory span, each from its first element to its last.
+    """The bytes of tensors in host memory. Each tensor spans the bytes from its first element to its last.
 
     Attributes:
-        spans: (first byte's address, address after the last byte) of each tensor, whose gaps count as its own.
+        spans: (address of the first byte, address after the last byte) of each tensor. Gaps inside a tensor belong to it.
     """
 
     spans: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, tensors: Iterable[torch.Tensor]) -> "HostMemory":
-        """Return the memory of tensors on the CPU, which must outlive every view of it."""
+        """Return the memory of tensors on the CPU. The tensors must outlive every view of the memory."""
         return cls(tuple(_span(tensor) for tensor in tensors if tensor.numel()))
 
     def view(
         self, what: str, address: int, shape: Sequence[int], strides_bytes: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return what lies at an address, as a tensor that shares the memory.
+        """Return the memory at an address as a tensor, without copying.
 
         Args:
-            what: for the words of an error, such as "K's descriptor".
-            address: of the first element.
-            shape, strides_bytes: of each dimension; strides are not negative.
-            dtype: of the elements.
+            what: name for error messages, such as "K's descriptor".
+            address: address of the first element.
+            shape, strides_bytes: size and stride of each dimension. Strides are not negative.
+            dtype: dtype of the elements.
 
         Raises:
-            UnsoundLaunchError: it begins nowhere, does not lie in one tensor, or its strides are no whole elements.
+            UnsoundLaunchError: the address is in no tensor, the view does not lie in one tensor, or a stride is not a whole
+                number of elements.
         """
         if 0 in shape:
             return torch.empty(tuple(shape), dtype=dtype)
@@ -57,7 +58,7 @@ class HostMemory:
         return elements.as_strided(tuple(shape), tuple(stride // dtype.itemsize for stride in strides_bytes))
 
     def array(self, what: str, address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a contiguous array at an address; raises as `view`."""
+        """Return a contiguous array at an address. Raises the errors of `view`."""
         strides_bytes: list[int] = []
         step = dtype.itemsize
         for size in reversed(shape):

@@ -1,4 +1,4 @@
-"""A kernel of the table, as far as attention depends on it: dtypes, head dims, mask, phase and layout."""
+"""The facts about a kernel of the table that determine its attention: dtypes, head dims, mask, phase and layout."""
 
 import enum
 import functools
@@ -31,16 +31,16 @@ PAGED = 2  # QkvLayout::PagedKv
 
 @dataclass(frozen=True)
 class KernelFacts:
-    """The facts of a kernel's row in the table.
+    """The facts in a kernel's row of the table.
 
     Attributes:
-        name: as it is launched.
-        dtype_q, dtype_k, dtype_v, dtype_o: of the elements; uint8 is NVFP4, two in a byte.
-        head_dim_qk, head_dim_v: elements of a head in the query and K, and in V and the output.
-        mask: by the name; a generation kernel is causal with a dense one too.
-        is_context: of the context phase; else of generation, the decode calls'.
-        is_paged: K and V lie in pages.
-        is_sparse: it reads a choice of the keys.
+        name: name under which the kernel is launched.
+        dtype_q, dtype_k, dtype_v, dtype_o: dtypes of the elements; uint8 is NVFP4, two elements per byte.
+        head_dim_qk, head_dim_v: head_dim of the query and K, and of V and the output.
+        mask: the mask in the kernel's name. A generation kernel is causal even if its name says dense.
+        is_context: True for the context phase, False for generation (decode calls).
+        is_paged: K and V are paged.
+        is_sparse: the kernel reads only selected keys.
     """
 
     name: str
@@ -62,16 +62,16 @@ class KernelFacts:
 
     @property
     def has_window(self) -> bool:
-        """Return True if the kernel reads the launch's window."""
+        """Return True if the kernel applies the launch's window."""
         return self.mask is MaskType.SLIDING_OR_CHUNKED_CAUSAL
 
 
 @functools.cache
 def kernel_facts(name: str) -> KernelFacts:
-    """Return the facts of a kernel by the name of its launch.
+    """Return the facts of the kernel with the name of a launch.
 
     Raises:
-        KeyError: the table has no such kernel, or its dtypes are none of the lab's.
+        KeyError: the table has no such kernel, or the lab does not know its dtypes.
     """
     table, rows = _newest()
     row = table.row(rows[name])

@@ -1,13 +1,12 @@
-"""The table of trtllm-gen's kernels: a fact file of it in the lab, and `flashInferMetaInfo.h` as a launcher reads it.
+"""The table of trtllm-gen's kernels: a file in the lab with its facts, and the `flashInferMetaInfo.h` that a launcher reads.
 
-`python -m lab.dry_run.kernel_table WHEEL_OR_FOLDER` makes the fact file anew from flashinfer-cubin: its wheel, or a folder
-that it lies in. The file holds every fact of every row that a launcher's selection reads, and the kernels' names. It leaves
-out the machine code's checksum, and columns that are the same in all rows are written once.
+`python -m lab.dry_run.kernel_table WHEEL_OR_FOLDER` makes the fact file from flashinfer-cubin: from its wheel, or from a folder
+that contains it. The file has the kernels' names and all members that a launcher's selection reads. It leaves out the checksum
+of the machine code. A column with the same value in all rows is written once.
 
 flashinfer-cubin on the package index ends at 0.6.13, whose table matches the launcher of flashinfer-python 0.6.13. A later
-launcher reads flags that this table has not; `header` writes them as false. So whatever such a launcher selects from it
-*rests on the table of 0.6.13*: kernels that came later are missing, and whether an older kernel has a newer flag is not
-known.
+launcher reads flags that this table does not have; `header` writes them as false. The selection of such a launcher therefore
+*depends on the table of 0.6.13*: later kernels are missing, and it is not known whether an older kernel has a newer flag.
 """
 
 import argparse
@@ -31,12 +30,12 @@ NO_MACHINE_CODE = '"' + 64 * "0" + '"'
 
 @dataclass(frozen=True)
 class KernelTable:
-    """The rows of flashInferMetaInfo.h, by columns.
+    """The rows of flashInferMetaInfo.h, stored by column.
 
     Attributes:
-        source: where it is from, e.g. "flashinfer-cubin 0.6.13".
-        types: C++ type of each column, by FlashInfer's name of the member.
-        columns: the values of each column, a string for each kernel, as the header writes them.
+        source: origin of the table, such as "flashinfer-cubin 0.6.13".
+        types: C++ type of each column, by FlashInfer's member name.
+        columns: values of each column, one string per kernel, as in the header.
     """
 
     source: str
@@ -50,12 +49,12 @@ class KernelTable:
         return {name: values[index] for name, values in self.columns.items()}
 
     def lacks(self, members: frozenset[str]) -> tuple[str, ...]:
-        """Return the sorted members that a launcher reads and this table lacks; `header` writes them as false."""
+        """Return, sorted, the members that a launcher reads and this table does not have. `header` writes them as false."""
         return tuple(sorted(members - set(self.columns)))
 
 
 def parsed(text: str, source: str) -> KernelTable:
-    """Return the table of a `flashInferMetaInfo.h`; raises ValueError for another text."""
+    """Parse a `flashInferMetaInfo.h`. Raises ValueError for another text."""
     struct = re.search(rf"struct {STRUCT}\s*\{{(.*?)\}};", text, re.DOTALL)
     rows = [[value.strip() for value in row.split(",")] for row in re.findall(r"^\{ (.*)\},?$", text, re.MULTILINE)]
     if struct is None or not rows:
@@ -72,7 +71,7 @@ def parsed(text: str, source: str) -> KernelTable:
 
 
 def facts(table: KernelTable) -> bytes:
-    """Return a table as the bytes of a fact file: xz of one line per column, `type name: value,value,...`."""
+    """Return a table as the bytes of a fact file: one line per column, `type name: value,value,...`, compressed with xz."""
     lines = [table.source]
     for name, values in table.columns.items():
         written = values[:1] if len(set(values)) == 1 else values
@@ -100,7 +99,7 @@ def recorded() -> KernelTable:
 
 
 def newest() -> KernelTable:
-    """Return the table of `FLASHINFER_CUBIN_DIR` if it has one, else of the installed flashinfer-cubin, else of the lab.
+    """Return the table in `FLASHINFER_CUBIN_DIR`, else of the installed flashinfer-cubin, else the lab's.
 
     Raises:
         ValueError: `FLASHINFER_CUBIN_DIR` names a folder with several tables.
@@ -117,11 +116,11 @@ def newest() -> KernelTable:
 
 
 def header(table: KernelTable, members: frozenset[str]) -> str:
-    """Return `flashInferMetaInfo.h` of a table, in the form that a launcher reads.
+    """Return the `flashInferMetaInfo.h` of a table for a launcher.
 
     Args:
         table: the kernels.
-        members: the members of a row that the launcher reads. Those that the table lacks are false in every row.
+        members: the members of a row that the launcher reads. A member that the table does not have is false in every row.
     """
     lacking = table.lacks(members)
     types = table.types | dict.fromkeys(lacking, "bool")
@@ -151,7 +150,7 @@ def header(table: KernelTable, members: frozenset[str]) -> str:
 
 
 def header_text(path: Path) -> str:
-    """Return the text of the only `flashInferMetaInfo.h` in a wheel or a folder; raises ValueError for none or several."""
+    """Return the text of the `flashInferMetaInfo.h` in a wheel or a folder. Raises ValueError if there is none, or several."""
     if path.is_file():
         with zipfile.ZipFile(path) as wheel:
             found = [name for name in wheel.namelist() if name.endswith(HEADER_NAME)]

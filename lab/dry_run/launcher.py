@@ -1,4 +1,4 @@
-"""FlashInfer's compiled launcher, loaded with a fake CUDA that answers as one GPU."""
+"""FlashInfer's compiled launcher, with a fake CUDA that answers like one GPU."""
 
 import ctypes
 import functools
@@ -20,17 +20,17 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU for which the fake CUDA answers.
+    """A GPU like which the fake CUDA answers.
 
     Attributes:
-        name: as a person calls it.
-        cuda_name: as CUDA calls it, a key of `lab.gpus.DATASHEETS`.
+        name: common name.
+        cuda_name: CUDA's name, a key of `lab.gpus.DATASHEETS`.
         capability: (major, minor).
-        multiprocessors: how many it has.
+        multiprocessors: number of multiprocessors.
         shared_memory_optin_bytes: most shared memory of one thread block (CUDA C++ Programming Guide, technical
             specifications per compute capability).
-        multiprocessors_per_gpc, gpcs: a guess of how they lie together. The launcher asks how many clusters fit at once, and
-            takes a kernel without clusters where they do not fit; nothing else rests on these.
+        multiprocessors_per_gpc, gpcs: guessed grouping of the multiprocessors. The launcher queries how many clusters fit at
+            once, and takes a kernel without clusters if they do not fit. Nothing else depends on these numbers.
     """
 
     name: str
@@ -56,18 +56,18 @@ GPUS = {
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return one of `GPUS`; raises ValueError for an unknown name."""
+    """Return the GPU of `GPUS` with this name. Raises ValueError for an unknown name."""
     if name not in GPUS:
         raise ValueError(f"there is no dry run of {name!r}; known are {', '.join(GPUS)}")
     return GPUS[name]
 
 
 class LaunchError(RuntimeError):
-    """FlashInfer's launcher refused a call, or the fake driver refused a request; the message is theirs."""
+    """FlashInfer's launcher or the fake driver refused a call. The message is the launcher's or the driver's."""
 
 
 class Launcher:
-    """The launcher and its fake CUDA: one copy per GPU, because it keeps a GPU's answers from its first call on."""
+    """The launcher with its fake CUDA. Each GPU has its own copy, because the launcher caches a GPU's answers."""
 
     def __init__(self, gpu: Gpu) -> None:
         import tvm_ffi
@@ -89,7 +89,7 @@ class Launcher:
         self._library.FlashInferSetCubinCallback(self._give_cubin)
 
     def log(self) -> list[dict[str, Any]]:
-        """Return the requests to the fake CUDA since `clear`."""
+        """Return the calls of the fake CUDA since `clear`."""
         return list(json.loads(self._library.dry_run_log()))
 
     def clear(self) -> None:
@@ -101,7 +101,7 @@ class Launcher:
         return tensor
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Return a function of FlashInfer's module; its failure becomes a `LaunchError` with all messages."""
+        """Return a function of FlashInfer's module. If it fails, it raises `LaunchError` with all messages."""
         function = getattr(self.module, name)
 
         def call(*arguments: Any) -> Any:
@@ -125,5 +125,5 @@ class Launcher:
 
 @functools.cache
 def launcher_for(gpu: Gpu) -> Launcher:
-    """Return a GPU's launcher, built and loaded once; raises `lab.dry_run.build.NotBuiltError`."""
+    """Return a GPU's launcher, which is built and loaded once. Raises `lab.dry_run.build.NotBuiltError`."""
     return Launcher(gpu)

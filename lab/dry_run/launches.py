@@ -1,6 +1,6 @@
-"""Launches, fills and copies that a dry run recorded, with the arguments of FlashInfer's kernels.
+"""The launches, fills and copies that a dry run has recorded, with the arguments of FlashInfer's kernels.
 
-Addresses are those of the tensors of the call (`Tensor.data_ptr`); 0 is no tensor.
+Addresses are addresses of the call's tensors (`Tensor.data_ptr`); 0 stands for no tensor.
 """
 
 import re
@@ -17,15 +17,15 @@ TMA_SWIZZLES = ("none", "32B", "64B", "128B", "128B_atom_32B", "128B_atom_32B_fl
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A TMA descriptor that a kernel was given (cuda.h, `cuTensorMapEncodeTiled`).
+    """A TMA descriptor that a kernel received (cuda.h, `cuTensorMapEncodeTiled`).
 
     Attributes:
-        member: FlashInfer's name of it in `KernelParams`, such as `tmaK_`.
-        dtype: one of `TMA_DTYPES`. e4m3 goes as "uint8"; NVFP4 too, a byte for two, unless the kernel unpacks it.
-        address: where it begins.
-        dims: elements of each dimension, the innermost first.
-        strides_bytes: from one element to the next of each dimension but the innermost, whose elements are adjacent.
-        box: elements of each dimension that one copy brings.
+        member: the descriptor's name in `KernelParams`, such as `tmaK_`.
+        dtype: one of `TMA_DTYPES`. e4m3 is "uint8". NVFP4 is "uint8" too, two elements per byte, unless the kernel unpacks it.
+        address: address of the first element.
+        dims: size of each dimension in elements, the innermost first.
+        strides_bytes: stride of each dimension except the innermost, whose elements are adjacent.
+        box: elements of each dimension that one copy transfers.
         swizzle: one of `TMA_SWIZZLES`.
     """
 
@@ -42,21 +42,21 @@ class TensorMap:
 class KernelParams:
     """The members of FlashInfer's `KernelParams` (kernelParams.h) that a kernel reads in the lab's calls.
 
-    Names are FlashInfer's, without the m, in Python's spelling: `ptr_o` is its `ptrO`, `batch_size` its `mBatchSize`. A member
-    that the installed FlashInfer's struct has not is None; `others` holds those that have no name here.
+    Names are FlashInfer's in Python's spelling, without the m: `ptr_o` is FlashInfer's `ptrO`, `batch_size` its `mBatchSize`. A
+    member that the installed FlashInfer's struct does not have is None. `others` holds the members without a field here.
 
     Attributes:
-        sizeof: bytes of the struct.
+        sizeof: size of the struct in bytes.
         ptr_attention_sinks: float32 [num_heads_q].
         ptr_cum_seq_lens_q, ptr_cum_seq_lens_kv: int32 [batch_size + 1].
         ptr_page_idx_kv: the page table, int32.
         ptr_seq_lens_kv: int32 [batch_size].
-        ptr_multi_ctas_kv_counter, ptr_partial_stats, ptr_partial_o: scratch where several CTAs share a request's keys.
-        ptr_softmax_stats: (max, sum) of each row and head, where the call returns the LSE.
-        ptr_scale_softmax_log2, ptr_output_scale: scales on the device, read in place of the two floats.
+        ptr_multi_ctas_kv_counter, ptr_partial_stats, ptr_partial_o: scratch for several CTAs that share a request's keys.
+        ptr_softmax_stats: (max, sum) of each row and head, if the call returns the LSE.
+        ptr_scale_softmax_log2, ptr_output_scale: scales on the device, which replace the two floats.
         scale_softmax_log2: the logits' factor, times log2(e).
-        attention_window_size: keys that a row sees, itself among them.
-        num_hidden_elts_o: elements of a row of the output, all heads.
+        attention_window_size: how many keys a row sees, including its own.
+        num_hidden_elts_o: elements of a row of the output, over all heads.
     """
 
     sizeof: int
@@ -123,17 +123,17 @@ class LseArguments:
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel's launch.
+    """One launch of a kernel.
 
     Attributes:
-        name: of trtllm-gen's kernels as the table has it; of FlashInfer's own as the compiler mangled it.
+        name: the table's name for trtllm-gen's kernels, the compiler's mangled name for FlashInfer's own kernels.
         grid, block: (x, y, z).
-        cluster: thread blocks of a cluster, along x.
-        pdl: it may begin while the launch before it ends (programmatic dependent launch).
-        shared_memory_bytes: dynamic shared memory of a thread block.
-        params: the parameters of an attention kernel, or of the kernel that merges its parts; None for other kernels.
-        tma: the TMA descriptors in `params`, in its order.
-        lse: the arguments of the kernel of the LSE; None for other kernels.
+        cluster: thread blocks per cluster, along x.
+        pdl: the launch may begin before the previous one has ended (programmatic dependent launch).
+        shared_memory_bytes: dynamic shared memory per thread block.
+        params: parameters of an attention kernel, or of the kernel that merges partial results; None for other kernels.
+        tma: the TMA descriptors in `params`, in order.
+        lse: the arguments of the kernel that computes the LSE; None for other kernels.
     """
 
     name: str
@@ -149,7 +149,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Fill:
-    """A memset of `size_bytes` from `address` on: the launcher's, or of a tensor that FlashInfer's Python zeroes for it."""
+    """A memset of `size_bytes` at `address`, by the launcher or by FlashInfer's Python code for the launcher."""
 
     address: int
     value: int
@@ -158,13 +158,13 @@ class Fill:
 
 @dataclass(frozen=True)
 class CompiledCall:
-    """A call of a kernel that FlashInfer compiles for its shape, such as XQA. It is noted and not simulated.
+    """A call of a kernel that FlashInfer compiles for the call's shape, such as XQA. The call is recorded, not simulated.
 
     Attributes:
         backend: "xqa", "xqa_mla" or "fmha_v2".
-        compiled_for: (parameter, value) of FlashInfer's function that compiles it.
-        function: FlashInfer's function of the compiled module.
-        arguments: of `function`, in its order; tensors are the call's own.
+        compiled_for: (parameter, value) pairs with which FlashInfer compiles the kernel.
+        function: name of the function in the compiled module.
+        arguments: arguments of the function, in order. Tensors are the call's own.
     """
 
     backend: str

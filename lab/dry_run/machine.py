@@ -1,4 +1,4 @@
-"""Make FlashInfer and the lab take CPU tensors as if they lay on a GPU that is not there."""
+"""Make FlashInfer and the lab treat CPU tensors as tensors of an absent GPU."""
 
 import functools
 import importlib
@@ -35,11 +35,11 @@ ENTRIES = ("utils", "decode", "prefill", "mla", "xqa")  # the modules of FlashIn
 
 
 class Machine:
-    """A GPU that is not there, and what ran on it.
+    """An absent GPU, and the calls that ran on it.
 
     Attributes:
-        gpu: what the fake CUDA answers as.
-        compiled_calls: calls of kernels that FlashInfer compiles for a shape, which are not simulated, since `clear`.
+        gpu: the GPU like which the fake CUDA answers.
+        compiled_calls: calls, since `clear`, of kernels that FlashInfer compiles for a shape. They are not simulated.
     """
 
     def __init__(self, gpu: Gpu, computes: bool = False) -> None:
@@ -50,29 +50,29 @@ class Machine:
 
     @property
     def launcher(self) -> Launcher:
-        """Return trtllm-gen's launcher, built at the first access; raises `NotBuiltError`."""
+        """Return trtllm-gen's launcher, which is built at the first access. Raises `NotBuiltError`."""
         if self._launcher is None:
             self._launcher = launcher_for(self.gpu)
             self._launcher.clear()
         return self._launcher
 
     def called(self) -> "Launcher | _Computing":
-        """Return the object that FlashInfer calls in place of its compiled module."""
+        """Return the object that replaces FlashInfer's compiled module."""
         return _Computing(self.launcher, self) if self._computes else self.launcher
 
     @property
     def table(self) -> str:
-        """Return the source of the table of trtllm-gen's kernels, such as "flashinfer-cubin 0.6.13"."""
+        """Return the origin of the table of trtllm-gen's kernels, such as "flashinfer-cubin 0.6.13"."""
         return self.launcher.table.source
 
     @property
     def table_lacks(self) -> tuple[str, ...]:
-        """Return the members of a kernel's row that the launcher reads and `table` lacks; they are false in each row."""
+        """Return the members that the launcher reads and the table does not have. They are false in each row."""
         return self.launcher.table.lacks(build.launcher_members())
 
     @property
     def events(self) -> tuple[Launch | Fill | Copy, ...]:
-        """Return the requests of the launcher to CUDA since `clear`, in their order."""
+        """Return the launcher's calls of CUDA since `clear`, in order."""
         return () if self._launcher is None else events(self._launcher.log())
 
     @property
@@ -90,7 +90,7 @@ class Machine:
 
 
 class _Computing:
-    """A launcher that computes the launches of each call right after it, while the call's tensors are there."""
+    """A launcher that computes the launches of each call immediately after the call, while the call's tensors exist."""
 
     def __init__(self, launcher: Launcher, there: Machine) -> None:
         self._launcher, self._there = launcher, there
@@ -110,18 +110,19 @@ class _Computing:
 
 @contextmanager
 def machine(gpu: str | Gpu, computes: bool = False) -> Iterator[Machine]:
-    """Let FlashInfer's TRT-LLM functions and the lab's take CPU tensors, as if they lay on a GPU.
+    """Let FlashInfer's and the lab's TRT-LLM functions take CPU tensors as if they were on a GPU.
 
-    Inside, `lab.gpus.capability_of` and FlashInfer's own questions are answered for this GPU, whatever the tensor's device, and
-    trtllm-gen's launcher is the compiled one. XQA and fmha_v2 are not compiled: their calls are noted. All of it is undone on
-    exit. What ran can be read after it too, until the next machine of the same GPU. One at a time, in one thread.
+    Inside the context, `lab.gpus.capability_of` and FlashInfer's own queries return facts of this GPU for every tensor, and
+    trtllm-gen's launcher is the compiled one. XQA and fmha_v2 are not compiled: their calls are recorded. Everything is
+    restored on exit. The records can be read afterwards, until the next machine of the same GPU is made. Use one machine at a
+    time, in one thread.
 
     Args:
-        gpu: one of `GPUS`, or a GPU of your own.
-        computes: each call also computes what it launches (`lab.dry_run.arithmetic`), and so fills its results.
+        gpu: a name in `GPUS`, or a `Gpu`.
+        computes: each call also computes its launches (`lab.dry_run.arithmetic`) and fills its results.
 
     Raises:
-        ValueError: no such GPU.
+        ValueError: the GPU is unknown.
         lab.dry_run.build.NotBuiltError: the launcher cannot be compiled here.
     """
     gpu = gpu_named(gpu) if isinstance(gpu, str) else gpu
@@ -159,7 +160,9 @@ def _holding(functions: tuple[Function, ...]) -> tuple[tuple[Any, str, Function]
 
 
 def _flashinfer_answers(made: Machine) -> dict[Function, Function]:
-    """Return FlashInfer's functions and their replacements inside a machine: facts of the GPU, and modules to compile."""
+    """Return the functions of FlashInfer to replace, with their replacements: queries of the GPU, and
+    compilations of modules.
+    """
     utils, decode, prefill, mla, xqa = _entries()
     gpu = made.gpu
     answers: dict[Function, Function] = {
@@ -203,7 +206,7 @@ def _built(launcher: "Launcher | _Computing") -> SimpleNamespace:
 
 
 def _noting(made: Machine, backend: str, compiles: Function) -> Function:
-    """Return a replacement for a function that compiles a module: it notes the calls of the module's functions instead."""
+    """Return a replacement for a function that compiles a module. It records calls of the module's functions instead."""
     signature = inspect.signature(compiles)
 
     def module_for(*arguments: Any, **named: Any) -> Any:
@@ -226,7 +229,7 @@ class _NotedModule:
 
 
 def _forget_cached() -> None:
-    """Empty the caches of FlashInfer's functions that answer by the device."""
+    """Empty the caches of FlashInfer's functions whose results depend on the device."""
     for module in _entries():
         for name, value in vars(module).items():
             if name.startswith(("is_sm", "get_trtllm_gen")) and hasattr(value, "cache_clear"):

@@ -1,7 +1,7 @@
-"""Forward passes on a GPU that is not there: the kernel of each call, its launch, and the least time, or the refusal.
+"""Forward passes on an absent GPU: the kernel of each call with its launch and its least time, or the refusal.
 
-A pass has the lengths, the pool, the metadata and the arguments that `lab bench` and the judge give it. Its tensors are never
-written, so that a pool of gigabytes costs nothing.
+A pass has the same lengths, pool, metadata and arguments as in `lab bench` and in the judge. Its tensors are never written, so
+that a pool of gigabytes takes no memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -57,11 +57,11 @@ class DryCall:
     """One attention call of a pass.
 
     Attributes:
-        function: FlashInfer's name of it.
+        function: FlashInfer's name of the call.
         kernel: name of the kernel's row in `lab.kernels.support`.
-        launches: what FlashInfer's launcher launched, in its order; none where the kernel is known by the rules alone.
-        refusal: the reason why the kernel does not take the call, `why_not`'s sentence; None if it does.
-        failure: FlashInfer's launcher's error for a call that `why_not` takes; None if it launched, or was not called.
+        launches: launches of FlashInfer's launcher, in order; empty if only the rules of `lab.kernels.support` were used.
+        refusal: `why_not`'s sentence if the kernel does not take the call; None if it does.
+        failure: error of FlashInfer's launcher for a call that `why_not` accepts; None if it launched, or was not called.
     """
 
     function: str
@@ -82,14 +82,14 @@ class DryPass:
 
 @dataclass(frozen=True)
 class DryRun:
-    """The kernels and launches of passes on a GPU that is not there.
+    """The kernels and launches of passes on an absent GPU.
 
     Attributes:
         gpu: the GPU.
-        table: where the table of the launcher's kernels is from, such as "flashinfer-cubin 0.6.13"; None by the rules alone.
-        table_is_older: the launcher reads members of a kernel's row that the table has not.
-        by_rules_because: why FlashInfer's launcher was not called, a sentence; None if it was.
-        passes: in their order.
+        table: origin of the launcher's kernel table, such as "flashinfer-cubin 0.6.13"; None if the launcher was not called.
+        table_is_older: the launcher reads members of a kernel's row that the table does not have.
+        by_rules_because: a sentence that says why FlashInfer's launcher was not called; None if it was.
+        passes: the passes, in order.
     """
 
     gpu: Gpu
@@ -100,7 +100,7 @@ class DryRun:
 
 
 def surveyed_passes() -> Iterator[tuple[str, ForwardCase | MLACase]]:
-    """Yield (name, case) of the default scenarios of `lab bench`, then of each mode of the judge's M1 and M2."""
+    """Yield (name, case) of the default scenarios of `lab bench`, then of each mode of the judge's checks M1 and M2."""
     for name in DEFAULT_SCENARIOS:
         yield name, scenario(name)
     for model, is_window in SURVEYED_MODELS:
@@ -119,7 +119,9 @@ def surveyed_passes() -> Iterator[tuple[str, ForwardCase | MLACase]]:
 
 
 def _options(case: ForwardCase) -> Iterator[str]:
-    """Yield the words that distinguish a case of M1 within its mode; they are those of the scenarios where these have one."""
+    """Yield words that distinguish a case of M1 from other cases of its mode. They are the options of scenarios
+    where possible.
+    """
     if case.draft_step == FROZEN_KV_STEP:
         yield f"frozen_kv/topk{case.topk}"
     elif case.draft_step is not None:
@@ -156,18 +158,18 @@ def dry_run(
     cases: Iterable[tuple[str, ForwardCase | MLACase]],
     before_build: Callable[[], object] = lambda: None,
 ) -> DryRun:
-    """Return the kernels and launches of passes on a GPU that is not there.
+    """Return the kernels and launches of passes on an absent GPU.
 
-    On SM100 and SM103 FlashInfer's launcher is called, if it can be compiled here; elsewhere `lab.kernels.support` alone gives
-    the kernel that runs. A GPU that FlashInfer has no TRT-LLM kernels for runs the portable ones.
+    On SM100 and SM103 FlashInfer's launcher is called, if it can be compiled here. Otherwise `lab.kernels.support` determines
+    the kernel. On a GPU without FlashInfer's TRT-LLM kernels, the portable kernels are taken.
 
     Args:
-        gpu_name: one of `lab.dry_run.GPUS`.
+        gpu_name: a name in `lab.dry_run.GPUS`.
         cases: (name, case) of each pass.
-        before_build: called before the launcher is compiled, which takes a minute.
+        before_build: called before the launcher is compiled. Compiling takes a minute.
 
     Raises:
-        ValueError: no such GPU.
+        ValueError: the GPU is unknown.
     """
     gpu, reason = gpu_named(gpu_name), why_no_launcher(gpu_name)
     with ExitStack() as stack:
@@ -186,7 +188,7 @@ def dry_run(
 
 
 def why_no_launcher(gpu_name: str) -> str | None:
-    """Return the reason why FlashInfer's launcher cannot name a GPU's kernels, or None."""
+    """Return the reason why FlashInfer's launcher cannot be called for a GPU; None if it can."""
     family = family_of(GPUS[gpu_name].capability)
     if family is None or family.trtllm_backend != "trtllm-gen":
         return f"FlashInfer's launcher is trtllm-gen's, which {GPUS[gpu_name].name} does not run"
@@ -201,7 +203,7 @@ def _calls_of(case: ForwardCase | MLACase, gpu: Gpu, on: Machine | None) -> tupl
 
 
 class _NotedCalls:
-    """An implementation of FlashInfer's functions that notes the kernel and the launches of each prepared call."""
+    """An implementation of FlashInfer's functions that records the kernel and the launches of each prepared call."""
 
     def __init__(self, gpu: Gpu, on: Machine | None) -> None:
         self.calls: list[DryCall] = []
@@ -237,7 +239,7 @@ class _NotedCalls:
 
 
 def unwritten_pass(case: ForwardCase | MLACase) -> EnginePass:
-    """Return the pass of a case with its metadata, in unwritten memory and without histories."""
+    """Return the pass of a case with its metadata. Its memory is not initialised, and it has no histories."""
     pool = new_poisonable_pool(case, CPU)
     requests = admit(pool, case.prefix_lens, case.q_lens, case.draft_step, case.num_draft_tokens, case.topk)
     if case.window_left >= 0:
@@ -255,7 +257,7 @@ def unwritten_pass(case: ForwardCase | MLACase) -> EnginePass:
 
 
 def _unwritten_cache(case: ForwardCase, pool: KVPool) -> PagedKVCache:
-    """Return what `KVPool.new_cache` returns, in unwritten memory."""
+    """Return the cache of `KVPool.new_cache` without initialising its memory."""
     num_pages = pool.swa_num_pages if case.sliding_window else pool.num_pages
     assert num_pages is not None
     page = (case.page_size, case.model.num_kv_heads)

@@ -1,4 +1,4 @@
-"""The report of `lab dry-run`: the kernel, grid, bytes and floor of each pass on a GPU that is not there, or the refusal."""
+"""The report of `lab dry-run`: kernel, grid, bytes and floor of each pass on an absent GPU, or the refusal."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -24,10 +24,10 @@ Profiled = Mapping[str, tuple[str, ...]]  # kernels' names by scenario
 
 
 def profiled_kernels(path: Path) -> Profiled:
-    """Return the kernels of `lab.kernels.trtllm` that a run of `lab bench --lab-clock cupti` recorded, by scenario.
+    """Return the kernels of `lab.kernels.trtllm` in a recorded run of `lab bench --lab-clock cupti`, by scenario.
 
     Raises:
-        RecordedFileError: no such run, or it recorded no kernels.
+        RecordedFileError: there is no such run, or it has no kernels.
     """
     rows = [row for row in read_run(path).rows if row.facts.get("implementation") == IMPLEMENTATION]
     found = {row.scenario: tuple(row.facts["kernels"]) for row in rows if row.facts.get("kernels")}
@@ -39,11 +39,12 @@ def profiled_kernels(path: Path) -> Profiled:
 
 
 def dry_run_report(run: DryRun, profiled: Profiled | None = None) -> TableReport:
-    """Return a table with a row for each pass; the JSON has every launch whole.
+    """Return a table with one row per pass. Its JSON has all facts of every launch.
 
     Args:
         run: the passes.
-        profiled: kernels that ran on the GPU. The report names the passes that ran different ones, and is WRONG if one did.
+        profiled: kernels that ran on the GPU. The report lists the passes that ran other kernels, and is WRONG if there are
+            any.
     """
     datasheet = DATASHEETS[run.gpu.cuda_name]
     columns: Columns = {
@@ -70,7 +71,7 @@ def dry_run_report(run: DryRun, profiled: Profiled | None = None) -> TableReport
 
 
 def _is_same(each: DryPass, names: tuple[str, ...]) -> bool:
-    """Return True if the profiler saw the launched attention kernels and no other; its names are C++ signatures."""
+    """Return True if the profiler saw exactly the launched attention kernels. The profiler's names are C++ signatures."""
     launched = {short_name(launch) for call in each.calls for launch in call.launches}
     seen = [name for name in names if ATTENTION in name.lower()]
     return all(any(name in other for other in seen) for name in launched) and all(
@@ -135,7 +136,7 @@ def _refused(run: DryRun, each: DryPass) -> Cell:
 
 
 def _failure(run: DryRun, failure: str | None) -> str | None:
-    """Return the sentence for a launcher's failure; the JSON has the launcher's own text."""
+    """Return the sentence for a launcher's failure. The JSON has the launcher's own text."""
     if failure is None:
         return None
     if "Missing TRTLLM-GEN kernel" not in failure:
@@ -146,7 +147,7 @@ def _failure(run: DryRun, failure: str | None) -> str | None:
 
 
 def short_name(launch: Launch) -> str:
-    """Return the name of a launch's kernel: the function's own name if the compiler mangled it."""
+    """Return the name of a launch's kernel. A mangled name is reduced to the function's name."""
     rest, name = launch.name.removeprefix("_Z").removeprefix("N"), ""
     while found := re.match(r"\d+", rest):  # each name of a nested one comes after its length
         start, end = found.end(), found.end() + int(found[0])

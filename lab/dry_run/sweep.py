@@ -1,8 +1,8 @@
-"""`why_not` against FlashInfer's own launcher: every call of `lab.dry_run.sweep_axes`, on SM100 and SM103.
+"""Compare `why_not` with FlashInfer's own launcher for every call of `lab.dry_run.sweep_axes`, on SM100 and SM103.
 
-A refusal is right where the launcher fails, for a reason that it gives, or where it launches a kernel that reads another call:
-its descriptors have other strides, its name other sizes, and it knows no mask. Where the launcher chooses by the lengths, a
-call is also refused for what it meets with more and longer requests.
+A refusal is right in two cases. The launcher fails for the same reason; or it launches a kernel that misreads the call: the
+descriptors have other strides, the kernel's name has other sizes, or the call's mask is ignored. If the launcher chooses a
+kernel by the lengths, a call is also refused if the launcher would fail for more or longer requests.
 
 `python -m lab.dry_run.sweep FOLDER` writes the record.
 """
@@ -80,15 +80,16 @@ REFUSED = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict of `why_not` and of the launcher on one call.
+    """The verdicts of `why_not` and of the launcher on one call.
 
     Attributes:
         call: the function's name.
-        non_default: the values of its point that are not the default ones.
+        non_default: the values of the call's point that differ from the default.
         refusal: `why_not`'s sentence, or None.
-        failure: the launcher's or FlashInfer's words, or the sentence of a misread call; None where it is launched.
+        failure: the error of the launcher or FlashInfer, or a sentence about a misread call; None if the call was launched
+            correctly.
         kernel: the attention kernel's name, or None.
-        agreement: how the two go together.
+        agreement: whether the two verdicts agree.
     """
 
     call: str
@@ -103,13 +104,13 @@ AGREED = ("taken by both", "refused by both", "refused for longer requests", "in
 
 
 def sweep(gpu_name: str, drawn: int = DRAWN, every: int = 1, seed: int = 0) -> Iterator[Verdict]:
-    """Yield the verdict on each call of the sweep on one GPU.
+    """Yield the verdicts on each call of the sweep for one GPU.
 
     Args:
-        gpu_name: one of `lab.dry_run.machine.GPUS`, of SM100 or SM103.
-        drawn: random calls of each function.
-        every: takes each so-many-th call alone.
-        seed: of the random calls.
+        gpu_name: a GPU of `lab.dry_run.machine.GPUS` with SM100 or SM103.
+        drawn: number of random calls per function.
+        every: take only each `every`-th call.
+        seed: seed of the random calls.
 
     Raises:
         lab.dry_run.build.NotBuiltError: the launcher cannot be compiled here.
@@ -156,12 +157,12 @@ def _agreement(
 
 
 def reasons(patterns: dict[Why, str], words: str) -> set[Why]:
-    """Return the reasons whose pattern occurs in the words."""
+    """Return the reasons whose pattern occurs in a text."""
     return {why for why, pattern in patterns.items() if re.search(pattern, words)}
 
 
 def _refusals(kernel: Kernel, problem: Problem) -> Iterator[str]:
-    """Yield every refusal of a problem by a kernel's row; `why_not` returns the first."""
+    """Yield every refusal of a problem by a kernel's row. `why_not` returns only the first."""
     if (words := kernel.dtypes.why_not(problem.query.dtype, problem.kv_dtype, problem.out_dtype)) is not None:
         yield words
     yield from (limit.words for limit in kernel.sizes if limit.size(problem) not in limit.among)
@@ -170,7 +171,9 @@ def _refusals(kernel: Kernel, problem: Problem) -> Iterator[str]:
 
 
 def _is_in_a_later_table(gpu: Machine, problem: Problem) -> bool:
-    """Return True for the two kinds of kernels that FlashInfer 0.7.2's launcher looks up and the table of 0.6.13 lacks."""
+    """Return True for the two kinds of kernels that FlashInfer 0.7.2's launcher looks up and the table of 0.6.13
+    does not have.
+    """
     if "mSeparateTransformedKv" not in gpu.table_lacks:
         return False
     if problem.call is AttentionCall.DECODE:
@@ -211,7 +214,7 @@ def _launched(gpu: Machine, call: AttentionCall, arguments: Any, problem: Proble
 
 
 def _survives(call: AttentionCall, arguments: Any) -> bool:
-    """Return False if a call divides by 0, which ends its process: no handler can catch it."""
+    """Return False if a call divides by 0. That ends its process, and no handler can catch it."""
     child = os.fork()
     if child == 0:
         try:
@@ -222,7 +225,7 @@ def _survives(call: AttentionCall, arguments: Any) -> bool:
 
 
 def misread(launch: Launch, problem: Problem) -> str | None:
-    """Return how a launch reads the problem wrong, or None."""
+    """Return a sentence about the first part of a problem that its launch misreads, or None."""
     sizes = re.search(r"H(?:Qk)?(\d+)(?:HV(\d+))?(?:HVPerCta\d+)?(?:Packed|Paged|Separate|Contiguous)", launch.name)
     assert sizes is not None, launch.name
     of_kernel = (int(sizes[1]), int(sizes[2] or sizes[1]))
@@ -263,9 +266,9 @@ def _misread_paged(maps: dict[str, TensorMap], problem: PagedAttention) -> str |
 
 
 def _is_read(tma: TensorMap, side: torch.Tensor, is_joined: bool = False) -> bool:
-    """Return True if a descriptor reads [pages, tokens, heads, head_dim]: same address, same strides of more than one element.
+    """Return True if a descriptor reads a tensor [pages, tokens, heads, head_dim]: its address and its strides are equal.
 
-    It joins tokens that lie side by side; `is_joined` where it must.
+    Strides of dimensions of one element are ignored. A descriptor may join adjacent tokens; with `is_joined` it must.
     """
     pages, tokens, heads, width = side.shape
     page, token, head = (stride * side.element_size() for stride in side.stride()[:3])
@@ -279,7 +282,7 @@ def _is_read(tma: TensorMap, side: torch.Tensor, is_joined: bool = False) -> boo
 
 
 def counted(verdicts: Iterable[Verdict]) -> dict[str, Counter[str]]:
-    """Return the number of calls by function and agreement."""
+    """Return the number of calls per function and agreement."""
     counts: dict[str, Counter[str]] = {call.value: Counter() for call in AttentionCall}
     for verdict in verdicts:
         counts[verdict.call][verdict.agreement] += 1
@@ -287,7 +290,7 @@ def counted(verdicts: Iterable[Verdict]) -> dict[str, Counter[str]]:
 
 
 def record(verdicts: Mapping[str, Sequence[Verdict]]) -> dict[str, Any]:
-    """Return the JSON record of sweeps by GPU: environment, counts, and each call."""
+    """Return the JSON record of sweeps: environment, and for each GPU the counts and all calls."""
     table = kernel_table.newest()
     return {
         "environment": environment(),
@@ -334,7 +337,9 @@ EXAMPLES = ("call", "of the launcher", "calls", "such as", "`why_not`", "launche
 
 
 def _examples(verdicts: Iterable[Verdict]) -> Iterator[tuple[str, ...]]:
-    """Yield one row per function and reason of the launcher: the number of calls, and the call with fewest non_default."""
+    """Yield one row per function and launcher's reason: the number of calls, and the call with the fewest
+    non-default values.
+    """
     kinds: dict[tuple[str, str, str], list[Verdict]] = {}
     for verdict in verdicts:
         reported = reasons(SAID, verdict.failure or "")

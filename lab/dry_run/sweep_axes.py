@@ -1,4 +1,4 @@
-"""The axes of the sweep: the arguments of trtllm-gen's four calls, wrong values among it, and the points that are swept."""
+"""The axes of the sweep, which are arguments of trtllm-gen's four calls with right and wrong values, and its points."""
 
 import itertools
 import random
@@ -178,12 +178,12 @@ BASES: Mapping[AttentionCall, tuple[Point, ...]] = {
 
 
 def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
-    """Yield different points of a call's model: each value alone, the stated triples in full, then random ones.
+    """Yield distinct points of a call's model: each value alone, all combinations of the declared triples, then random points.
 
     Args:
-        call: one of the four.
-        drawn: random points, of one departure from one of `BASES` up to five.
-        seed: of those.
+        call: one of the four calls.
+        drawn: number of random points. Each differs from one of `BASES` on 1 to 5 axes.
+        seed: seed of the random points.
     """
     model, rng = MODELS[call], random.Random(f"{call.name} {seed}")
     grids = (
@@ -199,7 +199,7 @@ def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
 
 
 def _drawn(call: AttentionCall, rng: random.Random) -> Point | None:
-    """Return a point that departs from a base on 1 to 5 axes; None if the rules exclude it."""
+    """Return a random point that differs from a base on 1 to 5 axes; None if the rules exclude it."""
     model = MODELS[call]
     names = rng.sample(list(model.axes), rng.randint(1, 5))
     return model.completed(rng.choice(BASES[call]) | {name: rng.choice(model.axes[name]) for name in names})

@@ -1,4 +1,4 @@
-"""The calls of the sweep's points. None needs data: tensors are not written, and large ones cost address space alone."""
+"""Make the calls of the sweep's points. Tensors are not initialised, so that large ones take only address space."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": E4M3, "nvfp4": 
 
 
 def made(call: AttentionCall, point: Point) -> Any:
-    """Return the call of a point, of one of the four types in `lab.calls`."""
+    """Return the call of a point, in one of the four classes of `lab.calls`."""
     return {
         AttentionCall.DECODE: _decode,
         AttentionCall.CONTEXT: _context,
@@ -50,7 +50,7 @@ def _context(point: Point) -> ContextCall:
 
 
 def _paged(point: Point) -> dict[str, Any]:
-    """Return the arguments that decode and context calls share. Each request has as many keys as rows, or none."""
+    """Return the arguments that decode and context calls share. Each request has as many keys as rows, or no keys."""
     q, kv, out = (DTYPES[name] for name in point["dtypes"].split("/"))
     heads, batch, page_size = point["group"] * point["num_kv_heads"], point["batch_size"], point["page_size"]
     rows, head_dim = batch * point["q_len"], point["head_dim"]
@@ -234,7 +234,7 @@ def _factors(point: Point, width: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, start_bytes: int = 0) -> torch.Tensor:
-    """Return an unwritten tensor that begins `start_bytes` after a multiple of 64."""
+    """Return an uninitialised tensor that begins `start_bytes` after a multiple of 64 bytes."""
     last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     memory = torch.empty(math.ceil(((last + 1) * dtype.itemsize + start_bytes) / 64) * 64, dtype=torch.uint8)
     start_bytes -= start_bytes % dtype.itemsize

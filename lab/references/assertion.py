@@ -1,4 +1,4 @@
-"""The assertion for other people's tests: a kernel's output against float64, by the judge's own bound."""
+"""An assertion for tests of other projects: compare a kernel's output with float64, by the judge's bound."""
 
 import inspect
 import itertools
@@ -37,27 +37,27 @@ def assert_close_to_reference(
 ) -> None:
     """Assert that a kernel's output is right for its arguments, by the judge's bound.
 
-    Each vector, of one row and head, is compared with float64 on the same inputs. Its relative L2 error may be at most
+    The output vector of each row and head is compared with float64 on the same inputs. Its relative L2 error may be at most
     `lab.references.errors.CONTROL_FACTOR` times that of plain low-precision torch operations (`eager_attention`) on the same
-    request, or one rounding if that is more: the bound of `lab.checks.judge`. If all vectors are within it, the slopes of their
-    regression on float64 (`lab.references.regression`) must be 1 up to rounding. Rows after the last request's are padding, and
-    may hold anything.
+    request, or one rounding if that is more. This is the bound of `lab.checks.judge`. If all vectors are within the bound, the
+    slopes of their regression on float64 (`lab.references.regression`) must be 1 up to rounding. Rows after the last request's
+    rows are padding and may hold anything.
 
     Args:
-        out: the kernel's return value: the output, or (out, lse). A given `out` is compared too.
-        lse: a given LSE that the kernel filled, in the base and a shape of the call; None compares none.
-        arithmetic: dtype to which the kernel is known to round the operands of both products, such as e4m3 over an e4m3
-            cache; None is the query's.
+        out: the kernel's return value: the output, or (out, lse). An `out` among the arguments is compared too.
+        lse: the LSE tensor that the kernel filled, in the base and a shape of the call; None: no LSE is compared.
+        arithmetic: dtype to which the kernel is known to round the operands of both products, such as e4m3 over an e4m3 cache;
+            None: the query's dtype.
         check_dtype: False accepts another dtype of `out` than the call's; the bound stays that of the call's dtype.
-        the_same_arguments: the kernel's keyword arguments. Their names tell which of FlashInfer's four calls it is
-            (`lab.calls.DecodeCall`, `ContextCall`, `MLADecodeCall`, `RaggedContextCall`). They are read as they are now,
-            and none is written. `workspace_buffer` may be left out.
+        the_same_arguments: the kernel's keyword arguments. Their names determine which of FlashInfer's four calls it is
+            (`lab.calls.DecodeCall`, `ContextCall`, `MLADecodeCall`, `RaggedContextCall`). Their present contents are read, and
+            none is written. `workspace_buffer` may be left out.
 
     Raises:
-        AssertionError: the output or the LSE is wrong; it names row, request, head, error and bound of the worst vectors,
-            or the factor by which a group of vectors is off.
-        TypeError: the arguments are those of none of the calls.
-        ValueError: the arguments make no sense, `out` lies in the query's memory, or the truth is not finite.
+        AssertionError: the output or the LSE is wrong. The message has row, request, head, error and bound of the worst
+            vectors, or the factor by which a group of vectors is wrong.
+        TypeError: the arguments belong to none of the calls.
+        ValueError: the arguments contradict each other, `out` lies in the query's memory, or the expected result is not finite.
         NotImplementedError: the lab does not model an argument.
     """
     call = _call_of({"workspace_buffer": None} | the_same_arguments)
@@ -99,7 +99,9 @@ def _call_of(arguments: dict[str, Any]) -> Any:
 
 
 def _wrong_form(problem: Problem, call: Any, out: Any, check_dtype: bool) -> list[str]:
-    """Return what is wrong with an output's type, shape and dtype; raise ValueError if it overwrote the query."""
+    """Return sentences about errors in an output's type, shape and dtype. Raise ValueError if the output
+    overwrote the query.
+    """
     if not isinstance(out, Tensor):
         return [f"the output is of type {type(out).__name__}, not a tensor"]
     expected = (*call.query.shape[:-1], problem.v_head_dim)
@@ -116,7 +118,7 @@ def _wrong_form(problem: Problem, call: Any, out: Any, check_dtype: bool) -> lis
 
 
 def _wrong_vectors(out: Tensor, truth: Truth | None) -> list[str]:
-    """Return what is wrong with an output's vectors; an empty text if no request has a row."""
+    """Return sentences about errors in an output's vectors; none if no request has a row."""
     if truth is None:
         return []
     rows = out.flatten(0, -3)[: len(truth.expected)]
@@ -125,7 +127,7 @@ def _wrong_vectors(out: Tensor, truth: Truth | None) -> list[str]:
 
 
 def _wrong_lse(problem: Problem, call: Any, lse: Any, truth: Truth | None) -> list[str]:
-    """Return what is wrong with an LSE: its type, shape and device, or its values."""
+    """Return sentences about errors in an LSE's type, shape and device, or in its values."""
     if not isinstance(lse, Tensor):
         return [f"the LSE is of type {type(lse).__name__}, not a tensor"]
     if tuple(lse.shape) not in (call.query.shape[:-1], problem.query.shape[:-1]):
@@ -142,11 +144,11 @@ def _wrong_lse(problem: Problem, call: Any, lse: Any, truth: Truth | None) -> li
 
 
 def truth_of_problem(problem: Problem, arithmetic: torch.dtype | None = None) -> Truth:
-    """Return the truth of a checked problem with rows. The K/V histories are read by its page tables or offsets.
+    """Return the expected results of a checked problem that has rows. K and V are read by its page tables or offsets.
 
     Args:
-        problem: posed by any of the four calls.
-        arithmetic: of the control; None: the query's dtype.
+        problem: a problem of any of the four calls.
+        arithmetic: dtype of the control's operands; None: the query's dtype.
     """
     offsets = problem.row_offsets()
     q_lens = [end - start for start, end in itertools.pairwise(offsets)]
@@ -170,7 +172,7 @@ def truth_of_problem(problem: Problem, arithmetic: torch.dtype | None = None) ->
 
 
 def _without_unseen(history: History, q_len: int, window_left: int) -> History:
-    """Return a history with zeros for keys before every row's window: an engine may have freed their pages."""
+    """Replace keys before every row's window by zeros, because an engine may have freed their pages."""
     unseen = max(0, len(history[0]) - q_len - window_left)
     k, v = (side.clone() for side in history)
     for side in (k, v):

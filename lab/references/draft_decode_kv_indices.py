@@ -20,9 +20,9 @@ def generate_draft_decode_kv_indices(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return the ragged K/V lists that SGLang's multi-step draft backends pass to their attention (0.5.11 to 0.5.23).
 
-    Step ``s`` of a draft reads, for each branch of each request, the request's prefix and the ``s + 1`` tokens that the
-    branch has drafted, the step's own included. A branch's draft slots follow the prefix in the request's row; with pages
-    and several branches, each branch has its own pages; its first page repeats the prefix's last, partly filled one.
+    Step ``s`` of a draft reads, for each branch of each request, the request's prefix and the ``s + 1`` tokens that the branch
+    has drafted, including the step's own. A branch's draft slots follow the prefix in the request's row; With pages and several
+    branches, each branch has its own pages, and its first page repeats the prefix's last page if that is partly filled.
 
     The arguments from ``window_size`` on are those of ``sglang/kernels/ops/speculative/cache_locs.py`` in 0.5.23.
 
@@ -30,26 +30,26 @@ def generate_draft_decode_kv_indices(
         req_pool_indices: ``[num_requests]`` int, each request's row of ``req_to_token``.
         req_to_token: ``[num_rows, row_width]`` int, slots by position, or pages by ``position // entry_page_size``.
         paged_kernel_lens: ``[num_requests]`` int, tokens of each prefix.
-        positions: ``[num_requests * topk]`` int, what ``kv_indptr`` is summed from: each prefix length, ``topk`` times.
-            ``kv_indices`` follows ``paged_kernel_lens`` alone. With other positions ``kv_indptr`` does not say where the lists
-            begin.
-        num_steps: ``speculative_num_steps``; that many lists are made although one fewer are read.
+        positions: ``[num_requests * topk]`` int, each prefix length ``topk`` times. ``kv_indptr`` is summed from them;
+            ``kv_indices`` depends only on ``paged_kernel_lens``. With other positions ``kv_indptr`` does not say where the
+            lists begin.
+        num_steps: ``speculative_num_steps``, the number of lists that are made. Only ``num_steps - 1`` of them are read.
         topk: branches per request.
         page_size: tokens per page.
         window_size: tokens at a prefix's end that a list keeps; 0 keeps the whole prefix. Drafted tokens are always kept.
-        sink_size: tokens at a prefix's start that a list keeps besides; 0 without a window. ``kv_indptr`` counts at most
-            ``window_size + sink_size`` tokens of each of ``positions``.
-        entry_page_size: tokens that an entry of ``req_to_token`` covers: 1, or ``page_size`` where entries are pages.
-        v2p: ``[num_virtual_pages]`` int, the physical page of each virtual one, where ``req_to_token`` has virtual slots or
-            pages. A virtual slot below 0, or one whose page has none (below 0), is slot 0.
+        sink_size: tokens at a prefix's start that a list with a window keeps too; 0 without a window. ``kv_indptr`` counts at
+            most ``window_size + sink_size`` tokens of each of ``positions``.
+        entry_page_size: tokens that an entry of ``req_to_token`` covers: 1, or ``page_size`` if entries are pages.
+        v2p: ``[num_virtual_pages]`` int, the physical page of each virtual page, if ``req_to_token`` has virtual slots or
+            pages. A virtual slot becomes slot 0 if it is below 0 or its page is below 0.
 
     Returns:
-        (kv_indices, kv_indptr), each a list with one int64 tensor per step: the slots of all requests' branches end to
-        end, and ``[num_requests * topk + 1]`` boundaries that start with 0.
+        (kv_indices, kv_indptr), each a list with one int64 tensor per step: the slots of all branches of all requests without
+        gaps, and ``[num_requests * topk + 1]`` boundaries that start with 0.
 
     Raises:
-        ValueError: a length is negative, a branch's draft slots lie beyond the end of its row, a virtual page beyond the end
-            of ``v2p``, ``sink_size`` is given without a window, or ``entry_page_size`` is neither 1 nor ``page_size``.
+        ValueError: a length is negative, a branch's draft slots lie beyond the end of its row, a virtual page lies beyond the
+            end of ``v2p``, ``sink_size`` is given without a window, or ``entry_page_size`` is neither 1 nor ``page_size``.
     """
     lens, rows = paged_kernel_lens.tolist(), req_pool_indices.tolist()
     _check(lens, page_size, window_size, sink_size, entry_page_size)
@@ -85,7 +85,7 @@ def generate_draft_decode_kv_indices(
 def draft_start(length: int, branch: int, *, num_steps: int, topk: int, page_size: int) -> int:
     """Return the position in a request's row where a branch's draft slots begin.
 
-    With pages and several branches, each branch continues in a copy of the prefix's last, partly filled page.
+    With pages and several branches, each branch continues in its own copy of the prefix's last page, if that is partly filled.
     """
     if page_size == 1 or topk == 1:
         return length + branch * num_steps
@@ -95,7 +95,9 @@ def draft_start(length: int, branch: int, *, num_steps: int, topk: int, page_siz
 
 
 def kept_positions(length: int, window_size: int, sink_size: int) -> list[int]:
-    """Return the positions of a prefix that a list keeps: all, or the first `sink_size` and the last `window_size`."""
+    """Return the positions of a prefix that a list keeps: all, or with a window the first `sink_size` and the last
+    `window_size`.
+    """
     return [at for at in range(length) if not window_size or at < sink_size or at >= length - window_size]
 
 

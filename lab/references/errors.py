@@ -1,8 +1,8 @@
-"""The distance of an output from the truth, and the distance that is allowed: per (row, head), by a measured control.
+"""The error of an output vector, and the bound of the error, which is measured on a control.
 
-The measure is the relative L2 error of each output vector. The allowance is what plain low-precision arithmetic of
-the same dtypes makes of the same inputs, measured, times a small factor: no absolute tolerance, no budget of wrong
-elements.
+The error is the relative L2 error of the output vector of each row and head. The control is plain low-precision arithmetic of
+the same dtypes on the same inputs. The bound is the control's error times a small factor. There is no absolute tolerance and no
+allowed number of wrong elements.
 """
 
 import math
@@ -29,8 +29,8 @@ LARGEST_BOUND = 0.5
 def relative_l2(out: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Return ‖out - expected‖ / ‖expected‖ of each vector, float64 [num_rows, num_heads].
 
-    NaN or infinity in either gives infinity. Where `expected` is zero, an exact zero is right and all else is
-    infinitely wrong.
+    If either vector has NaN or infinity, the error is infinity. If `expected` is zero, the error of an exact zero is 0, and of
+    any other vector infinity.
 
     Args:
         out, expected: [num_rows, num_heads, head_dim], any float dtype.
@@ -65,13 +65,13 @@ def eager_attention(
     Args:
         query, keys, values, visible, softmax: as in `lab.references.attention`.
         arithmetic: dtype of the operands of both products: float16, bfloat16, e4m3 or float32.
-        out_dtype: of the result.
+        out_dtype: dtype of the result.
 
     Returns:
         [batch, q_len, num_qo_heads, v_head_dim] in `out_dtype`.
 
     Raises:
-        TypeError, ValueError: as `lab.references.attention`.
+        TypeError, ValueError: see `lab.references.attention`.
     """
     terms = Softmax(**softmax)
     check_plain(query, keys, values, visible, terms)
@@ -107,7 +107,7 @@ def unchecked_eager_attention(
 
 
 def _of_each_group(rows: torch.Tensor, side: torch.Tensor) -> torch.Tensor:
-    """Return the products of query rows and their K/V head. Heads that share a K/V head form one matrix."""
+    """Multiply the query rows of each group of heads by their K/V head. Heads that share a K/V head form one matrix."""
     q_len = rows.shape[2]
     by_head = rows.unflatten(1, (side.shape[1], -1)).flatten(2, 3) @ side
     return (
@@ -129,8 +129,8 @@ class Comparison:
 
     Attributes:
         error: relative L2 of each vector, float64 [num_rows, num_heads].
-        bound: what it may be, float64 [num_rows, num_heads].
-        regression: of the output on the truth; None where a vector is wrong by itself, or there was none.
+        bound: largest allowed error of each vector, float64 [num_rows, num_heads].
+        regression: regression of the output on the expected output; None if a vector exceeds its bound or there are no vectors.
     """
 
     error: torch.Tensor
@@ -143,31 +143,33 @@ class Comparison:
 
     @property
     def faulty(self) -> torch.Tensor:
-        """Return the wrong vectors, or if there is none the biased group: bool [num_rows, num_heads]."""
+        """Return the wrong vectors, or if there are none the vectors of the biased group, bool [num_rows, num_heads]."""
         if self.regression is not None and self.regression.worst_ratio > 1:
             return self.wrong | self.regression.worst_group
         return self.wrong
 
     @property
     def wrong(self) -> torch.Tensor:
-        """Return the wrong vectors, bool [num_rows, num_heads]. An infinite error is wrong whatever the bound."""
+        """Return the wrong vectors, bool [num_rows, num_heads]. A vector with an infinite error is wrong for any bound."""
         return ~(self.error <= self.bound) | self.error.isinf()
 
     @property
     def ratio(self) -> torch.Tensor:
-        """Return the error over its bound, float64 [num_rows, num_heads]; 0 for no error."""
+        """Return each vector's error divided by its bound, float64 [num_rows, num_heads]; 0 for no error."""
         return torch.where(self.error == 0, torch.zeros_like(self.error), self.error / self.bound)
 
     @property
     def worst_ratio(self) -> float:
-        """Return the largest error over its bound, of vectors and slopes: at most 1 if the output is right, 0 if empty."""
+        """Return the largest ratio of an error to its bound, over vectors and slopes: at most 1 if the output is right, 0 if it
+        is empty.
+        """
         of_slopes = 0.0 if self.regression is None else self.regression.worst_ratio
         return max(float(self.ratio.max()), of_slopes) if self.error.numel() else of_slopes
 
     def worst(self, count: int) -> list[tuple[int, int]]:
-        """Return (row, head) of the vectors with the largest error over its bound, at most `count`, the worst first.
+        """Return (row, head) of at most `count` vectors with the largest ratio of error to bound, the worst first.
 
-        Those that are at fault come before others.
+        Wrong vectors come before right ones.
         """
         ranked = torch.where(self.faulty, self.ratio, self.ratio - self.ratio.amax() - 1)
         indices = ranked.flatten().topk(min(count, self.error.numel())).indices.tolist()
@@ -177,17 +179,17 @@ class Comparison:
 def compare(
     out: torch.Tensor, expected: torch.Tensor, control: torch.Tensor, groups: torch.Tensor | None = None
 ) -> Comparison:
-    """Compare an output with the truth, allowing CONTROL_FACTOR times the control's error.
+    """Compare an output with the expected one. The bound is CONTROL_FACTOR times the control's error.
 
-    One vector's control error is a matter of luck, so the allowance is the largest in its group: the rows of one
-    request, all heads. A vector whose truth is zero must be zero exactly, and allows the others nothing.
+    One vector's control error is random, so all vectors of a group share the largest one. A group is the rows of one request,
+    with all heads. A vector that is expected to be zero must be exactly zero, and its control error does not count.
 
     Args:
         out, expected, control: [num_rows, num_heads, head_dim]; expected in float64.
-        groups: int64 [num_rows], the request of each row; None makes one group of all.
+        groups: int64 [num_rows], the request of each row; None: all rows are one group.
 
     Raises:
-        ValueError: the shapes differ, or `expected` or `control` is not finite: they could not judge anything.
+        ValueError: the shapes differ, or `expected` or `control` is not finite.
     """
     for name, values in (("expected", expected), ("control", control)):
         if not bool(values.to(torch.float64).isfinite().all()):

@@ -1,7 +1,7 @@
-"""The metadata that each forward mode must give a TRT-LLM kernel, of MHA or of MLA, written one request at a time.
+"""The right metadata of each forward mode for a TRT-LLM kernel, of MHA or MLA, computed one request at a time.
 
-The batch and the pool are read by attribute name, so anything shaped like ``lab.metadata``'s ``ForwardBatch`` and
-``KVPool`` will do. Device tensors are read freely: this defines what is right, and is never fast.
+The batch and the pool are read by attribute name, so any objects with the attributes of ``lab.metadata``'s ``ForwardBatch`` and
+``KVPool`` can be passed. The host reads device tensors: this code defines the right result and need not be fast.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ForwardMetadata:
-    """The right metadata in plain numbers. Page tables list each request's live pages only."""
+    """The right metadata as Python numbers. Page tables list only each request's live pages."""
 
     cache_seqlens: list[int]
     max_seq_len_q: int
@@ -27,11 +27,11 @@ def forward_metadata(batch: Any, pool: Any) -> ForwardMetadata:
     """Return the metadata of one forward pass (SGLang 0.5.23; the first draft extend as in 0.5.13).
 
     Args:
-        batch: forward_mode (an enum member, read by its name), num_tokens, spec_info, and int tensors
+        batch: an object with forward_mode (an enum member, read by its name), num_tokens, spec_info, and int tensors:
             req_pool_indices, seq_lens and extend_seq_lens or extend_seq_lens_cpu, [batch_size] each, and out_cache_loc,
             [num_tokens].
-        pool: req_to_token, int [num_rows, row_width], slots by position; page_size; max_context_len; full_to_swa, int
-            [num_slots], or None; v2p, int [num_virtual_pages], or None, if there is such an attribute.
+        pool: an object with req_to_token, int [num_rows, row_width], slots by position; page_size; max_context_len;
+            full_to_swa, int [num_slots], or None; and optionally v2p, int [num_virtual_pages], or None.
 
     Raises:
         ValueError: the mode runs no attention.
@@ -54,15 +54,15 @@ def forward_metadata(batch: Any, pool: Any) -> ForwardMetadata:
 
 
 def zigzag_forward_metadata(batch: Any, pool: Any, num_ranks: int, rank: int) -> tuple[list[int], ForwardMetadata]:
-    """Return a rank's rows of an extend with context parallelism in zigzag, and the metadata of its call (SGLang 0.5.23).
+    """Return a rank's rows of an extend with zigzag context parallelism, and the metadata of its call (SGLang 0.5.23).
 
-    The new tokens of each request are dealt one by one to twice as many blocks as there are ranks, which says how long each
-    block is; the blocks follow each other in the request. A rank has the block of its number from the front, and that from
-    the back: its call has the first blocks of all requests, then the last ones, each as a request of its own.
+    The new tokens of each request are divided into 2 * num_ranks consecutive blocks. Dealing the tokens to the blocks one by
+    one determines the blocks' lengths. Rank r has block r from the front and block r from the back. Its call has the front
+    blocks of all requests, then the back blocks, each as a request of its own.
 
     Args:
-        batch, pool: as in `forward_metadata`; the mode is one that prefills.
-        num_ranks, rank: of the group.
+        batch, pool: as in `forward_metadata`. The mode is a prefill.
+        num_ranks, rank: number of ranks in the group, and this rank.
     """
     blocks = 2 * num_ranks
     whole = forward_metadata(batch, pool)
@@ -95,7 +95,7 @@ def zigzag_forward_metadata(batch: Any, pool: Any, num_ranks: int, rank: int) ->
 def encoder_only_verify(batch: Any, pool: Any) -> tuple[list[int], list[list[int]]]:
     """Return the keys and the live pages of each query row of a verification on an encoder-only layer.
 
-    A row sees all keys of its request, those of the rows after it too, so that it is a request of one row (SGLang 0.5.23).
+    A row sees all keys of its request, also the keys of later rows. So each row is a request of one row (SGLang 0.5.23).
 
     Args:
         batch, pool: as in `forward_metadata`.
@@ -122,14 +122,15 @@ class MLAForwardMetadata:
 def mla_forward_metadata(batch: Any, pool: Any, *, counts_draft: bool, block: int | None = None) -> MLAForwardMetadata:
     """Return the metadata of one pass on the MLA decode kernel (SGLang 0.5.23).
 
-    Each request has a block of rows, as long as the longest request's: its own rows first, padding after them. A block of a
-    ragged verification is as long as its draft, however few rows are verified. The kernel
-    puts a block's last row at the last key. So a length counts the padding, and page 0 stands where only padding looks.
+    Each request has a block of rows: its own rows, then padding up to the longest request's number of rows. In a ragged
+    verification a block has the rows of a whole draft, even if fewer rows are verified. The kernel puts a block's last row at
+    the last key. So a length counts the padding, and pages that only padding reads are page 0.
 
     Args:
         batch, pool: as in `forward_metadata`.
-        counts_draft: True if a draft step's length counts the tokens drafted so far, its own among them; SGLang's does not.
-        block: rows of a request's block, fixed by a graph; None: the longest request's rows.
+        counts_draft: True if a draft step's length counts the tokens drafted so far, including its own. SGLang's length does
+            not.
+        block: rows of a block, fixed by a graph; None: the longest request's number of rows.
 
     Raises:
         ValueError: the mode runs no attention.
@@ -152,15 +153,15 @@ def mla_forward_metadata(batch: Any, pool: Any, *, counts_draft: bool, block: in
 
 
 def mla_prefix_chunks(batch: Any, pool: Any, capacity: int) -> list[list[list[int]]]:
-    """Return the slots of the cached tokens that each call of a prefill takes, per chunk and request.
+    """Return, for each chunk of a prefill and each request, the slots of the cached tokens in the chunk.
 
     Args:
         batch: as in `forward_metadata`, with extend_prefix_lens.
         pool: as in `forward_metadata`.
-        capacity: most tokens of a chunk, shared equally by the requests.
+        capacity: most tokens of a chunk; requests share them equally.
 
     Raises:
-        ValueError: `capacity` has no token for each request.
+        ValueError: `capacity` is below the number of requests.
     """
     remaining = [
         pool.req_to_token[row, :prefix].tolist()
@@ -176,13 +177,13 @@ def mla_prefix_chunks(batch: Any, pool: Any, capacity: int) -> list[list[list[in
 
 
 def mla_dcp_metadata(keys: int, row: int, pool: Any, size: int, rank: int) -> tuple[int, list[int]]:
-    """Return the tokens of a request that a rank of decode context parallelism holds, and their pages in order.
+    """Return how many tokens of a request a rank of decode context parallelism holds, and their pages in order.
 
     Args:
-        keys: tokens of the request.
-        row: of the request in ``req_to_token``.
-        pool: as in `forward_metadata`; its pages hold ``page_size / size`` tokens of each rank.
-        size, rank: of the group; position p belongs to rank p % size.
+        keys: number of tokens of the request.
+        row: the request's row in ``req_to_token``.
+        pool: as in `forward_metadata`. A page holds ``page_size / size`` tokens of each rank.
+        size, rank: number of ranks in the group, and this rank. Position p belongs to rank p % size.
     """
     page_size = pool.page_size // size
     own = [position for position in range(keys) if position % size == rank]
@@ -190,7 +191,7 @@ def mla_dcp_metadata(keys: int, row: int, pool: Any, size: int, rank: int) -> tu
 
 
 def query_length(batch: Any, i: int) -> int:
-    """Return the query rows of request ``i``, its new tokens in this pass; raise ValueError for PREBUILT."""
+    """Return the number of query rows of request ``i``, its new tokens in this pass. Raise ValueError for PREBUILT."""
     mode = batch.forward_mode.name
     if mode in ("DECODE", "IDLE"):
         return 1
@@ -203,10 +204,10 @@ def query_length(batch: Any, i: int) -> int:
 
 
 def key_length(batch: Any, i: int) -> int:
-    """Return the keys that the last query row of request ``i`` may see, itself included.
+    """Return how many keys the last query row of request ``i`` may see, including its own.
 
-    Drafting and verification are the passes whose ``seq_lens`` stops at the last accepted token. Step s of a draft
-    adds the tokens of steps 0 to s; verification adds all its rows. A frozen-KV draft (step -1) has no tokens to add.
+    In draft steps and verification ``seq_lens`` stops at the last accepted token. Step s of a draft adds the tokens of steps 0
+    to s; verification adds all its rows. A frozen-KV draft (step -1) has no tokens to add.
     """
     mode, length = batch.forward_mode.name, int(batch.seq_lens[i])
     if mode in ("DECODE", "IDLE") and batch.spec_info is not None:
@@ -218,10 +219,10 @@ def key_length(batch: Any, i: int) -> int:
 
 
 def live_pages(row: int, length: int, pool: Any, full_to_swa: Tensor | None = None) -> list[int]:
-    """Return the pages that hold the first ``length`` tokens of a request, in order, at most a full context of them.
+    """Return the pages that hold the first ``length`` tokens of a request, in order, at most the pages of a full context.
 
-    With ``full_to_swa``, pages of the sliding-window pool instead. Slots divide by floor: slot -1 is page -1. Where slots are
-    virtual, the full pool's page is that of ``v2p``: the sink, page 0, for a slot of -1 and for a page that has none.
+    With ``full_to_swa`` they are pages of the sliding-window pool. Division rounds down: slot -1 is in page -1. If slots are
+    virtual, ``v2p`` gives the full pool's page. It is page 0, the sink, for slot -1 and for a virtual page that has none.
     """
     pages = []
     v2p = getattr(pool, "v2p", None)

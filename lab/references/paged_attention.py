@@ -1,7 +1,7 @@
-"""Softmax attention in float64 over a paged K/V cache, whose keys are looked up through a page table.
+"""Softmax attention in float64 over a paged K/V cache. Keys are looked up through a page table.
 
-Requests are padded together only so that a GPU has enough to do at once; what no row sees is zero before any arithmetic
-that would keep it.
+Requests are padded and solved together, so that a GPU has enough work at a time. Keys that no row sees are set to zero first,
+because 0 times NaN is NaN.
 """
 
 import math
@@ -25,13 +25,13 @@ GPU_PIECE_ELEMENTS = 2**28  # launches, not memory, are what a GPU is short of
 def paged_attention(problem: PagedAttention) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Solve a checked problem in float64 and round the result once, to `problem.out_dtype`.
 
-    Rows after the last request's are padding: zero, with an LSE of -inf, with sinks too.
+    Rows after the last request's rows are padding. Their output is zero and their LSE is -inf, even if there are sinks.
 
     Returns:
         out [num_rows, num_qo_heads, v_head_dim] and lse_log2 float32 [num_rows, num_qo_heads], or None.
 
     Raises:
-        ValueError: a length, offset or page id that `lab.calls.check_values` refuses.
+        ValueError: `lab.calls.check_values` refuses a length, an offset or a page id.
     """
     out, lse_log2 = problem.results()
     if len(problem.query) == 0:
@@ -66,7 +66,7 @@ def _planned_on_host(problem: PagedAttention) -> PagedAttention:
 
 
 class _Block(NamedTuple):
-    """Consecutive query rows of one request, and the span of keys that any of them may see."""
+    """Consecutive query rows of one request, and the range of keys that at least one of them may see."""
 
     request: int
     first_row: int  # in the query
@@ -80,16 +80,18 @@ class _Block(NamedTuple):
 
 
 class _Piece:
-    """Blocks that are solved together, padded to the longest. Indices are made on the host, where reading them costs no wait.
+    """Blocks that are solved together, padded to the longest. Indices are computed on the host, where reading them is fast.
 
-    Keys are counted from each block's first page on.
+    Keys of a block are counted from its first page on.
 
     Attributes:
-        tiles: of the blocks' keys, in whole pages.
-        request, kv_len, first_key: of each block, int64 [len(blocks)]; the last is the position of key 0 in its request.
-        positions, query_rows: of each block's rows, int64 [len(blocks), num_rows]; anything after its last row.
-        places, rows: the rows that exist, int64 each: in the piece, block * num_rows + row, and in the query.
-        k_pages, v_pages: page ids of each tile, int64 [requests * pages]; 0 where no row of a block may see the page.
+        tiles: tiles of the blocks' keys, in whole pages.
+        request, kv_len, first_key: each block's request, the request's number of keys, and the position of the block's key 0,
+            int64 [len(blocks)].
+        positions, query_rows: each row's position in its request, and its index in the query, int64 [len(blocks), num_rows].
+            Values after a block's last row are undefined.
+        places, rows: indices of the existing rows, int64: in the piece (block * num_rows + row), and in the query.
+        k_pages, v_pages: page ids of each tile, int64 [requests * pages]; 0 if no row of a block may see the page.
     """
 
     def __init__(self, problem: PagedAttention, blocks: list[_Block]) -> None:
@@ -135,7 +137,7 @@ class _Piece:
         ]
 
     def unseen(self, tile: Tile) -> Sequence[torch.Tensor]:
-        """Return (request, key), int64 each, of every key of a tile that no row of its block sees; () if all are seen."""
+        """Return (requests, keys), int64, of all keys of a tile that no row of their block sees; () if all are seen."""
         start, end = self._seen_from[tile.first_request :], self._seen_to[tile.first_request :]
         if int(start.max()) <= tile.start and tile.end <= int(end.min()):
             return ()
@@ -145,7 +147,7 @@ class _Piece:
 
 
 def _moved(device: torch.device, *indices: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return int64 host tensors on a device, moved in one copy."""
+    """Move int64 host tensors to a device in one copy."""
     if device.type == "cpu":
         return indices
     flat = torch.cat([each.flatten() for each in indices]).to(device, non_blocking=True)
@@ -257,9 +259,9 @@ def _unmasked(mask: torch.Tensor, rows: torch.Tensor, draft_tokens: torch.Tensor
     """Return the keys that XQA's packed draft mask leaves visible: bool [batch, q_len, kv_len].
 
     Args:
-        mask: its words as int32 [batch, q_len, words].
-        rows: [batch, q_len], the row's index among its request's rows.
-        draft_tokens: [batch, kv_len], the key's index among the draft tokens; negative for the keys before them.
+        mask: the mask's words as int32 [batch, q_len, words].
+        rows: [batch, q_len], index of each row in its request.
+        draft_tokens: [batch, kv_len], index of each key in the draft; negative for keys before the draft.
     """
     q_len = mask.shape[1]
     shown = shown_draft_tokens(mask)

@@ -1,4 +1,4 @@
-"""The checks of attention's arguments on plain tensors, by shapes, dtypes and, on a CPU, for NaN."""
+"""Check the arguments of `lab.references.attention`: shapes, dtypes and, on a CPU, NaN."""
 
 import torch
 from torch import Tensor
@@ -10,11 +10,11 @@ FLOAT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def check_plain(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softmax: Softmax) -> None:
-    """Raise an error unless the arguments are `lab.references.attention`'s.
+    """Raise an error unless `lab.references.attention` can take the arguments.
 
     Raises:
-        TypeError: an argument of the wrong type or dtype.
-        ValueError: a shape or device that does not go with the others; on a CPU, NaN in query, sinks or a scale.
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: shapes or devices contradict each other, or on a CPU query, sinks or a scale contain NaN.
     """
     expected = "[batch, {}, heads, head_dim]"
     for name, tensor, length in (("query", query, "q_len"), ("keys", keys, "kv_len"), ("values", values, "kv_len")):

@@ -1,4 +1,4 @@
-"""Quantised K/V caches, e4m3 and NVFP4: from their stored form to float64 and back."""
+"""Quantised K/V caches, e4m3 and NVFP4: convert the stored form to float64 and back."""
 
 import torch
 
@@ -11,26 +11,26 @@ E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def saturated(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `values` clamped to ±448 if `dtype` is e4m3 (PTX `cvt.satfinite`). NaN stays."""
+    """Return `values`, clamped to ±448 if `dtype` is e4m3 (PTX `cvt.satfinite`). NaN stays NaN."""
     return values.clamp(-E4M3_MAX, E4M3_MAX) if dtype == E4M3 else values
 
 
 def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `values` in `dtype`, `saturated` first."""
+    """Return `values` converted to `dtype`, after `saturated`."""
     return saturated(values, dtype).to(dtype)
 
 
 def quantize_e4m3(values: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return `values / scale` in e4m3 of the same shape, saturated at ±448 as an engine's cache write does."""
+    """Return `values / scale` in e4m3, same shape, saturated at ±448 as an engine does when it writes a cache."""
     return rounded(values / scale, E4M3)
 
 
 def dequantize_nvfp4(packed: torch.Tensor, scale_factors: torch.Tensor) -> torch.Tensor:
-    """Return NVFP4 as float64, before the global scale, which travels in bmm1_scale and bmm2_scale.
+    """Return NVFP4 values in float64, without the global scale, which is part of bmm1_scale and bmm2_scale.
 
     Args:
-        packed: uint8 [..., head_dim // 2], the even element of a pair in the low four bits.
-        scale_factors: e4m3 [..., head_dim // 16], one for each 16 elements, in plain order.
+        packed: uint8 [..., head_dim // 2]. The even element of a pair is in the low four bits.
+        scale_factors: e4m3 [..., head_dim // 16], one per 16 elements, in plain order.
 
     Returns:
         float64 [..., head_dim].
@@ -47,7 +47,7 @@ def quantize_nvfp4(values: torch.Tensor, global_scale: float) -> tuple[torch.Ten
 
     Args:
         values: [..., head_dim], any float dtype, head_dim a multiple of 16.
-        global_scale: of the whole cache.
+        global_scale: the scale of the whole cache.
 
     Returns:
         packed uint8 [..., head_dim // 2], scale factors e4m3 [..., head_dim // 16], as `dequantize_nvfp4` reads them.

@@ -14,13 +14,13 @@ from lab.references.softmax_attention import unchecked_attention, visible_keys
 def ragged_attention(problem: RaggedAttention) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Solve a checked problem in float64 and round the result once, to `problem.out_dtype`.
 
-    Rows after the last request's are padding: zero, with an LSE of -inf, with sinks too.
+    Rows after the last request's rows are padding. Their output is zero and their LSE is -inf, even if there are sinks.
 
     Returns:
         out [num_rows, num_qo_heads, v_head_dim] and lse_log2 float32 [num_rows, num_qo_heads], or None.
 
     Raises:
-        ValueError: a length or offset that `lab.calls.check_ragged_values` refuses.
+        ValueError: `lab.calls.check_ragged_values` refuses a length or an offset.
     """
     out, lse_log2 = problem.results()
     if problem.query.device.type != "cpu":  # on a CPU the call has been checked already
@@ -38,7 +38,9 @@ def ragged_attention(problem: RaggedAttention) -> tuple[torch.Tensor, torch.Tens
 
 
 def _blocks(problem: RaggedAttention) -> Iterator[tuple[slice, slice, int]]:
-    """Yield (rows of one request, all its keys, the first row's position); few rows at once, so that the scores stay small."""
+    """Yield (rows of one request, all keys of the request, the first row's position). Blocks are small, so that scores stay
+    small.
+    """
     q_offsets, kv_offsets = problem.cu_seqlens_q.tolist(), problem.cu_seqlens_kv.tolist()
     for request in range(problem.batch_size):
         q_start, q_end = q_offsets[request : request + 2]

@@ -1,8 +1,8 @@
-"""The regression of an output on the truth: a bias that no vector shows by itself is the slope of many together.
+"""The regression of an output on the expected output. It finds a bias that is within the bound of every single vector.
 
-A vector's slope is sum(out * exact) / sum(exact ** 2); that of a group of vectors is the mean of theirs, so that long and short
-vectors count equally. For a right kernel it differs from 1 by rounding alone. Rounding errors of different vectors are
-independent, so the mean's error falls with the square root of their number.
+A vector's slope is sum(out * exact) / sum(exact ** 2). The slope of a group is the mean of its vectors' slopes, so that long
+and short vectors count equally. For a right kernel it differs from 1 only by rounding. Rounding errors of different vectors are
+independent, so the mean's error falls with the square root of the number of vectors.
 """
 
 import math
@@ -30,13 +30,13 @@ LN2 = math.log(2.0)
 
 @dataclass(frozen=True, eq=False)
 class Regression:
-    """Slopes of the groups of vectors of one output, the plainest groups first.
+    """The slopes of groups of vectors in one output. The groups are: all vectors, heads, requests, rows.
 
     Attributes:
-        words: of each group: "of head 3"; empty for all vectors.
-        labels: int64 [num_kinds, num_rows, num_heads]: of each kind, the vector's group.
+        words: the name of each group, such as "of head 3"; empty for all vectors.
+        labels: int64 [num_kinds, num_rows, num_heads], the number of each vector's group in each kind of groups.
         slope: float64 [num_groups].
-        bound: float64 [num_groups], what |slope - 1| may be.
+        bound: float64 [num_groups], largest allowed |slope - 1|.
     """
 
     words: tuple[str, ...]
@@ -46,7 +46,7 @@ class Regression:
 
     @property
     def ratio(self) -> Tensor:
-        """Return each slope's distance from 1 over its bound, float64 [num_groups]."""
+        """Return |slope - 1| divided by its bound, float64 [num_groups]."""
         return (self.slope - 1).abs() / self.bound
 
     @property
@@ -60,7 +60,7 @@ class Regression:
         return (self.labels == int(self.ratio.argmax())).any(dim=0)
 
     def sentence(self) -> str:
-        """Return a sentence: by which factor the group with the largest ratio is off."""
+        """Return a sentence with the factor by which the group with the largest ratio is wrong."""
         worst = int(self.ratio.argmax())
         slope, bound = float(self.slope[worst]), float(self.bound[worst])
         above = slope > 1
@@ -73,18 +73,20 @@ class Regression:
 def regress(
     out: Tensor, expected: Tensor, control: Tensor, lse_log2: Tensor, request_of_row: Tensor, arithmetic: torch.dtype
 ) -> Regression:
-    """Return the slopes of all vectors, of each head, of each request, and of each row by its place in its request.
+    """Return the slopes of these groups: all vectors, each head, each request, and all rows with the same place in their
+    request.
 
-    A slope's bound is `DEVIATIONS` of a mean's standard deviation, that of one vector over the square root of their number:
-    one rounding, in `arithmetic` or the control's dtype, and the control's own slopes' deviation. Vectors of equal LSE count
-    as one, for their weights may be equal. What the control is off in common is allowed besides. Vectors of zeros are in no
-    group, and there are no groups where e4m3 rounds the weights, whose few bits make a bias of percent, another in each kernel.
+    A slope's bound is `DEVIATIONS` times the standard deviation of the group's mean. One vector's standard deviation is that of
+    one rounding, in `arithmetic` or the control's dtype, plus that of the control's slopes; the mean divides it by the square
+    root of the number of vectors. Vectors with equal LSE count as one vector, because their weights may be equal. The bias of
+    the control is added to the bound. Vectors of zeros are in no group. There are no groups if e4m3 rounds the weights: its few
+    bits cause a bias of some percent, which differs from kernel to kernel.
 
     Args:
         out, expected, control: [num_rows, num_heads, head_dim]; expected in float64.
         lse_log2: float64 [num_rows, num_heads].
-        request_of_row: int64 [num_rows], rows of a request together.
-        arithmetic: of the control.
+        request_of_row: int64 [num_rows], the request of each row. Rows of a request are consecutive.
+        arithmetic: dtype of the control's operands.
     """
     size = expected.square().sum(dim=-1)
     counted = size > 0
@@ -117,7 +119,9 @@ def regress(
 
 
 def _kinds(request_of_row: Tensor, num_heads: int) -> Iterator[tuple[list[str], Tensor]]:
-    """Yield for each kind of group (the groups' names, the groups' vectors broadcastable to [num_rows, num_heads])."""
+    """Yield, for each kind of groups, the groups' names and the group number of each vector, broadcastable to [num_rows,
+    num_heads].
+    """
     device = request_of_row.device
     yield [""], torch.zeros(1, 1, dtype=torch.int64, device=device)
     yield [f" of head {head}" for head in range(num_heads)], torch.arange(num_heads, device=device).unsqueeze(0)

@@ -1,8 +1,8 @@
 """The one algorithm of the references: softmax attention in float64. K and V are converted one tile at a time.
 
-`attention` is the definition; an end-to-end check passes it a request's K/V history as it was written. It walks the tiles
-twice: for all scores, and after the softmax for the sums. A tile is a range of keys, of all requests that are long enough. It
-is converted to float64, multiplied and dropped:
+`attention` is the definition. An end-to-end check passes it a request's K/V history as it was written. The algorithm walks the
+tiles twice: once for all scores, and after the softmax once for the sums. A tile is a range of keys in all requests that are
+long enough. It is converted to float64, multiplied and dropped:
 
     request 0  | tile 0 | tile 1 |
     request 1  | tile 0 | tile 1 | tile 2          | tile 3          |
@@ -34,13 +34,13 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute grouped-query softmax attention in float64.
 
-    Query head h reads K/V head h // (num_qo_heads / num_kv_heads). A sink is one more logit per head: it enlarges the
-    softmax's denominator and brings no value. A row that sees no key is zero.
+    Query head h reads K/V head h // (num_qo_heads / num_kv_heads). A sink is one more logit per head: it increases the
+    softmax's denominator and has no value. The output of a row that sees no key is zero.
 
     Args:
         query: [batch, q_len, num_qo_heads, head_dim], any float dtype.
-        keys: [batch, kv_len, num_kv_heads, head_dim], dequantised; finite, even where not visible.
-        values: [batch, kv_len, num_kv_heads, v_head_dim], likewise.
+        keys: [batch, kv_len, num_kv_heads, head_dim], dequantised, and finite even where not visible.
+        values: [batch, kv_len, num_kv_heads, v_head_dim], dequantised, and finite even where not visible.
         visible: bool [batch, q_len, kv_len].
         softmax: fields of `lab.calls.problem.Softmax`: bmm1_scale and bmm2_scale, 1 if left out, and sinks.
 
@@ -49,7 +49,7 @@ def attention(
         denominator (sink included), -inf where it is empty.
 
     Raises:
-        TypeError, ValueError: before any arithmetic; see `lab.references.plain_arguments.check_plain`.
+        TypeError, ValueError: `lab.references.plain_arguments.check_plain` refuses an argument, before any arithmetic.
     """
     terms = Softmax(**softmax)
     check_plain(query, keys, values, visible, terms)
@@ -59,7 +59,7 @@ def attention(
 def unchecked_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, softmax: Softmax
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `attention` for arguments that a call has checked. A NaN in a query shows in its output."""
+    """Compute `attention` for arguments that a call has checked. NaN in a query gives NaN in its output."""
     batch, kv_len, num_kv_heads, head_dim = keys.shape
     v_head_dim = values.shape[3]
     kv = TiledKV(
@@ -74,7 +74,7 @@ def unchecked_attention(
 
 
 class Tile(NamedTuple):
-    """Keys `start` to `end` of the requests from `first_request` on; the requests before it are shorter."""
+    """Keys `start` to `end` of the requests from `first_request` on. Requests before it are too short."""
 
     first_request: int
     start: int
@@ -82,7 +82,7 @@ class Tile(NamedTuple):
 
 
 class TiledKV(NamedTuple):
-    """K and V in tiles that are made on access: float64 [requests * num_kv_heads, keys, head_dim], V finite."""
+    """K and V in tiles that are converted on access: float64 [requests * num_kv_heads, keys, head_dim]. V is finite."""
 
     keys: Callable[[Tile], torch.Tensor]
     values: Callable[[Tile], torch.Tensor]
@@ -93,13 +93,13 @@ class TiledKV(NamedTuple):
 
 
 def tiles(kv_lens: list[int], elements: int, device: torch.device, step: int = 1) -> list[Tile]:
-    """Return the tiles of requests. Each has as many keys as may be in float64 at a time.
+    """Return the tiles of requests. A tile has as many keys as may be in float64 at a time.
 
     Args:
-        kv_lens: of the requests, ascending, multiples of `step`.
-        elements: of one key in K or in V.
-        device: that computes.
-        step: the keys of a tile are a multiple of it.
+        kv_lens: numbers of keys of the requests, ascending, multiples of `step`.
+        elements: number of elements of one key in K or in V.
+        device: the device that computes.
+        step: the number of keys of a tile is a multiple of `step`.
     """
     keys_at_once = (GPU_TILE_ELEMENTS if device.type == "cuda" else TILE_ELEMENTS) // max(elements, 1)
     found = []
@@ -114,7 +114,7 @@ def tiles(kv_lens: list[int], elements: int, device: torch.device, step: int = 1
 
 
 def in_float64(entries: torch.Tensor) -> torch.Tensor:
-    """Return K or V in float64, contiguous whatever the layout; the products would otherwise copy it again."""
+    """Return K or V in float64 as a contiguous tensor; otherwise the products would copy it again."""
     return entries.to(torch.float64, memory_format=torch.contiguous_format)
 
 
@@ -127,11 +127,11 @@ def attention_by_tiles(
     Args:
         query: [batch, q_len, num_qo_heads, head_dim].
         kv: K and V of the batch.
-        visible: makes bool [batch, q_len or 1, kv_len], when a GPU is busy with the scores.
-        softmax: its terms.
+        visible: returns bool [batch, q_len or 1, kv_len]. It is called while a GPU is busy with the scores.
+        softmax: scales and sinks.
 
     Returns:
-        out and lse_log2, as `attention`.
+        out and lse_log2, as `attention` returns them.
     """
     batch, q_len, num_qo_heads, _ = query.shape
     num_kv_heads = kv.num_kv_heads
@@ -172,7 +172,7 @@ def attention_by_tiles(
 
 
 def _write_products(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Write matrix products to a part of a tensor. A CPU would write to a strided part one matrix at a time."""
+    """Write matrix products to a part of a tensor. On a CPU torch would write to a strided part one matrix at a time."""
     if out.is_cuda or out.is_contiguous():
         torch.bmm(left, right, out=out)
     else:
@@ -187,14 +187,14 @@ def visible_keys(
     causal: bool,
     window_left: int,
 ) -> torch.Tensor:
-    """Return the keys that each row sees: bool [batch, q_len, kv_len], or [batch, 1, kv_len] where all rows see the same.
+    """Return the keys that each row sees: bool [batch, q_len, kv_len], or [batch, 1, kv_len] if all rows see the same keys.
 
     Args:
-        query_positions: [batch, q_len], position of each row in its request; negative for a row before its first key.
+        query_positions: [batch, q_len], position of each row in its request; negative for a row before the first key.
         key_positions: [batch, kv_len].
-        kv_lens: [batch], keys that exist.
-        causal: a row at position p sees keys up to p.
-        window_left: and, unless it is -1, none before p - window_left (FlashInfer's inclusive window).
+        kv_lens: [batch], number of existing keys.
+        causal: a row at position p sees no key after p.
+        window_left: a row at position p sees no key before p - window_left (FlashInfer's inclusive window); -1: no window.
     """
     rows, keys = query_positions.unsqueeze(2), key_positions.unsqueeze(1)
     visible = (keys >= 0) & (keys < kv_lens[:, None, None])

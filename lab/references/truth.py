@@ -1,4 +1,4 @@
-"""The truth of a request's query rows, from its K/V history alone, and what low-precision arithmetic makes of them."""
+"""The expected results of requests' query rows, computed from K/V histories only, and the control in low precision."""
 
 import math
 from collections.abc import Iterator
@@ -24,15 +24,15 @@ LSE_LOG2_RELATIVE_BOUND = 1e-5
 
 @dataclass(frozen=True, eq=False)
 class Truth:
-    """The right output of a call or a pass, and what bounds its error.
+    """The expected results of a call or a pass, and the control that bounds the error.
 
     Attributes:
         expected: float64 [num_rows, num_qo_heads, head_dim].
-        control: the same in the output's dtype, by low-precision arithmetic.
-        lse_log2: float64 [num_rows, num_qo_heads], -inf where nothing is seen.
-        request_of_row: int64 [num_rows].
-        arithmetic: of the control.
-        shared_error: common relative error that a right kernel may have in all vectors.
+        control: the same output computed in low precision, in the output's dtype.
+        lse_log2: float64 [num_rows, num_qo_heads], -inf where a row sees no key.
+        request_of_row: int64 [num_rows], the request of each row.
+        arithmetic: dtype of the control's operands.
+        shared_error: relative error that a right kernel may have in all vectors alike.
     """
 
     expected: Tensor
@@ -43,14 +43,15 @@ class Truth:
     shared_error: float = 0.0
 
     def compare(self, out: Tensor, least_bound: float = 0.0) -> Comparison:
-        """Compare like `lab.references.errors.compare`, but allow at least one more rounding; if that passes, regress.
+        """Compare an output by `lab.references.errors.compare`, with a bound of at least one rounding. If all vectors are
+        right, regress.
 
-        Coded values can be such that the control has no error to speak of, and a right kernel that rounds its splits'
-        results, as FA3's MLA kernel does, has one.
+        With coded values the control may have almost no error, but a right kernel that rounds its splits' results, as FA3's MLA
+        kernel does, has one rounding.
 
         Args:
-            out: as `expected`.
-            least_bound: relative error that is allowed whatever the control makes.
+            out: the output, in the shape of `expected`.
+            least_bound: relative error that is always allowed.
         """
         comparison = compare(out, self.expected, self.control, self.request_of_row)
         one_rounding = torch.finfo(self.arithmetic).eps / 2
@@ -62,7 +63,7 @@ class Truth:
         return replace(comparison, regression=replace(found, bound=bound))
 
     def wrong_output(self, comparison: Comparison, out: Tensor) -> str:
-        """Describe the wrong vectors of an output: their number, their requests, and the worst error; else the bias."""
+        """Return a sentence about the wrong vectors of an output (number, requests, worst errors), or about its bias."""
         count = int(comparison.wrong.sum())
         if comparison.regression is not None:
             return comparison.regression.sentence()
@@ -75,7 +76,7 @@ class Truth:
         return f"{count} of {comparison.wrong.numel()} vectors are wrong, of requests {requests}: {vectors}"
 
     def _wrong_vector(self, comparison: Comparison, out: Tensor, row: int, head: int) -> str:
-        """Describe one wrong vector: its error, or that it is not finite or not zero."""
+        """Return words about one wrong vector: its error, or that it is not finite or not zero."""
         got = out[row, head].to(torch.float64)
         bad = got[~got.isfinite()]
         must_be_zero = not bool(self.expected[row, head].any())
@@ -89,9 +90,9 @@ class Truth:
         return f"{defect}: {'rows that see no key' if sees_no_key else 'it'} must be zero"
 
     def lse_ratio(self, lse: Tensor) -> Tensor:
-        """Return the error over its bound of an LSE [num_rows, num_qo_heads] in base 2, float64 of its shape.
+        """Return the error of an LSE in base 2 divided by its bound, float64 [num_rows, num_qo_heads].
 
-        It is log2 of the softmax's denominator, the sink included; -inf where a row sees nothing.
+        The LSE is log2 of the softmax's denominator, including the sink; -inf where a row sees no key.
         """
         expected, lse = self.lse_log2, lse.to(torch.float64)
         bound = LSE_LOG2_BOUND + LSE_LOG2_RELATIVE_BOUND * expected.abs().nan_to_num(posinf=0.0)
@@ -99,7 +100,7 @@ class Truth:
         return torch.where(expected == -math.inf, torch.where(lse == expected, 0.0, math.inf), ratio)
 
     def wrong_lse(self, lse: Tensor) -> str:
-        """Describe what is wrong with an LSE, by `lse_ratio`; empty if it is right."""
+        """Return a sentence about the errors of an LSE, by `lse_ratio`; empty if it is right."""
         expected = self.lse_log2
         if lse.shape != expected.shape:
             return f"the LSE is {list(lse.shape)}, not {list(expected.shape)}"
@@ -119,11 +120,11 @@ class Rules(Softmax):
     """The rules of attention for the rows of a request: masks, the softmax's terms, and precision.
 
     Attributes:
-        window_left: keys to the left of a row that it sees; -1 for all.
-        arithmetic, out_dtype: of the control.
-        causal: False lets every row see every key.
-        shown: bool [num_requests, q_len, q_len]: which of a request's last q_len keys each row sees, in place of the causal
-            rule; or None.
+        window_left: how many keys before its own position a row sees; -1 for all.
+        arithmetic, out_dtype: dtypes of the control's operands and of its output.
+        causal: False: every row sees every key.
+        shown: bool [num_requests, q_len, q_len], the keys that each row sees among a request's last q_len keys. It replaces the
+            causal rule; None: no such mask.
     """
 
     arithmetic: torch.dtype
@@ -134,13 +135,13 @@ class Rules(Softmax):
 
 
 def truth_of_requests(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_lens: list[int], rules: Rules) -> Truth:
-    """Return the truth of consecutive requests' rows.
+    """Return the expected results of the rows of consecutive requests.
 
     Args:
-        query: [num_rows, num_qo_heads, head_dim]; rows after the requests' have no truth.
-        histories: per request (K, V), [kv_len, num_kv_heads, head_dim]; V's head_dim may be another.
-        q_lens: query rows of each request, its newest tokens'.
-        rules: how they attend.
+        query: [num_rows, num_qo_heads, head_dim]. Rows after the requests' rows have no expected results.
+        histories: (K, V) of each request, [kv_len, num_kv_heads, head_dim]. V's head_dim may differ from K's.
+        q_lens: query rows of each request, which belong to its newest tokens.
+        rules: how rows attend to keys.
     """
     expected, control, lse_log2 = _pieces(query, histories, q_lens, rules)
     requests = torch.arange(len(q_lens), device=query.device)
@@ -150,10 +151,11 @@ def truth_of_requests(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_l
 
 
 def _error_of_scaled_values(query: Tensor, histories: list[tuple[Tensor, Tensor]], rules: Rules) -> float:
-    """Return the common error that outputs may have where a kernel rounds values of a quantised cache times bmm2_scale.
+    """Return the error that all outputs may share if a kernel rounds a quantised cache's values times bmm2_scale.
 
-    Such values have few mantissas, and so few roundings: in the mean they make up to half of the largest one (2.0e-3 in
-    bfloat16, of normally distributed values in e4m3 and in NVFP4 over all scales). A power of two rounds nothing.
+    Such values have few different mantissas, so their roundings do not average out. The mean error is up to half of the largest
+    rounding error (2.0e-3 in bfloat16, for normally distributed values in e4m3 and in NVFP4 over all scales). A scale that is a
+    power of two causes no rounding.
     """
     is_quantised = any(values.dtype != query.dtype for _, values in histories)
     is_power_of_two = abs(math.frexp(float(rules.bmm2_scale))[0]) == 0.5
@@ -163,7 +165,9 @@ def _error_of_scaled_values(query: Tensor, histories: list[tuple[Tensor, Tensor]
 def _pieces(
     query: Tensor, histories: list[tuple[Tensor, Tensor]], q_lens: list[int], rules: Rules
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Yield expected output, control and LSE: requests of equal lengths together, few rows at once where keys are many."""
+    """Yield expected output, control and LSE. Requests of equal lengths are computed together, and a piece has few rows if
+    there are many keys.
+    """
     row_ids = torch.arange(sum(q_lens), device=query.device).split(q_lens)
     pieces, places = [], []
     most = piece_elements(query.device)
@@ -199,12 +203,12 @@ def _together(
 def _rows(
     query: Tensor, keys: Tensor, values: Tensor, rows: range, q_len: int, rules: Rules, shown: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return expected output, control and LSE of the same rows of several requests, one request after another.
+    """Return expected output, control and LSE for the same rows of several requests, request after request.
 
     Args:
         query: [num_requests, len(rows), num_qo_heads, head_dim].
         keys, values: [num_requests, kv_len, num_kv_heads, head_dim].
-        rows: their numbers among a request's q_len.
+        rows: the rows' indices in a request.
         shown: bool [num_requests, q_len, q_len], or None.
     """
     (batch, kv_len), device = keys.shape[:2], query.device
@@ -228,5 +232,5 @@ def _rows(
 
 
 def _stacked(sides: list[Tensor]) -> Tensor:
-    """Stack K or V of several requests, in a dtype that attention takes."""
+    """Stack K or V of several requests, in a dtype that `attention` supports."""
     return torch.stack([side if side.dtype == torch.float64 else side.to(torch.float32) for side in sides])

@@ -1,4 +1,4 @@
-"""One replay sequence of CUDA graphs as data: its backend, its forward mode and what it runs on."""
+"""One replay sequence of CUDA graphs as data: its backend, its forward mode and its requests."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -31,16 +31,16 @@ class ReplaySequence(NamedEnum):
 
 @dataclass(frozen=True, repr=False)
 class ReplayCase:
-    """One replay sequence of one mode, for a subclass of each backend; its `repr` makes it again, defaults left out.
+    """One replay sequence of one mode. Each backend has a subclass. Its `repr` is an expression that makes it again.
 
     Attributes:
-        mode: of the graphs.
-        sequence: of replays.
-        place: where the metadata is rebuilt.
+        mode: the mode of the graphs.
+        sequence: the sequence of replays.
+        place: whether the metadata is rebuilt before the replay or inside the graph.
         page_size: tokens per page.
-        num_pages: of each request's history; lengths go up to this many pages.
+        num_pages: pages of each request's history. Lengths go up to this number of pages.
         padded_seq_len: see `lab.metadata.engine.graph_inputs.StaticInputs`.
-        seed: of everything drawn.
+        seed: seed of all random numbers.
     """
 
     mode: GraphMode
