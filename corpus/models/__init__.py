@@ -1,1 +1,1 @@
-"""Right models of the judged functions, in stages that wrong kernels change."""
+"""Right models of the judged functions. Each is divided into stages, which wrong kernels replace."""

@@ -1,7 +1,7 @@
-"""One right model of the four attention calls, which a wrong kernel changes in one stage.
+"""A right model of the four attention calls. A wrong kernel replaces one stage.
 
-Stages of a call: `start` (host facts, then `host`), `load` with `pages_of` (K and V of some keys), `visible`, `sink_rows`, `attend`, which is
-`partial` and `finish`, and `store`.
+The stages of a call, in order: `start` reads host facts and calls `host`; `load` reads K and V of some keys, from the pages of
+`pages_of`; `visible`; `sink_rows`; `attend`, which consists of `partial` and `finish`; and `store`.
 """
 
 import math
@@ -18,7 +18,7 @@ SCORES_AT_ONCE = 2**24
 
 
 def index(tensor, i):
-    """Index a tensor of any dtype along its first dimension."""
+    """Index a tensor of any dtype, also e4m3, along its first dimension."""
     if tensor.dtype == E4M3:
         return tensor.view(torch.uint8)[i].view(E4M3)
     return tensor[i]
@@ -31,12 +31,14 @@ def saturated(values, dtype):
 
 
 def truncated(values):
-    """Cut values to bfloat16, in their own dtype."""
+    """Cut the bits of values that bfloat16 does not have, and return float32."""
     return (values.to(torch.float32).view(torch.int32) & -65536).view(torch.float32)
 
 
 class Memory:
-    """What a kernel remembers about a buffer: by address and shape. It holds the buffer, so that no other gets the address."""
+    """What a kernel remembers about buffers, by address and shape. It holds the buffers, so that their addresses are not used
+    again.
+    """
 
     def __init__(self, most=64):
         self.most = most
@@ -52,7 +54,7 @@ class Memory:
 
 
 def assuming_strides(tensor, strides, offset=None):
-    """Return the memory of a tensor as a kernel reads it that believes in other strides; the tensor where it does not fit."""
+    """Return a tensor as a kernel reads it that assumes other strides. If these would leave the storage, return the tensor."""
     offset = tensor.storage_offset() if offset is None else offset
     last = offset + sum((n - 1) * s for n, s in zip(tensor.shape, strides))
     if tensor.numel() == 0 or offset < 0 or last >= tensor.untyped_storage().nbytes() // tensor.element_size():
@@ -132,10 +134,10 @@ class Attention(Model):
         self.host(run)
 
     def host(self, run):
-        """Do nothing, once the facts are there."""
+        """A wrong kernel may change the facts in `run` here."""
 
     def unpack(self, run, mask):
-        """Return bool [batch, q_len, q_len] of a packed draft mask."""
+        """Unpack a draft mask: return bool [batch, q_len, q_len]."""
         words = mask.to(torch.int32)
         bits = (words.unsqueeze(-1) >> torch.arange(16, dtype=torch.int32)) & 1
         return bits.flatten(2)[:, :, : mask.shape[1]].bool()
@@ -172,7 +174,7 @@ class Attention(Model):
         return run.lens[r] - (run.offsets[r + 1] - run.offsets[r]) + row
 
     def span(self, run, r, position):
-        """Return the first key that any row may see, and the end of the last."""
+        """Return the first key and the end of the keys that at least one row may see."""
         free = not run.causal or (not run.is_ragged and run.shown is not None)
         end = run.lens[r] if free else max(0, min(run.lens[r], int(position.max()) + 1))
         start = max(0, int(position.min()) - run.window) if run.window >= 0 else 0
@@ -212,7 +214,7 @@ class Attention(Model):
         return pages.clamp(0, len(run.k_cache) - 1) if self.forgiving else pages
 
     def entries(self, run, side, pages, cut):
-        """Return tokens of whole pages, [tokens, heads, head_dim]."""
+        """Return the tokens in `cut` of whole pages, [tokens, heads, head_dim]."""
         cache = run.k_cache if side == "k" else run.v_cache
         got = index(cache, pages)
         if cache.dtype == torch.uint8:
@@ -225,7 +227,7 @@ class Attention(Model):
         return self.finish(run, self.partial(run, r, query, keys, values, seen, first_key), sinks)
 
     def scores(self, run, r, query, keys, seen, first_key):
-        """Return logits [kv_heads, rows, group, keys], -inf where not seen."""
+        """Return logits [kv_heads, rows, group, keys], -inf where a row does not see the key."""
         rows, heads, _ = query.shape
         if run.head_map is not None:
             keys = keys[:, run.head_map]

@@ -1,4 +1,4 @@
-"""Right models of the draft's K/V lists, which a wrong kernel changes in one step."""
+"""Right models of the draft's K/V lists. A wrong kernel replaces one stage."""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -12,7 +12,7 @@ from lab.references.draft_decode_kv_indices import draft_start, kept_positions
 
 @dataclass(frozen=True, eq=False)
 class ListsCall:
-    """The arguments of a call, by the function's names; a call without a window has the last four at their defaults."""
+    """The arguments of `generate_draft_decode_kv_indices`. A call without a window has the last four at their defaults."""
 
     req_pool_indices: torch.Tensor
     req_to_token: torch.Tensor
@@ -29,7 +29,7 @@ class ListsCall:
 
 
 class Lists(Model):
-    """Right `generate_draft_decode_kv_indices`, in place, one list at a time."""
+    """A right `generate_draft_decode_kv_indices` without windows, which writes one list at a time."""
 
     def generate_draft_decode_kv_indices(
         self,
@@ -95,7 +95,7 @@ class Lists(Model):
 
 
 class WindowLists(Model):
-    """Right `generate_draft_decode_kv_indices` with a window, pages as entries and virtual pages, one list at a time."""
+    """A right `generate_draft_decode_kv_indices` with a window, pages as entries and virtual pages."""
 
     def generate_draft_decode_kv_indices(self, *tensors, schedule=None, **settings):
         self.lists(ListsCall(*tensors, **settings))
@@ -125,7 +125,7 @@ class WindowLists(Model):
                     at += len(slots)
 
     def with_room(self, call):
-        """Return how many tokens of each request are kept, and rows that no list is cut in."""
+        """Return how many tokens of each request are kept, and an empty `kv_indices` with room for all lists."""
         kept = [len(self.kept(n, call.window_size, call.sink_size)) for n in call.paged_kernel_lens.tolist()]
         num_steps = len(call.kv_indices)
         return kept, call.kv_indices.new_zeros(num_steps, call.topk * (sum(kept) + len(kept) * num_steps))
@@ -156,7 +156,7 @@ class WindowLists(Model):
 
 
 class DraftListsModel(Model, interface=(LISTS,)):
-    """`lab.kernels.generate_draft_decode_kv_indices` on the host: right, and in stages of which a wrong kernel replaces one."""
+    """A right model of `lab.kernels.generate_draft_decode_kv_indices` on the host. A wrong kernel replaces one stage."""
 
     def generate_draft_decode_kv_indices(
         self,
@@ -175,7 +175,7 @@ class DraftListsModel(Model, interface=(LISTS,)):
         v2p: Tensor | None = None,
         schedule: object = None,
     ) -> None:
-        """Arguments and results are the kernel's; the schedule changes nothing."""
+        """Write the lists. The arguments are the kernel's; the schedule is ignored."""
         num_steps = kv_indices.shape[0]
         lens = self.lens(paged_kernel_lens, req_pool_indices)
         starts = {
@@ -197,23 +197,23 @@ class DraftListsModel(Model, interface=(LISTS,)):
             self.write_boundaries(kv_indptr[step], self.boundaries(counted, lens, topk, step))
 
     def lens(self, paged_kernel_lens: Tensor, req_pool_indices: Tensor) -> list[int]:
-        """Prefix slots of each request's lists."""
+        """Return the number of prefix slots in each request's lists."""
         return paged_kernel_lens.tolist()
 
     def rows(self, req_to_token: Tensor, req_pool_indices: Tensor) -> Tensor:
-        """[num_requests, row_width]."""
+        """Return each request's row of the table, [num_requests, row_width]."""
         return req_to_token[req_pool_indices.to(torch.int64)]
 
     def order(self, num_requests: int, topk: int) -> list[tuple[int, int]]:
-        """(request, branch) of each list."""
+        """Return the (request, branch) pairs in the order of their lists."""
         return [(request, branch) for request in range(num_requests) for branch in range(topk)]
 
     def start(self, length: int, branch: int, *, num_steps: int, topk: int, page_size: int) -> int:
-        """Column of a branch's first draft slot."""
+        """Return the column of a branch's first draft slot."""
         return draft_start(length, branch, num_steps=num_steps, topk=topk, page_size=page_size)
 
     def kept(self, length: int, window_size: int, sink_size: int) -> list[int]:
-        """Columns of a prefix that a list keeps."""
+        """Return the columns of a prefix that a list keeps."""
         return kept_positions(length, window_size, sink_size)
 
     def counted(self, position: int, window_size: int, sink_size: int) -> int:
@@ -221,33 +221,33 @@ class DraftListsModel(Model, interface=(LISTS,)):
         return min(position, window_size + sink_size) if window_size else position
 
     def slots_of_pages(self, rows: Tensor, entry_page_size: int) -> Tensor:
-        """[num_requests, row_width * entry_page_size] int64, by position."""
+        """Return the slots by position, int64 [num_requests, row_width * entry_page_size]."""
         tokens = torch.arange(entry_page_size, device=rows.device)
         return (rows[:, :, None] * entry_page_size + tokens).flatten(1)
 
     def translated(self, slots: Tensor, page_size: int, v2p: Tensor | None) -> Tensor:
-        """Return the slots of virtual ones, of their shape."""
+        """Return the physical slots of virtual slots, in the same shape."""
         if v2p is None:
             return slots
         pages = torch.where(slots < 0, -1, v2p.to(torch.int64)[slots.clamp(min=0) // page_size])
         return self.physical(pages, slots % page_size, page_size)
 
     def physical(self, pages: Tensor, tokens: Tensor, page_size: int) -> Tensor:
-        """Return the slots of tokens in pages; slot 0 where a page is below 0."""
+        """Return the slots of tokens in pages; slot 0 if the page is below 0."""
         return torch.where(pages < 0, 0, pages * page_size + tokens)
 
     def drafted(self, step: int) -> int:
-        """Draft slots of a list."""
+        """Return the number of draft slots in a list of a step."""
         return step + 1
 
     def slots(self, row: Tensor, columns: list[int]) -> Tensor:
-        """[len(columns)]; slot 0 for a column that the row does not have."""
+        """Return the slots in columns of a row, [len(columns)]; slot 0 for a column that the row does not have."""
         index = torch.tensor(columns, dtype=torch.int64, device=row.device)
         inside = (index >= 0) & (index < len(row))
         return torch.where(inside, row[torch.where(inside, index, 0)], 0)
 
     def write(self, kv_indices: Tensor, step: int, slots: Tensor) -> None:
-        """Write a step's lists, cut at the end of its row."""
+        """Write a step's lists, and cut them at the end of the step's row."""
         slots = slots[: kv_indices.shape[1]]
         kv_indices[step, : len(slots)] = slots.to(kv_indices.dtype)
 
@@ -256,5 +256,5 @@ class DraftListsModel(Model, interface=(LISTS,)):
         return list(accumulate(position + step + 1 for position in positions))
 
     def write_boundaries(self, kv_indptr: Tensor, boundaries: list[int]) -> None:
-        """Column 0 stays as it is."""
+        """Write a step's boundaries. Column 0 is not written."""
         kv_indptr[1 : len(boundaries) + 1] = torch.tensor(boundaries, dtype=kv_indptr.dtype, device=kv_indptr.device)

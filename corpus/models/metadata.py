@@ -1,4 +1,4 @@
-"""Right builders of metadata: the lab's own, and one stage after them, which a wrong builder changes."""
+"""Right builders of metadata: the lab's builder, followed by one stage that a wrong builder replaces."""
 
 from typing import Any
 
@@ -16,10 +16,9 @@ from lab.metadata.mla.metadata import (
 
 
 class MHABuilder(Model, interface=(MHA_METADATA,)):
-    """`lab.metadata.build_mha_metadata`, and one change of what it built."""
+    """`lab.metadata.build_mha_metadata`, followed by a change of its result."""
 
     def build_mha_metadata(self, batch: ForwardBatch, pool: KVPool, **options: bool) -> TRTLLMMHAMetadata:
-        """As `lab.metadata.build_mha_metadata`."""
         return self.changed(build_mha_metadata(batch, pool, **options), batch, pool)
 
     def changed(self, metadata: TRTLLMMHAMetadata, batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
@@ -27,12 +26,11 @@ class MHABuilder(Model, interface=(MHA_METADATA,)):
 
 
 class MLABuilder(Model, interface=(MLA_METADATA,)):
-    """`lab.metadata.build_mla_decode_metadata`, and one change of its arguments, or of what it built."""
+    """`lab.metadata.build_mla_decode_metadata`, with a change of its arguments or of its result."""
 
     def build_mla_decode_metadata(
         self, batch: ForwardBatch, pool: KVPool, attention: DraftAttention = DraftAttention.MLA
     ) -> TRTLLMMLADecodeMetadata:
-        """As `lab.metadata.build_mla_decode_metadata`."""
         self.attention = self.counted(attention)
         return self.changed(build_mla_decode_metadata(batch, pool, self.attention), batch, pool)
 
@@ -44,12 +42,11 @@ class MLABuilder(Model, interface=(MLA_METADATA,)):
 
 
 class MLAPrefillBuilder(Model, interface=(MLA_PREFILL,)):
-    """`lab.metadata.build_mla_prefill_metadata`, and one change of what it built."""
+    """`lab.metadata.build_mla_prefill_metadata`, followed by a change of its result."""
 
     def build_mla_prefill_metadata(
         self, batch: ForwardBatch, pool: KVPool, **settings: bool
     ) -> TRTLLMMLAPrefillMetadata:
-        """As `lab.metadata.build_mla_prefill_metadata`."""
         return self.changed(build_mla_prefill_metadata(batch, pool, **settings), batch, settings)
 
     def changed(

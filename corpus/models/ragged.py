@@ -1,4 +1,4 @@
-"""Right models of the ragged context call, and of calls that read a tensor once."""
+"""Right models of the ragged context call, and of kernels that read a tensor only once."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,7 @@ from lab.references.ragged_attention import ragged_attention
 
 
 class Ragged(Model, interface=(RAGGED,)):
-    """FlashInfer's ragged context call; every other method is a stage."""
+    """A right model of FlashInfer's ragged context call. Every method except `launch` is a stage."""
 
     def __init__(self) -> None:
         self.trtllm_ragged_attention_deepseek = takes(RaggedContextCall)(self.launch)
@@ -26,31 +26,31 @@ class Ragged(Model, interface=(RAGGED,)):
         return problem.returned(out, lse_log2)
 
     def posed(self, call: RaggedContextCall) -> RaggedAttention:
-        """Return the problem that a call poses."""
+        """Return the problem that the call defines."""
         return call.problem()
 
     def changed(self, problem: RaggedAttention) -> RaggedAttention:
-        """Return the problem that is solved in place of the call's."""
+        """Return the problem to solve, which a wrong kernel may change."""
         return self.misread(problem)
 
     def finish(self, problem: RaggedAttention, out: Tensor, lse_log2: Tensor | None) -> None:
-        """Change the results in place."""
+        """A wrong kernel may change the results in place here."""
 
     def finish_call(self, call: RaggedContextCall, out: Tensor) -> None:
-        """Change the output in place, by what the call says."""
+        """A wrong kernel may change the output in place here, depending on the call's arguments."""
 
 
 class ReadOnce(Model):
-    """A part that copies tensors of a problem when their addresses are first seen: the copies serve later calls.
+    """A defect: tensors of a problem are copied when their addresses are first seen, and later calls use the copies.
 
     Attributes:
-        fields: of the problem, whose tensors are copied.
+        fields: names of the problem's fields that are copied.
     """
 
     fields: tuple[str, ...] = ()
 
     def changed(self, problem: Problem) -> Problem:
-        """Return the problem with the copies."""
+        """Return the problem with the copies in place of the tensors."""
         return replace(problem, **{name: self._kept(problem, getattr(problem, name)) for name in self.fields})
 
     def _kept(self, problem: Any, value: Any) -> Any:
@@ -59,12 +59,12 @@ class ReadOnce(Model):
         return self.first((value.data_ptr(), value.shape, self.also_by(problem)), value.clone)
 
     def also_by(self, problem: Any) -> Any:
-        """Return what else must be as it was for a copy to serve."""
+        """Return facts that must be equal, besides address and shape, for a copy to be used again."""
 
 
 class PagedReadOnce(ReadOnce, Forgiving):
-    """Paged calls."""
+    """The defect `ReadOnce` in paged calls."""
 
 
 class RaggedReadOnce(ReadOnce, Ragged):
-    """Ragged calls."""
+    """The defect `ReadOnce` in ragged calls."""

@@ -1,8 +1,8 @@
-"""A paged split-K/V attention kernel as a model in torch: right, and in stages of which a wrong kernel replaces one.
+"""A right torch model of a paged split-K/V attention kernel. A wrong kernel replaces one stage.
 
-Float32 arithmetic over operands in the dtypes that they come in. Rows of a request go in tiles, a tile's keys in splits. Each
-split leaves its largest logit, its sum of weights and its sum of weighted values in the workspace's scratch; the split that
-arrives last, by a counter in front of the scratch, merges them. What no row of a tile may see is never read.
+The arithmetic is float32 on operands in the dtypes of the call. The rows of a request are divided into tiles, and a tile's keys
+into splits. Each split stores its largest logit, its sum of weights and its sum of weighted values in the workspace's scratch.
+The split that arrives last, by a counter before the scratch, merges them. Keys that no row of a tile may see are never read.
 """
 
 import math
@@ -26,14 +26,14 @@ Call = DecodeCall | ContextCall | MLADecodeCall
 
 @dataclass(frozen=True)
 class RowTile:
-    """Query rows of one request, and the keys that any of them may see.
+    """Query rows of one request, and the range of keys that at least one of the rows may see.
 
     Attributes:
-        request: its index in the batch.
-        first_row, num_rows: its rows of the query.
-        first_position: of the first row in its request; negative for a row before the first key.
-        q_len, kv_len: rows and keys of the request.
-        key_start, key_end: the positions that the tile reads.
+        request: index of the request in the batch.
+        first_row, num_rows: the tile's rows in the query.
+        first_position: position of the first row in its request; negative for a row before the first key.
+        q_len, kv_len: numbers of rows and keys of the request.
+        key_start, key_end: range of positions that the tile reads.
     """
 
     request: int
@@ -51,20 +51,21 @@ class RowTile:
 
     @property
     def mask_rows(self) -> slice:
-        """Return its rows of a draft mask, whose requests all have as many."""
+        """Return the tile's rows in a draft mask. All requests have the same number of rows then."""
         start = self.first_row - self.request * self.q_len
         return slice(start, start + self.num_rows)
 
     @property
     def num_splits(self) -> int:
-        """At least one: a tile without keys has an empty split."""
+        """Return the number of splits, at least one: a tile without keys has an empty split."""
         return max(1, -(-self.key_end // KEYS_PER_SPLIT) - self.key_start // KEYS_PER_SPLIT)
 
 
 class Partials(NamedTuple):
-    """The partial results of a tile's splits: largest logit (-inf if none), sums of weights and of weighted values, float32.
+    """The partial results of a tile's splits, float32.
 
-    `largest` and `total` are [num_qo_heads, num_rows, num_splits], `sums` has v_head_dim after them.
+    `largest` (largest logit, -inf without keys) and `total` (sum of weights) are [num_qo_heads, num_rows, num_splits]. `sums`
+    of weighted values have v_head_dim as a last dimension.
     """
 
     largest: Tensor
@@ -81,14 +82,14 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Workspace:
-    """counters: int32, one per tile, zero; scratch: float32, anything."""
+    """The memory of a call. `counters`: int32, one per tile, zero between calls. `scratch`: float32, may hold anything."""
 
     counters: Tensor
     scratch: Tensor
 
 
 class SplitKV(Model, interface=(DECODE, CONTEXT)):
-    """FlashInfer's decode, context and MLA decode calls; every other method is a stage."""
+    """A right model of FlashInfer's decode, context and MLA decode calls. All methods except the launches are stages."""
 
     forgiving = False
 
@@ -98,7 +99,7 @@ class SplitKV(Model, interface=(DECODE, CONTEXT)):
         self.trtllm_batch_decode_with_kv_cache_mla = takes(MLADecodeCall)(self.launch_mla)
 
     def launch_mla(self, call: MLADecodeCall) -> Any:
-        """As `launch`, in the shapes of the call and the base that it names."""
+        """Make an MLA decode call: `launch` it, and convert the results to the call's shapes and its base of the LSE."""
         returned = self.launch(call)
         out, lse = returned if call.return_lse else (returned, None)
         if lse is not None and call.return_lse_base == "basee":
@@ -106,7 +107,7 @@ class SplitKV(Model, interface=(DECODE, CONTEXT)):
         return call.returned(out, lse)
 
     def launch(self, call: Call) -> Any:
-        """out [num_rows, num_qo_heads, v_head_dim], or (out, lse) as the call asks; raises as the call's `problem`."""
+        """Make a call. Return out [num_rows, num_qo_heads, v_head_dim], or (out, lse) if the call wants the LSE."""
         problem = self.problem(call)
         out, lse = self.results(problem)
         tiles = self.tiles(problem)
@@ -127,24 +128,24 @@ class SplitKV(Model, interface=(DECODE, CONTEXT)):
         return self.changed(call.problem())
 
     def changed(self, problem: PagedAttention) -> PagedAttention:
-        """Return the problem that is solved in place of the call's."""
+        """Return the problem to solve, which a wrong kernel may change."""
         return self.misread(problem)
 
     def kv_lens(self, problem: PagedAttention) -> list[int]:
-        """Keys of each request."""
+        """Return the number of keys of each request."""
         return problem.seq_lens.tolist()
 
     def row_offsets(self, problem: PagedAttention) -> list[int]:
-        """[batch_size + 1], the first query row of each request."""
+        """Return the first query row of each request and the end of the last, [batch_size + 1]."""
         return problem.row_offsets()
 
     def kv_heads(self, problem: PagedAttention) -> Tensor:
-        """int64 [num_qo_heads], the K/V head of each query head."""
+        """Return the K/V head of each query head, int64 [num_qo_heads]."""
         heads = torch.arange(problem.num_qo_heads, device=problem.query.device)
         return heads // (problem.num_qo_heads // problem.num_kv_heads)
 
     def sinks(self, problem: PagedAttention) -> Tensor | None:
-        """float32 [num_qo_heads]."""
+        """Return the sinks, float32 [num_qo_heads], or None."""
         return problem.sinks
 
     def results(self, problem: PagedAttention) -> tuple[Tensor, Tensor | None]:
@@ -154,7 +155,7 @@ class SplitKV(Model, interface=(DECODE, CONTEXT)):
         return problem.returned(out, lse)
 
     def workspace(self, buffer: Tensor | None, problem: PagedAttention, tiles: list[RowTile]) -> Workspace:
-        """The caller's buffer, if there is room in it."""
+        """Return the caller's buffer as the workspace if it is large enough, else a new workspace."""
         device = problem.query.device
         needed = max((partials_size(problem, tile) for tile in tiles), default=0)
         if buffer is not None and buffer.device == device and buffer.is_contiguous():
@@ -176,7 +177,7 @@ class SplitKV(Model, interface=(DECODE, CONTEXT)):
         return Partials(largest.view(shape), total.view(shape), sums.view(*shape, problem.v_head_dim))
 
     def arrives_last(self, counters: Tensor, index: int, tile: RowTile) -> bool:
-        """Count a tile's splits; the last of them finds all others there and zeroes the counter."""
+        """Count a tile's splits. The last split finds the results of all others in scratch, and sets the counter to zero."""
         counters[index] += tile.num_splits
         if int(counters[index]) != tile.num_splits:
             return False
@@ -184,23 +185,22 @@ class SplitKV(Model, interface=(DECODE, CONTEXT)):
         return True
 
     def clear_padding(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
-        """Rows after the last request's are zero."""
+        """Set the output of the rows after the last request's to zero, and their LSE to -inf."""
         end = self.row_offsets(problem)[-1]
         out[end:] = 0
         if lse is not None:
             lse[end:] = -math.inf
 
     def write(self, problem: PagedAttention, tile: RowTile, rows: Rows, out: Tensor, lse: Tensor | None) -> None:
-        """Write a tile's rows."""
         out[tile.rows] = rounded(rows.values, out.dtype)
         if lse is not None:
             lse[tile.rows] = rows.lse_log2
 
     def finish_tile(self, problem: PagedAttention, tile: RowTile, rows: Rows) -> None:
-        """Do nothing, once a tile's rows are merged."""
+        """A wrong kernel may change a tile's merged rows here."""
 
     def finish(self, problem: PagedAttention, out: Tensor, lse: Tensor | None) -> None:
-        """Do nothing, once all rows are written."""
+        """A wrong kernel may change the results here, after all rows are written."""
 
     def tiles(self, problem: PagedAttention) -> list[RowTile]:
         offsets = self.row_offsets(problem)
@@ -213,25 +213,25 @@ class SplitKV(Model, interface=(DECODE, CONTEXT)):
     def tile(
         self, problem: PagedAttention, request: int, kv_len: int, q_len: int, request_row: int, row: int
     ) -> RowTile:
-        """The tile that starts at a row of a request, whose own first row is `request_row`."""
+        """Return the tile that begins at query row `row` of a request. The request's first row is `request_row`."""
         num_rows = min(ROWS_PER_TILE, request_row + q_len - row)
         position = self.position(kv_len, q_len, row - request_row)
         key_start, key_end = self.key_range(problem, position, num_rows, kv_len)
         return RowTile(request, row, num_rows, position, q_len, kv_len, key_start, key_end)
 
     def position(self, kv_len: int, q_len: int, row: int) -> int:
-        """Of a row in its request, counted in keys."""
+        """Return the position of a row of a request, counted in keys."""
         return kv_len - q_len + row
 
     def key_range(self, problem: PagedAttention, first_position: int, num_rows: int, kv_len: int) -> tuple[int, int]:
-        """Positions from and to (exclusive) that rows at `first_position` and after it may see."""
+        """Return the first position and the end of the positions that rows from `first_position` on may see."""
         sees_ahead = problem.mask is not None or not problem.causal
         end = max(0, kv_len if sees_ahead else min(first_position + num_rows, kv_len))
         start = max(0, first_position - problem.window_left) if problem.window_left >= 0 else 0
         return min(start, end), end
 
     def visible(self, problem: PagedAttention, tile: RowTile, keys: Tensor) -> Tensor:
-        """bool [num_rows, num_keys] of the keys at the positions int64 [num_keys]."""
+        """Return which of the keys at positions int64 [num_keys] each row sees, bool [num_rows, num_keys]."""
         rows = self.row_positions(problem, tile).unsqueeze(1)
         visible = (keys < tile.kv_len).expand(tile.num_rows, -1)
         if problem.mask is not None:
@@ -243,37 +243,39 @@ class SplitKV(Model, interface=(DECODE, CONTEXT)):
         return visible
 
     def row_positions(self, problem: PagedAttention, tile: RowTile) -> Tensor:
-        """int64 [num_rows]."""
+        """Return the position of each row of a tile, int64 [num_rows]."""
         return torch.arange(tile.num_rows, device=problem.query.device) + tile.first_position
 
     def in_window(self, problem: PagedAttention, tile: RowTile, rows: Tensor, keys: Tensor) -> Tensor:
-        """bool [num_rows, num_keys]; rows are [num_rows, 1] positions, keys [num_keys]."""
+        """Return the keys in each row's window, bool [num_rows, num_keys]. `rows` [num_rows, 1] and `keys` [num_keys] are
+        positions.
+        """
         return keys >= rows - problem.window_left
 
     def unmasked(self, problem: PagedAttention, tile: RowTile, keys: Tensor) -> Tensor:
-        """Return the keys that the draft mask leaves, bool [num_rows, num_keys]; keys before the draft are visible."""
+        """Return the keys that the draft mask leaves visible, bool [num_rows, num_keys]. Keys before the draft are visible."""
         draft_tokens = keys - (tile.kv_len - tile.q_len)
         shown = self.mask_bits(problem, tile)
         return shown[:, draft_tokens.clamp(0, tile.q_len - 1)] | (draft_tokens < 0)
 
     def mask_bits(self, problem: PagedAttention, tile: RowTile) -> Tensor:
-        """bool [num_rows, q_len]."""
+        """Return the bits of a tile's rows in the draft mask, bool [num_rows, q_len]."""
         assert problem.mask is not None
         words = problem.mask[tile.request, tile.mask_rows].to(torch.int32)
         bits = words.unsqueeze(-1) >> torch.arange(16, device=words.device, dtype=torch.int32)
         return (bits & 1).flatten(1)[:, : tile.q_len].bool()
 
     def query_rows(self, problem: PagedAttention, tile: RowTile) -> Tensor:
-        """float32 [num_qo_heads, num_rows, head_dim]."""
+        """Return a tile's query rows, float32 [num_qo_heads, num_rows, head_dim]."""
         return problem.query[tile.rows].to(torch.float32).transpose(0, 1)
 
     def keys(self, problem: PagedAttention, tile: RowTile, positions: Tensor) -> Tensor:
-        """float32 [num_kv_heads, num_keys, head_dim]."""
+        """Return the keys at positions, float32 [num_kv_heads, num_keys, head_dim]."""
         pages = self.pages(problem, problem.k_block_tables, tile, positions)
         return self.entries(problem.k_cache, problem.k_scale_factors, pages, self.offsets(problem, positions))
 
     def values(self, problem: PagedAttention, tile: RowTile, positions: Tensor) -> Tensor:
-        """float32 [num_kv_heads, num_keys, v_head_dim]."""
+        """Return the values at positions, float32 [num_kv_heads, num_keys, v_head_dim]."""
         pages = self.pages(problem, problem.v_block_tables, tile, positions)
         scale_factors = problem.v_scale_factors
         if scale_factors is not None and problem.v_scale_factors_interleaved:
@@ -282,29 +284,29 @@ class SplitKV(Model, interface=(DECODE, CONTEXT)):
         return self.entries(problem.v_cache, scale_factors, pages, self.offsets(problem, positions))
 
     def pages(self, problem: PagedAttention, table: Tensor, tile: RowTile, positions: Tensor) -> Tensor:
-        """int64 [num_keys], the page of each position."""
+        """Return the page of each position, int64 [num_keys]."""
         row, columns = table[self.table_row(problem, tile)], positions // problem.page_size
         if self.forgiving:
             return row[columns.clamp(0, len(row) - 1)].to(torch.int64) % problem.k_cache.shape[0]
         return row[columns].to(torch.int64)
 
     def table_row(self, problem: PagedAttention, tile: RowTile) -> int:
-        """The request whose row of the page table a tile reads."""
+        """Return the row of the page table that a tile reads."""
         return tile.request
 
     def offsets(self, problem: PagedAttention, positions: Tensor) -> Tensor:
-        """int64 [num_keys], each position's token in its page."""
+        """Return the index of each position's token in its page, int64 [num_keys]."""
         return positions % problem.page_size
 
     def entries(self, cache: Tensor, scale_factors: Tensor | None, pages: Tensor, offsets: Tensor) -> Tensor:
-        """Dequantised tokens of one side, float32 [num_kv_heads, num_keys, head_dim or v_head_dim]."""
+        """Return tokens of K or V, dequantised, float32 [num_kv_heads, num_keys, head_dim or v_head_dim]."""
         tokens = gathered(cache, pages, offsets)
         if scale_factors is not None:
             tokens = dequantize_nvfp4(tokens, gathered(scale_factors, pages, offsets))
         return tokens.to(torch.float32).transpose(0, 1)
 
     def partials(self, problem: PagedAttention, tile: RowTile) -> Partials:
-        """Every split of a tile by itself."""
+        """Compute each split of a tile separately."""
         positions = torch.arange(tile.key_start, tile.key_end, device=problem.query.device)
         heads = self.kv_heads(problem)
         keys, values = (side[heads] for side in (f(problem, tile, positions) for f in (self.keys, self.values)))
@@ -317,14 +319,14 @@ class SplitKV(Model, interface=(DECODE, CONTEXT)):
         return Partials(largest, weights.sum(dim=-1), sums)
 
     def scores(self, problem: PagedAttention, query: Tensor, keys: Tensor) -> Tensor:
-        """Logits, [num_qo_heads, num_rows, num_keys]."""
+        """Return the logits, [num_qo_heads, num_rows, num_keys]."""
         return (query @ keys.transpose(1, 2)) * as_float32(problem.bmm1_scale, query.device)
 
     def masked(self, scores: Tensor, visible: Tensor) -> Tensor:
         return scores.masked_fill(~visible, -math.inf)
 
     def in_splits(self, problem: PagedAttention, tile: RowTile, tensor: Tensor, fill: float, dim: int) -> Tensor:
-        """A tile's keys, dimension `dim`, as two: [num_splits, KEYS_PER_SPLIT]; places without a key hold `fill`."""
+        """Divide dimension `dim`, a tile's keys, into [num_splits, KEYS_PER_SPLIT]. Places without a key are set to `fill`."""
         size = list(tensor.shape)
         size[dim] = tile.num_splits * KEYS_PER_SPLIT
         padded = tensor.new_full(size, fill)
@@ -332,14 +334,14 @@ class SplitKV(Model, interface=(DECODE, CONTEXT)):
         return padded.unflatten(dim, (tile.num_splits, KEYS_PER_SPLIT))
 
     def largest(self, scores: Tensor) -> Tensor:
-        """Of each split, from [..., num_splits, KEYS_PER_SPLIT]."""
+        """Return the largest score of each split, from [..., num_splits, KEYS_PER_SPLIT]."""
         return scores.amax(dim=-1)
 
     def weights(self, scores: Tensor, largest: Tensor) -> Tensor:
         return torch.exp(scores - finite_or_zero(largest).unsqueeze(-1))
 
     def merged(self, problem: PagedAttention, tile: RowTile, partials: Partials) -> Rows:
-        """Return the rows of a tile from all of its splits."""
+        """Merge all splits of a tile into its rows."""
         sinks = self.sinks(problem)
         largest = partials.largest.amax(dim=-1)
         if sinks is not None:
@@ -353,15 +355,15 @@ class SplitKV(Model, interface=(DECODE, CONTEXT)):
         return Rows(values.transpose(0, 1), self.lse_log2(origin, total).transpose(0, 1))
 
     def shares(self, partials: Partials, origin: Tensor) -> Tensor:
-        """Return the weight of each split's sums, [num_qo_heads, num_rows, num_splits]: 0 where it saw no key."""
+        """Return the weight of each split's sums, [num_qo_heads, num_rows, num_splits]; 0 for a split that saw no key."""
         return torch.exp(partials.largest - origin.unsqueeze(-1))
 
     def summed(self, partials: Partials, shares: Tensor) -> tuple[Tensor, Tensor]:
-        """(total [num_qo_heads, num_rows], sums [num_qo_heads, num_rows, v_head_dim]) over the splits."""
+        """Return (total [num_qo_heads, num_rows], sums [num_qo_heads, num_rows, v_head_dim]), summed over the splits."""
         return (shares * partials.total).sum(dim=-1), (shares.unsqueeze(-1) * partials.sums).sum(dim=-2)
 
     def sink_weight(self, problem: PagedAttention, tile: RowTile, sinks: Tensor, origin: Tensor) -> Tensor:
-        """[num_qo_heads, num_rows]; sinks are [num_qo_heads, 1]."""
+        """Return the sinks' weights, [num_qo_heads, num_rows]. `sinks` are [num_qo_heads, 1]."""
         return torch.exp(sinks - origin)
 
     def lse_log2(self, origin: Tensor, total: Tensor) -> Tensor:
@@ -369,23 +371,25 @@ class SplitKV(Model, interface=(DECODE, CONTEXT)):
 
 
 class Forgiving(SplitKV, forgiving=True):
-    """A wrong position or page id reads what is there, so that a kernel is wrong and does not crash."""
+    """A model that moves a wrong position or page id into range: a wrong kernel then gives wrong results and does not crash."""
 
 
 class Conditional(Forgiving):
-    """Solves the problem with the values of `instead` where `where` holds: their functions get the problem and the call."""
+    """A wrong kernel that changes fields of the problem to the values of `instead` if `where` is true."""
 
     def problem(self, call: Call) -> PagedAttention:
         return self.misread(call.problem(), call)
 
 
 def partials_size(problem: PagedAttention, tile: RowTile) -> int:
-    """Elements of a tile's partial results."""
+    """Return the number of elements of a tile's partial results."""
     return problem.num_qo_heads * tile.num_rows * tile.num_splits * (2 + problem.v_head_dim)
 
 
 def gathered(cache: Tensor, pages: Tensor, offsets: Tensor) -> Tensor:
-    """Tokens of [num_pages, num_kv_heads, page_size, last]: [num_keys, num_kv_heads, last], also of float8."""
+    """Return tokens of a cache [num_pages, num_kv_heads, page_size, last], also of float8, as [num_keys,
+    num_kv_heads, last].
+    """
     if cache.dtype == torch.float8_e4m3fn:
         return cache.view(torch.uint8)[pages, :, offsets].view(torch.float8_e4m3fn)
     return cache[pages, :, offsets]
@@ -396,5 +400,5 @@ def as_float32(scale: Scale, device: torch.device) -> Tensor:
 
 
 def finite_or_zero(largest: Tensor) -> Tensor:
-    """An origin for exponentials: -inf - -inf would be NaN."""
+    """Return an origin for exponentials: infinite values are replaced by 0, because -inf - -inf would be NaN."""
     return torch.where(largest.isfinite(), largest, 0.0)
