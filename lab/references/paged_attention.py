@@ -156,7 +156,7 @@ def _moved(device: torch.device, *indices: torch.Tensor) -> Sequence[torch.Tenso
 
 
 def _pieces(problem: PagedAttention) -> Iterator[_Piece]:
-    """Yield the problem in pieces of at most `piece_elements`; requests of similar length go together."""
+    """Yield the problem in pieces of at most `piece_elements`. Requests of similar length are in one piece."""
     _, num_qo_heads, head_dim = problem.query.shape
     num_kv_heads, page_size = problem.k_cache.shape[1:3]
     kv_elements = num_kv_heads * (head_dim + problem.v_head_dim)  # of one key
@@ -181,7 +181,7 @@ def piece_elements(device: torch.device) -> int:
 
 
 def _blocks(problem: PagedAttention, most: int) -> Iterator[_Block]:
-    """Yield the rows of each request, few at once where their scores would have more elements than `most`."""
+    """Yield the rows of each request in blocks whose scores have at most `most` elements."""
     offsets, num_qo_heads = problem.row_offsets(), problem.query.shape[1]
     page_size, window_left = problem.k_cache.shape[2], problem.window_left
     ends_at_row = problem.causal and problem.mask is None  # a mask may show a row the draft tokens after it

@@ -165,9 +165,7 @@ def _error_of_scaled_values(query: Tensor, histories: list[tuple[Tensor, Tensor]
 def _pieces(
     query: Tensor, histories: list[tuple[Tensor, Tensor]], q_lens: list[int], rules: Rules
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Yield expected output, control and LSE. Requests of equal lengths are computed together, and a piece has few rows if
-    there are many keys.
-    """
+    """Return expected output, control and LSE, computed piece by piece. A piece has requests of equal lengths."""
     row_ids = torch.arange(sum(q_lens), device=query.device).split(q_lens)
     pieces, places = [], []
     most = piece_elements(query.device)
@@ -189,7 +187,9 @@ def _pieces(
 def _together(
     query: Tensor, histories: list[tuple[Tensor, Tensor]], q_lens: list[int], most: int
 ) -> Iterator[list[int]]:
-    """Yield groups of requests with equal numbers of keys and rows, each of `most` elements; none has requests without rows."""
+    """Yield groups of requests with equal numbers of keys and rows, of at most `most` elements. Requests without rows are left
+    out.
+    """
     by_size: dict[tuple[int, int], list[int]] = {}
     for request, ((keys, _), q_len) in enumerate(zip(histories, q_lens, strict=True)):
         if q_len:
