@@ -164,7 +164,7 @@ def header_text(path: Path) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Write the fact file anew."""
+    """Make the fact file again from flashinfer-cubin."""
     parser = argparse.ArgumentParser(prog="python -m lab.dry_run.kernel_table", description=main.__doc__)
     parser.add_argument("path", type=Path, help="flashinfer-cubin's wheel, or a folder that it lies in")
     parser.add_argument("--version", help="flashinfer-cubin's version, where the path's name does not say it")

@@ -67,8 +67,8 @@ class GraphCase(ReplayCase):
         geometry: a name of `lab.workloads.GEOMETRIES`.
         sliding_window: the layer has a sliding window and a pool of its own.
         decode_splits: the number of calls into which the engine divides a decode call, with requests sorted by length.
-        encoder_only: of a verification, a layer whose rows see all keys of their request.
-        virtual_slots: slots of the pool name pages that its `v2p` maps to those of the cache.
+        encoder_only: in a verification, rows of the layer see all keys of their request.
+        virtual_slots: the pool has virtual pages, which its `v2p` maps to pages of the cache.
     """
 
     geometry: str = "tiny"
@@ -88,22 +88,22 @@ class GraphCase(ReplayCase):
 
     @property
     def heads(self) -> tuple[int, int, int]:
-        """Return the query heads, and the elements of a query's and of an output's vector."""
+        """Return (number of query heads, head_dim of the query, head_dim of the output)."""
         return self.model.num_qo_heads, self.model.head_dim, self.model.head_dim
 
     def backend(self, implementation: Any = None) -> TRTLLMMHABackend:
-        """Return the engine's backend with the settings of the case, on an implementation of its calls."""
+        """Return the engine's backend with the settings of the case and an implementation of its calls."""
         settings = CallSettings(decode_splits=self.decode_splits)
         return TRTLLMMHABackend(implementation, settings=settings, expand_encoder_only_verify=self.encoder_only)
 
 
 @dataclass(frozen=True, repr=False)
 class MLAGraphCase(ReplayCase):
-    """A replay sequence of the MLA backend; pages have 32 or 64 tokens.
+    """A replay sequence of the MLA backend. Pages have 32 or 64 tokens.
 
     Attributes:
-        attention: the keys that a draft step counts.
-        num_qo_heads, kv_lora_rank, qk_rope_head_dim: of the layer.
+        attention: decides which keys a draft step counts.
+        num_qo_heads, kv_lora_rank, qk_rope_head_dim: sizes of the layer.
     """
 
     page_size: int = 32
@@ -121,16 +121,16 @@ class MLAGraphCase(ReplayCase):
 
     @property
     def heads(self) -> tuple[int, int, int]:
-        """Return the query heads, and the elements of a query's and of an output's vector."""
+        """Return (number of query heads, head_dim of the query, head_dim of the output)."""
         return self.num_qo_heads, self.kv_lora_rank + self.qk_rope_head_dim, self.kv_lora_rank
 
     def backend(self, implementation: Any = None) -> TRTLLMMLABackend:
-        """Return the engine's backend with the settings of the case, on an implementation of its call."""
+        """Return the engine's backend with the settings of the case and an implementation of its call."""
         return TRTLLMMLABackend(implementation, self.attention)
 
 
 def graph_modes(width: int) -> tuple[GraphMode, ...]:
-    """Return every mode that runs in graphs, with `width` rows per request where a mode has several."""
+    """Return every mode that runs in graphs. Modes with several rows per request have `width` rows."""
     return (
         GraphMode.decode(),
         GraphMode.draft_decode(1),

@@ -4,10 +4,10 @@ A name is `<mode>/<geometry>/<batch>[/<option>...]`, such as `target_verify/gpt-
 
     mode       a `ForwardMode` in lower case: decode, target_verify, draft_extend (v1), draft_extend_v2, extend, mixed …
     geometry   a name of `lab.workloads.GEOMETRIES`
-    batch      as `lab.workloads.parse_batch` reads it, keys counting this pass's tokens: 64q1s4k, q2ks4k_63q1s4k;
-               or from a trace, trace<count>[q<q_len>]. In decode, verification and draft extends that is a snapshot of so many
-               running requests, each with q_len new rows after its tokens (1 if left out): trace64, trace64q4. In extends it
-               is the whole prompts of the first so many requests: trace8. In mixed it follows the chunks: q2ks4k_trace63
+    batch      as `lab.workloads.parse_batch` reads it, where keys include this pass's tokens: 64q1s4k, q2ks4k_63q1s4k;
+               or from a trace: trace<count>[q<q_len>]. In decode, verification and draft extends this is a snapshot of <count>
+               running requests, each with q_len new rows after its tokens (default 1): trace64, trace64q4. In extends it is
+               the whole prompts of the first <count> requests: trace8. In mixed it follows the chunks: q2ks4k_trace63
 
     option         what it sets of `ForwardCase`
     window         sliding_window: a sliding-window layer

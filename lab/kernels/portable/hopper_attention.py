@@ -1,8 +1,8 @@
 """The Gluon kernel of paged attention for SM90: prefill, extend, and verify of many tokens, where the products are the limit.
 
-A program has 128 packed rows, and computes piece after piece: some tiles of keys of one request and one K/V head. Its warps
-form three partitions with different work. All walk the same pieces and tiles in the same order (`piece_at`, `nth_tile`), so
-they need nothing but barriers between them:
+A program has 128 packed rows. It computes one piece after another: a piece is some tiles of keys of one request and one K/V
+head. The program's warps form three partitions with different work. All walk the same pieces and tiles in the same order
+(`piece_at`, `nth_tile`), so they need nothing but barriers between them:
 
     producer (1 warp)              consumer 0 (4 warps, rows 0 to 63)        consumer 1 (rows 64 to 127)
 
@@ -13,14 +13,14 @@ they need nothing but barriers between them:
     V tile by TMA
     ... bytes ----> v_full[slot] > wait, before P.V ------------------------> wait
 
-A consumer launches Q.K^T of tile n, then P.V of tile n - 1, and waits for the first alone. It computes the softmax of tile n
-beside P.V, and beside the products of the other consumer, which runs at a pace of its own:
+A consumer launches Q.K^T of tile n, then P.V of tile n - 1, and waits only for Q.K^T. It computes the softmax of tile n while
+P.V runs, and while the products of the other consumer run. The two consumers do not wait for each other:
 
     consumer     QK n, PV n-1 | softmax n | QK n+1, PV n | softmax n+1
     its products QK n           PV n-1      QK n+1         PV n
 
-Products take 16 bits. So over an e4m3 cache the producer fills other rings, `loaded`, with the bytes as they are, and two more
-partitions convert them to float16, the one K and the other V. A block of 64 rows or less has one consumer then.
+Products take operands of 16 bits. So over an e4m3 cache the producer loads the bytes into separate rings, `loaded`, and two
+more partitions convert them to float16: one converts K, the other V. A block of 64 rows or less then has only one consumer.
 
     producer                       converter of K, or of V (1 warp each)     consumers
 
@@ -30,8 +30,8 @@ partitions convert them to float16, the one K and the other V. A block of 64 row
                                    wait empty[slot] before <---------------- arrive, after the product of the slot
                                    arrive full[slot] ----------------------> wait
 
-Barrier k_full[slot] completes once for each tile in the slot, so the wait for a partition's n-th tile names the parity of
-n // stages. A wait for an empty slot names the other parity, which counts as completed in a new barrier.
+Barrier k_full[slot] completes once for each tile in the slot, so the wait for a partition's n-th tile uses the parity of n //
+stages. A wait for an empty slot uses the opposite parity, which counts as completed in a new barrier.
 """
 
 from typing import Any, NamedTuple

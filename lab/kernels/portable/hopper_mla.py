@@ -1,8 +1,8 @@
 """The Gluon kernel of latent attention (MLA decode) for SM90: many heads, where the products are the limit.
 
-A program has 64 packed rows. Their float32 sums of 512 elements take the registers of two warp groups, the consumers, which
-have half of the columns each. A tile of keys is loaded once, for both products: K is all of it, V its latent columns. One
-consumer computes the weights:
+A program has 64 packed rows. Their float32 sums of 512 elements need the registers of two warp groups, the consumers. Each
+consumer has half of the columns. A tile of keys is loaded once for both products: K is the whole tile, V is its latent columns.
+One consumer computes the weights:
 
     producer (1 warp)              consumer 0 (4 warps, left columns)         consumer 1 (right columns)
 

@@ -4,13 +4,14 @@ Glossary:
 
 * unit: one request and one K/V head. Units are in order of the request, then of the head.
 * tile: BLOCK_KEYS keys of a request, which begin at a multiple of BLOCK_KEYS.
-* kind: the requests that a launch is for, by their query rows (`lab.kernels.portable.rows`). Others have no places.
-* reach: the number of a request's last keys that some row may see; no row sees a key before them.
-* place: a position in one sequence of all work. Each unit has START_PLACES empty places, which stand for the time that it takes
-  to begin and end it, and then one place for each tile within the reach.
-* share: the consecutive places of one program. All shares have the same number. If query rows fill several blocks, each block
-  has a program for every share.
-* slot: room in scratch memory for one partial result: what a share has of a unit that it does not hold whole.
+* kind: the requests that a launch serves, chosen by their numbers of query rows (`lab.kernels.portable.rows`). Requests of
+  another kind have no places.
+* reach: how many of a request's last keys its rows may see. No row sees an earlier key.
+* place: a position in the sequence of all work. Each unit has START_PLACES empty places, which represent the time to begin and
+  end the unit, followed by one place for each tile within the reach.
+* share: the consecutive places of one program. All shares have the same number of places. If query rows fill several blocks,
+  each block has a program for every share.
+* slot: scratch memory for one partial result, that is the result of a share for a unit that it holds only in part.
 
 Three units of 5, 5 and 2 tiles (T) with START_PLACES = 2, in three shares of 6 places. The first two units are cut, so that
 share 1 fills two slots, one for the unit in which it begins and one for the unit in which it ends:
@@ -19,12 +20,12 @@ share 1 fills two slots, one for the unit in which it begins and one for the uni
     place  .  .  T  T  T  T  T  .  .  T  T  T  T  T  .  .  T  T
     share  0  0  0  0  0  0  1  1  1  1  1  1  2  2  2  2  2  2
 
-Lengths are known on the device alone, so each program finds its share there. A long request is cut where a share ends, a
-short one is not cut at all, and no program waits for another.
+Lengths are known only on the device, so each program finds its share there. A long request is cut where a share ends, a short
+request is usually not cut, and no program waits for another.
 
-A small batch ends in about the time that a program needs to find its share. If its requests are about equally long, it takes a
-shorter way: every unit gets the same number of places, which hold the longest and are whole shares. The unit of a share then
-follows from the number of the share, and a unit is cut into equal parts.
+A small batch would take about the time that a program needs to find its share. If its requests are about equally long, a faster
+method is used: every unit gets the same number of places, a multiple of a share that holds the longest unit. The unit of a
+share then follows from the share's number, and a unit is cut into equal parts.
 """
 
 from dataclasses import dataclass

@@ -106,7 +106,7 @@ def shares_of(
     Shares assume that all blocks of a request see the same number of keys, which is nearly true for a long prefix.
 
     Args:
-        problem: of all requests, or of one kind of requests with its `max_q_len`.
+        problem: the problem of all requests, or of one kind of requests with its `max_q_len`.
         tile: the tile of a program.
         q_blocks: blocks of rows per request.
         of_kind: the launch is for one kind of requests.
@@ -158,7 +158,7 @@ def shares_beside(problem: PagedAttention, shares: Shares, prefill: ProgramTile 
     second kind needs a whole multiprocessor, it cannot run before the shares end, and no share is taken away.
 
     Args:
-        problem: of all requests.
+        problem: the problem of all requests.
         shares: shares of the first kind if it has all the room.
         prefill: the tile of the second kind.
     """

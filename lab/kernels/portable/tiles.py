@@ -16,7 +16,7 @@ class ProgramTile(NamedTuple):
     It is a named tuple: Triton takes it as one compile-time argument, and a kernel reads its fields.
 
     Attributes:
-        rows, keys: of one step of the program.
+        rows, keys: query rows and keys of one step of the program.
         num_warps, num_stages: Triton's launch options.
         per_multiprocessor: programs that run on a multiprocessor at the same time.
         start_keys: cost of beginning and ending a request and K/V head, as a number of keys that a program could walk in that

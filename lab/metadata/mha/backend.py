@@ -27,7 +27,7 @@ class TRTLLMMHABackend:
     graph may be replayed for any batch of its width, and the backend declares that its draft extend may run in a graph.
 
     Attributes:
-        implementation: any object with the two functions, such as `lab.kernels.trtllm`; None for metadata alone.
+        implementation: any object with the two functions, such as `lab.kernels.trtllm`; None if only metadata is built.
         draft_extend: the call of the draft extends; None: the engine's choice.
         prefills_with_fmha_v2: True if the engine's kernels are fmha_v2 and XQA, False for trtllm-gen. It decides the dtype to
             which a half-precision query is cast over a quantised cache, and, with the dtypes, whether a mixed batch's tail is
