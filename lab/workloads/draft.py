@@ -6,12 +6,12 @@
                                                            spread
     draft_steps/<attention>/<plan>/<batch>[/steps<N>][/eager]
                                                            every step's metadata: mha, mla or mla_with_offset by
-                                                           common_template, per_step or one_launch; into buffers that stay, or
-                                                           eager: into fresh ones
+                                                           common_template, per_step or one_launch; into kept buffers, or
+                                                           eager: into new buffers
     forward_metadata/<passes>/<batch>[/steps<N>]           by the fused kernel: verify (one pass), iteration (draft, verify and
                                                            draft extend over one page table), iteration_own_tables
 
-    batch      <count>x<tokens>: 64x8k is 64 requests of 8,192 tokens; or trace<count>, running requests of a trace
+    batch      <count>x<tokens>: 64x8k is 64 requests of 8,192 tokens; or trace<count>: running requests of a trace
     steps<N>   speculative_num_steps, 3 if left out
 """
 
