@@ -275,7 +275,7 @@ def query_layout(rows: Sequence[int]) -> QueryLayout:
 
 
 def mla_block_table_width(max_len: int, page_size: int) -> int:
-    """Return the columns of the block table for requests of at most ``max_len`` tokens: whole blocks of 4,096 tokens."""
+    """Return the columns of the block table for requests of at most ``max_len`` tokens, rounded up to 4,096 tokens."""
     check_mla_page_size(page_size)
     return -(-max_len // BLOCK_TABLE_TOKENS) * (BLOCK_TABLE_TOKENS // page_size)
 
@@ -307,7 +307,7 @@ def allocate_multi_ctas_kv_counters(
         uint8 zeros.
 
     Raises:
-        ValueError: a number below 1.
+        ValueError: an argument is below 1.
     """
     numbers = {"max_batch_size": max_batch_size, "num_qo_heads": num_qo_heads, "sm_count": sm_count}
     for name, number in numbers.items():
