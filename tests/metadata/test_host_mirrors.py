@@ -2,36 +2,25 @@
 
 import itertools
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from lab.metadata.engine.host_mirrors import LengthMirror, decide_needs_cpu_seq_lens
 
-NEEDS = SimpleNamespace(needs_cpu_seq_lens=True)
-NEEDS_NOT = SimpleNamespace(needs_cpu_seq_lens=False)
-SAYS_NOTHING = SimpleNamespace()
-ANSWERS = [(NEEDS, True), (NEEDS_NOT, False), (SAYS_NOTHING, True), (None, False)]
+NEEDS, NEEDS_NOT = (SimpleNamespace(needs_cpu_seq_lens=needs) for needs in (True, False))
+ANSWERS = [(NEEDS, True), (NEEDS_NOT, False), (SimpleNamespace(), True), (None, False)]  # one says nothing, one is none
 
 
-@pytest.mark.parametrize("backends", list(itertools.product(ANSWERS, repeat=3)))
-def test_one_backend_that_reads_lengths_on_the_host_is_enough(backends: Any) -> None:
-    objects, answers = zip(*backends, strict=True)
-    assert decide_needs_cpu_seq_lens(objects) is any(answers)
-
-
-def test_any_number_of_backends_will_do() -> None:
-    assert decide_needs_cpu_seq_lens([NEEDS]) is True
-    assert decide_needs_cpu_seq_lens([NEEDS_NOT]) is False
-    assert decide_needs_cpu_seq_lens([]) is False
-
-
-@pytest.mark.parametrize("flag", ["two_batch_overlap", "ngram"])
-def test_what_splits_the_batch_on_the_host_needs_lengths_whatever_the_backends_say(flag: str) -> None:
-    assert decide_needs_cpu_seq_lens([NEEDS_NOT] * 3, **{flag: True}) is True
-    assert decide_needs_cpu_seq_lens([None], **{flag: True}) is True
-    assert decide_needs_cpu_seq_lens([NEEDS_NOT], **{flag: False}) is False
+@pytest.mark.parametrize("count", range(4))
+def test_one_backend_that_reads_lengths_on_the_host_is_enough(count: int) -> None:
+    """Work that splits the batch on the host needs them whatever the backends say."""
+    for backends in itertools.product(ANSWERS, repeat=count):
+        objects = [backend for backend, _ in backends]
+        assert decide_needs_cpu_seq_lens(objects) is any(answer for _, answer in backends)
+        for flag in ("two_batch_overlap", "ngram"):
+            assert decide_needs_cpu_seq_lens(objects, **{flag: True}) is True
+            assert decide_needs_cpu_seq_lens(objects, **{flag: False}) is decide_needs_cpu_seq_lens(objects)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -19,7 +19,7 @@ from lab.metadata.mla.calls import (
     ragged_context_arguments,
 )
 from lab.metadata.mla.quantised import mla_query_dtype, quantised_prefill
-from tests.metadata.batches import Case, build
+from tests.metadata.batches import Case, build, of_mla
 
 BF16 = torch.bfloat16
 LAYER = MLALayer(0.25, 0.5, v_scale=2.0, kv_lora_rank=64, qk_rope_head_dim=16, qk_nope_head_dim=20, v_head_dim=24)
@@ -34,7 +34,7 @@ def test_the_querys_dtype() -> None:
 
 @pytest.mark.parametrize(("kv_dtype", "scale"), [(E4M3, 0.5), (BF16, 1.0)])
 def test_the_scale_counts_over_e4m3_alone(kv_dtype: torch.dtype, scale: float) -> None:
-    batch, pool = build(Case(ForwardMode.DECODE, (40, 33), page_size=32, sliding_window=False))
+    batch, pool = build(of_mla(Case(ForwardMode.DECODE, (40, 33))))
     metadata, query = build_mla_decode_metadata(batch, pool), torch.zeros(2, 3, 80, dtype=BF16)
     arguments = mla_call_arguments(
         batch, metadata, LAYER, mla_query(metadata, query), pool.new_latent_cache(80, kv_dtype)
@@ -46,9 +46,7 @@ def test_the_scale_counts_over_e4m3_alone(kv_dtype: torch.dtype, scale: float) -
 def test_the_backend_casts_the_query_in_each_call(mode: ForwardMode) -> None:
     """Rows that a ragged verification pads are cast before; the query itself stays as it is, and may change."""
     ragged = mode is ForwardMode.RAGGED_VERIFY
-    batch, pool = build(
-        Case(mode, (40, 33), (1, 3) if ragged else (), 4 if ragged else 0, page_size=32, sliding_window=False)
-    )
+    batch, pool = build(of_mla(Case(mode, (40, 33), (1, 3) if ragged else (), 4 if ragged else 0)))
     seen: list[torch.Tensor] = []
 
     def kernel(query: torch.Tensor, out: torch.Tensor, **_: Any) -> None:
@@ -74,7 +72,7 @@ def test_the_backend_casts_the_query_in_each_call(mode: ForwardMode) -> None:
 
 
 def test_a_prefill_over_e4m3() -> None:
-    batch, pool = build(Case(ForwardMode.EXTEND, (5, 9), (5, 9), page_size=32, sliding_window=False))
+    batch, pool = build(of_mla(Case(ForwardMode.EXTEND, (5, 9), (5, 9))))
     draw = partial(torch.randn, dtype=torch.float32, generator=torch.Generator().manual_seed(0))
     query, key, value = draw(14, 2, 36), draw(14, 2, 36), draw(14, 2, 24)
     metadata = build_mla_prefill_metadata(batch, pool)

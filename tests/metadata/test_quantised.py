@@ -1,7 +1,5 @@
 """Quantised caches on the MHA backend: dtypes of a call, the fused write of e4m3, and where NVFP4's scale factors lie."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -16,30 +14,29 @@ P, HEADS, DIM = 4, 2, 32
 SLOTS = torch.tensor([5, 30, 17, 4, 6, 7])  # shuffled, and a whole page of four among them
 
 
+DECODE, CONTEXT = AttentionCall.DECODE, AttentionCall.CONTEXT
+
+
 @pytest.mark.parametrize(
-    ("call", "kv_dtype", "trtllm_gen", "expected"),
+    ("call", "kv_dtype", "trtllm_gen", "query", "out"),
     [
-        (AttentionCall.DECODE, E4M3, True, CallDtypes(E4M3, BF16)),
-        (AttentionCall.CONTEXT, E4M3, True, CallDtypes(E4M3, BF16)),
-        (AttentionCall.DECODE, E4M3, False, CallDtypes(BF16, BF16)),
-        (AttentionCall.CONTEXT, E4M3, False, CallDtypes(E4M3, BF16)),
-        (AttentionCall.DECODE, NVFP4, True, CallDtypes(E4M3, E4M3)),
-        (AttentionCall.CONTEXT, NVFP4, True, CallDtypes(E4M3, E4M3)),
-        (AttentionCall.DECODE, NVFP4, False, CallDtypes(BF16, BF16)),
+        *[(call, E4M3, True, E4M3, BF16) for call in (DECODE, CONTEXT)],
+        (DECODE, E4M3, False, BF16, BF16),
+        (CONTEXT, E4M3, False, E4M3, BF16),
+        *[(call, NVFP4, True, E4M3, E4M3) for call in (DECODE, CONTEXT)],
+        (DECODE, NVFP4, False, BF16, BF16),
+        *[(call, BF16, trtllm_gen, BF16, BF16) for call in (DECODE, CONTEXT) for trtllm_gen in (False, True)],
     ],
 )
-def test_dtypes_of_a_call(call: AttentionCall, kv_dtype: torch.dtype, trtllm_gen: bool, expected: CallDtypes) -> None:
-    assert call_dtypes(call, BF16, kv_dtype, trtllm_gen=trtllm_gen) == expected
-
-
-def test_dtypes_of_a_plain_cache() -> None:
-    for call, trtllm_gen in itertools.product((AttentionCall.DECODE, AttentionCall.CONTEXT), (False, True)):
-        assert call_dtypes(call, BF16, BF16, trtllm_gen=trtllm_gen) == CallDtypes(BF16, BF16)
+def test_dtypes_of_a_call(
+    call: AttentionCall, kv_dtype: torch.dtype, trtllm_gen: bool, query: torch.dtype, out: torch.dtype
+) -> None:
+    assert call_dtypes(call, BF16, kv_dtype, trtllm_gen=trtllm_gen) == CallDtypes(query, out)
 
 
 def test_fmha_v2_is_refused_over_nvfp4() -> None:
     with pytest.raises(ValueError, match="fmha_v2 does not read an NVFP4 cache"):
-        call_dtypes(AttentionCall.CONTEXT, BF16, NVFP4, trtllm_gen=False)
+        call_dtypes(CONTEXT, BF16, NVFP4, trtllm_gen=False)
 
 
 def pool() -> KVPool:

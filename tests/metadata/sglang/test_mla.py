@@ -1,7 +1,6 @@
 """MLA metadata and calls against SGLang's own class, on random batches: no number here is the lab's."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -41,8 +40,8 @@ from lab.metadata.mla.rows import merge_by_lse
 from lab.metadata.speculation.verify_mask import VerifyMaskForm, preallocate_verify_mask
 from tests.devices import IN_INTERPRETER
 from tests.metadata.batches import Case, build, drawn_cases, mla_truth, of_mla
-from tests.metadata.served import HEADS, LAYER, MLA, RANK, ROPE, Engine, Served
-from tests.metadata.sglang.mha import server_batch
+from tests.metadata.served import HEADS, LAYER, MLA, RANK, ROPE, Engine
+from tests.metadata.sglang.mha import Load, server_batch
 from tests.metadata.sglang.mla import (
     BACKEND,
     MERGE,
@@ -55,16 +54,12 @@ from tests.metadata.sglang.mla import (
     names,
     new_backend,
 )
-from tests.metadata.sglang.test_mha import Load
-from tests.metadata.sglang.wheel import sglang_modules
+from tests.metadata.sglang.wheel import sglang_fixture
 
 PARALLEL = Parallel()
 
 
-@pytest.fixture(scope="module")
-def sglang() -> Iterator[Load]:
-    with sglang_modules(*REAL, names=names(PARALLEL)) as load:
-        yield load
+sglang = sglang_fixture(*REAL, names=names(PARALLEL))
 
 
 ATTENDING = drawn_cases().map(of_mla).filter(lambda case: case.mode is not ForwardMode.DRAFT_EXTEND and case.total_lens)
@@ -101,7 +96,7 @@ GRAPH_MODES = [
 @pytest.mark.parametrize("mode", GRAPH_MODES, ids=lambda mode: mode.forward_mode.name)
 def test_replays(sglang: Load, mode: GraphMode) -> None:
     """Batches that shrink and grow, each padded to the captured size by the lab, and both tables behind it."""
-    engine = Engine(max_context_len=150)
+    engine = Engine()
     buffers = TRTLLMMLABackend().new_buffers([mode], engine.pool, MAX_BATCH_SIZE)[mode]
     runner = GraphRunner(
         TRTLLMMLABackend(), mode, engine.pool, (MAX_BATCH_SIZE,), lambda *_: lambda: None, metadata=buffers
@@ -144,52 +139,28 @@ def reference(cache: Any) -> Any:
     return run
 
 
-@IN_INTERPRETER
-@pytest.mark.parametrize("rows", [(1, 4, 2, 3), (4, 4, 4, 4), (1, 1, 1, 1), (2, 3, 1, 2)])
-@pytest.mark.parametrize("padding", [0, 5])
-def test_a_ragged_verification(sglang: Load, rows: tuple[int, ...], padding: int) -> None:
-    """Lengths, bound, padded query and output of SGLang's own ``forward_extend``, rows of padding and all."""
-    engine = Engine(max_context_len=150)
-    served, _ = engine.serve(GraphMode.ragged_verify(DRAFT), [40, 64, 35, 120], list(rows), num_padding_rows=padding)
-    hold_calls(sglang, engine, served)
+def hold_calls(
+    sglang: Load, engine: Engine, batch: ForwardBatch, query: Tensor, early: ForwardBatch | None = None, **fields: Any
+) -> None:
+    """Compare an eager pass of the lab's with SGLang's: the call's arguments, and what becomes of its output.
 
-
-@IN_INTERPRETER
-def test_a_ragged_verification_padded_to_a_captured_size(sglang: Load) -> None:
-    """Two requests in a graph of four with twelve rows: padding takes the rest of them, at most four each."""
-    engine = Engine(max_context_len=150)
-    served, _ = engine.serve(GraphMode.ragged_verify(DRAFT), [40, 64], [3, 2], num_padding_rows=15)
-    layout = sglang("sglang.srt.speculative.ragged_verify").RaggedVerifyLayout.from_verify_lens_device(
-        verify_lens=served.batch.extend_seq_lens, graph_num_tokens=served.batch.num_tokens
-    )
-    padded = layout.padded_to_bucket(padded_bs=4, cap=DRAFT)
-    lens = padded.verify_lens.tolist()
-    assert lens == [3, 2, DRAFT, DRAFT], "fifteen rows are left for two requests of at most four"
-    batch = replace(
-        served.batch,
-        req_pool_indices=torch.nn.functional.pad(served.batch.req_pool_indices, (0, 2)),
-        seq_lens=torch.nn.functional.pad(served.batch.seq_lens, (0, 2), value=1),
-        out_cache_loc=torch.nn.functional.pad(served.batch.out_cache_loc, (0, sum(lens[2:]))),
-        extend_seq_lens=padded.verify_lens,
-        extend_seq_lens_cpu=lens,
-    )
-    engine.cache.storage[0] = 0.0  # the sink, which padding reads
-    spec_info = SimpleNamespace(draft_token_num=DRAFT, ragged_verify_layout=layout)
-    hold_calls(sglang, engine, replace(served, batch=batch), spec_info=spec_info)
-
-
-def hold_calls(sglang: Load, engine: Engine, served: Served, **fields: Any) -> None:
-    """Hold an eager pass of the lab's to SGLang's: the call's arguments, and what becomes of its output."""
-    batch, cache = served.batch, engine.cache
+    Metadata is built for `early`, if that is given: SGLang's forward sees that padding outgrew it, and plans again.
+    """
+    cache = engine.cache
     backend = new_backend(sglang, engine.pool, num_draft_tokens=DRAFT, kernel=reference(cache))
-    server = server_batch(sglang, batch, **fields)
+    server = server_batch(sglang, early or batch, **fields)
     backend.init_forward_metadata(server)
-    theirs = attend(backend, server, served.query, cache.storage.flatten(0, 1))
-    metadata = build_mla_decode_metadata(batch, engine.pool)
+    metadata = build_mla_decode_metadata(early or batch, engine.pool)
+    if early is not None:
+        vars(server).update(vars(server_batch(sglang, batch)))
+        metadata = replan_outgrown(metadata, batch, partial(build_mla_decode_metadata, pool=engine.pool))
+    theirs = attend(backend, server, query, cache.storage.flatten(0, 1))
     ours = torch.full_like(theirs, 9.0)
-    prepare_mla_attention(lab.references, batch, metadata, LAYER, served.query, cache, out=ours)()
+    prepare_mla_attention(lab.references, batch, metadata, LAYER, query, cache, out=ours)()
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
-    own = mla_call_arguments(batch, metadata, LAYER, mla_query(metadata, served.query), cache)
+    seen = mla_truth(batch, engine.pool, MLA).seen_lens
+    assert_same(metadata, backend.forward_decode_metadata, engine.pool.page_size, seen)
+    own = mla_call_arguments(batch, metadata, LAYER, mla_query(metadata, query), cache)
     (call,) = backend.calls
     assert torch.equal(own["query"], call["query"])
     assert own["max_seq_len"] == call["max_seq_len"]
@@ -197,29 +168,50 @@ def hold_calls(sglang: Load, engine: Engine, served: Served, **fields: Any) -> N
 
 
 @IN_INTERPRETER
+@pytest.mark.parametrize("rows", [(1, 4, 2, 3), (4, 4, 4, 4), (1, 1, 1, 1), (2, 3, 1, 2)])
+@pytest.mark.parametrize("padding", [0, 5])
+def test_a_ragged_verification(sglang: Load, rows: tuple[int, ...], padding: int) -> None:
+    """Lengths, bound, padded query and output of SGLang's own ``forward_extend``, rows of padding and all."""
+    engine = Engine()
+    served, _ = engine.serve(GraphMode.ragged_verify(DRAFT), [40, 64, 35, 120], list(rows), num_padding_rows=padding)
+    hold_calls(sglang, engine, served.batch, served.query)
+
+
+@IN_INTERPRETER
+def test_a_ragged_verification_padded_to_a_captured_size(sglang: Load) -> None:
+    """Two requests in a graph of four with twelve rows: padding takes the rest of them, at most four each."""
+    engine = Engine()
+    served, _ = engine.serve(GraphMode.ragged_verify(DRAFT), [40, 64], [3, 2], num_padding_rows=15)
+    layout = sglang("sglang.srt.speculative.ragged_verify").RaggedVerifyLayout.from_verify_lens_device(
+        verify_lens=served.batch.extend_seq_lens, graph_num_tokens=served.batch.num_tokens
+    )
+    padded = layout.padded_to_bucket(padded_bs=4, cap=DRAFT)
+    lens = padded.verify_lens.tolist()
+    assert lens == [3, 2, DRAFT, DRAFT], "fifteen rows are left for two requests of at most four"
+    pad = torch.nn.functional.pad
+    batch = replace(
+        served.batch,
+        req_pool_indices=pad(served.batch.req_pool_indices, (0, 2)),
+        seq_lens=pad(served.batch.seq_lens, (0, 2), value=1),
+        out_cache_loc=pad(served.batch.out_cache_loc, (0, sum(lens[2:]))),
+        extend_seq_lens=padded.verify_lens,
+        extend_seq_lens_cpu=lens,
+    )
+    engine.cache.storage[0] = 0.0  # the sink, which padding reads
+    spec_info = SimpleNamespace(draft_token_num=DRAFT, ragged_verify_layout=layout)
+    hold_calls(sglang, engine, batch, served.query, spec_info=spec_info)
+
+
+@IN_INTERPRETER
 @pytest.mark.parametrize(
     "mode", [GRAPH_MODES[0], GRAPH_MODES[1], GRAPH_MODES[3]], ids=lambda mode: mode.forward_mode.name
 )
 def test_padding_that_outgrew_the_metadata(sglang: Load, mode: GraphMode) -> None:
-    """SGLang's forward sees that the batch has more requests than its metadata, and plans it again."""
-    engine = Engine(max_context_len=150)
-    rows = mode.num_tokens_per_req
+    engine, rows = Engine(), mode.num_tokens_per_req
     served, _ = engine.serve(mode, [40, 64, 35], [rows] * 3)
-    batch = pad_requests(served.batch, 5)
     engine.cache.storage[0] = 0.0
     query = torch.cat([served.query, engine.draw(2 * rows, HEADS, RANK + ROPE)])
-    backend = new_backend(sglang, engine.pool, num_draft_tokens=DRAFT, kernel=reference(engine.cache))
-    server = server_batch(sglang, served.batch)
-    backend.init_forward_metadata(server)
-    vars(server).update(vars(server_batch(sglang, batch)))
-    theirs = attend(backend, server, query, engine.cache.storage.flatten(0, 1))
-    early = build_mla_decode_metadata(served.batch, engine.pool)
-    metadata = replan_outgrown(early, batch, partial(build_mla_decode_metadata, pool=engine.pool))
-    own = mla_truth(batch, engine.pool, MLA).seen_lens
-    assert_same(metadata, backend.forward_decode_metadata, engine.pool.page_size, own)
-    ours = torch.full_like(theirs, 9.0)
-    prepare_mla_attention(lab.references, batch, metadata, LAYER, query, engine.cache, out=ours)()
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    hold_calls(sglang, engine, pad_requests(served.batch, 5), query, early=served.batch)
 
 
 @IN_INTERPRETER
@@ -242,9 +234,7 @@ def test_a_verification_of_other_rows_than_the_drafts(sglang: Load, rows: int) -
 
     See docs/evidence/forward_modes.md.
     """
-    batch, pool = build(
-        Case(ForwardMode.TARGET_VERIFY, (64, 70), new=rows, page_size=32, max_context_len=150, sliding_window=False)
-    )
+    batch, pool = build(of_mla(Case(ForwardMode.TARGET_VERIFY, (64, 70), new=rows)))
     spec_info = SpecInfo(num_draft_tokens=DRAFT)
     backend = new_backend(sglang, pool, num_draft_tokens=DRAFT)
     backend.init_forward_metadata(server_batch(sglang, replace(batch, spec_info=spec_info)))
@@ -306,7 +296,7 @@ def prefix_chunks(sglang: Load, batch: ForwardBatch, pool: KVPool, capacity: int
 def test_chunks_of_a_prefix(sglang: Load, prefixes: list[int], each: int, extra: int) -> None:
     totals = tuple(prefix + 2 for prefix in prefixes)
     news = (2,) * len(prefixes)
-    batch, pool = build(Case(ForwardMode.EXTEND, totals, news, page_size=32, max_context_len=100, sliding_window=False))
+    batch, pool = build(of_mla(Case(ForwardMode.EXTEND, totals, news)))
     capacity = each * len(prefixes) + min(extra, len(prefixes) - 1)
     server = prefix_chunks(sglang, batch, pool, capacity)
     ours = plan_prefix_chunks(batch, pool, capacity)
@@ -322,9 +312,7 @@ def test_chunks_of_a_prefix(sglang: Load, prefixes: list[int], each: int, extra:
 @IN_INTERPRETER
 def test_a_chunks_call(sglang: Load) -> None:
     """What SGLang's ``forward_extend`` hands the ragged kernel for each chunk, and for the new tokens before them."""
-    batch, pool = build(
-        Case(ForwardMode.EXTEND, (40, 5, 60), (3, 5, 1), page_size=32, max_context_len=100, sliding_window=False)
-    )
+    batch, pool = build(of_mla(Case(ForwardMode.EXTEND, (40, 5, 60), (3, 5, 1))))
     server = prefix_chunks(sglang, batch, pool, 60)
     layer = MLALayer(0.3, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
     theirs: list[dict[str, Any]] = []
@@ -383,7 +371,7 @@ def test_the_merge_takes_natural_logarithms(sglang: Load, base: str) -> None:
 @pytest.mark.parametrize(("data_type", "counts"), [(torch.float8_e4m3fn, True), (torch.bfloat16, False)])
 def test_an_e4m3_cache(sglang: Load, data_type: torch.dtype, counts: bool) -> None:
     """SGLang's own decode: the query that its kernel is handed, and the scale that counts."""
-    engine = Engine(max_context_len=150)
+    engine = Engine()
     served, _ = engine.serve(GraphMode.decode(), [40, 64, 35], [1, 1, 1])
     query = served.query.to(torch.bfloat16) * 300  # some beyond e4m3's largest
     cache = engine.pool.new_latent_cache(RANK + ROPE, data_type)
