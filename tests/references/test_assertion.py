@@ -16,7 +16,8 @@ from lab.references import assert_close_to_reference
 from lab.references.assertion import truth_of_problem
 from lab.workloads.attention_case import Dead, TableTail
 from lab.workloads.inputs.attention import build_attention
-from tests.cases import decode_arguments, pack_mask, random_batch
+from tests import cases
+from tests.cases import decode_arguments, pack_mask, ragged_batch, random_batch
 
 CPU = torch.device("cpu")
 DECODE = AttentionCase(Interface.DECODE, (20, 1, 33), (1, 1, 1), num_kv_heads=1, group=2)
@@ -49,29 +50,16 @@ def kernel_of(case: AttentionCase) -> Any:
 
 
 def ragged_arguments(causal: bool = True) -> dict[str, Any]:
-    torch.manual_seed(0)
-    new: dict[str, Any] = {"dtype": torch.bfloat16}
-    offsets = torch.tensor([0, 2, 5], dtype=torch.int32)
-    kv_offsets = torch.tensor([0, 7, 20], dtype=torch.int32)
-    return {
-        "query": torch.randn(6, 4, 24, **new),  # the last row is padding
-        "key": torch.randn(20, 4, 24, **new),
-        "value": torch.randn(20, 4, 16, **new),
-        "workspace_buffer": None,
-        "seq_lens": kv_offsets.diff(),
-        "max_q_len": 3,
-        "max_kv_len": 13,
-        "bmm1_scale": 0.2,
-        "bmm2_scale": 1.0,
-        "o_sf_scale": 1.0,
-        "batch_size": 2,
-        "window_left": -1,
-        "cum_seq_lens_q": offsets,
-        "cum_seq_lens_kv": kv_offsets,
-        "enable_pdl": None,
-        "is_causal": causal,
-        "return_lse": True,
-    }
+    """Two requests of 2 and 3 rows, and a row of padding."""
+    batch = ragged_batch([2, 3], [7, 13], heads=(4, 4), dims=(24, 16))
+    arguments = cases.ragged_arguments(batch, bmm1_scale=0.2, is_causal=causal)
+    del arguments["out"]
+    return arguments | {"query": torch.cat((arguments["query"], arguments["query"][:1]))}
+
+
+def refuses(match: str, *results: Any, error: type[Exception] = AssertionError, **arguments: Any) -> None:
+    with pytest.raises(error, match=match):
+        assert_close_to_reference(*results, **arguments)
 
 
 @each_case
@@ -119,8 +107,7 @@ def test_wide_dtypes_are_held_to_float32_s_precision(dtype: torch.dtype) -> None
     arguments = decode_arguments(random_batch([1, 1], [20, 33], dtype=dtype), bmm1_scale=0.25)
     out, lse = references.trtllm_batch_decode_with_kv_cache(**arguments)
     assert_close_to_reference(out, lse, **arguments)
-    with pytest.raises(AssertionError, match="vectors are wrong"):
-        assert_close_to_reference(out * (1 + 1e-5), **arguments)
+    refuses("vectors are wrong", out * (1 + 1e-5), **arguments)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -130,10 +117,8 @@ def test_the_ragged_call_s_padding_may_hold_anything(causal: bool) -> None:
     out[5:], lse[5:] = math.nan, math.nan
     assert_close_to_reference(out, lse, **arguments)
     lse[4, 2] += 0.1
-    with pytest.raises(AssertionError, match="1 LSEs are wrong: row 4 head 2 is "):
-        assert_close_to_reference(out, lse, **arguments)
-    with pytest.raises(AssertionError, match="vectors are wrong"):
-        assert_close_to_reference(out, **arguments | {"is_causal": not causal})
+    refuses("1 LSEs are wrong: row 4 head 2 is ", out, lse, **arguments)
+    refuses("vectors are wrong", out, **arguments | {"is_causal": not causal})
 
 
 def test_a_draft_mask_is_held_to() -> None:
@@ -144,8 +129,7 @@ def test_a_draft_mask_is_held_to() -> None:
     causal = references.trtllm_batch_decode_with_kv_cache(**arguments)
     arguments |= {"mask": pack_mask([rows, rows])}
     assert_close_to_reference(references.trtllm_batch_decode_with_kv_cache(**arguments), **arguments)
-    with pytest.raises(AssertionError, match=r"of requests \[0, 1\]: row [25] "):
-        assert_close_to_reference(causal, **arguments)
+    refuses(r"of requests \[0, 1\]: row [25] ", causal, **arguments)
 
 
 def test_scales_as_tensors_and_separate_tables() -> None:
@@ -163,8 +147,7 @@ def test_a_base_e_lse_and_out_in_rows() -> None:
     arguments = arguments_of(MLA) | {"return_lse": True, "return_lse_base": "basee"}
     out, lse = kernel_of(MLA)(**arguments)
     assert_close_to_reference(out.flatten(0, 1), lse.view(3, 2, -1), **arguments)
-    with pytest.raises(AssertionError, match="LSEs are wrong"):
-        assert_close_to_reference(out, lse / math.log(2.0), **arguments)
+    refuses("LSEs are wrong", out, lse / math.log(2.0), **arguments)
 
 
 def test_buffers_that_were_written_are_the_results_and_stay() -> None:
@@ -173,12 +156,10 @@ def test_buffers_that_were_written_are_the_results_and_stay() -> None:
     out = kernel_of(DECODE)(**arguments)
     out[0] += 1
     before = out.clone()
-    with pytest.raises(AssertionError, match="row 0"):
-        assert_close_to_reference(out, **arguments)
+    refuses("row 0", out, **arguments)
     assert torch.equal(out, before)
     arguments["lse"][2] = 0
-    with pytest.raises(AssertionError, match=r"wrong.*\n.*LSEs are wrong: row 2 head 0 is 0, "):
-        assert_close_to_reference(out, **arguments)
+    refuses(r"wrong.*\n.*LSEs are wrong: row 2 head 0 is 0, ", out, **arguments)
 
 
 def test_buffers_that_were_not_written_are_wrong_beside_a_right_result() -> None:
@@ -186,8 +167,7 @@ def test_buffers_that_were_not_written_are_wrong_beside_a_right_result() -> None
     out, lse = kernel_of(DECODE)(**arguments, return_lse=True)
     unwritten = {"out": torch.zeros_like(out), "lse": torch.zeros_like(lse)}
     assert_close_to_reference((out, lse), **arguments | {"out": out.clone(), "lse": lse.clone()})
-    with pytest.raises(AssertionError, match=r"the given out: 6 of 6 .*\n.*: 6 LSEs are wrong: row 0 head 0 is 0, "):
-        assert_close_to_reference((out, lse), **arguments | unwritten)
+    refuses(r"the given out: 6 of 6 .*\n.*: 6 LSEs are wrong: row 0 head 0 is 0, ", (out, lse), **arguments | unwritten)
 
 
 def test_what_is_no_lse_is_named() -> None:
@@ -199,27 +179,27 @@ def test_what_is_no_lse_is_named() -> None:
         (lse.to("meta"), "the LSE is on meta, not on cpu"),
         (1.0, "the LSE is of type float, not a tensor"),
     ):
-        with pytest.raises(AssertionError, match=says):
-            assert_close_to_reference((out, wrong), **arguments)
-    with pytest.raises(AssertionError, match="the output is of type tuple, not a tensor"):
-        assert_close_to_reference((out, lse, lse), **arguments)  # type: ignore[arg-type]
+        refuses(says, (out, wrong), **arguments)
+    refuses("the output is of type tuple, not a tensor", (out, lse, lse), **arguments)
 
 
 def test_an_output_in_place_of_the_query_is_refused() -> None:
     arguments = arguments_of(DECODE)
-    with pytest.raises(ValueError, match="out lies in the query's memory"):
-        assert_close_to_reference(kernel_of(DECODE)(**arguments | {"out": arguments["query"]}), **arguments)
+    refuses(
+        "out lies in the query's memory",
+        kernel_of(DECODE)(**arguments | {"out": arguments["query"]}),
+        **arguments,
+        error=ValueError,
+    )
     arguments = arguments_of(DECODE)
     arguments |= {"out": arguments["query"]}
-    with pytest.raises(ValueError, match="out lies in the query's memory"):
-        assert_close_to_reference(kernel_of(DECODE)(**arguments).clone(), **arguments)
+    refuses("out lies in the query's memory", kernel_of(DECODE)(**arguments).clone(), **arguments, error=ValueError)
 
 
 def test_another_dtype_is_an_error_unless_it_is_allowed() -> None:
     arguments = arguments_of(DECODE)
     out = kernel_of(DECODE)(**arguments)
-    with pytest.raises(AssertionError, match=r"float32, not torch.bfloat16 \(check_dtype=False"):
-        assert_close_to_reference(out.float(), **arguments)
+    refuses(r"float32, not torch.bfloat16 \(check_dtype=False", out.float(), **arguments)
     assert_close_to_reference(out.float(), check_dtype=False, **arguments)
     assert_close_to_reference(out.half(), **arguments, out_dtype=torch.float16)
 
@@ -228,8 +208,7 @@ def test_a_kernel_s_own_arithmetic_is_allowed_when_it_is_named() -> None:
     case = replace(CASES["e4m3 cache"], window_left=-1)
     arguments = arguments_of(case)
     out = build_attention(replace(case, arithmetic=E4M3), CPU).truth().control
-    with pytest.raises(AssertionError, match="vectors are wrong"):
-        assert_close_to_reference(out, **arguments)
+    refuses("vectors are wrong", out, **arguments)
     assert_close_to_reference(out, arithmetic=E4M3, **arguments)
 
 
@@ -237,15 +216,18 @@ def test_a_kernel_s_own_arithmetic_is_allowed_when_it_is_named() -> None:
     ("out", "says"), [(None, "NoneType, not a tensor"), (torch.zeros(2, 2, 64), r"\[2, 2, 64\], not \[3, 2, 64\]")]
 )
 def test_what_is_no_output_is_named(out: Any, says: str) -> None:
-    with pytest.raises(AssertionError, match=says):
-        assert_close_to_reference(out, **arguments_of(DECODE))
+    refuses(says, out, **arguments_of(DECODE))
 
 
 def test_a_bias_that_no_vector_shows_is_named() -> None:
     arguments = arguments_of(replace(DECODE, kv_lens=(20, 30, 33), q_lens=(4, 4, 4)))
     out = kernel_of(DECODE)(**arguments)
-    with pytest.raises(AssertionError, match=r"decode_with_kv_cache: all outputs are 0\.\d\d% too small: factor 0\.99"):
-        assert_close_to_reference(out.float() * 0.995, **arguments, check_dtype=False)
+    refuses(
+        r"decode_with_kv_cache: all outputs are 0\.\d\d% too small: factor 0\.99",
+        out.float() * 0.995,
+        **arguments,
+        check_dtype=False,
+    )
 
 
 def test_arguments_of_no_call_are_named() -> None:
@@ -253,11 +235,17 @@ def test_arguments_of_no_call_are_named() -> None:
     out = kernel_of(DECODE)(**arguments)
     del arguments["workspace_buffer"]
     assert_close_to_reference(out, **arguments)
-    with pytest.raises(TypeError, match=r"of trtllm_batch_decode_with_kv_cache, got an unexpected keyword .*'sink'"):
-        assert_close_to_reference(out, **arguments, sink=None)
+    refuses(
+        r"of trtllm_batch_decode_with_kv_cache, got an unexpected keyword .*'sink'",
+        out,
+        **arguments,
+        sink=None,
+        error=TypeError,
+    )
     del arguments["max_seq_len"]
-    with pytest.raises(TypeError, match=r"of trtllm_batch_decode_with_kv_cache, missing a required .*'max_seq_len'"):
-        assert_close_to_reference(out, **arguments)
+    refuses(
+        r"of trtllm_batch_decode_with_kv_cache, missing a required .*'max_seq_len'", out, **arguments, error=TypeError
+    )
 
 
 def test_an_empty_batch_passes() -> None:
@@ -273,8 +261,7 @@ def test_requests_without_rows_pass_whatever_the_padding_holds() -> None:
     arguments = ragged_arguments() | {"cum_seq_lens_q": torch.zeros(3, dtype=torch.int32)}
     padding = torch.full((6, 4, 16), math.nan, dtype=torch.bfloat16)
     assert_close_to_reference(padding, torch.zeros(6, 4), **arguments)
-    with pytest.raises(AssertionError, match=r"the LSE is \[5, 4\], not \[6, 4\]"):
-        assert_close_to_reference(padding, torch.zeros(5, 4), **arguments)
+    refuses(r"the LSE is \[5, 4\], not \[6, 4\]", padding, torch.zeros(5, 4), **arguments)
 
 
 def test_inputs_are_left_as_they_are() -> None:
@@ -291,12 +278,9 @@ def test_a_nan_where_the_truth_must_be_is_no_verdict() -> None:
     out = kernel_of(DECODE)(**arguments)
     query = arguments["query"].clone()
     query[1, 0, 0] = math.nan
-    with pytest.raises(ValueError, match="query holds NaN in row 1, of request 1"):
-        assert_close_to_reference(out, **arguments | {"query": query})
+    refuses("query holds NaN in row 1, of request 1", out, **arguments | {"query": query}, error=ValueError)
     fp8 = arguments | {"query": query.to(E4M3), "kv_cache": tuple(side.to(E4M3) for side in arguments["kv_cache"])}
-    with pytest.raises(ValueError, match="query holds NaN in row 1, of request 1"):
-        assert_close_to_reference(out, **fp8)
+    refuses("query holds NaN in row 1, of request 1", out, **fp8, error=ValueError)
     page = int(arguments["block_tables"][0, 0])
     arguments["kv_cache"][1][page, 0, 0, 0] = math.nan
-    with pytest.raises(ValueError, match="expected must be finite"):
-        assert_close_to_reference(out, **arguments)
+    refuses("expected must be finite", out, **arguments, error=ValueError)

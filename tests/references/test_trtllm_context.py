@@ -9,11 +9,9 @@ import torch
 from lab.references import trtllm_batch_context_with_kv_cache, trtllm_batch_decode_with_kv_cache
 from tests.cases import (
     Batch,
-    assert_same,
     coded_batch,
     context_arguments,
     decode_arguments,
-    expected,
     keys_seen,
     random_batch,
     seen_keys,
@@ -54,17 +52,6 @@ def test_rows_without_keys() -> None:
         out, lse = context(**context_arguments(batch, causal=causal))
         assert ((out == 0).all(dim=-1).all(dim=-1)).tolist() == empty
         assert ((lse == -math.inf).all(dim=-1)).tolist() == empty
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("kv_layout", ["HND", "NHD"])
-@pytest.mark.parametrize("separate_tables", [False, True])
-def test_values(causal: bool, kv_layout: str, separate_tables: bool) -> None:
-    batch = random_batch([4, 0, 9], [4, 3, 37], heads=(10, 2), magnitude=3.0, kv_dtype=torch.float8_e4m3fn)
-    scales: dict[str, Any] = {"bmm1_scale": 0.3125, "bmm2_scale": 1.5, "causal": causal}
-    sinks = torch.linspace(-2, 4, 10)
-    arguments = context_arguments(batch, kv_layout=kv_layout, separate_tables=separate_tables, sinks=sinks)
-    assert_same(context(**arguments | scales), expected(batch, sinks=sinks, **scales))
 
 
 def test_equal_to_decode_where_both_apply() -> None:

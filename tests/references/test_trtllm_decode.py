@@ -57,12 +57,6 @@ def test_lengths_at_page_boundaries() -> None:
     assert coded(batch) == [set(range(length)) for length in batch.kv_lens]
 
 
-@pytest.mark.parametrize("page_size", [1, 2, 16, 32, 64, 128])
-def test_page_sizes(page_size: int) -> None:
-    batch = coded_batch([2, 2], [7, 50])
-    assert coded(batch, page_size=page_size) == keys_seen(batch)
-
-
 def test_variable_query_lengths() -> None:
     batch = coded_batch([0, 3, 1, 0, 7, 2, 0], [5, 20, 1, 0, 4, 50, 9])
     assert coded(batch, ragged=True) == keys_seen(batch)
@@ -129,13 +123,6 @@ def test_mask_bits_by_hand() -> None:
 
 
 # Values
-
-
-@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (8, 2), (5, 1), (6, 1), (10, 2), (12, 2), (8, 1)])
-@pytest.mark.parametrize("magnitude", [1.0, 8.0])
-def test_grouped_heads(heads: tuple[int, int], magnitude: float) -> None:
-    batch = random_batch([2, 2], [5, 21], heads=heads, magnitude=magnitude)
-    assert_same(decode(**decode_arguments(batch)), expected(batch))
 
 
 def test_query_head_reads_the_kv_head_of_its_group() -> None:
