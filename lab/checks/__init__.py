@@ -1,4 +1,4 @@
-"""Judges: is an implementation right?"""
+"""The judge: find out whether an implementation is right."""
 
 from lab.extras import require
 

@@ -1,4 +1,4 @@
-"""The run of one case: the calls that a check makes of an implementation, and all that is wrong about what they give."""
+"""The run of one case: the calls that a check makes of an implementation, and everything that is wrong with their results."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
@@ -31,7 +31,7 @@ SHOWN_CHARACTERS = 1000
 
 
 class CallForm(NamedEnum):
-    """How a function's calls are made; the value goes before its name."""
+    """How calls of a function are made. The value is the prefix of the function's name."""
 
     WHOLE = ""
     PREPARED = "prepare_"  # `lab.kernels.prepare`: what does not depend on contents is done once
@@ -41,7 +41,7 @@ class CallForm(NamedEnum):
 class Result(NamedTuple):
     """The results of a call: out [num_rows, num_qo_heads, head_dim], and lse [num_rows, num_qo_heads] or None.
 
-    `call` is what the call was; None stands for the last call of the run.
+    `call` has the features of the call that gave the result; None stands for the last call of the run.
     """
 
     out: Tensor
@@ -49,12 +49,12 @@ class Result(NamedTuple):
     call: CallFeatures | None = None
 
     def leading(self, rows: int) -> "Result":
-        """Return the result of the first rows, where rows of padding follow."""
+        """Return the result of the first rows, without the padding rows after them."""
         return self._replace(out=self.out[:rows], lse=None if self.lse is None else self.lse[:rows])
 
 
 class Inputs(Protocol):
-    """What a call is made of, such as `AttentionInputs`."""
+    """The inputs of a call, such as `AttentionInputs`."""
 
     @property
     def interface(self) -> Interface: ...
@@ -64,7 +64,7 @@ class Inputs(Protocol):
 
 @dataclass(frozen=True)
 class GivenCall:
-    """A call by its arguments; `rows` of its output are the requests', where rows of padding follow them."""
+    """A call, given by its arguments. The first `rows` rows of its output belong to requests; padding rows may follow."""
 
     interface: Interface
     given: dict[str, Any]
@@ -75,23 +75,24 @@ class GivenCall:
 
 
 class CaseRun:
-    """A case being judged. A check makes calls and states what it expects; what fails is noted and the check goes on.
+    """A case that is being judged. A check makes calls and states what it expects. A failed expectation is recorded, and the
+    check continues.
 
     Attributes:
-        implementation: what is judged.
-        case: of what; a frozen dataclass.
-        device: where.
-        ranges: within which a check may vary the case.
+        implementation: the implementation that is judged.
+        case: the case, a frozen dataclass.
+        device: the device on which the calls run.
+        ranges: the ranges within which a check may vary the case.
         refusals: exceptions that are refusals, as in `lab.checks.run.support_protocol.invoke`.
-        calls: calls of the implementation so far.
-        wrongs: what was wrong, a sentence each.
-        failures: calls that failed, a sentence each.
-        declines: what was refused of the check's variations, or judged in an equivalent form, a sentence each.
-        worst_ratio: the largest error over its bound.
-        judged: results that were compared with something.
-        results: these results.
-        saves_output, output: whether the first output is kept as it was before it was compared with anything, and that.
-        called: the last call that was made.
+        calls: number of calls of the implementation so far.
+        wrongs: sentences about wrong results.
+        failures: sentences about failed calls.
+        declines: sentences about variations of the check that were refused, or judged in an equivalent form.
+        worst_ratio: the largest ratio of an error to its bound.
+        judged: number of results that were compared.
+        results: the results that were compared.
+        saves_output, output: whether the first output is saved before it is compared, and the saved output.
+        called: the features of the last call.
     """
 
     def __init__(
@@ -120,20 +121,20 @@ class CaseRun:
         self._equivalent = EquivalentCalls(self.decline)
 
     def build(self, case: AttentionCase | None = None, **storage: Any) -> AttentionInputs:
-        """Build the case's inputs, or another case's, or the case's stored in another way."""
+        """Build the inputs of the case or of another case; `storage` replaces fields of its storage."""
         chosen = self.case if case is None else case
         if storage:
             chosen = replace(chosen, storage=replace(chosen.storage, **storage))
         return build_attention(chosen, self.device)
 
     def call(self, inputs: Inputs, /, **changes: Any) -> Result:
-        """Call the implementation with the arguments of the inputs, some changed or added; return the rows of all requests.
+        """Call the implementation with the arguments of the inputs and some changes. Return the rows of all requests.
 
-        What it refuses is called again in each equivalent form (`lab.checks.run.equivalent_calls`).
+        A refused call is made again in each equivalent form (`lab.checks.run.equivalent_calls`).
 
         Raises:
-            Unsupported: it refused every form.
-            KernelError: it failed.
+            Unsupported: the implementation refused every form.
+            KernelError: the call failed.
         """
         interface, arguments = inputs.interface, inputs.arguments() | changes
         call = self.note_call(interface, arguments, inputs.case if isinstance(inputs, AttentionInputs) else None)
@@ -147,7 +148,7 @@ class CaseRun:
         return result if rows is None else result.leading(rows)
 
     def again(self, inputs: Inputs, /, **changes: Any) -> Result:
-        """Make a call that was taken before. A refusal is a failure then, and raises KernelError."""
+        """Repeat a call that was accepted before. A refusal now counts as a failure and raises KernelError."""
         try:
             return self.call(inputs, **changes)
         except Unsupported as refusal:
@@ -156,16 +157,16 @@ class CaseRun:
     def vary(
         self, what: str, inputs: Inputs, expected: Truth | Result | None = None, /, **changes: Any
     ) -> Result | None:
-        """Make a call that the check can do without, and note a refusal or a failure, where the result is None.
+        """Make a call that the check does not require. If it is refused or fails, record this and return None.
 
-        Compare the result with what is expected, if that is given: a truth, or the bits of another result.
+        If `expected` is given, compare the result with it: a truth, or another result whose bits must be equal.
         """
         return self._noted(what, inputs, expected, changes, needed=False)
 
     def expect_call(
         self, what: str, inputs: Inputs, expected: Truth | Result | None = None, /, **changes: Any
     ) -> Result | None:
-        """Make a call as `vary` does, but raise Unsupported where it is refused: the case declines."""
+        """Make a call like `vary`, but raise Unsupported if it is refused: the case is then declined."""
         return self._noted(what, inputs, expected, changes, needed=True)
 
     def _noted(
@@ -182,9 +183,9 @@ class CaseRun:
 
     @contextmanager
     def noting(self, what: str, needed: bool = False) -> Iterator[None]:
-        """Note a failure in a block, and a refusal unless the block is needed.
+        """Record a failure in a block, and a refusal too unless the block is `needed`.
 
-        A failure is raised where the GPU's context is lost, after which no call can be right.
+        If the GPU's context is lost, the failure is raised, because no later call can be right.
         """
         try:
             yield
@@ -207,33 +208,33 @@ class CaseRun:
         return functools.partial(self._invoke, self._invoke(prepare, **arguments))
 
     def _expect_shape_of_mla(self, returned: Any, arguments: dict[str, Any]) -> None:
-        """Expect an output of the query's shape, before its rows are taken as they come."""
+        """Expect an MLA output in the query's shape; later code takes its rows in any shape."""
         out, _ = output_and_lse(Interface.MLA_DECODE.value, returned)
         shape = (*arguments["query"].shape[:-1], arguments["kv_lora_rank"])
         if tuple(out.shape) != shape:
             self.wrong(f"it returned an output of {list(out.shape)}, not {list(shape)}")
 
     def _wait(self) -> None:
-        """Wait for the GPU, whose errors show there."""
+        """Wait for the GPU, so that errors of earlier launches are raised."""
         if self.device.type == "cuda" and not is_capturing():
             torch.cuda.synchronize()
 
     @property
     def forms(self) -> tuple[CallForm, ...]:
-        """Return the forms that the implementation has of any attention call."""
+        """Return the forms in which the implementation offers at least one attention call."""
         names = [interface.value for interface in ATTENTION]
         has = [form for form in CallForm if any(hasattr(self.implementation, form.value + name) for name in names)]
         return (CallForm.WHOLE, *(form for form in has if form is not CallForm.WHOLE))
 
     def prepare(self, form: CallForm, interface: Interface, arguments: dict[str, Any]) -> Callable[[], Any]:
-        """Prepare or plan a call; raises as `call`."""
+        """Prepare or plan a call. Raises the errors of `call`."""
         prepare = functools.partial(self._prepare, getattr(self.implementation, form.value + interface.value))
         self.note_call(interface, arguments)
         call: Callable[[], Any] = self._equivalent.invoke(interface, prepare, arguments)
         return call
 
     def function(self, interface: Interface) -> Callable[..., Any]:
-        """Return the implementation's function, which raises Unsupported for what it does not take."""
+        """Return the implementation's function, wrapped so that it raises Unsupported for a refused call."""
         function = getattr(self.implementation, interface.value)
 
         @functools.wraps(function)
@@ -243,9 +244,9 @@ class CaseRun:
         return call
 
     def engine(self, form: CallForm = CallForm.PREPARED) -> SimpleNamespace:
-        """Return the attention functions as an engine finds them, in a form where they have it.
+        """Return the attention functions in the way an engine calls them, in a form if the implementation has it.
 
-        An engine has one workspace for all its calls, and leaves out arguments that have their default.
+        An engine has one workspace for all calls, and leaves out arguments at their default.
         """
         workspace = new_workspace(self.device, of_engine=True)
         found: dict[str, Callable[..., Any]] = {}
@@ -259,7 +260,9 @@ class CaseRun:
         return SimpleNamespace(**found)
 
     def _call_of_engine(self, interface: Interface, workspace: Tensor, /, **arguments: Any) -> Any:
-        """Make a call; its lengths are those of the case, which may take two calls."""
+        """Make one call of an engine's pass. Its features have the lengths of the case, because a pass may consist of two
+        calls.
+        """
         of_call = self.note_call(interface, arguments)
         lengths = self._of_case if self._of_case.of_requests else of_call
         self.called = replace(lengths, features={**of_call.features, **self._of_case.features})
@@ -277,7 +280,7 @@ class CaseRun:
         return self._equivalent.invoke(interface, functools.partial(self._prepare, prepare), given)
 
     def note_call(self, interface: Interface, arguments: dict[str, Any], case: Any = None) -> CallFeatures:
-        """Note an attention call that is about to be made, of the case's contents or another's, and return its features."""
+        """Record an attention call before it is made, with the contents of the case or of another, and return its features."""
         if not is_capturing():
             of_call = features_of_call(interface, arguments, self._log)
             is_call = isinstance(self.case, AttentionCase)
@@ -286,21 +289,21 @@ class CaseRun:
         return self.called
 
     def expect(self, what: str, wrongs: Iterable[str], kind: str = "memory", call: CallFeatures | None = None) -> None:
-        """Expect that nothing is wrong; `wrongs` are sentences of what is."""
+        """Expect that there are no sentences in `wrongs`."""
         found = list(wrongs)
         self.wrongs += found
         self._note(what, kind, bool(found), call)
 
     def wrong(self, sentence: str) -> None:
-        """Note a sentence of what is wrong, of the last call."""
+        """Record a sentence about an error of the last call."""
         self.expect("what it returned", [sentence], kind="other")
 
     def expect_unchanged(self, what: str, tensors: dict[str, Tensor], before: dict[str, Tensor]) -> None:
-        """Expect the bits that tensors had before a call."""
+        """Expect that tensors have the same bits as before a call."""
         self.expect(what, changed_bits(tensors, before))
 
     def expect_readable(self, what: str, read: Callable[[], None]) -> bool:
-        """Expect that a reference takes what the implementation built; arguments that it refuses are wrong ones."""
+        """Expect that a reference accepts the arguments that the implementation built. If it refuses them, they are wrong."""
         try:
             read()
         except (IndexError, TypeError, ValueError) as error:
@@ -310,7 +313,7 @@ class CaseRun:
         return True
 
     def expect_close(self, what: str, result: Result | None, truth: Truth, least_bound: float = 0.0) -> None:
-        """Expect the output of the truth, and the LSE, if there is one, in base 2; `least_bound` as in `compare_output`."""
+        """Expect the truth's output, and its LSE in base 2 if there is one. `least_bound` is as in `compare_output`."""
         if result is None:
             return
         self.judged += 1
@@ -322,11 +325,11 @@ class CaseRun:
             self.expect_lse(what, result.lse, truth, result.call)
 
     def expect_lse(self, what: str, lse: Tensor, truth: Truth, call: CallFeatures | None = None) -> None:
-        """Expect log2 of the softmax's denominator, the sink included; -inf where a row sees nothing."""
+        """Expect an LSE of log2 of the softmax's denominator, including the sink; -inf where a row sees no key."""
         self._compared(what, "LSE", compare_lse(lse, made(truth)), call)
 
     def expect_equal_bits(self, what: str, result: Result | None, other: Result) -> None:
-        """Expect the bits of another output."""
+        """Expect that an output has the same bits as another output."""
         if result is not None:
             self.judged += 1
             self._compared(what, "bits", compare_bits(result.out, other.out), result.call)
@@ -346,7 +349,7 @@ class CaseRun:
         rows: Tensor | None = None,
         example: Any = None,
     ) -> None:
-        """Note a result, of the last call if none is given; `rows` says which rows are wrong."""
+        """Record a result, by default of the last call. `rows` marks the wrong rows."""
         call = call or self.called
         requests: tuple[Any, ...] = ()
         if rows is not None and len(rows) == sum(call.q_lens):
@@ -357,26 +360,26 @@ class CaseRun:
         self.results.append(CheckedResult(what, kind, features, wrong, requests, example))
 
     def fail(self, failure: str, what: str = "", kind: str = "return") -> None:
-        """Note a failure, of the last call or of the lab, and once in words however many calls share it."""
+        """Record a failure of the last call or of the lab. Its sentence is recorded once, even if several calls share it."""
         failure = failure if len(failure) <= SHOWN_CHARACTERS else f"{failure[: SHOWN_CHARACTERS - 1]}…"
         if not any(noted.endswith(failure) for noted in self.failures):
             self.failures.append(f"{what}: {failure}" if what else failure)
         self._note(what or IT_FAILED, kind, True)
 
     def decline(self, sentence: str) -> None:
-        """Note a refusal, once."""
+        """Record the sentence of a refusal once."""
         if sentence not in self.declines:
             self.declines.append(sentence)
 
 
 def _without_defaults(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments but those that say what FlashInfer's default says: no window, no sinks."""
+    """Return the arguments without those that mean the same as FlashInfer's default: no window, no sinks."""
     is_default = {"window_left": lambda value: value == -1, "sinks": lambda value: value is None}
     return {name: value for name, value in arguments.items() if name not in is_default or not is_default[name](value)}
 
 
 def as_result(returned: Any, interface: Interface) -> Result:
-    """Return the rows of all requests, whatever shape the function returns them in; raise KernelError without a tensor."""
+    """Convert a function's return value of any shape to the rows of all requests. Raise KernelError if it is not a tensor."""
     out, lse = output_and_lse(interface.value, returned)
     if interface is Interface.MLA_DECODE:
         out = out.flatten(0, 1) if out.dim() == 4 else out

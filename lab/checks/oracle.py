@@ -1,4 +1,4 @@
-"""Results compared with what is expected: output and LSE with the truth, and two outputs with each other bit for bit."""
+"""Compare results with the expected ones: output and LSE with the truth, and the bits of two outputs."""
 
 from dataclasses import dataclass
 
@@ -15,13 +15,13 @@ SHOWN_ROWS = 8
 
 @dataclass(frozen=True)
 class OutputComparison:
-    """What a comparison found.
+    """The result of a comparison.
 
     Attributes:
-        failure: a sentence of what is wrong; "" if nothing is.
-        worst_ratio: the largest error over its bound.
-        wrong_rows: bool [num_rows]; None where rows were not distinguished.
-        example: a wrong vector, the worst.
+        failure: a sentence about what is wrong; "" if the result is right.
+        worst_ratio: the largest ratio of an error to its bound.
+        wrong_rows: bool [num_rows], True for wrong rows; None if rows were not distinguished.
+        example: the worst vector.
     """
 
     failure: str
@@ -31,12 +31,12 @@ class OutputComparison:
 
 
 def compare_output(out: Tensor, truth: Truth, least_bound: float = 0.0) -> OutputComparison:
-    """Compare each output vector, and the slopes of outputs on the expected ones, with the truth.
+    """Compare each output vector with the truth, and then the slopes of the regression.
 
     Args:
         out: [num_rows, num_qo_heads, head_dim].
-        truth: of the call.
-        least_bound: relative error that is allowed whatever the control makes.
+        truth: the expected results of the call.
+        least_bound: relative error that is always allowed.
     """
     if out.shape != truth.expected.shape:
         return OutputComparison(_other_shape(out, truth.expected))
@@ -50,7 +50,7 @@ def compare_output(out: Tensor, truth: Truth, least_bound: float = 0.0) -> Outpu
 
 
 def compare_lse(lse: Tensor, truth: Truth) -> OutputComparison:
-    """Compare an LSE with log2 of the softmax's denominator, the sink included; -inf where a row sees nothing."""
+    """Compare an LSE with log2 of the softmax's denominator, including the sink; -inf where a row sees no key."""
     failure = truth.wrong_lse(lse)
     if lse.shape != truth.lse_log2.shape:
         return OutputComparison(failure)

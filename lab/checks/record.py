@@ -1,6 +1,6 @@
-"""A report's file, read: its cases, and the verdicts on them.
+"""Read a report's file: its cases and their verdicts.
 
-A case is written as its `repr`. To read it back, known dataclasses, enums and dtypes are built, and nothing is evaluated.
+A case is written as its `repr`. Reading it builds only known dataclasses, enums and dtypes, and evaluates no code.
 """
 
 import ast
@@ -23,14 +23,14 @@ DTYPES = (*HALF_DTYPES, E4M3, NVFP4, torch.float32, torch.int32, torch.int64)
 
 
 class ReportError(ValueError):
-    """A file is no report of the judge, or has no such case."""
+    """A file is not a report of the judge, or does not have the case."""
 
 
 def read_cases(record: dict[str, Any]) -> Iterator[CaseVerdict]:
     """Yield the verdicts of a report's record; they have sentences, and no `results`.
 
     Raises:
-        ReportError: it is no report, or one that was written before its cases had numbers.
+        ReportError: the record is not a report, or was written before cases had numbers.
     """
     try:
         ranges = read_expression(record["ranges"])
@@ -61,7 +61,7 @@ def read_record(path: Path) -> dict[str, Any]:
     """Read a report's file.
 
     Raises:
-        ReportError: there is none, or it holds something else.
+        ReportError: there is no such file, or it is not a report.
     """
     try:
         record = read_json(path)
@@ -74,10 +74,10 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def replaceable(path: Path) -> Path:
-    """Return the path of a report that is to be written.
+    """Return the path if a report may be written to it.
 
     Raises:
-        ReportError: it would replace a file that holds something else than a report or nothing.
+        ReportError: the path is a file that is neither empty nor a report.
     """
     if path.exists() and path.stat().st_size:
         try:
@@ -90,10 +90,10 @@ def replaceable(path: Path) -> Path:
 
 
 def read_case(path: Path, number: int) -> CaseVerdict:
-    """Read one case of a report, with its verdict.
+    """Read the verdict on one case of a report.
 
     Raises:
-        ReportError: the file is none, or has no case of this number.
+        ReportError: the file is not a report, or has no case with this number.
     """
     record = read_record(path)
     chosen = [case for case in record["cases"] if case.get("number") == number]
@@ -109,7 +109,9 @@ def read_case(path: Path, number: int) -> CaseVerdict:
 
 @functools.cache
 def _offered() -> tuple[dict[str, Callable[..., Any]], dict[str, Any]]:
-    """Return what `lab.checks` offers to make cases of: dataclasses by name, and members of enums and dtypes by their repr."""
+    """Return the names that a case may contain: the dataclasses of `lab.checks` by name, and members of enums and dtypes by
+    repr.
+    """
     import lab.checks as offering
 
     classes = [each for name in offering.__all__ if isinstance(each := getattr(offering, name), type)]
@@ -121,10 +123,10 @@ def _offered() -> tuple[dict[str, Callable[..., Any]], dict[str, Any]]:
 
 
 def read_expression(text: str) -> Any:
-    """Build what `repr` wrote of a case or a ranges.
+    """Build the case or the ranges that a `repr` describes.
 
     Raises:
-        ValueError: it is no such expression, or its numbers make no case.
+        ValueError: the text is not such an expression, or its numbers make no valid case.
     """
     try:
         return _built(ast.parse(text, mode="eval").body)

@@ -1,4 +1,4 @@
-"""A run of the judge as data: its verdicts, a summary of each check of each function, and the diagnosis."""
+"""A run of the judge as data: its verdicts, a summary for each check and function, and the diagnosis."""
 
 import functools
 import json
@@ -24,7 +24,7 @@ WORST_FIRST = (Outcome.DISHONEST, Outcome.WRONG, Outcome.FAILED, Outcome.KNOWN, 
 
 @dataclass(frozen=True)
 class CheckSummary:
-    """The verdicts of one check of one function."""
+    """The verdicts of one check on one function."""
 
     check: str
     interface: Interface
@@ -32,7 +32,7 @@ class CheckSummary:
 
     @functools.cached_property
     def counts(self) -> dict[Outcome, int]:
-        """Return the cases by outcome."""
+        """Return the number of cases with each outcome."""
         return dict(Counter(verdict.outcome for verdict in self.verdicts))
 
     @property
@@ -42,12 +42,12 @@ class CheckSummary:
 
     @property
     def judged(self) -> int:
-        """Return the number of results that were compared with something."""
+        """Return the number of results that were compared."""
         return sum(verdict.judged.judged for verdict in self.verdicts)
 
     @property
     def worst(self) -> CaseVerdict:
-        """Return the case with the largest error over its bound, of those with the summary's outcome."""
+        """Return the case with the largest ratio of error to bound, among the cases with the summary's outcome."""
         of_outcome = (verdict for verdict in self.verdicts if verdict.outcome is self.outcome)
         return max(of_outcome, key=lambda verdict: verdict.judged.worst_ratio)
 
@@ -63,20 +63,20 @@ class Report:
     """The findings of one run of the judge.
 
     Attributes:
-        implementation: its name.
-        level: how much was judged.
-        environment: of the run, `lab.provenance.environment`.
-        device: where.
-        verdicts: of every case.
-        left_out: cases that were not judged.
-        ended: why they were not.
+        implementation: name of the implementation.
+        level: level of the run.
+        environment: the run's `lab.provenance.environment`.
+        device: the device on which the run was made.
+        verdicts: the verdict on each case.
+        left_out: number of cases that were not judged.
+        ended: why cases were left out.
         ranges: the axes that were judged.
-        interrupted: by the user; cases that were not begun are in left_out.
-        narrowed: functions that declined most cases, and the axes that they take and were then judged on too.
-        refusals: names of the exceptions that were refusals; () for the usual ones.
-        run: a digest of all that its verdicts depend on; "" where its sources are unknown.
-        num_random: random cases that were judged after those of the level.
-        audited: right cases that were judged again by a process that the kernel's code never entered (`lab.checks.run.audit`).
+        interrupted: the user interrupted the run; left_out counts the remaining cases.
+        narrowed: functions that declined most cases, and the ranges that they take, on which they were then judged too.
+        refusals: names of the exceptions that count as refusals; () for the default list.
+        run: a digest of everything that determines the verdicts; "" if the implementation's sources are unknown.
+        num_random: number of random cases that were judged after the level's cases.
+        audited: number of right cases that a process without the kernel's code judged again (`lab.checks.run.audit`).
     """
 
     implementation: str
@@ -129,7 +129,7 @@ class Report:
         return ExitStatus.DONE if self.is_right else ExitStatus.NOT_JUDGED
 
     def write(self, path: Path, *, is_diagnosed: bool = True) -> None:
-        """Write the report as JSON; without a diagnosis, which takes a second, while a run goes on."""
+        """Write the report as JSON. The diagnosis takes a second to compute and is left out while a run continues."""
         write_text(path, json.dumps(self.as_record(is_diagnosed), indent=1) + "\n")
 
     def as_record(self, is_diagnosed: bool = True) -> dict[str, Any]:
@@ -166,7 +166,7 @@ class Report:
         }
 
     def _record_of(self, verdict: CaseVerdict) -> dict[str, Any]:
-        """Return a verdict as JSON data; what is empty, and the ranges of the whole report, are left out."""
+        """Return a verdict as JSON data. Empty fields, and ranges equal to the report's, are left out."""
         record = {
             "number": verdict.number,
             "check": verdict.check,
@@ -185,7 +185,7 @@ class Report:
 
     @functools.cached_property
     def diagnosis(self) -> Diagnosis:
-        """Return what is broken and where, by all verdicts together, or what could not be judged."""
+        """Return the diagnosis of all verdicts: what is broken and where, or what could not be judged."""
         found = diagnose(self.verdicts, is_whole=not self.left_out)
         missing = list(self._not_judged())
         if found.regions or not missing or self.exit_status is ExitStatus.REFUSED:
@@ -194,7 +194,7 @@ class Report:
 
     @functools.cached_property
     def coverages(self) -> tuple[Coverage, ...]:
-        """Return how much of each function's model check K18 covered; empty where it did not run."""
+        """Return the coverage of each function's model by check K18; empty if K18 did not run."""
         return coverages(self.verdicts, self.ranges)
 
     def _not_judged(self) -> Iterator[str]:

@@ -1,1 +1,1 @@
-"""What a run's verdicts say together: features of cases and calls, rules over them, and the diagnosis."""
+"""Explain the verdicts of a run: features of cases and calls, rules over features, and the diagnosis."""

@@ -1,7 +1,7 @@
-"""The features of a batch and of each request in it, which a case has as a call does, and features as rules compare them.
+"""The features of a batch and of its requests, for cases and for calls, and features in the form that rules compare.
 
-Each subject's table of texts stands above the function that reads its features. A cost is a rank for a reader: what a caller
-passes reads best, then the parameters of a case, then what only happened before.
+The table of a subject's texts precedes the function that reads its features. A feature's cost ranks it for a reader: arguments
+that a caller passes are cheapest, then parameters of a case, then facts about earlier calls.
 """
 
 from collections.abc import Iterable, Sequence
@@ -115,8 +115,8 @@ class CallFeatures:
     """The features of one call.
 
     Attributes:
-        features: of the call.
-        of_requests: of each request in it.
+        features: features of the call.
+        of_requests: features of each request in the call.
         q_lens: query rows of each request.
     """
 
@@ -133,7 +133,7 @@ class CallFeatures:
         page_size: int = TILE,
         window_left: int = -1,
     ) -> "CallFeatures":
-        """Return some features with those of a batch's lengths, and of each request in it."""
+        """Return shared features together with the features of a batch's lengths and of each request."""
         of_requests = tuple(
             kept(OF_REQUEST, _read_request(request, kv_lens, q_len, page_size, window_left))
             for request, q_len in zip(range(len(kv_lens)), q_lens, strict=True)
@@ -143,7 +143,7 @@ class CallFeatures:
 
 
 def of_any_request(shared: Features, of_requests: Iterable[Features]) -> dict[str, Value]:
-    """Return the features of a call and those that any of its requests has, of numbers the largest."""
+    """Return the features of a call together with its requests' features; for a number, the largest of the requests."""
     found = dict(shared)
     for features in of_requests:
         for name, value in features.items():
@@ -152,7 +152,7 @@ def of_any_request(shared: Features, of_requests: Iterable[Features]) -> dict[st
 
 
 def kept(names: Iterable[str], read: Read) -> dict[str, Value]:
-    """Return those of some features that a subject has, as rules compare them, in the order of their names."""
+    """Return the features that a subject has, in the form that rules compare, in the order of `names`."""
     plain = {name: _plain(read.get(name)) for name in names}
     return {name: value for name, value in plain.items() if value is not None and value is not False}
 

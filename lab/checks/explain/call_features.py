@@ -1,4 +1,4 @@
-"""The features of an attention call: what is read from its arguments, and by the calls before it."""
+"""The features of an attention call, which are read from its arguments and from the calls before it."""
 
 import math
 import weakref
@@ -79,7 +79,7 @@ OF_CALL: dict[str, Feature] = {
 
 
 def _read_call(interface: Interface, arguments: Mapping[str, Any], problem: PagedAttention | RaggedAttention) -> Read:
-    """Return the features of a call that poses a problem."""
+    """Return the features of a call that defines a problem."""
     query, sinks, options = problem.query, problem.sinks, problem.features()
     (_, num_qo_heads, head_dim), num_kv_heads = query.shape, problem.num_kv_heads
     group = num_qo_heads // max(num_kv_heads, 1)
@@ -159,12 +159,12 @@ def _read_pages(interface: Interface, arguments: Mapping[str, Any], problem: Pag
 
 
 def _lie_apart(pool: Tensor) -> bool:
-    """Tell whether a page of a pool does not begin where the one before it ends."""
+    """Return True if there are gaps between the pages of a pool."""
     return pool.stride(0) > pool.shape[1:].numel()
 
 
 def _used_scratch(arguments: Mapping[str, Any], device: torch.device) -> bool:
-    """Tell whether the workspace's scratch does not begin with zeros."""
+    """Return True if the workspace's scratch does not begin with zeros."""
     workspace = arguments.get("workspace_buffer")
     if workspace is None:
         return False
@@ -222,7 +222,7 @@ class CallLog:
         self._versions: dict[tuple[str, int], tuple[weakref.ref[Tensor], int]] = {}
 
     def read(self, arguments: Mapping[str, Any]) -> Read:
-        """Note a call, and return the features that it has by those that were noted before it."""
+        """Record a call, and return the features that follow from earlier calls."""
         given = dict(arguments) | {"sinks": arguments.get("sinks", arguments.get("attention_sinks"))}
         now = {name: _comparable(given.get(name)) for name in REMEMBERED}
         if given.get("bmm1_scale_log2") is not None:
@@ -256,7 +256,7 @@ class CallLog:
 
 
 def _comparable(value: Any) -> Any:
-    """Return an argument's value, the same for a number and a tensor of it."""
+    """Return an argument's value; a number and a tensor with this number give the same value."""
     if isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1):
         return float(f"{float(value):.5g}")
     if isinstance(value, list | tuple):
@@ -265,9 +265,9 @@ def _comparable(value: Any) -> Any:
 
 
 def features_of_call(interface: Interface, arguments: Mapping[str, Any], log: CallLog) -> CallFeatures:
-    """Return the features of an attention call that is about to be made, and note it; lengths are read from the device.
+    """Return the features of an attention call before it is made, and record the call. Lengths are read from the device.
 
-    A call that `lab.calls` refuses has only those that earlier calls give it.
+    A call that `lab.calls` refuses has only features that follow from earlier calls.
     """
     earlier = kept(OF_EARLIER, log.read(arguments))
     try:

@@ -1,4 +1,4 @@
-"""The diagnosis of a run: what is broken and where, the smallest case that shows it, and which checks add nothing."""
+"""The diagnosis of a run: what is broken and where, the smallest case that shows it, and the checks that add no information."""
 
 import math
 from collections import ChainMap, Counter
@@ -39,7 +39,7 @@ EXPLAINED = 0.9  # of the wrong results of a kind lie in regions of a plainer on
 
 
 class CaseResult(NamedTuple):
-    """A result and the verdict that it is of."""
+    """A result, and the verdict to which it belongs."""
 
     verdict: CaseVerdict
     result: CheckedResult
@@ -47,14 +47,14 @@ class CaseResult(NamedTuple):
 
 @dataclass(frozen=True)
 class Region:
-    """Where results are wrong.
+    """A rule for where results are wrong, with its counts.
 
     Attributes:
-        literals: the rule; none if it is everywhere.
-        held: what the results are held for, a key of `HELD`.
-        wrong, results: wrong results within it, and all within it.
-        right_outside, outside: right results outside it, and all outside it.
-        smallest: the wrong result of it with the smallest case.
+        literals: the literals of the rule; empty if results are wrong everywhere.
+        held: the property for which the results were checked, a key of `HELD`.
+        wrong, results: numbers of wrong results and of all results inside the region.
+        right_outside, outside: numbers of right results and of all results outside the region.
+        smallest: the wrong result in the region with the smallest case.
     """
 
     literals: Rule
@@ -72,7 +72,7 @@ class Region:
 
     @property
     def words(self) -> str:
-        """Return the rule in words, to follow "wherever"."""
+        """Return the rule in words that can follow "wherever"."""
         return " and ".join(literal.phrase for literal in self.literals)
 
     @property
@@ -96,13 +96,13 @@ class Region:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What verdicts say together.
+    """The conclusion from all verdicts of a run.
 
     Attributes:
-        answer: is it right, and how far was looked.
-        broken: what is broken, and where; "" if nothing is.
-        regions: where, the plainest and then the largest first.
-        follows: checks that say no more than that, a sentence each.
+        answer: whether the implementation is right, and how much was judged.
+        broken: what is broken, and where; "" if no result is wrong.
+        regions: the regions of wrong results, causes before consequences, then the largest first.
+        follows: sentences about checks that add no information.
     """
 
     answer: str
@@ -130,11 +130,11 @@ class Diagnosis:
 
 
 def diagnose(verdicts: Sequence[CaseVerdict], *, is_whole: bool = True) -> Diagnosis:
-    """Return what the verdicts say together; those of KNOWN findings and declined ones say nothing.
+    """Return the diagnosis of some verdicts. KNOWN and declined verdicts are ignored.
 
     Args:
-        verdicts: of a run.
-        is_whole: no case of the run was left out.
+        verdicts: the verdicts of a run.
+        is_whole: True if no case of the run was left out.
     """
     if deceived := [each for each in verdicts if each.outcome is Outcome.DISHONEST]:
         return Diagnosis(f"Dishonest, and not judged: {deceived[0].judged.wrongs[0]}.")
@@ -172,7 +172,7 @@ def _answer(verdicts: Sequence[CaseVerdict], judged: Sequence[CaseVerdict], is_w
 
 
 def _results_of(verdict: CaseVerdict) -> tuple[CheckedResult, ...]:
-    """Return a verdict's results; one of a crash, or that was read from a file, has none but what its case says."""
+    """Return a verdict's results. For a crash, or a verdict that was read from a file, return one result made from the case."""
     if verdict.judged.results:
         return verdict.judged.results
     held = "return" if verdict.outcome is Outcome.FAILED else "output"
@@ -187,12 +187,12 @@ def _features_of(verdict: CaseVerdict) -> dict[str, Value]:
 
 
 class _Units(NamedTuple):
-    """What rules of one kind are searched among: requests of results, or results where requests are not distinguished.
+    """The units among which rules are searched: requests of results, or results if requests are not distinguished.
 
     Attributes:
-        results: that the units are of.
-        features, wrong: of each unit, and whether it is wrong.
-        result_of, case_of: numbers of each one's result and case.
+        results: the results to which the units belong.
+        features, wrong: features of each unit, and whether it is wrong.
+        result_of, case_of: numbers of each unit's result and case.
     """
 
     results: list[CaseResult]
@@ -202,19 +202,19 @@ class _Units(NamedTuple):
     case_of: list[int]
 
     def with_rule(self, rule: Rule) -> Bits:
-        """Tell which units meet a rule."""
+        """Return which units meet a rule."""
         found = np.ones(len(self.features), dtype=bool)
         for literal in rule:
             found &= literal.holds(self.features)
         return found
 
     def results_with(self, units: Bits) -> Bits:
-        """Tell which results have one of some units."""
+        """Return which results have at least one of these units."""
         return np.bincount(self.result_of[units], minlength=len(self.results)) > 0
 
 
 def _units(results: Sequence[CaseResult], held: str) -> _Units:
-    """Return the units of the results that are held for something."""
+    """Return the units of the results that were checked for a property."""
     is_alone = held in WITHOUT_RIGHT_ONES
     kinds = {held, *STAND_INS} if is_alone else {held}
     chosen = [each for each in results if each.result.held in kinds]
@@ -241,7 +241,7 @@ def _units(results: Sequence[CaseResult], held: str) -> _Units:
 
 
 def _follows_from(units: _Units, held: str, regions: Sequence[Region], results: Sequence[CaseResult]) -> bool:
-    """Tell whether the wrong units lie where a plainer kind is wrong; most wrong LSEs must have a wrong output, too."""
+    """Return True if the wrong units lie where a more basic property is wrong. Most wrong LSEs must have a wrong output too."""
     if held in FOLLOWS_FROM_NOTHING:
         return False
     if held == "LSE":
@@ -258,9 +258,9 @@ def _follows_from(units: _Units, held: str, regions: Sequence[Region], results: 
 
 
 def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
-    """Return the regions of a kind, and how many results of it are wrong outside all of them.
+    """Return the regions of one property, and how many wrong results lie outside all of them.
 
-    Results are counted, not their requests.
+    The counts are results, not requests.
     """
     wrong = units.results_with(units.wrong)
     found: list[Region] = []
@@ -285,7 +285,7 @@ def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
 
 
 def _smallest(wrong: Sequence[CaseResult]) -> CaseResult:
-    """Return the wrong result with the fewest rows times keys times heads; one with a vector if there is one."""
+    """Return the wrong result with the smallest rows x keys x heads. Results with a wrong vector are preferred."""
 
     def size(each: CaseResult) -> tuple[bool, int]:
         numbers = [each.result.features.get(name, 1) for name in ("rows_of_batch", "longest_kv_len", "num_qo_heads")]
@@ -295,12 +295,13 @@ def _smallest(wrong: Sequence[CaseResult]) -> CaseResult:
 
 
 def _broken(regions: Sequence[Region], unexplained: int, is_whole: bool) -> str:
-    """Say what is broken: the first region whole, the later ones by their words, and whether anything else is wrong.
+    """Return sentences about what is broken: the first region in full, later regions in short, and whether there are other
+    wrong results.
 
     Args:
-        regions: the plainest kind's first.
-        unexplained: results that are wrong outside the regions of their kind.
-        is_whole: no case was left out.
+        regions: the regions; those of the most basic property come first.
+        unexplained: number of wrong results outside the regions of their property.
+        is_whole: True if no case was left out.
     """
     first, *later = regions
     parts = [f"{HELD[first.held]} {first.where} ({first.wrong:,} of {counted(first.results, 'result')})"]
@@ -317,12 +318,12 @@ def _broken(regions: Sequence[Region], unexplained: int, is_whole: bool) -> str:
 
 
 def _within(sentence: str) -> str:
-    """Return a sentence's beginning as it stands within another."""
+    """Return the beginning of a sentence in the form for use inside another sentence."""
     return sentence[0].lower() + sentence[1:]
 
 
 def _follows(verdicts: Sequence[CaseVerdict]) -> tuple[str, ...]:
-    """Return the checks of each function all of whose wrong cases are wrong in their plain call."""
+    """Return the checks of each function whose wrong cases are all wrong already in their plain call."""
     firsts: dict[tuple[str, str], list[bool]] = {}
     for verdict in verdicts:
         if verdict.outcome is not Outcome.RIGHT and (results := verdict.judged.results):

@@ -1,8 +1,8 @@
-"""The shortest rules over features that tell wrong results from right ones.
+"""The shortest rules over features that separate wrong results from right ones.
 
-A rule is a conjunction of at most three literals, such as `has_window and q_len >= 2`. The best one describes the results in
-the fewest bits: those of its literals, and those that say which results are wrong, inside and outside it. Rules are added while
-they save bits, so that several bugs have several.
+A rule is a conjunction of at most three literals, such as `has_window and q_len >= 2`. The best rule describes the results in
+the fewest bits: the bits of its literals, plus the bits that say which results are wrong inside and outside the rule. Rules are
+added while they save bits, so that several bugs get several rules.
 """
 
 import math
@@ -47,11 +47,11 @@ class Literal:
 
     @property
     def phrase(self) -> str:
-        """Return the literal in words, to follow "wherever"."""
+        """Return the literal in words that can follow "wherever"."""
         return feature_named(self.feature).phrase(self.operator, self.value)
 
     def holds(self, units: Sequence[Features]) -> Bits:
-        """Tell which units meet the literal."""
+        """Return which units meet the literal."""
         column = feature_named(self.feature).column([features.get(self.feature) for features in units])
         return OPERATORS[self.operator](column, self.value)
 
@@ -61,15 +61,15 @@ Chosen = tuple[int, ...]  # the literals of a rule, by their numbers
 
 
 def find_rules(units: Sequence[Features], wrong: Bits, cases: Sequence[int]) -> list[Rule]:
-    """Return the rules that tell the wrong units from the right ones, the one that says most first.
+    """Return the rules that separate wrong units from right ones, the most informative rule first.
 
     Args:
-        units: features of each.
+        units: the features of each unit.
         wrong: bool [len(units)], at least one true.
         cases: the number of each one's case.
 
     Returns:
-        At most `MOST_RULES`; a rule without literals, alone, holds everywhere.
+        At most `MOST_RULES` rules. A single rule without literals means that results are wrong everywhere.
 
     Raises:
         UnknownFeatureError: a unit has a feature that the table does not have.
@@ -97,7 +97,9 @@ def sampled(wrong: Bits, cases: Sequence[int]) -> tuple[Bits, Bits]:
 
 
 class _Search:
-    """A search of rules. Units with the same literals are one, of weight `bad` for the wrong ones and `good` for the right."""
+    """A search for rules. Units with the same literals are joined; `bad` and `good` are the weights of their wrong and right
+    units.
+    """
 
     def __init__(self, units: Sequence[Features], wrong: Bits, weights: Bits) -> None:
         self.literals, holds, self.costs = _table(units)
@@ -127,19 +129,19 @@ class _Search:
         return found
 
     def _inside(self, rules: Sequence[Chosen]) -> Bits:
-        """Return the units in which any of some rules holds."""
+        """Return the units in which at least one of the rules holds."""
         inside = np.zeros(len(self.bad), dtype=bool)
         for chosen in rules:
             inside |= self.holds[list(chosen)].all(axis=0)
         return inside
 
     def _errors(self, rules: Sequence[Chosen]) -> tuple[float, float]:
-        """Return the weights of the right units in which rules hold, and of the wrong ones in which they do not."""
+        """Return the weight of right units inside the rules, and of wrong units outside."""
         inside = self._inside(rules)
         return float(self.good[inside].sum()), float(self.bad[~inside].sum())
 
     def _several(self) -> list[Chosen]:
-        """Return rules one after the other, each among what those before it leave, while they save bits."""
+        """Find rules one after another while they save bits. Each rule is searched among the units that earlier rules leave."""
         rules: list[Chosen] = []
         left = np.ones(len(self.bad), dtype=bool)
         for worth in WORTHS:
@@ -154,12 +156,12 @@ class _Search:
         return rules
 
     def _purity(self, chosen: Chosen, left: Bits) -> float:
-        """Return the share of wrong units among those that are left and in a rule."""
+        """Return the share of wrong units among the remaining units inside a rule."""
         inside = left & self._inside([chosen])
         return float(self.bad[inside].sum() / max((self.bad + self.good)[inside].sum(), 1e-9))
 
     def _pruned(self, chosen: Chosen, left: Bits) -> Chosen:
-        """Leave out what a rule excludes, where it is nearly as pure without: not every result where a bug is shows it."""
+        """Remove negative literals from a rule if it stays nearly as pure: not every result with the bug is wrong."""
         for number in chosen:
             rest = tuple(each for each in chosen if each != number)
             if rest and self.literals[number].operator in ("is not", "!=") and self._purity(rest, left) >= PURE:
@@ -167,7 +169,9 @@ class _Search:
         return chosen
 
     def _sure(self) -> Chosen:
-        """Return a condition that all wrong results share and that right ones lack by more than chance, if there is one."""
+        """Return a condition that all wrong results share and that right results lack more often than by chance, if there is
+        one.
+        """
         is_condition = np.array([literal.operator == "is" for literal in self.literals], dtype=bool)
         sure = self._covering(np.where(is_condition, self.costs, np.inf))
         if not sure:
@@ -176,7 +180,7 @@ class _Search:
         return sure if digits >= SURE_DIGITS else ()
 
     def _covering(self, costs: Bits) -> Chosen:
-        """Return the cheapest literal that holds wherever results are wrong, and seldom where they are right, if any."""
+        """Return the cheapest literal that holds for all wrong results and for few right ones, if there is one."""
         inside_bad, inside_good = self.holds @ self.bad, self.holds @ self.good
         fits = (inside_bad >= self.bad.sum() * (1 - 1e-9)) & (inside_bad >= PURE_ALONE * (inside_bad + inside_good))
         fits &= np.isfinite(costs)
@@ -184,7 +188,7 @@ class _Search:
 
 
 def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> Chosen:
-    """Return the literals of the rule that saves most bits; none where no rule saves any."""
+    """Return the literals of the rule that saves most bits; empty if no rule saves bits."""
     all_bad, all_good = bad.sum(), good.sum()
     whole = _bits(all_bad, all_good)
     if all_good == 0 or not len(holds):
@@ -192,7 +196,7 @@ def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> Chosen:
     table = holds.astype(np.float32)
 
     def saved(inside_bad: Bits, inside_good: Bits, cost: Bits) -> Bits:
-        """Return the bits that rules save, by the wrong and the right units inside; -inf where a rule holds right ones."""
+        """Return the bits that rules save; -inf for a rule whose units are not wrong more often than the units outside."""
         inside = _bits(inside_bad, inside_good) + _bits(all_bad - inside_bad, all_good - inside_good)
         worse = inside_bad * (all_good - inside_good) <= inside_good * (all_bad - inside_bad)
         return np.where(worse, -np.inf, whole - inside - cost)
@@ -219,15 +223,15 @@ def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> Chosen:
 
 
 def _bits(bad: Any, good: Any) -> Any:
-    """Return the bits that name the wrong units one by one, by the numbers of wrong and of right units."""
+    """Return the bits needed to say which units are wrong, given the numbers of wrong and right units."""
     total = np.maximum(bad + good, 1e-9)
     return sum(side * np.log2(total / np.maximum(side, 1e-9)) for side in (bad, good))
 
 
 def _table(units: Sequence[Features]) -> tuple[list[Literal], Bits, Bits]:
-    """Return the literals that hold for some units but not for all, where each holds, and its bits.
+    """Return the literals that hold for some units but not for all, the units in which each holds, and their costs in bits.
 
-    Of literals that hold for the same units the one that is cheapest stays.
+    If several literals hold for the same units, only the cheapest is kept.
     """
     found: dict[bytes, tuple[float, Literal, Bits]] = {}
     for name in dict.fromkeys(name for features in units for name in features):

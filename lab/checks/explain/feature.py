@@ -1,4 +1,4 @@
-"""The three kinds of feature: a condition, a number, a choice. Each has its text, and the tests that a rule can make of it."""
+"""The three kinds of features: conditions, numbers and choices. A feature has a text, and tests that rules can use."""
 
 import math
 import re
@@ -34,8 +34,8 @@ class Feature(ABC):
     """One fact about a subject.
 
     Attributes:
-        text: follows "wherever".
-        cost: bits that a rule pays for it, beyond those of the features that say most to a reader.
+        text: words that can follow "wherever".
+        cost: additional bits that a rule pays for the feature. The most readable features cost 0.
     """
 
     text: str
@@ -43,19 +43,19 @@ class Feature(ABC):
 
     @abstractmethod
     def phrase(self, operator: str, value: Value) -> str:
-        """Return a test in words."""
+        """Return a test of the feature in words."""
 
     @abstractmethod
     def column(self, values: Sequence[Value | None]) -> Bits:
-        """Return values as an array, None as one that meets no test."""
+        """Return values as an array. None becomes a value that meets no test."""
 
     @abstractmethod
     def tests(self, column: Bits) -> Iterator[Test]:
-        """Yield the tests that can tell the values of a column apart."""
+        """Yield the tests that can separate the values of a column."""
 
 
 class Condition(Feature):
-    """A feature that a subject has or has not; "{yes|no}" in its text are the words where it has it, and where it has not."""
+    """A feature that is true or false. "{yes|no}" in its text has the words for true and for false."""
 
     def phrase(self, operator: str, value: Value) -> str:
         return _ALTERNATIVES.sub(lambda found: found[1 if operator == "is" else 2], self.text)
@@ -70,7 +70,7 @@ class Condition(Feature):
 
 @dataclass(frozen=True)
 class Number(Feature):
-    """A feature that is a number, for which "{}" stands in its text; `several` is the text of two or more."""
+    """A feature that is a number. Its text has "{}" in place of the number. `several` is the text for numbers of 2 or more."""
 
     several: str = ""
 
@@ -94,7 +94,7 @@ class Number(Feature):
 
 @dataclass(frozen=True)
 class Choice(Feature):
-    """A feature that is one of some names; its text is the noun of "wherever ... is ..."."""
+    """A feature whose value is a name. Its text is the subject of "wherever <text> is <name>"."""
 
     is_negated: bool = True  # "is not" says something to a reader
 
@@ -113,7 +113,7 @@ class Choice(Feature):
 
 
 def _spread(steps: list[int]) -> list[int]:
-    """Return some of many thresholds: those in the data next after a power of two, where kernels change, and the ends."""
+    """Return a few of many thresholds: the first after each power of two, where kernels change, and both ends."""
     if len(steps) <= MOST_THRESHOLDS:
         return steps
     edges = [0, 1, 2, *(2**power + 1 for power in range(1, 40))]

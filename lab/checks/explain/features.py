@@ -1,4 +1,4 @@
-"""The features of a case of any check, and the table of all features, by which a rule says what it names."""
+"""The features of a case of any check, and the table of all features, which gives the text of a rule."""
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -81,11 +81,11 @@ FEATURES = {name: feature for table in TABLES for name, feature in table.items()
 
 
 class UnknownFeatureError(LookupError):
-    """A name that no feature has: a new field of a case or a new argument of a call needs a row in a table."""
+    """No feature has this name. Add a row to a table for each new field of a case and each new argument of a call."""
 
 
 def feature_named(name: str) -> Feature:
-    """Return a feature by its name; "parameter=value" is a configuration's that is not the parameter's default.
+    """Return a feature by its name. "parameter=value" is the feature of a configuration whose parameter is not at its default.
 
     Raises:
         UnknownFeatureError: no feature has the name.
@@ -129,7 +129,7 @@ def features_of_case(case: Any) -> CallFeatures:
 
 
 def _fields(case: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the fields of a dataclass and of those in it, by name."""
+    """Yield (name, value) of the fields of a dataclass and of dataclasses in its fields."""
     for each in fields(case) if is_dataclass(case) else ():
         value = getattr(case, each.name)
         if is_dataclass(value):
@@ -155,7 +155,7 @@ def _read_mode(given: Read) -> Read:
 
 
 def features_of_contents(case: AttentionCase) -> Features:
-    """Return those features of an attention case that its call does not have: what its tensors hold."""
+    """Return the features of an attention case that describe the contents of its tensors. A call does not have these."""
     storage = case.storage
     read = {"contents": case.contents, "dead": storage.dead, "table_tail": storage.table_tail}
     return kept(read, read)

@@ -1,1 +1,1 @@
-"""The parameters of each call: its axes and the forms of its arguments, declared once, and the cases that cover them."""
+"""The parameters of each call (its axes and the forms of its arguments), and the cases that cover them."""

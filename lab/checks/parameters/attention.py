@@ -1,4 +1,4 @@
-"""Attention cases over the values of ranges: each value as often as any other, or drawn."""
+"""Attention cases with the values of ranges: balanced (each value equally often), or random."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,12 +23,14 @@ MOST_DRAWN_REQUESTS = 4
 
 
 def fields_of(interface: Interface) -> tuple[str, ...]:
-    """Return the fields of `Ranges` that a single call of a function has a value of."""
+    """Return the fields of `Ranges` for which a single call of a function has a value."""
     return MLA_FIELDS if interface is Interface.MLA_DECODE else MHA_FIELDS
 
 
 def balanced(ranges: Ranges, interface: Interface, count: int, seed: int = 0) -> Iterator[AttentionCase]:
-    """Yield cases with every value as often as any other of its field, lengths at edges, each of one of the builds."""
+    """Yield cases in which the values of each field occur equally often. Lengths lie at edges; each case uses
+    one of `builds`.
+    """
     seed += SEEDS * ranges.seed
     rng = random.Random(f"{interface.name} {seed}")
     all_builds, first = builds(ranges, interface), rng.randrange(NUM_BUILDS)
@@ -44,14 +46,14 @@ def balanced(ranges: Ranges, interface: Interface, count: int, seed: int = 0) ->
 
 
 def balanced_nvfp4(ranges: Ranges, interface: Interface, count: int, seed: int) -> Iterator[AttentionCase]:
-    """Yield the cases of `balanced` over an NVFP4 cache; none where the ranges or the function have no such cache."""
+    """Yield the cases of `balanced` over an NVFP4 cache; no case if the ranges or the function do not allow NVFP4."""
     if interface is not Interface.MLA_DECODE and True in ranges.nvfp4:
         for case in balanced(ranges, interface, count, seed):
             yield replace(case, kv_dtype=NVFP4, arithmetic=None)
 
 
 def builds(ranges: Ranges, interface: Interface) -> list[Point]:
-    """Return the values that kernels are compiled for, each as often as any other of its field.
+    """Return combinations of values for which kernels are compiled. The values of a field occur equally often.
 
     They are few and equal for all checks, because many kernels are compiled for each. K18 judges all values, in pairs.
     """
@@ -95,7 +97,7 @@ def case_within(
 
 
 def values_of(case: AttentionCase) -> Point:
-    """Return the value of each field of `fields_of` that a case has."""
+    """Return a case's value for each field of `fields_of`."""
     shared = {"dtypes": (case.dtype, case.kv_dtype), "q_lens": case.q_lens[0]}
     if case.is_mla:
         dims = case.head_dim, case.v_head_dim
@@ -120,7 +122,7 @@ def _page_size(values: Mapping[str, Any]) -> int:
 def _lens(
     rng: random.Random, ranges: Ranges, interface: Interface, values: Mapping[str, Any]
 ) -> tuple[list[int], list[int]]:
-    """Return the rows and keys of each request."""
+    """Draw (query rows, keys) of each request."""
     q_len, page_size = values["q_lens"], _page_size(values)
     edges = edge_lengths(page_size, ranges.longest)
     if interface is Interface.MLA_DECODE:
@@ -145,7 +147,7 @@ def drawn_cases(
 
 
 def drawn_model(ranges: Ranges, interface: Interface) -> Model:
-    """Return the model of drawn cases: a call's fields, its requests, and its lengths."""
+    """Return the model of random cases: fields of a call, number of requests, and lengths."""
     axes: dict[str, Sequence[Any]] = {
         "requests": range(1, MOST_DRAWN_REQUESTS + 1),
         "longest": range(min(ranges.q_lens), ranges.longest + 1),
@@ -159,7 +161,7 @@ def drawn_model(ranges: Ranges, interface: Interface) -> Model:
 
 
 def drawn_case(ranges: Ranges, interface: Interface, point: Point, seed: int) -> AttentionCase:
-    """Return the case of a point of `drawn_model`: the last request is the longest."""
+    """Return the case of a point of `drawn_model`. The last request is the longest."""
     rng, q_len = random.Random(f"{interface.name} {seed}"), point["q_lens"]
     kv_lens = [rng.randint(q_len, point["longest"]) for _ in range(point["requests"] - 1)] + [point["longest"]]
     q_lens = [q_len] * len(kv_lens)
@@ -170,7 +172,7 @@ def drawn_case(ranges: Ranges, interface: Interface, point: Point, seed: int) ->
 
 
 def _dealt(rng: random.Random, values: Sequence[Any], count: int) -> list[Any]:
-    """Return `count` values, each as often as any other, in a drawn order."""
+    """Return `count` values in random order, in which each value occurs equally often."""
     dealt: list[Any] = []
     while len(dealt) < count:
         round_ = list(values)
@@ -180,6 +182,6 @@ def _dealt(rng: random.Random, values: Sequence[Any], count: int) -> list[Any]:
 
 
 def edge_lengths(page_size: int, longest: int) -> list[int]:
-    """Lengths at which something changes: a page, a tile of 64, 128, 256 or 512 keys, and one more or less."""
+    """Return lengths at edges: of a page and of tiles of 64, 128, 256 or 512 keys, and one more or less."""
     edges = {1, 2, page_size, 2 * page_size, 64, 128, 256, 512, longest}
     return sorted({near for edge in edges for near in (edge - 1, edge, edge + 1) if 0 < near <= longest})

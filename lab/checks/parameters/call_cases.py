@@ -1,4 +1,4 @@
-"""The case of a call's configuration: its sizes, lengths and rows; its forms of arguments are left aside."""
+"""The case of a configuration: its sizes, lengths and rows, without the forms of its arguments."""
 
 import random
 from collections.abc import Sequence
@@ -105,12 +105,12 @@ def _rows_of_prompts(of: Configuration) -> tuple[int, ...]:
 
 
 def _longest_request(of: Configuration) -> int:
-    """Return the place of the request with the prompt or the long history: the first, or the last where that has no rows."""
+    """Return the index of the request with the prompt or the long history: the first, or the last if the first has no rows."""
     return -1 if of["offsets"] in (Without.FIRST, Without.TWICE) else 0
 
 
 def _emptied(lens: Sequence[int], without: Any) -> tuple[int, ...]:
-    """Return lengths, 0 for the requests that a value of `lengths` leaves without keys, or one of `offsets` without rows."""
+    """Set lengths to 0 for the requests that shall have no keys (a value of `lengths`) or no rows (a value of `offsets`)."""
     last = len(lens) - 1
     empty: dict[Any, Sequence[int]] = {
         Without.FIRST: (0,),
@@ -122,13 +122,13 @@ def _emptied(lens: Sequence[int], without: Any) -> tuple[int, ...]:
 
 
 def rows_without_keys(q_lens: Sequence[int], kv_lens: Sequence[int]) -> torch.Tensor:
-    """Return bool [num_rows]: whether the request of a row has no keys."""
+    """Return bool [num_rows], True for rows whose request has no keys."""
     without = torch.tensor([kv_len == 0 for kv_len in kv_lens], dtype=torch.bool)
     return without.repeat_interleave(torch.tensor(q_lens, dtype=torch.int64))
 
 
 def fewer_than_rows(q_lens: Sequence[int]) -> list[int]:
-    """Return one key or two fewer than rows for the requests in turn; of several rows, at least one."""
+    """Return numbers of keys that are alternately one and two less than the rows; at least 1 for several rows."""
     return [max(rows - 1 - request % 2, rows // 2) for request, rows in enumerate(q_lens)]
 
 

@@ -1,4 +1,4 @@
-"""The call of a configuration: its tensors and arguments in the forms that it names, and what it must give."""
+"""Build the call of a configuration: tensors and arguments in the configuration's forms, and the expected results."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -61,7 +61,7 @@ PADDED_KEYS: dict[Any, float] = {RaggedPadding.KEYS: 100.0, RaggedPadding.BOTH: 
 
 
 def judge_call(run: CaseRun) -> None:
-    """Make the call of a run's configuration once, and judge its results and all memory that it must not change."""
+    """Make the call of a run's configuration once. Judge its results, and all memory that it must not change."""
     call = built_call(run.case, run.ranges, run.device)
     before = {name: value.clone() for name, value in call.read.items()}
     result = run.call(call)
@@ -88,7 +88,9 @@ def judge_call(run: CaseRun) -> None:
 
 
 def wrong_returns(call: BuiltCall, result: Result) -> Iterator[str]:
-    """Yield a sentence for each wrong return value: an LSE that was not requested, another shape, other bits than it wrote."""
+    """Yield a sentence for each wrong return value: an LSE that was not requested, a wrong shape, or bits that differ from the
+    given buffer.
+    """
     if result.lse is not None and not call.given.get("return_lse"):
         yield "it returned an LSE without return_lse=True"
     heads = list(call.given["query"].shape[-2:-1])
@@ -106,7 +108,7 @@ def wrong_returns(call: BuiltCall, result: Result) -> Iterator[str]:
 
 
 def built_call(of: Configuration, ranges: Ranges, device: torch.device) -> BuiltCall:
-    """Return the call of a configuration in the forms that it names."""
+    """Return the call of a configuration, with arguments in the configuration's forms."""
     inputs = _inputs(of, ranges, device)
     if isinstance(inputs, RaggedInputs):
         call = BuiltCall(of, inputs, inputs.arguments(with_padding=False))
@@ -120,7 +122,7 @@ def built_call(of: Configuration, ranges: Ranges, device: torch.device) -> Built
 
 
 def _inputs(of: Configuration, ranges: Ranges, device: torch.device) -> CallInputs:
-    """Return the tensors of a configuration, with all that a truth depends on."""
+    """Return the tensors of a configuration, and everything else on which the expected results depend."""
     changes: dict[str, Any] = {"factors": (of["bmm1_scale"].factor, of["bmm2_scale"].factor)}
     inputs: CallInputs
     if of.interface is Interface.RAGGED_CONTEXT:
@@ -142,7 +144,7 @@ def _inputs(of: Configuration, ranges: Ranges, device: torch.device) -> CallInpu
 
 
 def _below_zero(inputs: RaggedInputs) -> RaggedInputs:
-    """Make the logits of each row about HIGHEST to LOWEST by one coordinate."""
+    """Change one coordinate so that the logits of each row lie between about HIGHEST and LOWEST."""
     query, parts = inputs.query.float(), []
     query[..., 0] = QUERY_COORDINATE
     for keys, values in inputs.parts:
@@ -154,7 +156,7 @@ def _below_zero(inputs: RaggedInputs) -> RaggedInputs:
 
 
 def _stored(inputs: AttentionInputs, of: Configuration) -> AttentionInputs:
-    """Lay the cache out, and name its pages, as a configuration says."""
+    """Store the cache and fill the page table as a configuration says."""
     if of["pages"] == Pages.TWICE:
         inputs = _with_page_twice(inputs)
     form, case = of["cache"], inputs.case
@@ -182,7 +184,7 @@ def _stored(inputs: AttentionInputs, of: Configuration) -> AttentionInputs:
 
 
 def _with_page_twice(inputs: AttentionInputs) -> AttentionInputs:
-    """Let the last page of each request that has several be the one before it."""
+    """Replace the last page of each request with several pages by the page before it."""
     size, block_tables = inputs.case.page_size, inputs.block_tables.clone()
     histories = list(inputs.histories)
     for request, kv_len in enumerate(inputs.case.kv_lens):
@@ -197,7 +199,7 @@ def _with_page_twice(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def _keys_and_values(call: BuiltCall) -> None:
-    """Lay keys and values out, with padding after them."""
+    """Store keys and values in their form, with padding after them."""
     given, form, padding = call.given, call.forms["kv"], PADDED_KEYS.get(call.forms["padding"])
     key, value = (given[name] if padding is None else padded(given[name], padding) for name in ("key", "value"))
     if form == KV.ONE_TENSOR:
@@ -213,7 +215,7 @@ def _keys_and_values(call: BuiltCall) -> None:
 
 
 def _host_lengths(call: BuiltCall) -> None:
-    """Give the lengths on the host too, and the arguments whose values are the configuration's."""
+    """Pass the lengths on the host too, and arguments whose values come directly from the configuration."""
     for name in ("o_sf_scale", "skip_all_rows_active_check"):
         call.given[name] = call.forms[name]
     if call.forms["mirrors"] != "none":
@@ -223,7 +225,7 @@ def _host_lengths(call: BuiltCall) -> None:
 
 
 def _backend(call: BuiltCall) -> None:
-    """Name the backend, and give what only an engine gives."""
+    """Pass the backend's name, and the arguments that only an engine passes."""
     case = call.inputs.case
     if call.forms.get("backend", "auto") != "auto":
         call.given["backend"] = call.forms["backend"]
@@ -239,7 +241,7 @@ def _backend(call: BuiltCall) -> None:
 
 
 def _cache(call: BuiltCall) -> None:
-    """Give the cache in another shape."""
+    """Pass the cache in another shape."""
     form, pages = call.forms["cache"], call.inputs.k_pages
     if form.is_one_tensor:
         whole = as_one_tensor(call.inputs)
@@ -270,7 +272,7 @@ def _mask(call: BuiltCall) -> None:
 
 
 def _query(call: BuiltCall) -> None:
-    """Lay the query out, with padding after its rows; rows without keys are NaN."""
+    """Store the query in its form, with padding after its rows. Rows without keys are NaN."""
     query = with_nan(call.given["query"], rows_without_keys(call.inputs.q_lens, call.inputs.kv_lens))
     padding = PADDED_ROWS.get(call.forms.get("padding", call.forms["offsets"]))
     query = query if padding is None else padded(query, padding)
@@ -278,7 +280,7 @@ def _query(call: BuiltCall) -> None:
 
 
 def _lengths(call: BuiltCall) -> None:
-    """Give `seq_lens` and the offsets their form; a part of a larger tensor lies between lengths and offsets that are wrong."""
+    """Put `seq_lens` and the offsets into their form. A part of a larger tensor is surrounded by wrong lengths and offsets."""
     lengths, form = call.given["seq_lens"], call.forms["seq_lens"]
     if form == SeqLens.UINT32:
         call.given["seq_lens"] = lengths.to(torch.uint32)
@@ -303,7 +305,7 @@ def _bounds(call: BuiltCall) -> None:
 
 
 def _scales(call: BuiltCall) -> None:
-    """Give both scales their forms."""
+    """Put both scales into their forms."""
     form, scale = call.forms["bmm1_scale"], call.given["bmm1_scale"]
     if form.is_log2:  # which takes precedence over bmm1_scale
         call.given["bmm1_scale_log2"] = _scale(call, scale * math.log2(math.e), form.shape)
@@ -317,7 +319,9 @@ def _scales(call: BuiltCall) -> None:
 
 
 def _scale(call: BuiltCall, value: float, shape: tuple[int, ...] | None) -> Tensor | float:
-    """Return a number, or one element of a larger tensor, as each layer has its own: NaN before it and after it."""
+    """Return a scale as a number, or as one element of a larger tensor with NaN before and after it, as a model with one scale
+    per layer has.
+    """
     if shape is None:
         return value
     return embedded(torch.full((1,), value, dtype=torch.float32, device=call.device), math.nan).view(shape)
@@ -331,7 +335,7 @@ def _sinks(call: BuiltCall) -> None:
 
 
 def _out(call: BuiltCall) -> None:
-    """Give the output's dtype, or a buffer of NaN for it; a view lies between guards."""
+    """Pass the output's dtype, or a buffer of NaN for the output. A view lies between guards."""
     form: Output = call.forms["out"]
     if form == Output.NONE:
         return
@@ -346,7 +350,7 @@ def _out(call: BuiltCall) -> None:
 
 
 def _lse(call: BuiltCall) -> None:
-    """Request the LSE, and give a buffer of NaN for it where the form says so, between guards unless it has gaps."""
+    """Request the LSE. If the form says so, pass a buffer of NaN for it, between guards unless it has gaps."""
     form: Lse = call.forms["lse"]
     query = call.given["query"]
     if form == Lse.NONE:

@@ -13,15 +13,15 @@ from lab.workloads.interfaces import Interface
 
 @dataclass(frozen=True)
 class Configuration:
-    """One call by its values on the axes of its model; its `repr` makes it again, values of the default point left out.
+    """One call, given by its values on the axes of its model. Its `repr` makes it again; default values are left out.
 
     Attributes:
         interface: the function.
-        values: of every axis, by its name; those that are not given are those of the default point of all axes.
-        seed: of everything drawn.
+        values: the value of each axis, by the axis' name. Axes that are not given have the values of the default point.
+        seed: seed of all random numbers.
 
     Raises:
-        ValueError: an axis that the function's model does not have.
+        ValueError: the function's model does not have an axis.
     """
 
     interface: Interface
@@ -39,12 +39,12 @@ class Configuration:
         return self.values[axis]
 
     def get(self, axis: str, default: Any = None) -> Any:
-        """Return the value of an axis that not all functions have."""
+        """Return the value of an axis, or the default if the function does not have the axis."""
         return self.values.get(axis, default)
 
     @property
     def non_default(self) -> dict[str, Any]:
-        """Return the values that are not those of the default point of all axes."""
+        """Return the values that differ from the default point."""
         default, _ = _declared(self.interface)
         return {name: value for name, value in self.values.items() if value != default[name]}
 
@@ -55,13 +55,15 @@ class Configuration:
 
 @functools.cache
 def _declared(interface: Interface) -> tuple[Mapping[str, Any], Mapping[str, Mapping[Any, Any]]]:
-    """Return the default point of a function's model within the default ranges, and of each axis its values by themselves."""
+    """Return the default point of a function's model in the default ranges, and a map of each axis from its values to
+    themselves.
+    """
     model = MODELS[interface](Ranges())
     return model.default, {name: {value: value for value in values} for name, values in model.axes.items()}
 
 
 def _read(value: Any, declared: Mapping[Any, Any]) -> Any:
-    """Return the declared value that a text is; of a text that is none a value of the same kind."""
+    """Return the declared value that equals a text. If there is none, convert the text to a value of the same kind."""
     first = next(iter(declared))
     if value in declared or not isinstance(value, str):
         return declared.get(value, value)

@@ -1,4 +1,4 @@
-"""The part of a function's model that verdicts cover: of values, pairs and stated triples which were judged, and which not."""
+"""The coverage of a function's model by verdicts: which values, pairs and declared triples were judged, and which were not."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ MOST_BLIND_SPOTS = 100  # in a report's file
 
 
 class Reach(NamedEnum):
-    """The most that any case did with some values that come together."""
+    """How far the cases with a combination of values came: judged, only declined, left out, or impossible."""
 
     JUDGED = "judged"
     DECLINED = "declined"
@@ -31,10 +31,10 @@ class Coverage:
 
     Attributes:
         interface: the function.
-        values: of each axis, by its name: how far each of its values came.
-        pairs, triples: how many of each reach; triples are those that the model states.
-        blind: pairs that no judged case has, though each of the two values was judged; with their reach.
-        impossible: how many pairs and triples a rule makes impossible, by the rule's sentence.
+        values: the reach of each value of each axis, by the axis' name.
+        pairs, triples: number of pairs, and of declared triples, with each reach.
+        blind: pairs that no judged case has although both values were judged, with their reach.
+        impossible: number of pairs and triples that each rule makes impossible, by the rule's sentence.
     """
 
     interface: Interface
@@ -45,7 +45,9 @@ class Coverage:
     impossible: Mapping[str, int]
 
     def as_record(self) -> dict[str, Any]:
-        """Return the coverage as JSON data: per axis the values of each reach, and counts; blind spots up to a number."""
+        """Return the coverage as JSON data: the values of each reach per axis, the counts, and a limited number
+        of blind spots.
+        """
         blind = self.blind[:MOST_BLIND_SPOTS]
         return {
             "values": {axis: _by_reach(values) for axis, values in self.values.items()},
@@ -60,13 +62,13 @@ class Coverage:
 
     @property
     def counts(self) -> str:
-        """Return how many values and pairs were judged, of those that are possible."""
+        """Return words with the numbers of judged and of possible values and pairs."""
         of_values = Counter(reach for values in self.values.values() for reach in values.values())
         return f"{_share(of_values, 'values')} and {_share(self.pairs, 'pairs')} of {self.interface.name.lower()}"
 
 
 def coverages(verdicts: Sequence[CaseVerdict], ranges: Ranges) -> tuple[Coverage, ...]:
-    """Return the coverage of each function whose verdicts have configurations, within the model of ranges."""
+    """Return the coverage of each function that has verdicts on configurations, in the models of these ranges."""
     of_function: dict[Interface, list[CaseVerdict]] = {}
     for verdict in verdicts:
         if isinstance(verdict.case, Configuration):
@@ -100,7 +102,7 @@ def coverage(interface: Interface, model: Model, verdicts: Iterable[CaseVerdict]
 
 
 def tuples_by_outcome(model: Model, verdicts: Iterable[CaseVerdict]) -> tuple[set[Values], set[Values]]:
-    """Return the values, pairs and stated triples of points that were judged, and of those that were declined."""
+    """Return the values, pairs and declared triples of judged points, and those of declined points."""
     judged, declined = set[Values](), set[Values]()
     for verdict in verdicts:
         if verdict.outcome is Outcome.FAILED and not verdict.judged.judged:
@@ -111,7 +113,7 @@ def tuples_by_outcome(model: Model, verdicts: Iterable[CaseVerdict]) -> tuple[se
 
 
 def retried(model: Model, verdicts: Sequence[CaseVerdict]) -> tuple[Model, list[Values]] | None:
-    """Return the model of the values that were judged, and its pairs and triples that were not; None where there is none."""
+    """Return the model of all judged values, and its pairs and triples that were not judged; None if there are none."""
     judged, _ = tuples_by_outcome(model, verdicts)
     taken = model.only(judged)
     return None if taken is None else (taken, [goal for goal in taken.tuples() if goal not in judged])
@@ -122,7 +124,7 @@ def _reach(goal: Values, judged: Collection[Values], declined: Collection[Values
 
 
 def _by_reach(values: Mapping[Any, Reach]) -> dict[str, list[str]]:
-    """Return the values of each reach that there is, as text."""
+    """Return the values with each reach, as text."""
     return {
         reach.value: found
         for reach in Reach

@@ -1,4 +1,4 @@
-"""Covering arrays: few points at which all values of several axes, all pairs of them and stated triples come together."""
+"""Covering arrays: few points that contain all values of several axes, all pairs of values, and declared triples."""
 
 import functools
 import inspect
@@ -15,11 +15,11 @@ Values = tuple[tuple[str, Any], ...]  # of some axes, in the order of their decl
 
 @dataclass(frozen=True)
 class Constraint:
-    """A condition on the values of some axes, without which they make no call.
+    """A condition that the values of some axes must meet to make a valid call.
 
     Attributes:
-        fits: called with a value of each of these axes, whose names are those of its parameters.
-        why: what is impossible otherwise, a sentence.
+        fits: the condition. Its parameters have the names of the axes, and it is called with their values.
+        why: a sentence that says what the condition excludes.
     """
 
     fits: Callable[..., bool]
@@ -32,7 +32,7 @@ class Constraint:
 
 
 def constraints(reasons: Mapping[str, Callable[..., bool] | Sequence[Callable[..., bool]]]) -> tuple[Constraint, ...]:
-    """Return the constraints of each reason, one or several."""
+    """Return the constraints of a table from reasons to one or several conditions."""
     return tuple(
         Constraint(fits, why)
         for why, each in reasons.items()
@@ -45,14 +45,14 @@ class Model:
     """The axes of a call, and the rules between them.
 
     Attributes:
-        axes: the values of each axis by its name; the first is the default.
-        rules: between them. Axes that are not named in any rule combine freely.
-        triples: names of three axes whose values are covered together, not in pairs alone.
+        axes: the values of each axis, by the axis' name. The first value is the default.
+        rules: the constraints between axes. Axes without a constraint combine freely.
+        triples: groups of three axes whose values are covered in triples, not only in pairs.
         vacuous: values of axes with which a call computes nothing. A point with such a value shows nothing of its further
             values. It covers that value, and the pairs and triples that contain it.
 
     Raises:
-        ValueError: an axis without values, a rule or a triple of an axis that there is not, or no point fits all rules.
+        ValueError: an axis has no values, a rule or a triple names an unknown axis, or no point fits all rules.
     """
 
     axes: Mapping[str, Sequence[Any]]
@@ -80,7 +80,7 @@ class Model:
         triples: Iterable[tuple[str, str, str]],
         vacuous: frozenset[tuple[str, Any]] = frozenset(),
     ) -> "Model":
-        """Return the model of axes that may name a value twice, with the rules and triples of axes that it has."""
+        """Return a model from axes that may list a value twice. Rules and triples with unknown axes are left out."""
         return cls(
             {name: tuple(dict.fromkeys(values)) for name, values in axes.items()},
             tuple(rule for rule in rules if set(rule.axes) <= set(axes)),
@@ -89,18 +89,20 @@ class Model:
         )
 
     def only(self, taken: Collection[Values]) -> "Model | None":
-        """Return the model of those values that are taken, each alone; None if an axis has none."""
+        """Return the model that has only the given values; None if an axis would have no value."""
         axes = {
             name: tuple(value for value in values if ((name, value),) in taken) for name, values in self.axes.items()
         }
         return replace(self, axes=axes) if all(axes.values()) else None
 
     def fits(self, point: Mapping[str, Any], added: str = "") -> bool:
-        """Tell whether values of some axes fit every rule between these; only the rules of an `added` axis if it is named."""
+        """Return True if the values of some axes fit all rules between these axes. With `added`, only rules of that axis are
+        tested.
+        """
         return next(self._broken(point, added), None) is None
 
     def _broken(self, point: Mapping[str, Any], added: str = "") -> Iterator[Constraint]:
-        """Yield the rules that values of some axes break, of those that `fits` asks."""
+        """Yield the rules, among those that `fits` tests, that the values break."""
         for rule in self._rules_of[added] if added else self.rules:
             if all(name in point for name in rule.axes) and not rule.fits(*(point[name] for name in rule.axes)):
                 yield rule
@@ -111,12 +113,14 @@ class Model:
 
     @functools.cached_property
     def _largest_triples(self) -> Mapping[str, int]:
-        """Return of each axis how many values its largest triple has together; 0 for an axis of none."""
+        """Return, for each axis, the number of value combinations in its largest triple; 0 for an axis without triples."""
         sizes = {triple: math.prod(len(self.axes[name]) for name in triple) for triple in self.triples}
         return {name: max((sizes[each] for each in sizes if name in each), default=0) for name in self.axes}
 
     def completed(self, values: Mapping[str, Any]) -> Point | None:
-        """Return a point with these values, default values elsewhere as far as rules allow; None if there is none."""
+        """Return a point with these values and, as far as the rules allow, default values for all other axes; None if there is
+        none.
+        """
         if not self.fits(values):
             return None
         point = dict(values)
@@ -125,7 +129,9 @@ class Model:
         return {name: point[name] for name in self.axes}
 
     def _nearest_first(self, names: Iterable[str]) -> list[str]:
-        """Return the other axes, those first that share rules with the named ones: where no point fits, this shows at once."""
+        """Return the other axes, beginning with those that share rules with the named axes, so that a conflict
+        is found early.
+        """
         reached = list(names)
         found = set(reached)
         for name in reached:
@@ -137,10 +143,11 @@ class Model:
         return [name for name in (*reached, *self.axes) if name not in names]
 
     def _complete(self, point: Point, names: Sequence[str]) -> set[str] | None:
-        """Give the named axes, which have none, the first values that fit; where none do, return the axes in the way.
+        """Set the named axes, which have no value yet, to their first values that fit. If none fits, return the axes that
+        conflict.
 
-        An axis that is not in the way of a later one is not tried with its other values (backjumping), so that the time to see
-        that there is no point does not grow with the product of the axes between.
+        If an axis does not conflict with a later axis, its other values are not tried (backjumping). So the time to find out
+        that there is no point does not grow with the product of all axes between them.
         """
         if not names:
             return None
@@ -160,7 +167,9 @@ class Model:
         return in_the_way - {name}
 
     def alone(self) -> Iterator[Point]:
-        """Yield the default point, then for each other value of an axis the point nearest to it that the rules allow."""
+        """Yield the default point. Then yield, for each other value of an axis, the allowed point with this value that is
+        nearest to the default.
+        """
         yield self.default
         for name, values in self.axes.items():
             for value in values:
@@ -168,7 +177,7 @@ class Model:
                     yield point
 
     def tuples(self) -> Iterator[Values]:
-        """Return all pairs of values of two axes, and the stated triples, that fit the rules between them."""
+        """Yield all pairs of values of two axes, and the declared triples, that fit the rules between them."""
         return (goal for goal in self._goals() if self.fits(dict(goal)))
 
     @property
@@ -205,13 +214,14 @@ class Model:
     def covering(
         self, seed: int = 0, goals: Iterable[Values] | None = None, chosen: int | None = None
     ) -> Iterator[Point]:
-        """Yield points that have all goals between them, greedily: each is built around a goal that no earlier one has.
+        """Yield points that together contain all goals. The method is greedy: each point is built around a goal that no earlier
+        point has.
 
         Triples come before pairs, because the points of the triples contain most pairs.
 
         Args:
-            seed: of the order in which goals and axes are taken, on which the points depend alone.
-            goals: values that come together; all of `tuples` if None. Those that no point can have are left out.
+            seed: seed of the order of goals and axes. The points depend on nothing else.
+            goals: the combinations of values to cover; None: all of `tuples`. Combinations that no point can have are left out.
             chosen: number of axes of a point whose values are chosen for its goals; the rest keep the default. None: all.
         """
         rng = random.Random(seed)
@@ -255,10 +265,10 @@ class Model:
 
 
 class _Left:
-    """Goals that no point has yet.
+    """The goals that no point contains yet.
 
     Attributes:
-        goals: in their order.
+        goals: the goals in order.
     """
 
     def __init__(self, goals: Iterable[Values]) -> None:
@@ -270,14 +280,14 @@ class _Left:
                 self._others.setdefault(each, {})[goal] = tuple(other for other in goal if other != each)
 
     def remove(self, goal: Values) -> None:
-        """Remove a goal, which may have been removed before."""
+        """Remove a goal, if it has not been removed before."""
         if goal in self.goals:
             del self.goals[goal]
             for each in goal:
                 del self._others[each][goal]
 
     def gain(self, axis: str, value: Any, point: Point) -> int:
-        """Count the goals that a point completes with one value more."""
+        """Return how many goals a point completes if it gets one more value."""
         has = point.items()
         goals = self._others.get((axis, value), {})
         return sum(all(each in has for each in others) for others in goals.values())

@@ -1,4 +1,4 @@
-"""The part of the ranges that a function takes, found by single calls of tiny cases where it declines most."""
+"""Find the values of the ranges that a function takes, by single calls of tiny cases, if it declines most cases."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -24,21 +24,21 @@ Submit = Callable[[str, Any], Callable[[], Judged]]
 
 
 def is_mostly_declined(verdicts: Sequence["CaseVerdict"]) -> bool:
-    """Tell whether more than half of a function's cases were declined."""
+    """Return True if more than half of a function's cases were declined."""
     return 2 * sum(verdict.outcome is Outcome.DECLINED for verdict in verdicts) > len(verdicts)
 
 
 def discover(submit: Submit, interface: Interface, ranges: Ranges, taken: Sequence[Any] = ()) -> Ranges | None:
-    """Return the ranges that a function takes: the values that it takes in place of those of one case that it takes.
+    """Return the ranges that a function takes. Each value is tried in a case that the function takes otherwise.
 
     Args:
-        submit: has one case of a check judged, as `lab.checks.run.workers.Workers.submit`.
+        submit: has one case of a check judged, like `lab.checks.run.workers.Workers.submit`.
         interface: the function.
-        ranges: to narrow.
-        taken: cases that the function is known to take.
+        ranges: the ranges to narrow.
+        taken: cases that the function has taken.
 
     Returns:
-        None if no case is taken, or all values of all fields are.
+        The narrowed ranges; None if no case is taken, or all values of all fields are taken.
     """
     outcomes_of = partial(_outcomes, submit, interface, ranges)
     base = _first_taken(outcomes_of, interface, ranges, taken)
@@ -57,7 +57,9 @@ def discover(submit: Submit, interface: Interface, ranges: Ranges, taken: Sequen
 def _first_taken(
     outcomes_of: Callable[[Sequence[Point]], list[Outcome]], interface: Interface, ranges: Ranges, taken: Sequence[Any]
 ) -> Point | None:
-    """Return the values of a case that is taken: of a known one within the ranges, or else of the likeliest."""
+    """Return the values of a case that the function takes: a known case within the ranges, or the first of the
+    likeliest cases.
+    """
     names = fields_of(interface)
     known = (values_of(case) for case in taken if isinstance(case, AttentionCase))
     within = (each for each in known if all(each[name] in getattr(ranges, name) for name in names))
@@ -81,7 +83,7 @@ def _place(likely: tuple[Any, ...], value: Any) -> int:
 
 
 def _outcomes(submit: Submit, interface: Interface, ranges: Ranges, several: Sequence[Point]) -> list[Outcome]:
-    """Return the outcome of a case of two short requests for each of several values."""
+    """Return the outcome of one case with two short requests for each point."""
     waiting = []
     for values in several:
         q_len, window_left = values["q_lens"], 16 if values.get("windows") else -1

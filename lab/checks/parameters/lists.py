@@ -1,4 +1,4 @@
-"""The model of a function that writes a draft's K/V lists: dtypes, drafts, batches, prefixes, and the buffers around them."""
+"""The model of the function that writes a draft's K/V lists: dtypes, drafts, batches, prefixes, and buffers."""
 
 from collections.abc import Callable
 from itertools import cycle, islice

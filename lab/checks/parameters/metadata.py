@@ -1,4 +1,6 @@
-"""Metadata of both backends, built for a configuration and for a later pass, and held to loops over requests."""
+"""Judge the metadata of both backends: it is built for a configuration and for a later pass, and compared with loops over
+requests.
+"""
 
 import copy
 import functools
@@ -34,7 +36,7 @@ SLOTS = 3  # of padding, of a batch; and query rows of padding
 
 @dataclass(frozen=True)
 class MetadataCase(PassLens):
-    """The requests of a pass whose metadata is built, without tensors; attributes as in `PassLens` and `PassCase`."""
+    """The requests of a pass whose metadata is built, without tensors. The attributes are as in `PassLens` and `PassCase`."""
 
     mode: ForwardMode
     prefix_lens: tuple[int, ...]
@@ -84,7 +86,7 @@ def metadata_case(of: Configuration) -> MetadataCase:
 
 @dataclass(frozen=True, eq=False)
 class BuiltPass:
-    """A pass, what was built of it, and copies of the tensors of all as they then were, by name."""
+    """A pass, the metadata that was built for it, and copies of all tensors at that time, by name."""
 
     batch: ForwardBatch
     pool: KVPool
@@ -92,7 +94,7 @@ class BuiltPass:
     before: dict[str, Tensor]
 
     def changed(self, *of: Any) -> list[str]:
-        """Return the names of the tensors of these that are no longer what they were."""
+        """Return the names of the tensors of these objects that have changed since."""
         now = _tensors(*of)
         return [name for name, tensor in self.before.items() if name in now and not torch.equal(tensor, now[name])]
 
@@ -103,7 +105,7 @@ def _tensors(*of: Any) -> dict[str, Tensor]:
 
 
 def judge_metadata(run: CaseRun) -> None:
-    """Have the metadata of a pass and of a later one built, and hold both to loops over requests."""
+    """Have the metadata of a pass and of a later pass built, and compare both with loops over requests."""
     of = run.case
     first = metadata_case(of)
     later = first.later(of["later"])
@@ -173,14 +175,14 @@ def _wrong(of: Configuration, built: BuiltPass) -> Iterable[str]:
 
 
 def _on_cpu(of: Any) -> Any:
-    """Return a batch or pool with its tensors where loops read them fast."""
+    """Return a batch or pool with its tensors on the CPU, where loops read them fast."""
     twin = copy.copy(of)
     vars(twin).update({name: value.cpu() for name, value in vars(of).items() if isinstance(value, Tensor)})
     return twin
 
 
 def _pool(of: Configuration, first: MetadataCase, later: MetadataCase, seed: int, device: torch.device) -> KVPool:
-    """Return a pool with room for both passes, some pages and some context more."""
+    """Return a pool with room for both passes, and some more pages and context."""
     lens = (*first.kv_lens, *later.kv_lens) or (1,)
     spare = {"some more": 2 * first.page_size + 1, "a whole page more": first.page_size}
     pool = new_pool(
@@ -273,9 +275,9 @@ def _spec_info_of_a_graph(batch: ForwardBatch) -> SpecInfo:
 
 
 def _renumber(batch: ForwardBatch, pool: KVPool, seed: int) -> None:
-    """Give all pages of the pool other numbers, in the tensors that there are: the sink stays page 0.
+    """Change the numbers of all pages of the pool in place, except the sink, which stays page 0.
 
-    Virtual slots are renumbered as an engine does it that moves pages: they stay, and where they lie changes.
+    Virtual slots do not change: as in an engine that moves pages, their physical pages change.
     """
     generator = torch.Generator().manual_seed(seed)
     if pool.v2p is not None:
@@ -295,7 +297,7 @@ def _renumber(batch: ForwardBatch, pool: KVPool, seed: int) -> None:
 def _renumbering(
     num_pages: int, page_size: int, generator: torch.Generator, device: torch.device
 ) -> Callable[[Tensor], Tensor]:
-    """Return the function from slots to those of other pages, drawn; -1 stays -1."""
+    """Return a function that maps slots to the same offsets in other pages, by a random permutation of pages. -1 stays -1."""
     others = torch.cat([torch.zeros(1, dtype=torch.int64), torch.randperm(num_pages - 1, generator=generator) + 1])
     others = others.to(device)
 

@@ -1,7 +1,7 @@
 """The model of the calls over a paged cache: decode, context and MLA decode.
 
-The first value of each axis is its default. A field of `Ranges` that a caller narrowed gives its values alone; one that was
-left as it is gives those beyond it too, which a kernel that was built for the usual sizes declines.
+The first value of each axis is its default. If a caller has narrowed a field of `Ranges`, the axis has only these values.
+Otherwise it has unusual values too, which a kernel for the usual sizes declines.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ ONE_WITHOUT = (Without.FIRST, Without.LAST, Without.TWICE)
 
 
 def paged_model(interface: Interface, ranges: Ranges) -> Model:
-    """Return the model of a decode, context or MLA decode call within ranges."""
+    """Return the axes and rules of a decode, context or MLA decode call, restricted to ranges."""
     axes = {
         **_sizes(interface, ranges),
         "requests": (REQUESTS, 1, *ranges.widened("large_batches")),

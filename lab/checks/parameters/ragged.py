@@ -1,7 +1,7 @@
-"""The model of the ragged context call: attention before absorption, over K/V of the requests end to end.
+"""The model of the ragged context call: attention before absorption, over contiguous K/V of all requests.
 
-The first value of each axis is the plain one. Of `Ranges` it has the queries' dtypes, windows, sinks, large batches and long
-requests; its heads and head_dims are its own, those of DeepSeek and its relatives among them.
+The first value of each axis is its default. Query dtypes, windows, sinks, large batches and long requests come from `Ranges`.
+Heads and head_dims are the model's own; they include those of DeepSeek and related models.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ BELOW_ZERO = "below zero"  # every logit, and so far apart that exp of their dif
 
 
 def ragged_model(ranges: Ranges) -> Model:
-    """Return the model of the ragged context call within ranges."""
+    """Return the axes and rules of the ragged context call, restricted to ranges."""
     axes: dict[str, Sequence[Any]] = {
         "dtype": tuple(text_of(query) for query, _ in ranges.widened("dtypes")),
         "head_dims": tuple(map(HeadDims, HEAD_DIMS)),
@@ -90,7 +90,7 @@ def _keys(requests: int, lengths: Any) -> int:
 
 
 def _pairs(rows: Any, lengths: Any) -> int:
-    """Return about how many pairs of a row and a key a call of few requests has."""
+    """Return about how many (row, key) pairs a call with few requests has."""
     prompt = rows if isinstance(rows, int) else 1 if rows == Rows.ONE_EACH else 10
     return prompt * max(prompt, lengths if isinstance(lengths, int) else SHORT)
 

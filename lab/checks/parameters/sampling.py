@@ -1,4 +1,4 @@
-"""Random points of a model without an end, and a wrong one made small."""
+"""Draw random points of a model, and shrink a wrong point."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -12,13 +12,13 @@ SEEDS = 2**30
 
 @dataclass(frozen=True)
 class Sample:
-    """A random point of a model, with what makes a case of it.
+    """A random point of a model, and the function that makes a case from it.
 
     Attributes:
-        model: of the point.
-        point: a value of each axis.
-        seed: of everything that the case draws.
-        make: returns the case of a point and a seed.
+        model: the point's model.
+        point: a value for each axis.
+        seed: seed of the case's random numbers.
+        make: makes the case from a point and a seed.
     """
 
     model: Model
@@ -31,7 +31,7 @@ class Sample:
         return self.make(dict(self.point), self.seed)
 
     def smaller(self, axis: str) -> Iterator["Sample"]:
-        """Yield the points with the axis' default, and with smaller sizes, the smallest first, that the rules allow."""
+        """Yield allowed samples with another value of an axis: first its default, then smaller sizes from the smallest on."""
         value, default = self.point[axis], self.model.default[axis]
         if value == default:
             return
@@ -48,11 +48,11 @@ class Sample:
 def samples(
     model: Model, seed: str, make: Callable[[Point, int], Any], *, fewest: int | None = None
 ) -> Iterator[Sample]:
-    """Yield random points without an end, the same for the same seed.
+    """Yield an endless sequence of random points. The same seed gives the same points.
 
     Args:
-        model: of the points.
-        seed: of the points.
+        model: the model of the points.
+        seed: seed of the points.
         make: as in `Sample`.
         fewest: least number of axes that are drawn; the rest keep their default. None: all axes are drawn.
     """
@@ -68,7 +68,7 @@ def samples(
 
 
 def shrunk(sample: Sample, stays_wrong: Callable[[Any], bool]) -> Sample:
-    """Return a wrong sample with as few values that are no defaults as it stays wrong with, and with smaller sizes."""
+    """Shrink a wrong sample: reset values to their default and reduce sizes as long as it stays wrong."""
     is_smaller = True
     while is_smaller:
         is_smaller = False

@@ -1,4 +1,4 @@
-"""The values of a call's parameters that are no numbers. Each equals its text, with which a case is written and read."""
+"""The values of a call's parameters that are not numbers. Each equals its text, as which a case writes and reads it."""
 
 import torch
 
@@ -8,7 +8,7 @@ from lab.ranges import dtypes_of
 
 
 class DtypePair(str):
-    """Dtypes of the query and the cache, such as bf16/e4m3."""
+    """The dtypes of the query and the cache, such as bf16/e4m3."""
 
     __slots__ = ()
 
@@ -22,7 +22,7 @@ class DtypePair(str):
 
 
 class HeadDims(str):
-    """Elements of a key and of a value, such as 576/512."""
+    """The head_dims of keys and of values, such as 576/512."""
 
     __slots__ = ()
 
@@ -36,7 +36,7 @@ class HeadDims(str):
 
 
 class Lengths(TextEnum):
-    """Keys of the requests."""
+    """How the numbers of keys of the requests are chosen."""
 
     UNEQUAL = "unequal"
     EQUAL = "equal"
@@ -47,7 +47,7 @@ class Lengths(TextEnum):
 
 
 class Without(TextEnum):
-    """Requests that have no rows, or no keys."""
+    """Which requests have no rows, or no keys."""
 
     FIRST = "none first"
     LAST = "none last"
@@ -56,7 +56,7 @@ class Without(TextEnum):
 
 
 class Offsets(TextEnum):
-    """Offsets of the rows, and rows after the requests', which belong to none."""
+    """How row offsets are given, and whether padding rows follow the requests' rows."""
 
     PLAIN = "plain"
     NONE = "none"
@@ -67,17 +67,17 @@ class Offsets(TextEnum):
 
 
 class Rows(TextEnum):
-    """Rows of the requests of a call that takes prompts."""
+    """How the numbers of rows of the requests are chosen, in a call that takes prompts."""
 
     UNEQUAL = "unequal"
     ONE_EACH = "one each"
 
 
 class Mask(TextEnum):
-    """A draft's mask.
+    """Which draft mask a call has.
 
     Attributes:
-        shown: the name of what it shows in `draft_masks`; None where that has no name.
+        shown: the mask's name in `draft_masks`; None if it has no name there.
     """
 
     NONE = "none"
@@ -94,7 +94,7 @@ class Mask(TextEnum):
 
 
 class Sinks(TextEnum):
-    """A sink per head, and the form of the argument."""
+    """Whether there is a sink per head, and in which form it is passed."""
 
     NONE = "none"
     PER_HEAD = "per head"
@@ -105,12 +105,12 @@ class Sinks(TextEnum):
 
 
 class LogitScale(TextEnum):
-    """Forms of `bmm1_scale`, with the factor of the usual scale that each has.
+    """In which form `bmm1_scale` is passed, and by which factor it differs from the usual scale.
 
     Attributes:
-        shape: of a tensor; None for a number.
-        factor: of the usual scale.
-        is_log2: the scale is given as `bmm1_scale_log2`.
+        shape: shape of the scale's tensor; None for a number.
+        factor: the scale divided by the usual scale.
+        is_log2: the scale is passed as `bmm1_scale_log2`.
         is_beside: `bmm1_scale` is given too, as a tensor; `bmm1_scale_log2` takes precedence.
     """
 
@@ -136,10 +136,10 @@ class LogitScale(TextEnum):
 
 
 class ValueScale(TextEnum):
-    """Forms of `bmm2_scale`.
+    """In which form `bmm2_scale` is passed.
 
     Attributes:
-        shape, factor: as of `LogitScale`. 0.9 is no sum of few powers of two: a scale that is rounded on its way shows.
+        shape, factor: as in `LogitScale`. 0.9 is not a sum of few powers of two, so that rounding of the scale shows.
     """
 
     USUAL = "usual", None, 1.0
@@ -156,11 +156,11 @@ class ValueScale(TextEnum):
 
 
 class Output(TextEnum):
-    """Forms of `out` and `out_dtype`.
+    """In which form `out` and `out_dtype` are passed.
 
     Attributes:
-        dtype: of the output; None for the call's own.
-        is_given: a buffer is handed out.
+        dtype: dtype of the output; None: the call's default.
+        is_given: a buffer is passed.
     """
 
     NONE = "none", None, False
@@ -178,15 +178,15 @@ class Output(TextEnum):
         self.dtype, self.is_given = dtype, is_given
 
     def is_e4m3(self, dtypes: DtypePair) -> bool:
-        """Tell whether the output of a call over these dtypes is e4m3."""
+        """Return True if the output of a call with these dtypes is e4m3."""
         return (dtypes.query if self.dtype is None else self.dtype) == E4M3
 
 
 class Lse(TextEnum):
-    """Forms of `lse` and `return_lse`.
+    """In which form `lse` and `return_lse` are passed.
 
     Attributes:
-        is_given: a buffer is handed out.
+        is_given: a buffer is passed.
     """
 
     NONE = "none", False
@@ -209,7 +209,7 @@ class SeqLens(TextEnum):
 
 
 class Bound(TextEnum):
-    """A bound of the lengths that a call is given."""
+    """Which bound of the lengths is passed to a call."""
 
     OF_THE_TABLE = "of the table"
     EXACT = "exact"
@@ -219,10 +219,10 @@ class Bound(TextEnum):
 
 
 class Tables(TextEnum):
-    """Forms of the block tables.
+    """In which form the block tables are passed.
 
     Attributes:
-        is_separate: K and V have tables of their own.
+        is_separate: K and V have separate tables.
     """
 
     PLAIN = "plain"
@@ -244,10 +244,10 @@ class Pages(TextEnum):
 
 
 class Cache(TextEnum):
-    """Layouts of the cache.
+    """How the cache is stored and passed.
 
     Attributes:
-        is_one_tensor: K and V are handed out as one tensor of twice the pages.
+        is_one_tensor: K and V are passed as one tensor with twice the pages.
     """
 
     PLAIN = "plain"
@@ -271,7 +271,7 @@ class Cache(TextEnum):
 
 
 class KV(TextEnum):
-    """Layouts of keys and values together, in a ragged call."""
+    """How keys and values are stored in a ragged call."""
 
     V_APART = "V apart"
     V_OF_A_PROJECTION = "V of a projection"
@@ -279,7 +279,7 @@ class KV(TextEnum):
 
 
 class RaggedPadding(TextEnum):
-    """Rows and keys after the requests' in a ragged call."""
+    """Whether rows and keys follow the requests' rows and keys in a ragged call."""
 
     NONE = "none"
     ROWS = "rows"
@@ -289,10 +289,10 @@ class RaggedPadding(TextEnum):
 
 
 class BatchPadding(TextEnum):
-    """Padding of the batch whose metadata is built.
+    """How the batch whose metadata is built is padded.
 
     Attributes:
-        slot_length: of each slot of padding; None where there is none.
+        slot_length: length of each padding request; None if there is no padding.
     """
 
     NONE = "none"
@@ -305,10 +305,10 @@ class BatchPadding(TextEnum):
 
 
 class Later(TextEnum):
-    """The second pass whose metadata is built.
+    """How the second pass whose metadata is built differs from the first.
 
     Attributes:
-        more_rows: rows of each request that it has more than the first.
+        more_rows: how many more rows each request has than in the first pass.
     """
 
     SAME = "the same"

@@ -1,4 +1,4 @@
-"""A check of the catalogue as data."""
+"""A check as data: its key, its cases, and the function that judges a case."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from lab.workloads.interfaces import ATTENTION, Interface
 
 
 class Level(NamedEnum):
-    """The level of a run: the number of cases."""
+    """The level of a run, which determines the number of cases."""
 
     SMOKE = "smoke"
     FULL = "full"
@@ -23,7 +23,7 @@ class Level(NamedEnum):
 
 @dataclass(frozen=True)
 class Scope:
-    """What the fixed cases of a check are made for: a function, within ranges, at a level."""
+    """What fixed cases are made for: one function, within ranges, at a level."""
 
     interface: Interface
     ranges: Ranges
@@ -38,14 +38,14 @@ class Scope:
         return full if self.is_full else smoke
 
     def balanced(self, smoke: int, full: int, seed: int) -> Iterator[AttentionCase]:
-        """Yield the cases of `lab.checks.parameters.attention.balanced`, as many as the level has."""
+        """Yield the number of cases of the level from `lab.checks.parameters.attention.balanced`."""
         return balanced(self.ranges, self.interface, self.counted(smoke, full), seed)
 
     def balanced_nvfp4(self, smoke: int, full: int, seed: int) -> Iterator[AttentionCase]:
         return balanced_nvfp4(self.ranges, self.interface, self.counted(smoke, full), seed)
 
     def on_fewest_heads(self, case: AttentionCase) -> AttentionCase:
-        """Return the case on as few heads as the ranges have, for the time that it takes."""
+        """Return the case with the fewest heads of the ranges, to save time."""
         if case.is_mla:
             return replace(case, group=min(self.ranges.mla_heads))
         return replace(case, group=min(self.ranges.groups), num_kv_heads=min(self.ranges.num_kv_heads))
@@ -62,15 +62,15 @@ def itself(case: AttentionCase) -> AttentionCase:
 
 @dataclass(frozen=True)
 class Check:
-    """One way of being wrong, and how it would show.
+    """One kind of mistake, and the cases that show it.
 
     Attributes:
-        key: its number in the catalogue, such as "K4".
-        name: snake_case.
-        doc: the docstring of its module, whose first line says what it catches.
+        key: the check's short name, such as "K4".
+        name: the check's name in snake_case, such as "poison".
+        doc: the first line of the module's docstring, which says what the check catches.
         fixed: the fixed cases of a scope.
         judge: makes calls in a run and states what it expects. Raises `Unsupported` where nothing could be judged.
-        interfaces: what it applies to.
+        interfaces: the functions that the check judges.
         drawn: makes a random case of a drawn attention case; None where none is drawn.
         draw_on: the random cases after the level, while there is time.
         more: rounds of the full level after the smoke level's cases. Each follows from the verdicts of all rounds before it;
@@ -101,5 +101,5 @@ class Check:
 
 
 def balanced_cases(smoke: int, full: int, seed: int) -> Callable[[Scope], Iterable[AttentionCase]]:
-    """Return what yields a covering array of the ranges as they are, drawn from a seed."""
+    """Return a function that yields the balanced cases of a scope, drawn from a seed."""
     return lambda scope: scope.balanced(smoke, full, seed)

@@ -1,7 +1,7 @@
 """A wrong cell of a draft's K/V lists, a missing one, or one written outside them.
 
-Lists are long and nothing reads most of them, so a missing block or a store too far stays unseen. Here every cell of every
-buffer is held to loops over requests, branches and tokens, the guard cells around them included.
+Lists are long and most cells are never read in a test, so a missing block or a store beyond a list is not noticed. This check
+compares every cell of every buffer, including guard cells, with loops over requests, branches and tokens.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,9 @@ EDGES = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1025)
 
 
 def _cases(scope: Scope) -> Iterator[DraftListsCase]:
-    """Return the lengths at edges of blocks, and drafts in which branches, pages, steps and windows meet; K18 has the rest."""
+    """Yield drafts with lengths at edges of blocks, and drafts that combine branches, pages, steps and windows. K18 has all
+    other cases.
+    """
     yield DraftListsCase(EDGES)
     for topk, page_size in ((2, 1), (1, 16), (2, 16), (3, 32), (3, 64), (2, 128), (2, 256)):
         yield DraftListsCase((0, 1, page_size - 1, page_size, 70), num_steps=4, topk=topk, page_size=page_size)
@@ -62,7 +64,7 @@ def draft_lists_case(of: Configuration) -> DraftListsCase:
 
 
 def judge_lists(run: CaseRun) -> None:
-    """Have the lists of a configuration written, and expect the reference's value in every cell of every buffer."""
+    """Have the lists of a configuration written, and compare every cell of every buffer with the reference."""
     case = draft_lists_case(run.case)
     features = features_of_case(case)
     features = replace(features, features={**features.features, **run.called.features})

@@ -1,9 +1,9 @@
 """A call that is right by itself and wrong in a serving engine's pass: any forward mode, from logical histories to outputs.
 
-The arguments are an engine's: its pool, its metadata, its padding and its offsets, over both of a model's functions. The smoke
-level judges the lab's own small geometry; the full level every geometry of the ranges too, whole and as a tensor-parallel
-slice, at every page size, on full and sliding-window layers, with random and needle inputs, every pair of these,
-and each mode with every geometry and page size.
+The arguments are those of an engine: its pool, its metadata, its padding and its offsets. The smoke level judges a small
+synthetic geometry. The full level also judges every geometry of the ranges, whole and as a tensor-parallel slice, at every page
+size, on full and sliding-window layers, with random and needle inputs. It covers every pair of these, and each mode with every
+geometry and page size.
 """
 
 import itertools
@@ -39,13 +39,13 @@ TENSOR_PARALLEL = {"llama-3.1-8b": 8, "llama-3.1-70b": 8, "qwen3-32b": 4, "gpt-o
 def mode_cases(
     name: str, page_size: int, q_lens: Sequence[int], long: Sequence[int] = (700, 2500)
 ) -> Iterator[ForwardCase]:
-    """Every mode on one geometry: lengths at the edges of pages, on both sides of a window, empty and long.
+    """Yield cases of every mode on one geometry, with lengths at page edges, on both sides of a window, 0, and long.
 
     Args:
-        name: of the geometry.
+        name: name of the geometry.
         page_size: tokens per page.
-        q_lens: query rows per request of the modes that have equally many for all.
-        long: prefixes beyond the geometry's window, where the GPU's work is.
+        q_lens: query rows per request, in modes with the same number for all requests.
+        long: lengths of long prefixes, beyond the geometry's window.
     """
 
     def case(mode: ForwardMode, prefix_lens: Sequence[int], q_lens: Sequence[int], **settings: Any) -> ForwardCase:
@@ -106,9 +106,9 @@ def _cases(scope: Scope) -> Iterator[ForwardCase]:
 
 
 def quantised_cases(ranges: Ranges, page_size: int) -> Iterator[ForwardCase]:
-    """Return passes whose query is cast to e4m3 over a quantised cache, and those over NVFP4 whose query is not.
+    """Yield passes over a quantised cache whose query is cast to e4m3, and passes over NVFP4 whose query is not cast.
 
-    The first are trtllm-gen's and fmha_v2's, the second XQA's, which has decode calls alone.
+    trtllm-gen and fmha_v2 take the first kind. XQA, which has only decode calls, takes the second.
     """
     prefixes, (q_len, *_) = (0, page_size - 1, 3 * page_size + 5, 300), smoke_q_lens(ranges)
     modes = (
@@ -134,20 +134,20 @@ def usual_page_size(ranges: Ranges) -> int:
 
 
 def smoke_q_lens(ranges: Ranges) -> tuple[int, ...]:
-    """Return the query rows of the smoke level's passes: 4, or the most that there are."""
+    """Return the query rows of the smoke level's passes: 4, or the largest number in the ranges."""
     return (4,) if 4 in ranges.q_lens else (max(ranges.q_lens),)
 
 
 def dtypes_of(ranges: Ranges) -> dict[str, Any]:
-    """Return the dtypes of a pass, the first of the ranges."""
+    """Return the dtypes of a pass: the first in the ranges."""
     dtype, kv_dtype = ranges.dtypes[0]
     return {"dtype": dtype, "kv_dtype": kv_dtype, "arithmetic": ranges.arithmetic(kv_dtype)}
 
 
 def geometry_cases(ranges: Ranges) -> Iterator[ForwardCase]:
-    """Every mode on the geometries of the ranges: pairs of settings, and the stated triples, in a covering array.
+    """Yield a covering array over every mode and the geometries of the ranges: all pairs of settings, and declared triples.
 
-    A cache of another dtype than the query's is judged at one page size.
+    A cache whose dtype differs from the query's is judged at one page size.
     """
     one_page_size = usual_page_size(ranges)
     variants = list(mode_cases("tiny", one_page_size, ranges.q_lens))
@@ -193,7 +193,7 @@ def geometry_cases(ranges: Ranges) -> Iterator[ForwardCase]:
 
 
 def judge_pass(run: CaseRun, forward: EnginePass) -> None:
-    """Run a pass on the implementation, and expect the output of its truth and no other write."""
+    """Run a pass with the implementation. Expect the truth's output, and no write to other memory."""
     truth = forward.truth()
     before = {name: tensor.clone() for name, tensor in forward.inputs().items()}
     out, around = guarded(forward.new_out())
@@ -215,7 +215,9 @@ def judge_pass(run: CaseRun, forward: EnginePass) -> None:
 
 
 def _other_forms(run: CaseRun, forward: EnginePass) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
-    """Yield the pass by calls of the other forms, prepared or planned while the tensors held other contents."""
+    """Yield the name of each other form (prepared, planned), and a function that runs the pass with calls made ready on other
+    contents.
+    """
     if CallForm.PREPARED in run.forms:
         yield "the pass, by whole calls", partial(forward.run, run.engine(CallForm.WHOLE))
     if not getattr(forward, "shards", ()):
@@ -225,7 +227,7 @@ def _other_forms(run: CaseRun, forward: EnginePass) -> Iterator[tuple[str, Calla
 
 
 def _made_before(forward: EnginePass, engine: Any, out: Tensor) -> None:
-    """Make the pass by calls that were prepared or planned while query, K and V were zeros."""
+    """Run the pass with calls that were prepared or planned while query, K and V were zeros."""
     tensors = (forward.query, forward.cache.storage)
     held = [tensor.clone() for tensor in tensors]
     for tensor in tensors:

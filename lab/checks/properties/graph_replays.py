@@ -1,8 +1,9 @@
 """A pass that is right eagerly and wrong in a CUDA graph's replay: stale lengths or pages, moved buffers, padding that leaks.
 
-Each case is one replay sequence: a short series of replays, eager passes and poison over one runner, of a mode that an engine
-captures. Whatever came before, each replay must give the metadata that `lab.references.forward_metadata` works out and the
-output that the requests' histories give. On a CPU a capture is simulated: the same calls are made again on the same buffers.
+Each case is one replay sequence: a short series of replays, eager passes and poison over one runner, in a mode that an engine
+captures. Independent of earlier replays, each replay must give the metadata of `lab.references.forward_metadata` and the output
+that is computed from the requests' histories. On a CPU a capture is simulated: the same calls are made again on the same
+buffers.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,10 +30,10 @@ WIDTHS = (2, 4, 8)  # query rows per request of verify and of the draft extends
 
 
 def replayed_modes(scope: Scope, *more: GraphMode) -> Iterator[tuple[GraphMode, ReplaySequence, int]]:
-    """Yield each mode with each sequence of it, and a number by which the settings alternate.
+    """Yield each mode with each of its sequences, and a number that selects alternating settings.
 
-    The full level has every sequence of every mode, width and draft step; the smoke level each sequence of two modes in turn.
-    There is none where the ranges lack bfloat16, in which sequences run.
+    The full level has every sequence of every mode, width and draft step. The smoke level has each sequence in two modes, which
+    alternate. There are no sequences if the ranges lack bfloat16, because sequences run in bfloat16.
 
     Args:
         more: modes of one backend, after those of every backend.
@@ -78,11 +79,11 @@ def _cases(scope: Scope) -> Iterator[GraphCase]:
 
 
 def judge_sequence(run: CaseRun, make: RunnerFactory = right_runner) -> None:
-    """Run the sequence of the run's case on a fresh fixture, and note what is wrong.
+    """Run the sequence of a case on a new fixture, and record errors.
 
-    A call that is refused at its capture declines the case. One that is refused later, with ValueError or an assertion, was
-    captured with arguments that only a replay can have made wrong. Where the lab's own metadata kernels do not run, the case
-    is declined.
+    If a call is refused at its capture, the case is declined. If it is refused later, with ValueError or an assertion, then a
+    replay has made its arguments wrong, which is an error. If the lab's own metadata kernels do not run here, the case is
+    declined.
     """
     if why := no_triton(capability_of(run.device)):
         raise Unsupported(f"graphs rebuild their metadata in Triton kernels: {why}")
@@ -107,34 +108,38 @@ Wrongs = Iterator[str]
 
 
 def _replayed(fixture: ReplayFixture, *batches: ForwardBatch) -> Wrongs:
-    """Replay one batch after another and judge each."""
+    """Replay several batches one after another, and judge each pass."""
     for number, batch in enumerate(batches):
         for wrong in fixture.wrongs(batch, fixture.replay(batch)):
             yield f"replay {number}: {wrong}"
 
 
 def _captured_below_q(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """A capture runs on padding's lengths, below a draft extend's rows: it gives no NaN, and a full batch is right after it."""
+    """The capture runs on padding's lengths, which are smaller than a draft extend's rows. It must give no NaN, and a later
+    full batch must be right.
+    """
     if wrong := int((~fixture.out.isfinite()).any(-1).sum()):
         yield f"{wrong} output vectors of the capture itself are not finite"
     yield from _replayed(fixture, fixture.batch(short, edge, across, longest))
 
 
 def _eager_equals_replay(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """An eager pass, and a replay of the same batch at a captured size."""
+    """Compare an eager pass with a replay of the same batch at a captured size."""
     batch = fixture.batch(across, short, longest, edge)
     yield from fixture.wrongs(batch, fixture.eager(batch))
     yield from _replayed(fixture, batch)
 
 
 def _after_a_longer_batch(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """Tables and sums keep a longer batch's tails; random data in later pages would be read with a stale length."""
+    """Replay a short batch after a longer one. Tables and sums keep the longer batch's tails, and a stale length would read
+    random data in later pages.
+    """
     longer, shorter = fixture.batch(*[longest] * 4), fixture.batch(short, edge, short, across, first_request=1)
     yield from _replayed(fixture, longer, shorter)
 
 
 def _a_b_a(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """The order of replays does not matter: the same batch gives the same bits again."""
+    """Replay A, B, A. The second replay of A must give the same bits as the first."""
     first, other = fixture.batch(edge, across), fixture.batch(longest, short, first_request=2)
     state = fixture.generator.get_state()
     before = fixture.replay(first)
@@ -148,7 +153,7 @@ def _a_b_a(fixture: ReplayFixture, short: int, edge: int, across: int, longest: 
 
 
 def _two_captured_sizes(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """Sizes alias one storage: replay the small, the large, the small, and a padded large one."""
+    """Captured sizes share one storage: replay the small size, the large, the small, and the large with padding."""
     yield from _replayed(
         fixture,
         fixture.batch(edge, short),
@@ -160,7 +165,9 @@ def _two_captured_sizes(fixture: ReplayFixture, short: int, edge: int, across: i
 
 
 def _eager_between_replays(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """An eager pass of more requests than any graph holds allocates and frees; the graph's buffers stay."""
+    """Run an eager pass with more requests than any graph between replays. It allocates and frees memory, and must not change
+    the graph's buffers.
+    """
     yield from _replayed(fixture, fixture.batch(edge, across))
     larger = fixture.batch(longest, short, across, edge, longest)
     yield from fixture.wrongs(larger, fixture.eager(larger))
@@ -170,7 +177,7 @@ def _eager_between_replays(fixture: ReplayFixture, short: int, edge: int, across
 
 
 def _same_buffers(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """No replay moves a buffer."""
+    """Expect that no replay moves a buffer."""
     before = fixture.pointers()
     wrongs = [*_replayed(fixture, fixture.batch(edge, across), fixture.batch(longest, short, edge))]
     moved = [name for name, address in fixture.pointers().items() if address != before.get(name)]
@@ -178,7 +185,9 @@ def _same_buffers(fixture: ReplayFixture, short: int, edge: int, across: int, lo
 
 
 def _poisoned(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """Finite-huge and NaN before each replay, in the sink, padded query rows, and metadata yet to be written."""
+    """Before each replay, write huge finite values or NaN to the sink, to padded query rows, and to metadata that the replay
+    writes.
+    """
     for value, lens in product(
         (HUGE, float("nan")), ((across,), (longest, short, edge), (edge, longest, across, short))
     ):

@@ -1,10 +1,10 @@
 """Any error of an output vector beyond what low-precision arithmetic makes of the same inputs, and a wrong LSE.
 
-An absolute tolerance lets everything through once outputs are as small as 1/sqrt(length), and a share of wrong elements
-may hold a whole head. Here each (row, head) is held by itself: relative L2 against float64 on the quantised inputs, with the
-measured error of eager arithmetic times a small factor as the bound. Values are also very large and very small, batches larger
-than what a block of threads holds, and nearly all weight is on a key that adds nothing, as on a first token that serves as a
-sink: formats and blocks end there, and what the other keys weigh together shows.
+An absolute tolerance accepts everything if outputs are as small as 1/sqrt(length), and an allowed share of wrong elements may
+be a whole head. This check compares each (row, head) separately: its relative L2 error against float64 on the quantised inputs
+must be within the measured error of eager arithmetic times a small factor. Some cases have very large or very small values, or
+batches larger than a block of threads, where formats and blocks end. In other cases nearly all weight is on a key with a zero
+value, like a first token that acts as a sink, so that the small weights of all other keys show.
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
 
 
 def _large_batch(case: AttentionCase, batch_size: int) -> AttentionCase:
-    """Return short requests of unequal lengths, and in a context call of unequal rows."""
+    """Return a case with many short requests of unequal lengths, and in a context call also unequal rows."""
     q_lens = (case.q_lens[0],) * batch_size
     if case.interface is Interface.CONTEXT:
         q_lens = tuple(1 + request % 3 for request in range(batch_size))
@@ -56,7 +56,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def _small_output(run: CaseRun, inputs: AttentionInputs, truth: Truth) -> None:
-    """Check an e4m3 output whose bmm2_scale brings P·V back into e4m3's range: a kernel must not clamp before it scales."""
+    """Check an e4m3 output whose bmm2_scale scales P·V into e4m3's range: a kernel must not clamp before it scales."""
     largest = float(truth.expected.abs().max())
     if largest > 2 * E4M3_MAX * inputs.bmm2_scale:
         changes = {"out_dtype": E4M3, "bmm2_scale": inputs.bmm2_scale * E4M3_MAX / 2 / largest}

@@ -1,7 +1,7 @@
 """NaN or infinity, from logits below a finite sentinel, far-apart partial maxima, large sinks, and rows that see no key.
 
-Normal random logits lie within ±10 and every row sees a key, so the initial maximum of -1e5, exp(-inf + inf) and 0/0 never
-come up. A row that sees nothing is zero, with an LSE of minus infinity.
+Normal random logits lie within ±10 and every row sees a key, so an initial maximum of -1e5, exp(-inf + inf) and 0/0 never
+occur. Here they occur. A row that sees no key must be zero, with an LSE of minus infinity.
 """
 
 import math
@@ -57,7 +57,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def _expect_finite(run: CaseRun, what: str, result: Result | None, truth: Truth, least_bound: float = 0.0) -> None:
-    """Expect the truth, and finite elements."""
+    """Compare a result with the truth, and expect that all its elements are finite."""
     if result is None:
         return
     run.expect_close(what, result, truth, least_bound)

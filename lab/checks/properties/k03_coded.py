@@ -1,8 +1,8 @@
 """A key that should not have been seen, or was not, and a page, head or position taken for another.
 
-With random data each key weighs 1/length, and one more or less drowns in rounding. Zero queries over values that name their
-position make the output a count of the keys that were seen; needles, a few keys that outweigh all others, stand at the limits
-of what each row sees, and just beyond them.
+With random data each key weighs 1/length, and one key more or less is hidden by rounding. Here zero queries over values that
+encode their position make the output a count of the keys that were seen. Needles (a few keys that outweigh all others) are
+placed at the first and last keys that each row sees, and just outside.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
 
 
 def _long(case: AttentionCase) -> AttentionCase:
-    """Return one request of many splits, and a short one."""
+    """Return a case with one long request, which is computed in many splits, and one short request."""
     kv_lens = (LONG + case.page_size // 2 + 1, case.kv_lens[1])
     return replace(case, kv_lens=kv_lens, q_lens=case.q_lens[:2], window_left=-1, contents=Contents.NEEDLES)
 

@@ -1,8 +1,8 @@
 """Dead data that reaches a result: page tails, unread pages, dead columns of a page table.
 
-Tests zero these, or leave them random, so that a zero weight hides a read of them. Here they hold zeros, then the largest
-finite values, then NaN; the table's tail names foreign pages, page -1 and pages far outside, and pages before a window are
-given back: no bit may change.
+Other tests set these cells to zero or random values, so that a zero weight hides a read. Here the cells hold zeros, then the
+largest finite values, then NaN. The table's tail lists foreign pages, page -1 and pages far outside the pool, and pages before
+a window are freed. No bit of the result may change.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def _before_windows(run: CaseRun, dead: Dead, expected: Result) -> None:
-    """Give back the pages that lie wholly before every row's window: their table cells name a page of dead cells."""
+    """Free the pages that lie wholly before every row's window: their table cells get the id of a page of dead cells."""
     case = run.case
     inputs = run.build(dead=dead)
     tables = zip(inputs.block_tables.tolist(), case.kv_lens, strict=True)

@@ -1,7 +1,7 @@
 """Writes outside what was handed out, reads past the end of a vector that reach a result, and changed inputs.
 
-A store one row too far lands in memory that no test looks at. Here output, LSE and workspace lie between guard bytes, sinks
-and lengths between values that would show, and every input must be what it was.
+A store one row too far writes memory that other tests do not look at. Here output, LSE and workspace lie between guard bytes,
+sinks and lengths lie between values that would change the result, and every input must be unchanged after the call.
 """
 
 from typing import Any
@@ -37,7 +37,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def _embedded(inputs: AttentionInputs) -> dict[str, Any]:
-    """Return small vectors inside larger ones whose other values would show: NaN around sinks, long lengths around lengths."""
+    """Return sinks and lengths inside larger vectors whose other values would change the result: NaN, and long lengths."""
     vectors: dict[str, Any] = {"seq_lens": embedded(inputs.seq_lens, inputs.max_seq_len)}
     if inputs.sinks is not None:
         vectors["sinks"] = embedded(inputs.sinks, float("nan"))

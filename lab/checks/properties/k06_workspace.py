@@ -1,10 +1,10 @@
 """A workspace that is not left as it must be found, or whose contents reach a result.
 
 An engine shares one workspace among layers, shapes and kernels. Its first 8 MiB are counters: zero before a call, and zero
-again after it. The scratch after them may hold anything, as may the output. A test that zeroes both each time sees nothing.
-A call with another workspace must leave the one of earlier calls alone.
-FlashInfer's trtllm-gen kernels count in `multi_ctas_kv_counter_buffer` instead, and write the workspace from its first byte on,
-which is right there. An engine passes both, so both are zero after every call, whichever a kernel counts in.
+again after it. The scratch after them may hold anything, and so may the output. A test that zeroes both before each call finds
+no error. A call with another workspace must not write to the workspace of earlier calls. FlashInfer's trtllm-gen kernels count
+in `multi_ctas_kv_counter_buffer` instead, and write the workspace from its first byte on, which is right there. An engine
+passes both, so both are zero after every call, whichever a kernel counts in.
 """
 
 from dataclasses import replace
@@ -47,7 +47,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def _another_shape(case: AttentionCase) -> AttentionCase:
-    """Return longer requests in another order: fewer of them, or for odd seeds twice as many."""
+    """Return a case with longer requests in another order: fewer requests, or twice as many for odd seeds."""
     count = len(case.kv_lens)
     keep = 2 * count if case.seed % 2 else max(1, count // 2)
     longer = tuple(kv_len + 3 * case.page_size + 1 for kv_len in reversed(case.kv_lens))
@@ -63,10 +63,10 @@ def expect_counters_zero(run: CaseRun, what: str, counters: dict[str, Tensor]) -
 
 
 def expect_any_scratch(run: CaseRun, call: GivenCall, first: Result, counts: bool) -> Tensor:
-    """Expect the bits of the first call whatever its scratch holds; return the scratch.
+    """Expect the bits of the first call for any contents of the scratch. Return the scratch.
 
     Args:
-        counts: the kernel counts in the first bytes of the workspace, which are no scratch then.
+        counts: the kernel has counters in the first bytes of the workspace; they are not scratch then.
     """
     workspace = call.given["workspace_buffer"]
     semaphores, scratch = semaphores_and_scratch(workspace)
@@ -79,7 +79,7 @@ def expect_any_scratch(run: CaseRun, call: GivenCall, first: Result, counts: boo
 
 
 def expect_left_alone(run: CaseRun, call: GivenCall, first: Result, scratch: Tensor) -> None:
-    """Make the call with another workspace, and expect its bits and no write to the scratch of the earlier one."""
+    """Make the call with another workspace. Expect the same bits, and no write to the earlier workspace's scratch."""
     scratch.fill_(LEFT)
     again = run.again(call, workspace_buffer=new_workspace(run.device))
     run.expect_equal_bits("another workspace", again, first)

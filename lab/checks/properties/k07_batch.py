@@ -1,8 +1,8 @@
 """A request whose output depends on the others: strides of the batch, exchanged lengths, rows or tables.
 
-With equal lengths and one table per test an exchanged request is often right by luck. Here each request is computed
-alone, in another order, and twice in a batch, and another request's data is changed, which may change no bit of it. Then all
-of them share their first pages, as requests with a cached prefix do.
+If a test has equal lengths and one table, an exchanged request is often right by chance. Here each request is computed alone,
+in another order, and twice in a batch. Changing another request's data must not change a bit of it. At last all requests share
+their first pages, like requests with a cached prefix.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ def _others_keep_their_bits(run: CaseRun, inputs: AttentionInputs) -> None:
 
 
 def _with_shared_prefix(inputs: AttentionInputs) -> AttentionInputs:
-    """Let every request begin with the pages that the longest request fills, at most `SHARED_PAGES`."""
+    """Let every request begin with full pages of the longest request, at most `SHARED_PAGES` pages."""
     page_size = inputs.case.page_size
     lengths = inputs.case.kv_lens
     donor = max(range(len(lengths)), key=lambda request: lengths[request])
@@ -58,7 +58,7 @@ def _with_shared_prefix(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def _begun_as(own: tuple[Tensor, Tensor], shared: tuple[Tensor, Tensor], tokens: int) -> tuple[Tensor, Tensor]:
-    """Return a history whose first `tokens` tokens are those of another history."""
+    """Return a history whose first `tokens` tokens are taken from another history."""
     keys, values = (
         torch.cat((other[: min(tokens, len(mine))].view(torch.uint8), mine[tokens:].view(torch.uint8))).view(mine.dtype)
         for mine, other in zip(own, shared, strict=True)
@@ -67,7 +67,7 @@ def _begun_as(own: tuple[Tensor, Tensor], shared: tuple[Tensor, Tensor], tokens:
 
 
 def select(inputs: AttentionInputs, requests: Sequence[int]) -> AttentionInputs:
-    """Return the call over some of the requests, in that order, over the same pages."""
+    """Return a call with the given requests, in the given order, over the same pages."""
     case = inputs.case
     starts = [sum(case.q_lens[:request]) for request in range(len(case.q_lens))]
     rows = [torch.arange(starts[request], starts[request] + case.q_lens[request]) for request in requests]

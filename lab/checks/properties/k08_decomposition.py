@@ -1,7 +1,8 @@
 """A verify of n tokens that is not n decodes: a mask taken for another, rows that see the draft's later tokens, or too few.
 
-Among thousands of random keys the few draft tokens weigh next to nothing, so a causal mask and a full one agree within fp8
-tolerance. Here each row is computed again by itself, on the shorter length it stands for, over needles at its limits.
+Among thousands of random keys the few draft tokens weigh almost nothing, so the results with a causal mask and with a full mask
+agree within fp8 tolerance. Here each row is computed again as a call of one row with its shorter length, over needles at the
+first and last keys that it sees.
 """
 
 from collections.abc import Iterator
@@ -47,7 +48,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def one_row(inputs: AttentionInputs, rows: torch.Tensor, back: int) -> AttentionInputs:
-    """Return a call of one row per request, `back` tokens before the last, on the keys up to its own."""
+    """Return a call with one row per request, `back` tokens before the last row, and the keys up to this row's own."""
     kv_lens = tuple(kv_len - back for kv_len in inputs.case.kv_lens)
     return replace(
         inputs,

@@ -1,10 +1,10 @@
 """State frozen in the first call: lengths, tables or pointers that a replayed CUDA graph would not see change.
 
 No attention test of FlashInfer replays a graph with other lengths. Here one set of tensors is kept and its contents change. The
-call is captured on padding alone, within host bounds that allow more. Then requests come, each thing that lies on the device is
-written by itself, and requests, rows and keys grow in number, shrink, and are again what they were, with an eager call of
-another shape in between. On a GPU the call is captured and replayed; elsewhere it is made again with the same tensors. At last
-other tensors are kept for eager calls, whose bounds on the host grow as the requests do.
+call is captured with padding only, within host bounds that allow more. Then requests are loaded, and each input on the device
+is changed separately. The numbers of requests, rows and keys grow, shrink, and return to the first values, with an eager call
+of another shape in between. On a GPU the call is captured and replayed. On a CPU it is made again with the same tensors. At
+last another set of tensors serves eager calls, whose host bounds grow with the requests.
 """
 
 import math
@@ -35,7 +35,7 @@ KEPT = ("workspace_buffer", "out")  # arguments whose contents are not a batch's
 
 @dataclass(frozen=True)
 class Lens:
-    """Keys and query rows of each request."""
+    """The numbers of keys and query rows of each request."""
 
     kv_lens: tuple[int, ...]
     q_lens: tuple[int, ...]
@@ -66,13 +66,13 @@ def _ragged_cases(scope: Scope, longest: Sequence[int]) -> Iterator[RaggedCase]:
 
 
 def _roomy(case: AttentionCase) -> AttentionCase:
-    """Give every request room for any other's rows; some decode calls state their rows by offsets."""
+    """Give every request room for the rows of any other request. Some decode calls pass their rows by offsets."""
     offsets = case.offsets or (case.interface is not Interface.CONTEXT and case.seed % 3 == 0)
     return replace(case, kv_lens=tuple(max(kv_len, *case.q_lens) for kv_len in case.kv_lens), offsets=offsets)
 
 
 def _long(case: AttentionCase, most_keys: int, q_len: int) -> AttentionCase:
-    """Return a request of many splits, on as few rows as there are, for the time that it takes."""
+    """Return a case with a long request, which is computed in many splits. It has the fewest rows, to save time."""
     kv_lens = (most_keys + case.page_size // 2 + 1, TILE + 1)
     return replace(case, kv_lens=kv_lens, q_lens=(q_len,) * 2, window_left=-1)
 
@@ -95,7 +95,9 @@ def _judge(run: CaseRun) -> None:
 
 
 def judge_replays(run: CaseRun, make: Make, forms: Forms, room: Lens, waits: bool) -> None:
-    """Replay batch after batch, in tensors that have room for these lengths; `waits`: rows may be fewer."""
+    """Replay several batches in tensors that have room for these lengths. `waits`: requests may have fewer rows
+    than captured.
+    """
 
     def call_of(lens: Lens, seed: int = 0, moved: bool = False, **changes: Any) -> BuiltCall:
         return in_forms(replace(make(lens, seed, moved), **changes), forms)
@@ -135,7 +137,7 @@ def judge_replays(run: CaseRun, make: Make, forms: Forms, room: Lens, waits: boo
 
 
 def maker_of(run: CaseRun, case: AttentionCase | RaggedCase) -> Make:
-    """Return what makes a case's tensors with other lengths and contents, sinks and a mask among them."""
+    """Return a function that makes a case's tensors with other lengths and contents, including sinks and a mask."""
     if isinstance(case, RaggedCase):
         return partial(_make_ragged, run, case)
     return partial(_make_paged, run, case)
@@ -158,7 +160,7 @@ def _make_ragged(run: CaseRun, case: RaggedCase, lens: Lens, seed: int = 0, move
 
 
 def _wanted(run: CaseRun, waits: bool) -> list[Form]:
-    """Return the forms to try, another few from case to case."""
+    """Return the forms to try. Each case tries a few different ones."""
     case, seed = run.case, run.case.seed
     is_paged = isinstance(case, AttentionCase)
     is_mla = is_paged and case.is_mla
@@ -179,13 +181,17 @@ def _wanted(run: CaseRun, waits: bool) -> list[Form]:
 
 
 def _padding(room: Lens, waits: bool) -> Lens:
-    """Return what an engine captures: each request is nothing but its rows, one where there may be fewer."""
+    """Return the lengths with which an engine captures: each request has only its query rows as keys; one row if rows may be
+    fewer.
+    """
     q_lens = tuple(min(q_len, 1) if waits else q_len for q_len in room.q_lens)
     return Lens(tuple(max(q_len, 1) for q_len in q_lens), q_lens)
 
 
 def _short(room: Lens, waits: bool) -> Lens:
-    """Make every other request live, on less than a tile of keys, and the others padding, without rows where it may be."""
+    """Return lengths in which every second request has less than a tile of keys, and all others are padding, without rows if
+    allowed.
+    """
     kv_lens, q_lens = [], []
     for request, (most_keys, most_rows) in enumerate(zip(room.kv_lens, room.q_lens, strict=True)):
         is_live = request % 2 == 0
@@ -196,25 +202,27 @@ def _short(room: Lens, waits: bool) -> Lens:
 
 
 def shrunk(room: Lens) -> Lens:
-    """Share the rows out in another order, over half the keys."""
+    """Return the rows in another order, with half the keys."""
     q_lens = room.q_lens[::-1]
     return Lens(tuple(map(max, q_lens, (kv_len // 2 for kv_len in room.kv_lens))), q_lens)
 
 
 def another(room: Lens) -> Lens:
-    """Return twice as many requests, the second half longer."""
+    """Return lengths of twice as many requests, of which the second half is longer."""
     kv_lens = tuple(map(max, room.q_lens, (min(kv_len, MOST_BETWEEN) for kv_len in room.kv_lens)))
     return Lens((*kv_lens, *(kv_len + 2 * TILE for kv_len in kv_lens)), room.q_lens * 2)
 
 
 def made_again(run: CaseRun, call: GivenCall) -> Callable[[], Result]:
-    """Return what makes a call again and again in its tensors; none but the first may be refused."""
+    """Return a function that makes a call with the same tensors each time. Only the first call may be refused."""
     calls = chain((run.call,), repeat(run.again))
     return lambda: next(calls)(call)
 
 
 def captured(run: CaseRun, call: GivenCall) -> Callable[[], Result]:
-    """Return what replays a call, or makes it again where there is no GPU, or where it waits for the GPU."""
+    """Return a function that replays a captured call. Without a GPU, or for a call that waits for the GPU, it makes the call
+    again.
+    """
     if run.device.type != "cuda" or call.given.get("max_q_len", 0) is None:
         return made_again(run, call)
     stream = torch.cuda.Stream()
@@ -236,7 +244,7 @@ def captured(run: CaseRun, call: GivenCall) -> Callable[[], Result]:
 
 
 def made_ready(form: CallForm, run: CaseRun, call: GivenCall) -> Callable[[], Result]:
-    """Prepare or plan a call once; return what makes it then."""
+    """Prepare or plan a call once. Return a function that makes the ready call."""
     ready = run.prepare(form, call.interface, call.given)
 
     def make() -> Result:
@@ -249,16 +257,16 @@ def made_ready(form: CallForm, run: CaseRun, call: GivenCall) -> Callable[[], Re
 
 
 class Replay:
-    """One call in tensors that stay, and that batches are written over.
+    """One call with fixed tensors, into which batches are written.
 
     Args:
-        run: whose implementation is called.
-        room: a batch as large as any; its tensors stay.
-        first: the batch that the call is captured, or made ready with.
-        make: returns what replays the call: `captured`, `made_again` or a form of `made_ready`.
+        run: the run of the case, with the implementation.
+        room: the largest batch. Its tensors are kept.
+        first: the batch with which the call is captured or made ready.
+        make: returns a function that replays the call: `captured`, `made_again` or a form of `made_ready`.
 
     Raises:
-        Unsupported, KernelError: as `CaseRun.call`.
+        Unsupported, KernelError: see `CaseRun.call`.
     """
 
     def __init__(
@@ -273,13 +281,13 @@ class Replay:
         self._replay = make(run, self.call)
 
     def expect(self, what: str, batch: BuiltCall) -> Result:
-        """Load a batch, replay, and expect its truth of the rows of its requests; return them."""
+        """Load a batch and replay. Compare the rows of its requests with its truth, and return them."""
         result = self.of(batch)
         self.run.expect_close(what, result, batch.truth())
         return result
 
     def expect_bounded(self, what: str, batch: BuiltCall) -> None:
-        """Load a batch, make its call eagerly with a bound of its own, and expect its truth of the rows of its requests."""
+        """Load a batch and make its call eagerly with its own bound. Compare the rows of its requests with its truth."""
         self._load(batch)
         self._clear_out()
         result = self.run.call(self.call, **{batch.inputs.kv_bound: max(*batch.inputs.kv_lens, 1)})
@@ -291,7 +299,7 @@ class Replay:
         return self.again()
 
     def again(self) -> Result:
-        """Replay what is loaded, and return copies of the rows of its requests."""
+        """Replay the loaded batch, and return copies of the rows of its requests."""
         self._clear_out()
         call = self.run.note_call(self.call.interface, self.call.given)
         out, lse, _ = self._replay().leading(self._rows)
@@ -302,7 +310,7 @@ class Replay:
             out.fill_(math.nan)
 
     def _load(self, batch: BuiltCall) -> None:
-        """Write a batch's contents over the tensors' own, where they differ; what is beyond them stays."""
+        """Write a batch's contents into the fixed tensors where they differ. Elements beyond the batch are not written."""
         self._rows = batch.rows
         for name, new in batch.given.items():
             if name not in KEPT:
@@ -316,7 +324,7 @@ def _tensors(value: Any) -> tuple[Tensor, ...]:
 
 
 def _overwrite(kept: Tensor, new: Tensor) -> None:
-    """Copy a tensor into the beginning of a larger one, unless it is there already."""
+    """Copy a tensor into the beginning of a larger one, unless its contents are already there."""
     if new.dtype.itemsize == 1:  # float8 has no comparison
         kept, new = kept.view(torch.uint8), new.view(torch.uint8)
     part = kept[tuple(map(slice, new.shape))]

@@ -1,7 +1,7 @@
 """A result that changes with what cannot matter: page size and order, layout, strides, table width, the split of a scale.
 
-No oracle is needed to see these, and a test that fixes one page size and one layout never does. What changes no arithmetic
-must change no bit; what may be summed in another order must stay right.
+These errors can be found without an oracle, but a test with one page size and one layout never finds them. A change that does
+not affect arithmetic must not change a bit. After a change that may alter the order of sums, the result must still be right.
 """
 
 import math
@@ -83,14 +83,14 @@ def _storage(run: CaseRun, truth: Truth, base: Result) -> None:
 
 
 def _page_sizes(run: CaseRun) -> tuple[int, ...]:
-    """Return the page sizes of the ranges, and a larger one where they have large ones."""
+    """Return the page sizes of the ranges, and one larger size if the ranges have large ones."""
     if run.case.is_mla:
         return run.ranges.mla_page_sizes
     return (*run.ranges.page_sizes, LARGE_PAGE) if LARGE_PAGE // 2 in run.ranges.page_sizes else run.ranges.page_sizes
 
 
 def _strides(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -> None:
-    """Call with the same numbers in views of larger tensors."""
+    """Make the call with the same numbers in views of larger tensors."""
     spread = replace(inputs, block_tables=in_wider_rows(inputs.block_tables))
     run.vary("a page table with gaps between its rows", spread, base)
     run.vary("a query with gaps between its rows", replace(inputs, query=in_wider_rows(inputs.query)), truth)
@@ -102,7 +102,7 @@ def _strides(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) 
 
 
 def in_wider_rows(tensor: Tensor) -> Tensor:
-    """Return the tensor as a view of one that has large values after each row, more than a row of them."""
+    """Return the tensor as a view of a larger one, which has more than a row of large values after each row."""
     rows = tensor.flatten(1)
     wide = torch.full((len(rows), 2 * rows.shape[1] + 16), 2**15, dtype=tensor.dtype, device=tensor.device)
     wide[:, : rows.shape[1]] = rows
@@ -110,7 +110,7 @@ def in_wider_rows(tensor: Tensor) -> Tensor:
 
 
 def in_wider_pages(pages: Tensor) -> Tensor:
-    """Return the pages as a view of a pool in which a page of zeros follows each."""
+    """Return the pages as a view of a pool in which a page of zeros follows each page."""
     wide = torch.zeros(len(pages), 2, *pages.shape[1:], dtype=pages.dtype, device=pages.device)
     wide[:, 0].view(torch.uint8).copy_(pages.view(torch.uint8))
     return wide[:, 0]
@@ -135,7 +135,7 @@ def _scales(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -
 
 
 def _bounds(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -> None:
-    """Vary host bounds and the table's width, which may change how work is split, and nothing else."""
+    """Vary host bounds and the table's width. They may only change how work is split."""
     bound = "max_kv_len" if run.case.interface is Interface.CONTEXT else "max_seq_len"
     longest = max(max(run.case.kv_lens), 1)
     for value in (longest, 4 * inputs.max_seq_len):
@@ -152,7 +152,7 @@ def _bounds(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -
 
 
 def _switched_off(run: CaseRun, inputs: AttentionInputs) -> None:
-    """Pass windows as wide as every request and sinks of minus infinity: both must act like none."""
+    """Pass windows as wide as every request and sinks of minus infinity. Both must have no effect."""
     if run.case.is_mla:
         return
     longest = max(max(run.case.kv_lens), 1)

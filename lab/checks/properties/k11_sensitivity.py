@@ -1,7 +1,7 @@
 """An argument that is accepted and ignored, or does something else than it says.
 
-A default that is never left cannot be seen to work: scales of 1, windows wider than every request, equal K and V scales.
-Here every optional argument takes a value that must change the output, by what float64 says it changes.
+A test with default values cannot show that an argument works: scales of 1, windows wider than every request, equal K and V
+scales. Here every optional argument gets a value that must change the output, and float64 arithmetic gives the expected change.
 """
 
 import math
@@ -69,7 +69,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def _uneven_rows(run: CaseRun, inputs: AttentionInputs) -> None:
-    """Make the logits of every second row far larger than its neighbours': each row has a maximum of its own."""
+    """Make the logits of every second row much larger than those of its neighbours, so that each row needs its own maximum."""
     query = inputs.query.float()
     query[::2] *= FAR
     uneven = replace(inputs, query=query.to(inputs.query.dtype))
@@ -77,7 +77,7 @@ def _uneven_rows(run: CaseRun, inputs: AttentionInputs) -> None:
 
 
 def _probe(run: CaseRun, name: str, inputs: AttentionInputs, changes: dict[str, Any], rules: dict[str, Any]) -> None:
-    """Change arguments, and expect the output that the changed rules give."""
+    """Make the call with changed arguments, and expect the output of the changed rules."""
     result = run.vary(name, inputs, inputs.truth(**rules), **changes)
     if result is None:
         return
@@ -130,17 +130,18 @@ def _probes(inputs: AttentionInputs) -> dict[str, Change]:
 
 
 def scale_below_0(inputs: AttentionInputs) -> float:
-    """Return a bmm1_scale by which the smallest product weighs most, and exp overflows of those above it.
+    """Return a negative bmm1_scale, with which the smallest product gets the largest weight, and exp of larger products
+    overflows.
 
-    A kernel that rounds Q to e4m3 moves the logits by percents, and with -25 times the scale another key weighs most: of 12
-    cases, plain torch that casts Q so is beyond the bound in 11, and with -8 times in none, at most 0.8 of it. Among sinks,
-    none here, keys would weigh nothing.
+    The factor is -8. A kernel that rounds Q to e4m3 changes the logits by some percent. With a factor of -25 another key may
+    then get the largest weight: plain torch with such a cast exceeds the bound in 11 of 12 cases. With -8 it exceeds the bound
+    in no case, and reaches at most 0.8 of it. There are no sinks, because keys would have no weight next to them.
     """
     return (-8.0 if inputs.case.arithmetic == E4M3 else -25.0) * inputs.bmm1_scale
 
 
 def _several_rows(run: CaseRun) -> AttentionCase:
-    """Return the case with as many rows as a draft has; its first request has no keys but its draft's."""
+    """Return the case with the number of rows of a draft. Its first request has only the keys of its draft."""
     rows = run.ranges.masked_rows
     q_len = rows[run.case.seed % len(rows)]
     kv_lens = (q_len, *(max(kv_len, q_len + 3) for kv_len in run.case.kv_lens[1:]))
@@ -148,7 +149,7 @@ def _several_rows(run: CaseRun) -> AttentionCase:
 
 
 def _sinks_and_window(run: CaseRun, inputs: AttentionInputs) -> dict[str, dict[str, Any]]:
-    """Return what rows and masks are combined with, within what the ranges have."""
+    """Return the arguments (sinks, windows) with which rows and masks are combined, as far as the ranges have them."""
     found: dict[str, dict[str, Any]] = {}
     if True in run.ranges.sinks:
         found[" with sinks"] = {"sinks": _unequal_sinks(inputs)}
@@ -158,7 +159,7 @@ def _sinks_and_window(run: CaseRun, inputs: AttentionInputs) -> dict[str, dict[s
 
 
 def _ragged(run: CaseRun, inputs: AttentionInputs) -> None:
-    """Pass unequal rows by cum_seq_lens_q, alone, with sinks and within a window."""
+    """Pass unequal numbers of rows by cum_seq_lens_q: without other arguments, with sinks, and with a window."""
     case = run.case
     q_lens = tuple(1 + (request * 2 + case.seed) % 5 for request in range(len(case.kv_lens)))
     query = torch.cat([inputs.query] * 8)[: sum(q_lens)]
@@ -175,7 +176,7 @@ def _ragged(run: CaseRun, inputs: AttentionInputs) -> None:
 
 
 def _request_without_rows(run: CaseRun, inputs: AttentionInputs) -> None:
-    """Call with a request without rows: two offsets are equal, and the other requests keep their rows."""
+    """Make a call in which one request has no rows: two offsets are equal, and the other requests keep their rows."""
     case = run.case
     first = case.q_lens[0]
     q_lens = (first, 0, *case.q_lens[2:])
@@ -186,7 +187,7 @@ def _request_without_rows(run: CaseRun, inputs: AttentionInputs) -> None:
 
 
 def _lse_in_base_e(run: CaseRun, inputs: AttentionInputs) -> None:
-    """Ask for the LSE in base e, returned, and also written into a given tensor."""
+    """Request the LSE in base e, as a return value and in a given tensor."""
     what, truth = "return_lse_base='basee'", inputs.truth()
     result = run.vary(what, inputs, return_lse=True, return_lse_base="basee")
     if result is None:
@@ -203,7 +204,7 @@ def _lse_in_base_e(run: CaseRun, inputs: AttentionInputs) -> None:
 
 
 def _half_out(run: CaseRun, inputs: AttentionInputs) -> None:
-    """Give a float16 output: MLA's function has no out_dtype, so that the output says it."""
+    """Pass a float16 output. MLA's function has no out_dtype, so the output's dtype decides."""
     out = inputs.new_out(torch.float16)
     result = run.vary("a float16 out", inputs, out=out)
     if result is not None:
@@ -211,7 +212,7 @@ def _half_out(run: CaseRun, inputs: AttentionInputs) -> None:
 
 
 def _masks(run: CaseRun, case: AttentionCase) -> None:
-    """Call without a mask, with each shape of mask, and with a tree's mask together with an LSE, sinks and a window."""
+    """Make calls without a mask, with each kind of mask, and with a tree's mask together with an LSE, sinks and a window."""
     inputs = run.build(case)
     rows = f"of {case.q_lens[0]} rows"
     run.vary(f"no mask {rows}", inputs, inputs.truth())

@@ -1,7 +1,7 @@
 """Launches that do not repeat: races between a kernel's own blocks, or with what runs beside it.
 
-One launch on an idle device hides a missing fence. Here the call is made again and again on one workspace and, on a GPU, while
-another stream keeps the multiprocessors busy; every launch must give the first one's bits.
+A single launch on an idle device hides a missing fence. Here the call is repeated with one workspace and, on a GPU, while
+another stream keeps the multiprocessors busy. Every launch must give the same bits as the first.
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ def _judge(run: CaseRun) -> None:
 
 
 class _Stress:
-    """Matrix products on a stream of their own."""
+    """Matrix products that run on another stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)

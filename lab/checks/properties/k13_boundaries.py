@@ -1,6 +1,7 @@
 """Errors of one at a boundary: of a page, a tile, a window, a split, of what fits a warp's rows, of nothing at all.
 
-Each length stands in a batch of lengths around it, from 0 and 1 on, over needles at its limits.
+Each length is in a batch of neighbouring lengths, beginning with 0 and 1, over needles at the first and last keys that rows
+see.
 """
 
 from collections.abc import Iterator

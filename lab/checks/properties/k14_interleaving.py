@@ -1,7 +1,8 @@
 """State kept under too small a key: a module, a scale, a plan or an output of one call that is taken for another's.
 
-A suite that runs each configuration in a row, or in its own process, never meets it. Here calls that differ in one thing, or
-are larger in all, alternate in one process: A, B, A. On a GPU the last A is another stream's.
+A test suite that runs all calls of a configuration in sequence, or in its own process, never finds such state. Here calls that
+differ in one argument, or are larger in every size, alternate in one process: A, B, A. On a GPU the last A runs on another
+stream.
 """
 
 from collections.abc import Iterator
@@ -39,7 +40,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def _neighbours(case: AttentionCase, ranges: Ranges) -> Iterator[tuple[str, AttentionCase]]:
-    """Yield cases that differ from a case in one thing, with what it is."""
+    """Yield cases that differ from a case in one property, with the name of the property."""
     if case.interface is not Interface.CONTEXT:
         q_len = _next(ranges.q_lens, case.q_lens[0])
         yield "other query rows", case.with_rows(*[q_len] * len(case.q_lens))
@@ -57,7 +58,7 @@ def _neighbours(case: AttentionCase, ranges: Ranges) -> Iterator[tuple[str, Atte
 
 
 def _larger(case: AttentionCase) -> AttentionCase:
-    """Return more requests, each of more keys, and in a context call of more rows."""
+    """Return a case with more requests, which have more keys, and in a context call more rows."""
     kv_lens = tuple(kv_len + LONGER + case.page_size for kv_len in (*case.kv_lens, *case.kv_lens[:2]))
     more = 0 if case.interface is not Interface.CONTEXT else MORE_ROWS
     q_lens = tuple(q_len + more for q_len in (*case.q_lens, *case.q_lens[:2]))
@@ -65,7 +66,7 @@ def _larger(case: AttentionCase) -> AttentionCase:
 
 
 def _next(axis: tuple[int, ...], value: int) -> int:
-    """Return the next value of a range; after the last one the first."""
+    """Return the value after `value` on an axis; the first value follows the last."""
     return axis[(axis.index(value) + 1) % len(axis)] if value in axis else axis[0]
 
 

@@ -1,7 +1,8 @@
 """Metadata that says something else than the batch: lengths without the draft, tables of tokens or of nothing, stale offsets.
 
-A builder is tested against its own formula, so both are wrong together. Here it must equal loops over requests, leave an
-earlier pass's tensors alone, and lead attention to the requests' histories. K18 has further batches, without attention.
+If a builder is tested against its own formula, both may be wrong in the same way. Here its metadata must equal loops over
+requests, it must not change an earlier pass's tensors, and attention with it must match the requests' histories. K18 has
+further batches, without attention.
 """
 
 from collections.abc import Iterator
@@ -53,7 +54,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def _own_tensors(run: CaseRun, forward: ForwardPass) -> None:
-    """Write the batch's tensors anew, as an engine does: the metadata of the pass must stay what it was."""
+    """Overwrite the batch's tensors, as an engine does. The metadata of the pass must not change."""
     names = ("seq_lens", "req_pool_indices")
     batch = replace(forward.batch, **{name: getattr(forward.batch, name).to(torch.int32) for name in names})
     metadata = run.function(Interface.MHA_METADATA)(batch, forward.pool)

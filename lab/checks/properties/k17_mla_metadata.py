@@ -1,8 +1,8 @@
 """MLA metadata that says something else than the batch: lengths without padding or draft, a table too narrow, stale rows.
 
-A padded draft extend is right only if lengths, table and rows count the same padding, which no formula of one of them shows.
-Here a builder must equal loops over requests, keep -1 after its live pages and an earlier pass's tensors as they were, and
-lead attention to the requests' histories. K18 has further batches, without attention.
+A padded draft extend is right only if lengths, table and rows count the same padding; a test of one formula does not show this.
+Here metadata must equal loops over requests and have -1 after its live pages, an earlier pass's tensors must not change, and
+attention must match the requests' histories. K18 has further batches, without attention.
 """
 
 from collections.abc import Iterator

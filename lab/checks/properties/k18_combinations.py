@@ -46,15 +46,15 @@ def _cases(scope: Scope) -> Iterator[Configuration]:
 
 
 def _numbered(interface: Interface, ranges: Ranges, points: Iterable[Point]) -> Iterator[Configuration]:
-    """Yield points as cases, each with a seed of its own."""
+    """Yield points as cases, each with its own seed."""
     for seed, point in enumerate(points, SEEDS * ranges.seed):
         yield Configuration(interface, point, seed)
 
 
 def _beside(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
-    """Yield an array of the pairs of each value that was declined by itself with all that were judged.
+    """Yield a covering array of the pairs of each value that was declined alone with all judged values.
 
-    Where nothing was judged of some axis, yield one of all values.
+    If no value of some axis was judged, yield a covering array of all values.
     """
     model = MODELS[interface](ranges)
     judged, declined = tuples_by_outcome(model, verdicts)
@@ -72,10 +72,10 @@ def _beside(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict
 def _again(
     chosen: int | None, interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]
 ) -> Iterator[Configuration]:
-    """Yield an array of the pairs and triples of judged values that no judged case has.
+    """Yield a covering array of the pairs and triples of judged values that no judged case has.
 
     Args:
-        chosen: axes of a point that are not plain; None: all.
+        chosen: number of axes of a point that may differ from the default; None: all.
     """
     if (found := retried(MODELS[interface](ranges), verdicts)) is not None:
         taken, goals = found
@@ -83,7 +83,9 @@ def _again(
 
 
 def _alone(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
-    """Yield each of them with all else plain; no triple of a pair that is among them, which declines alone too."""
+    """Yield each remaining pair and triple with all other axes at their default. A triple is left out if one of its pairs
+    remains too.
+    """
     if (found := retried(MODELS[interface](ranges), verdicts)) is not None:
         taken, goals = found
         left = set(goals)
@@ -95,7 +97,7 @@ def _alone(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]
 def _unlike(
     interface: Interface, ranges: Ranges, points: Iterable[Point], verdicts: Sequence[CaseVerdict]
 ) -> Iterator[Configuration]:
-    """Yield points as cases, each once and none that has a verdict."""
+    """Yield points as cases, without repetitions and without cases that already have a verdict."""
     before = {repr(replace(verdict.case, seed=0)) for verdict in verdicts}
     for case in _numbered(interface, ranges, points):
         if repr(replace(case, seed=0)) not in before:
@@ -104,7 +106,7 @@ def _unlike(
 
 
 def _draw_on(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]) -> Iterator[Sample]:
-    """Yield random points of the values that some case judged, with two values or more that are no defaults."""
+    """Yield random points of judged values. At least two values differ from the default."""
     if (found := retried(MODELS[interface](ranges), verdicts)) is not None:
         seed = f"{interface.name} {ranges.seed}"
         yield from samples(found[0], seed, partial(Configuration, interface), fewest=2)

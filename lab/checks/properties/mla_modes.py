@@ -1,7 +1,7 @@
 """A call that is right by itself and wrong in an engine's MLA pass: any mode, from logical histories to outputs.
 
-The block table ends in -1, the lengths of a draft extend count rows of padding, and a draft step's length leaves the draft
-out: what a serving backend hands a kernel is not what a unit test does.
+A serving backend passes arguments that a unit test does not: a block table that ends in -1, lengths of a draft extend that
+count padding rows, and lengths of a draft step that do not count the draft.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from lab.workloads.mla_case import MLACase
 
 
 def mla_mode_cases(page_size: int, q_lens: tuple[int, ...], **dims: Any) -> Iterator[MLACase]:
-    """Yield every mode on the decode kernel, with lengths of 0, at the edges of pages, and of some hundreds."""
+    """Yield cases of every mode of the decode kernel, with lengths of 0, at page edges, and of some hundreds."""
 
     def case(mode: ForwardMode, prefix_lens: Sequence[int], q_lens: Sequence[int], **settings: Any) -> MLACase:
         return MLACase(mode, tuple(prefix_lens), tuple(q_lens), page_size=page_size, **dims, **settings)

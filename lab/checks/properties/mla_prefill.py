@@ -1,8 +1,8 @@
 """A ragged context call that loses a key, or an LSE that does not merge: new tokens alone, cached chunks, and both together.
 
-A prefill is right only if the causal call over its new tokens, the uncausal ones over chunks of its prefix and their LSEs say
-the same thing. The first of them is judged as a serving backend makes it, too: from requests in a pool, by the backend's own
-metadata. Requests without new tokens or without a chunk lie between the others, and large values after the last.
+A prefill is right only if three parts fit together: the causal call over its new tokens, the non-causal calls over chunks of
+its prefix, and their LSEs. The causal call is also judged as a serving backend makes it: from requests in a pool, with the
+backend's own metadata. Some requests have no new tokens or no chunk, and large values follow the last request.
 """
 
 import math
@@ -111,7 +111,7 @@ def _call(inputs: RaggedInputs) -> GivenCall:
 
 
 class _Backend:
-    """An MLA backend's calls for a batch of the case's requests."""
+    """The calls that an MLA backend makes for a batch of the case's requests."""
 
     def __init__(self, run: CaseRun) -> None:
         case = self.case = run.case
@@ -130,14 +130,14 @@ class _Backend:
         self.workspace = {"workspace_buffer": new_workspace(run.device)}
 
     def new_tokens(self, query: Tensor, parts: Parts) -> Result:
-        """Call attention over the new tokens; the result has an LSE if there is a prefix."""
+        """Compute attention over the new tokens. The result has an LSE if there is a prefix."""
         sides = (padded(torch.cat(sides)) for sides in zip(*parts, strict=True))
         batch, metadata, layer = self.batch, self.metadata, self.layer
         call = prepare_mla_prefill(self.function, batch, metadata, layer, padded(query), *sides, **self.workspace)
         return as_result(call(), Interface.RAGGED_CONTEXT)
 
     def merged(self, query: Tensor, histories: Parts) -> Result:
-        """Merge the new tokens with the planned chunks of the prefix; a token's slot says whose key and value it is."""
+        """Merge the result of the new tokens with those of the planned chunks. A token's slot identifies its key and value."""
         batch, prefixes = self.batch, self.case.prefix_lens
         own = self.new_tokens(query, _between(histories, prefixes, self.case.kv_lens))
         assert own.lse is not None
@@ -161,7 +161,7 @@ class _Backend:
 
 
 def _variations(run: CaseRun, inputs: RaggedInputs, call: GivenCall) -> None:
-    """Vary arguments that an engine leaves at one value: each must do what it says."""
+    """Vary arguments that an engine always passes with the same value. Each must have its documented effect."""
     case, scale = run.case, 0.7 * run.case.softmax_scale
     tensor = torch.tensor([scale], dtype=torch.float32, device=run.device)
     sinks = torch.linspace(1.0, 4.0, case.num_heads, device=run.device)
@@ -186,7 +186,7 @@ def _variations(run: CaseRun, inputs: RaggedInputs, call: GivenCall) -> None:
 
 
 def _workspaces(run: CaseRun, call: GivenCall) -> None:
-    """Expect the same bits whatever the workspace held and whatever was called before, and no write to another workspace."""
+    """Expect the same bits for any contents of the workspace and after any earlier call, and no write to another workspace."""
     query = torch.cat((call.given["query"], call.given["query"][:2]))  # more rows of padding: no earlier call's shape
     workspace = new_workspace(run.device)
     call = replace(call, given=call.given | {"query": query, "workspace_buffer": workspace})
@@ -208,7 +208,7 @@ def _kept(result: Result) -> Result:
 
 
 def _with_lse(run: CaseRun, what: str, call: GivenCall, **changes: Any) -> Result | None:
-    """Call for output and LSE; None where that is refused or fails, or the LSE is missing."""
+    """Make a call that returns output and LSE. Return None if it is refused or fails, or if the LSE is missing."""
     result = run.vary(what, call, return_lse=True, **changes)
     if result is not None and result.lse is None:
         run.wrong(f"{what}: return_lse=True returned no LSE")

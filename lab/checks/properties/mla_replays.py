@@ -1,7 +1,7 @@
 """An MLA pass that is right eagerly and wrong in a CUDA graph's replay: stale lengths or entries, padding that leaks.
 
-Each case is one replay sequence of S1, on latent entries and the MLA backend's buffers: rows of the first draft extend
-are padded in a buffer that all captured sizes share, and dead columns of its tables hold what an earlier batch left.
+Each case is one of S1's replay sequences, with latent entries and the MLA backend's buffers. Rows of the first draft extend are
+padded in a buffer that all captured sizes share, and columns of its tables that are not live hold values of an earlier batch.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """An audit: further cases, with contents that no run had, judged in a process that the kernel's code never entered.
 
-A worker judges such a case as any other, and cannot recognise it: of each case of `AUDITED_CHECKS` it sends the first
-output, as it was before it was compared with anything. Another process works out the expected output, so that nothing that the
-kernel did in its own process makes a wrong output right.
+A worker judges such a case like any other and cannot recognise it: for each case of `AUDITED_CHECKS` it sends the first output,
+saved before it was compared. Another process computes the expected output. So no change that the kernel made in its own process
+can make a wrong output right.
 """
 
 import random
@@ -23,7 +23,7 @@ AUDITED = 6  # cases of each function
 
 
 def chosen(verdicts: Sequence[CaseVerdict]) -> list[CaseVerdict]:
-    """Choose right cases of each function at random, and give them random contents, which no kernel can foresee."""
+    """Choose random cases of each function with the verdict RIGHT, and give them random contents that no kernel can know."""
     dice = random.SystemRandom()
     right: dict[Any, list[CaseVerdict]] = {}
     for verdict in verdicts:
@@ -37,7 +37,7 @@ def chosen(verdicts: Sequence[CaseVerdict]) -> list[CaseVerdict]:
 
 
 def audit(pool: Workers, verdict: CaseVerdict) -> Judged:
-    """Judge a case in a worker, and its output again in a process without the kernel."""
+    """Judge a case in a worker, then judge its output again in a process without the kernel."""
     judged = pool.submit(verdict.check, verdict.case, verdict.ranges)()
     if judged.outcome is not Outcome.RIGHT or judged.output is None:
         return replace(judged, judged=0)

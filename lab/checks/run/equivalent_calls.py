@@ -18,7 +18,7 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class EquivalentForm:
-    """Another form of a call that means the same."""
+    """A form of a call that has the same meaning as the plain call."""
 
     name: str  # what is different in it, as in "judged with ... instead"
     # Whether a call has that form, given its function, its arguments and the sentence of its refusal.
@@ -61,7 +61,7 @@ def _names(name: str, refusal: str) -> bool:
 
 
 def _left_out(name: str, words: str, by_engines: bool = False) -> EquivalentForm:
-    """Return the form without an argument that the refusal names."""
+    """Return the form that leaves out an argument named in the refusal."""
     return EquivalentForm(
         words,
         lambda interface, arguments, refusal: arguments.get(name) is not None and _names(name, refusal),
@@ -87,10 +87,10 @@ FORMS = (
 
 
 class EquivalentCalls:
-    """Makes calls in an equivalent form where the plain one is refused.
+    """Makes calls, and repeats a refused call in equivalent forms.
 
     Args:
-        note: called with a sentence for a call that was made in another form.
+        note: called with a sentence for each call that was made in another form.
     """
 
     def __init__(self, note: Callable[[str], None]) -> None:
@@ -103,12 +103,12 @@ class EquivalentCalls:
         """Call a function; where it raises Unsupported, call it in equivalent forms.
 
         Args:
-            interface: of the function.
-            function, arguments: what is called, and with what.
-            by_engine: an engine calls it.
+            interface: which function it is.
+            function, arguments: the function, and its arguments.
+            by_engine: the call is made by an engine.
 
         Raises:
-            Unsupported: no equivalent form is taken either; the sentence is that of the plain call's refusal.
+            Unsupported: all equivalent forms are refused too. The message is that of the plain call's refusal.
         """
         key = (interface, tuple(arguments), arguments["query"].shape, arguments.get("q_len_per_req"))
         if is_capturing() and key in self.needed:

@@ -59,40 +59,41 @@ def judge(
 ) -> Report:
     """Find out whether an implementation is right.
 
-    What it refuses (`lab.checks.run.support_protocol`), also as an equivalent call (`lab.checks.run.equivalent_calls`), is
-    declined; all else must be right.
+    A case is declined if the implementation refuses its calls (`lab.checks.run.support_protocol`), also in equivalent forms
+    (`lab.checks.run.equivalent_calls`). All other results must be right.
 
     Args:
         implementation: a module or object with one or more of the names of `lab.workloads.interfaces.Interface`, or the
             name of one to import: "package.module" or "path/to/file.py", either with ":attribute" after it.
         level: SMOKE or FULL, or "smoke" or "full".
-        ranges: the axes of the cases; narrow them to what a kernel was built for.
+        ranges: the axes of the cases. Narrow them to the values that a kernel supports.
         only: keys or names of the checks to run, such as "K4" or "poison", or one of them; all if empty.
         functions: names of the functions to judge, FlashInfer's or short ones such as "decode"; all that it has if empty.
-        device: where to run; a GPU if there is one.
+        device: the device to run on; by default a GPU if there is one.
         isolated: each case runs in a worker process, replaced when it crashes or hangs; give the implementation by name.
-        workers: processes at a time, if isolated; kernels that compile for each case are judged sooner by several.
-        time_limit_s: of one case, if isolated.
-        most_seconds: after so long, no further case is begun; the report counts what was left out. Checks take turns.
-        drawn: random cases per check and function; the level's number if None.
-        refusals: exceptions that are refusals, instead of those of `lab.checks.run.support_protocol.invoke`.
-        known_failures: recorded ones by finding; what they explain is KNOWN, and not WRONG.
-        progress: called with each verdict, and with how far the run is.
-        out: the report's file, written as the run goes. Right and declined cases that it holds, of the same run with the
-            same sources of the implementation and the lab, are not judged again.
-        fresh: judge them again.
+        workers: number of worker processes, if isolated. Several save time for kernels that compile for each case.
+        time_limit_s: time limit of one case, if isolated.
+        most_seconds: no case is begun after this time; the report counts the cases that were left out. Checks alternate.
+        drawn: number of random cases per check and function; None: the level's number.
+        refusals: the exceptions that count as refusals, instead of those of `lab.checks.run.support_protocol.invoke`.
+        known_failures: recorded failures by finding. A case that they explain is KNOWN, not WRONG.
+        progress: called with each verdict and the progress of the run.
+        out: the report's file, which is written during the run. Right and declined cases in the file are not judged again, if
+            they are from the same run with the same sources of the implementation and the lab.
+        fresh: judge the cases in `out` again.
         first_failure: no further case is begun after the first that is wrong or failed.
-        seed: of what is drawn, instead of that of the ranges, 0 by default: another one gives other cases.
-        for_seconds: random cases of K18 follow those of the level until the run has taken so long; a wrong one is made small.
-        discover: where a function declines most cases, find out which values of the axes it takes, and judge it on those too.
+        seed: seed of random choices, instead of the ranges' seed (default 0). Another seed gives other cases.
+        for_seconds: after the level's cases, judge random cases of K18 until the run has taken this time. Wrong ones are
+            shrunk.
+        discover: if a function declines most cases, find out which values of the axes it takes, and judge these values too.
 
     Returns:
-        The report; also after Ctrl-C, which ends the run and keeps its verdicts.
+        The report. Ctrl-C ends the run; the report then has the verdicts so far.
 
     Raises:
-        ValueError: it has none of the names; a check, level or device does not exist; a number makes no sense; an
-            object is to be isolated.
-        lab.loading.LoadError: it cannot be imported.
+        ValueError: the implementation has none of the functions; a check, level or device does not exist; a number is out of
+            range; or `isolated` is set for an object.
+        lab.loading.LoadError: the implementation cannot be imported.
     """
     start = time.monotonic()
     depth, where = _level(level), device_of(device)
@@ -136,12 +137,12 @@ def judge_case(
     device: torch.device | str | None = None,
     ranges: Ranges | None = None,
 ) -> CaseVerdict:
-    """Judge one case of one check in this process, as a reproduction does.
+    """Judge one case of one check in this process.
 
     Args:
         implementation: as in `judge`.
-        check: its key or name.
-        case: of that check.
+        check: key or name of the check.
+        case: a case of that check.
         device, ranges: as in `judge`.
     """
     where = device_of(device)
@@ -162,16 +163,16 @@ def judge_recorded(
     isolated: bool = True,
     time_limit_s: float = TIME_LIMIT_S,
 ) -> CaseVerdict:
-    """Judge a case of a report again, by a worker that imports the implementation anew.
+    """Judge a case of a report again, in a worker that imports the implementation again.
 
     Args:
-        path, number: of the report, and of the case in it, from 1.
-        implementation: another name than the report's.
-        device: another than the report's.
+        path, number: path of the report, and number of the case in it, from 1.
+        implementation: name of an implementation; None: the report's.
+        device: a device; None: the report's.
         isolated, time_limit_s: as in `judge`.
 
     Returns:
-        The verdict; its `exit_status` is what a command ends with. No known failures are looked up.
+        The verdict, whose `exit_status` is the command's. Known failures are not looked up.
 
     Raises:
         lab.checks.record.ReportError: there is no such report or case.
@@ -188,11 +189,11 @@ def judge_recorded(
 
 
 def judge_forward(implementation: Any, case: ForwardCase, device: torch.device | str | None = None) -> CaseVerdict:
-    """Judge one forward pass from each request's K/V history to a kernel's output, by the check `forward_modes`.
+    """Judge one forward pass, from each request's K/V history to a kernel's output, by the check `forward_modes`.
 
-    The pool, the metadata and the kernel's arguments are built as an engine builds them, and what must not matter is poisoned.
-    The truth is computed from the histories, as they were written token by token, and never from a page table, a length or an
-    offset, so that a wrong one of these fails like a wrong kernel does.
+    The pool, the metadata and the kernel's arguments are built as an engine builds them, and all memory that must not be read
+    is poisoned. The expected output is computed from the histories, as they were written token by token, and never from a page
+    table, a length or an offset. So a wrong table, length or offset fails like a wrong kernel.
 
     Args:
         implementation: as in `judge`, with the functions that the pass calls.
@@ -213,7 +214,7 @@ def device_of(device: torch.device | str | None) -> torch.device:
     """Return the device of a name; for None a GPU if there is one, else the CPU.
 
     Raises:
-        ValueError: there is no such device here, or nothing can be judged on it.
+        ValueError: there is no such device, or it cannot be used for judging.
     """
     count = torch.cuda.device_count()
     if device is None:
@@ -234,7 +235,7 @@ def _names_of(exceptions: Sequence[type[BaseException]]) -> tuple[str, ...]:
 
 
 def _check_numbers(workers: int, time_limit_s: float, drawn: int | None) -> None:
-    """Raise ValueError for numbers that no run can have."""
+    """Raise ValueError if a number is out of range."""
     if workers < 1:
         raise ValueError(f"workers={workers} must be at least 1")
     if not time_limit_s > 0:
@@ -244,21 +245,21 @@ def _check_numbers(workers: int, time_limit_s: float, drawn: int | None) -> None
 
 
 def _named(implementation: Any) -> tuple[str, Any]:
-    """Return an implementation's name, and itself: imported if it was given by name."""
+    """Return (name, implementation). An implementation that was given by name is imported."""
     if isinstance(implementation, str):
         return implementation, load(implementation)
     return str(getattr(implementation, "__name__", type(implementation).__name__)), implementation
 
 
 def _checks(only: str | Sequence[str]) -> tuple[Check, ...]:
-    """Return the checks of these keys or names, all if there are none, in the catalogue's order."""
+    """Return the checks with these keys or names in the order of their keys; without names all checks."""
     named = {check: (check.key, check.name) for check in checks()}
     wanted = [_of_name(name, named, "check") for name in ((only,) if isinstance(only, str) else only)]
     return tuple(check for check in named if not wanted or check in wanted)
 
 
 def _functions(functions: Sequence[str]) -> tuple[Interface, ...]:
-    """Return the functions of these names, FlashInfer's or the short ones; all if there are none."""
+    """Return the functions with these names (FlashInfer's or short names); without names all functions."""
     named = {each: (each.name.lower(), each.value) for each in Interface}
     return tuple(_of_name(name, named, "function") for name in functions) or tuple(Interface)
 

@@ -1,4 +1,4 @@
-"""A run of the judge: all checks of all functions judge their cases at the same time, and their verdicts become a report."""
+"""A run of the judge: all checks of all functions judge their cases concurrently, and their verdicts become a report."""
 
 import itertools
 import math
@@ -37,14 +37,14 @@ Waits = Generator[Pending, None, None]
 
 @dataclass(frozen=True)
 class Progress:
-    """A verdict, and how far the run is with it.
+    """The progress of a run after a verdict.
 
     Attributes:
-        verdict: the last one.
-        done: cases judged; those that a wrong drawn case was made smaller by do not count.
-        total: cases planned, the drawn ones too.
-        seconds_left: about; None while nothing is known of it.
-        is_new: the verdict is this run's, and not an earlier one's.
+        verdict: the last verdict.
+        done: number of judged cases. Cases that only shrink a wrong random case do not count.
+        total: number of planned cases, including random cases.
+        seconds_left: estimated remaining time; None while there is no estimate.
+        is_new: the verdict is from this run, not from an earlier one.
     """
 
     verdict: CaseVerdict
@@ -80,7 +80,7 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """Tell whether no further case is to be begun."""
+        """Return True if no further case may be begun."""
         return time.monotonic() > self.end or self.is_stopped
 
     @property
@@ -89,12 +89,12 @@ class Run:
         return self._is_deceived or (self.stops_at_fault and self._has_fault)
 
     def judge(self, interfaces: Sequence[Interface], discovers: bool, random_until: float) -> Report:
-        """Judge functions, and write the report as the run goes.
+        """Judge functions, and write the report during the run.
 
         Args:
             interfaces: the functions.
             discovers: where a function declines most cases, find the ranges that it takes and judge these too.
-            random_until: time of `time.monotonic` until which random cases follow.
+            random_until: after the level's cases, judge random cases until this time of `time.monotonic`.
         """
         pairs = [(check, interface) for check in self.checks for interface in interfaces]
         self._runs = {
@@ -195,7 +195,7 @@ class CheckRun:
         self._reprs = set[str]()  # of the planned cases that were not drawn
 
     def plan(self, ranges: Ranges) -> Waits:
-        """Plan the cases within ranges that were not planned before; return what judges them."""
+        """Plan the cases within ranges that were not planned before. Return a generator that judges them."""
         level = self._run.report.level
         self._ranges = ranges
         rounds = self._check.more if level is Level.FULL else ()  # they follow the smoke level's cases
@@ -213,7 +213,7 @@ class CheckRun:
         return replace(self._ranges, longest=min(self._ranges.longest, max(SMOKE_LONGEST, *self._ranges.q_lens)))
 
     def _planned(self, cases: Iterable[Any]) -> list[Any]:
-        """Return the cases that are new, and count them."""
+        """Return the cases that were not planned before, and count them."""
         new = [case for case in cases if repr(case) not in self._reprs]
         self._reprs |= set(map(repr, new))
         self.planned += len(new)
@@ -230,7 +230,9 @@ class CheckRun:
         yield from self._judge_samples(samples, set(), 1)
 
     def go_on(self, end: float) -> Waits:
-        """Judge random cases until a time of `time.monotonic`; keep the first right ones, and wrong ones made small."""
+        """Judge random cases until a time of `time.monotonic`. Keep the first right cases, and wrong cases after shrinking
+        them.
+        """
         samples = iter(self._check.draw_on(self.interface, self._ranges_of_cases, self.verdicts))
         wrong = set[str]()
         while time.monotonic() < end and not self._run.is_over and len(wrong) < MOST_WRONG:
@@ -314,7 +316,9 @@ class CheckRun:
         return CaseVerdict(*what, Judged(Outcome.DECLINED), self._ranges, drawn, recorded_in=file)
 
     def _earlier(self, blank: CaseVerdict) -> CaseVerdict | None:
-        """Return an earlier verdict of a right or declined case. Wrong cases are judged again, for their reader."""
+        """Return the earlier verdict if the case was right or declined. Wrong cases are judged again, so that their details are
+        reported.
+        """
         earlier = self._run.earlier.get(blank.key)
         return earlier if earlier and earlier.outcome in (Outcome.RIGHT, Outcome.DECLINED) else None
 
@@ -331,7 +335,7 @@ class CheckRun:
         self._keep(verdict)
 
     def keep(self, verdict: CaseVerdict) -> None:
-        """Show and keep a verdict on a case that was not planned."""
+        """Show and keep the verdict on a case that was not planned."""
         self._run.show(verdict, True)
         self._keep(verdict)
 
@@ -342,7 +346,7 @@ class CheckRun:
 def in_turns(waits_of_each: Iterable[Waits]) -> Generator[None, None, None]:
     """Let checks run at the same time; yield whenever one has kept a verdict. A run that ends early has verdicts of each.
 
-    The check that goes on is one whose next verdict is ready. So a case that takes minutes holds up its own check alone.
+    The next check to continue is one whose next verdict is ready. So a case that takes minutes delays only its own check.
     """
     with ExitStack() as stack:
         waiting = deque[tuple[Waits, Pending]]()

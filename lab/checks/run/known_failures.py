@@ -1,8 +1,7 @@
-"""Known failures: what is wrong, of which kernel on which GPU, and the page that describes it.
+"""Known failures: which kernel is wrong in which cases on which GPU, and the page that describes the failure.
 
-An entry is the only way in which a check passes in spite of a failure. It is narrow: one implementation on one kind of GPU, in
-the releases that were seen if it names any, one check, the cases that its conditions name, and only what its pattern matches of
-what was wrong.
+A check with a failure passes only if an entry explains the failure. An entry is narrow: it names implementations on one kind of
+GPU, releases if it matters, checks, and conditions on cases, and it explains only sentences that match its pattern.
 """
 
 import re
@@ -33,10 +32,10 @@ class FailingKernel(NamedTuple):
     """A kernel that fails, on one kind of GPU and in some releases.
 
     Attributes:
-        implementations: its names.
-        capability: (major, minor) of the GPU that it was seen on; another kind runs other kernels. None: a CPU.
+        implementations: names of implementations that run the kernel.
+        capability: (major, minor) of the GPU on which it failed, because other GPUs run other kernels; None: a CPU.
         package: the kernel's package, by its name on the package index; "" for any release.
-        releases: of the package, that it was seen in.
+        releases: releases of the package in which it failed.
     """
 
     implementations: tuple[str, ...]
@@ -45,7 +44,7 @@ class FailingKernel(NamedTuple):
     releases: tuple[str, ...] = ()
 
     def is_installed(self, release_of: Callable[[str], str | None]) -> bool:
-        """Tell whether a release is installed that failed; a build's own mark, such as "+cu130", is ignored."""
+        """Return True if a failing release is installed. A local version suffix, such as "+cu130", is ignored."""
         release = release_of(self.package) if self.package else ""
         return not self.package or (release is not None and release.partition("+")[0] in self.releases)
 
@@ -55,10 +54,10 @@ class KnownFailure:
     """One entry of a finding.
 
     Attributes:
-        kernel: what fails.
-        checks: keys of the checks that show it.
-        wrong: pattern of the sentences it explains, searched for.
-        where: conditions, which must all hold of the case and the sentence.
+        kernel: the kernel that fails.
+        checks: keys of the checks that show the failure.
+        wrong: regular expression that is searched in the sentences that the entry explains.
+        where: conditions on the case and the sentence, which must all hold.
     """
 
     kernel: FailingKernel
@@ -67,7 +66,7 @@ class KnownFailure:
     where: tuple[Condition, ...] = ()
 
     def explains(self, case: Any, sentence: str) -> bool:
-        """Tell whether the entry explains a sentence of what was wrong with a case."""
+        """Return True if the entry explains a sentence about an error of a case."""
         return bool(re.search(self.wrong, sentence)) and all(holds(case, sentence) for holds in self.where)
 
 
@@ -81,12 +80,12 @@ def known(
     capability: Capability | None,
     release_of: Callable[[str], str | None] = version_of,
 ) -> CaseVerdict:
-    """Return the verdict of a case, KNOWN if findings explain every sentence of what was wrong.
+    """Return a verdict, changed to KNOWN if findings explain every sentence about its errors.
 
     Args:
-        verdict: of a case on such a GPU.
-        findings: the known ones.
-        capability: (major, minor) of the GPU; None: a CPU.
+        verdict: the verdict on a case.
+        findings: the known failures by finding.
+        capability: (major, minor) of the GPU on which the case was judged; None: a CPU.
         release_of: returns the installed release of a package, or None.
     """
     if verdict.outcome is not Outcome.WRONG or verdict.interface not in ATTENTION:  # no entry is about another function
@@ -121,19 +120,20 @@ def call_of(case: Any) -> Any:
 
 
 def of_case(holds: Callable[[AttentionCase], bool]) -> Condition:
-    """Return a condition of the case alone."""
+    """Return a condition that depends only on the case."""
     return lambda case, sentence: holds(call_of(case))
 
 
 def some_request(is_so: Callable[[Any, int], bool]) -> Condition:
-    """Return the condition that some request of the case is so."""
+    """Return the condition that `is_so` is true for at least one request of the case."""
     return of_case(lambda case: any(is_so(case, request) for request in range(len(case.kv_lens))))
 
 
 def all_wrong_requests(is_so: Callable[[Any, int], bool], *, some_if_unnamed: bool = False) -> Condition:
-    """Return the condition that each request that the sentence names is so.
+    """Return the condition that `is_so` is true for each request that the sentence names.
 
-    A sentence that names none is not explained; with `some_if_unnamed` it is if some request of the case is so.
+    A sentence that names no request is not explained. With `some_if_unnamed` it is explained if `is_so` is true for at least
+    one request.
     """
 
     def holds(case: Any, sentence: str) -> bool:
@@ -155,7 +155,7 @@ def _has_fewer_keys_than_rows(case: Any, request: int) -> bool:
 
 
 def _begins_before_the_first_tile(case: Any, request: int) -> bool:
-    """Tell whether a request has fewer keys than rows, and keys for a tile of 32, the least that FA2 leaves unmasked."""
+    """Return True if a request has fewer keys than rows, but at least 32 keys, the smallest tile that FA2 does not mask."""
     return bool(32 <= case.kv_lens[request] < case.q_lens[request])
 
 
@@ -221,7 +221,7 @@ def unscaled_e4m3_shows(case: Any, sentence: str) -> bool:
 
 
 def _on_hopper(package: str, release: str, *peers: str) -> FailingKernel:
-    """Return another package's kernels, as `lab.kernels.peers` has them, in a release on SM90."""
+    """Return the kernels of another package (modules of `lab.kernels.peers`) in one release on SM90."""
     return FailingKernel(tuple(f"lab.kernels.peers.{peer}" for peer in peers), (9, 0), package, (release,))
 
 

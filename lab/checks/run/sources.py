@@ -41,10 +41,10 @@ def digest_of_run(sources: str, *parts: object) -> str:
 
 
 def _digest(name: str) -> str:
-    """Hash the lab, the implementation's sources, and the environment variables that these name.
+    """Hash the lab, the implementation's sources, and the environment variables that the sources name.
 
-    The sources are the loaded modules that no installer put there, what these import later, and what lies in the folder
-    of the implementation's module.
+    The sources are the loaded modules that are not in installed packages, the files that these may import later, and the source
+    files in the folder of the implementation's module.
     """
     module = load(name.partition(":")[0])
     folder = Path(getattr(module, "__file__", None) or "").parent
@@ -71,7 +71,7 @@ def _digest(name: str) -> str:
 # A process that judges several times, as tests do, has read most sources before.
 @functools.cache
 def _words(source: bytes) -> frozenset[str]:
-    """Return the words of a source; some may name environment variables."""
+    """Return all words of a source file; some may be names of environment variables."""
     return frozenset(_NAME.findall(source.decode(errors="replace")))
 
 
@@ -96,7 +96,7 @@ def _imported(paths: set[Path], roots: Sequence[Path], without: set[Path]) -> se
 
 
 def _files_of(folder: Path, name: str) -> Iterator[Path]:
-    """Yield the files that an import of a dotted name from a folder may read: modules and packages on its way."""
+    """Yield the files that an import of a dotted name may read in a folder: the module and the packages above it."""
     parts = name.split(".")
     for depth in range(1, len(parts) + 1):
         stem = folder.joinpath(*parts[:depth])
@@ -105,7 +105,7 @@ def _files_of(folder: Path, name: str) -> Iterator[Path]:
 
 @functools.cache
 def _imports_of(source: bytes) -> tuple[tuple[int, str], ...]:
-    """Return what a Python source imports: the number of leading dots, and the name; nothing of one that is no Python."""
+    """Return the imports of a Python source as (number of leading dots, name); () if it is not Python."""
     try:
         nodes = list(ast.walk(ast.parse(source)))
     except (SyntaxError, ValueError):

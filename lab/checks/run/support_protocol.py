@@ -1,4 +1,4 @@
-"""The support protocol: which errors of an implementation refuse a call, and which are failures."""
+"""The support protocol: which errors of an implementation are refusals of a call, and which are failures."""
 
 import importlib
 import inspect
@@ -26,10 +26,10 @@ _MISSING = re.compile(r"missing (a|\d+) required (positional |keyword-only )?arg
 
 
 class Unsupported(NotImplementedError):  # noqa: N818 - not an error of anybody's
-    """The implementation refused a call, or has no such parameter.
+    """The implementation refused a call, or does not have a parameter of the call.
 
     Attributes:
-        late: it refused after it had written to its output or, by torch, to another argument than the workspace.
+        late: it refused after it had written to its output or, by torch, to an argument other than the workspace.
     """
 
     def __init__(self, sentence: str, late: bool = False) -> None:
@@ -38,7 +38,7 @@ class Unsupported(NotImplementedError):  # noqa: N818 - not an error of anybody'
 
 
 class KernelError(Exception):
-    """The implementation raised an error that is no refusal, or returned no result."""
+    """The implementation raised an error that is not a refusal, or returned no result."""
 
 
 def raised(error: BaseException) -> KernelError:
@@ -55,18 +55,18 @@ def invoke(
 ) -> Any:
     """Call a function of an implementation.
 
-    A refusal is NotImplementedError, ValueError, a TypeError that names an unknown argument or a missing one, and an
-    AssertionError before a launch: nothing was written to an output that was given, nor by torch to another argument except the
-    workspace, no kernel was being launched, and the GPU has no error. A parameter that the signature does not have is always
-    refused.
+    These errors are refusals: NotImplementedError, ValueError, a TypeError that names an unknown or missing argument, and an
+    AssertionError before a launch. "Before a launch" means: no given output was written, torch wrote to no argument except the
+    workspace, no kernel was being launched, and the GPU reports no error. A call with a parameter that the signature does not
+    have is always refused.
 
     Args:
-        function, args, arguments: what is called, and with what.
-        refusals: the exceptions that are refusals, instead of these.
+        function, args, arguments: the function, and its arguments.
+        refusals: the exceptions that count as refusals, instead of those above.
 
     Raises:
-        Unsupported: it refused the call.
-        KernelError: it raised anything else, except KeyboardInterrupt.
+        Unsupported: the function refused the call.
+        KernelError: the function raised another error, except KeyboardInterrupt.
     """
     try:
         signature = inspect.signature(function)
@@ -94,10 +94,10 @@ def invoke(
 
 
 def output_and_lse(name: str, returned: Any) -> tuple[Tensor, Tensor | None]:
-    """Return what a function of that name returned: an output, alone or in a pair with its LSE.
+    """Return (output, LSE or None) from a function's return value.
 
     Raises:
-        KernelError: it returned something else.
+        KernelError: the value is neither an output nor a pair (output, LSE).
     """
     out, lse = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     if type(out) not in TENSORS:
@@ -108,18 +108,18 @@ def output_and_lse(name: str, returned: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def is_capturing() -> bool:
-    """Tell whether a CUDA graph is being captured, during which nothing may be waited for."""
+    """Return True if a CUDA graph is being captured. During a capture the host must not wait for the GPU."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def resolve_refusals(names: str) -> Refusals:
-    """Return the exceptions that a list names, such as "NotImplementedError,my.kernel.Unsupported".
+    """Return the exceptions in a comma-separated list, such as "NotImplementedError,my.kernel.Unsupported".
 
     Args:
-        names: separated by commas; a name of Python's own, or dotted with its module.
+        names: names separated by commas: a built-in exception, or a dotted name with its module.
 
     Raises:
-        ValueError: a name is no exception's.
+        ValueError: a name is not an exception.
     """
     found = []
     for name in filter(None, map(str.strip, names.split(","))):
@@ -140,7 +140,7 @@ def resolve_refusals(names: str) -> Refusals:
 def _versions(arguments: dict[str, Any]) -> list[int]:
     """Return each tensor's version: torch counts its own operations that wrote to the tensor, and not a kernel's.
 
-    The workspace is scratch, and not among them.
+    The workspace is left out, because it is scratch.
     """
     values = [value for name, value in arguments.items() if name != "workspace_buffer"]
     tensors = [part for value in values for part in (value if isinstance(value, (tuple, list)) else (value,))]
@@ -175,7 +175,7 @@ def _is_refusal(
 
 
 def _is_of_a_launch(error: BaseException) -> bool:
-    """Tell whether an assertion was raised by a kernel that Triton interprets, or by a comparison of results."""
+    """Return True if an assertion was raised by a kernel in Triton's interpreter, or by a comparison of results."""
     modules = {frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)}
     return any(module.startswith(("triton.", "torch.testing", "numpy.testing")) for module in modules)
 
@@ -192,7 +192,7 @@ def _is_of_an_argument(sentence: str, signature: inspect.Signature | None, argum
 
 
 def _sentence(error: BaseException) -> str:
-    """Return the message of a refusal; of an assertion without one, its line."""
+    """Return the message of a refusal; for an assertion without a message, its source line."""
     message = str(error)
     if isinstance(error, AssertionError):
         return f"AssertionError: {message or traceback.extract_tb(error.__traceback__)[-1].line}"

@@ -1,7 +1,7 @@
-"""The transport from a worker to the process that prints the verdict: objects of the judge and plain values, and no code.
+"""The transport from a worker to the process that prints the verdict. It carries only objects of the judge and plain values.
 
-A pickle can name any function to be called where it is read. A kernel has its worker's pipes, so nothing but classes of the
-lab's, of pebble's and of plain values is made of what comes out of them; anything else becomes a `Foreign`.
+Reading a pickle can call any function that the pickle names. A kernel can write to its worker's pipes. So data from them is
+read only as classes of the lab and of pebble, and plain values; every other object becomes a `Foreign`.
 """
 
 import io
@@ -54,7 +54,7 @@ class _ForkingPickler(multiprocessing.connection._ForkingPickler):  # type: igno
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Read what comes through the pipes of this process by `loads`."""
+    """Make the pipes of this process use `loads`."""
     connection: Any = multiprocessing.connection
     before = connection._ForkingPickler
     connection._ForkingPickler = _ForkingPickler

@@ -1,4 +1,4 @@
-"""The outcome of a case, what a check found in it, and the verdict on it."""
+"""The outcome of a case, a check's findings in it, and the verdict on it."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +31,7 @@ BROKEN = (Outcome.WRONG, Outcome.FAILED, Outcome.DISHONEST)
 
 @dataclass(frozen=True)
 class WrongVector:
-    """One wrong vector of a result: where it is, and the first elements that were expected and that were got."""
+    """One wrong vector of a result: its row and head, and the first elements of the expected and of the computed vector."""
 
     where: str
     expected: tuple[float, ...]
@@ -43,7 +43,7 @@ IT_FAILED = "it failed"  # the name of a result that its check has not named yet
 
 @dataclass(frozen=True)
 class CheckedResult:
-    """One result that was compared with something."""
+    """One result that was compared."""
 
     name: str  # of the call, within its check
     held: str  # what it is compared with, a key of `lab.checks.explain.diagnosis.HELD`
@@ -93,12 +93,14 @@ class CaseVerdict:
     """The judge's verdict on one case.
 
     Attributes:
-        implementation, check, interface, case, device: what was judged, by which check, of which function, on what, where.
-        judged: what was found.
+        implementation, check, interface, case, device: the implementation, the check, the judged function, the case and the
+            device.
+        judged: the findings.
         ranges: the axes within which the check varied the case.
-        drawn: the case is random; a wrong one is the smallest that was found.
-        finding: of a KNOWN case, where it is written down.
-        number: of the case in its report, from 1; a run that takes up an older report keeps its numbers. 0: in no report yet.
+        drawn: the case is random. If it is wrong, it is the smallest wrong case that was found.
+        finding: for a KNOWN case, the page and heading that describe it.
+        number: number of the case in its report, from 1; 0: in no report yet. A run that continues an older report keeps its
+            numbers.
         recorded_in: the report's file; empty if it is in none.
     """
 
@@ -132,7 +134,7 @@ class CaseVerdict:
 
     @property
     def reason(self) -> str:
-        """Return what was wrong or, if nothing was, what was refused."""
+        """Return the sentences about errors or, if there are none, about refusals."""
         return "; ".join(self.judged.wrongs or self.judged.declines)
 
     def __str__(self) -> str:
@@ -150,7 +152,7 @@ def dishonest(judged: Judged, reason: str) -> Judged:
 
 
 def credible(judged: Judged) -> Judged:
-    """Return the findings, DISHONEST where they contradict themselves. Call it where the kernel's code never was."""
+    """Return the findings, or DISHONEST if they contradict themselves. Call it in a process without the kernel's code."""
     if type(judged) is not Judged or type(judged.outcome) is not Outcome:
         return Judged(Outcome.DISHONEST, ("its worker sent the judge what is no verdict: the kernel is dishonest",))
     if judged.outcome is Outcome.RIGHT and not judged.worst_ratio <= 1:

@@ -1,4 +1,4 @@
-"""Worker processes that judge cases; one that crashes or does not return is replaced, so that only its case is lost."""
+"""Worker processes that judge cases. A worker that crashes or does not return is replaced, so that only its case is lost."""
 
 import faulthandler
 import functools
@@ -48,7 +48,7 @@ _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
 
 
 class TooLate(Exception):  # noqa: N818 - nothing is wrong
-    """The run was over before a case had begun."""
+    """The case was not begun, because the run was over."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Pending:
 
     @property
     def is_ready(self) -> bool:
-        """Tell whether calling it begins at once, without a wait for a worker."""
+        """Return True if calling it does not wait for a worker."""
         return self.future is None or self.future.done()
 
 
@@ -79,10 +79,10 @@ class Task(NamedTuple):
 
 
 class Workers:
-    """Judges cases: here, or in worker processes if the implementation is given by name.
+    """Judges cases: in this process, or in worker processes if the implementation is given by name.
 
-    A worker that crashes, loses its CUDA context or exceeds the time limit is replaced, and its case is FAILED. One that loses
-    its context still reports what it had judged. Workers share the visible GPUs in turn, unless the device has an index.
+    A worker that crashes, loses its CUDA context or exceeds the time limit is replaced, and its case is FAILED. A worker that
+    loses its context still reports its findings. Workers share the visible GPUs in turn, unless the device has an index.
     """
 
     def __init__(
@@ -131,10 +131,11 @@ class Workers:
         self._pool_without_kernel = None
 
     def call(self, function: Callable[[Any], Answer]) -> Answer:
-        """Call a function with the implementation in a worker, so that only workers import it; return its result.
+        """Call a function with the implementation in a worker, so that only workers import the implementation. Return its
+        result.
 
         Raises:
-            lab.loading.LoadError: it cannot be imported, or ends or holds up its process when it is.
+            lab.loading.LoadError: the implementation cannot be imported, or its import ends or blocks the process.
         """
         if not self.is_apart:
             return function(self.implementation)
@@ -160,7 +161,7 @@ class Workers:
         return found
 
     def submit(self, check: str, case: Any, ranges: Ranges | None = None, end: float = math.inf) -> Pending:
-        """Have a case judged; return what waits for the verdict, which raises TooLate if the case was not begun in time."""
+        """Have a case judged. Return a `Pending`, which raises TooLate if the case was not begun in time."""
         task = Task(check, case, str(self.device), ranges or self.ranges, self.refusals, end)
         if not self.is_apart:
             return Pending(functools.partial(_judge, self.implementation, task))
@@ -249,7 +250,7 @@ def _judge(implementation: Any, task: Task) -> Judged:
 
 
 def _work(name: str, task: Task, time_limit_s: float, last_words: Path) -> Judged:
-    """Judge in a worker, and end the process where its CUDA context is lost, so that no later case pays for it."""
+    """Judge a case in a worker. If its CUDA context is lost, end the process, so that no later case is affected."""
     where = torch.device(task.device)
     with _stack_file(last_words).open("w") as stack:
         faulthandler.dump_traceback_later(NOTED_AT * time_limit_s, file=stack)
@@ -291,7 +292,7 @@ def _check(key: str) -> Check:
 
 
 def _call_once(run: CaseRun) -> None:
-    """Count a call that returns as judged, whether its result is right or wrong."""
+    """Make one call of the case, and count it as judged if it returns, for any result."""
     run.call(run.build())
     run.judged += 1
 
@@ -304,7 +305,9 @@ def run_case(
     ranges: Ranges,
     refusals: Refusals | None = None,
 ) -> Judged:
-    """Judge one case in this process. A case is WRONG if a result is, FAILED if a call failed or something ended the check."""
+    """Judge one case in this process. It is WRONG if a result is wrong, and FAILED if a call failed or an error ended the
+    check.
+    """
     run = CaseRun(implementation, case, device, ranges, refusals, saves_output=check.key in AUDITED_CHECKS)
     try:
         check.judge(run)
