@@ -11,6 +11,7 @@ import torch
 
 from lab.calls.problem import E4M3
 from lab.checks import AttentionCase, Interface, Ranges
+from lab.checks.parameters import attention
 from lab.checks.parameters.attention import NUM_BUILDS, balanced, drawn_cases, edge_lengths
 from lab.workloads.interfaces import ATTENTION
 
@@ -32,22 +33,9 @@ NARROW = Ranges(
 
 
 def values_of(case: AttentionCase) -> dict[str, Any]:
-    """Where a case lies on the axes of its function."""
-    shared = {"dtypes": (case.dtype, case.kv_dtype)}
-    if case.interface is not Interface.CONTEXT:
-        shared["q_lens"] = case.q_lens[0]
-    if case.is_mla:
-        dims = (case.head_dim, case.v_head_dim)
-        return shared | {"mla_head_dims": dims, "mla_heads": case.group, "mla_page_sizes": case.page_size}
-    return shared | {
-        "groups": case.group,
-        "num_kv_heads": case.num_kv_heads,
-        "head_dims": case.head_dim,
-        "page_sizes": case.page_size,
-        "windows": case.window_left >= 0,
-        "sinks": case.sinks,
-        "kv_layouts": case.storage.kv_layout,
-    }
+    """Return the values of a case on the axes of its function; rows of a context call are on none."""
+    values = attention.values_of(case)
+    return {name: values[name] for name in values if case.interface is not Interface.CONTEXT or name != "q_lens"}
 
 
 @pytest.mark.parametrize("interface", ATTENTION)
