@@ -61,10 +61,6 @@ def _is_whole(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _is_power_of_two(value: Any) -> bool:
-    return _is_whole(value, 1) and not value & (value - 1)
-
-
 def _is_latent(value: Any) -> bool:
     """Tell whether V can be the first part of a latent entry."""
     is_pair = isinstance(value, tuple) and len(value) == 2 and all(_is_whole(each, 2) for each in value)
@@ -102,7 +98,7 @@ def _name(names: Callable[[], tuple[str, ...]], metavar: str) -> Kind:
 
 FLAG = Kind(lambda: "True or False", lambda value: isinstance(value, bool))
 POSITIVE = _whole(1)
-POWER_OF_TWO = Kind(lambda: "a power of two", _is_power_of_two)
+POWER_OF_TWO = Kind(lambda: "a power of two", lambda value: _is_whole(value, 1) and not value & (value - 1))
 DTYPE_PAIR = Kind(
     lambda: f"one of {', '.join(PAIRS)}",
     lambda value: text_of(value) in PAIRS and isinstance(value, tuple),

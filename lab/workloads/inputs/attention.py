@@ -266,7 +266,8 @@ def build_attention(case: AttentionCase, device: torch.device) -> AttentionInput
     pools = _new_pools(case, case.storage.first_page + num_pages, device)
     factors = _new_scale_factors(case, pools)
     for pool in (*pools, *factors):
-        _fill(pool[case.storage.first_page :], case.storage.dead)
+        dead = {Dead.ZERO: 0.0, Dead.HUGE: POISON[pool.dtype], Dead.NAN: float("nan")}
+        fill(pool[case.storage.first_page :], dead[case.storage.dead])
     histories = [read_kv(*sides) for sides in stored]
     if case.is_mla:
         histories = [(keys, keys[..., : case.out_head_dim]) for keys, _ in histories]
@@ -313,10 +314,6 @@ def _new_pools(case: AttentionCase, num_pages: int, device: torch.device) -> lis
     if case.storage.stacked:
         return list(torch.empty(num_pages, 2, *page, **new).unbind(1))
     return list(torch.empty(2, num_pages, *page, **new).unbind(0))
-
-
-def _fill(pages: Tensor, dead: Dead) -> None:
-    fill(pages, {Dead.ZERO: 0.0, Dead.HUGE: POISON[pages.dtype], Dead.NAN: float("nan")}[dead])
 
 
 def _write(pool: Tensor, pages: Tensor, tokens: Tensor, case: AttentionCase) -> None:

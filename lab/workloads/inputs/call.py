@@ -1,5 +1,6 @@
 """One call: its arguments in chosen forms, its expected results, and the changes that a replay must notice."""
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -108,7 +109,8 @@ def in_forms(inputs: CallInputs, forms: Forms) -> BuiltCall:
     else:
         arguments = (inputs.with_separate_tables() if Form.TABLES in forms else inputs).arguments()
     call = BuiltCall(forms, inputs, arguments)
-    scales = {name: _on_device(arguments[name], call.device) for name in ("bmm1_scale", "bmm2_scale")}
+    on_device = functools.partial(torch.tensor, dtype=torch.float32, device=call.device)
+    scales = {name: on_device([arguments[name]]) for name in ("bmm1_scale", "bmm2_scale")}
     in_form: dict[Form, tuple[str, Any]] = {
         Form.BMM1: ("bmm1_scale", scales["bmm1_scale"]),
         Form.BMM1_LOG2: ("bmm1_scale_log2", scales["bmm1_scale"] * math.log2(math.e)),
@@ -120,10 +122,6 @@ def in_forms(inputs: CallInputs, forms: Forms) -> BuiltCall:
     }
     arguments |= dict(in_form[form] for form in in_form if form in forms)
     return call
-
-
-def _on_device(scale: float, device: torch.device) -> Tensor:
-    return torch.tensor([scale], dtype=torch.float32, device=device)
 
 
 def random_mask(case: AttentionCase) -> Tensor:

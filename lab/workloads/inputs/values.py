@@ -71,10 +71,6 @@ def draw_contents(
     return query, histories, sinks.to(device) if case.sinks else None
 
 
-def _random(drawn: _Drawn) -> _Drawn:
-    return drawn
-
-
 def _needles(drawn: _Drawn) -> _Drawn:
     """Make the first and last keys that rows see, and their neighbours, needles."""
     case, request = drawn.case, drawn.request
@@ -145,10 +141,6 @@ def _loud(drawn: _Drawn) -> _Drawn:
     return _scaled_values(drawn, _LOUD[drawn.case.kv_dtype])
 
 
-def _faint(drawn: _Drawn) -> _Drawn:
-    return _scaled_values(drawn, _FAINT[drawn.case.kv_dtype])
-
-
 def _scaled_values(drawn: _Drawn, factor: float) -> _Drawn:
     """Scale the values. MLA's keys are its values: the query is divided by a large factor, so that logits stay small."""
     if drawn.case.is_mla:
@@ -157,12 +149,12 @@ def _scaled_values(drawn: _Drawn, factor: float) -> _Drawn:
 
 
 _SHAPE: dict[Contents, Callable[[_Drawn], _Drawn]] = {
-    Contents.RANDOM: _random,
+    Contents.RANDOM: lambda drawn: drawn,
     Contents.NEEDLES: _needles,
     Contents.COUNTED: _counted,
     Contents.LOW: _low,
     Contents.LOUD: _loud,
-    Contents.FAINT: _faint,
+    Contents.FAINT: lambda drawn: _scaled_values(drawn, _FAINT[drawn.case.kv_dtype]),
     Contents.TALL: _tall,
     Contents.OVERSHADOWED: _overshadowed,
     Contents.SHADED: partial(_overshadowed, logit=9.0),
