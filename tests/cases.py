@@ -318,6 +318,19 @@ def mirrors(batch: Batch, dtype: torch.dtype = torch.int32) -> Arguments:
     }
 
 
+BATCHES = {DECODE: random_batch, CONTEXT: random_batch, MLA: latent_batch, RAGGED: ragged_batch}
+
+
+def arguments_of(function: str, batch: Batch, **changes: Any) -> Arguments:
+    """Arguments of any of the four functions; requests of several widths make a decode call with offsets."""
+    if function == RAGGED:
+        return ragged_arguments(batch, **changes)
+    if function == CONTEXT:
+        return context_arguments(batch, **changes)
+    make = mla_arguments if function == MLA else decode_arguments
+    return make(batch, **{"ragged": len(set(batch.q_lens)) > 1 or 0 in batch.q_lens} | changes)
+
+
 def merged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """What an engine makes of results over disjoint keys: a mean weighted by 2 ** LSE."""
     lses = torch.stack([lse for _, lse in parts]).double()

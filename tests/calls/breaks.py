@@ -66,6 +66,7 @@ def bad_scales(*names: str) -> list[Bad]:
             (f"{name} is a string", value(**{name: "1"}), TypeError, (name, "'1'")),
             (f"{name} is None", value(**{name: None}), TypeError, (name, "None")),
             (f"{name} is NaN", value(**{name: math.nan}), ValueError, (name, "nan", "finite")),
+            (f"{name} is infinite", value(**{name: math.inf}), ValueError, (name, "inf", "finite")),
             (f"{name} dtype", value(**{name: torch.ones(1).double()}), TypeError, (name, "float32", "float64")),
             (f"{name} per head", value(**{name: torch.ones(4)}), TypeError, (name, "one element", "[4]")),
         )

@@ -37,12 +37,12 @@ BOTH = ("decode", "context")
 Q_LEN = 2
 
 
-def good_arguments(call: str) -> Arguments:
+def good_arguments(call: str, page_size: int = 16) -> Arguments:
     """Two requests of two rows, 4/2 heads of 64, bf16, into a poisoned `out`."""
     batch = random_batch([Q_LEN, Q_LEN], [20, 5], head_dim=64)
     make = {"decode": decode_arguments, "context": context_arguments}[call]
     out = torch.full((4, 4, 64), POISON, dtype=torch.bfloat16)
-    return make(batch, out=out, out_dtype=None, return_lse=False)
+    return make(batch, page_size, out=out, out_dtype=None, return_lse=False)
 
 
 def cache(change: Callable[[torch.Tensor], torch.Tensor], sides: tuple[int, ...] = (0, 1)) -> Breaks:
@@ -329,9 +329,9 @@ def test_bad_input_is_refused_before_anything_is_written(implementation: str, ca
 
 
 @pytest.mark.parametrize("call", BOTH)
-@pytest.mark.parametrize("variant", ["plain", "ragged", "separate tables"])
+@pytest.mark.parametrize("variant", ["plain", "ragged", "separate tables", "pages of one token"])
 def test_what_the_rows_break_was_good(call: str, variant: str) -> None:
-    good = good_arguments(call)
+    good = good_arguments(call, 1 if variant == "pages of one token" else 16)
     if variant == "ragged" and call == "decode":
         good |= RAGGED(good)
     if variant == "separate tables":

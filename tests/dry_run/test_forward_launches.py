@@ -37,6 +37,8 @@ pytestmark = [NEEDS_A_LAUNCHER, pytest.mark.filterwarnings("ignore::DeprecationW
 CPU = torch.device("cpu")
 NO_WINDOW = 2**31 - 1
 LOG2_E = math.log2(math.e)
+# Members of a launch with numbers for scales, one page table and no LSE.
+PLAIN = {"ptr_scale_softmax_log2": 0, "ptr_output_scale": 0, "ptr_softmax_stats": 0, "uses_shared_paged_kv_idx": True}
 
 
 def launched(forward: ForwardPass | MLAPass, empty_rows: Tensor | None = None) -> tuple[list[Launch], Tensor]:
@@ -120,15 +122,13 @@ def hold_mha(launch: Launch, forward: ForwardPass, planned: PlannedCall, widths:
     is_uniform = is_decode and len(set(widths)) == 1
     hold_params(
         launch,
+        **PLAIN,
         ptr_o=out[row:].data_ptr(),
         ptr_attention_sinks=layer.sinks.data_ptr(),
         ptr_page_idx_kv=table[first:].data_ptr(),
         ptr_seq_lens_kv=lens[first:].data_ptr(),
         ptr_cum_seq_lens_q=0 if is_uniform else metadata.cu_seqlens_q[first:].data_ptr(),
         ptr_cum_seq_lens_kv=0 if is_decode else metadata.cu_seqlens_k[first:].data_ptr(),
-        ptr_scale_softmax_log2=0,
-        ptr_output_scale=0,
-        ptr_softmax_stats=0,
         scale_softmax_log2=layer.softmax_scale * LOG2_E,
         output_scale=1.0,  # the layer's scales count over quantised caches alone
         attention_window_size=case.window_left + 1 if case.sliding_window else NO_WINDOW,
@@ -140,7 +140,6 @@ def hold_mha(launch: Launch, forward: ForwardPass, planned: PlannedCall, widths:
         num_heads_kv=case.model.num_kv_heads,
         num_tokens_per_page_log2=case.page_size.bit_length() - 1,
         sum_of_seq_lens_q=planned.num_rows,
-        uses_shared_paged_kv_idx=True,
     )
     for member, side in zip(("tmaK_", "tmaV_"), forward.cache.as_hnd(), strict=True):
         hold_map(launch, member, side, (64, 64, case.model.num_kv_heads, 2 * side.shape[0]))
@@ -189,15 +188,12 @@ def hold_mla(launch: Launch, forward: MLAPass, out: Tensor) -> None:
     own = metadata.query_layout is QueryLayout.VIEW
     hold_params(
         launch,
-        **({"ptr_o": out.data_ptr()} if own else {}),
+        **PLAIN | ({"ptr_o": out.data_ptr()} if own else {}),
         ptr_attention_sinks=0,
         ptr_page_idx_kv=table.data_ptr(),
         ptr_seq_lens_kv=metadata.seq_lens_k.data_ptr(),
         ptr_cum_seq_lens_q=0,
         ptr_cum_seq_lens_kv=0,
-        ptr_scale_softmax_log2=0,
-        ptr_output_scale=0,
-        ptr_softmax_stats=0,
         scale_softmax_log2=layer.softmax_scale * LOG2_E,
         output_scale=1.0,  # the layer's scale counts over an e4m3 cache alone
         attention_window_size=NO_WINDOW,
@@ -209,7 +205,6 @@ def hold_mla(launch: Launch, forward: MLAPass, out: Tensor) -> None:
         num_heads_kv=1,
         num_tokens_per_page_log2=case.page_size.bit_length() - 1,
         sum_of_seq_lens_q=metadata.max_seq_len_q * len(case.q_lens),
-        uses_shared_paged_kv_idx=True,
     )
     for member in ("tmaK_", "tmaV_"):
         hold_map(launch, member, cache, (case.head_dim, case.page_size, 1, cache.shape[0]))

@@ -1,7 +1,7 @@
 """FlashInfer's four calls as engines make them, for tests of adapters: no output given, K and V halves of one allocation."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,21 +11,7 @@ from torch.nn.functional import pad
 
 from lab.calls import ContextCall, DecodeCall, RaggedContextCall
 from lab.calls.mla_decode import MLADecodeCall
-from tests.cases import (
-    CONTEXT,
-    DECODE,
-    MLA,
-    RAGGED,
-    Arguments,
-    context_arguments,
-    decode_arguments,
-    latent_batch,
-    mla_arguments,
-    pack_mask,
-    ragged_arguments,
-    ragged_batch,
-    random_batch,
-)
+from tests.cases import BATCHES, CONTEXT, DECODE, MLA, RAGGED, Arguments, arguments_of, mirrors, pack_mask
 from tests.kernels.held import BF16
 
 SM75, SM80, SM90, SM100, SM103, SM120 = (7, 5), (8, 0), (9, 0), (10, 0), (10, 3), (12, 0)
@@ -38,52 +24,40 @@ CALL_TYPES: dict[str, Any] = {
 SINKS, TWO_SINKS = torch.tensor([0.5, -1.0, 2.0, 1.5]), torch.tensor([0.5, -1.0])
 TREE = pack_mask([[[column in (0, row) for column in range(5)] for row in range(5)]] * 3)
 OTHER_TREE = pack_mask([[[column <= row and column != 2 for column in range(5)] for row in range(5)]] * 3)
-LENGTHS: dict[str, tuple[Any, tuple[int, ...]]] = {  # query rows, of each request or of all, and keys
-    DECODE: (1, (16, 33, 5)),
-    CONTEXT: ((5, 0, 17), (21, 7, 17)),
-    MLA: (1, (5, 33, 70)),
-    RAGGED: ((4, 1, 6), (4, 20, 9)),
+# Of each function: query rows, of each request or of all, and keys; sizes; and arguments.
+USUAL: dict[str, tuple[Any, tuple[int, ...], Arguments, Arguments]] = {
+    DECODE: (1, (16, 33, 5), {"head_dim": 64}, {"out_dtype": None}),
+    CONTEXT: ((5, 0, 17), (21, 7, 17), {"head_dim": 64}, {"out_dtype": None}),
+    MLA: (
+        *(1, (5, 33, 70)),
+        {"heads": 2, "rank": 512, "rope": 64},
+        {"page_size": 64, "out": None, "bmm1_scale": 0.05},
+    ),
+    RAGGED: ((4, 1, 6), (4, 20, 9), {"heads": (2, 2), "dims": (192, 128)}, {"out": None, "bmm1_scale": 0.05}),
 }
-DRAWN = ("heads", "head_dim", "rank", "dims", "dtype", "kv_dtype")
+DRAWN = ("heads", "head_dim", "rank", "rope", "dims", "dtype", "kv_dtype")
 Change = Callable[[Arguments], Arguments]
 
 
 def case(function: str, q_lens: Any = None, kv_lens: Any = None, *changed: Change, **changes: Any) -> Arguments:
-    """Return a call of a random batch: `changes` of the batch and of the arguments, then what `changed` makes of it."""
-    q_lens = LENGTHS[function][0] if q_lens is None else q_lens
-    kv_lens = LENGTHS[function][1] if kv_lens is None else kv_lens
+    """Return a call of a random batch: `changes` of the batch and of the arguments, then what `changed` makes of it.
+
+    `on_host` gives a ragged call the lengths on the host, too.
+    """
+    own_q_lens, own_kv_lens, sizes, usual = USUAL[function]
+    q_lens, kv_lens = own_q_lens if q_lens is None else q_lens, own_kv_lens if kv_lens is None else kv_lens
     q_lens = [q_lens] * len(kv_lens) if isinstance(q_lens, int) else q_lens
     drawn = {name: changes.pop(name) for name in DRAWN if name in changes}
-    arguments = _POSE[function](q_lens, kv_lens, drawn, {"return_lse": False} | changes)
+    batch = BATCHES[function](q_lens, kv_lens, **sizes | drawn)
+    changes = usual | {"return_lse": False} | (mirrors(batch) if changes.pop("on_host", False) else {}) | changes
+    if function == MLA and not changes["return_lse"]:
+        changes = {"return_lse_base": None} | changes
+    arguments = arguments_of(function, batch, **changes)
+    if function in (DECODE, CONTEXT):
+        arguments["kv_cache"] = tuple(torch.stack(arguments["kv_cache"]))
     for change in changed:
         arguments = change(arguments)
     return arguments
-
-
-def _paged(make: Callable[..., Arguments]) -> Callable[..., Arguments]:
-    def pose(q_lens: Sequence[int], kv_lens: Sequence[int], drawn: Arguments, changes: Arguments) -> Arguments:
-        batch = random_batch(q_lens, kv_lens, **{"head_dim": 64} | drawn)
-        arguments = make(batch, **{"out_dtype": None} | changes)
-        return arguments | {"kv_cache": tuple(torch.stack(arguments["kv_cache"]))}
-
-    return pose
-
-
-def _mla(q_lens: Sequence[int], kv_lens: Sequence[int], drawn: Arguments, changes: Arguments) -> Arguments:
-    batch = latent_batch(q_lens, kv_lens, **{"heads": 2, "rank": 512, "rope": 64} | drawn)
-    usual = {"page_size": 64, "out": None, "bmm1_scale": 0.05, "ragged": len(set(q_lens)) > 1}
-    base = {} if changes["return_lse"] else {"return_lse_base": None}
-    return mla_arguments(batch, **usual | base | changes)
-
-
-def _ragged(q_lens: Sequence[int], kv_lens: Sequence[int], drawn: Arguments, changes: Arguments) -> Arguments:
-    batch = ragged_batch(q_lens, kv_lens, **{"heads": (2, 2), "dims": (192, 128)} | drawn)
-    host = {"q_seq_lens_cpu": list(q_lens), "kv_seq_lens_cpu": list(kv_lens)} if changes.pop("on_host", False) else {}
-    mirrors = {name: torch.tensor(lengths, dtype=torch.int32) for name, lengths in host.items()}
-    return ragged_arguments(batch, **{"out": None, "bmm1_scale": 0.05} | mirrors | changes)
-
-
-_POSE = {DECODE: _paged(decode_arguments), CONTEXT: _paged(context_arguments), MLA: _mla, RAGGED: _ragged}
 
 
 decode, context, mla, ragged = (partial(case, function) for function in (DECODE, CONTEXT, MLA, RAGGED))

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,20 +11,8 @@ from torch import Tensor
 
 from lab import references
 from lab.kernels import portable
-from tests.cases import (
-    CONTEXT,
-    MLA,
-    RAGGED,
-    Arguments,
-    Batch,
-    context_arguments,
-    decode_arguments,
-    latent_batch,
-    mla_arguments,
-    ragged_arguments,
-    ragged_batch,
-    random_batch,
-)
+from tests import cases
+from tests.cases import BATCHES, CONTEXT, DECODE, MLA, RAGGED, Arguments, Batch
 from tests.kernels.held import BF16, E4M3, FP16, on
 
 NAN = math.nan
@@ -37,40 +25,41 @@ def sinks_of(num_heads: int) -> Tensor:
     return torch.linspace(-2.0, 6.0, num_heads)
 
 
+SIZES: dict[str, Arguments] = {
+    DECODE: {"head_dim": 64},
+    CONTEXT: {"head_dim": 64},
+    MLA: {"rank": 64, "rope": 16},
+    RAGGED: {"dims": (48, 32)},
+}
+
+
 def batch_of(function: str, q_lens: list[int], kv_lens: list[int], *, heads: Any = 2, **options: Any) -> Batch:
     """Return a random batch for a function; a number of `heads` is of query heads, with one K/V head where it may be."""
-    if function == MLA:
-        return latent_batch(q_lens, kv_lens, heads=heads, **{"rank": 64, "rope": 16} | options)
-    if function == RAGGED:
-        heads = (heads, heads) if isinstance(heads, int) else heads
-        if "kv_dtype" in options:  # the query has it too
-            options["dtype"] = options.pop("kv_dtype")
-        return ragged_batch(q_lens, kv_lens, heads=heads, **{"dims": (48, 32)} | options)
-    heads = (heads, 1) if isinstance(heads, int) else heads
-    return random_batch(q_lens, kv_lens, heads=heads, **{"head_dim": 64} | options)
+    if isinstance(heads, int) and function != MLA:
+        heads = (heads, heads) if function == RAGGED else (heads, 1)
+    if function == RAGGED and "kv_dtype" in options:  # the query has it too
+        options["dtype"] = options.pop("kv_dtype")
+    return BATCHES[function](q_lens, kv_lens, heads=heads, **SIZES[function] | options)
 
 
 def arguments_of(function: str, batch: Batch, page_size: int = 16, device: str = "cpu", **changes: Any) -> Arguments:
     """Return the call that poses a batch on a device, into an output and an LSE full of NaN unless others are given.
 
-    `sinks` are a ragged call's, too. `out_dtype` is the query's, or bf16 of e4m3. Requests of several widths make a decode
-    call with offsets.
+    `sinks` are a ragged call's, too. `out_dtype` is the query's, or bf16 of e4m3.
     """
     out_dtype = changes.pop("out_dtype", None)
-    changes = {"bmm1_scale": 0.125} | changes
+    own: Arguments = {"bmm1_scale": 0.125}
     if function == RAGGED:
-        arguments = ragged_arguments(batch, attention_sinks=changes.pop("sinks", None), **changes)
-    elif function == CONTEXT:
-        arguments = context_arguments(batch, page_size, out_dtype=None, **changes)
+        own["attention_sinks"] = changes.pop("sinks", None)
     else:
-        make = mla_arguments if function == MLA else partial(decode_arguments, out_dtype=None)
-        arguments = make(batch, page_size, **{"ragged": len(set(batch.q_lens)) > 1 or 0 in batch.q_lens} | changes)
-    by_head, own = arguments["query"].shape[:-1], batch.queries[0].dtype
+        own["page_size"] = page_size
+    if function in (DECODE, CONTEXT):
+        own["out_dtype"] = out_dtype if "out" in changes else None
+    arguments = cases.arguments_of(function, batch, **own | changes)
+    by_head, dtype = arguments["query"].shape[:-1], batch.queries[0].dtype
     if "out" not in changes:
-        dtype = out_dtype or (BF16 if own == E4M3 else own)
+        dtype = out_dtype or (BF16 if dtype == E4M3 else dtype)
         arguments["out"] = torch.full((*by_head, batch.values[0].shape[2]), NAN).to(dtype)
-    elif "out_dtype" in arguments:
-        arguments["out_dtype"] = out_dtype
     if "lse" not in changes and arguments["return_lse"]:
         arguments["lse"] = torch.full(by_head, NAN)
     return {name: on(device, value) for name, value in arguments.items()}
@@ -122,6 +111,20 @@ class PortableKernel:
         arithmetic = FP16 if arguments["query"].dtype == FP16 else BF16
         references.assert_close_to_reference((out, lse), arithmetic=arithmetic, **arguments)
         return out.reshape(-1, *out.shape[-2:]), lse.reshape(-1, lse.shape[-1])
+
+
+def sizes_on_a_gpu(batch_size: int, q_len: int, kv_len: int, *, num_kv_heads: int = 8, head_dim: int = 128) -> Any:
+    """What the host knows of a decode on a GPU with 32 query heads."""
+    return SimpleNamespace(
+        query=SimpleNamespace(device=torch.device("cuda")),
+        num_qo_heads=32,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        batch_size=batch_size,
+        num_rows=batch_size * q_len,
+        max_q_len=q_len,
+        max_kv_len=kv_len,
+    )
 
 
 def kernels(*functions: str, counts: tuple[int, ...] = (1, 2)) -> pytest.MarkDecorator:

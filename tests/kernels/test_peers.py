@@ -4,6 +4,7 @@ import importlib.util
 import inspect
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from lab.kernels.peers import flash_attention_4, flashinfer_mla, flashinfer_page
 from lab.kernels.peers.installed import installed_function
 from lab.kernels.support import kernel_names
 from lab.kernels.support.peers import FA2_PAGED, FA3_PAGED
-from tests.cases import DECODE, Arguments
+from tests.cases import CONTEXT, DECODE, Arguments
 from tests.kernels.adapter_calls import (
     SINKS,
     SM80,
@@ -26,8 +27,7 @@ from tests.kernels.adapter_calls import (
     SM120,
     TREE,
     Change,
-    context,
-    decode,
+    case,
     function_of,
     gapped,
     into,
@@ -36,8 +36,6 @@ from tests.kernels.adapter_calls import (
     ragged,
     remade,
     v_elsewhere,
-    widened,
-    with_gaps,
     without_requests,
     without_rows,
 )
@@ -46,10 +44,11 @@ from tests.kernels.held import BF16, E4M3, FP16, ROUNDOFF, assert_rounded
 from tests.kernels.simulated import MEBIBYTE
 from tests.kernels.simulated_flash_attention_4 import SimulatedFlashAttention4
 from tests.kernels.simulated_flashinfer import DECODE_WRAPPER, MLA_WRAPPER, PREFILL_WRAPPER, RAGGED_WRAPPER
-from tests.kernels.test_trtllm_adapter import NO_KEY_AT_ALL, RAGGED_CALLS
+from tests.kernels.test_trtllm_adapter import MLA_CALLS, NO_KEY_AT_ALL, RAGGED_CALLS
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
+decode, context = (partial(case, function, bmm1_scale=0.125) for function in (DECODE, CONTEXT))
 Case = Callable[[], Arguments]
 WRAPPED: dict[str, tuple[Any, Case]] = {  # an implementation by wrappers, and a call that it takes
     "decode": (flashinfer_paged, decode),
@@ -97,19 +96,10 @@ FA3: dict[str, tuple[str, Case]] = {
     "decode, e4m3": (DECODE_WRAPPER, lambda: decode(dtype=E4M3, out_dtype=BF16, bmm2_scale=0.5)),
     "context, e4m3": (PREFILL_WRAPPER, lambda: context(dtype=E4M3, out_dtype=FP16, return_lse=True)),
 }
-MLA_CALLS: dict[str, Case] = {
-    "decode": mla,
-    "verify": lambda: mla(4),
+MLA_WRAPPED: dict[str, Case] = MLA_CALLS | {
     "fp16": lambda: into(FP16)(mla(2, dtype=FP16)),
     "e4m3 cache": lambda: mla(2, kv_dtype=E4M3, bmm1_scale=0.02, bmm2_scale=0.7),
-    "LSE": lambda: mla(3, return_lse=True),
-    "LSE in base e": lambda: mla(3, return_lse=True, return_lse_base="basee"),
-    "given LSE": lambda: mla(return_lse=True, lse=torch.empty(3, 1, 2)),
-    "ragged": lambda: mla((1, 4, 2), (3, 20, 70)),
     "ragged LSE": lambda: mla((1, 4, 2), (3, 20, 70), return_lse=True),
-    "slice of a wider table": lambda: widened(mla(2)),
-    "pages with gaps": lambda: with_gaps(mla(2)),
-    "given out": lambda: into()(mla(2)),
     "no keys": lambda: mla(2, (0, 1, 9)),
     "no key at all": lambda: mla(1, (0, 0)),
     "pages of 16": lambda: mla(2, page_size=16),
@@ -124,7 +114,7 @@ RAGGED_WRAPPED: dict[str, Case] = RAGGED_CALLS | {
 RIGHT: dict[str, tuple[Any, str, str, Case]] = {
     **{f"fa2, {name}": (flashinfer_paged.fa2, row[0], "fa2", row[1]) for name, row in (BOTH | FA2).items()},
     **{f"fa3, {name}": (flashinfer_paged.fa3, row[0], "fa3", row[1]) for name, row in (BOTH | FA3).items()},
-    **{f"MLA, {name}": (flashinfer_mla, MLA_WRAPPER, "fa3", case) for name, case in MLA_CALLS.items()},
+    **{f"MLA, {name}": (flashinfer_mla, MLA_WRAPPER, "fa3", case) for name, case in MLA_WRAPPED.items()},
     **{f"ragged, {name}": (flashinfer_ragged, RAGGED_WRAPPER, "fa3", case) for name, case in RAGGED_WRAPPED.items()},
 }
 RIGHT_FA4: dict[str, Case] = {

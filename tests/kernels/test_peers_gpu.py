@@ -1,5 +1,10 @@
-"""Other people's kernels on a GPU, eager and in a CUDA graph, by the judge's own bound; skipped where a package is missing."""
+"""Other people's kernels on a GPU, by the judge's own bound: eager, in a CUDA graph, and before and after they were timed.
 
+Skipped where a package is missing.
+"""
+
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -9,11 +14,14 @@ from lab.calls.problem import AttentionCall
 from lab.gpus import capability_of
 from lab.kernels import PlannedOnce, prepare
 from lab.kernels.implementations import modules_of
-from lab.kernels.peers import flash_attention_4, flashinfer_paged
+from lab.kernels.peers import flash_attention_4, flashinfer_paged, flex_attention, sglang_triton, vllm_triton
 from lab.kernels.support import why_not
 from lab.kernels.support.packages import FLASH_ATTENTION_4
 from lab.kernels.support.peers import FA2_PAGED, FA3_PAGED
 from lab.references import assert_close_to_reference
+from lab.timing import method_named
+from lab.timing.forward import DeclinedError, time_forward
+from lab.workloads import scenario
 from tests.cases import Arguments
 from tests.devices import ON_GPU, graph_of
 from tests.kernels.adapter_calls import function_of, posed
@@ -53,3 +61,35 @@ def test_it_is_right_eager_and_in_a_graph(name: str) -> None:
         each.fill_(float("nan"))
     graph.replay()
     assert_close_to_reference(result, **arguments)
+
+
+# Right before and after they were timed.
+
+PACKAGES = {sglang_triton: "sglang", vllm_triton: "vllm", flex_attention: "torch"}
+SCENARIOS = (
+    "decode/llama-3.1-8b/3q1s300",
+    "decode/llama-3.1-8b/70q1s100/page16",
+    "decode/gpt-oss-120b/3q1s300/window",
+    "target_verify/llama-3.1-8b/3q4s300",
+    "draft_extend/llama-3.1-8b/2q1s300_2q3s200",
+    "extend/llama-3.1-8b/2q300s700_q40",
+    "extend/llama-3.1-8b/2q40s300",
+    "extend/gpt-oss-120b/2q300/window",
+    "mixed/llama-3.1-8b/q200s300_5q1s400",
+)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("module", PACKAGES, ids=lambda module: module.__name__.rpartition(".")[2])
+def test_a_pass_is_right_before_and_after_it_was_timed(module: ModuleType, name: str) -> None:
+    package = PACKAGES[module]
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    case, method = scenario(name), method_named("graph", "warm")
+    if module is flex_attention and "gpt-oss" in name:
+        with pytest.raises(DeclinedError, match="has no sinks"):
+            time_forward(case, module, method)
+        return
+    time, facts = time_forward(case, module, method)
+    assert time.median_us > 0
+    assert ("plan_us" in facts) == (module is not vllm_triton)

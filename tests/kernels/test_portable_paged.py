@@ -18,7 +18,7 @@ from lab.kernels.portable.tiles import ProgramTile, tile_descriptor
 from tests.cases import CONTEXT, DECODE, Arguments, Batch, pack_mask
 from tests.kernels.conftest import Split
 from tests.kernels.held import BF16, E4M3, FP32, ROUNDOFF
-from tests.kernels.portable_calls import NAN, PortableKernel, arguments_of, batch_of, sinks_of
+from tests.kernels.portable_calls import NAN, PortableKernel, arguments_of, batch_of, sinks_of, sizes_on_a_gpu
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="Triton compiles for this machine's GPU; test_portable_gpu.py runs it there"
@@ -239,18 +239,8 @@ def test_keys_are_shared_out_unless_rows_fill_the_gpu(
 ) -> None:
     """Of one request with 32/8 heads; a short prompt has too few blocks."""
     monkeypatch.setattr(key_shares, "num_multiprocessors", lambda device: 132)
-    problem = SimpleNamespace(
-        query=SimpleNamespace(device=torch.device("cuda")),
-        num_kv_heads=8,
-        num_qo_heads=32,
-        head_dim=128,
-        batch_size=1,
-        num_rows=q_len,
-        max_q_len=q_len,
-        max_kv_len=kv_len,
-    )
     tile = choose_tile(4 * q_len, 128, 2, (9, 0))
-    shares = paged.shares_of(problem, tile, -(-4 * q_len // tile.rows))
+    shares = paged.shares_of(sizes_on_a_gpu(1, q_len, kv_len), tile, -(-4 * q_len // tile.rows))
     assert (shares is not None) == shared
 
 

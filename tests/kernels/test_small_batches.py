@@ -16,7 +16,7 @@ from lab.kernels.portable.tile_choices import choose_tile
 from tests.cases import DECODE, Arguments
 from tests.kernels.conftest import Split
 from tests.kernels.held import FP32
-from tests.kernels.portable_calls import PortableKernel, sinks_of
+from tests.kernels.portable_calls import PortableKernel, sinks_of, sizes_on_a_gpu
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="Triton compiles for this machine's GPU; test_small_batches_gpu.py runs it there"
@@ -240,10 +240,7 @@ def test_what_is_small(
     """Few requests of few rows, merged at once where they are few altogether; 8 query heads share a K/V head."""
     monkeypatch.setattr(key_shares, "num_multiprocessors", lambda device: 132)
     tile = choose_tile(8 * q_len, head_dim, 2, (9, 0))
-    problem: Any = type("", (), {"query": type("", (), {"device": torch.device("cuda")})})()
-    problem.num_kv_heads, problem.num_qo_heads, problem.head_dim, problem.batch_size = 4, 32, head_dim, batch_size
-    problem.max_q_len, problem.max_kv_len = q_len, 4096
-    problem.num_rows = batch_size * q_len
+    problem = sizes_on_a_gpu(batch_size, q_len, 4096, num_kv_heads=4, head_dim=head_dim)
     least_tiles = paged.SMALL_SHARE_KEYS // tile.keys if is_small else 1
     assert paged.shares_of(problem, tile, 1) == key_shares.Shares(264, least_tiles, is_small, at_once)
     assert paged.shares_of(problem, tile, 1, of_kind=True) == key_shares.Shares(264)

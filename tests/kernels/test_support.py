@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from lab.calls import AttentionCall, ContextCall, DecodeCall, Feature
-from lab.calls.mla_decode import MLADecodeCall
-from lab.calls.problem import FIELDS, PagedAttention
+from lab.calls import AttentionCall, Feature
+from lab.calls.problem import FIELDS
 from lab.gpus import Capability, family_of
 from lab.kernels import support
 from lab.kernels.support import KERNELS, Kernel, refuse_unsupported, why_not
@@ -21,9 +20,8 @@ from lab.kernels.support.trtllm import kernel_for
 from lab.kernels.support.trtllm_gen import TRTLLM_GEN_CONTEXT as GEN_CONTEXT
 from lab.kernels.support.trtllm_gen import TRTLLM_GEN_DECODE as GEN_DECODE
 from lab.kernels.support.xqa import XQA
-from tests.cases import context_arguments, decode_arguments, random_batch
 from tests.kernels import test_peers_packages, test_support_peers
-from tests.kernels.adapter_calls import mla, posed, ragged, with_columns
+from tests.kernels.adapter_calls import context, decode, into, mla, other_order, posed, ragged, with_columns
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 E4M3, U8 = torch.float8_e4m3fn, torch.uint8
@@ -36,80 +34,37 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support_kernel, "triton_interprets", lambda: True)
 
 
-def problem(kernel: Kernel, **changes: Any) -> PagedAttention:
+SHAPES = ("heads", "page_size", "head_dim", "dtype", "kv_dtype", "out_dtype", "rank", "rope")
+
+
+def problem(kernel: Kernel, **changes: Any) -> Any:
     """A plain call of the kernel's kind: bf16, head_dim 64, pages of 16, 4 query and 2 K/V heads; then changed.
 
-    Not all of it is fields: `heads`, `page_size`, `head_dim`, `q_len`, `dtype` and `kv_dtype` shape the call, `rank` and
-    `rope` that of MLA, and `k_stride` and such change the strides of one tensor.
+    Not all of it is fields: `q_len` and `SHAPES` shape the call, and `k_cache_like` and such change one tensor.
     """
+    shapes = {name: changes.pop(name) for name in SHAPES if name in changes}
+    is_nvfp4 = shapes.get("kv_dtype") == U8
+    if is_nvfp4:
+        del shapes["kv_dtype"]
+    q_len = changes.pop("q_len", 2)
     if kernel is PORTABLE_MLA:
-        return mla_problem(**changes)
-    q_len, page_size = changes.pop("q_len", 2), changes.pop("page_size", 16)
-    options = {name: changes.pop(name) for name in ("heads", "dtype", "kv_dtype") if name in changes}
-    nvfp4 = options.get("kv_dtype") == U8
-    if nvfp4:
-        del options["kv_dtype"]
-    head_dim = changes.pop("head_dim", 64)
-    batch = random_batch([q_len] * 2, [5, 7], head_dim=head_dim, **options)
-    plain = {"out_dtype": changes.pop("out_dtype", None), "return_lse": False}
-    if kernel in (SGLANG_TRITON, FLEX_ATTENTION):  # pages as SGLang's pool has them
-        plain["kv_layout"] = "NHD"
-    if kernel in (FMHA_V2, GEN_CONTEXT):
-        posed = ContextCall(**as_halves(context_arguments(batch, page_size, **plain))).problem()
+        own = (into(shapes.pop("out_dtype")),) if "out_dtype" in shapes else ()
+        usual = {"heads": 4, "rank": 64, "rope": 16, "page_size": 16}
+        found = posed(mla(q_len, (5, 7), *own, **usual | shapes))
     else:
-        posed = DecodeCall(**as_halves(decode_arguments(batch, page_size, **plain))).problem()
-    if nvfp4:
-        pages, heads = posed.k_cache.shape[:2]
+        make = context if kernel in (FMHA_V2, GEN_CONTEXT) else decode
+        as_sglang = {"kv_layout": "NHD"} if kernel in (SGLANG_TRITON, FLEX_ATTENTION) else {}
+        found = posed(make(q_len, (5, 7), **shapes | as_sglang))
+    if is_nvfp4:
+        pages, heads, page_size, head_dim = found.k_cache.shape
         packed = torch.zeros(pages, heads, page_size, head_dim // 2, dtype=U8)
         factors = torch.zeros(pages, heads, page_size, head_dim // 16, dtype=U8).view(E4M3)
-        posed = replace(
-            posed,
-            k_cache=packed,
-            v_cache=packed,
-            k_scale_factors=factors,
-            v_scale_factors=factors,
-            v_scale_factors_interleaved=kernel in (GEN_DECODE, GEN_CONTEXT),
-        )
+        sides = {"k_cache": packed, "v_cache": packed, "k_scale_factors": factors, "v_scale_factors": factors}
+        found = replace(found, **sides, v_scale_factors_interleaved=kernel in (GEN_DECODE, GEN_CONTEXT))
     for name in [name for name in changes if name.endswith("_like")]:
         field = name.removesuffix("_like")
-        posed = replace(posed, **{field: changes.pop(name)(getattr(posed, field))})
-    return replace(posed, **changes)
-
-
-def mla_problem(
-    *,
-    rank: int = 64,
-    rope: int = 16,
-    page_size: int = 16,
-    dtype: torch.dtype = BF16,
-    kv_dtype: torch.dtype | None = None,
-    out_dtype: torch.dtype | None = None,
-    **changes: Any,
-) -> PagedAttention:
-    """A plain MLA call of two requests of two rows, 4 heads; then changed."""
-    posed = MLADecodeCall(
-        query=torch.zeros(2, 2, 4, rank + rope, dtype=dtype),
-        kv_cache=torch.zeros(3, page_size, rank + rope, dtype=kv_dtype or dtype),
-        workspace_buffer=None,
-        qk_nope_head_dim=16,
-        kv_lora_rank=rank,
-        qk_rope_head_dim=rope,
-        block_tables=torch.zeros(2, 8, dtype=torch.int32),
-        seq_lens=torch.full((2,), 2, dtype=torch.int32),
-        max_seq_len=8,
-        out=None if out_dtype is None else torch.zeros(2, 2, 4, rank, dtype=out_dtype),
-    )
-    return replace(posed.problem(), **changes)
-
-
-def as_halves(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same K and V as halves of one allocation, as an engine's pool has them."""
-    return arguments | {"kv_cache": tuple(torch.stack(arguments["kv_cache"]))}
-
-
-def transposed(tensor: torch.Tensor) -> torch.Tensor:
-    """The same shape, with the middle dimensions stored the other way round."""
-    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+        found = replace(found, **{field: changes.pop(name)(getattr(found, field))})
+    return replace(found, **changes)
 
 
 def padded(tensor: torch.Tensor) -> torch.Tensor:
@@ -164,7 +119,7 @@ ROWS: dict[Kernel, list[tuple[Capability | None, dict[str, Any], str | None]]] =
         (SM90, {"lse": torch.empty(4, 8)[:, :4]}, "contiguous lse"),
         (SM90, {"mask": MASK, "sinks": SINK, "window_left": 3, "bmm1_scale": ONE, "bmm2_scale": ONE}, None),
         (SM90, {"cu_seqlens_q": OFFSETS, "return_lse": True, **OTHER_TABLE}, None),
-        (SM90, {"query_like": transposed, "v_cache_like": transposed}, None),
+        (SM90, {"query_like": other_order, "v_cache_like": other_order}, None),
     ],
     PORTABLE_MLA: [
         *[(gpu, {}, None) for gpu in (CPU, SM80, SM89, SM90, SM100, SM103, SM120, SM121)],
@@ -277,13 +232,13 @@ ROWS: dict[Kernel, list[tuple[Capability | None, dict[str, Any], str | None]]] =
         (SM90, {"return_lse": True}, "no LSE"),
         (SM90, {"mask": MASK}, None),
         (SM90, {"mask": MASK[:, :1], "q_len": 1}, "ignores a mask at q_len_per_req 1"),
-        (SM90, {"v_cache_like": transposed}, "V with K's strides"),
-        (SM90, {"k_cache_like": transposed, "v_cache_like": transposed}, None),
-        (SM120, {"kv_dtype": U8, "v_scale_factors_like": transposed}, "strides of K's"),
+        (SM90, {"v_cache_like": other_order}, "V with K's strides"),
+        (SM90, {"k_cache_like": other_order, "v_cache_like": other_order}, None),
+        (SM120, {"kv_dtype": U8, "v_scale_factors_like": other_order}, "strides of K's"),
         (SM90, {"k_cache_like": padded, "v_cache_like": padded}, "strides in whole heads of 64"),
         (SM120, {"kv_dtype": U8, "k_scale_factors_like": padded, "v_scale_factors_like": padded}, None),
         (SM120, {"kv_dtype": U8, "k_cache_like": padded, "v_cache_like": padded}, "strides in whole heads of 32"),
-        (SM90, {"query_like": transposed}, "contiguous query"),
+        (SM90, {"query_like": other_order}, "contiguous query"),
         (SM90, {"sinks": SINK, "window_left": 3, "bmm1_scale": ONE}, None),
         (
             SM90,
@@ -343,7 +298,7 @@ ROWS: dict[Kernel, list[tuple[Capability | None, dict[str, Any], str | None]]] =
         (SM90, {"bmm1_scale": 0.3}, None),
         (SM90, {"bmm2_scale": 0.5}, "applies no bmm2_scale to torch.bfloat16: it must be 1.0, not 0.5"),
         (SM90, {"bmm2_scale": 0.5, "dtype": E4M3}, None),
-        (SM90, {"query_like": transposed}, "contiguous query"),
+        (SM90, {"query_like": other_order}, "contiguous query"),
         (SM90, {"sinks": SINK, "window_left": 3}, None),
         (SM90, {"causal": False}, None),
     ],
@@ -357,9 +312,9 @@ ROWS: dict[Kernel, list[tuple[Capability | None, dict[str, Any], str | None]]] =
         (SM100, {"out_dtype": E4M3}, "writes the query's dtype torch.bfloat16, not torch.float8_e4m3fn"),
         (SM100, {"kv_dtype": U8}, "NVFP4 K/V for e4m3 queries only, not for torch.bfloat16"),
         (SM100, {"kv_dtype": U8, "dtype": E4M3}, None),
-        (SM100, {"kv_dtype": U8, "dtype": E4M3, "k_scale_factors_like": transposed}, "contiguous in a page"),
+        (SM100, {"kv_dtype": U8, "dtype": E4M3, "k_scale_factors_like": other_order}, "contiguous in a page"),
         (SM100, {"kv_dtype": U8, "dtype": E4M3, "v_scale_factors_like": padded}, "contiguous in a page"),
-        (SM100, {"v_cache_like": transposed}, "V with K's strides"),
+        (SM100, {"v_cache_like": other_order}, "V with K's strides"),
         (SM100, {"sinks": SINK, "window_left": 3, "return_lse": True, "cu_seqlens_q": OFFSETS}, None),
         (SM100, {"bmm1_scale": ONE, "bmm2_scale": ONE, "query_like": padded, **OTHER_TABLE}, None),
     ],
@@ -371,7 +326,7 @@ ROWS: dict[Kernel, list[tuple[Capability | None, dict[str, Any], str | None]]] =
         (SM100, {"kv_dtype": E4M3}, "reads e4m3 K/V for e4m3 queries, not for torch.bfloat16"),
         *[(SM100, {"page_size": size}, None) for size in (16, 256, 1024)],
         (SM100, {"page_size": 8}, "16, 32, 64 and powers of two from 128, not 8"),
-        (SM100, {"v_cache_like": transposed}, "V with K's strides"),
+        (SM100, {"v_cache_like": other_order}, "V with K's strides"),
         (SM100, {"causal": False, "lse": torch.empty(4, 8)[:, :4]}, None),
     ],
 }

@@ -73,6 +73,8 @@ TABLE: list[tuple[Kernel, Capability | None, Callable[[], Arguments], str | None
     (FA2_PAGED, SM90, lambda: decode(lse=torch.empty(4, 3).T), "contiguous lse"),
     (FA2_PAGED, SM80, lambda: gapped("query", 4)(decode()), "the strides of query must be multiples of them"),
     *[(FA2_PAGED, gpu, lambda: gapped("query", 8)(decode()), None) for gpu in (SM80, SM90, SM100, SM120)],
+    (FA2_PAGED, SM90, lambda: v_elsewhere(decode()), None),
+    (FA2_PAGED, SM90, lambda: decode(5, mask=TREE), None),
     # FlashAttention-4
     (FA4, CPU, decode, "needs a GPU of SM90, SM100 and SM103, this is a CPU"),
     (FA4, SM80, decode, "this is SM80"),

@@ -170,35 +170,19 @@ FMHA: dict[str, Case] = {
     "given output": lambda: into()(context()),
     "bound of rows above bound of keys": lambda: context((3,), (3,), max_q_len=64, max_kv_len=3),
 }
-TRTLLM_GEN_MLA: dict[str, Case] = {
+# What FlashInfer's wrappers take too.
+MLA_CALLS: dict[str, Case] = {
     "decode": mla,
-    "verify": lambda: mla(4, bmm2_scale=0.5),
-    "pages of 32": lambda: mla(3, page_size=32),
-    "e4m3": lambda: mla(2, dtype=E4M3, bmm1_scale=0.02, bmm2_scale=0.7),
-    "sinks": lambda: mla(2, sinks=TWO_SINKS),
-    "sinks in a list": lambda: mla(2, sinks=[TWO_SINKS]),
+    "verify": lambda: mla(4),
     "LSE": lambda: mla(3, return_lse=True),
     "LSE in base e": lambda: mla(3, return_lse=True, return_lse_base="basee"),
     "given LSE": lambda: mla(return_lse=True, lse=torch.empty(3, 1, 2)),
     "given out": lambda: into()(mla(2)),
     "ragged": lambda: mla((1, 4, 2), (3, 20, 70)),
-    "tensor scales": lambda: mla(bmm1_scale=torch.tensor([0.05]), bmm2_scale=torch.tensor([0.5])),
     "slice of a wider table": lambda: widened(mla(2)),
     "pages with gaps": lambda: with_gaps(mla(2)),
-    "rank 256": lambda: mla(2, rank=256),
-    "128 heads": lambda: mla(1, (5, 33), heads=128),
     "uint32 lengths": lambda: mla(seq_lens=torch.tensor([5, 33, 70], dtype=torch.uint32)),
-    "counters": lambda: mla(multi_ctas_kv_counter_buffer=torch.zeros(1024, dtype=torch.int32)),
 }
-XQA_MLA: dict[str, Case] = {
-    "decode": wide_mla,
-    "scales": lambda: wide_mla(dtype=E4M3, bmm1_scale=0.02, bmm2_scale=0.7),
-    "given out": lambda: into()(wide_mla()),
-    "counters": lambda: wide_mla(multi_ctas_kv_counter_buffer=torch.zeros(1024, dtype=torch.int32)),
-    "slice of a wider table": lambda: widened(wide_mla()),
-    "one row": lambda: wide_mla(kv_lens=(70,)),
-}
-# What FlashInfer's ragged wrapper takes too.
 RAGGED_CALLS: dict[str, Case] = {
     "causal": ragged,
     "new tokens": new_tokens,
@@ -217,6 +201,25 @@ RAGGED_CALLS: dict[str, Case] = {
     "256": lambda: ragged(dims=(256, 256)),
     "strided keys and values": lambda: one_after_the_other(ragged()),
     "uint32 lengths": lambda: ragged(seq_lens=torch.tensor([4, 20, 9], dtype=torch.uint32)),
+}
+TRTLLM_GEN_MLA: dict[str, Case] = MLA_CALLS | {
+    "a scale": lambda: mla(4, bmm2_scale=0.5),
+    "pages of 32": lambda: mla(3, page_size=32),
+    "e4m3": lambda: mla(2, dtype=E4M3, bmm1_scale=0.02, bmm2_scale=0.7),
+    "sinks": lambda: mla(2, sinks=TWO_SINKS),
+    "sinks in a list": lambda: mla(2, sinks=[TWO_SINKS]),
+    "tensor scales": lambda: mla(bmm1_scale=torch.tensor([0.05]), bmm2_scale=torch.tensor([0.5])),
+    "rank 256": lambda: mla(2, rank=256),
+    "128 heads": lambda: mla(1, (5, 33), heads=128),
+    "counters": lambda: mla(multi_ctas_kv_counter_buffer=torch.zeros(1024, dtype=torch.int32)),
+}
+XQA_MLA: dict[str, Case] = {
+    "decode": wide_mla,
+    "scales": lambda: wide_mla(dtype=E4M3, bmm1_scale=0.02, bmm2_scale=0.7),
+    "given out": lambda: into()(wide_mla()),
+    "counters": lambda: wide_mla(multi_ctas_kv_counter_buffer=torch.zeros(1024, dtype=torch.int32)),
+    "slice of a wider table": lambda: widened(wide_mla()),
+    "one row": lambda: wide_mla(kv_lens=(70,)),
 }
 TRTLLM_GEN_RAGGED: dict[str, Case] = RAGGED_CALLS | {
     "e4m3": lambda: ragged(dtype=E4M3, bmm1_scale=0.02, bmm2_scale=0.7),
