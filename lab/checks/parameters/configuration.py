@@ -15,17 +15,12 @@ from lab.workloads.interfaces import Interface
 class Configuration:
     """One call, given by its values on the axes of its model. Its `repr` makes it again; default values are left out.
 
-    Attributes:
-        interface: the function.
-        values: the value of each axis, by the axis' name. Axes that are not given have the values of the default point.
-        seed: seed of all random numbers.
-
     Raises:
         ValueError: the function's model does not have an axis.
     """
 
     interface: Interface
-    values: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    values: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of every axis; default values may be left out
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -27,22 +27,14 @@ class Reach(NamedEnum):
 
 @dataclass(frozen=True)
 class Coverage:
-    """The coverage of one function's model.
-
-    Attributes:
-        interface: the function.
-        values: the reach of each value of each axis, by the axis' name.
-        pairs, triples: number of pairs, and of declared triples, with each reach.
-        blind: pairs that no judged case has although both values were judged, with their reach.
-        impossible: number of pairs and triples that each rule makes impossible, by the rule's sentence.
-    """
+    """The coverage of one function's model."""
 
     interface: Interface
-    values: Mapping[str, Mapping[Any, Reach]]
+    values: Mapping[str, Mapping[Any, Reach]]  # the reach of each value of each axis
     pairs: Mapping[Reach, int]
-    triples: Mapping[Reach, int]
-    blind: tuple[tuple[Values, Reach], ...]
-    impossible: Mapping[str, int]
+    triples: Mapping[Reach, int]  # of those that the model states
+    blind: tuple[tuple[Values, Reach], ...]  # pairs that no judged case has, though each of the two values was judged
+    impossible: Mapping[str, int]  # the number of pairs and triples that a rule makes impossible, by the rule's reason
 
     def as_record(self) -> dict[str, Any]:
         """Return the coverage as JSON data: the values of each reach per axis, the counts, and a limited number

@@ -15,15 +15,10 @@ Values = tuple[tuple[str, Any], ...]  # of some axes, in the order of their decl
 
 @dataclass(frozen=True)
 class Constraint:
-    """A condition that the values of some axes must meet to make a valid call.
+    """A condition that the values of some axes must meet to make a valid call."""
 
-    Attributes:
-        fits: the condition. Its parameters have the names of the axes, and it is called with their values.
-        why: a sentence that says what the condition excludes.
-    """
-
-    fits: Callable[..., bool]
-    why: str
+    fits: Callable[..., bool]  # takes a value of each of these axes, which are named as its parameters
+    why: str  # the reason, a sentence
 
     @functools.cached_property
     def axes(self) -> tuple[str, ...]:
@@ -265,11 +260,7 @@ class Model:
 
 
 class _Left:
-    """The goals that no point contains yet.
-
-    Attributes:
-        goals: the goals in order.
-    """
+    """The goals that no point contains yet."""
 
     def __init__(self, goals: Iterable[Values]) -> None:
         self.goals = dict.fromkeys(goals)

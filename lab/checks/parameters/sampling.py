@@ -12,19 +12,12 @@ SEEDS = 2**30
 
 @dataclass(frozen=True)
 class Sample:
-    """A random point of a model, and the function that makes a case from it.
-
-    Attributes:
-        model: the point's model.
-        point: a value for each axis.
-        seed: seed of the case's random numbers.
-        make: makes the case from a point and a seed.
-    """
+    """A random point of a model, and the function that makes a case from it."""
 
     model: Model
     point: Mapping[str, Any]
-    seed: int
-    make: Callable[[Point, int], Any]
+    seed: int  # of everything that the case draws
+    make: Callable[[Point, int], Any]  # returns the case of a point and a seed
 
     @property
     def case(self) -> Any:

@@ -74,11 +74,7 @@ class Rows(TextEnum):
 
 
 class Mask(TextEnum):
-    """Which draft mask a call has.
-
-    Attributes:
-        shown: the mask's name in `draft_masks`; None if it has no name there.
-    """
+    """Which draft mask a call has."""
 
     NONE = "none"
     CAUSAL = "causal", "causal mask"
@@ -90,7 +86,7 @@ class Mask(TextEnum):
     AT_A_WORD = "at a word", "tree mask"  # the mask begins at no multiple of 4 bytes
 
     def __init__(self, _: str, shown: str | None = None) -> None:
-        self.shown = shown
+        self.shown = shown  # its name in `draft_masks`; None where it has none
 
 
 class Sinks(TextEnum):
@@ -105,14 +101,7 @@ class Sinks(TextEnum):
 
 
 class LogitScale(TextEnum):
-    """In which form `bmm1_scale` is passed, and by which factor it differs from the usual scale.
-
-    Attributes:
-        shape: shape of the scale's tensor; None for a number.
-        factor: the scale divided by the usual scale.
-        is_log2: the scale is passed as `bmm1_scale_log2`.
-        is_beside: `bmm1_scale` is given too, as a tensor; `bmm1_scale_log2` takes precedence.
-    """
+    """In which form `bmm1_scale` is passed."""
 
     NUMBER = "number", None, 1.0
     TENSOR_1D = "tensor [1]", (1,)
@@ -127,20 +116,16 @@ class LogitScale(TextEnum):
     def __init__(
         self,
         _: str,
-        shape: tuple[int, ...] | None,
-        factor: float = 0.75,
-        is_log2: bool = False,
-        is_beside: bool = False,
+        shape: tuple[int, ...] | None,  # of a tensor; None for a number
+        factor: float = 0.75,  # of the usual scale
+        is_log2: bool = False,  # the scale is given as `bmm1_scale_log2`
+        is_beside: bool = False,  # `bmm1_scale` is given too, as a tensor; `bmm1_scale_log2` takes precedence
     ) -> None:
         self.shape, self.factor, self.is_log2, self.is_beside = shape, factor, is_log2, is_beside
 
 
 class ValueScale(TextEnum):
-    """In which form `bmm2_scale` is passed.
-
-    Attributes:
-        shape, factor: as in `LogitScale`. 0.9 is not a sum of few powers of two, so that rounding of the scale shows.
-    """
+    """In which form `bmm2_scale` is passed; 0.9 is not a sum of few powers of two, so that rounding of the scale shows."""
 
     USUAL = "usual", None, 1.0
     NUMBER = "0.9 as a number", None
@@ -156,12 +141,7 @@ class ValueScale(TextEnum):
 
 
 class Output(TextEnum):
-    """In which form `out` and `out_dtype` are passed.
-
-    Attributes:
-        dtype: dtype of the output; None: the call's default.
-        is_given: a buffer is passed.
-    """
+    """In which form `out` and `out_dtype` are passed."""
 
     NONE = "none", None, False
     GIVEN = "given"
@@ -175,7 +155,8 @@ class Output(TextEnum):
     E4M3 = "dtype e4m3", E4M3, False
 
     def __init__(self, _: str, dtype: torch.dtype | None = None, is_given: bool = True) -> None:
-        self.dtype, self.is_given = dtype, is_given
+        self.dtype = dtype  # of the output; None for the call's own
+        self.is_given = is_given  # a buffer is passed
 
     def is_e4m3(self, dtypes: DtypePair) -> bool:
         """Return True if the output of a call with these dtypes is e4m3."""
@@ -183,11 +164,7 @@ class Output(TextEnum):
 
 
 class Lse(TextEnum):
-    """In which form `lse` and `return_lse` are passed.
-
-    Attributes:
-        is_given: a buffer is passed.
-    """
+    """In which form `lse` and `return_lse` are passed."""
 
     NONE = "none", False
     RETURNED = "returned", False
@@ -199,7 +176,7 @@ class Lse(TextEnum):
     BASE_E = "base e", False
 
     def __init__(self, _: str, is_given: bool = True) -> None:
-        self.is_given = is_given
+        self.is_given = is_given  # a buffer is passed
 
 
 class SeqLens(TextEnum):
@@ -219,11 +196,7 @@ class Bound(TextEnum):
 
 
 class Tables(TextEnum):
-    """In which form the block tables are passed.
-
-    Attributes:
-        is_separate: K and V have separate tables.
-    """
+    """In which form the block tables are passed."""
 
     PLAIN = "plain"
     ROWS_APART = "rows apart"
@@ -235,7 +208,7 @@ class Tables(TextEnum):
     SEPARATE_ROWS_APART = "separate with rows apart", True
 
     def __init__(self, _: str, is_separate: bool = False) -> None:
-        self.is_separate = is_separate
+        self.is_separate = is_separate  # K and V have tables of their own
 
 
 class Pages(TextEnum):
@@ -244,11 +217,7 @@ class Pages(TextEnum):
 
 
 class Cache(TextEnum):
-    """How the cache is stored and passed.
-
-    Attributes:
-        is_one_tensor: K and V are passed as one tensor with twice the pages.
-    """
+    """How the cache is stored and passed."""
 
     PLAIN = "plain"
     PAGES_APART = "pages apart"
@@ -267,7 +236,7 @@ class Cache(TextEnum):
     FOUR_AXES_ODD_STRIDES = "4-D with odd strides"
 
     def __init__(self, _: str, is_one_tensor: bool = False) -> None:
-        self.is_one_tensor = is_one_tensor
+        self.is_one_tensor = is_one_tensor  # K and V are passed as one tensor of twice the pages
 
 
 class KV(TextEnum):
@@ -289,11 +258,7 @@ class RaggedPadding(TextEnum):
 
 
 class BatchPadding(TextEnum):
-    """How the batch whose metadata is built is padded.
-
-    Attributes:
-        slot_length: length of each padding request; None if there is no padding.
-    """
+    """How the batch whose metadata is built is padded."""
 
     NONE = "none"
     EMPTY_SLOTS = "slots of length 0", 0
@@ -301,15 +266,11 @@ class BatchPadding(TextEnum):
     ROWS = "rows"
 
     def __init__(self, _: str, slot_length: int | None = None) -> None:
-        self.slot_length = slot_length
+        self.slot_length = slot_length  # of each slot of padding; None where there is none
 
 
 class Later(TextEnum):
-    """How the second pass whose metadata is built differs from the first.
-
-    Attributes:
-        more_rows: how many more rows each request has than in the first pass.
-    """
+    """How the second pass whose metadata is built differs from the first."""
 
     SAME = "the same"
     LONGER = "longer"
@@ -322,7 +283,7 @@ class Later(TextEnum):
     ANOTHER_POOL = "another pool"
 
     def __init__(self, _: str, more_rows: int = 0) -> None:
-        self.more_rows = more_rows
+        self.more_rows = more_rows  # than each request of the first pass has
 
 
 class Prefixes(TextEnum):

@@ -24,23 +24,14 @@ CallInputs = AttentionInputs | RaggedInputs
 
 @dataclass(eq=False)
 class BuiltCall:
-    """A call that is being built: its arguments, some of them in chosen forms.
+    """A call that is being built: its arguments, some of them in chosen forms."""
 
-    Attributes:
-        forms: the forms of the arguments, by name.
-        inputs: the tensors that the call passes, and what they were made from; one of `CallInputs`.
-        given: the arguments, by name.
-        rules: fields of `lab.references.truth.Rules` that differ from the inputs' rules.
-        guards: for each guarded buffer, its name and the whole memory around it (`guarded`).
-        gaps: for each buffer with gaps, its name and the NaN elements in its gaps.
-    """
-
-    forms: Any
-    inputs: Any
-    given: dict[str, Any] = field(default_factory=dict)
-    rules: dict[str, Any] = field(default_factory=dict)
-    guards: dict[str, Tensor] = field(default_factory=dict)
-    gaps: dict[str, Tensor] = field(default_factory=dict)
+    forms: Any  # of the arguments, by name
+    inputs: Any  # one of `CallInputs`
+    given: dict[str, Any] = field(default_factory=dict)  # the arguments
+    rules: dict[str, Any] = field(default_factory=dict)  # those of the truth that differ from the inputs' rules
+    guards: dict[str, Tensor] = field(default_factory=dict)  # the whole memory around each buffer that is `guarded`
+    gaps: dict[str, Tensor] = field(default_factory=dict)  # the NaN elements in the gaps of each buffer that has gaps
 
     @property
     def interface(self) -> Interface:

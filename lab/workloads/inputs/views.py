@@ -81,11 +81,7 @@ def with_odd_strides(tensor: Tensor) -> Tensor:
 
 
 class Layout(TextEnum):
-    """A layout of [..., rows or tokens, heads, elements].
-
-    Attributes:
-        of: returns a tensor in this layout.
-    """
+    """A layout of [..., rows or tokens, heads, elements]."""
 
     CONTIGUOUS = "contiguous", lambda tensor: tensor
     ROWS_APART = "rows apart", lambda tensor: apart(tensor, -3, GAP)
@@ -99,7 +95,7 @@ class Layout(TextEnum):
     REQUESTS_APART = "requests apart", lambda tensor: apart(tensor, 0, tensor[:1, :1].numel())
 
     def __init__(self, _: str, of: Callable[[Tensor], Tensor]) -> None:
-        self.of = of
+        self.of = of  # returns a tensor in this layout
 
 
 def _as_view(tensor: Tensor, strides: Sequence[int], first: int) -> Tensor:
