@@ -21,19 +21,14 @@ LAYOUTS = ("HND", "NHD")
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of values.
+    """A kind of values."""
 
-    Attributes:
-        words: what a value is, after "is not".
-        holds: tells whether something is a value.
-        parse: makes a value of its text, or something that `holds` refuses, or raises ValueError.
-        metavar: stands for the values in a help text.
-    """
-
-    words: Callable[[], str]
-    holds: Callable[[Any], bool]
-    parse: Callable[[str], Any] = int
-    metavar: str = "N,N,..."
+    words: Callable[[], str]  # returns what a value is, after "is not"
+    holds: Callable[[Any], bool]  # tells whether something is a value
+    parse: Callable[[str], Any] = (
+        int  # makes a value of its text, or something that `holds` refuses, or raises ValueError
+    )
+    metavar: str = "N,N,..."  # stands for the values in a help text
 
     def read(self, text: str) -> Any:
         """Return the value of a text.
@@ -115,21 +110,15 @@ LATENT = Kind(
 
 @dataclass(frozen=True)
 class Option:
-    """The option of a field of `Ranges`.
-
-    Attributes:
-        help: what the field is.
-        kind: of its values.
-        is_several: the field is a tuple of values.
-        beyond: values that K18 judges too where the field is as it is by default; a kernel for the usual sizes declines them.
-        likely: the values that kernels take the most often, the likeliest first.
-    """
+    """The option of a field of `Ranges`."""
 
     help: str
     kind: Kind
-    is_several: bool = True
-    beyond: tuple[Any, ...] = ()
-    likely: tuple[Any, ...] = ()
+    is_several: bool = True  # the field is a tuple of values
+    beyond: tuple[
+        Any, ...
+    ] = ()  # values that K18 judges too in a default field; a kernel for the usual sizes declines them
+    likely: tuple[Any, ...] = ()  # the values that kernels take the most often, the likeliest first
 
     @property
     def is_switch(self) -> bool:

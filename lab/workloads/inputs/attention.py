@@ -29,37 +29,25 @@ ENGINE_SCRATCH_BYTES = {"cpu": 2**20, "cuda": 512 * 2**20}  # of a model's batch
 
 @dataclass(frozen=True, eq=False)
 class AttentionInputs:
-    """The tensors of a call over a paged cache, and the histories that they were made from.
-
-    Attributes:
-        case: the call as data.
-        query: [num_rows, num_qo_heads, head_dim].
-        histories: (K, V) of each request as a kernel must read them, without the global scale: as stored, or for NVFP4
-            dequantised to float64; [kv_len, num_kv_heads, head_dim] and [kv_len, num_kv_heads, out_head_dim].
-        k_pages, v_pages: [num_pages, ., ., head_dim] in the case's layout, with head_dim // 2 bytes for NVFP4; for MLA both are
-            [num_pages, page_size, head_dim].
-        scale_factors: the scale factors of K and of V in an NVFP4 cache, [num_pages, ., ., head_dim // 16] each; else None.
-        block_tables: int32 [batch_size, max_num_pages_per_seq], or separate for K and V, [batch_size, 2,
-            max_num_pages_per_seq].
-        seq_lens: int32 [batch_size].
-        sinks: float32 [num_qo_heads] or None.
-        shown: a draft's mask, bool [batch_size, q_len, q_len], or None.
-        causal: a row does not see keys after its own.
-        factors: factors by which bmm1_scale and bmm2_scale are multiplied.
-    """
+    """The tensors of a call over a paged cache, and the histories that they were made from."""
 
     case: AttentionCase
-    query: Tensor
+    query: Tensor  # [num_rows, num_qo_heads, head_dim]
+    # (K, V) of each request as a kernel must read them, without the global scale: as stored, or for NVFP4 dequantised to
+    # float64; [kv_len, num_kv_heads, head_dim] and [kv_len, num_kv_heads, out_head_dim].
     histories: tuple[tuple[Tensor, Tensor], ...]
+    # [num_pages, ., ., head_dim] in the case's layout, head_dim // 2 bytes for NVFP4; for MLA [num_pages, page_size, head_dim].
     k_pages: Tensor
     v_pages: Tensor
-    block_tables: Tensor
-    seq_lens: Tensor
-    sinks: Tensor | None
-    scale_factors: tuple[Tensor, Tensor] | None = None
-    shown: Tensor | None = None
-    causal: bool = True
-    factors: tuple[float, float] = (1.0, 1.0)
+    block_tables: Tensor  # int32 [batch_size, max_num_pages_per_seq]; with a table of V's own, [batch_size, 2, ...]
+    seq_lens: Tensor  # int32 [batch_size]
+    sinks: Tensor | None  # float32 [num_qo_heads]
+    scale_factors: tuple[Tensor, Tensor] | None = (
+        None  # of an NVFP4 cache's K and V, [num_pages, ., ., head_dim // 16] each
+    )
+    shown: Tensor | None = None  # a draft's mask, bool [batch_size, q_len, q_len]
+    causal: bool = True  # a row does not see keys after its own
+    factors: tuple[float, float] = (1.0, 1.0)  # by which bmm1_scale and bmm2_scale are multiplied
 
     @property
     def interface(self) -> Interface:

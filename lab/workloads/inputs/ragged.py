@@ -26,29 +26,17 @@ Parts = list[tuple[Tensor, Tensor]]  # each request's keys and values, [kv_len, 
 
 @dataclass(frozen=True, eq=False)
 class RaggedInputs:
-    """The tensors of a ragged context call.
+    """The tensors of a ragged context call."""
 
-    Attributes:
-        query: [num_rows, num_qo_heads, head_dim].
-        q_lens: query rows of each request.
-        parts: each request's keys and values.
-        softmax_scale: bmm1_scale before it is multiplied by its factor.
-        causal: a row does not see keys after its own.
-        window_left: number of keys to the left of a row that it sees; -1 for all.
-        sinks: float32 [num_qo_heads] or None.
-        shown: None, because there is no draft mask.
-        factors: factors by which bmm1_scale and bmm2_scale are multiplied.
-    """
-
-    query: Tensor
+    query: Tensor  # [num_rows, num_qo_heads, head_dim]
     q_lens: tuple[int, ...]
     parts: Parts
-    softmax_scale: float
-    causal: bool = True
-    window_left: int = -1
-    sinks: Tensor | None = None
-    shown: Tensor | None = None
-    factors: tuple[float, float] = (1.0, 1.0)
+    softmax_scale: float  # bmm1_scale before it is multiplied by its factor
+    causal: bool = True  # a row does not see keys after its own
+    window_left: int = -1  # number of keys to the left of a row that it sees; -1 for all
+    sinks: Tensor | None = None  # float32 [num_qo_heads]
+    shown: Tensor | None = None  # None, because there is no draft mask
+    factors: tuple[float, float] = (1.0, 1.0)  # by which bmm1_scale and bmm2_scale are multiplied
 
     interface = Interface.RAGGED_CONTEXT
     kv_bound = "max_kv_len"

@@ -28,21 +28,14 @@ _LARGEST_E4M3_KEY = torch.finfo(E4M3).max * E4M3_K_SCALE
 
 @dataclass(frozen=True, eq=False)
 class _Drawn:
-    """The random numbers of one request.
-
-    Attributes:
-        request: the request's number in the case.
-        directions: directions of the needles, [num_kv_heads, head_dim].
-        query: [q_len, num_qo_heads, head_dim].
-        keys, values: [kv_len, num_kv_heads, head_dim].
-    """
+    """The random numbers of one request."""
 
     case: AttentionCase
-    request: int
-    directions: Tensor
-    query: Tensor
-    keys: Tensor
-    values: Tensor
+    request: int  # its number in the case
+    directions: Tensor  # of the needles, [num_kv_heads, head_dim]
+    query: Tensor  # [q_len, num_qo_heads, head_dim]
+    keys: Tensor  # [kv_len, num_kv_heads, head_dim]
+    values: Tensor  # the same
 
 
 def draw_contents(
