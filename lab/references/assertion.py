@@ -152,7 +152,7 @@ def truth_of_problem(problem: Problem, arithmetic: torch.dtype | None = None) ->
     """
     offsets = problem.row_offsets()
     q_lens = [end - start for start, end in itertools.pairwise(offsets)]
-    histories = _ragged_histories(problem) if isinstance(problem, RaggedAttention) else _paged_histories(problem)
+    histories = histories_of(problem)
     if problem.window_left >= 0:
         histories = [
             _without_unseen(history, q_len, problem.window_left)
@@ -169,6 +169,11 @@ def truth_of_problem(problem: Problem, arithmetic: torch.dtype | None = None) ->
         shown=None if mask is None else shown_draft_tokens(mask.to(torch.int32)),
     )
     return truth_of_requests(problem.query[: offsets[-1]], histories, q_lens, rules)
+
+
+def histories_of(problem: Problem) -> list[History]:
+    """Return the keys and values of each request of a checked problem, by its page tables or offsets."""
+    return _ragged_histories(problem) if isinstance(problem, RaggedAttention) else _paged_histories(problem)
 
 
 def _without_unseen(history: History, q_len: int, window_left: int) -> History:

@@ -1,0 +1,185 @@
+"""Calls that FlashInfer recorded itself (`FLASHINFER_LOGLEVEL=10`), as `flashinfer/api_logging.py` of 0.7.2 writes them.
+
+A call is a folder with `metadata.jsonl`, whose last line counts, and the tensors in `inputs` and `outputs`, files of torch
+(`.pt`) or of safetensors. A call in a CUDA graph has a folder of the same form in `graph_flushes` for each replay; the files of
+the call itself repeat the last replay. A tensor argument has the key `arg_0` or `kwarg_query`, a tensor in a tuple
+`kwarg_kv_cache__0`. The other arguments are JSON in `input_metadata`.
+"""
+
+import ast
+import json
+import pickle
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lab.calls import CALL_TYPES, AttentionCall
+from lab.extras import require
+from lab.recorded.call import RecordedCall, RecordingError
+
+METADATA = "metadata.jsonl"
+REPLAYS = "graph_flushes"
+LOST = {
+    "torch": "FlashInfer copies a tensor to an address of its own, so that offsets and alignment are lost",
+    "safetensors": "FlashInfer makes tensors contiguous for safetensors, so that strides, offsets and alignment are lost",
+}
+# What torch, pickle and safetensors raise for a damaged file.
+DAMAGED = (EOFError, KeyError, OSError, OverflowError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError)
+_ARGUMENT = re.compile(r"(arg_(?P<index>\d+)|kwarg_(?P<name>\w+?))(__\d+)*")
+
+
+@dataclass(frozen=True)
+class DumpedCall:
+    """A folder that holds one eager call, or one replay of a captured call.
+
+    Attributes:
+        path: the folder.
+        function: the name of the function that was called; "" if the record is damaged.
+        time: when the function was called or captured, to milliseconds; a text that sorts.
+        sequence: the number of the call among those of the function in its process.
+        replay: the number of the replay; 0 for an eager call.
+    """
+
+    path: Path
+    function: str
+    time: str = ""
+    sequence: int = 0
+    replay: int = 0
+
+    def read(self) -> RecordedCall:
+        """Read the call.
+
+        Raises:
+            RecordingError: a file is missing, damaged or of another form, or the call is none of `AttentionCall`.
+        """
+        record = _last_record(self.path)
+        if record["function_name"] not in {each.value for each in AttentionCall}:
+            raise RecordingError(f"{self.path} holds a call of {record['function_name']}, which the lab does not judge")
+        function = AttentionCall(record["function_name"])
+        inputs = _tensors(self.path, "inputs")
+        given = _arguments(self.path, record, function, inputs)
+        outputs = _tensors(self.path, "outputs") if _tensor_file(self.path, "outputs") else {}
+        lse = outputs.get("result_1")
+        if outputs and lse is None and self.replay:  # the arguments are copied after a replay, and before an eager call
+            lse = given.get("lse")
+        versions = {str(name): str(version) for name, version in _mapping(record.get("versions")).items()}
+        lost = (LOST["safetensors" if record.get("tensor_format") == "safetensors" else "torch"],)
+        return RecordedCall(function, given, outputs.get("result", outputs.get("result_0")), lse, versions, lost)
+
+
+def dumped_calls(folder: Path) -> list[DumpedCall]:
+    """Return the calls in a folder of dumps in the order of time; of a captured call, its replays."""
+    calls = []
+    for metadata in folder.glob(f"*/{METADATA}"):
+        replays = sorted(metadata.parent.glob(f"{REPLAYS}/*/{METADATA}"))
+        calls += [_dumped(each.parent) for each in replays or (metadata,)]
+    return sorted(calls, key=lambda call: (call.time, call.sequence, call.replay, call.path))
+
+
+def _dumped(path: Path) -> DumpedCall:
+    try:
+        record = _last_record(path)
+    except RecordingError:
+        return DumpedCall(path, "")
+    sequence, replay = (
+        number if isinstance(number := record.get(name), int) else 0
+        for name in ("call_sequence", "graph_capture_flush_index")
+    )
+    return DumpedCall(path, record["function_name"], str(record.get("timestamp", "")), sequence, replay)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _last_record(folder: Path) -> dict[str, Any]:
+    """Return the last record of a call, which is a JSON object with the function's name."""
+    path = folder / METADATA
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        record = json.loads(lines[-1]) if lines else None
+    except (OSError, ValueError, RecursionError) as error:
+        raise RecordingError(f"{path} cannot be read: {error}") from error
+    if not isinstance(record, dict) or not isinstance(record.get("function_name"), str):
+        raise RecordingError(f"{path} is no record of a FlashInfer call: its last line has no function_name")
+    return record
+
+
+def _tensor_file(folder: Path, kind: str) -> Path | None:
+    """Return the file of a call's "inputs" or "outputs", or None if there is none."""
+    return next((path for end in (".pt", ".safetensors") if (path := folder / f"{kind}{end}").exists()), None)
+
+
+def _tensors(folder: Path, kind: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of a call's "inputs" or "outputs" by key, on the CPU. Nothing of the file is executed."""
+    path = _tensor_file(folder, kind)
+    if path is None:
+        raise RecordingError(
+            f"{folder} has no {kind}: the call was captured and never replayed, or the recording ended"
+        )
+    load: Callable[[Path], Any] = partial(torch.load, map_location="cpu", weights_only=True)
+    if path.suffix == ".safetensors":
+        require(f"reading {path}", "safetensors")
+        from safetensors.torch import load_file
+
+        load = load_file
+    try:
+        tensors = load(path)
+    except DAMAGED as error:
+        raise RecordingError(f"{path} is damaged: {str(error).splitlines()[0] if str(error) else error!r}") from error
+    if not isinstance(tensors, dict) or not all(isinstance(each, torch.Tensor) for each in tensors.values()):
+        raise RecordingError(f"{path} does not hold tensors by name")
+    return tensors
+
+
+def _arguments(
+    folder: Path, record: Mapping[str, Any], function: AttentionCall, inputs: Mapping[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Return a call's arguments by name. `input_metadata` goes before the tensors, whose nested ones it names."""
+    names = _parameters(record, function)
+    given: dict[str, Any] = {}
+    for key, value in (*inputs.items(), *_mapping(record.get("input_metadata")).items()):
+        match = _ARGUMENT.fullmatch(key)
+        if match is None or (key in inputs and match[4]):
+            continue
+        if match["index"] and int(match["index"]) >= len(names):
+            raise RecordingError(f"{folder} has {key}, but {function.value} has {len(names)} parameters")
+        name = names[int(match["index"])] if match["index"] else match["name"]
+        given[name] = value if isinstance(value, torch.Tensor) else _value(folder, name, value, inputs)
+    return given
+
+
+def _parameters(record: Mapping[str, Any], function: AttentionCall) -> Sequence[str]:
+    """Return the names of the function's parameters in the engine's release, else in the one that the lab models."""
+    try:
+        (definition,) = ast.parse(f"def call{record.get('function_signature')}: ...").body
+    except (SyntaxError, ValueError, RecursionError):
+        return list(CALL_TYPES[function].__dataclass_fields__)
+    assert isinstance(definition, ast.FunctionDef)
+    return [each.arg for each in (*definition.args.posonlyargs, *definition.args.args)]
+
+
+def _value(folder: Path, name: str, value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return the argument that a JSON value stands for."""
+    if not isinstance(value, dict):
+        return value
+    match value:
+        case {"type": "torch.Tensor", "tensor_key": str(key)} if key in tensors:
+            return tensors[key]
+        case {"type": "torch.dtype", "value": str(text)} if isinstance(
+            dtype := getattr(torch, text.removeprefix("torch."), None), torch.dtype
+        ):
+            return dtype
+        case {"type": "enum", "value": constant}:
+            return constant
+        case {"type": "tuple" | "list" as kind, "truncated": False, "items": list(items)}:
+            values = [_value(folder, name, each, tensors) for each in items]
+            return tuple(values) if kind == "tuple" else values
+    raise RecordingError(
+        f"{folder} does not hold the value of {name}, only that it is {value.get('type', 'an object')}"
+    )

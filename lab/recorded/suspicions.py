@@ -1,0 +1,164 @@
+"""What makes a recorded call's inputs suspicious, and the input that a non-finite output came from.
+
+The arguments of a call cannot tell that a page table names pages of another request. Some mistakes of an engine leave traces
+in them; each is a sentence here. No trace decides a verdict.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lab.calls import PagedAttention, Problem
+from lab.calls.problem import shown_draft_tokens
+from lab.references.assertion import History, histories_of
+from lab.references.softmax_attention import visible_keys
+
+MOST_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Place:
+    """One token of a request's K or V.
+
+    Attributes:
+        side: "K" or "V".
+        request, token, head: of the request, its key from 0, and the K/V head.
+        page, slot: of the paged cache; None where K and V are not paged.
+        value: the first non-finite element.
+    """
+
+    side: str
+    request: int
+    token: int
+    head: int
+    page: int | None
+    slot: int | None
+    value: float
+
+    def __str__(self) -> str:
+        where = "" if self.page is None else f" (page {self.page}, slot {self.slot})"
+        return (
+            f"{self.side} of request {self.request}, key {self.token}{where}, K/V head {self.head} holds {self.value}"
+        )
+
+
+def suspicions(problem: Problem) -> list[str]:
+    """Return a sentence for each suspicious property of the inputs of a checked call."""
+    found = [
+        f"{name} is 0, which makes {'all weights equal' if name == 'bmm1_scale' else 'the output zero'}"
+        for name, scale in (("bmm1_scale", problem.bmm1_scale), ("bmm2_scale", problem.bmm2_scale))
+        if float(scale) == 0
+    ]
+    if problem.has_no_rows:
+        return found
+    end = problem.row_offsets()[-1]
+    if end < problem.num_rows:
+        found.append(f"rows {end} to {problem.num_rows - 1} of the query belong to no request")
+    if isinstance(problem, PagedAttention):
+        found += _shared_tails(problem)
+    for request, history in enumerate(histories_of(problem)):
+        places = list(_non_finite(problem, request, history))
+        found += [f"{places[0]}, one of {len(places)} non-finite keys of the request"] if places else []
+    return _shortened(found)
+
+
+def _shortened(found: Sequence[str]) -> list[str]:
+    left_out = len(found) - 2 * MOST_SHOWN
+    return [*found[: 2 * MOST_SHOWN], *([f"and {left_out} more"] if left_out > 0 else [])]
+
+
+def _shared_tails(problem: PagedAttention) -> Iterator[str]:
+    """Yield a sentence for each page that is the last one, and partly filled, of several requests."""
+    owners = defaultdict(list)
+    for request, kv_len in enumerate(problem.seq_lens.tolist()):
+        if kv_len % problem.page_size:
+            page = int(problem.k_block_tables[request, kv_len // problem.page_size])
+            owners[page].append((request, kv_len))
+    for page, requests in owners.items():
+        if len(requests) > 1:
+            several = ", ".join(str(request) for request, _ in requests)
+            yield f"page {page} is the last page of requests {several}: each of them writes its next key into it"
+
+
+def _non_finite(problem: Problem, request: int, history: History) -> Iterator[Place]:
+    """Yield each token of a request's K and V that holds a non-finite element."""
+    for side, values in zip("KV", history, strict=True):
+        wide = values.to(torch.float32)
+        for token, head in (~wide.isfinite()).any(dim=-1).nonzero().tolist():
+            vector = wide[token, head]
+            yield Place(
+                side, request, token, head, *_slot(problem, side, request, token), float(vector[~vector.isfinite()][0])
+            )
+
+
+def _slot(problem: Problem, side: str, request: int, token: int) -> tuple[int | None, int | None]:
+    if not isinstance(problem, PagedAttention):
+        return None, None
+    column, slot = divmod(token, problem.page_size)
+    tables = problem.k_block_tables if side == "K" else problem.v_block_tables
+    return int(tables[request, column]), slot
+
+
+def origins_of_non_finite(problem: Problem, out: torch.Tensor) -> list[str]:
+    """Say of non-finite output vectors where they came from: of the first row of each request that has some.
+
+    Args:
+        problem: checked.
+        out: [num_rows, num_qo_heads, v_head_dim].
+    """
+    bad = ~out.to(torch.float32).isfinite().all(dim=-1)
+    offsets, group = problem.row_offsets(), problem.num_qo_heads // problem.num_kv_heads
+    found = []
+    for request, history in enumerate(histories_of(problem)):
+        rows = bad[offsets[request] : offsets[request + 1]].nonzero().tolist()
+        if not rows:
+            continue
+        row, head = rows[0]
+        at = f"row {offsets[request] + row} (request {request}) head {head} is not finite"
+        query = problem.query[offsets[request] + row, head].to(torch.float32)
+        seen = _visible(problem, request, offsets[request + 1] - offsets[request], len(history[0]))[row]
+        places = [each for each in _non_finite(problem, request, history) if each.head == head // group]
+        read = [each for each in places if seen[each.token]]
+        if not bool(query.isfinite().all()):
+            found.append(f"{at}: so is its query")
+        elif read:
+            found.append(f"{at}: it sees {read[0]}")
+        else:
+            found.append(f"{at}: {_unseen(problem, request, len(history[0]), places)}")
+    return _shortened(found)
+
+
+def _visible(problem: Problem, request: int, q_len: int, kv_len: int) -> torch.Tensor:
+    """Return the keys that each row of a request sees, bool [q_len, kv_len]."""
+    first = kv_len - q_len
+    mask = problem.mask if isinstance(problem, PagedAttention) else None
+    visible = visible_keys(
+        torch.arange(first, kv_len)[None],
+        torch.arange(kv_len)[None],
+        torch.tensor([kv_len]),
+        causal=problem.causal and mask is None,
+        window_left=problem.window_left,
+    )[0]
+    visible = visible.expand(q_len, kv_len).clone()
+    if mask is not None:
+        shown = shown_draft_tokens(mask[request : request + 1].to(torch.int32))[0]
+        visible[:, max(first, 0) :] &= shown[:, max(-first, 0) :]
+    return visible
+
+
+def _unseen(problem: Problem, request: int, kv_len: int, hidden: Sequence[Place]) -> str:
+    """Say which memory that the row must not read could have made its output non-finite."""
+    if hidden:
+        return f"it must not see {hidden[0]}"
+    if isinstance(problem, PagedAttention) and kv_len % problem.page_size:
+        column, first = divmod(kv_len, problem.page_size)
+        for side, cache, tables in (
+            ("K", problem.k_cache, problem.k_block_tables),
+            ("V", problem.v_cache, problem.v_block_tables),
+        ):
+            page = int(tables[request, column])
+            if not problem.is_nvfp4 and not bool(cache[page, :, first:].to(torch.float32).isfinite().all()):
+                return f"page {page} holds a non-finite {side} after the request's last key, which no row sees"
+    return "all that it sees is finite"

@@ -1,0 +1,53 @@
+"""Record calls of the references with FlashInfer's own recorder, in a process that has it switched on.
+
+`python -m tests.recorded.record_calls FOLDER`; the arguments are seeded, so that a test makes them again.
+"""
+
+import contextlib
+import os
+import sys
+from typing import Any
+
+import torch
+
+PAGE_SIZE, NUM_PAGES, HEADS, KV_HEADS, HEAD_DIM = 16, 9, 4, 2, 64
+LENGTHS = (5, 17, 33)
+
+
+def decode_arguments(**changes: Any) -> dict[str, Any]:
+    """Make the arguments of a decode of three requests, K/V heads before tokens and strided pages."""
+    draw = torch.Generator().manual_seed(3)
+    pool = torch.randn(NUM_PAGES, 2, KV_HEADS, PAGE_SIZE, HEAD_DIM, generator=draw).to(torch.bfloat16)
+    arguments = {
+        "query": torch.randn(len(LENGTHS), HEADS, HEAD_DIM, generator=draw).to(torch.bfloat16),
+        "kv_cache": (pool[:, 0], pool[:, 1]),
+        "workspace_buffer": torch.zeros(64, dtype=torch.uint8),
+        "block_tables": torch.randperm(NUM_PAGES, generator=draw).view(3, 3).to(torch.int32),
+        "seq_lens": torch.tensor(LENGTHS, dtype=torch.int32),
+        "max_seq_len": max(LENGTHS),
+        "bmm1_scale": HEAD_DIM**-0.5,
+    }
+    return arguments | changes
+
+
+def main(folder: str) -> None:
+    """Record six calls: plain, positional, with a given output and LSE, of float16 output, one that fails, and no attention."""
+    os.environ |= {"FLASHINFER_LOGLEVEL": "10", "FLASHINFER_LOGDEST": os.devnull, "FLASHINFER_DUMP_DIR": folder}
+    from flashinfer.api_logging import flashinfer_api
+
+    from lab import references
+
+    decode = flashinfer_api(references.trtllm_batch_decode_with_kv_cache)
+    plain = decode_arguments()
+    decode(**plain)
+    decode(*plain.values())
+    results = {"out": torch.empty_like(plain["query"]), "lse": torch.empty(plain["query"].shape[:2])}
+    decode(**plain, **results, return_lse=True)
+    decode(**decode_arguments(out_dtype=torch.float16, window_left=3))
+    with contextlib.suppress(ValueError):
+        decode(**decode_arguments(max_seq_len=4))
+    flashinfer_api(torch.nn.functional.relu)(plain["query"])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,180 @@
+"""Calls that FlashInfer recorded are read as they were made, and what cannot be read is refused in a sentence."""
+
+import io
+import json
+import pickle
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lab.calls import AttentionCall
+from lab.recorded.call import RecordingError
+from lab.recorded.flashinfer_dumps import METADATA, REPLAYS, DumpedCall, dumped_calls
+from lab.references.assertion import assert_close_to_reference
+from tests.recorded.record_calls import decode_arguments
+
+
+def _same(read: Any, made: Any) -> bool:
+    if isinstance(made, torch.Tensor):
+        return torch.equal(read, made) and read.stride() == made.stride() and read.dtype == made.dtype
+    if isinstance(made, tuple):
+        return isinstance(read, tuple) and all(map(_same, read, made))
+    return bool(read == made)
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["by name", "by position"])
+def test_arguments_are_read_as_they_were_given(recorded_once: Path, number: int) -> None:
+    call = dumped_calls(recorded_once)[number].read()
+    made = decode_arguments()
+    assert call.function is AttentionCall.DECODE and set(call.given) == set(made)
+    assert all(_same(call.given[name], made[name]) for name in made if name != "kv_cache")
+    for read, given in zip(call.given["kv_cache"], made["kv_cache"], strict=True):
+        assert torch.equal(read, given)
+    assert call.arguments()["workspace_buffer"] is None and call.lse is None
+    assert "flashinfer" in call.versions and "alignment" in call.lost[0]
+    assert_close_to_reference(call.out, **call.arguments())
+
+
+def test_results_that_were_given_are_not_read_as_inputs(recorded_once: Path) -> None:
+    call = dumped_calls(recorded_once)[2].read()
+    arguments = call.arguments()
+    assert arguments["out"] is not call.given["out"] and arguments["out"].shape == call.given["out"].shape
+    assert arguments["lse"].dtype == torch.float32 and call.lse is not None
+    assert_close_to_reference((call.out, call.lse), **{**arguments, "out": None, "lse": None})
+
+
+def test_a_dtype_and_an_integer_are_read(recorded_once: Path) -> None:
+    call = dumped_calls(recorded_once)[3].read()
+    assert call.given["out_dtype"] == torch.float16 and call.given["window_left"] == 3
+    assert call.out is not None and call.out.dtype == torch.float16 and call.problem().window_left == 3
+
+
+def test_a_call_that_failed_has_inputs_alone(recorded_once: Path) -> None:
+    call = dumped_calls(recorded_once)[4].read()
+    assert call.out is None and call.given["max_seq_len"] == 4
+    with pytest.raises(ValueError, match=r"seq_lens\[0\] = 5 exceeds max_seq_len.* = 4"):
+        call.problem()
+
+
+def test_a_function_that_is_no_attention_call_is_refused(recorded_once: Path) -> None:
+    assert dumped_calls(recorded_once)[5].function == "relu"
+    with pytest.raises(RecordingError, match="holds a call of relu, which the lab does not judge"):
+        dumped_calls(recorded_once)[5].read()
+
+
+def _as_replays(call: DumpedCall, count: int) -> None:
+    """Make an eager call's folder look like that of a captured call with replays."""
+    (record,) = [json.loads(line) for line in (call.path / METADATA).read_text().splitlines()[-1:]]
+    for replay in range(1, count + 1):
+        snapshot = call.path / REPLAYS / f"flush_{replay:04d}"
+        snapshot.mkdir(parents=True)
+        for each in call.path.glob("*.pt"):
+            shutil.copy(each, snapshot)
+        (snapshot / METADATA).write_text(json.dumps(record | {"graph_capture_flush_index": replay}))
+
+
+def test_a_captured_call_is_its_replays_with_the_lse_that_it_wrote(dumps: Path) -> None:
+    calls = dumped_calls(dumps)
+    _as_replays(calls[2], 11)
+    replays = dumped_calls(dumps)[2:13]
+    assert [(each.sequence, each.replay) for each in replays] == [(3, replay) for replay in range(1, 12)]
+    assert [each.sequence for each in dumped_calls(dumps)[:2]] == [1, 2]
+    (calls[2].path / "outputs.pt").unlink()
+    for path in (replays[0].path, calls[2].path):
+        torch.save({"result": torch.zeros(3, 4, 64)}, path / "outputs.pt")
+    assert replays[0].read().lse is not None and calls[2].read().lse is None
+
+
+def _edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    lines = (path / METADATA).read_text().splitlines()
+    record = json.loads(lines[-1])
+    change(record)
+    (path / METADATA).write_text("\n".join([*lines[:-1], json.dumps(record)]))
+
+
+class _Opens:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, ("/nonexistent/was-executed", "w")
+
+
+def _pickled(content: Any) -> bytes:
+    held = io.BytesIO()
+    torch.save(content, held, pickle_module=pickle)
+    return held.getvalue()
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no record": (lambda path: (path / METADATA).write_text(""), "is no record of a FlashInfer call"),
+    "a record that is a list": (lambda path: (path / METADATA).write_text("[1]"), "is no record of a FlashInfer call"),
+    "half a record": (lambda path: (path / METADATA).write_text('{"a'), "cannot be read"),
+    "a record of lists in lists": (lambda path: (path / METADATA).write_text("[" * 100_000), "cannot be read"),
+    "a record that is no text": (lambda path: (path / METADATA).write_bytes(b"\xff\xfe\x00"), "cannot be read"),
+    "no inputs": (lambda path: (path / "inputs.pt").unlink(), "has no inputs"),
+    "empty inputs": (lambda path: (path / "inputs.pt").write_bytes(b""), "inputs.pt is damaged"),
+    "half the inputs": (
+        lambda path: (path / "inputs.pt").write_bytes((path / "inputs.pt").read_bytes()[:5000]),
+        "inputs.pt is damaged",
+    ),
+    "inputs with code": (lambda path: (path / "inputs.pt").write_bytes(_pickled(_Opens())), "inputs.pt is damaged"),
+    "inputs that are a list": (lambda path: torch.save([1], path / "inputs.pt"), "does not hold tensors by name"),
+    "an output that is no tensor": (
+        lambda path: torch.save({"result": 1}, path / "outputs.pt"),
+        "outputs.pt does not hold tensors by name",
+    ),
+    "an argument of a later release": (
+        lambda path: _edit(path, lambda record: record["input_metadata"].update(kwarg_colour="red")),
+        "was recorded with colour, which FlashInfer 0.7.2 does not have",
+    ),
+    "a value that was not recorded": (
+        lambda path: _edit(
+            path, lambda record: record["input_metadata"].update(kwarg_o_scale={"type": "FP4Tensor", "repr": "…"})
+        ),
+        "does not hold the value of o_scale, only that it is FP4Tensor",
+    ),
+    "a tuple without a tensor": (
+        lambda path: _edit(
+            path, lambda record: record["input_metadata"]["kwarg_kv_cache"]["items"][0].update(tensor_key="lost")
+        ),
+        "does not hold the value of kv_cache, only that it is torch.Tensor",
+    ),
+    "too many arguments": (
+        lambda path: _edit(path, lambda record: record["input_metadata"].update(arg_99=1)),
+        "has arg_99, but trtllm_batch_decode_with_kv_cache has",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_recording_is_refused_in_one_sentence(dumps: Path, damage: str) -> None:
+    call = dumped_calls(dumps)[0]
+    change, sentence = DAMAGES[damage]
+    change(call.path)
+    with pytest.raises(RecordingError, match=sentence) as error:
+        call.read()
+    assert "\n" not in str(error.value)
+    assert len(dumped_calls(dumps)) == 6  # the others are still there
+
+
+@pytest.mark.parametrize("name", [METADATA, "inputs.pt", "outputs.pt"])
+def test_changed_bytes_are_read_or_refused(dumps: Path, name: str) -> None:
+    call = dumped_calls(dumps)[0]
+    path, draw = call.path / name, random.Random(1)
+    content = path.read_bytes()
+    for _ in range(40):
+        changed = bytearray(content)
+        for _ in range(draw.choice((1, 4, 40))):
+            changed[draw.randrange(len(changed))] = draw.randrange(256)
+        path.write_bytes(changed[: draw.choice((len(changed), draw.randrange(len(changed))))])
+        try:
+            call.read()
+        except RecordingError as error:
+            assert str(error)
+
+
+def test_a_folder_without_calls_has_none(tmp_path: Path) -> None:
+    assert dumped_calls(tmp_path) == []

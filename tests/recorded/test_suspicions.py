@@ -1,0 +1,156 @@
+"""Each trace that an engine's mistake leaves in a call's inputs is named, with its place; a good call has none."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lab.calls import DecodeCall, PagedAttention, RaggedContextCall
+from lab.recorded.suspicions import origins_of_non_finite, suspicions
+from tests.recorded.record_calls import HEAD_DIM, HEADS, KV_HEADS, LENGTHS, PAGE_SIZE, decode_arguments
+
+
+def _problem(**changes: Any) -> PagedAttention:
+    return DecodeCall(**decode_arguments(**changes)).problem()
+
+
+def test_a_good_call_is_not_suspicious() -> None:
+    assert suspicions(_problem()) == [] and origins_of_non_finite(_problem(), torch.zeros(3, HEADS, HEAD_DIM)) == []
+
+
+def test_a_page_that_two_requests_fill_is_named() -> None:
+    tables = decode_arguments()["block_tables"].clone()
+    tables[2, 2] = tables[1, 1]  # of 33 and of 17 keys: both have one key in it
+    (found,) = suspicions(_problem(block_tables=tables))
+    assert found.startswith(f"page {tables[1, 1]} is the last page of requests 1, 2")
+
+
+def test_a_full_page_may_be_shared() -> None:
+    tables = decode_arguments()["block_tables"].clone()
+    tables[2, 0] = tables[1, 0]
+    assert suspicions(_problem(block_tables=tables)) == []
+    tables[2, 1] = tables[1, 1]  # request 2 has filled it
+    assert suspicions(_problem(block_tables=tables)) == []
+
+
+@pytest.mark.parametrize(("name", "words"), [("bmm1_scale", "weights equal"), ("bmm2_scale", "the output zero")])
+@pytest.mark.parametrize("zero", [0.0, torch.zeros(1)])
+def test_a_scale_of_zero_is_named(name: str, words: str, zero: Any) -> None:
+    (found,) = suspicions(_problem(**{name: zero}))
+    assert found.startswith(f"{name} is 0") and words in found
+
+
+def test_rows_of_no_request_are_named() -> None:
+    offsets = torch.tensor([0, 1, 1, 2], dtype=torch.int32)
+    (found,) = suspicions(_problem(cum_seq_lens_q=offsets, max_q_len=1, q_len_per_req=None))
+    assert found == "rows 2 to 2 of the query belong to no request"
+
+
+def _spoilt(request: int, token: int, side: int = 0, head: int = 1, value: float = math.nan) -> PagedAttention:
+    arguments = decode_arguments()
+    page = int(arguments["block_tables"][request, token // PAGE_SIZE])
+    arguments["kv_cache"][side][page, head, token % PAGE_SIZE, 7] = value
+    return DecodeCall(**arguments).problem()
+
+
+@pytest.mark.parametrize(("side", "value"), [(0, math.nan), (1, -math.inf)])
+def test_a_non_finite_key_is_named_with_its_place(side: int, value: float) -> None:
+    problem = _spoilt(2, 18, side, value=value)
+    (found,) = suspicions(problem)
+    place = f"{'KV'[side]} of request 2, key 18 (page {problem.k_block_tables[2, 1]}, slot 2), K/V head 1 holds {value}"
+    assert found == f"{place}, one of 1 non-finite keys of the request"
+    out = torch.zeros(3, HEADS, HEAD_DIM)
+    out[2, 2, 5] = math.inf
+    assert origins_of_non_finite(problem, out) == [f"row 2 (request 2) head 2 is not finite: it sees {place}"]
+
+
+def test_another_head_has_not_seen_it() -> None:
+    out = torch.zeros(3, HEADS, HEAD_DIM)
+    out[2, 0] = math.nan  # of K/V head 0
+    assert origins_of_non_finite(_spoilt(2, 18), out) == [
+        "row 2 (request 2) head 0 is not finite: all that it sees is finite"
+    ]
+
+
+Origin = tuple[Callable[[], PagedAttention], int, str]
+
+
+def _windowed() -> PagedAttention:
+    arguments = decode_arguments(window_left=4)
+    arguments["kv_cache"][0][int(arguments["block_tables"][2, 0]), 1, 0, 0] = math.nan
+    return DecodeCall(**arguments).problem()
+
+
+def _of_query() -> PagedAttention:
+    query = decode_arguments()["query"].clone()
+    query[1, 3, 0] = math.nan
+    return _problem(query=query)
+
+
+def _in_tail() -> PagedAttention:
+    arguments = decode_arguments()
+    arguments["kv_cache"][1][int(arguments["block_tables"][0, 0]), 0, LENGTHS[0], 0] = math.nan
+    return DecodeCall(**arguments).problem()
+
+
+@pytest.mark.parametrize(
+    ("problem", "row", "words"),
+    [
+        (_windowed, 2, "it must not see K of request 2, key 0"),
+        (_of_query, 1, "so is its query"),
+        (_in_tail, 0, "holds a non-finite V after the request's last key, which no row sees"),
+    ],
+)
+def test_the_origin_of_a_non_finite_output_is_named(
+    problem: Callable[[], PagedAttention], row: int, words: str
+) -> None:
+    out = torch.zeros(3, HEADS, HEAD_DIM)
+    out[row, 3] = math.nan
+    (found,) = origins_of_non_finite(problem(), out)
+    assert found.startswith(f"row {row} (request {row}) head 3 is not finite: ") and words in found
+
+
+def _verified(bits: list[int]) -> PagedAttention:
+    """Two draft tokens for each request; token t of the draft is the key at position L - 2 + t. Request 1's second is NaN."""
+    arguments = decode_arguments(q_len_per_req=2)
+    arguments["query"] = arguments["query"].repeat_interleave(2, dim=0)
+    arguments["mask"] = torch.tensor(bits, dtype=torch.uint16).view(1, 2, 1).repeat(3, 1, 2)
+    arguments["kv_cache"][0][int(arguments["block_tables"][1, 1]), 1, 0, 0] = math.nan  # key 16 of 17
+    return DecodeCall(**arguments).problem()
+
+
+@pytest.mark.parametrize(("bits", "words"), [([1, 3], "must not see K"), ([3, 3], "it sees K"), ([3, 1], "it sees K")])
+def test_a_draft_mask_says_what_a_row_sees(bits: list[int], words: str) -> None:
+    out = torch.zeros(6, HEADS, HEAD_DIM)
+    out[2, 3] = math.nan  # the first row of request 1
+    (found,) = origins_of_non_finite(_verified(bits), out)
+    assert words in found and "key 16" in found
+
+
+def test_a_ragged_call_has_keys_without_pages() -> None:
+    draw = torch.Generator().manual_seed(1)
+    offsets = torch.tensor([0, 2, 5], dtype=torch.int32)
+    query, key, value = (torch.randn(5, heads, 64, generator=draw) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    key[3, 1, 0] = math.nan
+    call = RaggedContextCall(
+        query, key, value, None, offsets.diff(), 3, 3, 1.0, 1.0, 1.0, 2, -1, offsets, offsets, None, True, False
+    )
+    (found,) = suspicions(call.problem())
+    assert found.startswith("K of request 1, key 1, K/V head 1 holds nan")
+    out = torch.zeros(5, HEADS, 64)
+    out[3:, 3] = math.nan
+    (origin,) = origins_of_non_finite(call.problem(), out)
+    assert origin == "row 3 (request 1) head 3 is not finite: it sees K of request 1, key 1, K/V head 1 holds nan"
+
+
+def test_a_long_list_is_shortened() -> None:
+    arguments = decode_arguments()
+    arguments["kv_cache"][0][:] = math.nan
+    found = suspicions(
+        DecodeCall(
+            **{**arguments, "bmm1_scale": 0.0, "bmm2_scale": 0.0, "block_tables": arguments["block_tables"]}
+        ).problem()
+    )
+    assert len(found) == 5 and "one of 34 non-finite keys" in found[3]
