@@ -31,32 +31,41 @@ def _same(read: Any, made: Any) -> bool:
 def test_arguments_are_read_as_they_were_given(recorded_once: Path, number: int) -> None:
     call = dumped_calls(recorded_once)[number].read()
     made = decode_arguments()
-    assert call.function is AttentionCall.DECODE and set(call.given) == set(made)
+    assert call.function is AttentionCall.DECODE
+    assert set(call.given) == set(made)
     assert all(_same(call.given[name], made[name]) for name in made if name != "kv_cache")
     for read, given in zip(call.given["kv_cache"], made["kv_cache"], strict=True):
         assert torch.equal(read, given)
-    assert call.arguments()["workspace_buffer"] is None and call.lse is None
-    assert "flashinfer" in call.versions and "alignment" in call.lost[0]
+    assert call.arguments()["workspace_buffer"] is None
+    assert call.lse is None
+    assert "flashinfer" in call.versions
+    assert "alignment" in call.lost[0]
     assert_close_to_reference(call.out, **call.arguments())
 
 
 def test_results_that_were_given_are_not_read_as_inputs(recorded_once: Path) -> None:
     call = dumped_calls(recorded_once)[2].read()
     arguments = call.arguments()
-    assert arguments["out"] is not call.given["out"] and arguments["out"].shape == call.given["out"].shape
-    assert arguments["lse"].dtype == torch.float32 and call.lse is not None
+    assert arguments["out"] is not call.given["out"]
+    assert arguments["out"].shape == call.given["out"].shape
+    assert arguments["lse"].dtype == torch.float32
+    assert call.lse is not None
     assert_close_to_reference((call.out, call.lse), **{**arguments, "out": None, "lse": None})
 
 
 def test_a_dtype_and_an_integer_are_read(recorded_once: Path) -> None:
     call = dumped_calls(recorded_once)[3].read()
-    assert call.given["out_dtype"] == torch.float16 and call.given["window_left"] == 3
-    assert call.out is not None and call.out.dtype == torch.float16 and call.problem().window_left == 3
+    assert call.given["out_dtype"] == torch.float16
+    assert call.given["window_left"] == 3
+    assert call.out is not None
+    assert call.out.dtype == torch.float16
+    assert call.problem().window_left == 3
 
 
 def test_a_call_that_failed_has_inputs_alone(recorded_once: Path) -> None:
     call = dumped_calls(recorded_once)[4].read()
-    assert call.out is None and call.given["max_seq_len"] == 4
+    assert call.out is None
+    assert call.given["max_seq_len"] == 4
     with pytest.raises(ValueError, match=r"seq_lens\[0\] = 5 exceeds max_seq_len.* = 4"):
         call.problem()
 
@@ -87,7 +96,8 @@ def test_a_captured_call_is_its_replays_with_the_lse_that_it_wrote(dumps: Path) 
     (calls[2].path / "outputs.pt").unlink()
     for path in (replays[0].path, calls[2].path):
         torch.save({"result": torch.zeros(3, 4, 64)}, path / "outputs.pt")
-    assert replays[0].read().lse is not None and calls[2].read().lse is None
+    assert replays[0].read().lse is not None
+    assert calls[2].read().lse is None
 
 
 def _edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:

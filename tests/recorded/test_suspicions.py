@@ -17,7 +17,8 @@ def _problem(**changes: Any) -> PagedAttention:
 
 
 def test_a_good_call_is_not_suspicious() -> None:
-    assert suspicions(_problem()) == [] and origins_of_non_finite(_problem(), torch.zeros(3, HEADS, HEAD_DIM)) == []
+    assert suspicions(_problem()) == []
+    assert origins_of_non_finite(_problem(), torch.zeros(3, HEADS, HEAD_DIM)) == []
 
 
 def test_a_page_that_two_requests_fill_is_named() -> None:
@@ -39,7 +40,8 @@ def test_a_full_page_may_be_shared() -> None:
 @pytest.mark.parametrize("zero", [0.0, torch.zeros(1)])
 def test_a_scale_of_zero_is_named(name: str, words: str, zero: Any) -> None:
     (found,) = suspicions(_problem(**{name: zero}))
-    assert found.startswith(f"{name} is 0") and words in found
+    assert found.startswith(f"{name} is 0")
+    assert words in found
 
 
 def test_rows_of_no_request_are_named() -> None:
@@ -109,7 +111,8 @@ def test_the_origin_of_a_non_finite_output_is_named(
     out = torch.zeros(3, HEADS, HEAD_DIM)
     out[row, 3] = math.nan
     (found,) = origins_of_non_finite(problem(), out)
-    assert found.startswith(f"row {row} (request {row}) head 3 is not finite: ") and words in found
+    assert found.startswith(f"row {row} (request {row}) head 3 is not finite: ")
+    assert words in found
 
 
 def _verified(bits: list[int]) -> PagedAttention:
@@ -126,7 +129,8 @@ def test_a_draft_mask_says_what_a_row_sees(bits: list[int], words: str) -> None:
     out = torch.zeros(6, HEADS, HEAD_DIM)
     out[2, 3] = math.nan  # the first row of request 1
     (found,) = origins_of_non_finite(_verified(bits), out)
-    assert words in found and "key 16" in found
+    assert words in found
+    assert "key 16" in found
 
 
 def test_a_ragged_call_has_keys_without_pages() -> None:
@@ -153,4 +157,5 @@ def test_a_long_list_is_shortened() -> None:
             **{**arguments, "bmm1_scale": 0.0, "bmm2_scale": 0.0, "block_tables": arguments["block_tables"]}
         ).problem()
     )
-    assert len(found) == 5 and "one of 34 non-finite keys" in found[3]
+    assert len(found) == 5
+    assert "one of 34 non-finite keys" in found[3]
