@@ -28,6 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": {"calls", "gpus"},
     "metadata": {"calls", "kernels"},
     "workloads": {"calls", "references", "kernels", "metadata"},
+    "recorded": {"calls", "references", "workloads"},
     "checks": {
         "calls",
         "interpreter",
@@ -39,6 +40,7 @@ ALLOWED: dict[str, set[str]] = {
         "metadata",
         "workloads",
         "ranges",
+        "recorded",
     },
     "timing": {"calls", "gpus", "provenance", "references", "kernels", "metadata", "workloads"},
     "dry_run": {
@@ -63,6 +65,7 @@ ALLOWED: dict[str, set[str]] = {
         "metadata",
         "workloads",
         "checks",
+        "recorded",
         "timing",
     },
     "ranges": {"calls", "workloads"},

@@ -15,6 +15,7 @@ from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
 from lab.metadata.engine.kv_cache import KVLayout
 from lab.metadata.engine.lengths import DraftAttention
 from lab.ranges import Ranges
+from lab.recorded.case import RecordedCase
 from lab.workloads.attention_case import AttentionCase, Contents, Dead, Storage, TableTail
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.graph_case import GraphCase, MLAGraphCase, ReplaySequence
@@ -46,6 +47,7 @@ __all__ = [
     "Outcome",
     "RaggedCase",
     "Ranges",
+    "RecordedCase",
     "ReplaySequence",
     "Report",
     "Storage",

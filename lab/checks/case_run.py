@@ -88,6 +88,7 @@ class CaseRun:
         wrongs: sentences about wrong results.
         failures: sentences about failed calls.
         declines: sentences about variations of the check that were refused, or judged in an equivalent form.
+        remarks: sentences that a reader of the verdict should know, right or wrong.
         worst_ratio: the largest ratio of an error to its bound.
         judged: number of results that were compared.
         results: the results that were compared.
@@ -111,6 +112,7 @@ class CaseRun:
         self.wrongs: list[str] = []
         self.failures: list[str] = []
         self.declines: list[str] = []
+        self.remarks: list[str] = []
         self.worst_ratio = 0.0
         self.judged = 0
         self.results: list[CheckedResult] = []
@@ -365,6 +367,10 @@ class CaseRun:
         if not any(noted.endswith(failure) for noted in self.failures):
             self.failures.append(f"{what}: {failure}" if what else failure)
         self._note(what or IT_FAILED, kind, True)
+
+    def remark(self, sentence: str) -> None:
+        """Record a sentence that a reader of the verdict should know, right or wrong."""
+        self.remarks.append(sentence)
 
     def decline(self, sentence: str) -> None:
         """Record the sentence of a refusal once."""

@@ -47,6 +47,7 @@ def read_cases(record: dict[str, Any]) -> Iterator[CaseVerdict]:
                     tuple(case.get("declines", ())),
                     float(case.get("worst_ratio", 0.0)),
                     case.get("judged", 0),
+                    remarks=tuple(case.get("remarks", ())),
                 ),
                 ranges=read_expression(case["ranges"]) if "ranges" in case else ranges,
                 drawn=case.get("drawn", False),

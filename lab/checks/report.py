@@ -175,6 +175,7 @@ class Report:
             "case": repr(verdict.case),
             "wrongs": list(verdict.judged.wrongs),
             "declines": list(verdict.judged.declines),
+            "remarks": list(verdict.judged.remarks),
             "worst_ratio": _number(verdict.judged.worst_ratio),
             "judged": verdict.judged.judged,
             "drawn": verdict.drawn,

@@ -4,7 +4,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 POLL_INTERVAL_S = 0.3  # of a file that is watched
 # Parameters that go with --case.
 OF_ONE_CASE = {"implementation", "device", "in_process", "time_limit_s", "case", "watch"}
+# And with --calls.
+OF_CALLS = OF_ONE_CASE | {"calls", "workers", "most_seconds", "out", "first_failure", "refusals", "e4m3_arithmetic"}
 
 
 def _seconds(text: str) -> float:
@@ -91,6 +93,14 @@ For = Annotated[
         help="after the level's cases, judge random ones of K18 until the run has taken so long: 90s, 10m, 2h",
     ),
 ]
+Calls = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FOLDER[#3]",
+        help="judge calls that FlashInfer recorded in an engine (FLASHINFER_LOGLEVEL=10): their outputs, or those of "
+        "IMPLEMENTATION for their inputs",
+    ),
+]
 Watched = Annotated[
     Path | None, typer.Option(help="judge again whenever this file changes", exists=True, dir_okay=False)
 ]
@@ -115,6 +125,7 @@ def judge(
     out: ReportFile = None,
     fresh: Fresh = False,
     case: Annotated[str | None, typer.Option(metavar="REPORT.json#17", help="judge one case of a report again")] = None,
+    calls: Calls = None,
     first_failure: FirstFailure = False,
     refusals: Refusals = None,
     watch: Watched = None,
@@ -127,8 +138,10 @@ def judge(
     if watch is not None and in_process:
         refuse("--watch needs workers, which import the kernel anew: leave --in-process out")
     settings: dict[str, Any] = {"device": device, "isolated": not in_process, "time_limit_s": time_limit_s}
+    if case is not None and Path(case.rpartition("#")[0]).is_dir():
+        calls, case = case, None
     if case is not None:
-        _refuse_options_without_case(context)
+        _refuse_options_without(context, OF_ONE_CASE, "--case judges one case as its report says")
         _judge_and_exit(partial(_judge_case, *_report_and_number(case), implementation, settings), watch)
     if coverage and implementation is not None and implementation.endswith((".json", ".json.gz")):
         _print_recorded_coverage(Path(implementation))
@@ -140,6 +153,10 @@ def judge(
         device_of(device)
         exceptions = None if refusals is None else resolve_refusals(refusals)
         settings |= {"ranges": ranges_of(narrowed), "refusals": exceptions}
+    if calls is not None:
+        _refuse_options_without(context, OF_CALLS, "--calls judges the calls of a folder and no other case")
+        settings |= {"workers": workers, "most_seconds": most_seconds, "out": out, "first_failure": first_failure}
+        _judge_and_exit(partial(_judge_calls, calls, implementation, settings), watch)
     prepare_machine(device)
     from lab.kernels import default_implementation
 
@@ -188,13 +205,13 @@ def _judge_and_exit(judge_once: Callable[[Console], ExitStatus], watched: Path |
     raise typer.Exit(status)
 
 
-def _refuse_options_without_case(context: typer.Context) -> None:
-    """End the command if its line gives a parameter that --case would ignore."""
-    sources = {name: context.get_parameter_source(name) for name in context.params.keys() - OF_ONE_CASE}
+def _refuse_options_without(context: typer.Context, allowed: Collection[str], sentence: str) -> None:
+    """End the command if its line gives a parameter that it would ignore, beyond those allowed."""
+    sources = {name: context.get_parameter_source(name) for name in context.params.keys() - allowed}
     given = sorted(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
     if given:
         named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        refuse(f"--case judges one case as its report says: leave out {named}")
+        refuse(f"{sentence}: leave out {named}")
 
 
 def _report_and_number(case: str) -> tuple[Path, int]:
@@ -252,6 +269,20 @@ def _judge_all(name: str, settings: Mapping[str, Any], shows_coverage: bool, con
     show_report(report, console)
     if shows_coverage:
         _print_coverage(console, report.coverages)
+    return report.exit_status
+
+
+def _judge_calls(calls: str, name: str | None, settings: Mapping[str, Any], console: Console) -> ExitStatus:
+    """Judge recorded calls, print the report, and return the exit status."""
+    from lab.checks.run.judge import judge_calls
+    from lab.recorded.case import OUTPUTS
+    from lab.reports.judgement import show as show_report
+
+    if name is not None:
+        prepare_machine(settings["device"])
+    with refusing_errors(), shown_progress(console) as show:
+        report = judge_calls(calls, name or OUTPUTS, progress=show, **settings)
+    show_report(report, console)
     return report.exit_status
 
 

@@ -73,12 +73,15 @@ class DumpedCall:
 
 
 def dumped_calls(folder: Path) -> list[DumpedCall]:
-    """Return the calls in a folder of dumps in the order of time; of a captured call, its replays."""
+    """Return the calls in a folder of dumps, of a captured call its replays.
+
+    They are in the order of time: a call's folder has a name that begins with the time.
+    """
     calls = []
-    for metadata in folder.glob(f"*/{METADATA}"):
+    for metadata in sorted(folder.glob(f"*/{METADATA}")):
         replays = sorted(metadata.parent.glob(f"{REPLAYS}/*/{METADATA}"))
         calls += [_dumped(each.parent) for each in replays or (metadata,)]
-    return sorted(calls, key=lambda call: (call.time, call.sequence, call.replay, call.path))
+    return calls
 
 
 def _dumped(path: Path) -> DumpedCall:

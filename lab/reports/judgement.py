@@ -14,6 +14,7 @@ from lab.checks.properties import checks
 from lab.checks.report import Report
 from lab.checks.run.verdicts import CaseVerdict, Outcome
 from lab.ranges import Ranges, options_of
+from lab.recorded.case import OUTPUTS, RecordedCase
 from lab.reports.tables import TERMINAL_STYLES, Cell, Columns, Table, make_table, number, terminal_of, words
 from lab.wording import counted
 
@@ -24,6 +25,7 @@ OVER_E4M3 = str(Literal("kv_dtype", "==", "e4m3"))  # in the rule of a region
 SHOWN_EXAMPLES = 3  # regions whose smallest case is shown
 SHOWN_CHARACTERS = 160  # of a refusal
 SHOWN_DECLINES = 5
+SHOWN_REMARKS = 8
 SHOWN_BLIND_SPOTS = 10
 
 
@@ -40,6 +42,7 @@ def summary(report: Report) -> Iterator[str]:
 
 def notes(report: Report) -> Iterator[str]:
     """Yield what follows from the answer, the coverage, known findings, frequent refusals and what was not judged."""
+    yield from _of_recorded_calls(report)
     yield from report.diagnosis.follows
     if report.coverages:
         yield f"K18 judged {'; '.join(each.counts for each in report.coverages)}"
@@ -127,6 +130,9 @@ def coverage_notes(coverage: Coverage) -> Iterator[str]:
 
 def reproduction(verdict: CaseVerdict) -> str:
     """Return a shell line that judges a case again: by its number in the report's file, or else with the case in it."""
+    if isinstance(verdict.case, RecordedCase):
+        implementation = "" if verdict.implementation == OUTPUTS else f" {shlex.quote(verdict.implementation)}"
+        return f"lab judge{implementation} --calls {shlex.quote(verdict.case.address)}"
     if verdict.recorded_in:
         return f"lab judge --case {shlex.quote(verdict.recorded_in)}#{verdict.number}"
     arguments = [verdict.implementation, verdict.check, verdict.case, verdict.device]
@@ -149,6 +155,24 @@ def _example(smallest: CaseResult) -> Iterator[str]:
         named = (sentence for sentence in verdict.judged.wrongs if sentence.startswith(result.name))
         yield f"    {_shortened(next(named, verdict.reason))}"
     yield f"    reproduce with: {reproduction(verdict)}"
+
+
+def _of_recorded_calls(report: Report) -> Iterator[str]:
+    """Yield the first wrong call of each function, what the verdicts remark, and what a recorded call cannot show."""
+    first: dict[str, RecordedCase] = {}
+    for verdict in report.wrong:
+        if isinstance(verdict.case, RecordedCase):
+            case = first.setdefault(verdict.interface.value, verdict.case)
+            first[verdict.interface.value] = min(case, verdict.case, key=lambda each: each.number)
+    for function, case in first.items():
+        replay = f", replay {case.replay}" if case.replay else ""
+        yield f"first wrong call of {function}: {case.address}, called at {case.time}{replay}"
+    remarks = [remark for verdict in report.verdicts for remark in verdict.judged.remarks]
+    yield from remarks[:SHOWN_REMARKS]
+    if len(remarks) > SHOWN_REMARKS:
+        yield f"{len(remarks) - SHOWN_REMARKS:,} more remarks: judge a call alone to see its own"
+    if any(isinstance(verdict.case, RecordedCase) for verdict in report.verdicts):
+        yield "recorded calls are judged by their own page tables and lengths: a wrong table is judged as it stands"
 
 
 def _shortened(sentence: str) -> str:

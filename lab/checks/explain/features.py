@@ -13,7 +13,7 @@ from lab.workloads.attention_case import AttentionCase
 
 SETTING = 4  # cost of a setting of a case that the function's caller does not see
 # Fields of a case that are no features, and those whose features are of the batch and of its requests.
-NO_FEATURES = ("interface", "arithmetic", "values", "seed", "page_seed")
+NO_FEATURES = ("interface", "arithmetic", "values", "seed", "page_seed", "path", "number", "time")
 LENGTHS = ("kv_lens", "q_lens", "prefix_lens", "lens", "rows")
 
 # Of the fields of a case, where their names are not those of features of a call.
@@ -36,6 +36,9 @@ OF_FIELDS: dict[str, Feature] = {
     "translated": Condition("v2p is {|not }given", 0.5),
     "spare_capacity": Number("the spare capacity of a list is {}", 0.8),
     "sequence": Choice("the sequence of replays", 0.8),
+    "replay": Number(
+        "the call is replay {} of a CUDA graph", 0.5, several="the call is a later replay of a CUDA graph"
+    ),
     "place": Choice("the place where the metadata is rebuilt", 0.8),
     "chunk": Number("the chunk size is {}", SETTING),
     "context_parallel": Number("the number of context-parallel GPUs is {}", SETTING),

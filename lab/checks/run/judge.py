@@ -12,6 +12,7 @@ import torch
 
 from lab.checks.properties import checks
 from lab.checks.properties.check import Check, Level
+from lab.checks.properties.recorded import check_of
 from lab.checks.record import read_case, read_record, replaceable
 from lab.checks.report import Report
 from lab.checks.run.judge_run import Progress, Run
@@ -24,6 +25,7 @@ from lab.gpus import capability_of
 from lab.loading import load
 from lab.provenance import environment
 from lab.ranges import Ranges
+from lab.recorded.case import OUTPUTS, recorded_cases
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.interfaces import Interface, interfaces_of
 
@@ -39,7 +41,7 @@ def judge(
     *,
     level: Level | str = Level.SMOKE,
     ranges: Ranges | None = None,
-    only: str | Sequence[str] = (),
+    only: str | Sequence[str | Check] = (),
     functions: Sequence[str] = (),
     device: torch.device | str | None = None,
     isolated: bool = False,
@@ -67,7 +69,7 @@ def judge(
             name of one to import: "package.module" or "path/to/file.py", either with ":attribute" after it.
         level: SMOKE or FULL, or "smoke" or "full".
         ranges: the axes of the cases. Narrow them to the values that a kernel supports.
-        only: keys or names of the checks to run, such as "K4" or "poison", or one of them; all if empty.
+        only: keys or names of the checks to run, such as "K4" or "poison", or one of them, or checks; all if empty.
         functions: names of the functions to judge, FlashInfer's or short ones such as "decode"; all that it has if empty.
         device: the device to run on; by default a GPU if there is one.
         isolated: each case runs in a worker process, replaced when it crashes or hangs; give the implementation by name.
@@ -152,6 +154,36 @@ def judge_case(
     with Workers(loaded, where, ranges or Ranges(), TIME_LIMIT_S) as pool:
         judged = pool.submit(chosen.key, case)()
     return CaseVerdict(name, chosen.key, interface, case, str(where), judged, ranges or Ranges())
+
+
+def judge_calls(recording: Path | str, implementation: str = OUTPUTS, **settings: Any) -> Report:
+    """Judge the calls that an engine made, by what its kernel returned or by what an implementation returns.
+
+    A recorded call is judged by its own page table; see `lab.checks.properties.recorded`.
+
+    Args:
+        recording: a folder of calls that FlashInfer recorded, or "FOLDER#3" for its third call alone.
+        implementation: is called with the recorded inputs; the default stands for the recorded results.
+        settings: as in `judge`, without those that choose cases.
+
+    Returns:
+        The report; a verdict's case is a `lab.recorded.case.RecordedCase`.
+
+    Raises:
+        ValueError: there is no call in the recording, or a setting makes no sense.
+        lab.loading.LoadError: the implementation cannot be imported.
+    """
+    cases = recorded_cases(recording)
+    functions = dict.fromkeys(case.interface.value for case in cases)
+    return judge(
+        implementation,
+        only=[check_of(cases)],
+        functions=list(functions),
+        drawn=0,
+        discover=False,
+        fresh=True,
+        **settings,
+    )
 
 
 def judge_recorded(
@@ -251,11 +283,13 @@ def _named(implementation: Any) -> tuple[str, Any]:
     return str(getattr(implementation, "__name__", type(implementation).__name__)), implementation
 
 
-def _checks(only: str | Sequence[str]) -> tuple[Check, ...]:
-    """Return the checks with these keys or names in the order of their keys; without names all checks."""
+def _checks(only: str | Sequence[str | Check]) -> tuple[Check, ...]:
+    """Return the checks with these keys or names in the order of their keys, then the given checks; all if `only` is empty."""
+    given = [each for each in only if isinstance(each, Check)]
+    names = [only] if isinstance(only, str) and only else [each for each in only if isinstance(each, str)]
     named = {check: (check.key, check.name) for check in checks()}
-    wanted = [_of_name(name, named, "check") for name in ((only,) if isinstance(only, str) else only)]
-    return tuple(check for check in named if not wanted or check in wanted)
+    wanted = [_of_name(name, named, "check") for name in names]
+    return (*(check for check in named if check in wanted or not (wanted or given)), *given)
 
 
 def _functions(functions: Sequence[str]) -> tuple[Interface, ...]:

@@ -86,6 +86,7 @@ class Judged:
     results: tuple[CheckedResult, ...] = ()
     # The first output, of cases that may be audited.
     output: SavedOutput | None = field(default=None, repr=False, compare=False)
+    remarks: tuple[str, ...] = ()  # what a reader should know besides, a sentence each
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,7 @@ class CaseVerdict:
         lines = [f"{self.check} of {self.interface.value} is {self.outcome.value}: {self.case!r}"]
         lines += [f"  {wrong}" for wrong in self.judged.wrongs]
         lines += [f"  declined: {reason}" for reason in self.judged.declines]
+        lines += [f"  note: {remark}" for remark in self.judged.remarks]
         if self.finding:
             lines.append(f"  known: {self.finding}")
         return "\n".join(lines)

@@ -316,7 +316,12 @@ def run_case(
     except Unsupported as declined:
         run.decline(str(declined))
         if not (run.wrongs or run.failures or run.judged):
-            return Judged(Outcome.DECLINED, declines=tuple(run.declines), results=tuple(run.results))
+            return Judged(
+                Outcome.DECLINED,
+                declines=tuple(run.declines),
+                results=tuple(run.results),
+                remarks=tuple(run.remarks),
+            )
     except KernelError as failure:
         run.fail(str(failure))
     except ChangedBindingsError as error:
@@ -335,4 +340,4 @@ def run_case(
     if run.wrongs or run.failures:
         outcome = Outcome.WRONG if run.wrongs else Outcome.FAILED
     found = (*run.wrongs, *run.failures), tuple(run.declines), run.worst_ratio, run.judged
-    return Judged(outcome, *found, tuple(run.results), run.output)
+    return Judged(outcome, *found, tuple(run.results), run.output, tuple(run.remarks))

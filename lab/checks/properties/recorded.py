@@ -1,0 +1,94 @@
+"""A recorded call of an engine: the output that its kernel gave, or that an implementation gives for its inputs.
+
+The expected result is float64 on the recorded tensors. A recorded call has no history of its requests, so that its own page
+table and lengths say what a row sees: a wrong table is judged as it stands. Requests that see a non-finite key are left out.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lab.calls.problem import E4M3
+from lab.checks.case_run import CaseRun, GivenCall, Result, as_result
+from lab.checks.properties.check import Check
+from lab.checks.run.support_protocol import Unsupported
+from lab.recorded.call import RecordedCall, RecordingError
+from lab.recorded.case import RECORDED_OUTPUTS, RecordedCase
+from lab.recorded.suspicions import origins_of_non_finite, suspicions
+from lab.references.assertion import truth_of_problem
+from lab.references.truth import Truth
+from lab.workloads.inputs.attention import new_workspace
+from lab.workloads.interfaces import Interface
+
+ATTENTION_CALLS = (Interface.DECODE, Interface.CONTEXT, Interface.MLA_DECODE, Interface.RAGGED_CONTEXT)
+
+
+def _judge(run: CaseRun) -> None:
+    case: RecordedCase = run.case
+    try:
+        call = case.read()
+        problem = call.problem()
+    except (RecordingError, TypeError, ValueError, NotImplementedError) as error:
+        raise Unsupported(f"call {case.number}: {error}") from error
+    if problem.has_no_rows:
+        raise Unsupported(f"call {case.number}: no request has a query row")
+    for sentence in suspicions(problem):
+        run.remark(f"call {case.number}: {sentence}")
+    rounds_weights = run.ranges.e4m3_arithmetic and problem.kv_dtype == E4M3
+    truth = truth_of_problem(problem, E4M3 if rounds_weights else None)
+    result = _result(run, call)
+    end = len(truth.expected)
+    out, lse = result.out[:end], None if result.lse is None else result.lse[:end]
+    for sentence in origins_of_non_finite(problem, out) if out.shape == truth.expected.shape else ():
+        run.remark(f"call {case.number}: {sentence}")
+    finite = truth.expected.isfinite().flatten(1).all(dim=1)
+    if not bool(finite.any()):
+        raise Unsupported(f"call {case.number}: every request sees a key that is not finite")
+    if not bool(finite.all()):
+        truth, out, lse = _rows(truth, finite), out[finite], None if lse is None else lse[finite]
+    run.expect_close("the call", Result(out, lse, result.call), truth)
+
+
+def _result(run: CaseRun, call: RecordedCall) -> Result:
+    """Return the recorded results, or those of an implementation, on the CPU."""
+    interface: Interface = run.case.interface
+    if run.implementation is not RECORDED_OUTPUTS:
+        arguments = {name: _on(run.device, value) for name, value in call.arguments().items()}
+        result = run.call(GivenCall(interface, arguments | {"workspace_buffer": new_workspace(run.device)}))
+        result = result._replace(out=result.out.cpu(), lse=None if result.lse is None else result.lse.cpu())
+    else:
+        if call.out is None:
+            raise Unsupported(f"call {run.case.number}: it did not return: name an implementation to call")
+        noted = run.note_call(interface, call.arguments())
+        result = as_result((call.out, call.lse) if call.lse is not None else call.out, interface)._replace(call=noted)
+    if result.lse is not None and call.given.get("return_lse_base") == "basee":
+        result = result._replace(lse=result.lse.to(torch.float64) / math.log(2.0))
+    return result
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return type(value)(_on(device, each) for each in value)
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def _rows(truth: Truth, chosen: torch.Tensor) -> Truth:
+    """Return the truth of some rows."""
+    of_rows = ("expected", "control", "lse_log2", "request_of_row")
+    return replace(truth, **{name: getattr(truth, name)[chosen] for name in of_rows})
+
+
+def _no_cases(_: object) -> Iterable[RecordedCase]:
+    """Return no case: a run of the judge has recorded calls only where it is given a recording."""
+    return ()
+
+
+CHECK = Check("R1", "recorded_calls", __doc__, _no_cases, _judge, interfaces=ATTENTION_CALLS)
+
+
+def check_of(cases: Sequence[RecordedCase]) -> Check:
+    """Return the check of some recorded calls."""
+    return replace(CHECK, fixed=lambda scope: [case for case in cases if case.interface is scope.interface])

@@ -1,0 +1,87 @@
+"""One call of a recording as a case of the judge, and the recorded outputs as what is judged."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lab.recorded.call import RecordedCall, RecordingError
+from lab.recorded.flashinfer_dumps import DumpedCall, dumped_calls
+from lab.workloads.interfaces import Interface
+
+# The name by which the judge imports what the recorded calls returned; see `RECORDED_OUTPUTS`.
+OUTPUTS = f"{__name__}:RECORDED_OUTPUTS"
+_NUMBERED = re.compile(r"(.+)#(\d+)")
+
+
+@dataclass(frozen=True)
+class RecordedCase:
+    """A recorded call. Its `repr` is an expression that makes it again.
+
+    Attributes:
+        interface: the function that was called.
+        path: the folder of the call, or of one of its replays.
+        number: the number of the call in its recording, in the order of time, from 1.
+        time: when it was called, or captured.
+        replay: the number of the replay of a CUDA graph; 0 for an eager call.
+    """
+
+    interface: Interface
+    path: str
+    number: int
+    time: str
+    replay: int = 0
+
+    @property
+    def address(self) -> str:
+        """Return the recording and the number of the call in it, as `recorded_cases` takes them."""
+        call = Path(self.path).parents[1] if self.replay else Path(self.path)
+        return f"{call.parent}#{self.number}"
+
+    def read(self) -> RecordedCall:
+        """Read the call.
+
+        Raises:
+            RecordingError: it cannot be read.
+        """
+        return DumpedCall(Path(self.path), self.interface.value, self.time, replay=self.replay).read()
+
+
+class _RecordedOutputs:
+    """Stands for the implementation that an engine called; what it returned is in the recording."""
+
+    def __init__(self) -> None:
+        for interface in Interface:
+            setattr(self, interface.value, self._refuse)
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError("the recorded outputs cannot be called: name an implementation to call")
+
+
+RECORDED_OUTPUTS = _RecordedOutputs()
+
+
+def recorded_cases(recording: Path | str) -> list[RecordedCase]:
+    """Return the attention calls of a recording, in the order of time.
+
+    Args:
+        recording: a folder that FlashInfer wrote, or "FOLDER#3" for its third call alone.
+
+    Raises:
+        RecordingError: there is no such folder, or it has no attention call, or none of that number.
+    """
+    found = _NUMBERED.fullmatch(str(recording))
+    folder = Path(found[1] if found else recording)
+    if not folder.is_dir():
+        raise RecordingError(f"{folder} is no folder of recorded calls")
+    judged = {each.value for each in Interface}
+    calls = [call for call in dumped_calls(folder) if call.function in judged or not call.function]
+    cases = [
+        RecordedCase(Interface(call.function or Interface.DECODE), str(call.path), number, call.time, call.replay)
+        for number, call in enumerate(calls, start=1)
+    ]
+    chosen = [case for case in cases if not found or case.number == int(found[2])]
+    if not chosen:
+        there = f"it has {len(cases)}" if cases else "it has none: set FLASHINFER_LOGLEVEL=10 and FLASHINFER_DUMP_DIR"
+        raise RecordingError(f"{folder} has no {f'call {found[2]}' if found else 'attention call'}; {there}")
+    return chosen

@@ -1,0 +1,138 @@
+"""Recorded calls are judged: by what the engine's kernel returned, or by what an implementation returns for their inputs."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lab import references
+from lab.checks import Outcome, Report
+from lab.checks.record import read_case
+from lab.checks.run.judge import judge_calls, judge_recorded
+from lab.exit_status import ExitStatus
+from lab.recorded.call import RecordingError
+from lab.recorded.case import recorded_cases
+from lab.recorded.flashinfer_dumps import METADATA, dumped_calls
+from lab.reports.judgement import details, reproduction
+from tests.recorded.record_calls import LENGTHS, decode_arguments
+
+
+def _judged(recording: Path | str, **settings: Any) -> Report:
+    return judge_calls(recording, device="cpu", isolated=False, **settings)
+
+
+def _change_output(dumps: Path, number: int, change: Callable[[torch.Tensor], object]) -> None:
+    path = dumped_calls(dumps)[number - 1].path / "outputs.pt"
+    outputs = torch.load(path, weights_only=True)
+    for each in outputs.values():
+        change(each)
+    torch.save(outputs, path)
+
+
+def test_right_outputs_are_right_and_what_did_not_return_is_declined(recorded_once: Path) -> None:
+    report = _judged(recorded_once)
+    assert [verdict.outcome.value for verdict in report.verdicts] == [*["right"] * 4, "declined"]
+    assert [verdict.case.number for verdict in report.verdicts] == [1, 2, 3, 4, 5]
+    assert report.exit_status is ExitStatus.DONE
+    assert sum(verdict.judged.judged for verdict in report.verdicts) == 4
+    assert any("a wrong table is judged as it stands" in line for line in details(report))
+
+
+def test_a_wrong_output_is_found_with_its_call_and_where_it_is_wrong(dumps: Path) -> None:
+    for number in (2, 4):
+        _change_output(dumps, number, lambda out: out[2].mul_(1.5))
+    report = _judged(dumps)
+    assert [verdict.case.number for verdict in report.wrong] == [2, 4]
+    assert report.exit_status is ExitStatus.WRONG
+    lines = details(report)
+    assert lines[0].startswith("Wrong: 2 of 4 cases; 1 more case was declined. The output is wrong")
+    assert any(line.startswith(f"first wrong call of trtllm_batch_decode_with_kv_cache: {dumps}#2, ") for line in lines)
+    assert f"lab judge --calls {dumps}#2" in [reproduction(verdict).replace("'", "") for verdict in report.wrong]
+    (alone,) = _judged(f"{dumps}#4").verdicts
+    assert alone.outcome is Outcome.WRONG
+    assert "of requests [2]" in alone.judged.wrongs[0]
+
+
+def test_a_wrong_lse_is_found(dumps: Path) -> None:
+    _change_output(dumps, 3, lambda result: result.add_(0.1) if result.dim() == 2 else None)
+    (verdict,) = _judged(dumps).wrong
+    assert verdict.case.number == 3
+    assert "LSE" in verdict.judged.wrongs[0]
+
+
+def test_an_implementation_gets_the_recorded_inputs(recorded_once: Path) -> None:
+    assert _judged(recorded_once, implementation=references).is_right
+    seen = []
+
+    def without_window(**arguments: Any) -> Any:
+        seen.append(arguments)
+        return references.trtllm_batch_decode_with_kv_cache(**arguments | {"window_left": -1})
+
+    report = _judged(recorded_once, implementation=SimpleNamespace(trtllm_batch_decode_with_kv_cache=without_window))
+    assert [verdict.case.number for verdict in report.wrong] == [4]
+    given = decode_arguments()
+    assert torch.equal(seen[0]["query"], given["query"])
+    assert len(seen[0]["workspace_buffer"]) > len(
+        given["workspace_buffer"]
+    )  # a kernel's of today, not the recorded one
+
+
+def test_requests_with_a_key_that_is_not_finite_are_left_out_and_named(dumps: Path) -> None:
+    call = dumped_calls(dumps)[0]
+    inputs = torch.load(call.path / "inputs.pt", weights_only=True)
+    inputs["kv_cache"] = inputs["kwarg_kv_cache__0"]
+    table = inputs["kwarg_block_tables"]
+    inputs.pop("kv_cache")[table[1, 0], 1, 3, 0] = torch.nan
+    torch.save(inputs, call.path / "inputs.pt")
+    _change_output(dumps, 1, lambda out: out[1, 2:].fill_(torch.nan))
+    (verdict,) = _judged(f"{dumps}#1").verdicts
+    assert verdict.outcome is Outcome.RIGHT
+    remarks = verdict.judged.remarks
+    assert len(remarks) == 2
+    assert all("K of request 1, key 3" in remark for remark in remarks)
+    assert remarks[1].startswith("call 1: row 1 (request 1) head 2 is not finite: it sees")
+    _change_output(dumps, 1, lambda out: out[0].fill_(0))
+    (verdict,) = _judged(f"{dumps}#1").verdicts
+    assert verdict.outcome is Outcome.WRONG
+
+
+def test_a_call_that_makes_no_sense_is_declined_with_the_reason(dumps: Path) -> None:
+    call = dumped_calls(dumps)[0]
+    inputs = torch.load(call.path / "inputs.pt", weights_only=True)
+    inputs["kwarg_block_tables"][2, 1] = 99
+    torch.save(inputs, call.path / "inputs.pt")
+    (dumped_calls(dumps)[1].path / METADATA).write_text("{")
+    first, second, *others = _judged(dumps).verdicts
+    assert "K page id 99 of request 2, column 1 is outside the pool" in first.reason
+    assert "cannot be read" in second.reason
+    assert [each.outcome for each in (first, second)] == [Outcome.DECLINED] * 2
+    assert len(others) == 3
+
+
+def test_a_case_of_the_report_is_judged_again(dumps: Path, tmp_path: Path) -> None:
+    _change_output(dumps, 2, lambda out: out.zero_())
+    path = tmp_path / "report.json"
+    report = _judged(dumps, out=path)
+    (wrong,) = report.wrong
+    assert read_case(path, wrong.number).case == wrong.case
+    assert judge_recorded(path, wrong.number, isolated=False).outcome is Outcome.WRONG
+    assert json.loads(path.read_text())["cases"][1]["case"] == repr(wrong.case)
+
+
+@pytest.mark.parametrize(
+    ("recording", "sentence"),
+    [("absent", "is no folder of recorded calls"), ("", "has no attention call; it has none"), ("#3", "has no call 3")],
+)
+def test_a_recording_without_the_call_is_refused(tmp_path: Path, recording: str, sentence: str) -> None:
+    with pytest.raises(RecordingError, match=sentence):
+        recorded_cases(f"{tmp_path}{recording}" if recording.startswith("#") else tmp_path / recording)
+
+
+def test_lengths_are_those_of_the_recording(recorded_once: Path) -> None:
+    (verdict,) = _judged(f"{recorded_once}#1").verdicts
+    (result,) = verdict.judged.results
+    assert [request[0]["kv_len"] for request in result.requests] == list(LENGTHS)
