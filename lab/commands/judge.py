@@ -275,13 +275,13 @@ def _judge_all(name: str, settings: Mapping[str, Any], shows_coverage: bool, con
 def _judge_calls(calls: str, name: str | None, settings: Mapping[str, Any], console: Console) -> ExitStatus:
     """Judge recorded calls, print the report, and return the exit status."""
     from lab.checks.run.judge import judge_calls
-    from lab.recorded.case import OUTPUTS
+    from lab.recorded.case import NAME_OF_OUTPUTS
     from lab.reports.judgement import show as show_report
 
     if name is not None:
         prepare_machine(settings["device"])
     with refusing_errors(), shown_progress(console) as show:
-        report = judge_calls(calls, name or OUTPUTS, progress=show, **settings)
+        report = judge_calls(calls, name or NAME_OF_OUTPUTS, progress=show, **settings)
     show_report(report, console)
     return report.exit_status
 

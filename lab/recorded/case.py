@@ -9,8 +9,7 @@ from lab.recorded.call import RecordedCall, RecordingError
 from lab.recorded.flashinfer_dumps import DumpedCall, dumped_calls
 from lab.workloads.interfaces import Interface
 
-# The name by which the judge imports what the recorded calls returned; see `RECORDED_OUTPUTS`.
-OUTPUTS = f"{__name__}:RECORDED_OUTPUTS"
+NAME_OF_OUTPUTS = "lab.recorded:OUTPUTS"  # by which the judge imports it
 _NUMBERED = re.compile(r"(.+)#(\d+)")
 
 
@@ -58,7 +57,7 @@ class _RecordedOutputs:
         raise RuntimeError("the recorded outputs cannot be called: name an implementation to call")
 
 
-RECORDED_OUTPUTS = _RecordedOutputs()
+OUTPUTS = _RecordedOutputs()
 
 
 def recorded_cases(recording: Path | str) -> list[RecordedCase]:
@@ -76,7 +75,7 @@ def recorded_cases(recording: Path | str) -> list[RecordedCase]:
         raise RecordingError(f"{folder} is no folder of recorded calls")
     judged = {each.value for each in Interface}
     calls = [call for call in dumped_calls(folder) if call.function in judged or not call.function]
-    cases = [
+    cases = [  # a call with a damaged record stands among the decode calls, and is declined
         RecordedCase(Interface(call.function or Interface.DECODE), str(call.path), number, call.time, call.replay)
         for number, call in enumerate(calls, start=1)
     ]

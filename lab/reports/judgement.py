@@ -14,7 +14,7 @@ from lab.checks.properties import checks
 from lab.checks.report import Report
 from lab.checks.run.verdicts import CaseVerdict, Outcome
 from lab.ranges import Ranges, options_of
-from lab.recorded.case import OUTPUTS, RecordedCase
+from lab.recorded.case import NAME_OF_OUTPUTS, RecordedCase
 from lab.reports.tables import TERMINAL_STYLES, Cell, Columns, Table, make_table, number, terminal_of, words
 from lab.wording import counted
 
@@ -131,7 +131,7 @@ def coverage_notes(coverage: Coverage) -> Iterator[str]:
 def reproduction(verdict: CaseVerdict) -> str:
     """Return a shell line that judges a case again: by its number in the report's file, or else with the case in it."""
     if isinstance(verdict.case, RecordedCase):
-        implementation = "" if verdict.implementation == OUTPUTS else f" {shlex.quote(verdict.implementation)}"
+        implementation = "" if verdict.implementation == NAME_OF_OUTPUTS else f" {shlex.quote(verdict.implementation)}"
         return f"lab judge{implementation} --calls {shlex.quote(verdict.case.address)}"
     if verdict.recorded_in:
         return f"lab judge --case {shlex.quote(verdict.recorded_in)}#{verdict.number}"

@@ -16,7 +16,7 @@ from lab.checks.case_run import CaseRun, GivenCall, Result, as_result
 from lab.checks.properties.check import Check
 from lab.checks.run.support_protocol import Unsupported
 from lab.recorded.call import RecordedCall, RecordingError
-from lab.recorded.case import RECORDED_OUTPUTS, RecordedCase
+from lab.recorded.case import OUTPUTS, RecordedCase
 from lab.recorded.suspicions import origins_of_non_finite, suspicions
 from lab.references.assertion import truth_of_problem
 from lab.references.truth import Truth
@@ -55,7 +55,7 @@ def _judge(run: CaseRun) -> None:
 def _result(run: CaseRun, call: RecordedCall) -> Result:
     """Return the recorded results, or those of an implementation, on the CPU."""
     interface: Interface = run.case.interface
-    if run.implementation is not RECORDED_OUTPUTS:
+    if run.implementation is not OUTPUTS:
         arguments = {name: _on(run.device, value) for name, value in call.arguments().items()}
         result = run.call(GivenCall(interface, arguments | {"workspace_buffer": new_workspace(run.device)}))
         result = result._replace(out=result.out.cpu(), lse=None if result.lse is None else result.lse.cpu())

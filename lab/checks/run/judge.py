@@ -25,7 +25,7 @@ from lab.gpus import capability_of
 from lab.loading import load
 from lab.provenance import environment
 from lab.ranges import Ranges
-from lab.recorded.case import OUTPUTS, recorded_cases
+from lab.recorded.case import NAME_OF_OUTPUTS, recorded_cases
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.interfaces import Interface, interfaces_of
 
@@ -156,7 +156,7 @@ def judge_case(
     return CaseVerdict(name, chosen.key, interface, case, str(where), judged, ranges or Ranges())
 
 
-def judge_calls(recording: Path | str, implementation: str = OUTPUTS, **settings: Any) -> Report:
+def judge_calls(recording: Path | str, implementation: str = NAME_OF_OUTPUTS, **settings: Any) -> Report:
     """Judge the calls that an engine made, by what its kernel returned or by what an implementation returns.
 
     A recorded call is judged by its own page table; see `lab.checks.properties.recorded`.
