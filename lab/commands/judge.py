@@ -138,7 +138,7 @@ def judge(
     if watch is not None and in_process:
         refuse("--watch needs workers, which import the kernel anew: leave --in-process out")
     settings: dict[str, Any] = {"device": device, "isolated": not in_process, "time_limit_s": time_limit_s}
-    if case is not None and Path(case.rpartition("#")[0]).is_dir():
+    if case is not None and Path(case.rpartition("#")[0] or case).is_dir():
         calls, case = case, None
     if case is not None:
         _refuse_options_without(context, OF_ONE_CASE, "--case judges one case as its report says")

@@ -18,6 +18,7 @@ from lab.recorded.call import RecordingError
 from lab.recorded.case import recorded_cases
 from lab.recorded.flashinfer_dumps import METADATA, dumped_calls
 from lab.reports.judgement import details, reproduction
+from tests.commands.command import run
 from tests.recorded.record_calls import LENGTHS, decode_arguments
 
 
@@ -136,3 +137,25 @@ def test_lengths_are_those_of_the_recording(recorded_once: Path) -> None:
     (verdict,) = _judged(f"{recorded_once}#1").verdicts
     (result,) = verdict.judged.results
     assert [request[0]["kv_len"] for request in result.requests] == list(LENGTHS)
+
+
+@pytest.mark.parametrize("option", ["--calls", "--case"])
+def test_the_command_judges_one_call(dumps: Path, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _change_output(dumps, 2, lambda out: out.zero_())
+    assert run(["judge", option, f"{dumps}#2", "--device", "cpu", "--in-process"]) == 1
+    shown = capsys.readouterr().out
+    assert shown.startswith("Wrong: 1 of 1 case.")
+    assert f"{dumps}#2" in shown.replace("\n", "")
+    assert run(["judge", "lab.references", option, f"{dumps}#2", "--device", "cpu", "--in-process"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("--calls absent", "absent is no folder of recorded calls"),
+        ("--calls . --only K1", "no other case: leave out --only"),
+    ],
+)
+def test_the_command_refuses_in_a_sentence(options: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["judge", *options.split()]) == 2
+    assert sentence in capsys.readouterr().err
