@@ -25,41 +25,25 @@ Writer = Callable[..., None]  # with the keyword arguments of `lab.kernels.gener
 
 @dataclass(frozen=True)
 class DraftListsCase:
-    """A draft of some requests as data.
+    """A draft of some requests as data. A negative spare number leaves too few columns or cells."""
 
-    Attributes:
-        lens: lengths of the prefixes.
-        positions_differ: ``positions``, from which ``kv_indptr`` is summed, differ from the prefix lengths.
-        repeated: all requests have the same row of ``req_to_token``. Otherwise the rows are in random order.
-        spare_columns: columns of ``req_to_token`` after the longest draft. A negative number leaves too few columns.
-        row_gap: cells between the rows of ``req_to_token``.
-        spare_capacity: cells of a ``kv_indices`` row after the last step's lists. A negative number leaves too few cells.
-        spare_boundaries: extra rows of ``kv_indptr``, and extra cells per row, that belong to no step or request.
-        first_cell: index in its storage at which each tensor starts.
-        dtypes: dtypes of the tensors, by name.
-        seed: seed of slots and rows.
-        window_size, sink_size: arguments of the function.
-        entries_are_pages: an entry of ``req_to_token`` is a page.
-        translated: ``req_to_token`` has virtual slots or pages. Some of them have no page of the pool.
-    """
-
-    lens: tuple[int, ...]
+    lens: tuple[int, ...]  # of the prefixes
     num_steps: int = 3
     topk: int = 1
     page_size: int = 1
-    positions_differ: bool = False
-    repeated: bool = False
-    spare_columns: int = 3
-    row_gap: int = 0
-    spare_capacity: int = 5
-    spare_boundaries: int = 2
-    first_cell: int = 8
+    positions_differ: bool = False  # `positions`, from which `kv_indptr` is summed, differ from the prefix lengths
+    repeated: bool = False  # all requests have the same row of `req_to_token`; otherwise the rows are in random order
+    spare_columns: int = 3  # of `req_to_token`, after the longest draft
+    row_gap: int = 0  # cells between the rows of `req_to_token`
+    spare_capacity: int = 5  # cells of a `kv_indices` row after the last step's lists
+    spare_boundaries: int = 2  # rows of `kv_indptr`, and cells per row, that belong to no step or request
+    first_cell: int = 8  # index in its storage at which each tensor starts
     dtypes: dict[str, torch.dtype] = field(default_factory=lambda: DTYPES)
-    seed: int = 0
+    seed: int = 0  # of slots and rows
     window_size: int = 0
     sink_size: int = 0
-    entries_are_pages: bool = False
-    translated: bool = False
+    entries_are_pages: bool = False  # an entry of `req_to_token` is a page
+    translated: bool = False  # `req_to_token` has virtual slots or pages, some of which have no page of the pool
 
     @property
     def entry_page_size(self) -> int:
@@ -80,11 +64,7 @@ class DraftListsCase:
 
 
 class DraftLists:
-    """The tensors of a case on a device.
-
-    Attributes:
-        arguments: arguments of the function, by name.
-    """
+    """The tensors of a case on a device, which are the function's `arguments`."""
 
     def __init__(self, case: DraftListsCase, device: str = "cpu") -> None:
         self.case, self.device = case, device
