@@ -10,7 +10,8 @@ import torch
 from corpus.kernels import MUTANTS, kernel
 from lab import references
 from lab.checks import AttentionCase, CaseVerdict, Interface, Outcome, Ranges, judge
-from lab.checks.explain.diagnosis import Diagnosis, diagnose
+from lab.checks.explain.diagnosis import CaseResult, Diagnosis, Region, _broken, diagnose
+from lab.checks.explain.failure_rules import Literal
 from lab.checks.explain.features import feature_named
 from lab.checks.run.verdicts import CheckedResult, Judged, WrongVector
 from tests.checks.measure_regions import TRIGGERS, markdown, record_of
@@ -148,6 +149,61 @@ def test_that_it_failed_is_no_region_of_what_fails() -> None:
 def test_nothing_wrong_is_right_and_nothing_judged_is_not() -> None:
     assert diagnose([verdict(1, result(1, wrong=False))]).sentence == "Right: 1 result of 1 case."
     assert diagnose([]).sentence == "Not judged: no case began."
+
+
+def with_outcome(outcome: Outcome, check: str = "K1", **features: Any) -> CaseVerdict:
+    """A verdict whose only result is wrong, or fails, or there is none."""
+    held = "return" if outcome is Outcome.FAILED else "output"
+    results = (result(4, wrong=True, held=held, **features),) if outcome in (Outcome.WRONG, Outcome.FAILED) else ()
+    return CaseVerdict("somebody", check, Interface.DECODE, CASE, "cpu", Judged(outcome, results=results))
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "answer"),
+    [
+        ("WRONG FAILED RIGHT DECLINED", "Wrong: 2 of 3 cases; 1 more case was declined."),
+        ("FAILED DECLINED DECLINED", "Failed: 1 of 1 case; 2 more cases were declined."),
+        ("DECLINED DECLINED", "Not judged: all 2 cases were declined."),
+        ("RIGHT KNOWN", "Right, except for known failures in 1 case: 0 results of 1 case."),
+    ],
+)
+def test_the_answer_counts_the_cases_by_their_outcomes(outcomes: str, answer: str) -> None:
+    assert diagnose([with_outcome(Outcome[name]) for name in outcomes.split()]).answer == answer
+
+
+def test_checks_that_add_nothing_are_named_in_their_order() -> None:
+    verdicts = [with_outcome(Outcome.WRONG, check) for check in ("K10", "L1", "K2", "K2")]
+    assert diagnose(verdicts).follows[0].startswith("K2, K10, L1 of decode: ")
+
+
+def test_of_several_wrong_cases_the_smallest_with_a_vector_is_shown() -> None:
+    sizes = [result(rows, wrong=True) for rows in (5, 3, 4)]
+    found = diagnose([verdict(n, each) for n, each in enumerate([replace(sizes[0], example=None), *sizes[1:]])])
+    assert found.regions[0].smallest.verdict.number == 1
+    found = diagnose([verdict(n, each) for n, each in enumerate([replace(sizes[1], example=None), sizes[2]])])
+    assert found.regions[0].smallest.verdict.number == 1
+
+
+def test_a_sentence_names_the_first_region_and_two_more_of_each_kind() -> None:
+    def region(name: str, held: str) -> Region:
+        smallest = CaseResult(with_outcome(Outcome.WRONG), result(4, wrong=True))
+        return Region((Literal(name, "is"),), held, 3, 4, 5, 6, smallest)
+
+    names = ("mask", "sinks", "has_window", "no_keys")
+    regions = [region(name, held) for held in ("output", "bits") for name in names]
+    assert _broken(regions, 2, True) == (
+        "The output is wrong wherever a draft mask is given (3 of 4 results); and wherever sinks are given (3 of 4); and "
+        "wherever a window is set (3 of 4); an equal call returns different bits wherever a draft mask is given or wherever "
+        "sinks are given; 2 other results are wrong too."
+    )
+
+
+def test_a_rule_over_other_requests_of_the_same_results_has_no_region() -> None:
+    wrong = (({"q_len": 3}, True), ({"no_keys": True}, True), ({"q_len": 1}, False))
+    verdicts = [
+        verdict(n, replace(result(4, wrong=n % 2 > 0), requests=wrong if n % 2 else wrong[2:])) for n in range(40)
+    ]
+    assert len(diagnose(verdicts).regions) == 1
 
 
 def test_every_mutant_has_a_trigger_of_known_concepts() -> None:
