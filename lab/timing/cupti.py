@@ -1,7 +1,7 @@
 """Kernel times from CUPTI's activity records, each attributed to the run that launched it.
 
-Every run is bracketed by an external correlation id, so that what ran between two runs, such as a flush of L2, is not
-counted, and a run that launched nothing is noticed. Nothing falls back to another clock.
+Every run is bracketed by an external correlation id. So work between two runs, such as a flush of L2, is not counted, and a run
+that launched nothing is noticed. If CUPTI cannot be used, an error is raised; no other clock is used instead.
 """
 
 import importlib
@@ -29,13 +29,15 @@ class Activity:
 
 
 def span_us(activities: Iterable[Activity]) -> float:
-    """Return the time from the first start to the last end, in microseconds: gaps count; 0 for no activity."""
+    """Return the time from the first start to the last end in microseconds, gaps included; 0 without activities."""
     ends_ns = [end for each in activities for end in (each.start_ns, each.end_ns)]
     return (max(ends_ns, default=0) - min(ends_ns, default=0)) / 1000
 
 
 def busy_us(activities: Iterable[Activity]) -> float:
-    """Return the time in which at least one of the activities ran, in microseconds: gaps do not count, overlap counts once."""
+    """Return the microseconds during which at least one activity ran: gaps do not count, and overlapping
+    activities count once.
+    """
     total_ns, end_ns = 0, 0
     for each in sorted(activities, key=lambda activity: activity.start_ns):
         total_ns += max(0, each.end_ns - max(each.start_ns, end_ns))
@@ -46,11 +48,11 @@ def busy_us(activities: Iterable[Activity]) -> float:
 def record(steps: Iterable[Step]) -> list[list[Activity]]:
     """Run steps one by one, and return each run's activities in the order of their starts.
 
-    The device is idle before each run, and `before` is not counted.
+    The device is idle before each run. The activities of a step's `before` are not counted.
 
     Raises:
-        RuntimeError: there is no cupti-python 13 or later, or another profiler holds CUPTI, or a run has no activity.
-        RefusedTimeError: the GPU did something that neither a run nor what goes before one launched.
+        RuntimeError: cupti-python 13 or later is not installed, another profiler holds CUPTI, or a run has no activity.
+        RefusedTimeError: the GPU ran something that was launched neither by a run nor by its preparation.
     """
     cupti = _cupti()
     kinds = cupti.ActivityKind

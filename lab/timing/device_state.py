@@ -1,4 +1,4 @@
-"""The GPU's clocks, power and temperature while it was timed, and what held it back, if anything did. Read through NVML."""
+"""Read the GPU's clocks, power and temperature through NVML during a measurement, and the reasons for reduced clocks."""
 
 import functools
 from collections.abc import Iterator
@@ -24,11 +24,11 @@ LIMITS = {"power limit": pynvml.NVML_PERF_POLICY_POWER, "thermal limit": pynvml.
 
 @dataclass
 class DeviceState:
-    """Readings of a GPU while something ran; every field is empty where NVML does not say.
+    """Readings of a GPU while work ran on it; a field is empty if NVML does not report it.
 
     Attributes:
         sm_clocks_mhz, memory_clocks_mhz, powers_w, temperatures_c: the readings.
-        throttled_by: what held the clocks back, in words; None as long as nothing says whether anything did.
+        throttled_by: the reasons for reduced clocks, in words; None while it is unknown whether they were reduced.
     """
 
     sm_clocks_mhz: list[int] = field(default_factory=list)
@@ -38,7 +38,9 @@ class DeviceState:
     throttled_by: set[str] | None = None
 
     def facts(self) -> dict[str, Any]:
-        """Return the range of the SM clock and the highest of the others, units in the keys; None for what is not known."""
+        """Return the range of the SM clock and the maximum of each other reading, with units in the keys; None for an unknown
+        value.
+        """
         return {
             "sm_clock_mhz": [min(self.sm_clocks_mhz), max(self.sm_clocks_mhz)] if self.sm_clocks_mhz else None,
             "memory_clock_mhz": max(self.memory_clocks_mhz, default=None),
@@ -48,7 +50,7 @@ class DeviceState:
         }
 
     def read(self, device_index: int) -> None:
-        """Add a reading. It is meaningful only while the GPU works."""
+        """Add a reading. A reading is meaningful only while the GPU executes work."""
         handle = _handle(device_index)
         if handle is None:
             return
@@ -60,12 +62,12 @@ class DeviceState:
             self.held_back_by(throttle_reasons(bits))
 
     def held_back_by(self, reasons: set[str]) -> None:
-        """Add reasons why the clocks were held back; an empty set says that none were."""
+        """Add reasons for reduced clocks; an empty set states that the clocks were not reduced."""
         self.throttled_by = (self.throttled_by or set()) | reasons
 
 
 def throttle_reasons(bits: int) -> set[str]:
-    """Return the words for NVML's bits of clock event reasons that make a time wrong."""
+    """Return, in words, those clock event reasons in NVML's bit mask that make a measured time invalid."""
     return {
         words for name, words in HOLDING_BACK.items() if bits & int(getattr(pynvml, f"nvmlClocksEventReason{name}"))
     }
@@ -73,7 +75,7 @@ def throttle_reasons(bits: int) -> set[str]:
 
 @contextmanager
 def watched(device_index: int) -> Iterator[DeviceState]:
-    """Watch a GPU: what is timed inside calls `read` while it runs; a limit that held the clocks down is noticed at the end."""
+    """Watch a GPU: the code inside calls `read` while work runs. Limits that reduced the clocks are added at the end."""
     state = DeviceState()
     before = _violations_ns(device_index)
     yield state
@@ -93,7 +95,7 @@ def _violations_ns(device_index: int) -> dict[str, int]:
 
 
 def _asked(question: Any, *arguments: Any) -> list[Any]:
-    """Return NVML's answer in a list, or nothing where this GPU or driver has none."""
+    """Return NVML's answer in a list; an empty list if this GPU or driver does not support the query."""
     try:
         return [question(*arguments)]
     except pynvml.NVMLError:
@@ -102,7 +104,9 @@ def _asked(question: Any, *arguments: Any) -> list[Any]:
 
 @functools.cache
 def _handle(device_index: int) -> Any:
-    """Return NVML's handle of a torch device, by UUID because CUDA_VISIBLE_DEVICES renumbers; None where there is no NVML."""
+    """Return NVML's handle of a torch device; None without NVML. The UUID finds it, since CUDA_VISIBLE_DEVICES renumbers
+    devices.
+    """
     try:
         pynvml.nvmlInit()
         return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device_index).uuid}")

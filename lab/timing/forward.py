@@ -1,4 +1,4 @@
-"""A forward pass as timed work: what it must move and compute, and the judge of every output that was timed."""
+"""Time a forward pass: its least bytes and operations, and the check of every output that was timed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,11 +29,12 @@ HOST_GPU_BUDGET_US = 500_000
 
 @dataclass(frozen=True, eq=False)
 class TimedPasses:
-    """One pass as the work of several implementations: all read the same tensors, and each writes an output of its own.
+    """One pass as the work of several implementations, which read the same input tensors and write separate outputs.
 
     Attributes:
         forward: the pass.
-        plain, planned: draw it anew; those who plan on the host have tensors of their own, whose page ids and lengths stay.
+        plain, planned: redraw the pass's inputs. `planned` is for implementations that plan on the host: it keeps the page ids
+            and lengths, in separate tensors.
     """
 
     forward: EnginePass
@@ -42,12 +43,12 @@ class TimedPasses:
 
     @classmethod
     def over(cls, forward: EnginePass) -> "TimedPasses":
-        """Return the works over a pass, whose histories are not kept."""
+        """Return the works of a pass; the pass's histories are dropped."""
         bare = replace(forward, histories=())
         return cls(bare, PassRedraw(bare), PassRedraw(bare, keeps_metadata=True))
 
     def work(self, implementation: Any) -> GpuWork:
-        """Return the pass on an implementation, drawn anew for each sample."""
+        """Return the work that runs the pass on an implementation; its inputs are redrawn for each sample."""
         forward, case = self.forward, self.forward.case
         redraw = self.planned if is_planned(implementation, forward) else self.plain
         arguments = redraw.inputs(0) | {"out": forward.new_out()}
@@ -56,7 +57,7 @@ class TimedPasses:
 
 
 def is_planned(implementation: Any, forward: EnginePass) -> bool:
-    """Tell whether lengths and page ids of a pass are read when its calls are prepared, and not again."""
+    """Return True if an implementation reads a pass's lengths and page ids only when its calls are prepared."""
     return isinstance(implementation, PlannedOnce) and any(map(implementation.plans, _functions(forward)))
 
 
@@ -68,7 +69,7 @@ TimedPass = tuple[GpuTime, dict[str, Any]]
 
 
 def time_forward(case: ForwardCase, implementation: Any, method: Method) -> TimedPass:
-    """Build, check, time and check again one pass; see `time_in_turns`, whose errors it raises."""
+    """Build, check, time and check again one pass; raises the errors of `time_in_turns`."""
     (found,) = time_in_turns(case, [implementation], method)
     if isinstance(found, Exception):
         raise found
@@ -78,15 +79,15 @@ def time_forward(case: ForwardCase, implementation: Any, method: Method) -> Time
 def time_in_turns(
     case: ForwardCase, implementations: Sequence[Any], method: Method, seed: int | None = None
 ) -> list[TimedPass | Exception]:
-    """Build one pass, and check, time and check it again on each implementation: samples and host times are taken in turns.
+    """Build one pass; check, time and check it again on each implementation. Samples and host times are interleaved.
 
-    What an implementation plans on the host (`lab.kernels.PlannedOnce`) is done before, and its host time is `plan_us`. All
-    read the same tensors, and each writes an output of its own. The contents are drawn from the seed, or from a new one.
+    An implementation's planning on the host (`lab.kernels.PlannedOnce`) is done before the samples; `plan_us` is its host time.
+    All implementations read the same tensors, and each writes a separate output. The contents are drawn from the seed; None
+    draws a new seed.
 
     Returns:
-        For each implementation its GPU time and the facts of a recorded row but the ceilings'; or why it has none:
-        DeclinedError, AssertionError where its output is wrong, RefusedTimeError, or whatever else its own
-        code raised.
+        For each implementation its GPU time and the facts of a recorded row, without the ceilings; or the error that prevented
+        the time: DeclinedError, AssertionError for a wrong output, RefusedTimeError, or any error of the implementation's code.
     """
     forward = build_forward(case, torch.device("cuda"))
     passes = TimedPasses.over(forward)
@@ -133,7 +134,9 @@ def _functions(forward: EnginePass) -> list[str]:
 
 
 def case_facts(case: ForwardCase | MLACase) -> dict[str, Any]:
-    """Return what a row says of its pass, units in the keys; of latent attention the sizes of a layer, else its geometry."""
+    """Return a recorded row's facts about its pass, with units in the keys; for latent attention the layer's sizes, else the
+    geometry.
+    """
     names = ("num_qo_heads", "kv_lora_rank", "qk_rope_head_dim") if isinstance(case, MLACase) else ("geometry",)
     return {
         "mode": case.mode.name.lower(),
@@ -152,9 +155,10 @@ def case_facts(case: ForwardCase | MLACase) -> dict[str, Any]:
 def time_facts(
     time: GpuTime, ceilings: Ceilings, bytes_moved: int, operations: int, kv_dtype: str = ""
 ) -> dict[str, Any]:
-    """Return what a row says of its time, units in the keys: the samples, their median, and its share of the ceilings.
+    """Return a recorded row's facts about its time, with units in the keys: the samples, the median and its share of the
+    ceilings.
 
-    Raises RefusedTimeError where the GPU cannot do the work in this time.
+    Raises RefusedTimeError if the GPU cannot do the work in this time.
     """
     limits = roofline(time.median_us, bytes_moved, operations, ceilings)
     if why := why_impossible(

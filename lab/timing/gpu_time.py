@@ -63,21 +63,21 @@ class DeviceClock:
 
 @dataclass(frozen=True)
 class GpuTime:
-    """Samples of one call's GPU time in microseconds, and how they were taken.
+    """Samples of one call's GPU time in microseconds, with the conditions of the measurement.
 
     Attributes:
         samples_us: time per call; one sample is one replay, or one eager call for the events clock.
-        method: how.
-        launches: kernels, copies and fills of one call.
+        method: the clock and the state of L2.
+        launches: number of kernels, copies and fills of one call.
         calls_per_sample: calls in one replay.
-        buffer_copies: sets of buffers that took turns.
-        kernels: their names, where the clock tells (CUPTI).
-        busy_us: median time per call in which something ran, gaps left out, where the clock tells (CUPTI).
-        device: clocks, power and throttling while it ran; of interleaved works, while all of them did.
-        contents_seed: that of the contents of its samples, which `measure_interleaved` takes again.
+        buffer_copies: number of buffer sets that were used in rotation.
+        kernels: names of the kernels; recorded by CUPTI only.
+        busy_us: median time per call during which at least one activity ran, without gaps; recorded by CUPTI only.
+        device: clocks, power and throttling during the measurement; interleaved works share one.
+        contents_seed: seed of the samples' contents; `measure_interleaved` repeats them with it.
 
     Raises:
-        ValueError: no samples, or one that is not a positive number: nothing was timed.
+        ValueError: there are no samples, or a sample is not a positive number.
     """
 
     samples_us: tuple[float, ...]
@@ -104,12 +104,12 @@ class GpuTime:
 
     @property
     def iqr_us(self) -> float:
-        """Return the distance of the quartiles: the spread of the middle half."""
+        """Return the interquartile range: the spread of the middle half of the samples."""
         return interquartile_range(self.samples_us)
 
 
 def interquartile_range(samples: Sequence[float]) -> float:
-    """Return the distance of the quartiles, in the unit of the samples; 0 for a single one."""
+    """Return the interquartile range in the unit of the samples; 0 for a single sample."""
     if len(samples) < 2:
         return 0.0
     lower, _, upper = statistics.quantiles(samples, n=4, method="inclusive")
@@ -117,7 +117,7 @@ def interquartile_range(samples: Sequence[float]) -> float:
 
 
 def rounded_us(samples_us: Sequence[float]) -> list[float]:
-    """Round samples to nanoseconds, as rows keep them; a clock of the GPU tells no more."""
+    """Round samples to nanoseconds, as recorded rows store them; GPU clocks are not finer."""
     return [round(sample, 3) for sample in samples_us]
 
 
@@ -129,17 +129,17 @@ def measure(work: GpuWork, method: Method, samples: int = SAMPLES) -> GpuTime:
 def measure_interleaved(
     works: Mapping[str, GpuWork], method: Method, samples: int = SAMPLES, seed: int | None = None
 ) -> dict[str, GpuTime]:
-    """Measure works against each other: their samples are taken in turns, in an order reshuffled each round.
+    """Measure several works with interleaved samples, in an order that is reshuffled each round.
 
     Args:
-        works: by name. Each is run before it is captured, so that whatever it builds at first use exists.
+        works: by name. Each work runs once before its capture, so that whatever its first call builds exists.
         method: the same for all.
-        samples: of each work.
+        samples: number of samples of each work.
         seed: of the contents; None draws one. A recorded seed repeats them.
 
     Raises:
-        WrongWorkError: results of one of the works are wrong, or its time is refused.
-        ValueError: the method cannot time this work; says what can.
+        WrongWorkError: the results of a work are wrong, or its time is refused.
+        ValueError: the method cannot time this work; the message names a method that can.
         RuntimeError: from torch, if a call cannot be captured; from `lab.timing.cupti`.
     """
     staged = {}
@@ -178,14 +178,15 @@ class WrongWorkError(AssertionError):
 def measure_staged(
     works: Mapping[str, Staged], method: Method, samples: int = SAMPLES, seed: int | None = None
 ) -> dict[str, GpuTime | Exception]:
-    """Measure works that were staged with the method, so that one that cannot be is left out; see `measure_interleaved`.
+    """Measure works that were already staged with the method; see `measure_interleaved`.
 
-    Between two samples of a work its contents are drawn anew (`lab.timing.work.Redraw`): all queries and lengths, and K, V and
-    pages of some buffers. Outputs are wiped, and persisting lines of L2 made ordinary. Results are judged after the last sample
-    of all works: of each sample a part on one buffer, and of the last one a part on every buffer and all on one.
+    Between two samples of a work its contents are redrawn (`lab.timing.work.Redraw`): all queries and lengths, and K, V and
+    pages of some buffers. Outputs are wiped, and persisting lines of L2 become ordinary lines. Results are judged after the
+    last sample of all works. For each sample, a part of the results of one buffer is judged; for the last sample, a part of the
+    results of every buffer and all results of one buffer.
 
     Returns:
-        For each work its time, or why it has none: AssertionError where results are wrong, or RefusedTimeError.
+        For each work its time, or the error that prevented it: AssertionError for wrong results, or RefusedTimeError.
     """
     if samples < 1:
         raise ValueError(f"samples={samples} must be at least 1")
@@ -224,14 +225,16 @@ def measure_staged(
 
 
 class BufferContents:
-    """The contents of buffers that works share: those of the work with the most, from one seed that nothing knew before."""
+    """The contents of the buffers that several works share, drawn from one seed; the work with the most buffers sets their
+    number.
+    """
 
     def __init__(self, buffers: Sequence[GpuWork], seed: int) -> None:
         self._buffers, self._seed, self._turn = buffers, seed, -1
         self._tokens = dict.fromkeys(range(len(buffers)), -1)  # the turn in which K and V of each were drawn last
 
     def renew_tokens(self, turn: int) -> None:
-        """Draw everything of some of the buffers anew, once a turn; of all of them in the first one."""
+        """Redraw all contents of some buffers, once per turn; of all buffers in the first turn."""
         if turn == self._turn:
             return
         self._turn, numbers = turn, list(range(len(self._buffers)))
@@ -243,18 +246,18 @@ class BufferContents:
             renew(self._buffers[number], self.seeds(turn, number))
 
     def renew_calls(self, turn: int, buffers: Sequence[GpuWork]) -> None:
-        """Draw queries and lengths of a work's buffers anew, and wipe all its outputs."""
+        """Redraw the queries and lengths of a work's buffers, and wipe its outputs."""
         for number, work in enumerate(buffers):
             renew(work, self.seeds(turn, number), tokens=False)
 
     def seeds(self, turn: int, number: int) -> Seeds:
-        """Return the seeds of a buffer's contents in a turn. Lengths are short or not in the whole turn."""
+        """Return the seeds of a buffer's contents in a turn. All buffers of a turn have shortened lengths, or none has."""
         tokens = random.Random(f"{self._seed} tokens {self._tokens[number]} {number}").getrandbits(60)
         call = random.Random(f"{self._seed} call {turn} {number}").getrandbits(60)
         return Seeds(tokens, SHORTER_EVERY * call + self._dice(turn).randrange(SHORTER_EVERY))
 
     def chosen(self, turn: int, buffers: Sequence[GpuWork]) -> int:
-        """Return the buffer whose results are judged after each sample, the last or not."""
+        """Return the number of the buffer whose results are judged in this turn."""
         return self._dice(turn).randrange(len(buffers))
 
     def _dice(self, turn: int) -> random.Random:
@@ -262,7 +265,7 @@ class BufferContents:
 
 
 def _contents_of(works: Mapping[str, Staged], seed: int) -> dict[str, BufferContents]:
-    """Return the contents of each work's buffers: those of works with one redraw are the same."""
+    """Return the contents of each work's buffers; works with the same redraw share their contents."""
     most: dict[int, Staged] = {}
     for each in works.values():
         key = id(each.redraw or each)
@@ -283,11 +286,11 @@ class Kept:
 
 
 def _ready(staged: Staged, contents: BufferContents, turn: int) -> None:
-    """Do what goes before a sample.
+    """Prepare for a sample: run once untimed, redraw the inputs, fill L2.
 
-    The run that is not timed leaves code and L2 as runs do that follow each other. After it, everything that it worked out is
-    of no use: each query is another. L2 is filled last, also where buffers rotate: lines that the new contents left in it would
-    be written back in the sample, which took 7 to 20 µs of a millisecond on an H100.
+    The untimed run leaves the code caches and L2 as between consecutive runs. Its results cannot be reused, because all queries
+    are redrawn after it. L2 is filled last, also where buffers rotate: dirty lines of the new contents would otherwise be
+    written back during the sample, which cost 7 to 20 µs per millisecond on an H100.
     """
     refuse_strangers()
     contents.renew_tokens(turn)
@@ -299,7 +302,7 @@ def _ready(staged: Staged, contents: BufferContents, turn: int) -> None:
 
 
 def _keep(name: str, staged: Staged, contents: BufferContents, turn: int, *, is_last: bool) -> Iterator[Kept]:
-    """Yield what is to be judged of a sample, and wipe all outputs, so that no other work finds them."""
+    """Yield the results of a sample that are to be judged, and wipe all outputs, so that no other work can read them."""
     one = contents.chosen(turn, staged.buffers)
     for number, work in enumerate(staged.buffers):
         if work.redraw is not None and (number == one or is_last):
@@ -311,7 +314,7 @@ def _keep(name: str, staged: Staged, contents: BufferContents, turn: int, *, is_
 
 
 def _wrong_results(works: Mapping[str, Staged], kept: Sequence[Kept]) -> Iterator[tuple[str, AssertionError]]:
-    """Yield each work whose results are wrong, with the first reason. The truth of a seed is worked out once."""
+    """Yield each work whose results are wrong, with the first error. The expected results of a seed are computed once."""
     wrong: dict[str, AssertionError] = {}
     groups: dict[tuple[int, Seeds, bool], list[Kept]] = {}
     for each in kept:
@@ -333,13 +336,13 @@ def _wrong_results(works: Mapping[str, Staged], kept: Sequence[Kept]) -> Iterato
 
 
 def _shuffled_rounds(names: Sequence[str], rounds: int) -> list[str]:
-    """Return every name once a round, in another order each round, so that none always follows the same other."""
+    """Return every name once per round, in a new random order each round, so that no name always follows the same name."""
     generator = random.Random(SHUFFLE_SEED)
     return [name for _ in range(rounds) for name in generator.sample(names, len(names))]
 
 
 def _recorded(steps: Iterable[Step], count: int, state: DeviceState, device_index: int) -> list[list[cupti.Activity]]:
-    """Record each step's activities by CUPTI. The device is read while it works on some of them."""
+    """Record each step's activities by CUPTI. The device's state is read during some of the steps."""
     read_every = max(1, count // 10)
 
     def read_while_it_runs(run: Callable[[], object]) -> None:

@@ -1,6 +1,6 @@
-"""Host time of calls: what Python, checks and launches cost before the GPU has anything to do.
+"""Host time of calls: the time of Python code, checks and launches.
 
-Small differences are the point, so the calls take turns, a batch each, and a machine's slow spells fall on all of them.
+The calls are interleaved, one batch of each in turn, so that slow phases of the machine affect all calls alike.
 """
 
 import statistics
@@ -18,7 +18,7 @@ CALLS_PER_BATCH = 50  # far fewer launches than the driver queues, about a thous
 
 @dataclass(frozen=True)
 class HostTime:
-    """One call's host time in microseconds, a mean per batch, and how it was taken."""
+    """One call's host time in microseconds, as a mean per batch, with the settings of the measurement."""
 
     samples_us: tuple[float, ...]
     method: str = METHOD
@@ -28,7 +28,7 @@ class HostTime:
         return statistics.median(self.samples_us)
 
     def facts(self) -> dict[str, Any]:
-        """Return what a row says of it, in microseconds: the median, and the samples, by which rows are compared."""
+        """Return a recorded row's facts about the host time, in microseconds: the median and the samples."""
         samples_us = [round(sample, 3) for sample in self.samples_us]
         return {"host_us": round(self.median_us, 2), "host_samples_us": samples_us}
 
@@ -40,10 +40,10 @@ def host_time(
     calls_per_batch: int = CALLS_PER_BATCH,
     timer: Callable[[], int] = time.perf_counter_ns,
 ) -> dict[str, HostTime]:
-    """Measure the host time of each call in µs: Python and launches, not the GPU's work, which is waited for between batches.
+    """Measure the host time of each call in µs: Python code and launches. The GPU's work is waited for between batches.
 
-    Each call runs once before, so that whatever it builds at first use exists. Without a GPU it times calls that need
-    none. Compare the calls of one measurement, not of two.
+    Each call runs once before it is measured, so that whatever its first run builds exists. Compare calls of the same
+    measurement only. It needs no GPU if the calls need none.
 
     Args:
         batches: samples of each call, at least 1.
@@ -67,6 +67,6 @@ def host_time(
 
 
 def drain() -> None:
-    """Wait until the current GPU has nothing to do; a process that has not used one has nothing to wait for."""
+    """Wait until the current GPU is idle; return at once if this process has not used a GPU."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()

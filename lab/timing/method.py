@@ -1,4 +1,4 @@
-"""The method of a GPU time: the clock, and the state of L2 when a call starts. It is chosen; nothing falls back to another."""
+"""The method of a GPU time: the clock, and the state of L2 when a call starts. No method is replaced by another one."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from lab.named_enum import NamedEnum
 
 
 class Clock(NamedEnum):
-    """The clock that reads the time; the value is its name on the command line."""
+    """The clock of a measurement; the value is its name on the command line."""
 
     GRAPH = "graph"
     CUPTI = "cupti"
@@ -39,8 +39,8 @@ _CACHES = {
 class Method:
     """A clock and a state of the L2 cache.
 
-    GRAPH and CUPTI time the same thing, a replayed graph, and differ in who reads the time: GRAPH's events add about 2 µs per
-    replay, which a graph of many calls makes small. EVENTS includes what the host does between two launches.
+    GRAPH and CUPTI both time a replayed graph. GRAPH's events add about 2 µs per replay, a small part of a graph of many calls.
+    EVENTS includes the host's time between two launches.
 
     Raises:
         ValueError: GRAPH with COLD_FLUSH, or EVENTS with COLD_ROTATION.
@@ -77,12 +77,12 @@ METHODS = (
 
 
 def method_named(clock: str, l2: str) -> Method:
-    """Return the method of two command-line words: a clock's name, and "cold" or "warm".
+    """Return the method that two command-line words name: a clock, and "cold" or "warm".
 
-    Cold is by rotation for the graph clock and by flush for the others, as in `flashinfer.testing`.
+    "cold" means rotated buffers for the graph clock and flushed L2 for the other clocks, as in `flashinfer.testing`.
 
     Raises:
-        ValueError: an unknown word; lists those there are.
+        ValueError: a word is unknown; the message lists the known words.
     """
     clocks = {each.value: each for each in Clock}
     if clock not in clocks:

@@ -1,7 +1,7 @@
-"""The rates that this GPU's memory and matrix units reach, measured now, and the least time of work at those rates.
+"""Measure the rates that this GPU's memory and matrix units reach, and compute the least time of work at those rates.
 
-The rates are a large copy's and a large bf16 product's. A kernel that only reads can be a little faster than the first, and
-e4m3 products are faster than the second.
+The memory rate is that of a large copy; a kernel that only reads can be a little faster. The matrix rate is that of a large
+bf16 product; e4m3 products are faster.
 """
 
 from dataclasses import asdict, dataclass
@@ -29,7 +29,7 @@ CEILING_METHOD = Method(Clock.GRAPH, L2.WARM)
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The rates that this GPU reached in this run, and those that its vendor states.
+    """The rates that this GPU reached in this run, and the rates of its datasheet.
 
     Attributes:
         bandwidth_gbps: bytes read plus bytes written by a large elementwise kernel, GB/s (10**9). A kernel that only reads can
@@ -43,7 +43,7 @@ class Ceilings:
     datasheet: Datasheet | None = None
 
     def facts(self) -> dict[str, Any]:
-        """Return the rates JSON-ready, units in the keys."""
+        """Return the rates as JSON data, with units in the keys."""
         stated = ("bandwidth_gbps", "matrix_rate_tflops", "source")
         return {
             "bandwidth_gbps": round(self.bandwidth_gbps, 1),
@@ -59,11 +59,11 @@ class Roofline:
     """A measured time, compared with the least time that the work can take.
 
     Attributes:
-        bandwidth_gbps, rate_tflops: what was reached, GB/s (10**9) and TFLOP/s, from the bytes and operations of the work.
-        bandwidth_percent, matrix_rate_percent: of what was measured on this GPU in this run.
+        bandwidth_gbps, rate_tflops: rates that the work reached, in GB/s (10**9) and TFLOP/s.
+        bandwidth_percent, matrix_rate_percent: the reached rates in percent of the rates measured on this GPU in this run.
         floor_us: the longer of bytes over measured bandwidth and operations over measured matrix rate.
-        floor_bound: "memory" or "matrix": which of the two it is.
-        floor_percent: floor over median; 100 at the limit.
+        floor_bound: "memory" or "matrix": the part of the work that sets the floor.
+        floor_percent: floor over median in percent; 100 at the limit.
     """
 
     bandwidth_gbps: float
@@ -79,7 +79,7 @@ class Roofline:
 
 
 def roofline(median_us: float, bytes_moved: int, operations: int, ceilings: Ceilings) -> Roofline:
-    """Set a time against the ceilings."""
+    """Compare a measured time with the ceilings."""
     memory_us, matrix_us = least_us(bytes_moved, operations, ceilings)
     floor_us = max(memory_us, matrix_us)
     return Roofline(
@@ -94,10 +94,10 @@ def roofline(median_us: float, bytes_moved: int, operations: int, ceilings: Ceil
 
 
 def why_impossible(bandwidth_percent: float, matrix_rate_percent: float, *, is_cold: bool, kv_dtype: str = "") -> str:
-    """Return why a time is shorter than this GPU can be; "" if it is not.
+    """Return why this GPU cannot reach a time; "" if it can.
 
-    The percentages are those of `Roofline`; cold means that what the work reads was not in L2. Products of a narrow `kv_dtype`,
-    by torch's name, may be faster than the measured bf16 ones.
+    The percentages are those of `Roofline`. `is_cold` means that the work's inputs were not in L2. Products of a narrow
+    `kv_dtype`, given by torch's name, may be faster than the measured bf16 products.
     """
     most = 100 * (READING_OVER_COPY if is_cold else L2_OVER_MEMORY)
     if bandwidth_percent > most:
@@ -116,14 +116,14 @@ def why_impossible(bandwidth_percent: float, matrix_rate_percent: float, *, is_c
 
 
 def least_us(bytes_moved: int, operations: int, rates: Ceilings | Datasheet) -> tuple[float, float]:
-    """Return the least times of the bytes and of the operations at these rates, µs; 0 for operations of an unknown rate."""
+    """Return the least time of the bytes and that of the operations at these rates, in µs; 0 for a rate that is unknown."""
     matrix_rate_tflops = rates.matrix_rate_tflops
     matrix_us = 0.0 if matrix_rate_tflops is None else operations / matrix_rate_tflops / 1e6
     return bytes_moved / rates.bandwidth_gbps / 1e3, matrix_us
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
-    """Measure both rates on this GPU now; takes three seconds."""
+    """Measure both rates on this GPU, in about three seconds."""
     bandwidth_gbps = COPY_BYTES / measure(negation(COPY_BYTES, device), CEILING_METHOD).median_us / 1e3
     # On random data: zeros are faster than anything real (H200: 894 against 788 TFLOP/s).
     left, right = (torch.randn(MATRIX_SIZE, MATRIX_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -136,7 +136,7 @@ def measure_ceilings(device: torch.device) -> Ceilings:
 def negation(size_bytes: int, device: torch.device) -> GpuWork:
     """Return an elementwise kernel that reads half of `size_bytes` and writes the other half.
 
-    A kernel, because a copy inside a graph runs on a copy engine: 2.8 TB/s on an H200 whose kernels reach 4.2.
+    It is a kernel because a copy inside a graph runs on a copy engine: 2.8 TB/s on an H200, whose kernels reach 4.2 TB/s.
     """
     source = torch.randn(size_bytes // 8, device=device)
     return GpuWork.of(torch.neg, size_bytes, input=source, out=torch.empty_like(source))

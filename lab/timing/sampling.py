@@ -1,8 +1,8 @@
-"""Samples of staged work: what is done before each, the clock that reads it, and a second clock that must agree.
+"""Take samples of staged work by a clock, and check each clock against a second one.
 
-The second clock is the host's, from a device-wide wait before the work to one after it, less the same without the work. It sees
-work on every stream, and costs the two waits. Functions that read time are bound here, before a kernel is loaded: what a kernel
-puts in their place later is not called.
+The second clock is the host's: the time from a device-wide wait before the work to a device-wide wait after it, minus this time
+without the work. It includes work on every stream. Functions that read time are bound in this module before a kernel is loaded,
+so that a kernel cannot replace them.
 """
 
 import random
@@ -45,12 +45,12 @@ Step = tuple[Callable[[], object] | None, Callable[[], object]]
 
 
 class RefusedTimeError(RuntimeError):
-    """A time that the hardware cannot reach, on which two clocks disagree, or in which the GPU did what no call launched."""
+    """A time is refused: the hardware cannot reach it, two clocks disagree, or the GPU ran work that no call launched."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample: its time by the method's clock, and by the host's; None where the host did something else meanwhile."""
+    """One sample: its time by the method's clock and by the host's clock; the latter is None if the host was busy meanwhile."""
 
     us: float
     host_us: float | None
@@ -59,10 +59,10 @@ class Sample:
 def between_events(
     steps: Iterable[Step], state: DeviceState, device_index: int, *, queued: bool, read_every: int = 3
 ) -> list[Sample]:
-    """Time each step by CUDA events, with a reading of the device's state during every `read_every`-th step.
+    """Time each step by CUDA events, and read the device's state during every `read_every`-th step.
 
-    The launches of a queued step are made while the GPU spins. Otherwise the GPU is idle when a step starts, and the
-    host's launch time is in it.
+    With `queued` the host launches a step while the GPU spins. Otherwise the GPU is idle when a step starts, and the sample
+    includes the host's launch time.
     """
     lead = partial(torch.cuda._sleep, LEAD_CYCLES) if queued else None
     samples = []
@@ -79,7 +79,7 @@ def between_events(
 def _one(
     run: Callable[[], object] | None, lead: Callable[[], object] | None, meanwhile: Callable[[], object] | None = None
 ) -> tuple[float, float]:
-    """Return the time of a run between two events and that between two device-wide waits, which has the lead's too."""
+    """Return a run's time between two events, and the time between two device-wide waits, which includes the lead."""
     start, end = CudaEvent(enable_timing=True), CudaEvent(enable_timing=True)
     _synchronize()
     start_ns = _now_ns()
@@ -97,7 +97,7 @@ def _one(
 
 
 def check_clocks(samples: Iterable[Sample], slack_us: float) -> None:
-    """Raise RefusedTimeError where the medians of two clocks are further apart than `AGREE_PERCENT` and `slack_us`."""
+    """Raise RefusedTimeError if the medians of two clocks differ by more than `AGREE_PERCENT` and `slack_us`."""
     both = [(each.us, each.host_us) for each in samples if each.host_us is not None]
     if not both:
         return
@@ -111,14 +111,14 @@ def check_clocks(samples: Iterable[Sample], slack_us: float) -> None:
 
 
 def fresh_seed() -> int:
-    """Return a seed that no kernel can know before: of the operating system."""
+    """Return a seed from the operating system's random source, which no kernel can predict."""
     return random.SystemRandom().getrandbits(62)
 
 
 def refuse_strangers() -> None:
-    """Raise RefusedTimeError if a thread runs code that is neither Python's, an installed package's nor the lab's.
+    """Raise RefusedTimeError if a thread runs code from outside Python, the installed packages and the lab.
 
-    It could slow others down, or do a kernel's work between two samples.
+    Such a thread could slow other kernels down, or do a kernel's work between two samples.
     """
     frames = sys._current_frames()
     for thread in threading.enumerate():

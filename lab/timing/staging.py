@@ -1,4 +1,4 @@
-"""Work made ready to be sampled: prepared, called once and checked, and captured in a CUDA graph on buffers enough."""
+"""Stage work for sampling: prepare it, call it once, check it, and capture it in a CUDA graph with enough buffers."""
 
 import copy
 import functools
@@ -30,9 +30,9 @@ SHARE_FOR_BUFFERS = 0.2  # of the free memory, for buffers beyond those that a c
 
 @dataclass(frozen=True, eq=False)
 class Staged:
-    """Work ready to be sampled: `run` is one sample of `number` calls on all its buffers, or on the next one if that is less.
+    """Work that is ready for sampling: `run` makes the `number` calls of one sample.
 
-    The calls are kept because a graph does not keep what they own, such as a table that is derived in each call.
+    The calls are stored because a graph does not keep their objects alive, such as a table that a call derives.
     """
 
     buffers: Sequence[GpuWork]
@@ -48,7 +48,7 @@ class Staged:
 
 
 def renew(work: GpuWork, seeds: Seeds, *, tokens: bool = True) -> None:
-    """Draw the contents of a work anew, if it has a redraw: all of them, or without K and V; and wipe its output."""
+    """Redraw a work's contents, K and V only with `tokens`, and wipe its output; do nothing without a redraw."""
     if work.redraw is not None:
         if tokens:
             work.redraw.write_tokens(work.arguments, seeds.tokens)
@@ -56,7 +56,9 @@ def renew(work: GpuWork, seeds: Seeds, *, tokens: bool = True) -> None:
 
 
 def check_results(works: Iterable[GpuWork], seeds: Seeds, *, whole: bool = True) -> None:
-    """Check what works wrote since they were renewed with these seeds, once the GPU is done; raises what their checks raise."""
+    """Wait for the GPU, and check the results of works that were renewed with these seeds; raises the errors of
+    their checks.
+    """
     drain()
     for work in works:
         if work.check is not None:
@@ -66,7 +68,7 @@ def check_results(works: Iterable[GpuWork], seeds: Seeds, *, whole: bool = True)
 
 
 def stage(work: GpuWork, method: Method) -> Staged:
-    """Prepare, run, check and capture a work; raises what these raise, and as `measure_interleaved`."""
+    """Prepare, run, check and capture a work; raises the errors of these steps and of `measure_interleaved`."""
     side = _side_stream(torch.cuda.current_device())
     buffers = _copies(work, method)
     calls = _first_calls(buffers, side)
@@ -89,7 +91,7 @@ def stage(work: GpuWork, method: Method) -> Staged:
 
 
 def _first_calls(buffers: Sequence[GpuWork], side: torch.cuda.Stream) -> list[Call]:
-    """Prepare a call on each of the buffers, make it, and check what it wrote: of passes, a part on one buffer."""
+    """Prepare and make a call on each of the buffers, and check the results; for passes, a part of one buffer's results."""
     seeds = [Seeds(fresh_seed(), fresh_seed()) for _ in buffers]
     for work, each in zip(buffers, seeds, strict=True):
         renew(work, each)
@@ -105,9 +107,9 @@ def _first_calls(buffers: Sequence[GpuWork], side: torch.cuda.Stream) -> list[Ca
 
 
 def _check_each_call(buffers: Sequence[GpuWork], calls: Sequence[Call], stream: torch.cuda.Stream) -> None:
-    """Capture the calls with each one's output wiped right before it, and check what one of the last ones wrote.
+    """Capture the calls, each after a wipe of its output; replay them, and check the results of one call of the second half.
 
-    A call that does another's work before its turn is then seen to have left it undone.
+    So a call that computes the result of a later call in advance is detected.
     """
     seeds = [Seeds(fresh_seed(), fresh_seed()) for _ in buffers]
     for work, each in zip(buffers, seeds, strict=True):
@@ -135,10 +137,10 @@ class TooSmallError(ValueError):
 
 
 def buffer_copies(bytes_moved: int, method: Method, l2_bytes: int) -> int:
-    """Return how many sets of buffers must take turns until a byte of the first is out of L2 again; 1 unless by rotation.
+    """Return the number of buffer sets in rotation that evicts the first set from L2; 1 for methods without rotation.
 
     Raises:
-        TooSmallError: too many for so little work.
+        TooSmallError: the work is so small that it would need too many sets.
     """
     if method.l2 is not L2.COLD_ROTATION:
         return 1
@@ -154,8 +156,8 @@ def buffer_copies(bytes_moved: int, method: Method, l2_bytes: int) -> int:
 class _Flush:
     """Fill L2 with lines that no call reads.
 
-    By reading: a fill by writing leaves dirty lines, and writing those back is charged to the call that comes next: 3 % of a
-    270 µs decode on an H200, 10 % of a 30 µs copy.
+    It fills L2 by reads. Writes would leave dirty lines, whose write-back slows the next call: by 3 % of a 270 µs decode on an
+    H200, and by 10 % of a 30 µs copy.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -195,8 +197,8 @@ def _long_enough(
 ) -> tuple[torch.cuda.CUDAGraph, int]:
     """Return a graph whose replay takes long enough, and the number of its calls.
 
-    Cold by rotation each call has buffers of its own, which are added as far as there is memory: a call that found the contents
-    of an earlier one of its replay need not do the work again. Warm they are all on the same.
+    With rotation each call has separate buffers, which are added while memory lasts: otherwise a call could reuse the result of
+    an earlier call on the same contents. With a warm L2 all calls use the same buffers.
     """
     number = len(calls)
     most = min(MOST_CALLS_PER_REPLAY, _most_buffers(buffers)) if is_rotated else MOST_CALLS_PER_REPLAY
@@ -214,9 +216,10 @@ def _long_enough(
 
 
 def _most_buffers(buffers: Sequence[GpuWork]) -> int:
-    """Return how many sets of buffers there may be, in a share of the memory that is free, those that there are included.
+    """Return the greatest number of buffer sets: the existing sets, and those that fit in a share of the free memory.
 
-    The memory of a set is that of a copy of all its tensors: the next set may be there already, of another work over the pass.
+    The size of a set is measured by a full copy of its tensors, because the next set may already exist for another work of the
+    pass.
     """
     before = torch.cuda.memory_allocated()
     another = copy.deepcopy(dict(buffers[0].arguments))
@@ -232,5 +235,7 @@ def _l2_bytes() -> int:
 
 @functools.cache
 def _side_stream(device_index: int) -> torch.cuda.Stream:
-    """Return the one stream of all captures: what a kernel keeps per stream, such as a workspace, is then kept once."""
+    """Return the stream that all captures share, so that objects that a kernel keeps per stream, such as a workspace, exist
+    once.
+    """
     return torch.cuda.Stream(device_index)

@@ -1,11 +1,12 @@
-"""The lab's one rule for "faster": the second of two sets of samples is FASTER, SLOWER, the SAME, or these samples cannot tell.
+"""The lab's rule for "faster": the second of two sets of samples is FASTER, SLOWER, the SAME or UNSURE.
 
-A rank test says if there is a difference, an interval how large it can be, and a minimum effect if anybody should care. The
-last is needed because the samples of one run are not independent: they share buffers, clocks and a warm-up. Two runs of the
-same code therefore differ by more than the scatter within either, and a test alone would call that significant. Arms that take
-turns within one process share all of that, so that a third of the effect is enough there.
+A rank test shows whether there is a difference, and a confidence interval shows its size. A difference below the minimum effect
+is ignored, because the samples of one run are not independent: they share buffers, clocks and a warm-up. Two runs of the same
+code therefore differ by more than the scatter within a run, and a test alone would call that difference significant.
+Interleaved samples within one process share buffers, clocks and warm-up, so that a third of the minimum effect is enough for
+them.
 
-Where a recording holds no samples, `compare_times` builds the interval from medians and interquartile ranges.
+For a recording without samples, `compare_times` builds the interval from medians and interquartile ranges.
 """
 
 import enum
@@ -31,11 +32,11 @@ class Rule:
     """The two numbers of the rule.
 
     Attributes:
-        minimum_effect_percent: a smaller change of the median is none; at least 0.
-        significance: of the rank test, and the interval's error; above 0, at most 0.5.
+        minimum_effect_percent: a smaller change of the median is ignored; at least 0.
+        significance: significance level of the rank test and error probability of the interval; above 0, at most 0.5.
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: a number is out of range.
     """
 
     minimum_effect_percent: float = 3.0
@@ -58,7 +59,7 @@ IN_TURNS = Rule(minimum_effect_percent=1.0)  # arms that take turns within one p
 
 
 class Speed(enum.Enum):
-    """The second set of samples, relative to the first."""
+    """The verdict on the second set of samples, relative to the first."""
 
     FASTER = "faster"
     SLOWER = "slower"
@@ -68,7 +69,7 @@ class Speed(enum.Enum):
 
 @dataclass(frozen=True)
 class Times:
-    """Times of one call in µs, as recorded; without quartiles their distance is None, without samples they are empty."""
+    """Recorded times of one call in µs; the interquartile range is None if unknown, and the samples may be empty."""
 
     median_us: float
     iqr_us: float | None = None
@@ -86,13 +87,13 @@ class Times:
 
     @property
     def quartiles_us(self) -> tuple[float, float] | None:
-        """Return the quartiles, each taken as half the interquartile range from the median; None where it is unknown."""
+        """Return both quartiles, assumed at half the interquartile range from the median; None if that range is unknown."""
         if self.iqr_us is None:
             return None
         return self.median_us - self.iqr_us / 2, self.median_us + self.iqr_us / 2
 
     def plus(self, added_us: float) -> "Times":
-        """Return the times of calls that take so much longer."""
+        """Return the times with `added_us` added to each."""
         return Times(self.median_us + added_us, self.iqr_us, tuple(sample + added_us for sample in self.samples_us))
 
 
@@ -102,10 +103,10 @@ class SampleComparison:
 
     Attributes:
         before_us, after_us: the medians.
-        effect_percent: the second median over the first, less 1: positive is slower.
-        interval_percent: where the effect lies with a confidence of 1 - significance; None with too few samples.
-        p_value: of the two-sided rank test; None where only medians and interquartile ranges were recorded.
-        reason: why it is UNSURE, in words; empty otherwise.
+        effect_percent: the second median over the first, minus 1, in percent; positive is slower.
+        interval_percent: confidence interval of the effect, at confidence 1 - significance; None with too few samples.
+        p_value: p-value of the two-sided rank test; None if only medians and interquartile ranges were recorded.
+        reason: the reason for UNSURE, in words; empty for other verdicts.
     """
 
     speed: Speed
@@ -127,21 +128,21 @@ def compare_samples(
 ) -> SampleComparison:
     """Compare two sets of samples by their medians.
 
-    FASTER or SLOWER: the rank test (Mann-Whitney U, two-sided) is significant *and* the whole interval of the effect lies
-    beyond the minimum effect. SAME: the whole interval lies within it, however small p is. UNSURE: everything else, so an
-    interval across the minimum effect, and fewer than 5 samples on a side. The whole interval, not the point: a point just
-    beyond the line falls within it in the next run, and a gate that flips is switched off. The rank test guards where the
-    interval alone is wrong: of a handful of samples it is too narrow.
+    FASTER or SLOWER: the rank test (Mann-Whitney U, two-sided) is significant, and the whole interval of the effect lies beyond
+    the minimum effect. SAME: the whole interval lies within the minimum effect, even if p is small. UNSURE: everything else,
+    such as an interval that contains the minimum effect, or fewer than 5 samples on a side. The whole interval counts and not
+    the estimate, because an estimate near the minimum effect changes its verdict from run to run. The rank test is needed
+    because the interval of few samples is too narrow.
 
-    The interval is the percentile bootstrap of the ratio of medians (Efron and Tibshirani 1993, chapter 13), each side drawn
-    for itself, from a fixed seed: the same samples always give the same answer. It speaks of medians. A slow mode of fewer than
-    half the samples does not move one, nor does an outlier; one of about half gives a wide interval, and so UNSURE.
+    The interval is the percentile bootstrap of the ratio of medians (Efron and Tibshirani 1993, chapter 13). Each side is
+    resampled independently, from a fixed seed, so that the same samples always give the same answer. Medians ignore outliers
+    and a slow mode of fewer than half the samples. A slow mode of about half the samples gives a wide interval, and so UNSURE.
 
     Args:
-        before_us, after_us: times of one call, any order, in one unit.
+        before_us, after_us: times of one call, in any order, in the same unit.
 
     Raises:
-        ValueError: no samples, or one that is not a time (NaN, infinite, zero, negative).
+        ValueError: there are no samples, or a sample is no time (NaN, infinite, zero, negative).
     """
     before, after = _checked(before_us, "before"), _checked(after_us, "after")
     p_value = _rank_test(before, after)
@@ -159,16 +160,16 @@ def compare_samples(
 
 
 def compare_times(before: Times, after: Times, rule: Rule = BETWEEN_RUNS) -> SampleComparison:
-    """Compare recorded times: by `compare_samples` where both have samples, else by an interval between quartiles.
+    """Compare recorded times: by `compare_samples` if both have samples, else by an interval from their quartiles.
 
-    That interval is where the ratio lies if each time lies between its quartiles, which are half the interquartile range from
-    the median. There is no rank test; all else is the same rule. For normal samples this interval is as wide as the 99 %
-    interval of 11 samples on each side, and the lab takes more: half of two interquartile ranges is 1.35 standard deviations,
-    and 2.58 times the scatter of the difference of two medians, 1.25 sqrt(2 / n) standard deviations, is the same at n = 11.
-    A median alone tells nothing: UNSURE.
+    The interval contains the ratios of all times between their quartiles, assumed at half the interquartile range from the
+    median. There is no rank test; the rest of the rule is the same. For normal samples this interval is as wide as the 99 %
+    interval of 11 samples on each side: half of two interquartile ranges is 1.35 standard deviations, and 2.58 times the
+    standard error of the difference of two medians, 1.25 sqrt(2 / n) standard deviations, is equal at n = 11. The lab takes
+    more samples than 11. Without interquartile ranges the verdict is UNSURE.
 
     Raises:
-        ValueError: as `compare_samples`; or a median that is not a time.
+        ValueError: as `compare_samples`, or a median is no time.
     """
     if before.samples_us and after.samples_us:
         return compare_samples(before.samples_us, after.samples_us, rule)
@@ -187,10 +188,10 @@ def compare_times(before: Times, after: Times, rule: Rule = BETWEEN_RUNS) -> Sam
 def compare_runs(
     before_runs_us: Sequence[Sequence[float]], after_runs_us: Sequence[Sequence[float]], rule: Rule = BETWEEN_RUNS
 ) -> SampleComparison:
-    """Compare repeated runs of one measurement, each run its samples; see `compare_samples`.
+    """Compare repeated runs of one measurement, given as the samples of each run; see `compare_samples`.
 
-    With at least 5 runs on each side, the median of each run is one sample: then the interval covers what differs from run to
-    run, which no number of samples within a run shows. With fewer, all samples of a side are put together.
+    With at least 5 runs on each side, the median of each run is one sample, so that the interval includes the differences
+    between runs. With fewer runs, all samples of a side are pooled.
     """
     if min(len(before_runs_us), len(after_runs_us)) >= FEWEST_RUNS:
         before_us = [float(np.median(_checked(run, "before"))) for run in before_runs_us]
