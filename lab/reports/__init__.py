@@ -1,1 +1,1 @@
-"""Recorded results for people: one reader, tables and pictures, in the terminal, Markdown and HTML."""
+"""Read recorded results and present them as tables and pictures, in a terminal, in Markdown and in HTML."""

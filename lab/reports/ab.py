@@ -1,4 +1,4 @@
-"""Two kernels, or two settings, against each other on this GPU: in one process, their samples in turns.
+"""Compare two kernels or two settings on this GPU, with interleaved samples in one process.
 
 ::
 
@@ -6,7 +6,7 @@
     lab ab draft_extend_v2/llama-3.1-8b/64q4s4k/on_context lab.kernels.trtllm \\
         --against draft_extend_v2/llama-3.1-8b/64q4s4k
 
-Both are judged before and after; if one is wrong, the report has no times.
+Both are judged before and after the samples. If the results of one are wrong, the report has no times.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ from lab.workloads.inputs.forward_pass import build_forward
 
 @dataclass(frozen=True)
 class Side:
-    """One side of the comparison, and its time against the ceilings (`lab.timing.forward.time_facts`)."""
+    """One side of the comparison, with the facts about its time (`lab.timing.forward.time_facts`)."""
 
     scenario: str
     module: str
@@ -46,17 +46,17 @@ def measure_sides(
     num_samples: int,
     seed: int | None = None,
 ) -> list[Side]:
-    """Time two forward passes on this GPU, their samples in turns, each judged before and after.
+    """Time two forward passes on this GPU with interleaved samples; judge both before and after the samples.
 
     Args:
-        names: scenario and module of each side.
-        seed: of the contents; None draws one.
+        names: the scenario and the module of each side.
+        seed: seed of the contents; None draws a new seed.
 
     Raises:
-        NotImplementedError, ValueError: one is refused.
-        AssertionError: one is wrong.
-        RefusedTimeError: the GPU cannot do one in the time that was measured, or two clocks disagree on it.
-        RuntimeError: one cannot be timed by this method.
+        NotImplementedError, ValueError: a module refuses its pass, or the method cannot time it.
+        AssertionError: the results of a side are wrong.
+        RefusedTimeError: the GPU cannot reach a measured time, or two clocks disagree on it.
+        RuntimeError: a call cannot be captured, or CUPTI cannot be used.
     """
     device = torch.device("cuda")
     ceilings = measure_ceilings(device)
@@ -75,7 +75,7 @@ def measure_sides(
 
 
 def ab_report(sides: Sequence[Side], rule: Rule = IN_TURNS) -> TableReport:
-    """Compare the second side's time with the first's: the verdict, the size of the difference and its certainty."""
+    """Compare the second side's time with the first side's: the verdict, the difference and its confidence interval."""
     first, second = (side.time for side in sides)
     found = compare_samples(first.samples_us, second.samples_us, rule)
     method = f"{first.method}; {len(first.samples_us)} samples each, in turns; {first.device.facts()}"

@@ -2,18 +2,14 @@
 
     lab compare BEFORE.json AFTER.json
 
-The two may be of two releases of a package, two commits, two GPUs or two kernels: cases are paired by check, function, case and
-axes, so that both must have been judged at the same level, axes and seed to have all cases in common. A report has no times;
-`lab.reports.compare` compares those of two recorded runs.
+The two reports may be from two releases of a package, two commits, two GPUs or two kernels. Cases are paired by check,
+function, case and axes. The reports have all cases in common only if both were judged at the same level, on the same axes and
+with the same seed. A report has no times; `lab.reports.compare` compares the times of recorded runs.
 
-Exit status, the first that holds:
-    2    a file is no report of the judge
-    1    a case is newly wrong or newly declined
-    125  no case is in both reports, a report left cases out, or the two were not judged at one level, by the same checks, on
-         the same axes and with one seed
-    0    otherwise
+Exit status, the first that holds: 2    a file is not a report of the judge 1    a case is newly wrong or newly declined 125  no
+case is in both reports, a report left cases out, or the reports differ in level, checks, axes or seed 0    otherwise
 
-A case that only one report has does not change the exit status: K18 chooses further cases by what a kernel takes.
+A case that only one report has does not change the exit status, because K18 chooses some cases by what a kernel accepts.
 """
 
 from collections import Counter
@@ -38,7 +34,7 @@ SETTINGS = ("level", "seed", "ranges", "checks", "left_out")
 
 
 class VerdictChange(TextEnum):
-    """What became of a case, and the style that shows it; the worst first."""
+    """How a case's verdict changed, with the style that shows the change; the worst change comes first."""
 
     NEWLY_WRONG = "newly wrong", "slower"
     NEWLY_DECLINED = "newly declined", "unsure"
@@ -55,7 +51,7 @@ WORSE = (VerdictChange.NEWLY_WRONG, VerdictChange.NEWLY_DECLINED)
 
 @dataclass(frozen=True)
 class CasePair:
-    """A case of both reports."""
+    """A case that both reports have, with its two verdicts."""
 
     before: CaseVerdict
     after: CaseVerdict
@@ -74,7 +70,7 @@ class CasePair:
 
 @dataclass(frozen=True)
 class ChangedCases:
-    """The cases of one check and function with the same change."""
+    """The cases of one check and function whose verdicts changed in the same way."""
 
     change: VerdictChange
     check: str
@@ -97,12 +93,12 @@ def _outcomes(verdicts: Iterable[CaseVerdict]) -> Cell:
 
 
 def are_reports(*paths: str) -> bool:
-    """Tell whether files are reports of the judge."""
+    """Return True if all files are reports of the judge."""
     return all(Path(path).is_file() and read_file(Path(path)).kind is FileKind.JUDGE for path in paths)
 
 
 def cases_of(file: RecordedFile) -> list[CaseVerdict]:
-    """Return the verdicts of a report; raise ReportError, which names the file, if this lab cannot read it."""
+    """Return a report's verdicts; raise ReportError with the file's name if this version of the lab cannot read it."""
     try:
         return list(read_cases(file.content))
     except ReportError as error:
@@ -110,13 +106,13 @@ def cases_of(file: RecordedFile) -> list[CaseVerdict]:
 
 
 def different_settings(before: RecordedFile, after: RecordedFile) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that two reports do not share: by name, what each was judged with."""
+    """Return the settings in which two reports differ, by name, with both values."""
     settings = {name: (_setting(before, name), _setting(after, name)) for name in SETTINGS}
     return {name: (was, now) for name, (was, now) in settings.items() if was != now}
 
 
 def _setting(file: RecordedFile, name: str) -> Any:
-    """Return a setting of the run; of the checks, the keys and the functions that they judged."""
+    """Return a report's setting; for "checks", the checks' keys with the functions that they judged."""
     if name == "checks":
         return ", ".join(sorted(f"{row['check']} of {row['interface']}" for row in file.content["checks"]))
     return file.content.get(name)
@@ -127,8 +123,8 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
 
     Raises:
         lab.reports.recorded.RecordedFileError: a file cannot be read.
-        lab.checks.record.ReportError: a file is no report that this lab can read.
-        NotComparableError: both are the same file.
+        lab.checks.record.ReportError: this version of the lab cannot read a file as a report.
+        NotComparableError: both paths are the same file.
     """
     if before_path.resolve() == after_path.resolve():
         raise NotComparableError(f"both sides are {before_path}: there is nothing to compare")
@@ -203,7 +199,7 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
 
 
 def _where(pairs: Sequence[CasePair], change: VerdictChange) -> str:
-    """Return the regions of the cases that changed so among those that are right on the same side."""
+    """Return the regions of the cases with this change, found against the right cases of the same report."""
     of_after = change is VerdictChange.NEWLY_WRONG
     sides = [(pair.change, pair.after if of_after else pair.before) for pair in pairs]
     changed = [
@@ -213,7 +209,9 @@ def _where(pairs: Sequence[CasePair], change: VerdictChange) -> str:
 
 
 def _reasons(row: ChangedCases, after: Path) -> Iterator[str]:
-    """Yield the most frequent reason of a row's cases now, the number of cases with other reasons, and a case to reproduce."""
+    """Yield the most frequent reason in the second report, the number of cases with other reasons, and a command that
+    reproduces a case.
+    """
     reasons = grouped(
         (next(filter(None, (*now.judged.wrongs, *now.judged.declines, now.finding)), ""), now)
         for now in (pair.after for pair in row.pairs)

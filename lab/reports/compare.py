@@ -1,27 +1,27 @@
-"""Compare recorded runs, or two implementations or settings within one: a table with the changed rows first.
+"""Compare recorded runs, or two implementations or settings within one run, in a table with the changed rows first.
 
     lab compare BEFORE.json AFTER.json
     lab compare BEFORE_RUNS/ AFTER_RUNS/
     lab compare RUN.json --by implementation lab.kernels.portable lab.kernels.trtllm
 
 A folder holds repeated runs of one side. Rows are paired by scenario, implementation, page size, dtypes, clock and L2. Driver,
-versions and commit may differ: they are what is compared. Refused are another GPU, power limit or maximum clock (nothing
-is compared then), and row by row another method, other work or other clocks. A verdict that a limit of the GPU may
-have caused, such as its power limit, becomes UNSURE: SLOWER if the limit held AFTER back, FASTER if it held BEFORE back, SAME
-if it held either back and the SM clocks differ.
+versions and commit may differ. Runs with different GPUs, power limits or maximum clocks are not compared. A pair of rows is
+refused if its methods, its work or its clocks differ. A verdict that a limit of the GPU may have caused, such as its power
+limit, becomes UNSURE: SLOWER if the clocks of AFTER were limited, FASTER if those of BEFORE were limited, and SAME if either
+was limited and the SM clocks differ.
 
 Exit status, the first that holds:
     2    a file cannot be read as a run
-    125  nothing was compared: refused as a whole, or no pair of rows left
+    125  nothing was compared: the runs were refused, or no pair of rows is left
     1    a row is SLOWER; or AFTER lacks a row that BEFORE has; or, with --strict, a row is UNSURE
     125  a row was refused
     0    otherwise
 
-So a SLOWER row gives 1 even if other rows were refused. Within one run (--by) a row that only one
-side has is listed and does not count, because an implementation may decline a case.
+So a SLOWER row gives 1 even if other rows were refused. Within one run (--by) a row of only one side is listed but does not
+change the exit status, because an implementation may decline a case.
 
 pytest-benchmark's own `--benchmark-compare --benchmark-compare-fail=median:5%` works on the same rows and exits with 1; it
-looks at the medians alone, and refuses nothing.
+compares only medians and refuses no rows.
 """
 
 from collections import Counter
@@ -68,12 +68,12 @@ RowsOfSide = Mapping[Identity, Sequence[Row]]  # rows of GPU time by what they m
 
 
 class NotComparableError(ValueError):
-    """Two recordings that must not be compared; the message names what differs, on both sides."""
+    """Two recordings must not be compared; the message names the differing fact with both values."""
 
 
 @dataclass(frozen=True)
 class RowComparison:
-    """One pair of rows: compared, or refused with a reason; exactly one of the two."""
+    """One pair of rows, which is either compared or refused with a reason."""
 
     identity: Identity
     samples: SampleComparison | None = None
@@ -85,8 +85,8 @@ class RunComparison:
     """All rows of two sides.
 
     Attributes:
-        rows: pairs, those that changed first.
-        missing, added: what only the first or only the second side has.
+        rows: the pairs of rows, changed pairs first.
+        missing, added: identities of rows that only the first side or only the second side has.
     """
 
     rows: tuple[RowComparison, ...]
@@ -103,7 +103,7 @@ class RunComparison:
 
     @property
     def summary(self) -> str:
-        """Return how many rows have which verdict, and the mean of those that were compared."""
+        """Return the number of rows by verdict, and the mean change of the compared rows."""
         counts = Counter(samples.speed for samples in self.compared)
         rest = {"refused": self.refused, "missing": self.missing, "new": self.added}
         words = [f"{counts[speed]} {speed.name}" for speed in Speed]
@@ -114,7 +114,7 @@ class RunComparison:
         return f"{', '.join(words)}; after over before, geometric mean of {len(self.compared)}: {mean:.3f}"
 
     def exit_status(self, *, strict: bool, may_miss: bool) -> ExitStatus:
-        """Return the exit status of this module; with `may_miss`, a missing row is no regression."""
+        """Return the exit status that this module's docstring defines; with `may_miss`, a missing row does not count."""
         changes = {samples.speed for samples in self.compared}
         if not changes:
             return ExitStatus.NOT_JUDGED
@@ -133,9 +133,9 @@ def compare(
     """Compare the recorded runs of two paths, or two values of one recorded fact within one run.
 
     Args:
-        before, after: a recorded run each, or a folder of repeated ones; `after` is None with `by`.
+        before, after: path of a recorded run, or of a folder of repeated runs; `after` is None with `by`.
         by: the fact and its two values, such as ("implementation", "lab.kernels.portable", "lab.kernels.trtllm").
-        strict: an UNSURE row gives the exit status 1 too.
+        strict: an UNSURE row also gives exit status 1.
 
     Raises:
         RecordedFileError: a path holds no recorded run.
@@ -202,7 +202,7 @@ def compare(
 
 
 def comparison_record(samples: SampleComparison) -> dict[str, Any]:
-    """Return a comparison as JSON data: the verdict first."""
+    """Return a comparison as JSON data, with the verdict first."""
     return {"verdict": samples.speed.value} | {name: value for name, value in vars(samples).items() if name != "speed"}
 
 
@@ -234,7 +234,7 @@ FIGURES: Columns = {
 
 
 def _remarks(comparison: RunComparison, said_once: Collection[str]) -> Iterator[str]:
-    """Yield each reason once, with the rows that it holds for, named by what tells them apart."""
+    """Yield each reason once, followed by its rows, which are named by the facts that differ between rows."""
     reasons = grouped(
         (f"{'refused' if row.refused else 'unsure'}, {reason}", row.identity)
         for row in comparison.rows
@@ -249,7 +249,7 @@ def _remarks(comparison: RunComparison, said_once: Collection[str]) -> Iterator[
 
 
 def _sides_within(runs: Sequence[RecordedRun], key: str, values: Sequence[str]) -> Sequence[RowsOfSide]:
-    """Return the rows of one run whose fact `key` has each of two values, by all else that they measure."""
+    """Return two sides of one run: its rows with the first and with the second value of the fact `key`."""
     if values[0] == values[1]:
         raise NotComparableError(f"both sides are {key} {values[0]}: there is nothing to compare")
     if key in (*TIMED_BY, "method"):
@@ -308,12 +308,14 @@ def _apart_from_method(identity: Identity) -> Identity:
 
 
 def _limits_of(rows: Sequence[Row]) -> str:
-    """Return what held the GPU back in these rows, in words; "" if nothing was seen to."""
+    """Return the limits that reduced the GPU's clocks in these rows, in words; "" if none was recorded."""
     return ", ".join(sorted({reason for row in rows for reason in row.throttled_by}))
 
 
 def _doubted(samples: SampleComparison, before: Sequence[Row], after: Sequence[Row]) -> SampleComparison:
-    """Make a verdict UNSURE that a limit may have made. A limit only makes a side slower, so the other direction stands."""
+    """Return the comparison, UNSURE if a limit may have caused its verdict. A limit only slows a side down, so verdicts in the
+    opposite direction remain.
+    """
     limits = {"before": _limits_of(before), "after": _limits_of(after)}
     clocks_differ = any(_clock_differences(one, other, "sm_clock_mhz", "SM") for one in before for other in after)
     doubted = {
@@ -329,7 +331,7 @@ def _doubted(samples: SampleComparison, before: Sequence[Row], after: Sequence[R
 
 
 def _why_not_compared(before: Sequence[Row], after: Sequence[Row]) -> str:
-    """Return why times of these rows must not be compared, naming both values; "" if they may be."""
+    """Return why these rows' times must not be compared, with both values; "" if they may be compared."""
     for side, rows in (("before", before), ("after", after)):
         if why := next(filter(None, map(_why_impossible, rows)), ""):
             return f"the time {side} is refused: {why}"
@@ -339,7 +341,7 @@ def _why_not_compared(before: Sequence[Row], after: Sequence[Row]) -> str:
 
 
 def _why_impossible(row: Row) -> str:
-    """Return why the GPU of a row cannot do its work in its time; "" where it can, or where the row does not tell."""
+    """Return why a row's GPU cannot do its work in the recorded time; "" if it can, or if the row lacks the facts."""
     facts = row.facts
     if facts.get("bandwidth_percent") is None or facts.get("matrix_rate_percent") is None:
         return ""
@@ -349,7 +351,7 @@ def _why_impossible(row: Row) -> str:
 
 
 def _differences(first: Row, other: Row, limited: bool) -> Iterator[str]:
-    """Name each difference. An SM clock that a limit moved is the limit's, and `_doubted` sees to it."""
+    """Yield the differences between two rows. With `limited`, different SM clocks are left to `_doubted`."""
     for what, mine, theirs in (
         ("methods", first.timed_by, other.timed_by),
         ("methods", first.facts.get("method"), other.facts.get("method")),
@@ -362,7 +364,7 @@ def _differences(first: Row, other: Row, limited: bool) -> Iterator[str]:
 
 
 def _clock_differences(first: Row, other: Row, key: str, clock: str) -> str:
-    """Name two ranges of clocks if an end differs: a range that reaches lower was, for some samples, another state."""
+    """Return both ranges of a clock if their ends differ, because then some samples ran at another clock; else ""."""
     mine, theirs = _ends(first.facts.get(key)), _ends(other.facts.get(key))
     agree = partial(isclose, rel_tol=CLOCK_TOLERANCE_PERCENT / 100)
     are_one = len(mine) == len(theirs) and all(map(agree, mine, theirs))
@@ -370,7 +372,7 @@ def _clock_differences(first: Row, other: Row, key: str, clock: str) -> str:
 
 
 def _ends(clock_mhz: Any) -> tuple[float, ...]:
-    """Return the ends of a recorded range of clocks; one clock is a range of itself, and None has no ends."""
+    """Return the ends of a recorded range of clocks; a single clock is both ends, and None has no ends."""
     if clock_mhz is None:
         return ()
     return tuple(clock_mhz) if isinstance(clock_mhz, Sequence) else (clock_mhz, clock_mhz)

@@ -1,4 +1,4 @@
-"""The judge's report for a reader: the answer, what is broken and where, how to see it again, then the table and notes."""
+"""Print the judge's report: the answer, the broken regions with commands that reproduce them, then the table and notes."""
 
 import math
 import os
@@ -30,7 +30,9 @@ SHOWN_BLIND_SPOTS = 10
 
 
 def summary(report: Report) -> Iterator[str]:
-    """Yield the answer and, for each region of wrong results, its counts, its smallest case and how to see that again."""
+    """Yield the answer and, for each region of wrong results, its counts, its smallest case and the command that judges it
+    again.
+    """
     found = report.diagnosis
     yield found.sentence
     for place, region in enumerate(found.regions):
@@ -41,7 +43,7 @@ def summary(report: Report) -> Iterator[str]:
 
 
 def notes(report: Report) -> Iterator[str]:
-    """Yield what follows from the answer, the coverage, known findings, frequent refusals and what was not judged."""
+    """Yield the consequences of the answer, the coverage, known findings, frequent refusals and the list of unjudged cases."""
     yield from _of_recorded_calls(report)
     yield from report.diagnosis.follows
     if report.coverages:
@@ -82,12 +84,12 @@ def show(report: Report, console: "Console") -> None:
 
 
 def details(report: Report) -> list[str]:
-    """Return a report's lines without the table."""
+    """Return the lines of a report, without its table."""
     return [*summary(report), *notes(report)]
 
 
 def check_table(report: Report) -> Table:
-    """Return a row per check and function; "worst" is the largest error, as a share or a multiple of its bound."""
+    """Return a table of one row per check and function; "worst" is the largest ratio of error to bound."""
     names = {check.key: check.name for check in checks()}
     seed = f", seed {report.ranges.seed}" if report.ranges.seed else ""
     where = report.environment.get("gpu") or report.device
@@ -105,7 +107,7 @@ def check_table(report: Report) -> Table:
 
 
 def coverage_table(coverage: Coverage) -> Table:
-    """Return a row per parameter, with its values by how far they came."""
+    """Return a table of one row per parameter, with its values grouped by their coverage."""
     columns: Columns = {"parameter": lambda row: words(row[0])} | {
         reach.value: lambda row, reach=reach: words("; ".join(row[1].get(reach.value, ()))) for reach in Reach
     }
@@ -114,7 +116,9 @@ def coverage_table(coverage: Coverage) -> Table:
 
 
 def coverage_notes(coverage: Coverage) -> Iterator[str]:
-    """Yield the counts of pairs and triples, why some are impossible, and the first blind spots."""
+    """Yield the counts of pairs and triples, the reasons why some are impossible, and the first pairs of values that no case
+    combines.
+    """
     record = coverage.as_record()
     for name, counts in (("pairs", coverage.pairs), ("triples", coverage.triples)):
         yield f"{name}: " + ", ".join(f"{counts[reach]:,} {reach.value}" for reach in Reach)
@@ -129,7 +133,9 @@ def coverage_notes(coverage: Coverage) -> Iterator[str]:
 
 
 def reproduction(verdict: CaseVerdict) -> str:
-    """Return a shell line that judges a case again: by its number in the report's file, or else with the case in it."""
+    """Return a shell command that judges a case again, by its number in the report's file, or else with the whole case written
+    out.
+    """
     if isinstance(verdict.case, RecordedCase):
         implementation = "" if verdict.implementation == NAME_OF_OUTPUTS else f" {shlex.quote(verdict.implementation)}"
         return f"lab judge{implementation} --calls {shlex.quote(verdict.case.address)}"
@@ -144,7 +150,7 @@ def reproduction(verdict: CaseVerdict) -> str:
 
 
 def _example(smallest: CaseResult) -> Iterator[str]:
-    """Yield the lines of a smallest case: itself, the vector that is wrong, and its reproduction."""
+    """Yield the lines about a smallest case: the case, its wrong vector and the command that judges it again."""
     verdict, result = smallest
     yield f"    smallest case: {verdict.check} of {verdict.interface.name.lower()}, “{result.name}”: {verdict.case!r}"
     if (example := result.example) is not None:
@@ -180,18 +186,18 @@ def _shortened(sentence: str) -> str:
 
 
 def _quoted(program: str) -> str:
-    """Quote for a shell: in double quotes where nothing in the program means anything there, which leaves it legible."""
+    """Quote a program for a shell: in legible double quotes if it has no character that is special inside them."""
     return shlex.quote(program) if set('"$`\\!') & set(program) else f'"{program}"'
 
 
 def _verdict(counts: Mapping[Outcome, int], outcome: Outcome) -> str:
-    """Return an outcome; where cases are wrong and others failed, how many of each."""
+    """Return an outcome; if some cases are wrong and some failed, both numbers."""
     wrong, failed = counts.get(Outcome.WRONG, 0), counts.get(Outcome.FAILED, 0)
     return f"{wrong} wrong {failed} failed" if wrong and failed else outcome.value
 
 
 def _worst(ratio: float) -> Cell:
-    """Return an error over its bound in at most five characters: poison that reaches a result makes it 1e+30."""
+    """Return the ratio of error to bound in at most five characters; poison in a result makes it as large as 1e+30."""
     if not math.isfinite(ratio):
         return Cell("inf", math.inf)
     return Cell(">999x" if ratio >= 999.5 else f"{ratio:.0%}" if ratio < 9.995 else f"{ratio:.0f}x", ratio)

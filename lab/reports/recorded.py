@@ -1,7 +1,7 @@
-"""Recorded files of every kind: benchmarks, judge reports, surveys, experiments, mutants.
+"""Read recorded files of every kind: benchmarks, judge reports, surveys, experiments and mutants.
 
-A file's kind follows from its content, not from its name. pytest-benchmark's JSON becomes a `RecordedRun`: rows of GPU time
-with their method, their clocks and what they ran on.
+A file's kind follows from its content, not from its name. pytest-benchmark's JSON becomes a `RecordedRun`, whose rows have the
+time, the method, the clocks and the environment.
 """
 
 import functools
@@ -52,11 +52,11 @@ Identity = tuple[tuple[str, str], ...]
 
 
 class RecordedFileError(ValueError):
-    """A file or folder that does not hold what is recorded; the message names it and says what is wrong."""
+    """A file or folder is not readable as recorded results; the message has its name and the reason."""
 
 
 class FileKind(NamedEnum):
-    """What a recorded file holds."""
+    """The kind of content that a recorded file holds."""
 
     BENCHMARKS = "pytest-benchmark's rows"
     JUDGE = "a report of `lab.checks`"
@@ -71,8 +71,8 @@ class RecordedFile:
     """A recorded file.
 
     Attributes:
-        name: its path in the folder that was read, without ".json" or ".json.gz".
-        content: a mapping, but a list for `FileKind.MUTANTS` and anything for `FileKind.OTHER`.
+        name: path relative to the folder that was read, without ".json" or ".json.gz".
+        content: the file's data: a mapping, except a list for `FileKind.MUTANTS` and any JSON for `FileKind.OTHER`.
     """
 
     path: Path
@@ -82,7 +82,7 @@ class RecordedFile:
 
     @property
     def environment(self) -> Mapping[str, Any]:
-        """Return `lab.provenance.environment` of its run; empty if it was not recorded."""
+        """Return the recorded `lab.provenance.environment` of the file's run; empty if it was not recorded."""
         if self.kind is FileKind.BENCHMARKS:
             lab = self.content.get("machine_info", {}).get("lab", {})
             return {name: value for name, value in lab.items() if name != "ceilings"}
@@ -90,16 +90,16 @@ class RecordedFile:
 
     @property
     def experiment(self) -> str:
-        """Return the name of the experiment that wrote it; the file's name where that is not recorded."""
+        """Return the name of the experiment that wrote the file; the file's name if it was not recorded."""
         return str(self.content.get("experiment") or without_suffix(self.path).name)
 
     def fact(self, *keys: str) -> Any:
-        """Return a value of the environment by its keys from the outside in; None where it is not recorded."""
+        """Return a value of the environment by its nested keys; None if it was not recorded."""
         return value_at(self.environment, keys)
 
 
 def value_at(mapping: Any, keys: Sequence[str]) -> Any:
-    """Return a value within mappings by its keys from the outside in; None where it is not there."""
+    """Return a value of nested mappings by its keys, the outermost key first; None if a key is absent."""
     found = mapping
     for key in keys:
         found = found.get(key) if isinstance(found, Mapping) else None
@@ -115,10 +115,10 @@ def grouped(pairs: Iterable[tuple[Group, Member]]) -> dict[Group, list[Member]]:
 
 
 def read_file(path: Path, folder: Path | None = None) -> RecordedFile:
-    """Read any recorded file; its name is relative to `folder`, or to its own if None.
+    """Read any recorded file; its name is relative to `folder`, or to the file's own folder if None.
 
     Raises:
-        RecordedFileError: no such file, or not JSON.
+        RecordedFileError: the file does not exist or is not JSON.
     """
     try:
         content = read_json(path)
@@ -131,10 +131,10 @@ def read_file(path: Path, folder: Path | None = None) -> RecordedFile:
 
 
 def read_folder(folder: Path) -> tuple[RecordedFile, ...]:
-    """Read all JSON files of a folder and of the folders in it, in the order of their names.
+    """Read all JSON files of a folder and its subfolders, sorted by name.
 
     Raises:
-        RecordedFileError: no such folder, no JSON file in it, or one that is not JSON.
+        RecordedFileError: the folder does not exist or has no JSON file, or a file is not JSON.
     """
     paths = sorted((*folder.rglob("*.json"), *folder.rglob("*.json.gz")))
     if not paths:
@@ -161,8 +161,8 @@ class Row:
 
     Attributes:
         name: the test's full name.
-        samples_us: raw samples, microseconds per call, in the order in which they were taken.
-        facts: what the benchmark recorded next to them, pytest-benchmark's `extra_info`.
+        samples_us: raw samples in microseconds per call, in the order of measurement.
+        facts: further recorded facts of the benchmark (pytest-benchmark's `extra_info`).
     """
 
     name: str
@@ -171,39 +171,41 @@ class Row:
 
     @property
     def is_gpu_time(self) -> bool:
-        """Return True if a clock of the GPU took it, and not the host's or no stated one."""
+        """Return True if the row states a GPU clock; False for the host's clock and for rows without a clock."""
         return self.facts.get("clock") in GPU_CLOCKS
 
     @property
     def scenario(self) -> str:
-        """Return the name of the computation; the test's name where that is not recorded."""
+        """Return the scenario's name; the test's name if no scenario was recorded."""
         return str(self.facts.get("scenario") or self.name)
 
     @property
     def implementation(self) -> str:
-        """Return the implementation's name without the package of kernels; "" if it is not recorded."""
+        """Return the implementation's name without "lab.kernels."; "" if it was not recorded."""
         return str(self.facts.get("implementation") or "").removeprefix(MODULE_PREFIX)
 
     @property
     def mode(self) -> str:
-        """Return the forward mode as words; "" if it is not recorded."""
+        """Return the forward mode in words; "" if it was not recorded."""
         return str(self.facts.get("mode") or "").replace("_", " ")
 
     @property
     def identity(self) -> Identity:
-        """Return the settings that two rows share if they measure the same thing in the same way."""
+        """Return the settings that identify the measurement: rows with equal identities measure the same work by the same
+        method.
+        """
         named = {key: str(self.facts[key]) for key in SETTINGS + TIMED_BY if self.facts.get(key) is not None}
         return (("scenario", self.scenario), *named.items())
 
     @property
     def timed_by(self) -> str:
-        """Return clock and state of L2, in words: "graph, L2 cold by rotation"."""
+        """Return the clock and the state of L2 in words, such as "graph, L2 cold by rotation"."""
         words = str(self.facts.get("clock", "no stated clock"))
         return f"{words}, L2 {self.facts['l2']}" if self.facts.get("l2") else words
 
     @property
     def throttled_by(self) -> tuple[str, ...]:
-        """Return the reasons why the GPU's clocks were held back; empty if none was seen."""
+        """Return the reasons why the GPU's clocks were reduced; empty if none was recorded."""
         return tuple(self.facts.get("throttled_by") or ())
 
     @property
@@ -212,31 +214,31 @@ class Row:
 
     @property
     def iqr_percent(self) -> float:
-        """Return the distance between the quartiles, in percent of the median; 0 for a single sample."""
+        """Return the interquartile range in percent of the median; 0 for a single sample."""
         return 100 * interquartile_range(self.samples_us) / self.median_us
 
     @property
     def time_over_floor(self) -> float | None:
-        """Return the median over the floor; None where the floor is not recorded, or too short to mean something."""
+        """Return the median over the floor; None if the floor was not recorded or is too short to be meaningful."""
         floor_us = self.facts.get("floor_us") or 0.0
         return self.median_us / floor_us if floor_us >= LEAST_FLOOR_US else None
 
 
 @dataclass(frozen=True)
 class Rivals:
-    """The rows of GPU time of one run that differ in their implementation alone, the fastest first."""
+    """The rows of GPU time of one run that differ only in their implementation, with the fastest first."""
 
     rows: tuple[Row, ...]
 
     @functools.cached_property
     def speeds(self) -> tuple[Speed, ...]:
-        """Compare each row but the first with the first, by the rule for samples in turns."""
+        """Compare every other row with the first row, by the rule for interleaved samples."""
         fastest = self.rows[0].samples_us
         return tuple(compare_samples(fastest, row.samples_us, IN_TURNS).speed for row in self.rows[1:])
 
     @property
     def as_fast(self) -> list[str]:
-        """Return the implementations that are the fastest, or the SAME."""
+        """Return the fastest implementation and those with the verdict SAME."""
         speeds = (Speed.SAME, *self.speeds)
         return [row.implementation for row, speed in zip(self.rows, speeds, strict=True) if speed is Speed.SAME]
 
@@ -246,11 +248,11 @@ class RecordedRun:
     """One run of the benchmarks.
 
     Attributes:
-        environment: `lab.provenance.environment` of that run; empty if the run did not record it.
-        ceilings: `lab.timing.Ceilings.facts` of that run; empty if they were not recorded.
+        environment: `lab.provenance.environment` of the run; empty if it was not recorded.
+        ceilings: `lab.timing.Ceilings.facts` of the run; empty if they were not recorded.
         recorded_at: pytest-benchmark's time stamp.
-        not_timed: a mapping for each implementation that has no time: its name, the reason as a sentence, and the scenario
-            that it declined or had wrong, None where the machine lacks the implementation.
+        not_timed: one mapping per implementation without a time: its name, the reason as a sentence, and the scenario that it
+            declined or computed wrongly (None if the machine lacks the implementation).
     """
 
     path: Path
@@ -262,12 +264,12 @@ class RecordedRun:
 
     @property
     def gpu_rows(self) -> tuple[Row, ...]:
-        """Return the rows of GPU time; no other time is compared with it."""
+        """Return the rows of GPU time; only these rows are compared with each other."""
         return tuple(row for row in self.rows if row.is_gpu_time)
 
     @functools.cached_property
     def rivals(self) -> list[Rivals]:
-        """Return the rows of GPU time by what they measure, sorted by that."""
+        """Return the rows of GPU time grouped by measured work and method, sorted by these."""
         found = grouped(
             (tuple(item for item in row.identity if item[0] != "implementation"), row)
             for row in sorted(self.gpu_rows, key=lambda row: row.median_us)
@@ -285,7 +287,7 @@ class RecordedRun:
 
 
 def environment_facts(environments: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """Return `FACTS`, and the version of each package that any of the environments names."""
+    """Return the keys of `FACTS`, and those of the version of each package that an environment names."""
     packages = dict.fromkeys(name for each in environments for name in each.get("packages") or ())
     return {**FACTS, **{name: ("packages", name) for name in packages}}
 
@@ -293,7 +295,7 @@ def environment_facts(environments: Sequence[Mapping[str, Any]]) -> dict[str, tu
 def facts_of_sides(
     before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
 ) -> dict[str, tuple[str, str]]:
-    """Return each fact of two sides' environments that a comparison shows: by its name, what it was on either side."""
+    """Return the facts of two sides' environments that a comparison shows, by name, with both sides' values."""
     found = {}
     for name, keys in environment_facts([*before, *after]).items():
         was, now = (
@@ -306,21 +308,22 @@ def facts_of_sides(
 
 
 def in_words(identity: Identity) -> str:
-    """Return such as "decode/llama-3.1-8b/64q1s4k, lab.kernels.trtllm, page_size 64, clock graph, l2 warm"."""
+    """Describe an identity: "decode/llama-3.1-8b/64q1s4k, lab.kernels.trtllm, page_size 64, clock graph, l2 warm"."""
     return ", ".join(value if name in ("scenario", "implementation") else f"{name} {value}" for name, value in identity)
 
 
 def read_run(path: str | Path) -> RecordedRun:
-    """Read a file that `--benchmark-json` wrote, or `--benchmark-save` with `--benchmark-save-data`.
+    """Read a file written by `--benchmark-json`, or by `--benchmark-save` with `--benchmark-save-data`.
 
     Raises:
-        RecordedFileError: no such file, not such a file, no raw samples, a sample that is no time, or one measurement twice.
+        RecordedFileError: the file does not exist, is no such file, lacks raw samples, has a sample that is no time, or has a
+            measurement twice.
     """
     return run_of(read_file(Path(path)))
 
 
 def run_of(file: RecordedFile) -> RecordedRun:
-    """Return the rows of a file of benchmarks; raises as `read_run`."""
+    """Return the run in a file of benchmarks; raises the errors of `read_run`."""
     if file.kind is not FileKind.BENCHMARKS:
         known = "a report of the judge, and " if file.kind is FileKind.JUDGE else ""
         raise RecordedFileError(f"{file.path}: {known}not pytest-benchmark's JSON: it has no list of benchmarks")
@@ -338,10 +341,10 @@ def run_of(file: RecordedFile) -> RecordedRun:
 
 
 def read_runs(path: str | Path) -> tuple[RecordedRun, ...]:
-    """Read the run in a file, or the repeated runs in a folder, one per JSON file, by file name.
+    """Read the run in a file, or the repeated runs in a folder: one run per JSON file, sorted by file name.
 
     Raises:
-        RecordedFileError: see `read_run`; or a folder without JSON files.
+        RecordedFileError: as `read_run`, or the folder has no JSON files.
     """
     path = Path(path)
     if not path.is_dir():

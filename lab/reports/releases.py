@@ -1,18 +1,17 @@
-"""Releases of a package side by side: which finding lives where.
+"""Show releases of a package side by side, with the findings that each release has.
 
     lab releases 0.6.12.json 0.6.18.json 0.7.2.json --findings results/nvidia-h200/findings.md
 
-Each file is a report of the judge, of one environment; the release is the version of the package in it. A release may have
-several reports, of different axes; all releases must have been judged with the same settings (`lab.reports.changed_verdicts`).
+Each file is a report of the judge from one environment; the release is the version of the package there. A release may have
+several reports with different axes. All releases must be judged with the same settings (`lab.reports.changed_verdicts`).
 
-A row is a finding that the known failures cite (`lab.checks.run.known_failures`, as they are now and not as they were for the
-report), or a region of cases that were wrong without one in the same releases. Its *telling cases* are those that are wrong
-with it in some release.
-In a release it is
+A row is a finding, or a region of cases that are wrong in the same releases without a finding. The finding of a case comes from
+the current list of known failures (`lab.checks.run.known_failures`), not from the list at the time of the report. The *telling
+cases* of a finding are those that show it in some release. The status of a finding in a release is
 
-    present         one of them is wrong with it there
-    absent          some are right there, and none is wrong with it
-    not reachable   all are declined there, were not judged, or are wrong in another way
+    present         a telling case shows the finding in this release
+    absent          some telling cases are right in this release, and none shows the finding
+    not reachable   all telling cases are declined, were not judged, or are wrong in another way
 """
 
 import re
@@ -42,14 +41,14 @@ STYLES = {"present": "slower", "absent": "faster", "not reachable": "unsure"}
 
 @dataclass(frozen=True)
 class FindingRow:
-    """A finding, which reports cite so, or a region, and its telling cases."""
+    """A finding with its citation, or a region without one, and the telling cases."""
 
     name: str
     cases: frozenset[CaseKey]
     cited: str = ""
 
     def counts(self, release: Verdicts) -> dict[str, int]:
-        """Return how many of the cases are wrong with it, right and declined in a release."""
+        """Return how many telling cases show the finding, are right, and are declined in a release."""
         there = [release[key] for key in self.cases if key in release]
         found = Counter(each.outcome for each in there)
         cited = sum(self.cited in each.finding.split(CITED) for each in there)
@@ -60,12 +59,12 @@ class FindingRow:
         }
 
     def status(self, release: Verdicts) -> str:
-        """Return what it is in a release, a key of `STYLES`."""
+        """Return the finding's status in a release, a key of `STYLES`."""
         counts = self.counts(release)
         return "present" if counts["wrong"] else "absent" if counts["right"] else "not reachable"
 
     def cell(self, release: Verdicts) -> Cell:
-        """Return the status with its number of cases."""
+        """Return a cell with the finding's status in a release and the number of cases."""
         status, counts = self.status(release), self.counts(release)
         cases = {"present": f", {counts['wrong']} of {len(self.cases)}", "absent": f", {counts['right']}"}
         return words(status + cases.get(status, ""), STYLES[status])
@@ -77,14 +76,14 @@ def releases_report(
     """Show reports of the judge by release.
 
     Args:
-        paths: of the reports, the oldest release first.
-        package: whose version in a report's environment is the release.
-        findings: a page whose headings "## 1. ..." are the findings, by their anchors; those that no report cites have a row.
+        paths: paths of the reports, with the oldest release first.
+        package: the package whose version in a report's environment is the release.
+        findings: a page whose headings "## 1. ..." are the findings. Findings that no report cites also have a row.
 
     Raises:
         lab.reports.recorded.RecordedFileError, lab.checks.record.ReportError, OSError: a file cannot be read.
-        NotComparableError: a file is no report of the judge or has no version of the package, there is one release alone, or
-            one has two reports of the same axes.
+        NotComparableError: a file is no report of the judge or lacks the package's version, there is only one release, or a
+            release has two reports with the same axes.
     """
     releases = _by_version([read_file(path) for path in paths], package)
     verdicts = {
@@ -149,7 +148,7 @@ def _cases(file: RecordedFile) -> Iterator[tuple[CaseKey, CaseVerdict]]:
 
 
 def _findings(verdicts: Mapping[str, Verdicts], headings: Mapping[str, str]) -> Iterator[FindingRow]:
-    """Yield a row for each heading, and then for each other finding that is cited."""
+    """Yield a row for each heading of the page, and then for each cited finding that is not on the page."""
     telling = grouped(
         (cited, key)
         for of in verdicts.values()
@@ -164,7 +163,7 @@ def _findings(verdicts: Mapping[str, Verdicts], headings: Mapping[str, str]) -> 
 
 
 def _regions(verdicts: Mapping[str, Verdicts]) -> Iterator[FindingRow]:
-    """Yield a row for each region of the cases that are wrong without a finding in the same releases."""
+    """Yield a row for each region of cases that are wrong in the same releases without a finding."""
     wrong_in = grouped(
         (key, version) for version, of in verdicts.items() for key, verdict in of.items() if verdict.outcome in BROKEN
     )
@@ -184,13 +183,13 @@ def _environment(version: str, files: Files) -> str:
 
 
 def _pairs(before: Files, after: Files) -> list[tuple[RecordedFile, RecordedFile]]:
-    """Return the reports of two releases that are of the same axes."""
+    """Return the pairs of two releases' reports that have the same axes."""
     by_axes = {_axes(file): file for file in after}
     return [(file, by_axes[_axes(file)]) for file in before if _axes(file) in by_axes]
 
 
 def _unlike(releases: Mapping[str, Files]) -> Iterator[str]:
-    """Yield a sentence for each report that is not judged like that of the first release."""
+    """Yield a sentence for each report whose settings differ from the first release's report."""
     (first, first_files), *later = releases.items()
     for version, files in later:
         pairs = _pairs(first_files, files)
@@ -202,7 +201,7 @@ def _unlike(releases: Mapping[str, Files]) -> Iterator[str]:
 
 
 def _changes(before: tuple[str, Files], after: tuple[str, Files]) -> Iterator[str]:
-    """Yield the summary that `lab compare` has of two neighbours."""
+    """Yield the summaries of `lab compare` for two consecutive releases."""
     name = f"{before[0]} to {after[0]}"
     for one, other in _pairs(before[1], after[1]):
         report = compare_verdicts(one.path, other.path)

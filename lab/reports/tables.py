@@ -1,4 +1,4 @@
-"""The lab's one model of a table, and what shows it in a terminal and in Markdown; `lab.reports.html` shows it in a page."""
+"""The lab's model of a table, shown in a terminal and in Markdown by this module, and on a page by `lab.reports.html`."""
 
 import json
 import sys
@@ -41,7 +41,7 @@ TERMINAL_STYLES = {
 
 @dataclass(frozen=True)
 class Link:
-    """A link within the page: its words, and the id of what it leads to."""
+    """A link within the page: its text, and the id of its target."""
 
     text: str
     target: str
@@ -49,13 +49,13 @@ class Link:
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell.
+    """A cell of a table.
 
     Attributes:
-        text: as it is shown, the unit being in the column's heading.
-        number: the value to sort by, unrounded; None for words.
-        style: words such as "slower" or "long code", which each medium renders in its way; "" for none.
-        links: shown in place of the text in a page.
+        text: the shown text, without the unit, which is in the column's heading.
+        number: the unrounded value, used for sorting; None for words.
+        style: words such as "slower" or "long code", which select the look in a terminal or on a page; "" for none.
+        links: links that the page shows instead of the text.
     """
 
     text: str
@@ -66,7 +66,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """A heading with its unit; `is_number` if all cells below it are numbers."""
+    """A column's heading, with the unit; `is_number` if all cells of the column are numbers."""
 
     heading: str
     is_number: bool
@@ -74,14 +74,14 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table, and notes to it.
+    """A table with its notes.
 
     Attributes:
-        columns, rows: as shown.
-        name: an id, unique in a page.
-        caption: what a row is.
-        common: a note: heading and text of the columns that say the same in every row.
-        left_out: a note: headings of columns that are too long for cells, and are in the file alone.
+        columns, rows: the shown columns and rows.
+        name: an id that is unique on a page.
+        caption: description of a row.
+        common: shown as a note: heading and text of the columns that have the same text in every row.
+        left_out: shown as a note: headings of columns whose values are too long for cells and remain in the file.
     """
 
     columns: tuple[Column, ...]
@@ -96,7 +96,7 @@ Columns = Mapping[str, Callable[[Any], Cell]]  # by heading, the cell of a recor
 
 
 def words(value: Any, style: str = "") -> Cell:
-    """Return a cell of words; None is shown as a dash."""
+    """Return a cell that shows a value as words; None is shown as a dash."""
     return Cell(ABSENT if value is None or value == "" else str(value), style=style)
 
 
@@ -117,12 +117,12 @@ def make_table(
     say_once: Collection[str] | None = None,
     left_out: Iterable[str] = (),
 ) -> Table:
-    """Make a table of one row per record, without the columns that say nothing.
+    """Make a table of one row per record, without columns that are empty in every row.
 
     Args:
-        columns: by heading, the cell of a record.
-        say_once: headings of the columns that become a note if they say the same in every row; None for all columns of a
-            table of two rows or more.
+        columns: functions from a record to its cell, by heading.
+        say_once: headings of the columns that become a note if every row has the same text; None means all columns, for tables
+            of two rows or more.
     """
     made = {heading: [cell(record) for record in records] for heading, cell in columns.items()}
     said = {heading: cells for heading, cells in made.items() if any(shown(cell) not in ("", ABSENT) for cell in cells)}
@@ -143,16 +143,16 @@ def make_table(
 
 
 def table_of_lines(headings: Sequence[str], lines: Sequence[Sequence[str | Cell]], caption: str = "") -> Table:
-    """Make a table of lines of texts or cells, without the columns that say nothing."""
+    """Make a table from rows of texts or cells, without columns that are empty in every row."""
     cells = [[each if isinstance(each, Cell) else Cell(each) for each in line] for line in lines]
     columns = {heading: itemgetter(place) for place, heading in enumerate(headings)}
     return make_table(columns, cells, caption=caption, say_once=())
 
 
 def table_of_records(name: str, caption: str, records: Sequence[Mapping[str, Any]]) -> Table:
-    """Make a table of recorded rows: a column per key, "outer.inner" of mappings within them; long lists are left out.
+    """Make a table of recorded rows, with one column per key. A nested key is written "outer.inner"; long lists are left out.
 
-    Words come first, then times, then other numbers: rows have more columns than a page is wide.
+    Words come first, then times, then other numbers, because not all columns fit on the width of a page.
     """
     flat = [flattened(record) for record in records]
     keys = dict.fromkeys(key for record in flat for key in record)
@@ -167,7 +167,7 @@ def table_of_records(name: str, caption: str, records: Sequence[Mapping[str, Any
 
 
 def flattened(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Take mappings out of a mapping: {"a": {"b": 1}} becomes {"a.b": 1}."""
+    """Flatten nested mappings: {"a": {"b": 1}} becomes {"a.b": 1}."""
     flat: dict[str, Any] = {}
     for key, value in record.items():
         if isinstance(value, Mapping):
@@ -193,7 +193,7 @@ def _is_long(value: Any) -> bool:
 
 
 def shown(cell: Cell) -> str:
-    """Return the text of a cell, or the texts of its links."""
+    """Return the text of a cell, or its links' texts if it has links."""
     return " ".join(link.text for link in cell.links) or cell.text
 
 
@@ -207,7 +207,7 @@ def _significant(value: float) -> str:
 
 
 def markdown_of(table: Table) -> str:
-    """Return a table as Markdown, without its notes."""
+    """Return a table in Markdown, without its notes."""
     lines = [[column.heading for column in table.columns], ["---"] * len(table.columns)]
     lines += [[cell.text for cell in row] for row in table.rows]
     return "\n".join(
@@ -243,12 +243,12 @@ def terminal_of(table: Table, show_lines: bool = False) -> "RichTable":
 
 @dataclass(frozen=True)
 class FittedTable:
-    """A table for a terminal of any width; in a narrow one, each row's names have a line of their own above its figures."""
+    """A table for a terminal of any width. In a narrow terminal a row has two lines: names above numbers."""
 
     table: Table
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> Iterator["RichTable | Text"]:
-        """Yield the whole table if it fits, else its headings and rows on two lines each."""
+        """Yield the table if it fits, else the headings and each row on two lines."""
         from rich.measure import Measurement
         from rich.text import Text
 
@@ -276,7 +276,7 @@ class FittedTable:
 
 @dataclass(frozen=True)
 class TableReport:
-    """The answer of a command: a table, lines above and below it, and the same as JSON data."""
+    """The output of a command: a table, the lines above and below it, and the same content as JSON data."""
 
     above: tuple[str, ...]
     table: Table
@@ -285,7 +285,9 @@ class TableReport:
     exit_status: ExitStatus = ExitStatus.DONE
 
     def show(self, json_to: str | None = None, markdown_to: str | None = None) -> None:
-        """Print the report, or write it as JSON or Markdown; "-" is the standard output, which then has nothing else."""
+        """Print the report, or write it as JSON or Markdown. The path "-" means standard output, where nothing else is then
+        printed.
+        """
         for target, written in ((json_to, self.json), (markdown_to, self.markdown)):
             if target == "-":
                 print(written(), end="")
@@ -299,23 +301,23 @@ class TableReport:
             console.print("\n".join(self.below), soft_wrap=True)
 
     def json(self) -> str:
-        """Return the record as JSON, with the exit status of the command."""
+        """Return the report as JSON, with the exit status of the command."""
         return json.dumps({**self.record, "exit_status": self.exit_status}, indent=1, ensure_ascii=False) + "\n"
 
     def markdown(self) -> str:
-        """Return the report as Markdown: the last line below the table is the summary, and comes first."""
+        """Return the report in Markdown. The summary, which is the last line below the table, comes first."""
         *remarks, summary = self.below
         table = markdown_of(self.table) if self.table.rows else ""
         return "\n\n".join(filter(None, (summary, table, items(remarks), items(self.above)))) + "\n"
 
 
 def items(lines: Iterable[str]) -> str:
-    """Return a list in Markdown."""
+    """Return lines as a bulleted list in Markdown."""
     return "\n".join(f"* {line}" for line in lines)
 
 
 def terminal() -> "Console":
-    """Return a console that prints text as it is, wide enough for tables where the output is not a terminal."""
+    """Return a console that prints text unchanged; if the output is not a terminal, it is wide enough for tables."""
     from rich.console import Console
 
     width = None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL

@@ -1,4 +1,4 @@
-"""Recorded benchmarks as tables, for the Markdown report and for the page: GPU time and its floor, host time, ceilings."""
+"""Tables of recorded benchmarks for the Markdown report and the page: GPU time with its floor, host time and ceilings."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -65,7 +65,7 @@ PLAIN_COLUMNS: Columns = {
 
 
 def _noted(heading: str, note: str, unit: str = "") -> Callable[[Row], Cell]:
-    """Return a column with another one's text in brackets after its own, where there is one."""
+    """Return a column whose cells show, in brackets, the text of a second column, if that has one."""
 
     def cell(row: Row) -> Cell:
         said, noted = GPU_COLUMNS[heading](row), GPU_COLUMNS[note](row).text + unit
@@ -80,7 +80,9 @@ def _median(row: Row) -> Cell:
 
 
 def narrow_columns(settings: Sequence[str]) -> Columns:
-    """Return the columns of a report on paper: shares and bounds of `GPU_COLUMNS` in brackets, and these `SETTINGS`."""
+    """Return the columns of the Markdown report: `GPU_COLUMNS` with shares and bounds in brackets, and these of
+    the `SETTINGS`.
+    """
     return {
         "scenario": GPU_COLUMNS["scenario"],
         "implementation": _noted("implementation", "kernel"),
@@ -97,7 +99,7 @@ def narrow_columns(settings: Sequence[str]) -> Columns:
 
 
 def timing_tables(run: RecordedRun, name: str) -> list[Table]:
-    """Make tables of GPU time, of host time and of times without a stated clock; their ids begin with `name`."""
+    """Make tables of GPU times, of host times and of times without a recorded clock; the tables' ids begin with `name`."""
     gpu = make_table(
         GPU_COLUMNS, sorted(run.gpu_rows, key=lambda row: row.identity), name=f"{name}-gpu", caption="GPU time"
     )
@@ -114,9 +116,9 @@ def _of_fastest(cell: Callable[[Row], Cell]) -> Callable[[Rivals], Cell]:
 
 
 def fastest_table(run: RecordedRun, name: str = "") -> Table:
-    """Make a table of the fastest implementation of each scenario, and how much longer the next one takes.
+    """Make a table of the fastest implementation of each scenario, and of the time that the second fastest takes more.
 
-    A scenario of one implementation is there if its time over floor is known.
+    A scenario with only one implementation has a row if its time over floor is known.
     """
     shown = [each for each in run.rivals if each.speeds or each.rows[0].time_over_floor is not None]
     columns: Columns = {
@@ -136,9 +138,9 @@ def fastest_table(run: RecordedRun, name: str = "") -> Table:
 
 
 def fastest_sentence(runs: Sequence[RecordedRun]) -> str:
-    """Return a sentence with the number of scenarios in which each implementation was the fastest.
+    """Return a sentence with the number of scenarios in which each implementation is the fastest.
 
-    It counts the scenarios that several implementations were timed in, in each run by itself; without one, it is "".
+    Only scenarios with times of several implementations count, separately in each run. The result is "" if there are none.
     """
     compared_by_run = [[each for each in run.rivals if each.speeds] for run in runs]
     compared = [rivals for of_run in compared_by_run for rivals in of_run]
@@ -154,15 +156,16 @@ def fastest_sentence(runs: Sequence[RecordedRun]) -> str:
 
 
 def _median_of(implementation: str, rivals: Rivals) -> Cell:
-    """Return the cell of an implementation's median, in a style of its own where it is one of the fastest."""
+    """Return the cell of an implementation's median, with a special style if the implementation is among the fastest."""
     median_us = next((row.median_us for row in rivals.rows if row.implementation == implementation), None)
     return replace(number(median_us, 1), style="faster" if implementation in rivals.as_fast else "")
 
 
 def side_by_side_table(run: RecordedRun, name: str = "") -> Table:
-    """Make a table of each scenario's medians, a column for each implementation; without rows if there are fewer than three.
+    """Make a table of each scenario's medians, with one column per implementation; it has no rows for fewer than three
+    implementations.
 
-    The column "fastest" names the fastest and those that are the SAME by the lab's rule for samples in turns.
+    The column "fastest" names the fastest implementation, and those with the verdict SAME by the rule for interleaved samples.
     """
     names = sorted({row.implementation for row in run.gpu_rows})
     if len(names) < FEWEST_SIDE_BY_SIDE:
@@ -179,7 +182,9 @@ def side_by_side_table(run: RecordedRun, name: str = "") -> Table:
 
 
 def not_timed_table(run: RecordedRun, name: str = "") -> Table:
-    """Make a table of what declined a scenario, was wrong or is not on the machine, and why; a row for each reason."""
+    """Make a table of the implementations without a time, with one row per reason: a declined scenario, wrong results, or not
+    installed.
+    """
     scenarios = grouped(
         ((each["implementation"].removeprefix(MODULE_PREFIX), each["reason"]), each["scenario"] or "all")
         for each in run.not_timed
@@ -193,17 +198,19 @@ def not_timed_table(run: RecordedRun, name: str = "") -> Table:
 
 
 def plain_table(rows: Sequence[Row], name: str = "", caption: str = "") -> Table:
-    """Make a table of rows that are not GPU time."""
+    """Make a table of rows whose times are not GPU times."""
     return make_table(PLAIN_COLUMNS, sorted(rows, key=lambda row: row.name), name=name, caption=caption, say_once=())
 
 
 def methods(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Return the labels of "timed by" and the method of each."""
+    """Return the values of the column "timed by", each with the description of its method."""
     return list(dict.fromkeys((row.timed_by, str(row.facts.get("method") or "no method recorded")) for row in rows))
 
 
 def ceiling_table(run: RecordedRun, name: str = "") -> Table:
-    """Make a table of the rates that the GPU reached in this run and that its vendor states; without rows if there are none."""
+    """Make a table of the rates that the GPU reached in this run, and of its datasheet's rates; it has no rows if none were
+    recorded.
+    """
     dtype = f" ({run.ceilings['matrix_dtype']})" if run.ceilings.get("matrix_dtype") else ""
     rates = {"memory, GB/s": "bandwidth_gbps", f"matrix units, TFLOP/s{dtype}": "matrix_rate_tflops"}
     columns: Columns = {

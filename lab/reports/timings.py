@@ -1,7 +1,7 @@
-"""Tables and plots of a recorded run: `lab report RUN.json --out DIR`.
+"""Write tables and plots of a recorded run: `lab report RUN.json --out DIR`.
 
-Writes report.md, and with the extra `plots` a roofline and a chart of time over floor per method. Everything in it is in the
-file: medians and quartiles of its samples, and what the benchmark recorded with them.
+The output is report.md and, with the extra `plots`, a roofline and a chart of time over floor per method. Every number comes
+from the file: medians and quartiles of its samples, and the facts that the benchmark recorded.
 """
 
 import importlib.util
@@ -46,7 +46,7 @@ ORDER = (
 
 
 def report_markdown(run: RecordedRun, pictures: Sequence[str] = ()) -> str:
-    """Return the report as Markdown; `pictures` are the file names of plots in its folder."""
+    """Return the report in Markdown; `pictures` are the file names of the plots in the report's folder."""
     rows = sorted(run.gpu_rows, key=_order)
     blocks = [f"# {run.environment.get('gpu', 'No GPU recorded')}, recorded in {run.path.name}"]
     blocks += ["## Environment", markdown_of(table_of_lines(["what", "value"], list(_environment(run))))]
@@ -93,7 +93,9 @@ def can_plot() -> bool:
 
 
 def figures(run: RecordedRun) -> dict[str, "Figure"]:
-    """Draw the plots of a run by file name, for each method its own. Rows without the numbers for a plot are left out of it."""
+    """Draw the plots of a run, one set per method, and return them by file name. Rows without the numbers for a plot are left
+    out.
+    """
     from lab.reports.pictures.timings import floor_figure, roofline_figure
 
     drawn: dict[str, Figure] = {}
@@ -109,7 +111,7 @@ def figures(run: RecordedRun) -> dict[str, "Figure"]:
 
 
 def _order(row: Row) -> tuple[tuple[float, str], ...]:
-    """Sort numbers as numbers and words as words; what is absent comes first."""
+    """Return a row's sort key: numbers sort as numbers, words as words, and absent facts come first."""
     values = [row.facts.get(key) for key in ORDER] + [row.name]
     return tuple((value, "") if isinstance(value, int | float) else (0, str(value or "")) for value in values)
 
@@ -131,7 +133,7 @@ def _environment(run: RecordedRun) -> Iterator[list[str]]:
 
 
 def _methods(rows: Sequence[Row]) -> Iterator[str]:
-    """Name the method of every row, and the settings that all rows have in common."""
+    """Yield lines with the method of each label, and with the settings that all rows have in common."""
     yield items(f"{timed_by}: {method}." for timed_by, method in methods(rows))
     yield (
         "Median and interquartile range (IQR) over the samples. Percentages of GB/s and TFLOP/s are of the ceilings measured "

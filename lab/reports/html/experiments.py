@@ -1,4 +1,4 @@
-"""Recorded experiments as parts of the page: pictures, the facts that hold for a whole file, and a table per list of rows."""
+"""Show recorded experiments on the page: pictures, the facts of a whole file, and a table per list of rows."""
 
 import io
 from base64 import b64encode
@@ -21,7 +21,7 @@ SVG_SETTINGS: Any = {"svg.hashsalt": "lab", "svg.fonttype": "path"}
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure as a data URI, and a description of it for people who do not see it."""
+    """A figure as a data URI, with a description for people who cannot see it."""
 
     uri: str
     description: str
@@ -36,10 +36,10 @@ class Picture:
 
 
 def experiment_part(file: RecordedFile) -> dict[str, Any]:
-    """Return the page's part of a file of `FileKind.EXPERIMENT`: a mapping of facts and of lists of rows, under any keys.
+    """Return the page's part about a file of `FileKind.EXPERIMENT`, which maps any keys to facts and to lists of rows.
 
-    The environment is not among the facts: the page has one table of all files' environments. The question is "" where the
-    package that recorded the experiment is not installed; `undrawn` has a sentence for each picture that cannot be drawn.
+    The facts omit the environment, because the page has one table of all files' environments. The question is "" if the package
+    that recorded the experiment is not installed. `undrawn` has a sentence for each picture that cannot be drawn.
     """
     shown = {key: value for key, value in file.content.items() if key != "environment"}
     lists = {key: value for key, value in shown.items() if isinstance(value, list)}
@@ -71,7 +71,7 @@ def _question_and_drawings(experiment: str) -> tuple[str, Sequence[Drawing]]:
 
 
 def _pictures(file: RecordedFile, drawings: Iterable[Drawing]) -> Iterator[Picture | str]:
-    """Yield each drawing of a recorded experiment; for one that cannot be drawn, a sentence with the reason."""
+    """Yield a picture for each drawing of a recorded experiment, or a sentence with the reason if it cannot be drawn."""
     measured_on = ", ".join(str(file.fact(name)) for name in ("gpu", "commit") if file.fact(name))
     for drawing in drawings:
         title = f"{drawing.words}: {measured_on}" if measured_on else drawing.words

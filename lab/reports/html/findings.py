@@ -1,4 +1,4 @@
-"""Markdown as parts of the page, and the findings that the judge cites: a page, and the heading of a section in it."""
+"""Show Markdown on the page, and the findings that the judge cites. A citation names a Markdown page and a heading in it."""
 
 import re
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ class Finding:
     """A finding, cited as "path#heading" by `lab.checks.run.known_failures`.
 
     Attributes:
-        path: of the page, from the root of the repository.
-        heading: the anchor of the section (`slug`), such as "2-fmha_v2-with-bf16-ignores-bmm2_scale".
+        path: path of the Markdown page, relative to the root of the repository.
+        heading: anchor of the section (`slug`), such as "2-fmha_v2-with-bf16-ignores-bmm2_scale".
     """
 
     path: str
@@ -27,17 +27,17 @@ class Finding:
 
     @property
     def label(self) -> str:
-        """Return the number that the heading begins with; without one, the whole heading."""
+        """Return the number at the start of the heading; the whole heading if it has no number."""
         number, _, _ = self.heading.partition("-")
         return number if number.isdigit() else self.heading
 
     @property
     def order(self) -> tuple[int, str]:
-        """Return a key to sort by: the number, 0 without one, then the heading."""
+        """Return a sort key: the heading's number, 0 if it has none, and then the heading."""
         return (int(self.label) if self.label.isdigit() else 0, self.heading)
 
     def html(self, folder: Path) -> str:
-        """Return the section that describes the finding, as HTML; "" if no page of its name lies in the folder."""
+        """Return the section that describes the finding, as HTML; "" if the folder does not contain its page."""
         page = folder / Path(self.path).name
         text = page.read_text(encoding="utf-8") if page.is_file() else ""
         headings = list(SECTION_HEADING.finditer(text))
@@ -58,9 +58,9 @@ def findings_in(citation: str) -> tuple[Finding, ...]:
 
 
 def markdown_html(text: str) -> str:
-    """Return Markdown as HTML, without raw HTML, and without links and pictures, which leave the page.
+    """Return Markdown as HTML. Raw HTML is shown as text, links become plain text, and pictures are not rendered.
 
-    Its headings are two levels lower, since the page has h1 and h2 of its own.
+    Headings are moved two levels down, since the page itself uses h1 and h2.
     """
     from markdown_it import MarkdownIt
 

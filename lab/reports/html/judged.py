@@ -1,4 +1,4 @@
-"""The judge's recorded reports: what the page's first section says of them, and tables of runs, checks, faults and refusals."""
+"""Show the judge's recorded reports: the page's first section, and tables of runs, checks, faults and refusals."""
 
 import functools
 import math
@@ -62,7 +62,9 @@ class CheckRow:
 
     @property
     def worst_right(self) -> float | None:
-        """Return the largest error of a right case over its bound; None if no case was right, or the file holds no cases."""
+        """Return the largest ratio of error to bound among right cases; None if no case was right, or the file
+        holds no cases.
+        """
         return _largest(case.get("worst_ratio", 0.0) for case in self.cases if case["outcome"] == RIGHT)
 
     @property
@@ -86,13 +88,13 @@ class JudgedRun:
         return implementation_name(self.record)
 
     def reproduction(self, case: Mapping[str, Any]) -> str:
-        """Return the command that judges a case again, in the page's folder; "" for a case of a report without numbers."""
+        """Return the command that judges a case again in the page's folder; "" if the report does not number its cases."""
         suffix = self.record.path.name.removeprefix(Path(self.name).name)
         return f"lab judge --case {self.name}{suffix}#{case['number']}" if "number" in case else ""
 
     @property
     def cases(self) -> Sequence[Mapping[str, Any]]:
-        """Return the recorded cases; a trimmed report has some cases alone."""
+        """Return the recorded cases; a trimmed report has only some of the judged cases."""
         return self.record.content.get("cases") or ()
 
     @functools.cached_property
@@ -109,12 +111,12 @@ class JudgedRun:
 
     @property
     def verdict(self) -> str:
-        """Return the worst outcome of the cases; "declined" only if every case was declined, or there is none."""
+        """Return the worst outcome of the cases; "declined" only if every case was declined, or there is no case."""
         return next((outcome for outcome in (*FAULTS, RIGHT) if self.counts[outcome]), DECLINED)
 
     @property
     def verdict_text(self) -> str:
-        """Return the verdict; where the judged cases are right but not all cases were judged, it adds this."""
+        """Return the verdict; append "but not all judged" if the judged cases are right and other cases were not judged."""
         is_partial = self.verdict == RIGHT and self.record.content.get("is_right") is False
         return f"{self.verdict}, but not all judged" if is_partial else self.verdict
 
@@ -124,13 +126,15 @@ class JudgedRun:
 
     @property
     def sentence(self) -> str:
-        """Return the diagnosis; without one, the number of wrong and failed cases."""
+        """Return the diagnosis' sentence; without a diagnosis, the numbers of wrong and failed cases."""
         numbers = " and ".join(f"{outcome} in {self.counts[outcome]}" for outcome in BROKEN if self.counts[outcome])
         return str(self.diagnosis.get("sentence") or f"{numbers} of {self.counts.total():,} cases.".capitalize())
 
     @property
     def details(self) -> list[str]:
-        """Return the conditions under which cases are wrong; without a diagnosis, the broken checks and what they catch."""
+        """Return the conditions under which cases are wrong; without a diagnosis, the broken checks with the defects that they
+        catch.
+        """
         return [*map(_region_sentence, self.diagnosis.get("regions") or ())] or [
             f"{check_name(row.key)} of {row.function}: {row.outcome}. What the check catches: {row.catches}"
             for row in self.rows
@@ -139,7 +143,7 @@ class JudgedRun:
 
     @property
     def smallest_case(self) -> dict[str, str]:
-        """Return the smallest wrong case, the command that judges it again, and what was wrong in it, by heading."""
+        """Return, by heading, the smallest wrong case, the command that judges it again, and its wrong result."""
         smallest = self.diagnosis.get("smallest") or {}
         number, facts = smallest.get("case"), {}
         found = next((case for case in self.cases if case.get("number") == number is not None), None)
@@ -154,7 +158,7 @@ class JudgedRun:
 
 
 def _region_sentence(region: Mapping[str, Any]) -> str:
-    """Return a diagnosed region's rule, and the numbers of wrong results inside it and of right ones outside."""
+    """Return a diagnosed region's rule, with the number of wrong cases inside it and of right cases outside it."""
     names = ("wrong", "results", "right_outside", "outside")
     wrong, results, right_outside, outside = (region.get(name) or 0 for name in names)
     inside = f"{region.get('rule') or 'everywhere'}: wrong in {wrong:,} of {results:,}"
@@ -205,7 +209,9 @@ def summary_table(runs: Sequence[JudgedRun]) -> Table:
 
 
 def verdict_matrix(rows: Sequence[CheckRow]) -> Table:
-    """Make a table of one row per run and function, and a column per check: its verdict, and the largest right error."""
+    """Make a table of one row per run and function, and one column per check: the verdict and the largest error of a right
+    case.
+    """
     by_function = grouped(((row.run.name, row.function), row) for row in rows)
     met = {row.key for row in rows}
     columns: Columns = {
@@ -246,7 +252,9 @@ def verdict_table(rows: Sequence[CheckRow]) -> Table:
 
 
 class _FaultGroup(NamedTuple):
-    """Faulty cases of one run, check, function, verdict and citation: how many, their check's row, and the worst of them."""
+    """The faulty cases of one run, check, function, verdict and citation: their number, their check's row and
+    the worst case.
+    """
 
     num_cases: int
     row: CheckRow
@@ -280,7 +288,7 @@ def fault_table(rows: Sequence[CheckRow]) -> Table:
 
 
 def decline_table(runs: Sequence[JudgedRun]) -> Table:
-    """Make a table of one row per run and reason of a refusal, the most frequent reason of a run first."""
+    """Make a table of one row per run and reason of refusal, with the most frequent reason of a run first."""
     refused = [
         (run.name, count, reason)
         for run in runs
@@ -295,7 +303,7 @@ def decline_table(runs: Sequence[JudgedRun]) -> Table:
 
 
 def survey_table(records: Sequence[RecordedFile]) -> Table:
-    """Make a table of recorded surveys (`FileKind.SURVEY`): a row per forward mode, or per replay sequence."""
+    """Make a table of recorded surveys (`FileKind.SURVEY`), with one row per forward mode or replay sequence."""
     lines = [
         (record, name, counts)
         for record in records
@@ -314,13 +322,13 @@ def survey_table(records: Sequence[RecordedFile]) -> Table:
 
 
 def cited_findings(rows: Sequence[CheckRow]) -> list[Finding]:
-    """Return every finding that a case cites, once, by page and then by number."""
+    """Return all findings that cases cite, without repetition, sorted by page and number."""
     cited = {finding for row in rows for finding in row.findings}
     return sorted(cited, key=lambda finding: (finding.path, finding.order))
 
 
 def _outcome_columns(counts_of: Callable[[Any], Mapping[str, int]]) -> Columns:
-    """Return a column per outcome: the number of cases; `counts_of` gives the counts of a table's record by outcome."""
+    """Return one column per outcome with the number of cases; `counts_of` returns a record's counts by outcome."""
 
     def count(outcome: str, record: Any) -> Cell:
         return number(counts_of(record).get(outcome, 0))
@@ -334,9 +342,9 @@ def _links_to(findings: Sequence[Finding]) -> Cell:
 
 
 def _percent(ratio: float | str | None) -> Cell:
-    """Return a cell of a ratio in percent; None is a dash.
+    """Return a cell of a ratio in percent; None is shown as a dash.
 
-    JSON has no infinity, so the judge records "inf". It means that an output was not finite.
+    The judge records "inf" for an output that is not finite, because JSON has no infinity.
     """
     if ratio is None:
         return Cell(ABSENT)

@@ -1,7 +1,7 @@
-"""The page: one HTML file that needs no other file. Its Content-Security-Policy keeps the browser from requesting anything.
+"""Write the page: one HTML file that needs no other file. Its Content-Security-Policy forbids the browser all requests.
 
-Readers sort and filter the tables offline, with the JavaScript library DataTables: the package itables ships it in one file,
-which the page contains. Without JavaScript the tables are plain and show all rows.
+The page contains the JavaScript library DataTables, which the package itables ships, so that readers can sort and filter tables
+offline. Without JavaScript the tables are plain and show all rows.
 """
 
 from base64 import b64encode
@@ -26,7 +26,7 @@ OVERVIEW = "experiments.md"  # a page that `lab experiments changes` writes
 
 
 def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
-    """Return the page of the recorded files of `read_folder`, and of the Markdown files that lie in the folder, as HTML."""
+    """Return the page, as HTML, for the recorded files of `read_folder` and for the Markdown files in the folder."""
     environment = Environment(
         loader=PackageLoader("lab.reports.html", "."),
         autoescape=True,
@@ -73,7 +73,7 @@ def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
 
 
 def _outline(content: Any) -> str:
-    """Return a few words on the content of a file that the page does not show."""
+    """Describe, in a few words, the content of a file that the page does not show."""
     return f"a list of {len(content)} items" if isinstance(content, list) else f"{content!r} alone"
 
 
@@ -82,7 +82,7 @@ def _markdown(path: Path) -> Markup:
 
 
 def _title(files: Sequence[RecordedFile]) -> str:
-    """Return the page's title: the GPUs of the recordings, and whether something was timed on them."""
+    """Return the page's title, which names the GPUs of the recordings and says whether the files contain times."""
     gpus = dict.fromkeys(filter(None, (file.fact("gpu") for file in files)))
     devices = {file.content.get("device") for file in files if file.kind is FileKind.JUDGE}
     machine = ", ".join(gpus) or ("CPU" if devices == {"cpu"} else "No GPU recorded")

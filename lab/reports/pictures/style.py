@@ -1,4 +1,4 @@
-"""Parts that the lab's pictures share: figures, panels, lanes, bars, labels, ticks, legends."""
+"""The shared parts of the lab's pictures: figures, panels, lanes, bars, labels, ticks and legends."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -26,14 +26,14 @@ FLOOR: dict[str, Any] = {"linestyle": "--", "color": TEXT_COLOUR, "linewidth": 1
 
 @dataclass(frozen=True)
 class Drawing:
-    """A picture that the page shows of an experiment's recording.
+    """A picture of an experiment's recording, shown on the page.
 
-    A module of `studies.pictures` that has a study's name lists them as `DRAWINGS`, and the page finds them.
+    The module of `studies.pictures` that is named like a study lists its pictures as `DRAWINGS`.
 
     Attributes:
-        key: of the value in the recording that is drawn.
-        words: say what the figure shows.
-        draw: makes the figure of the value and a title; raises ValueError, with the reason, if the value is not enough.
+        key: key of the drawn value in the recording.
+        words: description of the figure.
+        draw: makes the figure from the value and a title; raises ValueError with the reason if the value lacks data.
     """
 
     key: str
@@ -54,12 +54,13 @@ def panels(
     log: str = "",
     width_inches: float = WIDTH_INCHES,
 ) -> tuple[Figure, NDArray[Any]]:
-    """Make a figure with a title and panels that share the axes at the left and below, without a frame.
+    """Make a figure with a title and panels without frames; the panels share their left and bottom axes.
 
-    Without pyplot, which would keep the figure for ever. The panels are returned as [lines, columns] of `Axes`.
+    It does not use pyplot, which would keep the figure in memory. The panels are returned as an array [lines, columns] of
+    `Axes`.
 
     Args:
-        grid: the axes at whose ticks light lines are drawn.
+        grid: the axes whose ticks have light lines.
         log: the axes that are logarithmic: "x", "y" or "xy".
     """
     figure = Figure(figsize=(width_inches, height_inches), dpi=DOTS_PER_INCH, layout="constrained")
@@ -78,7 +79,7 @@ def panels(
 
 
 def one_panel(title: str, height_inches: float, **more: Any) -> tuple[Figure, Axes]:
-    """Make a figure with one panel; see `panels`."""
+    """Make a figure with one panel; the keyword arguments are those of `panels`."""
     figure, drawn = panels(title, height_inches, **more)
     return figure, drawn[0, 0]
 
@@ -86,7 +87,9 @@ def one_panel(title: str, height_inches: float, **more: Any) -> tuple[Figure, Ax
 def lane_panels(
     title: str, names: Iterable[str], lanes: Sequence[str], end: float, across: str
 ) -> tuple[Figure, list[Axes]]:
-    """Make a panel per name, on one axis of time from 0 to `end`; `draw_span` draws in its lanes, which begin at the top."""
+    """Make one panel per name, on a shared time axis from 0 to `end`. `draw_span` draws in the lanes, which are numbered from
+    the top.
+    """
     listed = list(names)
     figure, drawn = panels(title, 1.1 + 1.15 * len(listed), len(listed), grid="x")
     for axes, name in zip(drawn[:, 0], listed, strict=True):
@@ -107,30 +110,30 @@ def name_panel(axes: Axes, words: str, **more: Any) -> None:
 
 
 def name_axes(axes: Axes, across: str = "", upwards: str = "") -> None:
-    """Write what the axes stand for, with units."""
+    """Label the axes with their quantities and units."""
     axes.set_xlabel(across, fontsize=FONT_POINTS)
     axes.set_ylabel(upwards, fontsize=FONT_POINTS)
 
 
 def name_lines(axes: Axes, names: Sequence[str]) -> None:
-    """Name the lines of a chart, at y = 0, 1, 2 and so on, from the top."""
+    """Label the lines of a chart from the top, at y = 0, 1, 2 and so on."""
     axes.set_yticks(range(len(names)), names, fontsize=FONT_POINTS)
     axes.set_ylim(len(names) - 0.5, -0.5)
 
 
 def mark_sizes(axes: Axes, sizes: Sequence[int]) -> None:
-    """Write these numbers, and no others, below an axis of sizes."""
+    """Set the ticks of a horizontal axis of sizes to exactly these numbers."""
     axes.set_xticks(sizes, [in_short(size) for size in sizes])
     axes.xaxis.set_minor_locator(NullLocator())
 
 
 def in_short(number: int) -> str:
-    """Return such as "4K" for 4,096."""
+    """Abbreviate a number: 4,096 becomes "4K"."""
     return f"{number // 1024}K" if number >= 1024 and number % 1024 == 0 else str(number)
 
 
 def legend_below(figure: Figure, columns: int, keys: Iterable[Artist] | None = None, *more: Artist) -> None:
-    """Add one legend below all that is drawn: of `keys`, or of each label once, and of `more`."""
+    """Add one legend below the panels, with `keys`, or by default each label once, followed by `more`."""
     if keys is None:
         labelled: dict[str, Artist] = {}
         for axes in figure.axes:
@@ -143,17 +146,17 @@ def legend_below(figure: Figure, columns: int, keys: Iterable[Artist] | None = N
 
 
 def fill(colour: str, throttled: bool) -> dict[str, Any]:
-    """Return the look of a bar: hatched if it was timed while the GPU's clocks were held back."""
+    """Return the style of a bar, which is hatched if the GPU's clocks were reduced during the measurement."""
     return {"facecolor": "white" if throttled else colour, "edgecolor": colour, "hatch": HATCH if throttled else None}
 
 
 def mark_key(words: str, marker: str, **look: Any) -> Line2D:
-    """Return the legend's key of a mark without a line."""
+    """Return a legend entry that shows a marker without a line."""
     common: dict[str, Any] = {"marker": marker, "color": TEXT_COLOUR, "linestyle": "none", "label": words}
     return Line2D([], [], **common | look)
 
 
 def write_after(axes: Axes, end: tuple[float, float], words: str, *, gap: float = 3, **style: Any) -> None:
-    """Write words after the end of a horizontal bar; `gap` in points."""
+    """Write words after the end of a horizontal bar, at a distance of `gap` points."""
     look: dict[str, Any] = {"va": "center", "fontsize": FONT_POINTS}
     axes.annotate(words, end, (gap, 0), textcoords="offset points", **look | style)

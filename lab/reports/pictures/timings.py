@@ -1,4 +1,4 @@
-"""Pictures of recorded rows as matplotlib figures: for the report, and for notebooks. Needs the extra `plots`."""
+"""Draw recorded rows as matplotlib figures, for the report and for notebooks. Needs the extra `plots`."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,24 +26,26 @@ NUMBERS_SHARE = 0.07  # of the axis' length: room at its left for the fastest's 
 
 @dataclass(frozen=True)
 class Roofs:
-    """A ceiling of each kind: memory in GB/s (10**9), matrix units in TFLOP/s of `matrix_dtype`."""
+    """The two ceilings of a roofline: memory in GB/s (10**9), and matrix units in TFLOP/s for products of `matrix_dtype`."""
 
     bandwidth_gbps: float
     matrix_rate_tflops: float
     matrix_dtype: str = ""
 
     def rate_tflops(self, intensity: float) -> float:
-        """Return the highest rate of work with this intensity: Williams, Waterman and Patterson 2009."""
+        """Return the highest rate of work with this intensity, as in Williams, Waterman and Patterson 2009."""
         return min(self.bandwidth_gbps * intensity / 1e3, self.matrix_rate_tflops)
 
     @property
     def ridge(self) -> float:
-        """Return the operations per byte from which the matrix units are the limit."""
+        """Return the intensity, in operations per byte, above which the matrix units are the limit."""
         return 1e3 * self.matrix_rate_tflops / self.bandwidth_gbps
 
 
 def roofs_of(ceilings: Mapping[str, Any]) -> list[tuple[Roofs, str]]:
-    """Return the roofs that a run recorded (`lab.timing.Ceilings.facts`), "measured" and "datasheet"; not half a roof."""
+    """Return the roofs that a run recorded (`lab.timing.Ceilings.facts`), each with "measured" or "datasheet". A roof that
+    lacks one of its rates is omitted.
+    """
     found = []
     for prefix, words in (("", "measured"), ("datasheet_", "datasheet")):
         bandwidth, rate = (ceilings.get(f"{prefix}{name}") for name in ("bandwidth_gbps", "matrix_rate_tflops"))
@@ -53,9 +55,10 @@ def roofs_of(ceilings: Mapping[str, Any]) -> list[tuple[Roofs, str]]:
 
 
 def roofline_figure(rows: Sequence[Row], title: str, ceilings: Mapping[str, Any]) -> Figure:
-    """Draw rates against intensity under the roofs: a colour per implementation, a marker per mode, hollow if throttled.
+    """Draw rates against intensity under the roofs, with a colour per implementation and a marker per mode; hollow markers are
+    throttled.
 
-    The rows have their operations and bytes; `roofs_of` reads the ceilings.
+    The rows must have operations and bytes; `ceilings` is the input of `roofs_of`.
     """
     figure, axes = style.one_panel(title, 6.0, log="xy", width_inches=WIDTH_INCHES)
     intensities = [row.facts["operations"] / row.facts["bytes_moved"] for row in rows]
@@ -83,10 +86,10 @@ def roofline_figure(rows: Sequence[Row], title: str, ceilings: Mapping[str, Any]
 
 
 def floor_figure(rows: Sequence[Row], title: str) -> Figure:
-    """Draw time over floor per scenario, of rows that have it; the axis is logarithmic, and 1 is the limit.
+    """Draw time over floor per scenario on a logarithmic axis, where 1 is the limit. Rows without a floor are left out.
 
-    A few implementations are bars side by side, which begin at the limit; more of them are marks on one line. A scenario's name
-    gets the settings too where the name alone does not tell rows apart.
+    A few implementations are drawn as bars side by side that begin at the limit, more implementations as marks on one line.
+    Settings are added to a scenario's name if the name is not unique.
     """
     are_named = len({(row.scenario, row.implementation) for row in rows}) == len(rows)
     varying = (
@@ -144,7 +147,9 @@ def _draw_bars(axes: Axes, bars: Sequence[_Bar], scenarios: Sequence[str], colou
 
 
 def _draw_marks(axes: Axes, bars: Sequence[_Bar], scenarios: Sequence[str], colours: Mapping[str, str]) -> list[Artist]:
-    """Draw a mark for each measurement, with the fastest's number before it, and return the legend's keys."""
+    """Draw a mark for each measurement, write the fastest measurement's number before its mark, and return the
+    legend's keys.
+    """
     markers = _assigned(list(colours), MARKERS)
     for y, scenario in enumerate(scenarios):
         mine = [bar for bar in bars if bar.scenario == scenario]
@@ -165,11 +170,11 @@ def _draw_marks(axes: Axes, bars: Sequence[_Bar], scenarios: Sequence[str], colo
 
 @dataclass(frozen=True)
 class FloorParts:
-    """The two times of one amount of work, both in µs; the longer one is its floor.
+    """The memory time and the matrix time of an amount of work, in µs; the longer time is the floor.
 
     Attributes:
-        amount: of the work, on the axis' scale, such as query tokens per request.
-        memory_us, matrix_us: its bytes over a bandwidth, its operations over a matrix rate.
+        amount: amount of work in the unit of the axis, such as query tokens per request.
+        memory_us, matrix_us: bytes over a bandwidth, and operations over a matrix rate.
     """
 
     amount: float
@@ -184,12 +189,12 @@ class FloorParts:
 def bound_figure(
     parts: Sequence[FloorParts], title: str, amount_label: str, timed: Sequence[tuple[float, Row]] = ()
 ) -> Figure:
-    """Draw memory's time and the matrix units': the floor is the upper of two lines, shaded where it is the second.
+    """Draw the memory time and the matrix time as lines; the upper line is the floor. The matrix-bound part is shaded.
 
     Args:
         parts: in the order of their amounts.
-        title, amount_label: over the axes, under them.
-        timed: amounts and measurements of the same work, drawn as marks; hollow is throttled.
+        title, amount_label: texts above and below the axes.
+        timed: amounts with measurements of the same work, drawn as marks; hollow marks are throttled.
     """
     figure, axes = style.one_panel(title, 4.6, log="xy")
     amounts = [part.amount for part in parts]
@@ -225,11 +230,11 @@ def bound_figure(
 
 
 def clocks_figure(readings_us: Mapping[str, Mapping[str, float | None]], base: str, title: str) -> Figure:
-    """Draw each clock's reading over one clock's reading, which is written after the name of the work.
+    """Draw each clock's reading relative to the base clock's reading, which is written after the name of the work.
 
     Args:
-        readings_us: by the work and the clock, µs a call; None where a clock cannot time the work.
-        base: the clock that the others are divided by; it timed all work.
+        readings_us: µs per call by work and clock; None if a clock cannot time the work.
+        base: the clock by whose readings all readings are divided; it must have timed all work.
     """
     clocks = [name for name in dict.fromkeys(name for each in readings_us.values() for name in each) if name != base]
     figure, axes = style.one_panel(title, 1.6 + 0.27 * len(readings_us), log="x")
@@ -257,7 +262,7 @@ def _name(row: Row) -> str:
 
 
 def _few_ticks(axes: Axes) -> None:
-    """Write numbers at 1, 2 and 5 of each power of ten, however short the axes are."""
+    """Write tick labels at 1, 2 and 5 times each power of ten, even on short axes."""
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_minor_formatter(NullFormatter())
@@ -277,10 +282,12 @@ def _draw_roofs(axes: Axes, roofs: Roofs, words: str, intensities: tuple[float, 
 
 
 def _ranked(names: Iterable[str]) -> list[str]:
-    """Return the names once each, the lab's and FlashInfer's own before peers, so that one keeps its look between runs."""
+    """Return the names without repetition, the lab's and FlashInfer's implementations first, so that they look the same in all
+    runs.
+    """
     return sorted(set(names), key=lambda name: ("." in name, name))
 
 
 def _assigned(names: Sequence[str], looks: Sequence[str]) -> dict[str, str]:
-    """Assign a look to each name, in order of appearance; looks come round again when there are more names."""
+    """Assign a style to each name in order; styles repeat if there are more names than styles."""
     return {name: looks[index % len(looks)] for index, name in enumerate(dict.fromkeys(names))}
