@@ -1,6 +1,6 @@
-"""The extras that install what a part of the lab needs beyond torch, and the error message where a package is missing.
+"""The extras, which install the packages that a part of the lab needs beyond torch, and the error for a missing package.
 
-A leaf: it needs Python alone.
+This module imports only the standard library.
 """
 
 import importlib.util
@@ -27,10 +27,10 @@ EXTRA_OF = {
 
 
 def require(part: str, *packages: str) -> None:
-    """Check that the packages that a part of the lab needs are installed. None is imported.
+    """Check, without importing them, that the packages that a part of the lab needs are installed.
 
     Raises:
-        ModuleNotFoundError: packages are missing; the sentence names them and the extra that installs them.
+        ModuleNotFoundError: packages are missing; the message names them and the extra that installs them.
     """
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:

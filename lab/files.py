@@ -1,6 +1,6 @@
-"""Files that are written in one step, and JSON files, compressed or not.
+"""Write files atomically, and read JSON files, compressed or not.
 
-A leaf: it needs Python alone.
+This module imports only the standard library.
 """
 
 import gzip
@@ -15,13 +15,13 @@ COMPRESSED = ".gz"
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file in one step: a reader sees the old text or the new one, also after an interruption, and never half of one.
+    """Write a file atomically: a reader sees the whole old text or the whole new text, even after an interruption.
 
-    Missing parent folders are made. The text is encoded as UTF-8, and compressed by gzip if the file's name ends in ".gz". A
-    symbolic link stays one: the file that it names is written.
+    Missing parent folders are created. The text is encoded as UTF-8, and compressed by gzip if the file's name ends in ".gz".
+    For a symbolic link, the file that the link names is written.
 
     Raises:
-        OSError: the file cannot be written; the old one, if any, is as it was.
+        OSError: the file cannot be written; an old file is then unchanged.
     """
     target = path.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -41,11 +41,11 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file; one whose name ends in ".gz" is decompressed.
+    """Read a JSON file; decompress it if its name ends in ".gz".
 
     Raises:
         OSError: the file cannot be read, or is not compressed by gzip.
-        ValueError: it is not JSON, or it ends early.
+        ValueError: the file is not JSON, or it is truncated.
     """
     content = path.read_bytes()
     try:

@@ -1,6 +1,6 @@
-"""Facts of GPUs that the lab depends on, by compute capability: a new GPU is a new row of `FAMILIES`.
+"""The facts about GPUs that the lab depends on, by compute capability. A new GPU needs a new row of `FAMILIES`.
 
-A leaf: it needs torch alone. The limits of a single kernel are in `lab.kernels.support`.
+This module imports only torch and the standard library. The limits of a single kernel are in `lab.kernels.support`.
 """
 
 import functools
@@ -13,18 +13,19 @@ Capability = tuple[int, int]  # (major, minor), e.g. (9, 0) for an H200
 
 @dataclass(frozen=True)
 class GpuFamily:
-    """GPUs that the lab treats in the same way.
+    """A group of GPUs that the lab treats in the same way.
 
     Attributes:
-        capabilities: (major, minor) of its GPUs, ascending.
-        shared_memory_kib: most shared memory of one program (CUDA C++ Programming Guide, technical specifications per
+        capabilities: (major, minor) of the family's GPUs, in ascending order.
+        shared_memory_kib: largest shared memory of one program (CUDA C++ Programming Guide, technical specifications per
             compute capability).
-        has_e4m3: it has an instruction that converts e4m3, and Triton 3.7 compiles e4m3 for it (`supported_fp8_dtypes`).
-        has_tensor_memory: accumulators of matrix products lie in a memory of their own.
-        overlaps_launches: a launch may begin while the one before it ends (programmatic dependent launch).
-        trtllm_backend: FlashInfer 0.7.2's choice for `backend="auto"` of its TRT-LLM calls: "trtllm-gen", "xqa", or None
-            where it has no such kernels.
-        fa_backend: the newest of FlashInfer 0.7.2's own kernels for it: "fa2" or "fa3".
+        has_e4m3: the GPUs have an instruction that converts e4m3, and Triton 3.7 compiles e4m3 for them
+            (`supported_fp8_dtypes`).
+        has_tensor_memory: accumulators of matrix products are in a separate memory.
+        overlaps_launches: a launch may begin while the previous launch ends (programmatic dependent launch).
+        trtllm_backend: FlashInfer 0.7.2's choice for `backend="auto"` of its TRT-LLM calls: "trtllm-gen", "xqa", or None if it
+            has no TRT-LLM kernels for the family.
+        fa_backend: the newest of FlashInfer 0.7.2's own kernels for the family: "fa2" or "fa3".
     """
 
     capabilities: tuple[Capability, ...]
@@ -37,7 +38,7 @@ class GpuFamily:
 
     @property
     def has_large_shared_memory(self) -> bool:
-        """Return True with at least 227 KiB, which the larger tiles of the portable kernels need."""
+        """Return True if shared memory is at least 227 KiB, which the larger tiles of the portable kernels need."""
         return self.shared_memory_kib >= 227
 
 
@@ -58,7 +59,9 @@ OLDEST = SM80.capabilities[0]
 
 @dataclass(frozen=True)
 class Datasheet:
-    """A vendor's figures: memory bandwidth in GB/s (10**9) and dense bf16 matrix rate in TFLOP/s, None if not stated."""
+    """A vendor's figures: memory bandwidth in GB/s (10**9), and dense bf16 matrix rate in TFLOP/s; None if the vendor states
+    none.
+    """
 
     bandwidth_gbps: float
     matrix_rate_tflops: float | None
@@ -97,7 +100,8 @@ def capability_of(device: torch.device) -> Capability | None:
 def family_of(capability: Capability | None) -> GpuFamily | None:
     """Return the family of a GPU; None for a CPU and for a GPU before SM80.
 
-    A capability that no family lists has the family of the one before it with the same major, or else `OTHER`.
+    For a capability that no family lists, return the family of the next lower capability with the same major number, else
+    `OTHER`.
 
     Args:
         capability: (major, minor), or None for a CPU.
@@ -118,7 +122,7 @@ def trtllm_backend_of(capability: Capability | None, backend: str = "auto") -> s
 
 
 def family_that_runs(capability: Capability | None) -> GpuFamily:
-    """Return the family whose code a Triton kernel runs: SM90's in a CPU's interpreter, SM80's on a GPU before SM80."""
+    """Return the family whose code a Triton kernel runs: SM90 in the interpreter on a CPU, and SM80 on a GPU before SM80."""
     return family_of(capability) or (INTERPRETED if capability is None else SM80)
 
 

@@ -1,9 +1,9 @@
-"""What times and judges kernels, as it was before a kernel was loaded, and what has changed since.
+"""Detect whether a kernel has changed the functions and settings that time and judge it.
 
 A kernel runs in the process that judges it, where Python lets it replace functions, constants and settings. So the functions of
-`WATCHED` modules and of all loaded modules of the lab are noted first, and compared afterwards: an exchanged function, new code
-in a function, another constant, hook, default or operator of torch is a change. What native code writes into the process is not
-seen (docs/evidence/trust.md).
+`WATCHED` modules and of all loaded modules of the lab are recorded before a kernel is loaded, and compared afterwards. A
+replaced function, code, constant, hook, default or operator of torch is a change. Writes of native code into the process's
+memory are not detected (docs/evidence/trust.md).
 """
 
 import gc
@@ -77,12 +77,12 @@ PASSING = (
 
 
 class ChangedBindingsError(RuntimeError):
-    """A kernel changed what times or judges it: whatever was measured or judged since is worth nothing."""
+    """A kernel changed functions or settings that time or judge it, so that all later times and verdicts are invalid."""
 
 
 @dataclass(frozen=True, eq=False)
 class Bindings:
-    """What was there when it was noted; a path, such as "lab.references.errors.relative_l2", names it in a sentence."""
+    """The recorded functions and settings, by a path such as "lab.references.errors.relative_l2"."""
 
     held: tuple[tuple[str, Mapping[str, Any], str, Any], ...]  # path, where the name is looked up, the name, its object
     functions: tuple[
@@ -92,7 +92,9 @@ class Bindings:
     settings: Mapping[str, Any]  # of the process, by name
 
     def changes(self) -> list[str]:
-        """Return the names of what has changed since; what is new is no change. It takes some milliseconds."""
+        """Return the names of functions and settings that have changed since they were recorded; new names do not count. It
+        takes some milliseconds.
+        """
         now = dict(_settings())
         return [
             *(path for path, holder, name, value in self.held if holder.get(name) is not value),
@@ -108,13 +110,13 @@ class Bindings:
 
 
 def in_words(changed: list[str]) -> str:
-    """Return the sentence that names changes."""
+    """Return a sentence that names the changes."""
     more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
     return f"the kernel is dishonest: it changed {', '.join(changed[:SHOWN])}{more}, by which it is timed and judged"
 
 
 def bindings() -> Bindings:
-    """Note what times and judges kernels. Call it before a kernel is loaded."""
+    """Record the functions and settings that time and judge kernels. Call it before a kernel is loaded."""
     held: list[tuple[str, Mapping[str, Any], str, Any]] = []
     for name in WATCHED:
         importlib.import_module(name)
@@ -147,7 +149,7 @@ def _held_by(owner: str, holder: Any) -> list[tuple[str, Mapping[str, Any], str,
 
 
 def _functions_in(value: Any) -> Iterator[types.FunctionType]:
-    """Yield the Python functions that a name of a module or class stands for."""
+    """Yield the Python functions in the value of a name in a module or class."""
     if isinstance(value, property):
         inner = [value.fget, value.fset]
     elif isinstance(value, staticmethod | classmethod):
@@ -158,7 +160,7 @@ def _functions_in(value: Any) -> Iterator[types.FunctionType]:
 
 
 def _parts(function: types.FunctionType) -> tuple[Any, ...]:
-    """Return the parts that a function runs with: its code, its defaults, and functions in its cells."""
+    """Return the parts that determine a function's behaviour: its code, its defaults, and the functions in its cells."""
     keywords = (function.__kwdefaults__ or {}).items()
     cells = [held for cell in function.__closure__ or () if isinstance(held := _contents(cell), types.FunctionType)]
     return function.__code__, function.__defaults__, *(part for pair in keywords for part in pair), *cells
@@ -182,7 +184,9 @@ def _contents(cell: Any) -> Any:
 
 
 def _is_constant(value: Any) -> bool:
-    """Tell whether a value is a list or a dict of plain values; other ones are caches and registries, which grow."""
+    """Return True if a value is a list or a dict of plain values. Other lists and dicts are caches and registries, which may
+    grow.
+    """
     if isinstance(value, dict):
         return all(isinstance(each, PLAIN) for each in (*value, *value.values()))
     return isinstance(value, list) and all(isinstance(each, PLAIN) for each in value)
@@ -193,7 +197,7 @@ def _items(constant: Any) -> tuple[Any, ...]:
 
 
 def _settings() -> Iterator[tuple[str, Any]]:
-    """Yield settings of the process and the thread that a result depends on."""
+    """Yield the settings of the process and of the thread that can change a result."""
     yield "torch's default dtype", torch.get_default_dtype()
     yield "torch's default device", str(torch.get_default_device())
     yield "torch's grad mode", torch.is_grad_enabled()
@@ -219,7 +223,7 @@ def _settings() -> Iterator[tuple[str, Any]]:
 
 
 def _kernels_of(name: str) -> str:
-    """Return where the kernels of an operator's overloads were registered."""
+    """Return the places where the kernels of an operator's overloads were registered."""
     overloads = getattr(torch.ops.aten, name).overloads()
     names = [f"aten::{name}" if each == "default" else f"aten::{name}.{each}" for each in overloads]
     return "".join(torch._C._dispatch_dump(each) for each in names)

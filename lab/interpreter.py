@@ -1,11 +1,11 @@
-"""Triton's interpreter without its repeated work.
+"""Speed up Triton's interpreter by removing repeated work.
 
-A launch replaces the functions of `triton.language` by interpreted ones. Triton 3.7 searches all of the language for them
-again at every call of a `@triton.jit` function from a kernel, where nothing is left to replace: half of the time of a
-kernel that is written in helpers. Here each module of device functions is looked at once in a launch.
+A launch replaces the functions of `triton.language` by interpreted ones. Triton 3.7 repeats the search for these functions at
+every call of a `@triton.jit` function from a kernel, although nothing is left to replace. This takes half of the time of a
+kernel that uses many helpers. Here each module of device functions is searched once per launch.
 
-It also computes each sum and product of integers a second time, in 64 bits, to hand to `device_assert`, which does nothing
-unless its option `debug` is set, which it is not; and it builds its table of NumPy's dtypes again for each lookup.
+The interpreter also computes each sum and product of integers a second time, in 64 bits, for `device_assert`, which does
+nothing without the option `debug`. And it builds its table of NumPy dtypes again for each lookup.
 """
 
 import functools
@@ -34,10 +34,11 @@ class LanguagePatches:
             self._modules = None
 
     def patch_language(self, fn: Callable[..., Any]) -> Any:
-        """Patch what a kernel's or device function's module sees of the language, unless this launch has done so.
+        """Patch the language functions that the module of a kernel or device function uses, unless this launch has already done
+        so.
 
         Returns:
-            what restores the language, which a launch uses; None where there was nothing to do.
+            The function that restores the language after a launch; None if nothing was patched.
         """
         if self._modules is None:
             return self._patch_language(fn)
@@ -48,7 +49,7 @@ class LanguagePatches:
 
 
 def by_scalar_name(np_dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Cache a Triton type's lookup of its NumPy dtype by the element's name."""
+    """Cache the lookup of a Triton type's NumPy dtype, with the name of the element type as the key."""
     known: dict[str, Any] = {}
 
     def looked_up(tt_dtype: Any) -> Any:
@@ -61,9 +62,9 @@ def by_scalar_name(np_dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def quicken() -> None:
-    """Remove the repeated work of this process' interpreter; do nothing where Triton has not imported it.
+    """Remove the repeated work of this process's interpreter; do nothing if Triton has not imported the interpreter.
 
-    Only the lab's own processes call this: workers of the judge, and its tests. It changes functions of Triton's.
+    Only the lab's own processes call this function (workers of the judge, and tests), because it changes functions of Triton.
     """
     interpreter = sys.modules.get(INTERPRETER)
     if interpreter is not None:
@@ -72,7 +73,7 @@ def quicken() -> None:
 
 @functools.cache  # once in a process
 def _change(interpreter: Any) -> None:
-    """Replace functions that repeat work; a Triton without them stays as it is."""
+    """Replace the functions that repeat work; a Triton version without these functions is not changed."""
     builder = getattr(interpreter, "interpreter_builder", None)
     options = getattr(builder, "options", None)
     if builder is not None and options is not None and not options.debug:

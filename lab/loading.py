@@ -1,6 +1,6 @@
 """Load an implementation by the name of its module or the path of its file.
 
-A leaf: it needs Python alone.
+This module imports only the standard library.
 """
 
 import functools
@@ -14,7 +14,9 @@ from typing import Any
 
 
 class LoadError(ImportError):
-    """An implementation cannot be imported. The message has the reason, and where its own code raised."""
+    """An implementation cannot be imported. The message has the reason, and the line of the implementation that raised the
+    error.
+    """
 
 
 def load(name: str) -> Any:
@@ -24,7 +26,7 @@ def load(name: str) -> Any:
         name: "package.module" or "path/to/file.py", each with ":attribute" after it if the implementation is an attribute.
 
     Raises:
-        LoadError: there is none, or its own code raised while it was imported.
+        LoadError: there is no implementation of this name, or its code raised an error during the import.
     """
     where, _, attribute = name.partition(":")
     try:
@@ -37,7 +39,7 @@ def load(name: str) -> Any:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a file as Python would from its package's folder, or from its own folder if it is in no package."""
+    """Import a file as Python imports it from the folder of its package, or from its own folder if it is in no package."""
     path = path.resolve()
     if not path.is_file():
         raise FileNotFoundError("there is no such file")

@@ -1,6 +1,6 @@
 """Bases for the lab's enums.
 
-A leaf: it needs Python alone.
+This module imports only the standard library.
 """
 
 from enum import Enum
@@ -18,13 +18,13 @@ class NamedEnum(Enum):
 
 
 class TextEnum(str, Enum):
-    """An enum whose members equal, show and are read as their text, so that a report and a case are written with it.
+    """An enum whose members equal their text, and are written and read as this text in reports and cases.
 
-    A member may be declared with more than its text: these are the further arguments of the enum's `__init__`.
+    A member may be declared with further values after its text: they are passed to the enum's `__init__`.
     """
 
     def __new__(cls, text: str, *_: Any) -> "Self":
-        """Make a member of its text."""
+        """Make a member from its text."""
         member = str.__new__(cls, text)
         member._value_ = text
         return member

@@ -1,4 +1,4 @@
-"""The machine and software that a recorded number was measured on: GPU, driver, clocks, versions, commit."""
+"""Describe the machine and the software of a recorded measurement: GPU, driver, clocks, versions and commit."""
 
 import importlib.metadata
 import os
@@ -15,7 +15,7 @@ GPU_FIELDS = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.s
 
 
 def environment() -> dict[str, Any]:
-    """Return a JSON-ready description of this machine and its software; GPU fields only if there is a GPU."""
+    """Return a description of this machine and its software as JSON data; GPU fields are present only if there is a GPU."""
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "machine": platform.machine(),
@@ -37,7 +37,7 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Return the checkout's git commit, with "-dirty" if files differ; without a checkout `LAB_COMMIT` or None."""
+    """Return the checkout's git commit, with "-dirty" if files differ from it; without a checkout, `LAB_COMMIT` or None."""
     here = str(Path(__file__).parent)
     if not _output(["git", "-C", here, "ls-files", Path(__file__).name]):  # another project's checkout, or none
         return os.environ.get("LAB_COMMIT")
@@ -53,9 +53,9 @@ def version_of(package: str) -> str | None:
 
 
 def _nvidia_smi(uuid: str) -> dict[str, str]:
-    """Return nvidia-smi's `GPU_FIELDS` of a GPU.
+    """Return the `GPU_FIELDS` of a GPU, as nvidia-smi reports them.
 
-    The GPU has a UUID, because nvidia-smi numbers all GPUs and torch those of CUDA_VISIBLE_DEVICES alone.
+    The GPU is given by its UUID, because nvidia-smi numbers all GPUs, and torch only those in CUDA_VISIBLE_DEVICES.
     """
     query = f"--query-gpu={','.join(GPU_FIELDS)}"
     line = _output(["nvidia-smi", query, "--format=csv,noheader", "-i", f"GPU-{uuid}"])

@@ -1,6 +1,7 @@
-"""The pytest plugin: a test for each check of each function of a kernel, and a fixture for other tests.
+"""The lab's pytest plugin: one test for each check of each function of a kernel, and a fixture for other tests.
 
-pytest finds it wherever the lab is installed: `pytest --lab-judge my.kernel`. Importing it imports no torch.
+pytest loads the plugin wherever the lab is installed: `pytest --lab-judge my.kernel`. Importing this module does not import
+torch.
 """
 
 import argparse
@@ -77,7 +78,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m choose
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Add the tests of the kernels that are named."""
+    """Add the tests of the kernels that --lab-judge names."""
     if not config.option.lab_judge:
         return
     folder = str(config.invocation_params.dir)
@@ -102,7 +103,7 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
 
 
 def _offered(name: str) -> list["Interface"]:
-    """Return the functions of a kernel; raise LoadError or ValueError where there is none."""
+    """Return the functions that a kernel has; raise LoadError or ValueError if there are none."""
     from lab.workloads.interfaces import Interface, interfaces_of
 
     offered = interfaces_of(load(name))
@@ -112,12 +113,12 @@ def _offered(name: str) -> list["Interface"]:
 
 
 class JudgedKernel(pytest.Collector):
-    """A kernel that is judged.
+    """The tests of one judged kernel.
 
     Attributes:
         ranges: the axes that were requested.
-        offered: its functions.
-        refusals: exceptions that are refusals, or None for the usual ones.
+        offered: the kernel's functions.
+        refusals: exceptions that count as refusals; None for the default list.
     """
 
     def __init__(self, *, ranges: "Ranges", offered: list["Interface"], refusals: Any, **node: Any) -> None:
@@ -138,7 +139,9 @@ class JudgedKernel(pytest.Collector):
         ]
 
     def ranges_of(self, interface: "Interface") -> "Ranges":
-        """Return the ranges that a function is judged on: those that it takes, if it declines most cases."""
+        """Return the ranges on which a function is judged: the requested ranges, or those that it accepts if it declines most
+        cases.
+        """
         from lab.workloads.interfaces import ATTENTION
 
         if interface not in self._ranges:
@@ -150,7 +153,7 @@ class JudgedKernel(pytest.Collector):
         return self._ranges[interface]
 
     def judge(self, check: str, interface: "Interface", **how: Any) -> "Report":
-        """Judge a function by a check, on the axes that the function takes."""
+        """Judge a function by a check, within the ranges of `ranges_of`."""
         return self._judge(check, interface, self.ranges_of(interface), discover=False, **how)
 
     def _judge(self, check: str, interface: "Interface", ranges: "Ranges", **how: Any) -> "Report":
@@ -165,7 +168,7 @@ class JudgedKernel(pytest.Collector):
         return report
 
     def can_be_judged(self, interface: "Interface") -> bool:
-        """Return True if some check judges a case of a function."""
+        """Return True if at least one check can judge a case of a function."""
         if interface not in self._judged:
             keys = [check.key for check in all_checks() if interface in check.interfaces]
             self._judged[interface] = any(
@@ -181,7 +184,7 @@ def all_checks() -> "tuple[Check, ...]":
 
 
 class NotRight(Exception):  # noqa: N818 - a verdict
-    """A kernel is wrong, or could not be judged at all; the message is the report."""
+    """A kernel is wrong, or no case of it could be judged; the message is the report."""
 
 
 class CheckOfFunction(pytest.Item):
@@ -195,7 +198,7 @@ class CheckOfFunction(pytest.Item):
         """Judge the function by the check.
 
         Raises:
-            NotRight: something is wrong, or nothing of the function could be judged by any check.
+            NotRight: a result is wrong, or no check could judge a case of the function.
         """
         from lab.checks.run.verdicts import BROKEN, Outcome
         from lab.reports.judgement import SHOWN_DECLINES, summary
@@ -222,7 +225,7 @@ class CheckOfFunction(pytest.Item):
             raise NotRight("\n".join((*summary(report), str(row.worst))))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], *_: Any, **__: Any) -> Any:
-        """Show a verdict as it is, and another error with its traceback."""
+        """Show a verdict as plain text, and any other error with its traceback."""
         return str(excinfo.value) if isinstance(excinfo.value, NotRight) else super().repr_failure(excinfo)
 
     def reportinfo(self) -> tuple[Any, int | None, str]:
@@ -231,7 +234,7 @@ class CheckOfFunction(pytest.Item):
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Name the kernels that were judged on the axes that they take, and not on all that were requested."""
+    """Print the names of kernels that were judged only on the values that they accept, and not on all requested values."""
     reports = [report for reports in terminalreporter.stats.values() for report in reports]
     lines = [text for report in reports for name, text in getattr(report, "user_properties", ()) if name == TAKEN]
     for text in dict.fromkeys(lines):

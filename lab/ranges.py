@@ -1,6 +1,6 @@
-"""The ranges of the judged cases, declared once: the values of each field, what a caller may give instead, and its option.
+"""The ranges of the judged cases: for each field its default values, the values that a caller may give, and its option.
 
-`lab judge` and pytest derive their options from the fields of `Ranges`. Importing this module imports nothing heavy.
+`lab judge` and pytest derive their options from the fields of `Ranges`. Importing this module does not import torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ LAYOUTS = ("HND", "NHD")
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of values."""
+    """A kind of values, such as sizes or dtypes."""
 
     words: Callable[[], str]  # returns what a value is, after "is not"
     holds: Callable[[Any], bool]  # tells whether something is a value
@@ -31,10 +31,10 @@ class Kind:
     metavar: str = "N,N,..."  # stands for the values in a help text
 
     def read(self, text: str) -> Any:
-        """Return the value of a text.
+        """Return the value that a text describes.
 
         Raises:
-            ValueError: it is the text of no value.
+            ValueError: the text does not describe a value.
         """
         try:
             value = self.parse(text)
@@ -46,7 +46,7 @@ class Kind:
 
 
 def text_of(value: Any) -> str:
-    """Return a value as its option spells it: bf16/e4m3 of two dtypes, 576/512 of two sizes."""
+    """Return the text of a value in its option: bf16/e4m3 for two dtypes, 576/512 for two sizes."""
     if isinstance(value, tuple):
         return "/".join(map(text_of, value))
     return next((name for name, of_torch in DTYPES.items() if str(value) == f"torch.{of_torch}"), str(value))
@@ -57,14 +57,14 @@ def _is_whole(value: Any, least: int) -> bool:
 
 
 def _is_latent(value: Any) -> bool:
-    """Tell whether V can be the first part of a latent entry."""
+    """Return True if V can be the first part of a latent entry."""
     is_pair = isinstance(value, tuple) and len(value) == 2 and all(_is_whole(each, 2) for each in value)
     return is_pair and value[1] <= value[0]
 
 
 @cache
 def dtype_of(name: str) -> "torch.dtype":
-    """Return the dtype that an option spells so."""
+    """Return the dtype of a name in an option, such as bf16."""
     import torch
 
     dtype: torch.dtype = getattr(torch, DTYPES[name])
@@ -125,10 +125,10 @@ class Option:
         return self.kind is FLAG
 
     def values(self, text: str) -> list[Any]:
-        """Read values that are separated by commas.
+        """Return the values in a text, where they are separated by commas.
 
         Raises:
-            ValueError: one is not of the kind.
+            ValueError: a value is not of the option's kind.
         """
         return [self.kind.read(each.strip()) for each in text.split(",")]
 
@@ -138,7 +138,7 @@ def _several(values: tuple[Any, ...], kind: Kind, words: str, **more: Any) -> An
 
 
 def _some(words: str) -> Any:
-    """Declare a feature that some cases have, unless its option switches it off."""
+    """Declare a field for a feature that some cases have, unless the option switches the feature off."""
     return _several((False, True), FLAG, words, likely=(False,))
 
 
@@ -153,10 +153,10 @@ def _pairs(*names: str, beyond: tuple[str, ...], words: str) -> Any:
 
 @dataclass(frozen=True)
 class Ranges:
-    """The values that cases are made of; narrow a field to what a kernel was built for.
+    """The values from which cases are made. Narrow a field to the values that a kernel supports.
 
     Raises:
-        ValueError: a field has no value, one twice, or one that no case can be made of.
+        ValueError: a field has no value, has a value twice, or has a value from which no case can be made.
     """
 
     dtypes: tuple["tuple[torch.dtype, torch.dtype]", ...] = _pairs(
@@ -248,20 +248,22 @@ class Ranges:
         return short_repr(self)
 
     def widened(self, name: str) -> tuple[Any, ...]:
-        """Return the values of a field, and those beyond it if the field is as it is by default."""
+        """Return the values of a field; if they are the default values, add the unusual values that only some
+        kernels accept.
+        """
         values: tuple[Any, ...] = getattr(self, name)
         option = OPTIONS[name]
         beyond = map(dtypes_of, option.beyond) if option.kind is DTYPE_PAIR else option.beyond
         return (*values, *beyond) if values == getattr(type(self)(), name) else values
 
     def arithmetic(self, kv_dtype: "torch.dtype") -> "torch.dtype | None":
-        """Return `AttentionCase.arithmetic` of a case over a cache of this dtype."""
+        """Return the value of `AttentionCase.arithmetic` for a case with a cache of this dtype."""
         from lab.calls.problem import E4M3
 
         return E4M3 if self.e4m3_arithmetic and kv_dtype == E4M3 else None
 
     def holds(self, model: "Geometry") -> bool:
-        """Tell whether a model's head_dim, group and sinks are within the ranges."""
+        """Return True if a model's head_dim, group and sinks are within the ranges."""
         return (
             model.head_dim in self.head_dims
             and model.group in self.groups
@@ -270,7 +272,9 @@ class Ranges:
 
     @property
     def tiny(self) -> str:
-        """Return the name of a small geometry within the ranges: the lab's own "tiny", as far as they have its numbers."""
+        """Return the name of a small geometry within the ranges: "tiny", with its numbers replaced where the
+        ranges lack them.
+        """
         from lab.workloads.geometries import geometry, tiny
 
         usual = geometry("tiny")
@@ -282,12 +286,12 @@ class Ranges:
         )
 
     def windows_of(self, model: "Geometry") -> tuple[bool, ...]:
-        """Return the values of `sliding_window` of a model's layers."""
+        """Return the values that `sliding_window` has in a model's layers."""
         return (False, True) if model.sliding_window is not None and True in self.windows else (False,)
 
 
 def _check(name: str, option: Option, given: Any) -> None:
-    """Raise ValueError unless a field is of its option's kind."""
+    """Raise ValueError unless the given values of a field are of its option's kind."""
     if not option.is_several:
         if not option.kind.holds(given):
             raise ValueError(f"{name}={given!r} must be {option.kind.words()}")
@@ -307,7 +311,7 @@ def ranges_of(chosen: Mapping[str, Any]) -> Ranges:
     """Return the default ranges, narrowed by the options of the same names. An option that is None or absent was not given.
 
     Raises:
-        ValueError: `Ranges` refuses them.
+        ValueError: `Ranges` refuses the values.
     """
     narrowed: dict[str, Any] = {}
     for name, option in OPTIONS.items():
@@ -319,11 +323,11 @@ def ranges_of(chosen: Mapping[str, Any]) -> Ranges:
 
 
 def options_of(ranges: Ranges, prefix: str = "--") -> str:
-    """Return the options that narrow the default ranges to these: the inverse of `ranges_of`.
+    """Return the options that narrow the default ranges to the given ranges. This is the inverse of `ranges_of`.
 
     Args:
-        ranges: what the options are to give.
-        prefix: start of each option; pytest's is "--lab-".
+        ranges: the ranges to express as options.
+        prefix: prefix of each option; pytest's options begin with "--lab-".
     """
     usual, words = Ranges(), []
     for name, option in OPTIONS.items():

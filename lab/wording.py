@@ -1,6 +1,6 @@
-"""Words that several rooms put together in the same way."""
+"""Wording that several parts of the lab share."""
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a number of things, such as "1 request" or "8,000 requests"."""
+    """Return a number with its noun, such as "1 request" or "8,000 requests"."""
     return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"

@@ -27,7 +27,7 @@ class ReportError(ValueError):
 
 
 def read_cases(record: dict[str, Any]) -> Iterator[CaseVerdict]:
-    """Yield the verdicts of a report's record; they have sentences, and no `results`.
+    """Yield the verdicts in a report's record. They have sentences but no `results`.
 
     Raises:
         ReportError: the record is not a report, or was written before cases had numbers.

@@ -72,7 +72,7 @@ class Report:
         ended: why cases were left out.
         ranges: the axes that were judged.
         interrupted: the user interrupted the run; left_out counts the remaining cases.
-        narrowed: functions that declined most cases, and the ranges that they take, on which they were then judged too.
+        narrowed: functions that declined most cases, each with the ranges that it accepts; it was also judged within these.
         refusals: names of the exceptions that count as refusals; () for the default list.
         run: a digest of everything that determines the verdicts; "" if the implementation's sources are unknown.
         num_random: number of random cases that were judged after the level's cases.
@@ -112,7 +112,7 @@ class Report:
 
     @property
     def is_right(self) -> bool:
-        """Tell whether each function was judged, no case was left out, and nothing is wrong except known failures."""
+        """Return True if each function was judged, no case was left out, and only known failures are wrong."""
         judged = {verdict.interface for verdict in self.verdicts if verdict.judged.judged}
         everything = judged == {verdict.interface for verdict in self.verdicts} and self.left_out == 0
         return everything and bool(judged) and not any(self.wrong)

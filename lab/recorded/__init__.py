@@ -1,6 +1,7 @@
-"""Attention calls that an engine made and somebody recorded.
+"""Read recorded attention calls of an engine.
 
-A recorded call has no history of its requests' tokens: it is judged by its own page table, and a wrong table as it stands.
+A recording has no histories of its requests' tokens. A call is judged by its own page table, so that a wrong table is not
+found.
 """
 
 from lab.recorded.call import RecordedCall, RecordingError

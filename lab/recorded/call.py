@@ -1,4 +1,4 @@
-"""A recorded attention call: the arguments of an engine's call, and what its kernel returned."""
+"""A recorded attention call: the arguments of an engine's call, and the results of its kernel."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,20 +12,20 @@ RESULTS = ("out", "lse")  # arguments that a call fills
 
 
 class RecordingError(ValueError):
-    """A file or folder that holds no call that the lab can read; the message names it and says why, in one sentence."""
+    """A file or folder has no call that the lab can read; the message has the path and the reason, in one sentence."""
 
 
 @dataclass(frozen=True, eq=False)
 class RecordedCall:
-    """The arguments of one call as its recorder copied them, and the results of the kernel.
+    """The recorded arguments of one call, and the results of the kernel.
 
     Attributes:
-        function: the call.
-        given: the arguments by name, with tensors on the CPU. `out` and `lse` count for their dtype, shape and strides only.
+        function: the function that was called.
+        given: the arguments by name, with tensors on the CPU. For `out` and `lse` only dtype, shape and strides matter.
         out: the output after the call; None if the call did not end.
-        lse: the LSE after the call; None if the call did not end or makes none.
+        lse: the LSE after the call; None if the call did not end or returns no LSE.
         versions: the version of each package in the engine's process.
-        lost: what the recorder did not keep, one sentence each.
+        lost: sentences about data that the recorder did not keep.
     """
 
     function: AttentionCall
@@ -44,7 +44,9 @@ class RecordedCall:
             )
 
     def arguments(self) -> dict[str, Any]:
-        """Return keyword arguments for an implementation of the call: without the workspace, with results not yet written."""
+        """Return the keyword arguments of the call for an implementation: without the workspace, and with empty
+        output buffers.
+        """
         unwritten = {
             name: torch.empty_strided(each.shape, each.stride(), dtype=each.dtype)
             for name in RESULTS
@@ -53,10 +55,10 @@ class RecordedCall:
         return {**self.given, "workspace_buffer": None, **unwritten}
 
     def problem(self) -> Problem:
-        """Check the arguments and pose the problem.
+        """Check the arguments, and return the attention problem that they define.
 
         Raises:
-            TypeError, ValueError: the arguments make no sense, such as a page id outside the pool.
+            TypeError, ValueError: the arguments are invalid, such as a page id outside the pool.
             NotImplementedError: the lab does not model an argument.
         """
         problem: Problem = CALL_TYPES[self.function](**self.arguments()).problem()

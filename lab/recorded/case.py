@@ -1,4 +1,4 @@
-"""One call of a recording as a case of the judge, and the recorded outputs as what is judged."""
+"""One recorded call as a case of the judge, and the recorded outputs as an implementation to be judged."""
 
 import re
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ class RecordedCase:
     Attributes:
         interface: the function that was called.
         path: the folder of the call, or of one of its replays.
-        number: the number of the call in its recording, in the order of time, from 1.
-        time: when it was called, or captured.
+        number: the number of the call in its recording, counted from 1 in the order of time.
+        time: the time of the call, or of its capture.
         replay: the number of the replay of a CUDA graph; 0 for an eager call.
     """
 
@@ -33,7 +33,7 @@ class RecordedCase:
 
     @property
     def address(self) -> str:
-        """Return the recording and the number of the call in it, as `recorded_cases` takes them."""
+        """Return "FOLDER#number", which names the call for `recorded_cases`."""
         call = Path(self.path).parents[1] if self.replay else Path(self.path)
         return f"{call.parent}#{self.number}"
 
@@ -41,13 +41,13 @@ class RecordedCase:
         """Read the call.
 
         Raises:
-            RecordingError: it cannot be read.
+            RecordingError: the call cannot be read.
         """
         return DumpedCall(Path(self.path), self.interface.value, self.time, replay=self.replay).read()
 
 
 class _RecordedOutputs:
-    """Stands for the implementation that an engine called; what it returned is in the recording."""
+    """Stands for the implementation that the engine called, whose results are in the recording."""
 
     def __init__(self) -> None:
         for interface in Interface:
@@ -67,7 +67,7 @@ def recorded_cases(recording: Path | str) -> list[RecordedCase]:
         recording: a folder that FlashInfer wrote, or "FOLDER#3" for its third call alone.
 
     Raises:
-        RecordingError: there is no such folder, or it has no attention call, or none of that number.
+        RecordingError: there is no such folder, or it has no attention call, or no call with this number.
     """
     found = _NUMBERED.fullmatch(str(recording))
     folder = Path(found[1] if found else recording)

@@ -1,9 +1,9 @@
-"""Calls that FlashInfer recorded itself (`FLASHINFER_LOGLEVEL=10`), as `flashinfer/api_logging.py` of 0.7.2 writes them.
+"""Read the calls that FlashInfer records (`FLASHINFER_LOGLEVEL=10`), in the format of `flashinfer/api_logging.py` of 0.7.2.
 
-A call is a folder with `metadata.jsonl`, whose last line counts, and the tensors in `inputs` and `outputs`, files of torch
-(`.pt`) or of safetensors. A call in a CUDA graph has a folder of the same form in `graph_flushes` for each replay; the files of
-the call itself repeat the last replay. A tensor argument has the key `arg_0` or `kwarg_query`, a tensor in a tuple
-`kwarg_kv_cache__0`. The other arguments are JSON in `input_metadata`.
+A call is a folder with `metadata.jsonl`, of which the last line is used, and with tensors in the files `inputs` and `outputs`,
+in torch's format (`.pt`) or as safetensors. A call in a CUDA graph has, in `graph_flushes`, a folder of the same form for each
+replay; the files of the call itself repeat the last replay. A tensor argument has a key such as `arg_0` or `kwarg_query`, a
+tensor in a tuple a key such as `kwarg_kv_cache__0`. The other arguments are JSON in `input_metadata`.
 """
 
 import ast
@@ -40,8 +40,8 @@ class DumpedCall:
     Attributes:
         path: the folder.
         function: the name of the function that was called; "" if the record is damaged.
-        time: when the function was called or captured, to milliseconds; a text that sorts.
-        sequence: the number of the call among those of the function in its process.
+        time: time of the call or of its capture, in milliseconds, as a text that sorts by time.
+        sequence: the number of the call among the calls of this function in its process.
         replay: the number of the replay; 0 for an eager call.
     """
 
@@ -55,7 +55,7 @@ class DumpedCall:
         """Read the call.
 
         Raises:
-            RecordingError: a file is missing, damaged or of another form, or the call is none of `AttentionCall`.
+            RecordingError: a file is missing, damaged or in another format, or the function is not in `AttentionCall`.
         """
         record = _last_record(self.path)
         if record["function_name"] not in {each.value for each in AttentionCall}:
@@ -73,9 +73,9 @@ class DumpedCall:
 
 
 def dumped_calls(folder: Path) -> list[DumpedCall]:
-    """Return the calls in a folder of dumps, of a captured call its replays.
+    """Return the calls in a folder of dumps; for a captured call return its replays.
 
-    They are in the order of time: a call's folder has a name that begins with the time.
+    The calls are in the order of time, since the name of a call's folder begins with the time.
     """
     calls = []
     for metadata in sorted(folder.glob(f"*/{METADATA}")):
@@ -101,7 +101,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _last_record(folder: Path) -> dict[str, Any]:
-    """Return the last record of a call, which is a JSON object with the function's name."""
+    """Return the last record in a call's `metadata.jsonl`: a JSON object with the function's name."""
     path = folder / METADATA
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -114,12 +114,12 @@ def _last_record(folder: Path) -> dict[str, Any]:
 
 
 def _tensor_file(folder: Path, kind: str) -> Path | None:
-    """Return the file of a call's "inputs" or "outputs", or None if there is none."""
+    """Return the file of a call's "inputs" or "outputs"; None if there is no such file."""
     return next((path for end in (".pt", ".safetensors") if (path := folder / f"{kind}{end}").exists()), None)
 
 
 def _tensors(folder: Path, kind: str) -> dict[str, torch.Tensor]:
-    """Return the tensors of a call's "inputs" or "outputs" by key, on the CPU. Nothing of the file is executed."""
+    """Return the tensors of a call's "inputs" or "outputs" by key, on the CPU. Reading executes no code from the file."""
     path = _tensor_file(folder, kind)
     if path is None:
         raise RecordingError(
@@ -143,7 +143,7 @@ def _tensors(folder: Path, kind: str) -> dict[str, torch.Tensor]:
 def _arguments(
     folder: Path, record: Mapping[str, Any], function: AttentionCall, inputs: Mapping[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """Return a call's arguments by name. `input_metadata` goes before the tensors, whose nested ones it names."""
+    """Return a call's arguments by name. Nested tensors are found by the keys that `input_metadata` has for them."""
     names = _parameters(record, function)
     given: dict[str, Any] = {}
     for key, value in (*inputs.items(), *_mapping(record.get("input_metadata")).items()):
@@ -158,7 +158,9 @@ def _arguments(
 
 
 def _parameters(record: Mapping[str, Any], function: AttentionCall) -> Sequence[str]:
-    """Return the names of the function's parameters in the engine's release, else in the one that the lab models."""
+    """Return the names of the function's parameters in the recorded release of FlashInfer, else in the release that the lab
+    models.
+    """
     try:
         (definition,) = ast.parse(f"def call{record.get('function_signature')}: ...").body
     except (SyntaxError, ValueError, RecursionError):

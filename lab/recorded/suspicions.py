@@ -1,7 +1,7 @@
-"""What makes a recorded call's inputs suspicious, and the input that a non-finite output came from.
+"""Find suspicious inputs of a recorded call, and the inputs that caused non-finite outputs.
 
-The arguments of a call cannot tell that a page table names pages of another request. Some mistakes of an engine leave traces
-in them; each is a sentence here. No trace decides a verdict.
+The arguments of a call do not show whether a page table names pages of another request. But some mistakes of an engine leave
+traces in the arguments. This module returns a sentence for each trace; a trace does not change the verdict.
 """
 
 from collections import defaultdict
@@ -24,8 +24,8 @@ class Place:
 
     Attributes:
         side: "K" or "V".
-        request, token, head: of the request, its key from 0, and the K/V head.
-        page, slot: of the paged cache; None where K and V are not paged.
+        request, token, head: number of the request, of the key in it, and of the K/V head.
+        page, slot: position in the paged cache; None if K and V are not paged.
         value: the first non-finite element.
     """
 
@@ -45,7 +45,7 @@ class Place:
 
 
 def suspicions(problem: Problem) -> list[str]:
-    """Return a sentence for each suspicious property of the inputs of a checked call."""
+    """Return a sentence for each suspicious property of a checked call's inputs."""
     found = [
         f"{name} is 0, which makes {'all weights equal' if name == 'bmm1_scale' else 'the output zero'}"
         for name, scale in (("bmm1_scale", problem.bmm1_scale), ("bmm2_scale", problem.bmm2_scale))
@@ -70,7 +70,7 @@ def _shortened(found: Sequence[str]) -> list[str]:
 
 
 def _shared_tails(problem: PagedAttention) -> Iterator[str]:
-    """Yield a sentence for each page that is the last one, and partly filled, of several requests."""
+    """Yield a sentence for each page that is the partly filled last page of several requests."""
     owners = defaultdict(list)
     for request, kv_len in enumerate(problem.seq_lens.tolist()):
         if kv_len % problem.page_size:
@@ -102,10 +102,10 @@ def _slot(problem: Problem, side: str, request: int, token: int) -> tuple[int | 
 
 
 def origins_of_non_finite(problem: Problem, out: torch.Tensor) -> list[str]:
-    """Say of non-finite output vectors where they came from: of the first row of each request that has some.
+    """Return sentences about the origin of non-finite outputs, one for the first such row of each request.
 
     Args:
-        problem: checked.
+        problem: the checked problem.
         out: [num_rows, num_qo_heads, v_head_dim].
     """
     bad = ~out.to(torch.float32).isfinite().all(dim=-1)
@@ -149,7 +149,7 @@ def _visible(problem: Problem, request: int, q_len: int, kv_len: int) -> torch.T
 
 
 def _unseen(problem: Problem, request: int, kv_len: int, hidden: Sequence[Place]) -> str:
-    """Say which memory that the row must not read could have made its output non-finite."""
+    """Return words for the memory that a row must not read but that may have made its output non-finite."""
     if hidden:
         return f"it must not see {hidden[0]}"
     if isinstance(problem, PagedAttention) and kv_len % problem.page_size:

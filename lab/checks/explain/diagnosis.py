@@ -156,7 +156,7 @@ def diagnose(verdicts: Sequence[CaseVerdict], *, is_whole: bool = True) -> Diagn
 
 
 def _answer(verdicts: Sequence[CaseVerdict], judged: Sequence[CaseVerdict], is_wrong: bool) -> str:
-    """Say whether the implementation is right, and how far was looked."""
+    """Return a sentence that says whether the implementation is right, and how many cases were judged."""
     of = Counter(verdict.outcome for verdict in verdicts)
     known, declined = of[Outcome.KNOWN], of[Outcome.DECLINED]
     cases = counted(len(judged), "case")

@@ -66,7 +66,7 @@ def find_rules(units: Sequence[Features], wrong: Bits, cases: Sequence[int]) -> 
     Args:
         units: the features of each unit.
         wrong: bool [len(units)], at least one true.
-        cases: the number of each one's case.
+        cases: the number of the case to which each unit belongs.
 
     Returns:
         At most `MOST_RULES` rules. A single rule without literals means that results are wrong everywhere.
@@ -81,7 +81,8 @@ def find_rules(units: Sequence[Features], wrong: Bits, cases: Sequence[int]) -> 
 
 
 def sampled(wrong: Bits, cases: Sequence[int]) -> tuple[Bits, Bits]:
-    """Return the numbers of the units that rules are searched among, one in every few of very many, and their weights.
+    """Return the numbers of the units among which rules are searched, and the units' weights. Of very many units only a part is
+    used.
 
     A case of n units weighs sqrt(n + 8), since its units depend on each other.
     """
@@ -109,7 +110,7 @@ class _Search:
         self.good = np.bincount(where.ravel(), weights=weights * ~wrong, minlength=len(first))
 
     def rules(self) -> list[Chosen]:
-        """Return the rules, the one that says most first."""
+        """Return the rules, with the most informative rule first."""
         sure, all_bad, total = self._sure(), self.bad.sum(), (self.bad + self.good).sum()
         if all_bad > EVERYWHERE * total:
             return [sure]

@@ -55,7 +55,8 @@ def balanced_nvfp4(ranges: Ranges, interface: Interface, count: int, seed: int) 
 def builds(ranges: Ranges, interface: Interface) -> list[Point]:
     """Return combinations of values for which kernels are compiled. The values of a field occur equally often.
 
-    They are few and equal for all checks, because many kernels are compiled for each. K18 judges all values, in pairs.
+    There are few combinations, the same for all checks, because many kernels are compiled for each combination. K18 judges all
+    values, in pairs.
     """
     rng = random.Random(f"{interface.name} {ranges.seed}")
     names = [name for name in fields_of(interface) if name not in AT_RUN_TIME]
@@ -74,7 +75,7 @@ def case_within(
     seed: int = 0,
     page_seed: int = 0,
 ) -> AttentionCase:
-    """Return the case of a value of each field of `fields_of`; `window_left` and the lengths are given apart."""
+    """Return the case with a value for each field of `fields_of`. `window_left` and the lengths are separate arguments."""
     dtype, kv_dtype = values["dtypes"]
     if interface is Interface.MLA_DECODE:
         head_dim, v_head_dim = values["mla_head_dims"]

@@ -186,7 +186,9 @@ class Model:
 
     @functools.cached_property
     def why_not(self) -> Mapping[Values, str]:
-        """Return all pairs and stated triples, each with the rule's reason why no point has it; "" if a point has it."""
+        """Return all pairs and declared triples, each with the reason of the rule that forbids it; "" if a point
+        contains it.
+        """
         return {goal: self._why_not(dict(goal)) for goal in self._goals()}
 
     def _why_not(self, values: Point) -> str:
@@ -200,7 +202,7 @@ class Model:
         return next((rule.why for rule in itertools.chain(direct, alone)), "several rules forbid it")
 
     def tuples_of(self, point: Point) -> Iterator[Values]:
-        """Return the values, the pairs and the stated triples that a point covers."""
+        """Return the values, pairs and declared triples that a point covers."""
         vacuous = self.vacuous & point.items()
         alone = ((name,) for name in self.axes)
         found = (tuple((name, point[name]) for name in names) for names in (*alone, *self._named_together))
@@ -209,14 +211,15 @@ class Model:
     def covering(
         self, seed: int = 0, goals: Iterable[Values] | None = None, chosen: int | None = None
     ) -> Iterator[Point]:
-        """Yield points that together contain all goals. The method is greedy: each point is built around a goal that no earlier
-        point has.
+        """Yield points that together contain all goals. The method is greedy: each point is built from a goal that no earlier
+        point contains.
 
         Triples come before pairs, because the points of the triples contain most pairs.
 
         Args:
             seed: seed of the order of goals and axes. The points depend on nothing else.
-            goals: the combinations of values to cover; None: all of `tuples`. Combinations that no point can have are left out.
+            goals: the combinations of values to cover; None: all of `tuples`. Combinations that no point can contain are left
+                out.
             chosen: number of axes of a point whose values are chosen for its goals; the rest keep the default. None: all.
         """
         rng = random.Random(seed)
@@ -235,9 +238,10 @@ class Model:
                 yield point
 
     def _around(self, goal: Values, left: "_Left", rng: random.Random, chosen: int) -> Point | None:
-        """Return a point with a goal and with as many further goals as a choice axis by axis finds.
+        """Return a point that contains a goal. The values of the remaining axes are chosen one by one, to contain further
+        goals.
 
-        Axes of the largest triples come first, while the further axes of their triples can still be chosen for them.
+        The axes of the largest triples are chosen first, while the further axes of these triples are still free.
         """
         whole = self.completed(dict(goal))
         if whole is None:

@@ -29,16 +29,16 @@ def is_mostly_declined(verdicts: Sequence["CaseVerdict"]) -> bool:
 
 
 def discover(submit: Submit, interface: Interface, ranges: Ranges, taken: Sequence[Any] = ()) -> Ranges | None:
-    """Return the ranges that a function takes. Each value is tried in a case that the function takes otherwise.
+    """Return the ranges that a function accepts. Each value is tried in a case that the function accepts with another value.
 
     Args:
-        submit: has one case of a check judged, like `lab.checks.run.workers.Workers.submit`.
+        submit: submits one case of a check for judging, such as `lab.checks.run.workers.Workers.submit`.
         interface: the function.
         ranges: the ranges to narrow.
-        taken: cases that the function has taken.
+        taken: cases that the function has accepted.
 
     Returns:
-        The narrowed ranges; None if no case is taken, or all values of all fields are taken.
+        The narrowed ranges; None if no case is accepted, or if all values of all fields are accepted.
     """
     outcomes_of = partial(_outcomes, submit, interface, ranges)
     base = _first_taken(outcomes_of, interface, ranges, taken)
@@ -57,8 +57,8 @@ def discover(submit: Submit, interface: Interface, ranges: Ranges, taken: Sequen
 def _first_taken(
     outcomes_of: Callable[[Sequence[Point]], list[Outcome]], interface: Interface, ranges: Ranges, taken: Sequence[Any]
 ) -> Point | None:
-    """Return the values of a case that the function takes: a known case within the ranges, or the first of the
-    likeliest cases.
+    """Return the values of a case that the function accepts: a known case within the ranges, or the first accepted case among
+    the likeliest.
     """
     names = fields_of(interface)
     known = (values_of(case) for case in taken if isinstance(case, AttentionCase))

@@ -261,7 +261,9 @@ def _padded(of: Configuration, case: MetadataCase, batch: ForwardBatch) -> Forwa
 
 
 def _spec_info_of_a_graph(batch: ForwardBatch) -> SpecInfo:
-    """Return a SpecInfo whose numbers of rows differ from an eager pass's; a verification's draft is longer than its rows."""
+    """Return a SpecInfo with other numbers of rows than the SpecInfo of an eager pass, and for a verification with a longer
+    draft.
+    """
     of_graph = torch.arange(batch.batch_size + SLOTS, dtype=torch.int64, device=batch.seq_lens.device) % 5 + 7
     rows = batch.forward_mode.query_rows
     info = batch.spec_info or SpecInfo()

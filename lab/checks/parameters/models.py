@@ -14,7 +14,7 @@ from lab.workloads.interfaces import ATTENTION, Interface
 
 
 def _whole(model: Model) -> Callable[[Ranges], Model]:
-    """Return a model whatever the ranges, which do not narrow it."""
+    """Return a function that returns this model for any ranges."""
     return lambda _: model
 
 

@@ -287,7 +287,7 @@ class Later(TextEnum):
 
 
 class Prefixes(TextEnum):
-    """Prefixes of the requests whose metadata is built."""
+    """Which prefixes the requests have whose metadata is built."""
 
     UNEQUAL = "unequal"
     NONE = "none"

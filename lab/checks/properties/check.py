@@ -69,12 +69,13 @@ class Check:
         name: the check's name in snake_case, such as "poison".
         doc: the first line of the module's docstring, which says what the check catches.
         fixed: the fixed cases of a scope.
-        judge: makes calls in a run and states what it expects. Raises `Unsupported` where nothing could be judged.
+        judge: the function that judges one case: it makes calls in a run and states the expected results. It raises
+            `Unsupported` if nothing could be judged.
         interfaces: the functions that the check judges.
-        drawn: makes a random case of a drawn attention case; None where none is drawn.
-        draw_on: the random cases after the level, while there is time.
-        more: rounds of the full level after the smoke level's cases. Each follows from the verdicts of all rounds before it;
-            together they are the full level's cases where the implementation declines nothing.
+        drawn: makes a random case from a drawn attention case; None for a check without random cases.
+        draw_on: draws the random cases that are judged after the level's cases until the run's time ends.
+        more: rounds of cases that the full level adds to the smoke level's cases. The cases of a round depend on the verdicts
+            of all earlier rounds.
     """
 
     key: str

@@ -215,8 +215,8 @@ def judge_pass(run: CaseRun, forward: EnginePass) -> None:
 
 
 def _other_forms(run: CaseRun, forward: EnginePass) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
-    """Yield the name of each other form (prepared, planned), and a function that runs the pass with calls made ready on other
-    contents.
+    """Yield the name of each further form (prepared, planned), and a function that runs the pass with calls that were prepared
+    or planned on other contents.
     """
     if CallForm.PREPARED in run.forms:
         yield "the pass, by whole calls", partial(forward.run, run.engine(CallForm.WHOLE))

@@ -2,9 +2,9 @@
 
 An engine shares one workspace among layers, shapes and kernels. Its first 8 MiB are counters: zero before a call, and zero
 again after it. The scratch after them may hold anything, and so may the output. A test that zeroes both before each call finds
-no error. A call with another workspace must not write to the workspace of earlier calls. FlashInfer's trtllm-gen kernels count
-in `multi_ctas_kv_counter_buffer` instead, and write the workspace from its first byte on, which is right there. An engine
-passes both, so both are zero after every call, whichever a kernel counts in.
+no error. A call with another workspace must not write to the workspace of earlier calls. FlashInfer's trtllm-gen kernels use
+the separate argument `multi_ctas_kv_counter_buffer` for their counters, and may write the workspace from its first byte on. If
+a call passes both, both must be zero after the call.
 """
 
 from dataclasses import replace
@@ -55,7 +55,7 @@ def _another_shape(case: AttentionCase) -> AttentionCase:
 
 
 def expect_counters_zero(run: CaseRun, what: str, counters: dict[str, Tensor]) -> None:
-    """Expect that a call has left each of these counters zero."""
+    """Expect that each of these counters is zero after a call."""
     for name, buffer in counters.items():
         count = int(torch.count_nonzero(buffer))
         wrong = f"{what} left {count} of {name}'s first {SEMAPHORE_BYTES} bytes non-zero"
@@ -66,7 +66,7 @@ def expect_any_scratch(run: CaseRun, call: GivenCall, first: Result, counts: boo
     """Expect the bits of the first call for any contents of the scratch. Return the scratch.
 
     Args:
-        counts: the kernel has counters in the first bytes of the workspace; they are not scratch then.
+        counts: True if the first bytes of the workspace are counters, and not scratch.
     """
     workspace = call.given["workspace_buffer"]
     semaphores, scratch = semaphores_and_scratch(workspace)

@@ -1,7 +1,7 @@
 """A request whose output depends on the others: strides of the batch, exchanged lengths, rows or tables.
 
 If a test has equal lengths and one table, an exchanged request is often right by chance. Here each request is computed alone,
-in another order, and twice in a batch. Changing another request's data must not change a bit of it. At last all requests share
+in another order, and twice in a batch. Changing another request's data must not change a bit of it. Finally, all requests share
 their first pages, like requests with a cached prefix.
 """
 

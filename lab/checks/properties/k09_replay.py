@@ -3,8 +3,8 @@
 No attention test of FlashInfer replays a graph with other lengths. Here one set of tensors is kept and its contents change. The
 call is captured with padding only, within host bounds that allow more. Then requests are loaded, and each input on the device
 is changed separately. The numbers of requests, rows and keys grow, shrink, and return to the first values, with an eager call
-of another shape in between. On a GPU the call is captured and replayed. On a CPU it is made again with the same tensors. At
-last another set of tensors serves eager calls, whose host bounds grow with the requests.
+of another shape in between. On a GPU the call is captured and replayed. On a CPU it is made again with the same tensors.
+Finally, eager calls use another set of tensors, with host bounds that grow with the requests.
 """
 
 import math

@@ -1,8 +1,9 @@
 """MLA metadata that says something else than the batch: lengths without padding or draft, a table too narrow, stale rows.
 
-A padded draft extend is right only if lengths, table and rows count the same padding; a test of one formula does not show this.
-Here metadata must equal loops over requests and have -1 after its live pages, an earlier pass's tensors must not change, and
-attention must match the requests' histories. K18 has further batches, without attention.
+A padded draft extend is right only if lengths, table and rows count the same padding; a test of a single formula does not show
+this. Here the metadata must equal the result of loops over requests, and the table must contain -1 after its live pages. The
+tensors of an earlier pass must not change. Attention must match the requests' histories. K18 judges further batches, without
+attention.
 """
 
 from collections.abc import Iterator

@@ -1,13 +1,13 @@
 """Values, forms of arguments and pairs of them that no other check has: whatever the calls document, in covering arrays.
 
-A kernel branches on its arguments, and a defect lies where two of them meet: a window over split tables, a mask with sinks, a
-group of 12 in a batch of 257. Here the model of each call is declared once (`lab.checks.parameters`). The smoke level judges
-each value by itself, all else at its default; the full level judges every pair of values too, and stated triples. A call
-without rows or without keys counts for the value that makes it so, and not for what else it was given.
+A kernel branches on its arguments, and many defects show only for a combination of two: a window with split tables, a mask with
+sinks, a group of 12 in a batch of 257. Here the model of each call is declared once (`lab.checks.parameters`). The smoke level
+judges each value alone, with the default for all other axes. The full level also judges every pair of values, and declared
+triples. A call without rows or keys covers only the value that makes it empty, and not its other values.
 
-A kernel that declines one value or pair of a case has declined all others in it. So the full level begins with each value by
-itself. What is declined there is tried with every other value, and then the values that the kernel takes come together. Pairs
-that no judged case has are tried again in smaller cases, and then each by itself.
+If a kernel declines one value of a case, the case covers no other value either. So the full level first judges each value
+alone. A value that is declined alone is tried with every other value. Then the accepted values are combined in pairs. A pair
+that no judged case contains is tried again in cases with more default values, and finally alone.
 """
 
 import itertools
@@ -52,7 +52,7 @@ def _numbered(interface: Interface, ranges: Ranges, points: Iterable[Point]) -> 
 
 
 def _beside(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
-    """Yield a covering array of the pairs of each value that was declined alone with all judged values.
+    """Yield a covering array of all pairs of a value that was declined alone and a judged value.
 
     If no value of some axis was judged, yield a covering array of all values.
     """
@@ -97,7 +97,7 @@ def _alone(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]
 def _unlike(
     interface: Interface, ranges: Ranges, points: Iterable[Point], verdicts: Sequence[CaseVerdict]
 ) -> Iterator[Configuration]:
-    """Yield points as cases, without repetitions and without cases that already have a verdict."""
+    """Yield points as cases, except repeated cases and cases that already have a verdict."""
     before = {repr(replace(verdict.case, seed=0)) for verdict in verdicts}
     for case in _numbered(interface, ranges, points):
         if repr(replace(case, seed=0)) not in before:

@@ -52,10 +52,10 @@ def mla_mode_cases(page_size: int, q_lens: tuple[int, ...], **dims: Any) -> Iter
 
 
 def _engine_cases(page_size: int, q_len: int, **dims: Any) -> Iterator[MLACase]:
-    """Yield requests sharded over ranks, and passes with padding, whose queries are NaN.
+    """Yield passes of requests that are sharded over ranks, and passes with padding rows, whose queries are NaN.
 
-    Some of 2 and of 4 ranks hold no token; pages and rounds end on every rank. Requests of padding are added after the
-    metadata, and rows of padding belong to no request.
+    With 2 and with 4 ranks, some ranks hold no token; pages and rounds end on every rank. Padding requests are added after the
+    metadata was built. Padding rows belong to no request.
     """
     shared: dict[str, Any] = {"page_size": page_size, **dims}
     sharded = (0, 1, 2, 2 * page_size - 1, 2 * page_size, 4 * page_size + 1, 300)

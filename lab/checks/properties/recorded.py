@@ -1,7 +1,8 @@
-"""A recorded call of an engine: the output that its kernel gave, or that an implementation gives for its inputs.
+"""A recorded call of an engine: the output of its kernel, or the output of an implementation for the recorded inputs.
 
-The expected result is float64 on the recorded tensors. A recorded call has no history of its requests, so that its own page
-table and lengths say what a row sees: a wrong table is judged as it stands. Requests that see a non-finite key are left out.
+The expected result is computed in float64 from the recorded tensors. A recording has no histories of its requests. The recorded
+page table and lengths therefore define the keys that a row sees, and an error in them is not found. Requests that see a
+non-finite key are left out.
 """
 
 import math
@@ -82,7 +83,7 @@ def _rows(truth: Truth, chosen: torch.Tensor) -> Truth:
 
 
 def _no_cases(_: object) -> Iterable[RecordedCase]:
-    """Return no case: a run of the judge has recorded calls only where it is given a recording."""
+    """Return no case: a run without a recording has no recorded calls."""
     return ()
 
 

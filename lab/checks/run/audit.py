@@ -1,8 +1,8 @@
-"""An audit: further cases, with contents that no run had, judged in a process that the kernel's code never entered.
+"""The audit judges further cases, with contents that no run had, in a process that never loads the kernel's code.
 
-A worker judges such a case like any other and cannot recognise it: for each case of `AUDITED_CHECKS` it sends the first output,
-saved before it was compared. Another process computes the expected output. So no change that the kernel made in its own process
-can make a wrong output right.
+A worker cannot recognise an audited case, because it sends a saved copy of the first output for every case of `AUDITED_CHECKS`.
+Another process computes the expected output. So changes that the kernel makes in its own process cannot make a wrong output
+right.
 """
 
 import random

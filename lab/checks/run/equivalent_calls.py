@@ -1,4 +1,4 @@
-"""Equivalent calls: what a kernel refuses in one form is judged in another form that means the same."""
+"""Equivalent calls: if a kernel refuses a call in one form, the call is judged in another form with the same meaning."""
 
 import functools
 import re
@@ -28,7 +28,7 @@ class EquivalentForm:
 
 
 def _has_no_mask(interface: Interface, arguments: Arguments, refusal: str) -> bool:
-    """Tell whether a call has several rows for each request and no mask: they are causal."""
+    """Return True if a decode call has several rows per request and no mask, so that its rows are causal."""
     several = (arguments.get("q_len_per_req") or 1) > 1
     return interface is Interface.DECODE and several and arguments.get("mask") is None
 
@@ -61,7 +61,7 @@ def _names(name: str, refusal: str) -> bool:
 
 
 def _left_out(name: str, words: str, by_engines: bool = False) -> EquivalentForm:
-    """Return the form that leaves out an argument named in the refusal."""
+    """Return the form of a call without an argument that the refusal names."""
     return EquivalentForm(
         words,
         lambda interface, arguments, refusal: arguments.get(name) is not None and _names(name, refusal),
@@ -100,10 +100,10 @@ class EquivalentCalls:
     def invoke(
         self, interface: Interface, function: Callable[..., Any], arguments: Arguments, by_engine: bool = False
     ) -> Any:
-        """Call a function; where it raises Unsupported, call it in equivalent forms.
+        """Call a function; if it raises Unsupported, call it in equivalent forms.
 
         Args:
-            interface: which function it is.
+            interface: the FlashInfer function that the call is for.
             function, arguments: the function, and its arguments.
             by_engine: the call is made by an engine.
 
@@ -137,7 +137,7 @@ class EquivalentCalls:
 def _made(
     interface: Interface, function: Callable[..., Any], arguments: Arguments, used: Sequence[EquivalentForm]
 ) -> Any:
-    """Make a call in other forms; copy its result into the output that the plain call gives."""
+    """Make a call in other forms, and copy its result into the output of the plain call."""
     changed = arguments
     for form in used:
         changed = form.change(interface, changed)

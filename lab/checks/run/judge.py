@@ -69,8 +69,9 @@ def judge(
             name of one to import: "package.module" or "path/to/file.py", either with ":attribute" after it.
         level: SMOKE or FULL, or "smoke" or "full".
         ranges: the axes of the cases. Narrow them to the values that a kernel supports.
-        only: keys or names of the checks to run, such as "K4" or "poison", or one of them, or checks; all if empty.
-        functions: names of the functions to judge, FlashInfer's or short ones such as "decode"; all that it has if empty.
+        only: the checks to run: one or several keys or names, such as "K4" or "poison", or checks; all if empty.
+        functions: names of the functions to judge, FlashInfer's or short ones such as "decode"; all functions of the
+            implementation if empty.
         device: the device to run on; by default a GPU if there is one.
         isolated: each case runs in a worker process, replaced when it crashes or hangs; give the implementation by name.
         workers: number of worker processes, if isolated. Several save time for kernels that compile for each case.
@@ -83,11 +84,12 @@ def judge(
         out: the report's file, which is written during the run. Right and declined cases in the file are not judged again, if
             they are from the same run with the same sources of the implementation and the lab.
         fresh: judge the cases in `out` again.
-        first_failure: no further case is begun after the first that is wrong or failed.
+        first_failure: no further case is begun after the first wrong or failed case.
         seed: seed of random choices, instead of the ranges' seed (default 0). Another seed gives other cases.
         for_seconds: after the level's cases, judge random cases of K18 until the run has taken this time. Wrong ones are
             shrunk.
-        discover: if a function declines most cases, find out which values of the axes it takes, and judge these values too.
+        discover: if a function declines most cases, find the values of the axes that it accepts, and judge it on these values
+            too.
 
     Returns:
         The report. Ctrl-C ends the run; the report then has the verdicts so far.
@@ -157,20 +159,20 @@ def judge_case(
 
 
 def judge_calls(recording: Path | str, implementation: str = NAME_OF_OUTPUTS, **settings: Any) -> Report:
-    """Judge the calls that an engine made, by what its kernel returned or by what an implementation returns.
+    """Judge recorded calls of an engine: the recorded results, or the results of an implementation for the recorded inputs.
 
     A recorded call is judged by its own page table; see `lab.checks.properties.recorded`.
 
     Args:
         recording: a folder of calls that FlashInfer recorded, or "FOLDER#3" for its third call alone.
         implementation: is called with the recorded inputs; the default stands for the recorded results.
-        settings: as in `judge`, without those that choose cases.
+        settings: as in `judge`, without the settings that choose cases.
 
     Returns:
         The report; a verdict's case is a `lab.recorded.case.RecordedCase`.
 
     Raises:
-        ValueError: there is no call in the recording, or a setting makes no sense.
+        ValueError: there is no call in the recording, or a setting is invalid.
         lab.loading.LoadError: the implementation cannot be imported.
     """
     cases = recorded_cases(recording)

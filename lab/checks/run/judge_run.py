@@ -85,7 +85,9 @@ class Run:
 
     @property
     def is_stopped(self) -> bool:
-        """Tell whether a fault has ended the run; a dishonest case ends any run."""
+        """Return True if a faulty case has ended the run. A dishonest case ends every run, other faults only with
+        `stops_at_fault`.
+        """
         return self._is_deceived or (self.stops_at_fault and self._has_fault)
 
     def judge(self, interfaces: Sequence[Interface], discovers: bool, random_until: float) -> Report:
@@ -93,7 +95,7 @@ class Run:
 
         Args:
             interfaces: the functions.
-            discovers: where a function declines most cases, find the ranges that it takes and judge these too.
+            discovers: if a function declines most cases, find the ranges that it accepts, and judge it within these too.
             random_until: after the level's cases, judge random cases until this time of `time.monotonic`.
         """
         pairs = [(check, interface) for check in self.checks for interface in interfaces]
@@ -116,7 +118,7 @@ class Run:
         return report
 
     def _narrow(self, interface: Interface) -> None:
-        """Judge a function that declined most cases within the ranges that it takes, if it takes any."""
+        """Find the ranges that a function accepts after it declined most cases, and judge it within these."""
         runs = [each for each in self._runs.values() if each.interface is interface]
         verdicts = [verdict for each in runs for verdict in each.verdicts]
         if interface not in ATTENTION or self.is_over or not is_mostly_declined(verdicts):
@@ -167,7 +169,9 @@ class Run:
             self._next_write = end + max(WRITTEN_EVERY_S, (end - start) / WRITING_SHARE)
 
     def show(self, verdict: CaseVerdict, is_new: bool) -> None:
-        """Call `progress`. Earlier verdicts took no time, so the time left is estimated from the rate of the new ones."""
+        """Call `progress`. The remaining time is estimated from new verdicts, because verdicts of an earlier run
+        take no time.
+        """
         self._num_new += is_new
         if self.progress is not None:
             done, total = (sum(getattr(each, name) for each in self._runs.values()) for name in ("judged", "planned"))
@@ -242,10 +246,10 @@ class CheckRun:
             yield from self._judge_samples(several, wrong, MOST_WRONG, is_planned=False)
 
     def _judge(self, cases: Sequence[Any], keep: Callable[[CaseVerdict, bool], None], drawn: bool = False) -> Waits:
-        """Judge cases in turns, one for each worker at first and then several; none is begun when the run is over.
+        """Judge cases in batches, first one case per worker and then several. No case is begun after the end of the run.
 
-        A case with an earlier verdict that stands is not judged again. `keep` is called with each verdict, in order, and
-        whether it is this run's.
+        A case with a valid earlier verdict is not judged again. `keep` is called in order with each verdict, and with True if
+        the verdict is from this run.
         """
         first = self._run.pool.workers
         ends = [0, *range(first, len(cases), CASES_PER_WORKER * first), len(cases)]
@@ -267,9 +271,9 @@ class CheckRun:
     def _judge_samples(
         self, samples: Sequence[Sample], wrong: set[str], most_wrong: int, is_planned: bool = True
     ) -> Waits:
-        """Judge random cases; keep the first right ones, and wrong ones made small, until there are `most_wrong` of these.
+        """Judge random cases. Keep the first right cases, and wrong cases after shrinking them, until `most_wrong` are wrong.
 
-        `wrong` has the reprs of the smallest wrong cases so far; those of these samples are added.
+        `wrong` has the reprs of the smallest wrong cases so far; the reprs of further wrong cases are added to it.
         """
         sample_of = {repr(sample.case): sample for sample in samples}
 
@@ -289,7 +293,7 @@ class CheckRun:
         yield from self._judge([sample.case for sample in sample_of.values()], keep, True)
 
     def _shrunk(self, verdict: CaseVerdict, sample: Sample) -> CaseVerdict:
-        """Make a wrong case smaller, even if the run is over; return the verdict of the smallest that is wrong."""
+        """Shrink a wrong case, even if the run is over; return the verdict on the smallest wrong case."""
         wrong, tried = {repr(verdict.case): verdict}, set[str]()
 
         def stays_wrong(case: Any) -> bool:
@@ -326,7 +330,9 @@ class CheckRun:
         return self._run.pool.submit(blank.check, blank.case, blank.ranges, end)
 
     def _verdict(self, blank: CaseVerdict, pending: Pending) -> CaseVerdict:
-        """Wait for the findings of a case; return its verdict, without the output, which only an audit needs."""
+        """Wait for the findings of a case, and return its verdict. The saved output is removed, because only the audit needs
+        it.
+        """
         return self._run.known(replace(blank, judged=replace(pending(), output=None)))
 
     def _keep_planned(self, verdict: CaseVerdict, is_new: bool) -> None:
@@ -344,9 +350,10 @@ class CheckRun:
 
 
 def in_turns(waits_of_each: Iterable[Waits]) -> Generator[None, None, None]:
-    """Let checks run at the same time; yield whenever one has kept a verdict. A run that ends early has verdicts of each.
+    """Run several checks concurrently; yield whenever a check has kept a verdict. So a run that ends early has verdicts of all
+    checks.
 
-    The next check to continue is one whose next verdict is ready. So a case that takes minutes delays only its own check.
+    A check continues when its next verdict is ready. So a case that takes minutes delays only its own check.
     """
     with ExitStack() as stack:
         waiting = deque[tuple[Waits, Pending]]()

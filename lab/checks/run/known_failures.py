@@ -174,7 +174,9 @@ is_one_row_over_e4m3 = of_case(lambda case: case.kv_dtype == E4M3 and case.q_len
 
 
 def several_rows(case: Any, sentence: str) -> bool:
-    """Tell whether the wrong call is a decode call with several rows per request; K11 always puts four under a mask."""
+    """Return True if the wrong call is a decode call with several rows per request; K11's calls with a mask always have four
+    rows.
+    """
     mode = getattr(case, "mode", None)
     if mode is not None:  # of a pass, or of a graph
         return getattr(mode, "forward_mode", mode) in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2)
@@ -183,14 +185,14 @@ def several_rows(case: Any, sentence: str) -> bool:
 
 
 def window_over_several_rows(case: Any, sentence: str) -> bool:
-    """Tell whether the wrong call has a window and several rows for each request."""
+    """Return True if the wrong call has a window and several rows per request."""
     call = call_of(case)
     windowed = getattr(call, "sliding_window", False) or getattr(call, "window_left", -1) >= 0
     return several_rows(case, sentence) and bool(windowed or re.search(r"\bwindow", sentence))
 
 
 def mask_over_e4m3(case: Any, sentence: str) -> bool:
-    """Tell whether the wrong call has an e4m3 cache and a draft mask that is not causal."""
+    """Return True if the wrong call has an e4m3 cache and a draft mask that is not causal."""
     if isinstance(case, Configuration):
         is_masked = case.get("mask", Mask.NONE) not in (Mask.NONE, Mask.CAUSAL)
     else:
@@ -200,21 +202,23 @@ def mask_over_e4m3(case: Any, sentence: str) -> bool:
 
 
 def only_where_a_mask_hides_every_key(case: Any, sentence: str) -> bool:
-    """Tell whether a draft mask hides each row from itself, and all wrong requests have no token before their rows."""
+    """Return True if a draft mask hides each row's own key, and all wrong requests have no token before their rows."""
     hides = isinstance(case, Configuration) and case.get("mask") == Mask.OWN_BIT_CLEAR
     only_rows = all_wrong_requests(lambda call, request: call.kv_lens[request] <= call.q_lens[request])
     return hides and only_rows(case, sentence)
 
 
 def sink_of_minus_infinity_and_fewer_keys_than_rows(case: Any, sentence: str) -> bool:
-    """Tell whether some sink is minus infinity, and the requests that are named have fewer keys than rows."""
+    """Return True if a sink is minus infinity, and the requests that the sentence names have fewer keys than rows."""
     has_axes = isinstance(case, Configuration)
     some = case.get("sinks") == Sinks.SOME_MINUS_INFINITY if has_axes else "minus infinity" in sentence
     return some and all_wrong_requests(_has_fewer_keys_than_rows, some_if_unnamed=True)(case, sentence)
 
 
 def unscaled_e4m3_shows(case: Any, sentence: str) -> bool:
-    """Tell whether the cache is e4m3, and logits climb, keys have little weight, or K11 makes logits large."""
+    """Return True if the cache is e4m3 and a missing scale shows: logits climb, keys have little weight, or K11 makes logits
+    large.
+    """
     call = call_of(case)
     large = re.search("^(bmm1_scale below 0|rows whose logits are far apart): ", sentence)
     return call.kv_dtype == E4M3 and (call.contents in (Contents.TALL, Contents.SHADED) or bool(large))

@@ -28,7 +28,7 @@ _NAME = re.compile(r"[A-Za-z_]\w{2,}")
 
 
 def offer_of(name: str, implementation: Any) -> tuple[list[Interface], str]:
-    """Return the functions that are offered under a name, and a digest of the sources of kernel and judge.
+    """Return the functions that an implementation of this name offers, and a digest of the sources of the kernel and the judge.
 
     An object without a name has unknown sources: the digest is empty.
     """
@@ -36,7 +36,9 @@ def offer_of(name: str, implementation: Any) -> tuple[list[Interface], str]:
 
 
 def digest_of_run(sources: str, *parts: object) -> str:
-    """Return a digest of all that the verdicts of a run depend on: sources and other parts; "" of unknown sources."""
+    """Return a digest of everything that determines a run's verdicts: the sources and further parts; "" if the sources are
+    unknown.
+    """
     return hashlib.sha256(repr((sources, *parts)).encode()).hexdigest() if sources else ""
 
 
@@ -121,7 +123,7 @@ def _imports_of(source: bytes) -> tuple[tuple[int, str], ...]:
 
 
 def earlier_verdicts(path: Path | None, digest: str) -> dict[Key, CaseVerdict]:
-    """Return the verdicts in a report of the same run; none if the report is of another run, or does not exist."""
+    """Return the verdicts in a report with this digest; none if the report has another digest, or does not exist."""
     if path is None or not digest or not path.is_file():
         return {}
     try:

@@ -42,7 +42,7 @@ class KernelError(Exception):
 
 
 def raised(error: BaseException) -> KernelError:
-    """Return the failure for an error of the implementation, without torch's advice on errors of CUDA."""
+    """Return a KernelError for an error of the implementation, without torch's advice on CUDA errors."""
     sentence = str(error).split("\n", 1)[0] if isinstance(error, torch.AcceleratorError) else error
     return KernelError(f"it raised {type(error).__name__}: {sentence}")
 
@@ -148,7 +148,7 @@ def _versions(arguments: dict[str, Any]) -> list[int]:
 
 
 def _check_gpu(error: BaseException) -> None:
-    """Raise KernelError for an error of a launch, which shows when the GPU is waited for."""
+    """Wait for the GPU, and raise KernelError if a launch has failed."""
     if isinstance(error, torch.AcceleratorError):
         raise raised(error) from error
     if torch.cuda.is_initialized() and not is_capturing():
@@ -181,7 +181,7 @@ def _is_of_a_launch(error: BaseException) -> bool:
 
 
 def _is_of_an_argument(sentence: str, signature: inspect.Signature | None, arguments: dict[str, Any]) -> bool:
-    """Tell whether a TypeError refuses an argument of the call, or misses an argument that the call did not have."""
+    """Return True if a TypeError says that an argument of the call is unknown, or that an argument is missing from the call."""
     named = set(re.findall(r"\w+", sentence)) & set(arguments)
     if _UNKNOWN.search(sentence):
         return bool(named)

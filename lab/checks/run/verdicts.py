@@ -149,7 +149,7 @@ class CaseVerdict:
 
 
 def dishonest(judged: Judged, reason: str) -> Judged:
-    """Return the findings of a case in which the kernel changed the judge: nothing else in them counts."""
+    """Return the findings of a case in which the kernel changed the judge, without its other results."""
     return Judged(Outcome.DISHONEST, (reason,), worst_ratio=judged.worst_ratio, judged=judged.judged)
 
 

@@ -201,7 +201,9 @@ class Workers:
 
 
 def _context() -> multiprocessing.context.BaseContext:
-    """Return a context that forks a process with torch, and nothing of CUDA; new processes where there are no forks."""
+    """Return a context that forks workers from a process with torch and without CUDA; without fork support, workers are new
+    processes.
+    """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -234,7 +236,7 @@ def _call_with(function: Callable[[Any], Answer], name: str) -> Answer:
 
 @functools.cache
 def noted() -> Bindings:
-    """Return the functions and settings that judge a kernel, as they were before a kernel was loaded or a run began."""
+    """Return the functions and settings that judge a kernel, in their state before a kernel was loaded or a run began."""
     checks()  # which imports all that judges
     return bindings()
 
@@ -277,7 +279,7 @@ def _stack_file(last_words: Path) -> Path:
 
 
 def _calls_in(last_words: Path) -> str:
-    """Return the calls that a worker was in shortly before its time limit; "" if it noted none."""
+    """Return the chain of calls in which a worker was shortly before its time limit; "" if it was not recorded."""
     path = _stack_file(last_words)
     threads = path.read_text(errors="replace").split("Thread 0x") if path.exists() else []
     frames = _FRAME.findall(threads[-1])[:SHOWN_FRAMES] if threads else []  # the main thread is the last
