@@ -19,11 +19,6 @@ EQUAL: dict[tuple[str, str, str], str] = {
         "return unseen.nonzero().to(self.request.device, non_blocking=False).unbind(1)",
     ): ON_A_GPU,
     (
-        "lab/references/paged_attention.py",
-        "if problem.num_rows == 0:",
-        "if problem.num_rows <= 0:",
-    ): "a number of rows is never negative",
-    (
         "lab/references/errors.py",
         "ranked = torch.where(self.faulty, self.ratio, self.ratio - self.ratio.amax() - 1)",
         "ranked = torch.where(self.faulty, self.ratio, self.ratio - self.ratio.amax() ** 1)",
