@@ -120,14 +120,6 @@ def test_what_was_not_judged_is_never_told_right(
     assert report.is_right is sentence.startswith("Right")
 
 
-def test_an_empty_report_is_not_right() -> None:
-    assert not report_of().is_right
-
-
-def test_a_report_that_left_cases_out_is_not_right() -> None:
-    assert not report_of(verdict_of(Outcome.RIGHT), left_out=1).is_right
-
-
 def test_the_worst_of_the_right_cases_is_the_one_nearest_its_bound() -> None:
     ratios = [verdict_of(Outcome.RIGHT, judged=Judged(Outcome.RIGHT, worst_ratio=r, judged=1)) for r in (0.2, 0.7, 0.4)]
     assert report_of(*ratios).rows[0].worst is ratios[1]
