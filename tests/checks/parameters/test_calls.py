@@ -201,3 +201,22 @@ def test_a_write_to_scale_factors_is_wrong(side: int) -> None:
     run = CaseRun(decoding(kernel), Configuration(Interface.DECODE, values), torch.device("cpu"))
     judge_call(run)
     assert any(f"kv_cache_sf[{side}]" in sentence for sentence in run.wrongs)
+
+
+def test_what_a_kernel_must_not_use_is_not_what_it_must_use() -> None:
+    query = judged(Interface.CONTEXT, lengths="none first")[0]["query"]
+    assert query[:5].isnan().all()  # rows of a request without keys
+    assert query[5:].isfinite().all()
+    sinks = judged(group=4, sinks="some minus infinity")[0]["sinks"]
+    assert sinks.isneginf().tolist() == [True, False] * (len(sinks) // 2)
+    scales = judged(bmm1_scale="log2 tensor [1]")[0]
+    assert scales["bmm1_scale"] == 2.0
+    assert scales["bmm1_scale_log2"].item() == pytest.approx(0.75 * 64**-0.5 * math.log2(math.e))
+
+
+def test_logits_below_zero_are_so_far_apart_that_exp_of_a_difference_overflows() -> None:
+    given = arguments_of(contents="below zero", lengths="longer")
+    keys = given["key"][: int(given["seq_lens"][0]), 0].float()
+    logits = keys @ given["query"][0, 0].float() * given["bmm1_scale"]
+    assert float(logits.max()) < -87
+    assert float(logits.max() - logits.min()) > 88.7
