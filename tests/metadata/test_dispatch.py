@@ -346,11 +346,17 @@ def test_the_backend_casts_the_query(mode: ForwardMode, kv_dtype: torch.dtype, f
 
 
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])
-def test_the_layer_is_passed_through(mode: ForwardMode) -> None:
-    made, sinks = forward(mode, (1, 1)), torch.arange(4.0)
-    got = arguments_of(made, None, AttentionLayer(0.5, window_left=6, sinks=sinks))
+def test_a_layer_has_its_own_terms_and_reads_its_own_table(mode: ForwardMode) -> None:
+    made, sinks = forward(mode, (1, 1), window=True), torch.arange(4.0)
+    layer = AttentionLayer(0.5, window_left=6, sinks=sinks, reads_swa_pool=True)
+    got, table = arguments_of(made, None, layer), made[1].swa_page_table
     assert (got["bmm1_scale"], got["bmm2_scale"], got["window_left"]) == (0.5, 1.0, 6)
     assert got["sinks"] is sinks
+    assert not torch.equal(table, made[1].page_table)
+    assert torch.equal(got["block_tables"], table)
+    assert torch.equal(arguments_of(made)["block_tables"], made[1].page_table)
+    with pytest.raises(ValueError, match="no swa_page_table"):
+        arguments_of(forward(mode, (1, 1)), None, layer)
 
 
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])
@@ -375,18 +381,6 @@ def test_scales_count_over_quantised_caches_alone(
     got = call_arguments(planned, batch, metadata, layer, drawn_query(batch), cache, CAPACITY)
     assert (got["bmm1_scale"], got["bmm2_scale"]) == expected
     assert ("kv_cache_sf" in got) == (dtype == torch.uint8)
-
-
-@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])
-def test_a_window_layer_reads_the_windows_table(mode: ForwardMode) -> None:
-    made, layer = forward(mode, (1, 1), window=True), AttentionLayer(0.5, reads_swa_pool=True)
-    metadata = made[1]
-    assert metadata.swa_page_table is not None
-    assert not torch.equal(metadata.swa_page_table, metadata.page_table)
-    assert torch.equal(arguments_of(made, None, layer)["block_tables"], metadata.swa_page_table)
-    assert torch.equal(arguments_of(made)["block_tables"], metadata.page_table)
-    with pytest.raises(ValueError, match="no swa_page_table"):
-        arguments_of(forward(mode, (1, 1)), None, layer)
 
 
 @pytest.mark.parametrize("new", [(5, 2, 1, 1), (1, 1, 1), (5, 1, 2)])

@@ -76,8 +76,6 @@ def test_graphs_are_captured_for_requests_times_topk_rows(place: MetadataPlace, 
         (captured.metadata.page_table, expected.page_table),
         (captured.metadata.swa_page_table, expected.swa_page_table),
     ):
-        assert table is not None
-        assert live is not None
         assert [row[: len(pages)] for row, pages in zip(table.tolist(), live, strict=False)] == live
         assert not table[rows:].any()
 

@@ -28,7 +28,6 @@ def hand_made_pool() -> KVPool:
     for row, pages in ((1, (7, 2, 5, 3, 9)), (2, (4, 1, 8, 6, 10))):
         for position in range(18):
             pool.req_to_token[row, position] = pages[position // 4] * 4 + position % 4
-    assert pool.full_to_swa is not None
     for page, swa_page in ((2, 3), (5, 1), (8, 2), (6, 4)):
         pool.full_to_swa[page * 4 : page * 4 + 4] = torch.arange(swa_page * 4, swa_page * 4 + 4)
     return pool
@@ -74,8 +73,6 @@ NO_PAGES = [0] * 5
 )
 def test_by_hand(batch: ForwardBatch, keys: list[int], tables: Any, swa_tables: Any, swa_slots: list[int]) -> None:
     got = built(batch, hand_made_pool())
-    assert got.swa_page_table is not None
-    assert got.swa_out_cache_loc is not None
     assert got.cu_seqlens_k.tolist() == keys
     assert (got.page_table.tolist(), got.swa_page_table.tolist()) == (tables, swa_tables)
     assert got.swa_out_cache_loc.tolist() == swa_slots
@@ -83,10 +80,8 @@ def test_by_hand(batch: ForwardBatch, keys: list[int], tables: Any, swa_tables: 
 
 def test_unmapped_slots_stay_minus_one_and_lengths_beyond_the_context_are_clamped_to_the_table() -> None:
     pool = hand_made_pool()
-    assert pool.full_to_swa is not None
     pool.full_to_swa[32:36] = -1
     got = built(hand_made_batch(DECODE, [2, 1], [9, 99], [9, 22]), pool)
-    assert got.swa_page_table is not None
     assert got.swa_page_table.tolist() == [[0, 0, -1, 0, 0], [0, 3, 1, 0, 0]]
 
 
@@ -112,8 +107,6 @@ def test_a_verification_alone_has_its_rows_as_requests_for_encoder_only_layers(c
         assert got.encoder_cache_seqlens is got.encoder_page_table is None
         return
     keys, pages = encoder_only_verify(batch, pool)
-    assert got.encoder_cache_seqlens is not None
-    assert got.encoder_page_table is not None
     assert (got.encoder_cache_seqlens.dtype, got.encoder_cache_seqlens.tolist()) == (torch.int32, keys)
     assert got.encoder_page_table.is_contiguous()
     assert_live_pages_right(got.encoder_page_table, pages)

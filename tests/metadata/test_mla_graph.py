@@ -85,8 +85,6 @@ def assert_replayed(got: TRTLLMMLADecodeMetadata, batch: ForwardBatch, pool: KVP
         assert got.cu_seqlens_q is got.seq_lens_q is got.sum_seq_lens_q is None
         return
     lens = [*(batch.extend_seq_lens_cpu or ()), *[rows] * (got.batch_size - bs)]
-    assert got.seq_lens_q is not None
-    assert got.cu_seqlens_q is not None
     assert (got.seq_lens_q.dtype, got.seq_lens_q.tolist()) == (torch.int32, lens)
     assert got.cu_seqlens_q.dtype == torch.int32
     assert got.cu_seqlens_q.tolist() == [sum(lens[:i]) for i in range(len(lens) + 1)]
@@ -153,8 +151,6 @@ def test_the_lengths_that_sglang_was_seen_to_make(layout: QueryLayout, seq_lens_
     runner.replay(batch)
     got, eager = runner.captured[4].metadata, build_mla_decode_metadata(batch, pool)
     assert (got.seq_lens_k.tolist(), got.query_layout) == (seq_lens_k, layout)
-    assert got.seq_lens_q is not None
-    assert got.cu_seqlens_q is not None
     assert got.seq_lens_q.tolist() == rows
     assert got.cu_seqlens_q.tolist() == [sum(rows[:i]) for i in range(5)]
     assert (eager.seq_lens_k.tolist(), eager.sum_seq_lens_q, eager.max_seq_len_q) == ([9, 94, 174, 37], 10, 4)

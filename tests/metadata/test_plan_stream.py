@@ -138,7 +138,6 @@ def draft_of(
     def draft(buffers: VerifyBuffers) -> None:
         after(buffers)
         filled = buffers[0]
-        assert filled is not None
         filled[: len(parents)].copy_(drafted)
 
     return draft
@@ -377,7 +376,6 @@ def test_rows_see_their_ancestors() -> None:
     for forests in (FORESTS, FORESTS[::-1]):
         plan = planner.run(scene.batch(*lens), draft_of(forests), planned)
         assert scene.seen(plan)[: 3 * D] == keys_of_trees(lens, forests)
-        assert plan.mask is not None
         assert torch.equal(plan.mask[3:], causal_mask(1, D, CPU))
 
 

@@ -26,15 +26,9 @@ FULL, QLEN_ONLY = VerifyMaskForm.FULL, VerifyMaskForm.QLEN_ONLY
 each_form = pytest.mark.parametrize("form", VerifyMaskForm)
 
 
-def allocate(form: VerifyMaskForm, **changes: Any) -> VerifyMask | None:
+def allocate(form: VerifyMaskForm, **changes: Any) -> Any:
     sizes = {"max_batch_size": 3, "num_draft_tokens": 2, "max_context_len": 5, "device": "cpu"}
     return preallocate_verify_mask(form, **sizes | changes)
-
-
-def mask_of(form: VerifyMaskForm, **changes: Any) -> VerifyMask:
-    mask = allocate(form, **changes)
-    assert mask is not None
-    return mask
 
 
 def buffers_of_draft(mask: VerifyMask | None) -> list[torch.Tensor | None]:
@@ -55,14 +49,14 @@ def chain(form: VerifyMaskForm, seq_lens: list[int], num_draft_tokens: int) -> l
 
 @pytest.mark.parametrize(("form", "size_bytes"), [(FULL, 134_221_824), (QLEN_ONLY, 4_096)])
 def test_sizes_of_the_worked_case(form: VerifyMaskForm, size_bytes: int) -> None:
-    mask = mask_of(form, max_batch_size=256, num_draft_tokens=4, max_context_len=131072, device="meta")
+    mask = allocate(form, max_batch_size=256, num_draft_tokens=4, max_context_len=131072, device="meta")
     assert mask.nbytes == size_bytes
     assert verify_mask_cells(form, 256, 4, max_context_len=131072) == size_bytes
 
 
 @each_form
 def test_the_draft_stage_fills_the_buffer_itself_and_no_positions(form: VerifyMaskForm) -> None:
-    mask = mask_of(form)
+    mask = allocate(form)
     tree_mask, positions = buffers_of_draft(mask)
     assert tree_mask is mask.buffer
     assert positions is None
@@ -81,7 +75,7 @@ def test_the_draft_stage_fills_the_buffer_itself_and_no_positions(form: VerifyMa
 
 @pytest.mark.parametrize(("batch_size", "fits"), [(0, True), (2, True), (3, True), (4, False)])
 def test_fits_up_to_the_largest_batch(batch_size: int, fits: bool) -> None:
-    assert mask_of(QLEN_ONLY).fits(batch_size) is fits
+    assert allocate(QLEN_ONLY).fits(batch_size) is fits
 
 
 def test_cells_of_a_step_by_hand() -> None:
@@ -90,7 +84,7 @@ def test_cells_of_a_step_by_hand() -> None:
     assert verify_mask_cells(QLEN_ONLY, 2, 2, max_context_len=5, seq_lens_sum=7) == 8
     assert verify_mask_cells(FULL, 2, 2, max_context_len=5, seq_lens_sum=0) == 8  # a sum of 0 is known, not None
     for form in VerifyMaskForm:
-        assert mask_of(form).nbytes == verify_mask_cells(form, 3, 2, max_context_len=5, seq_lens_sum=15)
+        assert allocate(form).nbytes == verify_mask_cells(form, 3, 2, max_context_len=5, seq_lens_sum=15)
 
 
 @each_form
@@ -118,7 +112,7 @@ def test_without_host_lengths_the_upper_bound_is_enough(
 def test_a_chain_matches_the_loop(
     form: VerifyMaskForm, dtype: torch.dtype, seq_lens: list[int], num_draft_tokens: int, stale: bool
 ) -> None:
-    mask = mask_of(form, max_batch_size=4, num_draft_tokens=num_draft_tokens, max_context_len=9)
+    mask = allocate(form, max_batch_size=4, num_draft_tokens=num_draft_tokens, max_context_len=9)
     mask.buffer.fill_(stale)
     lengths = torch.tensor(seq_lens, dtype=dtype)
     with ForbidHostReads():
@@ -128,17 +122,17 @@ def test_a_chain_matches_the_loop(
 
 
 def test_a_chain_by_hand() -> None:
-    mask = mask_of(FULL)
+    mask = allocate(FULL)
     write_chain_mask(mask, torch.tensor([1, 0]))
     t, f = True, False
     assert mask.buffer.tolist() == [t, t, f, t, t, t] + [t, f, t, t] + [t] * 32
-    meta = mask_of(FULL, device="meta")  # where nothing can be read
+    meta = allocate(FULL, device="meta")  # where nothing can be read
     write_chain_mask(meta, torch.tensor([5, 2, 3], device="meta"))
 
 
 @each_form
 def test_what_does_not_fit_is_refused_before_anything_is_written(form: VerifyMaskForm) -> None:
-    mask = mask_of(form)
+    mask = allocate(form)
     with pytest.raises(ValueError, match="batch_size=4 is more than the mask's max_batch_size=3"):
         write_chain_mask(mask, torch.zeros(4, dtype=torch.int64))
     with pytest.raises(ValueError, match="batch_size=4"):
@@ -162,7 +156,7 @@ def test_sizes_that_nothing_has_are_refused() -> None:
 
 
 def test_a_buffer_of_another_size_or_dtype_is_refused() -> None:
-    mask = mask_of(FULL)
+    mask = allocate(FULL)
     with pytest.raises(ValueError, match=r"shape \[41\], expected \[42\]"):
         replace(mask, buffer=mask.buffer[:-1])
     with pytest.raises(ValueError, match=r"expected \[12\]"):

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from lab.metadata import ForwardBatch, ForwardMode, KVPool, PagedKVCache
+from lab.metadata.engine.graph_inputs import GraphMode, StaticInputs
+from lab.metadata.mha.buffers import MHAGraphMetadata
 from lab.metadata.mha.calls import AttentionLayer
 from lab.metadata.mha.settings import CallSettings
 
@@ -119,6 +121,25 @@ def server_batch(load: Load, batch: ForwardBatch, **fields: object) -> Any:
         "kv_loc_plan": None,
     }
     return SimpleNamespace(**given | fields)
+
+
+def captured(backend: Any, server: Any, *, num_requests: int, num_tokens: int) -> Any:
+    """Return the backend's metadata of a graph that is captured with a batch and replayed with it."""
+    backend.init_cuda_graph_state(num_requests, num_tokens)
+    for in_capture in (True, False):
+        backend.init_forward_metadata_out_graph(server, in_capture=in_capture)
+    backend.init_forward_metadata_in_graph(server)
+    return backend.forward_metadata
+
+
+def replayed(mode: GraphMode, pool: KVPool, batch: ForwardBatch, size: int, **options: Any) -> tuple[Any, ForwardBatch]:
+    """Return the lab's metadata of a replay, and the padded batch over the graph's inputs."""
+    inputs, buffers = StaticInputs(mode, size, pool.device), MHAGraphMetadata(mode, pool, size, **options)
+    view = inputs.view(size)
+    rebuild = buffers.prepare(view)
+    inputs.load(batch, size)
+    rebuild()
+    return buffers.slices(size), view
 
 
 def ragged_layout(load: Load, batch: ForwardBatch) -> Any:

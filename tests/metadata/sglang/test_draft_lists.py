@@ -16,6 +16,8 @@ from tests.devices import IN_INTERPRETER
 from tests.kernels.test_draft_decode_kv_indices import CASES, drawn_cases
 from tests.metadata.sglang.wheel import sglang_modules
 
+pytestmark = IN_INTERPRETER
+
 MODULE = "sglang.kernels.ops.speculative.cache_locs"
 NAMES = {f"sglang.srt.utils.is_{name}": lambda: False for name in ("cpu", "cuda", "hip", "musa", "npu", "xpu")}
 
@@ -78,14 +80,12 @@ def with_room(case: DraftListsCase) -> DraftListsCase:
     return replace(case, dtypes=dtypes, **room)
 
 
-@IN_INTERPRETER
 @pytest.mark.parametrize("token_blocks", [0, 1, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_named_cases(kernel: Any, name: str, token_blocks: int) -> None:
     assert_lists_right(partial(launch, kernel, token_blocks), with_room(CASES[name]))
 
 
-@IN_INTERPRETER
 @given(case=drawn_cases(), token_blocks=st.integers(0, 3))
 @settings(deadline=None, derandomize=True, max_examples=80)
 def test_drawn_cases(kernel: Callable[..., Any], case: DraftListsCase, token_blocks: int) -> None:

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from lab.metadata import ForwardBatch, ForwardMode, build_mha_metadata
 from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.lengths import pad_requests
-from lab.metadata.mha.buffers import MHAGraphMetadata
 from lab.metadata.speculation.frozen_kv import frozen_kv_batch
 from tests.devices import IN_INTERPRETER
 from tests.metadata.batches import Case, build, drawn_cases
-from tests.metadata.sglang.mha import NAMES, REAL, Load, assert_same, new_backend, server_batch
+from tests.metadata.sglang.mha import NAMES, REAL, Load, assert_same, captured, new_backend, replayed, server_batch
 from tests.metadata.sglang.wheel import sglang_fixture
+
+pytestmark = IN_INTERPRETER
 
 UTILS = "sglang.srt.speculative.frozen_kv_mtp_utils"
 # Decode batches of a target.
@@ -44,7 +45,6 @@ def expanded(load: Load, target: ForwardBatch, topk: int) -> Any:
     return theirs
 
 
-@IN_INTERPRETER
 @given(case=TARGETS, topk=st.integers(1, 4), step_id=st.integers(0, 3))
 @settings(deadline=None, derandomize=True, max_examples=40)
 def test_eager_passes(sglang: Load, case: Case, topk: int, step_id: int) -> None:
@@ -60,7 +60,6 @@ def test_eager_passes(sglang: Load, case: Case, topk: int, step_id: int) -> None
     assert_same(replace(ours, swa_out_cache_loc=None), backend.forward_metadata, pool.page_size)
 
 
-@IN_INTERPRETER
 @given(case=TARGETS, topk=st.integers(1, 4), step_id=st.integers(0, 3), spare=st.integers(0, 2))
 @settings(deadline=None, derandomize=True, max_examples=25)
 def test_graphs(sglang: Load, case: Case, topk: int, step_id: int, spare: int) -> None:
@@ -69,14 +68,9 @@ def test_graphs(sglang: Load, case: Case, topk: int, step_id: int, spare: int) -
     batch = frozen_kv_batch(target, topk)
     rows = (target.batch_size + spare) * topk
     padded = replace(pad_requests(batch, rows), seq_lens_cpu=None)
-    backend = new_backend(
-        sglang, pool, speculative_step_id=step_id, token_to_kv_pool=None, speculative_num_draft_tokens=4
-    )
-    backend.init_cuda_graph_state(rows, rows)
-    theirs = server_batch(sglang, padded, out_cache_loc=None)
+    fields = {"speculative_step_id": step_id, "token_to_kv_pool": None, "speculative_num_draft_tokens": 4}
+    backend, theirs = new_backend(sglang, pool, **fields), server_batch(sglang, padded, out_cache_loc=None)
     with sglang(UTILS).frozen_kv_target_view(theirs, SimpleNamespace(target_token_to_kv_pool=None), backend):
-        backend.init_forward_metadata_out_graph(theirs, in_capture=True)
-        backend.init_forward_metadata_in_graph(theirs)
-    buffers = MHAGraphMetadata(GraphMode.frozen_kv_draft(), pool, rows)
-    buffers.prepare(padded)()
-    assert_same(buffers.slices(rows), backend.forward_metadata, pool.page_size)
+        captured(backend, theirs, num_requests=rows, num_tokens=rows)
+    ours, _ = replayed(GraphMode.frozen_kv_draft(), pool, batch, rows)
+    assert_same(ours, backend.forward_metadata, pool.page_size)

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from lab.calls.problem import E4M3
 from lab.metadata import ForwardBatch, ForwardMode, KVLayout, KVPool, build_mha_metadata
-from lab.metadata.engine.graph_inputs import GraphMode, StaticInputs
-from lab.metadata.mha.buffers import MHAGraphMetadata
+from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.mha.calls import AttentionLayer, attention_call, call_arguments, plan_calls
 from lab.metadata.mha.quantised import call_dtypes
 from lab.metadata.mha.settings import splits_mixed_tail
@@ -25,11 +24,15 @@ from tests.metadata.sglang.mha import (
     assert_same_calls,
     assert_same_live_pages,
     calls_of,
+    captured,
     environment,
     new_backend,
+    replayed,
     server_batch,
 )
 from tests.metadata.sglang.wheel import sglang_fixture
+
+pytestmark = IN_INTERPRETER
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = ((BF16, BF16), (FP16, FP16), (FP32, FP32), (BF16, E4M3), (FP16, E4M3))  # of the model, and of the cache
@@ -73,7 +76,6 @@ def build_both(
     return batch, pool, server, backend
 
 
-@IN_INTERPRETER
 @given(case=CASES, on_host=st.booleans(), encoder_only=st.booleans())
 @settings(deadline=None, derandomize=True, max_examples=80)
 def test_eager_passes(sglang: Load, case: Case, on_host: bool, encoder_only: bool) -> None:
@@ -83,7 +85,6 @@ def test_eager_passes(sglang: Load, case: Case, on_host: bool, encoder_only: boo
     assert_same(metadata, backend.forward_metadata, pool.page_size)
 
 
-@IN_INTERPRETER
 @given(
     case=CASES.filter(is_taken),
     on_host=st.booleans(),
@@ -130,30 +131,22 @@ def test_the_calls_of_a_layer(
     assert_same_calls(ours, calls_of(sglang, backend, server, layer, query, cache, attn_type))
 
 
-@IN_INTERPRETER
 @given(case=drawn_cases([ForwardMode.TARGET_VERIFY]).filter(lambda case: bool(case.total_lens)), more=st.integers(0, 2))
 @settings(deadline=None, derandomize=True, max_examples=30)
 def test_an_encoder_only_verification_in_a_graph(sglang: Load, case: Case, more: int) -> None:
     """A captured size's rows as requests, its padding's too."""
     batch, pool = build(case)
     size, width = batch.batch_size + more, case.new
-    inputs = StaticInputs(GraphMode.target_verify(width), size, pool.device)
-    ours = MHAGraphMetadata(inputs.mode, pool, size, expand_encoder_only_verify=True)
-    rebuild = ours.prepare(inputs.view(size))
-    inputs.load(batch, size)
-    rebuild()
+    ours, view = replayed(GraphMode.target_verify(width), pool, batch, size, expand_encoder_only_verify=True)
     backend = new_backend(sglang, pool, speculative_num_draft_tokens=width, expand_encoder_only_verify=True)
-    backend.init_cuda_graph_state(size, size * width)
-    server = server_batch(sglang, inputs.view(size))
-    backend.init_forward_metadata_out_graph(server, in_capture=True)
-    backend.init_forward_metadata_in_graph(server)
-    assert_same(ours.slices(size), backend.forward_metadata, pool.page_size)
+    server = server_batch(sglang, view)
+    theirs = captured(backend, server, num_requests=size, num_tokens=size * width)
+    assert_same(ours, theirs, pool.page_size)
 
 
 RAGGED = drawn_cases([ForwardMode.RAGGED_VERIFY]).filter(lambda case: bool(case.total_lens))
 
 
-@IN_INTERPRETER
 @given(case=RAGGED, padding_requests=st.integers(0, 3), on_host=st.booleans())
 @settings(deadline=None, derandomize=True, max_examples=40)
 def test_a_ragged_verification_in_a_graph(sglang: Load, case: Case, padding_requests: int, on_host: bool) -> None:
@@ -166,21 +159,11 @@ def test_a_ragged_verification_in_a_graph(sglang: Load, case: Case, padding_requ
     batch, pool, _, _ = build_both(sglang, case, on_host)
     n = batch.batch_size
     size, width = n + padding_requests, case.new
-    inputs = StaticInputs(GraphMode.ragged_verify(width), size, pool.device)
-    ours = MHAGraphMetadata(inputs.mode, pool, size)
-    rebuild = ours.prepare(inputs.view(size))
-    inputs.load(batch, size)
-    rebuild()
-
-    whole = replace(batch, num_tokens=size * width)
+    mine, view = replayed(GraphMode.ragged_verify(width), pool, batch, size)
     backend = new_backend(sglang, pool, speculative_num_draft_tokens=width)
-    backend.init_cuda_graph_state(size, size * width)
-    server = server_batch(sglang, whole, batch_size=size)
-    server.seq_lens, server.req_pool_indices = inputs.seq_lens, inputs.req_pool_indices
-    backend.init_forward_metadata_out_graph(server, in_capture=True)
-    backend.init_forward_metadata_out_graph(server)
-    backend.init_forward_metadata_in_graph(server)
-    theirs, mine = backend.forward_metadata, ours.slices(size)
+    server = server_batch(sglang, replace(batch, num_tokens=size * width), batch_size=size)
+    server.seq_lens, server.req_pool_indices = view.seq_lens, view.req_pool_indices
+    theirs = captured(backend, server, num_requests=size, num_tokens=size * width)
 
     left = size * width - int(batch.extend_seq_lens.sum())
     at_last = torch.zeros(n, dtype=torch.int32)

@@ -56,6 +56,8 @@ from tests.metadata.sglang.mla import (
 )
 from tests.metadata.sglang.wheel import sglang_fixture
 
+pytestmark = IN_INTERPRETER
+
 PARALLEL = Parallel()
 
 
@@ -65,7 +67,6 @@ sglang = sglang_fixture(*REAL, names=names(PARALLEL))
 ATTENDING = drawn_cases().map(of_mla).filter(lambda case: case.mode is not ForwardMode.DRAFT_EXTEND and case.total_lens)
 
 
-@IN_INTERPRETER
 @given(case=ATTENDING)
 @settings(deadline=None, derandomize=True, max_examples=80)
 def test_eager_passes(sglang: Load, case: Case) -> None:
@@ -92,7 +93,6 @@ GRAPH_MODES = [
 ]
 
 
-@IN_INTERPRETER
 @pytest.mark.parametrize("mode", GRAPH_MODES, ids=lambda mode: mode.forward_mode.name)
 def test_replays(sglang: Load, mode: GraphMode) -> None:
     """Batches that shrink and grow, each padded to the captured size by the lab, and both tables behind it."""
@@ -167,7 +167,6 @@ def hold_calls(
     assert own["seq_lens"].tolist() == call["seq_lens"].tolist()
 
 
-@IN_INTERPRETER
 @pytest.mark.parametrize("rows", [(1, 4, 2, 3), (4, 4, 4, 4), (1, 1, 1, 1), (2, 3, 1, 2)])
 @pytest.mark.parametrize("padding", [0, 5])
 def test_a_ragged_verification(sglang: Load, rows: tuple[int, ...], padding: int) -> None:
@@ -177,7 +176,6 @@ def test_a_ragged_verification(sglang: Load, rows: tuple[int, ...], padding: int
     hold_calls(sglang, engine, served.batch, served.query)
 
 
-@IN_INTERPRETER
 def test_a_ragged_verification_padded_to_a_captured_size(sglang: Load) -> None:
     """Two requests in a graph of four with twelve rows: padding takes the rest of them, at most four each."""
     engine = Engine()
@@ -202,7 +200,6 @@ def test_a_ragged_verification_padded_to_a_captured_size(sglang: Load) -> None:
     hold_calls(sglang, engine, batch, served.query, spec_info=spec_info)
 
 
-@IN_INTERPRETER
 @pytest.mark.parametrize(
     "mode", [GRAPH_MODES[0], GRAPH_MODES[1], GRAPH_MODES[3]], ids=lambda mode: mode.forward_mode.name
 )
@@ -214,7 +211,6 @@ def test_padding_that_outgrew_the_metadata(sglang: Load, mode: GraphMode) -> Non
     hold_calls(sglang, engine, pad_requests(served.batch, 5), query, early=served.batch)
 
 
-@IN_INTERPRETER
 @pytest.mark.parametrize("is_draft_runner", [False, True])
 @pytest.mark.parametrize("skip_prefill", [False, True])
 @pytest.mark.parametrize("num_draft_tokens", [None, 4])
@@ -227,7 +223,6 @@ def test_the_verify_mask(sglang: Load, num_draft_tokens: int | None, skip_prefil
     assert ours is None or torch.equal(ours.buffer, theirs.buffer)
 
 
-@IN_INTERPRETER
 @pytest.mark.parametrize("rows", [2, 4, 6])
 def test_a_verification_of_other_rows_than_the_drafts(sglang: Load, rows: int) -> None:
     """SGLang's lengths add the draft's tokens whatever the rows are; the lab's add the rows.
@@ -244,7 +239,6 @@ def test_a_verification_of_other_rows_than_the_drafts(sglang: Load, rows: int) -
     assert ours == (batch.seq_lens + rows).tolist()
 
 
-@IN_INTERPRETER
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.parametrize(("mode", "new"), [(ForwardMode.DECODE, 0), (ForwardMode.TARGET_VERIFY, DRAFT)])
 def test_decode_context_parallelism(sglang: Load, mode: ForwardMode, new: int, rank: int) -> None:
@@ -290,7 +284,6 @@ def prefix_chunks(sglang: Load, batch: ForwardBatch, pool: KVPool, capacity: int
     return server
 
 
-@IN_INTERPRETER
 @given(prefixes=st.lists(st.integers(0, 90), min_size=1, max_size=4), each=st.integers(1, 100), extra=st.integers(0, 1))
 @settings(deadline=None, derandomize=True, max_examples=40)
 def test_chunks_of_a_prefix(sglang: Load, prefixes: list[int], each: int, extra: int) -> None:
@@ -309,7 +302,6 @@ def test_chunks_of_a_prefix(sglang: Load, prefixes: list[int], each: int, extra:
         assert chunk.kv_indices.tolist() == server.prefix_chunk_kv_indices[i].tolist()
 
 
-@IN_INTERPRETER
 def test_a_chunks_call(sglang: Load) -> None:
     """What SGLang's ``forward_extend`` hands the ragged kernel for each chunk, and for the new tokens before them."""
     batch, pool = build(of_mla(Case(ForwardMode.EXTEND, (40, 5, 60), (3, 5, 1))))
@@ -345,7 +337,6 @@ def test_a_chunks_call(sglang: Load) -> None:
             assert torch.equal(a, b) if isinstance(a, Tensor) else a == b, name
 
 
-@IN_INTERPRETER
 @pytest.mark.parametrize("base", ["base2", "basee"])
 def test_the_merge_takes_natural_logarithms(sglang: Load, base: str) -> None:
     """SGLang hands its merge FlashInfer's LSEs, which are of base 2: issue 40903, in every release that has chunks.
@@ -367,7 +358,6 @@ def test_the_merge_takes_natural_logarithms(sglang: Load, base: str) -> None:
     torch.testing.assert_close(ours, whole, rtol=1e-5, atol=1e-5)
 
 
-@IN_INTERPRETER
 @pytest.mark.parametrize(("data_type", "counts"), [(torch.float8_e4m3fn, True), (torch.bfloat16, False)])
 def test_an_e4m3_cache(sglang: Load, data_type: torch.dtype, counts: bool) -> None:
     """SGLang's own decode: the query that its kernel is handed, and the scale that counts."""
@@ -399,7 +389,6 @@ def test_an_e4m3_cache(sglang: Load, data_type: torch.dtype, counts: bool) -> No
     assert own["bmm1_scale"] == theirs == LAYER.softmax_scale * (0.5 if counts else 1.0)
 
 
-@IN_INTERPRETER
 def test_a_prefills_e4m3_tensors(sglang: Load) -> None:
     """Without scales, which an engine's checkpoint rarely has; those that it has go to a kernel of another package."""
     sides = [torch.randn(7, 2, dim) * 100 for dim in (10, 10, 5)]

@@ -12,8 +12,10 @@ from lab.metadata import ForwardBatch, ForwardMode, KVPool, build_mha_metadata
 from lab.metadata.engine.lengths import pad_requests
 from tests.devices import IN_INTERPRETER
 from tests.metadata.batches import MODES, Case, build, drawn_cases
-from tests.metadata.sglang.mha import NAMES, REAL, Load, assert_same, new_backend, server_batch
+from tests.metadata.sglang.mha import NAMES, REAL, Load, assert_same, captured, new_backend, server_batch
 from tests.metadata.sglang.wheel import sglang_fixture
+
+pytestmark = IN_INTERPRETER
 
 ALLOCATOR = "sglang.srt.mem_cache.allocator.unified_hybrid_swa"
 TRANSLATOR = "sglang.srt.mem_cache.kv_index_translator"
@@ -52,7 +54,6 @@ def translated(slots: torch.Tensor, pages: torch.Tensor, page_size: int) -> torc
 
 def new_translator(load: Load, pool: KVPool) -> Any:
     """Make SGLang's translator over an allocator that has the lab's pool's tables."""
-    assert pool.v2p is not None
     of_window, page_size, kv_pool = pages_of_window(pool), pool.page_size, object()
     full = torch.cat([pool.v2p, pool.v2p.new_tensor([-1])])
     name = "UnifiedMambaTokenToKVPoolAllocator" if of_window is None else "UnifiedSWAAllocatorBase"
@@ -91,7 +92,6 @@ def planned(translator: Any, server: Any, batch: ForwardBatch, case: Case) -> An
     return plan
 
 
-@IN_INTERPRETER
 @given(case=drawn_cases(IN_BOTH, virtual=True).filter(lambda case: case.total_lens))
 @settings(deadline=None, derandomize=True, max_examples=60)
 def test_every_mode(sglang: Load, case: Case) -> None:
@@ -125,7 +125,6 @@ def is_uniform(case: Case) -> bool:
     return bool(case.total_lens) and not case.num_padding_rows and len(set(case.new_lens)) <= 1
 
 
-@IN_INTERPRETER
 @given(case=drawn_cases(IN_GRAPHS, virtual=True).filter(is_uniform), padding=st.integers(0, 2))
 @settings(deadline=None, derandomize=True, max_examples=60)
 def test_in_a_graph(sglang: Load, case: Case, padding: int) -> None:
@@ -147,8 +146,5 @@ def test_in_a_graph(sglang: Load, case: Case, padding: int) -> None:
         speculative_num_draft_tokens=width if padded.spec_info is not None else None,
         _swa_full_to_swa_mapping=None,
     )
-    backend.init_cuda_graph_state(padded.batch_size + 1, padded.num_tokens + width)
-    for in_capture in (True, False):
-        backend.init_forward_metadata_out_graph(server, in_capture=in_capture)
-    backend.init_forward_metadata_in_graph(server)
-    assert_same(build_mha_metadata(padded, pool), backend.forward_metadata, pool.page_size)
+    theirs = captured(backend, server, num_requests=padded.batch_size + 1, num_tokens=padded.num_tokens + width)
+    assert_same(build_mha_metadata(padded, pool), theirs, pool.page_size)
