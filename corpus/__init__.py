@@ -1,12 +1,13 @@
-"""Kernels that are known to be wrong, right or dishonest, and what finds them. Nothing of the lab imports it.
+"""Kernels that are known to be wrong, right or dishonest, for tests of the judge. The lab does not import this package.
 
     lab judge corpus:blind149
     python -m corpus --workers 32 --only 'blind14*'
 
-`corpus.wrong` says what form a wrong kernel has. Each is an attribute here, so that the judge loads it by its name. Those
-called blind are from writers who had not seen the judge: [results/blind.md](../results/blind.md) says which were found as they
-were handed over. The others, the mutants, were made for the judge's checks: `lab mutants` records which of them each check
-finds. `corpus.right` has right kernels of other arithmetic, `corpus.dishonest` kernels that want a time or a verdict.
+`corpus.wrong` defines the form of a wrong kernel. Each wrong kernel is an attribute of this package, so that the judge can load
+it by its name. Kernels named blind... are from writers who had not seen the judge; [results/blind.md](../results/blind.md)
+lists which of them the judge found at their delivery. The other wrong kernels, the mutants, were made for the judge's checks;
+`lab mutants` records which mutants each check finds. `corpus.right` has right kernels with other arithmetic. `corpus.dishonest`
+has kernels that try to get a false time or verdict.
 """
 
 import functools
@@ -16,7 +17,7 @@ from typing import Any
 
 @functools.cache
 def __getattr__(name: str) -> Any:
-    """Return the implementation of the wrong kernel of that name, one for this process."""
+    """Return the implementation of the wrong kernel with this name; each process has one instance."""
     if name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}"):
         raise AttributeError(name)
     from corpus.kernels import KERNELS

@@ -1,8 +1,9 @@
-"""Judge the wrong kernels, each on a CPU until its first wrong case, and the right ones.
+"""Judge the wrong kernels on a CPU, each until its first wrong case, and the right kernels.
 
     python -m corpus --workers 32 --only 'blind*'
 
-All checks but the graph replays, which need Triton, at the full level. results/blind.md is about the blind ones.
+All checks run at the full level, except the graph replays, which need Triton. results/blind.md has the results of the blind
+kernels.
 """
 
 import argparse
@@ -34,7 +35,9 @@ HEAD = """# Wrong kernels, and what finds them
 
 
 def record_of(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Judge one kernel, from where its report stopped; return its name, the cases and the first that is wrong."""
+    """Judge one kernel, and continue its earlier report if there is one; return its name, its cases and the
+    first wrong case.
+    """
     report = options.reports / f"{name}.json"
     keys = ",".join(check.key for check in checks() if check.key not in WITHOUT)
     kernel = f"corpus.right:{name}" if name in RIGHT else f"corpus:{name}"

@@ -23,10 +23,10 @@ MUTANTS = _imported(corpus.mutants)
 
 
 def kernel(name: str) -> WrongKernel:
-    """Return the wrong kernel of that name.
+    """Return the wrong kernel with this name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such kernel.
     """
     if name not in KERNELS:
         raise ValueError(f"no wrong kernel is called {name!r}; there are {', '.join(sorted(KERNELS))}")

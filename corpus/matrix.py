@@ -1,8 +1,8 @@
-"""The matrix of checks and the mutants that they kill: `lab mutants --out results/mutants.json.gz`.
+"""Record which checks find which mutants: `lab mutants --out results/mutants.json.gz`.
 
-Every mutant of `corpus.mutants` is judged by every check that applies to it, each until its first wrong case, at the smoke
-level; one that none of them finds also by K18 at the full level, where arguments meet in pairs. Beside that stands what each
-upstream tolerance rule says of the mutant on inputs as upstream's tests draw them.
+Every mutant of `corpus.mutants` is judged at the smoke level by every check that applies to it, each until its first wrong
+case. A mutant that no check finds is also judged by K18 at the full level, which combines arguments in pairs. The matrix also
+has the verdict of each upstream tolerance rule on the mutant, for inputs as upstream's tests draw them.
 """
 
 import functools
@@ -61,8 +61,8 @@ def record_of(judged: WrongKernel) -> dict[str, Any]:
     """Judge one mutant by every check.
 
     Returns:
-        Its record in results/mutants.json.gz: what the mutant says of itself, `kills` (`first_kill` of
-        each check that finds it, by its key) and `upstream` (`let_through`).
+        The mutant's record in results/mutants.json.gz: the description of the mutant, `kills` (the `first_kill` of each check
+        that finds it, by the check's key) and `upstream` (see `let_through`).
     """
     let = let_through(judged)
     kills = {check.key: kill for check in checks() if (kill := first_kill(judged, check)) is not None}
@@ -79,7 +79,7 @@ def record_of(judged: WrongKernel) -> dict[str, Any]:
 
 
 def combinations() -> Check:
-    """Return K18, whose full level has the pairs that some mutants need."""
+    """Return check K18, whose full level has the pairs of arguments that show some mutants."""
     return next(check for check in checks() if check.key == "K18")
 
 
@@ -89,17 +89,17 @@ def ranges_of(check: Check) -> Ranges:
 
 
 def cases_of(check: Check, interface: Interface, level: Level) -> Iterator[Any]:
-    """Yield a check's cases for mutants; at the full level those that the smoke level does not have."""
+    """Yield a check's cases for mutants; at the full level only the cases that the smoke level does not have."""
     cases = check.cases(interface, ranges_of(check), level) if interface in check.interfaces else ()
     known = set(map(repr, cases_of(check, interface, Level.SMOKE))) if level is Level.FULL else set()
     yield from (case for case in cases if repr(case) not in known)
 
 
 def first_kill(judged: WrongKernel, check: Check, level: Level = Level.SMOKE) -> dict[str, str] | None:
-    """Return the first of a check's cases in which a mutant is wrong; a fresh implementation for each.
+    """Return the first case of a check in which a mutant is wrong; each case gets a new instance of the mutant.
 
     Returns:
-        `case` (its `repr`), `interface` (name of the function) and `wrong` (first sentence of what was wrong), or None.
+        `case` (its `repr`), `interface` (the function's name) and `wrong` (the first sentence about the error), or None.
     """
     for interface in map(Interface, judged.interface):
         for case in cases_of(check, interface, level):
@@ -115,7 +115,9 @@ UPSTREAM_LENGTHS = (110, 1024, 8192)
 
 
 def upstream_case(interface: Interface, kv_len: int, q_len: int) -> AttentionCase:
-    """Return four requests of one length, as `test_trtllm_gen_attention_decode` has them: 16/2 heads of 128, page 64."""
+    """Return a case of four requests with the same length, as in `test_trtllm_gen_attention_decode`: 16/2 heads of 128, pages
+    of 64.
+    """
     if interface is Interface.MLA_DECODE:
         heads: dict[str, Any] = {"num_kv_heads": 1, "head_dim": 80, "v_head_dim": 64}
     else:
@@ -125,9 +127,10 @@ def upstream_case(interface: Interface, kv_len: int, q_len: int) -> AttentionCas
 
 
 def let_through(judged: WrongKernel) -> tuple[int, ...] | None:
-    """Return the numbers of the upstream rules that let a mutant through on inputs as upstream draws them, at every length.
+    """Return the numbers of the upstream rules that accept a mutant's outputs at every length, on inputs as upstream's tests
+    draw them.
 
-    Every rule lets a declined call through. None for a mutant without an output to compare.
+    Every rule accepts a declined call. The result is None for a mutant without an output.
     """
     names = [Interface(name) for name in judged.interface if Interface(name) in ATTENTION]
     if not names:
@@ -161,7 +164,7 @@ def _upstream_truth(case: AttentionCase) -> torch.Tensor:
 
 
 def markdown(records: Sequence[dict[str, Any]]) -> str:
-    """Render the matrix as a table: a cross for each check that finds the mutant, the upstream rules that let it through."""
+    """Render the matrix as a table: a cross for each check that finds the mutant, and the upstream rules that accept it."""
     keys = [check.key for check in checks()]
     title = "# Which check finds which mutant"
     rows = [title, "", f"| mutant | {' | '.join(keys)} | passes upstream rules |", f"|---|{'---|' * (len(keys) + 1)}"]
@@ -176,7 +179,7 @@ def markdown(records: Sequence[dict[str, Any]]) -> str:
 
 
 def _record_named(name: str) -> dict[str, Any]:
-    """Judge a mutant by its name: its class has no name of its own to be sent by."""
+    """Judge a mutant given by its name, because its class cannot be pickled."""
     return record_of(kernel(name))
 
 
@@ -186,12 +189,13 @@ def _start_worker() -> None:
 
 
 def write_matrix(out: Path, mutants: Sequence[WrongKernel], workers: int) -> bool:
-    """Judge mutants and write the matrix; return True if each is found and, of all mutants, each check finds one.
+    """Judge mutants and write the matrix; return True if each mutant is found and, with all mutants, each check finds at least
+    one.
 
     Args:
-        out: the JSON, written anew after each mutant; the table goes beside it, .md.
-        mutants: what is judged.
-        workers: processes at a time.
+        out: path of the JSON file, which is rewritten after each mutant; the table is written to the same path with ".md".
+        mutants: the mutants to judge.
+        workers: number of concurrent processes.
     """
     records = []
     with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker) as pool:

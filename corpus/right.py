@@ -1,8 +1,9 @@
-"""Right kernels of the four attention calls, of which the judge must say that they are right.
+"""Right kernels of the four attention calls, which the judge must accept.
 
     lab judge corpus.right:two_passes
 
-They differ in their arithmetic: what is rounded, in which order keys are summed, when scales are applied.
+The kernels differ in their arithmetic: in roundings, in the order in which keys are summed, and in the place where scales are
+applied.
 """
 
 import math
@@ -19,15 +20,15 @@ LN2 = math.log(2.0)
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Some rows of one request, and the keys that any of them sees. A row here is a query row of one head of a group.
+    """Some rows of one request, and the keys that at least one of them sees. A row here is a query row of one head of a group.
 
     Attributes:
         query: float32 [num_kv_heads, num_rows, head_dim].
-        keys, values: float32 [num_kv_heads, num_keys, ...]; those of an NVFP4 cache are dequantised.
+        keys, values: float32 [num_kv_heads, num_keys, ...]; an NVFP4 cache is dequantised.
         visible: bool [num_rows, num_keys].
-        sinks: float32 [num_kv_heads, num_rows], -inf where there is none.
-        half: the query's dtype, bfloat16 for e4m3.
-        is_quantised: values are stored in another dtype than the query.
+        sinks: float32 [num_kv_heads, num_rows], -inf without sinks.
+        half: the query's dtype; bfloat16 for an e4m3 query.
+        is_quantised: True if the values' dtype differs from the query's.
     """
 
     query: Tensor
@@ -41,12 +42,12 @@ class Part:
     is_quantised: bool
 
     def scores(self) -> Tensor:
-        """Logits, float32 [num_kv_heads, num_rows, num_keys], -inf where a key is not visible."""
+        """Return the logits, float32 [num_kv_heads, num_rows, num_keys]; -inf for keys that a row does not see."""
         products = self.query @ self.keys.transpose(1, 2)
         return (products * self.bmm1_scale).masked_fill(~self.visible, -math.inf)
 
     def over(self, keys: slice) -> "Part":
-        """Return the rows over some of the keys, without sinks."""
+        """Return the part with only some of the keys, and without sinks."""
         return replace(
             self,
             keys=self.keys[:, keys],
@@ -57,7 +58,7 @@ class Part:
 
 
 class RightKernel(Attention):
-    """`attended` is the arithmetic in which kernels differ."""
+    """A right kernel. Subclasses differ in the arithmetic of `attended`."""
 
     def attended(self, part: Part) -> tuple[Tensor, Tensor]:
         """Return out [num_kv_heads, num_rows, v_head_dim] and the LSE [num_kv_heads, num_rows], float32, base e."""
@@ -88,7 +89,7 @@ class RightKernel(Attention):
 
 
 def _finite(origin: Tensor) -> Tensor:
-    """An origin of exponentials: 0 where a row has seen no key, since -inf - -inf would be NaN."""
+    """Replace -inf by 0 in the origin of exponentials, for rows that have seen no key: -inf - -inf would be NaN."""
     return torch.where(origin.isfinite(), origin, 0.0)
 
 
@@ -97,7 +98,7 @@ def _quotient(sums: Tensor, total: Tensor) -> Tensor:
 
 
 class FromTorch(RightKernel):
-    """torch's own attention in float32; a sink is one more key, of value zero."""
+    """Torch's attention function in float32. A sink is an additional key whose value is zero."""
 
     def attended(self, part: Part) -> tuple[Tensor, Tensor]:
         keys, values = (torch.nn.functional.pad(side, (0, 0, 0, 1)) for side in (part.keys, part.values))
@@ -116,7 +117,7 @@ class FromTorch(RightKernel):
 
 
 class AtOnce(RightKernel):
-    """All keys at once, in float32."""
+    """One softmax over all keys, in float32."""
 
     def attended(self, part: Part) -> tuple[Tensor, Tensor]:
         scores = part.scores()
@@ -126,19 +127,21 @@ class AtOnce(RightKernel):
         return self.summed(part, weights, total) * part.bmm2_scale, origin + torch.log(total)
 
     def summed(self, part: Part, weights: Tensor, total: Tensor) -> Tensor:
-        """Return the output before bmm2_scale, from weights relative to the largest and their sum."""
+        """Return the output before bmm2_scale, from the weights relative to the largest weight, and from their sum."""
         return _quotient(weights @ part.values, total)
 
 
 class WeightsRounded(AtOnce):
-    """Weights relative to the largest are rounded to the query's dtype, after they are summed."""
+    """The weights, relative to the largest weight, are summed and then rounded to the query's dtype."""
 
     def summed(self, part: Part, weights: Tensor, total: Tensor) -> Tensor:
         return super().summed(part, weights.to(part.half).float(), total)
 
 
 class ProbabilitiesRounded(AtOnce):
-    """Weights that add up to 2**14 are rounded to the query's dtype: to 1, float16 would not hold those of long requests."""
+    """Normalised weights are rounded to the query's dtype. They sum to 2**14, because float16 cannot hold the small weights of
+    long requests if they sum to 1.
+    """
 
     def summed(self, part: Part, weights: Tensor, total: Tensor) -> Tensor:
         weights = (_quotient(weights, total) * 2.0**14).to(part.half).float()
@@ -154,7 +157,7 @@ class ScalesFirst(AtOnce):
 
 
 class DequantisedFirst(WeightsRounded):
-    """Values of a quantised cache are multiplied by bmm2_scale and rounded to the query's dtype first."""
+    """The values of a quantised cache are multiplied by bmm2_scale and rounded to the query's dtype before the product."""
 
     def attended(self, part: Part) -> tuple[Tensor, Tensor]:
         if not part.is_quantised:
@@ -164,7 +167,7 @@ class DequantisedFirst(WeightsRounded):
 
 
 class Split(AtOnce):
-    """Keys in seven splits, each with an output of its own; their LSEs merge them."""
+    """The keys are divided into seven splits, whose outputs are merged by their LSEs."""
 
     num_splits = 7
 
@@ -178,7 +181,7 @@ class Split(AtOnce):
         return (shares * torch.stack([self.stored(part, out) for out, _ in splits])).sum(dim=0), lse
 
     def stored(self, part: Part, out: Tensor) -> Tensor:
-        """Return a split's output as the merge reads it."""
+        """Return a split's output in the form that the merge reads."""
         return out
 
 
@@ -190,7 +193,7 @@ class SplitsRounded(Split):
 
 
 class Tiles(RightKernel):
-    """Keys in tiles, with a running maximum: bf16 operands, float32 sums."""
+    """The keys are processed in tiles with a running maximum, bf16 operands and float32 sums."""
 
     size = 64
     reverse = False
@@ -223,7 +226,7 @@ class Tiles(RightKernel):
 
 
 class TwoPasses(Tiles):
-    """A first pass over the tiles finds the largest logit, a second one sums."""
+    """The first pass over the tiles finds the largest logit; the second pass sums."""
 
     rounds_weights = False
 
@@ -236,7 +239,7 @@ class TwoPasses(Tiles):
 
 
 class UnequalSplits(Attention):
-    """The keys in two unequal splits, whose normalised results merge by their LSE."""
+    """The keys are divided into two unequal splits, whose normalised results are merged by their LSEs."""
 
     def attend(self, run, r, query, keys, values, seen, sinks, position, first_key):
         cut = len(keys) // 3
@@ -255,7 +258,7 @@ class UnequalSplits(Attention):
 
 
 class HeadsOneByOne(Attention):
-    """Softmax in base 2, with log2(e) folded into the query's scale, and the heads of a group one by one."""
+    """Softmax in base 2, with log2(e) multiplied into the query's scale. The heads of a group are processed one by one."""
 
     def attend(self, run, r, query, keys, values, seen, sinks, position, first_key):
         log2e = 1.0 / math.log(2.0)
@@ -282,7 +285,9 @@ class HeadsOneByOne(Attention):
 
 
 class NormalisedWeights(Attention):
-    """Two passes, the LSE of all keys in tiles of 96 first, then normalised weights times V tile by tile."""
+    """The first pass computes the LSE of all keys in tiles of 96. The second pass multiplies normalised weights by V, tile by
+    tile.
+    """
 
     def attend(self, run, r, query, keys, values, seen, sinks, position, first_key):
         rows, heads = query.shape[:2]

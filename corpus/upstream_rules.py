@@ -1,4 +1,4 @@
-"""The tolerances that upstream's own tests apply to an attention output, as data: what each would let through.
+"""The tolerances that upstream projects' tests apply to attention outputs, as data.
 
 Sources: FlashInfer, SGLang and vLLM as of September 2026. All compare element by element.
 """
@@ -11,16 +11,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class UpstreamRule:
-    """When an element counts as wrong, and how many may.
+    """The tolerance of an upstream test: when an element counts as wrong, and how many elements may be wrong.
 
     Attributes:
-        name: dtypes and call that it is for.
+        name: dtypes and call to which the rule applies.
         source: project and test.
         rtol, atol: relative and absolute tolerance.
-        wrong_share: share of the elements that may be wrong.
-        either: an element is right if it meets one of the two tolerances, rather than their sum
-            `atol + rtol * |expected|`.
-        nan_is_equal: NaN is counted as right, because the helper asks which elements are greater than their tolerance.
+        wrong_share: fraction of the elements that may be wrong.
+        either: an element is right if it meets one of the two tolerances; otherwise the tolerance is their sum `atol + rtol *
+            |expected|`.
+        nan_is_equal: NaN counts as right, because the upstream helper counts the elements that are greater than their
+            tolerance.
     """
 
     name: str
@@ -48,10 +49,10 @@ UPSTREAM_RULES: tuple[UpstreamRule, ...] = (
 
 
 def passes(rule: UpstreamRule, out: Tensor, expected: Tensor) -> bool:
-    """Tell whether a rule lets an output through.
+    """Return True if a rule accepts an output.
 
     Args:
-        out, expected: one shape, any float dtypes.
+        out, expected: tensors of the same shape, with any float dtypes.
 
     Raises:
         ValueError: the shapes differ.

@@ -1,7 +1,7 @@
-"""The form of a wrong kernel: a method, or a class, over a right model, marked by `@wrong`.
+"""Define wrong kernels: a wrong kernel is a method or a class over a right model, marked by `@wrong`.
 
-A group is a class over a right model whose methods are wrong ways to do one stage of it. Each marked method makes one kernel,
-in which it takes the place of the stage::
+A group is a class over a right model. Its methods are wrong variants of one stage of the model. Each marked method makes one
+kernel, in which the method replaces the stage::
 
     class WrongKeys(Attention, changes="visible"):
 
@@ -10,10 +10,10 @@ in which it takes the place of the stage::
             \"\"\"A window holds at most 4,096 keys.\"\"\"
             return seen & (keys > position.unsqueeze(1) - 4096)
 
-With `stage=`, of the class or of `@wrong`, the method replaces the stage, and `super()` is the right model. With `changes=` it
-gets the right result of the stage first, and then the stage's own arguments. Where attributes of the model are the defect, a
-marked text stands for the method: `ignored = wrong(instead={"sinks": None})("Sinks are ignored.")`. A kernel that gets several
-stages wrong is a marked class over the model. The docstring says the defect.
+With `stage=` (of the class or of `@wrong`), the method replaces the stage, and `super()` is the right model. With `changes=`
+the method gets the right result of the stage, followed by the stage's arguments. If the defect is a value of the model's
+attributes, a marked text replaces the method: `ignored = wrong(instead={"sinks": None})("Sinks are ignored.")`. A kernel with
+several wrong stages is a marked class over the model. The docstring describes the defect.
 """
 
 import re
@@ -42,15 +42,15 @@ Problem = TypeVar("Problem", bound="DataclassInstance")  # an attention problem,
 
 @dataclass(frozen=True)
 class WrongKernel:
-    """A kernel that is right but for one defect, which some check must find.
+    """A kernel with one defect, which at least one check must find.
 
     Attributes:
         name: snake_case.
-        defect: one sentence: what is wrong.
-        trigger: the calls that come out wrong; "" where the defect says it.
-        source: the upstream thread that had the defect, "FlashInfer #4161"; "" for one of ours.
-        interface: names of the functions that it has.
-        make: a fresh object that has them.
+        defect: the defect, in one sentence.
+        trigger: the calls whose results are wrong; "" if the defect's sentence names them.
+        source: the upstream thread about the defect, such as "FlashInfer #4161"; "" for a defect of the lab's.
+        interface: names of the functions that the kernel has.
+        make: returns a new object with these functions.
     """
 
     name: str
@@ -61,7 +61,7 @@ class WrongKernel:
     make: Callable[[], object]
 
     def implementation(self) -> SimpleNamespace:
-        """Make a fresh implementation, with what it may remember of earlier calls still empty."""
+        """Return a new implementation, which has no memory of earlier calls."""
         made = self.make()
         return SimpleNamespace(**{name: getattr(made, name) for name in self.interface})
 
@@ -71,7 +71,7 @@ KERNELS: dict[str, WrongKernel] = {}  # by name, of the modules that are importe
 
 @dataclass(frozen=True)
 class Mark:
-    """What `wrong` says of a kernel. Called with a class, a method or the text of a defect, it marks them."""
+    """The arguments of `wrong`. Calling a Mark with a class, a method or the text of a defect marks it."""
 
     interface: tuple[str, ...]
     trigger: str
@@ -91,7 +91,7 @@ class Mark:
         return defective
 
     def make(self, group: type[Any], name: str, member: Any, changes: str, stage: str) -> None:
-        """Make the kernel of a member of a group."""
+        """Make the kernel that a member of a group defines."""
         model = super(group, group)
         if hasattr(model, name):
             raise TypeError(f"{name!r} is a stage of the model of {group.__name__}")
@@ -124,16 +124,16 @@ def wrong(
     stage: str = "",
     **attributes: Any,
 ) -> Mark:
-    """Mark a method of a group, the text of a member of one, or a class over a right model, as a wrong kernel.
+    """Mark a method of a group, a text in a group, or a class over a right model as a wrong kernel.
 
     Args:
-        interface: names of the functions that the kernel has; those of the model if left out.
-        trigger: the calls that come out wrong; left out where the docstring says it.
-        source: the upstream thread that had the defect.
-        mla: the MLA decode call with this defect is another kernel, whose name begins with `mla_`.
-        also: names of kernels by other writers that have the same defect and trigger.
-        stage: the stage that a method replaces, where its group does not say it.
-        attributes: of the kernel's class, as keywords of a class statement set them.
+        interface: names of the functions that the kernel has; by default the model's functions.
+        trigger: the calls whose results are wrong; omitted if the docstring names them.
+        source: the upstream thread about the defect.
+        mla: also make a kernel of the MLA decode call with this defect, whose name begins with `mla_`.
+        also: names of kernels from further writers with the same defect and trigger.
+        stage: the stage that a method replaces, if the group does not name it.
+        attributes: attributes of the kernel's class, set like keywords of a class statement.
     """
     return Mark(interface, trigger, source, mla, also, stage, attributes)
 
@@ -143,16 +143,16 @@ def snake_case(name: str) -> str:
 
 
 class Model:
-    """A right implementation in stages, which wrong kernels change.
+    """A right implementation in stages that wrong kernels change.
 
-    Keywords of a class statement set attributes. One with the name of a stage changes its result: the function that it gives
-    gets the right one, and then the stage's own arguments. `where` takes the place of the method instead.
+    Keywords of a class statement set attributes. A keyword with the name of a stage changes the stage's result: its function
+    gets the right result, followed by the stage's arguments. The keyword `where` replaces the method `where`.
 
     Attributes:
-        interface: names of the functions that its instances have.
-        instead: values of fields of the problem that take the place of the caller's, or functions of the arguments of
-            `misread` that return them.
-        only_with: the field of the problem without which `instead` changes nothing; "" for no condition.
+        interface: names of the functions that instances have.
+        instead: values that replace fields of the caller's problem, or functions that return such values from the arguments of
+            `misread`.
+        only_with: a field of the problem: if it is not given, `instead` changes nothing; "" for no condition.
     """
 
     interface: tuple[str, ...] = ()
@@ -160,7 +160,7 @@ class Model:
     only_with: str = ""
 
     def __init_subclass__(cls, *, stage: str = "", changes: str = "", **attributes: Any) -> None:
-        """Set the attributes and make the kernels of a group; raises TypeError for an attribute that is not there."""
+        """Set the attributes and make the kernels of a group; raise TypeError for an unknown attribute."""
         super().__init_subclass__()
         if (stage or changes) and not hasattr(cls, stage or changes):
             raise TypeError(f"{cls.__name__} has no stage {stage or changes!r}")
@@ -174,7 +174,9 @@ class Model:
                 mark.make(cls, name, member, changes, stage)
 
     def misread(self, problem: Problem, *others: Any) -> Problem:
-        """Return a problem with the values of `instead`, whose functions get the others too, where the defect shows."""
+        """Return the problem with the values of `instead` if `where` is True. Functions in `instead` also get the further
+        arguments.
+        """
         if not self.where(problem, *others) or (self.only_with and getattr(problem, self.only_with) is None):
             return problem
         values = {name: value(problem, *others) if callable(value) else value for name, value in self.instead.items()}
@@ -182,11 +184,11 @@ class Model:
 
     @staticmethod
     def where(*_: Any) -> bool:
-        """Tell whether the defect shows, of the problem and the others of `misread`."""
+        """Return True if the defect applies to a problem; the arguments are those of `misread`."""
         return True
 
     def first(self, key: Any, value: Callable[[], Any]) -> Any:
-        """Return the value that was computed when the key was first seen by this object."""
+        """Return the value that was computed when this object first saw the key."""
         seen: dict[Any, Any] = self.__dict__.setdefault("seen", {})
         if key not in seen:
             seen[key] = value()
@@ -194,7 +196,7 @@ class Model:
 
 
 def _attribute(cls: type[Any], name: str, value: Any) -> Any:
-    """Return what a keyword makes of an attribute of a class."""
+    """Return the value that a keyword gives to an attribute of a class."""
     if not hasattr(cls, name):
         raise TypeError(f"{cls.__name__} has no attribute {name!r}")
     if name == "where":
@@ -203,7 +205,7 @@ def _attribute(cls: type[Any], name: str, value: Any) -> Any:
 
 
 def changed_result(stage: Callable[..., Any], change: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method whose result is `change` of a stage's, followed by the stage's own arguments."""
+    """Return a method that calls a stage, and then returns `change` of the stage's result and arguments."""
 
     def method(self: Any, *arguments: Any, **named: Any) -> Any:
         return change(stage(self, *arguments, **named), *arguments, **named)
@@ -212,7 +214,7 @@ def changed_result(stage: Callable[..., Any], change: Callable[..., Any]) -> Cal
 
 
 def changed_stage(stage: Callable[..., Any], change: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method that gives `change` the result of a stage, and then the stage's own arguments."""
+    """Return a method that calls a stage and passes its result, followed by the stage's arguments, to `change`."""
 
     def method(self: Any, *arguments: Any, **named: Any) -> Any:
         return change(self, stage(self, *arguments, **named), *arguments, **named)

@@ -8,7 +8,7 @@ from lab.extras import EXTRA_OF, sentence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. A command that ran ends the process with its own exit status.
+    """Run the command line. A command that ran ends the process with the command's exit status.
 
     Returns:
         MISUSED (2) if a package of one of the extras is missing, or a file cannot be read or written; INTERRUPTED (130) after

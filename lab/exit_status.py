@@ -1,18 +1,19 @@
-"""The exit statuses of every command of the lab."""
+"""The exit statuses of the lab's commands."""
 
 import enum
 
 
 class ExitStatus(enum.IntEnum):
-    """The status that a command of the lab ends with.
+    """The exit status of a command of the lab.
 
     Attributes:
-        DONE: what was judged is right, or the command is done.
-        WRONG: something is wrong, failed or slower.
+        DONE: the judged implementation is right, or the command has done its work.
+        WRONG: a result is wrong, a call failed, or a row is slower.
         MISUSED: an option, a file or a package that the command needs is wrong or missing.
-        REFUSED: a time or a verdict is refused: the hardware cannot do it, or the kernel changed what judges it.
-        NOT_JUDGED: it could not be judged, measured or compared; `git bisect run` skips a commit that ends so.
-        INTERRUPTED: Ctrl-C ended it.
+        REFUSED: a time or a verdict is refused: the hardware cannot reach the time, or the kernel changed functions that judge
+            it.
+        NOT_JUDGED: nothing could be judged, measured or compared; `git bisect run` skips a commit with this status.
+        INTERRUPTED: Ctrl-C ended the command.
     """
 
     DONE = 0

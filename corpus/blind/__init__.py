@@ -1,1 +1,1 @@
-"""590 wrong kernels, written from the documented calls alone by writers who had not seen the judge."""
+"""590 wrong kernels by writers who knew only the documented calls and had not seen the judge."""

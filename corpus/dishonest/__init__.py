@@ -1,9 +1,9 @@
-"""Kernels that want a time or a verdict that they have not earned, each with what refuses it; and honest ones that look alike.
+"""Kernels that try to get a false time or verdict, each with the message that refuses it; and honest kernels that look similar.
 
     lab ab decode/llama-3.1-8b/8q1s1k lab.kernels.portable corpus/dishonest/timing.py:CachedByPointer
     lab judge corpus/dishonest/judging.py:PatchesPassed --only K1
 
-`docs/evidence/trust.md` says what each defence is. `tests/corpus` holds every kernel to the refusal that it names.
+`docs/evidence/trust.md` describes each defence. `tests/corpus` checks that every kernel gets the refusal that it names.
 """
 
 from collections.abc import Callable
@@ -15,11 +15,11 @@ DECODE = "trtllm_batch_decode_with_kv_cache"
 
 @dataclass(frozen=True)
 class Refusal:
-    """What refuses a kernel.
+    """The expected refusal of a kernel.
 
     Attributes:
-        said: a regular expression of the sentence.
-        needs_gpu: the kernel cheats a timing, which a CPU has not.
+        said: regular expression for the sentence of the refusal.
+        needs_gpu: the kernel cheats a timing, which needs a GPU.
     """
 
     said: str
@@ -27,7 +27,7 @@ class Refusal:
 
 
 def dishonest(said: str, *, needs_gpu: bool = False) -> Callable[[type[Any]], Any]:
-    """Make a kernel's class the implementation of that name, with what refuses it."""
+    """Return a decorator that makes a kernel's class an implementation with its expected refusal."""
 
     def made(cls: type[Any]) -> Any:
         kernel = cls()

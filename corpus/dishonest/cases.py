@@ -1,4 +1,4 @@
-"""The small cases that dishonest kernels are judged by, which one of them knows by heart."""
+"""The small cases on which dishonest kernels are judged. One of the kernels has memorised them."""
 
 from collections.abc import Iterable
 from typing import Any

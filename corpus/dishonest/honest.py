@@ -1,4 +1,4 @@
-"""Honest kernels that do what dishonest ones do too: they stay right, and are timed as ever."""
+"""Honest kernels that resemble dishonest ones. The judge must accept them, and they must be timed as usual."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ class _Named(Portable):
 
 
 class PlansByShape(_Named):
-    """Keeps what it worked out of the shapes, and nothing of the contents."""
+    """Keeps results that depend only on shapes, and none that depend on contents."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class PlansByShape(_Named):
 
 
 class AllocatesInAdvance(_Named):
-    """Has an output of its own for all calls of a shape, and copies it."""
+    """Writes to one buffer of its own for all calls of the same shape, and copies it to the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class AllocatesInAdvance(_Named):
 
 
 class JoinsItsStreams(_Named):
-    """Does the second half of the requests on another stream, which it forks and joins."""
+    """Computes the second half of the requests on another stream, which it forks and joins."""
 
     def prepare_trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> Call:
         side = torch.cuda.Stream()
@@ -69,7 +69,7 @@ class JoinsItsStreams(_Named):
 
 
 class AutotunedAtFirstCall(_Named):
-    """Times itself at its first call, with events and waits, and remembers a choice."""
+    """Times itself in its first call, with events and waits, and stores a choice."""
 
     def call(self, honest: Call, arguments: dict[str, Any]) -> torch.Tensor:
         if not hasattr(self, "choice") and not torch.cuda.is_current_stream_capturing():
@@ -84,7 +84,7 @@ class AutotunedAtFirstCall(_Named):
 
 
 class PlansOnTheHost(_Named):
-    """Reads lengths on the host when it plans, as FlashInfer's wrappers do, for calls on the same lengths."""
+    """Reads lengths on the host in `plan`, like FlashInfer's wrappers; later calls have the same lengths."""
 
     def plan_trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> Call:
         longest = max(arguments["seq_lens"].tolist())

@@ -1,4 +1,4 @@
-"""A decode kernel in Triton that may find that nothing is left to do: right where it works, and slow."""
+"""A slow decode kernel in Triton that skips its work if it considers it done."""
 
 from typing import Any
 
@@ -54,7 +54,9 @@ if triton is not None:
 
 
 def decode_unless_written(kept: torch.Tensor | None = None, **arguments: Any) -> torch.Tensor:
-    """Run a decode of one row per request, unless the output, or what is `kept` of earlier keys, says that it is done."""
+    """Run a decode of one row per request, unless the output is already written, or `kept` has a result for the
+    same first key.
+    """
     query, (keys, values), out = arguments["query"], arguments["kv_cache"], arguments["out"]
     rows, heads, dim = query.shape
     _kernel[(rows, heads)](

@@ -1,6 +1,6 @@
-"""Kernels that are wrong and want to be called right. They need no GPU.
+"""Wrong kernels that try to be judged right. They need no GPU.
 
-Each writes zeros, which are wrong, and changes what would say so.
+Each kernel writes zeros, which are wrong, and changes functions or data of the judge that would show it.
 """
 
 import gc
@@ -23,7 +23,7 @@ def zeros(query: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
 
 
 class Zeros:
-    """Writes zeros; a subclass does something besides."""
+    """Writes zeros. Subclasses add a manipulation."""
 
     def trtllm_batch_decode_with_kv_cache(self, query: Any, out: Any = None, **arguments: Any) -> torch.Tensor:
         self.cheat(query, arguments)
@@ -35,12 +35,12 @@ class Zeros:
 
 @dishonest(WRONG)
 class WritesZeros(Zeros):
-    """Does nothing (KernelBench issue 165: zeros passed)."""
+    """Writes zeros without any manipulation (KernelBench issue 165: zeros passed)."""
 
 
 @dishonest(CHANGED + r"lab\.references\.errors\.Comparison\.passed")
 class PatchesPassed(Zeros):
-    """Makes every comparison a passed one."""
+    """Patches the comparison so that every result passes."""
 
     def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
         from lab.references.errors import Comparison
@@ -50,7 +50,7 @@ class PatchesPassed(Zeros):
 
 @dishonest(CHANGED + r"lab\.checks\.case_run\.CaseRun\.expect_close")
 class ReplacesExpectation(Zeros):
-    """Makes the judge compare nothing with anything, and count it."""
+    """Patches the judge so that it compares nothing but counts a comparison."""
 
     def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
         from lab.checks.case_run import CaseRun
@@ -63,7 +63,7 @@ class ReplacesExpectation(Zeros):
 
 @dishonest(CHANGED + r"lab\.references\.truth\.Truth\.compare")
 class ReplacesCode(Zeros):
-    """Leaves every name as it was, and puts other code into the function that compares."""
+    """Leaves all names unchanged, but replaces the code object of the comparing function."""
 
     def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
         from lab.references.truth import Truth
@@ -76,7 +76,7 @@ class ReplacesCode(Zeros):
 
 @dishonest(CHANGED + r"lab\.references\.errors\.CONTROL_FACTOR")
 class WidensTheBound(Zeros):
-    """Allows an error of any size."""
+    """Patches the bound so that an error of any size is allowed."""
 
     def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
         from lab.references import errors
@@ -86,7 +86,7 @@ class WidensTheBound(Zeros):
 
 @dishonest(CHANGED + r"torch's operator aten::linalg_vector_norm")
 class OverridesAnOperator(Zeros):
-    """Registers another kernel for the norm that errors are made of."""
+    """Registers another kernel for torch's norm, from which errors are computed."""
 
     def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
         if not hasattr(self, "library"):
@@ -96,7 +96,7 @@ class OverridesAnOperator(Zeros):
 
 @dishonest(CHANGED + ".*torch's default dtype")
 class ChangesTheDefaultDtype(Zeros):
-    """Makes what is computed without a dtype less exact."""
+    """Changes torch's default dtype, so that computations without an explicit dtype are less exact."""
 
     def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
         torch.set_default_dtype(torch.bfloat16)
@@ -104,7 +104,7 @@ class ChangesTheDefaultDtype(Zeros):
 
 @dishonest(CHANGED + r"sys\.setprofile")
 class WatchesTheJudge(Zeros):
-    """Has a profile hook, which could change a comparison's locals while it runs."""
+    """Installs a profile hook, which could change local variables of a running comparison."""
 
     def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
         sys.setprofile(lambda frame, event, argument: None)
@@ -112,7 +112,7 @@ class WatchesTheJudge(Zeros):
 
 @dishonest(CHANGED + r"module lab\.references\.regression|" + CHANGED + r"lab\.references\.regression")
 class ReplacesAModule(Zeros):
-    """Puts a module of its own in the place of one of the lab's, and its functions into those that import it."""
+    """Replaces a module of the lab by its own, and also replaces the functions in modules that have imported them."""
 
     def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
         from lab.references import errors
@@ -135,7 +135,7 @@ class FindsTheExpectedOutput(Zeros):
 
 @dishonest(WRONG)
 class FindsTheExpectedOutputInAFrame(Zeros):
-    """Looks for it in the variables of its callers."""
+    """Looks for the expected output in the local variables of its callers."""
 
     def trtllm_batch_decode_with_kv_cache(self, query: Any, out: Any = None, **arguments: Any) -> torch.Tensor:
         out, frame = zeros(query, out), sys._getframe()
@@ -149,7 +149,7 @@ class FindsTheExpectedOutputInAFrame(Zeros):
 
 
 class Equal(torch.Tensor):
-    """A tensor that is equal to whatever it is compared with."""
+    """A tensor that equals every object with which it is compared."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -159,14 +159,14 @@ class Equal(torch.Tensor):
 
 @dishonest("returned Equal, not a tensor")
 class ReturnsALiar(Zeros):
-    """Returns an object that calls itself a tensor, and answers comparisons itself."""
+    """Returns an object that imitates a tensor and answers comparisons itself."""
 
     def trtllm_batch_decode_with_kv_cache(self, query: Any, out: Any = None, **arguments: Any) -> torch.Tensor:
         return zeros(query, out).as_subclass(Equal)
 
 
 class Restores:
-    """Puts a function back when the last reference to it goes."""
+    """Restores a function when the last reference to this object is deleted."""
 
     def __init__(self, holder: Any, name: str, value: Any) -> None:
         self.all = holder, name, value
@@ -177,7 +177,7 @@ class Restores:
 
 @dishonest(CHANGED + "lab|judged where the kernel's code never was: .* wrong")
 class CleansUpBehindItself(Zeros):
-    """Makes comparisons pass until its output is freed, when all is as it was before: nothing is left to be seen."""
+    """Patches comparisons until its output is freed, and then restores them, so that no change remains."""
 
     def trtllm_batch_decode_with_kv_cache(self, query: Any, out: Any = None, **arguments: Any) -> torch.Tensor:
         from lab.references import truth
@@ -191,7 +191,7 @@ class CleansUpBehindItself(Zeros):
 
 @dishonest(WRONG)
 class KnowsTheCases:
-    """Answers with the lab's own reference where it knows the query from the judge's catalogue, and with zeros elsewhere."""
+    """Returns the lab's reference result if the query is in the judge's catalogue of cases, and zeros for all other queries."""
 
     def trtllm_batch_decode_with_kv_cache(self, query: Any, out: Any = None, **arguments: Any) -> torch.Tensor:
         from lab import references
@@ -218,7 +218,7 @@ class KnowsTheCases:
     r"|it is called right with an error of .* times its bound"
 )
 class PatchesFromAThread(Zeros):
-    """Has a thread that patches the comparison again and again, and takes it back in between."""
+    """Runs a thread that patches and restores the comparison repeatedly."""
 
     def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
         if not hasattr(self, "thread"):
@@ -239,7 +239,7 @@ class PatchesFromAThread(Zeros):
 
 
 class Exact:
-    """The exact reference; a subclass makes its calls ready before."""
+    """The exact reference. Subclasses do work before the call is made."""
 
     def trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> torch.Tensor:
         from lab import references
@@ -274,7 +274,7 @@ class PlanDoesTheWork(Exact):
 
 @dishonest("prepared once, after")
 class PrepareCopiesLengths(Exact):
-    """Copies lengths and page ids when the call is prepared, which an engine's next replay changes."""
+    """Copies lengths and page ids when the call is prepared, although an engine changes them before the next replay."""
 
     checks = ("K9",)
 

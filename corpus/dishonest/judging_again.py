@@ -1,6 +1,6 @@
-"""Four kernels more that want a verdict that they have not earned, by a writer who had read docs/evidence/trust.md alone.
+"""Four further kernels that try to get a false verdict, by a writer who had read only docs/evidence/trust.md.
 
-Each writes zeros, which are wrong, where it is judged, and does the honest work where it sees that it is not.
+Each kernel writes zeros, which are wrong, while it is judged, and does the honest work when it detects that it is not judged.
 """
 
 import gc
@@ -38,12 +38,12 @@ def frames(depth: int = 1) -> Iterator[FrameType]:
 
 
 def is_judged() -> bool:
-    """A case of a check runs below a function of this name; the audit does not."""
+    """Return True if a function of the judge with a known name is among the callers. The audit's calls have no such caller."""
     return any(frame.f_code.co_name == "run_case" for frame in frames(2))
 
 
 def truth_of_caller() -> Any:
-    """The judge's (as yet unworked) truth, in the frames of who called."""
+    """Return the judge's truth, which is not computed yet, from the frames of the callers."""
     for frame in frames(2):
         for value in frame.f_locals.values():
             if type(value).__name__ in ("Truth", "LateTruth"):
@@ -81,7 +81,7 @@ for _each in gc.get_objects():
 
 
 class _Letter:
-    """Unpickled, it runs a text in the process that reads it, and is then nothing."""
+    """An object that executes a text in the process that unpickles it, and becomes None."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return exec, (IN_THE_JUDGE, {})
@@ -89,8 +89,9 @@ class _Letter:
 
 @dishonest("vectors are wrong")
 class HasAnotherSitTheExam:
-    """Sends a pickle over the worker's own pipe: the process that judges then dispatches every later case to the portable
-    kernels instead of this one, which is right twice and writes zeros ever after."""
+    """Sends a pickle through the worker's pipe. The judging process would then send every later case to the portable kernels
+    instead of this kernel. This kernel is right twice and then always writes zeros.
+    """
 
     calls = 0
 
@@ -106,7 +107,9 @@ class HasAnotherSitTheExam:
 
 
 class _Tick:
-    """Garbage in a cycle: collected at some allocation of the judge, it looks through the frames it was collected in."""
+    """A garbage cycle with a finalizer. Python collects it during an allocation of the judge, and the finalizer searches the
+    frames at that time.
+    """
 
     def __init__(self, output: torch.Tensor, thresholds: tuple[int, ...], left: int) -> None:
         self.me, self.output, self.thresholds, self.left = self, output, thresholds, left
@@ -132,8 +135,9 @@ class _Tick:
 
 @dishonest("judged where the kernel's code never was: .* wrong")
 class TicksByGarbage:
-    """Leaves garbage whose finalizer runs, when Python collects it, within the judge's own comparison, and there writes the
-    judge's answer over the zeros that were returned."""
+    """Leaves garbage whose finalizer runs during the judge's comparison and overwrites the returned zeros with the judge's
+    expected output.
+    """
 
     def trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> torch.Tensor:
         if not is_judged():
@@ -147,8 +151,9 @@ class TicksByGarbage:
 
 @dishonest("vectors are wrong")
 class ForksAnOracle:
-    """Forks within the call: the child returns zeros and patches its own judge to learn the answer, which it sends back before
-    it exits; the parent, in which nothing was ever changed, writes that answer."""
+    """Forks during the call. The child returns zeros, patches the judge in its own process to learn the expected output, sends
+    it to the parent and exits. The parent, whose judge is unchanged, writes this output.
+    """
 
     def trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> torch.Tensor:
         if not is_judged():
@@ -194,7 +199,7 @@ class ForksAnOracle:
 
 
 def swapped(instance: Any, **methods: Any) -> None:
-    """Give one object a class of its own that looks like the one it had."""
+    """Give an object a new class that looks like its old class but has other methods."""
     before = type(instance)
     slots = {} if hasattr(instance, "__dict__") else {"__slots__": ()}
     names = {"__module__": before.__module__, "__qualname__": before.__qualname__}
@@ -203,8 +208,9 @@ def swapped(instance: Any, **methods: Any) -> None:
 
 @dishonest("judged where the kernel's code never was: .* wrong")
 class SwapsTheClass:
-    """Gives the one object that this call will be held to another class, whose comparison is the honest comparison of the
-    judge's own control, and which gives the object its class back."""
+    """Changes the class of the object that holds the expected output. The new class compares the judge's own control instead of
+    the kernel's output, and then restores the old class.
+    """
 
     def trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> torch.Tensor:
         late = truth_of_caller() if is_judged() else None

@@ -1,6 +1,6 @@
-"""Kernels that want a time that they have not earned, of the decode call on a GPU.
+"""Kernels that try to get a false time for the decode call on a GPU.
 
-The work, where it is done at all, is that of `lab.kernels.portable`.
+If a kernel does the work, it calls `lab.kernels.portable`.
 """
 
 import gc
@@ -19,7 +19,7 @@ Call = Callable[[], torch.Tensor]
 
 
 def prepared(**arguments: Any) -> Call:
-    """Return the honest call."""
+    """Return the prepared call of the honest kernel."""
     from lab.kernels import portable, prepare
 
     return prepare(portable, DECODE, **arguments)
@@ -30,7 +30,7 @@ def is_capturing() -> bool:
 
 
 class Portable:
-    """The honest kernel, in the form that prepares its calls: a subclass changes the call that it makes."""
+    """The honest kernel, in the form that prepares its calls. Subclasses change the prepared call."""
 
     def prepare_trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> Call:
         honest = prepared(**arguments)
@@ -45,7 +45,7 @@ class Portable:
 
 @dishonest(WRONG, needs_gpu=True)
 class SideStreamAtCapture(Portable):
-    """Does the work on another stream while the graph is captured, which gets a fill of a few bytes alone."""
+    """Does the work on another stream during the graph's capture, so that the graph has only a fill of a few bytes."""
 
     def call(self, honest: Call, arguments: dict[str, Any]) -> torch.Tensor:
         if not is_capturing():
@@ -60,7 +60,7 @@ class SideStreamAtCapture(Portable):
 
 @dishonest(WRONG, needs_gpu=True)
 class CachedByPointer(Portable):
-    """Copies the output that it gave for tensors at the same addresses (flashinfer-bench-starter-kit issue 21)."""
+    """Copies its earlier output for tensors at the same addresses (flashinfer-bench-starter-kit issue 21)."""
 
     def __init__(self) -> None:
         self.outputs: dict[tuple[int, ...], torch.Tensor] = {}
@@ -73,7 +73,7 @@ class CachedByPointer(Portable):
 
 
 def computed_now(**arguments: Any) -> Call:
-    """Return a call that copies what the honest call gives now."""
+    """Return a call that copies the honest kernel's present result."""
     output = prepared(**arguments)().clone()
     return lambda: arguments["out"].copy_(output)
 
@@ -96,7 +96,7 @@ class PlanDoesTheWork(Portable):
 
 @dishonest(WRONG, needs_gpu=True)
 class KnowsTheScenario(Portable):
-    """Builds the scenario that will be timed, whose seed is known, and answers with what comes out of it."""
+    """Builds the timed scenario in advance, since its seed is known, and returns its result."""
 
     def call(self, honest: Call, arguments: dict[str, Any]) -> torch.Tensor:
         if not hasattr(self, "output"):
@@ -111,7 +111,9 @@ class KnowsTheScenario(Portable):
 
 @dishonest("The second is SLOWER", needs_gpu=True)
 class ReturnsWhereWritten(Portable):
-    """Returns at once where the output holds a number. None does before a timed call, so it is timed at its work, and slow."""
+    """Returns early if the output already holds a number. No output does before a timed call, so the kernel's full time is
+    measured.
+    """
 
     def prepare_trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> Call:
         return lambda: decode_unless_written(**arguments)
@@ -119,7 +121,7 @@ class ReturnsWhereWritten(Portable):
 
 @dishonest(r"it changed torch\.cuda\.graphs\.CUDAGraph\.replay", needs_gpu=True)
 class PatchesReplay(Portable):
-    """Makes the replay of a graph do nothing once it is captured."""
+    """Patches CUDA graphs so that a replay does nothing after the capture."""
 
     def call(self, honest: Call, arguments: dict[str, Any]) -> torch.Tensor:
         if is_capturing():
@@ -129,7 +131,7 @@ class PatchesReplay(Portable):
 
 @dishonest(r"it changed torch\.cuda\.(streams\.Event\.elapsed_time|synchronize)", needs_gpu=True)
 class PatchesTheClock(Portable):
-    """Makes events tell a tenth of the time, and waits for nothing."""
+    """Patches CUDA events so that they report a tenth of the time, and removes waits."""
 
     def call(self, honest: Call, arguments: dict[str, Any]) -> torch.Tensor:
         if not hasattr(self, "elapsed"):
@@ -141,7 +143,7 @@ class PatchesTheClock(Portable):
 
 @dishonest(r"it changed time\.perf_counter_ns|it changed lab\.timing\.sampling", needs_gpu=True)
 class PatchesTheHostsClock(Portable):
-    """Makes both clocks tell a tenth of the time, where they are looked up and where the lab holds them."""
+    """Patches both clocks so that they report a tenth of the time, in their modules and in the lab's references to them."""
 
     def call(self, honest: Call, arguments: dict[str, Any]) -> torch.Tensor:
         if not hasattr(self, "now"):
@@ -155,7 +157,7 @@ class PatchesTheHostsClock(Portable):
 
 @dishonest(r"it changed lab\.references\.errors\.Comparison\.passed", needs_gpu=True)
 class WritesZerosAndPatchesPassed(Portable):
-    """Writes zeros, and makes every comparison a passed one."""
+    """Writes zeros, and patches the comparison so that every result passes."""
 
     def call(self, honest: Call, arguments: dict[str, Any]) -> torch.Tensor:
         from lab.references.errors import Comparison
@@ -187,9 +189,10 @@ class NeverJoins(Portable):
 
 @dishonest("by the host's, between two waits|" + WRONG, needs_gpu=True)
 class EagerOnAnotherStream(Portable):
-    """Does the work of each eager call on another stream, which the events around it do not see: for the events clock.
+    """Does the work of each eager call on another stream, which the CUDA events around the call do not see; for the events
+    clock.
 
-    The work is longer than the 150 µs by which that clock and the host's may differ.
+    The work takes longer than the 150 µs by which the events clock and the host's clock may differ.
     """
 
     clock = "events"
@@ -206,7 +209,7 @@ class EagerOnAnotherStream(Portable):
 
 @dishonest(WRONG, needs_gpu=True)
 class HonestWhileChecked(Portable):
-    """Does the work in its first calls, which are checked, and copies their output later: for the events clock."""
+    """Does the work in its first calls, which are checked, and copies their output in later calls; for the events clock."""
 
     clock = "events"
 
@@ -223,7 +226,7 @@ class HonestWhileChecked(Portable):
 
 @dishonest(WRONG, needs_gpu=True)
 class EveryOtherBuffer(Portable):
-    """Does the work of every other captured call, and nothing in the others."""
+    """Does the work in every second captured call, and nothing in the remaining calls."""
 
     def __init__(self) -> None:
         self.captures = 0
@@ -238,7 +241,7 @@ class EveryOtherBuffer(Portable):
 
 @dishonest(WRONG, needs_gpu=True)
 class StaleLengths(Portable):
-    """Reads the lengths when the call is prepared, and sees no other later."""
+    """Reads the lengths when the call is prepared, and ignores later changes."""
 
     def prepare_trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> Call:
         return super().prepare_trtllm_batch_decode_with_kv_cache(
@@ -248,7 +251,7 @@ class StaleLengths(Portable):
 
 @dishonest(WRONG, needs_gpu=True)
 class StalePages(Portable):
-    """Copies the page table when the call is prepared."""
+    """Copies the page table when the call is prepared, and ignores later changes."""
 
     def prepare_trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> Call:
         own = {"block_tables": arguments["block_tables"].clone()}
@@ -257,7 +260,7 @@ class StalePages(Portable):
 
 @dishonest(WRONG, needs_gpu=True)
 class StaleKeys(Portable):
-    """Has a narrow copy of the cache, made when the call is prepared: half of the bytes are read in each call."""
+    """Copies the cache to a narrower dtype when the call is prepared, so that each call reads only half of the bytes."""
 
     def prepare_trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> Call:
         narrow = tuple(side.contiguous().to(torch.float8_e4m3fn) for side in arguments["kv_cache"])
@@ -266,7 +269,7 @@ class StaleKeys(Portable):
 
 @dishonest(WRONG, needs_gpu=True)
 class KeepsWhatItsKeysGave(Portable):
-    """Keeps each result of the last call that found another first key, and copies it while that is the same."""
+    """Stores its result with the first key of the cache, and copies the stored result while the first key is unchanged."""
 
     def prepare_trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> Call:
         rows, heads, dim = arguments["out"].shape
@@ -276,7 +279,7 @@ class KeepsWhatItsKeysGave(Portable):
 
 @dishonest(WRONG, needs_gpu=True)
 class FindsAnothersOutput(Portable):
-    """Copies the output of the implementation that it is compared with, which it finds among all objects."""
+    """Searches all objects of the process for the output of the other implementation, and copies it."""
 
     def call(self, honest: Call, arguments: dict[str, Any]) -> torch.Tensor:
         if not is_capturing():
@@ -291,7 +294,7 @@ class FindsAnothersOutput(Portable):
 
 @dishonest(r"it changed|by the host's, between two waits|a thread runs .* while kernels are timed", needs_gpu=True)
 class PatchesFromAThread(Portable):
-    """Has a thread that makes events tell a tenth of the time, now and then."""
+    """Runs a thread that patches CUDA events from time to time so that they report a tenth of the time."""
 
     def call(self, honest: Call, arguments: dict[str, Any]) -> torch.Tensor:
         if not hasattr(self, "thread"):

@@ -1,4 +1,4 @@
-"""Ways to a time that a writer found who had read docs/evidence/trust.md alone: others' work, others' harm, threads."""
+"""Further kernels that try to get a false time, by a writer who had read only docs/evidence/trust.md."""
 
 import os
 import threading
@@ -15,7 +15,9 @@ THREAD = "a thread runs .* while kernels are timed"
 
 @dishonest(WRONG, needs_gpu=True)
 class FirstCallDoesAll(Portable):
-    """Does the work of all calls of a replay in its first one, side by side on streams that it joins; the others do nothing."""
+    """Does the work of all calls of a replay in the first call, concurrently on streams that it joins; the remaining calls do
+    nothing.
+    """
 
     def __init__(self) -> None:
         self.all: list[Call] = []
@@ -43,7 +45,7 @@ class FirstCallDoesAll(Portable):
 
 @dishonest("it changed environment variables of compilers", needs_gpu=True)
 class SpoilsTheCompiler(Portable):
-    """Asks, by an environment variable that Triton reads, that what is compiled from now on is not optimised."""
+    """Sets an environment variable of Triton so that kernels that are compiled later are not optimised."""
 
     def prepare_trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> Call:
         honest = prepared(**arguments)
@@ -54,7 +56,7 @@ class SpoilsTheCompiler(Portable):
 
 @dishonest(THREAD, needs_gpu=True)
 class CrowdsTheOther(Portable):
-    """Has a thread that copies memory, so that what it is compared with is slow."""
+    """Runs a thread that copies memory, so that the other implementation of the comparison is slow."""
 
     def call(self, honest: Call, arguments: dict[str, Any]) -> torch.Tensor:
         if not hasattr(self, "thread") and not is_capturing():
@@ -72,7 +74,7 @@ class CrowdsTheOther(Portable):
 
 @dishonest(THREAD + "|" + WRONG + "|by the host's", needs_gpu=True)
 class WorksInTheWait(Portable):
-    """Has a thread that does the work of all calls again and again, and copies what it gave last."""
+    """Runs a thread that does the work of all calls repeatedly; a call only copies the thread's last result."""
 
     def __init__(self) -> None:
         self.works: list[tuple[Call, torch.Tensor]] = []

@@ -1,4 +1,4 @@
-"""The command `lab`: one module for each of its commands, which parses options, calls the lab's function and prints.
+"""The command `lab`. Each subcommand has a module that parses its options, calls a function of the lab and prints the result.
 
-A command imports torch and other heavy packages when it runs, so that help and completion are quick.
+Torch and other large packages are imported only when a command runs, so that help and completion are quick.
 """

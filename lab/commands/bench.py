@@ -30,11 +30,11 @@ def bench(
         ),
     ] = "",
 ) -> None:
-    """Time the default scenarios on the GPU; without a GPU, judge what would be timed.
+    """Time the default scenarios on the GPU; without a GPU, judge their passes and time nothing.
 
-    Implementations take turns within a scenario. All other options go to pytest: its own, those of pytest-benchmark, and the
-    lab's --lab-scenario, --lab-implementation, --lab-clock, --lab-l2 and --lab-trace (docs/time.md). The recording goes to
-    .benchmarks/last_run.json, or to the file of --benchmark-json.
+    The samples of several implementations are interleaved within a scenario. All other options go to pytest: its own options,
+    those of pytest-benchmark, and the lab's --lab-scenario, --lab-implementation, --lab-clock, --lab-l2 and --lab-trace
+    (docs/time.md). The recording is written to .benchmarks/last_run.json, or to the file of --benchmark-json.
     """
     from lab.extras import require
 

@@ -2,7 +2,7 @@
 
 
 def checks() -> None:
-    """List the judge's checks: key, name, and the defects that each finds."""
+    """List the judge's checks: key, name, and the defects that each check finds."""
     from lab.checks.properties import checks as catalogue
     from lab.reports.tables import Columns, make_table, terminal, terminal_of, words
 

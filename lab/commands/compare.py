@@ -1,4 +1,4 @@
-"""`lab compare` and `lab ab`: compare two sides by one rule, either recorded ones or two that are measured here."""
+"""`lab compare` and `lab ab`: compare two recorded sides, or two sides that are measured now, by the same rule."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -54,7 +54,8 @@ def compare(
 ) -> None:
     """Compare two recorded runs, two reports of the judge, or two implementations or settings within one run.
 
-    Exit status: 1 if a row is SLOWER or missing, or a case newly wrong or declined; 125 if not all could be compared.
+    Exit status: 1 if a row is SLOWER or missing, or a case is newly wrong or declined; 125 if a row or case could not be
+    compared.
     """
     from lab.reports.changed_verdicts import are_reports, compare_verdicts
     from lab.reports.compare import compare as compare_files
@@ -89,10 +90,10 @@ def ab(
     json: Json = None,
     markdown: Markdown = None,
 ) -> None:
-    """Compare two kernels, or two settings, on this GPU: in one process, with samples taken in turns.
+    """Compare two kernels, or two settings, on this GPU, with interleaved samples in one process.
 
-    Exit status: 1 if the second is SLOWER; 3 if a time is refused, since a result is wrong, the GPU cannot do it, two clocks
-    disagree, or a kernel changed what times or judges it; 125 if the two could not be compared.
+    Exit status: 1 if the second side is SLOWER; 3 if a time is refused because a result is wrong, the GPU cannot reach the
+    time, two clocks disagree, or a kernel changed functions that time or judge it; 125 if the sides could not be compared.
     """
     from lab.integrity import ChangedBindingsError, bindings
     from lab.reports.ab import ab_report, measure_sides

@@ -1,4 +1,4 @@
-"""`lab dry-run`: show what passes come to on a GPU that is not here."""
+"""`lab dry-run`: show kernels, grids and bytes of passes for a GPU that this machine does not have."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -31,13 +31,13 @@ def dry_run(
     json: Json = None,
     markdown: Markdown = None,
 ) -> None:
-    """Show which kernel would run on a GPU, its grid, the bytes to move and the floor, or the refusal. Nothing is run.
+    """Show which kernel would run on a GPU, with its grid, its bytes and its floor, or the refusal. No kernel is run.
 
-    Exit status: 1 if a pass ran other kernels in the run of --recorded, 125 if none could be compared.
+    Exit status: 1 if a pass ran other kernels in the run of --recorded; 125 if no pass could be compared.
 
-    The passes are the default scenarios of `lab bench`, and each forward mode of the judge's M1 and M2. FlashInfer's own
-    launcher selects the kernels of SM100 and SM103, where CUDA's nvcc and FlashInfer are installed; it is compiled once, in a
-    minute.
+    The passes are the default scenarios of `lab bench`, and each forward mode of the judge's checks M1 and M2. For SM100 and
+    SM103, FlashInfer's own launcher selects the kernels if FlashInfer and CUDA's nvcc are installed. The launcher is compiled
+    once, in a minute.
     """
     from lab.dry_run import passes
     from lab.dry_run.report import dry_run_report, profiled_kernels

@@ -1,4 +1,4 @@
-"""`lab implementations`: list the kernels that this machine has, and what those that it lacks need."""
+"""`lab implementations`: list the kernels that run on this machine, and the requirements of the kernels that do not."""
 
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,9 @@ if TYPE_CHECKING:
 
 
 def implementations() -> None:
-    """List the implementations of FlashInfer's calls: package, calls, and the kernel that runs here or what is missing."""
+    """List the implementations of FlashInfer's calls: the package, the calls, and the kernel that runs here or the missing
+    requirement.
+    """
     import torch
 
     from lab.gpus import capability_of

@@ -178,7 +178,7 @@ def judge(
 
 
 def _last_report(name: str) -> Path | None:
-    """Return where the last report of a kernel is kept, so that its cases have numbers; None where nothing can be written."""
+    """Return the path of a kernel's last report, which numbers its cases; None if the folder is not writable."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lab"
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -188,7 +188,9 @@ def _last_report(name: str) -> Path | None:
 
 
 def _judge_and_exit(judge_once: Callable[[Console], ExitStatus], watched: Path | None) -> NoReturn:
-    """Judge once, and again whenever the watched file changes if there is one; end the command with the last exit status."""
+    """Judge once, and again after each change of the watched file if one is given; end the command with the last
+    exit status.
+    """
     status, console = ExitStatus.DONE, Console()
     try:
         for number in rounds(watched):
@@ -206,7 +208,7 @@ def _judge_and_exit(judge_once: Callable[[Console], ExitStatus], watched: Path |
 
 
 def _refuse_options_without(context: typer.Context, allowed: Collection[str], sentence: str) -> None:
-    """End the command if its line gives a parameter that it would ignore, beyond those allowed."""
+    """End the command if an option outside `allowed` was given, because the command would ignore it."""
     sources = {name: context.get_parameter_source(name) for name in context.params.keys() - allowed}
     given = sorted(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
     if given:
@@ -247,7 +249,7 @@ def _judge_case(path: Path, number: int, name: str | None, settings: Mapping[str
 
 
 def _judge_all(name: str, settings: Mapping[str, Any], shows_coverage: bool, console: Console) -> ExitStatus:
-    """Judge an implementation, print the report, with the coverage if it is to be shown, and return the exit status."""
+    """Judge an implementation, print the report, and the coverage with `shows_coverage`; return the exit status."""
     from lab.checks.run.judge import judge as judge_it
     from lab.reports.judgement import show as show_report
 
@@ -314,7 +316,7 @@ def _print(console: Console, line: str) -> None:
 
 
 def rounds(file: Path | None) -> Iterator[int]:
-    """Yield the number of each round: 0 at once, then, if a file is given, the next number each time the file was written."""
+    """Yield the number of each round: 0 at once and then, if a file is given, the next number after each write of the file."""
     number, seen = 0, _state_of(file)
     yield number
     while file is not None:
@@ -325,7 +327,7 @@ def rounds(file: Path | None) -> Iterator[int]:
 
 
 def _state_of(file: Path | None) -> tuple[int, int] | None:
-    """Return the modification time (ns) and size (bytes) of a file; None for no file, or one that is not there."""
+    """Return the modification time (ns) and the size (bytes) of a file; None without a file, or if it does not exist."""
     try:
         stat = file.stat() if file is not None else None
     except FileNotFoundError:

@@ -53,11 +53,11 @@ def list_option(
     """Return an option that takes several values: separated by commas, or by giving the option several times.
 
     Args:
-        read: returns the value of a text; the user is shown its ValueError.
-        help_text: of the option.
-        metavar: stands for the values in the help.
+        read: converts a text to a value; its ValueError is shown to the user.
+        help_text: the option's help text.
+        metavar: placeholder of the values in the help.
         panel: heading of the option's part of the help.
-        default: text of the values if the option is left out; with None, the command then gets None.
+        default: text of the option's default values; None: without the option the command gets None.
     """
 
     def joined(lists: list[list[Any]] | None) -> list[Any] | None:  # the option may be given several times
@@ -75,7 +75,7 @@ def list_option(
 
 
 def with_options_of_ranges(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the option of each field of `lab.ranges.Ranges`; it gets their values as keyword arguments."""
+    """Add to a command the option of each field of `lab.ranges.Ranges`; the command gets the values as keyword arguments."""
     signature = inspect.signature(command, eval_str=True)
     own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
     ranges = itertools.starmap(_parameter, OPTIONS.items())
@@ -84,7 +84,7 @@ def with_options_of_ranges(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parameter(name: str, option: Option) -> inspect.Parameter:
-    """Return the parameter of a command that is the option of a field."""
+    """Return the command parameter for the option of a field."""
     spelt, words, kind = f"--{name.replace('_', '-')}", option.help, option.kind
     default: Any = None if option.is_several else getattr(Ranges, name)
     annotation: Any = Annotated[list[str] | None, list_option(kind.read, words, kind.metavar, RANGES_PANEL)]
@@ -123,7 +123,7 @@ Trace = Annotated[
 
 
 def requests_of(path: Path | None) -> "list[TracedRequest]":
-    """Return the requests of a trace, or of the lab's own trace for None.
+    """Return the requests of a trace file; for None, those of the lab's own trace.
 
     Raises:
         OSError: the file cannot be read.
@@ -141,7 +141,7 @@ def trace_name(path: Path | None) -> str:
 
 @contextmanager
 def refusing_errors() -> Iterator[None]:
-    """Turn a ValueError, OSError or LoadError of the block into a sentence on stderr, and end the command as MISUSED."""
+    """Print a ValueError, OSError or LoadError of the block as a sentence on stderr, and end the command with MISUSED."""
     try:
         yield
     except (LoadError, ValueError) as error:
@@ -152,7 +152,9 @@ def refusing_errors() -> Iterator[None]:
 
 @contextmanager
 def refusing_recordings(what_failed: str) -> Iterator[None]:
-    """Turn the error of a recorded file into "<what_failed>: ..." and end the command: NOT_JUDGED if files do not compare."""
+    """Print the error of a recorded file as "<what_failed>: ..." and end the command, with NOT_JUDGED if the files cannot be
+    compared.
+    """
     from lab.checks.record import ReportError
     from lab.reports.compare import NotComparableError
     from lab.reports.recorded import RecordedFileError
@@ -166,7 +168,7 @@ def refusing_recordings(what_failed: str) -> Iterator[None]:
 
 
 def need_gpu() -> None:
-    """End the command as NOT_JUDGED if there is no CUDA GPU."""
+    """End the command with NOT_JUDGED if there is no CUDA GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -176,7 +178,7 @@ def need_gpu() -> None:
 def prepare_machine(device: str | None = None) -> None:
     """Turn on Triton's interpreter if a command's kernels run on the CPU.
 
-    Triton reads the switch when it is imported, so a command imports Triton after this call.
+    Triton reads the setting at its import, so a command must import Triton after this call.
 
     Args:
         device: where the command's kernels run, such as "cuda:1"; None for a GPU if there is one.

@@ -65,7 +65,7 @@ def _time_left(progress: "ProgressOfJudge") -> str:
 
 
 def _is_fault(verdict: "CaseVerdict") -> bool:
-    """Return True for a wrong or failed case; the import is late, since it brings torch."""
+    """Return True for a wrong or failed case. The function imports late, because the import loads torch."""
     from lab.checks.run.verdicts import BROKEN
 
     return verdict.outcome in BROKEN

@@ -20,7 +20,8 @@ def releases(
     json: Json = None,
     markdown: Markdown = None,
 ) -> None:
-    """Show which finding is present, absent or not reachable in which release, and what changed from each to the next.
+    """Show for each finding and release whether it is present, absent or not reachable, and the changes between consecutive
+    releases.
 
     Exit status: 125 if the reports have different settings.
     """
