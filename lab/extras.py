@@ -6,7 +6,7 @@ This module imports only the standard library.
 import importlib.util
 from collections.abc import Iterable
 
-# Name by which a package is imported -> the extra of pyproject.toml that installs it.
+# Import name of a package -> the extra of pyproject.toml that installs it.
 EXTRA_OF = {
     "numpy": "judge",
     "pebble": "judge",
@@ -38,7 +38,7 @@ def require(part: str, *packages: str) -> None:
 
 
 def sentence(part: str, missing: Iterable[str]) -> str:
-    """Return a sentence that names the missing packages and the command that installs them, or their extra."""
+    """Return a sentence that names the missing packages and the pip command that installs them."""
     names = list(missing)
     extras = ",".join(dict.fromkeys(EXTRA_OF[name] for name in names if name in EXTRA_OF))
     is_are = "is" if len(names) == 1 else "are"

@@ -50,7 +50,7 @@ SM100 = GpuFamily(
     ((10, 0), (10, 3)), 227, has_e4m3=True, has_tensor_memory=True, overlaps_launches=True, trtllm_backend="trtllm-gen"
 )
 SM120 = GpuFamily(((12, 0), (12, 1)), 99, has_e4m3=True, overlaps_launches=True, trtllm_backend="xqa")
-# GPUs that the lab does not know: the least that a GPU since SM90 has.
+# Unknown GPUs: the features that every GPU since SM90 has.
 OTHER = GpuFamily((), 99, has_e4m3=True, overlaps_launches=True)
 FAMILIES = (SM80, SM86, SM89, SM90, SM100, SM120, OTHER)
 INTERPRETED = SM90  # Triton's interpreter on a CPU runs the code for SM90
@@ -59,16 +59,14 @@ OLDEST = SM80.capabilities[0]
 
 @dataclass(frozen=True)
 class Datasheet:
-    """A vendor's figures: memory bandwidth in GB/s (10**9), and dense bf16 matrix rate in TFLOP/s; None if the vendor states
-    none.
-    """
+    """A vendor's figures: memory bandwidth in GB/s (10**9) and dense bf16 matrix rate in TFLOP/s, None if not stated."""
 
     bandwidth_gbps: float
     matrix_rate_tflops: float | None
     source: str
 
 
-# By CUDA's name of the GPU. Rates are without sparsity. A GPU that is not listed has no figures: none is made up.
+# By CUDA's name of the GPU. Rates are without sparsity. A GPU that is not listed has no figures.
 DATASHEETS = {
     # https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf
     "NVIDIA A100-SXM4-80GB": Datasheet(2039, 312, "NVIDIA A100 Tensor Core GPU datasheet, SXM4 80 GB"),

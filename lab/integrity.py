@@ -42,9 +42,9 @@ WATCHED = (
     "torch.linalg",
     "torch.nn.functional",
 )
-# Classes whose methods are watched, besides those that the modules define.
+# Classes whose methods are watched, in addition to the classes that the modules define.
 CLASSES = (torch.Tensor, torch.Generator, torch.cuda.Event, torch.cuda.Stream, torch.cuda.CUDAGraph)
-# Operators that a comparison is made of; torch.library can put other kernels in their place.
+# Operators that comparisons use; torch.library can replace their kernels.
 OPERATORS = (
     "abs",
     "all",
@@ -61,11 +61,11 @@ OPERATORS = (
     "sub",
 )
 OF_CLASSES = tuple(f"{cls.__module__}.{cls.__qualname__}" for cls in CLASSES)
-# Prefixes of variables that make any kernel another.
+# Prefixes of environment variables that change how any kernel is compiled.
 COMPILERS = ("TRITON_", "DISABLE_PTXAS", "PTXAS_", "NVCC_", "LLVM_")
 SHOWN = 3  # changes that a sentence names
 PLAIN = (int, float, str, bytes, bool, type(None), torch.dtype)
-# Names that change by themselves: Python's own, and what torch.compile wraps.
+# Names that change without a kernel's doing: Python's own names, and names that torch.compile wraps.
 PASSING = (
     "__builtins__",
     "__warningregistry__",
@@ -84,17 +84,13 @@ class ChangedBindingsError(RuntimeError):
 class Bindings:
     """The recorded functions and settings, by a path such as "lab.references.errors.relative_l2"."""
 
-    held: tuple[tuple[str, Mapping[str, Any], str, Any], ...]  # path, where the name is looked up, the name, its object
-    functions: tuple[
-        tuple[str, types.FunctionType, tuple[Any, ...]], ...
-    ]  # path, function, what in it can be exchanged
+    held: tuple[tuple[str, Mapping[str, Any], str, Any], ...]  # path, mapping that holds the name, name, object
+    functions: tuple[tuple[str, types.FunctionType, tuple[Any, ...]], ...]  # path, function, its replaceable parts
     constants: tuple[tuple[str, Any, tuple[Any, ...]], ...]  # path, a list or dict of plain values, its items
-    settings: Mapping[str, Any]  # of the process, by name
+    settings: Mapping[str, Any]  # settings of the process by name
 
     def changes(self) -> list[str]:
-        """Return the names of functions and settings that have changed since they were recorded; new names do not count. It
-        takes some milliseconds.
-        """
+        """Return the names of changed objects and settings; new ones are no change. This takes some milliseconds."""
         now = dict(_settings())
         return [
             *(path for path, holder, name, value in self.held if holder.get(name) is not value),
@@ -137,7 +133,7 @@ def bindings() -> Bindings:
 
 
 def _held_by(owner: str, holder: Any) -> list[tuple[str, Mapping[str, Any], str, Any]]:
-    # What modules other than the lab's hold besides functions is their state.
+    # Objects other than functions in modules outside the lab are state, which may change.
     names, is_lab = vars(holder), owner.partition(".")[0] == "lab"
     return [
         (f"{owner}.{name}", names, name, value)
@@ -184,9 +180,7 @@ def _contents(cell: Any) -> Any:
 
 
 def _is_constant(value: Any) -> bool:
-    """Return True if a value is a list or a dict of plain values. Other lists and dicts are caches and registries, which may
-    grow.
-    """
+    """Return True for a list or dict of plain values. Other lists and dicts are caches and registries, which grow."""
     if isinstance(value, dict):
         return all(isinstance(each, PLAIN) for each in (*value, *value.values()))
     return isinstance(value, list) and all(isinstance(each, PLAIN) for each in value)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-INTERPRETER = "triton.runtime.interpreter"  # Triton imports it where its kernels are to be interpreted, and only there
+INTERPRETER = "triton.runtime.interpreter"  # Triton imports it only if its kernels are interpreted
 
 
 class LanguagePatches:
@@ -26,7 +26,7 @@ class LanguagePatches:
         self._modules: set[str] | None = None  # None: no launch is running
 
     def launch(self, executor: Any, *args: Any, **kwargs: Any) -> None:
-        """Run a grid as the interpreter's own `GridExecutor.__call__` does."""
+        """Run a grid like the interpreter's own `GridExecutor.__call__`."""
         self._modules = set()
         try:
             self._launch(executor, *args, **kwargs)
@@ -34,8 +34,7 @@ class LanguagePatches:
             self._modules = None
 
     def patch_language(self, fn: Callable[..., Any]) -> Any:
-        """Patch the language functions that the module of a kernel or device function uses, unless this launch has already done
-        so.
+        """Patch the language for a function's module, unless the running launch has already patched it.
 
         Returns:
             The function that restores the language after a launch; None if nothing was patched.

@@ -1,4 +1,4 @@
-"""Load an implementation by the name of its module or the path of its file.
+"""Loading of an implementation by the name of its module or the path of its file.
 
 This module imports only the standard library.
 """
@@ -14,9 +14,7 @@ from typing import Any
 
 
 class LoadError(ImportError):
-    """An implementation cannot be imported. The message has the reason, and the line of the implementation that raised the
-    error.
-    """
+    """An implementation cannot be imported. The message has the reason and the line of its code that raised."""
 
 
 def load(name: str) -> Any:
@@ -34,7 +32,7 @@ def load(name: str) -> Any:
             raise FileNotFoundError("a file's name ends in .py, and a module's has dots")
         loaded = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
         return functools.reduce(getattr, filter(None, attribute.split(".")), loaded)
-    except (Exception, SystemExit) as error:  # a stranger's code may raise anything
+    except (Exception, SystemExit) as error:  # foreign code may raise anything
         raise LoadError(f"{name} cannot be imported: {_sentence(error)}") from error
 
 
@@ -50,7 +48,7 @@ def _import_file(path: Path) -> ModuleType:
         sys.path.insert(0, str(root))
     if len(names) > 1:
         return importlib.import_module(".".join(names))
-    # A file in no package may have the name of another module, such as `math.py`: it is registered by its path.
+    # A file in no package is registered by its path, because it may have another module's name, such as `math.py`.
     name = f"file {path}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)

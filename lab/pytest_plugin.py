@@ -1,7 +1,6 @@
 """The lab's pytest plugin: one test for each check of each function of a kernel, and a fixture for other tests.
 
-pytest loads the plugin wherever the lab is installed: `pytest --lab-judge my.kernel`. Importing this module does not import
-torch.
+pytest finds the plugin wherever the lab is installed: `pytest --lab-judge my.kernel`. Importing this module imports no torch.
 """
 
 import argparse
@@ -24,13 +23,13 @@ if TYPE_CHECKING:
 
 OPTION = "--lab-judge"
 PREFIX = "--lab-"
-DISCOVERING_CHECK = "K1"  # finds the axes that a function takes which declines most cases
-TAKEN = "axes that a kernel takes"  # the property, in pytest's report, of a test that was judged on these alone
+DISCOVERING_CHECK = "K1"  # for a function that declines most cases, this check finds the supported axes
+TAKEN = "axes that a kernel takes"  # property in pytest's report: the test was judged only on the supported axes
 
 
 @pytest.fixture(scope="session")
 def assert_close_to_reference() -> Callable[..., None]:
-    """Return `lab.references.assert_close_to_reference`, which checks a kernel's output from the arguments of its call."""
+    """Return `lab.references.assert_close_to_reference`, which checks a kernel's output against its call's arguments."""
     from lab.references import assert_close_to_reference
 
     return assert_close_to_reference
@@ -91,7 +90,7 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
             os.environ.setdefault("TRITON_INTERPRET", "1")
         from lab.checks.run.support_protocol import resolve_refusals
 
-        options = vars(config.option).items()  # those of other plugins among them
+        options = vars(config.option).items()  # includes the options of other plugins
         ranges = ranges_of({name.removeprefix("lab_"): value for name, value in options if name.startswith("lab_")})
         named = config.option.lab_refusals
         refusals = None if named is None else resolve_refusals(named)
@@ -125,7 +124,7 @@ class JudgedKernel(pytest.Collector):
         super().__init__(**node)
         self.ranges, self.offered, self.refusals = ranges, offered, refusals
         self._ranges: dict[Interface, Ranges] = {}
-        self._judged: dict[Interface, bool] = {}  # whether some check judged a case of a function, as far as is known
+        self._judged: dict[Interface, bool] = {}  # by function: whether some check judged a case, as far as known
 
     def collect(self) -> Sequence["CheckOfFunction"]:
         """Return a test for each check of each function."""
@@ -139,16 +138,16 @@ class JudgedKernel(pytest.Collector):
         ]
 
     def ranges_of(self, interface: "Interface") -> "Ranges":
-        """Return the ranges on which a function is judged: the requested ranges, or those that it accepts if it declines most
-        cases.
-        """
+        """Return the ranges that a function is judged on: only its supported ranges if it declines most cases."""
         from lab.workloads.interfaces import ATTENTION
 
         if interface not in self._ranges:
             narrowed: dict[Interface, Ranges] = {}
             if interface in ATTENTION:
                 narrowed = dict(self._judge(DISCOVERING_CHECK, interface, self.ranges, drawn=0).narrowed)
-                self._judged.setdefault(interface, False)  # no check judges a function that takes no plain call
+                self._judged.setdefault(
+                    interface, False
+                )  # a function that declines every plain call is judged by no check
             self._ranges[interface] = narrowed.get(interface, self.ranges)
         return self._ranges[interface]
 

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
     from lab.workloads.geometries import Geometry
 
-SEEDS = 100_000  # of cases, that a seed of ranges has
+SEEDS = 100_000  # number of case seeds per seed of `Ranges`
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn", "nvfp4": "uint8"}  # names in torch
-PAIRS = ("bf16/bf16", "fp16/fp16", "bf16/e4m3", "fp16/e4m3")  # of the query and the cache
+PAIRS = ("bf16/bf16", "fp16/fp16", "bf16/e4m3", "fp16/e4m3")  # dtypes of the query and the cache
 LAYOUTS = ("HND", "NHD")
 
 
@@ -57,7 +57,7 @@ def _is_whole(value: Any, least: int) -> bool:
 
 
 def _is_latent(value: Any) -> bool:
-    """Return True if V can be the first part of a latent entry."""
+    """Return True for a pair (head_dim, v_head_dim) in which V can be the first part of a latent entry."""
     is_pair = isinstance(value, tuple) and len(value) == 2 and all(_is_whole(each, 2) for each in value)
     return is_pair and value[1] <= value[0]
 
@@ -208,7 +208,7 @@ class Ranges:
         ((80, 64), (576, 512)),
         LATENT,
         "head_dim and v_head_dim of MLA, such as 576/512",
-        beyond=((64, 64), (320, 256)),  # the first without a rotary part
+        beyond=((64, 64), (320, 256)),  # (64, 64) has no rotary part
         likely=((576, 512),),
     )
     mla_heads: tuple[int, ...] = _several(
@@ -248,9 +248,7 @@ class Ranges:
         return short_repr(self)
 
     def widened(self, name: str) -> tuple[Any, ...]:
-        """Return the values of a field; if they are the default values, add the unusual values that only some
-        kernels accept.
-        """
+        """Return the values of a field; a field with its default values also gets the values of `Option.beyond`."""
         values: tuple[Any, ...] = getattr(self, name)
         option = OPTIONS[name]
         beyond = map(dtypes_of, option.beyond) if option.kind is DTYPE_PAIR else option.beyond
@@ -272,9 +270,7 @@ class Ranges:
 
     @property
     def tiny(self) -> str:
-        """Return the name of a small geometry within the ranges: "tiny", with its numbers replaced where the
-        ranges lack them.
-        """
+        """Return the name of a small geometry within the ranges: "tiny", with each number outside the ranges replaced."""
         from lab.workloads.geometries import geometry, tiny
 
         usual = geometry("tiny")
@@ -308,7 +304,7 @@ OPTIONS: Mapping[str, Option] = {each.name: each.metadata["option"] for each in 
 
 
 def ranges_of(chosen: Mapping[str, Any]) -> Ranges:
-    """Return the default ranges, narrowed by the options of the same names. An option that is None or absent was not given.
+    """Return the default ranges, narrowed by the options of the fields' names. None or absent means not given.
 
     Raises:
         ValueError: `Ranges` refuses the values.

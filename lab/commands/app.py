@@ -45,12 +45,12 @@ def common(
         sys.path.insert(0, os.getcwd())
 
 
-# Panels of the help.
+# Headings of the panels in the help.
 JUDGING, TIMING, RECORDED = "Is it right?", "Is it fast?", "What was recorded"
 app.command(rich_help_panel=JUDGING)(judge)
 app.command(rich_help_panel=JUDGING)(checks)
 app.command(rich_help_panel=JUDGING)(implementations)
-# `lab bench` hands every option but its own to pytest.
+# `lab bench` passes every option except its own to pytest.
 app.command(rich_help_panel=TIMING, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench)
 app.command(rich_help_panel=TIMING)(ab)
 app.command(rich_help_panel=TIMING)(dry_run)
@@ -58,7 +58,7 @@ app.command(rich_help_panel=RECORDED)(compare)
 app.command(rich_help_panel=RECORDED)(releases)
 app.command(rich_help_panel=RECORDED)(report)
 app.command(rich_help_panel=RECORDED)(html)
-# Commands of the folders of a checkout, which a wheel has not.
+# Commands of a checkout's other folders, which a wheel does not contain.
 for of_checkout in entry_points(group="lab.commands"):
     with suppress(ModuleNotFoundError):
         command = of_checkout.load()

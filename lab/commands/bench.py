@@ -9,7 +9,7 @@ import lab
 from lab.commands.options import refuse
 from lab.exit_status import ExitStatus
 
-# By pytest's own status, 0 to 5.
+# Index: pytest's own exit status, 0 to 5.
 STATUS_BY_PYTEST = (
     ExitStatus.DONE,  # all passed
     ExitStatus.WRONG,  # some failed

@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from lab.checks.parameters.coverage import Coverage
     from lab.checks.run.judge_run import Progress
 
-POLL_INTERVAL_S = 0.3  # of a file that is watched
-# Parameters that go with --case.
+POLL_INTERVAL_S = 0.3  # between two looks at a watched file
+# Parameters that --case accepts.
 OF_ONE_CASE = {"implementation", "device", "in_process", "time_limit_s", "case", "watch"}
-# And with --calls.
+# Parameters that --calls accepts.
 OF_CALLS = OF_ONE_CASE | {"calls", "workers", "most_seconds", "out", "first_failure", "refusals", "e4m3_arithmetic"}
 
 
 def _seconds(text: str) -> float:
-    """Read a time such as 90s, 10m or 2h; raise BadParameter for any other text."""
+    """Return the seconds of a text such as 90s, 10m or 2h; raise BadParameter for any other text."""
     if not (found := re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)):
         raise typer.BadParameter(f"{text} is no time: a number and s, m or h, such as 90s, 10m or 2h")
     return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
@@ -217,7 +217,7 @@ def _refuse_options_without(context: typer.Context, allowed: Collection[str], se
 
 
 def _report_and_number(case: str) -> tuple[Path, int]:
-    """Return the path and the number of "REPORT.json#17", or end the command if the text is not of that form."""
+    """Return the path and the number of "REPORT.json#17". End the command if the text does not have this form."""
     path, _, number = case.rpartition("#")
     if not path or not number.isdecimal():
         refuse(f"--case {case} names no case of a report: give its file and number, such as report.json#17")

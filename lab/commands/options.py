@@ -32,7 +32,7 @@ def refuse(sentence: str, status: ExitStatus = ExitStatus.MISUSED) -> NoReturn:
 
 
 def _parsed(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a parser of typer's, which raises BadParameter where `read` raises ValueError."""
+    """Return a parser for typer that calls `read` and turns its ValueError into BadParameter."""
 
     def parse(text: str) -> Any:
         try:
@@ -135,7 +135,7 @@ def requests_of(path: Path | None) -> "list[TracedRequest]":
 
 
 def trace_name(path: Path | None) -> str:
-    """Return the name of a trace for a recording; None is the lab's own trace."""
+    """Return the name of a trace for a recording. None stands for the lab's own trace."""
     return "synthetic_chat.jsonl, the lab's own" if path is None else path.name
 
 
@@ -181,7 +181,7 @@ def prepare_machine(device: str | None = None) -> None:
     Triton reads the setting at its import, so a command must import Triton after this call.
 
     Args:
-        device: where the command's kernels run, such as "cuda:1"; None for a GPU if there is one.
+        device: where the command's kernels run, such as "cuda:1"; None stands for a GPU if there is one.
     """
     import torch
 

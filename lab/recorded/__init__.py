@@ -1,7 +1,6 @@
 """Read recorded attention calls of an engine.
 
-A recording has no histories of its requests' tokens. A call is judged by its own page table, so that a wrong table is not
-found.
+A recorded call has no history of its requests' tokens. It is judged by its own page table, so a wrong table is not detected.
 """
 
 from lab.recorded.call import RecordedCall, RecordingError

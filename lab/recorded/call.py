@@ -44,9 +44,7 @@ class RecordedCall:
             )
 
     def arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments of the call for an implementation: without the workspace, and with empty
-        output buffers.
-        """
+        """Return keyword arguments for an implementation: without the workspace, with uninitialised `out` and `lse`."""
         unwritten = {
             name: torch.empty_strided(each.shape, each.stride(), dtype=each.dtype)
             for name in RESULTS

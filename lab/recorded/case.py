@@ -9,13 +9,13 @@ from lab.recorded.call import RecordedCall, RecordingError
 from lab.recorded.flashinfer_dumps import DumpedCall, dumped_calls
 from lab.workloads.interfaces import Interface
 
-NAME_OF_OUTPUTS = "lab.recorded:OUTPUTS"  # by which the judge imports it
+NAME_OF_OUTPUTS = "lab.recorded:OUTPUTS"  # the judge imports the recorded outputs by this name
 _NUMBERED = re.compile(r"(.+)#(\d+)")
 
 
 @dataclass(frozen=True)
 class RecordedCase:
-    """A recorded call. Its `repr` is an expression that makes it again.
+    """A recorded call. Its `repr` is an expression that makes an equal object.
 
     Attributes:
         interface: the function that was called.
@@ -75,7 +75,7 @@ def recorded_cases(recording: Path | str) -> list[RecordedCase]:
         raise RecordingError(f"{folder} is no folder of recorded calls")
     judged = {each.value for each in Interface}
     calls = [call for call in dumped_calls(folder) if call.function in judged or not call.function]
-    cases = [  # a call with a damaged record stands among the decode calls, and is declined
+    cases = [  # a call with a damaged record counts as a decode call, and is declined
         RecordedCase(Interface(call.function or Interface.DECODE), str(call.path), number, call.time, call.replay)
         for number, call in enumerate(calls, start=1)
     ]

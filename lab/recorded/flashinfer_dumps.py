@@ -28,7 +28,7 @@ LOST = {
     "torch": "FlashInfer copies a tensor to an address of its own, so that offsets and alignment are lost",
     "safetensors": "FlashInfer makes tensors contiguous for safetensors, so that strides, offsets and alignment are lost",
 }
-# What torch, pickle and safetensors raise for a damaged file.
+# The errors that torch, pickle and safetensors raise for a damaged file.
 DAMAGED = (EOFError, KeyError, OSError, OverflowError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError)
 _ARGUMENT = re.compile(r"(arg_(?P<index>\d+)|kwarg_(?P<name>\w+?))(__\d+)*")
 
@@ -65,7 +65,7 @@ class DumpedCall:
         given = _arguments(self.path, record, function, inputs)
         outputs = _tensors(self.path, "outputs") if _tensor_file(self.path, "outputs") else {}
         lse = outputs.get("result_1")
-        if outputs and lse is None and self.replay:  # the arguments are copied after a replay, and before an eager call
+        if outputs and lse is None and self.replay:  # arguments are copied after a replay, but before an eager call
             lse = given.get("lse")
         versions = {str(name): str(version) for name, version in _mapping(record.get("versions")).items()}
         lost = (LOST["safetensors" if record.get("tensor_format") == "safetensors" else "torch"],)
@@ -158,9 +158,7 @@ def _arguments(
 
 
 def _parameters(record: Mapping[str, Any], function: AttentionCall) -> Sequence[str]:
-    """Return the names of the function's parameters in the recorded release of FlashInfer, else in the release that the lab
-    models.
-    """
+    """Return the parameter names of the recorded signature; without a readable one, those of the lab's model."""
     try:
         (definition,) = ast.parse(f"def call{record.get('function_signature')}: ...").body
     except (SyntaxError, ValueError, RecursionError):

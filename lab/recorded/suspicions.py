@@ -83,7 +83,7 @@ def _shared_tails(problem: PagedAttention) -> Iterator[str]:
 
 
 def _non_finite(problem: Problem, request: int, history: History) -> Iterator[Place]:
-    """Yield each token of a request's K and V that holds a non-finite element."""
+    """Yield each token of a request's K and V that contains a non-finite element."""
     for side, values in zip("KV", history, strict=True):
         wide = values.to(torch.float32)
         for token, head in (~wide.isfinite()).any(dim=-1).nonzero().tolist():
@@ -131,7 +131,7 @@ def origins_of_non_finite(problem: Problem, out: torch.Tensor) -> list[str]:
 
 
 def _visible(problem: Problem, request: int, q_len: int, kv_len: int) -> torch.Tensor:
-    """Return the keys that each row of a request sees, bool [q_len, kv_len]."""
+    """Return the mask of the keys that each row of a request sees, bool [q_len, kv_len]."""
     first = kv_len - q_len
     mask = problem.mask if isinstance(problem, PagedAttention) else None
     visible = visible_keys(

@@ -1,4 +1,4 @@
-"""Compare two reports of the judge: which cases are newly wrong, newly declined or repaired after a change.
+"""Comparison of two reports of the judge: the cases that are newly wrong, newly declined or repaired after a change.
 
     lab compare BEFORE.json AFTER.json
 
@@ -6,8 +6,11 @@ The two reports may be from two releases of a package, two commits, two GPUs or 
 function, case and axes. The reports have all cases in common only if both were judged at the same level, on the same axes and
 with the same seed. A report has no times; `lab.reports.compare` compares the times of recorded runs.
 
-Exit status, the first that holds: 2    a file is not a report of the judge 1    a case is newly wrong or newly declined 125  no
-case is in both reports, a report left cases out, or the reports differ in level, checks, axes or seed 0    otherwise
+Exit status, the first that holds:
+    2    a file is no report of the judge
+    1    a case is newly wrong or newly declined
+    125  no case is in both reports, a report left cases out, or the reports differ in level, checks, axes or seed
+    0    otherwise
 
 A case that only one report has does not change the exit status, because K18 chooses some cases by what a kernel accepts.
 """
@@ -29,7 +32,7 @@ from lab.reports.tables import Cell, Columns, TableReport, make_table, number, w
 from lab.wording import counted
 
 BAD = (*BROKEN, Outcome.KNOWN)
-# That two reports share if each judged the whole of the same.
+# Two complete reports of the same judgement agree in these settings.
 SETTINGS = ("level", "seed", "ranges", "checks", "left_out")
 
 
@@ -209,9 +212,7 @@ def _where(pairs: Sequence[CasePair], change: VerdictChange) -> str:
 
 
 def _reasons(row: ChangedCases, after: Path) -> Iterator[str]:
-    """Yield the most frequent reason in the second report, the number of cases with other reasons, and a command that
-    reproduces a case.
-    """
+    """Yield the most frequent reason in AFTER for a row's cases, and a command that reproduces one case with this reason."""
     reasons = grouped(
         (next(filter(None, (*now.judged.wrongs, *now.judged.declines, now.finding)), ""), now)
         for now in (pair.after for pair in row.pairs)

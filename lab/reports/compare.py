@@ -51,17 +51,17 @@ from lab.timing.roofline import why_impossible
 from lab.timing.statistics import BETWEEN_RUNS, Rule, SampleComparison, Speed, compare_runs
 from lab.wording import counted
 
-# An NVIDIA GPU moves its SM clock in steps of 15 MHz, 0.8 % of 1980: a few steps are no other state, a power cap is.
+# An NVIDIA GPU moves its SM clock in steps of 15 MHz (0.8 % of 1980 MHz). A few steps are the same state; a power cap is not.
 CLOCK_TOLERANCE_PERCENT = 3.0
-# Of `lab.provenance.environment`: facts that must agree for times to be comparable.
+# Facts of `lab.provenance.environment` that must agree for times to be comparable.
 MUST_AGREE = {
     "GPU": ("gpu",),
     "power limit": ("nvidia_smi", "power.limit"),
     "maximum SM clock": ("nvidia_smi", "clocks.max.sm"),
 }
-# Rows of one name with other numbers here did other work.
+# Rows with the same name did different work if one of these facts differs.
 WORK = ("requests", "query_tokens", "kv_tokens", "bytes_moved", "operations")
-# What changed comes first, what stayed as it was comes last; None is a row that was refused.
+# The order of rows: changed rows first, unchanged rows last. None stands for a refused row.
 CHANGED_FIRST = (Speed.SLOWER, Speed.FASTER, Speed.UNSURE, None, Speed.SAME)
 
 RowsOfSide = Mapping[Identity, Sequence[Row]]  # rows of GPU time by what they measure, one row per repeated run
@@ -82,7 +82,7 @@ class RowComparison:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """All rows of two sides.
+    """Result of the comparison of two sides.
 
     Attributes:
         rows: the pairs of rows, changed pairs first.
@@ -103,7 +103,7 @@ class RunComparison:
 
     @property
     def summary(self) -> str:
-        """Return the number of rows by verdict, and the mean change of the compared rows."""
+        """Return the number of rows of each verdict, and the geometric mean of after over before of the compared rows."""
         counts = Counter(samples.speed for samples in self.compared)
         rest = {"refused": self.refused, "missing": self.missing, "new": self.added}
         words = [f"{counts[speed]} {speed.name}" for speed in Speed]
@@ -283,7 +283,7 @@ def _refuse_other_machines(runs: Sequence[RecordedRun]) -> None:
 
 
 def _compare_sides(before: RowsOfSide, after: RowsOfSide, rule: Rule) -> RunComparison:
-    # A row that exists by another method only is refused, with its name: that is more than a missing row.
+    # A row that AFTER measured by another method only is refused by name: that says more than "missing".
     by_another_method = {_apart_from_method(each): each for each in after if each not in before}
     others = {each: each if each in after else by_another_method.get(_apart_from_method(each)) for each in before}
     rows = [
@@ -313,9 +313,7 @@ def _limits_of(rows: Sequence[Row]) -> str:
 
 
 def _doubted(samples: SampleComparison, before: Sequence[Row], after: Sequence[Row]) -> SampleComparison:
-    """Return the comparison, UNSURE if a limit may have caused its verdict. A limit only slows a side down, so verdicts in the
-    opposite direction remain.
-    """
+    """Make a verdict UNSURE if a limit may have caused it. A limit only slows a side, so the opposite verdict stands."""
     limits = {"before": _limits_of(before), "after": _limits_of(after)}
     clocks_differ = any(_clock_differences(one, other, "sm_clock_mhz", "SM") for one in before for other in after)
     doubted = {

@@ -21,18 +21,16 @@ from lab.wording import counted
 if TYPE_CHECKING:
     from rich.console import Console
 
-OVER_E4M3 = str(Literal("kv_dtype", "==", "e4m3"))  # in the rule of a region
+OVER_E4M3 = str(Literal("kv_dtype", "==", "e4m3"))  # this condition in the failure rule of a region
 SHOWN_EXAMPLES = 3  # regions whose smallest case is shown
-SHOWN_CHARACTERS = 160  # of a refusal
+SHOWN_CHARACTERS = 160  # longest text of a refusal
 SHOWN_DECLINES = 5
 SHOWN_REMARKS = 8
 SHOWN_BLIND_SPOTS = 10
 
 
 def summary(report: Report) -> Iterator[str]:
-    """Yield the answer and, for each region of wrong results, its counts, its smallest case and the command that judges it
-    again.
-    """
+    """Yield the answer. Then yield, for each region of wrong results, its counts and its smallest case."""
     found = report.diagnosis
     yield found.sentence
     for place, region in enumerate(found.regions):
@@ -95,7 +93,7 @@ def check_table(report: Report) -> Table:
     where = report.environment.get("gpu") or report.device
     columns: Columns = {
         "check": lambda row: words(f"{row.check} {names.get(row.check, '')}"),
-        "function": lambda row: words(row.interface.name.lower()),  # its whole name leaves a narrow terminal no room
+        "function": lambda row: words(row.interface.name.lower()),  # the full name is too wide for a narrow terminal
         "verdict": lambda row: words(_verdict(row.counts, row.outcome), row.outcome.value),
         "cases": lambda row: number(len(row.verdicts)),
         "declined": lambda row: number(row.counts.get(Outcome.DECLINED, 0)),
@@ -133,9 +131,7 @@ def coverage_notes(coverage: Coverage) -> Iterator[str]:
 
 
 def reproduction(verdict: CaseVerdict) -> str:
-    """Return a shell command that judges a case again, by its number in the report's file, or else with the whole case written
-    out.
-    """
+    """Return a shell line that judges a case again: by its number in a report's file, or with the case written out."""
     if isinstance(verdict.case, RecordedCase):
         implementation = "" if verdict.implementation == NAME_OF_OUTPUTS else f" {shlex.quote(verdict.implementation)}"
         return f"lab judge{implementation} --calls {shlex.quote(verdict.case.address)}"
@@ -164,7 +160,7 @@ def _example(smallest: CaseResult) -> Iterator[str]:
 
 
 def _of_recorded_calls(report: Report) -> Iterator[str]:
-    """Yield the first wrong call of each function, what the verdicts remark, and what a recorded call cannot show."""
+    """Yield the first wrong call of each function, the remarks of the verdicts, and what a recorded call cannot show."""
     first: dict[str, RecordedCase] = {}
     for verdict in report.wrong:
         if isinstance(verdict.case, RecordedCase):

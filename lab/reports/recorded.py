@@ -20,14 +20,14 @@ from lab.timing.method import Clock
 from lab.timing.statistics import IN_TURNS, Speed, compare_samples
 
 GPU_CLOCKS = frozenset(clock.value for clock in Clock)
-# Two rows that agree in these names of `extra_info` are the same measurement. How it was timed is part of it.
+# Two rows measure the same thing if their `extra_info` agrees in these names and in `TIMED_BY`.
 SETTINGS = ("implementation", "page_size", "dtype", "kv_dtype")
 TIMED_BY = ("clock", "l2")
 MODULE_PREFIX = "lab.kernels."
-# A launch alone takes one to two microseconds: time over a floor shorter than this means nothing, and has no bar.
+# A launch alone takes one to two microseconds, so time over a shorter floor means nothing and is not drawn.
 LEAST_FLOOR_US = 1.0
 MOST_NAMES = 3
-# Of `lab.provenance.environment`: heading, and the keys of its value from the outside in.
+# Facts of `lab.provenance.environment`: the heading, and the keys that lead to the value, the outermost key first.
 FACTS: dict[str, tuple[str, ...]] = {
     "GPU": ("gpu",),
     "multiprocessors": ("multiprocessors",),
@@ -42,12 +42,12 @@ FACTS: dict[str, tuple[str, ...]] = {
     "Python": ("python",),
 }
 
-# Those of them that a comparison shows, besides the packages.
+# The facts that a comparison shows, in addition to the packages.
 SHOWN = ("GPU", "commit", "driver", "CUDA", "Python")
 
 Group = TypeVar("Group")
 Member = TypeVar("Member")
-# Names and values, scenario first.
+# What a row measures and how, as (name, value) pairs, the scenario first.
 Identity = tuple[tuple[str, str], ...]
 
 
@@ -107,7 +107,7 @@ def value_at(mapping: Any, keys: Sequence[str]) -> Any:
 
 
 def grouped(pairs: Iterable[tuple[Group, Member]]) -> dict[Group, list[Member]]:
-    """Return the members of (group, member) pairs by group, both in the order of the pairs."""
+    """Group (group, member) pairs. Groups and members keep the order of the pairs."""
     found: dict[Group, list[Member]] = {}
     for group, member in pairs:
         found.setdefault(group, []).append(member)
@@ -191,9 +191,7 @@ class Row:
 
     @property
     def identity(self) -> Identity:
-        """Return the settings that identify the measurement: rows with equal identities measure the same work by the same
-        method.
-        """
+        """Return the settings that two rows share if they measure the same thing in the same way."""
         named = {key: str(self.facts[key]) for key in SETTINGS + TIMED_BY if self.facts.get(key) is not None}
         return (("scenario", self.scenario), *named.items())
 
@@ -282,7 +280,7 @@ class RecordedRun:
 
     @property
     def rows_without_clock(self) -> tuple[Row, ...]:
-        """Return the rows whose clock is not recorded, or unknown."""
+        """Return the rows whose clock is unknown or not recorded."""
         return tuple(row for row in self.rows if not row.is_gpu_time and row.facts.get("clock") != "host")
 
 

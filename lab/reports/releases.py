@@ -31,11 +31,11 @@ from lab.reports.html.findings import slug
 from lab.reports.recorded import FileKind, RecordedFile, grouped, read_file
 from lab.reports.tables import Cell, TableReport, make_table, words
 
-CaseKey = tuple[str, ...]  # of a case: the axes, the check, the function, the case
+CaseKey = tuple[str, ...]  # axes, check, function and case
 Verdicts = Mapping[CaseKey, CaseVerdict]
 Files = Sequence[RecordedFile]
 NUMBERED = re.compile(r"^## (\d+\. .*)$", re.MULTILINE)
-CITED = "; "  # between the findings that a case cites
+CITED = "; "  # separates the findings that a case cites
 STYLES = {"present": "slower", "absent": "faster", "not reachable": "unsure"}
 
 

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 ABSENT = "–"
-# Where the output is not a terminal its width is unknown; a row of a table fits in this.
+# The width for output that is not a terminal; a row of a table fits in it.
 WIDTH_WITHOUT_TERMINAL = 160
-SHOWN_DIGITS = 5  # significant ones; the page's cells hold the whole number too
+SHOWN_DIGITS = 5  # significant digits; the page's cells hold the whole number too
 WIDER_THAN_ANY = 10_000  # columns of a terminal
-MOST_LISTED = 8  # longer lists of numbers are samples, and stay in their file
-# In a terminal, by a cell's style; a page has classes of the same names.
+MOST_LISTED = 8  # longer lists of numbers are samples, which a table does not show
+# Terminal styles by a cell's style. A page has CSS classes of the same names.
 TERMINAL_STYLES = {
     "faster": "green",
     "slower": "red",
@@ -92,7 +92,7 @@ class Table:
     left_out: tuple[str, ...] = ()
 
 
-Columns = Mapping[str, Callable[[Any], Cell]]  # by heading, the cell of a record
+Columns = Mapping[str, Callable[[Any], Cell]]  # by heading, a function that makes a record's cell
 
 
 def words(value: Any, style: str = "") -> Cell:
@@ -285,9 +285,7 @@ class TableReport:
     exit_status: ExitStatus = ExitStatus.DONE
 
     def show(self, json_to: str | None = None, markdown_to: str | None = None) -> None:
-        """Print the report, or write it as JSON or Markdown. The path "-" means standard output, where nothing else is then
-        printed.
-        """
+        """Print the report, or write it as JSON or Markdown. The target "-" is the standard output."""
         for target, written in ((json_to, self.json), (markdown_to, self.markdown)):
             if target == "-":
                 print(written(), end="")

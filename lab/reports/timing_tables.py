@@ -22,7 +22,7 @@ def _word(key: str) -> Callable[[Row], Cell]:
     return lambda row: words(row.facts.get(key))
 
 
-# A column each in a table of one run, unless they are the same in all rows; then they are a note.
+# Columns of a table of one run. A setting that is the same in all rows becomes a note.
 SETTINGS: Columns = {
     "timed by": lambda row: words(row.timed_by),
     "page size": _fact("page_size", 0),
@@ -80,9 +80,7 @@ def _median(row: Row) -> Cell:
 
 
 def narrow_columns(settings: Sequence[str]) -> Columns:
-    """Return the columns of the Markdown report: `GPU_COLUMNS` with shares and bounds in brackets, and these of
-    the `SETTINGS`.
-    """
+    """Return the columns of a Markdown report: `GPU_COLUMNS` with kernels, shares and bounds in brackets, and `settings`."""
     return {
         "scenario": GPU_COLUMNS["scenario"],
         "implementation": _noted("implementation", "kernel"),
@@ -144,7 +142,7 @@ def fastest_sentence(runs: Sequence[RecordedRun]) -> str:
     """
     compared_by_run = [[each for each in run.rivals if each.speeds] for run in runs]
     compared = [rivals for of_run in compared_by_run for rivals in of_run]
-    # The first is the fastest only if the second is slower by the lab's rule.
+    # The first implementation is the fastest only if the second one is SLOWER by the lab's rule.
     wins = Counter(rivals.rows[0].implementation for rivals in compared if rivals.speeds[0] is Speed.SLOWER)
     numbers = [f"{name} in {count}" for name, count in wins.most_common()]
     if wins.total() < len(compared):
@@ -162,8 +160,7 @@ def _median_of(implementation: str, rivals: Rivals) -> Cell:
 
 
 def side_by_side_table(run: RecordedRun, name: str = "") -> Table:
-    """Make a table of each scenario's medians, with one column per implementation; it has no rows for fewer than three
-    implementations.
+    """Make a table of each scenario's medians, one column per implementation. Fewer than three give a table without rows.
 
     The column "fastest" names the fastest implementation, and those with the verdict SAME by the rule for interleaved samples.
     """
@@ -182,9 +179,7 @@ def side_by_side_table(run: RecordedRun, name: str = "") -> Table:
 
 
 def not_timed_table(run: RecordedRun, name: str = "") -> Table:
-    """Make a table of the implementations without a time, with one row per reason: a declined scenario, wrong results, or not
-    installed.
-    """
+    """Make a table of implementations that were not timed, one row per implementation and reason."""
     scenarios = grouped(
         ((each["implementation"].removeprefix(MODULE_PREFIX), each["reason"]), each["scenario"] or "all")
         for each in run.not_timed
@@ -208,9 +203,7 @@ def methods(rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 
 def ceiling_table(run: RecordedRun, name: str = "") -> Table:
-    """Make a table of the rates that the GPU reached in this run, and of its datasheet's rates; it has no rows if none were
-    recorded.
-    """
+    """Make a table of the memory and matrix rates that the run measured and that the vendor states; it may have no rows."""
     dtype = f" ({run.ceilings['matrix_dtype']})" if run.ceilings.get("matrix_dtype") else ""
     rates = {"memory, GB/s": "bandwidth_gbps", f"matrix units, TFLOP/s{dtype}": "matrix_rate_tflops"}
     columns: Columns = {

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 REPORT = "report.md"
 NO_PLOTS = "Plots need matplotlib: `pip install '.[plots]'`."
-# Rows in the order of these facts, so that the report does not depend on the order of the tests.
+# Rows are sorted by these facts, so that the report does not depend on the order of the tests.
 ORDER = (
     "mode",
     "geometry",
@@ -93,9 +93,7 @@ def can_plot() -> bool:
 
 
 def figures(run: RecordedRun) -> dict[str, "Figure"]:
-    """Draw the plots of a run, one set per method, and return them by file name. Rows without the numbers for a plot are left
-    out.
-    """
+    """Draw the plots of a run, one set per method, by file name. A plot leaves out rows that lack its numbers."""
     from lab.reports.pictures.timings import floor_figure, roofline_figure
 
     drawn: dict[str, Figure] = {}

@@ -16,12 +16,12 @@ from lab.timing.sampling import RefusedTimeError, Step
 
 BUFFER_BYTES = 8 * 2**20
 OLDEST_MAJOR = 13
-OUTSIDE = 2**40  # external correlation id of what goes before and after runs; those of runs count from 1
+OUTSIDE = 2**40  # external correlation id of work before and after runs; the ids of runs count from 1
 
 
 @dataclass(frozen=True)
 class Activity:
-    """A kernel, copy or fill on the GPU; times in nanoseconds of CUPTI's clock."""
+    """A kernel, copy or fill on the GPU. Times are nanoseconds of CUPTI's clock."""
 
     name: str
     start_ns: int
@@ -35,9 +35,7 @@ def span_us(activities: Iterable[Activity]) -> float:
 
 
 def busy_us(activities: Iterable[Activity]) -> float:
-    """Return the microseconds during which at least one activity ran: gaps do not count, and overlapping
-    activities count once.
-    """
+    """Return the time in µs during which at least one activity ran. Gaps do not count; overlaps count once."""
     total_ns, end_ns = 0, 0
     for each in sorted(activities, key=lambda activity: activity.start_ns):
         total_ns += max(0, each.end_ns - max(each.start_ns, end_ns))
@@ -46,7 +44,7 @@ def busy_us(activities: Iterable[Activity]) -> float:
 
 
 def record(steps: Iterable[Step]) -> list[list[Activity]]:
-    """Run steps one by one, and return each run's activities in the order of their starts.
+    """Run the steps in order, and return each run's activities sorted by start.
 
     The device is idle before each run. The activities of a step's `before` are not counted.
 
@@ -58,7 +56,7 @@ def record(steps: Iterable[Step]) -> list[list[Activity]]:
     kinds = cupti.ActivityKind
     devices = (kinds.CONCURRENT_KERNEL, kinds.MEMCPY, kinds.MEMSET)
     enabled = (kinds.RUNTIME, kinds.DRIVER, kinds.EXTERNAL_CORRELATION, *devices)
-    activities: list[tuple[int, Activity]] = []  # with their correlation ids
+    activities: list[tuple[int, Activity]] = []  # (correlation id, activity)
     run_of: dict[int, int] = {}  # by correlation id
 
     def completed(records: list[Any]) -> None:
@@ -81,7 +79,7 @@ def record(steps: Iterable[Step]) -> list[list[Activity]]:
         count = _run_all(cupti, steps)
         cupti.activity_flush_all(0)
     finally:
-        cupti.finalize()  # which also disables every kind
+        cupti.finalize()  # this also disables every kind
     runs: list[list[Activity]] = [[] for _ in range(count)]
     for correlation, activity in sorted(activities, key=lambda each: each[1].start_ns):
         run = run_of.get(correlation)

@@ -9,7 +9,7 @@ from typing import Any
 import pynvml
 import torch
 
-# Reasons that make a time wrong, by NVML's names. Idling, and clocks that someone set, do not.
+# Throttle reasons that make a time wrong, by NVML's names. Idle clocks and clocks that a user set do not make it wrong.
 HOLDING_BACK = {
     "SwPowerCap": "software power cap",
     "HwSlowdown": "hardware slowdown",
@@ -18,7 +18,7 @@ HOLDING_BACK = {
     "HwThermalSlowdown": "hardware thermal slowdown",
     "HwPowerBrakeSlowdown": "hardware power brake",
 }
-# Counters of the time that a limit held the clocks down; they see what falls between two readings.
+# Counters of the time during which a limit lowered the clocks. They also count times between two readings.
 LIMITS = {"power limit": pynvml.NVML_PERF_POLICY_POWER, "thermal limit": pynvml.NVML_PERF_POLICY_THERMAL}
 
 
@@ -38,9 +38,7 @@ class DeviceState:
     throttled_by: set[str] | None = None
 
     def facts(self) -> dict[str, Any]:
-        """Return the range of the SM clock and the maximum of each other reading, with units in the keys; None for an unknown
-        value.
-        """
+        """Return the range of the SM clock and the maximum of every other reading. Keys name units; None means unknown."""
         return {
             "sm_clock_mhz": [min(self.sm_clocks_mhz), max(self.sm_clocks_mhz)] if self.sm_clocks_mhz else None,
             "memory_clock_mhz": max(self.memory_clocks_mhz, default=None),
@@ -104,9 +102,7 @@ def _asked(question: Any, *arguments: Any) -> list[Any]:
 
 @functools.cache
 def _handle(device_index: int) -> Any:
-    """Return NVML's handle of a torch device; None without NVML. The UUID finds it, since CUDA_VISIBLE_DEVICES renumbers
-    devices.
-    """
+    """Return NVML's handle of a torch device; None without NVML. A UUID finds it, because CUDA_VISIBLE_DEVICES renumbers."""
     try:
         pynvml.nvmlInit()
         return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device_index).uuid}")

@@ -62,7 +62,7 @@ def is_planned(implementation: Any, forward: EnginePass) -> bool:
 
 
 class DeclinedError(Exception):
-    """An implementation declines a pass; the message is its reason."""
+    """An implementation declines a pass. The message is the reason."""
 
 
 TimedPass = tuple[GpuTime, dict[str, Any]]
@@ -101,14 +101,14 @@ def time_in_turns(
             works[str(place)] = work
         except NotImplementedError as error:
             found[place] = DeclinedError(str(error))
-        except Exception as error:  # other people's code may raise anything, and the others are timed all the same
+        except Exception as error:  # a foreign kernel may raise anything; the other kernels are still timed
             found[place] = error
     measured = measure_staged(staged, method, seed=seed) if staged else {}
     found |= {int(name): time for name, time in measured.items() if isinstance(time, Exception)}
     times = {name: time for name, time in measured.items() if not isinstance(time, Exception)}
     calls = {name: staged[name].calls[0] for name in times}
     slowest_us = max((time.median_us for time in times.values()), default=1.0)
-    # So many calls that all batches keep the GPU busy for half a second at most.
+    # The largest number of calls for which all batches keep the GPU busy for half a second at most.
     most_calls = int(HOST_GPU_BUDGET_US / HOST_BATCHES / slowest_us)
     hosts = host_time(calls, batches=HOST_BATCHES, calls_per_batch=max(1, min(CALLS_PER_BATCH, most_calls)))
     for name, time in times.items():
@@ -120,7 +120,7 @@ def time_in_turns(
             **hosts[name].facts(),
             "host_method": hosts[name].method,
         }
-        if is_planned(PlannedOnce(implementation), forward):  # its copies from the GPU are in the time of the plan
+        if is_planned(PlannedOnce(implementation), forward):  # the plan's time includes its copies from the GPU
             plan = host_time({"": works[name].call}, batches=PLAN_BATCHES, calls_per_batch=1)[""]
             facts["plan_us"] = round(plan.median_us, 1)
         found[int(name)] = time, facts
@@ -134,9 +134,7 @@ def _functions(forward: EnginePass) -> list[str]:
 
 
 def case_facts(case: ForwardCase | MLACase) -> dict[str, Any]:
-    """Return a recorded row's facts about its pass, with units in the keys; for latent attention the layer's sizes, else the
-    geometry.
-    """
+    """Return the facts of a recorded row about its pass: for MLA the sizes of a layer, otherwise the geometry."""
     names = ("num_qo_heads", "kv_lora_rank", "qk_rope_head_dim") if isinstance(case, MLACase) else ("geometry",)
     return {
         "mode": case.mode.name.lower(),
@@ -155,8 +153,7 @@ def case_facts(case: ForwardCase | MLACase) -> dict[str, Any]:
 def time_facts(
     time: GpuTime, ceilings: Ceilings, bytes_moved: int, operations: int, kv_dtype: str = ""
 ) -> dict[str, Any]:
-    """Return a recorded row's facts about its time, with units in the keys: the samples, the median and its share of the
-    ceilings.
+    """Return the facts of a recorded row about its time: the samples, the median, and its share of the ceilings.
 
     Raises RefusedTimeError if the GPU cannot do the work in this time.
     """

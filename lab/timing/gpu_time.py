@@ -1,6 +1,6 @@
-"""GPU time of work, by a stated method, and a clock that carries it into pytest-benchmark.
+"""GPU time of work by a stated method, and a clock that passes it to pytest-benchmark.
 
-Work is prepared, run and checked; captured in a CUDA graph; timed; and checked again, on every buffer that was timed.
+Work is prepared, run and checked, then captured in a CUDA graph and timed, then checked again on every timed buffer.
 """
 
 import math
@@ -35,11 +35,12 @@ from lab.workloads.inputs.redraw import SHORTER_EVERY, Seeds, wipe
 
 SAMPLES = 30
 WARM_UP_RUNS = 3
-# Idle before the samples: without it the work before decides how near the power limit they run. An H200's prefill read
-# 1,980 ± 2 µs after a rest and 2,151 ± 180 µs right after other work. Rests between the samples make them slower by 1 to 3 %.
+# The GPU is idle this long before the first sample. Otherwise the work before decides how near the power limit the samples run:
+# an H200's prefill took 1,980 ± 2 µs after a rest, and 2,151 ± 180 µs right after other work. Rests between samples make the
+# samples slower by 1 to 3 %.
 REST_S = 1.0
 SHUFFLE_SEED = 0
-# The most bytes and buffers whose K, V and pages are drawn anew before a sample; the buffers are chosen at random.
+# The largest number of bytes, and of buffers, whose K, V and pages are redrawn before a sample. Buffers are chosen at random.
 RENEWED_BYTES = 2**29
 MOST_RENEWED = 8
 
@@ -132,15 +133,15 @@ def measure_interleaved(
     """Measure several works with interleaved samples, in an order that is reshuffled each round.
 
     Args:
-        works: by name. Each work runs once before its capture, so that whatever its first call builds exists.
-        method: the same for all.
+        works: the works by name. Each work runs before it is captured, so that objects it builds at first use exist.
+        method: the method for all works.
         samples: number of samples of each work.
-        seed: of the contents; None draws one. A recorded seed repeats them.
+        seed: seed of the contents; None draws a seed. A recorded seed repeats the contents.
 
     Raises:
         WrongWorkError: the results of a work are wrong, or its time is refused.
         ValueError: the method cannot time this work; the message names a method that can.
-        RuntimeError: from torch, if a call cannot be captured; from `lab.timing.cupti`.
+        RuntimeError: torch cannot capture a call, or `lab.timing.cupti` cannot record it.
     """
     staged = {}
     for name, work in works.items():
@@ -160,7 +161,7 @@ def measure_interleaved(
 
 
 def check_named(name: str, works: Iterable[GpuWork], seeds: Seeds) -> None:
-    """Check results as `lab.timing.staging.check_results`, and raise WrongWorkError with the name of the work."""
+    """Call `lab.timing.staging.check_results`; turn its AssertionError into WrongWorkError with the work's name."""
     try:
         check_results(works, seeds)
     except AssertionError as error:
@@ -168,7 +169,7 @@ def check_named(name: str, works: Iterable[GpuWork], seeds: Seeds) -> None:
 
 
 class WrongWorkError(AssertionError):
-    """The results of one of several works are wrong, or its time is refused; `reason` says how."""
+    """The results of one of several works are wrong, or its time is refused; `reason` says why."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"{name}: {reason}" if name else reason)
@@ -231,7 +232,9 @@ class BufferContents:
 
     def __init__(self, buffers: Sequence[GpuWork], seed: int) -> None:
         self._buffers, self._seed, self._turn = buffers, seed, -1
-        self._tokens = dict.fromkeys(range(len(buffers)), -1)  # the turn in which K and V of each were drawn last
+        self._tokens = dict.fromkeys(
+            range(len(buffers)), -1
+        )  # by buffer: the turn in which its K and V were drawn last
 
     def renew_tokens(self, turn: int) -> None:
         """Redraw all contents of some buffers, once per turn; of all buffers in the first turn."""
@@ -276,7 +279,7 @@ def _contents_of(works: Mapping[str, Staged], seed: int) -> dict[str, BufferCont
 
 @dataclass(frozen=True)
 class Kept:
-    """Results that are judged after the last sample of all works."""
+    """Results of a sample, kept to be judged after the last sample of all works."""
 
     name: str
     redraw: Redraw

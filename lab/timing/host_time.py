@@ -13,7 +13,9 @@ import torch
 
 METHOD = "perf_counter around a batch of calls, batches of all calls in turn, GPU queue drained before each"
 BATCHES = 40
-CALLS_PER_BATCH = 50  # far fewer launches than the driver queues, about a thousand, before one has to wait for the GPU
+CALLS_PER_BATCH = (
+    50  # far fewer launches than the driver's queue holds (about 1,000), so that no launch waits for the GPU
+)
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,8 @@ def host_time(
     measurement only. It needs no GPU if the calls need none.
 
     Args:
-        batches: samples of each call, at least 1.
-        calls_per_batch: calls in one sample, at least 1; all their launches must fit into the driver's queue.
+        batches: number of samples of each call, at least 1.
+        calls_per_batch: number of calls in one sample, at least 1; all their launches must fit into the driver's queue.
         timer: a clock in nanoseconds.
     """
     if batches < 1 or calls_per_batch < 1:

@@ -1,4 +1,4 @@
-"""The method of a GPU time: the clock, and the state of L2 when a call starts. No method is replaced by another one."""
+"""The method of a GPU time: the clock, and the state of L2 when a call starts. There is no fallback to another method."""
 
 from dataclasses import dataclass
 
@@ -64,7 +64,7 @@ class Method:
         return f"{_CLOCKS[self.clock]}; L2 {self.l2.name.lower().split('_')[0]}: {_CACHES[self.l2]}; {CONTENTS}"
 
 
-# Every method that there is.
+# All valid methods.
 METHODS = (
     Method(Clock.GRAPH, L2.WARM),
     Method(Clock.GRAPH, L2.COLD_ROTATION),

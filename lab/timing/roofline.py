@@ -14,15 +14,15 @@ from lab.timing.gpu_time import measure
 from lab.timing.method import L2, Clock, Method
 from lab.timing.work import GpuWork
 
-# How far above the measured rates a time may be before it is refused. A kernel that only reads is faster than a copy: FA2's
-# decode by 5.1 % on an H200 (results/nvidia-h200/timings.json). A large product is held back by power: the datasheet's rate is
-# 1.26 times the 788 TFLOP/s that an H200 reaches. What fits into a warm L2 comes faster than from memory.
+# A time is refused if its rate is above a measured rate times these factors. A kernel that only reads is faster than a copy:
+# FA2's decode by 5.1 % on an H200 (results/nvidia-h200/timings.json). The power limit slows a large product: the datasheet's
+# rate is 1.26 times the 788 TFLOP/s that an H200 reaches. A warm L2 delivers data faster than memory.
 READING_OVER_COPY = 1.10
 PRODUCT_OVER_MEASURED = 1.30
 L2_OVER_MEMORY = 4.0
-# Narrower products than the measured bf16 one: times its rate, by the cache's dtype.
+# Rates of narrower products as multiples of the measured bf16 rate, by the cache's dtype.
 RATE_BY_DTYPE = {"float8_e4m3fn": 2.0, "uint8": 4.0}
-COPY_BYTES = 2**32  # read plus written: far beyond any L2, a millisecond
+COPY_BYTES = 2**32  # bytes read plus written: far more than any L2; takes about a millisecond
 MATRIX_SIZE = 8192
 CEILING_METHOD = Method(Clock.GRAPH, L2.WARM)
 
@@ -34,8 +34,8 @@ class Ceilings:
     Attributes:
         bandwidth_gbps: bytes read plus bytes written by a large elementwise kernel, GB/s (10**9). A kernel that only reads can
             be a little faster.
-        matrix_rate_tflops: a large bf16 matrix product on random data, TFLOP/s.
-        datasheet: None for a GPU that `DATASHEETS` does not know.
+        matrix_rate_tflops: rate of a large bf16 matrix product on random data, TFLOP/s.
+        datasheet: the vendor's rates; None for a GPU that `DATASHEETS` does not have.
     """
 
     bandwidth_gbps: float
@@ -125,7 +125,7 @@ def least_us(bytes_moved: int, operations: int, rates: Ceilings | Datasheet) -> 
 def measure_ceilings(device: torch.device) -> Ceilings:
     """Measure both rates on this GPU, in about three seconds."""
     bandwidth_gbps = COPY_BYTES / measure(negation(COPY_BYTES, device), CEILING_METHOD).median_us / 1e3
-    # On random data: zeros are faster than anything real (H200: 894 against 788 TFLOP/s).
+    # The data is random, because zeros are faster than any real data (H200: 894 against 788 TFLOP/s).
     left, right = (torch.randn(MATRIX_SIZE, MATRIX_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2))
     operations = 2 * MATRIX_SIZE**3
     product = GpuWork.of(torch.mm, 3 * left.nbytes, operations, input=left, mat2=right, out=torch.empty_like(left))

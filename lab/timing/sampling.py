@@ -21,10 +21,10 @@ import torch
 
 from lab.timing.device_state import DeviceState
 
-# Spins on the GPU while the host launches what is timed, so that no launch is waited for within a sample: about a millisecond.
+# The GPU spins about a millisecond while the host launches the timed work, so that no sample contains a wait for a launch.
 LEAD_CYCLES = 2_000_000
-# How far the host's clock may be from the first: it sees launches and the end of the wait too. A queued sample's launches are
-# behind the lead.
+# The largest difference between the host's clock and the first clock. The host's clock also sees launches and the end of the
+# wait; the launches of a queued sample are hidden while the GPU spins.
 AGREE_PERCENT = 3.0
 QUEUED_SLACK_US = 25.0
 IDLE_SLACK_US = 150.0
@@ -33,14 +33,14 @@ CudaEvent = torch.cuda.Event
 _synchronize, _now_ns = torch.cuda.synchronize, time.perf_counter_ns
 _record, _elapsed_ms = CudaEvent.record, CudaEvent.elapsed_time
 
-# Where code lies that may run in threads: Python's, installed packages', and the lab's.
+# The folders of code that may run in threads: Python's, the installed packages' and the lab's.
 _PACKAGES = ("site-packages", "dist-packages")
 _INSTALLED = (
     *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
     str(Path(__file__).parents[1]),
 )
 
-# (before, run): what goes before a run and is not counted, or None, and the run.
+# (before, run): a function that is called before the run and is not timed, or None; and the timed run.
 Step = tuple[Callable[[], object] | None, Callable[[], object]]
 
 
@@ -133,7 +133,7 @@ def refuse_strangers() -> None:
 
 
 def driver() -> Any:
-    """Return the CUDA driver's bindings; raise RuntimeError if they are not installed."""
+    """Return the module `cuda.bindings.driver`; raise RuntimeError if it is not installed."""
     try:
         from cuda.bindings import driver  # comes with torch's CUDA wheels
     except ImportError as error:

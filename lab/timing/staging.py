@@ -19,13 +19,13 @@ from lab.timing.sampling import between_events, driver, fresh_seed
 from lab.timing.work import Call, GpuWork, Redraw
 from lab.workloads.inputs.redraw import Seeds, wipe
 
-# A replay lasts about this long. Two events add 2 µs to it, and making lines that persist in L2 ordinary adds 17 µs on an H100.
+# A replay lasts about this long. Two events add 2 µs to it. Making persisting lines of L2 ordinary adds 17 µs on an H100.
 REPLAY_US = 2000.0
 MOST_CALLS_PER_REPLAY = 1000
-# A byte is cold again when this many times L2's size was read since.
+# A byte counts as cold again after reads of this many times L2's size.
 REUSE_DISTANCE = 2
 MOST_COPIES = 512
-SHARE_FOR_BUFFERS = 0.2  # of the free memory, for buffers beyond those that a cold L2 needs
+SHARE_FOR_BUFFERS = 0.2  # share of the free memory for buffers beyond those that a cold L2 needs
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,9 +56,7 @@ def renew(work: GpuWork, seeds: Seeds, *, tokens: bool = True) -> None:
 
 
 def check_results(works: Iterable[GpuWork], seeds: Seeds, *, whole: bool = True) -> None:
-    """Wait for the GPU, and check the results of works that were renewed with these seeds; raises the errors of
-    their checks.
-    """
+    """Wait for the GPU, and check the results of works whose contents have these seeds. Raises what their checks raise."""
     drain()
     for work in works:
         if work.check is not None:
@@ -84,7 +82,9 @@ def stage(work: GpuWork, method: Method) -> Staged:
     graph, number = _long_enough(buffers, calls, side, is_rotated=method.l2 is L2.COLD_ROTATION)
     if work.redraw is not None:
         _check_each_call(buffers, calls, side)
-        if random.SystemRandom().random() < 0.5:  # which of two captures is timed, nobody knows when the first is made
+        if (
+            random.SystemRandom().random() < 0.5
+        ):  # a kernel cannot know at the first capture which of two captures is timed
             graph = _captured(itertools.islice(itertools.cycle(calls), number), side)
             graph.replay()
     return Staged(buffers, calls, graph.replay, flush, number, launches)
@@ -96,7 +96,7 @@ def _first_calls(buffers: Sequence[GpuWork], side: torch.cuda.Stream) -> list[Ca
     for work, each in zip(buffers, seeds, strict=True):
         renew(work, each)
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # what a kernel keeps per stream is then made for the stream of the captures
+    with torch.cuda.stream(side):  # so that a kernel's state per stream belongs to the stream of the captures
         calls = [each.call() for each in buffers]
         for call in calls:
             call()
@@ -133,7 +133,7 @@ def _copies(work: GpuWork, method: Method) -> list[GpuWork]:
 
 
 class TooSmallError(ValueError):
-    """The work moves too few bytes to be cold by rotation."""
+    """The work moves too few bytes to make L2 cold by rotation."""
 
 
 def buffer_copies(bytes_moved: int, method: Method, l2_bytes: int) -> int:
@@ -195,7 +195,7 @@ def _count_launches(graph: torch.cuda.CUDAGraph) -> int:
 def _long_enough(
     buffers: list[GpuWork], calls: list[Call], stream: torch.cuda.Stream, *, is_rotated: bool
 ) -> tuple[torch.cuda.CUDAGraph, int]:
-    """Return a graph whose replay takes long enough, and the number of its calls.
+    """Return a graph whose replay takes about `REPLAY_US`, and the number of its calls.
 
     With rotation each call has separate buffers, which are added while memory lasts: otherwise a call could reuse the result of
     an earlier call on the same contents. With a warm L2 all calls use the same buffers.
@@ -218,8 +218,7 @@ def _long_enough(
 def _most_buffers(buffers: Sequence[GpuWork]) -> int:
     """Return the greatest number of buffer sets: the existing sets, and those that fit in a share of the free memory.
 
-    The size of a set is measured by a full copy of its tensors, because the next set may already exist for another work of the
-    pass.
+    A copy of all tensors measures the memory of a set, because another work over the same pass may already own the next set.
     """
     before = torch.cuda.memory_allocated()
     another = copy.deepcopy(dict(buffers[0].arguments))
@@ -235,7 +234,5 @@ def _l2_bytes() -> int:
 
 @functools.cache
 def _side_stream(device_index: int) -> torch.cuda.Stream:
-    """Return the stream that all captures share, so that objects that a kernel keeps per stream, such as a workspace, exist
-    once.
-    """
+    """Return the stream of all captures. With one stream, a kernel keeps its state per stream, such as a workspace, once."""
     return torch.cuda.Stream(device_index)

@@ -1,10 +1,9 @@
 """The lab's rule for "faster": the second of two sets of samples is FASTER, SLOWER, the SAME or UNSURE.
 
-A rank test shows whether there is a difference, and a confidence interval shows its size. A difference below the minimum effect
-is ignored, because the samples of one run are not independent: they share buffers, clocks and a warm-up. Two runs of the same
-code therefore differ by more than the scatter within a run, and a test alone would call that difference significant.
-Interleaved samples within one process share buffers, clocks and warm-up, so that a third of the minimum effect is enough for
-them.
+A rank test says whether there is a difference, an interval says how large it can be, and a minimum effect says whether it
+matters. The minimum effect is needed because the samples of one run are not independent: they share buffers, clocks and a
+warm-up. Two runs of the same code therefore differ by more than the scatter within a run, and a test alone would call that
+significant. Interleaved variants within one process share all of these, so that a third of the minimum effect is enough.
 
 For a recording without samples, `compare_times` builds the interval from medians and interquartile ranges.
 """
@@ -19,9 +18,9 @@ import numpy as np
 
 from lab.timing.gpu_time import interquartile_range
 
-# With 5 and 5 samples the rank test can reach p = 2 / binomial(10, 5) = 0.008; with 4 and 4 never less than 0.029.
+# With 5 samples per side the rank test can reach p = 2 / binomial(10, 5) = 0.008; with 4 per side only 0.029.
 FEWEST_SAMPLES = 5
-# With this many runs on each side, a run counts as one sample; they are independent, and the rank test is then exact.
+# With this many runs on each side, a run counts as one sample. Runs are independent, so the rank test is exact.
 FEWEST_RUNS = 5
 RESAMPLES = 5000
 SEED = 0
@@ -50,12 +49,12 @@ class Rule:
 
     @property
     def confidence_percent(self) -> float:
-        """Return the confidence of the interval."""
+        """Return the confidence level of the interval."""
         return 100 * (1 - self.significance)
 
 
 BETWEEN_RUNS = Rule()
-IN_TURNS = Rule(minimum_effect_percent=1.0)  # arms that take turns within one process
+IN_TURNS = Rule(minimum_effect_percent=1.0)  # variants that are interleaved within one process
 
 
 class Speed(enum.Enum):
@@ -162,11 +161,10 @@ def compare_samples(
 def compare_times(before: Times, after: Times, rule: Rule = BETWEEN_RUNS) -> SampleComparison:
     """Compare recorded times: by `compare_samples` if both have samples, else by an interval from their quartiles.
 
-    The interval contains the ratios of all times between their quartiles, assumed at half the interquartile range from the
-    median. There is no rank test; the rest of the rule is the same. For normal samples this interval is as wide as the 99 %
-    interval of 11 samples on each side: half of two interquartile ranges is 1.35 standard deviations, and 2.58 times the
-    standard error of the difference of two medians, 1.25 sqrt(2 / n) standard deviations, is equal at n = 11. The lab takes
-    more samples than 11. Without interquartile ranges the verdict is UNSURE.
+    This interval contains the ratio if each time lies between its quartiles (`Times.quartiles_us`). There is no rank test; the
+    rest of the rule is the same. For normal samples the interval is as wide as the 99 % interval of 11 samples on each side,
+    and the lab takes more samples: half of two interquartile ranges is 1.35 standard deviations, and 2.58 times the scatter of
+    the difference of two medians, 1.25 sqrt(2 / n) standard deviations, is the same at n = 11. Medians alone give UNSURE.
 
     Raises:
         ValueError: as `compare_samples`, or a median is no time.
@@ -216,7 +214,7 @@ def _rank_test(before: np.ndarray, after: np.ndarray) -> float:
     from scipy.stats import mannwhitneyu
 
     p_value = float(mannwhitneyu(before, after, alternative="two-sided").pvalue)
-    return 1.0 if math.isnan(p_value) else p_value  # all samples equal: scipy 1.17 says 1, 1.18 nothing
+    return 1.0 if math.isnan(p_value) else p_value  # if all samples are equal, scipy 1.17 returns 1 and scipy 1.18 NaN
 
 
 def _interval_percent(before: np.ndarray, after: np.ndarray, significance: float) -> tuple[float, float]:

@@ -59,9 +59,7 @@ class GpuWork:
         return cls(partial(partial, function), arguments, bytes_moved, operations)
 
     def copies(self, count: int) -> list["GpuWork"]:
-        """Return this work and `count` - 1 copies of it with copied tensors. Tensors that share memory share it in the copy
-        too.
-        """
+        """Return this work and `count` - 1 copies of it with their own tensors. Tensors that share memory still share it."""
         return [self, *map(self.copy, range(1, count))]
 
     def copy(self, number: int) -> "GpuWork":

@@ -15,7 +15,7 @@ from lab.reports.pictures.style import Drawing
 from lab.reports.recorded import RecordedFile
 from lab.reports.tables import flattened, table_of_records
 
-# A fixed salt for ids makes the bytes of a figure the same on any machine. Text as paths looks the same with any fonts.
+# A fixed salt for ids makes the figure's bytes the same on any machine. Text drawn as paths does not depend on fonts.
 SVG_SETTINGS: Any = {"svg.hashsalt": "lab", "svg.fonttype": "path"}
 
 

@@ -53,7 +53,7 @@ def slug(heading: str) -> str:
 
 
 def findings_in(citation: str) -> tuple[Finding, ...]:
-    """Return the findings of a recorded citation, "path#heading; path#heading"; text without a "#" names none."""
+    """Return the findings of a citation "path#heading; path#heading". Parts without a "#" are ignored."""
     return tuple(Finding(*each.split("#", 1)) for each in citation.split("; ") if "#" in each)
 
 

@@ -21,10 +21,10 @@ from lab.workloads.interfaces import Interface
 RIGHT, KNOWN, DECLINED = Outcome.RIGHT.value, Outcome.KNOWN.value, Outcome.DECLINED.value
 BROKEN = tuple(outcome.value for outcome in verdicts.BROKEN)
 FAULTS = (*BROKEN, KNOWN)
-# The order of rows and of columns.
+# The order of outcomes in rows and in columns.
 WORST_FIRST = (*FAULTS, DECLINED, RIGHT)
 CHECKS = {check.key: check for check in checks()}
-# Keys of a diagnosis' smallest wrong case that the page shows, in this order.
+# The keys of a diagnosis's smallest wrong case that the page shows, in this order.
 SMALLEST_CASE_KEYS = ("result", "where", "expected", "got")
 
 
@@ -33,8 +33,8 @@ class CheckRow:
     """One check of one function in one run of the judge.
 
     Attributes:
-        check: the check's row of the recorded report: its key, function, outcome and counts.
-        cases: the check's recorded cases; () if the file holds none.
+        check: the check's row in the recorded report, with its key, function, outcome and counts.
+        cases: the check's recorded cases; () if the file has no cases.
     """
 
     run: "JudgedRun"
@@ -51,20 +51,18 @@ class CheckRow:
 
     @property
     def function(self) -> str:
-        """Return the function's short name, such as "decode"; the recorded name if this version of the lab does not know it."""
+        """Return the function's short name, such as "decode"; the recorded name if the lab does not know the function."""
         name = self.check["interface"]
         return next((interface.name.lower() for interface in Interface if interface.value == name), name)
 
     @property
     def catches(self) -> str:
-        """Return the defects that the check catches; "" if this version of the lab does not have the check."""
+        """Return the defects that the check catches; "" if this version of the lab lacks the check."""
         return CHECKS[self.key].catches if self.key in CHECKS else ""
 
     @property
     def worst_right(self) -> float | None:
-        """Return the largest ratio of error to bound among right cases; None if no case was right, or the file
-        holds no cases.
-        """
+        """Return the largest error over bound of the right cases; None if no right case is recorded."""
         return _largest(case.get("worst_ratio", 0.0) for case in self.cases if case["outcome"] == RIGHT)
 
     @property
@@ -132,9 +130,7 @@ class JudgedRun:
 
     @property
     def details(self) -> list[str]:
-        """Return the conditions under which cases are wrong; without a diagnosis, the broken checks with the defects that they
-        catch.
-        """
+        """Return a sentence per region of wrong cases; without a diagnosis, a sentence per broken check."""
         return [*map(_region_sentence, self.diagnosis.get("regions") or ())] or [
             f"{check_name(row.key)} of {row.function}: {row.outcome}. What the check catches: {row.catches}"
             for row in self.rows
@@ -171,7 +167,7 @@ def implementation_name(record: RecordedFile) -> str:
 
 
 def check_name(key: str) -> str:
-    """Return a check's key and name, such as "K5 guards"; the key alone if this version of the lab does not have the check."""
+    """Return a check's key and name, such as "K5 guards"; the key alone if this version of the lab lacks the check."""
     return f"{key} {CHECKS[key].name}" if key in CHECKS else key
 
 
@@ -180,7 +176,7 @@ def worst_first(runs: Iterable[JudgedRun]) -> list[JudgedRun]:
 
 
 def judged_sentence(runs: Sequence[JudgedRun]) -> str:
-    """Return a sentence with the number of runs of each verdict, in the order of the runs; "" without a run."""
+    """Return a sentence with the number of runs of each verdict; "" without runs."""
     numbers = ", ".join(f"{count} {verdict}" for verdict, count in Counter(run.verdict for run in runs).items())
     return f"{counted(len(runs), 'run')} of the judge: {numbers}." if runs else ""
 
@@ -209,9 +205,7 @@ def summary_table(runs: Sequence[JudgedRun]) -> Table:
 
 
 def verdict_matrix(rows: Sequence[CheckRow]) -> Table:
-    """Make a table of one row per run and function, and one column per check: the verdict and the largest error of a right
-    case.
-    """
+    """Make a table of one row per run and function, one column per check: the verdict and the largest error of a right case."""
     by_function = grouped(((row.run.name, row.function), row) for row in rows)
     met = {row.key for row in rows}
     columns: Columns = {
@@ -252,9 +246,7 @@ def verdict_table(rows: Sequence[CheckRow]) -> Table:
 
 
 class _FaultGroup(NamedTuple):
-    """The faulty cases of one run, check, function, verdict and citation: their number, their check's row and
-    the worst case.
-    """
+    """Faulty cases that share run, check, function, verdict and citation: their number, check row and worst case."""
 
     num_cases: int
     row: CheckRow

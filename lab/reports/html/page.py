@@ -46,7 +46,7 @@ def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
     ]
     library = _text_of("itables", "html", "dt_bundle.js")  # DataTables and its extensions, as itables ships them
     overview = folder / OVERVIEW
-    # Those in subfolders are made from what the page shows.
+    # Markdown files in subfolders are made from results that the page already shows.
     notes = sorted(path for path in folder.glob("*.md") if path != overview)
     return environment.get_template("page.html.j2").render(
         title=_title(files),
@@ -104,7 +104,7 @@ def _fact(keys: Sequence[str], file: RecordedFile) -> Cell:
 
 
 def _timed_part(run: RecordedRun, name: str) -> dict[str, Any]:
-    """Return the page's part of a benchmark run; the ids of its tables begin with `name`."""
+    """Return the page's part of a benchmark run. The ids of its tables begin with `name`."""
     return {
         "name": run.path.name,
         "recorded_at": run.recorded_at,

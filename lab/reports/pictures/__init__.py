@@ -1,1 +1,1 @@
-"""Pictures of mechanisms, for notebooks and documents, and the style of all the lab's pictures. Needs the extra `plots`."""
+"""Pictures of recorded times, and the style that all the lab's pictures share. Needs the extra `plots`."""

@@ -12,15 +12,15 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, NullLocator
 from numpy.typing import NDArray
 
-DOTS_PER_INCH = 150  # half as many again as are shown
-# Told apart by people who see fewer colours: Okabe and Ito, "Color Universal Design", 2008.
+DOTS_PER_INCH = 150  # 1.5 times the shown resolution
+# Colours that colour-blind readers can distinguish: Okabe and Ito, "Color Universal Design", 2008.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 TEXT_COLOUR = "#333333"
 FONT_POINTS = 8.5
 WIDTH_INCHES = 8.0  # legible where it is shown 800 pixels wide
-HATCH = "////"  # of what was timed while the GPU's clocks were held back
+HATCH = "////"  # marks times that were measured while the GPU throttled its clocks
 
-LINE: dict[str, Any] = {"markersize": 4, "linewidth": 1.4}  # of measured times
+LINE: dict[str, Any] = {"markersize": 4, "linewidth": 1.4}  # look of measured times
 FLOOR: dict[str, Any] = {"linestyle": "--", "color": TEXT_COLOUR, "linewidth": 1.2}
 
 
@@ -56,8 +56,7 @@ def panels(
 ) -> tuple[Figure, NDArray[Any]]:
     """Make a figure with a title and panels without frames; the panels share their left and bottom axes.
 
-    It does not use pyplot, which would keep the figure in memory. The panels are returned as an array [lines, columns] of
-    `Axes`.
+    It does not use pyplot, which would keep the figure alive. The panels are `Axes` [lines, columns].
 
     Args:
         grid: the axes whose ticks have light lines.
@@ -73,7 +72,7 @@ def panels(
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=FONT_POINTS - 0.5)
         axes.set(**{f"{name}scale": "log" for name in log})
-        for name in log:  # numbers as people write them: 1,000 rather than 10³
+        for name in log:  # write 1,000 rather than 10³
             getattr(axes, f"{name}axis").set_major_formatter(FuncFormatter(lambda value, _position: f"{value:,.10g}"))
     return figure, drawn
 
@@ -87,9 +86,7 @@ def one_panel(title: str, height_inches: float, **more: Any) -> tuple[Figure, Ax
 def lane_panels(
     title: str, names: Iterable[str], lanes: Sequence[str], end: float, across: str
 ) -> tuple[Figure, list[Axes]]:
-    """Make one panel per name, on a shared time axis from 0 to `end`. `draw_span` draws in the lanes, which are numbered from
-    the top.
-    """
+    """Make one panel per name with a shared time axis from 0 to `end`. The first lane is at the top; see `draw_span`."""
     listed = list(names)
     figure, drawn = panels(title, 1.1 + 1.15 * len(listed), len(listed), grid="x")
     for axes, name in zip(drawn[:, 0], listed, strict=True):

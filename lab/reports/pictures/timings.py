@@ -18,10 +18,10 @@ from lab.reports.timing_tables import SETTINGS
 
 WIDTH_INCHES = 10.0  # 1,500 pixels, shown at 1,000
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-BARS_SHARE = 0.8  # of a scenario's height; the rest keeps scenarios apart
-MOST_BARS = 3  # of a scenario; more are hard to read side by side
+BARS_SHARE = 0.8  # share of a scenario's height that bars fill; the rest separates scenarios
+MOST_BARS = 3  # bars per scenario; more are hard to compare
 LINE_INCHES = 0.3
-NUMBERS_SHARE = 0.07  # of the axis' length: room at its left for the fastest's number
+NUMBERS_SHARE = 0.07  # share of the axis's length, at its left, for the number of the fastest implementation
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,7 @@ class Roofs:
 
 
 def roofs_of(ceilings: Mapping[str, Any]) -> list[tuple[Roofs, str]]:
-    """Return the roofs that a run recorded (`lab.timing.Ceilings.facts`), each with "measured" or "datasheet". A roof that
-    lacks one of its rates is omitted.
-    """
+    """Return the roofs of `lab.timing.Ceilings.facts` with their names, "measured" and "datasheet", if both rates are known."""
     found = []
     for prefix, words in (("", "measured"), ("datasheet_", "datasheet")):
         bandwidth, rate = (ceilings.get(f"{prefix}{name}") for name in ("bandwidth_gbps", "matrix_rate_tflops"))
@@ -55,8 +53,7 @@ def roofs_of(ceilings: Mapping[str, Any]) -> list[tuple[Roofs, str]]:
 
 
 def roofline_figure(rows: Sequence[Row], title: str, ceilings: Mapping[str, Any]) -> Figure:
-    """Draw rates against intensity under the roofs, with a colour per implementation and a marker per mode; hollow markers are
-    throttled.
+    """Draw rates against intensity under the roofs: a colour per implementation, a marker per mode, hollow if throttled.
 
     The rows must have operations and bytes; `ceilings` is the input of `roofs_of`.
     """
@@ -147,9 +144,7 @@ def _draw_bars(axes: Axes, bars: Sequence[_Bar], scenarios: Sequence[str], colou
 
 
 def _draw_marks(axes: Axes, bars: Sequence[_Bar], scenarios: Sequence[str], colours: Mapping[str, str]) -> list[Artist]:
-    """Draw a mark for each measurement, write the fastest measurement's number before its mark, and return the
-    legend's keys.
-    """
+    """Draw a mark for each measurement, with the fastest one's number before it, and return the legend's keys."""
     markers = _assigned(list(colours), MARKERS)
     for y, scenario in enumerate(scenarios):
         mine = [bar for bar in bars if bar.scenario == scenario]
@@ -282,9 +277,7 @@ def _draw_roofs(axes: Axes, roofs: Roofs, words: str, intensities: tuple[float, 
 
 
 def _ranked(names: Iterable[str]) -> list[str]:
-    """Return the names without repetition, the lab's and FlashInfer's implementations first, so that they look the same in all
-    runs.
-    """
+    """Return each name once. Names without a dot come before peers, so that a name keeps its look between runs."""
     return sorted(set(names), key=lambda name: ("." in name, name))
 
 
