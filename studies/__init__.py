@@ -1,4 +1,6 @@
-"""Questions put to the hardware: each is a module with a `studies.study.Study`, run by `lab experiments`."""
+"""Studies: questions that measurements on a GPU answer. Each is a module with a `studies.study.Study`, run by `lab
+experiments`.
+"""
 
 import ast
 from collections.abc import Mapping
@@ -29,22 +31,22 @@ WITHOUT_GPU = ("draft_visibility",)
 
 
 def study_named(name: str) -> "type[Study]":
-    """Import a study."""
+    """Import and return the study with this name."""
     found: type[Study] = getattr(import_module(f"studies.{name}"), STUDIES[name])
     return found
 
 
 def question_of(name: str) -> str:
-    """Return the question that a study's module begins with: the first paragraph of its docstring.
+    """Return a study's question: the first paragraph of its module's docstring.
 
-    The module is read and not imported, because some modules import packages that a reader of the question does not need.
+    The module's file is read without an import, because some modules import packages that may not be installed.
     """
     source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
     return (ast.get_docstring(ast.parse(source)) or "").split("\n\n", 1)[0].replace("\n", " ")
 
 
 def command_of(name: str) -> str:
-    """Return the command that puts a study to this machine's GPU."""
+    """Return the command that runs a study on this machine's GPU."""
     return f"lab experiments {name.replace('_', '-')}"
 
 

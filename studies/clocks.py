@@ -1,13 +1,14 @@
-"""Every clock on the same kernels: what each reads, and whether CUPTI and the graph clock agree.
+"""What does each clock read for the same kernels, and do CUPTI and the graph clock agree?
 
     lab experiments clocks --out clocks.json
     lab experiments clocks lab.kernels.trtllm --scenario decode/llama-3.1-8b/64q1s4k
 
-CUPTI and the graph clock time the same replays, warm and rotated, so they must agree; the exit status is 1 if they differ by
-more than 3 % on anything of 20 µs or more a launch. Shorter rows are shown and marked: what CUPTI adds to each traced
-launch, 0.1 to 0.7 µs on an H200, is more than 3 % of them. What cannot be timed is listed, and the status is then 125.
+CUPTI and the graph clock time the same replays, warm and rotated, so they must agree. The exit status is 1 if they differ by
+more than 3 % for work of at least 20 µs per launch. Shorter rows are shown and marked, because the 0.1 to 0.7 µs that CUPTI
+adds to each traced launch on an H200 exceed 3 %. Work that cannot be timed is listed, and the exit status is then 125.
 
-Events show what they add to an eager call. Flush and rotation differ: the flush also evicts a kernel's instructions.
+The rows of events show the time that events add to an eager call. Flush and rotation differ, because the flush also evicts a
+kernel's instructions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -72,7 +73,9 @@ class Clocks(Study):
         return ExitStatus.NOT_JUDGED if result["not_timed"] else ExitStatus.DONE
 
     def _pass_rows(self, named: tuple[str, ForwardCase]) -> dict[str, list[Any]]:
-        """Measure a scenario's pass on each module, and say which cannot be timed."""
+        """Measure a scenario's pass on each module; return rows of times, and rows with the reason for modules that cannot be
+        timed.
+        """
         name, case = named
         passes = TimedPasses.over(build_forward(case, torch.device("cuda")))
         found: dict[str, list[Any]] = {"rows_us": [], "not_timed": []}
@@ -112,7 +115,7 @@ def key_of(method: Method) -> str:
 
 
 def apart_percent(row: dict[str, Any], l2: L2) -> float | None:
-    """Return CUPTI's median over the graph clock's, less 1, in percent; None where there is no such time."""
+    """Return CUPTI's median over the graph clock's, minus 1, in percent; None if a time is missing."""
     graph_us, cupti_us = row[key_of(Method(Clock.GRAPH, l2))], row[key_of(Method(Clock.CUPTI, l2))]
     return None if graph_us is None or cupti_us is None else round(100 * (cupti_us / graph_us - 1), 2)
 

@@ -1,4 +1,4 @@
-"""`lab experiments`: a command for each study, whose options are the study's settings; and the five changes of SGLang."""
+"""`lab experiments`: one command per study, with the study's settings as options, and a command for SGLang's five changes."""
 
 import copy
 import inspect
@@ -26,7 +26,7 @@ from studies import STUDIES, WITHOUT_GPU, question_of, study_named
 
 
 class StudyGroup(TyperGroup):
-    """The commands of the studies; a study is imported when its command is needed."""
+    """The group of the studies' commands. A study is imported only when its command is used."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*(name.replace("_", "-") for name in STUDIES), *super().list_commands(ctx)]

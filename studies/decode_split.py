@@ -1,4 +1,4 @@
-"""A decode call divided by length: what does SGLang's setting save on a trace, on each kernel?
+"""How much time does SGLang's division of a decode call by length save on a trace, for each kernel?
 
     lab experiments decode-split --out decode_split.json
     lab experiments decode-split lab.kernels.portable lab.kernels.peers.flashinfer_paged --splits 2,4 --out decode_split.json
@@ -6,12 +6,12 @@
 
 SGLang 0.5.23 divides decode calls into ``SGLANG_TRTLLM_MHA_DECODE_SEQ_LEN_SPLITS`` calls over requests sorted by length
 (`lab.metadata.mha.decode_split`). One layer of 32 query and 4 K/V heads of 128 (Qwen3-32B, one rank of two), pages of 64, bf16.
-The batches are 64 running requests of a trace, one request of 81,920 keys and 63 of 512, and 64 of 4,096 each, where a
-division saves nothing and shows its price; as a decode, and as a verification of 4 tokens.
+The batches are 64 running requests of a trace, one request of 81,920 keys with 63 requests of 512, and 64 requests of 4,096
+keys, where a division saves nothing and only its cost shows. Each batch is a decode, and a verification of 4 tokens.
 
-At every point the variants of one kernel are interleaved, one for each number of calls; cold by rotation. The time includes the
-sort, the copies of queries, lengths, tables and outputs, and all calls, as in an engine's graph. It does not include what a
-kernel plans on the host. The file has the fastest number of calls of each point.
+At every point the variants of one kernel, one per number of calls, are interleaved; L2 is cold by rotation. The time includes
+the sort, the copies of queries, lengths, tables and outputs, and all calls, as in an engine's graph. It does not include a
+kernel's planning on the host. The file has the fastest number of calls of each point.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -63,7 +63,9 @@ def facts_of(variant: Variant, work: GpuWork) -> dict[str, Any]:
 
 
 def savings(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the fastest number of calls of each point, and what it saves of the time of one call, µs; 0 for one call."""
+    """Return, for each point, the fastest number of calls, and the time in µs that it saves against one call; 0
+    for one call.
+    """
     found = []
     for (point,), variants in rows_by_point(rows, ("point",), "arm").items():
         if variant_name(1) not in variants:

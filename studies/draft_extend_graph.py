@@ -1,4 +1,5 @@
-"""What does a CUDA graph save around a draft model's pass, and what do the trimmed outputs of its draft extend save (25002)?
+"""How much time does a CUDA graph of a draft model's pass save, and how much do the trimmed outputs of its draft extend
+(25002)?
 
     lab experiments draft-extend-graph --out draft_extend_graph.json
     lab experiments draft-extend-graph --batch-sizes 1,64 --num-draft-tokens 4 --out draft_extend_graph.json

@@ -1,4 +1,5 @@
-"""What do the draft steps' dead ragged lists cost (SGLang's change 26241), and what would one launch for all steps save?
+"""How much time do the unused ragged lists of the draft steps take (SGLang's change 26241), and how much would one launch for
+all steps save?
 
     lab experiments draft-steps --out results/nvidia-h200/draft_steps.json --trace conversation.jsonl
 

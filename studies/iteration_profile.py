@@ -66,8 +66,8 @@ def _facts(step: ProfiledStep, iteration_us: float) -> IterationFacts:
 def two_lanes(step: ProfiledStep) -> list[dict[str, Any]]:
     """Return one iteration's GPU work for a picture, in the order of its starts.
 
-    Each entry has `stream` ("forward", where verify runs, or "plan"), `phase` (None for what adds the accepted tokens), `name`,
-    and `start_us`, `duration_us` from the iteration's first kernel on.
+    Each entry has `stream` ("forward", on which verify runs, or "plan"), `phase` (None for the kernels that add the accepted
+    tokens), `name`, `start_us` (relative to the iteration's first kernel) and `duration_us`.
     """
     phase_of = {id(each): phase.value for phase in Phase for each in step.launched_in(phase.value)}
     forward = step.launched_in(Phase.VERIFY.value)[0].lane

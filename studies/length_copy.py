@@ -1,4 +1,4 @@
-"""What the copy of the lengths to the host costs a decode loop (SGLang's PR 26824), read from a profile.
+"""How much time does the copy of the lengths to the host cost a decode loop (SGLang's PR 26824), according to a profile?
 
     lab experiments length-copy --out length_copy.json
     lab experiments length-copy --gpu-us 500,1000,2000 --host-us 0,200 --out length_copy.json

@@ -28,15 +28,15 @@ Prepare = Callable[..., Call]
 
 
 def works_of(variants: Sequence[Variant], device: torch.device, prepare: Prepare | None = None) -> dict[str, GpuWork]:
-    """Make each variant's work, with an output of its own.
+    """Make each variant's work, with a separate output per variant.
 
     Variants whose cases differ in the call of a draft extend, or in the number of decode calls, share all other tensors.
 
     Args:
-        variants: whose modules are imported here.
-        device: where the tensors are.
-        prepare: makes the call that is timed, of a pass without latent attention; its first argument is the backend. None: as
-            the backend prepares it.
+        variants: the variants; their modules are imported by this function.
+        device: device of the tensors.
+        prepare: makes the timed call of a pass without latent attention, given the backend as its first argument; None: the
+            backend prepares the call.
     """
     made: dict[ForwardCase | MLACase, TimedPasses] = {}
     works = {}
@@ -68,7 +68,7 @@ def implementation_of(variant: Variant) -> Any:
 
 
 def eager_call(backend: TRTLLMMHABackend, *, out: torch.Tensor, **passed: Any) -> Call:
-    """Return the call of a pass that makes one, all of its work done in each call, even where it could be prepared."""
+    """Return the single call of a pass, in a form that does all of its work in each call, without preparation."""
     (planned,) = _planned(backend, **passed)
     arguments = call_arguments(planned, **passed) | {"out": out, "workspace_buffer": None}
     return partial(getattr(backend.implementation, planned.call.value), **arguments)

@@ -1,4 +1,4 @@
-"""The recording of a study: rows of its points in a JSON file that is written anew after each, and tables of them."""
+"""Record the rows of a study's points in a JSON file, which is rewritten after each point, and make tables of them."""
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -27,12 +27,12 @@ class Recording:
     """The rows that a study records, and the file that holds them.
 
     Args:
-        study: its name.
-        out: where the JSON goes; None keeps no file.
-        facts: what holds of all points, such as the method. The environment stands before them.
+        study: the study's name.
+        out: path of the JSON file; None writes no file.
+        facts: facts about all points, such as the method; they follow the environment in the file.
         lists: names of the lists that points add their rows to.
-        derived: makes more facts of all that is recorded, anew after every point.
-        ceilings: go into the environment.
+        derived: computes further facts from all recorded rows; called after every point.
+        ceilings: the GPU's ceilings, recorded as part of the environment.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What the page of recorded results (`lab html`) shows of a study besides its numbers: the question and the pictures."""
+"""The question and the pictures of a study, for the page of recorded results (`lab html`)."""
 
 from collections.abc import Sequence
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""A small stand-in for a draft model around one attention layer, so that a graph of it has an engine's shape.
+"""A small model with one attention layer, which stands for a draft model, so that its CUDA graph resembles an engine's.
 
 Token ids and the target's hidden states are projected to Q, K and V together, as EAGLE-3's layer does; K and V are written into
 the paged cache; attention runs; its output is projected to hidden states, and these to logits. There are no norms, no rotary

@@ -1,4 +1,4 @@
-"""The truth of a stand-in model's pass, from each request's history alone: no pages, no tables, no graph."""
+"""The truth of a stand-in model's pass, computed only from each request's history, without pages, tables or graphs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Project = Callable[[Tensor, Tensor], Tensor]  # rows and a weight to their produ
 
 @dataclass(frozen=True, eq=False)
 class StandInTruth:
-    """The output that every row of a pass must give, and its control: bf16 arithmetic in plain torch.
+    """The expected output of every row of a pass, and the control output, which is computed in bf16 by plain torch.
 
     Attributes:
         hidden_states, logits: float64 [num_tokens, hidden_size] and [num_tokens, vocab_size].
@@ -57,7 +57,9 @@ class StandInTruth:
         }
 
     def hold(self, outputs: DraftOutputs, form: DraftExtendOutput) -> None:
-        """Raise AssertionError with the wrong rows. A top-k must be the largest of the outputs' own logits."""
+        """Raise AssertionError with the wrong rows, if any. A top-k output must contain the largest of the
+        output's own logits.
+        """
         for name, comparison in self.compare(outputs, form).items():
             if not comparison.passed:
                 (worst,) = comparison.worst(1)

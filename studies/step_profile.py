@@ -1,6 +1,7 @@
-"""The work of each step of a loop on the host and on the GPU, read from a profile of torch.profiler.
+"""Read, from a profile of torch.profiler, the work of each step of a loop on the host and on the GPU.
 
-GPU work belongs to the step whose launch has its correlation id, whenever it ran. A profile that lacks something is refused.
+GPU work belongs to the step that launched it, by its correlation id, and not to the step during which it ran. An incomplete
+profile is refused.
 """
 
 import itertools
@@ -35,7 +36,7 @@ class IncompleteProfileError(RuntimeError):
 
 @dataclass(frozen=True)
 class TraceEvent(Activity):
-    """A stretch of a profile, in nanoseconds of the trace's clock.
+    """An event of a profile, in nanoseconds of the trace's clock.
 
     Attributes:
         lane: process and thread of the host, or device and stream of the GPU.
@@ -50,17 +51,17 @@ class TraceEvent(Activity):
         return (self.end_ns - self.start_ns) / 1000
 
     def holds(self, other: "TraceEvent") -> bool:
-        """Return True if the other one starts within this one, on the same lane."""
+        """Return True if the other event is on the same lane and starts within this event."""
         return self.lane == other.lane and self.start_ns <= other.start_ns < self.end_ns
 
 
 @dataclass(frozen=True)
 class ProfiledStep:
-    """One step of the loop.
+    """One step of a loop.
 
     Attributes:
-        number: from "step N".
-        host: its range on the host.
+        number: the number N of the range "step N".
+        host: the step's range on the host.
         phases: annotated parts of that range.
         calls: CUDA calls in that range.
         gpu: the kernels, copies and fills that these calls launched, in the order of their starts; never empty.
@@ -192,10 +193,11 @@ def summary(facts: Sequence[StepFacts]) -> dict[str, float]:
 
 
 def timeline(loop: LoopProfile, first: int) -> list[tuple[str, str, float, float]]:
-    """Return consecutive steps for a picture: (lane, name, start_us, duration_us), from the host's start of the first.
+    """Return the events of consecutive steps for a picture: (lane, name, start_us, duration_us), relative to the host's start
+    of the first step.
 
-    Lanes are "host", "CUDA calls" and "GPU stream N". What belongs to these steps is there, not what falls into their time:
-    a host that runs ahead has begun later steps before the GPU ends these.
+    Lanes are "host", "CUDA calls" and "GPU stream N". Only events that belong to these steps are returned. Events of later
+    steps are left out, even if the host begins them before the GPU has ended these steps.
     """
     steps = [step for step in loop.steps if first <= step.number < first + TIMELINE_STEPS]
     zero_ns = steps[0].host.start_ns
@@ -271,7 +273,7 @@ def profiled(run: Callable[[], object]) -> LoopProfile:
 
 
 def unprofiled_us(run: Callable[[], object]) -> float:
-    """Time a run in µs by the host's clock, from an idle GPU to an idle GPU, without what a profile would add."""
+    """Time a run in µs by the host's clock, from an idle GPU to an idle GPU, without a profile."""
     torch.cuda.synchronize()
     start_ns = time.perf_counter_ns()
     run()

@@ -1,4 +1,4 @@
-"""A study: a question put to the hardware, the points that answer it, and the tables of the answer.
+"""The base class of studies: a question, the measured points that answer it, and the tables of the answer.
 
 A study is a module whose docstring begins with the question, and in it a frozen dataclass derived from `Study`. The fields of
 the dataclass are the study's settings, and the options of its command. Each of its points is measured by several variants,
@@ -28,9 +28,9 @@ class Part:
     """Points that are measured one after the other.
 
     Attributes:
-        points: what `rows_at` takes.
-        rows_at: measures one point; returns rows by the name of the recorded list that they go to.
-        what: names the points in the progress bar.
+        points: the points, each an argument of `rows_at`.
+        rows_at: measures one point, and returns its rows by the name of the recorded list.
+        what: name of the points in the progress bar.
     """
 
     points: Collection[Any]
@@ -56,38 +56,38 @@ class Study(ABC):
 
     @classmethod
     def name(cls) -> str:
-        """Return the name of its module, which its recording has too."""
+        """Return the name of the study's module, which is also the name of its recording."""
         return cls.__module__.rpartition(".")[2]
 
     @property
     @abstractmethod
     def parts(self) -> Sequence[Part]:
-        """Return what is measured, without a GPU.
+        """Return the points to measure. This needs no GPU.
 
         Raises:
-            ValueError: the settings name a point that there is not, or one that cannot be measured.
+            ValueError: the settings name an unknown point, or a point that cannot be measured.
         """
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Return the names of modules that the user chose and that must be there."""
+        """Return the names of the modules that the user chose; they must be importable."""
         return ()
 
     @property
     def ceilings(self) -> Ceilings | None:
-        """Return what the GPU reaches, for the recording."""
+        """Return the rates that the GPU reaches, for the recording."""
         return None
 
     def method(self) -> Mapping[str, Any]:
-        """Return how times are taken, for the recording."""
+        """Return the description of the timing method, for the recording."""
         return {}
 
     def facts(self) -> Mapping[str, Any]:
-        """Return what else is recorded of all points."""
+        """Return further facts about all points, for the recording."""
         return {}
 
     def derived(self, result: Recorded) -> Mapping[str, Any]:
-        """Return what follows from all that is recorded; it is computed anew after every point."""
+        """Return facts that are computed from all recorded rows. It is called after every point."""
         return {}
 
     def answer(self, result: Recorded) -> Iterable[Table | str]:
@@ -95,7 +95,7 @@ class Study(ABC):
         return ()
 
     def exit_status(self, result: Recorded) -> ExitStatus:
-        """Return the exit status of the command: WRONG if the output of a variant was."""
+        """Return the exit status of the command: WRONG if the output of a variant was wrong."""
         return ExitStatus.WRONG if result.get("wrong") else ExitStatus.DONE
 
     def run(self, out: Path | None = None) -> ExitStatus:
@@ -128,7 +128,7 @@ class TimedStudy(Study):
 
     @cached_property
     def plan(self) -> TimingPlan:
-        """Return how GPU times are taken, with what the GPU reaches now."""
+        """Return the method of GPU times, with the rates that the GPU reaches now."""
         return timing_plan(self.clock, self.l2, self.samples)
 
     def passes(self, points: Collection[Point], facts_of: FactsOf) -> Part:

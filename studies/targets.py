@@ -19,20 +19,22 @@ class Figure(NamedEnum):
 
 @dataclass(frozen=True)
 class Target:
-    """A figure and its bound: the least that a variant must reach or, of host time, the most that it may take."""
+    """A figure and its bound: the least value that a variant must reach or, for host time, the greatest value
+    that it may have.
+    """
 
     figure: Figure
     bound: float
 
     def margin(self, reached: float) -> float:
-        """Return the distance to the bound, in the figure's unit; negative where the target is missed."""
+        """Return the distance to the bound, in the figure's unit; negative if the target is missed."""
         return self.bound - reached if self.figure is Figure.HOST else reached - self.bound
 
 
 def target_rows(
     targets: Sequence[Target], reached: Mapping[Figure, float | None], baseline: str
 ) -> list[dict[str, Any]]:
-    """Return what a row records of the targets of a variant. A figure of None was not compared: neither passed nor missed."""
+    """Return the recorded results of a variant's targets. A target whose figure is None is neither passed nor missed."""
     rows: list[dict[str, Any]] = []
     for target in targets:
         figure, value = target.figure.value.format(baseline=baseline), reached[target.figure]
@@ -50,7 +52,7 @@ def target_rows(
 
 
 def target_text(row: Mapping[str, Any]) -> str:
-    """Say by how much a row's variant passes or misses each of its targets."""
+    """Return a text that says by how much a row's variant passes or misses each target."""
     return "; ".join(_one_text(target) for target in row["targets"])
 
 

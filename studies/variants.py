@@ -1,6 +1,6 @@
 """Variants: different ways to do the work of a point, whose calls are interleaved.
 
-A variant that declines the point, or whose results are wrong, has no time; the rest is measured without it.
+A variant that declines a point, or whose results are wrong, has no time; the remaining variants are measured without it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,10 +37,10 @@ class Variant:
     """One way to do the work of a point.
 
     Attributes:
-        name: in rows (key "arm") and tables.
-        case: such as a forward pass or a draft's scenario; the study makes the work from it.
-        module: the implementation, where the case does not name it.
-        targets: figures that it must reach.
+        name: the variant's name in rows (key "arm") and tables.
+        case: the case from which the study makes the work, such as a forward pass or a draft's scenario.
+        module: the implementation, if the case does not name it.
+        targets: figures that the variant must reach.
         planned: the module's `plan` takes the call's arguments and returns the call that is timed.
         needs_flashinfer: FlashInfer may be unable to load or build its kernel here, which is then a reason to decline.
     """
@@ -58,8 +58,8 @@ class Point:
     """Variants that are measured together.
 
     Attributes:
-        facts: values of every row, besides the point's name.
-        baseline: the variant that the speed of each is compared with; "" for none.
+        facts: values that every row of the point has, besides the point's name.
+        baseline: the variant with which the speed of each variant is compared; "" for none.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Point:
 
     @property
     def row(self) -> dict[str, Any]:
-        """Return the beginning of every row."""
+        """Return the values with which every row of the point begins."""
         return {"point": self.name, **self.facts}
 
 
@@ -97,7 +97,7 @@ def chosen(points: Iterable[Named], only: Sequence[str], name_of: Callable[[Name
 
 
 class PointFailedError(Exception):
-    """The measurement of a point failed, for another reason than a refusal. The message names the point."""
+    """The measurement of a point failed, and not because of a refusal. The message names the point."""
 
 
 @contextmanager
@@ -111,7 +111,7 @@ def named_in_failures(point: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PointRows:
-    """Rows of a point's variants that have a time, and of those that have none, with the reason."""
+    """The rows of a point's variants: rows with times, and rows with the reason why a variant has no time."""
 
     rows: Sequence[dict[str, Any]] = ()
     declined: Sequence[dict[str, Any]] = ()

@@ -1,7 +1,7 @@
-"""Five changes of SGLang's TRT-LLM attention backends: what each claims, and what recorded studies say of it.
+"""Five changes of SGLang's TRT-LLM attention backends: the claim of each change, and the verdict of recorded studies on it.
 
-Every number and every verdict is computed from the recordings. What is written here is the claim, its source, the question, and
-the statements that recorded points confirm or contradict.
+All numbers and verdicts are computed from the recordings. The modules here contain only the claims with their sources, the
+questions, and the statements that recorded points confirm or contradict.
 """
 
 from studies.changes import pr_24566, pr_25002, pr_25925, pr_26241, pr_26824

@@ -1,4 +1,4 @@
-"""A change of SGLang's, the question that the lab asks of it, and what the five of them share."""
+"""A change of SGLang with the lab's question about it, and functions that the modules of all five changes share."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ Recordings = Mapping[str, Recorded]  # by the name of the study
 
 @dataclass(frozen=True)
 class Change:
-    """One change.
+    """One pull request of SGLang.
 
     Attributes:
-        number: of its pull request in sgl-project/sglang.
-        title: what it does.
-        claim: what it says, or is for; `source` says where that is from and what became of it.
-        question: what the lab asks of it.
-        module: the study that measures it.
-        judge: makes the answer from that study's recording, and from those of `further` that are there.
-        further: studies whose recordings add to the answer.
+        number: number of the pull request in sgl-project/sglang.
+        title: the change in a few words.
+        claim: the claimed effect or purpose; `source` names the text with the claim, and the state of the pull request.
+        question: the lab's question about the change.
+        module: the study that measures the change.
+        judge: computes the answer from the study's recording, and from the available recordings of `further`.
+        further: further studies whose recordings contribute to the answer.
     """
 
     number: int
@@ -37,12 +37,14 @@ class Change:
 
 
 def one_clock(row: RecordedRow) -> dict[str, Times]:
-    """Return the times of a row with one clock."""
+    """Return the times of a row that was timed by one clock."""
     return {"": Times.of_row(row)}
 
 
 def two_clocks(what: str) -> TimesByClock:
-    """Return a reader of a loop's times: `<what>_us` of profiled steps, and `unprofiled_<what>_us` by the host's clock."""
+    """Return a function that reads both times of a loop: `<what>_us` of profiled steps, and `unprofiled_<what>_us` by the
+    host's clock.
+    """
     return lambda row: {
         "in the profile": Times.of([turn[f"{what}_us"] for run in row["runs"] for turn in run]),
         "without it": Times.of(row[f"unprofiled_{what}_us"]),

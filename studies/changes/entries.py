@@ -1,4 +1,4 @@
-"""Recorded studies, read and judged: for each change what its recordings say, and what they were measured on."""
+"""Read recorded studies, and compute for each change the answer and the environment of its recordings."""
 
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,12 @@ from studies.changes.verdicts import NOT_RECORDED, Answer, Observation, Standing
 
 @dataclass(frozen=True)
 class Entry:
-    """A change and what was found.
+    """A change with its answer.
 
     Attributes:
-        answer: None where the study of the change is not recorded.
-        files: the recordings that the answer is made of.
-        failure: a clause: how the command failed, or why a recording cannot be read; "" without a failure.
+        answer: the answer; None if the change's study is not recorded.
+        files: the recordings from which the answer is computed.
+        failure: the reason, as a clause, why the command failed or a recording cannot be read; "" without a failure.
     """
 
     change: Change
@@ -31,11 +31,11 @@ class Entry:
         return NOT_RECORDED if self.answer is None else self.answer.verdict
 
     def claimed(self) -> list[Observation]:
-        """Return `Answer.claimed`; [] without an answer."""
+        """Return the answer's `claimed` observations; [] without an answer."""
         return self.answer.claimed if self.answer else []
 
     def of_attention(self, attention: str) -> str:
-        """Return the number of points of MHA or MLA where the statements hold, in words."""
+        """Return, in words, the number of points of MHA or MLA at which the claimed statements hold."""
         mine = [each for each in self.claimed() if each.group.startswith(attention)]
         holding = sum(each.standing is Standing.HOLDS for each in mine)
         return f"{holding} of {len(mine)} points" if mine else NOT_RECORDED
@@ -82,14 +82,14 @@ def _read(path: Path) -> RecordedFile:
 
 
 def held_back(file: RecordedFile) -> list[tuple[str, ...]]:
-    """Return what held the GPU's clocks back, of each row that records it; an empty tuple for nothing."""
+    """Return, for each row that records them, the reasons for reduced GPU clocks; an empty tuple if there were none."""
     lists = [rows for rows in file.content.values() if isinstance(rows, list)]
     devices = [row.get("device", row) for rows in lists for row in rows if isinstance(row, dict)]
     return [tuple(device["throttled_by"] or ()) for device in devices if "throttled_by" in device]
 
 
 def day_of(path: Path) -> str:
-    """Return the day of a file's last commit, or of its last change if that is not committed, as YYYY-MM-DD."""
+    """Return the day of a file's last commit, or of its last uncommitted change, as YYYY-MM-DD."""
     committed = _git(path, "log", "-1", "--format=%as")
     if committed and not _git(path, "status", "--porcelain"):
         return committed

@@ -1,4 +1,4 @@
-"""The changes' claims and what recorded studies say of them: a page of Markdown, and a table for a terminal."""
+"""Present the changes' claims and the verdicts of recorded studies, as a Markdown page and as a table for a terminal."""
 
 import os
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ def _gpus(entries: Sequence[Entry]) -> str:
 
 
 def kernels_sentence(entries: Sequence[Entry]) -> str:
-    """Return a sentence with FlashInfer's kernels that ran; it says so if trtllm-gen did not run."""
+    """Return a sentence that names the FlashInfer kernels that ran, and says whether trtllm-gen is missing among them."""
     files = [found for entry in entries for found in entry.files]
     rows = [row for found in files for row in found.content.get("rows", ())]
     ran = sorted({f"{row['kernel']} for {row['call']}" for row in rows if row.get("implementation") == FLASHINFER})
@@ -73,7 +73,7 @@ def _summary(entry: Entry) -> list[str]:
 
 
 def _exceptions(observations: Sequence[Observation]) -> str:
-    """Name the points where a statement does not hold or cannot be told, at most `MOST_IN_A_CELL`."""
+    """Return the points at which a statement does not hold or is undecided, at most `MOST_IN_A_CELL`."""
     where = [each.where for each in observations if each.standing is not Standing.HOLDS]
     left = len(where) - MOST_IN_A_CELL
     return "; ".join([*where[:MOST_IN_A_CELL], *([f"and {left} more"] if left > 0 else [])])
@@ -141,7 +141,7 @@ def _saved(observations: Sequence[Observation]) -> str:
 
 
 def named(observations: Sequence[Observation]) -> str:
-    """Name points with their figures, at most `MOST_NAMED`."""
+    """Return points with their figures as text, at most `MOST_NAMED`."""
     figures = {each.figures for each in observations}
     if len(figures) == 1 and len(observations) > 1:
         return f"{figures.pop()} at each of {len(observations)} points."

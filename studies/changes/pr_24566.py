@@ -9,7 +9,7 @@ from studies.recording import Recorded, RecordedRow
 
 
 def judge_decode_kernel(recordings: Recordings) -> Answer:
-    """Compare the context call with the decode call at every point that has both."""
+    """Compare the context call with the decode call at every point that has times of both calls."""
     recording = recordings["draft_extend_kernels"]
     rows = sorted(recording["rows"], key=itemgetter("q_len", "requests", "kv_len"))
     both = pairs(rows, "arm", "context", "decode", ("q_len", "requests", "kv_len"))
@@ -41,7 +41,9 @@ def _verifying_mla(recordings: Recordings) -> list[RecordedRow]:
 
 
 def _mla_rows(recordings: Recordings) -> tuple[str, ...]:
-    """Compare MLA's decode call of several rows, which its draft extend already was before the change, with one row."""
+    """Compare MLA's decode call with several rows and with one row. MLA's draft extend used the former even
+    before the change.
+    """
     rows = recordings.get("mla_decode", {}).get("rows", ())
     single_us = {_mla_point(row): row["median_us"] for row in rows if row["q_len"] == 1}
     return tuple(

@@ -12,7 +12,9 @@ STEPS_TOGETHER = ("per_step", "one_launch")
 
 
 def judge_draft_steps(recordings: Recordings) -> Answer:
-    """Compare a draft's metadata with the ragged lists and without them, and what that saves with the claim's figures."""
+    """Compare the time of a draft's metadata with and without the ragged lists, and compare the saving with the claim's
+    figures.
+    """
     recording = recordings["draft_steps"]
     rows = recording["rows"]
     long = [row for row in rows if row["point"].endswith("x80k/steps3")]

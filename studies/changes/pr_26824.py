@@ -7,7 +7,7 @@ from studies.recording import RecordedRow
 
 
 def judge_length_copy(recordings: Recordings) -> Answer:
-    """Compare steps of a decode loop with the copy and without it, and what the mask costs that is filled in its stead."""
+    """Compare steps of a decode loop with and without the copy, and report the cost of the mask that replaces it."""
     recording = recordings["length_copy"]
     variants = recording["arms"]
     both = pairs(variants, "arm", "with the copy", "without the copy", ("gpu_us", "host_us"))

@@ -1,7 +1,7 @@
-"""SGLang's five changes, measured on this machine's GPU one after the other, or their recordings; then the overview.
+"""Measure SGLang's five changes on this machine's GPU, or read their recordings; then show the overview.
 
-Measuring runs the command of each change with its default sizes; each leaves its JSON file in the folder, and one that fails
-does not stop the others. Without a GPU the overview is that of the lab's recorded run, and says so.
+A measurement runs the command of each change with its default sizes. Each command writes a JSON file to the folder. A failed
+command does not stop later commands. Without a GPU the overview shows the lab's recorded run, and says so.
 """
 
 import subprocess
@@ -31,7 +31,7 @@ def run_command(command: Sequence[str]) -> int:
 
 
 def measure(changes: Sequence[Change], folder: Path, run: Run = run_command) -> dict[str, str]:
-    """Run the command of each change; return, by module, how failed commands ended."""
+    """Run the command of each change; return the failures by module."""
     folder.mkdir(parents=True, exist_ok=True)
     failures = {}
     for change in changes:

@@ -1,9 +1,9 @@
-"""What recorded numbers say of a statement: at each measured point it holds, does not hold, or cannot be decided.
+"""Verdicts of recorded numbers on a statement: at each measured point it holds, does not hold, or is undecided.
 
-`lab.timing.statistics` has the rule for times. A statement that time is saved holds where the time with the change is FASTER,
-does not hold where it is SLOWER, and is undecided where it is the SAME or UNSURE. Where two clocks timed the same, it holds
-if both say so, and does not hold if one contradicts it and the other does not confirm it: a profile slows the host down, and is
-not believed alone.
+`lab.timing.statistics` has the rule for times. The statement that a change saves time holds at a point if the time with the
+change is FASTER. It does not hold if the time is SLOWER, and is undecided if it is the SAME or UNSURE. If two clocks timed the
+same work, the statement holds if both confirm it, and does not hold if one contradicts it and the other does not confirm it. A
+profile alone is not enough, because it slows the host down.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ NOT_RECORDED = "not recorded"
 
 
 class Standing(NamedEnum):
-    """What a point says of a statement; the value is how a text says it."""
+    """The verdict of a point on a statement; the value is its wording."""
 
     HOLDS = "holds"
     FAILS = "does not hold"
@@ -35,19 +35,19 @@ BeforeAfter = tuple[Times, Times]  # one clock's times without a change and with
 
 
 def standing_of(before: Times, after: Times, least_saved_us: float = 0.0) -> Standing:
-    """Return whether times confirm that more than `least_saved_us` is saved."""
+    """Return the verdict of two times on the statement that more than `least_saved_us` is saved."""
     return STANDINGS[compare_times(before, after.plus(least_saved_us), IN_TURNS).speed]
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What one point says of a statement.
+    """The verdict of one point on a statement.
 
     Attributes:
-        group: of points, which share a line of a table.
+        group: group of points that share a line of a table.
         where: the point.
-        figures: the numbers that the standing is read from.
-        saved_us, ratio: time without the change minus, and over, the time with it; None where no times are compared.
+        figures: the numbers from which the verdict follows, as text.
+        saved_us, ratio: time without the change minus the time with it, and their quotient; None if no times are compared.
     """
 
     group: str
@@ -59,7 +59,7 @@ class Observation:
 
 
 def compared(group: str, where: str, clocks: Mapping[str, BeforeAfter], *, least_saved_us: float = 0.0) -> Observation:
-    """Return what times say of the statement that more than `least_saved_us` is saved.
+    """Return the observation on the statement that more than `least_saved_us` is saved.
 
     The clocks are by name, "" for the only one; the first one's times are the figures of the tables.
     """
@@ -77,7 +77,7 @@ def compared(group: str, where: str, clocks: Mapping[str, BeforeAfter], *, least
 
 
 def stated(group: str, where: str, holds: bool, figures: str) -> Observation:
-    """Return an observation of a recorded fact that is no time."""
+    """Return an observation about a recorded fact other than a time."""
     return Observation(group, where, Standing.HOLDS if holds else Standing.FAILS, figures)
 
 
@@ -89,10 +89,11 @@ def microseconds(value: float) -> str:
 
 @dataclass(frozen=True)
 class Aspect:
-    """A statement that points can confirm or contradict, and what was recorded about it.
+    """A statement that points can confirm or contradict, with its observations.
 
     Attributes:
-        of_claim: the change claims it. Other statements are reported, and do not count in the verdict of the change.
+        of_claim: True if the change claims the statement. Statements that it does not claim are reported, but do not count in
+            its verdict.
     """
 
     statement: str
@@ -133,13 +134,13 @@ def aspects(
 
 @dataclass(frozen=True)
 class Answer:
-    """What the recordings of a change say.
+    """The verdict of the recordings of a change.
 
     Attributes:
-        aspects: its statements.
-        setting: what was run, from the recording.
+        aspects: the statements with their observations.
+        setting: the measured setting, from the recording.
         notes: sentences with more numbers from the recording.
-        missing: what is not in the recordings.
+        missing: data that the recordings do not have.
     """
 
     aspects: tuple[Aspect, ...]

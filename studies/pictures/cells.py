@@ -1,4 +1,4 @@
-"""Pictures of labelled lines of cells: a picture's function makes the lines of its data, and this draws them."""
+"""Draw pictures of labelled lines of cells. The function of each picture makes the lines from its data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ WORDS_POINTS = 7.0
 
 @dataclass(frozen=True)
 class Look:
-    """The looks of a kind of cell.
+    """The style of a kind of cell.
 
     Attributes:
-        face, edge: colours of its inside and its border; without a border ("none"), cells touch.
-        meaning: the legend's words for it; "" leaves it out of the legend.
-        hatch: what fills it, so that kinds that matter are told apart without colours too.
-        linestyle: of its border.
-        ink: colour of the words in it.
+        face, edge: colours of a cell's inside and border; without a border ("none"), cells touch.
+        meaning: the legend's words for the kind; "" leaves it out of the legend.
+        hatch: hatching of the inside, so that important kinds can be distinguished without colours.
+        linestyle: line style of the border.
+        ink: colour of the words in a cell.
     """
 
     face: str

@@ -37,7 +37,9 @@ def _table(
 
 
 def one_for_each_check(records: Sequence[Record], checks: Sequence[str]) -> list[Record]:
-    """Return mutants, each once: for each check the one that the fewest others find, of those that are not taken."""
+    """Return different mutants, one for each check: among those not yet chosen, the mutant that the fewest
+    further checks find.
+    """
     chosen: dict[str, Record] = {}
     for check in checks:
         found = sorted(

@@ -54,7 +54,7 @@ class Span:
 
 @dataclass(frozen=True)
 class LoopExcerpt:
-    """Consecutive steps of a loop. If not `is_whole`, the lanes hold more work before and after these spans."""
+    """Consecutive steps of a loop. If `is_whole` is False, the loop has more work before and after these steps."""
 
     name: str
     spans: tuple[Span, ...]
@@ -90,7 +90,7 @@ def recorded_excerpt(variant: Mapping[str, Any]) -> LoopExcerpt:
 
 
 def _host_spans(step: int, start_us: float, end_us: float, waits: Sequence[tuple[float, float]]) -> list[Span]:
-    """Return the step's range on the host, cut where it waits."""
+    """Return the step's range on the host, divided into working and waiting spans."""
     spans, at_us = [], start_us
     for wait_us, duration_us in sorted(waits):
         if start_us <= wait_us < end_us:
