@@ -21,8 +21,31 @@ from lab.workloads.interfaces import Interface
 from lab.workloads.pass_case import PassCase
 
 
+class GroupedLayer:
+    """A layer of grouped-query attention: a base of frozen dataclasses that have the attributes."""
+
+    geometry: str
+    tensor_parallel: int = 1
+
+    @cached_property
+    def model(self) -> Geometry:
+        return geometry(self.geometry).tensor_parallel(self.tensor_parallel)
+
+    @property
+    def query_shape(self) -> tuple[int, int]:
+        """Return the shape of a row's query, [num_qo_heads, head_dim]."""
+        return self.model.num_qo_heads, self.model.head_dim
+
+    out_shape = query_shape
+
+    @property
+    def token_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of a token's key and value before they are stored."""
+        return ((self.model.num_kv_heads, self.model.head_dim),) * 2
+
+
 @dataclass(frozen=True, repr=False)
-class ForwardCase(PassCase):
+class ForwardCase(GroupedLayer, PassCase):
     """One forward pass over paged K and V, as data.
 
     Attributes:
@@ -178,10 +201,6 @@ class ForwardCase(PassCase):
             raise ValueError(f"page_size={self.page_size} must be a power of two, 1 or more: kernels divide by shifts")
         if self.sliding_window and geometry(self.geometry).sliding_window is None:
             raise ValueError(f"{self.geometry} has no sliding-window layers: leave sliding_window False")
-
-    @cached_property
-    def model(self) -> Geometry:
-        return geometry(self.geometry).tensor_parallel(self.tensor_parallel)
 
     @cached_property
     def interface(self) -> Interface:

@@ -12,8 +12,9 @@ from lab.metadata.mha.settings import CallSettings
 from lab.metadata.mla.backend import TRTLLMMLABackend
 from lab.named_enum import NamedEnum
 from lab.workloads.attention_case import short_repr
-from lab.workloads.geometries import Geometry, geometry
+from lab.workloads.forward_case import GroupedLayer
 from lab.workloads.interfaces import Interface
+from lab.workloads.mla_case import LatentLayer
 
 
 class ReplaySequence(NamedEnum):
@@ -60,7 +61,7 @@ class ReplayCase:
 
 
 @dataclass(frozen=True, repr=False)
-class GraphCase(ReplayCase):
+class GraphCase(GroupedLayer, ReplayCase):
     """A replay sequence of the MHA backend.
 
     Attributes:
@@ -82,15 +83,6 @@ class GraphCase(ReplayCase):
         """Return the function that the mode calls."""
         return Interface.CONTEXT if self.mode.forward_mode.mha_call is AttentionCall.CONTEXT else Interface.DECODE
 
-    @property
-    def model(self) -> Geometry:
-        return geometry(self.geometry)
-
-    @property
-    def heads(self) -> tuple[int, int, int]:
-        """Return (number of query heads, head_dim of the query, head_dim of the output)."""
-        return self.model.num_qo_heads, self.model.head_dim, self.model.head_dim
-
     def backend(self, implementation: Any = None) -> TRTLLMMHABackend:
         """Return the engine's backend with the settings of the case and an implementation of its calls."""
         settings = CallSettings(decode_splits=self.decode_splits)
@@ -98,7 +90,7 @@ class GraphCase(ReplayCase):
 
 
 @dataclass(frozen=True, repr=False)
-class MLAGraphCase(ReplayCase):
+class MLAGraphCase(LatentLayer, ReplayCase):
     """A replay sequence of the MLA backend. Pages have 32 or 64 tokens.
 
     Attributes:
@@ -118,11 +110,6 @@ class MLAGraphCase(ReplayCase):
     @property
     def interface(self) -> Interface:
         return Interface.MLA_DECODE
-
-    @property
-    def heads(self) -> tuple[int, int, int]:
-        """Return (number of query heads, head_dim of the query, head_dim of the output)."""
-        return self.num_qo_heads, self.kv_lora_rank + self.qk_rope_head_dim, self.kv_lora_rank
 
     def backend(self, implementation: Any = None) -> TRTLLMMLABackend:
         """Return the engine's backend with the settings of the case and an implementation of its call."""

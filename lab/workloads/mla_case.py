@@ -14,8 +14,42 @@ from lab.workloads.attention_case import Contents
 from lab.workloads.pass_case import PassCase
 
 
+class LatentLayer:
+    """A layer of latent attention on the MLA decode kernel: a base of frozen dataclasses that have the attributes."""
+
+    num_qo_heads: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+
+    @property
+    def head_dim(self) -> int:
+        """Return the head_dim of queries and of cache entries."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """Return the softmax's scale, which follows from the head_dim before absorption.
+
+        The part of a key without rotary position has a quarter of the latent vector's elements, as in DeepSeek-V3.
+        """
+        return float((self.kv_lora_rank // 4 + self.qk_rope_head_dim) ** -0.5)
+
+    @property
+    def query_shape(self) -> tuple[int, int]:
+        return self.num_qo_heads, self.head_dim
+
+    @property
+    def out_shape(self) -> tuple[int, int]:
+        return self.num_qo_heads, self.kv_lora_rank
+
+    @property
+    def token_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Return the shape of a token's latent entry, key and value in one."""
+        return ((self.head_dim,),)
+
+
 @dataclass(frozen=True, repr=False)
-class MLACase(PassCase):
+class MLACase(LatentLayer, PassCase):
     """One forward pass over paged latent entries on the MLA decode kernel, as data.
 
     Attributes:
@@ -78,19 +112,6 @@ class MLACase(PassCase):
     def backend(self, implementation: Any = None) -> TRTLLMMLABackend:
         """Return the engine's backend with the settings of the case and an implementation of its call."""
         return TRTLLMMLABackend(implementation, self.attention, query_dtype=self.query_dtype or self.dtype)
-
-    @property
-    def head_dim(self) -> int:
-        """Return the head_dim of queries and of cache entries."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
-
-    @property
-    def softmax_scale(self) -> float:
-        """Return the softmax's scale, which follows from the head_dim before absorption.
-
-        The part of a key without rotary position has a quarter of the latent vector's elements, as in DeepSeek-V3.
-        """
-        return float((self.kv_lora_rank // 4 + self.qk_rope_head_dim) ** -0.5)
 
     @property
     def seen_lens(self) -> tuple[int, ...]:

@@ -77,7 +77,7 @@ class EnginePass:
 
     def new_out(self) -> Tensor:
         """Return an output filled with NaN, [num_rows, num_qo_heads, head_dim of the values]."""
-        raise NotImplementedError
+        return self.query.new_full((len(self.query), *self.case.out_shape), float("nan"))
 
     def rows_of_requests(self, out: Tensor) -> Tensor:
         """Return an output without its padding rows."""
@@ -93,11 +93,6 @@ class EnginePass:
 
     def truth_of(self, query: Tensor, histories: Sequence[History], requests: Sequence[int]) -> Truth:
         """Return the expected results for the rows of these requests, computed from these histories."""
-        raise NotImplementedError
-
-    @property
-    def token_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of one token's K and V, or of its latent entry, before they are stored."""
         raise NotImplementedError
 
     def stored(self, *sides: Tensor) -> History:
@@ -136,13 +131,6 @@ class ForwardPass(EnginePass):
         arguments = self.arguments(out) | {"shards": self.shards, "dtypes": self.case.dtypes}
         del arguments["metadata"]
         prepare_zigzag(implementation, **arguments)()
-
-    def new_out(self) -> Tensor:
-        return torch.full_like(self.query, float("nan"))
-
-    @property
-    def token_shapes(self) -> tuple[tuple[int, ...], ...]:
-        return ((self.case.model.num_kv_heads, self.case.model.head_dim),) * 2
 
     def stored(self, *sides: Tensor) -> History:
         return stored_kv(self.case.kv_dtype, *sides)

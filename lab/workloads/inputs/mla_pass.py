@@ -25,7 +25,7 @@ from lab.workloads.inputs.encoding import E4M3_K_SCALE, as_stored
 from lab.workloads.inputs.expected import truth_of_requests
 from lab.workloads.inputs.forward_pass import EnginePass, admit_and_write, limits_of, new_poisonable_pool
 from lab.workloads.inputs.needles import draw_histories
-from lab.workloads.mla_case import MLACase
+from lab.workloads.mla_case import LatentLayer, MLACase
 from lab.workloads.requests import History
 
 BuildMLAMetadata = Callable[[ForwardBatch, KVPool, DraftAttention], TRTLLMMLADecodeMetadata]
@@ -41,13 +41,6 @@ class MLAPass(EnginePass):
     metadata: TRTLLMMLADecodeMetadata
     layer: MLALayer
     cache: PagedLatentCache
-
-    def new_out(self) -> Tensor:
-        return self.query.new_full((*self.query.shape[:2], self.case.kv_lora_rank), float("nan"))
-
-    @property
-    def token_shapes(self) -> tuple[tuple[int, ...], ...]:
-        return ((self.case.head_dim,),)
 
     def stored(self, *sides: Tensor) -> History:
         return tuple(as_stored(side, E4M3_K_SCALE, self.case.kv_dtype) for side in sides)
@@ -150,7 +143,7 @@ def _build_sharded(
     return ShardedMLAPass(case, pool, batch, metadata, layer, cache, query, histories)
 
 
-def new_mla_layer(case: MLACase) -> MLALayer:
+def new_mla_layer(case: LatentLayer) -> MLALayer:
     """Return the layer of a case: its scales and its sizes."""
     return MLALayer(
         softmax_scale=case.softmax_scale,

@@ -172,7 +172,7 @@ class PassRedraw:
         total = sum(case.kv_lens[:: case.topk]) if count is None else count
         generator, device = self._generator(seed), forward.query.device
         draw = functools.partial(torch.randn, device=device, dtype=case.dtype, generator=generator)
-        return forward.stored(*(draw(total, *shape) for shape in forward.token_shapes))
+        return forward.stored(*(draw(total, *shape) for shape in case.token_shapes))
 
     def _tokens(self, seeds: Seeds) -> History:
         """Return K and V (or entries) of all tokens as the cache stores them, including the tokens that this call replaces."""

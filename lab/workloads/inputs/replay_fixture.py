@@ -26,7 +26,7 @@ from lab.workloads.graph_case import GraphCase, MLAGraphCase, ReplayCase
 from lab.workloads.inputs.expected import made
 from lab.workloads.inputs.expected_metadata import wrong_metadata, wrong_mla_metadata
 from lab.workloads.inputs.forward_pass import mha_truth
-from lab.workloads.inputs.mla_pass import mla_truth
+from lab.workloads.inputs.mla_pass import mla_truth, new_mla_layer
 from lab.workloads.requests import History, admit, forward_batch, new_pool
 
 SIZES = (2, 4)  # captured batch sizes
@@ -101,12 +101,11 @@ class ReplayFixture:
         admitted = admit(self.pool, lens, (0,) * NUM_REQUESTS)
         self.rows = admitted.rows
         self.histories: list[History] = [
-            tuple(self._randn(case.max_context_len, *shape) for shape in self._token_shapes) for _ in self.rows
+            tuple(self._randn(case.max_context_len, *shape) for shape in case.token_shapes) for _ in self.rows
         ]
         admitted.write(self.cache, self.histories, sliding_window=case.sliding_window)
-        heads, head_dim, out_head_dim = case.heads
-        self.query = self._randn(max(SIZES) * self.width, heads, head_dim)
-        self.out = torch.zeros(len(self.query), heads, out_head_dim, dtype=DTYPE, device=device)
+        self.query = self._randn(max(SIZES) * self.width, *case.query_shape)
+        self.out = torch.zeros(len(self.query), *case.out_shape, dtype=DTYPE, device=device)
         self.runner = make(self.backend, case, self.pool, SIZES, self._body)
 
     @property
@@ -186,11 +185,6 @@ class ReplayFixture:
             for name, value in vars(owner).items():
                 tensors[name if name not in tensors else f"{name} of {number}"] = value
         return {name: tensor.data_ptr() for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
-
-    @property
-    def _token_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of one token's K and V, or of its latent entry."""
-        raise NotImplementedError
 
     def _layer(self) -> Any:
         raise NotImplementedError
@@ -286,12 +280,8 @@ class MHAReplayFixture(ReplayFixture):
         )
 
     def _new_cache(self) -> PagedKVCache:
-        (heads, head_dim), _ = self._token_shapes
+        (heads, head_dim), _ = self.case.token_shapes
         return self.pool.new_cache(heads, head_dim, DTYPE, KVLayout.NHD, sliding_window=self.case.sliding_window)
-
-    @property
-    def _token_shapes(self) -> tuple[tuple[int, ...], ...]:
-        return ((self.case.model.num_kv_heads, self.case.model.head_dim),) * 2
 
     def poison(self, value: float) -> None:
         self.cache.storage[:, 0].fill_(value)
@@ -335,15 +325,10 @@ class MLAReplayFixture(ReplayFixture):
     padded_query: Tensor | None = None  # of padded rows, which all captured sizes share
 
     def _layer(self) -> MLALayer:
-        rank, rope = self.case.kv_lora_rank, self.case.qk_rope_head_dim
-        return MLALayer((rank // 4 + rope) ** -0.5, 1.0, rank, rope, rank // 4)
+        return new_mla_layer(self.case)
 
     def _new_cache(self) -> PagedLatentCache:
-        return self.pool.new_latent_cache(self.case.heads[1], DTYPE)
-
-    @property
-    def _token_shapes(self) -> tuple[tuple[int, ...], ...]:
-        return ((self.case.heads[1],),)
+        return self.pool.new_latent_cache(self.case.head_dim, DTYPE)
 
     def _uncounted(self) -> int:
         return uncounted_tokens(self.runner.inputs.view(1), self.case.attention)
