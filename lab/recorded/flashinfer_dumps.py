@@ -148,7 +148,7 @@ def _arguments(
     given: dict[str, Any] = {}
     for key, value in (*inputs.items(), *_mapping(record.get("input_metadata")).items()):
         match = _ARGUMENT.fullmatch(key)
-        if match is None or (key in inputs and match[4]):
+        if match is None:
             continue
         if match["index"] and int(match["index"]) >= len(names):
             raise RecordingError(f"{folder} has {key}, but {function.value} has {len(names)} parameters")

@@ -30,6 +30,24 @@ def decode_arguments(**changes: Any) -> dict[str, Any]:
     return arguments | changes
 
 
+def latent_arguments(**changes: Any) -> dict[str, Any]:
+    """Make the arguments of an MLA decode of two requests."""
+    draw = torch.Generator().manual_seed(4)
+    arguments = {
+        "query": torch.randn(2, 1, HEADS, 80, generator=draw).to(torch.bfloat16),
+        "kv_cache": torch.randn(4, 32, 80, generator=draw).to(torch.bfloat16),
+        "workspace_buffer": torch.zeros(64, dtype=torch.uint8),
+        "qk_nope_head_dim": 32,
+        "kv_lora_rank": 64,
+        "qk_rope_head_dim": 16,
+        "block_tables": torch.tensor([[3, 1], [0, 2]], dtype=torch.int32),
+        "seq_lens": torch.tensor([40, 5], dtype=torch.int32),
+        "max_seq_len": 40,
+        "bmm1_scale": 0.1,
+    }
+    return arguments | changes
+
+
 def main(folder: str) -> None:
     """Record six calls: plain, positional, with a given output and LSE, of float16 output, one that fails, and no attention."""
     os.environ |= {"FLASHINFER_LOGLEVEL": "10", "FLASHINFER_LOGDEST": os.devnull, "FLASHINFER_DUMP_DIR": folder}

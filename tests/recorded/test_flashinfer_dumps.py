@@ -6,6 +6,7 @@ import json
 import pickle
 import random
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from lab.calls import AttentionCall
 from lab.recorded.call import RecordingError
+from lab.recorded.case import recorded_cases
 from lab.recorded.flashinfer_dumps import METADATA, REPLAYS, DumpedCall, dumped_calls
 from lab.references.assertion import assert_close_to_reference
 from tests.recorded.record_calls import decode_arguments
@@ -50,6 +52,7 @@ def test_results_that_were_given_are_not_read_as_inputs(recorded_once: Path) -> 
     assert arguments["out"] is not call.given["out"]
     assert arguments["out"].shape == call.given["out"].shape
     assert arguments["lse"].dtype == torch.float32
+    assert arguments["out"].dtype == torch.bfloat16
     assert call.lse is not None
     assert_close_to_reference((call.out, call.lse), **{**arguments, "out": None, "lse": None})
 
@@ -94,6 +97,9 @@ def test_a_captured_call_is_its_replays_with_the_lse_that_it_wrote(dumps: Path) 
     replays = dumped_calls(dumps)[2:13]
     assert [(each.sequence, each.replay) for each in replays] == [(3, replay) for replay in range(1, 12)]
     assert [each.sequence for each in dumped_calls(dumps)[:2]] == [1, 2]
+    assert len(dumped_calls(dumps)) == 5 + 11
+    (third,) = recorded_cases(f"{dumps}#4")
+    assert (third.replay, third.address) == (2, f"{dumps}#4")
     (calls[2].path / "outputs.pt").unlink()
     for path in (replays[0].path, calls[2].path):
         torch.save({"result": torch.zeros(3, 4, 64)}, path / "outputs.pt")
@@ -108,9 +114,11 @@ def _edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     (path / METADATA).write_text("\n".join([*lines[:-1], json.dumps(record)]))
 
 
-class _Opens:
+class _Runs:
+    """Its pickle calls a function where it is read by one that does not refuse code."""
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return open, ("/nonexistent/was-executed", "w")
+        return warnings.warn, ("code of the file was run", ResourceWarning)
 
 
 def _pickled(content: Any) -> bytes:
@@ -131,7 +139,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: (path / "inputs.pt").write_bytes((path / "inputs.pt").read_bytes()[:5000]),
         "inputs.pt is damaged",
     ),
-    "inputs with code": (lambda path: (path / "inputs.pt").write_bytes(_pickled(_Opens())), "inputs.pt is damaged"),
+    "inputs with code": (
+        lambda path: (path / "inputs.pt").write_bytes(_pickled({"arg_0": _Runs()})),
+        "inputs.pt is damaged",
+    ),
     "inputs that are a list": (lambda path: torch.save([1], path / "inputs.pt"), "does not hold tensors by name"),
     "an output that is no tensor": (
         lambda path: torch.save({"result": 1}, path / "outputs.pt"),
@@ -160,6 +171,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.filterwarnings("error:code of the file was run")
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_recording_is_refused_in_one_sentence(dumps: Path, damage: str) -> None:
     call = dumped_calls(dumps)[0]

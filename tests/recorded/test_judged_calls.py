@@ -1,6 +1,7 @@
 """Recorded calls are judged: by what the engine's kernel returned, or by what an implementation returns for their inputs."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,16 +11,20 @@ import pytest
 import torch
 
 from lab import references
-from lab.checks import Outcome, Report
+from lab.calls import DecodeCall
+from lab.calls.problem import E4M3
+from lab.checks import Outcome, Ranges, Report
 from lab.checks.record import read_case
 from lab.checks.run.judge import judge_calls, judge_recorded
 from lab.exit_status import ExitStatus
 from lab.recorded.call import RecordingError
 from lab.recorded.case import recorded_cases
 from lab.recorded.flashinfer_dumps import METADATA, dumped_calls
+from lab.references.assertion import truth_of_problem
 from lab.reports.judgement import details, reproduction
 from tests.commands.command import run
-from tests.recorded.record_calls import LENGTHS, decode_arguments
+from tests.recorded.record_calls import LENGTHS, decode_arguments, latent_arguments
+from tests.recorded.write_calls import write_call
 
 
 def _judged(recording: Path | str, **settings: Any) -> Report:
@@ -159,3 +164,38 @@ def test_the_command_judges_one_call(dumps: Path, option: str, capsys: pytest.Ca
 def test_the_command_refuses_in_a_sentence(options: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["judge", *options.split()]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_an_lse_in_base_e_is_judged_in_base_e(tmp_path: Path) -> None:
+    arguments = latent_arguments(return_lse=True, return_lse_base="basee")
+    out, lse = references.trtllm_batch_decode_with_kv_cache_mla(**arguments)
+    name = "trtllm_batch_decode_with_kv_cache_mla"
+    (right,) = _judged(write_call(tmp_path / "right", name, arguments, (out, lse))).verdicts
+    assert right.outcome is Outcome.RIGHT
+    (wrong,) = _judged(write_call(tmp_path / "wrong", name, arguments, (out, lse / math.log(2)))).verdicts
+    assert "LSE" in wrong.judged.wrongs[0]
+
+
+def test_e4m3_arithmetic_is_judged_by_its_own_bound(tmp_path: Path) -> None:
+    arguments = decode_arguments()
+    arguments["kv_cache"] = tuple(each.to(E4M3) for each in arguments["kv_cache"])
+    truth = truth_of_problem(DecodeCall(**arguments).problem(), E4M3)
+    out = (truth.expected * 1.03).to(torch.bfloat16)
+    recording = write_call(tmp_path, "trtllm_batch_decode_with_kv_cache", arguments, (out,))
+    (by_query,) = _judged(recording).verdicts
+    (by_e4m3,) = _judged(recording, ranges=Ranges(e4m3_arithmetic=True)).verdicts
+    assert [by_query.outcome, by_e4m3.outcome] == [Outcome.WRONG, Outcome.RIGHT]
+
+
+def test_rows_of_no_request_are_not_judged_and_a_bad_lse_is_beside_a_request_that_is_left_out(tmp_path: Path) -> None:
+    offsets = torch.tensor([0, 1, 1, 2], dtype=torch.int32)
+    arguments = decode_arguments(cum_seq_lens_q=offsets, max_q_len=1, q_len_per_req=None, return_lse=True)
+    arguments["kv_cache"][0][arguments["block_tables"][0, 0], :, 0, 0] = torch.nan
+    out, lse = references.trtllm_batch_decode_with_kv_cache(**arguments)
+    out[2] = 7
+    name = "trtllm_batch_decode_with_kv_cache"
+    (right,) = _judged(write_call(tmp_path / "right", name, arguments, (out, lse))).verdicts
+    assert right.outcome is Outcome.RIGHT
+    lse[1] += 1
+    (wrong,) = _judged(write_call(tmp_path / "wrong", name, arguments, (out, lse))).verdicts
+    assert "LSE" in wrong.judged.wrongs[0]

@@ -34,6 +34,10 @@ def test_a_full_page_may_be_shared() -> None:
     assert suspicions(_problem(block_tables=tables)) == []
     tables[2, 1] = tables[1, 1]  # request 2 has filled it
     assert suspicions(_problem(block_tables=tables)) == []
+    tables = decode_arguments()["block_tables"].clone()
+    tables[1, 1] = tables[0, 1]  # behind the only page, which is full, of both requests
+    lengths = torch.tensor([PAGE_SIZE, PAGE_SIZE, 33], dtype=torch.int32)
+    assert suspicions(_problem(block_tables=tables, seq_lens=lengths)) == []
 
 
 @pytest.mark.parametrize(("name", "words"), [("bmm1_scale", "weights equal"), ("bmm2_scale", "the output zero")])

@@ -1,0 +1,34 @@
+"""Write calls in FlashInfer's form, for calls that the references cannot be recorded with."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lab.recorded.flashinfer_dumps import METADATA
+
+
+def write_call(folder: Path, function: str, arguments: dict[str, Any], returned: tuple[torch.Tensor, ...]) -> Path:
+    """Write the only call of a folder; K and V are one tensor each or a pair."""
+    path = folder / f"20261126_000000_000_pid1_{function}_call0001"
+    path.mkdir(parents=True)
+    tensors: dict[str, torch.Tensor] = {}
+    others: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            tensors[f"kwarg_{name}"] = value
+        elif isinstance(value, tuple):
+            keys = [f"kwarg_{name}__{place}" for place in range(len(value))]
+            tensors |= dict(zip(keys, value, strict=True))
+            items = [{"type": "torch.Tensor", "tensor_key": key} for key in keys]
+            others[f"kwarg_{name}"] = {"type": "tuple", "items": items, "truncated": False}
+        else:
+            others[f"kwarg_{name}"] = value
+    torch.save(tensors, path / "inputs.pt")
+    names = ["result"] if len(returned) == 1 else ["result_0", "result_1"]
+    torch.save(dict(zip(names, returned, strict=True)), path / "outputs.pt")
+    (path / METADATA).write_text(
+        json.dumps({"function_name": function, "input_metadata": others, "timestamp": "20261126"})
+    )
+    return folder
