@@ -1,4 +1,4 @@
-"""A call that is right by itself and wrong in a serving engine's pass: any forward mode, from logical histories to outputs.
+"""A call that is right in a unit test and wrong in an engine's pass: all forward modes, from token histories to outputs.
 
 The arguments are those of an engine: its pool, its metadata, its padding and its offsets. The smoke level judges a small
 synthetic geometry. The full level also judges every geometry of the ranges, whole and as a tensor-parallel slice, at every page

@@ -1,4 +1,4 @@
-"""A pass that is right eagerly and wrong in a CUDA graph's replay: stale lengths or pages, moved buffers, padding that leaks.
+"""A pass that is right eagerly and wrong in a graph replay: stale lengths or pages, moved buffers, padding that is used.
 
 Each case is one replay sequence: a short series of replays, eager passes and poison over one runner, in a mode that an engine
 captures. Independent of earlier replays, each replay must give the metadata of `lab.references.forward_metadata` and the output

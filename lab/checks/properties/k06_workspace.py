@@ -1,4 +1,4 @@
-"""A workspace that is not left as it must be found, or whose contents reach a result.
+"""A workspace whose counters are not zero after a call, or whose contents change a result.
 
 An engine shares one workspace among layers, shapes and kernels. Its first 8 MiB are counters: zero before a call, and zero
 again after it. The scratch after them may hold anything, and so may the output. A test that zeroes both before each call finds

@@ -1,4 +1,4 @@
-"""A request whose output depends on the others: strides of the batch, exchanged lengths, rows or tables.
+"""A request whose output depends on other requests: wrong batch strides, exchanged lengths, rows or tables.
 
 If a test has equal lengths and one table, an exchanged request is often right by chance. Here each request is computed alone,
 in another order, and twice in a batch. Changing another request's data must not change a bit of it. Finally, all requests share

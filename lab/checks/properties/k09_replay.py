@@ -1,4 +1,4 @@
-"""State frozen in the first call: lengths, tables or pointers that a replayed CUDA graph would not see change.
+"""State that is frozen in the first call: lengths, tables or pointers whose changes a replayed CUDA graph does not see.
 
 No attention test of FlashInfer replays a graph with other lengths. Here one set of tensors is kept and its contents change. The
 call is captured with padding only, within host bounds that allow more. Then requests are loaded, and each input on the device

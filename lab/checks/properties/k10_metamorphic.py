@@ -1,4 +1,4 @@
-"""A result that changes with what cannot matter: page size and order, layout, strides, table width, the split of a scale.
+"""A result that depends on page size or order, layout, strides, table width or the split of a scale.
 
 These errors can be found without an oracle, but a test with one page size and one layout never finds them. A change that does
 not affect arithmetic must not change a bit. After a change that may alter the order of sums, the result must still be right.

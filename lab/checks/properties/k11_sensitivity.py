@@ -1,4 +1,4 @@
-"""An argument that is accepted and ignored, or does something else than it says.
+"""An argument that is accepted and ignored, or that has another effect than documented.
 
 A test with default values cannot show that an argument works: scales of 1, windows wider than every request, equal K and V
 scales. Here every optional argument gets a value that must change the output, and float64 arithmetic gives the expected change.

@@ -1,4 +1,4 @@
-"""Errors of one at a boundary: of a page, a tile, a window, a split, of what fits a warp's rows, of nothing at all.
+"""Off-by-one errors at boundaries of pages, tiles, windows, splits and warps, and errors for lengths of zero.
 
 Each length is in a batch of neighbouring lengths, beginning with 0 and 1, over needles at the first and last keys that rows
 see.

@@ -1,4 +1,4 @@
-"""State kept under too small a key: a module, a scale, a plan or an output of one call that is taken for another's.
+"""State that is stored under an incomplete key: a module, a scale, a plan or an output that is reused for another call.
 
 A test suite that runs all calls of a configuration in sequence, or in its own process, never finds such state. Here calls that
 differ in one argument, or are larger in every size, alternate in one process: A, B, A. On a GPU the last A runs on another

@@ -1,4 +1,4 @@
-"""Page offsets that do not fit 32 bits: a pool beyond 2**31 elements, and beyond 2**32 bytes.
+"""Page offsets that do not fit in 32 bits: pools of more than 2**31 elements, or of more than 2**32 bytes.
 
 A test's pool has a few hundred pages, an engine's a hundred gigabytes. The pages that are read here lie at the end of a pool
 that nothing else touches, so on a CPU its memory is never filled.

@@ -1,4 +1,4 @@
-"""Metadata that says something else than the batch: lengths without the draft, tables of tokens or of nothing, stale offsets.
+"""Metadata that does not match the batch: lengths without the draft, tables of tokens, empty tables, stale offsets.
 
 If a builder is tested against its own formula, both may be wrong in the same way. Here its metadata must equal loops over
 requests, it must not change an earlier pass's tensors, and attention with it must match the requests' histories. K18 has

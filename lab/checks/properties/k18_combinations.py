@@ -1,4 +1,4 @@
-"""Values, forms of arguments and pairs of them that no other check has: whatever the calls document, in covering arrays.
+"""Errors for values, forms of arguments, and pairs of these that no other check has, in covering arrays of all calls.
 
 A kernel branches on its arguments, and many defects show only for a combination of two: a window with split tables, a mask with
 sinks, a group of 12 in a batch of 257. Here the model of each call is declared once (`lab.checks.parameters`). The smoke level

@@ -1,4 +1,4 @@
-"""A call that is right by itself and wrong in an engine's MLA pass: any mode, from logical histories to outputs.
+"""A call that is right in a unit test and wrong in an engine's MLA pass: all modes, from token histories to outputs.
 
 A serving backend passes arguments that a unit test does not: a block table that ends in -1, lengths of a draft extend that
 count padding rows, and lengths of a draft step that do not count the draft.

@@ -1,4 +1,4 @@
-"""An MLA pass that is right eagerly and wrong in a CUDA graph's replay: stale lengths or entries, padding that leaks.
+"""An MLA pass that is right eagerly and wrong in a graph replay: stale lengths or entries, padding that is used.
 
 Each case is one of S1's replay sequences, with latent entries and the MLA backend's buffers. Rows of the first draft extend are
 padded in a buffer that all captured sizes share, and columns of its tables that are not live hold values of an earlier batch.
