@@ -25,13 +25,13 @@ from lab.dry_run.launches import KernelParams, Launch, LseArguments, TensorMap
 from lab.references.quantization import deinterleave_v_scale_factors, dequantize_nvfp4, rounded
 
 LOG2_E = math.log2(math.e)
-# Pointers of `KernelParams` that the arithmetic follows; the other ones must be null.
+# Pointers of `KernelParams` that the arithmetic follows. All other pointers must be null.
 FOLLOWED = frozenset(
     f"ptr_{name}"
     for name in (
         *("o", "attention_sinks", "cum_seq_lens_q", "cum_seq_lens_kv", "page_idx_kv", "seq_lens_kv", "softmax_stats"),
         *("scale_softmax_log2", "output_scale"),
-        *("multi_ctas_kv_counter", "partial_stats", "partial_o"),  # scratch, which a result does not depend on
+        *("multi_ctas_kv_counter", "partial_stats", "partial_o"),  # scratch, which does not change results
     )
 )
 
@@ -167,7 +167,7 @@ class _Attention:
         if self.kernel.has_window:
             starts = (ends - self.params.attention_window_size).clamp(min=0)
         if self.stats is not None and not self.kernel.is_context:
-            self.stats[request.first_row :][: request.computed] = 0.0  # whose LSE is minus infinity
+            self.stats[request.first_row :][: request.computed] = 0.0  # the LSE of these statistics is minus infinity
         rows = (starts < ends).nonzero().flatten()
         if not len(rows):
             return
@@ -248,7 +248,7 @@ class _Attention:
         """
         tensor_map = self.maps[member]
         row_elements, rows, heads, pages = tensor_map.dims
-        if tensor_map.dtype.startswith("16u4"):  # counts elements of NVFP4, two in a byte
+        if tensor_map.dtype.startswith("16u4"):  # the descriptor counts NVFP4 elements, two per byte
             row_elements //= 2
         if len(wrong := ids[(ids < 0) | (ids >= pages)]):
             raise UnsoundLaunchError(

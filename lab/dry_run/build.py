@@ -31,7 +31,7 @@ FLAGS = (
     '-DTLLM_GEN_FMHA_CUBIN_PATH="fmha/trtllm-gen/"',
     '-DTLLM_GEN_FMHA_METAINFO_HASH="none"',
 )
-# FlashInfer includes cuBLAS's headers for the names of one enumeration, and 0.6.13 includes NVRTC's for nothing.
+# FlashInfer includes cuBLAS's header only for the names of one enumeration. FlashInfer 0.6.13 includes NVRTC's without use.
 CUBLAS_STATUS = (
     *("SUCCESS", "NOT_INITIALIZED", "ALLOC_FAILED", "INVALID_VALUE", "ARCH_MISMATCH", "MAPPING_ERROR"),
     *("EXECUTION_FAILED", "INTERNAL_ERROR", "NOT_SUPPORTED", "LICENSE_ERROR"),
@@ -93,7 +93,7 @@ def library(table: kernel_table.KernelTable | None = None) -> Path:
     folder = cache_folder() / digest(made)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes one builds, and the others wait
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one process builds, and other processes wait
         if not (folder / LIBRARY).exists():
             with tempfile.TemporaryDirectory(dir=folder) as work:
                 _compile(Path(work), made)
@@ -174,14 +174,14 @@ def _compile(work: Path, made: dict[str, str]) -> None:
     folders = [work, HERE, *own, cccl, *others, ffi / "include"]
     includes = [f"-I{folder}" for folder in folders]
     compiler = str(nvcc())
-    # One unit: the headers, which are most of the work, are read once.
+    # All sources are one unit, so that the headers, which take most of the time, are read once.
     units = [*(data / "csrc" / name for name in LAUNCHER), HERE / "kernel_params.cpp"]
     (work / "launcher.cu").write_text("".join(f'#include "{unit}"\n' for unit in units))
     objects = [str(work / "launcher.o"), str(work / "fake_cuda.o")]
     _run([compiler, *FLAGS, *includes, "-c", str(work / "launcher.cu"), "-o", objects[0]])
     _run([compiler, *FLAGS, *includes, "-c", str(HERE / "fake_cuda.cpp"), "-o", objects[1]])
     rpath = f"-Wl,-rpath,{ffi / 'lib'}"
-    # -Bsymbolic: what the fake defines is used, though torch may have loaded the real libcudart.
+    # -Bsymbolic: the library uses the fake's functions even if torch has loaded the real libcudart.
     link = ["g++", "-shared", "-Wl,-Bsymbolic", *objects, f"-L{ffi / 'lib'}", "-ltvm_ffi", "-ldl", rpath]
     _run([*link, "-o", str(work / LIBRARY)])
 

@@ -31,15 +31,16 @@ from lab.kernels.support import Kernel
 from lab.kernels.support.fmha_v2 import FMHA_V2
 from lab.kernels.support.xqa import XQA, XQA_MLA
 
-# A template, so that the error names the value.
+# The assertion is a template, so that the compiler's error contains the value.
 DISCOVERY = """
 template <unsigned long long bytes> struct SharedMemory {{ static_assert(bytes == ~0ull, "all others hold"); }};
 template struct SharedMemory<{bytes}>;
 """
 VALUE = re.compile(r"SharedMemory<bytes> \[with bytes=(\d+)ULL\]")
 ERROR = re.compile(r"^(?P<path>[^\n(]+)\((?P<line>\d+)\): error: (?P<words>.*)$", re.MULTILINE)
-# What is changed in XQA's sources. NDEBUG leaves out its assertion that a division leaves no rest: now such a division is no
-# constant. The second is evaluated, though not taken: outside a template `if constexpr` leaves nothing out.
+# Changes of XQA's sources. NDEBUG removes the assertion that a division has no remainder, so the first change makes such a
+# division non-constant. The second change does so for a value that is computed even if its branch is not taken: outside a
+# template `if constexpr` discards nothing.
 CHANGES = (
     (
         "utils.h",
@@ -52,10 +53,10 @@ HOST_DEVICE_FUNC constexpr inline uint32_t exactDiv(uint32_t a, uint32_t b) { re
     ),
     ("mha.cu", "constexpr auto step_per_viter", "auto const step_per_viter"),
 )
-XQA_SOURCES = ("mha.cu", "mha_sm90.cu", "mla_sm120.cu")  # those with a kernel
+XQA_SOURCES = ("mha.cu", "mha_sm90.cu", "mla_sm120.cu")  # the sources with a kernel
 XQA_BYTES, FMHA_V2_BYTES = "smemSize", {90: "Ktraits::BYTES_PER_SMEM", 120: "Kernel_traits_nl_causal::BYTES_PER_SMEM"}
-TILED_BYTES = "Kernel_traits_nl_tiled_causal::BYTES_PER_SMEM"  # fmha_v2's on SM120 for heads above 64
-# fmha_v2's kernel of a head_dim that has no ALiBi, soft cap, softmax statistics or skipped softmax in its name.
+TILED_BYTES = "Kernel_traits_nl_tiled_causal::BYTES_PER_SMEM"  # fmha_v2's kernel on SM120 for head_dim above 64
+# The file names of fmha_v2's plain kernels: without ALiBi, soft cap, softmax statistics or skipped softmax.
 PLAIN_FMHA_V2 = re.compile(r"_paged_kv_(\d+)(?:_output_\w+?)?(?:_tma_ws)?_sm(\d+)\.cu$")
 
 
@@ -71,7 +72,7 @@ class Shape:
         group: query heads per K/V head; fmha_v2 takes it at run time.
         q_len: query rows of each request; fmha_v2 takes it at run time.
         page_size: tokens per page; fmha_v2 takes it at run time.
-        window: whether XQA is compiled with a sliding window.
+        window: XQA is compiled with a sliding window.
     """
 
     kernel: Kernel

@@ -36,7 +36,7 @@ MLA_ROPE = 64
 KERNELS = {kernel.name: kernel for kernel in (XQA, XQA_MLA, FMHA_V2)}
 NAMES = {BF16: "bf16", FP16: "fp16", E4M3: "e4m3", NVFP4: "nvfp4"}
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
-# Query heads per K/V head on both sides of each limit, by head_dim, at q_len_per_req 1.
+# By head_dim: numbers of query heads per K/V head just below and above each limit, for q_len_per_req 1.
 ON_SM90 = {
     64: (1, 16, 17, 24, 25, 32, 33, 48, 49, 56, 57, 64, 65, 128),
     128: (24, 25, 32, 48, 56, 57, 64, 65),

@@ -22,7 +22,7 @@ from pathlib import Path
 HEADER_NAME = "flashInferMetaInfo.h"
 FACTS = "trtllm_gen_kernels.txt.xz"
 STRUCT = "TllmGenFmhaKernelMetaInfo"
-# Columns that say nothing of a kernel: its machine code, which nothing here runs, and room for later.
+# Columns without facts about a kernel: its machine code, which is not run here, and reserved members.
 WITHOUT_FACTS = ("mCubin", "mCubinSize", "sha256", "mReserved1", "mReserved2")
 DATA_TYPE = "DATA_TYPE_"
 NO_MACHINE_CODE = '"' + 64 * "0" + '"'

@@ -20,7 +20,7 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU like which the fake CUDA answers.
+    """The GPU whose facts the fake CUDA reports.
 
     Attributes:
         name: common name.
@@ -42,7 +42,7 @@ class Gpu:
     gpcs: int = 8
 
 
-# Multiprocessors: of the B200 and B300 as flashinfer-ai/flashinfer#4445 counts them, of the others NVIDIA's datasheets.
+# Numbers of multiprocessors: flashinfer-ai/flashinfer#4445 for B200 and B300, NVIDIA's datasheets for the other GPUs.
 GPUS = {
     "b200": Gpu("B200", "NVIDIA B200", (10, 0), 148, 227 * KIB, multiprocessors_per_gpc=18),
     "b300": Gpu("B300", "NVIDIA B300 SXM6 AC", (10, 3), 148, 227 * KIB, multiprocessors_per_gpc=18),
@@ -74,7 +74,7 @@ class Launcher:
 
         self.table = kernel_table.newest()
         with tempfile.TemporaryDirectory() as folder:
-            # A copy, since a file that is loaded already would not be loaded anew.
+            # The library is copied, because a file that is already loaded would not be loaded again.
             copied = shutil.copy(build.library(self.table), Path(folder) / f"{gpu.name.replace(' ', '_')}.so")
             self.module = tvm_ffi.load_module(str(copied))
             self._library = ctypes.CDLL(str(copied))
@@ -82,7 +82,7 @@ class Launcher:
             getattr(self._library, function).restype = ctypes.c_char_p
         shape = (gpu.multiprocessors, gpu.shared_memory_optin_bytes, gpu.multiprocessors_per_gpc, gpu.gpcs)
         self._library.dry_run_set_gpu(*gpu.capability, *shape)
-        # The name of a kernel stands for its machine code, which nothing runs.
+        # The name of a kernel replaces its machine code, which is not run.
         self._give_cubin = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p)(
             lambda name, _sha256: self._library.FlashInferSetCurrentCubin(name, len(name))
         )
@@ -115,7 +115,7 @@ class Launcher:
             finally:
                 self._library.dry_run_end_capture()
             faults = self._library.dry_run_take_faults().decode()
-            if failure is not None or faults:  # FlashInfer prints some of the driver's errors and goes on
+            if failure is not None or faults:  # FlashInfer only prints some errors of the driver
                 message = "" if failure is None else str(failure).strip()
                 raise LaunchError("; ".join(each for each in (faults, message) if each)) from failure
             return result

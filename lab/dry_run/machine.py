@@ -20,7 +20,8 @@ from lab.dry_run.launches import CompiledCall, Copy, Fill, Launch, events
 from lab.gpus import SM100, family_of
 
 Function = Callable[..., Any]
-# FlashInfer's checks of a GPU, and the capabilities that pass. They read torch's CUDA version too, which a CPU build lacks.
+# FlashInfer's checks of a GPU, and the capabilities that pass. They are replaced because they also read torch's CUDA version,
+# which a CPU build does not have.
 SUPPORTED = {
     "is_sm90a_supported": ((9, 0),),
     "is_sm100a_supported": ((10, 0), (10, 3)),
@@ -38,7 +39,7 @@ class Machine:
     """An absent GPU, and the calls that ran on it.
 
     Attributes:
-        gpu: the GPU like which the fake CUDA answers.
+        gpu: the GPU whose facts the fake CUDA reports.
         compiled_calls: calls, since `clear`, of kernels that FlashInfer compiles for a shape. They are not simulated.
     """
 
@@ -128,7 +129,7 @@ def machine(gpu: str | Gpu, computes: bool = False) -> Iterator[Machine]:
     gpu = gpu_named(gpu) if isinstance(gpu, str) else gpu
     made = Machine(gpu, computes)
     if family_of(gpu.capability) is SM100:
-        _ = made.launcher  # built now, so that an error comes before any call
+        _ = made.launcher  # built now, so that an error is raised before any call
     answers = {**_flashinfer_answers(made), lab.gpus.capability_of: lambda device: gpu.capability}
     _forget_cached()
     modules, holders = len(sys.modules), _holding(tuple(answers))
@@ -138,7 +139,7 @@ def machine(gpu: str | Gpu, computes: bool = False) -> Iterator[Machine]:
         yield made
     finally:
         originals = {answer: original for original, answer in answers.items()}
-        if len(sys.modules) != modules:  # what was imported inside has taken the answers
+        if len(sys.modules) != modules:  # modules imported inside hold the replacements
             holders += _holding(tuple(originals))
         for module, name, _ in holders:
             here: Any = getattr(module, name, None)
@@ -160,9 +161,7 @@ def _holding(functions: tuple[Function, ...]) -> tuple[tuple[Any, str, Function]
 
 
 def _flashinfer_answers(made: Machine) -> dict[Function, Function]:
-    """Return the functions of FlashInfer to replace, with their replacements: queries of the GPU, and
-    compilations of modules.
-    """
+    """Return replacements of FlashInfer's functions, by function: queries of the GPU, and compilations of modules."""
     utils, decode, prefill, mla, xqa = _entries()
     gpu = made.gpu
     answers: dict[Function, Function] = {
@@ -181,7 +180,7 @@ def _flashinfer_answers(made: Machine) -> dict[Function, Function]:
     for name in SUPPORTED:
         if hasattr(utils, name):
             answers[getattr(utils, name)] = _answer(gpu.capability in SUPPORTED[name])
-    tuning = sys.modules.get("flashinfer.cute_dsl.utils")  # which FlashInfer 0.6.13's MLA call asks too
+    tuning = sys.modules.get("flashinfer.cute_dsl.utils")  # FlashInfer 0.6.13's MLA call queries it too
     if hasattr(tuning, "get_num_sm"):
         answers[tuning.get_num_sm] = lambda device: gpu.multiprocessors  # type: ignore[union-attr]
     counters = getattr(utils, "_get_trtllm_gen_multi_ctas_kv_counter_buffer", None)

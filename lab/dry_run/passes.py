@@ -46,7 +46,7 @@ from lab.workloads.requests import admit
 from lab.workloads.scenarios import DEFAULT_SCENARIOS, scenario
 
 CPU = torch.device("cpu")
-# The survey: the judge's M1 over (model, has a sliding window), and M2 over these numbers of DeepSeek's heads.
+# Surveyed passes: the judge's M1 for each (model, has a sliding window), and M2 for each of these numbers of DeepSeek's heads.
 SURVEYED_MODELS = (("llama-3.1-8b", False), ("gpt-oss-120b", True))
 SURVEYED_MLA_HEADS = (16, 128)
 PAGE_SIZE, Q_LEN = 64, 4
@@ -105,7 +105,7 @@ def surveyed_passes() -> Iterator[tuple[str, ForwardCase | MLACase]]:
         yield name, scenario(name)
     for model, is_window in SURVEYED_MODELS:
         for case in mode_cases(model, PAGE_SIZE, (Q_LEN,)):
-            # Ranks are GPUs of their own, and virtual slots change no launch.
+            # Context parallelism needs several GPUs, and virtual slots do not change a launch.
             if case.context_parallel > 1 or case.virtual_slots:
                 continue
             has_window = is_window and not case.encoder_only
@@ -119,9 +119,7 @@ def surveyed_passes() -> Iterator[tuple[str, ForwardCase | MLACase]]:
 
 
 def _options(case: ForwardCase) -> Iterator[str]:
-    """Yield words that distinguish a case of M1 from other cases of its mode. They are the options of scenarios
-    where possible.
-    """
+    """Yield words that distinguish a case of M1 from other cases of its mode: options of scenarios where possible."""
     if case.draft_step == FROZEN_KV_STEP:
         yield f"frozen_kv/topk{case.topk}"
     elif case.draft_step is not None:

@@ -18,9 +18,9 @@ from lab.timing.forward import case_facts
 from lab.timing.roofline import least_us
 from lab.wording import counted
 
-ATTENTION = "fmha"  # in the names of trtllm-gen's kernels; a profiler sees torch's beside them
+ATTENTION = "fmha"  # in the names of trtllm-gen's kernels; a profiler lists torch's kernels too
 IMPLEMENTATION = "lab.kernels.trtllm"
-Profiled = Mapping[str, tuple[str, ...]]  # kernels' names by scenario
+Profiled = Mapping[str, tuple[str, ...]]  # names of kernels by scenario
 
 
 def profiled_kernels(path: Path) -> Profiled:
@@ -149,7 +149,7 @@ def _failure(run: DryRun, failure: str | None) -> str | None:
 def short_name(launch: Launch) -> str:
     """Return the name of a launch's kernel. A mangled name is reduced to the function's name."""
     rest, name = launch.name.removeprefix("_Z").removeprefix("N"), ""
-    while found := re.match(r"\d+", rest):  # each name of a nested one comes after its length
+    while found := re.match(r"\d+", rest):  # in a nested name, each part follows its length
         start, end = found.end(), found.end() + int(found[0])
         name, rest = rest[start:end], rest[end:]
     return name or launch.name

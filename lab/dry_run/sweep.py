@@ -43,7 +43,7 @@ from lab.reports.tables import markdown_of, table_of_lines
 
 SWEPT_GPUS = ("b200", "b300")
 DRAWN = 1000  # random calls of each function
-MOST_WORDS = 500  # of a failure
+MOST_WORDS = 500  # most characters of a recorded failure
 
 
 class Why(NamedEnum):
@@ -55,7 +55,7 @@ class Why(NamedEnum):
     LENGTHS = "a division by max_seq_len"
 
 
-# Words of FlashInfer's launcher and Python, and of `misread`.
+# By reason: patterns of messages from FlashInfer's launcher, its Python code and `misread`.
 SAID = {
     Why.BUILT: r"Missing TRTLLM-GEN kernel|kernels not found|Expect \(32 <= headDim|headDimPerCtaV is not supported|"
     r"Unsupported (out_dtype|\w+ data type|head dimensions|MLA dimensions)|Invalid dtype of out|requires block_size|"
@@ -66,7 +66,7 @@ SAID = {
     Why.MASK: r"the mask is not read",
     Why.LENGTHS: r"SIGFPE",
 }
-# Words of a row of `lab.kernels.support.trtllm_gen`.
+# By reason: patterns of refusals from `lab.kernels.support.trtllm_gen`.
 REFUSED = {
     Why.BUILT: r"table of FlashInfer|has kernels for|is built for|query's dtype|"
     r"(takes|reads|writes) .*(fp16|bf16|e4m3|bfloat16)",
@@ -171,9 +171,7 @@ def _refusals(kernel: Kernel, problem: Problem) -> Iterator[str]:
 
 
 def _is_in_a_later_table(gpu: Machine, problem: Problem) -> bool:
-    """Return True for the two kinds of kernels that FlashInfer 0.7.2's launcher looks up and the table of 0.6.13
-    does not have.
-    """
+    """Return True for the two kinds of kernels that FlashInfer 0.7.2's launcher looks up and 0.6.13's table lacks."""
     if "mSeparateTransformedKv" not in gpu.table_lacks:
         return False
     if problem.call is AttentionCall.DECODE:
@@ -197,7 +195,7 @@ def _fails_longer(gpu: Machine, call: AttentionCall, point: Point) -> bool:
 
 def _launched(gpu: Machine, call: AttentionCall, arguments: Any, problem: Problem) -> tuple[str | None, str | None]:
     """Return (the failure, None), or (None, the kernel's name). A launch that misreads the problem is a failure."""
-    # A division by 0 would end the process. One that no row foresees ends this one, and so is seen.
+    # A division by 0 would end the process, so a predicted one runs in a child. An unpredicted one ends this process visibly.
     divides = isinstance(problem, PagedAttention) and division in LIMITS[call] and division(problem)
     if divides and not _survives(call, arguments):
         return "the process was killed by SIGFPE", None
@@ -205,7 +203,7 @@ def _launched(gpu: Machine, call: AttentionCall, arguments: Any, problem: Proble
     try:
         getattr(trtllm, call.value)(**vars(arguments))
     except (RuntimeError, ValueError, NotImplementedError, AssertionError, TypeError) as error:
-        words = re.sub(r"(?<= at )\S*/", "", f"{type(error).__name__}: {error}")  # less the folders of a file
+        words = re.sub(r"(?<= at )\S*/", "", f"{type(error).__name__}: {error}")  # without the folders of a file's path
         return words.strip()[:MOST_WORDS], None
     launch = next((each for each in gpu.launches if each.params is not None), None)
     if launch is None:
@@ -239,7 +237,7 @@ def misread(launch: Launch, problem: Problem) -> str | None:
         return _misread_paged(maps, problem)
     sides = (("tmaK_", problem.key), ("tmaV_", problem.value))
     if not problem.query.is_contiguous():
-        return "launched with strides of a contiguous query"  # the launcher gets its address alone
+        return "launched with strides of a contiguous query"  # the launcher gets only the query's address
     return next(
         (f"{name} has other strides" for name, side in sides if not _is_read(maps[name], side.unsqueeze(0))), None
     )
@@ -337,9 +335,7 @@ EXAMPLES = ("call", "of the launcher", "calls", "such as", "`why_not`", "launche
 
 
 def _examples(verdicts: Iterable[Verdict]) -> Iterator[tuple[str, ...]]:
-    """Yield one row per function and launcher's reason: the number of calls, and the call with the fewest
-    non-default values.
-    """
+    """Yield one row per function and launcher's reason: the number of calls, and the call with fewest non-default values."""
     kinds: dict[tuple[str, str, str], list[Verdict]] = {}
     for verdict in verdicts:
         reported = reasons(SAID, verdict.failure or "")

@@ -156,7 +156,7 @@ MODELS: Mapping[AttentionCall, Model] = {
 }
 
 
-# Calls that trtllm-gen takes, from which random ones depart.
+# Calls that trtllm-gen supports. Random points differ from one of them.
 PAGED_BASES: tuple[Point, ...] = (
     {},
     {"dtypes": "e4m3/nvfp4/e4m3"},

@@ -1,6 +1,4 @@
-"""The work that is judged and timed: geometries of real models, batches (written down or drawn from traces), and
-named passes.
-"""
+"""The work that is judged and timed: geometries of models, batches as text or from traces, and named forward passes."""
 
 from lab.workloads.batches import Batch, parse_batch, sweep
 from lab.workloads.forward_case import ForwardCase

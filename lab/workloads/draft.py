@@ -50,7 +50,7 @@ DEFAULT_DRAFT_SCENARIOS = (
     ),
 )
 
-# The choices of each kind of scenario, in the order in which its name has them.
+# The choices of each kind of scenario, in the order of their places in its name.
 CHOICES: dict[str, tuple[tuple[str, ...], ...]] = {
     "kv_indices": (("serial", "token_blocks", "spread"),),
     "draft_steps": (("mha", "mla", "mla_with_offset"), ("common_template", "per_step", "one_launch")),
@@ -77,7 +77,7 @@ class DraftCase:
     prefix_lens: tuple[int, ...]
     num_steps: int = 3
     page_size: int = 64
-    max_context_len: int = 132 * 1024  # 128K and room for a draft, in whole blocks of 4,096
+    max_context_len: int = 132 * 1024  # 128K tokens plus room for a draft, a multiple of 4,096
 
     def __post_init__(self) -> None:
         if not self.prefix_lens:
@@ -169,9 +169,7 @@ def build_verify(case: DraftCase, device: torch.device) -> tuple[ForwardBatch, K
 
 
 def draft_decode(verify: ForwardBatch) -> ForwardBatch:
-    """Return the DECODE batch of the draft steps, with the requests of a verify batch and the write locations of the first
-    step.
-    """
+    """Return the draft steps' DECODE batch: the requests of a verify batch, and the write locations of the first step."""
     return replace(
         verify,
         forward_mode=ForwardMode.DECODE,

@@ -62,8 +62,8 @@ class ForwardCase(GroupedLayer, PassCase):
         split_mixed_tail: trailing requests with one new token go to the decode call. Possible only in extends without
             speculation, and if the query, after its cast, and the cache have the same dtype
             (`lab.metadata.mha.settings.splits_mixed_tail`).
-        num_padding_rows: padding rows after the requests' query rows, which the call gets too. Data parallelism pads an extend
-            so, and a planner pads a ragged verification so.
+        num_padding_rows: padding rows after the requests' query rows, which the call gets too. Data parallelism pads extends,
+            and a planner pads ragged verifications.
         encoder_only: rows of the layer see all keys of their request, as in the draft of a block. Possible only in extends and
             in TARGET_VERIFY, without a window.
         decode_splits: the number of calls into which the engine divides a decode call, with requests sorted by length; 1: no

@@ -40,8 +40,7 @@ class Geometry:
         """Return one rank's slice: heads divided by `size`. If there are fewer K/V heads than ranks, K/V heads are replicated.
 
         Raises:
-            ValueError: the query heads cannot be divided, or a rank would have a part of the query heads of a K/V head and of
-                another.
+            ValueError: `size` does not divide the query heads, or neither divides nor is a multiple of the K/V heads.
         """
         if size < 1 or self.num_qo_heads % size:
             raise ValueError(f"{self.name} has {self.num_qo_heads} query heads; they do not divide over {size} GPUs")
@@ -58,9 +57,9 @@ GEOMETRIES = {
         Geometry("llama-3.1-70b", 64, 8, 128, 128**-0.5, "meta-llama/Llama-3.1-70B"),
         Geometry("qwen3-32b", 64, 8, 128, 128**-0.5, "Qwen/Qwen3-32B"),
         Geometry("gpt-oss-120b", 64, 8, 64, 64**-0.5, "openai/gpt-oss-120b", 128, True),
-        # Its scale is not head_dim's: query_pre_attn_scalar = 168.
+        # The scale does not follow from head_dim: query_pre_attn_scalar = 168.
         Geometry("gemma-3-27b", 32, 16, 128, 168**-0.5, "google/gemma-3-27b-it", 1024),
-        # No model's: small enough for a kernel interpreted on a CPU, with a window, sinks, and a group that is no power of 2.
+        # Not a real model: small enough for an interpreted kernel on a CPU, with a window, sinks, and a group of 3.
         Geometry("tiny", 6, 2, 64, 64**-0.5, "the lab's own", 24, True),
     )
 }

@@ -105,7 +105,7 @@ class MLAGraphCase(LatentLayer, ReplayCase):
     kv_lora_rank: int = 64
     qk_rope_head_dim: int = 16
 
-    sliding_window = virtual_slots = False  # of `GraphCase` alone
+    sliding_window = virtual_slots = False  # only `GraphCase` can have these
 
     @property
     def interface(self) -> Interface:

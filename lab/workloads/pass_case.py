@@ -11,8 +11,8 @@ from lab.workloads.attention_case import Contents, short_repr
 from lab.workloads.requests import PassLens
 
 DTYPES = (torch.float16, torch.bfloat16)
-PASS_CONTENTS = (Contents.RANDOM, Contents.NEEDLES)  # of a pass; other contents are of single calls
-# Modes that compute attention: IDLE has no request, PREBUILT finds its K/V in the cache.
+PASS_CONTENTS = (Contents.RANDOM, Contents.NEEDLES)  # contents that a pass can have; only single calls can have others
+# Modes that compute attention. IDLE has no request, and PREBUILT finds its K/V in the cache.
 ATTENDING_MODES = tuple(mode for mode in ForwardMode if mode not in (ForwardMode.IDLE, ForwardMode.PREBUILT))
 
 
@@ -37,7 +37,8 @@ class PassCase(PassLens):
     virtual_slots: bool
     contents: Contents
     seed: int
-    # A case that has these declares the field: query rows after the requests', which belong to none; rows that see those after.
+    # A subclass that supports these declares the field. num_padding_rows: query rows after the requests' rows, which belong to
+    # no request. encoder_only: rows see all keys of their request.
     num_padding_rows: int = 0
     encoder_only: bool = False
 
@@ -56,9 +57,7 @@ class PassCase(PassLens):
 
     @property
     def max_context_len(self) -> int:
-        """Return the engine's bound of lengths. It exceeds every request's length, so that tables have columns that are not
-        live.
-        """
+        """Return the engine's bound of lengths. It exceeds every request's length, so that tables have dead columns."""
         return max(self.kv_lens) + 2 * self.page_size + 1
 
     @property
@@ -79,7 +78,7 @@ class PassCase(PassLens):
         )
 
     def check_requests(self) -> None:
-        """Raise ValueError unless the mode attends, and each request has both lengths, and the rows and draft step of it."""
+        """Raise ValueError unless the mode computes attention and allows each request's lengths, rows and draft step."""
         if self.mode not in ATTENDING_MODES:
             raise ValueError(f"{self.mode!r} computes no attention; there is nothing to judge")
         if len(self.prefix_lens) != len(self.q_lens):

@@ -15,9 +15,9 @@ class RaggedCase(PassLens):
     """One prefill of latent attention on the ragged context call. Its `repr` is an expression that makes it again.
 
     Attributes:
-        prefix_lens: cached tokens of each request, below 0 where it has fewer keys than rows; at least one request.
-        q_lens: new tokens of each request; some may have none.
-        chunk: how many cached tokens of a request one call takes at most.
+        prefix_lens: cached tokens of each request, negative if it has fewer keys than rows. There is at least one request.
+        q_lens: new tokens of each request; may be 0.
+        chunk: most cached tokens of a request in one call.
         num_heads, group: number of K/V heads, and of query heads per K/V head.
         head_dim, v_head_dim: head_dim of queries and keys, and of values and outputs; DeepSeek-V3 has 192 and 128.
         dtype: dtype of all tensors, float16, bfloat16 or float8_e4m3fn.

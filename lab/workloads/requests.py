@@ -53,9 +53,7 @@ class PassLens:
 
     @cached_property
     def new_tokens(self) -> tuple[int, ...]:
-        """Return the number of tokens of each request after its prefix: query rows and, in a draft step, earlier drafted
-        tokens.
-        """
+        """Return each request's number of tokens after its prefix: query rows and, in a draft step, earlier drafted tokens."""
         return _new_tokens(self.q_lens, self.draft_step)
 
     @cached_property
@@ -70,9 +68,7 @@ class PassLens:
 
     @cached_property
     def first_written(self) -> tuple[int, ...]:
-        """Return the position of the first K and V that the pass writes in each request: its first row; its end if it writes
-        none.
-        """
+        """Return the position of the first K and V that the pass writes per request; the request's length if it writes none."""
         return self.kv_lens if self.draft_step == FROZEN_KV_STEP else self.first_rows
 
 
@@ -280,7 +276,7 @@ def forward_batch(
         seq_lens = prefix_lens + (1 if new_lens is None else new_lens)
     most_rows = num_draft_tokens or max(q_lens, default=0)
     if mode.query_rows is QueryRows.FIXED and len(set(q_lens)) > 1:
-        most_rows = -1  # no number of rows is fixed
+        most_rows = -1  # the number of rows per request is not fixed
     return ForwardBatch(
         forward_mode=mode,
         req_pool_indices=rows,

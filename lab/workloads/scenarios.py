@@ -110,7 +110,7 @@ def scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> Forward
         mode_name, geometry_name, batch_text, *options = parts
         mode = _mode(mode_name)
         settings = read_options(options, _OPTIONS, _NUMBERED_OPTIONS)
-        geometry(geometry_name).tensor_parallel(settings.get("tensor_parallel", 1))  # raises where there is none
+        geometry(geometry_name).tensor_parallel(settings.get("tensor_parallel", 1))  # raises for an unknown name
         batch = _batch(batch_text, mode, trace)
         return ForwardCase(mode, geometry_name, batch.prefix_lens, batch.q_lens, **settings)
 
@@ -174,7 +174,7 @@ def _batch(text: str, mode: ForwardMode, trace: Sequence[TracedRequest] | None) 
             f"batch {text!r} is not trace<count>[q<q_len>]: trace64, for instance, is 64 requests of the trace"
         )
     requests, count = own_trace() if trace is None else trace, int(match["count"])
-    if not mode.is_prefill:  # new rows after the tokens that running requests have in the cache
+    if not mode.is_prefill:  # the rows are new tokens of running requests, after their cached tokens
         q_len = int(match["q_len"] or 1)
         return Batch((q_len,) * count, tuple(length + q_len for length in snapshot(requests, count)))
     if mode is ForwardMode.MIXED:
@@ -186,5 +186,5 @@ def _batch(text: str, mode: ForwardMode, trace: Sequence[TracedRequest] | None) 
         )
     if count > len(requests):
         raise ValueError(f"the trace has {len(requests)} requests, not {count}: take fewer")
-    prompts = tuple(request.input_length for request in requests[:count])  # nothing of them cached
+    prompts = tuple(request.input_length for request in requests[:count])  # no token is cached
     return Batch(prompts, prompts)

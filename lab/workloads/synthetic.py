@@ -40,7 +40,7 @@ def synthetic_chat(num_requests: int = NUM_REQUESTS, seed: int = SEED) -> list[T
 
 def _log_normal(uniform: float, median: float, sigma: float, least: int, most: int) -> int:
     """Turn a number that is uniform in [0, 1) into a clipped log-normal number."""
-    # inv_cdf takes neither 0 nor 1; no draw of a float64 comes nearer to them than this but 0 itself.
+    # inv_cdf rejects 0 and 1. Draws of `Random.random` are multiples of 2**-53, so that only the draw 0 is changed.
     deviation = NormalDist().inv_cdf(max(uniform, 2.0**-53))
     return min(max(round(median * math.exp(sigma * deviation)), least), most)
 

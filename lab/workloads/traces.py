@@ -12,8 +12,8 @@ from typing import Any
 
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _AZURE_TIME = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\.(\d{7})", re.ASCII)
-_TICKS_PER_SECOND = 10_000_000  # Azure's times count in 100 ns
-_MOST = 2**53  # floats count in ones up to here; no time in ms and no number of tokens is so large
+_TICKS_PER_SECOND = 10_000_000  # a tick of Azure's times is 100 ns
+_MOST = 2**53  # float64 represents all integers up to here; every valid time in ms and number of tokens is smaller
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ def read_trace(path: str | Path) -> list[TracedRequest]:
     """Read a trace in the format that its suffix names: `.jsonl` is Mooncake's, `.csv` Azure's.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the suffix is another, or the file is malformed.
+        FileNotFoundError: the file does not exist.
+        ValueError: the suffix is neither of these, or the file is malformed.
     """
     readers = {".jsonl": read_mooncake, ".csv": read_azure}
     suffix = Path(path).suffix
@@ -46,13 +46,13 @@ def read_trace(path: str | Path) -> list[TracedRequest]:
 
 
 def read_mooncake(path: str | Path) -> list[TracedRequest]:
-    """Read a Mooncake trace (FAST'25 release, kvcache-ai/Mooncake): one JSON object a line, in order of arrival.
+    """Read a Mooncake trace (FAST'25 release, kvcache-ai/Mooncake): one JSON object per line, in order of arrival.
 
-    Each has timestamp (ms), input_length and output_length (tokens). What else it has, such as hash_ids, is not read.
+    Each object has timestamp (ms), input_length and output_length (tokens). Other keys, such as hash_ids, are ignored.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: a line is damaged, or out of order; names the file, the line and what is wrong.
+        FileNotFoundError: the file does not exist.
+        ValueError: a line is damaged or out of order. The message names the file, the line and the error.
     """
     return _in_order([(_parse_mooncake(line, where), where) for line, where in _lines(path)], path)
 
@@ -60,12 +60,12 @@ def read_mooncake(path: str | Path) -> list[TracedRequest]:
 def read_azure(path: str | Path) -> list[TracedRequest]:
     """Read an Azure LLM inference trace of 2023 (Azure/AzurePublicDataset): CSV, in order of arrival.
 
-    Its columns are TIMESTAMP, such as 2023-11-16 18:15:46.6805900, ContextTokens and GeneratedTokens. Arrivals count from the
-    first row's.
+    The columns are TIMESTAMP, such as 2023-11-16 18:15:46.6805900, ContextTokens and GeneratedTokens. Arrivals are relative to
+    the first row's arrival.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: another header, or a row is damaged, or out of order; names the file, the line, the column and the value.
+        FileNotFoundError: the file does not exist.
+        ValueError: the header is wrong, or a row is damaged or out of order. The message names file, line, column and value.
     """
     lines = _lines(path)
     header, where = next(lines, ("", str(path)))
@@ -81,7 +81,7 @@ def read_azure(path: str | Path) -> list[TracedRequest]:
 
 
 def _lines(path: str | Path) -> Iterator[tuple[str, str]]:
-    """Yield lines that are not blank, each with file and number. Bytes that are no UTF-8 become U+FFFD, as no number has."""
+    """Yield (line, "FILE, line NUMBER") of non-blank lines. Bytes that are not UTF-8 become U+FFFD, which no number has."""
     with open(path, encoding="utf-8-sig", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -89,7 +89,7 @@ def _lines(path: str | Path) -> Iterator[tuple[str, str]]:
 
 
 def _in_order(requests: Sequence[tuple[TracedRequest, str]], path: str | Path) -> list[TracedRequest]:
-    """Return the requests. A request that came before its predecessor is refused and not sorted: it may have a damaged time."""
+    """Return the requests; raise ValueError if one arrives before its predecessor, because its time may be damaged."""
     if not requests:
         raise ValueError(f"{path} holds no requests")
     latest_ms = -math.inf
@@ -107,7 +107,10 @@ def _in_order(requests: Sequence[tuple[TracedRequest, str]], path: str | Path) -
 def _parse_mooncake(line: str, where: str) -> TracedRequest:
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError) as error:  # also a number of thousands of digits, and thousands of brackets
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # includes numbers with thousands of digits, and thousands of nested brackets
         raise ValueError(f"{where}: not a JSON object ({error})") from error
     if not isinstance(row, dict):
         raise ValueError(f"{where}: not a JSON object")
@@ -117,7 +120,7 @@ def _parse_mooncake(line: str, where: str) -> TracedRequest:
 
 def _number(row: dict[str, Any], name: str, least: int, where: str) -> int | float:
     value = row.get(name)
-    # The comparisons also refuse NaN and Infinity, which Python's JSON reader takes.
+    # The comparisons also refuse NaN and Infinity, which Python's JSON reader accepts.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= _MOST:
         raise ValueError(f"{where}: {name} must be a number of at least {least}, got {value!r}")
     return value
@@ -147,7 +150,7 @@ def _ticks(column: str, value: str, where: str) -> int:
     try:
         if match is None:
             raise ValueError("another format")
-        # Python's own parser takes six digits of a second; these are seven.
+        # Python's own parser reads six digits after the second; these times have seven.
         since_year_1 = datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S") - datetime.min
     except ValueError as error:
         raise ValueError(
@@ -191,7 +194,7 @@ def snapshot(requests: Sequence[TracedRequest], batch_size: int, ms_per_token: f
     """
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} must be 1 or more: the requests to take")
-    # Only arrivals make a batch grow, so the first such moment is the full second after one: a gap costs nothing.
+    # Only an arrival makes a batch grow, so only the full second after each arrival is examined.
     for second in sorted({math.ceil(request.arrival_ms / 1000) for request in requests}):
         lengths = running_lengths(requests, second * 1000.0, ms_per_token)
         if len(lengths) >= batch_size:

@@ -1,6 +1,4 @@
-"""The tensors of a call over a paged cache: each request's K and V (its history), the pages with poison around them, and the
-arguments.
-"""
+"""The tensors of a call over a paged cache: each request's history (K and V), a poisoned pool of pages, and the arguments."""
 
 import itertools
 import mmap
@@ -23,8 +21,11 @@ from lab.workloads.inputs.values import draw_contents
 from lab.workloads.inputs.views import raw, with_strides_of
 from lab.workloads.interfaces import Interface
 
-SCRATCH_BYTES = {"cpu": 2**20, "cuda": 192 * 2**20}  # of a call: 512 requests of 64 heads with trtllm-gen's LSE
-ENGINE_SCRATCH_BYTES = {"cpu": 2**20, "cuda": 512 * 2**20}  # of a model's batches: SGLang 0.5.23's default
+SCRATCH_BYTES = {
+    "cpu": 2**20,
+    "cuda": 192 * 2**20,
+}  # for a call: enough for trtllm-gen's LSE of 512 requests with 64 heads
+ENGINE_SCRATCH_BYTES = {"cpu": 2**20, "cuda": 512 * 2**20}  # for a model's batches: SGLang 0.5.23's default
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,11 +44,11 @@ class AttentionInputs:
     seq_lens: Tensor  # int32 [batch_size]
     sinks: Tensor | None  # float32 [num_qo_heads]
     scale_factors: tuple[Tensor, Tensor] | None = (
-        None  # of an NVFP4 cache's K and V, [num_pages, ., ., head_dim // 16] each
+        None  # scale factors of an NVFP4 cache's K and V, [num_pages, ., ., head_dim // 16] each
     )
     shown: Tensor | None = None  # a draft's mask, bool [batch_size, q_len, q_len]
     causal: bool = True  # a row does not see keys after its own
-    factors: tuple[float, float] = (1.0, 1.0)  # by which bmm1_scale and bmm2_scale are multiplied
+    factors: tuple[float, float] = (1.0, 1.0)  # bmm1_scale and bmm2_scale are multiplied by these
 
     @property
     def interface(self) -> Interface:
@@ -63,7 +64,7 @@ class AttentionInputs:
 
     @property
     def out_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.case.is_mla else self.case.dtype  # MLA's function has no other
+        return torch.bfloat16 if self.case.is_mla else self.case.dtype  # MLA's function has no other output dtype
 
     @property
     def out_head_dim(self) -> int:
@@ -140,12 +141,12 @@ class AttentionInputs:
         return arguments
 
     def new_out(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return an output of NaN, of the call's dtype if none is given."""
+        """Return an output filled with NaN. Its dtype is by default the call's output dtype."""
         shape = (*self.arguments()["query"].shape[:-1], self.out_head_dim)
         return torch.full(shape, float("nan"), dtype=dtype or self.out_dtype, device=self.query.device)
 
     def rules(self, **changes: Any) -> Rules:
-        """Return the `Rules` by which rows attend to keys; `changes` are fields to replace."""
+        """Return the `Rules` by which rows attend to keys, with the fields in `changes` replaced."""
         case = self.case
         given: dict[str, Any] = {
             "bmm1_scale": self.bmm1_scale,
@@ -180,9 +181,7 @@ class AttentionInputs:
         return offsets if self.case.is_mla else offsets | {"q_len_per_req": None}
 
     def scale_factor_arguments(self, interleaved: bool) -> dict[str, Any]:
-        """Return the arguments for scale factors. XQA's decode call reads V's scale factors in order, trtllm-gen's calls
-        interleaved.
-        """
+        """Return the arguments for scale factors. XQA reads V's scale factors in order, trtllm-gen reads them interleaved."""
         assert self.scale_factors is not None
         k, v = self.scale_factors
         if not interleaved:
@@ -229,7 +228,7 @@ def new_workspace(device: torch.device, of_engine: bool = False) -> Tensor:
     """Return a zeroed workspace, uint8: 8 MiB of semaphores, then scratch. An engine's calls get more scratch."""
     size = SEMAPHORE_BYTES + (ENGINE_SCRATCH_BYTES if of_engine else SCRATCH_BYTES)[device.type]
     if device.type == "cpu":
-        # Pages that the system zeroes when they are touched, and one more for a kernel that writes past the end.
+        # The system zeroes a page when it is first touched. One more page is for a kernel that writes past the end.
         pages = mmap.mmap(-1, size + mmap.PAGESIZE, access=mmap.ACCESS_COPY)
         return torch.frombuffer(pages, dtype=torch.uint8, count=size)
     return torch.zeros(size, dtype=torch.uint8, device=device)
@@ -262,7 +261,7 @@ def build_attention(case: AttentionCase, device: torch.device) -> AttentionInput
     tables, used = [], 0
     for sides, pages in zip(stored, pages_of, strict=True):
         mine = torch.tensor(ids[used : used + pages], dtype=torch.int64, device=device)
-        for pool, tokens in zip((*pools, *factors), sides, strict=False):  # MLA has one pool, of keys
+        for pool, tokens in zip((*pools, *factors), sides, strict=False):  # MLA has only a pool of keys
             _write(pool, mine, tokens, case)
         tables.append(mine)
         used += pages
@@ -307,7 +306,7 @@ def _new_pools(case: AttentionCase, num_pages: int, device: torch.device) -> lis
 def _write(pool: Tensor, pages: Tensor, tokens: Tensor, case: AttentionCase) -> None:
     """Write the tokens of a request, [kv_len, num_kv_heads, head_dim], into its pages."""
     positions = torch.arange(len(tokens), device=tokens.device)
-    page_size, is_mla = case.storage.page_size, pool.dim() == 3  # without an axis of heads
+    page_size, is_mla = case.storage.page_size, pool.dim() == 3  # MLA's pool has no axis of heads
     page, offset = pages[positions // page_size], positions % page_size
     by_token = pool if is_mla or case.storage.kv_layout == "NHD" else pool.transpose(1, 2)
     raw(by_token)[page, offset] = raw(tokens[:, 0] if is_mla else tokens)

@@ -26,12 +26,16 @@ CallInputs = AttentionInputs | RaggedInputs
 class BuiltCall:
     """A call that is being built: its arguments, some of them in chosen forms."""
 
-    forms: Any  # of the arguments, by name
+    forms: Any  # the chosen forms of arguments
     inputs: Any  # one of `CallInputs`
-    given: dict[str, Any] = field(default_factory=dict)  # the arguments
-    rules: dict[str, Any] = field(default_factory=dict)  # those of the truth that differ from the inputs' rules
-    guards: dict[str, Tensor] = field(default_factory=dict)  # the whole memory around each buffer that is `guarded`
-    gaps: dict[str, Tensor] = field(default_factory=dict)  # the NaN elements in the gaps of each buffer that has gaps
+    given: dict[str, Any] = field(default_factory=dict)  # the arguments by name
+    rules: dict[str, Any] = field(
+        default_factory=dict
+    )  # rules of the expected result that differ from the inputs' rules
+    guards: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # by name of a `guarded` buffer: the memory with both guards
+    gaps: dict[str, Tensor] = field(default_factory=dict)  # by name of a buffer with gaps: the NaN elements in its gaps
 
     @property
     def interface(self) -> Interface:
@@ -83,7 +87,7 @@ class Form(NamedEnum):
     LSE = "the LSE"
     PDL = "enable_pdl=True"
     TABLES = "a page table of V's own"
-    NO_BOUND = "no max_q_len"  # which reads the offsets on the host, and so is not captured
+    NO_BOUND = "no max_q_len"  # the call then reads the offsets on the host, so it is not captured
 
 
 Forms = frozenset[Form]

@@ -1,6 +1,4 @@
-"""Drafts as data, their tensors, and the K/V lists that a function must write for them without touching memory around the
-lists.
-"""
+"""Drafts as data, their tensors, and the K/V lists that a function must write without touching memory around the lists."""
 
 import inspect
 from collections.abc import Callable
@@ -13,33 +11,33 @@ from torch import Tensor
 from lab.references.draft_decode_kv_indices import draft_start, generate_draft_decode_kv_indices
 from lab.workloads.inputs.guards import surrounded
 
-# What a cell holds that is not to be written, and what lies where nobody may read.
+# POISON fills cells that the function must not write. FOREIGN fills cells that it must not read.
 POISON, FOREIGN = -77, 2**30
-SPARE_ROWS = 2  # of req_to_token, after those of the requests
-WIDE_SLOT = 2**33  # added to slots where both their tensors can hold them
+SPARE_ROWS = 2  # rows of req_to_token after the requests' rows
+WIDE_SLOT = 2**33  # added to slots if the tensors that hold them have 64 bits
 TENSORS = ("req_pool_indices", "req_to_token", "paged_kernel_lens", "kv_indices", "kv_indptr", "positions", "v2p")
 DTYPES = dict.fromkeys(TENSORS, torch.int64)
 
-Writer = Callable[..., None]  # with the keyword arguments of `lab.kernels.generate_draft_decode_kv_indices`
+Writer = Callable[..., None]  # takes the keyword arguments of `lab.kernels.generate_draft_decode_kv_indices`
 
 
 @dataclass(frozen=True)
 class DraftListsCase:
     """A draft of some requests as data. A negative spare number leaves too few columns or cells."""
 
-    lens: tuple[int, ...]  # of the prefixes
+    lens: tuple[int, ...]  # lengths of the prefixes
     num_steps: int = 3
     topk: int = 1
     page_size: int = 1
     positions_differ: bool = False  # `positions`, from which `kv_indptr` is summed, differ from the prefix lengths
     repeated: bool = False  # all requests have the same row of `req_to_token`; otherwise the rows are in random order
-    spare_columns: int = 3  # of `req_to_token`, after the longest draft
+    spare_columns: int = 3  # columns of `req_to_token` after the longest draft
     row_gap: int = 0  # cells between the rows of `req_to_token`
     spare_capacity: int = 5  # cells of a `kv_indices` row after the last step's lists
     spare_boundaries: int = 2  # rows of `kv_indptr`, and cells per row, that belong to no step or request
     first_cell: int = 8  # index in its storage at which each tensor starts
     dtypes: dict[str, torch.dtype] = field(default_factory=lambda: DTYPES)
-    seed: int = 0  # of slots and rows
+    seed: int = 0  # seed of slots and rows
     window_size: int = 0
     sink_size: int = 0
     entries_are_pages: bool = False  # an entry of `req_to_token` is a page
@@ -74,7 +72,7 @@ class DraftLists:
         positions = torch.tensor(case.lens, dtype=torch.int64).repeat_interleave(case.topk)
         if case.positions_differ:
             positions = torch.randint(0, 1000, positions.shape, generator=generator)
-        self._outputs: dict[str, Tensor] = {}  # all memory of each
+        self._outputs: dict[str, Tensor] = {}  # by name of an output: its whole memory
         kv_indices = self._output("kv_indices", case.num_steps, max(0, case.most_tokens + case.spare_capacity))
         kv_indptr = self._output(
             "kv_indptr", case.num_steps + case.spare_boundaries, num_requests * case.topk + 1 + case.spare_boundaries
@@ -98,9 +96,7 @@ class DraftLists:
             self.arguments["v2p"] = self._page_map(table, generator)
 
     def wrongs(self, write: Writer) -> list[str]:
-        """Run a function. Return a sentence for each input that it changed and each output that differs from the
-        reference's.
-        """
+        """Run a function. Return a sentence for each input that it changed and each output that differs from the reference."""
         for whole in self._outputs.values():
             whole.fill_(POISON)
         inputs = {name: value.clone() for name, value in self._inputs().items()}
@@ -150,9 +146,7 @@ class DraftLists:
         return part.copy_(values)
 
     def _request_table(self, generator: torch.Generator) -> Tensor:
-        """Return ``req_to_token`` with distinct slots or pages, and foreign ids between and around its rows. Some virtual
-        entries are -1.
-        """
+        """Return ``req_to_token``: distinct slots or pages, foreign ids around its rows. Some virtual entries are -1."""
         case, dtype = self.case, self.case.dtypes["req_to_token"]
         num_rows, num_columns = len(case.lens) + SPARE_ROWS, max(1, case.longest_row + case.spare_columns)
         shape: dict[str, Any] = {"dtype": dtype, "device": self.device, "filling": FOREIGN}

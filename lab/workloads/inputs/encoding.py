@@ -1,4 +1,4 @@
-"""How a cache stores values, and the poison around them."""
+"""The forms in which a cache stores values, and the poison around the values."""
 
 import torch
 from torch import Tensor
@@ -6,10 +6,10 @@ from torch import Tensor
 from lab.calls.problem import E4M3, NVFP4
 from lab.references.quantization import dequantize_nvfp4, quantize_e4m3, quantize_nvfp4
 
-# Finite, and so large that one poisoned value in a product shows; e4m3 holds nothing larger than 448, and e2m1 than 6: a byte
-# of two sixes, whose scale factors hold the rest.
+# Finite values, so large that one poisoned value in a product changes the result. e4m3's maximum is 448. e2m1's maximum is 6:
+# the byte holds two sixes, and poisoned scale factors make them large.
 POISON = {torch.bfloat16: 1e30, torch.float16: 6e4, E4M3: 448.0, NVFP4: 0x77}
-# Scales of an e4m3 cache: unequal, and far from 1, so that a dropped or exchanged one shows.
+# Scales of an e4m3 cache. They are unequal and far from 1, so that a dropped or swapped scale changes the result.
 E4M3_K_SCALE = 0.03125
 E4M3_V_SCALE = 0.0625
 

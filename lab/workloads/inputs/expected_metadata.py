@@ -104,7 +104,7 @@ def wrong_eager_metadata(
     if batch.forward_mode.query_rows is QueryRows.VERIFIED and batch.extend_seq_lens_cpu is None:
         assert batch.spec_info is not None
         assert batch.spec_info.num_draft_tokens is not None
-        max_seq_len_q = batch.spec_info.num_draft_tokens  # the host knows no other
+        max_seq_len_q = batch.spec_info.num_draft_tokens  # the host knows only this number
     shape = [n, -(-pool.max_context_len // pool.page_size)]
     locations = metadata.swa_out_cache_loc
     pairs: dict[str, tuple[Any, Any]] = {
@@ -189,10 +189,10 @@ def wrong_eager_mla_metadata(
     ):
         if set(cells[len(pages) :]) - {DEAD_PAGE}:
             yield f"request {request}'s row of the table ends in {sorted(set(cells[len(pages) :]))}, not in -1"
-    padding = metadata.max_seq_len_q if batch.forward_mode.extends_draft else 0  # the call adds the rows to its bound
+    padding = metadata.max_seq_len_q if batch.forward_mode.extends_draft else 0  # the call adds these to the bound
     if max(expected.seq_lens_k, default=0) > metadata.max_seq_len_k + padding:
         yield f"max_seq_len_k={metadata.max_seq_len_k} is less than the longest of {expected.seq_lens_k}"
-    if batch.batch_size:  # without a request, nothing is computed, and no length says what the bound counts
+    if batch.batch_size:  # without requests, no length defines the bound
         counted = max(seen - int(own) for seen, own in zip(expected.seq_lens_k, batch.seq_lens, strict=True))
         known = pool.max_context_len if batch.seq_lens_cpu is None else max(batch.seq_lens_cpu)
         if metadata.max_seq_len_k > known + max(counted, metadata.max_seq_len_q):

@@ -1,6 +1,4 @@
-"""The tensors of a forward pass: pool, histories, metadata and arguments as an engine makes them, and poison in all other
-memory.
-"""
+"""The tensors of a forward pass: pool, histories, metadata and arguments of an engine, and poison in all other memory."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -185,9 +183,7 @@ def mha_truth(
 
 
 def build_forward(case: ForwardCase, device: torch.device, build_metadata: BuildMetadata | None = None) -> ForwardPass:
-    """Build the pool, write the histories, poison all other cells, and build the metadata with the lab's builder or the given
-    one.
-    """
+    """Build the pool, write the histories, poison all other cells, and build the metadata, by default by the lab's builder."""
     generator = torch.Generator(device=device).manual_seed(case.seed)
     model = case.model
     sides = (model.head_dim, model.head_dim)
@@ -269,9 +265,7 @@ def admit_and_write(
 
 
 def limits_of(case: PassCase) -> list[set[int]] | None:
-    """Return the needles' positions in each request: at the first and last keys that its rows see, and next to them; None
-    without needles.
-    """
+    """Return each request's needle positions, at and near the first and last keys that its rows see; None without needles."""
     if case.contents is not Contents.NEEDLES:
         return None
     return [
@@ -281,13 +275,11 @@ def limits_of(case: PassCase) -> list[set[int]] | None:
 
 
 def new_layer(case: ForwardCase, device: torch.device, generator: torch.Generator) -> AttentionLayer:
-    """Return the layer of a case: its window, the model's sinks, and scales. Scales exist even if the cache is
-    not quantised.
-    """
+    """Return the layer of a case: its window, the model's sinks, and scales, also if the cache is not quantised."""
     model = case.model
     sinks = None
     if model.has_sinks:
-        # Trained sinks lie around the largest logits; distinct per head, so that an exchanged one shows.
+        # Trained sinks lie around the largest logits. They are distinct per head, so that swapped sinks change the output.
         sinks = torch.randn(model.num_qo_heads, device=device, generator=generator) + 2.0
     return AttentionLayer(
         softmax_scale=model.softmax_scale,
@@ -301,9 +293,7 @@ def new_layer(case: ForwardCase, device: torch.device, generator: torch.Generato
 
 
 def _poison_table_tails(metadata: TRTLLMMHAMetadata, cache: PagedKVCache, case: ForwardCase) -> None:
-    """Fill cells after the live pages with ids of other requests' pages and of unused pages, as stale cells of a replayed table
-    are.
-    """
+    """Fill dead cells with ids of other requests' pages and of unused pages, like the stale cells of a replayed table."""
     lens, encoder_lens = metadata.cache_seqlens_int32, metadata.encoder_cache_seqlens
     tables = ((metadata.page_table, lens), (metadata.swa_page_table, lens), (metadata.encoder_page_table, encoder_lens))
     for table, keys in tables:

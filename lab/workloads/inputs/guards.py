@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-AROUND = 33  # elements before and after a part of a vector: it begins at no multiple of 16 bytes
+AROUND = 33  # elements before and after an embedded vector, so that its address is not a multiple of 16 bytes
 GUARD_BYTES = 4096
-GUARD_BYTE = 0xA5  # throughout: a number that no kernel computes
-# The integers of an element's size, in bytes.
+GUARD_BYTE = 0xA5  # every byte of a guard; no kernel computes a number of these bytes
+# The integer dtype by an element's size in bytes.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -33,9 +33,7 @@ BuildMLAMetadata = Callable[[ForwardBatch, KVPool, DraftAttention], TRTLLMMLADec
 
 @dataclass(frozen=True, eq=False)
 class MLAPass(EnginePass):
-    """A pass over paged latent entries, on the MLA decode kernel. A history is (entries,), where entries is
-    [kv_len, head_dim].
-    """
+    """A pass over paged latent entries on the MLA decode kernel. A history is (entries,), entries [kv_len, head_dim]."""
 
     case: MLACase
     metadata: TRTLLMMLADecodeMetadata
@@ -58,11 +56,11 @@ class MLAPass(EnginePass):
 class ShardedMLAPass(MLAPass):
     """A pass with decode context parallelism. One GPU makes the calls of all ranks."""
 
-    metadata: Any  # of each rank
+    metadata: Any  # one per rank
     cache: Any
 
     def prepare(self, implementation: Any, **arguments: Any) -> Callable[[], Tensor]:
-        del arguments["max_context_len"]  # each rank's metadata has bounds
+        del arguments["max_context_len"]  # each rank's metadata has its own bound
         return prepare_mla_dcp_attention(implementation, query_dtype=self.case.query_dtype, **arguments)
 
     def inputs(self) -> dict[str, Tensor]:
@@ -147,7 +145,7 @@ def new_mla_layer(case: LatentLayer) -> MLALayer:
     """Return the layer of a case: its scales and its sizes."""
     return MLALayer(
         softmax_scale=case.softmax_scale,
-        k_scale=E4M3_K_SCALE,  # which a checkpoint may have whatever the cache
+        k_scale=E4M3_K_SCALE,  # a checkpoint may have it for any dtype of the cache
         kv_lora_rank=case.kv_lora_rank,
         qk_rope_head_dim=case.qk_rope_head_dim,
         qk_nope_head_dim=case.kv_lora_rank // 4,

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from lab.workloads.requests import History, PassLens
 
-TILE_SIZES = (64, 128)  # keys that kernels take at a time
-LEAN = 4.0  # share of its direction in a query row, whose own elements are N(0, 1)
-HEIGHT = 10.0  # of a needle's logit
+TILE_SIZES = (64, 128)  # keys that kernels process at a time
+LEAN = 4.0  # factor of the direction that is added to a query row, whose elements are N(0, 1)
+HEIGHT = 10.0  # a needle's logit above the other logits
 
 
 def needle_positions(kv_len: int, q_len: int, page_size: int, window_left: int = -1) -> list[int]:

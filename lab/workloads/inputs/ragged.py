@@ -17,9 +17,9 @@ from lab.workloads.inputs.views import raw
 from lab.workloads.interfaces import Interface
 from lab.workloads.ragged_case import RaggedCase
 
-TILE = 64  # keys or rows that kernels take at a time, where a length of one more or less shows
-PADDING = 3  # rows and keys after the last request's
-PADDED = 1e4  # what they hold: large, and finite in float16
+TILE = 64  # keys or rows that kernels process at a time
+PADDING = 3  # number of rows and of keys after the last request
+PADDED = 1e4  # value of the padding: large, and finite in float16
 
 Parts = list[tuple[Tensor, Tensor]]  # each request's keys and values, [kv_len, num_kv_heads, head_dim or v_head_dim]
 
@@ -126,9 +126,7 @@ def joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 
 def _limits(case: RaggedCase, request: int) -> set[int]:
-    """Return the positions of the first and last keys that a request's rows see, and of both ends of each chunk
-    of its prefix.
-    """
+    """Return the positions of the first and last keys that a request's rows see, and of the ends of its prefix's chunks."""
     kv_len, edges = case.kv_lens[request], range(0, case.prefix_lens[request] + 1, case.chunk)
     ends = {near for edge in edges for near in (edge - 1, edge) if 0 <= near < kv_len}
     return ends | set(needle_positions(kv_len, case.q_lens[request], TILE, case.window_left))

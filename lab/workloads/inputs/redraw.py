@@ -22,19 +22,17 @@ from lab.workloads.inputs.expected import made
 from lab.workloads.inputs.forward_pass import EnginePass
 from lab.workloads.requests import History
 
-# Requests are some tokens shorter where this divides the seed of a call: rarely, so that the median time is the case's.
+# Requests are a few tokens shorter if this number divides a call's seed. This is rare, so that the median time is the case's.
 SHORTER_EVERY = 8
-MOST_SHORTER = 3  # tokens by which a drawn length is below the case's
-MOST_TOUCHED = 256  # tokens that each call draws anew
-PART_PAIRS = 2**19  # (query row, key, head) triples of the requests that a part has; one request at least
+MOST_SHORTER = 3  # most tokens by which a drawn length is below the case's length
+MOST_TOUCHED = 256  # most tokens that each call replaces
+PART_PAIRS = 2**19  # most (query row, key, head) triples of a judged part of several requests
 TABLES = ("page_table", "swa_page_table", "encoder_page_table", "block_kv_indices")
 LENGTHS = ("cache_seqlens_int32", "seq_lens_k")
 
 
 class Seeds(NamedTuple):
-    """The seeds of a call's contents. `tokens`: K, V and their pages. `call`: queries, lengths, and a few tokens that each call
-    replaces.
-    """
+    """Seeds of a call's contents. `tokens`: K, V and their pages. `call`: queries, lengths, and the tokens that it replaces."""
 
     tokens: int
     call: int
@@ -60,7 +58,7 @@ class PassRedraw:
     sets: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        _ = self._metadata, self._slots  # before another work over the pass moves them
+        _ = self._metadata, self._slots  # computed now, before another work over the pass moves pages
 
     def inputs(self, number: int) -> dict[str, Any]:
         """Return the arguments of the pass except `out`, with the tensors of the set with this number."""
@@ -91,9 +89,7 @@ class PassRedraw:
         cache.write(self._moved(seed), *(side if tokens is None else side[tokens] for side in self._drawn(seed)))
 
     def write_call(self, arguments: Mapping[str, Any], seeds: Seeds) -> None:
-        """Draw the queries and a few tokens again, and wipe the output. For some seeds, requests become a few
-        tokens shorter.
-        """
+        """Draw the queries and a few tokens again, and wipe the output. For some seeds, requests become shorter."""
         rows = sum(self.forward.case.q_lens)
         arguments["query"][:rows].normal_(generator=self._generator(seeds.call))
         places = self._touched(seeds.tokens)
@@ -142,9 +138,7 @@ class PassRedraw:
 
     @functools.cached_property
     def _slots(self) -> tuple[Tensor, Tensor | None]:
-        """Return the slots of all tokens in the cache, and the indices of these tokens among the drawn ones; None: all drawn
-        tokens.
-        """
+        """Return the slots of all tokens in the cache, and their indices among the drawn tokens; None: all drawn tokens."""
         forward, case = self.forward, self.forward.case
         rows = forward.batch.req_pool_indices[: len(case.q_lens)].tolist()
         slots, tokens, first = [], [], 0

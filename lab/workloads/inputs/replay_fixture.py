@@ -30,12 +30,12 @@ from lab.workloads.inputs.mla_pass import mla_truth, new_mla_layer
 from lab.workloads.requests import History, admit, forward_batch, new_pool
 
 SIZES = (2, 4)  # captured batch sizes
-NUM_REQUESTS = max(SIZES) + 1  # one more than the largest captured size: only an eager pass holds them all
+NUM_REQUESTS = max(SIZES) + 1  # one more than the largest captured size: only an eager pass can have all requests
 POISONED_LENGTH = 2**30  # beyond every table and pool
 HUGE = 1e30  # finite in bf16, and so large that one poisoned value in a product shows
-DTYPE = torch.bfloat16  # of all tensors with values
+DTYPE = torch.bfloat16  # dtype of query, output and cache
 
-Cells = dict[str, tuple[Tensor | None, int]]  # tensors by name, and what each cell of them must be
+Cells = dict[str, tuple[Tensor | None, int]]  # by name: a tensor, and the value that each of its cells must have
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +84,7 @@ class ReplayFixture:
         self, case: Any, implementation: Any, device: torch.device, make: RunnerFactory = right_runner
     ) -> None:
         self.case, self.device = case, device
-        self.worst_ratio = 0.0  # of all outputs: the largest error over its bound
+        self.worst_ratio = 0.0  # the largest error over bound of all outputs
         self.generator = torch.Generator(device=device).manual_seed(case.seed)
         lens = (case.max_context_len,) * NUM_REQUESTS
         self.pool = new_pool(
@@ -116,7 +116,7 @@ class ReplayFixture:
 
     @property
     def lengths(self) -> tuple[int, int, int, int]:
-        """Return four lengths: short, at a page's edge, across one, and as long as there is room for."""
+        """Return four lengths: short, at the end of a page, one token into a page, and the longest possible length."""
         size = self.case.page_size
         return self.width + 1, 2 * size, 3 * size + 1, self.case.max_context_len
 
@@ -140,7 +140,7 @@ class ReplayFixture:
         )
 
     def widths(self, count: int) -> list[int]:
-        """Return the query rows of each request: 1 to d in modes whose requests differ in rows, else d."""
+        """Return each request's number of query rows: 1 to `width` if the mode's requests may differ, otherwise `width`."""
         ragged = self.case.mode.forward_mode.query_rows in (QueryRows.ACCEPTED, QueryRows.VERIFIED)
         return [i % self.width + 1 if ragged else self.width for i in range(count)]
 
@@ -171,7 +171,7 @@ class ReplayFixture:
         raise NotImplementedError
 
     def wrongs(self, batch: ForwardBatch, result: ReplayedPass) -> Iterator[str]:
-        """Yield what is wrong with a pass, a sentence each: the metadata, then the padding, then the output."""
+        """Yield a sentence for each error of a pass: in the metadata, then in the padding, then in the output."""
         if wrong := self._wrong_metadata(batch, result):
             yield wrong
         if result.view is not None:
@@ -193,7 +193,7 @@ class ReplayFixture:
         raise NotImplementedError
 
     def _uncounted(self) -> int:
-        """Return how many tokens of a request its length does not count."""
+        """Return the number of a request's tokens that `seq_lens` does not count."""
         return uncounted_tokens(self.runner.inputs.view(1))
 
     def _metadata_owners(self) -> tuple[Any, ...]:
@@ -227,9 +227,10 @@ class ReplayFixture:
         return torch.randn(*shape, device=self.device, generator=self.generator).to(DTYPE)
 
     def _wrong_padding(self, batch: ForwardBatch, metadata: Any, view: ForwardBatch) -> Iterator[str]:
-        """Yield what padded rows hold after a replay but the reserved request, padding's length, slots and pages of the sink.
+        """Yield a sentence for each padding cell that is wrong after a replay.
 
-        An engine writes K and V of all rows: a stale slot in a padding row would overwrite another request's token.
+        Padding must have the reserved request, the padding length, and the sink's slots and pages. An engine writes K and V of
+        all rows, so a stale slot in a padding row would overwrite another request's token.
         """
         count = batch.batch_size
         length = self.case.padded_seq_len + self._uncounted()
@@ -322,7 +323,7 @@ class MLAReplayFixture(ReplayFixture):
     case: MLAGraphCase
     layer: MLALayer
     cache: PagedLatentCache
-    padded_query: Tensor | None = None  # of padded rows, which all captured sizes share
+    padded_query: Tensor | None = None  # the query of padded rows, which all captured sizes share
 
     def _layer(self) -> MLALayer:
         return new_mla_layer(self.case)
@@ -335,8 +336,8 @@ class MLAReplayFixture(ReplayFixture):
 
     def poison(self, value: float) -> None:
         buffers = self.runner.metadata
-        # Lengths of a padded draft extend count the padding, so that entries of the sink are keys, of a weight of zero for the
-        # requests' own rows. Zero times NaN is NaN, in the reference too: there the sink stays finite, as an engine's is.
+        # The lengths of a padded draft extend count the padding, so that entries of the sink are keys with weight zero for the
+        # requests' own rows. Zero times NaN is NaN, also in the reference. So the sink stays finite, as in an engine.
         self.cache.storage[0].fill_(HUGE if buffers.layout is QueryLayout.PADDED else value)
         buffers.block_kv_indices.zero_()
         for metadata in self._metadata_owners():

@@ -13,10 +13,11 @@ from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.inputs.encoding import E4M3_K_SCALE, E4M3_V_SCALE
 from lab.workloads.inputs.needles import leaning, needle_positions, plant
 
-# Of the sizes of values drawn from N(0, 1): sums of weights and values pass float16's 65,504, but for e4m3's own end at 448.
+# Factors of values drawn from N(0, 1), so that sums of weights times values exceed float16's 65,504. The factor for e4m3 is
+# smaller, because its largest number is 448.
 _LOUD = {torch.bfloat16: 2.0**14, torch.float16: 2.0**13, E4M3: 100.0 * E4M3_V_SCALE}
-# bf16: below float16's least, 2**-24, for the most part; the others: below their own least normal numbers, or those of NVFP4's
-# scale factors.
+# bf16: most values are below float16's smallest number, 2**-24. Other dtypes: below their own smallest normal number; NVFP4:
+# below the smallest normal number of its scale factors.
 _FAINT = {
     torch.bfloat16: 2.0**-24,
     torch.float16: 2.0**-14,
@@ -31,11 +32,11 @@ class _Drawn:
     """The random numbers of one request."""
 
     case: AttentionCase
-    request: int  # its number in the case
-    directions: Tensor  # of the needles, [num_kv_heads, head_dim]
+    request: int  # the request's number in the case
+    directions: Tensor  # directions of the needles, [num_kv_heads, head_dim]
     query: Tensor  # [q_len, num_qo_heads, head_dim]
     keys: Tensor  # [kv_len, num_kv_heads, head_dim]
-    values: Tensor  # the same
+    values: Tensor  # [kv_len, num_kv_heads, head_dim]
 
 
 def draw_contents(
@@ -73,8 +74,9 @@ def _needles(drawn: _Drawn) -> _Drawn:
 
 
 def _counted(drawn: _Drawn) -> _Drawn:
-    """Encode a key's position in its value: one half encodes position // half, the other position % half. Heads
-    differ in size.
+    """Encode a key's position in its value: one half encodes position // half, the other position % half.
+
+    Heads differ in the size of their values.
     """
     case, half = drawn.case, drawn.case.out_head_dim // 2
     positions = torch.arange(len(drawn.keys))
@@ -83,7 +85,7 @@ def _counted(drawn: _Drawn) -> _Drawn:
         size = 2.0 ** (head % 4)
         values[positions, head, positions % half] = size
         values[positions, head, half + (positions // half + drawn.request) % half] = size
-    # MLA's keys are its values; zero queries weigh all the same.
+    # MLA's keys are its values. Zero queries give all keys the same weight.
     keys = values if case.is_mla else torch.zeros_like(drawn.keys)
     return replace(drawn, query=torch.zeros_like(drawn.query), keys=keys, values=values)
 
@@ -104,7 +106,9 @@ def _tall(drawn: _Drawn) -> _Drawn:
     """Make logits rise from 0 to 512 in steps of 8, one step per 64 keys. With e4m3 keys some steps are equal."""
     steps = torch.arange(len(drawn.keys)).div(64, rounding_mode="floor").clamp(max=64)
     query, keys = 0.25 * drawn.query, drawn.keys.clone()
-    at_query = 2.0 ** round(math.log2(64.0 / drawn.case.softmax_scale))  # so that keys are at most 12, which e4m3 has
+    at_query = 2.0 ** round(
+        math.log2(64.0 / drawn.case.softmax_scale)
+    )  # keys are then at most 12, which e4m3 represents
     query[..., -1] = at_query
     keys[..., -1] = (8.0 * steps / (drawn.case.softmax_scale * at_query))[:, None]
     return replace(drawn, query=query, keys=keys)
@@ -117,7 +121,7 @@ def _overshadowed(drawn: _Drawn, logit: float = 20.0) -> _Drawn:
     """
     query, keys, values = torch.zeros_like(drawn.query), drawn.keys.clone(), drawn.values.clone()
     product = logit / drawn.case.softmax_scale
-    # A power of two, which no dtype rounds: Q cast to e4m3, 13 for 12.73, makes e**-9.19 of e**-9 and all outputs 14 % smaller.
+    # No dtype rounds a power of two. Otherwise a Q cast to e4m3 (12.73 to 13) turns e**-9 into e**-9.19: outputs 14 % smaller.
     at_query = 2.0 ** round(math.log2(product / 8.0))
     query[..., -1] = at_query
     keys[..., -1] = 0.0

@@ -1,4 +1,4 @@
-"""Return the same numbers as views of larger storage: with gaps, at other addresses, or with meaningless strides."""
+"""Views of larger storage with the same numbers: with gaps, at other addresses, or with meaningless strides."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,13 +8,13 @@ from torch import Tensor
 
 from lab.named_enum import TextEnum
 
-# Of each byte around the numbers: a large finite value of every float dtype, far outside any pool as an id.
+# The value of each byte around the numbers. As a float of any dtype it is large and finite, as an id far outside any pool.
 FILLING = 0x7B
 FAR = 2**31  # elements
-GAP = 16  # elements: strides stay whole loads of 16 bytes
+GAP = 16  # elements, so that strides stay multiples of 16 bytes
 LEAST_ALIGNMENT_BYTES = 16
-E4M3_NAN = 0x7F  # its bits
-ODD = 7  # elements: the stride of an axis of size 1
+E4M3_NAN = 0x7F  # the bits of e4m3's NaN
+ODD = 7  # elements; the meaningless stride of an axis of size 1
 
 
 def raw(tensor: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class Layout(TextEnum):
     AT_AN_ELEMENT = "at an element", lambda tensor: at_bytes(tensor, tensor.element_size())
     HEADS_FIRST = "heads first", _heads_first
     FAR_APART = "far apart", _far_apart
-    # Rows of each request in a longer one: a query of four axes whose first two are not one.
+    # Gaps between requests: the first two axes of a query with four axes cannot be merged into one.
     REQUESTS_APART = "requests apart", lambda tensor: apart(tensor, 0, tensor[:1, :1].numel())
 
     def __init__(self, _: str, of: Callable[[Tensor], Tensor]) -> None:
