@@ -154,6 +154,7 @@ def test_an_interrupted_run_keeps_its_verdicts_and_is_taken_up(kernel: Path, jud
     assert not whole.interrupted
     numbers = {(each.check, repr(each.case)): each.number for each in whole.verdicts}
     assert all(numbers[each.check, repr(each.case)] == each.number for each in report.verdicts)
+    assert sorted(numbers.values()) == list(range(1, len(whole.verdicts) + 1))
     assert len(judged_cases) - before <= told[-1].total - sum(each.outcome is Outcome.RIGHT for each in report.verdicts)
 
 
