@@ -97,9 +97,10 @@ def test_a_second_run_judges_again_what_was_wrong_alone(kernel: Path, judged_cas
     assert [each.case for each in second.verdicts] == [each.case for each in first.verdicts]
     assert sorted(each.number for each in second.verdicts) == list(range(1, len(first.verdicts) + 1))
     assert len(judged_cases) < all_cases
-    assert not {repr(case) for case in judged_cases} & {
-        repr(each.case) for each in first.verdicts if each.outcome is Outcome.RIGHT and not each.drawn
-    }
+    again = {repr(case) for case in judged_cases}
+    assert {repr(each.case) for each in first.wrong if not each.drawn} <= again
+    assert not again & {repr(each.case) for each in first.verdicts if each.outcome is Outcome.RIGHT and not each.drawn}
+    assert first.ended == "the time was over"  # no fault is to end it
 
 
 @pytest.mark.parametrize("change", [{"source": 99}, {"fresh": True}, {"discover": False}])
@@ -162,6 +163,7 @@ def test_the_first_failure_ends_the_run(kernel: Path) -> None:
     report = judged(kernel, first_failure=True, drawn=0)
     assert len(list(report.wrong)) == 1 or report.verdicts[-1].outcome is Outcome.WRONG
     assert report.left_out > 0
+    assert report.ended == "the first wrong case ended the run"
     assert report.exit_status == 1
 
 
