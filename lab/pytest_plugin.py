@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     if not config.option.lab_judge:
         return
     folder = str(config.invocation_params.dir)
-    if folder not in sys.path:  # as `python -m pytest` has it
+    if folder not in sys.path:  # `python -m pytest` has it
         sys.path.insert(0, folder)
     try:
         import torch
@@ -183,7 +183,7 @@ def all_checks() -> "tuple[Check, ...]":
 
 
 class NotRight(Exception):  # noqa: N818 - a verdict
-    """A kernel is wrong, or no case of it could be judged; the message is the report."""
+    """A kernel is wrong, or none of its cases could be judged. The message is the report."""
 
 
 class CheckOfFunction(pytest.Item):

@@ -188,9 +188,7 @@ def _last_report(name: str) -> Path | None:
 
 
 def _judge_and_exit(judge_once: Callable[[Console], ExitStatus], watched: Path | None) -> NoReturn:
-    """Judge once, and again after each change of the watched file if one is given; end the command with the last
-    exit status.
-    """
+    """Judge once, and again after each change of the watched file, if any. End the command with the last exit status."""
     status, console = ExitStatus.DONE, Console()
     try:
         for number in rounds(watched):

@@ -152,9 +152,7 @@ def refusing_errors() -> Iterator[None]:
 
 @contextmanager
 def refusing_recordings(what_failed: str) -> Iterator[None]:
-    """Print the error of a recorded file as "<what_failed>: ..." and end the command, with NOT_JUDGED if the files cannot be
-    compared.
-    """
+    """Print an error of recorded files as "<what_failed>: ..." and end the command, NOT_JUDGED if they are not comparable."""
     from lab.checks.record import ReportError
     from lab.reports.compare import NotComparableError
     from lab.reports.recorded import RecordedFileError

@@ -64,7 +64,7 @@ def recorded_cases(recording: Path | str) -> list[RecordedCase]:
     """Return the attention calls of a recording, in the order of time.
 
     Args:
-        recording: a folder that FlashInfer wrote, or "FOLDER#3" for its third call alone.
+        recording: a folder that FlashInfer wrote, or "FOLDER#3" for only its third call.
 
     Raises:
         RecordingError: there is no such folder, or it has no attention call, or no call with this number.

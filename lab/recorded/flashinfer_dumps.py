@@ -1,6 +1,6 @@
 """Read the calls that FlashInfer records (`FLASHINFER_LOGLEVEL=10`), in the format of `flashinfer/api_logging.py` of 0.7.2.
 
-A call is a folder with `metadata.jsonl`, of which the last line is used, and with tensors in the files `inputs` and `outputs`,
+A call is a folder with `metadata.jsonl`, whose last line is the record, and with tensors in the files `inputs` and `outputs`,
 in torch's format (`.pt`) or as safetensors. A call in a CUDA graph has, in `graph_flushes`, a folder of the same form for each
 replay; the files of the call itself repeat the last replay. A tensor argument has a key such as `arg_0` or `kwarg_query`, a
 tensor in a tuple a key such as `kwarg_kv_cache__0`. The other arguments are JSON in `input_metadata`.
@@ -143,7 +143,7 @@ def _tensors(folder: Path, kind: str) -> dict[str, torch.Tensor]:
 def _arguments(
     folder: Path, record: Mapping[str, Any], function: AttentionCall, inputs: Mapping[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """Return a call's arguments by name. Nested tensors are found by the keys that `input_metadata` has for them."""
+    """Return a call's arguments by name. `input_metadata` takes precedence over tensors, because it names nested tensors."""
     names = _parameters(record, function)
     given: dict[str, Any] = {}
     for key, value in (*inputs.items(), *_mapping(record.get("input_metadata")).items()):

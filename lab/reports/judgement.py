@@ -114,9 +114,7 @@ def coverage_table(coverage: Coverage) -> Table:
 
 
 def coverage_notes(coverage: Coverage) -> Iterator[str]:
-    """Yield the counts of pairs and triples, the reasons why some are impossible, and the first pairs of values that no case
-    combines.
-    """
+    """Yield the counts of pairs and triples, the reasons for impossible ones, and the first pairs that no case combines."""
     record = coverage.as_record()
     for name, counts in (("pairs", coverage.pairs), ("triples", coverage.triples)):
         yield f"{name}: " + ", ".join(f"{counts[reach]:,} {reach.value}" for reach in Reach)

@@ -115,7 +115,7 @@ def grouped(pairs: Iterable[tuple[Group, Member]]) -> dict[Group, list[Member]]:
 
 
 def read_file(path: Path, folder: Path | None = None) -> RecordedFile:
-    """Read any recorded file; its name is relative to `folder`, or to the file's own folder if None.
+    """Read any recorded file. `RecordedFile.name` is relative to `folder`; None stands for the file's own folder.
 
     Raises:
         RecordedFileError: the file does not exist or is not JSON.
@@ -314,8 +314,8 @@ def read_run(path: str | Path) -> RecordedRun:
     """Read a file written by `--benchmark-json`, or by `--benchmark-save` with `--benchmark-save-data`.
 
     Raises:
-        RecordedFileError: the file does not exist, is no such file, lacks raw samples, has a sample that is no time, or has a
-            measurement twice.
+        RecordedFileError: the file does not exist, is not pytest-benchmark's JSON, has no raw samples, has a sample that is no
+            time, or has one measurement twice.
     """
     return run_of(read_file(Path(path)))
 

@@ -57,7 +57,7 @@ def record(steps: Iterable[Step]) -> list[list[Activity]]:
     devices = (kinds.CONCURRENT_KERNEL, kinds.MEMCPY, kinds.MEMSET)
     enabled = (kinds.RUNTIME, kinds.DRIVER, kinds.EXTERNAL_CORRELATION, *devices)
     activities: list[tuple[int, Activity]] = []  # (correlation id, activity)
-    run_of: dict[int, int] = {}  # by correlation id
+    run_of: dict[int, int] = {}  # number of the run, by correlation id
 
     def completed(records: list[Any]) -> None:
         for each in records:

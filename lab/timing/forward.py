@@ -69,7 +69,7 @@ TimedPass = tuple[GpuTime, dict[str, Any]]
 
 
 def time_forward(case: ForwardCase, implementation: Any, method: Method) -> TimedPass:
-    """Build, check, time and check again one pass; raises the errors of `time_in_turns`."""
+    """Build one pass, check it, time it and check it again. Raises the errors that `time_in_turns` returns."""
     (found,) = time_in_turns(case, [implementation], method)
     if isinstance(found, Exception):
         raise found

@@ -226,9 +226,7 @@ def measure_staged(
 
 
 class BufferContents:
-    """The contents of the buffers that several works share, drawn from one seed; the work with the most buffers sets their
-    number.
-    """
+    """The contents of buffers that works share, drawn from one seed. The work with the most buffers sets their number."""
 
     def __init__(self, buffers: Sequence[GpuWork], seed: int) -> None:
         self._buffers, self._seed, self._turn = buffers, seed, -1

@@ -127,7 +127,7 @@ def compare_samples(
 ) -> SampleComparison:
     """Compare two sets of samples by their medians.
 
-    FASTER or SLOWER: the rank test (Mann-Whitney U, two-sided) is significant, and the whole interval of the effect lies beyond
+    FASTER or SLOWER: the rank test (Mann-Whitney U, two-sided) is significant, and the whole interval of the effect is beyond
     the minimum effect. SAME: the whole interval lies within the minimum effect, even if p is small. UNSURE: everything else,
     such as an interval that contains the minimum effect, or fewer than 5 samples on a side. The whole interval counts and not
     the estimate, because an estimate near the minimum effect changes its verdict from run to run. The rank test is needed

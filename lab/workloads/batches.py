@@ -5,7 +5,7 @@ and `kv_len` keys each. The count is 1 if left out. `k` stands for 1024. The key
 is left out, they are the only keys.
 
     q2k              one prompt of 2,048 tokens
-    8q1s1k           8 decoding requests, each with 1,024 tokens once the new one is counted
+    8q1s1k           8 decoding requests, each with 1,024 tokens, the new token included
     2q2k_32q1s1k     two prompts and 32 decoding requests
     8q2ks4k          8 chunks of 2,048 tokens, each after 2,048 cached tokens
 """

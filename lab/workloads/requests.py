@@ -28,8 +28,8 @@ from lab.metadata.engine.forward_batch import FROZEN_KV_STEP, ForwardBatch, Spec
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows, UncountedTokens
 from lab.metadata.engine.kv_pool import KVPool, PagedKVCache, PagedLatentCache, ShardedLatentCache
 
-# A request's tokens as a cache stores them, by position: (K, V), each [kv_len, num_kv_heads, head_dim], or its latent entries
-# alone, [kv_len, entry_dim].
+# A request's tokens as a cache stores them, by position: (K, V), each [kv_len, num_kv_heads, head_dim], or (entries,) for MLA,
+# [kv_len, entry_dim].
 History = tuple[Tensor, ...]
 
 

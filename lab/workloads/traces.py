@@ -89,7 +89,7 @@ def _lines(path: str | Path) -> Iterator[tuple[str, str]]:
 
 
 def _in_order(requests: Sequence[tuple[TracedRequest, str]], path: str | Path) -> list[TracedRequest]:
-    """Return the requests; raise ValueError if one arrives before its predecessor, because its time may be damaged."""
+    """Return the requests. Raise ValueError if a request arrives before its predecessor, because its time may be damaged."""
     if not requests:
         raise ValueError(f"{path} holds no requests")
     latest_ms = -math.inf

@@ -187,7 +187,7 @@ def bound_figure(
     """Draw the memory time and the matrix time as lines; the upper line is the floor. The matrix-bound part is shaded.
 
     Args:
-        parts: in the order of their amounts.
+        parts: the times, sorted by amount.
         title, amount_label: texts above and below the axes.
         timed: amounts with measurements of the same work, drawn as marks; hollow marks are throttled.
     """

@@ -1,7 +1,7 @@
 """Needles: a few keys of a request that outweigh all other keys. They lie where an error of one position shows.
 
-Each K/V head has a direction of its own. Every query row leans toward it, and a needle is a key that points along it: its logit
-exceeds the remaining logits, which are within about ± 1, by `HEIGHT`.
+Each K/V head has its own direction. Every query row has a component in this direction, and a needle is a key in this
+direction. A needle's logit exceeds the other logits, which are within about ± 1, by `HEIGHT`.
 """
 
 from collections.abc import Iterable, Sequence

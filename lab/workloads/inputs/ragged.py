@@ -36,7 +36,7 @@ class RaggedInputs:
     window_left: int = -1  # number of keys to the left of a row that it sees; -1 for all
     sinks: Tensor | None = None  # float32 [num_qo_heads]
     shown: Tensor | None = None  # None, because there is no draft mask
-    factors: tuple[float, float] = (1.0, 1.0)  # by which bmm1_scale and bmm2_scale are multiplied
+    factors: tuple[float, float] = (1.0, 1.0)  # bmm1_scale and bmm2_scale are multiplied by these
 
     interface = Interface.RAGGED_CONTEXT
     kv_bound = "max_kv_len"
