@@ -1,8 +1,8 @@
-"""FlashInfer's TRT-LLM attention functions in Triton: any GPU, and a CPU under Triton's interpreter.
+"""FlashInfer's TRT-LLM attention functions in Triton, for any GPU that Triton compiles for and for Triton's CPU interpreter.
 
-`prepare_<name>` checks the arguments of `<name>` and returns the call, which can be made any number of times
-(`lab.kernels.prepare`). It launches no attention. On a GPU, a call whose arguments differ from an earlier call only in
-addresses and contents is not checked again (`lab.kernels.portable.kept_calls`).
+`prepare_<name>` checks the arguments of `<name>` and returns a function that runs the call any number of times
+(`lab.kernels.prepare`). It launches no attention kernel. On a GPU, arguments are not checked again if they differ from an
+earlier call's only in addresses and tensor contents (`lab.kernels.portable.kept_calls`).
 """
 
 from lab.extras import require

@@ -1,8 +1,8 @@
-"""The host code of the Gluon kernels for SM90: which problems they take, their tiles, and their launches.
+"""Host code of the Gluon kernels for SM90: which calls they take, their tiles, and their launches.
 
-The plain Triton kernels (`paged_kernel`, `mla_decode`) take every problem. The Gluon kernels take problems that are bound by
-matrix products, on SM90 only: they use its asynchronous products from shared memory, without tensor memory. Gluon is imported
-only where a kernel is launched.
+The Triton kernels (`paged_kernel`, `mla_decode`) take every call. The Gluon kernels take calls that are bound by matrix
+products, on SM90 only: they use its asynchronous products from shared memory, without tensor memory. Gluon is imported only
+where a kernel is launched.
 """
 
 from typing import Any, NamedTuple
@@ -21,7 +21,11 @@ from lab.kernels.support import triton_interprets
 
 
 class HopperTiles(NamedTuple):
-    """Tiles of one head_dim: `shares` if one block holds all rows and programs share its keys, else `blocks`."""
+    """The two tiles of the Gluon kernel for one head_dim.
+
+    `shares` is used if one block holds all rows of a request and several programs divide its keys, `blocks` in all other
+    launches.
+    """
 
     blocks: HopperTile
     shares: HopperTile
@@ -57,7 +61,10 @@ REGISTERS = 65536  # of a multiprocessor
 
 
 def hopper_tiles(problem: PagedAttention) -> HopperTiles | None:
-    """Return the tiles of MHA's Gluon kernel, or None if the plain kernel takes the problem, as for every draft mask."""
+    """Return the tiles of the paged Gluon kernel, or None if the Triton kernel takes the call.
+
+    The Triton kernel takes every call with a draft mask.
+    """
     is_e4m3 = problem.k_cache.dtype == E4M3
     tiles = (E4M3_TILES if is_e4m3 else TILES).get(problem.head_dim)
     if tiles is None or problem.mask is not None or problem.v_head_dim != problem.head_dim:
@@ -69,7 +76,7 @@ def hopper_tiles(problem: PagedAttention) -> HopperTiles | None:
 
 
 def hopper_mla_tile(problem: PagedAttention) -> HopperTile | None:
-    """Return the tile of the Gluon kernel of MLA, or None if the plain kernel takes the problem."""
+    """Return the tile of the Gluon kernel of MLA, or None if the Triton kernel takes the call."""
     tile = MLA_TILES.get((problem.v_head_dim, problem.head_dim - problem.v_head_dim))
     if tile is None or problem.k_cache.dtype != problem.query.dtype:
         return None
@@ -79,10 +86,10 @@ def hopper_mla_tile(problem: PagedAttention) -> HopperTile | None:
 def _fits(
     problem: PagedAttention, caches: tuple[torch.Tensor, ...], tiles: tuple[HopperTile, ...], least_rows: int
 ) -> bool:
-    """Return True if SM90's copy engine and matrix products can take a problem.
+    """Return True if SM90's TMA and matrix products can take the call.
 
-    They need K and V in a dtype that they take, tiles that are a multiple or a divisor of a page, and pools that the copy
-    engine can address.
+    The call needs `least_rows` packed rows per K/V head, K and V in a dtype that the products take, tiles that are a multiple
+    or a divisor of a page, and pools that TMA can address.
     """
     if triton_interprets():  # the interpreter does not run Gluon
         return False
@@ -96,7 +103,7 @@ def _fits(
 
 
 def _has_whole_boxes(page_size: int, keys: int) -> bool:
-    """Return True if a tile consists of whole boxes, each the keys of one page (`_boxes`)."""
+    """Return True if a tile of `keys` keys consists of whole TMA boxes. A box holds keys of one page (`_boxes`)."""
     return page_size % keys == 0 or (keys % page_size == 0 and page_size >= LEAST_PAGE)
 
 
@@ -111,12 +118,15 @@ def hopper_launches(
     shares: Shares | None,
     least_q_len: int | None = None,
 ) -> list[TritonLaunch]:
-    """Return the launches of a call that the Gluon kernel takes, with one of `hopper_tiles`.
+    """Return the launches of a call that the paged Gluon kernel takes.
 
     Args:
-        shares: how the keys are shared out; None: one program computes all keys of a block of rows and a K/V head.
-        least_q_len: the launches are for requests of `least_q_len` to `problem.max_q_len` query tokens only, and an earlier
-            launch is for the other requests; None: the launches are for all requests.
+        problem: the call.
+        results: its output, and its LSE or None.
+        tile: one of `hopper_tiles`.
+        shares: how the keys are divided among programs; None: one program computes all keys of a block of rows and a K/V head.
+        least_q_len: the launches serve only requests of `least_q_len` to `problem.max_q_len` query tokens, and other launches
+            serve the other requests; None: the launches serve all requests.
     """
     from lab.kernels.portable.hopper_attention import hopper_attention_kernel
 
@@ -204,7 +214,7 @@ def hopper_mla_launches(
 
 
 def _boxes(cache: torch.Tensor, tile: HopperTile) -> Any:
-    """Return the TMA descriptor of a pool. A box is one tile's keys within one page, and BOX_BYTES of each key."""
+    """Return the TMA descriptor of a pool. A TMA box is those keys of one page that are in a tile, BOX_BYTES of each key."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

@@ -1,8 +1,15 @@
-"""The Gluon kernel of paged attention for SM90: prefill, extend, and verify of many tokens, where the products are the limit.
+"""The Gluon kernel of paged attention for SM90: prefill, extend, and verify of many tokens, where matrix products are the
+limit.
 
-A program has 128 packed rows. It computes one piece after another: a piece is some tiles of keys of one request and one K/V
-head. The program's warps form three partitions with different work. All walk the same pieces and tiles in the same order
-(`piece_at`, `nth_tile`), so they need nothing but barriers between them:
+Glossary:
+
+* piece: some key tiles of one request and one K/V head, and the block of packed query rows (128 or 64) that sees them.
+* partition: a group of warps of a program that has its own work.
+* ring: a circular buffer of K or V tiles in shared memory. A slot of the ring holds one tile.
+* full, empty: the two barriers of a slot. They complete when a tile has arrived in the slot and when it has been read.
+
+A program computes one piece after another. Its warps form three partitions. All of them go through the same pieces and tiles in
+the same order (`piece_at`, `nth_tile`), so they need nothing but barriers between them:
 
     producer (1 warp)              consumer 0 (4 warps, rows 0 to 63)        consumer 1 (rows 64 to 127)
 
@@ -70,7 +77,10 @@ from lab.kernels.portable.softmax import fitted, fitting_power, rounded, row_sca
 
 
 class Rings(NamedTuple):
-    """Shared-memory rings of K and V tiles, [stages, keys, head_dim], with their barriers."""
+    """Circular buffers of K and of V tiles in shared memory, [stages, keys, head_dim], and the barriers of their slots.
+
+    Barriers `k_full` and `v_full` complete when a tile has arrived, `k_empty` and `v_empty` when it has been read.
+    """
 
     k: Any
     v: Any
@@ -82,7 +92,7 @@ class Rings(NamedTuple):
 
 @gluon.jit
 def _rings(DTYPE: gl.constexpr, READERS: gl.constexpr, DIMS: gl.constexpr, TILE: gl.constexpr):
-    """Return empty rings for tiles of DTYPE, which READERS partitions read."""
+    """Return new `Rings`, circular buffers for K and V tiles of DTYPE in shared memory, which READERS partitions read."""
     BYTES: gl.constexpr = bytes_of(DTYPE)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(BOX_BYTES, DIMS * BYTES), 8 * BYTES)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -115,7 +125,7 @@ def _produce(
     GROUP: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Load the tiles of every piece into the rings."""
+    """Load the K and V tiles of all the program's work into `rings`, the circular buffers in shared memory."""
     k_tiles, v_tiles, block_tables, table_strides = pools
     loaded = 0
     while walk[0] < walk[1]:
@@ -135,7 +145,7 @@ def _produce(
 
 @gluon.jit
 def _load_tile(descriptor, table, piece, begin, slot, barriers, parity, PAGE_SIZE: gl.constexpr):
-    """Wait until a slot is empty, and fill it with the tile from `begin`."""
+    """Wait until a slot of a circular buffer is empty, and fill it with the tile of K or V from key `begin` on."""
     KEYS: gl.constexpr = slot.shape[0]
     full, empty = barriers
     pages = box_pages(
@@ -161,7 +171,10 @@ def _consume(
     GROUP: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Compute CONSUMER_ROWS rows of every piece. `rings` hold the tiles; `q_slot` is shared memory for the rows' queries."""
+    """Compute CONSUMER_ROWS query rows of all the program's work, and write their results.
+
+    `rings` hold the K and V tiles. `q_slot` is shared memory for the queries.
+    """
     KEYS: gl.constexpr = TILE.keys
     DIMS: gl.constexpr = q_slot.shape[1]
     DTYPE: gl.constexpr = q_slot.dtype
@@ -233,7 +246,10 @@ def _consume(
 
 @gluon.jit
 def _launch_scores(q_slot, rings, number, SCORES: gl.constexpr, TILE: gl.constexpr):
-    """Launch Q.K^T of the `number`-th tile. The tile must have arrived."""
+    """Launch Q.K^T of the program's `number`-th tile, and return the incomplete products.
+
+    The tile must have arrived.
+    """
     k = rings.k.index(number % TILE.stages).permute((1, 0))
     nothing = gl.full([CONSUMER_ROWS, TILE.keys], 0.0, gl.float32, SCORES)
     return warpgroup_mma(q_slot, k, nothing, use_acc=False, is_async=True)
@@ -241,7 +257,7 @@ def _launch_scores(q_slot, rings, number, SCORES: gl.constexpr, TILE: gl.constex
 
 @gluon.jit
 def _launch_sums(weights, sums, rings, number, SUMS: gl.constexpr, TILE: gl.constexpr):
-    """Wait for the values of the `number`-th tile, and launch P.V."""
+    """Wait for V of the program's `number`-th tile, launch P.V, and return the sums, which are not complete."""
     wait_for(rings.v_full, number, TILE)
     weights = rounded(weights, rings.v.dtype)
     weights = gl.convert_layout(weights, gl.DotOperandLayout(0, SUMS, 2))
@@ -261,7 +277,11 @@ def _store(
     GROUP: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Write a consumer's rows of a piece: to the output, or to the slot of a partial result, as the plain kernel does."""
+    """Write a consumer's rows of one piece of work.
+
+    They go to the output if the piece has all their keys, else to the slot of a partial result. A piece is some key tiles of
+    one request and K/V head, with one block of query rows.
+    """
     num_kv_heads = batch[4]
     sinks, scales, results, partials = terms
     block_row = WHICH * CONSUMER_ROWS + consumer_rows(SUMS)
@@ -313,7 +333,11 @@ def hopper_attention_kernel(
     OVERLAPS: gl.constexpr,
     OVERLAPPED: gl.constexpr,
 ):
-    """Compute attention of shares of the batch's keys on a grid (q_blocks, shares), or of blocks of rows on any grid."""
+    """Compute attention of a program's blocks of packed query rows over a paged cache.
+
+    With SHARED, the grid is (q_blocks, shares): a program computes one block of each request in its share, the consecutive key
+    tiles of the batch that it reads. Without, programs of any grid take blocks in turn and read all their keys.
+    """
     if OVERLAPS:  # the merge may be launched meanwhile, which waits for the end of this
         gdc_launch_dependents()
     STORED: gl.constexpr = k_tiles.dtype

@@ -1,6 +1,6 @@
-"""The partitions of the Gluon kernel of paged attention that convert e4m3 tiles for products of 16 bits.
+"""The warps of the paged Gluon kernel that convert e4m3 tiles to float16, because its matrix products take 16 bits.
 
-The docstring of `hopper_attention` shows which partition waits for which.
+The docstring of `hopper_attention` shows which partition of warps waits for which.
 """
 
 from triton.experimental import gluon
@@ -22,7 +22,10 @@ def convert(
     GROUP: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Convert the loaded keys (WHICH = 0) or values (1) of every piece to the dtype of the products."""
+    """Convert all K tiles (WHICH = 0) or V tiles (WHICH = 1) of the program from e4m3 to the dtype of the products.
+
+    The tiles come from the circular buffers `loaded` and go to the circular buffers `rings`.
+    """
     converted = 0
     while walk[0] < walk[1]:
         piece, walk = piece_at(walk, batch, SHARED, CAUSAL, GROUP, TILE)
@@ -40,7 +43,7 @@ def convert(
 
 @gluon.jit
 def _convert_tile(loaded, converted, barriers, slot, parity):
-    """Wait for a loaded tile, and write it to an empty slot in the slot's dtype.
+    """Wait for a loaded tile, and write it in the dtype of the products to a slot of shared memory once that is empty.
 
     A warp loads half a tile before it writes the first element, so that it waits for shared memory only twice per tile.
     """

@@ -1,8 +1,10 @@
-"""The Gluon kernel of latent attention (MLA decode) for SM90: many heads, where the products are the limit.
+"""The Gluon kernel of latent attention (MLA decode) for SM90: many heads, where matrix products are the limit.
 
 A program has 64 packed rows. Their float32 sums of 512 elements need the registers of two warp groups, the consumers. Each
 consumer has half of the columns. A tile of keys is loaded once for both products: K is the whole tile, V is its latent columns.
-One consumer computes the weights:
+Consumer 0 computes the weights, and sends them to consumer 1 through shared memory as a message. `left`, `right` and `message`
+each have a barrier `full`, which completes when the data have arrived, and a barrier `empty`, which completes when they have
+been read:
 
     producer (1 warp)              consumer 0 (4 warps, left columns)         consumer 1 (right columns)
 
@@ -16,15 +18,15 @@ One consumer computes the weights:
                                    weights, factors to shared memory
                                    arrive message.full ---------------------> wait message.full
 
-A message has the weights of a tile and the factors of earlier sums. The last message of a piece has the softmax's state
-instead. Consumer 0 launches Q.K^T of tile n + 1 after P.V of tile n, so that the slot of tile n is empty early, and two slots
-hide the time of a load:
+A message has the weights of a tile and the factors by which earlier sums are multiplied. A piece is some key tiles of one
+request. The last message of a piece has the softmax's state instead. Consumer 0 launches Q.K^T of tile n + 1 after P.V of tile
+n, so that the slot of tile n is empty early, and two slots hide the time of a load:
 
     consumer 0   PV left n, QK n+1  | softmax n+1, message | PV left n+1, QK n+2
     consumer 1   PV right n         | wait                 | PV right n+1
 
 Consumer 0 sends a tile's weights after its Q.K^T with all columns, so that one arrival is enough to empty each half of a slot.
-All partitions walk the same pieces and tiles in the same order (`piece_at`, `nth_tile`). Parities are those of
+All partitions of warps go through the same pieces and tiles in the same order (`piece_at`, `nth_tile`). Parities are those of
 `lab.kernels.portable.hopper_attention`; the one slot of messages completes a phase for each message.
 """
 
@@ -63,7 +65,7 @@ SCORE_PRODUCTS: gl.constexpr = gl.constexpr(3)  # that make the scores of a tile
 
 
 class Columns(NamedTuple):
-    """Columns of K/V entries or queries in shared memory: left and right half of the latent columns, and the rope columns."""
+    """Shared memory for K/V entries or queries: the left and the right half of their latent columns, and their rope columns."""
 
     left: Any
     right: Any
@@ -71,7 +73,11 @@ class Columns(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Shared-memory ring of K/V tiles. Left and rope columns share one barrier per stage; right columns have their own."""
+    """A circular buffer of K/V tiles in shared memory, and its barriers.
+
+    Barriers `full` complete when columns have arrived in a slot, `empty` when they have been read. Left and rope columns of a
+    slot have one pair of barriers, right columns have another.
+    """
 
     tiles: Any
     left_full: Any
@@ -81,9 +87,10 @@ class Ring(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Shared memory for one tile's weights [rows, keys] and factors float32 [2, rows], and its barriers.
+    """Shared memory through which consumer 0 sends one tile's weights [rows, keys] and factors float32 [2, rows] to consumer 1.
 
-    Consumer 0 writes it, consumer 1 reads it.
+    The factors are those by which the earlier sums are multiplied. Barrier `full` completes when consumer 0 has written,
+    `empty` when consumer 1 has read.
     """
 
     weights: Any
@@ -94,7 +101,10 @@ class Message(NamedTuple):
 
 @gluon.jit
 def _produce(pool, walk, batch, ring, PAGE_SIZE: gl.constexpr, HEADS: gl.constexpr, TILE: gl.constexpr):
-    """Load the tiles of every piece into the ring. `pool` is (descriptor of boxes, block table, the table's stride)."""
+    """Load all K/V tiles of the program into `ring`, the circular buffer in shared memory.
+
+    `pool` is (TMA descriptor of the cache, block table, the table's row stride).
+    """
     boxes, block_table, table_stride = pool
     tiles = ring.tiles
     HALF: gl.constexpr = tiles.left.shape[2]
@@ -133,7 +143,10 @@ def _consume_left(
     HEADS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Compute the weights of every piece and send them to the other consumer. Compute the left columns of the output."""
+    """Compute the softmax weights of all tiles of the program, and the left columns of the output.
+
+    The weights are sent to `_consume_right` through `message`.
+    """
     HALF: gl.constexpr = q_slots.left.shape[1]
     DTYPE: gl.constexpr = q_slots.left.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE.keys, 16])
@@ -196,7 +209,10 @@ def _consume_left(
 
 @gluon.jit
 def _write_query(query, piece, is_negative, q_slots, HEADS: gl.constexpr, TILE: gl.constexpr):
-    """Write a piece's queries to shared memory. All loads go out before the first write, so that one wait covers them."""
+    """Write the queries of a block of rows to shared memory.
+
+    All loads from global memory begin before the first write, so that one wait covers them.
+    """
     HALF: gl.constexpr = q_slots.left.shape[1]
     ROPE: gl.constexpr = q_slots.rope.shape[1]
     left = load_query(query, piece, is_negative, HALF, 0, HEADS, TILE)
@@ -210,7 +226,10 @@ def _write_query(query, piece, is_negative, q_slots, HEADS: gl.constexpr, TILE: 
 
 @gluon.jit
 def _launch_scores(q_slots, ring, number, SCORES: gl.constexpr, TILE: gl.constexpr):
-    """Wait for the `number`-th tile, and launch its Q.K^T as SCORE_PRODUCTS products."""
+    """Wait for the program's `number`-th tile, launch its Q.K^T, and return the incomplete scores.
+
+    Q.K^T is SCORE_PRODUCTS products: of the left, the rope and the right columns.
+    """
     slot = number % TILE.stages
     scores = gl.full([CONSUMER_ROWS, TILE.keys], 0.0, gl.float32, SCORES)
     wait_for(ring.left_full, number, TILE)
@@ -223,14 +242,14 @@ def _launch_scores(q_slots, ring, number, SCORES: gl.constexpr, TILE: gl.constex
 
 @gluon.jit
 def _launch_sums(weights, sums, ring, number, SUMS: gl.constexpr, TILE: gl.constexpr):
-    """Launch P.V of the left columns of the `number`-th tile."""
+    """Launch P.V of the left columns of the program's `number`-th tile, and return the incomplete sums."""
     weights = gl.convert_layout(weights, gl.DotOperandLayout(0, SUMS, 2))
     return warpgroup_mma(weights, ring.tiles.left.index(number % TILE.stages), sums, is_async=True)
 
 
 @gluon.jit
 def _send_weights(message, sent, weights, rescale):
-    """Write a tile's weights and the factors of the earlier sums into the message, once the previous message has been read."""
+    """Write a tile's weights, and the factors of the earlier sums, to `message` once the previous message has been read."""
     mbarrier.wait(message.empty, sent & 1 ^ 1)
     message.weights.store(weights)
     message.factors.index(0).store(rescale)
@@ -240,7 +259,7 @@ def _send_weights(message, sent, weights, rescale):
 
 @gluon.jit
 def _consume_right(terms, walk, batch, ring, message, HEADS: gl.constexpr, TILE: gl.constexpr):
-    """Compute the right columns of every piece's output, with the weights that `_consume_left` sends."""
+    """Compute the right columns of the output for all tiles of the program, with the weights that `_consume_left` sends."""
     HALF: gl.constexpr = ring.tiles.right.shape[2]
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, SUMS)
@@ -281,7 +300,10 @@ def _store(
     HEADS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Write one half of a piece's columns to the output or a partial result. Both consumers write the same LSE."""
+    """Write one half of the columns of a block of rows.
+
+    They go to the output if the program has all keys of the rows, else to a partial result. Both consumers write the same LSE.
+    """
     HALF: gl.constexpr = state[2].shape[1]
     sinks, scales, results, partials = terms
     block_row = consumer_rows(SUMS)
@@ -322,7 +344,10 @@ def hopper_mla_kernel(
     TILE: gl.constexpr,
     OVERLAPS: gl.constexpr,
 ):
-    """Compute latent attention. A program has one share of the batch's keys, on a grid (q_blocks, shares)."""
+    """Compute latent attention of one block of packed query rows over one share of the batch's keys.
+
+    The grid is (q_blocks, shares). A share is the consecutive key tiles of the batch that one program reads.
+    """
     if OVERLAPS:  # the merge may be launched meanwhile, and waits for the end of this
         gdc_launch_dependents()
     DTYPE: gl.constexpr = boxes.dtype

@@ -1,7 +1,9 @@
-"""The pieces of work of a program of a Gluon kernel, and the code that both Gluon kernels share.
+"""The division of a Gluon kernel's work into pieces, and the code that both Gluon kernels use.
 
-A program has partitions: groups of warps with different work (`hopper_attention`, `hopper_mla`). All partitions walk the same
-pieces and tiles in the same order, which this module defines. It also has the copies of tiles, loads of queries, and masks.
+A piece is some key tiles of one request and one K/V head, with the block of query rows that sees them. A program has
+partitions, groups of warps with different work (`hopper_attention`, `hopper_mla`). All partitions go through the same pieces
+and tiles in the same order, which this module defines. It also has the copies of tiles, loads of queries, and masks. A place is
+a position in the sequence of all key tiles (`lab.kernels.portable.key_shares`).
 """
 
 from typing import Any, NamedTuple
@@ -59,10 +61,10 @@ class Piece(NamedTuple):
 
 @gluon.jit
 def begin_walk(batch, num_shares, least_tiles, SHARED: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Return the first position of this program's walk.
+    """Return the first position of a program in the sequence of all work.
 
-    With SHARED, the program walks its share of the keys. Without, all programs take turns: in each turn a program has one block
-    of rows.
+    With SHARED, a program computes its share of the batch's key tiles. Without, all programs take turns: in each turn a program
+    has one block of rows.
     """
     seq_lens, kind, window_left, batch_size, num_kv_heads = batch
     lanes = gl.arange(0, BLOCK_REQUESTS, gl.BlockedLayout([1], [32], [4], [0]))
@@ -97,7 +99,7 @@ def begin_walk(batch, num_shares, least_tiles, SHARED: gl.constexpr, GROUP: gl.c
 
 @gluon.jit
 def piece_at(walk, batch, SHARED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Return (the `Piece` at the place of a walk, the walk after it)."""
+    """Return (the `Piece` of work at position `walk`, the position after it)."""
     seq_lens, kind, window_left, batch_size, num_kv_heads = batch
     place, end, request, request_begin, last = walk
     if not SHARED:
@@ -144,7 +146,7 @@ def piece_at(walk, batch, SHARED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.
 def _pass_requests(block, request, begin, left, batch, GROUP: gl.constexpr, TILE: gl.constexpr):
     """Find the request of a block of rows, beginning the search at `request`.
 
-    Return (request, the request's first block, the number of requests that have blocks at or after that block).
+    Return (request, the request's first block, the number of requests that have blocks at or after that first block).
     """
     _, kind, _, batch_size, _ = batch
     blocks = gl.cdiv(q_lens_of_kind(request, batch_size, kind) * GROUP, TILE.rows)
@@ -158,7 +160,7 @@ def _pass_requests(block, request, begin, left, batch, GROUP: gl.constexpr, TILE
 
 @gluon.jit
 def nth_tile(keys, number, TILE: gl.constexpr):
-    """Return the first key of the `number`-th tile of a piece. Tiles that need a mask come first."""
+    """Return the first key of the `number`-th tile of a `KeyRange`. Tiles that need a mask come first."""
     num_masked = keys.num_tiles - keys.num_common
     masked = tile_begin(keys, number, True, TILE.keys)
     return gl.where(number < num_masked, masked, tile_begin(keys, number - num_masked, False, TILE.keys))
@@ -166,13 +168,18 @@ def nth_tile(keys, number, TILE: gl.constexpr):
 
 @gluon.jit
 def keys_missing(key, kv_len, BOX_KEYS: gl.constexpr):
-    """Return the number of keys of the box from `key` on that lie after the request's last key."""
+    """Return how many keys of a TMA box lie after the request's last key. The box has BOX_KEYS keys, from `key` on."""
     return gl.minimum(gl.maximum(key + BOX_KEYS - kv_len, 0), BOX_KEYS)
 
 
 @gluon.jit
 def tile_keys(begin, column, kv_len, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr):
-    """Return the key of each score column of a tile. It is NO_KEY where `copy_boxes` wrote zeros or a key of another box."""
+    """Return the key that each score column of a tile belongs to; NO_KEY for a column that must be ignored.
+
+    `copy_boxes` loads a tile as TMA boxes, each with keys of one page. A box that would reach beyond the request's last key is
+    loaded from that many keys earlier. Its first columns then hold zeros, or keys that come before the box and count elsewhere:
+    these columns are NO_KEY.
+    """
     BOX_KEYS: gl.constexpr = min(KEYS, PAGE_SIZE)
     box = begin + column // BOX_KEYS * BOX_KEYS
     key = begin + column - keys_missing(box, kv_len, BOX_KEYS)
@@ -181,7 +188,10 @@ def tile_keys(begin, column, kv_len, PAGE_SIZE: gl.constexpr, KEYS: gl.constexpr
 
 @gluon.jit
 def box_pages(table, begin, kv_len, KEYS: gl.constexpr, PAGE_SIZE: gl.constexpr):
-    """Return the page ids of the boxes of the tile that begins at `begin`, a tuple of int32; 0 for boxes after the last key."""
+    """Return the page ids of a tile's TMA boxes, a tuple of int32; 0 for boxes after the last key.
+
+    The tile begins at key `begin`. A box has keys of one page.
+    """
     BOX_KEYS: gl.constexpr = min(KEYS, PAGE_SIZE)
     pages = ()
     for box in gl.static_range(KEYS // BOX_KEYS):
@@ -202,11 +212,12 @@ def copy_boxes(
     FIRST_DIM: gl.constexpr,  # the pool's element that is the slot's first
     PAGE_SIZE: gl.constexpr,
 ):
-    """Fill a slot with the tile that begins at `begin`. A box is the keys of one page, and BOX_BYTES of each key.
+    """Fill a slot of shared memory with the tile that begins at key `begin`, one TMA box after another.
 
-    No key after the request's last one may be read. A box that would reach beyond the last key begins earlier by that number of
-    keys: at keys that `tile_keys` hides, or before the page, where the copy engine writes zeros. A box outside every row's
-    window lies entirely before its page, because the page may belong to another request by now.
+    A box is the keys of one page, and BOX_BYTES of each key. No key after the request's last one may be read. A box that would
+    reach beyond the last key begins earlier by that number of keys: at keys that `tile_keys` hides, or before the page, where
+    TMA writes zeros. A box outside every row's window lies entirely before its page, because the page may belong to another
+    request by now.
     """
     KEYS: gl.constexpr = slot.shape[0]
     BOX_KEYS: gl.constexpr = min(KEYS, PAGE_SIZE)
@@ -230,7 +241,7 @@ def copy_boxes(
 
 @gluon.jit
 def consumer_rows(LAYOUT: gl.constexpr):
-    """Return the row number of each row of a consumer, in the layout of its products."""
+    """Return the numbers 0 to CONSUMER_ROWS - 1, one for each query row of a consumer, in the layout of its products."""
     return gl.arange(0, CONSUMER_ROWS, gl.SliceLayout(1, LAYOUT))
 
 
@@ -244,7 +255,10 @@ def load_query(
     GROUP: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Return DIMS elements of each row of a consumer, negated if the scale is negative, as `softmax_step` requires."""
+    """Return DIMS elements of each query row of a consumer, [rows, DIMS], negated if the scale of the logits is negative.
+
+    `softmax_step` requires a positive scale (`positive_scale`).
+    """
     query, strides = queries
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIMS, DIMS // 8], [4, 1], [1, 0])
     row = piece.q_block * TILE.rows + WHICH * CONSUMER_ROWS + consumer_rows(LOADED)
@@ -258,7 +272,10 @@ def load_query(
 
 @gluon.jit
 def positive_scale(scales):
-    """Return the absolute `logit_scale`, at least LEAST_SCALE, and True if it was negative. The query is then negated."""
+    """Return (the absolute value of `logit_scale`, at least LEAST_SCALE; True if the scale was negative).
+
+    A kernel negates the query if the scale was negative (`load_query`).
+    """
     scale = logit_scale(scales)
     is_negative = scale < 0
     scale = gl.where(is_negative, -scale, scale)
@@ -267,13 +284,16 @@ def positive_scale(scales):
 
 @gluon.jit
 def wait_for(full, number, TILE: gl.constexpr, pred=True):
-    """Wait until the `number`-th tile of all pieces has arrived."""
+    """Wait until the `number`-th tile of the program has arrived in its slot. `full` are the barriers of the slots."""
     mbarrier.wait(full.index(number % TILE.stages), number // TILE.stages & 1, pred=pred)
 
 
 @gluon.jit
 def hide(scores, begin, column, piece, bounds, PAGE_SIZE: gl.constexpr):
-    """Return the scores of the tile from key `begin` on, -inf where a row does not see a key. See `row_bounds`."""
+    """Return the scores of the tile that begins at key `begin`, with -inf where a row does not see a key.
+
+    `bounds` are the first key and the end of the keys that each row sees (`row_bounds`).
+    """
     key = tile_keys(begin, column, piece.kv_len, PAGE_SIZE, scores.shape[1])
     first, end = bounds
     visible = (key[None, :] >= first[:, None]) & (key[None, :] < end[:, None])
@@ -282,7 +302,7 @@ def hide(scores, begin, column, piece, bounds, PAGE_SIZE: gl.constexpr):
 
 @gluon.jit
 def sums_by_thread(weights):
-    """Return float32 [rows, 4]: the sums of each row's weights in each of the four threads that hold them.
+    """Return float32 [rows, 4], the sum of each row's weights in each of the four threads that hold the row.
 
     Each of the four threads holds two of 8 neighbouring weights of a row (PTX ISA, accumulators of `wgmma`), so no thread waits
     for another. The four sums are added up after the last tile.
@@ -293,11 +313,14 @@ def sums_by_thread(weights):
 
 @gluon.jit
 def in_rows_of(x, tile):
-    """Return x [rows] in the layout of the rows of a tile [rows, columns]."""
+    """Return x [rows] in the register layout of the rows of `tile` [rows, columns]."""
     return gl.convert_layout(x, gl.SliceLayout(1, tile.type.layout))
 
 
 @gluon.jit
 def with_weights(denominator, rescale, weights):
-    """Return a softmax's denominator after one more tile, [rows, 4] as `sums_by_thread` returns it."""
+    """Return a running softmax's denominator after one more tile, [rows, 4].
+
+    It has one sum for each row and thread, as `sums_by_thread` returns them.
+    """
     return denominator * in_rows_of(rescale, denominator)[:, None] + sums_by_thread(weights)

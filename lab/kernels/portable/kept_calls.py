@@ -1,6 +1,7 @@
-"""Keep prepared calls, so that a later call of the same form skips the checks, the choices and the search for compiled kernels.
+"""A cache of prepared calls: a later call whose arguments differ only in addresses and contents skips checks and preparation.
 
-A call's *key* is everything that is read from its arguments before a launch:
+It also skips the choices of tiles and the search for compiled kernels. A call's *key* is everything that is read from its
+arguments before a launch:
 
 * a tensor: class, shape, strides, dtype, device, and address and storage offset modulo 16, by which Triton compiles
 * a tuple or list: the key of each part
@@ -9,10 +10,10 @@ A call's *key* is everything that is read from its arguments before a launch:
 The contents of a tensor on a GPU are not read. Calls with the same key therefore pass the same checks, and their launches
 differ in addresses only. A call has no key if a tensor is not on a GPU, or if a check might read an argument's contents.
 
-The first two calls of a key are prepared and made. If the second consists of launches only, the next call's needs are kept: the
-kernels with all arguments except addresses, and the shapes of the tensors that the call allocates. No tensor is kept. A refused
-call is not kept, so that the next call with its key is checked and refused again. A call whose key occurs only once is not kept
-either: in a model of one layer, each batch makes one.
+The first two calls with a key are prepared and made. If the second consists of launches only, what the next call needs is
+cached: the kernels with all arguments except addresses, and the shapes of the tensors that the call allocates. No tensor is
+cached. A refused call is not cached, so that the next call with its key is checked and refused again. A call whose key occurs
+only once is not cached either: in a model of one layer, each batch makes one.
 """
 
 import functools
@@ -35,13 +36,14 @@ P = ParamSpec("P")
 
 
 class NotKeptError(Exception):
-    """The call has no key, or one of its launches takes a tensor that cannot be traced to the arguments."""
+    """A call cannot be cached: it has no key, or one of its launches takes a tensor that cannot be traced to the arguments."""
 
 
 def kept_at_once(prepare: Callable[P, TritonCall]) -> Callable[P, Any]:
-    """Return a function that makes a call and returns its results, like `made_at_once`, and that keeps prepared calls.
+    """Return a function that prepares and runs a call and returns its results, and that caches prepared calls by their key.
 
-    Its `cache_clear()` drops the kept calls. It must be called when the choices that a preparation makes have changed.
+    Its `cache_clear()` empties the cache. It must be called when the choices that a preparation makes have changed. Without the
+    cache the function would be `made_at_once(prepare)`.
 
     Args:
         prepare: a function that checks a call's arguments and returns the ready call.
@@ -72,11 +74,11 @@ def kept_at_once(prepare: Callable[P, TritonCall]) -> Callable[P, Any]:
 
 
 class _Place:
-    """The cache entry of one key. If two threads fill it, they keep equal calls.
+    """The cache entry of one key. If two threads fill it at the same time, they store equal calls.
 
     Attributes:
         is_known: a call with the key was made.
-        call: the kept call, or None.
+        call: the cached call, or None.
     """
 
     def __init__(self, _key: Hashable) -> None:
@@ -85,7 +87,7 @@ class _Place:
 
 
 def facts_of(value: Any, given: list[torch.Tensor]) -> Hashable:
-    """Return one argument's part of a call's key, and append the argument's tensors to `given`.
+    """Return the part of a call's cache key that one argument determines, and append the argument's tensors to `given`.
 
     Raises:
         NotKeptError: a tensor is not on a GPU, or a check might read the argument's contents.
@@ -103,13 +105,14 @@ def facts_of(value: Any, given: list[torch.Tensor]) -> Hashable:
 
 
 class KeptCall:
-    """The launches of an earlier call. Calling it makes them with other tensors.
+    """A cached call: the kernel launches of an earlier call, which calling this object repeats with other tensors.
 
     Args:
         device: the GPU of the tensors.
         new: (True for zeros, shape, dtype) of each tensor that a call allocates: results, scratch as bytes, and counters.
         views: other addresses that the launches take: (index of a given or new tensor, bytes after its address).
-        launches: functions of a list of addresses: the given tensors' first, then the new ones', then the views'.
+        launches: functions of a list of addresses. The list has the addresses of the given tensors, then of the new tensors,
+            then of the views.
         returned: picks the results from the given and the new tensors.
     """
 
@@ -136,7 +139,7 @@ class KeptCall:
 
 
 def kept(call: TritonCall, given: Sequence[torch.Tensor]) -> KeptCall | None:
-    """Return the `KeptCall` of a call that was made, or None if the call's key does not determine its launches.
+    """Return the cached form of a call that was made, or None if the call's key does not determine its launches.
 
     Args:
         call: a call that was prepared from the given tensors and has been made.
@@ -171,7 +174,7 @@ def kept(call: TritonCall, given: Sequence[torch.Tensor]) -> KeptCall | None:
 
 
 def _block(part: torch.Tensor) -> torch.Tensor:
-    """Return the whole allocation of a tensor of `new_scratch`, as bytes."""
+    """Return the whole allocation that a tensor of `new_scratch` is a part of, as bytes (uint8)."""
     return torch.empty(0, dtype=torch.uint8, device=part.device).set_(part.untyped_storage())
 
 
@@ -180,10 +183,10 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _source(memory: int, address: int, sources: Sequence[tuple[int, int]]) -> int:
-    """Return the index of the source tensor that a launch's tensor equals or is a view of.
+    """Return the index in `sources` of the tensor that a launch's tensor equals or is a view of.
 
-    If several sources share the tensor's allocation, the one at the same address is taken. So a view at another address, such
-    as V in a tensor of K and V, is found only if no other source shares the allocation.
+    If several sources lie in the tensor's allocation, the one at the same address is taken. So a view at another address, such
+    as V in a tensor of K and V, is found only if no other source lies in the allocation.
 
     Args:
         memory, address: the addresses of the tensor's allocation and of the tensor.

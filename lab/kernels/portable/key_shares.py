@@ -1,4 +1,4 @@
-"""Equal shares of a batch's keys for a fixed number of programs.
+"""Divide a batch's keys equally among a fixed number of programs.
 
 Glossary:
 
@@ -11,7 +11,8 @@ Glossary:
   end the unit, followed by one place for each tile within the reach.
 * share: the consecutive places of one program. All shares have the same number of places. If query rows fill several blocks,
   each block has a program for every share.
-* slot: scratch memory for one partial result, that is the result of a share for a unit that it holds only in part.
+* partial result: the attention of a unit over only those of its keys that one share has.
+* slot: scratch memory for one partial result.
 
 Three units of 5, 5 and 2 tiles (T) with START_PLACES = 2, in three shares of 6 places. The first two units are cut, so that
 share 1 fills two slots, one for the unit in which it begins and one for the unit in which it ends:
@@ -54,13 +55,16 @@ NO_REACH: tl.constexpr = tl.constexpr(2**31 - 1)
 
 @dataclass(frozen=True)
 class Shares:
-    """How many shares the keys of a call are divided into, and the least size of a share.
+    """The number of shares into which the keys of a call are divided, and the least size of a share.
+
+    A share is the consecutive key tiles that one program reads. A unit is one request and one K/V head.
 
     Attributes:
         count: number of shares. Each block of query rows has one program per share.
-        least_tiles: fewest tiles for which a program and its partial result are worth their cost.
-        is_small: the batch is small, and its units are cut into equal parts.
-        merges_at_once: the last program of a unit merges its pieces (`lab.kernels.portable.merge`).
+        least_tiles: fewest key tiles for which a program and its partial result are worth their cost.
+        is_small: the batch is small, and each unit's keys are cut into equal parts.
+        merges_at_once: the last program that stores a partial result of a unit merges them (`lab.kernels.portable.merge`);
+            False: a second launch does.
     """
 
     count: int
@@ -70,7 +74,9 @@ class Shares:
 
 
 def choose_shares(tile: ProgramTile | HopperTile, q_blocks: int, device: torch.device, least_keys: int = 0) -> Shares:
-    """Return one share for each program that runs at the same time, so that all end together. A CPU gets one share.
+    """Return one share of the keys for each program that the GPU runs at the same time, so that all programs end together.
+
+    A CPU gets one share.
 
     Args:
         tile: a multiprocessor runs `per_multiprocessor` programs of this tile at the same time.
@@ -90,13 +96,19 @@ def num_multiprocessors(device: torch.device) -> int:
 
 @triton.jit
 def reach_of(window_left, max_q_len):
-    """Return the reach of requests that have at most `max_q_len` rows, int64."""
+    """Return how many of a request's last keys its rows may see, int64.
+
+    It is `window_left + max_q_len`, or NO_REACH without a window.
+    """
     return tl.where(window_left >= 0, tl.cast(window_left, tl.int64) + max_q_len, NO_REACH)
 
 
 @triton.jit
 def tiles_in_reach(kv_len, reach, BLOCK_KEYS: tl.constexpr):
-    """Return (the first tile in reach, the number of tiles), at least one tile: rows without keys must be written too."""
+    """Return (index of the first key tile that any row may see, number of tiles from it to the request's last key).
+
+    There is at least one tile, because rows without keys must be written too. `reach` is from `reach_of`.
+    """
     first = tl.maximum(kv_len.to(tl.int64) - reach, 0) // BLOCK_KEYS
     return first, tl.maximum(tl.cdiv(kv_len.to(tl.int64), BLOCK_KEYS) - first, 1)
 
@@ -108,9 +120,9 @@ def tiles_in_reach(kv_len, reach, BLOCK_KEYS: tl.constexpr):
 
 @triton.jit
 def places_of_units(start, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
-    """Return the number of places of one unit of each request `start + lanes`, int64.
+    """Return the number of places of one K/V head of each request `start + lanes`, int64: empty places and key tiles.
 
-    A request that is not of the launch's kind has none, so that no share has keys of it.
+    It is 0 for a request that the launch does not serve (`kind`), so that no program reads its keys.
     """
     seq_lens, batch_size, reach, _, kind, lanes = batch
     requests = start + lanes
@@ -122,7 +134,10 @@ def places_of_units(start, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.con
 
 @triton.jit
 def places_per_share(batch, num_shares, least_tiles, TILE: tl.constexpr):
-    """Return (the places of all units, the places of one share)."""
+    """Return (number of places of the whole batch, number of places of one share).
+
+    A place is one key tile, or an empty place that stands for the time to begin a unit.
+    """
     BLOCK_KEYS: tl.constexpr = TILE.keys
     START_PLACES: tl.constexpr = TILE.start_keys // BLOCK_KEYS
     CUT_TILES: tl.constexpr = (CUT_KEYS + CUT_KEYS_OF_ROW * TILE.rows) // BLOCK_KEYS
@@ -148,7 +163,7 @@ def places_per_share(batch, num_shares, least_tiles, TILE: tl.constexpr):
 
 @triton.jit
 def request_at(place, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
-    """Return (the request of a place, the first place of that request)."""
+    """Return (index of the request that a place belongs to, the request's first place)."""
     _, batch_size, _, num_kv_heads, _, lanes = batch
     request = place * 0
     begin = request
@@ -164,9 +179,10 @@ def request_at(place, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexp
 
 @triton.jit
 def equal_parts(batch, num_shares, least_tiles, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
-    """Return (the tiles of a part, the parts of each unit) of a small batch, int32; 0 parts if the units are too unequal.
+    """Return how each unit (request and K/V head) of a small batch is cut: (key tiles of a part, number of parts), int32.
 
-    Empty places are not counted: every part begins its unit, and counting them would only make the first part smaller.
+    The number of parts is 0 if the units are too unequal for this method. Empty places are not counted: every part begins its
+    unit, and counting them would only make the first part smaller.
     """
     _, batch_size, _, num_kv_heads, _, _ = batch
     most_parts = num_shares // (batch_size * num_kv_heads)
@@ -185,7 +201,11 @@ def equal_parts(batch, num_shares, least_tiles, BLOCK_KEYS: tl.constexpr, START_
 
 @triton.jit
 def begin_share(share, batch, num_shares, least_tiles, TILE: tl.constexpr, SMALL: tl.constexpr):
-    """Return (place, end, places of a share, places of a unit or 0 if units differ, request, the request's first place)."""
+    """Return where a program's share of the keys begins and ends. The glossary of this module explains place and unit.
+
+    The result is (first place, end, places of a share, places of a unit or 0 if units differ, request of the first place, that
+    request's first place).
+    """
     BLOCK_KEYS: tl.constexpr = TILE.keys
     START_PLACES: tl.constexpr = TILE.start_keys // BLOCK_KEYS
     _, batch_size, _, num_kv_heads, _, _ = batch
@@ -209,20 +229,26 @@ def begin_share(share, batch, num_shares, least_tiles, TILE: tl.constexpr, SMALL
 
 @triton.jit
 def places_before(num_tiles, unit_places, START_PLACES: tl.constexpr):
-    """Return the empty places before a unit's first tile. `unit_places` is from `begin_share`."""
+    """Return the number of empty places before the first key tile of a request and K/V head.
+
+    `unit_places` is from `begin_share`.
+    """
     return tl.where(unit_places > 0, unit_places - num_tiles, START_PLACES)
 
 
 @triton.jit
 def first_tile_from(place, request_begin, num_tiles, unit_places, START_PLACES: tl.constexpr):
-    """Return `place`, or the place of the next tile if `place` is empty. Its unit has `num_tiles` tiles."""
+    """Return `place`, or the place of the next key tile if `place` is empty.
+
+    `num_tiles` is the number of key tiles of the request that `place` belongs to, `unit_places` is from `begin_share`.
+    """
     before = places_before(num_tiles, unit_places, START_PLACES)
     return tl.maximum(place, place - place_in_unit(place, request_begin, num_tiles + before)[1] + before)
 
 
 @triton.jit
 def place_in_unit(place, request_begin, unit_places):
-    """Return (K/V head, place within its unit) of a place.
+    """Return (K/V head of a place, index of the place among the places of that head).
 
     The division is of 32-bit numbers, which takes fewer instructions than 64 bits. They hold the places of 2**31 keys of 31 K/V
     heads in tiles of 16 keys.
@@ -236,7 +262,8 @@ def place_in_unit(place, request_begin, unit_places):
 def next_unit(place, request, request_begin, request_end, batch_size, kind, START_PLACES: tl.constexpr):
     """Return (place of the next unit's first tile, its request, the request's first place). The current unit ends at `place`.
 
-    If the next unit begins after the end of the share, it belongs to another program. With equal parts this is always so.
+    A unit is one request and K/V head. If the next unit begins after the end of the program's share, another program computes
+    it. With equal parts this is always so.
     """
     if place == request_end:
         request_begin = place

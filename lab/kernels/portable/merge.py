@@ -1,7 +1,10 @@
-"""Merge the pieces of a unit. A piece is the part of a unit that one share has computed (see `partial_results`).
+"""Merge the partial results of attention for each unit (one request and one K/V head) into the output.
 
-A second launch merges pieces. In a small batch whose units have few pieces of few rows, the last program that stores a piece of
-a unit merges them instead:
+A piece is one partial result: the attention of a unit over the keys that one program has read (`partial_results`). A share is
+the consecutive key tiles of one program; its number is also the number of a piece.
+
+A second launch merges the pieces. In a small batch whose units have few pieces of few rows, the last program that stores a
+piece of a unit merges them instead:
 
     pieces of a unit     0   1  ..  15     16  ..  31     32 33          a program each; none waits for another
                          |___|_______|     |________|     |__|
@@ -53,9 +56,9 @@ def with_merge(
     results: Results,
     least_q_len: int | None = None,
 ) -> list[TritonLaunch]:
-    """Return a call's launches: `attention`, and if units are cut a merge that writes their rows.
+    """Return a call's launches: `attention` alone, or followed by a launch that merges its partial results if there are any.
 
-    With `least_q_len`, the launches are for requests of `least_q_len` to `problem.max_q_len` query tokens only.
+    With `least_q_len`, the launches serve only requests of `least_q_len` to `problem.max_q_len` query tokens.
     """
     if partials is None:
         return [attention]
@@ -96,10 +99,10 @@ def with_merge(
 
 
 def merge_block(num_rows: int, head_dim: int) -> tuple[int, int, int]:
-    """Return (rows, elements of head_dim, lanes) of one program of the merge.
+    """Return what one program of the merge launch computes: (rows, elements of head_dim, lanes).
 
-    If there are few rows, each has many pieces, which the threads of a program share as lanes. If there are many rows, a
-    program has more of them: 4 or 16 elements per thread.
+    If there are few rows, each has many partial results, which the threads of a program divide among them as lanes. If there
+    are many rows, a program has more of them: 4 or 16 elements per thread.
 
     Args:
         num_rows: rows of all requests and heads.
@@ -115,7 +118,10 @@ def merge_block(num_rows: int, head_dim: int) -> tuple[int, int, int]:
 
 
 def merged_at_once(problem: PagedAttention, num_shares: int) -> tuple[int, int]:
-    """Return (rows, pieces read at a time) of a unit that its last program merges. Both are powers of two."""
+    """Return the sizes of a merge by the last program: (rows of a request and K/V head, partial results read at a time).
+
+    Both are powers of two.
+    """
     rows = triton.next_power_of_2(problem.max_q_len * problem.num_qo_heads // problem.num_kv_heads)
     most_parts = num_shares // (problem.batch_size * problem.num_kv_heads)
     pieces = min(GROUPED_PIECES.value, ELEMENTS_AT_ONCE // (rows * problem.head_dim))
@@ -135,7 +141,11 @@ def merge_if_last(
     BLOCK_ROWS: tl.constexpr,
     AT_A_TIME: tl.constexpr,
 ):
-    """Merge the pieces of a unit if this program is the last one to store its piece. The unit's rows are one block."""
+    """Merge a unit's partial results into the output if this program is the last one to store a partial result of the unit.
+
+    A unit is one request and one K/V head, whose rows must be one block here. The partial results are merged in groups of
+    GROUPED_PIECES: the last program of a group merges the group, and the last of these programs merges the groups.
+    """
     first_place, tiles, share, share_places, num_shares = cut
     row_head, head, row_exists = rows
     first = first_place // share_places
@@ -185,7 +195,11 @@ def arrives_last(counter, expected):
 
 @triton.jit
 def with_piece(largest, denominator, sums, lse, part):
-    """Return the state of a softmax after one more piece in each place. The last axis of `sums` and `part` is elements."""
+    """Return the state of a softmax (largest, denominator, sums) after one more partial result of each row.
+
+    `lse` is the LSE of the partial result in base 2, and `part` its normalised output. The last axis of `sums` and `part` is
+    head_dim.
+    """
     new_largest = tl.maximum(largest, lse)
     origin = tl.where(new_largest == float("-inf"), 0.0, new_largest)
     weight = tl.exp2(lse - origin)
@@ -206,7 +220,11 @@ def merged(
     ROW_DIMS: tl.constexpr,
     AT_A_TIME: tl.constexpr,
 ):
-    """Return the state of a softmax over the keys of some pieces of a unit, (largest, denominator, sums [ROWS, DIMS])."""
+    """Return the merge of some partial results of a request and K/V head.
+
+    The merge is the state of a softmax, (largest, denominator, sums [ROWS, DIMS]). Each thread adds up its own elements over
+    all these partial results.
+    """
     first, begin, end, step = pieces
     block_row, row_exists = rows
     ROWS: tl.constexpr = block_row.shape[0]
@@ -236,7 +254,7 @@ def merged_by_lanes(
     ROW_DIMS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Return the same state as `merged`, for many pieces: each lane adds up its own pieces."""
+    """Return the same merged softmax state as `merged`, for many partial results: each lane adds up only some of them."""
     first, begin, end, step = pieces
     block_row, row_exists = rows
     ROWS: tl.constexpr = block_row.shape[0]
@@ -278,7 +296,7 @@ def merge_kernel(
     AT_A_TIME: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Merge some rows of one unit: weight its partial results by 2 ** their LSE, and count the sink once."""
+    """Merge partial results of some rows of one request and K/V head: weight each by 2 ** its LSE, and count the sink once."""
     if OVERLAPS:  # every program, for what is launched next waits for this launch alone
         gdc_wait()
     unit = tl.program_id(0)

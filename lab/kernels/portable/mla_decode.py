@@ -1,9 +1,9 @@
 """FlashInfer's MLA decode call in Triton: any NVIDIA GPU that Triton compiles for, and a CPU in its interpreter.
 
 After absorption all query heads read the same cache entries, whose latent part is key and value at once. The query rows of a
-request and all heads are packed into one tile. Each tile of entries is loaded once and used for both products. Keys are shared
-out among programs as in `lab.kernels.portable.paged`. On SM90, calls with many rows run a Gluon kernel
-(`lab.kernels.portable.hopper_mla`).
+request and all heads are packed into one tile. Each tile of entries is loaded once and used for both products. The keys of the
+batch are divided equally among programs (`lab.kernels.portable.key_shares`), and a second launch merges their partial results.
+On SM90, calls with many rows run a Gluon kernel (`lab.kernels.portable.hopper_mla`).
 """
 
 import math
@@ -57,19 +57,18 @@ LEAST_KEYS = 128
 
 @takes(MLADecodeCall)
 def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> TritonCall:
-    """Prepare latent attention (MLA) of the last query tokens of each request over its paged cache, after absorption.
+    """Prepare latent attention (MLA, after absorption) of each request's last query tokens over its paged cache.
 
-    `lab.calls.MLADecodeCall` documents parameters, shapes, dtypes and errors. If the kernel does not take the call,
+    `lab.calls.MLADecodeCall` documents parameters, shapes, dtypes and errors. If the kernel does not support the call,
     NotImplementedError is raised with the reason of `lab.kernels.support.why_not`. On a GPU, lengths and page ids are not read:
-    `lab.calls.check_values` checks them on request. Products are in the query's dtype, or over an e4m3 cache in the dtype that
+    call `lab.calls.check_values` to check them. Products are in the query's dtype, or over an e4m3 cache in the dtype that
     `choose_dot_dtype` returns; sums are in float32. `workspace_buffer` is not used. Rows after the last request's rows are left
     unchanged, or undefined. A call with `cum_seq_lens_q` and no `max_q_len` reads the most rows of a request from the offsets
     when it is prepared.
 
     Returns:
-        The call. It returns out, the query's shape with a last dimension of `kv_lora_rank`, bfloat16 unless `out` is given.
-        With
-        `return_lse` it returns (out, lse), lse in base 2 unless `return_lse_base` is "basee".
+        A function that runs the call. It returns out, the query's shape with a last dimension of `kv_lora_rank`, bfloat16
+        unless `out` is given. With `return_lse` it returns (out, lse), lse in base 2 unless `return_lse_base` is "basee".
     """
     problem = call.problem()
 
@@ -176,7 +175,10 @@ def _mla_kernel(
     DOT_DTYPE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Compute latent attention of one block of packed rows over one share of the batch's keys."""
+    """Compute latent attention of one block of packed rows over one share of the batch's keys.
+
+    A share is the consecutive key tiles of the batch that one program reads.
+    """
     if OVERLAPS:  # the merge may be launched meanwhile, and waits for the end of this
         gdc_launch_dependents()
     # The blocks of one share read the same entries at the same time: all but the first find them in L2.

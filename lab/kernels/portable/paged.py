@@ -1,20 +1,32 @@
-"""FlashInfer's TRT-LLM attention functions in Triton: any NVIDIA GPU that Triton compiles for, and a CPU in its interpreter.
+"""FlashInfer's TRT-LLM attention functions over a paged cache in Triton: any NVIDIA GPU that Triton compiles for, and a CPU in
+its interpreter.
 
-One kernel serves decode, verify, draft extend and extend. The query rows of a request and the query heads that share a K/V head
-are packed into one tile, so that K/V is read once for all of them. The keys of the batch are shared out evenly among programs
-(`lab.kernels.portable.key_shares`). A second kernel merges their partial results; in a small batch the last program does. One
-program has all keys of a block of rows only in a prefill, where query rows alone fill the GPU. Lengths stay on the device: the
-host reads none, and no length is compiled in. On SM90, a Gluon kernel takes the calls that are bound by matrix products
-(`lab.kernels.portable.hopper_attention`).
+Glossary:
 
-A batch of prompts and decodes has two kinds of requests: those with few query tokens and those with more. Each kind has a
-launch with its own tile and division of the work, and programs of both launches run at the same time:
+* packed rows: the query rows of a request and the query heads that use one K/V head, packed into one matrix.
+* block: the packed rows that one program computes together.
+* unit: one request and one K/V head.
+* share: the consecutive key tiles of the batch that one program reads (`lab.kernels.portable.key_shares`). A share may begin or
+  end inside a unit.
+* partial result: the attention of a unit over only some of its keys, with its LSE. A merge combines the partial results of a
+  unit.
+* kind: requests with few query tokens are the first kind, requests with more the second kind. Without this split all requests
+  are of one kind.
 
-    first launch, then merge    shares of the keys of requests with few tokens, on half of the room of the multiprocessors
-    second launch               blocks of the other requests' rows, or shares of their keys: in the rest, later in all room
+One kernel serves decode, verify, draft extend and extend. K/V of a block is read once for all its packed rows. The keys of the
+batch are divided into equal shares, one for each program. A second launch merges the partial results; in a small batch the last
+program does. One program reads all keys of a block only in a prefill, where query rows alone fill the GPU. Lengths stay on the
+device: the host reads none, and no length is compiled in. On SM90, a Gluon kernel takes the calls that are bound by matrix
+products (`lab.kernels.portable.hopper_attention`).
 
-If a program of the second launch needs a whole multiprocessor, as the Gluon kernel's does, the first launch has all the room,
-and the second launch begins where programs of the first have ended. Latent attention (MLA) has a kernel of its own in
+In a batch of prompts and decodes, each kind has a launch with its own tile and division of the work. Programs of both launches
+run at the same time:
+
+    first launch, then its merge    requests with few tokens: shares of their keys, on half of the multiprocessors' capacity
+    second launch                   other requests: blocks of rows or shares of keys, on the remaining capacity, later on all
+
+If a program of the second launch needs a whole multiprocessor, as the Gluon kernel's does, the first launch has the whole
+capacity, and the second launch begins where programs of the first have ended. Latent attention (MLA) has a kernel of its own in
 `mla_decode`, and its prefill before absorption has one in `ragged_context`.
 """
 
@@ -63,14 +75,15 @@ MOST_FEW_ROWS = 64
 
 @takes(DecodeCall)
 def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> TritonCall:
-    """Prepare attention of the last query tokens of each request over its paged K/V: decode, verify, draft extend.
+    """Prepare attention of each request's last query tokens over its paged K/V: decode, verify and draft extend.
 
-    `lab.calls.DecodeCall` documents parameters, shapes, dtypes and errors. If the kernel does not take the call,
+    `lab.calls.DecodeCall` documents parameters, shapes, dtypes and errors. If the kernel does not support the call,
     NotImplementedError is raised with the reason of `lab.kernels.support.why_not`. On a GPU, lengths and page ids are not read:
-    `lab.calls.check_values` checks them on request. Sums are in float32; `workspace_buffer` is not used.
+    call `lab.calls.check_values` to check them. Sums are in float32; `workspace_buffer` is not used.
 
     Returns:
-        The call, which returns out [num_rows, num_qo_heads, head_dim]; with `return_lse`, (out, lse), lse in base 2.
+        A function that runs the call and returns out [num_rows, num_qo_heads, head_dim]; with `return_lse` it returns (out,
+        lse), lse in base 2.
     """
     problem = call.problem()
     if call.bmm1_scale_log2 is None:
@@ -84,7 +97,7 @@ def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> TritonCall:
 def prepare_trtllm_batch_context_with_kv_cache(call: ContextCall) -> TritonCall:
     """Prepare attention of each request's newest tokens over its paged K/V: extend and prefill. Requests may differ in length.
 
-    `lab.calls.ContextCall` documents parameters, shapes, dtypes and errors. For the rest see
+    `lab.calls.ContextCall` documents parameters, shapes, dtypes and errors. Refusals, unread tensors and results are those of
     `prepare_trtllm_batch_decode_with_kv_cache`.
     """
     return _prepare(call.problem())
@@ -101,15 +114,15 @@ def _prepare(problem: PagedAttention, *refreshes: Callable[[], object]) -> Trito
 def shares_of(
     problem: PagedAttention, tile: ProgramTile | HopperTile, q_blocks: int, of_kind: bool = False
 ) -> Shares | None:
-    """Return the shares of the keys, or None if one program has all keys of a block of rows and a K/V head.
+    """Return how the keys are divided among programs; None if one program reads all keys of a block of rows and a K/V head.
 
-    Shares assume that all blocks of a request see the same number of keys, which is nearly true for a long prefix.
+    The division assumes that all blocks of a request see the same number of keys, which is nearly true for a long prefix.
 
     Args:
-        problem: the problem of all requests, or of one kind of requests with its `max_q_len`.
+        problem: the call. If the launch serves only some requests, `max_q_len` is their most query tokens.
         tile: the tile of a program.
-        q_blocks: blocks of rows per request.
-        of_kind: the launch is for one kind of requests.
+        q_blocks: blocks of query rows per request.
+        of_kind: True if the launch serves only requests with few query tokens, or only the other requests.
     """
     is_small = not of_kind and problem.batch_size <= SMALL_BATCH.value and tile.rows <= SMALL_ROWS
     shares = choose_shares(tile, q_blocks, problem.query.device, SMALL_SHARE_KEYS if is_small else 0)
@@ -123,7 +136,11 @@ def shares_of(
 
 
 def merges_at_once(problem: PagedAttention, tile: ProgramTile | HopperTile, num_shares: int) -> bool:
-    """Return True if, in a small batch, the last program of a unit merges its pieces faster than a second launch would."""
+    """Return True if merging partial results in the last program is faster than a second launch would be.
+
+    The last program is, for one request and K/V head, the last that stores a partial result. The answer holds for small
+    batches.
+    """
     most_parts = num_shares // (problem.batch_size * problem.num_kv_heads)
     parts = min(most_parts, max(FEW_PARTS.value, triton.cdiv(problem.max_kv_len, 2 * SMALL_SHARE_KEYS)))
     rows = problem.max_q_len * problem.num_qo_heads // problem.num_kv_heads
@@ -132,12 +149,12 @@ def merges_at_once(problem: PagedAttention, tile: ProgramTile | HopperTile, num_
 
 
 def few_tokens(problem: PagedAttention) -> int | None:
-    """Return the most query tokens of a request of the first kind; None if all requests are of one kind.
+    """Return the most query tokens of a request that the first of two launches serves; None if one launch serves all requests.
 
-    Two kinds are worth their cost where a request may fill several blocks of rows. Lengths are on the device, so the host
+    Two launches are worth their cost where a request may fill several blocks of rows. Lengths are on the device, so the host
     guesses: as many requests as possible have `max_q_len` rows, and the other requests have equal parts of the remaining rows.
-    A request is of the first kind if its rows fit the tile for that equal number. A wrong guess costs only time, because each
-    request is of exactly one kind.
+    The first launch serves a request if its rows fit the tile for that equal number. A wrong guess costs only time, because
+    exactly one launch serves each request.
     """
     longest, rest = divmod(problem.num_rows, problem.max_q_len)
     others = problem.batch_size - longest
@@ -152,15 +169,16 @@ def few_tokens(problem: PagedAttention) -> int | None:
 
 
 def shares_beside(problem: PagedAttention, shares: Shares, prefill: ProgramTile | HopperTile) -> Shares:
-    """Return the first kind's shares, reduced to leave room for programs of the second kind, by half at most.
+    """Return `shares` with fewer programs, at least half of them, so that programs of the second launch run at the same time.
 
-    A multiprocessor with a program of each kind reads keys for one while it multiplies for the other. If a program of the
-    second kind needs a whole multiprocessor, it cannot run before the shares end, and no share is taken away.
+    The first launch serves requests with few query tokens, the second launch serves the other requests. A multiprocessor with a
+    program of each launch reads keys for one while it multiplies for the other. If a program of the second launch needs a whole
+    multiprocessor, it cannot run before the first launch ends, and `shares` is returned unchanged.
 
     Args:
-        problem: the problem of all requests.
-        shares: shares of the first kind if it has all the room.
-        prefill: the tile of the second kind.
+        problem: the call with all requests.
+        shares: the division of keys for the first launch, if it had the whole GPU.
+        prefill: the tile of the second launch.
     """
     if prefill.per_multiprocessor == 1:
         return shares
@@ -170,7 +188,7 @@ def shares_beside(problem: PagedAttention, shares: Shares, prefill: ProgramTile 
 
 
 def _tile(problem: PagedAttention, q_len: int) -> ProgramTile:
-    """Return the plain kernel's tile for shares of requests that have at most `q_len` rows."""
+    """Return the Triton kernel's tile for launches that divide the keys of requests with at most `q_len` query tokens."""
     packed_rows = q_len * problem.num_qo_heads // problem.num_kv_heads
     return choose_tile(
         packed_rows, problem.head_dim, problem.k_cache.element_size(), capability_of(problem.query.device)
@@ -214,7 +232,11 @@ def _launches(problem: PagedAttention, results: Results) -> list[TritonLaunch]:
 def _grid(
     problem: PagedAttention, q_blocks: int, tile: ProgramTile, shares: Shares | None, least_q_len: int | None
 ) -> tuple[int, ...]:
-    """Return the grid of a launch. Without shares, a launch for one kind covers the most blocks that the kind can have."""
+    """Return the grid of a launch of the Triton kernel.
+
+    With shares, the grid is (blocks of rows, shares). Without, it has a program for each block of rows and K/V head. If the
+    launch serves only requests of `least_q_len` or more tokens, the grid covers the most blocks that these can have.
+    """
     if shares is not None:
         return q_blocks, shares.count
     if least_q_len is None:
@@ -229,7 +251,11 @@ def _launches_of(
     shares: Shares | None,
     least_q_len: int | None = None,
 ) -> list[TritonLaunch]:
-    """Return the launches for all requests, or for requests of `least_q_len` (1: first kind) to `problem.max_q_len` rows."""
+    """Return the launches for the requests of `least_q_len` to `problem.max_q_len` query tokens; None stands for all requests.
+
+    `least_q_len` is 1 in the first of two launches, and larger in the second. If the keys are divided among programs, a merge
+    may follow the attention launch.
+    """
     if isinstance(tile, HopperTile):
         return hopper_launches(problem, results, tile, shares, least_q_len)
     group = problem.num_qo_heads // problem.num_kv_heads

@@ -1,4 +1,7 @@
-"""The Triton kernel of paged attention: decode, verify, draft extend, extend and prefill."""
+"""The Triton kernel of paged attention: decode, verify, draft extend, extend and prefill.
+
+The glossaries of `paged` and `key_shares` explain unit, share and place.
+"""
 
 from typing import NamedTuple
 
@@ -92,7 +95,11 @@ def _attention_kernel(
     OVERLAPS: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Compute attention of one block of packed rows over one share of the batch's keys, or over all keys of one unit."""
+    """Compute attention of one block of packed query rows over the keys of this program.
+
+    With SHARED these are one share, the consecutive key tiles of the batch that this program reads. Without, they are all keys
+    of one request and K/V head.
+    """
     if OVERLAPS:  # the merge, or the launch for other requests, may be launched meanwhile
         gdc_launch_dependents()
     reach = reach_of(window_left, max_q_len)
@@ -225,7 +232,12 @@ def _store(
     MERGED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """Write a whole unit's rows or a partial result. If MERGED, merge it here; else record the unit's shares for the merge."""
+    """Write the result of a block of rows over those keys of a unit (one request and K/V head) that this program has read.
+
+    If these are all keys of the unit, the output is written, else a partial result. With MERGED, the last program to store a
+    partial result of the unit merges them here. Without MERGED, the program that read the unit's first key records which shares
+    have its keys, for the launch that merges.
+    """
     place, first_tile, end_tile, num_tiles, share, share_places, num_shares = cut
     row_head, head, row_exists, block_row = rows
     BLOCK_ROWS: tl.constexpr = block_row.shape[0]
@@ -249,9 +261,11 @@ def _store(
 
 @triton.jit
 def _begin_block(batch, kv_head, GROUP: tl.constexpr, TILE: tl.constexpr):
-    """Return (block of rows, place, end, places, request, its first place) of a program that has all keys of its rows.
+    """Return the work of a program that reads all keys of its block of rows: (block, place, end, places, request, first place).
 
-    Places are counted as if the batch had only this request and no empty places. A program after the last block has no places.
+    A place is a position in a sequence of key tiles (`key_shares`). Here the sequence has only the tiles of the program's own
+    request, head after head, without the empty places: `places` is the number of tiles, and the first place is 0. A program
+    whose index is after the last block has `end` equal to `place`.
     """
     seq_lens, batch_size, reach, _, kind, lanes = batch
     # Causal blocks see the more keys the later they are: the longest start first, so that none is left alone at the end.
@@ -283,10 +297,10 @@ def _load_keys(
     BLOCK_KEYS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Return a tile (K [ELEMENTS, BLOCK_KEYS], V [BLOCK_KEYS, ELEMENTS]), loaded by descriptors if there are any.
+    """Return the tile (K [ELEMENTS, BLOCK_KEYS], V [BLOCK_KEYS, ELEMENTS]). TMA descriptors load it if `tiles` holds them.
 
-    If MASKED, V is zero for keys that do not exist: their weights are zero, but 0 times NaN is NaN. K may be anything there,
-    because the logits are replaced.
+    If MASKED, V is zero for keys that do not exist: their weights are zero, but 0 times NaN is NaN. K may have any value for
+    them, because their logits are replaced.
     """
     if tiles[0] is not None and tiles[1] is not None:
         k = described_tile(tiles[0], pages[0], kv_head.to(tl.int32), begin, 0, PAGE_SIZE, BLOCK_KEYS, ELEMENTS)

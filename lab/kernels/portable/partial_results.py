@@ -1,4 +1,8 @@
-"""Partial results of units that several shares hold (`lab.kernels.portable.key_shares`); `merge` merges them."""
+"""Partial results: the attention of a unit (one request and one K/V head) over only those of its keys that one program reads.
+
+They exist where several programs divide the keys of a unit (`lab.kernels.portable.key_shares`). `lab.kernels.portable.merge`
+combines them. A share is the consecutive key tiles of the batch that one program reads.
+"""
 
 from typing import NamedTuple
 
@@ -20,15 +24,18 @@ Results = tuple[torch.Tensor, torch.Tensor | None]  # a call's output, and its L
 
 
 class PartialResults(NamedTuple):
-    """The partial results of all programs, two slots per program. Results are normalised, so that a merge needs only their LSE.
+    """The scratch memory for the partial results of all programs, with two slots for each share and block of rows.
+
+    A share holds at most two units only in part: the one in which it begins and the one in which it ends. Results are
+    normalised, so that a merge needs only their LSE.
 
     Attributes:
         out: float32 [q_blocks * shares * 2, rows, v_head_dim].
         lse_log2: float32 [q_blocks * shares * 2, rows]; -inf if a row sees none of the keys.
-        of_units: int32. If a launch merges: [batch_size * num_kv_heads, 2], the first and the last share that have keys of a
-            unit. If the last program merges: counters [batch_size * num_kv_heads, 1 + groups], the numbers of programs that
-            have arrived at a unit and at each of its groups of pieces. A unit's rows are one block then. Counters are zero
-            between launches.
+        of_units: int32, one row for each unit. If a second launch merges: [batch_size * num_kv_heads, 2], the first and the
+            last share that have keys of the unit. If the unit's last program merges: counters [batch_size * num_kv_heads, 1 +
+            groups], the number of groups that have been merged, then for each group of GROUPED_PIECES partial results the
+            number that have been stored. A unit's rows are one block then. Counters are zero between launches.
     """
 
     out: torch.Tensor
@@ -37,12 +44,18 @@ class PartialResults(NamedTuple):
 
 
 def new_partials(shares: Shares | None, q_blocks: int, rows: int, problem: PagedAttention) -> PartialResults | None:
-    """Allocate the partial results of a call whose requests have `q_blocks` blocks of `rows` rows; None if no unit is cut.
+    """Allocate the scratch memory for partial results; None if a single share holds all keys or keys are not divided.
 
-    Slots and counters belong to the call. Counters are filled with zeros here: once for a prepared call, or inside the graph if
-    a graph captures the whole call. Each launch leaves them zero, so that no replay and no call on another stream meets
-    counters that are in use. The caller's workspace cannot hold them: streams may share it, and trtllm-gen writes into all of
-    it (`lab.calls.workspace`).
+    The memory belongs to the call. Counters are filled with zeros here: once for a prepared call, or inside the graph if a
+    graph captures the whole call. Each launch leaves them zero, so that no replay and no call on another stream meets counters
+    that are in use. The caller's workspace cannot hold them: streams may share it, and trtllm-gen writes into all of it
+    (`lab.calls.workspace`).
+
+    Args:
+        shares: how the keys are divided among programs.
+        q_blocks: most blocks of query rows of a request.
+        rows: rows of a block.
+        problem: the call.
     """
     if shares is None or shares.count == 1:
         return None
@@ -65,20 +78,31 @@ def overlaps_launches(device: torch.device) -> bool:
 
 @triton.jit
 def await_launch_before():
-    """Let the last program wait for the previous launch. A launch that waits for this one then waits for both."""
+    """Wait for the previous launch, in the last program only.
+
+    A launch that waits for this one then waits for both.
+    """
     if (tl.program_id(0) == tl.num_programs(0) - 1) & (tl.program_id(1) == tl.num_programs(1) - 1):
         gdc_wait()
 
 
 @triton.jit
 def slot_of(share, q_block, q_blocks, begins_unit):
-    """Return the slot of a partial result. A share has two slots: for a unit that it begins, and for one that it continues."""
+    """Return the index of the slot for a partial result of one share (the key tiles of one program) and block of rows.
+
+    A share has two slots: one for a unit (request and K/V head) whose first key it has, and one for a unit that an earlier
+    share began.
+    """
     return (share * q_blocks + q_block) * 2 + begins_unit.to(tl.int64)
 
 
 @triton.jit
 def store_unit_shares(unit_shares, unit, first_place, tiles, share_places):
-    """Write the first and the last share that have keys of a unit. `first_place` is the place of the unit's first tile."""
+    """Write which shares have keys of a unit (one request and K/V head): the index of the first and of the last such share.
+
+    A share is `share_places` consecutive places in the sequence of all key tiles. `first_place` is the place of the unit's
+    first tile.
+    """
     tl.store(unit_shares + unit * 2, (first_place // share_places).to(tl.int32))
     tl.store(unit_shares + unit * 2 + 1, ((first_place + tiles - 1) // share_places).to(tl.int32))
 
@@ -95,7 +119,10 @@ def store_share(
     partials,  # None: every share holds whole units
     ROW_DIMS: tl.constexpr = None,  # None: as many as `dims`, and blocks are as small as the rows allow
 ):
-    """Write a block of rows of one share: the output, or the normalised sums and the LSE in a slot."""
+    """Write one block of rows of a program: the output if it has read all keys of the rows, else a partial result.
+
+    A partial result is the normalised sums and their LSE, in the slot that `rows` names.
+    """
     largest, denominator, sums = state
     row_head, head, row_exists, row = rows
     DIMS: tl.constexpr = dims.shape[0] if ROW_DIMS is None else ROW_DIMS
@@ -123,7 +150,10 @@ def store_share(
 
 @triton.jit
 def rows_of_unit(packed, q_start, q_len, kv_head, num_kv_heads, GROUP: tl.constexpr):
-    """Return (row * num_qo_heads + head of the output, head, True where the row exists) of packed rows of a unit."""
+    """Return the output rows of packed rows of a request and K/V head.
+
+    The result is (row * num_qo_heads + head, head, True where the row exists), each [packed rows].
+    """
     token = packed // GROUP
     head = kv_head * GROUP + packed % GROUP
     return (q_start + token) * (num_kv_heads * GROUP) + head, head, token < q_len

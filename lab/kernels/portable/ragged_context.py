@@ -1,8 +1,8 @@
 """FlashInfer's ragged context call in Triton: any NVIDIA GPU that Triton compiles for, and a CPU in its interpreter.
 
 The call is MLA's prefill before absorption: keys have 192 elements, values 128. 192 is no power of two, so Q and K are loaded
-as two tiles, of 128 and of 64 elements, whose two products are added up. One tile of 256 elements, a quarter of them zeros,
-would need a third more products and shared memory. Each block of query rows of a head has a program. It walks the keys that all
+as two tiles, of 128 and of 64 elements, and the two products are added. One tile of 256 elements, a quarter of them zeros,
+would need a third more products and shared memory. Each block of query rows of a head has a program. It reads the keys that all
 rows of the block see without a mask, and the remaining keys with one.
 """
 
@@ -34,15 +34,16 @@ from lab.kernels.support.portable import PORTABLE_RAGGED, split_head_dim
 
 @takes(RaggedContextCall)
 def prepare_trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> TritonCall:
-    """Prepare attention over ragged K/V, for new tokens or for a chunk of a prefix: MLA's prefill before absorption.
+    """Prepare attention over K/V that is not paged, for new tokens or a chunk of a prefix: MLA's prefill before absorption.
 
-    `lab.calls.RaggedContextCall` documents parameters, shapes, dtypes and errors. If the kernel does not take the call,
-    NotImplementedError is raised with the reason of `lab.kernels.support.why_not`. On a GPU, lengths are not read:
-    `lab.calls.check_ragged_values` checks them on request. Products are in the query's dtype, in fp16 over e4m3; sums are in
-    float32. `workspace_buffer` is not used. Rows after the last request's rows are left unchanged, or undefined.
+    `lab.calls.RaggedContextCall` documents parameters, shapes, dtypes and errors. If the kernel does not support the call,
+    NotImplementedError is raised with the reason of `lab.kernels.support.why_not`. On a GPU, lengths are not read: call
+    `lab.calls.check_ragged_values` to check them. Products are in the query's dtype, in fp16 over e4m3; sums are in float32.
+    `workspace_buffer` is not used. Rows after the last request's rows are left unchanged, or undefined.
 
     Returns:
-        The call, which returns out [num_rows, num_qo_heads, v_head_dim]; with `return_lse`, (out, lse), lse in base 2.
+        A function that runs the call and returns out [num_rows, num_qo_heads, v_head_dim]; with `return_lse` it returns (out,
+        lse), lse in base 2.
     """
     problem = call.problem()
     return prepared(PORTABLE_RAGGED, problem, check_ragged_values, lambda *results: [_launch(problem, *results)])
@@ -108,7 +109,7 @@ def _ragged_kernel(
     TILE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
-    """Compute attention of one block of query rows of one head of one request over all keys that any of them sees."""
+    """Compute attention of one block of query rows, of one head and request, over all keys that some row of the block sees."""
     BLOCK_ROWS: tl.constexpr = TILE.rows
     BLOCK_KEYS: tl.constexpr = TILE.keys
     # A later causal block sees more keys. The longest start first, so that no long one is left for the end.

@@ -1,11 +1,12 @@
 """The query rows of a block, and the keys that they see.
 
-A block has packed rows of one request: row r is query token r // GROUP, head r % GROUP of the heads that share a K/V head. Rows
-are causal: token i of a request with q tokens and L keys sits at position L - q + i, and sees the keys up to that position.
+A block has packed rows of one request: row r is query token r // GROUP, and head r % GROUP of the heads that use the same K/V
+head. Rows are causal: token i of a request with q tokens and L keys has position L - q + i, and sees the keys up to that
+position.
 
-A launch may be for one *kind* of requests: those of `least_q_len` to `max_q_len` query tokens. It skips all other requests,
-which another launch takes. In the code `kind` is (cu_seqlens_q, least_q_len, max_q_len); `least_q_len` is None if the launch is
-for all requests.
+A launch may serve only one *kind* of requests: those of `least_q_len` to `max_q_len` query tokens. It skips all other requests,
+which another launch serves. In the code `kind` is (cu_seqlens_q, least_q_len, max_q_len); `least_q_len` is None if the launch
+serves all requests.
 """
 
 from typing import Any, NamedTuple
@@ -17,15 +18,15 @@ from lab.calls.problem import PagedAttention
 
 
 class KeyRange(NamedTuple):
-    """The keys of a share that at least one row of a block sees, in tiles that begin at `begin`.
+    """The keys that one program reads for a block of query rows: tiles from `begin` to `end`, which at least one row sees.
 
     Attributes:
         q_position: position of the request's first query token; negative if the request has fewer keys than rows.
-        first_key, end: the first key that some row sees, and the end of the keys in the share.
+        first_key, end: the first key that some row sees, and the end of the keys that the program reads.
         begin: the first key of the first tile.
         num_tiles: number of tiles from `begin` to `end`.
         num_before, num_common: the first `num_before` tiles need a mask. In the next `num_common` tiles every row sees every
-            key.
+            key. All later tiles need a mask.
     """
 
     q_position: Any
@@ -38,7 +39,10 @@ class KeyRange(NamedTuple):
 
 
 def most_blocks(problem: PagedAttention, block_rows: int, least_q_len: int | None) -> int:
-    """Return the most blocks of packed rows that all requests with at least `least_q_len` rows can have together."""
+    """Return the most blocks of packed rows in a batch, summed over the requests with at least `least_q_len` query tokens.
+
+    Only `num_rows`, `batch_size` and `max_q_len` are known on the host; None counts all requests.
+    """
     group = problem.num_qo_heads // problem.num_kv_heads
     requests = min(problem.batch_size, problem.num_rows // (least_q_len or 1))
     whole_blocks = problem.num_rows * group // block_rows
@@ -47,7 +51,10 @@ def most_blocks(problem: PagedAttention, block_rows: int, least_q_len: int | Non
 
 @triton.jit
 def request_rows(cu_seqlens_q, request, max_q_len):
-    """Return (the first row of a request, its number of rows); without `cu_seqlens_q` every request has `max_q_len`."""
+    """Return (index of a request's first query row, number of its rows).
+
+    Without `cu_seqlens_q` every request has `max_q_len` rows.
+    """
     if cu_seqlens_q is None:
         q_start = request * max_q_len
         q_len = max_q_len
@@ -59,7 +66,11 @@ def request_rows(cu_seqlens_q, request, max_q_len):
 
 @triton.jit
 def q_lens_of_kind(requests, batch_size, kind):
-    """Return the query tokens of each of `requests`; 0 for a request of another kind and for numbers after the last request."""
+    """Return the number of query tokens of each of `requests`, or 0 if the launch does not serve the request.
+
+    A launch serves requests with `least_q_len` to `max_q_len` tokens, the numbers in `kind`. Indices after the last request
+    give 0.
+    """
     cu_seqlens_q, least_q_len, max_q_len = kind
     exists = requests < batch_size
     if cu_seqlens_q is None:
@@ -74,11 +85,11 @@ def q_lens_of_kind(requests, batch_size, kind):
 
 @triton.jit
 def block_at(number, batch_size, kind, lanes, GROUP: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """Return the request of a kind's `number`-th block of rows, and where it lies among the requests.
+    """Return which request the `number`-th block of rows belongs to. Only requests that the launch serves (`kind`) have blocks.
 
-    The result is (request, its first block, the number of requests that have blocks at or after that block, the number of all
-    blocks). Blocks are in order of the requests. After the last block, the request is `batch_size`. `lanes` are the numbers
-    from 0 on: one per request whose length is read at the same time.
+    The result is (request, index of its first block, number of requests that have blocks at or after that first block, number
+    of all blocks). Blocks are in order of the requests. After the last block, the request is `batch_size`. `lanes` are the
+    numbers from 0 on, one for each request whose length is read at the same time.
     """
     request = number * 0
     begin = request
@@ -108,7 +119,10 @@ def keys_of_block(
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Return the `KeyRange` of a block of rows. It has no tiles if the request has no row in the block."""
+    """Return the `KeyRange` of a block of rows: those keys of the program's tiles that some row of the block sees.
+
+    It has no tiles if the request has no row in the block.
+    """
     BLOCK_ROWS: tl.constexpr = TILE.rows
     BLOCK_KEYS: tl.constexpr = TILE.keys
     q_position = kv_len - q_len
@@ -138,7 +152,10 @@ def keys_of_block(
 
 @triton.jit
 def tile_begin(keys, number, MASKED: tl.constexpr, BLOCK_KEYS: tl.constexpr):
-    """Return the first key of a tile. `number` counts tiles with a mask if MASKED, else tiles that every row sees."""
+    """Return the first key of the `number`-th tile of a `KeyRange`.
+
+    `number` counts only tiles that need a mask if MASKED, else only tiles that every row sees.
+    """
     first = tl.where(number < keys.num_before, 0, keys.num_common) if MASKED else keys.num_before
     return keys.begin + (number + first) * BLOCK_KEYS
 
@@ -150,7 +167,10 @@ def row_bounds(
     window_left,
     CAUSAL: tl.constexpr,
 ):
-    """Return (the first key, the end of the keys) of a `KeyRange` that each row sees, int32 [rows]. There is no draft mask."""
+    """Return the keys of a `KeyRange` that each row sees without a draft mask.
+
+    The result is (first key, end of the keys), each int32 [rows].
+    """
     first = tl.where(window_left >= 0, tl.maximum(position - window_left, keys.first_key), keys.first_key)
     end = keys.end + position * 0
     if CAUSAL:
@@ -171,7 +191,10 @@ def visible_keys(
     MASK_WORDS: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
-    """Return bool [rows, keys]: True where a row sees a key."""
+    """Return bool [rows, keys], True where a row sees a key.
+
+    The draft mask or causality decides, and the window.
+    """
     visible = row_exists[:, None] & key_exists[None, :]
     if MASK_WORDS > 0:
         is_draft = key >= keys.q_position

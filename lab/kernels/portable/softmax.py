@@ -1,4 +1,8 @@
-"""Arithmetic of the portable attention kernels: products, rounding, a running softmax in base 2 and float32."""
+"""Arithmetic of the portable attention kernels: matrix products, rounding, and a running softmax in base 2 and float32.
+
+The state of a running softmax is (largest, denominator, sums): for each row the largest logit, the sum of the weights, and the
+weighted sum of the values. `largest` is the origin of the weights' exponents.
+"""
 
 import torch
 import triton
@@ -10,7 +14,7 @@ INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 def dot_dtype(cache: torch.Tensor) -> tl.dtype:
-    """Return the dtype of the products: float16 over e4m3, else the dtype of K/V, which is also the query's.
+    """Return the dtype of the matrix products: float16 over an e4m3 cache, else the dtype of K/V, which is also the query's.
 
     float16 holds every e4m3 value, and SM89 and later convert two e4m3 values by one instruction. A conversion to bf16 goes
     through float32 and takes six instructions, four of them at a quarter of the usual rate.
@@ -20,10 +24,11 @@ def dot_dtype(cache: torch.Tensor) -> tl.dtype:
 
 @triton.jit
 def fitting_power(q, DOT_DTYPE: tl.constexpr):
-    """Return float32 [rows]: each row of `q`, divided by 2 ** power, fits DOT_DTYPE. Return zero, [1], if all rows fit.
+    """Return float32 [rows], an exponent p for each query row: divided by 2 ** p, the row fits DOT_DTYPE.
 
-    The range of bf16 exceeds that of float16 at both ends. Rows are scaled so that their largest element is in [2 ** 14, 2 **
-    15). An element that float16 then rounds to 0 is at most 2 ** -39 of the largest.
+    Only a bf16 query for float16 products needs it, because the range of bf16 exceeds that of float16 at both ends; else the
+    result is zero, [1]. Rows are scaled so that their largest element is in [2 ** 14, 2 ** 15). An element that float16 then
+    rounds to 0 is at most 2 ** -39 of the largest.
     """
     if q.dtype == tl.bfloat16 and tl.float16 == DOT_DTYPE:
         largest = tl.max(tl.abs(q.to(tl.float32)), 1)
@@ -54,25 +59,31 @@ def scalar(scale):
 
 @triton.jit
 def logit_scale(scales):
-    """Return the factor that turns products into logits in base 2, from a call's `scales`. `row_scale` takes the factor."""
+    """Return the factor that turns products of queries and keys into logits in base 2: bmm1_scale * log2(e).
+
+    `scales` is a call's (bmm1_scale, bmm2_scale). `row_scale` takes the factor.
+    """
     return scalar(scales[0]) * LOG2_E
 
 
 @triton.jit
 def row_scale(scale, power):
-    """Return `logit_scale` times 2 ** `power`, for rows that `fitted` has divided. `logits_log2` takes the result."""
+    """Return `logit_scale`'s factor times 2 ** `power`, which undoes the division by `fitted`.
+
+    `logits_log2` takes the result.
+    """
     return scale * tl.exp2(power)
 
 
 @triton.jit
 def logits_log2(products, scale):
-    """Return float32 [rows, keys], logits in base 2, from a tile's products and the `row_scale` of its rows."""
+    """Return float32 [rows, keys], logits in base 2: a tile's products times the `row_scale` of each row."""
     return products * scale[:, None]
 
 
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr):
-    """Return float32 `x` in DTYPE, rounded to nearest even. e4m3 saturates, and keeps NaN."""
+    """Return float32 `x` in DTYPE, rounded to nearest even. For e4m3, values beyond ±448 become ±448. NaN stays NaN."""
     if tl.float8e4nv == DTYPE:
         x = tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x))
     if INTERPRETED:  # Triton 3.7's interpreter would truncate
@@ -128,7 +139,11 @@ def softmax_step(scores, scale, largest, DOT_DTYPE: tl.constexpr):
 
 @triton.jit
 def with_weights(denominator, rescale, weights):
-    """Return a softmax's denominator after one more step. The first step takes `empty_denominator`."""
+    """Return the denominator of a running softmax after one more tile of keys: `denominator * rescale` plus the tile's weights.
+
+    A denominator [rows, keys] adds weights key by key, a denominator [rows] adds each row's sum. Before the first tile it is
+    `empty_denominator`'s.
+    """
     if len(denominator.shape) == 2:
         return denominator * rescale[:, None] + weights
     else:  # noqa: RET505 - Triton compiles one of the two
@@ -137,13 +152,19 @@ def with_weights(denominator, rescale, weights):
 
 @triton.jit
 def empty_denominator(BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, PER_KEY: tl.constexpr):
-    """Return a softmax's denominator before its first key: [rows], or [rows, keys] for a tile with `denominator_per_key`."""
+    """Return the zero denominator of a running softmax before its first key: [rows], or [rows, keys] if PER_KEY.
+
+    PER_KEY is `ProgramTile.denominator_per_key`.
+    """
     return tl.zeros([BLOCK_ROWS, BLOCK_KEYS] if PER_KEY else [BLOCK_ROWS], tl.float32)
 
 
 @triton.jit
 def whole_denominator(denominator):
-    """Return the denominator after the last key, [rows]."""
+    """Return a running softmax's denominator as one number for each row, [rows].
+
+    A denominator with a part for each key of a tile, [rows, keys], is summed over the keys.
+    """
     if len(denominator.shape) == 2:
         denominator = tl.sum(denominator, 1)
     return denominator
@@ -151,7 +172,10 @@ def whole_denominator(denominator):
 
 @triton.jit
 def accumulate(scores, values, largest, denominator, sums, DOT_DTYPE: tl.constexpr):
-    """Add one tile of keys: the weights of its scores times its values. Return (largest, denominator, sums)."""
+    """Add one tile of keys to a running softmax, and return its new state (largest, denominator, sums).
+
+    The weights come from `scores`, logits in base 2, and are multiplied by `values`.
+    """
     weights, rescale, largest = softmax_step(scores, 1.0, largest, DOT_DTYPE)
     denominator = with_weights(denominator, rescale, weights)
     return largest, denominator, dot(rounded(weights, DOT_DTYPE), values, sums * rescale[:, None])
@@ -159,7 +183,10 @@ def accumulate(scores, values, largest, denominator, sums, DOT_DTYPE: tl.constex
 
 @triton.jit
 def log2_sum(largest, denominator):
-    """Return the LSE of a softmax's state; -inf without keys. NaN stays NaN, so that it is not taken for a row without keys."""
+    """Return the LSE in base 2 of a running softmax, [rows]; -inf for a row without keys.
+
+    NaN stays NaN, so that it is not taken for a row without keys.
+    """
     divisor = tl.where(denominator == 0, 1.0, denominator)
     return tl.where(denominator == 0, float("-inf"), largest + tl.log2(divisor))
 
@@ -176,7 +203,7 @@ def store_rows(
     dims,
     row_exists,
 ):
-    """Write the output rows and their LSE for a softmax over all keys. The sink is added here."""
+    """Write output rows and their LSE from the state of a softmax over all keys, after adding the sink's weight."""
     if sink_log2 is not None:  # one more logit, without a value
         new_largest = tl.maximum(largest, sink_log2)
         origin = tl.where(new_largest == float("-inf"), 0.0, new_largest)

@@ -1,4 +1,4 @@
-"""The tile of each kernel on each class of GPU.
+"""The tile of each Triton kernel (its query rows, keys per step and launch options) on each class of GPU.
 
 There are three classes: GPUs without 227 KiB of shared memory (SM80, SM86, SM89, SM120, SM121 and all that the lab does not
 know), SM90, and SM100 with SM103, whose accumulators lie in tensor memory.
@@ -42,12 +42,12 @@ SM100_PREFILL = {
 
 
 def choose_tile(num_packed_rows: int, head_dim: int, kv_bytes: int, capability: Capability | None) -> ProgramTile:
-    """Return the tile for requests that have at most `num_packed_rows` = max_q_len * group rows.
+    """Return the tile of the paged kernel for requests that have at most `num_packed_rows` = max_q_len * group rows.
 
     A matrix unit takes at least 16 rows. Up to 64 rows the call is bound by reading K/V: the tile is as small as the rows
     allow, with two programs on a multiprocessor that hide each other's waits. With more rows, SM90 is bound by the time from a
-    tile's arrival to its products. Its tiles then have 128 rows, as two warp groups, and are loaded by descriptor, which saves
-    the registers for addresses.
+    tile's arrival to its products. Its tiles then have 128 rows, as two warp groups, and TMA loads them, which saves the
+    registers for addresses.
 
     Args:
         num_packed_rows: most rows of one request.
@@ -94,17 +94,17 @@ def _sm90_paged(rows: int, head_dim: int, kv_bytes: int) -> ProgramTile:
 def choose_prefill_tile(
     tile: ProgramTile, head_dim: int, kv_bytes: int, described: bool, capability: Capability | None
 ) -> ProgramTile:
-    """Return the tile for launches in which each block of rows has a program of its own.
+    """Return the tile of the paged kernel for launches in which one program reads all keys of a block of rows.
 
     The blocks of a request then run at the same time, and find each other's keys in L2. So blocks of 64 rows read no more from
-    memory than blocks of 128 rows, and mask fewer keys in their last tiles. They are chosen only if tiles are loaded by
-    descriptor: pages of 16 tokens cannot be, and were slower with 64 rows. On SM100 one product takes 128 rows, so tiles have
-    128 rows if they do not spill.
+    memory than blocks of 128 rows, and mask fewer keys in their last tiles. They are chosen only if TMA loads the tiles: it
+    cannot for pages of 16 tokens, which were slower with 64 rows. On SM100 one product takes 128 rows, so tiles have 128 rows
+    if they do not spill.
 
     Args:
-        tile: the tile for shares, from `choose_tile`.
+        tile: the tile for launches that divide keys among programs, from `choose_tile`.
         head_dim, kv_bytes, capability: as for `choose_tile`.
-        described: the tile's K and V can be loaded by descriptor.
+        described: TMA can load the tile's K and V.
     """
     if family_that_runs(capability).has_tensor_memory:
         return SM100_PREFILL.get((head_dim, kv_bytes), tile) if tile.rows >= 64 else tile
@@ -113,9 +113,9 @@ def choose_prefill_tile(
 
 
 def choose_small_tile(tile: ProgramTile, described: bool, capability: Capability | None) -> ProgramTile:
-    """Return the tile of a small batch, whose programs end soon after the instructions that find their first keys.
+    """Return the tile for a small batch, in which a program ends soon after it has found its first keys.
 
-    On SM90 its tiles are loaded by descriptor, which takes fewer of these instructions.
+    On SM90 TMA loads the tile, which takes fewer instructions before the first keys.
 
     Args:
         tile, described, capability: as for `choose_prefill_tile`.
@@ -124,7 +124,7 @@ def choose_small_tile(tile: ProgramTile, described: bool, capability: Capability
 
 
 def choose_mla_tile(num_packed_rows: int, kv_bytes: int, capability: Capability | None) -> ProgramTile:
-    """Return the tile for requests that have at most `num_packed_rows` = max_q_len * num_qo_heads rows.
+    """Return the tile of the MLA kernel for requests that have at most `num_packed_rows` = max_q_len * num_qo_heads rows.
 
     Registers and shared memory limit the rows, at a kv_lora_rank of 512. The sums of 64 rows take half the register file of an
     SM90 multiprocessor, so 128 rows would not fit. More rows become more blocks, which read the entries again through L2.
@@ -151,7 +151,7 @@ def choose_mla_tile(num_packed_rows: int, kv_bytes: int, capability: Capability 
 
 
 def _most_mla_rows(family: GpuFamily, kv_bytes: int) -> int:
-    """Return the rows of a tile that fit a program's shared memory and registers.
+    """Return the most query rows of an MLA tile that fit a program's shared memory and registers.
 
     SM100 would multiply 64 rows by 32 keys with tcgen05, but every such tile spills (results/blackwell-dry-run/portable.md,
     "MLA on SM100").
@@ -164,7 +164,7 @@ def _most_mla_rows(family: GpuFamily, kv_bytes: int) -> int:
 
 
 def choose_ragged_tile(max_q_len: int, head_dim: int, v_head_dim: int, capability: Capability | None) -> ProgramTile:
-    """Return the tile for requests that have at most `max_q_len` rows, over keys and values that are not paged.
+    """Return the tile of the ragged kernel, whose K/V is not paged, for requests that have at most `max_q_len` rows.
 
     A prefill is bound by its products, so tiles have as many rows and keys as registers and shared memory hold. 128 rows are
     two warp groups of Hopper's asynchronous products. The tiles were compiled, but not timed on any GPU.

@@ -1,4 +1,4 @@
-"""Tiles of keys: the shape of a program, and the loads of a tile from a paged pool."""
+"""The tile of a program (its query rows and keys per step), and loads of a tile's keys from a paged pool."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from lab.kernels.portable.softmax import INTERPRETED
 
 
 class ProgramTile(NamedTuple):
-    """The shape of one program: packed query rows, keys per step, and Triton's launch options.
+    """The work and resources of one program of a Triton kernel: packed query rows, keys per step, and Triton's launch options.
 
     It is a named tuple: Triton takes it as one compile-time argument, and a kernel reads its fields.
 
@@ -19,11 +19,10 @@ class ProgramTile(NamedTuple):
         rows, keys: query rows and keys of one step of the program.
         num_warps, num_stages: Triton's launch options.
         per_multiprocessor: programs that run on a multiprocessor at the same time.
-        start_keys: cost of beginning and ending a request and K/V head, as a number of keys that a program could walk in that
+        start_keys: time to begin and end one request and K/V head, as the number of keys that a program could read in that
             time. The program then waits for the first keys and writes the results. A program with many short requests gets
             fewer keys.
-        by_descriptor: Hopper's copy engine loads tiles if `tile_descriptor` can describe them; for MLA, only tiles without a
-            mask.
+        by_descriptor: TMA loads tiles if `tile_descriptor` can describe them; for MLA, only tiles without a mask.
         denominator_per_key: the softmax's denominator has one part per key of a tile, and the parts are added up after the last
             tile. Warps that share rows wait for each other less often; a thread needs one more register per score.
     """
@@ -39,12 +38,12 @@ class ProgramTile(NamedTuple):
 
 
 class HopperTile(NamedTuple):
-    """The shape of one program of a Gluon kernel; a named tuple like `ProgramTile`.
+    """The work and resources of one program of a Gluon kernel; a named tuple like `ProgramTile`.
 
     Attributes:
-        rows: packed query rows of all consumers. Each consumer has 64.
+        rows: packed query rows of all consumers, the warp groups that multiply. Each consumer has 64.
         keys: keys of one tile.
-        stages: slots of the ring of K, and of the ring of V.
+        stages: tiles of K, and tiles of V, that shared memory holds at a time.
         start_keys, per_multiprocessor: as in `ProgramTile`.
         consumer_registers: registers of each of a consumer's 128 threads.
         producer_registers: registers of each of the other 128 threads, which load tiles and convert them.
@@ -60,7 +59,7 @@ class HopperTile(NamedTuple):
 
 
 class PoolStrides(NamedTuple):
-    """Strides of a pool of K or V, in elements."""
+    """Strides of a pool of K or V [num_pages, num_kv_heads, page_size, head_dim], in elements."""
 
     page: int
     head: int
@@ -68,11 +67,11 @@ class PoolStrides(NamedTuple):
 
 
 def tile_descriptor(cache: torch.Tensor, tile: ProgramTile, dims: int) -> TensorDescriptor | None:
-    """Return a descriptor of the pool's tiles; None if the tile does not use one or the copy engine cannot load the tiles.
+    """Return a TMA descriptor of a pool's tiles; None if the tile has no `by_descriptor` or TMA cannot load the tiles.
 
     Args:
         cache: [num_pages, num_kv_heads, page_size, head_dim], strided.
-        tile: its `keys` and its `by_descriptor` are read.
+        tile: only `keys` and `by_descriptor` are read.
         dims: elements of head_dim in a tile, a power of two.
     """
     if not tile.by_descriptor or not loads_by_descriptor(cache, tile.keys):
@@ -81,7 +80,7 @@ def tile_descriptor(cache: torch.Tensor, tile: ProgramTile, dims: int) -> Tensor
 
 
 def loads_by_descriptor(cache: torch.Tensor, keys: int) -> bool:
-    """Return True if the copy engine can load tiles of `keys` keys from one page, and saves time.
+    """Return True if TMA can load tiles of `keys` keys from one page of the pool, and this saves time.
 
     Strides and addresses must be multiples of 16 bytes. An e4m3 tile is converted before it is multiplied, and gains nothing.
     """
@@ -90,21 +89,24 @@ def loads_by_descriptor(cache: torch.Tensor, keys: int) -> bool:
 
 
 def is_aligned(cache: torch.Tensor, strides_bytes: int) -> bool:
-    """Return True if the pool's address is a multiple of 16 bytes and all strides but the last are of `strides_bytes`."""
+    """Return True if a pool's address is a multiple of 16 bytes, and its strides are multiples of `strides_bytes`.
+
+    The stride of the last dimension is not checked.
+    """
     strides = [stride * cache.element_size() for stride in cache.stride()[:3]]
     return cache.data_ptr() % 16 == 0 and all(stride % strides_bytes == 0 for stride in strides)
 
 
 def paired(caches: tuple[torch.Tensor, torch.Tensor], tile: ProgramTile) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the pools of K and V. They are viewed as int16 pairs of e4m3 elements if the products take them from registers.
+    """Return the pools of K and V, viewed as int16 pairs of e4m3 elements if that makes their conversion to float16 faster.
 
-    Products of fewer than 64 rows take them from registers. A register for a product holds two float16 elements, a loaded
-    register four e4m3 elements. One permutation of bytes sorts pairs (`halves_of_pairs`); single bytes would have to be masked,
-    shifted and moved one by one.
+    It does so where products take K/V from registers, in tiles of fewer than 64 rows. A register for a product holds two
+    float16 elements, a loaded register four e4m3 elements. One permutation of bytes sorts pairs (`halves_of_pairs`); single
+    bytes would have to be masked, shifted and moved one by one. Other pools are returned unchanged.
 
     Args:
         caches: K and V, each [num_pages, num_kv_heads, page_size, head_dim].
-        tile: its `rows` are read.
+        tile: only `rows` is read.
     """
     k_cache, v_cache = caches
     if k_cache.dtype != torch.float8_e4m3fn or tile.rows >= 64:
@@ -117,9 +119,10 @@ def paired(caches: tuple[torch.Tensor, torch.Tensor], tile: ProgramTile) -> tupl
 
 @triton.jit
 def page_ids(table, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr):
-    """Return the page ids of the tile from key `begin` on, int64: one id if a page holds the whole tile, else one per key.
+    """Return the page ids of the tile that begins at key `begin`, int64.
 
-    A tile begins at a multiple of BLOCK_KEYS. The ids of keys at or after `end` are not read.
+    There is one id if a page holds the whole tile, else one per key. A tile begins at a multiple of BLOCK_KEYS. Ids of keys
+    from `end` on are not read: they are 0.
     """
     if PAGE_SIZE % BLOCK_KEYS == 0:
         page = tl.load(table + begin // PAGE_SIZE, mask=begin < end, other=0)
@@ -150,14 +153,14 @@ def described_tile(
     BLOCK_KEYS: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """Load the tile that begins at key `begin`, [BLOCK_KEYS, DIMS], by a descriptor from `tile_descriptor`."""
+    """Load the tile that begins at key `begin`, [BLOCK_KEYS, DIMS], through a TMA descriptor from `tile_descriptor`."""
     tile = descriptor.load([page.to(tl.int32), kv_head, begin % PAGE_SIZE, first_dim])
     return tl.reshape(tile, [BLOCK_KEYS, DIMS])
 
 
 @triton.jit
 def halves_of_pairs(pairs):
-    """Return (the even elements, the odd elements) of int16 `pairs` of e4m3 elements, in float16."""
+    """Return (the even elements, the odd elements) in float16 of int16 `pairs`, each of which is two e4m3 elements."""
     if INTERPRETED:
         even = (pairs & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
         odd = ((pairs >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)

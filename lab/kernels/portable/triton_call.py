@@ -1,4 +1,4 @@
-"""Calls of Triton kernels that can be made again. Checks, choices, allocations and compilation happen once."""
+"""Prepared calls of Triton kernels, which can run any number of times. Checks, allocations and compilation happen once."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ Addresses = Sequence[int]
 
 
 class TritonLaunch:
-    """One launch of a Triton kernel with all its arguments. Calling it launches the kernel on the current stream.
+    """One launch of a Triton kernel with all its arguments. Calling this object launches the kernel on the current stream.
 
     The first call compiles the kernel if needed. Later calls launch the compiled kernel at the same addresses: Triton then
     neither searches for a compiled kernel nor reads a tensor's address.
@@ -25,9 +25,9 @@ class TritonLaunch:
         kernel: a `triton.jit` function.
         grid: numbers of programs, in one to three dimensions.
         arguments: the kernel's first arguments; tuples, named or not, may hold tensors too.
-        scratch: the tensors of the arguments that may hold anything before the call's first launch (`new_scratch`).
-        counters: the tensors that are zero before the call's first launch and after its last. Each has an allocation of its
-            own.
+        scratch: those tensors among the arguments that may hold anything before the call's first launch (`new_scratch`).
+        counters: those tensors among the arguments that are zero before the call's first launch and after its last. Each has an
+            allocation of its own.
         named: the kernel's other arguments, all of them `tl.constexpr`, and Triton's options, such as `num_warps`.
     """
 
@@ -56,7 +56,7 @@ class TritonLaunch:
 
     @property
     def is_compiled(self) -> bool:
-        """Return True after the first call. Return False in the interpreter."""
+        """Return True after the first launch. Return False in the interpreter, which compiles nothing."""
         return self._compiled is not None
 
     def _bare_launch(self) -> Callable[..., object]:
@@ -66,10 +66,13 @@ class TritonLaunch:
         return [self._named[name] for name in self._kernel.arg_names[len(self._arguments) :]]
 
     def elsewhere(self, index_of: Callable[[torch.Tensor], int]) -> Callable[[Addresses], None]:
-        """Return a function of addresses that launches the compiled kernel with these addresses. It holds no tensor.
+        """Return a function that takes a list of addresses and launches the compiled kernel with tensors at these addresses.
+
+        The function holds no tensor, so that no memory stays allocated for it.
 
         Args:
-            index_of: returns the index of a tensor's address in the addresses.
+            index_of: takes a tensor of this launch, and returns the index in that list of the address to use instead of its
+                own.
         """
         bare, places = self._bare_launch(), [_at(argument, index_of) for argument in self._arguments]
         filled = [(place, at) for place, at in enumerate(places) if at is not None]
@@ -86,14 +89,17 @@ class TritonLaunch:
 
 
 def _addressed(argument: Any) -> Any:
-    """Replace the tensors of an argument by their addresses, in tuples too."""
+    """Return an argument with its tensors replaced by their addresses, in tuples too."""
     if isinstance(argument, tuple):
         return tuple(map(_addressed, argument))
     return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
 
 
 def _at(argument: Any, index_of: Callable[[torch.Tensor], int]) -> Callable[[Addresses], Any] | None:
-    """Return a function that makes the argument from the addresses, or None if the argument holds no tensor."""
+    """Return a function that takes a list of addresses and returns the argument with these addresses in place of its tensors.
+
+    Return None if the argument holds no tensor. `index_of` returns the index in that list for a tensor.
+    """
     if isinstance(argument, torch.Tensor):
         return itemgetter(index_of(argument))
     if hasattr(argument, "block_shape"):  # a tensor descriptor, Triton's or Gluon's
@@ -114,14 +120,17 @@ def _itself(argument: Any, _addresses: Addresses) -> Any:
 
 
 class _Address(int):
-    """An address with a method `data_ptr`, because Triton's launcher calls it on the base of a descriptor."""
+    """An address with a method `data_ptr`, which Triton's launcher calls on the base tensor of a TMA descriptor."""
 
     def data_ptr(self) -> int:
         return self
 
 
 def new_scratch(device: torch.device, *parts: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
-    """Allocate uninitialised tensors of these shapes and dtypes as parts of one allocation, each aligned like an allocation."""
+    """Allocate uninitialised tensors of the given (shape, dtype) pairs within one allocation.
+
+    Each begins at a multiple of SCRATCH_ALIGNMENT bytes, as an allocation of its own would.
+    """
     used = [math.prod(shape) * dtype.itemsize for shape, dtype in parts]
     sizes = [-(-size // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT for size in used]
     blocks = torch.empty((sum(sizes),), dtype=torch.uint8, device=device).split(sizes)
@@ -130,20 +139,20 @@ def new_scratch(device: torch.device, *parts: tuple[tuple[int, ...], torch.dtype
 
 
 class TritonCall:
-    """A checked and ready call. Calling it launches its kernels on the current stream, and returns its results.
+    """A checked and ready call. Calling this object launches its kernels on the current stream, and returns the results.
 
-    It follows the contract of `lab.kernels.prepare`. On a CPU every call checks the contents again, as `lab.calls.check_values`
-    does. If no `out` was given, every call writes the same output tensor. Call it on the stream on which it was prepared, or on
-    one that waits for that stream, and never on two streams at a time. The first call compiles kernels that are not compiled
+    It follows the contract of `lab.kernels.prepare`. On a CPU every run checks the contents again, as `lab.calls.check_values`
+    does. If no `out` was given, every run writes the same output tensor. Run it on the stream on which it was prepared, or on
+    one that waits for that stream, and never on two streams at a time. The first run compiles kernels that are not compiled
     yet: make it before a capture.
 
     Args:
         device: the device of the tensors.
         check: raises an error for wrong contents; called on a CPU only, before the steps.
-        steps: what a call does, in order: launches, and functions that refresh tensors before them or finish results after
-            them.
+        steps: what a run does, in order: launches, functions that refresh tensors before the launches, and functions that
+            finish results after them.
         returned: the result of the call.
-        reads_contents: the steps depend on contents of tensors that were read at the preparation.
+        reads_contents: True if the steps depend on tensor contents that were read at the preparation.
     """
 
     def __init__(
@@ -160,7 +169,7 @@ class TritonCall:
 
     @property
     def launches(self) -> list[TritonLaunch] | None:
-        """Return the launches of a call that was made; None if a step is not a launch of a compiled kernel."""
+        """Return the launches of a call that has run; None if one of its steps is not a launch of a compiled kernel."""
         launches = [step for step in self._steps if isinstance(step, TritonLaunch) and step.is_compiled]
         return launches if len(launches) == len(self._steps) else None
 
@@ -179,18 +188,18 @@ def prepared(
     returned: Callable[[torch.Tensor, torch.Tensor | None], Any] | None = None,
     reads_contents: bool = False,
 ) -> TritonCall:
-    """Return the ready call of a problem. Without query rows it launches nothing.
+    """Return a problem as a ready call, after checking that the kernel supports it. Without query rows it launches nothing.
 
     Args:
-        kernel: the row of `lab.kernels.support` that says which problems the kernel takes.
-        problem: a `PagedAttention` or `RaggedAttention`.
-        check: raises an error for wrong contents of the problem.
-        steps: makes the steps of a call from the output and the LSE or None.
-        returned: makes the call's result from the output and the LSE or None; None: `problem.returned`.
-        reads_contents: making the problem has read contents of tensors, on a GPU too.
+        kernel: the row of `lab.kernels.support` that says which problems the kernel supports.
+        problem: a `PagedAttention` or `RaggedAttention`, the checked arguments of a call.
+        check: raises an error for wrong contents of the problem's tensors.
+        steps: takes the output and the LSE or None, and returns the steps of a run.
+        returned: takes the output and the LSE or None, and returns the call's result; None: `problem.returned`.
+        reads_contents: True if contents of tensors were read to make the problem, on a GPU too.
 
     Raises:
-        NotImplementedError: the kernel does not take the problem; `lab.kernels.support.why_not` gives the reason.
+        NotImplementedError: the kernel does not support the problem; `lab.kernels.support.why_not` gives the reason.
     """
     out, lse = problem.results()
     made: Sequence[Callable[[], object]] = ()
