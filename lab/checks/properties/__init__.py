@@ -9,7 +9,11 @@ from lab.checks.properties.check import Check
 
 @functools.cache
 def checks() -> tuple[Check, ...]:
-    """Return the checks of all modules in this package, in the order of their keys: K1 to K18, L1, M1 to M3, R1, S1 and S2."""
+    """Return the `Check` of each module in this package, sorted by key.
+
+    K1 to K15 judge single attention calls, K16 and K17 metadata, and K18 combinations of arguments. L1 judges the K/V lists of
+    a draft, M1 to M3 forward passes, R1 recorded calls, and S1 and S2 graph replays.
+    """
     modules = (importlib.import_module(f"{__name__}.{each.name}") for each in pkgutil.iter_modules(__path__))
     found = (module.CHECK for module in modules if hasattr(module, "CHECK"))
     return tuple(sorted(found, key=lambda check: (check.key[0], int(check.key[1:]))))

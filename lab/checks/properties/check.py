@@ -15,7 +15,7 @@ from lab.workloads.interfaces import ATTENTION, Interface
 
 
 class Level(NamedEnum):
-    """The level of a run, which determines the number of cases."""
+    """How many cases a check judges: few at the level SMOKE, many at the level FULL."""
 
     SMOKE = "smoke"
     FULL = "full"
@@ -23,7 +23,7 @@ class Level(NamedEnum):
 
 @dataclass(frozen=True)
 class Scope:
-    """What fixed cases are made for: one function, within ranges, at a level."""
+    """What a check makes its fixed cases from: the function to judge, the ranges of its arguments, and the level."""
 
     interface: Interface
     ranges: Ranges
@@ -34,18 +34,18 @@ class Scope:
         return self.level is Level.FULL
 
     def counted(self, smoke: int, full: int) -> int:
-        """Return the number of cases of the level."""
+        """Return `full` at the full level, otherwise `smoke`."""
         return full if self.is_full else smoke
 
     def balanced(self, smoke: int, full: int, seed: int) -> Iterator[AttentionCase]:
-        """Yield the number of cases of the level from `lab.checks.parameters.attention.balanced`."""
+        """Yield cases in which all values of a field occur equally often: `full` cases at the full level, otherwise `smoke`."""
         return balanced(self.ranges, self.interface, self.counted(smoke, full), seed)
 
     def balanced_nvfp4(self, smoke: int, full: int, seed: int) -> Iterator[AttentionCase]:
         return balanced_nvfp4(self.ranges, self.interface, self.counted(smoke, full), seed)
 
     def on_fewest_heads(self, case: AttentionCase) -> AttentionCase:
-        """Return the case with the fewest heads of the ranges, to save time."""
+        """Return the case with the fewest heads that the ranges allow, so that it runs faster."""
         if case.is_mla:
             return replace(case, group=min(self.ranges.mla_heads))
         return replace(case, group=min(self.ranges.groups), num_kv_heads=min(self.ranges.num_kv_heads))
@@ -68,14 +68,14 @@ class Check:
         key: the check's short name, such as "K4".
         name: the check's name in snake_case, such as "poison".
         doc: the first line of the module's docstring, which says what the check catches.
-        fixed: the fixed cases of a scope.
-        judge: the function that judges one case: it makes calls in a run and states the expected results. It raises
+        fixed: yields the cases of a scope that are the same in every run.
+        judge: judges one case: it makes calls by the methods of a `CaseRun`, and gives it the expected results. It raises
             `Unsupported` if nothing could be judged.
         interfaces: the functions that the check judges.
-        drawn: makes a random case from a drawn attention case; None for a check without random cases.
+        drawn: turns a randomly drawn attention case into a case of this check; None for a check without random cases.
         draw_on: draws the random cases that are judged after the level's cases until the run's time ends.
-        more: rounds of cases that the full level adds to the smoke level's cases. The cases of a round depend on the verdicts
-            of all earlier rounds.
+        more: one function for each further round of cases at the full level. A function gets the verdicts of all earlier
+            rounds, and returns the cases of its round.
     """
 
     key: str
@@ -93,14 +93,14 @@ class Check:
         return (self.doc or "").split("\n", 1)[0]
 
     def cases(self, interface: Interface, ranges: Ranges, level: Level) -> Iterable[Any]:
-        """Return the fixed cases for a function."""
+        """Return the fixed cases of the check for one function, within the ranges, at a level."""
         return self.fixed(Scope(interface, ranges, level))
 
     def draw(self, interface: Interface, ranges: Ranges) -> Iterable[Sample]:
-        """Return the random cases of a level, without an end."""
+        """Return an endless series of random cases; no case if `drawn` is None."""
         return () if self.drawn is None else drawn_cases(interface, ranges, self.drawn)
 
 
 def balanced_cases(smoke: int, full: int, seed: int) -> Callable[[Scope], Iterable[AttentionCase]]:
-    """Return a function that yields the balanced cases of a scope, drawn from a seed."""
+    """Return a function for `Check.fixed`. It yields the balanced cases (`Scope.balanced`) of a scope, drawn from `seed`."""
     return lambda scope: scope.balanced(smoke, full, seed)

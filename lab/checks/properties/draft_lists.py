@@ -21,8 +21,8 @@ EDGES = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1025)
 
 
 def _cases(scope: Scope) -> Iterator[DraftListsCase]:
-    """Yield drafts with lengths at edges of blocks, and drafts that combine branches, pages, steps and windows. K18 has all
-    other cases.
+    """Yield drafts with prefix lengths at the edges of kernels' blocks, and drafts that combine branches, pages, steps and
+    windows. The check K18 (combinations) has all other cases.
     """
     yield DraftListsCase(EDGES)
     for topk, page_size in ((2, 1), (1, 16), (2, 16), (3, 32), (3, 64), (2, 128), (2, 256)):
@@ -51,7 +51,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def draft_lists_case(of: Configuration) -> DraftListsCase:
-    """Return the draft of a configuration."""
+    """Return the draft that a configuration describes: prefix lengths, steps, branches, page size, window, dtypes and so on."""
     return DraftListsCase(
         lens_of(of["requests"], of["prefixes"], of["page_size"], of.seed),
         positions_differ=of["positions"] == "others",
@@ -64,7 +64,9 @@ def draft_lists_case(of: Configuration) -> DraftListsCase:
 
 
 def judge_lists(run: CaseRun) -> None:
-    """Have the lists of a configuration written, and compare every cell of every buffer with the reference."""
+    """Run the function on the draft of a configuration, then on another draft in the same tensors. Compare every cell of every
+    output buffer with the reference.
+    """
     case = draft_lists_case(run.case)
     features = features_of_case(case)
     features = replace(features, features={**features.features, **run.called.features})

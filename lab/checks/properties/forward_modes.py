@@ -2,8 +2,8 @@
 
 The arguments are those of an engine: its pool, its metadata, its padding and its offsets. The smoke level judges a small
 synthetic geometry. The full level also judges every geometry of the ranges, whole and as a tensor-parallel slice, at every page
-size, on full and sliding-window layers, with random and needle inputs. It covers every pair of these, and each mode with every
-geometry and page size.
+size, on full and sliding-window layers, with random and needle inputs. It covers every pair of these settings, and every
+combination of mode, geometry and page size.
 """
 
 import itertools
@@ -39,12 +39,13 @@ TENSOR_PARALLEL = {"llama-3.1-8b": 8, "llama-3.1-70b": 8, "qwen3-32b": 4, "gpt-o
 def mode_cases(
     name: str, page_size: int, q_lens: Sequence[int], long: Sequence[int] = (700, 2500)
 ) -> Iterator[ForwardCase]:
-    """Yield cases of every mode on one geometry, with lengths at page edges, on both sides of a window, 0, and long.
+    """Yield passes in the forward modes that the MHA backend runs, on one geometry. Prefixes are empty, end at a page edge or
+    one token from it, or are longer than the sliding window.
 
     Args:
         name: name of the geometry.
         page_size: tokens per page.
-        q_lens: query rows per request, in modes with the same number for all requests.
+        q_lens: numbers of query rows per request. A mode in which all requests have the same number gets one pass for each.
         long: lengths of long prefixes, beyond the geometry's window.
     """
 
@@ -106,9 +107,10 @@ def _cases(scope: Scope) -> Iterator[ForwardCase]:
 
 
 def quantised_cases(ranges: Ranges, page_size: int) -> Iterator[ForwardCase]:
-    """Yield passes over a quantised cache whose query is cast to e4m3, and passes over NVFP4 whose query is not cast.
+    """Yield passes over e4m3 and NVFP4 caches in which the engine casts the query to e4m3. Over NVFP4, also yield decode passes
+    without the cast.
 
-    trtllm-gen and fmha_v2 take the first kind. XQA, which has only decode calls, takes the second.
+    trtllm-gen and fmha_v2 take e4m3 queries. XQA, which has only decode calls, takes queries without the cast.
     """
     prefixes, (q_len, *_) = (0, page_size - 1, 3 * page_size + 5, 300), smoke_q_lens(ranges)
     modes = (
@@ -134,20 +136,22 @@ def usual_page_size(ranges: Ranges) -> int:
 
 
 def smoke_q_lens(ranges: Ranges) -> tuple[int, ...]:
-    """Return the query rows of the smoke level's passes: 4, or the largest number in the ranges."""
+    """Return the numbers of query rows per request at the smoke level: only 4, or the largest number if the ranges lack 4."""
     return (4,) if 4 in ranges.q_lens else (max(ranges.q_lens),)
 
 
 def dtypes_of(ranges: Ranges) -> dict[str, Any]:
-    """Return the dtypes of a pass: the first in the ranges."""
+    """Return the fields `dtype`, `kv_dtype` and `arithmetic` of a pass, from the first pair of dtypes in the ranges."""
     dtype, kv_dtype = ranges.dtypes[0]
     return {"dtype": dtype, "kv_dtype": kv_dtype, "arithmetic": ranges.arithmetic(kv_dtype)}
 
 
 def geometry_cases(ranges: Ranges) -> Iterator[ForwardCase]:
-    """Yield a covering array over every mode and the geometries of the ranges: all pairs of settings, and declared triples.
+    """Yield passes that together cover all pairs of settings: mode, geometry, page size, sliding window, tensor-parallel slice,
+    contents and dtypes.
 
-    A cache whose dtype differs from the query's is judged at one page size.
+    They also cover the triples of mode, geometry and page size, and of mode, geometry and sliding window. A cache whose dtype
+    differs from the query's is judged at one page size.
     """
     one_page_size = usual_page_size(ranges)
     variants = list(mode_cases("tiny", one_page_size, ranges.q_lens))
@@ -193,7 +197,9 @@ def geometry_cases(ranges: Ranges) -> Iterator[ForwardCase]:
 
 
 def judge_pass(run: CaseRun, forward: EnginePass) -> None:
-    """Run a pass with the implementation. Expect the truth's output, and no write to other memory."""
+    """Run a pass with the implementation. Expect the output that follows from the requests' histories, unchanged inputs, and no
+    write around the output.
+    """
     truth = forward.truth()
     before = {name: tensor.clone() for name, tensor in forward.inputs().items()}
     out, around = guarded(forward.new_out())
@@ -215,8 +221,10 @@ def judge_pass(run: CaseRun, forward: EnginePass) -> None:
 
 
 def _other_forms(run: CaseRun, forward: EnginePass) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
-    """Yield the name of each further form (prepared, planned), and a function that runs the pass with calls that were prepared
-    or planned on other contents.
+    """Yield each further way to make the calls of a pass: its description, and a function that runs the pass so and writes the
+    output that it is given.
+
+    The ways are one call with all arguments, and calls that were prepared or planned while query, K and V were zeros.
     """
     if CallForm.PREPARED in run.forms:
         yield "the pass, by whole calls", partial(forward.run, run.engine(CallForm.WHOLE))

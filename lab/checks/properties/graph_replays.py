@@ -1,9 +1,9 @@
 """A pass that is right eagerly and wrong in a graph replay: stale lengths or pages, moved buffers, padding that is used.
 
-Each case is one replay sequence: a short series of replays, eager passes and poison over one runner, in a mode that an engine
-captures. Independent of earlier replays, each replay must give the metadata of `lab.references.forward_metadata` and the output
-that is computed from the requests' histories. On a CPU a capture is simulated: the same calls are made again on the same
-buffers.
+Each case is one replay sequence: a short series of graph replays, eager passes and overwritten buffers with one graph runner,
+in a forward mode that an engine captures. Whatever ran before, each replay must give the metadata of
+`lab.references.forward_metadata` and the output that is computed from the requests' histories. On a CPU a capture is simulated:
+the same calls are made again on the same buffers.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,13 +30,15 @@ WIDTHS = (2, 4, 8)  # query rows per request of verify and of the draft extends
 
 
 def replayed_modes(scope: Scope, *more: GraphMode) -> Iterator[tuple[GraphMode, ReplaySequence, int]]:
-    """Yield each mode with each of its sequences, and a number that selects alternating settings.
+    """Yield (mode, sequence, turn) for each forward mode that runs in graphs and each replay sequence. Callers use the number
+    `turn` to alternate other settings, such as the sliding window.
 
-    The full level has every sequence of every mode, width and draft step. The smoke level has each sequence in two modes, which
-    alternate. There are no sequences if the ranges lack bfloat16, because sequences run in bfloat16.
+    The full level has every sequence in every mode, with every number of query rows per request and several draft steps. The
+    smoke level has each sequence in two modes, which alternate. Sequences run in bfloat16, so there are none if the ranges lack
+    bfloat16.
 
     Args:
-        more: modes of one backend, after those of every backend.
+        more: further modes, which only the caller's backend has.
     """
     ranges = scope.ranges
     if (torch.bfloat16, torch.bfloat16) not in ranges.dtypes:
@@ -79,11 +81,13 @@ def _cases(scope: Scope) -> Iterator[GraphCase]:
 
 
 def judge_sequence(run: CaseRun, make: RunnerFactory = right_runner) -> None:
-    """Run the sequence of a case on a new fixture, and record errors.
+    """Run the replay sequence of a case on a new fixture (requests, layer and graph runner), and record the first error.
 
-    If a call is refused at its capture, the case is declined. If it is refused later, with ValueError or an assertion, then a
-    replay has made its arguments wrong, which is an error. If the lab's own metadata kernels do not run here, the case is
-    declined.
+    If the implementation refuses a call at capture, the case is declined. If it refuses a call later, with ValueError or
+    AssertionError, a replay has given it wrong arguments, which is an error.
+
+    Raises:
+        Unsupported: the case is declined, or the lab's Triton kernels for metadata do not run on the device.
     """
     if why := no_triton(capability_of(run.device)):
         raise Unsupported(f"graphs rebuild their metadata in Triton kernels: {why}")
@@ -108,15 +112,15 @@ Wrongs = Iterator[str]
 
 
 def _replayed(fixture: ReplayFixture, *batches: ForwardBatch) -> Wrongs:
-    """Replay several batches one after another, and judge each pass."""
+    """Replay several batches one after another. Yield what is wrong in each pass."""
     for number, batch in enumerate(batches):
         for wrong in fixture.wrongs(batch, fixture.replay(batch)):
             yield f"replay {number}: {wrong}"
 
 
 def _captured_below_q(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """The capture runs on padding's lengths, which are smaller than a draft extend's rows. It must give no NaN, and a later
-    full batch must be right.
+    """Expect that the capture itself gives no NaN, and that a replay of a full batch is right after it. A capture uses the
+    length of padding requests, which is less than the number of query rows in a draft extend.
     """
     if wrong := int((~fixture.out.isfinite()).any(-1).sum()):
         yield f"{wrong} output vectors of the capture itself are not finite"
@@ -124,22 +128,22 @@ def _captured_below_q(fixture: ReplayFixture, short: int, edge: int, across: int
 
 
 def _eager_equals_replay(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """Compare an eager pass with a replay of the same batch at a captured size."""
+    """Run a batch eagerly, then replay it in the graph that was captured for its size. Both outputs must be right."""
     batch = fixture.batch(across, short, longest, edge)
     yield from fixture.wrongs(batch, fixture.eager(batch))
     yield from _replayed(fixture, batch)
 
 
 def _after_a_longer_batch(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """Replay a short batch after a longer one. Tables and sums keep the longer batch's tails, and a stale length would read
-    random data in later pages.
+    """Replay a batch of short requests after a batch of long ones. Page tables and running sums still hold the long batch's
+    values after the live cells, so a kernel that uses a stale length reads unrelated tokens.
     """
     longer, shorter = fixture.batch(*[longest] * 4), fixture.batch(short, edge, short, across, first_request=1)
     yield from _replayed(fixture, longer, shorter)
 
 
 def _a_b_a(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """Replay A, B, A. The second replay of A must give the same bits as the first."""
+    """Replay batch A, another batch B, and A again with the same queries. Both outputs of A must have the same bits."""
     first, other = fixture.batch(edge, across), fixture.batch(longest, short, first_request=2)
     state = fixture.generator.get_state()
     before = fixture.replay(first)
@@ -153,7 +157,9 @@ def _a_b_a(fixture: ReplayFixture, short: int, edge: int, across: int, longest: 
 
 
 def _two_captured_sizes(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """Captured sizes share one storage: replay the small size, the large, the small, and the large with padding."""
+    """Alternate between graphs of two batch sizes, which share their buffers: small, large, small, then large and small with
+    one padding request each.
+    """
     yield from _replayed(
         fixture,
         fixture.batch(edge, short),
@@ -165,8 +171,8 @@ def _two_captured_sizes(fixture: ReplayFixture, short: int, edge: int, across: i
 
 
 def _eager_between_replays(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """Run an eager pass with more requests than any graph between replays. It allocates and frees memory, and must not change
-    the graph's buffers.
+    """Run an eager pass between two replays, with more requests than any graph has. It allocates and frees memory, and must not
+    change the graphs' buffers.
     """
     yield from _replayed(fixture, fixture.batch(edge, across))
     larger = fixture.batch(longest, short, across, edge, longest)
@@ -177,7 +183,7 @@ def _eager_between_replays(fixture: ReplayFixture, short: int, edge: int, across
 
 
 def _same_buffers(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """Expect that no replay moves a buffer."""
+    """Replay two batches. Expect that the buffers of the graphs keep their addresses."""
     before = fixture.pointers()
     wrongs = [*_replayed(fixture, fixture.batch(edge, across), fixture.batch(longest, short, edge))]
     moved = [name for name, address in fixture.pointers().items() if address != before.get(name)]
@@ -185,8 +191,8 @@ def _same_buffers(fixture: ReplayFixture, short: int, edge: int, across: int, lo
 
 
 def _poisoned(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """Before each replay, write huge finite values or NaN to the sink, to padded query rows, and to metadata that the replay
-    writes.
+    """Replay right after memory was overwritten. Page 0 of the cache, which padding uses, and the query's padding rows get huge
+    finite values or NaN; metadata that a replay must write anew gets wrong values.
     """
     for value, lens in product(
         (HUGE, float("nan")), ((across,), (longest, short, edge), (edge, longest, across, short))

@@ -38,7 +38,9 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
 
 
 def _large_batch(case: AttentionCase, batch_size: int) -> AttentionCase:
-    """Return a case with many short requests of unequal lengths, and in a context call also unequal rows."""
+    """Return the case with `batch_size` short requests of unequal lengths. In a context call, the numbers of query rows are
+    unequal too.
+    """
     q_lens = (case.q_lens[0],) * batch_size
     if case.interface is Interface.CONTEXT:
         q_lens = tuple(1 + request % 3 for request in range(batch_size))
@@ -56,7 +58,9 @@ def _judge(run: CaseRun) -> None:
 
 
 def _small_output(run: CaseRun, inputs: AttentionInputs, truth: Truth) -> None:
-    """Check an e4m3 output whose bmm2_scale scales P·V into e4m3's range: a kernel must not clamp before it scales."""
+    """Request an e4m3 output, with a bmm2_scale that brings P·V into e4m3's range. A kernel that clamps before it scales is
+    wrong.
+    """
     largest = float(truth.expected.abs().max())
     if largest > 2 * E4M3_MAX * inputs.bmm2_scale:
         changes = {"out_dtype": E4M3, "bmm2_scale": inputs.bmm2_scale * E4M3_MAX / 2 / largest}

@@ -57,7 +57,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def _expect_finite(run: CaseRun, what: str, result: Result | None, truth: Truth, least_bound: float = 0.0) -> None:
-    """Compare a result with the truth, and expect that all its elements are finite."""
+    """Compare a result with the expected one. Also record elements of the output that are not finite, and NaN in the LSE."""
     if result is None:
         return
     run.expect_close(what, result, truth, least_bound)

@@ -35,7 +35,9 @@ def _judge(run: CaseRun) -> None:
 
 
 def _before_windows(run: CaseRun, dead: Dead, expected: Result) -> None:
-    """Free the pages that lie wholly before every row's window: their table cells get the id of a page of dead cells."""
+    """Make the call as after an engine has freed the pages that lie wholly before every row's window. Their cells in the page
+    table name an unused page of dead values. The result must not change.
+    """
     case = run.case
     inputs = run.build(dead=dead)
     tables = zip(inputs.block_tables.tolist(), case.kv_lens, strict=True)

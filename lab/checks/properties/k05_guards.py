@@ -37,7 +37,9 @@ def _judge(run: CaseRun) -> None:
 
 
 def _embedded(inputs: AttentionInputs) -> dict[str, Any]:
-    """Return sinks and lengths inside larger vectors whose other values would change the result: NaN, and long lengths."""
+    """Return the arguments `seq_lens` and `sinks` as parts of larger vectors. The values around them would change the result:
+    the longest possible length, and NaN.
+    """
     vectors: dict[str, Any] = {"seq_lens": embedded(inputs.seq_lens, inputs.max_seq_len)}
     if inputs.sinks is not None:
         vectors["sinks"] = embedded(inputs.sinks, float("nan"))

@@ -47,7 +47,9 @@ def _judge(run: CaseRun) -> None:
 
 
 def _another_shape(case: AttentionCase) -> AttentionCase:
-    """Return a case with longer requests in another order: fewer requests, or twice as many for odd seeds."""
+    """Return a case whose requests have longer lengths, in reversed order. It has twice as many requests if the seed is odd,
+    otherwise half as many.
+    """
     count = len(case.kv_lens)
     keep = 2 * count if case.seed % 2 else max(1, count // 2)
     longer = tuple(kv_len + 3 * case.page_size + 1 for kv_len in reversed(case.kv_lens))
@@ -55,7 +57,13 @@ def _another_shape(case: AttentionCase) -> AttentionCase:
 
 
 def expect_counters_zero(run: CaseRun, what: str, counters: dict[str, Tensor]) -> None:
-    """Expect that each of these counters is zero after a call."""
+    """Record an error for each counter buffer that is not zero after a call.
+
+    Args:
+        run: the run of the case.
+        what: the call, in words.
+        counters: the buffers, by the names that errors use.
+    """
     for name, buffer in counters.items():
         count = int(torch.count_nonzero(buffer))
         wrong = f"{what} left {count} of {name}'s first {SEMAPHORE_BYTES} bytes non-zero"
@@ -63,10 +71,13 @@ def expect_counters_zero(run: CaseRun, what: str, counters: dict[str, Tensor]) -
 
 
 def expect_any_scratch(run: CaseRun, call: GivenCall, first: Result, counts: bool) -> Tensor:
-    """Expect the bits of the first call for any contents of the scratch. Return the scratch.
+    """Repeat a call with scratch full of NaN, and full of large values. Expect the bits of the first call. Return the scratch.
 
     Args:
-        counts: True if the first bytes of the workspace are counters, and not scratch.
+        run: the run of the case.
+        call: the call.
+        first: the result of the first call.
+        counts: True if the first bytes of the workspace are the kernel's counters, which the check then does not fill.
     """
     workspace = call.given["workspace_buffer"]
     semaphores, scratch = semaphores_and_scratch(workspace)
@@ -79,7 +90,9 @@ def expect_any_scratch(run: CaseRun, call: GivenCall, first: Result, counts: boo
 
 
 def expect_left_alone(run: CaseRun, call: GivenCall, first: Result, scratch: Tensor) -> None:
-    """Make the call with another workspace. Expect the same bits, and no write to the earlier workspace's scratch."""
+    """Repeat a call with a new workspace. Expect the bits of the first call, and no write to `scratch`, which belongs to the
+    earlier workspace.
+    """
     scratch.fill_(LEFT)
     again = run.again(call, workspace_buffer=new_workspace(run.device))
     run.expect_equal_bits("another workspace", again, first)

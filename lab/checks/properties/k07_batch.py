@@ -1,8 +1,8 @@
 """A request whose output depends on other requests: wrong batch strides, exchanged lengths, rows or tables.
 
 If a test has equal lengths and one table, an exchanged request is often right by chance. Here each request is computed alone,
-in another order, and twice in a batch. Changing another request's data must not change a bit of it. Finally, all requests share
-their first pages, like requests with a cached prefix.
+in another order, and twice in a batch. If the data of one request change, no bit of another request's output may change.
+Finally, all requests share their first pages, like requests with a cached prefix.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ def _others_keep_their_bits(run: CaseRun, inputs: AttentionInputs) -> None:
 
 
 def _with_shared_prefix(inputs: AttentionInputs) -> AttentionInputs:
-    """Let every request begin with full pages of the longest request, at most `SHARED_PAGES` pages."""
+    """Return inputs in which all requests begin with the same full pages: the longest request's first `SHARED_PAGES`."""
     page_size = inputs.case.page_size
     lengths = inputs.case.kv_lens
     donor = max(range(len(lengths)), key=lambda request: lengths[request])
@@ -58,7 +58,7 @@ def _with_shared_prefix(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def _begun_as(own: tuple[Tensor, Tensor], shared: tuple[Tensor, Tensor], tokens: int) -> tuple[Tensor, Tensor]:
-    """Return a history whose first `tokens` tokens are taken from another history."""
+    """Return the keys and values of a request, with those of its first `tokens` tokens replaced by another request's."""
     keys, values = (
         torch.cat((other[: min(tokens, len(mine))].view(torch.uint8), mine[tokens:].view(torch.uint8))).view(mine.dtype)
         for mine, other in zip(own, shared, strict=True)
@@ -67,7 +67,7 @@ def _begun_as(own: tuple[Tensor, Tensor], shared: tuple[Tensor, Tensor], tokens:
 
 
 def select(inputs: AttentionInputs, requests: Sequence[int]) -> AttentionInputs:
-    """Return a call with the given requests, in the given order, over the same pages."""
+    """Return the inputs of a call with the requests of these indices, in this order. An index may repeat."""
     case = inputs.case
     starts = [sum(case.q_lens[:request]) for request in range(len(case.q_lens))]
     rows = [torch.arange(starts[request], starts[request] + case.q_lens[request]) for request in requests]

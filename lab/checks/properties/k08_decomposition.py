@@ -25,7 +25,9 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
 
 
 def _several_rows(case: AttentionCase) -> AttentionCase:
-    """Return the case with two to eight rows per request, and at least as many keys."""
+    """Return the case with at least two query rows per request, in a context call at most eight. Each request has at least as
+    many keys as rows.
+    """
     most = 8 if case.interface is Interface.CONTEXT else max(2, *case.q_lens)
     return case.with_rows(*(min(max(q_len, 2), most) for q_len in case.q_lens))
 
@@ -48,7 +50,13 @@ def _judge(run: CaseRun) -> None:
 
 
 def one_row(inputs: AttentionInputs, rows: torch.Tensor, back: int) -> AttentionInputs:
-    """Return a call with one row per request, `back` tokens before the last row, and the keys up to this row's own."""
+    """Return the inputs of a call with one query row per request, whose own key is its last key.
+
+    Args:
+        inputs: the inputs of a call with several rows per request.
+        rows: index of each request's row in the query.
+        back: how many tokens that row is before the request's last row.
+    """
     kv_lens = tuple(kv_len - back for kv_len in inputs.case.kv_lens)
     return replace(
         inputs,

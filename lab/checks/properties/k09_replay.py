@@ -1,10 +1,10 @@
 """State that is frozen in the first call: lengths, tables or pointers whose changes a replayed CUDA graph does not see.
 
 No attention test of FlashInfer replays a graph with other lengths. Here one set of tensors is kept and its contents change. The
-call is captured with padding only, within host bounds that allow more. Then requests are loaded, and each input on the device
-is changed separately. The numbers of requests, rows and keys grow, shrink, and return to the first values, with an eager call
-of another shape in between. On a GPU the call is captured and replayed. On a CPU it is made again with the same tensors.
-Finally, eager calls use another set of tensors, with host bounds that grow with the requests.
+call is captured with padding requests only, while its host bounds, such as max_seq_len, allow more. Then requests are loaded,
+and each input on the device is changed separately. The numbers of requests, rows and keys grow, shrink, and return to the first
+values, with an eager call of another shape in between. On a GPU the call is captured and replayed. On a CPU it is made again
+with the same tensors. Finally, eager calls use another set of tensors, with host bounds that grow with the requests.
 """
 
 import math
@@ -35,7 +35,7 @@ KEPT = ("workspace_buffer", "out")  # arguments whose contents are not a batch's
 
 @dataclass(frozen=True)
 class Lens:
-    """The numbers of keys and query rows of each request."""
+    """The number of keys and the number of query rows of each request in a batch."""
 
     kv_lens: tuple[int, ...]
     q_lens: tuple[int, ...]
@@ -66,13 +66,17 @@ def _ragged_cases(scope: Scope, longest: Sequence[int]) -> Iterator[RaggedCase]:
 
 
 def _roomy(case: AttentionCase) -> AttentionCase:
-    """Give every request room for the rows of any other request. Some decode calls pass their rows by offsets."""
+    """Return the case in which each request has at least as many keys as any request has query rows. Decode calls with a seed
+    that 3 divides give their rows by offsets.
+    """
     offsets = case.offsets or (case.interface is not Interface.CONTEXT and case.seed % 3 == 0)
     return replace(case, kv_lens=tuple(max(kv_len, *case.q_lens) for kv_len in case.kv_lens), offsets=offsets)
 
 
 def _long(case: AttentionCase, most_keys: int, q_len: int) -> AttentionCase:
-    """Return a case with a long request, which is computed in many splits. It has the fewest rows, to save time."""
+    """Return the case with two requests of `q_len` query rows: one with more than `most_keys` keys, which kernels compute in
+    many splits, and a short one.
+    """
     kv_lens = (most_keys + case.page_size // 2 + 1, TILE + 1)
     return replace(case, kv_lens=kv_lens, q_lens=(q_len,) * 2, window_left=-1)
 
@@ -95,8 +99,14 @@ def _judge(run: CaseRun) -> None:
 
 
 def judge_replays(run: CaseRun, make: Make, forms: Forms, room: Lens, waits: bool) -> None:
-    """Replay several batches in tensors that have room for these lengths. `waits`: requests may have fewer rows
-    than captured.
+    """Judge a captured call in replays of several batches, and calls that are made eagerly, prepared or planned.
+
+    Args:
+        run: the run of the case.
+        make: makes the inputs of a batch from its lengths.
+        forms: the optional parts of each call.
+        room: lengths of the largest batch, which fills the call's tensors.
+        waits: requests may have fewer query rows than at capture.
     """
 
     def call_of(lens: Lens, seed: int = 0, moved: bool = False, **changes: Any) -> BuiltCall:
@@ -137,7 +147,9 @@ def judge_replays(run: CaseRun, make: Make, forms: Forms, room: Lens, waits: boo
 
 
 def maker_of(run: CaseRun, case: AttentionCase | RaggedCase) -> Make:
-    """Return a function that makes a case's tensors with other lengths and contents, including sinks and a mask."""
+    """Return a function that makes the inputs of a case with other lengths, another seed and, if `moved`, other pages. They
+    include sinks and a mask, as far as the case allows.
+    """
     if isinstance(case, RaggedCase):
         return partial(_make_ragged, run, case)
     return partial(_make_paged, run, case)
@@ -160,7 +172,7 @@ def _make_ragged(run: CaseRun, case: RaggedCase, lens: Lens, seed: int = 0, move
 
 
 def _wanted(run: CaseRun, waits: bool) -> list[Form]:
-    """Return the forms to try. Each case tries a few different ones."""
+    """Return the optional parts of a call to try, such as scales as tensors. The seed of a case selects a few."""
     case, seed = run.case, run.case.seed
     is_paged = isinstance(case, AttentionCase)
     is_mla = is_paged and case.is_mla
@@ -181,16 +193,16 @@ def _wanted(run: CaseRun, waits: bool) -> list[Form]:
 
 
 def _padding(room: Lens, waits: bool) -> Lens:
-    """Return the lengths with which an engine captures: each request has only its query rows as keys; one row if rows may be
-    fewer.
+    """Return the lengths of a batch of padding alone, with which an engine captures: the keys of a request are its own query
+    rows. If `waits`, a request has at most one row.
     """
     q_lens = tuple(min(q_len, 1) if waits else q_len for q_len in room.q_lens)
     return Lens(tuple(max(q_len, 1) for q_len in q_lens), q_lens)
 
 
 def _short(room: Lens, waits: bool) -> Lens:
-    """Return lengths in which every second request has less than a tile of keys, and all others are padding, without rows if
-    allowed.
+    """Return the lengths of a batch in which every second request has less than a tile of keys, and the others are padding. If
+    `waits`, padding has no query rows.
     """
     kv_lens, q_lens = [], []
     for request, (most_keys, most_rows) in enumerate(zip(room.kv_lens, room.q_lens, strict=True)):
@@ -202,26 +214,26 @@ def _short(room: Lens, waits: bool) -> Lens:
 
 
 def shrunk(room: Lens) -> Lens:
-    """Return the rows in another order, with half the keys."""
+    """Return lengths with the query rows in reversed order, and half as many keys, but at least one per row."""
     q_lens = room.q_lens[::-1]
     return Lens(tuple(map(max, q_lens, (kv_len // 2 for kv_len in room.kv_lens))), q_lens)
 
 
 def another(room: Lens) -> Lens:
-    """Return lengths of twice as many requests, of which the second half is longer."""
+    """Return the lengths of a batch with twice as many requests. The second half has two tiles of keys more than the first."""
     kv_lens = tuple(map(max, room.q_lens, (min(kv_len, MOST_BETWEEN) for kv_len in room.kv_lens)))
     return Lens((*kv_lens, *(kv_len + 2 * TILE for kv_len in kv_lens)), room.q_lens * 2)
 
 
 def made_again(run: CaseRun, call: GivenCall) -> Callable[[], Result]:
-    """Return a function that makes a call with the same tensors each time. Only the first call may be refused."""
+    """Return a function that makes a call eagerly, each time with the same tensors. Only the first call may be refused."""
     calls = chain((run.call,), repeat(run.again))
     return lambda: next(calls)(call)
 
 
 def captured(run: CaseRun, call: GivenCall) -> Callable[[], Result]:
-    """Return a function that replays a captured call. Without a GPU, or for a call that waits for the GPU, it makes the call
-    again.
+    """Capture a call in a CUDA graph, and return a function that replays it. Without a GPU, or if the call reads offsets on the
+    host (max_q_len=None), return a function that makes the call again.
     """
     if run.device.type != "cuda" or call.given.get("max_q_len", 0) is None:
         return made_again(run, call)
@@ -244,7 +256,7 @@ def captured(run: CaseRun, call: GivenCall) -> Callable[[], Result]:
 
 
 def made_ready(form: CallForm, run: CaseRun, call: GivenCall) -> Callable[[], Result]:
-    """Prepare or plan a call once. Return a function that makes the ready call."""
+    """Prepare or plan a call once, and return a function that makes the prepared or planned call."""
     ready = run.prepare(form, call.interface, call.given)
 
     def make() -> Result:
@@ -257,13 +269,13 @@ def made_ready(form: CallForm, run: CaseRun, call: GivenCall) -> Callable[[], Re
 
 
 class Replay:
-    """One call with fixed tensors, into which batches are written.
+    """A call that always has the same tensors, as a captured call must. Each batch is written into these tensors.
 
     Args:
         run: the run of the case, with the implementation.
-        room: the largest batch. Its tensors are kept.
-        first: the batch with which the call is captured or made ready.
-        make: returns a function that replays the call: `captured`, `made_again` or a form of `made_ready`.
+        room: the call of the largest batch. Its tensors are the ones that stay.
+        first: the batch with which the call is captured, prepared or planned.
+        make: returns a function that replays the call: `captured`, `made_again`, or `made_ready` with its form.
 
     Raises:
         Unsupported, KernelError: see `CaseRun.call`.
@@ -281,25 +293,29 @@ class Replay:
         self._replay = make(run, self.call)
 
     def expect(self, what: str, batch: BuiltCall) -> Result:
-        """Load a batch and replay. Compare the rows of its requests with its truth, and return them."""
+        """Write a batch into the tensors, replay, and compare its requests' output and LSE with the expected ones. Return
+        copies of both.
+        """
         result = self.of(batch)
         self.run.expect_close(what, result, batch.truth())
         return result
 
     def expect_bounded(self, what: str, batch: BuiltCall) -> None:
-        """Load a batch and make its call eagerly with its own bound. Compare the rows of its requests with its truth."""
+        """Write a batch into the tensors, and make the call eagerly with the batch's longest length as its host bound
+        (max_seq_len or max_kv_len). Compare its requests' output with the expected one.
+        """
         self._load(batch)
         self._clear_out()
         result = self.run.call(self.call, **{batch.inputs.kv_bound: max(*batch.inputs.kv_lens, 1)})
         self.run.expect_close(what, result.leading(self._rows), batch.truth())
 
     def of(self, batch: BuiltCall) -> Result:
-        """Load a batch, replay, and return copies of the rows of its requests."""
+        """Write a batch into the tensors, replay, and return copies of its requests' output and LSE."""
         self._load(batch)
         return self.again()
 
     def again(self) -> Result:
-        """Replay the loaded batch, and return copies of the rows of its requests."""
+        """Replay the batch that is in the tensors, and return copies of its requests' output and LSE."""
         self._clear_out()
         call = self.run.note_call(self.call.interface, self.call.given)
         out, lse, _ = self._replay().leading(self._rows)
@@ -310,7 +326,9 @@ class Replay:
             out.fill_(math.nan)
 
     def _load(self, batch: BuiltCall) -> None:
-        """Write a batch's contents into the fixed tensors where they differ. Elements beyond the batch are not written."""
+        """Write the contents of a batch over the beginning of each fixed tensor, unless they are equal. The rest is not
+        written.
+        """
         self._rows = batch.rows
         for name, new in batch.given.items():
             if name not in KEPT:

@@ -43,7 +43,9 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
 
 
 def _nvfp4_with_all(case: AttentionCase, ranges: Ranges) -> AttentionCase:
-    """Return the case with several rows, a window and sinks over an NVFP4 cache, which has kernels of its own."""
+    """Return the case over an NVFP4 cache, with several query rows per request, a window and sinks at once. Kernels for NVFP4
+    are separate.
+    """
     return replace(
         case,
         kv_dtype=NVFP4,
@@ -83,14 +85,14 @@ def _storage(run: CaseRun, truth: Truth, base: Result) -> None:
 
 
 def _page_sizes(run: CaseRun) -> tuple[int, ...]:
-    """Return the page sizes of the ranges, and one larger size if the ranges have large ones."""
+    """Return the page sizes to try: those of the ranges, and `LARGE_PAGE` if the ranges have half of it."""
     if run.case.is_mla:
         return run.ranges.mla_page_sizes
     return (*run.ranges.page_sizes, LARGE_PAGE) if LARGE_PAGE // 2 in run.ranges.page_sizes else run.ranges.page_sizes
 
 
 def _strides(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -> None:
-    """Make the call with the same numbers in views of larger tensors."""
+    """Make the call with page table, query and pages as views with gaps. The views hold the same numbers."""
     spread = replace(inputs, block_tables=in_wider_rows(inputs.block_tables))
     run.vary("a page table with gaps between its rows", spread, base)
     run.vary("a query with gaps between its rows", replace(inputs, query=in_wider_rows(inputs.query)), truth)
@@ -102,7 +104,7 @@ def _strides(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) 
 
 
 def in_wider_rows(tensor: Tensor) -> Tensor:
-    """Return the tensor as a view of a larger one, which has more than a row of large values after each row."""
+    """Return a view that holds the tensor's numbers, with a gap of large values after each row. A gap is longer than a row."""
     rows = tensor.flatten(1)
     wide = torch.full((len(rows), 2 * rows.shape[1] + 16), 2**15, dtype=tensor.dtype, device=tensor.device)
     wide[:, : rows.shape[1]] = rows
@@ -110,7 +112,7 @@ def in_wider_rows(tensor: Tensor) -> Tensor:
 
 
 def in_wider_pages(pages: Tensor) -> Tensor:
-    """Return the pages as a view of a pool in which a page of zeros follows each page."""
+    """Return a view that holds the pages' numbers in a pool in which a page of zeros follows each page."""
     wide = torch.zeros(len(pages), 2, *pages.shape[1:], dtype=pages.dtype, device=pages.device)
     wide[:, 0].view(torch.uint8).copy_(pages.view(torch.uint8))
     return wide[:, 0]
@@ -135,7 +137,9 @@ def _scales(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -
 
 
 def _bounds(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -> None:
-    """Vary host bounds and the table's width. They may only change how work is split."""
+    """Make the call with other host bounds (such as max_seq_len), wider page tables and, on a GPU, with and without PDL. The
+    results must stay right.
+    """
     bound = "max_kv_len" if run.case.interface is Interface.CONTEXT else "max_seq_len"
     longest = max(max(run.case.kv_lens), 1)
     for value in (longest, 4 * inputs.max_seq_len):
@@ -152,7 +156,7 @@ def _bounds(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -
 
 
 def _switched_off(run: CaseRun, inputs: AttentionInputs) -> None:
-    """Pass windows as wide as every request and sinks of minus infinity. Both must have no effect."""
+    """Make the call with windows that hide no key, and with sinks of minus infinity. Neither may have an effect."""
     if run.case.is_mla:
         return
     longest = max(max(run.case.kv_lens), 1)

@@ -69,7 +69,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def _uneven_rows(run: CaseRun, inputs: AttentionInputs) -> None:
-    """Make the logits of every second row much larger than those of its neighbours, so that each row needs its own maximum."""
+    """Make the call with `FAR` times as large logits in every second query row, so that each row needs its own maximum."""
     query = inputs.query.float()
     query[::2] *= FAR
     uneven = replace(inputs, query=query.to(inputs.query.dtype))
@@ -77,7 +77,9 @@ def _uneven_rows(run: CaseRun, inputs: AttentionInputs) -> None:
 
 
 def _probe(run: CaseRun, name: str, inputs: AttentionInputs, changes: dict[str, Any], rules: dict[str, Any]) -> None:
-    """Make the call with changed arguments, and expect the output of the changed rules."""
+    """Make the call with the arguments in `changes` replaced. The expected result has the fields in `rules` of `Rules`
+    replaced, such as scales and window.
+    """
     result = run.vary(name, inputs, inputs.truth(**rules), **changes)
     if result is None:
         return
@@ -88,7 +90,9 @@ def _probe(run: CaseRun, name: str, inputs: AttentionInputs, changes: dict[str, 
 
 
 def _probes(inputs: AttentionInputs) -> dict[str, Change]:
-    """Return the changes of a function's optional arguments, by name."""
+    """Return changes of a function's optional arguments by name. A change is (arguments, fields of `Rules` for the expected
+    result).
+    """
 
     def both(**changes: Any) -> Change:
         return changes, changes
@@ -130,18 +134,20 @@ def _probes(inputs: AttentionInputs) -> dict[str, Change]:
 
 
 def scale_below_0(inputs: AttentionInputs) -> float:
-    """Return a negative bmm1_scale, with which the smallest product gets the largest weight, and exp of larger products
-    overflows.
+    """Return a negative bmm1_scale. The smallest product q·k then has the largest weight, and exp overflows in a kernel that
+    takes the largest product as maximum.
 
-    The factor is -8. A kernel that rounds Q to e4m3 changes the logits by some percent. With a factor of -25 another key may
-    then get the largest weight: plain torch with such a cast exceeds the bound in 11 of 12 cases. With -8 it exceeds the bound
-    in no case, and reaches at most 0.8 of it. There are no sinks, because keys would have no weight next to them.
+    The scale is multiplied by -25, or by -8 if the kernel rounds Q to e4m3. Such rounding changes logits by some percent, and
+    with -25 another key may then get the largest weight: plain torch with this rounding exceeds the bound in 11 of 12 cases.
+    With -8 it reaches at most 0.8 of the bound. The calls have no sinks, because keys would have no weight next to them.
     """
     return (-8.0 if inputs.case.arithmetic == E4M3 else -25.0) * inputs.bmm1_scale
 
 
 def _several_rows(run: CaseRun) -> AttentionCase:
-    """Return the case with the number of rows of a draft. Its first request has only the keys of its draft."""
+    """Return the case with as many query rows per request as a draft that has a mask. The first request has no keys before its
+    draft.
+    """
     rows = run.ranges.masked_rows
     q_len = rows[run.case.seed % len(rows)]
     kv_lens = (q_len, *(max(kv_len, q_len + 3) for kv_len in run.case.kv_lens[1:]))
@@ -149,7 +155,9 @@ def _several_rows(run: CaseRun) -> AttentionCase:
 
 
 def _sinks_and_window(run: CaseRun, inputs: AttentionInputs) -> dict[str, dict[str, Any]]:
-    """Return the arguments (sinks, windows) with which rows and masks are combined, as far as the ranges have them."""
+    """Return the arguments to combine with unequal rows and with masks: sinks, and a window, if the ranges have them. The keys
+    end the names in reports, such as " with sinks".
+    """
     found: dict[str, dict[str, Any]] = {}
     if True in run.ranges.sinks:
         found[" with sinks"] = {"sinks": _unequal_sinks(inputs)}
@@ -159,7 +167,9 @@ def _sinks_and_window(run: CaseRun, inputs: AttentionInputs) -> dict[str, dict[s
 
 
 def _ragged(run: CaseRun, inputs: AttentionInputs) -> None:
-    """Pass unequal numbers of rows by cum_seq_lens_q: without other arguments, with sinks, and with a window."""
+    """Make calls with unequal numbers of query rows per request, given by cum_seq_lens_q: without other arguments, with sinks,
+    and with a window. Make each call with and without the LSE.
+    """
     case = run.case
     q_lens = tuple(1 + (request * 2 + case.seed) % 5 for request in range(len(case.kv_lens)))
     query = torch.cat([inputs.query] * 8)[: sum(q_lens)]

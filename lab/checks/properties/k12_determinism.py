@@ -38,7 +38,7 @@ def _judge(run: CaseRun) -> None:
 
 
 class _Stress:
-    """Matrix products that run on another stream."""
+    """Matrix products on another stream, which keep the multiprocessors busy."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)

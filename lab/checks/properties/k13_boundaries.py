@@ -64,7 +64,9 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
 
 
 def _filled_tiles(scope: Scope) -> Iterator[AttentionCase]:
-    """Yield, for each group, cases whose rows fill a tile, and exceed it by one."""
+    """Yield, for each number of query heads per K/V head, cases whose rows fill a tile of `ROWS_OF_A_TILE`, and cases with one
+    query row more.
+    """
     ranges = scope.ranges
     for number, case in enumerate(scope.balanced(1, 4, seed=16)):
         for group in ranges.groups:

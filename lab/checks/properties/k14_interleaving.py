@@ -58,7 +58,7 @@ def _neighbours(case: AttentionCase, ranges: Ranges) -> Iterator[tuple[str, Atte
 
 
 def _larger(case: AttentionCase) -> AttentionCase:
-    """Return a case with more requests, which have more keys, and in a context call more rows."""
+    """Return the case with two requests more, and more keys per request; in a context call also more query rows."""
     kv_lens = tuple(kv_len + LONGER + case.page_size for kv_len in (*case.kv_lens, *case.kv_lens[:2]))
     more = 0 if case.interface is not Interface.CONTEXT else MORE_ROWS
     q_lens = tuple(q_len + more for q_len in (*case.q_lens, *case.q_lens[:2]))

@@ -1,8 +1,8 @@
 """Metadata that does not match the batch: lengths without the draft, tables of tokens, empty tables, stale offsets.
 
 If a builder is tested against its own formula, both may be wrong in the same way. Here its metadata must equal loops over
-requests, it must not change an earlier pass's tensors, and attention with it must match the requests' histories. K18 has
-further batches, without attention.
+requests, it must not change an earlier pass's tensors, and attention with it must match the requests' histories. The check K18
+(combinations) has further batches, without attention.
 """
 
 from collections.abc import Iterator
@@ -54,7 +54,9 @@ def _judge(run: CaseRun) -> None:
 
 
 def _own_tensors(run: CaseRun, forward: ForwardPass) -> None:
-    """Overwrite the batch's tensors, as an engine does. The metadata of the pass must not change."""
+    """Build metadata from a batch, then change the batch's lengths in place, as an engine does for its next pass. The metadata
+    must not change.
+    """
     names = ("seq_lens", "req_pool_indices")
     batch = replace(forward.batch, **{name: getattr(forward.batch, name).to(torch.int32) for name in names})
     metadata = run.function(Interface.MHA_METADATA)(batch, forward.pool)

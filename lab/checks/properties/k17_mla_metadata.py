@@ -2,8 +2,8 @@
 
 A padded draft extend is right only if lengths, table and rows count the same padding; a test of a single formula does not show
 this. Here the metadata must equal the result of loops over requests, and the table must contain -1 after its live pages. The
-tensors of an earlier pass must not change. Attention must match the requests' histories. K18 judges further batches, without
-attention.
+tensors of an earlier pass must not change. Attention must match the requests' histories. The check K18 (combinations) judges
+further batches, without attention.
 """
 
 from collections.abc import Iterator

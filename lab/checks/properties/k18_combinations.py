@@ -46,15 +46,16 @@ def _cases(scope: Scope) -> Iterator[Configuration]:
 
 
 def _numbered(interface: Interface, ranges: Ranges, points: Iterable[Point]) -> Iterator[Configuration]:
-    """Yield points as cases, each with its own seed."""
+    """Yield a case for each point, with a seed of its own. A point has one value for each axis of the function's model."""
     for seed, point in enumerate(points, SEEDS * ranges.seed):
         yield Configuration(interface, point, seed)
 
 
 def _beside(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
-    """Yield a covering array of all pairs of a value that was declined alone and a judged value.
+    """Yield cases that combine each value that was declined alone with every value that was judged. Alone means: with the
+    default for all other axes.
 
-    If no value of some axis was judged, yield a covering array of all values.
+    If some axis has no judged value, yield cases that cover all pairs and declared triples instead.
     """
     model = MODELS[interface](ranges)
     judged, declined = tuples_by_outcome(model, verdicts)
@@ -72,10 +73,12 @@ def _beside(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict
 def _again(
     chosen: int | None, interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]
 ) -> Iterator[Configuration]:
-    """Yield a covering array of the pairs and triples of judged values that no judged case has.
+    """Yield cases that together contain the pairs and triples of judged values that no judged case contains.
 
     Args:
-        chosen: number of axes of a point that may differ from the default; None: all.
+        chosen: most axes of a case that may differ from the default; None: all.
+        interface, ranges: the function and the ranges of its arguments.
+        verdicts: the verdicts so far.
     """
     if (found := retried(MODELS[interface](ranges), verdicts)) is not None:
         taken, goals = found
@@ -83,8 +86,8 @@ def _again(
 
 
 def _alone(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
-    """Yield each remaining pair and triple with all other axes at their default. A triple is left out if one of its pairs
-    remains too.
+    """Yield a case for each pair and triple of judged values that no judged case contains, with the default for all other axes.
+    A triple is left out if it contains such a pair.
     """
     if (found := retried(MODELS[interface](ranges), verdicts)) is not None:
         taken, goals = found
@@ -97,7 +100,9 @@ def _alone(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]
 def _unlike(
     interface: Interface, ranges: Ranges, points: Iterable[Point], verdicts: Sequence[CaseVerdict]
 ) -> Iterator[Configuration]:
-    """Yield points as cases, except repeated cases and cases that already have a verdict."""
+    """Yield a case for each point, except cases that were yielded before or already have a verdict. Cases that differ only in
+    their seed count as equal.
+    """
     before = {repr(replace(verdict.case, seed=0)) for verdict in verdicts}
     for case in _numbered(interface, ranges, points):
         if repr(replace(case, seed=0)) not in before:
@@ -106,7 +111,7 @@ def _unlike(
 
 
 def _draw_on(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]) -> Iterator[Sample]:
-    """Yield random points of judged values. At least two values differ from the default."""
+    """Yield random cases that contain only judged values. In each, at least two values differ from the default."""
     if (found := retried(MODELS[interface](ranges), verdicts)) is not None:
         seed = f"{interface.name} {ranges.seed}"
         yield from samples(found[0], seed, partial(Configuration, interface), fewest=2)

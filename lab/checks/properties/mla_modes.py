@@ -22,7 +22,14 @@ from lab.workloads.mla_case import MLACase
 
 
 def mla_mode_cases(page_size: int, q_lens: tuple[int, ...], **dims: Any) -> Iterator[MLACase]:
-    """Yield cases of every mode of the decode kernel, with lengths of 0, at page edges, and of some hundreds."""
+    """Yield passes in every forward mode that runs on the MLA decode kernel. Prefixes are empty, end at a page edge or one
+    token from it, or have some hundred tokens.
+
+    Args:
+        page_size: tokens per page.
+        q_lens: numbers of query rows per request. A mode in which all requests have the same number gets one pass for each.
+        dims: sizes of the layer, fields of `MLACase`.
+    """
 
     def case(mode: ForwardMode, prefix_lens: Sequence[int], q_lens: Sequence[int], **settings: Any) -> MLACase:
         return MLACase(mode, tuple(prefix_lens), tuple(q_lens), page_size=page_size, **dims, **settings)
@@ -52,10 +59,11 @@ def mla_mode_cases(page_size: int, q_lens: tuple[int, ...], **dims: Any) -> Iter
 
 
 def _engine_cases(page_size: int, q_len: int, **dims: Any) -> Iterator[MLACase]:
-    """Yield passes of requests that are sharded over ranks, and passes with padding rows, whose queries are NaN.
+    """Yield decode passes in which ranks share each request's tokens (decode context parallelism), and passes with padding
+    rows, whose queries are NaN.
 
-    With 2 and with 4 ranks, some ranks hold no token; pages and rounds end on every rank. Padding requests are added after the
-    metadata was built. Padding rows belong to no request.
+    There are 2 or 4 ranks. Some ranks hold no token of a request, and some prefixes end at a page edge of a rank. Padding
+    requests are added after the metadata was built. Other padding rows belong to no request.
     """
     shared: dict[str, Any] = {"page_size": page_size, **dims}
     sharded = (0, 1, 2, 2 * page_size - 1, 2 * page_size, 4 * page_size + 1, 300)

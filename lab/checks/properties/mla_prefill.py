@@ -99,7 +99,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def _between(parts: Parts, starts: Sequence[int], ends: Sequence[int]) -> Parts:
-    """Return the keys and values of each request from one position to another."""
+    """Return each request's keys and values from its position in `starts` on, and before its position in `ends`."""
     return [
         (keys[:end][start:], values[:end][start:])
         for (keys, values), start, end in zip(parts, starts, ends, strict=True)
@@ -111,7 +111,7 @@ def _call(inputs: RaggedInputs) -> GivenCall:
 
 
 class _Backend:
-    """The calls that an MLA backend makes for a batch of the case's requests."""
+    """The prefill calls that a serving engine's MLA backend makes for the requests of a case."""
 
     def __init__(self, run: CaseRun) -> None:
         case = self.case = run.case
@@ -130,14 +130,23 @@ class _Backend:
         self.workspace = {"workspace_buffer": new_workspace(run.device)}
 
     def new_tokens(self, query: Tensor, parts: Parts) -> Result:
-        """Compute attention over the new tokens. The result has an LSE if there is a prefix."""
+        """Compute the new tokens' attention to each other. The result has an LSE if a request has a cached prefix.
+
+        Args:
+            query: the query rows of the new tokens.
+            parts: keys and values of each request's new tokens.
+        """
         sides = (padded(torch.cat(sides)) for sides in zip(*parts, strict=True))
         batch, metadata, layer = self.batch, self.metadata, self.layer
         call = prepare_mla_prefill(self.function, batch, metadata, layer, padded(query), *sides, **self.workspace)
         return as_result(call(), Interface.RAGGED_CONTEXT)
 
     def merged(self, query: Tensor, histories: Parts) -> Result:
-        """Merge the result of the new tokens with those of the planned chunks. A token's slot identifies its key and value."""
+        """Compute the new tokens' attention to all keys: merge the result for the new tokens with the results for the prefix
+        chunks that the engine's planner makes.
+
+        A chunk lists slots of the pool. The slot of a token identifies its key and value.
+        """
         batch, prefixes = self.batch, self.case.prefix_lens
         own = self.new_tokens(query, _between(histories, prefixes, self.case.kv_lens))
         assert own.lse is not None
@@ -186,7 +195,9 @@ def _variations(run: CaseRun, inputs: RaggedInputs, call: GivenCall) -> None:
 
 
 def _workspaces(run: CaseRun, call: GivenCall) -> None:
-    """Expect the same bits for any contents of the workspace and after any earlier call, and no write to another workspace."""
+    """Repeat a call after its workspace was overwritten, and after calls with another workspace. Expect the bits of the first
+    call, counters of zero after a call, and no write to a workspace that a call did not get.
+    """
     query = torch.cat((call.given["query"], call.given["query"][:2]))  # more rows of padding: no earlier call's shape
     workspace = new_workspace(run.device)
     call = replace(call, given=call.given | {"query": query, "workspace_buffer": workspace})
@@ -217,7 +228,9 @@ def _with_lse(run: CaseRun, what: str, call: GivenCall, **changes: Any) -> Resul
 
 
 def _merged(left: Result | None, right: Result | None) -> Result | None:
-    """Merge two attentions over different keys into one over both, in float64; a side whose LSE is -inf has no weight."""
+    """Merge two attention results over different keys into the result over all these keys, in float64. A side whose LSE is -inf
+    has no weight. Return None if a result or its LSE is missing.
+    """
     if left is None or right is None or left.lse is None or right.lse is None:
         return None
     lses = torch.stack((left.lse, right.lse)).double()

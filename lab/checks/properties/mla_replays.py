@@ -1,7 +1,8 @@
 """An MLA pass that is right eagerly and wrong in a graph replay: stale lengths or entries, padding that is used.
 
-Each case is one of S1's replay sequences, with latent entries and the MLA backend's buffers. Rows of the first draft extend are
-padded in a buffer that all captured sizes share, and columns of its tables that are not live hold values of an earlier batch.
+Each case is one of the replay sequences of the check S1 (graph_stories), with latent entries and the buffers of the MLA
+backend. The query rows of DRAFT_EXTEND are padded in a buffer that all captured sizes share. Columns of the page table after a
+request's pages hold values of an earlier batch.
 """
 
 from collections.abc import Iterator

@@ -54,7 +54,9 @@ def _judge(run: CaseRun) -> None:
 
 
 def _result(run: CaseRun, call: RecordedCall) -> Result:
-    """Return the recorded results, or those of an implementation, on the CPU."""
+    """Return the output and LSE to judge, on the CPU: those that were recorded, or those of an implementation for the recorded
+    inputs. The LSE is in base 2.
+    """
     interface: Interface = run.case.interface
     if run.implementation is not OUTPUTS:
         arguments = {name: _on(run.device, value) for name, value in call.arguments().items()}
@@ -77,7 +79,7 @@ def _on(device: torch.device, value: Any) -> Any:
 
 
 def _rows(truth: Truth, chosen: torch.Tensor) -> Truth:
-    """Return the truth of some rows."""
+    """Return the expected results of the rows that are True in `chosen`, bool [num_rows]."""
     of_rows = ("expected", "control", "lse_log2", "request_of_row")
     return replace(truth, **{name: getattr(truth, name)[chosen] for name in of_rows})
 
@@ -91,5 +93,5 @@ CHECK = Check("R1", "recorded_calls", __doc__, _no_cases, _judge, interfaces=ATT
 
 
 def check_of(cases: Sequence[RecordedCase]) -> Check:
-    """Return the check of some recorded calls."""
+    """Return the check R1 (recorded_calls) with these recorded calls as its cases."""
     return replace(CHECK, fixed=lambda scope: [case for case in cases if case.interface is scope.interface])
