@@ -1,7 +1,8 @@
-"""One check per argument of a call. Each raises an error that a person can act on, before anything is launched.
+"""Check the arguments of FlashInfer's calls, one function per argument. Each function raises an error that a person can act on,
+before anything is launched.
 
-The checks read shapes, dtypes, strides and host numbers, never a tensor's contents. `call` is any of the four calls that has
-the argument.
+The checks read shapes, dtypes, strides and host numbers, never a tensor's contents. A parameter `call` is an object of one of
+the four call classes, such as `lab.calls.DecodeCall`.
 """
 
 import functools
@@ -30,18 +31,19 @@ FREE_ARGUMENTS = ("workspace_buffer", "enable_pdl", "multi_ctas_kv_counter_buffe
 
 
 def not_modelled(name: str, value: object, remedy: str) -> NoReturn:
-    """Raise NotImplementedError for a value that FlashInfer supports and the lab does not. `remedy` says what to
-    pass instead.
+    """Raise NotImplementedError for the value of an argument that FlashInfer supports and the lab does not. `remedy` says what
+    to pass instead.
     """
     raise NotImplementedError(f"{name}={value!r} is not modelled by the lab; {remedy}")
 
 
 def check_modelled(call: Any, backends: Sequence[str], others: Sequence[str] = ("cake",)) -> None:
-    """Raise NotImplementedError if an `Unmodelled` argument is not at its default, or the backend is not modelled.
+    """Raise NotImplementedError if the lab does not support the call's backend, or a value of an argument of type `Unmodelled`.
+    The lab supports only the default of such an argument.
 
     Args:
         call: one of the four calls.
-        backends: the backends that the lab models.
+        backends: the backends that the lab supports.
         others: FlashInfer's other backends. A backend that is in neither list raises ValueError.
     """
     for name, default in _unmodelled(type(call)):  # type: ignore[arg-type]
@@ -59,7 +61,7 @@ def check_modelled(call: Any, backends: Sequence[str], others: Sequence[str] = (
 
 @functools.cache
 def _unmodelled(call_type: type[Any]) -> tuple[tuple[str, Any], ...]:
-    """Return (name, default) of each `Unmodelled` argument of a call."""
+    """Return (name, default) of each argument of a call that has the type `Unmodelled`."""
     unmodelled = (each for each in fields(call_type) if UNMODELLED in getattr(each.type, "__metadata__", ()))
     return tuple((each.name, each.default) for each in unmodelled)
 
@@ -74,7 +76,9 @@ def check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype] = ()) -
 
 
 def check_int(name: str, value: object, least: int, remedy: str) -> int:
-    """Return the value as an int. Raise TypeError for another type, and ValueError if it is below `least`."""
+    """Return the value as an int. Raise TypeError for another type, and ValueError if it is below `least`. `remedy` ends the
+    message.
+    """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be an int, got {value!r}; {remedy}")
     if value < least:
@@ -121,7 +125,8 @@ def check_head_dim_stride(name: str, tensor: torch.Tensor) -> None:
 
 
 def split_cache(name: str, cache: object, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (K, V) as [num_pages, num_kv_heads, page_size, last] views of `kv_cache` or `kv_cache_sf`.
+    """Return K and V of `kv_cache` or `kv_cache_sf` as two views [num_pages, num_kv_heads, page_size, last]. `last` is the
+    stored last dimension: head_dim, half of it for NVFP4, or the number of scale factors.
 
     Raises:
         TypeError, ValueError: the cache is neither one 5-D tensor nor two 4-D tensors, the layout is neither "HND" nor "NHD",
@@ -151,7 +156,9 @@ def split_cache(name: str, cache: object, kv_layout: str) -> tuple[torch.Tensor,
 
 
 def check_cache(query: torch.Tensor, k_cache: torch.Tensor) -> None:
-    """Raise TypeError or ValueError unless a cache [num_pages, num_kv_heads, page_size, last] fits the query."""
+    """Raise TypeError or ValueError unless the dtype, head_dim and heads of a cache [num_pages, num_kv_heads, page_size,
+    head_dim] fit the query, and page_size is a power of two.
+    """
     allowed = tuple(dict.fromkeys((query.dtype, E4M3, torch.uint8)))
     if k_cache.dtype not in allowed:
         raise TypeError(f"kv_cache must be {dtype_names(allowed)} for a {query.dtype} query, got {k_cache.dtype}")
@@ -175,8 +182,8 @@ def check_cache(query: torch.Tensor, k_cache: torch.Tensor) -> None:
 
 
 def check_scale_factors(call: Any, k_cache: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the e4m3 scale factors of K and V, [num_pages, num_kv_heads, page_size, head_dim // 16]; (None, None) without
-    NVFP4.
+    """Return the scale factors of K and V in an NVFP4 cache, e4m3 [num_pages, num_kv_heads, page_size, head_dim // 16] each;
+    (None, None) for other caches.
     """
     if k_cache.dtype != torch.uint8:
         if call.kv_cache_sf is not None:
@@ -209,7 +216,9 @@ def has_interleaved_v_scales(call: Any) -> bool:
 
 
 def batch_size_of(block_tables: object, shared: bool) -> int:
-    """Return the number of rows of a page table: int32 [batch_size, columns], or [batch_size, 2, columns] if not `shared`."""
+    """Check a page table and return its number of requests. It is int32 [batch_size, columns], or [batch_size, 2, columns] if K
+    and V have separate page ids (`shared` is False).
+    """
     check_bool("uses_shared_paged_kv_idx", shared)
     tensor = check_tensor("block_tables", block_tables, (torch.int32,))
     if tensor.ndim != (2 if shared else 3) or (not shared and tensor.shape[1] != 2):
@@ -223,12 +232,16 @@ def batch_size_of(block_tables: object, shared: bool) -> int:
 
 
 def split_tables(block_tables: torch.Tensor, shared: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the page tables of K and V, [batch_size, columns]. They are the same tensor if `shared`."""
+    """Return the page tables of K and V, [batch_size, columns]. If K and V have the same page ids (`shared`), both are the same
+    tensor.
+    """
     return (block_tables, block_tables) if shared else (block_tables[:, 0], block_tables[:, 1])
 
 
 def check_mask(mask: object, cum_seq_lens_q: object, batch_size: int, q_len: int) -> None:
-    """Raise an error unless a draft mask is contiguous uint16 [batch_size, q_len, 2 * ceil(q_len / 32)]."""
+    """Raise an error unless a draft mask is contiguous uint16 [batch_size, q_len, 2 * ceil(q_len / 32)] and `cum_seq_lens_q` is
+    None.
+    """
     if cum_seq_lens_q is not None:
         raise NotImplementedError(
             "mask with cum_seq_lens_q is not modelled by the lab: pass q_len_per_req rows of every request, or no mask"
@@ -245,8 +258,8 @@ def check_mask(mask: object, cum_seq_lens_q: object, batch_size: int, q_len: int
 
 
 def check_scale(name: str, scale: object) -> Scale:
-    """Return a float32 tensor of one element as it is, or a number as a finite float. Raise TypeError or
-    ValueError otherwise.
+    """Return a scale: a float32 tensor of one element as it is, a finite number as a float. Raise TypeError or ValueError for
+    another value.
     """
     if isinstance(scale, torch.Tensor):
         if scale.dtype != torch.float32 or scale.numel() != 1:
@@ -262,7 +275,8 @@ def check_scale(name: str, scale: object) -> Scale:
 
 
 def posed_alike(call: Any) -> dict[str, Any]:
-    """Return the checked problem fields that all four calls have in the same form: the two scales.
+    """Return the checked `bmm1_scale` and `bmm2_scale` of a call, by name. All four calls pass these two problem fields in the
+    same form.
 
     `bmm1_scale_log2`, which the decode call has, takes precedence over `bmm1_scale`.
     """
@@ -283,17 +297,18 @@ def scale_from_log2(bmm1_scale_log2: object) -> torch.Tensor:
 
 
 def following_scale(bmm1_scale_log2: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
-    """Return (an uninitialised float32 tensor for `bmm1_scale`, the launch that writes it), for calls that are
-    made repeatedly.
+    """Return an uninitialised float32 tensor for `bmm1_scale`, and a function that computes it there from `bmm1_scale_log2`. A
+    prepared call runs the function before each launch, so that a changed `bmm1_scale_log2` takes effect.
     """
     scale = torch.empty_like(bmm1_scale_log2)
     return scale, partial(torch.mul, bmm1_scale_log2, math.log(2.0), out=scale)
 
 
 def check_out(out: object, expected: Sequence[int], words: str, dtypes: Sequence[torch.dtype]) -> torch.Tensor:
-    """Return a given `out`. Raise TypeError or ValueError unless it is contiguous and has the shape and one of the dtypes.
+    """Return the caller's `out`. Raise TypeError or ValueError unless it is contiguous and has the expected shape and one of
+    the dtypes.
 
-    `words` explain the shape in an error.
+    `words` explain the expected shape in the message.
     """
     tensor = check_tensor("out", out, dtypes)
     if tensor.shape != torch.Size(expected):
@@ -304,8 +319,8 @@ def check_out(out: object, expected: Sequence[int], words: str, dtypes: Sequence
 
 
 def output_dtype(call: Any) -> torch.dtype:
-    """Return the output's dtype: from `out`, else `out_dtype`, else the query. Raise an error if `out`
-    contradicts `out_dtype`.
+    """Return the output's dtype: that of `out`, else `out_dtype`, else the query's. Raise an error if `out` contradicts
+    `out_dtype`.
     """
     if call.out is not None:
         out = check_out(call.out, call.query.shape, "the query's shape", OUT_DTYPES)
@@ -335,7 +350,9 @@ def check_lse(call: Any) -> torch.Tensor | None:
 
 
 def check_devices(call: Any, on_host: Sequence[str] = ()) -> None:
-    """Raise ValueError if a tensor is not on the query's device. The names in `on_host` are not checked."""
+    """Raise ValueError if a tensor of a call is not on the query's device. Arguments named in `on_host` or `FREE_ARGUMENTS` may
+    be on any device.
+    """
     device = call.query.device
     anywhere = (*FREE_ARGUMENTS, *on_host)
     for name, value in vars(call).items():

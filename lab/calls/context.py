@@ -23,7 +23,7 @@ class ContextCall:
         cum_seq_lens_q, cum_seq_lens_kv: int32 [batch_size + 1] offsets of the query rows and of the keys. Query rows after the
             last offset are padding, as in a CUDA graph with room for more rows. They may hold anything, including NaN, and
             their output is undefined.
-        causal: False: every row sees every key of its request. It cannot be combined with a window.
+        causal: False: every row sees every key of its request. False cannot be combined with a window.
     """
 
     function: ClassVar[AttentionCall] = AttentionCall.CONTEXT

@@ -109,7 +109,7 @@ class DecodeCall:
 
         Raises:
             TypeError: an argument has the wrong type or dtype.
-            ValueError: no implementation can take a shape, device, stride or number.
+            ValueError: a shape, device, stride or number is invalid for every implementation.
             NotImplementedError: an argument that the lab does not model differs from its default.
         """
         arguments.check_modelled(self, ("auto", "xqa", "trtllm-gen"))

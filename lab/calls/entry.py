@@ -10,7 +10,9 @@ R = TypeVar("R")
 
 
 def takes(call_type: type[Any]) -> Callable[[Callable[[Any], Any]], Callable[..., Any]]:
-    """Turn a function of one `call_type` into a function with the parameters of FlashInfer's function."""
+    """Return a decorator that gives a function the parameters of FlashInfer's function. The decorated function receives them as
+    one object of `call_type`, such as `DecodeCall`.
+    """
 
     def wrap(function: Callable[[Any], Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -24,7 +26,9 @@ def takes(call_type: type[Any]) -> Callable[[Callable[[Any], Any]], Callable[...
 
 
 def takes_fields_of(terms: type[Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Replace the `**` parameter in a function's signature by the fields of a dataclass."""
+    """Return a decorator that replaces the `**` parameter in a function's signature by the fields of a dataclass, as
+    keyword-only parameters. Only `inspect.signature` and the documentation change.
+    """
 
     def wrap(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
@@ -38,7 +42,7 @@ def takes_fields_of(terms: type[Any]) -> Callable[[Callable[P, R]], Callable[P, 
 
 
 def made_at_once(prepare: Callable[P, Callable[[], R]]) -> Callable[P, R]:
-    """Return a function that prepares a call, makes it once and returns its results.
+    """Return a function that prepares a call, runs the prepared call once and returns its results.
 
     Args:
         prepare: a function that checks a call's arguments and returns the ready call. The new function has the same parameters

@@ -1,7 +1,9 @@
-"""Checked and normalised attention problems, which references and kernels solve. Each of the four calls defines such a problem.
+"""Attention problems with checked arguments in one common form. Each of FlashInfer's four calls defines a problem; references
+and kernels solve it.
 
 `FIELDS` lists, for every field of a problem, the features that the field may require. A field that is not listed requires
-`Feature.UNDECLARED`, which no kernel honours. So every kernel refuses a new argument until its row declares that it honours it.
+`Feature.UNDECLARED`, which no kernel supports. So a kernel refuses a new argument until the kernel's row in
+`lab.kernels.support` lists the argument's feature.
 """
 
 import enum
@@ -36,7 +38,9 @@ class AttentionCall(NamedEnum):
 
 
 class Feature(enum.Enum):
-    """An option of a call that a plain call does not use. The value is its name in a refusal."""
+    """A property of an attention problem that some kernels do not support, such as a window or an LSE. The value names the
+    property in a refusal.
+    """
 
     UNDECLARED = "a field of the problem that lab.calls.problem does not declare"
     SEVERAL_ROWS = "more than one query row per request"
@@ -64,7 +68,7 @@ class Softmax:
 
     Attributes:
         bmm1_scale, bmm2_scale: factors of Q·K^T and of P·V.
-        sinks: float32 [num_qo_heads], a logit per head added to the softmax's denominator; or None.
+        sinks: float32 [num_qo_heads], one logit per head, whose exponential is added to the softmax's denominator; or None.
     """
 
     bmm1_scale: Scale = 1.0
@@ -72,7 +76,7 @@ class Softmax:
     sinks: torch.Tensor | None = None
 
     def terms(self) -> dict[str, Any]:
-        """Return the fields of `Softmax` by name. Fields of a subclass are left out."""
+        """Return `bmm1_scale`, `bmm2_scale` and `sinks` by name. Further fields of a subclass are left out."""
         return {each.name: getattr(self, each.name) for each in fields(Softmax)}
 
 
@@ -86,10 +90,10 @@ class AttentionProblem(Softmax):
         seq_lens: int32 or uint32 [batch_size], keys of each request, including the keys of its query tokens.
         cu_seqlens_q: int32 [batch_size + 1], or None when every request has `max_q_len` query rows.
         cu_seqlens_kv: int32 [batch_size + 1], running sum of `seq_lens`; None in a decode call.
-        max_q_len: most query rows that the caller promises for one request.
-        max_kv_len: most keys that the caller promises for one request.
-        causal: True: row i of a request with q rows and L keys is at position L - q + i and sees keys up to there. False: it
-            sees all keys.
+        max_q_len: upper bound of the query rows of one request, given by the caller.
+        max_kv_len: upper bound of the keys of one request, given by the caller.
+        causal: True: row i of a request with q rows and L keys is at position L - q + i and sees the keys up to this position.
+            False: every row sees all keys of its request.
         window_left: a row at position p sees keys p - window_left … p; -1 sees all.
         out, out_dtype, lse, return_lse: the call's tensors or dtype for the results, and whether it returns the LSE.
     """
@@ -118,7 +122,9 @@ class AttentionProblem(Softmax):
 
     @property
     def has_no_rows(self) -> bool:
-        """Return True if no request has a query row. Rows after the last request's are padding."""
+        """Return True if no request has a query row. The query may still have rows: rows after the last request's rows are
+        padding.
+        """
         return min(self.num_rows, self.batch_size, self.max_q_len) == 0
 
     @property
@@ -139,7 +145,9 @@ class AttentionProblem(Softmax):
         raise NotImplementedError
 
     def row_offsets(self) -> list[int]:
-        """Return each request's first row and the last request's end, [batch_size + 1]. Reads the offsets on the host."""
+        """Return the first row of each request, followed by the end of the last request: [batch_size + 1]. Copies
+        `cu_seqlens_q` to the host.
+        """
         if self.cu_seqlens_q is None:
             return list(range(0, self.num_rows + 1, self.max_q_len))
         return self.cu_seqlens_q.tolist()
@@ -150,12 +158,14 @@ class AttentionProblem(Softmax):
         return self.bmm1_scale, self.bmm2_scale
 
     def features(self) -> frozenset[Feature]:
-        """Return the features that the problem requires. Reads shapes, strides and host numbers, but no tensor's contents."""
+        """Return the features that a kernel needs to solve the problem. Reads shapes, strides and host numbers, but no tensor's
+        contents.
+        """
         tests = (FIELDS.get(name, UNDECLARED) for name in vars(self))  # one mapping per field
         return frozenset(feature for each in tests for feature, is_needed in each.items() if is_needed(self))
 
     def results(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the tensors to fill: the given tensors, or new uninitialised tensors.
+        """Return the tensors for the results: the caller's tensors, or new uninitialised tensors.
 
         Returns:
             The output, `out_dtype` [num_rows, num_qo_heads, v_head_dim]; the LSE, float32 [num_rows, num_qo_heads], or None.
@@ -281,11 +291,12 @@ def check_values(problem: PagedAttention) -> None:
 
 
 def refuse_nan(problem: AttentionProblem, in_query: bool = True) -> None:
-    """Raise ValueError for contents that make whole results NaN: sinks of NaN or infinity, scales that are not finite, NaN
-    queries.
+    """Raise ValueError for contents that make results NaN: sinks that are NaN or plus infinity, scales that are not finite,
+    query rows with NaN.
 
-    A call on a CPU is checked when it is made or prepared, except its query: a serving engine pads a CUDA graph's batch with
-    rows that hold anything, and a call cannot distinguish them from requests' rows. All other checks are made on request.
+    A call on CPU tensors checks its sinks and scales itself. It does not check its query, because a serving engine pads a CUDA
+    graph's batch with rows that hold anything, and a call cannot distinguish these rows from requests' rows. In all other cases
+    the caller decides whether to check.
 
     Args:
         problem: the problem whose tensors are checked.
@@ -356,8 +367,8 @@ def _check_page_ids(problem: PagedAttention, lengths: Sequence[int]) -> None:
 
 
 def _check_row_offsets(offsets: list[int], num_rows: int, max_q_len: int) -> None:
-    """Raise ValueError unless offsets start at 0, never decrease, end within the rows, and give no request more than
-    `max_q_len` rows.
+    """Raise ValueError unless row offsets start at 0, never decrease, end within the query's rows, and give no request more
+    than `max_q_len` rows.
     """
     if offsets[0] != 0 or offsets[-1] > num_rows:
         raise ValueError(
@@ -374,13 +385,15 @@ def _check_row_offsets(offsets: list[int], num_rows: int, max_q_len: int) -> Non
 
 
 def mask_words(q_len: int) -> int:
-    """Return the uint16 words in one row of XQA's packed draft mask (FlashInfer 0.7.2, `xqa`): rows are aligned to 32 bits."""
+    """Return the number of uint16 words in one row of XQA's packed draft mask (FlashInfer 0.7.2, `xqa`). Rows are aligned to 32
+    bits.
+    """
     return 2 * -(-q_len // 32)
 
 
 def shown_draft_tokens(mask: torch.Tensor) -> torch.Tensor:
-    """Unpack a draft mask: bool [batch, q_len, q_len], the draft tokens that each row sees. `mask` is int32 [batch, q_len,
-    words].
+    """Unpack a draft mask. Return bool [batch, q_len, q_len]: for each row, the draft tokens that it sees. `mask` holds the
+    words as int32 [batch, q_len, words].
     """
     bits = (mask.unsqueeze(-1) >> torch.arange(MASK_BITS_PER_WORD, device=mask.device, dtype=torch.int32)) & 1
     return bits.flatten(2)[:, :, : mask.shape[1]].bool()

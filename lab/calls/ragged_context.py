@@ -125,7 +125,7 @@ class RaggedContextCall:
 
         Raises:
             TypeError: an argument has the wrong type or dtype.
-            ValueError: no implementation can take a shape, device, stride or number.
+            ValueError: a shape, device, stride or number is invalid for every implementation.
             NotImplementedError: an argument that the lab does not model differs from its default, or there is a window and
                 `is_causal` is False.
         """
@@ -213,7 +213,9 @@ class RaggedContextCall:
         return arguments.check_out(self.out, expected, "its last dimension value's", RAGGED_OUT_DTYPES).dtype
 
     def _check_mirrors(self) -> None:
-        """Check the host lengths as FlashInfer does; raise ValueError if they contradict the tensors."""
+        """Check `q_seq_lens_cpu` and `kv_seq_lens_cpu`, the lengths on the host, as FlashInfer does. Raise ValueError if they
+        exceed the bounds or do not add up to all tokens.
+        """
         if (self.q_seq_lens_cpu is None) != (self.kv_seq_lens_cpu is None):
             raise ValueError("q_seq_lens_cpu and kv_seq_lens_cpu go together: pass both or neither")
         bounds = (self.query.shape[0], self.max_q_len), (self.key.shape[0], self.max_kv_len)

@@ -16,7 +16,9 @@ SEMAPHORE_BYTES = 8 * 2**20
 
 
 def semaphores_and_scratch(workspace: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (the semaphores, uint8 [SEMAPHORE_BYTES]; the rest, uint8) of a contiguous workspace."""
+    """Return the two parts of a contiguous workspace as uint8 views: the semaphores, [SEMAPHORE_BYTES], and the scratch after
+    them.
+    """
     data = workspace.view(-1).view(torch.uint8)
     return data[:SEMAPHORE_BYTES], data[SEMAPHORE_BYTES:]
 

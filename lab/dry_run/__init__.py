@@ -15,13 +15,14 @@ A dry run shows no results of machine code and no time. No kernel runs, outputs 
 fit at once is guessed. XQA and fmha_v2, which run on SM90, SM120 and SM121, are compiled for each shape and have no such
 launcher: for these GPUs a dry run shows only FlashInfer's choice of backend.
 
-The table is flashinfer-cubin 0.6.13's, unless a newer one is installed (`lab.dry_run.kernel_table`). A later FlashInfer's
-launcher then selects from an older table than its own.
+The launcher selects kernels from the table of flashinfer-cubin 0.6.13, unless a newer flashinfer-cubin is installed
+(`lab.dry_run.kernel_table`). The launcher of a later FlashInfer then selects from a table that is older than its own.
 
-The table of 0.6.13 fits FlashInfer 0.6.13's launcher exactly. It is installed next to another FlashInfer with `pip install
---no-deps --target FOLDER flashinfer-python==0.6.13` and FOLDER first in `PYTHONPATH`. The lab's adapters are written for 0.7.2,
-so FlashInfer's own functions are called then. `tests/dry_run/test_exact_table.py` does so if `LAB_FLASHINFER_0613` names
-FOLDER: a decode, a context, an MLA and a ragged call launch the same kernels with the same grids under both.
+The table of 0.6.13 fits FlashInfer 0.6.13's launcher exactly. To run this launcher, install FlashInfer 0.6.13 next to the other
+FlashInfer with `pip install --no-deps --target FOLDER flashinfer-python==0.6.13`, and put FOLDER first in `PYTHONPATH`. Call
+FlashInfer's own functions then, because the lab's adapters are written for 0.7.2. `tests/dry_run/test_exact_table.py` does so
+if `LAB_FLASHINFER_0613` names FOLDER: a decode, a context, an MLA and a ragged call launch the same kernels with the same grids
+under both versions.
 """
 
 from lab.dry_run.build import NotBuiltError, why_not_built

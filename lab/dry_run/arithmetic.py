@@ -1,4 +1,5 @@
-"""Compute attention from a recorded trtllm-gen launch: only from its `KernelParams` and TMA descriptors, in host memory.
+"""Compute attention from a recorded trtllm-gen launch, in host memory. The only inputs are the launch's `KernelParams` and TMA
+descriptors, and the memory to which they point.
 
 A launch has TMA descriptors of queries, keys and values, and pointers to lengths, offsets, page table, sinks, scales and
 results. `compute` reads them as the launcher's source says that kernels do, computes in float64, and writes the results. A
@@ -38,11 +39,12 @@ FOLLOWED = frozenset(
 
 @dataclass(frozen=True)
 class _Request:
-    """One request of a launch.
+    """One request of a launch, as the launch's offsets and lengths define it.
 
     Attributes:
         number: index in the batch.
-        first_row, num_rows, computed: the request's query rows. The launch computes the first `computed` rows.
+        first_row, num_rows, computed: first query row and number of query rows. The launch computes only the first `computed`
+            of these rows.
         kv_len: number of keys.
         first_key: index of the first key in K and V, if they are not paged.
     """
@@ -56,7 +58,8 @@ class _Request:
 
 
 def compute(launches: Iterable[Launch], memory: HostMemory) -> None:
-    """Compute the launches of one call in order: attention, without separate partial results, and the LSE.
+    """Compute the attention and the LSE of one call's launches, in order. Partial results of split keys are not computed
+    separately.
 
     The output of a row that sees no key is not written: trtllm-gen writes nothing or NaN there (FlashInfer's pull request 4975
     and issue 2883). Its LSE is minus infinity for generation kernels (the same sources), and is not written for other kernels.
@@ -96,7 +99,7 @@ def _write_lse(given: LseArguments, memory: HostMemory) -> None:
 
 
 def _refuse_unmodelled(params: KernelParams, kernel: KernelFacts) -> None:
-    """Raise NotImplementedError for launch arguments that none of the lab's four calls sets."""
+    """Raise NotImplementedError if a launch has arguments that none of the lab's four calls sets."""
     if kernel.mask is MaskType.CUSTOM or kernel.is_sparse or params.chunked_attention_size_log2:
         raise NotImplementedError(f"{kernel.name} has a custom, chunked or sparse mask, which no call of the lab's has")
     named = [(each.name, getattr(params, each.name)) for each in fields(params)]
@@ -189,18 +192,22 @@ class _Attention:
             self.stats[request.first_row + rows] = torch.stack((largest / LOG2_E, total), -1).flatten(1, 2).float()
 
     def _query(self) -> torch.Tensor:
-        """Return the queries [num_rows, num_qo_heads, head_dim]; the descriptor has (head_dim, group, groups, rows)."""
+        """Return the queries [num_rows, num_qo_heads, head_dim]. The descriptor's dimensions are (head_dim, query heads per
+        group, groups, rows).
+        """
         tensor_map, dtype = self.maps["tmaQ_"], self.kernel.dtype_q
         dims, strides_bytes = tensor_map.dims[::-1], (*reversed(tensor_map.strides_bytes), dtype.itemsize)
         return self.memory.view("the query's descriptor", tensor_map.address, dims, strides_bytes, dtype).flatten(1, 2)
 
     def _scale(self, what: str, pointer: int, number: float) -> float:
-        """Return a scale as float32: the value at the pointer if there is one, else the launch's number."""
+        """Return a scale as float32: the value in memory at `pointer`, or `number` if `pointer` is 0."""
         given = self.memory.array(what, pointer, (1,), torch.float32) if pointer else torch.tensor(number)
         return float(given.float())
 
     def _tokens(self, side: str, request: _Request, first: int, end: int) -> torch.Tensor:
-        """Return keys or values `first` to `end` of a request: float64 [end - first, num_kv_heads, head_dim of K or of V]."""
+        """Return K or V (`side`) of the keys `first` to `end` - 1 of a request: float64 [end - first, num_kv_heads, head_dim of
+        K or of V].
+        """
         head_dim = self.kernel.head_dim_qk if side == "K" else self.kernel.head_dim_v
         if not self.kernel.is_paged:
             return self._ragged(side, request.first_key + first, end - first)[..., :head_dim]
@@ -218,7 +225,9 @@ class _Attention:
         return tables[request, "KV".index(side)]
 
     def _ragged(self, side: str, first: int, count: int) -> torch.Tensor:
-        """Return unpaged keys or values; the descriptor's order is (head_dim, rows, heads, 1)."""
+        """Return K or V (`side`) of `count` keys that are not paged. The descriptor's dimensions are (head_dim, rows, heads,
+        1).
+        """
         tensor_map = self.maps[f"tma{side}_"]
         if first + count > tensor_map.dims[1]:
             raise UnsoundLaunchError(
@@ -232,7 +241,9 @@ class _Attention:
         ).double()
 
     def _pages(self, side: str, ids: torch.Tensor, page_size: int) -> torch.Tensor:
-        """Return the tokens of pages, float64 [len(ids) * page_size, num_kv_heads, head_dim]."""
+        """Return K or V (`side`) of all tokens in the given pages, dequantised: float64 [len(ids) * page_size, num_kv_heads,
+        head_dim].
+        """
         stored = self._page_rows(side, f"tma{side}_", ids, page_size, self._dtype(side))
         if self._dtype(side) != torch.uint8:
             tokens = stored.double()
@@ -242,9 +253,10 @@ class _Attention:
         return tokens.transpose(1, 2).flatten(0, 1)
 
     def _page_rows(self, side: str, member: str, ids: torch.Tensor, page_size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return pages as they are stored, [len(ids), num_kv_heads, page_size, row].
+        """Return the given pages as they are stored, [len(ids), num_kv_heads, page_size, row], where a row is one token of one
+        head.
 
-        A descriptor has (row * r, page_size / r, heads, pages): it may join r consecutive rows without gaps.
+        The descriptor's dimensions are (row * r, page_size / r, heads, pages): it may join r adjacent rows to one.
         """
         tensor_map = self.maps[member]
         row_elements, rows, heads, pages = tensor_map.dims

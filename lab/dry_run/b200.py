@@ -1,4 +1,5 @@
-"""FlashInfer's TRT-LLM functions for CPU tensors, on an absent B200. Results are computed from trtllm-gen's launches.
+"""FlashInfer's TRT-LLM functions on an absent B200, for CPU tensors. Their results are computed from the launches that
+trtllm-gen's launcher makes.
 
 `lab.kernels.trtllm` makes the call, FlashInfer's own launcher selects the kernel and fills its parameters, and
 `lab.dry_run.arithmetic` computes attention only from these parameters. So `lab judge lab.dry_run.b200 --device cpu` judges *the

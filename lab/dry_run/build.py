@@ -43,7 +43,7 @@ class NotBuiltError(RuntimeError):
 
 
 def why_not_built() -> str | None:
-    """Return the reason why the launcher cannot be built here, or None. This does not compile."""
+    """Return the reason why the launcher cannot be compiled here; None if it can. Nothing is compiled."""
     missing = [package for package in ("flashinfer",) if importlib.util.find_spec(package) is None]
     if missing:
         return sentence("a dry run", missing)
@@ -112,7 +112,7 @@ def cache_folder() -> Path:
 
 
 def generated(table: kernel_table.KernelTable) -> dict[str, str]:
-    """Return the generated headers of a build: file name to text."""
+    """Return the headers that the lab generates for a build with this table, as file name to text."""
     status = ", ".join(f"CUBLAS_STATUS_{name}" for name in CUBLAS_STATUS)
     return {
         kernel_table.HEADER_NAME: kernel_table.header(table, launcher_members()),
@@ -125,7 +125,7 @@ def generated(table: kernel_table.KernelTable) -> dict[str, str]:
 
 @functools.cache
 def launcher_members() -> frozenset[str]:
-    """Return the members of a kernel's table row that the installed launcher reads."""
+    """Return the members of a row of the kernel table that the installed launcher reads, by their C++ names."""
     fmha = sorted((flashinfer_data() / "include/flashinfer/trtllm/fmha").iterdir())
     sources = [*fmha, *(flashinfer_data() / "csrc" / name for name in LAUNCHER)]
     return frozenset(name for each in sources for name in re.findall(r"\bkernelMeta\.(m[A-Z0-9]\w+)", each.read_text()))
@@ -133,7 +133,9 @@ def launcher_members() -> frozenset[str]:
 
 @functools.cache
 def kernel_params_members() -> tuple[str, ...]:
-    """Return the members of the installed FlashInfer's `KernelParams` in order, without the divisors."""
+    """Return the names of the members of the installed FlashInfer's `KernelParams`, in order. Members for fast division are
+    left out.
+    """
     text = (flashinfer_data() / "include/flashinfer/trtllm/fmha/kernelParams.h").read_text()
     struct = text.partition("struct KernelParams {")[2].partition("template <")[0]
     code = re.sub(r"//.*", "", struct)
@@ -150,7 +152,9 @@ def kernel_params_members() -> tuple[str, ...]:
 
 
 def digest(made: dict[str, str]) -> str:
-    """Return a build's name in the cache: a digest of its sources, flags and compiler versions."""
+    """Return the name of a build in the cache: a digest of its sources, flags and compiler versions. `made` are the generated
+    headers.
+    """
     parts = [
         *(f"{name}\n{text}" for name, text in sorted(made.items())),
         *((HERE / name).read_text() for name in SOURCES),

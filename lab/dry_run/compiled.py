@@ -87,7 +87,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Compiled:
-    """The front end's verdict on one source.
+    """The verdict of nvcc's front end on one source file of FlashInfer.
 
     Attributes:
         source: file name.
@@ -104,7 +104,8 @@ class Compiled:
 
 
 def compiled(shape: Shape) -> tuple[Compiled, ...]:
-    """Return the verdict on each source of FlashInfer's module that has a kernel. The module supports the shape if all do.
+    """Compile the kernel sources of FlashInfer's module for a shape up to their assertions, and return the verdict on each
+    source. FlashInfer supports the shape if all its sources do.
 
     Raises:
         NotBuiltError: nvcc or FlashInfer is missing.
@@ -156,7 +157,9 @@ def _fmha_v2(shape: Shape) -> tuple[Compiled, ...]:
 
 @functools.cache
 def _fmha_v2_sources(capability: Capability, q: torch.dtype, out: torch.dtype) -> tuple[Mapping[str, str], list[str]]:
-    """Return fmha_v2's generated kernels over a paged cache, by file name, and their flags."""
+    """Return the kernels that FlashInfer generates for fmha_v2 over a paged cache, as file name to text, and their compiler
+    flags.
+    """
     from flashinfer.jit import gen_fmha_v2_module
 
     with flashinfer_targets(capability):
@@ -170,7 +173,7 @@ _MODULES: Mapping[Kernel, Callable[[Shape], tuple[Compiled, ...]]] = {XQA: _xqa,
 
 @contextmanager
 def flashinfer_targets(capability: Capability) -> Iterator[None]:
-    """Make FlashInfer generate code for one GPU only, in a temporary folder."""
+    """Make FlashInfer generate code for one compute capability only, in a temporary folder."""
     from flashinfer.compilation_context import CompilationContext
     from flashinfer.jit import core, env
     from flashinfer.jit import xqa as jit_xqa

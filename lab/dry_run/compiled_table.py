@@ -53,7 +53,7 @@ METHOD = (
 
 @dataclass(frozen=True)
 class JudgedShape:
-    """A shape, the compiler's verdicts on its sources, and the lab's refusal (None if the lab accepts the shape)."""
+    """A shape with the compiler's verdict on each of its sources, and the lab's refusal (None if the lab accepts the shape)."""
 
     shape: Shape
     verdicts: tuple[Compiled, ...]
@@ -138,7 +138,7 @@ def _context() -> Iterator[Shape]:
 
 
 def problem(shape: Shape) -> PagedAttention:
-    """Return a plain problem with a shape: one request and one K/V head, on the CPU."""
+    """Return an attention problem with the dtypes and sizes of a shape: one request, one K/V head, CPU tensors."""
     q, kv, out = shape.dtypes
     rows, page_size = shape.q_len, shape.page_size
     seq_lens = torch.tensor([rows], dtype=torch.int32)
@@ -178,7 +178,7 @@ def problem(shape: Shape) -> PagedAttention:
 
 
 def judged(shape: Shape) -> str | None:
-    """Return the lab's refusal of a shape; None if the lab accepts it."""
+    """Return the sentence with which the lab refuses a shape (`why_not`); None if the lab accepts it."""
     return why_not(shape.kernel, shape.capability, problem(shape))
 
 
@@ -221,7 +221,7 @@ def _words(shape: Shape) -> str:
 
 
 def markdown(rows: Sequence[JudgedShape], facts: dict[str, Any]) -> str:
-    """Return the page: which shapes compile, which do not, and the assertion that fails."""
+    """Return the text of compiled.md: which shapes compile, which do not, and the assertion that fails."""
     seconds = [each.seconds for row in rows for each in row.verdicts if each.seconds]
     refused = sum(row.refusal is not None for row in rows)
     differ = [row for row in rows if (row.refusal is None) != (row.why_not is None)]

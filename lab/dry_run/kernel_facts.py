@@ -68,7 +68,7 @@ class KernelFacts:
 
 @functools.cache
 def kernel_facts(name: str) -> KernelFacts:
-    """Return the facts of the kernel with the name of a launch.
+    """Look up a launched kernel by name in the table, and return its facts.
 
     Raises:
         KeyError: the table has no such kernel, or the lab does not know its dtypes.

@@ -1,12 +1,14 @@
-"""The table of trtllm-gen's kernels: a file in the lab with its facts, and the `flashInferMetaInfo.h` that a launcher reads.
+"""The table of trtllm-gen's kernels, stored in the lab as a fact file, and the header `flashInferMetaInfo.h` made of it for a
+launcher.
 
 `python -m lab.dry_run.kernel_table WHEEL_OR_FOLDER` makes the fact file from flashinfer-cubin: from its wheel, or from a folder
 that contains it. The file has the kernels' names and all members that a launcher's selection reads. It leaves out the checksum
 of the machine code. A column with the same value in all rows is written once.
 
-flashinfer-cubin on the package index ends at 0.6.13, whose table matches the launcher of flashinfer-python 0.6.13. A later
-launcher reads flags that this table does not have; `header` writes them as false. The selection of such a launcher therefore
-*depends on the table of 0.6.13*: later kernels are missing, and it is not known whether an older kernel has a newer flag.
+flashinfer-cubin on the package index ends at 0.6.13, whose table matches the launcher of flashinfer-python 0.6.13. The launcher
+of a later FlashInfer reads flags that this table does not have; `header` writes them as false. The selection of such a launcher
+therefore *depends on the table of 0.6.13*: later kernels are missing, and it is not known whether an older kernel has a newer
+flag.
 """
 
 import argparse
@@ -54,7 +56,7 @@ class KernelTable:
 
 
 def parsed(text: str, source: str) -> KernelTable:
-    """Parse a `flashInferMetaInfo.h`. Raises ValueError for another text."""
+    """Parse the text of a `flashInferMetaInfo.h`. Raises ValueError if the text is no such header."""
     struct = re.search(rf"struct {STRUCT}\s*\{{(.*?)\}};", text, re.DOTALL)
     rows = [[value.strip() for value in row.split(",")] for row in re.findall(r"^\{ (.*)\},?$", text, re.MULTILINE)]
     if struct is None or not rows:
@@ -71,7 +73,7 @@ def parsed(text: str, source: str) -> KernelTable:
 
 
 def facts(table: KernelTable) -> bytes:
-    """Return a table as the bytes of a fact file: one line per column, `type name: value,value,...`, compressed with xz."""
+    """Return the content of a fact file for a table: one line per column, `type name: value,value,...`, compressed with xz."""
     lines = [table.source]
     for name, values in table.columns.items():
         written = values[:1] if len(set(values)) == 1 else values
@@ -94,12 +96,13 @@ def read_facts(data: bytes) -> KernelTable:
 
 @functools.cache
 def recorded() -> KernelTable:
-    """Return the table of the fact file in the lab."""
+    """Return the table that the lab's own fact file stores."""
     return read_facts((resources.files("lab.dry_run") / "data" / FACTS).read_bytes())
 
 
 def newest() -> KernelTable:
-    """Return the table in `FLASHINFER_CUBIN_DIR`, else of the installed flashinfer-cubin, else the lab's.
+    """Return the table in the folder `FLASHINFER_CUBIN_DIR`, else that of the installed flashinfer-cubin, else that of the
+    lab's fact file.
 
     Raises:
         ValueError: `FLASHINFER_CUBIN_DIR` names a folder with several tables.

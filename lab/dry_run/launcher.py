@@ -67,7 +67,9 @@ class LaunchError(RuntimeError):
 
 
 class Launcher:
-    """The launcher with its fake CUDA. Each GPU has its own copy, because the launcher caches a GPU's answers."""
+    """The launcher with its fake CUDA. Each GPU has its own copy of the library, because the launcher caches a GPU's
+    properties.
+    """
 
     def __init__(self, gpu: Gpu) -> None:
         import tvm_ffi
@@ -89,19 +91,21 @@ class Launcher:
         self._library.FlashInferSetCubinCallback(self._give_cubin)
 
     def log(self) -> list[dict[str, Any]]:
-        """Return the calls of the fake CUDA since `clear`."""
+        """Return the calls that the fake CUDA has received since `clear`, in order, one dictionary per call."""
         return list(json.loads(self._library.dry_run_log()))
 
     def clear(self) -> None:
         self._library.dry_run_clear()
 
     def zeroed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor, and log that FlashInfer's Python filled it with zeros."""
+        """Return the tensor unchanged, and log that FlashInfer's Python code filled it with zeros."""
         self._library.cudaMemsetAsync(ctypes.c_void_p(tensor.data_ptr()), 0, ctypes.c_size_t(tensor.nbytes), None)
         return tensor
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Return a function of FlashInfer's module. If it fails, it raises `LaunchError` with all messages."""
+        """Return the function of FlashInfer's compiled module with this name. A call that fails raises `LaunchError` with all
+        messages.
+        """
         function = getattr(self.module, name)
 
         def call(*arguments: Any) -> Any:
@@ -125,5 +129,5 @@ class Launcher:
 
 @functools.cache
 def launcher_for(gpu: Gpu) -> Launcher:
-    """Return a GPU's launcher, which is built and loaded once. Raises `lab.dry_run.build.NotBuiltError`."""
+    """Return the launcher of a GPU. It is built and loaded at the first call. Raises `lab.dry_run.build.NotBuiltError`."""
     return Launcher(gpu)

@@ -51,7 +51,8 @@ class KernelParams:
         ptr_cum_seq_lens_q, ptr_cum_seq_lens_kv: int32 [batch_size + 1].
         ptr_page_idx_kv: the page table, int32.
         ptr_seq_lens_kv: int32 [batch_size].
-        ptr_multi_ctas_kv_counter, ptr_partial_stats, ptr_partial_o: scratch for several CTAs that share a request's keys.
+        ptr_multi_ctas_kv_counter, ptr_partial_stats, ptr_partial_o: scratch memory for the case that several CTAs share a
+            request's keys.
         ptr_softmax_stats: (max, sum) of each row and head, if the call returns the LSE.
         ptr_scale_softmax_log2, ptr_output_scale: scales on the device, which replace the two floats.
         scale_softmax_log2: the logits' factor, times log2(e).

@@ -36,7 +36,7 @@ ENTRIES = ("utils", "decode", "prefill", "mla", "xqa")  # the modules of FlashIn
 
 
 class Machine:
-    """An absent GPU, and the calls that ran on it.
+    """An absent GPU, and the records of the calls that FlashInfer has made on it.
 
     Attributes:
         gpu: the GPU whose facts the fake CUDA reports.
@@ -58,7 +58,7 @@ class Machine:
         return self._launcher
 
     def called(self) -> "Launcher | _Computing":
-        """Return the object that replaces FlashInfer's compiled module."""
+        """Return the object that replaces FlashInfer's compiled module of trtllm-gen's launcher."""
         return _Computing(self.launcher, self) if self._computes else self.launcher
 
     @property
@@ -68,12 +68,14 @@ class Machine:
 
     @property
     def table_lacks(self) -> tuple[str, ...]:
-        """Return the members that the launcher reads and the table does not have. They are false in each row."""
+        """Return the members of a kernel's row that the launcher reads and the table does not have. The launcher reads them as
+        false.
+        """
         return self.launcher.table.lacks(build.launcher_members())
 
     @property
     def events(self) -> tuple[Launch | Fill | Copy, ...]:
-        """Return the launcher's calls of CUDA since `clear`, in order."""
+        """Return the kernel launches, memsets and copies that the launcher has made since `clear`, in order."""
         return () if self._launcher is None else events(self._launcher.log())
 
     @property
@@ -149,7 +151,9 @@ def machine(gpu: str | Gpu, computes: bool = False) -> Iterator[Machine]:
 
 
 def _holding(functions: tuple[Function, ...]) -> tuple[tuple[Any, str, Function], ...]:
-    """Return (module, name, function) for each module of FlashInfer and the lab that holds one of the functions."""
+    """Return (module, name, function) for each place where a module of FlashInfer or the lab has one of the functions as an
+    attribute.
+    """
     by_id = {id(function): function for function in functions}
     packages = [each for name, each in list(sys.modules.items()) if name.partition(".")[0] in ("flashinfer", "lab")]
     return tuple(
@@ -161,7 +165,7 @@ def _holding(functions: tuple[Function, ...]) -> tuple[tuple[Any, str, Function]
 
 
 def _flashinfer_answers(made: Machine) -> dict[Function, Function]:
-    """Return replacements of FlashInfer's functions, by function: queries of the GPU, and compilations of modules."""
+    """Return the replacement of each FlashInfer function that queries the GPU or compiles a module."""
     utils, decode, prefill, mla, xqa = _entries()
     gpu = made.gpu
     answers: dict[Function, Function] = {
@@ -190,7 +194,9 @@ def _flashinfer_answers(made: Machine) -> dict[Function, Function]:
 
 
 def _entries() -> list[Any]:
-    """Return the modules of `ENTRIES`. From FlashInfer 0.6.8 on `mla` is a package, whose functions are in `_core`."""
+    """Return FlashInfer's modules that have functions to be replaced (`ENTRIES`). From FlashInfer 0.6.8 on `mla` is a package,
+    whose functions are in `_core`.
+    """
     modules = [importlib.import_module(f"flashinfer.{name}") for name in ENTRIES]
     return [getattr(module, "_core", module) for module in modules]
 
@@ -200,7 +206,7 @@ def _answer(value: Any) -> Function:
 
 
 def _built(launcher: "Launcher | _Computing") -> SimpleNamespace:
-    """Return a replacement for FlashInfer's `JitSpec` of the launcher."""
+    """Return a replacement for FlashInfer's `JitSpec` of the launcher. Its `build_and_load` returns the given launcher."""
     return SimpleNamespace(build_and_load=lambda: launcher, get_library_paths=lambda: ())
 
 

@@ -60,7 +60,7 @@ class DryCall:
         function: FlashInfer's name of the call.
         kernel: name of the kernel's row in `lab.kernels.support`.
         launches: launches of FlashInfer's launcher, in order; empty if only the rules of `lab.kernels.support` were used.
-        refusal: `why_not`'s sentence if the kernel does not take the call; None if it does.
+        refusal: the sentence of `lab.kernels.support.why_not` if the kernel does not support the call; None if it does.
         failure: error of FlashInfer's launcher for a call that `why_not` accepts; None if it launched, or was not called.
     """
 
@@ -73,7 +73,9 @@ class DryCall:
 
 @dataclass(frozen=True)
 class DryPass:
-    """A named forward pass and its calls: two if a mixed batch's tail is split off, else one."""
+    """A named forward pass and its attention calls: two if the decoding requests at the end of a mixed batch get a call of
+    their own, else one.
+    """
 
     name: str
     case: ForwardCase | MLACase
@@ -100,7 +102,9 @@ class DryRun:
 
 
 def surveyed_passes() -> Iterator[tuple[str, ForwardCase | MLACase]]:
-    """Yield (name, case) of the default scenarios of `lab bench`, then of each mode of the judge's checks M1 and M2."""
+    """Yield (name, case) of the default scenarios of `lab bench`, then of each mode of the judge's checks M1 (forward modes)
+    and M2 (MLA modes).
+    """
     for name in DEFAULT_SCENARIOS:
         yield name, scenario(name)
     for model, is_window in SURVEYED_MODELS:
@@ -119,7 +123,9 @@ def surveyed_passes() -> Iterator[tuple[str, ForwardCase | MLACase]]:
 
 
 def _options(case: ForwardCase) -> Iterator[str]:
-    """Yield words that distinguish a case of M1 from other cases of its mode: options of scenarios where possible."""
+    """Yield words that distinguish a case of check M1 (forward modes) from other cases of the same mode: the options of
+    scenario names where they exist.
+    """
     if case.draft_step == FROZEN_KV_STEP:
         yield f"frozen_kv/topk{case.topk}"
     elif case.draft_step is not None:
@@ -186,7 +192,7 @@ def dry_run(
 
 
 def why_no_launcher(gpu_name: str) -> str | None:
-    """Return the reason why FlashInfer's launcher cannot be called for a GPU; None if it can."""
+    """Return the reason why no dry run of FlashInfer's launcher is possible for a GPU; None if one is."""
     family = family_of(GPUS[gpu_name].capability)
     if family is None or family.trtllm_backend != "trtllm-gen":
         return f"FlashInfer's launcher is trtllm-gen's, which {GPUS[gpu_name].name} does not run"
@@ -237,7 +243,9 @@ class _NotedCalls:
 
 
 def unwritten_pass(case: ForwardCase | MLACase) -> EnginePass:
-    """Return the pass of a case with its metadata. Its memory is not initialised, and it has no histories."""
+    """Return the forward pass of a case with its metadata. Query and cache are not initialised, and there are no expected K/V
+    histories.
+    """
     pool = new_poisonable_pool(case, CPU)
     requests = admit(pool, case.prefix_lens, case.q_lens, case.draft_step, case.num_draft_tokens, case.topk)
     if case.window_left >= 0:

@@ -24,7 +24,7 @@ Profiled = Mapping[str, tuple[str, ...]]  # names of kernels by scenario
 
 
 def profiled_kernels(path: Path) -> Profiled:
-    """Return the kernels of `lab.kernels.trtllm` in a recorded run of `lab bench --lab-clock cupti`, by scenario.
+    """Return the kernels of `lab.kernels.trtllm` that ran in a recorded run of `lab bench --lab-clock cupti`, by scenario.
 
     Raises:
         RecordedFileError: there is no such run, or it has no kernels.
@@ -71,7 +71,9 @@ def dry_run_report(run: DryRun, profiled: Profiled | None = None) -> TableReport
 
 
 def _is_same(each: DryPass, names: tuple[str, ...]) -> bool:
-    """Return True if the profiler saw exactly the launched attention kernels. The profiler's names are C++ signatures."""
+    """Return True if the profiler saw exactly the attention kernels that the dry run launched. The profiler's names are C++
+    signatures.
+    """
     launched = {short_name(launch) for call in each.calls for launch in call.launches}
     seen = [name for name in names if ATTENTION in name.lower()]
     return all(any(name in other for other in seen) for name in launched) and all(
@@ -136,7 +138,7 @@ def _refused(run: DryRun, each: DryPass) -> Cell:
 
 
 def _failure(run: DryRun, failure: str | None) -> str | None:
-    """Return the sentence for a launcher's failure. The JSON has the launcher's own text."""
+    """Return a sentence about a launcher's failure for the table. The JSON has the launcher's own text."""
     if failure is None:
         return None
     if "Missing TRTLLM-GEN kernel" not in failure:

@@ -1,4 +1,5 @@
-"""Compare `why_not` with FlashInfer's own launcher for every call of `lab.dry_run.sweep_axes`, on SM100 and SM103.
+"""Compare the lab's refusals (`why_not`) with FlashInfer's own launcher, for every call of `lab.dry_run.sweep_axes`, on SM100
+and SM103.
 
 A refusal is right in two cases. The launcher fails for the same reason; or it launches a kernel that misreads the call: the
 descriptors have other strides, the kernel's name has other sizes, or the call's mask is ignored. If the launcher chooses a
@@ -84,12 +85,12 @@ class Verdict:
 
     Attributes:
         call: the function's name.
-        non_default: the values of the call's point that differ from the default.
-        refusal: `why_not`'s sentence, or None.
+        non_default: the arguments of the call that differ from the default call, by the names of `lab.dry_run.sweep_axes`.
+        refusal: the sentence with which `why_not` refuses the call; None if it accepts the call.
         failure: the error of the launcher or FlashInfer, or a sentence about a misread call; None if the call was launched
             correctly.
         kernel: the attention kernel's name, or None.
-        agreement: whether the two verdicts agree.
+        agreement: whether and how the two verdicts agree; `AGREED` lists the kinds of agreement.
     """
 
     call: str
@@ -157,12 +158,14 @@ def _agreement(
 
 
 def reasons(patterns: dict[Why, str], words: str) -> set[Why]:
-    """Return the reasons whose pattern occurs in a text."""
+    """Return the reasons whose pattern occurs in a message."""
     return {why for why, pattern in patterns.items() if re.search(pattern, words)}
 
 
 def _refusals(kernel: Kernel, problem: Problem) -> Iterator[str]:
-    """Yield every refusal of a problem by a kernel's row. `why_not` returns only the first."""
+    """Yield every sentence with which a kernel's row in `lab.kernels.support` refuses a problem. `why_not` returns only the
+    first.
+    """
     if (words := kernel.dtypes.why_not(problem.query.dtype, problem.kv_dtype, problem.out_dtype)) is not None:
         yield words
     yield from (limit.words for limit in kernel.sizes if limit.size(problem) not in limit.among)
@@ -171,7 +174,9 @@ def _refusals(kernel: Kernel, problem: Problem) -> Iterator[str]:
 
 
 def _is_in_a_later_table(gpu: Machine, problem: Problem) -> bool:
-    """Return True for the two kinds of kernels that FlashInfer 0.7.2's launcher looks up and 0.6.13's table lacks."""
+    """Return True if a problem needs one of the two kinds of kernels that FlashInfer 0.7.2's launcher looks up and the table of
+    0.6.13 lacks.
+    """
     if "mSeparateTransformedKv" not in gpu.table_lacks:
         return False
     if problem.call is AttentionCall.DECODE:
@@ -194,7 +199,9 @@ def _fails_longer(gpu: Machine, call: AttentionCall, point: Point) -> bool:
 
 
 def _launched(gpu: Machine, call: AttentionCall, arguments: Any, problem: Problem) -> tuple[str | None, str | None]:
-    """Return (the failure, None), or (None, the kernel's name). A launch that misreads the problem is a failure."""
+    """Make a call. Return (failure, None), or (None, name of the attention kernel). A launch that misreads the problem is a
+    failure.
+    """
     # A division by 0 would end the process, so a predicted one runs in a child. An unpredicted one ends this process visibly.
     divides = isinstance(problem, PagedAttention) and division in LIMITS[call] and division(problem)
     if divides and not _survives(call, arguments):
@@ -212,7 +219,7 @@ def _launched(gpu: Machine, call: AttentionCall, arguments: Any, problem: Proble
 
 
 def _survives(call: AttentionCall, arguments: Any) -> bool:
-    """Return False if a call divides by 0. That ends its process, and no handler can catch it."""
+    """Make a call in a child process. Return False if the launcher divides by 0, which ends the process."""
     child = os.fork()
     if child == 0:
         try:
@@ -223,7 +230,9 @@ def _survives(call: AttentionCall, arguments: Any) -> bool:
 
 
 def misread(launch: Launch, problem: Problem) -> str | None:
-    """Return a sentence about the first part of a problem that its launch misreads, or None."""
+    """Return a sentence about the first property of a problem (head dimensions, heads, strides or mask) that its launch
+    misreads; None if the launch reads all of them.
+    """
     sizes = re.search(r"H(?:Qk)?(\d+)(?:HV(\d+))?(?:HVPerCta\d+)?(?:Packed|Paged|Separate|Contiguous)", launch.name)
     assert sizes is not None, launch.name
     of_kernel = (int(sizes[1]), int(sizes[2] or sizes[1]))
@@ -264,7 +273,7 @@ def _misread_paged(maps: dict[str, TensorMap], problem: PagedAttention) -> str |
 
 
 def _is_read(tma: TensorMap, side: torch.Tensor, is_joined: bool = False) -> bool:
-    """Return True if a descriptor reads a tensor [pages, tokens, heads, head_dim]: its address and its strides are equal.
+    """Return True if a TMA descriptor has the address and the strides of a tensor [pages, tokens, heads, head_dim].
 
     Strides of dimensions of one element are ignored. A descriptor may join adjacent tokens; with `is_joined` it must.
     """
@@ -335,7 +344,9 @@ EXAMPLES = ("call", "of the launcher", "calls", "such as", "`why_not`", "launche
 
 
 def _examples(verdicts: Iterable[Verdict]) -> Iterator[tuple[str, ...]]:
-    """Yield one row per function and launcher's reason: the number of calls, and the call with fewest non-default values."""
+    """Yield one row of the page's table per function and reason of the launcher: the number of calls, and the call with the
+    fewest arguments that differ from the default.
+    """
     kinds: dict[tuple[str, str, str], list[Verdict]] = {}
     for verdict in verdicts:
         reported = reasons(SAID, verdict.failure or "")

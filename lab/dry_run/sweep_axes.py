@@ -1,4 +1,6 @@
-"""The axes of the sweep, which are arguments of trtllm-gen's four calls with right and wrong values, and its points."""
+"""The calls of the sweep. An axis is an argument of a trtllm-gen call with some right and wrong values; a point is one value on
+each axis.
+"""
 
 import itertools
 import random
@@ -178,7 +180,8 @@ BASES: Mapping[AttentionCall, tuple[Point, ...]] = {
 
 
 def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
-    """Yield distinct points of a call's model: each value alone, all combinations of the declared triples, then random points.
+    """Yield distinct points of a call: each value of each axis with all other arguments at their default, all combinations of
+    the axes in `Model.triples`, then random points.
 
     Args:
         call: one of the four calls.
@@ -199,7 +202,7 @@ def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
 
 
 def _drawn(call: AttentionCall, rng: random.Random) -> Point | None:
-    """Return a random point that differs from a base on 1 to 5 axes; None if the rules exclude it."""
+    """Return a random point that differs from one of `BASES` on 1 to 5 axes; None if the model's constraints exclude it."""
     model = MODELS[call]
     names = rng.sample(list(model.axes), rng.randint(1, 5))
     return model.completed(rng.choice(BASES[call]) | {name: rng.choice(model.axes[name]) for name in names})

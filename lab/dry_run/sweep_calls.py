@@ -1,4 +1,6 @@
-"""Make the calls of the sweep's points. Tensors are not initialised, so that large ones take only address space."""
+"""Make the calls of the sweep's points (`lab.dry_run.sweep_axes`). Tensors are not initialised, so that large tensors take only
+address space.
+"""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +17,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": E4M3, "nvfp4": 
 
 
 def made(call: AttentionCall, point: Point) -> Any:
-    """Return the call of a point, in one of the four classes of `lab.calls`."""
+    """Return the call with the arguments of a point, as an object of one of the four classes of `lab.calls`."""
     return {
         AttentionCall.DECODE: _decode,
         AttentionCall.CONTEXT: _context,
@@ -212,7 +214,7 @@ def _cache(point: Point, width: int, dtype: torch.dtype) -> Any:
 
 
 def _page_gap(gap: str, dtype: torch.dtype) -> int:
-    """Return the number of elements between pages."""
+    """Return the number of unused elements between two pages of a cache."""
     return int(gap.split()[0]) // dtype.itemsize if gap.endswith("page") else 0
 
 

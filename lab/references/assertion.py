@@ -83,7 +83,9 @@ def assert_close_to_reference(
 
 
 def _call_of(arguments: dict[str, Any]) -> Any:
-    """Return the call with these argument names; raise TypeError if there is none."""
+    """Return the call object of the FlashInfer call that has these argument names. Raise TypeError if none of the four calls
+    has them.
+    """
     errors: dict[type[Any], TypeError] = {}
     for call in CALL_TYPES.values():
         try:
@@ -99,8 +101,8 @@ def _call_of(arguments: dict[str, Any]) -> Any:
 
 
 def _wrong_form(problem: Problem, call: Any, out: Any, check_dtype: bool) -> list[str]:
-    """Return sentences about errors in an output's type, shape and dtype. Raise ValueError if the output
-    overwrote the query.
+    """Return sentences about a wrong type, shape, device or dtype of an output. Raise ValueError if the output overwrote the
+    query.
     """
     if not isinstance(out, Tensor):
         return [f"the output is of type {type(out).__name__}, not a tensor"]
@@ -118,7 +120,9 @@ def _wrong_form(problem: Problem, call: Any, out: Any, check_dtype: bool) -> lis
 
 
 def _wrong_vectors(out: Tensor, truth: Truth | None) -> list[str]:
-    """Return sentences about errors in an output's vectors; none if no request has a row."""
+    """Return a list with a sentence about the wrong vectors of an output, empty if all are right. `truth` is None if no request
+    has a query row.
+    """
     if truth is None:
         return []
     rows = out.flatten(0, -3)[: len(truth.expected)]
@@ -127,7 +131,7 @@ def _wrong_vectors(out: Tensor, truth: Truth | None) -> list[str]:
 
 
 def _wrong_lse(problem: Problem, call: Any, lse: Any, truth: Truth | None) -> list[str]:
-    """Return sentences about errors in an LSE's type, shape and device, or in its values."""
+    """Return sentences about a wrong type, shape, device or value of an LSE. `truth` is None if no request has a query row."""
     if not isinstance(lse, Tensor):
         return [f"the LSE is of type {type(lse).__name__}, not a tensor"]
     if tuple(lse.shape) not in (call.query.shape[:-1], problem.query.shape[:-1]):
@@ -144,7 +148,8 @@ def _wrong_lse(problem: Problem, call: Any, lse: Any, truth: Truth | None) -> li
 
 
 def truth_of_problem(problem: Problem, arithmetic: torch.dtype | None = None) -> Truth:
-    """Return the expected results of a checked problem that has rows. K and V are read by its page tables or offsets.
+    """Return the expected results of a checked problem in which a request has query rows. K and V are read through the
+    problem's page tables or offsets.
 
     Args:
         problem: a problem of any of the four calls.
@@ -172,12 +177,16 @@ def truth_of_problem(problem: Problem, arithmetic: torch.dtype | None = None) ->
 
 
 def histories_of(problem: Problem) -> list[History]:
-    """Return the keys and values of each request of a checked problem, by its page tables or offsets."""
+    """Return K and V of each request of a checked problem, [kv_len, num_kv_heads, head_dim] each, read through its page tables
+    or offsets.
+    """
     return _ragged_histories(problem) if isinstance(problem, RaggedAttention) else _paged_histories(problem)
 
 
 def _without_unseen(history: History, q_len: int, window_left: int) -> History:
-    """Replace keys before every row's window by zeros, because an engine may have freed their pages."""
+    """Return K and V of a request with zeros in place of the keys before every row's window. An engine may have freed the pages
+    of these keys.
+    """
     unseen = max(0, len(history[0]) - q_len - window_left)
     k, v = (side.clone() for side in history)
     for side in (k, v):
@@ -201,7 +210,7 @@ def _paged_histories(problem: PagedAttention) -> list[History]:
 
 
 def _tokens(cache: Tensor, scale_factors: Tensor | None, pages: Tensor) -> Tensor:
-    """Return the tokens of pages, [tokens, num_kv_heads, head_dim], dequantised if the cache is NVFP4."""
+    """Return the K or V entries in pages of a cache, [tokens, num_kv_heads, head_dim], dequantised if the cache is NVFP4."""
     entries = indexed(cache, pages)
     if scale_factors is not None:
         entries = dequantize_nvfp4(entries, indexed(scale_factors, pages)).to(torch.float32)  # exact: of six bits

@@ -1,4 +1,6 @@
-"""The K/V slots that each step of a multi-step draft reads, written one step, request, branch and token at a time."""
+"""The K/V slots that each step of a multi-step draft reads, computed in plain loops over steps, requests, branches and
+tokens.
+"""
 
 import torch
 from torch import Tensor
@@ -21,8 +23,9 @@ def generate_draft_decode_kv_indices(
     """Return the ragged K/V lists that SGLang's multi-step draft backends pass to their attention (0.5.11 to 0.5.23).
 
     Step ``s`` of a draft reads, for each branch of each request, the request's prefix and the ``s + 1`` tokens that the branch
-    has drafted, including the step's own. A branch's draft slots follow the prefix in the request's row; With pages and several
-    branches, each branch has its own pages, and its first page repeats the prefix's last page if that is partly filled.
+    has drafted, including the step's own. A branch's draft slots follow the prefix in the request's row of ``req_to_token``.
+    With pages and several branches, each branch has its own pages, and its first page repeats the prefix's last page if that is
+    partly filled.
 
     The arguments from ``window_size`` on are those of ``sglang/kernels/ops/speculative/cache_locs.py`` in 0.5.23.
 
@@ -33,7 +36,7 @@ def generate_draft_decode_kv_indices(
         positions: ``[num_requests * topk]`` int, each prefix length ``topk`` times. ``kv_indptr`` is summed from them;
             ``kv_indices`` depends only on ``paged_kernel_lens``. With other positions ``kv_indptr`` does not say where the
             lists begin.
-        num_steps: ``speculative_num_steps``, the number of lists that are made. Only ``num_steps - 1`` of them are read.
+        num_steps: ``speculative_num_steps``, the number of lists that are made. An engine reads only ``num_steps - 1`` of them.
         topk: branches per request.
         page_size: tokens per page.
         window_size: tokens at a prefix's end that a list keeps; 0 keeps the whole prefix. Drafted tokens are always kept.
@@ -95,14 +98,14 @@ def draft_start(length: int, branch: int, *, num_steps: int, topk: int, page_siz
 
 
 def kept_positions(length: int, window_size: int, sink_size: int) -> list[int]:
-    """Return the positions of a prefix that a list keeps: all, or with a window the first `sink_size` and the last
-    `window_size`.
+    """Return the positions of a prefix that a K/V list contains: all of them, or with a window the first `sink_size` and the
+    last `window_size`.
     """
     return [at for at in range(length) if not window_size or at < sink_size or at >= length - window_size]
 
 
 def _physical_slot(slot: int, pages: list[int], page_size: int) -> int:
-    """Return the physical slot of a virtual slot, or 0 if it has none."""
+    """Return the physical slot of a virtual slot: 0 if the slot is negative or its virtual page has no physical page."""
     page, token = divmod(slot, page_size)
     if page >= len(pages):
         raise ValueError(f"slot {slot} is in virtual page {page}, but v2p has {len(pages)} pages")

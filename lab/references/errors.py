@@ -1,8 +1,8 @@
-"""The error of an output vector, and the bound of the error, which is measured on a control.
+"""The error of an output vector, and its bound. The bound is a multiple of the error that a control makes.
 
-The error is the relative L2 error of the output vector of each row and head. The control is plain low-precision arithmetic of
-the same dtypes on the same inputs. The bound is the control's error times a small factor. There is no absolute tolerance and no
-allowed number of wrong elements.
+The error is the relative L2 error of the output vector of each row and head. The control is the same attention in plain
+low-precision torch operations, with the same dtypes and inputs. The bound is the control's error times a small factor. There is
+no absolute tolerance and no allowed number of wrong elements.
 """
 
 import math
@@ -87,7 +87,7 @@ def unchecked_eager_attention(
     arithmetic: torch.dtype,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Compute `eager_attention` for arguments that a call or the lab has checked."""
+    """Compute `eager_attention` without checking the arguments, for callers that have checked them."""
     keys, values = (side.to(torch.float32).transpose(1, 2) for side in (keys, values))
     rows = _as_operand(query.to(torch.float32), arithmetic).transpose(1, 2)  # [batch, num_qo_heads, q_len, head_dim]
     bmm1_scale, bmm2_scale = scales_as(rows, softmax)
@@ -107,7 +107,9 @@ def unchecked_eager_attention(
 
 
 def _of_each_group(rows: torch.Tensor, side: torch.Tensor) -> torch.Tensor:
-    """Multiply the query rows of each group of heads by their K/V head. Heads that share a K/V head form one matrix."""
+    """Multiply the rows of every query head by the matrix of the head's K/V head. Query heads that share a K/V head are
+    multiplied as one matrix.
+    """
     q_len = rows.shape[2]
     by_head = rows.unflatten(1, (side.shape[1], -1)).flatten(2, 3) @ side
     return (
@@ -129,7 +131,7 @@ class Comparison:
 
     Attributes:
         error: relative L2 of each vector, float64 [num_rows, num_heads].
-        bound: largest allowed error of each vector, float64 [num_rows, num_heads].
+        bound: largest allowed relative L2 error of each vector, float64 [num_rows, num_heads].
         regression: regression of the output on the expected output; None if a vector exceeds its bound or there are no vectors.
     """
 
@@ -143,14 +145,18 @@ class Comparison:
 
     @property
     def faulty(self) -> torch.Tensor:
-        """Return the wrong vectors, or if there are none the vectors of the biased group, bool [num_rows, num_heads]."""
+        """Return which vectors to report as wrong, bool [num_rows, num_heads]: those above their bounds. If a slope of the
+        regression exceeds its bound, return the vectors of the worst group.
+        """
         if self.regression is not None and self.regression.worst_ratio > 1:
             return self.wrong | self.regression.worst_group
         return self.wrong
 
     @property
     def wrong(self) -> torch.Tensor:
-        """Return the wrong vectors, bool [num_rows, num_heads]. A vector with an infinite error is wrong for any bound."""
+        """Return which vectors have an error above their bound, bool [num_rows, num_heads]. An infinite error is above every
+        bound.
+        """
         return ~(self.error <= self.bound) | self.error.isinf()
 
     @property
@@ -160,14 +166,15 @@ class Comparison:
 
     @property
     def worst_ratio(self) -> float:
-        """Return the largest ratio of an error to its bound, over vectors and slopes: at most 1 if the output is right, 0 if it
-        is empty.
+        """Return the largest ratio of an error to its bound, over all vectors and all slopes of the regression. It is at most 1
+        if the output is right, and 0 if the output is empty.
         """
         of_slopes = 0.0 if self.regression is None else self.regression.worst_ratio
         return max(float(self.ratio.max()), of_slopes) if self.error.numel() else of_slopes
 
     def worst(self, count: int) -> list[tuple[int, int]]:
-        """Return (row, head) of at most `count` vectors with the largest ratio of error to bound, the worst first.
+        """Return (row, head) of the `count` vectors with the largest ratio of error to bound, the largest first. There may be
+        fewer vectors.
 
         Wrong vectors come before right ones.
         """
@@ -179,10 +186,11 @@ class Comparison:
 def compare(
     out: torch.Tensor, expected: torch.Tensor, control: torch.Tensor, groups: torch.Tensor | None = None
 ) -> Comparison:
-    """Compare an output with the expected one. The bound is CONTROL_FACTOR times the control's error.
+    """Return the error of each vector of an output, and its bound: CONTROL_FACTOR times the control's error.
 
-    One vector's control error is random, so all vectors of a group share the largest one. A group is the rows of one request,
-    with all heads. A vector that is expected to be zero must be exactly zero, and its control error does not count.
+    One vector's control error is random, so all vectors of a group get the bound of the largest control error in the group. A
+    group is the rows of one request, with all heads. A vector that is expected to be zero must be exactly zero, and the
+    control's error in this vector does not count.
 
     Args:
         out, expected, control: [num_rows, num_heads, head_dim]; expected in float64.

@@ -1,4 +1,5 @@
-"""The right metadata of each forward mode for a TRT-LLM kernel, of MHA or MLA, computed one request at a time.
+"""The metadata that a TRT-LLM kernel (MHA or MLA) needs in each forward mode, computed one request at a time. It defines the
+right result for `lab.metadata`.
 
 The batch and the pool are read by attribute name, so any objects with the attributes of ``lab.metadata``'s ``ForwardBatch`` and
 ``KVPool`` can be passed. The host reads device tensors: this code defines the right result and need not be fast.
@@ -12,7 +13,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ForwardMetadata:
-    """The right metadata as Python numbers. Page tables list only each request's live pages."""
+    """The right metadata of a pass on the MHA kernels, as Python numbers. A page table lists only a request's live pages, those
+    that hold its tokens.
+    """
 
     cache_seqlens: list[int]
     max_seq_len_q: int
@@ -93,7 +96,7 @@ def zigzag_forward_metadata(batch: Any, pool: Any, num_ranks: int, rank: int) ->
 
 
 def encoder_only_verify(batch: Any, pool: Any) -> tuple[list[int], list[list[int]]]:
-    """Return the keys and the live pages of each query row of a verification on an encoder-only layer.
+    """Return the number of keys and the live pages of each query row in a verification on an encoder-only layer.
 
     A row sees all keys of its request, also the keys of later rows. So each row is a request of one row (SGLang 0.5.23).
 
@@ -110,7 +113,9 @@ def encoder_only_verify(batch: Any, pool: Any) -> tuple[list[int], list[list[int
 
 @dataclass(frozen=True)
 class MLAForwardMetadata:
-    """The right metadata of the MLA decode kernel. Block tables list only the pages that a request's rows may see."""
+    """The right metadata of a pass on the MLA decode kernel, as Python numbers. A block table lists only the pages that a
+    request's rows may see.
+    """
 
     seq_lens_k: list[int]
     seen_lens: list[int]
@@ -177,7 +182,8 @@ def mla_prefix_chunks(batch: Any, pool: Any, capacity: int) -> list[list[list[in
 
 
 def mla_dcp_metadata(keys: int, row: int, pool: Any, size: int, rank: int) -> tuple[int, list[int]]:
-    """Return how many tokens of a request a rank of decode context parallelism holds, and their pages in order.
+    """Return how many tokens of a request are on one rank of decode context parallelism, and the pages of these tokens in
+    order.
 
     Args:
         keys: number of tokens of the request.
@@ -253,6 +259,6 @@ def _boundaries(lengths: list[int]) -> list[int]:
 
 
 def _swa_out_cache_loc(batch: Any, pool: Any) -> list[int]:
-    """Return one window slot per query row; padding rows have slot 0."""
+    """Return the slot of each query row in the sliding-window pool; padding rows have slot 0."""
     slots = [int(pool.full_to_swa[slot]) for slot in batch.out_cache_loc.tolist()]
     return slots + [0] * (batch.num_tokens - len(slots))

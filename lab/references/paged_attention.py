@@ -53,7 +53,9 @@ def paged_attention(problem: PagedAttention) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _planned_on_host(problem: PagedAttention) -> PagedAttention:
-    """Return the problem with lengths, row offsets and tables on the host, where planning costs no launch."""
+    """Return the problem with lengths, row offsets and tables copied to the host. Indices are then computed there without GPU
+    launches.
+    """
     k_tables, offsets = problem.k_block_tables.cpu(), problem.cu_seqlens_q
     shared = problem.v_block_tables is problem.k_block_tables
     return replace(
@@ -80,7 +82,8 @@ class _Block(NamedTuple):
 
 
 class _Piece:
-    """Blocks that are solved together, padded to the longest. Indices are computed on the host, where reading them is fast.
+    """Blocks that are solved together, padded to the longest. All indices are computed on the host, where reading tensors is
+    fast.
 
     Keys of a block are counted from its first page on.
 
@@ -137,7 +140,9 @@ class _Piece:
         ]
 
     def unseen(self, tile: Tile) -> Sequence[torch.Tensor]:
-        """Return (requests, keys), int64, of all keys of a tile that no row of their block sees; () if all are seen."""
+        """Return the keys of a tile that no row of their block sees, as two int64 tensors: requests and keys. Return () if all
+        keys are seen.
+        """
         start, end = self._seen_from[tile.first_request :], self._seen_to[tile.first_request :]
         if int(start.max()) <= tile.start and tile.end <= int(end.min()):
             return ()
@@ -156,7 +161,9 @@ def _moved(device: torch.device, *indices: torch.Tensor) -> Sequence[torch.Tenso
 
 
 def _pieces(problem: PagedAttention) -> Iterator[_Piece]:
-    """Yield the problem in pieces of at most `piece_elements`. Requests of similar length are in one piece."""
+    """Yield the blocks of query rows in pieces of at most `piece_elements` elements. Blocks with similar numbers of keys are in
+    one piece.
+    """
     _, num_qo_heads, head_dim = problem.query.shape
     num_kv_heads, page_size = problem.k_cache.shape[1:3]
     kv_elements = num_kv_heads * (head_dim + problem.v_head_dim)  # of one key
@@ -176,7 +183,7 @@ def _pieces(problem: PagedAttention) -> Iterator[_Piece]:
 
 
 def piece_elements(device: torch.device) -> int:
-    """Return the most elements of one piece on a device."""
+    """Return the largest number of elements of K and V, or of scores, in one piece on a device."""
     return GPU_PIECE_ELEMENTS if device.type == "cuda" else PIECE_ELEMENTS
 
 
@@ -241,7 +248,7 @@ def _visible(problem: PagedAttention, piece: _Piece, kv_len: int) -> torch.Tenso
 
 
 def _entries(cache: torch.Tensor, scale_factors: torch.Tensor | None, pages: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """Return a tile's whole pages, dequantised: float64 [requests * num_kv_heads, keys, head_dim]."""
+    """Return K or V of a tile, dequantised: float64 [requests * num_kv_heads, keys, head_dim]. A tile has whole pages."""
     num_keys = tile.end - tile.start
 
     def by_head(stored: torch.Tensor) -> torch.Tensor:  # [requests, num_kv_heads, pages, page_size, last dimension]

@@ -1,4 +1,4 @@
-"""The reference over contiguous K/V: `attention` of one request at a time."""
+"""Softmax attention in float64 over contiguous K/V: `lab.references.attention` for one request at a time."""
 
 import math
 from collections.abc import Iterator
@@ -38,8 +38,8 @@ def ragged_attention(problem: RaggedAttention) -> tuple[torch.Tensor, torch.Tens
 
 
 def _blocks(problem: RaggedAttention) -> Iterator[tuple[slice, slice, int]]:
-    """Yield (rows of one request, all keys of the request, the first row's position). Blocks are small, so that scores stay
-    small.
+    """Yield small blocks of query rows, so that the scores of a block fit in memory: the rows, all keys of their request, and
+    the position of the first row.
     """
     q_offsets, kv_offsets = problem.cu_seqlens_q.tolist(), problem.cu_seqlens_kv.tolist()
     for request in range(problem.batch_size):
@@ -53,7 +53,9 @@ def _blocks(problem: RaggedAttention) -> Iterator[tuple[slice, slice, int]]:
 
 
 def _solve(problem: RaggedAttention, rows: slice, keys: slice, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out, float64 [rows, num_qo_heads, v_head_dim], and lse_log2, float64 [rows, num_qo_heads]."""
+    """Compute attention of query rows over keys. Return out, float64 [rows, num_qo_heads, v_head_dim], and lse_log2, float64
+    [rows, num_qo_heads].
+    """
     device = problem.query.device
     kv_len = keys.stop - keys.start
     visible = visible_keys(

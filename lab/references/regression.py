@@ -1,8 +1,9 @@
-"""The regression of an output on the expected output. It finds a bias that is within the bound of every single vector.
+"""Regress an output on the expected output. This finds a bias that is within the bound of every single vector.
 
-A vector's slope is sum(out * exact) / sum(exact ** 2). The slope of a group is the mean of its vectors' slopes, so that long
-and short vectors count equally. For a right kernel it differs from 1 only by rounding. Rounding errors of different vectors are
-independent, so the mean's error falls with the square root of the number of vectors.
+A vector's slope is sum(out * expected) / sum(expected ** 2), which is the factor by which the vector is too large. The slope of
+a group is the mean of its vectors' slopes, so that long and short vectors count equally. For a right kernel this mean differs
+from 1 only by rounding. Rounding errors of different vectors are independent, so the mean's error falls with the square root of
+the number of vectors.
 """
 
 import math
@@ -30,12 +31,14 @@ LN2 = math.log(2.0)
 
 @dataclass(frozen=True, eq=False)
 class Regression:
-    """The slopes of groups of vectors in one output. The groups are: all vectors, heads, requests, rows.
+    """The mean slope of each group of vectors in one output. There are five kinds of groups: all vectors; those of one head;
+    those of one request; those of the rows with one index in their request, counted from its first row; the same counted from
+    its last row.
 
     Attributes:
-        words: the name of each group, such as "of head 3"; empty for all vectors.
-        labels: int64 [num_kinds, num_rows, num_heads], the number of each vector's group in each kind of groups.
-        slope: float64 [num_groups].
+        words: the name of each group for a sentence, such as " of head 3"; the group of all vectors has an empty name.
+        labels: int64 [num_kinds, num_rows, num_heads], the index of each vector's group in `slope`, for each kind of groups.
+        slope: float64 [num_groups], the mean slope of each group.
         bound: float64 [num_groups], largest allowed |slope - 1|.
     """
 
@@ -46,21 +49,23 @@ class Regression:
 
     @property
     def ratio(self) -> Tensor:
-        """Return |slope - 1| divided by its bound, float64 [num_groups]."""
+        """Return each group's |slope - 1| divided by its bound, float64 [num_groups]."""
         return (self.slope - 1).abs() / self.bound
 
     @property
     def worst_ratio(self) -> float:
-        """Return the largest ratio; 0 if there is no group."""
+        """Return the largest |slope - 1| / bound of all groups; 0 if there is no group."""
         return float(self.ratio.max()) if self.words else 0.0
 
     @property
     def worst_group(self) -> Tensor:
-        """Return the vectors of the group with the largest ratio, bool [num_rows, num_heads]."""
+        """Return which vectors are in the group with the largest |slope - 1| / bound, bool [num_rows, num_heads]."""
         return (self.labels == int(self.ratio.argmax())).any(dim=0)
 
     def sentence(self) -> str:
-        """Return a sentence with the factor by which the group with the largest ratio is wrong."""
+        """Return a sentence about the group with the largest |slope - 1| / bound: by how much its outputs are too large or too
+        small.
+        """
         worst = int(self.ratio.argmax())
         slope, bound = float(self.slope[worst]), float(self.bound[worst])
         above = slope > 1
@@ -73,8 +78,7 @@ class Regression:
 def regress(
     out: Tensor, expected: Tensor, control: Tensor, lse_log2: Tensor, request_of_row: Tensor, arithmetic: torch.dtype
 ) -> Regression:
-    """Return the slopes of these groups: all vectors, each head, each request, and all rows with the same place in their
-    request.
+    """Return the mean slopes of all groups of vectors (`Regression` names the groups), with the bounds of the slopes.
 
     A slope's bound is `DEVIATIONS` times the standard deviation of the group's mean. One vector's standard deviation is that of
     one rounding, in `arithmetic` or the control's dtype, plus that of the control's slopes; the mean divides it by the square
@@ -119,7 +123,7 @@ def regress(
 
 
 def _kinds(request_of_row: Tensor, num_heads: int) -> Iterator[tuple[list[str], Tensor]]:
-    """Yield, for each kind of groups, the groups' names and the group number of each vector, broadcastable to [num_rows,
+    """Yield the groups of each kind: their names, and the number of each vector's group, broadcastable to [num_rows,
     num_heads].
     """
     device = request_of_row.device

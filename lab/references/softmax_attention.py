@@ -59,7 +59,9 @@ def attention(
 def unchecked_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, softmax: Softmax
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `attention` for arguments that a call has checked. NaN in a query gives NaN in its output."""
+    """Compute `attention` without checking the arguments, for callers that have checked them. NaN in a query gives NaN in its
+    output.
+    """
     batch, kv_len, num_kv_heads, head_dim = keys.shape
     v_head_dim = values.shape[3]
     kv = TiledKV(
@@ -74,7 +76,9 @@ def unchecked_attention(
 
 
 class Tile(NamedTuple):
-    """Keys `start` to `end` of the requests from `first_request` on. Requests before it are too short."""
+    """The keys `start` to `end` - 1 of several requests, which are sorted by length. Requests before `first_request` are too
+    short to have such keys.
+    """
 
     first_request: int
     start: int
@@ -82,7 +86,9 @@ class Tile(NamedTuple):
 
 
 class TiledKV(NamedTuple):
-    """K and V in tiles that are converted on access: float64 [requests * num_kv_heads, keys, head_dim]. V is finite."""
+    """K and V of a batch, read tile by tile. `keys` and `values` return a tile as float64 [requests * num_kv_heads, keys,
+    head_dim]; values must be finite.
+    """
 
     keys: Callable[[Tile], torch.Tensor]
     values: Callable[[Tile], torch.Tensor]
@@ -93,7 +99,8 @@ class TiledKV(NamedTuple):
 
 
 def tiles(kv_lens: list[int], elements: int, device: torch.device, step: int = 1) -> list[Tile]:
-    """Return the tiles of requests. A tile has as many keys as may be in float64 at a time.
+    """Return the tiles that divide the keys of all requests. A tile is as large as the limit of K or V elements in float64
+    allows.
 
     Args:
         kv_lens: numbers of keys of the requests, ascending, multiples of `step`.
@@ -114,7 +121,7 @@ def tiles(kv_lens: list[int], elements: int, device: torch.device, step: int = 1
 
 
 def in_float64(entries: torch.Tensor) -> torch.Tensor:
-    """Return K or V in float64 as a contiguous tensor; otherwise the products would copy it again."""
+    """Return K or V in float64 as a contiguous tensor, so that the matrix products do not copy it again."""
     return entries.to(torch.float64, memory_format=torch.contiguous_format)
 
 

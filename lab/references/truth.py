@@ -44,10 +44,10 @@ class Truth:
 
     def compare(self, out: Tensor, least_bound: float = 0.0) -> Comparison:
         """Compare an output by `lab.references.errors.compare`, with a bound of at least one rounding. If all vectors are
-        right, regress.
+        within their bounds, check the output for a bias too (`lab.references.regression`).
 
-        With coded values the control may have almost no error, but a right kernel that rounds its splits' results, as FA3's MLA
-        kernel does, has one rounding.
+        If the values are exact in the control's dtype, the control may have almost no error, but a right kernel that rounds its
+        splits' results, as FA3's MLA kernel does, has one rounding.
 
         Args:
             out: the output, in the shape of `expected`.
@@ -63,7 +63,9 @@ class Truth:
         return replace(comparison, regression=replace(found, bound=bound))
 
     def wrong_output(self, comparison: Comparison, out: Tensor) -> str:
-        """Return a sentence about the wrong vectors of an output (number, requests, worst errors), or about its bias."""
+        """Return a sentence about the wrong vectors of an output (their number, their requests, the largest errors), or about
+        the output's bias.
+        """
         count = int(comparison.wrong.sum())
         if comparison.regression is not None:
             return comparison.regression.sentence()
@@ -151,11 +153,12 @@ def truth_of_requests(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_l
 
 
 def _error_of_scaled_values(query: Tensor, histories: list[tuple[Tensor, Tensor]], rules: Rules) -> float:
-    """Return the error that all outputs may share if a kernel rounds a quantised cache's values times bmm2_scale.
+    """Return the relative error that all outputs may share if a kernel multiplies a quantised cache's values by bmm2_scale and
+    rounds the products.
 
-    Such values have few different mantissas, so their roundings do not average out. The mean error is up to half of the largest
-    rounding error (2.0e-3 in bfloat16, for normally distributed values in e4m3 and in NVFP4 over all scales). A scale that is a
-    power of two causes no rounding.
+    A quantised cache's values have few different mantissas, so their roundings do not average out. The mean error is up to half
+    of the largest rounding error (2.0e-3 in bfloat16, for normally distributed values in e4m3 and in NVFP4 over all scales). A
+    scale that is a power of two causes no rounding.
     """
     is_quantised = any(values.dtype != query.dtype for _, values in histories)
     is_power_of_two = abs(math.frexp(float(rules.bmm2_scale))[0]) == 0.5
@@ -165,7 +168,9 @@ def _error_of_scaled_values(query: Tensor, histories: list[tuple[Tensor, Tensor]
 def _pieces(
     query: Tensor, histories: list[tuple[Tensor, Tensor]], q_lens: list[int], rules: Rules
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return expected output, control and LSE, computed piece by piece. A piece has requests of equal lengths."""
+    """Return expected output, control and LSE of all rows. They are computed for one piece at a time: some rows of requests
+    with equal numbers of keys and rows.
+    """
     row_ids = torch.arange(sum(q_lens), device=query.device).split(q_lens)
     pieces, places = [], []
     most = piece_elements(query.device)
@@ -187,8 +192,8 @@ def _pieces(
 def _together(
     query: Tensor, histories: list[tuple[Tensor, Tensor]], q_lens: list[int], most: int
 ) -> Iterator[list[int]]:
-    """Yield groups of requests with equal numbers of keys and rows, of at most `most` elements. Requests without rows are left
-    out.
+    """Yield lists of requests to compute together. The requests of a list have equal numbers of keys and rows, and at most
+    `most` elements of K and V or of scores. Requests without rows are left out.
     """
     by_size: dict[tuple[int, int], list[int]] = {}
     for request, ((keys, _), q_len) in enumerate(zip(histories, q_lens, strict=True)):
@@ -203,7 +208,8 @@ def _together(
 def _rows(
     query: Tensor, keys: Tensor, values: Tensor, rows: range, q_len: int, rules: Rules, shown: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return expected output, control and LSE for the same rows of several requests, request after request.
+    """Return expected output, control and LSE for the same rows of several requests. Results are ordered by request, then by
+    row.
 
     Args:
         query: [num_requests, len(rows), num_qo_heads, head_dim].

@@ -1,4 +1,5 @@
-"""The interface of every attention backend: its metadata (its kernels' arguments), the buffers of the metadata, and its calls.
+"""The interface of an attention backend: it builds metadata (the arguments of its kernels), makes buffers for metadata in CUDA
+graphs, and prepares attention calls.
 
 A backend object holds only configuration. Requests are in a `KVPool`, and tensors that keep their addresses for CUDA graphs in
 `MetadataBuffers`.
@@ -22,7 +23,9 @@ MetadataT_co = TypeVar("MetadataT_co", covariant=True)
 
 
 class PassMetadata(Protocol):
-    """The metadata of one pass on a paged kernel, in any backend. The two tensors have the names of the kernel's arguments."""
+    """The metadata of one forward pass on a kernel with paged K/V, in any backend. `seq_lens` and `block_tables` have the names
+    of the kernel's arguments.
+    """
 
     @property
     def seq_lens(self) -> Tensor: ...
@@ -31,13 +34,13 @@ class PassMetadata(Protocol):
     def block_tables(self) -> Tensor: ...
 
     def leading(self, batch_size: int) -> "PassMetadata":
-        """Return the metadata of the first requests, as slices of the same storage."""
+        """Return the metadata of the first `batch_size` requests, as slices of the same storage."""
         ...
 
     def pass_buffers(
         self, seq_len_offset: int, query_rows: int | Tensor | None = None, out_cache_loc: Tensor | None = None
     ) -> PassBuffers:
-        """Return the `PassBuffers` with which a launch writes this metadata in place.
+        """Return the `PassBuffers` of this metadata: the arguments with which a launch writes it in place.
 
         Args:
             seq_len_offset: tokens per request that ``seq_lens`` does not count.
@@ -49,14 +52,15 @@ class PassMetadata(Protocol):
 
 
 class MetadataBuffers(Protocol[MetadataT_co]):
-    """The metadata of one `GraphMode`, in buffers that keep their addresses."""
+    """The metadata of one `GraphMode` for all captured batch sizes, in buffers that keep their addresses."""
 
     def slices(self, batch_size: int) -> MetadataT_co:
-        """Return the metadata of a captured size, always at the same addresses."""
+        """Return the metadata of a captured batch size, always at the same addresses."""
         ...
 
     def prepare(self, view: ForwardBatch) -> Callable[[], None]:
-        """Return a call that rebuilds a captured size's metadata in place. It can be captured: the host reads nothing.
+        """Return a function that rebuilds the metadata of a captured batch size in place. A CUDA graph can capture the
+        function: the host reads nothing.
 
         Args:
             view: the batch of that size, whose tensors are the runner's input buffers (`StaticInputs.view`).
@@ -68,13 +72,13 @@ class Backend(Protocol[MetadataT]):
     """An attention backend of the engine, such as `lab.metadata.mha.backend.TRTLLMMHABackend`."""
 
     def build_metadata(self, batch: ForwardBatch, pool: KVPool) -> MetadataT:
-        """Build the metadata of an eager pass, which no graph runs, in new tensors."""
+        """Build the metadata of an eager pass (a pass outside CUDA graphs) in new tensors."""
         ...
 
     def new_buffers(
         self, modes: Sequence[GraphMode], pool: KVPool, max_batch_size: int
     ) -> Mapping[GraphMode, MetadataBuffers[MetadataT]]:
-        """Make the buffers of each mode, with room for the largest captured size."""
+        """Make the metadata buffers of each mode, with room for `max_batch_size` requests, the largest captured size."""
         ...
 
     def prepare_attention(
@@ -88,9 +92,10 @@ class Backend(Protocol[MetadataT]):
         max_context_len: int,
         out: Tensor,
     ) -> Callable[[], Tensor]:
-        """Prepare one layer's attention over the paged cache. The call can be captured; it fills and returns `out`.
+        """Prepare one layer's attention over the paged cache. Return a function that fills and returns `out`; a CUDA graph can
+        capture it.
 
-        Contents of the tensors may change between the calls, as in `lab.kernels.prepare`.
+        Contents of the tensors may change between two calls of the function, as in `lab.kernels.prepare`.
 
         Args:
             batch, metadata: the forward pass.
@@ -104,7 +109,9 @@ class Backend(Protocol[MetadataT]):
 
 
 def buffer_in(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return the tensor if `dtype` is None or its dtype; else an uninitialised tensor of the same shape in `dtype`."""
+    """Return the tensor itself if it has the dtype or `dtype` is None; else an uninitialised tensor of the same shape in
+    `dtype`.
+    """
     return tensor if dtype in (None, tensor.dtype) else torch.empty_like(tensor, dtype=dtype)
 
 
@@ -141,7 +148,9 @@ def prepare_passes(passes: Sequence[PassBuffers], batch: ForwardBatch, pool: KVP
 
 
 def seq_len_offset(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> int:
-    """Return the ``seq_len_offset`` of a pass: `uncounted_tokens`, but 0 in a ragged verification (see `prepare_passes`)."""
+    """Return the number of tokens that a launch adds to all of ``seq_lens``: `uncounted_tokens`, but 0 in a ragged verification
+    (see `prepare_passes`).
+    """
     if batch.forward_mode.query_rows is QueryRows.VERIFIED:
         return 0
     return uncounted_tokens(batch, attention)

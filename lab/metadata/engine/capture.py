@@ -28,7 +28,8 @@ def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = No
 
 
 def capture(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
-    """Run a call once to warm up, then capture it. Return (a call that replays the graph, the captured call's result).
+    """Run a call once to warm up, then capture it in a CUDA graph. Return a function that replays the graph, and the result of
+    the captured call.
 
     On a CPU the replay runs the call itself. The call must then return the same object each time, as a graph does.
     """

@@ -21,7 +21,9 @@ Body = Callable[[ForwardBatch, MetadataT], Callable[[], Any]]
 
 @dataclass(frozen=True, eq=False)
 class SizedPass(Generic[MetadataT]):
-    """One captured size: the batch that its graph reads, its metadata, and the call that rebuilds the metadata in place."""
+    """What a runner keeps for one captured batch size: the batch that the graph reads, its metadata, and the function that
+    rebuilds the metadata in place.
+    """
 
     view: ForwardBatch
     metadata: MetadataT
@@ -30,7 +32,7 @@ class SizedPass(Generic[MetadataT]):
 
 @dataclass(frozen=True, eq=False)
 class CapturedSize(SizedPass[MetadataT]):
-    """A captured size with its graph: `replay` runs it, and it writes to `output`."""
+    """A captured batch size with its CUDA graph. `replay` runs the graph, which writes to `output`."""
 
     replay: Callable[[], None]
     output: Any
@@ -39,7 +41,9 @@ class CapturedSize(SizedPass[MetadataT]):
 def sized_passes(
     inputs: StaticInputs, buffers: MetadataBuffers[MetadataT], batch_sizes: Sequence[int]
 ) -> dict[int, SizedPass[MetadataT]]:
-    """Return the pass of each captured size, in order of size. Its tensors are slices of one mode's inputs and buffers."""
+    """Return the `SizedPass` of each captured batch size, in ascending order. All sizes use slices of the same inputs and
+    buffers.
+    """
     passes = {}
     for size in sorted(set(batch_sizes)):
         view = inputs.view(size)
@@ -48,7 +52,7 @@ def sized_passes(
 
 
 def check_sizes(batch_sizes: Sequence[int]) -> None:
-    """Raise ValueError if there is no size, or a size below 1."""
+    """Raise ValueError if the list of batch sizes to capture is empty or has a size below 1."""
     if not batch_sizes or min(batch_sizes) < 1:
         raise ValueError(f"batch_sizes={list(batch_sizes)} must be one size or more, each at least 1")
 
@@ -71,8 +75,8 @@ class GraphRunner(Generic[MetadataT]):
         mode: the mode of all graphs.
         pool: the pool that holds the requests.
         batch_sizes: the sizes to capture, in any order.
-        body: prepares, for each size, the call that a graph runs after its metadata is rebuilt. The call runs twice: once to
-            warm up, and once in the capture.
+        body: called once per size. It returns the call that the graph runs after its metadata is rebuilt. The call is made
+            twice: once to warm up, and once in the capture.
         place: whether the metadata is rebuilt before the replay or inside the graph.
         padded_seq_len: see `StaticInputs`.
         metadata: the mode's buffers, with room for the largest size; None: the backend makes them.
@@ -104,15 +108,17 @@ class GraphRunner(Generic[MetadataT]):
         self.captured = {size: self._capture(passes[size], body) for size in reversed(passes)}
 
     def size_for(self, batch_size: int) -> int:
-        """Return the smallest captured size that holds a batch (`size_for`)."""
+        """Return the smallest captured size with room for `batch_size` requests; raises ValueError if there is none."""
         return size_for(batch_size, list(self.captured))
 
     def eager(self, batch: ForwardBatch) -> MetadataT:
-        """Build the metadata of an eager pass, which no graph runs, in new tensors."""
+        """Build the metadata of an eager pass (a pass outside CUDA graphs) in new tensors."""
         return self.backend.build_metadata(batch, self.pool)
 
     def replay(self, batch: ForwardBatch) -> Any:
-        """Load a batch, rebuild its metadata, replay. Return the graph's padded output, which the next replay overwrites."""
+        """Copy a batch into the inputs, rebuild its metadata, and replay the graph of its size. Return the graph's output with
+        padding; the next replay overwrites it.
+        """
         captured = self.captured[self.size_for(batch.batch_size)]
         self.inputs.load(batch, captured.view.batch_size)
         if self.place is MetadataPlace.BEFORE_REPLAY:

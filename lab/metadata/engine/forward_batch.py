@@ -16,7 +16,8 @@ FROZEN_KV_STEP = -1
 
 @dataclass(frozen=True, eq=False)
 class SpecInfo:
-    """The part that speculative decoding adds to a batch. Its presence turns ``DECODE`` into a draft decode step.
+    """The fields that speculative decoding adds to a batch, as in SGLang. A ``DECODE`` batch that has them is a draft decode
+    step.
 
     Attributes:
         num_draft_tokens: query rows per request in verification; most rows of one request in a ragged verification; None in
@@ -81,7 +82,7 @@ class SpecInfo:
 
 @dataclass(frozen=True, eq=False)
 class ForwardBatch:
-    """The part of SGLang's ForwardBatch from which attention metadata is built.
+    """The fields of SGLang's ForwardBatch from which attention metadata is built.
 
     Device tensors may lie anywhere (``meta`` included) and are never read here: every check uses shapes, dtypes
     and the host lists.
@@ -122,12 +123,12 @@ class ForwardBatch:
 
     @property
     def writes_no_kv(self) -> bool:
-        """Return True for a pass of a frozen-KV draft, which writes no K and V of its rows."""
+        """Return True for a pass of a frozen-KV draft, in which the draft model reads the target's K/V and writes none."""
         return self.spec_info is not None and self.spec_info.speculative_step_id == FROZEN_KV_STEP
 
     @property
     def batch_size(self) -> int:
-        """Return the number of requests, padded rows included."""
+        """Return the number of requests, padding requests included."""
         return self.seq_lens.shape[0]
 
     def __post_init__(self) -> None:

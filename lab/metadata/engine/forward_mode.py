@@ -1,4 +1,4 @@
-"""The kinds of forward pass that a serving engine runs, and a row of facts for each.
+"""The forward modes: the kinds of forward pass that a serving engine runs, each with a row of facts.
 
 Code that builds a batch, its metadata or its call reads the row: `ForwardMode.query_rows`, `uncounted`, `mha_call`,
 `mla_call`, `in_graph`. It does not compare the mode with a list of names.
@@ -33,7 +33,7 @@ class QueryRows(NamedEnum):
 
 
 class UncountedTokens(NamedEnum):
-    """The tokens of a request that are keys of this pass and that ``seq_lens`` does not count."""
+    """Which tokens of a request are keys of a pass although ``seq_lens`` does not count them."""
 
     NONE = "none"  # seq_lens counts the new tokens
     QUERY_ROWS = "query rows"  # the draft tokens that this pass verifies
@@ -53,8 +53,8 @@ class ForwardMode(IntEnum):
     Attributes:
         query_rows: number of query rows of each request.
         uncounted: tokens that ``seq_lens`` leaves out.
-        mha_call, mla_call: the call that each backend makes (SGLang 0.5.23; the first draft extend as in 0.5.13 with MHA and
-            in 0.5.12 with MLA); None where no attention runs.
+        mha_call, mla_call: FlashInfer's call that the MHA and the MLA backend make (SGLang 0.5.23; the first draft extend as in
+            0.5.13 with MHA and in 0.5.12 with MLA); None where no attention runs.
         in_graph: True if a `GraphMode` can capture the mode.
     """
 
@@ -110,10 +110,10 @@ class ForwardMode(IntEnum):
 
     @property
     def is_prefill(self) -> bool:
-        """Return True for a pass over new tokens without speculation: ``query_rows`` is NEW_TOKENS."""
+        """Return True for a mode that computes new tokens without speculation: ``query_rows`` is NEW_TOKENS."""
         return self.query_rows is QueryRows.NEW_TOKENS
 
     @property
     def extends_draft(self) -> bool:
-        """Return True for both draft extends, in which the draft model catches up."""
+        """Return True for DRAFT_EXTEND and DRAFT_EXTEND_V2, in which the draft model computes the accepted tokens."""
         return self.query_rows in (QueryRows.ACCEPTED, QueryRows.FIXED)

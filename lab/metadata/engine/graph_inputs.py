@@ -1,4 +1,6 @@
-"""The mode of a runner's CUDA graphs, and the input buffers. Before a replay, a batch is copied into them and padded."""
+"""The mode of a runner's CUDA graphs, and the input buffers that the graphs read. Before a replay, a batch is copied into the
+buffers and padded.
+"""
 
 from dataclasses import dataclass
 
@@ -41,7 +43,9 @@ class GraphMode:
 
     @classmethod
     def frozen_kv_draft(cls) -> "GraphMode":
-        """Return the mode of every pass of a frozen-KV draft. A captured size counts rows: requests times ``topk``."""
+        """Return the mode of all passes of a frozen-KV draft, which writes no K/V. A captured size counts rows: requests times
+        ``topk``.
+        """
         return cls(ForwardMode.DECODE, draft_step=FROZEN_KV_STEP)
 
     @classmethod
@@ -89,7 +93,7 @@ class GraphMode:
 
     @property
     def slots_per_req(self) -> int:
-        """Return the number of tokens per request whose K and V a graph writes."""
+        """Return for how many tokens of each request a graph writes K and V."""
         return 0 if self.draft_step == FROZEN_KV_STEP else self.num_tokens_per_req
 
     def __post_init__(self) -> None:
@@ -104,7 +108,7 @@ class GraphMode:
 
 
 class StaticInputs:
-    """The runner's input buffers, and the batch made of these buffers that the captured graphs read.
+    """The input buffers of a runner. The captured graphs read batches that consist of slices of these buffers.
 
     Args:
         mode: the runner's mode.
@@ -126,7 +130,9 @@ class StaticInputs:
         self.extend_seq_lens = torch.full((max_batch_size,), width, dtype=torch.int32, device=device)
 
     def view(self, batch_size: int) -> ForwardBatch:
-        """Return the batch of a captured size: slices of the buffers, and host facts that hold for every replay."""
+        """Return the batch that the graph of a captured size reads: slices of the buffers, and host numbers that hold for every
+        replay.
+        """
         mode, width = self.mode, self.mode.num_tokens_per_req
         lens = self.extend_seq_lens[:batch_size]
         return ForwardBatch(
@@ -141,7 +147,7 @@ class StaticInputs:
         )
 
     def load(self, batch: ForwardBatch, batch_size: int) -> None:
-        """Copy a batch in, and pad it to a captured size.
+        """Copy a batch into the buffers, and pad it to the captured size `batch_size`.
 
         Padding requests have row 0 of the request table, `padded_seq_len` tokens, and slot 0, in the sink page, for new tokens.
         Padding is written whenever the batch is smaller than the size, so that no value of an earlier, larger batch remains.
@@ -192,7 +198,8 @@ class StaticInputs:
 
     @staticmethod
     def _check_rows(batch: ForwardBatch) -> None:
-        """Refuse a batch that lacks the numbers of rows: the graph reads them on the device, and the host checks them.
+        """Raise ValueError for a batch that lacks the requests' numbers of rows: the graph reads them on the device, and the
+        host checks them.
 
         A ragged verification may lack the numbers on the host (SGLang's `from_verify_lens_device`): ``num_draft_tokens`` bounds
         them.

@@ -1,4 +1,6 @@
-"""Lengths of a batch on the host: the rule that decides whether an engine needs them, and the copy (SGLang's PR 26824)."""
+"""The copy of a batch's lengths from the GPU to the host, and the rule that decides whether an engine needs it (SGLang's PR
+26824).
+"""
 
 from collections.abc import Iterable
 

@@ -48,12 +48,14 @@ class PagedKVCache:
 
     @property
     def k_cache(self) -> Tensor:
-        """Return ``[num_pages, ., ., head_dim]`` in this cache's layout."""
+        """Return K: ``[num_pages, page_size, num_kv_heads, head_dim]`` in an NHD cache, with the middle axes swapped in an HND
+        cache.
+        """
         return self.storage[0]
 
     @property
     def v_cache(self) -> Tensor:
-        """Return ``[num_pages, ., ., head_dim]`` in this cache's layout."""
+        """Return V, in the same layout as `k_cache`."""
         return self.storage[1]
 
     @property
@@ -67,8 +69,8 @@ class PagedKVCache:
     def as_hnd(self) -> tuple[Tensor, Tensor]:
         """Return K and V as views ``[num_pages, num_kv_heads, page_size, head_dim]``, the form that FlashInfer takes.
 
-        An NHD cache is permuted, not copied, so its views are not contiguous. SGLang also repairs the stride of a
-        single head, see ``_with_canonical_strides``.
+        An NHD cache is permuted, not copied, so its views are not contiguous. As in SGLang, the stride of a single head is
+        corrected (``_with_canonical_strides``).
         """
         if self.layout is KVLayout.HND:
             return self.k_cache, self.v_cache
@@ -76,7 +78,7 @@ class PagedKVCache:
         return k, v
 
     def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store one token's K and V at each slot, bit for bit and without reading the device.
+        """Store K and V of one token at each slot, bit for bit and without reading the device.
 
         Args:
             slots: ``[n]`` int64. A row with a negative slot is written to slot 0, in the sink page; plain indexing would wrap
@@ -142,7 +144,7 @@ class NVFP4KVCache(PagedKVCache):
         return cls(packed.storage, packed.layout, factors, trtllm_gen)
 
     def write(self, slots: Tensor, k: Tensor, v: Tensor, *factors: Tensor) -> None:
-        """Store one token's K and V at each slot; slots and errors are as in `PagedKVCache.write`.
+        """Store K, V and scale factors of one token at each slot. Slots and errors are as in `PagedKVCache.write`.
 
         Args:
             slots: ``[n]`` int64.
@@ -169,8 +171,8 @@ class NVFP4KVCache(PagedKVCache):
 
 @dataclass(frozen=True, eq=False)
 class PagedLatentCache:
-    """One layer's cache of latent attention (MLA): one entry per token. The entry is the key of all heads, and its latent part
-    is their value.
+    """The MLA cache of one layer: one entry per token. The entry is the key of all heads, and its latent part is the value of
+    all heads.
 
     Attributes:
         storage: contiguous ``[num_pages, page_size, kv_lora_rank + qk_rope_head_dim]``.
@@ -197,7 +199,7 @@ class PagedLatentCache:
         return self.storage.unsqueeze(1)
 
     def write(self, slots: Tensor, entries: Tensor) -> None:
-        """Store one token's entry at each slot; slots and errors are as in `PagedKVCache.write`.
+        """Store the entry of one token at each slot. Slots and errors are as in `PagedKVCache.write`.
 
         Args:
             slots: ``[n]`` int64.
@@ -210,7 +212,7 @@ class PagedLatentCache:
 
 @dataclass(frozen=True, eq=False)
 class ShardedLatentCache:
-    """The latent cache of one layer, spread over the GPUs of decode context parallelism. Slot s is row s // size of rank s %
+    """The MLA cache of one layer, divided among the GPUs of decode context parallelism. Slot s is row s // size of rank s %
     size.
 
     Attributes:
@@ -221,11 +223,11 @@ class ShardedLatentCache:
     storage: Tensor
 
     def of_rank(self, rank: int) -> PagedLatentCache:
-        """Return one GPU's cache, which shares the storage."""
+        """Return the cache of one GPU, as a view of the same storage."""
         return PagedLatentCache(self.storage[rank])
 
     def write(self, slots: Tensor, entries: Tensor) -> None:
-        """Store one token's entry at each slot, on the GPU that owns it; errors are as in `PagedLatentCache.write`."""
+        """Store the entry of one token at each slot. Slot s is on rank s % size. Errors are as in `PagedLatentCache.write`."""
         _check_slots(slots)
         _check_rows("entries", entries, [slots.shape[0], self.storage.shape[3]], self.storage.dtype)
         size, slots = self.storage.shape[0], slots.clamp(min=0)
@@ -252,7 +254,7 @@ def _write_rows(pages: Tensor, slots: Tensor, rows: Tensor) -> None:
 
 
 def _with_canonical_strides(view: Tensor) -> Tensor:
-    """Give an axis of size 1 the stride that it would have if it were larger.
+    """Return the view with the stride that an axis of size 1 would have if it were larger.
 
     A permuted single-head cache has stride(1) == stride(2), harmless in torch but refused by the checks of a TMA
     descriptor (FlashInfer issue 2232). SGLang 0.5.23 repairs exactly these equal strides.

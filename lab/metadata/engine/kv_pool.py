@@ -1,4 +1,6 @@
-"""An engine's id spaces: request rows, slots, pages, and the pages of the sliding window."""
+"""The memory management of an engine: which request has which row of the request table, slots, pages and sliding-window
+pages.
+"""
 
 from collections import deque
 from dataclasses import dataclass
@@ -11,7 +13,8 @@ from lab.metadata.engine.kv_cache import KVLayout, PagedKVCache, PagedLatentCach
 
 @dataclass
 class _Request:
-    """The host's record of one request. None stands for an evicted sliding-window page.
+    """The length and the pages of one request, as the host records them. None stands for a sliding-window page that has been
+    evicted.
 
     `pages` are the pages that slots refer to. With virtual pages, `physical_pages` are the pages of the caches behind them.
     """
@@ -23,7 +26,7 @@ class _Request:
 
 
 class KVPool:
-    """Hands out slots to requests, as SGLang's request table, page allocator and sliding-window pool do together.
+    """Give slots for K/V to requests, as SGLang's request table, page allocator and sliding-window pool do together.
 
     A slot is ``page * page_size + offset``. Page 0 is the sink: padded rows write to it, and no request gets it. Pages (and
     request rows) are given out in shuffled order, so that a table which happens to be right only for consecutive ids is wrong
@@ -113,7 +116,7 @@ class KVPool:
 
     @property
     def block_table_width(self) -> int:
-        """Return the columns of a page table: the pages of a request of ``max_context_len`` tokens."""
+        """Return the number of columns of a page table: the pages of a request of ``max_context_len`` tokens."""
         return -(-self.max_context_len // self.page_size)
 
     def add_request(self, length: int) -> int:
@@ -184,17 +187,17 @@ class KVPool:
         return self.req_to_token[req_pool_index, start:end].to(torch.int64)
 
     def pages(self, slots: Tensor) -> Tensor:
-        """Return the page of the full pool's caches that each slot is in, int32, in the shape of `slots`.
+        """Return the page of each slot in the caches of the full pool, int32, in the shape of `slots`.
 
-        Slot -1 is in page -1. With virtual pages it is in page 0, the sink. So is a slot whose virtual page has no page of the
-        caches.
+        Slot -1 is in page -1. With virtual pages, slot -1 is in page 0, the sink, and so is every slot whose virtual page has
+        no page of the caches.
         """
         pages = slots // self.page_size
         return (pages if self.v2p is None else self._physical(pages)).to(torch.int32)
 
     def physical_slots(self, slots: Tensor) -> Tensor:
-        """Return each slot's index in the full pool's caches, int64, same shape. Without virtual pages it is the
-        slot itself.
+        """Return the index of each slot in the caches of the full pool, int64, same shape. Without virtual pages the index is
+        the slot itself.
         """
         if self.v2p is None:
             return slots
@@ -202,8 +205,8 @@ class KVPool:
         return self._physical(slots // self.page_size) * self.page_size + offsets
 
     def swa_slots(self, full_slots: Tensor) -> Tensor:
-        """Return the sliding-window slot of each slot, int64, same shape. It is 0, in the sink, if there is none. Slot -1 stays
-        -1.
+        """Return the slot in the sliding-window pool for each slot, int64, same shape: 0, in the sink, if there is none. Slot
+        -1 stays -1.
 
         Raises:
             ValueError: the pool was made without ``swa_num_pages``.
@@ -211,7 +214,7 @@ class KVPool:
         return self._swa_map()[full_slots.to(torch.int64)]
 
     def evict_swa(self, req_pool_index: int, before: int) -> None:
-        """Give back the sliding-window pages that lie wholly before token position ``before``.
+        """Free the sliding-window pages of a request that lie wholly before token position ``before``.
 
         Their entries in `full_to_swa` become 0, so that their tokens map to the sink. The full pool keeps the tokens.
 
@@ -225,7 +228,9 @@ class KVPool:
         self._release_swa(request, before // self.page_size)
 
     def free_request(self, req_pool_index: int) -> None:
-        """Give back a request's row and pages. The row keeps its slots, which are meaningless now, as an engine's row does."""
+        """Free a request's row and pages. As in an engine, the row of the request table keeps its slots, which have no meaning
+        any more.
+        """
         request = self._request(req_pool_index)
         if self.full_to_swa is not None:
             self._release_swa(request, len(request.pages))
@@ -295,12 +300,14 @@ class KVPool:
             )
 
     def _slots_of_pages(self, pages: list[int]) -> Tensor:
-        """Return the slots of whole pages: ``[len(pages), page_size]`` int64."""
+        """Return all slots of the given pages: ``[len(pages), page_size]`` int64."""
         starts = _ids(pages, self.device) * self.page_size
         return starts[:, None] + torch.arange(self.page_size, device=self.device)
 
     def _map_pages(self, pages: list[int], swa_slots: Tensor | int) -> None:
-        """Map all slots of whole pages to `swa_slots`, which has one slot for each; 0 maps them to none."""
+        """Set `full_to_swa` for all slots of the given pages. `swa_slots` has a sliding-window slot for each of them; 0 stands
+        for none.
+        """
         self._swa_map()[:-1].view(-1, self.page_size)[_ids(pages, self.device)] = swa_slots
 
     def _release_swa(self, request: _Request, num_pages: int) -> None:

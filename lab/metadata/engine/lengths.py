@@ -1,4 +1,4 @@
-"""Lengths, query rows and first slots of a pass, from which every backend builds its metadata.
+"""Compute key lengths, numbers of query rows and first slots of a pass. Every backend builds its metadata from them.
 
 Numbers on the host come from the batch's shapes and host lists. The host never reads the batch's tensors.
 """
@@ -46,7 +46,7 @@ def check_attends(batch: ForwardBatch, pool: KVPool) -> None:
 
 
 def host_lengths(batch: ForwardBatch, name: str) -> Sequence[int]:
-    """Return the batch's host list of this name; raises ValueError if it is missing."""
+    """Return the list of lengths that a batch has on the host under this field name; raises ValueError if it is missing."""
     lengths: Sequence[int] | None = getattr(batch, name)
     if lengths is None:
         raise ValueError(
@@ -56,7 +56,7 @@ def host_lengths(batch: ForwardBatch, name: str) -> Sequence[int]:
 
 
 def device_lengths(batch: ForwardBatch, name: str) -> Tensor:
-    """Return the batch's tensor of lengths of this name; raises ValueError if it is missing."""
+    """Return the tensor of lengths that a batch has under this field name; raises ValueError if it is missing."""
     lengths: Tensor | None = getattr(batch, name)
     if lengths is None:
         raise ValueError(f"{batch.forward_mode!r} takes its rows from the device tensor {name}, which is None")
@@ -64,7 +64,7 @@ def device_lengths(batch: ForwardBatch, name: str) -> Tensor:
 
 
 def max_query_rows(batch: ForwardBatch) -> int:
-    """Return ``max_seq_len_q``, the most query rows of one request, as the host knows it.
+    """Return ``max_seq_len_q``, the largest number of query rows of one request, from numbers on the host.
 
     It is ``num_draft_tokens`` in a ragged verification whose numbers of rows the host does not know.
 
@@ -83,7 +83,8 @@ def max_query_rows(batch: ForwardBatch) -> int:
 
 
 def query_rows(batch: ForwardBatch) -> int | Tensor | None:
-    """Return the query rows: an int for all requests, or ``extend_seq_lens``; None if no request has a prefix (rows are keys).
+    """Return the query rows per request: ``extend_seq_lens`` in a mode that has it, else one int for all requests. None stands
+    for a prefill without cached prefixes, in which query rows and keys are the same tokens.
 
     It raises ValueError if the batch lacks a number on the host that the mode needs, as `query_lens` and `key_lens` do.
     """
@@ -101,7 +102,9 @@ def query_rows(batch: ForwardBatch) -> int | Tensor | None:
 
 
 def query_lens(batch: ForwardBatch) -> Sequence[int]:
-    """Return the query rows of each request, as the host knows them. Rows of the batch after their sum are padding."""
+    """Return the number of query rows of each request, from numbers on the host. Rows of the batch after their sum are
+    padding.
+    """
     if not batch.forward_mode.query_rows.in_extend_seq_lens:
         return [max_query_rows(batch)] * batch.batch_size
     return host_lengths(batch, "extend_seq_lens_cpu")
@@ -126,7 +129,7 @@ def key_lens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA
 def uncounted_tokens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> int:
     """Return how many tokens of a request are keys of the pass but are not counted in ``seq_lens``.
 
-    In a ragged verification each request has its own number, ``extend_seq_lens``. The result is then the bound,
+    In a ragged verification requests have different numbers, ``extend_seq_lens``. The result is then their upper bound,
     ``num_draft_tokens``.
 
     Args:
@@ -192,7 +195,7 @@ def pad_requests(batch: ForwardBatch, batch_size: int) -> ForwardBatch:
 
 
 def exclusive_cumsum(lengths: Tensor) -> Tensor:
-    """Return 0 and the running sum: ``[n]`` of any integer dtype to ``[n + 1]`` int32."""
+    """Return 0 followed by the running sum of the lengths: int32 ``[n + 1]`` for any integer dtype ``[n]``."""
     return torch.nn.functional.pad(torch.cumsum(lengths, dim=0, dtype=torch.int32), (1, 0))
 
 

@@ -1,4 +1,5 @@
-"""Plan verify metadata on a second stream while the draft runs. Each backend declares what depends on the draft.
+"""Plan verify metadata on a second stream while the draft runs. Each backend declares whether a part of its metadata depends on
+the draft.
 
 A draft proposes a chain of tokens for each request, or a tree. A chain's verify metadata depends on lengths, request rows, the
 request table and the draft's width, which are all known before the draft runs. So it can be planned while the draft runs, and
@@ -21,7 +22,7 @@ VerifiedT = TypeVar("VerifiedT")
 
 
 class FixUp(NamedEnum):
-    """The part of a plan that is written again after the draft."""
+    """Whether a part of the planned metadata, the fix-up, is written again after the draft."""
 
     NONE = "none"
     AFTER_DRAFT = "after the draft"
@@ -40,7 +41,7 @@ class PlanStart(NamedEnum):
 
 @dataclass(frozen=True, eq=False)
 class PlannedVerify:
-    """The buffers that a verify pass reads. The next plan overwrites them.
+    """The buffers that a verify pass reads, filled by a plan. The next plan overwrites them.
 
     Attributes:
         batch: the captured size's view of the inputs, padded rows included.
@@ -85,25 +86,27 @@ class VerifyBackend(ABC):
 
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> PlannedVerify:
-        """Launch, on the current stream, everything that does not depend on the draft. The host reads nothing."""
+        """Launch, on the current stream, all work of the plan that does not depend on the draft. The host reads nothing."""
 
     def get_verify_buffers_to_fill_after_draft(self) -> VerifyBuffers:
-        """Return ``[tree, positions]``, the buffers that the draft stage fills; None where the draft stage has
-        its own buffer.
+        """Return ``[tree, positions]``, the buffers that the draft stage fills. None stands for a buffer that the draft stage
+        itself owns.
         """
         return [None, None]
 
     def update_verify_buffers_to_fill_after_draft(self, planned: PlannedVerify) -> None:
-        """Launch, on the current stream, the work that depends on the buffers that the draft has filled.
+        """Launch the fix-up on the current stream: the work that depends on the buffers that the draft has filled.
 
-        Backends that declare FixUp.NONE have none; for others that do not define it this raises NotImplementedError.
+        A backend that declares FixUp.NONE has no such work. Any other backend must define this method: the default raises
+        NotImplementedError.
         """
         if self.fix_up is not FixUp.NONE:
             raise NotImplementedError(_missing_fix_up(self))
 
 
 def check_contract(backend: VerifyBackend) -> None:
-    """Refuse a backend that does not declare whether its plans need a fix-up, or that contradicts its declaration.
+    """Raise an error for a backend that does not declare whether its plans need a fix-up, or whose methods contradict the
+    declaration.
 
     Raises:
         NotImplementedError: the backend declares nothing, or declares a fix-up and does not define it.

@@ -21,7 +21,7 @@ from lab.metadata.mha.settings import CallSettings, splits_mixed_tail
 
 @dataclass(frozen=True, eq=False)
 class TRTLLMMHABackend:
-    """Metadata and calls of SGLang's TRT-LLM MHA backend, with any implementation of the calls.
+    """Build metadata and make calls as SGLang's TRT-LLM MHA backend does, with any implementation of FlashInfer's calls.
 
     Its metadata are in buffers that keep their addresses, and kernels read its lengths, tables and offsets on the device. So a
     graph may be replayed for any batch of its width, and the backend declares that its draft extend may run in a graph.
@@ -91,7 +91,9 @@ class TRTLLMMHABackend:
     def plan_calls(
         self, batch: ForwardBatch, layer: AttentionLayer, query_dtype: torch.dtype, kv_dtype: torch.dtype
     ) -> list[PlannedCall]:
-        """Return the calls of one layer in a pass. `query_dtype` is the dtype of the query that the calls get."""
+        """Return the attention calls of one layer in a pass. `query_dtype` is the dtype of the query after the engine's
+        cast.
+        """
         split = self.split_mixed_tail
         if split is None:
             split = splits_mixed_tail(

@@ -1,6 +1,7 @@
-"""Metadata of MHA's forward passes, written in place by one launch as in SGLang since PR 29843, and its buffers for graphs.
+"""Write MHA's metadata in place with one launch, as SGLang does since PR 29843, and keep it in buffers for CUDA graphs.
 
-The builder in `lab.metadata.mha.metadata` computes the same in torch operations, which run anywhere; the launch needs Triton.
+`lab.metadata.mha.metadata.build_mha_metadata` computes the same in torch operations, which run anywhere; the launch needs
+Triton.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from lab.named_enum import NamedEnum
 
 
 class MetadataBuilder(NamedEnum):
-    """How a captured size's metadata is written. Both ways write the same live cells."""
+    """How the metadata of a captured batch size is written. Both ways write the same values to the cells that kernels read."""
 
     TORCH_OPERATIONS = "torch operations"  # many small launches, as in SGLang 0.5.13
     FUSED = "fused"  # one launch, as in 0.5.23
@@ -37,9 +38,10 @@ def allocate_mha_metadata(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadat
 
 
 def prepare_mha_metadata(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata) -> Callable[[], None]:
-    """Prepare one launch that writes what `build_mha_metadata` builds in place, from the contents at the time of each call.
+    """Prepare one launch that writes the metadata of a pass in place, with the values of `build_mha_metadata`. Each call reads
+    the present contents of the batch's tensors.
 
-    Cells of a table that are not live are left as they were.
+    Cells of a page table after a request's last page are not written.
 
     Raises:
         ValueError: `build_mha_metadata` refuses the batch, or a tensor of `metadata` has the wrong shape.
@@ -89,11 +91,12 @@ class MHAGraphMetadata:
         )
 
     def slices(self, batch_size: int) -> TRTLLMMHAMetadata:
-        """Return the metadata of a captured size. All sizes share the storage."""
+        """Return the metadata of a captured batch size. All sizes are slices of the same storage."""
         return self.buffers.leading(batch_size)
 
     def prepare(self, view: ForwardBatch) -> Callable[[], None]:
-        """Return a call that rebuilds a captured size's metadata in place. It can be captured: the host reads nothing.
+        """Return a function that rebuilds the metadata of a captured batch size in place. A CUDA graph can capture the
+        function: the host reads nothing.
 
         Args:
             view: the batch of that size, whose tensors are the runner's input buffers.
@@ -114,7 +117,9 @@ class MHAGraphMetadata:
 
 
 def _write_expanded(write: Callable[[], None], metadata: TRTLLMMHAMetadata) -> None:
-    """Write the metadata. Then copy each request's cells to the rows for encoder-only layers."""
+    """Write the metadata. Then copy each request's length and pages to the tensors for encoder-only layers, which have an entry
+    per query row.
+    """
     write()
     lens, table, width = metadata.encoder_cache_seqlens, metadata.encoder_page_table, metadata.max_seq_len_q
     assert lens is not None

@@ -22,7 +22,7 @@ DEFAULT_SETTINGS = CallSettings()
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayer:
-    """The arguments that differ from layer to layer.
+    """The arguments of attention calls that differ from layer to layer.
 
     Attributes:
         softmax_scale: factor of Q·K^T, without the cache's scale.
@@ -45,7 +45,9 @@ class AttentionLayer:
 
 @dataclass(frozen=True)
 class PlannedCall:
-    """One call, for consecutive requests of a batch and their query rows."""
+    """One attention call of a pass: which FlashInfer function, for which consecutive requests of the batch, and for which of
+    its query rows.
+    """
 
     call: AttentionCall
     first_request: int
@@ -55,7 +57,8 @@ class PlannedCall:
 
 
 def attention_call(mode: ForwardMode, draft_extend: AttentionCall | None = None) -> AttentionCall:
-    """Return the call of a mode: `ForwardMode.mha_call`, or the engine's choice for the draft extends.
+    """Return the FlashInfer call that a mode uses on MHA: `ForwardMode.mha_call`, or `draft_extend` for the draft extends if it
+    is given.
 
     Args:
         mode: any mode that runs attention.
@@ -77,7 +80,8 @@ def plan_calls(
     split_mixed_tail: bool = False,
     with_padding_rows: bool = False,
 ) -> list[PlannedCall]:
-    """Return the calls of one layer in a forward pass: one call, two if a mixed tail is split off, none for an empty batch.
+    """Return the attention calls of one layer in a forward pass. There is one call, two if a mixed batch is split, and none for
+    an empty batch.
 
     Args:
         batch: the forward pass.

@@ -1,4 +1,5 @@
-"""Divide a decode call into several: sort requests by length, divide them into groups of equal size, and make a call per group.
+"""Divide a decode call into several: sort requests by length, divide them into groups of equal size, and make one call per
+group.
 
 SGLang 0.5.23 does so where ``SGLANG_TRTLLM_MHA_DECODE_SEQ_LEN_SPLITS`` is above 1 (`_run_fixed_q_len_decode` in
 `trtllm_mha_backend.py`): in decode, draft decode, verification, draft extend V2, and a mixed batch's tail. Ragged verification
@@ -50,7 +51,7 @@ class DecodeSplit:
         return result
 
     def prepare_trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> Callable[[], Any]:
-        """Prepare the calls; the contract is that of `lab.kernels.prepare`.
+        """Prepare the calls of all groups, under the contract of `lab.kernels.prepare`.
 
         Raises:
             NotImplementedError: the call has an LSE, or no `out`.
@@ -87,7 +88,9 @@ class _Group:
 
 
 def _divided(implementation: Any, splits: int, arguments: dict[str, Any]) -> Callable[[], Tensor]:
-    """Return a call that sorts the requests. For each group it then gathers tensors, makes a call, and scatters the output."""
+    """Return a function that sorts the requests by length and then, for each group of requests, gathers tensors, makes a call
+    and scatters the output.
+    """
     lens, out = _movable(arguments["seq_lens"]), arguments["out"]
     of_requests = {
         "query": arguments["query"].unflatten(0, (len(lens), -1)),

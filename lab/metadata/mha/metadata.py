@@ -103,7 +103,9 @@ class TRTLLMMHAMetadata:
         return self.page_table
 
     def leading(self, batch_size: int) -> "TRTLLMMHAMetadata":
-        """Return the metadata of the first requests, as slices of the same storage. Each request has ``max_seq_len_q`` rows."""
+        """Return the metadata of the first `batch_size` requests, as slices of the same storage. Each request has
+        ``max_seq_len_q`` rows.
+        """
         of_rows = ("swa_out_cache_loc", "encoder_cache_seqlens", "encoder_page_table")
         counts = dict.fromkeys(of_rows, batch_size * self.max_seq_len_q)
         counts |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), batch_size + 1)
@@ -196,8 +198,8 @@ def build_mha_metadata(
 
 
 def mixed_tail_split(batch: ForwardBatch) -> int:
-    """Return how many leading requests go to the context kernel. The remaining requests have one new token each and go to
-    decode.
+    """Return how many leading requests of a batch go to the context call. The remaining requests have one new token each and go
+    to the decode call.
 
     SGLang 0.5.23 splits off the trailing run of requests with one new token. The scheduler puts the decoding requests of a
     MIXED batch there, but an EXTEND batch is split too, and the result may be 0.

@@ -54,7 +54,8 @@ def call_dtypes(call: AttentionCall, dtype: torch.dtype, kv_dtype: torch.dtype, 
 
 
 def counted_scale(scale: float, kv_dtype: torch.dtype) -> float:
-    """Return the scale of a layer's K or V that a call over this cache applies (`_get_bmm_scales`, `_get_nvfp4_bmm_scales`).
+    """Return the scale of K or V that a call over this cache applies, given the layer's scale (`_get_bmm_scales`,
+    `_get_nvfp4_bmm_scales`).
 
     A checkpoint may have scales although the cache is not quantised. The cache's entries are not divided then, and the result
     is 1. Over e4m3, a scale of 0 or below is replaced by 1.
@@ -74,7 +75,7 @@ def write_e4m3(
     v_scale: float = 1.0,
     query: Tensor | None = None,
 ) -> Tensor | None:
-    """Quantise K and V into an e4m3 cache, and the query too, as SGLang's fused write does.
+    """Write K and V to an e4m3 cache, quantised as in SGLang's fused write, and return the quantised query.
 
     An element is its float32 value times the float32 reciprocal of the scale, rounded once and saturated at ±448
     (`fused_fp8_qkv_kv_cache.cuh`). SGLang's other write divides in the model's dtype first and so rounds twice

@@ -1,5 +1,5 @@
-"""The settings that an engine passes in its MHA calls, and the conditions under which it splits a mixed batch
-(SGLang 0.5.23).
+"""The arguments that an engine passes in all its MHA calls, and the conditions under which it splits a mixed batch (SGLang
+0.5.23).
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ TAIL_DTYPES = (torch.float16, torch.bfloat16, E4M3)
 
 @dataclass(frozen=True, eq=False)
 class CallSettings:
-    """Arguments that are the same in all calls of an engine (`trtllm_mha_backend.py`).
+    """Arguments that have the same value in all calls of an engine (`trtllm_mha_backend.py`).
 
     Attributes:
         multi_ctas_kv_counter_buffer: passed to decode calls only. `lab.metadata.allocate_multi_ctas_kv_counters` makes it;

@@ -21,7 +21,7 @@ from lab.metadata.mla.quantised import mla_query_dtype
 
 @dataclass(frozen=True, eq=False)
 class TRTLLMMLABackend:
-    """Metadata and decode calls of SGLang's TRT-LLM MLA backend, with any implementation of the call.
+    """Build metadata and make decode calls as SGLang's TRT-LLM MLA backend does, with any implementation of FlashInfer's call.
 
     For a prefill see `lab.metadata.mla.metadata.build_mla_prefill_metadata` and `lab.metadata.mla.calls.prepare_mla_prefill`.
 

@@ -98,7 +98,7 @@ class MLAGraphMetadata:
         self.metadata: dict[int, TRTLLMMLADecodeMetadata] = {}
 
     def slices(self, batch_size: int) -> TRTLLMMLADecodeMetadata:
-        """Return the metadata of a captured size; raises ValueError if the table has no room for it."""
+        """Return the metadata of a captured batch size; raises ValueError if the block table has too few rows."""
         if batch_size not in self.metadata:
             self.metadata[batch_size] = self._new_metadata(batch_size)
         return self.metadata[batch_size]
@@ -125,7 +125,8 @@ class MLAGraphMetadata:
         )
 
     def prepare(self, view: ForwardBatch) -> Callable[[], None]:
-        """Return a call that rebuilds a captured size's metadata in place. It can be captured: the host reads nothing.
+        """Return a function that rebuilds the metadata of a captured batch size in place. A CUDA graph can capture the
+        function: the host reads nothing.
 
         The offsets and numbers of query rows are preset. The call writes them only if they vary from replay to replay.
 
@@ -148,7 +149,7 @@ def _copy_own(
     dcp: DecodeContextParallel,
     attention: DraftAttention,
 ) -> None:
-    """Build a rank's metadata, and copy its lengths and live pages into the buffers."""
+    """Build the metadata of one rank of decode context parallelism, and copy its lengths and live pages into the buffers."""
     built = build_mla_dcp_metadata(view, pool, dcp, attention)
     assert metadata.global_seq_lens_k is not None
     assert built.global_seq_lens_k is not None

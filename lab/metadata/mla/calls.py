@@ -20,7 +20,7 @@ from lab.metadata.mla.rows import dense_block, pad_draft_extend_query, unpad_dra
 
 @dataclass(frozen=True, eq=False)
 class MLALayer:
-    """The arguments that differ from layer to layer. Default sizes are DeepSeek-V3's.
+    """The arguments of MLA calls that differ from layer to layer. Default sizes are DeepSeek-V3's.
 
     Absorption multiplies queries by the key projection, so that queries attend to the cache's latent entries directly. A decode
     runs after absorption, a prefill before it.
@@ -90,7 +90,8 @@ def mla_max_seq_len(mode: ForwardMode, metadata: TRTLLMMLADecodeMetadata) -> int
 
 
 def mla_query(metadata: TRTLLMMLADecodeMetadata, query: Tensor, padded: Tensor | None = None) -> Tensor:
-    """Return a pass's query rows as ``[batch_size, max_seq_len_q, heads, head_dim]``: a view, or a padded copy.
+    """Return the query rows of a pass in the kernel's shape ``[batch_size, max_seq_len_q, heads, head_dim]``: as a view, or as
+    a copy with padding.
 
     Args:
         metadata: its `query_layout` decides between view and copy.

@@ -39,7 +39,7 @@ COUNTER_BATCH_SIZE = 8192
 
 
 class QueryLayout(NamedEnum):
-    """How query rows become the kernel's ``[batch_size, max_seq_len_q, heads, head_dim]``."""
+    """How the query rows of a pass get the kernel's shape ``[batch_size, max_seq_len_q, heads, head_dim]``."""
 
     VIEW = "view"  # a view of the rows: every request has the same number
     PADDED = "padded"  # each request's rows first, then rows of zeros, whose output is dropped
@@ -91,7 +91,7 @@ class TRTLLMMLADecodeMetadata:
         return self.block_kv_indices
 
     def leading(self, batch_size: int) -> "TRTLLMMLADecodeMetadata":
-        """Return the metadata of a decode's first requests, as slices of the same storage."""
+        """Return the metadata of the first `batch_size` requests of a decode, as slices of the same storage."""
         return replace(
             self, block_kv_indices=self.block_kv_indices[:batch_size], seq_lens_k=self.seq_lens_k[:batch_size]
         )
@@ -118,7 +118,7 @@ class TRTLLMMLAPrefillMetadata:
         cum_seq_lens: ``[batch_size + 1]`` int32, 0 and the running sum of ``seq_lens``, for queries and keys.
         seq_lens: ``[batch_size]`` int32, new tokens of each request, without its cached prefix. SGLang keeps the dtype of its
             lengths, int64 in production, but FlashInfer 0.7.2 reads them as int32.
-        fallback_to_flashinfer_impl: FlashInfer's own ragged kernels run instead.
+        fallback_to_flashinfer_impl: True if FlashInfer's own ragged kernels run instead of TRT-LLM's.
     """
 
     max_seq_len: int
@@ -135,7 +135,9 @@ def build_mla_metadata(
     disable_chunked_prefix_cache: bool = False,
     in_prefill_graph: bool = False,
 ) -> TRTLLMMLADecodeMetadata | TRTLLMMLAPrefillMetadata:
-    """Build the metadata of one eager pass, with `build_mla_prefill_metadata` or `build_mla_decode_metadata` by its mode."""
+    """Build the metadata of one eager pass: by `build_mla_prefill_metadata` for a prefill, by `build_mla_decode_metadata` for
+    any other mode.
+    """
     if batch.forward_mode.is_prefill:
         return build_mla_prefill_metadata(
             batch, pool, disable_chunked_prefix_cache=disable_chunked_prefix_cache, in_prefill_graph=in_prefill_graph
@@ -225,7 +227,8 @@ def replan_outgrown(
     batch: ForwardBatch,
     build: Callable[[ForwardBatch], TRTLLMMLADecodeMetadata],
 ) -> TRTLLMMLADecodeMetadata:
-    """Return an eager pass's metadata, or ``build(batch)`` if the batch has got more requests since it was built.
+    """Return the metadata of an eager pass, built anew by ``build(batch)`` if requests have been added to the batch since it
+    was built.
 
     SGLang builds the metadata of a draft extend, and of some verifications, before it pads the batch for data parallelism. Its
     `forward_decode` and `forward_extend` (0.5.23) build it again if padding added requests, but not if it only added rows.
@@ -286,7 +289,9 @@ def check_mla_page_size(page_size: int) -> None:
 
 
 def check_mla(pool: KVPool, attention: DraftAttention = DraftAttention.MLA, page_size: int | None = None) -> None:
-    """Raise ValueError unless the backend supports the pool, the draft's attention and the page size (None: the pool's)."""
+    """Raise ValueError unless the MLA backend supports the pool, the draft's attention and the page size. `page_size` None
+    stands for the pool's page size.
+    """
     check_mla_page_size(pool.page_size if page_size is None else page_size)
     if pool.full_to_swa is not None:
         raise ValueError("the pool has sliding-window pages, which MLA does not use: make one without swa_num_pages")
@@ -318,12 +323,14 @@ def allocate_multi_ctas_kv_counters(
 
 
 def longest_request(batch: ForwardBatch, pool: KVPool) -> int:
-    """Return the largest of ``seq_lens``, or the pool's ``max_context_len`` if the host does not know the lengths."""
+    """Return the largest of ``seq_lens_cpu``, or the pool's ``max_context_len`` if the host does not know the lengths."""
     return pool.max_context_len if batch.seq_lens_cpu is None else max(batch.seq_lens_cpu, default=0)
 
 
 def mla_block_table(rows: Tensor, keys: Tensor, padded_keys: Tensor, pool: KVPool, width: int) -> Tensor:
-    """Return ``[batch_size, width]`` int32: the pages of `keys` tokens, the sink up to `padded_keys`, then -1."""
+    """Return a block table ``[batch_size, width]`` int32. A row has the pages of the request's first `keys` tokens, then page 0
+    (the sink) up to `padded_keys` tokens, then -1.
+    """
     pages = pool.pages(first_slots(rows, keys, pool)[:, :width])
     table = torch.nn.functional.pad(pages, (0, width - pages.shape[1]), value=SINK_PAGE)
     columns = torch.arange(width, device=pool.device)

@@ -30,7 +30,7 @@ CHUNK_CAPACITY = 128 * 1024  # tokens of all requests in a chunk: SGLANG_MAX_KV_
 
 @dataclass(frozen=True, eq=False)
 class PrefixChunk:
-    """The cached tokens that one call reads.
+    """One chunk of the cached prefixes of a batch, which one call reads.
 
     Attributes:
         seq_lens: ``[batch_size]`` int32, tokens of each request, 0 or more.

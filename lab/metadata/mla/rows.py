@@ -1,4 +1,5 @@
-"""Copy query rows into a padded tensor and back, if requests differ in rows, and merge partial outputs.
+"""Copy query rows into a tensor with equal padded blocks per request, copy outputs back, and merge partial outputs by their
+LSEs.
 
 The host reads nothing, so all functions can be captured in a CUDA graph. Rows move as bytes: torch cannot gather every 8-bit
 float.
@@ -11,7 +12,7 @@ from torch import Tensor
 
 
 def pad_draft_extend_query(query: Tensor, seq_lens_q: Tensor, cu_seqlens_q: Tensor, padded: Tensor) -> Tensor:
-    """Copy each request's rows to the front of its block, and write zeros after them.
+    """Copy each request's query rows to the front of its block in `padded`, and write zeros to the rest of the block.
 
     Args:
         query: ``[num_rows, heads, head_dim]``; rows after the last request's are padding.
@@ -77,7 +78,8 @@ def without_keys(out: Tensor, lse: Tensor, is_empty: Tensor) -> tuple[Tensor, Te
 
 
 def merge_by_lse(outs: Tensor, lses: Tensor) -> Tensor:
-    """Return the attention over all parts of the keys; rows that see no key are 0.
+    """Merge the outputs of attention over several parts of the keys, weighted by their LSEs. The output of a row that sees no
+    key is 0.
 
     Args:
         outs: ``[num_parts, num_rows, heads, head_dim]``.

@@ -1,4 +1,5 @@
-"""The draft extend of a speculative worker in CUDA graphs: its inputs, its forms of output, and the backends that support it.
+"""The draft extend of speculative decoding in CUDA graphs: its inputs, the rows that it returns, and the test whether a backend
+supports it.
 
 SGLang's change 25002 runs the draft model's catch-up on accepted tokens (``DRAFT_EXTEND_V2``) in a graph. Every request has the
 same number of rows, however many tokens were accepted. The worker needs only the row of the last accepted token. Which rows the
@@ -31,7 +32,7 @@ class DraftExtendOutput(NamedEnum):
     SELECTED_ROW = "selected row"
 
     def num_rows(self, batch_size: int, num_tokens: int) -> int:
-        """Return the number of output rows of a pass."""
+        """Return the number of output rows: one per request with SELECTED_ROW, else one per query row."""
         return batch_size if self is DraftExtendOutput.SELECTED_ROW else num_tokens
 
 
@@ -49,7 +50,7 @@ def selected_rows(accept_lens: Tensor, num_tokens_per_req: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class DraftInputs:
-    """The inputs of a draft model, without its attention's metadata.
+    """The inputs of a draft model's forward pass, without the attention metadata.
 
     Attributes:
         input_ids: int64 [num_tokens].
@@ -67,10 +68,9 @@ class DraftInputs:
         return DraftInputs(self.input_ids[:num_tokens], self.hidden_states[:num_tokens], self.select_index[:batch_size])
 
     def load(self, input_ids: Tensor, hidden_states: Tensor, select_index: Tensor | None = None) -> None:
-        """Copy a batch's inputs into the buffers. Later rows of the buffers are not written: the engine does not reset padded
-        rows.
+        """Copy a batch's inputs into the buffers. Further rows of the buffers keep their contents, as in SGLang.
 
-        The arguments are those of the class, with at most as many rows.
+        The arguments have the dtypes and shapes of the attributes, with at most as many rows.
 
         Raises:
             ValueError, TypeError: a tensor has a shape or dtype that a copy would broadcast or convert silently.
@@ -109,7 +109,7 @@ class DraftOutputs:
     topk_index: Tensor | None = None
 
     def first(self, num_rows: int) -> "DraftOutputs":
-        """Return the first rows, as slices of the same storage."""
+        """Return the first `num_rows` rows of all outputs, as slices of the same storage."""
         return DraftOutputs(
             self.logits[:num_rows],
             self.hidden_states[:num_rows],
@@ -135,11 +135,11 @@ class DraftModel(Protocol):
     """The draft model that a graph runs, such as `studies.stand_in_model.StandInModel`."""
 
     def new_inputs(self, max_batch_size: int, max_num_tokens: int) -> DraftInputs:
-        """Return input buffers, zero-filled: valid ids and indices."""
+        """Return zero-filled input buffers. Zeros are valid token ids and row indices."""
         ...
 
     def new_outputs(self, form: DraftExtendOutput, max_batch_size: int, max_num_tokens: int) -> DraftOutputs:
-        """Return output buffers for a form of output."""
+        """Return output buffers with a row per request or per query row, as `form` says."""
         ...
 
     def prepare(
@@ -151,14 +151,18 @@ class DraftModel(Protocol):
         outputs: DraftOutputs,
         form: DraftExtendOutput,
     ) -> Callable[[], object]:
-        """Return a call that reads `inputs`, writes K and V, and fills `outputs`. It can be captured."""
+        """Return a function that reads `inputs`, writes K and V to the cache, and fills `outputs`. A CUDA graph can
+        capture it.
+        """
         ...
 
 
 def model_body(
     backend: Backend[Any], model: DraftModel, inputs: DraftInputs, outputs: DraftOutputs, form: DraftExtendOutput
 ) -> Body:
-    """Return the body of a `GraphRunner` of any mode. It runs the model on slices of the buffers, for each captured size."""
+    """Return the `body` argument of a `GraphRunner`. For each captured size it runs the model on slices of the input and output
+    buffers.
+    """
 
     def body(view: ForwardBatch, metadata: Any) -> Callable[[], DraftOutputs]:
         read = inputs.first(view.batch_size, view.num_tokens)
@@ -236,7 +240,7 @@ class DraftExtendGraph:
     def replay(
         self, batch: ForwardBatch, input_ids: Tensor, hidden_states: Tensor, accept_lens: Tensor | None = None
     ) -> DraftOutputs:
-        """Run a batch, padded to a captured size.
+        """Run the draft extend of a batch in the graph of the smallest captured size that holds it.
 
         Padded rows keep the ids, hidden states and selected rows of earlier replays, as in SGLang. A selected row of request i
         lies in the request's own rows, so an index left from an earlier replay is valid in every size that holds request i.

@@ -1,4 +1,5 @@
-"""The multi-step draft backends of TRT-LLM MHA and MLA: the metadata of every draft step, with and without unused work.
+"""The metadata of every step of a multi-step draft on TRT-LLM MHA or MLA, with and without the unused work of SGLang's common
+template.
 
 A draft of ``speculative_num_steps`` steps begins with the draft extend and then runs the draft model ``speculative_num_steps -
 1`` times. Each of these runs has an inner backend, which needs the metadata of one decode pass. SGLang's common template first
@@ -27,7 +28,7 @@ MOST_STEPS = 8  # of ``speculative_num_steps``
 
 
 class DraftPlan(NamedEnum):
-    """Which launches make a draft's metadata."""
+    """Which launches write the metadata of all steps of a draft."""
 
     COMMON_TEMPLATE = "common template"  # the ragged lists of all steps, then one launch per step (before 26241)
     PER_STEP = "per step"  # one launch per step (after 26241)
@@ -40,8 +41,9 @@ class DraftStep:
 
     Attributes:
         metadata: metadata of the step's decode pass.
-        kv_indptr: ``[batch_size + 1]`` int32 and
-        kv_indices: ``[tokens]`` int32, the ragged lists of the common template, which neither backend reads; or None.
+        kv_indptr: ``[batch_size + 1]`` int32, the boundaries of the requests in ``kv_indices``; or None.
+        kv_indices: ``[tokens]`` int32, the slots of all requests' keys. SGLang's common template makes both lists, and neither
+            backend reads them. None without the template.
     """
 
     metadata: PassMetadata
@@ -114,7 +116,9 @@ class DraftBuffers:
 
 @dataclass(frozen=True, eq=False)
 class PreparedDraft:
-    """The metadata of every step. Each call of `write` writes it again from the batch's tensors."""
+    """The metadata of every draft step, and the function `write`. Each call of `write` fills the metadata from the present
+    contents of the batch's tensors.
+    """
 
     steps: tuple[DraftStep, ...]
     write: Callable[[], None]
@@ -152,7 +156,8 @@ def allocate_draft(draft: MultiStepDraft, pool: KVPool, max_batch_size: int) -> 
 
 
 def prepare_draft(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buffers: DraftBuffers) -> PreparedDraft:
-    """Check the batch, and prepare a `write` that launches the plan's work in each call. A CUDA graph can capture it.
+    """Check the batch, and return the metadata buffers of its steps with a `write` that fills them. A CUDA graph can capture
+    `write`.
 
     Args:
         draft: the backend.
@@ -225,7 +230,8 @@ def _check_batch(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buffe
 
 
 def _steps(draft: MultiStepDraft, pool: KVPool, max_rows: int) -> Callable[[Tensor | None], PassMetadata]:
-    """Return a function that allocates a step's metadata. It takes the page table, or None for a new page table.
+    """Return a function that allocates the metadata of one step. Its argument is the page table to use; None allocates a new
+    one.
 
     All steps of MHA share one tensor of row offsets.
     """

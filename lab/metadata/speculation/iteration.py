@@ -15,13 +15,14 @@ from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 
 @dataclass(frozen=True, eq=False)
 class PreparedIteration:
-    """The metadata of every pass of one iteration. Each call of `write` writes it again from the batch's tensors.
+    """The metadata of every pass of one speculative iteration, and the function that fills it from the present contents of the
+    batch's tensors.
 
     Attributes:
         draft_steps: metadata of one decode pass per step, with lengths ``seq_lens + step + 1``.
         target_verify: metadata of the verify pass, with lengths ``seq_lens + d``.
         draft_extend: metadata of DRAFT_EXTEND_V2, with the same lengths; its own batch's ``seq_lens`` already count them.
-        write: writes all of it in one launch.
+        write: fills all metadata in one launch.
     """
 
     draft_steps: tuple[TRTLLMMHAMetadata, ...]
@@ -33,12 +34,13 @@ class PreparedIteration:
 def prepare_iteration(
     verify: ForwardBatch, pool: KVPool, *, speculative_num_steps: int, share_table: bool = True
 ) -> PreparedIteration:
-    """Allocate and prepare an iteration's metadata. A verify batch gives its requests, lengths and draft width.
+    """Allocate the metadata of all passes of a speculative iteration, and prepare the launch that fills it.
 
     All inputs of the metadata are known before the draft runs: no pass depends on which tokens are drafted or accepted.
 
     Args:
-        verify: a TARGET_VERIFY batch; ``seq_lens`` stops at the last accepted token.
+        verify: a TARGET_VERIFY batch, which defines requests, lengths and draft width of all passes. ``seq_lens`` stops at the
+            last accepted token.
         pool: the request table and slots, without sliding-window pages. In SGLang draft and target share them, and each has its
             own caches.
         speculative_num_steps: number of draft steps; the draft has one decode pass less.

@@ -1,4 +1,6 @@
-"""Masks of target verification: the bool buffer that building a tree fills, and the packed mask that the decode call reads."""
+"""The masks of a target verification: a bool mask, filled while the draft tree is built, and a packed mask, which the decode
+call reads.
+"""
 
 from dataclasses import dataclass
 
@@ -22,7 +24,7 @@ class VerifyMaskForm(NamedEnum):
 
 @dataclass(frozen=True, eq=False)
 class VerifyMask:
-    """A mask buffer for any batch of up to ``max_batch_size`` requests.
+    """A buffer for the bool mask of any batch of up to ``max_batch_size`` requests.
 
     Attributes:
         buffer: bool, one dimension, one byte per cell, with `verify_mask_cells` cells for the largest batch and the longest
@@ -139,7 +141,8 @@ def preallocate_verify_mask(
 
 
 def fill_verify_mask(mask: VerifyMask, batch_size: int) -> None:
-    """Set the whole buffer to True. Building a tree begins so: it then clears only the keys that a draft token must not see.
+    """Set the whole buffer to True. This is the first step of building a tree, which then clears the keys that a draft token
+    must not see.
 
     The whole buffer is set for a small batch too, as in SGLang: without the lengths the host does not know where a FULL batch
     ends. SGLang 0.5.13 fills a FULL mask in every step although TRT-LLM's kernel reads no mask; 0.5.23 fills it only for

@@ -1,4 +1,4 @@
-"""Backends of the plan stream, for chains and for trees. A plan loads a captured size's inputs and rebuilds its metadata."""
+"""Backends of the plan stream (`lab.metadata.engine.plan_stream`), for drafts that are chains and for drafts that are trees."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +21,8 @@ FUSED_MHA = TRTLLMMHABackend()
 
 
 class CapturedVerify(VerifyBackend):
-    """Static inputs and metadata of the captured sizes. A plan loads and rebuilds them before a graph is replayed.
+    """The inputs and the metadata of a verify pass in CUDA graphs, for each captured batch size. A plan loads the inputs and
+    rebuilds the metadata before a graph is replayed.
 
     Args:
         pool: the pool that holds the requests.
@@ -62,7 +63,9 @@ class CapturedVerify(VerifyBackend):
         return self.pool.device
 
     def planned(self, batch_size: int) -> PlannedVerify:
-        """Return the buffers of the captured size for a batch; raises ValueError if every captured size is smaller."""
+        """Return the buffers of the captured size that holds `batch_size` requests; raises ValueError if every captured size is
+        smaller.
+        """
         return self._planned[size_for(batch_size, list(self._planned))]
 
     def check(self, batch: ForwardBatch) -> None:
