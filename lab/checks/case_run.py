@@ -31,7 +31,7 @@ SHOWN_CHARACTERS = 1000
 
 
 class CallForm(NamedEnum):
-    """How calls of a function are made. The value is the prefix of the function's name."""
+    """How a function is called. The value is the prefix of the name of the function that is called first."""
 
     WHOLE = ""
     PREPARED = "prepare_"  # `lab.kernels.prepare`: what does not depend on contents is done once
@@ -54,7 +54,7 @@ class Result(NamedTuple):
 
 
 class Inputs(Protocol):
-    """The inputs of a call, such as `AttentionInputs`."""
+    """A function and the arguments of a call of it, such as `AttentionInputs`."""
 
     @property
     def interface(self) -> Interface: ...
@@ -123,14 +123,14 @@ class CaseRun:
         self._equivalent = EquivalentCalls(self.decline)
 
     def build(self, case: AttentionCase | None = None, **storage: Any) -> AttentionInputs:
-        """Build the inputs of the case or of another case; `storage` replaces fields of its storage."""
+        """Build the inputs of the case or of another case; `storage` replaces fields of the case's `Storage`."""
         chosen = self.case if case is None else case
         if storage:
             chosen = replace(chosen, storage=replace(chosen.storage, **storage))
         return build_attention(chosen, self.device)
 
     def call(self, inputs: Inputs, /, **changes: Any) -> Result:
-        """Call the implementation with the arguments of the inputs and some changes. Return the rows of all requests.
+        """Call the implementation with the inputs' arguments, replaced by `changes`. Return the results without padding rows.
 
         A refused call is made again in each equivalent form (`lab.checks.run.equivalent_calls`).
 
@@ -161,7 +161,8 @@ class CaseRun:
     ) -> Result | None:
         """Make a call that the check does not require. If it is refused or fails, record this and return None.
 
-        If `expected` is given, compare the result with it: a truth, or another result whose bits must be equal.
+        `what` names the call. If `expected` is given, compare the result with it: with the expected output (`Truth`), or with
+        another result whose bits must be equal.
         """
         return self._noted(what, inputs, expected, changes, needed=False)
 
@@ -185,7 +186,7 @@ class CaseRun:
 
     @contextmanager
     def noting(self, what: str, needed: bool = False) -> Iterator[None]:
-        """Record a failure in a block, and a refusal too unless the block is `needed`.
+        """Record the failure of a call in a block, instead of raising it. Unless `needed`, record a refusal in the same way.
 
         If the GPU's context is lost, the failure is raised, because no later call can be right.
         """
@@ -210,7 +211,7 @@ class CaseRun:
         return functools.partial(self._invoke, self._invoke(prepare, **arguments))
 
     def _expect_shape_of_mla(self, returned: Any, arguments: dict[str, Any]) -> None:
-        """Expect an MLA output in the query's shape; later code takes its rows in any shape."""
+        """Expect that an MLA output has the query's leading axes, because `as_result` accepts rows in another shape."""
         out, _ = output_and_lse(Interface.MLA_DECODE.value, returned)
         shape = (*arguments["query"].shape[:-1], arguments["kv_lora_rank"])
         if tuple(out.shape) != shape:
@@ -229,7 +230,7 @@ class CaseRun:
         return (CallForm.WHOLE, *(form for form in has if form is not CallForm.WHOLE))
 
     def prepare(self, form: CallForm, interface: Interface, arguments: dict[str, Any]) -> Callable[[], Any]:
-        """Prepare or plan a call. Raises the errors of `call`."""
+        """Prepare or plan a call, and return the function that then makes it. Raises the errors of `call`."""
         prepare = functools.partial(self._prepare, getattr(self.implementation, form.value + interface.value))
         self.note_call(interface, arguments)
         call: Callable[[], Any] = self._equivalent.invoke(interface, prepare, arguments)
@@ -246,9 +247,10 @@ class CaseRun:
         return call
 
     def engine(self, form: CallForm = CallForm.PREPARED) -> SimpleNamespace:
-        """Return the attention functions in the way an engine calls them, in a form if the implementation has it.
+        """Return an object whose methods are the attention functions as an engine calls them.
 
-        An engine has one workspace for all calls, and leaves out arguments at their default.
+        It also has a method `prepare_...` for each function that the implementation offers in a `form` other than WHOLE. An
+        engine has one workspace for all calls, and leaves out arguments at their default.
         """
         workspace = new_workspace(self.device, of_engine=True)
         found: dict[str, Callable[..., Any]] = {}
@@ -262,9 +264,7 @@ class CaseRun:
         return SimpleNamespace(**found)
 
     def _call_of_engine(self, interface: Interface, workspace: Tensor, /, **arguments: Any) -> Any:
-        """Make one call of an engine's pass. Its features have the lengths of the case, because a pass may consist of two
-        calls.
-        """
+        """Make one call of an engine's pass. Its features get the case's lengths, because a pass may consist of two calls."""
         of_call = self.note_call(interface, arguments)
         lengths = self._of_case if self._of_case.of_requests else of_call
         self.called = replace(lengths, features={**of_call.features, **self._of_case.features})
@@ -282,7 +282,7 @@ class CaseRun:
         return self._equivalent.invoke(interface, functools.partial(self._prepare, prepare), given)
 
     def note_call(self, interface: Interface, arguments: dict[str, Any], case: Any = None) -> CallFeatures:
-        """Record an attention call before it is made, with the contents of the case or of another, and return its features."""
+        """Record and return the features of a call that will be made, with the contents of the case or of another case."""
         if not is_capturing():
             of_call = features_of_call(interface, arguments, self._log)
             is_call = isinstance(self.case, AttentionCase)
@@ -291,7 +291,7 @@ class CaseRun:
         return self.called
 
     def expect(self, what: str, wrongs: Iterable[str], kind: str = "memory", call: CallFeatures | None = None) -> None:
-        """Expect that there are no sentences in `wrongs`."""
+        """Expect that `wrongs`, sentences about errors, is empty. `kind` is a key of `explain.diagnosis.HELD`."""
         found = list(wrongs)
         self.wrongs += found
         self._note(what, kind, bool(found), call)
@@ -301,11 +301,11 @@ class CaseRun:
         self.expect("what it returned", [sentence], kind="other")
 
     def expect_unchanged(self, what: str, tensors: dict[str, Tensor], before: dict[str, Tensor]) -> None:
-        """Expect that tensors have the same bits as before a call."""
+        """Expect that tensors have the same bits as their copies in `before`."""
         self.expect(what, changed_bits(tensors, before))
 
     def expect_readable(self, what: str, read: Callable[[], None]) -> bool:
-        """Expect that a reference accepts the arguments that the implementation built. If it refuses them, they are wrong."""
+        """Expect that `read`, which passes the implementation's metadata to a reference, raises no error. Return True if so."""
         try:
             read()
         except (IndexError, TypeError, ValueError) as error:
@@ -315,7 +315,7 @@ class CaseRun:
         return True
 
     def expect_close(self, what: str, result: Result | None, truth: Truth, least_bound: float = 0.0) -> None:
-        """Expect the truth's output, and its LSE in base 2 if there is one. `least_bound` is as in `compare_output`."""
+        """Expect the truth's output, and its LSE in base 2 if the result has one. `least_bound` is as in `compare_output`."""
         if result is None:
             return
         self.judged += 1
@@ -327,11 +327,11 @@ class CaseRun:
             self.expect_lse(what, result.lse, truth, result.call)
 
     def expect_lse(self, what: str, lse: Tensor, truth: Truth, call: CallFeatures | None = None) -> None:
-        """Expect an LSE of log2 of the softmax's denominator, including the sink; -inf where a row sees no key."""
+        """Expect that an LSE is log2 of the softmax's denominator, which includes the sink; -inf where a row sees no key."""
         self._compared(what, "LSE", compare_lse(lse, made(truth)), call)
 
     def expect_equal_bits(self, what: str, result: Result | None, other: Result) -> None:
-        """Expect that an output has the same bits as another output."""
+        """Expect that the output of a result has the same bits as the output of another result."""
         if result is not None:
             self.judged += 1
             self._compared(what, "bits", compare_bits(result.out, other.out), result.call)
@@ -351,7 +351,7 @@ class CaseRun:
         rows: Tensor | None = None,
         example: Any = None,
     ) -> None:
-        """Record a result, by default of the last call. `rows` marks the wrong rows."""
+        """Record one comparison, by default of the last call. `rows` marks the wrong rows, and so the wrong requests."""
         call = call or self.called
         requests: tuple[Any, ...] = ()
         if rows is not None and len(rows) == sum(call.q_lens):
@@ -373,7 +373,7 @@ class CaseRun:
         self.remarks.append(sentence)
 
     def decline(self, sentence: str) -> None:
-        """Record the sentence of a refusal once."""
+        """Record a sentence about a refusal, unless it is recorded already."""
         if sentence not in self.declines:
             self.declines.append(sentence)
 
@@ -385,7 +385,7 @@ def _without_defaults(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_result(returned: Any, interface: Interface) -> Result:
-    """Convert a function's return value of any shape to the rows of all requests. Raise KernelError if it is not a tensor."""
+    """Return a function's output and LSE with one row per query row. Raise KernelError if an output or LSE is no tensor."""
     out, lse = output_and_lse(interface.value, returned)
     if interface is Interface.MLA_DECODE:
         out = out.flatten(0, 1) if out.dim() == 4 else out

@@ -31,7 +31,8 @@ class OutputComparison:
 
 
 def compare_output(out: Tensor, truth: Truth, least_bound: float = 0.0) -> OutputComparison:
-    """Compare each output vector with the truth, and then the slopes of the regression.
+    """Compare each (row, head) vector of an output with the truth. If all are right, test for a bias: slopes of the regression
+    of the output on the truth.
 
     Args:
         out: [num_rows, num_qo_heads, head_dim].
@@ -50,7 +51,7 @@ def compare_output(out: Tensor, truth: Truth, least_bound: float = 0.0) -> Outpu
 
 
 def compare_lse(lse: Tensor, truth: Truth) -> OutputComparison:
-    """Compare an LSE with log2 of the softmax's denominator, including the sink; -inf where a row sees no key."""
+    """Compare an LSE with log2 of the softmax's denominator, which includes the sink; it is -inf where a row sees no key."""
     failure = truth.wrong_lse(lse)
     if lse.shape != truth.lse_log2.shape:
         return OutputComparison(failure)
@@ -64,7 +65,7 @@ def compare_lse(lse: Tensor, truth: Truth) -> OutputComparison:
 
 
 def compare_bits(out: Tensor, other: Tensor) -> OutputComparison:
-    """Compare two outputs bit for bit."""
+    """Compare two outputs bit for bit. The failure names the rows that differ."""
     if out.shape != other.shape:
         return OutputComparison(_other_shape(out, other))
     left, right = as_integers(out), as_integers(other)

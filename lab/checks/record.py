@@ -27,7 +27,7 @@ class ReportError(ValueError):
 
 
 def read_cases(record: dict[str, Any]) -> Iterator[CaseVerdict]:
-    """Yield the verdicts in a report's record. They have sentences but no `results`.
+    """Yield the verdicts in a report's record, its parsed JSON. They have the sentences of a case, but not its `results`.
 
     Raises:
         ReportError: the record is not a report, or was written before cases had numbers.
@@ -59,7 +59,7 @@ def read_cases(record: dict[str, Any]) -> Iterator[CaseVerdict]:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Read a report's file.
+    """Return the parsed JSON of a report's file.
 
     Raises:
         ReportError: there is no such file, or it is not a report.
@@ -110,8 +110,8 @@ def read_case(path: Path, number: int) -> CaseVerdict:
 
 @functools.cache
 def _offered() -> tuple[dict[str, Callable[..., Any]], dict[str, Any]]:
-    """Return the names that a case may contain: the dataclasses of `lab.checks` by name, and members of enums and dtypes by
-    repr.
+    """Return two tables of the names that the text of a case may contain: the dataclasses of `lab.checks` by name, and enum
+    members and dtypes by repr.
     """
     import lab.checks as offering
 

@@ -53,7 +53,7 @@ class CheckSummary:
 
     @property
     def declines(self) -> tuple[str, ...]:
-        """Return the distinct refusals, the most frequent first."""
+        """Return the distinct sentences about refusals, the most frequent first."""
         counts = Counter(reason for verdict in self.verdicts for reason in verdict.judged.declines)
         return tuple(reason for reason, _ in counts.most_common())
 
@@ -68,9 +68,9 @@ class Report:
         environment: the run's `lab.provenance.environment`.
         device: the device on which the run was made.
         verdicts: the verdict on each case.
-        left_out: number of cases that were not judged.
+        left_out: number of planned cases that were not judged.
         ended: why cases were left out.
-        ranges: the axes that were judged.
+        ranges: the parameter values that were judged.
         interrupted: the user interrupted the run; left_out counts the remaining cases.
         narrowed: functions that declined most cases, each with the ranges that it accepts; it was also judged within these.
         refusals: names of the exceptions that count as refusals; () for the default list.
@@ -99,7 +99,7 @@ class Report:
 
     @property
     def rows(self) -> list[CheckSummary]:
-        """Return one row per check and function."""
+        """Return a summary for each check and function, in the order of the verdicts."""
         grouped: dict[tuple[str, Interface], list[CaseVerdict]] = {}
         for verdict in self.verdicts:
             grouped.setdefault((verdict.check, verdict.interface), []).append(verdict)
@@ -133,7 +133,7 @@ class Report:
         write_text(path, json.dumps(self.as_record(is_diagnosed), indent=1) + "\n")
 
     def as_record(self, is_diagnosed: bool = True) -> dict[str, Any]:
-        """Return the report as JSON data."""
+        """Return the report as JSON data: settings, diagnosis, a summary for each check, coverage, and all cases."""
         return {
             "implementation": self.implementation,
             "level": self.level.value,
@@ -195,7 +195,9 @@ class Report:
 
     @functools.cached_property
     def coverages(self) -> tuple[Coverage, ...]:
-        """Return the coverage of each function's model by check K18; empty if K18 did not run."""
+        """Return, for each function, which parameter values and pairs of values check K18 (combinations) judged; empty if K18
+        did not run.
+        """
         return coverages(self.verdicts, self.ranges)
 
     def _not_judged(self) -> Iterator[str]:

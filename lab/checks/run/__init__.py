@@ -1,1 +1,1 @@
-"""The run of the judge: cases in worker processes, unsupported and equivalent calls, verdicts, known failures."""
+"""Run the judge: worker processes that judge cases, refused calls and their equivalent forms, verdicts, and known failures."""

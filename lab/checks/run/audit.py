@@ -1,8 +1,8 @@
-"""The audit judges further cases, with contents that no run had, in a process that never loads the kernel's code.
+"""The audit repeats right cases with new random contents, and compares the outputs in a process without the kernel's code.
 
-A worker cannot recognise an audited case, because it sends a saved copy of the first output for every case of `AUDITED_CHECKS`.
-Another process computes the expected output. So changes that the kernel makes in its own process cannot make a wrong output
-right.
+The kernel runs in a worker, which sends its output as bytes. Another process computes the expected output. So a kernel that
+changes the judge in its own process cannot make a wrong output appear right. A worker cannot recognise an audited case, because
+it sends the first output of every case of `AUDITED_CHECKS`.
 """
 
 import random
@@ -23,7 +23,9 @@ AUDITED = 6  # cases of each function
 
 
 def chosen(verdicts: Sequence[CaseVerdict]) -> list[CaseVerdict]:
-    """Choose random cases of each function with the verdict RIGHT, and give them random contents that no kernel can know."""
+    """Return the verdicts on up to `AUDITED` random right cases of each function, with a new random seed in each case. A kernel
+    cannot know the contents that this seed gives.
+    """
     dice = random.SystemRandom()
     right: dict[Any, list[CaseVerdict]] = {}
     for verdict in verdicts:
@@ -37,7 +39,7 @@ def chosen(verdicts: Sequence[CaseVerdict]) -> list[CaseVerdict]:
 
 
 def audit(pool: Workers, verdict: CaseVerdict) -> Judged:
-    """Judge a case in a worker, then judge its output again in a process without the kernel."""
+    """Judge a case in a worker; if it is right there, judge the same output again in a process without the kernel's code."""
     judged = pool.submit(verdict.check, verdict.case, verdict.ranges)()
     if judged.outcome is not Outcome.RIGHT or judged.output is None:
         return replace(judged, judged=0)
@@ -45,7 +47,9 @@ def audit(pool: Workers, verdict: CaseVerdict) -> Judged:
 
 
 def judge_output(case: Any, device: str, saved: SavedOutput) -> Judged:
-    """Judge the output of a case's call, in a process that has not loaded the kernel."""
+    """Compare a worker's saved output with the expected output of its case. Call this in a process without the
+    kernel's code.
+    """
     where = torch.device(device)
     run = CaseRun(None, case, where)
     is_pass = isinstance(case, ForwardCase)

@@ -1,4 +1,4 @@
-"""Equivalent calls: if a kernel refuses a call in one form, the call is judged in another form with the same meaning."""
+"""Equivalent calls: a call that a kernel refuses is made again in another form with the same meaning, such as without `out`."""
 
 import functools
 import re
@@ -18,7 +18,7 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class EquivalentForm:
-    """A form of a call that has the same meaning as the plain call."""
+    """A change of a call's arguments that keeps the meaning of the call, such as leaving out the workspace."""
 
     name: str  # what is different in it, as in "judged with ... instead"
     # Whether a call has that form, given its function, its arguments and the sentence of its refusal.
@@ -28,7 +28,7 @@ class EquivalentForm:
 
 
 def _has_no_mask(interface: Interface, arguments: Arguments, refusal: str) -> bool:
-    """Return True if a decode call has several rows per request and no mask, so that its rows are causal."""
+    """Return True for a decode call with several rows per request and no mask. A causal mask would mean the same."""
     several = (arguments.get("q_len_per_req") or 1) > 1
     return interface is Interface.DECODE and several and arguments.get("mask") is None
 
@@ -40,7 +40,9 @@ def _with_causal_mask(interface: Interface, arguments: Arguments) -> Arguments:
 
 @functools.cache  # a graph cannot build a mask, and reads it as long as it is replayed
 def _causal_mask(batch_size: int, q_len: int, device: torch.device) -> Tensor:
-    """Return a mask in which each row sees the draft's tokens up to its own: uint16 [batch_size, q_len, words]."""
+    """Return the packed causal mask of a draft, in which row i sees the draft's tokens 0 to i: uint16
+    [batch_size, q_len, words].
+    """
     causal = torch.ones(q_len, q_len, dtype=torch.bool).tril()
     return packed_mask(causal.expand(batch_size, -1, -1)).to(device)
 
@@ -61,7 +63,9 @@ def _names(name: str, refusal: str) -> bool:
 
 
 def _left_out(name: str, words: str, by_engines: bool = False) -> EquivalentForm:
-    """Return the form of a call without an argument that the refusal names."""
+    """Return the form that leaves out the argument `name`. It applies if the call has this argument and the
+    refusal names it.
+    """
     return EquivalentForm(
         words,
         lambda interface, arguments, refusal: arguments.get(name) is not None and _names(name, refusal),
@@ -87,10 +91,10 @@ FORMS = (
 
 
 class EquivalentCalls:
-    """Makes calls, and repeats a refused call in equivalent forms.
+    """Makes the calls of a case, and repeats a refused call in equivalent forms (`FORMS`).
 
     Args:
-        note: called with a sentence for each call that was made in another form.
+        note: called with a sentence for each refused call that was accepted in another form.
     """
 
     def __init__(self, note: Callable[[str], None]) -> None:
@@ -105,10 +109,11 @@ class EquivalentCalls:
         Args:
             interface: the FlashInfer function that the call is for.
             function, arguments: the function, and its arguments.
-            by_engine: the call is made by an engine.
+            by_engine: the call belongs to an engine's pass, so that `out` may be left out and the result copied into it.
 
         Raises:
-            Unsupported: all equivalent forms are refused too. The message is that of the plain call's refusal.
+            Unsupported: the function refused the call and all equivalent forms that apply. The message is that of the first
+                refusal. A refusal after a write, or while a CUDA graph is captured, is not repeated in other forms.
         """
         key = (interface, tuple(arguments), arguments["query"].shape, arguments.get("q_len_per_req"))
         if is_capturing() and key in self.needed:
@@ -137,7 +142,9 @@ class EquivalentCalls:
 def _made(
     interface: Interface, function: Callable[..., Any], arguments: Arguments, used: Sequence[EquivalentForm]
 ) -> Any:
-    """Make a call in other forms, and copy its result into the output of the plain call."""
+    """Make a call in the given forms, and return its result. If the forms leave out `out`, copy the result into the caller's
+    `out`.
+    """
     changed = arguments
     for form in used:
         changed = form.change(interface, changed)

@@ -1,4 +1,4 @@
-"""Judge an implementation: every check on every function that it has."""
+"""Judge an implementation: run every check on every function that the implementation has."""
 
 import math
 import time
@@ -59,16 +59,17 @@ def judge(
     seed: int | None = None,
     for_seconds: float = 0.0,
 ) -> Report:
-    """Find out whether an implementation is right.
+    """Find out whether an implementation is right: run checks on its functions, and return the report.
 
-    A case is declined if the implementation refuses its calls (`lab.checks.run.support_protocol`), also in equivalent forms
-    (`lab.checks.run.equivalent_calls`). All other results must be right.
+    An implementation may refuse a call (`lab.checks.run.support_protocol`). The call is then made in equivalent forms
+    (`lab.checks.run.equivalent_calls`). If these are refused too, the case is declined, which is no error. All results must be
+    right.
 
     Args:
         implementation: a module or object with one or more of the names of `lab.workloads.interfaces.Interface`, or the
             name of one to import: "package.module" or "path/to/file.py", either with ":attribute" after it.
         level: SMOKE or FULL, or "smoke" or "full".
-        ranges: the axes of the cases. Narrow them to the values that a kernel supports.
+        ranges: the parameter values of the cases, such as dtypes and page sizes. Narrow them to those that a kernel supports.
         only: the checks to run: one or several keys or names, such as "K4" or "poison", or checks; all if empty.
         functions: names of the functions to judge, FlashInfer's or short ones such as "decode"; all functions of the
             implementation if empty.
@@ -76,19 +77,20 @@ def judge(
         isolated: each case runs in a worker process, replaced when it crashes or hangs; give the implementation by name.
         workers: number of worker processes, if isolated. Several save time for kernels that compile for each case.
         time_limit_s: time limit of one case, if isolated.
-        most_seconds: no case is begun after this time; the report counts the cases that were left out. Checks alternate.
+        most_seconds: no case is begun after this time; the report counts the cases that were left out. Checks
+            take turns, so that each has judged some cases by then.
         drawn: number of random cases per check and function; None: the level's number.
         refusals: the exceptions that count as refusals, instead of those of `lab.checks.run.support_protocol.invoke`.
         known_failures: recorded failures by finding. A case that they explain is KNOWN, not WRONG.
-        progress: called with each verdict and the progress of the run.
+        progress: called after each verdict, with the verdict and the counts of the run.
         out: the report's file, which is written during the run. Right and declined cases in the file are not judged again, if
             they are from the same run with the same sources of the implementation and the lab.
         fresh: judge the cases in `out` again.
         first_failure: no further case is begun after the first wrong or failed case.
         seed: seed of random choices, instead of the ranges' seed (default 0). Another seed gives other cases.
-        for_seconds: after the level's cases, judge random cases of K18 until the run has taken this time. Wrong ones are
-            shrunk.
-        discover: if a function declines most cases, find the values of the axes that it accepts, and judge it on these values
+        for_seconds: after the level's cases, judge random cases of check K18 (combinations) until the run has taken this time.
+            Wrong cases are shrunk.
+        discover: if a function declines most cases, find the values in `ranges` that it accepts, and judge it on these values
             too.
 
     Returns:
@@ -146,8 +148,9 @@ def judge_case(
     Args:
         implementation: as in `judge`.
         check: key or name of the check.
-        case: a case of that check.
-        device, ranges: as in `judge`.
+        case: a case of that check, such as an `AttentionCase`; its seed determines the contents of the tensors.
+        device: as in `judge`.
+        ranges: the parameter values within which the check may vary the case.
     """
     where = device_of(device)
     name, loaded = _named(implementation)
@@ -161,11 +164,13 @@ def judge_case(
 def judge_calls(recording: Path | str, implementation: str = NAME_OF_OUTPUTS, **settings: Any) -> Report:
     """Judge recorded calls of an engine: the recorded results, or the results of an implementation for the recorded inputs.
 
-    A recorded call is judged by its own page table; see `lab.checks.properties.recorded`.
+    The expected results are computed from the K/V that the recorded page table names, because a recording has no history of its
+    requests; see `lab.checks.properties.recorded`.
 
     Args:
         recording: a folder of calls that FlashInfer recorded, or "FOLDER#3" for its third call alone.
-        implementation: is called with the recorded inputs; the default stands for the recorded results.
+        implementation: name of the implementation that is called with the recorded inputs. By default the recorded results are
+            judged.
         settings: as in `judge`, without the settings that choose cases.
 
     Returns:
@@ -206,7 +211,7 @@ def judge_recorded(
         isolated, time_limit_s: as in `judge`.
 
     Returns:
-        The verdict, whose `exit_status` is the command's. Known failures are not looked up.
+        The verdict. Known failures are not looked up, so that a known failure is WRONG here.
 
     Raises:
         lab.checks.record.ReportError: there is no such report or case.
@@ -223,7 +228,7 @@ def judge_recorded(
 
 
 def judge_forward(implementation: Any, case: ForwardCase, device: torch.device | str | None = None) -> CaseVerdict:
-    """Judge one forward pass, from each request's K/V history to a kernel's output, by the check `forward_modes`.
+    """Judge one forward pass, from each request's K/V history to a kernel's output, by check M1 (forward_modes).
 
     The pool, the metadata and the kernel's arguments are built as an engine builds them, and all memory that must not be read
     is poisoned. The expected output is computed from the histories, as they were written token by token, and never from a page
@@ -245,7 +250,7 @@ def _level(level: Level | str) -> Level:
 
 
 def device_of(device: torch.device | str | None) -> torch.device:
-    """Return the device of a name; for None a GPU if there is one, else the CPU.
+    """Return the torch device with a name such as "cuda:1"; for None a GPU if there is one, else the CPU.
 
     Raises:
         ValueError: there is no such device, or it cannot be used for judging.
@@ -269,7 +274,7 @@ def _names_of(exceptions: Sequence[type[BaseException]]) -> tuple[str, ...]:
 
 
 def _check_numbers(workers: int, time_limit_s: float, drawn: int | None) -> None:
-    """Raise ValueError if a number is out of range."""
+    """Raise ValueError if `workers` is below 1, `time_limit_s` is not above 0, or `drawn` is below 0."""
     if workers < 1:
         raise ValueError(f"workers={workers} must be at least 1")
     if not time_limit_s > 0:
@@ -279,14 +284,16 @@ def _check_numbers(workers: int, time_limit_s: float, drawn: int | None) -> None
 
 
 def _named(implementation: Any) -> tuple[str, Any]:
-    """Return (name, implementation). An implementation that was given by name is imported."""
+    """Return the name of an implementation, and the implementation itself. If it was given by name, it is imported."""
     if isinstance(implementation, str):
         return implementation, load(implementation)
     return str(getattr(implementation, "__name__", type(implementation).__name__)), implementation
 
 
 def _checks(only: str | Sequence[str | Check]) -> tuple[Check, ...]:
-    """Return the checks with these keys or names in the order of their keys, then the given checks; all if `only` is empty."""
+    """Return the checks that the keys and names in `only` select, in the order of their keys, and then the `Check` objects in
+    `only`; all checks if `only` is empty.
+    """
     given = [each for each in only if isinstance(each, Check)]
     names = [only] if isinstance(only, str) and only else [each for each in only if isinstance(each, str)]
     named = {check: (check.key, check.name) for check in checks()}
@@ -295,7 +302,9 @@ def _checks(only: str | Sequence[str | Check]) -> tuple[Check, ...]:
 
 
 def _functions(functions: Sequence[str]) -> tuple[Interface, ...]:
-    """Return the functions with these names (FlashInfer's or short names); without names all functions."""
+    """Return the functions with these names, either FlashInfer's or short ones such as "decode"; without names
+    all functions.
+    """
     named = {each: (each.name.lower(), each.value) for each in Interface}
     return tuple(_of_name(name, named, "function") for name in functions) or tuple(Interface)
 

@@ -37,7 +37,7 @@ Waits = Generator[Pending, None, None]
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a run after a verdict.
+    """How far a run of the judge is after a verdict.
 
     Attributes:
         verdict: the last verdict.
@@ -56,7 +56,7 @@ class Progress:
 
 @dataclass
 class Run:
-    """A run of the judge."""
+    """One run of the judge: several checks on several functions, and the report of their verdicts."""
 
     pool: Workers
     report: Report  # what is judged and how, without verdicts
@@ -80,18 +80,18 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """Return True if no further case may be begun."""
+        """Return True if no further case may be begun: the time is over, or a faulty case has ended the run."""
         return time.monotonic() > self.end or self.is_stopped
 
     @property
     def is_stopped(self) -> bool:
-        """Return True if a faulty case has ended the run. A dishonest case ends every run, other faults only with
-        `stops_at_fault`.
+        """Return True if a faulty case has ended the run. A dishonest case (its kernel changed the judge) ends every run; a
+        wrong or failed case ends it only with `stops_at_fault`.
         """
         return self._is_deceived or (self.stops_at_fault and self._has_fault)
 
     def judge(self, interfaces: Sequence[Interface], discovers: bool, random_until: float) -> Report:
-        """Judge functions, and write the report during the run.
+        """Judge functions by the run's checks, and return the report, which is also written to `path` during the run.
 
         Args:
             interfaces: the functions.
@@ -118,7 +118,7 @@ class Run:
         return report
 
     def _narrow(self, interface: Interface) -> None:
-        """Find the ranges that a function accepts after it declined most cases, and judge it within these."""
+        """If a function declined most cases, find the ranges that it accepts, and judge it within these too."""
         runs = [each for each in self._runs.values() if each.interface is interface]
         verdicts = [verdict for each in runs for verdict in each.verdicts]
         if interface not in ATTENTION or self.is_over or not is_mostly_declined(verdicts):
@@ -130,7 +130,9 @@ class Run:
             self._take_turns([each.plan(found) for each in runs])
 
     def _audit(self) -> None:
-        """Judge some right cases again in a process that the kernel's code never entered."""
+        """Judge some right cases again with new contents, and compare their outputs in a process without the kernel's code.
+        Keep the verdicts that are then wrong, failed or dishonest.
+        """
         verdicts = [verdict for each in self._runs.values() for verdict in each.verdicts]
         for verdict in chosen(verdicts) if self.pool.is_apart else ():
             if self.is_over:
@@ -169,8 +171,8 @@ class Run:
             self._next_write = end + max(WRITTEN_EVERY_S, (end - start) / WRITING_SHARE)
 
     def show(self, verdict: CaseVerdict, is_new: bool) -> None:
-        """Call `progress`. The remaining time is estimated from new verdicts, because verdicts of an earlier run
-        take no time.
+        """Call `progress` with a verdict and the run's counts. The remaining time is estimated from new verdicts only, because
+        verdicts of an earlier run take no time.
         """
         self._num_new += is_new
         if self.progress is not None:
@@ -180,7 +182,7 @@ class Run:
             self.progress(Progress(verdict, done, total, left, is_new))
 
     def numbered(self, verdict: CaseVerdict) -> CaseVerdict:
-        """Return a verdict with its number in the report."""
+        """Return a verdict with its number in the report: the number in the earlier run's report, or else the next free one."""
         self._has_fault |= verdict.outcome in BROKEN
         self._is_deceived |= verdict.outcome is Outcome.DISHONEST
         earlier = self.earlier.get(verdict.key)
@@ -189,7 +191,7 @@ class Run:
 
 
 class CheckRun:
-    """One check of one function in a run."""
+    """One check of one function in a run: its planned cases and their verdicts."""
 
     def __init__(self, run: Run, check: Check, interface: Interface) -> None:
         self.interface, self.verdicts = interface, list[CaseVerdict]()
@@ -199,7 +201,7 @@ class CheckRun:
         self._reprs = set[str]()  # of the planned cases that were not drawn
 
     def plan(self, ranges: Ranges) -> Waits:
-        """Plan the cases within ranges that were not planned before. Return a generator that judges them."""
+        """Plan the cases within ranges, except those that were planned before. Return a generator that judges them."""
         level = self._run.report.level
         self._ranges = ranges
         rounds = self._check.more if level is Level.FULL else ()  # they follow the smoke level's cases
@@ -211,20 +213,22 @@ class CheckRun:
 
     @property
     def _ranges_of_cases(self) -> Ranges:
-        """Return the ranges of the cases; a check varies them within `_ranges`."""
+        """Return the ranges of the planned cases: at the full level `_ranges`, at the smoke level with short requests only. The
+        check may vary a case within all of `_ranges`.
+        """
         if self._run.report.level is Level.FULL:
             return self._ranges
         return replace(self._ranges, longest=min(self._ranges.longest, max(SMOKE_LONGEST, *self._ranges.q_lens)))
 
     def _planned(self, cases: Iterable[Any]) -> list[Any]:
-        """Return the cases that were not planned before, and count them."""
+        """Return the cases that were not planned before, and add their number to `planned`."""
         new = [case for case in cases if repr(case) not in self._reprs]
         self._reprs |= set(map(repr, new))
         self.planned += len(new)
         return new
 
     def _turns(self, cases: Sequence[Any], rounds: Sequence[Following], samples: Sequence[Sample]) -> Waits:
-        """Judge the fixed cases, the cases that follow from their verdicts, and the random cases."""
+        """Judge the fixed cases, then the cases that each round derives from the verdicts so far, then the random cases."""
         yield from self._judge(cases, self._keep_planned)
         for following in rounds:
             if self.judged < self.planned - len(samples):  # the run is over
@@ -234,9 +238,7 @@ class CheckRun:
         yield from self._judge_samples(samples, set(), 1)
 
     def go_on(self, end: float) -> Waits:
-        """Judge random cases until a time of `time.monotonic`. Keep the first right cases, and wrong cases after shrinking
-        them.
-        """
+        """Judge further random cases until a time of `time.monotonic`, or until `MOST_WRONG` different cases are wrong."""
         samples = iter(self._check.draw_on(self.interface, self._ranges_of_cases, self.verdicts))
         wrong = set[str]()
         while time.monotonic() < end and not self._run.is_over and len(wrong) < MOST_WRONG:
@@ -246,10 +248,11 @@ class CheckRun:
             yield from self._judge_samples(several, wrong, MOST_WRONG, is_planned=False)
 
     def _judge(self, cases: Sequence[Any], keep: Callable[[CaseVerdict, bool], None], drawn: bool = False) -> Waits:
-        """Judge cases in batches, first one case per worker and then several. No case is begun after the end of the run.
+        """Judge cases in batches, first one case per worker and then `CASES_PER_WORKER`. No case is begun after the end of the
+        run.
 
-        A case with a valid earlier verdict is not judged again. `keep` is called in order with each verdict, and with True if
-        the verdict is from this run.
+        A case that an earlier run found right or declined is not judged again. `keep` is called with each verdict in the order
+        of the cases, and with True if the verdict is from this run.
         """
         first = self._run.pool.workers
         ends = [0, *range(first, len(cases), CASES_PER_WORKER * first), len(cases)]
@@ -271,9 +274,11 @@ class CheckRun:
     def _judge_samples(
         self, samples: Sequence[Sample], wrong: set[str], most_wrong: int, is_planned: bool = True
     ) -> Waits:
-        """Judge random cases. Keep the first right cases, and wrong cases after shrinking them, until `most_wrong` are wrong.
+        """Judge random cases. Keep the verdicts on right cases, and on wrong cases after shrinking them, until `most_wrong` are
+        wrong.
 
-        `wrong` has the reprs of the smallest wrong cases so far; the reprs of further wrong cases are added to it.
+        Of right cases that were not planned, only the first `MOST_KEPT` are kept. `wrong` has the reprs of the smallest wrong
+        cases so far; the reprs of further wrong cases are added to it.
         """
         sample_of = {repr(sample.case): sample for sample in samples}
 
@@ -293,7 +298,9 @@ class CheckRun:
         yield from self._judge([sample.case for sample in sample_of.values()], keep, True)
 
     def _shrunk(self, verdict: CaseVerdict, sample: Sample) -> CaseVerdict:
-        """Shrink a wrong case, even if the run is over; return the verdict on the smallest wrong case."""
+        """Reduce the parameters of a wrong random case while it stays wrong, even if the run is over. Return the verdict on the
+        smallest wrong case.
+        """
         wrong, tried = {repr(verdict.case): verdict}, set[str]()
 
         def stays_wrong(case: Any) -> bool:
@@ -314,14 +321,14 @@ class CheckRun:
             raise
 
     def _blank(self, case: Any, drawn: bool) -> CaseVerdict:
-        """Return the verdict of a case that has not been judged."""
+        """Return the verdict of a case before it is judged: all fields that identify the case, and the outcome DECLINED."""
         report, file = self._run.report, str(self._run.path or "")
         what = (report.implementation, self._check.key, self.interface, case, report.device)
         return CaseVerdict(*what, Judged(Outcome.DECLINED), self._ranges, drawn, recorded_in=file)
 
     def _earlier(self, blank: CaseVerdict) -> CaseVerdict | None:
-        """Return the earlier verdict if the case was right or declined. Wrong cases are judged again, so that their details are
-        reported.
+        """Return an earlier run's verdict on a case if it is right or declined, else None. Wrong cases are judged again, so
+        that their details are reported.
         """
         earlier = self._run.earlier.get(blank.key)
         return earlier if earlier and earlier.outcome in (Outcome.RIGHT, Outcome.DECLINED) else None
@@ -330,8 +337,8 @@ class CheckRun:
         return self._run.pool.submit(blank.check, blank.case, blank.ranges, end)
 
     def _verdict(self, blank: CaseVerdict, pending: Pending) -> CaseVerdict:
-        """Wait for the findings of a case, and return its verdict. The saved output is removed, because only the audit needs
-        it.
+        """Wait until a submitted case is judged, and return its verdict, with known failures marked. The saved output is
+        removed, because only the audit needs it.
         """
         return self._run.known(replace(blank, judged=replace(pending(), output=None)))
 
@@ -341,7 +348,7 @@ class CheckRun:
         self._keep(verdict)
 
     def keep(self, verdict: CaseVerdict) -> None:
-        """Show and keep the verdict on a case that was not planned."""
+        """Report a verdict to `progress`, and add it to the run. The case was not planned, as an audited case is not."""
         self._run.show(verdict, True)
         self._keep(verdict)
 
@@ -350,10 +357,10 @@ class CheckRun:
 
 
 def in_turns(waits_of_each: Iterable[Waits]) -> Generator[None, None, None]:
-    """Run several checks concurrently; yield whenever a check has kept a verdict. So a run that ends early has verdicts of all
-    checks.
+    """Run the generators of several checks concurrently: continue each when the case that it waits for has been judged. Yield
+    after each such step.
 
-    A check continues when its next verdict is ready. So a case that takes minutes delays only its own check.
+    So a case that takes minutes delays only its own check, and a run that ends early has verdicts of all checks.
     """
     with ExitStack() as stack:
         waiting = deque[tuple[Waits, Pending]]()

@@ -1,7 +1,7 @@
 """Known failures: which kernel is wrong in which cases on which GPU, and the page that describes the failure.
 
-A check with a failure passes only if an entry explains the failure. An entry is narrow: it names implementations on one kind of
-GPU, releases if it matters, checks, and conditions on cases, and it explains only sentences that match its pattern.
+A wrong case becomes KNOWN only if entries explain every sentence about its errors. An entry is narrow: it names implementations
+on one kind of GPU, releases if they matter, checks, conditions on cases, and a pattern of the sentences that it explains.
 """
 
 import re
@@ -51,11 +51,11 @@ class FailingKernel(NamedTuple):
 
 @dataclass(frozen=True)
 class KnownFailure:
-    """One entry of a finding.
+    """One entry of a finding (a failure that a page describes): the wrong results that the finding explains.
 
     Attributes:
         kernel: the kernel that fails.
-        checks: keys of the checks that show the failure.
+        checks: keys of the checks that show the failure, such as "K2".
         wrong: regular expression that is searched in the sentences that the entry explains.
         where: conditions on the case and the sentence, which must all hold.
     """
@@ -66,7 +66,9 @@ class KnownFailure:
     where: tuple[Condition, ...] = ()
 
     def explains(self, case: Any, sentence: str) -> bool:
-        """Return True if the entry explains a sentence about an error of a case."""
+        """Return True if a sentence about an error of a case matches the entry's pattern, and all conditions of
+        the entry hold.
+        """
         return bool(re.search(self.wrong, sentence)) and all(holds(case, sentence) for holds in self.where)
 
 
@@ -84,7 +86,7 @@ def known(
 
     Args:
         verdict: the verdict on a case.
-        findings: the known failures by finding.
+        findings: the entries of each known failure, by the page and heading that describe the failure.
         capability: (major, minor) of the GPU on which the case was judged; None: a CPU.
         release_of: returns the installed release of a package, or None.
     """
@@ -109,31 +111,31 @@ def known(
 
 
 def wrong_requests(sentence: str) -> list[int]:
-    """Return the numbers of the requests that a sentence names."""
+    """Return the indices of the requests that a sentence calls wrong, as in "of requests [0, 3]"; [] if it names none."""
     named = re.search(r"of requests \[([0-9, ]*)\]", sentence)
     return [int(number) for number in named.group(1).split(",") if number.strip()] if named else []
 
 
 def call_of(case: Any) -> Any:
-    """Return the attention call of a configuration; any other case as it is."""
+    """Return the attention case that a `Configuration` describes; any other case as it is."""
     return attention_case(case, Ranges()) if isinstance(case, Configuration) else case
 
 
 def of_case(holds: Callable[[AttentionCase], bool]) -> Condition:
-    """Return a condition that depends only on the case."""
+    """Return a condition that tests only the case, and not the sentence."""
     return lambda case, sentence: holds(call_of(case))
 
 
 def some_request(is_so: Callable[[Any, int], bool]) -> Condition:
-    """Return the condition that `is_so` is true for at least one request of the case."""
+    """Return the condition that `is_so(case, request)` is true for at least one request of the case."""
     return of_case(lambda case: any(is_so(case, request) for request in range(len(case.kv_lens))))
 
 
 def all_wrong_requests(is_so: Callable[[Any, int], bool], *, some_if_unnamed: bool = False) -> Condition:
-    """Return the condition that `is_so` is true for each request that the sentence names.
+    """Return the condition that `is_so(case, request)` is true for each request that the sentence names.
 
-    A sentence that names no request is not explained. With `some_if_unnamed` it is explained if `is_so` is true for at least
-    one request.
+    If the sentence names no request, the condition does not hold. With `some_if_unnamed` it then holds if `is_so` is true for
+    at least one request of the case.
     """
 
     def holds(case: Any, sentence: str) -> bool:
@@ -155,7 +157,9 @@ def _has_fewer_keys_than_rows(case: Any, request: int) -> bool:
 
 
 def _begins_before_the_first_tile(case: Any, request: int) -> bool:
-    """Return True if a request has fewer keys than rows, but at least 32 keys, the smallest tile that FA2 does not mask."""
+    """Return True if a request has fewer keys than rows, but at least 32 keys: FA2 leaves the causal mask out only of whole
+    tiles of keys.
+    """
     return bool(32 <= case.kv_lens[request] < case.q_lens[request])
 
 
@@ -174,8 +178,8 @@ is_one_row_over_e4m3 = of_case(lambda case: case.kv_dtype == E4M3 and case.q_len
 
 
 def several_rows(case: Any, sentence: str) -> bool:
-    """Return True if the wrong call is a decode call with several rows per request; K11's calls with a mask always have four
-    rows.
+    """Return True if the wrong call is a decode call with several rows per request. In check K11 (sensitivity) the case does
+    not say so, but the sentence names the mask "of 4 rows".
     """
     mode = getattr(case, "mode", None)
     if mode is not None:  # of a pass, or of a graph
@@ -185,14 +189,14 @@ def several_rows(case: Any, sentence: str) -> bool:
 
 
 def window_over_several_rows(case: Any, sentence: str) -> bool:
-    """Return True if the wrong call has a window and several rows per request."""
+    """Return True if the wrong call is a decode call with a window and several rows per request."""
     call = call_of(case)
     windowed = getattr(call, "sliding_window", False) or getattr(call, "window_left", -1) >= 0
     return several_rows(case, sentence) and bool(windowed or re.search(r"\bwindow", sentence))
 
 
 def mask_over_e4m3(case: Any, sentence: str) -> bool:
-    """Return True if the wrong call has an e4m3 cache and a draft mask that is not causal."""
+    """Return True if the wrong call is a decode call with an e4m3 cache and a draft mask that is not causal."""
     if isinstance(case, Configuration):
         is_masked = case.get("mask", Mask.NONE) not in (Mask.NONE, Mask.CAUSAL)
     else:
@@ -202,22 +206,26 @@ def mask_over_e4m3(case: Any, sentence: str) -> bool:
 
 
 def only_where_a_mask_hides_every_key(case: Any, sentence: str) -> bool:
-    """Return True if a draft mask hides each row's own key, and all wrong requests have no token before their rows."""
+    """Return True if the call's draft mask hides each row's own key, and no wrong request has a key before its rows."""
     hides = isinstance(case, Configuration) and case.get("mask") == Mask.OWN_BIT_CLEAR
     only_rows = all_wrong_requests(lambda call, request: call.kv_lens[request] <= call.q_lens[request])
     return hides and only_rows(case, sentence)
 
 
 def sink_of_minus_infinity_and_fewer_keys_than_rows(case: Any, sentence: str) -> bool:
-    """Return True if a sink is minus infinity, and the requests that the sentence names have fewer keys than rows."""
+    """Return True if some sinks are minus infinity, and each request that the sentence names has fewer keys than rows. If it
+    names none, one such request in the case is enough.
+    """
     has_axes = isinstance(case, Configuration)
     some = case.get("sinks") == Sinks.SOME_MINUS_INFINITY if has_axes else "minus infinity" in sentence
     return some and all_wrong_requests(_has_fewer_keys_than_rows, some_if_unnamed=True)(case, sentence)
 
 
 def unscaled_e4m3_shows(case: Any, sentence: str) -> bool:
-    """Return True if the cache is e4m3 and a missing scale shows: logits climb, keys have little weight, or K11 makes logits
-    large.
+    """Return True if the cache is e4m3 and the inputs reveal rounding to e4m3 without a scale.
+
+    Such inputs have the contents TALL (logits that climb to hundreds) or SHADED (keys with weights of e**-9), or they are calls
+    of check K11 (sensitivity) with a negative bmm1_scale or with logits far apart.
     """
     call = call_of(case)
     large = re.search("^(bmm1_scale below 0|rows whose logits are far apart): ", sentence)
@@ -225,7 +233,7 @@ def unscaled_e4m3_shows(case: Any, sentence: str) -> bool:
 
 
 def _on_hopper(package: str, release: str, *peers: str) -> FailingKernel:
-    """Return the kernels of another package (modules of `lab.kernels.peers`) in one release on SM90."""
+    """Return the kernel of another package, in one release and on SM90, that the named modules of `lab.kernels.peers` run."""
     return FailingKernel(tuple(f"lab.kernels.peers.{peer}" for peer in peers), (9, 0), package, (release,))
 
 

@@ -1,4 +1,4 @@
-"""The sources that the verdicts of a run depend on, and the verdicts of an earlier run of the same sources."""
+"""Digest the sources on which a run's verdicts depend, and read the verdicts of an earlier run with equal sources."""
 
 import ast
 import functools
@@ -28,25 +28,26 @@ _NAME = re.compile(r"[A-Za-z_]\w{2,}")
 
 
 def offer_of(name: str, implementation: Any) -> tuple[list[Interface], str]:
-    """Return the functions that an implementation of this name offers, and a digest of the sources of the kernel and the judge.
+    """Return the functions that an implementation has, and a digest of the sources of the implementation and the lab.
 
-    An object without a name has unknown sources: the digest is empty.
+    If `name` is empty, the sources are unknown, and the digest is "".
     """
     return interfaces_of(implementation), _digest(name) if name else ""
 
 
 def digest_of_run(sources: str, *parts: object) -> str:
-    """Return a digest of everything that determines a run's verdicts: the sources and further parts; "" if the sources are
-    unknown.
+    """Return a digest of everything that determines a run's verdicts: the sources, and parts such as ranges and versions; "" if
+    the sources are unknown.
     """
     return hashlib.sha256(repr((sources, *parts)).encode()).hexdigest() if sources else ""
 
 
 def _digest(name: str) -> str:
-    """Hash the lab, the implementation's sources, and the environment variables that the sources name.
+    """Return a digest of the lab's and the implementation's sources, and of the environment variables that sources or libraries
+    read.
 
-    The sources are the loaded modules that are not in installed packages, the files that these may import later, and the source
-    files in the folder of the implementation's module.
+    The implementation's sources are the loaded modules outside installed packages, the files that these may import later, and
+    the source files in the folder of the implementation's module.
     """
     module = load(name.partition(":")[0])
     folder = Path(getattr(module, "__file__", None) or "").parent
@@ -73,12 +74,14 @@ def _digest(name: str) -> str:
 # A process that judges several times, as tests do, has read most sources before.
 @functools.cache
 def _words(source: bytes) -> frozenset[str]:
-    """Return all words of a source file; some may be names of environment variables."""
+    """Return all identifiers of three or more characters in a source file, because any may name an environment variable."""
     return frozenset(_NAME.findall(source.decode(errors="replace")))
 
 
 def _imported(paths: set[Path], roots: Sequence[Path], without: set[Path]) -> set[Path]:
-    """Return the files below `roots` that Python files import, at any depth, within functions too."""
+    """Return the files that Python files import, at any depth, within functions too. Absolute imports are looked up in `roots`;
+    files in `paths` and `without` are left out.
+    """
     found, tried = set[Path](), set[tuple[Path, str]]()  # a folder, and what may be imported from it
     left = [path for path in paths if path.suffix == ".py" and path.is_file()]
     while left:
@@ -123,7 +126,9 @@ def _imports_of(source: bytes) -> tuple[tuple[int, str], ...]:
 
 
 def earlier_verdicts(path: Path | None, digest: str) -> dict[Key, CaseVerdict]:
-    """Return the verdicts in a report with this digest; none if the report has another digest, or does not exist."""
+    """Return the verdicts in a report, by their keys, if the report has this digest. Return {} if it has another digest, or
+    cannot be read.
+    """
     if path is None or not digest or not path.is_file():
         return {}
     try:

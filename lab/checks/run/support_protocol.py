@@ -29,7 +29,8 @@ class Unsupported(NotImplementedError):  # noqa: N818 - not an error of anybody'
     """The implementation refused a call, or does not have a parameter of the call.
 
     Attributes:
-        late: it refused after it had written to its output or, by torch, to an argument other than the workspace.
+        late: True if the implementation, before it refused, had written to its output or, by a torch operation, to another
+            argument than the workspace.
     """
 
     def __init__(self, sentence: str, late: bool = False) -> None:
@@ -42,7 +43,9 @@ class KernelError(Exception):
 
 
 def raised(error: BaseException) -> KernelError:
-    """Return a KernelError for an error of the implementation, without torch's advice on CUDA errors."""
+    """Return the KernelError that reports an error of the implementation. A CUDA error is cut to its first line, without
+    torch's advice.
+    """
     sentence = str(error).split("\n", 1)[0] if isinstance(error, torch.AcceleratorError) else error
     return KernelError(f"it raised {type(error).__name__}: {sentence}")
 
@@ -53,7 +56,7 @@ def invoke(
     arguments: dict[str, Any],
     refusals: Refusals | None = None,
 ) -> Any:
-    """Call a function of an implementation.
+    """Call a function of an implementation. Raise Unsupported if it refuses the call, and KernelError if it fails.
 
     These errors are refusals: NotImplementedError, ValueError, a TypeError that names an unknown or missing argument, and an
     AssertionError before a launch. "Before a launch" means: no given output was written, torch wrote to no argument except the
@@ -61,7 +64,7 @@ def invoke(
     have is always refused.
 
     Args:
-        function, args, arguments: the function, and its arguments.
+        function, args, arguments: the function, and its positional and keyword arguments.
         refusals: the exceptions that count as refusals, instead of those above.
 
     Raises:
@@ -97,7 +100,7 @@ def output_and_lse(name: str, returned: Any) -> tuple[Tensor, Tensor | None]:
     """Return (output, LSE or None) from a function's return value.
 
     Raises:
-        KernelError: the value is neither an output nor a pair (output, LSE).
+        KernelError: the value is neither a tensor nor a pair (output, LSE) of tensors.
     """
     out, lse = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     if type(out) not in TENSORS:
@@ -113,7 +116,7 @@ def is_capturing() -> bool:
 
 
 def resolve_refusals(names: str) -> Refusals:
-    """Return the exceptions in a comma-separated list, such as "NotImplementedError,my.kernel.Unsupported".
+    """Return the exception classes that a comma-separated list names, such as "NotImplementedError,my.kernel.Unsupported".
 
     Args:
         names: names separated by commas: a built-in exception, or a dotted name with its module.
@@ -138,7 +141,8 @@ def resolve_refusals(names: str) -> Refusals:
 
 
 def _versions(arguments: dict[str, Any]) -> list[int]:
-    """Return each tensor's version: torch counts its own operations that wrote to the tensor, and not a kernel's.
+    """Return torch's version counter of each tensor among the arguments. It counts the torch operations that wrote to the
+    tensor, but no writes of a kernel.
 
     The workspace is left out, because it is scratch.
     """
@@ -148,7 +152,7 @@ def _versions(arguments: dict[str, Any]) -> list[int]:
 
 
 def _check_gpu(error: BaseException) -> None:
-    """Wait for the GPU, and raise KernelError if a launch has failed."""
+    """Raise KernelError if an error is one of the GPU, or if the GPU reports a failed launch when it is waited for."""
     if isinstance(error, torch.AcceleratorError):
         raise raised(error) from error
     if torch.cuda.is_initialized() and not is_capturing():
@@ -175,13 +179,17 @@ def _is_refusal(
 
 
 def _is_of_a_launch(error: BaseException) -> bool:
-    """Return True if an assertion was raised by a kernel in Triton's interpreter, or by a comparison of results."""
+    """Return True if an assertion was raised inside Triton, as by a kernel in its interpreter, or by torch's or numpy's
+    comparison of results.
+    """
     modules = {frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)}
     return any(module.startswith(("triton.", "torch.testing", "numpy.testing")) for module in modules)
 
 
 def _is_of_an_argument(sentence: str, signature: inspect.Signature | None, arguments: dict[str, Any]) -> bool:
-    """Return True if a TypeError says that an argument of the call is unknown, or that an argument is missing from the call."""
+    """Return True if a TypeError says that the function does not know an argument of the call, or needs one that the call does
+    not have.
+    """
     named = set(re.findall(r"\w+", sentence)) & set(arguments)
     if _UNKNOWN.search(sentence):
         return bool(named)
@@ -202,6 +210,8 @@ def _sentence(error: BaseException) -> str:
 
 
 def _of_arguments(error: TypeError) -> str:
-    """Return the message of a TypeError about a call's arguments, with a prefix: an argument is unknown, or one is missing."""
+    """Return the message of a TypeError, after words that say whether an argument of the call is unknown or
+    another is missing.
+    """
     is_missing = _MISSING.search(str(error)) is not None
     return f"{'it needs an argument that no call has' if is_missing else 'it does not take these arguments'}: {error}"

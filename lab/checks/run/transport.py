@@ -1,7 +1,7 @@
 """The transport from a worker to the process that prints the verdict. It carries only objects of the judge and plain values.
 
-Reading a pickle can call any function that the pickle names. A kernel can write to its worker's pipes. So data from them is
-read only as classes of the lab and of pebble, and plain values; every other object becomes a `Foreign`.
+Reading a pickle can call any function that the pickle names, and a kernel can write to its worker's pipes. So only objects of
+the lab's and pebble's classes, and plain values, are read from the pipes. Every other object becomes a `Foreign`.
 """
 
 import io
@@ -22,7 +22,7 @@ PLAIN = {
 
 
 class Foreign:
-    """Stands for an object of a class that is not the judge's."""
+    """Replaces an object whose class is neither one of the lab or of pebble nor a plain type."""
 
     def __new__(cls, *arguments: Any, **named: Any) -> "Foreign":
         return super().__new__(cls)
@@ -44,7 +44,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def loads(data: Any) -> Any:
-    """Read a pickle that a worker sent."""
+    """Unpickle data from a worker. Objects of classes that are not permitted become `Foreign`."""
     return _Unpickler(io.BytesIO(data)).load()
 
 
@@ -54,7 +54,7 @@ class _ForkingPickler(multiprocessing.connection._ForkingPickler):  # type: igno
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Make the pipes of this process use `loads`."""
+    """Unpickle with `loads` all that this process receives through multiprocessing's pipes, while the context is open."""
     connection: Any = multiprocessing.connection
     before = connection._ForkingPickler
     connection._ForkingPickler = _ForkingPickler

@@ -14,7 +14,7 @@ from lab.workloads.interfaces import Interface
 
 
 class Outcome(NamedEnum):
-    """The outcome of a case."""
+    """The conclusion about a case."""
 
     RIGHT = "right"
     WRONG = "wrong"
@@ -43,7 +43,7 @@ IT_FAILED = "it failed"  # the name of a result that its check has not named yet
 
 @dataclass(frozen=True)
 class CheckedResult:
-    """One result that was compared."""
+    """One comparison in a case, such as the output of a call with the expected output."""
 
     name: str  # of the call, within its check
     held: str  # what it is compared with, a key of `lab.checks.explain.diagnosis.HELD`
@@ -56,7 +56,7 @@ class CheckedResult:
 
 @dataclass(frozen=True)
 class SavedOutput:
-    """An output as bytes, which a process reads without running code of its sender."""
+    """An output tensor as dtype, shape and bytes. Another process can read it without running code of its sender."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ class SavedOutput:
         return cls(out.dtype, tuple(out.shape), plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
 
     def tensor(self) -> Tensor:
-        """Return the tensor, on the CPU."""
+        """Return the saved output as a tensor on the CPU."""
         if not self.data:
             return torch.empty(self.shape, dtype=self.dtype)
         return torch.frombuffer(bytearray(self.data), dtype=torch.uint8).view(self.dtype).view(self.shape)
@@ -76,7 +76,7 @@ class SavedOutput:
 
 @dataclass(frozen=True)
 class Judged:
-    """A check's findings in one case."""
+    """What a check found in one case."""
 
     outcome: Outcome
     wrongs: tuple[str, ...] = ()  # a sentence each
@@ -96,13 +96,13 @@ class CaseVerdict:
     Attributes:
         implementation, check, interface, case, device: the implementation, the check, the judged function, the case and the
             device.
-        judged: the findings.
-        ranges: the axes within which the check varied the case.
+        judged: what the check found.
+        ranges: the parameter values within which the check varied the case.
         drawn: the case is random. If it is wrong, it is the smallest wrong case that was found.
-        finding: for a KNOWN case, the page and heading that describe it.
+        finding: for a KNOWN case, the page and heading that describe the failure.
         number: number of the case in its report, from 1; 0: in no report yet. A run that continues an older report keeps its
             numbers.
-        recorded_in: the report's file; empty if it is in none.
+        recorded_in: path of the report's file; "" if the verdict is in none.
     """
 
     implementation: str
@@ -135,7 +135,7 @@ class CaseVerdict:
 
     @property
     def reason(self) -> str:
-        """Return the sentences about errors or, if there are none, about refusals."""
+        """Return the sentences about errors, joined; if there are none, those about refusals."""
         return "; ".join(self.judged.wrongs or self.judged.declines)
 
     def __str__(self) -> str:
@@ -149,12 +149,17 @@ class CaseVerdict:
 
 
 def dishonest(judged: Judged, reason: str) -> Judged:
-    """Return the findings of a case in which the kernel changed the judge, without its other results."""
+    """Return DISHONEST, with a reason, for a case whose kernel changed the judge. The other sentences and the
+    results are dropped.
+    """
     return Judged(Outcome.DISHONEST, (reason,), worst_ratio=judged.worst_ratio, judged=judged.judged)
 
 
 def credible(judged: Judged) -> Judged:
-    """Return the findings, or DISHONEST if they contradict themselves. Call it in a process without the kernel's code."""
+    """Return what a worker found. It becomes DISHONEST if it is no `Judged`, or if it is RIGHT with an error above its bound.
+
+    Call this in a process without the kernel's code.
+    """
     if type(judged) is not Judged or type(judged.outcome) is not Outcome:
         return Judged(Outcome.DISHONEST, ("its worker sent the judge what is no verdict: the kernel is dishonest",))
     if judged.outcome is Outcome.RIGHT and not judged.worst_ratio <= 1:

@@ -53,7 +53,7 @@ class TooLate(Exception):  # noqa: N818 - nothing is wrong
 
 @dataclass(frozen=True)
 class Pending:
-    """A case that was submitted. Calling it waits for its verdict."""
+    """A case that was submitted for judging. Calling this object waits for what the check found, and returns it."""
 
     result: Callable[[], Judged]
     future: Future[Judged] | None = None  # None: the case is judged when its verdict is needed
@@ -63,12 +63,12 @@ class Pending:
 
     @property
     def is_ready(self) -> bool:
-        """Return True if calling it does not wait for a worker."""
+        """Return True if calling this object does not wait for a worker."""
         return self.future is None or self.future.done()
 
 
 class Task(NamedTuple):
-    """A case to be judged."""
+    """A case to be judged, and what a worker needs for it."""
 
     check: str  # its key
     case: Any
@@ -131,8 +131,8 @@ class Workers:
         self._pool_without_kernel = None
 
     def call(self, function: Callable[[Any], Answer]) -> Answer:
-        """Call a function with the implementation in a worker, so that only workers import the implementation. Return its
-        result.
+        """Call a function with the implementation as its argument, in a worker. Return the function's result. So only workers
+        import the implementation.
 
         Raises:
             lab.loading.LoadError: the implementation cannot be imported, or its import ends or blocks the process.
@@ -155,13 +155,15 @@ class Workers:
         return answer
 
     def apart(self, work: Callable[..., Judged], *arguments: Any) -> Judged:
-        """Call a function in a process that loads no implementation; return its findings."""
+        """Call a function in a process that loads no implementation, and return its result."""
         self._pool_without_kernel = self._pool_without_kernel or self._new_pool(1)
         found: Judged = self._pool_without_kernel.schedule(work, args=arguments, timeout=IMPORT_LIMIT_S).result()
         return found
 
     def submit(self, check: str, case: Any, ranges: Ranges | None = None, end: float = math.inf) -> Pending:
-        """Have a case judged. Return a `Pending`, which raises TooLate if the case was not begun in time."""
+        """Submit a case, to be judged by the check with the key `check`. Return a `Pending`, which raises TooLate if the case
+        was not begun before `end`, a time of `time.monotonic`.
+        """
         task = Task(check, case, str(self.device), ranges or self.ranges, self.refusals, end)
         if not self.is_apart:
             return Pending(functools.partial(_judge, self.implementation, task))
@@ -201,8 +203,8 @@ class Workers:
 
 
 def _context() -> multiprocessing.context.BaseContext:
-    """Return a context that forks workers from a process with torch and without CUDA; without fork support, workers are new
-    processes.
+    """Return a multiprocessing context whose workers are forks of a process that has imported torch but not initialised CUDA.
+    Without fork support, workers are new processes.
     """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
@@ -224,7 +226,9 @@ def _begin(environment: dict[str, str], device: torch.device, begun: "Synchroniz
 
 
 def _take_gpu(begun: "Synchronized[int]") -> None:
-    """Give this process the next of the visible GPUs; `begun` counts the workers of all processes."""
+    """Set the current CUDA device of this worker to the next visible GPU in turn. `begun` counts the workers of
+    all processes.
+    """
     with begun.get_lock():
         turn, begun.value = begun.value, begun.value + 1
     torch.cuda.set_device(turn % torch.cuda.device_count())
@@ -236,13 +240,19 @@ def _call_with(function: Callable[[Any], Answer], name: str) -> Answer:
 
 @functools.cache
 def noted() -> Bindings:
-    """Return the functions and settings that judge a kernel, in their state before a kernel was loaded or a run began."""
+    """Return the functions and settings that judge a kernel, as they were at the first call, before a kernel was loaded or a
+    run began.
+    """
     checks()  # which imports all that judges
     return bindings()
 
 
 def _judge(implementation: Any, task: Task) -> Judged:
-    """Judge one case; it is DISHONEST if functions or settings that judge it were changed."""
+    """Judge one case in this process. The outcome is DISHONEST if the kernel changed functions or settings that judge it.
+
+    Raises:
+        TooLate: the task's end is over.
+    """
     if time.monotonic() > task.end:
         raise TooLate
     check, device = _check(task.check), torch.device(task.device)
@@ -252,7 +262,9 @@ def _judge(implementation: Any, task: Task) -> Judged:
 
 
 def _work(name: str, task: Task, time_limit_s: float, last_words: Path) -> Judged:
-    """Judge a case in a worker. If its CUDA context is lost, end the process, so that no later case is affected."""
+    """Judge a case in a worker. If its CUDA context is lost, write what the check found to `last_words` and end the process, so
+    that no later case is affected.
+    """
     where = torch.device(task.device)
     with _stack_file(last_words).open("w") as stack:
         faulthandler.dump_traceback_later(NOTED_AT * time_limit_s, file=stack)
@@ -279,7 +291,7 @@ def _stack_file(last_words: Path) -> Path:
 
 
 def _calls_in(last_words: Path) -> str:
-    """Return the chain of calls in which a worker was shortly before its time limit; "" if it was not recorded."""
+    """Return words that name the innermost calls of a worker shortly before its time limit; "" if they were not recorded."""
     path = _stack_file(last_words)
     threads = path.read_text(errors="replace").split("Thread 0x") if path.exists() else []
     frames = _FRAME.findall(threads[-1])[:SHOWN_FRAMES] if threads else []  # the main thread is the last
@@ -294,7 +306,9 @@ def _check(key: str) -> Check:
 
 
 def _call_once(run: CaseRun) -> None:
-    """Make one call of the case, and count it as judged if it returns, for any result."""
+    """Make the call of a case once, and count the case as judged if the call returns, for any result. By this check
+    `lab.checks.parameters.discovery` finds out what a function accepts.
+    """
     run.call(run.build())
     run.judged += 1
 
@@ -307,8 +321,8 @@ def run_case(
     ranges: Ranges,
     refusals: Refusals | None = None,
 ) -> Judged:
-    """Judge one case in this process. It is WRONG if a result is wrong, and FAILED if a call failed or an error ended the
-    check.
+    """Judge one case in this process. It is WRONG if a result is wrong, FAILED if a call failed or an error ended the check,
+    and DECLINED if nothing was compared.
     """
     run = CaseRun(implementation, case, device, ranges, refusals, saves_output=check.key in AUDITED_CHECKS)
     try:
