@@ -11,7 +11,7 @@ from lab.workloads.interfaces import ATTENTION, Interface
 
 
 class Contents(NamedEnum):
-    """Which numbers query, keys and values contain."""
+    """The kind of numbers in query, keys and values. The value of a member describes them."""
 
     RANDOM = "N(0, 1) throughout: what rounding does"
     NEEDLES = "a few keys outweigh all others: those at each row's limits, and those just beyond them"
@@ -27,7 +27,7 @@ class Contents(NamedEnum):
 
 
 class Dead(NamedEnum):
-    """Which numbers are in cells that no row may read: page tails, and pages that no table lists."""
+    """The numbers in cells that no row may read: page tails, and pages that no table lists."""
 
     ZERO = "zeros"
     HUGE = "the largest finite values, positive: one of them in a product shows"
@@ -35,7 +35,7 @@ class Dead(NamedEnum):
 
 
 class TableTail(NamedEnum):
-    """Which page ids are in the columns of a page table after a request's last page."""
+    """The page ids in the columns of a page table after a request's last page."""
 
     FOREIGN = "live pages of other requests, as a replayed table's stale columns do"
     NEGATIVE = "-1"
@@ -49,10 +49,10 @@ class Storage:
     Attributes:
         page_size: tokens per page, a power of two.
         kv_layout: "HND" or "NHD", the order of a page's axes; not used for MLA.
-        dead: which numbers dead cells hold.
-        table_tail: which page ids dead columns of the page table hold.
-        spare_columns: number of columns after the longest request's pages.
-        page_seed: seed of the order of the pages.
+        dead: the numbers in cells that no row may read.
+        table_tail: the page ids in the page table's columns after a request's last page.
+        spare_columns: number of columns of the page table after the longest request's pages.
+        page_seed: seed with which the pages are shuffled.
         gaps_in_scale_factors: the pages of an NVFP4 cache's scale factors are twice as large as needed.
         stacked: K and V are one tensor [num_pages, 2, ...], with V's page after K's. Otherwise they are two tensors.
         first_page: number of unused pages at the start of the pool, so that the used pages lie far from its start.
@@ -80,7 +80,8 @@ class Storage:
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """One call as data. Its `repr` is an expression that makes it again; defaults are left out.
+    """One attention call as data, without tensors. The `repr` of a case is an expression that makes the case again, without
+    fields at their default.
 
     Attributes:
         interface: DECODE, CONTEXT or MLA_DECODE.
@@ -90,12 +91,12 @@ class AttentionCase:
         head_dim: head_dim of queries and keys.
         v_head_dim: head_dim of values and outputs, for MLA: V is the first `v_head_dim` elements of K. None: `head_dim`.
         dtype, kv_dtype: dtype of query and output, and dtype of the cache; uint8 is NVFP4.
-        arithmetic: the dtype to which the control rounds the operands of both products, as the kernel is known to do; None:
-            `dtype`.
+        arithmetic: the dtype to which the kernel is known to round the operands of Q·K^T and P·V. The control, whose error
+            bounds the kernel's error, rounds them too. None: `dtype`.
         window_left: how many keys before its own position a row sees; -1 for all.
         sinks: True if each head has one more logit in the softmax's denominator.
         offsets: a decode call gives the rows of each request by `cum_seq_lens_q`, as a context call always does.
-        contents, seed: which numbers the tensors contain, and the seed with which they are drawn.
+        contents, seed: the kind of numbers in the tensors, and the seed with which they are drawn.
         storage: how K and V are stored.
 
     Raises:
@@ -154,7 +155,7 @@ class AttentionCase:
         return self.storage.page_size
 
     def with_rows(self, *q_lens: int) -> "AttentionCase":
-        """Return the case with these query rows of its requests, and at least as many keys."""
+        """Return the case with these numbers of query rows, one per request. Requests get at least as many keys as rows."""
         return replace(self, kv_lens=tuple(map(max, self.kv_lens, q_lens)), q_lens=q_lens)
 
     @property

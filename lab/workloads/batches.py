@@ -75,7 +75,8 @@ def parse_batch(text: str) -> Batch:
 def sweep(
     num_requests: Sequence[int] = (1, 8, 64), kv_lens: Sequence[int] = (4096, 81920), q_lens: Sequence[int] = (1, 4)
 ) -> tuple[Batch, ...]:
-    """Return a batch of equal requests for each combination of the arguments. The last argument varies fastest.
+    """Return one batch for each combination of a number of requests, a kv_len and a q_len, which all requests of the batch
+    have. The q_len varies fastest.
 
     Raises:
         ValueError: a batch has no requests, or fewer keys than query rows.
@@ -86,7 +87,7 @@ def sweep(
 
 
 def _parse_group(group: str) -> tuple[int, int, int]:
-    """Return (count, q_len, kv_len)."""
+    """Return (count, q_len, kv_len) of a group such as 8q1s1k."""
     match = _GROUP.fullmatch(group)
     if match is None:
         raise ValueError(

@@ -91,19 +91,21 @@ class DraftCase:
 
     @property
     def num_draft_tokens(self) -> int:
-        """Return the rows per request in verification: one for the last accepted token and one per draft step."""
+        """Return the number of query rows per request in the verification: one for the last accepted token and one per draft
+        step.
+        """
         return self.num_steps + 1
 
 
 @dataclass(frozen=True)
 class DraftScenario:
-    """A scenario, as parsed from its name.
+    """A speculative iteration and the metadata that is made for it, as parsed from a name.
 
     Attributes:
         kind: the kind of metadata, a key of `CHOICES`.
         choices: the choices of that kind: one element of each tuple in `CHOICES[kind]`.
         case: the requests and draft steps.
-        eager: the metadata is written to new buffers.
+        eager: the metadata is written to new buffers, not to buffers that are kept.
     """
 
     kind: str
@@ -117,7 +119,7 @@ def is_draft_scenario(name: str) -> bool:
 
 
 def draft_scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> DraftScenario:
-    """Parse a scenario's name, which is in the module's grammar.
+    """Return the scenario that a name in the module's grammar describes.
 
     Args:
         name: the name.
@@ -154,7 +156,8 @@ def _prefix_lens(text: str, trace: Sequence[TracedRequest] | None) -> tuple[int,
 
 
 def build_verify(case: DraftCase, device: torch.device) -> tuple[ForwardBatch, KVPool]:
-    """Return the iteration's TARGET_VERIFY batch, and its pool with shuffled pages. Lengths do not count the drafted tokens.
+    """Return the TARGET_VERIFY batch of an iteration, and its pool, whose pages are shuffled. The batch's seq_lens do not count
+    the drafted tokens.
 
     The draft tokens' slots are allocated, as the engine does before it drafts.
     """

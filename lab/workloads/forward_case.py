@@ -22,7 +22,7 @@ from lab.workloads.pass_case import PassCase
 
 
 class GroupedLayer:
-    """A layer of grouped-query attention: a base of frozen dataclasses that have the attributes."""
+    """The sizes of a layer of grouped-query attention. Base class of cases, which are frozen dataclasses with these fields."""
 
     geometry: str
     tensor_parallel: int = 1
@@ -53,10 +53,10 @@ class ForwardCase(GroupedLayer, PassCase):
         geometry: a name of `lab.workloads.GEOMETRIES`.
         prefix_lens, q_lens, draft_step, dtype, kv_dtype, virtual_slots, contents, seed: as in `PassCase`; kv_dtype may also be
             uint8, which is NVFP4.
-        topk: branches of each request in a frozen-KV draft; 1 in other modes. The branches are neighbouring rows, the lengths
-            are lengths of rows, and rows of one request have equal lengths.
+        topk: branches of each request in a frozen-KV draft; 1 in other modes. prefix_lens and q_lens then have one entry per
+            branch. The branches of a request are neighbours and have equal lengths.
         page_size, layout: tokens per page of the K/V pool, a power of two, and the pool's layout.
-        tensor_parallel: number of ranks; the geometry is one rank's slice.
+        tensor_parallel: number of ranks; the layer is one rank's slice of the geometry.
         sliding_window: the layer has a sliding window and reads the sliding-window pool.
         draft_extend: the call that a draft extend makes; None: the engine's choice. None in other modes.
         split_mixed_tail: trailing requests with one new token go to the decode call. Possible only in extends without
@@ -72,9 +72,9 @@ class ForwardCase(GroupedLayer, PassCase):
             none.
         query_dtype: e4m3 if the engine casts the query to e4m3 over a quantised cache, as SGLang does for trtllm-gen and
             fmha_v2; else None. Over an NVFP4 cache the output is then e4m3 too, before it is converted.
-        arithmetic: the dtype to which the control rounds the operands of both products: the query's dtype after its cast, or a
-            lower dtype that the kernel is known to use (XQA on SM90 rounds Q and P to e4m3 for an e4m3 cache and one query
-            token).
+        arithmetic: the dtype to which the control, whose error bounds the kernel's error, rounds the operands of Q·K^T and P·V:
+            the query's dtype after its cast, or a lower dtype that the kernel is known to use (XQA on SM90 rounds Q and P to
+            e4m3 for an e4m3 cache and one query token).
 
     Raises:
         TypeError: an argument has another type, or the judge has no bound for a dtype.
@@ -121,7 +121,7 @@ class ForwardCase(GroupedLayer, PassCase):
         self._check_storage()
 
     def _refuse_ignored(self) -> None:
-        """Raise ValueError for an argument that means nothing in the mode."""
+        """Raise ValueError for an argument that is not at its default but has no meaning in the mode."""
         mode = self.mode
         self.refuse_ignored(
             "draft_extend", mode.extends_draft, "only DRAFT_EXTEND and DRAFT_EXTEND_V2 have a choice of the call"
@@ -204,7 +204,7 @@ class ForwardCase(GroupedLayer, PassCase):
 
     @cached_property
     def interface(self) -> Interface:
-        """Return the function that the pass calls. A pass whose mixed tail is split off calls DECODE too."""
+        """Return the attention function that the pass calls. A pass whose mixed tail is split off calls DECODE too."""
         return Interface((self.draft_extend or self.mode.mha_call or AttentionCall.DECODE).value)
 
     def backend(self, implementation: Any = None) -> TRTLLMMHABackend:
@@ -221,7 +221,7 @@ class ForwardCase(GroupedLayer, PassCase):
 
     @cached_property
     def dtypes(self) -> CallDtypes:
-        """Return the dtypes of the pass's calls."""
+        """Return the dtypes of query and output in the attention calls, after the engine's casts."""
         query = self.query_dtype or self.dtype
         return CallDtypes(query, E4M3 if query == E4M3 and self.kv_dtype == NVFP4 else self.dtype)
 

@@ -77,7 +77,7 @@ def tiny(group: int, num_kv_heads: int, head_dim: int, has_sinks: bool) -> str:
 
 
 def geometry(name: str) -> Geometry:
-    """Return the geometry with a name of `GEOMETRIES` or of `tiny`.
+    """Return the geometry of a name: a key of `GEOMETRIES`, or a name that `tiny` returns.
 
     Raises:
         ValueError: no geometry has this name. The message lists the names.

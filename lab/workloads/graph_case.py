@@ -18,7 +18,9 @@ from lab.workloads.mla_case import LatentLayer
 
 
 class ReplaySequence(NamedEnum):
-    """A short sequence of replays, eager passes and poison, which `lab.checks.properties.graph_replays` runs."""
+    """A short sequence of graph replays, eager passes and overwritten buffers. `lab.checks.properties.graph_replays` has a
+    function for each member.
+    """
 
     CAPTURED_BELOW_Q = "captured below q"
     EAGER_EQUALS_REPLAY = "eager equals replay"
@@ -32,15 +34,16 @@ class ReplaySequence(NamedEnum):
 
 @dataclass(frozen=True, repr=False)
 class ReplayCase:
-    """One replay sequence of one mode. Each backend has a subclass. Its `repr` is an expression that makes it again.
+    """A replay sequence of CUDA graphs in one forward mode. Each backend has a subclass. The `repr` of a case is an expression
+    that makes the case again.
 
     Attributes:
-        mode: the mode of the graphs.
+        mode: the forward mode of the graphs, their query rows per request, and their draft step.
         sequence: the sequence of replays.
-        place: whether the metadata is rebuilt before the replay or inside the graph.
+        place: where the metadata is rebuilt: before the replay, or inside the graph.
         page_size: tokens per page.
         num_pages: pages of each request's history. Lengths go up to this number of pages.
-        padded_seq_len: see `lab.metadata.engine.graph_inputs.StaticInputs`.
+        padded_seq_len: length of padding requests, see `lab.metadata.engine.graph_inputs.StaticInputs`.
         seed: seed of all random numbers.
     """
 
@@ -80,7 +83,7 @@ class GraphCase(GroupedLayer, ReplayCase):
 
     @property
     def interface(self) -> Interface:
-        """Return the function that the mode calls."""
+        """Return the attention function that the backend calls in the mode."""
         return Interface.CONTEXT if self.mode.forward_mode.mha_call is AttentionCall.CONTEXT else Interface.DECODE
 
     def backend(self, implementation: Any = None) -> TRTLLMMHABackend:
@@ -94,7 +97,7 @@ class MLAGraphCase(LatentLayer, ReplayCase):
     """A replay sequence of the MLA backend. Pages have 32 or 64 tokens.
 
     Attributes:
-        attention: decides which keys a draft step counts.
+        attention: decides whether the lengths in a draft step count the drafted tokens.
         num_qo_heads, kv_lora_rank, qk_rope_head_dim: sizes of the layer.
     """
 
@@ -117,7 +120,9 @@ class MLAGraphCase(LatentLayer, ReplayCase):
 
 
 def graph_modes(width: int) -> tuple[GraphMode, ...]:
-    """Return every mode that runs in graphs. Modes with several rows per request have `width` rows."""
+    """Return every mode that runs in graphs. In modes with several query rows per request, a request has `width` rows, or at
+    most `width` where requests may differ.
+    """
     return (
         GraphMode.decode(),
         GraphMode.draft_decode(1),

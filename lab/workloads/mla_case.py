@@ -15,7 +15,9 @@ from lab.workloads.pass_case import PassCase
 
 
 class LatentLayer:
-    """A layer of latent attention on the MLA decode kernel: a base of frozen dataclasses that have the attributes."""
+    """The sizes of a layer of latent attention on the MLA decode kernel. Base class of cases, which are frozen dataclasses with
+    these fields.
+    """
 
     num_qo_heads: int
     kv_lora_rank: int
@@ -28,9 +30,9 @@ class LatentLayer:
 
     @property
     def softmax_scale(self) -> float:
-        """Return the softmax's scale, which follows from the head_dim before absorption.
+        """Return the factor of Q·K^T: 1 / sqrt(head_dim of a key before absorption).
 
-        The part of a key without rotary position has a quarter of the latent vector's elements, as in DeepSeek-V3.
+        Such a key has kv_lora_rank // 4 elements without rotary position, as in DeepSeek-V3, and qk_rope_head_dim with it.
         """
         return float((self.kv_lora_rank // 4 + self.qk_rope_head_dim) ** -0.5)
 
@@ -54,9 +56,9 @@ class MLACase(LatentLayer, PassCase):
 
     Attributes:
         mode: a mode that runs on the decode kernel: DECODE, TARGET_VERIFY, RAGGED_VERIFY, DRAFT_EXTEND or DRAFT_EXTEND_V2.
-        prefix_lens, q_lens, draft_step, num_draft_tokens, dtype, kv_dtype, virtual_slots, contents, seed: as in
-            `PassCase`.
-        attention: decides which keys a draft step counts: MLA as in SGLang's backend, MLA_WITH_OFFSET with the drafted keys.
+        prefix_lens, q_lens, draft_step, num_draft_tokens, dtype, kv_dtype, virtual_slots, contents, seed: as in `PassCase`.
+        attention: decides whether the lengths in a draft step count the drafted tokens: MLA, SGLang's backend, does not;
+            MLA_WITH_OFFSET does.
         page_size: tokens per page of one GPU, 32 or 64.
         num_padding_requests: padding requests for data parallelism, which are added after the metadata was built.
         num_padding_rows: query rows after the requests' rows of a ragged verification, which belong to no request.
@@ -115,15 +117,16 @@ class MLACase(LatentLayer, PassCase):
 
     @property
     def seen_lens(self) -> tuple[int, ...]:
-        """Return how many keys each request's last row sees. SGLang's draft step sees only the prefix, not its own token."""
+        """Return how many keys the last row of each request sees. In SGLang's draft step it sees the prefix, but not its own
+        token.
+        """
         leaves_out_draft = self.draft_step is not None and self.attention is DraftAttention.MLA
         return self.prefix_lens if leaves_out_draft else self.kv_lens
 
     @property
     def operations(self) -> int:
-        """Return the floating-point operations of both products.
-
-        They are 2 · (head_dim + kv_lora_rank) per visible pair and query head.
+        """Return the number of floating-point operations of both products: 2 · (head_dim + kv_lora_rank) per visible pair and
+        query head.
         """
         return 2 * self.num_qo_heads * self.visible_pairs * (self.head_dim + self.kv_lora_rank)
 

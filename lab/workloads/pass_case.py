@@ -17,7 +17,8 @@ ATTENDING_MODES = tuple(mode for mode in ForwardMode if mode not in (ForwardMode
 
 
 class PassCase(PassLens):
-    """Base class of frozen dataclasses with these attributes. Their `repr` is an expression that makes them again.
+    """A forward pass as data. Base class of one frozen dataclass per backend, with these fields. The `repr` of a case is an
+    expression that makes the case again.
 
     Attributes:
         mode: the forward mode.
@@ -52,17 +53,19 @@ class PassCase(PassLens):
 
     @property
     def seen_lens(self) -> tuple[int, ...]:
-        """Return the number of each request's keys up to the last key that its last row sees."""
+        """Return how many keys the last row of each request would see without a window."""
         return self.kv_lens
 
     @property
     def max_context_len(self) -> int:
-        """Return the engine's bound of lengths. It exceeds every request's length, so that tables have dead columns."""
+        """Return the engine's largest possible length of a request. It exceeds all lengths here, so page tables have columns
+        after each request's pages.
+        """
         return max(self.kv_lens) + 2 * self.page_size + 1
 
     @property
     def visible_pairs(self) -> int:
-        """Return the visible (query row, key) pairs of all requests."""
+        """Return the number of pairs of a query row and a key that the row sees, over all requests."""
         return sum(
             seen if self.encoder_only else (position if self.window_left < 0 else min(position, self.window_left)) + 1
             for seen, q_len in zip(self.seen_lens, self.q_lens, strict=True)

@@ -12,10 +12,12 @@ from lab.workloads.requests import PassLens
 
 @dataclass(frozen=True, repr=False)
 class RaggedCase(PassLens):
-    """One prefill of latent attention on the ragged context call. Its `repr` is an expression that makes it again.
+    """One prefill of latent attention by `trtllm_ragged_attention_deepseek`. The `repr` of a case is an expression that makes
+    the case again.
 
     Attributes:
-        prefix_lens: cached tokens of each request, negative if it has fewer keys than rows. There is at least one request.
+        prefix_lens: cached tokens of each request, negative if the request has fewer keys than query rows. There is at least
+            one request.
         q_lens: new tokens of each request; may be 0.
         chunk: most cached tokens of a request in one call.
         num_heads, group: number of K/V heads, and of query heads per K/V head.

@@ -34,7 +34,8 @@ History = tuple[Tensor, ...]
 
 
 class PassLens:
-    """Lengths that follow from the lengths of a forward pass's requests. Base class of dataclasses with these attributes.
+    """The lengths of the requests of a forward pass. Base class of dataclasses with these fields; it derives further lengths
+    from them.
 
     Attributes:
         prefix_lens: tokens of each request before the pass.
@@ -42,7 +43,8 @@ class PassLens:
         draft_step: number s of a draft step, from 0: its row is the token after the prefix and s drafted tokens. In
             `FROZEN_KV_STEP` the row is at the last token of the prefix and has no K and V of its own. None in other passes.
         num_draft_tokens: most rows that a request may have in a ragged verification; None: the most rows of a request.
-        topk: number of neighbouring rows that are branches of one request; lengths are then lengths of rows.
+        topk: number of branches of each request. The lengths have one entry per branch, and the branches of a request are
+            neighbours.
     """
 
     prefix_lens: tuple[int, ...]
@@ -68,7 +70,9 @@ class PassLens:
 
     @cached_property
     def first_written(self) -> tuple[int, ...]:
-        """Return the position of the first K and V that the pass writes per request; the request's length if it writes none."""
+        """Return the position of the first token of each request whose K and V the pass writes. It is the request's length if
+        the pass writes none.
+        """
         return self.kv_lens if self.draft_step == FROZEN_KV_STEP else self.first_rows
 
 
@@ -148,7 +152,7 @@ class Requests(PassLens):
             cache.write(slots, *(side[start:] for side in history))
 
     def batch(self, mode: ForwardMode, num_padding_rows: int = 0) -> ForwardBatch:
-        """Return the batch of a mode over these requests, in new tensors.
+        """Return a `ForwardBatch` of these requests in a forward mode, with new tensors.
 
         Args:
             mode: a mode that computes attention.
@@ -186,7 +190,7 @@ def new_pool(
     Args:
         lens: most tokens of each request.
         page_size, max_context_len, seed, device: as in `KVPool`.
-        spare_pages: number of pages in addition to the requests' pages and the sink.
+        spare_pages: number of pages in addition to the requests' pages and page 0, the sink.
         swa_spare_pages: the same number for a sliding-window pool; None: there is no such pool.
         virtual_slots: slots are virtual, and there are three times as many virtual pages as pages.
     """
@@ -249,7 +253,7 @@ def forward_batch(
     num_draft_tokens: int | None = None,
     num_padding_rows: int = 0,
 ) -> ForwardBatch:
-    """Return the batch of a mode, with the lengths, host lists and `SpecInfo` of an engine.
+    """Return a `ForwardBatch` in a forward mode, with the lengths, host lists and `SpecInfo` that an engine gives it.
 
     The host reads nothing from the device.
 

@@ -127,14 +127,14 @@ def naming_scenario(name: str) -> Iterator[None]:
 def read_options(
     options: Sequence[str], flags: Mapping[str, tuple[str, Any]], numbered: Mapping[str, str], of: str = ""
 ) -> dict[str, Any]:
-    """Return the arguments that the options at the end of a name set. Each option sets one argument.
+    """Return the keyword arguments that stand as options at the end of a scenario's name, such as page_size=16 for ``page16``.
 
     Args:
         options: such as ``["hnd", "page16"]``.
         flags: options without a number, each with its argument and value.
         numbered: options with a number, each with its argument. The key is the option without the number: ``page`` for
             ``page16``.
-        of: words for the errors that say which names have these options.
+        of: words that errors put after "option", such as " of draft_steps".
 
     Raises:
         ValueError: an option is unknown, or two options set the same argument.

@@ -183,9 +183,10 @@ def running_lengths(requests: Sequence[TracedRequest], at_ms: float, ms_per_toke
 
 
 def snapshot(requests: Sequence[TracedRequest], batch_size: int, ms_per_token: float = 50.0) -> list[int]:
-    """Return the lengths of a decode batch at the first full second at which at least `batch_size` requests run.
+    """Return the numbers of cached tokens of a decode batch: `batch_size` requests at the first full second at which so many
+    run.
 
-    The earliest `batch_size` requests are taken. 50 ms per token is a moderate interactive pace. It decides how many requests
+    If more requests run, the earliest are taken. 50 ms per token is a moderate interactive pace. It decides how many requests
     overlap and how many tokens each has generated. The first such moment is early in the trace, so few requests have generated
     many tokens.
 

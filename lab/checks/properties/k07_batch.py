@@ -45,7 +45,9 @@ def _others_keep_their_bits(run: CaseRun, inputs: AttentionInputs) -> None:
 
 
 def _with_shared_prefix(inputs: AttentionInputs) -> AttentionInputs:
-    """Return inputs in which all requests begin with the same full pages: the longest request's first `SHARED_PAGES`."""
+    """Return inputs in which all requests begin with the same full pages: those of the longest request, at most
+    `SHARED_PAGES`.
+    """
     page_size = inputs.case.page_size
     lengths = inputs.case.kv_lens
     donor = max(range(len(lengths)), key=lambda request: lengths[request])

@@ -89,7 +89,7 @@ class AttentionInputs:
         return self.block_tables.shape[-1] * self.case.page_size
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that a kernel must not change, by name."""
+        """Return the tensors that a kernel must not change, by a name for reports such as "K cache"."""
         named = {
             "query": self.query,
             "K cache": self.k_pages,
@@ -146,7 +146,9 @@ class AttentionInputs:
         return torch.full(shape, float("nan"), dtype=dtype or self.out_dtype, device=self.query.device)
 
     def rules(self, **changes: Any) -> Rules:
-        """Return the `Rules` by which rows attend to keys, with the fields in `changes` replaced."""
+        """Return the `Rules` (scales, window, sinks, mask and dtypes) of the expected results, with the fields in `changes`
+        replaced.
+        """
         case = self.case
         given: dict[str, Any] = {
             "bmm1_scale": self.bmm1_scale,
@@ -173,7 +175,9 @@ class AttentionInputs:
         return replace(self, v_pages=moved, block_tables=tables, scale_factors=factors)
 
     def _offset_arguments(self) -> dict[str, Any]:
-        """Return the arguments of a decode call that gives its rows by offsets."""
+        """Return the arguments by which a decode call gives unequal numbers of query rows: max_q_len, cum_seq_lens_q and,
+        except in MLA, q_len_per_req=None.
+        """
         offsets = {
             "max_q_len": max(self.case.q_lens),
             "cum_seq_lens_q": running_sum(self.case.q_lens, self.query.device),
@@ -181,7 +185,9 @@ class AttentionInputs:
         return offsets if self.case.is_mla else offsets | {"q_len_per_req": None}
 
     def scale_factor_arguments(self, interleaved: bool) -> dict[str, Any]:
-        """Return the arguments for scale factors. XQA reads V's scale factors in order, trtllm-gen reads them interleaved."""
+        """Return the arguments kv_cache_sf and backend for an NVFP4 cache. XQA reads V's scale factors in order, trtllm-gen
+        reads them interleaved.
+        """
         assert self.scale_factors is not None
         k, v = self.scale_factors
         if not interleaved:
@@ -215,17 +221,19 @@ class AttentionInputs:
 
 
 def reversed_pages(pages: Tensor) -> Tensor:
-    """Return pages in reversed order."""
+    """Return a copy of a pool in which the first page in memory is the last page of the original, and so on."""
     return raw(pages).flip(0).view(pages.dtype)
 
 
 def running_sum(lens: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return offsets of consecutive requests, int32 [len(lens) + 1]."""
+    """Return the offsets of consecutive requests with these lengths, from 0 to the sum: int32 [len(lens) + 1]."""
     return torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device=device)
 
 
 def new_workspace(device: torch.device, of_engine: bool = False) -> Tensor:
-    """Return a zeroed workspace, uint8: 8 MiB of semaphores, then scratch. An engine's calls get more scratch."""
+    """Return a zeroed workspace, uint8: 8 MiB of semaphores, then scratch. With `of_engine`, the scratch is large enough for an
+    engine's batches.
+    """
     size = SEMAPHORE_BYTES + (ENGINE_SCRATCH_BYTES if of_engine else SCRATCH_BYTES)[device.type]
     if device.type == "cpu":
         # The system zeroes a page when it is first touched. One more page is for a kernel that writes past the end.
@@ -235,13 +243,15 @@ def new_workspace(device: torch.device, of_engine: bool = False) -> Tensor:
 
 
 def as_one_tensor(stacked: AttentionInputs) -> Tensor:
-    """Return K and V of all pages in one tensor, [num_pages, 2, ...]."""
+    """Return a copy of all pages as one tensor, [num_pages, 2, ...]: K's page, then V's."""
     sides = [pages.view(torch.uint8) for pages in (stacked.k_pages, stacked.v_pages)]
     return torch.stack(sides, dim=1).view(stacked.k_pages.dtype)
 
 
 def build_attention(case: AttentionCase, device: torch.device) -> AttentionInputs:
-    """Draw the histories, write them into a poisoned pool with shuffled pages, and list the pages in a table."""
+    """Return the tensors of a case: draw the requests' histories, write them into the shuffled pages of a pool whose other
+    cells hold the case's dead values, and list the pages in a table.
+    """
     query, drawn, sinks = draw_contents(case, device)
     stored = [stored_kv(case.kv_dtype, *sides) for sides in drawn]
     size = case.page_size

@@ -1,4 +1,4 @@
-"""One call: its arguments in chosen forms, its expected results, and the changes that a replay must notice."""
+"""One call with optional parts, such as scales as tensors; its expected results; and changes that a replay must notice."""
 
 import functools
 import math
@@ -24,7 +24,7 @@ CallInputs = AttentionInputs | RaggedInputs
 
 @dataclass(eq=False)
 class BuiltCall:
-    """A call that is being built: its arguments, some of them in chosen forms."""
+    """A call to make: its arguments, what its expected results are computed from, and the guards around its buffers."""
 
     forms: Any  # the chosen forms of arguments
     inputs: Any  # one of `CallInputs`
@@ -94,7 +94,9 @@ Forms = frozenset[Form]
 
 
 def in_forms(inputs: CallInputs, forms: Forms) -> BuiltCall:
-    """Build a call from inputs. It has the inputs' sinks and mask only if `forms` has Form.SINKS and Form.MASK."""
+    """Return the call with these inputs and the optional parts in `forms`. Sinks and mask of the inputs are used only if
+    `forms` has Form.SINKS and Form.MASK.
+    """
     sinks, shown = (
         value if form in forms else None for form, value in ((Form.SINKS, inputs.sinks), (Form.MASK, inputs.shown))
     )

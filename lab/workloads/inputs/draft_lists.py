@@ -23,7 +23,9 @@ Writer = Callable[..., None]  # takes the keyword arguments of `lab.kernels.gene
 
 @dataclass(frozen=True)
 class DraftListsCase:
-    """A draft of some requests as data. A negative spare number leaves too few columns or cells."""
+    """A draft whose K/V lists are to be written, as data. With a negative `spare_columns` or `spare_capacity`, a tensor has too
+    few columns or cells.
+    """
 
     lens: tuple[int, ...]  # lengths of the prefixes
     num_steps: int = 3
@@ -62,7 +64,7 @@ class DraftListsCase:
 
 
 class DraftLists:
-    """The tensors of a case on a device, which are the function's `arguments`."""
+    """The tensors of a draft on a device. `arguments` has them by the names of the function's parameters."""
 
     def __init__(self, case: DraftListsCase, device: str = "cpu") -> None:
         self.case, self.device = case, device
@@ -96,7 +98,9 @@ class DraftLists:
             self.arguments["v2p"] = self._page_map(table, generator)
 
     def wrongs(self, write: Writer) -> list[str]:
-        """Run a function. Return a sentence for each input that it changed and each output that differs from the reference."""
+        """Run `write`. Return a sentence for each input that it changed, and for each output that differs from the
+        reference.
+        """
         for whole in self._outputs.values():
             whole.fill_(POISON)
         inputs = {name: value.clone() for name, value in self._inputs().items()}
@@ -146,7 +150,9 @@ class DraftLists:
         return part.copy_(values)
 
     def _request_table(self, generator: torch.Generator) -> Tensor:
-        """Return ``req_to_token``: distinct slots or pages, foreign ids around its rows. Some virtual entries are -1."""
+        """Return ``req_to_token``. Its cells are distinct slots or pages; some are -1 if they are virtual. Cells around its
+        rows hold `FOREIGN`.
+        """
         case, dtype = self.case, self.case.dtypes["req_to_token"]
         num_rows, num_columns = len(case.lens) + SPARE_ROWS, max(1, case.longest_row + case.spare_columns)
         shape: dict[str, Any] = {"dtype": dtype, "device": self.device, "filling": FOREIGN}
@@ -157,14 +163,19 @@ class DraftLists:
         return part.copy_(entries + self._wide("req_to_token", case.entry_page_size))
 
     def _page_map(self, table: Tensor, generator: torch.Generator) -> Tensor:
-        """Return ``v2p``: the page of each virtual page in the table. Some virtual pages have none."""
+        """Return ``v2p``: the page of each virtual page in the table, or -1 for virtual pages without one."""
         case = self.case
         num_pages = table.numel() * case.entry_page_size // case.page_size + 2
         pages = torch.randperm(num_pages, generator=generator)
         return self._vector("v2p", torch.where(pages % 8 == 7, -1, pages + self._wide("v2p", case.page_size)))
 
     def _wide(self, source: str, tokens: int) -> int:
-        """Return the offset to add to entries of `tokens` tokens, so that slots need 64 bits if their tensors have 64 bits."""
+        """Return a number to add to the entries of `source`, with which slots exceed 32 bits; 0 if a dtype is too small for it.
+
+        Args:
+            source: the name of the tensor.
+            tokens: tokens per entry.
+        """
         most = torch.iinfo(self.case.dtypes[source]).max // 2
         is_wide = self.case.dtypes["kv_indices"] == torch.int64 and WIDE_SLOT // tokens < most
         return WIDE_SLOT // tokens if is_wide else 0
@@ -177,7 +188,8 @@ def assert_lists_right(write: Writer, case: DraftListsCase, device: str = "cpu")
 
 
 def in_place(function: Callable[..., Any]) -> Writer:
-    """Return a function that writes lists in place. A function that returns its lists, as the reference does, is wrapped.
+    """Return a function that writes kv_indices and kv_indptr in place. If `function` returns its lists, as the reference does,
+    it is wrapped.
 
     The wrapper reads zeros beyond the columns of ``req_to_token``, and cuts a list that is too long at the end of its row.
     """

@@ -28,7 +28,7 @@ def stored_kv(dtype: torch.dtype, keys: Tensor, values: Tensor) -> tuple[Tensor,
 
 
 def read_kv(k: Tensor, v: Tensor, *factors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the values of stored K and V, without the layer's scales."""
+    """Return K and V as a kernel reads them, before the layer's scales: an NVFP4 cache is multiplied by its scale factors."""
     return (dequantize_nvfp4(k, factors[0]), dequantize_nvfp4(v, factors[1])) if factors else (k, v)
 
 

@@ -12,11 +12,11 @@ from lab.references.truth import Rules, Truth
 
 
 class LateTruth:
-    """Stands for a `Truth` and has its attributes. Each use of an attribute computes the truth again.
+    """The expected results of a call, with the attributes of a `Truth`. Each use of an attribute computes the results again.
 
     Args:
-        make: computes the truth.
-        made_from: the tensors from which the truth is computed. They must not change.
+        make: computes the results.
+        made_from: the tensors from which the results are computed. They must not change.
     """
 
     def __init__(self, make: Callable[[], Truth], made_from: list[Tensor]) -> None:
@@ -37,12 +37,14 @@ class LateTruth:
 
 
 def made(truth: Truth) -> Truth:
-    """Return a truth for several uses: a `LateTruth` is computed once."""
+    """Return a `Truth` that can be used several times: a `LateTruth` is computed now, once. A `Truth` is returned as it is."""
     return truth.made() if isinstance(truth, LateTruth) else truth
 
 
 def truth_of_requests(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_lens: list[int], rules: Rules) -> Truth:
-    """Return a `LateTruth` with the arguments of `lab.references.truth.truth_of_requests`."""
+    """Return what `lab.references.truth.truth_of_requests` returns for these arguments, but computed later, as a
+    `LateTruth`.
+    """
     own = query.clone()  # the kernel gets the original
     late = LateTruth(
         lambda: truth.truth_of_requests(own, histories, q_lens, rules),

@@ -30,7 +30,9 @@ from lab.references.forward_metadata import (
 
 
 def wrong_shard(batch: ForwardBatch, pool: KVPool, shard: ZigzagShard, num_ranks: int, rank: int) -> str:
-    """Return a sentence about the first error in a rank's share of an extend; empty if it is right."""
+    """Return a sentence about the first error in the rows and metadata of one rank, among which context parallelism divides an
+    extend; empty if there is none.
+    """
     rows, expected = zigzag_forward_metadata(batch, pool, num_ranks, rank)
     widest = max(len(zigzag_forward_metadata(batch, pool, num_ranks, each)[0]) for each in range(num_ranks))
     pairs: dict[str, tuple[Any, Any]] = {
@@ -47,7 +49,8 @@ def wrong_shard(batch: ForwardBatch, pool: KVPool, shard: ZigzagShard, num_ranks
 def wrong_metadata(
     batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata, expected: ForwardMetadata | None = None
 ) -> str:
-    """Return a sentence about the first error in the metadata's live cells; empty if they are right.
+    """Return a sentence about the first error in the metadata's live cells, those that belong to requests; empty if there is
+    none.
 
     Args:
         batch, pool: the batch and pool from which the metadata was made.
@@ -131,7 +134,9 @@ def wrong_eager_metadata(
 
 
 def wrong_dead_cells(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata) -> str:
-    """Return a sentence about the first cell after a request's live pages that is not the sink; empty if there is none."""
+    """Return a sentence about the first cell after a request's pages that is not 0, the page called the sink; empty if there is
+    none.
+    """
     expected = forward_metadata(batch, pool)
     for name, rows in (("page_table", expected.page_table), ("swa_page_table", expected.swa_page_table or [])):
         for request, pages in enumerate(rows):
@@ -148,12 +153,13 @@ def wrong_mla_metadata(
     attention: DraftAttention,
     block: int | None = None,
 ) -> str:
-    """Return a sentence about the first error in the live cells of the MLA backend's metadata; empty if they are right.
+    """Return a sentence about the first error in the MLA backend's metadata, in cells that belong to requests; empty if there
+    is none.
 
     Args:
         batch, pool, metadata: as in `wrong_metadata`.
-        attention: decides which keys a draft step counts.
-        block: rows per request with which a graph was captured; None for an eager pass.
+        attention: decides whether the lengths in a draft step count the drafted tokens.
+        block: query rows per request with which a graph was captured; None for an eager pass.
     """
     n = batch.batch_size
     expected = mla_forward_metadata(batch, pool, counts_draft=attention is not DraftAttention.MLA, block=block)
@@ -226,7 +232,9 @@ def wrong_mla_prefill_metadata(
 
 
 def _wrong_rows(batch: ForwardBatch, metadata: TRTLLMMLADecodeMetadata) -> Iterator[str]:
-    """Yield a sentence for each error in the fields that describe unequal numbers of rows."""
+    """Yield a sentence for each error in seq_lens_q, sum_seq_lens_q and query_layout, which describe unequal numbers of query
+    rows.
+    """
     is_ragged_verify = batch.forward_mode.query_rows is QueryRows.VERIFIED
     rows = [query_length(batch, request) for request in range(batch.batch_size)]
     found = None if metadata.seq_lens_q is None else metadata.seq_lens_q.tolist()

@@ -30,7 +30,8 @@ BuildMetadata = Callable[[ForwardBatch, KVPool], TRTLLMMHAMetadata]
 
 @dataclass(frozen=True, eq=False)
 class EnginePass:
-    """The state of an engine before a pass, and the histories from which it was made. Each backend has a subclass.
+    """The state of an engine before a pass, and the requests' histories from which the state was made. Each backend has a
+    subclass.
 
     Attributes:
         case: the pass as data.
@@ -57,7 +58,7 @@ class EnginePass:
         return {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor)}
 
     def arguments(self, out: Tensor) -> dict[str, Any]:
-        """Return the arguments of `prepare` except the implementation. `out` is a tensor of `new_out`."""
+        """Return the arguments of `prepare` except the implementation. `out` is an output from `new_out`."""
         return {
             "batch": self.batch,
             "metadata": self.metadata,
@@ -69,7 +70,9 @@ class EnginePass:
         }
 
     def prepare(self, implementation: Any, **arguments: Any) -> Callable[[], Tensor]:
-        """Prepare the attention of the case's backend (see `lab.metadata.engine.backend.Backend.prepare_attention`)."""
+        """Return a function that makes the attention calls of the case's backend (see
+        `lab.metadata.engine.backend.Backend.prepare_attention`).
+        """
         call: Callable[[], Tensor] = self.case.backend(implementation).prepare_attention(**arguments)
         return call
 
@@ -90,15 +93,15 @@ class EnginePass:
         return self.truth_of(self.rows_of_requests(self.query), self.histories, range(len(self.case.q_lens)))
 
     def truth_of(self, query: Tensor, histories: Sequence[History], requests: Sequence[int]) -> Truth:
-        """Return the expected results for the rows of these requests, computed from these histories."""
+        """Return the expected results for the query rows of these requests, computed from these histories."""
         raise NotImplementedError
 
     def stored(self, *sides: Tensor) -> History:
-        """Return tokens as the cache stores them."""
+        """Return K and V of tokens, or their latent entries, as the cache stores them."""
         raise NotImplementedError
 
     def read(self, *stored: Tensor) -> History:
-        """Return the values of stored tokens, without the layer's scales."""
+        """Return stored K and V, or latent entries, as a kernel reads them, before the layer's scales."""
         return stored
 
 
@@ -113,12 +116,14 @@ class ForwardPass(EnginePass):
 
     @property
     def plan(self) -> list[PlannedCall]:
-        """Return the calls of the pass."""
+        """Return the attention calls that the backend plans for the pass."""
         return self.case.backend().plan_calls(self.batch, self.layer, self.case.dtypes.query, self.case.kv_dtype)
 
     @functools.cached_property
     def shards(self) -> tuple[ZigzagShard, ...]:
-        """Return each rank's share, whose calls replace the plan's calls; empty without context parallelism."""
+        """Return the rows and metadata of each rank under context parallelism, whose calls replace those of `plan`; empty
+        without context parallelism.
+        """
         ranks = self.case.context_parallel
         return tuple(zigzag_shard(self.batch, self.metadata, ranks, rank) for rank in range(ranks)) if ranks > 1 else ()
 
@@ -159,7 +164,7 @@ def mha_truth(
     out_dtype: torch.dtype,
     arithmetic: torch.dtype | None = None,
 ) -> Truth:
-    """Return the expected results of the newest rows of requests on a layer.
+    """Return the expected results of a layer for each request's query rows, which are its last tokens.
 
     Args:
         query: [num_rows, num_qo_heads, head_dim], in the dtype that the calls take.
@@ -183,7 +188,9 @@ def mha_truth(
 
 
 def build_forward(case: ForwardCase, device: torch.device, build_metadata: BuildMetadata | None = None) -> ForwardPass:
-    """Build the pool, write the histories, poison all other cells, and build the metadata, by default by the lab's builder."""
+    """Return the pass of a case: build the pool, write the histories, poison all other cells, and build the metadata. By
+    default the case's backend builds the metadata.
+    """
     generator = torch.Generator(device=device).manual_seed(case.seed)
     model = case.model
     sides = (model.head_dim, model.head_dim)
@@ -210,7 +217,7 @@ def stored_width(case: ForwardCase) -> int:
 
 
 def with_scale_factors(case: ForwardCase, cache: PagedKVCache) -> PagedKVCache:
-    """Return a cache for the case's dtype over this storage. An NVFP4 cache has scale factors too."""
+    """Return the cache with scale factors if the case's cache is NVFP4; otherwise the same cache."""
     return NVFP4KVCache.over(cache, trtllm_gen=case.query_dtype == E4M3) if case.kv_dtype == NVFP4 else cache
 
 
@@ -265,7 +272,9 @@ def admit_and_write(
 
 
 def limits_of(case: PassCase) -> list[set[int]] | None:
-    """Return each request's needle positions, at and near the first and last keys that its rows see; None without needles."""
+    """Return each request's needle positions: at and next to the first and last keys that its rows see, and edges of pages and
+    tiles. None if the case has no needles.
+    """
     if case.contents is not Contents.NEEDLES:
         return None
     return [

@@ -20,7 +20,7 @@ def packed_mask(shown: Tensor) -> Tensor:
 
 
 def draft_masks(case: AttentionCase) -> dict[str, Tensor]:
-    """Return masks by name, bool [batch, q_len, q_len] each."""
+    """Return draft masks by name: causal, full, a tree, and one that differs by request. Each is bool [batch, q_len, q_len]."""
     count, q_len = len(case.q_lens), case.q_lens[0]
     causal = torch.ones(q_len, q_len, dtype=torch.bool).tril()
     shapes = {"causal": causal, "full": torch.ones_like(causal), "tree": tree(q_len)}
@@ -38,7 +38,7 @@ def strictly_causal(case: AttentionCase) -> Tensor:
 
 
 def with_bits_after(packed: Tensor) -> Tensor:
-    """Set all bits from q_len on in packed masks, uint16 [batch, q_len, words]. These bits have no meaning."""
+    """Return packed masks, uint16 [batch, q_len, words], with all bits from q_len on set. These bits have no meaning."""
     count, q_len, words = packed.shape
     after = torch.arange(MASK_BITS_PER_WORD * words) >= q_len
     bits = packed_mask(after.expand(count, q_len, -1))

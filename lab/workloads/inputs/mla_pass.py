@@ -54,7 +54,7 @@ class MLAPass(EnginePass):
 
 @dataclass(frozen=True, eq=False)
 class ShardedMLAPass(MLAPass):
-    """A pass with decode context parallelism. One GPU makes the calls of all ranks."""
+    """A pass with decode context parallelism: ranks share the tokens of each request. One GPU makes the calls of all ranks."""
 
     metadata: Any  # one per rank
     cache: Any
@@ -79,7 +79,7 @@ def mla_truth(
     q_lens: tuple[int, ...],
     layer: MLALayer,
 ) -> Truth:
-    """Return the expected results of requests' rows, computed from their entries.
+    """Return the expected results of the query rows of requests, computed from the requests' latent entries.
 
     Args:
         query: [num_rows, num_qo_heads, head_dim], in the dtype that the call takes.
@@ -103,7 +103,7 @@ def mla_truth(
 def build_mla_pass(
     case: MLACase, device: torch.device, build_metadata: BuildMLAMetadata = build_mla_decode_metadata
 ) -> MLAPass:
-    """Build the pool, write the histories, poison all other cells, and build the metadata."""
+    """Return the pass of a case: build the pool, write the histories, poison all other cells, and build the metadata."""
     generator = torch.Generator(device=device).manual_seed(case.seed)
     query, drawn = draw_histories(
         case, generator, limits_of(case), case.num_qo_heads, 1, (case.head_dim,), case.softmax_scale

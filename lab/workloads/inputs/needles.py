@@ -43,7 +43,9 @@ def leaning(query: Tensor, directions: Tensor) -> Tensor:
 
 
 def plant(keys: Tensor, positions: Iterable[int], directions: Tensor, softmax_scale: float) -> None:
-    """Replace the keys at some positions by needles, in place. Keys are [kv_len, num_kv_heads, head_dim]."""
+    """Make the keys at some positions needles, in place: add to each key a multiple of its head's direction. Keys are [kv_len,
+    num_kv_heads, head_dim].
+    """
     index = torch.tensor(sorted(positions), dtype=torch.int64, device=keys.device)
     keys[index] += directions * (HEIGHT / (LEAN * softmax_scale))
 

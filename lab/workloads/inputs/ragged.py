@@ -58,7 +58,7 @@ class RaggedInputs:
         return {"bmm1_scale": self.softmax_scale * self.factors[0], "bmm2_scale": self.factors[1]}
 
     def over(self, parts: Parts, causal: bool = True) -> "RaggedInputs":
-        """Return inputs with the same rows and these keys and values."""
+        """Return inputs with the same query rows, but with these keys and values."""
         return replace(self, parts=parts, causal=causal)
 
     def arguments(self, with_padding: bool = True) -> dict[str, Any]:

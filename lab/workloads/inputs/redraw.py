@@ -45,12 +45,13 @@ def wipe(arguments: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class PassRedraw:
-    """Draws queries, K and V, page ids and lengths of a pass again in place. See `lab.timing.work.Redraw`.
+    """Draws queries, K and V, page ids and lengths of a pass again, in the same tensors. It implements
+    `lab.timing.work.Redraw`.
 
     Attributes:
         forward: the pass.
-        keeps_metadata: page ids and lengths do not change, for calls that were planned on the host and do not read them again.
-        sets: copies of the pass's tensors without an output. All works over the pass share them.
+        keeps_metadata: page ids and lengths stay as they are, for calls that were planned on the host from these numbers.
+        sets: copies of the arguments of the pass, without an output. All timed calls over the pass share them.
     """
 
     forward: EnginePass
@@ -61,7 +62,7 @@ class PassRedraw:
         _ = self._metadata, self._slots  # computed now, before another work over the pass moves pages
 
     def inputs(self, number: int) -> dict[str, Any]:
-        """Return the arguments of the pass except `out`, with the tensors of the set with this number."""
+        """Return the arguments of the pass except `out`. Each number has a set of tensors of its own."""
         if not self.sets:
             own = self.forward.arguments(self.forward.query)
             inputs = {name: value for name, value in own.items() if name != "out"}
@@ -99,7 +100,9 @@ class PassRedraw:
         wipe(arguments)
 
     def results(self, arguments: Mapping[str, Any], seeds: Seeds, *, whole: bool) -> Tensor:
-        """Return a copy of the output rows that `check_of` judges: all rows, or rows of the requests that the seeds choose."""
+        """Return a copy of the output rows that `check_of` judges: all rows if `whole`, otherwise rows of requests that the
+        seeds choose.
+        """
         out: Tensor = self.forward.rows_of_requests(arguments["out"])
         return self._rows(out, self._judged(seeds, whole))
 
@@ -177,7 +180,9 @@ class PassRedraw:
         return sides
 
     def _touched(self, seed: int) -> Tensor:
-        """Return the indices of the tokens in the cache that each call replaces: a few tokens, spread over all requests."""
+        """Return which tokens each call replaces, as indices among the tokens in the cache: a few tokens, spread over all
+        requests.
+        """
         slots, _ = self._slots
         count = min(MOST_TOUCHED, len(slots))
         first = random.Random(f"touched {seed}").randrange(max(len(slots), 1))

@@ -60,7 +60,7 @@ class ReplayedPass:
 def right_runner(
     backend: Any, case: ReplayCase, pool: KVPool, batch_sizes: Sequence[int], body: Body[Any]
 ) -> GraphRunner[Any]:
-    """Make the lab's own runner. A deliberately wrong runner has the same arguments."""
+    """Return the lab's own graph runner for a case. Tests pass other functions, whose runners are deliberately wrong."""
     return GraphRunner(backend, case.mode, pool, batch_sizes, body, case.place, case.padded_seq_len)
 
 
@@ -68,7 +68,7 @@ RunnerFactory = Callable[[Any, Any, KVPool, Sequence[int], Body[Any]], GraphRunn
 
 
 class ReplayFixture:
-    """The requests of a case and one runner of graphs. Each backend has a subclass.
+    """The requests, layer and cache of a case, and one runner of graphs over them. Each backend has a subclass.
 
     Args:
         case: a case of the subclass's backend.
@@ -110,7 +110,7 @@ class ReplayFixture:
 
     @property
     def width(self) -> int:
-        """Return the most query rows of a request. Padding requests have this number."""
+        """Return the largest number of query rows of a request. Padding requests have this number."""
         width: int = self.case.mode.num_tokens_per_req
         return width
 
@@ -121,7 +121,7 @@ class ReplayFixture:
         return self.width + 1, 2 * size, 3 * size + 1, self.case.max_context_len
 
     def batch(self, *totals: int, first_request: int = 0) -> ForwardBatch:
-        """Return a batch of consecutive requests with these numbers of keys, new tokens included."""
+        """Return a batch of consecutive requests. `totals` are their numbers of keys, new tokens included."""
         mode, count = self.case.mode, len(totals)
         rows, widths = self.rows[first_request : first_request + count], self.widths(count)
         new = widths if mode.draft_step is None else [self._uncounted()] * count
@@ -145,7 +145,9 @@ class ReplayFixture:
         return [i % self.width + 1 if ragged else self.width for i in range(count)]
 
     def replay(self, batch: ForwardBatch, padding: float = 0.0) -> ReplayedPass:
-        """Draw the batch's queries, fill the padding rows, replay, and copy the output."""
+        """Draw the batch's queries, fill the padding rows with `padding`, and replay. Return copies of query and output, and
+        the runner's metadata.
+        """
         rows = batch.num_tokens
         self.query[:rows].copy_(self._randn(rows, *self.query.shape[1:]))
         self.query[rows:].fill_(padding)
@@ -165,8 +167,8 @@ class ReplayFixture:
     def poison(self, value: float) -> None:
         """Fill all memory that must not change results: the next replay either writes it first or does not read it.
 
-        This is the cache's sink page and, in the metadata, lengths, offsets that are not preset, write locations and all cells
-        of the tables; the cells are set to the sink. Kernels' scratch is not changed.
+        The cache's page 0, the sink, gets the value. Lengths, write locations and offsets that are not preset get
+        `POISONED_LENGTH`. All cells of page tables get page 0. Kernels' scratch is not changed.
         """
         raise NotImplementedError
 
@@ -193,7 +195,7 @@ class ReplayFixture:
         raise NotImplementedError
 
     def _uncounted(self) -> int:
-        """Return the number of a request's tokens that `seq_lens` does not count."""
+        """Return how many tokens of a request `seq_lens` does not count, such as drafted tokens."""
         return uncounted_tokens(self.runner.inputs.view(1))
 
     def _metadata_owners(self) -> tuple[Any, ...]:
@@ -204,11 +206,17 @@ class ReplayFixture:
         return wrong_metadata(batch, self.pool, result.metadata)
 
     def _padded_metadata(self, batch: ForwardBatch, metadata: Any, length: int, pages: int) -> Cells:
-        """Return the expected metadata of padding requests with this length and number of pages."""
+        """Return, by name, the metadata cells of padding requests, and the value that each must have.
+
+        Args:
+            batch: the batch without padding.
+            metadata: the metadata after a replay of the batch.
+            length, pages: length of a padding request, and number of its pages.
+        """
         raise NotImplementedError
 
     def _truth(self, query: Tensor, seen: list[History], q_lens: list[int]) -> Truth:
-        """Return the expected results of rows that see these tokens."""
+        """Return the expected results of query rows of requests whose visible tokens are `seen`."""
         raise NotImplementedError
 
     def _prepare(
@@ -377,6 +385,6 @@ class MLAReplayFixture(ReplayFixture):
 
 
 def new_fixture(case: ReplayCase, implementation: Any, device: torch.device, make: RunnerFactory) -> ReplayFixture:
-    """Make the fixture of the case's backend."""
+    """Return a new `MHAReplayFixture` or `MLAReplayFixture`, according to the class of the case."""
     kind = MHAReplayFixture if isinstance(case, GraphCase) else MLAReplayFixture
     return kind(case, implementation, device, make)

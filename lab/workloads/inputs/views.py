@@ -81,7 +81,7 @@ def with_odd_strides(tensor: Tensor) -> Tensor:
 
 
 class Layout(TextEnum):
-    """A layout of [..., rows or tokens, heads, elements]."""
+    """A memory layout of a tensor [..., rows or tokens, heads, elements]. `of` returns a tensor in the layout."""
 
     CONTIGUOUS = "contiguous", lambda tensor: tensor
     ROWS_APART = "rows apart", lambda tensor: apart(tensor, -3, GAP)
