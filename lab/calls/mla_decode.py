@@ -43,8 +43,8 @@ class MLADecodeCall:
             annotates it). The meaning is as in `DecodeCall`.
         cum_seq_lens_q: int32 [batch_size + 1] row offsets, for requests of different widths. Query rows after the last
             offset are padding, as in `ContextCall`.
-        max_q_len: upper bound of the rows of a request on the host, with `cum_seq_lens_q`; With None the host reads the
-            offsets, and waits for the GPU.
+        max_q_len: upper bound of the rows of a request on the host, with `cum_seq_lens_q`. If it is None, the host reads the
+            offsets and waits for the GPU.
         lse: where the LSE is written, float32 and contiguous: [num_rows, num_qo_heads], or without `cum_seq_lens_q`
             [batch_size, q_len_per_request, num_qo_heads]. It requires `return_lse`: without it FlashInfer's trtllm-gen does not
             write the LSE.
@@ -138,7 +138,7 @@ class MLADecodeCall:
         """Return the call's result in the shapes that the caller expects.
 
         Args:
-            out: [num_rows, num_qo_heads, kv_lora_rank], as `problem().results()` made it.
+            out: [num_rows, num_qo_heads, kv_lora_rank], as `problem().results()` returned it.
             lse: [num_rows, num_qo_heads] in the base that the call names, or None.
         """
         given_shape = self.out if self.out is not None else out.view(*self.query.shape[:-1], self.kv_lora_rank)

@@ -70,7 +70,7 @@ class RaggedContextCall:
         o_sf_scale: number for outputs of 4 bits. This call has no such outputs, so it changes no result. SGLang passes 1 for
             new tokens and -1 for chunks.
         batch_size: number of requests.
-        window_left: a row at position p sees no key before p - window_left; -1 is no window. It needs `is_causal`.
+        window_left: a row at position p sees no key before p - window_left; -1 is no window. A window needs `is_causal`.
         cum_seq_lens_q, cum_seq_lens_kv: int32 [batch_size + 1] offsets of the rows and of the keys.
         enable_pdl: a launch hint.
         is_causal: row i of a request with q rows and L keys sits at position L - q + i and sees keys up to it. False is

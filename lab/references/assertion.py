@@ -49,9 +49,9 @@ def assert_close_to_reference(
         arithmetic: dtype to which the kernel is known to round the operands of both products, such as e4m3 over an e4m3 cache;
             None: the query's dtype.
         check_dtype: False accepts another dtype of `out` than the call's; the bound stays that of the call's dtype.
-        the_same_arguments: the kernel's keyword arguments. Their names determine which of FlashInfer's four calls it is
-            (`lab.calls.DecodeCall`, `ContextCall`, `MLADecodeCall`, `RaggedContextCall`). Their present contents are read, and
-            none is written. `workspace_buffer` may be left out.
+        the_same_arguments: the kernel's keyword arguments. Their names determine which of FlashInfer's four calls the kernel
+            implements (`lab.calls.DecodeCall`, `ContextCall`, `MLADecodeCall`, `RaggedContextCall`). Their present contents are
+            read, and none is written. `workspace_buffer` may be left out.
 
     Raises:
         AssertionError: the output or the LSE is wrong. The message has row, request, head, error and bound of the worst

@@ -1,4 +1,4 @@
-"""Quantised K/V caches, e4m3 and NVFP4: convert the stored form to float64 and back."""
+"""Convert K/V to the stored form of a quantised cache, e4m3 or NVFP4, and from NVFP4 to float64."""
 
 import torch
 

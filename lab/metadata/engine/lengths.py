@@ -35,7 +35,7 @@ class DraftAttention(NamedEnum):
 
 
 def check_attends(batch: ForwardBatch, pool: KVPool) -> None:
-    """Raise ValueError if the pass runs no attention, or is on another device than the pool."""
+    """Raise ValueError if the mode of a batch runs no attention, or the batch is on another device than the pool."""
     if batch.forward_mode.query_rows is QueryRows.NONE:
         raise ValueError(
             f"{batch.forward_mode!r} runs no attention, its KV cache is already there: "
@@ -205,7 +205,7 @@ def uniform_boundaries(batch_size: int, q_len: int, device: torch.device) -> Ten
 
 
 def first_slots(rows: Tensor, cache_seqlens: Tensor, pool: KVPool) -> Tensor:
-    """Return the slot of the first token of each request's pages, ``[batch_size, block_table_width]`` int32.
+    """Return, for each page of each request, the slot of the page's first token: ``[batch_size, block_table_width]`` int32.
 
     Cells after the last page are slot 0, in the sink of both pools. The request table has leftovers there, which must not be
     mapped.

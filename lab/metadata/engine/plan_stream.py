@@ -31,7 +31,7 @@ class FixUp(NamedEnum):
 class PlanStart(NamedEnum):
     """The event that a plan waits for.
 
-    SGLang 0.5.13 waited for nothing. That is right only as long as the host happens to be late, so it is not offered.
+    In SGLang 0.5.13 a plan waited for nothing. That is right only if the host happens to be late, so the lab does not offer it.
     """
 
     IN_LINE = "in line"  # no second stream: after the draft, on its stream, as SGLang does by default
@@ -66,11 +66,12 @@ Draft = Callable[[VerifyBuffers], object]
 
 
 class VerifyBackend(ABC):
-    """The part of an attention backend that plans a verify pass. The two hooks have SGLang's names.
+    """The part of an attention backend that plans a verify pass. The two methods whose names end in `after_draft` have SGLang's
+    names.
 
     Attributes:
-        fix_up: declared by every backend. NONE: nothing that it plans depends on the draft's tokens, positions or tree.
-            AFTER_DRAFT: it defines `update_verify_buffers_to_fill_after_draft`. None, the default, declares nothing:
+        fix_up: declared by every backend. NONE: no part of the plan depends on the draft's tokens, positions or tree.
+            AFTER_DRAFT: the backend defines `update_verify_buffers_to_fill_after_draft`. None, the default, declares nothing:
             `PlanStream` refuses the backend.
     """
 
@@ -200,7 +201,7 @@ class PlanStream:
         """Run one iteration on the current stream: draft, plan at the same time, fix-up, verify. The host never waits.
 
         The draft is launched first, so that the GPU has work while the host launches the plan. If the draft's launches take
-        longer on the host than on the GPU, no part of the plan is hidden.
+        longer on the host than on the GPU, the plan does not overlap with the draft.
 
         Args:
             batch: a TARGET_VERIFY batch, allocated on the current stream (see the class). Its tensors, and its draft tokens'

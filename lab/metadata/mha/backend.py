@@ -23,15 +23,17 @@ from lab.metadata.mha.settings import CallSettings, splits_mixed_tail
 class TRTLLMMHABackend:
     """Build metadata and make calls as SGLang's TRT-LLM MHA backend does, with any implementation of FlashInfer's calls.
 
-    Its metadata are in buffers that keep their addresses, and kernels read its lengths, tables and offsets on the device. So a
-    graph may be replayed for any batch of its width, and the backend declares that its draft extend may run in a graph.
+    The metadata of CUDA graphs is in buffers that keep their addresses, and kernels read lengths, tables and offsets on the
+    device. So a graph may be replayed for any batch with the graph's number of rows per request, and the backend declares that
+    its draft extend may run in a graph.
 
     Attributes:
-        implementation: any object with the two functions, such as `lab.kernels.trtllm`; None if only metadata is built.
+        implementation: any object with FlashInfer's decode and context functions, such as `lab.kernels.trtllm`; None if only
+            metadata is built.
         draft_extend: the call of the draft extends; None: the engine's choice.
         prefills_with_fmha_v2: True if the engine's kernels are fmha_v2 and XQA, False for trtllm-gen. It decides the dtype to
-            which a half-precision query is cast over a quantised cache, and, with the dtypes, whether a mixed batch's tail is
-            split off.
+            which a half-precision query is cast over a quantised cache, and, with the dtypes, whether the one-token requests at
+            the end of a mixed batch get a decode call.
         settings: arguments that are the same in all calls.
         builder: how the metadata of graphs is written.
         expand_encoder_only_verify: the model has encoder-only layers; see `build_mha_metadata`.

@@ -132,7 +132,8 @@ def prepare_attention(
     """Prepare one layer's attention with the calls of a plan (see `lab.metadata.engine.backend.Backend.prepare_attention`).
 
     Args:
-        implementation: any object with the two functions, such as `lab.kernels.portable` or `lab.references`.
+        implementation: any object with FlashInfer's decode and context functions, such as `lab.kernels.portable` or
+            `lab.references`.
         batch, metadata, layer, query, cache, out: as in `Backend.prepare_attention`.
         max_context_len: the engine's bound for all lengths.
         plan: the result of `plan_calls`.

@@ -33,7 +33,7 @@ SHARDED_MODES = (ForwardMode.EXTEND, ForwardMode.MIXED)
 
 @dataclass(frozen=True, eq=False)
 class ZigzagShard:
-    """One rank's share of an extend.
+    """The part of one rank in an extend pass that is divided among ranks: its query rows, and the metadata of its call.
 
     Attributes:
         rows: ``[num_rows]`` int64, the rank's query rows as rows of the whole batch, in the order of its call.
@@ -66,7 +66,7 @@ def why_not_zigzag(batch: ForwardBatch, num_ranks: int) -> str:
 
 
 def zigzag_shard(batch: ForwardBatch, metadata: TRTLLMMHAMetadata, num_ranks: int, rank: int) -> ZigzagShard:
-    """Return a rank's share of an extend.
+    """Return the query rows of one rank in an extend pass, and the metadata of the rank's call.
 
     Blocks of a request differ by at most one token; the longer blocks come first. In the call a block is a request of its own,
     whose length ends with the block's last token, because the context call takes the newest rows of a request.
@@ -158,7 +158,7 @@ def prepare_zigzag(
 
 
 def _block_ends(length: int, num_blocks: int) -> list[int]:
-    """Return the first row of each block of new tokens, and the end of the last block."""
+    """Divide `length` new tokens into blocks. Return the first row of each block, and the end of the last block."""
     least, longer = divmod(length, num_blocks)
     return list(accumulate((least + (block < longer) for block in range(num_blocks)), initial=0))
 

@@ -25,12 +25,12 @@ DECODE = AttentionCall.DECODE.value
 class DecodeSplit:
     """An implementation that divides each decode call of another implementation by length, from shortest to longest.
 
-    All other functions are passed on. A divided call needs an `out` and returns no LSE. A call with `cum_seq_lens_q` or with
-    one request is not divided. A ready call reads the lengths on the device each time it is made, so that a CUDA graph may
-    capture it.
+    All other functions are those of the other implementation. A divided call needs an `out` and returns no LSE. A call with
+    `cum_seq_lens_q` or with one request is not divided. A ready call reads the lengths on the device each time it is made, so
+    that a CUDA graph may capture it.
 
     Args:
-        implementation: any object with the function, such as `lab.kernels.portable`.
+        implementation: any object with FlashInfer's decode function, such as `lab.kernels.portable`.
         num_splits: number of calls; a batch with fewer requests has one call per request. The first groups have one request
             more if the requests cannot be divided equally.
 

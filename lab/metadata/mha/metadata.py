@@ -162,13 +162,13 @@ def build_mha_metadata(
 
     Args:
         batch: the forward pass.
-        pool: the id spaces that its requests live in, on the same device.
+        pool: the pool that holds the batch's requests, on the same device.
         expand_encoder_only_verify: the model has encoder-only layers, whose rows also see later rows. A TARGET_VERIFY then gets
             tensors in which each row is a request of its own. Other modes get none; SGLang refuses such a layer in a ragged
             verification.
 
     Returns:
-        Fresh tensors: later changes of the batch or the pool do not reach them.
+        New tensors: later changes of the batch or the pool do not reach them.
 
     Raises:
         ValueError: the mode is PREBUILT, batch and pool are on different devices, or the batch lacks a number on the host that

@@ -1,4 +1,4 @@
-"""Quantised caches on the MHA backend: the dtypes of a call, the scales that it applies, and the write of e4m3 K and V.
+"""Quantised caches on the MHA backend: the dtypes of a call, the scales that the call applies, and the write of e4m3 K and V.
 
 The rules are those of SGLang 0.5.23, `sglang/srt/layers/attention/trtllm_mha_backend.py`.
 """

@@ -26,7 +26,8 @@ class TRTLLMMLABackend:
     For a prefill see `lab.metadata.mla.metadata.build_mla_prefill_metadata` and `lab.metadata.mla.calls.prepare_mla_prefill`.
 
     Attributes:
-        implementation: any object with the function, such as `lab.references`; None if only metadata is built.
+        implementation: any object with FlashInfer's MLA decode function, such as `lab.references`; None if only metadata is
+            built.
         attention: decides which keys a draft step counts.
         draft_extend: the layout of the first draft extend's rows in a graph; see `MLAGraphMetadata`.
         dcp: the rank of decode context parallelism (DCP) whose metadata this backend builds; None without DCP.

@@ -130,7 +130,7 @@ def prepare_mla_attention(
     """Prepare one layer's attention on the decode kernel (see `lab.metadata.engine.backend.Backend.prepare_attention`).
 
     Args:
-        implementation: any object with the function, such as `lab.references`.
+        implementation: any object with FlashInfer's MLA decode function, such as `lab.references`.
         batch, metadata, layer, cache: as in `Backend.prepare_attention`.
         query: ``[num_tokens, heads, kv_lora_rank + qk_rope_head_dim]``.
         out: ``[num_tokens, heads, kv_lora_rank]``; each call fills the requests' own rows.
@@ -257,7 +257,7 @@ def prepare_mla_prefill(
     """Prepare one layer's attention over a prefill's new tokens, with FlashInfer's ragged context call.
 
     Args:
-        implementation: any object with the function, such as `lab.references`.
+        implementation: any object with FlashInfer's ragged context function, such as `lab.references`.
         batch, metadata, layer, query, key, value: as in `ragged_context_arguments`.
         out: ``[num_tokens, heads, v_head_dim]``; each call fills the requests' own rows. None: a new tensor.
         workspace_buffer: the caller's workspace, for kernels that take one.
@@ -278,7 +278,9 @@ def prepare_mla_prefill(
 
 
 def _num_rows(metadata: TRTLLMMLADecodeMetadata) -> int:
-    """Return how many query rows the pass reads and writes: `sum_seq_lens_q`, or ``max_seq_len_q`` per request."""
+    """Return how many query rows a pass reads and writes: `sum_seq_lens_q` if the metadata has it, else ``max_seq_len_q`` per
+    request.
+    """
     if metadata.sum_seq_lens_q is not None:
         return metadata.sum_seq_lens_q
     return metadata.batch_size * metadata.max_seq_len_q

@@ -52,7 +52,9 @@ class DecodeContextParallel:
         return ((lens - self.rank + self.size - 1) // self.size).clamp(min=0).to(torch.int32)
 
     def local_bound(self, most: int) -> int:
-        """Return how many tokens of a request of length `most` this rank owns, at least 1, which a kernel's schedule needs."""
+        """Return how many tokens of a request with `most` tokens this rank owns. It is at least 1, because a kernel's schedule
+        needs a positive bound.
+        """
         return max((most - self.rank + self.size - 1) // self.size, 1)
 
     def page_size(self, pool: KVPool) -> int:
@@ -121,7 +123,7 @@ def prepare_mla_dcp_attention(
     If a rank has no keys of a request, its results for the request are set by `without_keys`.
 
     Args:
-        implementation: any object with the function, such as `lab.references`.
+        implementation: any object with FlashInfer's MLA decode function, such as `lab.references`.
         batch, layer: the forward pass and the layer.
         metadata: the metadata of each rank, in order.
         query: ``[num_tokens, heads, kv_lora_rank + qk_rope_head_dim]``, all heads of the group.

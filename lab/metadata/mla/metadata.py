@@ -177,11 +177,11 @@ def build_mla_decode_metadata(
 
     Args:
         batch: the forward pass.
-        pool: the id spaces that its requests live in, on the same device, with pages of 32 or 64 tokens.
+        pool: the pool that holds the batch's requests, on the same device, with pages of 32 or 64 tokens.
         attention: decides which keys a draft step counts: MLA as in SGLang, or MLA_WITH_OFFSET.
 
     Returns:
-        Fresh tensors: later changes of the batch or the pool do not reach them.
+        New tensors: later changes of the batch or the pool do not reach them.
 
     Raises:
         ValueError: the mode is a prefill or PREBUILT, batch and pool are on different devices, the backend does not support the
@@ -250,12 +250,12 @@ def build_mla_prefill_metadata(
 
     Args:
         batch: the forward pass.
-        pool: the id spaces that its requests live in, on the same device, with pages of 32 or 64 tokens.
+        pool: the pool that holds the batch's requests, on the same device, with pages of 32 or 64 tokens.
         disable_chunked_prefix_cache: the server's setting: a batch with a cached prefix falls back to FlashInfer's kernels.
         in_prefill_graph: the pass is captured in a prefill graph, which always falls back.
 
     Returns:
-        Fresh tensors.
+        New tensors.
 
     Raises:
         ValueError: the mode is another, batch and pool are on different devices, the backend does not support the pool, or the
@@ -305,8 +305,8 @@ def allocate_multi_ctas_kv_counters(
     """Allocate trtllm-gen's ``multi_ctas_kv_counter_buffer``, in which CTAs that share a request count how many have finished.
 
     It has a counter of 4 bytes per request and head, at least one per SM, rounded up to a multiple of 8: FlashInfer 0.7.2's
-    `get_trtllm_gen_multi_ctas_kv_counter_bytes`. SGLang 0.5.23 asks for 8,192 requests, or more if its graphs hold more.
-    Kernels leave it zero, so that one buffer serves all calls of a stream.
+    `get_trtllm_gen_multi_ctas_kv_counter_bytes`. SGLang 0.5.23 allocates it for 8,192 requests, or for more if its CUDA graphs
+    have more. Kernels leave it zero, so that one buffer serves all calls of a stream.
 
     Returns:
         uint8 zeros.

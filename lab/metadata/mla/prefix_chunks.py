@@ -52,7 +52,7 @@ def plan_prefix_chunks(batch: ForwardBatch, pool: KVPool, capacity: int = CHUNK_
 
     Args:
         batch: a prefill.
-        pool: the id spaces that its requests live in, on the same device.
+        pool: the pool that holds the batch's requests, on the same device.
         capacity: most tokens of a chunk; each request gets ``capacity // batch_size`` tokens.
 
     Raises:
@@ -106,7 +106,7 @@ def prepare_prefix_chunk(
     If a request has no token in the chunk, `without_keys` sets its results.
 
     Args:
-        implementation: any object with the function, such as `lab.references`.
+        implementation: any object with FlashInfer's ragged context function, such as `lab.references`.
         batch, metadata, layer, query: as in `lab.metadata.mla.calls.ragged_context_arguments`.
         chunk: a chunk of `plan_prefix_chunks`.
         key, value: ``[at least num_tokens of the chunk, heads, head_dim]``, before absorption, in the order of ``kv_indices``.

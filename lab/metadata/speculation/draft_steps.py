@@ -53,15 +53,15 @@ class DraftStep:
 
 @dataclass(frozen=True)
 class MultiStepDraft:
-    """A multi-step draft backend's configuration.
+    """The configuration of a multi-step draft: attention backend, number of steps, and how the steps' metadata is written.
 
     Attributes:
         attention: the attention backend of the draft model.
-        speculative_num_steps: 2 to 8; there is one inner backend less. In a frozen-KV draft 1 to 8, the number of passes.
-        plan: which launches make the metadata. The metadata does not depend on it. A frozen-KV draft always has one launch and
-            no common template.
-        topk: branches per request. It is 1 (a chain) for the TRT-LLM backends, except in a frozen-KV draft, where branches are
-            rows.
+        speculative_num_steps: 2 to 8; the draft has one decode pass less. In a frozen-KV draft 1 to 8, the number of passes.
+        plan: which launches make the metadata. The values of the metadata are the same for every plan. A frozen-KV draft always
+            has one launch and no common template.
+        topk: branches per request. It is 1 (a chain) for the TRT-LLM backends, except in a frozen-KV draft, where each branch
+            is a row of the batch.
         schedule: schedule of the kernel that makes the ragged lists of the common template.
 
     Raises:

@@ -21,7 +21,8 @@ class PreparedIteration:
     Attributes:
         draft_steps: metadata of one decode pass per step, with lengths ``seq_lens + step + 1``.
         target_verify: metadata of the verify pass, with lengths ``seq_lens + d``.
-        draft_extend: metadata of DRAFT_EXTEND_V2, with the same lengths; its own batch's ``seq_lens`` already count them.
+        draft_extend: metadata of DRAFT_EXTEND_V2, with the same lengths: the ``seq_lens`` of a DRAFT_EXTEND_V2 batch already
+            count the draft tokens.
         write: fills all metadata in one launch.
     """
 

@@ -88,7 +88,7 @@ class CapturedVerify(VerifyBackend):
 
 
 class ChainVerify(CapturedVerify):
-    """Verification of chains (top-k 1). Rows are causal, so no part of the plan depends on the draft.
+    """Plan the verification of chains (top-k 1). Rows are causal, so no part of the plan depends on the draft.
 
     Args:
         pool, num_draft_tokens, batch_sizes, attention: as in `CapturedVerify`.
@@ -109,12 +109,13 @@ class ChainVerify(CapturedVerify):
         super().__init__(pool, num_draft_tokens, batch_sizes, attention)
 
     def get_verify_buffers_to_fill_after_draft(self) -> VerifyBuffers:
-        """Return ``[tree mask, None]``. The tree mask is None if there is no buffer; this backend keeps no positions."""
+        """Return ``[mask, None]``: the buffer of `verify_mask` or None, and no buffer for positions."""
         return [None if self.verify_mask is None else self.verify_mask.buffer, None]
 
 
 class TreeMaskVerify(CapturedVerify):
-    """Verification of trees. The metadata is that of a chain, and a mask lets each draft token see only its ancestors.
+    """Plan the verification of trees. The metadata is that of a chain, and a mask lets each draft token see only itself and its
+    ancestors.
 
     Until a draft fills `parents`, each request's tree is a chain, also in padded rows.
 
