@@ -1,7 +1,8 @@
-"""Kernels under test: FlashInfer's (`trtllm`), portable Triton ones (`portable`) and others (`peers`), under the same names.
+"""Kernels under test: FlashInfer's (`trtllm`), portable Triton kernels (`portable`) and other projects' kernels (`peers`).
 
-`serving` has the Triton kernels that write metadata: `generate_draft_decode_kv_indices` and `write_forward_metadata`. Importing
-this package imports none of them: each module brings its own heavy dependency.
+All of them have FlashInfer's function names. `serving` has the Triton kernels that write metadata:
+`generate_draft_decode_kv_indices` and `write_forward_metadata`. Importing this package imports none of these modules, because
+each has its own heavy dependency.
 """
 
 import functools
@@ -49,7 +50,7 @@ def default_implementation(device: torch.device | str | None = None) -> ModuleTy
 
 
 class PlannedOnce:
-    """Wrap an implementation that plans on the host, so that `prepare` plans a call once.
+    """Wrap an implementation so that `prepare` does the host work of a call, the planning, once and not in each run.
 
     A function `<name>` that plans has a function `plan_<name>` next to it. `plan_<name>` takes the same arguments, reads
     lengths and page tables on the host, and returns the ready call. An engine plans once for all layers of a pass. The lengths,
@@ -61,7 +62,7 @@ class PlannedOnce:
         self._implementation = implementation
 
     def plans(self, name: str) -> bool:
-        """Return True if the implementation has `plan_<name>`."""
+        """Return True if the implementation has `plan_<name>`, which does the host work of `<name>` once."""
         return hasattr(self._implementation, f"plan_{name}")
 
     def __getattr__(self, name: str) -> Any:
@@ -71,17 +72,17 @@ class PlannedOnce:
 
 
 def prepare(implementation: Any, name: str, /, **arguments: Any) -> Callable[[], Any]:
-    """Return a call of an implementation's function, ready to be made any number of times.
+    """Return a function without arguments that runs one call of an implementation, any number of times.
 
     FlashInfer's adapter checks and converts the arguments once; its prepared call is FlashInfer's own. The portable
     implementation checks and allocates once; its prepared call only launches kernels (`lab.kernels.portable.triton_call`). An
-    implementation that has no `prepare_<name>` does its whole work in each call, and is timed with that work.
+    implementation that has no `prepare_<name>` does its whole work in each run, and is timed with that work.
 
-    A ready call holds the tensors that it was prepared with, not copies. Their contents may change from call to call, as the
-    contents of an engine's CUDA-graph buffers do. Addresses, shapes, strides, host numbers and bounds are read at the
-    preparation only. Scratch, workspaces and derived tables of the call belong to the stream on which it was prepared: make the
-    call on that stream. A CUDA graph that captured the call uses this memory: keep the call as long as the graph. A call that
-    was prepared during a capture may be made inside that graph only.
+    The returned function holds the tensors that it was prepared with, not copies. Their contents may change from run to run, as
+    the contents of an engine's CUDA-graph buffers do. Addresses, shapes, strides, host numbers and bounds are read at the
+    preparation only. Scratch, workspaces and derived tables of the call belong to the stream on which it was prepared: run the
+    call on that stream. A CUDA graph that captured the call uses this memory: keep the returned function as long as the graph.
+    A call that was prepared during a capture may run inside that graph only.
 
     Args:
         implementation: any object with the function, such as `lab.kernels.portable` or `lab.references`. It may also have
@@ -91,8 +92,8 @@ def prepare(implementation: Any, name: str, /, **arguments: Any) -> Callable[[],
 
     Raises:
         AttributeError: the implementation has no such function.
-        NotImplementedError: an argument differs from FlashInfer's default, and the function does not have it.
-        Exception: `prepare_<name>` refuses the arguments. Without `prepare_<name>`, the first call raises the error.
+        NotImplementedError: an argument differs from FlashInfer's default, and the function has no such parameter.
+        Exception: `prepare_<name>` refuses the arguments. Without `prepare_<name>`, the first run raises the error.
     """
     prepare_it = getattr(implementation, f"prepare_{name}", None)
     if prepare_it is not None:
@@ -102,10 +103,10 @@ def prepare(implementation: Any, name: str, /, **arguments: Any) -> Callable[[],
 
 
 def _taken(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments without those that a function does not know and that have FlashInfer's default.
+    """Return `arguments` without those that have FlashInfer's default and for which the function has no parameter.
 
     Raises:
-        NotImplementedError: the function does not know an argument that differs from FlashInfer's default.
+        NotImplementedError: the function has no parameter for an argument that differs from FlashInfer's default.
     """
     try:
         parameters = inspect.signature(function).parameters

@@ -1,4 +1,4 @@
-"""Helpers that all calls of FlashInfer share: the installed function and its signature, the workspace, packed page tables."""
+"""Helpers for all calls of FlashInfer: the installed functions and their signatures, workspaces, and contiguous page tables."""
 
 import functools
 import importlib
@@ -29,7 +29,7 @@ Refresh = Callable[[], object]  # one small launch that rewrites what was derive
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PreparedCall:
-    """A checked and converted call. Calling it calls the package's function.
+    """A checked and converted call. Calling this object calls the package's function with the converted arguments.
 
     It follows the contract of `lab.kernels.prepare`.
 
@@ -37,8 +37,8 @@ class PreparedCall:
         function: the installed function, of FlashInfer or of another package.
         arguments: the function's keyword arguments.
         refreshes: launches that run before the function. Each rewrites a tensor that was derived from another tensor's
-            contents. There are three cases: a page table whose rows are not packed, K and V as halves of one allocation under
-            fmha_v2, and `bmm1_scale_log2` under XQA.
+            contents. There are three cases: a page table whose rows are not contiguous, K and V as halves of one allocation
+            under fmha_v2, and `bmm1_scale_log2` under XQA.
         returned: the result of the call, where the function would return it in another shape; None: the function's result.
     """
 
@@ -55,15 +55,15 @@ class PreparedCall:
 
 
 def returning(problem: AttentionProblem, returned: Callable[..., Any]) -> PreparedCall:
-    """Return a call for a problem without query rows. It returns the problem's results and never calls FlashInfer."""
+    """Return a prepared call for a problem without query rows. It returns the empty results and never calls FlashInfer."""
     return PreparedCall(returned, dict(zip(("out", "lse"), problem.results(), strict=True)))
 
 
 def supported_kernel(problem: Problem, backend: str = "auto") -> Kernel:
-    """Return the TRT-LLM kernel that FlashInfer runs for a problem on its device, with the call's `backend`.
+    """Return the TRT-LLM kernel that FlashInfer runs for a call on its device with this `backend` argument.
 
     Raises:
-        NotImplementedError: there is no GPU, or the kernel does not take the problem.
+        NotImplementedError: there is no GPU, or the kernel does not support the call.
     """
     kernel = kernel_for(problem.call, capability_for(problem.query.device), backend)
     refuse_unsupported(kernel, problem)
@@ -71,7 +71,10 @@ def supported_kernel(problem: Problem, backend: str = "auto") -> Kernel:
 
 
 def prepared(module: str, name: str, arguments: dict[str, Any], refreshes: tuple[Refresh, ...]) -> PreparedCall:
-    """Return a call of an installed function. Raises what `installed_taking` raises."""
+    """Return a prepared call of a FlashInfer function, after checking that the installed version takes these keywords.
+
+    Raises what `installed_taking` raises.
+    """
     return PreparedCall(installed_taking(module, name, frozenset(arguments)), arguments, refreshes)
 
 
@@ -115,7 +118,7 @@ def version() -> str:
 
 
 def but_defaults(call: Any, changes: dict[str, Any]) -> dict[str, Any]:
-    """Apply changes to a call's arguments, and return those that differ from their defaults.
+    """Return a call's arguments with `changes` applied, and without the arguments that then have their default values.
 
     An older FlashInfer may lack parameters whose arguments have the default.
     """
@@ -134,7 +137,7 @@ def _is_default(value: Any, default: Any) -> bool:
 
 
 def capability_for(device: torch.device) -> Capability:
-    """Return (major, minor) of the GPU; raises NotImplementedError off the GPU."""
+    """Return the compute capability (major, minor) of the device. Raise NotImplementedError if it is not a GPU."""
     capability = capability_of(device)
     if capability is None:
         raise NotImplementedError(
@@ -145,10 +148,10 @@ def capability_for(device: torch.device) -> Capability:
 
 
 def packed(table: torch.Tensor) -> tuple[torch.Tensor, tuple[Refresh, ...]]:
-    """Return a page table with packed rows, and the launches that copy the table again before each call.
+    """Return a page table with contiguous rows, and the launches that refresh it before each call.
 
-    FlashInfer's kernels ignore a table's strides. The rows of an engine's table are packed: it is returned as it is, without
-    launches.
+    FlashInfer's kernels ignore a table's strides. A contiguous table, such as an engine's, is returned as it is, without
+    launches. Any other table is copied, and the launch copies it again.
     """
     if table.is_contiguous():
         return table, ()
@@ -194,7 +197,7 @@ def workspace_of(device: torch.device, stream: int) -> torch.Tensor:
 
 
 def xqa_memory(call: DecodeCall | MLADecodeCall, device: torch.device) -> dict[str, Any]:
-    """Return the memory arguments of a call that runs XQA: the whole workspace and no counters, which only trtllm-gen has.
+    """Return the memory arguments of a call that runs XQA: the whole workspace, and None for trtllm-gen's counters.
 
     Raises what `workspace_for` raises.
     """
@@ -202,7 +205,7 @@ def xqa_memory(call: DecodeCall | MLADecodeCall, device: torch.device) -> dict[s
 
 
 def trtllm_gen_memory(call: DecodeCall | ContextCall | MLADecodeCall, problem: PagedAttention) -> dict[str, Any]:
-    """Return the memory arguments of a call that runs trtllm-gen: scratch as its workspace, and counters that are zero.
+    """Return the memory arguments of a call that runs trtllm-gen: scratch as its workspace, and zeroed counters.
 
     If the caller gave no counters, the first bytes of the workspace are the counters, so that no call allocates and zeroes its
     own.
@@ -251,7 +254,7 @@ def _statistics_bytes(problem: PagedAttention) -> int:
 
 
 def scratch_for(workspace_buffer: object, device: torch.device) -> torch.Tensor:
-    """Return a call's workspace without its semaphores, as bytes, for kernels that may write anywhere in it.
+    """Return the part of a call's workspace after the semaphores, uint8, for kernels that may write anywhere in it.
 
     Raises what `workspace_for` raises.
     """
@@ -259,9 +262,10 @@ def scratch_for(workspace_buffer: object, device: torch.device) -> torch.Tensor:
 
 
 def ragged_workspace(workspace_buffer: object, device: torch.device) -> torch.Tensor:
-    """Return the memory of a ragged call: scratch that begins with statistics. Zeros come before it if FlashInfer counts there.
+    """Return the workspace argument of a ragged call, which trtllm-gen fills with statistics and scratch.
 
-    Raises what `workspace_for` raises.
+    A FlashInfer without a separate buffer for counters gets the whole workspace, which begins with zeros for them. Raises what
+    `workspace_for` raises.
     """
     workspace = workspace_for(workspace_buffer, device)
     return semaphores_and_scratch(workspace)[1] if takes_counters() else workspace

@@ -1,4 +1,4 @@
-"""The implementations of FlashInfer's calls that the lab knows, and which of them can run on a machine."""
+"""The lab's implementations of FlashInfer's calls, and which of them can run on a machine."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,12 +29,12 @@ IMPLEMENTATIONS = (
 
 @dataclass(frozen=True)
 class Availability:
-    """One function of an implementation on one machine.
+    """Whether one function of an implementation can run on one machine.
 
     Attributes:
-        implementation, function: what is or is not available.
-        kernels: names of the kernels that serve the call on this machine; () if none does.
-        why_not: a sentence that says why the function does not run there; None if it runs.
+        implementation, function: the implementation and its function.
+        kernels: names of the kernels that run the function on this machine; () if none does.
+        why_not: a sentence that says why the function cannot run there; None if it can.
     """
 
     implementation: Implementation
@@ -44,10 +44,10 @@ class Availability:
 
 
 def availabilities(capability: Capability | None) -> Iterator[Availability]:
-    """Yield every function of every implementation, and whether it runs on a machine with that GPU (None: a CPU).
+    """Yield an `Availability` for each function of each implementation, on a machine with a GPU of this compute capability.
 
-    Packages are looked for, not imported. Which arguments a kernel supports is not part of the answer: see
-    `lab.kernels.support.why_not`.
+    None stands for a machine without a GPU. Packages are looked for, not imported. The answer does not say which arguments a
+    kernel supports: see `lab.kernels.support.why_not`.
     """
     for each in IMPLEMENTATIONS:
         missing = None if find_spec(each.package) else sentence(each.module, [each.package])
@@ -61,9 +61,10 @@ def availabilities(capability: Capability | None) -> Iterator[Availability]:
 
 
 def modules_of(call: AttentionCall, capability: Capability | None) -> dict[str, str | None]:
-    """Return the modules that have kernels for a call, without the references, and why each cannot run on that GPU.
+    """Return each module that has kernels for a call, with the reason why it cannot run on a GPU of this compute capability.
 
-    The reason is a sentence about a missing package or an unsuitable GPU; None if the module can run.
+    The reason is a sentence about a missing package or an unsuitable GPU; None if the module can run. The references are left
+    out.
     """
     found = (each for each in availabilities(capability) if each.function is call and each.implementation.kernels)
     return {each.implementation.module: each.why_not for each in found}

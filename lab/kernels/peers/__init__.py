@@ -1,1 +1,1 @@
-"""Kernels of other projects under FlashInfer's TRT-LLM names: FA2, FA3, FlashAttention-4, torch, SGLang, vLLM."""
+"""Other projects' kernels under FlashInfer's TRT-LLM function names: FA2, FA3, FlashAttention-4, torch, SGLang, vLLM."""

@@ -1,4 +1,4 @@
-"""Make the two functions that a peer offers for each of FlashInfer's calls: one prepares the call, one runs it at once."""
+"""The two functions that each module of `lab.kernels.peers` offers for a call: one prepares the call, one runs it at once."""
 
 import functools
 from collections.abc import Callable
@@ -11,14 +11,16 @@ Ready = Callable[[], Any]  # a call, ready to be made
 
 
 def entries(kind: str, call_type: type[Any], make_ready: Callable[[Any, Any], Ready]) -> tuple[Callable[..., Any], ...]:
-    """Return `<kind>_<name>` and `<name>` for a call. Both have FlashInfer's parameters and the documentation of `make_ready`.
+    """Return the functions `<kind>_<name>`, which prepares a call, and `<name>`, which runs it at once.
 
-    A call without query rows returns its results at once and does not reach `make_ready`.
+    Both have FlashInfer's parameters and the docstring of `make_ready`. A call without query rows returns its results at once
+    and does not reach `make_ready`.
 
     Args:
         kind: "prepare" (`lab.kernels.prepare`), or "plan" where the host reads lengths and tables (`lab.kernels.PlannedOnce`).
-        call_type: a dataclass of `lab.calls`.
-        make_ready: takes a call and its problem, and returns a function that runs the call any number of times.
+        call_type: the class of the call in `lab.calls`.
+        make_ready: takes a call and its checked arguments (the problem), and returns a function that runs the call any number
+            of times.
     """
 
     @functools.wraps(make_ready)

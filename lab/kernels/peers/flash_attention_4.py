@@ -1,9 +1,9 @@
 """FlashAttention-4 (`flash-attn-4`, CuTe DSL) under the names of the decode and context calls: SM90, SM100 and SM103.
 
 The package is imported at the first call. It compiles for some seconds whenever a call differs in more than lengths. Lengths
-and page ids stay on the device: a prepared call follows their contents, also in a CUDA graph. FlashAttention-4's own heuristic
-chooses how K/V are split, on GPUs where it can split them (not SM90). The lab calls `_flash_attn_fwd` of 4.0.0b36, the function
-below `flash_attn_varlen_func`, because the latter has no `out`. The package's LSE is a natural logarithm: one more launch
+and page ids stay on the device: a prepared call reads their current contents, also in a CUDA graph. FlashAttention-4's own
+heuristic chooses how K/V are split, on GPUs where it can split them (not SM90). The lab calls `_flash_attn_fwd` of 4.0.0b36,
+which `flash_attn_varlen_func` calls, because the latter has no `out`. The package's LSE is a natural logarithm: one more launch
 converts it to base 2.
 """
 
@@ -26,9 +26,10 @@ BY_ITS_HEURISTIC = 0  # as `num_splits`
 
 
 def _prepare(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
-    """Prepare a call. Parameters, shapes, dtypes and errors are `lab.calls.DecodeCall`'s and `ContextCall`'s.
+    """Prepare a decode or context call. Its class, `lab.calls.DecodeCall` or `ContextCall`, documents parameters and errors.
 
-    What FlashAttention-4 does not take raises NotImplementedError with the reason of `lab.kernels.support.why_not`.
+    If FlashAttention-4 does not support the call, NotImplementedError is raised with the reason of
+    `lab.kernels.support.why_not`.
     """
     out, lse = problem.results()
     refuse_unsupported(FLASH_ATTENTION_4, problem)
@@ -47,7 +48,7 @@ def _prepare(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
 
 
 def _by_request(problem: PagedAttention, rows: torch.Tensor) -> torch.Tensor:
-    """Return rows in FlashAttention-4's shape: [num_rows, ...] if there are offsets, else a view [batch_size, q_len, ...]."""
+    """Return query rows or results in FlashAttention-4's shape: [num_rows, ...] with offsets, else [batch_size, q_len, ...]."""
     if problem.cu_seqlens_q is not None:
         return rows
     return rows.unflatten(0, (problem.batch_size, problem.max_q_len))

@@ -1,8 +1,8 @@
 """FlashInfer's `BatchMLAPagedAttentionWrapper` under the name of the MLA decode call: FA3 on SM90, FA2 elsewhere.
 
 It serves GPUs for which trtllm-gen and XQA have no MLA kernel. The wrapper plans on the host from the lengths: each call copies
-them to the host and waits, and none can be captured in a CUDA graph. `plan_<name>` plans once, for lengths that do not change.
-`fa2` and `fa3` choose the backend by name, as in `lab judge lab.kernels.peers.flashinfer_mla:fa2`.
+the lengths to the host and waits, and no call can be captured in a CUDA graph. `plan_<name>` plans once, for lengths that do
+not change. The attributes `fa2` and `fa3` fix the backend, as in `lab judge lab.kernels.peers.flashinfer_mla:fa2`.
 """
 
 from collections.abc import Callable
@@ -20,9 +20,9 @@ WRAPPER = "BatchMLAPagedAttentionWrapper"
 
 
 def _plan(call: MLADecodeCall, problem: PagedAttention, backend: str) -> Callable[[], Any]:
-    """Check and plan an MLA decode call, and return it ready. `lab.calls.MLADecodeCall` documents shapes and errors.
+    """Check and plan an MLA decode call, and return it as a ready call. `lab.calls.MLADecodeCall` documents shapes and errors.
 
-    FlashInfer's own planner raises ValueError for some problems that `lab.kernels.support.why_not` accepts.
+    FlashInfer's own planner raises ValueError for some calls that `lab.kernels.support.why_not` accepts.
     """
     out, lse = problem.results()
     backend = supported_backend(backend, WRAPPER, problem)
@@ -53,12 +53,12 @@ def _planned(call: MLADecodeCall, problem: PagedAttention, backend: str) -> Any:
 
 
 def _scale_of_keys(problem: PagedAttention) -> float:
-    """Return the factor that the kernel applies to keys as well as values: the cache's scale, rounded to the query's dtype."""
+    """Return the cache's scale, rounded to the query's dtype, which the kernel applies to keys and to values."""
     return float(torch.tensor(float(problem.bmm2_scale)).to(problem.query.dtype))
 
 
 def _metadata(problem: PagedAttention) -> Any:
-    """Return the requests as CSR (rows, pages and lengths), which FA2 and FA3 plan from."""
+    """Return FlashInfer's `MLAPlanMetadata` of the requests: offsets of query rows, offsets and ids of pages, and lengths."""
     metadata_type, _ = installed("flashinfer.mla", "MLAPlanMetadata")
     live = live_pages(problem)
     return metadata_type.csr(

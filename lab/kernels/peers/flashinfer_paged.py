@@ -1,9 +1,9 @@
 """FlashInfer's decode and prefill wrappers over a paged cache under the names of the decode and context calls, with FA2 or FA3.
 
 `BatchDecodeWithPagedKVCacheWrapper` serves plain decode; it uses tensor cores where SGLang 0.5.23 uses them.
-`BatchPrefillWithPagedKVCacheWrapper` serves all other problems: several rows, masks, sinks, V with other strides than K. Both
-plan on the host from the lengths: each call copies them to the host and waits, and none can be captured in a CUDA graph.
-`plan_<name>` plans once, for lengths that do not change. `fa2` and `fa3` choose the backend by name, as in `lab judge
+`BatchPrefillWithPagedKVCacheWrapper` serves all other calls: several rows, masks, sinks, V with other strides than K. Both plan
+on the host from the lengths: each call copies the lengths to the host and waits, and no call can be captured in a CUDA graph.
+`plan_<name>` plans once, for lengths that do not change. The attributes `fa2` and `fa3` fix the backend, as in `lab judge
 lab.kernels.peers.flashinfer_paged:fa2`.
 """
 
@@ -31,7 +31,10 @@ LEAST_GROUP_OF_TENSOR_CORES = 4  # SGLang 0.5.23, flashinfer_backend.py, `should
 
 
 def _plan(call: DecodeCall | ContextCall, problem: PagedAttention, backend: str) -> Callable[[], Any]:
-    """Check and plan a call, and return it ready. `lab.calls.DecodeCall` and `ContextCall` document shapes and errors."""
+    """Check and plan a decode or context call, and return it as a ready call.
+
+    `lab.calls.DecodeCall` and `ContextCall` document shapes and errors.
+    """
     out, lse = problem.results()
     decodes = _is_plain_decode(problem)
     wrapper_name = DECODE_WRAPPER if decodes else PREFILL_WRAPPER
@@ -56,7 +59,10 @@ def _plan(call: DecodeCall | ContextCall, problem: PagedAttention, backend: str)
 
 
 def _is_plain_decode(problem: PagedAttention) -> bool:
-    """Return True if the decode wrapper serves the problem. Without tensor cores it reads V with K's strides."""
+    """Return True if FlashInfer's decode wrapper can serve the call: one row per request, no mask, no sinks.
+
+    K and V must have equal strides, because without tensor cores the wrapper reads V with K's strides.
+    """
     return (
         problem.call is AttentionCall.DECODE
         and problem.max_q_len == 1
@@ -104,10 +110,11 @@ def _planned_prefill(
 
 
 def _sink_variant(problem: PagedAttention, backend: str) -> dict[str, Any]:
-    """Return the wrapper's arguments for sinks. The wrapper's `run` ignores `sinks` with these backends.
+    """Return the constructor arguments with which FlashInfer's prefill wrapper computes sinks.
 
-    FlashInfer 0.7.2's `BatchAttentionWithAttentionSinkWrapper` has the same arguments except the module's name. Its module name
-    leaves out the head_dim and the dtype of K/V, so that different kernels would overwrite each other in the compiler's cache.
+    The `run` of a wrapper without these arguments ignores `sinks` with FA2 and FA3. FlashInfer 0.7.2's
+    `BatchAttentionWithAttentionSinkWrapper` has the same arguments except the module's name. Its module name leaves out the
+    head_dim and the dtype of K/V, so that different kernels would overwrite each other in the compiler's cache.
     """
     name_of, _ = installed("flashinfer.jit.attention.modules", "get_batch_prefill_attention_sink_uri")
     declarations = importlib.import_module("flashinfer.jit.attention.variants").attention_sink_decl
@@ -141,7 +148,7 @@ def _planned_alike(problem: PagedAttention) -> dict[str, Any]:
 
 
 def _visible_keys(problem: PagedAttention, mask: torch.Tensor, pages: LivePages) -> torch.Tensor:
-    """Return a draft mask in FlashInfer's form, bool [sum of q_len * kv_len]: each row sees all keys before the draft's."""
+    """Return draft masks as FlashInfer's custom mask, bool [sum of q_len * kv_len]. Each row sees all keys before the draft."""
     q_len = problem.max_q_len
     shown = shown_draft_tokens(mask.to(torch.int32))
     requests = []

@@ -1,8 +1,8 @@
 """FlashInfer's `BatchPrefillWithRaggedKVCacheWrapper` under the name of the ragged context call: FA3 on SM90, else FA2.
 
-It serves GPUs for which trtllm-gen has no ragged kernel. The wrapper plans on the host from the offsets: each call copies them
-to the host and waits, and none can be captured in a CUDA graph. `plan_<name>` plans once, for lengths that do not change. `fa2`
-and `fa3` choose the backend by name, as in `lab.kernels.peers.flashinfer_ragged:fa2`.
+It serves GPUs for which trtllm-gen has no ragged kernel. The wrapper plans on the host from the offsets: each call copies the
+offsets to the host and waits, and no call can be captured in a CUDA graph. `plan_<name>` plans once, for lengths that do not
+change. The attributes `fa2` and `fa3` fix the backend, as in `lab.kernels.peers.flashinfer_ragged:fa2`.
 """
 
 import itertools
@@ -21,7 +21,10 @@ WRAPPER = "BatchPrefillWithRaggedKVCacheWrapper"
 
 
 def _plan(call: RaggedContextCall, problem: RaggedAttention, backend: str) -> Callable[[], Any]:
-    """Check and plan a ragged context call, and return it ready. `lab.calls.RaggedContextCall` documents shapes and errors."""
+    """Check and plan a ragged context call, and return it as a ready call.
+
+    `lab.calls.RaggedContextCall` documents shapes and errors.
+    """
     out, lse = problem.results()
     backend = supported_backend(backend, WRAPPER, problem)
     q_offsets, kv_offsets = problem.cu_seqlens_q.tolist(), problem.cu_seqlens_kv.tolist()

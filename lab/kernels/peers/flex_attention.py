@@ -9,7 +9,7 @@ each request that has rows in it.
 Block lists and tables are made on the host from the lengths. `plan_<name>` makes them once (`lab.kernels.PlannedOnce`). On a
 GPU it also compiles, which takes torch some ten seconds for a new shape. `flex_attention` has no `out`: the results are copied
 into it. On a CPU nothing is compiled, and the whole matrix of scores is made. The value of a hidden key is multiplied by 0, so
-that NaN in a page's unused cells reaches the output: the judge's check K4 reports it.
+that NaN in a page's unused cells reaches the output: the judge's check K4 (poison) reports it.
 """
 
 import functools
@@ -43,12 +43,12 @@ def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
 
 
 def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
-    """Plan a call. `lab.calls.DecodeCall` and `ContextCall` document parameters, shapes, dtypes and errors.
+    """Plan a decode or context call: make its block lists and compile. Return it as a ready call.
 
-    `workspace_buffer` is not used.
+    `lab.calls.DecodeCall` and `ContextCall` document parameters, shapes, dtypes and errors. `workspace_buffer` is not used.
 
     Raises:
-        NotImplementedError: the kernel does not take the problem (`lab.kernels.support.why_not` gives the reason), a CUDA graph
+        NotImplementedError: the kernel does not support the call (`lab.kernels.support.why_not` gives the reason), a CUDA graph
             is being captured, or a request has a page twice.
     """
     out, lse = problem.results()
@@ -94,7 +94,10 @@ def _attend(
     scale: float,
     options: Any,
 ) -> None:
-    """Write the output, and the LSE in base 2 if `lse` is a tensor. In both, rows come before heads."""
+    """Run `flex_attention`, and write its output to `out` and its LSE in base 2 to `lse` unless that is None.
+
+    In both tensors rows come before heads.
+    """
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     found, aux = flex_attention(
@@ -113,7 +116,7 @@ def _attend(
 
 
 def _by_heads(pool: torch.Tensor) -> torch.Tensor:
-    """Return K or V as a view [1, heads, tokens, head_dim]."""
+    """Return a pool of K or V as a view [1, heads, tokens, head_dim], as `flex_attention` takes it."""
     tokens = token_list(pool)
     assert tokens is not None
     return tokens.transpose(0, 1).unsqueeze(0)
@@ -121,7 +124,10 @@ def _by_heads(pool: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Row:
-    """A query row: its request, and the first and last position that it may see. Padding has positions 0 and -1."""
+    """One query row: its request, and the first and last position that it may see.
+
+    Padding has positions 0 and -1, so that it sees none.
+    """
 
     request: int = 0
     first: int = 0
@@ -130,7 +136,9 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The query rows in a grid of batch entries of equal size. There is one entry in all, or one per request.
+    """All query rows, as a grid of batch entries of equal size for `flex_attention`.
+
+    There is one entry per request if all requests have equally many rows, else one entry in all.
 
     Attributes:
         grid: the rows of each entry.
@@ -142,11 +150,11 @@ class _Rows:
     q_lens: list[int]
 
     def unflattened(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return [num_rows, ...] as a view [entries, rows of an entry, ...]."""
+        """Return a tensor [num_rows, ...] as a view [entries, rows of an entry, ...]."""
         return rows.unflatten(0, (len(self.grid), len(self.grid[0])))
 
     def column(self, name: str, device: torch.device) -> torch.Tensor:
-        """Return one attribute of all rows, int32 [entries, rows of an entry]."""
+        """Return one attribute of every `_Row`, such as "first", as int32 [entries, rows of an entry]."""
         listed = [[getattr(row, name) for row in entry] for entry in self.grid]
         return torch.tensor(listed, dtype=torch.int32, device=device)
 
@@ -167,7 +175,9 @@ def _rows_of(problem: PagedAttention) -> _Rows:
 
 
 def _block_mask(problem: PagedAttention, rows: _Rows, num_tokens: int) -> Any:
-    """Return torch's block mask: the pages that each block of rows reads partly and wholly, and the mask function."""
+    """Return torch's `BlockMask`: for each block of query rows the pages that it sees in part and in whole, and
+    the mask function.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
     device, page_size = problem.query.device, problem.page_size
@@ -216,7 +226,11 @@ def _check_pages_are_once(table: list[list[int]], kv_lens: list[int], page_size:
 def _pages_of(
     problem: PagedAttention, rows: _Rows, block: list[_Row]
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return two lists of (request, page): pages that some rows of a block see in part, and pages that all rows see wholly."""
+    """Return the (request, page) pairs that a block of query rows reads, as two lists.
+
+    Pages of the first list need the mask function, because not every row of the block sees all their tokens. Every row sees all
+    tokens of the pages of the second list.
+    """
     partial: list[tuple[int, int]] = []
     full: list[tuple[int, int]] = []
     groups = [list(group) for _, group in itertools.groupby(block, key=lambda row: row.request)]
@@ -235,14 +249,20 @@ def _pages_of(
 
 
 def _lists(pages: list[list[int]], shape: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the number of pages and the page ids of each block of rows, int32. `shape` ends with the number of all pages."""
+    """Return (number of pages, page ids) of each block of query rows, int32, as torch's `BlockMask` takes them.
+
+    Lists are padded with 0 to the number of all pages, with which `shape` ends.
+    """
     padded = [each + [0] * (shape[-1] - len(each)) for each in pages]
     counts = torch.tensor([len(each) for each in pages], dtype=torch.int32, device=device)
     return counts.view(shape[:-1]), torch.tensor(padded, dtype=torch.int32, device=device).view(shape)
 
 
 def _mask(problem: PagedAttention, rows: _Rows, num_pages: int) -> Callable[..., torch.Tensor]:
-    """Return the mask function of `flex_attention`, which takes the number of a row and the number of a pool token."""
+    """Return the mask function of `flex_attention`: True where a query row sees a token.
+
+    It takes (batch entry, head, row of the entry, token), the token as an index into the pool.
+    """
     device, page_size = problem.query.device, problem.page_size
     request_of, first, last = (rows.column(name, device) for name in ("request", "first", "last"))
     page_in_request = torch.full((problem.batch_size, num_pages), -1, dtype=torch.int32, device=device)

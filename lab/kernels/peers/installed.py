@@ -1,4 +1,4 @@
-"""Functions of installed packages, bound to their real signatures before they are called."""
+"""Functions of installed packages, checked against their real signatures before they are called."""
 
 import functools
 import importlib
@@ -14,7 +14,7 @@ from lab.extras import require
 def installed_function(
     part: str, name: str, written_for: str, keywords: frozenset[str] = frozenset()
 ) -> Callable[..., Any]:
-    """Return a function of an installed package.
+    """Return a function of an installed package, after checking that it takes the given keywords.
 
     Args:
         part: the part of the lab that needs the function; errors name it.

@@ -1,4 +1,4 @@
-"""Wrappers of FlashInfer that plan on the host from the lengths, under the names of TRT-LLM calls."""
+"""FlashInfer's own wrappers, which plan on the host from the lengths, under the names of TRT-LLM calls."""
 
 import itertools
 from collections.abc import Callable, Iterable
@@ -19,19 +19,19 @@ Plan = Callable[[Any, Any, str], Ready]  # of a call, its problem and a backend
 
 
 class PlannedWrapper:
-    """An implementation of calls by FlashInfer's wrappers with one backend, FA2 or FA3.
+    """An implementation of TRT-LLM calls by FlashInfer's own wrappers with one backend, FA2 or FA3.
 
-    Each call copies lengths to the host and waits, and none can be captured in a CUDA graph. `plan_<name>` plans once
-    (`lab.kernels.PlannedOnce`) and returns the call, which may be made any number of times, also in a CUDA graph. Lengths,
-    rows, page ids and masks are read at the planning only; the contents of the other tensors may change.
+    A function `<name>` copies lengths to the host and waits in each call, so that no CUDA graph can capture it. `plan_<name>`
+    does this once (`lab.kernels.PlannedOnce`) and returns a ready call, which may run any number of times, also in a CUDA
+    graph. Lengths, rows, page ids and masks are read at the planning only; the contents of the other tensors may change.
     """
 
     def __init__(self, module: str, call_types: Iterable[type[Any]], plan: Plan, backend: str = "") -> None:
-        """Add a function and a `plan_` function for each call.
+        """Add the functions `<name>` and `plan_<name>` for each call to this object.
 
         Args:
-            module: the module that holds the wrapper; the wrapper is named after it.
-            call_types: dataclasses of `lab.calls`.
+            module: the name of the module that has this object; the object is named after it.
+            call_types: classes of calls in `lab.calls`.
             plan: plans a call for a backend, and returns the ready call.
             backend: "fa2" or "fa3"; "" for FA3 on SM90 and FA2 elsewhere.
         """
@@ -69,7 +69,7 @@ class LivePages:
 
 
 def live_pages(problem: PagedAttention) -> LivePages:
-    """Return the requests' pages. Copies the lengths to the host."""
+    """Return the pages of each request that hold keys, and their numbers. Copies the lengths to the host."""
     kv_lens = problem.seq_lens.tolist()
     counts = [-(-kv_len // problem.page_size) for kv_len in kv_lens]
     live = [problem.k_block_tables[request, :count] for request, count in enumerate(counts)]
@@ -83,10 +83,10 @@ def live_pages(problem: PagedAttention) -> LivePages:
 
 
 def supported_backend(backend: str, wrapper: str, problem: Problem) -> str:
-    """Return the backend that runs a problem; "" chooses by the GPU.
+    """Return the backend that runs a call, "fa2" or "fa3". An argument of "" chooses it by the GPU.
 
     Raises:
-        NotImplementedError: there is no GPU, a CUDA graph is being captured, or the backend does not take the problem
+        NotImplementedError: there is no GPU, a CUDA graph is being captured, or the backend does not support the call
             (`lab.kernels.support.why_not` gives the reason).
     """
     device = problem.query.device
@@ -97,7 +97,7 @@ def supported_backend(backend: str, wrapper: str, problem: Problem) -> str:
 
 
 def refuse_planning_in_capture(wrapper: str, device: torch.device) -> None:
-    """Raise NotImplementedError if a CUDA graph is being captured: the wrapper plans from lengths on the host."""
+    """Raise NotImplementedError if a CUDA graph is being captured, because planning reads lengths on the host."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
             f"{wrapper} plans on the host from the lengths, which no CUDA graph can: call plan before"

@@ -44,7 +44,7 @@ def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
 
 @dataclass(frozen=True, eq=False)
 class _Tokens:
-    """The tokens of each request that its rows see, as indices into the pool.
+    """The tokens of each request that its rows may see, as indices into the K/V pool.
 
     Attributes:
         kv_indptr: int32 [batch_size + 1], where each request's tokens begin in `kv_indices`.
@@ -60,13 +60,13 @@ class _Tokens:
 
 
 def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
-    """Plan a call. `lab.calls.DecodeCall` and `ContextCall` document parameters, shapes, dtypes and errors.
+    """Plan a decode or context call: make its lists of tokens. Return it as a ready call.
 
-    `workspace_buffer` is not used.
+    `lab.calls.DecodeCall` and `ContextCall` document parameters, shapes, dtypes and errors. `workspace_buffer` is not used.
 
     Raises:
         ModuleNotFoundError, TypeError: `lab.kernels.peers.installed.installed_function` cannot use the installed SGLang.
-        NotImplementedError: the kernels do not take the problem (`lab.kernels.support.why_not` gives the reason), a CUDA graph
+        NotImplementedError: the kernels do not support the call (`lab.kernels.support.why_not` gives the reason), a CUDA graph
             is being captured, or a row sees no key.
     """
     out, _ = problem.results()
@@ -107,7 +107,7 @@ def _hides_every_key(shown: torch.Tensor, window_left: int, kv_lens: Sequence[in
 
 
 def _tokens(problem: PagedAttention, q_lens: Sequence[int], kv_lens: Sequence[int]) -> _Tokens:
-    """Return each request's tokens, beginning with the first token that its first row sees, as SGLang does for a window."""
+    """Return the tokens of each request from the first one that its first row sees, as SGLang lists them for a window."""
     device, page_size, window = problem.query.device, problem.page_size, problem.window_left
     starts = [
         max(0, kv_len - rows - window) if window >= 0 else 0 for rows, kv_len in zip(q_lens, kv_lens, strict=True)
@@ -153,7 +153,10 @@ def _decode_arguments(problem: PagedAttention, out: torch.Tensor, tokens: _Token
 
 
 def _num_splits(problem: PagedAttention, tokens: _Tokens) -> torch.Tensor:
-    """Return the number of key splits of each request, int32 [batch_size], by SGLang's kernel; on a CPU it is `MOST_SPLITS`."""
+    """Return the number of key splits of each request, int32 [batch_size]. SGLang's kernel computes it.
+
+    On a CPU it is `MOST_SPLITS`.
+    """
     device, batch_size = problem.query.device, problem.batch_size
     splits = torch.full((batch_size,), MOST_SPLITS, dtype=torch.int32, device=device)
     if device.type == "cuda":
@@ -196,7 +199,10 @@ def _extend_arguments(
 
 
 def _mask_of(draft: torch.Tensor, prefix: int) -> torch.Tensor:
-    """Return a request's draft mask in SGLang's form: bool, row by row; a row has the prefix's tokens, then the draft's."""
+    """Return a request's draft mask as SGLang's custom mask: flat bool, row after row.
+
+    A row has True for each token of the prefix, then its draft mask.
+    """
     return torch.cat([draft.new_ones(len(draft), prefix), draft], dim=1).flatten()
 
 

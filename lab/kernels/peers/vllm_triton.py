@@ -35,9 +35,9 @@ def kernel_for(call: AttentionCall, capability: Capability) -> Kernel:
 
 
 def _prepare(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
-    """Prepare a call. `lab.calls.DecodeCall` and `ContextCall` document parameters, shapes, dtypes and errors.
+    """Prepare a decode or context call. Its class, `lab.calls.DecodeCall` or `ContextCall`, documents parameters and errors.
 
-    If the kernel does not take the problem, NotImplementedError is raised with the reason of `lab.kernels.support.why_not`.
+    If the kernel does not support the call, NotImplementedError is raised with the reason of `lab.kernels.support.why_not`.
     `workspace_buffer` is not used.
 
     Raises:
@@ -82,7 +82,7 @@ def _arguments(problem: PagedAttention, out: torch.Tensor) -> dict[str, Any]:
 
 
 def _segments(problem: PagedAttention) -> dict[str, Any]:
-    """Return the arguments with which vLLM splits keys; {} if the grid is large enough without a split."""
+    """Return the arguments with which vLLM splits keys into segments; {} if the grid is large enough without a split."""
     threshold = LEAST_GRID // problem.num_kv_heads
     if problem.max_q_len > MOST_ROWS_OF_SEGMENTS or problem.batch_size > threshold:
         return {}

@@ -56,7 +56,7 @@ BLOCK_REQUESTS = 256
 
 
 class Schedule(NamedEnum):
-    """How the programs of a launch divide the lists among them."""
+    """How the programs of a launch divide the writing of the K/V lists among them."""
 
     # One program per (step, request, branch) copies a whole prefix, as in SGLang's kernel. Change 26241 stopped launching that
     # kernel for MLA drafts.
@@ -147,7 +147,7 @@ def generate_draft_decode_kv_indices(
 
 
 def _grid(schedule: Schedule, num_steps: int, num_requests: int, topk: int, longest: int) -> tuple[int, ...]:
-    """Return the grid of a launch whose lists keep at most `longest` tokens of a prefix."""
+    """Return the grid of a launch. A K/V list contains at most `longest` tokens of a prefix."""
     if schedule is Schedule.SPREAD:
         # Row 0 of the grid writes kv_indptr, and row 1 + i the lists of request i, whose prefix at most as many programs divide
         # as it has blocks.

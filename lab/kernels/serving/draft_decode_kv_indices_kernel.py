@@ -1,4 +1,4 @@
-"""The Triton kernels that `lab.kernels.serving.draft_decode_kv_indices` launches. The glossary is there."""
+"""The Triton kernels that `lab.kernels.serving.draft_decode_kv_indices` launches; its glossary explains the terms."""
 
 from typing import NamedTuple
 
@@ -10,14 +10,14 @@ STORE_ALIGNMENT: tl.constexpr = tl.constexpr(8)
 
 
 class ListsForm(NamedTuple):
-    """The parameters that the kernels are compiled for: a named tuple, which is one compile-time argument for Triton.
+    """The compile-time parameters of both kernels, as a named tuple, which Triton takes as one compile-time argument.
 
     Attributes:
         num_steps, topk, page_size, window_size, sink_size, entry_page_size: as in `generate_draft_decode_kv_indices`.
         block_steps: a power of two, at least `num_steps`.
         block_requests: requests whose lengths a program sums at a time.
         block_tokens: tokens that a program copies at a time.
-        by_token_blocks: several programs divide a list in the serial kernel.
+        by_token_blocks: True if several programs divide a list in the serial kernel.
     """
 
     num_steps: int
@@ -56,7 +56,11 @@ def _spread_kernel(
     v2p,
     FORM: tl.constexpr,
 ):
-    """Write kv_indptr in row 0 of the grid, and one request's lists in each other row, whose programs take blocks in turn."""
+    """Write the K/V lists of all requests, and their boundaries in kv_indptr.
+
+    Row 0 of the grid writes kv_indptr, and row 1 + i writes the lists of request i. The programs of a row divide the request's
+    prefix: each copies every n-th block of tokens, where n is the number of programs.
+    """
     NUM_STEPS: tl.constexpr = FORM.num_steps
     share = tl.program_id(0)
     request = tl.program_id(1) - 1
@@ -106,7 +110,10 @@ def _serial_kernel(
     v2p,
     FORM: tl.constexpr,
 ):
-    """Write one list and the boundary at its end, by one program (step, request, branch) or by several that divide the list."""
+    """Write one K/V list, of (step, request, branch), and its end in kv_indptr.
+
+    One program writes a list, or several divide it if `by_token_blocks`.
+    """
     step = tl.program_id(0)
     request = tl.program_id(1)
     branch = tl.program_id(2)
@@ -137,7 +144,10 @@ def _serial_kernel(
 
 @triton.jit
 def _kept(lengths, FORM: tl.constexpr):
-    """Return how many tokens of a prefix its lists keep."""
+    """Return the number of tokens of each prefix that its lists contain.
+
+    It is the prefix's length, or with a window at most the window's and the sink's tokens.
+    """
     if FORM.window_size > 0:
         lengths = tl.minimum(lengths, FORM.window_size + FORM.sink_size)
     return lengths
@@ -145,7 +155,10 @@ def _kept(lengths, FORM: tl.constexpr):
 
 @triton.jit
 def _position(token, length, FORM: tl.constexpr):
-    """Return the position in the prefix of a list's token at index `token`. The sink's tokens come first, then the window's."""
+    """Return the position in a request of the prefix token at index `token` of a list.
+
+    With a window, a list has the sink's tokens first, then the window's.
+    """
     if FORM.window_size > 0:
         skipped = tl.maximum(length - (FORM.window_size + FORM.sink_size), 0)
         token = tl.where(token < FORM.sink_size, token, token + skipped)
@@ -154,7 +167,10 @@ def _position(token, length, FORM: tl.constexpr):
 
 @triton.jit
 def _load_slots(row, row_width, v2p, position, inside, FORM: tl.constexpr):
-    """Return the slots at positions of a request's row: 0 beyond its end, undefined where `inside` is False."""
+    """Return the K/V pool slots at these positions of a request.
+
+    They are 0 for positions beyond the end of the request's row in `req_to_token`, and undefined where `inside` is False.
+    """
     if FORM.entry_page_size == 1:
         slots = tl.load(row + position, mask=inside & (position < row_width), other=0)
     else:
@@ -170,7 +186,10 @@ def _load_slots(row, row_width, v2p, position, inside, FORM: tl.constexpr):
 
 @triton.jit
 def _list_start(before, request, branch, step, kept, FORM: tl.constexpr):
-    """Return a list's first index in its step's row. `before` counts the kept tokens of all earlier requests."""
+    """Return the index in `kv_indices[step]` where a list begins.
+
+    `before` is the sum of `_kept` over all branches of the earlier requests.
+    """
     return before + request * (step + 1) * FORM.topk + branch * (kept + step + 1)
 
 
@@ -203,7 +222,7 @@ def _copy_block(row, row_width, v2p, kv_indices, step_start, list_start, capacit
 
 @triton.jit
 def _drafted_slots(row, row_width, v2p, length, branch, FORM: tl.constexpr):
-    """Return the slots of the tokens that a branch drafts in all steps, `[block_steps]`; 0 for a position without a slot."""
+    """Return the slots of the tokens that a branch drafts in all steps, `[block_steps]`; 0 for a position beyond the row."""
     if FORM.page_size == 1 or FORM.topk == 1:
         start = length + branch * FORM.num_steps
     else:  # each branch continues in its own copy of the prefix's last page
@@ -241,7 +260,7 @@ def _write_indptr(positions, kv_indptr, num_branches, kv_indptr_stride, FORM: tl
 
 @triton.jit
 def _sum_before(lengths, end, FORM: tl.constexpr):
-    """Return how many tokens of `lengths[:end]` the lists keep, int64."""
+    """Return the sum of `_kept` over `lengths[:end]`, int64."""
     BLOCK: tl.constexpr = FORM.block_requests
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.int64)

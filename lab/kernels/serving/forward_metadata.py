@@ -76,14 +76,13 @@ def prepare_write_forward_metadata(
     full_to_swa: Tensor | None = None,
     v2p: Tensor | None = None,
 ) -> Callable[[], None]:
-    """Prepare one launch that writes the metadata of passes over the same requests in place. A CUDA graph can capture the
-    launch.
+    """Prepare one launch that writes the metadata of one or several passes over the same requests into the passes' buffers.
 
-    Live column c of request i becomes ``req_to_token[req_pool_indices[i], c * page_size] // page_size``. For the sliding-window
-    pool, ``full_to_swa`` maps that slot first. A slot of -1 is in page -1 of both pools. With ``v2p`` the page is a virtual
-    one: the full pool's table gets the page that ``v2p`` maps it to, or 0 if there is none. A request whose length is 0 or
-    below has no live column, but ``cu_seqlens_k`` counts its length. Columns that are not live, and columns beyond a row of
-    ``req_to_token``, are not written.
+    A CUDA graph can capture the launch. Live column c of request i becomes ``req_to_token[req_pool_indices[i], c * page_size]
+    // page_size``. For the sliding-window pool, ``full_to_swa`` maps that slot first. A slot of -1 is in page -1 of both pools.
+    With ``v2p`` the page is a virtual one: the full pool's table gets the page that ``v2p`` maps it to, or 0 if there is none.
+    A request whose length is 0 or below has no live column, but ``cu_seqlens_k`` counts its length. Columns that are not live,
+    and columns beyond a row of ``req_to_token``, are not written.
 
     Triton compiles one kernel per page size, dtypes of ``req_pool_indices`` and ``seq_lens``, and form of the passes: their
     number, which of their tensors are None, which tables are shared, each ``seq_len_offset``, and each ``query_rows`` or its
@@ -183,9 +182,10 @@ def _bind_kernel(
 
 
 def _launch_on_device_of(tensor: Tensor, launch: Callable[[], Any], kept_alive: object) -> None:
-    """Launch on the tensor's device.
+    """Launch the kernel on the device of `tensor`.
 
-    The launch has only the addresses of the passes' tensors. `kept_alive` holds the tensors as long as this call can be made.
+    The launch has only the addresses of the passes' tensors. `kept_alive` refers to these tensors, so that their memory stays
+    allocated as long as this call can be made.
     """
     with torch.cuda.device_of(tensor):  # Triton launches on the current device
         launch()
@@ -201,7 +201,7 @@ def _write_empty_batch(passes: Sequence[PassBuffers]) -> None:
 
 
 def _query_rows_constant(buffers: PassBuffers) -> int:
-    """Return a pass's query rows in the kernel's form: a number for all requests, PRESET_ROWS or CUMULATIVE_ROWS."""
+    """Return the number of query rows of each request in a pass, or PRESET_ROWS or CUMULATIVE_ROWS if it is not one number."""
     if buffers.query_rows is None or buffers.cu_seqlens_q is None:
         return PRESET_ROWS
     return CUMULATIVE_ROWS if isinstance(buffers.query_rows, Tensor) else buffers.query_rows
@@ -230,7 +230,7 @@ def _encode_tables(tables: Sequence[Tensor]) -> tuple[tuple[int | None, ...], tu
 
 
 def _distinct_tables(tables: Sequence[tuple[Tensor | None, int]]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Return each distinct table once, with the largest `seq_len_offset` of the passes that share it.
+    """Return each distinct page table once, and for each the largest `seq_len_offset` of the passes that share it.
 
     Args:
         tables: (table or None, seq_len_offset) of each pass.

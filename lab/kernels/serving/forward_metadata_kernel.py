@@ -1,4 +1,4 @@
-"""The Triton kernel that `lab.kernels.serving.forward_metadata` launches. The glossary of that module explains the terms."""
+"""The Triton kernel that `lab.kernels.serving.forward_metadata` launches; the glossary there explains the terms."""
 
 import triton
 import triton.language as tl
@@ -40,7 +40,11 @@ def _metadata_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_REQUESTS: tl.constexpr,
 ):
-    """Write all lengths in row 0 of the grid, request i's pages in row 1 + i, and the write locations in later rows."""
+    """Write the lengths, page tables and write locations of all passes.
+
+    Row 0 of the grid writes all lengths, row 1 + i writes the page tables of request i, and later rows write the write
+    locations.
+    """
     share = tl.program_id(0)
     request = tl.program_id(1) - 1
     if request < 0:
@@ -104,7 +108,10 @@ def _int64s(passed):
 
 @triton.jit
 def _num_pages(length, passed_width, PAGE_SIZE: tl.constexpr):
-    """Return the number of live columns of a request of `length` tokens. The width of the table is given encoded."""
+    """Return the number of live columns of a request of `length` tokens: its pages, at most the table's width.
+
+    The width is given as 2 n + 3 (`_number`).
+    """
     return tl.minimum(tl.cdiv(length, PAGE_SIZE), _number(passed_width))
 
 
@@ -116,7 +123,7 @@ def _page(slot, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def _swa_slot(full_to_swa, slot, mask):
-    """Map a slot of the full pool to its sliding-window slot. -1 stays -1, and an element outside `mask` becomes -1."""
+    """Return the sliding-window slots of slots of the full pool; -1 for a slot of -1, and where `mask` is False."""
     return tl.load(full_to_swa + slot, mask=mask & (slot >= 0), other=-1)
 
 

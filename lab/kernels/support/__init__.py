@@ -1,4 +1,5 @@
-"""One row per kernel, which says what the kernel takes and honours. `why_not` gives the reason of a refusal in a sentence.
+"""The table of what each kernel supports, one row (a `Kernel`) per kernel, and `why_not`, the reason of a refusal in a
+sentence.
 
 Rows lie in one file per family: `portable`, `trtllm_gen`, `xqa`, `fmha_v2`, `peers` for FlashInfer's own FA2 and FA3,
 `packages` for kernels of other packages. Every limit has its source. A refused call raises the sentence, and a skipped
@@ -23,14 +24,14 @@ KERNELS: tuple[Kernel, ...] = (*portable.KERNELS, *trtllm.KERNELS, *peers.KERNEL
 
 
 def refuse_unsupported(kernel: Kernel, problem: Problem) -> None:
-    """Raise NotImplementedError with the sentence of `why_not` if the kernel does not take the problem on its device."""
+    """Raise NotImplementedError with the sentence of `why_not` if a kernel does not support a call on the call's device."""
     reason = why_not(kernel, capability_of(problem.query.device), problem)
     if reason is not None:
         raise NotImplementedError(reason)
 
 
 def refuse_without_triton(device: torch.device) -> None:
-    """Raise NotImplementedError with a sentence if Triton does not run the lab's kernels on this device."""
+    """Raise NotImplementedError with the reason if Triton cannot run the lab's kernels on this device."""
     reason = no_triton(capability_of(device))
     if reason is not None:
         raise NotImplementedError(reason)

@@ -1,4 +1,7 @@
-"""Dtypes, sizes and sentences that several families of kernels share."""
+"""Dtypes, sizes and refusals that the rows of several families of kernels use.
+
+A refusal is a sentence, without the kernel's name, that says why a kernel does not support a call.
+"""
 
 import torch
 
@@ -30,7 +33,10 @@ RAGGED_SIZES = dims("(head_dim, v_head_dim)", lambda problem: (problem.head_dim,
 
 
 def misplaced(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) -> str | None:
-    """Return a refusal if the tensor's address is not a multiple of `load_bytes`, the bytes that a kernel loads at a time."""
+    """Return a refusal (a sentence) if a tensor's address is not a multiple of `load_bytes`, else None.
+
+    `load_bytes` is the number of bytes that the kernel loads at a time.
+    """
     past = tensor.data_ptr() % load_bytes
     if past:
         return (
@@ -40,7 +46,10 @@ def misplaced(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) -> 
 
 
 def misaligned(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) -> str | None:
-    """Return a refusal if the tensor's address or a stride is not a multiple of `load_bytes`."""
+    """Return a refusal (a sentence) if a tensor's address or a stride is not a multiple of `load_bytes`; else None.
+
+    The last stride is not checked.
+    """
     for stride in tensor.stride()[:-1]:
         if stride * tensor.element_size() % load_bytes:
             return misplaced(name, tensor, load_bytes) or (
@@ -51,27 +60,30 @@ def misaligned(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) ->
 
 
 def misaligned_ragged(problem: RaggedAttention) -> str | None:
-    """Return the refusal of the first tensor of query, key and value that is `misaligned`, or None."""
+    """Return a refusal (a sentence) if the address or a stride of query, key or value does not fit 16-byte loads, else None."""
     sides = (("query", problem.query), ("key", problem.key), ("value", problem.value))
     return next((words for name, tensor in sides if (words := misaligned(name, tensor)) is not None), None)
 
 
 def misaligned_paged(problem: PagedAttention) -> str | None:
-    """Return the refusal of the first of query, K and V that is `misaligned`, or of an `out` that is `misplaced`."""
+    """Return a refusal (a sentence) if query, K, V or `out` does not fit loads and stores of 16 bytes, else None.
+
+    The addresses of all four and the strides of query, K and V are checked.
+    """
     sides = (("query", problem.query), ("K", problem.k_cache), ("V", problem.v_cache))
     words = next((words for name, tensor in sides if (words := misaligned(name, tensor)) is not None), None)
     return words if words is not None or problem.out is None else misplaced("out", problem.out)
 
 
 def positive_bmm1_scale(problem: AttentionProblem) -> str | None:
-    """Return a refusal if bmm1_scale is not positive: the kernel masks before it scales, and 0 * -inf is NaN."""
+    """Return a refusal (a sentence) if bmm1_scale is not positive, for kernels that mask before they scale: 0 * -inf is NaN."""
     return None if problem.bmm1_scale > 0 else f"takes a positive bmm1_scale, not {problem.bmm1_scale}"
 
 
 def misplaced_paged(problem: PagedAttention) -> str | None:
-    """Return the refusal of the first tensor of query, K, V and out whose address does not fit the kernel's loads and stores.
+    """Return a refusal (a sentence) if the address of query, K, V or out does not fit the loads and stores of XQA and fmha_v2.
 
-    XQA and fmha_v2 load 16 bytes at a time (mha.cu's `LdGrain`, fmha_v2's `BYTES_PER_LDG`, TMA), and 8 bytes of NVFP4 K/V
+    They load 16 bytes at a time (mha.cu's `LdGrain`, fmha_v2's `BYTES_PER_LDG`, TMA), and 8 bytes of NVFP4 K/V
     (`grainBytesGmemCache`).
     """
     kv_bytes = LOAD_BYTES // 2 if problem.kv_dtype == NVFP4 else LOAD_BYTES

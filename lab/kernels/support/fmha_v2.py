@@ -1,4 +1,4 @@
-"""Row of fmha_v2 (`trtllm_fmha_v2_prefill`). Limits are FlashInfer 0.7.2's, and each names its source."""
+"""What fmha_v2 (`trtllm_fmha_v2_prefill`) supports. Limits are FlashInfer 0.7.2's, and each names its source."""
 
 from lab.calls.problem import E4M3, HALF_DTYPES, AttentionCall, Feature, PagedAttention
 from lab.gpus import SM90, SM120, Capability, family_of, sm_name
@@ -8,7 +8,10 @@ from lab.kernels.support.stored_cache import stored_cache
 
 
 def _fmha_v2(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return the first limit that a problem exceeds, by `trtllm_fmha_v2_prefill`, fmha_v2_run.cu and its epilogues."""
+    """Return a refusal (a sentence) for the first limit that a call exceeds, or None.
+
+    The limits are those of `trtllm_fmha_v2_prefill`, fmha_v2_run.cu and the kernel's epilogues.
+    """
     q = problem.query.dtype
     if q == E4M3 and capability is not None and family_of(capability) is not SM90:
         return f"takes fp16 and bf16 queries, and e4m3 on SM90 alone, not {q} on {sm_name(capability)}"
@@ -24,9 +27,9 @@ def _fmha_v2(capability: Capability | None, problem: PagedAttention) -> str | No
 
 
 def _fmha_v2_cache(problem: PagedAttention) -> str | None:
-    """Return the reason why fmha_v2 cannot address the cache, or None.
+    """Return a refusal (a sentence) if fmha_v2 cannot address the cache, else None.
 
-    It computes strides from shapes and counts all pages from K's first page (`_check_paged_kv_non_interleaved`,
+    fmha_v2 computes strides from shapes and counts all pages from K's first page (`_check_paged_kv_non_interleaved`,
     fmha_v2_run.cu).
     """
     stored = stored_cache(problem)

@@ -1,4 +1,4 @@
-"""The class of a kernel's row: the calls, GPUs, dtypes and sizes that the kernel takes, and the features that it honours."""
+"""The class `Kernel`, which says what one kernel supports, and `why_not`, which says why a kernel does not support a call."""
 
 import importlib.util
 import itertools
@@ -18,10 +18,10 @@ Triples = frozenset[tuple[torch.dtype, torch.dtype, torch.dtype]]
 
 @dataclass(frozen=True, eq=False)
 class Dtypes:
-    """The (query, K/V, output) dtypes that a kernel takes, and the sentences that refuse other dtypes.
+    """The (query, K/V, output) dtypes that a kernel supports, and the sentences that refuse other dtypes.
 
     Attributes:
-        triples: all combinations that the kernel takes.
+        triples: all combinations that the kernel supports.
         queries, kv, out: sentences about a wrong query dtype, about a wrong K/V dtype for that query, and about a wrong output
             dtype for both. The kernel's name is put before them. They may contain `{q}`, `{kv}` and `{out}`. `kv` may have one
             sentence for each K/V dtype, and `out` one for each query dtype.
@@ -33,7 +33,9 @@ class Dtypes:
     out: str | Mapping[torch.dtype, str]
 
     def why_not(self, q: torch.dtype, kv: torch.dtype, out: torch.dtype) -> str | None:
-        """Return the sentence about the first dtype that does not fit; None if all do."""
+        """Return the sentence that refuses the first unsupported dtype of query, K/V and output; None if all
+        three are supported.
+        """
         if (q, kv, out) in self.triples:
             return None
         if q not in {triple[0] for triple in self.triples}:
@@ -52,12 +54,12 @@ def triples(queries: Iterable[torch.dtype], kv: Iterable[torch.dtype], out: Iter
 
 @dataclass(frozen=True, eq=False)
 class Sizes:
-    """The sizes of one dimension that a kernel takes.
+    """The values of one size, such as head_dim, that a kernel supports.
 
     Attributes:
-        words: the sentence that refuses another size, up to the size. The kernel's name is put before it.
-        size: returns the size of a problem.
-        among: the sizes that the kernel takes.
+        words: the sentence that refuses another value, up to the value. The kernel's name is put before it.
+        size: returns the size of a call.
+        among: the values that the kernel supports.
     """
 
     words: str
@@ -66,39 +68,40 @@ class Sizes:
 
 
 def sizes(words: str, size: Callable[[Any], int], *among: int) -> Sizes:
-    """Return `Sizes` whose sentence lists the sizes."""
+    """Return `Sizes` for these values. Its sentence is `words`, followed by the values."""
     return Sizes(f"{words} {', '.join(map(str, among[:-1]))} and {among[-1]}", size, among)
 
 
 def page_sizes(*among: int, words: str = "is built for page sizes") -> Sizes:
-    """Return the page sizes (in tokens) that a kernel over a paged cache takes."""
+    """Return `Sizes` for the page sizes, in tokens, that a kernel over a paged cache supports."""
     return sizes(words, lambda problem: problem.page_size, *among)
 
 
 def dims(what: str, of: Callable[[Any], tuple[int, int]], *among: tuple[int, int]) -> Sizes:
-    """Return the pairs of sizes that a kernel takes; `what` names them."""
+    """Return `Sizes` for the pairs of dimensions that a kernel supports. `what` names the pair in the sentence."""
     return Sizes(f"has kernels for {what} {' or '.join(map(str, among))}", of, among)
 
 
 def mla_dims(problem: PagedAttention) -> tuple[int, int]:
-    """Return (kv_lora_rank, qk_rope_head_dim)."""
+    """Return (kv_lora_rank, qk_rope_head_dim) of an MLA call."""
     return problem.v_head_dim, problem.head_dim - problem.v_head_dim
 
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """A kernel's row: the calls, GPUs, dtypes, sizes and features that it takes.
+    """What one kernel supports: calls, GPUs, dtypes, sizes and features. It is a row of the table in `lab.kernels.support`.
 
     Attributes:
         name: the kernel's name in sentences and recordings.
         calls: the calls that the kernel serves.
         gpus: the GPU families that it runs on.
         dtypes, sizes: the dtypes and sizes that it is built for.
-        honours: the features that it honours. A problem with any other feature is refused.
+        honours: the optional features of a call, such as a window, that it computes correctly. A call with any other feature is
+            refused.
         says: sentences about features that it does not honour, where the general sentence is not enough. The kernel's name is
             put before them.
-        limits: a function of (capability, problem) for all other limits. It returns such a sentence or None, and is called
-            last.
+        limits: a function of (capability, problem) for all other limits, called last. It returns a sentence without the
+            kernel's name, or None.
         uses_triton: Triton compiles the kernel, for every GPU since SM80.
         on_cpu: the kernel runs on a CPU too; a Triton kernel does so in Triton's interpreter.
     """
@@ -126,7 +129,7 @@ class Implementation:
         module: the module's name, such as "lab.kernels.trtllm". ":fa2" or ":fa3" follows the name if a module has two backends.
         package: the import name of the package that has the kernels.
         distribution: the package's name on the package index. Its version is the implementation's version.
-        kernels: the rows of the kernels in `lab.kernels.support`; () for plain torch, which runs everywhere.
+        kernels: what each kernel of the module supports; () for plain torch, which runs everywhere.
     """
 
     module: str
@@ -136,12 +139,12 @@ class Implementation:
 
 
 def why_not(kernel: Kernel, capability: Capability | None, problem: Problem) -> str | None:
-    """Return a sentence that says why a kernel does not solve a problem on a GPU; None if it does.
+    """Return a sentence that says why a kernel does not support a call on a GPU; None if it does.
 
     Args:
-        kernel: the kernel's row.
+        kernel: what the kernel supports.
         capability: (major, minor) of the GPU; None for a CPU.
-        problem: the checked call.
+        problem: the call's checked arguments.
     """
     if problem.call not in kernel.calls:
         served = " and ".join(call.value for call in kernel.calls)
@@ -159,7 +162,10 @@ def why_not(kernel: Kernel, capability: Capability | None, problem: Problem) -> 
 
 
 def wrong_device(kernel: Kernel, capability: Capability | None, dtypes: Iterable[torch.dtype] = ()) -> str | None:
-    """Return why a kernel does not run on a GPU (None: a CPU), or does not take these dtypes there; None if it does."""
+    """Return why a kernel does not run on a GPU, or does not support these dtypes there; None if it does.
+
+    A capability of None stands for a CPU.
+    """
     if kernel.uses_triton and (kernel.on_cpu or capability is not None):
         return no_triton(capability, dtypes)
     if kernel.on_cpu and capability is None:
@@ -180,7 +186,10 @@ def _not_honoured(kernel: Kernel, problem: Problem) -> str | None:
 
 
 def no_triton(capability: Capability | None, dtypes: Iterable[torch.dtype] = ()) -> str | None:
-    """Return why Triton does not run the lab's kernels with these dtypes on a GPU; None if it does."""
+    """Return why Triton does not run the lab's kernels with these dtypes on a GPU; None if it does.
+
+    A capability of None stands for a CPU.
+    """
     if capability is None:
         if importlib.util.find_spec("triton") is None:
             return sentence("lab.kernels", ["triton"])
@@ -203,6 +212,6 @@ def triton_interprets() -> bool:
 
 
 def wrong_gpu(name: str, gpus: tuple[GpuFamily, ...], capability: Capability | None) -> str:
-    """Return the sentence which says that a kernel needs another GPU."""
+    """Return the sentence that `name` needs a GPU of the families `gpus`. It also names the present GPU."""
     here = "a CPU" if capability is None else sm_name(capability)
     return f"{name} needs a GPU of {names_of(gpus)}, this is {here}"

@@ -1,4 +1,4 @@
-"""Rows of attention kernels of other packages over a paged cache. Limits are those of the release that each row names."""
+"""What paged attention kernels of other packages support. Limits are those of the release that is named at each kernel."""
 
 from functools import partial
 
@@ -28,7 +28,10 @@ paged_kernel = partial(Kernel, calls=(AttentionCall.DECODE, AttentionCall.CONTEX
 
 
 def _flash_attention_4(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return the first limit that a problem exceeds, by `_flash_attn_fwd` and the documentation of `flash_attn_varlen_func`."""
+    """Return a refusal (a sentence) for the first limit that a call exceeds, or None.
+
+    The limits are those of `_flash_attn_fwd` and of the documentation of `flash_attn_varlen_func`.
+    """
     if problem.k_block_tables.shape[1] == 0:
         return "takes the most keys from the page table's width, and block_tables has no column"
     if problem.page_size == _keys_of_a_tile(capability, problem):
@@ -40,7 +43,10 @@ def _flash_attention_4(capability: Capability | None, problem: PagedAttention) -
 
 
 def _keys_of_a_tile(capability: Capability | None, problem: PagedAttention) -> int:
-    """Return the keys of a tile, by `_get_fwd_config` and `_tile_size_fwd_sm90`. TMA loads only pages of that size."""
+    """Return the number of keys in a tile of FlashAttention-4, by `_get_fwd_config` and `_tile_size_fwd_sm90`.
+
+    TMA loads only pages of that size.
+    """
     if problem.head_dim <= 128 or family_of(capability) is SM100:
         return 128
     return 64 if problem.window_left >= 0 else 80
@@ -64,7 +70,10 @@ FLASH_ATTENTION_4 = paged_kernel(
 
 
 def _flex_attention(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return the first limit that a problem exceeds. On a GPU torch counts elements in 32 bits (pytorch/pytorch#185264)."""
+    """Return a refusal (a sentence) for the first limit of torch's `flex_attention` that a call exceeds, or None.
+
+    On a GPU torch counts elements in 32 bits (pytorch/pytorch#185264).
+    """
     for name, pool in (("K", problem.k_cache), ("V", problem.v_cache)):
         span = sum((size - 1) * stride for size, stride in zip(pool.shape, pool.stride(), strict=True))
         if capability is not None and span >= 2**31:
@@ -95,7 +104,10 @@ FLEX_ATTENTION = paged_kernel(
 
 
 def _sglang_triton(_capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return the first limit that a problem exceeds. The two files named below are the source."""
+    """Return a refusal (a sentence) for the first limit of SGLang's Triton attention that a call exceeds, or None.
+
+    The limits are those of SGLang's `decode_attention.py` and `extend_attention.py`.
+    """
     if problem.bmm1_scale == 0:
         return "takes a bmm1_scale of 0 for none given"  # `sm_scale or 1.0 / (Lq**0.5)`
     if problem.window_left == 0:
@@ -121,7 +133,10 @@ SGLANG_TRITON = paged_kernel(
 
 
 def _vllm_triton(_capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return the first limit that a problem exceeds. vLLM applies scales of K and V to an e4m3 cache only."""
+    """Return a refusal (a sentence) for the first limit of vLLM's Triton attention that a call exceeds, or None.
+
+    vLLM applies scales of K and V to an e4m3 cache only.
+    """
     if problem.kv_dtype != E4M3 and problem.bmm2_scale != 1:
         return f"has no scale of a {problem.kv_dtype} cache: bmm2_scale must be 1, not {problem.bmm2_scale}"
     return None

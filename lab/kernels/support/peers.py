@@ -1,4 +1,4 @@
-"""Rows of FlashInfer 0.7.2's own FA2 and FA3 kernels, which its wrappers call."""
+"""What FlashInfer 0.7.2's own FA2 and FA3 kernels support, which its wrappers call."""
 
 from functools import partial
 from typing import Any
@@ -33,7 +33,10 @@ MLA_DTYPES = Dtypes(HALVES | {(BF16, E4M3, BF16)}, MLA_QUERIES, {E4M3: E4M3_CACH
 
 
 def _fa_mla(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return the first limit that a problem exceeds, by `_validate_generated_fa_plan` and both backends' capabilities."""
+    """Return a refusal (a sentence) for the first limit of FlashInfer's MLA wrapper that a call exceeds, or None.
+
+    The limits are those of `_validate_generated_fa_plan` and of the two backends, FA2 and FA3.
+    """
     quantised = problem.k_cache.dtype == E4M3
     if quantised and (family_of(capability) is not SM90 or mla_dims(problem) != DEEPSEEK_MLA_DIMS):
         return E4M3_CACHE
@@ -61,7 +64,10 @@ FA3_MLA = MLA("BatchMLAPagedAttentionWrapper with FA3", gpus=(SM90,), sizes=(RAN
 
 
 def _fa_ragged(capability: Capability | None, problem: RaggedAttention) -> str | None:
-    """Return the first limit that a problem exceeds, by `BatchPrefillWithRaggedKVCacheWrapper` and its two backends."""
+    """Return a refusal (a sentence) for the first limit that a call exceeds, or None.
+
+    The limits are those of `BatchPrefillWithRaggedKVCacheWrapper` and its two backends, FA2 and FA3.
+    """
     return positive_bmm1_scale(problem) or misaligned_ragged(problem)
 
 
@@ -83,7 +89,10 @@ FA3_RAGGED = _ragged("FA3", (SM90,))
 
 
 def _fa_paged(capability: Capability | None, problem: PagedAttention) -> str | None:
-    """Return the first limit that a problem exceeds, by the two wrappers, their `AttentionSink` and both backends' loads."""
+    """Return a refusal (a sentence) for the first limit of FlashInfer's paged wrappers that a call exceeds, or None.
+
+    The limits are those of the decode and the prefill wrapper, of their `AttentionSink`, and of the loads of FA2 and FA3.
+    """
     if problem.sinks is not None and problem.mask is not None:  # `AttentionSink` has a `LogitsMask` of its own
         return "reads no mask where it has sinks"
     if problem.sinks is not None and problem.query.dtype == E4M3:
@@ -141,6 +150,6 @@ BY_BACKEND = {
 
 
 def fa_backend(capability: Capability) -> str:
-    """Return the newest of FlashInfer's own kernels that runs on a GPU: "fa2" or "fa3"."""
+    """Return "fa3" if FlashInfer's FA3 kernels run on a GPU of this compute capability, else "fa2"."""
     family = family_of(capability)
     return "fa2" if family is None else family.fa_backend

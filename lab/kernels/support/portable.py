@@ -1,4 +1,4 @@
-"""Rows of the portable Triton kernels. The sizes of their tiles are powers of two, and at least 16 for a matrix unit."""
+"""What the lab's portable Triton kernels support. Tile sizes are powers of two, and at least 16 for a matrix unit."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""The paged K/V cache as it is stored in memory, whatever views a call passes. Some kernels count pages by address."""
+"""The memory layout of a paged K/V cache, whatever views a call passes. Some kernels count pages by address."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from lab.calls.problem import PagedAttention
 
 @dataclass(frozen=True, eq=False)
 class StoredCache:
-    """K and V as they are stored in memory.
+    """K and V in the order in which they lie in memory.
 
     Attributes:
         layout: "HND" or "NHD", the order of a page's elements.
@@ -27,7 +27,10 @@ class StoredCache:
 
     @property
     def is_stacked(self) -> bool:
-        """Return True for one contiguous tensor [num_pages, 2, ...]: each page of K lies before its page of V."""
+        """Return True if K and V are one contiguous tensor [num_pages, 2, ...].
+
+        Each page of K then lies directly before its page of V.
+        """
         step_bytes = self.k.stride(0) * self.k.element_size()
         follows_each = step_bytes == 2 * self.page_bytes and self.distance_bytes == self.page_bytes
         return follows_each and self.k[:1].is_contiguous() and self.k.stride() == self.v.stride()
@@ -44,13 +47,13 @@ class StoredCache:
         return self.distance_bytes == 0 and self.k.is_contiguous() and self.k.stride() == self.v.stride()
 
     def stacked(self) -> torch.Tensor:
-        """Return the tensor [num_pages, 2, ...]. Call it only if `is_stacked`."""
+        """Return K and V as one tensor [num_pages, 2, ...]. Call it only if `is_stacked`."""
         (pages, *page), (step, *strides) = self.k.shape, self.k.stride()
         return self.k.as_strided((pages, 2, *page), (step, step // 2, *strides))
 
 
 def stored_cache(problem: PagedAttention) -> StoredCache:
-    """Return how the problem's cache is stored. `layout` is undefined for pages with gaps."""
+    """Return the memory layout of a call's K/V cache. `layout` is undefined for pages with gaps."""
     layout, k, v = "HND", problem.k_cache, problem.v_cache
     # One token of all heads after another: NHD. With one head the layouts are the same memory, and an engine's pool is NHD.
     if k.stride(2) == k.shape[1] * k.shape[3]:
@@ -78,7 +81,7 @@ def token_list(pool: torch.Tensor) -> torch.Tensor | None:
 
 
 def no_token_list(problem: PagedAttention) -> str | None:
-    """Return the refusal of the first tensor of K and V that has no `token_list`, or None."""
+    """Return a refusal (a sentence) if K or V has no `token_list`, a view as one sequence of tokens; else None."""
     sides = (("K", problem.k_cache), ("V", problem.v_cache))
     return next(
         (

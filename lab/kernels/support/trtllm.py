@@ -1,4 +1,4 @@
-"""The kernel of each of FlashInfer's TRT-LLM functions: trtllm-gen's, or XQA or fmha_v2 on GPUs without trtllm-gen."""
+"""Which kernel runs each of FlashInfer's TRT-LLM functions: trtllm-gen's, or XQA or fmha_v2 on GPUs without trtllm-gen."""
 
 from lab.calls.problem import AttentionCall
 from lab.gpus import Capability, family_of
@@ -18,7 +18,7 @@ KERNELS = tuple(dict.fromkeys(kernel for pair in BY_CALL.values() for kernel in 
 
 
 def kernel_for(call: AttentionCall, capability: Capability, backend: str = "auto") -> Kernel:
-    """Return the kernel that FlashInfer runs for a call on a GPU; `why_not` says whether it takes the call there.
+    """Return the kernel that FlashInfer runs for a call on a GPU. `why_not` says whether that kernel supports the call there.
 
     Args:
         call: one of the four calls. The context call runs fmha_v2 where there is no trtllm-gen, as in SGLang 0.5.23.

@@ -1,9 +1,9 @@
-"""Rows of trtllm-gen's four kernels, for SM100 and SM103. The lab has not run them: no such GPU was at hand.
+"""What trtllm-gen's four kernels support, on SM100 and SM103. The lab has not run them: no such GPU was at hand.
 
-The rows have two sources. One is the rules of FlashInfer 0.7.2.post1's launcher (fmhaKernels.cuh, kernelParams.h). The other is
-the table in which the launcher looks a kernel up. The newest table on the package index is flashinfer-cubin 0.6.13's; sentences
+There are two sources. One is the rules of FlashInfer 0.7.2.post1's launcher (fmhaKernels.cuh, kernelParams.h). The other is the
+table in which the launcher looks a kernel up. The newest table on the package index is flashinfer-cubin 0.6.13's; sentences
 that depend on it say so. A later table is known to have kernels for bf16 queries over e4m3 K/V, and for MLA with groups of 8,
-16 or 32 heads: these rows take them. `lab.dry_run.sweep` compares these rows with the launcher.
+16 or 32 heads: these are counted as supported. `lab.dry_run.sweep` compares this module with the launcher.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -51,7 +51,7 @@ ANY_PAGES = (*SMALL_PAGES, *(2**power for power in range(7, 31)))
 
 
 class Mask(NamedEnum):
-    """The keys that a row sees. The value is the words of a sentence."""
+    """Which keys a row sees, as trtllm-gen distinguishes kernels. The value is the words of a sentence."""
 
     CAUSAL = "causal rows"
     WINDOW = "a window"
@@ -60,7 +60,7 @@ class Mask(NamedEnum):
 
 @dataclass(frozen=True)
 class Built:
-    """Kernels of the table: one kernel for each combination of these values.
+    """A set of kernels in trtllm-gen's kernel table: one kernel for each combination of these values.
 
     Attributes:
         dtypes: dtypes of the query, K/V and the output.
@@ -109,14 +109,20 @@ UNPACKED_LOAD_BYTES = 32  # where the descriptor unpacks 4 bits: decode over NVF
 
 
 def _mask(problem: Problem) -> Mask:
-    """Return the mask. A window that reaches from the last key to the first does not count as a window (`selectKernel`)."""
+    """Return the kind of mask that trtllm-gen's launcher selects a kernel for.
+
+    A window that reaches from the last key to the first does not count as a window (`selectKernel`).
+    """
     if not problem.causal:
         return Mask.FULL
     return Mask.WINDOW if 0 <= problem.window_left < problem.max_kv_len - 1 else Mask.CAUSAL
 
 
 def _not_built(built: tuple[Built, ...], problem: Problem) -> str | None:
-    """Return the refusal of a problem for which the table has no kernel. It names the nearest kernels."""
+    """Return a refusal (a sentence) if trtllm-gen's kernel table has no kernel for a call, else None.
+
+    The sentence names the dtypes and sizes of the most similar kernels.
+    """
     triple = (problem.query.dtype, problem.kv_dtype, problem.out_dtype)
     page_size = problem.page_size if isinstance(problem, PagedAttention) else None
     wanted = (triple, (problem.head_dim, problem.v_head_dim), page_size, _mask(problem))
@@ -134,7 +140,10 @@ def _not_built(built: tuple[Built, ...], problem: Problem) -> str | None:
 
 
 def _words(fits: list[bool], built: Built) -> str:
-    """Return the values of the nearest kernels that differ from the problem's."""
+    """Return the supported values of the most similar kernels, as words, where they differ from the call's.
+
+    `fits` says for dtypes, head_dims, page sizes and masks whether they agree.
+    """
     words = (
         " or ".join(
             ", ".join(str(each).removeprefix("torch.") for each in triple) for triple in sorted(built.dtypes, key=str)
@@ -147,7 +156,10 @@ def _words(fits: list[bool], built: Built) -> str:
 
 
 def _too_many_heads(problem: PagedAttention) -> str | None:
-    """Return the refusal of too many query heads per K/V head for decode. A context call has no such limit."""
+    """Return a refusal (a sentence) if decode has too many query heads per K/V head, else None.
+
+    A context call has no such limit.
+    """
     group = problem.num_qo_heads // problem.num_kv_heads
     converts = (problem.query.dtype, problem.kv_dtype) in CONVERTED
     most = HEADS_OF_A_CONVERTING_CTA if converts else HEADS_OF_A_CTA
@@ -157,7 +169,10 @@ def _too_many_heads(problem: PagedAttention) -> str | None:
 
 
 def _unread(problem: Problem) -> str | None:
-    """Return the refusal of a tensor that the launcher's TMA descriptors cannot describe (`buildNdTmaDescriptor`)."""
+    """Return a refusal (a sentence) if the launcher's TMA descriptors cannot describe a tensor of the call, else None.
+
+    The limits are those of `buildNdTmaDescriptor`.
+    """
     query = problem.query
     if any(stride == 0 and size > 1 for size, stride in zip(query.shape[:2], query.stride()[:2], strict=True)):
         return "takes a stride of 0 for a contiguous query: it must not be expanded"
@@ -183,7 +198,10 @@ def _misaligned(problem: Problem) -> Iterator[str | None]:
 
 
 def _unread_factors(problem: PagedAttention) -> str | None:
-    """Return the refusal of scale factors in a layout that the launcher does not read (`makeTmaShapeStrideKvSf`)."""
+    """Return a refusal (a sentence) if the launcher does not read the layout of NVFP4 scale factors, else None.
+
+    The layout is that of `makeTmaShapeStrideKvSf`.
+    """
     k_factors, v_factors = problem.k_scale_factors, problem.v_scale_factors
     if k_factors is None or v_factors is None:
         return None
@@ -195,7 +213,10 @@ def _unread_factors(problem: PagedAttention) -> str | None:
 
 
 def _mla_heads(problem: PagedAttention) -> str | None:
-    """Return the refusal of a number of MLA query heads. Sources: the check of mla/_core.py and `selectMlaGenerationKernel`."""
+    """Return a refusal (a sentence) if trtllm-gen has no MLA kernel for the number of query heads, else None.
+
+    Sources: the check of mla/_core.py and `selectMlaGenerationKernel`.
+    """
     heads, (rank, rope) = problem.num_qo_heads, mla_dims(problem)
     most = MLA_HEADS.get((rank, rope), MLA_HEADS_OF_A_CTA)
     if heads > most and most < MLA_HEADS_OF_A_CTA:
@@ -206,7 +227,7 @@ def _mla_heads(problem: PagedAttention) -> str | None:
 
 
 def division(problem: PagedAttention) -> str | None:
-    """Return the refusal of an MLA call for which the launcher would divide by 0, which ends the process."""
+    """Return a refusal (a sentence) if the launcher would divide by 0 in an MLA call and end the process, else None."""
     if problem.max_kv_len == 0 and problem.num_qo_heads >= MLA_HEADS_OF_A_CTA:  # `useSwapsMmaAbMlaGenKernel`
         return (
             f"divides by max_seq_len with {MLA_HEADS_OF_A_CTA} query heads or more, and 0 would end the process: pass 1"

@@ -1,6 +1,6 @@
-"""FlashInfer's TRT-LLM attention functions under their own names: trtllm-gen, XQA and fmha_v2.
+"""FlashInfer's TRT-LLM attention functions under their own names: the kernels trtllm-gen, XQA and fmha_v2.
 
-`prepare_<name>` returns a call of `<name>`, ready to be made any number of times (`lab.kernels.prepare`).
+`prepare_<name>` returns a function that runs a call of `<name>` any number of times (`lab.kernels.prepare`).
 """
 
 from lab.kernels.support.trtllm import kernel_for

@@ -27,11 +27,11 @@ from lab.kernels.support.xqa import XQA_MLA
 
 @takes(MLADecodeCall)
 def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> PreparedCall:
-    """Prepare FlashInfer's MLA decode kernel: decode, verify, draft extend. See `lab.calls.MLADecodeCall` for shapes and
-    errors.
+    """Prepare FlashInfer's MLA decode call: decode, verify and draft extend.
 
-    `workspace_buffer` and `multi_ctas_kv_counter_buffer` are as in `prepare_trtllm_batch_decode_with_kv_cache`. If the GPU's
-    kernel does not take the call, NotImplementedError is raised with the reason of `lab.kernels.support.why_not`.
+    `lab.calls.MLADecodeCall` documents parameters, shapes and errors. `workspace_buffer` and `multi_ctas_kv_counter_buffer` are
+    as in `prepare_trtllm_batch_decode_with_kv_cache`. If the GPU's kernel does not support the call, NotImplementedError is
+    raised with the reason of `lab.kernels.support.why_not`.
     """
     problem = call.problem()
     if problem.has_no_rows:

@@ -2,7 +2,7 @@
 
 The GPU decides which kernel runs, as in an engine. trtllm-gen runs on SM100 and SM103. On SM90, SM120 and SM121, XQA runs the
 decode call and fmha_v2 the context call. The adapter supplies what the kernels need and the calls do not have: XQA's packed
-causal mask, a workspace whose semaphores are zero, packed page-table rows, fmha_v2's [B, 2, M] table, and trtllm-gen's
+causal mask, a workspace whose semaphores are zero, contiguous page-table rows, fmha_v2's [B, 2, M] table, and trtllm-gen's
 counters. Without counters each call would allocate and zero its own. trtllm-gen's path was checked with FlashInfer's own
 launcher on a CPU only (`lab.dry_run`): no SM100 or SM103 was at hand.
 
@@ -40,12 +40,13 @@ from lab.kernels.support.xqa import XQA
 
 @takes(DecodeCall)
 def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> PreparedCall:
-    """Prepare FlashInfer's decode kernel: decode, verify, draft extend. `lab.calls.DecodeCall` documents shapes and errors.
+    """Prepare FlashInfer's decode call over paged K/V: decode, verify and draft extend.
 
-    Without a `mask`, verify rows are causal on every GPU. Without a `workspace_buffer`, the lab's own is used, one per device
-    and stream. A given workspace must begin with 8 MiB of zeros, followed by scratch. It may serve calls of both backends in
-    turn: the zeros are XQA's semaphores, and trtllm-gen's counters if `multi_ctas_kv_counter_buffer` is None. If the GPU's
-    kernel does not take the call, NotImplementedError is raised with the reason of `lab.kernels.support.why_not`.
+    `lab.calls.DecodeCall` documents parameters, shapes and errors. Without a `mask`, verify rows are causal on every GPU.
+    Without a `workspace_buffer`, the lab's own is used, one per device and stream. A given workspace must begin with 8 MiB of
+    zeros, followed by scratch. It may serve calls of both backends in turn: the zeros are XQA's semaphores, and trtllm-gen's
+    counters if `multi_ctas_kv_counter_buffer` is None. If the GPU's kernel does not support the call, NotImplementedError is
+    raised with the reason of `lab.kernels.support.why_not`.
     """
     problem = call.problem()
     if problem.has_no_rows:
@@ -69,13 +70,13 @@ def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> PreparedCall:
 
 @takes(ContextCall)
 def prepare_trtllm_batch_context_with_kv_cache(call: ContextCall) -> PreparedCall:
-    """Prepare FlashInfer's context kernel: extend and prefill. `lab.calls.ContextCall` documents shapes and errors.
+    """Prepare FlashInfer's context call over paged K/V: extend and prefill.
 
-    On SM90, SM120 and SM121 it runs `trtllm_fmha_v2_prefill`, which takes two kinds of pool: one stacked tensor [num_pages, 2,
-    ...], or K and V as halves of one allocation. The latter needs a [B, 2, M] table, which one small launch writes before each
-    call. A caller that already has this table passes it with `uses_shared_paged_kv_idx=False`, and the whole allocation [2 *
-    num_pages, ...] as both K and V: then only the kernel is launched. A given `workspace_buffer` may be the decode call's: its
-    first 8 MiB stay zero.
+    `lab.calls.ContextCall` documents parameters, shapes and errors. On SM90, SM120 and SM121 the call runs
+    `trtllm_fmha_v2_prefill`, which takes two kinds of pool: one stacked tensor [num_pages, 2, ...], or K and V as halves of one
+    allocation. Halves need a [B, 2, M] table, which one small launch writes before each call. A caller that already has this
+    table passes it with `uses_shared_paged_kv_idx=False`, and the whole allocation [2 * num_pages, ...] as both K and V: then
+    only the attention kernel is launched. A given `workspace_buffer` may be the decode call's: its first 8 MiB stay zero.
     """
     problem = call.problem()
     if problem.has_no_rows:
@@ -93,9 +94,10 @@ trtllm_batch_context_with_kv_cache = made_at_once(prepare_trtllm_batch_context_w
 
 
 def _canonical(call: DecodeCall | ContextCall, problem: PagedAttention) -> tuple[dict[str, Any], tuple[Refresh, ...]]:
-    """Return the arguments in the one form that every kernel of FlashInfer 0.7.2 reads correctly, as views where possible.
+    """Return K/V, page tables and window in the form that every kernel of FlashInfer 0.7.2 reads correctly, and the refreshes.
 
-    K and V are passed as a pair of HND views. FlashInfer converts every other form to it, except one tensor as both K and V.
+    K and V are passed as a pair of HND views. FlashInfer converts every other form to it, except one tensor as both K and V. A
+    refresh is a launch that copies a page table whose rows are not contiguous.
     """
     block_tables, refreshes = packed(call.block_tables)
     changes: dict[str, Any] = {
@@ -158,7 +160,9 @@ def _fmha_v2_arguments(call: ContextCall, problem: PagedAttention) -> tuple[dict
 
 
 def _fmha_v2_cache(call: ContextCall, stored: StoredCache) -> tuple[Any, torch.Tensor, tuple[Refresh, ...]]:
-    """Return (cache, block_tables, refreshes) as fmha_v2 addresses them and FlashInfer's checks accept them.
+    """Return (K/V, page table, refreshes) as fmha_v2 addresses them and FlashInfer's checks accept them.
+
+    A refresh is a launch that writes the page table before each call.
 
     Raises:
         NotImplementedError: K and V are two tensors, and the installed FlashInfer takes only one tensor.

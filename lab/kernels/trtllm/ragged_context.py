@@ -25,10 +25,11 @@ from lab.kernels.flashinfer_call import (
 
 @takes(RaggedContextCall)
 def prepare_trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> PreparedCall:
-    """Prepare MLA's prefill before absorption: new tokens or a chunk. See `lab.calls.RaggedContextCall` for shapes and errors.
+    """Prepare FlashInfer's ragged call, MLA's prefill before absorption: attention of new tokens to themselves or to a chunk.
 
-    Without a `workspace_buffer` the lab's own is used, one per device and stream. A given one may be the decode call's: its
-    first 8 MiB stay zero. If the kernel does not take the call, NotImplementedError is raised with the reason of
+    A chunk is a part of the cached prefix. `lab.calls.RaggedContextCall` documents shapes and errors. Without a
+    `workspace_buffer` the lab's own is used, one per device and stream. A given one may be the decode call's: its first 8 MiB
+    stay zero. If the kernel does not support the call, NotImplementedError is raised with the reason of
     `lab.kernels.support.why_not`. The launches that fix rows without keys are left out if the host knows that there are none:
     both offsets are the same tensor, or both lengths are on the host.
     """
@@ -73,7 +74,10 @@ def _then_filled(made: PreparedCall, problem: RaggedAttention) -> PreparedCall:
 
 
 def fill_rows_without_keys(problem: RaggedAttention, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Write zeros, and the LSE of no key (-inf or the sink), into rows that see no key. The host reads nothing."""
+    """Write the results of rows that see no key: zeros as output; as LSE the sink's logit in base 2, or -inf without a sink.
+
+    The host reads nothing.
+    """
     lacks_keys = _rows_without_keys(problem).unsqueeze(1)
     out.masked_fill_(lacks_keys.unsqueeze(2), 0.0)
     if lse is not None and problem.sinks is None:
