@@ -27,10 +27,10 @@ EXTRA_OF = {
 
 
 def require(part: str, *packages: str) -> None:
-    """Check, without importing them, that the packages that a part of the lab needs are installed.
+    """Raise an error unless all these packages, which a part of the lab needs, are installed. No package is imported.
 
     Raises:
-        ModuleNotFoundError: packages are missing; the message names them and the extra that installs them.
+        ModuleNotFoundError: packages are missing; the message names `part`, the packages and the pip extra that installs them.
     """
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
@@ -38,7 +38,7 @@ def require(part: str, *packages: str) -> None:
 
 
 def sentence(part: str, missing: Iterable[str]) -> str:
-    """Return a sentence that names the missing packages and the pip command that installs them."""
+    """Return a sentence that names a part of the lab, the packages that it misses, and the pip command that installs them."""
     names = list(missing)
     extras = ",".join(dict.fromkeys(EXTRA_OF[name] for name in names if name in EXTRA_OF))
     is_are = "is" if len(names) == 1 else "are"

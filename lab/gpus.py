@@ -120,7 +120,7 @@ def trtllm_backend_of(capability: Capability | None, backend: str = "auto") -> s
 
 
 def family_that_runs(capability: Capability | None) -> GpuFamily:
-    """Return the family whose code a Triton kernel runs: SM90 in the interpreter on a CPU, and SM80 on a GPU before SM80."""
+    """Return the family whose variant of a Triton kernel runs: the GPU's own, SM90 on a CPU, or SM80 on a GPU before SM80."""
     return family_of(capability) or (INTERPRETED if capability is None else SM80)
 
 

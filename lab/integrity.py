@@ -90,7 +90,9 @@ class Bindings:
     settings: Mapping[str, Any]  # settings of the process by name
 
     def changes(self) -> list[str]:
-        """Return the names of changed objects and settings; new ones are no change. This takes some milliseconds."""
+        """Return the paths of recorded objects and the names of settings that have changed since. Added objects
+        are no change.
+        """
         now = dict(_settings())
         return [
             *(path for path, holder, name, value in self.held if holder.get(name) is not value),
@@ -100,13 +102,13 @@ class Bindings:
         ]
 
     def check(self) -> None:
-        """Raise ChangedBindingsError if anything has changed."""
+        """Raise ChangedBindingsError if a recorded function, constant or setting has changed since `bindings` recorded it."""
         if changed := self.changes():
             raise ChangedBindingsError(in_words(changed))
 
 
 def in_words(changed: list[str]) -> str:
-    """Return a sentence that names the changes."""
+    """Return a sentence that names the first `SHOWN` changes and the number of the rest."""
     more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
     return f"the kernel is dishonest: it changed {', '.join(changed[:SHOWN])}{more}, by which it is timed and judged"
 
@@ -145,7 +147,7 @@ def _held_by(owner: str, holder: Any) -> list[tuple[str, Mapping[str, Any], str,
 
 
 def _functions_in(value: Any) -> Iterator[types.FunctionType]:
-    """Yield the Python functions in the value of a name in a module or class."""
+    """Yield the Python functions of a value: itself, or those inside a property, a method object, a partial or a wrapper."""
     if isinstance(value, property):
         inner = [value.fget, value.fset]
     elif isinstance(value, staticmethod | classmethod):
@@ -217,7 +219,7 @@ def _settings() -> Iterator[tuple[str, Any]]:
 
 
 def _kernels_of(name: str) -> str:
-    """Return the places where the kernels of an operator's overloads were registered."""
+    """Return torch's dispatch tables of an aten operator as text, with the place where each kernel was registered."""
     overloads = getattr(torch.ops.aten, name).overloads()
     names = [f"aten::{name}" if each == "default" else f"aten::{name}.{each}" for each in overloads]
     return "".join(torch._C._dispatch_dump(each) for each in names)

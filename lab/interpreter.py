@@ -18,7 +18,7 @@ INTERPRETER = "triton.runtime.interpreter"  # Triton imports it only if its kern
 
 
 class LanguagePatches:
-    """The modules of device functions that the running launch has already patched."""
+    """Remembers in which modules the running launch has already replaced functions of `triton.language`."""
 
     def __init__(self, launch: Callable[..., Any], patch_language: Callable[..., Any]) -> None:
         self._launch = launch
@@ -26,7 +26,9 @@ class LanguagePatches:
         self._modules: set[str] | None = None  # None: no launch is running
 
     def launch(self, executor: Any, *args: Any, **kwargs: Any) -> None:
-        """Run a grid like the interpreter's own `GridExecutor.__call__`."""
+        """Run a grid by the interpreter's own `GridExecutor.__call__`; start without patched modules, and forget them at the
+        end.
+        """
         self._modules = set()
         try:
             self._launch(executor, *args, **kwargs)
@@ -34,10 +36,10 @@ class LanguagePatches:
             self._modules = None
 
     def patch_language(self, fn: Callable[..., Any]) -> Any:
-        """Patch the language for a function's module, unless the running launch has already patched it.
+        """Replace the `triton.language` functions in a function's module, unless the running launch has already done so.
 
         Returns:
-            The function that restores the language after a launch; None if nothing was patched.
+            The function that undoes the replacement after a launch; None if nothing was replaced.
         """
         if self._modules is None:
             return self._patch_language(fn)
@@ -48,7 +50,7 @@ class LanguagePatches:
 
 
 def by_scalar_name(np_dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Cache the lookup of a Triton type's NumPy dtype, with the name of the element type as the key."""
+    """Return a function like `np_dtype_of`, from Triton type to NumPy dtype, that caches by the name of the element type."""
     known: dict[str, Any] = {}
 
     def looked_up(tt_dtype: Any) -> Any:
@@ -61,7 +63,7 @@ def by_scalar_name(np_dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def quicken() -> None:
-    """Remove the repeated work of this process's interpreter; do nothing if Triton has not imported the interpreter.
+    """Patch this process's interpreter so that it does not repeat work; do nothing if Triton has not imported it.
 
     Only the lab's own processes call this function (workers of the judge, and tests), because it changes functions of Triton.
     """

@@ -24,7 +24,7 @@ class TextEnum(str, Enum):
     """
 
     def __new__(cls, text: str, *_: Any) -> "Self":
-        """Make a member from its text."""
+        """Make a member that is a str with this text; `__init__` gets the further values."""
         member = str.__new__(cls, text)
         member._value_ = text
         return member

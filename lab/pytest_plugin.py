@@ -102,7 +102,7 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
 
 
 def _offered(name: str) -> list["Interface"]:
-    """Return the functions that a kernel has; raise LoadError or ValueError if there are none."""
+    """Load a kernel, and return the judged functions that it has; raise LoadError, or ValueError if it has none."""
     from lab.workloads.interfaces import Interface, interfaces_of
 
     offered = interfaces_of(load(name))
@@ -115,9 +115,9 @@ class JudgedKernel(pytest.Collector):
     """The tests of one judged kernel.
 
     Attributes:
-        ranges: the axes that were requested.
-        offered: the kernel's functions.
-        refusals: exceptions that count as refusals; None for the default list.
+        ranges: the values of sizes, dtypes and features that the options request.
+        offered: those of the judged functions that the kernel has.
+        refusals: exceptions by which the kernel refuses a call; None for the default list.
     """
 
     def __init__(self, *, ranges: "Ranges", offered: list["Interface"], refusals: Any, **node: Any) -> None:
@@ -138,7 +138,9 @@ class JudgedKernel(pytest.Collector):
         ]
 
     def ranges_of(self, interface: "Interface") -> "Ranges":
-        """Return the ranges that a function is judged on: only its supported ranges if it declines most cases."""
+        """Return the ranges that a function is judged on: the requested ones or, if it declines most of their cases, those that
+        it accepts.
+        """
         from lab.workloads.interfaces import ATTENTION
 
         if interface not in self._ranges:
@@ -233,7 +235,7 @@ class CheckOfFunction(pytest.Item):
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the names of kernels that were judged only on the values that they accept, and not on all requested values."""
+    """Print a line for each function that was judged only on the values that it accepts, with these values as options."""
     reports = [report for reports in terminalreporter.stats.values() for report in reports]
     lines = [text for report in reports for name, text in getattr(report, "user_properties", ()) if name == TAKEN]
     for text in dict.fromkeys(lines):

@@ -21,7 +21,7 @@ LAYOUTS = ("HND", "NHD")
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of values, such as sizes or dtypes."""
+    """The values that an option permits, such as powers of two or pairs of dtypes, and their parser."""
 
     words: Callable[[], str]  # returns what a value is, after "is not"
     holds: Callable[[Any], bool]  # tells whether something is a value
@@ -31,10 +31,10 @@ class Kind:
     metavar: str = "N,N,..."  # stands for the values in a help text
 
     def read(self, text: str) -> Any:
-        """Return the value that a text describes.
+        """Parse the text of one value.
 
         Raises:
-            ValueError: the text does not describe a value.
+            ValueError: the text is not a permitted value.
         """
         try:
             value = self.parse(text)
@@ -46,7 +46,7 @@ class Kind:
 
 
 def text_of(value: Any) -> str:
-    """Return the text of a value in its option: bf16/e4m3 for two dtypes, 576/512 for two sizes."""
+    """Return a value as its command-line option writes it: bf16/e4m3 for two dtypes, 576/512 for two sizes."""
     if isinstance(value, tuple):
         return "/".join(map(text_of, value))
     return next((name for name, of_torch in DTYPES.items() if str(value) == f"torch.{of_torch}"), str(value))
@@ -57,14 +57,14 @@ def _is_whole(value: Any, least: int) -> bool:
 
 
 def _is_latent(value: Any) -> bool:
-    """Return True for a pair (head_dim, v_head_dim) in which V can be the first part of a latent entry."""
+    """Return True for a pair (head_dim, v_head_dim) of MLA, where V is the first v_head_dim elements of a cache entry."""
     is_pair = isinstance(value, tuple) and len(value) == 2 and all(_is_whole(each, 2) for each in value)
     return is_pair and value[1] <= value[0]
 
 
 @cache
 def dtype_of(name: str) -> "torch.dtype":
-    """Return the dtype of a name in an option, such as bf16."""
+    """Return torch's dtype for the lab's short name, such as bf16."""
     import torch
 
     dtype: torch.dtype = getattr(torch, DTYPES[name])
@@ -72,7 +72,7 @@ def dtype_of(name: str) -> "torch.dtype":
 
 
 def dtypes_of(pair: str) -> "tuple[torch.dtype, torch.dtype]":
-    """Return the dtypes of a pair such as bf16/e4m3."""
+    """Return torch's dtypes of the query and of the cache for a text such as bf16/e4m3."""
     query, _, of_cache = pair.partition("/")
     return dtype_of(query), dtype_of(of_cache)
 
@@ -110,7 +110,9 @@ LATENT = Kind(
 
 @dataclass(frozen=True)
 class Option:
-    """The option of a field of `Ranges`."""
+    """The command-line option of a field of `Ranges`: its help, the permitted values, and values that the judge adds or
+    prefers.
+    """
 
     help: str
     kind: Kind
@@ -125,10 +127,10 @@ class Option:
         return self.kind is FLAG
 
     def values(self, text: str) -> list[Any]:
-        """Return the values in a text, where they are separated by commas.
+        """Parse the values in a text, which are separated by commas.
 
         Raises:
-            ValueError: a value is not of the option's kind.
+            ValueError: a value is not permitted.
         """
         return [self.kind.read(each.strip()) for each in text.split(",")]
 
@@ -138,7 +140,7 @@ def _several(values: tuple[Any, ...], kind: Kind, words: str, **more: Any) -> An
 
 
 def _some(words: str) -> Any:
-    """Declare a field for a feature that some cases have, unless the option switches the feature off."""
+    """Declare a field for a feature, such as a window, that some cases have and others lack; its option removes the feature."""
     return _several((False, True), FLAG, words, likely=(False,))
 
 
@@ -248,20 +250,20 @@ class Ranges:
         return short_repr(self)
 
     def widened(self, name: str) -> tuple[Any, ...]:
-        """Return the values of a field; a field with its default values also gets the values of `Option.beyond`."""
+        """Return a field's values for check K18 (combinations); if they are the defaults, `Option.beyond` is added."""
         values: tuple[Any, ...] = getattr(self, name)
         option = OPTIONS[name]
         beyond = map(dtypes_of, option.beyond) if option.kind is DTYPE_PAIR else option.beyond
         return (*values, *beyond) if values == getattr(type(self)(), name) else values
 
     def arithmetic(self, kv_dtype: "torch.dtype") -> "torch.dtype | None":
-        """Return the value of `AttentionCase.arithmetic` for a case with a cache of this dtype."""
+        """Return e4m3 if the cache is e4m3 and the kernel is known to compute in e4m3 (`e4m3_arithmetic`), else None."""
         from lab.calls.problem import E4M3
 
         return E4M3 if self.e4m3_arithmetic and kv_dtype == E4M3 else None
 
     def holds(self, model: "Geometry") -> bool:
-        """Return True if a model's head_dim, group and sinks are within the ranges."""
+        """Return True if the ranges have a model's head_dim and group size, and its sinks if it has any."""
         return (
             model.head_dim in self.head_dims
             and model.group in self.groups
@@ -270,7 +272,7 @@ class Ranges:
 
     @property
     def tiny(self) -> str:
-        """Return the name of a small geometry within the ranges: "tiny", with each number outside the ranges replaced."""
+        """Return the name of a small geometry: "tiny", with each number that the ranges lack replaced by one that they have."""
         from lab.workloads.geometries import geometry, tiny
 
         usual = geometry("tiny")
@@ -282,12 +284,12 @@ class Ranges:
         )
 
     def windows_of(self, model: "Geometry") -> tuple[bool, ...]:
-        """Return the values that `sliding_window` has in a model's layers."""
+        """Return whether a model's layers have a window: (False, True) if both are judged, or (False,) for no window."""
         return (False, True) if model.sliding_window is not None and True in self.windows else (False,)
 
 
 def _check(name: str, option: Option, given: Any) -> None:
-    """Raise ValueError unless the given values of a field are of its option's kind."""
+    """Raise ValueError unless a field has at least one value, none twice, and only values that its option permits."""
     if not option.is_several:
         if not option.kind.holds(given):
             raise ValueError(f"{name}={given!r} must be {option.kind.words()}")
@@ -304,7 +306,8 @@ OPTIONS: Mapping[str, Option] = {each.name: each.metadata["option"] for each in 
 
 
 def ranges_of(chosen: Mapping[str, Any]) -> Ranges:
-    """Return the default ranges, narrowed by the options of the fields' names. None or absent means not given.
+    """Return the default ranges with the chosen values, which are given by field name. An absent field or None keeps the
+    default.
 
     Raises:
         ValueError: `Ranges` refuses the values.

@@ -44,7 +44,9 @@ class RecordedCall:
             )
 
     def arguments(self) -> dict[str, Any]:
-        """Return keyword arguments for an implementation: without the workspace, with uninitialised `out` and `lse`."""
+        """Return the recorded arguments as keyword arguments of a new call: without the workspace, with uninitialised `out` and
+        `lse`.
+        """
         unwritten = {
             name: torch.empty_strided(each.shape, each.stride(), dtype=each.dtype)
             for name in RESULTS
@@ -53,7 +55,7 @@ class RecordedCall:
         return {**self.given, "workspace_buffer": None, **unwritten}
 
     def problem(self) -> Problem:
-        """Check the arguments, and return the attention problem that they define.
+        """Check the arguments, and return the attention that they define, for the computation of references.
 
         Raises:
             TypeError, ValueError: the arguments are invalid, such as a page id outside the pool.

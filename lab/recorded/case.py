@@ -33,7 +33,7 @@ class RecordedCase:
 
     @property
     def address(self) -> str:
-        """Return "FOLDER#number", which names the call for `recorded_cases`."""
+        """Return "FOLDER#number": for this text `recorded_cases` returns only this call."""
         call = Path(self.path).parents[1] if self.replay else Path(self.path)
         return f"{call.parent}#{self.number}"
 
@@ -47,7 +47,9 @@ class RecordedCase:
 
 
 class _RecordedOutputs:
-    """Stands for the implementation that the engine called, whose results are in the recording."""
+    """Stands for the engine's implementation: its results are in the recording, and a call of its functions raises
+    RuntimeError.
+    """
 
     def __init__(self) -> None:
         for interface in Interface:

@@ -158,7 +158,9 @@ def _arguments(
 
 
 def _parameters(record: Mapping[str, Any], function: AttentionCall) -> Sequence[str]:
-    """Return the parameter names of the recorded signature; without a readable one, those of the lab's model."""
+    """Return the function's parameter names in order: from the recorded signature, or from the lab's call type if it is
+    unreadable.
+    """
     try:
         (definition,) = ast.parse(f"def call{record.get('function_signature')}: ...").body
     except (SyntaxError, ValueError, RecursionError):
@@ -168,7 +170,9 @@ def _parameters(record: Mapping[str, Any], function: AttentionCall) -> Sequence[
 
 
 def _value(folder: Path, name: str, value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the argument that a JSON value stands for."""
+    """Convert a JSON value of `input_metadata` into the argument, such as a tensor, a dtype or a tuple; raise RecordingError if
+    it is lost.
+    """
     if not isinstance(value, dict):
         return value
     match value:

@@ -20,13 +20,13 @@ MOST_SHOWN = 3
 
 @dataclass(frozen=True)
 class Place:
-    """One token of a request's K or V.
+    """The position of a K or V vector that has a non-finite element.
 
     Attributes:
         side: "K" or "V".
-        request, token, head: number of the request, of the key in it, and of the K/V head.
+        request, token, head: index of the request, of the key within the request, and of the K/V head.
         page, slot: position in the paged cache; None if K and V are not paged.
-        value: the first non-finite element.
+        value: the vector's first non-finite element.
     """
 
     side: str
@@ -45,7 +45,7 @@ class Place:
 
 
 def suspicions(problem: Problem) -> list[str]:
-    """Return a sentence for each suspicious property of a checked call's inputs."""
+    """Return sentences about suspicious inputs: a scale of 0, rows of no request, a shared last page, non-finite K or V."""
     found = [
         f"{name} is 0, which makes {'all weights equal' if name == 'bmm1_scale' else 'the output zero'}"
         for name, scale in (("bmm1_scale", problem.bmm1_scale), ("bmm2_scale", problem.bmm2_scale))
@@ -83,7 +83,7 @@ def _shared_tails(problem: PagedAttention) -> Iterator[str]:
 
 
 def _non_finite(problem: Problem, request: int, history: History) -> Iterator[Place]:
-    """Yield each token of a request's K and V that contains a non-finite element."""
+    """Yield the position of each K or V vector of a request that has a non-finite element."""
     for side, values in zip("KV", history, strict=True):
         wide = values.to(torch.float32)
         for token, head in (~wide.isfinite()).any(dim=-1).nonzero().tolist():
@@ -102,10 +102,10 @@ def _slot(problem: Problem, side: str, request: int, token: int) -> tuple[int | 
 
 
 def origins_of_non_finite(problem: Problem, out: torch.Tensor) -> list[str]:
-    """Return sentences about the origin of non-finite outputs, one for the first such row of each request.
+    """Return sentences about the inputs that made outputs non-finite, one for the first non-finite row of each request.
 
     Args:
-        problem: the checked problem.
+        problem: the call that wrote `out`.
         out: [num_rows, num_qo_heads, v_head_dim].
     """
     bad = ~out.to(torch.float32).isfinite().all(dim=-1)
@@ -131,7 +131,7 @@ def origins_of_non_finite(problem: Problem, out: torch.Tensor) -> list[str]:
 
 
 def _visible(problem: Problem, request: int, q_len: int, kv_len: int) -> torch.Tensor:
-    """Return the mask of the keys that each row of a request sees, bool [q_len, kv_len]."""
+    """Return bool [q_len, kv_len]: True where a row of the request sees a key."""
     first = kv_len - q_len
     mask = problem.mask if isinstance(problem, PagedAttention) else None
     visible = visible_keys(
@@ -149,7 +149,7 @@ def _visible(problem: Problem, request: int, q_len: int, kv_len: int) -> torch.T
 
 
 def _unseen(problem: Problem, request: int, kv_len: int, hidden: Sequence[Place]) -> str:
-    """Return words for the memory that a row must not read but that may have made its output non-finite."""
+    """Return words for non-finite K or V that a row must not read: a hidden key, or a slot after the request's last key."""
     if hidden:
         return f"it must not see {hidden[0]}"
     if isinstance(problem, PagedAttention) and kv_len % problem.page_size:
