@@ -178,7 +178,7 @@ def judge(
 
 
 def _last_report(name: str) -> Path | None:
-    """Return the path of a kernel's last report, which numbers its cases; None if the folder is not writable."""
+    """Return the path of a kernel's last report in the user's cache; None if the cache is not writable."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lab"
     try:
         cache.mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,7 @@ from lab.workloads.inputs.forward_pass import build_forward
 
 @dataclass(frozen=True)
 class Side:
-    """One side of the comparison, with the facts about its time (`lab.timing.forward.time_facts`)."""
+    """One of the two sides of the comparison: its scenario, module, time, and the fields of `lab.timing.forward.time_facts`."""
 
     scenario: str
     module: str
@@ -50,7 +50,7 @@ def measure_sides(
 
     Args:
         names: the scenario and the module of each side.
-        seed: seed of the contents; None draws a new seed.
+        seed: seed of the tensors' contents; None draws a new seed.
 
     Raises:
         NotImplementedError, ValueError: a module refuses its pass, or the method cannot time it.

@@ -109,7 +109,7 @@ def cases_of(file: RecordedFile) -> list[CaseVerdict]:
 
 
 def different_settings(before: RecordedFile, after: RecordedFile) -> dict[str, tuple[Any, Any]]:
-    """Return the settings in which two reports differ, by name, with both values."""
+    """Return the settings in which two reports differ, such as level or seed, as (before, after) by name."""
     settings = {name: (_setting(before, name), _setting(after, name)) for name in SETTINGS}
     return {name: (was, now) for name, (was, now) in settings.items() if was != now}
 
@@ -202,7 +202,7 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
 
 
 def _where(pairs: Sequence[CasePair], change: VerdictChange) -> str:
-    """Return the regions of the cases with this change, found against the right cases of the same report."""
+    """Return a sentence with the rules that separate the cases with this change from the right cases of the same report."""
     of_after = change is VerdictChange.NEWLY_WRONG
     sides = [(pair.change, pair.after if of_after else pair.before) for pair in pairs]
     changed = [
@@ -212,7 +212,9 @@ def _where(pairs: Sequence[CasePair], change: VerdictChange) -> str:
 
 
 def _reasons(row: ChangedCases, after: Path) -> Iterator[str]:
-    """Yield the most frequent reason in AFTER for a row's cases, and a command that reproduces one case with this reason."""
+    """Yield the most frequent reason why a row's cases are wrong or declined in AFTER, and a command that reproduces one of
+    them.
+    """
     reasons = grouped(
         (next(filter(None, (*now.judged.wrongs, *now.judged.declines, now.finding)), ""), now)
         for now in (pair.after for pair in row.pairs)

@@ -86,7 +86,7 @@ class RunComparison:
 
     Attributes:
         rows: the pairs of rows, changed pairs first.
-        missing, added: identities of rows that only the first side or only the second side has.
+        missing, added: identities (`Row.identity`) of the rows that only the first or only the second side has.
     """
 
     rows: tuple[RowComparison, ...]
@@ -130,11 +130,11 @@ def compare(
     rule: Rule = BETWEEN_RUNS,
     strict: bool = False,
 ) -> TableReport:
-    """Compare the recorded runs of two paths, or two values of one recorded fact within one run.
+    """Compare the recorded runs of two paths or, within one run, the rows with two values of one field.
 
     Args:
         before, after: path of a recorded run, or of a folder of repeated runs; `after` is None with `by`.
-        by: the fact and its two values, such as ("implementation", "lab.kernels.portable", "lab.kernels.trtllm").
+        by: the field and its two values, such as ("implementation", "lab.kernels.portable", "lab.kernels.trtllm").
         strict: an UNSURE row also gives exit status 1.
 
     Raises:
@@ -234,7 +234,9 @@ FIGURES: Columns = {
 
 
 def _remarks(comparison: RunComparison, said_once: Collection[str]) -> Iterator[str]:
-    """Yield each reason once, followed by its rows, which are named by the facts that differ between rows."""
+    """Yield each reason for REFUSED or UNSURE with its rows, and then the rows of only one side. Rows are named by their
+    differences.
+    """
     reasons = grouped(
         (f"{'refused' if row.refused else 'unsure'}, {reason}", row.identity)
         for row in comparison.rows
@@ -249,7 +251,7 @@ def _remarks(comparison: RunComparison, said_once: Collection[str]) -> Iterator[
 
 
 def _sides_within(runs: Sequence[RecordedRun], key: str, values: Sequence[str]) -> Sequence[RowsOfSide]:
-    """Return two sides of one run: its rows with the first and with the second value of the fact `key`."""
+    """Divide one run into two sides: the rows whose field `key` has the first value, and those with the second value."""
     if values[0] == values[1]:
         raise NotComparableError(f"both sides are {key} {values[0]}: there is nothing to compare")
     if key in (*TIMED_BY, "method"):
@@ -313,7 +315,9 @@ def _limits_of(rows: Sequence[Row]) -> str:
 
 
 def _doubted(samples: SampleComparison, before: Sequence[Row], after: Sequence[Row]) -> SampleComparison:
-    """Make a verdict UNSURE if a limit may have caused it. A limit only slows a side, so the opposite verdict stands."""
+    """Return the comparison as UNSURE if a limit of the GPU may have caused its verdict. A limit only slows a side, so the
+    opposite verdict stays.
+    """
     limits = {"before": _limits_of(before), "after": _limits_of(after)}
     clocks_differ = any(_clock_differences(one, other, "sm_clock_mhz", "SM") for one in before for other in after)
     doubted = {
@@ -349,7 +353,9 @@ def _why_impossible(row: Row) -> str:
 
 
 def _differences(first: Row, other: Row, limited: bool) -> Iterator[str]:
-    """Yield the differences between two rows. With `limited`, different SM clocks are left to `_doubted`."""
+    """Yield the differences in method, work and clocks that forbid a comparison; with `limited`, `_doubted`
+    judges SM clocks.
+    """
     for what, mine, theirs in (
         ("methods", first.timed_by, other.timed_by),
         ("methods", first.facts.get("method"), other.facts.get("method")),
@@ -362,7 +368,7 @@ def _differences(first: Row, other: Row, limited: bool) -> Iterator[str]:
 
 
 def _clock_differences(first: Row, other: Row, key: str, clock: str) -> str:
-    """Return both ranges of a clock if their ends differ, because then some samples ran at another clock; else ""."""
+    """Return a sentence if the ranges of a clock in two rows differ, because then samples ran at different clocks; else ""."""
     mine, theirs = _ends(first.facts.get(key)), _ends(other.facts.get(key))
     agree = partial(isclose, rel_tol=CLOCK_TOLERANCE_PERCENT / 100)
     are_one = len(mine) == len(theirs) and all(map(agree, mine, theirs))

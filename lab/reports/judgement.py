@@ -30,7 +30,9 @@ SHOWN_BLIND_SPOTS = 10
 
 
 def summary(report: Report) -> Iterator[str]:
-    """Yield the answer. Then yield, for each region of wrong results, its counts and its smallest case."""
+    """Yield the answer; then, for each region (a rule that separates wrong results from right ones), counts and the smallest
+    case.
+    """
     found = report.diagnosis
     yield found.sentence
     for place, region in enumerate(found.regions):
@@ -41,7 +43,7 @@ def summary(report: Report) -> Iterator[str]:
 
 
 def notes(report: Report) -> Iterator[str]:
-    """Yield the consequences of the answer, the coverage, known findings, frequent refusals and the list of unjudged cases."""
+    """Yield the lines below the table: checks that add nothing, coverage, known findings, frequent refusals, left-out cases."""
     yield from _of_recorded_calls(report)
     yield from report.diagnosis.follows
     if report.coverages:
@@ -68,7 +70,7 @@ def notes(report: Report) -> Iterator[str]:
 
 
 def show(report: Report, console: "Console") -> None:
-    """Print a report."""
+    """Print a report: the answer and the regions, the table of checks, the notes."""
     from rich.text import Text
 
     answer, *details = summary(report)
@@ -105,7 +107,7 @@ def check_table(report: Report) -> Table:
 
 
 def coverage_table(coverage: Coverage) -> Table:
-    """Return a table of one row per parameter, with its values grouped by their coverage."""
+    """Return a table of one row per parameter, with its values in the columns judged, declined, left out and impossible."""
     columns: Columns = {"parameter": lambda row: words(row[0])} | {
         reach.value: lambda row, reach=reach: words("; ".join(row[1].get(reach.value, ()))) for reach in Reach
     }
@@ -114,7 +116,9 @@ def coverage_table(coverage: Coverage) -> Table:
 
 
 def coverage_notes(coverage: Coverage) -> Iterator[str]:
-    """Yield the counts of pairs and triples, the reasons for impossible ones, and the first pairs that no case combines."""
+    """Yield how many pairs and triples of values were judged, why some are impossible, and the first pairs that were not
+    judged.
+    """
     record = coverage.as_record()
     for name, counts in (("pairs", coverage.pairs), ("triples", coverage.triples)):
         yield f"{name}: " + ", ".join(f"{counts[reach]:,} {reach.value}" for reach in Reach)
@@ -144,7 +148,7 @@ def reproduction(verdict: CaseVerdict) -> str:
 
 
 def _example(smallest: CaseResult) -> Iterator[str]:
-    """Yield the lines about a smallest case: the case, its wrong vector and the command that judges it again."""
+    """Yield the lines about a region's smallest wrong case: the case, a wrong output vector, a command that judges it again."""
     verdict, result = smallest
     yield f"    smallest case: {verdict.check} of {verdict.interface.name.lower()}, “{result.name}”: {verdict.case!r}"
     if (example := result.example) is not None:
@@ -185,13 +189,13 @@ def _quoted(program: str) -> str:
 
 
 def _verdict(counts: Mapping[Outcome, int], outcome: Outcome) -> str:
-    """Return an outcome; if some cases are wrong and some failed, both numbers."""
+    """Return the words of the column "verdict": the outcome or, if some cases are wrong and some failed, both numbers."""
     wrong, failed = counts.get(Outcome.WRONG, 0), counts.get(Outcome.FAILED, 0)
     return f"{wrong} wrong {failed} failed" if wrong and failed else outcome.value
 
 
 def _worst(ratio: float) -> Cell:
-    """Return the ratio of error to bound in at most five characters; poison in a result makes it as large as 1e+30."""
+    """Return the ratio of error to bound in at most five characters; it is up to 1e+30 if a result has read poisoned memory."""
     if not math.isfinite(ratio):
         return Cell("inf", math.inf)
     return Cell(">999x" if ratio >= 999.5 else f"{ratio:.0%}" if ratio < 9.995 else f"{ratio:.0f}x", ratio)

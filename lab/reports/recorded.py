@@ -191,7 +191,9 @@ class Row:
 
     @property
     def identity(self) -> Identity:
-        """Return the settings that two rows share if they measure the same thing in the same way."""
+        """Return what the row measures and how: scenario, implementation, page size, dtypes, clock and L2, as (name, value)
+        pairs.
+        """
         named = {key: str(self.facts[key]) for key in SETTINGS + TIMED_BY if self.facts.get(key) is not None}
         return (("scenario", self.scenario), *named.items())
 
@@ -224,19 +226,21 @@ class Row:
 
 @dataclass(frozen=True)
 class Rivals:
-    """The rows of GPU time of one run that differ only in their implementation, with the fastest first."""
+    """The rows of one run that time the same work by the same method on several implementations, the fastest first."""
 
     rows: tuple[Row, ...]
 
     @functools.cached_property
     def speeds(self) -> tuple[Speed, ...]:
-        """Compare every other row with the first row, by the rule for interleaved samples."""
+        """Return the verdict on each row but the first, compared with the first row by the rule for interleaved samples."""
         fastest = self.rows[0].samples_us
         return tuple(compare_samples(fastest, row.samples_us, IN_TURNS).speed for row in self.rows[1:])
 
     @property
     def as_fast(self) -> list[str]:
-        """Return the fastest implementation and those with the verdict SAME."""
+        """Return the names of the fastest implementation and of those whose time is the SAME by the rule for interleaved
+        samples.
+        """
         speeds = (Speed.SAME, *self.speeds)
         return [row.implementation for row, speed in zip(self.rows, speeds, strict=True) if speed is Speed.SAME]
 
@@ -285,7 +289,9 @@ class RecordedRun:
 
 
 def environment_facts(environments: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """Return the keys of `FACTS`, and those of the version of each package that an environment names."""
+    """Return the nested keys of environment fields by shown name: `FACTS`, and the version of each package in an
+    environment.
+    """
     packages = dict.fromkeys(name for each in environments for name in each.get("packages") or ())
     return {**FACTS, **{name: ("packages", name) for name in packages}}
 
@@ -293,7 +299,7 @@ def environment_facts(environments: Sequence[Mapping[str, Any]]) -> dict[str, tu
 def facts_of_sides(
     before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
 ) -> dict[str, tuple[str, str]]:
-    """Return the facts of two sides' environments that a comparison shows, by name, with both sides' values."""
+    """Return the environment fields that a comparison shows, by name, with the values of both sides as text."""
     found = {}
     for name, keys in environment_facts([*before, *after]).items():
         was, now = (
@@ -306,7 +312,9 @@ def facts_of_sides(
 
 
 def in_words(identity: Identity) -> str:
-    """Describe an identity: "decode/llama-3.1-8b/64q1s4k, lab.kernels.trtllm, page_size 64, clock graph, l2 warm"."""
+    """Return the text of a `Row.identity`: "decode/llama-3.1-8b/64q1s4k, lab.kernels.trtllm, page_size 64, clock graph, l2
+    warm".
+    """
     return ", ".join(value if name in ("scenario", "implementation") else f"{name} {value}" for name, value in identity)
 
 

@@ -41,14 +41,14 @@ STYLES = {"present": "slower", "absent": "faster", "not reachable": "unsure"}
 
 @dataclass(frozen=True)
 class FindingRow:
-    """A finding with its citation, or a region without one, and the telling cases."""
+    """A row of the table: a finding or, with `cited` "", a region of wrong cases; `cases` are its telling cases."""
 
     name: str
     cases: frozenset[CaseKey]
     cited: str = ""
 
     def counts(self, release: Verdicts) -> dict[str, int]:
-        """Return how many telling cases show the finding, are right, and are declined in a release."""
+        """Return how many telling cases show the finding ("wrong"), are right, and are declined in a release."""
         there = [release[key] for key in self.cases if key in release]
         found = Counter(each.outcome for each in there)
         cited = sum(self.cited in each.finding.split(CITED) for each in there)
@@ -163,7 +163,9 @@ def _findings(verdicts: Mapping[str, Verdicts], headings: Mapping[str, str]) -> 
 
 
 def _regions(verdicts: Mapping[str, Verdicts]) -> Iterator[FindingRow]:
-    """Yield a row for each region of cases that are wrong in the same releases without a finding."""
+    """Yield a row for each group of cases that have no finding and are wrong in the same releases; its name says where they
+    lie.
+    """
     wrong_in = grouped(
         (key, version) for version, of in verdicts.items() for key, verdict in of.items() if verdict.outcome in BROKEN
     )
@@ -189,7 +191,7 @@ def _pairs(before: Files, after: Files) -> list[tuple[RecordedFile, RecordedFile
 
 
 def _unlike(releases: Mapping[str, Files]) -> Iterator[str]:
-    """Yield a sentence for each report whose settings differ from the first release's report."""
+    """Yield a sentence for each report whose settings differ from those of the first release's report on the same axes."""
     (first, first_files), *later = releases.items()
     for version, files in later:
         pairs = _pairs(first_files, files)
@@ -201,7 +203,7 @@ def _unlike(releases: Mapping[str, Files]) -> Iterator[str]:
 
 
 def _changes(before: tuple[str, Files], after: tuple[str, Files]) -> Iterator[str]:
-    """Yield the summaries of `lab compare` for two consecutive releases."""
+    """Yield, for each pair of two releases' reports on the same axes, the summary and the regions of `lab compare`."""
     name = f"{before[0]} to {after[0]}"
     for one, other in _pairs(before[1], after[1]):
         report = compare_verdicts(one.path, other.path)

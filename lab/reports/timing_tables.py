@@ -65,7 +65,7 @@ PLAIN_COLUMNS: Columns = {
 
 
 def _noted(heading: str, note: str, unit: str = "") -> Callable[[Row], Cell]:
-    """Return a column whose cells show, in brackets, the text of a second column, if that has one."""
+    """Return a column that shows the column `heading` and, after it in brackets, the column `note` with `unit`."""
 
     def cell(row: Row) -> Cell:
         said, noted = GPU_COLUMNS[heading](row), GPU_COLUMNS[note](row).text + unit
@@ -80,7 +80,9 @@ def _median(row: Row) -> Cell:
 
 
 def narrow_columns(settings: Sequence[str]) -> Columns:
-    """Return the columns of a Markdown report: `GPU_COLUMNS` with kernels, shares and bounds in brackets, and `settings`."""
+    """Return the columns of a Markdown report: `GPU_COLUMNS`, but the kernel is in brackets after the implementation, the
+    percentage after a rate, and the limit after the floor; and the columns of `settings`.
+    """
     return {
         "scenario": GPU_COLUMNS["scenario"],
         "implementation": _noted("implementation", "kernel"),
@@ -97,7 +99,7 @@ def narrow_columns(settings: Sequence[str]) -> Columns:
 
 
 def timing_tables(run: RecordedRun, name: str) -> list[Table]:
-    """Make tables of GPU times, of host times and of times without a recorded clock; the tables' ids begin with `name`."""
+    """Make a run's tables of GPU times, host times, times without a clock and missing times; their ids begin with `name`."""
     gpu = make_table(
         GPU_COLUMNS, sorted(run.gpu_rows, key=lambda row: row.identity), name=f"{name}-gpu", caption="GPU time"
     )
@@ -114,7 +116,7 @@ def _of_fastest(cell: Callable[[Row], Cell]) -> Callable[[Rivals], Cell]:
 
 
 def fastest_table(run: RecordedRun, name: str = "") -> Table:
-    """Make a table of the fastest implementation of each scenario, and of the time that the second fastest takes more.
+    """Make a table of each scenario's fastest implementation, with the factor by which the second fastest is slower.
 
     A scenario with only one implementation has a row if its time over floor is known.
     """
@@ -138,7 +140,7 @@ def fastest_table(run: RecordedRun, name: str = "") -> Table:
 def fastest_sentence(runs: Sequence[RecordedRun]) -> str:
     """Return a sentence with the number of scenarios in which each implementation is the fastest.
 
-    Only scenarios with times of several implementations count, separately in each run. The result is "" if there are none.
+    A scenario counts once for each run that timed several implementations of it. The result is "" if no scenario counts.
     """
     compared_by_run = [[each for each in run.rivals if each.speeds] for run in runs]
     compared = [rivals for of_run in compared_by_run for rivals in of_run]
@@ -160,7 +162,7 @@ def _median_of(implementation: str, rivals: Rivals) -> Cell:
 
 
 def side_by_side_table(run: RecordedRun, name: str = "") -> Table:
-    """Make a table of each scenario's medians, one column per implementation. Fewer than three give a table without rows.
+    """Make a table of each scenario's medians, one column per implementation; it has no rows for fewer than three of these.
 
     The column "fastest" names the fastest implementation, and those with the verdict SAME by the rule for interleaved samples.
     """
@@ -198,7 +200,7 @@ def plain_table(rows: Sequence[Row], name: str = "", caption: str = "") -> Table
 
 
 def methods(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Return the values of the column "timed by", each with the description of its method."""
+    """Return (value of the column "timed by", description of this method) pairs."""
     return list(dict.fromkeys((row.timed_by, str(row.facts.get("method") or "no method recorded")) for row in rows))
 
 

@@ -93,7 +93,9 @@ def can_plot() -> bool:
 
 
 def figures(run: RecordedRun) -> dict[str, "Figure"]:
-    """Draw the plots of a run, one set per method, by file name. A plot leaves out rows that lack its numbers."""
+    """Return, by file name, a roofline and a chart of time over floor for each method. Rows without the needed numbers are left
+    out.
+    """
     from lab.reports.pictures.timings import floor_figure, roofline_figure
 
     drawn: dict[str, Figure] = {}
@@ -131,7 +133,7 @@ def _environment(run: RecordedRun) -> Iterator[list[str]]:
 
 
 def _methods(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield lines with the method of each label, and with the settings that all rows have in common."""
+    """Yield lines that describe each value of "timed by", the statistics, and the settings that all rows have in common."""
     yield items(f"{timed_by}: {method}." for timed_by, method in methods(rows))
     yield (
         "Median and interquartile range (IQR) over the samples. Percentages of GB/s and TFLOP/s are of the ceilings measured "

@@ -44,9 +44,9 @@ def busy_us(activities: Iterable[Activity]) -> float:
 
 
 def record(steps: Iterable[Step]) -> list[list[Activity]]:
-    """Run the steps in order, and return each run's activities sorted by start.
+    """Run the steps (a preparation and a timed run) in order, and return the activities of each timed run, sorted by start.
 
-    The device is idle before each run. The activities of a step's `before` are not counted.
+    The device is idle before each run. The activities of a preparation are not returned.
 
     Raises:
         RuntimeError: cupti-python 13 or later is not installed, another profiler holds CUPTI, or a run has no activity.

@@ -48,7 +48,7 @@ class DeviceState:
         }
 
     def read(self, device_index: int) -> None:
-        """Add a reading. A reading is meaningful only while the GPU executes work."""
+        """Add a reading of clocks, power, temperature and throttling. It is meaningful only while the GPU executes work."""
         handle = _handle(device_index)
         if handle is None:
             return
@@ -73,7 +73,7 @@ def throttle_reasons(bits: int) -> set[str]:
 
 @contextmanager
 def watched(device_index: int) -> Iterator[DeviceState]:
-    """Watch a GPU: the code inside calls `read` while work runs. Limits that reduced the clocks are added at the end."""
+    """Yield a state, to which the body adds readings by `read`; at the end, add the limits that have reduced the clocks."""
     state = DeviceState()
     before = _violations_ns(device_index)
     yield state
@@ -93,7 +93,9 @@ def _violations_ns(device_index: int) -> dict[str, int]:
 
 
 def _asked(question: Any, *arguments: Any) -> list[Any]:
-    """Return NVML's answer in a list; an empty list if this GPU or driver does not support the query."""
+    """Call a function of NVML and return its result in a list; the list is empty if the GPU or driver does not support the
+    query.
+    """
     try:
         return [question(*arguments)]
     except pynvml.NVMLError:
@@ -102,7 +104,9 @@ def _asked(question: Any, *arguments: Any) -> list[Any]:
 
 @functools.cache
 def _handle(device_index: int) -> Any:
-    """Return NVML's handle of a torch device; None without NVML. A UUID finds it, because CUDA_VISIBLE_DEVICES renumbers."""
+    """Return NVML's handle of a torch device, found by UUID because CUDA_VISIBLE_DEVICES renumbers devices; None
+    without NVML.
+    """
     try:
         pynvml.nvmlInit()
         return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device_index).uuid}")

@@ -29,12 +29,12 @@ HOST_GPU_BUDGET_US = 500_000
 
 @dataclass(frozen=True, eq=False)
 class TimedPasses:
-    """One pass as the work of several implementations, which read the same input tensors and write separate outputs.
+    """A forward pass to be timed on several implementations, which read the same input tensors and write separate outputs.
 
     Attributes:
         forward: the pass.
-        plain, planned: redraw the pass's inputs. `planned` is for implementations that plan on the host: it keeps the page ids
-            and lengths, in separate tensors.
+        plain, planned: draw new contents for the pass's inputs. `planned` is for implementations that plan on the host: it
+            keeps the page ids and lengths, in separate tensors.
     """
 
     forward: EnginePass
@@ -43,12 +43,12 @@ class TimedPasses:
 
     @classmethod
     def over(cls, forward: EnginePass) -> "TimedPasses":
-        """Return the works of a pass; the pass's histories are dropped."""
+        """Prepare a pass for timing; its requests' K/V histories are dropped."""
         bare = replace(forward, histories=())
         return cls(bare, PassRedraw(bare), PassRedraw(bare, keeps_metadata=True))
 
     def work(self, implementation: Any) -> GpuWork:
-        """Return the work that runs the pass on an implementation; its inputs are redrawn for each sample."""
+        """Return a `GpuWork` that runs the pass on an implementation, with new input contents for each sample."""
         forward, case = self.forward, self.forward.case
         redraw = self.planned if is_planned(implementation, forward) else self.plain
         arguments = redraw.inputs(0) | {"out": forward.new_out()}
@@ -69,7 +69,9 @@ TimedPass = tuple[GpuTime, dict[str, Any]]
 
 
 def time_forward(case: ForwardCase, implementation: Any, method: Method) -> TimedPass:
-    """Build one pass, check it, time it and check it again. Raises the errors that `time_in_turns` returns."""
+    """Build one pass, and time it on an implementation; its output is checked before and after. Raises the errors that
+    `time_in_turns` returns.
+    """
     (found,) = time_in_turns(case, [implementation], method)
     if isinstance(found, Exception):
         raise found
@@ -79,14 +81,14 @@ def time_forward(case: ForwardCase, implementation: Any, method: Method) -> Time
 def time_in_turns(
     case: ForwardCase, implementations: Sequence[Any], method: Method, seed: int | None = None
 ) -> list[TimedPass | Exception]:
-    """Build one pass; check, time and check it again on each implementation. Samples and host times are interleaved.
+    """Build one pass, and time it on several implementations with interleaved samples; outputs are checked before and after.
 
     An implementation's planning on the host (`lab.kernels.PlannedOnce`) is done before the samples; `plan_us` is its host time.
     All implementations read the same tensors, and each writes a separate output. The contents are drawn from the seed; None
     draws a new seed.
 
     Returns:
-        For each implementation its GPU time and the facts of a recorded row, without the ceilings; or the error that prevented
+        For each implementation its GPU time and the fields of a recorded row that need no ceilings; or the error that prevented
         the time: DeclinedError, AssertionError for a wrong output, RefusedTimeError, or any error of the implementation's code.
     """
     forward = build_forward(case, torch.device("cuda"))
@@ -134,7 +136,9 @@ def _functions(forward: EnginePass) -> list[str]:
 
 
 def case_facts(case: ForwardCase | MLACase) -> dict[str, Any]:
-    """Return the facts of a recorded row about its pass: for MLA the sizes of a layer, otherwise the geometry."""
+    """Return the fields that describe the pass in a recorded row: mode, geometry (or MLA's sizes), batch,
+    dtypes, least bytes.
+    """
     names = ("num_qo_heads", "kv_lora_rank", "qk_rope_head_dim") if isinstance(case, MLACase) else ("geometry",)
     return {
         "mode": case.mode.name.lower(),
@@ -153,7 +157,8 @@ def case_facts(case: ForwardCase | MLACase) -> dict[str, Any]:
 def time_facts(
     time: GpuTime, ceilings: Ceilings, bytes_moved: int, operations: int, kv_dtype: str = ""
 ) -> dict[str, Any]:
-    """Return the facts of a recorded row about its time: the samples, the median, and its share of the ceilings.
+    """Return the fields that describe the time in a recorded row: method, samples, rates in percent of the ceilings, GPU
+    clocks.
 
     Raises RefusedTimeError if the GPU cannot do the work in this time.
     """

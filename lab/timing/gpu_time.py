@@ -46,7 +46,7 @@ MOST_RENEWED = 8
 
 
 class DeviceClock:
-    """A clock for pytest-benchmark, in seconds, that only `advance` moves."""
+    """A clock for pytest-benchmark, in seconds; it stands still until `advance` adds a measured GPU time."""
 
     def __init__(self, method: str) -> None:
         self.method = method
@@ -74,8 +74,8 @@ class GpuTime:
         buffer_copies: number of buffer sets that were used in rotation.
         kernels: names of the kernels; recorded by CUPTI only.
         busy_us: median time per call during which at least one activity ran, without gaps; recorded by CUPTI only.
-        device: clocks, power and throttling during the measurement; interleaved works share one.
-        contents_seed: seed of the samples' contents; `measure_interleaved` repeats them with it.
+        device: clocks, power and throttling during the measurement; calls with interleaved samples share one state.
+        contents_seed: seed of the tensors' contents; with this seed `measure_interleaved` draws the same contents again.
 
     Raises:
         ValueError: there are no samples, or a sample is not a positive number.
@@ -123,24 +123,24 @@ def rounded_us(samples_us: Sequence[float]) -> list[float]:
 
 
 def measure(work: GpuWork, method: Method, samples: int = SAMPLES) -> GpuTime:
-    """Measure one work; see `measure_interleaved`."""
+    """Measure the GPU time of one call, with the errors of `measure_interleaved`."""
     return measure_interleaved({"": work}, method, samples)[""]
 
 
 def measure_interleaved(
     works: Mapping[str, GpuWork], method: Method, samples: int = SAMPLES, seed: int | None = None
 ) -> dict[str, GpuTime]:
-    """Measure several works with interleaved samples, in an order that is reshuffled each round.
+    """Measure the GPU times of several calls with interleaved samples, in an order that is reshuffled each round.
 
     Args:
-        works: the works by name. Each work runs before it is captured, so that objects it builds at first use exist.
-        method: the method for all works.
-        samples: number of samples of each work.
-        seed: seed of the contents; None draws a seed. A recorded seed repeats the contents.
+        works: the calls by name. Each call is made before it is captured, so that objects that it builds at first use exist.
+        method: the method for all calls.
+        samples: number of samples of each call.
+        seed: seed of the tensors' contents; None draws a seed. A recorded seed repeats the contents.
 
     Raises:
-        WrongWorkError: the results of a work are wrong, or its time is refused.
-        ValueError: the method cannot time this work; the message names a method that can.
+        WrongWorkError: the results of a call are wrong, or its time is refused.
+        ValueError: the method cannot time a call; the message names a method that can.
         RuntimeError: torch cannot capture a call, or `lab.timing.cupti` cannot record it.
     """
     staged = {}
@@ -161,7 +161,7 @@ def measure_interleaved(
 
 
 def check_named(name: str, works: Iterable[GpuWork], seeds: Seeds) -> None:
-    """Call `lab.timing.staging.check_results`; turn its AssertionError into WrongWorkError with the work's name."""
+    """Call `lab.timing.staging.check_results`; turn its AssertionError into WrongWorkError with the call's name."""
     try:
         check_results(works, seeds)
     except AssertionError as error:
@@ -169,7 +169,7 @@ def check_named(name: str, works: Iterable[GpuWork], seeds: Seeds) -> None:
 
 
 class WrongWorkError(AssertionError):
-    """The results of one of several works are wrong, or its time is refused; `reason` says why."""
+    """The results of one of several timed calls are wrong, or its time is refused; `name` says which, `reason` why."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"{name}: {reason}" if name else reason)
@@ -179,15 +179,15 @@ class WrongWorkError(AssertionError):
 def measure_staged(
     works: Mapping[str, Staged], method: Method, samples: int = SAMPLES, seed: int | None = None
 ) -> dict[str, GpuTime | Exception]:
-    """Measure works that were already staged with the method; see `measure_interleaved`.
+    """Measure calls that `lab.timing.staging.stage` has made ready for the method; see `measure_interleaved`.
 
-    Between two samples of a work its contents are redrawn (`lab.timing.work.Redraw`): all queries and lengths, and K, V and
-    pages of some buffers. Outputs are wiped, and persisting lines of L2 become ordinary lines. Results are judged after the
-    last sample of all works. For each sample, a part of the results of one buffer is judged; for the last sample, a part of the
-    results of every buffer and all results of one buffer.
+    Between two samples of a call, new contents are drawn for its tensors (`lab.timing.work.Redraw`): all queries and lengths,
+    and K, V and pages of some buffers. Outputs are filled with NaN, and persisting lines of L2 become ordinary lines. Results
+    are judged after the last sample of all calls. For each sample, a part of the results of one buffer is judged; for the last
+    sample, a part of the results of every buffer and all results of one buffer.
 
     Returns:
-        For each work its time, or the error that prevented it: AssertionError for wrong results, or RefusedTimeError.
+        For each call its time, or the error that prevented it: AssertionError for wrong results, or RefusedTimeError.
     """
     if samples < 1:
         raise ValueError(f"samples={samples} must be at least 1")
@@ -226,7 +226,7 @@ def measure_staged(
 
 
 class BufferContents:
-    """The contents of buffers that works share, drawn from one seed. The work with the most buffers sets their number."""
+    """Draws the contents of buffers that timed calls share, from one seed, again in each turn (one sample of each call)."""
 
     def __init__(self, buffers: Sequence[GpuWork], seed: int) -> None:
         self._buffers, self._seed, self._turn = buffers, seed, -1
@@ -247,7 +247,7 @@ class BufferContents:
             renew(self._buffers[number], self.seeds(turn, number))
 
     def renew_calls(self, turn: int, buffers: Sequence[GpuWork]) -> None:
-        """Redraw the queries and lengths of a work's buffers, and wipe its outputs."""
+        """Redraw the queries and lengths in all buffers of a call, and fill its outputs with NaN."""
         for number, work in enumerate(buffers):
             renew(work, self.seeds(turn, number), tokens=False)
 
@@ -266,7 +266,7 @@ class BufferContents:
 
 
 def _contents_of(works: Mapping[str, Staged], seed: int) -> dict[str, BufferContents]:
-    """Return the contents of each work's buffers; works with the same redraw share their contents."""
+    """Return the contents of each call's buffers by name; calls with the same `Redraw` share one object."""
     most: dict[int, Staged] = {}
     for each in works.values():
         key = id(each.redraw or each)
@@ -277,7 +277,7 @@ def _contents_of(works: Mapping[str, Staged], seed: int) -> dict[str, BufferCont
 
 @dataclass(frozen=True)
 class Kept:
-    """Results of a sample, kept to be judged after the last sample of all works."""
+    """A copy of results of one sample, which is judged after the last sample of all calls."""
 
     name: str
     redraw: Redraw
@@ -303,7 +303,9 @@ def _ready(staged: Staged, contents: BufferContents, turn: int) -> None:
 
 
 def _keep(name: str, staged: Staged, contents: BufferContents, turn: int, *, is_last: bool) -> Iterator[Kept]:
-    """Yield the results of a sample that are to be judged, and wipe all outputs, so that no other work can read them."""
+    """Yield the results of a sample that are to be judged, and fill all outputs with NaN, so that no other call
+    can read them.
+    """
     one = contents.chosen(turn, staged.buffers)
     for number, work in enumerate(staged.buffers):
         if work.redraw is not None and (number == one or is_last):
@@ -315,7 +317,7 @@ def _keep(name: str, staged: Staged, contents: BufferContents, turn: int, *, is_
 
 
 def _wrong_results(works: Mapping[str, Staged], kept: Sequence[Kept]) -> Iterator[tuple[str, AssertionError]]:
-    """Yield each work whose results are wrong, with the first error. The expected results of a seed are computed once."""
+    """Yield the name of each call with wrong results, and its first error. Expected results are computed once for each seed."""
     wrong: dict[str, AssertionError] = {}
     groups: dict[tuple[int, Seeds, bool], list[Kept]] = {}
     for each in kept:
@@ -343,7 +345,7 @@ def _shuffled_rounds(names: Sequence[str], rounds: int) -> list[str]:
 
 
 def _recorded(steps: Iterable[Step], count: int, state: DeviceState, device_index: int) -> list[list[cupti.Activity]]:
-    """Record each step's activities by CUPTI. The device's state is read during some of the steps."""
+    """Run the steps under CUPTI and return the activities of each; read the device's state during some of them."""
     read_every = max(1, count // 10)
 
     def read_while_it_runs(run: Callable[[], object]) -> None:

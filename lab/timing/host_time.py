@@ -30,7 +30,7 @@ class HostTime:
         return statistics.median(self.samples_us)
 
     def facts(self) -> dict[str, Any]:
-        """Return a recorded row's facts about the host time, in microseconds: the median and the samples."""
+        """Return the fields of a recorded row about the host time, in microseconds: the median and the samples."""
         samples_us = [round(sample, 3) for sample in self.samples_us]
         return {"host_us": round(self.median_us, 2), "host_samples_us": samples_us}
 
@@ -44,7 +44,7 @@ def host_time(
 ) -> dict[str, HostTime]:
     """Measure the host time of each call in µs: Python code and launches. The GPU's work is waited for between batches.
 
-    Each call runs once before it is measured, so that whatever its first run builds exists. Compare calls of the same
+    Each call runs once before it is measured, so that objects that it builds at first use exist. Compare calls of the same
     measurement only. It needs no GPU if the calls need none.
 
     Args:

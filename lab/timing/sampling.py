@@ -50,7 +50,7 @@ class RefusedTimeError(RuntimeError):
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample: its time by the method's clock and by the host's clock; the latter is None if the host was busy meanwhile."""
+    """One sample: its time by the method's clock, and by the host's clock (None if the host read the GPU's state meanwhile)."""
 
     us: float
     host_us: float | None
@@ -79,7 +79,9 @@ def between_events(
 def _one(
     run: Callable[[], object] | None, lead: Callable[[], object] | None, meanwhile: Callable[[], object] | None = None
 ) -> tuple[float, float]:
-    """Return a run's time between two events, and the time between two device-wide waits, which includes the lead."""
+    """Return a run's time between two events and the host's time between two device-wide waits, in µs; the second includes
+    `lead`.
+    """
     start, end = CudaEvent(enable_timing=True), CudaEvent(enable_timing=True)
     _synchronize()
     start_ns = _now_ns()
@@ -97,7 +99,7 @@ def _one(
 
 
 def check_clocks(samples: Iterable[Sample], slack_us: float) -> None:
-    """Raise RefusedTimeError if the medians of two clocks differ by more than `AGREE_PERCENT` and `slack_us`."""
+    """Raise RefusedTimeError if the medians of two clocks differ by more than `AGREE_PERCENT` plus `slack_us`."""
     both = [(each.us, each.host_us) for each in samples if each.host_us is not None]
     if not both:
         return

@@ -30,9 +30,9 @@ SHARE_FOR_BUFFERS = 0.2  # share of the free memory for buffers beyond those tha
 
 @dataclass(frozen=True, eq=False)
 class Staged:
-    """Work that is ready for sampling: `run` makes the `number` calls of one sample.
+    """A timed call that is ready for sampling: `run` makes the `number` calls of one sample.
 
-    The calls are stored because a graph does not keep their objects alive, such as a table that a call derives.
+    The calls are stored because a graph does not keep alive what they own, such as a derived table.
     """
 
     buffers: Sequence[GpuWork]
@@ -48,7 +48,7 @@ class Staged:
 
 
 def renew(work: GpuWork, seeds: Seeds, *, tokens: bool = True) -> None:
-    """Redraw a work's contents, K and V only with `tokens`, and wipe its output; do nothing without a redraw."""
+    """Redraw a call's inputs, K and V only with `tokens`, and fill its output with NaN; do nothing if it has no `Redraw`."""
     if work.redraw is not None:
         if tokens:
             work.redraw.write_tokens(work.arguments, seeds.tokens)
@@ -56,7 +56,9 @@ def renew(work: GpuWork, seeds: Seeds, *, tokens: bool = True) -> None:
 
 
 def check_results(works: Iterable[GpuWork], seeds: Seeds, *, whole: bool = True) -> None:
-    """Wait for the GPU, and check the results of works whose contents have these seeds. Raises what their checks raise."""
+    """Wait for the GPU, and check the results of calls whose inputs were drawn from these seeds. Raises what their checks
+    raise.
+    """
     drain()
     for work in works:
         if work.check is not None:
@@ -66,7 +68,7 @@ def check_results(works: Iterable[GpuWork], seeds: Seeds, *, whole: bool = True)
 
 
 def stage(work: GpuWork, method: Method) -> Staged:
-    """Prepare, run, check and capture a work; raises the errors of these steps and of `measure_interleaved`."""
+    """Prepare, make, check and capture a call; raises the errors of these steps and of `measure_interleaved`."""
     side = _side_stream(torch.cuda.current_device())
     buffers = _copies(work, method)
     calls = _first_calls(buffers, side)
@@ -91,7 +93,7 @@ def stage(work: GpuWork, method: Method) -> Staged:
 
 
 def _first_calls(buffers: Sequence[GpuWork], side: torch.cuda.Stream) -> list[Call]:
-    """Prepare and make a call on each of the buffers, and check the results; for passes, a part of one buffer's results."""
+    """Prepare and make a call on each set of buffers, and check the results; with a `Redraw`, a part of one set's results."""
     seeds = [Seeds(fresh_seed(), fresh_seed()) for _ in buffers]
     for work, each in zip(buffers, seeds, strict=True):
         renew(work, each)
@@ -133,14 +135,15 @@ def _copies(work: GpuWork, method: Method) -> list[GpuWork]:
 
 
 class TooSmallError(ValueError):
-    """The work moves too few bytes to make L2 cold by rotation."""
+    """The call moves too few bytes to make L2 cold by rotation."""
 
 
 def buffer_copies(bytes_moved: int, method: Method, l2_bytes: int) -> int:
-    """Return the number of buffer sets in rotation that evicts the first set from L2; 1 for methods without rotation.
+    """Return how many buffer sets must take turns so that a set has left L2 before its next use; 1 for methods without
+    rotation.
 
     Raises:
-        TooSmallError: the work is so small that it would need too many sets.
+        TooSmallError: the call moves so few bytes that it would need too many sets.
     """
     if method.l2 is not L2.COLD_ROTATION:
         return 1
@@ -218,7 +221,7 @@ def _long_enough(
 def _most_buffers(buffers: Sequence[GpuWork]) -> int:
     """Return the greatest number of buffer sets: the existing sets, and those that fit in a share of the free memory.
 
-    A copy of all tensors measures the memory of a set, because another work over the same pass may already own the next set.
+    A copy of all tensors measures the memory of a set, because another call over the same pass may already own the next set.
     """
     before = torch.cuda.memory_allocated()
     another = copy.deepcopy(dict(buffers[0].arguments))
@@ -234,5 +237,7 @@ def _l2_bytes() -> int:
 
 @functools.cache
 def _side_stream(device_index: int) -> torch.cuda.Stream:
-    """Return the stream of all captures. With one stream, a kernel keeps its state per stream, such as a workspace, once."""
+    """Return the one stream of all captures, so that a kernel with state for each stream, such as a workspace,
+    has one state.
+    """
     return torch.cuda.Stream(device_index)

@@ -86,7 +86,7 @@ class Times:
 
     @property
     def quartiles_us(self) -> tuple[float, float] | None:
-        """Return both quartiles, assumed at half the interquartile range from the median; None if that range is unknown."""
+        """Return the quartiles as the median minus and plus half the interquartile range; None if that range is unknown."""
         if self.iqr_us is None:
             return None
         return self.median_us - self.iqr_us / 2, self.median_us + self.iqr_us / 2

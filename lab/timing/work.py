@@ -12,22 +12,24 @@ Call = Callable[[], object]
 
 
 class Redraw(Protocol):
-    """Redraws the inputs of works in place, from seeds, and checks the works' results."""
+    """Overwrites the inputs of timed calls with contents that are drawn from seeds, and checks the calls' results."""
 
     def inputs(self, number: int) -> dict[str, Any]:
-        """Return all arguments but `out` for the tensor set with this number, which all works share."""
+        """Return all arguments but `out`, from the tensor set with this number; all calls over the same pass share the set."""
 
     def write_tokens(self, arguments: Mapping[str, Any], seed: int) -> None:
         """Redraw K and V, and place them in other pages."""
 
     def write_call(self, arguments: Mapping[str, Any], seeds: Seeds) -> None:
-        """Redraw queries, lengths and some tokens, which changes every result, and wipe the output."""
+        """Redraw queries, lengths and some tokens, so that every result changes, and fill the output with NaN."""
 
     def results(self, arguments: Mapping[str, Any], seeds: Seeds, *, whole: bool) -> Any:
         """Return a copy of all results with `whole`, else of the part that the seeds choose."""
 
     def check_of(self, seeds: Seeds, *, whole: bool) -> Callable[[Any], None]:
-        """Return a function that raises AssertionError for wrong results of the contents that these seeds draw."""
+        """Return a function that checks results of inputs drawn from these seeds, and raises AssertionError if
+        they are wrong.
+        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,9 +42,9 @@ class GpuWork:
             during rotation.
         bytes_moved: bytes of device memory that must move at least once.
         operations: floating-point operations that the call must do; 0 for a negligible number.
-        check: raises, given the arguments after a call, if the results are wrong; then wipes them, so that the next check sees
-            only results of later calls. It is called on every set of buffers, before and after the samples.
-        redraw: replaces `check` and gives each sample other contents. `out` is then an argument, and works with the same redraw
+        check: raises, given the arguments after a call, if the results are wrong; then overwrites them, so that the next check
+            sees only results of later calls. It is called on every set of buffers, before and after the samples.
+        redraw: replaces `check` and gives each sample other inputs. `out` is then an argument, and calls with the same `Redraw`
             share all other tensors.
     """
 
@@ -55,15 +57,17 @@ class GpuWork:
 
     @classmethod
     def of(cls, function: Callable[..., object], bytes_moved: int, operations: int = 0, **arguments: Any) -> "GpuWork":
-        """Return the work of a plain function, which needs no preparation."""
+        """Make the timed call of a function that needs no preparation."""
         return cls(partial(partial, function), arguments, bytes_moved, operations)
 
     def copies(self, count: int) -> list["GpuWork"]:
-        """Return this work and `count` - 1 copies of it with their own tensors. Tensors that share memory still share it."""
+        """Return this timed call and `count` - 1 copies of it with their own tensors. Tensors that share memory
+        still share it.
+        """
         return [self, *map(self.copy, range(1, count))]
 
     def copy(self, number: int) -> "GpuWork":
-        """Return a copy of this work with copied tensors; copies are numbered from 1."""
+        """Return a copy of this timed call with copied tensors, or with tensor set `number` (from 1) of its `Redraw`."""
         if self.redraw is None:
             return replace(self, arguments=copy.deepcopy(dict(self.arguments)))
         others = self.redraw.inputs(number) | {"out": self.arguments["out"].clone()}
