@@ -1,4 +1,4 @@
-"""The extras, which install the packages that a part of the lab needs beyond torch, and the error for a missing package.
+"""The pip extras that install packages for parts of the lab, and the error for a package that is not installed.
 
 This module imports only the standard library.
 """

@@ -1,4 +1,4 @@
-"""The ranges of the judged cases: for each field its default values, the values that a caller may give, and its option.
+"""The values from which cases are made: for each field its default values, the permitted values, and its option.
 
 `lab judge` and pytest derive their options from the fields of `Ranges`. Importing this module does not import torch.
 """

@@ -17,7 +17,7 @@ LINE_INTERVAL_S = 60.0
 
 @contextmanager
 def shown_progress(console: Console) -> "Iterator[Callable[[ProgressOfJudge], None]]":
-    """Yield a function that shows the progress after each verdict."""
+    """Yield a function that shows the number of judged cases after each verdict, and the estimated time left."""
     if not console.is_terminal:
         yield _line_printer(console)
         return
@@ -41,7 +41,7 @@ def shown_progress(console: Console) -> "Iterator[Callable[[ProgressOfJudge], No
 
 
 def _line_printer(console: Console) -> "Callable[[ProgressOfJudge], None]":
-    """Return a function that prints a line if none was printed within `LINE_INTERVAL_S`."""
+    """Return a function that prints the number of judged cases, at most once in `LINE_INTERVAL_S`."""
     last, faults = time.monotonic(), 0
 
     def print_line(progress: "ProgressOfJudge") -> None:

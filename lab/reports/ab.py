@@ -6,7 +6,7 @@
     lab ab draft_extend_v2/llama-3.1-8b/64q4s4k/on_context lab.kernels.trtllm \\
         --against draft_extend_v2/llama-3.1-8b/64q4s4k
 
-Both are judged before and after the samples. If the results of one are wrong, the report has no times.
+Both sides are judged before and after the samples. If the results of a side are wrong, the report has no times.
 """
 
 from collections.abc import Mapping, Sequence

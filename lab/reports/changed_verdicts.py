@@ -12,7 +12,8 @@ Exit status, the first that holds:
     125  no case is in both reports, a report left cases out, or the reports differ in level, checks, axes or seed
     0    otherwise
 
-A case that only one report has does not change the exit status, because K18 chooses some cases by what a kernel accepts.
+A case that only one report has does not change the exit status, because check K18 (combinations) chooses some
+cases by the values that a kernel accepts.
 """
 
 from collections import Counter

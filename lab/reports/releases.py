@@ -5,9 +5,9 @@
 Each file is a report of the judge from one environment; the release is the version of the package there. A release may have
 several reports with different axes. All releases must be judged with the same settings (`lab.reports.changed_verdicts`).
 
-A row is a finding, or a region of cases that are wrong in the same releases without a finding. The finding of a case comes from
-the current list of known failures (`lab.checks.run.known_failures`), not from the list at the time of the report. The *telling
-cases* of a finding are those that show it in some release. The status of a finding in a release is
+A row of the table is a finding, or a region: cases that are wrong in the same releases and have no finding. The finding of a
+case comes from the current list of known failures (`lab.checks.run.known_failures`), not from the list at the time of the
+report. The *telling cases* of a finding are those that show it in some release. The status of a finding in a release is
 
     present         a telling case shows the finding in this release
     absent          some telling cases are right in this release, and none shows the finding

@@ -1,4 +1,4 @@
-"""Time a forward pass: its least bytes and operations, and the check of every output that was timed."""
+"""Time a forward pass, check every output that was timed, and describe both in the fields of a recorded row."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

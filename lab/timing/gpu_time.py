@@ -1,6 +1,7 @@
-"""GPU time of work by a stated method, and a clock that passes it to pytest-benchmark.
+"""Measure the GPU time of calls by a stated method (clock and state of L2), and pass the time to pytest-benchmark.
 
-Work is prepared, run and checked, then captured in a CUDA graph and timed, then checked again on every timed buffer.
+A call is prepared, made and checked, then captured in a CUDA graph and timed. Then the results in every timed buffer are
+checked.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Take samples of staged work by a clock, and check this clock against a second clock.
+"""Take samples of timed calls by a clock, and check this clock against a second clock.
 
 The second clock is the host's: the time from a device-wide wait before the work to a device-wide wait after it, minus this time
 without the work. It includes work on every stream. Functions that read time are bound in this module before a kernel is loaded,

@@ -1,4 +1,4 @@
-"""Stage work for sampling: prepare it, call it once, check it, and capture it in a CUDA graph with enough buffers."""
+"""Make a timed call ready for sampling: prepare, make and check it, and capture it in a CUDA graph with enough buffers."""
 
 import copy
 import functools

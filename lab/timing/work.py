@@ -1,4 +1,4 @@
-"""Timed work: a call that receives every tensor as an argument, so that copies of the tensors can be used in rotation."""
+"""Timed calls: each receives every tensor as an argument, so that copies of the tensors can be used in rotation."""
 
 import copy
 from collections.abc import Callable, Mapping
