@@ -20,7 +20,8 @@ _GROUP = re.compile(r"(?P<count>[0-9]*)q(?P<q_len>[0-9]+k?)(s(?P<kv_len>[0-9]+k?
 
 @dataclass(frozen=True, repr=False)
 class Batch:
-    """Query rows and keys of each request. `str` gives its shortest text in the grammar, `repr` an expression with that text.
+    """Query rows and keys of each request. `str` of a batch is its shortest text in the module's grammar, and `repr` is an
+    expression with this text.
 
     Attributes:
         q_lens: query rows of each request: the tokens that are new in this pass. There is at least one request.

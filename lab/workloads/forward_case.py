@@ -77,7 +77,7 @@ class ForwardCase(GroupedLayer, PassCase):
             e4m3 for an e4m3 cache and one query token).
 
     Raises:
-        TypeError: an argument has another type, or the judge has no bound for a dtype.
+        TypeError: an argument has another type, or the judge has no error bound for a dtype.
         ValueError: a number is out of range, or an argument has no meaning in the mode and would be ignored.
     """
 
@@ -231,7 +231,7 @@ class ForwardCase(GroupedLayer, PassCase):
 
     @property
     def operations(self) -> int:
-        """Return the number of floating-point operations of both products: 2 · 2 · head_dim per visible pair and query head."""
+        """Return the number of floating-point operations of Q·K^T and P·V: 2 · 2 · head_dim per visible pair and query head."""
         return 4 * self.model.head_dim * self.model.num_qo_heads * self.visible_pairs
 
     @property

@@ -67,7 +67,7 @@ class MLACase(LatentLayer, PassCase):
         num_qo_heads, kv_lora_rank, qk_rope_head_dim: sizes of one layer on one GPU; DeepSeek-V3 has 128 heads, 512 and 64.
 
     Raises:
-        TypeError: the judge has no bound for a dtype.
+        TypeError: the judge has no error bound for a dtype.
         ValueError: a number is out of range, or an argument has no meaning in the mode.
     """
 
@@ -117,15 +117,15 @@ class MLACase(LatentLayer, PassCase):
 
     @property
     def seen_lens(self) -> tuple[int, ...]:
-        """Return how many keys the last row of each request sees. In SGLang's draft step it sees the prefix, but not its own
-        token.
+        """Return how many keys the last row of each request sees. With `DraftAttention.MLA`, the row of a draft step sees only
+        the prefix.
         """
         leaves_out_draft = self.draft_step is not None and self.attention is DraftAttention.MLA
         return self.prefix_lens if leaves_out_draft else self.kv_lens
 
     @property
     def operations(self) -> int:
-        """Return the number of floating-point operations of both products: 2 · (head_dim + kv_lora_rank) per visible pair and
+        """Return the number of floating-point operations of Q·K^T and P·V: 2 · (head_dim + kv_lora_rank) per visible pair and
         query head.
         """
         return 2 * self.num_qo_heads * self.visible_pairs * (self.head_dim + self.kv_lora_rank)

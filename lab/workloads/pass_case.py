@@ -123,7 +123,7 @@ class PassCase(PassLens):
             )
 
     def check_tensors(self, quantised: Sequence[torch.dtype] = (E4M3,)) -> None:
-        """Raise TypeError if the judge has no bound for a dtype, and ValueError if a pass cannot have the contents.
+        """Raise TypeError if the judge has no error bound for a dtype, and ValueError if a pass cannot have the contents.
 
         Args:
             quantised: dtypes that a cache may have in addition to the query's dtype.
@@ -136,7 +136,7 @@ class PassCase(PassLens):
 
 
 def check_dtype(dtype: torch.dtype) -> None:
-    """Raise TypeError if the judge has no bound for this dtype of query and output."""
+    """Raise TypeError if the judge has no error bound for this dtype of query and output."""
     if dtype not in DTYPES:
         raise TypeError(f"dtype={dtype} must be torch.float16 or torch.bfloat16, the query's and the output's")
 

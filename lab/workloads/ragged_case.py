@@ -28,7 +28,7 @@ class RaggedCase(PassLens):
         seed: seed of all random numbers.
 
     Raises:
-        TypeError: the judge has no bound for the dtype.
+        TypeError: the judge has no error bound for the dtype.
         ValueError: a number is out of range.
     """
 

@@ -221,8 +221,8 @@ def judge_pass(run: CaseRun, forward: EnginePass) -> None:
 
 
 def _other_forms(run: CaseRun, forward: EnginePass) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
-    """Yield each further way to make the calls of a pass: its description, and a function that runs the pass so and writes the
-    output that it is given.
+    """Yield each further way to make the calls of a pass: its description, and a function that runs the pass in this way into a
+    given output.
 
     The ways are one call with all arguments, and calls that were prepared or planned while query, K and V were zeros.
     """

@@ -84,7 +84,7 @@ def judge_sequence(run: CaseRun, make: RunnerFactory = right_runner) -> None:
     """Run the replay sequence of a case on a new fixture (requests, layer and graph runner), and record the first error.
 
     If the implementation refuses a call at capture, the case is declined. If it refuses a call later, with ValueError or
-    AssertionError, a replay has given it wrong arguments, which is an error.
+    AssertionError, the case is wrong: a replay has given the call wrong arguments.
 
     Raises:
         Unsupported: the case is declined, or the lab's Triton kernels for metadata do not run on the device.
@@ -128,7 +128,7 @@ def _captured_below_q(fixture: ReplayFixture, short: int, edge: int, across: int
 
 
 def _eager_equals_replay(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """Run a batch eagerly, then replay it in the graph that was captured for its size. Both outputs must be right."""
+    """Run a batch eagerly, then replay it in the graph of the batch's size. Both outputs must be right."""
     batch = fixture.batch(across, short, longest, edge)
     yield from fixture.wrongs(batch, fixture.eager(batch))
     yield from _replayed(fixture, batch)
@@ -157,8 +157,8 @@ def _a_b_a(fixture: ReplayFixture, short: int, edge: int, across: int, longest: 
 
 
 def _two_captured_sizes(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """Alternate between graphs of two batch sizes, which share their buffers: small, large, small, then large and small with
-    one padding request each.
+    """Replay graphs of two batch sizes in turn: small, large, small, then large and small with one padding request each. The
+    graphs share their buffers.
     """
     yield from _replayed(
         fixture,
@@ -171,8 +171,8 @@ def _two_captured_sizes(fixture: ReplayFixture, short: int, edge: int, across: i
 
 
 def _eager_between_replays(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """Run an eager pass between two replays, with more requests than any graph has. It allocates and frees memory, and must not
-    change the graphs' buffers.
+    """Run an eager pass between two replays, with more requests than any graph has. The eager pass allocates and frees memory,
+    and must not change the graphs' buffers.
     """
     yield from _replayed(fixture, fixture.batch(edge, across))
     larger = fixture.batch(longest, short, across, edge, longest)

@@ -58,8 +58,8 @@ def _judge(run: CaseRun) -> None:
 
 
 def _small_output(run: CaseRun, inputs: AttentionInputs, truth: Truth) -> None:
-    """Request an e4m3 output, with a bmm2_scale that brings P·V into e4m3's range. A kernel that clamps before it scales is
-    wrong.
+    """Request an e4m3 output, with a bmm2_scale that brings P·V into e4m3's range. A kernel that clamps before it scales gives
+    a wrong output.
     """
     largest = float(truth.expected.abs().max())
     if largest > 2 * E4M3_MAX * inputs.bmm2_scale:

@@ -1,8 +1,8 @@
 """A verify of n tokens that differs from n decodes: a wrong mask, or rows that see too many or too few draft tokens.
 
 Among thousands of random keys the few draft tokens weigh almost nothing, so the results with a causal mask and with a full mask
-agree within fp8 tolerance. Here each row is computed again as a call of one row with its shorter length, over needles at the
-first and last keys that it sees.
+agree within fp8 tolerance. Here each row is computed again as a call of one row with its shorter length, over needles (a few
+keys that outweigh all others) at the first and last keys that the row sees.
 """
 
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def one_row(inputs: AttentionInputs, rows: torch.Tensor, back: int) -> AttentionInputs:
-    """Return the inputs of a call with one query row per request, whose own key is its last key.
+    """Return the inputs of a call with one query row of each request, and the request's keys up to the key of that row.
 
     Args:
         inputs: the inputs of a call with several rows per request.

@@ -193,16 +193,16 @@ def _wanted(run: CaseRun, waits: bool) -> list[Form]:
 
 
 def _padding(room: Lens, waits: bool) -> Lens:
-    """Return the lengths of a batch of padding alone, with which an engine captures: the keys of a request are its own query
-    rows. If `waits`, a request has at most one row.
+    """Return the lengths of a batch of padding alone, with which an engine captures: each request has only the keys of its own
+    query rows. A request has at most one row if `waits`: requests may then have fewer rows than at capture.
     """
     q_lens = tuple(min(q_len, 1) if waits else q_len for q_len in room.q_lens)
     return Lens(tuple(max(q_len, 1) for q_len in q_lens), q_lens)
 
 
 def _short(room: Lens, waits: bool) -> Lens:
-    """Return the lengths of a batch in which every second request has less than a tile of keys, and the others are padding. If
-    `waits`, padding has no query rows.
+    """Return the lengths of a batch in which every second request has less than a tile of keys, and the others are padding.
+    Padding has no query rows if `waits`: requests may then have fewer rows than at capture.
     """
     kv_lens, q_lens = [], []
     for request, (most_keys, most_rows) in enumerate(zip(room.kv_lens, room.q_lens, strict=True)):

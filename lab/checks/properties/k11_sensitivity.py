@@ -214,7 +214,7 @@ def _lse_in_base_e(run: CaseRun, inputs: AttentionInputs) -> None:
 
 
 def _half_out(run: CaseRun, inputs: AttentionInputs) -> None:
-    """Pass a float16 output. MLA's function has no out_dtype, so the output's dtype decides."""
+    """Pass a float16 output. MLA's function has no out_dtype, so the tensor's dtype decides which dtype is written."""
     out = inputs.new_out(torch.float16)
     result = run.vary("a float16 out", inputs, out=out)
     if result is not None:
@@ -239,7 +239,9 @@ def _masks(run: CaseRun, case: AttentionCase) -> None:
 
 
 def _unequal_sinks(inputs: AttentionInputs) -> Tensor:
-    """Return sinks as large as the logits of needles, different for each head: float32 [num_qo_heads]."""
+    """Return sinks about as large as the logits of needles, which outweigh all other keys. Each head has its own: float32
+    [num_qo_heads].
+    """
     return torch.linspace(8.0, 14.0, inputs.case.num_qo_heads, device=inputs.query.device)
 
 

@@ -1,7 +1,7 @@
 """Off-by-one errors at boundaries of pages, tiles, windows, splits and warps, and errors for lengths of zero.
 
-Each length is in a batch of neighbouring lengths, beginning with 0 and 1, over needles at the first and last keys that rows
-see.
+A batch has requests of neighbouring lengths, beginning with 0 and 1. Needles (a few keys that outweigh all others) lie at the
+first and last keys that rows see.
 """
 
 from collections.abc import Iterator

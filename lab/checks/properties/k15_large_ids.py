@@ -1,7 +1,7 @@
 """Page offsets that do not fit in 32 bits: pools of more than 2**31 elements, or of more than 2**32 bytes.
 
-A test's pool has a few hundred pages, an engine's a hundred gigabytes. The pages that are read here lie at the end of a pool
-that nothing else touches, so on a CPU its memory is never filled.
+A test's pool has a few hundred pages, an engine's a hundred gigabytes. Here the used pages lie at the end of such a large pool.
+Nothing touches its other pages, so on a CPU they take no memory.
 """
 
 from collections.abc import Iterator

@@ -73,7 +73,7 @@ def _beside(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict
 def _again(
     chosen: int | None, interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]
 ) -> Iterator[Configuration]:
-    """Yield cases that together contain the pairs and triples of judged values that no judged case contains.
+    """Yield cases that together contain each pair and triple of judged values that no judged case contains so far.
 
     Args:
         chosen: most axes of a case that may differ from the default; None: all.

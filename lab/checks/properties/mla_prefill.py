@@ -214,12 +214,12 @@ def _workspaces(run: CaseRun, call: GivenCall) -> None:
 
 
 def _kept(result: Result) -> Result:
-    """Return a copy of a result, which later calls cannot change."""
+    """Return the result with a copy of its output, which later calls cannot overwrite."""
     return result._replace(out=result.out.clone())
 
 
 def _with_lse(run: CaseRun, what: str, call: GivenCall, **changes: Any) -> Result | None:
-    """Make a call that returns output and LSE. Return None if it is refused or fails, or if the LSE is missing."""
+    """Make a call that returns output and LSE. Return None if the call is refused or fails, or returns no LSE."""
     result = run.vary(what, call, return_lse=True, **changes)
     if result is not None and result.lse is None:
         run.wrong(f"{what}: return_lse=True returned no LSE")

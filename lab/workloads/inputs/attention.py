@@ -103,7 +103,7 @@ class AttentionInputs:
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def arguments(self) -> dict[str, Any]:
-        """Return FlashInfer's keyword arguments. Arguments at their default are left out."""
+        """Return the keyword arguments of the call by FlashInfer's names. Arguments at their default are left out."""
         case = self.case
         arguments: dict[str, Any] = {
             "query": self.query,

@@ -51,7 +51,7 @@ class DraftListsCase:
 
     @property
     def longest_row(self) -> int:
-        """Return the number of columns that the longest draft reads."""
+        """Return the number of columns of ``req_to_token`` that the longest draft reads."""
         shape = {"num_steps": self.num_steps, "topk": self.topk, "page_size": self.page_size}
         tokens = max((draft_start(n, self.topk - 1, **shape) + self.num_steps for n in self.lens), default=0)
         return -(-tokens // self.entry_page_size)
@@ -98,9 +98,7 @@ class DraftLists:
             self.arguments["v2p"] = self._page_map(table, generator)
 
     def wrongs(self, write: Writer) -> list[str]:
-        """Run `write`. Return a sentence for each input that it changed, and for each output that differs from the
-        reference.
-        """
+        """Run `write`. Return a sentence for each input that it changed and each output that differs from the reference."""
         for whole in self._outputs.values():
             whole.fill_(POISON)
         inputs = {name: value.clone() for name, value in self._inputs().items()}

@@ -20,7 +20,7 @@ def as_stored(values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 
 def stored_kv(dtype: torch.dtype, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-    """Return a request's K and V as a cache stores them. An NVFP4 cache adds the scale factors of both."""
+    """Return a request's K and V as a cache stores them. For an NVFP4 cache, return the scale factors of K and of V too."""
     if dtype != NVFP4:
         return as_stored(keys, E4M3_K_SCALE, dtype), as_stored(values, E4M3_V_SCALE, dtype)
     (k, k_factors), (v, v_factors) = quantize_nvfp4(keys, E4M3_K_SCALE), quantize_nvfp4(values, E4M3_V_SCALE)

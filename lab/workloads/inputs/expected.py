@@ -26,7 +26,7 @@ class LateTruth:
         return getattr(self.made(), name)
 
     def made(self) -> Truth:
-        """Return the truth.
+        """Compute the expected results, and return them as a `Truth`.
 
         Raises:
             ChangedBindingsError: one of the tensors was written to.
@@ -42,9 +42,7 @@ def made(truth: Truth) -> Truth:
 
 
 def truth_of_requests(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_lens: list[int], rules: Rules) -> Truth:
-    """Return what `lab.references.truth.truth_of_requests` returns for these arguments, but computed later, as a
-    `LateTruth`.
-    """
+    """Return what `lab.references.truth.truth_of_requests` returns, but as a `LateTruth`, which computes it later."""
     own = query.clone()  # the kernel gets the original
     late = LateTruth(
         lambda: truth.truth_of_requests(own, histories, q_lens, rules),

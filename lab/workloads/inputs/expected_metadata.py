@@ -30,8 +30,8 @@ from lab.references.forward_metadata import (
 
 
 def wrong_shard(batch: ForwardBatch, pool: KVPool, shard: ZigzagShard, num_ranks: int, rank: int) -> str:
-    """Return a sentence about the first error in the rows and metadata of one rank, among which context parallelism divides an
-    extend; empty if there is none.
+    """Return a sentence about the first error in one rank's rows and metadata, when context parallelism divides an extend among
+    ranks; empty if there is none.
     """
     rows, expected = zigzag_forward_metadata(batch, pool, num_ranks, rank)
     widest = max(len(zigzag_forward_metadata(batch, pool, num_ranks, each)[0]) for each in range(num_ranks))
@@ -134,8 +134,8 @@ def wrong_eager_metadata(
 
 
 def wrong_dead_cells(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata) -> str:
-    """Return a sentence about the first cell after a request's pages that is not 0, the page called the sink; empty if there is
-    none.
+    """Return a sentence about the first cell of a page table, after a request's pages, that does not name page 0, the sink;
+    empty if there is none.
     """
     expected = forward_metadata(batch, pool)
     for name, rows in (("page_table", expected.page_table), ("swa_page_table", expected.swa_page_table or [])):

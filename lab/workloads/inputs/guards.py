@@ -14,7 +14,9 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def embedded(vector: Tensor, value: float) -> Tensor:
-    """Copy a vector into the middle of a larger one that is filled with `value`. Its address is not a multiple of 16 bytes."""
+    """Copy a vector into the middle of a larger one that is filled with `value`. The copy's address is not a multiple of 16
+    bytes.
+    """
     how: dict[str, Any] = {"dtype": vector.dtype, "device": vector.device, "filling": value}
     _, part = surrounded(len(vector), before=AROUND, after=AROUND, **how)
     return part.copy_(vector)
@@ -23,7 +25,8 @@ def embedded(vector: Tensor, value: float) -> Tensor:
 def surrounded(
     *shape: int, dtype: torch.dtype, device: torch.device | str, filling: float, before: int = 8, after: int = 8
 ) -> tuple[Tensor, Tensor]:
-    """Return a filled tensor inside a larger one. Each row has `before` cells before it and `after` cells after it.
+    """Return a filled tensor inside a larger one. Each row has `before` cells before it and `after` cells after it. With two
+    dimensions, one row more lies before the first row and one after the last.
 
     Returns:
         (the whole memory, the part that is an argument).

@@ -62,7 +62,9 @@ class RaggedInputs:
         return replace(self, parts=parts, causal=causal)
 
     def arguments(self, with_padding: bool = True) -> dict[str, Any]:
-        """Return FlashInfer's keyword arguments, with padding after the last request."""
+        """Return the keyword arguments of the call by FlashInfer's names. With `with_padding`, rows and keys of padding follow
+        the last request.
+        """
         device, q_lens, kv_lens = self.query.device, self.q_lens, self.kv_lens
         sides = (self.query, *(joined(each) for each in zip(*self.parts, strict=True)))
         query, key, value = (padded(side) if with_padding and len(side) else side for side in sides)

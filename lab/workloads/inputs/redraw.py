@@ -141,7 +141,9 @@ class PassRedraw:
 
     @functools.cached_property
     def _slots(self) -> tuple[Tensor, Tensor | None]:
-        """Return the slots of all tokens in the cache, and their indices among the drawn tokens; None: all drawn tokens."""
+        """Return the slots of all tokens in the cache, and the indices of these tokens among the drawn tokens; None: all of
+        them.
+        """
         forward, case = self.forward, self.forward.case
         rows = forward.batch.req_pool_indices[: len(case.q_lens)].tolist()
         slots, tokens, first = [], [], 0

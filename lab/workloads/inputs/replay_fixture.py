@@ -272,7 +272,7 @@ class ReplayFixture:
 
 
 class MHAReplayFixture(ReplayFixture):
-    """A layer of the MHA backend: grouped-query attention, with or without a sliding window."""
+    """A fixture for the MHA backend, whose layer has grouped-query attention, with or without a sliding window."""
 
     case: GraphCase
     layer: AttentionLayer
@@ -326,7 +326,7 @@ class MHAReplayFixture(ReplayFixture):
 
 
 class MLAReplayFixture(ReplayFixture):
-    """A layer of the MLA backend: latent entries in place of K and V."""
+    """A fixture for the MLA backend, whose cache has latent entries in place of K and V."""
 
     case: MLAGraphCase
     layer: MLALayer

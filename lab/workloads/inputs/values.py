@@ -74,7 +74,7 @@ def _needles(drawn: _Drawn) -> _Drawn:
 
 
 def _counted(drawn: _Drawn) -> _Drawn:
-    """Encode a key's position in its value: one half encodes position // half, the other position % half.
+    """Encode a key's position in its value: one half of the elements encodes position // half, the other position % half.
 
     Heads differ in the size of their values.
     """
@@ -117,7 +117,8 @@ def _tall(drawn: _Drawn) -> _Drawn:
 def _overshadowed(drawn: _Drawn, logit: float = 20.0) -> _Drawn:
     """Make key 0's logit large by its last coordinate, which MLA's values do not include. All other logits are 0.
 
-    MLA without a rotary part includes it in the values. It would then dominate the output, and its rounding the error.
+    In MLA without a rotary part, the values include this coordinate. It would then dominate the output, and its rounding would
+    dominate the error.
     """
     query, keys, values = torch.zeros_like(drawn.query), drawn.keys.clone(), drawn.values.clone()
     product = logit / drawn.case.softmax_scale
