@@ -1,7 +1,7 @@
 """FlashInfer's four calls as data, the checks of their arguments, and the attention problems that they define.
 
 References and kernels share this package. It imports only torch and reads nothing from a GPU. Contents of tensors are checked
-only on request (`check_values`, `check_ragged_values`, `refuse_nan`).
+for calls on CPU tensors, and else only on request (`check_values`, `check_ragged_values`, `refuse_nan`).
 """
 
 from lab.calls.context import ContextCall

@@ -67,7 +67,7 @@ def _unmodelled(call_type: type[Any]) -> tuple[tuple[str, Any], ...]:
 
 
 def check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype] = ()) -> torch.Tensor:
-    """Return the value. Raise TypeError unless it is a tensor with one of the dtypes; no dtypes allow any dtype."""
+    """Return the value. Raise TypeError unless it is a tensor with one of the dtypes. An empty list allows every dtype."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     if dtypes and value.dtype not in dtypes:

@@ -94,7 +94,8 @@ class MLADecodeCall:
     return_lse_base: str | None = None
 
     def problem(self) -> PagedAttention:
-        """Check the arguments and return the problem that they define. Its LSE is in base 2; `returned` converts its results.
+        """Check the arguments and return the attention problem that they define. The problem's LSE is in base 2, and its
+        results have one row per query row; `returned` gives them the caller's shapes.
 
         Raises:
             TypeError: an argument has the wrong type or dtype.
@@ -135,11 +136,12 @@ class MLADecodeCall:
         return problem
 
     def returned(self, out: torch.Tensor, lse: torch.Tensor | None) -> Any:
-        """Return the call's result in the shapes that the caller expects.
+        """Return the results of the problem in the shapes that the call returns: the output, or (output, LSE) with
+        `return_lse`.
 
         Args:
             out: [num_rows, num_qo_heads, kv_lora_rank], as `problem().results()` returned it.
-            lse: [num_rows, num_qo_heads] in the base that the call names, or None.
+            lse: [num_rows, num_qo_heads] already converted to `return_lse_base`, or None.
         """
         given_shape = self.out if self.out is not None else out.view(*self.query.shape[:-1], self.kv_lora_rank)
         return (given_shape, lse if self.lse is None else self.lse) if self.return_lse else given_shape

@@ -1,4 +1,6 @@
-"""Define the problem of a decode or context call over a paged K/V cache."""
+"""Check the arguments that FlashInfer's decode and context calls share, and make the attention problem over a paged K/V
+cache.
+"""
 
 from typing import Any
 

@@ -241,7 +241,8 @@ class RaggedContextCall:
 
 
 def check_ragged_values(problem: RaggedAttention) -> None:
-    """Check the contents of lengths and offsets. Like `check_values`, it is called only on request.
+    """Check the contents of lengths and offsets. As with `check_values`, a call on CPU tensors makes this check, and a call on
+    a GPU does not.
 
     Raises:
         ValueError: offsets do not start at 0, decrease or exceed the tokens, or lengths differ from the offsets or exceed the

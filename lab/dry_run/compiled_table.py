@@ -288,7 +288,7 @@ def _section(
     columns: tuple[str, ...],
     item: Callable[[Shape], str],
 ) -> list[str]:
-    """Return a heading and a table with one line per key. A cell lists all items with the same verdict."""
+    """Return a heading and a table with one line per value of `key`. A cell lists all items with the same verdict."""
     heads = (*columns, "compiles", "shared memory", "does not compile", "compiles, and the lab declines it")
     lines = [f"## {title}", "", f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     gathered: dict[tuple[Any, ...], list[JudgedShape]] = {}

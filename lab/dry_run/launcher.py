@@ -20,7 +20,7 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class Gpu:
-    """The GPU whose facts the fake CUDA reports.
+    """A GPU with the properties that the fake CUDA reports.
 
     Attributes:
         name: common name.

@@ -1,4 +1,4 @@
-"""Forward passes on an absent GPU: the kernel of each call with its launch and its least time, or the refusal.
+"""Forward passes on an absent GPU: for each attention call the kernel, its launch and the least possible time, or the refusal.
 
 A pass has the same lengths, pool, metadata and arguments as in `lab bench` and in the judge. Its tensors are never written, so
 that a pool of gigabytes takes no memory.

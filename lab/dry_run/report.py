@@ -1,4 +1,4 @@
-"""The report of `lab dry-run`: kernel, grid, bytes and floor of each pass on an absent GPU, or the refusal."""
+"""The report of `lab dry-run`: kernel, grid, bytes and least possible time of each pass on an absent GPU, or the refusal."""
 
 import re
 from collections.abc import Callable, Mapping

@@ -1,6 +1,6 @@
-"""The forward modes: the kinds of forward pass that a serving engine runs, each with a row of facts.
+"""The forward modes: the kinds of forward pass that a serving engine runs, with the facts that distinguish them.
 
-Code that builds a batch, its metadata or its call reads the row: `ForwardMode.query_rows`, `uncounted`, `mha_call`,
+Code that builds a batch, its metadata or its call reads these facts: `ForwardMode.query_rows`, `uncounted`, `mha_call`,
 `mla_call`, `in_graph`. It does not compare the mode with a list of names.
 """
 
@@ -44,7 +44,7 @@ _Rows, _Uncounted, _Call = QueryRows, UncountedTokens, AttentionCall
 
 
 class ForwardMode(IntEnum):
-    """SGLang's forward modes, numbered as in 0.5.13, each with its row of facts.
+    """SGLang's forward modes, numbered as in 0.5.13. Each has the facts from which a pass's batch, metadata and call are built.
 
     0.5.13 is the last release with the first draft extend (``DRAFT_EXTEND``), so its modes cover every version.
     Later releases dropped that member, and the values after it moved down by one: compare members, never integers.

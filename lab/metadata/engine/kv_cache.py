@@ -15,7 +15,9 @@ def saturated_e4m3(values: Tensor) -> Tensor:
 
 
 class KVLayout(str, NamedEnum):
-    """Order of the axes inside a page: N tokens, H heads, D head_dim."""
+    """The order of the axes inside a page of a cache, as FlashInfer's `kv_layout`. N stands for tokens, H for heads, D for
+    head_dim.
+    """
 
     NHD = "NHD"
     HND = "HND"
@@ -254,7 +256,7 @@ def _write_rows(pages: Tensor, slots: Tensor, rows: Tensor) -> None:
 
 
 def _with_canonical_strides(view: Tensor) -> Tensor:
-    """Return the view with the stride that an axis of size 1 would have if it were larger.
+    """Return the view with the usual stride in an axis of size 1: the stride that the axis would have if it were larger.
 
     A permuted single-head cache has stride(1) == stride(2), harmless in torch but refused by the checks of a TMA
     descriptor (FlashInfer issue 2232). SGLang 0.5.23 repairs exactly these equal strides.

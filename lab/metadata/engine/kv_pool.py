@@ -187,7 +187,7 @@ class KVPool:
         return self.req_to_token[req_pool_index, start:end].to(torch.int64)
 
     def pages(self, slots: Tensor) -> Tensor:
-        """Return the page of each slot in the caches of the full pool, int32, in the shape of `slots`.
+        """Return, for each slot, its page in the caches of the full pool, int32, in the shape of `slots`.
 
         Slot -1 is in page -1. With virtual pages, slot -1 is in page 0, the sink, and so is every slot whose virtual page has
         no page of the caches.
@@ -196,8 +196,8 @@ class KVPool:
         return (pages if self.v2p is None else self._physical(pages)).to(torch.int32)
 
     def physical_slots(self, slots: Tensor) -> Tensor:
-        """Return the index of each slot in the caches of the full pool, int64, same shape. Without virtual pages the index is
-        the slot itself.
+        """Return, for each slot, its index in the caches of the full pool, int64, same shape. Without virtual pages the index
+        is the slot itself.
         """
         if self.v2p is None:
             return slots
@@ -205,8 +205,8 @@ class KVPool:
         return self._physical(slots // self.page_size) * self.page_size + offsets
 
     def swa_slots(self, full_slots: Tensor) -> Tensor:
-        """Return the slot in the sliding-window pool for each slot, int64, same shape: 0, in the sink, if there is none. Slot
-        -1 stays -1.
+        """Return, for each slot of the full pool, the slot of the same token in the sliding-window pool, int64, same shape. It
+        is 0, in the sink, if there is none. Slot -1 stays -1.
 
         Raises:
             ValueError: the pool was made without ``swa_num_pages``.

@@ -155,7 +155,8 @@ def uncounted_tokens(batch: ForwardBatch, attention: DraftAttention = DraftAtten
 
 
 def pad_requests(batch: ForwardBatch, batch_size: int) -> ForwardBatch:
-    """Append padding requests to a batch. They have the reserved row, `PADDED_SEQ_LEN` tokens, and slots in the sink.
+    """Append padding requests to a batch. A padding request has row 0 of the request table, `PADDED_SEQ_LEN` tokens, and slot 0
+    for its new tokens.
 
     SGLang 0.5.23 does so for data parallelism (`ForwardBatch.prepare_mlp_sync_batch`), at times after it has built metadata.
 

@@ -131,11 +131,11 @@ def prepare_zigzag(
     out: Tensor,
     **settings: Any,
 ) -> Callable[[], Tensor]:
-    """Prepare one layer's attention with the call of each shard. One device makes the calls of all ranks in turn.
+    """Prepare one layer's attention with one call per rank. One device makes the calls of all ranks in turn.
 
     Args:
         implementation, batch, layer, query, cache, out: as in `prepare_attention`, for the whole batch.
-        shards: the shards of the ranks. Rows of `out` that no shard has are not written.
+        shards: the part of each rank (`zigzag_shard`). Rows of `out` that belong to no rank are not written.
         settings: further arguments of `prepare_attention`, without the plan.
     """
     ranks = []

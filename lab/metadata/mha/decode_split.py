@@ -23,9 +23,10 @@ DECODE = AttentionCall.DECODE.value
 
 
 class DecodeSplit:
-    """An implementation that divides each decode call of another implementation by length, from shortest to longest.
+    """Replace each decode call of an implementation by several calls of the same implementation, over requests sorted by
+    length, the shortest first.
 
-    All other functions are those of the other implementation. A divided call needs an `out` and returns no LSE. A call with
+    All other functions are the implementation's own. A divided call needs an `out` and returns no LSE. A call with
     `cum_seq_lens_q` or with one request is not divided. A ready call reads the lengths on the device each time it is made, so
     that a CUDA graph may capture it.
 

@@ -58,7 +58,9 @@ class DecodeContextParallel:
         return max((most - self.rank + self.size - 1) // self.size, 1)
 
     def page_size(self, pool: KVPool) -> int:
-        """Return the number of tokens in a GPU's page. Raises ValueError if the pool is not widened for the group."""
+        """Return the number of tokens in one GPU's page: the pool's page size divided by the size of the group. Raises
+        ValueError if the division has a remainder.
+        """
         if pool.page_size % self.size:
             raise ValueError(
                 f"page_size={pool.page_size} is no multiple of the {self.size} GPUs: widen the pool's pages by their number"

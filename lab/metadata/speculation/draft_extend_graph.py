@@ -223,9 +223,9 @@ class DraftExtendGraph:
         self.runner = GraphRunner(backend, mode, pool, batch_sizes, body, place)
 
     def can_run(self, batch: ForwardBatch) -> bool:
-        """Return True if a graph can run this pass: it has the captured width and fits a captured size.
+        """Return True if a graph can run this batch: it has the captured number of rows per request and fits a captured size.
 
-        A batch without a width (-1 here, 0 in SGLang) can run if it has the captured number of rows.
+        A batch whose `num_tokens_per_req` is not set (-1 here, 0 in SGLang) can run if it has the captured number of rows.
         """
         bs, sizes = batch.batch_size, self.runner.captured
         stated = -1 if batch.spec_info is None else batch.spec_info.num_tokens_per_req
