@@ -1,1 +1,3 @@
-"""Explain the verdicts of a run: features of cases and calls, rules over features, and the diagnosis."""
+"""Explain a run's verdicts: features (properties) of cases and calls, rules that say where results are wrong,
+and the diagnosis.
+"""

@@ -1,7 +1,8 @@
-"""The features of a batch and of its requests, for cases and for calls, and features in the form that rules compare.
+"""Read the features of a batch and of its requests, such as lengths, pages and windows.
 
-The table of a subject's texts precedes the function that reads its features. A feature's cost ranks it for a reader: arguments
-that a caller passes are cheapest, then parameters of a case, then facts about earlier calls.
+A feature is a named property of a case, a call or a request; rules over features say where results are wrong. Each table has
+the texts of some features, and precedes the function that reads their values. The cost of a feature ranks it for a reader:
+arguments that a caller passes are cheapest, then parameters of a case, then facts about earlier calls.
 """
 
 from collections.abc import Iterable, Sequence
@@ -45,7 +46,7 @@ OF_REQUEST: dict[str, Feature] = {
 
 
 def _read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: int, window_left: int) -> Read:
-    """Return the features of one request of a batch."""
+    """Return the features of one request: its lengths, its pages, its place in the batch, and what its window hides."""
     kv_len = kv_lens[request]
     last_seen = first_seen = (
         0  # the first key in the window of the last row, and of the first; 0 or less: none is hidden
@@ -94,7 +95,7 @@ OF_BATCH: dict[str, Feature] = {
 
 
 def _read_batch(kv_lens: Sequence[int], q_lens: Sequence[int], page_size: int, window_left: int) -> Read:
-    """Return the features of a batch's lengths, and of its window."""
+    """Return the features of a whole batch: page size, window, numbers of requests and rows, and unequal or empty requests."""
     return {
         "page_size": page_size,
         "has_window": window_left >= 0,
@@ -112,12 +113,12 @@ def _read_batch(kv_lens: Sequence[int], q_lens: Sequence[int], page_size: int, w
 
 @dataclass(frozen=True)
 class CallFeatures:
-    """The features of one call.
+    """The features (named properties) of one call and of each of its requests.
 
     Attributes:
-        features: features of the call.
+        features: features of the whole call.
         of_requests: features of each request in the call.
-        q_lens: query rows of each request.
+        q_lens: number of query rows of each request.
     """
 
     features: Features = field(default_factory=dict, hash=False)
@@ -133,7 +134,7 @@ class CallFeatures:
         page_size: int = TILE,
         window_left: int = -1,
     ) -> "CallFeatures":
-        """Return shared features together with the features of a batch's lengths and of each request."""
+        """Return the features of a call: the shared ones, those of a batch with these lengths, and those of each request."""
         of_requests = tuple(
             kept(OF_REQUEST, _read_request(request, kv_lens, q_len, page_size, window_left))
             for request, q_len in zip(range(len(kv_lens)), q_lens, strict=True)
@@ -143,7 +144,9 @@ class CallFeatures:
 
 
 def of_any_request(shared: Features, of_requests: Iterable[Features]) -> dict[str, Value]:
-    """Return the features of a call together with its requests' features; for a number, the largest of the requests."""
+    """Return the features of a call and of its requests as one mapping. A condition is true if it is true for any request; a
+    number is the largest of all requests.
+    """
     found = dict(shared)
     for features in of_requests:
         for name, value in features.items():
@@ -152,7 +155,9 @@ def of_any_request(shared: Features, of_requests: Iterable[Features]) -> dict[st
 
 
 def kept(names: Iterable[str], read: Read) -> dict[str, Value]:
-    """Return the features that a subject has, in the form that rules compare, in the order of `names`."""
+    """Return those of the read values that are features in `names`, in the order of `names`. A dtype or an enum becomes its
+    name, a tensor becomes a bool, and values that are None or False are left out.
+    """
     plain = {name: _plain(read.get(name)) for name in names}
     return {name: value for name, value in plain.items() if value is not None and value is not False}
 

@@ -1,4 +1,4 @@
-"""The features of an attention call, which are read from its arguments and from the calls before it."""
+"""Read the features of an attention call from its arguments and from the earlier calls of its case."""
 
 import math
 import weakref
@@ -79,7 +79,9 @@ OF_CALL: dict[str, Feature] = {
 
 
 def _read_call(interface: Interface, arguments: Mapping[str, Any], problem: PagedAttention | RaggedAttention) -> Read:
-    """Return the features of a call that defines a problem."""
+    """Return the features of a call's arguments: dtypes, heads, scales, sinks, given buffers and gaps; of a paged call also
+    those of its pages.
+    """
     query, sinks, options = problem.query, problem.sinks, problem.features()
     (_, num_qo_heads, head_dim), num_kv_heads = query.shape, problem.num_kv_heads
     group = num_qo_heads // max(num_kv_heads, 1)
@@ -131,7 +133,7 @@ def _read_call(interface: Interface, arguments: Mapping[str, Any], problem: Page
 
 
 def _read_pages(interface: Interface, arguments: Mapping[str, Any], problem: PagedAttention) -> Read:
-    """Return the features of a call's cache, page table and mask."""
+    """Return the features of a paged call's cache (dtype, layout, gaps), page table and draft mask."""
     is_mla = interface is Interface.MLA_DECODE
     k_cache, table, mask = problem.k_cache, problem.k_block_tables, problem.mask
     num_pages, num_kv_heads, page_size, _ = k_cache.shape
@@ -164,7 +166,7 @@ def _lie_apart(pool: Tensor) -> bool:
 
 
 def _used_scratch(arguments: Mapping[str, Any], device: torch.device) -> bool:
-    """Return True if the workspace's scratch does not begin with zeros."""
+    """Return True if the first elements of the workspace's scratch are not all zero, as after an earlier call."""
     workspace = arguments.get("workspace_buffer")
     if workspace is None:
         return False
@@ -213,7 +215,7 @@ OF_EARLIER: dict[str, Feature] = {
 
 
 class CallLog:
-    """The attention calls of one case."""
+    """Remembers the attention calls of one case, so that a call can be compared with earlier ones."""
 
     def __init__(self) -> None:
         self._calls = 0
@@ -222,7 +224,9 @@ class CallLog:
         self._versions: dict[tuple[str, int], tuple[weakref.ref[Tensor], int]] = {}
 
     def read(self, arguments: Mapping[str, Any]) -> Read:
-        """Record a call, and return the features that follow from earlier calls."""
+        """Record a call, and return the features that compare it with earlier calls: which arguments differ from those of the
+        first call with these shapes, and which tensors were written since an earlier call.
+        """
         given = dict(arguments) | {"sinks": arguments.get("sinks", arguments.get("attention_sinks"))}
         now = {name: _comparable(given.get(name)) for name in REMEMBERED}
         if given.get("bmm1_scale_log2") is not None:
@@ -256,7 +260,9 @@ class CallLog:
 
 
 def _comparable(value: Any) -> Any:
-    """Return an argument's value; a number and a tensor with this number give the same value."""
+    """Return an argument's value as plain numbers, to compare it with another call's. A number and a tensor with only this
+    number give the same value.
+    """
     if isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1):
         return float(f"{float(value):.5g}")
     if isinstance(value, list | tuple):
@@ -265,9 +271,10 @@ def _comparable(value: Any) -> Any:
 
 
 def features_of_call(interface: Interface, arguments: Mapping[str, Any], log: CallLog) -> CallFeatures:
-    """Return the features of an attention call before it is made, and record the call. Lengths are read from the device.
+    """Return the features of an attention call that will be made, and record the call in `log`. Lengths are copied from the
+    device.
 
-    A call that `lab.calls` refuses has only features that follow from earlier calls.
+    If `lab.calls` refuses the arguments, only the features that compare the call with earlier ones are returned.
     """
     earlier = kept(OF_EARLIER, log.read(arguments))
     try:

@@ -39,7 +39,7 @@ EXPLAINED = 0.9  # of the wrong results of a kind lie in regions of a plainer on
 
 
 class CaseResult(NamedTuple):
-    """A result, and the verdict to which it belongs."""
+    """One compared result, with the verdict on the case to which it belongs."""
 
     verdict: CaseVerdict
     result: CheckedResult
@@ -47,11 +47,11 @@ class CaseResult(NamedTuple):
 
 @dataclass(frozen=True)
 class Region:
-    """A rule for where results are wrong, with its counts.
+    """A rule that says where results are wrong, and the numbers of results inside and outside of it.
 
     Attributes:
-        literals: the literals of the rule; empty if results are wrong everywhere.
-        held: the property for which the results were checked, a key of `HELD`.
+        literals: the tests of features that make up the rule and must all hold; empty if results are wrong everywhere.
+        held: what was compared in these results, such as "output" or "LSE", a key of `HELD`.
         wrong, results: numbers of wrong results and of all results inside the region.
         right_outside, outside: numbers of right results and of all results outside the region.
         smallest: the wrong result in the region with the smallest case.
@@ -67,7 +67,7 @@ class Region:
 
     @property
     def rule(self) -> str:
-        """Return the rule, such as "has_window and q_len >= 2"; "" if it is everywhere."""
+        """Return the rule as an expression, such as "has_window and q_len >= 2"; "" if results are wrong everywhere."""
         return " and ".join(map(str, self.literals))
 
     @property
@@ -81,14 +81,14 @@ class Region:
 
     @property
     def counts(self) -> str:
-        """Return the counts in words."""
+        """Return words that count the wrong results inside the region and the right results outside."""
         where = f" with {self.rule}" if self.literals else ""
         inside = f"{_within(HELD[self.held])} in {self.wrong:,} of {self.results:,} results{where}"
         outside = f", right in {self.right_outside:,} of {self.outside:,} other results"
         return inside + (outside if self.outside else "")
 
     def as_record(self) -> dict[str, Any]:
-        """Return the region as JSON data."""
+        """Return the region as JSON data: the rule, its words and features, `held`, and the four numbers of results."""
         features = [literal.feature for literal in self.literals]
         record = {"rule": self.rule, "words": self.words, "held": self.held, "features": features}
         return record | {name: getattr(self, name) for name in ("wrong", "results", "right_outside", "outside")}
@@ -130,7 +130,8 @@ class Diagnosis:
 
 
 def diagnose(verdicts: Sequence[CaseVerdict], *, is_whole: bool = True) -> Diagnosis:
-    """Return the diagnosis of some verdicts. KNOWN and declined verdicts are ignored.
+    """Return the diagnosis of a run's verdicts. KNOWN and declined verdicts are only counted. If one is dishonest, no other is
+    used.
 
     Args:
         verdicts: the verdicts of a run.
@@ -156,7 +157,7 @@ def diagnose(verdicts: Sequence[CaseVerdict], *, is_whole: bool = True) -> Diagn
 
 
 def _answer(verdicts: Sequence[CaseVerdict], judged: Sequence[CaseVerdict], is_wrong: bool) -> str:
-    """Return a sentence that says whether the implementation is right, and how many cases were judged."""
+    """Return the first sentence of the diagnosis, such as "Wrong: 3 of 20 cases." It also counts declined and known cases."""
     of = Counter(verdict.outcome for verdict in verdicts)
     known, declined = of[Outcome.KNOWN], of[Outcome.DECLINED]
     cases = counted(len(judged), "case")
@@ -172,7 +173,9 @@ def _answer(verdicts: Sequence[CaseVerdict], judged: Sequence[CaseVerdict], is_w
 
 
 def _results_of(verdict: CaseVerdict) -> tuple[CheckedResult, ...]:
-    """Return a verdict's results. For a crash, or a verdict that was read from a file, return one result made from the case."""
+    """Return the compared results of a verdict. A crash, or a verdict that was read from a file, has none: return one result
+    with the features of the case.
+    """
     if verdict.judged.results:
         return verdict.judged.results
     held = "return" if verdict.outcome is Outcome.FAILED else "output"
@@ -180,19 +183,20 @@ def _results_of(verdict: CaseVerdict) -> tuple[CheckedResult, ...]:
 
 
 def _features_of(verdict: CaseVerdict) -> dict[str, Value]:
-    """Return the features of a verdict's case as a whole."""
+    """Return the features of a verdict's case and of its requests as one mapping, without a request's place in the batch."""
     found = features_of_case(verdict.case)
     whole = of_any_request(found.features, found.of_requests)
     return {name: value for name, value in whole.items() if name not in PLACES}
 
 
 class _Units(NamedTuple):
-    """The units among which rules are searched: requests of results, or results if requests are not distinguished.
+    """The units that rules separate. A unit is one request of a result, or a whole result whose requests were not compared one
+    by one.
 
     Attributes:
         results: the results to which the units belong.
         features, wrong: features of each unit, and whether it is wrong.
-        result_of, case_of: numbers of each unit's result and case.
+        result_of, case_of: for each unit, the index of its result in `results`, and the number of its case.
     """
 
     results: list[CaseResult]
@@ -202,19 +206,22 @@ class _Units(NamedTuple):
     case_of: list[int]
 
     def with_rule(self, rule: Rule) -> Bits:
-        """Return which units meet a rule."""
+        """Return, for each unit, whether all literals (tests of features) of a rule hold in it: bool [units]."""
         found = np.ones(len(self.features), dtype=bool)
         for literal in rule:
             found &= literal.holds(self.features)
         return found
 
     def results_with(self, units: Bits) -> Bits:
-        """Return which results have at least one of these units."""
+        """Return, for each result, whether at least one of the given units belongs to it: bool [results]."""
         return np.bincount(self.result_of[units], minlength=len(self.results)) > 0
 
 
 def _units(results: Sequence[CaseResult], held: str) -> _Units:
-    """Return the units of the results that were checked for a property."""
+    """Return the units of the results in which `held`, a key of `HELD` such as "output", was compared.
+
+    Some kinds of errors are recorded only where they occur. For these kinds, results of other kinds stand for the right ones.
+    """
     is_alone = held in WITHOUT_RIGHT_ONES
     kinds = {held, *STAND_INS} if is_alone else {held}
     chosen = [each for each in results if each.result.held in kinds]
@@ -241,7 +248,11 @@ def _units(results: Sequence[CaseResult], held: str) -> _Units:
 
 
 def _follows_from(units: _Units, held: str, regions: Sequence[Region], results: Sequence[CaseResult]) -> bool:
-    """Return True if the wrong units lie where a more basic property is wrong. Most wrong LSEs must have a wrong output too."""
+    """Return True if wrong results of one kind are a consequence of others: nearly all lie in regions of kinds that come first
+    in `HELD`.
+
+    Wrong LSEs follow from wrong outputs only if most of them belong to a call whose output is wrong.
+    """
     if held in FOLLOWS_FROM_NOTHING:
         return False
     if held == "LSE":
@@ -258,9 +269,9 @@ def _follows_from(units: _Units, held: str, regions: Sequence[Region], results: 
 
 
 def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
-    """Return the regions of one property, and how many wrong results lie outside all of them.
+    """Return the regions of wrong results of one kind (`held`), and the number of wrong results outside all of them.
 
-    The counts are results, not requests.
+    A region counts results, although its rule is found among requests.
     """
     wrong = units.results_with(units.wrong)
     found: list[Region] = []
@@ -285,7 +296,9 @@ def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
 
 
 def _smallest(wrong: Sequence[CaseResult]) -> CaseResult:
-    """Return the wrong result with the smallest rows x keys x heads. Results with a wrong vector are preferred."""
+    """Return the wrong result with the smallest product of rows, keys and heads. Results that show a wrong
+    vector are preferred.
+    """
 
     def size(each: CaseResult) -> tuple[bool, int]:
         numbers = [each.result.features.get(name, 1) for name in ("rows_of_batch", "longest_kv_len", "num_qo_heads")]
@@ -299,8 +312,8 @@ def _broken(regions: Sequence[Region], unexplained: int, is_whole: bool) -> str:
     wrong results.
 
     Args:
-        regions: the regions; those of the most basic property come first.
-        unexplained: number of wrong results outside the regions of their property.
+        regions: the regions of wrong results, causes before consequences.
+        unexplained: number of wrong results outside the regions of their kind.
         is_whole: True if no case was left out.
     """
     first, *later = regions
@@ -318,12 +331,14 @@ def _broken(regions: Sequence[Region], unexplained: int, is_whole: bool) -> str:
 
 
 def _within(sentence: str) -> str:
-    """Return the beginning of a sentence in the form for use inside another sentence."""
+    """Return the beginning of a sentence in lower case, for use inside another sentence."""
     return sentence[0].lower() + sentence[1:]
 
 
 def _follows(verdicts: Sequence[CaseVerdict]) -> tuple[str, ...]:
-    """Return the checks of each function whose wrong cases are all wrong already in their plain call."""
+    """Return, for each function, a sentence with the checks that add nothing: in each of their wrong cases the first call is
+    wrong already, and this is the plain call (the call without the check's changes).
+    """
     firsts: dict[tuple[str, str], list[bool]] = {}
     for verdict in verdicts:
         if verdict.outcome is not Outcome.RIGHT and (results := verdict.judged.results):
@@ -340,5 +355,5 @@ def _follows(verdicts: Sequence[CaseVerdict]) -> tuple[str, ...]:
 
 
 def _place(key: str) -> tuple[str, int]:
-    """Return a key's place in the catalogue."""
+    """Return a key that sorts checks: "K4" gives ("K", 4)."""
     return key[0], int(key[1:])

@@ -1,8 +1,8 @@
-"""The shortest rules over features that separate wrong results from right ones.
+"""Find the shortest rules over features (named properties) that separate wrong results from right ones.
 
 A rule is a conjunction of at most three literals, such as `has_window and q_len >= 2`. The best rule describes the results in
 the fewest bits: the bits of its literals, plus the bits that say which results are wrong inside and outside the rule. Rules are
-added while they save bits, so that several bugs get several rules.
+added while they save bits, so that several bugs get several rules. A unit is one request of a result, or a whole result.
 """
 
 import math
@@ -51,7 +51,7 @@ class Literal:
         return feature_named(self.feature).phrase(self.operator, self.value)
 
     def holds(self, units: Sequence[Features]) -> Bits:
-        """Return which units meet the literal."""
+        """Return, for each unit, whether the literal is true of its features: bool [units]."""
         column = feature_named(self.feature).column([features.get(self.feature) for features in units])
         return OPERATORS[self.operator](column, self.value)
 
@@ -64,7 +64,7 @@ def find_rules(units: Sequence[Features], wrong: Bits, cases: Sequence[int]) -> 
     """Return the rules that separate wrong units from right ones, the most informative rule first.
 
     Args:
-        units: the features of each unit.
+        units: the features of each unit (one request of a result, or a whole result).
         wrong: bool [len(units)], at least one true.
         cases: the number of the case to which each unit belongs.
 
@@ -81,10 +81,10 @@ def find_rules(units: Sequence[Features], wrong: Bits, cases: Sequence[int]) -> 
 
 
 def sampled(wrong: Bits, cases: Sequence[int]) -> tuple[Bits, Bits]:
-    """Return the numbers of the units among which rules are searched, and the units' weights. Of very many units only a part is
-    used.
+    """Return the indices of the units among which rules are searched, and the weights of these units.
 
-    A case of n units weighs sqrt(n + 8), since its units depend on each other.
+    Of many wrong or many right units, only one in every few is used. The n units of a case weigh sqrt(n + 8) together, because
+    they depend on each other.
     """
     sizes = np.bincount(np.array(cases, dtype=int))[np.array(cases, dtype=int)]
     weights = np.sqrt(sizes + 8) / sizes
@@ -98,8 +98,8 @@ def sampled(wrong: Bits, cases: Sequence[int]) -> tuple[Bits, Bits]:
 
 
 class _Search:
-    """A search for rules. Units with the same literals are joined; `bad` and `good` are the weights of their wrong and right
-    units.
+    """A search for rules. Units in which the same literals hold form one group; `bad` and `good` are the weights of the wrong
+    and of the right units in each group.
     """
 
     def __init__(self, units: Sequence[Features], wrong: Bits, weights: Bits) -> None:
@@ -110,7 +110,9 @@ class _Search:
         self.good = np.bincount(where.ravel(), weights=weights * ~wrong, minlength=len(first))
 
     def rules(self) -> list[Chosen]:
-        """Return the rules, with the most informative rule first."""
+        """Return the rules as indices of literals, the most informative first. No rule, or an empty one, means that results are
+        wrong everywhere.
+        """
         sure, all_bad, total = self._sure(), self.bad.sum(), (self.bad + self.good).sum()
         if all_bad > EVERYWHERE * total:
             return [sure]
@@ -130,7 +132,7 @@ class _Search:
         return found
 
     def _inside(self, rules: Sequence[Chosen]) -> Bits:
-        """Return the units in which at least one of the rules holds."""
+        """Return, for each group of units, whether at least one of the rules holds in it."""
         inside = np.zeros(len(self.bad), dtype=bool)
         for chosen in rules:
             inside |= self.holds[list(chosen)].all(axis=0)
@@ -157,12 +159,14 @@ class _Search:
         return rules
 
     def _purity(self, chosen: Chosen, left: Bits) -> float:
-        """Return the share of wrong units among the remaining units inside a rule."""
+        """Return the share of wrong units, by weight, among the units inside a rule that earlier rules left over (`left`)."""
         inside = left & self._inside([chosen])
         return float(self.bad[inside].sum() / max((self.bad + self.good)[inside].sum(), 1e-9))
 
     def _pruned(self, chosen: Chosen, left: Bits) -> Chosen:
-        """Remove negative literals from a rule if it stays nearly as pure: not every result with the bug is wrong."""
+        """Remove "is not" and "!=" literals from a rule if the share of wrong units stays high without them. They may only
+        exclude results that are right by chance.
+        """
         for number in chosen:
             rest = tuple(each for each in chosen if each != number)
             if rest and self.literals[number].operator in ("is not", "!=") and self._purity(rest, left) >= PURE:
@@ -170,8 +174,8 @@ class _Search:
         return chosen
 
     def _sure(self) -> Chosen:
-        """Return a condition that all wrong results share and that right results lack more often than by chance, if there is
-        one.
+        """Return the rule of one condition that holds for all wrong results, and is missing in more right results than chance
+        explains; () if there is none.
         """
         is_condition = np.array([literal.operator == "is" for literal in self.literals], dtype=bool)
         sure = self._covering(np.where(is_condition, self.costs, np.inf))
@@ -181,7 +185,9 @@ class _Search:
         return sure if digits >= SURE_DIGITS else ()
 
     def _covering(self, costs: Bits) -> Chosen:
-        """Return the cheapest literal that holds for all wrong results and for few right ones, if there is one."""
+        """Return the rule of the one cheapest literal that holds for all wrong results and for few right ones; () if there is
+        none.
+        """
         inside_bad, inside_good = self.holds @ self.bad, self.holds @ self.good
         fits = (inside_bad >= self.bad.sum() * (1 - 1e-9)) & (inside_bad >= PURE_ALONE * (inside_bad + inside_good))
         fits &= np.isfinite(costs)
@@ -189,7 +195,7 @@ class _Search:
 
 
 def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> Chosen:
-    """Return the literals of the rule that saves most bits; empty if no rule saves bits."""
+    """Return the rule of at most three literals that saves the most bits; () if no rule saves bits."""
     all_bad, all_good = bad.sum(), good.sum()
     whole = _bits(all_bad, all_good)
     if all_good == 0 or not len(holds):
@@ -197,7 +203,7 @@ def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> Chosen:
     table = holds.astype(np.float32)
 
     def saved(inside_bad: Bits, inside_good: Bits, cost: Bits) -> Bits:
-        """Return the bits that rules save; -inf for a rule whose units are not wrong more often than the units outside."""
+        """Return the bits that each rule saves; -inf for a rule whose units are not wrong more often than the units outside."""
         inside = _bits(inside_bad, inside_good) + _bits(all_bad - inside_bad, all_good - inside_good)
         worse = inside_bad * (all_good - inside_good) <= inside_good * (all_bad - inside_bad)
         return np.where(worse, -np.inf, whole - inside - cost)
@@ -230,7 +236,8 @@ def _bits(bad: Any, good: Any) -> Any:
 
 
 def _table(units: Sequence[Features]) -> tuple[list[Literal], Bits, Bits]:
-    """Return the literals that hold for some units but not for all, the units in which each holds, and their costs in bits.
+    """Return the literals that hold for some units but not for all, a bool array [literals, units] of where they hold, and
+    their costs in bits.
 
     If several literals hold for the same units, only the cheapest is kept.
     """

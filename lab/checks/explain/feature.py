@@ -1,4 +1,7 @@
-"""The three kinds of features: conditions, numbers and choices. A feature has a text, and tests that rules can use."""
+"""The three kinds of features: conditions, numbers and choices.
+
+A feature is a named property of a subject, which is a case, a call or a request. It has a text, and tests that rules can use.
+"""
 
 import math
 import re
@@ -31,7 +34,7 @@ _ALTERNATIVES = re.compile(r"\{([^}]*)\|([^}]*)\}")
 
 @dataclass(frozen=True)
 class Feature(ABC):
-    """One fact about a subject.
+    """A property of a subject: of a case, a call or a request.
 
     Attributes:
         text: words that can follow "wherever".
@@ -43,19 +46,19 @@ class Feature(ABC):
 
     @abstractmethod
     def phrase(self, operator: str, value: Value) -> str:
-        """Return a test of the feature in words."""
+        """Return the words of a test of the feature, which can follow "wherever"."""
 
     @abstractmethod
     def column(self, values: Sequence[Value | None]) -> Bits:
-        """Return values as an array. None becomes a value that meets no test."""
+        """Return the feature's values in several subjects as an array. None (no value) meets no test except "is not"."""
 
     @abstractmethod
     def tests(self, column: Bits) -> Iterator[Test]:
-        """Yield the tests that can separate the values of a column."""
+        """Yield the tests that can separate the values of a column, each as (operator, value, cost in bits)."""
 
 
 class Condition(Feature):
-    """A feature that is true or false. "{yes|no}" in its text has the words for true and for false."""
+    """A feature that is true or false. Its text has "{words if true|words if false}"."""
 
     def phrase(self, operator: str, value: Value) -> str:
         return _ALTERNATIVES.sub(lambda found: found[1 if operator == "is" else 2], self.text)
@@ -70,7 +73,7 @@ class Condition(Feature):
 
 @dataclass(frozen=True)
 class Number(Feature):
-    """A feature that is a number. Its text has "{}" in place of the number. `several` is the text for numbers of 2 or more."""
+    """A feature that is a number. Its text has "{}" in place of the number. `several` is the text of the test "2 or more"."""
 
     several: str = ""
 
@@ -94,7 +97,7 @@ class Number(Feature):
 
 @dataclass(frozen=True)
 class Choice(Feature):
-    """A feature whose value is a name. Its text is the subject of "wherever <text> is <name>"."""
+    """A feature whose value is a name. Its text is the subject of the sentence part "wherever <text> is <name>"."""
 
     is_negated: bool = True  # "is not" says something to a reader
 
@@ -113,7 +116,9 @@ class Choice(Feature):
 
 
 def _spread(steps: list[int]) -> list[int]:
-    """Return a few of many thresholds: the first after each power of two, where kernels change, and both ends."""
+    """Return a few of many sorted thresholds: the first and the last, and the first after each power of two,
+    where kernels change.
+    """
     if len(steps) <= MOST_THRESHOLDS:
         return steps
     edges = [0, 1, 2, *(2**power + 1 for power in range(1, 40))]

@@ -1,4 +1,4 @@
-"""The features of a case of any check, and the table of all features, which gives the text of a rule."""
+"""Read the features of a case of any check. The table of all features gives a rule its words."""
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -88,7 +88,8 @@ class UnknownFeatureError(LookupError):
 
 
 def feature_named(name: str) -> Feature:
-    """Return a feature by its name. "parameter=value" is the feature of a configuration whose parameter is not at its default.
+    """Return a feature by its name. The name "parameter=value" is a condition: a configuration's parameter has this value,
+    which is not its default.
 
     Raises:
         UnknownFeatureError: no feature has the name.
@@ -102,7 +103,7 @@ def feature_named(name: str) -> Feature:
 
 
 def features_of_case(case: Any) -> CallFeatures:
-    """Return the features of a case of any check.
+    """Return the features of a case of any check: of its fields, its forward mode, its batch and each request.
 
     Raises:
         UnknownFeatureError: a field of the case has no row in a table.
@@ -132,7 +133,9 @@ def features_of_case(case: Any) -> CallFeatures:
 
 
 def _fields(case: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of the fields of a dataclass and of dataclasses in its fields."""
+    """Yield (name, value) of each field of a case, and of each field of the dataclasses in it. Lengths are left out, and fields
+    that are no features.
+    """
     for each in fields(case) if is_dataclass(case) else ():
         value = getattr(case, each.name)
         if is_dataclass(value):
@@ -142,7 +145,9 @@ def _fields(case: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _read_mode(given: Read) -> Read:
-    """Return the features of the forward mode in a case's fields."""
+    """Return the features of the forward mode among a case's fields, such as the kind of its query rows; {} if
+    there is no mode.
+    """
     mode = next((each for each in given.values() if isinstance(each, ForwardMode)), None)
     if mode is None:
         return {}
@@ -158,7 +163,9 @@ def _read_mode(given: Read) -> Read:
 
 
 def features_of_contents(case: AttentionCase) -> Features:
-    """Return the features of an attention case that describe the contents of its tensors. A call does not have these."""
+    """Return the features of what an attention case's tensors contain: the kind of numbers, dead cells, and unused columns of
+    the page table. They cannot be read from a call's arguments.
+    """
     storage = case.storage
     read = {"contents": case.contents, "dead": storage.dead, "table_tail": storage.table_tail}
     return kept(read, read)

@@ -1,1 +1,1 @@
-"""The parameters of each call (its axes and the forms of its arguments), and the cases that cover them."""
+"""Each call's parameters with their values (its model), and the cases that cover all values and pairs of values."""

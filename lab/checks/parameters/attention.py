@@ -1,4 +1,4 @@
-"""Attention cases with the values of ranges: balanced (each value equally often), or random."""
+"""Make attention cases with the values of ranges: balanced cases, in which each value occurs equally often, and random ones."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,13 +23,13 @@ MOST_DRAWN_REQUESTS = 4
 
 
 def fields_of(interface: Interface) -> tuple[str, ...]:
-    """Return the fields of `Ranges` for which a single call of a function has a value."""
+    """Return the fields of `Ranges`, such as "dtypes", of which a single call of a function has one value."""
     return MLA_FIELDS if interface is Interface.MLA_DECODE else MHA_FIELDS
 
 
 def balanced(ranges: Ranges, interface: Interface, count: int, seed: int = 0) -> Iterator[AttentionCase]:
-    """Yield cases in which the values of each field occur equally often. Lengths lie at edges; each case uses
-    one of `builds`.
+    """Yield `count` cases in which the values of each field occur equally often. Numbers of keys lie at ends of pages and
+    tiles. The values for which kernels are compiled come from `builds`.
     """
     seed += SEEDS * ranges.seed
     rng = random.Random(f"{interface.name} {seed}")
@@ -53,10 +53,11 @@ def balanced_nvfp4(ranges: Ranges, interface: Interface, count: int, seed: int) 
 
 
 def builds(ranges: Ranges, interface: Interface) -> list[Point]:
-    """Return combinations of values for which kernels are compiled. The values of a field occur equally often.
+    """Return combinations of the values for which kernels are compiled, such as dtypes and head_dims. The values of a field
+    occur equally often.
 
-    There are few combinations, the same for all checks, because many kernels are compiled for each combination. K18 judges all
-    values, in pairs.
+    There are few combinations, the same for all checks, because many kernels are compiled for each combination. Check K18
+    (combinations) judges all pairs of values.
     """
     rng = random.Random(f"{interface.name} {ranges.seed}")
     names = [name for name in fields_of(interface) if name not in AT_RUN_TIME]
@@ -75,7 +76,7 @@ def case_within(
     seed: int = 0,
     page_seed: int = 0,
 ) -> AttentionCase:
-    """Return the case with a value for each field of `fields_of`. `window_left` and the lengths are separate arguments."""
+    """Return the attention case with these values of the fields in `fields_of`, and with these lengths, window and seeds."""
     dtype, kv_dtype = values["dtypes"]
     if interface is Interface.MLA_DECODE:
         head_dim, v_head_dim = values["mla_head_dims"]
@@ -98,7 +99,7 @@ def case_within(
 
 
 def values_of(case: AttentionCase) -> Point:
-    """Return a case's value for each field of `fields_of`."""
+    """Return a case's value of each field in `fields_of`, as `case_within` takes them."""
     shared = {"dtypes": (case.dtype, case.kv_dtype), "q_lens": case.q_lens[0]}
     if case.is_mla:
         dims = case.head_dim, case.v_head_dim
@@ -123,7 +124,7 @@ def _page_size(values: Mapping[str, Any]) -> int:
 def _lens(
     rng: random.Random, ranges: Ranges, interface: Interface, values: Mapping[str, Any]
 ) -> tuple[list[int], list[int]]:
-    """Draw (query rows, keys) of each request."""
+    """Draw 3 or 4 requests. Return their numbers of query rows, and their numbers of keys."""
     q_len, page_size = values["q_lens"], _page_size(values)
     edges = edge_lengths(page_size, ranges.longest)
     if interface is Interface.MLA_DECODE:
@@ -137,7 +138,7 @@ def _lens(
 def drawn_cases(
     interface: Interface, ranges: Ranges, adapt: Callable[[AttentionCase], Any] = lambda case: case
 ) -> Iterator[Sample]:
-    """Draw cases of a check, each of which `adapt` makes of an attention case."""
+    """Yield random cases of a check without end. `adapt` makes each of them from a random attention case."""
 
     def make(point: Point, seed: int) -> Any:
         return adapt(drawn_case(ranges, interface, point, seed))
@@ -148,7 +149,9 @@ def drawn_cases(
 
 
 def drawn_model(ranges: Ranges, interface: Interface) -> Model:
-    """Return the model of random cases: fields of a call, number of requests, and lengths."""
+    """Return the model from which random cases are drawn. Its axes are the fields in `fields_of`, the number of requests, and
+    lengths.
+    """
     axes: dict[str, Sequence[Any]] = {
         "requests": range(1, MOST_DRAWN_REQUESTS + 1),
         "longest": range(min(ranges.q_lens), ranges.longest + 1),
@@ -162,7 +165,9 @@ def drawn_model(ranges: Ranges, interface: Interface) -> Model:
 
 
 def drawn_case(ranges: Ranges, interface: Interface, point: Point, seed: int) -> AttentionCase:
-    """Return the case of a point of `drawn_model`. The last request is the longest."""
+    """Return the attention case of a point of `drawn_model` (a value for each axis). The last request is the longest; the seed
+    determines the lengths of the others.
+    """
     rng, q_len = random.Random(f"{interface.name} {seed}"), point["q_lens"]
     kv_lens = [rng.randint(q_len, point["longest"]) for _ in range(point["requests"] - 1)] + [point["longest"]]
     q_lens = [q_len] * len(kv_lens)
@@ -173,7 +178,7 @@ def drawn_case(ranges: Ranges, interface: Interface, point: Point, seed: int) ->
 
 
 def _dealt(rng: random.Random, values: Sequence[Any], count: int) -> list[Any]:
-    """Return `count` values in random order, in which each value occurs equally often."""
+    """Return `count` values in random order. Each value occurs equally often."""
     dealt: list[Any] = []
     while len(dealt) < count:
         round_ = list(values)
@@ -183,6 +188,8 @@ def _dealt(rng: random.Random, values: Sequence[Any], count: int) -> list[Any]:
 
 
 def edge_lengths(page_size: int, longest: int) -> list[int]:
-    """Return lengths at edges: of a page and of tiles of 64, 128, 256 or 512 keys, and one more or less."""
+    """Return the lengths up to `longest` that are at most one key from 1, 2 or `longest`, from the end of one or two pages, or
+    from the end of a tile of 64, 128, 256 or 512 keys.
+    """
     edges = {1, 2, page_size, 2 * page_size, 64, 128, 256, 512, longest}
     return sorted({near for edge in edges for near in (edge - 1, edge, edge + 1) if 0 < near <= longest})

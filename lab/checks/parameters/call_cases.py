@@ -1,4 +1,7 @@
-"""The case of a configuration: its sizes, lengths and rows, without the forms of its arguments."""
+"""Make the case of a configuration (one call, given by a value for each of its parameters): sizes, lengths and contents.
+
+The forms of the call's arguments, such as strides, are left to `lab.checks.parameters.calls`.
+"""
 
 import random
 from collections.abc import Sequence
@@ -25,7 +28,7 @@ _TAILS = {Tables.NEGATIVE_TAIL: TableTail.NEGATIVE, Tables.FAR_TAIL: TableTail.F
 
 
 def attention_case(of: Configuration, ranges: Ranges) -> AttentionCase:
-    """Return the case of a paged call."""
+    """Return the attention case of a paged call's configuration: its sizes, dtypes, lengths, contents and storage."""
     interface, page_size, query, cache = of.interface, of["page_size"], of["dtypes"].query, of["dtypes"].cache
     q_lens = _q_lens(of)
     kv_lens = _kv_lens(of, q_lens)
@@ -63,7 +66,7 @@ def _heads(of: Configuration) -> dict[str, Any]:
 
 
 def ragged_case(of: Configuration) -> RaggedCase:
-    """Return the case of a ragged call."""
+    """Return the case of a ragged call's configuration: its sizes, dtype, lengths and contents."""
     q_lens, dims = _rows_of_prompts(of), of["head_dims"]
     kv_lens = _ragged_kv_lens(of, q_lens)
     return RaggedCase(
@@ -92,7 +95,7 @@ def _q_lens(of: Configuration) -> tuple[int, ...]:
 
 
 def _rows_of_prompts(of: Configuration) -> tuple[int, ...]:
-    """Return the rows of each request of a call that takes prompts."""
+    """Return the number of query rows of each request in a call that takes prompts (context or ragged)."""
     count = of["requests"]
     rows = {Rows.UNEQUAL: CONTEXT_ROWS, Rows.ONE_EACH: (1,)}.get(of["rows"], (of["rows"], *CONTEXT_ROWS))
     if count > REQUESTS:
@@ -110,7 +113,7 @@ def _longest_request(of: Configuration) -> int:
 
 
 def _emptied(lens: Sequence[int], without: Any) -> tuple[int, ...]:
-    """Set lengths to 0 for the requests that shall have no keys (a value of `lengths`) or no rows (a value of `offsets`)."""
+    """Return lengths in which those of the requests that `without` selects, such as the first, are 0."""
     last = len(lens) - 1
     empty: dict[Any, Sequence[int]] = {
         Without.FIRST: (0,),
@@ -128,7 +131,9 @@ def rows_without_keys(q_lens: Sequence[int], kv_lens: Sequence[int]) -> torch.Te
 
 
 def fewer_than_rows(q_lens: Sequence[int]) -> list[int]:
-    """Return numbers of keys that are alternately one and two less than the rows; at least 1 for several rows."""
+    """Return a number of keys for each request: alternately one and two less than its rows, but at least 1 if it
+    has several rows.
+    """
     return [max(rows - 1 - request % 2, rows // 2) for request, rows in enumerate(q_lens)]
 
 
@@ -137,7 +142,7 @@ def _generator(of: Configuration) -> random.Random:
 
 
 def _kv_lens(of: Configuration, q_lens: Sequence[int]) -> tuple[int, ...]:
-    """Return the keys of each request of a paged call."""
+    """Return the number of keys of each request in a paged call, as the axis "lengths" says."""
     lengths, count, page_size, rng = of["lengths"], len(q_lens), of["page_size"], _generator(of)
     if count > REQUESTS:
         kv_lens = [8 + 3 * request % 47 for request in range(count)]
@@ -161,7 +166,7 @@ def _kv_lens(of: Configuration, q_lens: Sequence[int]) -> tuple[int, ...]:
 
 
 def _ragged_kv_lens(of: Configuration, q_lens: Sequence[int]) -> tuple[int, ...]:
-    """Return the keys of each request of a ragged call."""
+    """Return the number of keys of each request in a ragged call, as the axis "lengths" says."""
     lengths, rng = of["lengths"], _generator(of)
     if len(q_lens) > REQUESTS:
         kv_lens = [rows + 3 * request % 47 for request, rows in enumerate(q_lens)]

@@ -1,4 +1,7 @@
-"""Build the call of a configuration: tensors and arguments in the configuration's forms, and the expected results."""
+"""Build the call of a configuration (a value for each of a call's parameters) with its expected results, and judge it.
+
+The form of an argument is how it is passed: for example as a number or a tensor, with gaps, or with padding after it.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -88,8 +91,8 @@ def judge_call(run: CaseRun) -> None:
 
 
 def wrong_returns(call: BuiltCall, result: Result) -> Iterator[str]:
-    """Yield a sentence for each wrong return value: an LSE that was not requested, a wrong shape, or bits that differ from the
-    given buffer.
+    """Yield a sentence for each error of the returned values: an LSE that was not requested, a wrong shape, or bits that differ
+    from those in the caller's buffer.
     """
     if result.lse is not None and not call.given.get("return_lse"):
         yield "it returned an LSE without return_lse=True"
@@ -108,7 +111,7 @@ def wrong_returns(call: BuiltCall, result: Result) -> Iterator[str]:
 
 
 def built_call(of: Configuration, ranges: Ranges, device: torch.device) -> BuiltCall:
-    """Return the call of a configuration, with arguments in the configuration's forms."""
+    """Return the call that a configuration describes, with each argument in the form that the configuration gives it."""
     inputs = _inputs(of, ranges, device)
     if isinstance(inputs, RaggedInputs):
         call = BuiltCall(of, inputs, inputs.arguments(with_padding=False))
@@ -122,7 +125,7 @@ def built_call(of: Configuration, ranges: Ranges, device: torch.device) -> Built
 
 
 def _inputs(of: Configuration, ranges: Ranges, device: torch.device) -> CallInputs:
-    """Return the tensors of a configuration, and everything else on which the expected results depend."""
+    """Return a configuration's tensors, scales, sinks, mask and causality, on which the expected results depend."""
     changes: dict[str, Any] = {"factors": (of["bmm1_scale"].factor, of["bmm2_scale"].factor)}
     inputs: CallInputs
     if of.interface is Interface.RAGGED_CONTEXT:
@@ -144,7 +147,9 @@ def _inputs(of: Configuration, ranges: Ranges, device: torch.device) -> CallInpu
 
 
 def _below_zero(inputs: RaggedInputs) -> RaggedInputs:
-    """Change one coordinate so that the logits of each row lie between about HIGHEST and LOWEST."""
+    """Return inputs in which one coordinate of queries and keys is set such that each row's logits lie between
+    HIGHEST and LOWEST.
+    """
     query, parts = inputs.query.float(), []
     query[..., 0] = QUERY_COORDINATE
     for keys, values in inputs.parts:
@@ -156,7 +161,9 @@ def _below_zero(inputs: RaggedInputs) -> RaggedInputs:
 
 
 def _stored(inputs: AttentionInputs, of: Configuration) -> AttentionInputs:
-    """Store the cache and fill the page table as a configuration says."""
+    """Return inputs whose cache has the strides, and whose page table has the pages and the form, that a
+    configuration names.
+    """
     if of["pages"] == Pages.TWICE:
         inputs = _with_page_twice(inputs)
     form, case = of["cache"], inputs.case
@@ -184,7 +191,9 @@ def _stored(inputs: AttentionInputs, of: Configuration) -> AttentionInputs:
 
 
 def _with_page_twice(inputs: AttentionInputs) -> AttentionInputs:
-    """Replace the last page of each request with several pages by the page before it."""
+    """Return inputs in which the last page of each request with several pages is the page before it, in the page table and in
+    the histories.
+    """
     size, block_tables = inputs.case.page_size, inputs.block_tables.clone()
     histories = list(inputs.histories)
     for request, kv_len in enumerate(inputs.case.kv_lens):
@@ -199,7 +208,7 @@ def _with_page_twice(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def _keys_and_values(call: BuiltCall) -> None:
-    """Store keys and values in their form, with padding after them."""
+    """Pass the keys and values of a ragged call in the layout that the axis "kv" names, with padding after them."""
     given, form, padding = call.given, call.forms["kv"], PADDED_KEYS.get(call.forms["padding"])
     key, value = (given[name] if padding is None else padded(given[name], padding) for name in ("key", "value"))
     if form == KV.ONE_TENSOR:
@@ -215,7 +224,9 @@ def _keys_and_values(call: BuiltCall) -> None:
 
 
 def _host_lengths(call: BuiltCall) -> None:
-    """Pass the lengths on the host too, and arguments whose values come directly from the configuration."""
+    """Pass the lengths as CPU tensors too, if the configuration says so. Pass two further arguments with the configuration's
+    values.
+    """
     for name in ("o_sf_scale", "skip_all_rows_active_check"):
         call.given[name] = call.forms[name]
     if call.forms["mirrors"] != "none":
@@ -225,7 +236,9 @@ def _host_lengths(call: BuiltCall) -> None:
 
 
 def _backend(call: BuiltCall) -> None:
-    """Pass the backend's name, and the arguments that only an engine passes."""
+    """Pass the backend's name if it is not "auto", and arguments that an engine passes in every call, such as
+    the counter buffer.
+    """
     case = call.inputs.case
     if call.forms.get("backend", "auto") != "auto":
         call.given["backend"] = call.forms["backend"]
@@ -241,7 +254,7 @@ def _backend(call: BuiltCall) -> None:
 
 
 def _cache(call: BuiltCall) -> None:
-    """Pass the cache in another shape."""
+    """Pass the cache as one tensor for K and V, or with four axes, if the configuration says so."""
     form, pages = call.forms["cache"], call.inputs.k_pages
     if form.is_one_tensor:
         whole = as_one_tensor(call.inputs)
@@ -272,7 +285,9 @@ def _mask(call: BuiltCall) -> None:
 
 
 def _query(call: BuiltCall) -> None:
-    """Store the query in its form, with padding after its rows. Rows without keys are NaN."""
+    """Pass the query in the layout that the axis "query" names, with padding after its rows. Rows of requests without keys are
+    NaN.
+    """
     query = with_nan(call.given["query"], rows_without_keys(call.inputs.q_lens, call.inputs.kv_lens))
     padding = PADDED_ROWS.get(call.forms.get("padding", call.forms["offsets"]))
     query = query if padding is None else padded(query, padding)
@@ -280,7 +295,9 @@ def _query(call: BuiltCall) -> None:
 
 
 def _lengths(call: BuiltCall) -> None:
-    """Put `seq_lens` and the offsets into their form. A part of a larger tensor is surrounded by wrong lengths and offsets."""
+    """Pass `seq_lens` as uint32, or `seq_lens` and the offsets as parts of larger tensors with wrong values around them, if the
+    configuration says so.
+    """
     lengths, form = call.given["seq_lens"], call.forms["seq_lens"]
     if form == SeqLens.UINT32:
         call.given["seq_lens"] = lengths.to(torch.uint32)
@@ -305,7 +322,7 @@ def _bounds(call: BuiltCall) -> None:
 
 
 def _scales(call: BuiltCall) -> None:
-    """Put both scales into their forms."""
+    """Pass both scales as the configuration says: as numbers, as tensors, or in `bmm1_scale_log2`."""
     form, scale = call.forms["bmm1_scale"], call.given["bmm1_scale"]
     if form.is_log2:  # which takes precedence over bmm1_scale
         call.given["bmm1_scale_log2"] = _scale(call, scale * math.log2(math.e), form.shape)
@@ -319,8 +336,8 @@ def _scales(call: BuiltCall) -> None:
 
 
 def _scale(call: BuiltCall, value: float, shape: tuple[int, ...] | None) -> Tensor | float:
-    """Return a scale as a number, or as one element of a larger tensor with NaN before and after it, as a model with one scale
-    per layer has.
+    """Return a scale as a number, or as one element of a larger tensor with NaN before and after it. Models with one scale per
+    layer have such tensors.
     """
     if shape is None:
         return value
@@ -335,7 +352,9 @@ def _sinks(call: BuiltCall) -> None:
 
 
 def _out(call: BuiltCall) -> None:
-    """Pass the output's dtype, or a buffer of NaN for the output. A view lies between guards."""
+    """Pass the output's dtype, or a buffer of NaN for the output. A buffer that is a view lies between guards, which must stay
+    unchanged.
+    """
     form: Output = call.forms["out"]
     if form == Output.NONE:
         return
@@ -350,7 +369,9 @@ def _out(call: BuiltCall) -> None:
 
 
 def _lse(call: BuiltCall) -> None:
-    """Request the LSE. If the form says so, pass a buffer of NaN for it, between guards unless it has gaps."""
+    """Request the LSE. If the configuration says so, pass a buffer of NaN for it. The buffer lies between guards, or has gaps
+    that must stay NaN.
+    """
     form: Lse = call.forms["lse"]
     query = call.given["query"]
     if form == Lse.NONE:

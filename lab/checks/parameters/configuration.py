@@ -1,4 +1,4 @@
-"""A point of a call's model as a case of the judge."""
+"""A case of the judge that is given by a value for each parameter (axis) of a function's model."""
 
 import functools
 from collections.abc import Mapping
@@ -13,10 +13,11 @@ from lab.workloads.interfaces import Interface
 
 @dataclass(frozen=True)
 class Configuration:
-    """One call, given by its values on the axes of its model. Its `repr` makes it again; default values are left out.
+    """One call, given by a value for each axis (parameter) of its function's model. Its `repr` builds it again, and leaves out
+    defaults.
 
     Raises:
-        ValueError: the function's model does not have an axis.
+        ValueError: the function's model does not have an axis that is named in `values`.
     """
 
     interface: Interface
@@ -34,12 +35,12 @@ class Configuration:
         return self.values[axis]
 
     def get(self, axis: str, default: Any = None) -> Any:
-        """Return the value of an axis, or the default if the function does not have the axis."""
+        """Return the value of an axis, or `default` if the function's model does not have the axis."""
         return self.values.get(axis, default)
 
     @property
     def non_default(self) -> dict[str, Any]:
-        """Return the values that differ from the default point."""
+        """Return the values that are not the defaults, by the names of their axes."""
         default, _ = _declared(self.interface)
         return {name: value for name, value in self.values.items() if value != default[name]}
 
@@ -50,8 +51,8 @@ class Configuration:
 
 @functools.cache
 def _declared(interface: Interface) -> tuple[Mapping[str, Any], Mapping[str, Mapping[Any, Any]]]:
-    """Return the default point of a function's model in the default ranges, and a map of each axis from its values to
-    themselves.
+    """Return the default values of a function's model in the default ranges, and for each axis a map from each
+    value to itself.
     """
     model = MODELS[interface](Ranges())
     return model.default, {name: {value: value for value in values} for name, values in model.axes.items()}

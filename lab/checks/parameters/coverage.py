@@ -1,4 +1,6 @@
-"""The coverage of a function's model by verdicts: which values, pairs and declared triples were judged, and which were not."""
+"""The coverage of a function's parameters: which values, pairs and declared triples of values were judged, and
+which were not.
+"""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -27,7 +29,7 @@ class Reach(NamedEnum):
 
 @dataclass(frozen=True)
 class Coverage:
-    """The coverage of one function's model."""
+    """The coverage of one function's model: how many of its values, pairs and triples the cases of a run judged."""
 
     interface: Interface
     values: Mapping[str, Mapping[Any, Reach]]  # the reach of each value of each axis
@@ -37,8 +39,8 @@ class Coverage:
     impossible: Mapping[str, int]  # the number of pairs and triples that a rule makes impossible, by the rule's reason
 
     def as_record(self) -> dict[str, Any]:
-        """Return the coverage as JSON data: the values of each reach per axis, the counts, and a limited number
-        of blind spots.
+        """Return the coverage as JSON data: the values of each axis by their reach, counts, and some blind spots (pairs that no
+        judged case has, although each of the two values was judged).
         """
         blind = self.blind[:MOST_BLIND_SPOTS]
         return {
@@ -54,13 +56,15 @@ class Coverage:
 
     @property
     def counts(self) -> str:
-        """Return words with the numbers of judged and of possible values and pairs."""
+        """Return words such as "40 of 42 values and 300 of 320 pairs of decode": how many of the possible ones were judged."""
         of_values = Counter(reach for values in self.values.values() for reach in values.values())
         return f"{_share(of_values, 'values')} and {_share(self.pairs, 'pairs')} of {self.interface.name.lower()}"
 
 
 def coverages(verdicts: Sequence[CaseVerdict], ranges: Ranges) -> tuple[Coverage, ...]:
-    """Return the coverage of each function that has verdicts on configurations, in the models of these ranges."""
+    """Return the coverage of each function with `Configuration` cases among the verdicts. The function's model is limited to
+    the ranges.
+    """
     of_function: dict[Interface, list[CaseVerdict]] = {}
     for verdict in verdicts:
         if isinstance(verdict.case, Configuration):
@@ -69,7 +73,7 @@ def coverages(verdicts: Sequence[CaseVerdict], ranges: Ranges) -> tuple[Coverage
 
 
 def coverage(interface: Interface, model: Model, verdicts: Iterable[CaseVerdict]) -> Coverage:
-    """Return how much of a model the verdicts on its points cover."""
+    """Return how many values, pairs and triples of a model were judged, according to verdicts on its points."""
     judged, declined = tuples_by_outcome(model, verdicts)
     of_values = {
         axis: {
@@ -94,7 +98,9 @@ def coverage(interface: Interface, model: Model, verdicts: Iterable[CaseVerdict]
 
 
 def tuples_by_outcome(model: Model, verdicts: Iterable[CaseVerdict]) -> tuple[set[Values], set[Values]]:
-    """Return the values, pairs and declared triples of judged points, and those of declined points."""
+    """Return two sets of values, pairs and declared triples: those of judged points, and those of declined points. A call that
+    failed before it was compared is in neither.
+    """
     judged, declined = set[Values](), set[Values]()
     for verdict in verdicts:
         if verdict.outcome is Outcome.FAILED and not verdict.judged.judged:
@@ -105,7 +111,9 @@ def tuples_by_outcome(model: Model, verdicts: Iterable[CaseVerdict]) -> tuple[se
 
 
 def retried(model: Model, verdicts: Sequence[CaseVerdict]) -> tuple[Model, list[Values]] | None:
-    """Return the model of all judged values, and its pairs and triples that were not judged; None if there are none."""
+    """Return the model of only the judged values, and its pairs and triples that were not judged. Return None if an axis has no
+    judged value.
+    """
     judged, _ = tuples_by_outcome(model, verdicts)
     taken = model.only(judged)
     return None if taken is None else (taken, [goal for goal in taken.tuples() if goal not in judged])
@@ -116,7 +124,7 @@ def _reach(goal: Values, judged: Collection[Values], declined: Collection[Values
 
 
 def _by_reach(values: Mapping[Any, Reach]) -> dict[str, list[str]]:
-    """Return the values with each reach, as text."""
+    """Return the values as text, grouped by how far they came ("judged", "declined", "left out", "impossible")."""
     return {
         reach.value: found
         for reach in Reach

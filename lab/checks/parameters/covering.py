@@ -1,4 +1,4 @@
-"""Covering arrays: few points that contain all values of several axes, all pairs of values, and declared triples."""
+"""Covering arrays: few points (a value for each axis) that contain all values, all pairs of values, and declared triples."""
 
 import functools
 import inspect
@@ -22,12 +22,12 @@ class Constraint:
 
     @functools.cached_property
     def axes(self) -> tuple[str, ...]:
-        """Return the names of the axes."""
+        """Return the names of the axes on which the condition depends: the parameters of `fits`."""
         return tuple(inspect.signature(self.fits).parameters)
 
 
 def constraints(reasons: Mapping[str, Callable[..., bool] | Sequence[Callable[..., bool]]]) -> tuple[Constraint, ...]:
-    """Return the constraints of a table from reasons to one or several conditions."""
+    """Return a `Constraint` for each condition in a table. The table gives for each reason one or several conditions."""
     return tuple(
         Constraint(fits, why)
         for why, each in reasons.items()
@@ -37,14 +37,14 @@ def constraints(reasons: Mapping[str, Callable[..., bool] | Sequence[Callable[..
 
 @dataclass(frozen=True)
 class Model:
-    """The axes of a call, and the rules between them.
+    """The axes (parameters) of a call with their values, and the rules between them.
 
     Attributes:
         axes: the values of each axis, by the axis' name. The first value is the default.
         rules: the constraints between axes. Axes without a constraint combine freely.
         triples: groups of three axes whose values are covered in triples, not only in pairs.
-        vacuous: values of axes with which a call computes nothing. A point with such a value shows nothing of its further
-            values. It covers that value, and the pairs and triples that contain it.
+        vacuous: (axis, value) pairs with which a call computes nothing. A point with such a value tests nothing else. So it
+            covers only this value, and the pairs and triples that contain it.
 
     Raises:
         ValueError: an axis has no values, a rule or a triple names an unknown axis, or no point fits all rules.
@@ -75,7 +75,7 @@ class Model:
         triples: Iterable[tuple[str, str, str]],
         vacuous: frozenset[tuple[str, Any]] = frozenset(),
     ) -> "Model":
-        """Return a model from axes that may list a value twice. Rules and triples with unknown axes are left out."""
+        """Return a model without repeated values, and without the rules and triples that name unknown axes."""
         return cls(
             {name: tuple(dict.fromkeys(values)) for name, values in axes.items()},
             tuple(rule for rule in rules if set(rule.axes) <= set(axes)),
@@ -84,7 +84,9 @@ class Model:
         )
 
     def only(self, taken: Collection[Values]) -> "Model | None":
-        """Return the model that has only the given values; None if an axis would have no value."""
+        """Return the model with only those values of which `taken` has ((axis, value),); None if an axis would
+        have no value.
+        """
         axes = {
             name: tuple(value for value in values if ((name, value),) in taken) for name, values in self.axes.items()
         }
@@ -124,8 +126,8 @@ class Model:
         return {name: point[name] for name in self.axes}
 
     def _nearest_first(self, names: Iterable[str]) -> list[str]:
-        """Return the other axes, beginning with those that share rules with the named axes, so that a conflict
-        is found early.
+        """Return the axes that are not named. Those that share rules with the named axes come first, so that a conflict is
+        found early.
         """
         reached = list(names)
         found = set(reached)
@@ -138,8 +140,8 @@ class Model:
         return [name for name in (*reached, *self.axes) if name not in names]
 
     def _complete(self, point: Point, names: Sequence[str]) -> set[str] | None:
-        """Set the named axes, which have no value yet, to their first values that fit. If none fits, return the axes that
-        conflict.
+        """Set the named axes of a point, which have no value yet, to their first values that fit. Return None if values fit,
+        else the axes that conflict.
 
         If an axis does not conflict with a later axis, its other values are not tried (backjumping). So the time to find out
         that there is no point does not grow with the product of all axes between them.
@@ -186,8 +188,8 @@ class Model:
 
     @functools.cached_property
     def why_not(self) -> Mapping[Values, str]:
-        """Return all pairs and declared triples, each with the reason of the rule that forbids it; "" if a point
-        contains it.
+        """Return all pairs and declared triples, each with the reason of the rule that forbids it; "" if a point that fits all
+        rules contains it.
         """
         return {goal: self._why_not(dict(goal)) for goal in self._goals()}
 
@@ -202,7 +204,9 @@ class Model:
         return next((rule.why for rule in itertools.chain(direct, alone)), "several rules forbid it")
 
     def tuples_of(self, point: Point) -> Iterator[Values]:
-        """Return the values, pairs and declared triples that a point covers."""
+        """Return the values, pairs and declared triples that a point covers. If it has vacuous values, these are only those
+        with such a value.
+        """
         vacuous = self.vacuous & point.items()
         alone = ((name,) for name in self.axes)
         found = (tuple((name, point[name]) for name in names) for names in (*alone, *self._named_together))
@@ -211,8 +215,8 @@ class Model:
     def covering(
         self, seed: int = 0, goals: Iterable[Values] | None = None, chosen: int | None = None
     ) -> Iterator[Point]:
-        """Yield points that together contain all goals. The method is greedy: each point is built from a goal that no earlier
-        point contains.
+        """Yield points that together contain all goals (values, pairs or triples). The method is greedy: each point is built
+        from a goal that no earlier point contains.
 
         Triples come before pairs, because the points of the triples contain most pairs.
 
@@ -238,8 +242,8 @@ class Model:
                 yield point
 
     def _around(self, goal: Values, left: "_Left", rng: random.Random, chosen: int) -> Point | None:
-        """Return a point that contains a goal. The values of the remaining axes are chosen one by one, to contain further
-        goals.
+        """Return a point that contains a goal, or None if there is none. The values of the remaining axes are chosen one by
+        one, to contain further goals.
 
         The axes of the largest triples are chosen first, while the further axes of these triples are still free.
         """
@@ -264,7 +268,7 @@ class Model:
 
 
 class _Left:
-    """The goals that no point contains yet."""
+    """The goals (combinations of values) that no point contains yet."""
 
     def __init__(self, goals: Iterable[Values]) -> None:
         self.goals = dict.fromkeys(goals)
@@ -282,7 +286,7 @@ class _Left:
                 del self._others[each][goal]
 
     def gain(self, axis: str, value: Any, point: Point) -> int:
-        """Return how many goals a point completes if it gets one more value."""
+        """Return how many goals with this value a point contains as soon as it gets the value."""
         has = point.items()
         goals = self._others.get((axis, value), {})
         return sum(all(each in has for each in others) for others in goals.values())

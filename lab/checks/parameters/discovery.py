@@ -1,4 +1,4 @@
-"""Find the values of the ranges that a function takes, by single calls of tiny cases, if it declines most cases."""
+"""Find out which values of the ranges a function accepts, by single calls of tiny cases, if it declines most cases."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -29,7 +29,10 @@ def is_mostly_declined(verdicts: Sequence["CaseVerdict"]) -> bool:
 
 
 def discover(submit: Submit, interface: Interface, ranges: Ranges, taken: Sequence[Any] = ()) -> Ranges | None:
-    """Return the ranges that a function accepts. Each value is tried in a case that the function accepts with another value.
+    """Return the ranges that a function accepts. Each value is tried in a case that the function accepts with another value of
+    the same field.
+
+    A value with which the call fails is not refused: it stays in the ranges, so that the failure is judged.
 
     Args:
         submit: submits one case of a check for judging, such as `lab.checks.run.workers.Workers.submit`.
@@ -57,8 +60,8 @@ def discover(submit: Submit, interface: Interface, ranges: Ranges, taken: Sequen
 def _first_taken(
     outcomes_of: Callable[[Sequence[Point]], list[Outcome]], interface: Interface, ranges: Ranges, taken: Sequence[Any]
 ) -> Point | None:
-    """Return the values of a case that the function accepts: a known case within the ranges, or the first accepted case among
-    the likeliest.
+    """Return the values of a call that the function accepts. A case of `taken` is tried first, then combinations of values, the
+    most usual ones first. Return None if no call is accepted.
     """
     names = fields_of(interface)
     known = (values_of(case) for case in taken if isinstance(case, AttentionCase))
@@ -83,7 +86,9 @@ def _place(likely: tuple[Any, ...], value: Any) -> int:
 
 
 def _outcomes(submit: Submit, interface: Interface, ranges: Ranges, several: Sequence[Point]) -> list[Outcome]:
-    """Return the outcome of one case with two short requests for each point."""
+    """Judge a call with two short requests for each point (a value for each field), and return the outcomes in
+    the same order.
+    """
     waiting = []
     for values in several:
         q_len, window_left = values["q_lens"], 16 if values.get("windows") else -1

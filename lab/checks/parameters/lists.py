@@ -1,4 +1,4 @@
-"""The model of the function that writes a draft's K/V lists: dtypes, drafts, batches, prefixes, and buffers."""
+"""The parameters of the function that writes the K/V index lists of a draft: dtypes, drafts, batches, prefixes, and buffers."""
 
 from collections.abc import Callable
 from itertools import cycle, islice
@@ -59,7 +59,9 @@ def lens_of(requests: int, prefixes: Any, page_size: int, seed: int) -> tuple[in
 
 
 def _within(count: Callable[[DraftListsCase], int], most: int) -> Callable[..., bool]:
-    """Return the condition that a draft has at most `most` of what `count` counts."""
+    """Return a condition for the model's rules: `count` of the draft's case, such as its number of list cells,
+    is at most `most`.
+    """
 
     def fits(requests: int, prefixes: Any, page_size: int, topk: int, num_steps: int) -> bool:
         lens = lens_of(requests, prefixes, page_size, 0)

@@ -1,6 +1,4 @@
-"""Judge the metadata of both backends: it is built for a configuration and for a later pass, and compared with loops over
-requests.
-"""
+"""Judge the metadata builders of the MHA and MLA backends: compare the metadata of two passes with loops over requests."""
 
 import copy
 import functools
@@ -46,7 +44,7 @@ class MetadataCase(PassLens):
     rows: int = 1  # of each request of a verification, in an empty batch too
 
     def later(self, how: Later) -> "MetadataCase":
-        """Return the requests of the second pass."""
+        """Return the requests of the second pass, which differ from these requests as `how` says."""
         prefix_lens, q_lens, half = self.prefix_lens, self.q_lens, len(self.q_lens) // 2
         if how == Later.LONGER:
             prefix_lens = tuple(prefix + 3 * self.page_size + 5 for prefix in prefix_lens)
@@ -62,7 +60,7 @@ class MetadataCase(PassLens):
 
 
 def metadata_case(of: Configuration) -> MetadataCase:
-    """Return the requests of a configuration's first pass."""
+    """Return the requests of a configuration's first pass: their forward mode, prefix lengths and query rows."""
     page_size, requests = of["page_size"], of["requests"]
     in_turn = {
         Prefixes.NONE: (0,),
@@ -86,7 +84,7 @@ def metadata_case(of: Configuration) -> MetadataCase:
 
 @dataclass(frozen=True, eq=False)
 class BuiltPass:
-    """A pass, the metadata that was built for it, and copies of all tensors at that time, by name."""
+    """A pass, the metadata that was built for it, and copies of all their tensors at that time, by name."""
 
     batch: ForwardBatch
     pool: KVPool
@@ -94,7 +92,7 @@ class BuiltPass:
     before: dict[str, Tensor]
 
     def changed(self, *of: Any) -> list[str]:
-        """Return the names of the tensors of these objects that have changed since."""
+        """Return the names of the tensors in these objects that differ from their copies in `before`."""
         now = _tensors(*of)
         return [name for name, tensor in self.before.items() if name in now and not torch.equal(tensor, now[name])]
 
@@ -105,7 +103,10 @@ def _tensors(*of: Any) -> dict[str, Tensor]:
 
 
 def judge_metadata(run: CaseRun) -> None:
-    """Have the metadata of a pass and of a later pass built, and compare both with loops over requests."""
+    """Build the metadata of a pass and of a later pass with the implementation, and compare both with loops over requests.
+
+    No build may change its inputs or earlier metadata, and metadata must not share tensors with the batch or the pool.
+    """
     of = run.case
     first = metadata_case(of)
     later = first.later(of["later"])
@@ -144,7 +145,7 @@ def _build(run: CaseRun, batch: ForwardBatch, pool: KVPool) -> BuiltPass:
 
 
 def _options(of: Configuration) -> dict[str, Any]:
-    """Return the arguments of a builder after the batch and the pool."""
+    """Return the keyword arguments of a metadata builder, besides the batch and the pool, that a configuration names."""
     if of.interface is Interface.MLA_METADATA:
         return {"attention": DraftAttention(of["attention"])}
     if of.interface is Interface.MLA_PREFILL:
@@ -175,14 +176,16 @@ def _wrong(of: Configuration, built: BuiltPass) -> Iterable[str]:
 
 
 def _on_cpu(of: Any) -> Any:
-    """Return a batch or pool with its tensors on the CPU, where loops read them fast."""
+    """Return a copy of a batch or pool with its tensors on the CPU, where loops read them fast."""
     twin = copy.copy(of)
     vars(twin).update({name: value.cpu() for name, value in vars(of).items() if isinstance(value, Tensor)})
     return twin
 
 
 def _pool(of: Configuration, first: MetadataCase, later: MetadataCase, seed: int, device: torch.device) -> KVPool:
-    """Return a pool with room for both passes, and some more pages and context."""
+    """Return a K/V pool with room for both passes and the configuration's spare pages and context. Unused cells of its
+    `req_to_token` have slots of other requests.
+    """
     lens = (*first.kv_lens, *later.kv_lens) or (1,)
     spare = {"some more": 2 * first.page_size + 1, "a whole page more": first.page_size}
     pool = new_pool(
@@ -238,7 +241,7 @@ def _batch(of: Configuration, case: MetadataCase, pool: KVPool) -> ForwardBatch:
 
 
 def _padded(of: Configuration, case: MetadataCase, batch: ForwardBatch) -> ForwardBatch:
-    """Return the batch with slots of padding after its requests, as a graph's batch has them."""
+    """Return the batch with `SLOTS` padding slots after its requests, as the batch of a CUDA graph has them."""
     more = functools.partial(torch.nn.functional.pad, pad=(0, SLOTS))
     changes: dict[str, Any] = {
         "req_pool_indices": more(batch.req_pool_indices),
@@ -261,8 +264,8 @@ def _padded(of: Configuration, case: MetadataCase, batch: ForwardBatch) -> Forwa
 
 
 def _spec_info_of_a_graph(batch: ForwardBatch) -> SpecInfo:
-    """Return a SpecInfo with other numbers of rows than the SpecInfo of an eager pass, and for a verification with a longer
-    draft.
+    """Return a SpecInfo as a CUDA graph's batch has it: its numbers of rows are not those of this pass, and the draft of a
+    verification is longer.
     """
     of_graph = torch.arange(batch.batch_size + SLOTS, dtype=torch.int64, device=batch.seq_lens.device) % 5 + 7
     rows = batch.forward_mode.query_rows
@@ -277,7 +280,7 @@ def _spec_info_of_a_graph(batch: ForwardBatch) -> SpecInfo:
 
 
 def _renumber(batch: ForwardBatch, pool: KVPool, seed: int) -> None:
-    """Change the numbers of all pages of the pool in place, except the sink, which stays page 0.
+    """Permute the page numbers of a pool and of its batch in place. Page 0, into which padding is written, keeps its number.
 
     Virtual slots do not change: as in an engine that moves pages, their physical pages change.
     """
@@ -299,7 +302,9 @@ def _renumber(batch: ForwardBatch, pool: KVPool, seed: int) -> None:
 def _renumbering(
     num_pages: int, page_size: int, generator: torch.Generator, device: torch.device
 ) -> Callable[[Tensor], Tensor]:
-    """Return a function that maps slots to the same offsets in other pages, by a random permutation of pages. -1 stays -1."""
+    """Return a function that maps each slot to the same offset in another page, by a random permutation of
+    pages. -1 stays -1.
+    """
     others = torch.cat([torch.zeros(1, dtype=torch.int64), torch.randperm(num_pages - 1, generator=generator) + 1])
     others = others.to(device)
 

@@ -1,4 +1,4 @@
-"""The models of the metadata builders of both backends: modes, batches, rows, padding, windows, and a second pass."""
+"""The parameters of the MHA and MLA metadata builders: modes, batches, rows, padding, windows, and a second pass."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -1,4 +1,4 @@
-"""The model of each function that can be judged, within ranges."""
+"""The model (parameters with their values, and rules between them) of each function that can be judged, limited to ranges."""
 
 import functools
 from collections.abc import Callable, Mapping

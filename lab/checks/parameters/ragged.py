@@ -1,4 +1,4 @@
-"""The model of the ragged context call: attention before absorption, over contiguous K/V of all requests.
+"""The model (parameters, their values and rules) of the ragged context call: MLA before absorption, over contiguous K/V.
 
 The first value of each axis is its default. Query dtypes, windows, sinks, large batches and long requests come from `Ranges`.
 Heads and head_dims are the model's own; they include those of DeepSeek and related models.

@@ -1,4 +1,4 @@
-"""Draw random points of a model, and shrink a wrong point."""
+"""Draw random points (a value for each axis) of a model, and shrink a point with a wrong result."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +12,7 @@ SEEDS = 2**30
 
 @dataclass(frozen=True)
 class Sample:
-    """A random point of a model, and the function that makes a case from it."""
+    """A random point of a model (a value for each axis), and the function that makes a case from it."""
 
     model: Model
     point: Mapping[str, Any]
@@ -24,7 +24,9 @@ class Sample:
         return self.make(dict(self.point), self.seed)
 
     def smaller(self, axis: str) -> Iterator["Sample"]:
-        """Yield allowed samples with another value of an axis: first its default, then smaller sizes from the smallest on."""
+        """Yield samples that fit the model's rules and have another value of an axis: its default, then smaller sizes, the
+        smallest first.
+        """
         value, default = self.point[axis], self.model.default[axis]
         if value == default:
             return
@@ -41,7 +43,7 @@ class Sample:
 def samples(
     model: Model, seed: str, make: Callable[[Point, int], Any], *, fewest: int | None = None
 ) -> Iterator[Sample]:
-    """Yield an endless sequence of random points. The same seed gives the same points.
+    """Yield an endless sequence of random samples of a model. The same seed gives the same samples.
 
     Args:
         model: the model of the points.
@@ -61,7 +63,7 @@ def samples(
 
 
 def shrunk(sample: Sample, stays_wrong: Callable[[Any], bool]) -> Sample:
-    """Shrink a wrong sample: reset values to their default and reduce sizes as long as it stays wrong."""
+    """Shrink a sample whose case is wrong: reset values to their defaults and reduce sizes as long as the case stays wrong."""
     is_smaller = True
     while is_smaller:
         is_smaller = False

@@ -1,4 +1,4 @@
-"""The values of a call's parameters that are not numbers. Each equals its text, as which a case writes and reads it."""
+"""The values of a call's parameters that are not numbers. Each value equals a text, which the repr of a case contains."""
 
 import torch
 
@@ -186,7 +186,7 @@ class SeqLens(TextEnum):
 
 
 class Bound(TextEnum):
-    """Which bound of the lengths is passed to a call."""
+    """Which value is passed as an upper bound of the lengths, such as `max_kv_len`."""
 
     OF_THE_TABLE = "of the table"
     EXACT = "exact"
@@ -248,7 +248,7 @@ class KV(TextEnum):
 
 
 class RaggedPadding(TextEnum):
-    """Whether rows and keys follow the requests' rows and keys in a ragged call."""
+    """Which padding follows the requests' rows and keys in a ragged call."""
 
     NONE = "none"
     ROWS = "rows"
@@ -258,7 +258,7 @@ class RaggedPadding(TextEnum):
 
 
 class BatchPadding(TextEnum):
-    """How the batch whose metadata is built is padded."""
+    """How the batch of a metadata builder is padded: not at all, with slots for requests, or with rows."""
 
     NONE = "none"
     EMPTY_SLOTS = "slots of length 0", 0
@@ -270,7 +270,7 @@ class BatchPadding(TextEnum):
 
 
 class Later(TextEnum):
-    """How the second pass whose metadata is built differs from the first."""
+    """How the second pass of a metadata builder differs from the first."""
 
     SAME = "the same"
     LONGER = "longer"
@@ -287,7 +287,7 @@ class Later(TextEnum):
 
 
 class Prefixes(TextEnum):
-    """Which prefixes the requests have whose metadata is built."""
+    """Which prefix lengths the requests of a metadata builder's batch have."""
 
     UNEQUAL = "unequal"
     NONE = "none"
