@@ -38,7 +38,7 @@ def __getattr__(name: str) -> Any:
 
 
 def default_implementation(device: torch.device | str | None = None) -> ModuleType:
-    """Return `lab.kernels.trtllm` where FlashInfer has kernels for the GPU, else `lab.kernels.portable`.
+    """Return `lab.kernels.trtllm` where FlashInfer has TRT-LLM kernels for the GPU, else `lab.kernels.portable`.
 
     Args:
         device: where the kernels are to run; by default the GPU if there is one, else the CPU.

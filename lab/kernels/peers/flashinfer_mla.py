@@ -1,8 +1,8 @@
 """FlashInfer's `BatchMLAPagedAttentionWrapper` under the name of the MLA decode call: FA3 on SM90, FA2 elsewhere.
 
-It serves GPUs for which trtllm-gen and XQA have no MLA kernel. The wrapper plans on the host from the lengths: each call copies
-the lengths to the host and waits, and no call can be captured in a CUDA graph. `plan_<name>` plans once, for lengths that do
-not change. The attributes `fa2` and `fa3` fix the backend, as in `lab judge lab.kernels.peers.flashinfer_mla:fa2`.
+It serves GPUs for which trtllm-gen and XQA have no MLA kernel. The wrapper plans on the host from the lengths. So each call of
+`<name>` copies the lengths to the host and waits, and a CUDA graph cannot capture it. `plan_<name>` plans once, for lengths
+that do not change. The attributes `fa2` and `fa3` fix the backend, as in `lab judge lab.kernels.peers.flashinfer_mla:fa2`.
 """
 
 from collections.abc import Callable

@@ -2,8 +2,8 @@
 
 `BatchDecodeWithPagedKVCacheWrapper` serves plain decode; it uses tensor cores where SGLang 0.5.23 uses them.
 `BatchPrefillWithPagedKVCacheWrapper` serves all other calls: several rows, masks, sinks, V with other strides than K. Both plan
-on the host from the lengths: each call copies the lengths to the host and waits, and no call can be captured in a CUDA graph.
-`plan_<name>` plans once, for lengths that do not change. The attributes `fa2` and `fa3` fix the backend, as in `lab judge
+on the host from the lengths. So each call of `<name>` copies the lengths to the host and waits, and a CUDA graph cannot capture
+it. `plan_<name>` plans once, for lengths that do not change. The attributes `fa2` and `fa3` fix the backend, as in `lab judge
 lab.kernels.peers.flashinfer_paged:fa2`.
 """
 

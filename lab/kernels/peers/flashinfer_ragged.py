@@ -1,8 +1,8 @@
 """FlashInfer's `BatchPrefillWithRaggedKVCacheWrapper` under the name of the ragged context call: FA3 on SM90, else FA2.
 
-It serves GPUs for which trtllm-gen has no ragged kernel. The wrapper plans on the host from the offsets: each call copies the
-offsets to the host and waits, and no call can be captured in a CUDA graph. `plan_<name>` plans once, for lengths that do not
-change. The attributes `fa2` and `fa3` fix the backend, as in `lab.kernels.peers.flashinfer_ragged:fa2`.
+It serves GPUs for which trtllm-gen has no ragged kernel. The wrapper plans on the host from the offsets. So each call of
+`<name>` copies the offsets to the host and waits, and a CUDA graph cannot capture it. `plan_<name>` plans once, for lengths
+that do not change. The attributes `fa2` and `fa3` fix the backend, as in `lab.kernels.peers.flashinfer_ragged:fa2`.
 """
 
 import itertools

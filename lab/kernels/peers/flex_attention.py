@@ -175,9 +175,7 @@ def _rows_of(problem: PagedAttention) -> _Rows:
 
 
 def _block_mask(problem: PagedAttention, rows: _Rows, num_tokens: int) -> Any:
-    """Return torch's `BlockMask`: for each block of query rows the pages that it sees in part and in whole, and
-    the mask function.
-    """
+    """Return torch's `BlockMask`: the mask function, and which pages each block of query rows sees in part or in whole."""
     from torch.nn.attention.flex_attention import BlockMask
 
     device, page_size = problem.query.device, problem.page_size

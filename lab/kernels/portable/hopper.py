@@ -88,8 +88,8 @@ def _fits(
 ) -> bool:
     """Return True if SM90's TMA and matrix products can take the call.
 
-    The call needs `least_rows` packed rows per K/V head, K and V in a dtype that the products take, tiles that are a multiple
-    or a divisor of a page, and pools that TMA can address.
+    The call needs at least `least_rows` query rows per request and K/V head (query tokens times query heads of the K/V head), K
+    and V in a dtype that the products take, tiles that are a multiple or a divisor of a page, and pools that TMA can address.
     """
     if triton_interprets():  # the interpreter does not run Gluon
         return False
@@ -178,7 +178,14 @@ def hopper_launches(
 def hopper_mla_launches(
     problem: PagedAttention, results: Results, tile: HopperTile, shares: Shares
 ) -> list[TritonLaunch]:
-    """Return the launches of an MLA call that the Gluon kernel takes, with `hopper_mla_tile`'s tile."""
+    """Return the launches of an MLA call by the Gluon kernel: attention, then a merge if programs divide the keys of a request.
+
+    Args:
+        problem: the call.
+        results: its output, and its LSE or None.
+        tile: the tile from `hopper_mla_tile`.
+        shares: how the keys are divided among programs.
+    """
     from lab.kernels.portable.hopper_mla import hopper_mla_kernel
 
     q_blocks = triton.cdiv(problem.max_q_len * problem.num_qo_heads, tile.rows)

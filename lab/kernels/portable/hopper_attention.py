@@ -125,7 +125,10 @@ def _produce(
     GROUP: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Load the K and V tiles of all the program's work into `rings`, the circular buffers in shared memory."""
+    """Load the K and V tiles of all the program's work into `rings`, the circular buffers in shared memory.
+
+    Only the producer, one warp, runs this.
+    """
     k_tiles, v_tiles, block_tables, table_strides = pools
     loaded = 0
     while walk[0] < walk[1]:
@@ -171,7 +174,8 @@ def _consume(
     GROUP: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Compute CONSUMER_ROWS query rows of all the program's work, and write their results.
+    """Compute attention of CONSUMER_ROWS query rows in all the program's work, and write their results. One warp group runs
+    this.
 
     `rings` hold the K and V tiles. `q_slot` is shared memory for the queries.
     """
@@ -257,7 +261,7 @@ def _launch_scores(q_slot, rings, number, SCORES: gl.constexpr, TILE: gl.constex
 
 @gluon.jit
 def _launch_sums(weights, sums, rings, number, SUMS: gl.constexpr, TILE: gl.constexpr):
-    """Wait for V of the program's `number`-th tile, launch P.V, and return the sums, which are not complete."""
+    """Wait for V of the program's `number`-th tile, launch P.V, and return the incomplete sums."""
     wait_for(rings.v_full, number, TILE)
     weights = rounded(weights, rings.v.dtype)
     weights = gl.convert_layout(weights, gl.DotOperandLayout(0, SUMS, 2))
@@ -333,7 +337,8 @@ def hopper_attention_kernel(
     OVERLAPS: gl.constexpr,
     OVERLAPPED: gl.constexpr,
 ):
-    """Compute attention of a program's blocks of packed query rows over a paged cache.
+    """Compute attention of blocks of query rows over a paged cache. A row is one query token and one head of a K/V head's
+    group.
 
     With SHARED, the grid is (q_blocks, shares): a program computes one block of each request in its share, the consecutive key
     tiles of the batch that it reads. Without, programs of any grid take blocks in turn and read all their keys.

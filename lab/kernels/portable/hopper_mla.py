@@ -344,9 +344,9 @@ def hopper_mla_kernel(
     TILE: gl.constexpr,
     OVERLAPS: gl.constexpr,
 ):
-    """Compute latent attention of one block of packed query rows over one share of the batch's keys.
+    """Compute latent attention of one block of query rows over one share of the batch's keys, on a grid (q_blocks, shares).
 
-    The grid is (q_blocks, shares). A share is the consecutive key tiles of the batch that one program reads.
+    A row is one query token and one head. A share is the consecutive key tiles of the batch that one program reads.
     """
     if OVERLAPS:  # the merge may be launched meanwhile, and waits for the end of this
         gdc_launch_dependents()

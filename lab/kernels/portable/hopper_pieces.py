@@ -36,9 +36,10 @@ def bytes_of(dtype):
 
 
 class Piece(NamedTuple):
-    """Some tiles of keys of one request and K/V head, and the block of query rows that sees them.
+    """Some key tiles of one request and one K/V head, and the block of query rows that sees them: one step of a program's work.
 
-    The tiles are `first_tile` to `end_tile` of `num_tiles`, counted from the first tile in reach; `keys` is a `KeyRange`.
+    The tiles are `first_tile` to `end_tile` of `num_tiles`, counted from the first tile that any row may see. `keys` is the
+    `KeyRange` of the block.
     """
 
     request: Any
@@ -61,7 +62,7 @@ class Piece(NamedTuple):
 
 @gluon.jit
 def begin_walk(batch, num_shares, least_tiles, SHARED: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Return the first position of a program in the sequence of all work.
+    """Return the first position of a program in the sequence of all work. A comment in this module describes the tuple, `walk`.
 
     With SHARED, a program computes its share of the batch's key tiles. Without, all programs take turns: in each turn a program
     has one block of rows.
@@ -99,7 +100,9 @@ def begin_walk(batch, num_shares, least_tiles, SHARED: gl.constexpr, GROUP: gl.c
 
 @gluon.jit
 def piece_at(walk, batch, SHARED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Return (the `Piece` of work at position `walk`, the position after it)."""
+    """Return (the `Piece` at position `walk`, the program's next position). A comment in this module describes
+    the tuple `walk`.
+    """
     seq_lens, kind, window_left, batch_size, num_kv_heads = batch
     place, end, request, request_begin, last = walk
     if not SHARED:

@@ -120,9 +120,10 @@ def tiles_in_reach(kv_len, reach, BLOCK_KEYS: tl.constexpr):
 
 @triton.jit
 def places_of_units(start, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
-    """Return the number of places of one K/V head of each request `start + lanes`, int64: empty places and key tiles.
+    """Return the number of places of one K/V head of each request `start + lanes`, int64: its key tiles and its empty places.
 
-    It is 0 for a request that the launch does not serve (`kind`), so that no program reads its keys.
+    Empty places stand for the time to begin a request. The number is 0 for a request that the launch does not serve (`kind`),
+    so that no program reads its keys.
     """
     seq_lens, batch_size, reach, _, kind, lanes = batch
     requests = start + lanes
@@ -163,7 +164,10 @@ def places_per_share(batch, num_shares, least_tiles, TILE: tl.constexpr):
 
 @triton.jit
 def request_at(place, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
-    """Return (index of the request that a place belongs to, the request's first place)."""
+    """Return (index of the request at a place, the request's first place).
+
+    A place is a position in the sequence of all key tiles and empty places.
+    """
     _, batch_size, _, num_kv_heads, _, lanes = batch
     request = place * 0
     begin = request
@@ -201,10 +205,11 @@ def equal_parts(batch, num_shares, least_tiles, BLOCK_KEYS: tl.constexpr, START_
 
 @triton.jit
 def begin_share(share, batch, num_shares, least_tiles, TILE: tl.constexpr, SMALL: tl.constexpr):
-    """Return where a program's share of the keys begins and ends. The glossary of this module explains place and unit.
+    """Return where a program's share of the work begins and ends, counted in places.
 
-    The result is (first place, end, places of a share, places of a unit or 0 if units differ, request of the first place, that
-    request's first place).
+    A place is a position in the sequence of all key tiles and empty places, a unit one request and K/V head. The result is
+    (first place, end, places of a share, places of a unit or 0 if units differ, request of the first place, that request's
+    first place).
     """
     BLOCK_KEYS: tl.constexpr = TILE.keys
     START_PLACES: tl.constexpr = TILE.start_keys // BLOCK_KEYS
@@ -240,7 +245,8 @@ def places_before(num_tiles, unit_places, START_PLACES: tl.constexpr):
 def first_tile_from(place, request_begin, num_tiles, unit_places, START_PLACES: tl.constexpr):
     """Return `place`, or the place of the next key tile if `place` is empty.
 
-    `num_tiles` is the number of key tiles of the request that `place` belongs to, `unit_places` is from `begin_share`.
+    A place is a position in the sequence of all key tiles and empty places. `num_tiles` is the number of key tiles of the
+    request that `place` belongs to, `unit_places` is from `begin_share`.
     """
     before = places_before(num_tiles, unit_places, START_PLACES)
     return tl.maximum(place, place - place_in_unit(place, request_begin, num_tiles + before)[1] + before)
@@ -250,8 +256,8 @@ def first_tile_from(place, request_begin, num_tiles, unit_places, START_PLACES: 
 def place_in_unit(place, request_begin, unit_places):
     """Return (K/V head of a place, index of the place among the places of that head).
 
-    The division is of 32-bit numbers, which takes fewer instructions than 64 bits. They hold the places of 2**31 keys of 31 K/V
-    heads in tiles of 16 keys.
+    A place is a position in the sequence of all key tiles and empty places. The division is of 32-bit numbers, which takes
+    fewer instructions than 64 bits. They hold the places of 2**31 keys of 31 K/V heads in tiles of 16 keys.
     """
     in_request = (place - request_begin).to(tl.uint32)
     places = unit_places.to(tl.uint32)
@@ -260,10 +266,11 @@ def place_in_unit(place, request_begin, unit_places):
 
 @triton.jit
 def next_unit(place, request, request_begin, request_end, batch_size, kind, START_PLACES: tl.constexpr):
-    """Return (place of the next unit's first tile, its request, the request's first place). The current unit ends at `place`.
+    """Return the start of the next unit: (place of its first key tile, its request, the request's first place).
 
-    A unit is one request and K/V head. If the next unit begins after the end of the program's share, another program computes
-    it. With equal parts this is always so.
+    A unit is one request and K/V head, a place a position in the sequence of all key tiles and empty places. The current unit
+    ends at `place`. If the next unit begins after the end of the program's share, another program computes it. With equal parts
+    this is always so.
     """
     if place == request_end:
         request_begin = place

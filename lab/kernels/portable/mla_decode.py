@@ -175,9 +175,9 @@ def _mla_kernel(
     DOT_DTYPE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Compute latent attention of one block of packed rows over one share of the batch's keys.
+    """Compute latent attention of one block of query rows over one share of the batch's keys, on a grid (q_blocks, shares).
 
-    A share is the consecutive key tiles of the batch that one program reads.
+    A row is one query token and one head. A share is the consecutive key tiles of the batch that one program reads.
     """
     if OVERLAPS:  # the merge may be launched meanwhile, and waits for the end of this
         gdc_launch_dependents()

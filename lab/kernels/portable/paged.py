@@ -136,10 +136,9 @@ def shares_of(
 
 
 def merges_at_once(problem: PagedAttention, tile: ProgramTile | HopperTile, num_shares: int) -> bool:
-    """Return True if merging partial results in the last program is faster than a second launch would be.
+    """Return True if, in a small batch, merging partial results in the last program is faster than in a second launch.
 
-    The last program is, for one request and K/V head, the last that stores a partial result. The answer holds for small
-    batches.
+    The last program of a request and K/V head is the one that stores their last partial result.
     """
     most_parts = num_shares // (problem.batch_size * problem.num_kv_heads)
     parts = min(most_parts, max(FEW_PARTS.value, triton.cdiv(problem.max_kv_len, 2 * SMALL_SHARE_KEYS)))
@@ -251,10 +250,10 @@ def _launches_of(
     shares: Shares | None,
     least_q_len: int | None = None,
 ) -> list[TritonLaunch]:
-    """Return the launches for the requests of `least_q_len` to `problem.max_q_len` query tokens; None stands for all requests.
+    """Return the launches for the requests of `least_q_len` to `problem.max_q_len` query tokens.
 
-    `least_q_len` is 1 in the first of two launches, and larger in the second. If the keys are divided among programs, a merge
-    may follow the attention launch.
+    `least_q_len` is None if the launches serve all requests, 1 in the first of two launches, and larger in the second. If the
+    keys are divided among programs, a merge may follow the attention launch.
     """
     if isinstance(tile, HopperTile):
         return hopper_launches(problem, results, tile, shares, least_q_len)

@@ -95,10 +95,10 @@ def _attention_kernel(
     OVERLAPS: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Compute attention of one block of packed query rows over the keys of this program.
+    """Compute attention of one block of query rows over the keys of this program. A row is one query token and one head.
 
-    With SHARED these are one share, the consecutive key tiles of the batch that this program reads. Without, they are all keys
-    of one request and K/V head.
+    With SHARED the keys are one share, the consecutive key tiles of the batch that this program reads. Without, they are all
+    keys of one request and K/V head.
     """
     if OVERLAPS:  # the merge, or the launch for other requests, may be launched meanwhile
         gdc_launch_dependents()

@@ -39,9 +39,10 @@ class KeyRange(NamedTuple):
 
 
 def most_blocks(problem: PagedAttention, block_rows: int, least_q_len: int | None) -> int:
-    """Return the most blocks of packed rows in a batch, summed over the requests with at least `least_q_len` query tokens.
+    """Return the most blocks of rows in a batch, summed over the requests with at least `least_q_len` query tokens.
 
-    Only `num_rows`, `batch_size` and `max_q_len` are known on the host; None counts all requests.
+    A row is one query token and one head of a K/V head's group. The host knows only `num_rows`, `batch_size` and `max_q_len`. A
+    `least_q_len` of None counts all requests.
     """
     group = problem.num_qo_heads // problem.num_kv_heads
     requests = min(problem.batch_size, problem.num_rows // (least_q_len or 1))
@@ -193,7 +194,7 @@ def visible_keys(
 ):
     """Return bool [rows, keys], True where a row sees a key.
 
-    The draft mask or causality decides, and the window.
+    A draft mask, if there is one, replaces causality. A window limits both.
     """
     visible = row_exists[:, None] & key_exists[None, :]
     if MASK_WORDS > 0:

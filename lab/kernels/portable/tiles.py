@@ -11,12 +11,12 @@ from lab.kernels.portable.softmax import INTERPRETED
 
 
 class ProgramTile(NamedTuple):
-    """The work and resources of one program of a Triton kernel: packed query rows, keys per step, and Triton's launch options.
+    """The work and resources of one program of a Triton kernel: query rows, keys per step, and Triton's launch options.
 
     It is a named tuple: Triton takes it as one compile-time argument, and a kernel reads its fields.
 
     Attributes:
-        rows, keys: query rows and keys of one step of the program.
+        rows, keys: query rows and keys of one step of the program. A row is one query token and one head.
         num_warps, num_stages: Triton's launch options.
         per_multiprocessor: programs that run on a multiprocessor at the same time.
         start_keys: time to begin and end one request and K/V head, as the number of keys that a program could read in that
@@ -24,7 +24,7 @@ class ProgramTile(NamedTuple):
             fewer keys.
         by_descriptor: TMA loads tiles if `tile_descriptor` can describe them; for MLA, only tiles without a mask.
         denominator_per_key: the softmax's denominator has one part per key of a tile, and the parts are added up after the last
-            tile. Warps that share rows wait for each other less often; a thread needs one more register per score.
+            tile. Warps that compute the same rows wait for each other less often; a thread needs one more register per score.
     """
 
     rows: int

@@ -195,7 +195,7 @@ def _list_start(before, request, branch, step, kept, FORM: tl.constexpr):
 
 @triton.jit
 def _copy_block(row, row_width, v2p, kv_indices, step_start, list_start, capacity, start, length, FORM: tl.constexpr):
-    """Copy a block of a prefix into one list. The block is shifted back so that its stores start at an aligned index.
+    """Copy one block of prefix tokens into one list of K/V slots. The block is shifted back so that its stores are aligned.
 
     Lists start at different indices, so each list has its own shift. The first list's loads of the slots come from memory,
     later loads from L1. A whole block is stored without a mask, because masked stores would be narrower than 16 bytes.

@@ -1,9 +1,8 @@
-"""The table of what each kernel supports, one row (a `Kernel`) per kernel, and `why_not`, the reason of a refusal in a
-sentence.
+"""The table of what each kernel supports, one row (a `Kernel`) per kernel. `why_not` returns the reason of a refusal.
 
 Rows lie in one file per family: `portable`, `trtllm_gen`, `xqa`, `fmha_v2`, `peers` for FlashInfer's own FA2 and FA3,
-`packages` for kernels of other packages. Every limit has its source. A refused call raises the sentence, and a skipped
-benchmark prints it.
+`packages` for kernels of other packages. Every limit has its source. The reason is a sentence: a refused call raises it, and a
+skipped benchmark prints it.
 """
 
 from collections.abc import Iterable

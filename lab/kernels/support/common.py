@@ -1,4 +1,4 @@
-"""Dtypes, sizes and refusals that the rows of several families of kernels use.
+"""Dtypes, sizes and refusals that several files of this package use.
 
 A refusal is a sentence, without the kernel's name, that says why a kernel does not support a call.
 """

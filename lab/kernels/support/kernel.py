@@ -33,9 +33,7 @@ class Dtypes:
     out: str | Mapping[torch.dtype, str]
 
     def why_not(self, q: torch.dtype, kv: torch.dtype, out: torch.dtype) -> str | None:
-        """Return the sentence that refuses the first unsupported dtype of query, K/V and output; None if all
-        three are supported.
-        """
+        """Return the sentence that refuses the first unsupported dtype of query, K/V and output, or None."""
         if (q, kv, out) in self.triples:
             return None
         if q not in {triple[0] for triple in self.triples}:

@@ -198,9 +198,9 @@ def _misaligned(problem: Problem) -> Iterator[str | None]:
 
 
 def _unread_factors(problem: PagedAttention) -> str | None:
-    """Return a refusal (a sentence) if the launcher does not read the layout of NVFP4 scale factors, else None.
+    """Return a refusal (a sentence) if the launcher cannot read the layout of the call's NVFP4 scale factors, else None.
 
-    The layout is that of `makeTmaShapeStrideKvSf`.
+    `makeTmaShapeStrideKvSf` defines the layout that it reads.
     """
     k_factors, v_factors = problem.k_scale_factors, problem.v_scale_factors
     if k_factors is None or v_factors is None:
