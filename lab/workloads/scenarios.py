@@ -127,7 +127,7 @@ def naming_scenario(name: str) -> Iterator[None]:
 def read_options(
     options: Sequence[str], flags: Mapping[str, tuple[str, Any]], numbered: Mapping[str, str], of: str = ""
 ) -> dict[str, Any]:
-    """Return the keyword arguments that stand as options at the end of a scenario's name, such as page_size=16 for ``page16``.
+    """Return the keyword arguments for the options at the end of a scenario's name, such as page_size=16 for ``page16``.
 
     Args:
         options: such as ``["hnd", "page16"]``.

@@ -26,7 +26,7 @@ MEAN_GAP_MS = 50.0
 def synthetic_chat(num_requests: int = NUM_REQUESTS, seed: int = SEED) -> list[TracedRequest]:
     """Draw the trace, in order of arrival. Times are whole ms.
 
-    It uses only `Random.random`, because Python promises not to change its stream. NumPy makes no such promise.
+    The function uses only `Random.random`, because Python promises not to change its stream. NumPy makes no such promise.
     """
     random = Random(seed)
     requests, arrival_ms = [], 0.0

@@ -183,12 +183,12 @@ def running_lengths(requests: Sequence[TracedRequest], at_ms: float, ms_per_toke
 
 
 def snapshot(requests: Sequence[TracedRequest], batch_size: int, ms_per_token: float = 50.0) -> list[int]:
-    """Return the numbers of cached tokens of a decode batch: `batch_size` requests at the first full second at which so many
-    run.
+    """Return the number of cached tokens of each request in a decode batch. The batch has `batch_size` requests of the first
+    full second at which at least this number runs.
 
-    If more requests run, the earliest are taken. 50 ms per token is a moderate interactive pace. It decides how many requests
-    overlap and how many tokens each has generated. The first such moment is early in the trace, so few requests have generated
-    many tokens.
+    If more requests run, the earliest are taken. 50 ms per token is a moderate interactive pace. The pace decides how many
+    requests overlap and how many tokens each has generated. The first such moment is early in the trace, so few requests have
+    generated many tokens.
 
     Raises:
         ValueError: there are never `batch_size` running requests, or an argument is not positive.

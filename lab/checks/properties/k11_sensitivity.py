@@ -239,8 +239,8 @@ def _masks(run: CaseRun, case: AttentionCase) -> None:
 
 
 def _unequal_sinks(inputs: AttentionInputs) -> Tensor:
-    """Return sinks about as large as the logits of needles, which outweigh all other keys. Each head has its own: float32
-    [num_qo_heads].
+    """Return sinks about as large as the logits of needles, the keys that outweigh all others. The sinks differ by head:
+    float32 [num_qo_heads].
     """
     return torch.linspace(8.0, 14.0, inputs.case.num_qo_heads, device=inputs.query.device)
 

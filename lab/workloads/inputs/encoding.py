@@ -33,7 +33,8 @@ def read_kv(k: Tensor, v: Tensor, *factors: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fill(storage: Tensor, value: float | None = None) -> None:
-    """Fill storage with a value, or with its dtype's poison. e4m3 is filled as bytes: torch cannot fill it on every device.
+    """Fill storage with a value, or with its dtype's `POISON`, a huge value. e4m3 is filled as bytes: torch cannot fill it on
+    every device.
 
     NVFP4 has no NaN: any value except 0 becomes its poison.
     """

@@ -188,8 +188,8 @@ def mha_truth(
 
 
 def build_forward(case: ForwardCase, device: torch.device, build_metadata: BuildMetadata | None = None) -> ForwardPass:
-    """Return the pass of a case: build the pool, write the histories, poison all other cells, and build the metadata. By
-    default the case's backend builds the metadata.
+    """Return the pass of a case: build the pool, write the histories, fill all other cells with huge values (poison), and build
+    the metadata. By default the case's backend builds the metadata.
     """
     generator = torch.Generator(device=device).manual_seed(case.seed)
     model = case.model
@@ -222,7 +222,9 @@ def with_scale_factors(case: ForwardCase, cache: PagedKVCache) -> PagedKVCache:
 
 
 def new_poisonable_pool(case: PassCase, device: torch.device) -> KVPool:
-    """Return a pool with twice the pages that the case's requests need. The unused half stays poisoned."""
+    """Return a pool with twice the pages that the case's requests need. The unused half can hold poison, values that would
+    change a result.
+    """
     return new_pool(
         case.kv_lens,
         page_size=case.page_size,
@@ -242,7 +244,8 @@ def admit_and_write(
     histories: Sequence[History],
     build_metadata: Callable[[ForwardBatch, KVPool], Any],
 ) -> tuple[ForwardBatch, Any]:
-    """Poison the cache, write the histories of the case's requests into it as an engine does, and return batch and metadata.
+    """Fill the cache with huge values, write the histories of the case's requests into it as an engine does, and return batch
+    and metadata.
 
     The tokens before the query rows are written before the metadata is built. If there is a window, the pages before it have
     been given back. The query rows' own tokens are written to the batch's slots or, with a window, to the metadata's slots.

@@ -103,7 +103,9 @@ def mla_truth(
 def build_mla_pass(
     case: MLACase, device: torch.device, build_metadata: BuildMLAMetadata = build_mla_decode_metadata
 ) -> MLAPass:
-    """Return the pass of a case: build the pool, write the histories, poison all other cells, and build the metadata."""
+    """Return the pass of a case: build the pool, write the histories, fill all other cells with huge values (poison), and build
+    the metadata.
+    """
     generator = torch.Generator(device=device).manual_seed(case.seed)
     query, drawn = draw_histories(
         case, generator, limits_of(case), case.num_qo_heads, 1, (case.head_dim,), case.softmax_scale

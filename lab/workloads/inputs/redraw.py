@@ -72,7 +72,9 @@ class PassRedraw:
         return self.sets[number]
 
     def _restored(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Reset the page ids and lengths of inputs to those with which the pass was built. Other work may have changed them."""
+        """Reset the page ids and lengths of inputs to those with which the pass was built. Another timed call over the pass may
+        have changed both.
+        """
         for name, tensor in self._metadata.items():
             getattr(inputs["metadata"], name).copy_(tensor)
         self._write_lengths(inputs["metadata"], ())

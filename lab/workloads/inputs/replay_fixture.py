@@ -1,8 +1,8 @@
 """A test fixture for CUDA graphs: requests with their histories in a pool, one layer of a backend, and one runner of graphs.
 
-Keys that a batch must not see are the request's own later tokens, other requests' pages, and the sink, which holds poison.
-After any replay or eager pass, `ReplayFixture.wrongs` compares the metadata with the loops of
-`lab.references.forward_metadata`, and the output with the expected results of the histories.
+Keys that a batch must not see are the request's own later tokens, other requests' pages, and page 0, the sink of padding rows,
+which can hold poison: huge values or NaN. After any replay or eager pass, `ReplayFixture.wrongs` compares the metadata with the
+loops of `lab.references.forward_metadata`, and the output with the expected results of the histories.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -237,8 +237,8 @@ class ReplayFixture:
     def _wrong_padding(self, batch: ForwardBatch, metadata: Any, view: ForwardBatch) -> Iterator[str]:
         """Yield a sentence for each padding cell that is wrong after a replay.
 
-        Padding must have the reserved request, the padding length, and the sink's slots and pages. An engine writes K and V of
-        all rows, so a stale slot in a padding row would overwrite another request's token.
+        Padding must have row 0 of the request table, the padding length, and slots and pages of page 0, the sink. An engine
+        writes K and V of all rows, so a stale slot in a padding row would overwrite another request's token.
         """
         count = batch.batch_size
         length = self.case.padded_seq_len + self._uncounted()
