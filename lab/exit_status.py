@@ -10,8 +10,8 @@ class ExitStatus(enum.IntEnum):
         DONE: the judged implementation is right, or the command has done its work.
         WRONG: a result is wrong, a call failed, or a row is slower.
         MISUSED: an option, a file or a package that the command needs is wrong or missing.
-        REFUSED: a time or a verdict is refused: the hardware cannot reach the time, or the kernel changed functions that judge
-            it.
+        REFUSED: a time or a verdict is refused: the hardware cannot reach the time, or the kernel changed functions that time
+            or judge kernels.
         NOT_JUDGED: nothing could be judged, measured or compared; `git bisect run` skips a commit with this status.
         INTERRUPTED: Ctrl-C ended the command.
     """

@@ -90,9 +90,7 @@ class Bindings:
     settings: Mapping[str, Any]  # settings of the process by name
 
     def changes(self) -> list[str]:
-        """Return the paths of recorded objects and the names of settings that have changed since. Added objects
-        are no change.
-        """
+        """Return the paths of recorded objects, and the names of settings, that have changed. Added objects are ignored."""
         now = dict(_settings())
         return [
             *(path for path, holder, name, value in self.held if holder.get(name) is not value),
@@ -193,7 +191,7 @@ def _items(constant: Any) -> tuple[Any, ...]:
 
 
 def _settings() -> Iterator[tuple[str, Any]]:
-    """Yield the settings of the process and of the thread that can change a result."""
+    """Yield, as (name, value), the settings of the process and the thread that can change a result, such as allow_tf32."""
     yield "torch's default dtype", torch.get_default_dtype()
     yield "torch's default device", str(torch.get_default_device())
     yield "torch's grad mode", torch.is_grad_enabled()

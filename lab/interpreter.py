@@ -26,9 +26,7 @@ class LanguagePatches:
         self._modules: set[str] | None = None  # None: no launch is running
 
     def launch(self, executor: Any, *args: Any, **kwargs: Any) -> None:
-        """Run a grid by the interpreter's own `GridExecutor.__call__`; start without patched modules, and forget them at the
-        end.
-        """
+        """Run a grid by the interpreter's own `GridExecutor.__call__`; forget the patched modules before and after."""
         self._modules = set()
         try:
             self._launch(executor, *args, **kwargs)

@@ -138,8 +138,8 @@ class JudgedKernel(pytest.Collector):
         ]
 
     def ranges_of(self, interface: "Interface") -> "Ranges":
-        """Return the ranges that a function is judged on: the requested ones or, if it declines most of their cases, those that
-        it accepts.
+        """Return the ranges on which a function is judged: the requested ones, or those that it accepts if it declines most
+        cases.
         """
         from lab.workloads.interfaces import ATTENTION
 
@@ -169,7 +169,7 @@ class JudgedKernel(pytest.Collector):
         return report
 
     def can_be_judged(self, interface: "Interface") -> bool:
-        """Return True if at least one check can judge a case of a function."""
+        """Return True if at least one check can judge a case of a function, so that a declined check is no failure."""
         if interface not in self._judged:
             keys = [check.key for check in all_checks() if interface in check.interfaces]
             self._judged[interface] = any(

@@ -110,9 +110,7 @@ LATENT = Kind(
 
 @dataclass(frozen=True)
 class Option:
-    """The command-line option of a field of `Ranges`: its help, the permitted values, and values that the judge adds or
-    prefers.
-    """
+    """The command-line option of a field of `Ranges`: its help, its permitted values, and values that the judge adds."""
 
     help: str
     kind: Kind
@@ -306,8 +304,7 @@ OPTIONS: Mapping[str, Option] = {each.name: each.metadata["option"] for each in 
 
 
 def ranges_of(chosen: Mapping[str, Any]) -> Ranges:
-    """Return the default ranges with the chosen values, which are given by field name. An absent field or None keeps the
-    default.
+    """Return the default ranges with the chosen values by field name. An absent field or None keeps the default.
 
     Raises:
         ValueError: `Ranges` refuses the values.

@@ -46,7 +46,7 @@ def measure_sides(
     num_samples: int,
     seed: int | None = None,
 ) -> list[Side]:
-    """Time two forward passes on this GPU with interleaved samples; judge both before and after the samples.
+    """Time two forward passes on this GPU with interleaved samples; judge the outputs of both before and after the samples.
 
     Args:
         names: the scenario and the module of each side.

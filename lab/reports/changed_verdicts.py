@@ -38,7 +38,7 @@ SETTINGS = ("level", "seed", "ranges", "checks", "left_out")
 
 
 class VerdictChange(TextEnum):
-    """How a case's verdict changed, with the style that shows the change; the worst change comes first."""
+    """How a case's verdict changed, the worst change first; `style` is the style of the cell that shows the change."""
 
     NEWLY_WRONG = "newly wrong", "slower"
     NEWLY_DECLINED = "newly declined", "unsure"
@@ -116,7 +116,7 @@ def different_settings(before: RecordedFile, after: RecordedFile) -> dict[str, t
 
 
 def _setting(file: RecordedFile, name: str) -> Any:
-    """Return a report's setting; for "checks", the checks' keys with the functions that they judged."""
+    """Return one of a report's `SETTINGS`; for "checks", the checks' keys with the functions that they judged."""
     if name == "checks":
         return ", ".join(sorted(f"{row['check']} of {row['interface']}" for row in file.content["checks"]))
     return file.content.get(name)

@@ -68,7 +68,7 @@ RowsOfSide = Mapping[Identity, Sequence[Row]]  # rows of GPU time by what they m
 
 
 class NotComparableError(ValueError):
-    """Two recordings must not be compared; the message names the differing fact with both values."""
+    """Two recordings must not be compared; the message names the field that differs, with both values."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class RunComparison:
 
     @property
     def summary(self) -> str:
-        """Return the number of rows of each verdict, and the geometric mean of after over before of the compared rows."""
+        """Return the number of rows of each verdict, and the geometric mean of time after over time before."""
         counts = Counter(samples.speed for samples in self.compared)
         rest = {"refused": self.refused, "missing": self.missing, "new": self.added}
         words = [f"{counts[speed]} {speed.name}" for speed in Speed]
@@ -202,7 +202,7 @@ def compare(
 
 
 def comparison_record(samples: SampleComparison) -> dict[str, Any]:
-    """Return a comparison as JSON data, with the verdict first."""
+    """Return a comparison as JSON data: "verdict", then the fields of `SampleComparison`."""
     return {"verdict": samples.speed.value} | {name: value for name, value in vars(samples).items() if name != "speed"}
 
 
@@ -333,7 +333,7 @@ def _doubted(samples: SampleComparison, before: Sequence[Row], after: Sequence[R
 
 
 def _why_not_compared(before: Sequence[Row], after: Sequence[Row]) -> str:
-    """Return why these rows' times must not be compared, with both values; "" if they may be compared."""
+    """Return the first reason not to compare these rows, with the two values that differ; "" if there is no reason."""
     for side, rows in (("before", before), ("after", after)):
         if why := next(filter(None, map(_why_impossible, rows)), ""):
             return f"the time {side} is refused: {why}"
@@ -343,7 +343,7 @@ def _why_not_compared(before: Sequence[Row], after: Sequence[Row]) -> str:
 
 
 def _why_impossible(row: Row) -> str:
-    """Return why a row's GPU cannot do its work in the recorded time; "" if it can, or if the row lacks the facts."""
+    """Return why a row's GPU cannot do its work in the recorded time; "" if it can, or if its rates are not recorded."""
     facts = row.facts
     if facts.get("bandwidth_percent") is None or facts.get("matrix_rate_percent") is None:
         return ""
@@ -376,7 +376,7 @@ def _clock_differences(first: Row, other: Row, key: str, clock: str) -> str:
 
 
 def _ends(clock_mhz: Any) -> tuple[float, ...]:
-    """Return the ends of a recorded range of clocks; a single clock is both ends, and None has no ends."""
+    """Return the lowest and the highest of a recorded clock, which may be a single number; () for None."""
     if clock_mhz is None:
         return ()
     return tuple(clock_mhz) if isinstance(clock_mhz, Sequence) else (clock_mhz, clock_mhz)

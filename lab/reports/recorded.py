@@ -56,7 +56,7 @@ class RecordedFileError(ValueError):
 
 
 class FileKind(NamedEnum):
-    """The kind of content that a recorded file holds."""
+    """What a recorded file holds, such as benchmarks or a report of the judge."""
 
     BENCHMARKS = "pytest-benchmark's rows"
     JUDGE = "a report of `lab.checks`"
@@ -68,7 +68,7 @@ class FileKind(NamedEnum):
 
 @dataclass(frozen=True)
 class RecordedFile:
-    """A recorded file.
+    """A JSON file of recorded results.
 
     Attributes:
         name: path relative to the folder that was read, without ".json" or ".json.gz".
@@ -90,11 +90,11 @@ class RecordedFile:
 
     @property
     def experiment(self) -> str:
-        """Return the name of the experiment that wrote the file; the file's name if it was not recorded."""
+        """Return the name of the experiment that wrote the file, or the file's name if no experiment was recorded."""
         return str(self.content.get("experiment") or without_suffix(self.path).name)
 
     def fact(self, *keys: str) -> Any:
-        """Return a value of the environment by its nested keys; None if it was not recorded."""
+        """Return a value of the environment by its nested keys, such as "packages", "torch"; None if it was not recorded."""
         return value_at(self.environment, keys)
 
 
@@ -162,7 +162,7 @@ class Row:
     Attributes:
         name: the test's full name.
         samples_us: raw samples in microseconds per call, in the order of measurement.
-        facts: further recorded facts of the benchmark (pytest-benchmark's `extra_info`).
+        facts: all other recorded fields by name, such as the scenario and the floor (pytest-benchmark's `extra_info`).
     """
 
     name: str
@@ -219,7 +219,9 @@ class Row:
 
     @property
     def time_over_floor(self) -> float | None:
-        """Return the median over the floor; None if the floor was not recorded or is too short to be meaningful."""
+        """Return the median divided by the floor (the least possible time); None without a floor or if it is below
+        `LEAST_FLOOR_US`.
+        """
         floor_us = self.facts.get("floor_us") or 0.0
         return self.median_us / floor_us if floor_us >= LEAST_FLOOR_US else None
 
@@ -271,7 +273,7 @@ class RecordedRun:
 
     @functools.cached_property
     def rivals(self) -> list[Rivals]:
-        """Return the rows of GPU time grouped by measured work and method, sorted by these."""
+        """Return the rows of GPU time in groups that differ only in the implementation, sorted by the other settings."""
         found = grouped(
             (tuple(item for item in row.identity if item[0] != "implementation"), row)
             for row in sorted(self.gpu_rows, key=lambda row: row.median_us)
@@ -284,7 +286,7 @@ class RecordedRun:
 
     @property
     def rows_without_clock(self) -> tuple[Row, ...]:
-        """Return the rows whose clock is unknown or not recorded."""
+        """Return the rows that are neither GPU time nor host time, because their clock is unknown or was not recorded."""
         return tuple(row for row in self.rows if not row.is_gpu_time and row.facts.get("clock") != "host")
 
 
@@ -312,9 +314,7 @@ def facts_of_sides(
 
 
 def in_words(identity: Identity) -> str:
-    """Return the text of a `Row.identity`: "decode/llama-3.1-8b/64q1s4k, lab.kernels.trtllm, page_size 64, clock graph, l2
-    warm".
-    """
+    """Return an identity as text: "decode/llama-3.1-8b/64q1s4k, lab.kernels.trtllm, page_size 64, clock graph, l2 warm"."""
     return ", ".join(value if name in ("scenario", "implementation") else f"{name} {value}" for name, value in identity)
 
 

@@ -73,7 +73,7 @@ class FindingRow:
 def releases_report(
     paths: Sequence[Path], package: str = "flashinfer-python", findings: Path | None = None
 ) -> TableReport:
-    """Show reports of the judge by release.
+    """Return a table of findings, with their status in each release, from reports of the judge.
 
     Args:
         paths: paths of the reports, with the oldest release first.
@@ -148,7 +148,7 @@ def _cases(file: RecordedFile) -> Iterator[tuple[CaseKey, CaseVerdict]]:
 
 
 def _findings(verdicts: Mapping[str, Verdicts], headings: Mapping[str, str]) -> Iterator[FindingRow]:
-    """Yield a row for each heading of the page, and then for each cited finding that is not on the page."""
+    """Yield a row for each finding on the page (its headings by anchor), and then for each cited finding that is not there."""
     telling = grouped(
         (cited, key)
         for of in verdicts.values()

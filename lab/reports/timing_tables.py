@@ -156,7 +156,7 @@ def fastest_sentence(runs: Sequence[RecordedRun]) -> str:
 
 
 def _median_of(implementation: str, rivals: Rivals) -> Cell:
-    """Return the cell of an implementation's median, with a special style if the implementation is among the fastest."""
+    """Return the cell of an implementation's median, in the style "faster" if its time is the fastest or the SAME."""
     median_us = next((row.median_us for row in rivals.rows if row.implementation == implementation), None)
     return replace(number(median_us, 1), style="faster" if implementation in rivals.as_fast else "")
 
@@ -195,7 +195,7 @@ def not_timed_table(run: RecordedRun, name: str = "") -> Table:
 
 
 def plain_table(rows: Sequence[Row], name: str = "", caption: str = "") -> Table:
-    """Make a table of rows whose times are not GPU times."""
+    """Make a table of rows whose times are not GPU times: median, spread, samples and method."""
     return make_table(PLAIN_COLUMNS, sorted(rows, key=lambda row: row.name), name=name, caption=caption, say_once=())
 
 

@@ -111,7 +111,7 @@ def figures(run: RecordedRun) -> dict[str, "Figure"]:
 
 
 def _order(row: Row) -> tuple[tuple[float, str], ...]:
-    """Return a row's sort key: numbers sort as numbers, words as words, and absent facts come first."""
+    """Return a row's sort key from the fields in `ORDER`: numbers sort as numbers, words as words, absent fields come first."""
     values = [row.facts.get(key) for key in ORDER] + [row.name]
     return tuple((value, "") if isinstance(value, int | float) else (0, str(value or "")) for value in values)
 

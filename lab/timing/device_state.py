@@ -38,7 +38,7 @@ class DeviceState:
     throttled_by: set[str] | None = None
 
     def facts(self) -> dict[str, Any]:
-        """Return the range of the SM clock and the maximum of every other reading. Keys name units; None means unknown."""
+        """Return fields of a recorded row: the range of the SM clock, the maxima of the other readings, and the throttling."""
         return {
             "sm_clock_mhz": [min(self.sm_clocks_mhz), max(self.sm_clocks_mhz)] if self.sm_clocks_mhz else None,
             "memory_clock_mhz": max(self.memory_clocks_mhz, default=None),
@@ -65,7 +65,7 @@ class DeviceState:
 
 
 def throttle_reasons(bits: int) -> set[str]:
-    """Return, in words, those clock event reasons in NVML's bit mask that make a measured time invalid."""
+    """Return, in words, the clock event reasons in NVML's bit mask that make a time wrong, such as a power cap."""
     return {
         words for name, words in HOLDING_BACK.items() if bits & int(getattr(pynvml, f"nvmlClocksEventReason{name}"))
     }

@@ -136,9 +136,7 @@ def _functions(forward: EnginePass) -> list[str]:
 
 
 def case_facts(case: ForwardCase | MLACase) -> dict[str, Any]:
-    """Return the fields that describe the pass in a recorded row: mode, geometry (or MLA's sizes), batch,
-    dtypes, least bytes.
-    """
+    """Return the fields that describe the pass in a recorded row: mode, geometry or MLA's sizes, batch, dtypes, work."""
     names = ("num_qo_heads", "kv_lora_rank", "qk_rope_head_dim") if isinstance(case, MLACase) else ("geometry",)
     return {
         "mode": case.mode.name.lower(),
@@ -157,10 +155,9 @@ def case_facts(case: ForwardCase | MLACase) -> dict[str, Any]:
 def time_facts(
     time: GpuTime, ceilings: Ceilings, bytes_moved: int, operations: int, kv_dtype: str = ""
 ) -> dict[str, Any]:
-    """Return the fields that describe the time in a recorded row: method, samples, rates in percent of the ceilings, GPU
-    clocks.
+    """Return the fields that describe the time in a recorded row: method, samples, rates, floor and GPU clocks.
 
-    Raises RefusedTimeError if the GPU cannot do the work in this time.
+    Raises RefusedTimeError if the GPU cannot move the bytes or do the operations in this time.
     """
     limits = roofline(time.median_us, bytes_moved, operations, ceilings)
     if why := why_impossible(

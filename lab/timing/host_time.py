@@ -20,7 +20,7 @@ CALLS_PER_BATCH = (
 
 @dataclass(frozen=True)
 class HostTime:
-    """One call's host time in microseconds, as a mean per batch, with the settings of the measurement."""
+    """One call's host time in microseconds: a sample is the mean of one batch of calls."""
 
     samples_us: tuple[float, ...]
     method: str = METHOD

@@ -43,7 +43,7 @@ class Ceilings:
     datasheet: Datasheet | None = None
 
     def facts(self) -> dict[str, Any]:
-        """Return the rates as JSON data, with units in the keys."""
+        """Return the measured and the datasheet's rates as JSON data, with units in the keys."""
         stated = ("bandwidth_gbps", "matrix_rate_tflops", "source")
         return {
             "bandwidth_gbps": round(self.bandwidth_gbps, 1),
@@ -79,7 +79,7 @@ class Roofline:
 
 
 def roofline(median_us: float, bytes_moved: int, operations: int, ceilings: Ceilings) -> Roofline:
-    """Compare a measured time with the ceilings."""
+    """Return the rates that a measured time means, in percent of the ceilings, and the least possible time (floor)."""
     memory_us, matrix_us = least_us(bytes_moved, operations, ceilings)
     floor_us = max(memory_us, matrix_us)
     return Roofline(
@@ -123,7 +123,7 @@ def least_us(bytes_moved: int, operations: int, rates: Ceilings | Datasheet) -> 
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
-    """Measure both rates on this GPU, in about three seconds."""
+    """Measure the memory and the matrix rate of this GPU, in about three seconds."""
     bandwidth_gbps = COPY_BYTES / measure(negation(COPY_BYTES, device), CEILING_METHOD).median_us / 1e3
     # The data is random, because zeros are faster than any real data (H200: 894 against 788 TFLOP/s).
     left, right = (torch.randn(MATRIX_SIZE, MATRIX_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2))

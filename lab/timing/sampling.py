@@ -45,7 +45,7 @@ Step = tuple[Callable[[], object] | None, Callable[[], object]]
 
 
 class RefusedTimeError(RuntimeError):
-    """A time is refused: the hardware cannot reach it, two clocks disagree, or the GPU ran work that no call launched."""
+    """A time is refused: the hardware cannot reach it, two clocks disagree, or the GPU or a thread ran foreign work."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,7 @@ def between_events(
 def _one(
     run: Callable[[], object] | None, lead: Callable[[], object] | None, meanwhile: Callable[[], object] | None = None
 ) -> tuple[float, float]:
-    """Return a run's time between two events and the host's time between two device-wide waits, in µs; the second includes
-    `lead`.
-    """
+    """Return a run's time in µs between two events, and between two device-wide waits of the host, `lead` included."""
     start, end = CudaEvent(enable_timing=True), CudaEvent(enable_timing=True)
     _synchronize()
     start_ns = _now_ns()
