@@ -174,10 +174,9 @@ def _consume(
     GROUP: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Compute attention of CONSUMER_ROWS query rows in all the program's work, and write their results. One warp group runs
-    this.
+    """Compute attention of CONSUMER_ROWS query rows in all the program's work, and write their results.
 
-    `rings` hold the K and V tiles. `q_slot` is shared memory for the queries.
+    One warp group runs this. `rings` hold the K and V tiles. `q_slot` is shared memory for the queries.
     """
     KEYS: gl.constexpr = TILE.keys
     DIMS: gl.constexpr = q_slot.shape[1]
@@ -337,8 +336,7 @@ def hopper_attention_kernel(
     OVERLAPS: gl.constexpr,
     OVERLAPPED: gl.constexpr,
 ):
-    """Compute attention of blocks of query rows over a paged cache. A row is one query token and one head of a K/V head's
-    group.
+    """Compute attention of blocks of query rows over a paged cache. A row is one query token and one query head.
 
     With SHARED, the grid is (q_blocks, shares): a program computes one block of each request in its share, the consecutive key
     tiles of the batch that it reads. Without, programs of any grid take blocks in turn and read all their keys.

@@ -100,8 +100,9 @@ def begin_walk(batch, num_shares, least_tiles, SHARED: gl.constexpr, GROUP: gl.c
 
 @gluon.jit
 def piece_at(walk, batch, SHARED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Return (the `Piece` at position `walk`, the program's next position). A comment in this module describes
-    the tuple `walk`.
+    """Return (the `Piece` at position `walk`, the program's next position).
+
+    A comment in this module describes the tuple `walk`.
     """
     seq_lens, kind, window_left, batch_size, num_kv_heads = batch
     place, end, request, request_begin, last = walk

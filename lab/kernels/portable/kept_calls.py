@@ -105,8 +105,7 @@ def facts_of(value: Any, given: list[torch.Tensor]) -> Hashable:
 
 
 class KeptCall:
-    """A cached call, that is the kernel launches of an earlier call. Calling this object repeats the launches with other
-    tensors.
+    """A cached call: the kernel launches of an earlier call. Calling this object repeats the launches with other tensors.
 
     Args:
         device: the GPU of the tensors.

@@ -148,7 +148,8 @@ def merges_at_once(problem: PagedAttention, tile: ProgramTile | HopperTile, num_
 
 
 def few_tokens(problem: PagedAttention) -> int | None:
-    """Return the most query tokens of a request that the first of two launches serves; None if one launch serves all requests.
+    """Return the largest number of query tokens per request for the first of two launches; None if one launch serves all
+    requests.
 
     Two launches are worth their cost where a request may fill several blocks of rows. Lengths are on the device, so the host
     guesses: as many requests as possible have `max_q_len` rows, and the other requests have equal parts of the remaining rows.

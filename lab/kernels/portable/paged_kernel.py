@@ -232,11 +232,12 @@ def _store(
     MERGED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """Write the result of a block of rows over those keys of a unit (one request and K/V head) that this program has read.
+    """Write the result of a block of rows over those keys of a unit (one request and one K/V head) that this program has read.
 
     If these are all keys of the unit, the output is written, else a partial result. With MERGED, the last program to store a
-    partial result of the unit merges them here. Without MERGED, the program that read the unit's first key records which shares
-    have its keys, for the launch that merges.
+    partial result of the unit merges the unit's partial results here. Without MERGED, the program that read the unit's first
+    key records which shares have its keys, for the launch that merges. A share is the consecutive key tiles that one program
+    reads.
     """
     place, first_tile, end_tile, num_tiles, share, share_places, num_shares = cut
     row_head, head, row_exists, block_row = rows
