@@ -31,7 +31,7 @@ SHOWN_CHARACTERS = 1000
 
 
 class CallForm(NamedEnum):
-    """How a function is called. The value is the prefix of the name of the function that is called first."""
+    """How a call is made: as a whole, or after it was prepared or planned. The value is the prefix of the function's name."""
 
     WHOLE = ""
     PREPARED = "prepare_"  # `lab.kernels.prepare`: what does not depend on contents is done once
@@ -224,7 +224,7 @@ class CaseRun:
 
     @property
     def forms(self) -> tuple[CallForm, ...]:
-        """Return the forms in which the implementation offers at least one attention call."""
+        """Return WHOLE, and the other forms in which the implementation offers at least one attention function."""
         names = [interface.value for interface in ATTENTION]
         has = [form for form in CallForm if any(hasattr(self.implementation, form.value + name) for name in names)]
         return (CallForm.WHOLE, *(form for form in has if form is not CallForm.WHOLE))

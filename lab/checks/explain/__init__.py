@@ -1,3 +1,1 @@
-"""Explain a run's verdicts: features (properties) of cases and calls, rules that say where results are wrong,
-and the diagnosis.
-"""
+"""Explain a run's verdicts: features (properties) of cases and calls, rules for where results are wrong, and a diagnosis."""

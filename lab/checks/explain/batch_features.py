@@ -155,8 +155,8 @@ def of_any_request(shared: Features, of_requests: Iterable[Features]) -> dict[st
 
 
 def kept(names: Iterable[str], read: Read) -> dict[str, Value]:
-    """Return those of the read values that are features in `names`, in the order of `names`. A dtype or an enum becomes its
-    name, a tensor becomes a bool, and values that are None or False are left out.
+    """Return the values of the features in `names`, as rules compare them and in this order. A dtype or an enum becomes its
+    name, and a tensor a bool; values that are None or False are left out.
     """
     plain = {name: _plain(read.get(name)) for name in names}
     return {name: value for name, value in plain.items() if value is not None and value is not False}

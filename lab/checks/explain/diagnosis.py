@@ -130,8 +130,8 @@ class Diagnosis:
 
 
 def diagnose(verdicts: Sequence[CaseVerdict], *, is_whole: bool = True) -> Diagnosis:
-    """Return the diagnosis of a run's verdicts. KNOWN and declined verdicts are only counted. If one is dishonest, no other is
-    used.
+    """Return the diagnosis of a run's verdicts. KNOWN and declined verdicts are only counted. A dishonest verdict replaces all
+    others.
 
     Args:
         verdicts: the verdicts of a run.
@@ -248,8 +248,8 @@ def _units(results: Sequence[CaseResult], held: str) -> _Units:
 
 
 def _follows_from(units: _Units, held: str, regions: Sequence[Region], results: Sequence[CaseResult]) -> bool:
-    """Return True if wrong results of one kind are a consequence of others: nearly all lie in regions of kinds that come first
-    in `HELD`.
+    """Return True if the wrong results of one kind are a consequence of others: nearly all lie in regions of earlier kinds in
+    `HELD`.
 
     Wrong LSEs follow from wrong outputs only if most of them belong to a call whose output is wrong.
     """
@@ -331,7 +331,7 @@ def _broken(regions: Sequence[Region], unexplained: int, is_whole: bool) -> str:
 
 
 def _within(sentence: str) -> str:
-    """Return the beginning of a sentence in lower case, for use inside another sentence."""
+    """Return the beginning of a sentence with a lower-case first letter, for use inside another sentence."""
     return sentence[0].lower() + sentence[1:]
 
 

@@ -159,13 +159,13 @@ class _Search:
         return rules
 
     def _purity(self, chosen: Chosen, left: Bits) -> float:
-        """Return the share of wrong units, by weight, among the units inside a rule that earlier rules left over (`left`)."""
+        """Return the share of wrong units, by weight, inside a rule. Only units that earlier rules left over (`left`) count."""
         inside = left & self._inside([chosen])
         return float(self.bad[inside].sum() / max((self.bad + self.good)[inside].sum(), 1e-9))
 
     def _pruned(self, chosen: Chosen, left: Bits) -> Chosen:
-        """Remove "is not" and "!=" literals from a rule if the share of wrong units stays high without them. They may only
-        exclude results that are right by chance.
+        """Remove "is not" and "!=" literals from a rule if the share of wrong units stays high without them. Such literals may
+        only exclude results that are right by chance.
         """
         for number in chosen:
             rest = tuple(each for each in chosen if each != number)

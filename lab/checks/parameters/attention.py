@@ -23,7 +23,7 @@ MOST_DRAWN_REQUESTS = 4
 
 
 def fields_of(interface: Interface) -> tuple[str, ...]:
-    """Return the fields of `Ranges`, such as "dtypes", of which a single call of a function has one value."""
+    """Return the fields of `Ranges` that describe a single call of a function, such as "dtypes"."""
     return MLA_FIELDS if interface is Interface.MLA_DECODE else MHA_FIELDS
 
 

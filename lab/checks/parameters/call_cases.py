@@ -113,7 +113,7 @@ def _longest_request(of: Configuration) -> int:
 
 
 def _emptied(lens: Sequence[int], without: Any) -> tuple[int, ...]:
-    """Return lengths in which those of the requests that `without` selects, such as the first, are 0."""
+    """Return the lengths, with 0 for each request that `without` selects, such as the first. Other values select no request."""
     last = len(lens) - 1
     empty: dict[Any, Sequence[int]] = {
         Without.FIRST: (0,),

@@ -51,8 +51,9 @@ class Configuration:
 
 @functools.cache
 def _declared(interface: Interface) -> tuple[Mapping[str, Any], Mapping[str, Mapping[Any, Any]]]:
-    """Return the default values of a function's model in the default ranges, and for each axis a map from each
-    value to itself.
+    """Return the default values of a function's model in the default ranges, and the values of each axis.
+
+    The values are a map from each value to itself, in which a text finds the value that equals it.
     """
     model = MODELS[interface](Ranges())
     return model.default, {name: {value: value for value in values} for name, values in model.axes.items()}

@@ -62,8 +62,8 @@ class Coverage:
 
 
 def coverages(verdicts: Sequence[CaseVerdict], ranges: Ranges) -> tuple[Coverage, ...]:
-    """Return the coverage of each function with `Configuration` cases among the verdicts. The function's model is limited to
-    the ranges.
+    """Return the coverage of each function's model within the ranges, for the functions with verdicts on
+    `Configuration` cases.
     """
     of_function: dict[Interface, list[CaseVerdict]] = {}
     for verdict in verdicts:
@@ -111,8 +111,8 @@ def tuples_by_outcome(model: Model, verdicts: Iterable[CaseVerdict]) -> tuple[se
 
 
 def retried(model: Model, verdicts: Sequence[CaseVerdict]) -> tuple[Model, list[Values]] | None:
-    """Return the model of only the judged values, and its pairs and triples that were not judged. Return None if an axis has no
-    judged value.
+    """Return the model restricted to the judged values, and the pairs and triples in it that were not judged. Return None if an
+    axis has no judged value.
     """
     judged, _ = tuples_by_outcome(model, verdicts)
     taken = model.only(judged)

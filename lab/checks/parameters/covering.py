@@ -84,8 +84,8 @@ class Model:
         )
 
     def only(self, taken: Collection[Values]) -> "Model | None":
-        """Return the model with only those values of which `taken` has ((axis, value),); None if an axis would
-        have no value.
+        """Return the model restricted to the values in `taken`, each given as ((axis, value),); None if an axis would have no
+        value.
         """
         axes = {
             name: tuple(value for value in values if ((name, value),) in taken) for name, values in self.axes.items()
@@ -99,7 +99,7 @@ class Model:
         return next(self._broken(point, added), None) is None
 
     def _broken(self, point: Mapping[str, Any], added: str = "") -> Iterator[Constraint]:
-        """Yield the rules, among those that `fits` tests, that the values break."""
+        """Yield the rules that the values of a point break. Only the rules that `fits` would test are tested."""
         for rule in self._rules_of[added] if added else self.rules:
             if all(name in point for name in rule.axes) and not rule.fits(*(point[name] for name in rule.axes)):
                 yield rule
@@ -188,8 +188,8 @@ class Model:
 
     @functools.cached_property
     def why_not(self) -> Mapping[Values, str]:
-        """Return all pairs and declared triples, each with the reason of the rule that forbids it; "" if a point that fits all
-        rules contains it.
+        """Return, for each pair and declared triple, the reason of the rule that forbids it; "" if a valid point
+        contains it.
         """
         return {goal: self._why_not(dict(goal)) for goal in self._goals()}
 
@@ -204,8 +204,8 @@ class Model:
         return next((rule.why for rule in itertools.chain(direct, alone)), "several rules forbid it")
 
     def tuples_of(self, point: Point) -> Iterator[Values]:
-        """Return the values, pairs and declared triples that a point covers. If it has vacuous values, these are only those
-        with such a value.
+        """Return the values, pairs and declared triples that a point covers. With a vacuous value (the call computes nothing),
+        the point covers only the combinations that contain this value.
         """
         vacuous = self.vacuous & point.items()
         alone = ((name,) for name in self.axes)
@@ -286,7 +286,7 @@ class _Left:
                 del self._others[each][goal]
 
     def gain(self, axis: str, value: Any, point: Point) -> int:
-        """Return how many goals with this value a point contains as soon as it gets the value."""
+        """Return the number of goals that contain this value, and that a point contains once the axis has the value."""
         has = point.items()
         goals = self._others.get((axis, value), {})
         return sum(all(each in has for each in others) for others in goals.values())

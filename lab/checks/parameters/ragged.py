@@ -83,14 +83,14 @@ def ragged_model(ranges: Ranges) -> Model:
 
 
 def _keys(requests: int, lengths: Any) -> int:
-    """Return about how many keys a call has."""
+    """Estimate the number of keys of a call."""
     return (
         requests * FEW_KEYS if requests > REQUESTS else REQUESTS * SHORT + (lengths if isinstance(lengths, int) else 0)
     )
 
 
 def _pairs(rows: Any, lengths: Any) -> int:
-    """Return about how many (row, key) pairs a call with few requests has."""
+    """Estimate the number of (row, key) pairs of a call with few requests."""
     prompt = rows if isinstance(rows, int) else 1 if rows == Rows.ONE_EACH else 10
     return prompt * max(prompt, lengths if isinstance(lengths, int) else SHORT)
 

@@ -1,4 +1,6 @@
-"""The values of a call's parameters that are not numbers. Each value equals a text, which the repr of a case contains."""
+"""The values of a call's parameters that are not numbers. Each value is equal to a text, by which the repr of a
+case names it.
+"""
 
 import torch
 

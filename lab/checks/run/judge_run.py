@@ -348,7 +348,7 @@ class CheckRun:
         self._keep(verdict)
 
     def keep(self, verdict: CaseVerdict) -> None:
-        """Report a verdict to `progress`, and add it to the run. The case was not planned, as an audited case is not."""
+        """Report a verdict on a case that was not planned, such as an audited case, to `progress`, and add it to the run."""
         self._run.show(verdict, True)
         self._keep(verdict)
 
