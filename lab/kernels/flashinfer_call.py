@@ -148,7 +148,7 @@ def capability_for(device: torch.device) -> Capability:
 
 
 def packed(table: torch.Tensor) -> tuple[torch.Tensor, tuple[Refresh, ...]]:
-    """Return a page table with contiguous rows, and the launches that refresh it before each call.
+    """Return a page table with contiguous rows, and the launches that write its contents anew before each call.
 
     FlashInfer's kernels ignore a table's strides. A contiguous table, such as an engine's, is returned as it is, without
     launches. Any other table is copied, and the launch copies it again.

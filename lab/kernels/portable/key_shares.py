@@ -74,7 +74,7 @@ class Shares:
 
 
 def choose_shares(tile: ProgramTile | HopperTile, q_blocks: int, device: torch.device, least_keys: int = 0) -> Shares:
-    """Return one share of the keys for each program that the GPU runs at the same time, so that all programs end together.
+    """Return one share (consecutive key tiles) for each program that the GPU runs at the same time, so that all end together.
 
     A CPU gets one share.
 
@@ -185,8 +185,8 @@ def request_at(place, batch, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexp
 def equal_parts(batch, num_shares, least_tiles, BLOCK_KEYS: tl.constexpr, START_PLACES: tl.constexpr):
     """Return how each unit (request and K/V head) of a small batch is cut: (key tiles of a part, number of parts), int32.
 
-    The number of parts is 0 if the units are too unequal for this method. Empty places are not counted: every part begins its
-    unit, and counting them would only make the first part smaller.
+    The number of parts is 0 if the units are too unequal for this method. Empty places, which stand for the time to begin a
+    unit, are not counted: every part begins its unit, and counting them would only make the first part smaller.
     """
     _, batch_size, _, num_kv_heads, _, _ = batch
     most_parts = num_shares // (batch_size * num_kv_heads)
@@ -236,7 +236,7 @@ def begin_share(share, batch, num_shares, least_tiles, TILE: tl.constexpr, SMALL
 def places_before(num_tiles, unit_places, START_PLACES: tl.constexpr):
     """Return the number of empty places before the first key tile of a request and K/V head.
 
-    `unit_places` is from `begin_share`.
+    An empty place stands for the time that a program needs to begin a request. `unit_places` is from `begin_share`.
     """
     return tl.where(unit_places > 0, unit_places - num_tiles, START_PLACES)
 

@@ -254,7 +254,7 @@ def merged_by_lanes(
     ROW_DIMS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Return the same merged softmax state as `merged`, for many partial results: each lane adds up only some of them."""
+    """Return the same merged softmax state as `merged`, for many partial results: LANES groups of threads divide them."""
     first, begin, end, step = pieces
     block_row, row_exists = rows
     ROWS: tl.constexpr = block_row.shape[0]

@@ -26,8 +26,9 @@ Results = tuple[torch.Tensor, torch.Tensor | None]  # a call's output, and its L
 class PartialResults(NamedTuple):
     """The scratch memory for the partial results of all programs, with two slots for each share and block of rows.
 
-    A share holds at most two units only in part: the one in which it begins and the one in which it ends. Results are
-    normalised, so that a merge needs only their LSE.
+    A share is the consecutive key tiles that one program reads, a unit one request and one K/V head. A share holds at most two
+    units only in part: the one in which it begins and the one in which it ends. Results are normalised, so that a merge needs
+    only their LSE.
 
     Attributes:
         out: float32 [q_blocks * shares * 2, rows, v_head_dim].
@@ -44,7 +45,7 @@ class PartialResults(NamedTuple):
 
 
 def new_partials(shares: Shares | None, q_blocks: int, rows: int, problem: PagedAttention) -> PartialResults | None:
-    """Allocate the scratch memory for partial results; None if a single share holds all keys or keys are not divided.
+    """Allocate the scratch memory for partial results; None if no request's keys are divided among programs.
 
     The memory belongs to the call. Counters are filled with zeros here: once for a prepared call, or inside the graph if a
     graph captures the whole call. Each launch leaves them zero, so that no replay and no call on another stream meets counters

@@ -33,7 +33,7 @@ RAGGED_DIMS = (16, 32, 64, 128, 256)  # v_head_dims; head_dims are one of these 
 
 
 def split_head_dim(head_dim: int) -> tuple[int, int]:
-    """Return (the largest power of two in head_dim, the rest): 192 is 128 + 64."""
+    """Return (the largest power of two that is at most head_dim, the rest): 192 is 128 + 64."""
     first = 1 << (head_dim.bit_length() - 1)
     return first, head_dim - first
 
