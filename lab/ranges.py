@@ -110,7 +110,9 @@ LATENT = Kind(
 
 @dataclass(frozen=True)
 class Option:
-    """The command-line option of a field of `Ranges`: its help, its permitted values, and values that the judge adds."""
+    """The command-line option of a field of `Ranges`: its help, its permitted values, and further values that
+    check K18 (combinations) judges if the user does not set the option.
+    """
 
     help: str
     kind: Kind

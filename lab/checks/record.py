@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4
-from lab.checks.properties import checks
+from lab.checks.properties import checks_by_key
 from lab.checks.run.verdicts import CaseVerdict, Judged, Outcome
 from lab.files import read_json
 from lab.workloads.interfaces import Interface
@@ -103,7 +103,7 @@ def read_case(path: Path, number: int) -> CaseVerdict:
         there = f"it has {len(numbers)}, from {min(numbers)} to {max(numbers)}" if numbers else "it has none"
         raise ReportError(f"{path} has no case {number}: {there}")
     verdict, *_ = read_cases(record | {"cases": chosen})
-    if verdict.check not in {check.key for check in checks()}:
+    if verdict.check not in checks_by_key():
         raise ReportError(f"case {number} of {path} is of a check {verdict.check!r}, which this lab does not have")
     return replace(verdict, recorded_in=str(path))
 

@@ -148,12 +148,13 @@ def _wrong_lse(problem: Problem, call: Any, lse: Any, truth: Truth | None) -> li
 
 
 def truth_of_problem(problem: Problem, arithmetic: torch.dtype | None = None) -> Truth:
-    """Return the expected results of a checked problem in which a request has query rows. K and V are read through the
-    problem's page tables or offsets.
+    """Return the expected results of a checked problem. At least one request must have query rows. K and V are read through
+    the problem's page tables or offsets.
 
     Args:
         problem: a problem of any of the four calls.
-        arithmetic: dtype of the control's operands; None: the query's dtype.
+        arithmetic: dtype to which the low-precision computation that sets the error bound rounds the operands of its products;
+            None: the query's dtype.
     """
     offsets = problem.row_offsets()
     q_lens = [end - start for start, end in itertools.pairwise(offsets)]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lab.checks.explain.diagnosis import CaseResult
 from lab.checks.explain.failure_rules import Literal
 from lab.checks.parameters.coverage import Coverage, Reach
-from lab.checks.properties import checks
+from lab.checks.properties import checks_by_key
 from lab.checks.report import Report
 from lab.checks.run.verdicts import CaseVerdict, Outcome
 from lab.ranges import Ranges, options_of
@@ -90,7 +90,7 @@ def details(report: Report) -> list[str]:
 
 def check_table(report: Report) -> Table:
     """Return a table of one row per check and function; "worst" is the largest ratio of error to bound."""
-    names = {check.key: check.name for check in checks()}
+    names = {key: check.name for key, check in checks_by_key().items()}
     seed = f", seed {report.ranges.seed}" if report.ranges.seed else ""
     where = report.environment.get("gpu") or report.device
     columns: Columns = {

@@ -12,8 +12,15 @@ def checks() -> tuple[Check, ...]:
     """Return the `Check` of each module in this package, sorted by key.
 
     K1 to K15 judge single attention calls, K16 and K17 metadata, and K18 combinations of arguments. L1 judges the K/V lists of
-    a draft, M1 to M3 forward passes, R1 recorded calls, and S1 and S2 graph replays.
+    a draft, M1 to M3 forward passes, and S1 and S2 graph replays.
     """
     modules = (importlib.import_module(f"{__name__}.{each.name}") for each in pkgutil.iter_modules(__path__))
     found = (module.CHECK for module in modules if hasattr(module, "CHECK"))
     return tuple(sorted(found, key=lambda check: (check.key[0], int(check.key[1:]))))
+
+
+@functools.cache
+def checks_by_key() -> dict[str, Check]:
+    """Return `checks()` and R1, the check of recorded calls, which has cases only if a recording is given."""
+    recorded = importlib.import_module(f"{__name__}.recorded").RECORDED_CALLS
+    return {check.key: check for check in (*checks(), recorded)}

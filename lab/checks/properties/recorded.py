@@ -89,9 +89,9 @@ def _no_cases(_: object) -> Iterable[RecordedCase]:
     return ()
 
 
-CHECK = Check("R1", "recorded_calls", __doc__, _no_cases, _judge, interfaces=ATTENTION_CALLS)
+RECORDED_CALLS = Check("R1", "recorded_calls", __doc__, _no_cases, _judge, interfaces=ATTENTION_CALLS)
 
 
 def check_of(cases: Sequence[RecordedCase]) -> Check:
     """Return the check R1 (recorded_calls) with these recorded calls as its cases."""
-    return replace(CHECK, fixed=lambda scope: [case for case in cases if case.interface is scope.interface])
+    return replace(RECORDED_CALLS, fixed=lambda scope: [case for case in cases if case.interface is scope.interface])

@@ -291,8 +291,8 @@ def _named(implementation: Any) -> tuple[str, Any]:
 
 
 def _checks(only: str | Sequence[str | Check]) -> tuple[Check, ...]:
-    """Return the checks that the keys and names in `only` select, in the order of their keys, and then the `Check` objects in
-    `only`; all checks if `only` is empty.
+    """Return the checks whose key or name is in `only`, ordered by key, followed by the `Check` objects in `only`. If `only` is
+    empty, return all checks.
     """
     given = [each for each in only if isinstance(each, Check)]
     names = [only] if isinstance(only, str) and only else [each for each in only if isinstance(each, str)]

@@ -179,8 +179,8 @@ def _is_refusal(
 
 
 def _is_of_a_launch(error: BaseException) -> bool:
-    """Return True if an assertion was raised inside Triton, as by a kernel in its interpreter, or by torch's or numpy's
-    comparison of results.
+    """Return True if an AssertionError is no refusal of arguments: a Triton function raised it, for instance in a kernel that
+    Triton's interpreter ran, or a comparison function of torch or numpy.
     """
     modules = {frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)}
     return any(module.startswith(("triton.", "torch.testing", "numpy.testing")) for module in modules)

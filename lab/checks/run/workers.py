@@ -23,7 +23,7 @@ import torch
 
 from lab.checks.case_run import CaseRun
 from lab.checks.parameters.discovery import DISCOVERY
-from lab.checks.properties import checks
+from lab.checks.properties import checks_by_key
 from lab.checks.properties.check import Check
 from lab.checks.run import transport
 from lab.checks.run.support_protocol import KernelError, Refusals, Unsupported, raised
@@ -243,7 +243,7 @@ def noted() -> Bindings:
     """Return the functions and settings that judge a kernel, as they were at the first call, before a kernel was loaded or a
     run began.
     """
-    checks()  # which imports all that judges
+    checks_by_key()  # which imports all that judges
     return bindings()
 
 
@@ -302,7 +302,7 @@ def _calls_in(last_words: Path) -> str:
 @functools.cache
 def _check(key: str) -> Check:
     of_one_call = Check(DISCOVERY, DISCOVERY, "", lambda *_: (), _call_once)
-    return next(check for check in (*checks(), of_one_call) if check.key == key)
+    return of_one_call if key == DISCOVERY else checks_by_key()[key]
 
 
 def _call_once(run: CaseRun) -> None:

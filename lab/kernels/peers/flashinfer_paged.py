@@ -113,8 +113,8 @@ def _sink_variant(problem: PagedAttention, backend: str) -> dict[str, Any]:
     """Return the constructor arguments with which FlashInfer's prefill wrapper computes sinks.
 
     The `run` of a wrapper without these arguments ignores `sinks` with FA2 and FA3. FlashInfer 0.7.2's
-    `BatchAttentionWithAttentionSinkWrapper` has the same arguments except the module's name. Its module name leaves out the
-    head_dim and the dtype of K/V, so that different kernels would overwrite each other in the compiler's cache.
+    `BatchAttentionWithAttentionSinkWrapper` passes the same arguments, but its name of the JIT-compiled module leaves out the
+    head_dim and the dtype of K/V, so that different kernels would overwrite each other in the cache. The name here has both.
     """
     name_of, _ = installed("flashinfer.jit.attention.modules", "get_batch_prefill_attention_sink_uri")
     declarations = importlib.import_module("flashinfer.jit.attention.variants").attention_sink_decl

@@ -68,9 +68,8 @@ def logit_scale(scales):
 
 @triton.jit
 def row_scale(scale, power):
-    """Return `logit_scale`'s factor times 2 ** `power`, which undoes the division by `fitted`.
-
-    `logits_log2` takes the result.
+    """Return the factor for the logits of query rows that `fitted` divided by 2 ** `power`: `logit_scale`'s factor times
+    2 ** `power`. `logits_log2` takes it as its scale.
     """
     return scale * tl.exp2(power)
 

@@ -34,8 +34,9 @@ class KVPool:
     the entries of freed requests, as an engine's does.
 
     With ``num_virtual_pages`` slots are virtual, as in SGLang's unified pool: they refer to virtual pages, which `v2p` maps to
-    pages of the caches. An engine can then move a page without renaming its tokens. Code that reads or writes a cache of the
-    full pool translates slots by `pages` or `physical_slots`. For the sliding-window pool `full_to_swa` is enough.
+    pages of the caches. An engine can then move a page without changing the slots of its tokens. Code that reads or writes
+    a cache of the full pool translates slots by `pages` or `physical_slots`. For the sliding-window pool `full_to_swa` is
+    enough.
 
     All bookkeeping is on the host; nothing here reads the device.
 
@@ -52,7 +53,7 @@ class KVPool:
 
     Attributes:
         req_to_token: ``[num_requests + 1, max_context_len]`` int32, the slot of each token of each request; row 0 is
-            reserved for padding and zero.
+            reserved for padding and is all zeros.
         full_to_swa: ``[pages * page_size + 1]`` int64, where ``pages`` is ``num_virtual_pages`` if given, else ``num_pages``:
             the sliding-window slot of each slot, 0 if it has none. The last entry is -1, so that slot -1 stays -1. None without
             a sliding-window pool.
@@ -60,7 +61,7 @@ class KVPool:
             without virtual pages.
 
     Raises:
-        ValueError: a size is too small to hold anything; in the methods, the pool holds no such request.
+        ValueError: a size is too small to hold anything; in the methods, the given request is not in the pool.
     """
 
     def __init__(

@@ -99,8 +99,8 @@ class DraftOutputs:
     Attributes:
         logits: float32 [num_rows, vocab_size].
         hidden_states: [num_rows, hidden_size].
-        topk_p, topk_index: float32 and int64 [num_rows, 1], or None: the probability 1, which a chain gives to the most
-            probable token of each row, and this token.
+        topk_index: int64 [num_rows, 1], the most probable token of each row; or None.
+        topk_p: float32 [num_rows, 1], all ones: the probability of this token in a chain of drafts (topk = 1); or None.
     """
 
     logits: Tensor

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lab.checks.properties import checks
+from lab.checks.properties import checks_by_key
 from lab.checks.run import verdicts
 from lab.checks.run.verdicts import Outcome
 from lab.reports.html.findings import Finding, findings_in
@@ -23,7 +23,7 @@ BROKEN = tuple(outcome.value for outcome in verdicts.BROKEN)
 FAULTS = (*BROKEN, KNOWN)
 # The order of outcomes in rows and in columns.
 WORST_FIRST = (*FAULTS, DECLINED, RIGHT)
-CHECKS = {check.key: check for check in checks()}
+CHECKS = checks_by_key()
 # The keys of a diagnosis's smallest wrong case that the page shows, in this order.
 SMALLEST_CASE_KEYS = ("result", "where", "expected", "got")
 
