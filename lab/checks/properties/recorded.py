@@ -6,7 +6,7 @@ non-finite key are left out.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -84,12 +84,8 @@ def _rows(truth: Truth, chosen: torch.Tensor) -> Truth:
     return replace(truth, **{name: getattr(truth, name)[chosen] for name in of_rows})
 
 
-def _no_cases(_: object) -> Iterable[RecordedCase]:
-    """Return no case: a run without a recording has no recorded calls."""
-    return ()
-
-
-RECORDED_CALLS = Check("R1", "recorded_calls", __doc__, _no_cases, _judge, interfaces=ATTENTION_CALLS)
+# A run without a recording has no recorded calls, and so no case.
+RECORDED_CALLS = Check("R1", "recorded_calls", __doc__, lambda _: (), _judge, interfaces=ATTENTION_CALLS)
 
 
 def check_of(cases: Sequence[RecordedCase]) -> Check:

@@ -101,10 +101,7 @@ class Message(NamedTuple):
 
 @gluon.jit
 def _produce(pool, walk, batch, ring, PAGE_SIZE: gl.constexpr, HEADS: gl.constexpr, TILE: gl.constexpr):
-    """Load all K/V tiles of the program into `ring`, the circular buffer in shared memory.
-
-    `pool` is (TMA descriptor of the cache, block table, the table's row stride).
-    """
+    """Load all K/V tiles of the program into `ring`. `pool` is (TMA descriptor of the cache, block table, its row stride)."""
     boxes, block_table, table_stride = pool
     tiles = ring.tiles
     HALF: gl.constexpr = tiles.left.shape[2]

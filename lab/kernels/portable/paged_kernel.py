@@ -87,7 +87,7 @@ def _attention_kernel(
     PAGE_SIZE: tl.constexpr,
     MASK_WORDS: tl.constexpr,  # 0: no mask
     CAUSAL: tl.constexpr,
-    SHARED: tl.constexpr,
+    SHARED: tl.constexpr,  # the keys are one share: consecutive key tiles of the batch. Else: all of a request and K/V head
     SMALL: tl.constexpr,  # as `Shares.is_small`
     MERGED: tl.constexpr,  # (rows of a unit, pieces at a time) if its last program merges it; None: a launch does
     TILE: tl.constexpr,
@@ -95,11 +95,7 @@ def _attention_kernel(
     OVERLAPS: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """Compute attention of one block of query rows over the keys of this program. A row is one query token and one head.
-
-    With SHARED the keys are one share, the consecutive key tiles of the batch that this program reads. Without, they are all
-    keys of one request and K/V head.
-    """
+    """Compute attention of one block of query rows over the keys of this program. A row is one query token and one head."""
     if OVERLAPS:  # the merge, or the launch for other requests, may be launched meanwhile
         gdc_launch_dependents()
     reach = reach_of(window_left, max_q_len)
