@@ -10,6 +10,7 @@ import triton
 from lab import references
 from lab.kernels import portable
 from lab.kernels.portable import paged, partial_results
+from lab.kernels.portable.key_shares import Shares
 from lab.kernels.portable.partial_results import PartialResults
 from lab.metadata.engine.capture import capturing
 from tests.cases import DECODE
@@ -45,18 +46,19 @@ def allocated(merges_at_once: bool, monkeypatch: pytest.MonkeyPatch) -> list[Par
     """What calls allocate for their partial results."""
     kept: list[PartialResults | None] = []
 
-    def new_partials(*arguments: Any) -> PartialResults | None:
-        kept.append(partial_results.new_partials(*arguments))
+    def new_partials(shares: Shares, *arguments: Any) -> PartialResults | None:
+        assert shares.merges_at_once == merges_at_once
+        kept.append(partial_results.new_partials(shares, *arguments))
         return kept[-1]
 
     monkeypatch.setattr(paged, "new_partials", new_partials)
     return kept
 
 
-def left_over(partials: PartialResults | None) -> bool:
-    """Return True where a counter is not zero."""
+def left_over(partials: PartialResults | None, merges_at_once: bool) -> bool:
+    """Return True if a counter is not zero."""
     assert partials is not None
-    return partials.of_units.dim() == 3 and bool(partials.of_units.any())
+    return merges_at_once and bool(partials.of_units.any())
 
 
 def prepared(q_len: int, kv_lens: list[int], **changes: Any) -> tuple[dict[str, Any], Any]:
@@ -72,9 +74,7 @@ def test_right(
 ) -> None:
     sinks = torch.linspace(-2.0, 6.0, 8)
     assert_right(DECODE, posed(DECODE, [q_len] * len(BATCHES[batch]), BATCHES[batch], head_dim=head_dim, sinks=sinks))
-    assert allocated[0] is not None
-    assert (allocated[0].of_units.dim() == 3) == merges_at_once
-    assert not left_over(allocated[0])
+    assert not left_over(allocated[0], merges_at_once)
 
 
 @pytest.mark.parametrize("batch", ["1 x 4,096", "8 x 1,000"])
@@ -101,7 +101,7 @@ def test_one_launch() -> None:
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("q_len", [1, 4])
 def test_thousands_of_launches_beside_other_work(
-    batch: str, q_len: int, allocated: list[PartialResults | None]
+    batch: str, q_len: int, merges_at_once: bool, allocated: list[PartialResults | None]
 ) -> None:
     """Products on another stream take multiprocessors away now and then, so that programs end in ever other orders."""
     arguments, call = prepared(q_len, BATCHES[batch])
@@ -122,11 +122,11 @@ def test_thousands_of_launches_beside_other_work(
         for result, expected in zip(results, first, strict=True):
             wrong += (result != expected).any()
     assert int(wrong) == 0
-    assert not left_over(allocated[0])
+    assert not left_over(allocated[0], merges_at_once)
 
 
 @pytest.mark.parametrize("batch", ["1 x 40,000", "3 unequal", "32 from 0 to 4,000"])
-def test_replays_back_to_back(batch: str, allocated: list[PartialResults | None]) -> None:
+def test_replays_back_to_back(batch: str, merges_at_once: bool, allocated: list[PartialResults | None]) -> None:
     """Launches that begin beside the end of the one before, of two calls in turns, and lengths that change in between."""
     kv_lens = BATCHES[batch]
     first_arguments, first = prepared(1, kv_lens)
@@ -147,8 +147,8 @@ def test_replays_back_to_back(batch: str, allocated: list[PartialResults | None]
             graph.replay()
         for result, right in zip(results, expected, strict=True):
             assert result.equal(right)
-        assert not left_over(allocated[0])
-        assert not left_over(allocated[1])
+        assert not left_over(allocated[0], merges_at_once)
+        assert not left_over(allocated[1], merges_at_once)
 
 
 def test_a_graph_that_captured_the_whole_call() -> None:

@@ -8,6 +8,7 @@ import torch
 
 from lab import references
 from lab.metadata.engine.forward_mode import ForwardMode
+from lab.timing import Ceilings, measure_ceilings
 from lab.workloads.traces import TracedRequest
 from studies.decode_split import SCENARIOS, DecodeSplitStudy, facts_of, point_of, savings, variant_name
 from studies.passes import FLASHINFER_MODULE, PORTABLE_MODULE, gpu_works, works_of
@@ -51,8 +52,8 @@ def test_every_variant_is_right_in_an_output_of_its_own(name: str, module: str) 
     assert [each > 1 for each in splits] == [False, True, True]
 
 
-def measure(point: Point) -> PointRows:
-    return measure_point(point, gpu_works, TimingPlan(SLOWER, samples=3), facts_of)
+def measure(point: Point, ceilings: Ceilings = SLOWER) -> PointRows:
+    return measure_point(point, gpu_works, TimingPlan(ceilings, samples=3), facts_of)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -124,6 +125,6 @@ def test_a_scenario_that_is_not_divided_is_refused(wrong: str, capsys: pytest.Ca
 
 @pytest.mark.gpu
 def test_on_a_gpu_every_number_of_calls_is_right_and_has_a_time() -> None:
-    found = measure(small_point(PORTABLE_MODULE, "decode/tiny/q1s2k_7q1s99"))
+    found = measure(small_point(PORTABLE_MODULE, "decode/tiny/q1s2k_7q1s99"), measure_ceilings(torch.device("cuda")))
     assert [row["arm"] for row in found.rows] == ["1 call", "2 calls", "4 calls"]
     assert not found.wrong

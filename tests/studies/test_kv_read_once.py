@@ -12,6 +12,7 @@ from lab import references
 from lab.calls.problem import AttentionCall
 from lab.kernels import trtllm
 from lab.metadata.engine.forward_mode import ForwardMode
+from lab.timing import Ceilings, measure_ceilings
 from lab.timing.method import L2, Clock, Method
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.scenarios import scenario
@@ -55,9 +56,9 @@ def small_point(*targets: Target, case: ForwardCase = SMALL, group: str = "small
     return Point("2q2s70", both, {"group": group}, FLASHINFER)
 
 
-def measure(point: Point, samples: int = 3) -> PointRows:
+def measure(point: Point, samples: int = 3, ceilings: Ceilings = SLOWER) -> PointRows:
     """GPU times against a slow GPU's ceilings."""
-    return measure_point(point, gpu_works, TimingPlan(SLOWER, METHOD, samples), facts_of)
+    return measure_point(point, gpu_works, TimingPlan(ceilings, METHOD, samples), facts_of)
 
 
 def of_group(name: str) -> list[Point]:
@@ -489,7 +490,7 @@ def again(case: ForwardCase, target: Target, group: str = "small") -> Point:
 @pytest.mark.gpu
 def test_points_are_measured_on_a_gpu() -> None:
     case = scenario("target_verify/qwen3-32b/4q4s1k/tp2")
-    outcome = measure(again(case, SPEED))
+    outcome = measure(again(case, SPEED), ceilings=measure_ceilings(torch.device("cuda")))
     assert (outcome.declined, outcome.wrong) == ([], [])
     assert [row["arm"] for row in outcome.rows] == [PORTABLE, "again"]
     assert all(row["median_us"] > 0 and row["buffer_copies"] > 1 for row in outcome.rows)

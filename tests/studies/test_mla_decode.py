@@ -13,7 +13,7 @@ from lab import references
 from lab.kernels import support
 from lab.kernels.peers import flashinfer_mla
 from lab.metadata.engine.forward_mode import ForwardMode
-from lab.timing import GpuWork, roofline
+from lab.timing import Ceilings, GpuWork, measure_ceilings, roofline
 from lab.workloads.mla_case import MLACase
 from studies.mla_decode import (
     PLANNED,
@@ -38,9 +38,9 @@ def reference(case: MLACase) -> Variant:
     return Variant("reference", case, "lab.references")
 
 
-def measure(point: Point, samples: int = 3) -> PointRows:
+def measure(point: Point, samples: int = 3, ceilings: Ceilings = SLOW) -> PointRows:
     """GPU times against a slow GPU's ceilings."""
-    return measure_point(point, gpu_works, TimingPlan(SLOW, samples=samples), facts_of)
+    return measure_point(point, gpu_works, TimingPlan(ceilings, samples=samples), facts_of)
 
 
 def small(q_len: int = 1, **changes: Any) -> MLACase:
@@ -200,7 +200,9 @@ def test_a_point_is_measured_on_a_gpu() -> None:
     (case,) = MLADecode(shapes=((4, 1024),), heads=(16,), q_lens=(4,)).cases()
     portable = variants_of(case)[0]
     both = (portable, replace(portable, name="again"))
-    point = measure(replace(point_of(case), variants=both, baseline="again"))
+    point = measure(
+        replace(point_of(case), variants=both, baseline="again"), ceilings=measure_ceilings(torch.device("cuda"))
+    )
     assert (point.declined, point.wrong) == ([], [])
     assert [row["arm"] for row in point.rows] == [PORTABLE, "again"]
     assert all(row["median_us"] > 0 and row["buffer_copies"] > 1 for row in point.rows)

@@ -311,7 +311,7 @@ def test_a_wrong_command_line_says_so(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.gpu
 def test_a_plan_after_the_inputs_runs_beside_the_draft_and_no_other_does() -> None:
     rows = measure_plannings(
-        PlanLoopSettings(draft_us=400, verify_us=400, batch_size=8, seq_len=256, steps=6, repeats=1)
+        PlanLoopSettings(draft_us=2000, verify_us=400, batch_size=8, seq_len=256, steps=6, repeats=1)
     )
     assert len(rows) == len(VARIANTS)
     by_variant = {(row["drafts"], row["builder"], row["start"]): row for row in rows}
