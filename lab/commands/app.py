@@ -15,6 +15,7 @@ from lab.commands.compare import ab, compare
 from lab.commands.dry_run import dry_run
 from lab.commands.implementations import implementations
 from lab.commands.judge import judge
+from lab.commands.recorded import recorded
 from lab.commands.releases import releases
 from lab.commands.report import html, report
 
@@ -54,6 +55,7 @@ app.command(rich_help_panel=JUDGING)(implementations)
 app.command(rich_help_panel=TIMING, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench)
 app.command(rich_help_panel=TIMING)(ab)
 app.command(rich_help_panel=TIMING)(dry_run)
+app.add_typer(recorded, name="recorded", rich_help_panel=RECORDED)
 app.command(rich_help_panel=RECORDED)(compare)
 app.command(rich_help_panel=RECORDED)(releases)
 app.command(rich_help_panel=RECORDED)(report)

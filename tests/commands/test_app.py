@@ -22,6 +22,7 @@ COMMANDS = (
     "experiments",
     "compare",
     "releases",
+    "recorded",
     "report",
     "html",
 )
