@@ -12,7 +12,7 @@ import torch
 
 from lab.calls import PagedAttention, Problem
 from lab.calls.problem import shown_draft_tokens
-from lab.references.assertion import History, histories_of
+from lab.references.assertion import History
 from lab.references.softmax_attention import visible_keys
 
 MOST_SHOWN = 3
@@ -44,8 +44,13 @@ class Place:
         )
 
 
-def suspicions(problem: Problem) -> list[str]:
-    """Return sentences about suspicious inputs: a scale of 0, rows of no request, a shared last page, non-finite K or V."""
+def suspicions(problem: Problem, histories: Sequence[History]) -> list[str]:
+    """Return sentences about suspicious inputs: a scale of 0, rows of no request, a shared last page, non-finite K or V.
+
+    Args:
+        problem: a checked call.
+        histories: its requests' K and V, from `lab.references.assertion.histories_of`.
+    """
     found = [
         f"{name} is 0, which makes {'all weights equal' if name == 'bmm1_scale' else 'the output zero'}"
         for name, scale in (("bmm1_scale", problem.bmm1_scale), ("bmm2_scale", problem.bmm2_scale))
@@ -58,7 +63,7 @@ def suspicions(problem: Problem) -> list[str]:
         found.append(f"rows {end} to {problem.num_rows - 1} of the query belong to no request")
     if isinstance(problem, PagedAttention):
         found += _shared_tails(problem)
-    for request, history in enumerate(histories_of(problem)):
+    for request, history in enumerate(histories):
         places = list(_non_finite(problem, request, history))
         found += [f"{places[0]}, one of {len(places)} non-finite keys of the request"] if places else []
     return _shortened(found)
@@ -101,19 +106,18 @@ def _slot(problem: Problem, side: str, request: int, token: int) -> tuple[int | 
     return int(tables[request, column]), slot
 
 
-def origins_of_non_finite(problem: Problem, out: torch.Tensor) -> list[str]:
+def origins_of_non_finite(problem: Problem, histories: Sequence[History], out: torch.Tensor) -> list[str]:
     """Return sentences about the inputs that made outputs non-finite, one for the first non-finite row of each request.
 
     Args:
         problem: the call that wrote `out`.
+        histories: as in `suspicions`.
         out: [num_rows, num_qo_heads, v_head_dim].
     """
     bad = ~out.to(torch.float32).isfinite().all(dim=-1)
-    if not bool(bad.any()):  # as in most calls, whose keys and values are then not gathered again
-        return []
     offsets, group = problem.row_offsets(), problem.num_qo_heads // problem.num_kv_heads
     found = []
-    for request, history in enumerate(histories_of(problem)):
+    for request, history in enumerate(histories):
         rows = bad[offsets[request] : offsets[request + 1]].nonzero().tolist()
         if not rows:
             continue

@@ -1,8 +1,8 @@
 """An assertion for tests of other projects: compare a kernel's output with float64, by the judge's bound."""
 
 import inspect
-import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -147,7 +147,13 @@ def _wrong_lse(problem: Problem, call: Any, lse: Any, truth: Truth | None) -> li
     return [wrong] if wrong else []
 
 
-def truth_of_problem(problem: Problem, arithmetic: torch.dtype | None = None) -> Truth:
+def truth_of_problem(
+    problem: Problem,
+    arithmetic: torch.dtype | None = None,
+    *,
+    requests: Sequence[int] | None = None,
+    histories: Sequence[History] | None = None,
+) -> Truth:
     """Return the expected results of a checked problem. At least one request must have query rows. K and V are read through
     the problem's page tables or offsets.
 
@@ -155,10 +161,13 @@ def truth_of_problem(problem: Problem, arithmetic: torch.dtype | None = None) ->
         problem: a problem of any of the four calls.
         arithmetic: dtype to which the low-precision computation that sets the error bound rounds the operands of its products;
             None: the query's dtype.
+        requests: the requests whose rows are computed, in this order; None: all.
+        histories: what `histories_of` returns for the same requests, if the caller has it already.
     """
+    chosen = range(problem.batch_size) if requests is None else requests
     offsets = problem.row_offsets()
-    q_lens = [end - start for start, end in itertools.pairwise(offsets)]
-    histories = histories_of(problem)
+    q_lens = [offsets[request + 1] - offsets[request] for request in chosen]
+    histories = histories_of(problem, chosen) if histories is None else list(histories)
     if problem.window_left >= 0:
         histories = [
             _without_unseen(history, q_len, problem.window_left)
@@ -172,16 +181,22 @@ def truth_of_problem(problem: Problem, arithmetic: torch.dtype | None = None) ->
         out_dtype=problem.out_dtype,
         window_left=problem.window_left,
         causal=problem.causal,
-        shown=None if mask is None else shown_draft_tokens(mask.to(torch.int32)),
+        shown=None if mask is None else shown_draft_tokens(mask[list(chosen)].to(torch.int32)),
     )
-    return truth_of_requests(problem.query[: offsets[-1]], histories, q_lens, rules)
+    query = torch.cat([problem.query[offsets[request] : offsets[request + 1]] for request in chosen])
+    return truth_of_requests(query, histories, q_lens, rules)
 
 
-def histories_of(problem: Problem) -> list[History]:
-    """Return K and V of each request of a checked problem, [kv_len, num_kv_heads, head_dim] each, read through its page tables
-    or offsets.
+def histories_of(problem: Problem, requests: Sequence[int] | None = None) -> list[History]:
+    """Return K and V of requests of a checked problem, [kv_len, num_kv_heads, head_dim] each, read through its page tables or
+    offsets. None: all requests.
     """
-    return _ragged_histories(problem) if isinstance(problem, RaggedAttention) else _paged_histories(problem)
+    chosen = range(problem.batch_size) if requests is None else requests
+    if isinstance(problem, RaggedAttention):
+        offsets = problem.cu_seqlens_kv.tolist()
+        spans = [slice(offsets[request], offsets[request + 1]) for request in chosen]
+        return [(problem.key[span], problem.value[span]) for span in spans]
+    return _paged_histories(problem, chosen)
 
 
 def _without_unseen(history: History, q_len: int, window_left: int) -> History:
@@ -195,13 +210,14 @@ def _without_unseen(history: History, q_len: int, window_left: int) -> History:
     return k, v
 
 
-def _paged_histories(problem: PagedAttention) -> list[History]:
+def _paged_histories(problem: PagedAttention, requests: Sequence[int]) -> list[History]:
     sides = (
         (problem.k_cache, problem.k_scale_factors, problem.k_block_tables),
         (problem.v_cache, plain_v_scales(problem), problem.v_block_tables),
     )
-    histories = []
-    for request, kv_len in enumerate(problem.seq_lens.tolist()):
+    histories, kv_lens = [], problem.seq_lens.tolist()
+    for request in requests:
+        kv_len = kv_lens[request]
         num_pages = -(-kv_len // problem.page_size)
         k, v = (
             _tokens(cache, factors, tables[request, :num_pages].long())[:kv_len] for cache, factors, tables in sides
@@ -216,8 +232,3 @@ def _tokens(cache: Tensor, scale_factors: Tensor | None, pages: Tensor) -> Tenso
     if scale_factors is not None:
         entries = dequantize_nvfp4(entries, indexed(scale_factors, pages)).to(torch.float32)  # exact: of six bits
     return entries.transpose(1, 2).flatten(0, 1)
-
-
-def _ragged_histories(problem: RaggedAttention) -> list[History]:
-    offsets = problem.cu_seqlens_kv.tolist()
-    return [(problem.key[start:end], problem.value[start:end]) for start, end in itertools.pairwise(offsets)]

@@ -171,7 +171,7 @@ def _of_recorded_calls(report: Report) -> Iterator[str]:
     for function, case in first.items():
         replay = f", replay {case.replay}" if case.replay else ""
         yield f"first wrong call of {function}: {case.address}, called at {case.time}{replay}"
-    remarks = [remark for verdict in report.verdicts for remark in verdict.judged.remarks]
+    remarks = list(dict.fromkeys(remark for verdict in report.verdicts for remark in verdict.judged.remarks))
     yield from remarks[:SHOWN_REMARKS]
     if len(remarks) > SHOWN_REMARKS:
         yield f"{len(remarks) - SHOWN_REMARKS:,} more remarks: judge a call alone to see its own"

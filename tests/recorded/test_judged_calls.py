@@ -45,7 +45,9 @@ def test_right_outputs_are_right_and_what_did_not_return_is_declined(recorded_on
     assert [verdict.case.number for verdict in report.verdicts] == [1, 2, 3, 4, 5]
     assert report.exit_status is ExitStatus.DONE
     assert sum(verdict.judged.judged for verdict in report.verdicts) == 4
-    assert any("a wrong table is judged as it stands" in line for line in details(report))
+    lines = details(report)
+    assert any("a wrong table is judged as it stands" in line for line in lines)
+    assert sum("alignment are lost" in line for line in lines) == 1  # of the recording, not of each call
 
 
 def test_a_wrong_output_is_found_with_its_call_and_where_it_is_wrong(dumps: Path) -> None:
@@ -97,7 +99,8 @@ def test_requests_with_a_key_that_is_not_finite_are_left_out_and_named(dumps: Pa
     _change_output(dumps, 1, lambda out: out[1, 2:].fill_(torch.nan))
     (verdict,) = _judged(f"{dumps}#1").verdicts
     assert verdict.outcome is Outcome.RIGHT
-    remarks = verdict.judged.remarks
+    lost, *remarks = verdict.judged.remarks
+    assert "offsets and alignment are lost" in lost
     assert len(remarks) == 2
     assert all("K of request 1, key 3" in remark for remark in remarks)
     assert remarks[1].startswith("call 1: row 1 (request 1) head 2 is not finite: it sees")

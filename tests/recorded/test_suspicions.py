@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from lab.calls import DecodeCall, PagedAttention, RaggedContextCall
+from lab.calls import DecodeCall, PagedAttention, Problem, RaggedContextCall
 from lab.recorded.suspicions import origins_of_non_finite, suspicions
+from lab.references.assertion import histories_of
 from tests.recorded.record_calls import HEAD_DIM, HEADS, KV_HEADS, LENGTHS, PAGE_SIZE, decode_arguments
 
 
@@ -16,41 +17,49 @@ def _problem(**changes: Any) -> PagedAttention:
     return DecodeCall(**decode_arguments(**changes)).problem()
 
 
+def _suspicions(problem: Problem) -> list[str]:
+    return suspicions(problem, histories_of(problem))
+
+
+def _origins(problem: Problem, out: torch.Tensor) -> list[str]:
+    return origins_of_non_finite(problem, histories_of(problem), out)
+
+
 def test_a_good_call_is_not_suspicious() -> None:
-    assert suspicions(_problem()) == []
-    assert origins_of_non_finite(_problem(), torch.zeros(3, HEADS, HEAD_DIM)) == []
+    assert _suspicions(_problem()) == []
+    assert _origins(_problem(), torch.zeros(3, HEADS, HEAD_DIM)) == []
 
 
 def test_a_page_that_two_requests_fill_is_named() -> None:
     tables = decode_arguments()["block_tables"].clone()
     tables[2, 2] = tables[1, 1]  # of 33 and of 17 keys: both have one key in it
-    (found,) = suspicions(_problem(block_tables=tables))
+    (found,) = _suspicions(_problem(block_tables=tables))
     assert found.startswith(f"page {tables[1, 1]} is the last page of requests 1, 2")
 
 
 def test_a_full_page_may_be_shared() -> None:
     tables = decode_arguments()["block_tables"].clone()
     tables[2, 0] = tables[1, 0]
-    assert suspicions(_problem(block_tables=tables)) == []
+    assert _suspicions(_problem(block_tables=tables)) == []
     tables[2, 1] = tables[1, 1]  # request 2 has filled it
-    assert suspicions(_problem(block_tables=tables)) == []
+    assert _suspicions(_problem(block_tables=tables)) == []
     tables = decode_arguments()["block_tables"].clone()
     tables[1, 1] = tables[0, 1]  # behind the only page, which is full, of both requests
     lengths = torch.tensor([PAGE_SIZE, PAGE_SIZE, 33], dtype=torch.int32)
-    assert suspicions(_problem(block_tables=tables, seq_lens=lengths)) == []
+    assert _suspicions(_problem(block_tables=tables, seq_lens=lengths)) == []
 
 
 @pytest.mark.parametrize(("name", "words"), [("bmm1_scale", "weights equal"), ("bmm2_scale", "the output zero")])
 @pytest.mark.parametrize("zero", [0.0, torch.zeros(1)])
 def test_a_scale_of_zero_is_named(name: str, words: str, zero: Any) -> None:
-    (found,) = suspicions(_problem(**{name: zero}))
+    (found,) = _suspicions(_problem(**{name: zero}))
     assert found.startswith(f"{name} is 0")
     assert words in found
 
 
 def test_rows_of_no_request_are_named() -> None:
     offsets = torch.tensor([0, 1, 1, 2], dtype=torch.int32)
-    (found,) = suspicions(_problem(cum_seq_lens_q=offsets, max_q_len=1, q_len_per_req=None))
+    (found,) = _suspicions(_problem(cum_seq_lens_q=offsets, max_q_len=1, q_len_per_req=None))
     assert found == "rows 2 to 2 of the query belong to no request"
 
 
@@ -64,20 +73,18 @@ def _spoilt(request: int, token: int, side: int = 0, head: int = 1, value: float
 @pytest.mark.parametrize(("side", "value"), [(0, math.nan), (1, -math.inf)])
 def test_a_non_finite_key_is_named_with_its_place(side: int, value: float) -> None:
     problem = _spoilt(2, 18, side, value=value)
-    (found,) = suspicions(problem)
+    (found,) = _suspicions(problem)
     place = f"{'KV'[side]} of request 2, key 18 (page {problem.k_block_tables[2, 1]}, slot 2), K/V head 1 holds {value}"
     assert found == f"{place}, one of 1 non-finite keys of the request"
     out = torch.zeros(3, HEADS, HEAD_DIM)
     out[2, 2, 5] = math.inf
-    assert origins_of_non_finite(problem, out) == [f"row 2 (request 2) head 2 is not finite: it sees {place}"]
+    assert _origins(problem, out) == [f"row 2 (request 2) head 2 is not finite: it sees {place}"]
 
 
 def test_another_head_has_not_seen_it() -> None:
     out = torch.zeros(3, HEADS, HEAD_DIM)
     out[2, 0] = math.nan  # of K/V head 0
-    assert origins_of_non_finite(_spoilt(2, 18), out) == [
-        "row 2 (request 2) head 0 is not finite: all that it sees is finite"
-    ]
+    assert _origins(_spoilt(2, 18), out) == ["row 2 (request 2) head 0 is not finite: all that it sees is finite"]
 
 
 Origin = tuple[Callable[[], PagedAttention], int, str]
@@ -114,7 +121,7 @@ def test_the_origin_of_a_non_finite_output_is_named(
 ) -> None:
     out = torch.zeros(3, HEADS, HEAD_DIM)
     out[row, 3] = math.nan
-    (found,) = origins_of_non_finite(problem(), out)
+    (found,) = _origins(problem(), out)
     assert found.startswith(f"row {row} (request {row}) head 3 is not finite: ")
     assert words in found
 
@@ -132,7 +139,7 @@ def _verified(bits: list[int]) -> PagedAttention:
 def test_a_draft_mask_says_what_a_row_sees(bits: list[int], words: str) -> None:
     out = torch.zeros(6, HEADS, HEAD_DIM)
     out[2, 3] = math.nan  # the first row of request 1
-    (found,) = origins_of_non_finite(_verified(bits), out)
+    (found,) = _origins(_verified(bits), out)
     assert words in found
     assert "key 16" in found
 
@@ -145,18 +152,18 @@ def test_a_ragged_call_has_keys_without_pages() -> None:
     call = RaggedContextCall(
         query, key, value, None, offsets.diff(), 3, 3, 1.0, 1.0, 1.0, 2, -1, offsets, offsets, None, True, False
     )
-    (found,) = suspicions(call.problem())
+    (found,) = _suspicions(call.problem())
     assert found.startswith("K of request 1, key 1, K/V head 1 holds nan")
     out = torch.zeros(5, HEADS, 64)
     out[3:, 3] = math.nan
-    (origin,) = origins_of_non_finite(call.problem(), out)
+    (origin,) = _origins(call.problem(), out)
     assert origin == "row 3 (request 1) head 3 is not finite: it sees K of request 1, key 1, K/V head 1 holds nan"
 
 
 def test_a_long_list_is_shortened() -> None:
     arguments = decode_arguments()
     arguments["kv_cache"][0][:] = math.nan
-    found = suspicions(
+    found = _suspicions(
         DecodeCall(
             **{**arguments, "bmm1_scale": 0.0, "bmm2_scale": 0.0, "block_tables": arguments["block_tables"]}
         ).problem()

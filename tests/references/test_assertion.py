@@ -95,11 +95,15 @@ def test_the_bound_is_the_judge_s(case: AttentionCase) -> None:
     inputs = build_attention(case, CPU)
     judges = inputs.truth()
     call = CALL_TYPES[AttentionCall(case.interface.value)]
-    mine = truth_of_problem(call(**inputs.arguments()).problem())
+    problem = call(**inputs.arguments()).problem()
+    mine = truth_of_problem(problem)
     torch.testing.assert_close(mine.expected, judges.expected, rtol=1e-9, atol=0)
     torch.testing.assert_close(mine.control, judges.control)
     torch.testing.assert_close(mine.lse_log2, judges.lse_log2)
     assert mine.request_of_row.tolist() == judges.request_of_row.tolist()
+    chosen = (2, 0)
+    rows = torch.cat([(mine.request_of_row == request).nonzero().flatten() for request in chosen])
+    torch.testing.assert_close(truth_of_problem(problem, requests=chosen).expected, mine.expected[rows])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

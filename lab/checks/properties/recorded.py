@@ -19,7 +19,7 @@ from lab.checks.run.support_protocol import Unsupported
 from lab.recorded.call import RecordedCall, RecordingError
 from lab.recorded.case import OUTPUTS, RecordedCase
 from lab.recorded.suspicions import origins_of_non_finite, suspicions
-from lab.references.assertion import truth_of_problem
+from lab.references.assertion import histories_of, truth_of_problem
 from lab.references.truth import Truth
 from lab.workloads.inputs.attention import new_workspace
 from lab.workloads.interfaces import Interface
@@ -36,14 +36,17 @@ def _judge(run: CaseRun) -> None:
         raise Unsupported(f"call {case.number}: {error}") from error
     if problem.has_no_rows:
         raise Unsupported(f"call {case.number}: no request has a query row")
-    for sentence in suspicions(problem):
+    for sentence in call.lost:
+        run.remark(sentence)
+    histories = histories_of(problem)
+    for sentence in suspicions(problem, histories):
         run.remark(f"call {case.number}: {sentence}")
     rounds_weights = run.ranges.e4m3_arithmetic and problem.kv_dtype == E4M3
-    truth = truth_of_problem(problem, E4M3 if rounds_weights else None)
+    truth = truth_of_problem(problem, E4M3 if rounds_weights else None, histories=histories)
     result = _result(run, call)
     end = len(truth.expected)
     out, lse = result.out[:end], None if result.lse is None else result.lse[:end]
-    for sentence in origins_of_non_finite(problem, out) if out.shape == truth.expected.shape else ():
+    for sentence in origins_of_non_finite(problem, histories, out) if out.shape == truth.expected.shape else ():
         run.remark(f"call {case.number}: {sentence}")
     finite = truth.expected.isfinite().flatten(1).all(dim=1)
     if not bool(finite.any()):
