@@ -33,7 +33,7 @@ import torch
 import lab
 from lab.kernels import default_implementation
 from lab.metadata import ForwardMode
-from lab.reports.pictures.timings import FloorParts, bound_figure, clocks_figure, floor_figure, roofline_figure
+from lab.reports.pictures.timings import floor_figure, roofline_figure
 from lab.reports.recorded import Row, read_run
 from lab.reports.timings import figures
 from lab.timing import L2, Ceilings, Clock, Method, measure_ceilings, roofline
@@ -41,6 +41,7 @@ from lab.timing.forward import time_forward
 from lab.workloads import GEOMETRIES, Batch, ForwardCase, geometry, scenario
 from lab.workloads.mla_case import MLACase
 from studies.clocks import MOST_APART_PERCENT, apart_percent
+from studies.pictures.rooflines import FloorParts, bound_figure, clocks_figure
 
 RESULTS = Path(lab.__file__).parents[1] / "results" / "nvidia-h200"
 run = read_run(RESULTS / "timings.json")

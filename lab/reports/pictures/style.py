@@ -9,12 +9,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 from numpy.typing import NDArray
 
 DOTS_PER_INCH = 150  # 1.5 times the shown resolution
 # Colours that colour-blind readers can distinguish: Okabe and Ito, "Color Universal Design", 2008.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 TEXT_COLOUR = "#333333"
 FONT_POINTS = 8.5
 WIDTH_INCHES = 8.0  # legible where it is shown 800 pixels wide
@@ -124,6 +125,13 @@ def mark_sizes(axes: Axes, sizes: Sequence[int]) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
 
 
+def few_ticks(axes: Axes) -> None:
+    """Write tick labels at 1, 2 and 5 times each power of ten, even on short axes."""
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_minor_formatter(NullFormatter())
+
+
 def in_short(number: int) -> str:
     """Abbreviate a number: 4,096 becomes "4K"."""
     return f"{number // 1024}K" if number >= 1024 and number % 1024 == 0 else str(number)
@@ -140,6 +148,11 @@ def legend_below(figure: Figure, columns: int, keys: Iterable[Artist] | None = N
     figure.legend(
         handles=[*keys, *more], loc="outside lower center", ncols=columns, frameon=False, fontsize=FONT_POINTS
     )
+
+
+def assigned(names: Sequence[str], looks: Sequence[str]) -> dict[str, str]:
+    """Assign a style to each name in order; styles repeat if there are more names than styles."""
+    return {name: looks[index % len(looks)] for index, name in enumerate(dict.fromkeys(names))}
 
 
 def fill(colour: str, throttled: bool) -> dict[str, Any]:

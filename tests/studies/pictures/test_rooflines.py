@@ -1,0 +1,88 @@
+"""Floors and clocks, drawn: what the artists hold is what was handed in."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+
+from lab.reports.recorded import Row
+from studies.pictures.rooflines import FloorParts, bound_figure, clocks_figure
+from tests.reports.pictures.figures import assert_legible, words
+
+ROOT = Path(__file__).parents[3]
+CLOCKS = json.loads((ROOT / "results" / "nvidia-h200" / "clocks.json").read_text())
+PARTS = [FloorParts(1, 10.0, 2.0), FloorParts(4, 11.0, 8.0), FloorParts(8, 12.0, 16.0), FloorParts(32, 14.0, 64.0)]
+BOUND_WORDS = "the matrix units are the limit"
+THROTTLED = {"throttled_by": ["thermal limit"]}
+
+
+def timed(implementation: str, median_us: float, **facts: Any) -> Row:
+    return Row("decode", (median_us,), {"implementation": f"lab.kernels.{implementation}"} | facts)
+
+
+def line(axes: Axes, label: str) -> Line2D:
+    (found,) = (each for each in axes.lines if each.get_label() == label)
+    return found
+
+
+def shaded_from(axes: Axes) -> list[float]:
+    return [patch.get_x() for patch in axes.patches if patch.get_label() == BOUND_WORDS]
+
+
+def test_the_floor_is_the_upper_line() -> None:
+    figure = bound_figure(PARTS, "a title", "query tokens")
+    (axes,) = figure.axes
+    for label, expected in (
+        ("floor: the longer of the two", [10.0, 11.0, 16.0, 64.0]),
+        ("bytes over the bandwidth", [10.0, 11.0, 12.0, 14.0]),
+        ("operations over the matrix rate", [2.0, 8.0, 16.0, 64.0]),
+    ):
+        assert list(line(axes, label).get_xdata()) == [1, 4, 8, 32]
+        assert list(line(axes, label).get_ydata()) == expected
+    assert "query tokens" in words(figure)
+    assert_legible(figure)
+
+
+def test_the_shade_begins_where_the_matrix_units_are_the_limit() -> None:
+    (axes,) = bound_figure(PARTS, "a title", "query tokens").axes
+    assert shaded_from(axes) == [8]
+    only_memory = bound_figure(PARTS[:2], "a title", "query tokens")
+    assert shaded_from(only_memory.axes[0]) == []
+    assert BOUND_WORDS not in words(only_memory)
+
+
+def test_marks_are_where_they_were_measured() -> None:
+    rows = [(1, timed("one", 15.0)), (8, timed("other", 30.0)), (8, timed("one", 20.0, **THROTTLED))]
+    figure = bound_figure(PARTS, "a title", "query tokens", rows)
+    (axes,) = figure.axes
+    marks = [each for each in axes.lines if len(each.get_xdata()) == 1]
+    assert [(each.get_xdata()[0], each.get_ydata()[0]) for each in marks] == [(1, 15.0), (8, 20.0), (8, 30.0)]
+    assert [each.get_markerfacecolor() == "none" for each in marks] == [False, True, False]
+    assert marks[0].get_color() == marks[1].get_color() != marks[2].get_color()
+    assert {"measured: one", "measured: other", "measured, throttled"} <= set(words(figure))
+    assert "measured, throttled" not in words(bound_figure(PARTS, "a title", "query tokens", rows[:2]))
+    assert_legible(figure)
+
+
+def test_clocks_are_ratios_to_one_of_them() -> None:
+    readings = {
+        "short": {"graph": 2.0, "cupti": 3.0, "events": 12.0},
+        "long": {"graph": 100.0, "cupti": None, "events": 110.0},
+    }
+    figure = clocks_figure(readings, "graph", "a title")
+    (axes,) = figure.axes
+    marks = [(each.get_xdata()[0], each.get_ydata()[0]) for each in axes.lines if each.get_marker() not in ("None", "")]
+    assert marks == [(1.5, 0), (6.0, 0), (1.1, 1)]
+    assert {"short: 2.0 µs", "long: 100.0 µs", "cupti", "events"} <= set(words(figure))
+    assert "graph" not in words(figure)
+    with pytest.raises(ValueError, match="long has no time by cupti"):
+        clocks_figure(readings, "cupti", "a title")
+
+
+def test_recorded_clocks_are_legible() -> None:
+    names = ("graph warm", "cupti warm", "graph cold by rotation", "cupti cold by flush", "events warm")
+    readings = {row["work"]: {name: row[name] for name in names} for row in CLOCKS["rows_us"]}
+    assert_legible(clocks_figure(readings, "graph warm", "a title"))
