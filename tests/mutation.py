@@ -59,7 +59,7 @@ class Room:
 ROOMS = {
     "calls": Room(
         ("lab/calls/*.py", "lab/gpus.py"),
-        ("tests/calls/test_*.py", "tests/references/test_trtllm_*.py"),
+        ("tests/calls/test_*.py", "tests/references/test_trtllm_*.py", "tests/references/test_every_call.py"),
     ),
     "references": Room(("lab/references/*.py",), ("tests/references/test_*.py",)),
     "metadata": Room(("lab/metadata/**/*.py",), ("tests/metadata/**/test_*.py",)),

@@ -11,6 +11,7 @@ import lab.kernels.portable
 import lab.kernels.trtllm
 import lab.references
 from lab.calls import ContextCall, DecodeCall
+from lab.calls.arguments import check_head_dim_stride
 from lab.calls.problem import check_values, mask_words, refuse_nan
 from tests.calls.breaks import (
     POISON,
@@ -135,7 +136,7 @@ BAD_OF: dict[tuple[str, ...], list[Bad]] = {
             "table too narrow",
             tensor("block_tables", lambda t: t[:, :1].contiguous()),
             ValueError,
-            ("seq_lens[0] = 20", "2 pages of 16", "block_tables", "1 columns"),
+            ("seq_lens[0] = 20 needs 2 pages of 16", "block_tables", "1 columns"),
         ),
         ("lengths dtype", tensor("seq_lens", to(torch.int64)), TypeError, ("seq_lens", "int64", "int32")),
         ("lengths rank", tensor("seq_lens", lambda n: n.unsqueeze(1)), ValueError, ("seq_lens", "[2]", "[2, 1]")),
@@ -406,3 +407,10 @@ def test_nan_is_allowed_where_nobody_reads_it() -> None:
 
 def test_mask_words() -> None:
     assert [mask_words(q_len) for q_len in (1, 16, 17, 32, 33, 64, 65)] == [2, 2, 2, 2, 4, 4, 6]
+
+
+def test_the_stride_of_head_dim_matters_in_one_row_and_not_in_one_element() -> None:
+    two = torch.zeros(1, 4, 6)
+    check_head_dim_stride("query", two[..., :1])
+    with pytest.raises(ValueError, match=r"query: head_dim must be contiguous.*stride 2"):
+        check_head_dim_stride("query", two[..., ::2])

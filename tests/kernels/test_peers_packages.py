@@ -102,6 +102,7 @@ REFUSED: dict[str, tuple[Kernel, ModuleType, Arguments, str]] = {
     "SGLang, tensors": (SGLANG_TRITON, sglang_triton, {"bmm1_scale": torch.tensor([1.0])}, "scales as numbers"),
     "vLLM, LSE": (VLLM_TRITON, vllm_triton, {"return_lse": True}, "hands no LSE out"),
     "vLLM, scale of V": (VLLM_TRITON, vllm_triton, {"bmm2_scale": 0.25}, r"no scale of a torch\.float16 cache"),
+    "vLLM, a larger scale of V": (VLLM_TRITON, vllm_triton, {"bmm2_scale": 4.0}, r"no scale of a torch\.float16 cache"),
     "vLLM, mask": (VLLM_TRITON, vllm_triton, {"mask": torch.ones(2, 2, 2, dtype=torch.uint16)}, "no mask of each"),
     "flex, sinks": (FLEX_ATTENTION, flex_attention, {"sinks": torch.zeros(4)}, "has no sinks"),
     "flex, HND": (FLEX_ATTENTION, flex_attention, {"kv_layout": "HND"}, "K's pages must touch and be NHD"),

@@ -32,6 +32,11 @@ def test_relative_l2_by_hand() -> None:
     assert relative_l2(out, expected).tolist() == [[pytest.approx(0.2), 0.0], [1.0, math.inf]]
 
 
+def test_the_ratio_of_no_error_is_0_whatever_its_bound() -> None:
+    errors, bounds = torch.tensor([[0.0, 0.0, 1.0, 3.0]]), torch.tensor([[0.0, 0.5, 0.5, 4.0]])
+    assert Comparison(errors, bounds).ratio.tolist() == [[0.0, 0.0, 2.0, 0.75]]
+
+
 @pytest.mark.parametrize("power", [-20, -3, 6])
 def test_an_e4m3_control_scales_each_row_to_its_whole_range(power: int) -> None:
     inputs = problem()

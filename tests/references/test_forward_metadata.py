@@ -93,7 +93,7 @@ def test_a_window_has_pages_and_locations_of_its_own() -> None:
 def test_pages_stop_at_the_context_and_follow_virtual_ones() -> None:
     assert live_pages(1, 99, pool()) == [5, 2, 7, 1]
     assert live_pages(1, 0, pool()) == []
-    v2p = [0, 6, 4, -1, -1, 8, -1, 2, -1]
+    v2p = [0, 6, 4, -1, -1, 8, -1, 2, 3]
     assert live_pages(1, 14, pool(v2p=v2p)) == [8, 4, 2, 6]
     assert live_pages(2, 5, pool(v2p=v2p)) == [0, 0]  # mapped to none
     unwritten = pool(v2p=v2p)

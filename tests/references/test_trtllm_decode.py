@@ -211,10 +211,12 @@ def test_log2_scale_takes_precedence() -> None:
 
 
 def test_a_row_with_a_sink_and_no_key() -> None:
-    batch = random_batch([1], [0], heads=(2, 1))
-    out, lse = decode(**decode_arguments(batch, sinks=torch.tensor([1.0, -math.inf])))
+    batch = random_batch([1], [0], heads=(3, 1))
+    out, lse = decode(
+        **decode_arguments(batch, sinks=torch.tensor([1.0, -math.inf, -800.0]))
+    )  # exp(-800) is 0 in float64
     assert (out == 0).all()
-    assert lse.tolist() == [[pytest.approx(1 / math.log(2.0)), -math.inf]]
+    assert lse.tolist() == [[pytest.approx(1 / math.log(2.0)), -math.inf, pytest.approx(-800 / math.log(2.0))]]
 
 
 @pytest.mark.parametrize("cut", [1, 16, 29])

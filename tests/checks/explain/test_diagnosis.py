@@ -189,6 +189,10 @@ def test_a_sentence_names_the_first_region_and_two_more_of_each_kind() -> None:
         smallest = CaseResult(with_outcome(Outcome.WRONG), result(4, wrong=True))
         return Region((Literal(name, "is"),), held, 3, 4, 5, 6, smallest)
 
+    assert _broken([region("mask", "bits"), region("sinks", "output")], 0, True) == (
+        "An equal call returns different bits wherever a draft mask is given (3 of 4 results); the output is wrong wherever "
+        "sinks are given."
+    )
     names = ("mask", "sinks", "has_window", "no_keys")
     regions = [region(name, held) for held in ("output", "bits") for name in names]
     assert _broken(regions, 2, True) == (

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lab.checks.explain import failure_rules
-from lab.checks.explain.failure_rules import MOST_LITERALS, Literal, find_rules, sampled
+from lab.checks.explain.failure_rules import MOST_LITERALS, MOST_RULES, Literal, find_rules, sampled
 from lab.checks.explain.features import UnknownFeatureError
 
 
@@ -124,3 +124,20 @@ def test_of_very_many_units_those_that_stay_weigh_for_all(monkeypatch: pytest.Mo
     numbers, weights = sampled(np.array([True, False, False, False, False, False]), range(6))
     assert numbers.tolist() == [0, 1, 4]
     assert weights.tolist() == pytest.approx([3.0, 9.0, 9.0])
+
+
+@pytest.mark.parametrize(("without", "rule"), [(2, []), (60, ["sinks"])])
+def test_where_most_is_wrong_a_rule_leaves_out_a_tenth(without: int, rule: list[str]) -> None:
+    features = [{"kv_len": number, "sinks": True} for number in range(300)]
+    features += [{"kv_len": number} for number in range(without)]
+    most = 100 if without == 60 else 85  # of a hundred with sinks: 83 or 84 % of all are wrong
+    wrong = np.array([number % 100 < most for number in range(300)] + [False] * without)
+    found = find_rules(features, wrong, range(len(features)))
+    assert [str(literal) for literal in found[0]] == rule
+
+
+def test_of_very_many_causes_the_first_are_named() -> None:
+    causes = ("sinks", "has_window", "no_keys", "partial_page", "mask")
+    features = [{name: True} for name in causes for _ in range(40)] + [{"q_len": number} for number in range(300)]
+    found = find_rules(features, np.arange(len(features)) < 200, range(len(features)))
+    assert len(found) == MOST_RULES < len(causes)

@@ -18,6 +18,7 @@ from lab.checks.explain.batch_features import (
     CallFeatures,
     _read_batch,
     _read_request,
+    kept,
     of_any_request,
 )
 from lab.checks.explain.call_features import OF_CALL, OF_EARLIER, OF_TENSORS, CallLog, _read_call, features_of_call
@@ -299,6 +300,13 @@ def test_of_the_features_of_several_requests_the_largest_number_stays() -> None:
     assert found == {"head_dim": 64, "q_len": 3, "no_keys": True}
 
 
+def test_a_value_for_each_side_is_named_if_the_sides_agree() -> None:
+    held = kept(
+        ("dtypes", "layouts"), {"dtypes": {"K": torch.float16, "V": torch.bfloat16}, "layouts": {"K": 1, "V": 1}}
+    )
+    assert held == {"dtypes": "mixed", "layouts": 1}
+
+
 def test_a_forward_mode_has_features() -> None:
     def found(mode: ForwardMode, **given: Any) -> dict[str, Any]:
         features = features_of_case(ForwardCase(mode, "tiny", (3,), (1,), **given)).features
@@ -378,6 +386,11 @@ def test_no_two_features_have_one_name_and_each_can_be_said() -> None:
             Number("it"),
             range(12),
             [(op, step, 2.5 + more) for step in range(12) for op, more in NUMBERS],
+        ),
+        (
+            Number("it"),
+            range(13),
+            [(op, step, 2.5 + more) for step in (0, 1, 2, 3, 5, 9, 12) for op, more in NUMBERS],
         ),
         (
             Number("it"),
