@@ -20,6 +20,7 @@ import torch
 from corpus.kernels import MUTANTS, kernel
 from corpus.upstream_rules import UPSTREAM_RULES, passes
 from corpus.wrong import WrongKernel
+from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CaseRun
 from lab.checks.properties import checks
 from lab.checks.properties.check import Check, Level
@@ -31,7 +32,7 @@ from lab.interpreter import quicken
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Storage
 from lab.workloads.inputs.attention import build_attention
-from lab.workloads.interfaces import ATTENTION, Interface
+from lab.workloads.interfaces import PAGED_CALLS, Interface, interface_of
 
 # Small enough for every mutant on a CPU, wide enough that each axis takes every value.
 RANGES = Ranges(
@@ -101,7 +102,7 @@ def first_kill(judged: WrongKernel, check: Check, level: Level = Level.SMOKE) ->
     Returns:
         `case` (its `repr`), `interface` (the function's name) and `wrong` (the first sentence about the error), or None.
     """
-    for interface in map(Interface, judged.interface):
+    for interface in map(interface_of, judged.interface):
         for case in cases_of(check, interface, level):
             quicken()
             found = run_case(judged.implementation(), check, case, torch.device("cpu"), ranges_of(check))
@@ -114,11 +115,11 @@ def first_kill(judged: WrongKernel, check: Check, level: Level = Level.SMOKE) ->
 UPSTREAM_LENGTHS = (110, 1024, 8192)
 
 
-def upstream_case(interface: Interface, kv_len: int, q_len: int) -> AttentionCase:
+def upstream_case(interface: AttentionCall, kv_len: int, q_len: int) -> AttentionCase:
     """Return a case of four requests with the same length, as in `test_trtllm_gen_attention_decode`: 16/2 heads of 128, pages
     of 64.
     """
-    if interface is Interface.MLA_DECODE:
+    if interface is AttentionCall.MLA_DECODE:
         heads: dict[str, Any] = {"num_kv_heads": 1, "head_dim": 80, "v_head_dim": 64}
     else:
         short = kv_len == UPSTREAM_LENGTHS[0]
@@ -132,7 +133,7 @@ def let_through(judged: WrongKernel) -> tuple[int, ...] | None:
 
     Every rule accepts a declined call. The result is None for a mutant without an output.
     """
-    names = [Interface(name) for name in judged.interface if Interface(name) in ATTENTION]
+    names = [AttentionCall(name) for name in judged.interface if name in {each.value for each in PAGED_CALLS}]
     if not names:
         return None
     passing = set(range(len(UPSTREAM_RULES)))

@@ -22,19 +22,20 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lab.workloads.interfaces import Interface
+from lab.calls.problem import AttentionCall
+from lab.workloads.interfaces import MetadataFunction
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-DECODE = Interface.DECODE.value
-CONTEXT = Interface.CONTEXT.value
-MLA = Interface.MLA_DECODE.value
-RAGGED = Interface.RAGGED_CONTEXT.value
-LISTS = Interface.DRAFT_KV_INDICES.value
-MHA_METADATA = Interface.MHA_METADATA.value
-MLA_METADATA = Interface.MLA_METADATA.value
-MLA_PREFILL = Interface.MLA_PREFILL.value
+DECODE = AttentionCall.DECODE.value
+CONTEXT = AttentionCall.CONTEXT.value
+MLA = AttentionCall.MLA_DECODE.value
+RAGGED = AttentionCall.RAGGED_CONTEXT.value
+LISTS = MetadataFunction.DRAFT_KV_INDICES.value
+MHA_METADATA = MetadataFunction.MHA_METADATA.value
+MLA_METADATA = MetadataFunction.MLA_METADATA.value
+MLA_PREFILL = MetadataFunction.MLA_PREFILL.value
 
 Marked = TypeVar("Marked", bound=Callable[..., Any])
 Problem = TypeVar("Problem", bound="DataclassInstance")  # an attention problem, or the metadata of a pass

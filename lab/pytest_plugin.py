@@ -14,6 +14,7 @@ import pytest
 
 from lab.loading import LoadError, load
 from lab.ranges import OPTIONS, options_of, ranges_of
+from lab.workloads.interfaces import INTERFACES
 
 if TYPE_CHECKING:
     from lab.checks.properties.check import Check
@@ -103,11 +104,11 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
 
 def _offered(name: str) -> list["Interface"]:
     """Load a kernel, and return the judged functions that it has; raise LoadError, or ValueError if it has none."""
-    from lab.workloads.interfaces import Interface, interfaces_of
+    from lab.workloads.interfaces import interfaces_of
 
     offered = interfaces_of(load(name))
     if not offered:
-        raise ValueError(f"{name} has none of {', '.join(interface.value for interface in Interface)}")
+        raise ValueError(f"{name} has none of {', '.join(interface.value for interface in INTERFACES)}")
     return offered
 
 
@@ -141,11 +142,11 @@ class JudgedKernel(pytest.Collector):
         """Return the ranges on which a function is judged: the requested ones, or those that it accepts if it declines most
         cases.
         """
-        from lab.workloads.interfaces import ATTENTION
+        from lab.workloads.interfaces import PAGED_CALLS
 
         if interface not in self._ranges:
             narrowed: dict[Interface, Ranges] = {}
-            if interface in ATTENTION:
+            if interface in PAGED_CALLS:
                 narrowed = dict(self._judge(DISCOVERING_CHECK, interface, self.ranges, drawn=0).narrowed)
                 self._judged.setdefault(
                     interface, False

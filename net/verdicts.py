@@ -13,7 +13,15 @@ from net.recorded import read
 CHECK, FUNCTION, CASE, OUTCOME, RESULTS, RATIO, SENTENCE = range(7)
 Row = list[Any]  # a field for each of these
 SHOWN = 200  # characters
-RENAMED = {"Combination(": "Configuration("}  # in the recorded text of a case
+# In the recorded text of a case, in this order.
+RENAMED = {
+    "Combination(": "Configuration(",
+    "Interface.DRAFT_KV": "MetadataFunction.DRAFT_KV",
+    "Interface.MHA_M": "MetadataFunction.MHA_M",
+    "Interface.MLA_M": "MetadataFunction.MLA_M",
+    "Interface.MLA_P": "MetadataFunction.MLA_P",
+    "Interface.": "AttentionCall.",
+}
 
 
 def record(plans: Iterable[Plan]) -> dict[str, list[Row]]:

@@ -35,14 +35,15 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton decides when it is imported
 
 import lab
-import lab.checks
 from corpus.kernels import kernel
 from corpus.matrix import RANGES, upstream_case
 from corpus.models.split_kv import SplitKV
 from corpus.upstream_rules import UPSTREAM_RULES, passes
-from lab.checks import AttentionCase, Dead, Interface, Storage, judge_case
+from lab.calls.problem import AttentionCall
+from lab.checks import AttentionCase, Dead, Storage, judge_case
 from lab.checks.case_run import CaseRun
 from lab.checks.properties import checks
+from lab.checks.record import read_expression
 from lab.files import read_json
 from lab.kernels import default_implementation
 from lab.references.errors import relative_l2
@@ -118,7 +119,7 @@ MOST_SHOWN = 3  # checks
 
 def judged_live(implementation, key, recorded):
     """The verdict on one recorded case."""
-    case = eval(recorded["case"], vars(lab.checks) | {"torch": torch})
+    case = read_expression(recorded["case"])
     return judge_case(implementation, key, case, CPU, RANGES)
 
 
@@ -145,7 +146,7 @@ for key, kill in list(record["kills"].items())[:MOST_SHOWN]:
 
 # %%
 CASE = AttentionCase(
-    Interface.DECODE,
+    AttentionCall.DECODE,
     kv_lens=(61, 128, 33, 95),
     q_lens=(4, 4, 4, 4),
     num_kv_heads=2,
@@ -166,7 +167,7 @@ def errors_of(implementation, case, title):
 
 
 # A mutant of metadata or of another call has no output of this one.
-shown = MUTANT if Interface.DECODE.value in record["interface"] else "verify_rows_at_last_position"
+shown = MUTANT if AttentionCall.DECODE.value in record["interface"] else "verify_rows_at_last_position"
 errors_of(kernel(shown).implementation(), CASE, shown)
 
 # %% [markdown]
@@ -218,7 +219,7 @@ zeros, nans = [], []
 print("    keys   largest element   error of zeros   bound   rules that zeros pass, and NaN")
 for length in LENGTHS:
     case = replace(
-        upstream_case(Interface.DECODE, length, 4), kv_lens=(length,), q_lens=(4,), window_left=-1, sinks=False
+        upstream_case(AttentionCall.DECODE, length, 4), kv_lens=(length,), q_lens=(4,), window_left=-1, sinks=False
     )
     truth = build_attention(case, CPU).truth()
     out = torch.zeros_like(truth.control)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from triton import language as tl
 
+from lab.calls.problem import AttentionCall
 from lab.checks.run.workers import Workers
 from lab.interpreter import INTERPRETER, LanguagePatches, by_scalar_name
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase
-from lab.workloads.interfaces import Interface
 
 SAYS_WHO_PATCHES = """
 def trtllm_batch_decode_with_kv_cache(query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, **arguments):
@@ -83,7 +83,7 @@ def test_a_worker_of_the_judge_is_quick(tmp_path: Path) -> None:
     """From the case after the one in which Triton is imported."""
     kernel = tmp_path / "kernel.py"
     kernel.write_text(SAYS_WHO_PATCHES)
-    case = AttentionCase(Interface.DECODE, kv_lens=(3,), q_lens=(1,))
+    case = AttentionCase(AttentionCall.DECODE, kv_lens=(3,), q_lens=(1,))
     with Workers(str(kernel), torch.device("cpu"), Ranges(), time_limit_s=60.0) as isolation:
         said = [isolation.submit("K1", case)().declines for _ in range(2)]
     assert said == [(f"patched by {INTERPRETER}",), ("patched by lab.interpreter",)]

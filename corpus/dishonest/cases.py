@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
+from lab.calls.problem import AttentionCall
 from lab.checks import Ranges
 from lab.checks.properties import checks
 from lab.checks.properties.check import Level
-from lab.workloads.interfaces import Interface
 
 RANGES = Ranges(
     page_sizes=(16,),
@@ -24,4 +24,4 @@ RANGES = Ranges(
 def small_cases() -> Iterable[Any]:
     """Return the cases of K1 for the decode call at the smoke level."""
     (oracle,) = (check for check in checks() if check.key == "K1")
-    return oracle.cases(Interface.DECODE, RANGES, Level.SMOKE)
+    return oracle.cases(AttentionCall.DECODE, RANGES, Level.SMOKE)

@@ -20,7 +20,7 @@ from lab.workloads.attention_case import AttentionCase, Contents, Dead, Storage,
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.graph_case import GraphCase, MLAGraphCase, ReplaySequence
 from lab.workloads.inputs.draft_lists import DraftListsCase
-from lab.workloads.interfaces import Interface
+from lab.workloads.interfaces import MetadataFunction
 from lab.workloads.mla_case import MLACase
 from lab.workloads.ragged_case import RaggedCase
 
@@ -38,11 +38,11 @@ __all__ = [
     "ForwardMode",
     "GraphCase",
     "GraphMode",
-    "Interface",
     "KVLayout",
     "Level",
     "MLACase",
     "MLAGraphCase",
+    "MetadataFunction",
     "MetadataPlace",
     "Outcome",
     "RaggedCase",

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from lab.calls.problem import AttentionCall
 from lab.checks.explain.batch_features import CallFeatures, of_any_request
 from lab.checks.explain.call_features import CallLog, features_of_call
 from lab.checks.explain.features import features_of_case, features_of_contents
@@ -24,7 +25,7 @@ from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import AttentionInputs, build_attention, new_workspace
 from lab.workloads.inputs.expected import made
 from lab.workloads.inputs.guards import changed_bits
-from lab.workloads.interfaces import ATTENTION, Interface
+from lab.workloads.interfaces import PAGED_CALLS, Interface
 
 MOST_SAVED_ELEMENTS = 2**20
 SHOWN_CHARACTERS = 1000
@@ -57,7 +58,7 @@ class Inputs(Protocol):
     """A function and the arguments of a call of it, such as `AttentionInputs`."""
 
     @property
-    def interface(self) -> Interface: ...
+    def interface(self) -> AttentionCall: ...
 
     def arguments(self) -> dict[str, Any]: ...
 
@@ -66,7 +67,7 @@ class Inputs(Protocol):
 class GivenCall:
     """A call, given by its arguments. The first `rows` rows of its output belong to requests; padding rows may follow."""
 
-    interface: Interface
+    interface: AttentionCall
     given: dict[str, Any]
     rows: int | None = None
 
@@ -143,7 +144,7 @@ class CaseRun:
         function = functools.partial(self._invoke, getattr(self.implementation, interface.value))
         returned = self._equivalent.invoke(interface, function, arguments)
         self._wait()
-        if interface is Interface.MLA_DECODE:
+        if interface is AttentionCall.MLA_DECODE:
             self._expect_shape_of_mla(returned, arguments)
         result = as_result(returned, interface)._replace(call=call)
         rows = inputs.rows if isinstance(inputs, GivenCall) else None
@@ -212,7 +213,7 @@ class CaseRun:
 
     def _expect_shape_of_mla(self, returned: Any, arguments: dict[str, Any]) -> None:
         """Expect that an MLA output has the query's leading axes, because `as_result` accepts rows in another shape."""
-        out, _ = output_and_lse(Interface.MLA_DECODE.value, returned)
+        out, _ = output_and_lse(AttentionCall.MLA_DECODE.value, returned)
         shape = (*arguments["query"].shape[:-1], arguments["kv_lora_rank"])
         if tuple(out.shape) != shape:
             self.wrong(f"it returned an output of {list(out.shape)}, not {list(shape)}")
@@ -225,11 +226,11 @@ class CaseRun:
     @property
     def forms(self) -> tuple[CallForm, ...]:
         """Return WHOLE, and the other forms in which the implementation offers at least one attention function."""
-        names = [interface.value for interface in ATTENTION]
+        names = [interface.value for interface in PAGED_CALLS]
         has = [form for form in CallForm if any(hasattr(self.implementation, form.value + name) for name in names)]
         return (CallForm.WHOLE, *(form for form in has if form is not CallForm.WHOLE))
 
-    def prepare(self, form: CallForm, interface: Interface, arguments: dict[str, Any]) -> Callable[[], Any]:
+    def prepare(self, form: CallForm, interface: AttentionCall, arguments: dict[str, Any]) -> Callable[[], Any]:
         """Prepare or plan a call, and return the function that then makes it. Raises the errors of `call`."""
         prepare = functools.partial(self._prepare, getattr(self.implementation, form.value + interface.value))
         self.note_call(interface, arguments)
@@ -254,7 +255,7 @@ class CaseRun:
         """
         workspace = new_workspace(self.device, of_engine=True)
         found: dict[str, Callable[..., Any]] = {}
-        for interface in ATTENTION:
+        for interface in PAGED_CALLS:
             found[interface.value] = functools.partial(self._call_of_engine, interface, workspace)
             prepare = getattr(self.implementation, form.value + interface.value, None) if form.value else None
             if prepare is not None:
@@ -263,7 +264,7 @@ class CaseRun:
                 )
         return SimpleNamespace(**found)
 
-    def _call_of_engine(self, interface: Interface, workspace: Tensor, /, **arguments: Any) -> Any:
+    def _call_of_engine(self, interface: AttentionCall, workspace: Tensor, /, **arguments: Any) -> Any:
         """Make one call of an engine's pass. Its features get the case's lengths, because a pass may consist of two calls."""
         of_call = self.note_call(interface, arguments)
         lengths = self._of_case if self._of_case.of_requests else of_call
@@ -276,12 +277,12 @@ class CaseRun:
         return self._equivalent.invoke(interface, function, given, by_engine=True)
 
     def _preparation_of_engine(
-        self, prepare: Callable[..., Any], interface: Interface, workspace: Tensor, /, **arguments: Any
+        self, prepare: Callable[..., Any], interface: AttentionCall, workspace: Tensor, /, **arguments: Any
     ) -> Any:
         given = _without_defaults(arguments) | {"workspace_buffer": workspace}
         return self._equivalent.invoke(interface, functools.partial(self._prepare, prepare), given)
 
-    def note_call(self, interface: Interface, arguments: dict[str, Any], case: Any = None) -> CallFeatures:
+    def note_call(self, interface: AttentionCall, arguments: dict[str, Any], case: Any = None) -> CallFeatures:
         """Record and return the features of a call that will be made, with the contents of the case or of another case."""
         if not is_capturing():
             of_call = features_of_call(interface, arguments, self._log)
@@ -384,10 +385,10 @@ def _without_defaults(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name not in is_default or not is_default[name](value)}
 
 
-def as_result(returned: Any, interface: Interface) -> Result:
+def as_result(returned: Any, interface: AttentionCall) -> Result:
     """Return a function's output and LSE with one row per query row. Raise KernelError if an output or LSE is no tensor."""
     out, lse = output_and_lse(interface.value, returned)
-    if interface is Interface.MLA_DECODE:
+    if interface is AttentionCall.MLA_DECODE:
         out = out.flatten(0, 1) if out.dim() == 4 else out
         lse = lse.flatten(0, 1) if lse is not None and lse.dim() == 3 else lse
     return Result(out, lse)

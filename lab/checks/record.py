@@ -17,7 +17,7 @@ from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4
 from lab.checks.properties import checks_by_key
 from lab.checks.run.verdicts import CaseVerdict, Judged, Outcome
 from lab.files import read_json
-from lab.workloads.interfaces import Interface
+from lab.workloads.interfaces import INTERFACES, interface_of
 
 DTYPES = (*HALF_DTYPES, E4M3, NVFP4, torch.float32, torch.int32, torch.int64)
 
@@ -38,7 +38,7 @@ def read_cases(record: dict[str, Any]) -> Iterator[CaseVerdict]:
             yield CaseVerdict(
                 implementation=record["implementation"],
                 check=case["check"],
-                interface=Interface(case["interface"]),
+                interface=interface_of(case["interface"]),
                 case=read_expression(case["case"]),
                 device=record["device"],
                 judged=Judged(
@@ -119,7 +119,8 @@ def _offered() -> tuple[dict[str, Callable[..., Any]], dict[str, Any]]:
     members = [member for each in classes if issubclass(each, Enum) for member in each]
     return (
         {each.__name__: each for each in classes if is_dataclass(each)},
-        {repr(member): member for member in (*members, *DTYPES)},
+        {repr(member): member for member in (*members, *DTYPES)}
+        | {f"Interface.{each.name}": each for each in INTERFACES},  # in reports that were written until 2026-11
     )
 
 

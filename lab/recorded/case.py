@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lab.calls.problem import AttentionCall
 from lab.recorded.call import RecordedCall, RecordingError
 from lab.recorded.flashinfer_dumps import DumpedCall, dumped_calls
-from lab.workloads.interfaces import Interface
 
 NAME_OF_OUTPUTS = "lab.recorded:OUTPUTS"  # the judge imports the recorded outputs by this name
 _NUMBERED = re.compile(r"(.+)#(\d+)")
@@ -25,7 +25,7 @@ class RecordedCase:
         replay: the number of the replay of a CUDA graph; 0 for an eager call.
     """
 
-    interface: Interface
+    interface: AttentionCall
     path: str
     number: int
     time: str
@@ -52,7 +52,7 @@ class _RecordedOutputs:
     """
 
     def __init__(self) -> None:
-        for interface in Interface:
+        for interface in AttentionCall:
             setattr(self, interface.value, self._refuse)
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
@@ -75,10 +75,12 @@ def recorded_cases(recording: Path | str) -> list[RecordedCase]:
     folder = Path(found[1] if found else recording)
     if not folder.is_dir():
         raise RecordingError(f"{folder} is no folder of recorded calls")
-    judged = {each.value for each in Interface}
+    judged = {each.value for each in AttentionCall}
     calls = [call for call in dumped_calls(folder) if call.function in judged or not call.function]
     cases = [  # a call with a damaged record counts as a decode call, and is declined
-        RecordedCase(Interface(call.function or Interface.DECODE), str(call.path), number, call.time, call.replay)
+        RecordedCase(
+            AttentionCall(call.function or AttentionCall.DECODE), str(call.path), number, call.time, call.replay
+        )
         for number, call in enumerate(calls, start=1)
     ]
     chosen = [case for case in cases if not found or case.number == int(found[2])]

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from lab.calls.problem import E4M3, NVFP4
+from lab.calls.problem import E4M3, NVFP4, AttentionCall
 from lab.named_enum import NamedEnum
-from lab.workloads.interfaces import ATTENTION, Interface
+from lab.workloads.interfaces import PAGED_CALLS
 
 
 class Contents(NamedEnum):
@@ -103,7 +103,7 @@ class AttentionCase:
         ValueError: the numbers contradict each other or are out of range.
     """
 
-    interface: Interface
+    interface: AttentionCall
     kv_lens: tuple[int, ...]
     q_lens: tuple[int, ...]
     num_kv_heads: int = 2
@@ -121,8 +121,8 @@ class AttentionCase:
     storage: Storage = field(default_factory=Storage)
 
     def __post_init__(self) -> None:
-        if self.interface not in ATTENTION:
-            raise ValueError(f"{self.interface!r} is no attention call: one of {ATTENTION}")
+        if self.interface not in PAGED_CALLS:
+            raise ValueError(f"{self.interface!r} is no attention call: one of {PAGED_CALLS}")
         if not self.kv_lens or len(self.kv_lens) != len(self.q_lens):
             raise ValueError(f"kv_lens {self.kv_lens} and q_lens {self.q_lens}: one each per request, at least one")
         if min(self.kv_lens) < 0 or min(self.q_lens) < (not self.has_offsets):
@@ -136,11 +136,11 @@ class AttentionCase:
 
     @property
     def is_mla(self) -> bool:
-        return self.interface is Interface.MLA_DECODE
+        return self.interface is AttentionCall.MLA_DECODE
 
     @property
     def has_offsets(self) -> bool:
-        return self.offsets or self.interface is Interface.CONTEXT
+        return self.offsets or self.interface is AttentionCall.CONTEXT
 
     @property
     def num_qo_heads(self) -> int:

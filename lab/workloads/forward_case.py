@@ -17,7 +17,6 @@ from lab.metadata.mha.quantised import CallDtypes
 from lab.metadata.mha.settings import CallSettings, splits_mixed_tail
 from lab.workloads.attention_case import Contents
 from lab.workloads.geometries import Geometry, geometry
-from lab.workloads.interfaces import Interface
 from lab.workloads.pass_case import PassCase
 
 
@@ -134,7 +133,7 @@ class ForwardCase(GroupedLayer, PassCase):
             )
         self.refuse_ignored(
             "decode_splits",
-            (mode.query_rows.are_uniform and self.interface is Interface.DECODE) or self.split_mixed_tail,
+            (mode.query_rows.are_uniform and self.interface is AttentionCall.DECODE) or self.split_mixed_tail,
             "only decode calls with as many rows for every request are divided",
         )
         self.refuse_ignored(
@@ -142,7 +141,7 @@ class ForwardCase(GroupedLayer, PassCase):
             mode.is_prefill,
             "only extends without speculation, such as ForwardMode.MIXED, have a tail to split off",
         )
-        takes_padding = self.interface is Interface.CONTEXT or mode.query_rows is QueryRows.VERIFIED
+        takes_padding = self.interface is AttentionCall.CONTEXT or mode.query_rows is QueryRows.VERIFIED
         self.refuse_ignored(
             "num_padding_rows",
             takes_padding and not self.split_mixed_tail and self.context_parallel == 1,
@@ -183,7 +182,7 @@ class ForwardCase(GroupedLayer, PassCase):
             raise ValueError(
                 f"query_dtype={self.query_dtype}: an engine casts no query over a cache of {self.kv_dtype}"
             )
-        if self.query_dtype is None and self.kv_dtype == NVFP4 and self.interface is Interface.CONTEXT:
+        if self.query_dtype is None and self.kv_dtype == NVFP4 and self.interface is AttentionCall.CONTEXT:
             raise ValueError(
                 "a context call over an NVFP4 cache is trtllm-gen's, which takes e4m3 queries: pass "
                 "query_dtype=torch.float8_e4m3fn"
@@ -203,9 +202,9 @@ class ForwardCase(GroupedLayer, PassCase):
             raise ValueError(f"{self.geometry} has no sliding-window layers: leave sliding_window False")
 
     @cached_property
-    def interface(self) -> Interface:
+    def interface(self) -> AttentionCall:
         """Return the attention function that the pass calls. A pass whose mixed tail is split off calls DECODE too."""
-        return Interface((self.draft_extend or self.mode.mha_call or AttentionCall.DECODE).value)
+        return self.draft_extend or self.mode.mha_call or AttentionCall.DECODE
 
     def backend(self, implementation: Any = None) -> TRTLLMMHABackend:
         """Return the engine's backend with the settings of the case and an implementation of its calls."""

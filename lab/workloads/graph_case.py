@@ -13,7 +13,6 @@ from lab.metadata.mla.backend import TRTLLMMLABackend
 from lab.named_enum import NamedEnum
 from lab.workloads.attention_case import short_repr
 from lab.workloads.forward_case import GroupedLayer
-from lab.workloads.interfaces import Interface
 from lab.workloads.mla_case import LatentLayer
 
 
@@ -82,9 +81,9 @@ class GraphCase(GroupedLayer, ReplayCase):
     virtual_slots: bool = False
 
     @property
-    def interface(self) -> Interface:
+    def interface(self) -> AttentionCall:
         """Return the attention function that the backend calls in the mode."""
-        return Interface.CONTEXT if self.mode.forward_mode.mha_call is AttentionCall.CONTEXT else Interface.DECODE
+        return self.mode.forward_mode.mha_call or AttentionCall.DECODE
 
     def backend(self, implementation: Any = None) -> TRTLLMMHABackend:
         """Return the engine's backend with the settings of the case and an implementation of its calls."""
@@ -111,8 +110,8 @@ class MLAGraphCase(LatentLayer, ReplayCase):
     sliding_window = virtual_slots = False  # only `GraphCase` can have these
 
     @property
-    def interface(self) -> Interface:
-        return Interface.MLA_DECODE
+    def interface(self) -> AttentionCall:
+        return AttentionCall.MLA_DECODE
 
     def backend(self, implementation: Any = None) -> TRTLLMMLABackend:
         """Return the engine's backend with the settings of the case and an implementation of its call."""

@@ -1,26 +1,34 @@
-"""The functions that can be judged."""
+"""The functions that can be judged: FlashInfer's calls, and functions that make the metadata of calls."""
 
 from typing import Any
 
+from lab.calls import CALL_TYPES
+from lab.calls.problem import AttentionCall
 from lab.named_enum import NamedEnum
 
 
-class Interface(NamedEnum):
-    """A function of an implementation. The value is the function's name."""
+class MetadataFunction(NamedEnum):
+    """A function that makes the metadata of attention calls from a serving batch. The value is the function's name."""
 
-    DECODE = "trtllm_batch_decode_with_kv_cache"
-    CONTEXT = "trtllm_batch_context_with_kv_cache"
-    MLA_DECODE = "trtllm_batch_decode_with_kv_cache_mla"
-    RAGGED_CONTEXT = "trtllm_ragged_attention_deepseek"
     DRAFT_KV_INDICES = "generate_draft_decode_kv_indices"
     MHA_METADATA = "build_mha_metadata"
     MLA_METADATA = "build_mla_decode_metadata"
     MLA_PREFILL = "build_mla_prefill_metadata"
 
 
-ATTENTION = (Interface.DECODE, Interface.CONTEXT, Interface.MLA_DECODE)
+Interface = AttentionCall | MetadataFunction
+INTERFACES: tuple[Interface, ...] = (*AttentionCall, *MetadataFunction)
+PAGED_CALLS = tuple(call for call, each in CALL_TYPES.items() if "kv_cache" in each.__dataclass_fields__)
+
+
+def interface_of(name: str) -> Interface:
+    """Return the judged function with this name. Raise ValueError if there is none."""
+    for each in INTERFACES:
+        if each.value == name:
+            return each
+    raise ValueError(f"{name!r} is none of {', '.join(each.value for each in INTERFACES)}")
 
 
 def interfaces_of(implementation: Any) -> list[Interface]:
     """Return the judged functions that an implementation has."""
-    return [interface for interface in Interface if callable(getattr(implementation, interface.value, None))]
+    return [interface for interface in INTERFACES if callable(getattr(implementation, interface.value, None))]

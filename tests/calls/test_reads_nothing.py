@@ -7,6 +7,7 @@ import torch
 
 from lab.calls import ContextCall, DecodeCall
 from lab.calls.mla_decode import MLADecodeCall
+from lab.calls.problem import AttentionCall
 from lab.calls.ragged_context import RaggedContextCall
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import build_attention
@@ -15,11 +16,11 @@ from lab.workloads.interfaces import Interface
 from lab.workloads.ragged_case import RaggedCase
 
 SIZES: dict[Interface, dict[str, Any]] = {
-    Interface.DECODE: {},
-    Interface.CONTEXT: {},
-    Interface.MLA_DECODE: {"num_kv_heads": 1, "head_dim": 80, "v_head_dim": 64},
+    AttentionCall.DECODE: {},
+    AttentionCall.CONTEXT: {},
+    AttentionCall.MLA_DECODE: {"num_kv_heads": 1, "head_dim": 80, "v_head_dim": 64},
 }
-CALLS = {Interface.DECODE: DecodeCall, Interface.CONTEXT: ContextCall, Interface.MLA_DECODE: MLADecodeCall}
+CALLS = {AttentionCall.DECODE: DecodeCall, AttentionCall.CONTEXT: ContextCall, AttentionCall.MLA_DECODE: MLADecodeCall}
 
 
 def unreadable(value: Any) -> Any:
@@ -32,7 +33,7 @@ def unreadable(value: Any) -> Any:
 @pytest.mark.parametrize("offsets", [False, True])
 @pytest.mark.parametrize("interface", CALLS)
 def test_no_paged_call_reads_contents(interface: Interface, offsets: bool) -> None:
-    offsets = offsets and interface is not Interface.CONTEXT
+    offsets = offsets and interface is not AttentionCall.CONTEXT
     case = AttentionCase(interface, (20, 5), (2, 2), sinks=True, offsets=offsets, **SIZES[interface])
     arguments = build_attention(case, torch.device("cpu")).arguments()
     arguments |= {name: torch.ones(1) for name in ("bmm1_scale", "bmm2_scale")}

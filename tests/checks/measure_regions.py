@@ -30,7 +30,7 @@ from lab.checks.run.verdicts import CaseVerdict, Outcome
 from lab.checks.run.workers import run_case
 from lab.files import without_suffix, write_text
 from lab.interpreter import quicken
-from lab.workloads.interfaces import Interface
+from lab.workloads.interfaces import interface_of
 
 TRIGGERS = Path(__file__).with_name("mutant_triggers.json")
 GOAL = 0.8  # of the mutants that are found, whose region must name the trigger
@@ -56,7 +56,7 @@ def names_trigger(region: Region, name: str) -> bool:
 def _judged(name: str, chosen: Sequence[Check], level: Level) -> Iterator[CaseVerdict]:
     """Judge a mutant, a fresh implementation for each case; what a small machine's memory stops says nothing."""
     judged = kernel(name)
-    for interface in map(Interface, judged.interface):
+    for interface in map(interface_of, judged.interface):
         for check in chosen:
             ranges = ranges_of(check)
             for case in cases_of(check, interface, level):

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from lab import references
+from lab.calls.problem import AttentionCall
 from lab.checks import Ranges
-from lab.workloads.interfaces import Interface
 
 SMALL = Ranges(
     dtypes=((torch.bfloat16, torch.bfloat16),),
@@ -33,7 +33,7 @@ SMALL = Ranges(
 
 def decoding(function: Callable[..., Any]) -> SimpleNamespace:
     """An implementation of the decode call alone."""
-    return SimpleNamespace(**{Interface.DECODE.value: function})
+    return SimpleNamespace(**{AttentionCall.DECODE.value: function})
 
 
 def twice_as_large_if(condition: Callable[..., bool]) -> SimpleNamespace:

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from lab import references
-from lab.checks import AttentionCase, Interface
+from lab.calls.problem import AttentionCall
+from lab.checks import AttentionCase
 from lab.checks.case_run import CallForm, CaseRun, Result, as_result
 from lab.checks.run.support_protocol import KernelError, Unsupported
 from lab.references.truth import LSE_LOG2_BOUND, Truth
 from tests.checks.small import decoding
 
-CASE = AttentionCase(Interface.DECODE, (20, 0, 33), (2, 2, 2), num_kv_heads=1, group=2)
+CASE = AttentionCase(AttentionCall.DECODE, (20, 0, 33), (2, 2, 2), num_kv_heads=1, group=2)
 
 
 @pytest.fixture
@@ -168,7 +169,7 @@ def test_a_refused_variation_is_noted_and_changes_nothing(run: CaseRun, truth: T
 def test_mla_returns_rows_of_requests_or_rows() -> None:
     out, lse = torch.zeros(3, 2, 4, 8), torch.zeros(3, 2, 4)
     for returned in ((out, lse), (out.flatten(0, 1), lse.flatten(0, 1))):
-        result = as_result(returned, Interface.MLA_DECODE)
+        result = as_result(returned, AttentionCall.MLA_DECODE)
         assert result.lse is not None
         assert (result.out.shape, result.lse.shape) == ((6, 4, 8), (6, 4))
 

@@ -12,7 +12,8 @@ import torch
 
 from corpus.kernels import kernel
 from lab import references
-from lab.checks import GraphCase, Interface, Level, Outcome, Ranges, ReplaySequence, judge_case
+from lab.calls.problem import AttentionCall
+from lab.checks import GraphCase, Level, Outcome, Ranges, ReplaySequence, judge_case
 from lab.checks.properties import graph_replays
 from lab.checks.properties.check import Check
 from lab.checks.properties.graph_replays import SEQUENCES, judge_sequence
@@ -143,7 +144,7 @@ def test_the_portable_kernel_passes(mode: str) -> None:
 def test_a_wrong_verdict_says_what_is_wrong_and_how_to_see_it_again() -> None:
     verdict = judge_case(kernel("window_ignored").implementation(), "graph_stories", windowed(), "cpu")
     assert verdict.outcome is Outcome.WRONG
-    assert verdict.interface is Interface.DECODE
+    assert verdict.interface is AttentionCall.DECODE
     assert "output vectors are wrong" in verdict.reason
     assert "judge_case(" in reproduction(verdict)
     assert "sequence=ReplaySequence.A_B_A, sliding_window=True" in reproduction(verdict)
@@ -156,7 +157,7 @@ def windowed() -> GraphCase:
 def test_a_function_that_is_missing_declines_its_modes() -> None:
     decoding = SimpleNamespace(trtllm_batch_decode_with_kv_cache=references.trtllm_batch_decode_with_kv_cache)
     case = GraphCase(MODES["draft_extend"], ReplaySequence.A_B_A)
-    assert case.interface is Interface.CONTEXT
+    assert case.interface is AttentionCall.CONTEXT
     verdict = judge_case(decoding, "S1", case, "cpu")
     assert verdict.outcome is Outcome.DECLINED
     assert "it has no trtllm_batch_context_with_kv_cache" in verdict.reason

@@ -5,14 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lab.calls.problem import E4M3
+from lab.calls.problem import E4M3, AttentionCall
 from lab.checks.properties.k11_sensitivity import scale_below_0
 from lab.workloads.attention_case import AttentionCase, Contents, Storage
 from lab.workloads.inputs.attention import build_attention
-from lab.workloads.interfaces import Interface
 
 CASE = AttentionCase(
-    Interface.DECODE,
+    AttentionCall.DECODE,
     (63, 199, 128, 175),
     (1, 1, 1, 1),
     num_kv_heads=1,

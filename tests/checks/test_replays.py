@@ -12,7 +12,8 @@ from torch import Tensor
 from corpus.kernels import kernel
 from corpus.matrix import RANGES
 from lab import references
-from lab.checks import AttentionCase, Interface, RaggedCase, Ranges
+from lab.calls.problem import AttentionCall
+from lab.checks import AttentionCase, RaggedCase, Ranges
 from lab.checks.case_run import CaseRun
 from lab.checks.properties import k09_replay as replays
 from lab.checks.properties.check import Level
@@ -21,18 +22,19 @@ from lab.checks.run.support_protocol import KernelError, Unsupported
 from lab.checks.run.verdicts import Outcome
 from lab.checks.run.workers import run_case
 from lab.workloads.inputs.call import Form, in_forms
+from lab.workloads.interfaces import Interface
 from tests.checks.small import SMALL, decoding
 
 CPU = torch.device("cpu")
 MOST = {"rows": (5, 3, 2), "keys": (130, 70, 90)}
 CASES: dict[str, Any] = {
-    "decode": AttentionCase(Interface.DECODE, (200, 70, 90), (2, 2, 2), num_kv_heads=1, seed=1),
-    "sinks": AttentionCase(Interface.DECODE, (200, 70, 90), (2, 2, 2), num_kv_heads=1, sinks=True, seed=1),
-    "offsets": AttentionCase(Interface.DECODE, MOST["keys"], MOST["rows"], num_kv_heads=1, offsets=True),
-    "context": AttentionCase(Interface.CONTEXT, MOST["keys"], MOST["rows"], num_kv_heads=1),
-    "long": AttentionCase(Interface.DECODE, (4100, 65), (1, 1), num_kv_heads=1, group=1),
+    "decode": AttentionCase(AttentionCall.DECODE, (200, 70, 90), (2, 2, 2), num_kv_heads=1, seed=1),
+    "sinks": AttentionCase(AttentionCall.DECODE, (200, 70, 90), (2, 2, 2), num_kv_heads=1, sinks=True, seed=1),
+    "offsets": AttentionCase(AttentionCall.DECODE, MOST["keys"], MOST["rows"], num_kv_heads=1, offsets=True),
+    "context": AttentionCase(AttentionCall.CONTEXT, MOST["keys"], MOST["rows"], num_kv_heads=1),
+    "long": AttentionCase(AttentionCall.DECODE, (4100, 65), (1, 1), num_kv_heads=1, group=1),
     "mla": AttentionCase(
-        Interface.MLA_DECODE, (200, 70, 90), (2, 2, 2), num_kv_heads=1, head_dim=80, v_head_dim=64, seed=1
+        AttentionCall.MLA_DECODE, (200, 70, 90), (2, 2, 2), num_kv_heads=1, head_dim=80, v_head_dim=64, seed=1
     ),
     "ragged": RaggedCase((100, 60, 3), (5, 3, 70), num_heads=1, seed=1),
 }
@@ -94,7 +96,7 @@ def test_each_thing_on_the_device_is_written_by_itself(name: str, case: str, cha
 def test_the_tensors_of_all_replays_are_the_same(case: Any) -> None:
     """The references are right, and every call but the forms that are tried and the eager one has the first's tensors."""
     calls: list[tuple[int, ...]] = []
-    interface = case.interface if isinstance(case, AttentionCase) else Interface.RAGGED_CONTEXT
+    interface = case.interface if isinstance(case, AttentionCase) else AttentionCall.RAGGED_CONTEXT
     function = getattr(references, interface.value)
 
     def noting(**arguments: Any) -> Any:
@@ -119,9 +121,9 @@ def test_the_smoke_level_has_every_form_a_long_request_and_rows_that_wait(
     monkeypatch.setattr(replays, "judge_replays", note)
     for case in CHECK.cases(interface, replace(Ranges(), longest=200), Level.SMOKE):
         run_case(references, CHECK, case, CPU, Ranges())
-    wanted = set(Form) if interface is Interface.DECODE else set(Form) - {Form.BMM1_LOG2, Form.MASK}
-    wanted -= {Form.NO_BOUND if interface is not Interface.MLA_DECODE else Form.TABLES}
-    if interface is Interface.RAGGED_CONTEXT:
+    wanted = set(Form) if interface is AttentionCall.DECODE else set(Form) - {Form.BMM1_LOG2, Form.MASK}
+    wanted -= {Form.NO_BOUND if interface is not AttentionCall.MLA_DECODE else Form.TABLES}
+    if interface is AttentionCall.RAGGED_CONTEXT:
         wanted -= {Form.LSE, Form.TABLES}  # an LSE it is always asked for, and tables it has none
     assert {form for forms, _, _ in told for form in forms} == wanted
     assert max(max(room.kv_lens) for _, room, _ in told) > 4096
@@ -182,7 +184,7 @@ def test_a_planned_call_keeps_its_mask_and_a_prepared_one_does_not() -> None:
         mask = {} if arguments.get("mask") is None else {"mask": arguments["mask"].clone()}
         return lambda: references.trtllm_batch_decode_with_kv_cache(**(arguments | mask))
 
-    name = Interface.DECODE.value
+    name = AttentionCall.DECODE.value
     for form, outcome in (("plan_", Outcome.RIGHT), ("prepare_", Outcome.WRONG)):
         kernel = SimpleNamespace(**{name: references.trtllm_batch_decode_with_kv_cache, form + name: ready})
         judged = run_case(kernel, CHECK, CASES["decode"], CPU, RANGES)

@@ -11,13 +11,12 @@ import torch
 from rich.console import Console
 
 from lab import checks as everything
-from lab.calls.problem import E4M3
+from lab.calls.problem import E4M3, AttentionCall
 from lab.checks import (
     AttentionCase,
     CaseVerdict,
     Contents,
     Dead,
-    Interface,
     Level,
     Outcome,
     Ranges,
@@ -31,13 +30,13 @@ from lab.reports.judgement import check_table, notes, reproduction, show, summar
 from lab.reports.tables import terminal_of
 from tests.checks.small import SMALL
 
-CASE = AttentionCase(Interface.DECODE, (20, 33), (1, 1))
+CASE = AttentionCase(AttentionCall.DECODE, (20, 33), (1, 1))
 
 
 def verdict_of(outcome: Outcome, **changes: Any) -> CaseVerdict:
     wrongs = ("off by one",) if outcome in (Outcome.WRONG, Outcome.FAILED, Outcome.KNOWN) else ()
     judged = Judged(outcome, wrongs, judged=int(outcome is not Outcome.DECLINED))
-    verdict = CaseVerdict("somebody.kernel", "K1", Interface.DECODE, CASE, "cpu", judged)
+    verdict = CaseVerdict("somebody.kernel", "K1", AttentionCall.DECODE, CASE, "cpu", judged)
     return replace(verdict, **changes)
 
 
@@ -100,7 +99,7 @@ def test_a_recorded_case_is_reproduced_by_its_number() -> None:
             "Not judged as a whole: 7 cases were left out, the run was interrupted. Right: 1 result of 1 case.",
         ),
         (
-            [verdict_of(Outcome.RIGHT), verdict_of(Outcome.DECLINED, interface=Interface.CONTEXT)],
+            [verdict_of(Outcome.RIGHT), verdict_of(Outcome.DECLINED, interface=AttentionCall.CONTEXT)],
             {},
             "Not judged as a whole: nothing of trtllm_batch_context_with_kv_cache. Right: 1 result of 1 case",
         ),
@@ -131,7 +130,7 @@ def test_where_nothing_was_measured_no_error_is_shown() -> None:
 
 
 def test_checks_and_functions_have_rows_of_their_own() -> None:
-    others = (verdict_of(Outcome.RIGHT, check="K4"), verdict_of(Outcome.RIGHT, interface=Interface.CONTEXT))
+    others = (verdict_of(Outcome.RIGHT, check="K4"), verdict_of(Outcome.RIGHT, interface=AttentionCall.CONTEXT))
     rows = report_of(verdict_of(Outcome.RIGHT), *others).rows
     assert [(row.check, row.interface.name) for row in rows] == [("K1", "DECODE"), ("K4", "DECODE"), ("K1", "CONTEXT")]
 
@@ -257,7 +256,7 @@ def test_the_repr_of_every_fixed_case_makes_it_again(level: Level) -> None:
 def test_the_repr_of_a_case_names_what_is_not_at_its_default() -> None:
     storage = Storage(dead=Dead.NAN, table_tail=TableTail.FAR)
     assert repr(replace(CASE, contents=Contents.LOW, storage=storage)) == (
-        "AttentionCase(interface=Interface.DECODE, kv_lens=(20, 33), q_lens=(1, 1), contents=Contents.LOW, "
+        "AttentionCase(interface=AttentionCall.DECODE, kv_lens=(20, 33), q_lens=(1, 1), contents=Contents.LOW, "
         "storage=Storage(dead=Dead.NAN, table_tail=TableTail.FAR))"
     )
     assert repr(Ranges(longest=40)) == "Ranges(longest=40)"

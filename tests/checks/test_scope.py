@@ -2,12 +2,13 @@
 
 import pytest
 
-from lab.checks import Interface, Level, Ranges
+from lab.calls.problem import AttentionCall
+from lab.checks import Level, Ranges
 from lab.checks.properties.check import Scope
-from lab.workloads.interfaces import ATTENTION
+from lab.workloads.interfaces import PAGED_CALLS, Interface
 
 
-@pytest.mark.parametrize("interface", ATTENTION)
+@pytest.mark.parametrize("interface", PAGED_CALLS)
 @pytest.mark.parametrize(("level", "count"), [(Level.SMOKE, 2), (Level.FULL, 5)])
 def test_cases_are_of_the_function_and_as_many_as_the_level_has(interface: Interface, level: Level, count: int) -> None:
     scope = Scope(interface, Ranges(), level)
@@ -16,13 +17,13 @@ def test_cases_are_of_the_function_and_as_many_as_the_level_has(interface: Inter
     assert scope.counted(2, 5) == len(list(scope.balanced(2, 5, seed=1))) == count
 
 
-@pytest.mark.parametrize("interface", ATTENTION)
+@pytest.mark.parametrize("interface", PAGED_CALLS)
 def test_the_fewest_heads_of_the_ranges(interface: Interface) -> None:
     ranges = Ranges()
     scope = Scope(interface, ranges, Level.SMOKE)
     least = (
         (1, min(ranges.mla_heads))
-        if interface is Interface.MLA_DECODE
+        if interface is AttentionCall.MLA_DECODE
         else (min(ranges.num_kv_heads), min(ranges.groups))
     )
     for case in scope.balanced(6, 6, seed=1):

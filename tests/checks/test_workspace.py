@@ -11,19 +11,22 @@ from torch import Tensor
 from corpus.models.split_kv import SplitKV
 from lab import references
 from lab.calls import workspace
+from lab.calls.problem import AttentionCall
 from lab.calls.workspace import SEMAPHORE_BYTES, counts_in_workspace, semaphores_and_scratch
 from lab.checks import judge_case
 from lab.checks.explain.call_features import CallLog, features_of_call
 from lab.checks.run.verdicts import Outcome
 from lab.workloads.attention_case import AttentionCase
-from lab.workloads.interfaces import ATTENTION, Interface
+from lab.workloads.interfaces import PAGED_CALLS, Interface
 
 CPU = torch.device("cpu")
 CASES = {
-    Interface.DECODE: AttentionCase(Interface.DECODE, (20, 3, 33), (2, 2, 2), num_kv_heads=1, group=2, head_dim=64),
-    Interface.CONTEXT: AttentionCase(Interface.CONTEXT, (20, 9), (3, 9), num_kv_heads=1, group=2, head_dim=64),
-    Interface.MLA_DECODE: AttentionCase(
-        Interface.MLA_DECODE, (20, 3), (1, 1), num_kv_heads=1, group=4, head_dim=80, v_head_dim=64
+    AttentionCall.DECODE: AttentionCase(
+        AttentionCall.DECODE, (20, 3, 33), (2, 2, 2), num_kv_heads=1, group=2, head_dim=64
+    ),
+    AttentionCall.CONTEXT: AttentionCase(AttentionCall.CONTEXT, (20, 9), (3, 9), num_kv_heads=1, group=2, head_dim=64),
+    AttentionCall.MLA_DECODE: AttentionCase(
+        AttentionCall.MLA_DECODE, (20, 3), (1, 1), num_kv_heads=1, group=4, head_dim=80, v_head_dim=64
     ),
 }
 GPUS = {"SM90": (9, 0), "SM100": (10, 0), "SM103": (10, 3), "SM120": (12, 0)}
@@ -51,7 +54,7 @@ def stand_in(writes: Writes, takes_counters: bool = True) -> SimpleNamespace:
 
         return refusing
 
-    calls = {each.value: written(each.value) for each in ATTENTION}
+    calls = {each.value: written(each.value) for each in PAGED_CALLS}
     return SimpleNamespace(**(calls if takes_counters else {k: without_counters(call) for k, call in calls.items()}))
 
 
@@ -87,7 +90,7 @@ def a_semaphore_left(workspace_buffer: Tensor, counters: Tensor | None) -> None:
 def wrongs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, ...]]:
     """What K6 finds wrong of an implementation on a GPU."""
 
-    def find(implementation: Any, gpu: str, interface: Interface = Interface.DECODE) -> tuple[str, ...]:
+    def find(implementation: Any, gpu: str, interface: Interface = AttentionCall.DECODE) -> tuple[str, ...]:
         monkeypatch.setattr(workspace, "capability_of", lambda device: GPUS[gpu])
         judged = judge_case(implementation, "K6", CASES[interface], CPU).judged
         assert judged.outcome is (Outcome.WRONG if judged.wrongs else Outcome.RIGHT)
@@ -179,5 +182,5 @@ def test_scratch_that_is_not_zero_is_a_feature_of_the_kernel_that_runs(
             "seq_lens": torch.ones(1, dtype=torch.int32),
             "max_seq_len": 1,
         }
-        features = features_of_call(Interface.DECODE, arguments, CallLog()).features
+        features = features_of_call(AttentionCall.DECODE, arguments, CallLog()).features
         assert ("used_scratch" in features) is is_scratch

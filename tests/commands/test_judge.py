@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from lab.calls.problem import AttentionCall
 from lab.checks import Outcome, Ranges
 from lab.checks.run.judge_run import Progress
 from lab.checks.run.verdicts import Judged
 from lab.commands import judge as judge_module
 from lab.commands import progress as progress_module
 from lab.commands.judge import rounds
-from lab.workloads.interfaces import Interface
 from tests.checks.test_report import report_of, verdict_of
 from tests.commands.command import run
 
@@ -184,8 +184,8 @@ def test_other_options_reach_the_judge(asked: dict[str, Any]) -> None:
 
 
 def test_a_function_has_the_short_name_of_the_table_too(asked: dict[str, Any]) -> None:
-    run(f"judge lab.references --functions decode,{Interface.MLA_DECODE.value}")
-    assert asked["functions"] == ["decode", Interface.MLA_DECODE.value]
+    run(f"judge lab.references --functions decode,{AttentionCall.MLA_DECODE.value}")
+    assert asked["functions"] == ["decode", AttentionCall.MLA_DECODE.value]
 
 
 def test_what_fits_the_machine_is_judged_by_default(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def test_what_fits_the_machine_is_judged_by_default(asked: dict[str, Any], monke
         ("nowhere.py", "nowhere.py cannot be imported: there is no such file"),
         ("my/kernel", "my/kernel cannot be imported: a file's name ends in .py, and a module's has dots"),
         ("README.md", "README.md cannot be imported: a file's name ends in .py, and a module's has dots"),
-        ("json", f"json has none of {Interface.DECODE.value}, "),
+        ("json", f"json has none of {AttentionCall.DECODE.value}, "),
         ("lab.references --only K99", "there is no check 'K99'; there are K1 or oracle, "),
         ("lab.references --functions decoding", "there is no function 'decoding'; there are decode or trtllm_batch_de"),
         ("lab.references --geometries llama", "llama is not one of llama-3.1-8b, "),

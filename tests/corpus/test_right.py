@@ -11,8 +11,9 @@ import torch
 
 from corpus.models.attention import Attention
 from corpus.right import KERNELS
+from lab.calls.problem import AttentionCall
 from lab.checks import judge
-from lab.workloads.interfaces import ATTENTION, Interface
+from lab.workloads.interfaces import PAGED_CALLS
 from tests.checks.small import SMALL
 
 B, H, E = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -51,7 +52,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_a_right_kernel_is_right(name: str) -> None:
     report = judge(KERNELS[name], ranges=RANGES, only=CHECKS, device="cpu", drawn=0)
     assert report.is_right, str(report)
-    assert {verdict.interface for verdict in report.verdicts} == {*ATTENTION, Interface.RAGGED_CONTEXT}
+    assert {verdict.interface for verdict in report.verdicts} == {*PAGED_CALLS, AttentionCall.RAGGED_CONTEXT}
     assert not [verdict for verdict in report.verdicts if verdict.judged.declines]
 
 
@@ -66,7 +67,7 @@ def biased(kernel: Attention, bias: Callable[[torch.Tensor], None]) -> SimpleNam
 
         return call
 
-    names = [each.value for each in (*ATTENTION, Interface.RAGGED_CONTEXT)]
+    names = [each.value for each in (*PAGED_CALLS, AttentionCall.RAGGED_CONTEXT)]
     return SimpleNamespace(**{name: changed(getattr(kernel, name)) for name in names})
 
 
@@ -82,4 +83,4 @@ def last_head(out: torch.Tensor) -> None:
 def test_half_a_percent_is_found_in_every_call(bias: Callable[[torch.Tensor], None]) -> None:
     report = judge(biased(KERNELS["two_passes"], bias), ranges=RANGES, only=("K1", "M3"), device="cpu", drawn=0)
     wrong = {verdict.interface for verdict in report.verdicts if "all outputs" in " ".join(verdict.judged.wrongs)}
-    assert wrong == {*ATTENTION, Interface.RAGGED_CONTEXT}
+    assert wrong == {*PAGED_CALLS, AttentionCall.RAGGED_CONTEXT}

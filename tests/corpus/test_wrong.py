@@ -15,7 +15,7 @@ from corpus.kernels import BLIND, KERNELS, MUTANTS, kernel
 from corpus.models.split_kv import SplitKV
 from corpus.wrong import CONTEXT, DECODE, MLA, MLA_METADATA, MLA_PREFILL, Model, wrong
 from lab.calls import DecodeCall
-from lab.workloads.interfaces import Interface
+from lab.workloads.interfaces import INTERFACES
 from tests.cases import decode_arguments, random_batch
 
 
@@ -154,7 +154,7 @@ def test_every_kernel_is_there_with_a_defect_and_its_functions() -> None:
     assert {*BLIND, *MUTANTS} == set(KERNELS)
     for each in KERNELS.values():
         assert each.defect.endswith(".")
-        assert set(each.interface) <= {interface.value for interface in Interface}
+        assert set(each.interface) <= {interface.value for interface in INTERFACES}
         assert [*vars(each.implementation())] == [*each.interface]
     assert all(each.trigger for each in BLIND.values())
     for name, each in MUTANTS.items():

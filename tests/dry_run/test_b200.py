@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from lab.calls.problem import AttentionCall
 from lab.checks import Outcome, Ranges, Report, judge
 from lab.dry_run import b200
-from lab.workloads.interfaces import Interface
 from tests.dry_run.on_a_b200 import NEEDS_A_LAUNCHER
 
 pytestmark = [NEEDS_A_LAUNCHER, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -26,7 +26,7 @@ RANGES = Ranges(
 
 
 def judged(implementation: Any, function: str) -> Report:
-    checks = ["M3"] if function == Interface.RAGGED_CONTEXT.value else ["K3", "K10"]
+    checks = ["M3"] if function == AttentionCall.RAGGED_CONTEXT.value else ["K3", "K10"]
     return judge(
         implementation, only=checks, functions=[function], ranges=RANGES, device="cpu", drawn=0, discover=False
     )

@@ -11,7 +11,7 @@ import torch
 from lab import references
 from lab.calls import CALL_TYPES, AttentionCall
 from lab.calls.problem import E4M3, NVFP4
-from lab.checks import AttentionCase, Interface, Storage
+from lab.checks import AttentionCase, Storage
 from lab.references import assert_close_to_reference
 from lab.references.assertion import truth_of_problem
 from lab.workloads.attention_case import Dead, TableTail
@@ -20,9 +20,11 @@ from tests import cases
 from tests.cases import decode_arguments, pack_mask, ragged_batch, random_batch
 
 CPU = torch.device("cpu")
-DECODE = AttentionCase(Interface.DECODE, (20, 1, 33), (1, 1, 1), num_kv_heads=1, group=2)
-CONTEXT = replace(DECODE, interface=Interface.CONTEXT, q_lens=(3, 1, 17))
-MLA = replace(DECODE, interface=Interface.MLA_DECODE, q_lens=(2, 2, 2), kv_lens=(20, 2, 33), head_dim=80, v_head_dim=64)
+DECODE = AttentionCase(AttentionCall.DECODE, (20, 1, 33), (1, 1, 1), num_kv_heads=1, group=2)
+CONTEXT = replace(DECODE, interface=AttentionCall.CONTEXT, q_lens=(3, 1, 17))
+MLA = replace(
+    DECODE, interface=AttentionCall.MLA_DECODE, q_lens=(2, 2, 2), kv_lens=(20, 2, 33), head_dim=80, v_head_dim=64
+)
 CASES = {
     "decode": DECODE,
     "several rows": replace(DECODE, q_lens=(2, 2, 2)),

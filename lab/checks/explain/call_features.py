@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.calls import CALL_TYPES, AttentionCall, PagedAttention
+from lab.calls import CALL_TYPES, PagedAttention
 from lab.calls import Feature as Option
-from lab.calls.problem import shown_draft_tokens
+from lab.calls.problem import AttentionCall, shown_draft_tokens
 from lab.calls.ragged_context import RaggedAttention
 from lab.calls.workspace import counts_in_workspace, semaphores_and_scratch
 from lab.checks.explain.batch_features import POWER_OF_2, TILE, CallFeatures, Read, kept
 from lab.checks.explain.feature import Choice, Condition, Feature, Number
-from lab.workloads.interfaces import Interface
 
 # Of a call, and of a case whose tensors have them.
 OF_TENSORS: dict[str, Feature] = {
@@ -78,7 +77,9 @@ OF_CALL: dict[str, Feature] = {
 }
 
 
-def _read_call(interface: Interface, arguments: Mapping[str, Any], problem: PagedAttention | RaggedAttention) -> Read:
+def _read_call(
+    interface: AttentionCall, arguments: Mapping[str, Any], problem: PagedAttention | RaggedAttention
+) -> Read:
     """Return the features of a call's arguments: dtypes, heads, scales, sinks, given buffers and gaps; of a paged call also
     those of its pages.
     """
@@ -106,7 +107,7 @@ def _read_call(interface: Interface, arguments: Mapping[str, Any], problem: Page
         "bmm2_scale_not_1": bmm2_scale != 1,
         "bmm2_scale_no_power_of_2": abs(math.frexp(bmm2_scale)[0]) != 0.5,
         # Of calls that can do without.
-        "cum_seq_lens_q_given": interface in (Interface.DECODE, Interface.MLA_DECODE)
+        "cum_seq_lens_q_given": interface in (AttentionCall.DECODE, AttentionCall.MLA_DECODE)
         and problem.cu_seqlens_q is not None,
         "not_causal": not problem.causal,
         "out_given": arguments.get("out") is not None,
@@ -132,9 +133,9 @@ def _read_call(interface: Interface, arguments: Mapping[str, Any], problem: Page
     return read
 
 
-def _read_pages(interface: Interface, arguments: Mapping[str, Any], problem: PagedAttention) -> Read:
+def _read_pages(interface: AttentionCall, arguments: Mapping[str, Any], problem: PagedAttention) -> Read:
     """Return the features of a paged call's cache (dtype, layout, gaps), page table and draft mask."""
-    is_mla = interface is Interface.MLA_DECODE
+    is_mla = interface is AttentionCall.MLA_DECODE
     k_cache, table, mask = problem.k_cache, problem.k_block_tables, problem.mask
     num_pages, num_kv_heads, page_size, _ = k_cache.shape
     read: Read = {
@@ -270,7 +271,7 @@ def _comparable(value: Any) -> Any:
     return value.cpu().to(torch.float64).flatten().tolist() if isinstance(value, Tensor) else value
 
 
-def features_of_call(interface: Interface, arguments: Mapping[str, Any], log: CallLog) -> CallFeatures:
+def features_of_call(interface: AttentionCall, arguments: Mapping[str, Any], log: CallLog) -> CallFeatures:
     """Return the features of an attention call that will be made, and record the call in `log`. Lengths are copied from the
     device.
 
@@ -278,7 +279,7 @@ def features_of_call(interface: Interface, arguments: Mapping[str, Any], log: Ca
     """
     earlier = kept(OF_EARLIER, log.read(arguments))
     try:
-        problem = CALL_TYPES[AttentionCall(interface.value)](**arguments).problem()
+        problem = CALL_TYPES[interface](**arguments).problem()
     except (TypeError, ValueError, NotImplementedError):
         return CallFeatures(earlier)
     of_call = kept(OF_TENSORS | OF_CALL, _read_call(interface, arguments, problem))

@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lab.calls.problem import NVFP4
+from lab.calls.problem import NVFP4, AttentionCall
 from lab.checks.parameters.covering import Constraint, Model, Point
 from lab.checks.parameters.sampling import Sample, samples
 from lab.ranges import SEEDS, Ranges
 from lab.workloads.attention_case import AttentionCase, Storage
-from lab.workloads.interfaces import ATTENTION, Interface
+from lab.workloads.interfaces import PAGED_CALLS, Interface
 
 NUM_BUILDS = 24  # as often each of 8 groups, of 8 numbers of rows, of 3 dtypes, and of 4 page sizes
 # Fields of `Ranges` that a single call has a value of. Kernels are compiled for all but those that they get at run time.
@@ -24,7 +24,7 @@ MOST_DRAWN_REQUESTS = 4
 
 def fields_of(interface: Interface) -> tuple[str, ...]:
     """Return the fields of `Ranges` that describe a single call of a function, such as "dtypes"."""
-    return MLA_FIELDS if interface is Interface.MLA_DECODE else MHA_FIELDS
+    return MLA_FIELDS if interface is AttentionCall.MLA_DECODE else MHA_FIELDS
 
 
 def balanced(ranges: Ranges, interface: Interface, count: int, seed: int = 0) -> Iterator[AttentionCase]:
@@ -47,7 +47,7 @@ def balanced(ranges: Ranges, interface: Interface, count: int, seed: int = 0) ->
 
 def balanced_nvfp4(ranges: Ranges, interface: Interface, count: int, seed: int) -> Iterator[AttentionCase]:
     """Yield the cases of `balanced` over an NVFP4 cache; no case if the ranges or the function do not allow NVFP4."""
-    if interface is not Interface.MLA_DECODE and True in ranges.nvfp4:
+    if interface is not AttentionCall.MLA_DECODE and True in ranges.nvfp4:
         for case in balanced(ranges, interface, count, seed):
             yield replace(case, kv_dtype=NVFP4, arithmetic=None)
 
@@ -78,13 +78,13 @@ def case_within(
 ) -> AttentionCase:
     """Return the attention case with these values of the fields in `fields_of`, and with these lengths, window and seeds."""
     dtype, kv_dtype = values["dtypes"]
-    if interface is Interface.MLA_DECODE:
+    if interface is AttentionCall.MLA_DECODE:
         head_dim, v_head_dim = values["mla_head_dims"]
         heads = {"num_kv_heads": 1, "group": values["mla_heads"], "head_dim": head_dim, "v_head_dim": v_head_dim}
     else:
         heads = {"num_kv_heads": values["num_kv_heads"], "group": values["groups"], "head_dim": values["head_dims"]}
     return AttentionCase(
-        interface,
+        AttentionCall(interface),
         tuple(kv_lens),
         tuple(q_lens),
         **heads,
@@ -127,9 +127,9 @@ def _lens(
     """Draw 3 or 4 requests. Return their numbers of query rows, and their numbers of keys."""
     q_len, page_size = values["q_lens"], _page_size(values)
     edges = edge_lengths(page_size, ranges.longest)
-    if interface is Interface.MLA_DECODE:
+    if interface is AttentionCall.MLA_DECODE:
         return [q_len] * 3, [max(rng.choice(edges), q_len) for _ in range(3)]
-    q_lens = [rng.choice((1, q_len, *CONTEXT_ROWS)) if interface is Interface.CONTEXT else q_len for _ in range(4)]
+    q_lens = [rng.choice((1, q_len, *CONTEXT_ROWS)) if interface is AttentionCall.CONTEXT else q_len for _ in range(4)]
     kv_lens = [max(rng.choice(edges), rows) for rows in q_lens[:-1]]
     # The last request is long, so that a window truncates something.
     return q_lens, [*kv_lens, max(ranges.longest - rng.randrange(page_size), q_lens[-1])]
@@ -144,7 +144,7 @@ def drawn_cases(
         return adapt(drawn_case(ranges, interface, point, seed))
 
     # The same points for all checks, so that few kernels are compiled for them.
-    if interface in ATTENTION:
+    if interface in PAGED_CALLS:
         yield from samples(drawn_model(ranges, interface), f"{interface.name} {ranges.seed}", make)
 
 
@@ -157,7 +157,7 @@ def drawn_model(ranges: Ranges, interface: Interface) -> Model:
         "longest": range(min(ranges.q_lens), ranges.longest + 1),
         **{name: getattr(ranges, name) for name in fields_of(interface)},
     }
-    if interface is Interface.CONTEXT:
+    if interface is AttentionCall.CONTEXT:
         axes["rows"] = range(1, MOST_DRAWN_ROWS + 1)
     if True in ranges.windows and "windows" in axes:
         axes["window_left"] = range(ranges.longest + 1)
@@ -171,7 +171,7 @@ def drawn_case(ranges: Ranges, interface: Interface, point: Point, seed: int) ->
     rng, q_len = random.Random(f"{interface.name} {seed}"), point["q_lens"]
     kv_lens = [rng.randint(q_len, point["longest"]) for _ in range(point["requests"] - 1)] + [point["longest"]]
     q_lens = [q_len] * len(kv_lens)
-    if interface is Interface.CONTEXT:
+    if interface is AttentionCall.CONTEXT:
         q_lens = [rng.randint(1, min(kv_len, point["rows"])) for kv_len in kv_lens]
     window = point["window_left"] if point.get("windows") else -1
     return case_within(ranges, interface, point, kv_lens, q_lens, window_left=window, seed=seed)

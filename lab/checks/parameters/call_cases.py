@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lab.calls.problem import E4M3
+from lab.calls.problem import E4M3, AttentionCall
 from lab.checks.parameters.attention import edge_lengths
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.paged_axes import EQUAL, REQUESTS
@@ -17,7 +17,6 @@ from lab.checks.parameters.values import Cache, Lengths, Mask, Offsets, Pages, R
 from lab.ranges import Ranges, dtype_of
 from lab.workloads.attention_case import AttentionCase, Contents, Storage, TableTail
 from lab.workloads.inputs.ragged import TILE
-from lab.workloads.interfaces import Interface
 from lab.workloads.ragged_case import RaggedCase
 
 SHORT = 150  # keys of the longest request that is not long
@@ -29,7 +28,12 @@ _TAILS = {Tables.NEGATIVE_TAIL: TableTail.NEGATIVE, Tables.FAR_TAIL: TableTail.F
 
 def attention_case(of: Configuration, ranges: Ranges) -> AttentionCase:
     """Return the attention case of a paged call's configuration: its sizes, dtypes, lengths, contents and storage."""
-    interface, page_size, query, cache = of.interface, of["page_size"], of["dtypes"].query, of["dtypes"].cache
+    interface, page_size, query, cache = (
+        AttentionCall(of.interface),
+        of["page_size"],
+        of["dtypes"].query,
+        of["dtypes"].cache,
+    )
     q_lens = _q_lens(of)
     kv_lens = _kv_lens(of, q_lens)
     width = max(-(-kv_len // page_size) for kv_len in kv_lens)
@@ -43,7 +47,7 @@ def attention_case(of: Configuration, ranges: Ranges) -> AttentionCase:
         arithmetic=E4M3 if query == E4M3 else ranges.arithmetic(cache),
         window_left=of.get("window_left", -1),
         sinks=of["sinks"] != Sinks.NONE,
-        offsets=interface is not Interface.CONTEXT and of["offsets"] != Offsets.NONE,
+        offsets=interface is not AttentionCall.CONTEXT and of["offsets"] != Offsets.NONE,
         contents=Contents[of["contents"].upper()],
         seed=of.seed,
         storage=Storage(
@@ -59,7 +63,7 @@ def attention_case(of: Configuration, ranges: Ranges) -> AttentionCase:
 
 
 def _heads(of: Configuration) -> dict[str, Any]:
-    if of.interface is not Interface.MLA_DECODE:
+    if of.interface is not AttentionCall.MLA_DECODE:
         return {name: of[name] for name in ("group", "num_kv_heads", "head_dim")}
     dims = of["head_dims"]
     return {"group": of["heads"], "num_kv_heads": 1, "head_dim": dims.head_dim, "v_head_dim": dims.v_head_dim}
@@ -85,7 +89,7 @@ def ragged_case(of: Configuration) -> RaggedCase:
 
 
 def _q_lens(of: Configuration) -> tuple[int, ...]:
-    if of.interface is Interface.CONTEXT:
+    if of.interface is AttentionCall.CONTEXT:
         return _rows_of_prompts(of)
     count = of["requests"]
     q_lens = [of["q_len"]] * count

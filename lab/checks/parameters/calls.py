@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.calls.problem import E4M3
+from lab.calls.problem import E4M3, AttentionCall
 from lab.checks.case_run import CaseRun, Result
 from lab.checks.parameters.call_cases import attention_case, ragged_case, rows_without_keys
 from lab.checks.parameters.configuration import Configuration
@@ -50,7 +50,6 @@ from lab.workloads.inputs.views import (
     with_nan,
     with_odd_strides,
 )
-from lab.workloads.interfaces import Interface
 
 # Of logits below zero: e of each, and e of the difference of both, are beyond float32's ends, e**-103 and e**88.7.
 HIGHEST, LOWEST = -110.0, -210.0
@@ -128,7 +127,7 @@ def _inputs(of: Configuration, ranges: Ranges, device: torch.device) -> CallInpu
     """Return a configuration's tensors, scales, sinks, mask and causality, on which the expected results depend."""
     changes: dict[str, Any] = {"factors": (of["bmm1_scale"].factor, of["bmm2_scale"].factor)}
     inputs: CallInputs
-    if of.interface is Interface.RAGGED_CONTEXT:
+    if of.interface is AttentionCall.RAGGED_CONTEXT:
         inputs = build_ragged(ragged_case(of), device)
         inputs = _below_zero(inputs) if of["contents"] == BELOW_ZERO else inputs
         sinks = None if of["sinks"] == Sinks.NONE else torch.linspace(1.0, 4.0, inputs.query.shape[1], device=device)
@@ -260,7 +259,7 @@ def _cache(call: BuiltCall) -> None:
         whole = as_one_tensor(call.inputs)
         call.given["kv_cache"] = in_halves(whole) if form == Cache.HALVES else whole
         # A decode takes scale factors as a pair alone.
-        if call.inputs.scale_factors is not None and call.interface is Interface.CONTEXT:
+        if call.inputs.scale_factors is not None and call.interface is AttentionCall.CONTEXT:
             k, v = (each.view(torch.uint8) for each in call.given["kv_cache_sf"])
             call.given["kv_cache_sf"] = torch.stack((k, v), 1).view(E4M3)
     elif form in (Cache.K_IS_V, Cache.FOUR_AXES, Cache.FOUR_AXES_ODD_STRIDES):
@@ -316,7 +315,7 @@ def _bounds(call: BuiltCall) -> None:
         given[name] *= 4
     for each in ("max_q_len", "max_kv_len"):
         if of.get(each) == Bound.LARGER:
-            given[each] = 2 * given[each] + (call.interface is Interface.RAGGED_CONTEXT)
+            given[each] = 2 * given[each] + (call.interface is AttentionCall.RAGGED_CONTEXT)
         elif of.get(each) == Bound.NONE:
             given[each] = None
 
@@ -347,7 +346,7 @@ def _scale(call: BuiltCall, value: float, shape: tuple[int, ...] | None) -> Tens
 def _sinks(call: BuiltCall) -> None:
     if (sinks := call.inputs.sinks) is not None:
         forms = {Sinks.LIST: [sinks], Sinks.TUPLE: (sinks,), Sinks.A_PART: embedded(sinks, math.nan)}
-        name = "attention_sinks" if call.interface is Interface.RAGGED_CONTEXT else "sinks"
+        name = "attention_sinks" if call.interface is AttentionCall.RAGGED_CONTEXT else "sinks"
         call.given[name] = forms.get(call.forms["sinks"], sinks)
 
 
@@ -378,7 +377,7 @@ def _lse(call: BuiltCall) -> None:
         return
     if form != Lse.ALONE:
         call.given["return_lse"] = True
-    if call.interface is Interface.MLA_DECODE and (form == Lse.BASE_E or call.inputs.case.offsets):
+    if call.interface is AttentionCall.MLA_DECODE and (form == Lse.BASE_E or call.inputs.case.offsets):
         call.given["return_lse_base"] = "basee" if form == Lse.BASE_E else "base2"
     if form.is_given:
         heads = query.shape[-2]

@@ -25,7 +25,7 @@ from lab.workloads.inputs.expected_metadata import (
     wrong_eager_mla_metadata,
     wrong_mla_prefill_metadata,
 )
-from lab.workloads.interfaces import Interface
+from lab.workloads.interfaces import MetadataFunction
 from lab.workloads.requests import PassLens, admit, new_pool
 
 WINDOW_LEFT = 24
@@ -146,9 +146,9 @@ def _build(run: CaseRun, batch: ForwardBatch, pool: KVPool) -> BuiltPass:
 
 def _options(of: Configuration) -> dict[str, Any]:
     """Return the keyword arguments of a metadata builder, besides the batch and the pool, that a configuration names."""
-    if of.interface is Interface.MLA_METADATA:
+    if of.interface is MetadataFunction.MLA_METADATA:
         return {"attention": DraftAttention(of["attention"])}
-    if of.interface is Interface.MLA_PREFILL:
+    if of.interface is MetadataFunction.MLA_PREFILL:
         return {
             "disable_chunked_prefix_cache": of["prefix_cache"] == "not in chunks",
             "in_prefill_graph": of["prefill_graph"],
@@ -165,9 +165,9 @@ def _hold(run: CaseRun, what: str, built: BuiltPass, features: CallFeatures) -> 
 
 def _wrong(of: Configuration, built: BuiltPass) -> Iterable[str]:
     where, options = (_on_cpu(built.batch), _on_cpu(built.pool), built.metadata), _options(of)
-    if of.interface is Interface.MLA_METADATA:
+    if of.interface is MetadataFunction.MLA_METADATA:
         return wrong_eager_mla_metadata(*where, **options)
-    if of.interface is Interface.MLA_PREFILL:
+    if of.interface is MetadataFunction.MLA_PREFILL:
         return wrong_mla_prefill_metadata(built.batch, built.metadata, **options)
     wrong = wrong_eager_metadata(*where, **({"expand_encoder_only_verify": False} | options)) or wrong_dead_cells(
         *where

@@ -10,7 +10,7 @@ from lab.checks.parameters.covering import Model, constraints
 from lab.checks.parameters.values import BatchPadding, Later, Prefixes
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
-from lab.workloads.interfaces import Interface
+from lab.workloads.interfaces import Interface, MetadataFunction
 
 MOST_CELLS = 3_000_000  # of req_to_token
 TWICE = "the first one's twice"  # a request may occur twice in a batch
@@ -54,7 +54,7 @@ PREFIXES = (
     *(4_300, 9_000, 70_000),
 )
 AXES: dict[Interface, dict[str, tuple[Any, ...]]] = {
-    Interface.MHA_METADATA: {
+    MetadataFunction.MHA_METADATA: {
         "mode": (*ON_DECODE, *PREFILLS),
         **SHARED,
         "draft_step": (*SHARED["draft_step"], FROZEN_KV_STEP),
@@ -66,7 +66,7 @@ AXES: dict[Interface, dict[str, tuple[Any, ...]]] = {
         "context": (*SHARED["context"], "exceeded"),
         "encoder_only": ("not asked for", "asked for"),
     },
-    Interface.MLA_METADATA: {
+    MetadataFunction.MLA_METADATA: {
         "mode": ON_DECODE,
         "attention": ("mla with offset", "mla"),
         **SHARED,
@@ -74,7 +74,7 @@ AXES: dict[Interface, dict[str, tuple[Any, ...]]] = {
         "prefixes": (*PREFIXES, 4_090, 4_095, 4_096, 8_191),
         "page_size": (64, 32),
     },
-    Interface.MLA_PREFILL: {
+    MetadataFunction.MLA_PREFILL: {
         "mode": PREFILLS,
         **SHARED,
         "draft_step": ("none",),

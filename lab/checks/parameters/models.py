@@ -4,13 +4,14 @@ import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from lab.calls.problem import AttentionCall
 from lab.checks.parameters.covering import Model
 from lab.checks.parameters.lists import LISTS
 from lab.checks.parameters.metadata_axes import METADATA
 from lab.checks.parameters.paged_axes import paged_model
 from lab.checks.parameters.ragged import ragged_model
 from lab.ranges import Ranges
-from lab.workloads.interfaces import ATTENTION, Interface
+from lab.workloads.interfaces import PAGED_CALLS, Interface, MetadataFunction
 
 
 def _whole(model: Model) -> Callable[[Ranges], Model]:
@@ -21,9 +22,9 @@ def _whole(model: Model) -> Callable[[Ranges], Model]:
 _cached = functools.lru_cache(maxsize=8)
 MODELS: Mapping[Interface, Callable[[Ranges], Model]] = MappingProxyType(
     {
-        **{each: _cached(functools.partial(paged_model, each)) for each in ATTENTION},
-        Interface.RAGGED_CONTEXT: _cached(ragged_model),
-        Interface.DRAFT_KV_INDICES: _whole(LISTS),
+        **{each: _cached(functools.partial(paged_model, each)) for each in PAGED_CALLS},
+        AttentionCall.RAGGED_CONTEXT: _cached(ragged_model),
+        MetadataFunction.DRAFT_KV_INDICES: _whole(LISTS),
         **{each: _whole(model) for each, model in METADATA.items()},
     }
 )

@@ -7,7 +7,7 @@ Otherwise it also has unusual values, which a kernel for the usual sizes decline
 from collections.abc import Sequence
 from typing import Any
 
-from lab.calls.problem import E4M3, NVFP4
+from lab.calls.problem import E4M3, NVFP4, AttentionCall
 from lab.checks.parameters.covering import Model, constraints
 from lab.checks.parameters.values import (
     Bound,
@@ -74,7 +74,7 @@ def paged_model(interface: Interface, ranges: Ranges) -> Model:
 
 def _sizes(interface: Interface, ranges: Ranges) -> dict[str, Sequence[Any]]:
     dtypes = [DtypePair(text_of(pair)) for pair in ranges.widened("dtypes")]
-    if interface is Interface.MLA_DECODE:
+    if interface is AttentionCall.MLA_DECODE:
         dims = [HeadDims(text_of(pair)) for pair in ranges.widened("mla_head_dims")]
         heads = ranges.widened("mla_heads")
         pages = ranges.widened("mla_page_sizes")
@@ -95,7 +95,7 @@ def _sizes(interface: Interface, ranges: Ranges) -> dict[str, Sequence[Any]]:
 
 def _rows(interface: Interface, ranges: Ranges) -> dict[str, Sequence[Any]]:
     ragged = (*Without, Offsets.PADDED, Offsets.PADDED_WITH_NAN)
-    if interface is Interface.CONTEXT:
+    if interface is AttentionCall.CONTEXT:
         return {
             "rows": (*Rows, *PROMPTS),
             "offsets": (Offsets.PLAIN, *ragged),
@@ -105,9 +105,9 @@ def _rows(interface: Interface, ranges: Ranges) -> dict[str, Sequence[Any]]:
     rows: dict[str, Sequence[Any]] = {
         "q_len": ranges.widened("q_lens"),
         "offsets": (Offsets.NONE, Offsets.EQUAL, Offsets.UNEQUAL, *ragged),
-        "max_q_len": (Bound.EXACT, Bound.LARGER, *((Bound.NONE,) if interface is Interface.MLA_DECODE else ())),
+        "max_q_len": (Bound.EXACT, Bound.LARGER, *((Bound.NONE,) if interface is AttentionCall.MLA_DECODE else ())),
     }
-    if interface is Interface.DECODE:
+    if interface is AttentionCall.DECODE:
         rows["q_len"] = tuple(dict.fromkeys((*rows["q_len"], *ranges.widened("masked_rows"))))
         rows["mask"] = tuple(Mask)
     return rows
@@ -116,28 +116,28 @@ def _rows(interface: Interface, ranges: Ranges) -> dict[str, Sequence[Any]]:
 def sinks_of(interface: Interface, ranges: Ranges) -> Sequence[Sinks]:
     if True not in ranges.sinks:
         return (Sinks.NONE,)
-    return [each for each in Sinks if interface is Interface.MLA_DECODE or each not in (Sinks.LIST, Sinks.TUPLE)]
+    return [each for each in Sinks if interface is AttentionCall.MLA_DECODE or each not in (Sinks.LIST, Sinks.TUPLE)]
 
 
 def _arguments(interface: Interface) -> dict[str, Sequence[Any]]:
     arguments: dict[str, Sequence[Any]] = {
-        "bmm1_scale": [each for each in LogitScale if interface is Interface.DECODE or not each.is_log2],
+        "bmm1_scale": [each for each in LogitScale if interface is AttentionCall.DECODE or not each.is_log2],
         "bmm2_scale": tuple(ValueScale),
         "out": (*OUT, Output.BF16, Output.FP16, Output.E4M3, Output.GIVEN_E4M3),
         "lse": LSE,
         "seq_lens": tuple(SeqLens),
         "bound": (Bound.OF_THE_TABLE, Bound.EXACT, Bound.FOUR_TIMES),
     }
-    if interface is not Interface.CONTEXT:
+    if interface is not AttentionCall.CONTEXT:
         arguments["backend"] = ("auto", "trtllm-gen", "xqa")
-    if interface is Interface.MLA_DECODE:
+    if interface is AttentionCall.MLA_DECODE:
         arguments |= {"out": OUT, "lse": (Lse.NONE, Lse.RETURNED, Lse.GIVEN, Lse.AS_THE_QUERY, Lse.BASE_E)}
         arguments["qk_nope_head_dim"] = ("a quarter", "a half")
     return arguments
 
 
 def _tensors(interface: Interface) -> dict[str, Sequence[Any]]:
-    is_mla = interface is Interface.MLA_DECODE
+    is_mla = interface is AttentionCall.MLA_DECODE
     mha_only = {Cache.HEADS_APART, Cache.ODD_STRIDES, Cache.V_OTHERWISE, Cache.ONE_TENSOR, Cache.HALVES, Cache.K_IS_V}
     mla_only = {Cache.FOUR_AXES, Cache.FOUR_AXES_ODD_STRIDES}
     query = (*QUERY[:4], Layout.HEADS_FIRST)

@@ -7,6 +7,7 @@ Heads and head_dims are the model's own; they include those of DeepSeek and rela
 from collections.abc import Sequence
 from typing import Any
 
+from lab.calls.problem import AttentionCall
 from lab.checks.parameters.covering import Model, constraints
 from lab.checks.parameters.paged_axes import LSE, OUT, PROMPTS, QUERY, REQUESTS, RULES, VACUOUS, WINDOWS, sinks_of
 from lab.checks.parameters.values import (
@@ -26,7 +27,6 @@ from lab.checks.parameters.values import (
 )
 from lab.ranges import Ranges, text_of
 from lab.workloads.inputs.views import Layout
-from lab.workloads.interfaces import Interface
 
 SHORT = 150  # keys of the longest request that is not long
 FEW_KEYS = 50  # about, of a request in a large batch
@@ -65,7 +65,7 @@ def ragged_model(ranges: Ranges) -> Model:
         "causal": (True, False),
         "window_left": (-1, *(WINDOWS if True in ranges.windows else ())),
         "contents": ("random", "needles", BELOW_ZERO),
-        "sinks": sinks_of(Interface.RAGGED_CONTEXT, ranges),
+        "sinks": sinks_of(AttentionCall.RAGGED_CONTEXT, ranges),
         "bmm1_scale": [each for each in LogitScale if not each.is_log2],
         "bmm2_scale": tuple(ValueScale),
         "o_sf_scale": (1.0, -1.0, 0.5),

@@ -11,7 +11,7 @@ from lab.checks.run.verdicts import CaseVerdict
 from lab.named_enum import NamedEnum
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase
-from lab.workloads.interfaces import ATTENTION, Interface
+from lab.workloads.interfaces import PAGED_CALLS, Interface
 
 
 class Level(NamedEnum):
@@ -83,7 +83,7 @@ class Check:
     doc: str | None
     fixed: Callable[[Scope], Iterable[Any]]
     judge: Callable[[CaseRun], None]
-    interfaces: tuple[Interface, ...] = ATTENTION
+    interfaces: tuple[Interface, ...] = PAGED_CALLS
     drawn: Callable[[AttentionCase], Any] | None = None
     more: tuple[Following, ...] = ()
     draw_on: DrawOn = lambda *_: ()

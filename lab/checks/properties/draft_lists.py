@@ -15,7 +15,7 @@ from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.lists import FIELDS, NARROW, lens_of
 from lab.checks.properties.check import Check, Scope
 from lab.workloads.inputs.draft_lists import DTYPES, DraftLists, DraftListsCase, in_place
-from lab.workloads.interfaces import Interface
+from lab.workloads.interfaces import MetadataFunction
 
 EDGES = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1025)
 
@@ -45,7 +45,7 @@ def _cases(scope: Scope) -> Iterator[DraftListsCase]:
 
 
 def _judge(run: CaseRun) -> None:
-    wrongs = DraftLists(run.case, str(run.device)).wrongs(in_place(run.function(Interface.DRAFT_KV_INDICES)))
+    wrongs = DraftLists(run.case, str(run.device)).wrongs(in_place(run.function(MetadataFunction.DRAFT_KV_INDICES)))
     run.judged += 1
     run.expect("the lists", wrongs, kind="lists")
 
@@ -70,7 +70,7 @@ def judge_lists(run: CaseRun) -> None:
     case = draft_lists_case(run.case)
     features = features_of_case(case)
     features = replace(features, features={**features.features, **run.called.features})
-    write = in_place(run.function(Interface.DRAFT_KV_INDICES))
+    write = in_place(run.function(MetadataFunction.DRAFT_KV_INDICES))
     lists = DraftLists(case, str(run.device))
     wrongs = lists.wrongs(write)
     run.judged += 1
@@ -82,4 +82,4 @@ def judge_lists(run: CaseRun) -> None:
     run.expect("the lists of others in the same tensors", lists.wrongs(write), kind="lists", call=features)
 
 
-CHECK = Check("L1", "draft_lists", __doc__, _cases, _judge, interfaces=(Interface.DRAFT_KV_INDICES,))
+CHECK = Check("L1", "draft_lists", __doc__, _cases, _judge, interfaces=(MetadataFunction.DRAFT_KV_INDICES,))

@@ -29,7 +29,6 @@ from lab.workloads.geometries import geometry
 from lab.workloads.inputs.encoding import fill
 from lab.workloads.inputs.forward_pass import EnginePass, build_forward
 from lab.workloads.inputs.guards import guarded, wrong_guards
-from lab.workloads.interfaces import Interface
 from lab.workloads.pass_case import PASS_CONTENTS
 
 # The slice that brings each model to its fewest heads per GPU without replicating K/V.
@@ -126,7 +125,7 @@ def quantised_cases(ranges: Ranges, page_size: int) -> Iterator[ForwardCase]:
         dtypes: dict[str, Any] = {"dtype": ranges.dtypes[0][0], "kv_dtype": kv_dtype, "query_dtype": E4M3}
         case = ForwardCase(mode, ranges.tiny, prefixes, q_lens, page_size=page_size, sliding_window=window, **dtypes)
         yield case
-        if kv_dtype == NVFP4 and case.interface is Interface.DECODE:
+        if kv_dtype == NVFP4 and case.interface is AttentionCall.DECODE:
             yield replace(case, query_dtype=None)
         if kv_dtype == E4M3 and mode is ForwardMode.EXTEND:  # its last request is a tail
             yield replace(case, split_mixed_tail=True)
@@ -253,4 +252,4 @@ def _judge(run: CaseRun) -> None:
     judge_pass(run, build_forward(run.case, run.device))
 
 
-CHECK = Check("M1", "forward_modes", __doc__, _cases, _judge, interfaces=(Interface.DECODE, Interface.CONTEXT))
+CHECK = Check("M1", "forward_modes", __doc__, _cases, _judge, interfaces=(AttentionCall.DECODE, AttentionCall.CONTEXT))

@@ -12,6 +12,7 @@ from itertools import islice, product
 
 import torch
 
+from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CallForm, CaseRun
 from lab.checks.properties.check import Check, Scope
 from lab.checks.run.support_protocol import Unsupported
@@ -23,7 +24,6 @@ from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
 from lab.workloads.geometries import geometry
 from lab.workloads.graph_case import GraphCase, ReplaySequence, graph_modes
 from lab.workloads.inputs.replay_fixture import HUGE, ReplayFixture, RunnerFactory, new_fixture, right_runner
-from lab.workloads.interfaces import Interface
 
 REAL = ("gpt-oss-120b",)  # a geometry with sliding-window layers and sinks, as the lab's own has
 WIDTHS = (2, 4, 8)  # query rows per request of verify and of the draft extends
@@ -69,7 +69,7 @@ def _cases(scope: Scope) -> Iterator[GraphCase]:
             if case.interface is not scope.interface:
                 continue
             every = is_full and name == ranges.tiny
-            is_divided = case.interface is Interface.DECODE and mode.forward_mode.query_rows.are_uniform
+            is_divided = case.interface is AttentionCall.DECODE and mode.forward_mode.query_rows.are_uniform
             for number, (place, window) in enumerate(
                 settings if every else [settings[turn % len(settings)]], start=turn
             ):
@@ -221,5 +221,5 @@ CHECK = Check(
     __doc__,
     _cases,
     judge_sequence,
-    interfaces=(Interface.DECODE, Interface.CONTEXT),
+    interfaces=(AttentionCall.DECODE, AttentionCall.CONTEXT),
 )

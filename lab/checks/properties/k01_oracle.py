@@ -12,14 +12,13 @@ from dataclasses import replace
 
 import torch
 
-from lab.calls.problem import E4M3
+from lab.calls.problem import E4M3, AttentionCall
 from lab.checks.case_run import CaseRun
 from lab.checks.properties.check import Check, Scope, itself
 from lab.references.quantization import E4M3_MAX
 from lab.references.truth import Truth
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.inputs.attention import AttentionInputs
-from lab.workloads.interfaces import Interface
 
 
 def _cases(scope: Scope) -> Iterator[AttentionCase]:
@@ -42,7 +41,7 @@ def _large_batch(case: AttentionCase, batch_size: int) -> AttentionCase:
     unequal too.
     """
     q_lens = (case.q_lens[0],) * batch_size
-    if case.interface is Interface.CONTEXT:
+    if case.interface is AttentionCall.CONTEXT:
         q_lens = tuple(1 + request % 3 for request in range(batch_size))
     lens = tuple(max(8, q_len) + 3 * request % 47 for request, q_len in enumerate(q_lens))
     return replace(case, kv_lens=lens, q_lens=q_lens)

@@ -8,11 +8,11 @@ placed at the first and last keys that each row sees, and just outside.
 from collections.abc import Iterator
 from dataclasses import replace
 
+from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CaseRun
 from lab.checks.parameters.attention import edge_lengths
 from lab.checks.properties.check import Check, Scope
 from lab.workloads.attention_case import AttentionCase, Contents
-from lab.workloads.interfaces import Interface
 
 LONG = 8192  # keys: 64 splits of 128, more than some merges hold
 MOST_COUNTED = 200  # one key more changes the output by a hundredth, above the bound of bf16
@@ -24,7 +24,7 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
         yield _few_keys(case)
     for case in scope.balanced(1, 4, seed=19):
         yield _long(case if case.is_mla else scope.on_fewest_heads(case))
-    if scope.interface is not Interface.MLA_DECODE and True in scope.ranges.windows:
+    if scope.interface is not AttentionCall.MLA_DECODE and True in scope.ranges.windows:
         for case in scope.balanced(4, 24, seed=5):
             edges = (0, 1, case.page_size - 1, case.page_size)
             window_left = edges[case.seed % len(edges)]

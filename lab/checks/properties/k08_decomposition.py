@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import torch
 
+from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CaseRun, Result
 from lab.checks.properties.check import Check, Scope
 from lab.references.errors import relative_l2
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.inputs.attention import AttentionInputs
-from lab.workloads.interfaces import Interface
 
 
 def _cases(scope: Scope) -> Iterator[AttentionCase]:
@@ -28,7 +28,7 @@ def _several_rows(case: AttentionCase) -> AttentionCase:
     """Return the case with at least two query rows per request, in a context call at most eight. Each request has at least as
     many keys as rows.
     """
-    most = 8 if case.interface is Interface.CONTEXT else max(2, *case.q_lens)
+    most = 8 if case.interface is AttentionCall.CONTEXT else max(2, *case.q_lens)
     return case.with_rows(*(min(max(q_len, 2), most) for q_len in case.q_lens))
 
 

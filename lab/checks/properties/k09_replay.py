@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CallForm, CaseRun, GivenCall, Result, as_result
 from lab.checks.properties.check import Check, Scope
 from lab.checks.run.support_protocol import KernelError, Unsupported
@@ -25,7 +26,6 @@ from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import AttentionInputs
 from lab.workloads.inputs.call import BuiltCall, CallInputs, Form, Forms, in_forms, random_mask, rewritten
 from lab.workloads.inputs.ragged import TILE, RaggedInputs, build_ragged
-from lab.workloads.interfaces import ATTENTION, Interface
 from lab.workloads.ragged_case import RaggedCase
 
 LONG = (4096, 32768)  # keys of a request that was captured on a page
@@ -46,7 +46,7 @@ Make = Callable[..., CallInputs]  # of Lens and a seed; `moved` if pages lie els
 
 def _cases(scope: Scope) -> Iterator[AttentionCase | RaggedCase]:
     longest = LONG[: scope.counted(1, 2)]
-    if scope.interface is Interface.RAGGED_CONTEXT:
+    if scope.interface is AttentionCall.RAGGED_CONTEXT:
         yield from _ragged_cases(scope, longest)
         return
     yield from map(_roomy, scope.balanced(4, 24, seed=11))
@@ -69,7 +69,7 @@ def _roomy(case: AttentionCase) -> AttentionCase:
     """Return the case in which each request has at least as many keys as any request has query rows. Decode calls with a seed
     that 3 divides give their rows by offsets.
     """
-    offsets = case.offsets or (case.interface is not Interface.CONTEXT and case.seed % 3 == 0)
+    offsets = case.offsets or (case.interface is not AttentionCall.CONTEXT and case.seed % 3 == 0)
     return replace(case, kv_lens=tuple(max(kv_len, *case.q_lens) for kv_len in case.kv_lens), offsets=offsets)
 
 
@@ -89,7 +89,7 @@ def _judge(run: CaseRun) -> None:
     waits = is_ragged or case.has_offsets
     if waits and run.vary("rows that wait for requests", in_forms(make(_short(room, waits)), forms)) is None:
         waits = False
-        if not is_ragged and case.interface is not Interface.CONTEXT:
+        if not is_ragged and case.interface is not AttentionCall.CONTEXT:
             make = maker_of(run, replace(case, offsets=False))
     inputs = make(_short(room, waits), seed=1)
     for form in _wanted(run, waits):
@@ -176,7 +176,7 @@ def _wanted(run: CaseRun, waits: bool) -> list[Form]:
     case, seed = run.case, run.case.seed
     is_paged = isinstance(case, AttentionCase)
     is_mla = is_paged and case.is_mla
-    is_decode = is_paged and case.interface is Interface.DECODE
+    is_decode = is_paged and case.interface is AttentionCall.DECODE
     wanted = {
         Form.BMM1_LOG2: is_decode and seed % 2 == 0,
         Form.BMM1: True,
@@ -356,6 +356,6 @@ CHECK = Check(
     __doc__,
     _cases,
     _judge,
-    interfaces=(*ATTENTION, Interface.RAGGED_CONTEXT),
+    interfaces=tuple(AttentionCall),
     drawn=_roomy,
 )

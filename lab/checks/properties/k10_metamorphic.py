@@ -11,14 +11,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lab.calls.problem import NVFP4
+from lab.calls.problem import NVFP4, AttentionCall
 from lab.checks.case_run import CaseRun, Result
 from lab.checks.properties.check import Check, Scope, itself
 from lab.ranges import Ranges
 from lab.references.truth import Truth
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import AttentionInputs, as_one_tensor
-from lab.workloads.interfaces import Interface
 
 MOST_HEADS = 32
 LARGE_PAGE = 256  # tokens; kernels were wrong from there on
@@ -29,7 +28,7 @@ FOLDED = 4.0  # a power of two: moving it between the query and the scale rounds
 def _cases(scope: Scope) -> Iterator[AttentionCase]:
     yield from scope.balanced(4, 32, seed=12)
     ranges = scope.ranges
-    if scope.interface is Interface.MLA_DECODE:
+    if scope.interface is AttentionCall.MLA_DECODE:
         return
     for case in scope.balanced(1, 4, seed=20):
         # As many heads as tokens in a page: the layouts' shapes are equal, their strides are not.
@@ -37,7 +36,7 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
         if case.page_size <= MOST_HEADS:
             yield from (replace(many, storage=replace(case.storage, kv_layout=layout)) for layout in ranges.kv_layouts)
         if True in ranges.nvfp4:
-            if scope.interface is Interface.DECODE or scope.is_full:
+            if scope.interface is AttentionCall.DECODE or scope.is_full:
                 yield replace(case, kv_dtype=NVFP4)
             yield _nvfp4_with_all(case, ranges)
 
@@ -131,7 +130,7 @@ def _scales(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -
     }
     for name, value in tensors.items():
         run.vary(f"{name} as a tensor", inputs, truth, **{name: value})
-    if run.case.interface is Interface.DECODE:
+    if run.case.interface is AttentionCall.DECODE:
         log2 = tensors["bmm1_scale"] * math.log2(math.e)
         run.vary("bmm1_scale_log2", inputs, truth, bmm1_scale_log2=log2)
 
@@ -140,13 +139,13 @@ def _bounds(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -
     """Make the call with other host bounds (such as max_seq_len), wider page tables and, on a GPU, with and without PDL. The
     results must stay right.
     """
-    bound = "max_kv_len" if run.case.interface is Interface.CONTEXT else "max_seq_len"
+    bound = "max_kv_len" if run.case.interface is AttentionCall.CONTEXT else "max_seq_len"
     longest = max(max(run.case.kv_lens), 1)
     for value in (longest, 4 * inputs.max_seq_len):
         run.vary(f"{bound}={value}", inputs, truth, **{bound: value})
     for columns in SPARE_COLUMNS:
         run.vary(f"a page table with {columns} spare columns", run.build(spare_columns=columns), truth)
-    if run.case.interface is Interface.CONTEXT:
+    if run.case.interface is AttentionCall.CONTEXT:
         rows = 2 * max(run.case.q_lens)
         run.vary("a larger max_q_len", inputs, truth, max_q_len=rows)
     if run.device.type == "cuda":

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.calls.problem import E4M3
+from lab.calls.problem import E4M3, AttentionCall
 from lab.checks.case_run import CaseRun
 from lab.checks.properties.check import Check, Scope
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.inputs.attention import AttentionInputs, running_sum
 from lab.workloads.inputs.expected import truth_of_requests
 from lab.workloads.inputs.masks import draft_masks, tree
-from lab.workloads.interfaces import Interface
 
 WINDOW = 20  # keys to the left of a row: some of a draft and some before it, or, for many rows, of the draft alone
 FAR = 64.0  # times the logits of a row: exp2 of the difference is 0; an e4m3 query still holds it
@@ -32,7 +31,7 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
         # Needles make every limit visible, and every request is longer than a window of 20.
         kv_lens = tuple(max(kv_len, 40 + request) for request, kv_len in enumerate(case.kv_lens))
         yield replace(case, kv_lens=kv_lens, window_left=-1, sinks=False, contents=Contents.NEEDLES)
-    if scope.interface is Interface.DECODE:
+    if scope.interface is AttentionCall.DECODE:
         # Fewer keys than rows, under a mask: cases of their own, since some kernels cannot take them.
         rows = scope.ranges.masked_rows
         for case in scope.balanced(1, 4, seed=21):
@@ -43,7 +42,7 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
 
 def _judge(run: CaseRun) -> None:
     interface = run.case.interface
-    if interface is Interface.DECODE and min(run.case.kv_lens) < run.case.q_lens[0]:
+    if interface is AttentionCall.DECODE and min(run.case.kv_lens) < run.case.q_lens[0]:
         _masks(run, run.case)
         return
     inputs = run.build()
@@ -55,7 +54,7 @@ def _judge(run: CaseRun) -> None:
     for name, (changes, rules) in _probes(inputs).items():
         if not any(word in name for word in left_out):
             _probe(run, name, inputs, changes, rules)
-    if interface is Interface.CONTEXT:
+    if interface is AttentionCall.CONTEXT:
         _request_without_rows(run, inputs)
     else:
         _ragged(run, inputs)
@@ -64,7 +63,7 @@ def _judge(run: CaseRun) -> None:
         _half_out(run, inputs)
     else:
         run.vary("uses_shared_paged_kv_idx=False", inputs.with_separate_tables(), inputs.truth())
-    if interface is Interface.DECODE:
+    if interface is AttentionCall.DECODE:
         _masks(run, _several_rows(run))
 
 
@@ -127,7 +126,7 @@ def _probes(inputs: AttentionInputs) -> dict[str, Change]:
         "sinks": both(**sinks),
         "lse of sinks": with_lse,
     }
-    if inputs.interface is Interface.CONTEXT:
+    if inputs.interface is AttentionCall.CONTEXT:
         return probes | {"causal": both(causal=False)}
     log2 = {"bmm1_scale_log2": on_device(scale) * math.log2(math.e)}
     return probes | {"bmm1_scale_log2": (log2, {"bmm1_scale": on_device(scale)})}

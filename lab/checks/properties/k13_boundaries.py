@@ -7,11 +7,11 @@ first and last keys that rows see.
 from collections.abc import Iterator
 from dataclasses import replace
 
+from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CaseRun
 from lab.checks.parameters.attention import edge_lengths
 from lab.checks.properties.check import Check, Scope
 from lab.workloads.attention_case import AttentionCase, Contents
-from lab.workloads.interfaces import Interface
 
 MOST_REQUESTS = 16
 # Whole numbers of the largest tiles and splits; and one more, so that rows of one request end on both sides of a boundary.
@@ -36,18 +36,18 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
         step = max(1, -(-len(lengths) // at_once))
         chosen = tuple(sorted(set(lengths))[case.seed % step :: step])
         q_lens = (case.q_lens[0],) * len(chosen)
-        if interface is Interface.CONTEXT:
+        if interface is AttentionCall.CONTEXT:
             q_lens = tuple(max(1, min(kv_len, (1, 2, 65)[place % 3])) for place, kv_len in enumerate(chosen))
         # Requests with fewer keys than rows are cases of their own: some kernels cannot take them.
         enough = [(kv_len, q_len) for kv_len, q_len in zip(chosen, q_lens, strict=True) if kv_len >= q_len]
         yield _of(case, enough)
-        fewer = [(kv_len, q_lens[0]) for kv_len in range(q_lens[0])] if interface is not Interface.CONTEXT else []
+        fewer = [(kv_len, q_lens[0]) for kv_len in range(q_lens[0])] if interface is not AttentionCall.CONTEXT else []
         if fewer:
             yield _of(case, [*fewer, enough[-1]])
         yield _of(case, enough[-1:])
     for case in scope.balanced(1, 4, seed=24):
         q_len = case.q_lens[0]
-        if interface is Interface.CONTEXT:
+        if interface is AttentionCall.CONTEXT:
             yield _of(case, LONG_PROMPTS)
             for rows in FEW_ROWS[: scope.counted(2, len(FEW_ROWS))]:
                 few = max(1, rows // case.group)
@@ -55,11 +55,11 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
         else:
             yield _of(case, [(0, q_len), (0, q_len)])
         yield _of(case, [(kv_len, min(q_len, kv_len)) for kv_len in LONG_TILES])
-    if interface is Interface.CONTEXT and scope.is_full:
+    if interface is AttentionCall.CONTEXT and scope.is_full:
         narrow = replace(case, num_kv_heads=1, group=ranges.groups[0], head_dim=min(ranges.head_dims))
         yield _of(narrow, LONGEST_PROMPT)
         yield _of(replace(narrow, window_left=-1), MANY_ROWS)
-    if interface is Interface.DECODE:
+    if interface is AttentionCall.DECODE:
         yield from _filled_tiles(scope)
 
 

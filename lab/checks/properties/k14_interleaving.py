@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import torch
 
+from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CaseRun
 from lab.checks.properties.check import Check, balanced_cases, itself
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase
-from lab.workloads.interfaces import Interface
 
 LONGER, MORE_ROWS = 128, 64  # keys and rows of a request in a larger call: more splits and tiles
 
@@ -41,7 +41,7 @@ def _judge(run: CaseRun) -> None:
 
 def _neighbours(case: AttentionCase, ranges: Ranges) -> Iterator[tuple[str, AttentionCase]]:
     """Yield cases that differ from a case in one property, with the name of the property."""
-    if case.interface is not Interface.CONTEXT:
+    if case.interface is not AttentionCall.CONTEXT:
         q_len = _next(ranges.q_lens, case.q_lens[0])
         yield "other query rows", case.with_rows(*[q_len] * len(case.q_lens))
     yield "other contents", replace(case, seed=case.seed + 7)
@@ -60,7 +60,7 @@ def _neighbours(case: AttentionCase, ranges: Ranges) -> Iterator[tuple[str, Atte
 def _larger(case: AttentionCase) -> AttentionCase:
     """Return the case with two requests more, and more keys per request; in a context call also more query rows."""
     kv_lens = tuple(kv_len + LONGER + case.page_size for kv_len in (*case.kv_lens, *case.kv_lens[:2]))
-    more = 0 if case.interface is not Interface.CONTEXT else MORE_ROWS
+    more = 0 if case.interface is not AttentionCall.CONTEXT else MORE_ROWS
     q_lens = tuple(q_len + more for q_len in (*case.q_lens, *case.q_lens[:2]))
     return replace(case, kv_lens=kv_lens, q_lens=q_lens, seed=case.seed + 8)
 

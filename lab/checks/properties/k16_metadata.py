@@ -20,7 +20,7 @@ from lab.metadata.engine.forward_mode import ForwardMode
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.inputs.expected_metadata import wrong_eager_metadata, wrong_shard
 from lab.workloads.inputs.forward_pass import ForwardPass, build_forward
-from lab.workloads.interfaces import Interface
+from lab.workloads.interfaces import MetadataFunction
 
 
 def _cases(scope: Scope) -> Iterator[ForwardCase]:
@@ -33,7 +33,7 @@ def _cases(scope: Scope) -> Iterator[ForwardCase]:
 
 
 def _judge(run: CaseRun) -> None:
-    build = run.function(Interface.MHA_METADATA)
+    build = run.function(MetadataFunction.MHA_METADATA)
     if run.case.encoder_only and run.case.mode is ForwardMode.TARGET_VERIFY:
         build = partial(build, expand_encoder_only_verify=True)
     forward = build_forward(run.case, run.device, build)
@@ -59,7 +59,7 @@ def _own_tensors(run: CaseRun, forward: ForwardPass) -> None:
     """
     names = ("seq_lens", "req_pool_indices")
     batch = replace(forward.batch, **{name: getattr(forward.batch, name).to(torch.int32) for name in names})
-    metadata = run.function(Interface.MHA_METADATA)(batch, forward.pool)
+    metadata = run.function(MetadataFunction.MHA_METADATA)(batch, forward.pool)
     lengths = metadata.cache_seqlens_int32.tolist()
     run.judged += 1
     batch.seq_lens.add_(1)
@@ -77,4 +77,4 @@ def _parity(run: CaseRun, what: str, forward: ForwardPass) -> None:
     run.expect(what, [f"{what}: {wrong}"] if wrong else [], "metadata", features_of_case(forward.case))
 
 
-CHECK = Check("K16", "metadata", __doc__, _cases, _judge, interfaces=(Interface.MHA_METADATA,))
+CHECK = Check("K16", "metadata", __doc__, _cases, _judge, interfaces=(MetadataFunction.MHA_METADATA,))

@@ -21,7 +21,7 @@ from lab.checks.properties.mla_modes import mla_mode_cases
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.workloads.inputs.expected_metadata import wrong_eager_mla_metadata
 from lab.workloads.inputs.mla_pass import MLAPass, build_mla_pass
-from lab.workloads.interfaces import Interface
+from lab.workloads.interfaces import MetadataFunction
 from lab.workloads.mla_case import MLACase
 
 SMALL: dict[str, Any] = {"num_qo_heads": 2, "kv_lora_rank": 64, "qk_rope_head_dim": 16}
@@ -39,7 +39,7 @@ def _cases(scope: Scope) -> Iterator[MLACase]:
 
 
 def _judge(run: CaseRun) -> None:
-    build = run.function(Interface.MLA_METADATA)
+    build = run.function(MetadataFunction.MLA_METADATA)
     forward = build_mla_pass(run.case, run.device, build)
     _parity(run, "the metadata", forward)
     out = forward.new_out()
@@ -62,4 +62,4 @@ def _parity(run: CaseRun, what: str, forward: MLAPass) -> None:
     run.expect(what, [f"{what}: {each}" for each in wrongs], "metadata", features_of_case(forward.case))
 
 
-CHECK = Check("K17", "mla_metadata", __doc__, _cases, _judge, interfaces=(Interface.MLA_METADATA,))
+CHECK = Check("K17", "mla_metadata", __doc__, _cases, _judge, interfaces=(MetadataFunction.MLA_METADATA,))

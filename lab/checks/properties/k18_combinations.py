@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CaseRun
 from lab.checks.parameters.calls import judge_call
 from lab.checks.parameters.configuration import Configuration
@@ -28,7 +29,7 @@ from lab.checks.properties.check import Check, Scope
 from lab.checks.properties.draft_lists import judge_lists
 from lab.checks.run.verdicts import CaseVerdict
 from lab.ranges import SEEDS, Ranges
-from lab.workloads.interfaces import ATTENTION, Interface
+from lab.workloads.interfaces import Interface, MetadataFunction
 
 # Axes of a point that are not plain, in turn; None: all. The fewer, the more likely the kernel takes it.
 CHOSEN = (None, None, 6, 4)
@@ -118,8 +119,8 @@ def _draw_on(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdic
 
 
 JUDGES: dict[Interface, Callable[[CaseRun], None]] = {
-    **dict.fromkeys((*ATTENTION, Interface.RAGGED_CONTEXT), judge_call),
-    Interface.DRAFT_KV_INDICES: judge_lists,
+    **dict.fromkeys(AttentionCall, judge_call),
+    MetadataFunction.DRAFT_KV_INDICES: judge_lists,
     **dict.fromkeys(METADATA, judge_metadata),
 }
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lab.calls.problem import E4M3
+from lab.calls.problem import E4M3, AttentionCall
 from lab.checks.case_run import CaseRun
 from lab.checks.properties.check import Check, Scope
 from lab.checks.properties.forward_modes import judge_pass, smoke_q_lens
@@ -17,7 +17,6 @@ from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.lengths import DraftAttention
 from lab.workloads.attention_case import Contents
 from lab.workloads.inputs.mla_pass import build_mla_pass
-from lab.workloads.interfaces import Interface
 from lab.workloads.mla_case import MLACase
 
 
@@ -102,4 +101,4 @@ def _judge(run: CaseRun) -> None:
     judge_pass(run, build_mla_pass(run.case, run.device))
 
 
-CHECK = Check("M2", "mla_modes", __doc__, _cases, _judge, interfaces=(Interface.MLA_DECODE,))
+CHECK = Check("M2", "mla_modes", __doc__, _cases, _judge, interfaces=(AttentionCall.MLA_DECODE,))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lab.calls.problem import AttentionCall
 from lab.calls.workspace import counts_in_workspace, semaphores_and_scratch
 from lab.checks.case_run import CaseRun, GivenCall, Result, as_result
 from lab.checks.properties.check import Check, Scope
@@ -27,7 +28,6 @@ from lab.workloads.attention_case import Contents
 from lab.workloads.inputs.attention import new_workspace
 from lab.workloads.inputs.guards import guarded, wrong_guards
 from lab.workloads.inputs.ragged import TILE, Parts, RaggedInputs, build_ragged, padded
-from lab.workloads.interfaces import Interface
 from lab.workloads.pass_case import PASS_CONTENTS
 from lab.workloads.ragged_case import RaggedCase
 from lab.workloads.requests import admit, new_pool
@@ -126,7 +126,9 @@ class _Backend:
             qk_nope_head_dim=case.head_dim - case.head_dim // 3,
             v_head_dim=case.v_head_dim,
         )
-        self.function = SimpleNamespace(**{Interface.RAGGED_CONTEXT.value: run.function(Interface.RAGGED_CONTEXT)})
+        self.function = SimpleNamespace(
+            **{AttentionCall.RAGGED_CONTEXT.value: run.function(AttentionCall.RAGGED_CONTEXT)}
+        )
         self.workspace = {"workspace_buffer": new_workspace(run.device)}
 
     def new_tokens(self, query: Tensor, parts: Parts) -> Result:
@@ -139,7 +141,7 @@ class _Backend:
         sides = (padded(torch.cat(sides)) for sides in zip(*parts, strict=True))
         batch, metadata, layer = self.batch, self.metadata, self.layer
         call = prepare_mla_prefill(self.function, batch, metadata, layer, padded(query), *sides, **self.workspace)
-        return as_result(call(), Interface.RAGGED_CONTEXT)
+        return as_result(call(), AttentionCall.RAGGED_CONTEXT)
 
     def merged(self, query: Tensor, histories: Parts) -> Result:
         """Compute the new tokens' attention to all keys: merge the result for the new tokens with the results for the prefix
@@ -240,4 +242,4 @@ def _merged(left: Result | None, right: Result | None) -> Result | None:
     return Result((weights * outs).sum(dim=0), total)
 
 
-CHECK = Check("M3", "mla_prefill", __doc__, _cases, _judge, interfaces=(Interface.RAGGED_CONTEXT,))
+CHECK = Check("M3", "mla_prefill", __doc__, _cases, _judge, interfaces=(AttentionCall.RAGGED_CONTEXT,))

@@ -8,12 +8,12 @@ request's pages hold values of an earlier batch.
 from collections.abc import Iterator
 from itertools import product
 
+from lab.calls.problem import AttentionCall
 from lab.checks.properties.check import Check, Scope
 from lab.checks.properties.graph_replays import judge_sequence, replayed_modes
 from lab.metadata.engine.graph_inputs import MetadataPlace
 from lab.metadata.engine.lengths import DraftAttention
 from lab.workloads.graph_case import MLAGraphCase
-from lab.workloads.interfaces import Interface
 
 COUNTING = (DraftAttention.MLA, DraftAttention.MLA_WITH_OFFSET)  # of a draft step's keys
 
@@ -31,4 +31,4 @@ def _cases(scope: Scope) -> Iterator[MLAGraphCase]:
                 yield MLAGraphCase(mode, sequence, place, page_size, attention=attention, **dims)
 
 
-CHECK = Check("S2", "mla_stories", __doc__, _cases, judge_sequence, interfaces=(Interface.MLA_DECODE,))
+CHECK = Check("S2", "mla_stories", __doc__, _cases, judge_sequence, interfaces=(AttentionCall.MLA_DECODE,))

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lab.calls.problem import E4M3
+from lab.calls.problem import E4M3, AttentionCall
 from lab.checks.case_run import CaseRun, GivenCall, Result, as_result
 from lab.checks.properties.check import Check
 from lab.checks.run.support_protocol import Unsupported
@@ -22,9 +22,6 @@ from lab.recorded.suspicions import origins_of_non_finite, suspicions
 from lab.references.assertion import histories_of, truth_of_problem
 from lab.references.truth import Truth
 from lab.workloads.inputs.attention import new_workspace
-from lab.workloads.interfaces import Interface
-
-ATTENTION_CALLS = (Interface.DECODE, Interface.CONTEXT, Interface.MLA_DECODE, Interface.RAGGED_CONTEXT)
 
 
 def _judge(run: CaseRun) -> None:
@@ -60,7 +57,7 @@ def _result(run: CaseRun, call: RecordedCall) -> Result:
     """Return the output and LSE to judge, on the CPU: those that were recorded, or those of an implementation for the recorded
     inputs. The LSE is in base 2.
     """
-    interface: Interface = run.case.interface
+    interface: AttentionCall = run.case.interface
     if run.implementation is not OUTPUTS:
         arguments = {name: _on(run.device, value) for name, value in call.arguments().items()}
         result = run.call(GivenCall(interface, arguments | {"workspace_buffer": new_workspace(run.device)}))
@@ -88,7 +85,7 @@ def _rows(truth: Truth, chosen: torch.Tensor) -> Truth:
 
 
 # A run without a recording has no recorded calls, and so no case.
-RECORDED_CALLS = Check("R1", "recorded_calls", __doc__, lambda _: (), _judge, interfaces=ATTENTION_CALLS)
+RECORDED_CALLS = Check("R1", "recorded_calls", __doc__, lambda _: (), _judge, interfaces=tuple(AttentionCall))
 
 
 def check_of(cases: Sequence[RecordedCase]) -> Check:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lab.calls.problem import AttentionCall
 from lab.checks.run.support_protocol import Unsupported, is_capturing, output_and_lse
 from lab.workloads.inputs.masks import packed_mask
-from lab.workloads.interfaces import Interface
 
 Arguments = dict[str, Any]
 
@@ -22,18 +22,18 @@ class EquivalentForm:
 
     name: str  # what is different in it, as in "judged with ... instead"
     # Whether a call has that form, given its function, its arguments and the sentence of its refusal.
-    applies: Callable[[Interface, Arguments, str], bool]
-    change: Callable[[Interface, Arguments], Arguments]  # returns the arguments of that form
+    applies: Callable[[AttentionCall, Arguments, str], bool]
+    change: Callable[[AttentionCall, Arguments], Arguments]  # returns the arguments of that form
     by_engines: bool = False  # an engine alone may take it: a check that gives an argument judges that argument
 
 
-def _has_no_mask(interface: Interface, arguments: Arguments, refusal: str) -> bool:
+def _has_no_mask(interface: AttentionCall, arguments: Arguments, refusal: str) -> bool:
     """Return True for a decode call with several rows per request and no mask. A causal mask would mean the same."""
     several = (arguments.get("q_len_per_req") or 1) > 1
-    return interface is Interface.DECODE and several and arguments.get("mask") is None
+    return interface is AttentionCall.DECODE and several and arguments.get("mask") is None
 
 
-def _with_causal_mask(interface: Interface, arguments: Arguments) -> Arguments:
+def _with_causal_mask(interface: AttentionCall, arguments: Arguments) -> Arguments:
     q_len, device = arguments["q_len_per_req"], arguments["query"].device
     return arguments | {"mask": _causal_mask(len(arguments["seq_lens"]), q_len, device)}
 
@@ -47,12 +47,12 @@ def _causal_mask(batch_size: int, q_len: int, device: torch.device) -> Tensor:
     return packed_mask(causal.expand(batch_size, -1, -1)).to(device)
 
 
-def _with_out(interface: Interface, arguments: Arguments) -> Arguments:
+def _with_out(interface: AttentionCall, arguments: Arguments) -> Arguments:
     query = arguments["query"]
     width = query.shape[-1]
-    if interface is Interface.MLA_DECODE:
+    if interface is AttentionCall.MLA_DECODE:
         width = arguments["kv_lora_rank"]
-    elif interface is Interface.RAGGED_CONTEXT:
+    elif interface is AttentionCall.RAGGED_CONTEXT:
         width = arguments["value"].shape[-1]
     dtype = arguments.get("out_dtype") or query.dtype
     return arguments | {"out": query.new_full((*query.shape[:-1], width), float("nan"), dtype=dtype)}
@@ -102,7 +102,7 @@ class EquivalentCalls:
         self.needed: dict[Any, list[EquivalentForm]] = {}  # by shape of a call
 
     def invoke(
-        self, interface: Interface, function: Callable[..., Any], arguments: Arguments, by_engine: bool = False
+        self, interface: AttentionCall, function: Callable[..., Any], arguments: Arguments, by_engine: bool = False
     ) -> Any:
         """Call a function; if it raises Unsupported, call it in equivalent forms.
 
@@ -140,7 +140,7 @@ class EquivalentCalls:
 
 
 def _made(
-    interface: Interface, function: Callable[..., Any], arguments: Arguments, used: Sequence[EquivalentForm]
+    interface: AttentionCall, function: Callable[..., Any], arguments: Arguments, used: Sequence[EquivalentForm]
 ) -> Any:
     """Make a call in the given forms, and return its result. If the forms leave out `out`, copy the result into the caller's
     `out`.

@@ -27,7 +27,7 @@ from lab.provenance import environment
 from lab.ranges import Ranges
 from lab.recorded.case import NAME_OF_OUTPUTS, recorded_cases
 from lab.workloads.forward_case import ForwardCase
-from lab.workloads.interfaces import Interface, interfaces_of
+from lab.workloads.interfaces import INTERFACES, Interface, interfaces_of
 
 Named = TypeVar("Named")
 
@@ -305,8 +305,8 @@ def _functions(functions: Sequence[str]) -> tuple[Interface, ...]:
     """Return the functions with these names, either FlashInfer's or short ones such as "decode"; without names
     all functions.
     """
-    named = {each: (each.name.lower(), each.value) for each in Interface}
-    return tuple(_of_name(name, named, "function") for name in functions) or tuple(Interface)
+    named = {each: (each.name.lower(), each.value) for each in INTERFACES}
+    return tuple(_of_name(name, named, "function") for name in functions) or INTERFACES
 
 
 def _of_name(name: str, named: Mapping[Named, tuple[str, str]], kind: str) -> Named:

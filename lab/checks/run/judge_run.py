@@ -20,7 +20,7 @@ from lab.checks.run.audit import audit, chosen
 from lab.checks.run.verdicts import BROKEN, CaseVerdict, Judged, Key, Outcome
 from lab.checks.run.workers import Pending, TooLate, Workers
 from lab.ranges import Ranges
-from lab.workloads.interfaces import ATTENTION, Interface
+from lab.workloads.interfaces import PAGED_CALLS, Interface
 
 CASES_PER_WORKER = 8  # of a turn
 SMOKE_LONGEST = 200  # keys
@@ -121,7 +121,7 @@ class Run:
         """If a function declined most cases, find the ranges that it accepts, and judge it within these too."""
         runs = [each for each in self._runs.values() if each.interface is interface]
         verdicts = [verdict for each in runs for verdict in each.verdicts]
-        if interface not in ATTENTION or self.is_over or not is_mostly_declined(verdicts):
+        if interface not in PAGED_CALLS or self.is_over or not is_mostly_declined(verdicts):
             return
         taken = [verdict.case for verdict in verdicts if verdict.judged.judged]
         found = discover(self.pool.submit, interface, self.report.ranges, taken)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lab.calls.problem import E4M3
+from lab.calls.problem import E4M3, AttentionCall
 from lab.checks.parameters.call_cases import attention_case
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.values import Mask, Sinks
@@ -21,7 +21,7 @@ from lab.metadata.engine.forward_mode import ForwardMode
 from lab.provenance import version_of
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Contents
-from lab.workloads.interfaces import ATTENTION, Interface
+from lab.workloads.interfaces import PAGED_CALLS
 
 Condition = Callable[
     [Any, str], bool
@@ -90,7 +90,9 @@ def known(
         capability: (major, minor) of the GPU on which the case was judged; None: a CPU.
         release_of: returns the installed release of a package, or None.
     """
-    if verdict.outcome is not Outcome.WRONG or verdict.interface not in ATTENTION:  # no entry is about another function
+    if (
+        verdict.outcome is not Outcome.WRONG or verdict.interface not in PAGED_CALLS
+    ):  # no entry is about another function
         return verdict
     entries = [
         (finding, entry)
@@ -171,8 +173,8 @@ has_window = of_case(lambda case: case.window_left >= 0)
 has_sinks = of_case(lambda case: case.sinks)
 has_low_logits = of_case(lambda case: case.contents is Contents.LOW)
 has_a_kv_head_per_query_head = of_case(lambda case: case.group == 1)
-is_decode = of_case(lambda case: case.interface is Interface.DECODE)
-is_context = of_case(lambda case: case.interface is Interface.CONTEXT)
+is_decode = of_case(lambda case: case.interface is AttentionCall.DECODE)
+is_context = of_case(lambda case: case.interface is AttentionCall.CONTEXT)
 is_fp16 = of_case(lambda case: case.dtype == torch.float16)
 is_one_row_over_e4m3 = of_case(lambda case: case.kv_dtype == E4M3 and case.q_lens[0] == 1)
 

@@ -16,7 +16,7 @@ from lab.reports.html.findings import Finding, findings_in
 from lab.reports.recorded import MODULE_PREFIX, RecordedFile, grouped
 from lab.reports.tables import ABSENT, Cell, Columns, Link, Table, make_table, number, words
 from lab.wording import counted
-from lab.workloads.interfaces import Interface
+from lab.workloads.interfaces import INTERFACES
 
 RIGHT, KNOWN, DECLINED = Outcome.RIGHT.value, Outcome.KNOWN.value, Outcome.DECLINED.value
 BROKEN = tuple(outcome.value for outcome in verdicts.BROKEN)
@@ -53,7 +53,7 @@ class CheckRow:
     def function(self) -> str:
         """Return the function's short name, such as "decode"; the recorded name if the lab does not know the function."""
         name = self.check["interface"]
-        return next((interface.name.lower() for interface in Interface if interface.value == name), name)
+        return next((interface.name.lower() for interface in INTERFACES if interface.value == name), name)
 
     @property
     def catches(self) -> str:

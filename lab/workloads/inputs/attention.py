@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.calls.problem import E4M3, NVFP4, NVFP4_BLOCK
+from lab.calls.problem import E4M3, NVFP4, NVFP4_BLOCK, AttentionCall
 from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.references.quantization import interleave_v_scale_factors
 from lab.references.truth import Rules, Truth
@@ -19,7 +19,6 @@ from lab.workloads.inputs.expected import truth_of_requests
 from lab.workloads.inputs.masks import packed_mask
 from lab.workloads.inputs.values import draw_contents
 from lab.workloads.inputs.views import raw, with_strides_of
-from lab.workloads.interfaces import Interface
 
 SCRATCH_BYTES = {
     "cpu": 2**20,
@@ -51,7 +50,7 @@ class AttentionInputs:
     factors: tuple[float, float] = (1.0, 1.0)  # bmm1_scale and bmm2_scale are multiplied by these
 
     @property
-    def interface(self) -> Interface:
+    def interface(self) -> AttentionCall:
         return self.case.interface
 
     @property
@@ -73,7 +72,7 @@ class AttentionInputs:
     @property
     def kv_bound(self) -> str:
         """Return the name of the argument that bounds the keys of a request."""
-        return "max_kv_len" if self.interface is Interface.CONTEXT else "max_seq_len"
+        return "max_kv_len" if self.interface is AttentionCall.CONTEXT else "max_seq_len"
 
     @property
     def bmm1_scale(self) -> float:
@@ -123,12 +122,12 @@ class AttentionInputs:
         if not self.causal:
             arguments["causal"] = False
         if self.scale_factors is not None:
-            arguments |= self.scale_factor_arguments(interleaved=case.interface is not Interface.DECODE)
+            arguments |= self.scale_factor_arguments(interleaved=case.interface is not AttentionCall.DECODE)
         if case.is_mla:
             arguments |= self._mla_arguments()
         elif case.storage.kv_layout != "HND":
             arguments["kv_layout"] = case.storage.kv_layout
-        if case.interface is Interface.CONTEXT:
+        if case.interface is AttentionCall.CONTEXT:
             arguments |= self._context_arguments()
         else:
             arguments["max_seq_len"] = self.max_seq_len
@@ -136,7 +135,7 @@ class AttentionInputs:
             arguments["uses_shared_paged_kv_idx"] = False
         if case.offsets:
             arguments |= self._offset_arguments()
-        elif case.interface is Interface.DECODE and case.q_lens[0] > 1:
+        elif case.interface is AttentionCall.DECODE and case.q_lens[0] > 1:
             arguments["q_len_per_req"] = case.q_lens[0]
         return arguments
 

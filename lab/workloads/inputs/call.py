@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lab.calls.problem import AttentionCall
 from lab.named_enum import NamedEnum
 from lab.references.truth import Truth
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import AttentionInputs
 from lab.workloads.inputs.ragged import RaggedInputs
-from lab.workloads.interfaces import Interface
 
 WRITTEN = ("out", "lse", "workspace_buffer")  # arguments that a call writes
 SCALES = (0.75, 0.9)  # factors of bmm1_scale and bmm2_scale in a batch of other scales
@@ -38,7 +38,7 @@ class BuiltCall:
     gaps: dict[str, Tensor] = field(default_factory=dict)  # by name of a buffer with gaps: the NaN elements in its gaps
 
     @property
-    def interface(self) -> Interface:
+    def interface(self) -> AttentionCall:
         return self.inputs.interface
 
     @property

@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.calls.problem import E4M3
+from lab.calls.problem import E4M3, AttentionCall
 from lab.references.truth import Rules, Truth
 from lab.workloads.attention_case import Contents
 from lab.workloads.inputs.attention import new_workspace, running_sum
 from lab.workloads.inputs.expected import truth_of_requests
 from lab.workloads.inputs.needles import draw_histories, needle_positions
 from lab.workloads.inputs.views import raw
-from lab.workloads.interfaces import Interface
 from lab.workloads.ragged_case import RaggedCase
 
 TILE = 64  # keys or rows that kernels process at a time
@@ -38,7 +37,7 @@ class RaggedInputs:
     shown: Tensor | None = None  # None, because there is no draft mask
     factors: tuple[float, float] = (1.0, 1.0)  # bmm1_scale and bmm2_scale are multiplied by these
 
-    interface = Interface.RAGGED_CONTEXT
+    interface = AttentionCall.RAGGED_CONTEXT
     kv_bound = "max_kv_len"
 
     @property

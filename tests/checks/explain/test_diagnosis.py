@@ -9,14 +9,15 @@ import torch
 
 from corpus.kernels import MUTANTS, kernel
 from lab import references
-from lab.checks import AttentionCase, CaseVerdict, Interface, Outcome, Ranges, judge
+from lab.calls.problem import AttentionCall
+from lab.checks import AttentionCase, CaseVerdict, Outcome, Ranges, judge
 from lab.checks.explain.diagnosis import CaseResult, Diagnosis, Region, _broken, diagnose
 from lab.checks.explain.failure_rules import Literal
 from lab.checks.explain.features import feature_named
 from lab.checks.run.verdicts import CheckedResult, Judged, WrongVector
 from tests.checks.measure_regions import TRIGGERS, markdown, record_of
 
-CASE = AttentionCase(Interface.DECODE, (20, 33), (1, 1))
+CASE = AttentionCase(AttentionCall.DECODE, (20, 33), (1, 1))
 SMALL = Ranges(
     dtypes=((torch.bfloat16, torch.bfloat16),),
     groups=(1, 2),
@@ -36,7 +37,7 @@ SMALL = Ranges(
 def verdict(number: int, *results: CheckedResult) -> CaseVerdict:
     outcome = Outcome.WRONG if any(result.wrong for result in results) else Outcome.RIGHT
     judged = Judged(outcome, ("off",) if outcome is Outcome.WRONG else (), judged=len(results), results=results)
-    return CaseVerdict("somebody", "K1", Interface.DECODE, CASE, "cpu", judged, number=number)
+    return CaseVerdict("somebody", "K1", AttentionCall.DECODE, CASE, "cpu", judged, number=number)
 
 
 def result(rows: int, *, wrong: bool, held: str = "output", **features: Any) -> CheckedResult:
@@ -118,8 +119,8 @@ def test_what_was_read_from_a_file_is_diagnosed_by_its_cases() -> None:
         CaseVerdict(
             "somebody",
             "K1",
-            Interface.DECODE,
-            AttentionCase(Interface.DECODE, lens, (1,) * len(lens)),
+            AttentionCall.DECODE,
+            AttentionCase(AttentionCall.DECODE, lens, (1,) * len(lens)),
             "cpu",
             Judged(Outcome.WRONG if len(lens) > 1 else Outcome.RIGHT, judged=1),
         )
@@ -130,11 +131,11 @@ def test_what_was_read_from_a_file_is_diagnosed_by_its_cases() -> None:
 
 def test_a_crash_is_described_by_its_case_and_not_by_what_a_call_alone_would_say() -> None:
     def judged(number: int, q_lens: tuple[int, ...], *, crashed: bool) -> CaseVerdict:
-        case = AttentionCase(Interface.DECODE, (40,) * len(q_lens), q_lens)
+        case = AttentionCase(AttentionCall.DECODE, (40,) * len(q_lens), q_lens)
         found = (
             Judged(Outcome.FAILED) if crashed else Judged(Outcome.RIGHT, judged=1, results=(result(1, wrong=False),))
         )
-        return CaseVerdict("somebody", "K9", Interface.DECODE, case, "cpu", found, number=number)
+        return CaseVerdict("somebody", "K9", AttentionCall.DECODE, case, "cpu", found, number=number)
 
     verdicts = [judged(n, (1 + n % 4,) * (1 + n % 3), crashed=n % 4 == 3) for n in range(48)]
     assert [region.rule for region in diagnose(verdicts).regions] == ["q_len >= 4"]
@@ -155,7 +156,7 @@ def with_outcome(outcome: Outcome, check: str = "K1", **features: Any) -> CaseVe
     """A verdict whose only result is wrong, or fails, or there is none."""
     held = "return" if outcome is Outcome.FAILED else "output"
     results = (result(4, wrong=True, held=held, **features),) if outcome in (Outcome.WRONG, Outcome.FAILED) else ()
-    return CaseVerdict("somebody", check, Interface.DECODE, CASE, "cpu", Judged(outcome, results=results))
+    return CaseVerdict("somebody", check, AttentionCall.DECODE, CASE, "cpu", Judged(outcome, results=results))
 
 
 @pytest.mark.parametrize(
@@ -243,13 +244,13 @@ def diagnosis_of(implementation: Any, *only: str) -> Diagnosis:
 def test_the_region_of_a_mutant_names_its_trigger(name: str, only: tuple[str, ...], words: tuple[str, ...]) -> None:
     implementation = kernel(name).implementation()
     found = diagnosis_of(
-        type(implementation)(**{Interface.DECODE.value: getattr(implementation, Interface.DECODE.value)}), *only
+        type(implementation)(**{AttentionCall.DECODE.value: getattr(implementation, AttentionCall.DECODE.value)}), *only
     )
     assert all(word in found.sentence for word in words), found.sentence
 
 
 def test_the_references_are_right() -> None:
-    decode = {Interface.DECODE.value: references.trtllm_batch_decode_with_kv_cache}
+    decode = {AttentionCall.DECODE.value: references.trtllm_batch_decode_with_kv_cache}
     found = diagnosis_of(type("Right", (), {name: staticmethod(function) for name, function in decode.items()})(), "K1")
     assert found.sentence.startswith("Right: ")
     assert not found.regions
@@ -259,7 +260,7 @@ def test_one_condition_that_explains_all_takes_the_place_of_several_rules() -> N
     """A bug does not show in each result that meets its condition: what tells where it shows is no part of the rule."""
     report = judge(
         kernel("length_rounded_up_to_page").implementation(),
-        functions=[Interface.DECODE.value],
+        functions=[AttentionCall.DECODE.value],
         only=["K1", "K2", "K3", "K4", "K7", "K8", "K9", "K13"],
     )
     assert [region.rule for region in report.diagnosis.regions] == ["partial_page"]

@@ -10,7 +10,8 @@ import torch
 
 from lab import references
 from lab.calls import DecodeCall
-from lab.checks import AttentionCase, ForwardCase, Interface
+from lab.calls.problem import AttentionCall
+from lab.checks import AttentionCase, ForwardCase
 from lab.checks.case_run import CaseRun
 from lab.checks.explain.batch_features import (
     OF_BATCH,
@@ -32,7 +33,7 @@ from lab.metadata import ForwardMode
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from tests.checks.small import SMALL
 
-CASE = AttentionCase(Interface.DECODE, (20, 0, 32), (2, 2, 2), num_kv_heads=1, group=3, window_left=5)
+CASE = AttentionCase(AttentionCall.DECODE, (20, 0, 32), (2, 2, 2), num_kv_heads=1, group=3, window_left=5)
 CPU = torch.device("cpu")
 
 
@@ -45,7 +46,7 @@ def read(case: AttentionCase, **changes: Any) -> dict[str, Any]:
 
 
 def test_a_plain_call_has_these_features_and_no_others() -> None:
-    assert read(AttentionCase(Interface.DECODE, (20,), (1,), num_kv_heads=1, group=4)) == {
+    assert read(AttentionCase(AttentionCall.DECODE, (20,), (1,), num_kv_heads=1, group=4)) == {
         "function": "decode",
         "dtype": "bf16",
         "kv_dtype": "bf16",
@@ -67,13 +68,13 @@ def test_a_plain_call_has_these_features_and_no_others() -> None:
     }
 
 
-PLAIN = AttentionCase(Interface.DECODE, (40, 24), (2, 2), num_kv_heads=2, group=2)
-CONTEXT = replace(PLAIN, interface=Interface.CONTEXT)
+PLAIN = AttentionCase(AttentionCall.DECODE, (40, 24), (2, 2), num_kv_heads=2, group=2)
+CONTEXT = replace(PLAIN, interface=AttentionCall.CONTEXT)
 ARGUMENTS = {each.interface: arguments_of(each) for each in (PLAIN, CONTEXT)}
 
 
 def of(name: str) -> Any:
-    return ARGUMENTS[Interface.DECODE][name]
+    return ARGUMENTS[AttentionCall.DECODE][name]
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
@@ -91,7 +92,7 @@ def packed(*rows: int) -> torch.Tensor:
     return torch.tensor([[row, 0] for row in rows], dtype=torch.int32).to(torch.uint16).view(2, 2, 2)
 
 
-K, V = ARGUMENTS[Interface.DECODE]["kv_cache"]
+K, V = ARGUMENTS[AttentionCall.DECODE]["kv_cache"]
 FOUR = torch.zeros(4)
 NUMBERS = (("==", 1.25), (">=", 0), ("<=", 1.25))  # the tests of a number, and what they cost besides its thresholds
 
@@ -156,8 +157,8 @@ def test_an_argument_adds_its_features(changes: dict[str, Any], features: dict[s
 
 
 def test_each_value_that_is_read_has_a_text_and_each_text_a_value() -> None:
-    arguments = ARGUMENTS[Interface.DECODE] | {"sinks": FOUR, "mask": packed(1, 3, 1, 3), "q_len_per_req": 2}
-    of_call = _read_call(Interface.DECODE, arguments, DecodeCall(**arguments).problem())
+    arguments = ARGUMENTS[AttentionCall.DECODE] | {"sinks": FOUR, "mask": packed(1, 3, 1, 3), "q_len_per_req": 2}
+    of_call = _read_call(AttentionCall.DECODE, arguments, DecodeCall(**arguments).problem())
     assert of_call.keys() == (OF_TENSORS | OF_CALL).keys()
     assert _read_request(0, (1,), 1, 16, -1).keys() == OF_REQUEST.keys()
     assert _read_batch((1,), (1,), 16, -1).keys() == OF_BATCH.keys()
@@ -168,7 +169,7 @@ def test_functions_have_features_of_their_own() -> None:
     context = read(CONTEXT)
     assert context == read(PLAIN) | {"function": "context"}
     assert read(CONTEXT, causal=False) == context | {"not_causal": True}
-    latent = AttentionCase(Interface.MLA_DECODE, (20,), (1,), num_kv_heads=1, head_dim=80, v_head_dim=64)
+    latent = AttentionCase(AttentionCall.MLA_DECODE, (20,), (1,), num_kv_heads=1, head_dim=80, v_head_dim=64)
     found = read(latent)
     assert (found["kv_layout"], found["v_head_dim"]) == ("MLA", 64)
     assert not {"one_cache_tensor", "page_size_is_num_kv_heads"} & found.keys()
@@ -183,7 +184,7 @@ def test_functions_have_features_of_their_own() -> None:
 
 
 ARGUMENTS_OF_LATENT = arguments_of(
-    AttentionCase(Interface.MLA_DECODE, (20,), (1,), num_kv_heads=1, head_dim=80, v_head_dim=64)
+    AttentionCase(AttentionCall.MLA_DECODE, (20,), (1,), num_kv_heads=1, head_dim=80, v_head_dim=64)
 )
 
 
@@ -268,7 +269,7 @@ def test_requests_are_distinguished_by_their_place() -> None:
 def test_the_lengths_of_a_batch_say_its_conditions(
     kv_lens: tuple[int, ...], q_lens: tuple[int, ...], conditions: set[str]
 ) -> None:
-    found = features_of_case(AttentionCase(Interface.CONTEXT, kv_lens, q_lens)).features
+    found = features_of_case(AttentionCase(AttentionCall.CONTEXT, kv_lens, q_lens)).features
     lengths = {"unequal_kv_lens", "unequal_q_lens", "some_no_keys", "all_no_keys", "some_no_rows"}
     assert found.keys() & lengths == conditions
     assert (found["requests"], found["rows_of_batch"], found["longest_kv_len"]) == (2, sum(q_lens), max(kv_lens))
@@ -331,7 +332,7 @@ def test_a_forward_mode_has_features() -> None:
 
 
 def test_a_configuration_has_the_values_that_are_not_default() -> None:
-    found = features_of_case(Configuration(Interface.DECODE, {"group": 3})).features
+    found = features_of_case(Configuration(AttentionCall.DECODE, {"group": 3})).features
     assert found == {"function": "decode", "group=3": True}
     assert feature_named("group=3").phrase("is", True) == "group is 3"
     assert feature_named("group=3").phrase("is not", True) == "group is not 3"
@@ -469,7 +470,7 @@ def test_a_call_knows_what_was_written_since_an_earlier_one() -> None:
         "written_seq_lens",
         "written_kv_cache",
     }
-    features = features_of_call(Interface.DECODE, arguments, log).features
+    features = features_of_call(AttentionCall.DECODE, arguments, log).features
     assert (features["calls_before"], features["later_call"]) == (2, True)
     assert features["other_seq_lens"]
     assert features["written_seq_lens"]

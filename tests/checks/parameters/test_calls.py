@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lab import references
-from lab.calls.problem import mask_words
-from lab.checks import Configuration, Interface, Level, Ranges
+from lab.calls.problem import AttentionCall, mask_words
+from lab.checks import Configuration, Level, Ranges
 from lab.checks.case_run import CaseRun
 from lab.checks.parameters.call_cases import attention_case, fewer_than_rows, ragged_case
 from lab.checks.parameters.calls import built_call, judge_call
@@ -17,13 +17,14 @@ from lab.checks.parameters.paged_axes import VACUOUS, paged_model
 from lab.checks.parameters.ragged import ragged_model
 from lab.checks.parameters.values import HeadDims, Pages
 from lab.checks.properties.k18_combinations import CHECK
+from lab.workloads.interfaces import Interface
 from tests.checks.small import SMALL, decoding
 
 HEADS = 3
-PAGED = (Interface.DECODE, Interface.CONTEXT, Interface.MLA_DECODE)
+PAGED = (AttentionCall.DECODE, AttentionCall.CONTEXT, AttentionCall.MLA_DECODE)
 
 
-def judged(interface: Interface = Interface.DECODE, **values: Any) -> tuple[dict[str, Any], Any]:
+def judged(interface: Interface = AttentionCall.DECODE, **values: Any) -> tuple[dict[str, Any], Any]:
     """Return the arguments of the call that a configuration makes, and what the references return, which is right."""
     seen: dict[str, Any] = {}
 
@@ -39,11 +40,11 @@ def judged(interface: Interface = Interface.DECODE, **values: Any) -> tuple[dict
 
 
 def ragged(**values: Any) -> Configuration:
-    return Configuration(Interface.RAGGED_CONTEXT, values)
+    return Configuration(AttentionCall.RAGGED_CONTEXT, values)
 
 
 def arguments_of(**values: Any) -> dict[str, Any]:
-    return judged(Interface.RAGGED_CONTEXT, **values)[0]
+    return judged(AttentionCall.RAGGED_CONTEXT, **values)[0]
 
 
 def described(value: Any) -> Any:
@@ -56,7 +57,7 @@ def described(value: Any) -> Any:
     return repr(value)
 
 
-@pytest.mark.parametrize("interface", [*PAGED, Interface.RAGGED_CONTEXT])
+@pytest.mark.parametrize("interface", [*PAGED, AttentionCall.RAGGED_CONTEXT])
 def test_every_value_alone_makes_another_call(interface: Interface) -> None:
     ranges = replace(SMALL, windows=(False, True), sinks=(False, True), q_lens=(1, 4))  # two rows have no other tree
     points = [point for point in MODELS[interface](ranges).alone() if point["out"] != "given bf16"]  # as all are
@@ -100,12 +101,12 @@ def test_a_request_of_several_pages_has_its_last_twice(interface: Interface, pag
         assert len(set(named)) == len(named) - 1
 
 
-@pytest.mark.parametrize("interface", [*PAGED, Interface.RAGGED_CONTEXT])
+@pytest.mark.parametrize("interface", [*PAGED, AttentionCall.RAGGED_CONTEXT])
 def test_every_point_of_the_full_level_has_keys_to_attend_to_and_pages_to_double(interface: Interface) -> None:
     for case in CHECK.cases(interface, Ranges(), Level.FULL):
         if not VACUOUS.isdisjoint(case.values.items()):
             continue
-        of = ragged_case(case) if interface is Interface.RAGGED_CONTEXT else attention_case(case, Ranges())
+        of = ragged_case(case) if interface is AttentionCall.RAGGED_CONTEXT else attention_case(case, Ranges())
         assert any(q_len and kv_len for q_len, kv_len in zip(of.q_lens, of.kv_lens, strict=True)), case
         assert case.get("pages") != Pages.TWICE or max(of.kv_lens) > case["page_size"], case
 
@@ -127,12 +128,12 @@ def test_strides_an_element_apart_are_no_whole_loads(interface: Interface) -> No
 
 def test_no_key_shades_others_where_mla_has_no_rotary_part() -> None:
     """Its value would be its logit, and so large that an output shows nothing else."""
-    model = paged_model(Interface.MLA_DECODE, Ranges())
+    model = paged_model(AttentionCall.MLA_DECODE, Ranges())
     assert model.completed({"head_dims": HeadDims("80/64"), "contents": "shaded"})
     assert not model.completed({"head_dims": HeadDims("64/64"), "contents": "shaded"})
 
 
-@pytest.mark.parametrize("interface", [Interface.DECODE, Interface.CONTEXT])
+@pytest.mark.parametrize("interface", [AttentionCall.DECODE, AttentionCall.CONTEXT])
 def test_no_key_shades_others_where_keys_are_values(interface: Interface) -> None:
     model = paged_model(interface, Ranges())
     assert model.completed({"cache": "one tensor", "contents": "shaded"})
@@ -198,13 +199,13 @@ def test_a_write_to_scale_factors_is_wrong(side: int) -> None:
         return returned
 
     values = {"dtypes": "bf16/nvfp4", "group": 2, "head_dim": 64, "page_size": 16}
-    run = CaseRun(decoding(kernel), Configuration(Interface.DECODE, values), torch.device("cpu"))
+    run = CaseRun(decoding(kernel), Configuration(AttentionCall.DECODE, values), torch.device("cpu"))
     judge_call(run)
     assert any(f"kv_cache_sf[{side}]" in sentence for sentence in run.wrongs)
 
 
 def test_what_a_kernel_must_not_use_is_not_what_it_must_use() -> None:
-    query = judged(Interface.CONTEXT, lengths="none first")[0]["query"]
+    query = judged(AttentionCall.CONTEXT, lengths="none first")[0]["query"]
     assert query[:5].isnan().all()  # rows of a request without keys
     assert query[5:].isfinite().all()
     sinks = judged(group=4, sinks="some minus infinity")[0]["sinks"]

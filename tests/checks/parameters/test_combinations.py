@@ -6,8 +6,8 @@ import torch
 
 import lab.metadata
 from lab import references
-from lab.calls.problem import E4M3
-from lab.checks import Configuration, Interface, Level, Outcome, Ranges
+from lab.calls.problem import E4M3, AttentionCall
+from lab.checks import Configuration, Level, Outcome, Ranges
 from lab.checks.parameters.metadata_axes import METADATA
 from lab.checks.parameters.models import MODELS
 from lab.checks.parameters.values import Lse
@@ -15,7 +15,7 @@ from lab.checks.properties.k18_combinations import CHECK
 from lab.checks.record import read_expression
 from lab.checks.run.workers import run_case
 from lab.workloads.inputs.guards import changed_bits
-from lab.workloads.interfaces import ATTENTION
+from lab.workloads.interfaces import PAGED_CALLS, Interface, MetadataFunction
 from tests.checks.small import SMALL
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ def test_the_references_are_right_at_every_value_alone(interface: Interface) -> 
 @pytest.mark.parametrize("interface", METADATA)
 def test_metadata_of_empty_passes_is_right_at_the_full_level(interface: Interface) -> None:
     empty = [case for case in CHECK.cases(interface, Ranges(), Level.FULL) if case["requests"] == 0]
-    assert bool(empty) == (interface is not Interface.MLA_PREFILL)
+    assert bool(empty) == (interface is not MetadataFunction.MLA_PREFILL)
     for case in empty:
         judged = run_case(lab.metadata, CHECK, case, CPU, Ranges())
         assert judged.outcome is Outcome.RIGHT, (case, judged)
@@ -57,11 +57,11 @@ def test_the_full_level_has_every_pair_that_can_be(interface: Interface) -> None
     assert len(missing) < 0.02 * len(covered)
 
 
-@pytest.mark.parametrize("interface", ATTENTION)
+@pytest.mark.parametrize("interface", PAGED_CALLS)
 def test_a_narrowed_axis_has_its_values_alone(interface: Interface) -> None:
     model = MODELS[interface](SMALL)
     sizes = {"groups": "group", "page_sizes": "page_size", "head_dims": "head_dim"}
-    if interface is Interface.MLA_DECODE:
+    if interface is AttentionCall.MLA_DECODE:
         sizes = {"mla_heads": "heads", "mla_page_sizes": "page_size"}
     for of_ranges, axis in sizes.items():
         assert tuple(model.axes[axis]) == getattr(SMALL, of_ranges)
@@ -74,22 +74,24 @@ def test_a_case_is_made_again_from_its_repr(interface: Interface) -> None:
             again = read_expression(repr(case))
             assert again == case
             assert again.values == case.values
-    assert repr(Configuration(Interface.DECODE)) == "Configuration(Interface.DECODE, {})"
+    assert repr(Configuration(AttentionCall.DECODE)) == "Configuration(AttentionCall.DECODE, {})"
 
 
 def test_a_text_is_read_as_the_declared_value_and_written_again() -> None:
-    case = Configuration(Interface.DECODE, {"lse": "strided", "dtypes": "fp16/e4m3", "lengths": 700})
+    case = Configuration(AttentionCall.DECODE, {"lse": "strided", "dtypes": "fp16/e4m3", "lengths": 700})
     assert case["lse"] is Lse.STRIDED
     assert (case["dtypes"].query, case["dtypes"].cache) == (torch.float16, E4M3)
-    assert repr(case) == "Configuration(Interface.DECODE, {'dtypes': 'fp16/e4m3', 'lengths': 700, 'lse': 'strided'})"
+    assert (
+        repr(case) == "Configuration(AttentionCall.DECODE, {'dtypes': 'fp16/e4m3', 'lengths': 700, 'lse': 'strided'})"
+    )
     # Outside the default ranges, which the user's may be.
-    dims = Configuration(Interface.MLA_DECODE, {"head_dims": "9/8"})["head_dims"]
+    dims = Configuration(AttentionCall.MLA_DECODE, {"head_dims": "9/8"})["head_dims"]
     assert (dims.head_dim, dims.v_head_dim) == (9, 8)
 
 
 def test_an_axis_that_there_is_not_is_refused() -> None:
     with pytest.raises(ValueError, match="trtllm_batch_decode_with_kv_cache has no axis 'heads'"):
-        Configuration(Interface.DECODE, {"heads": 4})
+        Configuration(AttentionCall.DECODE, {"heads": 4})
 
 
 def test_a_kernel_that_ignores_a_tensor_scale_beside_another_argument_is_wrong() -> None:
@@ -101,7 +103,7 @@ def test_a_kernel_that_ignores_a_tensor_scale_beside_another_argument_is_wrong()
     kernel = SimpleNamespace(trtllm_batch_decode_with_kv_cache=decode)
 
     def outcomes(level: Level) -> set[Outcome]:
-        cases = CHECK.cases(Interface.DECODE, SMALL, level)
+        cases = CHECK.cases(AttentionCall.DECODE, SMALL, level)
         return {run_case(kernel, CHECK, case, CPU, SMALL).outcome for case in cases}
 
     assert outcomes(Level.SMOKE) == {Outcome.RIGHT}

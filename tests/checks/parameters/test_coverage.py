@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 
-from lab.checks import Configuration, Interface, Outcome
+from lab.calls.problem import AttentionCall
+from lab.checks import Configuration, Outcome
 from lab.checks.parameters.coverage import Reach, coverage
 from lab.checks.parameters.covering import Constraint, Model
 from lab.checks.parameters.models import MODELS
 from lab.checks.run.verdicts import CaseVerdict
+from lab.workloads.interfaces import Interface
 from tests.checks.small import SMALL
 from tests.checks.test_report import verdict_of
 
@@ -30,7 +32,7 @@ def test_each_value_and_pair_is_judged_or_declined_or_left_out_or_impossible() -
         verdict_on(Outcome.WRONG, mask=True),
         verdict_on(Outcome.DECLINED, sinks=True),
     ]
-    found = coverage(Interface.DECODE, MODEL, verdicts)
+    found = coverage(AttentionCall.DECODE, MODEL, verdicts)
     assert found.values["mask"] == {False: Reach.JUDGED, True: Reach.JUDGED}
     assert found.values["sinks"] == {False: Reach.JUDGED, True: Reach.DECLINED}
     assert found.values["requests"] == {3: Reach.JUDGED, 40: Reach.LEFT_OUT}
@@ -46,7 +48,7 @@ def test_each_value_and_pair_is_judged_or_declined_or_left_out_or_impossible() -
 
 def test_a_call_that_computes_nothing_shows_nothing_of_its_other_values() -> None:
     model = replace(MODEL, vacuous=frozenset({("lengths", "long")}))
-    found = coverage(Interface.DECODE, model, [verdict_on(Outcome.RIGHT, lengths="long", mask=True)])
+    found = coverage(AttentionCall.DECODE, model, [verdict_on(Outcome.RIGHT, lengths="long", mask=True)])
     assert found.values["lengths"] == {"short": Reach.LEFT_OUT, "long": Reach.JUDGED}
     assert found.values["mask"] == {False: Reach.LEFT_OUT, True: Reach.LEFT_OUT}
     assert found.pairs[Reach.JUDGED] == 3
@@ -55,7 +57,7 @@ def test_a_call_that_computes_nothing_shows_nothing_of_its_other_values() -> Non
 
 def test_a_value_that_no_point_has_is_impossible() -> None:
     model = replace(MODEL, rules=(Constraint(lambda lengths: lengths != "long", "nothing is long"),))
-    found = coverage(Interface.DECODE, model, [verdict_on(Outcome.RIGHT)])
+    found = coverage(AttentionCall.DECODE, model, [verdict_on(Outcome.RIGHT)])
     assert found.values["lengths"] == {"short": Reach.JUDGED, "long": Reach.IMPOSSIBLE}
     assert found.counts == "4 of 7 values and 6 of 18 pairs of decode"
 
@@ -63,9 +65,9 @@ def test_a_value_that_no_point_has_is_impossible() -> None:
 def test_a_blind_spot_is_a_pair_of_judged_values_that_was_not_judged() -> None:
     verdicts = [verdict_on(Outcome.RIGHT, **dict.fromkeys(names, True)) for names in ((), ("mask",), ("sinks",))]
     pair = (("mask", True), ("sinks", True))
-    assert coverage(Interface.DECODE, MODEL, verdicts).blind == ((pair, Reach.LEFT_OUT),)
+    assert coverage(AttentionCall.DECODE, MODEL, verdicts).blind == ((pair, Reach.LEFT_OUT),)
     declined = verdict_on(Outcome.DECLINED, mask=True, sinks=True)
-    assert coverage(Interface.DECODE, MODEL, [*verdicts, declined]).blind == ((pair, Reach.DECLINED),)
+    assert coverage(AttentionCall.DECODE, MODEL, [*verdicts, declined]).blind == ((pair, Reach.DECLINED),)
 
 
 @pytest.mark.parametrize("interface", MODELS)
@@ -84,9 +86,9 @@ def test_what_is_impossible_has_the_sentence_of_a_rule(interface: Interface) -> 
 
 
 def test_a_report_has_the_coverage_as_a_line_and_as_data() -> None:
-    model = MODELS[Interface.MLA_DECODE](SMALL)
-    cases = [Configuration(Interface.MLA_DECODE, point) for point in model.alone()]
-    found = coverage(Interface.MLA_DECODE, model, [verdict_of(Outcome.RIGHT, case=case) for case in cases])
+    model = MODELS[AttentionCall.MLA_DECODE](SMALL)
+    cases = [Configuration(AttentionCall.MLA_DECODE, point) for point in model.alone()]
+    found = coverage(AttentionCall.MLA_DECODE, model, [verdict_of(Outcome.RIGHT, case=case) for case in cases])
     record = found.as_record()
     assert set(record["values"]) == set(model.axes)
     assert record["pairs"]["judged"] + record["num_blind_spots"] + record["pairs"]["impossible"] == sum(

@@ -6,10 +6,12 @@ from typing import Any
 import torch
 
 from lab import references
-from lab.checks import Interface, Ranges, judge
+from lab.calls.problem import AttentionCall
+from lab.checks import Ranges, judge
 from lab.checks.parameters.discovery import discover
 from lab.checks.run.workers import Workers
 from lab.ranges import options_of
+from lab.workloads.interfaces import Interface
 from tests.checks import narrow
 from tests.checks.small import decoding
 
@@ -17,7 +19,7 @@ BF16 = (torch.bfloat16, torch.bfloat16)
 CPU = torch.device("cpu")
 
 
-def found(implementation: Any, ranges: Ranges, interface: Interface = Interface.DECODE) -> Ranges | None:
+def found(implementation: Any, ranges: Ranges, interface: Interface = AttentionCall.DECODE) -> Ranges | None:
     with Workers(implementation, CPU, ranges, 10.0) as isolation:
         return discover(isolation.submit, interface, ranges)
 
@@ -29,7 +31,7 @@ def test_the_axes_of_a_narrow_kernel_are_found() -> None:
 def test_of_a_kernel_that_takes_everything_or_nothing_no_axes_are_named() -> None:
     ranges = Ranges(groups=(1, 2), q_lens=(1, 2), mla_heads=(4,), mla_head_dims=((80, 64),))
     assert found(references, ranges) is None
-    assert found(references, ranges, Interface.MLA_DECODE) is None
+    assert found(references, ranges, AttentionCall.MLA_DECODE) is None
     assert found(narrow, Ranges(head_dims=(64, 256), groups=(1,))) is None
 
 
@@ -38,7 +40,7 @@ def test_a_narrow_right_kernel_is_right_and_its_axes_are_named() -> None:
     report = judged()
     assert report.exit_status == 0
     ((interface, ranges),) = report.narrowed
-    assert interface is Interface.DECODE
+    assert interface is AttentionCall.DECODE
     assert options_of(ranges) == "--dtypes bf16/bf16 --head-dims 128 --page-sizes 64"
     assert report.left_out == 0
     assert judged(discover=False).narrowed == ()
@@ -55,4 +57,4 @@ def test_what_declines_everything_could_not_be_judged() -> None:
 
 
 def test_a_function_that_takes_most_is_not_probed() -> None:
-    assert judge(references, only=["K5"], functions=[Interface.CONTEXT.value], device="cpu", drawn=0).narrowed == ()
+    assert judge(references, only=["K5"], functions=[AttentionCall.CONTEXT.value], device="cpu", drawn=0).narrowed == ()

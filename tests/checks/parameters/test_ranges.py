@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from lab.calls.problem import E4M3
-from lab.checks import AttentionCase, Interface, Ranges
+from lab.calls.problem import E4M3, AttentionCall
+from lab.checks import AttentionCase, Ranges
 from lab.checks.parameters import attention
 from lab.checks.parameters.attention import NUM_BUILDS, balanced, drawn_cases, edge_lengths
-from lab.workloads.interfaces import ATTENTION
+from lab.workloads.interfaces import PAGED_CALLS, Interface, MetadataFunction
 
 NARROW = Ranges(
     dtypes=((torch.float16, E4M3),),
@@ -35,10 +35,10 @@ NARROW = Ranges(
 def values_of(case: AttentionCase) -> dict[str, Any]:
     """Return the values of a case on the axes of its function; rows of a context call are on none."""
     values = attention.values_of(case)
-    return {name: values[name] for name in values if case.interface is not Interface.CONTEXT or name != "q_lens"}
+    return {name: values[name] for name in values if case.interface is not AttentionCall.CONTEXT or name != "q_lens"}
 
 
-@pytest.mark.parametrize("interface", ATTENTION)
+@pytest.mark.parametrize("interface", PAGED_CALLS)
 def test_every_value_of_every_axis_comes_as_often_as_any_other(interface: Interface) -> None:
     cases = list(balanced(Ranges(), interface, 24, seed=3))
     assert len(cases) == 24
@@ -48,13 +48,13 @@ def test_every_value_of_every_axis_comes_as_often_as_any_other(interface: Interf
         assert max(counts.values()) - min(counts.values()) <= 1, name
 
 
-@pytest.mark.parametrize("interface", ATTENTION)
+@pytest.mark.parametrize("interface", PAGED_CALLS)
 def test_the_same_seed_makes_the_same_cases_and_another_makes_others(interface: Interface) -> None:
     assert list(balanced(Ranges(), interface, 6, 1)) == list(balanced(Ranges(), interface, 6, 1))
     assert list(balanced(Ranges(), interface, 6, 1)) != list(balanced(Ranges(), interface, 6, 2))
 
 
-@pytest.mark.parametrize("interface", ATTENTION)
+@pytest.mark.parametrize("interface", PAGED_CALLS)
 def test_checks_share_what_a_kernel_is_compiled_for(interface: Interface) -> None:
     """A kernel that compiles for each combination is compiled for 24 of them, however many cases there are."""
     at_run_time = {"num_kv_heads", "kv_layouts"}
@@ -69,14 +69,14 @@ def test_checks_share_what_a_kernel_is_compiled_for(interface: Interface) -> Non
     assert builds_of(Ranges(seed=7), 1) != first
 
 
-@pytest.mark.parametrize("interface", ATTENTION)
+@pytest.mark.parametrize("interface", PAGED_CALLS)
 def test_a_narrowed_space_is_not_left(interface: Interface) -> None:
     for case in balanced(NARROW, interface, 12):
         assert all(value in getattr(NARROW, name) for name, value in values_of(case).items())
         assert max(case.kv_lens) <= NARROW.longest
 
 
-@pytest.mark.parametrize("interface", ATTENTION)
+@pytest.mark.parametrize("interface", PAGED_CALLS)
 @pytest.mark.parametrize("ranges", [NARROW, Ranges()])
 def test_a_drawn_case_is_inside_too(interface: Interface, ranges: Ranges) -> None:
     cases = [sample.case for sample in itertools.islice(drawn_cases(interface, ranges), 200)]
@@ -92,21 +92,21 @@ def test_a_drawn_case_is_inside_too(interface: Interface, ranges: Ranges) -> Non
 
 
 def test_a_drawn_prompt_has_as_many_rows_as_its_axis_says() -> None:
-    cases = [sample.case for sample in itertools.islice(drawn_cases(Interface.CONTEXT, Ranges()), 200)]
+    cases = [sample.case for sample in itertools.islice(drawn_cases(AttentionCall.CONTEXT, Ranges()), 200)]
     assert 60 < max(max(case.q_lens) for case in cases) <= 80
     assert len({q_len for case in cases for q_len in case.q_lens}) > 40
 
 
 def test_every_covering_decode_has_a_request_that_a_window_truncates() -> None:
-    for case in balanced(Ranges(windows=(True,)), Interface.DECODE, 24):
+    for case in balanced(Ranges(windows=(True,)), AttentionCall.DECODE, 24):
         assert max(case.kv_lens) > case.window_left + case.q_lens[0]
 
 
 def test_e4m3_arithmetic_is_of_e4m3_caches_alone() -> None:
     ranges = replace(Ranges(), e4m3_arithmetic=True)
-    for case in balanced(ranges, Interface.DECODE, 12):
+    for case in balanced(ranges, AttentionCall.DECODE, 12):
         assert case.arithmetic == (E4M3 if case.kv_dtype == E4M3 else None)
-    assert all(case.arithmetic is None for case in balanced(Ranges(), Interface.DECODE, 12))
+    assert all(case.arithmetic is None for case in balanced(Ranges(), AttentionCall.DECODE, 12))
 
 
 def test_lengths_stand_at_the_edges_of_pages_and_tiles() -> None:
@@ -122,13 +122,13 @@ def test_lengths_stand_at_the_edges_of_pages_and_tiles() -> None:
         {"kv_lens": (-1,), "q_lens": (1,)},
         {"kv_lens": (4, 4), "q_lens": (1, 2)},
         {"kv_lens": (4,), "q_lens": (1,), "v_head_dim": 64},
-        {"kv_lens": (4,), "q_lens": (1,), "interface": Interface.MLA_DECODE},
-        {"kv_lens": (4,), "q_lens": (1,), "interface": Interface.DRAFT_KV_INDICES},
+        {"kv_lens": (4,), "q_lens": (1,), "interface": AttentionCall.MLA_DECODE},
+        {"kv_lens": (4,), "q_lens": (1,), "interface": MetadataFunction.DRAFT_KV_INDICES},
     ],
 )
 def test_numbers_that_make_no_call_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"kv_lens|q_lens|MLA|attention call"):
-        AttentionCase(**{"interface": Interface.DECODE} | wrong)
+        AttentionCase(**{"interface": AttentionCall.DECODE} | wrong)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from lab import references
-from lab.checks import Interface, Level, Outcome, Report, judge
+from lab.calls.problem import AttentionCall
+from lab.checks import Level, Outcome, Report, judge
 from lab.checks.parameters.coverage import Reach
 from lab.checks.properties.k18_combinations import CHECK
 from tests.checks.small import SMALL, decoding
@@ -66,7 +67,7 @@ def test_a_defect_of_a_pair_that_all_arrays_were_declined_with_is_found() -> Non
         return is_apart(**arguments) and isinstance(arguments["bmm1_scale"], torch.Tensor)
 
     report = report_of(declining(is_declined, is_wrong))
-    fixed = {repr(case) for case in CHECK.cases(Interface.DECODE, SMALL, Level.FULL)}
+    fixed = {repr(case) for case in CHECK.cases(AttentionCall.DECODE, SMALL, Level.FULL)}
     assert any(report.wrong)
     assert not fixed & {repr(verdict.case) for verdict in report.wrong}
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from lab import references
-from lab.checks import Configuration, Interface, Outcome, Report, judge
+from lab.calls.problem import AttentionCall
+from lab.checks import Configuration, Outcome, Report, judge
 from lab.checks.parameters.covering import Constraint, Model
 from lab.checks.parameters.models import MODELS
 from lab.checks.parameters.sampling import Sample, samples, shrunk
@@ -20,7 +21,7 @@ from tests.checks.parameters.test_retries import NAMES
 from tests.checks.small import SMALL, twice_as_large_if
 from tests.checks.test_report import verdict_of
 
-MODEL = MODELS[Interface.DECODE](SMALL)
+MODEL = MODELS[AttentionCall.DECODE](SMALL)
 
 
 def report_of(implementation: Any, **how: Any) -> Report:
@@ -38,16 +39,16 @@ def test_a_case_is_reset_to_the_plain_one_but_for_what_makes_it_wrong() -> None:
         axis: values[-1] for axis, values in MODEL.axes.items() if axis not in ("offsets", "cache", "out", "lengths")
     }
     point = MODEL.completed(whole | {"mask": "none"}) or {}
-    sample = Sample(MODEL, point, 17, partial(Configuration, Interface.DECODE))
+    sample = Sample(MODEL, point, 17, partial(Configuration, AttentionCall.DECODE))
     assert len(sample.case.non_default) > 10
     small = shrunk(sample, lambda each: each["requests"] >= 4 and each["lse"] != "none")
-    assert small.case == Configuration(Interface.DECODE, MODEL.default | {"requests": 5, "lse": point["lse"]})
+    assert small.case == Configuration(AttentionCall.DECODE, MODEL.default | {"requests": 5, "lse": point["lse"]})
 
 
 def test_random_points_have_taken_values_alone_and_are_the_same_each_time() -> None:
     points = [MODEL.completed({"lse": value}) or {} for value in ("none", "returned")]
-    verdicts = [verdict_of(Outcome.RIGHT, case=Configuration(Interface.DECODE, point)) for point in points]
-    draws = (COMBINATIONS.draw_on(Interface.DECODE, SMALL, verdicts) for _ in range(2))
+    verdicts = [verdict_of(Outcome.RIGHT, case=Configuration(AttentionCall.DECODE, point)) for point in points]
+    draws = (COMBINATIONS.draw_on(AttentionCall.DECODE, SMALL, verdicts) for _ in range(2))
     drawn = [[sample.case for sample in itertools.islice(draw, 30)] for draw in draws]
     assert drawn[0] == drawn[1]
     assert {case["lse"] for case in drawn[0]} == {"none", "returned"}

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from lab import references
-from lab.checks import Interface, Level, Ranges, judge
+from lab.calls.problem import AttentionCall
+from lab.checks import Level, Ranges, judge
 from lab.checks.properties import checks
 from lab.checks.record import read_record
 from tests.checks.small import SMALL
 
-NAMES = (Interface.DECODE.value,)
+NAMES = (AttentionCall.DECODE.value,)
 
 
 def reprs(seed: int | None, **how: Any) -> list[str]:
@@ -33,7 +34,7 @@ def test_a_seed_reaches_the_fixed_cases(key: str) -> None:
     check = next(check for check in checks() if check.key == key)
 
     def cases(ranges: Ranges) -> list[str]:
-        return [repr(case) for case in check.cases(Interface.DECODE, ranges, Level.FULL)]
+        return [repr(case) for case in check.cases(AttentionCall.DECODE, ranges, Level.FULL)]
 
     assert cases(SMALL) == cases(replace(SMALL, seed=0))
     assert cases(SMALL) != cases(replace(SMALL, seed=1))

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from lab import references
-from lab.checks import AttentionCase, ForwardCase, Interface, Outcome, judge, judge_case, judge_forward
+from lab.calls.problem import AttentionCall
+from lab.checks import AttentionCase, ForwardCase, Outcome, judge, judge_case, judge_forward
 from lab.metadata import ForwardMode
 from tests.checks.small import SMALL, decoding
 
 right = references.trtllm_batch_decode_with_kv_cache
-CASE = AttentionCase(Interface.DECODE, (20, 33), (4, 4), group=2)
+CASE = AttentionCase(AttentionCall.DECODE, (20, 33), (4, 4), group=2)
 DECODE = ForwardCase(ForwardMode.DECODE, "tiny", (15, 16), (1, 1), page_size=16)
 VERIFY = ForwardCase(ForwardMode.TARGET_VERIFY, "tiny", (13, 16), (4, 4), page_size=16)
 
@@ -134,7 +135,10 @@ def test_a_check_that_hands_out_an_output_is_not_judged_without() -> None:
 
 
 def test_a_mode_that_needs_the_other_function_alone_is_declined() -> None:
-    for offered, other in ((Interface.DECODE, Interface.CONTEXT), (Interface.CONTEXT, Interface.DECODE)):
+    for offered, other in (
+        (AttentionCall.DECODE, AttentionCall.CONTEXT),
+        (AttentionCall.CONTEXT, AttentionCall.DECODE),
+    ):
         one = SimpleNamespace(**{offered.value: getattr(references, offered.value)})
         report = judge(one, only=["M1"], ranges=SMALL, device="cpu", drawn=0)
         outcomes = {verdict.outcome for verdict in report.verdicts}

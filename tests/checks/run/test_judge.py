@@ -13,19 +13,20 @@ import pytest
 import torch
 
 from lab import references
-from lab.calls.problem import E4M3
-from lab.checks import AttentionCase, CaseVerdict, Contents, Interface, Level, Outcome, judge, judge_case
+from lab.calls.problem import E4M3, AttentionCall
+from lab.checks import AttentionCase, CaseVerdict, Contents, Level, Outcome, judge, judge_case
 from lab.checks.properties import checks, checks_by_key
 from lab.checks.report import Report
 from lab.checks.run.judge_run import Progress
 from lab.checks.run.known_failures import FailingKernel, KnownFailure
 from lab.loading import LoadError
 from lab.reports.judgement import reproduction
+from lab.workloads.interfaces import INTERFACES, PAGED_CALLS, MetadataFunction
 from tests.checks import someone_elses
 from tests.checks.small import SMALL, decoding, twice_as_large_if
 
 ROOT = Path(__file__).parents[3]
-CASE = AttentionCase(Interface.DECODE, (20, 33), (1, 1), group=2)
+CASE = AttentionCase(AttentionCall.DECODE, (20, 33), (1, 1), group=2)
 INSIDE = decoding(references.trtllm_batch_decode_with_kv_cache)
 
 
@@ -47,8 +48,8 @@ def test_the_references_are_right() -> None:
     report = judged(references, "K1", "K5", "K11", "L1")
     assert {row.outcome for row in report.rows} == {Outcome.RIGHT}
     assert {(row.check, row.interface) for row in report.rows} == {
-        *((check, each) for check in ("K1", "K5", "K11") for each in list(Interface)[:3]),
-        ("L1", Interface.DRAFT_KV_INDICES),
+        *((check, each) for check in ("K1", "K5", "K11") for each in PAGED_CALLS),
+        ("L1", MetadataFunction.DRAFT_KV_INDICES),
     }
     assert report.is_right
 
@@ -58,7 +59,7 @@ def test_only_arithmetic_that_keeps_light_keys_is_asked_for_them() -> None:
     pairs = ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16), (torch.bfloat16, E4M3))
 
     def asked(**how: Any) -> set[torch.dtype]:
-        cases = oracle.cases(Interface.DECODE, replace(SMALL, dtypes=pairs, **how), Level.FULL)
+        cases = oracle.cases(AttentionCall.DECODE, replace(SMALL, dtypes=pairs, **how), Level.FULL)
         return {case.kv_dtype for case in cases if case.contents is Contents.OVERSHADOWED}
 
     assert asked() == {torch.bfloat16, E4M3}
@@ -73,10 +74,10 @@ def test_only_arithmetic_that_keeps_light_keys_is_asked_for_them() -> None:
 def test_a_module_a_name_and_an_object_are_judged_alike(implementation: Any) -> None:
     report = judged(implementation)
     assert report.is_right
-    cases = [verdict for verdict in report.verdicts if verdict.interface is Interface.DECODE]
+    cases = [verdict for verdict in report.verdicts if verdict.interface is AttentionCall.DECODE]
     # Each case once, once more with the LSE, and those of loud values with a small e4m3 output.
     loud = sum(verdict.case.contents is Contents.LOUD for verdict in cases)
-    assert sum(row.judged for row in report.rows if row.interface is Interface.DECODE) == 2 * len(cases) + loud
+    assert sum(row.judged for row in report.rows if row.interface is AttentionCall.DECODE) == 2 * len(cases) + loud
 
 
 def test_a_check_goes_by_its_key_or_name() -> None:
@@ -156,7 +157,9 @@ def test_what_declines_everything_is_not_right() -> None:
 
 
 def test_a_function_that_declines_everything_is_not_right_beside_one_that_is() -> None:
-    both = SimpleNamespace(**vars(INSIDE), **{Interface.CONTEXT.value: vars(refusing(ValueError, "no")).popitem()[1]})
+    both = SimpleNamespace(
+        **vars(INSIDE), **{AttentionCall.CONTEXT.value: vars(refusing(ValueError, "no")).popitem()[1]}
+    )
     report = judged(both)
     assert [row.outcome for row in report.rows] == [Outcome.RIGHT, Outcome.DECLINED]
     assert not report.is_right
@@ -168,7 +171,7 @@ def test_every_kind_of_function_may_refuse(check: str, error: type[Exception]) -
     def refuse(*arguments: Any, **named: Any) -> None:
         raise error("no")
 
-    implementation = SimpleNamespace(**{interface.value: refuse for interface in Interface})
+    implementation = SimpleNamespace(**{interface.value: refuse for interface in INTERFACES})
     assert {row.outcome for row in judged(implementation, check).rows} == {Outcome.DECLINED}
 
 
@@ -176,7 +179,9 @@ def test_a_parameter_that_is_missing_in_a_whole_pass_is_declined_too() -> None:
     def without_sinks(query: torch.Tensor, kv_cache: Any, workspace_buffer: Any) -> torch.Tensor:
         return query
 
-    implementation = SimpleNamespace(**{each.value: without_sinks for each in (Interface.DECODE, Interface.CONTEXT)})
+    implementation = SimpleNamespace(
+        **{each.value: without_sinks for each in (AttentionCall.DECODE, AttentionCall.CONTEXT)}
+    )
     (first, *_) = judged(implementation, "forward_modes").rows
     assert first.outcome is Outcome.DECLINED
     assert "unexpected keyword argument" in first.declines[0]
@@ -222,8 +227,8 @@ def test_the_full_level_has_more_cases() -> None:
 
 
 def test_a_function_goes_by_flashinfers_name_or_the_short_one() -> None:
-    for name in ("decode", Interface.DECODE.value):
-        assert {row.interface for row in judged(references, functions=[name]).rows} == {Interface.DECODE}
+    for name in ("decode", AttentionCall.DECODE.value):
+        assert {row.interface for row in judged(references, functions=[name]).rows} == {AttentionCall.DECODE}
     with pytest.raises(ValueError, match="there is no function 'decoding'; there are decode or trtllm_batch_decode"):
         judged(references, functions=["decoding"])
 

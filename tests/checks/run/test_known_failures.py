@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lab.calls.problem import E4M3
-from lab.checks import AttentionCase, CaseVerdict, Configuration, Interface, Outcome
+from lab.calls.problem import E4M3, AttentionCall
+from lab.checks import AttentionCase, CaseVerdict, Configuration, Outcome
 from lab.checks.case_run import CaseRun, Result
 from lab.checks.properties import checks
 from lab.checks.run.known_failures import (
@@ -40,12 +40,14 @@ from lab.workloads.forward_case import ForwardCase
 from tests.checks.small import decoding
 
 ROOT = Path(__file__).parents[3]
-CASE = AttentionCase(Interface.DECODE, (1, 0, 20), (2, 2, 2))
+CASE = AttentionCase(AttentionCall.DECODE, (1, 0, 20), (2, 2, 2))
 ENTRIES = [entry for entries in KNOWN_FAILURES.values() for entry in entries]
 KERNEL = FailingKernel(("some.kernel", "its.other.name"), (9, 0))
 ENTRY = KnownFailure(KERNEL, ("K2", "K4"), "NaN", (lambda case, wrong: case.group == 4,))
 FOUND = {"page.md#heading": [ENTRY]}
-VERDICT = CaseVerdict("some.kernel", "K4", Interface.DECODE, CASE, "cuda:0", Judged(Outcome.WRONG, ("NaN in row 3",)))
+VERDICT = CaseVerdict(
+    "some.kernel", "K4", AttentionCall.DECODE, CASE, "cuda:0", Judged(Outcome.WRONG, ("NaN in row 3",))
+)
 
 
 def wrong(*sentences: str) -> CaseVerdict:
@@ -76,7 +78,7 @@ def test_an_entry_of_something_else_explains_nothing(changes: dict[str, Any]) ->
     assert known(VERDICT, {"page.md#heading": [replace(ENTRY, **changes)]}, (9, 0)) == VERDICT
 
 
-VERIFY = AttentionCase(Interface.DECODE, (40, 50), (4, 4))
+VERIFY = AttentionCase(AttentionCall.DECODE, (40, 50), (4, 4))
 WRONG = "3 of 9 vectors are wrong, of requests [0]: row 0"
 
 
@@ -85,11 +87,11 @@ def of_requests(requests: str) -> str:
 
 
 def decode(**values: Any) -> Configuration:
-    return Configuration(Interface.DECODE, values)
+    return Configuration(AttentionCall.DECODE, values)
 
 
 E4M3_VERIFY, E4M3_CASE = replace(VERIFY, kv_dtype=E4M3), replace(CASE, kv_dtype=E4M3)
-ONE_ROW, PROMPTS = (1, 1), AttentionCase(Interface.CONTEXT, (64, 1, 129), (65, 2, 17))
+ONE_ROW, PROMPTS = (1, 1), AttentionCase(AttentionCall.CONTEXT, (64, 1, 129), (65, 2, 17))
 SINKS, LSES = "sinks of minus infinity", "384 LSEs are wrong: row 0 head 0 is 6.8, not 1.7 (base 2)"
 FEWER = {"lengths": "fewer than rows", "q_len": 4}
 TABLE: dict[Condition, list[tuple[Any, str, bool]]] = {
@@ -98,7 +100,7 @@ TABLE: dict[Condition, list[tuple[Any, str, bool]]] = {
         (replace(VERIFY, window_left=3), f"the call: {WRONG}", True),
         (replace(VERIFY, window_left=0), f"the call: {WRONG}", True),
         (replace(VERIFY, window_left=3, q_lens=ONE_ROW), f"the call: {WRONG}", False),
-        (replace(VERIFY, window_left=3, interface=Interface.CONTEXT), f"the call: {WRONG}", False),
+        (replace(VERIFY, window_left=3, interface=AttentionCall.CONTEXT), f"the call: {WRONG}", False),
         (VERIFY, f"window_left: {WRONG}", True),
         (VERIFY, f"B, the other window: {WRONG}", True),
         (replace(VERIFY, q_lens=ONE_ROW), f"window_left: {WRONG}", False),
@@ -158,8 +160,8 @@ TABLE: dict[Condition, list[tuple[Any, str, bool]]] = {
         (CASE, of_requests("0, 1"), False),
         (CASE, of_requests("1"), True),
         (CASE, of_requests(""), False),
-        (Configuration(Interface.CONTEXT, {"lengths": "none first"}), of_requests("0"), True),
-        (Configuration(Interface.CONTEXT, {"lengths": "none first"}), of_requests("1"), False),
+        (Configuration(AttentionCall.CONTEXT, {"lengths": "none first"}), of_requests("0"), True),
+        (Configuration(AttentionCall.CONTEXT, {"lengths": "none first"}), of_requests("1"), False),
     ],
     has_no_keys: [(CASE, "", True), (VERIFY, "", False)],
     has_fewer_keys_than_rows: [(CASE, "", True), (replace(VERIFY, kv_lens=(4, 3)), "", True), (VERIFY, "", False)],
@@ -204,7 +206,7 @@ def test_an_entry_of_releases_is_of_these_alone(installed: str | None, is_known:
 
 
 def test_what_is_wrong_with_a_ragged_call_is_no_known_finding() -> None:
-    case = Configuration(Interface.RAGGED_CONTEXT, {})
+    case = Configuration(AttentionCall.RAGGED_CONTEXT, {})
     found = replace(wrong(WRONG), implementation="lab.dry_run.b200", check="K18", interface=case.interface, case=case)
     assert known(found, KNOWN_FAILURES, None) == found
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from lab.checks import AttentionCase, Interface, Outcome
+from lab.calls.problem import AttentionCall
+from lab.checks import AttentionCase, Outcome
 from lab.checks.case_run import CaseRun
 from lab.checks.properties import checks
 from lab.checks.properties.check import Check
@@ -20,7 +21,7 @@ from tests.checks.hostile import Odd
 from tests.checks.small import decoding
 
 CPU = torch.device("cpu")
-CASE = AttentionCase(Interface.DECODE, (20, 33), (1, 1), group=2)
+CASE = AttentionCase(AttentionCall.DECODE, (20, 33), (1, 1), group=2)
 ORACLE = next(check for check in checks() if check.key == "K1")
 
 

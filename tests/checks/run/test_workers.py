@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lab import references
+from lab.calls.problem import AttentionCall
 from lab.checks import CaseVerdict, Outcome, Ranges, Report, judge
 from lab.checks.run import workers as workers_module
 from lab.checks.run.judge_run import Waits, in_turns
@@ -20,7 +21,6 @@ from lab.checks.run.workers import Pending, TooLate, Workers
 from lab.loading import LoadError
 from lab.reports.judgement import reproduction
 from lab.workloads.attention_case import AttentionCase
-from lab.workloads.interfaces import Interface
 from tests.checks import hostile
 
 HALF = ((torch.bfloat16, torch.bfloat16),)
@@ -82,8 +82,8 @@ def test_what_came_before_and_after_stays_in_the_report(report: Report) -> None:
 
 def test_right_cases_follow_a_crash_in_the_new_worker() -> None:
     """Cases of both kinds take turns in one pool of a single worker."""
-    case = AttentionCase(Interface.DECODE, (20,), (1,), group=1)
-    crash = AttentionCase(Interface.DECODE, (20,), (1,), group=3)
+    case = AttentionCase(AttentionCall.DECODE, (20,), (1,), group=1)
+    crash = AttentionCase(AttentionCall.DECODE, (20,), (1,), group=3)
     with Workers("tests.checks.hostile", torch.device("cpu"), Ranges(), TIME_LIMIT_S) as pool:
         waiting = [pool.submit("K1", each) for each in (case, crash, case)]
         assert [wait().outcome for wait in waiting] == [Outcome.RIGHT, Outcome.FAILED, Outcome.RIGHT]
@@ -91,7 +91,7 @@ def test_right_cases_follow_a_crash_in_the_new_worker() -> None:
 
 def test_a_worker_that_dies_between_cases_is_replaced_too() -> None:
     """What one case broke may kill the process later."""
-    case = AttentionCase(Interface.DECODE, (20,), (1,), group=1)
+    case = AttentionCase(AttentionCall.DECODE, (20,), (1,), group=1)
     with Workers("tests.checks.hostile:dies_later", torch.device("cpu"), Ranges(), TIME_LIMIT_S) as pool:
         for _ in range(2):
             assert pool.submit("K1", case)().outcome is Outcome.RIGHT
@@ -101,7 +101,7 @@ def test_a_worker_that_dies_between_cases_is_replaced_too() -> None:
 @pytest.mark.parametrize("name", ["lab.references", None])
 def test_no_case_is_begun_after_the_end(name: str | None) -> None:
     """A case may wait for others in a queue when its run is over; `name` is None for a judge in this process."""
-    case = AttentionCase(Interface.DECODE, (20,), (1,), group=1)
+    case = AttentionCase(AttentionCall.DECODE, (20,), (1,), group=1)
     with Workers(name or references, torch.device("cpu"), Ranges(), TIME_LIMIT_S) as pool:
         now = time.monotonic()
         late, in_time = (pool.submit("K1", case, None, end) for end in (now - 1.0, now + 60.0))
@@ -154,7 +154,7 @@ def _right() -> Judged:
 
 def test_a_pool_whose_workers_never_begin_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers_module, "_begin", hostile.leave_at_once)
-    case = AttentionCase(Interface.DECODE, (20,), (1,))
+    case = AttentionCase(AttentionCall.DECODE, (20,), (1,))
     with Workers("lab.references", torch.device("cpu"), Ranges(), TIME_LIMIT_S) as pool:
         waiting = pool.submit("K1", case)
         with pytest.raises(RuntimeError, match="no worker can begin: a script"):

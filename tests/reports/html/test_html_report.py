@@ -24,7 +24,7 @@ from lab.reports.html.judged import check_name
 from lab.reports.html.page import html_report
 from lab.reports.recorded import FileKind, RecordedFile, RecordedFileError, read_folder
 from lab.reports.tables import flattened
-from lab.workloads.interfaces import Interface
+from lab.workloads.interfaces import interface_of
 from studies import STUDIES
 from studies.shown import drawings_of, question_and_drawings
 from tests.commands.command import run as run_lab
@@ -104,7 +104,7 @@ def test_every_check_of_every_run_is_there_with_its_numbers(page: Page) -> None:
     rows = [dict(zip(table.headings, cells, strict=True)) for cells in table.rows]
     by_check = {tuple(row[name].text for name in ("run", "check", "function")): row for row in rows}
     for name, check in checks:
-        cell = by_check[name, check_name(check["check"]), Interface(check["interface"]).name.lower()]
+        cell = by_check[name, check_name(check["check"]), interface_of(check["interface"]).name.lower()]
         assert cell["verdict"].text == check["outcome"]
         assert cell["results"].order == check["judged"]
         assert cell["cases"].order == sum(check["counts"].values())
@@ -121,7 +121,7 @@ def test_every_verdict_is_in_the_matrix(page: Page) -> None:
     by_function = {(row["run"].text, row["function"].text): row for row in cells}
     for name, content in contents():
         for check in content.get("checks", ()) if isinstance(content, dict) else ():
-            row = by_function[name, Interface(check["interface"]).name.lower()]
+            row = by_function[name, interface_of(check["interface"]).name.lower()]
             assert row[check["check"]].text.split()[0] == check["outcome"]
 
 

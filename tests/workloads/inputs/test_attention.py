@@ -9,15 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.calls.problem import E4M3, NVFP4
+from lab.calls.problem import E4M3, NVFP4, AttentionCall
 from lab.calls.workspace import SEMAPHORE_BYTES
-from lab.checks import AttentionCase, Contents, Dead, Interface, Storage, TableTail
+from lab.checks import AttentionCase, Contents, Dead, Storage, TableTail
 from lab.workloads.inputs.attention import AttentionInputs, build_attention, new_workspace
 from lab.workloads.inputs.needles import needle_positions
 
 CPU = torch.device("cpu")
-CASE = AttentionCase(Interface.DECODE, (35, 0, 16, 100), (2, 2, 2, 2), group=2)
-MLA = AttentionCase(Interface.MLA_DECODE, (35, 0, 16), (1,) * 3, num_kv_heads=1, group=4, head_dim=80, v_head_dim=64)
+CASE = AttentionCase(AttentionCall.DECODE, (35, 0, 16, 100), (2, 2, 2, 2), group=2)
+MLA = AttentionCase(
+    AttentionCall.MLA_DECODE, (35, 0, 16), (1,) * 3, num_kv_heads=1, group=4, head_dim=80, v_head_dim=64
+)
 CASES = [CASE, replace(CASE, kv_dtype=E4M3), replace(CASE, storage=Storage(kv_layout="NHD")), MLA]
 
 
@@ -120,7 +122,7 @@ def test_far_pages_come_behind_the_first_page() -> None:
 
 
 def test_needles_stand_at_the_limits_of_each_row_and_beside_them() -> None:
-    case = AttentionCase(Interface.DECODE, (100,), (2,), window_left=20, contents=Contents.NEEDLES)
+    case = AttentionCase(AttentionCall.DECODE, (100,), (2,), window_left=20, contents=Contents.NEEDLES)
     found = needle_positions(case.kv_lens[0], case.q_lens[0], case.page_size, case.window_left)
     limits = {0, 98, 99, 98 - 20, 99 - 20, 96, 64}  # ends, rows, windows, the last page, the last tile
     assert {near for edge in limits for near in (edge - 1, edge, edge + 1) if 0 <= near < 100} <= set(found)
@@ -128,7 +130,7 @@ def test_needles_stand_at_the_limits_of_each_row_and_beside_them() -> None:
 
 
 def test_a_needle_outweighs_what_is_not_one() -> None:
-    case = AttentionCase(Interface.DECODE, (200,), (1,), num_kv_heads=1, group=1, contents=Contents.NEEDLES)
+    case = AttentionCase(AttentionCall.DECODE, (200,), (1,), num_kv_heads=1, group=1, contents=Contents.NEEDLES)
     inputs = build(case)
     logits = inputs.histories[0][0][:, 0].float() @ inputs.query[0, 0].float() * inputs.bmm1_scale
     needles = torch.zeros(200, dtype=torch.bool)
@@ -139,7 +141,7 @@ def test_a_needle_outweighs_what_is_not_one() -> None:
 
 def test_a_counted_output_names_the_keys_that_were_seen() -> None:
     """Three keys of a request, all at the same weight: a third for each position, and all for the block of the first 32."""
-    case = AttentionCase(Interface.DECODE, (3,), (1,), num_kv_heads=2, group=1, contents=Contents.COUNTED)
+    case = AttentionCase(AttentionCall.DECODE, (3,), (1,), num_kv_heads=2, group=1, contents=Contents.COUNTED)
     first, second = build(case).truth().expected[0]
     expected = torch.zeros(64, dtype=torch.float64)
     expected[[0, 1, 2]], expected[32] = 1 / 3, 1.0
@@ -149,7 +151,7 @@ def test_a_counted_output_names_the_keys_that_were_seen() -> None:
 
 def test_counted_positions_beyond_a_block_are_told_by_the_other_half() -> None:
     case = AttentionCase(
-        Interface.DECODE, (40,), (1,), num_kv_heads=1, group=1, window_left=0, contents=Contents.COUNTED
+        AttentionCall.DECODE, (40,), (1,), num_kv_heads=1, group=1, window_left=0, contents=Contents.COUNTED
     )
     (only,) = build(case).truth().expected[0]
     assert only.nonzero().flatten().tolist() == [39 % 32, 32 + 39 // 32]
@@ -176,7 +178,7 @@ def test_low_logits_of_a_float16_query_over_e4m3_are_as_low_as_they_can_be() -> 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, E4M3])
 def test_tall_logits_climb_by_hundreds(kv_dtype: torch.dtype) -> None:
-    case = AttentionCase(Interface.DECODE, (2000,), (1,), kv_dtype=kv_dtype, contents=Contents.TALL)
+    case = AttentionCase(AttentionCall.DECODE, (2000,), (1,), kv_dtype=kv_dtype, contents=Contents.TALL)
     for each in (case, replace(MLA, kv_lens=(2000,), q_lens=(1,), kv_dtype=kv_dtype, contents=Contents.TALL)):
         of_steps = logits_of(each).split(64)
         assert float(of_steps[-1].mean() - of_steps[0].mean()) == pytest.approx(8 * 31, rel=0.05)
@@ -217,7 +219,7 @@ def test_arguments_are_flashinfer_s_and_leave_defaults_out() -> None:
     shared = {"query", "kv_cache", "workspace_buffer", "block_tables", "seq_lens", "bmm1_scale", "bmm2_scale"}
     assert plain == shared | {"max_seq_len", "q_len_per_req"}
     assert set(build(replace(CASE, window_left=3, sinks=True)).arguments()) == plain | {"window_left", "sinks"}
-    ragged = build(replace(CASE, interface=Interface.CONTEXT, q_lens=(1, 2, 3, 4))).arguments()
+    ragged = build(replace(CASE, interface=AttentionCall.CONTEXT, q_lens=(1, 2, 3, 4))).arguments()
     bounds = {"max_q_len", "max_kv_len", "batch_size", "cum_seq_lens_q", "cum_seq_lens_kv"}
     assert set(ragged) == shared | bounds
     assert ragged["cum_seq_lens_q"].tolist() == [0, 1, 3, 6, 10]
@@ -226,16 +228,16 @@ def test_arguments_are_flashinfer_s_and_leave_defaults_out() -> None:
 
 
 def test_a_case_with_other_rows_has_as_many_keys_at_least() -> None:
-    case = AttentionCase(Interface.CONTEXT, (9, 3, 5), (1, 1, 1)).with_rows(2, 4, 5)
+    case = AttentionCase(AttentionCall.CONTEXT, (9, 3, 5), (1, 1, 1)).with_rows(2, 4, 5)
     assert (case.kv_lens, case.q_lens) == ((9, 4, 5), (2, 4, 5))
 
 
 @pytest.mark.parametrize(
     ("case", "shape", "dtype"),
     [
-        (AttentionCase(Interface.CONTEXT, (9, 3), (2, 1), dtype=torch.float16), (3, 8, 64), torch.float16),
+        (AttentionCase(AttentionCall.CONTEXT, (9, 3), (2, 1), dtype=torch.float16), (3, 8, 64), torch.float16),
         (
-            AttentionCase(Interface.MLA_DECODE, (9, 3), (2, 2), num_kv_heads=1, head_dim=80, v_head_dim=64),
+            AttentionCase(AttentionCall.MLA_DECODE, (9, 3), (2, 2), num_kv_heads=1, head_dim=80, v_head_dim=64),
             (2, 2, 4, 64),
             torch.bfloat16,
         ),
