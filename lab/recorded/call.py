@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from lab.calls import CALL_TYPES, AttentionCall, Problem
+from lab.calls.ragged_context import MIRRORS
 
 RESULTS = ("out", "lse")  # arguments that a call fills
 
@@ -26,6 +27,7 @@ class RecordedCall:
         lse: the LSE after the call; None if the call did not end or returns no LSE.
         versions: the version of each package in the engine's process.
         lost: sentences about data that the recorder did not keep.
+        drawn: names of the arguments whose contents were replaced by drawn values.
     """
 
     function: AttentionCall
@@ -34,6 +36,7 @@ class RecordedCall:
     lse: torch.Tensor | None
     versions: Mapping[str, str]
     lost: tuple[str, ...] = ()
+    drawn: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.given) - set(CALL_TYPES[self.function].__dataclass_fields__))
@@ -43,16 +46,18 @@ class RecordedCall:
                 f"the engine had {self.versions.get('flashinfer', 'an unknown release')}"
             )
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self, device: torch.device | None = None) -> dict[str, Any]:
         """Return the recorded arguments as keyword arguments of a new call: without the workspace, with uninitialised `out` and
         `lse`.
+
+        Args:
+            device: copy the tensors to this device, with their strides. Lengths that FlashInfer reads on the host are copied to
+                the CPU. None: no copies.
         """
-        unwritten = {
-            name: torch.empty_strided(each.shape, each.stride(), dtype=each.dtype)
-            for name in RESULTS
-            if isinstance(each := self.given.get(name), torch.Tensor)
+        return {
+            name: _placed(value, torch.device("cpu") if device and name in MIRRORS else device, name not in RESULTS)
+            for name, value in {**self.given, "workspace_buffer": None}.items()
         }
-        return {**self.given, "workspace_buffer": None, **unwritten}
 
     def problem(self) -> Problem:
         """Check the arguments, and return the attention that they define, for the computation of references.
@@ -63,3 +68,15 @@ class RecordedCall:
         """
         problem: Problem = CALL_TYPES[self.function](**self.arguments()).problem()
         return problem
+
+
+def _placed(value: Any, device: torch.device | None, has_contents: bool) -> Any:
+    """Copy a tensor, or each tensor of a tuple or list, to a device; without its contents, the copy is uninitialised. Return
+    other values, and with contents and without a device tensors too, as they are.
+    """
+    if isinstance(value, tuple | list):
+        return type(value)(_placed(each, device, has_contents) for each in value)
+    if not isinstance(value, torch.Tensor) or (device is None and has_contents):
+        return value
+    copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    return copy.copy_(value) if has_contents else copy

@@ -42,6 +42,11 @@ class Truth:
     arithmetic: torch.dtype
     shared_error: float = 0.0
 
+    def of_rows(self, chosen: Tensor) -> "Truth":
+        """Return the expected results of the rows that are True in `chosen`, bool [num_rows]."""
+        of_rows = ("expected", "control", "lse_log2", "request_of_row")
+        return replace(self, **{name: getattr(self, name)[chosen] for name in of_rows})
+
     def compare(self, out: Tensor, least_bound: float = 0.0) -> Comparison:
         """Compare an output by `lab.references.errors.compare`, with a bound of at least one rounding. If all vectors are
         within their bounds, check the output for a bias too (`lab.references.regression`).

@@ -8,7 +8,6 @@ non-finite key are left out.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -20,7 +19,6 @@ from lab.recorded.call import RecordedCall, RecordingError
 from lab.recorded.case import OUTPUTS, RecordedCase
 from lab.recorded.suspicions import origins_of_non_finite, suspicions
 from lab.references.assertion import histories_of, truth_of_problem
-from lab.references.truth import Truth
 from lab.workloads.inputs.attention import new_workspace
 
 
@@ -49,7 +47,7 @@ def _judge(run: CaseRun) -> None:
     if not bool(finite.any()):
         raise Unsupported(f"call {case.number}: every request sees a key that is not finite")
     if not bool(finite.all()):
-        truth, out, lse = _rows(truth, finite), out[finite], None if lse is None else lse[finite]
+        truth, out, lse = truth.of_rows(finite), out[finite], None if lse is None else lse[finite]
     run.expect_close("the call", Result(out, lse, result.call), truth)
 
 
@@ -59,7 +57,7 @@ def _result(run: CaseRun, call: RecordedCall) -> Result:
     """
     interface: AttentionCall = run.case.interface
     if run.implementation is not OUTPUTS:
-        arguments = {name: _on(run.device, value) for name, value in call.arguments().items()}
+        arguments = call.arguments(run.device)
         result = run.call(GivenCall(interface, arguments | {"workspace_buffer": new_workspace(run.device)}))
         result = result._replace(out=result.out.cpu(), lse=None if result.lse is None else result.lse.cpu())
     else:
@@ -70,18 +68,6 @@ def _result(run: CaseRun, call: RecordedCall) -> Result:
     if result.lse is not None and call.given.get("return_lse_base") == "basee":
         result = result._replace(lse=result.lse.to(torch.float64) / math.log(2.0))
     return result
-
-
-def _on(device: torch.device, value: Any) -> Any:
-    if isinstance(value, tuple | list):
-        return type(value)(_on(device, each) for each in value)
-    return value.to(device) if isinstance(value, torch.Tensor) else value
-
-
-def _rows(truth: Truth, chosen: torch.Tensor) -> Truth:
-    """Return the expected results of the rows that are True in `chosen`, bool [num_rows]."""
-    of_rows = ("expected", "control", "lse_log2", "request_of_row")
-    return replace(truth, **{name: getattr(truth, name)[chosen] for name in of_rows})
 
 
 # A run without a recording has no recorded calls, and so no case.
