@@ -10,8 +10,19 @@ from lab.reports.tables import ABSENT, Cell, Columns, Table, make_table, number,
 from lab.timing.statistics import Speed
 from lab.wording import counted
 
-THROTTLED = "**throttled**"
 FEWEST_SIDE_BY_SIDE = 3  # for two implementations, the table of the fastest is enough
+# Rows are sorted by these facts, so that the tables do not depend on the order of the tests.
+ORDER = ("mode", "geometry", "requests", "query_tokens", "kv_tokens", "scenario", "page_size", "clock", "l2")
+
+
+def sorted_rows(rows: Sequence[Row]) -> list[Row]:
+    """Sort rows by their facts in `ORDER`, by implementation and by name: numbers sort as numbers, absent facts come first."""
+
+    def place(row: Row) -> tuple[tuple[float, str], ...]:
+        values = [*(row.facts.get(key) for key in ORDER), row.implementation, row.name]
+        return tuple((value, "") if isinstance(value, int | float) else (0, str(value or "")) for value in values)
+
+    return sorted(rows, key=place)
 
 
 def _fact(key: str, digits: int, scale: float = 1.0) -> Callable[[Row], Cell]:
@@ -20,6 +31,20 @@ def _fact(key: str, digits: int, scale: float = 1.0) -> Callable[[Row], Cell]:
 
 def _word(key: str) -> Callable[[Row], Cell]:
     return lambda row: words(row.facts.get(key))
+
+
+def _noted(cell: Callable[[Row], Cell], note: Callable[[Row], Cell], unit: str = "") -> Callable[[Row], Cell]:
+    """Return a column that shows another column and, after it in brackets, a note with its unit."""
+
+    def with_note(row: Row) -> Cell:
+        said, noted = cell(row), note(row).text
+        return said if noted in (ABSENT, said.text) else Cell(f"{said.text} ({noted}{unit})", said.number)
+
+    return with_note
+
+
+def _held_back_by(row: Row) -> Cell:
+    return words("not known" if row.facts.get("throttled_by") is None else ", ".join(row.throttled_by))
 
 
 # Columns of a table of one run. A setting that is the same in all rows becomes a note.
@@ -31,21 +56,15 @@ SETTINGS: Columns = {
 }
 GPU_COLUMNS: Columns = {
     "scenario": lambda row: words(row.scenario),
-    "implementation": lambda row: words(row.implementation),
-    "kernel": _word("kernel"),
+    "implementation": _noted(lambda row: words(row.implementation), _word("kernel")),
     "median, µs": lambda row: number(row.median_us, 2),
-    "floor, µs": _fact("floor_us", 2),
+    "floor, µs": _noted(_fact("floor_us", 2), _word("floor_bound")),
     "time over floor": lambda row: number(row.time_over_floor, 2),
-    "bound by": _word("floor_bound"),
-    "timed by": SETTINGS["timed by"],
-    "held back by": lambda row: words(", ".join(row.throttled_by)),
+    "held back by": _held_back_by,
     "IQR, %": lambda row: number(row.iqr_percent, 1),
-    "GB/s": _fact("bandwidth_gbps", 0),
-    "% of memory": _fact("bandwidth_percent", 0),
-    "TFLOP/s": _fact("rate_tflops", 1),
-    "% of matrix": _fact("matrix_rate_percent", 0),
-    "mode": _word("mode"),
-    **{heading: SETTINGS[heading] for heading in ("page size", "dtype", "K/V dtype")},
+    "GB/s": _noted(_fact("bandwidth_gbps", 0), _fact("bandwidth_percent", 0), " %"),
+    "TFLOP/s": _noted(_fact("rate_tflops", 1), _fact("matrix_rate_percent", 0), " %"),
+    **SETTINGS,
     "requests": _fact("requests", 0),
     "query tokens": _fact("query_tokens", 0),
     "keys": _fact("kv_tokens", 0),
@@ -64,45 +83,9 @@ PLAIN_COLUMNS: Columns = {
 }
 
 
-def _noted(heading: str, note: str, unit: str = "") -> Callable[[Row], Cell]:
-    """Return a column that shows the column `heading` and, after it in brackets, the column `note` with `unit`."""
-
-    def cell(row: Row) -> Cell:
-        said, noted = GPU_COLUMNS[heading](row), GPU_COLUMNS[note](row).text + unit
-        return said if noted in (ABSENT + unit, said.text) else Cell(f"{said.text} ({noted})", said.number)
-
-    return cell
-
-
-def _median(row: Row) -> Cell:
-    median = GPU_COLUMNS["median, µs"](row)
-    return Cell(f"{median.text} {THROTTLED}", median.number) if row.throttled_by else median
-
-
-def narrow_columns(settings: Sequence[str]) -> Columns:
-    """Return the columns of a Markdown report: `GPU_COLUMNS`, but the kernel is in brackets after the implementation, the
-    percentage after a rate, and the limit after the floor; and the columns of `settings`.
-    """
-    return {
-        "scenario": GPU_COLUMNS["scenario"],
-        "implementation": _noted("implementation", "kernel"),
-        **{name: SETTINGS[name] for name in settings},
-        **{heading: GPU_COLUMNS[heading] for heading in ("requests", "query tokens", "keys")},
-        "median, µs": _median,
-        "IQR, %": GPU_COLUMNS["IQR, %"],
-        "GB/s": _noted("GB/s", "% of memory", " %"),
-        "TFLOP/s": _noted("TFLOP/s", "% of matrix", " %"),
-        "floor, µs": _noted("floor, µs", "bound by"),
-        "floor / median, %": _fact("floor_percent", 1),
-        **{heading: GPU_COLUMNS[heading] for heading in ("MB", "GFLOP", "launches", "host, µs", "plan, µs")},
-    }
-
-
-def timing_tables(run: RecordedRun, name: str) -> list[Table]:
+def timing_tables(run: RecordedRun, name: str = "") -> list[Table]:
     """Make a run's tables of GPU times, host times, times without a clock and missing times; their ids begin with `name`."""
-    gpu = make_table(
-        GPU_COLUMNS, sorted(run.gpu_rows, key=lambda row: row.identity), name=f"{name}-gpu", caption="GPU time"
-    )
+    gpu = make_table(GPU_COLUMNS, sorted_rows(run.gpu_rows), name=f"{name}-gpu", caption="GPU time")
     host = plain_table(run.host_rows, f"{name}-host", "Host time: not GPU time, and not comparable with it")
     others = plain_table(
         run.rows_without_clock, f"{name}-unknown", "Times without a recorded clock: compared with nothing"
@@ -123,8 +106,9 @@ def fastest_table(run: RecordedRun, name: str = "") -> Table:
     shown = [each for each in run.rivals if each.speeds or each.rows[0].time_over_floor is not None]
     columns: Columns = {
         "scenario": _of_fastest(GPU_COLUMNS["scenario"]),
-        "fastest": _of_fastest(_noted("implementation", "kernel")),
-        **{heading: _of_fastest(GPU_COLUMNS[heading]) for heading in ("median, µs", "time over floor", "bound by")},
+        "fastest": _of_fastest(GPU_COLUMNS["implementation"]),
+        **{heading: _of_fastest(GPU_COLUMNS[heading]) for heading in ("median, µs", "time over floor")},
+        "bound by": _of_fastest(_word("floor_bound")),
         "next": lambda rivals: words(rivals.rows[1].implementation if rivals.speeds else None),
         "next takes, times": lambda rivals: number(
             rivals.rows[1].median_us / rivals.rows[0].median_us if rivals.speeds else None, 2
@@ -171,7 +155,7 @@ def side_by_side_table(run: RecordedRun, name: str = "") -> Table:
         return make_table({}, [], name=name)
     columns: Columns = {
         "scenario": _of_fastest(GPU_COLUMNS["scenario"]),
-        "floor, µs": _of_fastest(GPU_COLUMNS["floor, µs"]),
+        "floor, µs": _of_fastest(_fact("floor_us", 2)),
         "fastest": lambda rivals: words(", ".join(rivals.as_fast)),
         **{f"{each}, µs": partial(_median_of, each) for each in names},
         **{heading: _of_fastest(cell) for heading, cell in SETTINGS.items()},
