@@ -1,4 +1,4 @@
-"""Read recorded files of every kind: benchmarks, judge reports, surveys, experiments and mutants.
+"""Read recorded files of every kind: benchmarks, judge reports and experiments.
 
 A file's kind follows from its content, not from its name. pytest-benchmark's JSON becomes a `RecordedRun`, whose rows have the
 time, the method, the clocks and the environment.
@@ -60,10 +60,8 @@ class FileKind(NamedEnum):
 
     BENCHMARKS = "pytest-benchmark's rows"
     JUDGE = "a report of `lab.checks`"
-    SURVEY = "verdicts of forward passes or graphs and their counts, of commands that the judge has replaced"
-    MUTANTS = "mutants, and the checks that find them"
     EXPERIMENT = "facts and lists of rows: an experiment's, or those of `clocks`"
-    OTHER = "something else"
+    OTHER = "something else, such as a list, or the verdicts of a command that the judge has replaced"
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class RecordedFile:
 
     Attributes:
         name: path relative to the folder that was read, without ".json" or ".json.gz".
-        content: the file's data: a mapping, except a list for `FileKind.MUTANTS` and any JSON for `FileKind.OTHER`.
+        content: the file's data: a mapping, or any JSON for `FileKind.OTHER`.
     """
 
     path: Path
@@ -143,16 +141,13 @@ def read_folder(folder: Path) -> tuple[RecordedFile, ...]:
 
 
 def _kind(content: Any) -> FileKind:
-    if isinstance(content, list):
-        are_mutants = bool(content) and all(isinstance(each, Mapping) and "mutant" in each for each in content)
-        return FileKind.MUTANTS if are_mutants else FileKind.OTHER
-    if not isinstance(content, Mapping):
+    if not isinstance(content, Mapping) or ("verdicts" in content and "summary" in content):
         return FileKind.OTHER
     if isinstance(content.get("benchmarks"), list):
         return FileKind.BENCHMARKS
     if "implementation" in content and "checks" in content:
         return FileKind.JUDGE
-    return FileKind.SURVEY if "verdicts" in content and "summary" in content else FileKind.EXPERIMENT
+    return FileKind.EXPERIMENT
 
 
 @dataclass(frozen=True)

@@ -102,10 +102,10 @@ def test_settings_that_differ_get_a_column(tmp_path: Path) -> None:
     (heading, _, *rows) = lines_with(text.split("## GPU time")[1], "|")
     assert "| timed by | page size |" in heading
     assert "dtype |" not in heading
-    assert [row.split(" | ")[-2:] for row in rows] == [
-        ["graph, L2 cold by rotation", "32 |"],
-        ["graph, L2 cold by rotation", "64 |"],
-        ["graph, L2 warm", "64 |"],
+    assert rows == [
+        "| graph, L2 cold by rotation | 32 |",
+        "| graph, L2 cold by rotation | 64 |",
+        "| graph, L2 warm | 64 |",
     ]
     (common,) = lines_with(text, "In all rows")
     assert "; dtype bfloat16; K/V dtype bfloat16; " in common

@@ -294,25 +294,6 @@ def decline_table(runs: Sequence[JudgedRun]) -> Table:
     return make_table(columns, refused, name="declines", caption="What was refused, and why")
 
 
-def survey_table(records: Sequence[RecordedFile]) -> Table:
-    """Make a table of recorded surveys (`FileKind.SURVEY`), with one row per forward mode or replay sequence."""
-    lines = [
-        (record, name, counts)
-        for record in records
-        for name, counts in (record.content["summary"].get("modes") or record.content["summary"]).items()
-        if isinstance(counts, Mapping)
-    ]
-    columns: Columns = {
-        "run": lambda line: words(line[0].name),
-        "implementation": lambda line: words(implementation_name(line[0])),
-        "commit": lambda line: words(line[0].environment.get("commit")),
-        "mode or sequence": lambda line: words(line[1].lower().replace("_", " ")),
-        "cases": lambda line: number(sum(line[2].values())),
-        **_outcome_columns(lambda line: line[2]),
-    }
-    return make_table(columns, lines, name="surveys", caption="Forward passes and graph replays judged")
-
-
 def cited_findings(rows: Sequence[CheckRow]) -> list[Finding]:
     """Return all findings that cases cite, without repetition, sorted by page and number."""
     cited = {finding for row in rows for finding in row.findings}

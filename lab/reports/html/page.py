@@ -42,7 +42,6 @@ def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
     judge_tables = [
         *(table_of(checked) for table_of in (judged.verdict_matrix, judged.verdict_table, judged.fault_table)),
         judged.decline_table(judged_runs),
-        judged.survey_table(of_kind[FileKind.SURVEY]),
     ]
     library = _text_of("itables", "html", "dt_bundle.js")  # DataTables and its extensions, as itables ships them
     overview = folder / OVERVIEW
@@ -62,9 +61,7 @@ def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
         least_floor_us=f"{LEAST_FLOOR_US:g}",
         runs=[_timed_part(run, f"run-{place}") for place, run in enumerate(runs)],
         experiments=[experiment_part(file) for file in of_kind[FileKind.EXPERIMENT]],
-        not_shown={
-            file.name: _outline(file.content) for file in (*of_kind[FileKind.MUTANTS], *of_kind[FileKind.OTHER])
-        },
+        not_shown={file.name: _outline(file.content) for file in of_kind[FileKind.OTHER]},
         style=Markup(_text_of("lab.reports.html", "page.css")),
         sorting=Markup(_text_of("lab.reports.html", "tables.js")),
         library_uri=f"data:text/javascript;charset=utf-8;base64,{b64encode(library.encode()).decode()}",
@@ -74,6 +71,8 @@ def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
 
 def _outline(content: Any) -> str:
     """Describe, in a few words, the content of a file that the page does not show."""
+    if isinstance(content, Mapping):
+        return ", ".join(content)
     return f"a list of {len(content)} items" if isinstance(content, list) else f"{content!r} alone"
 
 

@@ -310,12 +310,15 @@ def test_what_is_recorded_is_text_and_never_a_tag(tmp_path: Path) -> None:
 def test_a_folder_may_hold_anything(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text("[1, 2, 3]")
     (tmp_path / "facts.json").write_text(json.dumps({"answer": 42, "rows": [], "deep": {"er": "x"}}))
+    (tmp_path / "survey.json").write_text(json.dumps({"summary": {}, "verdicts": []}))
     assert [(file.name, file.kind) for file in read_folder(tmp_path)] == [
         ("facts", FileKind.EXPERIMENT),
         ("list", FileKind.OTHER),
+        ("survey", FileKind.OTHER),
     ]
     written = html_report(tmp_path, read_folder(tmp_path))
     assert "list.json holds a list of 3 items" in written
+    assert "survey.json holds summary, verdicts" in written
     assert "deep.er" in written
     assert "No GPU recorded" in written
 
