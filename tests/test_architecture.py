@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": {"calls", "gpus"},
     "metadata": {"calls", "kernels"},
     "workloads": {"calls", "references", "kernels", "metadata"},
-    "recorded": {"calls", "references", "workloads"},
+    "recorded": {"calls", "provenance", "references", "workloads"},
     "checks": {
         "calls",
         "interpreter",

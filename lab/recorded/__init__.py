@@ -1,9 +1,19 @@
-"""Read recorded attention calls of an engine.
+"""Record attention calls of an engine, and read recorded calls.
 
 A recorded call has no history of its requests' tokens. It is judged by its own page table, so a wrong table is not detected.
 """
 
 from lab.recorded.call import RecordedCall, RecordingError
 from lab.recorded.case import OUTPUTS, RecordedCase, recorded_cases
+from lab.recorded.recorder import Recorder, Triggers, record
 
-__all__ = ["OUTPUTS", "RecordedCall", "RecordedCase", "RecordingError", "recorded_cases"]
+__all__ = [
+    "OUTPUTS",
+    "RecordedCall",
+    "RecordedCase",
+    "Recorder",
+    "RecordingError",
+    "Triggers",
+    "record",
+    "recorded_cases",
+]

@@ -1,6 +1,7 @@
 """A recorded attention call: the arguments of an engine's call, and the results of its kernel."""
 
-from collections.abc import Mapping
+import pickle
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,20 @@ from lab.calls import CALL_TYPES, AttentionCall, Problem
 from lab.calls.ragged_context import MIRRORS
 
 RESULTS = ("out", "lse")  # arguments that a call fills
+ALIGNMENT_BYTES = 256  # recorded tensors keep their addresses modulo this, the most that a kernel's loads need
+NAN_BYTE = 0xFF  # a number of these bytes is NaN in each dtype of a result
+# The errors that torch, pickle and safetensors raise for a damaged file.
+DAMAGED = (
+    AttributeError,
+    EOFError,
+    LookupError,
+    OSError,
+    OverflowError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    pickle.UnpicklingError,
+)
 
 
 class RecordingError(ValueError):
@@ -27,6 +42,8 @@ class RecordedCall:
         lse: the LSE after the call; None if the call did not end or returns no LSE.
         versions: the version of each package in the engine's process.
         lost: sentences about data that the recorder did not keep.
+        gpu: the name of the GPU; "" if the recorder did not write it.
+        pages: the engine's id of each page in `kv_cache`, if the recorder kept some of the pages only; else None.
         drawn: names of the arguments whose contents were replaced by drawn values.
     """
 
@@ -36,6 +53,8 @@ class RecordedCall:
     lse: torch.Tensor | None
     versions: Mapping[str, str]
     lost: tuple[str, ...] = ()
+    gpu: str = ""
+    pages: tuple[int, ...] | None = None
     drawn: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
@@ -47,15 +66,17 @@ class RecordedCall:
             )
 
     def arguments(self, device: torch.device | None = None) -> dict[str, Any]:
-        """Return the recorded arguments as keyword arguments of a new call: without the workspace, with uninitialised `out` and
-        `lse`.
+        """Return the recorded arguments as keyword arguments of a new call: without the workspace, with NaN in `out` and `lse`,
+        so that an element that is not written is found.
 
         Args:
-            device: copy the tensors to this device, with their strides. Lengths that FlashInfer reads on the host are copied to
-                the CPU. None: no copies.
+            device: copy the tensors to this device, with their strides, and with their alignment unless it is lost. Lengths
+                that FlashInfer reads on the host are copied to the CPU. None: no copies.
         """
         return {
-            name: _placed(value, torch.device("cpu") if device and name in MIRRORS else device, name not in RESULTS)
+            name: self._placed(
+                value, torch.device("cpu") if device and name in MIRRORS else device, name not in RESULTS
+            )
             for name, value in {**self.given, "workspace_buffer": None}.items()
         }
 
@@ -69,14 +90,41 @@ class RecordedCall:
         problem: Problem = CALL_TYPES[self.function](**self.arguments()).problem()
         return problem
 
+    def _placed(self, value: Any, device: torch.device | None, has_contents: bool) -> Any:
+        """Copy a tensor, or each tensor of a tuple or list, to a device; without its contents, the copy holds NaN. Return other
+        values, and with contents and without a device tensors too, as they are.
+        """
+        if isinstance(value, tuple | list):
+            return type(value)(self._placed(each, device, has_contents) for each in value)
+        if not isinstance(value, torch.Tensor) or (device is None and has_contents):
+            return value
+        address = 0 if self.lost else value.data_ptr()  # a lost alignment is that of an allocation
+        copy = placed(value.shape, value.stride(), value.dtype, address, device, byte=0 if has_contents else NAN_BYTE)
+        if has_contents:
+            unrepeated(copy).copy_(unrepeated(value))
+        return copy
 
-def _placed(value: Any, device: torch.device | None, has_contents: bool) -> Any:
-    """Copy a tensor, or each tensor of a tuple or list, to a device; without its contents, the copy is uninitialised. Return
-    other values, and with contents and without a device tensors too, as they are.
+
+def placed(
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    address: int,
+    device: torch.device | None = None,
+    byte: int = 0,
+) -> torch.Tensor:
+    """Return a tensor with these strides, whose address is `address` modulo ALIGNMENT_BYTES, and whose bytes are all `byte`.
+    `device` is the CPU if it is None.
     """
-    if isinstance(value, tuple | list):
-        return type(value)(_placed(each, device, has_contents) for each in value)
-    if not isinstance(value, torch.Tensor) or (device is None and has_contents):
-        return value
-    copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-    return copy.copy_(value) if has_contents else copy
+    elements = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if all(shape) else 0
+    room = elements * dtype.itemsize + ALIGNMENT_BYTES
+    memory = torch.zeros(room, dtype=torch.uint8, device=device)  # of which the system fills only what is used
+    if byte:
+        memory.fill_(byte)
+    start = (address - memory.data_ptr()) % ALIGNMENT_BYTES
+    return memory[start : start + elements * dtype.itemsize].view(dtype).as_strided(tuple(shape), tuple(stride))
+
+
+def unrepeated(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a tensor's elements in which an expanded dimension has size 1."""
+    return tensor[tuple(slice(None, 1) if stride == 0 else slice(None) for stride in tensor.stride())]

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 from lab.calls.problem import AttentionCall
 from lab.recorded.call import RecordedCall, RecordingError
 from lab.recorded.flashinfer_dumps import DumpedCall, dumped_calls
+from lab.recorded.own_form import OwnCall, own_calls
 
 NAME_OF_OUTPUTS = "lab.recorded:OUTPUTS"  # the judge imports the recorded outputs by this name
 _NUMBERED = re.compile(r"(.+)#(\d+)")
@@ -19,10 +20,11 @@ class RecordedCase:
 
     Attributes:
         interface: the function that was called.
-        path: the folder of the call, or of one of its replays.
+        path: the file of the call; for a call that FlashInfer recorded, the folder of the call or of one of its replays.
         number: the number of the call in its recording, counted from 1 in the order of time.
-        time: the time of the call, or of its capture.
+        time: the time of the call; for a replay the time of the replay, or of the capture if FlashInfer recorded it.
         replay: the number of the replay of a CUDA graph; 0 for an eager call.
+        layer: the layer of the model; None if it is not known.
     """
 
     interface: AttentionCall
@@ -30,12 +32,14 @@ class RecordedCase:
     number: int
     time: str
     replay: int = 0
+    layer: int | None = None
 
     @property
     def address(self) -> str:
         """Return "FOLDER#number": for this text `recorded_cases` returns only this call."""
-        call = Path(self.path).parents[1] if self.replay else Path(self.path)
-        return f"{call.parent}#{self.number}"
+        path = Path(self.path)
+        is_dumped_replay = self.replay and path.suffix != ".pt"
+        return f"{path.parents[2] if is_dumped_replay else path.parent}#{self.number}"
 
     def read(self) -> RecordedCall:
         """Read the call.
@@ -43,7 +47,9 @@ class RecordedCase:
         Raises:
             RecordingError: the call cannot be read.
         """
-        return DumpedCall(Path(self.path), self.interface.value, self.time, replay=self.replay).read()
+        path = Path(self.path)
+        form = OwnCall if path.suffix == ".pt" else DumpedCall
+        return form(path, self.interface.value, self.time, replay=self.replay).read()
 
 
 class _RecordedOutputs:
@@ -66,7 +72,7 @@ def recorded_cases(recording: Path | str) -> list[RecordedCase]:
     """Return the attention calls of a recording, in the order of time.
 
     Args:
-        recording: a folder that FlashInfer wrote, or "FOLDER#3" for only its third call.
+        recording: a folder that `lab record` or FlashInfer wrote, or "FOLDER#3" for only its third call.
 
     Raises:
         RecordingError: there is no such folder, or it has no attention call, or no call with this number.
@@ -76,15 +82,21 @@ def recorded_cases(recording: Path | str) -> list[RecordedCase]:
     if not folder.is_dir():
         raise RecordingError(f"{folder} is no folder of recorded calls")
     judged = {each.value for each in AttentionCall}
-    calls = [call for call in dumped_calls(folder) if call.function in judged or not call.function]
+    there: list[DumpedCall | OwnCall] = [*dumped_calls(folder), *own_calls(folder)]
+    calls = [call for call in there if call.function in judged or not call.function]
     cases = [  # a call with a damaged record counts as a decode call, and is declined
         RecordedCase(
-            AttentionCall(call.function or AttentionCall.DECODE), str(call.path), number, call.time, call.replay
+            AttentionCall(call.function or AttentionCall.DECODE),
+            str(call.path),
+            number,
+            call.time,
+            call.replay,
+            call.layer,
         )
         for number, call in enumerate(calls, start=1)
     ]
     chosen = [case for case in cases if not found or case.number == int(found[2])]
     if not chosen:
-        there = f"it has {len(cases)}" if cases else "it has none: set FLASHINFER_LOGLEVEL=10 and FLASHINFER_DUMP_DIR"
-        raise RecordingError(f"{folder} has no {f'call {found[2]}' if found else 'attention call'}; {there}")
+        has = f"it has {len(cases)}" if cases else "it has none: `lab record` records calls"
+        raise RecordingError(f"{folder} has no {f'call {found[2]}' if found else 'attention call'}; {has}")
     return chosen

@@ -8,7 +8,6 @@ tensor in a tuple a key such as `kwarg_kv_cache__0`. The other arguments are JSO
 
 import ast
 import json
-import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import torch
 
 from lab.calls import CALL_TYPES, AttentionCall
 from lab.extras import require
-from lab.recorded.call import RecordedCall, RecordingError
+from lab.recorded.call import DAMAGED, RecordedCall, RecordingError
 
 METADATA = "metadata.jsonl"
 REPLAYS = "graph_flushes"
@@ -28,8 +27,6 @@ LOST = {
     "torch": "FlashInfer copies a tensor to an address of its own, so that offsets and alignment are lost",
     "safetensors": "FlashInfer makes tensors contiguous for safetensors, so that strides, offsets and alignment are lost",
 }
-# The errors that torch, pickle and safetensors raise for a damaged file.
-DAMAGED = (EOFError, KeyError, OSError, OverflowError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError)
 _ARGUMENT = re.compile(r"(arg_(?P<index>\d+)|kwarg_(?P<name>\w+?))(__\d+)*")
 
 
@@ -43,6 +40,7 @@ class DumpedCall:
         time: time of the call or of its capture, in milliseconds, as a text that sorts by time.
         sequence: the number of the call among the calls of this function in its process.
         replay: the number of the replay; 0 for an eager call.
+        layer: None, since FlashInfer does not record it.
     """
 
     path: Path
@@ -50,6 +48,7 @@ class DumpedCall:
     time: str = ""
     sequence: int = 0
     replay: int = 0
+    layer: None = None
 
     def read(self) -> RecordedCall:
         """Read the call.

@@ -36,6 +36,7 @@ OF_FIELDS: dict[str, Feature] = {
     "translated": Condition("v2p is {|not }given", 0.5),
     "spare_capacity": Number("the spare capacity of a list is {}", 0.8),
     "sequence": Choice("the sequence of replays", 0.8),
+    "layer": Choice("the layer of the model", 0.8),
     "replay": Number(
         "the call is replay {} of a CUDA graph", 0.5, several="the call is a later replay of a CUDA graph"
     ),

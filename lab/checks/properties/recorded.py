@@ -34,14 +34,15 @@ def _judge(run: CaseRun) -> None:
     for sentence in call.lost:
         run.remark(sentence)
     histories = histories_of(problem)
-    for sentence in suspicions(problem, histories):
+    for sentence in suspicions(problem, histories, call.pages):
         run.remark(f"call {case.number}: {sentence}")
     rounds_weights = run.ranges.e4m3_arithmetic and problem.kv_dtype == E4M3
     truth = truth_of_problem(problem, E4M3 if rounds_weights else None, histories=histories)
     result = _result(run, call)
     end = len(truth.expected)
     out, lse = result.out[:end], None if result.lse is None else result.lse[:end]
-    for sentence in origins_of_non_finite(problem, histories, out) if out.shape == truth.expected.shape else ():
+    has_rows = out.shape == truth.expected.shape
+    for sentence in origins_of_non_finite(problem, histories, out, call.pages) if has_rows else ():
         run.remark(f"call {case.number}: {sentence}")
     finite = truth.expected.isfinite().flatten(1).all(dim=1)
     if not bool(finite.any()):
