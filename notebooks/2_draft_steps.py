@@ -41,8 +41,8 @@ from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.speculation.draft_steps import DraftPlan, MultiStepDraft, allocate_draft, prepare_draft
 from lab.references import generate_draft_decode_kv_indices, trtllm_batch_decode_with_kv_cache
 from lab.timing.roofline import measure_ceilings
-from lab.workloads.draft import DraftCase, build_verify, draft_decode
 from lab.workloads.traces import own_trace
+from studies.draft_scenarios import DraftCase, build_verify, draft_decode
 from studies.draft_steps import facts_of, implied_saving_us, median_of, point_of, works_of
 from studies.draft_visibility import in_words, look
 from studies.pictures.draft_steps import built_figure, claim_figure, draft_times_figure, lists_figure, steps_figure

@@ -23,8 +23,8 @@ from lab.reports.tables import Table
 from lab.timing.host_time import METHOD as HOST_METHOD
 from lab.timing.host_time import host_time
 from lab.timing.work import GpuWork
-from lab.workloads.draft import draft_scenario
 from lab.workloads.traces import TracedRequest
+from studies.draft_scenarios import draft_scenario
 from studies.draft_work import draft_facts, draft_work
 from studies.recording import Recorded, StudyRow, table_of
 from studies.settings import Samples, names

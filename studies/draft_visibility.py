@@ -22,7 +22,7 @@ from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.speculation.draft_steps import DraftStep, MultiStepDraft, build_draft_steps
 from lab.references import trtllm_batch_decode_with_kv_cache
-from lab.workloads.draft import DraftCase, build_verify, draft_decode
+from studies.draft_scenarios import DraftCase, build_verify, draft_decode
 from studies.recording import Recorded, StudyRow
 from studies.settings import count
 from studies.study import Part, Study

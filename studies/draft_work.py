@@ -30,7 +30,7 @@ from lab.timing.gpu_time import GpuTime, measure
 from lab.timing.host_time import host_time
 from lab.timing.method import Method
 from lab.timing.work import Call, GpuWork
-from lab.workloads.draft import DraftCase, DraftScenario, build_verify, draft_decode
+from studies.draft_scenarios import DraftCase, DraftScenario, build_verify, draft_decode
 
 CELL_BYTES = 4  # int32
 POISON = -7  # what outputs hold before a call: no slot, page, length or boundary is negative

@@ -22,8 +22,8 @@ from lab.timing import L2, Ceilings, DeviceClock, GpuTime, Method, measure_ceili
 from lab.timing.forward import DeclinedError, TimedPass, time_facts, time_in_turns
 from lab.timing.sampling import RefusedTimeError
 from lab.workloads import DEFAULT_SCENARIOS, ForwardCase, scenario
-from lab.workloads.draft import DEFAULT_DRAFT_SCENARIOS, draft_scenario, is_draft_scenario
 from lab.workloads.traces import TracedRequest, own_trace, read_trace
+from studies.draft_scenarios import DEFAULT_DRAFT_SCENARIOS, draft_scenario, is_draft_scenario
 from tests.benchmarks.summary import judged_table, timed_tables
 
 HAS_GPU = torch.cuda.is_available()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lab.timing import Ceilings, Method
-from lab.workloads.draft import CHOICES, DraftScenario, draft_scenario
+from studies.draft_scenarios import CHOICES, DraftScenario, draft_scenario
 from studies.draft_work import POISON, draft_work, time_draft
 
 # Every kind and choice, small enough for the interpreter, around a page's edge.

@@ -23,7 +23,7 @@ from typer.core import TyperCommand
 from lab.commands.app import app
 from lab.loading import LoadError, load
 from lab.workloads import scenario
-from lab.workloads.draft import draft_scenario, is_draft_scenario
+from studies.draft_scenarios import draft_scenario, is_draft_scenario
 
 ROOT = Path(__file__).parents[2]
 ASSIGNMENT = re.compile(r"[A-Z_]+=")

@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 import lab.kernels
 from lab import references
 from lab.kernels import portable
-from lab.workloads.draft import CHOICES, draft_scenario
+from studies.draft_scenarios import CHOICES, draft_scenario
 from studies.draft_work import draft_work
 from tests.cases import (
     CONTEXT,

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from lab.workloads.draft import draft_scenario
 from lab.workloads.traces import own_trace
 from studies import draft_steps, variants
+from studies.draft_scenarios import draft_scenario
 from studies.draft_steps import (
     CLAIM,
     GRID,

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import E4M3, NVFP4
-from lab.checks.explain.feature import Condition, Feature, Features, Number, Value
+from lab.checks.explain.feature import CaseFeature, Condition, Features, Number, Value
 
 TILE = 64  # keys that kernels take at a time
 POWER_OF_2 = "{not |}a power of two"
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", E4M3: "e4m3", NVFP4: "nvfp4"}
 Read = dict[str, Any]  # values by the names of features; None, False or nothing where a subject does not have one
 
-OF_REQUEST: dict[str, Feature] = {
+OF_REQUEST: dict[str, CaseFeature] = {
     "kv_len": Number("a request has {} keys", 0.8),
     "q_len": Number("a request has {} query rows", 0.5, several="a request has several query rows"),
     "pages": Number("a request has {} pages", 1, several="a request has several pages"),
@@ -79,7 +79,7 @@ def _read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: i
     }
 
 
-OF_BATCH: dict[str, Feature] = {
+OF_BATCH: dict[str, CaseFeature] = {
     "page_size": Number("page_size is {}", 0.5),
     "has_window": Condition("{a|no} window is set", 0),
     "window_left": Number("window_left is {}", 0.4),

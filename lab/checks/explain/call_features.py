@@ -9,16 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.calls import CALL_TYPES, PagedAttention
-from lab.calls import Feature as Option
+from lab.calls import CALL_TYPES, Feature, PagedAttention
 from lab.calls.problem import AttentionCall, shown_draft_tokens
 from lab.calls.ragged_context import RaggedAttention
 from lab.calls.workspace import counts_in_workspace, semaphores_and_scratch
 from lab.checks.explain.batch_features import POWER_OF_2, TILE, CallFeatures, Read, kept
-from lab.checks.explain.feature import Choice, Condition, Feature, Number
+from lab.checks.explain.feature import CaseFeature, Choice, Condition, Number
 
 # Of a call, and of a case whose tensors have them.
-OF_TENSORS: dict[str, Feature] = {
+OF_TENSORS: dict[str, CaseFeature] = {
     "function": Choice("the function", 0.4),
     "dtype": Choice("the query's dtype", 0.8),
     "kv_dtype": Choice("the cache's dtype", 0.5),
@@ -31,7 +30,7 @@ OF_TENSORS: dict[str, Feature] = {
     "group_no_power_of_2": Condition(f"the number of query heads per K/V head is {POWER_OF_2}", 0.7),
     "sinks": Condition("{sinks|no sinks} are given", 0),
 }
-OF_CALL: dict[str, Feature] = {
+OF_CALL: dict[str, CaseFeature] = {
     "mask": Condition("{a|no} draft mask is given", 0),
     "mask_not_causal": Condition("{a|no} draft mask is given that is not causal", 0.5),
     "masks_differ": Condition("requests have {different masks|one mask}", 0.5),
@@ -118,8 +117,8 @@ def _read_call(
         "other_out_dtype": problem.out_dtype != query.dtype,
         "seq_lens_uint32": problem.seq_lens.dtype == torch.uint32,
         "host_lengths": getattr(arguments.get("q_seq_lens_cpu"), "dtype", None),
-        "separate_tables": Option.SEPARATE_TABLES in options,
-        "other_v_strides": Option.OTHER_V_STRIDES in options,
+        "separate_tables": Feature.SEPARATE_TABLES in options,
+        "other_v_strides": Feature.OTHER_V_STRIDES in options,
         "used_scratch": _used_scratch(arguments, query.device),
     }
     for name in ("query", "key", "value", "lse", "block_tables"):
@@ -200,7 +199,7 @@ WATCHED = {
     "kv_cache": ("the cache was", 1),
     "workspace_buffer": ("the workspace was", 1.3),
 }
-OF_EARLIER: dict[str, Feature] = {
+OF_EARLIER: dict[str, CaseFeature] = {
     "later_call": Condition("a call is {not |}the first of its case", 1),
     "calls_before": Number("the number of earlier calls is {}", 4),
     "longer_request": Condition("{a|no} request is longer than in the first call of these shapes", 0.9),

@@ -33,7 +33,7 @@ _ALTERNATIVES = re.compile(r"\{([^}]*)\|([^}]*)\}")
 
 
 @dataclass(frozen=True)
-class Feature(ABC):
+class CaseFeature(ABC):
     """A property of a subject: of a case, a call or a request.
 
     Attributes:
@@ -57,7 +57,7 @@ class Feature(ABC):
         """Yield the tests that can separate the values of a column, each as (operator, value, cost in bits)."""
 
 
-class Condition(Feature):
+class Condition(CaseFeature):
     """A feature that is true or false. Its text has "{words if true|words if false}"."""
 
     def phrase(self, operator: str, value: Value) -> str:
@@ -72,7 +72,7 @@ class Condition(Feature):
 
 
 @dataclass(frozen=True)
-class Number(Feature):
+class Number(CaseFeature):
     """A feature that is a number. Its text has "{}" in place of the number. `several` is the text of the test "2 or more"."""
 
     several: str = ""
@@ -96,7 +96,7 @@ class Number(Feature):
 
 
 @dataclass(frozen=True)
-class Choice(Feature):
+class Choice(CaseFeature):
     """A feature whose value is a name. Its text is the subject of the sentence part "wherever <text> is <name>"."""
 
     is_negated: bool = True  # "is not" says something to a reader

@@ -6,7 +6,7 @@ from typing import Any
 
 from lab.checks.explain.batch_features import OF_BATCH, OF_REQUEST, CallFeatures, Read, kept
 from lab.checks.explain.call_features import OF_CALL, OF_EARLIER, OF_TENSORS
-from lab.checks.explain.feature import Choice, Condition, Feature, Features, Number
+from lab.checks.explain.feature import CaseFeature, Choice, Condition, Features, Number
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, UncountedTokens
 from lab.workloads.attention_case import AttentionCase
@@ -17,7 +17,7 @@ NO_FEATURES = ("interface", "arithmetic", "values", "seed", "page_seed", "path",
 LENGTHS = ("kv_lens", "q_lens", "prefix_lens", "lens", "rows")
 
 # Of the fields of a case, where their names are not those of features of a call.
-OF_FIELDS: dict[str, Feature] = {
+OF_FIELDS: dict[str, CaseFeature] = {
     "contents": Choice("the kind of numbers", 0.6),
     "dead": Choice("the content of cells that no request owns", 0.6),
     "table_tail": Choice("the content of unused columns of the page table", 0.8),
@@ -72,14 +72,14 @@ OF_FIELDS: dict[str, Feature] = {
     "tensor_parallel": Number("the number of tensor-parallel GPUs is {}", SETTING),
     "virtual_slots": Condition("the slots are {virtual|physical}", SETTING),
 }
-OF_MODE: dict[str, Feature] = {
+OF_MODE: dict[str, CaseFeature] = {
     "leaves_out_tokens": Condition("seq_lens {leaves out tokens of the pass|counts all tokens}", 0.5),
     "uncounted": Choice("the kind of tokens that seq_lens leaves out", 0.8),
     "query_rows": Choice("the kind of query rows", 1),
     "extends_draft": Condition("the forward mode {extends|does not extend} a draft", 0.8),
 }
 # Where no other feature says where a result is wrong.
-OF_RESULT: dict[str, Feature] = {"result": Choice("the name of the result", 5, is_negated=False)}
+OF_RESULT: dict[str, CaseFeature] = {"result": Choice("the name of the result", 5, is_negated=False)}
 TABLES = (OF_REQUEST, OF_BATCH, OF_TENSORS, OF_CALL, OF_FIELDS, OF_MODE, OF_EARLIER, OF_RESULT)
 FEATURES = {name: feature for table in TABLES for name, feature in table.items()}
 
@@ -88,7 +88,7 @@ class UnknownFeatureError(LookupError):
     """No feature has this name. Add a row to a table for each new field of a case and each new argument of a call."""
 
 
-def feature_named(name: str) -> Feature:
+def feature_named(name: str) -> CaseFeature:
     """Return a feature by its name. The name "parameter=value" is a condition: a configuration's parameter has this value,
     which is not its default.
 

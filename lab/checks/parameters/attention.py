@@ -7,7 +7,7 @@ from typing import Any
 
 from lab.calls.problem import NVFP4, AttentionCall
 from lab.checks.parameters.covering import Constraint, Model, Point
-from lab.checks.parameters.sampling import Sample, samples
+from lab.checks.parameters.sampling import DrawnPoint, samples
 from lab.ranges import SEEDS, Ranges
 from lab.workloads.attention_case import AttentionCase, Storage
 from lab.workloads.interfaces import PAGED_CALLS, Interface
@@ -137,7 +137,7 @@ def _lens(
 
 def drawn_cases(
     interface: Interface, ranges: Ranges, adapt: Callable[[AttentionCase], Any] = lambda case: case
-) -> Iterator[Sample]:
+) -> Iterator[DrawnPoint]:
     """Yield random cases of a check without end. `adapt` makes each of them from a random attention case."""
 
     def make(point: Point, seed: int) -> Any:

@@ -11,7 +11,7 @@ SEEDS = 2**30
 
 
 @dataclass(frozen=True)
-class Sample:
+class DrawnPoint:
     """A random point of a model (a value for each axis), and the function that makes a case from it."""
 
     model: Model
@@ -23,7 +23,7 @@ class Sample:
     def case(self) -> Any:
         return self.make(dict(self.point), self.seed)
 
-    def smaller(self, axis: str) -> Iterator["Sample"]:
+    def smaller(self, axis: str) -> Iterator["DrawnPoint"]:
         """Yield samples that fit the model's rules and have another value of an axis: its default, then smaller sizes, the
         smallest first.
         """
@@ -42,13 +42,13 @@ class Sample:
 
 def samples(
     model: Model, seed: str, make: Callable[[Point, int], Any], *, fewest: int | None = None
-) -> Iterator[Sample]:
+) -> Iterator[DrawnPoint]:
     """Yield an endless sequence of random samples of a model. The same seed gives the same samples.
 
     Args:
         model: the model of the points.
         seed: seed of the points.
-        make: as in `Sample`.
+        make: as in `DrawnPoint`.
         fewest: least number of axes that are drawn; the rest keep their default. None: all axes are drawn.
     """
     rng, names = random.Random(seed), list(model.axes)
@@ -59,10 +59,10 @@ def samples(
             if (name, value) not in model.vacuous and model.fits({**point, name: value}, name):
                 point[name] = value
         if (whole := model.completed(point)) is not None:
-            yield Sample(model, whole, rng.randrange(SEEDS), make)
+            yield DrawnPoint(model, whole, rng.randrange(SEEDS), make)
 
 
-def shrunk(sample: Sample, stays_wrong: Callable[[Any], bool]) -> Sample:
+def shrunk(sample: DrawnPoint, stays_wrong: Callable[[Any], bool]) -> DrawnPoint:
     """Shrink a sample whose case is wrong: reset values to their defaults and reduce sizes as long as the case stays wrong."""
     is_smaller = True
     while is_smaller:

@@ -6,7 +6,7 @@ from typing import Any
 
 from lab.checks.case_run import CaseRun
 from lab.checks.parameters.attention import balanced, balanced_nvfp4, drawn_cases
-from lab.checks.parameters.sampling import Sample
+from lab.checks.parameters.sampling import DrawnPoint
 from lab.checks.run.verdicts import CaseVerdict
 from lab.named_enum import NamedEnum
 from lab.ranges import Ranges
@@ -53,7 +53,7 @@ class Scope:
 
 # Cases that follow from the verdicts so far, and random ones within what the verdicts say that the implementation takes.
 Following = Callable[[Interface, Ranges, Sequence[CaseVerdict]], Iterable[Any]]
-DrawOn = Callable[[Interface, Ranges, Sequence[CaseVerdict]], Iterable[Sample]]
+DrawOn = Callable[[Interface, Ranges, Sequence[CaseVerdict]], Iterable[DrawnPoint]]
 
 
 def itself(case: AttentionCase) -> AttentionCase:
@@ -96,7 +96,7 @@ class Check:
         """Return the fixed cases of the check for one function, within the ranges, at a level."""
         return self.fixed(Scope(interface, ranges, level))
 
-    def draw(self, interface: Interface, ranges: Ranges) -> Iterable[Sample]:
+    def draw(self, interface: Interface, ranges: Ranges) -> Iterable[DrawnPoint]:
         """Return an endless series of random cases; no case if `drawn` is None."""
         return () if self.drawn is None else drawn_cases(interface, ranges, self.drawn)
 

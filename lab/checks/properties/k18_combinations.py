@@ -24,7 +24,7 @@ from lab.checks.parameters.covering import Point
 from lab.checks.parameters.metadata import judge_metadata
 from lab.checks.parameters.metadata_axes import METADATA
 from lab.checks.parameters.models import MODELS
-from lab.checks.parameters.sampling import Sample, samples
+from lab.checks.parameters.sampling import DrawnPoint, samples
 from lab.checks.properties.check import Check, Scope
 from lab.checks.properties.draft_lists import judge_lists
 from lab.checks.run.verdicts import CaseVerdict
@@ -111,7 +111,7 @@ def _unlike(
             yield case
 
 
-def _draw_on(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]) -> Iterator[Sample]:
+def _draw_on(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]) -> Iterator[DrawnPoint]:
     """Yield random cases that contain only judged values. In each, at least two values differ from the default."""
     if (found := retried(MODELS[interface](ranges), verdicts)) is not None:
         seed = f"{interface.name} {ranges.seed}"

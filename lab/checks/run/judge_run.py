@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.checks.parameters.discovery import discover, is_mostly_declined
-from lab.checks.parameters.sampling import Sample, shrunk
+from lab.checks.parameters.sampling import DrawnPoint, shrunk
 from lab.checks.properties.check import Check, Following, Level
 from lab.checks.report import Report
 from lab.checks.run.audit import audit, chosen
@@ -227,7 +227,7 @@ class CheckRun:
         self.planned += len(new)
         return new
 
-    def _turns(self, cases: Sequence[Any], rounds: Sequence[Following], samples: Sequence[Sample]) -> Waits:
+    def _turns(self, cases: Sequence[Any], rounds: Sequence[Following], samples: Sequence[DrawnPoint]) -> Waits:
         """Judge the fixed cases, then the cases that each round derives from the verdicts so far, then the random cases."""
         yield from self._judge(cases, self._keep_planned)
         for following in rounds:
@@ -272,7 +272,7 @@ class CheckRun:
                     keep(self._verdict(blank, found), True)
 
     def _judge_samples(
-        self, samples: Sequence[Sample], wrong: set[str], most_wrong: int, is_planned: bool = True
+        self, samples: Sequence[DrawnPoint], wrong: set[str], most_wrong: int, is_planned: bool = True
     ) -> Waits:
         """Judge random cases. Keep the verdicts on right cases, and on wrong cases after shrinking them, until `most_wrong` are
         wrong.
@@ -297,7 +297,7 @@ class CheckRun:
 
         yield from self._judge([sample.case for sample in sample_of.values()], keep, True)
 
-    def _shrunk(self, verdict: CaseVerdict, sample: Sample) -> CaseVerdict:
+    def _shrunk(self, verdict: CaseVerdict, sample: DrawnPoint) -> CaseVerdict:
         """Reduce the parameters of a wrong random case while it stays wrong, even if the run is over. Return the verdict on the
         smallest wrong case.
         """

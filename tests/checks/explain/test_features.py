@@ -23,7 +23,7 @@ from lab.checks.explain.batch_features import (
     of_any_request,
 )
 from lab.checks.explain.call_features import OF_CALL, OF_EARLIER, OF_TENSORS, CallLog, _read_call, features_of_call
-from lab.checks.explain.feature import Choice, Condition, Feature, Number
+from lab.checks.explain.feature import CaseFeature, Choice, Condition, Number
 from lab.checks.explain.features import FEATURES, TABLES, UnknownFeatureError, feature_named, features_of_case
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.properties import checks
@@ -400,7 +400,7 @@ def test_no_two_features_have_one_name_and_each_can_be_said() -> None:
         ),
     ],
 )
-def test_the_tests_of_a_feature_and_their_bits(feature: Feature, values: Any, tests: list[Any]) -> None:
+def test_the_tests_of_a_feature_and_their_bits(feature: CaseFeature, values: Any, tests: list[Any]) -> None:
     """Of many numbers, the thresholds are those next after a power of two, where kernels change."""
     assert list(feature.tests(feature.column(values))) == tests
 

@@ -14,7 +14,7 @@ from lab.calls.problem import AttentionCall
 from lab.checks import Configuration, Outcome, Report, judge
 from lab.checks.parameters.covering import Constraint, Model
 from lab.checks.parameters.models import MODELS
-from lab.checks.parameters.sampling import Sample, samples, shrunk
+from lab.checks.parameters.sampling import DrawnPoint, samples, shrunk
 from lab.checks.properties.k18_combinations import CHECK as COMBINATIONS
 from lab.reports.judgement import notes
 from tests.checks.parameters.test_retries import NAMES
@@ -39,7 +39,7 @@ def test_a_case_is_reset_to_the_plain_one_but_for_what_makes_it_wrong() -> None:
         axis: values[-1] for axis, values in MODEL.axes.items() if axis not in ("offsets", "cache", "out", "lengths")
     }
     point = MODEL.completed(whole | {"mask": "none"}) or {}
-    sample = Sample(MODEL, point, 17, partial(Configuration, AttentionCall.DECODE))
+    sample = DrawnPoint(MODEL, point, 17, partial(Configuration, AttentionCall.DECODE))
     assert len(sample.case.non_default) > 10
     small = shrunk(sample, lambda each: each["requests"] >= 4 and each["lse"] != "none")
     assert small.case == Configuration(AttentionCall.DECODE, MODEL.default | {"requests": 5, "lse": point["lse"]})
@@ -62,8 +62,8 @@ SIZES = Model(
 )
 
 
-def sample_of(size: int, form: str, seed: int = 5) -> Sample:
-    return Sample(
+def sample_of(size: int, form: str, seed: int = 5) -> DrawnPoint:
+    return DrawnPoint(
         SIZES, {"size": size, "form": form, "kind": 0}, seed, lambda point, seed: (point["size"], point["form"], seed)
     )
 

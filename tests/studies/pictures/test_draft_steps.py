@@ -18,7 +18,7 @@ from lab.metadata.speculation.draft_steps import (
     prepare_draft,
 )
 from lab.references import generate_draft_decode_kv_indices
-from lab.workloads.draft import DraftCase, build_verify, draft_decode
+from studies.draft_scenarios import DraftCase, build_verify, draft_decode
 from studies.pictures.draft_steps import (
     MOST_SLOTS,
     built_figure,

@@ -5,7 +5,8 @@ import torch
 
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.workloads import DEFAULT_SCENARIOS
-from lab.workloads.draft import (
+from lab.workloads.traces import TracedRequest
+from studies.draft_scenarios import (
     DEFAULT_DRAFT_SCENARIOS,
     DraftCase,
     DraftScenario,
@@ -14,7 +15,6 @@ from lab.workloads.draft import (
     draft_scenario,
     is_draft_scenario,
 )
-from lab.workloads.traces import TracedRequest
 
 CPU = torch.device("cpu")
 
