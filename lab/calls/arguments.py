@@ -67,9 +67,16 @@ def _unmodelled(call_type: type[Any]) -> tuple[tuple[str, Any], ...]:
 
 
 def check_tensor(name: str, value: object, dtypes: Sequence[torch.dtype] = ()) -> torch.Tensor:
-    """Return the value. Raise TypeError unless it is a tensor with one of the dtypes. An empty list allows every dtype."""
+    """Return the value. Raise TypeError unless it is a dense tensor with one of the dtypes. An empty list allows every dtype.
+
+    A subclass with a dispatch of its own, such as FakeTensor or DTensor, has no values in its memory.
+    """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise TypeError(f"{name} must be a plain torch.Tensor, got {type(value).__name__}")
+    if value.is_nested or value.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got a {'nested' if value.is_nested else value.layout} one")
     if dtypes and value.dtype not in dtypes:
         raise TypeError(f"{name} must be {dtype_names(dtypes)}, got {value.dtype}")
     return value
@@ -315,6 +322,8 @@ def check_out(out: object, expected: Sequence[int], words: str, dtypes: Sequence
         raise ValueError(f"out must be {list(expected)}, {words}, got {list(tensor.shape)}")
     if not tensor.is_contiguous():
         raise ValueError(f"out must be contiguous, got stride {tensor.stride()}")
+    if tensor.requires_grad:
+        raise ValueError("out must not require grad, since it is written in place; pass out.detach()")
     return tensor
 
 

@@ -63,6 +63,7 @@ class ContextCall:
         """Check the arguments and return the attention problem that they define. Raises the errors of `DecodeCall.problem`."""
         arguments.check_modelled(self, ("trtllm-gen",))
         arguments.check_query(self.query)
+        arguments.check_int("batch_size", self.batch_size, 0, "it counts the requests")
         if arguments.batch_size_of(self.block_tables, self.uses_shared_paged_kv_idx) != self.batch_size:
             raise ValueError(
                 f"batch_size={self.batch_size} but block_tables has {self.block_tables.shape[0]} rows: "

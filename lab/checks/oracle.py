@@ -41,6 +41,8 @@ def compare_output(out: Tensor, truth: Truth, least_bound: float = 0.0) -> Outpu
     """
     if out.shape != truth.expected.shape:
         return OutputComparison(_other_shape(out, truth.expected))
+    if not out.dtype.is_floating_point:
+        return OutputComparison(f"the output is {out.dtype}, which is no floating-point dtype")
     found = truth.compare(out, least_bound)
     wrong_rows, worst_ratio = found.faulty.any(dim=1), found.worst_ratio
     if not bool(wrong_rows.any()):
@@ -53,7 +55,7 @@ def compare_output(out: Tensor, truth: Truth, least_bound: float = 0.0) -> Outpu
 def compare_lse(lse: Tensor, truth: Truth) -> OutputComparison:
     """Compare an LSE with log2 of the softmax's denominator, which includes the sink; it is -inf where a row sees no key."""
     failure = truth.wrong_lse(lse)
-    if lse.shape != truth.lse_log2.shape:
+    if lse.shape != truth.lse_log2.shape or not lse.dtype.is_floating_point:
         return OutputComparison(failure)
     ratio = truth.lse_ratio(lse)
     is_wrong = ratio > 1

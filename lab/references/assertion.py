@@ -114,6 +114,8 @@ def _wrong_form(problem: Problem, call: Any, out: Any, check_dtype: bool) -> lis
         return [f"the output is on {out.device}, not on {problem.query.device}"]
     if out.numel() and out.data_ptr() == problem.query.data_ptr():
         raise ValueError("out lies in the query's memory, so that the query is gone: pass a copy of the query here")
+    if not out.dtype.is_floating_point:
+        return [f"the output is {out.dtype}, not {problem.out_dtype}"]
     if check_dtype and out.dtype != problem.out_dtype:
         return [f"the output is {out.dtype}, not {problem.out_dtype} (check_dtype=False allows it)"]
     return []
@@ -142,7 +144,8 @@ def _wrong_lse(problem: Problem, call: Any, lse: Any, truth: Truth | None) -> li
         return []
     rows = lse.flatten(0, 1) if lse.ndim == 3 else lse
     in_base_e = isinstance(call, MLADecodeCall) and call.return_lse_base == "basee"
-    rows = rows[: len(truth.lse_log2)].to(torch.float64) / (math.log(2.0) if in_base_e else 1.0)
+    rows = rows[: len(truth.lse_log2)]
+    rows = rows.to(torch.float64) / math.log(2.0) if in_base_e else rows
     wrong = truth.wrong_lse(rows)
     return [wrong] if wrong else []
 

@@ -22,7 +22,8 @@ from lab.references.softmax_attention import scales_as
 # differ from the control's one long sum by less. On normally distributed bf16 inputs that allows 0.010; losing one of n
 # keys costs about 1/sqrt(n), 0.011 at 8,192, more or less with the key's weight. Beyond, only coded inputs can tell.
 CONTROL_FACTOR = 4.0
-# No control, however bad, allows an error near that of an output of zeros, which is 1.
+# No control, however bad, allows an error near that of an output of zeros, which is 1; only the rounding of an output that
+# underflows may.
 LARGEST_BOUND = 0.5
 
 
@@ -190,7 +191,8 @@ def compare(
 
     One vector's control error is random, so all vectors of a group get the bound of the largest control error in the group. A
     group is the rows of one request, with all heads. A vector that is expected to be zero must be exactly zero, and the
-    control's error in this vector does not count.
+    control's error in this vector does not count. A vector of tiny elements may always have the error of rounding to the
+    control's dtype: half its smallest number in each element.
 
     Args:
         out, expected, control: [num_rows, num_heads, head_dim]; expected in float64.
@@ -213,4 +215,15 @@ def compare(
     count = int(groups.max()) + 1 if groups.numel() else 0
     largest = torch.zeros(count, dtype=torch.float64, device=out.device)
     largest = largest.scatter_reduce(0, groups, allowed, reduce="amax")
-    return Comparison(error, largest[groups].unsqueeze(1).expand_as(error))
+    bound = largest[groups].unsqueeze(1).expand_as(error)
+    return Comparison(error, torch.maximum(bound, _rounding_of_tiny_elements(expected, control.dtype)))
+
+
+def _rounding_of_tiny_elements(expected: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the largest relative L2 error of rounding each vector's elements to the multiples of a dtype's smallest number,
+    float64 [num_rows, num_heads]; 0 for a vector of zeros.
+    """
+    limits = torch.finfo(dtype)
+    smallest = limits.smallest_normal * limits.eps
+    size = expected.to(torch.float64).norm(dim=-1)
+    return torch.where(size > 0, smallest / 2 * math.sqrt(expected.shape[-1]) / size, 0.0)

@@ -74,7 +74,7 @@ def interleave_v_scale_factors(scale_factors: torch.Tensor) -> torch.Tensor:
         The same shape and dtype.
     """
     grouped = scale_factors.unflatten(2, (-1, INTERLEAVED_TOKENS))
-    return grouped.transpose(3, 4).reshape(scale_factors.shape)
+    return grouped.transpose(3, 4).reshape(scale_factors.shape).contiguous()
 
 
 def deinterleave_v_scale_factors(scale_factors: torch.Tensor) -> torch.Tensor:

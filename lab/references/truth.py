@@ -111,6 +111,8 @@ class Truth:
         expected = self.lse_log2
         if lse.shape != expected.shape:
             return f"the LSE is {list(lse.shape)}, not {list(expected.shape)}"
+        if not lse.dtype.is_floating_point:
+            return f"the LSE is {lse.dtype}, which is no floating-point dtype"
         wrong = self.lse_ratio(lse) > 1
         if not bool(wrong.any()):
             return ""

@@ -98,6 +98,14 @@ def test_what_is_not_finite_is_told_as_that_and_not_as_an_error(run: CaseRun, tr
     assert "error" not in run.wrongs[0]
 
 
+def test_a_complex_result_is_wrong(run: CaseRun, truth: Truth) -> None:
+    run.expect_close("this", Result(truth.expected + 3j, truth.lse_log2 + 3j), truth)
+    assert run.wrongs == [
+        "this: the output is torch.complex128, which is no floating-point dtype",
+        "this: the LSE is torch.complex128, which is no floating-point dtype",
+    ]
+
+
 def test_another_shape_is_wrong(run: CaseRun, truth: Truth) -> None:
     run.expect_close("this", Result(truth.expected[:5], None), truth)
     assert run.wrongs == ["this: the output is [5, 2, 64], not [6, 2, 64]"]

@@ -89,6 +89,17 @@ def test_zeros_never_pass_whatever_the_control() -> None:
         assert not compare(torch.zeros_like(truth), truth, useless).passed
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("elements", [0.3, 0.499, 0.6, 3.4])  # in units of the dtype's smallest number
+def test_a_rounded_output_that_underflows_is_right_and_others_are_not(dtype: torch.dtype, elements: float) -> None:
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    truth = torch.full((1, 2, 64), elements * smallest, dtype=torch.float64)
+    control = truth.to(dtype)
+    assert compare(control, truth, control).passed
+    assert not compare(control.double() + (1 if elements < 1 else 3) * smallest, truth, control).passed
+    assert compare(torch.zeros_like(truth), truth, control).passed == (elements < 0.5)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_control_or_truth_that_is_not_finite_is_refused(bad: float) -> None:
     truth, control = truth_and_control(problem())

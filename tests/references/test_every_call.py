@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lab import references
 from lab.calls import CALL_TYPES, AttentionCall
@@ -384,6 +385,39 @@ def test_parameters_are_flashinfers(function: str) -> None:
     flashinfers = parameters(getattr(module, function))
     assert parameters(getattr(references, function)) == flashinfers
     assert parameters(CALL_TYPES[AttentionCall(function)]) == flashinfers
+
+
+def without_values(tensor: Tensor) -> list[Tensor]:
+    """Return tensors of the same shape that have no values, or no strides, to read."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True).from_tensor(tensor)
+    return [fake, tensor.to_sparse(), torch.nested.nested_tensor(list(tensor))]
+
+
+@each_call
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_tensor_without_values_is_refused_before_anything_is_written(function: str) -> None:
+    arguments = arguments_of(function, batch_of(function, [1, 1], [7, 30]))
+    out = torch.full_like(run(function, arguments)[0], 7.0)
+    for name in set(arguments) - {"workspace_buffer"}:
+        if isinstance(arguments[name], Tensor):
+            for each in without_values(arguments[name]):
+                with pytest.raises(TypeError, match=f"{name} must be a (plain torch.Tensor|dense tensor), got "):
+                    run(function, arguments | {"out": out, name: each})
+    for each in without_values(out):
+        with pytest.raises(TypeError, match=r"out must be a (plain|dense)"):
+            run(function, arguments | {"out": each})
+    with pytest.raises(ValueError, match="out must not require grad"):
+        run(function, arguments | {"out": out.clone().requires_grad_()})
+    assert bool((out == 7).all())
+
+
+@each_call
+def test_a_number_is_no_tensor(function: str) -> None:
+    arguments = arguments_of(function, batch_of(function, [1, 1], [7, 30]))
+    for name, value in arguments.items():
+        if type(value) is int:
+            with pytest.raises(TypeError, match=f"{name} must be an int, got tensor"):
+                run(function, arguments | {name: torch.tensor(value)})
 
 
 @each_call

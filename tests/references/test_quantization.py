@@ -69,6 +69,7 @@ def test_v_scale_order_by_hand() -> None:
     stored = [0, 10, 20, 30, 1, 11, 21, 31, 40, 50, 60, 70, 41, 51, 61, 71]
     assert interleave_v_scale_factors(plain).flatten().tolist() == stored
     assert torch.equal(deinterleave_v_scale_factors(interleave_v_scale_factors(plain)), plain)
+    assert interleave_v_scale_factors(plain).is_contiguous()
 
 
 def interleaved(plain: Tensor) -> Tensor:
