@@ -1,4 +1,4 @@
-"""The facts about GPUs that the lab depends on, by compute capability. A new GPU needs a new row of `FAMILIES`.
+"""What the lab needs to know about GPUs, by compute capability. A new GPU needs a new row of `FAMILIES`.
 
 This module imports only torch and the standard library. The limits of a single kernel are in `lab.kernels.support`.
 """
@@ -120,12 +120,12 @@ def trtllm_backend_of(capability: Capability | None, backend: str = "auto") -> s
 
 
 def family_that_runs(capability: Capability | None) -> GpuFamily:
-    """Return the family whose variant of a Triton kernel runs: the GPU's own, SM90 on a CPU, or SM80 on a GPU before SM80."""
+    """Return the family whose variant of a Triton kernel runs on a GPU: its own, SM80's if it is older; SM90's on a CPU."""
     return family_of(capability) or (INTERPRETED if capability is None else SM80)
 
 
 def names_of(families: tuple[GpuFamily, ...]) -> str:
-    """Return the families' GPUs as text: "SM90, SM120 and SM121", or "SM80 and later" for all families."""
+    """Return the GPUs of these families as text: "SM90, SM120 and SM121", or "SM80 and later" for all families."""
     if families == FAMILIES:
         return f"{sm_name(OLDEST)} and later"
     *names, last = [sm_name(capability) for family in families for capability in family.capabilities]

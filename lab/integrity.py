@@ -1,4 +1,4 @@
-"""Detect whether a kernel has changed the functions and settings that time and judge it.
+"""Detect whether a kernel has changed the functions and settings by which it is timed and judged.
 
 A kernel runs in the process that judges it, where Python lets it replace functions, constants and settings. So the functions of
 `WATCHED` modules and of all loaded modules of the lab are recorded before a kernel is loaded, and compared afterwards. A
@@ -90,7 +90,7 @@ class Bindings:
     settings: Mapping[str, Any]  # settings of the process by name
 
     def changes(self) -> list[str]:
-        """Return the paths of recorded objects, and the names of settings, that have changed. Added objects are ignored."""
+        """Return the paths of recorded objects, and the names of settings, that have changed. New objects do not count."""
         now = dict(_settings())
         return [
             *(path for path, holder, name, value in self.held if holder.get(name) is not value),
@@ -100,13 +100,13 @@ class Bindings:
         ]
 
     def check(self) -> None:
-        """Raise ChangedBindingsError if a recorded function, constant or setting has changed since `bindings` recorded it."""
+        """Raise ChangedBindingsError if a function, constant or setting has changed since `bindings` recorded it."""
         if changed := self.changes():
             raise ChangedBindingsError(in_words(changed))
 
 
 def in_words(changed: list[str]) -> str:
-    """Return a sentence that names the first `SHOWN` changes and the number of the rest."""
+    """Return a sentence that names the first `SHOWN` changes, and how many more there are."""
     more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
     return f"the kernel is dishonest: it changed {', '.join(changed[:SHOWN])}{more}, by which it is timed and judged"
 
@@ -145,7 +145,7 @@ def _held_by(owner: str, holder: Any) -> list[tuple[str, Mapping[str, Any], str,
 
 
 def _functions_in(value: Any) -> Iterator[types.FunctionType]:
-    """Yield the Python functions of a value: itself, or those inside a property, a method object, a partial or a wrapper."""
+    """Yield the Python functions in a value: itself, or those inside a property, a method object, a partial or a wrapper."""
     if isinstance(value, property):
         inner = [value.fget, value.fset]
     elif isinstance(value, staticmethod | classmethod):
@@ -156,7 +156,7 @@ def _functions_in(value: Any) -> Iterator[types.FunctionType]:
 
 
 def _parts(function: types.FunctionType) -> tuple[Any, ...]:
-    """Return the parts that determine a function's behaviour: its code, its defaults, and the functions in its cells."""
+    """Return what determines a function's behaviour: its code, its defaults, and the functions that its closure holds."""
     keywords = (function.__kwdefaults__ or {}).items()
     cells = [held for cell in function.__closure__ or () if isinstance(held := _contents(cell), types.FunctionType)]
     return function.__code__, function.__defaults__, *(part for pair in keywords for part in pair), *cells
@@ -191,7 +191,7 @@ def _items(constant: Any) -> tuple[Any, ...]:
 
 
 def _settings() -> Iterator[tuple[str, Any]]:
-    """Yield, as (name, value), the settings of the process and the thread that can change a result, such as allow_tf32."""
+    """Yield (name, value) of the settings of this process and thread that can change a result, such as allow_tf32."""
     yield "torch's default dtype", torch.get_default_dtype()
     yield "torch's default device", str(torch.get_default_device())
     yield "torch's grad mode", torch.is_grad_enabled()
@@ -217,7 +217,7 @@ def _settings() -> Iterator[tuple[str, Any]]:
 
 
 def _kernels_of(name: str) -> str:
-    """Return torch's dispatch tables of an aten operator as text, with the place where each kernel was registered."""
+    """Return torch's dispatch tables of an aten operator as text. It says at which source line each kernel was registered."""
     overloads = getattr(torch.ops.aten, name).overloads()
     names = [f"aten::{name}" if each == "default" else f"aten::{name}.{each}" for each in overloads]
     return "".join(torch._C._dispatch_dump(each) for each in names)

@@ -18,7 +18,7 @@ INTERPRETER = "triton.runtime.interpreter"  # Triton imports it only if its kern
 
 
 class LanguagePatches:
-    """Remembers in which modules the running launch has already replaced functions of `triton.language`."""
+    """Remembers in which modules the running launch has already replaced the functions of `triton.language`."""
 
     def __init__(self, launch: Callable[..., Any], patch_language: Callable[..., Any]) -> None:
         self._launch = launch
@@ -26,7 +26,7 @@ class LanguagePatches:
         self._modules: set[str] | None = None  # None: no launch is running
 
     def launch(self, executor: Any, *args: Any, **kwargs: Any) -> None:
-        """Run a grid by the interpreter's own `GridExecutor.__call__`; forget the patched modules before and after."""
+        """Run a grid by the interpreter's `GridExecutor.__call__`. Forget the patched modules before and after it."""
         self._modules = set()
         try:
             self._launch(executor, *args, **kwargs)
@@ -48,7 +48,7 @@ class LanguagePatches:
 
 
 def by_scalar_name(np_dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a function like `np_dtype_of`, from Triton type to NumPy dtype, that caches by the name of the element type."""
+    """Return `np_dtype_of`, a function from Triton type to NumPy dtype, with a cache by the name of the element type."""
     known: dict[str, Any] = {}
 
     def looked_up(tt_dtype: Any) -> Any:

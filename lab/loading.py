@@ -1,4 +1,4 @@
-"""Loading of an implementation by the name of its module or the path of its file.
+"""Load an implementation by the name of its module or the path of its file.
 
 This module imports only the standard library.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class LoadError(ImportError):
-    """An implementation cannot be imported. The message has the reason and the line of its code that raised."""
+    """An implementation cannot be imported. The message has the reason, and the line of its code that raised the error."""
 
 
 def load(name: str) -> Any:

@@ -155,7 +155,7 @@ class JudgedKernel(pytest.Collector):
         return self._ranges[interface]
 
     def judge(self, check: str, interface: "Interface", **how: Any) -> "Report":
-        """Judge a function by a check, within the ranges of `ranges_of`."""
+        """Judge a function by one check, within the ranges that `ranges_of` returns."""
         return self._judge(check, interface, self.ranges_of(interface), discover=False, **how)
 
     def _judge(self, check: str, interface: "Interface", ranges: "Ranges", **how: Any) -> "Report":
@@ -170,7 +170,7 @@ class JudgedKernel(pytest.Collector):
         return report
 
     def can_be_judged(self, interface: "Interface") -> bool:
-        """Return True if at least one check can judge a case of a function, so that a declined check is no failure."""
+        """Return True if at least one check can judge a case of the function. A check that is declined is then no failure."""
         if interface not in self._judged:
             keys = [check.key for check in all_checks() if interface in check.interfaces]
             self._judged[interface] = any(

@@ -1,4 +1,4 @@
-"""The values from which cases are made: for each field its default values, the permitted values, and its option.
+"""The values from which cases are made. Each field has default values, permitted values, and a command-line option.
 
 `lab judge` and pytest derive their options from the fields of `Ranges`. Importing this module does not import torch.
 """
@@ -21,7 +21,7 @@ LAYOUTS = ("HND", "NHD")
 
 @dataclass(frozen=True)
 class Kind:
-    """The values that an option permits, such as powers of two or pairs of dtypes, and their parser."""
+    """A kind of option values, such as powers of two or pairs of dtypes: which are permitted, and how a text is parsed."""
 
     words: Callable[[], str]  # returns what a value is, after "is not"
     holds: Callable[[Any], bool]  # tells whether something is a value
@@ -110,8 +110,8 @@ LATENT = Kind(
 
 @dataclass(frozen=True)
 class Option:
-    """The command-line option of a field of `Ranges`: its help, its permitted values, and further values that
-    check K18 (combinations) judges if the user does not set the option.
+    """The command-line option for a field of `Ranges`: its help, its permitted values, and the values that check K18
+    (combinations) adds if the user does not set the option.
     """
 
     help: str
@@ -140,7 +140,7 @@ def _several(values: tuple[Any, ...], kind: Kind, words: str, **more: Any) -> An
 
 
 def _some(words: str) -> Any:
-    """Declare a field for a feature, such as a window, that some cases have and others lack; its option removes the feature."""
+    """Declare a field for a feature that some cases have, such as a window. Its command-line option removes the feature."""
     return _several((False, True), FLAG, words, likely=(False,))
 
 
@@ -250,7 +250,7 @@ class Ranges:
         return short_repr(self)
 
     def widened(self, name: str) -> tuple[Any, ...]:
-        """Return a field's values for check K18 (combinations); if they are the defaults, `Option.beyond` is added."""
+        """Return a field's values for check K18 (combinations), with `Option.beyond` added if they are the defaults."""
         values: tuple[Any, ...] = getattr(self, name)
         option = OPTIONS[name]
         beyond = map(dtypes_of, option.beyond) if option.kind is DTYPE_PAIR else option.beyond
@@ -263,7 +263,7 @@ class Ranges:
         return E4M3 if self.e4m3_arithmetic and kv_dtype == E4M3 else None
 
     def holds(self, model: "Geometry") -> bool:
-        """Return True if the ranges have a model's head_dim and group size, and its sinks if it has any."""
+        """Return True if the ranges permit a model: its head_dim, its group size, and its sinks if it has them."""
         return (
             model.head_dim in self.head_dims
             and model.group in self.groups
@@ -272,7 +272,7 @@ class Ranges:
 
     @property
     def tiny(self) -> str:
-        """Return the name of a small geometry: "tiny", with each number that the ranges lack replaced by one that they have."""
+        """Return the name of a small geometry that the ranges permit: "tiny", or a variant with other numbers."""
         from lab.workloads.geometries import geometry, tiny
 
         usual = geometry("tiny")
@@ -284,7 +284,7 @@ class Ranges:
         )
 
     def windows_of(self, model: "Geometry") -> tuple[bool, ...]:
-        """Return whether a model's layers have a window: (False, True) if both are judged, or (False,) for no window."""
+        """Return the values of `sliding_window` to judge for a model: (False, True) with windows, (False,) without."""
         return (False, True) if model.sliding_window is not None and True in self.windows else (False,)
 
 

@@ -1,4 +1,4 @@
-"""The judge: find out whether an implementation is right."""
+"""The judge: it finds out whether an implementation is right."""
 
 from lab.extras import require
 

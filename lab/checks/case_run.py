@@ -1,4 +1,4 @@
-"""The run of one case: the calls that a check makes of an implementation, and everything that is wrong with their results."""
+"""The run of one case: it makes the calls of a check, and records every error of their results."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
@@ -42,7 +42,7 @@ class CallForm(NamedEnum):
 class Result(NamedTuple):
     """The results of a call: out [num_rows, num_qo_heads, head_dim], and lse [num_rows, num_qo_heads] or None.
 
-    `call` has the features of the call that gave the result; None stands for the last call of the run.
+    `call` has the features of the call that returned them; None stands for the last call of the run.
     """
 
     out: Tensor
@@ -55,7 +55,7 @@ class Result(NamedTuple):
 
 
 class Inputs(Protocol):
-    """A function and the arguments of a call of it, such as `AttentionInputs`."""
+    """A protocol: a function and the arguments of one call of it, as `AttentionInputs` has them."""
 
     @property
     def interface(self) -> AttentionCall: ...
@@ -65,7 +65,7 @@ class Inputs(Protocol):
 
 @dataclass(frozen=True)
 class GivenCall:
-    """A call, given by its arguments. The first `rows` rows of its output belong to requests; padding rows may follow."""
+    """A call with its arguments. The first `rows` rows of its output belong to requests; padding rows may follow."""
 
     interface: AttentionCall
     given: dict[str, Any]
@@ -124,7 +124,7 @@ class CaseRun:
         self._equivalent = EquivalentCalls(self.decline)
 
     def build(self, case: AttentionCase | None = None, **storage: Any) -> AttentionInputs:
-        """Build the inputs of the case or of another case; `storage` replaces fields of the case's `Storage`."""
+        """Build the inputs of a case, by default the run's own. `storage` replaces fields of the case's `Storage`."""
         chosen = self.case if case is None else case
         if storage:
             chosen = replace(chosen, storage=replace(chosen.storage, **storage))
@@ -187,7 +187,7 @@ class CaseRun:
 
     @contextmanager
     def noting(self, what: str, needed: bool = False) -> Iterator[None]:
-        """Record the failure of a call in a block, instead of raising it. Unless `needed`, record a refusal in the same way.
+        """While the context is open, record a failed call instead of raising the error; unless `needed`, a refused call too.
 
         If the GPU's context is lost, the failure is raised, because no later call can be right.
         """
@@ -225,13 +225,13 @@ class CaseRun:
 
     @property
     def forms(self) -> tuple[CallForm, ...]:
-        """Return WHOLE, and the other forms in which the implementation offers at least one attention function."""
+        """Return WHOLE, and the other forms (prepared, planned) that the implementation has for at least one function."""
         names = [interface.value for interface in PAGED_CALLS]
         has = [form for form in CallForm if any(hasattr(self.implementation, form.value + name) for name in names)]
         return (CallForm.WHOLE, *(form for form in has if form is not CallForm.WHOLE))
 
     def prepare(self, form: CallForm, interface: AttentionCall, arguments: dict[str, Any]) -> Callable[[], Any]:
-        """Prepare or plan a call, and return the function that then makes it. Raises the errors of `call`."""
+        """Prepare or plan a call, and return the function that makes it. The errors are those of `call`."""
         prepare = functools.partial(self._prepare, getattr(self.implementation, form.value + interface.value))
         self.note_call(interface, arguments)
         call: Callable[[], Any] = self._equivalent.invoke(interface, prepare, arguments)
@@ -265,7 +265,7 @@ class CaseRun:
         return SimpleNamespace(**found)
 
     def _call_of_engine(self, interface: AttentionCall, workspace: Tensor, /, **arguments: Any) -> Any:
-        """Make one call of an engine's pass. Its features get the case's lengths, because a pass may consist of two calls."""
+        """Make one call of an engine's pass. Its features have the case's lengths, because a pass may have two calls."""
         of_call = self.note_call(interface, arguments)
         lengths = self._of_case if self._of_case.of_requests else of_call
         self.called = replace(lengths, features={**of_call.features, **self._of_case.features})
@@ -283,7 +283,7 @@ class CaseRun:
         return self._equivalent.invoke(interface, functools.partial(self._prepare, prepare), given)
 
     def note_call(self, interface: AttentionCall, arguments: dict[str, Any], case: Any = None) -> CallFeatures:
-        """Record and return the features of a call that will be made, with the contents of the case or of another case."""
+        """Record and return the features of a call before it is made. `case`, by default the run's, has its contents."""
         if not is_capturing():
             of_call = features_of_call(interface, arguments, self._log)
             is_call = isinstance(self.case, AttentionCase)
@@ -292,7 +292,7 @@ class CaseRun:
         return self.called
 
     def expect(self, what: str, wrongs: Iterable[str], kind: str = "memory", call: CallFeatures | None = None) -> None:
-        """Expect that `wrongs`, sentences about errors, is empty. `kind` is a key of `explain.diagnosis.HELD`."""
+        """Record an error for each sentence in `wrongs`. `kind` is a key of `explain.diagnosis.HELD`."""
         found = list(wrongs)
         self.wrongs += found
         self._note(what, kind, bool(found), call)
@@ -306,7 +306,7 @@ class CaseRun:
         self.expect(what, changed_bits(tensors, before))
 
     def expect_readable(self, what: str, read: Callable[[], None]) -> bool:
-        """Expect that `read`, which passes the implementation's metadata to a reference, raises no error. Return True if so."""
+        """Call `read`, in which a reference reads the implementation's metadata. Return True, or record its error."""
         try:
             read()
         except (IndexError, TypeError, ValueError) as error:
@@ -352,7 +352,7 @@ class CaseRun:
         rows: Tensor | None = None,
         example: Any = None,
     ) -> None:
-        """Record one comparison, by default of the last call. `rows` marks the wrong rows, and so the wrong requests."""
+        """Record one comparison, by default of the last call. `rows` marks wrong rows, whose requests are then wrong."""
         call = call or self.called
         requests: tuple[Any, ...] = ()
         if rows is not None and len(rows) == sum(call.q_lens):
@@ -363,7 +363,7 @@ class CaseRun:
         self.results.append(CheckedResult(what, kind, features, wrong, requests, example))
 
     def fail(self, failure: str, what: str = "", kind: str = "return") -> None:
-        """Record a failure of the last call or of the lab. Its sentence is recorded once, even if several calls share it."""
+        """Record a failure of the last call or of the lab. The same sentence is recorded only once."""
         failure = failure if len(failure) <= SHOWN_CHARACTERS else f"{failure[: SHOWN_CHARACTERS - 1]}…"
         if not any(noted.endswith(failure) for noted in self.failures):
             self.failures.append(f"{what}: {failure}" if what else failure)
@@ -380,13 +380,13 @@ class CaseRun:
 
 
 def _without_defaults(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments without those that mean the same as FlashInfer's default: no window, no sinks."""
+    """Return the arguments, except those that mean the same as FlashInfer's default: no window, no sinks."""
     is_default = {"window_left": lambda value: value == -1, "sinks": lambda value: value is None}
     return {name: value for name, value in arguments.items() if name not in is_default or not is_default[name](value)}
 
 
 def as_result(returned: Any, interface: AttentionCall) -> Result:
-    """Return a function's output and LSE with one row per query row. Raise KernelError if an output or LSE is no tensor."""
+    """Return the output and LSE that a function returned, one row per query row. Raise KernelError if one is no tensor."""
     out, lse = output_and_lse(interface.value, returned)
     if interface is AttentionCall.MLA_DECODE:
         out = out.flatten(0, 1) if out.dim() == 4 else out

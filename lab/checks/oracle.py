@@ -1,4 +1,4 @@
-"""Compare results with the expected ones: output and LSE with the truth, and the bits of two outputs."""
+"""Compare results: output and LSE with the expected ones, and the bits of two outputs."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class OutputComparison:
     Attributes:
         failure: a sentence about what is wrong; "" if the result is right.
         worst_ratio: the largest ratio of an error to its bound.
-        wrong_rows: bool [num_rows], True for wrong rows; None if rows were not distinguished.
+        wrong_rows: bool [num_rows], True for wrong rows; None if the comparison does not say which rows are wrong.
         example: the worst vector.
     """
 
@@ -31,8 +31,8 @@ class OutputComparison:
 
 
 def compare_output(out: Tensor, truth: Truth, least_bound: float = 0.0) -> OutputComparison:
-    """Compare each (row, head) vector of an output with the truth. If all are right, test for a bias: slopes of the regression
-    of the output on the truth.
+    """Compare each (row, head) vector of an output with the truth. If all are right, also test for a bias, by a regression of
+    the output on the truth.
 
     Args:
         out: [num_rows, num_qo_heads, head_dim].

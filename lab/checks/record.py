@@ -27,7 +27,7 @@ class ReportError(ValueError):
 
 
 def read_cases(record: dict[str, Any]) -> Iterator[CaseVerdict]:
-    """Yield the verdicts in a report's record, its parsed JSON. They have the sentences of a case, but not its `results`.
+    """Yield the verdicts in a report's record, its parsed JSON. The compared `results` of a case are not recorded.
 
     Raises:
         ReportError: the record is not a report, or was written before cases had numbers.
@@ -110,7 +110,7 @@ def read_case(path: Path, number: int) -> CaseVerdict:
 
 @functools.cache
 def _offered() -> tuple[dict[str, Callable[..., Any]], dict[str, Any]]:
-    """Return two tables of the names that the text of a case may contain: the dataclasses of `lab.checks` by name, and enum
+    """Return two tables of the names that may occur in the text of a case: the dataclasses of `lab.checks` by name, and enum
     members and dtypes by repr.
     """
     import lab.checks as offering

@@ -37,7 +37,7 @@ class CheckSummary:
 
     @property
     def outcome(self) -> Outcome:
-        """Return the worst outcome of any case; a wrong result comes before a call that failed."""
+        """Return the worst outcome among the cases. A wrong result is worse than a failed call."""
         return next(outcome for outcome in WORST_FIRST if self.counts.get(outcome))
 
     @property
@@ -47,7 +47,7 @@ class CheckSummary:
 
     @property
     def worst(self) -> CaseVerdict:
-        """Return the case with the largest ratio of error to bound, among the cases with the summary's outcome."""
+        """Return the verdict with the largest ratio of error to bound, among those with the summary's `outcome`."""
         of_outcome = (verdict for verdict in self.verdicts if verdict.outcome is self.outcome)
         return max(of_outcome, key=lambda verdict: verdict.judged.worst_ratio)
 
@@ -209,5 +209,5 @@ class Report:
 
 
 def _number(ratio: float) -> float | str:
-    """Return a ratio for JSON, which has no infinity: the ratio of an output that is not finite is a text."""
+    """Return a ratio for JSON. JSON has no infinity, so the ratio of an output that is not finite becomes a text."""
     return round(ratio, 4) if math.isfinite(ratio) else str(ratio)

@@ -1,4 +1,4 @@
-"""`lab compare` and `lab ab`: compare two recorded sides, or two sides that are measured now, by the same rule."""
+"""`lab compare` and `lab ab`: compare two recorded runs, or two kernels that are timed now, by the same rule."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated

@@ -206,7 +206,7 @@ def _judge_and_exit(judge_once: Callable[[Console], ExitStatus], watched: Path |
 
 
 def _refuse_options_without(context: typer.Context, allowed: Collection[str], sentence: str) -> None:
-    """End the command if an option outside `allowed` was given, because the command would ignore it."""
+    """End the command if an option outside `allowed` was given. The command would ignore it."""
     sources = {name: context.get_parameter_source(name) for name in context.params.keys() - allowed}
     given = sorted(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
     if given:
@@ -287,7 +287,7 @@ def _judge_calls(calls: str, name: str | None, settings: Mapping[str, Any], cons
 
 
 def _print_recorded_coverage(path: Path) -> None:
-    """Print the coverage of a report's file."""
+    """Print the coverage that a report's file records."""
     from lab.checks.parameters.coverage import coverages
     from lab.checks.record import read_cases, read_expression, read_record
 
@@ -314,7 +314,7 @@ def _print(console: Console, line: str) -> None:
 
 
 def rounds(file: Path | None) -> Iterator[int]:
-    """Yield the number of each round: 0 at once and then, if a file is given, the next number after each write of the file."""
+    """Yield 0, and then, if a file is given, the next number after each change of the file."""
     number, seen = 0, _state_of(file)
     yield number
     while file is not None:
@@ -325,7 +325,7 @@ def rounds(file: Path | None) -> Iterator[int]:
 
 
 def _state_of(file: Path | None) -> tuple[int, int] | None:
-    """Return the modification time (ns) and the size (bytes) of a file; None without a file, or if it does not exist."""
+    """Return a file's modification time (ns) and size (bytes); None if `file` is None or does not exist."""
     try:
         stat = file.stat() if file is not None else None
     except FileNotFoundError:

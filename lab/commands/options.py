@@ -57,7 +57,7 @@ def list_option(
         help_text: the option's help text.
         metavar: placeholder of the values in the help.
         panel: heading of the option's part of the help.
-        default: text of the option's default values; None: without the option the command gets None.
+        default: text of the default values; None: the command gets None if the option is not given.
     """
 
     def joined(lists: list[list[Any]] | None) -> list[Any] | None:  # the option may be given several times
@@ -84,7 +84,7 @@ def with_options_of_ranges(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parameter(name: str, option: Option) -> inspect.Parameter:
-    """Return the command parameter for the option of a field."""
+    """Return the parameter that adds a field's option to a command."""
     spelt, words, kind = f"--{name.replace('_', '-')}", option.help, option.kind
     default: Any = None if option.is_several else getattr(Ranges, name)
     annotation: Any = Annotated[list[str] | None, list_option(kind.read, words, kind.metavar, RANGES_PANEL)]
@@ -141,7 +141,7 @@ def trace_name(path: Path | None) -> str:
 
 @contextmanager
 def refusing_errors() -> Iterator[None]:
-    """Print a ValueError, OSError or LoadError of the block as a sentence on stderr, and end the command with MISUSED."""
+    """If the block raises ValueError, OSError or LoadError, print a sentence on stderr and end the command with MISUSED."""
     try:
         yield
     except (LoadError, ValueError) as error:
@@ -152,7 +152,7 @@ def refusing_errors() -> Iterator[None]:
 
 @contextmanager
 def refusing_recordings(what_failed: str) -> Iterator[None]:
-    """Print an error of recorded files as "<what_failed>: ..." and end the command, NOT_JUDGED if they are not comparable."""
+    """Print an error about recorded files after `what_failed`, and end the command: NOT_JUDGED if they are not comparable."""
     from lab.checks.record import ReportError
     from lab.reports.compare import NotComparableError
     from lab.reports.recorded import RecordedFileError

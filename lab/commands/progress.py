@@ -17,7 +17,7 @@ LINE_INTERVAL_S = 60.0
 
 @contextmanager
 def shown_progress(console: Console) -> "Iterator[Callable[[ProgressOfJudge], None]]":
-    """Yield a function that shows the number of judged cases after each verdict, and the estimated time left."""
+    """Yield a function that is called after each verdict, and shows the number of judged cases and the estimated time left."""
     if not console.is_terminal:
         yield _line_printer(console)
         return

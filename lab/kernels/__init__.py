@@ -50,12 +50,11 @@ def default_implementation(device: torch.device | str | None = None) -> ModuleTy
 
 
 class PlannedOnce:
-    """Wrap an implementation so that `prepare` does the host work of a call, the planning, once and not in each run.
+    """Wrap an implementation so that `prepare` plans a call (does its host work) once, and not in each run.
 
     A function `<name>` that plans has a function `plan_<name>` next to it. `plan_<name>` takes the same arguments, reads
     lengths and page tables on the host, and returns the ready call. An engine plans once for all layers of a pass. The lengths,
-    rows and page ids must therefore not change after the planning. Functions that do not plan are prepared without the
-    wrapper's help.
+    rows and page ids must therefore not change after the planning. Functions without `plan_<name>` are prepared as usual.
     """
 
     def __init__(self, implementation: Any) -> None:

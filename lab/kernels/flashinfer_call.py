@@ -36,10 +36,10 @@ class PreparedCall:
     Attributes:
         function: the installed function, of FlashInfer or of another package.
         arguments: the function's keyword arguments.
-        refreshes: launches that run before the function. Each rewrites a tensor that was derived from another tensor's
-            contents. There are three cases: a page table whose rows are not contiguous, K and V as halves of one allocation
-            under fmha_v2, and `bmm1_scale_log2` under XQA.
-        returned: the result of the call, where the function would return it in another shape; None: the function's result.
+        refreshes: launches that run before the function. Each rewrites a tensor that depends on another tensor's contents.
+            There are three cases: a page table whose rows are not contiguous, K and V as halves of one allocation under
+            fmha_v2, and `bmm1_scale_log2` under XQA.
+        returned: the result of the call, if the function would return it in another shape; None: the function's result.
     """
 
     function: Callable[..., Any]
@@ -55,7 +55,7 @@ class PreparedCall:
 
 
 def returning(problem: AttentionProblem, returned: Callable[..., Any]) -> PreparedCall:
-    """Return a prepared call for a problem without query rows. It returns the empty results and never calls FlashInfer."""
+    """Return a prepared call for a problem without query rows. The call returns empty results and never calls FlashInfer."""
     return PreparedCall(returned, dict(zip(("out", "lse"), problem.results(), strict=True)))
 
 
@@ -118,9 +118,9 @@ def version() -> str:
 
 
 def but_defaults(call: Any, changes: dict[str, Any]) -> dict[str, Any]:
-    """Return a call's arguments with `changes` applied, and without the arguments that then have their default values.
+    """Return a call's arguments after `changes`, without those that equal their default.
 
-    An older FlashInfer may lack parameters whose arguments have the default.
+    An older FlashInfer may lack the parameters of these.
     """
     defaults = _defaults(call.__class__)
     given = vars(call) | changes
@@ -148,10 +148,10 @@ def capability_for(device: torch.device) -> Capability:
 
 
 def packed(table: torch.Tensor) -> tuple[torch.Tensor, tuple[Refresh, ...]]:
-    """Return a page table with contiguous rows, and the launches that write its contents anew before each call.
+    """Return a page table with contiguous rows, and the launches that must copy its contents again before each call.
 
-    FlashInfer's kernels ignore a table's strides. A contiguous table, such as an engine's, is returned as it is, without
-    launches. Any other table is copied, and the launch copies it again.
+    FlashInfer's kernels ignore a table's strides. A contiguous table, such as an engine's, is returned unchanged and without
+    launches.
     """
     if table.is_contiguous():
         return table, ()
@@ -235,8 +235,8 @@ def takes_counters() -> bool:
 def takes_kv_pairs() -> bool:
     """Return True if the installed FlashInfer's `trtllm_fmha_v2_prefill` takes paged K and V as two tensors.
 
-    FlashInfer does so since 0.6.18 (flashinfer-ai/flashinfer#4124), which has this check of them. In older releases a pair
-    raises AttributeError. Raises what `installed` raises where the function does not exist, as before 0.6.7.
+    FlashInfer does so since 0.6.18 (flashinfer-ai/flashinfer#4124). In older releases a pair raises AttributeError. Before
+    0.6.7 the function does not exist, and the error is that of `installed`.
     """
     installed("flashinfer.prefill", "trtllm_fmha_v2_prefill")
     return hasattr(importlib.import_module("flashinfer.prefill"), "_check_paged_kv_non_interleaved")

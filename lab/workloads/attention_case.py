@@ -11,7 +11,7 @@ from lab.workloads.interfaces import PAGED_CALLS
 
 
 class Contents(NamedEnum):
-    """The kind of numbers in query, keys and values. The value of a member describes them."""
+    """The kind of numbers in query, keys and values. The text of each member describes them."""
 
     RANDOM = "N(0, 1) throughout: what rounding does"
     NEEDLES = "a few keys outweigh all others: those at each row's limits, and those just beyond them"
@@ -94,8 +94,8 @@ class AttentionCase:
         arithmetic: the dtype to which the kernel is known to round the operands of Q·K^T and P·V. The control, whose error
             bounds the kernel's error, rounds them too. None: `dtype`.
         window_left: how many keys before its own position a row sees; -1 for all.
-        sinks: True if each head has one more logit in the softmax's denominator.
-        offsets: a decode call gives the rows of each request by `cum_seq_lens_q`, as a context call always does.
+        sinks: True if each head has a sink, a further logit in the softmax's denominator.
+        offsets: True if a decode call has `cum_seq_lens_q`, the offsets of the requests' rows. A context call always has it.
         contents, seed: the kind of numbers in the tensors, and the seed with which they are drawn.
         storage: how K and V are stored.
 
@@ -175,7 +175,7 @@ class AttentionCase:
 
 
 def short_repr(case: Any) -> str:
-    """Return an expression that makes a frozen dataclass again. Fields at their default are left out."""
+    """Return an expression that makes an equal frozen dataclass. It leaves out fields that have their default."""
     shown = []
     for each in fields(case):
         value = getattr(case, each.name)

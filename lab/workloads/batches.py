@@ -76,8 +76,8 @@ def parse_batch(text: str) -> Batch:
 def sweep(
     num_requests: Sequence[int] = (1, 8, 64), kv_lens: Sequence[int] = (4096, 81920), q_lens: Sequence[int] = (1, 4)
 ) -> tuple[Batch, ...]:
-    """Return one batch for each combination of a number of requests, a kv_len and a q_len, which all requests of the batch
-    have. The q_len varies fastest.
+    """Return one batch for each combination of a number of requests, a kv_len and a q_len. All requests of a batch are equal.
+    The q_len varies fastest.
 
     Raises:
         ValueError: a batch has no requests, or fewer keys than query rows.

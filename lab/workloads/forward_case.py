@@ -21,7 +21,7 @@ from lab.workloads.pass_case import PassCase
 
 
 class GroupedLayer:
-    """The sizes of a layer of grouped-query attention. Base class of cases, which are frozen dataclasses with these fields."""
+    """The sizes of a layer of grouped-query attention: the base class of frozen dataclasses with these fields."""
 
     geometry: str
     tensor_parallel: int = 1
@@ -57,14 +57,15 @@ class ForwardCase(GroupedLayer, PassCase):
         page_size, layout: tokens per page of the K/V pool, a power of two, and the pool's layout.
         tensor_parallel: number of ranks; the layer is one rank's slice of the geometry.
         sliding_window: the layer has a sliding window and reads the sliding-window pool.
-        draft_extend: the call that a draft extend makes; None: the engine's choice. None in other modes.
-        split_mixed_tail: trailing requests with one new token go to the decode call. Possible only in extends without
-            speculation, and if the query, after its cast, and the cache have the same dtype
+        draft_extend: the attention call that a draft extend makes, decode or context; None: the engine's choice, or another
+            mode.
+        split_mixed_tail: the last requests with one new token each are computed by a decode call. Possible only in extends
+            without speculation, and if the query, after its cast, and the cache have the same dtype
             (`lab.metadata.mha.settings.splits_mixed_tail`).
-        num_padding_rows: padding rows after the requests' query rows, which the call gets too. Data parallelism pads extends,
-            and a planner pads ragged verifications.
-        encoder_only: rows of the layer see all keys of their request, as in the draft of a block. Possible only in extends and
-            in TARGET_VERIFY, without a window.
+        num_padding_rows: padding rows after the requests' query rows in the call. Engines pad extends for data parallelism, and
+            ragged verifications for planning.
+        encoder_only: each row sees all keys of its request, as in the draft of a block. Possible only in extends and in
+            TARGET_VERIFY, without a window.
         decode_splits: the number of calls into which the engine divides a decode call, with requests sorted by length; 1: no
             division.
         context_parallel: number of ranks among which the new tokens are divided in zigzag order, in EXTEND and MIXED; 1 for
@@ -203,11 +204,11 @@ class ForwardCase(GroupedLayer, PassCase):
 
     @cached_property
     def interface(self) -> AttentionCall:
-        """Return the attention function that the pass calls. A pass whose mixed tail is split off calls DECODE too."""
+        """Return the attention function that the pass calls. With a split mixed tail, the pass calls DECODE in addition."""
         return self.draft_extend or self.mode.mha_call or AttentionCall.DECODE
 
     def backend(self, implementation: Any = None) -> TRTLLMMHABackend:
-        """Return the engine's backend with the settings of the case and an implementation of its calls."""
+        """Return an engine's backend with the settings of the case. It calls `implementation`."""
         return TRTLLMMHABackend(
             implementation,
             self.draft_extend,
@@ -235,7 +236,7 @@ class ForwardCase(GroupedLayer, PassCase):
 
     @property
     def bytes_moved(self) -> int:
-        """Return the bytes that must move at least once: reads of visible keys, values and queries, and writes of outputs."""
+        """Return the bytes of one read of each visible key and value, one read of each query, and one write of each output."""
         model = self.model
         kv_bytes = 2 * self.visible_keys * model.num_kv_heads * model.head_dim * self.kv_dtype.itemsize
         if self.kv_dtype == NVFP4:

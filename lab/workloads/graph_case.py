@@ -1,4 +1,4 @@
-"""One replay sequence of CUDA graphs as data: its backend, its forward mode and its requests."""
+"""One sequence of CUDA graph replays as data: its backend, its forward mode and its requests."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +17,8 @@ from lab.workloads.mla_case import LatentLayer
 
 
 class ReplaySequence(NamedEnum):
-    """A short sequence of graph replays, eager passes and overwritten buffers. `lab.checks.properties.graph_replays` has a
-    function for each member.
+    """The name of a short sequence of graph replays, eager passes and overwritten buffers. A function of
+    `lab.checks.properties.graph_replays` runs each.
     """
 
     CAPTURED_BELOW_Q = "captured below q"
@@ -41,7 +41,7 @@ class ReplayCase:
         sequence: the sequence of replays.
         place: where the metadata is rebuilt: before the replay, or inside the graph.
         page_size: tokens per page.
-        num_pages: pages of each request's history. Lengths go up to this number of pages.
+        num_pages: number of pages of each request's history, and so of the longest length.
         padded_seq_len: length of padding requests, see `lab.metadata.engine.graph_inputs.StaticInputs`.
         seed: seed of all random numbers.
     """
@@ -86,7 +86,7 @@ class GraphCase(GroupedLayer, ReplayCase):
         return self.mode.forward_mode.mha_call or AttentionCall.DECODE
 
     def backend(self, implementation: Any = None) -> TRTLLMMHABackend:
-        """Return the engine's backend with the settings of the case and an implementation of its calls."""
+        """Return an engine's backend with the settings of the case. It calls `implementation`."""
         settings = CallSettings(decode_splits=self.decode_splits)
         return TRTLLMMHABackend(implementation, settings=settings, expand_encoder_only_verify=self.encoder_only)
 
@@ -114,7 +114,7 @@ class MLAGraphCase(LatentLayer, ReplayCase):
         return AttentionCall.MLA_DECODE
 
     def backend(self, implementation: Any = None) -> TRTLLMMLABackend:
-        """Return the engine's backend with the settings of the case and an implementation of its call."""
+        """Return an engine's backend with the settings of the case. It calls `implementation`."""
         return TRTLLMMLABackend(implementation, self.attention)
 
 

@@ -15,8 +15,8 @@ from lab.workloads.pass_case import PassCase
 
 
 class LatentLayer:
-    """The sizes of a layer of latent attention on the MLA decode kernel. Base class of cases, which are frozen dataclasses with
-    these fields.
+    """The sizes of a layer of latent attention (MLA) on the decode kernel: a base class of cases. A subclass is a frozen
+    dataclass that has these fields.
     """
 
     num_qo_heads: int
@@ -46,7 +46,7 @@ class LatentLayer:
 
     @property
     def token_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the shape of a token's latent entry, key and value in one."""
+        """Return the shape of a token's latent entry, which is both key and value."""
         return ((self.head_dim,),)
 
 
@@ -57,10 +57,10 @@ class MLACase(LatentLayer, PassCase):
     Attributes:
         mode: a mode that runs on the decode kernel: DECODE, TARGET_VERIFY, RAGGED_VERIFY, DRAFT_EXTEND or DRAFT_EXTEND_V2.
         prefix_lens, q_lens, draft_step, num_draft_tokens, dtype, kv_dtype, virtual_slots, contents, seed: as in `PassCase`.
-        attention: decides whether the lengths in a draft step count the drafted tokens: MLA, SGLang's backend, does not;
-            MLA_WITH_OFFSET does.
+        attention: decides whether the lengths in a draft step count the drafted tokens. With MLA (SGLang's backend) they do
+            not, with MLA_WITH_OFFSET they do.
         page_size: tokens per page of one GPU, 32 or 64.
-        num_padding_requests: padding requests for data parallelism, which are added after the metadata was built.
+        num_padding_requests: number of padding requests for data parallelism. They are added after the metadata was built.
         num_padding_rows: query rows after the requests' rows of a ragged verification, which belong to no request.
         dcp_size: GPUs of decode context parallelism that share each request; 1 for none.
         query_dtype: e4m3 if the engine casts the query to e4m3 over an e4m3 cache, as SGLang does; else None.
@@ -112,13 +112,13 @@ class MLACase(LatentLayer, PassCase):
         self.check_tensors()
 
     def backend(self, implementation: Any = None) -> TRTLLMMLABackend:
-        """Return the engine's backend with the settings of the case and an implementation of its call."""
+        """Return an engine's backend with the settings of the case. It calls `implementation`."""
         return TRTLLMMLABackend(implementation, self.attention, query_dtype=self.query_dtype or self.dtype)
 
     @property
     def seen_lens(self) -> tuple[int, ...]:
-        """Return how many keys the last row of each request sees. With `DraftAttention.MLA`, the row of a draft step sees only
-        the prefix.
+        """Return the number of keys that each request's last row sees. In a draft step with `DraftAttention.MLA`, these are the
+        prefix only.
         """
         leaves_out_draft = self.draft_step is not None and self.attention is DraftAttention.MLA
         return self.prefix_lens if leaves_out_draft else self.kv_lens
@@ -132,9 +132,9 @@ class MLACase(LatentLayer, PassCase):
 
     @property
     def bytes_moved(self) -> int:
-        """Return the bytes that must move at least once: reads of visible entries and queries, and writes of outputs.
+        """Return the bytes of one read of each visible latent entry and each query, and one write of each output.
 
-        An entry is key and value at once.
+        An entry is key and value in one.
         """
         rows = sum(self.q_lens) * self.num_qo_heads * (self.head_dim + self.kv_lora_rank) * self.dtype.itemsize
         return self.visible_keys * self.head_dim * self.kv_dtype.itemsize + rows

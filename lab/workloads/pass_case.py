@@ -1,4 +1,4 @@
-"""A forward pass as data, for any backend: derived lengths, and checks of the arguments that all cases share."""
+"""A forward pass as data, for any backend: its fields, lengths derived from them, and checks of the arguments."""
 
 from collections.abc import Sequence
 
@@ -17,8 +17,8 @@ ATTENDING_MODES = tuple(mode for mode in ForwardMode if mode not in (ForwardMode
 
 
 class PassCase(PassLens):
-    """A forward pass as data. Base class of one frozen dataclass per backend, with these fields. The `repr` of a case is an
-    expression that makes the case again.
+    """A forward pass as data: the base class of a frozen dataclass for each backend. The `repr` of a case is an expression that
+    makes an equal case.
 
     Attributes:
         mode: the forward mode.
@@ -58,14 +58,14 @@ class PassCase(PassLens):
 
     @property
     def max_context_len(self) -> int:
-        """Return the engine's largest possible length of a request. It exceeds all lengths here, so page tables have columns
-        after each request's pages.
+        """Return the largest length of a request in the engine. It exceeds the length of each request of the case, so page
+        tables have columns after each request's pages.
         """
         return max(self.kv_lens) + 2 * self.page_size + 1
 
     @property
     def visible_pairs(self) -> int:
-        """Return the number of pairs of a query row and a key that the row sees, over all requests."""
+        """Return the number of visible (query row, key) pairs of all requests."""
         return sum(
             seen if self.encoder_only else (position if self.window_left < 0 else min(position, self.window_left)) + 1
             for seen, q_len in zip(self.seen_lens, self.q_lens, strict=True)
@@ -104,7 +104,7 @@ class PassCase(PassLens):
             self._check_draft_step(self.draft_step)
 
     def refuse_ignored(self, name: str, is_used: bool, who_uses: str) -> None:
-        """Raise ValueError for an argument that the case would ignore, unless it is the default."""
+        """Raise ValueError if the field `name` is unused but not at its default. `who_uses` ends the message."""
         value, default = getattr(self, name), getattr(type(self), name)
         if value != default and not is_used:
             raise ValueError(f"{name}={value!r} would be ignored in {self.mode!r}: {who_uses}; leave it {default!r}")

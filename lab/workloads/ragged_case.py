@@ -16,14 +16,13 @@ class RaggedCase(PassLens):
     the case again.
 
     Attributes:
-        prefix_lens: cached tokens of each request, negative if the request has fewer keys than query rows. There is at least
-            one request.
+        prefix_lens: cached tokens of each of at least one request. A negative number means fewer keys than query rows.
         q_lens: new tokens of each request; may be 0.
-        chunk: most cached tokens of a request in one call.
+        chunk: largest number of cached tokens of a request in one call.
         num_heads, group: number of K/V heads, and of query heads per K/V head.
         head_dim, v_head_dim: head_dim of queries and keys, and of values and outputs; DeepSeek-V3 has 192 and 128.
         dtype: dtype of all tensors, float16, bfloat16 or float8_e4m3fn.
-        window_left: number of keys to the left of a row that it sees; -1 for all.
+        window_left: how many keys before its own position a row sees; -1 for all.
         contents: contents of the tensors, one of `PASS_CONTENTS`.
         seed: seed of all random numbers.
 

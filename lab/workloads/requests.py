@@ -1,4 +1,5 @@
-"""Requests of one forward pass: admit them to a pool, write their histories into a cache, and make a batch of any mode.
+"""Requests of one forward pass: admit them to a pool, write their histories (K and V) into a cache, and make a batch of any
+mode.
 
 A batch is made from the tokens that each request has before the pass, and its query rows::
 
@@ -34,15 +35,15 @@ History = tuple[Tensor, ...]
 
 
 class PassLens:
-    """The lengths of the requests of a forward pass. Base class of dataclasses with these fields; it derives further lengths
-    from them.
+    """The lengths of a forward pass's requests, and lengths that follow from them. It is a base class of dataclasses with these
+    fields.
 
     Attributes:
         prefix_lens: tokens of each request before the pass.
         q_lens: query rows of each request, its newest tokens.
         draft_step: number s of a draft step, from 0: its row is the token after the prefix and s drafted tokens. In
             `FROZEN_KV_STEP` the row is at the last token of the prefix and has no K and V of its own. None in other passes.
-        num_draft_tokens: most rows that a request may have in a ragged verification; None: the most rows of a request.
+        num_draft_tokens: largest number of rows that a ragged verification permits; None: the largest number in `q_lens`.
         topk: number of branches of each request. The lengths have one entry per branch, and the branches of a request are
             neighbours.
     """
@@ -55,7 +56,7 @@ class PassLens:
 
     @cached_property
     def new_tokens(self) -> tuple[int, ...]:
-        """Return each request's number of tokens after its prefix: query rows and, in a draft step, earlier drafted tokens."""
+        """Return each request's number of tokens after its prefix: query rows and, in a draft step, tokens drafted before."""
         return _new_tokens(self.q_lens, self.draft_step)
 
     @cached_property
@@ -70,15 +71,15 @@ class PassLens:
 
     @cached_property
     def first_written(self) -> tuple[int, ...]:
-        """Return the position of the first token of each request whose K and V the pass writes. It is the request's length if
-        the pass writes none.
+        """Return the position of the first token of each request whose K and V the pass writes; the request's length if it
+        writes none.
         """
         return self.kv_lens if self.draft_step == FROZEN_KV_STEP else self.first_rows
 
 
 @dataclass(frozen=True, eq=False)
 class Requests(PassLens):
-    """Requests that a pool holds, as one forward pass sees them.
+    """The requests of one forward pass in a pool.
 
     Attributes:
         pool: the pool that holds the requests. It may hold more tokens of a request than the pass sees.
@@ -104,7 +105,7 @@ class Requests(PassLens):
             )
 
     def slots(self) -> Tensor:
-        """Return the slots of the query rows, [sum(q_lens)] int64; none in a frozen-KV draft.
+        """Return the slots of the query rows' tokens, [sum(q_lens)] int64; empty in a frozen-KV draft.
 
         Raises:
             ValueError: the pool does not hold the requests, or not all of their tokens.
@@ -188,7 +189,7 @@ def new_pool(
     """Return an empty pool with room for requests of these lengths.
 
     Args:
-        lens: most tokens of each request.
+        lens: largest number of tokens of each request.
         page_size, max_context_len, seed, device: as in `KVPool`.
         spare_pages: number of pages in addition to the requests' pages and page 0, the sink.
         swa_spare_pages: the same number for a sliding-window pool; None: there is no such pool.

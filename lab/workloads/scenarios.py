@@ -117,7 +117,7 @@ def scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> Forward
 
 @contextlib.contextmanager
 def naming_scenario(name: str) -> Iterator[None]:
-    """Put the scenario's name before the message of every ValueError that is raised inside."""
+    """While the context is open, put the scenario's name before the message of every ValueError."""
     try:
         yield
     except ValueError as error:
@@ -134,7 +134,7 @@ def read_options(
         flags: options without a number, each with its argument and value.
         numbered: options with a number, each with its argument. The key is the option without the number: ``page`` for
             ``page16``.
-        of: words that errors put after "option", such as " of draft_steps".
+        of: words that follow "option" in error messages, such as " of draft_steps".
 
     Raises:
         ValueError: an option is unknown, or two options set the same argument.

@@ -1,4 +1,4 @@
-"""The lab's own trace. It is the same on every machine.
+"""The lab's own trace of requests. It is the same on every machine.
 
 It is synthetic: drawn from the distributions below, which are not fitted to any service. It gives a benchmark requests of
 unequal lengths with a heavy tail on any machine. For the lengths of a real service, read that service's trace.
@@ -39,7 +39,7 @@ def synthetic_chat(num_requests: int = NUM_REQUESTS, seed: int = SEED) -> list[T
 
 
 def _log_normal(uniform: float, median: float, sigma: float, least: int, most: int) -> int:
-    """Turn a number that is uniform in [0, 1) into a clipped log-normal number."""
+    """Map a uniform number in [0, 1) to a log-normal number, rounded and clipped to `least` to `most`."""
     # inv_cdf rejects 0 and 1. Draws of `Random.random` are multiples of 2**-53, so that only the draw 0 is changed.
     deviation = NormalDist().inv_cdf(max(uniform, 2.0**-53))
     return min(max(round(median * math.exp(sigma * deviation)), least), most)

@@ -1,4 +1,4 @@
-"""Batches of a real service: request lengths from a published trace, and snapshots of the requests that run at one moment."""
+"""Request lengths from a service: read a published trace, and take a snapshot of the requests that run at one moment."""
 
 import json
 import math
@@ -160,7 +160,7 @@ def _ticks(column: str, value: str, where: str) -> int:
 
 
 def running_lengths(requests: Sequence[TracedRequest], at_ms: float, ms_per_token: float) -> list[int]:
-    """Return the number of cached tokens of each request that runs at one moment: its prompt and the tokens generated so far.
+    """Return the cached tokens (prompt, and tokens generated so far) of each request that runs at the time `at_ms`.
 
     Args:
         requests: the trace.
@@ -183,12 +183,12 @@ def running_lengths(requests: Sequence[TracedRequest], at_ms: float, ms_per_toke
 
 
 def snapshot(requests: Sequence[TracedRequest], batch_size: int, ms_per_token: float = 50.0) -> list[int]:
-    """Return the number of cached tokens of each request in a decode batch. The batch has `batch_size` requests of the first
-    full second at which at least this number runs.
+    """Return the cached tokens of each request in a decode batch: `batch_size` requests at the first full second at which so
+    many run.
 
-    If more requests run, the earliest are taken. 50 ms per token is a moderate interactive pace. The pace decides how many
-    requests overlap and how many tokens each has generated. The first such moment is early in the trace, so few requests have
-    generated many tokens.
+    If more requests run, the earliest are taken. The time per token decides how many requests overlap and how many tokens each
+    has generated; 50 ms is a moderate interactive pace. The moment is early in the trace, so few requests have generated many
+    tokens.
 
     Raises:
         ValueError: there are never `batch_size` running requests, or an argument is not positive.

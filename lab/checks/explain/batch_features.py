@@ -1,8 +1,8 @@
 """Read the features of a batch and of its requests, such as lengths, pages and windows.
 
-A feature is a named property of a case, a call or a request; rules over features say where results are wrong. Each table has
-the texts of some features, and precedes the function that reads their values. The cost of a feature ranks it for a reader:
-arguments that a caller passes are cheapest, then parameters of a case, then facts about earlier calls.
+A feature is a named property of a case, a call or a request; rules over features say where results are wrong. Each table here
+has the texts of some features; the function after it reads their values. The simplest features to understand cost least:
+arguments that a caller passes, then parameters of a case, then facts about earlier calls.
 """
 
 from collections.abc import Iterable, Sequence
@@ -46,7 +46,7 @@ OF_REQUEST: dict[str, CaseFeature] = {
 
 
 def _read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: int, window_left: int) -> Read:
-    """Return the features of one request: its lengths, its pages, its place in the batch, and what its window hides."""
+    """Return the features of one request: its lengths, its pages, its position in the batch, and what its window hides."""
     kv_len = kv_lens[request]
     last_seen = first_seen = (
         0  # the first key in the window of the last row, and of the first; 0 or less: none is hidden
@@ -95,7 +95,7 @@ OF_BATCH: dict[str, CaseFeature] = {
 
 
 def _read_batch(kv_lens: Sequence[int], q_lens: Sequence[int], page_size: int, window_left: int) -> Read:
-    """Return the features of a whole batch: page size, window, numbers of requests and rows, and unequal or empty requests."""
+    """Return the features of a whole batch: page size, window, numbers of requests and rows, unequal and empty requests."""
     return {
         "page_size": page_size,
         "has_window": window_left >= 0,
@@ -134,7 +134,7 @@ class CallFeatures:
         page_size: int = TILE,
         window_left: int = -1,
     ) -> "CallFeatures":
-        """Return the features of a call: the shared ones, those of a batch with these lengths, and those of each request."""
+        """Return the features of a call: `shared`, those of a batch of these lengths, and those of each request."""
         of_requests = tuple(
             kept(OF_REQUEST, _read_request(request, kv_lens, q_len, page_size, window_left))
             for request, q_len in zip(range(len(kv_lens)), q_lens, strict=True)
@@ -144,7 +144,7 @@ class CallFeatures:
 
 
 def of_any_request(shared: Features, of_requests: Iterable[Features]) -> dict[str, Value]:
-    """Return the features of a call and of its requests as one mapping. A condition is true if it is true for any request; a
+    """Return one mapping of the features of a call and of its requests. A condition is true if it is true for any request; a
     number is the largest of all requests.
     """
     found = dict(shared)
@@ -155,8 +155,8 @@ def of_any_request(shared: Features, of_requests: Iterable[Features]) -> dict[st
 
 
 def kept(names: Iterable[str], read: Read) -> dict[str, Value]:
-    """Return the values of the features in `names`, as rules compare them and in this order. A dtype or an enum becomes its
-    name, and a tensor a bool; values that are None or False are left out.
+    """Return the features in `names`, in this order, with values that rules can compare: a dtype or enum as its name, a tensor
+    as a bool. None and False are left out.
     """
     plain = {name: _plain(read.get(name)) for name in names}
     return {name: value for name, value in plain.items() if value is not None and value is not False}

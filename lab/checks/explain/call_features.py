@@ -166,7 +166,7 @@ def _lie_apart(pool: Tensor) -> bool:
 
 
 def _used_scratch(arguments: Mapping[str, Any], device: torch.device) -> bool:
-    """Return True if the first elements of the workspace's scratch are not all zero, as after an earlier call."""
+    """Return True if the workspace's scratch does not begin with zeros, so that an earlier call has probably used it."""
     workspace = arguments.get("workspace_buffer")
     if workspace is None:
         return False
@@ -260,8 +260,8 @@ class CallLog:
 
 
 def _comparable(value: Any) -> Any:
-    """Return an argument's value as plain numbers, to compare it with another call's. A number and a tensor with only this
-    number give the same value.
+    """Return an argument's value as plain numbers, so that values of two calls can be compared. A number and a tensor of one
+    equal number give the same.
     """
     if isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1):
         return float(f"{float(value):.5g}")

@@ -39,7 +39,7 @@ EXPLAINED = 0.9  # of the wrong results of a kind lie in regions of a plainer on
 
 
 class CaseResult(NamedTuple):
-    """One compared result, with the verdict on the case to which it belongs."""
+    """One compared result, such as a call's output, and the verdict on its case."""
 
     verdict: CaseVerdict
     result: CheckedResult
@@ -50,8 +50,8 @@ class Region:
     """A rule that says where results are wrong, and the numbers of results inside and outside of it.
 
     Attributes:
-        literals: the tests of features that make up the rule and must all hold; empty if results are wrong everywhere.
-        held: what was compared in these results, such as "output" or "LSE", a key of `HELD`.
+        literals: the tests of features in the rule, which must all hold; empty if results are wrong everywhere.
+        held: the kind of results, such as "output" or "LSE", a key of `HELD`.
         wrong, results: numbers of wrong results and of all results inside the region.
         right_outside, outside: numbers of right results and of all results outside the region.
         smallest: the wrong result in the region with the smallest case.
@@ -72,7 +72,7 @@ class Region:
 
     @property
     def words(self) -> str:
-        """Return the rule in words that can follow "wherever"."""
+        """Return the rule as words that can follow "wherever"."""
         return " and ".join(literal.phrase for literal in self.literals)
 
     @property
@@ -173,8 +173,8 @@ def _answer(verdicts: Sequence[CaseVerdict], judged: Sequence[CaseVerdict], is_w
 
 
 def _results_of(verdict: CaseVerdict) -> tuple[CheckedResult, ...]:
-    """Return the compared results of a verdict. A crash, or a verdict that was read from a file, has none: return one result
-    with the features of the case.
+    """Return the compared results of a verdict. If it has none (a crash, or a verdict from a file), return one result with the
+    features of the case.
     """
     if verdict.judged.results:
         return verdict.judged.results
@@ -183,15 +183,15 @@ def _results_of(verdict: CaseVerdict) -> tuple[CheckedResult, ...]:
 
 
 def _features_of(verdict: CaseVerdict) -> dict[str, Value]:
-    """Return the features of a verdict's case and of its requests as one mapping, without a request's place in the batch."""
+    """Return one mapping of the features of a verdict's case and of its requests, except a request's position in the batch."""
     found = features_of_case(verdict.case)
     whole = of_any_request(found.features, found.of_requests)
     return {name: value for name, value in whole.items() if name not in PLACES}
 
 
 class _Units(NamedTuple):
-    """The units that rules separate. A unit is one request of a result, or a whole result whose requests were not compared one
-    by one.
+    """The units that a rule divides into wrong and right ones. A unit is one request of a result, or a whole result if its
+    requests were not compared one by one.
 
     Attributes:
         results: the results to which the units belong.
@@ -206,7 +206,7 @@ class _Units(NamedTuple):
     case_of: list[int]
 
     def with_rule(self, rule: Rule) -> Bits:
-        """Return, for each unit, whether all literals (tests of features) of a rule hold in it: bool [units]."""
+        """Return, for each unit, whether a rule holds (all of its literals do): bool [units]."""
         found = np.ones(len(self.features), dtype=bool)
         for literal in rule:
             found &= literal.holds(self.features)
@@ -220,7 +220,7 @@ class _Units(NamedTuple):
 def _units(results: Sequence[CaseResult], held: str) -> _Units:
     """Return the units of the results in which `held`, a key of `HELD` such as "output", was compared.
 
-    Some kinds of errors are recorded only where they occur. For these kinds, results of other kinds stand for the right ones.
+    Some kinds of results are recorded only if they are wrong. For these, results of other kinds serve as the right ones.
     """
     is_alone = held in WITHOUT_RIGHT_ONES
     kinds = {held, *STAND_INS} if is_alone else {held}
@@ -248,8 +248,8 @@ def _units(results: Sequence[CaseResult], held: str) -> _Units:
 
 
 def _follows_from(units: _Units, held: str, regions: Sequence[Region], results: Sequence[CaseResult]) -> bool:
-    """Return True if the wrong results of one kind are a consequence of others: nearly all lie in regions of earlier kinds in
-    `HELD`.
+    """Return True if the wrong results of the kind `held` are a consequence of other errors: nearly all of them lie in
+    `regions` of kinds before `held` in `HELD`.
 
     Wrong LSEs follow from wrong outputs only if most of them belong to a call whose output is wrong.
     """
@@ -271,7 +271,7 @@ def _follows_from(units: _Units, held: str, regions: Sequence[Region], results: 
 def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
     """Return the regions of wrong results of one kind (`held`), and the number of wrong results outside all of them.
 
-    A region counts results, although its rule is found among requests.
+    The rule of a region is found among requests, but its counts are counts of results.
     """
     wrong = units.results_with(units.wrong)
     found: list[Region] = []
@@ -308,8 +308,8 @@ def _smallest(wrong: Sequence[CaseResult]) -> CaseResult:
 
 
 def _broken(regions: Sequence[Region], unexplained: int, is_whole: bool) -> str:
-    """Return sentences about what is broken: the first region in full, later regions in short, and whether there are other
-    wrong results.
+    """Return sentences about what is broken: the first region in full, further regions in short, and the number of other wrong
+    results.
 
     Args:
         regions: the regions of wrong results, causes before consequences.
@@ -331,13 +331,13 @@ def _broken(regions: Sequence[Region], unexplained: int, is_whole: bool) -> str:
 
 
 def _within(sentence: str) -> str:
-    """Return the beginning of a sentence with a lower-case first letter, for use inside another sentence."""
+    """Return the beginning of a sentence with its first letter in lower case, to continue another sentence."""
     return sentence[0].lower() + sentence[1:]
 
 
 def _follows(verdicts: Sequence[CaseVerdict]) -> tuple[str, ...]:
-    """Return, for each function, a sentence with the checks that add nothing: in each of their wrong cases the first call is
-    wrong already, and this is the plain call (the call without the check's changes).
+    """Return, for each function, a sentence that lists the checks which add nothing: in each of their wrong cases, the first
+    call, without the check's changes, is wrong already.
     """
     firsts: dict[tuple[str, str], list[bool]] = {}
     for verdict in verdicts:
@@ -355,5 +355,5 @@ def _follows(verdicts: Sequence[CaseVerdict]) -> tuple[str, ...]:
 
 
 def _place(key: str) -> tuple[str, int]:
-    """Return a key that sorts checks: "K4" gives ("K", 4)."""
+    """Return a key by which checks are sorted: ("K", 4) for "K4"."""
     return key[0], int(key[1:])

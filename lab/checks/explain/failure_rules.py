@@ -1,8 +1,8 @@
 """Find the shortest rules over features (named properties) that separate wrong results from right ones.
 
-A rule is a conjunction of at most three literals, such as `has_window and q_len >= 2`. The best rule describes the results in
-the fewest bits: the bits of its literals, plus the bits that say which results are wrong inside and outside the rule. Rules are
-added while they save bits, so that several bugs get several rules. A unit is one request of a result, or a whole result.
+A rule is a conjunction of at most three literals, such as `has_window and q_len >= 2`. The best rule needs the fewest bits: the
+bits of its literals, plus the bits that say which results are wrong where the rule holds and where it does not. Rules are added
+while they save bits, so that several bugs get several rules. A unit is one request of a result, or a whole result.
 """
 
 import math
@@ -81,10 +81,10 @@ def find_rules(units: Sequence[Features], wrong: Bits, cases: Sequence[int]) -> 
 
 
 def sampled(wrong: Bits, cases: Sequence[int]) -> tuple[Bits, Bits]:
-    """Return the indices of the units among which rules are searched, and the weights of these units.
+    """Return the indices of a sample of the units, among which rules are searched, and the weight of each.
 
-    Of many wrong or many right units, only one in every few is used. The n units of a case weigh sqrt(n + 8) together, because
-    they depend on each other.
+    If there are many wrong or many right units, the sample has only every second, third and so on. The n units of a case weigh
+    sqrt(n + 8) together, because they depend on each other.
     """
     sizes = np.bincount(np.array(cases, dtype=int))[np.array(cases, dtype=int)]
     weights = np.sqrt(sizes + 8) / sizes
@@ -98,8 +98,8 @@ def sampled(wrong: Bits, cases: Sequence[int]) -> tuple[Bits, Bits]:
 
 
 class _Search:
-    """A search for rules. Units in which the same literals hold form one group; `bad` and `good` are the weights of the wrong
-    and of the right units in each group.
+    """A search for rules. Units in which the same literals hold form a group. `bad` and `good` are the weights of wrong and of
+    right units in each group.
     """
 
     def __init__(self, units: Sequence[Features], wrong: Bits, weights: Bits) -> None:
@@ -110,8 +110,8 @@ class _Search:
         self.good = np.bincount(where.ravel(), weights=weights * ~wrong, minlength=len(first))
 
     def rules(self) -> list[Chosen]:
-        """Return the rules as indices of literals, the most informative first. No rule, or an empty one, means that results are
-        wrong everywhere.
+        """Return the rules, the most informative first, each as indices of literals. No rule, or an empty one, means that
+        results are wrong everywhere.
         """
         sure, all_bad, total = self._sure(), self.bad.sum(), (self.bad + self.good).sum()
         if all_bad > EVERYWHERE * total:
@@ -139,12 +139,12 @@ class _Search:
         return inside
 
     def _errors(self, rules: Sequence[Chosen]) -> tuple[float, float]:
-        """Return the weight of right units inside the rules, and of wrong units outside."""
+        """Return two weights: of right units in which a rule holds, and of wrong units in which none holds."""
         inside = self._inside(rules)
         return float(self.good[inside].sum()), float(self.bad[~inside].sum())
 
     def _several(self) -> list[Chosen]:
-        """Find rules one after another while they save bits. Each rule is searched among the units that earlier rules leave."""
+        """Find rules one after another while they save bits. Each is searched among units in which no earlier rule holds."""
         rules: list[Chosen] = []
         left = np.ones(len(self.bad), dtype=bool)
         for worth in WORTHS:
@@ -159,13 +159,13 @@ class _Search:
         return rules
 
     def _purity(self, chosen: Chosen, left: Bits) -> float:
-        """Return the share of wrong units, by weight, inside a rule. Only units that earlier rules left over (`left`) count."""
+        """Return the fraction of wrong units, by weight, among the units of `left` in which the rule `chosen` holds."""
         inside = left & self._inside([chosen])
         return float(self.bad[inside].sum() / max((self.bad + self.good)[inside].sum(), 1e-9))
 
     def _pruned(self, chosen: Chosen, left: Bits) -> Chosen:
-        """Remove "is not" and "!=" literals from a rule if the share of wrong units stays high without them. Such literals may
-        only exclude results that are right by chance.
+        """Remove "is not" and "!=" literals from a rule if the fraction of wrong units stays high without them. Such literals
+        may exclude only results that are right by chance.
         """
         for number in chosen:
             rest = tuple(each for each in chosen if each != number)
@@ -174,8 +174,8 @@ class _Search:
         return chosen
 
     def _sure(self) -> Chosen:
-        """Return the rule of one condition that holds for all wrong results, and is missing in more right results than chance
-        explains; () if there is none.
+        """Return a rule of one literal that holds for all wrong results, and fails for more right results than chance explains;
+        () if there is none.
         """
         is_condition = np.array([literal.operator == "is" for literal in self.literals], dtype=bool)
         sure = self._covering(np.where(is_condition, self.costs, np.inf))
@@ -185,9 +185,7 @@ class _Search:
         return sure if digits >= SURE_DIGITS else ()
 
     def _covering(self, costs: Bits) -> Chosen:
-        """Return the rule of the one cheapest literal that holds for all wrong results and for few right ones; () if there is
-        none.
-        """
+        """Return the cheapest rule of one literal that holds for all wrong and few right results; () if there is none."""
         inside_bad, inside_good = self.holds @ self.bad, self.holds @ self.good
         fits = (inside_bad >= self.bad.sum() * (1 - 1e-9)) & (inside_bad >= PURE_ALONE * (inside_bad + inside_good))
         fits &= np.isfinite(costs)
@@ -230,14 +228,14 @@ def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> Chosen:
 
 
 def _bits(bad: Any, good: Any) -> Any:
-    """Return the bits needed to say which units are wrong, given the numbers of wrong and right units."""
+    """Return the number of bits that say which of `bad + good` units are wrong."""
     total = np.maximum(bad + good, 1e-9)
     return sum(side * np.log2(total / np.maximum(side, 1e-9)) for side in (bad, good))
 
 
 def _table(units: Sequence[Features]) -> tuple[list[Literal], Bits, Bits]:
-    """Return the literals that hold for some units but not for all, a bool array [literals, units] of where they hold, and
-    their costs in bits.
+    """Return the literals that hold for some but not all units; a bool array [literals, units] of where they hold; and their
+    costs in bits.
 
     If several literals hold for the same units, only the cheapest is kept.
     """

@@ -97,7 +97,7 @@ class Number(CaseFeature):
 
 @dataclass(frozen=True)
 class Choice(CaseFeature):
-    """A feature whose value is a name. Its text is the subject of the sentence part "wherever <text> is <name>"."""
+    """A feature whose value is a name. Its text is the subject of the words "wherever <text> is <name>"."""
 
     is_negated: bool = True  # "is not" says something to a reader
 
@@ -116,8 +116,8 @@ class Choice(CaseFeature):
 
 
 def _spread(steps: list[int]) -> list[int]:
-    """Return a few of many sorted thresholds: the first and the last, and the first after each power of two,
-    where kernels change.
+    """Return a few of the sorted numbers in `steps`, to be used as thresholds: the first, the last, and the first after each
+    power of two, where kernels change.
     """
     if len(steps) <= MOST_THRESHOLDS:
         return steps

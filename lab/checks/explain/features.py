@@ -89,8 +89,8 @@ class UnknownFeatureError(LookupError):
 
 
 def feature_named(name: str) -> CaseFeature:
-    """Return a feature by its name. The name "parameter=value" is a condition: a configuration's parameter has this value,
-    which is not its default.
+    """Return the feature with this name. A name "parameter=value" stands for the condition that a configuration's parameter has
+    this value, which is not its default.
 
     Raises:
         UnknownFeatureError: no feature has the name.
@@ -104,7 +104,7 @@ def feature_named(name: str) -> CaseFeature:
 
 
 def features_of_case(case: Any) -> CallFeatures:
-    """Return the features of a case of any check: of its fields, its forward mode, its batch and each request.
+    """Return the features of a case of any check: of its fields, its forward mode, its batch and each of its requests.
 
     Raises:
         UnknownFeatureError: a field of the case has no row in a table.
@@ -134,8 +134,8 @@ def features_of_case(case: Any) -> CallFeatures:
 
 
 def _fields(case: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of each field of a case, and of each field of the dataclasses in it. Lengths are left out, and fields
-    that are no features.
+    """Yield the name and value of each field of a case, and of the dataclasses in its fields. Lengths, and fields that are no
+    features, are left out.
     """
     for each in fields(case) if is_dataclass(case) else ():
         value = getattr(case, each.name)
@@ -146,9 +146,7 @@ def _fields(case: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _read_mode(given: Read) -> Read:
-    """Return the features of the forward mode among a case's fields, such as the kind of its query rows; {} if
-    there is no mode.
-    """
+    """Return the features of the forward mode in a case's fields, such as the kind of its query rows; {} without a mode."""
     mode = next((each for each in given.values() if isinstance(each, ForwardMode)), None)
     if mode is None:
         return {}

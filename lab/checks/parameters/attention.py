@@ -23,13 +23,13 @@ MOST_DRAWN_REQUESTS = 4
 
 
 def fields_of(interface: Interface) -> tuple[str, ...]:
-    """Return the fields of `Ranges` that describe a single call of a function, such as "dtypes"."""
+    """Return the names of the fields of `Ranges` that apply to a single call of the function, such as "dtypes"."""
     return MLA_FIELDS if interface is AttentionCall.MLA_DECODE else MHA_FIELDS
 
 
 def balanced(ranges: Ranges, interface: Interface, count: int, seed: int = 0) -> Iterator[AttentionCase]:
-    """Yield `count` cases in which the values of each field occur equally often. Numbers of keys lie at ends of pages and
-    tiles. The values for which kernels are compiled come from `builds`.
+    """Yield `count` random cases in which all values of a field of `Ranges` occur equally often. Many lengths are at ends of
+    pages and tiles. Values that need another compiled kernel come from `builds`.
     """
     seed += SEEDS * ranges.seed
     rng = random.Random(f"{interface.name} {seed}")
@@ -46,15 +46,15 @@ def balanced(ranges: Ranges, interface: Interface, count: int, seed: int = 0) ->
 
 
 def balanced_nvfp4(ranges: Ranges, interface: Interface, count: int, seed: int) -> Iterator[AttentionCase]:
-    """Yield the cases of `balanced` over an NVFP4 cache; no case if the ranges or the function do not allow NVFP4."""
+    """Yield the cases of `balanced`, but over an NVFP4 cache. Yield none if the ranges or the function do not allow NVFP4."""
     if interface is not AttentionCall.MLA_DECODE and True in ranges.nvfp4:
         for case in balanced(ranges, interface, count, seed):
             yield replace(case, kv_dtype=NVFP4, arithmetic=None)
 
 
 def builds(ranges: Ranges, interface: Interface) -> list[Point]:
-    """Return combinations of the values for which kernels are compiled, such as dtypes and head_dims. The values of a field
-    occur equally often.
+    """Return a few combinations of the values that select a compiled kernel, such as dtypes and head_dims. All values of a
+    field occur equally often.
 
     There are few combinations, the same for all checks, because many kernels are compiled for each combination. Check K18
     (combinations) judges all pairs of values.
@@ -76,7 +76,7 @@ def case_within(
     seed: int = 0,
     page_seed: int = 0,
 ) -> AttentionCase:
-    """Return the attention case with these values of the fields in `fields_of`, and with these lengths, window and seeds."""
+    """Return the attention case with `values` (one for each name in `fields_of`) and with these lengths, window and seeds."""
     dtype, kv_dtype = values["dtypes"]
     if interface is AttentionCall.MLA_DECODE:
         head_dim, v_head_dim = values["mla_head_dims"]
@@ -99,7 +99,7 @@ def case_within(
 
 
 def values_of(case: AttentionCase) -> Point:
-    """Return a case's value of each field in `fields_of`, as `case_within` takes them."""
+    """Return a case's values by the names in `fields_of`, in the form that `case_within` takes."""
     shared = {"dtypes": (case.dtype, case.kv_dtype), "q_lens": case.q_lens[0]}
     if case.is_mla:
         dims = case.head_dim, case.v_head_dim
@@ -138,7 +138,7 @@ def _lens(
 def drawn_cases(
     interface: Interface, ranges: Ranges, adapt: Callable[[AttentionCase], Any] = lambda case: case
 ) -> Iterator[DrawnPoint]:
-    """Yield random cases of a check without end. `adapt` makes each of them from a random attention case."""
+    """Yield random cases of a check without end. `adapt` turns a random attention case into a case of the check."""
 
     def make(point: Point, seed: int) -> Any:
         return adapt(drawn_case(ranges, interface, point, seed))
@@ -149,8 +149,8 @@ def drawn_cases(
 
 
 def drawn_model(ranges: Ranges, interface: Interface) -> Model:
-    """Return the model from which random cases are drawn. Its axes are the fields in `fields_of`, the number of requests, and
-    lengths.
+    """Return the model (axes, values and rules) from which random cases are drawn. Its axes are the names in `fields_of`, the
+    number of requests, and lengths.
     """
     axes: dict[str, Sequence[Any]] = {
         "requests": range(1, MOST_DRAWN_REQUESTS + 1),

@@ -1,6 +1,6 @@
 """Make the case of a configuration (one call, given by a value for each of its parameters): sizes, lengths and contents.
 
-The forms of the call's arguments, such as strides, are left to `lab.checks.parameters.calls`.
+`lab.checks.parameters.calls` adds the forms of the arguments, such as strides.
 """
 
 import random
@@ -112,12 +112,12 @@ def _rows_of_prompts(of: Configuration) -> tuple[int, ...]:
 
 
 def _longest_request(of: Configuration) -> int:
-    """Return the index of the request with the prompt or the long history: the first, or the last if the first has no rows."""
+    """Return the index of the longest request: 0, or -1 (the last) if the first has no rows."""
     return -1 if of["offsets"] in (Without.FIRST, Without.TWICE) else 0
 
 
 def _emptied(lens: Sequence[int], without: Any) -> tuple[int, ...]:
-    """Return the lengths, with 0 for each request that `without` selects, such as the first. Other values select no request."""
+    """Return the lengths, with 0 for the requests that `without` names. If it is no `Without`, nothing changes."""
     last = len(lens) - 1
     empty: dict[Any, Sequence[int]] = {
         Without.FIRST: (0,),
@@ -135,9 +135,7 @@ def rows_without_keys(q_lens: Sequence[int], kv_lens: Sequence[int]) -> torch.Te
 
 
 def fewer_than_rows(q_lens: Sequence[int]) -> list[int]:
-    """Return a number of keys for each request: alternately one and two less than its rows, but at least 1 if it
-    has several rows.
-    """
+    """Return a number of keys for each request: in turn one and two fewer than its rows, but at least 1 for several rows."""
     return [max(rows - 1 - request % 2, rows // 2) for request, rows in enumerate(q_lens)]
 
 

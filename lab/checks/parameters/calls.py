@@ -1,4 +1,4 @@
-"""Build the call of a configuration (a value for each of a call's parameters) with its expected results, and judge it.
+"""Build the call that a configuration (a value for each parameter) describes, and judge its results.
 
 The form of an argument is how it is passed: for example as a number or a tensor, with gaps, or with padding after it.
 """
@@ -63,7 +63,7 @@ PADDED_KEYS: dict[Any, float] = {RaggedPadding.KEYS: 100.0, RaggedPadding.BOTH: 
 
 
 def judge_call(run: CaseRun) -> None:
-    """Make the call of a run's configuration once. Judge its results, and all memory that it must not change."""
+    """Make the call of a run's configuration. Judge its results, and that it changed only outputs and scratch."""
     call = built_call(run.case, run.ranges, run.device)
     before = {name: value.clone() for name, value in call.read.items()}
     result = run.call(call)
@@ -124,7 +124,7 @@ def built_call(of: Configuration, ranges: Ranges, device: torch.device) -> Built
 
 
 def _inputs(of: Configuration, ranges: Ranges, device: torch.device) -> CallInputs:
-    """Return a configuration's tensors, scales, sinks, mask and causality, on which the expected results depend."""
+    """Return what determines a configuration's expected results: tensors, scales, sinks, mask and causality."""
     changes: dict[str, Any] = {"factors": (of["bmm1_scale"].factor, of["bmm2_scale"].factor)}
     inputs: CallInputs
     if of.interface is AttentionCall.RAGGED_CONTEXT:
@@ -146,8 +146,8 @@ def _inputs(of: Configuration, ranges: Ranges, device: torch.device) -> CallInpu
 
 
 def _below_zero(inputs: RaggedInputs) -> RaggedInputs:
-    """Return inputs in which one coordinate of queries and keys is set such that each row's logits lie between
-    HIGHEST and LOWEST.
+    """Return the inputs with one coordinate of queries and keys replaced, so that all logits of a row lie between LOWEST and
+    HIGHEST.
     """
     query, parts = inputs.query.float(), []
     query[..., 0] = QUERY_COORDINATE
@@ -160,9 +160,7 @@ def _below_zero(inputs: RaggedInputs) -> RaggedInputs:
 
 
 def _stored(inputs: AttentionInputs, of: Configuration) -> AttentionInputs:
-    """Return inputs whose cache has the strides, and whose page table has the pages and the form, that a
-    configuration names.
-    """
+    """Return the inputs with the cache's strides, and the page table's contents and form, as a configuration says."""
     if of["pages"] == Pages.TWICE:
         inputs = _with_page_twice(inputs)
     form, case = of["cache"], inputs.case
@@ -223,8 +221,8 @@ def _keys_and_values(call: BuiltCall) -> None:
 
 
 def _host_lengths(call: BuiltCall) -> None:
-    """Pass the lengths as CPU tensors too, if the configuration says so. Pass two further arguments with the configuration's
-    values.
+    """Pass the lengths as CPU tensors too, if the configuration says so. Also pass `o_sf_scale` and
+    `skip_all_rows_active_check`.
     """
     for name in ("o_sf_scale", "skip_all_rows_active_check"):
         call.given[name] = call.forms[name]
@@ -294,7 +292,7 @@ def _query(call: BuiltCall) -> None:
 
 
 def _lengths(call: BuiltCall) -> None:
-    """Pass `seq_lens` as uint32, or `seq_lens` and the offsets as parts of larger tensors with wrong values around them, if the
+    """Pass `seq_lens` as uint32, or pass lengths and offsets as parts of larger tensors with wrong values around them, if the
     configuration says so.
     """
     lengths, form = call.given["seq_lens"], call.forms["seq_lens"]
@@ -335,8 +333,8 @@ def _scales(call: BuiltCall) -> None:
 
 
 def _scale(call: BuiltCall, value: float, shape: tuple[int, ...] | None) -> Tensor | float:
-    """Return a scale as a number, or as one element of a larger tensor with NaN before and after it. Models with one scale per
-    layer have such tensors.
+    """Return a scale as a number, or as one element of a larger tensor of NaN, as if a model had one scale per layer in a
+    tensor.
     """
     if shape is None:
         return value
@@ -351,7 +349,7 @@ def _sinks(call: BuiltCall) -> None:
 
 
 def _out(call: BuiltCall) -> None:
-    """Pass the output's dtype, or a buffer of NaN for the output. A buffer that is a view lies between guards, which must stay
+    """Pass `out_dtype`, or a buffer of NaN as `out`, or neither. If the buffer is a view, the memory around it must stay
     unchanged.
     """
     form: Output = call.forms["out"]
@@ -368,8 +366,8 @@ def _out(call: BuiltCall) -> None:
 
 
 def _lse(call: BuiltCall) -> None:
-    """Request the LSE. If the configuration says so, pass a buffer of NaN for it. The buffer lies between guards, or has gaps
-    that must stay NaN.
+    """Request the LSE, and pass a buffer of NaN for it, if the configuration says so. The memory around the buffer, and gaps in
+    it, must stay unchanged.
     """
     form: Lse = call.forms["lse"]
     query = call.given["query"]

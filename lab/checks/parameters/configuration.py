@@ -1,4 +1,4 @@
-"""A case of the judge that is given by a value for each parameter (axis) of a function's model."""
+"""A case of the judge that consists of a value for each parameter (axis) of a function's model."""
 
 import functools
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ from lab.workloads.interfaces import Interface
 
 @dataclass(frozen=True)
 class Configuration:
-    """One call, given by a value for each axis (parameter) of its function's model. Its `repr` builds it again, and leaves out
-    defaults.
+    """One call as a value for each axis (parameter) of its function's model. Its `repr` is an expression that builds it again,
+    and leaves out defaults.
 
     Raises:
-        ValueError: the function's model does not have an axis that is named in `values`.
+        ValueError: `values` names an axis that the function's model does not have.
     """
 
     interface: Interface
@@ -51,9 +51,9 @@ class Configuration:
 
 @functools.cache
 def _declared(interface: Interface) -> tuple[Mapping[str, Any], Mapping[str, Mapping[Any, Any]]]:
-    """Return the default values of a function's model in the default ranges, and the values of each axis.
+    """Return two mappings by axis, for a function's model in the default ranges: the default value, and all values.
 
-    The values are a map from each value to itself, in which a text finds the value that equals it.
+    The second maps each value to itself, so that a text finds the value that equals it.
     """
     model = MODELS[interface](Ranges())
     return model.default, {name: {value: value for value in values} for name, values in model.axes.items()}

@@ -19,7 +19,7 @@ MOST_BLIND_SPOTS = 100  # in a report's file
 
 
 class Reach(NamedEnum):
-    """How far the cases with a combination of values came: judged, only declined, left out, or impossible."""
+    """What happened to a value or a combination of values in a run: judged, only declined, left out, or impossible."""
 
     JUDGED = "judged"
     DECLINED = "declined"
@@ -56,15 +56,13 @@ class Coverage:
 
     @property
     def counts(self) -> str:
-        """Return words such as "40 of 42 values and 300 of 320 pairs of decode": how many of the possible ones were judged."""
+        """Return the counts of judged and of possible combinations: "40 of 42 values and 300 of 320 pairs of decode"."""
         of_values = Counter(reach for values in self.values.values() for reach in values.values())
         return f"{_share(of_values, 'values')} and {_share(self.pairs, 'pairs')} of {self.interface.name.lower()}"
 
 
 def coverages(verdicts: Sequence[CaseVerdict], ranges: Ranges) -> tuple[Coverage, ...]:
-    """Return the coverage of each function's model within the ranges, for the functions with verdicts on
-    `Configuration` cases.
-    """
+    """Return the coverage of each function that has verdicts on `Configuration` cases, for its model within the ranges."""
     of_function: dict[Interface, list[CaseVerdict]] = {}
     for verdict in verdicts:
         if isinstance(verdict.case, Configuration):
@@ -73,7 +71,7 @@ def coverages(verdicts: Sequence[CaseVerdict], ranges: Ranges) -> tuple[Coverage
 
 
 def coverage(interface: Interface, model: Model, verdicts: Iterable[CaseVerdict]) -> Coverage:
-    """Return how many values, pairs and triples of a model were judged, according to verdicts on its points."""
+    """Return the coverage of a function's model: which values, pairs and triples occur in the cases of these verdicts."""
     judged, declined = tuples_by_outcome(model, verdicts)
     of_values = {
         axis: {
@@ -98,8 +96,8 @@ def coverage(interface: Interface, model: Model, verdicts: Iterable[CaseVerdict]
 
 
 def tuples_by_outcome(model: Model, verdicts: Iterable[CaseVerdict]) -> tuple[set[Values], set[Values]]:
-    """Return two sets of values, pairs and declared triples: those of judged points, and those of declined points. A call that
-    failed before it was compared is in neither.
+    """Return two sets of values, pairs and declared triples: those in judged cases, and those in declined cases. A case that
+    failed before a comparison counts in neither.
     """
     judged, declined = set[Values](), set[Values]()
     for verdict in verdicts:
@@ -111,8 +109,8 @@ def tuples_by_outcome(model: Model, verdicts: Iterable[CaseVerdict]) -> tuple[se
 
 
 def retried(model: Model, verdicts: Sequence[CaseVerdict]) -> tuple[Model, list[Values]] | None:
-    """Return the model restricted to the judged values, and the pairs and triples in it that were not judged. Return None if an
-    axis has no judged value.
+    """Return the model restricted to values that were judged, and its pairs and triples that were not judged. Return None if no
+    value of an axis was judged.
     """
     judged, _ = tuples_by_outcome(model, verdicts)
     taken = model.only(judged)
@@ -124,7 +122,7 @@ def _reach(goal: Values, judged: Collection[Values], declined: Collection[Values
 
 
 def _by_reach(values: Mapping[Any, Reach]) -> dict[str, list[str]]:
-    """Return the values as text, grouped by how far they came ("judged", "declined", "left out", "impossible")."""
+    """Return the names of the values, grouped by what happened to them: "judged", "declined", "left out" or "impossible"."""
     return {
         reach.value: found
         for reach in Reach

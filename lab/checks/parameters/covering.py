@@ -15,7 +15,7 @@ Values = tuple[tuple[str, Any], ...]  # of some axes, in the order of their decl
 
 @dataclass(frozen=True)
 class Constraint:
-    """A condition that the values of some axes must meet to make a valid call."""
+    """A condition on the values of some axes. A call is valid only if it holds."""
 
     fits: Callable[..., bool]  # takes a value of each of these axes, which are named as its parameters
     why: str  # the reason, a sentence
@@ -27,7 +27,7 @@ class Constraint:
 
 
 def constraints(reasons: Mapping[str, Callable[..., bool] | Sequence[Callable[..., bool]]]) -> tuple[Constraint, ...]:
-    """Return a `Constraint` for each condition in a table. The table gives for each reason one or several conditions."""
+    """Return the constraints that a table lists. It maps the reason for a rule to one condition or to several."""
     return tuple(
         Constraint(fits, why)
         for why, each in reasons.items()
@@ -43,8 +43,8 @@ class Model:
         axes: the values of each axis, by the axis' name. The first value is the default.
         rules: the constraints between axes. Axes without a constraint combine freely.
         triples: groups of three axes whose values are covered in triples, not only in pairs.
-        vacuous: (axis, value) pairs with which a call computes nothing. A point with such a value tests nothing else. So it
-            covers only this value, and the pairs and triples that contain it.
+        vacuous: (axis, value) pairs with which a call computes nothing. A point with such a value covers only this value, and
+            the pairs and triples that contain it.
 
     Raises:
         ValueError: an axis has no values, a rule or a triple names an unknown axis, or no point fits all rules.
@@ -93,13 +93,13 @@ class Model:
         return replace(self, axes=axes) if all(axes.values()) else None
 
     def fits(self, point: Mapping[str, Any], added: str = "") -> bool:
-        """Return True if the values of some axes fit all rules between these axes. With `added`, only rules of that axis are
-        tested.
+        """Return True if the values in `point`, which may lack axes, satisfy all rules between its axes. If `added` names an
+        axis, test only rules on that axis.
         """
         return next(self._broken(point, added), None) is None
 
     def _broken(self, point: Mapping[str, Any], added: str = "") -> Iterator[Constraint]:
-        """Yield the rules that the values of a point break. Only the rules that `fits` would test are tested."""
+        """Yield the rules that the values in `point` break. If `added` names an axis, test only rules on that axis."""
         for rule in self._rules_of[added] if added else self.rules:
             if all(name in point for name in rule.axes) and not rule.fits(*(point[name] for name in rule.axes)):
                 yield rule
@@ -110,13 +110,13 @@ class Model:
 
     @functools.cached_property
     def _largest_triples(self) -> Mapping[str, int]:
-        """Return, for each axis, the number of value combinations in its largest triple; 0 for an axis without triples."""
+        """Return, for each axis, how many combinations of values its largest triple has; 0 without a triple."""
         sizes = {triple: math.prod(len(self.axes[name]) for name in triple) for triple in self.triples}
         return {name: max((sizes[each] for each in sizes if name in each), default=0) for name in self.axes}
 
     def completed(self, values: Mapping[str, Any]) -> Point | None:
-        """Return a point with these values and, as far as the rules allow, default values for all other axes; None if there is
-        none.
+        """Return the allowed point with these values and, where the rules permit, the default for all other axes; None if no
+        point is allowed.
         """
         if not self.fits(values):
             return None
@@ -188,7 +188,7 @@ class Model:
 
     @functools.cached_property
     def why_not(self) -> Mapping[Values, str]:
-        """Return, for each pair and declared triple, the reason of the rule that forbids it; "" if a valid point
+        """Return a text for each pair and declared triple: the reason of the rule that forbids it, or "" if a valid point
         contains it.
         """
         return {goal: self._why_not(dict(goal)) for goal in self._goals()}
@@ -286,7 +286,7 @@ class _Left:
                 del self._others[each][goal]
 
     def gain(self, axis: str, value: Any, point: Point) -> int:
-        """Return the number of goals that contain this value, and that a point contains once the axis has the value."""
+        """Return how many open goals `point` would newly contain if `axis` had this value."""
         has = point.items()
         goals = self._others.get((axis, value), {})
         return sum(all(each in has for each in others) for others in goals.values())

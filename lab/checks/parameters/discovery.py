@@ -38,7 +38,7 @@ def discover(submit: Submit, interface: Interface, ranges: Ranges, taken: Sequen
         submit: submits one case of a check for judging, such as `lab.checks.run.workers.Workers.submit`.
         interface: the function.
         ranges: the ranges to narrow.
-        taken: cases that the function has accepted.
+        taken: cases that the function accepted earlier.
 
     Returns:
         The narrowed ranges; None if no case is accepted, or if all values of all fields are accepted.
@@ -60,8 +60,8 @@ def discover(submit: Submit, interface: Interface, ranges: Ranges, taken: Sequen
 def _first_taken(
     outcomes_of: Callable[[Sequence[Point]], list[Outcome]], interface: Interface, ranges: Ranges, taken: Sequence[Any]
 ) -> Point | None:
-    """Return the values of a call that the function accepts. A case of `taken` is tried first, then combinations of values, the
-    most usual ones first. Return None if no call is accepted.
+    """Return the values of one call that the function accepts: of a case in `taken`, or else of the most usual combination of
+    values that it accepts. Return None if it accepts none.
     """
     names = fields_of(interface)
     known = (values_of(case) for case in taken if isinstance(case, AttentionCase))

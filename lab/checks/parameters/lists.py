@@ -59,9 +59,7 @@ def lens_of(requests: int, prefixes: Any, page_size: int, seed: int) -> tuple[in
 
 
 def _within(count: Callable[[DraftListsCase], int], most: int) -> Callable[..., bool]:
-    """Return a condition for the model's rules: `count` of the draft's case, such as its number of list cells,
-    is at most `most`.
-    """
+    """Return a rule condition: `count` of the draft's case, such as its number of list cells, is at most `most`."""
 
     def fits(requests: int, prefixes: Any, page_size: int, topk: int, num_steps: int) -> bool:
         lens = lens_of(requests, prefixes, page_size, 0)

@@ -34,7 +34,7 @@ SLOTS = 3  # of padding, of a batch; and query rows of padding
 
 @dataclass(frozen=True)
 class MetadataCase(PassLens):
-    """The requests of a pass whose metadata is built, without tensors. The attributes are as in `PassLens` and `PassCase`."""
+    """The requests of a pass for which metadata is built, without tensors; attributes as in `PassLens` and `PassCase`."""
 
     mode: ForwardMode
     prefix_lens: tuple[int, ...]
@@ -183,8 +183,8 @@ def _on_cpu(of: Any) -> Any:
 
 
 def _pool(of: Configuration, first: MetadataCase, later: MetadataCase, seed: int, device: torch.device) -> KVPool:
-    """Return a K/V pool with room for both passes and the configuration's spare pages and context. Unused cells of its
-    `req_to_token` have slots of other requests.
+    """Return a K/V pool with room for both passes, and with the configuration's numbers of spare pages and spare columns. Cells
+    of `req_to_token` beyond a request's tokens hold slots of other requests.
     """
     lens = (*first.kv_lens, *later.kv_lens) or (1,)
     spare = {"some more": 2 * first.page_size + 1, "a whole page more": first.page_size}
@@ -264,8 +264,8 @@ def _padded(of: Configuration, case: MetadataCase, batch: ForwardBatch) -> Forwa
 
 
 def _spec_info_of_a_graph(batch: ForwardBatch) -> SpecInfo:
-    """Return a SpecInfo as a CUDA graph's batch has it: its numbers of rows are not those of this pass, and the draft of a
-    verification is longer.
+    """Return the SpecInfo that the batch of a CUDA graph has: its numbers of rows do not match this pass, and the draft of a
+    verification is longer than this pass's.
     """
     of_graph = torch.arange(batch.batch_size + SLOTS, dtype=torch.int64, device=batch.seq_lens.device) % 5 + 7
     rows = batch.forward_mode.query_rows

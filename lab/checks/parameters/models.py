@@ -15,7 +15,7 @@ from lab.workloads.interfaces import PAGED_CALLS, Interface, MetadataFunction
 
 
 def _whole(model: Model) -> Callable[[Ranges], Model]:
-    """Return a function that returns this model for any ranges."""
+    """Return a function that takes any ranges and returns this model unchanged."""
     return lambda _: model
 
 

@@ -1,7 +1,7 @@
 """The model (parameters with their values, and rules between them) of calls over a paged cache: decode, context and MLA decode.
 
 The first value of each axis is its default. If a caller has narrowed a field of `Ranges`, the axis has only these values.
-Otherwise it also has unusual values, which a kernel for the usual sizes declines.
+Otherwise it also has unusual values, which kernels for common sizes decline.
 """
 
 from collections.abc import Sequence
@@ -158,9 +158,7 @@ def _longest(lengths: Any) -> int:
 
 
 def _prompt(rows: Any) -> int:
-    """Return the rows per request by which a context call's size is estimated: those of the prompt, 1 for one
-    row each, else 5.
-    """
+    """Estimate the rows per request of a context call: the prompt's length, 1 for one row each, otherwise 5."""
     return rows if isinstance(rows, int) else 1 if rows == Rows.ONE_EACH else 5
 
 

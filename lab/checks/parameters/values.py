@@ -1,6 +1,4 @@
-"""The values of a call's parameters that are not numbers. Each value is equal to a text, by which the repr of a
-case names it.
-"""
+"""The values of a call's parameters that are not numbers. Each value equals a text, which the repr of a case contains."""
 
 import torch
 
@@ -92,7 +90,7 @@ class Mask(TextEnum):
 
 
 class Sinks(TextEnum):
-    """Whether there is a sink per head, and in which form it is passed."""
+    """Whether the call has sinks (one per head), and in which form they are passed."""
 
     NONE = "none"
     PER_HEAD = "per head"

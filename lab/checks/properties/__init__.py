@@ -1,4 +1,4 @@
-"""The checks. Each module is one check; its docstring says what it catches that random data would not show."""
+"""The checks. Each module is one check; its docstring says which errors the check finds that random data would not show."""
 
 import functools
 import importlib
@@ -9,7 +9,7 @@ from lab.checks.properties.check import Check
 
 @functools.cache
 def checks() -> tuple[Check, ...]:
-    """Return the `Check` of each module in this package, sorted by key.
+    """Return the checks of this package's modules, sorted by key. R1 is left out, because it has no cases of its own.
 
     K1 to K15 judge single attention calls, K16 and K17 metadata, and K18 combinations of arguments. L1 judges the K/V lists of
     a draft, M1 to M3 forward passes, and S1 and S2 graph replays.

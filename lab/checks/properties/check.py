@@ -15,7 +15,7 @@ from lab.workloads.interfaces import PAGED_CALLS, Interface
 
 
 class Level(NamedEnum):
-    """How many cases a check judges: few at the level SMOKE, many at the level FULL."""
+    """The number of cases of a check: few at SMOKE, many at FULL."""
 
     SMOKE = "smoke"
     FULL = "full"
@@ -23,7 +23,7 @@ class Level(NamedEnum):
 
 @dataclass(frozen=True)
 class Scope:
-    """What a check makes its fixed cases from: the function to judge, the ranges of its arguments, and the level."""
+    """The input from which a check makes its fixed cases: the function to judge, the ranges of its arguments, and the level."""
 
     interface: Interface
     ranges: Ranges
@@ -38,7 +38,7 @@ class Scope:
         return full if self.is_full else smoke
 
     def balanced(self, smoke: int, full: int, seed: int) -> Iterator[AttentionCase]:
-        """Yield cases in which all values of a field occur equally often: `full` cases at the full level, otherwise `smoke`."""
+        """Yield `smoke` or `full` random attention cases. All permitted values of a parameter occur equally often."""
         return balanced(self.ranges, self.interface, self.counted(smoke, full), seed)
 
     def balanced_nvfp4(self, smoke: int, full: int, seed: int) -> Iterator[AttentionCase]:
@@ -62,18 +62,18 @@ def itself(case: AttentionCase) -> AttentionCase:
 
 @dataclass(frozen=True)
 class Check:
-    """One kind of mistake, and the cases that show it.
+    """One check: the cases that show one kind of mistake, and the function that judges them.
 
     Attributes:
         key: the check's short name, such as "K4".
         name: the check's name in snake_case, such as "poison".
         doc: the first line of the module's docstring, which says what the check catches.
-        fixed: yields the cases of a scope that are the same in every run.
+        fixed: yields the fixed cases for a scope (function, ranges and level). They are the same in every run.
         judge: judges one case: it makes calls by the methods of a `CaseRun`, and gives it the expected results. It raises
             `Unsupported` if nothing could be judged.
         interfaces: the functions that the check judges.
-        drawn: turns a randomly drawn attention case into a case of this check; None for a check without random cases.
-        draw_on: draws the random cases that are judged after the level's cases until the run's time ends.
+        drawn: turns a random attention case into a case of this check; None for a check without random cases.
+        draw_on: yields further random cases, which are judged after the level's cases if the run has time left.
         more: one function for each further round of cases at the full level. A function gets the verdicts of all earlier
             rounds, and returns the cases of its round.
     """
@@ -102,5 +102,5 @@ class Check:
 
 
 def balanced_cases(smoke: int, full: int, seed: int) -> Callable[[Scope], Iterable[AttentionCase]]:
-    """Return a function for `Check.fixed`. It yields the balanced cases (`Scope.balanced`) of a scope, drawn from `seed`."""
+    """Return a function for `Check.fixed`, which yields the cases of `Scope.balanced` with these numbers and this seed."""
     return lambda scope: scope.balanced(smoke, full, seed)

@@ -21,8 +21,8 @@ EDGES = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1025)
 
 
 def _cases(scope: Scope) -> Iterator[DraftListsCase]:
-    """Yield drafts with prefix lengths at the edges of kernels' blocks, and drafts that combine branches, pages, steps and
-    windows. The check K18 (combinations) has all other cases.
+    """Yield drafts whose prefixes end at block edges of kernels, and drafts that combine branches, pages, steps and windows.
+    The check K18 (combinations) has all other cases.
     """
     yield DraftListsCase(EDGES)
     for topk, page_size in ((2, 1), (1, 16), (2, 16), (3, 32), (3, 64), (2, 128), (2, 256)):

@@ -136,7 +136,7 @@ def usual_page_size(ranges: Ranges) -> int:
 
 
 def smoke_q_lens(ranges: Ranges) -> tuple[int, ...]:
-    """Return the numbers of query rows per request at the smoke level: only 4, or the largest number if the ranges lack 4."""
+    """Return the numbers of query rows per request at the smoke level: 4 if the ranges have it, else their largest number."""
     return (4,) if 4 in ranges.q_lens else (max(ranges.q_lens),)
 
 
@@ -150,8 +150,8 @@ def geometry_cases(ranges: Ranges) -> Iterator[ForwardCase]:
     """Yield passes that together cover all pairs of settings: mode, geometry, page size, sliding window, tensor-parallel slice,
     contents and dtypes.
 
-    They also cover the triples of mode, geometry and page size, and of mode, geometry and sliding window. A cache whose dtype
-    differs from the query's is judged at one page size.
+    They also cover all triples of mode, geometry and page size, and all triples of mode, geometry and sliding window. A cache
+    whose dtype differs from the query's is judged at one page size.
     """
     one_page_size = usual_page_size(ranges)
     variants = list(mode_cases("tiny", one_page_size, ranges.q_lens))
@@ -197,8 +197,8 @@ def geometry_cases(ranges: Ranges) -> Iterator[ForwardCase]:
 
 
 def judge_pass(run: CaseRun, forward: EnginePass) -> None:
-    """Run a pass with the implementation. Expect the output that follows from the requests' histories, unchanged inputs, and no
-    write around the output.
+    """Run a pass with the implementation. Expect the output that the requests' histories give, unchanged inputs, and no write
+    around the output.
     """
     truth = forward.truth()
     before = {name: tensor.clone() for name, tensor in forward.inputs().items()}

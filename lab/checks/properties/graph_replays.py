@@ -119,8 +119,8 @@ def _replayed(fixture: ReplayFixture, *batches: ForwardBatch) -> Wrongs:
 
 
 def _captured_below_q(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """Expect that the capture itself gives no NaN, and that a replay of a full batch is right after it. A capture uses the
-    length of padding requests, which is less than the number of query rows in a draft extend.
+    """Expect no NaN from the capture itself, and a right replay of a full batch after it. A capture uses the length of padding
+    requests, which in a draft extend is less than the number of query rows.
     """
     if wrong := int((~fixture.out.isfinite()).any(-1).sum()):
         yield f"{wrong} output vectors of the capture itself are not finite"
@@ -183,7 +183,7 @@ def _eager_between_replays(fixture: ReplayFixture, short: int, edge: int, across
 
 
 def _same_buffers(fixture: ReplayFixture, short: int, edge: int, across: int, longest: int) -> Wrongs:
-    """Replay two batches. Expect that the buffers of the graphs keep their addresses."""
+    """Replay two batches. Expect that the graphs' buffers keep their addresses."""
     before = fixture.pointers()
     wrongs = [*_replayed(fixture, fixture.batch(edge, across), fixture.batch(longest, short, edge))]
     moved = [name for name, address in fixture.pointers().items() if address != before.get(name)]

@@ -57,7 +57,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def _expect_finite(run: CaseRun, what: str, result: Result | None, truth: Truth, least_bound: float = 0.0) -> None:
-    """Compare a result with the expected one. Also record elements of the output that are not finite, and NaN in the LSE."""
+    """Compare a result with the expected one. An output that is not finite, or NaN in the LSE, is a further error."""
     if result is None:
         return
     run.expect_close(what, result, truth, least_bound)

@@ -71,13 +71,14 @@ def expect_counters_zero(run: CaseRun, what: str, counters: dict[str, Tensor]) -
 
 
 def expect_any_scratch(run: CaseRun, call: GivenCall, first: Result, counts: bool) -> Tensor:
-    """Repeat a call with scratch full of NaN, and full of large values. Expect the bits of the first call. Return the scratch.
+    """Repeat a call, once with scratch full of NaN and once full of large values. Expect the same bits as in the first call.
+    Return the scratch tensor.
 
     Args:
         run: the run of the case.
         call: the call.
         first: the result of the first call.
-        counts: True if the first bytes of the workspace are the kernel's counters, which the check then does not fill.
+        counts: True if the workspace begins with the kernel's counters. These are not overwritten.
     """
     workspace = call.given["workspace_buffer"]
     semaphores, scratch = semaphores_and_scratch(workspace)

@@ -45,8 +45,8 @@ def _others_keep_their_bits(run: CaseRun, inputs: AttentionInputs) -> None:
 
 
 def _with_shared_prefix(inputs: AttentionInputs) -> AttentionInputs:
-    """Return inputs in which all requests begin with the same full pages: those of the longest request, at most
-    `SHARED_PAGES`.
+    """Return the inputs changed such that all requests begin with the same full pages: the first pages of the longest request,
+    at most `SHARED_PAGES`.
     """
     page_size = inputs.case.page_size
     lengths = inputs.case.kv_lens

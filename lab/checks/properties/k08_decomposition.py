@@ -25,8 +25,8 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
 
 
 def _several_rows(case: AttentionCase) -> AttentionCase:
-    """Return the case with at least two query rows per request, in a context call at most eight. Each request has at least as
-    many keys as rows.
+    """Return the case with at least two query rows per request, at most eight in a context call, and with at least as many keys
+    as rows in each request.
     """
     most = 8 if case.interface is AttentionCall.CONTEXT else max(2, *case.q_lens)
     return case.with_rows(*(min(max(q_len, 2), most) for q_len in case.q_lens))

@@ -66,8 +66,8 @@ def _ragged_cases(scope: Scope, longest: Sequence[int]) -> Iterator[RaggedCase]:
 
 
 def _roomy(case: AttentionCase) -> AttentionCase:
-    """Return the case in which each request has at least as many keys as any request has query rows. Decode calls with a seed
-    that 3 divides give their rows by offsets.
+    """Return the case with at least as many keys in each request as any request has query rows. If 3 divides the seed, a decode
+    call gets cum_seq_lens_q.
     """
     offsets = case.offsets or (case.interface is not AttentionCall.CONTEXT and case.seed % 3 == 0)
     return replace(case, kv_lens=tuple(max(kv_len, *case.q_lens) for kv_len in case.kv_lens), offsets=offsets)
@@ -106,7 +106,7 @@ def judge_replays(run: CaseRun, make: Make, forms: Forms, room: Lens, waits: boo
         make: makes the inputs of a batch from its lengths.
         forms: the optional parts of each call.
         room: lengths of the largest batch, which fills the call's tensors.
-        waits: requests may have fewer query rows than at capture.
+        waits: a replay may have requests with fewer query rows than at capture.
     """
 
     def call_of(lens: Lens, seed: int = 0, moved: bool = False, **changes: Any) -> BuiltCall:
@@ -172,7 +172,7 @@ def _make_ragged(run: CaseRun, case: RaggedCase, lens: Lens, seed: int = 0, move
 
 
 def _wanted(run: CaseRun, waits: bool) -> list[Form]:
-    """Return the optional parts of a call to try, such as scales as tensors. The seed of a case selects a few."""
+    """Return the optional arguments and forms to try, such as a mask or scales as tensors. The case's seed selects some."""
     case, seed = run.case, run.case.seed
     is_paged = isinstance(case, AttentionCase)
     is_mla = is_paged and case.is_mla
@@ -273,7 +273,7 @@ class Replay:
 
     Args:
         run: the run of the case, with the implementation.
-        room: the call of the largest batch. Its tensors are the ones that stay.
+        room: the call of the largest batch. All batches are written into its tensors.
         first: the batch with which the call is captured, prepared or planned.
         make: returns a function that replays the call: `captured`, `made_again`, or `made_ready` with its form.
 
@@ -293,8 +293,8 @@ class Replay:
         self._replay = make(run, self.call)
 
     def expect(self, what: str, batch: BuiltCall) -> Result:
-        """Write a batch into the tensors, replay, and compare its requests' output and LSE with the expected ones. Return
-        copies of both.
+        """Write a batch into the tensors, replay, and compare output and LSE of the batch's requests with the expected ones.
+        Return copies of output and LSE.
         """
         result = self.of(batch)
         self.run.expect_close(what, result, batch.truth())
@@ -326,8 +326,8 @@ class Replay:
             out.fill_(math.nan)
 
     def _load(self, batch: BuiltCall) -> None:
-        """Write the contents of a batch over the beginning of each fixed tensor, unless they are equal. The rest is not
-        written.
+        """Copy the contents of a batch into the beginning of each tensor of the call, if they differ. The rest of a tensor is
+        not written.
         """
         self._rows = batch.rows
         for name, new in batch.given.items():

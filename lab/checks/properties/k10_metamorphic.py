@@ -42,8 +42,8 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
 
 
 def _nvfp4_with_all(case: AttentionCase, ranges: Ranges) -> AttentionCase:
-    """Return the case over an NVFP4 cache, with several query rows per request, a window and sinks at once. Kernels for NVFP4
-    are separate.
+    """Return the case with an NVFP4 cache, several query rows per request, a window and sinks, because kernels for NVFP4 are
+    separate.
     """
     return replace(
         case,
@@ -84,14 +84,14 @@ def _storage(run: CaseRun, truth: Truth, base: Result) -> None:
 
 
 def _page_sizes(run: CaseRun) -> tuple[int, ...]:
-    """Return the page sizes to try: those of the ranges, and `LARGE_PAGE` if the ranges have half of it."""
+    """Return the page sizes to try: those of the ranges, and `LARGE_PAGE` if the ranges have a page size of half of it."""
     if run.case.is_mla:
         return run.ranges.mla_page_sizes
     return (*run.ranges.page_sizes, LARGE_PAGE) if LARGE_PAGE // 2 in run.ranges.page_sizes else run.ranges.page_sizes
 
 
 def _strides(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -> None:
-    """Make the call with page table, query and pages as views with gaps. The views hold the same numbers."""
+    """Make calls in which the page table, the query or the pages are views with gaps. The numbers are the same."""
     spread = replace(inputs, block_tables=in_wider_rows(inputs.block_tables))
     run.vary("a page table with gaps between its rows", spread, base)
     run.vary("a query with gaps between its rows", replace(inputs, query=in_wider_rows(inputs.query)), truth)
@@ -103,7 +103,7 @@ def _strides(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) 
 
 
 def in_wider_rows(tensor: Tensor) -> Tensor:
-    """Return a view that holds the tensor's numbers, with a gap of large values after each row. A gap is longer than a row."""
+    """Return a view with the tensor's numbers, in which a gap of large values, longer than a row, follows each row."""
     rows = tensor.flatten(1)
     wide = torch.full((len(rows), 2 * rows.shape[1] + 16), 2**15, dtype=tensor.dtype, device=tensor.device)
     wide[:, : rows.shape[1]] = rows
@@ -111,7 +111,7 @@ def in_wider_rows(tensor: Tensor) -> Tensor:
 
 
 def in_wider_pages(pages: Tensor) -> Tensor:
-    """Return a view that holds the pages' numbers in a pool in which a page of zeros follows each page."""
+    """Return a view of a larger pool, with the numbers of `pages`. A page of zeros follows each page."""
     wide = torch.zeros(len(pages), 2, *pages.shape[1:], dtype=pages.dtype, device=pages.device)
     wide[:, 0].view(torch.uint8).copy_(pages.view(torch.uint8))
     return wide[:, 0]

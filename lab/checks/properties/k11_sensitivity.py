@@ -68,7 +68,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def _uneven_rows(run: CaseRun, inputs: AttentionInputs) -> None:
-    """Make the call with `FAR` times as large logits in every second query row, so that each row needs its own maximum."""
+    """Make a call in which every second query row has logits `FAR` times as large, so that each row needs its own maximum."""
     query = inputs.query.float()
     query[::2] *= FAR
     uneven = replace(inputs, query=query.to(inputs.query.dtype))
@@ -76,8 +76,8 @@ def _uneven_rows(run: CaseRun, inputs: AttentionInputs) -> None:
 
 
 def _probe(run: CaseRun, name: str, inputs: AttentionInputs, changes: dict[str, Any], rules: dict[str, Any]) -> None:
-    """Make the call with the arguments in `changes` replaced. The expected result has the fields in `rules` of `Rules`
-    replaced, such as scales and window.
+    """Make the call with the changed arguments `changes`. Compare the result with attention under the changed `rules`, such as
+    scales or window.
     """
     result = run.vary(name, inputs, inputs.truth(**rules), **changes)
     if result is None:
@@ -89,8 +89,8 @@ def _probe(run: CaseRun, name: str, inputs: AttentionInputs, changes: dict[str, 
 
 
 def _probes(inputs: AttentionInputs) -> dict[str, Change]:
-    """Return changes of a function's optional arguments by name. A change is (arguments, fields of `Rules` for the expected
-    result).
+    """Return changes of a function's optional arguments, by a name for reports. A change is a pair: the new arguments, and the
+    rules of attention that change with them.
     """
 
     def both(**changes: Any) -> Change:
@@ -144,7 +144,7 @@ def scale_below_0(inputs: AttentionInputs) -> float:
 
 
 def _several_rows(run: CaseRun) -> AttentionCase:
-    """Return the case with as many query rows per request as a draft that has a mask. The first request has no keys before its
+    """Return the case with as many query rows per request as a draft with a mask has. The first request has no keys before its
     draft.
     """
     rows = run.ranges.masked_rows
@@ -154,8 +154,8 @@ def _several_rows(run: CaseRun) -> AttentionCase:
 
 
 def _sinks_and_window(run: CaseRun, inputs: AttentionInputs) -> dict[str, dict[str, Any]]:
-    """Return the arguments to combine with unequal rows and with masks: sinks, and a window, if the ranges have them. The keys
-    end the names in reports, such as " with sinks".
+    """Return sinks and a window as keyword arguments of a call, if the ranges have them. Each is under its name in reports,
+    such as " with sinks".
     """
     found: dict[str, dict[str, Any]] = {}
     if True in run.ranges.sinks:
@@ -213,7 +213,7 @@ def _lse_in_base_e(run: CaseRun, inputs: AttentionInputs) -> None:
 
 
 def _half_out(run: CaseRun, inputs: AttentionInputs) -> None:
-    """Pass a float16 output. MLA's function has no out_dtype, so the tensor's dtype decides which dtype is written."""
+    """Pass a float16 tensor as `out`. MLA's function has no out_dtype, so the dtype of `out` decides what the kernel writes."""
     out = inputs.new_out(torch.float16)
     result = run.vary("a float16 out", inputs, out=out)
     if result is not None:
@@ -238,8 +238,8 @@ def _masks(run: CaseRun, case: AttentionCase) -> None:
 
 
 def _unequal_sinks(inputs: AttentionInputs) -> Tensor:
-    """Return sinks about as large as the logits of needles, the keys that outweigh all others. The sinks differ by head:
-    float32 [num_qo_heads].
+    """Return a different sink for each head, float32 [num_qo_heads]. They are about as large as logits of needles (keys that
+    outweigh all others).
     """
     return torch.linspace(8.0, 14.0, inputs.case.num_qo_heads, device=inputs.query.device)
 

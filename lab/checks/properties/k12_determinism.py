@@ -38,7 +38,7 @@ def _judge(run: CaseRun) -> None:
 
 
 class _Stress:
-    """Matrix products on another stream, which keep the multiprocessors busy."""
+    """Keeps the multiprocessors busy with matrix products on another stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)

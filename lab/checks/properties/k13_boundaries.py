@@ -64,8 +64,8 @@ def _cases(scope: Scope) -> Iterator[AttentionCase]:
 
 
 def _filled_tiles(scope: Scope) -> Iterator[AttentionCase]:
-    """Yield, for each number of query heads per K/V head, cases whose rows fill a tile of `ROWS_OF_A_TILE`, and cases with one
-    query row more.
+    """Yield two kinds of cases for each number of query heads per K/V head: the query rows just fill a tile of
+    `ROWS_OF_A_TILE`, or are one more.
     """
     ranges = scope.ranges
     for number, case in enumerate(scope.balanced(1, 4, seed=16)):

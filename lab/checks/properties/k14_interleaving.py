@@ -40,7 +40,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def _neighbours(case: AttentionCase, ranges: Ranges) -> Iterator[tuple[str, AttentionCase]]:
-    """Yield cases that differ from a case in one property, with the name of the property."""
+    """Yield cases that differ in one property from `case`, each with the property's name."""
     if case.interface is not AttentionCall.CONTEXT:
         q_len = _next(ranges.q_lens, case.q_lens[0])
         yield "other query rows", case.with_rows(*[q_len] * len(case.q_lens))

@@ -3,11 +3,11 @@
 A kernel branches on its arguments, and many defects show only for a combination of two: a window with split tables, a mask with
 sinks, a group of 12 in a batch of 257. Here the model of each call is declared once (`lab.checks.parameters`). The smoke level
 judges each value alone, with the default for all other axes. The full level also judges every pair of values, and declared
-triples. A call without rows or keys covers only the value that makes it empty, and not its other values.
+triples. A call without rows or keys counts as a test only of the value that makes it empty, not of its other values.
 
-If a kernel declines one value of a case, the case covers no other value either. So the full level first judges each value
-alone. A value that is declined alone is tried with every other value. Then the accepted values are combined in pairs. A pair
-that no judged case contains is tried again in cases with more default values, and finally alone.
+If a kernel declines a case because of one value, the case tests none of its other values. So the full level first judges each
+value alone. A value that is declined alone is tried with every other value. Then the accepted values are combined in pairs. A
+pair that no judged case contains is tried again in cases with more default values, and finally alone.
 """
 
 import itertools
@@ -47,7 +47,7 @@ def _cases(scope: Scope) -> Iterator[Configuration]:
 
 
 def _numbered(interface: Interface, ranges: Ranges, points: Iterable[Point]) -> Iterator[Configuration]:
-    """Yield a case for each point, with a seed of its own. A point has one value for each axis of the function's model."""
+    """Yield a case for each point (a value for each axis of the function's model). Each case has another seed."""
     for seed, point in enumerate(points, SEEDS * ranges.seed):
         yield Configuration(interface, point, seed)
 
@@ -77,7 +77,7 @@ def _again(
     """Yield cases that together contain each pair and triple of judged values that no judged case contains so far.
 
     Args:
-        chosen: most axes of a case that may differ from the default; None: all.
+        chosen: the largest number of axes of a case that may differ from their default; None: all axes.
         interface, ranges: the function and the ranges of its arguments.
         verdicts: the verdicts so far.
     """
@@ -87,8 +87,8 @@ def _again(
 
 
 def _alone(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
-    """Yield a case for each pair and triple of judged values that no judged case contains, with the default for all other axes.
-    A triple is left out if it contains such a pair.
+    """Yield a case for each pair and triple of judged values that no judged case contains. All other axes have their default. A
+    triple is left out if one of its pairs gets a case.
     """
     if (found := retried(MODELS[interface](ranges), verdicts)) is not None:
         taken, goals = found

@@ -26,7 +26,8 @@ def mla_mode_cases(page_size: int, q_lens: tuple[int, ...], **dims: Any) -> Iter
 
     Args:
         page_size: tokens per page.
-        q_lens: numbers of query rows per request. A mode in which all requests have the same number gets one pass for each.
+        q_lens: numbers of query rows per request. A mode in which all requests must have equally many query rows gets one pass
+            for each entry.
         dims: sizes of the layer, fields of `MLACase`.
     """
 

@@ -99,7 +99,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def _between(parts: Parts, starts: Sequence[int], ends: Sequence[int]) -> Parts:
-    """Return each request's keys and values from its position in `starts` on, and before its position in `ends`."""
+    """Return the keys and values of each request from its position in `starts` to before its position in `ends`."""
     return [
         (keys[:end][start:], values[:end][start:])
         for (keys, values), start, end in zip(parts, starts, ends, strict=True)
@@ -172,7 +172,7 @@ class _Backend:
 
 
 def _variations(run: CaseRun, inputs: RaggedInputs, call: GivenCall) -> None:
-    """Vary arguments that an engine always passes with the same value. Each must have its documented effect."""
+    """Make calls with arguments changed that an engine never changes. Each must have its documented effect."""
     case, scale = run.case, 0.7 * run.case.softmax_scale
     tensor = torch.tensor([scale], dtype=torch.float32, device=run.device)
     sinks = torch.linspace(1.0, 4.0, case.num_heads, device=run.device)

@@ -76,5 +76,5 @@ RECORDED_CALLS = Check("R1", "recorded_calls", __doc__, lambda _: (), _judge, in
 
 
 def check_of(cases: Sequence[RecordedCase]) -> Check:
-    """Return the check R1 (recorded_calls) with these recorded calls as its cases."""
+    """Return the check R1 (recorded_calls) with the given recorded calls as its cases."""
     return replace(RECORDED_CALLS, fixed=lambda scope: [case for case in cases if case.interface is scope.interface])

@@ -18,7 +18,7 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class EquivalentForm:
-    """A change of a call's arguments that keeps the meaning of the call, such as leaving out the workspace."""
+    """A change of a call's arguments that does not change the expected result, such as leaving out the workspace."""
 
     name: str  # what is different in it, as in "judged with ... instead"
     # Whether a call has that form, given its function, its arguments and the sentence of its refusal.
@@ -28,7 +28,7 @@ class EquivalentForm:
 
 
 def _has_no_mask(interface: AttentionCall, arguments: Arguments, refusal: str) -> bool:
-    """Return True for a decode call with several rows per request and no mask. A causal mask would mean the same."""
+    """Return True for a decode call with several rows per request and no mask, which means a causal mask."""
     several = (arguments.get("q_len_per_req") or 1) > 1
     return interface is AttentionCall.DECODE and several and arguments.get("mask") is None
 
@@ -63,8 +63,8 @@ def _names(name: str, refusal: str) -> bool:
 
 
 def _left_out(name: str, words: str, by_engines: bool = False) -> EquivalentForm:
-    """Return the form that leaves out the argument `name`. It applies if the call has this argument and the
-    refusal names it.
+    """Return the form that leaves out the argument `name`. It applies if the call has the argument, and the refusal mentions
+    it.
     """
     return EquivalentForm(
         words,
@@ -107,9 +107,9 @@ class EquivalentCalls:
         """Call a function; if it raises Unsupported, call it in equivalent forms.
 
         Args:
-            interface: the FlashInfer function that the call is for.
+            interface: which of FlashInfer's functions `function` implements.
             function, arguments: the function, and its arguments.
-            by_engine: the call belongs to an engine's pass, so that `out` may be left out and the result copied into it.
+            by_engine: the call belongs to an engine's pass. A form may then leave out `out`, and the result is copied into it.
 
         Raises:
             Unsupported: the function refused the call and all equivalent forms that apply. The message is that of the first
@@ -142,8 +142,8 @@ class EquivalentCalls:
 def _made(
     interface: AttentionCall, function: Callable[..., Any], arguments: Arguments, used: Sequence[EquivalentForm]
 ) -> Any:
-    """Make a call in the given forms, and return its result. If the forms leave out `out`, copy the result into the caller's
-    `out`.
+    """Make a call after changing its arguments by the given forms, and return its result. If a form leaves out `out`, copy the
+    result into the caller's `out`.
     """
     changed = arguments
     for form in used:

@@ -66,22 +66,22 @@ def judge(
     right.
 
     Args:
-        implementation: a module or object with one or more of the names of `lab.workloads.interfaces.Interface`, or the
-            name of one to import: "package.module" or "path/to/file.py", either with ":attribute" after it.
+        implementation: a module or object with at least one of the functions in `lab.workloads.interfaces.Interface`, or its
+            name: "package.module" or "path/to/file.py", either with ":attribute" after it.
         level: SMOKE or FULL, or "smoke" or "full".
         ranges: the parameter values of the cases, such as dtypes and page sizes. Narrow them to those that a kernel supports.
-        only: the checks to run: one or several keys or names, such as "K4" or "poison", or checks; all if empty.
+        only: the checks to run, each by key ("K4"), by name ("poison") or as a `Check`; all if empty.
         functions: names of the functions to judge, FlashInfer's or short ones such as "decode"; all functions of the
             implementation if empty.
         device: the device to run on; by default a GPU if there is one.
-        isolated: each case runs in a worker process, replaced when it crashes or hangs; give the implementation by name.
+        isolated: cases run in worker processes, replaced if they crash or hang; give the implementation by name.
         workers: number of worker processes, if isolated. Several save time for kernels that compile for each case.
         time_limit_s: time limit of one case, if isolated.
         most_seconds: no case is begun after this time; the report counts the cases that were left out. Checks
             take turns, so that each has judged some cases by then.
         drawn: number of random cases per check and function; None: the level's number.
         refusals: the exceptions that count as refusals, instead of those of `lab.checks.run.support_protocol.invoke`.
-        known_failures: recorded failures by finding. A case that they explain is KNOWN, not WRONG.
+        known_failures: failures that a page describes, by page and heading. A case that they explain is KNOWN, not WRONG.
         progress: called after each verdict, with the verdict and the counts of the run.
         out: the report's file, which is written during the run. Right and declined cases in the file are not judged again, if
             they are from the same run with the same sources of the implementation and the lab.
@@ -284,7 +284,7 @@ def _check_numbers(workers: int, time_limit_s: float, drawn: int | None) -> None
 
 
 def _named(implementation: Any) -> tuple[str, Any]:
-    """Return the name of an implementation, and the implementation itself. If it was given by name, it is imported."""
+    """Return the name of an implementation, and the implementation. If only its name is given, import it."""
     if isinstance(implementation, str):
         return implementation, load(implementation)
     return str(getattr(implementation, "__name__", type(implementation).__name__)), implementation
@@ -302,8 +302,8 @@ def _checks(only: str | Sequence[str | Check]) -> tuple[Check, ...]:
 
 
 def _functions(functions: Sequence[str]) -> tuple[Interface, ...]:
-    """Return the functions with these names, either FlashInfer's or short ones such as "decode"; without names
-    all functions.
+    """Return the functions with these names, such as "decode" or FlashInfer's name. If there are no names, return all
+    functions.
     """
     named = {each: (each.name.lower(), each.value) for each in INTERFACES}
     return tuple(_of_name(name, named, "function") for name in functions) or INTERFACES

@@ -37,7 +37,7 @@ Waits = Generator[Pending, None, None]
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run of the judge is after a verdict.
+    """The counts of a run of the judge after each verdict.
 
     Attributes:
         verdict: the last verdict.
@@ -80,18 +80,18 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """Return True if no further case may be begun: the time is over, or a faulty case has ended the run."""
+        """Return True if no further case may be begun: the time has ended, or a faulty case has stopped the run."""
         return time.monotonic() > self.end or self.is_stopped
 
     @property
     def is_stopped(self) -> bool:
-        """Return True if a faulty case has ended the run. A dishonest case (its kernel changed the judge) ends every run; a
-        wrong or failed case ends it only with `stops_at_fault`.
+        """Return True if a case has stopped the run. A dishonest case (its kernel changed the judge) always does; a wrong or
+        failed case does with `stops_at_fault`.
         """
         return self._is_deceived or (self.stops_at_fault and self._has_fault)
 
     def judge(self, interfaces: Sequence[Interface], discovers: bool, random_until: float) -> Report:
-        """Judge functions by the run's checks, and return the report, which is also written to `path` during the run.
+        """Judge functions by the run's checks, and return the report. Verdicts are written to `path` during the run.
 
         Args:
             interfaces: the functions.
@@ -130,8 +130,8 @@ class Run:
             self._take_turns([each.plan(found) for each in runs])
 
     def _audit(self) -> None:
-        """Judge some right cases again with new contents, and compare their outputs in a process without the kernel's code.
-        Keep the verdicts that are then wrong, failed or dishonest.
+        """Judge some right cases again with new contents, and compare their outputs in a process without the kernel's code. Add
+        verdicts that are then wrong, failed or dishonest to the report.
         """
         verdicts = [verdict for each in self._runs.values() for verdict in each.verdicts]
         for verdict in chosen(verdicts) if self.pool.is_apart else ():
@@ -182,7 +182,7 @@ class Run:
             self.progress(Progress(verdict, done, total, left, is_new))
 
     def numbered(self, verdict: CaseVerdict) -> CaseVerdict:
-        """Return a verdict with its number in the report: the number in the earlier run's report, or else the next free one."""
+        """Return a verdict with its number in the report: the number in an earlier run's report, or else a new one."""
         self._has_fault |= verdict.outcome in BROKEN
         self._is_deceived |= verdict.outcome is Outcome.DISHONEST
         earlier = self.earlier.get(verdict.key)
@@ -213,22 +213,22 @@ class CheckRun:
 
     @property
     def _ranges_of_cases(self) -> Ranges:
-        """Return the ranges of the planned cases: at the full level `_ranges`, at the smoke level with short requests only. The
-        check may vary a case within all of `_ranges`.
+        """Return the ranges from which cases are made: `_ranges`, at the smoke level with short requests only. When it judges a
+        case, a check may use all of `_ranges`.
         """
         if self._run.report.level is Level.FULL:
             return self._ranges
         return replace(self._ranges, longest=min(self._ranges.longest, max(SMOKE_LONGEST, *self._ranges.q_lens)))
 
     def _planned(self, cases: Iterable[Any]) -> list[Any]:
-        """Return the cases that were not planned before, and add their number to `planned`."""
+        """Return those of the cases that were not planned before, and add their number to `planned`."""
         new = [case for case in cases if repr(case) not in self._reprs]
         self._reprs |= set(map(repr, new))
         self.planned += len(new)
         return new
 
     def _turns(self, cases: Sequence[Any], rounds: Sequence[Following], samples: Sequence[DrawnPoint]) -> Waits:
-        """Judge the fixed cases, then the cases that each round derives from the verdicts so far, then the random cases."""
+        """Judge the fixed cases, then further rounds of cases that depend on earlier verdicts, then the random cases."""
         yield from self._judge(cases, self._keep_planned)
         for following in rounds:
             if self.judged < self.planned - len(samples):  # the run is over
@@ -238,7 +238,7 @@ class CheckRun:
         yield from self._judge_samples(samples, set(), 1)
 
     def go_on(self, end: float) -> Waits:
-        """Judge further random cases until a time of `time.monotonic`, or until `MOST_WRONG` different cases are wrong."""
+        """Judge further random cases until `end`, a time of `time.monotonic`, or until `MOST_WRONG` cases are wrong."""
         samples = iter(self._check.draw_on(self.interface, self._ranges_of_cases, self.verdicts))
         wrong = set[str]()
         while time.monotonic() < end and not self._run.is_over and len(wrong) < MOST_WRONG:
@@ -274,11 +274,11 @@ class CheckRun:
     def _judge_samples(
         self, samples: Sequence[DrawnPoint], wrong: set[str], most_wrong: int, is_planned: bool = True
     ) -> Waits:
-        """Judge random cases. Keep the verdicts on right cases, and on wrong cases after shrinking them, until `most_wrong` are
-        wrong.
+        """Judge random cases. Keep the verdicts on right cases, and on the first `most_wrong` wrong cases after shrinking each
+        of them.
 
-        Of right cases that were not planned, only the first `MOST_KEPT` are kept. `wrong` has the reprs of the smallest wrong
-        cases so far; the reprs of further wrong cases are added to it.
+        Of right cases that were not planned, only the first `MOST_KEPT` are kept. `wrong` has the reprs of the shrunk wrong
+        cases so far; those of further wrong cases are added to it.
         """
         sample_of = {repr(sample.case): sample for sample in samples}
 
@@ -360,7 +360,7 @@ def in_turns(waits_of_each: Iterable[Waits]) -> Generator[None, None, None]:
     """Run the generators of several checks concurrently: continue each when the case that it waits for has been judged. Yield
     after each such step.
 
-    So a case that takes minutes delays only its own check, and a run that ends early has verdicts of all checks.
+    A case that takes minutes thus delays only its own check, and a run that ends early has verdicts of all checks.
     """
     with ExitStack() as stack:
         waiting = deque[tuple[Waits, Pending]]()

@@ -44,14 +44,14 @@ class FailingKernel(NamedTuple):
     releases: tuple[str, ...] = ()
 
     def is_installed(self, release_of: Callable[[str], str | None]) -> bool:
-        """Return True if a failing release is installed. A local version suffix, such as "+cu130", is ignored."""
+        """Return True if the installed release is one of `releases`. A local version suffix, such as "+cu130", is ignored."""
         release = release_of(self.package) if self.package else ""
         return not self.package or (release is not None and release.partition("+")[0] in self.releases)
 
 
 @dataclass(frozen=True)
 class KnownFailure:
-    """One entry of a finding (a failure that a page describes): the wrong results that the finding explains.
+    """An entry for a known failure: a kernel, and conditions on the cases and error sentences that the failure explains.
 
     Attributes:
         kernel: the kernel that fails.
@@ -66,9 +66,7 @@ class KnownFailure:
     where: tuple[Condition, ...] = ()
 
     def explains(self, case: Any, sentence: str) -> bool:
-        """Return True if a sentence about an error of a case matches the entry's pattern, and all conditions of
-        the entry hold.
-        """
+        """Return True if this failure explains an error sentence of a case: the pattern matches, and all conditions hold."""
         return bool(re.search(self.wrong, sentence)) and all(holds(case, sentence) for holds in self.where)
 
 
@@ -82,11 +80,11 @@ def known(
     capability: Capability | None,
     release_of: Callable[[str], str | None] = version_of,
 ) -> CaseVerdict:
-    """Return a verdict, changed to KNOWN if findings explain every sentence about its errors.
+    """Return the verdict, changed to KNOWN if known failures explain all of its error sentences.
 
     Args:
         verdict: the verdict on a case.
-        findings: the entries of each known failure, by the page and heading that describe the failure.
+        findings: the entries of the known failures, by the page and heading that describe them.
         capability: (major, minor) of the GPU on which the case was judged; None: a CPU.
         release_of: returns the installed release of a package, or None.
     """
@@ -113,7 +111,7 @@ def known(
 
 
 def wrong_requests(sentence: str) -> list[int]:
-    """Return the indices of the requests that a sentence calls wrong, as in "of requests [0, 3]"; [] if it names none."""
+    """Return the indices of the wrong requests that a sentence lists, as in "of requests [0, 3]"; [] if it lists none."""
     named = re.search(r"of requests \[([0-9, ]*)\]", sentence)
     return [int(number) for number in named.group(1).split(",") if number.strip()] if named else []
 
@@ -124,19 +122,19 @@ def call_of(case: Any) -> Any:
 
 
 def of_case(holds: Callable[[AttentionCase], bool]) -> Condition:
-    """Return a condition that tests only the case, and not the sentence."""
+    """Turn a condition on an attention case into one on (case, sentence), which ignores the sentence."""
     return lambda case, sentence: holds(call_of(case))
 
 
 def some_request(is_so: Callable[[Any, int], bool]) -> Condition:
-    """Return the condition that `is_so(case, request)` is true for at least one request of the case."""
+    """Return a condition on (case, sentence): `is_so(case, request)` is true for at least one request of the case."""
     return of_case(lambda case: any(is_so(case, request) for request in range(len(case.kv_lens))))
 
 
 def all_wrong_requests(is_so: Callable[[Any, int], bool], *, some_if_unnamed: bool = False) -> Condition:
-    """Return the condition that `is_so(case, request)` is true for each request that the sentence names.
+    """Return a condition on (case, sentence): `is_so(case, request)` is true for each request that the sentence lists as wrong.
 
-    If the sentence names no request, the condition does not hold. With `some_if_unnamed` it then holds if `is_so` is true for
+    If the sentence lists no request, the condition does not hold. With `some_if_unnamed` it then holds if `is_so` is true for
     at least one request of the case.
     """
 
@@ -159,8 +157,8 @@ def _has_fewer_keys_than_rows(case: Any, request: int) -> bool:
 
 
 def _begins_before_the_first_tile(case: Any, request: int) -> bool:
-    """Return True if a request has fewer keys than rows, but at least 32 keys: FA2 leaves the causal mask out only of whole
-    tiles of keys.
+    """Return True if a request has fewer keys than rows, but at least 32 keys. FA2 leaves out the causal mask for whole tiles
+    of keys only.
     """
     return bool(32 <= case.kv_lens[request] < case.q_lens[request])
 
@@ -215,8 +213,8 @@ def only_where_a_mask_hides_every_key(case: Any, sentence: str) -> bool:
 
 
 def sink_of_minus_infinity_and_fewer_keys_than_rows(case: Any, sentence: str) -> bool:
-    """Return True if some sinks are minus infinity, and each request that the sentence names has fewer keys than rows. If it
-    names none, one such request in the case is enough.
+    """Return True if some sinks are minus infinity, and each request that the sentence lists has fewer keys than rows. If the
+    sentence lists none, one such request in the case is enough.
     """
     has_axes = isinstance(case, Configuration)
     some = case.get("sinks") == Sinks.SOME_MINUS_INFINITY if has_axes else "minus infinity" in sentence
@@ -235,7 +233,7 @@ def unscaled_e4m3_shows(case: Any, sentence: str) -> bool:
 
 
 def _on_hopper(package: str, release: str, *peers: str) -> FailingKernel:
-    """Return the kernel of another package, in one release and on SM90, that the named modules of `lab.kernels.peers` run."""
+    """Return the kernel of a package's release on SM90. `peers` are the modules of `lab.kernels.peers` that call it."""
     return FailingKernel(tuple(f"lab.kernels.peers.{peer}" for peer in peers), (9, 0), package, (release,))
 
 

@@ -36,8 +36,8 @@ def offer_of(name: str, implementation: Any) -> tuple[list[Interface], str]:
 
 
 def digest_of_run(sources: str, *parts: object) -> str:
-    """Return a digest of everything that determines a run's verdicts: the sources, and parts such as ranges and versions; "" if
-    the sources are unknown.
+    """Return a digest of everything that determines a run's verdicts: `sources`, and `parts` such as ranges and versions.
+    Return "" if `sources` is "", because the sources are unknown.
     """
     return hashlib.sha256(repr((sources, *parts)).encode()).hexdigest() if sources else ""
 
@@ -79,8 +79,8 @@ def _words(source: bytes) -> frozenset[str]:
 
 
 def _imported(paths: set[Path], roots: Sequence[Path], without: set[Path]) -> set[Path]:
-    """Return the files that Python files import, at any depth, within functions too. Absolute imports are looked up in `roots`;
-    files in `paths` and `without` are left out.
+    """Return the files that the Python files in `paths` import, directly or indirectly, also inside functions. Absolute imports
+    are searched in `roots`. Files in `paths` and `without` are not returned.
     """
     found, tried = set[Path](), set[tuple[Path, str]]()  # a folder, and what may be imported from it
     left = [path for path in paths if path.suffix == ".py" and path.is_file()]
@@ -101,7 +101,7 @@ def _imported(paths: set[Path], roots: Sequence[Path], without: set[Path]) -> se
 
 
 def _files_of(folder: Path, name: str) -> Iterator[Path]:
-    """Yield the files that an import of a dotted name may read in a folder: the module and the packages above it."""
+    """Yield the files in a folder that an import of a dotted name may read: the module, and the packages that contain it."""
     parts = name.split(".")
     for depth in range(1, len(parts) + 1):
         stem = folder.joinpath(*parts[:depth])
@@ -126,9 +126,7 @@ def _imports_of(source: bytes) -> tuple[tuple[int, str], ...]:
 
 
 def earlier_verdicts(path: Path | None, digest: str) -> dict[Key, CaseVerdict]:
-    """Return the verdicts in a report, by their keys, if the report has this digest. Return {} if it has another digest, or
-    cannot be read.
-    """
+    """Return the verdicts in a report, by key. Return {} if the report has another digest, or cannot be read."""
     if path is None or not digest or not path.is_file():
         return {}
     try:

@@ -29,8 +29,8 @@ class Unsupported(NotImplementedError):  # noqa: N818 - not an error of anybody'
     """The implementation refused a call, or does not have a parameter of the call.
 
     Attributes:
-        late: True if the implementation, before it refused, had written to its output or, by a torch operation, to another
-            argument than the workspace.
+        late: True if the implementation refused too late: after writing to its output or, by a torch operation, to an argument
+            other than the workspace.
     """
 
     def __init__(self, sentence: str, late: bool = False) -> None:
@@ -43,8 +43,8 @@ class KernelError(Exception):
 
 
 def raised(error: BaseException) -> KernelError:
-    """Return the KernelError that reports an error of the implementation. A CUDA error is cut to its first line, without
-    torch's advice.
+    """Return a KernelError for an error of the implementation. Of a CUDA error it has only the first line, without torch's
+    advice.
     """
     sentence = str(error).split("\n", 1)[0] if isinstance(error, torch.AcceleratorError) else error
     return KernelError(f"it raised {type(error).__name__}: {sentence}")
@@ -141,8 +141,8 @@ def resolve_refusals(names: str) -> Refusals:
 
 
 def _versions(arguments: dict[str, Any]) -> list[int]:
-    """Return torch's version counter of each tensor among the arguments. It counts the torch operations that wrote to the
-    tensor, but no writes of a kernel.
+    """Return torch's version counter of each tensor among the arguments. A torch operation that writes to the tensor increases
+    it, a kernel's write does not.
 
     The workspace is left out, because it is scratch.
     """
@@ -152,7 +152,7 @@ def _versions(arguments: dict[str, Any]) -> list[int]:
 
 
 def _check_gpu(error: BaseException) -> None:
-    """Raise KernelError if an error is one of the GPU, or if the GPU reports a failed launch when it is waited for."""
+    """Raise KernelError if the error comes from the GPU, or if waiting for the GPU shows that a launch has failed."""
     if isinstance(error, torch.AcceleratorError):
         raise raised(error) from error
     if torch.cuda.is_initialized() and not is_capturing():
@@ -179,16 +179,16 @@ def _is_refusal(
 
 
 def _is_of_a_launch(error: BaseException) -> bool:
-    """Return True if an AssertionError is no refusal of arguments: a Triton function raised it, for instance in a kernel that
-    Triton's interpreter ran, or a comparison function of torch or numpy.
+    """Return True if an AssertionError comes from Triton (for instance from a kernel in its interpreter) or from a comparison
+    function of torch or numpy. It is then no refusal.
     """
     modules = {frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)}
     return any(module.startswith(("triton.", "torch.testing", "numpy.testing")) for module in modules)
 
 
 def _is_of_an_argument(sentence: str, signature: inspect.Signature | None, arguments: dict[str, Any]) -> bool:
-    """Return True if a TypeError says that the function does not know an argument of the call, or needs one that the call does
-    not have.
+    """Return True if a TypeError says that the function lacks a parameter for an argument of the call, or that the call lacks a
+    required argument.
     """
     named = set(re.findall(r"\w+", sentence)) & set(arguments)
     if _UNKNOWN.search(sentence):
@@ -210,8 +210,6 @@ def _sentence(error: BaseException) -> str:
 
 
 def _of_arguments(error: TypeError) -> str:
-    """Return the message of a TypeError, after words that say whether an argument of the call is unknown or
-    another is missing.
-    """
+    """Return the message of a TypeError, preceded by words that say whether an argument is unknown or missing."""
     is_missing = _MISSING.search(str(error)) is not None
     return f"{'it needs an argument that no call has' if is_missing else 'it does not take these arguments'}: {error}"

@@ -22,7 +22,7 @@ PLAIN = {
 
 
 class Foreign:
-    """Replaces an object whose class is neither one of the lab or of pebble nor a plain type."""
+    """A stand-in for an unpickled object whose class is not permitted."""
 
     def __new__(cls, *arguments: Any, **named: Any) -> "Foreign":
         return super().__new__(cls)
@@ -54,7 +54,7 @@ class _ForkingPickler(multiprocessing.connection._ForkingPickler):  # type: igno
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Unpickle with `loads` all that this process receives through multiprocessing's pipes, while the context is open."""
+    """While the context is open, unpickle with `loads` all that this process receives through multiprocessing's pipes."""
     connection: Any = multiprocessing.connection
     before = connection._ForkingPickler
     connection._ForkingPickler = _ForkingPickler

@@ -56,7 +56,7 @@ class CheckedResult:
 
 @dataclass(frozen=True)
 class SavedOutput:
-    """An output tensor as dtype, shape and bytes. Another process can read it without running code of its sender."""
+    """An output tensor as dtype, shape and bytes. A process that reads it runs no code of the process that saved it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -76,7 +76,7 @@ class SavedOutput:
 
 @dataclass(frozen=True)
 class Judged:
-    """What a check found in one case."""
+    """What a check found in one case: the outcome, sentences about errors and refusals, and the compared results."""
 
     outcome: Outcome
     wrongs: tuple[str, ...] = ()  # a sentence each
@@ -149,14 +149,14 @@ class CaseVerdict:
 
 
 def dishonest(judged: Judged, reason: str) -> Judged:
-    """Return DISHONEST, with a reason, for a case whose kernel changed the judge. The other sentences and the
+    """Return the findings for a case whose kernel changed the judge: the outcome DISHONEST and a reason. Other sentences and
     results are dropped.
     """
     return Judged(Outcome.DISHONEST, (reason,), worst_ratio=judged.worst_ratio, judged=judged.judged)
 
 
 def credible(judged: Judged) -> Judged:
-    """Return what a worker found. It becomes DISHONEST if it is no `Judged`, or if it is RIGHT with an error above its bound.
+    """Return a worker's findings, as DISHONEST if they are no `Judged`, or are RIGHT with an error above its bound.
 
     Call this in a process without the kernel's code.
     """

@@ -53,7 +53,7 @@ class TooLate(Exception):  # noqa: N818 - nothing is wrong
 
 @dataclass(frozen=True)
 class Pending:
-    """A case that was submitted for judging. Calling this object waits for what the check found, and returns it."""
+    """A submitted case. Calling this object waits until the case is judged, and returns the findings."""
 
     result: Callable[[], Judged]
     future: Future[Judged] | None = None  # None: the case is judged when its verdict is needed
@@ -63,7 +63,7 @@ class Pending:
 
     @property
     def is_ready(self) -> bool:
-        """Return True if calling this object does not wait for a worker."""
+        """Return True if the case has been judged, so that a call returns at once."""
         return self.future is None or self.future.done()
 
 
@@ -131,7 +131,7 @@ class Workers:
         self._pool_without_kernel = None
 
     def call(self, function: Callable[[Any], Answer]) -> Answer:
-        """Call a function with the implementation as its argument, in a worker. Return the function's result. So only workers
+        """Call a function with the implementation as its argument, in a worker, and return the result. This process does not
         import the implementation.
 
         Raises:
@@ -161,8 +161,8 @@ class Workers:
         return found
 
     def submit(self, check: str, case: Any, ranges: Ranges | None = None, end: float = math.inf) -> Pending:
-        """Submit a case, to be judged by the check with the key `check`. Return a `Pending`, which raises TooLate if the case
-        was not begun before `end`, a time of `time.monotonic`.
+        """Submit a case to the check with the key `check`. Return a `Pending`, which raises TooLate if the case was not begun
+        before `end`, a time of `time.monotonic`.
         """
         task = Task(check, case, str(self.device), ranges or self.ranges, self.refusals, end)
         if not self.is_apart:
@@ -226,9 +226,7 @@ def _begin(environment: dict[str, str], device: torch.device, begun: "Synchroniz
 
 
 def _take_gpu(begun: "Synchronized[int]") -> None:
-    """Set the current CUDA device of this worker to the next visible GPU in turn. `begun` counts the workers of
-    all processes.
-    """
+    """Set this worker's current CUDA device to the next visible GPU in turn. `begun` counts the workers of all processes."""
     with begun.get_lock():
         turn, begun.value = begun.value, begun.value + 1
     torch.cuda.set_device(turn % torch.cuda.device_count())
@@ -240,15 +238,13 @@ def _call_with(function: Callable[[Any], Answer], name: str) -> Answer:
 
 @functools.cache
 def noted() -> Bindings:
-    """Return the functions and settings that judge a kernel, as they were at the first call, before a kernel was loaded or a
-    run began.
-    """
+    """Return the functions and settings that judge a kernel, as recorded at the first call: before any kernel was loaded."""
     checks_by_key()  # which imports all that judges
     return bindings()
 
 
 def _judge(implementation: Any, task: Task) -> Judged:
-    """Judge one case in this process. The outcome is DISHONEST if the kernel changed functions or settings that judge it.
+    """Judge one case in this process. The outcome is DISHONEST if the kernel changed functions or settings of the judge.
 
     Raises:
         TooLate: the task's end is over.
@@ -262,8 +258,8 @@ def _judge(implementation: Any, task: Task) -> Judged:
 
 
 def _work(name: str, task: Task, time_limit_s: float, last_words: Path) -> Judged:
-    """Judge a case in a worker. If its CUDA context is lost, write what the check found to `last_words` and end the process, so
-    that no later case is affected.
+    """Judge a case in a worker. If the kernel destroys the worker's CUDA context, write the findings to the file `last_words`
+    and end the process, so that no later case is affected.
     """
     where = torch.device(task.device)
     with _stack_file(last_words).open("w") as stack:
@@ -291,7 +287,7 @@ def _stack_file(last_words: Path) -> Path:
 
 
 def _calls_in(last_words: Path) -> str:
-    """Return words that name the innermost calls of a worker shortly before its time limit; "" if they were not recorded."""
+    """Return words that name the innermost function calls of a worker shortly before its time limit; "" if not recorded."""
     path = _stack_file(last_words)
     threads = path.read_text(errors="replace").split("Thread 0x") if path.exists() else []
     frames = _FRAME.findall(threads[-1])[:SHOWN_FRAMES] if threads else []  # the main thread is the last
@@ -306,8 +302,8 @@ def _check(key: str) -> Check:
 
 
 def _call_once(run: CaseRun) -> None:
-    """Make the call of a case once, and count the case as judged if the call returns, for any result. By this check
-    `lab.checks.parameters.discovery` finds out what a function accepts.
+    """Make the call of a case once. The case counts as judged if the call returns, whatever its result.
+    `lab.checks.parameters.discovery` uses this as a check to find out what a function accepts.
     """
     run.call(run.build())
     run.judged += 1

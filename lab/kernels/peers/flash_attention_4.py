@@ -1,10 +1,10 @@
 """FlashAttention-4 (`flash-attn-4`, CuTe DSL) under the names of the decode and context calls: SM90, SM100 and SM103.
 
-The package is imported at the first call. It compiles for some seconds whenever a call differs in more than lengths. Lengths
-and page ids stay on the device: a prepared call reads their current contents, also in a CUDA graph. FlashAttention-4's own
-heuristic chooses how K/V are split, on GPUs where it can split them (not SM90). The lab calls `_flash_attn_fwd` of 4.0.0b36,
-which `flash_attn_varlen_func` calls, because the latter has no `out`. The package's LSE is a natural logarithm: one more launch
-converts it to base 2.
+The package is imported at the first call. A call that differs from earlier ones in more than lengths compiles for some seconds.
+Lengths and page ids stay on the device: a prepared call reads their current contents, also in a CUDA graph. FlashAttention-4's
+own heuristic chooses how K/V are split, on GPUs where it can split them (not SM90). The lab calls `_flash_attn_fwd` of
+4.0.0b36, which `flash_attn_varlen_func` calls, because the latter has no `out`. The package's LSE is a natural logarithm: one
+more launch converts it to base 2.
 """
 
 import math

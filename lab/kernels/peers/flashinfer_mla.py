@@ -53,7 +53,7 @@ def _planned(call: MLADecodeCall, problem: PagedAttention, backend: str) -> Any:
 
 
 def _scale_of_keys(problem: PagedAttention) -> float:
-    """Return the cache's scale, rounded to the query's dtype, which the kernel applies to keys and to values."""
+    """Return the scale by which the kernel multiplies cached keys and values, rounded to the query's dtype."""
     return float(torch.tensor(float(problem.bmm2_scale)).to(problem.query.dtype))
 
 

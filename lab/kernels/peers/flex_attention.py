@@ -136,9 +136,9 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Rows:
-    """All query rows, as a grid of batch entries of equal size for `flex_attention`.
+    """All query rows, as a grid [entries, rows of an entry] for `flex_attention`.
 
-    There is one entry per request if all requests have equally many rows, else one entry in all.
+    There is one entry per request if all requests have equally many rows, otherwise a single entry.
 
     Attributes:
         grid: the rows of each entry.
@@ -247,7 +247,7 @@ def _pages_of(
 
 
 def _lists(pages: list[list[int]], shape: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (number of pages, page ids) of each block of query rows, int32, as torch's `BlockMask` takes them.
+    """Return (number of pages, page ids) of each block of query rows, int32, in the form of torch's `BlockMask`.
 
     Lists are padded with 0 to the number of all pages, with which `shape` ends.
     """

@@ -37,7 +37,7 @@ class PlannedWrapper:
         """
 
         def planned(call: Any, problem: Any) -> Ready:
-            """Check and plan a call, and return it ready. The call's class in `lab.calls` documents shapes and errors."""
+            """Check and plan a call, and return the ready call. The call's class in `lab.calls` documents shapes and errors."""
             return plan(call, problem, backend)
 
         self.__name__ = f"{module}:{backend}" if backend else module
@@ -69,7 +69,7 @@ class LivePages:
 
 
 def live_pages(problem: PagedAttention) -> LivePages:
-    """Return the pages of each request that hold keys, and their numbers. Copies the lengths to the host."""
+    """Return the pages of each request that hold keys, and their counts. Lengths are copied to the host."""
     kv_lens = problem.seq_lens.tolist()
     counts = [-(-kv_len // problem.page_size) for kv_len in kv_lens]
     live = [problem.k_block_tables[request, :count] for request, count in enumerate(counts)]
@@ -83,7 +83,7 @@ def live_pages(problem: PagedAttention) -> LivePages:
 
 
 def supported_backend(backend: str, wrapper: str, problem: Problem) -> str:
-    """Return the backend that runs a call, "fa2" or "fa3". An argument of "" chooses it by the GPU.
+    """Return the backend that runs a call: `backend` ("fa2" or "fa3"), or for "" the GPU's default.
 
     Raises:
         NotImplementedError: there is no GPU, a CUDA graph is being captured, or the backend does not support the call

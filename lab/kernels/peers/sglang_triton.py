@@ -107,7 +107,7 @@ def _hides_every_key(shown: torch.Tensor, window_left: int, kv_lens: Sequence[in
 
 
 def _tokens(problem: PagedAttention, q_lens: Sequence[int], kv_lens: Sequence[int]) -> _Tokens:
-    """Return the tokens of each request from the first one that its first row sees, as SGLang lists them for a window."""
+    """Return the tokens that a request's rows may see, from the first that its first row sees, as SGLang lists them."""
     device, page_size, window = problem.query.device, problem.page_size, problem.window_left
     starts = [
         max(0, kv_len - rows - window) if window >= 0 else 0 for rows, kv_len in zip(q_lens, kv_lens, strict=True)
@@ -199,7 +199,7 @@ def _extend_arguments(
 
 
 def _mask_of(draft: torch.Tensor, prefix: int) -> torch.Tensor:
-    """Return a request's draft mask as SGLang's custom mask: flat bool, row after row.
+    """Return a request's draft mask in the form of SGLang's custom mask: flat bool, row after row.
 
     A row has True for each token of the prefix, then its draft mask.
     """

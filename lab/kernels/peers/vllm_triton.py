@@ -82,7 +82,7 @@ def _arguments(problem: PagedAttention, out: torch.Tensor) -> dict[str, Any]:
 
 
 def _segments(problem: PagedAttention) -> dict[str, Any]:
-    """Return the arguments with which vLLM splits keys into segments; {} if the grid is large enough without a split."""
+    """Return the arguments with which vLLM splits keys into segments; {} if there are enough programs without a split."""
     threshold = LEAST_GRID // problem.num_kv_heads
     if problem.max_q_len > MOST_ROWS_OF_SEGMENTS or problem.batch_size > threshold:
         return {}

@@ -1,8 +1,8 @@
-"""Host code of the Gluon kernels for SM90: which calls they take, their tiles, and their launches.
+"""Host code of the Gluon kernels for SM90: which calls they serve, which tiles they have, and how they are launched.
 
-The Triton kernels (`paged_kernel`, `mla_decode`) take every call. The Gluon kernels take calls that are bound by matrix
-products, on SM90 only: they use its asynchronous products from shared memory, without tensor memory. Gluon is imported only
-where a kernel is launched.
+The Triton kernels (`paged_kernel`, `mla_decode`) can serve every call. On SM90, the Gluon kernels serve calls that are bound by
+matrix products: they use its asynchronous products from shared memory, without tensor memory. Gluon is imported only where a
+kernel is launched.
 """
 
 from typing import Any, NamedTuple
@@ -23,8 +23,8 @@ from lab.kernels.support import triton_interprets
 class HopperTiles(NamedTuple):
     """The two tiles of the Gluon kernel for one head_dim.
 
-    `shares` is used if one block holds all rows of a request and several programs divide its keys, `blocks` in all other
-    launches.
+    Tile `shares` is for launches in which one block holds all rows of a request and several programs divide its keys, tile
+    `blocks` is for all other launches.
     """
 
     blocks: HopperTile
@@ -61,9 +61,9 @@ REGISTERS = 65536  # of a multiprocessor
 
 
 def hopper_tiles(problem: PagedAttention) -> HopperTiles | None:
-    """Return the tiles of the paged Gluon kernel, or None if the Triton kernel takes the call.
+    """Return the tiles of the paged Gluon kernel, or None if the Triton kernel must serve the call.
 
-    The Triton kernel takes every call with a draft mask.
+    The Triton kernel serves every call with a draft mask.
     """
     is_e4m3 = problem.k_cache.dtype == E4M3
     tiles = (E4M3_TILES if is_e4m3 else TILES).get(problem.head_dim)
@@ -76,7 +76,7 @@ def hopper_tiles(problem: PagedAttention) -> HopperTiles | None:
 
 
 def hopper_mla_tile(problem: PagedAttention) -> HopperTile | None:
-    """Return the tile of the Gluon kernel of MLA, or None if the Triton kernel takes the call."""
+    """Return the tile of MLA's Gluon kernel, or None if the Triton kernel must serve the call."""
     tile = MLA_TILES.get((problem.v_head_dim, problem.head_dim - problem.v_head_dim))
     if tile is None or problem.k_cache.dtype != problem.query.dtype:
         return None
@@ -86,7 +86,7 @@ def hopper_mla_tile(problem: PagedAttention) -> HopperTile | None:
 def _fits(
     problem: PagedAttention, caches: tuple[torch.Tensor, ...], tiles: tuple[HopperTile, ...], least_rows: int
 ) -> bool:
-    """Return True if SM90's TMA and matrix products can take the call.
+    """Return True if SM90's TMA and matrix products can serve a call with these tiles.
 
     The call needs at least `least_rows` query rows per request and K/V head (query tokens times query heads of the K/V head), K
     and V in a dtype that the products take, tiles that are a multiple or a divisor of a page, and pools that TMA can address.
@@ -118,7 +118,7 @@ def hopper_launches(
     shares: Shares | None,
     least_q_len: int | None = None,
 ) -> list[TritonLaunch]:
-    """Return the launches of a call that the paged Gluon kernel takes.
+    """Return the launches of a call by the paged Gluon kernel.
 
     Args:
         problem: the call.
@@ -221,7 +221,7 @@ def hopper_mla_launches(
 
 
 def _boxes(cache: torch.Tensor, tile: HopperTile) -> Any:
-    """Return the TMA descriptor of a pool. A TMA box is those keys of one page that are in a tile, BOX_BYTES of each key."""
+    """Return the TMA descriptor of a pool. A TMA box holds BOX_BYTES of each key of a tile that lies in one page."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

@@ -3,8 +3,8 @@ limit.
 
 Glossary:
 
-* piece: some key tiles of one request and one K/V head, and the block of packed query rows (128 or 64) that sees them.
-* partition: a group of warps of a program that has its own work.
+* piece: some key tiles of one request and one K/V head, and the block of packed query rows (128 or 64) that sees them. *
+  partition: a group of a program's warps with a task of its own, such as loading tiles.
 * ring: a circular buffer of K or V tiles in shared memory. A slot of the ring holds one tile.
 * full, empty: the two barriers of a slot. They complete when a tile has arrived in the slot and when it has been read.
 
@@ -92,7 +92,7 @@ class Rings(NamedTuple):
 
 @gluon.jit
 def _rings(DTYPE: gl.constexpr, READERS: gl.constexpr, DIMS: gl.constexpr, TILE: gl.constexpr):
-    """Return new `Rings`, circular buffers for K and V tiles of DTYPE in shared memory, which READERS partitions read."""
+    """Return new `Rings` in shared memory for K and V tiles of dtype DTYPE, which READERS partitions of warps read."""
     BYTES: gl.constexpr = bytes_of(DTYPE)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(BOX_BYTES, DIMS * BYTES), 8 * BYTES)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -148,7 +148,7 @@ def _produce(
 
 @gluon.jit
 def _load_tile(descriptor, table, piece, begin, slot, barriers, parity, PAGE_SIZE: gl.constexpr):
-    """Wait until a slot of a circular buffer is empty, and fill it with the tile of K or V from key `begin` on."""
+    """Load the K or V tile that begins at key `begin` into a slot of a circular buffer, once the slot is empty."""
     KEYS: gl.constexpr = slot.shape[0]
     full, empty = barriers
     pages = box_pages(
@@ -174,7 +174,7 @@ def _consume(
     GROUP: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Compute attention of CONSUMER_ROWS query rows in all the program's work, and write their results.
+    """Compute attention of CONSUMER_ROWS query rows over all tiles of the program, and write the results.
 
     One warp group runs this. `rings` hold the K and V tiles. `q_slot` is shared memory for the queries.
     """
@@ -280,10 +280,9 @@ def _store(
     GROUP: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Write a consumer's rows of one piece of work.
+    """Write a consumer's rows of one piece: some key tiles of one request and K/V head, with a block of query rows.
 
-    They go to the output if the piece has all their keys, else to the slot of a partial result. A piece is some key tiles of
-    one request and K/V head, with one block of query rows.
+    They go to the output if the piece has all of the rows' keys, otherwise to the slot of a partial result.
     """
     num_kv_heads = batch[4]
     sinks, scales, results, partials = terms

@@ -43,7 +43,7 @@ def convert(
 
 @gluon.jit
 def _convert_tile(loaded, converted, barriers, slot, parity):
-    """Wait for a loaded tile, and write it in the dtype of the products to a slot of shared memory once that is empty.
+    """Wait for a loaded tile, convert it to the products' dtype, and write it to a slot of shared memory once that is empty.
 
     A warp loads half a tile before it writes the first element, so that it waits for shared memory only twice per tile.
     """

@@ -62,7 +62,7 @@ class Piece(NamedTuple):
 
 @gluon.jit
 def begin_walk(batch, num_shares, least_tiles, SHARED: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Return the first position of a program in the sequence of all work. A comment in this module describes the tuple, `walk`.
+    """Return `walk`, a program's first position in the sequence of all work. A comment in this module lists the tuple's parts.
 
     With SHARED, a program computes its share of the batch's key tiles. Without, all programs take turns: in each turn a program
     has one block of rows.
@@ -100,10 +100,7 @@ def begin_walk(batch, num_shares, least_tiles, SHARED: gl.constexpr, GROUP: gl.c
 
 @gluon.jit
 def piece_at(walk, batch, SHARED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Return (the `Piece` at position `walk`, the program's next position).
-
-    A comment in this module describes the tuple `walk`.
-    """
+    """Return (the `Piece` at position `walk`, the program's next position)."""
     seq_lens, kind, window_left, batch_size, num_kv_heads = batch
     place, end, request, request_begin, last = walk
     if not SHARED:
@@ -148,7 +145,7 @@ def piece_at(walk, batch, SHARED: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.
 
 @gluon.jit
 def _pass_requests(block, request, begin, left, batch, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Find the request of a block of rows, beginning the search at `request`.
+    """Find the request to which a block of rows belongs, beginning with `request`.
 
     Return (request, the request's first block, the number of requests that have blocks at or after that first block).
     """
@@ -323,7 +320,7 @@ def in_rows_of(x, tile):
 
 @gluon.jit
 def with_weights(denominator, rescale, weights):
-    """Return a running softmax's denominator after one more tile, [rows, 4].
+    """Return a running softmax's denominator after adding the weights of one more tile, [rows, 4].
 
     It has one sum for each row and thread, as `sums_by_thread` returns them.
     """

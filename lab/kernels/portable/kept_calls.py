@@ -74,10 +74,10 @@ def kept_at_once(prepare: Callable[P, TritonCall]) -> Callable[P, Any]:
 
 
 class _Place:
-    """The cache entry of one key. If two threads fill it at the same time, they store equal calls.
+    """The cache entry of one key. Two threads that fill it at the same time store equal calls.
 
     Attributes:
-        is_known: a call with the key was made.
+        is_known: True after the first call with the key.
         call: the cached call, or None.
     """
 
@@ -139,7 +139,7 @@ class KeptCall:
 
 
 def kept(call: TritonCall, given: Sequence[torch.Tensor]) -> KeptCall | None:
-    """Return the cached form of a call that was made, or None if the call's key does not determine its launches.
+    """Return the cached form of a call that has been made, or None if its launches may differ in later calls with the same key.
 
     Args:
         call: a call that was prepared from the given tensors and has been made.
@@ -174,7 +174,7 @@ def kept(call: TritonCall, given: Sequence[torch.Tensor]) -> KeptCall | None:
 
 
 def _block(part: torch.Tensor) -> torch.Tensor:
-    """Return the whole allocation that a tensor of `new_scratch` is a part of, as bytes (uint8)."""
+    """Return the whole allocation, as bytes (uint8), that contains a tensor of `new_scratch`."""
     return torch.empty(0, dtype=torch.uint8, device=part.device).set_(part.untyped_storage())
 
 
@@ -183,7 +183,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _source(memory: int, address: int, sources: Sequence[tuple[int, int]]) -> int:
-    """Return the index in `sources` of the tensor that a launch's tensor equals or is a view of.
+    """Return the index in `sources` of the tensor that a launch's tensor is, or of which it is a view.
 
     If several sources lie in the tensor's allocation, the one at the same address is taken. So a view at another address, such
     as V in a tensor of K and V, is found only if no other source lies in the allocation.

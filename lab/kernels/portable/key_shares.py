@@ -79,7 +79,7 @@ def choose_shares(tile: ProgramTile | HopperTile, q_blocks: int, device: torch.d
     A CPU gets one share.
 
     Args:
-        tile: a multiprocessor runs `per_multiprocessor` programs of this tile at the same time.
+        tile: the tile of a program. A multiprocessor runs `per_multiprocessor` such programs at the same time.
         q_blocks: blocks of query rows per request; each block has its own programs.
         device: the GPU whose multiprocessors are counted.
         least_keys: fewest keys of a share.

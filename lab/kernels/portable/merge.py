@@ -99,7 +99,7 @@ def with_merge(
 
 
 def merge_block(num_rows: int, head_dim: int) -> tuple[int, int, int]:
-    """Return what one program of the merge launch computes: (rows, elements of head_dim, lanes).
+    """Return what one program of the merge launch computes: (rows, elements of head_dim, lanes). Lanes are groups of threads.
 
     If there are few rows, each has many partial results, which the threads of a program divide among them as lanes. If there
     are many rows, a program has more of them: 4 or 16 elements per thread.
@@ -195,7 +195,7 @@ def arrives_last(counter, expected):
 
 @triton.jit
 def with_piece(largest, denominator, sums, lse, part):
-    """Return the state of a softmax (largest, denominator, sums) after one more partial result of each row.
+    """Return the softmax state (largest, denominator, sums) after adding one more partial result of each row.
 
     `lse` is the LSE of the partial result in base 2, and `part` its normalised output. The last axis of `sums` and `part` is
     head_dim.
@@ -254,7 +254,7 @@ def merged_by_lanes(
     ROW_DIMS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Return the same merged softmax state as `merged`, for many partial results: LANES groups of threads divide them."""
+    """Return the same softmax state as `merged`. LANES groups of threads divide the partial results, which are many."""
     first, begin, end, step = pieces
     block_row, row_exists = rows
     ROWS: tl.constexpr = block_row.shape[0]

@@ -63,8 +63,8 @@ def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Triton
     NotImplementedError is raised with the reason of `lab.kernels.support.why_not`. On a GPU, lengths and page ids are not read:
     call `lab.calls.check_values` to check them. Products are in the query's dtype, or over an e4m3 cache in the dtype that
     `choose_dot_dtype` returns; sums are in float32. `workspace_buffer` is not used. Rows after the last request's rows are left
-    unchanged, or undefined. A call with `cum_seq_lens_q` and no `max_q_len` reads the most rows of a request from the offsets
-    when it is prepared.
+    unchanged, or undefined. If a call has `cum_seq_lens_q` and no `max_q_len`, the preparation reads the largest number of rows
+    from the offsets.
 
     Returns:
         A function that runs the call. It returns out, the query's shape with a last dimension of `kv_lora_rank`, bfloat16
@@ -89,7 +89,8 @@ trtllm_batch_decode_with_kv_cache_mla = kept_at_once(prepare_trtllm_batch_decode
 
 
 def choose_dot_dtype(problem: PagedAttention, tile: ProgramTile) -> tl.dtype:
-    """Return the dtype of the products: bf16 for a bf16 query in tiles of 64 rows over an e4m3 cache, else `dot_dtype`'s.
+    """Return the dtype of the products: bf16 for a bf16 query in tiles of 64 rows over an e4m3 cache, else `dot_dtype`'s
+    result.
 
     Triton keeps a loaded query in shared memory and a converted query in registers. The sums of 64 rows leave too few registers
     for a converted query (results/nvidia-h200/kernels.md, "MLA decode against FlashInfer's wrapper").

@@ -119,7 +119,7 @@ def shares_of(
     The division assumes that all blocks of a request see the same number of keys, which is nearly true for a long prefix.
 
     Args:
-        problem: the call. If the launch serves only some requests, `max_q_len` is their most query tokens.
+        problem: the call. If the launch serves only some requests, `max_q_len` is their largest number of query tokens.
         tile: the tile of a program.
         q_blocks: blocks of query rows per request.
         of_kind: True if the launch serves only requests with few query tokens, or only the other requests.
@@ -187,7 +187,9 @@ def shares_beside(problem: PagedAttention, shares: Shares, prefill: ProgramTile 
 
 
 def _tile(problem: PagedAttention, q_len: int) -> ProgramTile:
-    """Return the Triton kernel's tile for launches that divide the keys of requests with at most `q_len` query tokens."""
+    """Return the Triton kernel's tile for launches that divide keys among programs, with at most `q_len` query tokens per
+    request.
+    """
     packed_rows = q_len * problem.num_qo_heads // problem.num_kv_heads
     return choose_tile(
         packed_rows, problem.head_dim, problem.k_cache.element_size(), capability_of(problem.query.device)

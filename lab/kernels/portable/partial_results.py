@@ -1,6 +1,6 @@
 """Partial results: the attention of a unit (one request and one K/V head) over only those of its keys that one program reads.
 
-They exist where several programs divide the keys of a unit (`lab.kernels.portable.key_shares`). `lab.kernels.portable.merge`
+They exist if several programs divide the keys of a unit (`lab.kernels.portable.key_shares`). `lab.kernels.portable.merge`
 combines them. A share is the consecutive key tiles of the batch that one program reads.
 """
 
@@ -54,7 +54,7 @@ def new_partials(shares: Shares | None, q_blocks: int, rows: int, problem: Paged
 
     Args:
         shares: how the keys are divided among programs.
-        q_blocks: most blocks of query rows of a request.
+        q_blocks: largest number of blocks of query rows in a request.
         rows: rows of a block.
         problem: the call.
     """
@@ -120,7 +120,7 @@ def store_share(
     partials,  # None: every share holds whole units
     ROW_DIMS: tl.constexpr = None,  # None: as many as `dims`, and blocks are as small as the rows allow
 ):
-    """Write one block of rows of a program: the output if it has read all keys of the rows, else a partial result.
+    """Write a program's result for one block of rows: the output if it has read all keys of the rows, else a partial result.
 
     A partial result is the normalised sums and their LSE, in the slot that `rows` names.
     """
@@ -151,7 +151,7 @@ def store_share(
 
 @triton.jit
 def rows_of_unit(packed, q_start, q_len, kv_head, num_kv_heads, GROUP: tl.constexpr):
-    """Return the output rows of packed rows of a request and K/V head.
+    """Return the output rows that the packed rows of a request and K/V head belong to.
 
     The result is (row * num_qo_heads + head, head, True where the row exists), each [packed rows].
     """

@@ -39,7 +39,7 @@ class KeyRange(NamedTuple):
 
 
 def most_blocks(problem: PagedAttention, block_rows: int, least_q_len: int | None) -> int:
-    """Return the most blocks of rows in a batch, summed over the requests with at least `least_q_len` query tokens.
+    """Return the largest possible number of blocks of rows, summed over the requests with at least `least_q_len` query tokens.
 
     A row is one query token and one head of a K/V head's group. The host knows only `num_rows`, `batch_size` and `max_q_len`. A
     `least_q_len` of None counts all requests.

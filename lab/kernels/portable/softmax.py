@@ -24,7 +24,7 @@ def dot_dtype(cache: torch.Tensor) -> tl.dtype:
 
 @triton.jit
 def fitting_power(q, DOT_DTYPE: tl.constexpr):
-    """Return float32 [rows], an exponent p for each query row: divided by 2 ** p, the row fits DOT_DTYPE.
+    """Return float32 [rows], an exponent p for each query row such that the row divided by 2 ** p fits DOT_DTYPE.
 
     Only a bf16 query for float16 products needs it, because the range of bf16 exceeds that of float16 at both ends; else the
     result is zero, [1]. Rows are scaled so that their largest element is in [2 ** 14, 2 ** 15). An element that float16 then
@@ -61,15 +61,15 @@ def scalar(scale):
 def logit_scale(scales):
     """Return the factor that turns products of queries and keys into logits in base 2: bmm1_scale * log2(e).
 
-    `scales` is a call's (bmm1_scale, bmm2_scale). `row_scale` takes the factor.
+    `scales` is a call's (bmm1_scale, bmm2_scale).
     """
     return scalar(scales[0]) * LOG2_E
 
 
 @triton.jit
 def row_scale(scale, power):
-    """Return the factor for the logits of query rows that `fitted` divided by 2 ** `power`: `logit_scale`'s factor times
-    2 ** `power`. `logits_log2` takes it as its scale.
+    """Return the factor for the logits of query rows that `fitted` has divided by 2 ** `power`: the factor of `logit_scale`
+    times 2 ** `power`. It is the `scale` of `logits_log2`.
     """
     return scale * tl.exp2(power)
 
@@ -96,7 +96,7 @@ def rounded(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def without_bits(x, COUNT: tl.constexpr):
-    """Return float32 `x` rounded to nearest even, so that its last COUNT bits are zero."""
+    """Return float32 `x` rounded to nearest even such that its last COUNT bits are zero."""
     bits = x.to(tl.int32, bitcast=True)
     bits += (1 << (COUNT - 1)) - 1 + ((bits >> COUNT) & 1)
     return (bits & -(1 << COUNT)).to(tl.float32, bitcast=True)

@@ -98,11 +98,11 @@ def is_aligned(cache: torch.Tensor, strides_bytes: int) -> bool:
 
 
 def paired(caches: tuple[torch.Tensor, torch.Tensor], tile: ProgramTile) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the pools of K and V, viewed as int16 pairs of e4m3 elements if that makes their conversion to float16 faster.
+    """Return the pools of K and V, viewed as int16 pairs of e4m3 elements if this makes the conversion to float16 faster.
 
-    It does so where products take K/V from registers, in tiles of fewer than 64 rows. A register for a product holds two
-    float16 elements, a loaded register four e4m3 elements. One permutation of bytes sorts pairs (`halves_of_pairs`); single
-    bytes would have to be masked, shifted and moved one by one. Other pools are returned unchanged.
+    It does so if products take K/V from registers: in tiles of fewer than 64 rows. A register for a product holds two float16
+    elements, a loaded register four e4m3 elements. One permutation of bytes sorts pairs (`halves_of_pairs`); single bytes would
+    have to be masked, shifted and moved one by one. Other pools are returned unchanged.
 
     Args:
         caches: K and V, each [num_pages, num_kv_heads, page_size, head_dim].
@@ -160,7 +160,7 @@ def described_tile(
 
 @triton.jit
 def halves_of_pairs(pairs):
-    """Return (the even elements, the odd elements) in float16 of int16 `pairs`, each of which is two e4m3 elements."""
+    """Return (the first elements, the second elements) of int16 `pairs` of e4m3 elements, in float16."""
     if INTERPRETED:
         even = (pairs & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
         odd = ((pairs >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)

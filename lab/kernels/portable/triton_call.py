@@ -66,7 +66,7 @@ class TritonLaunch:
         return [self._named[name] for name in self._kernel.arg_names[len(self._arguments) :]]
 
     def elsewhere(self, index_of: Callable[[torch.Tensor], int]) -> Callable[[Addresses], None]:
-        """Return a function that takes a list of addresses and launches the compiled kernel with tensors at these addresses.
+        """Return a function that takes a list of addresses, and launches the compiled kernel with tensors at these addresses.
 
         The function holds no tensor, so that no memory stays allocated for it.
 
@@ -96,9 +96,9 @@ def _addressed(argument: Any) -> Any:
 
 
 def _at(argument: Any, index_of: Callable[[torch.Tensor], int]) -> Callable[[Addresses], Any] | None:
-    """Return a function that takes a list of addresses and returns the argument with these addresses in place of its tensors.
+    """Return a function that takes a list of addresses and returns the argument with addresses in place of its tensors.
 
-    Return None if the argument holds no tensor. `index_of` returns the index in that list for a tensor.
+    Return None if the argument holds no tensor. `index_of` returns a tensor's index in the list.
     """
     if isinstance(argument, torch.Tensor):
         return itemgetter(index_of(argument))
@@ -188,7 +188,7 @@ def prepared(
     returned: Callable[[torch.Tensor, torch.Tensor | None], Any] | None = None,
     reads_contents: bool = False,
 ) -> TritonCall:
-    """Return a problem as a ready call, after checking that the kernel supports it. Without query rows it launches nothing.
+    """Return a ready call of a problem, after checking that the kernel supports it. A call without query rows launches nothing.
 
     Args:
         kernel: the row of `lab.kernels.support` that says which problems the kernel supports.

@@ -87,10 +87,10 @@ def generate_draft_decode_kv_indices(
 
     The host reads no tensor's contents, so a CUDA graph can capture the launch. Cells of ``kv_indices`` after a step's last
     list are not written. Column 0 of ``kv_indptr`` is not written either: the engine keeps a 0 there. A list that is too long
-    for its row of ``kv_indices`` is cut at the row's end. Beyond its columns, a row of ``req_to_token`` counts as zeros.
+    for its row of ``kv_indices`` is cut at the row's end. Positions beyond the columns of ``req_to_token`` have slot 0.
 
-    Triton compiles one kernel per schedule, number of steps, ``topk``, page size, window, sink and dtypes, and another where
-    ``kv_indices`` does not start at a multiple of 16 bytes. It compiles nothing for another batch size, length or row width.
+    Triton compiles one kernel per schedule, number of steps, ``topk``, page size, window, sink and dtypes, and another if the
+    address of ``kv_indices`` is not a multiple of 16 bytes. It compiles nothing for another batch size, length or row width.
 
     Args:
         req_pool_indices: ``[num_requests]`` int32 or int64, each request's row of ``req_to_token``.
@@ -108,7 +108,7 @@ def generate_draft_decode_kv_indices(
         entry_page_size: tokens that an entry of ``req_to_token`` covers: 1, or ``page_size`` where entries are pages.
         v2p: ``[num_virtual_pages]`` int32 or int64, the page of each virtual one: ``req_to_token`` then has virtual slots or
             pages, each of which must be in ``v2p``. A slot below 0, or one whose page is below 0, becomes slot 0.
-        schedule: SPREAD, or one of SGLang's to compare it with.
+        schedule: SPREAD, the lab's own, or one of SGLang's two schedules for comparison.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.

@@ -10,7 +10,7 @@ STORE_ALIGNMENT: tl.constexpr = tl.constexpr(8)
 
 
 class ListsForm(NamedTuple):
-    """The compile-time parameters of both kernels, as a named tuple, which Triton takes as one compile-time argument.
+    """The compile-time parameters of both kernels in one named tuple, which Triton takes as one argument.
 
     Attributes:
         num_steps, topk, page_size, window_size, sink_size, entry_page_size: as in `generate_draft_decode_kv_indices`.
@@ -144,9 +144,9 @@ def _serial_kernel(
 
 @triton.jit
 def _kept(lengths, FORM: tl.constexpr):
-    """Return the number of tokens of each prefix that its lists contain.
+    """Return the number of prefix tokens in each request's lists.
 
-    It is the prefix's length, or with a window at most the window's and the sink's tokens.
+    It is the prefix's length; with a window, at most the window's tokens and the sink's.
     """
     if FORM.window_size > 0:
         lengths = tl.minimum(lengths, FORM.window_size + FORM.sink_size)
@@ -155,7 +155,7 @@ def _kept(lengths, FORM: tl.constexpr):
 
 @triton.jit
 def _position(token, length, FORM: tl.constexpr):
-    """Return the position in a request of the prefix token at index `token` of a list.
+    """Return the position in its request of the token with index `token` in a list. The token must belong to the prefix.
 
     With a window, a list has the sink's tokens first, then the window's.
     """
@@ -167,7 +167,7 @@ def _position(token, length, FORM: tl.constexpr):
 
 @triton.jit
 def _load_slots(row, row_width, v2p, position, inside, FORM: tl.constexpr):
-    """Return the K/V pool slots at these positions of a request.
+    """Return the K/V pool slots of a request's tokens at the given positions.
 
     They are 0 for positions beyond the end of the request's row in `req_to_token`, and undefined where `inside` is False.
     """
@@ -186,7 +186,7 @@ def _load_slots(row, row_width, v2p, position, inside, FORM: tl.constexpr):
 
 @triton.jit
 def _list_start(before, request, branch, step, kept, FORM: tl.constexpr):
-    """Return the index in `kv_indices[step]` where a list begins.
+    """Return the index in `kv_indices[step]` at which the list of a request and branch begins.
 
     `before` is the sum of `_kept` over all branches of the earlier requests.
     """
@@ -236,14 +236,14 @@ def _drafted_slots(row, row_width, v2p, length, branch, FORM: tl.constexpr):
 
 @triton.jit
 def _store_drafted(slots, step_row, at, step, capacity, FORM: tl.constexpr):
-    """Store the slots of the tokens drafted in steps 0 to `step` at the end of a list. `at` is their first index in the row."""
+    """Store the slots of the tokens drafted in steps 0 to `step` at the end of a list, from index `at` of the row on."""
     drafted = tl.arange(0, FORM.block_steps)
     tl.store(step_row + at + drafted, slots, mask=(drafted <= step) & (at + drafted < capacity))
 
 
 @triton.jit
 def _write_indptr(positions, kv_indptr, num_branches, kv_indptr_stride, FORM: tl.constexpr):
-    """Write `kv_indptr[step, 1:num_branches + 1]` of every step."""
+    """Write `kv_indptr[step, 1:num_branches + 1]`, the ends of the lists, for every step."""
     NUM_STEPS: tl.constexpr = FORM.num_steps
     lanes = tl.arange(0, FORM.block_requests)
     before = tl.zeros([], tl.int64)

@@ -34,7 +34,7 @@ BLOCK_REQUESTS = 256
 
 @dataclass(frozen=True, eq=False)
 class PassBuffers:
-    """One forward pass of a launch: the buffers that the launch fills, and the numbers in which passes differ.
+    """One forward pass of a launch: the buffers to fill, and the numbers that differ between passes.
 
     The launch reads ``out_cache_loc`` and ``query_rows`` and writes the other tensors. A buffer that is None is not written.
 
@@ -84,9 +84,9 @@ def prepare_write_forward_metadata(
     A request whose length is 0 or below has no live column, but ``cu_seqlens_k`` counts its length. Columns that are not live,
     and columns beyond a row of ``req_to_token``, are not written.
 
-    Triton compiles one kernel per page size, dtypes of ``req_pool_indices`` and ``seq_lens``, and form of the passes: their
-    number, which of their tensors are None, which tables are shared, each ``seq_len_offset``, and each ``query_rows`` or its
-    dtype. It compiles nothing for another number of requests or write locations, length, table width or address.
+    Triton compiles one kernel per page size, dtypes of ``req_pool_indices`` and ``seq_lens``, number of passes, set of tensors
+    that are None, sharing of tables, each ``seq_len_offset``, and each ``query_rows`` or its dtype. It compiles nothing for
+    another number of requests or write locations, length, table width or address.
 
     Args:
         passes: the buffers to write, one `PassBuffers` per pass.
@@ -201,7 +201,7 @@ def _write_empty_batch(passes: Sequence[PassBuffers]) -> None:
 
 
 def _query_rows_constant(buffers: PassBuffers) -> int:
-    """Return the number of query rows of each request in a pass, or PRESET_ROWS or CUMULATIVE_ROWS if it is not one number."""
+    """Return a pass's number of query rows per request. If it is not one number, return PRESET_ROWS or CUMULATIVE_ROWS."""
     if buffers.query_rows is None or buffers.cu_seqlens_q is None:
         return PRESET_ROWS
     return CUMULATIVE_ROWS if isinstance(buffers.query_rows, Tensor) else buffers.query_rows
@@ -214,23 +214,23 @@ def _num_locations(locations: Tensor | None) -> int:
 # Triton's `do_not_specialize` (`forward_metadata_kernel`) does not reach into tuples. So they hold 2 n + 3 for a number or an
 # address n: it is odd, and not 1 for any n >= 0. The kernel decodes it (`_number`).
 def _encode_numbers(values: Sequence[int]) -> tuple[int, ...]:
-    """Return 2 n + 3 for each number n, so that Triton does not specialise the kernel by it."""
+    """Return 2 n + 3 for each number n, so that Triton does not compile a special kernel for particular values."""
     return tuple(2 * value + 3 for value in values)
 
 
 def _encode_addresses(tensors: Sequence[Tensor | None]) -> tuple[int | None, ...]:
-    """Return 2 n + 3 for the address n of each tensor; None stays None."""
+    """Return 2 n + 3 for the address n of each tensor, and None for None."""
     return tuple(None if tensor is None else 2 * tensor.data_ptr() + 3 for tensor in tensors)
 
 
 def _encode_tables(tables: Sequence[Tensor]) -> tuple[tuple[int | None, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return (addresses, numbers of columns, row strides in elements) of tables, each number n as 2 n + 3."""
+    """Return the addresses, numbers of columns and row strides (in elements) of tables. Each number n is encoded as 2 n + 3."""
     widths, strides = [table.shape[1] for table in tables], [table.stride(0) for table in tables]
     return _encode_addresses(tables), _encode_numbers(widths), _encode_numbers(strides)
 
 
 def _distinct_tables(tables: Sequence[tuple[Tensor | None, int]]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Return each distinct page table once, and for each the largest `seq_len_offset` of the passes that share it.
+    """Return each page table once, and for each the largest `seq_len_offset` of the passes that share it.
 
     Args:
         tables: (table or None, seq_len_offset) of each pass.

@@ -90,19 +90,19 @@ def _metadata_kernel(
 
 @triton.jit
 def _number(passed):
-    """Return the number n that is encoded as 2 n + 3."""
+    """Return the number n from its encoded form 2 n + 3."""
     return (passed - 3) >> 1
 
 
 @triton.jit
 def _int32s(passed):
-    """Return the pointer to an int32 tensor whose address is encoded."""
+    """Return a pointer to int32 from its encoded address."""
     return _number(passed).to(tl.int64).to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
 def _int64s(passed):
-    """Return the pointer to an int64 tensor whose address is encoded."""
+    """Return a pointer to int64 from its encoded address."""
     return _number(passed).to(tl.int64).to(tl.pointer_type(tl.int64))
 
 
@@ -123,7 +123,7 @@ def _page(slot, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def _swa_slot(full_to_swa, slot, mask):
-    """Return the sliding-window slots of slots of the full pool; -1 for a slot of -1, and where `mask` is False."""
+    """Return the sliding-window slots that belong to slots of the full pool: -1 for slot -1, and where `mask` is False."""
     return tl.load(full_to_swa + slot, mask=mask & (slot >= 0), other=-1)
 
 

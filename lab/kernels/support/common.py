@@ -1,6 +1,6 @@
 """Dtypes, sizes and refusals that several files of this package use.
 
-A refusal is a sentence, without the kernel's name, that says why a kernel does not support a call.
+A refusal is a sentence that says why a kernel does not support a call. It leaves out the kernel's name.
 """
 
 import torch

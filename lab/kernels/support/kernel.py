@@ -22,9 +22,9 @@ class Dtypes:
 
     Attributes:
         triples: all combinations that the kernel supports.
-        queries, kv, out: sentences about a wrong query dtype, about a wrong K/V dtype for that query, and about a wrong output
-            dtype for both. The kernel's name is put before them. They may contain `{q}`, `{kv}` and `{out}`. `kv` may have one
-            sentence for each K/V dtype, and `out` one for each query dtype.
+        queries, kv, out: sentences that refuse a query dtype, a K/V dtype for that query, and an output dtype for both. They
+            begin after the kernel's name. They may contain `{q}`, `{kv}` and `{out}`. `kv` may have one sentence for each K/V
+            dtype, and `out` one for each query dtype.
     """
 
     triples: Triples
@@ -52,10 +52,10 @@ def triples(queries: Iterable[torch.dtype], kv: Iterable[torch.dtype], out: Iter
 
 @dataclass(frozen=True, eq=False)
 class Sizes:
-    """The values of one size, such as head_dim, that a kernel supports.
+    """The supported values of one size, such as head_dim, and the sentence that refuses other values.
 
     Attributes:
-        words: the sentence that refuses another value, up to the value. The kernel's name is put before it.
+        words: the beginning of that sentence, after the kernel's name and before the refused value.
         size: returns the size of a call.
         among: the values that the kernel supports.
     """
@@ -66,7 +66,7 @@ class Sizes:
 
 
 def sizes(words: str, size: Callable[[Any], int], *among: int) -> Sizes:
-    """Return `Sizes` for these values. Its sentence is `words`, followed by the values."""
+    """Return `Sizes` for the values in `among`. Its sentence consists of `words` and these values."""
     return Sizes(f"{words} {', '.join(map(str, among[:-1]))} and {among[-1]}", size, among)
 
 
@@ -94,10 +94,9 @@ class Kernel:
         calls: the calls that the kernel serves.
         gpus: the GPU families that it runs on.
         dtypes, sizes: the dtypes and sizes that it is built for.
-        honours: the optional features of a call, such as a window, that it computes correctly. A call with any other feature is
+        honours: the optional features, such as a window, that the kernel computes correctly. A call with any other feature is
             refused.
-        says: sentences about features that it does not honour, where the general sentence is not enough. The kernel's name is
-            put before them.
+        says: sentences that refuse single features, if the general sentence is not enough. They begin after the kernel's name.
         limits: a function of (capability, problem) for all other limits, called last. It returns a sentence without the
             kernel's name, or None.
         uses_triton: Triton compiles the kernel, for every GPU since SM80.
@@ -210,6 +209,6 @@ def triton_interprets() -> bool:
 
 
 def wrong_gpu(name: str, gpus: tuple[GpuFamily, ...], capability: Capability | None) -> str:
-    """Return the sentence that `name` needs a GPU of the families `gpus`. It also names the present GPU."""
+    """Return the sentence that `name` needs a GPU of the families `gpus`, and which GPU is present."""
     here = "a CPU" if capability is None else sm_name(capability)
     return f"{name} needs a GPU of {names_of(gpus)}, this is {here}"

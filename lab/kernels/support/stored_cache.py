@@ -1,4 +1,4 @@
-"""The memory layout of a paged K/V cache, whatever views a call passes. Some kernels count pages by address."""
+"""The layout of a paged K/V cache in memory, whatever views a call passes. Some kernels count pages by address."""
 
 import math
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ from lab.calls.problem import PagedAttention
 
 @dataclass(frozen=True, eq=False)
 class StoredCache:
-    """K and V in the order in which they lie in memory.
+    """K and V with their axes in the order in which they lie in memory.
 
     Attributes:
-        layout: "HND" or "NHD", the order of a page's elements.
+        layout: "HND" or "NHD", the order of a page's axes in memory.
         k, v: [num_pages, num_kv_heads, page_size, head_dim] for HND, [num_pages, page_size, num_kv_heads, head_dim] for NHD.
         page_bytes: bytes of one page of K, or of V.
         distance_bytes: bytes from K's first page to V's first page.
@@ -27,10 +27,7 @@ class StoredCache:
 
     @property
     def is_stacked(self) -> bool:
-        """Return True if K and V are one contiguous tensor [num_pages, 2, ...].
-
-        Each page of K then lies directly before its page of V.
-        """
+        """Return True if K and V are one contiguous tensor [num_pages, 2, ...], in which V's page follows K's page."""
         step_bytes = self.k.stride(0) * self.k.element_size()
         follows_each = step_bytes == 2 * self.page_bytes and self.distance_bytes == self.page_bytes
         return follows_each and self.k[:1].is_contiguous() and self.k.stride() == self.v.stride()
@@ -70,8 +67,8 @@ def share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
 def token_list(pool: torch.Tensor) -> torch.Tensor | None:
     """Return K or V [num_pages, num_kv_heads, page_size, head_dim] as a view [tokens, num_kv_heads, head_dim], or None.
 
-    A kernel that finds a token by one number, page * page_size + place, needs this view. It exists if pages are NHD without
-    gaps.
+    A kernel that addresses a token by one number, page * page_size + offset, needs this view. It exists if pages are NHD
+    without gaps.
     """
     pages, heads, page_size, head_dim = pool.shape
     page, head, token, element = pool.stride()

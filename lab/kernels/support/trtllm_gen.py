@@ -140,9 +140,9 @@ def _not_built(built: tuple[Built, ...], problem: Problem) -> str | None:
 
 
 def _words(fits: list[bool], built: Built) -> str:
-    """Return the supported values of the most similar kernels, as words, where they differ from the call's.
+    """Return words that list the values of the most similar kernels where they differ from the call's.
 
-    `fits` says for dtypes, head_dims, page sizes and masks whether they agree.
+    `fits` says which of dtypes, head_dims, page sizes and mask agree with the call.
     """
     words = (
         " or ".join(

@@ -1,9 +1,9 @@
 """FlashInfer's `trtllm_batch_decode_with_kv_cache_mla`: trtllm-gen on SM100 and SM103, XQA on SM120 and SM121.
 
 None of these GPUs was at hand. trtllm-gen's calls were checked with FlashInfer's own launcher on a CPU (`lab.dry_run`), XQA's
-calls by signature and simulation. The adapter names the backend and the base of the LSE: FlashInfer would choose the base by
-the backend. It passes sinks as the one tensor that the kernels read. It divides the logits' scale by `bmm2_scale` for XQA,
-which multiplies the logits by both (mla_sm120.cu, `qkScaleLog2e`).
+calls by signature and simulation. The adapter always passes the backend and the base of the LSE, because FlashInfer's default
+base depends on the backend. It passes sinks as a single tensor, which is the form that the kernels read. It divides the logits'
+scale by `bmm2_scale` for XQA, which multiplies the logits by both (mla_sm120.cu, `qkScaleLog2e`).
 """
 
 from dataclasses import replace

@@ -1,10 +1,10 @@
 """FlashInfer's TRT-LLM decode and context calls, under their own names. FlashInfer is imported at the first call.
 
 The GPU decides which kernel runs, as in an engine. trtllm-gen runs on SM100 and SM103. On SM90, SM120 and SM121, XQA runs the
-decode call and fmha_v2 the context call. The adapter supplies what the kernels need and the calls do not have: XQA's packed
-causal mask, a workspace whose semaphores are zero, contiguous page-table rows, fmha_v2's [B, 2, M] table, and trtllm-gen's
-counters. Without counters each call would allocate and zero its own. trtllm-gen's path was checked with FlashInfer's own
-launcher on a CPU only (`lab.dry_run`): no SM100 or SM103 was at hand.
+decode call and fmha_v2 the context call. The adapter adds what the kernels need and a call does not have: XQA's packed causal
+mask, a workspace whose semaphores are zero, contiguous page-table rows, fmha_v2's [B, 2, M] table, and trtllm-gen's counters.
+Without given counters, FlashInfer would allocate and zero counters in each call. trtllm-gen's path was checked with
+FlashInfer's own launcher on a CPU only (`lab.dry_run`): no SM100 or SM103 was at hand.
 
 Checking and converting the arguments takes longer than a small launch. If you call often or measure microseconds, prepare once
 and call many times: `prepare_<name>` returns a `PreparedCall`, raises what the call would raise, and launches no attention.
@@ -94,10 +94,11 @@ trtllm_batch_context_with_kv_cache = made_at_once(prepare_trtllm_batch_context_w
 
 
 def _canonical(call: DecodeCall | ContextCall, problem: PagedAttention) -> tuple[dict[str, Any], tuple[Refresh, ...]]:
-    """Return K/V, page tables and window in the form that every kernel of FlashInfer 0.7.2 reads correctly, and the refreshes.
+    """Return (arguments for K/V, page tables and window, refreshes). Every kernel of FlashInfer 0.7.2 reads these forms
+    correctly.
 
-    K and V are passed as a pair of HND views. FlashInfer converts every other form to it, except one tensor as both K and V. A
-    refresh is a launch that copies a page table whose rows are not contiguous.
+    K and V are a pair of HND views; FlashInfer converts other forms to this, except one tensor as both. A refresh is a launch
+    that copies a page table whose rows are not contiguous.
     """
     block_tables, refreshes = packed(call.block_tables)
     changes: dict[str, Any] = {
@@ -160,7 +161,7 @@ def _fmha_v2_arguments(call: ContextCall, problem: PagedAttention) -> tuple[dict
 
 
 def _fmha_v2_cache(call: ContextCall, stored: StoredCache) -> tuple[Any, torch.Tensor, tuple[Refresh, ...]]:
-    """Return (K/V, page table, refreshes) as fmha_v2 addresses them and FlashInfer's checks accept them.
+    """Return K/V and the page table in the form that fmha_v2 addresses and FlashInfer's checks accept, and refreshes.
 
     A refresh is a launch that writes the page table before each call.
 

@@ -1,6 +1,6 @@
 """FlashInfer's `trtllm_ragged_attention_deepseek`: trtllm-gen on SM100 and SM103.
 
-Neither GPU was at hand: the call was checked with FlashInfer's own launcher on a CPU only (`lab.dry_run`). The kernel leaves
+Neither GPU was at hand, so the call was checked only with FlashInfer's own launcher on a CPU (`lab.dry_run`). The kernel leaves
 stale values in rows that see no key. If there may be such rows, the adapter writes their zeros and LSE after the kernel, as
 SGLang 0.5.23's backend does.
 """
@@ -30,8 +30,8 @@ def prepare_trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> Prepare
     A chunk is a part of the cached prefix. `lab.calls.RaggedContextCall` documents shapes and errors. Without a
     `workspace_buffer` the lab's own is used, one per device and stream. A given one may be the decode call's: its first 8 MiB
     stay zero. If the kernel does not support the call, NotImplementedError is raised with the reason of
-    `lab.kernels.support.why_not`. The launches that fix rows without keys are left out if the host knows that there are none:
-    both offsets are the same tensor, or both lengths are on the host.
+    `lab.kernels.support.why_not`. The launches that correct rows without keys are left out if the host knows that there are no
+    such rows: both offsets are the same tensor, or both lengths are on the host.
     """
     problem = call.problem()
     if problem.has_no_rows:

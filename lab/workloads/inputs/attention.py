@@ -1,4 +1,4 @@
-"""The tensors of a call over a paged cache: each request's history (K and V), a poisoned pool of pages, and the arguments."""
+"""The tensors of a call over a paged cache: K and V of each request (its history), a poisoned pool, and the arguments."""
 
 import itertools
 import mmap
@@ -29,7 +29,7 @@ ENGINE_SCRATCH_BYTES = {"cpu": 2**20, "cuda": 512 * 2**20}  # for a model's batc
 
 @dataclass(frozen=True, eq=False)
 class AttentionInputs:
-    """The tensors of a call over a paged cache, and the histories that they were made from."""
+    """The tensors of a call over a paged cache, and the histories (K and V of each request) from which they were made."""
 
     case: AttentionCase
     query: Tensor  # [num_rows, num_qo_heads, head_dim]
@@ -71,7 +71,7 @@ class AttentionInputs:
 
     @property
     def kv_bound(self) -> str:
-        """Return the name of the argument that bounds the keys of a request."""
+        """Return the name of the argument that gives the largest number of keys of a request."""
         return "max_kv_len" if self.interface is AttentionCall.CONTEXT else "max_seq_len"
 
     @property
@@ -145,8 +145,8 @@ class AttentionInputs:
         return torch.full(shape, float("nan"), dtype=dtype or self.out_dtype, device=self.query.device)
 
     def rules(self, **changes: Any) -> Rules:
-        """Return the `Rules` (scales, window, sinks, mask and dtypes) of the expected results, with the fields in `changes`
-        replaced.
+        """Return the `Rules` of the expected results: scales, window, sinks, mask and dtypes. `changes` replaces some of its
+        fields.
         """
         case = self.case
         given: dict[str, Any] = {
@@ -165,7 +165,7 @@ class AttentionInputs:
         return truth_of_requests(self.query, list(self.histories), list(self.q_lens), self.rules(**changes))
 
     def with_separate_tables(self) -> "AttentionInputs":
-        """Return the same requests with V's pages in another order than K's, and separate page tables."""
+        """Return the same requests with one page table for K and another for V, whose pages are in another order."""
         pages, factors = self.v_pages, self.scale_factors
         tables = torch.stack((self.block_tables, len(pages) - 1 - self.block_tables), dim=1)
         moved = with_strides_of(reversed_pages(pages), pages)
@@ -174,8 +174,8 @@ class AttentionInputs:
         return replace(self, v_pages=moved, block_tables=tables, scale_factors=factors)
 
     def _offset_arguments(self) -> dict[str, Any]:
-        """Return the arguments by which a decode call gives unequal numbers of query rows: max_q_len, cum_seq_lens_q and,
-        except in MLA, q_len_per_req=None.
+        """Return the arguments for unequal numbers of query rows in a decode call: max_q_len, cum_seq_lens_q and, except in
+        MLA, q_len_per_req=None.
         """
         offsets = {
             "max_q_len": max(self.case.q_lens),
@@ -184,8 +184,8 @@ class AttentionInputs:
         return offsets if self.case.is_mla else offsets | {"q_len_per_req": None}
 
     def scale_factor_arguments(self, interleaved: bool) -> dict[str, Any]:
-        """Return the arguments kv_cache_sf and backend for an NVFP4 cache. XQA reads V's scale factors in order, trtllm-gen
-        reads them interleaved.
+        """Return the arguments kv_cache_sf and backend for an NVFP4 cache. `interleaved` is the order of V's scale factors that
+        trtllm-gen reads; XQA reads them in token order.
         """
         assert self.scale_factors is not None
         k, v = self.scale_factors
@@ -220,7 +220,7 @@ class AttentionInputs:
 
 
 def reversed_pages(pages: Tensor) -> Tensor:
-    """Return a copy of a pool in which the first page in memory is the last page of the original, and so on."""
+    """Return a copy of a pool with its pages in reversed order in memory."""
     return raw(pages).flip(0).view(pages.dtype)
 
 

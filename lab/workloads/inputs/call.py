@@ -1,4 +1,4 @@
-"""One call with optional parts, such as scales as tensors; its expected results; and changes that a replay must notice."""
+"""Calls with optional arguments, such as scales as tensors; their expected results; and changes that a replay must follow."""
 
 import functools
 import math
@@ -24,7 +24,7 @@ CallInputs = AttentionInputs | RaggedInputs
 
 @dataclass(eq=False)
 class BuiltCall:
-    """A call to make: its arguments, what its expected results are computed from, and the guards around its buffers."""
+    """A call to be made: its arguments, the inputs of its expected results, and the guard memory around its buffers."""
 
     forms: Any  # the chosen forms of arguments
     inputs: Any  # one of `CallInputs`
@@ -76,7 +76,7 @@ class BuiltCall:
 
 
 class Form(NamedEnum):
-    """An optional part of a call: an argument whose contents change between replays, or a result that a replay must write."""
+    """An optional argument or result of a call: its contents change between replays, or each replay must write it."""
 
     BMM1 = "bmm1_scale as a tensor"
     BMM1_LOG2 = "bmm1_scale_log2"
@@ -94,8 +94,8 @@ Forms = frozenset[Form]
 
 
 def in_forms(inputs: CallInputs, forms: Forms) -> BuiltCall:
-    """Return the call with these inputs and the optional parts in `forms`. Sinks and mask of the inputs are used only if
-    `forms` has Form.SINKS and Form.MASK.
+    """Return the call with these inputs and the optional arguments and results in `forms`. The inputs' sinks and mask are used
+    only if `forms` has Form.SINKS and Form.MASK.
     """
     sinks, shown = (
         value if form in forms else None for form, value in ((Form.SINKS, inputs.sinks), (Form.MASK, inputs.shown))
@@ -129,12 +129,12 @@ def random_mask(case: AttentionCase) -> Tensor:
 
 
 def rewritten(call: BuiltCall, other: BuiltCall, moved: BuiltCall) -> Iterator[tuple[str, BuiltCall]]:
-    """Change the contents of a call step by step. Yield the name of each change, and the call with all changes so far.
+    """Yield a series of changed calls, each with the name of its last change. A call has all changes of the calls before it.
 
     Args:
         call: the call before the first change.
         other: a call with other contents, but the same lengths, pages and forms.
-        moved: a call with the same lengths and forms, in other pages if there are pages.
+        moved: a call with other contents and the same lengths and forms; its K and V are in other pages, if there are pages.
     """
     inputs, forms = call.inputs, call.forms
     if forms & {Form.BMM1, Form.BMM1_LOG2}:

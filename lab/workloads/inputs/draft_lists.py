@@ -1,4 +1,4 @@
-"""Drafts as data, their tensors, and the K/V lists that a function must write without touching memory around the lists."""
+"""Drafts as data, their tensors, and a test that a function writes their K/V lists and nothing else."""
 
 import inspect
 from collections.abc import Callable
@@ -23,8 +23,8 @@ Writer = Callable[..., None]  # takes the keyword arguments of `lab.kernels.gene
 
 @dataclass(frozen=True)
 class DraftListsCase:
-    """A draft whose K/V lists are to be written, as data. With a negative `spare_columns` or `spare_capacity`, a tensor has too
-    few columns or cells.
+    """A draft for which K/V lists are written, as data. A negative `spare_columns` or `spare_capacity` means that a tensor has
+    too few columns or cells.
     """
 
     lens: tuple[int, ...]  # lengths of the prefixes
@@ -51,7 +51,7 @@ class DraftListsCase:
 
     @property
     def longest_row(self) -> int:
-        """Return the number of columns of ``req_to_token`` that the longest draft reads."""
+        """Return how many columns of ``req_to_token`` the longest request of the draft needs."""
         shape = {"num_steps": self.num_steps, "topk": self.topk, "page_size": self.page_size}
         tokens = max((draft_start(n, self.topk - 1, **shape) + self.num_steps for n in self.lens), default=0)
         return -(-tokens // self.entry_page_size)
@@ -98,7 +98,7 @@ class DraftLists:
             self.arguments["v2p"] = self._page_map(table, generator)
 
     def wrongs(self, write: Writer) -> list[str]:
-        """Run `write`. Return a sentence for each input that it changed and each output that differs from the reference."""
+        """Call `write`. Return a sentence for each input that it changed and each output that differs from the reference."""
         for whole in self._outputs.values():
             whole.fill_(POISON)
         inputs = {name: value.clone() for name, value in self._inputs().items()}
@@ -168,7 +168,7 @@ class DraftLists:
         return self._vector("v2p", torch.where(pages % 8 == 7, -1, pages + self._wide("v2p", case.page_size)))
 
     def _wide(self, source: str, tokens: int) -> int:
-        """Return a number to add to the entries of `source`, with which slots exceed 32 bits; 0 if a dtype is too small for it.
+        """Return a number that makes slots exceed 32 bits if added to the entries of `source`; 0 if the dtypes are too small.
 
         Args:
             source: the name of the tensor.
@@ -180,16 +180,16 @@ class DraftLists:
 
 
 def assert_lists_right(write: Writer, case: DraftListsCase, device: str = "cpu") -> None:
-    """Raise AssertionError, with the case, unless the function writes what the reference says and nothing else."""
+    """Raise AssertionError, which names the case, if the lists differ from the reference's or other memory has changed."""
     wrongs = DraftLists(case, device).wrongs(write)
     assert not wrongs, f"{'; '.join(wrongs)}: {case}"
 
 
 def in_place(function: Callable[..., Any]) -> Writer:
-    """Return a function that writes kv_indices and kv_indptr in place. If `function` returns its lists, as the reference does,
-    it is wrapped.
+    """Return a function that writes kv_indices and kv_indptr in place: `function`, or a wrapper if it returns its lists, as the
+    reference does.
 
-    The wrapper reads zeros beyond the columns of ``req_to_token``, and cuts a list that is too long at the end of its row.
+    The wrapper reads zeros beyond the columns of ``req_to_token``, and drops the part of a list that exceeds its row.
     """
     if "num_steps" not in inspect.signature(function).parameters:
         return function

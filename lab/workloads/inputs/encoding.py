@@ -1,4 +1,4 @@
-"""The forms in which a cache stores values, and the poison around the values."""
+"""Convert values to the dtype of a cache and back, and fill memory with poison (values that would change a result)."""
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ def as_stored(values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 
 def stored_kv(dtype: torch.dtype, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-    """Return a request's K and V as a cache stores them. For an NVFP4 cache, return the scale factors of K and of V too."""
+    """Return K and V of a request as a cache of this dtype stores them. Scale factors of K and V follow if it is NVFP4."""
     if dtype != NVFP4:
         return as_stored(keys, E4M3_K_SCALE, dtype), as_stored(values, E4M3_V_SCALE, dtype)
     (k, k_factors), (v, v_factors) = quantize_nvfp4(keys, E4M3_K_SCALE), quantize_nvfp4(values, E4M3_V_SCALE)
@@ -28,15 +28,15 @@ def stored_kv(dtype: torch.dtype, keys: Tensor, values: Tensor) -> tuple[Tensor,
 
 
 def read_kv(k: Tensor, v: Tensor, *factors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return K and V as a kernel reads them, before the layer's scales: an NVFP4 cache is multiplied by its scale factors."""
+    """Return K and V as a kernel reads them, without the layer's scales. NVFP4 values are multiplied by `factors`."""
     return (dequantize_nvfp4(k, factors[0]), dequantize_nvfp4(v, factors[1])) if factors else (k, v)
 
 
 def fill(storage: Tensor, value: float | None = None) -> None:
-    """Fill storage with a value, or with its dtype's `POISON`, a huge value. e4m3 is filled as bytes: torch cannot fill it on
-    every device.
+    """Fill storage with a value, or with its dtype's `POISON`, a huge value. e4m3 is filled as bytes, because torch cannot fill
+    it on every device.
 
-    NVFP4 has no NaN: any value except 0 becomes its poison.
+    NVFP4 has no NaN, so it is filled with its poison for any value except 0.
     """
     value = POISON[storage.dtype] if value is None else value
     if storage.dtype == NVFP4:

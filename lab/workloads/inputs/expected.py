@@ -1,4 +1,4 @@
-"""Expected results that are computed only for a comparison and are not kept, so that no kernel can find them in memory."""
+"""Expected results that are computed only when they are compared and never stored, so that no kernel can find them."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -16,7 +16,7 @@ class LateTruth:
 
     Args:
         make: computes the results.
-        made_from: the tensors from which the results are computed. They must not change.
+        made_from: the tensors from which `make` computes the results. They must not change.
     """
 
     def __init__(self, make: Callable[[], Truth], made_from: list[Tensor]) -> None:
@@ -37,12 +37,12 @@ class LateTruth:
 
 
 def made(truth: Truth) -> Truth:
-    """Return a `Truth` that can be used several times: a `LateTruth` is computed now, once. A `Truth` is returned as it is."""
+    """Return expected results for several uses: a `LateTruth` is computed once, now; a `Truth` is returned unchanged."""
     return truth.made() if isinstance(truth, LateTruth) else truth
 
 
 def truth_of_requests(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_lens: list[int], rules: Rules) -> Truth:
-    """Return what `lab.references.truth.truth_of_requests` returns, but as a `LateTruth`, which computes it later."""
+    """Return the result of `lab.references.truth.truth_of_requests` as a `LateTruth`, which computes it when it is used."""
     own = query.clone()  # the kernel gets the original
     late = LateTruth(
         lambda: truth.truth_of_requests(own, histories, q_lens, rules),

@@ -1,4 +1,4 @@
-"""Compare the metadata of a pass with the loops of `lab.references.forward_metadata`."""
+"""Compare the metadata of a pass with the expected metadata, which loops of `lab.references.forward_metadata` compute."""
 
 import itertools
 from collections.abc import Iterator
@@ -30,8 +30,8 @@ from lab.references.forward_metadata import (
 
 
 def wrong_shard(batch: ForwardBatch, pool: KVPool, shard: ZigzagShard, num_ranks: int, rank: int) -> str:
-    """Return a sentence about the first error in one rank's rows and metadata, when context parallelism divides an extend among
-    ranks; empty if there is none.
+    """Return a sentence about the first error in one rank's part of an extend under context parallelism (rows and metadata); ""
+    if there is none.
     """
     rows, expected = zigzag_forward_metadata(batch, pool, num_ranks, rank)
     widest = max(len(zigzag_forward_metadata(batch, pool, num_ranks, each)[0]) for each in range(num_ranks))
@@ -49,13 +49,12 @@ def wrong_shard(batch: ForwardBatch, pool: KVPool, shard: ZigzagShard, num_ranks
 def wrong_metadata(
     batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata, expected: ForwardMetadata | None = None
 ) -> str:
-    """Return a sentence about the first error in the metadata's live cells, those that belong to requests; empty if there is
-    none.
+    """Return a sentence about the first error in the metadata's cells that belong to requests; "" if there is none.
 
     Args:
         batch, pool: the batch and pool from which the metadata was made.
         metadata: metadata of this batch, or of a larger one to which the batch was padded.
-        expected: the expected metadata; by default the whole batch's.
+        expected: the expected metadata; None: computed for the whole batch.
     """
     expected = forward_metadata(batch, pool) if expected is None else expected
     n = len(expected.cache_seqlens)
@@ -134,8 +133,8 @@ def wrong_eager_metadata(
 
 
 def wrong_dead_cells(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata) -> str:
-    """Return a sentence about the first cell of a page table, after a request's pages, that does not name page 0, the sink;
-    empty if there is none.
+    """Return a sentence about the first page-table cell after a request's pages that does not hold page 0, the sink; "" if
+    there is none.
     """
     expected = forward_metadata(batch, pool)
     for name, rows in (("page_table", expected.page_table), ("swa_page_table", expected.swa_page_table or [])):
@@ -153,8 +152,8 @@ def wrong_mla_metadata(
     attention: DraftAttention,
     block: int | None = None,
 ) -> str:
-    """Return a sentence about the first error in the MLA backend's metadata, in cells that belong to requests; empty if there
-    is none.
+    """Return a sentence about the first error in the MLA backend's metadata, in cells that belong to requests; "" if there is
+    none.
 
     Args:
         batch, pool, metadata: as in `wrong_metadata`.
@@ -232,8 +231,8 @@ def wrong_mla_prefill_metadata(
 
 
 def _wrong_rows(batch: ForwardBatch, metadata: TRTLLMMLADecodeMetadata) -> Iterator[str]:
-    """Yield a sentence for each error in seq_lens_q, sum_seq_lens_q and query_layout, which describe unequal numbers of query
-    rows.
+    """Yield a sentence for each error in the fields that describe unequal numbers of query rows: seq_lens_q, sum_seq_lens_q and
+    query_layout.
     """
     is_ragged_verify = batch.forward_mode.query_rows is QueryRows.VERIFIED
     rows = [query_length(batch, request) for request in range(batch.batch_size)]
@@ -249,7 +248,7 @@ def _wrong_rows(batch: ForwardBatch, metadata: TRTLLMMLADecodeMetadata) -> Itera
 
 
 def _first_difference(pairs: dict[str, tuple[Any, Any]]) -> str:
-    """Return a sentence about the first pair (actual, expected) that differs; empty if all are equal."""
+    """Return a sentence about the first pair (actual, expected) whose values differ; "" if all are equal."""
     for name, (got, wanted) in pairs.items():
         if got != wanted:
             return f"{name} is {got}, expected {wanted}"

@@ -1,4 +1,6 @@
-"""The tensors of a forward pass: pool, histories, metadata and arguments of an engine, and poison in all other memory."""
+"""The tensors of a forward pass: an engine's pool, metadata and arguments, each request's tokens, and poison in all other
+memory.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -30,7 +32,7 @@ BuildMetadata = Callable[[ForwardBatch, KVPool], TRTLLMMHAMetadata]
 
 @dataclass(frozen=True, eq=False)
 class EnginePass:
-    """The state of an engine before a pass, and the requests' histories from which the state was made. Each backend has a
+    """An engine's state before a pass, and the histories (each request's tokens) from which it was made. Each backend has a
     subclass.
 
     Attributes:
@@ -58,7 +60,7 @@ class EnginePass:
         return {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor)}
 
     def arguments(self, out: Tensor) -> dict[str, Any]:
-        """Return the arguments of `prepare` except the implementation. `out` is an output from `new_out`."""
+        """Return the arguments of `prepare` without the implementation. `out` is an output from `new_out`."""
         return {
             "batch": self.batch,
             "metadata": self.metadata,
@@ -81,11 +83,11 @@ class EnginePass:
         return self.query.new_full((len(self.query), *self.case.out_shape), float("nan"))
 
     def rows_of_requests(self, out: Tensor) -> Tensor:
-        """Return an output without its padding rows."""
+        """Return the rows of an output that belong to requests, without padding rows."""
         return out[: sum(self.case.q_lens)]
 
     def run(self, implementation: Any, out: Tensor) -> None:
-        """Prepare the attention with an implementation, and run it once. It writes `out`."""
+        """Prepare the pass's attention calls with an implementation, and make them once. They write `out`."""
         self.prepare(implementation, **self.arguments(out))()
 
     def truth(self) -> Truth:
@@ -93,21 +95,21 @@ class EnginePass:
         return self.truth_of(self.rows_of_requests(self.query), self.histories, range(len(self.case.q_lens)))
 
     def truth_of(self, query: Tensor, histories: Sequence[History], requests: Sequence[int]) -> Truth:
-        """Return the expected results for the query rows of these requests, computed from these histories."""
+        """Return the expected results for the query rows of the given requests, computed from the given histories."""
         raise NotImplementedError
 
     def stored(self, *sides: Tensor) -> History:
-        """Return K and V of tokens, or their latent entries, as the cache stores them."""
+        """Return tokens as the cache stores them: their K and V, or their latent entries."""
         raise NotImplementedError
 
     def read(self, *stored: Tensor) -> History:
-        """Return stored K and V, or latent entries, as a kernel reads them, before the layer's scales."""
+        """Return stored tokens (K and V, or latent entries) as a kernel reads them, before it applies the layer's scales."""
         return stored
 
 
 @dataclass(frozen=True, eq=False)
 class ForwardPass(EnginePass):
-    """A pass over paged K and V."""
+    """An `EnginePass` over paged K and V."""
 
     case: ForwardCase
     metadata: TRTLLMMHAMetadata
@@ -121,8 +123,8 @@ class ForwardPass(EnginePass):
 
     @functools.cached_property
     def shards(self) -> tuple[ZigzagShard, ...]:
-        """Return the rows and metadata of each rank under context parallelism, whose calls replace those of `plan`; empty
-        without context parallelism.
+        """Return each rank's rows and metadata under context parallelism; () without it. The ranks' calls replace those of
+        `plan`.
         """
         ranks = self.case.context_parallel
         return tuple(zigzag_shard(self.batch, self.metadata, ranks, rank) for rank in range(ranks)) if ranks > 1 else ()
@@ -164,11 +166,11 @@ def mha_truth(
     out_dtype: torch.dtype,
     arithmetic: torch.dtype | None = None,
 ) -> Truth:
-    """Return the expected results of a layer for each request's query rows, which are its last tokens.
+    """Return the expected results of one layer for the query rows of all requests. A request's query rows are its last tokens.
 
     Args:
         query: [num_rows, num_qo_heads, head_dim], in the dtype that the calls take.
-        histories: the K and V that each request's last row sees, in the form of `EnginePass.histories`.
+        histories: for each request, the K and V that its last row sees, stored as in `EnginePass.histories`.
         q_lens: query rows of each request.
         layer: the layer. Its scales are used if the cache is quantised.
         kv_dtype, out_dtype: dtype of the cache, and dtype of the output.
@@ -212,7 +214,7 @@ def build_forward(case: ForwardCase, device: torch.device, build_metadata: Build
 
 
 def stored_width(case: ForwardCase) -> int:
-    """Return the number of elements that a head has in the cache's dtype. A byte of NVFP4 holds two values."""
+    """Return the number of elements per token and head in the cache's dtype. A byte of NVFP4 holds two values."""
     return case.model.head_dim // 2 if case.kv_dtype == NVFP4 else case.model.head_dim
 
 
@@ -222,8 +224,8 @@ def with_scale_factors(case: ForwardCase, cache: PagedKVCache) -> PagedKVCache:
 
 
 def new_poisonable_pool(case: PassCase, device: torch.device) -> KVPool:
-    """Return a pool with twice the pages that the case's requests need. The unused half can hold poison, values that would
-    change a result.
+    """Return a pool with twice as many pages as the case's requests need. The other half can hold poison (values that would
+    change a result).
     """
     return new_pool(
         case.kv_lens,
@@ -244,11 +246,11 @@ def admit_and_write(
     histories: Sequence[History],
     build_metadata: Callable[[ForwardBatch, KVPool], Any],
 ) -> tuple[ForwardBatch, Any]:
-    """Fill the cache with huge values, write the histories of the case's requests into it as an engine does, and return batch
-    and metadata.
+    """Fill the cache with huge values, admit the case's requests, and write their histories as an engine does. Return the batch
+    and its metadata.
 
-    The tokens before the query rows are written before the metadata is built. If there is a window, the pages before it have
-    been given back. The query rows' own tokens are written to the batch's slots or, with a window, to the metadata's slots.
+    The tokens before the query rows are written before the metadata is built. If there is a window, the pages before it are
+    given back first. The query rows' own tokens are written to the batch's slots or, with a window, to the metadata's slots.
     """
     fill(cache.storage)
     if isinstance(cache, NVFP4KVCache):
@@ -275,8 +277,8 @@ def admit_and_write(
 
 
 def limits_of(case: PassCase) -> list[set[int]] | None:
-    """Return each request's needle positions: at and next to the first and last keys that its rows see, and edges of pages and
-    tiles. None if the case has no needles.
+    """Return the needle positions of each request: the first and last keys that its rows see, edges of pages and tiles, and
+    neighbours of all these. Return None if the case has no needles.
     """
     if case.contents is not Contents.NEEDLES:
         return None
@@ -287,7 +289,7 @@ def limits_of(case: PassCase) -> list[set[int]] | None:
 
 
 def new_layer(case: ForwardCase, device: torch.device, generator: torch.Generator) -> AttentionLayer:
-    """Return the layer of a case: its window, the model's sinks, and scales, also if the cache is not quantised."""
+    """Return the attention layer of a case: its window, its model's sinks, and scales, which it has for any cache dtype."""
     model = case.model
     sinks = None
     if model.has_sinks:

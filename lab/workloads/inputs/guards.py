@@ -1,4 +1,4 @@
-"""Guard memory around tensors, which no kernel may write, and bitwise comparisons."""
+"""Guard memory around tensors, which a kernel must not write, and bitwise comparisons of tensors."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,9 +14,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def embedded(vector: Tensor, value: float) -> Tensor:
-    """Copy a vector into the middle of a larger one that is filled with `value`. The copy's address is not a multiple of 16
-    bytes.
-    """
+    """Return a copy of a vector inside a larger one filled with `value`. Its address is not a multiple of 16 bytes."""
     how: dict[str, Any] = {"dtype": vector.dtype, "device": vector.device, "filling": value}
     _, part = surrounded(len(vector), before=AROUND, after=AROUND, **how)
     return part.copy_(vector)
@@ -25,11 +23,11 @@ def embedded(vector: Tensor, value: float) -> Tensor:
 def surrounded(
     *shape: int, dtype: torch.dtype, device: torch.device | str, filling: float, before: int = 8, after: int = 8
 ) -> tuple[Tensor, Tensor]:
-    """Return a filled tensor inside a larger one. Each row has `before` cells before it and `after` cells after it. With two
-    dimensions, one row more lies before the first row and one after the last.
+    """Return a tensor of one value (`filling`) inside a larger one. Each row has `before` cells before it and `after` cells
+    after it. A matrix also has one row before its first row and one after its last row.
 
     Returns:
-        (the whole memory, the part that is an argument).
+        (the larger tensor, the tensor of this shape in it).
     """
     rows = (shape[0] + 2,) if len(shape) == 2 else ()
     whole = torch.full((*rows, before + shape[-1] + after), filling, dtype=dtype, device=device)
@@ -41,7 +39,7 @@ def guarded(tensor: Tensor, at_byte: int = 0) -> tuple[Tensor, Tensor]:
     """Copy a tensor between two guard regions.
 
     Returns:
-        (the copy, the whole buffer as uint8). `at_byte` is the copy's offset from the alignment of an allocation.
+        (the copy, the whole buffer as uint8). The copy begins `at_byte` bytes after an address with an allocation's alignment.
     """
     size = tensor.nbytes
     room = size + 2 * GUARD_BYTES + at_byte
@@ -52,7 +50,7 @@ def guarded(tensor: Tensor, at_byte: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def wrong_guards(what: str, whole: Tensor) -> Iterator[str]:
-    """Yield a sentence for each side of a `guarded` tensor that was written to."""
+    """Yield a sentence for each guard region, before and after a `guarded` tensor, that was written to."""
     for side, guard in (("before", whole[:GUARD_BYTES]), ("after", whole[-GUARD_BYTES:])):
         if not bool((guard == GUARD_BYTE).all()):
             yield f"it wrote {side} {what}"
@@ -66,7 +64,7 @@ def changed_bits(tensors: dict[str, Tensor], before: dict[str, Tensor]) -> Itera
 
 
 def as_integers(tensor: Tensor) -> Tensor:
-    """View a tensor as integers, which are equal if the bits are equal: NaN equals NaN, and 0.0 differs from -0.0."""
+    """View a tensor as integers, which are equal only if the bits are: NaN equals NaN, and 0.0 differs from -0.0."""
     return tensor.view(_INTEGERS[tensor.element_size()])
 
 

@@ -38,7 +38,7 @@ def strictly_causal(case: AttentionCase) -> Tensor:
 
 
 def with_bits_after(packed: Tensor) -> Tensor:
-    """Return packed masks, uint16 [batch, q_len, words], with all bits from q_len on set. These bits have no meaning."""
+    """Return packed masks, uint16 [batch, q_len, words], with all bits from q_len on set. They stand for no draft token."""
     count, q_len, words = packed.shape
     after = torch.arange(MASK_BITS_PER_WORD * words) >= q_len
     bits = packed_mask(after.expand(count, q_len, -1))

@@ -1,4 +1,4 @@
-"""The tensors of a forward pass over latent entries (MLA), like those of `lab.workloads.inputs.forward_pass` over K and V."""
+"""The tensors of an MLA forward pass, whose cache has latent entries. `forward_pass` makes those of a pass over K and V."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ BuildMLAMetadata = Callable[[ForwardBatch, KVPool, DraftAttention], TRTLLMMLADec
 
 @dataclass(frozen=True, eq=False)
 class MLAPass(EnginePass):
-    """A pass over paged latent entries on the MLA decode kernel. A history is (entries,), entries [kv_len, head_dim]."""
+    """An `EnginePass` over paged latent entries, on the MLA decode kernel. A history is (entries [kv_len, head_dim],)."""
 
     case: MLACase
     metadata: TRTLLMMLADecodeMetadata
@@ -87,7 +87,7 @@ def mla_truth(
         entries: the stored entries of each request, [kv_len, head_dim].
         seen_lens: how many entries each request's last row sees.
         q_lens: query rows of each request.
-        layer: has the length of an entry's latent vector, and the scale by which entries were divided.
+        layer: the layer, with the length of an entry's latent vector and the scale by which entries were divided.
     """
     seen = [each[:length].unsqueeze(1) for each, length in zip(entries, seen_lens, strict=True)]
     k_scale = layer.k_scale if entries[0].dtype == E4M3 else 1.0

@@ -17,7 +17,8 @@ HEIGHT = 10.0  # a needle's logit above the other logits
 
 
 def needle_positions(kv_len: int, q_len: int, page_size: int, window_left: int = -1) -> list[int]:
-    """Return the first and last keys that rows see, the edges of pages and tiles between them, and the neighbours of all these.
+    """Return positions for needles: the first and last keys that rows see, edges of pages and tiles between, and all
+    neighbours.
 
     Args:
         kv_len, q_len: keys and query rows of the request. The rows belong to its newest tokens.
@@ -33,7 +34,7 @@ def needle_positions(kv_len: int, q_len: int, page_size: int, window_left: int =
 
 
 def leaning(query: Tensor, directions: Tensor) -> Tensor:
-    """Add to each query row a part of its K/V head's direction, so that needles get large logits.
+    """Return the query with a multiple of its K/V head's direction added to each row, so that needles get large logits.
 
     Args:
         query: [num_rows, num_qo_heads, head_dim].
@@ -43,8 +44,8 @@ def leaning(query: Tensor, directions: Tensor) -> Tensor:
 
 
 def plant(keys: Tensor, positions: Iterable[int], directions: Tensor, softmax_scale: float) -> None:
-    """Make the keys at some positions needles, in place: add to each key a multiple of its head's direction. Keys are [kv_len,
-    num_kv_heads, head_dim].
+    """Turn the keys at some positions into needles, in place, by adding a multiple of their head's direction. `keys` is
+    [kv_len, num_kv_heads, head_dim].
     """
     index = torch.tensor(sorted(positions), dtype=torch.int64, device=keys.device)
     keys[index] += directions * (HEIGHT / (LEAN * softmax_scale))

@@ -1,4 +1,4 @@
-"""The tensors of a ragged context call: rows, keys and values of all requests without gaps, and padding with large values."""
+"""The tensors of a ragged context call: rows, keys and values of all requests without gaps, then padding with large values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -57,7 +57,7 @@ class RaggedInputs:
         return {"bmm1_scale": self.softmax_scale * self.factors[0], "bmm2_scale": self.factors[1]}
 
     def over(self, parts: Parts, causal: bool = True) -> "RaggedInputs":
-        """Return inputs with the same query rows, but with these keys and values."""
+        """Return inputs with the same query rows and with the keys and values in `parts`."""
         return replace(self, parts=parts, causal=causal)
 
     def arguments(self, with_padding: bool = True) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def build_ragged(case: RaggedCase, device: torch.device) -> RaggedInputs:
 
 
 def padded(rows: Tensor, value: float = PADDED) -> Tensor:
-    """Append `PADDING` rows of one value."""
+    """Return the rows followed by `PADDING` rows of one value."""
     return joined((rows, torch.full((PADDING, *rows.shape[1:]), value, device=rows.device).to(rows.dtype)))
 
 
@@ -127,7 +127,7 @@ def joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 
 def _limits(case: RaggedCase, request: int) -> set[int]:
-    """Return the positions of the first and last keys that a request's rows see, and of the ends of its prefix's chunks."""
+    """Return positions for a request's needles: the first and last keys that rows see, and the ends of prefix chunks."""
     kv_len, edges = case.kv_lens[request], range(0, case.prefix_lens[request] + 1, case.chunk)
     ends = {near for edge in edges for near in (edge - 1, edge) if 0 <= near < kv_len}
     return ends | set(needle_positions(kv_len, case.q_lens[request], TILE, case.window_left))

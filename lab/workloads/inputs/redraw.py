@@ -1,7 +1,7 @@
 """Draw the contents of a forward pass again in place, so that a kernel gains nothing from remembering earlier calls.
 
-All contents follow from seeds. The expected results of a call are computed from its seeds after the call and do not exist
-before.
+All contents follow from seeds. The expected results of a call are computed from its seeds, after the call, so that no kernel
+can find them earlier.
 """
 
 import copy
@@ -32,26 +32,25 @@ LENGTHS = ("cache_seqlens_int32", "seq_lens_k")
 
 
 class Seeds(NamedTuple):
-    """Seeds of a call's contents. `tokens`: K, V and their pages. `call`: queries, lengths, and the tokens that it replaces."""
+    """The two seeds of a call's contents: `tokens` for K, V and pages; `call` for queries, lengths and replaced tokens."""
 
     tokens: int
     call: int
 
 
 def wipe(arguments: Mapping[str, Any]) -> None:
-    """Fill the output `out` with NaN, so that no result of an earlier call remains."""
+    """Fill the output `out` with NaN, so that it keeps no result of an earlier call."""
     arguments["out"].fill_(float("nan"))
 
 
 @dataclass(frozen=True, eq=False)
 class PassRedraw:
-    """Draws queries, K and V, page ids and lengths of a pass again, in the same tensors. It implements
-    `lab.timing.work.Redraw`.
+    """Draws new queries, K and V, page ids and lengths for a pass, in the same tensors. It implements `lab.timing.work.Redraw`.
 
     Attributes:
         forward: the pass.
-        keeps_metadata: page ids and lengths stay as they are, for calls that were planned on the host from these numbers.
-        sets: copies of the arguments of the pass, without an output. All timed calls over the pass share them.
+        keeps_metadata: True if page ids and lengths must not change, because calls were planned from them on the host.
+        sets: copies of the pass's arguments without `out`. All timed calls of the pass share these copies.
     """
 
     forward: EnginePass
@@ -62,7 +61,7 @@ class PassRedraw:
         _ = self._metadata, self._slots  # computed now, before another work over the pass moves pages
 
     def inputs(self, number: int) -> dict[str, Any]:
-        """Return the arguments of the pass except `out`. Each number has a set of tensors of its own."""
+        """Return the arguments of the pass except `out`. Each number has its own copies of the tensors."""
         if not self.sets:
             own = self.forward.arguments(self.forward.query)
             inputs = {name: value for name, value in own.items() if name != "out"}
@@ -72,8 +71,8 @@ class PassRedraw:
         return self.sets[number]
 
     def _restored(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Reset the page ids and lengths of inputs to those with which the pass was built. Another timed call over the pass may
-        have changed both.
+        """Write back the page ids and lengths with which the pass was built, because another timed call may have changed them.
+        Return the inputs.
         """
         for name, tensor in self._metadata.items():
             getattr(inputs["metadata"], name).copy_(tensor)
@@ -81,7 +80,7 @@ class PassRedraw:
         return inputs
 
     def write_tokens(self, arguments: Mapping[str, Any], seed: int) -> None:
-        """Draw K and V again, and write them to other pages."""
+        """Draw new K and V, and write them into other pages of the cache."""
         cache = arguments["cache"]
         if self._moves:
             self._move_pages(arguments["metadata"], seed)
@@ -92,7 +91,7 @@ class PassRedraw:
         cache.write(self._moved(seed), *(side if tokens is None else side[tokens] for side in self._drawn(seed)))
 
     def write_call(self, arguments: Mapping[str, Any], seeds: Seeds) -> None:
-        """Draw the queries and a few tokens again, and wipe the output. For some seeds, requests become shorter."""
+        """Draw new queries, replace a few tokens in the cache, and wipe the output. Some seeds make requests shorter."""
         rows = sum(self.forward.case.q_lens)
         arguments["query"][:rows].normal_(generator=self._generator(seeds.call))
         places = self._touched(seeds.tokens)
@@ -102,14 +101,14 @@ class PassRedraw:
         wipe(arguments)
 
     def results(self, arguments: Mapping[str, Any], seeds: Seeds, *, whole: bool) -> Tensor:
-        """Return a copy of the output rows that `check_of` judges: all rows if `whole`, otherwise rows of requests that the
-        seeds choose.
+        """Return a copy of the output rows that `check_of` judges: all rows if `whole`, otherwise the rows of some requests,
+        chosen by the seeds.
         """
         out: Tensor = self.forward.rows_of_requests(arguments["out"])
         return self._rows(out, self._judged(seeds, whole))
 
     def check_of(self, seeds: Seeds, *, whole: bool) -> Callable[[Tensor], None]:
-        """Return a function that judges the rows that `results` has returned for these seeds.
+        """Return a function that judges output rows, which `results` has returned for the same seeds.
 
         The function raises AssertionError if output vectors are wrong.
         """
@@ -143,8 +142,8 @@ class PassRedraw:
 
     @functools.cached_property
     def _slots(self) -> tuple[Tensor, Tensor | None]:
-        """Return the slots of all tokens in the cache, and the indices of these tokens among the drawn tokens; None: all of
-        them.
+        """Return the cache slots of all tokens, and the indices of these tokens among the drawn ones (None if all drawn tokens
+        are in the cache).
         """
         forward, case = self.forward, self.forward.case
         rows = forward.batch.req_pool_indices[: len(case.q_lens)].tolist()
@@ -159,7 +158,7 @@ class PassRedraw:
         return every, None if len(every) == first else torch.cat(tokens)
 
     def _first_kept(self, request: int) -> int:
-        """Return the first token of a request that is still in the cache. Pages before a window have been given back."""
+        """Return the position of a request's first token in the cache. Pages before a window have been given back."""
         case = self.forward.case
         before = max(0, case.first_rows[request] - case.window_left) if case.window_left >= 0 else 0
         return int(before // case.page_size * case.page_size)
@@ -168,7 +167,7 @@ class PassRedraw:
         return torch.Generator(self.forward.query.device).manual_seed(seed)
 
     def _drawn(self, seed: int, count: int | None = None) -> History:
-        """Draw K and V (or entries) of `count` tokens, as the cache stores them. None: the tokens of all requests in order."""
+        """Draw K and V (or latent entries) of `count` tokens in the cache's dtype. None stands for all tokens."""
         forward, case = self.forward, self.forward.case
         total = sum(case.kv_lens[:: case.topk]) if count is None else count
         generator, device = self._generator(seed), forward.query.device
@@ -176,7 +175,7 @@ class PassRedraw:
         return forward.stored(*(draw(total, *shape) for shape in case.token_shapes))
 
     def _tokens(self, seeds: Seeds) -> History:
-        """Return K and V (or entries) of all tokens as the cache stores them, including the tokens that this call replaces."""
+        """Return K and V (or latent entries) of all tokens in the cache's dtype, with the tokens that the call replaces."""
         (_, tokens), places = self._slots, self._touched(seeds.tokens)
         sides, changed = self._drawn(seeds.tokens), self._drawn(seeds.call + 1, len(places))
         for side, new in zip(sides, changed, strict=True):
@@ -184,7 +183,7 @@ class PassRedraw:
         return sides
 
     def _touched(self, seed: int) -> Tensor:
-        """Return which tokens each call replaces, as indices among the tokens in the cache: a few tokens, spread over all
+        """Return the indices, among the tokens in the cache, of the few tokens that a call replaces. They are spread over all
         requests.
         """
         slots, _ = self._slots
@@ -193,12 +192,12 @@ class PassRedraw:
         return (first + torch.arange(count, device=slots.device) * (len(slots) // max(count, 1))) % max(len(slots), 1)
 
     def _moved(self, seed: int) -> Tensor:
-        """Return the slots of the tokens in the cache after a seed's permutation of the pages."""
+        """Return the slots of the cached tokens after the permutation of pages that a seed gives."""
         (slots, _), size = self._slots, self.forward.case.page_size
         return self._pages(seed)[slots // size] * size + slots % size if self._moves else slots
 
     def _pages(self, seed: int) -> Tensor:
-        """Return the page that replaces each page: all pages are shifted by the same number, except page 0, the sink."""
+        """Return the new number of each page. All pages are shifted by the same number, except page 0, the sink."""
         cache = self.forward.cache
         count, device = cache.storage.shape[int(isinstance(cache, PagedKVCache))] - 1, cache.storage.device
         shift = random.Random(f"pages {seed}").randrange(count)
@@ -219,7 +218,7 @@ class PassRedraw:
         ]
 
     def _judged(self, seeds: Seeds, whole: bool) -> list[int]:
-        """Return the requests to judge, in ascending order: all, or the part that the seeds choose."""
+        """Return the indices of the requests to judge, ascending: all if `whole`, otherwise those that the seeds choose."""
         case = self.forward.case
         order, chosen, pairs = list(range(len(case.q_lens))), list[int](), 0
         if whole:
@@ -246,7 +245,7 @@ class PassRedraw:
         return found
 
     def _move_pages(self, metadata: Any, seed: int) -> None:
-        """Write a seed's permutation of the pages into the page tables."""
+        """Apply the permutation of pages that a seed gives to the metadata's page tables."""
         pages = self._pages(seed)
         for name, table in ((name, self._metadata[name]) for name in TABLES if name in self._metadata):
             if name == "swa_page_table" or self.forward.case.window_left < 0:  # the tables of the cache's own pool

@@ -1,8 +1,8 @@
-"""A test fixture for CUDA graphs: requests with their histories in a pool, one layer of a backend, and one runner of graphs.
+"""A test fixture for CUDA graphs: a pool with requests and their histories, one attention layer, and a runner of graphs.
 
-Keys that a batch must not see are the request's own later tokens, other requests' pages, and page 0, the sink of padding rows,
-which can hold poison: huge values or NaN. After any replay or eager pass, `ReplayFixture.wrongs` compares the metadata with the
-loops of `lab.references.forward_metadata`, and the output with the expected results of the histories.
+A batch must not see a request's later tokens, other requests' pages, or page 0, the sink of padding rows. Page 0 can hold
+poison: huge values or NaN. After any replay or eager pass, `ReplayFixture.wrongs` compares the metadata with the loops of
+`lab.references.forward_metadata`, and the output with the expected results of the histories.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,9 +40,9 @@ Cells = dict[str, tuple[Tensor | None, int]]  # by name: a tensor, and the value
 
 @dataclass(frozen=True, eq=False)
 class ReplayedPass:
-    """The query and output rows of a pass without padding, and the metadata that it used.
+    """The query and output of one pass without padding rows, and the metadata that the pass used.
 
-    The metadata and the view of a replay are the runner's buffers. The next replay overwrites them: judge a pass before it.
+    After a replay, `metadata` and `view` are the runner's buffers. The next replay overwrites them, so judge the pass before.
 
     Attributes:
         query: [num_rows, num_qo_heads, head_dim].
@@ -60,7 +60,7 @@ class ReplayedPass:
 def right_runner(
     backend: Any, case: ReplayCase, pool: KVPool, batch_sizes: Sequence[int], body: Body[Any]
 ) -> GraphRunner[Any]:
-    """Return the lab's own graph runner for a case. Tests pass other functions, whose runners are deliberately wrong."""
+    """Return the lab's own graph runner for a case. Tests pass other functions that return a deliberately wrong runner."""
     return GraphRunner(backend, case.mode, pool, batch_sizes, body, case.place, case.padded_seq_len)
 
 
@@ -68,13 +68,13 @@ RunnerFactory = Callable[[Any, Any, KVPool, Sequence[int], Body[Any]], GraphRunn
 
 
 class ReplayFixture:
-    """The requests, layer and cache of a case, and one runner of graphs over them. Each backend has a subclass.
+    """The requests, layer and cache of a case, and a runner that captures and replays graphs. Each backend has a subclass.
 
     Args:
         case: a case of the subclass's backend.
         implementation: any object with the functions that the backend calls.
         device: the device. On a CPU a capture is simulated.
-        make: makes the runner; by default `right_runner`.
+        make: makes the graph runner; by default `right_runner`.
     """
 
     layer: Any
@@ -110,18 +110,18 @@ class ReplayFixture:
 
     @property
     def width(self) -> int:
-        """Return the largest number of query rows of a request. Padding requests have this number."""
+        """Return the largest number of query rows of a request, which is also the number in a padding request."""
         width: int = self.case.mode.num_tokens_per_req
         return width
 
     @property
     def lengths(self) -> tuple[int, int, int, int]:
-        """Return four lengths: short, at the end of a page, one token into a page, and the longest possible length."""
+        """Return four lengths of a request: short, at the end of a page, one token into a page, and the longest possible."""
         size = self.case.page_size
         return self.width + 1, 2 * size, 3 * size + 1, self.case.max_context_len
 
     def batch(self, *totals: int, first_request: int = 0) -> ForwardBatch:
-        """Return a batch of consecutive requests. `totals` are their numbers of keys, new tokens included."""
+        """Return a batch of consecutive requests, from `first_request` on. `totals` are their keys, new ones included."""
         mode, count = self.case.mode, len(totals)
         rows, widths = self.rows[first_request : first_request + count], self.widths(count)
         new = widths if mode.draft_step is None else [self._uncounted()] * count
@@ -157,7 +157,7 @@ class ReplayFixture:
         return ReplayedPass(self.query[:rows].clone(), self.out[:rows].clone(), captured.metadata, captured.view)
 
     def eager(self, batch: ForwardBatch) -> ReplayedPass:
-        """Run a batch without a graph, with new metadata, query and output."""
+        """Run a batch without a graph. Metadata, query and output are new tensors."""
         metadata = self.runner.eager(batch)
         query = self._randn(batch.num_tokens, *self.query.shape[1:])
         out = torch.full((len(query), *self.out.shape[1:]), float("nan"), dtype=DTYPE, device=self.device)
@@ -195,11 +195,11 @@ class ReplayFixture:
         raise NotImplementedError
 
     def _uncounted(self) -> int:
-        """Return how many tokens of a request `seq_lens` does not count, such as drafted tokens."""
+        """Return how many tokens of a request `seq_lens` leaves out, such as drafted tokens."""
         return uncounted_tokens(self.runner.inputs.view(1))
 
     def _metadata_owners(self) -> tuple[Any, ...]:
-        """Return the objects whose tensors the graphs read their metadata from."""
+        """Return the objects that own the metadata tensors which the graphs read."""
         return (self.runner.metadata.buffers,)
 
     def _wrong_metadata(self, batch: ForwardBatch, result: ReplayedPass) -> str:
@@ -216,7 +216,7 @@ class ReplayFixture:
         raise NotImplementedError
 
     def _truth(self, query: Tensor, seen: list[History], q_lens: list[int]) -> Truth:
-        """Return the expected results of query rows of requests whose visible tokens are `seen`."""
+        """Return the expected results of the query rows. `seen` has the tokens that each request's rows may see."""
         raise NotImplementedError
 
     def _prepare(

@@ -1,4 +1,4 @@
-"""Draw the numbers in an attention call's tensors, and change them as the case's `Contents` says."""
+"""Draw the numbers of an attention call's tensors, and turn them into the kind that the case's `Contents` names."""
 
 import math
 from collections.abc import Callable
@@ -66,7 +66,7 @@ def draw_contents(
 
 
 def _needles(drawn: _Drawn) -> _Drawn:
-    """Make the first and last keys that rows see, and their neighbours, needles."""
+    """Turn the first and last keys that rows see, and their neighbours, into needles (keys that outweigh all others)."""
     case, request = drawn.case, drawn.request
     limits = needle_positions(case.kv_lens[request], case.q_lens[request], case.page_size, case.window_left)
     plant(drawn.keys, limits, drawn.directions, case.softmax_scale)
@@ -74,7 +74,8 @@ def _needles(drawn: _Drawn) -> _Drawn:
 
 
 def _counted(drawn: _Drawn) -> _Drawn:
-    """Encode a key's position in its value: one half of the elements encodes position // half, the other position % half.
+    """Encode a key's position in its value, one-hot: position % half in the first half of the elements, position // half in the
+    second.
 
     Heads differ in the size of their values.
     """
@@ -91,7 +92,7 @@ def _counted(drawn: _Drawn) -> _Drawn:
 
 
 def _low(drawn: _Drawn) -> _Drawn:
-    """Make every logit -200,000 by the last coordinate, which MLA's values do not include.
+    """Set the last coordinate of queries and keys so that every logit is -200,000. MLA's values do not include this coordinate.
 
     With an e4m3 cache a float16 query cannot be large enough: logits are then about -100,000.
     """
@@ -115,10 +116,10 @@ def _tall(drawn: _Drawn) -> _Drawn:
 
 
 def _overshadowed(drawn: _Drawn, logit: float = 20.0) -> _Drawn:
-    """Make key 0's logit large by its last coordinate, which MLA's values do not include. All other logits are 0.
+    """Make key 0's logit large and all other logits 0, by the last coordinate of queries and keys, which MLA's values do not
+    include.
 
-    In MLA without a rotary part, the values include this coordinate. It would then dominate the output, and its rounding would
-    dominate the error.
+    In MLA without a rotary part they would include it, and its rounding would dominate the error.
     """
     query, keys, values = torch.zeros_like(drawn.query), drawn.keys.clone(), drawn.values.clone()
     product = logit / drawn.case.softmax_scale
@@ -140,7 +141,7 @@ def _loud(drawn: _Drawn) -> _Drawn:
 
 
 def _scaled_values(drawn: _Drawn, factor: float) -> _Drawn:
-    """Scale the values. MLA's keys are its values: the query is divided by a large factor, so that logits stay small."""
+    """Scale the values. In MLA this scales the keys too, so the query is divided by a large number to keep logits small."""
     if drawn.case.is_mla:
         return replace(drawn, query=drawn.query / max(factor, 1.0), keys=drawn.keys * factor)
     return replace(drawn, values=drawn.values * factor)

@@ -1,4 +1,4 @@
-"""Views of larger storage with the same numbers: with gaps, at other addresses, or with meaningless strides."""
+"""Tensors with the same numbers in another memory layout: with gaps, at another address, or with meaningless strides."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ def with_nan(tensor: Tensor, rows: Tensor) -> Tensor:
 
 
 def apart(tensor: Tensor, axis: int, gap: int) -> Tensor:
-    """Return the tensor as a view with `gap` elements of large values after each step along an axis."""
+    """Return the tensor as a view of larger storage: `gap` elements of large values follow each index of `axis`."""
     axis %= tensor.dim()
     strides = [1] * tensor.dim()
     for each in reversed(range(tensor.dim() - 1)):
@@ -39,7 +39,7 @@ def apart(tensor: Tensor, axis: int, gap: int) -> Tensor:
 
 
 def at_bytes(tensor: Tensor, offset_bytes: int) -> Tensor:
-    """Return the tensor as a contiguous view that begins at this offset in its storage."""
+    """Return a contiguous view with the tensor's numbers, which begins `offset_bytes` after the start of its storage."""
     return _as_view(tensor, tensor.contiguous().stride(), offset_bytes // tensor.element_size())
 
 
@@ -55,7 +55,7 @@ def _heads_first(tensor: Tensor) -> Tensor:
 
 
 def _far_apart(tensor: Tensor) -> Tensor:
-    """Return the tensor as a view whose last row begins beyond 2**31 elements. Memory between rows is never touched."""
+    """Return the tensor as a view whose last row begins after more than 2**31 elements. Gaps are never touched."""
     row = tensor[:1].numel()
     stride = max(row, -(-FAR // max(len(tensor) - 1, 1)))
     elements = raw(tensor)
@@ -66,7 +66,7 @@ def _far_apart(tensor: Tensor) -> Tensor:
 
 
 def with_strides_of(tensor: Tensor, other: Tensor) -> Tensor:
-    """Return the tensor with the strides of another tensor of the same shape and dtype; it is copied if the strides differ."""
+    """Return the tensor with the strides of `other`, which has the same shape and dtype. It is copied if its strides differ."""
     if tensor.stride() == other.stride():
         return tensor
     elements = raw(tensor)
@@ -75,7 +75,7 @@ def with_strides_of(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def with_odd_strides(tensor: Tensor) -> Tensor:
-    """Return the tensor with a meaningless stride on each axis of size 1."""
+    """Return the tensor with an arbitrary stride on each axis of size 1, where strides have no meaning."""
     strides = [ODD if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return tensor.as_strided(tensor.shape, strides)
 
