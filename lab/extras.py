@@ -23,6 +23,8 @@ EXTRA_OF = {
     "markdown_it": "html",
     "matplotlib": "plots",
     "cupti": "cupti",
+    "transformers": "engine",
+    "psutil": "engine",
 }
 
 

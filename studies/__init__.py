@@ -23,11 +23,12 @@ STUDIES: Mapping[str, str] = {
     "length_copy": "LengthCopy",
     "mla_decode": "MLADecode",
     "plan_stream": "PlanStreamStudy",
+    "real_client": "RealClient",
 }
 
 
 # Studies whose kernels run on a CPU too. Triton decides when such a study is imported whether it interprets them.
-WITHOUT_GPU = ("draft_visibility",)
+WITHOUT_GPU = ("draft_visibility", "real_client")
 
 
 def study_named(name: str) -> "type[Study]":

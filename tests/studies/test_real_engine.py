@@ -1,0 +1,194 @@
+"""An engine's slots as a page table, and the attention function's calls against attention over the same slots."""
+
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lab import references
+from studies.real_engine import CONTEXT, DECODE, PagedCalls, mixed_prompts, page_table, pages_of
+
+PAGE = 4
+
+
+def slots_of(pages: list[int], kv_len: int) -> list[int]:
+    return [PAGE * pages[token // PAGE] + token % PAGE for token in range(kv_len)]
+
+
+def offsets(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+def test_slots_become_a_page_table_with_shared_and_unordered_pages() -> None:
+    requests = [([5, 2, 9], 9), ([5], 4), ([5, 0], 5), ([7], 1)]
+    slots = torch.tensor([slot for pages, kv_len in requests for slot in slots_of(pages, kv_len)])
+    found = page_table(slots, offsets([kv_len for _, kv_len in requests]), PAGE, 9)
+    assert found.dtype == torch.int32
+    assert found.is_contiguous()
+    assert found.tolist() == [[5, 2, 9], [5, 0, 0], [5, 0, 0], [7, 0, 0]]
+
+
+def test_the_longest_request_sets_the_columns() -> None:
+    slots = torch.tensor(slots_of([3, 1], 8))
+    assert page_table(slots, offsets([8]), PAGE, 8).tolist() == [[3, 1]]
+    assert page_table(slots[:5], offsets([5]), PAGE, 5).tolist() == [[3, 1]]
+
+
+class Cache:
+    """What an attention function uses of transformers' cache: two groups of two layers, each group with its own blocks."""
+
+    def __init__(self, num_kv_heads: int, head_dim: int, num_blocks: int = 12) -> None:
+        self.block_size = PAGE
+        self.layer_index_to_group_indices = {0: (0, 0), 1: (1, 0), 2: (0, 1), 3: (1, 1)}
+        self.sliding_windows = dict.fromkeys(range(4), 1)
+        shape = (num_blocks * PAGE, num_kv_heads, head_dim)
+        self.key_cache, self.value_cache = ([torch.randn(shape) for _ in range(2)] for _ in "KV")
+
+    def update(
+        self, *, key_states: Tensor, value_states: Tensor, layer_idx: int, read_index: Any, write_index: Any
+    ) -> None:
+        group, place = self.layer_index_to_group_indices[layer_idx]
+        assert not len(read_index[group])
+        for side, states in ((self.key_cache, key_states), (self.value_cache, value_states)):
+            side[place][write_index[group]] = states[0].transpose(0, 1)
+
+
+def plain_attention(
+    query: Tensor, keys: Tensor, values: Tensor, slots: list[list[int]], q_lens: list[int], scaling: float
+) -> Tensor:
+    """Return causal attention of each request's last rows over the keys in its slots: [num_rows, num_qo_heads, head_dim]."""
+    outs, first = [], 0
+    for own, q_len in zip(slots, q_lens, strict=True):
+        group = query.shape[1] // keys.shape[1]
+        k, v = (side[own].double().repeat_interleave(group, 1) for side in (keys, values))
+        logits = torch.einsum("qhd,khd->hqk", query[first : first + q_len].double(), k) * scaling
+        hidden = torch.arange(len(own)) > torch.arange(len(own) - q_len, len(own))[:, None]
+        weights = logits.masked_fill(hidden, -torch.inf).softmax(-1)
+        outs.append(torch.einsum("hqk,khd->qhd", weights, v))
+        first += q_len
+    return torch.cat(outs)
+
+
+# Pages of each request in each group of layers, its keys, and its new rows. The first two requests share a page.
+MIXED = [([[5, 2, 9], [1, 10]], 9, 1), ([[5, 8], [3, 0]], 6, 2), ([[7, 4], [11, 6]], 8, 8)]
+DECODES = [([[5, 2, 9], [1, 10]], 9, 1), ([[5, 8], [3, 0]], 6, 1), ([[7], [11]], 1, 1)]
+NEW = [([[5, 2], [1, 10]], 6, 6), ([[7], [11]], 3, 3)]
+
+
+@pytest.mark.parametrize("layer", [0, 3])
+@pytest.mark.parametrize(
+    ("requests", "function"), [(MIXED, CONTEXT), (DECODES, DECODE), (NEW, CONTEXT), (NEW[1:], CONTEXT)]
+)
+def test_calls_equal_attention_over_the_slots(requests: list[Any], function: str, layer: int) -> None:
+    torch.manual_seed(layer)
+    cache, client = Cache(2, 16), PagedCalls(references)
+    q_lens, kv_lens = [q_len for *_, q_len in requests], [kv_len for _, kv_len, _ in requests]
+    slots = [[slots_of((pages[group] * 3)[:3], kv_len) for pages, kv_len, _ in requests] for group in range(2)]
+    has_only_new = q_lens == kv_lens
+    query, key, value = (torch.randn(1, heads, sum(q_lens), 16) for heads in (4, 2, 2))
+    out, weights = client(
+        SimpleNamespace(layer_idx=layer),
+        query,
+        key,
+        value,
+        None,
+        scaling=0.3,
+        cache=cache,
+        read_index=[torch.tensor([*chain(*([] if has_only_new else each))], dtype=torch.int64) for each in slots],
+        write_index=[
+            torch.tensor([slot for own, q_len in zip(each, q_lens, strict=True) for slot in own[-q_len:]])
+            for each in slots
+        ],
+        cu_seq_lens_q=offsets(q_lens),
+        cu_seq_lens_k={"full_attention": offsets(kv_lens)} if layer else offsets(kv_lens),
+        max_seqlen_q=max(q_lens),
+        max_seqlen_k={"full_attention": max(kv_lens)} if layer else max(kv_lens),
+        dropout=0.0,
+    )
+    group, place = cache.layer_index_to_group_indices[layer]
+    expected = plain_attention(
+        query[0].transpose(0, 1), cache.key_cache[place], cache.value_cache[place], slots[group], q_lens, 0.3
+    )
+    assert weights is None
+    torch.testing.assert_close(out[0], expected.float())
+    (made,) = client.calls
+    assert made.pop("host_us") > 0
+    assert made == {
+        "step": 0,
+        "layer": layer,
+        "function": function,
+        "requests": len(requests),
+        "rows": sum(q_lens),
+        "max_kv_len": max(kv_lens),
+    }
+
+
+def test_the_new_tokens_are_written_where_they_belong() -> None:
+    cache = Cache(1, 2)
+    call(cache, PagedCalls(references), layer=2)
+    assert cache.key_cache[1][4 * 5, 0].tolist() == [2.0, 3.0]
+    assert cache.value_cache[1][4 * 5, 0].tolist() == [4.0, 5.0]
+
+
+def call(cache: Cache, client: PagedCalls, layer: int) -> Tensor:
+    """Make the call of one request with one token, in block 5."""
+    key, value = torch.tensor([2.0, 3.0]).view(1, 1, 1, 2), torch.tensor([4.0, 5.0]).view(1, 1, 1, 2)
+    index = [torch.tensor([4 * 5])] * 2
+    return client(
+        SimpleNamespace(layer_idx=layer),
+        key,
+        key,
+        value,
+        None,
+        scaling=1.0,
+        cache=cache,
+        read_index=index,
+        write_index=index,
+        cu_seq_lens_q=offsets([1]),
+        cu_seq_lens_k=offsets([1]),
+        max_seqlen_q=1,
+        max_seqlen_k=1,
+    )[0]
+
+
+def test_a_step_ends_with_its_last_layer() -> None:
+    cache, client = Cache(1, 2), PagedCalls(references)
+    for layer in (0, 2, 0, 2, 0):
+        call(cache, client, layer)
+    assert [(made["step"], made["layer"]) for made in client.calls] == [(0, 0), (0, 2), (1, 0), (1, 2), (2, 0)]
+
+
+def test_a_sliding_window_is_refused_before_anything_is_written() -> None:
+    cache = Cache(1, 2)
+    cache.sliding_windows = {0: 1, 1: 1, 2: 128, 3: 1}
+    before = [side.clone() for side in cache.key_cache]
+    with pytest.raises(NotImplementedError, match="layer 2 has a sliding window"):
+        call(cache, PagedCalls(references), layer=2)
+    for side, old in zip(cache.key_cache, before, strict=True):
+        torch.testing.assert_close(side, old)
+
+
+def test_k_and_v_become_halves_of_one_allocation_once() -> None:
+    cache = Cache(2, 16)
+    old = cache.key_cache[1].clone(), cache.value_cache[1].clone()
+    k, v = pages_of(cache, 1)
+    assert k.shape == v.shape == (12, PAGE, 2, 16)
+    assert v.data_ptr() - k.data_ptr() == k.nbytes
+    torch.testing.assert_close((k.flatten(0, 1), v.flatten(0, 1)), old)
+    assert cache.key_cache[1].data_ptr() == k.data_ptr()
+    assert cache.value_cache[1].data_ptr() == v.data_ptr()
+    again = pages_of(cache, 1)
+    assert [each.data_ptr() for each in again] == [k.data_ptr(), v.data_ptr()]
+
+
+def test_prompts_are_mixed_and_some_share_a_prefix() -> None:
+    prompts = mixed_prompts(100)
+    lengths = [len(prompt) for prompt in prompts]
+    assert (min(lengths) >= 5, max(lengths) <= 600) == (True, True)
+    assert max(lengths) - min(lengths) > 500
+    assert len({tuple(prompt[:200]) for prompt in prompts[::10]}) == 1
+    assert len({tuple(prompt[:5]) for prompt in prompts}) == 91
+    assert prompts == mixed_prompts(100)
