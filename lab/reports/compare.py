@@ -165,7 +165,7 @@ def compare(
     }
     table = make_table({**settings, **FIGURES}, comparison.rows, say_once=settings.keys() - {"scenario"})
     runs = {run.path: run for run in (*first, *second)}.values()
-    not_gpu_time = sum(len(run.rows) - len(run.gpu_rows) for run in runs)
+    not_gpu_time = sum(len(run.other_rows) for run in runs)
     remarks = [*_remarks(comparison, {name for name, _ in table.common})]
     if not_gpu_time:
         rows = counted(not_gpu_time, "row")

@@ -276,13 +276,9 @@ class RecordedRun:
         return [Rivals(tuple(found[identity])) for identity in sorted(found)]
 
     @property
-    def host_rows(self) -> tuple[Row, ...]:
-        return tuple(row for row in self.rows if row.facts.get("clock") == "host")
-
-    @property
-    def rows_without_clock(self) -> tuple[Row, ...]:
-        """Return the rows that are neither GPU time nor host time, because their clock is unknown or was not recorded."""
-        return tuple(row for row in self.rows if not row.is_gpu_time and row.facts.get("clock") != "host")
+    def other_rows(self) -> tuple[Row, ...]:
+        """Return the rows of host time, and those whose clock is unknown or was not recorded."""
+        return tuple(row for row in self.rows if not row.is_gpu_time)
 
 
 def environment_facts(environments: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:

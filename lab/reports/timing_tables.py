@@ -84,14 +84,13 @@ PLAIN_COLUMNS: Columns = {
 
 
 def timing_tables(run: RecordedRun, name: str = "") -> list[Table]:
-    """Make a run's tables of GPU times, host times, times without a clock and missing times; their ids begin with `name`."""
+    """Make a run's tables of GPU times, of other times and of missing times; their ids begin with `name`."""
     gpu = make_table(GPU_COLUMNS, sorted_rows(run.gpu_rows), name=f"{name}-gpu", caption="GPU time")
-    host = plain_table(run.host_rows, f"{name}-host", "Host time: not GPU time, and not comparable with it")
     others = plain_table(
-        run.rows_without_clock, f"{name}-unknown", "Times without a recorded clock: compared with nothing"
+        run.other_rows, f"{name}-others", "Host time, and times without a recorded clock: not GPU time"
     )
     side_by_side, not_timed = side_by_side_table(run, f"{name}-side-by-side"), not_timed_table(run, f"{name}-not-timed")
-    return [table for table in (side_by_side, gpu, host, others, not_timed) if table.rows]
+    return [table for table in (side_by_side, gpu, others, not_timed) if table.rows]
 
 
 def _of_fastest(cell: Callable[[Row], Cell]) -> Callable[[Rivals], Cell]:

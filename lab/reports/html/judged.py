@@ -83,7 +83,7 @@ class JudgedRun:
 
     @property
     def implementation(self) -> str:
-        return implementation_name(self.record)
+        return str(self.record.content["implementation"]).removeprefix(MODULE_PREFIX)
 
     def reproduction(self, case: Mapping[str, Any]) -> str:
         """Return the command that judges a case again in the page's folder; "" if the report does not number its cases."""
@@ -159,11 +159,6 @@ def _region_sentence(region: Mapping[str, Any]) -> str:
     wrong, results, right_outside, outside = (region.get(name) or 0 for name in names)
     inside = f"{region.get('rule') or 'everywhere'}: wrong in {wrong:,} of {results:,}"
     return f"{inside}, right in {right_outside:,} of {outside:,} other results" if outside else inside
-
-
-def implementation_name(record: RecordedFile) -> str:
-    """Return the name of the judged implementation without "lab.kernels."; "" if it is not recorded."""
-    return str(record.content.get("implementation", "")).removeprefix(MODULE_PREFIX)
 
 
 def check_name(key: str) -> str:

@@ -2,13 +2,10 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from matplotlib.artist import Artist
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullLocator
 
@@ -21,38 +18,11 @@ LINE_INCHES = 0.3
 NUMBERS_SHARE = 0.07  # share of the axis's length, at its left, for the number of the fastest implementation
 
 
-@dataclass(frozen=True)
-class Roofs:
-    """The two ceilings of a roofline: memory in GB/s (10**9), and matrix units in TFLOP/s for products of `matrix_dtype`."""
-
-    bandwidth_gbps: float
-    matrix_rate_tflops: float
-    matrix_dtype: str = ""
-
-    def rate_tflops(self, intensity: float) -> float:
-        """Return the highest rate of work with this intensity, as in Williams, Waterman and Patterson 2009."""
-        return min(self.bandwidth_gbps * intensity / 1e3, self.matrix_rate_tflops)
-
-    @property
-    def ridge(self) -> float:
-        """Return the intensity, in operations per byte, above which the matrix units are the limit."""
-        return 1e3 * self.matrix_rate_tflops / self.bandwidth_gbps
-
-
-def roofs_of(ceilings: Mapping[str, Any]) -> list[tuple[Roofs, str]]:
-    """Return the roofs of `lab.timing.Ceilings.facts` with their names, "measured" and "datasheet", if both rates are known."""
-    found = []
-    for prefix, words in (("", "measured"), ("datasheet_", "datasheet")):
-        bandwidth, rate = (ceilings.get(f"{prefix}{name}") for name in ("bandwidth_gbps", "matrix_rate_tflops"))
-        if bandwidth and rate:
-            found.append((Roofs(bandwidth, rate, ceilings.get("matrix_dtype") or ""), words))
-    return found
-
-
 def roofline_figure(rows: Sequence[Row], title: str, ceilings: Mapping[str, Any]) -> Figure:
     """Draw rates against intensity under the roofs: a colour per implementation, a marker per mode, hollow if throttled.
 
-    The rows must have operations and bytes; `ceilings` is the input of `roofs_of`.
+    A roof is the least of the memory's and the matrix units' rate, as in Williams, Waterman and Patterson 2009; `ceilings` are
+    `lab.timing.Ceilings.facts`, of which a roof needs both rates. The rows must have operations and bytes.
     """
     figure, axes = style.one_panel(title, 6.0, log="xy", width_inches=WIDTH_INCHES)
     intensities = [row.facts["operations"] / row.facts["bytes_moved"] for row in rows]
@@ -64,12 +34,23 @@ def roofline_figure(rows: Sequence[Row], title: str, ceilings: Mapping[str, Any]
         rate_tflops = row.facts["operations"] / row.median_us / 1e6
         face = "none" if row.throttled_by else colour
         axes.plot(intensity, rate_tflops, markers[mode], markersize=8, color=colour, mfc=face, alpha=0.8)
-    roofs = roofs_of(ceilings)
+    roofs = {
+        words: (bandwidth_gbps, rate_tflops, 1e3 * rate_tflops / bandwidth_gbps)
+        for prefix, words in (("", "measured"), ("datasheet_", "datasheet"))
+        if (bandwidth_gbps := ceilings.get(f"{prefix}bandwidth_gbps"))
+        and (rate_tflops := ceilings.get(f"{prefix}matrix_rate_tflops"))
+    }
     lowest = min(intensities) / 2
-    highest = max([2 * intensity for intensity in intensities] + [4 * each.ridge for each, _ in roofs])
+    highest = max([2 * intensity for intensity in intensities] + [4 * ridge for _, _, ridge in roofs.values()])
     axes.set_xlim(lowest, highest)
     style.few_ticks(axes)
-    lines = [_draw_roofs(axes, each, words, (lowest, highest)) for each, words in roofs]
+    lines: list[Artist] = []
+    for words, (bandwidth_gbps, rate_tflops, ridge) in roofs.items():
+        corners = sorted({lowest, max(ridge, lowest), highest})
+        label = f"{words}: {bandwidth_gbps:,.0f} GB/s, {rate_tflops:,.0f} TFLOP/s {ceilings.get('matrix_dtype') or ''}"
+        look: dict[str, Any] = {"color": style.TEXT_COLOUR, "linewidth": 1.3, "label": label.rstrip(), "zorder": 1}
+        rates = [min(bandwidth_gbps * corner / 1e3, rate_tflops) for corner in corners]
+        lines += axes.plot(corners, rates, "-" if words == "measured" else "--", **look)
     style.name_axes(axes, "arithmetic intensity, operations per byte that must move", "rate reached, TFLOP/s")
     keys: list[Artist] = [Patch(color=colour, label=name) for name, colour in colours.items()]
     keys += [style.mark_key(name, marker) for name, marker in markers.items()]
@@ -125,19 +106,6 @@ def _name(row: Row) -> str:
 def _throttled_key(rows: Sequence[Row]) -> list[Artist]:
     """Return the legend's entry for hollow marks, if a row was throttled."""
     return [style.mark_key("throttled", "o", mfc="none")] if any(row.throttled_by for row in rows) else []
-
-
-def _draw_roofs(axes: Axes, roofs: Roofs, words: str, intensities: tuple[float, float]) -> Line2D:
-    lowest, highest = intensities
-    corners = sorted({lowest, min(max(roofs.ridge, lowest), highest), highest})
-    label = (
-        f"{words}: {roofs.bandwidth_gbps:,.0f} GB/s, "
-        f"{roofs.matrix_rate_tflops:,.0f} TFLOP/s {roofs.matrix_dtype}".rstrip()
-    )
-    line_style = "-" if words == "measured" else "--"
-    rates = [roofs.rate_tflops(intensity) for intensity in corners]
-    (line,) = axes.plot(corners, rates, line_style, color=style.TEXT_COLOUR, linewidth=1.3, label=label, zorder=1)
-    return line
 
 
 def _ranked(names: Iterable[str]) -> list[str]:
