@@ -19,14 +19,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
 
-from lab.commands.options import Trace, requests_of, trace_name
+from lab.commands.options import Trace
 from lab.reports.tables import Table, number
 from lab.timing.work import GpuWork
 from lab.workloads.scenarios import scenario
 from lab.workloads.traces import TracedRequest
 from studies.passes import FLASHINFER_MODULE, PORTABLE_MODULE, pass_facts
 from studies.recording import Formats, Recorded, rows_by_point, table_of
-from studies.settings import Modules, Scenarios, sizes
+from studies.settings import Modules, Scenarios, requests_of, sizes, trace_name
 from studies.study import Part, TimedStudy
 from studies.variants import JUDGED, Point, Variant
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import torch
 
-from lab.commands.options import L2, Trace, requests_of, trace_name
+from lab.commands.options import L2, Trace
 from lab.metadata.engine.capture import capturing
 from lab.reports.tables import Table
 from lab.timing.host_time import METHOD as HOST_METHOD
@@ -27,7 +27,7 @@ from lab.workloads.traces import TracedRequest
 from studies.draft_scenarios import draft_scenario
 from studies.draft_work import draft_facts, draft_work
 from studies.recording import Recorded, StudyRow, table_of
-from studies.settings import Samples, names
+from studies.settings import Samples, names, requests_of, trace_name
 from studies.study import Part, TimedStudy
 from studies.variants import Point, Variant, measure_all
 

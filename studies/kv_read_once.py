@@ -29,7 +29,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from lab.commands.options import Trace, requests_of, trace_name
+from lab.commands.options import Trace
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.reports.tables import Table
 from lab.timing.gpu_time import check_named, interquartile_range
@@ -46,7 +46,7 @@ from lab.workloads.scenarios import scenario
 from lab.workloads.traces import TracedRequest
 from studies.passes import FLASHINFER_MODULE, PORTABLE_MODULE, eager_call, gpu_works, pass_facts, works_of
 from studies.recording import Formats, Recorded, StudyRow, table_of
-from studies.settings import names
+from studies.settings import names, requests_of, trace_name
 from studies.study import Part, TimedStudy
 from studies.targets import TIME_COLUMNS, Figure, Target, score, target_cell, target_rows
 from studies.variants import (

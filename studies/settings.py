@@ -1,11 +1,13 @@
 """Types of a study's settings: each has the option that the study's command reads it from, with its help."""
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from lab.commands.options import list_option
 from lab.ranges import POSITIVE
+from lab.workloads.traces import TracedRequest, own_trace, read_trace
 
 Samples = Annotated[int, typer.Option(min=1, help="samples of each GPU time")]
 Modules = Annotated[tuple[str, ...], typer.Argument(help="modules to time; if left out, those of the study")]
@@ -30,3 +32,18 @@ def times_us(help_text: str, default: str) -> Any:
 def names(points: str) -> Any:
     """Return an option of the names of the points to measure; `points` completes its help."""
     return list_option(str, f"measure only {points}", "NAME,...")
+
+
+def requests_of(path: Path | None) -> list[TracedRequest]:
+    """Return the requests of a trace file; for None, those of the lab's own trace.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file is no trace.
+    """
+    return own_trace() if path is None else read_trace(path)
+
+
+def trace_name(path: Path | None) -> str:
+    """Return the name of a trace for a recording. None stands for the lab's own trace."""
+    return "synthetic_chat.jsonl, the lab's own" if path is None else path.name

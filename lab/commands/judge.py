@@ -4,6 +4,7 @@ import math
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from lab.ranges import ranges_of
 
 if TYPE_CHECKING:
     from lab.checks.parameters.coverage import Coverage
+    from lab.checks.report import Report
     from lab.checks.run.judge_run import Progress
 
 POLL_INTERVAL_S = 0.3  # between two looks at a watched file
@@ -146,17 +148,21 @@ def judge(
     if coverage and implementation is not None and implementation.endswith((".json", ".json.gz")):
         _print_recorded_coverage(Path(implementation))
         raise typer.Exit
+    from lab.checks.run import judge as judging
+
     with refusing_errors():
-        from lab.checks.run.judge import device_of
         from lab.checks.run.support_protocol import resolve_refusals
 
-        device_of(device)
+        judging.device_of(device)
         exceptions = None if refusals is None else resolve_refusals(refusals)
-        settings |= {"ranges": ranges_of(narrowed), "refusals": exceptions}
+        settings |= {"ranges": ranges_of(narrowed), "refusals": exceptions, "workers": workers, "out": out}
+        settings |= {"most_seconds": most_seconds, "first_failure": first_failure}
     if calls is not None:
         _refuse_options_without(context, OF_CALLS, "--calls judges the calls of a folder and no other case")
-        settings |= {"workers": workers, "most_seconds": most_seconds, "out": out, "first_failure": first_failure}
-        _judge_and_exit(partial(_judge_calls, calls, implementation, settings), watch)
+        if implementation is not None:
+            prepare_machine(device)
+        arguments = (calls,) if implementation is None else (calls, implementation)
+        _judge_and_exit(partial(_judge_and_show, partial(judging.judge_calls, *arguments, **settings), False), watch)
     prepare_machine(device)
     from lab.kernels import default_implementation
 
@@ -165,16 +171,13 @@ def judge(
         "level": level,
         "only": only or (),
         "functions": functions or (),
-        "workers": workers,
-        "most_seconds": most_seconds,
         "drawn": drawn,
         "discover": discover,
         "for_seconds": for_seconds or 0.0,
         "out": out or _last_report(name),
         "fresh": fresh or out is None,
-        "first_failure": first_failure,
     }
-    _judge_and_exit(partial(_judge_all, name, settings, coverage), watch)
+    _judge_and_exit(partial(_judge_and_show, partial(judging.judge, name, **settings), coverage), watch)
 
 
 def _last_report(name: str) -> Path | None:
@@ -246,43 +249,26 @@ def _judge_case(path: Path, number: int, name: str | None, settings: Mapping[str
     return verdict.exit_status
 
 
-def _judge_all(name: str, settings: Mapping[str, Any], shows_coverage: bool, console: Console) -> ExitStatus:
-    """Judge an implementation, print the report, and the coverage with `shows_coverage`; return the exit status."""
-    from lab.checks.run.judge import judge as judge_it
+def _judge_and_show(judge_it: "Callable[..., Report]", shows_coverage: bool, console: Console) -> ExitStatus:
+    """Judge, print the report, and the coverage with `shows_coverage`; return the exit status."""
     from lab.reports.judgement import show as show_report
 
-    num_reused = 0
+    reused: Counter[str] = Counter()
     with refusing_errors(), shown_progress(console) as show:
 
         def count_and_show(progress: "Progress") -> None:
-            nonlocal num_reused
-            num_reused += not progress.is_new
+            reused[progress.verdict.recorded_in] += not progress.is_new
             show(progress)
 
-        report = judge_it(name, progress=count_and_show, **settings)
-    if num_reused:
+        report = judge_it(progress=count_and_show)
+    for path, number in (+reused).items():
         _print(
             console,
-            f"{num_reused} verdicts are from {settings['out']}, since neither the kernel nor the lab has changed: "
-            "--fresh judges all",
+            f"{number} verdicts are from {path}, since neither the kernel nor the lab has changed: --fresh judges all",
         )
     show_report(report, console)
     if shows_coverage:
         _print_coverage(console, report.coverages)
-    return report.exit_status
-
-
-def _judge_calls(calls: str, name: str | None, settings: Mapping[str, Any], console: Console) -> ExitStatus:
-    """Judge recorded calls, print the report, and return the exit status."""
-    from lab.checks.run.judge import judge_calls
-    from lab.recorded.case import NAME_OF_OUTPUTS
-    from lab.reports.judgement import show as show_report
-
-    if name is not None:
-        prepare_machine(settings["device"])
-    with refusing_errors(), shown_progress(console) as show:
-        report = judge_calls(calls, name or NAME_OF_OUTPUTS, progress=show, **settings)
-    show_report(report, console)
     return report.exit_status
 
 

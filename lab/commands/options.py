@@ -7,16 +7,13 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
 from lab.exit_status import ExitStatus
 from lab.loading import LoadError
 from lab.ranges import OPTIONS, Option, Ranges
-
-if TYPE_CHECKING:
-    from lab.workloads.traces import TracedRequest
 
 RANGES_PANEL = "Ranges: narrow the cases to what the kernel was built for"
 
@@ -120,23 +117,6 @@ Trace = Annotated[
     Path | None,
     typer.Option(help="a file of a Mooncake (.jsonl) or Azure (.csv) trace; the lab's own trace if left out"),
 ]
-
-
-def requests_of(path: Path | None) -> "list[TracedRequest]":
-    """Return the requests of a trace file; for None, those of the lab's own trace.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: the file is no trace.
-    """
-    from lab.workloads.traces import own_trace, read_trace
-
-    return own_trace() if path is None else read_trace(path)
-
-
-def trace_name(path: Path | None) -> str:
-    """Return the name of a trace for a recording. None stands for the lab's own trace."""
-    return "synthetic_chat.jsonl, the lab's own" if path is None else path.name
 
 
 @contextmanager
