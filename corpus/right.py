@@ -225,6 +225,17 @@ class Tiles(RightKernel):
         return torch.exp2(difference * (1 / LN2)) if self.in_base_2 else torch.exp(difference)
 
 
+class PagesByNumber(Tiles):
+    """Keys are summed in the order of their pages' numbers, so that the rounding depends on where the pages lie."""
+
+    def attend(self, run, r, query, keys, values, seen, sinks, position, first_key):
+        if not run.is_ragged and len(keys):
+            columns = (first_key + torch.arange(len(keys), device=keys.device)) // run.page_size
+            order = run.k_table[r, columns].argsort(stable=True)
+            keys, values, seen = keys[order], values[order], seen[:, order]
+        return super().attend(run, r, query, keys, values, seen, sinks, position, first_key)
+
+
 class TwoPasses(Tiles):
     """The first pass over the tiles finds the largest logit; the second pass sums."""
 
@@ -318,6 +329,7 @@ splits_rounded = SplitsRounded()
 weights_rounded = WeightsRounded()
 probabilities_rounded = ProbabilitiesRounded()
 base_2 = _tiles(size=256, in_base_2=True)
+pages_by_number = PagesByNumber()
 two_passes = TwoPasses()
 tiles_of_64 = Tiles()
 dequantised_first = DequantisedFirst()

@@ -56,6 +56,11 @@ def test_a_right_kernel_is_right(name: str) -> None:
     assert not [verdict for verdict in report.verdicts if verdict.judged.declines]
 
 
+def test_a_sum_in_the_order_of_pages_is_right() -> None:
+    report = judge(KERNELS["pages_by_number"], ranges=SMALL, only=("K7", "K10"), device="cpu", drawn=0)
+    assert report.is_right, str(report)
+
+
 def biased(kernel: Attention, bias: Callable[[torch.Tensor], None]) -> SimpleNamespace:
     """A kernel whose outputs are changed in place before they are returned."""
 
