@@ -31,8 +31,8 @@ FREE_ARGUMENTS = ("workspace_buffer", "enable_pdl", "multi_ctas_kv_counter_buffe
 
 
 def not_modelled(name: str, value: object, remedy: str) -> NoReturn:
-    """Raise NotImplementedError for the value of an argument that FlashInfer supports and the lab does not. `remedy` says what
-    to pass instead.
+    """Raise NotImplementedError for an argument's value that FlashInfer supports and the lab does not. `remedy` says what to
+    pass instead.
     """
     raise NotImplementedError(f"{name}={value!r} is not modelled by the lab; {remedy}")
 
@@ -246,8 +246,8 @@ def split_tables(block_tables: torch.Tensor, shared: bool) -> tuple[torch.Tensor
 
 
 def check_mask(mask: object, cum_seq_lens_q: object, batch_size: int, q_len: int) -> None:
-    """Raise an error unless a draft mask is contiguous uint16 [batch_size, q_len, 2 * ceil(q_len / 32)] and `cum_seq_lens_q` is
-    None.
+    """Raise an error unless a draft mask is contiguous uint16 [batch_size, q_len, 2 * ceil(q_len / 32)]. A mask with
+    `cum_seq_lens_q` is an error too.
     """
     if cum_seq_lens_q is not None:
         raise NotImplementedError(
@@ -282,8 +282,8 @@ def check_scale(name: str, scale: object) -> Scale:
 
 
 def posed_alike(call: Any) -> dict[str, Any]:
-    """Return the checked `bmm1_scale` and `bmm2_scale` of a call, by name. All four calls pass these two problem fields in the
-    same form.
+    """Return the checked `bmm1_scale` and `bmm2_scale` of a call, by name. These two fields of a problem are the same for all
+    four calls.
 
     `bmm1_scale_log2`, which the decode call has, takes precedence over `bmm1_scale`.
     """
@@ -297,7 +297,7 @@ def posed_alike(call: Any) -> dict[str, Any]:
 
 
 def scale_from_log2(bmm1_scale_log2: object) -> torch.Tensor:
-    """Return `bmm1_scale`: `bmm1_scale_log2` times ln 2, float32 of one element."""
+    """Return `bmm1_scale` for a `bmm1_scale_log2`: the latter times ln 2, float32 of one element."""
     tensor = check_tensor("bmm1_scale_log2", bmm1_scale_log2)
     check_scale("bmm1_scale_log2", tensor)
     return tensor * math.log(2.0)

@@ -10,8 +10,8 @@ R = TypeVar("R")
 
 
 def takes(call_type: type[Any]) -> Callable[[Callable[[Any], Any]], Callable[..., Any]]:
-    """Return a decorator that gives a function the parameters of FlashInfer's function. The decorated function receives them as
-    one object of `call_type`, such as `DecodeCall`.
+    """Return a decorator that gives a function the parameters of FlashInfer's function. The decorated function gets them as one
+    object of `call_type`, such as `DecodeCall`.
     """
 
     def wrap(function: Callable[[Any], Any]) -> Callable[..., Any]:

@@ -22,8 +22,8 @@ def pose_paged(
     cum_seq_lens_kv: torch.Tensor | None,
     mask: torch.Tensor | None = None,
 ) -> PagedAttention:
-    """Check the arguments that decode and context calls share, and return the attention problem. It has one layout, one form of
-    page tables and one output dtype, whichever way the caller gave them.
+    """Check the arguments that decode and context calls share, and return the attention problem. It has one form of layout,
+    page tables and output dtype, whichever the caller used.
 
     Args:
         call: a `DecodeCall` or `ContextCall`.

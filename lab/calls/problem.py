@@ -38,8 +38,8 @@ class AttentionCall(NamedEnum):
 
 
 class Feature(enum.Enum):
-    """A property of an attention problem that some kernels do not support, such as a window or an LSE. The value names the
-    property in a refusal.
+    """A property of an attention problem that some kernels do not support, such as a window or an LSE. A member's value is its
+    name in a refusal.
     """
 
     UNDECLARED = "a field of the problem that lab.calls.problem does not declare"
@@ -64,7 +64,7 @@ class Feature(enum.Enum):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Softmax:
-    """The inputs of a softmax other than queries, keys and values. All four calls have them.
+    """The softmax's inputs besides queries, keys and values. All four calls have them.
 
     Attributes:
         bmm1_scale, bmm2_scale: factors of Q·K^T and of P·V.
@@ -82,7 +82,7 @@ class Softmax:
 
 @dataclass(frozen=True, eq=False)
 class AttentionProblem(Softmax):
-    """The fields that checked attention problems of all calls have.
+    """The fields of a checked attention problem that are the same for all calls.
 
     Attributes:
         call: the call that defined the problem.
@@ -154,7 +154,7 @@ class AttentionProblem(Softmax):
 
     @property
     def scales(self) -> tuple[Scale, Scale]:
-        """Return (bmm1_scale, bmm2_scale), which a kernel takes as one argument."""
+        """Return (bmm1_scale, bmm2_scale), in the form in which a kernel takes both as one argument."""
         return self.bmm1_scale, self.bmm2_scale
 
     def features(self) -> frozenset[Feature]:
@@ -291,8 +291,8 @@ def check_values(problem: PagedAttention) -> None:
 
 
 def refuse_nan(problem: AttentionProblem, in_query: bool = True) -> None:
-    """Raise ValueError for contents that make results NaN: sinks that are NaN or plus infinity, scales that are not finite,
-    query rows with NaN.
+    """Raise ValueError if an input would make results NaN: a sink that is NaN or plus infinity, a scale that is not finite, or
+    NaN in a query row.
 
     A call on CPU tensors checks its sinks and scales itself. It does not check its query, because a serving engine pads a CUDA
     graph's batch with rows that hold anything, and a call cannot distinguish these rows from requests' rows. In all other cases

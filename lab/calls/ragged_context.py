@@ -214,7 +214,7 @@ class RaggedContextCall:
 
     def _check_mirrors(self) -> None:
         """Check `q_seq_lens_cpu` and `kv_seq_lens_cpu`, the lengths on the host, as FlashInfer does. Raise ValueError if they
-        exceed the bounds or do not add up to all tokens.
+        exceed the bounds or their sums are not the numbers of rows and keys.
         """
         if (self.q_seq_lens_cpu is None) != (self.kv_seq_lens_cpu is None):
             raise ValueError("q_seq_lens_cpu and kv_seq_lens_cpu go together: pass both or neither")

@@ -5,7 +5,7 @@ The first 8 MiB are XQA's semaphores, which it leaves zero (FlashInfer 0.7.2, `x
 the partial results of splits (trtllm_fmha_kernel_launcher.cu, `softmaxStatsPtr` and `multiCtasKvScratchPtr`; kernelParams.h,
 `ptrPartialStats`). Its counters are in `multi_ctas_kv_counter_buffer`, which it leaves zero. FlashInfer allocates and fills
 this buffer in each call that has none. So `lab.kernels.trtllm` passes the scratch to trtllm-gen as its workspace, and the first
-8 MiB as its counters. One workspace then serves calls of every backend.
+8 MiB as its counters. Calls of every backend can then use one workspace.
 """
 
 import torch

@@ -43,8 +43,8 @@ class _Request:
 
     Attributes:
         number: index in the batch.
-        first_row, num_rows, computed: first query row and number of query rows. The launch computes only the first `computed`
-            of these rows.
+        first_row, num_rows, computed: first query row, number of query rows, and how many of these (the first ones) the launch
+            computes.
         kv_len: number of keys.
         first_key: index of the first key in K and V, if they are not paged.
     """
@@ -99,7 +99,7 @@ def _write_lse(given: LseArguments, memory: HostMemory) -> None:
 
 
 def _refuse_unmodelled(params: KernelParams, kernel: KernelFacts) -> None:
-    """Raise NotImplementedError if a launch has arguments that none of the lab's four calls sets."""
+    """Raise NotImplementedError if a launch has arguments that no call of the lab can set."""
     if kernel.mask is MaskType.CUSTOM or kernel.is_sparse or params.chunked_attention_size_log2:
         raise NotImplementedError(f"{kernel.name} has a custom, chunked or sparse mask, which no call of the lab's has")
     named = [(each.name, getattr(params, each.name)) for each in fields(params)]
@@ -253,10 +253,11 @@ class _Attention:
         return tokens.transpose(1, 2).flatten(0, 1)
 
     def _page_rows(self, side: str, member: str, ids: torch.Tensor, page_size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the given pages as they are stored, [len(ids), num_kv_heads, page_size, row], where a row is one token of one
+        """Return the given pages as they are stored, [len(ids), num_kv_heads, page_size, row]. A row holds one token of one
         head.
 
-        The descriptor's dimensions are (row * r, page_size / r, heads, pages): it may join r adjacent rows to one.
+        The descriptor's dimensions are (row * r, page_size / r, heads, pages), because a descriptor may join r adjacent rows
+        into one.
         """
         tensor_map = self.maps[member]
         row_elements, rows, heads, pages = tensor_map.dims

@@ -1,5 +1,5 @@
-"""FlashInfer's TRT-LLM functions on an absent B200, for CPU tensors. Their results are computed from the launches that
-trtllm-gen's launcher makes.
+"""FlashInfer's TRT-LLM functions on an absent B200, for CPU tensors. Their results are computed from the recorded launches of
+trtllm-gen's launcher.
 
 `lab.kernels.trtllm` makes the call, FlashInfer's own launcher selects the kernel and fills its parameters, and
 `lab.dry_run.arithmetic` computes attention only from these parameters. So `lab judge lab.dry_run.b200 --device cpu` judges *the

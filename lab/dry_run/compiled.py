@@ -173,7 +173,7 @@ _MODULES: Mapping[Kernel, Callable[[Shape], tuple[Compiled, ...]]] = {XQA: _xqa,
 
 @contextmanager
 def flashinfer_targets(capability: Capability) -> Iterator[None]:
-    """Make FlashInfer generate code for one compute capability only, in a temporary folder."""
+    """While the context is open, make FlashInfer generate code for one compute capability only, in a temporary folder."""
     from flashinfer.compilation_context import CompilationContext
     from flashinfer.jit import core, env
     from flashinfer.jit import xqa as jit_xqa

@@ -53,7 +53,7 @@ METHOD = (
 
 @dataclass(frozen=True)
 class JudgedShape:
-    """A shape with the compiler's verdict on each of its sources, and the lab's refusal (None if the lab accepts the shape)."""
+    """A shape, the compiler's verdict on each of its sources, and the lab's refusal (None if the lab accepts the shape)."""
 
     shape: Shape
     verdicts: tuple[Compiled, ...]
@@ -61,7 +61,7 @@ class JudgedShape:
 
     @property
     def refusal(self) -> str | None:
-        """Return the first refusal of a source; None if all sources support the shape."""
+        """Return the first failed assertion among the shape's sources; None if all sources support the shape."""
         return next((each.refusal for each in self.verdicts if each.refusal is not None), None)
 
 
@@ -288,7 +288,7 @@ def _section(
     columns: tuple[str, ...],
     item: Callable[[Shape], str],
 ) -> list[str]:
-    """Return a heading and a table with one line per value of `key`. A cell lists all items with the same verdict."""
+    """Return a heading and a Markdown table of one line per value of `key`. A cell lists all items with the same verdict."""
     heads = (*columns, "compiles", "shared memory", "does not compile", "compiles, and the lab declines it")
     lines = [f"## {title}", "", f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     gathered: dict[tuple[Any, ...], list[JudgedShape]] = {}

@@ -1,4 +1,4 @@
-"""The facts about a kernel of the table that determine its attention: dtypes, head dims, mask, phase and layout."""
+"""The properties of a kernel in the table that determine its attention: dtypes, head dims, mask, phase and layout."""
 
 import enum
 import functools
@@ -31,7 +31,7 @@ PAGED = 2  # QkvLayout::PagedKv
 
 @dataclass(frozen=True)
 class KernelFacts:
-    """The facts in a kernel's row of the table.
+    """The properties in a kernel's row of the table.
 
     Attributes:
         name: name under which the kernel is launched.
@@ -68,7 +68,7 @@ class KernelFacts:
 
 @functools.cache
 def kernel_facts(name: str) -> KernelFacts:
-    """Look up a launched kernel by name in the table, and return its facts.
+    """Return the properties of a launched kernel, which is looked up by name in the table.
 
     Raises:
         KeyError: the table has no such kernel, or the lab does not know its dtypes.

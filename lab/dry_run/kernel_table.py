@@ -1,9 +1,8 @@
-"""The table of trtllm-gen's kernels, stored in the lab as a fact file, and the header `flashInferMetaInfo.h` made of it for a
-launcher.
+"""The table of trtllm-gen's kernels: a file of the lab stores it, and a launcher gets it as the header `flashInferMetaInfo.h`.
 
-`python -m lab.dry_run.kernel_table WHEEL_OR_FOLDER` makes the fact file from flashinfer-cubin: from its wheel, or from a folder
-that contains it. The file has the kernels' names and all members that a launcher's selection reads. It leaves out the checksum
-of the machine code. A column with the same value in all rows is written once.
+`python -m lab.dry_run.kernel_table WHEEL_OR_FOLDER` makes the lab's file from flashinfer-cubin: from its wheel, or from a
+folder that contains it. The file has the kernels' names and all members that a launcher's selection reads. It leaves out the
+checksum of the machine code. A column with the same value in all rows is written once.
 
 flashinfer-cubin on the package index ends at 0.6.13, whose table matches the launcher of flashinfer-python 0.6.13. The launcher
 of a later FlashInfer reads flags that this table does not have; `header` writes them as false. The selection of such a launcher
@@ -73,7 +72,7 @@ def parsed(text: str, source: str) -> KernelTable:
 
 
 def facts(table: KernelTable) -> bytes:
-    """Return the content of a fact file for a table: one line per column, `type name: value,value,...`, compressed with xz."""
+    """Return the content of the lab's file for a table: a line per column, `type name: value,value,...`, compressed with xz."""
     lines = [table.source]
     for name, values in table.columns.items():
         written = values[:1] if len(set(values)) == 1 else values
@@ -96,13 +95,13 @@ def read_facts(data: bytes) -> KernelTable:
 
 @functools.cache
 def recorded() -> KernelTable:
-    """Return the table that the lab's own fact file stores."""
+    """Return the table that the lab's own file stores."""
     return read_facts((resources.files("lab.dry_run") / "data" / FACTS).read_bytes())
 
 
 def newest() -> KernelTable:
     """Return the table in the folder `FLASHINFER_CUBIN_DIR`, else that of the installed flashinfer-cubin, else that of the
-    lab's fact file.
+    lab's own file.
 
     Raises:
         ValueError: `FLASHINFER_CUBIN_DIR` names a folder with several tables.

@@ -67,7 +67,7 @@ class LaunchError(RuntimeError):
 
 
 class Launcher:
-    """The launcher with its fake CUDA. Each GPU has its own copy of the library, because the launcher caches a GPU's
+    """FlashInfer's launcher with its fake CUDA. Each GPU has its own copy of the library, because the launcher caches a GPU's
     properties.
     """
 

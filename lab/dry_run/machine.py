@@ -58,7 +58,7 @@ class Machine:
         return self._launcher
 
     def called(self) -> "Launcher | _Computing":
-        """Return the object that replaces FlashInfer's compiled module of trtllm-gen's launcher."""
+        """Return the object that FlashInfer gets in place of the compiled module of trtllm-gen's launcher."""
         return _Computing(self.launcher, self) if self._computes else self.launcher
 
     @property
@@ -93,7 +93,7 @@ class Machine:
 
 
 class _Computing:
-    """A launcher that computes the launches of each call immediately after the call, while the call's tensors exist."""
+    """A launcher that, after each call, computes the call's launches at once, while the call's tensors exist."""
 
     def __init__(self, launcher: Launcher, there: Machine) -> None:
         self._launcher, self._there = launcher, there
@@ -113,7 +113,7 @@ class _Computing:
 
 @contextmanager
 def machine(gpu: str | Gpu, computes: bool = False) -> Iterator[Machine]:
-    """Let FlashInfer's and the lab's TRT-LLM functions take CPU tensors as if they were on a GPU.
+    """While the context is open, let FlashInfer's and the lab's TRT-LLM functions take CPU tensors as if they were on a GPU.
 
     Inside the context, `lab.gpus.capability_of` and FlashInfer's own queries return facts of this GPU for every tensor, and
     trtllm-gen's launcher is the compiled one. XQA and fmha_v2 are not compiled: their calls are recorded. Everything is
@@ -151,9 +151,7 @@ def machine(gpu: str | Gpu, computes: bool = False) -> Iterator[Machine]:
 
 
 def _holding(functions: tuple[Function, ...]) -> tuple[tuple[Any, str, Function], ...]:
-    """Return (module, name, function) for each place where a module of FlashInfer or the lab has one of the functions as an
-    attribute.
-    """
+    """Return (module, name, function) for each attribute of FlashInfer's or the lab's modules that is one of the functions."""
     by_id = {id(function): function for function in functions}
     packages = [each for name, each in list(sys.modules.items()) if name.partition(".")[0] in ("flashinfer", "lab")]
     return tuple(
@@ -165,7 +163,7 @@ def _holding(functions: tuple[Function, ...]) -> tuple[tuple[Any, str, Function]
 
 
 def _flashinfer_answers(made: Machine) -> dict[Function, Function]:
-    """Return the replacement of each FlashInfer function that queries the GPU or compiles a module."""
+    """Return a mapping from each FlashInfer function that queries the GPU or compiles a module to its replacement."""
     utils, decode, prefill, mla, xqa = _entries()
     gpu = made.gpu
     answers: dict[Function, Function] = {
@@ -211,7 +209,7 @@ def _built(launcher: "Launcher | _Computing") -> SimpleNamespace:
 
 
 def _noting(made: Machine, backend: str, compiles: Function) -> Function:
-    """Return a replacement for a function that compiles a module. It records calls of the module's functions instead."""
+    """Return a replacement for a function that compiles a module: calls of the module's functions are only recorded."""
     signature = inspect.signature(compiles)
 
     def module_for(*arguments: Any, **named: Any) -> Any:

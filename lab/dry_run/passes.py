@@ -73,8 +73,8 @@ class DryCall:
 
 @dataclass(frozen=True)
 class DryPass:
-    """A named forward pass and its attention calls: two if the decoding requests at the end of a mixed batch get a call of
-    their own, else one.
+    """A named forward pass and its attention calls: usually one; two if the decoding requests at the end of a mixed batch have
+    their own.
     """
 
     name: str
@@ -123,8 +123,8 @@ def surveyed_passes() -> Iterator[tuple[str, ForwardCase | MLACase]]:
 
 
 def _options(case: ForwardCase) -> Iterator[str]:
-    """Yield words that distinguish a case of check M1 (forward modes) from other cases of the same mode: the options of
-    scenario names where they exist.
+    """Yield words that distinguish a case of check M1 (forward modes) from other cases of its mode: options of scenario names,
+    if there are any.
     """
     if case.draft_step == FROZEN_KV_STEP:
         yield f"frozen_kv/topk{case.topk}"
@@ -207,7 +207,7 @@ def _calls_of(case: ForwardCase | MLACase, gpu: Gpu, on: Machine | None) -> tupl
 
 
 class _NotedCalls:
-    """An implementation of FlashInfer's functions that records the kernel and the launches of each prepared call."""
+    """An implementation of FlashInfer's functions that records, for each prepared call, its kernel and its launches."""
 
     def __init__(self, gpu: Gpu, on: Machine | None) -> None:
         self.calls: list[DryCall] = []
@@ -263,7 +263,7 @@ def unwritten_pass(case: ForwardCase | MLACase) -> EnginePass:
 
 
 def _unwritten_cache(case: ForwardCase, pool: KVPool) -> PagedKVCache:
-    """Return the cache of `KVPool.new_cache` without initialising its memory."""
+    """Return a cache like that of `KVPool.new_cache`, but with uninitialised memory."""
     num_pages = pool.swa_num_pages if case.sliding_window else pool.num_pages
     assert num_pages is not None
     page = (case.page_size, case.model.num_kv_heads)

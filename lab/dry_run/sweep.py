@@ -163,7 +163,7 @@ def reasons(patterns: dict[Why, str], words: str) -> set[Why]:
 
 
 def _refusals(kernel: Kernel, problem: Problem) -> Iterator[str]:
-    """Yield every sentence with which a kernel's row in `lab.kernels.support` refuses a problem. `why_not` returns only the
+    """Yield every sentence with which a kernel's row in `lab.kernels.support` refuses a problem; `why_not` returns only the
     first.
     """
     if (words := kernel.dtypes.why_not(problem.query.dtype, problem.kv_dtype, problem.out_dtype)) is not None:
@@ -174,7 +174,7 @@ def _refusals(kernel: Kernel, problem: Problem) -> Iterator[str]:
 
 
 def _is_in_a_later_table(gpu: Machine, problem: Problem) -> bool:
-    """Return True if a problem needs one of the two kinds of kernels that FlashInfer 0.7.2's launcher looks up and the table of
+    """Return True if a problem needs a kernel of the two kinds that FlashInfer 0.7.2's launcher looks up but the table of
     0.6.13 lacks.
     """
     if "mSeparateTransformedKv" not in gpu.table_lacks:
@@ -199,7 +199,7 @@ def _fails_longer(gpu: Machine, call: AttentionCall, point: Point) -> bool:
 
 
 def _launched(gpu: Machine, call: AttentionCall, arguments: Any, problem: Problem) -> tuple[str | None, str | None]:
-    """Make a call. Return (failure, None), or (None, name of the attention kernel). A launch that misreads the problem is a
+    """Make a call. Return (the failure, None) or (None, the attention kernel's name). A launch that misreads the problem is a
     failure.
     """
     # A division by 0 would end the process, so a predicted one runs in a child. An unpredicted one ends this process visibly.
@@ -289,7 +289,7 @@ def _is_read(tma: TensorMap, side: torch.Tensor, is_joined: bool = False) -> boo
 
 
 def counted(verdicts: Iterable[Verdict]) -> dict[str, Counter[str]]:
-    """Return the number of calls per function and agreement."""
+    """Return, for each function, the number of calls with each kind of agreement."""
     counts: dict[str, Counter[str]] = {call.value: Counter() for call in AttentionCall}
     for verdict in verdicts:
         counts[verdict.call][verdict.agreement] += 1
@@ -344,8 +344,8 @@ EXAMPLES = ("call", "of the launcher", "calls", "such as", "`why_not`", "launche
 
 
 def _examples(verdicts: Iterable[Verdict]) -> Iterator[tuple[str, ...]]:
-    """Yield one row of the page's table per function and reason of the launcher: the number of calls, and the call with the
-    fewest arguments that differ from the default.
+    """Yield rows of the page's table, one per function and reason of the launcher: the number of calls, and the call that is
+    closest to the default.
     """
     kinds: dict[tuple[str, str, str], list[Verdict]] = {}
     for verdict in verdicts:

@@ -1,5 +1,5 @@
-"""The calls of the sweep. An axis is an argument of a trtllm-gen call with some right and wrong values; a point is one value on
-each axis.
+"""The calls of the sweep as points: a value for each axis. An axis is an argument of a trtllm-gen call, with some right and
+some wrong values.
 """
 
 import itertools
@@ -180,8 +180,8 @@ BASES: Mapping[AttentionCall, tuple[Point, ...]] = {
 
 
 def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
-    """Yield distinct points of a call: each value of each axis with all other arguments at their default, all combinations of
-    the axes in `Model.triples`, then random points.
+    """Yield distinct points of a call: each value of each axis alone, with all other arguments at their default; all
+    combinations of the axes in `Model.triples`; then random points.
 
     Args:
         call: one of the four calls.
@@ -202,7 +202,7 @@ def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
 
 
 def _drawn(call: AttentionCall, rng: random.Random) -> Point | None:
-    """Return a random point that differs from one of `BASES` on 1 to 5 axes; None if the model's constraints exclude it."""
+    """Return a random point that differs from one of `BASES` on 1 to 5 axes; None if the model's constraints forbid it."""
     model = MODELS[call]
     names = rng.sample(list(model.axes), rng.randint(1, 5))
     return model.completed(rng.choice(BASES[call]) | {name: rng.choice(model.axes[name]) for name in names})

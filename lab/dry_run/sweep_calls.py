@@ -1,4 +1,4 @@
-"""Make the calls of the sweep's points (`lab.dry_run.sweep_axes`). Tensors are not initialised, so that large tensors take only
+"""Make the calls for the sweep's points (`lab.dry_run.sweep_axes`). Tensors are not initialised, so large ones take only
 address space.
 """
 

@@ -45,7 +45,7 @@ def assert_close_to_reference(
 
     Args:
         out: the kernel's return value: the output, or (out, lse). An `out` among the arguments is compared too.
-        lse: the LSE tensor that the kernel filled, in the base and a shape of the call; None: no LSE is compared.
+        lse: the LSE tensor that the kernel filled, in the base and shape that the call defines; None: no LSE is compared.
         arithmetic: dtype to which the kernel is known to round the operands of both products, such as e4m3 over an e4m3 cache;
             None: the query's dtype.
         check_dtype: False accepts another dtype of `out` than the call's; the bound stays that of the call's dtype.
@@ -122,8 +122,8 @@ def _wrong_form(problem: Problem, call: Any, out: Any, check_dtype: bool) -> lis
 
 
 def _wrong_vectors(out: Tensor, truth: Truth | None) -> list[str]:
-    """Return a list with a sentence about the wrong vectors of an output, empty if all are right. `truth` is None if no request
-    has a query row.
+    """Return a list: one sentence about the wrong vectors of an output, or nothing if all are right. `truth` is None if no
+    request has a query row.
     """
     if truth is None:
         return []
@@ -162,8 +162,8 @@ def truth_of_problem(
 
     Args:
         problem: a problem of any of the four calls.
-        arithmetic: dtype to which the low-precision computation that sets the error bound rounds the operands of its products;
-            None: the query's dtype.
+        arithmetic: dtype of the operands of both products in the low-precision computation that sets the error bound; None: the
+            query's dtype.
         requests: the requests whose rows are computed, in this order; None: all.
         histories: what `histories_of` returns for the same requests, if the caller has it already.
     """
@@ -203,9 +203,7 @@ def histories_of(problem: Problem, requests: Sequence[int] | None = None) -> lis
 
 
 def _without_unseen(history: History, q_len: int, window_left: int) -> History:
-    """Return K and V of a request with zeros in place of the keys before every row's window. An engine may have freed the pages
-    of these keys.
-    """
+    """Return a request's K and V with zeros for the keys before every row's window. An engine may have freed their pages."""
     unseen = max(0, len(history[0]) - q_len - window_left)
     k, v = (side.clone() for side in history)
     for side in (k, v):

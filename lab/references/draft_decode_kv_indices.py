@@ -1,5 +1,5 @@
-"""The K/V slots that each step of a multi-step draft reads, computed in plain loops over steps, requests, branches and
-tokens.
+"""The slots in the K/V pool that each step of a multi-step draft reads, computed in plain loops over steps, requests, branches
+and tokens.
 """
 
 import torch

@@ -1,8 +1,8 @@
-"""The error of an output vector, and its bound. The bound is a multiple of the error that a control makes.
+"""The error of an output vector, and the largest allowed error (bound): a multiple of the error of a control computation.
 
-The error is the relative L2 error of the output vector of each row and head. The control is the same attention in plain
-low-precision torch operations, with the same dtypes and inputs. The bound is the control's error times a small factor. There is
-no absolute tolerance and no allowed number of wrong elements.
+The error is the relative L2 error of the output vector of each row and head. The control is the same attention by plain
+low-precision torch operations, with the same dtypes and inputs. The bound is its error times a small factor. There is no
+absolute tolerance and no allowed number of wrong elements.
 """
 
 import math
@@ -58,10 +58,11 @@ def eager_attention(
     out_dtype: torch.dtype,
     **softmax: Any,
 ) -> torch.Tensor:
-    """Compute the control: attention as a matrix unit computes it, with operands in `arithmetic` and float32 sums.
+    """Compute the control for the error bound: attention as a matrix unit computes it, operands in `arithmetic`, sums in
+    float32.
 
-    The query and the softmax's weights are rounded to `arithmetic` before each product (for e4m3, scaled to its range
-    per row, as a kernel of that dtype does); scores, softmax and sums are float32; the output is in `out_dtype`.
+    The query and the softmax's weights are rounded to `arithmetic` before each product (for e4m3, scaled to its range per row,
+    as a kernel of that dtype does); scores, softmax and sums are float32; the output is in `out_dtype`.
 
     Args:
         query, keys, values, visible, softmax: as in `lab.references.attention`.
@@ -108,8 +109,8 @@ def unchecked_eager_attention(
 
 
 def _of_each_group(rows: torch.Tensor, side: torch.Tensor) -> torch.Tensor:
-    """Multiply the rows of every query head by the matrix of the head's K/V head. Query heads that share a K/V head are
-    multiplied as one matrix.
+    """Multiply the rows of each query head by the matrix of its K/V head. Query heads that share a K/V head are multiplied
+    together.
     """
     q_len = rows.shape[2]
     by_head = rows.unflatten(1, (side.shape[1], -1)).flatten(2, 3) @ side
@@ -146,8 +147,8 @@ class Comparison:
 
     @property
     def faulty(self) -> torch.Tensor:
-        """Return which vectors to report as wrong, bool [num_rows, num_heads]: those above their bounds. If a slope of the
-        regression exceeds its bound, return the vectors of the worst group.
+        """Return the vectors to report as wrong, bool [num_rows, num_heads]: those above their bounds or, if only a slope of
+        the regression exceeds its bound, those of the worst group.
         """
         if self.regression is not None and self.regression.worst_ratio > 1:
             return self.wrong | self.regression.worst_group
@@ -174,8 +175,8 @@ class Comparison:
         return max(float(self.ratio.max()), of_slopes) if self.error.numel() else of_slopes
 
     def worst(self, count: int) -> list[tuple[int, int]]:
-        """Return (row, head) of the `count` vectors with the largest ratio of error to bound, the largest first. There may be
-        fewer vectors.
+        """Return (row, head) of the `count` vectors with the largest ratio of error to bound, the largest first; fewer if there
+        are fewer.
 
         Wrong vectors come before right ones.
         """

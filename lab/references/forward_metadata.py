@@ -2,7 +2,7 @@
 right result for `lab.metadata`.
 
 The batch and the pool are read by attribute name, so any objects with the attributes of ``lab.metadata``'s ``ForwardBatch`` and
-``KVPool`` can be passed. The host reads device tensors: this code defines the right result and need not be fast.
+``KVPool`` can be passed. The host reads device tensors, because this code need not be fast.
 """
 
 from dataclasses import dataclass
@@ -57,7 +57,8 @@ def forward_metadata(batch: Any, pool: Any) -> ForwardMetadata:
 
 
 def zigzag_forward_metadata(batch: Any, pool: Any, num_ranks: int, rank: int) -> tuple[list[int], ForwardMetadata]:
-    """Return a rank's rows of an extend with zigzag context parallelism, and the metadata of its call (SGLang 0.5.23).
+    """Return one rank's query rows of an extend that zigzag context parallelism divides, and the metadata of the rank's call
+    (SGLang 0.5.23).
 
     The new tokens of each request are divided into 2 * num_ranks consecutive blocks. Dealing the tokens to the blocks one by
     one determines the blocks' lengths. Rank r has block r from the front and block r from the back. Its call has the front
@@ -135,7 +136,7 @@ def mla_forward_metadata(batch: Any, pool: Any, *, counts_draft: bool, block: in
         batch, pool: as in `forward_metadata`.
         counts_draft: True if a draft step's length counts the tokens drafted so far, including its own. SGLang's length does
             not.
-        block: rows of a block, fixed by a graph; None: the longest request's number of rows.
+        block: number of rows in a block, which a graph fixes; None: the longest request's number of rows.
 
     Raises:
         ValueError: the mode runs no attention.
@@ -163,7 +164,7 @@ def mla_prefix_chunks(batch: Any, pool: Any, capacity: int) -> list[list[list[in
     Args:
         batch: as in `forward_metadata`, with extend_prefix_lens.
         pool: as in `forward_metadata`.
-        capacity: most tokens of a chunk; requests share them equally.
+        capacity: largest number of tokens in a chunk; each request gets an equal part.
 
     Raises:
         ValueError: `capacity` is below the number of requests.
@@ -225,7 +226,7 @@ def key_length(batch: Any, i: int) -> int:
 
 
 def live_pages(row: int, length: int, pool: Any, full_to_swa: Tensor | None = None) -> list[int]:
-    """Return the pages that hold the first ``length`` tokens of a request, in order, at most the pages of a full context.
+    """Return the pages of the first ``length`` tokens of a request, in order, and no more pages than a full context has.
 
     With ``full_to_swa`` they are pages of the sliding-window pool. Division rounds down: slot -1 is in page -1. If slots are
     virtual, ``v2p`` gives the full pool's page. It is page 0, the sink, for slot -1 and for a virtual page that has none.

@@ -1,6 +1,6 @@
 """Softmax attention in float64 over a paged K/V cache. Keys are looked up through a page table.
 
-Requests are padded and solved together, so that a GPU has enough work at a time. Keys that no row sees are set to zero first,
+Requests are padded and computed together, so that a GPU has enough work at a time. Keys that no row sees are set to zero first,
 because 0 times NaN is NaN.
 """
 
@@ -23,7 +23,7 @@ GPU_PIECE_ELEMENTS = 2**28  # launches, not memory, are what a GPU is short of
 
 
 def paged_attention(problem: PagedAttention) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Solve a checked problem in float64 and round the result once, to `problem.out_dtype`.
+    """Compute the attention of a checked problem in float64, and round the result once to `problem.out_dtype`.
 
     Rows after the last request's rows are padding. Their output is zero and their LSE is -inf, even if there are sinks.
 
@@ -82,8 +82,8 @@ class _Block(NamedTuple):
 
 
 class _Piece:
-    """Blocks that are solved together, padded to the longest. All indices are computed on the host, where reading tensors is
-    fast.
+    """Blocks of query rows that are computed together, padded to the longest. Indices are computed on the host, where reading
+    is fast.
 
     Keys of a block are counted from its first page on.
 
@@ -93,7 +93,8 @@ class _Piece:
             int64 [len(blocks)].
         positions, query_rows: each row's position in its request, and its index in the query, int64 [len(blocks), num_rows].
             Values after a block's last row are undefined.
-        places, rows: indices of the existing rows, int64: in the piece (block * num_rows + row), and in the query.
+        places, rows: two indices of each row that is not padding, int64: in the piece (block * num_rows + row), and in the
+            query.
         k_pages, v_pages: page ids of each tile, int64 [requests * pages]; 0 if no row of a block may see the page.
     """
 
@@ -161,8 +162,8 @@ def _moved(device: torch.device, *indices: torch.Tensor) -> Sequence[torch.Tenso
 
 
 def _pieces(problem: PagedAttention) -> Iterator[_Piece]:
-    """Yield the blocks of query rows in pieces of at most `piece_elements` elements. Blocks with similar numbers of keys are in
-    one piece.
+    """Yield the blocks of query rows, grouped into pieces of at most `piece_elements` elements. A piece has blocks with similar
+    numbers of keys.
     """
     _, num_qo_heads, head_dim = problem.query.shape
     num_kv_heads, page_size = problem.k_cache.shape[1:3]
@@ -279,7 +280,7 @@ def _unmasked(mask: torch.Tensor, rows: torch.Tensor, draft_tokens: torch.Tensor
 
 
 def plain_v_scales(problem: PagedAttention) -> torch.Tensor | None:
-    """Return V's scale factors in plain order."""
+    """Return V's scale factors in token order, also if the problem has them interleaved."""
     if problem.v_scale_factors is None or not problem.v_scale_factors_interleaved:
         return problem.v_scale_factors
     return deinterleave_v_scale_factors(problem.v_scale_factors.view(torch.uint8)).view(E4M3)

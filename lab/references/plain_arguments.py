@@ -10,7 +10,7 @@ FLOAT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def check_plain(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softmax: Softmax) -> None:
-    """Raise an error unless `lab.references.attention` can take the arguments.
+    """Raise an error if `lab.references.attention` does not support the arguments.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.

@@ -12,7 +12,7 @@ from lab.references.softmax_attention import unchecked_attention, visible_keys
 
 
 def ragged_attention(problem: RaggedAttention) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Solve a checked problem in float64 and round the result once, to `problem.out_dtype`.
+    """Compute the attention of a checked problem in float64, and round the result once to `problem.out_dtype`.
 
     Rows after the last request's rows are padding. Their output is zero and their LSE is -inf, even if there are sinks.
 

@@ -1,4 +1,4 @@
-"""Regress an output on the expected output. This finds a bias that is within the bound of every single vector.
+"""Regress an output on the expected output. This finds a common error (bias) that is within the bound of every single vector.
 
 A vector's slope is sum(out * expected) / sum(expected ** 2), which is the factor by which the vector is too large. The slope of
 a group is the mean of its vectors' slopes, so that long and short vectors count equally. For a right kernel this mean differs
@@ -31,9 +31,9 @@ LN2 = math.log(2.0)
 
 @dataclass(frozen=True, eq=False)
 class Regression:
-    """The mean slope of each group of vectors in one output. There are five kinds of groups: all vectors; those of one head;
-    those of one request; those of the rows with one index in their request, counted from its first row; the same counted from
-    its last row.
+    """The mean slope of each group of vectors in one output. The five kinds of groups are: all vectors; those of one head;
+    those of one request; those of the rows with one index in their request, counted from its first row; and the same counted
+    from its last row.
 
     Attributes:
         words: the name of each group for a sentence, such as " of head 3"; the group of all vectors has an empty name.

@@ -34,8 +34,8 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute grouped-query softmax attention in float64.
 
-    Query head h reads K/V head h // (num_qo_heads / num_kv_heads). A sink is one more logit per head: it increases the
-    softmax's denominator and has no value. The output of a row that sees no key is zero.
+    Query head h reads K/V head h // (num_qo_heads / num_kv_heads). A sink is a further logit of a head: it increases the
+    softmax's denominator and has no value vector. The output of a row that sees no key is zero.
 
     Args:
         query: [batch, q_len, num_qo_heads, head_dim], any float dtype.
@@ -86,8 +86,8 @@ class Tile(NamedTuple):
 
 
 class TiledKV(NamedTuple):
-    """K and V of a batch, read tile by tile. `keys` and `values` return a tile as float64 [requests * num_kv_heads, keys,
-    head_dim]; values must be finite.
+    """A protocol: K and V of a batch. `keys` and `values` return one tile in float64, [requests * num_kv_heads, keys,
+    head_dim]. Values must be finite.
     """
 
     keys: Callable[[Tile], torch.Tensor]

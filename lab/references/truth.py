@@ -1,4 +1,4 @@
-"""The expected results of requests' query rows, computed from K/V histories only, and the control in low precision."""
+"""The expected results of query rows, computed from K/V histories only, and the low-precision control for the error bound."""
 
 import math
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ LSE_LOG2_RELATIVE_BOUND = 1e-5
 
 @dataclass(frozen=True, eq=False)
 class Truth:
-    """The expected results of a call or a pass, and the control that bounds the error.
+    """The expected results of a call or a pass, and the control: a low-precision result whose error bounds the kernel's error.
 
     Attributes:
         expected: float64 [num_rows, num_qo_heads, head_dim].
@@ -32,7 +32,7 @@ class Truth:
         lse_log2: float64 [num_rows, num_qo_heads], -inf where a row sees no key.
         request_of_row: int64 [num_rows], the request of each row.
         arithmetic: dtype of the control's operands.
-        shared_error: relative error that a right kernel may have in all vectors alike.
+        shared_error: relative bias, common to all vectors, that a right kernel may have.
     """
 
     expected: Tensor
@@ -51,8 +51,8 @@ class Truth:
         """Compare an output by `lab.references.errors.compare`, with a bound of at least one rounding. If all vectors are
         within their bounds, check the output for a bias too (`lab.references.regression`).
 
-        If the values are exact in the control's dtype, the control may have almost no error, but a right kernel that rounds its
-        splits' results, as FA3's MLA kernel does, has one rounding.
+        The bound is at least one rounding, because the control may have almost no error, while a right kernel such as FA3's MLA
+        rounds the results of its splits.
 
         Args:
             out: the output, in the shape of `expected`.
@@ -130,7 +130,7 @@ class Rules(Softmax):
 
     Attributes:
         window_left: how many keys before its own position a row sees; -1 for all.
-        arithmetic, out_dtype: dtypes of the control's operands and of its output.
+        arithmetic, out_dtype: dtypes of the control's operands and of the output.
         causal: False: every row sees every key.
         shown: bool [num_requests, q_len, q_len], the keys that each row sees among a request's last q_len keys. It replaces the
             causal rule; None: no such mask.
@@ -160,8 +160,8 @@ def truth_of_requests(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_l
 
 
 def _error_of_scaled_values(query: Tensor, histories: list[tuple[Tensor, Tensor]], rules: Rules) -> float:
-    """Return the relative error that all outputs may share if a kernel multiplies a quantised cache's values by bmm2_scale and
-    rounds the products.
+    """Return a relative error that all outputs may share: that of a kernel which multiplies a quantised cache's values by
+    bmm2_scale and rounds the products.
 
     A quantised cache's values have few different mantissas, so their roundings do not average out. The mean error is up to half
     of the largest rounding error (2.0e-3 in bfloat16, for normally distributed values in e4m3 and in NVFP4 over all scales). A

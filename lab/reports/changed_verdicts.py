@@ -38,7 +38,7 @@ SETTINGS = ("level", "seed", "ranges", "checks", "left_out")
 
 
 class VerdictChange(TextEnum):
-    """How a case's verdict changed, the worst change first; `style` is the style of the cell that shows the change."""
+    """The ways in which a case's verdict can change, the worst first. `style` is the style of its cell in the table."""
 
     NEWLY_WRONG = "newly wrong", "slower"
     NEWLY_DECLINED = "newly declined", "unsure"
@@ -203,7 +203,7 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
 
 
 def _where(pairs: Sequence[CasePair], change: VerdictChange) -> str:
-    """Return a sentence with the rules that separate the cases with this change from the right cases of the same report."""
+    """Return a sentence with rules that hold in the cases with this change, and not in right cases of the same report."""
     of_after = change is VerdictChange.NEWLY_WRONG
     sides = [(pair.change, pair.after if of_after else pair.before) for pair in pairs]
     changed = [
@@ -213,8 +213,8 @@ def _where(pairs: Sequence[CasePair], change: VerdictChange) -> str:
 
 
 def _reasons(row: ChangedCases, after: Path) -> Iterator[str]:
-    """Yield the most frequent reason why a row's cases are wrong or declined in AFTER, and a command that reproduces one of
-    them.
+    """Yield the most frequent reason why cases of a row are wrong or declined in the second report, and a command that judges
+    one of them again.
     """
     reasons = grouped(
         (next(filter(None, (*now.judged.wrongs, *now.judged.declines, now.finding)), ""), now)

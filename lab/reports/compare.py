@@ -103,7 +103,7 @@ class RunComparison:
 
     @property
     def summary(self) -> str:
-        """Return the number of rows of each verdict, and the geometric mean of time after over time before."""
+        """Return a text: the number of rows of each verdict, and the geometric mean of time after over time before."""
         counts = Counter(samples.speed for samples in self.compared)
         rest = {"refused": self.refused, "missing": self.missing, "new": self.added}
         words = [f"{counts[speed]} {speed.name}" for speed in Speed]
@@ -234,8 +234,8 @@ FIGURES: Columns = {
 
 
 def _remarks(comparison: RunComparison, said_once: Collection[str]) -> Iterator[str]:
-    """Yield each reason for REFUSED or UNSURE with its rows, and then the rows of only one side. Rows are named by their
-    differences.
+    """Yield each reason for REFUSED or UNSURE with the rows that have it, and then the rows that only one side has. A row is
+    named only by the settings in which it differs from others.
     """
     reasons = grouped(
         (f"{'refused' if row.refused else 'unsure'}, {reason}", row.identity)
@@ -315,8 +315,8 @@ def _limits_of(rows: Sequence[Row]) -> str:
 
 
 def _doubted(samples: SampleComparison, before: Sequence[Row], after: Sequence[Row]) -> SampleComparison:
-    """Return the comparison as UNSURE if a limit of the GPU may have caused its verdict. A limit only slows a side, so the
-    opposite verdict stays.
+    """Return the comparison, as UNSURE if a limit of the GPU may have caused its verdict. A limit makes a side slower, so a
+    verdict in its favour stays.
     """
     limits = {"before": _limits_of(before), "after": _limits_of(after)}
     clocks_differ = any(_clock_differences(one, other, "sm_clock_mhz", "SM") for one in before for other in after)
@@ -333,7 +333,7 @@ def _doubted(samples: SampleComparison, before: Sequence[Row], after: Sequence[R
 
 
 def _why_not_compared(before: Sequence[Row], after: Sequence[Row]) -> str:
-    """Return the first reason not to compare these rows, with the two values that differ; "" if there is no reason."""
+    """Return the first reason why these rows must not be compared, with the two values that differ; "" if there is none."""
     for side, rows in (("before", before), ("after", after)):
         if why := next(filter(None, map(_why_impossible, rows)), ""):
             return f"the time {side} is refused: {why}"
@@ -343,7 +343,7 @@ def _why_not_compared(before: Sequence[Row], after: Sequence[Row]) -> str:
 
 
 def _why_impossible(row: Row) -> str:
-    """Return why a row's GPU cannot do its work in the recorded time; "" if it can, or if its rates are not recorded."""
+    """Return a sentence that says why a row's GPU cannot reach the recorded time; "" if it can or its rates are unknown."""
     facts = row.facts
     if facts.get("bandwidth_percent") is None or facts.get("matrix_rate_percent") is None:
         return ""
@@ -353,8 +353,8 @@ def _why_impossible(row: Row) -> str:
 
 
 def _differences(first: Row, other: Row, limited: bool) -> Iterator[str]:
-    """Yield the differences in method, work and clocks that forbid a comparison; with `limited`, `_doubted`
-    judges SM clocks.
+    """Yield the differences in method, work and clocks that forbid a comparison. With `limited`, SM clocks are left to
+    `_doubted`.
     """
     for what, mine, theirs in (
         ("methods", first.timed_by, other.timed_by),
@@ -376,7 +376,7 @@ def _clock_differences(first: Row, other: Row, key: str, clock: str) -> str:
 
 
 def _ends(clock_mhz: Any) -> tuple[float, ...]:
-    """Return the lowest and the highest of a recorded clock, which may be a single number; () for None."""
+    """Return the lowest and the highest value of a recorded clock; both are equal for a single number. Return () for None."""
     if clock_mhz is None:
         return ()
     return tuple(clock_mhz) if isinstance(clock_mhz, Sequence) else (clock_mhz, clock_mhz)

@@ -1,4 +1,4 @@
-"""Print the judge's report: the answer, the broken regions with commands that reproduce them, then the table and notes."""
+"""Print the judge's report: the answer; what is broken, and commands that reproduce it; the table of checks; and notes."""
 
 import math
 import os
@@ -84,7 +84,7 @@ def show(report: Report, console: "Console") -> None:
 
 
 def details(report: Report) -> list[str]:
-    """Return the lines of a report, without its table."""
+    """Return the lines of a printed report except its table."""
     return [*summary(report), *notes(report)]
 
 
@@ -133,7 +133,7 @@ def coverage_notes(coverage: Coverage) -> Iterator[str]:
 
 
 def reproduction(verdict: CaseVerdict) -> str:
-    """Return a shell line that judges a case again: by its number in a report's file, or with the case written out."""
+    """Return a shell command that judges a case again: by its number in a report's file, or with the case written out."""
     if isinstance(verdict.case, RecordedCase):
         implementation = "" if verdict.implementation == NAME_OF_OUTPUTS else f" {shlex.quote(verdict.implementation)}"
         return f"lab judge{implementation} --calls {shlex.quote(verdict.case.address)}"
@@ -162,7 +162,7 @@ def _example(smallest: CaseResult) -> Iterator[str]:
 
 
 def _of_recorded_calls(report: Report) -> Iterator[str]:
-    """Yield the first wrong call of each function, the remarks of the verdicts, and what a recorded call cannot show."""
+    """Yield lines about recorded calls: the first wrong call of each function, remarks, and what a recording cannot show."""
     first: dict[str, RecordedCase] = {}
     for verdict in report.wrong:
         if isinstance(verdict.case, RecordedCase):
@@ -184,7 +184,7 @@ def _shortened(sentence: str) -> str:
 
 
 def _quoted(program: str) -> str:
-    """Quote a program for a shell: in legible double quotes if it has no character that is special inside them."""
+    """Return a program quoted for a shell: in double quotes, which are easy to read, if no character is special inside them."""
     return shlex.quote(program) if set('"$`\\!') & set(program) else f'"{program}"'
 
 
@@ -195,7 +195,7 @@ def _verdict(counts: Mapping[Outcome, int], outcome: Outcome) -> str:
 
 
 def _worst(ratio: float) -> Cell:
-    """Return the ratio of error to bound in at most five characters; it is up to 1e+30 if a result has read poisoned memory."""
+    """Return a cell with a ratio of error to bound, in at most five characters. Poison that was read gives up to 1e+30."""
     if not math.isfinite(ratio):
         return Cell("inf", math.inf)
     return Cell(">999x" if ratio >= 999.5 else f"{ratio:.0%}" if ratio < 9.995 else f"{ratio:.0f}x", ratio)

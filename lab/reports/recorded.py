@@ -92,7 +92,7 @@ class RecordedFile:
         return str(self.content.get("experiment") or without_suffix(self.path).name)
 
     def fact(self, *keys: str) -> Any:
-        """Return a value of the environment by its nested keys, such as "packages", "torch"; None if it was not recorded."""
+        """Return the environment's value under nested keys, such as "packages", "torch"; None if it was not recorded."""
         return value_at(self.environment, keys)
 
 
@@ -105,7 +105,7 @@ def value_at(mapping: Any, keys: Sequence[str]) -> Any:
 
 
 def grouped(pairs: Iterable[tuple[Group, Member]]) -> dict[Group, list[Member]]:
-    """Group (group, member) pairs. Groups and members keep the order of the pairs."""
+    """Return the members of each group, from (group, member) pairs. Groups and members keep the order of the pairs."""
     found: dict[Group, list[Member]] = {}
     for group, member in pairs:
         found.setdefault(group, []).append(member)
@@ -186,8 +186,8 @@ class Row:
 
     @property
     def identity(self) -> Identity:
-        """Return what the row measures and how: scenario, implementation, page size, dtypes, clock and L2, as (name, value)
-        pairs.
+        """Return, as (name, value) pairs, what the row measures and how: scenario, implementation, page size, dtypes, clock and
+        L2.
         """
         named = {key: str(self.facts[key]) for key in SETTINGS + TIMED_BY if self.facts.get(key) is not None}
         return (("scenario", self.scenario), *named.items())
@@ -214,7 +214,7 @@ class Row:
 
     @property
     def time_over_floor(self) -> float | None:
-        """Return the median divided by the floor (the least possible time); None without a floor or if it is below
+        """Return the median divided by the floor (the least possible time); None without a floor, or if the floor is below
         `LEAST_FLOOR_US`.
         """
         floor_us = self.facts.get("floor_us") or 0.0
@@ -235,8 +235,8 @@ class Rivals:
 
     @property
     def as_fast(self) -> list[str]:
-        """Return the names of the fastest implementation and of those whose time is the SAME by the rule for interleaved
-        samples.
+        """Return the name of the fastest implementation, and the names of those with the verdict SAME by the rule for
+        interleaved samples.
         """
         speeds = (Speed.SAME, *self.speeds)
         return [row.implementation for row, speed in zip(self.rows, speeds, strict=True) if speed is Speed.SAME]
@@ -282,8 +282,8 @@ class RecordedRun:
 
 
 def environment_facts(environments: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """Return the nested keys of environment fields by shown name: `FACTS`, and the version of each package in an
-    environment.
+    """Return the environment fields to show: for each shown name the nested keys of its value. They are `FACTS`, and the
+    version of each package.
     """
     packages = dict.fromkeys(name for each in environments for name in each.get("packages") or ())
     return {**FACTS, **{name: ("packages", name) for name in packages}}
@@ -292,7 +292,7 @@ def environment_facts(environments: Sequence[Mapping[str, Any]]) -> dict[str, tu
 def facts_of_sides(
     before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
 ) -> dict[str, tuple[str, str]]:
-    """Return the environment fields that a comparison shows, by name, with the values of both sides as text."""
+    """Return the environment fields that a comparison shows, by name: the values of both sides as text."""
     found = {}
     for name, keys in environment_facts([*before, *after]).items():
         was, now = (

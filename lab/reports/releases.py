@@ -1,13 +1,13 @@
-"""Show releases of a package side by side, with the findings that each release has.
+"""Show releases of a package side by side, and which known failures (findings) each release has.
 
     lab releases 0.6.12.json 0.6.18.json 0.7.2.json --findings results/nvidia-h200/findings.md
 
 Each file is a report of the judge from one environment; the release is the version of the package there. A release may have
 several reports with different axes. All releases must be judged with the same settings (`lab.reports.changed_verdicts`).
 
-A row of the table is a finding, or a region: cases that are wrong in the same releases and have no finding. The finding of a
-case comes from the current list of known failures (`lab.checks.run.known_failures`), not from the list at the time of the
-report. The *telling cases* of a finding are those that show it in some release. The status of a finding in a release is
+A row of the table is a finding, or a region: a group of cases that have no finding and are wrong in the same releases. The
+finding of a case comes from the current list of known failures (`lab.checks.run.known_failures`), not from the list at the time
+of the report. The *telling cases* of a finding are those that show it in some release. The status of a finding in a release is
 
     present         a telling case shows the finding in this release
     absent          some telling cases are right in this release, and none shows the finding
@@ -41,14 +41,14 @@ STYLES = {"present": "slower", "absent": "faster", "not reachable": "unsure"}
 
 @dataclass(frozen=True)
 class FindingRow:
-    """A row of the table: a finding or, with `cited` "", a region of wrong cases; `cases` are its telling cases."""
+    """A row of the table: a finding, or a region of wrong cases, whose `cited` is "". `cases` are the telling cases."""
 
     name: str
     cases: frozenset[CaseKey]
     cited: str = ""
 
     def counts(self, release: Verdicts) -> dict[str, int]:
-        """Return how many telling cases show the finding ("wrong"), are right, and are declined in a release."""
+        """Return, for a release, how many telling cases show the finding ("wrong"), are right, and are declined."""
         there = [release[key] for key in self.cases if key in release]
         found = Counter(each.outcome for each in there)
         cited = sum(self.cited in each.finding.split(CITED) for each in there)
@@ -148,7 +148,7 @@ def _cases(file: RecordedFile) -> Iterator[tuple[CaseKey, CaseVerdict]]:
 
 
 def _findings(verdicts: Mapping[str, Verdicts], headings: Mapping[str, str]) -> Iterator[FindingRow]:
-    """Yield a row for each finding on the page (its headings by anchor), and then for each cited finding that is not there."""
+    """Yield a row for each finding on the page (headings by anchor), then for each cited finding that the page lacks."""
     telling = grouped(
         (cited, key)
         for of in verdicts.values()
@@ -163,8 +163,8 @@ def _findings(verdicts: Mapping[str, Verdicts], headings: Mapping[str, str]) -> 
 
 
 def _regions(verdicts: Mapping[str, Verdicts]) -> Iterator[FindingRow]:
-    """Yield a row for each group of cases that have no finding and are wrong in the same releases; its name says where they
-    lie.
+    """Yield a row for each group of cases that have no finding and are wrong in the same releases. Its name is a rule for these
+    cases.
     """
     wrong_in = grouped(
         (key, version) for version, of in verdicts.items() for key, verdict in of.items() if verdict.outcome in BROKEN
@@ -191,7 +191,7 @@ def _pairs(before: Files, after: Files) -> list[tuple[RecordedFile, RecordedFile
 
 
 def _unlike(releases: Mapping[str, Files]) -> Iterator[str]:
-    """Yield a sentence for each report whose settings differ from those of the first release's report on the same axes."""
+    """Yield a sentence for each report whose settings differ from the first release's report with the same axes."""
     (first, first_files), *later = releases.items()
     for version, files in later:
         pairs = _pairs(first_files, files)

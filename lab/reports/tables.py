@@ -54,7 +54,7 @@ class Cell:
     Attributes:
         text: the shown text, without the unit, which is in the column's heading.
         number: the unrounded value, used for sorting; None for words.
-        style: words such as "slower" or "long code", which select the look in a terminal or on a page; "" for none.
+        style: names of styles, such as "slower" or "long code", for the terminal and the page; "" for none.
         links: links that the page shows instead of the text.
     """
 
@@ -66,7 +66,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """A column's heading, with the unit; `is_number` if all cells of the column are numbers."""
+    """A column's heading with its unit. `is_number` is True if all cells of the column are numbers."""
 
     heading: str
     is_number: bool
@@ -79,7 +79,7 @@ class Table:
     Attributes:
         columns, rows: the shown columns and rows.
         name: an id that is unique on a page.
-        caption: description of a row.
+        caption: words that say what one row is.
         common: shown as a note: heading and text of the columns that have the same text in every row.
         left_out: shown as a note: headings of columns whose values are too long for cells and remain in the file.
     """
@@ -120,7 +120,7 @@ def make_table(
     """Make a table of one row per record, without columns that are empty in every row.
 
     Args:
-        columns: functions from a record to its cell, by heading.
+        columns: for each heading a function that returns a record's cell.
         say_once: headings of the columns that become a note if every row has the same text; None means all columns, for tables
             of two rows or more.
     """
@@ -248,7 +248,7 @@ class FittedTable:
     table: Table
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> Iterator["RichTable | Text"]:
-        """Yield the table if it fits, else the headings and each row on two lines."""
+        """Yield the table if it fits the terminal's width, otherwise the headings and each row on two lines."""
         from rich.measure import Measurement
         from rich.text import Text
 

@@ -34,7 +34,7 @@ def _word(key: str) -> Callable[[Row], Cell]:
 
 
 def _noted(cell: Callable[[Row], Cell], note: Callable[[Row], Cell], unit: str = "") -> Callable[[Row], Cell]:
-    """Return a column that shows another column and, after it in brackets, a note with its unit."""
+    """Return a column whose cells are those of column `heading`, followed in brackets by those of column `note` with `unit`."""
 
     def with_note(row: Row) -> Cell:
         said, noted = cell(row), note(row).text
@@ -98,7 +98,7 @@ def _of_fastest(cell: Callable[[Row], Cell]) -> Callable[[Rivals], Cell]:
 
 
 def fastest_table(run: RecordedRun, name: str = "") -> Table:
-    """Make a table of each scenario's fastest implementation, with the factor by which the second fastest is slower.
+    """Make a table of the fastest implementation in each scenario, and the factor by which the second fastest is slower.
 
     A scenario with only one implementation has a row if its time over floor is known.
     """
@@ -139,13 +139,13 @@ def fastest_sentence(runs: Sequence[RecordedRun]) -> str:
 
 
 def _median_of(implementation: str, rivals: Rivals) -> Cell:
-    """Return the cell of an implementation's median, in the style "faster" if its time is the fastest or the SAME."""
+    """Return the cell of an implementation's median, in the style "faster" if it is the fastest or the SAME as the fastest."""
     median_us = next((row.median_us for row in rivals.rows if row.implementation == implementation), None)
     return replace(number(median_us, 1), style="faster" if implementation in rivals.as_fast else "")
 
 
 def side_by_side_table(run: RecordedRun, name: str = "") -> Table:
-    """Make a table of each scenario's medians, one column per implementation; it has no rows for fewer than three of these.
+    """Make a table of medians, one row per scenario, one column per implementation. It is empty for fewer than three.
 
     The column "fastest" names the fastest implementation, and those with the verdict SAME by the rule for interleaved samples.
     """
@@ -183,12 +183,12 @@ def plain_table(rows: Sequence[Row], name: str = "", caption: str = "") -> Table
 
 
 def methods(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Return (value of the column "timed by", description of this method) pairs."""
+    """Return pairs: a value of the column "timed by", and a description of this method."""
     return list(dict.fromkeys((row.timed_by, str(row.facts.get("method") or "no method recorded")) for row in rows))
 
 
 def ceiling_table(run: RecordedRun, name: str = "") -> Table:
-    """Make a table of the memory and matrix rates that the run measured and that the vendor states; it may have no rows."""
+    """Make a table of memory and matrix rates: those that the run measured and those of the vendor. It may be empty."""
     dtype = f" ({run.ceilings['matrix_dtype']})" if run.ceilings.get("matrix_dtype") else ""
     rates = {"memory, GB/s": "bandwidth_gbps", f"matrix units, TFLOP/s{dtype}": "matrix_rate_tflops"}
     columns: Columns = {

@@ -21,7 +21,7 @@ OUTSIDE = 2**40  # external correlation id of work before and after runs; the id
 
 @dataclass(frozen=True)
 class Activity:
-    """A kernel, copy or fill on the GPU. Times are nanoseconds of CUPTI's clock."""
+    """One kernel, copy or fill on the GPU, with its start and end in nanoseconds of CUPTI's clock."""
 
     name: str
     start_ns: int

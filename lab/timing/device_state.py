@@ -60,7 +60,7 @@ class DeviceState:
             self.held_back_by(throttle_reasons(bits))
 
     def held_back_by(self, reasons: set[str]) -> None:
-        """Add reasons for reduced clocks; an empty set states that the clocks were not reduced."""
+        """Record reasons for reduced clocks. An empty set records that the clocks were not reduced."""
         self.throttled_by = (self.throttled_by or set()) | reasons
 
 
@@ -73,7 +73,7 @@ def throttle_reasons(bits: int) -> set[str]:
 
 @contextmanager
 def watched(device_index: int) -> Iterator[DeviceState]:
-    """Yield a state, to which the body adds readings by `read`; at the end, add the limits that have reduced the clocks."""
+    """Yield a state that the block fills by `read`. When the block ends, add the limits that have reduced the clocks."""
     state = DeviceState()
     before = _violations_ns(device_index)
     yield state
@@ -93,9 +93,7 @@ def _violations_ns(device_index: int) -> dict[str, int]:
 
 
 def _asked(question: Any, *arguments: Any) -> list[Any]:
-    """Call a function of NVML and return its result in a list; the list is empty if the GPU or driver does not support the
-    query.
-    """
+    """Call a function of NVML, and return [result]; [] if the GPU or driver does not support the query."""
     try:
         return [question(*arguments)]
     except pynvml.NVMLError:
@@ -104,8 +102,8 @@ def _asked(question: Any, *arguments: Any) -> list[Any]:
 
 @functools.cache
 def _handle(device_index: int) -> Any:
-    """Return NVML's handle of a torch device, found by UUID because CUDA_VISIBLE_DEVICES renumbers devices; None
-    without NVML.
+    """Return NVML's handle of a torch device, or None without NVML. It is found by UUID, because CUDA_VISIBLE_DEVICES renumbers
+    devices.
     """
     try:
         pynvml.nvmlInit()

@@ -33,8 +33,8 @@ class TimedPasses:
 
     Attributes:
         forward: the pass.
-        plain, planned: draw new contents for the pass's inputs. `planned` is for implementations that plan on the host: it
-            keeps the page ids and lengths, in separate tensors.
+        plain, planned: two objects that draw new contents for the pass's inputs. `planned` serves implementations that plan on
+            the host: it has separate tensors, and keeps page ids and lengths.
     """
 
     forward: EnginePass
@@ -43,12 +43,12 @@ class TimedPasses:
 
     @classmethod
     def over(cls, forward: EnginePass) -> "TimedPasses":
-        """Prepare a pass for timing; its requests' K/V histories are dropped."""
+        """Return a pass ready for timing. The K/V histories of its requests are dropped."""
         bare = replace(forward, histories=())
         return cls(bare, PassRedraw(bare), PassRedraw(bare, keeps_metadata=True))
 
     def work(self, implementation: Any) -> GpuWork:
-        """Return a `GpuWork` that runs the pass on an implementation, with new input contents for each sample."""
+        """Return the `GpuWork` of the pass on an implementation. Each sample gets new contents of the inputs."""
         forward, case = self.forward, self.forward.case
         redraw = self.planned if is_planned(implementation, forward) else self.plain
         arguments = redraw.inputs(0) | {"out": forward.new_out()}
@@ -69,8 +69,8 @@ TimedPass = tuple[GpuTime, dict[str, Any]]
 
 
 def time_forward(case: ForwardCase, implementation: Any, method: Method) -> TimedPass:
-    """Build one pass, and time it on an implementation; its output is checked before and after. Raises the errors that
-    `time_in_turns` returns.
+    """Build one pass, and time it on an implementation. The output is checked before and after. An error that `time_in_turns`
+    returns is raised.
     """
     (found,) = time_in_turns(case, [implementation], method)
     if isinstance(found, Exception):

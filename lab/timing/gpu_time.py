@@ -1,4 +1,4 @@
-"""Measure the GPU time of calls by a stated method (clock and state of L2), and pass the time to pytest-benchmark.
+"""Measure the GPU time of calls by a stated method (clock and state of L2). pytest-benchmark can record this time.
 
 A call is prepared, made and checked, then captured in a CUDA graph and timed. Then the results in every timed buffer are
 checked.
@@ -47,7 +47,7 @@ MOST_RENEWED = 8
 
 
 class DeviceClock:
-    """A clock for pytest-benchmark, in seconds; it stands still until `advance` adds a measured GPU time."""
+    """A clock for pytest-benchmark, in seconds. It moves only when `advance` adds a measured GPU time."""
 
     def __init__(self, method: str) -> None:
         self.method = method
@@ -75,7 +75,7 @@ class GpuTime:
         buffer_copies: number of buffer sets that were used in rotation.
         kernels: names of the kernels; recorded by CUPTI only.
         busy_us: median time per call during which at least one activity ran, without gaps; recorded by CUPTI only.
-        device: clocks, power and throttling during the measurement; calls with interleaved samples share one state.
+        device: clocks, power and throttling during the measurement; calls with interleaved samples share this object.
         contents_seed: seed of the tensors' contents; with this seed `measure_interleaved` draws the same contents again.
 
     Raises:
@@ -162,7 +162,7 @@ def measure_interleaved(
 
 
 def check_named(name: str, works: Iterable[GpuWork], seeds: Seeds) -> None:
-    """Call `lab.timing.staging.check_results`; turn its AssertionError into WrongWorkError with the call's name."""
+    """Call `lab.timing.staging.check_results`. If results are wrong, raise WrongWorkError with the call's name."""
     try:
         check_results(works, seeds)
     except AssertionError as error:
@@ -227,7 +227,7 @@ def measure_staged(
 
 
 class BufferContents:
-    """Draws the contents of buffers that timed calls share, from one seed, again in each turn (one sample of each call)."""
+    """Draws the contents of buffers that timed calls share, anew in each turn (one sample of each call), from one seed."""
 
     def __init__(self, buffers: Sequence[GpuWork], seed: int) -> None:
         self._buffers, self._seed, self._turn = buffers, seed, -1
@@ -236,7 +236,7 @@ class BufferContents:
         )  # by buffer: the turn in which its K and V were drawn last
 
     def renew_tokens(self, turn: int) -> None:
-        """Redraw all contents of some buffers, once per turn; of all buffers in the first turn."""
+        """Draw new K, V and pages in some buffers, once per turn; in the first turn, in all buffers."""
         if turn == self._turn:
             return
         self._turn, numbers = turn, list(range(len(self._buffers)))
@@ -253,7 +253,7 @@ class BufferContents:
             renew(work, self.seeds(turn, number), tokens=False)
 
     def seeds(self, turn: int, number: int) -> Seeds:
-        """Return the seeds of a buffer's contents in a turn. All buffers of a turn have shortened lengths, or none has."""
+        """Return the seeds of a buffer's contents in a turn. A turn has shortened lengths in all buffers or in none."""
         tokens = random.Random(f"{self._seed} tokens {self._tokens[number]} {number}").getrandbits(60)
         call = random.Random(f"{self._seed} call {turn} {number}").getrandbits(60)
         return Seeds(tokens, SHORTER_EVERY * call + self._dice(turn).randrange(SHORTER_EVERY))
@@ -267,7 +267,7 @@ class BufferContents:
 
 
 def _contents_of(works: Mapping[str, Staged], seed: int) -> dict[str, BufferContents]:
-    """Return the contents of each call's buffers by name; calls with the same `Redraw` share one object."""
+    """Return the `BufferContents` of each call, by the call's name. Calls with the same `Redraw` share one."""
     most: dict[int, Staged] = {}
     for each in works.values():
         key = id(each.redraw or each)
@@ -278,7 +278,7 @@ def _contents_of(works: Mapping[str, Staged], seed: int) -> dict[str, BufferCont
 
 @dataclass(frozen=True)
 class Kept:
-    """A copy of results of one sample, which is judged after the last sample of all calls."""
+    """A copy of some results of one sample. It is judged after the last sample of all calls."""
 
     name: str
     redraw: Redraw
@@ -304,8 +304,8 @@ def _ready(staged: Staged, contents: BufferContents, turn: int) -> None:
 
 
 def _keep(name: str, staged: Staged, contents: BufferContents, turn: int, *, is_last: bool) -> Iterator[Kept]:
-    """Yield the results of a sample that are to be judged, and fill all outputs with NaN, so that no other call
-    can read them.
+    """Yield copies of the results of a sample that are to be judged, then fill all outputs with NaN, so that no other call can
+    read them.
     """
     one = contents.chosen(turn, staged.buffers)
     for number, work in enumerate(staged.buffers):
@@ -346,7 +346,7 @@ def _shuffled_rounds(names: Sequence[str], rounds: int) -> list[str]:
 
 
 def _recorded(steps: Iterable[Step], count: int, state: DeviceState, device_index: int) -> list[list[cupti.Activity]]:
-    """Run the steps under CUPTI and return the activities of each; read the device's state during some of them."""
+    """Run the steps under CUPTI, and return the activities of each. The device's state is read during some of them."""
     read_every = max(1, count // 10)
 
     def read_while_it_runs(run: Callable[[], object]) -> None:

@@ -30,7 +30,7 @@ class HostTime:
         return statistics.median(self.samples_us)
 
     def facts(self) -> dict[str, Any]:
-        """Return the fields of a recorded row about the host time, in microseconds: the median and the samples."""
+        """Return fields for a recorded row, in microseconds: the median and the samples of the host time."""
         samples_us = [round(sample, 3) for sample in self.samples_us]
         return {"host_us": round(self.median_us, 2), "host_samples_us": samples_us}
 

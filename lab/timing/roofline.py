@@ -79,7 +79,7 @@ class Roofline:
 
 
 def roofline(median_us: float, bytes_moved: int, operations: int, ceilings: Ceilings) -> Roofline:
-    """Return the rates that a measured time means, in percent of the ceilings, and the least possible time (floor)."""
+    """Return a measured time's rates, as such and in percent of the ceilings, and the least possible time (floor)."""
     memory_us, matrix_us = least_us(bytes_moved, operations, ceilings)
     floor_us = max(memory_us, matrix_us)
     return Roofline(
@@ -94,7 +94,7 @@ def roofline(median_us: float, bytes_moved: int, operations: int, ceilings: Ceil
 
 
 def why_impossible(bandwidth_percent: float, matrix_rate_percent: float, *, is_cold: bool, kv_dtype: str = "") -> str:
-    """Return why this GPU cannot reach a time; "" if it can.
+    """Return a sentence that says why this GPU cannot reach a time; "" if it can.
 
     The percentages are those of `Roofline`. `is_cold` means that the work's inputs were not in L2. Products of a narrow
     `kv_dtype`, given by torch's name, may be faster than the measured bf16 products.
@@ -116,7 +116,7 @@ def why_impossible(bandwidth_percent: float, matrix_rate_percent: float, *, is_c
 
 
 def least_us(bytes_moved: int, operations: int, rates: Ceilings | Datasheet) -> tuple[float, float]:
-    """Return the least time of the bytes and that of the operations at these rates, in µs; 0 for a rate that is unknown."""
+    """Return two times in µs: the least time of the bytes and the least time of the operations; 0 for an unknown rate."""
     matrix_rate_tflops = rates.matrix_rate_tflops
     matrix_us = 0.0 if matrix_rate_tflops is None else operations / matrix_rate_tflops / 1e6
     return bytes_moved / rates.bandwidth_gbps / 1e3, matrix_us

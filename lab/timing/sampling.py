@@ -79,7 +79,7 @@ def between_events(
 def _one(
     run: Callable[[], object] | None, lead: Callable[[], object] | None, meanwhile: Callable[[], object] | None = None
 ) -> tuple[float, float]:
-    """Return a run's time in µs between two events, and between two device-wide waits of the host, `lead` included."""
+    """Return two times of a run in µs: between two events, and between two device-wide waits, which includes `lead`."""
     start, end = CudaEvent(enable_timing=True), CudaEvent(enable_timing=True)
     _synchronize()
     start_ns = _now_ns()

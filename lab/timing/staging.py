@@ -56,9 +56,7 @@ def renew(work: GpuWork, seeds: Seeds, *, tokens: bool = True) -> None:
 
 
 def check_results(works: Iterable[GpuWork], seeds: Seeds, *, whole: bool = True) -> None:
-    """Wait for the GPU, and check the results of calls whose inputs were drawn from these seeds. Raises what their checks
-    raise.
-    """
+    """Wait for the GPU, and check the results of calls whose inputs were drawn from these seeds. A failed check raises."""
     drain()
     for work in works:
         if work.check is not None:
@@ -93,7 +91,7 @@ def stage(work: GpuWork, method: Method) -> Staged:
 
 
 def _first_calls(buffers: Sequence[GpuWork], side: torch.cuda.Stream) -> list[Call]:
-    """Prepare and make a call on each set of buffers, and check the results; with a `Redraw`, a part of one set's results."""
+    """Prepare and make a call on each set of buffers. Check its results; with a `Redraw`, only a part of one set's results."""
     seeds = [Seeds(fresh_seed(), fresh_seed()) for _ in buffers]
     for work, each in zip(buffers, seeds, strict=True):
         renew(work, each)
@@ -237,7 +235,7 @@ def _l2_bytes() -> int:
 
 @functools.cache
 def _side_stream(device_index: int) -> torch.cuda.Stream:
-    """Return the one stream of all captures, so that a kernel with state for each stream, such as a workspace,
-    has one state.
+    """Return the stream on which all captures run. A kernel that keeps state for each stream, such as a workspace, then has
+    only one.
     """
     return torch.cuda.Stream(device_index)

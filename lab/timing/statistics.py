@@ -28,7 +28,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Rule:
-    """The two numbers of the rule.
+    """The two parameters of the rule for "faster".
 
     Attributes:
         minimum_effect_percent: a smaller change of the median is ignored; at least 0.
@@ -76,7 +76,7 @@ class Times:
 
     @classmethod
     def of(cls, samples_us: Sequence[float]) -> "Times":
-        """Return the times of samples."""
+        """Return the median, the interquartile range and the samples of one measurement."""
         return cls(float(np.median(samples_us)), interquartile_range(samples_us), tuple(samples_us))
 
     @classmethod
@@ -118,7 +118,7 @@ class SampleComparison:
 
     @property
     def ratio(self) -> float:
-        """Return time after over time before."""
+        """Return the second median over the first."""
         return self.after_us / self.before_us
 
 

@@ -1,4 +1,4 @@
-"""Timed calls: each receives every tensor as an argument, so that copies of the tensors can be used in rotation."""
+"""Timed calls. Each gets all its tensors as arguments, so that a measurement can use copies of them in rotation."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -12,10 +12,10 @@ Call = Callable[[], object]
 
 
 class Redraw(Protocol):
-    """Overwrites the inputs of timed calls with contents that are drawn from seeds, and checks the calls' results."""
+    """A protocol: overwrites the inputs of timed calls with contents drawn from seeds, and checks the calls' results."""
 
     def inputs(self, number: int) -> dict[str, Any]:
-        """Return all arguments but `out`, from the tensor set with this number; all calls over the same pass share the set."""
+        """Return all arguments except `out`, from the tensor set with this number, which all calls over a pass share."""
 
     def write_tokens(self, arguments: Mapping[str, Any], seed: int) -> None:
         """Redraw K and V, and place them in other pages."""
@@ -34,18 +34,18 @@ class Redraw(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class GpuWork:
-    """A call to be timed, with its least bytes and operations.
+    """A call to be timed, with the least bytes and operations that it needs.
 
     Attributes:
-        prepare: does the preparation that is not timed, given the arguments, and returns the timed call.
+        prepare: takes the arguments, does the preparation that is not timed, and returns the timed call.
         arguments: every tensor that the call reads or writes, at any depth. A tensor hidden in a closure would stay in L2
             during rotation.
         bytes_moved: bytes of device memory that must move at least once.
         operations: floating-point operations that the call must do; 0 for a negligible number.
-        check: raises, given the arguments after a call, if the results are wrong; then overwrites them, so that the next check
-            sees only results of later calls. It is called on every set of buffers, before and after the samples.
-        redraw: replaces `check` and gives each sample other inputs. `out` is then an argument, and calls with the same `Redraw`
-            share all other tensors.
+        check: takes the arguments after a call and raises an error if the results are wrong; then overwrites the results, so
+            that the next check sees only later ones. It is called on every set of buffers, before and after the samples.
+        redraw: replaces `check`, and gives each sample other inputs. `out` is then an argument, and calls with the same
+            `Redraw` share all other tensors.
     """
 
     prepare: Callable[..., Call]
@@ -61,8 +61,8 @@ class GpuWork:
         return cls(partial(partial, function), arguments, bytes_moved, operations)
 
     def copies(self, count: int) -> list["GpuWork"]:
-        """Return this timed call and `count` - 1 copies of it with their own tensors. Tensors that share memory
-        still share it.
+        """Return a list of this timed call and `count` - 1 copies with tensors of their own. Tensors that share memory do so in
+        each copy.
         """
         return [self, *map(self.copy, range(1, count))]
 

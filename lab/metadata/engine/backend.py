@@ -23,8 +23,8 @@ MetadataT_co = TypeVar("MetadataT_co", covariant=True)
 
 
 class PassMetadata(Protocol):
-    """The metadata of one forward pass on a kernel with paged K/V, in any backend. `seq_lens` and `block_tables` have the names
-    of the kernel's arguments.
+    """A protocol: the metadata of one forward pass over paged K/V, in any backend. `seq_lens` and `block_tables` are named like
+    the kernel's arguments.
     """
 
     @property
@@ -52,7 +52,7 @@ class PassMetadata(Protocol):
 
 
 class MetadataBuffers(Protocol[MetadataT_co]):
-    """The metadata of one `GraphMode` for all captured batch sizes, in buffers that keep their addresses."""
+    """The metadata of one `GraphMode` for all captured batch sizes, in buffers whose addresses never change."""
 
     def slices(self, batch_size: int) -> MetadataT_co:
         """Return the metadata of a captured batch size, always at the same addresses."""
@@ -102,16 +102,14 @@ class Backend(Protocol[MetadataT]):
             layer: a layer in the backend's own class, such as `AttentionLayer` or `MLALayer`.
             query: ``[num_tokens, num_qo_heads, head_dim]``.
             cache: the layer's cache in the backend's own class. It must hold the pass's own tokens when the call is made.
-            max_context_len: most tokens of one request, for backends whose metadata does not bound the lengths.
+            max_context_len: the engine's largest length of a request, for backends whose metadata has no bound of the lengths.
             out: ``[num_tokens, num_qo_heads, v_head_dim]``.
         """
         ...
 
 
 def buffer_in(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return the tensor itself if it has the dtype or `dtype` is None; else an uninitialised tensor of the same shape in
-    `dtype`.
-    """
+    """Return the tensor if it has this dtype or `dtype` is None; otherwise a new, uninitialised tensor of the same shape."""
     return tensor if dtype in (None, tensor.dtype) else torch.empty_like(tensor, dtype=dtype)
 
 
@@ -148,8 +146,8 @@ def prepare_passes(passes: Sequence[PassBuffers], batch: ForwardBatch, pool: KVP
 
 
 def seq_len_offset(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> int:
-    """Return the number of tokens that a launch adds to all of ``seq_lens``: `uncounted_tokens`, but 0 in a ragged verification
-    (see `prepare_passes`).
+    """Return the number of tokens that a launch adds to all of ``seq_lens``: the result of `uncounted_tokens`, but 0 in a
+    ragged verification (see `prepare_passes`).
     """
     if batch.forward_mode.query_rows is QueryRows.VERIFIED:
         return 0

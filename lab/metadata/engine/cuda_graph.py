@@ -21,7 +21,7 @@ Body = Callable[[ForwardBatch, MetadataT], Callable[[], Any]]
 
 @dataclass(frozen=True, eq=False)
 class SizedPass(Generic[MetadataT]):
-    """What a runner keeps for one captured batch size: the batch that the graph reads, its metadata, and the function that
+    """The parts of a runner for one captured batch size: the batch that the graph reads, its metadata, and the function that
     rebuilds the metadata in place.
     """
 

@@ -20,12 +20,12 @@ class SpecInfo:
     step.
 
     Attributes:
-        num_draft_tokens: query rows per request in verification; most rows of one request in a ragged verification; None in
-            other modes. A ``TARGET_VERIFY`` that has requests ignores this number: each request has ``num_tokens //
-            batch_size`` rows.
+        num_draft_tokens: query rows per request in verification, their largest number in a ragged verification; None in other
+            modes. A ``TARGET_VERIFY`` that has requests ignores this number: each request has ``num_tokens // batch_size``
+            rows.
         num_tokens_per_req: fixed rows per request of ``DRAFT_EXTEND_V2``, or -1 when not fixed; other modes ignore it.
-        num_accept_tokens: ``[>= batch_size]`` int32 or int64, rows per request of the first draft extend when it
-            is replayed from a CUDA graph, or None.
+        num_accept_tokens: at least ``[batch_size]`` int32 or int64, rows per request of the first draft extend in a CUDA graph;
+            else None.
         speculative_step_id: the draft step, from 0, or `FROZEN_KV_STEP`. SGLang has one backend object per step, which keeps
             the number, and hides its SpecInfo from the backend in a frozen-KV draft. The lab has one stateless function for
             all steps, so the batch carries the number.
@@ -52,7 +52,7 @@ class SpecInfo:
 
         Args:
             mode: the mode of the pass.
-            num_rows: query rows of every request; in a ragged verification, most rows of one request.
+            num_rows: query rows of every request; in a ragged verification, their largest number.
             draft_step: the number of a draft decode step, or `FROZEN_KV_STEP`; None for a plain decode.
             num_accept_tokens: rows per request of the first draft extend in a graph.
         """
@@ -93,14 +93,15 @@ class ForwardBatch:
             the reserved row that padding uses. A request may occur twice.
         seq_lens: ``[batch_size]`` int32 or int64, tokens of each request as the engine counts them in this mode:
             without the draft tokens in a draft step and in verification, with the new tokens everywhere else.
-        out_cache_loc: ``[<= num_tokens]`` int64, slots (see `KVPool`) for K and V of the query rows without padding, in row
-            order. The extend modes have one slot per token of ``extend_seq_lens_cpu``, a frozen-KV draft has none.
+        out_cache_loc: at most ``[num_tokens]`` int64, the slots (see `KVPool`) to which K and V of the query rows are written,
+            in row order and without padding. The extend modes have one slot per token of ``extend_seq_lens_cpu``, a frozen-KV
+            draft has none.
         num_tokens: query rows, padding included. In verification a request's rows are its draft tokens in order: row j is at
             position ``seq_lens + j``.
         extend_seq_lens, extend_prefix_lens: ``[batch_size]`` int32 or int64, new and cached tokens of each request
             in the extend modes, or None. In a ragged verification the first is SGLang's ``verify_lens``.
-        extend_seq_lens_cpu, extend_prefix_lens_cpu, seq_lens_cpu: the same numbers on the host, or None. The engine's scheduler
-            knows the first two. The last needs a copy from the device, so no mode requires it. In a prefill on MHA
+        extend_seq_lens_cpu, extend_prefix_lens_cpu, seq_lens_cpu: the same numbers on the host, or None. An engine's scheduler
+            knows the first two. ``seq_lens_cpu`` needs a copy from the device, so no mode requires it. In a prefill on MHA
             ``extend_prefix_lens_cpu=None`` says that no request has a cached prefix, as in SGLang. MLA needs the list.
         spec_info: what speculative decoding adds, or None.
 

@@ -1,6 +1,6 @@
-"""The forward modes: the kinds of forward pass that a serving engine runs, with the facts that distinguish them.
+"""The forward modes: the kinds of forward pass that a serving engine runs, and the properties that distinguish them.
 
-Code that builds a batch, its metadata or its call reads these facts: `ForwardMode.query_rows`, `uncounted`, `mha_call`,
+Code that builds a batch, its metadata or its call reads these properties: `ForwardMode.query_rows`, `uncounted`, `mha_call`,
 `mla_call`, `in_graph`. It does not compare the mode with a list of names.
 """
 
@@ -11,7 +11,7 @@ from lab.named_enum import NamedEnum
 
 
 class QueryRows(NamedEnum):
-    """How many query rows each request has, and which field of the batch holds the number."""
+    """How many query rows each request has, and which field of the batch has the number."""
 
     NONE = "none"  # no attention runs
     ONE = "one"
@@ -44,11 +44,12 @@ _Rows, _Uncounted, _Call = QueryRows, UncountedTokens, AttentionCall
 
 
 class ForwardMode(IntEnum):
-    """SGLang's forward modes, numbered as in 0.5.13. Each has the facts from which a pass's batch, metadata and call are built.
+    """SGLang's forward modes, numbered as in 0.5.13. Each has the properties from which a pass's batch, metadata and call are
+    built.
 
-    0.5.13 is the last release with the first draft extend (``DRAFT_EXTEND``), so its modes cover every version.
-    Later releases dropped that member, and the values after it moved down by one: compare members, never integers.
-    RAGGED_VERIFY is the lab's own member: SGLang's mode is TARGET_VERIFY, and its SpecInfo has a ``ragged_verify_layout``.
+    0.5.13 is the last release with the first draft extend (``DRAFT_EXTEND``), so its modes cover every version. Later releases
+    dropped that member, and the values after it moved down by one: compare members, never integers. RAGGED_VERIFY is the lab's
+    own member: SGLang's mode is TARGET_VERIFY, and its SpecInfo has a ``ragged_verify_layout``.
 
     Attributes:
         query_rows: number of query rows of each request.

@@ -93,7 +93,7 @@ class GraphMode:
 
     @property
     def slots_per_req(self) -> int:
-        """Return for how many tokens of each request a graph writes K and V."""
+        """Return the number of tokens of each request whose K and V a graph writes."""
         return 0 if self.draft_step == FROZEN_KV_STEP else self.num_tokens_per_req
 
     def __post_init__(self) -> None:
@@ -130,8 +130,8 @@ class StaticInputs:
         self.extend_seq_lens = torch.full((max_batch_size,), width, dtype=torch.int32, device=device)
 
     def view(self, batch_size: int) -> ForwardBatch:
-        """Return the batch that the graph of a captured size reads: slices of the buffers, and host numbers that hold for every
-        replay.
+        """Return the batch that the graph of a captured size reads: slices of the buffers, and host numbers that are valid in
+        every replay.
         """
         mode, width = self.mode, self.mode.num_tokens_per_req
         lens = self.extend_seq_lens[:batch_size]
@@ -198,8 +198,8 @@ class StaticInputs:
 
     @staticmethod
     def _check_rows(batch: ForwardBatch) -> None:
-        """Raise ValueError for a batch that lacks the requests' numbers of rows: the graph reads them on the device, and the
-        host checks them.
+        """Raise ValueError for a batch without the requests' numbers of rows. The graph needs them on the device, and the host
+        checks them.
 
         A ragged verification may lack the numbers on the host (SGLang's `from_verify_lens_device`): ``num_draft_tokens`` bounds
         them.

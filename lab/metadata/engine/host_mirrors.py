@@ -39,7 +39,7 @@ class LengthMirror:
     must end before the host can prepare the next iteration.
 
     Args:
-        max_batch_size: most lengths of one copy.
+        max_batch_size: largest number of lengths in one copy.
         device: the device of the lengths. On a CPU there is no stream and nothing to wait for.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The paged cache of one layer: K and V as the halves of one allocation, or MLA's entries, which are key and value at once."""
+"""The paged cache of one layer: K and V in one allocation, or MLA's entries, each of which is both key and value."""
 
 from dataclasses import dataclass
 
@@ -25,13 +25,12 @@ class KVLayout(str, NamedEnum):
 
 @dataclass(frozen=True, eq=False)
 class PagedKVCache:
-    """K and V of one layer as the two halves of one allocation.
+    """K and V of one layer, as the two halves of one allocation.
 
     Attributes:
-        storage: contiguous ``[2, num_pages, page_size, num_kv_heads, head_dim]`` (NHD) or
-            ``[2, num_pages, num_kv_heads, page_size, head_dim]`` (HND); K is ``storage[0]``. One allocation makes
-            the distance from K to V a positive whole number of pages, as kernels that address both from one base
-            pointer need. ``head_dim`` is the packed width when two values share a byte.
+        storage: contiguous ``[2, num_pages, page_size, num_kv_heads, head_dim]`` (NHD) or ``[2, num_pages, num_kv_heads,
+            page_size, head_dim]`` (HND); K is ``storage[0]``. In one allocation V begins a whole number of pages after K, as
+            kernels require that address both from one base pointer. If a byte holds two values, ``head_dim`` counts bytes.
         layout: the order of the axes.
 
     Raises:
@@ -80,7 +79,7 @@ class PagedKVCache:
         return k, v
 
     def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store K and V of one token at each slot, bit for bit and without reading the device.
+        """Store one token's K and V at each slot, bit for bit. The host reads nothing from the device.
 
         Args:
             slots: ``[n]`` int64. A row with a negative slot is written to slot 0, in the sink page; plain indexing would wrap
@@ -134,7 +133,7 @@ class NVFP4KVCache(PagedKVCache):
 
     @classmethod
     def over(cls, packed: PagedKVCache, *, trtllm_gen: bool) -> "NVFP4KVCache":
-        """Return a cache over the uint8 values of `packed`, with scale factors of 0.
+        """Return a cache of the uint8 values in `packed`, with new scale factors of 0.
 
         Args:
             packed: from `KVPool.new_cache` with half the head's size and uint8.
@@ -146,7 +145,7 @@ class NVFP4KVCache(PagedKVCache):
         return cls(packed.storage, packed.layout, factors, trtllm_gen)
 
     def write(self, slots: Tensor, k: Tensor, v: Tensor, *factors: Tensor) -> None:
-        """Store K, V and scale factors of one token at each slot. Slots and errors are as in `PagedKVCache.write`.
+        """Store one token's K, V and scale factors at each slot. Slots and errors are as in `PagedKVCache.write`.
 
         Args:
             slots: ``[n]`` int64.
@@ -201,7 +200,7 @@ class PagedLatentCache:
         return self.storage.unsqueeze(1)
 
     def write(self, slots: Tensor, entries: Tensor) -> None:
-        """Store the entry of one token at each slot. Slots and errors are as in `PagedKVCache.write`.
+        """Store one token's entry at each slot. Slots and errors are as in `PagedKVCache.write`.
 
         Args:
             slots: ``[n]`` int64.
@@ -214,12 +213,12 @@ class PagedLatentCache:
 
 @dataclass(frozen=True, eq=False)
 class ShardedLatentCache:
-    """The MLA cache of one layer, divided among the GPUs of decode context parallelism. Slot s is row s // size of rank s %
-    size.
+    """The MLA cache of one layer, divided among the GPUs (ranks) of decode context parallelism. With n ranks, slot s is row s
+    // n of rank s % n.
 
     Attributes:
-        storage: contiguous ``[size, num_pages, page_size, kv_lora_rank + qk_rope_head_dim]``; the pool's pages have
-            ``size * page_size`` tokens.
+        storage: contiguous ``[size, num_pages, page_size, kv_lora_rank + qk_rope_head_dim]``; the pool's pages have ``size *
+            page_size`` tokens.
     """
 
     storage: Tensor
@@ -229,7 +228,7 @@ class ShardedLatentCache:
         return PagedLatentCache(self.storage[rank])
 
     def write(self, slots: Tensor, entries: Tensor) -> None:
-        """Store the entry of one token at each slot. Slot s is on rank s % size. Errors are as in `PagedLatentCache.write`."""
+        """Store one token's entry at each slot, in the cache of the slot's rank. Errors are as in `PagedLatentCache.write`."""
         _check_slots(slots)
         _check_rows("entries", entries, [slots.shape[0], self.storage.shape[3]], self.storage.dtype)
         size, slots = self.storage.shape[0], slots.clamp(min=0)

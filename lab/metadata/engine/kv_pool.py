@@ -1,6 +1,4 @@
-"""The memory management of an engine: which request has which row of the request table, slots, pages and sliding-window
-pages.
-"""
+"""An engine's memory management: it gives each request a row of the request table, slots, pages, and sliding-window pages."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -13,8 +11,7 @@ from lab.metadata.engine.kv_cache import KVLayout, PagedKVCache, PagedLatentCach
 
 @dataclass
 class _Request:
-    """The length and the pages of one request, as the host records them. None stands for a sliding-window page that has been
-    evicted.
+    """The length of one request, and its pages. In the sliding-window pages, None stands for an evicted page.
 
     `pages` are the pages that slots refer to. With virtual pages, `physical_pages` are the pages of the caches behind them.
     """
@@ -26,23 +23,23 @@ class _Request:
 
 
 class KVPool:
-    """Give slots for K/V to requests, as SGLang's request table, page allocator and sliding-window pool do together.
+    """Allocates slots for the K and V of requests, as SGLang's request table, page allocator and sliding-window pool do
+    together.
 
-    A slot is ``page * page_size + offset``. Page 0 is the sink: padded rows write to it, and no request gets it. Pages (and
-    request rows) are given out in shuffled order, so that a table which happens to be right only for consecutive ids is wrong
-    here. A request fills its last page before it takes another. Freed ids go to the end of the queue. The request table keeps
-    the entries of freed requests, as an engine's does.
+    A slot is ``page * page_size + offset``. Page 0 is the sink: padded rows write to it, and no request gets it. Pages and rows
+    are given out in shuffled order, so that code which is right only for consecutive ids fails. A request fills its last page
+    before it takes another. Freed ids go to the end of the queue. The request table keeps the entries of freed requests, as an
+    engine's does.
 
     With ``num_virtual_pages`` slots are virtual, as in SGLang's unified pool: they refer to virtual pages, which `v2p` maps to
-    pages of the caches. An engine can then move a page without changing the slots of its tokens. Code that reads or writes
-    a cache of the full pool translates slots by `pages` or `physical_slots`. For the sliding-window pool `full_to_swa` is
-    enough.
+    pages of the caches. An engine can then move a page without changing the slots of its tokens. Code that reads or writes a
+    cache of the full pool translates slots by `pages` or `physical_slots`. For the sliding-window pool `full_to_swa` is enough.
 
     All bookkeeping is on the host; nothing here reads the device.
 
     Args:
-        num_requests: most requests alive at once.
-        max_context_len: most tokens of one request.
+        num_requests: largest number of requests at a time.
+        max_context_len: largest number of tokens of one request.
         page_size: tokens per page.
         num_pages: pages of the full pool, sink included.
         swa_num_pages: pages of the sliding-window pool, its own sink included, or None for no such pool.
@@ -117,7 +114,7 @@ class KVPool:
 
     @property
     def block_table_width(self) -> int:
-        """Return the number of columns of a page table: the pages of a request of ``max_context_len`` tokens."""
+        """Return the number of columns of a page table: the number of pages of a request of ``max_context_len`` tokens."""
         return -(-self.max_context_len // self.page_size)
 
     def add_request(self, length: int) -> int:
@@ -188,7 +185,7 @@ class KVPool:
         return self.req_to_token[req_pool_index, start:end].to(torch.int64)
 
     def pages(self, slots: Tensor) -> Tensor:
-        """Return, for each slot, its page in the caches of the full pool, int32, in the shape of `slots`.
+        """Return the page of each slot in the caches of the full pool: int32, in the shape of `slots`.
 
         Slot -1 is in page -1. With virtual pages, slot -1 is in page 0, the sink, and so is every slot whose virtual page has
         no page of the caches.
@@ -197,8 +194,8 @@ class KVPool:
         return (pages if self.v2p is None else self._physical(pages)).to(torch.int32)
 
     def physical_slots(self, slots: Tensor) -> Tensor:
-        """Return, for each slot, its index in the caches of the full pool, int64, same shape. Without virtual pages the index
-        is the slot itself.
+        """Return the index of each slot in the caches of the full pool: int64, same shape. Without virtual pages it is the slot
+        itself.
         """
         if self.v2p is None:
             return slots
@@ -206,8 +203,8 @@ class KVPool:
         return self._physical(slots // self.page_size) * self.page_size + offsets
 
     def swa_slots(self, full_slots: Tensor) -> Tensor:
-        """Return, for each slot of the full pool, the slot of the same token in the sliding-window pool, int64, same shape. It
-        is 0, in the sink, if there is none. Slot -1 stays -1.
+        """Return the slot in the sliding-window pool for each slot of the full pool: int64, same shape. It is 0, in the sink,
+        for a token without one. Slot -1 stays -1.
 
         Raises:
             ValueError: the pool was made without ``swa_num_pages``.
@@ -229,9 +226,7 @@ class KVPool:
         self._release_swa(request, before // self.page_size)
 
     def free_request(self, req_pool_index: int) -> None:
-        """Free a request's row and pages. As in an engine, the row of the request table keeps its slots, which have no meaning
-        any more.
-        """
+        """Free a request's row and pages. As in an engine, the row of the request table still lists the freed slots."""
         request = self._request(req_pool_index)
         if self.full_to_swa is not None:
             self._release_swa(request, len(request.pages))
@@ -306,9 +301,7 @@ class KVPool:
         return starts[:, None] + torch.arange(self.page_size, device=self.device)
 
     def _map_pages(self, pages: list[int], swa_slots: Tensor | int) -> None:
-        """Set `full_to_swa` for all slots of the given pages. `swa_slots` has a sliding-window slot for each of them; 0 stands
-        for none.
-        """
+        """Set `full_to_swa` for all slots of the given pages. `swa_slots` has their sliding-window slots; 0 stands for none."""
         self._swa_map()[:-1].view(-1, self.page_size)[_ids(pages, self.device)] = swa_slots
 
     def _release_swa(self, request: _Request, num_pages: int) -> None:
@@ -324,5 +317,5 @@ def _ids(pages: list[int], device: torch.device) -> Tensor:
 
 
 def _shuffled_ids(count: int, generator: torch.Generator) -> deque[int]:
-    """Return the ids 1 to count - 1 in random order; 0 is the sink of every id space."""
+    """Return the ids 1 to count - 1 in random order. Id 0 is left out, because it is a sink."""
     return deque((torch.randperm(count - 1, generator=generator) + 1).tolist())

@@ -19,7 +19,7 @@ PADDED_SEQ_LEN = 1
 
 
 class DraftAttention(NamedEnum):
-    """The attention backend of a draft model. It decides which keys the length of a draft step counts."""
+    """The attention backend of a draft model. It decides how many keys a draft step has."""
 
     MHA = "mha"  # seq_lens + step + 1: the drafted tokens and the step's own
     MHA_FROZEN_KV = "mha frozen kv"  # seq_lens in every step: the draft reads the target's K/V and writes none
@@ -83,8 +83,8 @@ def max_query_rows(batch: ForwardBatch) -> int:
 
 
 def query_rows(batch: ForwardBatch) -> int | Tensor | None:
-    """Return the query rows per request: ``extend_seq_lens`` in a mode that has it, else one int for all requests. None stands
-    for a prefill without cached prefixes, in which query rows and keys are the same tokens.
+    """Return the number of query rows per request: the tensor ``extend_seq_lens`` in a mode that has it, otherwise one int for
+    all requests. Return None for a prefill without cached prefixes, in which query rows and keys are the same tokens.
 
     It raises ValueError if the batch lacks a number on the host that the mode needs, as `query_lens` and `key_lens` do.
     """
@@ -127,9 +127,9 @@ def key_lens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA
 
 
 def uncounted_tokens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> int:
-    """Return how many tokens of a request are keys of the pass but are not counted in ``seq_lens``.
+    """Return how many keys of a request in this pass ``seq_lens`` does not count.
 
-    In a ragged verification requests have different numbers, ``extend_seq_lens``. The result is then their upper bound,
+    In a ragged verification the number differs by request (``extend_seq_lens``). The result is then its bound,
     ``num_draft_tokens``.
 
     Args:
@@ -208,8 +208,8 @@ def uniform_boundaries(batch_size: int, q_len: int, device: torch.device) -> Ten
 def first_slots(rows: Tensor, cache_seqlens: Tensor, pool: KVPool) -> Tensor:
     """Return, for each page of each request, the slot of the page's first token: ``[batch_size, block_table_width]`` int32.
 
-    Cells after the last page are slot 0, in the sink of both pools. The request table has leftovers there, which must not be
-    mapped.
+    Cells after the last page are slot 0, in the sink of both pools, because the request table has values of earlier requests
+    there.
     """
     slots = pool.req_to_token[:, :: pool.page_size].index_select(0, rows)
     columns = torch.arange(pool.block_table_width, device=pool.device)

@@ -1,5 +1,5 @@
-"""Plan verify metadata on a second stream while the draft runs. Each backend declares whether a part of its metadata depends on
-the draft.
+"""Build the metadata of a verify pass on a second stream while the draft runs. Each backend declares whether a part of its
+metadata depends on the draft.
 
 A draft proposes a chain of tokens for each request, or a tree. A chain's verify metadata depends on lengths, request rows, the
 request table and the draft's width, which are all known before the draft runs. So it can be planned while the draft runs, and
@@ -66,8 +66,7 @@ Draft = Callable[[VerifyBuffers], object]
 
 
 class VerifyBackend(ABC):
-    """The part of an attention backend that plans a verify pass. The two methods whose names end in `after_draft` have SGLang's
-    names.
+    """The part of an attention backend that plans a verify pass. The two methods named `..._after_draft` have SGLang's names.
 
     Attributes:
         fix_up: declared by every backend. NONE: no part of the plan depends on the draft's tokens, positions or tree.
@@ -83,7 +82,7 @@ class VerifyBackend(ABC):
 
     @abstractmethod
     def check(self, batch: ForwardBatch) -> None:
-        """Raise ValueError for a batch that cannot be planned. Launches nothing."""
+        """Raise ValueError if a batch cannot be planned. This launches nothing."""
 
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> PlannedVerify:
@@ -271,7 +270,7 @@ class PlanStream:
 
 
 def verify_metadata_under(planner: PlanStream, batch: ForwardBatch, drafts: Iterable[Draft]) -> list[dict[str, Tensor]]:
-    """Run the same batch with each of several drafts, and return copies of all tensors that each verify pass received.
+    """Run the same batch once with each draft, and return copies of all tensors that each verify pass received.
 
     The drafts may differ in tokens, positions, tree and K/V. A backend without a fix-up gives bit-equal tensors for all drafts.
     With a fix-up, only the tensors that it writes may differ.

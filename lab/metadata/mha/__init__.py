@@ -1,1 +1,1 @@
-"""The TRT-LLM MHA backend: metadata, calls, graph buffers."""
+"""The TRT-LLM MHA backend: metadata, attention calls, and buffers for CUDA graphs."""

@@ -1,7 +1,7 @@
 """Write MHA's metadata in place with one launch, as SGLang does since PR 29843, and keep it in buffers for CUDA graphs.
 
-`lab.metadata.mha.metadata.build_mha_metadata` computes the same in torch operations, which run anywhere; the launch needs
-Triton.
+`lab.metadata.mha.metadata.build_mha_metadata` computes the same values by torch operations, which run anywhere. The launch
+needs Triton.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class MetadataBuilder(NamedEnum):
 
 
 def allocate_mha_metadata(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadata:
-    """Allocate a pass's metadata as uninitialised tensors; raises ValueError if `build_mha_metadata` refuses the batch."""
+    """Allocate a pass's metadata as uninitialised tensors. Raises ValueError if `build_mha_metadata` would refuse the batch."""
     check_attends(batch, pool)
     metadata = TRTLLMMHAMetadata.allocate(
         pool, batch.batch_size, max_query_rows(batch), batch.num_tokens, new=torch.empty
@@ -38,8 +38,8 @@ def allocate_mha_metadata(batch: ForwardBatch, pool: KVPool) -> TRTLLMMHAMetadat
 
 
 def prepare_mha_metadata(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAMetadata) -> Callable[[], None]:
-    """Prepare one launch that writes the metadata of a pass in place, with the values of `build_mha_metadata`. Each call reads
-    the present contents of the batch's tensors.
+    """Return a function that launches a kernel, which writes a pass's metadata in place with the values of
+    `build_mha_metadata`. Each call reads the current contents of the batch's tensors.
 
     Cells of a page table after a request's last page are not written.
 
@@ -55,7 +55,7 @@ def prepare_mha_metadata(batch: ForwardBatch, pool: KVPool, metadata: TRTLLMMHAM
 class MHAGraphMetadata:
     """The metadata buffers of one mode for all captured sizes, as SGLang's `init_cuda_graph_state` makes them.
 
-    Tables and running sums start as 0. Boundaries of decode and verify rows are preset once and never written again.
+    Tables and running sums start as 0. The offsets of decode and verify rows are written once, when the buffers are made.
 
     Args:
         mode: the runner's mode.
@@ -117,8 +117,8 @@ class MHAGraphMetadata:
 
 
 def _write_expanded(write: Callable[[], None], metadata: TRTLLMMHAMetadata) -> None:
-    """Write the metadata. Then copy each request's length and pages to the tensors for encoder-only layers, which have an entry
-    per query row.
+    """Write the metadata. Then copy each request's length and pages into the tensors for encoder-only layers, once for each of
+    its query rows.
     """
     write()
     lens, table, width = metadata.encoder_cache_seqlens, metadata.encoder_page_table, metadata.max_seq_len_q
@@ -129,7 +129,7 @@ def _write_expanded(write: Callable[[], None], metadata: TRTLLMMHAMetadata) -> N
 
 
 def _copy_built(metadata: TRTLLMMHAMetadata, view: ForwardBatch, pool: KVPool) -> None:
-    """Build new metadata and copy every tensor into its buffer, except preset row boundaries."""
+    """Build new metadata, and copy its tensors into the buffers. Preset row offsets are not copied."""
     built = build_mha_metadata(view, pool, expand_encoder_only_verify=metadata.encoder_page_table is not None)
     presets = () if view.forward_mode.query_rows.in_extend_seq_lens else ("cu_seqlens_q",)
     for each in fields(TRTLLMMHAMetadata):

@@ -45,8 +45,8 @@ class AttentionLayer:
 
 @dataclass(frozen=True)
 class PlannedCall:
-    """One attention call of a pass: which FlashInfer function, for which consecutive requests of the batch, and for which of
-    its query rows.
+    """One attention call of a pass: the FlashInfer function, and the consecutive requests and query rows of the batch that it
+    computes.
     """
 
     call: AttentionCall
@@ -62,8 +62,8 @@ def attention_call(mode: ForwardMode, draft_extend: AttentionCall | None = None)
 
     Args:
         mode: any mode that runs attention.
-        draft_extend: the call of both draft extends, or None. SGLang's change 24566 moved V2 from the context to the decode
-            call, and one of the lab's studies measures that change. Other modes ignore it: an engine sets it once for all
+        draft_extend: the call of both draft extends, or None. SGLang's change 24566 moved DRAFT_EXTEND_V2 from the context to
+            the decode call; a study of the lab measures this. Other modes ignore it, because an engine sets it once for all
             passes.
 
     Raises:
@@ -80,13 +80,13 @@ def plan_calls(
     split_mixed_tail: bool = False,
     with_padding_rows: bool = False,
 ) -> list[PlannedCall]:
-    """Return the attention calls of one layer in a forward pass. There is one call, two if a mixed batch is split, and none for
-    an empty batch.
+    """Return the attention calls of one layer in a forward pass: usually one, two if a mixed batch is split, and none for an
+    empty batch.
 
     Args:
         batch: the forward pass.
         draft_extend: as in `attention_call`.
-        split_mixed_tail: in extends without speculation, give the trailing requests with one new token to the decode call.
+        split_mixed_tail: in extends without speculation, compute the last requests with one new token each by a decode call.
             `lab.metadata.mha.settings.splits_mixed_tail` says for which GPUs, dtypes and layers SGLang does so. Other batches
             ignore this setting.
         with_padding_rows: pass the padding rows, which follow the requests' rows, to the context call too. SGLang 0.5.15 does
@@ -129,7 +129,7 @@ def prepare_attention(
     dtypes: CallDtypes | None = None,
     settings: CallSettings = DEFAULT_SETTINGS,
 ) -> Callable[[], torch.Tensor]:
-    """Prepare one layer's attention with the calls of a plan (see `lab.metadata.engine.backend.Backend.prepare_attention`).
+    """Prepare one layer's attention with the calls of `plan` (see `lab.metadata.engine.backend.Backend.prepare_attention`).
 
     Args:
         implementation: any object with FlashInfer's decode and context functions, such as `lab.kernels.portable` or
@@ -220,7 +220,7 @@ def call_arguments(
 def _rows_as_requests(
     planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata, layer: AttentionLayer
 ) -> dict[str, Any]:
-    """Return the arguments of a verification on an encoder-only layer, with each row as a request of its own.
+    """Return the arguments of a verification on an encoder-only layer. Each row becomes a request of its own.
 
     The decode call is causal among the rows of one request. With a window, every row sees the window of its request's last
     token (SGLang 0.5.23).
@@ -246,7 +246,7 @@ def _rows_as_requests(
 def _decode_width(planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata) -> dict[str, Any]:
     """Return the arguments that say how many rows each request has: `q_len_per_req`, or offsets if requests differ.
 
-    It is not enough that the number of rows is a multiple of the number of requests: 2 + 4 rows would become 3 + 3.
+    A number of rows that is a multiple of the number of requests proves nothing: requests of 2 and 4 rows would become 3 and 3.
     """
     first, last = planned.first_request, planned.first_request + planned.num_requests
     ragged = {"q_len_per_req": None, "cum_seq_lens_q": metadata.cu_seqlens_q[first : last + 1]}

@@ -37,9 +37,9 @@ class ZigzagShard:
 
     Attributes:
         rows: ``[num_rows]`` int64, the rank's query rows as rows of the whole batch, in the order of its call.
-        num_padded_rows: rows of the rank's tensors. All ranks have the same number, because collectives need it: the most rows
-            of a rank, rounded up to a multiple of twice the number of ranks. No call has the rows after the rank's own, and
-            their output is 0.
+        num_padded_rows: rows of the rank's tensors. All ranks have the same number, because collectives require it: the largest
+            number of rows of a rank, rounded up to a multiple of twice the number of ranks. Rows after the rank's own are in no
+            call, and their output is 0.
         metadata: metadata of the rank's call, over ``2 * batch_size`` requests. ``swa_out_cache_loc`` is the whole batch's,
             because every rank writes all K and V.
     """
@@ -50,7 +50,7 @@ class ZigzagShard:
 
 
 def why_not_zigzag(batch: ForwardBatch, num_ranks: int) -> str:
-    """Return a sentence that says why each rank runs the whole batch; empty if the batch is divided among ranks."""
+    """Return a sentence that says why a batch is not divided among ranks, so that each runs all of it; "" if it is divided."""
     if num_ranks < 2:
         return f"num_ranks={num_ranks}: nothing is dealt to fewer than 2"
     if batch.forward_mode not in SHARDED_MODES:
@@ -158,7 +158,7 @@ def prepare_zigzag(
 
 
 def _block_ends(length: int, num_blocks: int) -> list[int]:
-    """Divide `length` new tokens into blocks. Return the first row of each block, and the end of the last block."""
+    """Divide `length` new tokens into blocks. Return the first token of each block, and the end of the last block."""
     least, longer = divmod(length, num_blocks)
     return list(accumulate((least + (block < longer) for block in range(num_blocks)), initial=0))
 

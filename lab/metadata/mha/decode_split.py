@@ -26,14 +26,14 @@ class DecodeSplit:
     """Replace each decode call of an implementation by several calls of the same implementation, over requests sorted by
     length, the shortest first.
 
-    All other functions are the implementation's own. A divided call needs an `out` and returns no LSE. A call with
+    All other functions are the implementation's. A divided call must have an `out`, and returns no LSE. A call with
     `cum_seq_lens_q` or with one request is not divided. A ready call reads the lengths on the device each time it is made, so
     that a CUDA graph may capture it.
 
     Args:
         implementation: any object with FlashInfer's decode function, such as `lab.kernels.portable`.
-        num_splits: number of calls; a batch with fewer requests has one call per request. The first groups have one request
-            more if the requests cannot be divided equally.
+        num_splits: number of calls; a batch with fewer requests has one call per request. If the requests cannot be divided
+            equally, the first groups have one more.
 
     Raises:
         TypeError, ValueError: `num_splits` is not an int, or below 1.
@@ -71,7 +71,7 @@ class DecodeSplit:
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """The requests of one call: their indices, their gathered tensors, and the call's output.
+    """The requests of one call: their indices, copies of their parts of the tensors, and the call's output.
 
     Attributes:
         requests: ``[n]`` int64, indices in the batch; each sort rewrites them.

@@ -31,8 +31,8 @@ class TRTLLMMHAMetadata:
     Attributes:
         cache_seqlens_int32: ``[batch_size]`` int32, keys of each request, new tokens included (``seq_lens`` of
             FlashInfer's decode call).
-        max_seq_len_q: most query rows of one request (``q_len_per_req`` of a decode call, ``max_q_len`` of a
-            context call).
+        max_seq_len_q: largest number of query rows of a request (``q_len_per_req`` of a decode call, ``max_q_len`` of a context
+            call).
         cu_seqlens_q: ``[batch_size + 1]`` int32, first query row of each request.
         cu_seqlens_k: ``[batch_size + 1]`` int32, 0 followed by the running sum of ``cache_seqlens_int32``.
         page_table: ``[batch_size, ceil(max_context_len / page_size)]`` int32 with packed rows (``block_tables``).
@@ -198,8 +198,8 @@ def build_mha_metadata(
 
 
 def mixed_tail_split(batch: ForwardBatch) -> int:
-    """Return how many leading requests of a batch go to the context call. The remaining requests have one new token each and go
-    to the decode call.
+    """Return the number of leading requests that go to the context call. The other requests have one new token each and go to
+    the decode call.
 
     SGLang 0.5.23 splits off the trailing run of requests with one new token. The scheduler puts the decoding requests of a
     MIXED batch there, but an EXTEND batch is split too, and the result may be 0.

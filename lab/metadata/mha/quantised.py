@@ -14,7 +14,7 @@ from lab.metadata.engine.kv_cache import PagedKVCache, saturated_e4m3
 
 @dataclass(frozen=True)
 class CallDtypes:
-    """The dtypes that a call takes: the query is cast to dtype `query` before the call, and the output has dtype `out`."""
+    """The dtypes of a call: the engine casts the query to dtype `query` before the call, and the output has dtype `out`."""
 
     query: torch.dtype
     out: torch.dtype
@@ -54,7 +54,7 @@ def call_dtypes(call: AttentionCall, dtype: torch.dtype, kv_dtype: torch.dtype, 
 
 
 def counted_scale(scale: float, kv_dtype: torch.dtype) -> float:
-    """Return the scale of K or V that a call over this cache applies, given the layer's scale (`_get_bmm_scales`,
+    """Return the scale of K or V that a call over this cache applies, from the layer's scale (`_get_bmm_scales`,
     `_get_nvfp4_bmm_scales`).
 
     A checkpoint may have scales although the cache is not quantised. The cache's entries are not divided then, and the result

@@ -1,6 +1,4 @@
-"""The arguments that an engine passes in all its MHA calls, and the conditions under which it splits a mixed batch (SGLang
-0.5.23).
-"""
+"""The arguments that an engine passes in all its MHA calls, and the conditions for splitting a mixed batch (SGLang 0.5.23)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +40,7 @@ class CallSettings:
         check_int("decode_splits", self.decode_splits, 1, "1 leaves a decode call whole")
 
     def implementation(self, implementation: Any) -> Any:
-        """Return the implementation, wrapped in `DecodeSplit` if decode calls are to be divided."""
+        """Return the implementation; if decode calls are to be divided, wrapped in `DecodeSplit`."""
         return implementation if self.decode_splits == 1 else DecodeSplit(implementation, self.decode_splits)
 
     def arguments(self, call: AttentionCall) -> dict[str, Any]:
@@ -57,7 +55,7 @@ class CallSettings:
 def splits_mixed_tail(
     query_dtype: torch.dtype, kv_dtype: torch.dtype, *, prefills_with_fmha_v2: bool = False, is_decoder: bool = True
 ) -> bool:
-    """Return True if an engine gives the trailing one-token requests of an extend to the decode call (`forward_extend`).
+    """Return True if an engine computes the last one-token requests of an extend by a decode call (`forward_extend`).
 
     Args:
         query_dtype: dtype of the call's query; e4m3 if the engine casts it for an e4m3 cache.

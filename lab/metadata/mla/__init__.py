@@ -1,1 +1,1 @@
-"""The TRT-LLM MLA (latent attention) backend: metadata, calls, graph buffers."""
+"""The TRT-LLM MLA (latent attention) backend: metadata, attention calls, and buffers for CUDA graphs."""

@@ -68,8 +68,8 @@ class TRTLLMMLABackend:
         out: Tensor,
         padded_query: Tensor | None = None,
     ) -> Callable[[], Tensor]:
-        """Prepare one layer's attention (see `Backend.prepare_attention`). The metadata bounds the lengths: `max_context_len`
-        is unused.
+        """Prepare one layer's attention (see `Backend.prepare_attention`). `max_context_len` is not used, because the metadata
+        bounds the lengths.
 
         Args:
             padded_query: as in `prepare_mla_attention`.

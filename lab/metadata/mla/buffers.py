@@ -37,7 +37,8 @@ def new_block_table(
 ) -> Tensor:
     """Allocate the block table that a backend's captured modes and sizes share, as SGLang's `init_cuda_graph_state` does.
 
-    The table is filled with -1 once. A replay writes only its live pages, and leaves behind them what earlier replays wrote.
+    The table is filled with -1 once. A replay writes only its live pages. The cells after them keep the values of earlier
+    replays.
 
     Args:
         modes: the modes to be captured.

@@ -90,12 +90,12 @@ def mla_max_seq_len(mode: ForwardMode, metadata: TRTLLMMLADecodeMetadata) -> int
 
 
 def mla_query(metadata: TRTLLMMLADecodeMetadata, query: Tensor, padded: Tensor | None = None) -> Tensor:
-    """Return the query rows of a pass in the kernel's shape ``[batch_size, max_seq_len_q, heads, head_dim]``: as a view, or as
-    a copy with padding.
+    """Return the query rows of a pass in the kernel's shape ``[batch_size, max_seq_len_q, heads, head_dim]``: a view, or a copy
+    with padding rows.
 
     Args:
         metadata: its `query_layout` decides between view and copy.
-        query: ``[num_tokens, heads, head_dim]``; rows after the requests' own are padding and left out.
+        query: ``[num_tokens, heads, head_dim]``. Rows after the requests' rows are padding and are left out.
         padded: the tensor for a copy; None: a new tensor.
 
     Raises:
@@ -278,8 +278,8 @@ def prepare_mla_prefill(
 
 
 def _num_rows(metadata: TRTLLMMLADecodeMetadata) -> int:
-    """Return how many query rows a pass reads and writes: `sum_seq_lens_q` if the metadata has it, else ``max_seq_len_q`` per
-    request.
+    """Return the number of query rows that a pass reads and writes: `sum_seq_lens_q` if the metadata has it, else
+    ``max_seq_len_q`` per request.
     """
     if metadata.sum_seq_lens_q is not None:
         return metadata.sum_seq_lens_q

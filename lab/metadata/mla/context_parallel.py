@@ -52,8 +52,8 @@ class DecodeContextParallel:
         return ((lens - self.rank + self.size - 1) // self.size).clamp(min=0).to(torch.int32)
 
     def local_bound(self, most: int) -> int:
-        """Return how many tokens of a request with `most` tokens this rank owns. It is at least 1, because a kernel's schedule
-        needs a positive bound.
+        """Return how many of `most` tokens of a request this rank owns. It is at least 1, because a kernel's schedule needs a
+        positive bound.
         """
         return max((most - self.rank + self.size - 1) // self.size, 1)
 
@@ -73,7 +73,7 @@ def build_mla_dcp_metadata(
 ) -> TRTLLMMLADecodeMetadata:
     """Build one rank's metadata of an eager decode, draft step or verification (SGLang 0.5.23).
 
-    ``seq_lens_k`` has the number of keys of each request that the rank owns, perhaps 0. ``global_seq_lens_k`` has the number of
+    ``seq_lens_k`` has the number of each request's keys that the rank owns, 0 or more. ``global_seq_lens_k`` has the number of
     all keys, as `build_mla_decode_metadata` counts them. Column c of the table has ``req_to_token[request, rank + c * size *
     page_size] // size // page_size`` for each page with a token of the rank, then -1. The table is wide enough for whole
     requests.

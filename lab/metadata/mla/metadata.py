@@ -54,8 +54,8 @@ class TRTLLMMLADecodeMetadata:
             ``block_tables``). In an eager pass -1 follows the live pages.
         seq_lens_k: ``[batch_size]`` int32, the keys of each request (the call's ``seq_lens``). If query rows are padded, the
             padding counts.
-        max_seq_len_k: a bound of the keys of one request that the host knows: from the batch's host lengths, or else the pool's
-            ``max_context_len``. The call adds the query rows of a verification or draft extend.
+        max_seq_len_k: an upper bound of the keys of one request, computed on the host: the largest host length, or else the
+            pool's ``max_context_len``. The call adds the query rows of a verification or draft extend.
         max_seq_len_q: query rows of each request, padding included.
         query_layout: how the query rows become ``[batch_size, max_seq_len_q, ...]``.
         sum_seq_lens_q: how many query rows a draft extend or ragged verification reads and writes; None in other passes. An
@@ -114,7 +114,7 @@ class TRTLLMMLAPrefillMetadata:
     """The metadata that the MLA backend keeps for a prefill, whose new tokens attend to each other without the cache.
 
     Attributes:
-        max_seq_len: most new tokens of one request.
+        max_seq_len: largest number of new tokens of a request.
         cum_seq_lens: ``[batch_size + 1]`` int32, 0 and the running sum of ``seq_lens``, for queries and keys.
         seq_lens: ``[batch_size]`` int32, new tokens of each request, without its cached prefix. SGLang keeps the dtype of its
             lengths, int64 in production, but FlashInfer 0.7.2 reads them as int32.
@@ -227,8 +227,7 @@ def replan_outgrown(
     batch: ForwardBatch,
     build: Callable[[ForwardBatch], TRTLLMMLADecodeMetadata],
 ) -> TRTLLMMLADecodeMetadata:
-    """Return the metadata of an eager pass, built anew by ``build(batch)`` if requests have been added to the batch since it
-    was built.
+    """Return a pass's metadata, built again by ``build(batch)`` if padding has added requests to the batch since it was built.
 
     SGLang builds the metadata of a draft extend, and of some verifications, before it pads the batch for data parallelism. Its
     `forward_decode` and `forward_extend` (0.5.23) build it again if padding added requests, but not if it only added rows.

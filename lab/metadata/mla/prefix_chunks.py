@@ -1,8 +1,8 @@
 """Attend to the cached prefixes of an MLA prefill in chunks: one call per chunk over dense keys and values, merged by the LSE.
 
-A prefill's new tokens attend to each other in one causal call. Every layer projects the keys and values of cached prefixes from
-the cache's entries. It does so chunk by chunk, to save memory. Each chunk has the same number of tokens of every request, in
-order, and no tokens of a request whose prefix has ended.
+A prefill's new tokens attend to each other in one causal call. For cached prefixes, every layer projects keys and values from
+the cache's entries, chunk by chunk to save memory. Each chunk has the same number of tokens of every request, in order, and no
+tokens of a request whose prefix has ended.
 
 The sources in SGLang 0.5.23 are `prepare_chunked_prefix_cache_info` of `forward_batch_deepseek_mha_mixin.py` in
 `sglang/srt/model_executor/`, the call in `TRTLLMMLABackend.forward_extend`, the merge in `_chunked_prefix_attn_mha` of
@@ -35,7 +35,7 @@ class PrefixChunk:
     Attributes:
         seq_lens: ``[batch_size]`` int32, tokens of each request, 0 or more.
         cum_seq_lens: ``[batch_size + 1]`` int32, 0, then the running sum of ``seq_lens``.
-        max_seq_len: most tokens of one request.
+        max_seq_len: largest number of tokens of a request.
         kv_indices: ``[num_tokens]`` int32, slots of the tokens, request after request.
         has_empty: True if a request has no token in the chunk: its rows are corrected after the call.
     """
@@ -53,7 +53,7 @@ def plan_prefix_chunks(batch: ForwardBatch, pool: KVPool, capacity: int = CHUNK_
     Args:
         batch: a prefill.
         pool: the pool that holds the batch's requests, on the same device.
-        capacity: most tokens of a chunk; each request gets ``capacity // batch_size`` tokens.
+        capacity: largest number of tokens in a chunk; each request gets ``capacity // batch_size`` tokens.
 
     Raises:
         ValueError: the mode is another, a length is missing, or the capacity is below the number of requests, for which SGLang

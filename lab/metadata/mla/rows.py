@@ -1,5 +1,5 @@
-"""Copy query rows into a tensor with equal padded blocks per request, copy outputs back, and merge partial outputs by their
-LSEs.
+"""Copy query rows into a tensor that pads each request to the same number of rows, copy outputs back, and merge partial outputs
+by their LSEs.
 
 The host reads nothing, so all functions can be captured in a CUDA graph. Rows move as bytes: torch cannot gather every 8-bit
 float.
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def pad_draft_extend_query(query: Tensor, seq_lens_q: Tensor, cu_seqlens_q: Tensor, padded: Tensor) -> Tensor:
-    """Copy each request's query rows to the front of its block in `padded`, and write zeros to the rest of the block.
+    """Copy each request's query rows to the front of its block (row of `padded`), and write zeros to the rest of the block.
 
     Args:
         query: ``[num_rows, heads, head_dim]``; rows after the last request's are padding.

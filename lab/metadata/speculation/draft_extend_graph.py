@@ -23,7 +23,9 @@ from lab.named_enum import NamedEnum
 
 
 class DraftExtendOutput(NamedEnum):
-    """The rows whose logits a draft extend computes. Each request has d rows; accept_lens is the number of accepted rows."""
+    """The rows of a draft extend whose logits are computed. Each request has d rows; accept_lens is the number of accepted
+    ones.
+    """
 
     ALL_ROWS = "all rows"  # SGLang 0.5.13, 0.5.14: logits and hidden states of all batch_size * d rows
     # The same, and the most probable token of each row, which nobody reads: what the body captured by 0.5.13 computes.
@@ -55,8 +57,8 @@ class DraftInputs:
     Attributes:
         input_ids: int64 [num_tokens].
         hidden_states: [num_tokens, hidden_size], the target model's hidden states.
-        select_index: int64 [batch_size], the row of each request whose logits `DraftExtendOutput.SELECTED_ROW` computes; other
-            forms do not read it.
+        select_index: int64 [batch_size], for `DraftExtendOutput.SELECTED_ROW`: the row of each request whose logits are
+            computed.
     """
 
     input_ids: Tensor
@@ -132,7 +134,7 @@ def supports_draft_extend_graph(backend: object) -> bool:
 
 
 class DraftModel(Protocol):
-    """The draft model that a graph runs, such as `studies.stand_in_model.StandInModel`."""
+    """A protocol: the draft model that a graph runs, such as `studies.stand_in_model.StandInModel`."""
 
     def new_inputs(self, max_batch_size: int, max_num_tokens: int) -> DraftInputs:
         """Return zero-filled input buffers. Zeros are valid token ids and row indices."""
@@ -179,7 +181,7 @@ def model_body(
 
 
 class DraftExtendGraph:
-    """Graphs of a draft model's ``DRAFT_EXTEND_V2`` for several batch sizes, as SGLang's draft-extend runner keeps them.
+    """CUDA graphs of a draft model's ``DRAFT_EXTEND_V2`` for several batch sizes, like those of SGLang's draft-extend runner.
 
     Args:
         backend: the attention backend of the model.
@@ -225,7 +227,7 @@ class DraftExtendGraph:
     def can_run(self, batch: ForwardBatch) -> bool:
         """Return True if a graph can run this batch: it has the captured number of rows per request and fits a captured size.
 
-        A batch whose `num_tokens_per_req` is not set (-1 here, 0 in SGLang) can run if it has the captured number of rows.
+        If `num_tokens_per_req` is not set (-1 here, 0 in SGLang), the batch's number of rows decides.
         """
         bs, sizes = batch.batch_size, self.runner.captured
         stated = -1 if batch.spec_info is None else batch.spec_info.num_tokens_per_req

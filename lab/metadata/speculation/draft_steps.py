@@ -1,4 +1,4 @@
-"""The metadata of every step of a multi-step draft on TRT-LLM MHA or MLA, with and without the unused work of SGLang's common
+"""The metadata of every step of a multi-step draft on TRT-LLM MHA or MLA, with or without the unused lists of SGLang's common
 template.
 
 A draft of ``speculative_num_steps`` steps begins with the draft extend and then runs the draft model ``speculative_num_steps -
@@ -57,7 +57,8 @@ class MultiStepDraft:
 
     Attributes:
         attention: the attention backend of the draft model.
-        speculative_num_steps: 2 to 8; the draft has one decode pass less. In a frozen-KV draft 1 to 8, the number of passes.
+        speculative_num_steps: 2 to 8, one more than the draft's decode passes; in a frozen-KV draft 1 to 8, the number of
+            passes.
         plan: which launches make the metadata. The values of the metadata are the same for every plan. A frozen-KV draft always
             has one launch and no common template.
         topk: branches per request. It is 1 (a chain) for the TRT-LLM backends, except in a frozen-KV draft, where each branch
@@ -116,9 +117,7 @@ class DraftBuffers:
 
 @dataclass(frozen=True, eq=False)
 class PreparedDraft:
-    """The metadata of every draft step, and the function `write`. Each call of `write` fills the metadata from the present
-    contents of the batch's tensors.
-    """
+    """The metadata of every draft step, and a function `write` that fills it from the batch's current contents."""
 
     steps: tuple[DraftStep, ...]
     write: Callable[[], None]
@@ -156,11 +155,11 @@ def allocate_draft(draft: MultiStepDraft, pool: KVPool, max_batch_size: int) -> 
 
 
 def prepare_draft(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buffers: DraftBuffers) -> PreparedDraft:
-    """Check the batch, and return the metadata buffers of its steps with a `write` that fills them. A CUDA graph can capture
-    `write`.
+    """Check the batch, and return the metadata buffers of its steps with a function `write` that fills them. A CUDA graph can
+    capture `write`.
 
     Args:
-        draft: the backend.
+        draft: the configuration of the draft.
         batch: a decode batch, whose ``seq_lens`` do not count the drafted tokens. Without host lengths, a step's ``kv_indices``
             is the whole row. A frozen-KV draft takes a batch of `lab.metadata.speculation.frozen_kv.frozen_kv_batch`.
         pool: the pool that holds the requests.

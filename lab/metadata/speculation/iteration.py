@@ -15,8 +15,8 @@ from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 
 @dataclass(frozen=True, eq=False)
 class PreparedIteration:
-    """The metadata of every pass of one speculative iteration, and the function that fills it from the present contents of the
-    batch's tensors.
+    """The metadata of every pass of one speculative iteration, and a function `write` that fills it from the current contents
+    of the batch's tensors.
 
     Attributes:
         draft_steps: metadata of one decode pass per step, with lengths ``seq_lens + step + 1``.
@@ -42,9 +42,9 @@ def prepare_iteration(
     Args:
         verify: a TARGET_VERIFY batch, which defines requests, lengths and draft width of all passes. ``seq_lens`` stops at the
             last accepted token.
-        pool: the request table and slots, without sliding-window pages. In SGLang draft and target share them, and each has its
-            own caches.
-        speculative_num_steps: number of draft steps; the draft has one decode pass less.
+        pool: the request table and slots, without sliding-window pages. In SGLang, draft and target share table and slots, but
+            not caches.
+        speculative_num_steps: number of draft steps, one more than the draft's decode passes.
         share_table: use one page table for all passes, because their pages are the same. It has the pages of the longest pass.
 
     Raises:

@@ -1,5 +1,5 @@
-"""The masks of a target verification: a bool mask, filled while the draft tree is built, and a packed mask, which the decode
-call reads.
+"""The masks of a target verification: a bool mask that is filled while the draft tree is built, and a packed mask for the
+decode call.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from lab.named_enum import NamedEnum
 
 
 class VerifyMaskForm(NamedEnum):
-    """Which keys have a cell in the mask. Each request has d draft tokens.
+    """Which keys have a cell in the mask of a verification. Each request has d draft tokens.
 
     FULL: a request of L tokens has a block ``[d, L + d]``, and the blocks lie end to end, as in SGLang 0.5.13 and 0.5.14.
     QLEN_ONLY: a block is ``[d, d]``, only draft tokens, as in SGLang 0.5.23 if no kernel reads the mask.
@@ -71,7 +71,7 @@ def verify_mask_cells(
     max_context_len: int,
     seq_lens_sum: int | None = None,
 ) -> int:
-    """Return the number of mask cells of one step, one byte each: the size that a step without a preallocated buffer allocates.
+    """Return the number of mask cells of one step, of one byte each. A step without a preallocated buffer allocates them.
 
     Args:
         form: FULL has ``d * seq_lens_sum + batch_size * d * d`` cells, QLEN_ONLY ``batch_size * d * d``.
@@ -120,7 +120,7 @@ def preallocate_verify_mask(
 
     Args:
         form: which keys have a cell.
-        max_batch_size, max_context_len: most requests of a batch, and most tokens of a request.
+        max_batch_size, max_context_len: largest number of requests in a batch, and of tokens in a request.
         num_draft_tokens: d; None or 0 without speculation.
         device: device of the buffer.
         skip_prefill: the backend belongs to draft steps, which do not verify.

@@ -21,8 +21,8 @@ FUSED_MHA = TRTLLMMHABackend()
 
 
 class CapturedVerify(VerifyBackend):
-    """The inputs and the metadata of a verify pass in CUDA graphs, for each captured batch size. A plan loads the inputs and
-    rebuilds the metadata before a graph is replayed.
+    """The inputs and the metadata of a verify pass in CUDA graphs, for each captured batch size. A plan writes both before a
+    graph is replayed.
 
     Args:
         pool: the pool that holds the requests.
@@ -92,7 +92,8 @@ class ChainVerify(CapturedVerify):
 
     Args:
         pool, num_draft_tokens, batch_sizes, attention: as in `CapturedVerify`.
-        verify_mask: a buffer for the mask that building a tree fills, so that no draft allocates it. No kernel reads it.
+        verify_mask: a buffer for the mask that is filled while a tree is built, so that no draft allocates one. No kernel reads
+            it.
     """
 
     fix_up = FixUp.NONE
@@ -109,7 +110,7 @@ class ChainVerify(CapturedVerify):
         super().__init__(pool, num_draft_tokens, batch_sizes, attention)
 
     def get_verify_buffers_to_fill_after_draft(self) -> VerifyBuffers:
-        """Return ``[mask, None]``: the buffer of `verify_mask` or None, and no buffer for positions."""
+        """Return ``[mask, None]``: the buffer of `verify_mask` (or None), and None for positions."""
         return [None if self.verify_mask is None else self.verify_mask.buffer, None]
 
 

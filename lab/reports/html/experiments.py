@@ -1,4 +1,4 @@
-"""Show recorded experiments on the page: pictures, the facts of a whole file, and a table per list of rows."""
+"""Show recorded experiments on the page: pictures, single values, and a table for each list of rows."""
 
 import io
 from base64 import b64encode
@@ -36,10 +36,11 @@ class Picture:
 
 
 def experiment_part(file: RecordedFile) -> dict[str, Any]:
-    """Return the page's part about a file of `FileKind.EXPERIMENT`, which maps any keys to facts and to lists of rows.
+    """Return the part of the page about a file of `FileKind.EXPERIMENT`. Its keys become single values (facts) or tables (lists
+    of rows).
 
-    The facts omit the environment, because the page has one table of all files' environments. The question is "" if the package
-    that recorded the experiment is not installed. `undrawn` has a sentence for each picture that cannot be drawn.
+    The facts omit the environment, because the page has one table of all files' environments. The experiment's question is ""
+    if the package that recorded it is not installed. `undrawn` has a sentence for each picture that cannot be drawn.
     """
     shown = {key: value for key, value in file.content.items() if key != "environment"}
     lists = {key: value for key, value in shown.items() if isinstance(value, list)}
@@ -71,7 +72,7 @@ def _question_and_drawings(experiment: str) -> tuple[str, Sequence[Drawing]]:
 
 
 def _pictures(file: RecordedFile, drawings: Iterable[Drawing]) -> Iterator[Picture | str]:
-    """Yield a picture for each drawing of a recorded experiment, or a sentence with the reason if it cannot be drawn."""
+    """Yield the picture of each drawing of a recorded experiment, or a sentence that says why it cannot be drawn."""
     measured_on = ", ".join(str(file.fact(name)) for name in ("gpu", "commit") if file.fact(name))
     for drawing in drawings:
         title = f"{drawing.words}: {measured_on}" if measured_on else drawing.words

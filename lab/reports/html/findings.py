@@ -1,4 +1,4 @@
-"""Show Markdown on the page, and the findings that the judge cites. A citation names a Markdown page and a heading in it."""
+"""Show Markdown on the page, and the findings that the judge cites. A citation names a Markdown page and a heading of it."""
 
 import re
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Finding:
 
     @property
     def order(self) -> tuple[int, str]:
-        """Return a sort key: the heading's number, 0 if it has none, and then the heading."""
+        """Return a sort key: (the heading's number, or 0 without one; the heading)."""
         return (int(self.label) if self.label.isdigit() else 0, self.heading)
 
     def html(self, folder: Path) -> str:

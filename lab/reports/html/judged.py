@@ -1,4 +1,4 @@
-"""Show the judge's recorded reports: the page's first section, and tables of runs, checks, faults and refusals."""
+"""Show the judge's recorded reports on the page: its first section, and tables of runs, checks, faults and refusals."""
 
 import functools
 import math
@@ -62,7 +62,7 @@ class CheckRow:
 
     @property
     def worst_right(self) -> float | None:
-        """Return the largest error over bound of the right cases; None if no right case is recorded."""
+        """Return the largest ratio of error to bound in a right case; None if no right case is recorded."""
         return _largest(case.get("worst_ratio", 0.0) for case in self.cases if case["outcome"] == RIGHT)
 
     @property
@@ -109,12 +109,12 @@ class JudgedRun:
 
     @property
     def verdict(self) -> str:
-        """Return the worst outcome of the cases; "declined" only if every case was declined, or there is no case."""
+        """Return the run's worst outcome; "declined" only if there is no case, or every case was declined."""
         return next((outcome for outcome in (*FAULTS, RIGHT) if self.counts[outcome]), DECLINED)
 
     @property
     def verdict_text(self) -> str:
-        """Return the verdict; append "but not all judged" if the judged cases are right and other cases were not judged."""
+        """Return the verdict, followed by "but not all judged" if the judged cases are right but some cases were not judged."""
         is_partial = self.verdict == RIGHT and self.record.content.get("is_right") is False
         return f"{self.verdict}, but not all judged" if is_partial else self.verdict
 
@@ -200,7 +200,7 @@ def summary_table(runs: Sequence[JudgedRun]) -> Table:
 
 
 def verdict_matrix(rows: Sequence[CheckRow]) -> Table:
-    """Make a table of one row per run and function, one column per check: the verdict and the largest error of a right case."""
+    """Make a table of one row per run and function, one column per check: the verdict, and the largest error of right cases."""
     by_function = grouped(((row.run.name, row.function), row) for row in rows)
     met = {row.key for row in rows}
     columns: Columns = {
@@ -241,7 +241,7 @@ def verdict_table(rows: Sequence[CheckRow]) -> Table:
 
 
 class _FaultGroup(NamedTuple):
-    """Faulty cases that share run, check, function, verdict and citation: their number, check row and worst case."""
+    """Faulty cases with the same run, check, function, verdict and citation: their number, check row and worst case."""
 
     num_cases: int
     row: CheckRow
@@ -296,7 +296,7 @@ def cited_findings(rows: Sequence[CheckRow]) -> list[Finding]:
 
 
 def _outcome_columns(counts_of: Callable[[Any], Mapping[str, int]]) -> Columns:
-    """Return one column per outcome with the number of cases; `counts_of` returns a record's counts by outcome."""
+    """Return one column per outcome, with the number of cases. `counts_of` returns these numbers for a record."""
 
     def count(outcome: str, record: Any) -> Cell:
         return number(counts_of(record).get(outcome, 0))
@@ -310,7 +310,7 @@ def _links_to(findings: Sequence[Finding]) -> Cell:
 
 
 def _percent(ratio: float | str | None) -> Cell:
-    """Return a cell of a ratio in percent; None is shown as a dash.
+    """Return a cell that shows a ratio in percent. None is shown as a dash.
 
     The judge records "inf" for an output that is not finite, because JSON has no infinity.
     """

@@ -1,4 +1,4 @@
-"""Write the page: one HTML file that needs no other file. Its Content-Security-Policy forbids the browser all requests.
+"""Write the page: one HTML file that needs no other file. Its Content-Security-Policy forbids all requests by the browser.
 
 The page contains the JavaScript library DataTables, which the package itables ships, so that readers can sort and filter tables
 offline. Without JavaScript the tables are plain and show all rows.
@@ -26,7 +26,7 @@ OVERVIEW = "experiments.md"  # a page that `lab experiments changes` writes
 
 
 def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
-    """Return the page, as HTML, for the recorded files of `read_folder` and for the Markdown files in the folder."""
+    """Return the page as HTML. It shows `files`, the result of `read_folder`, and the Markdown files of the folder."""
     environment = Environment(
         loader=PackageLoader("lab.reports.html", "."),
         autoescape=True,
@@ -70,7 +70,7 @@ def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
 
 
 def _outline(content: Any) -> str:
-    """Describe, in a few words, the content of a file that the page does not show."""
+    """Return a short description of the content of a file that the page does not show."""
     if isinstance(content, Mapping):
         return ", ".join(content)
     return f"a list of {len(content)} items" if isinstance(content, list) else f"{content!r} alone"
@@ -103,7 +103,7 @@ def _fact(keys: Sequence[str], file: RecordedFile) -> Cell:
 
 
 def _timed_part(run: RecordedRun, name: str) -> dict[str, Any]:
-    """Return the page's part of a benchmark run. The ids of its tables begin with `name`."""
+    """Return the part of the page about a benchmark run. The ids of its tables begin with `name`."""
     return {
         "name": run.path.name,
         "recorded_at": run.recorded_at,

@@ -27,13 +27,13 @@ FLOOR: dict[str, Any] = {"linestyle": "--", "color": TEXT_COLOUR, "linewidth": 1
 
 @dataclass(frozen=True)
 class Drawing:
-    """A picture of an experiment's recording, shown on the page.
+    """A picture of a recorded experiment, which the page shows.
 
-    The module of `studies.pictures` that is named like a study lists its pictures as `DRAWINGS`.
+    A study's pictures are listed as `DRAWINGS` in the module of `studies.pictures` with the same name.
 
     Attributes:
         key: key of the drawn value in the recording.
-        words: description of the figure.
+        words: description of the picture.
         draw: makes the figure from the value and a title; raises ValueError with the reason if the value lacks data.
     """
 
@@ -87,7 +87,7 @@ def one_panel(title: str, height_inches: float, **more: Any) -> tuple[Figure, Ax
 def lane_panels(
     title: str, names: Iterable[str], lanes: Sequence[str], end: float, across: str
 ) -> tuple[Figure, list[Axes]]:
-    """Make one panel per name with a shared time axis from 0 to `end`. The first lane is at the top; see `draw_span`."""
+    """Make one panel per name, with a time axis from 0 to `end` and the given lanes, the first at the top (`draw_span`)."""
     listed = list(names)
     figure, drawn = panels(title, 1.1 + 1.15 * len(listed), len(listed), grid="x")
     for axes, name in zip(drawn[:, 0], listed, strict=True):
@@ -99,7 +99,7 @@ def lane_panels(
 
 
 def draw_span(axes: Axes, lane: int, start: float, end: float, **look: Any) -> None:
-    """Draw a bar in a lane of a panel of `lane_panels`."""
+    """Draw a bar from `start` to `end` in one lane of a panel from `lane_panels`."""
     axes.add_patch(Rectangle((start, lane), end - start, 0.8, **look))
 
 
@@ -114,7 +114,7 @@ def name_axes(axes: Axes, across: str = "", upwards: str = "") -> None:
 
 
 def name_lines(axes: Axes, names: Sequence[str]) -> None:
-    """Label the lines of a chart from the top, at y = 0, 1, 2 and so on."""
+    """Label the horizontal lines of a chart from top to bottom. Line n is at y = n."""
     axes.set_yticks(range(len(names)), names, fontsize=FONT_POINTS)
     axes.set_ylim(len(names) - 0.5, -0.5)
 
@@ -138,7 +138,7 @@ def in_short(number: int) -> str:
 
 
 def legend_below(figure: Figure, columns: int, keys: Iterable[Artist] | None = None, *more: Artist) -> None:
-    """Add one legend below the panels, with `keys`, or by default each label once, followed by `more`."""
+    """Add one legend below the panels. It has `keys` (by default every label once), followed by `more`."""
     if keys is None:
         labelled: dict[str, Artist] = {}
         for axes in figure.axes:
@@ -156,7 +156,7 @@ def assigned(names: Sequence[str], looks: Sequence[str]) -> dict[str, str]:
 
 
 def fill(colour: str, throttled: bool) -> dict[str, Any]:
-    """Return the style of a bar, which is hatched if the GPU's clocks were reduced during the measurement."""
+    """Return the style of a bar. The bar is hatched if the GPU's clocks were reduced during the measurement."""
     return {"facecolor": "white" if throttled else colour, "edgecolor": colour, "hatch": HATCH if throttled else None}
 
 

@@ -19,7 +19,8 @@ NUMBERS_SHARE = 0.07  # share of the axis's length, at its left, for the number 
 
 
 def roofline_figure(rows: Sequence[Row], title: str, ceilings: Mapping[str, Any]) -> Figure:
-    """Draw rates against intensity under the roofs: a colour per implementation, a marker per mode, hollow if throttled.
+    """Draw rates against intensity under the roofs, with a colour per implementation and a marker per mode, hollow if
+    throttled.
 
     A roof is the least of the memory's and the matrix units' rate, as in Williams, Waterman and Patterson 2009; `ceilings` are
     `lab.timing.Ceilings.facts`, of which a roof needs both rates. The rows must have operations and bytes.
@@ -109,5 +110,5 @@ def _throttled_key(rows: Sequence[Row]) -> list[Artist]:
 
 
 def _ranked(names: Iterable[str]) -> list[str]:
-    """Return each name once. Names without a dot come before peers, so that a name keeps its look between runs."""
+    """Return each name once, those without a dot first, so that these keep their style between runs with other peers."""
     return sorted(set(names), key=lambda name: ("." in name, name))
