@@ -15,6 +15,7 @@ from lab.commands.compare import ab, compare
 from lab.commands.dry_run import dry_run
 from lab.commands.implementations import implementations
 from lab.commands.judge import judge
+from lab.commands.record import record
 from lab.commands.recorded import recorded
 from lab.commands.releases import releases
 from lab.commands.report import html, report
@@ -51,6 +52,7 @@ JUDGING, TIMING, RECORDED = "Is it right?", "Is it fast?", "What was recorded"
 app.command(rich_help_panel=JUDGING)(judge)
 app.command(rich_help_panel=JUDGING)(checks)
 app.command(rich_help_panel=JUDGING)(implementations)
+app.command(rich_help_panel=JUDGING)(record)
 # `lab bench` passes every option except its own to pytest.
 app.command(rich_help_panel=TIMING, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(bench)
 app.command(rich_help_panel=TIMING)(ab)

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lab.calls.problem import AttentionCall
+from lab.recorded import own_form
 from lab.recorded.call import RecordedCall, RecordingError
 from lab.recorded.flashinfer_dumps import DumpedCall, dumped_calls
-from lab.recorded.own_form import OwnCall, own_calls
 
 NAME_OF_OUTPUTS = "lab.recorded:OUTPUTS"  # the judge imports the recorded outputs by this name
 _NUMBERED = re.compile(r"(.+)#(\d+)")
@@ -48,8 +48,9 @@ class RecordedCase:
             RecordingError: the call cannot be read.
         """
         path = Path(self.path)
-        form = OwnCall if path.suffix == ".pt" else DumpedCall
-        return form(path, self.interface.value, self.time, replay=self.replay).read()
+        if path.suffix == ".pt":
+            return own_form.read(path)
+        return DumpedCall(path, self.interface.value, self.time, replay=self.replay).read()
 
 
 class _RecordedOutputs:
@@ -82,7 +83,7 @@ def recorded_cases(recording: Path | str) -> list[RecordedCase]:
     if not folder.is_dir():
         raise RecordingError(f"{folder} is no folder of recorded calls")
     judged = {each.value for each in AttentionCall}
-    there: list[DumpedCall | OwnCall] = [*dumped_calls(folder), *own_calls(folder)]
+    there: list[DumpedCall | own_form.OwnCall] = [*dumped_calls(folder), *own_form.own_calls(folder)]
     calls = [call for call in there if call.function in judged or not call.function]
     cases = [  # a call with a damaged record counts as a decode call, and is declined
         RecordedCase(

@@ -2,7 +2,7 @@
 
 import importlib.abc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -11,43 +11,39 @@ Function = Callable[..., Any]
 
 
 class Wrapping(importlib.abc.MetaPathFinder):
-    """Replaces functions by wrappers.
+    """Replaces functions by wrappers, in the attributes of all modules, whatever the attribute's name.
 
-    A function is found by its name in the modules of some packages. It is replaced in every module's attributes, whatever the
-    attribute's name. A module of the packages that is imported later is searched right after its code has run, so that all who
-    import the function from it get the wrapper.
+    A module of the packages that is imported later is searched right after its code has run, so that all who import a function
+    from it get the wrapper.
 
     Args:
         wrap: returns the wrapper of a function, given the function's name and the function.
         names: names of the functions.
-        packages: modules, or names of packages, that define the functions.
+        packages: modules, or names of packages, that have the functions.
     """
 
     def __init__(
         self, wrap: Callable[[str, Function], Function], names: Sequence[str], packages: Sequence[Any]
     ) -> None:
         self._wrap, self._names = wrap, names
-        self._modules = [each for each in packages if not isinstance(each, str)]
         self._packages = tuple(each if isinstance(each, str) else each.__name__ for each in packages)
-        self._wrapper_of: dict[int, tuple[Function, Function]] = {}  # id of a function -> the function and its wrapper
+        self._wrappers: dict[int, tuple[Function, Function]] = {}  # id of a function -> the function and its wrapper
 
     def install(self) -> None:
         """Wrap the functions in all modules, and begin to watch imports."""
-        for module in [*self._modules, *_loaded()]:
-            self._search(module)
-        self._replace({id(function): wrapper for function, wrapper in self._wrapper_of.values()})
+        for module in filter(self._watches, list(sys.modules)):
+            self._search(sys.modules[module])
+        _replace({key: wrapper for key, (_, wrapper) in self._wrappers.items()}, *sys.modules.values())
         sys.meta_path.insert(0, self)
 
     def remove(self) -> None:
         """Put the functions back in all modules, and stop watching imports."""
         sys.meta_path.remove(self)
-        self._replace({id(wrapper): function for function, wrapper in self._wrapper_of.values()})
+        _replace({id(wrapper): function for function, wrapper in self._wrappers.values()}, *sys.modules.values())
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Find a module of the packages as the other finders do, and let its loader search it after its code has run."""
-        if not self._watches(fullname):
-            return None
-        others = [each for each in sys.meta_path if each is not self and hasattr(each, "find_spec")]
+        others = [each for each in sys.meta_path if each is not self and self._watches(fullname)]
         spec = next(filter(None, (each.find_spec(fullname, path, target) for each in others)), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
@@ -55,7 +51,7 @@ class Wrapping(importlib.abc.MetaPathFinder):
             def execute_and_search(module: ModuleType) -> None:
                 execute(module)
                 self._search(module)
-                _replace_in(module, {key: wrapper for key, (_, wrapper) in self._wrapper_of.items()})
+                _replace({key: wrapper for key, (_, wrapper) in self._wrappers.items()}, module)
 
             spec.loader.exec_module = execute_and_search  # type: ignore[method-assign]
         return spec
@@ -64,26 +60,18 @@ class Wrapping(importlib.abc.MetaPathFinder):
         return any(name == package or name.startswith(f"{package}.") for package in self._packages)
 
     def _search(self, module: ModuleType) -> None:
-        """Make a wrapper of each function that a module of the packages has."""
-        if not self._watches(module.__name__):
-            return
-        wrappers = {id(wrapper) for _, wrapper in self._wrapper_of.values()}
+        """Make the wrappers of the functions that a module has."""
+        wrappers = {id(wrapper) for _, wrapper in self._wrappers.values()}
         for name in self._names:
-            function = vars(module).get(name)
-            if callable(function) and id(function) not in self._wrapper_of and id(function) not in wrappers:
-                self._wrapper_of[id(function)] = function, self._wrap(name, function)
-
-    def _replace(self, new: dict[int, Function]) -> None:
-        for module in [*self._modules, *_loaded()]:
-            _replace_in(module, new)
+            function = getattr(module, "__dict__", {}).get(name)
+            if callable(function) and id(function) not in wrappers | self._wrappers.keys():
+                self._wrappers[id(function)] = function, self._wrap(name, function)
 
 
-def _loaded() -> list[ModuleType]:
-    return [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
-
-
-def _replace_in(module: ModuleType, new: dict[int, Function]) -> None:
-    space = vars(module)
-    for name, value in list(space.items()):
-        if id(value) in new:
-            space[name] = new[id(value)]
+def _replace(new: Mapping[int, Function], *modules: ModuleType) -> None:
+    """Replace attributes of modules: each whose id is a key."""
+    for module in modules:
+        space = getattr(module, "__dict__", {})
+        for name, value in list(space.items()):
+            if id(value) in new:
+                space[name] = new[id(value)]

@@ -1,0 +1,57 @@
+"""`lab record`: run a server, and record the attention calls that it makes."""
+
+import json
+import math
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from lab.commands.options import list_option, refuse
+
+
+def record(
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="the server's command line")],
+    out: Annotated[Path, Option(file_okay=False, help="the folder of the recorded calls")],
+    functions: Annotated[
+        list[str], list_option(str, "packages that have the functions", "NAME,...", default="flashinfer")
+    ],
+    every: Annotated[int, Option(min=1, help="record each n-th call of the chosen layers")] = 1,
+    layers: Annotated[list[int] | None, list_option(int, "record calls of these layers; all if left out")] = None,
+    from_s: Annotated[float, Option(min=0, help="begin so many seconds after the first import of FlashInfer")] = 0,
+    until_s: Annotated[float, Option(min=0, help="end so many seconds after it", show_default="never")] = math.inf,
+    longest: Annotated[int, Option(min=0, help="record calls whose longest request has so many keys")] = 0,
+    non_finite: Annotated[bool, Option("--non-finite", help="record calls with NaN or Inf in the output")] = False,
+    shadow: Annotated[
+        int, Option(min=0, help="judge each n-th call at once, and record it if it is wrong; 0: none")
+    ] = 0,
+    e4m3_arithmetic: Annotated[
+        bool, Option("--e4m3-arithmetic", help="--shadow: the kernel rounds its operands to e4m3")
+    ] = False,
+    before: Annotated[
+        bool, Option("--before", help="write the inputs before each call, for a call that crashes")
+    ] = False,
+    most_calls: Annotated[int, Option(min=1, help="the most calls of each process")] = 1000,
+    most_gb: Annotated[float, Option(min=0, help="the most gigabytes of each process")] = 20.0,
+) -> None:
+    """Run a command, and record FlashInfer's attention calls in all its Python processes for `lab judge --calls`.
+
+    The exit status is the command's. A file has only the pages of K and V that its call reads; it contains data of the users'
+    requests.
+    """
+    from lab.recorded import start
+    from lab.recorded.recorder import ENVIRONMENT, Triggers
+
+    chosen = tuple(layers or ())
+    triggers = Triggers(every, chosen, from_s, until_s, longest, non_finite, shadow, e4m3_arithmetic=e4m3_arithmetic)
+    limits = {"most_calls": most_calls, "most_bytes": int(most_gb * 1e9), "before": before}
+    settings = {"out": str(out.resolve()), "triggers": asdict(triggers), "functions": functions, **limits}
+    if (program := shutil.which(command[0])) is None:
+        refuse(f"there is no command {command[0]}")
+    path = os.pathsep.join(filter(None, (*start.__path__, os.environ.get("PYTHONPATH"))))
+    typer.echo(f"lab: calls are recorded in {out}; judge them with lab judge --calls {out}", err=True)
+    os.execve(program, command, {**os.environ, ENVIRONMENT: json.dumps(settings), "PYTHONPATH": path})

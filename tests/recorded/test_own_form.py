@@ -1,0 +1,327 @@
+"""A call in the lab's own form holds what the call reads, and is read as it was made."""
+
+import contextlib
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lab import references
+from lab.calls import AttentionCall
+from lab.calls.problem import E4M3
+from lab.checks import Outcome
+from lab.checks.run.judge import judge_calls
+from lab.recorded import own_form
+from lab.recorded.call import ALIGNMENT_BYTES, RecordedCall, RecordingError
+from lab.recorded.case import recorded_cases
+from lab.recorded.recorder import record
+from tests.cases import BATCHES, DECODE, arguments_of, mirrors, random_batch
+from tests.recorded.record_calls import decode_arguments
+
+ABOUT = {
+    "time": "20261126_101112_131415",
+    "number": 7,
+    "process": 1,
+    "layer": None,
+    "replay": 0,
+    "versions": {"flashinfer": "0.7.2"},
+    "gpu": "NVIDIA H100",
+}
+CONSTANT_BYTES = 16 * 1024  # of a file: names, shapes, and 64 bytes of alignment for each tensor
+
+
+def _write(folder: Path, arguments: dict[str, Any], function: str = DECODE, **about: Any) -> Path:
+    """Write a call with its results, as the references return them."""
+    kept = own_form.record_of(AttentionCall(function), arguments, ABOUT | about)
+    returned = getattr(references, function)(**arguments)
+    out, lse = returned if isinstance(returned, tuple) else (returned, None)
+    folder.mkdir(exist_ok=True)
+    return own_form.write(folder, kept | {"out": own_form.kept(out), "lse": own_form.kept(lse)})
+
+
+def _outcome(recording: Path | str, **settings: Any) -> Outcome:
+    (verdict,) = judge_calls(recording, device="cpu", isolated=False, **settings).verdicts
+    return verdict.outcome
+
+
+@pytest.mark.parametrize("function", BATCHES)
+def test_a_call_of_each_function_is_right_by_its_output_and_by_a_call_of_its_inputs(
+    tmp_path: Path, function: str
+) -> None:
+    arguments = arguments_of(function, BATCHES[function]([3, 3], [20, 37]))
+    _write(tmp_path, arguments, function)
+    assert _outcome(tmp_path) is Outcome.RIGHT
+    assert _outcome(tmp_path, implementation=references) is Outcome.RIGHT
+
+
+@pytest.mark.parametrize("function", BATCHES)
+def test_tensors_that_are_no_pages_are_read_as_they_were(tmp_path: Path, function: str) -> None:
+    batch = BATCHES[function]([3, 3], [20, 37])
+    arguments = arguments_of(function, batch) | (
+        mirrors(batch) if function == "trtllm_ragged_attention_deepseek" else {}
+    )
+    call = own_form.read(_write(tmp_path, arguments, function))
+    assert call.function.value == function
+    assert call.given.keys() == arguments.keys()
+    for name, value in arguments.items():
+        if name in (*own_form.POOLS, *own_form.UNKEPT, "block_tables"):
+            continue
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(call.given[name], value), name
+            assert (call.given[name].stride(), call.given[name].dtype) == (value.stride(), value.dtype)
+        else:
+            assert call.given[name] == value, name
+    assert call.out is not None
+    assert (call.gpu, call.versions, call.lost) == ("NVIDIA H100", {"flashinfer": "0.7.2"}, ())
+
+
+def test_only_the_pages_that_are_read_are_kept_in_the_order_of_their_ids(tmp_path: Path) -> None:
+    arguments = decode_arguments()
+    arguments["block_tables"][0, 1], arguments["block_tables"][1, 2] = -1, 1000
+    call = own_form.read(_write(tmp_path, arguments))
+    tables, lengths = arguments["block_tables"], arguments["seq_lens"]
+    read = [(request, column) for request in range(3) for column in range(-(-int(lengths[request]) // 16))]
+    assert call.pages == tuple(sorted({int(tables[each]) for each in read}))
+    for cache, whole in zip(call.given["kv_cache"], arguments["kv_cache"], strict=True):
+        assert len(cache) == len(call.pages) < len(whole)
+        assert cache.stride() == whole.stride()
+        for each in read:
+            page = int(call.given["block_tables"][each])
+            assert torch.equal(cache[page], whole[tables[each]])  # with what follows the last token
+            assert call.pages[page] == tables[each]
+    unread = call.given["block_tables"][0]
+    assert unread[1:].tolist() == [-1, 0]
+    assert call.given["block_tables"][1, 2] == 1000
+
+
+@pytest.mark.parametrize("wrong", [-3, 99])
+def test_a_page_outside_the_pool_survives(tmp_path: Path, wrong: int) -> None:
+    arguments = decode_arguments()
+    arguments["block_tables"][2, 1] = wrong
+    kept = own_form.record_of(AttentionCall.DECODE, arguments, ABOUT)
+    own_form.write(tmp_path, kept)
+    (verdict,) = judge_calls(tmp_path, device="cpu", isolated=False).verdicts
+    assert f"K page id {wrong} of request 2, column 1 is outside the pool" in verdict.reason
+
+
+def test_a_length_beyond_the_table_survives(tmp_path: Path) -> None:
+    arguments = decode_arguments(seq_lens=torch.tensor([5, 17, 49], dtype=torch.int32), max_seq_len=60)
+    own_form.write(tmp_path, own_form.record_of(AttentionCall.DECODE, arguments, ABOUT))
+    (verdict,) = judge_calls(tmp_path, device="cpu", isolated=False).verdicts
+    assert "seq_lens[2] = 49 needs 4 pages" in verdict.reason
+
+
+@pytest.mark.parametrize("window_left", [0, 15, 16, 17, 40])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_pages_before_the_window_are_not_kept(tmp_path: Path, window_left: int, ragged: bool) -> None:
+    batch = random_batch([3, 1] if ragged else [3, 3], [70, 50])
+    path = _write(tmp_path, arguments_of(DECODE, batch, window_left=window_left))
+    assert _outcome(tmp_path) is Outcome.RIGHT
+    first = [max(0, kv_len - 3 - window_left) // 16 for kv_len in (70, 50)]
+    assert len(own_form.read(path).pages or ()) == 5 - first[0] + 4 - first[1]
+
+
+def test_separate_tables_of_k_and_v_and_the_layout_of_tokens_before_heads(tmp_path: Path) -> None:
+    batch = random_batch([1, 1], [20, 37])
+    _write(tmp_path / "1", arguments_of(DECODE, batch, separate_tables=True))
+    path = _write(tmp_path / "2", arguments_of(DECODE, batch, kv_layout="NHD"))
+    assert [_outcome(tmp_path / "1"), _outcome(tmp_path / "2")] == [Outcome.RIGHT] * 2
+    assert len(own_form.read(path).pages or ()) == 5
+
+
+def test_one_tensor_of_k_and_v_and_the_scale_factors_of_nvfp4_are_cut_alike(tmp_path: Path) -> None:
+    arguments = decode_arguments()
+    pool = torch.stack(arguments["kv_cache"], dim=1)
+    factors = torch.rand(9, 2, 2, 16, 4).to(E4M3)
+    arguments |= {"kv_cache": pool, "kv_cache_sf": factors}
+    own_form.write(tmp_path, own_form.record_of(AttentionCall.DECODE, arguments, ABOUT))
+    call = recorded_cases(tmp_path)[0].read()
+    pages = list(call.pages or ())
+    assert torch.equal(call.given["kv_cache"], pool[pages])
+    assert torch.equal(call.given["kv_cache_sf"].view(torch.uint8), factors.view(torch.uint8)[pages])
+
+
+def test_strides_gaps_and_alignment_are_kept_on_every_device(tmp_path: Path) -> None:
+    wide = torch.randn(3, 4 * 64 + 2 * 64 + 8).to(torch.bfloat16)
+    scales = torch.randn(9)
+    arguments = decode_arguments(
+        query=wide[:, 8 : 8 + 4 * 64].unflatten(1, (4, 64)),
+        bmm1_scale=scales[3:4],
+        out=torch.zeros(5, 4, 64, dtype=torch.bfloat16)[2:],
+        sinks=torch.zeros(1).expand(4),
+    )
+    kept = own_form.record_of(AttentionCall.DECODE, arguments, ABOUT)
+    call = own_form.read(own_form.write(tmp_path, kept))
+    for given in (call.given, call.arguments(torch.device("cpu"))):
+        for name in ("query", "bmm1_scale", "out", "sinks"):
+            was, now = arguments[name], given[name]
+            assert now.stride() == was.stride(), name
+            assert now.data_ptr() % ALIGNMENT_BYTES == was.data_ptr() % ALIGNMENT_BYTES, name
+            assert name == "out" or torch.equal(now, was)
+    assert bool(call.arguments()["out"].isnan().all())  # nothing is written there yet
+    lost = RecordedCall(call.function, call.given, None, None, {}, ("alignment",)).arguments(torch.device("cpu"))
+    assert [lost[name].data_ptr() % ALIGNMENT_BYTES for name in ("query", "out")] == [0, 0]
+
+
+def test_contents_of_the_workspace_and_of_results_are_not_kept(tmp_path: Path) -> None:
+    arguments = decode_arguments(
+        workspace_buffer=torch.ones(2**20, dtype=torch.uint8),
+        multi_ctas_kv_counter_buffer=torch.ones(2**20, dtype=torch.uint8),
+        out=torch.ones(3, 4, 64, dtype=torch.bfloat16),
+    )
+    path = own_form.write(tmp_path, own_form.record_of(AttentionCall.DECODE, arguments, ABOUT))
+    assert path.stat().st_size < 2**19
+    call = own_form.read(path)
+    assert call.given["workspace_buffer"].shape == (2**20,)
+    assert call.out is None
+    assert call.arguments()["workspace_buffer"] is None
+
+
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [
+        (np.float32(0.5), 0.5),
+        (np.int64(3), 3),
+        (True, True),
+        (torch.float16, torch.float16),
+        ("auto", "auto"),
+        ([1], [1]),
+    ],
+)
+def test_plain_values_are_read_as_python_values(tmp_path: Path, value: Any, read: Any) -> None:
+    kept = own_form.record_of(AttentionCall.DECODE, decode_arguments(backend=value), ABOUT)
+    found = own_form.read(own_form.write(tmp_path, kept)).given["backend"]
+    assert found == read
+    assert type(found) is type(read)
+
+
+def test_a_value_that_cannot_be_kept_is_refused_by_name(tmp_path: Path) -> None:
+    kept = own_form.record_of(AttentionCall.DECODE, decode_arguments(request_order_plan=object()), ABOUT)
+    with pytest.raises(RecordingError, match="does not hold request_order_plan: it is of type object"):
+        own_form.read(own_form.write(tmp_path, kept))
+
+
+def test_a_file_is_no_larger_than_what_the_call_reads(tmp_path: Path) -> None:
+    batch = random_batch([1] * 4, [300, 999, 17, 512], heads=(8, 2), head_dim=128)
+    arguments = arguments_of(DECODE, batch, page_size=32, out_dtype=torch.bfloat16)
+    spare = torch.zeros(500, 2, 32, 128, dtype=torch.bfloat16)
+    arguments["kv_cache"] = tuple(torch.cat((each, spare)) for each in arguments["kv_cache"])
+    path = _write(tmp_path, arguments)
+    read_bytes = 2 * sum(-(-kv_len // 32) for kv_len in batch.kv_lens) * 2 * 32 * 128 * 2
+    read_bytes += sum(each.nbytes for each in arguments.values() if isinstance(each, torch.Tensor))
+    assert path.stat().st_size < read_bytes * 1.01 + CONSTANT_BYTES
+
+
+def test_calls_have_the_verdicts_that_they_have_in_flashinfers_form(recorded_once: Path, tmp_path: Path) -> None:
+    dumped = [case.read() for case in recorded_cases(recorded_once)]
+    for number, call in enumerate(dumped, start=1):
+        wrong = None if call.out is None else call.out * (1.5 if number == 2 else 1.0)
+        kept = own_form.record_of(call.function, call.given, ABOUT | {"number": number})
+        own_form.write(tmp_path, kept | {"out": own_form.kept(wrong), "lse": own_form.kept(call.lse)})
+    ours, theirs = (judge_calls(each, device="cpu", isolated=False).verdicts for each in (tmp_path, recorded_once))
+    expected = [verdict.outcome for verdict in theirs]
+    expected[1] = Outcome.WRONG
+    assert [verdict.outcome for verdict in ours] == expected
+    assert ours[0].judged.worst_ratio == theirs[0].judged.worst_ratio
+
+
+def test_calls_are_in_the_order_of_time_with_their_layer_and_replay(tmp_path: Path) -> None:
+    arguments = decode_arguments()
+    for about in (
+        {"time": "2_1", "number": 2},
+        {"time": "2_2", "number": 1, "layer": 31, "replay": 12},
+        {"time": "1_9"},
+    ):
+        _write(tmp_path, arguments, **about)
+    (tmp_path / "notes.pt").write_bytes(b"")
+    cases = recorded_cases(tmp_path)
+    assert [(case.number, case.time, case.layer, case.replay) for case in cases] == [
+        (1, "1_9", None, 0),
+        (2, "2_1", None, 0),
+        (3, "2_2", 31, 12),
+    ]
+    assert [case.address for case in cases] == [f"{tmp_path}#{number}" for number in (1, 2, 3)]
+    assert recorded_cases(f"{tmp_path}#3") == cases[2:]
+
+
+def test_both_forms_may_lie_in_one_folder(dumps: Path) -> None:
+    _write(dumps, decode_arguments())
+    assert [Path(case.path).suffix for case in recorded_cases(dumps)] == ["", "", "", "", "", ".pt"]
+
+
+def test_suspicions_name_the_pages_of_the_engine(tmp_path: Path) -> None:
+    arguments = decode_arguments()
+    last = arguments["block_tables"][1, 1] = arguments["block_tables"][2, 2]
+    arguments["kv_cache"][0][arguments["block_tables"][0, 0], 0, 2, 0] = torch.nan
+    arguments["kv_cache"][1][last, 1, 5, 0] = torch.inf
+    path = _write(tmp_path, arguments)
+    own_form.write(
+        tmp_path, torch.load(path, weights_only=True) | {"out": own_form.kept(torch.full((3, 4, 64), torch.nan))}
+    )
+    (verdict,) = judge_calls(tmp_path, device="cpu", isolated=False).verdicts
+    remarks = " ".join(verdict.judged.remarks)
+    assert f"page {last} is the last page of requests 1, 2" in remarks
+    assert f"K of request 0, key 2 (page {arguments['block_tables'][0, 0]}, slot 2)" in remarks
+    assert f"page {last} holds a non-finite V after the request's last key" in remarks
+
+
+def _change(path: Path, **changes: Any) -> None:
+    torch.save(torch.load(path, weights_only=True) | changes, path)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "nothing": (lambda path: path.write_bytes(b""), "is damaged"),
+    "half": (lambda path: path.write_bytes(path.read_bytes()[:9000]), "is damaged"),
+    "a list": (lambda path: torch.save([1], path), "is no call that the lab recorded"),
+    "another program's": (lambda path: torch.save({"weight": torch.ones(2)}, path), "is no call that the lab recorded"),
+    "a later version": (lambda path: _change(path, version=2), "is of version 2; this release of the lab reads 1"),
+    "an unknown function": (lambda path: _change(path, function="relu"), "is damaged: 'relu' is not a valid"),
+    "no arguments": (lambda path: _change(path, arguments=[1]), "is damaged"),
+    "an argument of a later release": (
+        lambda path: _change(path, arguments={"colour": "red"}),
+        "was recorded with colour, which FlashInfer 0.7.2 does not have: the engine had 0.7.2",
+    ),
+    "a tensor of another size": (
+        lambda path: _change(path, out=own_form.kept(torch.ones(3)) | {"shape": [4]}),
+        "is damaged",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def one_call(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _write(tmp_path_factory.mktemp("own"), decode_arguments())
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_refused_in_one_sentence(one_call: Path, tmp_path: Path, damage: str) -> None:
+    path = Path(shutil.copy(one_call, tmp_path))
+    change, sentence = DAMAGES[damage]
+    change(path)
+    with pytest.raises(RecordingError, match=sentence) as error:
+        own_form.read(path)
+    assert "\n" not in str(error.value)
+    assert _outcome(tmp_path) is Outcome.DECLINED
+
+
+def test_changed_bytes_are_read_or_refused(one_call: Path, tmp_path: Path) -> None:
+    path, draw = tmp_path / one_call.name, random.Random(1)
+    content = one_call.read_bytes()
+    for _ in range(40):
+        changed = bytearray(content)
+        for _ in range(draw.choice((1, 4, 40))):
+            changed[draw.randrange(len(changed))] = draw.randrange(256)
+        path.write_bytes(changed[: draw.choice((len(changed), draw.randrange(len(changed))))])
+        with contextlib.suppress(RecordingError):
+            own_form.read(path)
+
+
+def test_a_recorder_writes_this_form(tmp_path: Path) -> None:
+    with record(tmp_path, functions=[references]) as recorder:
+        references.trtllm_batch_decode_with_kv_cache(**decode_arguments())
+    assert (recorder.kept, _outcome(tmp_path)) == (1, Outcome.RIGHT)
