@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lab.calls.problem import AttentionCall
+from lab.calls import CALL_TYPES, AttentionCall
 from lab.checks.explain.batch_features import CallFeatures, of_any_request
 from lab.checks.explain.call_features import CallLog, features_of_call
 from lab.checks.explain.features import features_of_case, features_of_contents
@@ -273,13 +273,13 @@ class CaseRun:
         if offered is None:
             raise Unsupported(f"it has no {interface.value}")
         function = functools.partial(self._invoke, offered)
-        given = _without_defaults(arguments) | {"workspace_buffer": workspace}
+        given = _without_defaults(interface, arguments) | {"workspace_buffer": workspace}
         return self._equivalent.invoke(interface, function, given, by_engine=True)
 
     def _preparation_of_engine(
         self, prepare: Callable[..., Any], interface: AttentionCall, workspace: Tensor, /, **arguments: Any
     ) -> Any:
-        given = _without_defaults(arguments) | {"workspace_buffer": workspace}
+        given = _without_defaults(interface, arguments) | {"workspace_buffer": workspace}
         return self._equivalent.invoke(interface, functools.partial(self._prepare, prepare), given)
 
     def note_call(self, interface: AttentionCall, arguments: dict[str, Any], case: Any = None) -> CallFeatures:
@@ -379,10 +379,14 @@ class CaseRun:
             self.declines.append(sentence)
 
 
-def _without_defaults(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments, except those that mean the same as FlashInfer's default: no window, no sinks."""
-    is_default = {"window_left": lambda value: value == -1, "sinks": lambda value: value is None}
-    return {name: value for name, value in arguments.items() if name not in is_default or not is_default[name](value)}
+def _without_defaults(interface: AttentionCall, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments, except no window and those that are None where FlashInfer's default is None."""
+    fields = CALL_TYPES[interface].__dataclass_fields__
+    return {
+        name: value
+        for name, value in arguments.items()
+        if not (name == "window_left" and value == -1) and not (value is None and fields[name].default is None)
+    }
 
 
 def as_result(returned: Any, interface: AttentionCall) -> Result:

@@ -249,11 +249,13 @@ def test_an_engine_leaves_out_what_has_its_default() -> None:
 
     run = CaseRun(decoding(note), CASE, torch.device("cpu"))
     engine = run.engine(CallForm.WHOLE)
-    arguments = run.build().arguments() | {"window_left": -1, "sinks": None}
-    for changes in ({}, {"window_left": 7, "sinks": torch.zeros(2)}):
+    optional = {"window_left", "sinks", "multi_ctas_kv_counter_buffer"}
+    arguments = run.build().arguments() | dict.fromkeys(optional) | {"window_left": -1, "q_len_per_req": None}
+    for changes in ({}, dict.fromkeys(optional, 7)):
         engine.trtllm_batch_decode_with_kv_cache(**arguments | changes)
-    assert {"window_left", "sinks"}.isdisjoint(given[0])
-    assert {"window_left", "sinks"} <= set(given[1])
+    assert optional.isdisjoint(given[0])
+    assert optional <= set(given[1])
+    assert given[0]["q_len_per_req"] is None  # the default is 1
     assert given[0]["workspace_buffer"] is given[1]["workspace_buffer"]
     with pytest.raises(Unsupported, match="it has no trtllm_batch_context_with_kv_cache"):
         engine.trtllm_batch_context_with_kv_cache(**arguments)
