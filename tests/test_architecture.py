@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": {"calls", "gpus"},
     "metadata": {"calls", "kernels"},
     "workloads": {"calls", "references", "kernels", "metadata"},
-    "recorded": {"calls", "provenance", "references", "workloads"},
+    "recorded": {"calls", "kernels", "provenance", "references", "workloads"},
     "checks": {
         "calls",
         "interpreter",
@@ -42,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
         "ranges",
         "recorded",
     },
-    "timing": {"calls", "gpus", "provenance", "references", "kernels", "metadata", "workloads"},
+    "timing": {"calls", "gpus", "provenance", "references", "kernels", "metadata", "workloads", "recorded"},
     "dry_run": {
         "calls",
         "gpus",

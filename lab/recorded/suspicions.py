@@ -133,7 +133,7 @@ def origins_of_non_finite(
         row, head = rows[0]
         at = f"row {offsets[request] + row} (request {request}) head {head} is not finite"
         query = problem.query[offsets[request] + row, head].to(torch.float32)
-        seen = _visible(problem, request, offsets[request + 1] - offsets[request], len(history[0]))[row]
+        seen = visible_of_request(problem, request, offsets[request + 1] - offsets[request], len(history[0]))[row]
         places = [each for each in _non_finite(problem, request, history, pages) if each.head == head // group]
         read = [each for each in places if seen[each.token]]
         if not bool(query.isfinite().all()):
@@ -145,7 +145,7 @@ def origins_of_non_finite(
     return _shortened(found)
 
 
-def _visible(problem: Problem, request: int, q_len: int, kv_len: int) -> torch.Tensor:
+def visible_of_request(problem: Problem, request: int, q_len: int, kv_len: int) -> torch.Tensor:
     """Return bool [q_len, kv_len]: True where a row of the request sees a key."""
     first = kv_len - q_len
     mask = problem.mask if isinstance(problem, PagedAttention) else None

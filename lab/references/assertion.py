@@ -184,7 +184,7 @@ def truth_of_problem(
         out_dtype=problem.out_dtype,
         window_left=problem.window_left,
         causal=problem.causal,
-        shown=None if mask is None else shown_draft_tokens(mask[list(chosen)].to(torch.int32)),
+        shown=None if mask is None else shown_draft_tokens(mask.to(torch.int32)[list(chosen)]),
     )
     query = torch.cat([problem.query[offsets[request] : offsets[request + 1]] for request in chosen])
     return truth_of_requests(query, histories, q_lens, rules)

@@ -17,6 +17,7 @@ import torch
 
 from lab.exit_status import ExitStatus
 from lab.kernels import PlannedOnce
+from lab.recorded.case import RecordedCase
 from lab.reports.compare import comparison_record
 from lab.reports.tables import Columns, TableReport, make_table, number, words
 from lab.timing.forward import TimedPasses, case_facts, time_facts
@@ -25,7 +26,6 @@ from lab.timing.method import Method
 from lab.timing.roofline import measure_ceilings
 from lab.timing.statistics import IN_TURNS, Rule, Speed, compare_samples
 from lab.workloads.forward_case import ForwardCase
-from lab.workloads.inputs.forward_pass import build_forward
 
 
 @dataclass(frozen=True)
@@ -40,27 +40,28 @@ class Side:
 
 def measure_sides(
     names: Sequence[tuple[str, str]],
-    cases: Sequence[ForwardCase],
+    cases: Sequence[ForwardCase | RecordedCase],
     modules: Sequence[Any],
     method: Method,
     num_samples: int,
     seed: int | None = None,
 ) -> list[Side]:
-    """Time two forward passes on this GPU with interleaved samples; judge the outputs of both before and after the samples.
+    """Time two forward passes or recorded calls on this GPU with interleaved samples; judge the outputs of both before and
+    after the samples.
 
     Args:
-        names: the scenario and the module of each side.
+        names: the scenario, or the address of the recorded call, and the module of each side.
         seed: seed of the tensors' contents; None draws a new seed.
 
     Raises:
-        NotImplementedError, ValueError: a module refuses its pass, or the method cannot time it.
+        NotImplementedError, ValueError: a module refuses its pass, a call cannot be read, or the method cannot time it.
         AssertionError: the results of a side are wrong.
         RefusedTimeError: the GPU cannot reach a measured time, or two clocks disagree on it.
         RuntimeError: a call cannot be captured, or CUPTI cannot be used.
     """
     device = torch.device("cuda")
     ceilings = measure_ceilings(device)
-    passes = {case: TimedPasses.over(build_forward(case, device)) for case in cases}
+    passes = {case: TimedPasses.of(case, device) for case in cases}
     works = {
         side: passes[case].work(PlannedOnce(module))
         for side, case, module in zip(("first", "second"), cases, modules, strict=True)
@@ -68,7 +69,7 @@ def measure_sides(
     times = measure_interleaved(works, method, num_samples, seed)
     sides = []
     for (scenario, module), case, time in zip(names, cases, times.values(), strict=True):
-        facts = case_facts(case)
+        facts = case_facts(passes[case].forward.case)
         facts |= time_facts(time, ceilings, facts["bytes_moved"], facts["operations"], facts["kv_dtype"])
         sides.append(Side(scenario, module, time, facts))
     return sides

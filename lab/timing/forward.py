@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
-from lab.calls.problem import AttentionCall
 from lab.kernels import PlannedOnce
 from lab.kernels.support import kernel_names
+from lab.recorded.call import RecordingError
+from lab.recorded.case import RecordedCase
+from lab.recorded.timed import CallRedraw, CallSizes, RecordedPass
 from lab.timing.gpu_time import GpuTime, measure_staged, rounded_us
 from lab.timing.host_time import CALLS_PER_BATCH, host_time
 from lab.timing.method import L2, Method
@@ -18,7 +20,7 @@ from lab.timing.sampling import RefusedTimeError
 from lab.timing.staging import Staged, stage
 from lab.timing.work import GpuWork
 from lab.workloads.forward_case import ForwardCase
-from lab.workloads.inputs.forward_pass import EnginePass, ForwardPass, build_forward
+from lab.workloads.inputs.forward_pass import EnginePass, build_forward
 from lab.workloads.inputs.redraw import PassRedraw
 from lab.workloads.mla_case import MLACase
 
@@ -29,17 +31,26 @@ HOST_GPU_BUDGET_US = 500_000
 
 @dataclass(frozen=True, eq=False)
 class TimedPasses:
-    """A forward pass to be timed on several implementations, which read the same input tensors and write separate outputs.
+    """A forward pass or a recorded call to be timed on several implementations, which read the same input tensors and write
+    separate outputs.
 
     Attributes:
-        forward: the pass.
+        forward: the pass or the call.
         plain, planned: two objects that draw new contents for the pass's inputs. `planned` serves implementations that plan on
             the host: it has separate tensors, and keeps page ids and lengths.
     """
 
-    forward: EnginePass
-    plain: PassRedraw
-    planned: PassRedraw
+    forward: EnginePass | RecordedPass
+    plain: PassRedraw | CallRedraw
+    planned: PassRedraw | CallRedraw
+
+    @classmethod
+    def of(cls, case: ForwardCase | RecordedCase, device: torch.device) -> "TimedPasses":
+        """Build the pass of a case, or read a recorded call, for timing. Raises RecordingError if the call cannot be read."""
+        if isinstance(case, ForwardCase):
+            return cls.over(build_forward(case, device))
+        call = RecordedPass.of(case, device)
+        return cls(call, CallRedraw(call), CallRedraw(call, keeps_metadata=True))
 
     @classmethod
     def over(cls, forward: EnginePass) -> "TimedPasses":
@@ -56,9 +67,9 @@ class TimedPasses:
         return GpuWork(prepare, arguments, case.bytes_moved, case.operations, redraw=redraw)
 
 
-def is_planned(implementation: Any, forward: EnginePass) -> bool:
+def is_planned(implementation: Any, forward: EnginePass | RecordedPass) -> bool:
     """Return True if an implementation reads a pass's lengths and page ids only when its calls are prepared."""
-    return isinstance(implementation, PlannedOnce) and any(map(implementation.plans, _functions(forward)))
+    return isinstance(implementation, PlannedOnce) and any(map(implementation.plans, forward.functions))
 
 
 class DeclinedError(Exception):
@@ -79,9 +90,10 @@ def time_forward(case: ForwardCase, implementation: Any, method: Method) -> Time
 
 
 def time_in_turns(
-    case: ForwardCase, implementations: Sequence[Any], method: Method, seed: int | None = None
+    case: ForwardCase | RecordedCase, implementations: Sequence[Any], method: Method, seed: int | None = None
 ) -> list[TimedPass | Exception]:
-    """Build one pass, and time it on several implementations with interleaved samples; outputs are checked before and after.
+    """Build one pass or read one recorded call, and time it on several implementations with interleaved samples; outputs are
+    checked before and after.
 
     An implementation's planning on the host (`lab.kernels.PlannedOnce`) is done before the samples; `plan_us` is its host time.
     All implementations read the same tensors, and each writes a separate output. The contents are drawn from the seed; None
@@ -91,8 +103,11 @@ def time_in_turns(
         For each implementation its GPU time and the fields of a recorded row that need no ceilings; or the error that prevented
         the time: DeclinedError, AssertionError for a wrong output, RefusedTimeError, or any error of the implementation's code.
     """
-    forward = build_forward(case, torch.device("cuda"))
-    passes = TimedPasses.over(forward)
+    try:
+        passes = TimedPasses.of(case, torch.device("cuda"))
+    except RecordingError as error:
+        return [DeclinedError(str(error)) for _ in implementations]
+    forward = passes.forward
     found: dict[int, TimedPass | Exception] = {}
     works: dict[str, GpuWork] = {}
     staged: dict[str, Staged] = {}
@@ -115,10 +130,10 @@ def time_in_turns(
     hosts = host_time(calls, batches=HOST_BATCHES, calls_per_batch=max(1, min(CALLS_PER_BATCH, most_calls)))
     for name, time in times.items():
         implementation = implementations[int(name)]
-        facts = case_facts(case) | {
+        facts = case_facts(forward.case) | {
             "implementation": implementation.__name__,
-            "kernel": kernel_names(implementation, _functions(forward), forward.query.device),
-            "pool_bytes": forward.cache.storage.nbytes,
+            "kernel": kernel_names(implementation, forward.functions, forward.query.device),
+            "pool_bytes": forward.pool_bytes,
             **hosts[name].facts(),
             "host_method": hosts[name].method,
         }
@@ -129,13 +144,7 @@ def time_in_turns(
     return [found[place] for place in range(len(implementations))]
 
 
-def _functions(forward: EnginePass) -> list[str]:
-    if isinstance(forward, ForwardPass):
-        return [planned.call.value for planned in forward.plan]
-    return [AttentionCall.MLA_DECODE.value]
-
-
-def case_facts(case: ForwardCase | MLACase) -> dict[str, Any]:
+def case_facts(case: ForwardCase | MLACase | CallSizes) -> dict[str, Any]:
     """Return the fields that describe the pass in a recorded row: mode, geometry or MLA's sizes, batch, dtypes, work."""
     names = ("num_qo_heads", "kv_lora_rank", "qk_rope_head_dim") if isinstance(case, MLACase) else ("geometry",)
     return {

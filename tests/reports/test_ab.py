@@ -10,7 +10,6 @@ from lab.reports import ab
 from lab.timing import Ceilings, GpuTime, method_named
 from lab.timing.gpu_time import WrongWorkError
 from lab.timing.sampling import RefusedTimeError
-from lab.workloads.inputs.forward_pass import build_forward
 from tests.commands.command import run
 
 DECODE = "decode/tiny/2q1s64"
@@ -21,7 +20,8 @@ WORDS = [DECODE, "lab.kernels.portable", "lab.references"]
 def simulate(monkeypatch: pytest.MonkeyPatch, measured: Any) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(ab, "measure_ceilings", lambda device: CEILINGS)
-    monkeypatch.setattr(ab, "build_forward", lambda case, device: build_forward(case, torch.device("cpu")))
+    of = ab.TimedPasses.of
+    monkeypatch.setattr(ab.TimedPasses, "of", lambda case, device: of(case, torch.device("cpu")))
     monkeypatch.setattr(ab, "measure_interleaved", measured)
 
 

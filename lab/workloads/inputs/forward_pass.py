@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.calls.problem import E4M3, NVFP4
+from lab.calls.problem import E4M3, NVFP4, AttentionCall
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.kv_cache import NVFP4KVCache, PagedKVCache, PagedLatentCache, ShardedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
@@ -51,6 +51,17 @@ class EnginePass:
     cache: Any
     query: Tensor
     histories: Sequence[History]
+
+    @property
+    def functions(self) -> list[str]:
+        """Return the names of the attention functions that the pass calls."""
+        return [AttentionCall.MLA_DECODE.value]
+
+    @property
+    def pool_bytes(self) -> int:
+        """Return the bytes of the cache's K and V, or entries."""
+        nbytes: int = self.cache.storage.nbytes
+        return nbytes
 
     def inputs(self) -> dict[str, Tensor]:
         """Return the tensors that a kernel may read but must not change, by name."""
@@ -120,6 +131,10 @@ class ForwardPass(EnginePass):
     def plan(self) -> list[PlannedCall]:
         """Return the attention calls that the backend plans for the pass."""
         return self.case.backend().plan_calls(self.batch, self.layer, self.case.dtypes.query, self.case.kv_dtype)
+
+    @property
+    def functions(self) -> list[str]:
+        return [planned.call.value for planned in self.plan]
 
     @functools.cached_property
     def shards(self) -> tuple[ZigzagShard, ...]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from lab.metadata.engine.kv_cache import NVFP4KVCache, PagedKVCache
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 from lab.metadata.mla.metadata import TRTLLMMLADecodeMetadata
+from lab.references.truth import Truth
 from lab.workloads.inputs.encoding import fill
 from lab.workloads.inputs.expected import made
 from lab.workloads.inputs.forward_pass import EnginePass
@@ -40,35 +41,106 @@ class Seeds(NamedTuple):
 
 def wipe(arguments: Mapping[str, Any]) -> None:
     """Fill the output `out` with NaN, so that it keeps no result of an earlier call."""
-    arguments["out"].fill_(float("nan"))
+    fill(arguments["out"], float("nan"))
+
+
+def touched(seed: int, count: int, device: torch.device) -> Tensor:
+    """Return the indices, among `count` tokens, of the few tokens that a call replaces. They are spread over all requests."""
+    number = min(MOST_TOUCHED, count)
+    first = random.Random(f"touched {seed}").randrange(max(count, 1))
+    return (first + torch.arange(number, device=device) * (count // max(number, 1))) % max(count, 1)
 
 
 @dataclass(frozen=True, eq=False)
-class PassRedraw:
-    """Draws new queries, K and V, page ids and lengths for a pass, in the same tensors. It implements `lab.timing.work.Redraw`.
+class SeededRedraw:
+    """Draws new inputs for timed calls, in the same tensors, and judges their outputs. Base class of implementations of
+    `lab.timing.work.Redraw`, which define `first_set`, `truth` and the two methods that write.
 
     Attributes:
-        forward: the pass.
+        forward: the pass, or the recorded call.
         keeps_metadata: True if page ids and lengths must not change, because calls were planned from them on the host.
-        sets: copies of the pass's arguments without `out`. All timed calls of the pass share these copies.
+        sets: copies of the arguments without `out`. All timed calls of the pass share these copies.
     """
 
-    forward: EnginePass
+    forward: Any
     keeps_metadata: bool = False
     sets: list[dict[str, Any]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        _ = self._metadata, self._slots  # computed now, before another work over the pass moves pages
 
     def inputs(self, number: int) -> dict[str, Any]:
         """Return the arguments of the pass except `out`. Each number has its own copies of the tensors."""
         if not self.sets:
-            own = self.forward.arguments(self.forward.query)
-            inputs = {name: value for name, value in own.items() if name != "out"}
-            self.sets.append(self._restored(copy.deepcopy(inputs)) if self.keeps_metadata else inputs)
+            self.sets.append(self.first_set())
         while number >= len(self.sets):
             self.sets.append(copy.deepcopy(self.sets[0]))
         return self.sets[number]
+
+    def first_set(self) -> dict[str, Any]:
+        """Return the arguments with the page ids and lengths with which the pass was built."""
+        raise NotImplementedError
+
+    def truth(self, seeds: Seeds, requests: Sequence[int]) -> Truth:
+        """Return the expected results of these requests' rows for inputs that are drawn from the seeds."""
+        raise NotImplementedError
+
+    def results(self, arguments: Mapping[str, Any], seeds: Seeds, *, whole: bool) -> Tensor:
+        """Return a copy of the output rows that `check_of` judges: all rows if `whole`, otherwise the rows of some requests,
+        chosen by the seeds.
+        """
+        out: Tensor = self.forward.rows_of_requests(arguments["out"])
+        return self._rows(out, self._judged(seeds, whole))
+
+    def check_of(self, seeds: Seeds, *, whole: bool) -> Callable[[Tensor], None]:
+        """Return a function that judges output rows, which `results` has returned for the same seeds.
+
+        The function raises AssertionError if output vectors are wrong.
+        """
+        truth = made(self.truth(seeds, self._judged(seeds, whole)))
+
+        def check(results: Tensor) -> None:
+            comparison = truth.compare(results)
+            if not comparison.passed:
+                raise AssertionError(
+                    f"{int(comparison.faulty.sum())} of {comparison.faulty.numel()} output vectors are wrong, the worst "
+                    f"{comparison.worst_ratio:.3g} times what is allowed: a time of this is worth nothing"
+                )
+
+        return check
+
+    def _generator(self, seed: int) -> torch.Generator:
+        return torch.Generator(self.forward.query.device).manual_seed(seed)
+
+    def _rows(self, out: Tensor, requests: Sequence[int]) -> Tensor:
+        parts = out.split(self.forward.case.q_lens)
+        return torch.cat([parts[request] for request in requests])
+
+    def _judged(self, seeds: Seeds, whole: bool) -> list[int]:
+        """Return the indices of requests with rows to judge: all if `whole`, otherwise those that the seeds choose."""
+        case = self.forward.case
+        order, chosen, pairs = [request for request, q_len in enumerate(case.q_lens) if q_len], list[int](), 0
+        if whole:
+            return order
+        random.Random(f"part {seeds}").shuffle(order)
+        for request in order:
+            pairs += case.q_lens[request] * case.kv_lens[request] * self.forward.query.shape[1]
+            if chosen and pairs > PART_PAIRS:
+                break
+            chosen.append(request)
+        return sorted(chosen)
+
+
+@dataclass(frozen=True, eq=False)
+class PassRedraw(SeededRedraw):
+    """Draws new queries, K and V, page ids and lengths for a forward pass."""
+
+    forward: EnginePass
+
+    def __post_init__(self) -> None:
+        _ = self._metadata, self._slots  # computed now, before another work over the pass moves pages
+
+    def first_set(self) -> dict[str, Any]:
+        own = self.forward.arguments(self.forward.query)
+        inputs = {name: value for name, value in own.items() if name != "out"}
+        return self._restored(copy.deepcopy(inputs)) if self.keeps_metadata else inputs
 
     def _restored(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Write back the page ids and lengths with which the pass was built, because another timed call may have changed them.
@@ -100,32 +172,11 @@ class PassRedraw:
             self._write_lengths(arguments["metadata"], self._shorter(seeds.call))
         wipe(arguments)
 
-    def results(self, arguments: Mapping[str, Any], seeds: Seeds, *, whole: bool) -> Tensor:
-        """Return a copy of the output rows that `check_of` judges: all rows if `whole`, otherwise the rows of some requests,
-        chosen by the seeds.
-        """
-        out: Tensor = self.forward.rows_of_requests(arguments["out"])
-        return self._rows(out, self._judged(seeds, whole))
-
-    def check_of(self, seeds: Seeds, *, whole: bool) -> Callable[[Tensor], None]:
-        """Return a function that judges output rows, which `results` has returned for the same seeds.
-
-        The function raises AssertionError if output vectors are wrong.
-        """
-        requests, query = self._judged(seeds, whole), self.forward.rows_of_requests(self.forward.query)
+    def truth(self, seeds: Seeds, requests: Sequence[int]) -> Truth:
+        query = self.forward.rows_of_requests(self.forward.query)
         drawn = torch.empty_like(query).normal_(generator=self._generator(seeds.call))
         histories = self._histories(self._tokens(seeds), requests, self._shorter(seeds.call))
-        truth = made(self.forward.truth_of(self._rows(drawn, requests), histories, requests))
-
-        def check(results: Tensor) -> None:
-            comparison = truth.compare(results)
-            if not comparison.passed:
-                raise AssertionError(
-                    f"{int(comparison.faulty.sum())} of {comparison.faulty.numel()} output vectors are wrong, the worst "
-                    f"{comparison.worst_ratio:.3g} times what is allowed: a time of this is worth nothing"
-                )
-
-        return check
+        return self.forward.truth_of(self._rows(drawn, requests), histories, requests)
 
     @functools.cached_property
     def _moves(self) -> bool:
@@ -163,9 +214,6 @@ class PassRedraw:
         before = max(0, case.first_rows[request] - case.window_left) if case.window_left >= 0 else 0
         return int(before // case.page_size * case.page_size)
 
-    def _generator(self, seed: int) -> torch.Generator:
-        return torch.Generator(self.forward.query.device).manual_seed(seed)
-
     def _drawn(self, seed: int, count: int | None = None) -> History:
         """Draw K and V (or latent entries) of `count` tokens in the cache's dtype. None stands for all tokens."""
         forward, case = self.forward, self.forward.case
@@ -183,13 +231,8 @@ class PassRedraw:
         return sides
 
     def _touched(self, seed: int) -> Tensor:
-        """Return the indices, among the tokens in the cache, of the few tokens that a call replaces. They are spread over all
-        requests.
-        """
         slots, _ = self._slots
-        count = min(MOST_TOUCHED, len(slots))
-        first = random.Random(f"touched {seed}").randrange(max(len(slots), 1))
-        return (first + torch.arange(count, device=slots.device) * (len(slots) // max(count, 1))) % max(len(slots), 1)
+        return touched(seed, len(slots), slots.device)
 
     def _moved(self, seed: int) -> Tensor:
         """Return the slots of the cached tokens after the permutation of pages that a seed gives."""
@@ -205,10 +248,6 @@ class PassRedraw:
         pages[0] = 0
         return pages
 
-    def _rows(self, out: Tensor, requests: Sequence[int]) -> Tensor:
-        parts = out.split(self.forward.case.q_lens)
-        return torch.cat([parts[request] for request in requests])
-
     def _histories(self, stored: Sequence[Tensor], requests: Sequence[int], shorter: Sequence[int]) -> list[History]:
         case = self.forward.case
         sides = [side.split(case.kv_lens[:: case.topk]) for side in self.forward.read(*stored)]
@@ -216,20 +255,6 @@ class PassRedraw:
             tuple(side[request // case.topk][: case.kv_lens[request] - shorter[request]] for side in sides)
             for request in requests
         ]
-
-    def _judged(self, seeds: Seeds, whole: bool) -> list[int]:
-        """Return the indices of the requests to judge, ascending: all if `whole`, otherwise those that the seeds choose."""
-        case = self.forward.case
-        order, chosen, pairs = list(range(len(case.q_lens))), list[int](), 0
-        if whole:
-            return order
-        random.Random(f"part {seeds}").shuffle(order)
-        for request in order:
-            pairs += case.q_lens[request] * case.kv_lens[request] * self.forward.query.shape[1]
-            if chosen and pairs > PART_PAIRS:
-                break
-            chosen.append(request)
-        return sorted(chosen)
 
     def _shorter(self, seed: int) -> list[int]:
         """Return by how many tokens each request is shorter than in the case: 0 unless `SHORTER_EVERY` divides the seed."""

@@ -1,0 +1,237 @@
+"""A recorded call as work to be timed: its tables, lengths and strides, with contents that are drawn again for each sample.
+
+A kernel could know the recorded contents, so queries, K and V are drawn from normal distributions with the recorded standard
+deviations. All page ids are shifted by the same number: neighbours stay neighbours, and shared pages stay shared.
+"""
+
+import copy
+import itertools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.calls import CALL_TYPES, AttentionCall, Problem, RaggedAttention
+from lab.calls.problem import E4M3, NVFP4
+from lab.kernels import prepare
+from lab.recorded.call import RecordingError
+from lab.recorded.case import RecordedCase
+from lab.recorded.suspicions import visible_of_request
+from lab.references.assertion import histories_of, truth_of_problem
+from lab.references.truth import Truth
+from lab.workloads.inputs.encoding import as_stored
+from lab.workloads.inputs.redraw import MOST_SHORTER, SHORTER_EVERY, SeededRedraw, Seeds, touched, wipe
+
+
+@dataclass(frozen=True)
+class CallSizes:
+    """The sizes of a recorded call, in the fields of `lab.timing.forward.case_facts`. A key that several requests share counts
+    once in `bytes_moved`. `page_size` is None if K and V are not paged.
+    """
+
+    mode: AttentionCall
+    geometry: str
+    page_size: int | None
+    q_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    bytes_moved: int
+    operations: int
+
+    @classmethod
+    def of(cls, problem: Problem) -> "CallSizes":
+        """Measure a checked call on the CPU."""
+        offsets, kv_lens = problem.row_offsets(), problem.seq_lens.tolist()
+        q_lens = [end - start for start, end in itertools.pairwise(offsets)]
+        visible = [visible_of_request(problem, *each) for each in zip(itertools.count(), q_lens, kv_lens)]
+        seen = [keys.any(dim=0).nonzero().flatten() for keys in visible]
+        requests = torch.arange(len(seen)).repeat_interleave(torch.tensor([len(keys) for keys in seen]))
+        places = _places(problem, requests, torch.cat(seen))
+        factor_bytes = 0 if (factors := getattr(problem, "k_scale_factors", None)) is None else factors.shape[-1]
+        kv_bytes = sum(
+            len(at.unique()) * problem.num_kv_heads * (side.shape[-1] * side.dtype.itemsize + factor_bytes)
+            for side, at in zip(_sides(problem), places, strict=False)
+        )
+        heads, head_dim, v_head_dim = problem.num_qo_heads, problem.head_dim, problem.v_head_dim
+        row_bytes = heads * (head_dim * problem.query.dtype.itemsize + v_head_dim * problem.out_dtype.itemsize)
+        return cls(
+            mode=problem.call,
+            geometry=f"{heads}/{problem.num_kv_heads} heads of {head_dim}",
+            page_size=None if isinstance(problem, RaggedAttention) else problem.page_size,
+            q_lens=tuple(q_lens),
+            kv_lens=tuple(kv_lens),
+            dtype=problem.query.dtype,
+            kv_dtype=problem.kv_dtype,
+            bytes_moved=kv_bytes + offsets[-1] * row_bytes,
+            operations=2 * heads * (head_dim + v_head_dim) * sum(int(each.sum()) for each in visible),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedPass:
+    """A recorded call on a device, in place of a forward pass (`lab.workloads.inputs.forward_pass.EnginePass`) that is timed.
+
+    Attributes:
+        case: the sizes of the call.
+        given: the arguments, `out` included. No kernel gets these tensors; judging a result overwrites them.
+        deviations: standard deviations of the recorded query, K and V.
+    """
+
+    case: CallSizes
+    given: Mapping[str, Any]
+    deviations: Sequence[float]
+
+    @classmethod
+    def of(cls, recorded: RecordedCase, device: torch.device) -> "RecordedPass":
+        """Read a recorded call, and copy its arguments to a device.
+
+        Raises:
+            RecordingError: the call cannot be read, its arguments are invalid, or it has no query row.
+        """
+        try:
+            call = recorded.read()
+            problem = call.problem()
+        except (RecordingError, TypeError, ValueError, NotImplementedError) as error:
+            raise RecordingError(f"call {recorded.number}: {error}") from error
+        if problem.has_no_rows or not problem.row_offsets()[-1]:
+            raise RecordingError(f"call {recorded.number}: no request has a query row")
+        sizes, given = CallSizes.of(problem), call.arguments(device)
+        if given.get("out") is None:
+            shape = (*given["query"].shape[:-1], problem.v_head_dim)
+            given["out"] = torch.empty(shape, dtype=problem.out_dtype, device=device)
+        longest = max(range(problem.batch_size), key=sizes.kv_lens.__getitem__)
+        contents = (problem.query, *histories_of(problem, [longest])[0])
+        return cls(sizes, given, [_deviation(each) for each in contents])
+
+    def posed(self, arguments: Mapping[str, Any]) -> Problem:
+        """Return the attention that arguments of this call define. Its tensors are views of the arguments."""
+        problem: Problem = CALL_TYPES[self.case.mode](**arguments).problem()
+        return problem
+
+    @cached_property
+    def query(self) -> Tensor:
+        return self.posed(self.given).query
+
+    @property
+    def functions(self) -> list[str]:
+        return [self.case.mode.value]
+
+    @property
+    def pool_bytes(self) -> int:
+        return sum(side.nbytes for side in _sides(self.posed(self.given)))
+
+    def prepare(self, implementation: Any, **arguments: Any) -> Callable[[], Any]:
+        return prepare(implementation, self.case.mode.value, **arguments)
+
+    def new_out(self) -> Tensor:
+        return torch.empty_like(self.given["out"])
+
+    def rows_of_requests(self, out: Tensor) -> Tensor:
+        """Return an output without its padding rows, [num_rows, num_qo_heads, v_head_dim]."""
+        return out.flatten(0, -3)[: sum(self.case.q_lens)]
+
+
+@dataclass(frozen=True, eq=False)
+class CallRedraw(SeededRedraw):
+    """Draws new queries, K and V, page ids and lengths for a recorded call. Ragged K and V keep their lengths."""
+
+    forward: RecordedPass
+
+    def __post_init__(self) -> None:
+        _ = self._metadata  # copied now, before `truth` writes to it
+
+    @cached_property
+    def _metadata(self) -> dict[str, Tensor]:
+        """Return copies of the recorded tables and lengths, by argument; empty for ragged K and V."""
+        names = ("block_tables", "seq_lens", "cum_seq_lens_kv") if self.forward.case.page_size else ()
+        return {name: held.clone() for name in names if (held := self.forward.given.get(name)) is not None}
+
+    def first_set(self) -> dict[str, Any]:
+        inputs = copy.deepcopy({name: value for name, value in self.forward.given.items() if name != "out"})
+        for name, tensor in self._metadata.items():
+            inputs[name].copy_(tensor)
+        return inputs
+
+    def write_tokens(self, arguments: Mapping[str, Any], seed: int) -> None:
+        """Draw all K and V again, and shift the page ids."""
+        sides = _sides(self.forward.posed(arguments))
+        for number, side in enumerate(sides, start=1):
+            side.copy_(self._drawn(side.shape, side.dtype, number, seed))
+        if self._metadata:
+            table, num_pages = self._metadata["block_tables"], len(sides[0])
+            stays = self.keeps_metadata or sides[0].dtype == NVFP4  # scale factors stay in their pages
+            shift = 0 if stays else random.Random(f"pages {seed}").randrange(num_pages)
+            is_page = (table >= 0) & (table < num_pages)
+            arguments["block_tables"].copy_(torch.where(is_page, (table + shift) % num_pages, table))
+
+    def write_call(self, arguments: Mapping[str, Any], seeds: Seeds) -> None:
+        """Draw the queries and a few tokens again, and wipe the output. For some seeds, requests become shorter."""
+        query, kv_lens = arguments["query"], torch.tensor(self.forward.case.kv_lens, device=arguments["query"].device)
+        query.copy_(self._drawn(query.shape, query.dtype, 0, seeds.call))
+        problem, ends = self.forward.posed(arguments), kv_lens.cumsum(0)
+        chosen = touched(seeds.tokens, sum(self.forward.case.kv_lens), query.device)
+        requests = torch.searchsorted(ends, chosen, right=True)
+        places = _places(problem, requests, chosen - (ends - kv_lens)[requests])
+        for number, (side, some) in enumerate(zip(_sides(problem), places, strict=False), start=1):
+            at, size = some.unique(), side.shape[1]
+            drawn = self._drawn((len(at), *side.shape[2:]), side.dtype, number, seeds.call + 1)
+            if side.dtype == E4M3:  # torch cannot index it
+                side, drawn = side.view(torch.uint8), drawn.view(torch.uint8)
+            side[at // size, at % size] = drawn
+        if self._metadata:
+            lengths = kv_lens - torch.tensor(self._shorter(seeds.call), device=query.device)
+            arguments["seq_lens"].copy_(lengths)
+            if "cum_seq_lens_kv" in self._metadata:
+                arguments["cum_seq_lens_kv"][1:].copy_(lengths.cumsum(0))
+        wipe(arguments)
+
+    def truth(self, seeds: Seeds, requests: Sequence[int]) -> Truth:
+        """Return the expected results. Over an e4m3 cache the bound is that of products in e4m3, in which XQA computes."""
+        self.write_tokens(self.forward.given, seeds.tokens)
+        self.write_call(self.forward.given, seeds)
+        arithmetic = E4M3 if self.forward.case.kv_dtype == E4M3 else None
+        return truth_of_problem(self.forward.posed(self.forward.given), arithmetic, requests=requests)
+
+    def _shorter(self, seed: int) -> list[int]:
+        case = self.forward.case
+        dice, shortens = random.Random(f"lengths {seed}"), not self.keeps_metadata and seed % SHORTER_EVERY == 0
+        spare = (max(kv_len - max(q_len, 1), 0) for kv_len, q_len in zip(case.kv_lens, case.q_lens, strict=True))
+        return [dice.randint(0, min(MOST_SHORTER, each)) if shortens else 0 for each in spare]
+
+    def _drawn(self, shape: Sequence[int], dtype: torch.dtype, number: int, seed: int) -> Tensor:
+        """Draw contents of the query (number 0), K (1) or V (2)."""
+        generator = self._generator(seed + number)
+        if dtype == NVFP4:
+            return torch.randint(256, tuple(shape), dtype=dtype, device=generator.device, generator=generator)
+        drawn = torch.randn(tuple(shape), device=generator.device, generator=generator)
+        return as_stored(drawn * self.forward.deviations[number], 1.0, dtype)
+
+
+def _sides(problem: Problem) -> list[Tensor]:
+    """Return K and V as views [num_pages, page_size, num_kv_heads, head_dim]; ragged K and V are one page. If V is a part of K,
+    return K only.
+    """
+    if isinstance(problem, RaggedAttention):
+        return [problem.key.unsqueeze(0), problem.value.unsqueeze(0)]
+    is_part = problem.k_cache.data_ptr() == problem.v_cache.data_ptr()
+    return [cache.transpose(1, 2) for cache in (problem.k_cache, problem.v_cache)[: 1 if is_part else 2]]
+
+
+def _places(problem: Problem, requests: Tensor, tokens: Tensor) -> list[Tensor]:
+    """Return where tokens of requests lie in `_sides`, in K and in V: page · page_size + slot, int64."""
+    if isinstance(problem, RaggedAttention):
+        return [problem.cu_seqlens_kv[requests] + tokens] * 2
+    size = problem.page_size
+    tables = (problem.k_block_tables, problem.v_block_tables)
+    return [table[requests, tokens // size].long() * size + tokens % size for table in tables]
+
+
+def _deviation(contents: Tensor) -> float:
+    """Return the standard deviation of the finite elements; 1 if there is none or it is 0."""
+    wide = contents.to(torch.float32)
+    return float(wide[wide.isfinite()].std(correction=0).nan_to_num()) or 1.0

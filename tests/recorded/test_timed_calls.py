@@ -1,0 +1,326 @@
+"""A recorded call that is drawn anew in place: right on any contents, and wrong where a call sees any of the old ones."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lab import references
+from lab.calls.problem import E4M3
+from lab.kernels import PlannedOnce
+from lab.recorded.call import RecordingError
+from lab.recorded.case import recorded_cases
+from lab.recorded.timed import CallSizes, RecordedPass
+from lab.timing.forward import TimedPasses, case_facts
+from lab.timing.staging import check_results, renew
+from lab.timing.work import GpuWork
+from lab.workloads.inputs.redraw import SHORTER_EVERY, Seeds
+from tests.recorded.record_calls import (
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    LENGTHS,
+    PAGE_SIZE,
+    decode_arguments,
+    latent_arguments,
+)
+from tests.recorded.write_calls import write_call
+
+CPU = torch.device("cpu")
+DECODE, CONTEXT = "trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache"
+MLA, RAGGED = "trtllm_batch_decode_with_kv_cache_mla", "trtllm_ragged_attention_deepseek"
+FIRST, SHORTER = Seeds(1, SHORTER_EVERY + 1), Seeds(2, 5 * SHORTER_EVERY)
+WRONG = "output vectors are wrong"
+
+
+def _several_rows(**changes: Any) -> dict[str, Any]:
+    arguments = decode_arguments(q_len_per_req=2)
+    return arguments | {"query": arguments["query"].repeat_interleave(2, dim=0)} | changes
+
+
+def _shared_pages(**changes: Any) -> dict[str, Any]:
+    """Requests 1 and 2 share their first page, and cells after the last pages hold ids of no page."""
+    arguments = decode_arguments(**changes)
+    tables = arguments["block_tables"]
+    tables[2, 0], tables[0, 1], tables[0, 2] = tables[1, 0], -1, 99
+    return arguments
+
+
+def _context(**changes: Any) -> dict[str, Any]:
+    """The rows of request 1 are none, and two rows after those of request 2 are padding."""
+    offsets = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
+    arguments = decode_arguments(max_q_len=5, batch_size=3, cum_seq_lens_q=offsets, bmm2_scale=1.0, max_kv_len=40)
+    del arguments["max_seq_len"]
+    ends = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    query = torch.randn(10, HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16)
+    return arguments | {"cum_seq_lens_kv": ends, "query": query} | changes
+
+
+def _ragged() -> dict[str, Any]:
+    draw = torch.Generator().manual_seed(1)
+    offsets = torch.tensor([0, 2, 5], dtype=torch.int32)
+    names, heads = ("query", "key", "value"), (HEADS, KV_HEADS, KV_HEADS)
+    sides = {n: torch.randn(5, h, 64, generator=draw).to(torch.bfloat16) for n, h in zip(names, heads, strict=True)}
+    numbers = {
+        "max_q_len": 3,
+        "max_kv_len": 3,
+        "bmm1_scale": 0.2,
+        "bmm2_scale": 1.0,
+        "o_sf_scale": 1.0,
+        "batch_size": 2,
+    }
+    others = {"window_left": -1, "enable_pdl": None, "is_causal": True, "return_lse": False}
+    lens = {"seq_lens": offsets.diff(), "cum_seq_lens_q": offsets, "cum_seq_lens_kv": offsets}
+    return sides | numbers | others | lens
+
+
+def _separate_tables() -> dict[str, Any]:
+    arguments = decode_arguments(uses_shared_paged_kv_idx=False)
+    tables = arguments["block_tables"]
+    return arguments | {"block_tables": torch.stack([tables, tables.flip(0, 1)], dim=1)}
+
+
+def _e4m3() -> dict[str, Any]:
+    arguments = decode_arguments(bmm1_scale=0.01)
+    return arguments | {"kv_cache": tuple((4 * each.float()).to(E4M3) for each in arguments["kv_cache"])}
+
+
+def _nvfp4() -> dict[str, Any]:
+    arguments, draw = decode_arguments(backend="xqa"), torch.Generator().manual_seed(2)
+    shape = arguments["kv_cache"][0].shape[:3]
+    sides = tuple(torch.randint(256, (*shape, HEAD_DIM // 2), dtype=torch.uint8, generator=draw) for _ in range(2))
+    factors = tuple((0.1 + torch.rand(*shape, HEAD_DIM // 16, generator=draw)).to(E4M3) for _ in range(2))
+    return arguments | {"kv_cache": sides, "kv_cache_sf": factors}
+
+
+CALLS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
+    "decode": (DECODE, decode_arguments),
+    "several rows": (DECODE, _several_rows),
+    "a given out": (DECODE, lambda: decode_arguments(out=torch.zeros(3, HEADS, HEAD_DIM, dtype=torch.float16))),
+    "sinks": (DECODE, lambda: decode_arguments(sinks=torch.arange(HEADS).float())),
+    "a draft mask": (DECODE, lambda: _several_rows(mask=torch.tensor([[[1, 0], [3, 0]]] * 3, dtype=torch.uint16))),
+    "a window": (DECODE, lambda: decode_arguments(window_left=3)),
+    "shared pages": (DECODE, _shared_pages),
+    "separate tables": (DECODE, _separate_tables),
+    "e4m3": (DECODE, _e4m3),
+    "short requests": (
+        DECODE,
+        lambda: _several_rows(seq_lens=torch.tensor([1, 2, 33], dtype=torch.int32)),
+    ),
+    "NVFP4": (DECODE, _nvfp4),
+    "context": (CONTEXT, _context),
+    "context, all keys": (CONTEXT, lambda: _context(causal=False)),
+    "latent": (MLA, latent_arguments),
+    "ragged": (RAGGED, _ragged),
+}
+
+
+def _recorded(folder: Path, name: str) -> Any:
+    function, make = CALLS[name]
+    (case,) = recorded_cases(
+        write_call(folder, function, make() | {"workspace_buffer": torch.zeros(1)}, (torch.zeros(1),))
+    )
+    return case
+
+
+@pytest.fixture
+def passes(tmp_path: Path) -> Callable[[str], TimedPasses]:
+    return lambda name: TimedPasses.of(_recorded(tmp_path / name, name), CPU)
+
+
+def hold_right(work: GpuWork, call: Callable[[], object], seeds: Seeds, *, tokens: bool = True) -> None:
+    renew(work, seeds, tokens=tokens)
+    call()
+    check_results([work], seeds)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_one_call_is_right_on_contents_that_change_under_it(name: str, passes: Any) -> None:
+    work = passes(name).work(references)
+    call = work.call()
+    for seeds in (FIRST, SHORTER):
+        hold_right(work, call, seeds)
+    hold_right(work, call, Seeds(SHORTER.tokens, 3), tokens=False)  # other queries, and the whole lengths again
+    with pytest.raises(AssertionError, match=WRONG):
+        check_results([work], Seeds(SHORTER.tokens, 4))  # of the queries of another seed
+    hold_right(work, call, FIRST)
+    renew(work, FIRST)
+    with pytest.raises(AssertionError, match=WRONG):  # the output was wiped
+        check_results([work], FIRST)
+
+
+STALE = {
+    "query": lambda arguments: {"query": arguments["query"].clone()},
+    "keys and values": lambda arguments: {"kv_cache": tuple(side.clone() for side in arguments["kv_cache"])},
+    "lengths": lambda arguments: {"seq_lens": arguments["seq_lens"].clone()},
+    "pages": lambda arguments: {"block_tables": arguments["block_tables"].clone()},
+}
+
+
+@pytest.mark.parametrize("what", STALE)
+def test_a_call_that_keeps_what_it_was_prepared_with_is_wrong(what: str, passes: Any) -> None:
+    class Stale:
+        @staticmethod
+        def prepare_trtllm_batch_decode_with_kv_cache(**arguments: Any) -> Any:
+            kept = arguments | STALE[what](arguments)
+            return lambda: references.trtllm_batch_decode_with_kv_cache(**kept)
+
+    work = passes("decode").work(Stale)
+    renew(work, FIRST)
+    call = work.call()
+    call()
+    check_results([work], FIRST)
+    renew(work, SHORTER)
+    call()
+    with pytest.raises(AssertionError, match=WRONG):
+        check_results([work], SHORTER)
+
+
+def test_each_call_finds_some_tokens_changed_in_place_and_new_contents_are_everywhere(passes: Any) -> None:
+    work = passes("decode").work(references)
+    renew(work, FIRST)
+    before = [side.clone() for side in work.arguments["kv_cache"]]
+    renew(work, Seeds(FIRST.tokens, 3), tokens=False)
+    live = torch.zeros(9, PAGE_SIZE, dtype=torch.bool)  # pages and slots
+    for pages, length in zip(work.arguments["block_tables"].long(), LENGTHS, strict=True):
+        tokens = torch.arange(length)
+        live[pages[tokens // PAGE_SIZE], tokens % PAGE_SIZE] = True
+    for side, old in zip(work.arguments["kv_cache"], before, strict=True):
+        assert torch.equal((side != old).any(dim=-1).all(dim=1), live)  # all of 55 tokens: fewer than 256
+    renew(work, SHORTER)
+    for side, old in zip(work.arguments["kv_cache"], before, strict=True):
+        assert bool((side != old).any(dim=-1).all())
+
+
+def test_some_tokens_of_long_requests_change(passes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lab.workloads.inputs.redraw.MOST_TOUCHED", 8)
+    work = passes("decode").work(references)
+    renew(work, FIRST)
+    before = work.arguments["kv_cache"][0].clone()
+    renew(work, Seeds(FIRST.tokens, 3), tokens=False)
+    assert int((work.arguments["kv_cache"][0] != before).any(dim=-1).all(dim=1).sum()) == 8
+    hold_right(work, work.call(), SHORTER)
+
+
+def test_lengths_become_shorter_for_some_seeds_and_keep_the_query_s_own_keys(passes: Any) -> None:
+    work = passes("short requests").work(references)
+    seen = set()
+    for seed in range(40):
+        renew(work, Seeds(1, seed))
+        lengths = work.arguments["seq_lens"].tolist()
+        assert lengths == [1, 2, 33] or seed % SHORTER_EVERY == 0
+        seen.add(tuple(lengths))
+    assert {lengths[0] for lengths in seen} == {1}
+    assert {lengths[1] for lengths in seen} == {2}
+    assert {lengths[2] for lengths in seen} <= {30, 31, 32, 33}
+    assert len(seen) > 1
+
+
+@pytest.mark.parametrize(("name", "is_right"), [("e4m3", True), ("decode", False)])
+def test_products_in_e4m3_are_right_over_an_e4m3_cache(name: str, is_right: bool, passes: Any) -> None:
+    class Rounding:
+        @staticmethod
+        def trtllm_batch_decode_with_kv_cache(*, out: torch.Tensor, **arguments: Any) -> None:
+            references.trtllm_batch_decode_with_kv_cache(out=out, **arguments)
+            out.mul_(1.02)
+
+    work = passes(name).work(Rounding)
+    with contextlib.nullcontext() if is_right else pytest.raises(AssertionError, match=WRONG):
+        hold_right(work, work.call(), FIRST)
+
+
+class Planning:
+    """Reads lengths and pages when it plans."""
+
+    @staticmethod
+    def plan_trtllm_batch_decode_with_kv_cache(**arguments: Any) -> Any:
+        kept = arguments | {name: arguments[name].clone() for name in ("seq_lens", "block_tables")}
+        return lambda: references.trtllm_batch_decode_with_kv_cache(**kept)
+
+
+def test_a_planned_call_keeps_lengths_and_pages_that_others_see_change(passes: Any) -> None:
+    both = passes("decode")
+    plain = both.work(references)
+    hold_right(plain, plain.call(), FIRST)  # its judge moves the pages of the pass
+    planned = both.work(PlannedOnce(Planning))
+    assert torch.equal(planned.arguments["block_tables"], decode_arguments()["block_tables"])
+    call = planned.call()
+    for seeds in (FIRST, SHORTER):
+        hold_right(planned, call, seeds)
+        hold_right(plain, plain.call(), seeds)
+
+
+def test_works_share_all_but_their_outputs_and_no_tensor_with_the_judge(passes: Any) -> None:
+    both = passes("decode")
+    one, other = both.work(references), both.work(references)
+    for first, second in ((one, other), (one.copy(3), other.copy(3))):
+        assert first.arguments["kv_cache"] is second.arguments["kv_cache"]
+        assert first.arguments["out"].data_ptr() != second.arguments["out"].data_ptr()
+    pools = {each["kv_cache"][0].data_ptr() for each in (one.arguments, one.copy(3).arguments, both.forward.given)}
+    assert len(pools) == 3
+
+
+def test_shapes_strides_tables_and_deviations_are_the_recorded_ones(passes: Any) -> None:
+    both = passes("shared pages")
+    work = both.work(references)
+    arguments = work.arguments
+    made = _shared_pages()
+    assert torch.equal(arguments["block_tables"], made["block_tables"])
+    assert arguments["kv_cache"][1].stride() == made["kv_cache"][1].stride()
+    assert both.forward.deviations == pytest.approx([1.0, 1.0, 1.0], abs=0.1)
+    four_times = passes("e4m3")
+    assert four_times.forward.deviations == pytest.approx([1.0, 4.0, 4.0], abs=0.4)
+    drawn = four_times.work(references)
+    renew(drawn, FIRST)
+    assert float(drawn.arguments["kv_cache"][1].float().std()) == pytest.approx(4.0, abs=0.4)
+    renew(work, FIRST)
+    table = work.arguments["block_tables"]
+    assert table[2, 0] == table[1, 0] != made["block_tables"][1, 0]
+    assert table[0, 1:].tolist() == [-1, 99]
+
+
+def test_the_floor_is_of_the_keys_that_rows_see(passes: Any) -> None:
+    """A key and its value are 2 · 2 heads · 64 elements of 2 bytes; a row and its output 2 · 4 · 64 · 2."""
+    token, row, pair = 2 * KV_HEADS * HEAD_DIM * 2, 2 * HEADS * HEAD_DIM * 2, 4 * HEADS * HEAD_DIM
+    expected = {
+        "decode": (sum(LENGTHS) * token + 3 * row, sum(LENGTHS) * pair),
+        "several rows": (sum(LENGTHS) * token + 6 * row, (2 * sum(LENGTHS) - 3) * pair),
+        "a window": (12 * token + 3 * row, 12 * pair),
+        "shared pages": ((sum(LENGTHS) - PAGE_SIZE) * token + 3 * row, sum(LENGTHS) * pair),
+        "separate tables": (sum(LENGTHS) * token + 3 * row, sum(LENGTHS) * pair),
+        "e4m3": (sum(LENGTHS) * token // 2 + 3 * row, sum(LENGTHS) * pair),
+        "NVFP4": (sum(LENGTHS) * (token // 4 + token // 32) + 3 * row, sum(LENGTHS) * pair),
+        "context": ((5 + 33) * token + 8 * row, (3 + 4 + 5 + 29 + 30 + 31 + 32 + 33) * pair),
+        "context, all keys": ((5 + 33) * token + 8 * row, (3 * 5 + 5 * 33) * pair),
+        "latent": (45 * 80 * 2 + 2 * HEADS * (80 + 64) * 2, 45 * 2 * HEADS * (80 + 64)),
+        "ragged": (5 * token + 5 * row, (1 + 2 + 1 + 2 + 3) * pair),
+    }
+    for name, numbers in expected.items():
+        sizes: CallSizes = passes(name).forward.case
+        assert (sizes.bytes_moved, sizes.operations) == numbers, name
+
+
+def test_facts_name_the_call(passes: Any) -> None:
+    facts = case_facts(passes("context").forward.case)
+    assert (facts["mode"], facts["geometry"], facts["page_size"]) == ("context", "4/2 heads of 64", 16)
+    assert (facts["requests"], facts["query_tokens"], facts["kv_tokens"], facts["kv_dtype"]) == (3, 8, 55, "bfloat16")
+    ragged = passes("ragged").forward
+    assert (ragged.case.page_size, ragged.functions) == (None, [RAGGED])
+    assert ragged.pool_bytes == 2 * 5 * KV_HEADS * 64 * 2
+
+
+def test_a_call_that_cannot_be_timed_is_refused(tmp_path: Path) -> None:
+    none = _context(cum_seq_lens_q=torch.zeros(4, dtype=torch.int32)) | {"workspace_buffer": torch.zeros(1)}
+    for arguments, sentence in (
+        (none, "call 1: no request has a query row"),
+        (none | {"batch_size": 7}, "call 1: batch_size=7"),
+    ):
+        (case,) = recorded_cases(write_call(tmp_path / sentence[-3:], CONTEXT, arguments, (torch.zeros(1),)))
+        with pytest.raises(RecordingError, match=sentence):
+            RecordedPass.of(case, CPU)
+    with pytest.raises(RecordingError, match=r"call 1: .*no such|cannot be read"):
+        RecordedPass.of(dataclasses.replace(case, path=str(tmp_path / "absent")), CPU)
