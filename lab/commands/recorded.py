@@ -1,6 +1,13 @@
-"""`lab recorded`: what can be made of calls that were recorded in an engine."""
+"""`lab recorded`: make files from calls that were recorded in an engine."""
+
+from pathlib import Path
+from typing import Annotated
 
 import typer
+
+from lab.commands.options import Device, prepare_machine, refuse, refusing_errors
+from lab.exit_status import ExitStatus
+from lab.loading import load
 
 recorded = typer.Typer(no_args_is_help=True)
 
@@ -8,3 +15,72 @@ recorded = typer.Typer(no_args_is_help=True)
 @recorded.callback()
 def about() -> None:
     """Make files from calls that were recorded in an engine."""
+
+
+@recorded.command()
+def shrink(
+    recording: Annotated[
+        str, typer.Argument(metavar="FOLDER#3", help="a folder of recorded calls, and a call's number")
+    ],
+    out: Annotated[Path, typer.Option(file_okay=False, help="the folder of repro.py and ISSUE.md")] = Path("repro"),
+    implementation: Annotated[
+        str | None,
+        typer.Option(help="what is called: package.module or path/to/file.py; FlashInfer's function if left out"),
+    ] = None,
+    device: Device = None,
+    from_outputs: Annotated[
+        bool, typer.Option("--from-outputs", help="make no calls: keep the requests whose recorded output is wrong")
+    ] = False,
+    synthetic: Annotated[
+        bool, typer.Option("--synthetic", help="replace all contents by drawn ones, even if the error then goes away")
+    ] = False,
+    most_seconds: Annotated[float, typer.Option(min=0, help="try no smaller call after this time")] = 600.0,
+) -> None:
+    """Find the smallest call that is wrong like a recorded call, and write a program that makes it with FlashInfer alone."""
+    import torch
+
+    if implementation is None and not from_outputs and not torch.cuda.is_available():
+        sentence = (
+            "FlashInfer's functions need a GPU, and there is none here: --implementation names one for the CPU, and"
+        )
+        refuse(f"{sentence} --from-outputs makes no calls", ExitStatus.NOT_JUDGED)
+    if not from_outputs:
+        prepare_machine(device)
+    from lab.checks.run.judge import device_of
+    from lab.provenance import environment
+    from lab.recorded.case import recorded_cases
+    from lab.recorded.reductions import contents_of
+    from lab.recorded.repro import MODULES, write_repro
+    from lab.recorded.shrink import fault_by_calling, shrunk
+
+    with refusing_errors():
+        cases = recorded_cases(recording)
+        if len(cases) > 1:
+            raise ValueError(f"{recording} has {len(cases)} calls: name one, such as {recording}#{cases[0].number}")
+        call, find = cases[0].read(), None
+        versions = {"GPU": "not recorded"} | {package: version.split()[0] for package, version in call.versions.items()}
+        if not from_outputs:
+            name, here = implementation or MODULES[call.function], environment()
+            function = getattr(load(name), call.function.value, None)
+            if function is None:
+                raise ValueError(f"{name} has no {call.function.value}")
+            find = fault_by_calling(function, device_of(device))
+            versions = {"GPU": here.get("gpu", "none")} | {
+                package: version for package, version in here["packages"].items() if version
+            }
+        smaller, fault = shrunk(call, find, synthetic, most_seconds)
+        write_repro(out, smaller, fault, versions)
+    typer.echo(f"{out}/repro.py and {out}/ISSUE.md are written")
+    if fault is not None:
+        typer.echo(f"{fault.reason.value}: {fault.sentence}")
+    elif from_outputs:
+        typer.echo(
+            "whether the result is wrong with drawn contents is not known, because no call was made: run repro.py"
+        )
+    else:
+        typer.echo("with drawn contents the result is right")
+    kept = [name for name in contents_of(smaller) if name not in smaller.drawn]
+    if kept:
+        typer.echo(f"repro.py holds recorded contents of {', '.join(kept)}: --synthetic replaces them")
+    if implementation is not None:
+        typer.echo(f"repro.py calls FlashInfer: change its import to call {implementation}")

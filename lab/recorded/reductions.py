@@ -1,0 +1,293 @@
+"""Reductions of a recorded call: functions that yield smaller calls.
+
+`lab.recorded.shrink` finds out whether the arguments of a smaller call are valid, and whether its result is wrong. Tensors
+become contiguous. Contents that were drawn are drawn again in the shapes of the smaller call.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, replace
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from lab.calls import CALL_TYPES, AttentionCall, PagedAttention, RaggedAttention
+from lab.calls.problem import shown_draft_tokens
+from lab.recorded.call import RecordedCall
+from lab.workloads.inputs.masks import packed_mask
+
+Element = TypeVar("Element")
+Reduction = Callable[[RecordedCall], Iterator[RecordedCall]]
+Change = Callable[[Tensor], Tensor]
+
+CONTENTS = ("query", "kv_cache", "key", "value", "sinks", "attention_sinks")  # data of requests and of the model
+HEADS_AXIS = {"query": -2, "out": -2, "lse": -1, "sinks": -1, "attention_sinks": -1}
+# Arguments that define how others are read; the mask, which XQA needs for several rows; and bmm1_scale, because the scores are
+# too large at its default of 1.
+LAYOUT = ("workspace_buffer", "kv_layout", "uses_shared_paged_kv_idx", "cum_seq_lens_q", "max_q_len")
+KEPT = (*LAYOUT, "mask", "bmm1_scale")
+NEUTRAL = {"bmm2_scale": 1.0, "window_left": -1, "return_lse": False}  # in calls in which they have no default
+LEAST_HEAD_DIM = 16
+
+
+class Part(NamedTuple):
+    """What a smaller call keeps of a request: some of its query rows, and its first `kv_len` keys."""
+
+    request: int
+    rows: range
+    kv_len: int
+
+
+def parts_of(call: RecordedCall) -> list[Part]:
+    problem = call.problem()
+    widths = [end - start for start, end in pairwise(problem.row_offsets())]
+    lengths = zip(widths, problem.seq_lens.tolist(), strict=True)
+    return [Part(request, range(width), kv_len) for request, (width, kv_len) in enumerate(lengths)]
+
+
+def cut(call: RecordedCall, parts: Sequence[Part]) -> RecordedCall:
+    """Return a call with only these parts of its requests, and without rows of no request."""
+    problem, offsets = call.problem(), call.problem().row_offsets()
+    requests, widths, lengths = (
+        [part.request for part in parts],
+        [len(part.rows) for part in parts],
+        [part.kv_len for part in parts],
+    )
+    rows = [offsets[part.request] + row for part in parts for row in part.rows]
+
+    def by_row(tensor: Tensor) -> Tensor:
+        if len(tensor) == problem.num_rows:
+            return tensor[rows]
+        return tensor.flatten(0, 1)[rows].unflatten(0, (len(parts), -1))  # MLA's [batch_size, q_len, ...]
+
+    def of_draft(mask: Tensor) -> Tensor:
+        chosen = slice(parts[0].rows.start, parts[0].rows.stop)
+        return packed_mask(shown_draft_tokens(mask[requests].to(torch.int32))[:, chosen, chosen])
+
+    changes: dict[str, Change] = dict.fromkeys(("query", "out", "lse"), by_row)
+    changes |= {"mask": of_draft, "block_tables": lambda tables: tables[requests]}
+    if isinstance(problem, RaggedAttention):
+        starts = problem.cu_seqlens_kv.tolist()
+        tokens = [starts[part.request] + token for part in parts for token in range(part.kv_len)]
+        changes |= dict.fromkeys(("key", "value"), lambda side: side[tokens])
+    row_offsets, key_offsets = [*accumulate(widths, initial=0)], [*accumulate(lengths, initial=0)]
+    changes |= {"seq_lens": _numbers(lengths), "cum_seq_lens_q": _numbers(row_offsets)}
+    changes |= {"cum_seq_lens_kv": _numbers(key_offsets)}
+    changes |= {"q_seq_lens_cpu": _numbers(widths), "kv_seq_lens_cpu": _numbers(lengths)}
+    counts = {"batch_size": len(parts), "q_len_per_req": widths[0]}
+    given = {
+        name: counts[name] if name in counts and value is not None else value for name, value in call.given.items()
+    }
+    return _changed(replace(call, given=given), changes)
+
+
+def fewer_requests(call: RecordedCall) -> Iterator[RecordedCall]:
+    """Leave out requests, the longest first; then rows of no request."""
+    parts = parts_of(call)
+    for others in _without_chunks(sorted(parts, key=lambda part: -part.kv_len)):
+        yield cut(call, sorted(others))
+    if sum(len(part.rows) for part in parts) < call.problem().num_rows:
+        yield cut(call, parts)
+
+
+def fewer_rows(call: RecordedCall) -> Iterator[RecordedCall]:
+    """Leave out the last rows of each request, with as many keys; or its first rows."""
+    parts = parts_of(call)
+    for width in _less(max(len(part.rows) for part in parts)):
+        kept = [(part, max(part.kv_len - len(part.rows[width:]), 0)) for part in parts]
+        yield cut(call, [part._replace(rows=part.rows[:width], kv_len=kv_len) for part, kv_len in kept])
+        yield cut(call, [part._replace(rows=part.rows[-width:]) for part in parts])
+
+
+def fewer_keys(call: RecordedCall) -> Iterator[RecordedCall]:
+    """Leave out the last keys: of all long requests, then of one."""
+    parts = parts_of(call)
+    for length in _less(max(part.kv_len for part in parts)):
+        yield cut(call, [part._replace(kv_len=min(part.kv_len, length)) for part in parts])
+    for part in parts:
+        for length in _less(part.kv_len):
+            yield cut(call, [each._replace(kv_len=length) if each is part else each for each in parts])
+
+
+def fewer_heads(call: RecordedCall) -> Iterator[RecordedCall]:
+    """Leave out K/V heads, each with its group of query heads."""
+    problem = call.problem()
+    group = problem.num_qo_heads // problem.num_kv_heads
+    for kept in _without_chunks(range(problem.num_kv_heads)):
+        yield _with_heads(call, [head * group + place for head in kept for place in range(group)], kept)
+
+
+def smaller_groups(call: RecordedCall) -> Iterator[RecordedCall]:
+    """Leave out query heads, the same of each group."""
+    problem = call.problem()
+    kv_heads, group = range(problem.num_kv_heads), problem.num_qo_heads // problem.num_kv_heads
+    for kept in _without_chunks(range(group)):
+        yield _with_heads(call, [head * group + place for head in kv_heads for place in kept], kv_heads)
+
+
+def smaller_head_dim(call: RecordedCall) -> Iterator[RecordedCall]:
+    """Halve head_dim, if it is the same for K and V."""
+    problem, half = call.problem(), call.problem().head_dim // 2
+    if problem.head_dim == problem.v_head_dim and half >= LEAST_HEAD_DIM:
+        yield _changed(call, dict.fromkeys(("query", "out", "kv_cache", "key", "value"), lambda each: each[..., :half]))
+
+
+def fewer_pages(call: RecordedCall) -> Iterator[RecordedCall]:
+    """Keep only the pages that hold keys, numbered in the order of the table, or else in their old order."""
+    problem = call.problem()
+    if isinstance(problem, PagedAttention):
+        tables = call.given["block_tables"]
+        pages = -(-problem.seq_lens.to(torch.int64) // problem.page_size)
+        is_live = torch.arange(tables.shape[-1]) < pages.view(-1, *[1] * (tables.ndim - 1))
+        ids = tables[is_live.expand_as(tables)].tolist()
+        for kept in ([*dict.fromkeys(ids)] or [0], sorted({*ids}) or [0]):
+            new = torch.zeros(problem.k_cache.shape[0], dtype=tables.dtype)
+            new[kept] = torch.arange(len(kept), dtype=tables.dtype)
+            renamed = torch.where(is_live, new[tables.where(is_live, 0).long()], 0)
+            if len(kept) < len(new) or not torch.equal(renamed, tables):
+                pool = {"kv_cache": lambda cache, kept=kept: cache[kept]}
+                yield _changed(_with(call, block_tables=renamed), pool)
+
+
+def without_dead_slots(call: RecordedCall) -> Iterator[RecordedCall]:
+    """Write zeros into the slots of the cache that hold no key of a request."""
+    problem = call.problem()
+    if not isinstance(problem, PagedAttention) or "kv_cache" in call.drawn:
+        return
+    is_live = torch.zeros(problem.k_cache.shape[0], problem.page_size, dtype=torch.bool)
+    for tables in (problem.k_block_tables, problem.v_block_tables):
+        for request, kv_len in enumerate(problem.seq_lens.tolist()):
+            for column, first in enumerate(range(0, kv_len, problem.page_size)):
+                is_live[tables[request, column], : kv_len - first] = True
+    slots = -3 if call.given.get("kv_layout") == "NHD" else -2
+    found = []
+
+    def change(cache: Tensor) -> Tensor:
+        places = [
+            -1 if axis == 0 else problem.page_size if axis - cache.ndim == slots else 1 for axis in range(cache.ndim)
+        ]
+        wide = cache.to(torch.float32)
+        found.append(bool((wide.where(~is_live.view(places), 0) != 0).any()))
+        return wide.where(is_live.view(places), 0).to(cache.dtype)
+
+    changed = _changed(call, {"kv_cache": change})
+    if any(found):
+        yield changed
+
+
+def default_arguments(call: RecordedCall) -> Iterator[RecordedCall]:
+    """Set an argument to its default, lengths' bounds and the table's columns to what is needed, a scale to a number."""
+    given, parts = call.given, parts_of(call)
+    fields = CALL_TYPES[call.function].__dataclass_fields__
+    width, longest = max(len(part.rows) for part in parts), max(part.kv_len for part in parts)
+    for name, value in given.items():
+        default = NEUTRAL.get(name, fields[name].default)
+        if name not in KEPT and default is not MISSING and (isinstance(value, Tensor) or value != default):
+            yield _with(call, **{name: default})
+        if isinstance(value, Tensor) and name.endswith("_scale"):
+            yield _with(call, **{name: float(value)})
+    for name, bound in {"max_seq_len": longest, "max_kv_len": longest, "max_q_len": width}.items():
+        if given.get(name) not in (None, bound):
+            yield _with(call, **{name: bound})
+    if given.get("cum_seq_lens_q") is not None and "q_len_per_req" in fields:
+        yield _with(call, q_len_per_req=width, cum_seq_lens_q=None, max_q_len=None)
+    problem = call.problem()
+    columns = max(-(-longest // problem.page_size), 1) if isinstance(problem, PagedAttention) else 0
+    if isinstance(problem, PagedAttention) and columns < problem.k_block_tables.shape[1]:
+        yield _changed(call, {"block_tables": lambda tables: tables[..., :columns]})
+
+
+def drawn_contents(call: RecordedCall) -> Iterator[RecordedCall]:
+    """Replace the contents of all arguments by drawn values, or those of one."""
+    names = [name for name in contents_of(call) if name not in call.drawn]
+    if names:
+        yield drawn(call, names)
+    for name in names:
+        yield drawn(call, [name])
+
+
+# What changes the size most is first; what makes FlashInfer compile another kernel (group, head_dim) is late.
+REDUCTIONS: tuple[Reduction, ...] = (
+    *(fewer_requests, fewer_pages, fewer_keys, fewer_heads, fewer_rows, drawn_contents),
+    *(default_arguments, smaller_groups, smaller_head_dim, without_dead_slots),
+)
+OF_OUTPUTS = (fewer_requests, fewer_pages, without_dead_slots)  # by these the output of the kept rows does not change
+
+
+def contents_of(call: RecordedCall) -> list[str]:
+    return [name for name in CONTENTS if call.given.get(name) is not None]
+
+
+def drawn(call: RecordedCall, names: Sequence[str]) -> RecordedCall:
+    """Replace contents by normally distributed values, those of each tensor from its own seed (`seed_of`). Elements that are
+    not finite stay.
+    """
+    given = {name: _each(call.given[name], partial(_drawn, name)) for name in names}
+    return replace(call, given={**call.given, **given}, drawn=call.drawn | {*names})
+
+
+def seed_of(name: str, side: int) -> int:
+    """Return the seed of the tensor `side` of an argument."""
+    return 10 * CONTENTS.index(name) + side
+
+
+def _numbers(values: Sequence[int]) -> Change:
+    return lambda tensor: torch.tensor(values, dtype=tensor.dtype)
+
+
+def _drawn(name: str, side: int, tensor: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(seed_of(name, side))
+    values = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+    wide = tensor.to(torch.float32)
+    return values.to(torch.float32).where(wide.isfinite(), wide).to(tensor.dtype)
+
+
+def _with_heads(call: RecordedCall, heads: Sequence[int], kv_heads: Sequence[int]) -> RecordedCall:
+    def taking(heads: Sequence[int], axis: int) -> Change:
+        return lambda tensor: tensor.index_select(axis, torch.tensor(heads))
+
+    changes = {name: taking(heads, axis) for name, axis in HEADS_AXIS.items()}
+    if call.function is not AttentionCall.MLA_DECODE:
+        axis = -2 if "key" in call.given or call.given.get("kv_layout") == "NHD" else -3
+        changes |= dict.fromkeys(("kv_cache", "key", "value"), taking(kv_heads, axis))
+    return _changed(call, changes)
+
+
+def _with(call: RecordedCall, **values: Any) -> RecordedCall:
+    return replace(call, given={**call.given, **values})
+
+
+def _changed(call: RecordedCall, changes: Mapping[str, Change]) -> RecordedCall:
+    """Apply changes to the tensors of arguments, by the arguments' names, and to the results of these names."""
+
+    def changed(name: str, value: Any) -> Any:
+        return _each(value, lambda _, tensor: changes[name](tensor).contiguous()) if name in changes else value
+
+    given = {name: changed(name, value) for name, value in call.given.items()}
+    smaller = replace(call, given=given, out=changed("out", call.out), lse=changed("lse", call.lse))
+    return drawn(smaller, [name for name in contents_of(smaller) if name in call.drawn])
+
+
+def _each(value: Any, change: Callable[[int, Tensor], Tensor]) -> Any:
+    """Apply a change to a tensor, or to each tensor of a tuple or list with its place; return other values as they are."""
+    if isinstance(value, tuple | list):
+        return type(value)(change(side, tensor) for side, tensor in enumerate(value))
+    return change(0, value) if isinstance(value, Tensor) else value
+
+
+def _without_chunks(items: Sequence[Element]) -> Iterator[list[Element]]:
+    """Yield a sequence without one of its halves, quarters, …, items."""
+    size = len(items) // 2
+    while size:
+        yield from ([*items[:start], *items[start + size :]] for start in range(0, len(items), size))
+        size //= 2
+
+
+def _less(number: int) -> Iterator[int]:
+    """Yield 1 and larger numbers up to number - 1, each half as far from `number` as the one before."""
+    step = number - 1
+    while step > 0:
+        yield number - step
+        step //= 2

@@ -1,0 +1,204 @@
+"""Write a call as a program of FlashInfer and torch alone, which compares the result with float64, and as an issue's text."""
+
+import base64
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.calls import CALL_TYPES, AttentionCall, PagedAttention, Problem
+from lab.recorded.call import RESULTS, RecordedCall, RecordingError
+from lab.recorded.reductions import parts_of, seed_of
+from lab.recorded.shrink import Fault
+from lab.references.assertion import truth_of_problem
+from lab.references.truth import LSE_LOG2_BOUND, LSE_LOG2_RELATIVE_BOUND
+
+PROGRAM = Path(__file__).with_suffix(".template")
+MOST_BYTES = 20_000
+MOST_LISTED = 64  # elements of a tensor that the program lists as numbers
+MODULES = {
+    **dict.fromkeys((AttentionCall.DECODE, AttentionCall.MLA_DECODE), "flashinfer.decode"),
+    **dict.fromkeys((AttentionCall.CONTEXT, AttentionCall.RAGGED_CONTEXT), "flashinfer.prefill"),
+}
+
+
+def write_repro(folder: Path, call: RecordedCall, fault: Fault | None, versions: Mapping[str, str]) -> None:
+    """Write `repro.py` and `ISSUE.md`; the folder is made if there is none.
+
+    Args:
+        folder: where the files are written.
+        call: a call with valid arguments.
+        fault: the fault of its result; None if it is not known.
+        versions: of the GPU and the packages with which the result is wrong.
+
+    Raises:
+        RecordingError: an argument cannot be expressed, or the program is too long.
+    """
+    program = repro(call, fault)
+    if len(program) > MOST_BYTES:
+        raise RecordingError(
+            f"repro.py would have {len(program):,} bytes, more than {MOST_BYTES:,}, since it holds contents of the recording: "
+            "--synthetic replaces them"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "repro.py").write_text(program)
+    (folder / "ISSUE.md").write_text("\n".join(_issue(call, fault, versions)))
+
+
+def repro(call: RecordedCall, fault: Fault | None) -> str:
+    """Return a program that makes a call, compares the result with float64 arithmetic, and exits with 1 if it is wrong."""
+    problem = call.problem()
+    visible = _visible(problem)
+    return Template(PROGRAM.read_text()).substitute(
+        title=_title(call, fault),
+        module=MODULES[call.function],
+        function=call.function.value,
+        arguments="\n".join(f'    "{name}": {_expression(call, name, value)},' for name, value in _stated(call)),
+        bounds=_bounds(problem),
+        setup="\n".join(f"    {line}" for line in _setup(call, problem)),
+        gather="\n".join(f"        {line}" for line in _gather(call, problem)),
+        visible=f" if {' and '.join(visible)}" if visible else "",
+        group=problem.num_qo_heads // problem.num_kv_heads,
+        logits="logits" if problem.sinks is None else "torch.cat((logits, sinks[head : head + 1]))",
+        placed='value if name.endswith("_cpu") else on_device(value)' if "key" in call.given else "on_device(value)",
+        base=" / math.log(2)" if call.given.get("return_lse_base") == "basee" else "",
+        lse_bound=LSE_LOG2_BOUND,
+        lse_relative_bound=LSE_LOG2_RELATIVE_BOUND,
+    )
+
+
+def _stated(call: RecordedCall) -> list[tuple[str, Any]]:
+    """Return the arguments, by name, that are not at their defaults."""
+    fields = CALL_TYPES[call.function].__dataclass_fields__
+    return [
+        (name, value)
+        for name, value in call.given.items()
+        if name != "workspace_buffer" and (isinstance(value, Tensor) or value != fields[name].default)
+    ]
+
+
+def _title(call: RecordedCall, fault: Fault | None) -> str:
+    parts = parts_of(call)
+    width, longest = max(len(part.rows) for part in parts), max(part.kv_len for part in parts)
+    size = f"requests: {len(parts)}, rows of each: {width}, keys: {longest}"
+    return f"{call.function.value}: {fault.reason.value if fault else 'a call with drawn contents'} ({size})"
+
+
+def _issue(call: RecordedCall, fault: Fault | None, versions: Mapping[str, str]) -> Iterator[str]:
+    """Yield the lines of the issue, in Markdown."""
+    yield f"# {_title(call, fault)}\n\n{', '.join(f'{name} {version}' for name, version in versions.items())}\n"
+    yield f"```text\n{call.function.value}("
+    yield from (f"    {name}={_short(value)}," for name, value in _stated(call))
+    yield ")\n```\n"
+    if fault is not None:
+        yield f"{fault.reason.value.capitalize()}: {fault.sentence}\n"
+        for words, values in (("Expected, in float64", fault.expected), ("Got", fault.got)):
+            if values:
+                yield f"{words}: {', '.join(f'{value:.5g}' for value in values)} …\n"
+    yield "`python repro.py` makes the call and exits with 1 if the result is wrong.\n"
+
+
+def _bounds(problem: Problem) -> list[float]:
+    """Return the largest error that the judge allows an output vector of each request, rounded up; 0 without rows."""
+    truth = truth_of_problem(problem)
+    truth = truth.of_rows(truth.expected.isfinite().flatten(1).all(dim=1))
+    bounds = truth.compare(truth.control).bound[:, 0]
+    of_requests = (bounds[truth.request_of_row == request].tolist() for request in range(problem.batch_size))
+    return [float(f"{1.005 * max(each, default=0):.3g}") for each in of_requests]
+
+
+def _visible(problem: Problem) -> list[str]:
+    """Return the conditions under which a row sees a key, as expressions of the program."""
+    found = ["key <= position"] if problem.causal else []
+    if isinstance(problem, PagedAttention) and problem.mask is not None:
+        bit = "mask[request][row - start][(key - first) // 16] >> (key - first) % 16 & 1"
+        found = [f"(key < first or {bit})"]
+    return found + ([f"key >= position - {problem.window_left}"] if problem.window_left >= 0 else [])
+
+
+def _setup(call: RecordedCall, problem: Problem) -> Iterator[str]:
+    """Yield the lines of the program that read the arguments, in float64."""
+    given = call.given
+    yield 'query = ARGUMENTS["query"].double()' + (".flatten(0, 1)" if given["query"].ndim == 4 else "")
+    has_log2 = given.get("bmm1_scale_log2") is not None
+    for name, argument in (("bmm1_scale", "bmm1_scale_log2" if has_log2 else "bmm1_scale"), ("bmm2_scale",) * 2):
+        yield f'{name} = float(ARGUMENTS.get("{argument}", 1))' + (" * math.log(2)" if argument.endswith("2") else "")
+    is_ragged = problem.cu_seqlens_q is not None
+    rows = 'ARGUMENTS["cum_seq_lens_q"].tolist()' if is_ragged else f"range(0, len(query) + 1, {problem.max_q_len})"
+    yield f"offsets = {rows}"
+    for name in ("sinks", "attention_sinks"):
+        if given.get(name) is not None:
+            yield f'sinks = ARGUMENTS["{name}"]{"" if isinstance(given[name], Tensor) else "[0]"}.double()'
+    if not isinstance(problem, PagedAttention):
+        yield 'key_starts = ARGUMENTS["cum_seq_lens_kv"].tolist()'
+        return
+    if problem.mask is not None:
+        yield 'mask = ARGUMENTS["mask"].tolist()'
+    caches = 'ARGUMENTS["kv_cache"]'  # as [pages, heads, page_size, head_dim]
+    if call.function is AttentionCall.MLA_DECODE:
+        shape = tuple(problem.k_cache.shape)
+        yield f"k_cache = {caches}.double().view{shape}"
+        yield f"v_cache = k_cache[..., :{problem.v_head_dim}]"
+        return
+    sides = f"({caches}[:, 0], {caches}[:, -1])" if isinstance(given["kv_cache"], Tensor) else caches
+    heads_first = ".transpose(1, 2)" if given.get("kv_layout") == "NHD" else ""
+    yield f"k_cache, v_cache = (side.double(){heads_first} for side in {sides})"
+
+
+def _gather(call: RecordedCall, problem: Problem) -> Iterator[str]:
+    """Yield the lines of the program that gather the keys and values of a request, [kv_len, heads, head_dim]."""
+    if not isinstance(problem, PagedAttention):
+        yield 'sides = (ARGUMENTS[name][key_starts[request] :][:kv_len] for name in ("key", "value"))'
+        yield "keys, values = (side.double() for side in sides)"
+        return
+    yield f'pages = ARGUMENTS["block_tables"][request].long()[..., : -(-kv_len // {problem.page_size})]'
+    for side, place in (("k", "[0]"), ("v", "[1]")):
+        ids = "pages" if call.given.get("uses_shared_paged_kv_idx", True) else f"pages{place}"
+        names = {"k": "keys", "v": "values"}
+        yield f"{names[side]} = {side}_cache[{ids}].transpose(1, 2).flatten(0, 1)[:kv_len]"
+    if problem.mask is not None:
+        yield f"first = kv_len - {problem.max_q_len}  # key of the first draft token"
+
+
+def _expression(call: RecordedCall, name: str, value: Any, side: int = 0) -> str:
+    """Return an expression of the program for an argument's value."""
+    if isinstance(value, tuple | list):
+        parts = ", ".join(_expression(call, name, each, place) for place, each in enumerate(value))
+        return f"[{parts}]" if isinstance(value, list) else f"({parts},)"
+    if isinstance(value, bool | int | float | str | torch.dtype | None):
+        return repr(value)
+    if not isinstance(value, Tensor) or name == "kv_cache_sf":
+        raise RecordingError(f"repro.py cannot express {name} yet, so that the call cannot be shrunk")
+    shape, dtype = tuple(value.shape), value.dtype
+    if name in RESULTS:
+        return f"torch.empty_strided({shape}, {value.stride()}, dtype={dtype})"
+    if name in call.drawn:
+        text = f"drawn({seed_of(name, side)}, {shape}, {dtype})"
+        wide = value.to(torch.float32)
+        if not bool(wide.isfinite().all()):
+            kept = f"{_literal(wide.where(~wide.isfinite(), 0).to(dtype))}.float()"
+            text = f"torch.where({kept}.isfinite(), {text}.float(), {kept}).to({dtype})"
+    elif value.numel() <= MOST_LISTED and not dtype.is_floating_point:
+        text = f"torch.tensor({value.tolist()}, dtype={dtype})"
+    else:
+        text = _literal(value)
+    return text if value.is_contiguous() else f"strided({text}, {value.stride()})"
+
+
+def _literal(tensor: Tensor) -> str:
+    raw = bytes(tensor.contiguous().flatten().view(torch.uint8).tolist())
+    return f'literal("{base64.b64encode(zlib.compress(raw, 9)).decode()}", {tuple(tensor.shape)}, {tensor.dtype})'
+
+
+def _short(value: Any) -> str:
+    """Return a value in short form: the elements of a small tensor of integers, and the shape of another tensor."""
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_short, value))})"
+    if not isinstance(value, Tensor):
+        return repr(value)
+    is_listed = value.numel() <= MOST_LISTED and not value.dtype.is_floating_point
+    return f"{str(value.dtype).removeprefix('torch.')} {value.tolist() if is_listed else list(value.shape)}"

@@ -1,0 +1,171 @@
+"""Shrink a recorded call whose result is wrong: find a smaller call that is wrong for the same reason."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from lab.calls import AttentionCall
+from lab.named_enum import NamedEnum
+from lab.recorded.call import RecordedCall, RecordingError
+from lab.recorded.reductions import OF_OUTPUTS, REDUCTIONS, Reduction, contents_of, drawn
+from lab.references.assertion import truth_of_problem
+from lab.workloads.inputs.attention import new_workspace
+
+SHOWN_ELEMENTS = 4
+
+
+class Reason(NamedEnum):
+    """Why a result is wrong."""
+
+    RAISED = "the call raises an error"
+    NOT_FINITE = "the output is not finite"
+    OUTPUT = "the output is wrong"
+    LSE = "the LSE is wrong"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A wrong result of a call.
+
+    Attributes:
+        reason: why it is wrong.
+        sentence: the worst vectors with their errors, or the error that was raised.
+        error: name of the type of that error; "" if none was raised.
+        expected, got: the first elements of the worst output vector.
+    """
+
+    reason: Reason
+    sentence: str
+    error: str = ""
+    expected: tuple[float, ...] = ()
+    got: tuple[float, ...] = ()
+
+
+Find = Callable[[RecordedCall], Fault | None]  # returns the fault of a call's result; None if the result is right
+
+
+def fault_by_calling(function: Callable[..., Any], device: torch.device) -> Find:
+    """Return a function that makes a call of an implementation with a call's inputs, and returns the fault of the result.
+
+    It raises torch.AcceleratorError if the call has crashed the GPU's context, so that no further call can be made.
+    """
+
+    def find(call: RecordedCall) -> Fault | None:
+        try:
+            returned = function(**call.arguments(device) | {"workspace_buffer": new_workspace(device)})
+            results = [each.cpu() for each in (returned if isinstance(returned, tuple) else (returned,))]
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:  # foreign code may raise anything
+            return Fault(Reason.RAISED, f"{type(error).__name__}: {error}", type(error).__name__)
+        return fault_of(call, results[0], results[1] if len(results) > 1 else None)
+
+    return find
+
+
+def recorded_fault(call: RecordedCall) -> Fault | None:
+    """Return the fault of the recorded result; None if it is right."""
+    return Fault(Reason.RAISED, "it did not return") if call.out is None else fault_of(call, call.out, call.lse)
+
+
+def fault_of(call: RecordedCall, out: Tensor, lse: Tensor | None) -> Fault | None:
+    """Compare a result with float64 arithmetic on the call's inputs, by the judge's bound of each output vector. Requests that
+    see a key that is not finite are left out.
+    """
+    truth = truth_of_problem(call.problem())
+    if call.function is AttentionCall.MLA_DECODE:
+        out, lse = out.flatten(0, -3), None if lse is None else lse.flatten(0, -2)
+    finite = truth.expected.isfinite().flatten(1).all(dim=1)
+    if not bool(finite.any()):
+        return None
+    truth, out = truth.of_rows(finite), out[: len(finite)][finite]
+    compared = truth.compare(out)
+    if bool(compared.wrong.any()):
+        reason = Reason.OUTPUT if bool(out[compared.wrong].isfinite().all()) else Reason.NOT_FINITE
+        ((row, head),) = compared.worst(1)
+        first = (tuple(side[row, head, :SHOWN_ELEMENTS].double().tolist()) for side in (truth.expected, out))
+        return Fault(reason, truth.wrong_output(compared, out), "", *first)
+    base = math.log(2.0) if call.given.get("return_lse_base") == "basee" else 1.0
+    sentence = "" if lse is None else truth.wrong_lse(lse[: len(finite)][finite].double() / base)
+    return Fault(Reason.LSE, sentence) if sentence else None
+
+
+def shrunk(
+    call: RecordedCall, find: Find | None, synthetic: bool = False, most_seconds: float = math.inf
+) -> tuple[RecordedCall, Fault | None]:
+    """Return the smallest call found whose result is wrong for the same reason, and the fault.
+
+    Args:
+        call: a recorded call.
+        find: finds the fault of a call's result. None: no call is made, and requests are left out if their recorded outputs
+            are right.
+        synthetic: replace all contents by drawn ones, even if the result is then right.
+        most_seconds: no smaller call is tried after this time. It may be exceeded by one call.
+
+    Returns:
+        The call and its fault. With `synthetic` the fault is None if it is not known, or if the result is now right.
+
+    Raises:
+        RecordingError: the result is right, the call cannot be judged, or it crashes the GPU's context.
+    """
+    judged, end = find or recorded_fault, time.monotonic() + most_seconds
+    try:
+        fault = judged(call)
+        if fault is None:
+            raise RecordingError("the result of the call is right, so that there is nothing to shrink")
+        replaced = drawn(call, contents_of(call))
+        if synthetic and find and _is_like(of_replaced := find(replaced), fault):
+            call, fault = replaced, of_replaced
+        call, fault = _reduced(call, fault, judged, REDUCTIONS if find else OF_OUTPUTS, end)
+        if synthetic and not call.drawn >= {*contents_of(call)}:
+            call = drawn(call, contents_of(call))
+            return call, find(call) if find else None
+    except (NotImplementedError, TypeError, torch.AcceleratorError) as error:
+        raise RecordingError(f"the call cannot be shrunk: {error}") from error
+    return call, fault
+
+
+def _reduced(
+    call: RecordedCall, fault: Fault, find: Find, reductions: Sequence[Reduction], end: float
+) -> tuple[RecordedCall, Fault]:
+    """Try the reductions in turn, and take each smaller call that is wrong for the same reason, until no reduction finds one,
+    or the time is over, or a smaller call has crashed the GPU's context.
+    """
+
+    def smaller(reduction: Reduction) -> bool:
+        nonlocal call, fault
+        for candidate in reduction(call):
+            if time.monotonic() > end:
+                return False
+            if _is_valid(candidate) and _is_like(found := find(candidate), fault):
+                call, fault = candidate, found
+                return True
+        return False
+
+    try:
+        is_smaller = True
+        while is_smaller:
+            is_smaller = False
+            for reduction in reductions:
+                while smaller(reduction):
+                    is_smaller = True
+    except torch.AcceleratorError:
+        pass
+    return call, fault
+
+
+def _is_like(found: Fault | None, fault: Fault) -> TypeGuard[Fault]:
+    return found is not None and (found.reason, found.error) == (fault.reason, fault.error)
+
+
+def _is_valid(call: RecordedCall) -> bool:
+    try:
+        problem = call.problem()
+    except (TypeError, ValueError, NotImplementedError):
+        return False
+    return not problem.has_no_rows and problem.row_offsets()[-1] > 0

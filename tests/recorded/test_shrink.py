@@ -1,0 +1,572 @@
+"""Wrong recorded calls are shrunk to what makes them wrong, and a program shows it without the lab."""
+
+import base64
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from corpus.kernels import kernel
+from lab import references
+from lab.calls import AttentionCall
+from lab.calls.problem import E4M3
+from lab.recorded import shrink
+from lab.recorded.call import RecordedCall, RecordingError
+from lab.recorded.repro import repro, write_repro
+from lab.recorded.shrink import Fault, Reason, fault_by_calling, shrunk
+from lab.workloads.inputs.masks import packed_mask
+from tests.commands.command import run
+from tests.recorded.record_calls import HEADS, LENGTHS, PAGE_SIZE, decode_arguments, latent_arguments
+from tests.recorded.write_calls import write_call
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+DECODE = AttentionCall.DECODE
+WRONG = """
+from lab import references
+
+def trtllm_batch_decode_with_kv_cache(**arguments):
+    return references.trtllm_batch_decode_with_kv_cache(**arguments | {"bmm2_scale": 1.0})
+"""
+
+
+def _recorded(function: AttentionCall, arguments: Mapping[str, Any]) -> RecordedCall:
+    return RecordedCall(function, arguments, None, None, {})
+
+
+def _decode(**changes: Any) -> RecordedCall:
+    return _recorded(DECODE, decode_arguments(**changes))
+
+
+def _verify(q_len: int, **changes: Any) -> RecordedCall:
+    """Make a decode of `q_len` rows for each request, with a mask in which each row but the first hides one draft token."""
+    rows = torch.arange(q_len)
+    shown = torch.ones(len(LENGTHS), q_len, q_len, dtype=torch.bool).tril()
+    shown[:, rows[1:], rows[:-1]] = False
+    query = torch.randn(len(LENGTHS) * q_len, HEADS, 64, generator=torch.Generator().manual_seed(5))
+    given = {"query": query.to(torch.bfloat16), "q_len_per_req": q_len, "mask": packed_mask(shown)}
+    return _decode(**given | changes)
+
+
+def _context(**changes: Any) -> RecordedCall:
+    """Make a context call of 1, 4 and 2 rows, and two rows of no request."""
+    given = decode_arguments(
+        query=torch.randn(9, HEADS, 64, generator=torch.Generator().manual_seed(6)).to(torch.bfloat16)
+    )
+    lengths = given.pop("max_seq_len"), given["seq_lens"].cumsum(0, dtype=torch.int32)
+    given |= {"max_kv_len": lengths[0], "cum_seq_lens_kv": torch.nn.functional.pad(lengths[1], (1, 0))}
+    given |= {"cum_seq_lens_q": torch.tensor([0, 1, 5, 7], dtype=torch.int32), "max_q_len": 4, "batch_size": 3}
+    return _recorded(AttentionCall.CONTEXT, given | {"bmm2_scale": 1.0} | changes)
+
+
+def _ragged(**changes: Any) -> RecordedCall:
+    """Make a ragged call of 2 and 3 rows over 4 and 6 keys, with head_dims 48 and 32."""
+    draw = torch.Generator().manual_seed(7)
+    shapes = {"query": (5, 4, 48), "key": (10, 4, 48), "value": (10, 4, 32)}
+    given = {name: torch.randn(shape, generator=draw).to(torch.bfloat16) for name, shape in shapes.items()}
+    numbers = {"seq_lens": [4, 6], "cum_seq_lens_q": [0, 2, 5], "cum_seq_lens_kv": [0, 4, 10]}
+    given |= {name: torch.tensor(values, dtype=torch.int32) for name, values in numbers.items()}
+    mirrors = {"q_seq_lens_cpu": torch.tensor([2, 3]), "kv_seq_lens_cpu": torch.tensor([4, 6])}
+    scalars = {
+        "max_q_len": 3,
+        "max_kv_len": 6,
+        "bmm1_scale": 0.1,
+        "bmm2_scale": 1.5,
+        "o_sf_scale": 1.0,
+        "batch_size": 2,
+    }
+    flags = {"window_left": 2, "enable_pdl": None, "is_causal": True, "return_lse": True}
+    return _recorded(AttentionCall.RAGGED_CONTEXT, {**given, **mirrors, **scalars, **flags, **changes})
+
+
+def _latent(**changes: Any) -> RecordedCall:
+    return _recorded(AttentionCall.MLA_DECODE, latent_arguments(**changes))
+
+
+def _smallest(call: RecordedCall, function: Callable[..., Any], **settings: Any) -> tuple[RecordedCall, Fault | None]:
+    return shrunk(call, fault_by_calling(function, CPU), **settings)
+
+
+def _status(program: str, function: Callable[..., Any], call: AttentionCall = DECODE) -> int:
+    """Run a program on the CPU, with a function in the place of FlashInfer's, and return its exit status."""
+    package, module = ModuleType("flashinfer"), ModuleType("flashinfer.decode")
+    vars(package)["__version__"] = "0"
+    setattr(module, call.value, function)
+    modules = {"flashinfer": package, "flashinfer.decode": module, "flashinfer.prefill": module}
+    argv = mock.patch.object(sys, "argv", ["repro.py", "cpu"])
+    with mock.patch.dict(sys.modules, modules), argv, pytest.raises(SystemExit) as ended:
+        exec(compile(program, "repro.py", "exec"), {"__name__": "__main__"})
+    return int(str(ended.value.code))
+
+
+def _scaled(factor: float, of: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function whose output is too large by a factor."""
+
+    def call(**arguments: Any) -> Any:
+        returned = of(**arguments)
+        return (returned[0] * factor, *returned[1:]) if isinstance(returned, tuple) else returned * factor
+
+    return call
+
+
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
+E4M3_CACHE = tuple(each.to(E4M3) for each in decode_arguments()["kv_cache"])
+NHD = {"kv_cache": tuple(each.transpose(1, 2) for each in decode_arguments()["kv_cache"]), "kv_layout": "NHD"}
+SEPARATE = {
+    "block_tables": torch.tensor([[[1, 0, 0], [2, 0, 0]], [[3, 4, 0], [5, 6, 0]], [[7, 8, 0], [1, 2, 3]]]).int()
+}
+CALLS = {
+    "decode": _decode(),
+    "decode, LSE and sinks": _decode(sinks=SINKS, lse=torch.empty(3, HEADS), return_lse=True),
+    "decode, window": _decode(window_left=3, out_dtype=torch.float16),
+    "decode, e4m3": _decode(kv_cache=E4M3_CACHE, bmm2_scale=0.7),
+    "decode, NHD": _decode(**NHD),
+    "decode, one tensor": _decode(kv_cache=torch.stack(decode_arguments()["kv_cache"], dim=1)),
+    "decode, K is V": _decode(kv_cache=decode_arguments()["kv_cache"][0][:, None].contiguous()),
+    "decode, separate tables": _decode(**SEPARATE, uses_shared_paged_kv_idx=False),
+    "decode, scales as tensors": _decode(bmm1_scale_log2=torch.tensor([0.2]), bmm2_scale=torch.tensor([3.0])),
+    "decode, rows of different widths": _decode(
+        query=_verify(3).given["query"][:8],
+        cum_seq_lens_q=torch.tensor([0, 3, 4, 6]).int(),
+        max_q_len=3,
+        q_len_per_req=None,
+    ),
+    "verify": _verify(3),
+    "verify, window, more rows than keys": _verify(7, window_left=4),
+    "verify of 18 rows, causal": _verify(18, mask=None),
+    "a request without keys": _decode(seq_lens=torch.tensor([0, 17, 33]).int(), return_lse=True),
+    "context": _context(),
+    "context, not causal": _context(causal=False, return_lse=True),
+    "MLA": _latent(return_lse=True, return_lse_base="basee"),
+    "MLA, sinks in a list": _latent(sinks=[SINKS]),
+    "ragged": _ragged(),
+    "ragged, not causal, sinks": _ragged(is_causal=False, window_left=-1, attention_sinks=SINKS),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_program_expects_what_the_references_return(name: str) -> None:
+    call = CALLS[name]
+    program, right = repro(call, None), getattr(references, call.function.value)
+    assert _status(program, right, call.function) == 0
+    assert _status(program, _scaled(1.05, right), call.function) == 1
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_each_call_shrinks_to_one_vector_when_every_vector_is_wrong(name: str) -> None:
+    call = CALLS[name]
+    wrong = _scaled(1.5, getattr(references, call.function.value))
+    smaller, fault = _smallest(call, wrong)
+    assert fault is not None
+    assert fault.reason is Reason.OUTPUT
+    problem = smaller.problem()
+    assert (problem.batch_size, problem.num_rows, problem.num_qo_heads, problem.num_kv_heads) == (1, 1, 1, 1)
+    assert (problem.max_q_len, problem.max_kv_len) == (1, 1)
+    assert problem.seq_lens.tolist() == [1]
+    assert (problem.window_left, problem.sinks, problem.return_lse, problem.bmm2_scale) == (-1, None, False, 1.0)
+    assert smaller.drawn >= {name for name in ("query", "kv_cache", "key", "value") if name in call.given}
+    program = repro(smaller, fault)
+    assert len(program) < 6000
+    assert _status(program, wrong, call.function) == 1
+    assert _status(program, getattr(references, call.function.value), call.function) == 0
+
+
+def test_a_smaller_call_poses_the_part_of_the_problem_that_it_keeps() -> None:
+    """The references' result for a cut call is their result for the whole, cut."""
+    from lab.recorded.reductions import Part, cut, fewer_heads, fewer_pages
+
+    for call in (CALLS["verify"], CALLS["context"], CALLS["ragged"], CALLS["MLA"], CALLS["decode, NHD"]):
+        function = getattr(references, call.function.value)
+        whole = function(**call.arguments())
+        rows, offsets = whole[0] if isinstance(whole, tuple) else whole, call.problem().row_offsets()
+        rows = rows.flatten(0, -3)
+        last = call.problem().batch_size - 1
+        kept, kv_len = offsets[-1] - offsets[last], int(call.problem().seq_lens[last])
+        alone = cut(call, [Part(last, range(kept), kv_len)])
+        for each in (alone, *fewer_pages(alone)):
+            returned = function(**each.arguments())
+            out = returned[0] if isinstance(returned, tuple) else returned
+            assert torch.equal(out.flatten(0, -3), rows[offsets[last] : offsets[-1]])
+        if call.function is not AttentionCall.MLA_DECODE:
+            second = next(fewer_heads(alone))  # without the first half of the K/V heads
+            returned = function(**second.arguments())
+            out = returned[0] if isinstance(returned, tuple) else returned
+            assert torch.equal(out, rows[offsets[last] : offsets[-1], HEADS // 2 :])
+
+
+def _facts(call: RecordedCall) -> dict[str, Any]:
+    problem = call.problem()
+    return {
+        "requests": problem.batch_size,
+        "rows": problem.max_q_len,
+        "keys": problem.seq_lens.tolist(),
+        "heads": (problem.num_qo_heads, problem.num_kv_heads),
+        "window": problem.window_left,
+        "bmm2_scale": problem.bmm2_scale,
+        "mask": getattr(problem, "mask", None) is not None,
+    }
+
+
+MINIMAL = {"requests": 1, "rows": 1, "keys": [1], "heads": (1, 1), "window": -1, "bmm2_scale": 1.0, "mask": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "trigger"),
+    [
+        ("bmm2_hardcoded_1", _decode(bmm2_scale=2.0, window_left=7), {"bmm2_scale": 2.0}),
+        ("window_off_by_one_wide", _decode(bmm2_scale=2.0, window_left=7), {"window": 7, "keys": [9]}),
+        ("heads_interleaved", _decode(sinks=SINKS), {"heads": (4, 2)}),
+        ("rows_reversed", _verify(4), {"rows": 2, "mask": True}),
+        ("full_mask_to_causal", _verify(4), {"rows": 2, "mask": True}),
+        ("equal_lengths_share_keys", _decode(seq_lens=torch.tensor([9, 9, 4]).int()), {"requests": 2, "keys": [1, 1]}),
+    ],
+)
+def test_a_wrong_kernel_is_shrunk_to_its_trigger(name: str, call: RecordedCall, trigger: dict[str, Any]) -> None:
+    function = kernel(name).implementation().trtllm_batch_decode_with_kv_cache
+    smaller, fault = _smallest(call, function)
+    facts = _facts(smaller)
+    if "rows" in trigger:
+        facts["keys"] = [1]  # what the rows need
+    assert facts == MINIMAL | trigger
+    assert _status(repro(smaller, fault), function) == 1
+    assert _status(repro(smaller, fault), references.trtllm_batch_decode_with_kv_cache) == 0
+
+
+def _if(condition: Callable[[Mapping[str, Any]], bool], then: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return a decode that is right, unless a condition of its arguments holds: then its result is changed."""
+
+    def call(**arguments: Any) -> Any:
+        returned = references.trtllm_batch_decode_with_kv_cache(**arguments)
+        return then(returned) if condition(arguments) else returned
+
+    return call
+
+
+def _has_long(arguments: Mapping[str, Any]) -> bool:
+    return bool((arguments["seq_lens"] > 20).any())
+
+
+def _raise(error: type[Exception]) -> Callable[[Any], Any]:
+    def then(_: Any) -> Any:
+        raise error("too long")
+
+    return then
+
+
+def _lse_plus_one(returned: Any) -> Any:
+    return (returned[0], returned[1] + 1) if isinstance(returned, tuple) else returned
+
+
+@pytest.mark.parametrize(
+    ("then", "reason"),
+    [
+        (lambda out: out * 2, Reason.OUTPUT),
+        (lambda out: out * torch.nan, Reason.NOT_FINITE),
+        (_raise(RuntimeError), Reason.RAISED),
+    ],
+)
+def test_a_length_is_found_to_the_key(then: Callable[[Any], Any], reason: Reason) -> None:
+    smaller, fault = _smallest(_decode(), _if(_has_long, then))
+    assert fault is not None
+    assert (fault.reason, _facts(smaller)) == (reason, MINIMAL | {"keys": [21]})
+    assert smaller.given["block_tables"].tolist() == [[0, 1]]
+    assert smaller.given["kv_cache"][0].shape == (2, 1, PAGE_SIZE, 16)
+
+
+def test_a_wrong_lse_keeps_return_lse() -> None:
+    wrong = _if(_has_long, _lse_plus_one)
+    smaller, fault = _smallest(_decode(return_lse=True), wrong)
+    assert fault is not None
+    assert (fault.reason, smaller.given["return_lse"], _facts(smaller)["keys"]) == (Reason.LSE, True, [21])
+    assert _status(repro(smaller, fault), wrong) == 1
+    assert _status(repro(smaller, fault), references.trtllm_batch_decode_with_kv_cache) == 0
+
+
+def test_another_fault_on_the_way_is_not_followed() -> None:
+    """Short requests raise, long ones are wrong, and what raises is not the error that was looked for."""
+
+    def wrong(**arguments: Any) -> Any:
+        if int(arguments["seq_lens"].max()) <= 20:
+            raise RuntimeError("too short")
+        return references.trtllm_batch_decode_with_kv_cache(**arguments) * 2
+
+    assert _facts(_smallest(_decode(), wrong)[0])["keys"] == [21]
+
+    def raises(**arguments: Any) -> Any:
+        raise (TypeError if _has_long(arguments) else KeyError)("too long or too short")
+
+    smaller, fault = _smallest(_decode(), raises)
+    assert fault is not None
+    assert (fault.error, _facts(smaller)["keys"]) == ("TypeError", [21])
+
+
+def test_an_output_that_dead_slots_spoil_keeps_their_nan() -> None:
+    arguments = decode_arguments()
+    for side in arguments["kv_cache"]:
+        side[arguments["block_tables"][1, 1], :, 1:] = torch.nan  # after 17 keys in pages of 16
+
+    def wrong(**given: Any) -> Any:
+        out = references.trtllm_batch_decode_with_kv_cache(**given)
+        spoilt = given["kv_cache"][0][given["block_tables"].long()].isnan().flatten(1).any(dim=1)
+        return torch.where(spoilt[:, None, None], torch.nan, out)
+
+    smaller, fault = _smallest(_recorded(DECODE, arguments), wrong)
+    assert fault is not None
+    assert fault.reason is Reason.NOT_FINITE
+    assert _facts(smaller)["requests"] == 1
+    assert "kv_cache" in smaller.drawn
+    program = repro(smaller, fault)
+    assert len(program) < 7000
+    assert _status(program, wrong) == 1
+
+
+def test_requests_that_see_a_nan_are_not_what_is_wrong() -> None:
+    arguments = decode_arguments()
+    arguments["kv_cache"][0][arguments["block_tables"][0, 0], :, 0] = torch.nan
+    right = references.trtllm_batch_decode_with_kv_cache
+    with pytest.raises(RecordingError, match="is right, so that there is nothing to shrink"):
+        _smallest(
+            _recorded(DECODE, arguments), lambda **given: torch.where(_sees_nan(given), torch.nan, right(**given))
+        )
+    assert _status(repro(_recorded(DECODE, arguments), None), _nan_in_first) == 0
+
+
+def _sees_nan(_: Mapping[str, Any]) -> Tensor:
+    return torch.tensor([True, False, False])[:, None, None]
+
+
+def _nan_in_first(**arguments: Any) -> Any:
+    return torch.where(_sees_nan({}), torch.nan, references.trtllm_batch_decode_with_kv_cache(**arguments))
+
+
+def _of_users(call: RecordedCall) -> RecordedCall:
+    """Return a decode whose contents no normal distribution draws."""
+    given = dict(call.given)
+    given["query"] = given["query"] + 1000
+    given["kv_cache"] = tuple(each + 1000 for each in given["kv_cache"])
+    return _recorded(DECODE, given | {"sinks": SINKS})
+
+
+@pytest.mark.parametrize("is_of_contents", [False, True], ids=["wrong with any contents", "wrong with these contents"])
+def test_synthetic_contents_hold_nothing_of_the_users(is_of_contents: bool, tmp_path: Path) -> None:
+    call = _of_users(_decode())
+    wrong = _if(lambda given: not is_of_contents or bool((given["query"] > 500).any()), lambda out: out * 2)
+    smaller, fault = _smallest(call, wrong, synthetic=True)
+    write_repro(tmp_path, smaller, fault, {"GPU": "none"})
+    program = (tmp_path / "repro.py").read_text()
+    namespace: dict[str, Any] = {"__name__": "arguments"}
+    modules = {"flashinfer": ModuleType("flashinfer"), "flashinfer.decode": mock.Mock()}
+    with mock.patch.dict(sys.modules, modules), mock.patch.object(sys, "argv", ["", "cpu"]):
+        exec(program[: program.index("def attention")], namespace)
+    contents = [namespace["ARGUMENTS"]["query"], *namespace["ARGUMENTS"]["kv_cache"]]
+    assert all(float(each.abs().max()) < 10 for each in contents)
+    assert 'literal("' not in program
+    for each in (call.given["query"], *call.given["kv_cache"]):
+        raw = bytes(each.view(torch.uint8).flatten().tolist())
+        assert base64.b64encode(raw[:30]).decode() not in program
+    assert (fault is None) == is_of_contents
+    assert _status(program, wrong) == int(not is_of_contents)
+
+
+def test_contents_that_matter_stay() -> None:
+    wrong = _if(lambda given: bool((given["query"] > 500).any()), lambda out: out * 2)
+    smaller, fault = _smallest(_of_users(_decode()), wrong)
+    assert "query" not in smaller.drawn
+    assert "kv_cache" in smaller.drawn
+    assert _status(repro(smaller, fault), wrong) == 1
+
+
+def test_the_time_ends_the_search() -> None:
+    wrong = _scaled(1.5, references.trtllm_batch_decode_with_kv_cache)
+    smaller, fault = _smallest(_decode(), wrong, most_seconds=0)
+    assert fault is not None
+    assert _facts(smaller)["requests"] == 3
+
+
+def test_a_lost_gpu_ends_the_search_with_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def crashes(**arguments: Any) -> Any:
+        if len(arguments["seq_lens"]) == 1:
+            raise torch.AcceleratorError("illegal memory access")
+        return references.trtllm_batch_decode_with_kv_cache(**arguments) * 2
+
+    smaller, fault = _smallest(_decode(), crashes)
+    assert fault is not None
+    assert _facts(smaller)["requests"] == 2
+    monkeypatch.setattr(shrink, "new_workspace", mock.Mock(side_effect=torch.AcceleratorError("lost")))
+    with pytest.raises(RecordingError, match="cannot be shrunk: lost"):
+        _smallest(_decode(), crashes)
+
+
+def test_what_a_program_cannot_express_is_refused() -> None:
+    nvfp4 = tuple(torch.zeros(9, 2, PAGE_SIZE, 32, dtype=torch.uint8) for _ in range(2))
+    factors = tuple(torch.zeros(9, 2, PAGE_SIZE, 4).to(E4M3) for _ in range(2))
+    call = _decode(kv_cache=nvfp4, kv_cache_sf=factors, backend="xqa")
+    with pytest.raises(RecordingError, match="cannot express kv_cache_sf yet"):
+        repro(call, None)
+
+
+def test_gaps_between_pages_are_kept() -> None:
+    gaps = torch.zeros(9, 2, 2, PAGE_SIZE, 64, dtype=torch.bfloat16)
+    for side, given in enumerate(decode_arguments()["kv_cache"]):
+        gaps[:, side] = given
+    seen = []
+
+    def right(**arguments: Any) -> Any:
+        seen.append(arguments["kv_cache"][1].stride())
+        return references.trtllm_batch_decode_with_kv_cache(**arguments)
+
+    assert _status(repro(_decode(kv_cache=(gaps[:, 0], gaps[:, 1])), None), right) == 0
+    assert seen == [gaps[:, 1].stride()]
+
+
+def _like_the_recorded(**changes: Any) -> dict[str, Any]:
+    """Make arguments as large as those of a call that FlashInfer recorded on an H100, from a pool of 18 pages."""
+    draw = torch.Generator().manual_seed(8)
+    given = {
+        "query": torch.randn(4, 4, 128, generator=draw).to(torch.bfloat16),
+        "kv_cache": tuple(torch.randn(18, 2, 64, 128, generator=draw).to(torch.bfloat16) for _ in range(2)),
+        "block_tables": torch.randperm(17, generator=draw)[:16].add(1).view(4, 4).to(torch.int32),
+        "seq_lens": torch.tensor([1, 63, 130, 256], dtype=torch.int32),
+        "max_seq_len": 256,
+        "bmm1_scale": 128**-0.5,
+        "bmm2_scale": 1.0,
+        "q_len_per_req": 1,
+    }
+    return given | changes
+
+
+def _without_bmm2_scale(**arguments: Any) -> Any:
+    return references.trtllm_batch_decode_with_kv_cache(**arguments | {"bmm2_scale": 1.0})
+
+
+def _not_zero_without_keys(**arguments: Any) -> Any:
+    out = references.trtllm_batch_decode_with_kv_cache(**arguments)
+    return torch.where((out == 0).all(dim=-1, keepdim=True), 0.01, out)
+
+
+VERIFY = {
+    "query": torch.randn(16, 4, 128, generator=torch.Generator().manual_seed(9)).to(torch.bfloat16),
+    "q_len_per_req": 4,
+    "mask": packed_mask(torch.ones(4, 4, 4, dtype=torch.bool).tril()),
+}
+
+
+@pytest.mark.parametrize("options", ["", "--synthetic"])
+@pytest.mark.parametrize(
+    ("changes", "wrong"), [({"bmm2_scale": 2.0}, _without_bmm2_scale), (VERIFY, _not_zero_without_keys)]
+)
+def test_recorded_outputs_are_shrunk_without_a_call(
+    changes: dict[str, Any],
+    wrong: Callable[..., Any],
+    options: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = _like_the_recorded(**changes)
+    recording = write_call(tmp_path / "dumps", DECODE.value, arguments, (wrong(**arguments, workspace_buffer=None),))
+    assert run(f"recorded shrink {recording} --from-outputs --out {tmp_path}/repro {options}") == 0
+    shown = capsys.readouterr().out
+    assert ("holds recorded contents of query, kv_cache" in shown) != bool(options)
+    assert ("is not known, because no call was made" in shown) == bool(options)
+    program = (tmp_path / "repro" / "repro.py").read_text()
+    assert len(program) < 20_000
+    assert '"seq_lens": torch.tensor([1], ' in program
+    assert _status(program, wrong) == 1
+    assert _status(program, references.trtllm_batch_decode_with_kv_cache) == 0
+
+
+def _wrong_recording(folder: Path) -> Path:
+    arguments = decode_arguments(bmm2_scale=2.0)
+    right = references.trtllm_batch_decode_with_kv_cache(**arguments)
+    return write_call(folder, DECODE.value, arguments, (right / 2,))
+
+
+def test_the_command_shrinks_by_calling_and_writes_an_issue(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "kernel.py").write_text(WRONG)
+    line = f"recorded shrink {_wrong_recording(tmp_path / 'dumps')}#1 --out {tmp_path}/repro --device cpu"
+    assert run(f"{line} --implementation {tmp_path}/kernel.py") == 0
+    shown = capsys.readouterr().out
+    assert "the output is wrong: 1 of 1 vectors" in shown
+    assert "recorded contents" not in shown
+    assert f"change its import to call {tmp_path}/kernel.py" in shown
+    text = (tmp_path / "repro" / "ISSUE.md").read_text()
+    assert text.startswith(
+        "# trtllm_batch_decode_with_kv_cache: the output is wrong (requests: 1, rows of each: 1, keys: 1)"
+    )
+    assert "    bmm2_scale=2.0,\n" in text
+    assert "    query=bfloat16 [1, 1, 16],\n" in text
+    assert "Expected, in float64: " in text
+    assert f"torch {torch.__version__.split('+')[0]}" in text
+    assert "/repro" not in text
+
+
+def test_the_program_runs_alone(tmp_path: Path) -> None:
+    """In a process of its own: with a wrong and a right FlashInfer, without a GPU, and without FlashInfer."""
+    call = _decode(bmm2_scale=2.0)
+    smaller, fault = _smallest(call, kernel("bmm2_hardcoded_1").implementation().trtllm_batch_decode_with_kv_cache)
+    write_repro(tmp_path, smaller, fault, {})
+    for name, text in (("wrong", WRONG), ("right", "from lab.references import *")):
+        package = tmp_path / name / "flashinfer"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text("__version__ = '0'")
+        (package / "decode.py").write_text(text)
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "flashinfer.py").write_text("raise ImportError('not here')")
+
+    def status(folder: str, *words: str) -> tuple[int, str]:
+        environment = {"PYTHONPATH": f"{tmp_path / folder}:{ROOT}", "CUDA_VISIBLE_DEVICES": "", "PATH": ""}
+        program = [sys.executable, str(tmp_path / "repro.py"), *words]
+        done = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=120)
+        return done.returncode, done.stdout
+
+    wrong, shown = status("wrong", "cpu")
+    assert (wrong, "WRONG: 1 of 1 vectors" in shown, "relative L2 error of each head [0.5" in shown) == (1, True, True)
+    right, shown = status("right", "cpu")
+    assert (right, shown.endswith("right\n")) == (0, True)
+    assert status("right") == (2, "not run: there is no GPU\n")
+    assert status("none", "cpu") == (2, "not run: FlashInfer cannot be imported: not here\n")
+
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what is said where there is no GPU")
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "sentence"),
+    [
+        pytest.param(
+            "", 125, "FlashInfer's functions need a GPU, and there is none here: --implementation names", marks=no_gpu
+        ),
+        ("--implementation lab.references --device cpu", 2, "is right, so that there is nothing to shrink"),
+        ("--implementation lab.gpus --device cpu", 2, "lab.gpus has no trtllm_batch_decode_with_kv_cache"),
+        ("--implementation nowhere --device cpu", 2, "nowhere cannot be imported"),
+    ],
+)
+def test_the_command_refuses_in_a_sentence(
+    options: str, status: int, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recording = _wrong_recording(tmp_path / "dumps")
+    assert run(f"recorded shrink {recording}#1 --out {tmp_path}/repro {options}") == status
+    assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "repro").exists()
+
+
+def test_a_recording_of_several_calls_needs_a_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = next(_wrong_recording(tmp_path).iterdir())
+    (tmp_path / first.name.replace("0001", "0002")).symlink_to(first)
+    assert run(f"recorded shrink {tmp_path} --from-outputs --out {tmp_path}/repro") == 2
+    assert f"{tmp_path} has 2 calls: name one, such as {tmp_path}#1" in capsys.readouterr().err
+
+
+def test_long_recorded_contents_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = _like_the_recorded(seq_lens=torch.tensor([256] * 4, dtype=torch.int32))
+    right = references.trtllm_batch_decode_with_kv_cache(**arguments, workspace_buffer=None)
+    write_call(tmp_path, DECODE.value, arguments, (right * 2,))
+    assert run(f"recorded shrink {tmp_path} --from-outputs --out {tmp_path}/repro") == 2
+    assert "since it holds contents of the recording: --synthetic replaces them" in capsys.readouterr().err
