@@ -18,7 +18,7 @@ from lab.checks.report import Report
 from lab.checks.run.judge_run import Progress, Run
 from lab.checks.run.known_failures import KNOWN_FAILURES, Findings, known
 from lab.checks.run.sources import digest_of_run, earlier_verdicts, offer_of
-from lab.checks.run.support_protocol import resolve_refusals
+from lab.checks.run.support_protocol import Refusals, resolve_refusals
 from lab.checks.run.verdicts import CaseVerdict
 from lab.checks.run.workers import Workers
 from lab.gpus import capability_of
@@ -63,7 +63,7 @@ def judge(
 
     An implementation may refuse a call (`lab.checks.run.support_protocol`). The call is then made in equivalent forms
     (`lab.checks.run.equivalent_calls`). If these are refused too, the case is declined, which is no error. All results must be
-    right.
+    right. Ctrl-C ends the run; the report then has the verdicts so far.
 
     Args:
         implementation: a module or object with at least one of the functions in `lab.workloads.interfaces.Interface`, or its
@@ -71,69 +71,51 @@ def judge(
         level: SMOKE or FULL, or "smoke" or "full".
         ranges: the parameter values of the cases, such as dtypes and page sizes. Narrow them to those that a kernel supports.
         only: the checks to run, each by key ("K4"), by name ("poison") or as a `Check`; all if empty.
-        functions: names of the functions to judge, FlashInfer's or short ones such as "decode"; all functions of the
-            implementation if empty.
+        functions: names of the functions to judge, FlashInfer's or short ones such as "decode"; all that it has if empty.
         device: the device to run on; by default a GPU if there is one.
         isolated: cases run in worker processes, replaced if they crash or hang; give the implementation by name.
-        workers: number of worker processes, if isolated. Several save time for kernels that compile for each case.
-        time_limit_s: time limit of one case, if isolated.
-        most_seconds: no case is begun after this time; the report counts the cases that were left out. Checks
-            take turns, so that each has judged some cases by then.
+        workers, time_limit_s: number of worker processes, and the time limit of one case, if isolated.
+        most_seconds: no case is begun after this time. The report counts the cases that were left out, of all checks.
         drawn: number of random cases per check and function; None: the level's number.
         refusals: the exceptions that count as refusals, instead of those of `lab.checks.run.support_protocol.invoke`.
         known_failures: failures that a page describes, by page and heading. A case that they explain is KNOWN, not WRONG.
         progress: called after each verdict, with the verdict and the counts of the run.
-        out: the report's file, which is written during the run. Right and declined cases in the file are not judged again, if
-            they are from the same run with the same sources of the implementation and the lab.
-        fresh: judge the cases in `out` again.
+        out, fresh: the report's file, written during the run. Unless `fresh`, right and declined cases in it are not judged
+            again, if they are from the same run with the same sources of the implementation and the lab.
         first_failure: no further case is begun after the first wrong or failed case.
         seed: seed of random choices, instead of the ranges' seed (default 0). Another seed gives other cases.
         for_seconds: after the level's cases, judge random cases of check K18 (combinations) until the run has taken this time.
-            Wrong cases are shrunk.
-        discover: if a function declines most cases, find the values in `ranges` that it accepts, and judge it on these values
-            too.
-
-    Returns:
-        The report. Ctrl-C ends the run; the report then has the verdicts so far.
+        discover: if a function declines most cases, judge it also on the values in `ranges` that it is found to accept.
 
     Raises:
-        ValueError: the implementation has none of the functions; a check, level or device does not exist; a number is out of
-            range; or `isolated` is set for an object.
+        ValueError: the implementation has none of the functions; or a setting is not one of those above.
         lab.loading.LoadError: the implementation cannot be imported.
     """
     start = time.monotonic()
-    depth, where = _level(level), device_of(device)
-    _check_numbers(workers, time_limit_s, drawn)
-    if isolated and not isinstance(implementation, str):
-        raise ValueError(f"an isolated judge imports the implementation by name; got {implementation!r}")
+    depth, where = _of_name(level, {each: (each.value,) for each in Level}, "level"), device_of(device)
+    _check_settings(isolated, implementation, workers, time_limit_s, drawn)
     chosen, wanted = _checks(only), _functions(functions)
     given = ranges or Ranges()
-    given = replace(given, seed=given.seed if seed is None else seed)
+    given = given if seed is None else replace(given, seed=seed)
     count = DRAWN_CASES[depth] if drawn is None else drawn
     name, subject = (implementation, implementation) if isolated else _named(implementation)
     path, refused = None if out is None else replaceable(Path(out)), None if refusals is None else tuple(refusals)
     with Workers(subject, where, given, time_limit_s, workers, refused) as pool:
-        has, sources = pool.call(partial(offer_of, implementation if isinstance(implementation, str) else ""))
-        offered = [each for each in has if each in wanted]
-        if not offered:
-            raise ValueError(f"{name} has none of {', '.join(each.value for each in wanted)}")
-        about = environment()
-        of_run = (name, depth, given, [check.key for check in chosen], offered, count, discover, str(where), refused)
-        digest = digest_of_run(sources, of_run, [about.get(part) for part in VERDICT_PARTS])
-        report = Report(name, depth, about, str(where), (), 0, given, refusals=_names_of(refused or ()), run=digest)
-        run = Run(
+        offered, sources = _offered(pool, name, isinstance(implementation, str), wanted)
+        settings = ([check.key for check in chosen], offered, count, discover)
+        report = _empty_report(name, depth, given, where, refused, sources, settings)
+        return Run(
             pool,
             report,
             chosen,
             count,
             end=time.monotonic() + most_seconds,
             stops_at_fault=first_failure,
-            earlier={} if fresh else earlier_verdicts(path, digest),
+            earlier={} if fresh else earlier_verdicts(path, report.run),
             path=path,
             known=partial(known, findings=known_failures, capability=capability_of(where)),
             progress=progress,
-        )
-        return run.judge(offered, discover, start + for_seconds)
+        ).judge(offered, discover, start + for_seconds)
 
 
 def judge_case(
@@ -219,7 +201,7 @@ def judge_recorded(
     """
     was = read_case(Path(path), number)
     name, where = implementation or was.implementation, device_of(device or was.device)
-    _check_numbers(1, time_limit_s, None)
+    _check_settings(isolated, name, 1, time_limit_s, None)
     refused = resolve_refusals(",".join(names)) if (names := read_record(Path(path)).get("refusals")) else None
     with Workers(name if isolated else load(name), where, was.ranges, time_limit_s, refusals=refused) as pool:
         pool.call(interfaces_of)
@@ -242,13 +224,6 @@ def judge_forward(implementation: Any, case: ForwardCase, device: torch.device |
     return judge_case(implementation, "M1", case, device)
 
 
-def _level(level: Level | str) -> Level:
-    try:
-        return Level(level)
-    except ValueError:
-        raise ValueError(f"there is no level {level!r}; there are {', '.join(each.value for each in Level)}") from None
-
-
 def device_of(device: torch.device | str | None) -> torch.device:
     """Return the torch device with a name such as "cuda:1"; for None a GPU if there is one, else the CPU.
 
@@ -269,12 +244,40 @@ def device_of(device: torch.device | str | None) -> torch.device:
     return named
 
 
-def _names_of(exceptions: Sequence[type[BaseException]]) -> tuple[str, ...]:
-    return tuple(f"{each.__module__}.{each.__qualname__}" for each in exceptions)
+def _empty_report(
+    name: str,
+    level: Level,
+    ranges: Ranges,
+    device: torch.device,
+    refusals: Refusals | None,
+    sources: str,
+    settings: tuple[Any, ...],
+) -> Report:
+    """Return a report without verdicts. Its `run` is the digest of `sources`, of `settings` and of all that it says."""
+    about, names = environment(), tuple(f"{each.__module__}.{each.__qualname__}" for each in refusals or ())
+    run = (name, level, ranges, str(device), refusals, [about.get(part) for part in VERDICT_PARTS])
+    digest = digest_of_run(sources, run, settings)
+    return Report(name, level, about, str(device), (), 0, ranges, refusals=names, run=digest)
 
 
-def _check_numbers(workers: int, time_limit_s: float, drawn: int | None) -> None:
-    """Raise ValueError if `workers` is below 1, `time_limit_s` is not above 0, or `drawn` is below 0."""
+def _offered(pool: Workers, name: str, is_named: bool, wanted: Sequence[Interface]) -> tuple[list[Interface], str]:
+    """Return the wanted functions that an implementation has, and the digest of its sources.
+
+    Raises:
+        ValueError: it has none of them.
+    """
+    has, sources = pool.call(partial(offer_of, name if is_named else ""))
+    if not (offered := [each for each in has if each in wanted]):
+        raise ValueError(f"{name} has none of {', '.join(each.value for each in wanted)}")
+    return offered, sources
+
+
+def _check_settings(isolated: bool, implementation: Any, workers: int, time_limit_s: float, drawn: int | None) -> None:
+    """Raise ValueError if an object is to be judged in worker processes, `workers` is below 1, `time_limit_s` is not above 0,
+    or `drawn` is below 0.
+    """
+    if isolated and not isinstance(implementation, str):
+        raise ValueError(f"an isolated judge imports the implementation by name; got {implementation!r}")
     if workers < 1:
         raise ValueError(f"workers={workers} must be at least 1")
     if not time_limit_s > 0:
@@ -309,8 +312,8 @@ def _functions(functions: Sequence[str]) -> tuple[Interface, ...]:
     return tuple(_of_name(name, named, "function") for name in functions) or INTERFACES
 
 
-def _of_name(name: str, named: Mapping[Named, tuple[str, str]], kind: str) -> Named:
+def _of_name(name: Named | str, named: Mapping[Named, tuple[str, ...]], kind: str) -> Named:
     for each, names in named.items():
-        if name in (*names, names[0].lower()):
+        if name in (each, *names, names[0].lower()):
             return each
     raise ValueError(f"there is no {kind} {name!r}; there are {', '.join(map(' or '.join, named.values()))}")

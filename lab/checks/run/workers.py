@@ -327,13 +327,6 @@ def run_case(
             torch.cuda.synchronize(device)
     except Unsupported as declined:
         run.decline(str(declined))
-        if not (run.wrongs or run.failures or run.judged):
-            return Judged(
-                Outcome.DECLINED,
-                declines=tuple(run.declines),
-                results=tuple(run.results),
-                remarks=tuple(run.remarks),
-            )
     except KernelError as failure:
         run.fail(str(failure))
     except ChangedBindingsError as error:

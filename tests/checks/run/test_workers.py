@@ -3,6 +3,7 @@
 import re
 import time
 from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from multiprocessing import Value
 from pathlib import Path
@@ -159,6 +160,24 @@ def test_a_pool_whose_workers_never_begin_is_an_error(monkeypatch: pytest.Monkey
         waiting = pool.submit("K1", case)
         with pytest.raises(RuntimeError, match="no worker can begin: a script"):
             waiting()
+
+
+@pytest.mark.parametrize(("broken", "outcome"), [(0, Outcome.RIGHT), (1, Outcome.RIGHT), (2, Outcome.FAILED)])
+def test_a_case_whose_worker_dies_before_it_begins_is_begun_once_more(broken: int, outcome: Outcome) -> None:
+    pool = Workers("lab.references", torch.device("cpu"), Ranges(), TIME_LIMIT_S)
+    pool._has_worked = True
+    futures = list[Future[Judged]]()
+    for number in range(3):
+        future = Future[Judged]()
+        if number < broken:
+            future.set_exception(BrokenProcessPool())
+        else:
+            future.set_result(_right())
+        futures.append(future)
+    left = iter(futures[1:])
+    pool._schedule = lambda work, arguments, limit_s=None: next(left)  # type: ignore[method-assign]
+    assert pool._result(futures[0], ("", None, 0.0, Path())).outcome is outcome  # type: ignore[arg-type]
+    assert len(list(left)) == 2 - min(broken, 1)
 
 
 def test_workers_take_turns_with_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

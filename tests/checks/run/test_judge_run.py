@@ -1,0 +1,112 @@
+"""A run plans each case once, judges rounds and random cases, and estimates the time left; its cases are numbers here."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lab.calls.problem import AttentionCall
+from lab.checks import CaseVerdict, Level, Outcome, Ranges, Report
+from lab.checks.properties.check import Check
+from lab.checks.run import judge_run
+from lab.checks.run.judge_run import LEAST_DONE, CheckRun, Progress, Run
+from lab.checks.run.verdicts import Judged, Key
+from lab.checks.run.workers import Pending
+
+RANGES = Ranges(longest=100)
+
+
+def a_check(**changes: Any) -> Check:
+    """A check whose cases are the numbers below a tenth of `longest`."""
+    return replace(
+        Check("K99", "numbers", "", lambda scope: range(scope.ranges.longest // 10), lambda run: None), **changes
+    )
+
+
+def drawing(check: Check, monkeypatch: pytest.MonkeyPatch, *cases: int) -> Check:
+    monkeypatch.setattr(Check, "draw", lambda *_: [SimpleNamespace(case=case) for case in cases])
+    monkeypatch.setattr(judge_run, "shrunk", lambda sample, stays_wrong: sample)
+    return check
+
+
+def run_of(
+    check: Check,
+    outcome: Callable[[Any], Outcome] = lambda case: Outcome.RIGHT,
+    earlier: dict[Key, CaseVerdict] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    drawn: int = 0,
+    level: Level = Level.SMOKE,
+) -> Run:
+    """A run in which the outcome of a case follows from the case."""
+
+    def submit(check: str, case: Any, ranges: Ranges, end: float) -> Pending:
+        return Pending(lambda: Judged(outcome(case), judged=1))
+
+    pool: Any = SimpleNamespace(workers=1, submit=submit, is_apart=False)
+    report = Report("kernel", level, {}, "cpu", (), ranges=RANGES)
+    end = time.monotonic() + 60
+    return Run(pool, report, [check], drawn, end, False, earlier or {}, None, lambda verdict: verdict, progress)
+
+
+def judged(run: Run, random_until: float = 0.0) -> Sequence[CaseVerdict]:
+    return run.judge([AttentionCall.DECODE], False, random_until).verdicts
+
+
+def cases_of(verdicts: Sequence[CaseVerdict]) -> list[Any]:
+    return [verdict.case for verdict in verdicts]
+
+
+def test_the_time_left_is_estimated_from_verdicts_of_this_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    check, told = a_check(), list[Progress]()
+    earlier = {each.key: each for each in judged(run_of(check))[: LEAST_DONE - 1]}
+    run = run_of(check, earlier=earlier, progress=told.append)
+    monkeypatch.setattr(judge_run, "time", SimpleNamespace(monotonic=lambda: run._start + 20.0))
+    judged(run)
+    assert [each.is_new for each in told] == [False] * 4 + [True] * 6
+    assert [each.seconds_left for each in told] == [None] * 8 + [20.0 / 5 * 1, 0.0]
+
+
+def test_a_case_is_planned_once_although_narrower_ranges_have_it_too() -> None:
+    run = run_of(a_check())
+    of_check = CheckRun(run, run.checks[0], AttentionCall.DECODE)
+    of_check._run._runs = {("K99", AttentionCall.DECODE): of_check}
+    for ranges, planned in ((RANGES, 10), (replace(RANGES, longest=120), 12)):
+        assert not list(judge_run.in_turns([of_check.plan(ranges)]))[planned:]
+        assert of_check.planned == of_check.judged == planned
+    assert cases_of(of_check.verdicts) == [*range(12)]
+
+
+def test_rounds_follow_before_the_random_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    def following(interface: Any, ranges: Ranges, verdicts: Sequence[CaseVerdict]) -> list[int]:
+        return [100 + len(verdicts)]
+
+    check = drawing(a_check(more=(following, following)), monkeypatch, 7, 8)
+    verdicts = judged(run_of(check, drawn=2, level=Level.FULL))
+    assert cases_of(verdicts) == [*range(10), 110, 111, 7, 8]
+
+
+def test_no_round_follows_where_the_run_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = drawing(a_check(more=(lambda *_: [100],)), monkeypatch, 7)
+    run = run_of(check, drawn=1, level=Level.FULL)
+    run.end = 0.0
+    assert judged(run) == ()
+    assert run._report_so_far().left_out == 11
+
+
+def test_of_the_levels_random_cases_one_wrong_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = drawing(a_check(fixed=lambda scope: ()), monkeypatch, 1, 2, 3)
+    verdicts = judged(run_of(check, lambda case: Outcome.WRONG if case > 1 else Outcome.RIGHT, drawn=3))
+    assert cases_of(verdicts) == [1, 2]
+
+
+def test_further_random_cases_end_with_so_many_different_wrong_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge_run, "MOST_WRONG", 2)
+    monkeypatch.setattr(judge_run, "CASES_PER_WORKER", 1)
+    drawn = [SimpleNamespace(case=case) for case in (1, 2, 2, 3, 4, 5)]
+    check = drawing(a_check(fixed=lambda scope: (), draw_on=lambda *_: iter(drawn)), monkeypatch)
+    run = run_of(check, lambda case: Outcome.WRONG if case > 1 else Outcome.RIGHT)
+    assert cases_of(judged(run, random_until=time.monotonic() + 60)) == [1, 2, 3]
+    assert run._report_so_far().num_random == 4
