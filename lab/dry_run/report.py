@@ -97,7 +97,7 @@ def _summary(run: DryRun) -> str:
 
 def _gpu(run: DryRun) -> str:
     gpu = run.gpu
-    return f"{gpu.name}, {sm_name(gpu.capability)}, {gpu.multiprocessors} multiprocessors: a GPU that is not there."
+    return f"{gpu.name}, {sm_name(gpu.capability)}, {gpu.multiprocessors} multiprocessors: an absent GPU."
 
 
 def _source(run: DryRun) -> str:
