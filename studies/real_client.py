@@ -1,6 +1,7 @@
 """Does an engine that nobody here wrote choose the same tokens when its attention goes through FlashInfer's calls?
 
     lab experiments real-client --out real_client.json        # on a GPU, or in minutes on a CPU
+    lab experiments real-client --wrong corpus:shared_page_of_one_request --recordings calls --out real_client.json
 
 transformers' continuous batching serves requests of mixed lengths, some of which share a prefix (`studies.real_engine`). Its
 own eager attention chooses the tokens to compare with. The control is the engine's second attention function, sdpa: if that one
@@ -8,13 +9,21 @@ chooses other tokens too, rounding decides between them.
 
 For each request with other tokens, the first other token is recorded with the gap of the two tokens' logits in a float32 model,
 and with the distance of neighbouring numbers of the engine's dtype at these logits. A gap of a few such distances is a tie.
+
+Then the first implementation, and a kernel that is known to be wrong, serve the requests under the recorder in shadow: every
+n-th call is judged at once, and a wrong call is kept.
 """
 
+import contextlib
 import statistics
+import sys
+import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import torch
@@ -23,14 +32,40 @@ import typer
 from lab.extras import require
 from lab.loading import load
 from lab.provenance import version_of
+from lab.recorded import Recorder, Triggers, record
+from lab.recorded.own_form import own_calls
 from lab.reports.tables import Table, number
-from studies.real_engine import DECODE, Engine, PagedCalls, mixed_prompts
+from lab.timing.host_time import METHOD as HOST_METHOD
+from lab.timing.host_time import host_time
+from studies.real_engine import CONTEXT, DECODE, Engine, PagedCalls, mixed_prompts
 from studies.recording import Formats, Recorded, StudyRow, table_of
 from studies.settings import count
 from studies.study import Part, Study
 
 EAGER, SDPA = "paged|eager", "paged|sdpa"  # the engine's own attention functions
 SHARED = 200  # tokens of the prefix that some requests share
+NEVER = 10**9  # calls from one that the recorder would keep to the next
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention to serve with.
+
+    Attributes:
+        name: the name of an attention function of transformers, or of an implementation of FlashInfer's functions.
+        shadow: each n-th call is judged while the engine runs; 0: no call, and there is no recorder.
+    """
+
+    name: str
+    shadow: int = 0
+
+    @cached_property
+    def calls(self) -> PagedCalls | None:
+        """Return the attention function that calls the implementation; None for a function of transformers."""
+        if self.name in (EAGER, SDPA):
+            return None
+        implementation = load(self.name)
+        return PagedCalls(_module(self.name, {name: getattr(implementation, name) for name in (DECODE, CONTEXT)}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,20 +77,31 @@ class RealClient(Study):
     implementations: Annotated[
         tuple[str, ...], typer.Argument(help="implementations to call; if left out, those of the lab for this machine")
     ] = ()
+    wrong: Annotated[str | None, typer.Option(help="a wrong kernel to serve with in shadow, such as corpus:zeros")] = (
+        None
+    )
+    shadow: Annotated[int, count("in shadow, judge each n-th call; an even n judges one of the model's two layers")] = 7
+    recordings: Annotated[Path | None, typer.Option(file_okay=False, help="the folder for the calls found wrong")] = (
+        None
+    )
     requests: Annotated[int, count("requests to serve")] = 100
     longest: Annotated[int, typer.Option(min=SHARED + 1, help="tokens of the longest prompt")] = 600
     new_tokens: Annotated[int, count("tokens to choose for each request")] = 16
 
     @property
     def parts(self) -> Sequence[Part]:
-        return [Part((EAGER, SDPA, *self.modules), self._served, "attentions")]
+        in_shadow = [Attention(name, self.shadow) for name in (self._names[0], self.wrong) if name]
+        return [Part([*map(Attention, (EAGER, SDPA, *self._names)), *in_shadow], self._rows_of, "attentions")]
 
     @property
     def modules(self) -> tuple[str, ...]:
+        return (*self._names, *filter(None, (self.wrong,)))
+
+    @property
+    def _names(self) -> tuple[str, ...]:
         on_gpu = self._engine.device.type == "cuda"
-        return self.implementations or (
-            ("lab.kernels.portable", "lab.kernels.trtllm") if on_gpu else ("lab.references",)
-        )
+        own = ("lab.kernels.portable", "lab.kernels.trtllm") if on_gpu else ("lab.references",)
+        return self.implementations or own
 
     @cached_property
     def _engine(self) -> Engine:
@@ -70,6 +116,10 @@ class RealClient(Study):
     def _expected(self) -> list[list[int]]:
         return self._engine.serve(self._prompts, EAGER, self.new_tokens)
 
+    @cached_property
+    def _folder(self) -> Path:
+        return self.recordings or Path(tempfile.mkdtemp(prefix="real_client_"))
+
     def facts(self) -> Mapping[str, Any]:
         engine = self._engine
         require("lab experiments real-client", "transformers", *(["psutil"] if engine.device.type == "cpu" else []))
@@ -80,58 +130,118 @@ class RealClient(Study):
             "requests": self.requests,
             "prompt_tokens": sum(map(len, self._prompts)),
             "new_tokens": self.new_tokens,
+            "idle_recorder": idle_recorder(),
         }
 
-    def _served(self, attention: str) -> dict[str, list[StudyRow]]:
-        """Serve all requests with an attention function of the engine or with an implementation."""
-        calls = None if attention in (EAGER, SDPA) else PagedCalls(load(attention))
-        if self._engine.device.type == "cuda":  # kernels are compiled
-            self._engine.serve(self._prompts, calls or attention, self.new_tokens)
+    def _rows_of(self, attention: Attention) -> dict[str, list[StudyRow]]:
+        """Serve all requests, and return the rows about them."""
+        calls = attention.calls
+        if self._engine.device.type == "cuda" and not attention.shadow:  # kernels are compiled
+            self._engine.serve(self._prompts, calls or attention.name, self.new_tokens)
         made = [] if calls is None else calls.calls
         made.clear()
-        start = time.perf_counter()
-        tokens = self._engine.serve(self._prompts, calls or attention, self.new_tokens)
-        seconds = time.perf_counter() - start
-        differing = [{"attention": attention, **row} for row in self._differing(tokens)]
+        with self._recording(attention) as recorder:
+            start = time.perf_counter()
+            tokens = self._engine.serve(self._prompts, calls or attention.name, self.new_tokens)
+            seconds = time.perf_counter() - start
+        what = {"attention": attention.name, "shadow": attention.shadow}
+        differing = [{**what, **row} for row in self._differing(tokens)]
         row = {
-            "attention": attention,
+            **what,
             "requests": len(tokens),
             "same": len(tokens) - len(differing),
+            "largest_gap": max((row["gap"] / row["distance"] for row in differing), default=None),
             "calls": len(made),
             "decode_calls": sum(call["function"] == DECODE for call in made),
             "host_us": statistics.median(call["host_us"] for call in made) if made else None,
             "seconds": seconds,
-            "largest_gap": max((row["gap"] / row["distance"] for row in differing), default=None),
         }
-        return {"served": [row], "differing": differing, "calls": [{"attention": attention, **call} for call in made]}
+        listed: list[StudyRow] = []
+        if recorder is not None:
+            wrong = {call.number for call in own_calls(recorder.out)}
+            listed = [
+                {**what, **call, "verdict": _verdict(n, attention, wrong)} for n, call in enumerate(made, start=1)
+            ]
+            judged = [call["host_us"] / 1e3 for call in listed if call["verdict"]]
+            row |= {name: getattr(recorder, name) for name in ("judged", "wrong", "kept", "kept_bytes")}
+            row["judged_ms"] = statistics.median(judged) if judged else None
+        return {"served": [row], "differing": differing, "calls": listed}
 
-    def _differing(self, tokens: Sequence[Sequence[int]]) -> Iterable[StudyRow]:
+    @contextlib.contextmanager
+    def _recording(self, attention: Attention) -> Iterator[Recorder | None]:
+        if not attention.shadow or attention.calls is None:
+            yield None
+            return
+        folder = self._folder / attention.name.replace(":", ".")
+        triggers, module = Triggers(shadow=attention.shadow), attention.calls.implementation
+        with record(folder, triggers=triggers, functions=[module]) as recorder:
+            yield recorder
+
+    def _differing(self, tokens: Sequence[Sequence[int]]) -> Iterator[StudyRow]:
         """Yield a row for each request whose tokens are not those of the eager attention."""
         for request, (own, found) in enumerate(zip(self._expected, tokens, strict=True)):
             if own == found:
                 continue
             step = next(step for step, (a, b) in enumerate(zip(own, found, strict=True)) if a != b)
-            logits = self._engine.logits([*self._prompts[request], *own[:step]])
-            largest = logits[[own[step], found[step]]].abs().max()
+            logits = self._engine.logits([*self._prompts[request], *own[:step]])[[own[step], found[step]]]
             yield {
                 "request": request,
                 "prompt_tokens": len(self._prompts[request]),
                 "step": step,
                 "tokens": [own[step], found[step]],
-                "gap": float((logits[own[step]] - logits[found[step]]).abs()),
-                "distance": torch.finfo(self._engine.dtype).eps * 2 ** int(largest.log2().floor()),
+                "gap": float(logits[0] - logits[1]),
+                "distance": torch.finfo(self._engine.dtype).eps * 2 ** int(logits.abs().max().log2().floor()),
             }
 
     def answer(self, result: Recorded) -> Iterable[Table | str]:
-        yield table_of(f"{result['requests']} requests in {result['dtype']}", COLUMNS, result["served"])
+        caption = f"{result['requests']} requests in {result['dtype']}, medians over the calls"
+        yield table_of(caption, COLUMNS, result["served"])
+        idle = result["idle_recorder"]
+        yield f"an idle recorder adds {idle['with_us'] - idle['without_us']:.2f} µs of host time to a call"
+        yield f"the calls that shadow found wrong are in {self._folder}"
+
+
+def _module(name: str, functions: Mapping[str, Any]) -> ModuleType:
+    """Return a new module of this process with these functions, which the recorder can replace."""
+    module = ModuleType(f"{__name__} with {name}")
+    vars(module).update(functions)
+    sys.modules[module.__name__] = module
+    return module
+
+
+def _verdict(number_of_call: int, attention: Attention, wrong: set[int]) -> str:
+    """Return "wrong", "right" or, for a call that was not judged, ""."""
+    if number_of_call in wrong:
+        return "wrong"
+    return "" if number_of_call % attention.shadow else "right"
+
+
+def idle_recorder() -> dict[str, Any]:
+    """Measure the host time of a function that does nothing, without and with a recorder that keeps no call."""
+
+    def nothing(**_: object) -> None:
+        pass
+
+    module = _module("nothing", {DECODE: nothing})
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        record(folder, triggers=Triggers(every=NEVER), functions=[module]),
+    ):
+        arguments = dict.fromkeys(("query", "kv_cache", "block_tables", "seq_lens", "max_seq_len"))
+        functions = {"without": nothing, "with": getattr(module, DECODE)}
+        times = host_time({name: partial(function, **arguments) for name, function in functions.items()})
+    return {"method": HOST_METHOD, **{f"{name}_us": each.median_us for name, each in times.items()}}
 
 
 COLUMNS: Formats = {
     "attention": "{attention}",
+    "judged": lambda row: number(row.get("judged")),
+    "wrong": lambda row: number(row.get("wrong")),
     "same tokens": "{same}",
-    "largest gap of others, neighbouring numbers": lambda row: number(row["largest_gap"], 1),
+    "largest gap, distances": lambda row: number(row["largest_gap"], 1),
     "calls": "{calls}",
     "of decode": "{decode_calls}",
-    "median call, µs on the host": lambda row: number(row["host_us"], 1),
-    "all, s": "{seconds:.2f}",
+    "call, µs on the host": lambda row: number(row["host_us"], 1),
+    "judged call, ms": lambda row: number(row.get("judged_ms"), 1),
+    "all requests, s": "{seconds:.2f}",
 }
