@@ -139,9 +139,7 @@ class JudgedKernel(pytest.Collector):
         ]
 
     def ranges_of(self, interface: "Interface") -> "Ranges":
-        """Return the ranges on which a function is judged: the requested ones, or those that it accepts if it declines most
-        cases.
-        """
+        """Return the ranges in which a function is judged: the requested ones, or what it accepts if it declines most cases."""
         from lab.workloads.interfaces import PAGED_CALLS
 
         if interface not in self._ranges:

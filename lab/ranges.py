@@ -110,9 +110,7 @@ LATENT = Kind(
 
 @dataclass(frozen=True)
 class Option:
-    """The command-line option for a field of `Ranges`: its help, its permitted values, and the values that check K18
-    (combinations) adds if the user does not set the option.
-    """
+    """The command-line option of a field of `Ranges`, and the values that check K18 (combinations) adds if it is not set."""
 
     help: str
     kind: Kind

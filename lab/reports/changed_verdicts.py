@@ -213,9 +213,7 @@ def _where(pairs: Sequence[CasePair], change: VerdictChange) -> str:
 
 
 def _reasons(row: ChangedCases, after: Path) -> Iterator[str]:
-    """Yield the most frequent reason why cases of a row are wrong or declined in the second report, and a command that judges
-    one of them again.
-    """
+    """Yield the most frequent reason of a row's wrong or declined cases, and a command that judges one of them again."""
     reasons = grouped(
         (next(filter(None, (*now.judged.wrongs, *now.judged.declines, now.finding)), ""), now)
         for now in (pair.after for pair in row.pairs)

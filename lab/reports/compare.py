@@ -353,9 +353,7 @@ def _why_impossible(row: Row) -> str:
 
 
 def _differences(first: Row, other: Row, limited: bool) -> Iterator[str]:
-    """Yield the differences in method, work and clocks that forbid a comparison. With `limited`, SM clocks are left to
-    `_doubted`.
-    """
+    """Yield the differences in method, work and clocks that forbid a comparison; if `limited`, not those of SM clocks."""
     for what, mine, theirs in (
         ("methods", first.timed_by, other.timed_by),
         ("methods", first.facts.get("method"), other.facts.get("method")),

@@ -30,9 +30,7 @@ SHOWN_BLIND_SPOTS = 10
 
 
 def summary(report: Report) -> Iterator[str]:
-    """Yield the answer; then, for each region (a rule that separates wrong results from right ones), counts and the smallest
-    case.
-    """
+    """Yield the answer; then, for each region (a rule for where results are wrong), counts and the smallest case."""
     found = report.diagnosis
     yield found.sentence
     for place, region in enumerate(found.regions):
@@ -116,9 +114,7 @@ def coverage_table(coverage: Coverage) -> Table:
 
 
 def coverage_notes(coverage: Coverage) -> Iterator[str]:
-    """Yield how many pairs and triples of values were judged, why some are impossible, and the first pairs that were not
-    judged.
-    """
+    """Yield the numbers of judged pairs and triples of values, why some are impossible, and the first not judged."""
     record = coverage.as_record()
     for name, counts in (("pairs", coverage.pairs), ("triples", coverage.triples)):
         yield f"{name}: " + ", ".join(f"{counts[reach]:,} {reach.value}" for reach in Reach)

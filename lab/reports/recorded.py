@@ -186,9 +186,7 @@ class Row:
 
     @property
     def identity(self) -> Identity:
-        """Return, as (name, value) pairs, what the row measures and how: scenario, implementation, page size, dtypes, clock and
-        L2.
-        """
+        """Return what the row measures and how, as (name, value): scenario, implementation, storage, clock and L2."""
         named = {key: str(self.facts[key]) for key in SETTINGS + TIMED_BY if self.facts.get(key) is not None}
         return (("scenario", self.scenario), *named.items())
 
@@ -214,9 +212,7 @@ class Row:
 
     @property
     def time_over_floor(self) -> float | None:
-        """Return the median divided by the floor (the least possible time); None without a floor, or if the floor is below
-        `LEAST_FLOOR_US`.
-        """
+        """Return the median over the floor (the least possible time); None without a floor of at least `LEAST_FLOOR_US`."""
         floor_us = self.facts.get("floor_us") or 0.0
         return self.median_us / floor_us if floor_us >= LEAST_FLOOR_US else None
 
@@ -235,9 +231,7 @@ class Rivals:
 
     @property
     def as_fast(self) -> list[str]:
-        """Return the name of the fastest implementation, and the names of those with the verdict SAME by the rule for
-        interleaved samples.
-        """
+        """Return the name of the fastest implementation, and of those that are the SAME by the rule for interleaved samples."""
         speeds = (Speed.SAME, *self.speeds)
         return [row.implementation for row, speed in zip(self.rows, speeds, strict=True) if speed is Speed.SAME]
 
@@ -282,9 +276,7 @@ class RecordedRun:
 
 
 def environment_facts(environments: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """Return the environment fields to show: for each shown name the nested keys of its value. They are `FACTS`, and the
-    version of each package.
-    """
+    """Return the environment fields to show, by name, as the nested keys of their values: `FACTS`, and each package."""
     packages = dict.fromkeys(name for each in environments for name in each.get("packages") or ())
     return {**FACTS, **{name: ("packages", name) for name in packages}}
 

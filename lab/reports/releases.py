@@ -163,9 +163,7 @@ def _findings(verdicts: Mapping[str, Verdicts], headings: Mapping[str, str]) -> 
 
 
 def _regions(verdicts: Mapping[str, Verdicts]) -> Iterator[FindingRow]:
-    """Yield a row for each group of cases that have no finding and are wrong in the same releases. Its name is a rule for these
-    cases.
-    """
+    """Yield a row for each group of cases without a finding that are wrong in the same releases, named by a rule for them."""
     wrong_in = grouped(
         (key, version) for version, of in verdicts.items() for key, verdict in of.items() if verdict.outcome in BROKEN
     )

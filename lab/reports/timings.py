@@ -64,9 +64,7 @@ def can_plot() -> bool:
 
 
 def figures(run: RecordedRun) -> dict[str, "Figure"]:
-    """Return, by file name, a roofline and a chart of time over floor for each method. Rows without the needed numbers are left
-    out.
-    """
+    """Return, by file name, a roofline and a chart of time over floor for each method, of the rows with these numbers."""
     from lab.reports.pictures.timings import floor_figure, roofline_figure
 
     drawn: dict[str, Figure] = {}

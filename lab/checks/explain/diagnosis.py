@@ -296,9 +296,7 @@ def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
 
 
 def _smallest(wrong: Sequence[CaseResult]) -> CaseResult:
-    """Return the wrong result with the smallest product of rows, keys and heads. Results that show a wrong
-    vector are preferred.
-    """
+    """Return the wrong result with the smallest product of rows, keys and heads, if possible one with a wrong vector."""
 
     def size(each: CaseResult) -> tuple[bool, int]:
         numbers = [each.result.features.get(name, 1) for name in ("rows_of_batch", "longest_kv_len", "num_qo_heads")]

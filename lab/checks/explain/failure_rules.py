@@ -110,9 +110,7 @@ class _Search:
         self.good = np.bincount(where.ravel(), weights=weights * ~wrong, minlength=len(first))
 
     def rules(self) -> list[Chosen]:
-        """Return the rules, the most informative first, each as indices of literals. No rule, or an empty one, means that
-        results are wrong everywhere.
-        """
+        """Return the rules as indices of literals, the most informative first; none, or an empty one: wrong everywhere."""
         sure, all_bad, total = self._sure(), self.bad.sum(), (self.bad + self.good).sum()
         if all_bad > EVERYWHERE * total:
             return [sure]

@@ -116,9 +116,7 @@ class Choice(CaseFeature):
 
 
 def _spread(steps: list[int]) -> list[int]:
-    """Return a few of the sorted numbers in `steps`, to be used as thresholds: the first, the last, and the first after each
-    power of two, where kernels change.
-    """
+    """Return a few of the sorted thresholds: the first, the last, and the first after each power of 2, where kernels change."""
     if len(steps) <= MOST_THRESHOLDS:
         return steps
     edges = [0, 1, 2, *(2**power + 1 for power in range(1, 40))]

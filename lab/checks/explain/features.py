@@ -134,9 +134,7 @@ def features_of_case(case: Any) -> CallFeatures:
 
 
 def _fields(case: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the name and value of each field of a case, and of the dataclasses in its fields. Lengths, and fields that are no
-    features, are left out.
-    """
+    """Yield the name and value of each field of a case and of dataclasses in it, without lengths and `NO_FEATURES`."""
     for each in fields(case) if is_dataclass(case) else ():
         value = getattr(case, each.name)
         if is_dataclass(value):
@@ -162,9 +160,7 @@ def _read_mode(given: Read) -> Read:
 
 
 def features_of_contents(case: AttentionCase) -> Features:
-    """Return the features of what an attention case's tensors contain: the kind of numbers, dead cells, and unused columns of
-    the page table. They cannot be read from a call's arguments.
-    """
+    """Return what an attention case's tensors contain: the kind of numbers, dead cells, and the table's unused columns."""
     storage = case.storage
     read = {"contents": case.contents, "dead": storage.dead, "table_tail": storage.table_tail}
     return kept(read, read)

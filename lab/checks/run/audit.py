@@ -23,9 +23,7 @@ AUDITED = 6  # cases of each function
 
 
 def chosen(verdicts: Sequence[CaseVerdict]) -> list[CaseVerdict]:
-    """Return the verdicts on up to `AUDITED` random right cases of each function, with a new random seed in each case. A kernel
-    cannot know the contents that this seed gives.
-    """
+    """Return up to `AUDITED` random right verdicts of each function, each case with a new seed that no kernel can know."""
     dice = random.SystemRandom()
     right: dict[Any, list[CaseVerdict]] = {}
     for verdict in verdicts:
@@ -47,9 +45,7 @@ def audit(pool: Workers, verdict: CaseVerdict) -> Judged:
 
 
 def judge_output(case: Any, device: str, saved: SavedOutput) -> Judged:
-    """Compare a worker's saved output with the expected output of its case. Call this in a process without the
-    kernel's code.
-    """
+    """Compare a worker's saved output with the expected output of its case, in a process without the kernel's code."""
     where = torch.device(device)
     run = CaseRun(None, case, where)
     is_pass = isinstance(case, ForwardCase)

@@ -40,9 +40,7 @@ def _with_causal_mask(interface: AttentionCall, arguments: Arguments) -> Argumen
 
 @functools.cache  # a graph cannot build a mask, and reads it as long as it is replayed
 def _causal_mask(batch_size: int, q_len: int, device: torch.device) -> Tensor:
-    """Return the packed causal mask of a draft, in which row i sees the draft's tokens 0 to i: uint16
-    [batch_size, q_len, words].
-    """
+    """Return a draft's packed causal mask, uint16 [batch_size, q_len, words]: row i sees the draft's tokens 0 to i."""
     causal = torch.ones(q_len, q_len, dtype=torch.bool).tril()
     return packed_mask(causal.expand(batch_size, -1, -1)).to(device)
 
@@ -63,9 +61,7 @@ def _names(name: str, refusal: str) -> bool:
 
 
 def _left_out(name: str, words: str, by_engines: bool = False) -> EquivalentForm:
-    """Return the form that leaves out the argument `name`. It applies if the call has the argument, and the refusal mentions
-    it.
-    """
+    """Return the form that leaves out the argument `name`; it applies if the call has it and the refusal mentions it."""
     return EquivalentForm(
         words,
         lambda interface, arguments, refusal: arguments.get(name) is not None and _names(name, refusal),
@@ -142,9 +138,7 @@ class EquivalentCalls:
 def _made(
     interface: AttentionCall, function: Callable[..., Any], arguments: Arguments, used: Sequence[EquivalentForm]
 ) -> Any:
-    """Make a call after changing its arguments by the given forms, and return its result. If a form leaves out `out`, copy the
-    result into the caller's `out`.
-    """
+    """Make a call in the given forms, and return its result; copy it into the caller's `out` if a form leaves that out."""
     changed = arguments
     for form in used:
         changed = form.change(interface, changed)

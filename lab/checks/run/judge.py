@@ -273,9 +273,7 @@ def _offered(pool: Workers, name: str, is_named: bool, wanted: Sequence[Interfac
 
 
 def _check_settings(isolated: bool, implementation: Any, workers: int, time_limit_s: float, drawn: int | None) -> None:
-    """Raise ValueError if an object is to be judged in worker processes, `workers` is below 1, `time_limit_s` is not above 0,
-    or `drawn` is below 0.
-    """
+    """Raise ValueError if an object is to be judged in worker processes, or a number is out of range."""
     if isolated and not isinstance(implementation, str):
         raise ValueError(f"an isolated judge imports the implementation by name; got {implementation!r}")
     if workers < 1:
@@ -294,9 +292,7 @@ def _named(implementation: Any) -> tuple[str, Any]:
 
 
 def _checks(only: str | Sequence[str | Check]) -> tuple[Check, ...]:
-    """Return the checks whose key or name is in `only`, ordered by key, followed by the `Check` objects in `only`. If `only` is
-    empty, return all checks.
-    """
+    """Return the checks in `only`: those named by key or name, in order of keys, then `Check` objects; all if it is empty."""
     given = [each for each in only if isinstance(each, Check)]
     names = [only] if isinstance(only, str) and only else [each for each in only if isinstance(each, str)]
     named = {check: (check.key, check.name) for check in checks()}
@@ -305,9 +301,7 @@ def _checks(only: str | Sequence[str | Check]) -> tuple[Check, ...]:
 
 
 def _functions(functions: Sequence[str]) -> tuple[Interface, ...]:
-    """Return the functions with these names, such as "decode" or FlashInfer's name. If there are no names, return all
-    functions.
-    """
+    """Return the functions with these names, such as "decode" or FlashInfer's name; all functions if there are no names."""
     named = {each: (each.name.lower(), each.value) for each in INTERFACES}
     return tuple(_of_name(name, named, "function") for name in functions) or INTERFACES
 

@@ -85,9 +85,7 @@ class Run:
 
     @property
     def is_stopped(self) -> bool:
-        """Return True if a case has stopped the run. A dishonest case (its kernel changed the judge) always does; a wrong or
-        failed case does with `stops_at_fault`.
-        """
+        """Return True if a case has stopped the run: a dishonest one, or, with `stops_at_fault`, a wrong or failed one."""
         return self._is_deceived or (self.stops_at_fault and self._has_fault)
 
     def judge(self, interfaces: Sequence[Interface], discovers: bool, random_until: float) -> Report:
@@ -130,9 +128,7 @@ class Run:
             self._take_turns([each.plan(found) for each in runs])
 
     def _audit(self) -> None:
-        """Judge some right cases again with new contents, and compare their outputs in a process without the kernel's code. Add
-        verdicts that are then wrong, failed or dishonest to the report.
-        """
+        """Judge some right cases again with new contents, apart from the kernel's code. Report those that are not right."""
         verdicts = [verdict for each in self._runs.values() for verdict in each.verdicts]
         for verdict in chosen(verdicts) if self.pool.is_apart else ():
             if self.is_over:
@@ -171,9 +167,7 @@ class Run:
             self._next_write = end + max(WRITTEN_EVERY_S, (end - start) / WRITING_SHARE)
 
     def show(self, verdict: CaseVerdict, is_new: bool) -> None:
-        """Call `progress` with a verdict and the run's counts. The remaining time is estimated from new verdicts only, because
-        verdicts of an earlier run take no time.
-        """
+        """Call `progress` with a verdict, the run's counts, and the time left at the rate of the verdicts of this run alone."""
         self._num_new += is_new
         if self.progress is not None:
             done, total = (sum(getattr(each, name) for each in self._runs.values()) for name in ("judged", "planned"))
@@ -298,9 +292,7 @@ class CheckRun:
         yield from self._judge([sample.case for sample in sample_of.values()], keep, True)
 
     def _shrunk(self, verdict: CaseVerdict, sample: DrawnPoint) -> CaseVerdict:
-        """Reduce the parameters of a wrong random case while it stays wrong, even if the run is over. Return the verdict on the
-        smallest wrong case.
-        """
+        """Shrink a wrong random case while it stays wrong, even if the run is over; return the verdict on the smallest."""
         wrong, tried = {repr(verdict.case): verdict}, set[str]()
 
         def stays_wrong(case: Any) -> bool:
@@ -327,9 +319,7 @@ class CheckRun:
         return CaseVerdict(*what, Judged(Outcome.DECLINED), self._ranges, drawn, recorded_in=file)
 
     def _earlier(self, blank: CaseVerdict) -> CaseVerdict | None:
-        """Return an earlier run's verdict on a case if it is right or declined, else None. Wrong cases are judged again, so
-        that their details are reported.
-        """
+        """Return an earlier run's verdict on a case if it is right or declined, else None: a wrong case is judged again."""
         earlier = self._run.earlier.get(blank.key)
         return earlier if earlier and earlier.outcome in (Outcome.RIGHT, Outcome.DECLINED) else None
 
@@ -337,9 +327,7 @@ class CheckRun:
         return self._run.pool.submit(blank.check, blank.case, blank.ranges, end)
 
     def _verdict(self, blank: CaseVerdict, pending: Pending) -> CaseVerdict:
-        """Wait until a submitted case is judged, and return its verdict, with known failures marked. The saved output is
-        removed, because only the audit needs it.
-        """
+        """Return the verdict on a submitted case once it is judged, with known failures marked, without the saved output."""
         return self._run.known(replace(blank, judged=replace(pending(), output=None)))
 
     def _keep_planned(self, verdict: CaseVerdict, is_new: bool) -> None:

@@ -36,9 +36,7 @@ def offer_of(name: str, implementation: Any) -> tuple[list[Interface], str]:
 
 
 def digest_of_run(sources: str, *parts: object) -> str:
-    """Return a digest of everything that determines a run's verdicts: `sources`, and `parts` such as ranges and versions.
-    Return "" if `sources` is "", because the sources are unknown.
-    """
+    """Return a digest of all that determines a run's verdicts; "" if `sources` is "", because the sources are unknown."""
     return hashlib.sha256(repr((sources, *parts)).encode()).hexdigest() if sources else ""
 
 

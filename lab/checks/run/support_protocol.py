@@ -43,9 +43,7 @@ class KernelError(Exception):
 
 
 def raised(error: BaseException) -> KernelError:
-    """Return a KernelError for an error of the implementation. Of a CUDA error it has only the first line, without torch's
-    advice.
-    """
+    """Return a KernelError for an error of the implementation; of a CUDA error it has only the first line."""
     sentence = str(error).split("\n", 1)[0] if isinstance(error, torch.AcceleratorError) else error
     return KernelError(f"it raised {type(error).__name__}: {sentence}")
 
@@ -187,9 +185,7 @@ def _is_of_a_launch(error: BaseException) -> bool:
 
 
 def _is_of_an_argument(sentence: str, signature: inspect.Signature | None, arguments: dict[str, Any]) -> bool:
-    """Return True if a TypeError says that the function lacks a parameter for an argument of the call, or that the call lacks a
-    required argument.
-    """
+    """Return True if a TypeError says that the function lacks a parameter of the call, or the call a required argument."""
     named = set(re.findall(r"\w+", sentence)) & set(arguments)
     if _UNKNOWN.search(sentence):
         return bool(named)

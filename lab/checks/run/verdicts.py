@@ -149,9 +149,7 @@ class CaseVerdict:
 
 
 def dishonest(judged: Judged, reason: str) -> Judged:
-    """Return the findings for a case whose kernel changed the judge: the outcome DISHONEST and a reason. Other sentences and
-    results are dropped.
-    """
+    """Return the outcome DISHONEST, with a reason instead of sentences and results, for a kernel that changed the judge."""
     return Judged(Outcome.DISHONEST, (reason,), worst_ratio=judged.worst_ratio, judged=judged.judged)
 
 
