@@ -1,15 +1,15 @@
 """FlashInfer's four calls as data, the checks of their arguments, and the attention problems that they define.
 
 References and kernels share this package. It imports only torch and reads nothing from a GPU. Contents of tensors are checked
-for calls on CPU tensors, and else only on request (`check_values`, `check_ragged_values`, `refuse_nan`).
+for calls on CPU tensors, and else only on request (a problem's `check_values`, `refuse_nan`).
 """
 
 from lab.calls.context import ContextCall
 from lab.calls.decode import DecodeCall
 from lab.calls.entry import made_at_once, takes
 from lab.calls.mla_decode import MLADecodeCall
-from lab.calls.problem import AttentionCall, Feature, PagedAttention, check_values, refuse_nan
-from lab.calls.ragged_context import RaggedAttention, RaggedContextCall, check_ragged_values
+from lab.calls.problem import AttentionCall, Feature, PagedAttention, refuse_nan
+from lab.calls.ragged_context import RaggedAttention, RaggedContextCall
 
 Problem = PagedAttention | RaggedAttention
 CALL_TYPES = {each.function: each for each in (DecodeCall, ContextCall, MLADecodeCall, RaggedContextCall)}
@@ -24,8 +24,6 @@ __all__ = [
     "Problem",
     "RaggedAttention",
     "RaggedContextCall",
-    "check_ragged_values",
-    "check_values",
     "made_at_once",
     "refuse_nan",
     "takes",

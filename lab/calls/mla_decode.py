@@ -7,7 +7,7 @@ import torch
 
 from lab.calls import arguments
 from lab.calls.arguments import Unmodelled
-from lab.calls.problem import E4M3, AttentionCall, PagedAttention, Scale, check_values, refuse_nan
+from lab.calls.problem import E4M3, AttentionCall, PagedAttention, Scale, refuse_nan
 
 BACKENDS = ("auto", "xqa", "trtllm-gen")
 OTHER_BACKENDS = ("cake", "cute-dsl", "sparse")  # FlashInfer has them, with rules of their own
@@ -131,7 +131,7 @@ class MLADecodeCall:
             return_lse=self.return_lse,
         )
         if rows.device.type == "cpu":
-            check_values(problem)
+            problem.check_values()
             refuse_nan(problem, in_query=False)
         return problem
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lab.calls import arguments
-from lab.calls.problem import PagedAttention, check_values, refuse_nan
+from lab.calls.problem import PagedAttention, refuse_nan
 
 KVCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -76,6 +76,6 @@ def pose_paged(
     )
     arguments.check_devices(call)
     if query.device.type == "cpu":
-        check_values(problem)
+        problem.check_values()
         refuse_nan(problem, in_query=False)
     return problem

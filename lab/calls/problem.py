@@ -164,6 +164,18 @@ class AttentionProblem(Softmax):
         tests = (FIELDS.get(name, UNDECLARED) for name in vars(self))  # one mapping per field
         return frozenset(feature for each in tests for feature, is_needed in each.items() if is_needed(self))
 
+    def check_values(self) -> None:
+        """Check the contents of tensors: lengths, offsets, and the ids of live pages.
+
+        Every call makes these checks on CPU tensors. On a GPU they cost a synchronisation, so a kernel call does not make them.
+        Call `DecodeCall(...).problem().check_values()` to make them.
+
+        Raises:
+            ValueError: a length is negative or exceeds `max_kv_len` or the table; offsets do not start at 0, decrease or exceed
+                the number of rows or keys; or a page id is outside the pool.
+        """
+        raise NotImplementedError
+
     def results(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the tensors for the results: the caller's tensors, or new uninitialised tensors.
 
@@ -225,6 +237,32 @@ class PagedAttention(AttentionProblem):
     def is_nvfp4(self) -> bool:
         return self.kv_dtype == torch.uint8
 
+    def check_values(self) -> None:
+        lengths, columns = self.seq_lens.tolist(), self.k_block_tables.shape[1]
+        capacity = columns * self.page_size
+        for request, length in enumerate(lengths):
+            if length > capacity:
+                raise ValueError(
+                    f"seq_lens[{request}] = {length} needs {-(-length // self.page_size)} pages of {self.page_size}, "
+                    f"but block_tables has {columns} columns ({capacity} tokens): widen the table"
+                )
+        check_lengths(self, lengths, "max_seq_len/max_kv_len")
+        live_pages = torch.tensor([-(-length // self.page_size) for length in lengths])
+        live = torch.arange(columns).unsqueeze(0) < live_pages.unsqueeze(1)
+        self._check_page_ids("K", self.k_block_tables, live)
+        if self.v_block_tables is not self.k_block_tables:
+            self._check_page_ids("V", self.v_block_tables, live)
+
+    def _check_page_ids(self, kind: str, table: torch.Tensor, live: torch.Tensor) -> None:
+        ids, num_pages = table.cpu(), self.k_cache.shape[0]
+        wrong = (live & ((ids < 0) | (ids >= num_pages))).nonzero()
+        if len(wrong):
+            request, column = wrong[0].tolist()
+            raise ValueError(
+                f"block_tables: {kind} page id {ids[request, column].item()} of request {request}, column {column} is "
+                f"outside the pool of {num_pages} pages, and seq_lens says it is live: correct the table or the length"
+            )
+
 
 Asks = Mapping[Feature, Callable[[Any], bool]]
 STRUCTURE: Asks = {}  # every call has it: shapes, dtypes, lengths and bounds, which a kernel's row limits one by one
@@ -266,28 +304,6 @@ FIELDS: dict[str, Asks] = {
     "return_lse": {Feature.LSE: lambda problem: problem.return_lse},
 }
 UNDECLARED: Asks = {Feature.UNDECLARED: lambda problem: True}
-
-
-def check_values(problem: PagedAttention) -> None:
-    """Check the contents of tensors: lengths, offsets, and the ids of live pages.
-
-    Every call makes these checks on CPU tensors. On a GPU they cost a synchronisation, so a kernel call does not make them.
-    Call `check_values(DecodeCall(...).problem())` to make them.
-
-    Raises:
-        ValueError: a length is negative or exceeds `max_kv_len` or the table; offsets do not start at 0, decrease or exceed the
-            number of rows; or a page id is outside the pool.
-    """
-    lengths = problem.seq_lens.tolist()
-    capacity = problem.k_block_tables.shape[1] * problem.page_size
-    for request, length in enumerate(lengths):
-        if length > capacity:
-            raise ValueError(
-                f"seq_lens[{request}] = {length} needs {-(-length // problem.page_size)} pages of {problem.page_size}, "
-                f"but block_tables has {problem.k_block_tables.shape[1]} columns ({capacity} tokens): widen the table"
-            )
-    check_lengths(problem, lengths, "max_seq_len/max_kv_len")
-    _check_page_ids(problem, lengths)
 
 
 def refuse_nan(problem: AttentionProblem, in_query: bool = True) -> None:
@@ -345,25 +361,6 @@ def check_lengths(problem: AttentionProblem, lengths: Sequence[int], bound: str)
         offsets, expected = problem.cu_seqlens_kv.tolist(), list(itertools.accumulate(lengths, initial=0))
         if offsets != expected:
             raise ValueError(f"cum_seq_lens_kv = {offsets} is not the running sum of seq_lens: expected {expected}")
-
-
-def _check_page_ids(problem: PagedAttention, lengths: Sequence[int]) -> None:
-    num_pages = problem.k_cache.shape[0]
-    width = problem.k_block_tables.shape[1]
-    live_pages = torch.tensor([-(-length // problem.page_size) for length in lengths])
-    live = torch.arange(width).unsqueeze(0) < live_pages.unsqueeze(1)
-    tables = {"K": problem.k_block_tables}
-    if problem.v_block_tables is not problem.k_block_tables:
-        tables["V"] = problem.v_block_tables
-    for kind, table in tables.items():
-        ids = table.cpu()
-        wrong = (live & ((ids < 0) | (ids >= num_pages))).nonzero()
-        if len(wrong):
-            request, column = wrong[0].tolist()
-            raise ValueError(
-                f"block_tables: {kind} page id {ids[request, column].item()} of request {request}, column {column} is "
-                f"outside the pool of {num_pages} pages, and seq_lens says it is live: correct the table or the length"
-            )
 
 
 def _check_row_offsets(offsets: list[int], num_rows: int, max_q_len: int) -> None:

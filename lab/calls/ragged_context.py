@@ -43,6 +43,12 @@ class RaggedAttention(AttentionProblem):
     def kv_dtype(self) -> torch.dtype:
         return self.key.dtype
 
+    def check_values(self) -> None:
+        check_lengths(self, self.seq_lens.tolist(), "max_kv_len")
+        last, num_tokens = int(self.cu_seqlens_kv[-1]), self.key.shape[0]
+        if last > num_tokens:
+            raise ValueError(f"cum_seq_lens_kv ends at {last}, after the {num_tokens} tokens of key and value")
+
 
 @dataclass(frozen=True, eq=False)
 class RaggedContextCall:
@@ -166,7 +172,7 @@ class RaggedContextCall:
         arguments.check_devices(self, on_host=MIRRORS)
         self._check_mirrors()
         if self.query.device.type == "cpu":
-            check_ragged_values(problem)
+            problem.check_values()
             refuse_nan(problem, in_query=False)
             self._check_mirrored_values()
         return problem
@@ -238,17 +244,3 @@ class RaggedContextCall:
             mirror = getattr(self, name)
             if mirror is not None and mirror.tolist() != offsets.diff().tolist():
                 raise ValueError(f"{name} = {mirror.tolist()}, but the offsets say {offsets.diff().tolist()}")
-
-
-def check_ragged_values(problem: RaggedAttention) -> None:
-    """Check the contents of lengths and offsets. As with `check_values`, a call on CPU tensors makes this check, and a call on
-    a GPU does not.
-
-    Raises:
-        ValueError: offsets do not start at 0, decrease or exceed the tokens, or lengths differ from the offsets or exceed the
-            bounds.
-    """
-    check_lengths(problem, problem.seq_lens.tolist(), "max_kv_len")
-    last, num_tokens = int(problem.cu_seqlens_kv[-1]), problem.key.shape[0]
-    if last > num_tokens:
-        raise ValueError(f"cum_seq_lens_kv ends at {last}, after the {num_tokens} tokens of key and value")

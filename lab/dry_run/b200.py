@@ -14,12 +14,19 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from lab.calls.problem import AttentionCall
 from lab.dry_run.build import NotBuiltError
 from lab.dry_run.machine import machine
 from lab.kernels import trtllm
 
 
-def _on_a_b200(function: Callable[..., Any]) -> Callable[..., Any]:
+@functools.cache
+def __getattr__(name: str) -> Callable[..., Any]:
+    """Return the function of FlashInfer's with this name."""
+    if name not in {each.value for each in AttentionCall}:
+        raise AttributeError(name)
+    function = getattr(trtllm, name)
+
     @functools.wraps(function)
     def call(**arguments: Any) -> Any:
         try:
@@ -29,9 +36,3 @@ def _on_a_b200(function: Callable[..., Any]) -> Callable[..., Any]:
             raise NotImplementedError(str(error)) from error
 
     return call
-
-
-trtllm_batch_decode_with_kv_cache = _on_a_b200(trtllm.trtllm_batch_decode_with_kv_cache)
-trtllm_batch_context_with_kv_cache = _on_a_b200(trtllm.trtllm_batch_context_with_kv_cache)
-trtllm_batch_decode_with_kv_cache_mla = _on_a_b200(trtllm.trtllm_batch_decode_with_kv_cache_mla)
-trtllm_ragged_attention_deepseek = _on_a_b200(trtllm.trtllm_ragged_attention_deepseek)

@@ -1,4 +1,4 @@
-"""Compare the lab's refusals (`why_not`) with FlashInfer's own launcher, for every call of `lab.dry_run.sweep_axes`, on SM100
+"""Compare the lab's refusals (`why_not`) with FlashInfer's own launcher, for every call of `lab.dry_run.sweep_points`, on SM100
 and SM103.
 
 A refusal is right in two cases. The launcher fails for the same reason; or it launches a kernel that misreads the call: the
@@ -30,8 +30,7 @@ from lab.dry_run import build, kernel_table
 from lab.dry_run.launcher import GPUS
 from lab.dry_run.launches import Launch, TensorMap
 from lab.dry_run.machine import Machine, machine
-from lab.dry_run.sweep_axes import MODELS, points
-from lab.dry_run.sweep_calls import made
+from lab.dry_run.sweep_points import SWEPT, points
 from lab.exit_status import ExitStatus
 from lab.files import write_text
 from lab.kernels import flashinfer_call, trtllm
@@ -85,7 +84,7 @@ class Verdict:
 
     Attributes:
         call: the function's name.
-        non_default: the arguments of the call that differ from the default call, by the names of `lab.dry_run.sweep_axes`.
+        non_default: the arguments of the call that differ from the default call, by the names of the call's axes.
         refusal: the sentence with which `why_not` refuses the call; None if it accepts the call.
         failure: the error of the launcher or FlashInfer, or a sentence about a misread call; None if the call was launched
             correctly.
@@ -124,12 +123,12 @@ def sweep(gpu_name: str, drawn: int = DRAWN, every: int = 1, seed: int = 0) -> I
 
 
 def judged(gpu: Machine, call: AttentionCall, point: Point) -> Verdict:
-    arguments = made(call, point)
+    arguments = SWEPT[call].make(point)
     problem = arguments.problem()
     kernel = kernel_for(call, gpu.gpu.capability)
     refusal = why_not(kernel, gpu.gpu.capability, problem)
     failure, name = _launched(gpu, call, arguments, problem)
-    plain = MODELS[call].default
+    plain = SWEPT[call].model.default
     non_default = {axis: value for axis, value in point.items() if value != plain[axis]}
     agreement = _agreement(gpu, call, point, refusal, failure, kernel, problem)
     return Verdict(call.value, non_default, refusal, failure, name, agreement)
@@ -193,7 +192,7 @@ def _is_in_a_later_table(gpu: Machine, problem: Problem) -> bool:
 def _fails_longer(gpu: Machine, call: AttentionCall, point: Point) -> bool:
     if call is not AttentionCall.MLA_DECODE:
         return False
-    longer = made(call, point | {"batch_size": 40, "max_kv_len": 131072})
+    longer = SWEPT[call].make(point | {"batch_size": 40, "max_kv_len": 131072})
     failure, _ = _launched(gpu, call, longer, longer.problem())
     return failure is not None
 

@@ -1,14 +1,12 @@
-"""The calls of the sweep as points: a value for each axis. An axis is an argument of a trtllm-gen call, with some right and
-some wrong values.
+"""The paged calls of the sweep as points: a value for each axis. An axis is an argument of a trtllm-gen call, with some right
+and some wrong values.
 """
 
-import itertools
-import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from lab.calls.problem import NVFP4_BLOCK, AttentionCall
-from lab.checks.parameters.covering import Constraint, Model, Point
+from lab.calls.problem import NVFP4_BLOCK
+from lab.checks.parameters.covering import Constraint, Model
 
 OUTS = ("fp16", "bf16", "e4m3")
 # "query/K and V/output"
@@ -90,28 +88,6 @@ MLA_AXES: dict[str, Sequence[Any]] = {
     "scales": ("numbers", "tensors"),
     "lse": ("none", "returned", "given"),
 }
-RAGGED_AXES: dict[str, Sequence[Any]] = {
-    "dtypes": (
-        "bf16/bf16/bf16",
-        *(f"{q}/{q}/{out}" for q in OUTS for out in ("fp16", "bf16")),
-        "fp32/fp32/fp32",
-        "bf16/bf16/fp32",
-    ),
-    "dims": ((192, 128), (128, 128), (256, 256), (64, 64), (192, 192)),
-    "num_kv_heads": (8, 1, 16),
-    "group": (1, 2, 3, 4, 8, 64),
-    "q_len": (64, 1, 3, 17, 300),
-    "kv_len": (300, 1, 64, 1000),
-    "batch_size": (2, 1, 3, 17),
-    "causal": (True, False),
-    "window_left": (-1, 0, 20, 126, 299, 999),
-    "gap": ("none", "fused", "4 elements a head", "16 elements a head", "4 elements a token"),
-    "kv_start": ("aligned", "K 8 bytes on", "V 8 bytes on", "K 16 bytes on"),
-    "query": ("packed", "heads 16 elements apart", "8 bytes on"),
-    "lengths": ("on the GPU", "mirrored"),
-    **SOFTMAX_AXES,
-    "scales": ("numbers", "tensors"),
-}
 
 
 ROW_IS_A_KEY = Constraint(lambda q_len, max_kv_len: q_len <= max_kv_len or max_kv_len == 0, "a row is a key")
@@ -128,81 +104,21 @@ PAGED_RULES = (
     ),
     Constraint(lambda cache, kv_start: cache != "K is V" or "V" not in kv_start, "V begins where K does"),
 )
-MODELS: Mapping[AttentionCall, Model] = {
-    AttentionCall.DECODE: Model(
-        DECODE_AXES,
-        (
-            *PAGED_RULES,
-            Constraint(lambda mask, rows: not mask or rows == "uniform", "a mask has q_len rows"),
-        ),
-        (("dtypes", "head_dim", "page_size"), ("group", "num_kv_heads", "q_len"), ("dtypes", "group", "num_kv_heads")),
+DECODE = Model(
+    DECODE_AXES,
+    (
+        *PAGED_RULES,
+        Constraint(lambda mask, rows: not mask or rows == "uniform", "a mask has q_len rows"),
     ),
-    AttentionCall.CONTEXT: Model(
-        CONTEXT_AXES,
-        (*PAGED_RULES, WINDOW_IS_CAUSAL),
-        (("dtypes", "head_dim", "page_size"), ("dtypes", "head_dim", "window_left")),
-    ),
-    AttentionCall.MLA_DECODE: Model(
-        MLA_AXES,
-        (ROW_IS_A_KEY,),
-        (("dtypes", "dims", "heads"), ("heads", "dims", "max_kv_len"), ("heads", "q_len", "page_size")),
-    ),
-    AttentionCall.RAGGED_CONTEXT: Model(
-        RAGGED_AXES,
-        (
-            WINDOW_IS_CAUSAL,
-            Constraint(lambda dims, gap: dims != (256, 256) or gap != "fused", "as SGLang's are"),
-        ),
-        (("dtypes", "dims", "causal"), ("dtypes", "dims", "window_left")),
-    ),
-}
-
-
-# Calls that trtllm-gen supports. Random points differ from one of them.
-PAGED_BASES: tuple[Point, ...] = (
-    {},
-    {"dtypes": "e4m3/nvfp4/e4m3"},
-    {"dtypes": "e4m3/nvfp4/e4m3", "head_dim": 64, "page_size": 16},
-    {"dtypes": "e4m3/e4m3/fp16", "head_dim": 256},
-    {"dtypes": "fp16/fp16/fp16", "head_dim": 64, "page_size": 128},
-    {"head_dim": 512, "page_size": 32},
+    (("dtypes", "head_dim", "page_size"), ("group", "num_kv_heads", "q_len"), ("dtypes", "group", "num_kv_heads")),
 )
-BASES: Mapping[AttentionCall, tuple[Point, ...]] = {
-    AttentionCall.DECODE: (*PAGED_BASES, {"dtypes": "fp16/e4m3/fp16"}, {"q_len": 4, "group": 16}),
-    AttentionCall.CONTEXT: (*PAGED_BASES, {"head_dim": 80, "q_len": 64}, {"q_len": 150, "causal": False}),
-    AttentionCall.MLA_DECODE: (
-        {},
-        {"dims": (256, 64), "heads": 32},
-        {"dtypes": "e4m3/e4m3/bf16", "heads": 16, "q_len": 4},
-    ),
-    AttentionCall.RAGGED_CONTEXT: ({}, {"dtypes": "e4m3/e4m3/bf16"}, {"dims": (128, 128), "causal": False}),
-}
-
-
-def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
-    """Yield distinct points of a call: each value of each axis alone, with all other arguments at their default; all
-    combinations of the axes in `Model.triples`; then random points.
-
-    Args:
-        call: one of the four calls.
-        drawn: number of random points. Each differs from one of `BASES` on 1 to 5 axes.
-        seed: seed of the random points.
-    """
-    model, rng = MODELS[call], random.Random(f"{call.name} {seed}")
-    grids = (
-        model.completed(dict(zip(names, values, strict=True)))
-        for names in model.triples
-        for values in itertools.product(*(model.axes[name] for name in names))
-    )
-    found = set[str]()
-    for point in itertools.chain(model.alone(), grids, (_drawn(call, rng) for _ in range(drawn))):
-        if point is not None and repr(point) not in found:
-            found.add(repr(point))
-            yield point
-
-
-def _drawn(call: AttentionCall, rng: random.Random) -> Point | None:
-    """Return a random point that differs from one of `BASES` on 1 to 5 axes; None if the model's constraints forbid it."""
-    model = MODELS[call]
-    names = rng.sample(list(model.axes), rng.randint(1, 5))
-    return model.completed(rng.choice(BASES[call]) | {name: rng.choice(model.axes[name]) for name in names})
+CONTEXT = Model(
+    CONTEXT_AXES,
+    (*PAGED_RULES, WINDOW_IS_CAUSAL),
+    (("dtypes", "head_dim", "page_size"), ("dtypes", "head_dim", "window_left")),
+)
+MLA_DECODE = Model(
+    MLA_AXES,
+    (ROW_IS_A_KEY,),
+    (("dtypes", "dims", "heads"), ("heads", "dims", "max_kv_len"), ("heads", "q_len", "page_size")),
+)

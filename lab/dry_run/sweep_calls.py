@@ -1,5 +1,5 @@
-"""Make the calls for the sweep's points (`lab.dry_run.sweep_axes`). Tensors are not initialised, so large ones take only
-address space.
+"""Make the paged calls for the sweep's points (`lab.dry_run.sweep_axes`). Tensors are not initialised, so large ones take
+only address space.
 """
 
 import math
@@ -8,29 +8,19 @@ from typing import Any
 
 import torch
 
-from lab.calls import ContextCall, DecodeCall, RaggedContextCall
+from lab.calls import ContextCall, DecodeCall
 from lab.calls.mla_decode import MLADecodeCall
-from lab.calls.problem import E4M3, NVFP4_BLOCK, AttentionCall, mask_words
+from lab.calls.problem import E4M3, NVFP4_BLOCK, mask_words
 from lab.checks.parameters.covering import Point
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": E4M3, "nvfp4": torch.uint8, "fp32": torch.float32}
 
 
-def made(call: AttentionCall, point: Point) -> Any:
-    """Return the call with the arguments of a point, as an object of one of the four classes of `lab.calls`."""
-    return {
-        AttentionCall.DECODE: _decode,
-        AttentionCall.CONTEXT: _context,
-        AttentionCall.MLA_DECODE: _mla,
-        AttentionCall.RAGGED_CONTEXT: _ragged,
-    }[call](point)
-
-
-def _decode(point: Point) -> DecodeCall:
+def decode(point: Point) -> DecodeCall:
     batch, q_len = point["batch_size"], point["q_len"]
     given = _paged(point) | {"max_seq_len": point["max_kv_len"], "backend": "trtllm-gen"}
     if point["rows"] == "ragged":
-        given |= {"q_len_per_req": None, "max_q_len": q_len, "cum_seq_lens_q": _offsets(batch, q_len)}
+        given |= {"q_len_per_req": None, "max_q_len": q_len, "cum_seq_lens_q": offsets_of(batch, q_len)}
     else:
         given["q_len_per_req"] = q_len
     if point["mask"]:
@@ -38,15 +28,15 @@ def _decode(point: Point) -> DecodeCall:
     return DecodeCall(**given)
 
 
-def _context(point: Point) -> ContextCall:
+def context(point: Point) -> ContextCall:
     batch, lengths = point["batch_size"], min(point["q_len"], point["max_kv_len"])
     return ContextCall(
         **_paged(point),
         max_q_len=point["q_len"],
         max_kv_len=point["max_kv_len"],
         batch_size=batch,
-        cum_seq_lens_q=_offsets(batch, point["q_len"]),
-        cum_seq_lens_kv=_offsets(batch, lengths),
+        cum_seq_lens_q=offsets_of(batch, point["q_len"]),
+        cum_seq_lens_kv=offsets_of(batch, lengths),
         causal=point["causal"],
     )
 
@@ -59,7 +49,7 @@ def _paged(point: Point) -> dict[str, Any]:
     columns = max(1, -(-point["q_len"] // page_size))
     shared = point["tables"] == "shared"
     given = {
-        "query": _query(point["query"], (rows, heads, head_dim), q),
+        "query": query_of(point["query"], (rows, heads, head_dim), q),
         "kv_cache": _cache(point, head_dim // 2 if kv == torch.uint8 else head_dim, kv),
         "kv_layout": "NHD" if "NHD" in point["cache"] else "HND",
         "workspace_buffer": None,
@@ -69,28 +59,28 @@ def _paged(point: Point) -> dict[str, Any]:
         "window_left": point["window_left"],
         "out_dtype": out,
         "sinks": torch.zeros(heads) if point["sinks"] else None,
-        **_results(point, (rows, heads, head_dim), out),
-        **_scales(point["scales"]),
+        **results_of(point, (rows, heads, head_dim), out),
+        **scales_of(point["scales"]),
     }
     if kv == torch.uint8:
         given["kv_cache_sf"] = _factors(point, head_dim // NVFP4_BLOCK)
     return given
 
 
-def _mla(point: Point) -> MLADecodeCall:
+def mla_decode(point: Point) -> MLADecodeCall:
     q, kv, out = (DTYPES[name] for name in point["dtypes"].split("/"))
     rank, rope = point["dims"]
     batch, q_len, page_size, width = point["batch_size"], point["q_len"], point["page_size"], rank + rope
     rows = batch * q_len
     ragged = point["rows"] == "ragged"
-    query = _query(point["query"], (rows, point["heads"], width), q)
+    query = query_of(point["query"], (rows, point["heads"], width), q)
     if not ragged:
         query = query.unflatten(0, (batch, q_len))
     token = width + {"4 elements a token": 4, "16 elements a token": 16}.get(point["gap"], 0)
     page = page_size * token + _page_gap(point["gap"], kv)
     start = {"K 8 bytes on": 8, "K 16 bytes on": 16}.get(point["kv_start"], 0)
-    cache = _strided((4, 1, page_size, width), (page, page, token, 1), kv, start)
-    results = _results(point, (rows, point["heads"], rank), out)
+    cache = strided((4, 1, page_size, width), (page, page, token, 1), kv, start)
+    results = results_of(point, (rows, point["heads"], rank), out)
     if "out" in results and not ragged:
         results["out"] = results["out"].unflatten(0, (batch, q_len))
     elif point["dtypes"].split("/")[2] != "bf16":
@@ -110,86 +100,47 @@ def _mla(point: Point) -> MLADecodeCall:
         seq_lens=torch.full((batch,), min(q_len, point["max_kv_len"]), dtype=torch.int32),
         max_seq_len=point["max_kv_len"],
         sinks=torch.zeros(point["heads"]) if point["sinks"] else None,
-        cum_seq_lens_q=_offsets(batch, q_len) if ragged else None,
+        cum_seq_lens_q=offsets_of(batch, q_len) if ragged else None,
         max_q_len=q_len if ragged else None,
         backend="trtllm-gen",
         **results,
-        **_scales(point["scales"]),
+        **scales_of(point["scales"]),
     )
 
 
-def _ragged(point: Point) -> RaggedContextCall:
-    q, _, out = (DTYPES[name] for name in point["dtypes"].split("/"))
-    (width, v_width), kv_heads, batch = point["dims"], point["num_kv_heads"], point["batch_size"]
-    heads, rows, tokens = kv_heads * point["group"], batch * point["q_len"], batch * point["kv_len"]
-    gap = {"4 elements a head": 4, "16 elements a head": 16, "fused": 128}.get(point["gap"], 0)
-    spare = 4 if point["gap"] == "4 elements a token" else 0
-    starts = {name: 16 if "16" in point["kv_start"] else 8 if name in point["kv_start"] else 0 for name in ("K", "V")}
-    key, value = (
-        _strided((tokens, kv_heads, size), (kv_heads * (size + gap) + spare, size + gap, 1), q, starts[name])
-        for name, size in (("K", width), ("V", v_width))
-    )
-    lengths = [torch.full((batch,), each, dtype=torch.int32) for each in (point["q_len"], point["kv_len"])]
-    mirrored = point["lengths"] == "mirrored"
-    results = _results(point, (rows, heads, v_width), out)
-    if "out" not in results and out != (torch.bfloat16 if q == E4M3 else q):
-        results["out"] = torch.empty(rows, heads, v_width, dtype=out)
-    return RaggedContextCall(
-        query=_query(point["query"], (rows, heads, width), q),
-        key=key,
-        value=value,
-        workspace_buffer=None,
-        seq_lens=lengths[1],
-        max_q_len=point["q_len"],
-        max_kv_len=point["kv_len"],
-        o_sf_scale=1.0,
-        batch_size=batch,
-        window_left=point["window_left"],
-        cum_seq_lens_q=_offsets(batch, point["q_len"]),
-        cum_seq_lens_kv=_offsets(batch, point["kv_len"]),
-        enable_pdl=None,
-        is_causal=point["causal"],
-        attention_sinks=torch.zeros(heads) if point["sinks"] else None,
-        q_seq_lens_cpu=lengths[0] if mirrored else None,
-        kv_seq_lens_cpu=lengths[1] if mirrored else None,
-        **results,
-        **_scales(point["scales"]),
-    )
-
-
-def _offsets(batch: int, width: int) -> torch.Tensor:
+def offsets_of(batch: int, width: int) -> torch.Tensor:
     return torch.arange(0, batch + 1, dtype=torch.int32) * width
 
 
-def _scales(form: str) -> dict[str, Any]:
+def scales_of(form: str) -> dict[str, Any]:
     if form == "numbers":
         return {"bmm1_scale": 0.1, "bmm2_scale": 0.5}
     tensors = {name: torch.full((1,), 0.1) for name in ("bmm1_scale", "bmm2_scale")}
     return tensors | ({"bmm1_scale_log2": torch.full((1,), 0.1)} if form == "log2" else {})
 
 
-def _results(point: Point, shape: tuple[int, int, int], dtype: torch.dtype) -> dict[str, Any]:
+def results_of(point: Point, shape: tuple[int, int, int], dtype: torch.dtype) -> dict[str, Any]:
     """Return a call's arguments for its output and LSE."""
     rows, heads, _ = shape
     given = {"given": (heads, 1), "strided": (heads + 3, 1)}.get(point["lse"])
     results: dict[str, Any] = {
-        "lse": None if given is None else _strided((rows, heads), given, torch.float32),
+        "lse": None if given is None else strided((rows, heads), given, torch.float32),
         "return_lse": point["lse"] == "returned",
     }
     if point["out"] != "none":
         start = 8 if point["out"] == "8 bytes on" else 0
-        results["out"] = _strided(shape, (shape[1] * shape[2], shape[2], 1), dtype, start)
+        results["out"] = strided(shape, (shape[1] * shape[2], shape[2], 1), dtype, start)
     return results
 
 
-def _query(form: str, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
+def query_of(form: str, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
     """Return a query [num_rows, num_qo_heads, head_dim] in one of the forms of the axis "query"."""
     _, heads, width = shape
     if form == "expanded":
         return torch.empty(1, heads, width, dtype=dtype).expand(shape)
     head = width + {"heads 4 elements apart": 4, "heads 16 elements apart": 16}.get(form, 0)
     row = heads * head + {"fused": 2 * width, "rows 4 elements apart": 4, "rows 16 elements apart": 16}.get(form, 0)
-    return _strided(shape, (row, head, 1), dtype, 8 if form == "8 bytes on" else 0)
+    return strided(shape, (row, head, 1), dtype, 8 if form == "8 bytes on" else 0)
 
 
 def _cache(point: Point, width: int, dtype: torch.dtype) -> Any:
@@ -204,12 +155,12 @@ def _cache(point: Point, width: int, dtype: torch.dtype) -> Any:
         shape, inner = (heads, page_size, width), (page_size * token, token, 1)
     page = heads * page_size * token + gap
     if point["cache"] == "K is V":
-        return _strided((4, 1, *shape), (page, page, *inner), dtype, starts["K"])
+        return strided((4, 1, *shape), (page, page, *inner), dtype, starts["K"])
     if "stacked" in point["cache"]:
-        return _strided((4, 2, *shape), (2 * page, page, *inner), dtype, starts["K"])
+        return strided((4, 2, *shape), (2 * page, page, *inner), dtype, starts["K"])
     v_page = page + (64 if point["v_strides"] == "others" else 0)
     return tuple(
-        _strided((4, *shape), (step, *inner), dtype, starts[name]) for name, step in (("K", page), ("V", v_page))
+        strided((4, *shape), (step, *inner), dtype, starts[name]) for name, step in (("K", page), ("V", v_page))
     )
 
 
@@ -231,11 +182,11 @@ def _factors(point: Point, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         inner = (width, heads * width, 1) if nhd else (page_size * width, width, 1)
     gaps = {"8 bytes a page": (8, 8), "16 bytes a page": (16, 16), "V 16 bytes a page": (0, 16)}.get(form, (0, 0))
     starts = (0, 8 if form == "V 8 bytes on" else 0)
-    k, v = (_strided((4, *shape), (page + gap, *inner), E4M3, start) for gap, start in zip(gaps, starts, strict=True))
+    k, v = (strided((4, *shape), (page + gap, *inner), E4M3, start) for gap, start in zip(gaps, starts, strict=True))
     return k, v
 
 
-def _strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, start_bytes: int = 0) -> torch.Tensor:
+def strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, start_bytes: int = 0) -> torch.Tensor:
     """Return an uninitialised tensor that begins `start_bytes` after a multiple of 64 bytes."""
     last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     memory = torch.empty(math.ceil(((last + 1) * dtype.itemsize + start_bytes) / 64) * 64, dtype=torch.uint8)

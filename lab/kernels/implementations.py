@@ -16,12 +16,8 @@ IMPLEMENTATIONS = (
     Implementation("lab.kernels.trtllm", "flashinfer", "flashinfer-python", trtllm.KERNELS),
     *(
         Implementation(f"lab.kernels.peers.{module}:{backend}", "flashinfer", "flashinfer-python", (kernel,))
-        for module, call in (
-            ("flashinfer_paged", AttentionCall.DECODE),
-            ("flashinfer_mla", AttentionCall.MLA_DECODE),
-            ("flashinfer_ragged", AttentionCall.RAGGED_CONTEXT),
-        )
-        for backend, kernel in peers.BY_BACKEND[call].items()
+        for module, by_backend in peers.BY_MODULE.items()
+        for backend, kernel in by_backend.items()
     ),
     *packages.IMPLEMENTATIONS,
 )

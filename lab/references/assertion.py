@@ -13,9 +13,6 @@ from lab.calls import (
     MLADecodeCall,
     PagedAttention,
     Problem,
-    RaggedAttention,
-    check_ragged_values,
-    check_values,
     refuse_nan,
 )
 from lab.calls.problem import shown_draft_tokens
@@ -50,8 +47,8 @@ def assert_close_to_reference(
             None: the query's dtype.
         check_dtype: False accepts another dtype of `out` than the call's; the bound stays that of the call's dtype.
         the_same_arguments: the kernel's keyword arguments. Their names determine which of FlashInfer's four calls the kernel
-            implements (`lab.calls.DecodeCall`, `ContextCall`, `MLADecodeCall`, `RaggedContextCall`). Their present contents are
-            read, and none is written. `workspace_buffer` may be left out.
+            implements (`lab.calls.CALL_TYPES`). Their present contents are read, and none is written. `workspace_buffer` may be
+            left out.
 
     Raises:
         AssertionError: the output or the LSE is wrong. The message has row, request, head, error and bound of the worst
@@ -63,7 +60,7 @@ def assert_close_to_reference(
     call = _call_of({"workspace_buffer": None} | the_same_arguments)
     problem = call.problem()
     if problem.query.device.type != "cpu":  # on a CPU the call has been checked already
-        check_ragged_values(problem) if isinstance(problem, RaggedAttention) else check_values(problem)
+        problem.check_values()
     refuse_nan(problem)
     returned, returned_lse = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
     given = None if call.out is returned else call.out  # a kernel that returns its result has to write it there too
@@ -195,11 +192,11 @@ def histories_of(problem: Problem, requests: Sequence[int] | None = None) -> lis
     offsets. None: all requests.
     """
     chosen = range(problem.batch_size) if requests is None else requests
-    if isinstance(problem, RaggedAttention):
-        offsets = problem.cu_seqlens_kv.tolist()
-        spans = [slice(offsets[request], offsets[request + 1]) for request in chosen]
-        return [(problem.key[span], problem.value[span]) for span in spans]
-    return _paged_histories(problem, chosen)
+    if isinstance(problem, PagedAttention):
+        return _paged_histories(problem, chosen)
+    offsets = problem.cu_seqlens_kv.tolist()
+    spans = [slice(offsets[request], offsets[request + 1]) for request in chosen]
+    return [(problem.key[span], problem.value[span]) for span in spans]
 
 
 def _without_unseen(history: History, q_len: int, window_left: int) -> History:

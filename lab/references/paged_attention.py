@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lab.calls.problem import E4M3, PagedAttention, check_values, shown_draft_tokens
+from lab.calls.problem import E4M3, PagedAttention, shown_draft_tokens
 from lab.references.quantization import deinterleave_v_scale_factors, dequantize_nvfp4, rounded
 from lab.references.softmax_attention import Tile, TiledKV, attention_by_tiles, in_float64, tiles, visible_keys
 
@@ -31,14 +31,14 @@ def paged_attention(problem: PagedAttention) -> tuple[torch.Tensor, torch.Tensor
         out [num_rows, num_qo_heads, v_head_dim] and lse_log2 float32 [num_rows, num_qo_heads], or None.
 
     Raises:
-        ValueError: `lab.calls.check_values` refuses a length, an offset or a page id.
+        ValueError: `PagedAttention.check_values` refuses a length, an offset or a page id.
     """
     out, lse_log2 = problem.results()
     if len(problem.query) == 0:
         return out, lse_log2
     if problem.query.device.type != "cpu":  # on a CPU the call has been checked already
         problem = _planned_on_host(problem)
-        check_values(problem)
+        problem.check_values()
     if problem.cu_seqlens_q is not None:
         end = int(problem.cu_seqlens_q[-1])
         out[end:] = 0

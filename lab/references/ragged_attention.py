@@ -2,13 +2,35 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-from lab.calls.ragged_context import RaggedAttention, check_ragged_values
+from lab.calls import takes
+from lab.calls.ragged_context import RaggedAttention, RaggedContextCall
 from lab.references.paged_attention import piece_elements
 from lab.references.quantization import rounded
 from lab.references.softmax_attention import unchecked_attention, visible_keys
+
+
+@takes(RaggedContextCall)
+def trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> Any:
+    """Compute attention of each request's rows over contiguous K/V: MLA's prefill before absorption.
+
+    The keys are the new tokens, or a chunk of the prefix.
+
+    `lab.calls.RaggedContextCall` documents parameters, shapes and dtypes, which are FlashInfer 0.7.2's. In addition, `out` may
+    be float64, so that the result is not rounded, and head_dims may have any size. The host reads lengths.
+
+    Returns:
+        out [num_rows, num_qo_heads, v_head_dim]; with `return_lse`, (out, lse), lse in base 2.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: `RaggedContextCall.problem` or `RaggedAttention.check_values` refuses the
+            call, before any arithmetic.
+    """
+    problem = call.problem()
+    return problem.returned(*ragged_attention(problem))
 
 
 def ragged_attention(problem: RaggedAttention) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -20,11 +42,11 @@ def ragged_attention(problem: RaggedAttention) -> tuple[torch.Tensor, torch.Tens
         out [num_rows, num_qo_heads, v_head_dim] and lse_log2 float32 [num_rows, num_qo_heads], or None.
 
     Raises:
-        ValueError: `lab.calls.check_ragged_values` refuses a length or an offset.
+        ValueError: `RaggedAttention.check_values` refuses a length or an offset.
     """
     out, lse_log2 = problem.results()
     if problem.query.device.type != "cpu":  # on a CPU the call has been checked already
-        check_ragged_values(problem)
+        problem.check_values()
     end = int(problem.cu_seqlens_q[-1])
     out[end:] = 0
     if lse_log2 is not None:

@@ -1,13 +1,11 @@
-"""FlashInfer's TRT-LLM attention functions in float64, with the same names and parameters, on a CPU or a GPU."""
+"""FlashInfer's TRT-LLM attention functions over a paged cache in float64, with the same names and parameters."""
 
 import math
 from typing import Any
 
 from lab.calls import ContextCall, DecodeCall, takes
 from lab.calls.mla_decode import MLADecodeCall
-from lab.calls.ragged_context import RaggedContextCall
 from lab.references.paged_attention import paged_attention
-from lab.references.ragged_attention import ragged_attention
 
 
 @takes(DecodeCall)
@@ -21,8 +19,8 @@ def trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> Any:
         out [num_rows, num_qo_heads, head_dim]; with `return_lse`, (out, lse), lse in base 2.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: `DecodeCall.problem` or `check_values` refuses the call, before any
-            arithmetic.
+        TypeError, ValueError, NotImplementedError: `DecodeCall.problem` or `PagedAttention.check_values` refuses the call,
+            before any arithmetic.
     """
     problem = call.problem()
     return problem.returned(*paged_attention(problem))
@@ -52,30 +50,10 @@ def trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Any:
         (out, lse), lse in base 2 unless `return_lse_base` is "basee".
 
     Raises:
-        TypeError, ValueError, NotImplementedError: `MLADecodeCall.problem` or `check_values` refuses the call, before any
-            arithmetic.
+        TypeError, ValueError, NotImplementedError: `MLADecodeCall.problem` or `PagedAttention.check_values` refuses the call,
+            before any arithmetic.
     """
     out, lse = paged_attention(call.problem())
     if lse is not None and call.return_lse_base == "basee":
         lse *= math.log(2.0)
     return call.returned(out, lse)
-
-
-@takes(RaggedContextCall)
-def trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> Any:
-    """Compute attention of each request's rows over contiguous K/V: MLA's prefill before absorption.
-
-    The keys are the new tokens, or a chunk of the prefix.
-
-    `lab.calls.RaggedContextCall` documents parameters, shapes and dtypes, which are FlashInfer 0.7.2's. In addition, `out` may
-    be float64, so that the result is not rounded, and head_dims may have any size. The host reads lengths.
-
-    Returns:
-        out [num_rows, num_qo_heads, v_head_dim]; with `return_lse`, (out, lse), lse in base 2.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: `RaggedContextCall.problem` or `check_ragged_values` refuses the call,
-            before any arithmetic.
-    """
-    problem = call.problem()
-    return problem.returned(*ragged_attention(problem))

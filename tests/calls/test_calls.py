@@ -12,7 +12,7 @@ import lab.kernels.trtllm
 import lab.references
 from lab.calls import ContextCall, DecodeCall
 from lab.calls.arguments import check_head_dim_stride
-from lab.calls.problem import check_values, mask_words, refuse_nan
+from lab.calls.problem import mask_words, refuse_nan
 from tests.calls.breaks import (
     POISON,
     Bad,
@@ -379,10 +379,10 @@ def test_values_can_be_checked_on_request(call: str, type_: Any) -> None:
     """What a GPU call does not read, `check_values` does."""
     arguments = good_arguments(call)
     problem = type_(**arguments).problem()
-    check_values(problem)
+    problem.check_values()
     arguments["block_tables"][0, 0] = 1000
     with pytest.raises(ValueError, match="page id 1000"):
-        check_values(problem)
+        problem.check_values()
 
 
 def test_nan_is_refused_on_request() -> None:

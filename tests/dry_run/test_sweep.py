@@ -8,7 +8,7 @@ import pytest
 from lab.calls.problem import AttentionCall, Feature
 from lab.dry_run import sweep
 from lab.dry_run.machine import machine
-from lab.dry_run.sweep_axes import MODELS, points
+from lab.dry_run.sweep_points import SWEPT, points
 from lab.kernels import flashinfer_call
 from lab.kernels.support import trtllm_gen
 from tests.dry_run.on_a_b200 import NEEDS_A_LAUNCHER
@@ -29,7 +29,7 @@ def test_every_so_many_th_call_agrees(gpu: str) -> None:
 
 def verdict(call: AttentionCall, **values: Any) -> sweep.Verdict:
     """The verdict on the plain call with some values of its axes."""
-    point = MODELS[call].completed(values)
+    point = SWEPT[call].model.completed(values)
     assert point is not None
     with machine("b200") as gpu, pytest.MonkeyPatch.context() as patch:
         patch.setattr(flashinfer_call, "refuse_unsupported", lambda kernel, problem: None)
@@ -108,7 +108,7 @@ def test_another_reason_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_points_are_all_different_and_have_every_value() -> None:
-    for call, model in MODELS.items():
+    for call, model in ((call, each.model) for call, each in SWEPT.items()):
         found = list(points(call, drawn=50))
         assert len({repr(point) for point in found}) == len(found)
         for axis, values in model.axes.items():

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from lab.calls.problem import AttentionCall
-from lab.dry_run.sweep_axes import MODELS
-from lab.dry_run.sweep_calls import made
+from lab.dry_run.sweep_points import SWEPT
 from lab.kernels.support import why_not
 from lab.kernels.support.trtllm import kernel_for
 
@@ -18,9 +17,9 @@ IN_TABLE = "in trtllm-gen's table of FlashInfer 0.6.13"
 
 def refusal(call: AttentionCall, capability: tuple[int, int] = B200, **values: Any) -> str | None:
     """`why_not`'s sentence about the plain call with some values of its axes."""
-    point = MODELS[call].completed(values)
+    point = SWEPT[call].model.completed(values)
     assert point is not None
-    return why_not(kernel_for(call, capability), capability, made(call, point).problem())
+    return why_not(kernel_for(call, capability), capability, SWEPT[call].make(point).problem())
 
 
 @pytest.mark.parametrize("capability", [B200, B300])

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab import references
-from lab.calls.problem import mask_words
+from lab.calls.problem import PagedAttention, mask_words
 from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.gpus import Capability
 from lab.kernels import flashinfer_call, trtllm
@@ -671,7 +671,7 @@ def test_the_table_of_a_split_pool_is_made_without_the_host(
     simulate: Simulate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy of host data cannot be captured in a CUDA graph, and the call can: two launches, one in a prepared one."""
-    monkeypatch.setattr("lab.calls.paged.check_values", lambda problem: None)  # as on a GPU
+    monkeypatch.setattr(PagedAttention, "check_values", lambda problem: None)  # as on a GPU
     without_attention(simulate, monkeypatch, SM90)
     arguments = context(workspace_buffer=torch.zeros(9 * MEBIBYTE, dtype=torch.uint8))
     with Operations() as operations:

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from lab.calls.mla_decode import MLADecodeCall
-from lab.calls.problem import check_values
 from lab.references import attention, eager_attention, trtllm_batch_decode_with_kv_cache_mla
 from tests.cases import RANK, ROPE, assert_same, expected, latent_batch, mla_arguments, of_entries
 
@@ -185,9 +184,9 @@ def test_attention_and_its_control_take_values_of_another_head_dim() -> None:
 def test_values_can_be_checked_on_request() -> None:
     arguments = mla_arguments(latent_batch([1, 1], [7, 30]))
     problem = MLADecodeCall(**arguments).problem()
-    check_values(problem)
+    problem.check_values()
     assert (problem.head_dim, problem.v_head_dim, problem.num_kv_heads) == (RANK + ROPE, RANK, 1)
     assert problem.v_cache.data_ptr() == problem.k_cache.data_ptr()
     arguments["block_tables"][0, 0] = 1000
     with pytest.raises(ValueError, match="page id 1000"):
-        check_values(problem)
+        problem.check_values()

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lab.calls.ragged_context import RaggedContextCall, check_ragged_values
+from lab.calls.ragged_context import RaggedContextCall
 from lab.references import trtllm_ragged_attention_deepseek
 from tests.cases import (
     Arguments,
@@ -117,8 +117,8 @@ def test_new_tokens_and_chunks_of_the_prefix_merge_to_the_whole() -> None:
 def test_values_can_be_checked_on_request() -> None:
     arguments = ragged_arguments(ragged_batch([1, 1], [7, 30]))
     problem = RaggedContextCall(**arguments).problem()
-    check_ragged_values(problem)
+    problem.check_values()
     assert (problem.head_dim, problem.v_head_dim, problem.num_kv_heads, problem.batch_size) == (12, 8, 3, 2)
     arguments["cum_seq_lens_kv"][1] = 8
     with pytest.raises(ValueError, match="running sum"):
-        check_ragged_values(problem)
+        problem.check_values()

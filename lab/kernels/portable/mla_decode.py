@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from lab.calls import takes
 from lab.calls.mla_decode import MLADecodeCall
-from lab.calls.problem import PagedAttention, check_values
+from lab.calls.problem import PagedAttention
 from lab.gpus import capability_of
 from lab.kernels.portable.hopper import hopper_mla_launches, hopper_mla_tile
 from lab.kernels.portable.kept_calls import kept_at_once
@@ -61,7 +61,7 @@ def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Triton
 
     `lab.calls.MLADecodeCall` documents parameters, shapes, dtypes and errors. If the kernel does not support the call,
     NotImplementedError is raised with the reason of `lab.kernels.support.why_not`. On a GPU, lengths and page ids are not read:
-    call `lab.calls.check_values` to check them. Products are in the query's dtype, or over an e4m3 cache in the dtype that
+    call `PagedAttention.check_values` to check them. Products are in the query's dtype, or over an e4m3 cache in the dtype that
     `choose_dot_dtype` returns; sums are in float32. `workspace_buffer` is not used. Rows after the last request's rows are left
     unchanged, or undefined. If a call has `cum_seq_lens_q` and no `max_q_len`, the preparation reads the largest number of rows
     from the offsets.
@@ -82,7 +82,7 @@ def prepare_trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Triton
         return made
 
     reads_rows = call.cum_seq_lens_q is not None and call.max_q_len is None
-    return prepared(PORTABLE_MLA, problem, check_values, steps, call.returned, reads_contents=reads_rows)
+    return prepared(PORTABLE_MLA, problem, steps, call.returned, reads_contents=reads_rows)
 
 
 trtllm_batch_decode_with_kv_cache_mla = kept_at_once(prepare_trtllm_batch_decode_with_kv_cache_mla)

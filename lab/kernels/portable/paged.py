@@ -37,7 +37,7 @@ import triton
 
 from lab.calls import ContextCall, DecodeCall, takes
 from lab.calls.arguments import following_scale
-from lab.calls.problem import PagedAttention, check_values
+from lab.calls.problem import PagedAttention
 from lab.gpus import capability_of
 from lab.kernels.portable.hopper import hopper_launches, hopper_tiles
 from lab.kernels.portable.kept_calls import kept_at_once
@@ -79,7 +79,7 @@ def prepare_trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> TritonCall:
 
     `lab.calls.DecodeCall` documents parameters, shapes, dtypes and errors. If the kernel does not support the call,
     NotImplementedError is raised with the reason of `lab.kernels.support.why_not`. On a GPU, lengths and page ids are not read:
-    call `lab.calls.check_values` to check them. Sums are in float32; `workspace_buffer` is not used.
+    call `PagedAttention.check_values` to check them. Sums are in float32; `workspace_buffer` is not used.
 
     Returns:
         A function that runs the call and returns out [num_rows, num_qo_heads, head_dim]; with `return_lse` it returns (out,
@@ -108,7 +108,7 @@ trtllm_batch_context_with_kv_cache = kept_at_once(prepare_trtllm_batch_context_w
 
 
 def _prepare(problem: PagedAttention, *refreshes: Callable[[], object]) -> TritonCall:
-    return prepared(PORTABLE, problem, check_values, lambda *results: [*refreshes, *_launches(problem, results)])
+    return prepared(PORTABLE, problem, lambda *results: [*refreshes, *_launches(problem, results)])
 
 
 def shares_of(

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from lab.calls import takes
-from lab.calls.ragged_context import RaggedAttention, RaggedContextCall, check_ragged_values
+from lab.calls.ragged_context import RaggedAttention, RaggedContextCall
 from lab.gpus import capability_of
 from lab.kernels.portable.kept_calls import kept_at_once
 from lab.kernels.portable.softmax import (
@@ -38,7 +38,7 @@ def prepare_trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> TritonC
 
     `lab.calls.RaggedContextCall` documents parameters, shapes, dtypes and errors. If the kernel does not support the call,
     NotImplementedError is raised with the reason of `lab.kernels.support.why_not`. On a GPU, lengths are not read: call
-    `lab.calls.check_ragged_values` to check them. Products are in the query's dtype, in fp16 over e4m3; sums are in float32.
+    `RaggedAttention.check_values` to check them. Products are in the query's dtype, in fp16 over e4m3; sums are in float32.
     `workspace_buffer` is not used. Rows after the last request's rows are left unchanged, or undefined.
 
     Returns:
@@ -46,7 +46,7 @@ def prepare_trtllm_ragged_attention_deepseek(call: RaggedContextCall) -> TritonC
         lse), lse in base 2.
     """
     problem = call.problem()
-    return prepared(PORTABLE_RAGGED, problem, check_ragged_values, lambda *results: [_launch(problem, *results)])
+    return prepared(PORTABLE_RAGGED, problem, lambda *results: [_launch(problem, *results)])
 
 
 trtllm_ragged_attention_deepseek = kept_at_once(prepare_trtllm_ragged_attention_deepseek)

@@ -141,9 +141,9 @@ def new_scratch(device: torch.device, *parts: tuple[tuple[int, ...], torch.dtype
 class TritonCall:
     """A checked and ready call. Calling this object launches its kernels on the current stream, and returns the results.
 
-    It follows the contract of `lab.kernels.prepare`. On a CPU every run checks the contents again, as `lab.calls.check_values`
-    does. If no `out` was given, every run writes the same output tensor. Run it on the stream on which it was prepared, or on
-    one that waits for that stream, and never on two streams at a time. The first run compiles kernels that are not compiled
+    It follows the contract of `lab.kernels.prepare`. On a CPU every run checks the contents again (`check_values` of the
+    problem). If no `out` was given, every run writes the same output tensor. Run it on the stream on which it was prepared, or
+    on one that waits for that stream, and never on two streams at a time. The first run compiles kernels that are not compiled
     yet: make it before a capture.
 
     Args:
@@ -183,7 +183,6 @@ class TritonCall:
 def prepared(
     kernel: Kernel,
     problem: Any,
-    check: Callable[[Any], object],
     steps: Callable[[torch.Tensor, torch.Tensor | None], Sequence[Callable[[], object]]],
     returned: Callable[[torch.Tensor, torch.Tensor | None], Any] | None = None,
     reads_contents: bool = False,
@@ -193,7 +192,6 @@ def prepared(
     Args:
         kernel: the row of `lab.kernels.support` that says which problems the kernel supports.
         problem: a `PagedAttention` or `RaggedAttention`, the checked arguments of a call.
-        check: raises an error for wrong contents of the problem's tensors.
         steps: takes the output and the LSE or None, and returns the steps of a run.
         returned: takes the output and the LSE or None, and returns the call's result; None: `problem.returned`.
         reads_contents: True if contents of tensors were read to make the problem, on a GPU too.
@@ -207,4 +205,4 @@ def prepared(
         refuse_unsupported(kernel, problem)
         made = steps(out, lse)
     results = (returned or problem.returned)(out, lse)
-    return TritonCall(problem.query.device, partial(check, problem), made, results, reads_contents)
+    return TritonCall(problem.query.device, problem.check_values, made, results, reads_contents)

@@ -140,13 +140,14 @@ FA3_PAGED = PAGED(
         Feature.MASK: "takes no mask: its rows are causal",
     },
 )
-KERNELS = (FA2_MLA, FA3_MLA, FA2_RAGGED, FA3_RAGGED, FA2_PAGED, FA3_PAGED)
-# By the call and FlashInfer's name of the backend.
-BY_BACKEND = {
-    AttentionCall.MLA_DECODE: {"fa2": FA2_MLA, "fa3": FA3_MLA},
-    AttentionCall.RAGGED_CONTEXT: {"fa2": FA2_RAGGED, "fa3": FA3_RAGGED},
-    **{call: {"fa2": FA2_PAGED, "fa3": FA3_PAGED} for call in PAGED_CALLS},
+# By the module in `lab.kernels.peers`, and FlashInfer's name of the backend.
+BY_MODULE = {
+    "flashinfer_paged": {"fa2": FA2_PAGED, "fa3": FA3_PAGED},
+    "flashinfer_mla": {"fa2": FA2_MLA, "fa3": FA3_MLA},
+    "flashinfer_ragged": {"fa2": FA2_RAGGED, "fa3": FA3_RAGGED},
 }
+KERNELS = tuple(kernel for by_backend in BY_MODULE.values() for kernel in by_backend.values())
+BY_BACKEND = {call: by_backend for by_backend in BY_MODULE.values() for call in by_backend["fa2"].calls}
 
 
 def fa_backend(capability: Capability) -> str:

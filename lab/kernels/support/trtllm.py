@@ -4,17 +4,13 @@ from lab.calls.problem import AttentionCall
 from lab.gpus import Capability, family_of
 from lab.kernels.support.fmha_v2 import FMHA_V2
 from lab.kernels.support.kernel import Kernel
-from lab.kernels.support.trtllm_gen import TRTLLM_GEN_CONTEXT, TRTLLM_GEN_DECODE, TRTLLM_GEN_MLA, TRTLLM_GEN_RAGGED
+from lab.kernels.support.trtllm_gen import TRTLLM_GEN_KERNELS
 from lab.kernels.support.xqa import XQA, XQA_MLA
 
-# trtllm-gen's kernel, and what FlashInfer has elsewhere.
-BY_CALL = {
-    AttentionCall.DECODE: (TRTLLM_GEN_DECODE, XQA),
-    AttentionCall.CONTEXT: (TRTLLM_GEN_CONTEXT, FMHA_V2),
-    AttentionCall.MLA_DECODE: (TRTLLM_GEN_MLA, XQA_MLA),
-    AttentionCall.RAGGED_CONTEXT: (TRTLLM_GEN_RAGGED, TRTLLM_GEN_RAGGED),
-}
-KERNELS = tuple(dict.fromkeys(kernel for pair in BY_CALL.values() for kernel in pair))
+KERNELS = (*TRTLLM_GEN_KERNELS, XQA, FMHA_V2, XQA_MLA)
+TRTLLM_GEN = {call: kernel for kernel in TRTLLM_GEN_KERNELS for call in kernel.calls}
+# What FlashInfer runs for each call where it does not run trtllm-gen. A call without another kernel is refused there.
+ELSEWHERE = {call: kernel for kernel in KERNELS for call in kernel.calls}
 
 
 def kernel_for(call: AttentionCall, capability: Capability, backend: str = "auto") -> Kernel:
@@ -28,4 +24,4 @@ def kernel_for(call: AttentionCall, capability: Capability, backend: str = "auto
     if backend == "auto":
         family = family_of(capability)
         backend = "xqa" if family is None or family.trtllm_backend is None else family.trtllm_backend
-    return BY_CALL[call][0 if backend == "trtllm-gen" else 1]
+    return (TRTLLM_GEN if backend == "trtllm-gen" else ELSEWHERE)[call]

@@ -316,3 +316,4 @@ TRTLLM_GEN_RAGGED = gen_kernel(
     honours=HONOURS | {Feature.NON_CAUSAL},
     says={Feature.STRIDED_QUERY: STRIDED_QUERY},  # the launcher passes on the strides of K and V alone
 )
+TRTLLM_GEN_KERNELS = (TRTLLM_GEN_DECODE, TRTLLM_GEN_CONTEXT, TRTLLM_GEN_MLA, TRTLLM_GEN_RAGGED)

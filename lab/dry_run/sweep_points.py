@@ -1,0 +1,87 @@
+"""The points of the sweep, one value on each axis of a trtllm-gen call, and the calls that they describe."""
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lab.calls.problem import AttentionCall
+from lab.checks.parameters.covering import Model, Point
+from lab.dry_run import sweep_axes, sweep_calls, sweep_ragged
+
+PAGED_BASES: tuple[Point, ...] = (
+    {},
+    {"dtypes": "e4m3/nvfp4/e4m3"},
+    {"dtypes": "e4m3/nvfp4/e4m3", "head_dim": 64, "page_size": 16},
+    {"dtypes": "e4m3/e4m3/fp16", "head_dim": 256},
+    {"dtypes": "fp16/fp16/fp16", "head_dim": 64, "page_size": 128},
+    {"head_dim": 512, "page_size": 32},
+)
+
+
+@dataclass(frozen=True)
+class SweptCall:
+    """What the sweep makes of one of FlashInfer's calls.
+
+    Attributes:
+        model: the call's axes and the rules between them.
+        bases: points that trtllm-gen supports. Random points differ from one of them.
+        make: makes the call of a point, as an object of its class in `lab.calls`.
+    """
+
+    model: Model
+    bases: tuple[Point, ...]
+    make: Callable[[Point], Any]
+
+
+SWEPT: Mapping[AttentionCall, SweptCall] = {
+    AttentionCall.DECODE: SweptCall(
+        sweep_axes.DECODE,
+        (*PAGED_BASES, {"dtypes": "fp16/e4m3/fp16"}, {"q_len": 4, "group": 16}),
+        sweep_calls.decode,
+    ),
+    AttentionCall.CONTEXT: SweptCall(
+        sweep_axes.CONTEXT,
+        (*PAGED_BASES, {"head_dim": 80, "q_len": 64}, {"q_len": 150, "causal": False}),
+        sweep_calls.context,
+    ),
+    AttentionCall.MLA_DECODE: SweptCall(
+        sweep_axes.MLA_DECODE,
+        ({}, {"dims": (256, 64), "heads": 32}, {"dtypes": "e4m3/e4m3/bf16", "heads": 16, "q_len": 4}),
+        sweep_calls.mla_decode,
+    ),
+    AttentionCall.RAGGED_CONTEXT: SweptCall(
+        sweep_ragged.RAGGED_CONTEXT, sweep_ragged.BASES, sweep_ragged.ragged_context
+    ),
+}
+
+
+def points(call: AttentionCall, drawn: int, seed: int = 0) -> Iterator[Point]:
+    """Yield distinct points of a call: each value of each axis alone, with all other arguments at their default; all
+    combinations of the axes in `Model.triples`; then random points.
+
+    Args:
+        call: one of the four calls.
+        drawn: number of random points. Each differs from one of the call's bases on 1 to 5 axes.
+        seed: seed of the random points.
+    """
+    model, rng = SWEPT[call].model, random.Random(f"{call.name} {seed}")
+    grids = (
+        model.completed(dict(zip(names, values, strict=True)))
+        for names in model.triples
+        for values in itertools.product(*(model.axes[name] for name in names))
+    )
+    found = set[str]()
+    for point in itertools.chain(model.alone(), grids, (_drawn(call, rng) for _ in range(drawn))):
+        if point is not None and repr(point) not in found:
+            found.add(repr(point))
+            yield point
+
+
+def _drawn(call: AttentionCall, rng: random.Random) -> Point | None:
+    """Return a random point that differs from one of the call's bases on 1 to 5 axes; None if the model's constraints
+    forbid it."""
+    model = SWEPT[call].model
+    names = rng.sample(list(model.axes), rng.randint(1, 5))
+    return model.completed(rng.choice(SWEPT[call].bases) | {name: rng.choice(model.axes[name]) for name in names})

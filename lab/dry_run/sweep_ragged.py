@@ -1,0 +1,83 @@
+"""The ragged context call in the sweep: its axes, and the calls of its points, as in `lab.dry_run.sweep_axes`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lab.calls import RaggedContextCall
+from lab.calls.problem import E4M3
+from lab.checks.parameters.covering import Constraint, Model, Point
+from lab.dry_run.sweep_axes import OUTS, SOFTMAX_AXES, WINDOW_IS_CAUSAL
+from lab.dry_run.sweep_calls import DTYPES, offsets_of, query_of, results_of, scales_of, strided
+
+AXES: dict[str, Sequence[Any]] = {
+    "dtypes": (
+        "bf16/bf16/bf16",
+        *(f"{q}/{q}/{out}" for q in OUTS for out in ("fp16", "bf16")),
+        "fp32/fp32/fp32",
+        "bf16/bf16/fp32",
+    ),
+    "dims": ((192, 128), (128, 128), (256, 256), (64, 64), (192, 192)),
+    "num_kv_heads": (8, 1, 16),
+    "group": (1, 2, 3, 4, 8, 64),
+    "q_len": (64, 1, 3, 17, 300),
+    "kv_len": (300, 1, 64, 1000),
+    "batch_size": (2, 1, 3, 17),
+    "causal": (True, False),
+    "window_left": (-1, 0, 20, 126, 299, 999),
+    "gap": ("none", "fused", "4 elements a head", "16 elements a head", "4 elements a token"),
+    "kv_start": ("aligned", "K 8 bytes on", "V 8 bytes on", "K 16 bytes on"),
+    "query": ("packed", "heads 16 elements apart", "8 bytes on"),
+    "lengths": ("on the GPU", "mirrored"),
+    **SOFTMAX_AXES,
+    "scales": ("numbers", "tensors"),
+}
+RAGGED_CONTEXT = Model(
+    AXES,
+    (
+        WINDOW_IS_CAUSAL,
+        Constraint(lambda dims, gap: dims != (256, 256) or gap != "fused", "as SGLang's are"),
+    ),
+    (("dtypes", "dims", "causal"), ("dtypes", "dims", "window_left")),
+)
+BASES: tuple[Point, ...] = ({}, {"dtypes": "e4m3/e4m3/bf16"}, {"dims": (128, 128), "causal": False})
+
+
+def ragged_context(point: Point) -> RaggedContextCall:
+    q, _, out = (DTYPES[name] for name in point["dtypes"].split("/"))
+    (width, v_width), kv_heads, batch = point["dims"], point["num_kv_heads"], point["batch_size"]
+    heads, rows, tokens = kv_heads * point["group"], batch * point["q_len"], batch * point["kv_len"]
+    gap = {"4 elements a head": 4, "16 elements a head": 16, "fused": 128}.get(point["gap"], 0)
+    spare = 4 if point["gap"] == "4 elements a token" else 0
+    starts = {name: 16 if "16" in point["kv_start"] else 8 if name in point["kv_start"] else 0 for name in ("K", "V")}
+    key, value = (
+        strided((tokens, kv_heads, size), (kv_heads * (size + gap) + spare, size + gap, 1), q, starts[name])
+        for name, size in (("K", width), ("V", v_width))
+    )
+    lengths = [torch.full((batch,), each, dtype=torch.int32) for each in (point["q_len"], point["kv_len"])]
+    mirrored = point["lengths"] == "mirrored"
+    results = results_of(point, (rows, heads, v_width), out)
+    if "out" not in results and out != (torch.bfloat16 if q == E4M3 else q):
+        results["out"] = torch.empty(rows, heads, v_width, dtype=out)
+    return RaggedContextCall(
+        query=query_of(point["query"], (rows, heads, width), q),
+        key=key,
+        value=value,
+        workspace_buffer=None,
+        seq_lens=lengths[1],
+        max_q_len=point["q_len"],
+        max_kv_len=point["kv_len"],
+        o_sf_scale=1.0,
+        batch_size=batch,
+        window_left=point["window_left"],
+        cum_seq_lens_q=offsets_of(batch, point["q_len"]),
+        cum_seq_lens_kv=offsets_of(batch, point["kv_len"]),
+        enable_pdl=None,
+        is_causal=point["causal"],
+        attention_sinks=torch.zeros(heads) if point["sinks"] else None,
+        q_seq_lens_cpu=lengths[0] if mirrored else None,
+        kv_seq_lens_cpu=lengths[1] if mirrored else None,
+        **results,
+        **scales_of(point["scales"]),
+    )
