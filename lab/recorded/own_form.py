@@ -8,6 +8,8 @@ ids, in the order of the engine's ids, which the file holds too. Contents of the
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,15 +125,20 @@ def kept(value: Any, pages: torch.Tensor | None = None, *, has_contents: bool = 
     if isinstance(value, tuple | list):
         kind = "tuple" if isinstance(value, tuple) else "list"
         return {"kind": kind, "items": [kept(each, pages, has_contents=has_contents) for each in value]}
+    if isinstance(value, Enum):
+        return kept(value.value)
     if value is None or isinstance(value, str | bool | torch.dtype):
         return value
     if isinstance(value, Real):
         return int(value) if isinstance(value, Integral) else float(value)
-    return {"kind": "lost", "why": str(value) if isinstance(value, Lost) else f"it is of type {type(value).__name__}"}
+    return {"kind": "lost", "why": value.why if isinstance(value, Lost) else f"it is of type {type(value).__name__}"}
 
 
-class Lost(str):
-    """Stands for an argument whose value is gone, and says why."""
+@dataclass(frozen=True)
+class Lost:
+    """Stands for an argument whose value is gone. `why` completes "does not hold the argument: "."""
+
+    why: str
 
 
 def _renumbered(given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -257,7 +257,6 @@ class Recorder:
                 self._end(f"{self.kept} calls of {self.kept_bytes / 1e9:.3g} GB are recorded, which is the limit")
 
     def _write(self, call: _Call) -> Path:
-        device = call.given["query"].device
         about = {
             "time": call.time,
             "process": os.getpid(),
@@ -265,7 +264,7 @@ class Recorder:
             "layer": call.layer,
             "replay": call.replay,
             "versions": {name: version_of(package) or "" for name, package in PACKAGES.items()},
-            "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "",
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
         }
         record = own_form.record_of(call.function, call.given, about)
         return own_form.write(self.out, record | {"out": own_form.kept(call.out), "lse": own_form.kept(call.lse)})

@@ -190,6 +190,7 @@ def test_contents_of_the_workspace_and_of_results_are_not_kept(tmp_path: Path) -
         (True, True),
         (torch.float16, torch.float16),
         ("auto", "auto"),
+        (AttentionCall.DECODE, AttentionCall.DECODE.value),
         ([1], [1]),
     ],
 )

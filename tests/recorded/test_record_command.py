@@ -1,0 +1,102 @@
+"""`lab record` runs a server, and records the calls of its worker processes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lab.recorded.case import recorded_cases
+from tests.cases import DECODE
+from tests.commands.command import run
+
+ROOT = Path(__file__).parents[2]
+# The server's package has FlashInfer's name for a function, and its worker imports it at the first request.
+KERNELS = f"""
+from lab import references
+
+def {DECODE}(**arguments):
+    return references.{DECODE}(**arguments)
+"""
+SERVER = """
+import multiprocessing, os, sys
+
+def work():
+    from tests.recorded.record_calls import decode_arguments
+    from server_kernels.decode import trtllm_batch_decode_with_kv_cache as decode
+    for _ in range(3):
+        decode(**decode_arguments())
+
+if __name__ == "__main__":
+    print("torch" in sys.modules, os.environ.get("OF_THE_SITE"), len(sys.argv))
+    workers = [multiprocessing.get_context("spawn").Process(target=work) for _ in range(2)]
+    for each in workers:
+        each.start()
+    for each in workers:
+        each.join()
+    sys.exit(7)
+"""
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Path:
+    """The folder of a server, with a `sitecustomize` of its own."""
+    folder = tmp_path / "server"
+    (folder / "server_kernels").mkdir(parents=True)
+    (folder / "server_kernels" / "__init__.py").touch()
+    (folder / "server_kernels" / "decode.py").write_text(KERNELS)
+    (folder / "serve.py").write_text(SERVER)
+    (folder / "sitecustomize.py").write_text("import os\nos.environ['OF_THE_SITE'] = 'set'\n")
+    return folder
+
+
+def _record(server: Path, out: Path, *options: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lab", "record", "--out", str(out), *options]
+    command += ["--", python, str(server / "serve.py"), "--port", "30000"]
+    path = os.pathsep.join((str(server), str(ROOT)))
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}
+    )
+
+
+def test_calls_of_all_worker_processes_are_recorded(server: Path, tmp_path: Path) -> None:
+    out = tmp_path / "calls"
+    done = _record(server, out, "--functions", "server_kernels", "--every", "2", "--layers", "4,3", "--longest", "33")
+    assert done.returncode == 7
+    assert done.stdout.split() == ["False", "set", "3"]  # no torch before FlashInfer, and the site's own module
+    assert f"judge them with lab judge --calls {out}" in done.stderr
+    assert list(out.iterdir()) == []  # of these layers there are none
+    done = _record(server, out, "--functions", "server_kernels", "--every", "2", "--longest", "33")
+    assert len({Path(case.path).name.split("_")[3] for case in recorded_cases(out)}) == 2, done.stderr
+    assert [Path(case.path).stem.rpartition("call")[2] for case in recorded_cases(out)] == ["000002"] * 2
+    assert run(["judge", "--calls", str(out), "--device", "cpu", "--in-process"]) == 0
+
+
+def test_functions_of_the_lab_itself_are_recorded(server: Path, tmp_path: Path) -> None:
+    done = _record(server, tmp_path / "calls", "--functions", "lab.references", "--most-calls", "1", "--shadow", "1")
+    assert done.returncode == 7
+    assert list((tmp_path / "calls").iterdir()) == []  # all are right
+    _record(server, tmp_path / "calls", "--functions", "lab.references", "--most-calls", "1", "--before")
+    assert len(recorded_cases(tmp_path / "calls")) == 2
+
+
+def test_the_server_runs_where_nothing_can_be_recorded(server: Path, tmp_path: Path) -> None:
+    (tmp_path / "calls").touch()
+    (server / "out").symlink_to(tmp_path / "calls" / "below_a_file")
+    done = _record(server, server / "out", "--functions", "server_kernels")
+    assert done.returncode == 7
+    assert "no call of process" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--out", "x", "--", "no-such-server"], "there is no command no-such-server"),
+        (["--out", "x", "--every", "0", "--", "python"], "Invalid value for '--every'"),
+        (["--out", "x"], "Missing argument"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["record", *options]) == 2
+    assert sentence in capsys.readouterr().err

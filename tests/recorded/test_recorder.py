@@ -1,0 +1,561 @@
+"""Calls are recorded wherever an engine imported the function, eager and in graphs, and an idle recorder does nothing."""
+
+import functools
+import gc
+import importlib
+import itertools
+import logging
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lab import references
+from lab.calls.problem import E4M3
+from lab.checks import Outcome
+from lab.checks.run.judge import judge_calls
+from lab.recorded import Triggers, recorded_cases
+from lab.recorded import record as record_calls
+from lab.recorded import recorder as recorder_module
+from tests.cases import BATCHES, CONTEXT, DECODE, MLA, RAGGED, arguments_of
+from tests.recorded.fake_graphs import FakeGraph, graphs, launch
+from tests.recorded.record_calls import LENGTHS, decode_arguments, latent_arguments
+
+__all__ = ["graphs"]  # a fixture
+HOMES = {DECODE: "decode", CONTEXT: "prefill", MLA: "mla._core", RAGGED: "prefill"}
+ALIASES = {MLA: ("mla", "decode")}
+
+
+def _kernel(function: str, scale: float = 1.0) -> Callable[..., Any]:
+    """Return a kernel that is right if `scale` is 1, and that can be captured."""
+    reference = getattr(references, function)
+
+    def kernel(query: torch.Tensor, kv_cache: Any, workspace_buffer: Any, **arguments: Any) -> Any:
+        given = {"query": query, "kv_cache": kv_cache, "workspace_buffer": workspace_buffer, **arguments}
+        out = arguments.get("out")
+        if out is None:
+            out = (
+                torch.zeros_like(query)
+                if function != MLA
+                else torch.zeros(*query.shape[:-1], arguments["kv_lora_rank"])
+            )
+        launch(lambda: out.copy_(reference(**given | {"query": query.clone()}) * scale))
+        return out
+
+    kernel.__name__ = function
+    return kernel
+
+
+@pytest.fixture
+def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """FlashInfer, with kernels that run on a CPU; engines are imported anew."""
+    package = pytest.importorskip("flashinfer")
+    for function, home in HOMES.items():
+        kernel = getattr(references, function)
+        fake = functools.wraps(kernel)(lambda *args, _kernel=kernel, **kwargs: _kernel(*args, **kwargs))
+        for name in (home, *ALIASES.get(function, ())):
+            monkeypatch.setattr(importlib.import_module(f"flashinfer.{name}"), function, fake)
+    monkeypatch.delitem(sys.modules, "tests.recorded.engines", raising=False)
+    yield package
+    sys.modules.pop("tests.recorded.engines", None)
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module with a right decode function, which an engine imported."""
+    made = ModuleType("some_kernels")
+    setattr(made, DECODE, _kernel(DECODE))
+    monkeypatch.setitem(sys.modules, "some_kernels", made)
+    return made
+
+
+def _decode(module: ModuleType, **changes: Any) -> Any:
+    return getattr(module, DECODE)(**decode_arguments(**changes))
+
+
+def _outcomes(folder: Path) -> list[Outcome]:
+    return [verdict.outcome for verdict in judge_calls(folder, device="cpu", isolated=False).verdicts]
+
+
+def _engines() -> ModuleType:
+    return importlib.import_module("tests.recorded.engines")
+
+
+LAYER = SimpleNamespace(layer_id=5)
+NAMED = SimpleNamespace(layer_name="model.layers.7.self_attn.attn")
+
+
+def _run_engines() -> None:
+    sglang, vllm = _engines().SGLang(), _engines().VLLM()
+    arguments = {name: arguments_of(name, BATCHES[name]([3, 3], [20, 37])) for name in BATCHES}
+    sglang.forward_decode(LAYER, **arguments[DECODE])
+    sglang.forward_mla(LAYER, **arguments[MLA])
+    sglang.forward_ragged(LAYER, **arguments[RAGGED])
+    vllm.forward_decode(NAMED, **arguments[DECODE])
+    vllm.forward_prefill(NAMED, **arguments[CONTEXT])
+    vllm.forward_mla(NAMED, **arguments[MLA])
+
+
+@pytest.mark.parametrize("imported", ["before", "after"])
+def test_calls_of_sglang_and_vllm_are_recorded_wherever_they_import_the_functions(
+    flashinfer: ModuleType, tmp_path: Path, imported: str
+) -> None:
+    if imported == "before":
+        _engines()
+    originals = (
+        flashinfer.decode.trtllm_batch_decode_with_kv_cache,
+        flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla,
+    )
+    with record_calls(tmp_path) as recorder:
+        _run_engines()
+    assert recorder.kept == 6
+    cases = recorded_cases(tmp_path)
+    assert [case.interface.value for case in cases] == [DECODE, MLA, RAGGED, DECODE, CONTEXT, MLA]
+    assert [case.layer for case in cases] == [5, 5, 5, 7, 7, 7]
+    assert _outcomes(tmp_path) == [Outcome.RIGHT] * 6
+    engines = _engines()
+    assert flashinfer.decode.trtllm_batch_decode_with_kv_cache is originals[0]
+    assert engines.trtllm_batch_decode_with_kv_cache is originals[0]
+    assert flashinfer.mla.trtllm_batch_decode_with_kv_cache_mla is originals[1]
+    _run_engines()
+    assert recorder.kept == 6
+
+
+def test_a_package_that_is_imported_later_is_recorded_and_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "later_kernels"
+    package.mkdir()
+    (package / "__init__.py").write_text(f"from later_kernels.core import {DECODE} as decode, {DECODE}")
+    (package / "core.py").write_text(
+        f"from lab import references\n\ndef {DECODE}(**a):\n    return references.{DECODE}(**a)"
+    )
+    (tmp_path / "later_engine.py").write_text("from later_kernels import decode")
+    (tmp_path / "later_kernels_of_others.py").write_text(f"def {DECODE}(**a):\n    return 3")
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ("later_kernels", "later_kernels.core", "later_engine", "later_kernels_of_others")
+    try:
+        with record_calls(tmp_path / "calls", functions=["later_kernels"]) as recorder:
+            engine, others = importlib.import_module("later_engine"), importlib.import_module("later_kernels_of_others")
+            engine.decode(**decode_arguments())
+            assert getattr(others, DECODE)() == 3
+            assert recorder.kept == 1
+        engine.decode(**decode_arguments())
+        assert recorder.kept == 1
+        assert engine.decode is getattr(sys.modules["later_kernels.core"], DECODE)
+        assert not hasattr(engine.decode, "__wrapped__")
+    finally:
+        for name in names:
+            sys.modules.pop(name, None)
+
+
+def test_a_call_that_a_recorded_call_makes_is_not_recorded_again(module: ModuleType, tmp_path: Path) -> None:
+    with record_calls(tmp_path, functions=[module, references]) as recorder:
+        _decode(module)
+    assert recorder.kept == 1
+
+
+def test_positional_arguments_get_their_names(tmp_path: Path) -> None:
+    with record_calls(tmp_path, functions=[references]):
+        references.trtllm_batch_decode_with_kv_cache(*decode_arguments().values())
+    call = recorded_cases(tmp_path)[0].read()
+    assert call.given["seq_lens"].tolist() == list(LENGTHS)
+    assert call.given["bmm1_scale"] == 64**-0.5
+
+
+def test_results_are_those_that_were_written_or_returned(module: ModuleType, tmp_path: Path) -> None:
+    setattr(module, DECODE, lambda out, **_: [out.fill_(3), None][1])
+    setattr(module, MLA, lambda **arguments: (torch.ones(2), torch.full((2,), 4.0)))
+    with record_calls(tmp_path, functions=[module]):
+        _decode(module, out=torch.zeros(3, 4, 64))
+        getattr(module, MLA)(**latent_arguments())
+    first, second = (case.read() for case in recorded_cases(tmp_path))
+    assert first.out is not None
+    assert first.out.unique().tolist() == [3]
+    assert second.lse is not None
+    assert second.lse.tolist() == [4, 4]
+
+
+def test_arguments_that_the_call_overwrites_are_recorded_as_they_were(module: ModuleType, tmp_path: Path) -> None:
+    arguments = decode_arguments()
+    arguments["out"] = arguments["query"]
+    before = arguments["query"].clone()
+    with record_calls(tmp_path, functions=[module]):
+        getattr(module, DECODE)(**arguments)
+    call = recorded_cases(tmp_path)[0].read()
+    assert torch.equal(call.given["query"], before)
+    assert call.out is not None
+    assert torch.equal(call.out, arguments["query"])
+    assert not torch.equal(call.out, before)
+
+
+@pytest.mark.parametrize(
+    ("triggers", "kept"),
+    [
+        (Triggers(), [1, 2, 3, 4, 5, 6]),
+        (Triggers(every=2), [2, 4, 6]),
+        (Triggers(layers=(1,)), [2, 4, 6]),
+        (Triggers(layers=(0, 1), every=4), [4]),
+        (Triggers(layers=(1,), every=2), [4]),
+        (Triggers(longest=33), [1, 2, 3, 4, 5, 6]),
+        (Triggers(longest=34), []),
+        (Triggers(longest=100), []),
+        (Triggers(from_s=3.5), [4, 5, 6]),
+        (Triggers(until_s=3.5), [1, 2, 3]),
+    ],
+    ids=str,
+)
+def test_triggers_choose_calls(
+    module: ModuleType, tmp_path: Path, triggers: Triggers, kept: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count()  # one second for the start, and one for each call
+    monkeypatch.setattr(recorder_module, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+
+    def forward(layer: SimpleNamespace) -> None:
+        _decode(module, max_seq_len=50)
+
+    with record_calls(tmp_path, functions=[module], triggers=triggers) as recorder:
+        for number in range(6):
+            forward(SimpleNamespace(layer_idx=number % 2))
+    numbers = [int(Path(case.path).stem.rpartition("call")[2]) for case in recorded_cases(tmp_path)] if kept else []
+    assert numbers == kept
+    assert recorder.kept == len(kept)
+
+
+@pytest.mark.parametrize("wrong", ["every=0", "shadow=-1"])
+def test_counts_that_make_no_sense_are_refused(wrong: str) -> None:
+    name, value = wrong.split("=")
+    with pytest.raises(ValueError, match=wrong):
+        Triggers(**{name: int(value)})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3])
+@pytest.mark.parametrize("bad", ["out", "lse", ""])
+def test_a_non_finite_output_or_lse_is_kept(module: ModuleType, tmp_path: Path, bad: str, dtype: torch.dtype) -> None:
+    out, lse = torch.ones(3, 4, 64), torch.ones(3, 4)
+    if bad:
+        {"out": out, "lse": lse}[bad][1, 2] = torch.nan
+    setattr(module, DECODE, lambda **_: (out.to(dtype), lse))
+    with record_calls(tmp_path, functions=[module], triggers=Triggers(non_finite=True)) as recorder:
+        _decode(module)
+    assert recorder.kept == bool(bad)
+
+
+def test_shadow_keeps_wrong_calls_alone_and_logs_why(
+    module: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    right, wrong = _kernel(DECODE), _kernel(DECODE, scale=1.5)
+    kernels = iter([right, wrong, wrong, wrong, right, right])
+    setattr(module, DECODE, lambda **arguments: next(kernels)(**arguments))
+    with record_calls(tmp_path, functions=[module], triggers=Triggers(shadow=2)) as recorder:
+        for _ in range(6):
+            _decode(module, out=torch.zeros(3, 4, 64, dtype=torch.bfloat16))
+    assert (recorder.judged, recorder.wrong, recorder.kept) == (3, 2, 2)
+    assert _outcomes(tmp_path) == [Outcome.WRONG] * 2
+    assert "call 2 is wrong: trtllm_batch_decode_with_kv_cache: 12 of 12 vectors are wrong" in caplog.messages[0]
+    assert len(caplog.messages) == 2
+
+
+def test_shadow_judges_the_lse_that_the_call_wrote(module: ModuleType, tmp_path: Path) -> None:
+    def decode(lse: torch.Tensor, **arguments: Any) -> Any:
+        out, right = references.trtllm_batch_decode_with_kv_cache(**arguments)
+        return out, lse.copy_(right + 1)
+
+    setattr(module, DECODE, decode)
+    with record_calls(tmp_path, functions=[module], triggers=Triggers(shadow=1)) as recorder:
+        _decode(module, return_lse=True, lse=torch.zeros(3, 4))
+    assert recorder.wrong == 1
+
+
+def test_shadow_has_the_bound_of_e4m3_arithmetic_where_it_is_chosen(module: ModuleType, tmp_path: Path) -> None:
+    setattr(module, DECODE, _kernel(DECODE, scale=1.03))
+    arguments = decode_arguments()
+    arguments["kv_cache"] = tuple(each.to(E4M3) for each in arguments["kv_cache"])
+    wrongs = []
+    for is_rounded in (False, True):
+        triggers = Triggers(shadow=1, e4m3_arithmetic=is_rounded)
+        with record_calls(tmp_path, functions=[module], triggers=triggers) as recorder:
+            getattr(module, DECODE)(**arguments)
+        wrongs.append(recorder.wrong)
+    assert wrongs == [1, 0]
+
+
+def test_shadow_keeps_invalid_calls_and_leaves_those_that_the_lab_does_not_model(
+    module: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    setattr(module, DECODE, lambda query, **_: query)
+    table = decode_arguments()["block_tables"]
+    table[0, 0] = 77
+    with record_calls(tmp_path, functions=[module], triggers=Triggers(shadow=1)) as recorder:
+        _decode(module, block_tables=table)
+        _decode(module, cp_world=2)
+        _decode(module, cp_world=2)
+    assert (recorder.judged, recorder.wrong, recorder.kept) == (3, 0, 1)
+    first, second = caplog.messages
+    assert "call 1 cannot be judged: block_tables: K page id 77" in first
+    assert "is not judged: cp_world=2" in second
+
+
+def test_a_call_that_raises_keeps_its_inputs_and_its_error(module: ModuleType, tmp_path: Path) -> None:
+    def decode(**_: Any) -> None:
+        raise RuntimeError("launch failed")
+
+    setattr(module, DECODE, decode)
+    with record_calls(tmp_path, functions=[module], triggers=Triggers(shadow=1)) as recorder:
+        with pytest.raises(RuntimeError, match="launch failed"):
+            _decode(module)
+        with pytest.raises(RuntimeError, match="launch failed"):
+            _decode(module)
+    assert recorder.kept == 2
+    assert recorded_cases(tmp_path)[0].read().out is None
+
+
+def test_inputs_are_on_the_disk_before_the_call(module: ModuleType, tmp_path: Path) -> None:
+    kernel, seen = _kernel(DECODE), []
+
+    def decode(**arguments: Any) -> Any:
+        seen.append(recorded_cases(tmp_path)[-1].read().out)
+        return kernel(**arguments)
+
+    setattr(module, DECODE, decode)
+    with record_calls(tmp_path, functions=[module], before=True) as recorder:
+        _decode(module)
+        _decode(module)
+    assert seen == [None, None]
+    assert (recorder.kept, _outcomes(tmp_path)) == (2, [Outcome.RIGHT] * 2)
+    kept = tmp_path / "unkept"
+    setattr(module, DECODE, kernel)
+    with record_calls(kept, functions=[module], before=True, triggers=Triggers(non_finite=True)):
+        _decode(module)
+    assert list(kept.iterdir()) == []
+
+
+@pytest.mark.parametrize("limit", [{"most_calls": 2}, {"most_bytes": 100_000}])
+def test_a_limit_ends_the_recording_with_one_sentence(
+    module: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture, limit: dict[str, int]
+) -> None:
+    with record_calls(tmp_path, functions=[module], **limit) as recorder:  # type: ignore[arg-type]
+        for _ in range(5):
+            _decode(module)
+    assert (recorder.kept, recorder.has_ended) == (2, True)
+    assert recorder.kept_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
+    (sentence,) = caplog.messages
+    assert "2 calls of 0.000116 GB are recorded, which is the limit" in sentence
+
+
+def test_a_full_disk_ends_the_recording_and_not_the_engine(
+    module: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(_: Any, path: Path) -> None:
+        path.write_bytes(b"half a file")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", save)
+    with record_calls(tmp_path, functions=[module]):
+        assert all(_decode(module).shape == (3, 4, 64) for _ in range(3))
+    (sentence,) = caplog.messages
+    assert "No space left on device" in sentence
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_of_the_recorder_is_logged_once_and_not_raised(
+    module: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    setattr(module, DECODE, lambda **_: torch.ones(1))
+    with record_calls(tmp_path, functions=[module]) as recorder:
+        for _ in range(2):
+            getattr(module, DECODE)(query=torch.ones(2), block_tables="none")
+    assert recorder.kept == 0
+    (sentence,) = caplog.messages
+    assert "a call is not recorded: KeyError: 'kv_cache'" in sentence
+
+
+def test_calls_of_several_threads_are_all_recorded(module: ModuleType, tmp_path: Path) -> None:
+    with record_calls(tmp_path, functions=[module]) as recorder:
+        threads = [threading.Thread(target=lambda: [_decode(module) for _ in range(8)]) for _ in range(4)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    assert recorder.kept == 32
+    numbers = {Path(case.path).stem.rpartition("call")[2] for case in recorded_cases(tmp_path)}
+    assert numbers == {f"{number:06d}" for number in range(1, 33)}
+
+
+class _Counting(TorchDispatchMode):
+    """Counts the operations that torch runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(
+    "triggers", [Triggers(every=1000), Triggers(layers=(9,)), Triggers(from_s=1000, non_finite=True)]
+)
+def test_an_idle_recorder_runs_no_operation(module: ModuleType, tmp_path: Path, triggers: Triggers) -> None:
+    arguments = decode_arguments()
+    setattr(module, DECODE, lambda **_: arguments["query"])
+    with record_calls(tmp_path, functions=[module], triggers=triggers), _Counting() as counting:
+        for _ in range(20):
+            getattr(module, DECODE)(**arguments)
+    assert counting.count == 0
+
+
+def test_an_ended_recorder_runs_no_operation(module: ModuleType, tmp_path: Path) -> None:
+    arguments = decode_arguments()
+    setattr(module, DECODE, lambda **_: arguments["query"])
+    with record_calls(tmp_path, functions=[module], most_calls=1), _Counting() as counting:
+        getattr(module, DECODE)(**arguments)
+        before = counting.count
+        getattr(module, DECODE)(**arguments)
+    assert counting.count == before > 0
+
+
+def test_traced_code_is_traced_as_without_the_recorder(module: ModuleType, tmp_path: Path) -> None:
+    setattr(module, DECODE, lambda query, **_: query * 2)
+
+    def layer(query: torch.Tensor) -> torch.Tensor:
+        return getattr(module, DECODE)(query=query, kv_cache=None) + 1
+
+    with record_calls(tmp_path, functions=[module]) as recorder:
+        compiled = torch.compile(layer, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 3.0))
+    assert recorder.kept == 0
+
+
+def _captured(module: ModuleType, *steps: dict[str, Any]) -> FakeGraph:
+    graph: FakeGraph = torch.cuda.CUDAGraph()  # type: ignore[assignment]
+    graph.capture_begin()
+    for number, arguments in enumerate(steps):
+        _forward(SimpleNamespace(layer_id=number), module, arguments)
+    graph.capture_end()
+    return graph
+
+
+def _forward(layer: SimpleNamespace, module: ModuleType, arguments: dict[str, Any]) -> Any:
+    return getattr(module, DECODE)(**arguments)
+
+
+@pytest.mark.usefixtures("graphs")
+def test_each_replay_of_a_graph_is_recorded_with_what_it_read(module: ModuleType, tmp_path: Path) -> None:
+    first, second = decode_arguments(), decode_arguments(window_left=3)
+    with record_calls(tmp_path, functions=[module]) as recorder:
+        graph = _captured(module, first, second)
+        assert recorder.kept == 0
+        _decode(module)
+        for length in (4, 3):
+            first["seq_lens"].copy_(torch.tensor([length, 17, 20]))
+            first["query"].mul_(2)
+            graph.replay()
+        assert recorder.kept == 5
+    graph.replay()
+    cases = recorded_cases(tmp_path)
+    assert [(case.replay, case.layer) for case in cases] == [(0, None), (1, 0), (1, 1), (2, 0), (2, 1)]
+    assert [case.read().given["seq_lens"].tolist() for case in cases[1::2]] == [[4, 17, 20], [3, 17, 20]]
+    assert torch.equal(cases[3].read().given["query"], first["query"])
+    assert torch.equal(cases[1].read().given["query"] * 2, first["query"])
+    assert _outcomes(tmp_path) == [Outcome.RIGHT] * 5
+    assert recorder.kept == 5
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize(
+    ("triggers", "kept"),
+    [
+        (Triggers(every=3), [(1, 2), (2, 2)]),
+        (Triggers(layers=(2,)), [(1, 2), (2, 2)]),
+        (Triggers(shadow=1), [(1, 1), (2, 1)]),
+    ],
+    ids=str,
+)
+def test_replays_are_chosen_as_eager_calls_are(
+    module: ModuleType, tmp_path: Path, triggers: Triggers, kept: list[tuple[int, int]]
+) -> None:
+    kernels = iter([_kernel(DECODE), _kernel(DECODE, 1.5), _kernel(DECODE)])
+    setattr(module, DECODE, lambda **arguments: next(kernels)(**arguments))
+    with record_calls(tmp_path, functions=[module], triggers=triggers):
+        graph = _captured(module, *(decode_arguments() for _ in range(3)))
+        graph.replay()
+        graph.replay()
+    assert [(case.replay, case.layer) for case in recorded_cases(tmp_path)] == kept
+
+
+@pytest.mark.usefixtures("graphs")
+def test_a_captured_tensor_stays_as_long_as_its_graph(module: ModuleType, tmp_path: Path) -> None:
+    with record_calls(tmp_path, functions=[module]) as recorder:
+        arguments = decode_arguments()
+        held = weakref.ref(arguments["query"])
+        graph = _captured(module, arguments)
+        graph.kernels.clear()
+        del arguments
+        gc.collect()
+        assert held() is not None
+        graph.reset()
+        gc.collect()
+        assert held() is None
+        graph.replay()
+        arguments = decode_arguments()
+        held, graph = weakref.ref(arguments["query"]), _captured(module, arguments)
+        del arguments, graph
+        gc.collect()
+        assert held() is None
+    assert recorder.kept == 0
+
+
+@pytest.mark.usefixtures("graphs")
+def test_an_argument_that_a_captured_call_overwrites_is_lost_and_said(module: ModuleType, tmp_path: Path) -> None:
+    arguments = decode_arguments()
+    arguments["out"] = arguments["query"]
+    with record_calls(tmp_path, functions=[module]):
+        _captured(module, arguments).replay()
+    (verdict,) = judge_calls(tmp_path, device="cpu", isolated=False).verdicts
+    assert "does not hold query: the call overwrote it, in a CUDA graph" in verdict.reason
+
+
+@pytest.mark.usefixtures("graphs")
+def test_the_methods_of_graphs_are_put_back(module: ModuleType, tmp_path: Path) -> None:
+    before = dict(vars(FakeGraph))
+    with record_calls(tmp_path, functions=[module], most_calls=1) as recorder:
+        graph = _captured(module, decode_arguments())
+        graph.replay()
+        graph.replay()
+        assert vars(FakeGraph)["replay"] is not before["replay"]
+    assert recorder.kept == 1
+    assert all(vars(FakeGraph)[name] is method for name, method in before.items() if callable(method))
+
+
+def test_recorders_may_be_nested(module: ModuleType, tmp_path: Path) -> None:
+    kernel = getattr(module, DECODE)
+    with record_calls(tmp_path / "1", functions=[module]) as outer:
+        with record_calls(tmp_path / "2", functions=[module]) as inner:
+            _decode(module)
+        _decode(module)
+    assert (outer.kept, inner.kept) == (2, 1)
+    assert getattr(module, DECODE) is kernel
+
+
+def test_an_idle_call_costs_microseconds(module: ModuleType, tmp_path: Path) -> None:
+    setattr(module, DECODE, lambda **_: None)
+    with record_calls(tmp_path, functions=[module], triggers=Triggers(every=10**9)):
+        start = time.perf_counter()
+        for _ in range(1000):
+            getattr(module, DECODE)(query=None)
+        idle_us = (time.perf_counter() - start) * 1000
+    assert idle_us < 100
+
+
+def test_the_log_reaches_the_user_of_a_server_without_logging(module: ModuleType, tmp_path: Path) -> None:
+    assert logging.getLogger("lab.recorded").isEnabledFor(logging.WARNING)
