@@ -40,7 +40,7 @@ def require(part: str, *packages: str) -> None:
 
 
 def sentence(part: str, missing: Iterable[str]) -> str:
-    """Return a sentence that names a part of the lab, the packages that it misses, and the pip command that installs them."""
+    """Return a sentence that names a part of the lab, the packages that it lacks, and the pip command that installs them."""
     names = list(missing)
     extras = ",".join(dict.fromkeys(EXTRA_OF[name] for name in names if name in EXTRA_OF))
     is_are = "is" if len(names) == 1 else "are"

@@ -78,7 +78,7 @@ PASSING = (
 
 
 class ChangedBindingsError(RuntimeError):
-    """A kernel changed functions or settings that time or judge it, so that all later times and verdicts are invalid."""
+    """A kernel changed functions or settings by which it is timed or judged, so all later times and verdicts are invalid."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +113,7 @@ def in_words(changed: list[str]) -> str:
 
 
 def bindings() -> Bindings:
-    """Record the functions and settings that time and judge kernels. Call it before a kernel is loaded."""
+    """Record the functions and settings by which kernels are timed and judged. Call it before a kernel is loaded."""
     held: list[tuple[str, Mapping[str, Any], str, Any]] = []
     for name in WATCHED:
         importlib.import_module(name)

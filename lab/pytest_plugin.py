@@ -139,7 +139,9 @@ class JudgedKernel(pytest.Collector):
         ]
 
     def ranges_of(self, interface: "Interface") -> "Ranges":
-        """Return the ranges in which a function is judged: the requested ones, or what it accepts if it declines most cases."""
+        """Return the values with which a function is judged: the requested ones, or those that it accepts if it declines most
+        cases.
+        """
         from lab.workloads.interfaces import PAGED_CALLS
 
         if interface not in self._ranges:

@@ -287,7 +287,7 @@ class Ranges:
 
 
 def _check(name: str, option: Option, given: Any) -> None:
-    """Raise ValueError unless a field has at least one value, none twice, and only values that its option permits."""
+    """Raise ValueError if a field has no value, a value twice, or a value that its option does not permit."""
     if not option.is_several:
         if not option.kind.holds(given):
             raise ValueError(f"{name}={given!r} must be {option.kind.words()}")

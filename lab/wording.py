@@ -1,4 +1,4 @@
-"""Wording that several parts of the lab share."""
+"""Words that several parts of the lab share: numbers with their nouns."""
 
 
 def counted(count: int, noun: str) -> str:

@@ -131,7 +131,7 @@ class CaseRun:
         return build_attention(chosen, self.device)
 
     def call(self, inputs: Inputs, /, **changes: Any) -> Result:
-        """Call the implementation with the inputs' arguments, replaced by `changes`. Return the results without padding rows.
+        """Make the call of `inputs` with the arguments in `changes` replaced. Return its results without padding rows.
 
         A refused call is made again in each equivalent form (`lab.checks.run.equivalent_calls`).
 
@@ -187,7 +187,7 @@ class CaseRun:
 
     @contextmanager
     def noting(self, what: str, needed: bool = False) -> Iterator[None]:
-        """While the context is open, record a failed call instead of raising the error; unless `needed`, a refused call too.
+        """While the context is open, record a failed call instead of raising its error; a refused call too, unless `needed`.
 
         If the GPU's context is lost, the failure is raised, because no later call can be right.
         """
@@ -283,7 +283,7 @@ class CaseRun:
         return self._equivalent.invoke(interface, functools.partial(self._prepare, prepare), given)
 
     def note_call(self, interface: AttentionCall, arguments: dict[str, Any], case: Any = None) -> CallFeatures:
-        """Record and return the features of a call before it is made. `case`, by default the run's, has its contents."""
+        """Record and return the features of a call before it is made. `case` gives its contents, by default the run's."""
         if not is_capturing():
             of_call = features_of_call(interface, arguments, self._log)
             is_call = isinstance(self.case, AttentionCase)
@@ -363,7 +363,7 @@ class CaseRun:
         self.results.append(CheckedResult(what, kind, features, wrong, requests, example))
 
     def fail(self, failure: str, what: str = "", kind: str = "return") -> None:
-        """Record a failure of the last call or of the lab. The same sentence is recorded only once."""
+        """Record that the last call or the lab itself failed. The same sentence is recorded only once."""
         failure = failure if len(failure) <= SHOWN_CHARACTERS else f"{failure[: SHOWN_CHARACTERS - 1]}…"
         if not any(noted.endswith(failure) for noted in self.failures):
             self.failures.append(f"{what}: {failure}" if what else failure)
@@ -380,7 +380,7 @@ class CaseRun:
 
 
 def _without_defaults(interface: AttentionCall, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments, except no window and those that are None where FlashInfer's default is None."""
+    """Return the arguments without `window_left=-1`, and without those that are None as FlashInfer's default is."""
     fields = CALL_TYPES[interface].__dataclass_fields__
     return {
         name: value

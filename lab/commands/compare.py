@@ -27,7 +27,7 @@ Significance = Annotated[float, typer.Option(help="level of the rank test, and e
 
 
 def _rule(minimum_effect_percent: float, significance: float) -> "Rule":
-    """Return the rule of the comparison, or end the command if a number is out of range."""
+    """Return the rule by which times are compared. End the command if a number is out of range."""
     from lab.timing.statistics import Rule
 
     with refusing_errors():

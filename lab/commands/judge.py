@@ -191,7 +191,7 @@ def _last_report(name: str) -> Path | None:
 
 
 def _judge_and_exit(judge_once: Callable[[Console], ExitStatus], watched: Path | None) -> NoReturn:
-    """Judge once, and again after each change of the watched file, if any. End the command with the last exit status."""
+    """Call `judge_once`, and again after each change of the watched file, if any. End the command with the last exit status."""
     status, console = ExitStatus.DONE, Console()
     try:
         for number in rounds(watched):
@@ -218,7 +218,7 @@ def _refuse_options_without(context: typer.Context, allowed: Collection[str], se
 
 
 def _report_and_number(case: str) -> tuple[Path, int]:
-    """Return the path and the number of "REPORT.json#17". End the command if the text does not have this form."""
+    """Return the path and the number in "REPORT.json#17". End the command if the text does not have this form."""
     path, _, number = case.rpartition("#")
     if not path or not number.isdecimal():
         refuse(f"--case {case} names no case of a report: give its file and number, such as report.json#17")

@@ -65,7 +65,7 @@ def _time_left(progress: "ProgressOfJudge") -> str:
 
 
 def _is_fault(verdict: "CaseVerdict") -> bool:
-    """Return True for a wrong or failed case. The function imports late, because the import loads torch."""
+    """Return True for a wrong or failed case. The import is inside the function, because it loads torch."""
     from lab.checks.run.verdicts import BROKEN
 
     return verdict.outcome in BROKEN

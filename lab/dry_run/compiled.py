@@ -221,7 +221,7 @@ def _front_end(shape: Shape, name: str, text: str, flags: Sequence[str], shared_
 
 
 def _assertion(error: re.Match[str]) -> str:
-    """Return the source text of the failed assertion or inexact division. Other errors are returned in nvcc's words."""
+    """Return the source text of a failed assertion or of an inexact division. Other errors are returned in nvcc's words."""
     path, words = Path(error["path"]), error["words"]
     text = "\n".join(path.read_text().splitlines()[int(error["line"]) - 1 :])
     statement = " ".join(text[: text.index(";")].split())

@@ -95,7 +95,7 @@ def read_facts(data: bytes) -> KernelTable:
 
 @functools.cache
 def recorded() -> KernelTable:
-    """Return the table that the lab's own file stores."""
+    """Return the table in the lab's own file."""
     return read_facts((resources.files("lab.dry_run") / "data" / FACTS).read_bytes())
 
 
@@ -166,7 +166,7 @@ def header_text(path: Path) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Make the fact file again from flashinfer-cubin."""
+    """Make the lab's file of the kernel table again from flashinfer-cubin."""
     parser = argparse.ArgumentParser(prog="python -m lab.dry_run.kernel_table", description=main.__doc__)
     parser.add_argument("path", type=Path, help="flashinfer-cubin's wheel, or a folder that it lies in")
     parser.add_argument("--version", help="flashinfer-cubin's version, where the path's name does not say it")

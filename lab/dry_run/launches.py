@@ -213,5 +213,5 @@ def _params(given: dict[str, Any]) -> KernelParams:
 
 
 def _spelled(name: str) -> str:
-    """Return a member's name in Python's spelling, without FlashInfer's m."""
+    """Return the Python spelling of a member's name in FlashInfer: "mBatchSize" becomes "batch_size"."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", re.sub(r"^m(?=[A-Z])", "", name)).lower()

@@ -192,8 +192,8 @@ def _flashinfer_answers(made: Machine) -> dict[Function, Function]:
 
 
 def _entries() -> list[Any]:
-    """Return FlashInfer's modules that have functions to be replaced (`ENTRIES`). From FlashInfer 0.6.8 on `mla` is a package,
-    whose functions are in `_core`.
+    """Return FlashInfer's modules whose functions are replaced (`ENTRIES`). Since FlashInfer 0.6.8 `mla` is a package, and its
+    functions are in `_core`.
     """
     modules = [importlib.import_module(f"flashinfer.{name}") for name in ENTRIES]
     return [getattr(module, "_core", module) for module in modules]

@@ -343,8 +343,8 @@ EXAMPLES = ("call", "of the launcher", "calls", "such as", "`why_not`", "launche
 
 
 def _examples(verdicts: Iterable[Verdict]) -> Iterator[tuple[str, ...]]:
-    """Yield rows of the page's table, one per function and reason of the launcher: the number of calls, and the call that is
-    closest to the default.
+    """Yield table rows, one for each function and each kind of verdict: the number of calls, and the call that is closest to
+    the default.
     """
     kinds: dict[tuple[str, str, str], list[Verdict]] = {}
     for verdict in verdicts:

@@ -221,8 +221,8 @@ def compare(
 
 
 def _rounding_of_tiny_elements(expected: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the largest relative L2 error of rounding each vector's elements to the multiples of a dtype's smallest number,
-    float64 [num_rows, num_heads]; 0 for a vector of zeros.
+    """Return, for each vector, the largest relative L2 error of rounding its elements to multiples of the dtype's smallest
+    number: float64 [num_rows, num_heads]; 0 for a vector of zeros.
     """
     limits = torch.finfo(dtype)
     smallest = limits.smallest_normal * limits.eps

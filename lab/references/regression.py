@@ -123,7 +123,7 @@ def regress(
 
 
 def _kinds(request_of_row: Tensor, num_heads: int) -> Iterator[tuple[list[str], Tensor]]:
-    """Yield the groups of each kind: their names, and the number of each vector's group, broadcastable to [num_rows,
+    """Yield, for each kind of groups, the groups' names, and the number of each vector's group, broadcastable to [num_rows,
     num_heads].
     """
     device = request_of_row.device

@@ -99,8 +99,7 @@ class TiledKV(NamedTuple):
 
 
 def tiles(kv_lens: list[int], elements: int, device: torch.device, step: int = 1) -> list[Tile]:
-    """Return the tiles that divide the keys of all requests. A tile is as large as the limit of K or V elements in float64
-    allows.
+    """Return tiles that divide the keys of all requests. They are as large as the limit of float64 elements of K or V allows.
 
     Args:
         kv_lens: numbers of keys of the requests, ascending, multiples of `step`.

@@ -73,7 +73,7 @@ class NotComparableError(ValueError):
 
 @dataclass(frozen=True)
 class RowComparison:
-    """One pair of rows, which is either compared or refused with a reason."""
+    """One pair of rows: their comparison, or the reason why they must not be compared."""
 
     identity: Identity
     samples: SampleComparison | None = None
@@ -315,8 +315,8 @@ def _limits_of(rows: Sequence[Row]) -> str:
 
 
 def _doubted(samples: SampleComparison, before: Sequence[Row], after: Sequence[Row]) -> SampleComparison:
-    """Return the comparison, as UNSURE if a limit of the GPU may have caused its verdict. A limit makes a side slower, so a
-    verdict in its favour stays.
+    """Return the comparison, as UNSURE if a limit of the GPU (such as its power limit) may have caused its verdict. A verdict
+    in favour of the limited side stays, because a limit makes a side slower.
     """
     limits = {"before": _limits_of(before), "after": _limits_of(after)}
     clocks_differ = any(_clock_differences(one, other, "sm_clock_mhz", "SM") for one in before for other in after)

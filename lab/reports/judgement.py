@@ -114,7 +114,9 @@ def coverage_table(coverage: Coverage) -> Table:
 
 
 def coverage_notes(coverage: Coverage) -> Iterator[str]:
-    """Yield the numbers of judged pairs and triples of values, why some are impossible, and the first not judged."""
+    """Yield lines about a function's coverage: how many pairs and triples of values were judged, why some are impossible, and
+    the first pairs that were not judged.
+    """
     record = coverage.as_record()
     for name, counts in (("pairs", coverage.pairs), ("triples", coverage.triples)):
         yield f"{name}: " + ", ".join(f"{counts[reach]:,} {reach.value}" for reach in Reach)
@@ -191,7 +193,7 @@ def _verdict(counts: Mapping[Outcome, int], outcome: Outcome) -> str:
 
 
 def _worst(ratio: float) -> Cell:
-    """Return a cell with a ratio of error to bound, in at most five characters. Poison that was read gives up to 1e+30."""
+    """Return a cell with a ratio of error to bound, in at most five characters. The ratio is up to 1e+30 if poison was read."""
     if not math.isfinite(ratio):
         return Cell("inf", math.inf)
     return Cell(">999x" if ratio >= 999.5 else f"{ratio:.0%}" if ratio < 9.995 else f"{ratio:.0f}x", ratio)

@@ -41,14 +41,14 @@ STYLES = {"present": "slower", "absent": "faster", "not reachable": "unsure"}
 
 @dataclass(frozen=True)
 class FindingRow:
-    """A row of the table: a finding, or a region of wrong cases, whose `cited` is "". `cases` are the telling cases."""
+    """A row of the table: a finding, or a region of wrong cases (`cited` is ""). `cases` are those that show it anywhere."""
 
     name: str
     cases: frozenset[CaseKey]
     cited: str = ""
 
     def counts(self, release: Verdicts) -> dict[str, int]:
-        """Return, for a release, how many telling cases show the finding ("wrong"), are right, and are declined."""
+        """Return, for a release, how many of the row's cases show the finding ("wrong"), are right, and are declined."""
         there = [release[key] for key in self.cases if key in release]
         found = Counter(each.outcome for each in there)
         cited = sum(self.cited in each.finding.split(CITED) for each in there)
@@ -64,7 +64,7 @@ class FindingRow:
         return "present" if counts["wrong"] else "absent" if counts["right"] else "not reachable"
 
     def cell(self, release: Verdicts) -> Cell:
-        """Return a cell with the finding's status in a release and the number of cases."""
+        """Return a table cell with the finding's status in a release and its number of cases there."""
         status, counts = self.status(release), self.counts(release)
         cases = {"present": f", {counts['wrong']} of {len(self.cases)}", "absent": f", {counts['right']}"}
         return words(status + cases.get(status, ""), STYLES[status])

@@ -34,7 +34,7 @@ def _word(key: str) -> Callable[[Row], Cell]:
 
 
 def _noted(cell: Callable[[Row], Cell], note: Callable[[Row], Cell], unit: str = "") -> Callable[[Row], Cell]:
-    """Return a column whose cells are those of column `heading`, followed in brackets by those of column `note` with `unit`."""
+    """Return a function that makes a row's cell: that of `cell`, followed in brackets by the text of `note` and `unit`."""
 
     def with_note(row: Row) -> Cell:
         said, noted = cell(row), note(row).text
@@ -145,7 +145,8 @@ def _median_of(implementation: str, rivals: Rivals) -> Cell:
 
 
 def side_by_side_table(run: RecordedRun, name: str = "") -> Table:
-    """Make a table of medians, one row per scenario, one column per implementation. It is empty for fewer than three.
+    """Make a table of medians: one row per scenario, one column per implementation. With fewer than three implementations it is
+    empty.
 
     The column "fastest" names the fastest implementation, and those with the verdict SAME by the rule for interleaved samples.
     """

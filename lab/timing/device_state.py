@@ -38,7 +38,7 @@ class DeviceState:
     throttled_by: set[str] | None = None
 
     def facts(self) -> dict[str, Any]:
-        """Return fields of a recorded row: the range of the SM clock, the maxima of the other readings, and the throttling."""
+        """Return fields for a recorded row: the range of the SM clock, the other readings' maxima, and the limits."""
         return {
             "sm_clock_mhz": [min(self.sm_clocks_mhz), max(self.sm_clocks_mhz)] if self.sm_clocks_mhz else None,
             "memory_clock_mhz": max(self.memory_clocks_mhz, default=None),

@@ -288,7 +288,7 @@ class Kept:
 
 
 def _ready(staged: Staged, contents: BufferContents, turn: int) -> None:
-    """Prepare for a sample: run once untimed, redraw the inputs, fill L2.
+    """Prepare for a sample: run the call once untimed, draw new inputs, and fill L2.
 
     The untimed run leaves the code caches and L2 as between consecutive runs. Its results cannot be reused, because all queries
     are redrawn after it. L2 is filled last, also where buffers rotate: dirty lines of the new contents would otherwise be

@@ -107,7 +107,7 @@ def _first_calls(buffers: Sequence[GpuWork], side: torch.cuda.Stream) -> list[Ca
 
 
 def _check_each_call(buffers: Sequence[GpuWork], calls: Sequence[Call], stream: torch.cuda.Stream) -> None:
-    """Capture the calls, each after a fill of its output with NaN; replay them, and check one call of the second half.
+    """Capture the calls, each after a fill of its output with NaN. Replay them, and check one call of the second half.
 
     So a call that computes the result of a later call in advance is detected.
     """

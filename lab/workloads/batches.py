@@ -20,8 +20,8 @@ _GROUP = re.compile(r"(?P<count>[0-9]*)q(?P<q_len>[0-9]+k?)(s(?P<kv_len>[0-9]+k?
 
 @dataclass(frozen=True, repr=False)
 class Batch:
-    """Query rows and keys of each request. `str` of a batch is its shortest text in the module's grammar, and `repr` is an
-    expression with this text.
+    """The numbers of query rows and of keys of each request. `str` of a batch is its shortest text in the module's grammar, and
+    `repr` is an expression with this text.
 
     Attributes:
         q_lens: query rows of each request: the tokens that are new in this pass. There is at least one request.
@@ -49,7 +49,7 @@ class Batch:
 
     @property
     def prefix_lens(self) -> tuple[int, ...]:
-        """Return the tokens of each request before this pass."""
+        """Return the number of tokens of each request before this pass."""
         return tuple(kv_len - q_len for q_len, kv_len in zip(self.q_lens, self.kv_lens, strict=True))
 
     def __str__(self) -> str:

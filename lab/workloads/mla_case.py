@@ -117,9 +117,7 @@ class MLACase(LatentLayer, PassCase):
 
     @property
     def seen_lens(self) -> tuple[int, ...]:
-        """Return the number of keys that each request's last row sees. In a draft step with `DraftAttention.MLA`, these are the
-        prefix only.
-        """
+        """Return how many keys each request's last row sees: in a draft step with `DraftAttention.MLA` only the prefix."""
         leaves_out_draft = self.draft_step is not None and self.attention is DraftAttention.MLA
         return self.prefix_lens if leaves_out_draft else self.kv_lens
 

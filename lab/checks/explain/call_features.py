@@ -258,8 +258,8 @@ class CallLog:
 
 
 def _comparable(value: Any) -> Any:
-    """Return an argument's value as plain numbers, so that values of two calls can be compared. A number and a tensor of one
-    equal number give the same.
+    """Return an argument's value as plain numbers, so that values of two calls can be compared. A number, and a tensor with
+    only this number, give the same result.
     """
     if isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1):
         return float(f"{float(value):.5g}")

@@ -115,7 +115,7 @@ class Diagnosis:
         return f"{self.answer} {self.broken}".strip()
 
     def as_record(self) -> dict[str, Any]:
-        """Return the diagnosis as JSON data: `sentence`, `regions`, `smallest` and `follows`."""
+        """Return the diagnosis as JSON data with the keys `sentence`, `regions`, `smallest` and `follows`."""
         record: dict[str, Any] = {"sentence": self.sentence, "regions": [each.as_record() for each in self.regions]}
         if self.regions:
             verdict, result = self.regions[0].smallest
@@ -248,8 +248,8 @@ def _units(results: Sequence[CaseResult], held: str) -> _Units:
 
 
 def _follows_from(units: _Units, held: str, regions: Sequence[Region], results: Sequence[CaseResult]) -> bool:
-    """Return True if the wrong results of the kind `held` are a consequence of other errors: nearly all of them lie in
-    `regions` of kinds before `held` in `HELD`.
+    """Return True if the wrong results of kind `held`, such as "LSE", follow from other errors: nearly all lie in regions of
+    kinds that come before `held` in `HELD`.
 
     Wrong LSEs follow from wrong outputs only if most of them belong to a call whose output is wrong.
     """

@@ -199,7 +199,7 @@ def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> Chosen:
     table = holds.astype(np.float32)
 
     def saved(inside_bad: Bits, inside_good: Bits, cost: Bits) -> Bits:
-        """Return the bits that each rule saves; -inf for a rule whose units are not wrong more often than the units outside."""
+        """Return the bits that each rule saves; -inf for a rule if units are not wrong more often inside it than outside."""
         inside = _bits(inside_bad, inside_good) + _bits(all_bad - inside_bad, all_good - inside_good)
         worse = inside_bad * (all_good - inside_good) <= inside_good * (all_bad - inside_bad)
         return np.where(worse, -np.inf, whole - inside - cost)

@@ -58,7 +58,7 @@ class CaseFeature(ABC):
 
 
 class Condition(CaseFeature):
-    """A feature that is true or false. Its text has "{words if true|words if false}"."""
+    """A feature that is true or false. Its text has both wordings in braces: "{words if true|words if false}"."""
 
     def phrase(self, operator: str, value: Value) -> str:
         return _ALTERNATIVES.sub(lambda found: found[1 if operator == "is" else 2], self.text)

@@ -85,7 +85,7 @@ FEATURES = {name: feature for table in TABLES for name, feature in table.items()
 
 
 class UnknownFeatureError(LookupError):
-    """No feature has this name. Add a row to a table for each new field of a case and each new argument of a call."""
+    """No feature has this name. Each field of a case and each argument of a call needs a row in a table of features."""
 
 
 def feature_named(name: str) -> CaseFeature:

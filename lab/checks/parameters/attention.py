@@ -28,8 +28,8 @@ def fields_of(interface: Interface) -> tuple[str, ...]:
 
 
 def balanced(ranges: Ranges, interface: Interface, count: int, seed: int = 0) -> Iterator[AttentionCase]:
-    """Yield `count` random cases in which all values of a field of `Ranges` occur equally often. Many lengths are at ends of
-    pages and tiles. Values that need another compiled kernel come from `builds`.
+    """Yield `count` random cases in which all values of a parameter occur equally often. Many lengths are at ends of pages and
+    tiles. Values that need another compiled kernel come from `builds`.
     """
     seed += SEEDS * ranges.seed
     rng = random.Random(f"{interface.name} {seed}")
@@ -54,7 +54,7 @@ def balanced_nvfp4(ranges: Ranges, interface: Interface, count: int, seed: int) 
 
 def builds(ranges: Ranges, interface: Interface) -> list[Point]:
     """Return a few combinations of the values that select a compiled kernel, such as dtypes and head_dims. All values of a
-    field occur equally often.
+    parameter occur equally often.
 
     There are few combinations, the same for all checks, because many kernels are compiled for each combination. Check K18
     (combinations) judges all pairs of values.

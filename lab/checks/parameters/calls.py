@@ -188,8 +188,8 @@ def _stored(inputs: AttentionInputs, of: Configuration) -> AttentionInputs:
 
 
 def _with_page_twice(inputs: AttentionInputs) -> AttentionInputs:
-    """Return inputs in which the last page of each request with several pages is the page before it, in the page table and in
-    the histories.
+    """Return inputs in which the last page of each request repeats the page before it, if there is one, in the page table and
+    in the histories.
     """
     size, block_tables = inputs.case.page_size, inputs.block_tables.clone()
     histories = list(inputs.histories)

@@ -39,8 +39,8 @@ class Coverage:
     impossible: Mapping[str, int]  # the number of pairs and triples that a rule makes impossible, by the rule's reason
 
     def as_record(self) -> dict[str, Any]:
-        """Return the coverage as JSON data: the values of each axis by their reach, counts, and some blind spots (pairs that no
-        judged case has, although each of the two values was judged).
+        """Return the coverage as JSON data: the values of each axis grouped by their `Reach`, counts, and some blind spots
+        (pairs that no judged case has, although each of the two values was judged).
         """
         blind = self.blind[:MOST_BLIND_SPOTS]
         return {

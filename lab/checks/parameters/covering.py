@@ -126,8 +126,8 @@ class Model:
         return {name: point[name] for name in self.axes}
 
     def _nearest_first(self, names: Iterable[str]) -> list[str]:
-        """Return the axes that are not named. Those that share rules with the named axes come first, so that a conflict is
-        found early.
+        """Return the axes that are not in `names`. Those that share rules with these come first, so that a conflict is found
+        early.
         """
         reached = list(names)
         found = set(reached)
@@ -140,8 +140,8 @@ class Model:
         return [name for name in (*reached, *self.axes) if name not in names]
 
     def _complete(self, point: Point, names: Sequence[str]) -> set[str] | None:
-        """Set the named axes of a point, which have no value yet, to their first values that fit. Return None if values fit,
-        else the axes that conflict.
+        """Give the axes in `names`, which the point lacks, their first values that fit. Return None, or the conflicting axes if
+        no values fit.
 
         If an axis does not conflict with a later axis, its other values are not tried (backjumping). So the time to find out
         that there is no point does not grow with the product of all axes between them.

@@ -92,7 +92,7 @@ class BuiltPass:
     before: dict[str, Tensor]
 
     def changed(self, *of: Any) -> list[str]:
-        """Return the names of the tensors in these objects that differ from their copies in `before`."""
+        """Return the names of those tensors in the given objects that differ from their copies in `before`."""
         now = _tensors(*of)
         return [name for name, tensor in self.before.items() if name in now and not torch.equal(tensor, now[name])]
 

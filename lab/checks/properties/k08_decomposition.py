@@ -50,7 +50,7 @@ def _judge(run: CaseRun) -> None:
 
 
 def one_row(inputs: AttentionInputs, rows: torch.Tensor, back: int) -> AttentionInputs:
-    """Return the inputs of a call with one query row of each request, and the request's keys up to the key of that row.
+    """Return the inputs of a call that has one query row of each request, and the request's keys up to this row's key.
 
     Args:
         inputs: the inputs of a call with several rows per request.

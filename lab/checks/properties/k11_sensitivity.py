@@ -154,8 +154,8 @@ def _several_rows(run: CaseRun) -> AttentionCase:
 
 
 def _sinks_and_window(run: CaseRun, inputs: AttentionInputs) -> dict[str, dict[str, Any]]:
-    """Return sinks and a window as keyword arguments of a call, if the ranges have them. Each is under its name in reports,
-    such as " with sinks".
+    """Return sinks and a window as keyword arguments of a call, if the ranges have them. The keys are names for reports, such
+    as " with sinks".
     """
     found: dict[str, dict[str, Any]] = {}
     if True in run.ranges.sinks:

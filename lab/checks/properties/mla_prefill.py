@@ -172,7 +172,7 @@ class _Backend:
 
 
 def _variations(run: CaseRun, inputs: RaggedInputs, call: GivenCall) -> None:
-    """Make calls with arguments changed that an engine never changes. Each must have its documented effect."""
+    """Change one argument after another that an engine never changes. Each must have its documented effect."""
     case, scale = run.case, 0.7 * run.case.softmax_scale
     tensor = torch.tensor([scale], dtype=torch.float32, device=run.device)
     sinks = torch.linspace(1.0, 4.0, case.num_heads, device=run.device)

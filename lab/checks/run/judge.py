@@ -253,7 +253,7 @@ def _empty_report(
     sources: str,
     settings: tuple[Any, ...],
 ) -> Report:
-    """Return a report without verdicts. Its `run` is the digest of `sources`, of `settings` and of all that it says."""
+    """Return a report without verdicts. Its `run` is a digest of `sources`, of `settings` and of the report's own fields."""
     about, names = environment(), tuple(f"{each.__module__}.{each.__qualname__}" for each in refusals or ())
     run = (name, level, ranges, str(device), refusals, [about.get(part) for part in VERDICT_PARTS])
     digest = digest_of_run(sources, run, settings)

@@ -80,7 +80,7 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """Return True if no further case may be begun: the time has ended, or a faulty case has stopped the run."""
+        """Return True if no further case may be begun: the time is over, or a wrong, failed or dishonest case ended the run."""
         return time.monotonic() > self.end or self.is_stopped
 
     @property

@@ -14,7 +14,7 @@ from lab.workloads.interfaces import Interface
 
 
 class Outcome(NamedEnum):
-    """The conclusion about a case."""
+    """The conclusion about a case, such as RIGHT, WRONG or DECLINED."""
 
     RIGHT = "right"
     WRONG = "wrong"

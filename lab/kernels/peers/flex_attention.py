@@ -136,7 +136,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Rows:
-    """All query rows, as a grid [entries, rows of an entry] for `flex_attention`.
+    """All query rows, as a grid [entries, rows of an entry] for `flex_attention`. An entry is an index of its batch axis.
 
     There is one entry per request if all requests have equally many rows, otherwise a single entry.
 

@@ -221,7 +221,7 @@ def hopper_mla_launches(
 
 
 def _boxes(cache: torch.Tensor, tile: HopperTile) -> Any:
-    """Return the TMA descriptor of a pool. A TMA box holds BOX_BYTES of each key of a tile that lies in one page."""
+    """Return the TMA descriptor of a pool. A TMA box holds those keys of a tile that lie in one page, BOX_BYTES of each key."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

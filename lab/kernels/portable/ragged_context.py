@@ -2,8 +2,8 @@
 
 The call is MLA's prefill before absorption: keys have 192 elements, values 128. 192 is no power of two, so Q and K are loaded
 as two tiles, of 128 and of 64 elements, and the two products are added. One tile of 256 elements, a quarter of them zeros,
-would need a third more products and shared memory. Each block of query rows of a head has a program. It reads the keys that all
-rows of the block see without a mask, and the remaining keys with one.
+would need a third more products and shared memory. Each block of query rows of a head has a program. The program applies a mask
+only to keys that not all rows of the block see.
 """
 
 import torch

@@ -151,7 +151,7 @@ def choose_mla_tile(num_packed_rows: int, kv_bytes: int, capability: Capability 
 
 
 def _most_mla_rows(family: GpuFamily, kv_bytes: int) -> int:
-    """Return the most query rows of an MLA tile that fit a program's shared memory and registers.
+    """Return the largest number of query rows of an MLA tile that fits a program's shared memory and registers.
 
     SM100 would multiply 64 rows by 32 keys with tcgen05, but every such tile spills (results/blackwell-dry-run/portable.md,
     "MLA on SM100").

@@ -110,7 +110,7 @@ def _serial_kernel(
     v2p,
     FORM: tl.constexpr,
 ):
-    """Write one K/V list, of (step, request, branch), and its end in kv_indptr.
+    """Write the K/V list of one (step, request, branch), and the list's end in kv_indptr.
 
     One program writes a list, or several divide it if `by_token_blocks`.
     """

@@ -137,7 +137,7 @@ def _bind_kernel(
     full_to_swa: Tensor | None,
     v2p: Tensor | None,
 ) -> Callable[[], Any]:
-    """Return the kernel with its grid and arguments bound. The arguments must be checked and have at least one request."""
+    """Return the kernel with its grid and arguments bound. The arguments must be checked, with at least one request."""
     from lab.kernels.serving.forward_metadata_kernel import _metadata_kernel  # imports Triton, which the judge may lack
 
     num_requests = seq_lens.numel()
@@ -245,7 +245,7 @@ def _distinct_tables(tables: Sequence[tuple[Tensor | None, int]]) -> tuple[tuple
 
 
 def _grid(num_requests: int, tables: Sequence[Tensor], with_locations: Sequence[PassBuffers]) -> tuple[int, int]:
-    """Return (programs per row of the grid, rows of the grid that write locations).
+    """Return (number of programs in a row of the grid, number of grid rows for write locations).
 
     The grid has one row for all lengths, then a row for each request's pages, then the rows for write locations.
     """

@@ -71,12 +71,12 @@ def sizes(words: str, size: Callable[[Any], int], *among: int) -> Sizes:
 
 
 def page_sizes(*among: int, words: str = "is built for page sizes") -> Sizes:
-    """Return `Sizes` for the page sizes, in tokens, that a kernel over a paged cache supports."""
+    """Return `Sizes` for the page sizes, in tokens, of a kernel that reads a paged cache."""
     return sizes(words, lambda problem: problem.page_size, *among)
 
 
 def dims(what: str, of: Callable[[Any], tuple[int, int]], *among: tuple[int, int]) -> Sizes:
-    """Return `Sizes` for the pairs of dimensions that a kernel supports. `what` names the pair in the sentence."""
+    """Return `Sizes` for the pairs of dimensions in `among`, such as (576, 512). `what` names such a pair in the sentence."""
     return Sizes(f"has kernels for {what} {' or '.join(map(str, among))}", of, among)
 
 

@@ -51,7 +51,7 @@ ANY_PAGES = (*SMALL_PAGES, *(2**power for power in range(7, 31)))
 
 
 class MaskType(NamedEnum):
-    """Which keys a row sees, as trtllm-gen distinguishes kernels. The value is the words of a sentence."""
+    """The kinds of masks that trtllm-gen has separate kernels for. The value of a member is its name in sentences."""
 
     CAUSAL = "causal rows"
     WINDOW = "a window"
@@ -60,7 +60,7 @@ class MaskType(NamedEnum):
 
 @dataclass(frozen=True)
 class Built:
-    """A set of kernels in trtllm-gen's kernel table: one kernel for each combination of these values.
+    """A set of trtllm-gen's kernels. Its kernel table has a kernel for each combination of these values.
 
     Attributes:
         dtypes: dtypes of the query, K/V and the output.

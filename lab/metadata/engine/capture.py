@@ -13,7 +13,7 @@ import torch
 
 @contextlib.contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
-    """Capture into a graph, as `torch.cuda.graph` does, with garbage collection disabled.
+    """While the context is open, capture into a graph as `torch.cuda.graph` does, with garbage collection disabled.
 
     A collection may free another graph and its memory, and freeing memory invalidates a capture in progress.
     """

@@ -118,7 +118,8 @@ class KVPool:
         return -(-self.max_context_len // self.page_size)
 
     def add_request(self, length: int) -> int:
-        """Admit a request of ``length`` tokens (0 allowed) and return its req_pool_index, never 0.
+        """Admit a request of ``length`` tokens, 0 or more. Return its req_pool_index, its row in the request table, which is
+        never 0.
 
         Raises:
             RuntimeError: no row or too few pages are left; nothing is changed then.
@@ -317,5 +318,5 @@ def _ids(pages: list[int], device: torch.device) -> Tensor:
 
 
 def _shuffled_ids(count: int, generator: torch.Generator) -> deque[int]:
-    """Return the ids 1 to count - 1 in random order. Id 0 is left out, because it is a sink."""
+    """Return the ids 1 to count - 1 in random order. Id 0 is left out, because row 0 and page 0 are reserved for padding."""
     return deque((torch.randperm(count - 1, generator=generator) + 1).tolist())

@@ -127,7 +127,7 @@ def key_lens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA
 
 
 def uncounted_tokens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> int:
-    """Return how many keys of a request in this pass ``seq_lens`` does not count.
+    """Return how many keys of a request ``seq_lens`` leaves out in this pass, such as drafted tokens.
 
     In a ragged verification the number differs by request (``extend_seq_lens``). The result is then its bound,
     ``num_draft_tokens``.

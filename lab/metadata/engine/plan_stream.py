@@ -22,7 +22,7 @@ VerifiedT = TypeVar("VerifiedT")
 
 
 class FixUp(NamedEnum):
-    """Whether a part of the planned metadata, the fix-up, is written again after the draft."""
+    """Whether a part of the planned metadata (the fix-up) must be written again after the draft."""
 
     NONE = "none"
     AFTER_DRAFT = "after the draft"

@@ -15,7 +15,7 @@ TAIL_DTYPES = (torch.float16, torch.bfloat16, E4M3)
 
 @dataclass(frozen=True, eq=False)
 class CallSettings:
-    """Arguments that have the same value in all calls of an engine (`trtllm_mha_backend.py`).
+    """The arguments that have the same values in all calls of an engine (`trtllm_mha_backend.py`).
 
     Attributes:
         multi_ctas_kv_counter_buffer: passed to decode calls only. `lab.metadata.allocate_multi_ctas_kv_counters` makes it;

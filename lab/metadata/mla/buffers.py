@@ -165,7 +165,7 @@ def _copy_own(
 
 
 def _write_padded(write: Callable[[], None], metadata: TRTLLMMLADecodeMetadata, rows: Tensor, page_size: int) -> None:
-    """Write the requests' lengths and pages. Then add the padding rows to the lengths, and sink pages for these rows."""
+    """Write the requests' lengths and pages. Then add padding rows to the lengths, and the sink's page 0 for these rows."""
     write()
     assert metadata.seq_lens_q is not None
     keys, table = metadata.seq_lens_k, metadata.block_kv_indices

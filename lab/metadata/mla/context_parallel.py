@@ -120,7 +120,7 @@ def prepare_mla_dcp_attention(
     query_dtype: torch.dtype | None = None,
     workspace_buffer: Tensor | None = None,
 ) -> Callable[[], Tensor]:
-    """Prepare one layer's attention for a whole group: a call per rank, and the merge of all outputs by their LSEs.
+    """Prepare one layer's attention for a whole group of ranks: one call per rank, and a merge of their outputs by the LSEs.
 
     If a rank has no keys of a request, its results for the request are set by `without_keys`.
 

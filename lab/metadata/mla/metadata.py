@@ -39,7 +39,7 @@ COUNTER_BATCH_SIZE = 8192
 
 
 class QueryLayout(NamedEnum):
-    """How the query rows of a pass get the kernel's shape ``[batch_size, max_seq_len_q, heads, head_dim]``."""
+    """How a pass's query rows are brought into the kernel's shape ``[batch_size, max_seq_len_q, heads, head_dim]``."""
 
     VIEW = "view"  # a view of the rows: every request has the same number
     PADDED = "padded"  # each request's rows first, then rows of zeros, whose output is dropped
@@ -301,7 +301,8 @@ def check_mla(pool: KVPool, attention: DraftAttention = DraftAttention.MLA, page
 def allocate_multi_ctas_kv_counters(
     max_batch_size: int, num_qo_heads: int, sm_count: int, device: torch.device | str
 ) -> Tensor:
-    """Allocate trtllm-gen's ``multi_ctas_kv_counter_buffer``, in which CTAs that share a request count how many have finished.
+    """Allocate trtllm-gen's ``multi_ctas_kv_counter_buffer``. In it, the CTAs that share a request count how many of them have
+    finished.
 
     It has a counter of 4 bytes per request and head, at least one per SM, rounded up to a multiple of 8: FlashInfer 0.7.2's
     `get_trtllm_gen_multi_ctas_kv_counter_bytes`. SGLang 0.5.23 allocates it for 8,192 requests, or for more if its CUDA graphs

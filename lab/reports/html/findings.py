@@ -33,7 +33,7 @@ class Finding:
 
     @property
     def order(self) -> tuple[int, str]:
-        """Return a sort key: (the heading's number, or 0 without one; the heading)."""
+        """Return a sort key: the heading's number (0 without one), then the heading."""
         return (int(self.label) if self.label.isdigit() else 0, self.heading)
 
     def html(self, folder: Path) -> str:

@@ -296,7 +296,7 @@ def cited_findings(rows: Sequence[CheckRow]) -> list[Finding]:
 
 
 def _outcome_columns(counts_of: Callable[[Any], Mapping[str, int]]) -> Columns:
-    """Return one column per outcome, with the number of cases. `counts_of` returns these numbers for a record."""
+    """Return a column of numbers of cases for each outcome. `counts_of` returns these numbers for one record."""
 
     def count(outcome: str, record: Any) -> Cell:
         return number(counts_of(record).get(outcome, 0))

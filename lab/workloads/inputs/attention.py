@@ -165,7 +165,7 @@ class AttentionInputs:
         return truth_of_requests(self.query, list(self.histories), list(self.q_lens), self.rules(**changes))
 
     def with_separate_tables(self) -> "AttentionInputs":
-        """Return the same requests with one page table for K and another for V, whose pages are in another order."""
+        """Return the same requests with V's pages in another order than K's, so that K and V need separate page tables."""
         pages, factors = self.v_pages, self.scale_factors
         tables = torch.stack((self.block_tables, len(pages) - 1 - self.block_tables), dim=1)
         moved = with_strides_of(reversed_pages(pages), pages)

@@ -148,8 +148,8 @@ class DraftLists:
         return part.copy_(values)
 
     def _request_table(self, generator: torch.Generator) -> Tensor:
-        """Return ``req_to_token``. Its cells are distinct slots or pages; some are -1 if they are virtual. Cells around its
-        rows hold `FOREIGN`.
+        """Return ``req_to_token``. Its cells are distinct slots or pages; virtual ones may be -1. Cells around its rows hold
+        `FOREIGN`.
         """
         case, dtype = self.case, self.case.dtypes["req_to_token"]
         num_rows, num_columns = len(case.lens) + SPARE_ROWS, max(1, case.longest_row + case.spare_columns)

@@ -59,7 +59,7 @@ class EnginePass:
 
     @property
     def pool_bytes(self) -> int:
-        """Return the bytes of the cache's K and V, or entries."""
+        """Return the size of the cache's K and V, or of its latent entries, in bytes."""
         nbytes: int = self.cache.storage.nbytes
         return nbytes
 
@@ -322,7 +322,7 @@ def new_layer(case: ForwardCase, device: torch.device, generator: torch.Generato
 
 
 def _poison_table_tails(metadata: TRTLLMMHAMetadata, cache: PagedKVCache, case: ForwardCase) -> None:
-    """Fill dead cells with ids of other requests' pages and of unused pages, like the stale cells of a replayed table."""
+    """Fill dead cells of the page tables with other requests' pages and unused pages, as in a replayed table."""
     lens, encoder_lens = metadata.cache_seqlens_int32, metadata.encoder_cache_seqlens
     tables = ((metadata.page_table, lens), (metadata.swa_page_table, lens), (metadata.encoder_page_table, encoder_lens))
     for table, keys in tables:

@@ -209,7 +209,7 @@ class PassRedraw(SeededRedraw):
         return every, None if len(every) == first else torch.cat(tokens)
 
     def _first_kept(self, request: int) -> int:
-        """Return the position of a request's first token in the cache. Pages before a window have been given back."""
+        """Return the position of a request's first token that is still cached. Pages before a window are given back."""
         case = self.forward.case
         before = max(0, case.first_rows[request] - case.window_left) if case.window_left >= 0 else 0
         return int(before // case.page_size * case.page_size)

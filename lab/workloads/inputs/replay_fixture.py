@@ -121,7 +121,7 @@ class ReplayFixture:
         return self.width + 1, 2 * size, 3 * size + 1, self.case.max_context_len
 
     def batch(self, *totals: int, first_request: int = 0) -> ForwardBatch:
-        """Return a batch of consecutive requests, from `first_request` on. `totals` are their keys, new ones included."""
+        """Return a batch of consecutive requests from `first_request` on. `totals` are their keys, new tokens included."""
         mode, count = self.case.mode, len(totals)
         rows, widths = self.rows[first_request : first_request + count], self.widths(count)
         new = widths if mode.draft_step is None else [self._uncounted()] * count
