@@ -118,7 +118,7 @@ def newest() -> KernelTable:
 
 
 def header(table: KernelTable, members: frozenset[str]) -> str:
-    """Return the `flashInferMetaInfo.h` of a table for a launcher.
+    """Return the text of the header `flashInferMetaInfo.h` with a table's kernels, in the form that a launcher reads.
 
     Args:
         table: the kernels.

@@ -267,7 +267,7 @@ def forward_batch(
         slots: slots of the query rows, [sum(q_lens)] int64.
         prefix_lens_cpu: `prefix_lens` on the host; prefills need it.
         draft_step: the number of a draft step, or `FROZEN_KV_STEP`, in DECODE; else None.
-        num_draft_tokens: most rows that a request may have in RAGGED_VERIFY; None: the most rows of a request.
+        num_draft_tokens: largest number of rows that RAGGED_VERIFY permits; None: the largest number in `q_lens`.
         num_padding_rows: query rows after the requests' rows.
 
     Raises:

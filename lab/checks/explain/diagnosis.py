@@ -206,19 +206,19 @@ class _Units(NamedTuple):
     case_of: list[int]
 
     def with_rule(self, rule: Rule) -> Bits:
-        """Return, for each unit, whether a rule holds (all of its literals do): bool [units]."""
+        """Return, for each unit (request or whole result), whether all literals of a rule hold in it: bool [units]."""
         found = np.ones(len(self.features), dtype=bool)
         for literal in rule:
             found &= literal.holds(self.features)
         return found
 
     def results_with(self, units: Bits) -> Bits:
-        """Return, for each result, whether at least one of the given units belongs to it: bool [results]."""
+        """Return, for each result, whether one of the given units (its requests, or itself) belongs to it: bool [results]."""
         return np.bincount(self.result_of[units], minlength=len(self.results)) > 0
 
 
 def _units(results: Sequence[CaseResult], held: str) -> _Units:
-    """Return the units of the results in which `held`, a key of `HELD` such as "output", was compared.
+    """Return the units (requests or whole results) in which `held`, a key of `HELD`, such as "output", was compared.
 
     Some kinds of results are recorded only if they are wrong. For these, results of other kinds serve as the right ones.
     """

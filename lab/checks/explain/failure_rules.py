@@ -51,7 +51,7 @@ class Literal:
         return feature_named(self.feature).phrase(self.operator, self.value)
 
     def holds(self, units: Sequence[Features]) -> Bits:
-        """Return, for each unit, whether the literal is true of its features: bool [units]."""
+        """Return, for each unit (request or whole result), whether the literal is true of its features: bool [units]."""
         column = feature_named(self.feature).column([features.get(self.feature) for features in units])
         return OPERATORS[self.operator](column, self.value)
 
@@ -61,7 +61,7 @@ Chosen = tuple[int, ...]  # the literals of a rule, by their numbers
 
 
 def find_rules(units: Sequence[Features], wrong: Bits, cases: Sequence[int]) -> list[Rule]:
-    """Return the rules that separate wrong units from right ones, the most informative rule first.
+    """Return rules that separate wrong units (requests or whole results) from right ones, the most informative rule first.
 
     Args:
         units: the features of each unit (one request of a result, or a whole result).
@@ -81,7 +81,7 @@ def find_rules(units: Sequence[Features], wrong: Bits, cases: Sequence[int]) -> 
 
 
 def sampled(wrong: Bits, cases: Sequence[int]) -> tuple[Bits, Bits]:
-    """Return the indices of a sample of the units, among which rules are searched, and the weight of each.
+    """Return the indices of a sample of the units (requests or whole results) for the search of rules, and each one's weight.
 
     If there are many wrong or many right units, the sample has only every second, third and so on. The n units of a case weigh
     sqrt(n + 8) together, because they depend on each other.
@@ -98,8 +98,8 @@ def sampled(wrong: Bits, cases: Sequence[int]) -> tuple[Bits, Bits]:
 
 
 class _Search:
-    """A search for rules. Units in which the same literals hold form a group. `bad` and `good` are the weights of wrong and of
-    right units in each group.
+    """A search for rules. Units (requests or whole results) in which the same literals hold form a group. `bad` and `good` are
+    the weights of wrong and of right units in each group.
     """
 
     def __init__(self, units: Sequence[Features], wrong: Bits, weights: Bits) -> None:
@@ -130,7 +130,7 @@ class _Search:
         return found
 
     def _inside(self, rules: Sequence[Chosen]) -> Bits:
-        """Return, for each group of units, whether at least one of the rules holds in it."""
+        """Return, for each group of units (requests or whole results), whether at least one of the rules holds in it."""
         inside = np.zeros(len(self.bad), dtype=bool)
         for chosen in rules:
             inside |= self.holds[list(chosen)].all(axis=0)
@@ -157,13 +157,13 @@ class _Search:
         return rules
 
     def _purity(self, chosen: Chosen, left: Bits) -> float:
-        """Return the fraction of wrong units, by weight, among the units of `left` in which the rule `chosen` holds."""
+        """Return the fraction of wrong units (requests or results), by weight, among those of `left` in which a rule holds."""
         inside = left & self._inside([chosen])
         return float(self.bad[inside].sum() / max((self.bad + self.good)[inside].sum(), 1e-9))
 
     def _pruned(self, chosen: Chosen, left: Bits) -> Chosen:
-        """Remove "is not" and "!=" literals from a rule if the fraction of wrong units stays high without them. Such literals
-        may exclude only results that are right by chance.
+        """Return a rule without "is not" and "!=" literals if the fraction of wrong requests or results stays high without
+        them. Such literals may exclude only results that are right by chance.
         """
         for number in chosen:
             rest = tuple(each for each in chosen if each != number)
@@ -199,7 +199,7 @@ def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> Chosen:
     table = holds.astype(np.float32)
 
     def saved(inside_bad: Bits, inside_good: Bits, cost: Bits) -> Bits:
-        """Return the bits that each rule saves; -inf for a rule if units are not wrong more often inside it than outside."""
+        """Return the bits that each rule saves; -inf for a rule if wrong results are not more frequent inside than outside."""
         inside = _bits(inside_bad, inside_good) + _bits(all_bad - inside_bad, all_good - inside_good)
         worse = inside_bad * (all_good - inside_good) <= inside_good * (all_bad - inside_bad)
         return np.where(worse, -np.inf, whole - inside - cost)
@@ -226,14 +226,14 @@ def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> Chosen:
 
 
 def _bits(bad: Any, good: Any) -> Any:
-    """Return the number of bits that say which of `bad + good` units are wrong."""
+    """Return the number of bits that say which of `bad` + `good` requests or results are the wrong ones."""
     total = np.maximum(bad + good, 1e-9)
     return sum(side * np.log2(total / np.maximum(side, 1e-9)) for side in (bad, good))
 
 
 def _table(units: Sequence[Features]) -> tuple[list[Literal], Bits, Bits]:
-    """Return the literals that hold for some but not all units; a bool array [literals, units] of where they hold; and their
-    costs in bits.
+    """Return the literals that hold for some but not all units (requests or whole results); a bool array [literals, units] of
+    where they hold; and their costs in bits.
 
     If several literals hold for the same units, only the cheapest is kept.
     """

@@ -3,7 +3,7 @@ limit.
 
 Glossary:
 
-* piece: some key tiles of one request and one K/V head, and the block of packed query rows (128 or 64) that sees them. *
+* piece: some key tiles of one request and one K/V head, and the block of packed query rows (128 or 64) that sees them.
 * partition: a group of a program's warps with a task of its own, such as loading tiles.
 * ring: a circular buffer of K or V tiles in shared memory. A slot of the ring holds one tile.
 * full, empty: the two barriers of a slot. They complete when a tile has arrived in the slot and when it has been read.

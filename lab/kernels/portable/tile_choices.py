@@ -50,7 +50,7 @@ def choose_tile(num_packed_rows: int, head_dim: int, kv_bytes: int, capability: 
     registers for addresses.
 
     Args:
-        num_packed_rows: most rows of one request.
+        num_packed_rows: largest number of rows in a request.
         head_dim: head_dim of K and V.
         kv_bytes: bytes of an element of K and V.
         capability: (major, minor) of the GPU; None for the interpreter, which runs SM90's tiles.
@@ -130,7 +130,7 @@ def choose_mla_tile(num_packed_rows: int, kv_bytes: int, capability: Capability 
     SM90 multiprocessor, so 128 rows would not fit. More rows become more blocks, which read the entries again through L2.
 
     Args:
-        num_packed_rows: most rows of one request.
+        num_packed_rows: largest number of rows in a request.
         kv_bytes: bytes of an element of the cache.
         capability: (major, minor) of the GPU, whose shared memory limits the rows; None for the interpreter, which runs SM90's
             tiles.
@@ -170,7 +170,8 @@ def choose_ragged_tile(max_q_len: int, head_dim: int, v_head_dim: int, capabilit
     two warp groups of Hopper's asynchronous products. The tiles were compiled, but not timed on any GPU.
 
     Args:
-        max_q_len: most rows of one request. There are only four tiles, so that a new length rarely compiles a new kernel.
+        max_q_len: largest number of rows in a request. There are only four tiles, so that a new length rarely compiles a new
+            kernel.
         head_dim, v_head_dim: head_dim of the keys and of the values.
         capability: (major, minor) of the GPU; None for the interpreter, which runs SM90's tiles.
     """

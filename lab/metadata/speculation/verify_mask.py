@@ -76,7 +76,7 @@ def verify_mask_cells(
     Args:
         form: FULL has ``d * seq_lens_sum + batch_size * d * d`` cells, QLEN_ONLY ``batch_size * d * d``.
         batch_size, num_draft_tokens: requests, and d.
-        max_context_len: most tokens of one request, without its draft tokens.
+        max_context_len: largest number of tokens in a request, without its draft tokens.
         seq_lens_sum: tokens of all requests, if the host knows the number. None: every request has ``max_context_len`` tokens,
             the size of a buffer for all steps.
 

@@ -19,11 +19,11 @@ NUMBERS_SHARE = 0.07  # share of the axis's length, at its left, for the number 
 
 
 def roofline_figure(rows: Sequence[Row], title: str, ceilings: Mapping[str, Any]) -> Figure:
-    """Draw rates against intensity under the roofs, with a colour per implementation and a marker per mode, hollow if
-    throttled.
+    """Draw rates against intensity, with a colour per implementation and a marker per mode (hollow if throttled), under the
+    roofs.
 
     A roof is the least of the memory's and the matrix units' rate, as in Williams, Waterman and Patterson 2009; `ceilings` are
-    `lab.timing.Ceilings.facts`, of which a roof needs both rates. The rows must have operations and bytes.
+    `lab.timing.Ceilings.facts`. A roof is drawn if both of its rates are known. The rows must have operations and bytes.
     """
     figure, axes = style.one_panel(title, 6.0, log="xy", width_inches=WIDTH_INCHES)
     intensities = [row.facts["operations"] / row.facts["bytes_moved"] for row in rows]
