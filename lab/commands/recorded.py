@@ -58,7 +58,8 @@ def shrink(
         if len(cases) > 1:
             raise ValueError(f"{recording} has {len(cases)} calls: name one, such as {recording}#{cases[0].number}")
         call, find = cases[0].read(), None
-        versions = {"GPU": "not recorded"} | {package: version.split()[0] for package, version in call.versions.items()}
+        versions = {"GPU": call.gpu or "not recorded"}
+        versions |= {package: version.split()[0] for package, version in call.versions.items() if version}
         if not from_outputs:
             name, here = implementation or MODULES[call.function], environment()
             function = getattr(load(name), call.function.value, None)

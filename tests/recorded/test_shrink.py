@@ -17,7 +17,7 @@ from corpus.kernels import kernel
 from lab import references
 from lab.calls import AttentionCall
 from lab.calls.problem import E4M3
-from lab.recorded import shrink
+from lab.recorded import Triggers, record, shrink
 from lab.recorded.call import RecordedCall, RecordingError
 from lab.recorded.repro import repro, write_repro
 from lab.recorded.shrink import Fault, Reason, fault_by_calling, shrunk
@@ -505,6 +505,18 @@ def test_the_command_shrinks_by_calling_and_writes_an_issue(tmp_path: Path, caps
     assert "Expected, in float64: " in text
     assert f"torch {torch.__version__.split('+')[0]}" in text
     assert "/repro" not in text
+
+
+def test_a_call_in_the_labs_own_form_is_shrunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its versions name packages that are not installed, and it may have no GPU."""
+    module = ModuleType("an_engines_kernels")
+    vars(module)[DECODE.value] = _without_bmm2_scale
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr("lab.recorded.recorder.version_of", lambda package: {"torch": "2.11.0 (a build)"}.get(package))
+    with record(tmp_path / "calls", triggers=Triggers(shadow=1), functions=[module]):
+        getattr(module, DECODE.value)(**decode_arguments(bmm2_scale=2.0))
+    assert run(f"recorded shrink {tmp_path}/calls#1 --from-outputs --out {tmp_path}/repro") == 0
+    assert "GPU not recorded, torch 2.11.0\n" in (tmp_path / "repro" / "ISSUE.md").read_text()
 
 
 def test_the_program_runs_alone(tmp_path: Path) -> None:
