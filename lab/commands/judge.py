@@ -99,8 +99,8 @@ Calls = Annotated[
     str | None,
     typer.Option(
         metavar="FOLDER[#3]",
-        help="judge calls that FlashInfer recorded in an engine (FLASHINFER_LOGLEVEL=10): their outputs, or those of "
-        "IMPLEMENTATION for their inputs",
+        help="judge calls that `lab record` or FlashInfer recorded in an engine: their outputs, or those of IMPLEMENTATION "
+        "for their inputs",
     ),
 ]
 Watched = Annotated[

@@ -152,6 +152,8 @@ def _renumbered(given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """
     pool = given["kv_cache"][0] if isinstance(given["kv_cache"], tuple | list) else given["kv_cache"]
     tables, seq_lens = given["block_tables"].cpu().long(), given["seq_lens"].cpu().long()
+    if tables.dim() != (2 if given.get("uses_shared_paged_kv_idx", True) else 3):
+        raise ValueError(f"block_tables of shape {list(tables.shape)} are no page tables")
     page_size = pool.shape[-3 if given.get("kv_layout") == "NHD" else -2]
     window, q_len = given.get("window_left", -1), max(given.get("q_len_per_req") or 1, given.get("max_q_len") or 0)
     first = ((seq_lens - q_len - window).clamp(min=0) if window >= 0 else torch.zeros_like(seq_lens)) // page_size

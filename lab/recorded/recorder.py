@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -94,6 +94,12 @@ class _Call:
         return f"call {self.number}{layer}{f', replay {self.replay}' if self.replay else ''}"
 
 
+@dataclass
+class _Graph:
+    calls: list[_Call] = field(default_factory=list)
+    replays: int = 0
+
+
 class _OfThread(threading.local):
     is_busy = False  # inside a recorded call, whose own calls are not recorded
     graph: Any = None  # the graph that is captured
@@ -117,7 +123,7 @@ class Recorder:
         self._start, self._said = time.monotonic(), set[str]()
         self._numbers, self._matching = itertools.count(1), itertools.count(1)
         self._lock, self._of_thread = threading.Lock(), _OfThread()
-        self._graphs: WeakKeyDictionary[Any, list[_Call]] = WeakKeyDictionary()  # the calls in each graph
+        self._graphs: WeakKeyDictionary[Any, _Graph] = WeakKeyDictionary()
         self._wrapping = Wrapping(self._wrapper, [each.value for each in AttentionCall], functions)
         self._of_graphs: dict[str, Callable[..., Any]] = {}
 
@@ -146,7 +152,7 @@ class Recorder:
                 return original(*args, **kwargs)
             number = next(self._numbers)
             is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-            if not is_captured and not self._chooses(_layer_of_caller):
+            if not is_captured and not self._chooses(_layer_of_caller() if self.triggers.layers else None):
                 return original(*args, **kwargs)
             given = dict(zip(names, args, strict=False)) | kwargs
             call = _Call(function, given, number, _layer_of_caller(), _now())
@@ -155,12 +161,13 @@ class Recorder:
 
         return recorded
 
-    def _chooses(self, layer: Callable[[], int | None]) -> bool:
+    def _chooses(self, layer: int | None) -> bool:
         """Return True if a call may be kept, as far as can be known without its tensors."""
         triggers = self.triggers
         return (
-            triggers.from_s <= time.monotonic() - self._start <= triggers.until_s
-            and (not triggers.layers or layer() in triggers.layers)
+            not self.has_ended
+            and triggers.from_s <= time.monotonic() - self._start <= triggers.until_s
+            and (not triggers.layers or layer in triggers.layers)
             and next(self._matching) % (triggers.shadow or triggers.every) == 0
         )
 
@@ -180,10 +187,10 @@ class Recorder:
         return returned
 
     def _captured(self, call: _Call, run: Callable[[], Any]) -> Any:
-        returned = self._run(run)
-        if (calls := self._graphs.get(self._of_thread.graph)) is not None:
+        returned, graph = self._run(run), self._of_thread.graph
+        if graph is not None:
             given = _apart_from_results(call.given, lambda _: own_form.Lost("the call overwrote it, in a CUDA graph"))
-            calls.append(replace(call, given=given).returning(returned))
+            self._graphs[graph].calls.append(replace(call, given=given).returning(returned))
         return returned
 
     def _run(self, run: Callable[[], Any]) -> Any:
@@ -194,7 +201,7 @@ class Recorder:
             self._of_thread.is_busy = False
 
     def _after_capture_begin(self, graph: Any) -> None:
-        self._of_thread.graph, self._graphs[graph] = graph, []
+        self._of_thread.graph, self._graphs[graph] = graph, _Graph()
 
     def _after_capture_end(self, graph: Any) -> None:
         self._of_thread.graph = None
@@ -203,12 +210,12 @@ class Recorder:
         self._graphs.pop(graph, None)
 
     def _after_replay(self, graph: Any) -> None:
-        calls = self._graphs.get(graph, [])
-        for place, call in enumerate(calls):
-            calls[place] = replayed = replace(call, replay=call.replay + 1, time=_now())
-            if self._chooses(lambda layer=call.layer: layer):  # type: ignore[misc]
+        captured = self._graphs.get(graph, _Graph())
+        captured.replays += 1
+        for call in captured.calls:
+            if self._chooses(call.layer):
                 with self._surviving():
-                    self._consider(replayed)
+                    self._consider(replace(call, replay=captured.replays, time=_now()))
 
     def _consider(self, call: _Call, path: Path | None = None) -> None:
         """Keep a call that returned, if it meets the triggers that need its tensors; else remove the file of its inputs."""
@@ -345,11 +352,20 @@ def _followed(method: Callable[..., Any], hook: Callable[[Any], None]) -> Callab
 
 
 def _apart_from_results(given: Mapping[str, Any], saved: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
-    """Return arguments with `saved(tensor)` in place of a tensor whose storage holds `out` or `lse` too."""
-    storage_of = {name: each.untyped_storage().data_ptr() for name, each in given.items() if hasattr(each, "data_ptr")}
-    written = {storage_of[name] for name in RESULTS if name in storage_of}
-    overwritten = {name for name, storage in storage_of.items() if storage in written} - {*RESULTS}
-    return {name: saved(value) if name in overwritten else value for name, value in given.items()}
+    """Return arguments with `saved(tensor)` in place of a tensor that overlaps with `out` or `lse` in memory."""
+    spans = {name: _span(value) for name, value in given.items() if isinstance(value, torch.Tensor)}
+    written = [spans[name] for name in RESULTS if name in spans]
+    apart = dict(given)
+    for name in spans.keys() - {*RESULTS}:
+        if any(spans[name].start < each.stop and each.start < spans[name].stop for each in written):
+            apart[name] = saved(given[name])
+    return apart
+
+
+def _span(tensor: torch.Tensor) -> range:
+    """Return the addresses of a tensor's bytes, those of gaps included."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return range(start := tensor.data_ptr(), start + (last + 1) * tensor.element_size() if tensor.numel() else start)
 
 
 def _layer_of_caller() -> int | None:

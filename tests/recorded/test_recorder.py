@@ -373,9 +373,11 @@ def test_an_error_of_the_recorder_is_logged_once_and_not_raised(
     with record_calls(tmp_path, functions=[module]) as recorder:
         for _ in range(2):
             getattr(module, DECODE)(query=torch.ones(2), block_tables="none")
+        getattr(module, DECODE)(**decode_arguments(sparse_mla_top_k=4, block_tables=torch.ones(3, 1, 4)))
     assert recorder.kept == 0
-    (sentence,) = caplog.messages
-    assert "a call is not recorded: KeyError: 'kv_cache'" in sentence
+    first, second = caplog.messages
+    assert "a call is not recorded: KeyError: 'kv_cache'" in first
+    assert "block_tables of shape [3, 1, 4] are no page tables" in second
 
 
 def test_calls_of_several_threads_are_all_recorded(module: ModuleType, tmp_path: Path) -> None:
@@ -523,6 +525,28 @@ def test_an_argument_that_a_captured_call_overwrites_is_lost_and_said(module: Mo
         _captured(module, arguments).replay()
     (verdict,) = judge_calls(tmp_path, device="cpu", isolated=False).verdicts
     assert "does not hold query: the call overwrote it, in a CUDA graph" in verdict.reason
+
+
+@pytest.mark.usefixtures("graphs")
+def test_a_query_beside_the_output_in_one_buffer_is_kept(module: ModuleType, tmp_path: Path) -> None:
+    arguments = decode_arguments()
+    buffer = torch.cat((arguments["query"], arguments["query"]))
+    arguments |= {"query": buffer[:3], "out": buffer[3:]}
+    with record_calls(tmp_path, functions=[module]):
+        _captured(module, arguments).replay()
+    assert _outcomes(tmp_path) == [Outcome.RIGHT]
+
+
+def test_a_graph_whose_capture_began_before_the_recorder_is_not_recorded(
+    module: ModuleType, tmp_path: Path, graphs: type[FakeGraph]
+) -> None:
+    graph = graphs()
+    graph.capture_begin()
+    with record_calls(tmp_path, functions=[module]) as recorder:
+        _decode(module)
+        graph.capture_end()
+        graph.replay()
+    assert recorder.kept == 0
 
 
 @pytest.mark.usefixtures("graphs")

@@ -150,7 +150,7 @@ def judge_calls(recording: Path | str, implementation: str = NAME_OF_OUTPUTS, **
     requests; see `lab.checks.properties.recorded`.
 
     Args:
-        recording: a folder of calls that FlashInfer recorded, or "FOLDER#3" for its third call alone.
+        recording: a folder of calls that `lab record` or FlashInfer recorded, or "FOLDER#3" for its third call alone.
         implementation: name of the implementation that is called with the recorded inputs. By default the recorded results are
             judged.
         settings: as in `judge`, without the settings that choose cases.
