@@ -25,9 +25,7 @@ class Kind:
 
     words: Callable[[], str]  # returns what a value is, after "is not"
     holds: Callable[[Any], bool]  # tells whether something is a value
-    parse: Callable[[str], Any] = (
-        int  # makes a value of its text, or something that `holds` refuses, or raises ValueError
-    )
+    parse: Callable[[str], Any] = int  # makes a value of its text, or what `holds` refuses, or raises ValueError
     metavar: str = "N,N,..."  # stands for the values in a help text
 
     def read(self, text: str) -> Any:
@@ -115,9 +113,7 @@ class Option:
     help: str
     kind: Kind
     is_several: bool = True  # the field is a tuple of values
-    beyond: tuple[
-        Any, ...
-    ] = ()  # values that K18 judges too in a default field; a kernel for the usual sizes declines them
+    beyond: tuple[Any, ...] = ()  # values that K18 judges too in a default field; usual kernels decline them
     likely: tuple[Any, ...] = ()  # the values that kernels take the most often, the likeliest first
 
     @property
@@ -176,11 +172,7 @@ class Ranges:
         (64, 128, 256), _whole(2), "head_dim of the cache", beyond=(80, 96, 192, 512), likely=(128, 64)
     )
     page_sizes: tuple[int, ...] = _several(
-        (16, 32, 64, 128),
-        POWER_OF_TWO,
-        "tokens per page of the cache",
-        beyond=(8, 256, 512, 1),
-        likely=(64, 16, 32),
+        (16, 32, 64, 128), POWER_OF_TWO, "tokens per page of the cache", beyond=(8, 256, 512, 1), likely=(64, 16, 32)
     )
     q_lens: tuple[int, ...] = _several(
         (1, 2, 3, 4, 5, 6, 7, 8),

@@ -10,7 +10,7 @@ from lab.reports.tables import ABSENT, Cell, Columns, Table, make_table, number,
 from lab.timing.statistics import Speed
 from lab.wording import counted
 
-FEWEST_SIDE_BY_SIDE = 3  # for two implementations, the table of the fastest is enough
+MEDIAN_STYLES = {Speed.SAME: "faster", Speed.UNSURE: "unsure"}  # by the verdict against the fastest implementation
 # Rows are sorted by these facts, so that the tables do not depend on the order of the tests.
 ORDER = ("mode", "geometry", "requests", "query_tokens", "kv_tokens", "scenario", "page_size", "clock", "l2")
 
@@ -89,35 +89,11 @@ def timing_tables(run: RecordedRun, name: str = "") -> list[Table]:
     others = plain_table(
         run.other_rows, f"{name}-others", "Host time, and times without a recorded clock: not GPU time"
     )
-    side_by_side, not_timed = side_by_side_table(run, f"{name}-side-by-side"), not_timed_table(run, f"{name}-not-timed")
-    return [table for table in (side_by_side, gpu, others, not_timed) if table.rows]
+    return [table for table in (gpu, others, not_timed_table(run, f"{name}-not-timed")) if table.rows]
 
 
 def _of_fastest(cell: Callable[[Row], Cell]) -> Callable[[Rivals], Cell]:
     return lambda rivals: cell(rivals.rows[0])
-
-
-def fastest_table(run: RecordedRun, name: str = "") -> Table:
-    """Make a table of the fastest implementation in each scenario, and the factor by which the second fastest is slower.
-
-    A scenario with only one implementation has a row if its time over floor is known.
-    """
-    shown = [each for each in run.rivals if each.speeds or each.rows[0].time_over_floor is not None]
-    columns: Columns = {
-        "scenario": _of_fastest(GPU_COLUMNS["scenario"]),
-        "fastest": _of_fastest(GPU_COLUMNS["implementation"]),
-        **{heading: _of_fastest(GPU_COLUMNS[heading]) for heading in ("median, µs", "time over floor")},
-        "bound by": _of_fastest(_word("floor_bound")),
-        "next": lambda rivals: words(rivals.rows[1].implementation if rivals.speeds else None),
-        "next takes, times": lambda rivals: number(
-            rivals.rows[1].median_us / rivals.rows[0].median_us if rivals.speeds else None, 2
-        ),
-        "next is": lambda rivals: words(rivals.speeds[0].name if rivals.speeds else None),
-        **{heading: _of_fastest(cell) for heading, cell in SETTINGS.items()},
-    }
-    return make_table(
-        columns, shown, name=name and f"{name}-fastest", caption="Fastest implementation of each scenario"
-    )
 
 
 def fastest_sentence(runs: Sequence[RecordedRun]) -> str:
@@ -139,29 +115,30 @@ def fastest_sentence(runs: Sequence[RecordedRun]) -> str:
 
 
 def _median_of(implementation: str, rivals: Rivals) -> Cell:
-    """Return the cell of an implementation's median, in the style "faster" if it is the fastest or the SAME as the fastest."""
-    median_us = next((row.median_us for row in rivals.rows if row.implementation == implementation), None)
-    return replace(number(median_us, 1), style="faster" if implementation in rivals.as_fast else "")
+    """Return the cell of an implementation's median, in the style of its verdict against the fastest; a dash if it has none."""
+    found = zip(rivals.rows, (Speed.SAME, *rivals.speeds), strict=True)
+    verdicts = {row.implementation: (row.median_us, MEDIAN_STYLES.get(speed, "")) for row, speed in found}
+    median_us, style = verdicts.get(implementation, (None, ""))
+    return replace(number(median_us, 1), style=style)
 
 
-def side_by_side_table(run: RecordedRun, name: str = "") -> Table:
-    """Make a table of medians: one row per scenario, one column per implementation. With fewer than three implementations it is
-    empty.
+def fastest_table(run: RecordedRun, name: str = "") -> Table:
+    """Make a table of medians: one row per scenario, one column per implementation. It is empty for a single implementation.
 
     The column "fastest" names the fastest implementation, and those with the verdict SAME by the rule for interleaved samples.
     """
     names = sorted({row.implementation for row in run.gpu_rows})
-    if len(names) < FEWEST_SIDE_BY_SIDE:
-        return make_table({}, [], name=name)
     columns: Columns = {
         "scenario": _of_fastest(GPU_COLUMNS["scenario"]),
-        "floor, µs": _of_fastest(_fact("floor_us", 2)),
+        "floor, µs": _of_fastest(GPU_COLUMNS["floor, µs"]),
         "fastest": lambda rivals: words(", ".join(rivals.as_fast)),
+        "time over floor": _of_fastest(GPU_COLUMNS["time over floor"]),
         **{f"{each}, µs": partial(_median_of, each) for each in names},
         **{heading: _of_fastest(cell) for heading, cell in SETTINGS.items()},
     }
     caption = "Implementations side by side, medians; in each scenario their samples were taken in turns"
-    return make_table(columns, run.rivals, name=name, caption=caption, say_once=SETTINGS)
+    rivals = run.rivals if len(names) > 1 else []
+    return make_table(columns, rivals, name=name and f"{name}-fastest", caption=caption, say_once=SETTINGS)
 
 
 def not_timed_table(run: RecordedRun, name: str = "") -> Table:

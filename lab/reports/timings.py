@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from lab.files import write_text
 from lab.reports.recorded import RecordedRun, environment_facts, grouped, value_at
 from lab.reports.tables import items, markdown_of, table_of_lines
-from lab.reports.timing_tables import ceiling_table, methods, sorted_rows, timing_tables
+from lab.reports.timing_tables import ceiling_table, fastest_table, methods, sorted_rows, timing_tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,7 +38,7 @@ def report_markdown(run: RecordedRun, pictures: Sequence[str] = ()) -> str:
     if run.gpu_rows:
         blocks += ["## Method", items(f"{timed_by}: {method}." for timed_by, method in methods(run.gpu_rows)), METHOD]
         blocks += [f"![{Path(picture).stem.replace('-', ' ')}]({picture})" for picture in pictures]
-    for table in filter(lambda table: table.rows, (ceiling_table(run), *timing_tables(run))):
+    for table in filter(lambda table: table.rows, (ceiling_table(run), fastest_table(run), *timing_tables(run))):
         common = "; ".join(f"{heading} {text}" for heading, text in table.common)
         blocks += [f"## {table.caption}", *([f"In all rows: {common}."] if common else ()), markdown_of(table)]
     return "\n\n".join(blocks) + "\n"

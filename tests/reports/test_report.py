@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lab.reports.recorded import RecordedRun, read_run
-from lab.reports.timing_tables import fastest_sentence
+from lab.reports.timing_tables import fastest_sentence, fastest_table
 from lab.reports.timings import figures, report_markdown
 from tests.commands.command import run
 from tests.reports.recorded_runs import benchmark, entry, host_entry, samples_us, write_run
@@ -116,12 +116,12 @@ def test_settings_that_differ_get_a_column(tmp_path: Path) -> None:
 def test_throttled_rows_are_marked_and_named(tmp_path: Path) -> None:
     rows = [*entries(), entry("extend/llama-3.1-8b/8q4k", throttled_by=["software power cap", "thermal limit"])]
     text = report_markdown(run_of(tmp_path, rows))
-    (line,) = lines_with(text, "extend/llama-3.1-8b/8q4k")
+    (line,) = lines_with(text.split("## GPU time")[1], "extend/llama-3.1-8b/8q4k")
     assert "| software power cap, thermal limit |" in line
     assert text.count("software power cap") == 1
     assert "held back by" not in report_markdown(run_of(tmp_path, entries()))
     unwatched = report_markdown(run_of(tmp_path, [*entries(), entry("extend/llama-3.1-8b/8q4k", throttled_by=None)]))
-    (line,) = lines_with(unwatched, "extend/llama-3.1-8b/8q4k")
+    (line,) = lines_with(unwatched.split("## GPU time")[1], "extend/llama-3.1-8b/8q4k")
     assert "| not known |" in line
 
 
@@ -143,12 +143,12 @@ def test_many_implementations_stand_side_by_side_and_the_fastest_are_named(tmp_p
     part = text.split("## Implementations side by side")[1].split("\n##")[0]
     heading, _, decode, extend = lines_with(part, "|")
     assert heading == (
-        "| scenario | floor, µs | fastest | peers.fa4, µs | peers.slow, µs | portable, µs | trtllm, µs |"
+        "| scenario | floor, µs | fastest | time over floor | peers.fa4, µs | peers.slow, µs | portable, µs | trtllm, µs |"
     )
     cells = [cell.strip() for cell in decode.split("|")[1:-1]]
-    assert cells[:3] == ["decode/llama-3.1-8b/64q1s4k", "253.37", "portable, trtllm"]
-    assert [round(float(cell)) for cell in cells[3:]] == [300, 899, 260, 260]
-    assert extend.split("|")[3:7] == [" portable ", " – ", " – ", f" {recorded.gpu_rows[-1].median_us:.1f} "]
+    assert cells[:4] == ["decode/llama-3.1-8b/64q1s4k", "253.37 (memory)", "portable, trtllm", "1.03"]
+    assert [round(float(cell)) for cell in cells[4:]] == [300, 899, 260, 260]
+    assert extend.split("|")[3:8] == [" portable ", " 1.03 ", " – ", " – ", f" {recorded.gpu_rows[-1].median_us:.1f} "]
     assert lines_with(text.split("## Not timed")[1], "|")[2:] == [
         f"| peers.other | {reason} | all |",
         "| trtllm | no such head | decode/tiny/1q1s1k, decode/tiny/2q1s1k |",
@@ -169,8 +169,20 @@ def test_a_scenario_is_won_by_who_is_clearly_the_fastest(tmp_path: Path) -> None
     assert fastest_sentence([run_of(tmp_path, [alone])]) == ""
 
 
-def test_two_implementations_have_no_table_of_their_own(tmp_path: Path) -> None:
-    text = report_markdown(run_of(tmp_path, entries()))
+def test_a_median_has_the_style_of_its_verdict_against_the_fastest(tmp_path: Path) -> None:
+    near = [260.0 * factor for factor in (0.90, 0.97, 1.0, 1.04, 1.13)]  # around the fastest, and wide
+    rows = [*turns(), entry(implementation="lab.kernels.peers.near", samples=near)]
+    table = fastest_table(run_of(tmp_path, rows))
+    (cells,) = table.rows
+    styles = {column.heading: cell.style for column, cell in zip(table.columns, cells, strict=True)}
+    assert styles["trtllm, µs"] == styles["portable, µs"] == "faster"
+    assert styles["peers.near, µs"] == "unsure"
+    assert styles["peers.slow, µs"] == ""
+
+
+def test_one_implementation_has_no_table_side_by_side(tmp_path: Path) -> None:
+    assert "side by side" in report_markdown(run_of(tmp_path, entries()))
+    text = report_markdown(run_of(tmp_path, entries()[::2]))
     assert "side by side" not in text
     assert "Not timed" not in text
 

@@ -23,9 +23,8 @@ from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.interfaces import PAGED_CALLS
 
-Condition = Callable[
-    [Any, str], bool
-]  # of a case, and of a sentence of `CaseRun.expect_close` that says what was wrong
+# Of a case, and of a sentence of `CaseRun.expect_close` that says what was wrong
+Condition = Callable[[Any, str], bool]
 
 
 class FailingKernel(NamedTuple):
