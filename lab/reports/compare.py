@@ -80,49 +80,6 @@ class RowComparison:
     refused: str = ""
 
 
-@dataclass(frozen=True)
-class RunComparison:
-    """Result of the comparison of two sides.
-
-    Attributes:
-        rows: the pairs of rows, changed pairs first.
-        missing, added: identities (`Row.identity`) of the rows that only the first or only the second side has.
-    """
-
-    rows: tuple[RowComparison, ...]
-    missing: tuple[Identity, ...]
-    added: tuple[Identity, ...]
-
-    @property
-    def compared(self) -> tuple[SampleComparison, ...]:
-        return tuple(row.samples for row in self.rows if row.samples is not None)
-
-    @property
-    def refused(self) -> tuple[RowComparison, ...]:
-        return tuple(row for row in self.rows if row.refused)
-
-    @property
-    def summary(self) -> str:
-        """Return a text: the number of rows of each verdict, and the geometric mean of time after over time before."""
-        counts = Counter(samples.speed for samples in self.compared)
-        rest = {"refused": self.refused, "missing": self.missing, "new": self.added}
-        words = [f"{counts[speed]} {speed.name}" for speed in Speed]
-        words += [f"{len(rows)} {name}" for name, rows in rest.items()]
-        if not self.compared:
-            return ", ".join(words) + "; nothing was compared"
-        mean = geometric_mean([samples.ratio for samples in self.compared])
-        return f"{', '.join(words)}; after over before, geometric mean of {len(self.compared)}: {mean:.3f}"
-
-    def exit_status(self, *, strict: bool, may_miss: bool) -> ExitStatus:
-        """Return the exit status that this module's docstring defines; with `may_miss`, a missing row does not count."""
-        changes = {samples.speed for samples in self.compared}
-        if not changes:
-            return ExitStatus.NOT_JUDGED
-        if changes & {Speed.SLOWER, *([Speed.UNSURE] if strict else [])} or (self.missing and not may_miss):
-            return ExitStatus.WRONG
-        return ExitStatus.NOT_JUDGED if self.refused else ExitStatus.DONE
-
-
 def compare(
     before: str | Path,
     after: str | Path | None = None,
@@ -155,21 +112,24 @@ def compare(
         names = [f"{key} {value}" for value in values]
         sides = _sides_within(first, key, values)
     _refuse_other_machines([*first, *second])
-    comparison = _compare_sides(sides[0], sides[1], rule)
+    rows, missing, added = _compare_sides(sides[0], sides[1], rule)
+    summary = _summary(rows, missing, added)
     facts = facts_of_sides([run.environment for run in first], [run.environment for run in second])
     same = [f"{name} {was}" for name, (was, now) in facts.items() if was == now]
     settings = {
         name.replace("_", " "): lambda row, name=name: Cell(dict(row.identity).get(name, ""))
-        for row in comparison.rows
+        for row in rows
         for name, _ in row.identity
     }
-    table = make_table({**settings, **FIGURES}, comparison.rows, say_once=settings.keys() - {"scenario"})
+    table = make_table({**settings, **FIGURES}, rows, say_once=settings.keys() - {"scenario"})
     runs = {run.path: run for run in (*first, *second)}.values()
     not_gpu_time = sum(len(run.other_rows) for run in runs)
-    remarks = [*_remarks(comparison, {name for name, _ in table.common})]
+    remarks = [*_reasons(rows, {name for name, _ in table.common})]
+    for side, alone in (("before", missing), ("after", added)):
+        remarks += [f"only {side}: {in_words(identity)}" for identity in alone]
     if not_gpu_time:
-        rows = counted(not_gpu_time, "row")
-        remarks.append(f"not compared, because they are host time or have no recorded clock: {rows}")
+        number_of_rows = counted(not_gpu_time, "row")
+        remarks.append(f"not compared, because they are host time or have no recorded clock: {number_of_rows}")
     return TableReport(
         above=(
             f"minimum effect {rule.minimum_effect_percent:g} %, significance {rule.significance:g}, "
@@ -181,7 +141,7 @@ def compare(
             *(f"{name}: {value}" for name, value in table.common),
         ),
         table=table,
-        below=(*remarks, comparison.summary),
+        below=(*remarks, summary),
         record={
             "before": names[0],
             "after": names[1],
@@ -191,14 +151,36 @@ def compare(
             "rows": [
                 dict(row.identity)
                 | (comparison_record(row.samples) if row.samples else {"verdict": "refused", "reason": row.refused})
-                for row in comparison.rows
+                for row in rows
             ],
-            "only_before": [dict(identity) for identity in comparison.missing],
-            "only_after": [dict(identity) for identity in comparison.added],
-            "summary": comparison.summary,
+            "only_before": [dict(identity) for identity in missing],
+            "only_after": [dict(identity) for identity in added],
+            "summary": summary,
         },
-        exit_status=comparison.exit_status(strict=strict, may_miss=by is not None),
+        exit_status=_exit_status(rows, is_strict=strict, misses_rows=bool(missing) and by is None),
     )
+
+
+def _summary(rows: Sequence[RowComparison], missing: Sequence[Identity], added: Sequence[Identity]) -> str:
+    """Return a text: the number of rows of each verdict, and the geometric mean of time after over time before."""
+    compared = [row.samples for row in rows if row.samples is not None]
+    counts = Counter(samples.speed for samples in compared)
+    words = [f"{counts[speed]} {speed.name}" for speed in Speed]
+    words += [f"{len(rows) - len(compared)} refused", f"{len(missing)} missing", f"{len(added)} new"]
+    if not compared:
+        return ", ".join(words) + "; nothing was compared"
+    mean = geometric_mean([samples.ratio for samples in compared])
+    return f"{', '.join(words)}; after over before, geometric mean of {len(compared)}: {mean:.3f}"
+
+
+def _exit_status(rows: Sequence[RowComparison], *, is_strict: bool, misses_rows: bool) -> ExitStatus:
+    """Return the exit status that this module's docstring defines."""
+    changes = {row.samples.speed for row in rows if row.samples is not None}
+    if not changes:
+        return ExitStatus.NOT_JUDGED
+    if changes & {Speed.SLOWER, *([Speed.UNSURE] if is_strict else [])} or misses_rows:
+        return ExitStatus.WRONG
+    return ExitStatus.NOT_JUDGED if any(row.refused for row in rows) else ExitStatus.DONE
 
 
 def comparison_record(samples: SampleComparison) -> dict[str, Any]:
@@ -233,21 +215,16 @@ FIGURES: Columns = {
 }
 
 
-def _remarks(comparison: RunComparison, said_once: Collection[str]) -> Iterator[str]:
-    """Yield each reason for REFUSED or UNSURE with the rows that have it, and then the rows that only one side has. A row is
-    named only by the settings in which it differs from others.
-    """
+def _reasons(rows: Sequence[RowComparison], said_once: Collection[str]) -> Iterator[str]:
+    """Yield each reason for REFUSED or UNSURE with its rows, which are named only by the settings in which they differ."""
     reasons = grouped(
         (f"{'refused' if row.refused else 'unsure'}, {reason}", row.identity)
-        for row in comparison.rows
+        for row in rows
         if (reason := row.refused or (row.samples.reason if row.samples else ""))
     )
     for reason, identities in reasons.items():
         apart = (tuple(item for item in each if item[0].replace("_", " ") not in said_once) for each in identities)
         yield f"{reason}: {'; '.join(map(in_words, apart))}"
-    for side, alone in (("before", comparison.missing), ("after", comparison.added)):
-        for identity in alone:
-            yield f"only {side}: {in_words(identity)}"
 
 
 def _sides_within(runs: Sequence[RecordedRun], key: str, values: Sequence[str]) -> Sequence[RowsOfSide]:
@@ -284,7 +261,10 @@ def _refuse_other_machines(runs: Sequence[RecordedRun]) -> None:
                 raise NotComparableError(f"another {name}: {mine} in {first.path}, {other} in {run.path}")
 
 
-def _compare_sides(before: RowsOfSide, after: RowsOfSide, rule: Rule) -> RunComparison:
+def _compare_sides(
+    before: RowsOfSide, after: RowsOfSide, rule: Rule
+) -> tuple[list[RowComparison], list[Identity], list[Identity]]:
+    """Return the pairs of rows, changed pairs first, and the identities of the rows that only the first or second side has."""
     # A row that AFTER measured by another method only is refused by name: that says more than "missing".
     by_another_method = {_apart_from_method(each): each for each in after if each not in before}
     others = {each: each if each in after else by_another_method.get(_apart_from_method(each)) for each in before}
@@ -294,8 +274,8 @@ def _compare_sides(before: RowsOfSide, after: RowsOfSide, rule: Rule) -> RunComp
         if other is not None
     ]
     rows.sort(key=lambda row: CHANGED_FIRST.index(row.samples.speed if row.samples else None))
-    missing = tuple(identity for identity, other in others.items() if other is None)
-    return RunComparison(tuple(rows), missing, tuple(each for each in after if each not in others.values()))
+    missing = [identity for identity, other in others.items() if other is None]
+    return rows, missing, [each for each in after if each not in others.values()]
 
 
 def _compare_rows(identity: Identity, before: Sequence[Row], after: Sequence[Row], rule: Rule) -> RowComparison:

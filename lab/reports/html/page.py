@@ -6,7 +6,6 @@ offline. Without JavaScript the tables are plain and show all rows.
 
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from lab.reports.html import judged
 from lab.reports.html.experiments import Picture, experiment_part
 from lab.reports.html.findings import markdown_html
 from lab.reports.recorded import LEAST_FLOOR_US, FileKind, RecordedFile, RecordedRun, environment_facts, run_of
-from lab.reports.tables import Cell, Columns, Table, make_table, words
+from lab.reports.tables import Table, table_of_records
 from lab.reports.timing_tables import ceiling_table, fastest_sentence, fastest_table, methods, timing_tables
 from lab.reports.timings import figures
 
@@ -91,15 +90,8 @@ def _title(files: Sequence[RecordedFile]) -> str:
 
 def _environments(files: Sequence[RecordedFile]) -> Table:
     facts = environment_facts([file.environment for file in files])
-    columns: Columns = {
-        "file": lambda file: words(file.name),
-        **{heading: partial(_fact, keys) for heading, keys in facts.items()},
-    }
-    return make_table(columns, files, name="environments", caption="What each file was measured on")
-
-
-def _fact(keys: Sequence[str], file: RecordedFile) -> Cell:
-    return words(file.fact(*keys))
+    rows = [{"file": file.name} | {name: file.fact(*keys) for name, keys in facts.items()} for file in files]
+    return table_of_records("environments", "What each file was measured on", rows)
 
 
 def _timed_part(run: RecordedRun, name: str) -> dict[str, Any]:

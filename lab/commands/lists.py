@@ -1,0 +1,34 @@
+"""`lab checks` and `lab implementations`: list what the judge checks, and the kernels that run on this machine."""
+
+from lab.commands.options import prepare_machine
+
+
+def checks() -> None:
+    """List the judge's checks: key, name, and the defects that each check finds."""
+    from lab.checks.properties import checks as catalogue
+    from lab.reports.tables import table_of_lines, terminal, terminal_of
+
+    lines = [(check.key, check.name, check.catches) for check in catalogue()]
+    terminal().print(terminal_of(table_of_lines(("key", "name", "finds"), lines)))
+
+
+def implementations() -> None:
+    """List the implementations of FlashInfer's calls: the package, the calls, and the kernel that runs here or the missing
+    requirement.
+    """
+    import torch
+
+    from lab.gpus import capability_of
+    from lab.kernels.implementations import availabilities
+    from lab.provenance import version_of
+    from lab.reports.tables import FittedTable, table_of_lines, terminal, words
+
+    prepare_machine(None)
+    lines = []
+    for each in availabilities(capability_of(torch.device("cuda")) if torch.cuda.is_available() else None):
+        package = each.implementation.distribution
+        number = version_of(package)
+        here = words(each.why_not or " or ".join(each.kernels), "same" if each.why_not else "faster")
+        of = words(number and f"{package} {number}")
+        lines.append((each.implementation.module, of, each.function.name.lower(), here))
+    terminal().print(FittedTable(table_of_lines(("implementation", "of", "call", "here"), lines)))
