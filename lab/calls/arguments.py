@@ -297,7 +297,7 @@ def posed_alike(call: Any) -> dict[str, Any]:
 
 
 def scale_from_log2(bmm1_scale_log2: object) -> torch.Tensor:
-    """Return `bmm1_scale` for a `bmm1_scale_log2`: the latter times ln 2, float32 of one element."""
+    """Return `bmm1_scale` for a given `bmm1_scale_log2`: that number times ln 2, float32 of one element."""
     tensor = check_tensor("bmm1_scale_log2", bmm1_scale_log2)
     check_scale("bmm1_scale_log2", tensor)
     return tensor * math.log(2.0)

@@ -154,7 +154,7 @@ class AttentionProblem(Softmax):
 
     @property
     def scales(self) -> tuple[Scale, Scale]:
-        """Return (bmm1_scale, bmm2_scale), in the form in which a kernel takes both as one argument."""
+        """Return (bmm1_scale, bmm2_scale), for kernels that take both scales as one argument."""
         return self.bmm1_scale, self.bmm2_scale
 
     def features(self) -> frozenset[Feature]:

@@ -23,7 +23,7 @@ DTYPES = (*HALF_DTYPES, E4M3, NVFP4, torch.float32, torch.int32, torch.int64)
 
 
 class ReportError(ValueError):
-    """A file is not a report of the judge, or does not have the case."""
+    """A file is not a report of the judge, or does not have the requested case."""
 
 
 def read_cases(record: dict[str, Any]) -> Iterator[CaseVerdict]:

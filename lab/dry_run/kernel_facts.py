@@ -11,7 +11,7 @@ from lab.dry_run.kernel_table import KernelTable, newest
 
 
 class MaskType(enum.IntEnum):
-    """FlashInfer's `TrtllmGenAttentionMaskType` (`fmhaRunnerParams.h`)."""
+    """The masks of trtllm-gen's kernels: FlashInfer's `TrtllmGenAttentionMaskType` (`fmhaRunnerParams.h`)."""
 
     DENSE = 0
     CAUSAL = 1

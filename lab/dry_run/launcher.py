@@ -27,7 +27,7 @@ class Gpu:
         cuda_name: CUDA's name, a key of `lab.gpus.DATASHEETS`.
         capability: (major, minor).
         multiprocessors: number of multiprocessors.
-        shared_memory_optin_bytes: most shared memory of one thread block (CUDA C++ Programming Guide, technical
+        shared_memory_optin_bytes: largest shared memory of one thread block (CUDA C++ Programming Guide, technical
             specifications per compute capability).
         multiprocessors_per_gpc, gpcs: guessed grouping of the multiprocessors. The launcher queries how many clusters fit at
             once, and takes a kernel without clusters if they do not fit. Nothing else depends on these numbers.

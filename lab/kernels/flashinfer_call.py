@@ -120,7 +120,7 @@ def version() -> str:
 def but_defaults(call: Any, changes: dict[str, Any]) -> dict[str, Any]:
     """Return a call's arguments after `changes`, without those that equal their default.
 
-    An older FlashInfer may lack the parameters of these.
+    An older FlashInfer may lack parameters for the arguments that are left out.
     """
     defaults = _defaults(call.__class__)
     given = vars(call) | changes

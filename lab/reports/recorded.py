@@ -276,7 +276,7 @@ class RecordedRun:
 
 
 def environment_facts(environments: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """Return the environment fields to show, by name, as the nested keys of their values: `FACTS`, and each package."""
+    """Return the keys under which each environment field to show is nested, by the field's name: `FACTS`, and each package."""
     packages = dict.fromkeys(name for each in environments for name in each.get("packages") or ())
     return {**FACTS, **{name: ("packages", name) for name in packages}}
 

@@ -34,7 +34,7 @@ class Redraw(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class GpuWork:
-    """A call to be timed, with the least bytes and operations that it needs.
+    """A call to be timed, with the smallest numbers of bytes and operations that it can need.
 
     Attributes:
         prepare: takes the arguments, does the preparation that is not timed, and returns the timed call.

@@ -79,7 +79,7 @@ OF_CALL: dict[str, CaseFeature] = {
 def _read_call(
     interface: AttentionCall, arguments: Mapping[str, Any], problem: PagedAttention | RaggedAttention
 ) -> Read:
-    """Return the features of a call's arguments, such as dtypes and scales; of a paged call also those of its pages."""
+    """Return the features of a call's arguments, such as dtypes and scales; for a paged call also features of its pages."""
     query, sinks, options = problem.query, problem.sinks, problem.features()
     (_, num_qo_heads, head_dim), num_kv_heads = query.shape, problem.num_kv_heads
     group = num_qo_heads // max(num_kv_heads, 1)

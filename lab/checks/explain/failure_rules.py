@@ -98,8 +98,8 @@ def sampled(wrong: Bits, cases: Sequence[int]) -> tuple[Bits, Bits]:
 
 
 class _Search:
-    """A search for rules. Units (requests or whole results) in which the same literals hold form a group. `bad` and `good` are
-    the weights of wrong and of right units in each group.
+    """A search for rules. Units (requests or whole results) with the same literals (tests of a feature) true form a group.
+    `bad` and `good` are the weights of wrong and of right units in each group.
     """
 
     def __init__(self, units: Sequence[Features], wrong: Bits, weights: Bits) -> None:

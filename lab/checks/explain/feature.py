@@ -46,11 +46,13 @@ class CaseFeature(ABC):
 
     @abstractmethod
     def phrase(self, operator: str, value: Value) -> str:
-        """Return the words of a test of the feature, which can follow "wherever"."""
+        """Return a test of the feature in words that can follow "wherever"."""
 
     @abstractmethod
     def column(self, values: Sequence[Value | None]) -> Bits:
-        """Return the feature's values in several subjects as an array. None (no value) meets no test except "is not"."""
+        """Return the feature's values in several cases, calls or requests as an array. None (no value) meets no test except "is
+        not".
+        """
 
     @abstractmethod
     def tests(self, column: Bits) -> Iterator[Test]:

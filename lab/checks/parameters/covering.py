@@ -75,7 +75,7 @@ class Model:
         triples: Iterable[tuple[str, str, str]],
         vacuous: frozenset[tuple[str, Any]] = frozenset(),
     ) -> "Model":
-        """Return a model without repeated values, and without the rules and triples that name unknown axes."""
+        """Make a model. Repeated values are left out, and so are rules and triples that name unknown axes."""
         return cls(
             {name: tuple(dict.fromkeys(values)) for name, values in axes.items()},
             tuple(rule for rule in rules if set(rule.axes) <= set(axes)),

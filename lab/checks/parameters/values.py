@@ -67,7 +67,7 @@ class Offsets(TextEnum):
 
 
 class Rows(TextEnum):
-    """How the numbers of rows of the requests are chosen, in a call that takes prompts."""
+    """How the numbers of query rows of the requests are chosen, in a context call or ragged context call."""
 
     UNEQUAL = "unequal"
     ONE_EACH = "one each"
@@ -90,7 +90,7 @@ class Mask(TextEnum):
 
 
 class Sinks(TextEnum):
-    """Whether the call has sinks (one per head), and in which form they are passed."""
+    """Whether a call has sinks (one number per head), and how it gets them."""
 
     NONE = "none"
     PER_HEAD = "per head"
@@ -101,7 +101,7 @@ class Sinks(TextEnum):
 
 
 class LogitScale(TextEnum):
-    """In which form `bmm1_scale` is passed."""
+    """How a call gets `bmm1_scale`: as a number or a tensor, with which sign, and in base e or 2."""
 
     NUMBER = "number", None, 1.0
     TENSOR_1D = "tensor [1]", (1,)
@@ -125,7 +125,7 @@ class LogitScale(TextEnum):
 
 
 class ValueScale(TextEnum):
-    """In which form `bmm2_scale` is passed; 0.9 is not a sum of few powers of two, so that rounding of the scale shows."""
+    """How a call gets `bmm2_scale`. 0.9 is not a sum of few powers of two, so that rounding of the scale shows."""
 
     USUAL = "usual", None, 1.0
     NUMBER = "0.9 as a number", None
@@ -141,7 +141,7 @@ class ValueScale(TextEnum):
 
 
 class Output(TextEnum):
-    """In which form `out` and `out_dtype` are passed."""
+    """How a call gets its output buffer and dtype: `out` and `out_dtype`."""
 
     NONE = "none", None, False
     GIVEN = "given"
@@ -164,7 +164,7 @@ class Output(TextEnum):
 
 
 class Lse(TextEnum):
-    """In which form `lse` and `return_lse` are passed."""
+    """How a call is asked for the LSE: `lse` and `return_lse`."""
 
     NONE = "none", False
     RETURNED = "returned", False
@@ -196,7 +196,7 @@ class Bound(TextEnum):
 
 
 class Tables(TextEnum):
-    """In which form the block tables are passed."""
+    """How a call gets its block tables."""
 
     PLAIN = "plain"
     ROWS_APART = "rows apart"

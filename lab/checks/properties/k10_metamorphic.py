@@ -94,7 +94,7 @@ def _page_sizes(run: CaseRun) -> tuple[int, ...]:
 
 
 def _strides(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -> None:
-    """Make calls in which the page table, the query or the pages are views with gaps. The numbers are the same."""
+    """Make calls in which the page table, the query or the pages are views with gaps. Their elements keep their values."""
     spread = replace(inputs, block_tables=in_wider_rows(inputs.block_tables))
     run.vary("a page table with gaps between its rows", spread, base)
     run.vary("a query with gaps between its rows", replace(inputs, query=in_wider_rows(inputs.query)), truth)

@@ -66,7 +66,7 @@ def judge(
     right. Ctrl-C ends the run; the report then has the verdicts so far.
 
     Args:
-        implementation: a module or object with at least one of the functions in `lab.workloads.interfaces.Interface`, or its
+        implementation: a module or object with at least one of the functions in `lab.workloads.interfaces.INTERFACES`, or its
             name: "package.module" or "path/to/file.py", either with ":attribute" after it.
         level: SMOKE or FULL, or "smoke" or "full".
         ranges: the parameter values of the cases, such as dtypes and page sizes. Narrow them to those that a kernel supports.

@@ -195,7 +195,7 @@ class CheckRun:
         self._reprs = set[str]()  # of the planned cases that were not drawn
 
     def plan(self, ranges: Ranges) -> Waits:
-        """Plan the cases within ranges, except those that were planned before. Return a generator that judges them."""
+        """Make the check's cases within ranges, without those of earlier calls. Return a generator that judges them."""
         level = self._run.report.level
         self._ranges = ranges
         rounds = self._check.more if level is Level.FULL else ()  # they follow the smoke level's cases
@@ -215,7 +215,7 @@ class CheckRun:
         return replace(self._ranges, longest=min(self._ranges.longest, max(SMOKE_LONGEST, *self._ranges.q_lens)))
 
     def _planned(self, cases: Iterable[Any]) -> list[Any]:
-        """Return those of the cases that were not planned before, and add their number to `planned`."""
+        """Return the cases that were not planned before, and add their number to `planned`."""
         new = [case for case in cases if repr(case) not in self._reprs]
         self._reprs |= set(map(repr, new))
         self.planned += len(new)

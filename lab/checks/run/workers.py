@@ -247,7 +247,7 @@ def _judge(implementation: Any, task: Task) -> Judged:
     """Judge one case in this process. The outcome is DISHONEST if the kernel changed functions or settings of the judge.
 
     Raises:
-        TooLate: the task's end is over.
+        TooLate: the task's end time has passed.
     """
     if time.monotonic() > task.end:
         raise TooLate

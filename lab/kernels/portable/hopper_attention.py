@@ -338,7 +338,7 @@ def hopper_attention_kernel(
     """Compute attention of blocks of query rows over a paged cache. A row is one query token and one query head.
 
     With SHARED, the grid is (q_blocks, shares): a program computes one block of each request in its share, the consecutive key
-    tiles of the batch that it reads. Without, programs of any grid take blocks in turn and read all their keys.
+    tiles of the batch that it reads. Without SHARED, programs of any grid take blocks in turn and read all their keys.
     """
     if OVERLAPS:  # the merge may be launched meanwhile, which waits for the end of this
         gdc_launch_dependents()

@@ -64,8 +64,8 @@ class Piece(NamedTuple):
 def begin_walk(batch, num_shares, least_tiles, SHARED: gl.constexpr, GROUP: gl.constexpr, TILE: gl.constexpr):
     """Return `walk`, a program's first position in the sequence of all work. A comment in this module lists the tuple's parts.
 
-    With SHARED, a program computes its share of the batch's key tiles. Without, all programs take turns: in each turn a program
-    has one block of rows.
+    With SHARED, a program computes its share of the batch's key tiles. Without SHARED, all programs take turns: in each turn a
+    program has one block of rows.
     """
     seq_lens, kind, window_left, batch_size, num_kv_heads = batch
     lanes = gl.arange(0, BLOCK_REQUESTS, gl.BlockedLayout([1], [32], [4], [0]))
@@ -215,10 +215,10 @@ def copy_boxes(
 ):
     """Fill a slot of shared memory with the tile that begins at key `begin`, one TMA box after another.
 
-    A box is the keys of one page, and BOX_BYTES of each key. No key after the request's last one may be read. A box that would
-    reach beyond the last key begins earlier by that number of keys: at keys that `tile_keys` hides, or before the page, where
-    TMA writes zeros. A box outside every row's window lies entirely before its page, because the page may belong to another
-    request by now.
+    A box holds BOX_BYTES of each key of the tile that lies in one page. No key after the request's last one may be read. A box
+    that would reach beyond the last key begins earlier by that number of keys: at keys that `tile_keys` hides, or before the
+    page, where TMA writes zeros. A box outside every row's window lies entirely before its page, because the page may belong to
+    another request by now.
     """
     KEYS: gl.constexpr = slot.shape[0]
     BOX_KEYS: gl.constexpr = min(KEYS, PAGE_SIZE)

@@ -150,7 +150,7 @@ def merges_at_once(problem: PagedAttention, tile: ProgramTile | HopperTile, num_
 def few_tokens(problem: PagedAttention) -> int | None:
     """Return the largest number of query tokens per request for the first of two launches; None if one launch serves all.
 
-    Two launches are worth their cost where a request may fill several blocks of rows. Lengths are on the device, so the host
+    Two launches are worth their cost if a request may fill several blocks of rows. Lengths are on the device, so the host
     guesses: as many requests as possible have `max_q_len` rows, and the other requests have equal parts of the remaining rows.
     The first launch serves a request if its rows fit the tile for that equal number. A wrong guess costs only time, because
     exactly one launch serves each request.
@@ -237,7 +237,7 @@ def _grid(
 
     If shares divide the batch's key tiles among programs, the grid is (blocks of rows, shares). Without shares, it has a
     program for each block of rows and K/V head. If the launch serves only requests of `least_q_len` or more tokens, the grid
-    covers the most blocks that these requests can have.
+    covers the largest number of blocks that these requests can have.
     """
     if shares is not None:
         return q_blocks, shares.count

@@ -140,8 +140,8 @@ def softmax_step(scores, scale, largest, DOT_DTYPE: tl.constexpr):
 def with_weights(denominator, rescale, weights):
     """Return the denominator of a running softmax after one more tile of keys: `denominator * rescale` plus the tile's weights.
 
-    A denominator [rows, keys] adds weights key by key, a denominator [rows] adds each row's sum. Before the first tile it is
-    `empty_denominator`'s.
+    A denominator [rows, keys] adds weights key by key, a denominator [rows] adds each row's sum. The first denominator is the
+    result of `empty_denominator`.
     """
     if len(denominator.shape) == 2:
         return denominator * rescale[:, None] + weights

@@ -45,7 +45,7 @@ def _flash_attention_4(capability: Capability | None, problem: PagedAttention) -
 def _keys_of_a_tile(capability: Capability | None, problem: PagedAttention) -> int:
     """Return the number of keys in FlashAttention-4's tile, as its `_get_fwd_config` and `_tile_size_fwd_sm90` choose it.
 
-    TMA loads only pages of that size.
+    FlashAttention-4 loads a page by TMA only if it has this number of tokens.
     """
     if problem.head_dim <= 128 or family_of(capability) is SM100:
         return 128

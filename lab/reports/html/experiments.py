@@ -36,11 +36,11 @@ class Picture:
 
 
 def experiment_part(file: RecordedFile) -> dict[str, Any]:
-    """Return the part of the page about a file of `FileKind.EXPERIMENT`. Its keys become single values (facts) or tables (lists
-    of rows).
+    """Return the part of the page about a file of `FileKind.EXPERIMENT`. Each key of the file becomes a fact (one value) or a
+    table (from a list of rows).
 
-    The facts omit the environment, because the page has one table of all files' environments. The experiment's question is ""
-    if the package that recorded it is not installed. `undrawn` has a sentence for each picture that cannot be drawn.
+    The environment is left out, because the page has one table of all files' environments. The experiment's question is "" if
+    the package that recorded it is not installed. `undrawn` has a sentence for each picture that cannot be drawn.
     """
     shown = {key: value for key, value in file.content.items() if key != "environment"}
     lists = {key: value for key, value in shown.items() if isinstance(value, list)}

@@ -42,7 +42,8 @@ Cells = dict[str, tuple[Tensor | None, int]]  # by name: a tensor, and the value
 class ReplayedPass:
     """The query and output of one pass without padding rows, and the metadata that the pass used.
 
-    After a replay, `metadata` and `view` are the runner's buffers. The next replay overwrites them, so judge the pass before.
+    After a replay, `metadata` and `view` are the runner's buffers. The next replay overwrites them, so judge the pass before
+    it.
 
     Attributes:
         query: [num_rows, num_qo_heads, head_dim].
