@@ -85,12 +85,14 @@ def _parameters(settings: type) -> Iterator[Parameter]:
     for field in fields(settings):
         kind, option = get_args(hints[field.name])
         default = Parameter.empty if field.default is MISSING else field.default
-        if get_origin(kind) is tuple or default is Parameter.empty:
-            kind = list[Any]
+        if get_origin(kind) is tuple and get_args(kind)[0] is str:
+            kind = list[str]
+        elif get_origin(kind) is tuple or default is Parameter.empty:
+            kind = list[Any]  # the option has a parser
         if isinstance(default, tuple):
             option = copy.copy(option)
             option.show_default = ",".join(map(_text, default)) or False
-            kind, default = list[Any] | None, None
+            kind, default = kind | None, None
         yield Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 
 
