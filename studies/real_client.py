@@ -159,9 +159,7 @@ class RealClient(Study):
         listed: list[StudyRow] = []
         if recorder is not None:
             wrong = {call.number for call in own_calls(recorder.out)}
-            listed = [
-                {**what, **call, "verdict": _verdict(n, attention, wrong)} for n, call in enumerate(made, start=1)
-            ]
+            listed = [{**what, **call, "verdict": verdict(n, attention, wrong)} for n, call in enumerate(made, start=1)]
             judged = [call["host_us"] / 1e3 for call in listed if call["verdict"]]
             row |= {name: getattr(recorder, name) for name in ("judged", "wrong", "kept", "kept_bytes")}
             row["judged_ms"] = statistics.median(judged) if judged else None
@@ -209,11 +207,11 @@ def _module(name: str, functions: Mapping[str, Any]) -> ModuleType:
     return module
 
 
-def _verdict(number_of_call: int, attention: Attention, wrong: set[int]) -> str:
+def verdict(call_number: int, attention: Attention, wrong: set[int]) -> str:
     """Return "wrong", "right" or, for a call that was not judged, ""."""
-    if number_of_call in wrong:
+    if call_number in wrong:
         return "wrong"
-    return "" if number_of_call % attention.shadow else "right"
+    return "" if call_number % attention.shadow else "right"
 
 
 def idle_recorder() -> dict[str, Any]:

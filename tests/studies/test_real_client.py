@@ -1,7 +1,12 @@
-"""An engine that nobody here wrote, if it is installed: its tokens with the references in place of its own attention."""
+"""An engine that nobody here wrote, if it is installed: its tokens with the references in place of its own attention, and a
+wrong kernel in the references' place, followed from the engine to a program that shows the error alone.
+"""
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,8 +15,11 @@ import torch
 
 from lab.recorded import recorded_cases
 from studies.pictures.real_client import calls_figure
-from studies.real_client import RealClient
+from studies.real_client import Attention, RealClient, verdict
+from studies.real_engine import CONTEXT, DECODE
 from tests.commands.command import run
+
+ROOT = Path(__file__).parents[2]
 
 needs_engine = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("transformers", "psutil")),
@@ -37,10 +45,29 @@ def test_tokens_are_the_engines_own_and_a_wrong_kernel_is_caught_in_shadow(
     assert (in_shadow["wrong"], in_shadow["kept"]) == (0, 0)
     assert wrong["judged"] == wrong["wrong"] == wrong["kept"] == wrong["calls"]
     assert {call["verdict"] for call in recorded["calls"] if call["attention"] == wrong["attention"]} == {"wrong"}
-    assert len(recorded_cases(tmp_path / "calls" / "corpus.everything_biased")) == wrong["wrong"]
+    calls = tmp_path / "calls" / "corpus.everything_biased"
+    assert len(recorded_cases(calls)) == wrong["wrong"]
     assert recorded["idle_recorder"]["without_us"] < recorded["idle_recorder"]["with_us"] < 50
     assert calls_figure(recorded["calls"], "calls")
     assert "lab.references" in capsys.readouterr().out
+    line = f"recorded shrink {calls}#1 --implementation corpus:everything_biased --out {tmp_path / 'repro'}"
+    assert run(line) == 0
+    assert status_alone(tmp_path, "corpus:everything_biased") == 1
+    assert status_alone(tmp_path, "lab.references") == 0
+
+
+def status_alone(folder: Path, implementation: str) -> int:
+    """Run the small program on the CPU, with an implementation as the installed FlashInfer; return its exit status."""
+    package = folder / "flashinfer"
+    package.mkdir(exist_ok=True)
+    (package / "__init__.py").write_text("__version__ = '0'")
+    for module in ("decode", "prefill"):
+        (package / f"{module}.py").write_text(
+            "from lab.loading import load\n"
+            f"globals().update({{name: getattr(load({implementation!r}), name) for name in {[DECODE, CONTEXT]}}})"
+        )
+    command = [sys.executable, str(folder / "repro" / "repro.py"), "cpu"]
+    return subprocess.run(command, env=os.environ | {"PYTHONPATH": f"{folder}:{ROOT}"}, check=False).returncode
 
 
 def test_other_tokens_come_with_the_gap_of_their_logits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,6 +95,11 @@ def test_every_nth_call_is_judged_with_each_implementation_once_before() -> None
         ("three", 5),
     ]
     assert study.modules == ("one", "two", "three")
+
+
+def test_a_call_is_wrong_right_or_not_judged() -> None:
+    attention = Attention("some.kernel", shadow=3)
+    assert [verdict(number, attention, {6}) for number in range(1, 8)] == ["", "", "right", "", "", "wrong", ""]
 
 
 def test_without_the_engine_the_command_names_the_extra(

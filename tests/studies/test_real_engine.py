@@ -75,12 +75,14 @@ def plain_attention(
 # Pages of each request in each group of layers, its keys, and its new rows. The first two requests share a page.
 MIXED = [([[5, 2, 9], [1, 10]], 9, 1), ([[5, 8], [3, 0]], 6, 2), ([[7, 4], [11, 6]], 8, 8)]
 DECODES = [([[5, 2, 9], [1, 10]], 9, 1), ([[5, 8], [3, 0]], 6, 1), ([[7], [11]], 1, 1)]
+PAIRS = [([[5, 2], [1, 10]], 7, 2), ([[7], [11]], 3, 1)]
 NEW = [([[5, 2], [1, 10]], 6, 6), ([[7], [11]], 3, 3)]
 
 
 @pytest.mark.parametrize("layer", [0, 3])
 @pytest.mark.parametrize(
-    ("requests", "function"), [(MIXED, CONTEXT), (DECODES, DECODE), (NEW, CONTEXT), (NEW[1:], CONTEXT)]
+    ("requests", "function"),
+    [(MIXED, CONTEXT), (DECODES, DECODE), (PAIRS, CONTEXT), (NEW, CONTEXT), (NEW[1:], CONTEXT)],
 )
 def test_calls_equal_attention_over_the_slots(requests: list[Any], function: str, layer: int) -> None:
     torch.manual_seed(layer)
@@ -156,9 +158,9 @@ def call(cache: Cache, client: PagedCalls, layer: int) -> Tensor:
 
 def test_a_step_ends_with_its_last_layer() -> None:
     cache, client = Cache(1, 2), PagedCalls(references)
-    for layer in (0, 2, 0, 2, 0):
+    for layer in (0, 2, 0, 2, 0, 0):
         call(cache, client, layer)
-    assert [(made["step"], made["layer"]) for made in client.calls] == [(0, 0), (0, 2), (1, 0), (1, 2), (2, 0)]
+    assert [(made["step"], made["layer"]) for made in client.calls] == [(0, 0), (0, 2), (1, 0), (1, 2), (2, 0), (3, 0)]
 
 
 def test_a_sliding_window_is_refused_before_anything_is_written() -> None:
