@@ -16,7 +16,7 @@ def saturated(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `values` converted to `dtype`, after `saturated`."""
+    """Return `values` converted to `dtype`. For e4m3 they are first clamped to ±448 (`saturated`)."""
     return saturated(values, dtype).to(dtype)
 
 

@@ -41,7 +41,7 @@ STYLES = {"present": "slower", "absent": "faster", "not reachable": "unsure"}
 
 @dataclass(frozen=True)
 class FindingRow:
-    """A row of the table: a finding, or a region of wrong cases (`cited` is ""). `cases` are those that show it anywhere."""
+    """A row of the table: a finding, or a region of wrong cases (`cited` is ""). `cases` show it in some release."""
 
     name: str
     cases: frozenset[CaseKey]

@@ -64,7 +64,7 @@ def can_plot() -> bool:
 
 
 def figures(run: RecordedRun) -> dict[str, "Figure"]:
-    """Return, by file name, a roofline and a chart of time over floor for each method, of the rows with these numbers."""
+    """Return, by file name, a roofline and a time-over-floor chart for each method, of the rows that have the needed facts."""
     from lab.reports.pictures.timings import floor_figure, roofline_figure
 
     drawn: dict[str, Figure] = {}

@@ -160,7 +160,9 @@ def _read_mode(given: Read) -> Read:
 
 
 def features_of_contents(case: AttentionCase) -> Features:
-    """Return what an attention case's tensors contain: the kind of numbers, dead cells, and the table's unused columns."""
+    """Return what an attention case's tensors contain: kind of numbers, numbers in unread cells, and the table's unused
+    columns.
+    """
     storage = case.storage
     read = {"contents": case.contents, "dead": storage.dead, "table_tail": storage.table_tail}
     return kept(read, read)

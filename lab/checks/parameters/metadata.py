@@ -1,4 +1,4 @@
-"""Judge the metadata builders of the MHA and MLA backends: compare the metadata of two passes with loops over requests."""
+"""Judge the metadata builders of the MHA and MLA backends: loops over requests compute the expected metadata of two passes."""
 
 import copy
 import functools
@@ -103,7 +103,7 @@ def _tensors(*of: Any) -> dict[str, Tensor]:
 
 
 def judge_metadata(run: CaseRun) -> None:
-    """Build the metadata of a pass and of a later pass with the implementation, and compare both with loops over requests.
+    """Build the metadata of a pass and of a later pass with the implementation. Loops over requests compute what both must be.
 
     No build may change its inputs or earlier metadata, and metadata must not share tensors with the batch or the pool.
     """

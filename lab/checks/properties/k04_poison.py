@@ -1,4 +1,4 @@
-"""Dead data that reaches a result: page tails, unread pages, dead columns of a page table.
+"""Unused cells that reach a result: page tails, unread pages, columns of a page table after a request's last page.
 
 Other tests set these cells to zero or random values, so that a zero weight hides a read. Here the cells hold zeros, then the
 largest finite values, then NaN. The table's tail lists foreign pages, page -1 and pages far outside the pool, and pages before
@@ -36,7 +36,7 @@ def _judge(run: CaseRun) -> None:
 
 def _before_windows(run: CaseRun, dead: Dead, expected: Result) -> None:
     """Make the call as after an engine has freed the pages that lie wholly before every row's window. Their cells in the page
-    table name an unused page of dead values. The result must not change.
+    table name an unused page with the numbers of `Storage.dead`. The result must not change.
     """
     case = run.case
     inputs = run.build(dead=dead)

@@ -225,7 +225,7 @@ def _write_query(query, piece, is_negative, q_slots, HEADS: gl.constexpr, TILE: 
 def _launch_scores(q_slots, ring, number, SCORES: gl.constexpr, TILE: gl.constexpr):
     """Wait for the program's `number`-th tile, launch its Q.K^T, and return the incomplete scores.
 
-    Q.K^T is SCORE_PRODUCTS products: of the left, the rope and the right columns.
+    Q.K^T is the sum of SCORE_PRODUCTS products: of the left, the rope and the right columns.
     """
     slot = number % TILE.stages
     scores = gl.full([CONSUMER_ROWS, TILE.keys], 0.0, gl.float32, SCORES)

@@ -94,8 +94,8 @@ trtllm_batch_context_with_kv_cache = made_at_once(prepare_trtllm_batch_context_w
 
 
 def _canonical(call: DecodeCall | ContextCall, problem: PagedAttention) -> tuple[dict[str, Any], tuple[Refresh, ...]]:
-    """Return (arguments for K/V, page tables and window, refreshes). Every kernel of FlashInfer 0.7.2 reads these forms
-    correctly.
+    """Return arguments for K/V, page tables and window, in forms that every kernel of FlashInfer 0.7.2 reads correctly, and a
+    tuple of refreshes.
 
     K and V are a pair of HND views; FlashInfer converts other forms to this, except one tensor as both. A refresh is a launch
     that copies a page table whose rows are not contiguous.

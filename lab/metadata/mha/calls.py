@@ -246,7 +246,7 @@ def _rows_as_requests(
 def _decode_width(planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHAMetadata) -> dict[str, Any]:
     """Return the arguments that say how many rows each request has: `q_len_per_req`, or offsets if requests differ.
 
-    A number of rows that is a multiple of the number of requests proves nothing: requests of 2 and 4 rows would become 3 and 3.
+    Division of the rows by the number of requests does not suffice: requests of 2 and 4 rows would become 3 and 3.
     """
     first, last = planned.first_request, planned.first_request + planned.num_requests
     ragged = {"q_len_per_req": None, "cum_seq_lens_q": metadata.cu_seqlens_q[first : last + 1]}

@@ -249,7 +249,7 @@ def as_one_tensor(stacked: AttentionInputs) -> Tensor:
 
 def build_attention(case: AttentionCase, device: torch.device) -> AttentionInputs:
     """Return the tensors of a case: draw the requests' histories, write them into the shuffled pages of a pool whose other
-    cells hold the case's dead values, and list the pages in a table.
+    cells hold the numbers of `Storage.dead`, and list the pages in a table.
     """
     query, drawn, sinks = draw_contents(case, device)
     stored = [stored_kv(case.kv_dtype, *sides) for sides in drawn]
