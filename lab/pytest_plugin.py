@@ -170,7 +170,7 @@ class JudgedKernel(pytest.Collector):
         return report
 
     def can_be_judged(self, interface: "Interface") -> bool:
-        """Return True if at least one check can judge a case of the function. A check that is declined is then no failure."""
+        """Return True if at least one check can judge a case of the function. If so, checks that are declined do not fail."""
         if interface not in self._judged:
             keys = [check.key for check in all_checks() if interface in check.interfaces]
             self._judged[interface] = any(

@@ -276,7 +276,7 @@ class RecordedRun:
 
 
 def environment_facts(environments: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
-    """Return the keys under which each environment field to show is nested, by the field's name: `FACTS`, and each package."""
+    """Return, for each environment field to show (those of `FACTS`, and packages), the keys under which its value is nested."""
     packages = dict.fromkeys(name for each in environments for name in each.get("packages") or ())
     return {**FACTS, **{name: ("packages", name) for name in packages}}
 

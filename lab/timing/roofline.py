@@ -1,7 +1,7 @@
 """Measure the rates that this GPU's memory and matrix units reach, and compute the least time of work at those rates.
 
-The memory rate is that of a large copy; a kernel that only reads can be a little faster. The matrix rate is that of a large
-bf16 product; e4m3 products are faster.
+The memory rate is that of a large negation, which reads and writes; a kernel that only reads can be a little faster. The matrix
+rate is that of a large bf16 product; e4m3 products are faster.
 """
 
 from dataclasses import asdict, dataclass
@@ -136,7 +136,7 @@ def measure_ceilings(device: torch.device) -> Ceilings:
 def negation(size_bytes: int, device: torch.device) -> GpuWork:
     """Return a timed call of torch.neg, which reads half of `size_bytes` and writes the other half.
 
-    It is no copy, because a copy inside a graph runs on a copy engine: 2.8 TB/s on an H200, whose kernels reach 4.2 TB/s.
+    A copy would be slower, because inside a graph it runs on a copy engine: 2.8 TB/s on an H200, whose kernels reach 4.2 TB/s.
     """
     source = torch.randn(size_bytes // 8, device=device)
     return GpuWork.of(torch.neg, size_bytes, input=source, out=torch.empty_like(source))

@@ -1,4 +1,4 @@
-"""Read the features of a case of any check. The table of all features gives a rule its words."""
+"""Read the features of a case of any check. `FEATURES` has the words of every feature for the text of a rule."""
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass

@@ -126,7 +126,7 @@ class Model:
         return {name: point[name] for name in self.axes}
 
     def _nearest_first(self, names: Iterable[str]) -> list[str]:
-        """Return the axes that are not in `names`. Those that share rules with these come first, so that a conflict is found
+        """Return the axes that are not in `names`. Axes that share rules with `names` come first, so that a conflict is found
         early.
         """
         reached = list(names)

@@ -38,7 +38,7 @@ class Scope:
         return full if self.is_full else smoke
 
     def balanced(self, smoke: int, full: int, seed: int) -> Iterator[AttentionCase]:
-        """Yield `smoke` or `full` random attention cases. All permitted values of a parameter occur equally often."""
+        """Yield random attention cases, `smoke` or `full` of them. All permitted values of a parameter occur equally often."""
         return balanced(self.ranges, self.interface, self.counted(smoke, full), seed)
 
     def balanced_nvfp4(self, smoke: int, full: int, seed: int) -> Iterator[AttentionCase]:

@@ -3,8 +3,8 @@
 An absolute tolerance accepts everything if outputs are as small as 1/sqrt(length), and an allowed share of wrong elements may
 be a whole head. This check compares each (row, head) separately: its relative L2 error against float64 on the quantised inputs
 must be within the measured error of eager arithmetic times a small factor. Some cases have very large or very small values, or
-batches larger than a block of threads, where formats and blocks end. In other cases nearly all weight is on a key with a zero
-value, like a first token that acts as a sink, so that the small weights of all other keys show.
+batches larger than a block of threads. In other cases nearly all weight is on a key with a zero value, like a first token that
+acts as a sink, so that the small weights of all other keys show.
 """
 
 from collections.abc import Iterator

@@ -60,7 +60,7 @@ class MaskType(NamedEnum):
 
 @dataclass(frozen=True)
 class Built:
-    """A set of trtllm-gen's kernels. Its kernel table has a kernel for each combination of these values.
+    """A set of trtllm-gen's kernels: the kernel table has a kernel for each combination of these values.
 
     Attributes:
         dtypes: dtypes of the query, K/V and the output.

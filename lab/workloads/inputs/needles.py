@@ -17,8 +17,8 @@ HEIGHT = 10.0  # a needle's logit above the other logits
 
 
 def needle_positions(kv_len: int, q_len: int, page_size: int, window_left: int = -1) -> list[int]:
-    """Return positions for needles: the first and last keys that rows see, edges of pages and tiles between, and all
-    neighbours.
+    """Return positions for needles: the first and last keys that rows see, edges of pages and tiles between them, and the
+    neighbours of all these positions.
 
     Args:
         kv_len, q_len: keys and query rows of the request. The rows belong to its newest tokens.
