@@ -59,6 +59,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--lab-clock", default="graph", help="what reads GPU time: graph, cupti or events")
     group.addoption("--lab-l2", default="cold", help="what the L2 cache holds when a call starts: cold or warm")
     group.addoption("--lab-scenario", action="append", help="time this scenario, such as decode/llama-3.1-8b/64q1s4k")
+    group.addoption(
+        "--lab-calls", help="time the calls of this folder, which were recorded in an engine; FOLDER#3: one"
+    )
     group.addoption("--whole-corpus", action="store_true", help="judge every wrong kernel, and not a sample: hours")
     group.addoption(
         "--lab-implementation",

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 import lab
-from lab.commands.options import refuse
+from lab.commands.options import TimedCalls, refuse, refusing_errors
 from lab.exit_status import ExitStatus
 
 # Index: pytest's own exit status, 0 to 5.
@@ -29,8 +29,9 @@ def bench(
             metavar="all|A,B,...", help="modules to time, in turns; all: every one that has a kernel on this machine"
         ),
     ] = "",
+    calls: TimedCalls = None,
 ) -> None:
-    """Time the default scenarios on the GPU; without a GPU, judge their passes and time nothing.
+    """Time the default scenarios, or recorded calls, on the GPU. Without a GPU, judge the scenarios' passes and time nothing.
 
     The samples of several implementations are interleaved within a scenario. All other options go to pytest: its own options,
     those of pytest-benchmark, and the lab's --lab-scenario, --lab-implementation, --lab-clock, --lab-l2 and --lab-trace
@@ -44,10 +45,16 @@ def bench(
         refuse(
             "the benchmarks are in the lab's checkout: install the lab there with pip install --editable '.[bench,triton]'"
         )
+    if calls is not None:
+        from lab.recorded.case import recorded_cases
+
+        with refusing_errors():
+            recorded_cases(calls)
     import pytest
 
     RECORDING.parent.mkdir(exist_ok=True)
     options = ["--benchmark-only", "--benchmark-columns=median,iqr,rounds", f"--benchmark-json={RECORDING}"]
+    options += [f"--lab-calls={calls}"] if calls is not None else []
     options += [f"--lab-implementation={name}" for name in filter(None, implementations.split(","))]
     status = pytest.main([str(checkout / "tests" / "benchmarks"), *options, *context.args])
     raise typer.Exit(STATUS_BY_PYTEST[int(status)])

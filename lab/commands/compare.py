@@ -10,9 +10,11 @@ from lab.commands.options import (
     Clock,
     Json,
     Markdown,
+    TimedCalls,
     Trace,
     need_gpu,
     refuse,
+    refuse_options_without,
     refusing_errors,
     refusing_recordings,
 )
@@ -20,6 +22,7 @@ from lab.exit_status import ExitStatus
 from lab.loading import load
 
 if TYPE_CHECKING:
+    from lab.recorded.case import RecordedCase
     from lab.timing.statistics import Rule
 
 MinimumEffect = Annotated[float, typer.Option(help="a smaller change of the median, in percent, counts as no change")]
@@ -72,12 +75,16 @@ def compare(
 
 
 def ab(
-    scenario: Annotated[str, typer.Argument(help="the work to time, such as decode/llama-3.1-8b/64q1s4k")],
-    first: Annotated[str, typer.Argument(help="a module with FlashInfer's names, or path/to/file.py")],
+    context: typer.Context,
+    scenario: Annotated[
+        str, typer.Argument(help="the work to time, such as decode/llama-3.1-8b/64q1s4k; left out with --calls")
+    ],
+    first: Annotated[str | None, typer.Argument(help="a module with FlashInfer's names, or path/to/file.py")] = None,
     second: Annotated[str | None, typer.Argument(help="another such module; the same one if left out")] = None,
     against: Annotated[
         str | None, typer.Option(metavar="SCENARIO", help="scenario of the second side; that of the first if left out")
     ] = None,
+    calls: TimedCalls = None,
     clock: Clock = "graph",
     l2: L2 = "cold",
     samples: Annotated[int, typer.Option(min=1, help="samples of each side; the sides take turns")] = 60,
@@ -104,12 +111,20 @@ def ab(
     from lab.workloads.traces import read_trace
 
     rule = _rule(minimum_effect_percent, significance)
+    recorded = None
+    if calls is not None:
+        recorded = _only_call(context, calls)
+        if second is not None:
+            refuse(f"--calls times the call {recorded.address} on two modules, and {second} is a third argument")
+        scenario, first, second = recorded.address, scenario, first
+    if first is None:
+        refuse("name a module to time, such as lab.kernels.portable")
     sides = [(scenario, first), (against or scenario, second or first)]
     if sides[0] == sides[1]:
         refuse("the two sides are the same: name a second module, or another scenario with --against")
     with refusing_errors():
         requests = None if trace is None else read_trace(trace)
-        cases = [scenario_named(name, requests) for name, _ in sides]
+        cases = [recorded or scenario_named(name, requests) for name, _ in sides]
         before = bindings()
         modules = [load(name) for _, name in sides]
     need_gpu()
@@ -125,3 +140,18 @@ def ab(
     report = ab_report(measured, rule)
     report.show(json, markdown)
     raise typer.Exit(report.exit_status)
+
+
+def _only_call(context: typer.Context, calls: str) -> "RecordedCase":
+    """Return the recorded call of `--calls`. End the command if there are several, or if an option of scenarios is given."""
+    from lab.recorded.case import recorded_cases
+
+    fitting = context.params.keys() - {"against", "trace"}
+    refuse_options_without(context, fitting, "--calls times a recorded call and no scenario")
+    with refusing_errors():
+        case, *others = recorded_cases(calls)
+    if others:
+        refuse(
+            f"{calls} has {1 + len(others)} calls: name one, such as {case.address}; lab bench --calls times all of them"
+        )
+    return case

@@ -5,7 +5,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
@@ -20,6 +20,7 @@ from lab.commands.options import (
     list_option,
     prepare_machine,
     refuse,
+    refuse_options_without,
     refusing_errors,
     with_options_of_ranges,
 )
@@ -143,7 +144,7 @@ def judge(
     if case is not None and Path(case.rpartition("#")[0] or case).is_dir():
         calls, case = case, None
     if case is not None:
-        _refuse_options_without(context, OF_ONE_CASE, "--case judges one case as its report says")
+        refuse_options_without(context, OF_ONE_CASE, "--case judges one case as its report says")
         _judge_and_exit(partial(_judge_case, *_report_and_number(case), implementation, settings), watch)
     if coverage and implementation is not None and implementation.endswith((".json", ".json.gz")):
         _print_recorded_coverage(Path(implementation))
@@ -158,7 +159,7 @@ def judge(
         settings |= {"ranges": ranges_of(narrowed), "refusals": exceptions, "workers": workers, "out": out}
         settings |= {"most_seconds": most_seconds, "first_failure": first_failure}
     if calls is not None:
-        _refuse_options_without(context, OF_CALLS, "--calls judges the calls of a folder and no other case")
+        refuse_options_without(context, OF_CALLS, "--calls judges the calls of a folder and no other case")
         if implementation is not None:
             prepare_machine(device)
         arguments = (calls,) if implementation is None else (calls, implementation)
@@ -206,15 +207,6 @@ def _judge_and_exit(judge_once: Callable[[Console], ExitStatus], watched: Path |
     except KeyboardInterrupt:
         status = ExitStatus.INTERRUPTED
     raise typer.Exit(status)
-
-
-def _refuse_options_without(context: typer.Context, allowed: Collection[str], sentence: str) -> None:
-    """End the command if an option outside `allowed` was given. The command would ignore it."""
-    sources = {name: context.get_parameter_source(name) for name in context.params.keys() - allowed}
-    given = sorted(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
-    if given:
-        named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        refuse(f"{sentence}: leave out {named}")
 
 
 def _report_and_number(case: str) -> tuple[Path, int]:

@@ -4,7 +4,7 @@ import importlib.util
 import inspect
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
@@ -26,6 +26,15 @@ def refuse(sentence: str, status: ExitStatus = ExitStatus.MISUSED) -> NoReturn:
     """
     typer.echo(f"lab: {sentence}", err=True)
     raise typer.Exit(status)
+
+
+def refuse_options_without(context: typer.Context, allowed: Collection[str], sentence: str) -> None:
+    """End the command if an option outside `allowed` was given. The command would ignore it."""
+    sources = {name: context.get_parameter_source(name) for name in context.params.keys() - allowed}
+    given = sorted(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
+    if given:
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        refuse(f"{sentence}: leave out {named}")
 
 
 def _parsed(read: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -116,6 +125,13 @@ L2 = Annotated[Literal["cold", "warm"], typer.Option(help="state of the L2 cache
 Trace = Annotated[
     Path | None,
     typer.Option(help="a file of a Mooncake (.jsonl) or Azure (.csv) trace; the lab's own trace if left out"),
+]
+TimedCalls = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FOLDER[#3]",
+        help="time calls that were recorded in an engine: their tables and lengths, other contents",
+    ),
 ]
 
 

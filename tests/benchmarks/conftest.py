@@ -17,6 +17,7 @@ from lab.integrity import ChangedBindingsError, bindings
 from lab.kernels.implementations import modules_of
 from lab.loading import load
 from lab.provenance import environment
+from lab.recorded.case import RecordedCase, recorded_cases
 from lab.reports.judgement import reproduction
 from lab.timing import L2, Ceilings, DeviceClock, GpuTime, Method, measure_ceilings, method_named
 from lab.timing.forward import DeclinedError, TimedPass, time_facts, time_in_turns
@@ -42,25 +43,35 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[METHOD] = method = method_named(config.getoption("--lab-clock"), config.getoption("--lab-l2"))
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
+    given = [option for option in ("--lab-scenario", "--lab-trace") if config.getoption(option)]
+    if config.getoption("--lab-calls") and given:
+        raise pytest.UsageError(f"--calls times recorded calls and no scenario: leave out {', '.join(given)}")
     config.stash[CLOCKS] = {each: DeviceClock(str(each)) for each in (method, replace(method, l2=L2.WARM))}
     config.stash[JUDGED], config.stash[TIMED] = [], []
     config.stash[NOT_TIMED] = _not_here() if _takes_all(config) else []
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`scenario_name`, its `case` or `draft`, and `implementation` are the command line's, or the default level's."""
+    """`scenario_name`, its `case` or `draft`, and `implementation` are the command line's, or the default level's.
+
+    With --lab-calls, a `case` is a recorded call, and its address is the name.
+    """
     if "scenario_name" in metafunc.fixturenames:
         is_draft = "draft" in metafunc.fixturenames
         named, read = metafunc.config.getoption("--lab-scenario"), draft_scenario if is_draft else scenario
         names = [name for name in named or () if is_draft_scenario(name) == is_draft]
         if not named:
             names = list(DEFAULT_DRAFT_SCENARIOS if is_draft else DEFAULT_SCENARIOS)
+        calls = metafunc.config.getoption("--lab-calls")
         try:
             trace = _trace(metafunc.config)
-            cases = [(name, read(name, trace)) for name in names]
+            if calls:
+                cases = [] if is_draft else [(each.address, each) for each in recorded_cases(calls)]
+            else:
+                cases = [(name, read(name, trace)) for name in names]
         except (ValueError, OSError) as error:
             raise pytest.UsageError(str(error)) from error
-        metafunc.parametrize(("scenario_name", "draft" if is_draft else "case"), cases, ids=names)
+        metafunc.parametrize(("scenario_name", "draft" if is_draft else "case"), cases, ids=[name for name, _ in cases])
     if "implementation" in metafunc.fixturenames:
         metafunc.parametrize("implementation", implementation_names(metafunc.config))
 
@@ -101,7 +112,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     A kind of benchmark of which the command line names no scenario is left out.
     """
     unnamed = [item for item in items if item.get_closest_marker("skip") and "scenario_name" in _parameters(item)]
-    if config.getoption("--lab-scenario"):  # nobody asked for another
+    if config.getoption("--lab-scenario") or config.getoption("--lab-calls"):  # nobody asked for another
         unnamed += [item for item in items if _is_benchmark(item) and "scenario_name" not in _parameters(item)]
     if unnamed:
         config.hook.pytest_deselected(items=unnamed)
@@ -183,7 +194,7 @@ def ceilings(request: pytest.FixtureRequest) -> Ceilings:
     return request.config.stash[CEILINGS]
 
 
-Timer = Callable[[str, ForwardCase, Method, str], TimedPass]
+Timer = Callable[[str, ForwardCase | RecordedCase, Method, str], TimedPass]
 
 
 @pytest.fixture(scope="session")
@@ -195,7 +206,9 @@ def timed_in_turns(request: pytest.FixtureRequest, ceilings: Ceilings) -> Timer:
     modules = [load(name) for name in names]
 
     @functools.lru_cache(maxsize=1)
-    def all_of(scenario_name: str, case: ForwardCase, method: Method) -> dict[str, TimedPass | Exception]:
+    def all_of(
+        scenario_name: str, case: ForwardCase | RecordedCase, method: Method
+    ) -> dict[str, TimedPass | Exception]:
         found: dict[str, TimedPass | Exception] = {}
         try:
             timed = time_in_turns(case, modules, method, config.getoption("lab_seed", None))
@@ -216,7 +229,7 @@ def timed_in_turns(request: pytest.FixtureRequest, ceilings: Ceilings) -> Timer:
         ]
         return found
 
-    def timed(scenario_name: str, case: ForwardCase, method: Method, implementation: str) -> TimedPass:
+    def timed(scenario_name: str, case: ForwardCase | RecordedCase, method: Method, implementation: str) -> TimedPass:
         found = all_of(scenario_name, case, method)[implementation]
         if isinstance(found, DeclinedError):
             pytest.skip(str(found))

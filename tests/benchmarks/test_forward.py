@@ -7,6 +7,7 @@ import pytest
 
 from lab.checks import ForwardCase
 from lab.metadata import ForwardMode
+from lab.recorded.case import RecordedCase
 from lab.timing import Ceilings, Method
 from tests.benchmarks.conftest import HAS_GPU, Timer
 
@@ -34,7 +35,7 @@ def test_judged(mode: str, sliding_window: bool, implementation_module: Any, jud
 
 def test_timed(
     scenario_name: str,
-    case: ForwardCase,
+    case: ForwardCase | RecordedCase,
     implementation: str,
     timed_in_turns: Timer,
     method: Method,

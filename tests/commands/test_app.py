@@ -10,6 +10,8 @@ import torch
 
 import lab
 from tests.commands.command import run
+from tests.recorded.record_calls import decode_arguments
+from tests.recorded.write_calls import write_call
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = (
@@ -110,6 +112,10 @@ SCENARIO = "decode/llama-3.1-8b/1q1s16"
         ("dry-run --gpu b200 --scenario decode/nosuch/1q1s16", 2, "nosuch"),
         ("dry-run --gpu b200 --only nowhere,never", 2, "no pass has nowhere or never in its name; there are decode/"),
         ("experiments nothing", 2, "No such command 'nothing'"),
+        ("ab lab.references", 2, "name a module to time"),
+        ("ab --calls absent lab.references lab.kernels.portable", 2, "absent is no folder of recorded calls"),
+        ("ab --calls absent a b --against c --trace t.csv", 2, "no scenario: leave out --against, --trace"),
+        ("bench --calls absent", 2, "absent is no folder of recorded calls"),
         ("compare a.json", 2, "compare BEFORE with AFTER"),
         ("compare a.json b.json", 2, "not compared: "),
         ("report nowhere.json", 2, "no report: "),
@@ -189,3 +195,14 @@ def test_benchmarks_take_pytests_options_and_end_with_the_labs_status(
     assert Path(folder) == ROOT / "tests" / "benchmarks"
     assert "--benchmark-only" in options
     assert options[-4:] == ["--lab-scenario", SCENARIO, "-k", "portable"]
+
+
+def test_benchmarks_of_recorded_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+    recording = write_call(
+        tmp_path / "calls", "trtllm_batch_decode_with_kv_cache", decode_arguments(), (torch.zeros(1),)
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pytest, "main", lambda words: (asked.append(words), 0)[1])
+    assert run(f"bench --calls {recording}#1 --implementations a,b") == 0
+    assert asked[0][-3:] == [f"--lab-calls={recording}#1", "--lab-implementation=a", "--lab-implementation=b"]

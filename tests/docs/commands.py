@@ -173,9 +173,10 @@ def _parsed(program: Callable[[], Any], name: str, arguments: Sequence[str]) -> 
 def _check_namespace(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         values = [each for each in (value if isinstance(value, list | tuple) else [value]) if each is not None]
-        if name in SCENARIOS:
+        is_scenario = name in SCENARIOS and not given.get("calls")  # with --calls the first argument is a module
+        if is_scenario:
             _refuse_unknown_scenarios(values)
-        if name in MODULES:
+        elif name in (*MODULES, *SCENARIOS):
             for module in values:
                 if module.endswith(".json"):
                     continue  # a recorded report, whose coverage is printed

@@ -1,6 +1,8 @@
 """The command line that measures two sides: what it says and with what status it ends, the GPU's part simulated."""
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from lab.timing import Ceilings, GpuTime, method_named
 from lab.timing.gpu_time import WrongWorkError
 from lab.timing.sampling import RefusedTimeError
 from tests.commands.command import run
+from tests.recorded.record_calls import decode_arguments, latent_arguments
+from tests.recorded.write_calls import write_call
 
 DECODE = "decode/tiny/2q1s64"
 CEILINGS = Ceilings(bandwidth_gbps=4000.0, matrix_rate_tflops=800.0)
@@ -43,6 +47,32 @@ def test_the_second_is_compared_with_the_first(
     assert run(["ab", *WORDS]) == status
     effect = re.escape(f"{verdict}: {second_us - 100:+.2f} %")
     assert re.search(rf"The second is {effect} \([+-]\d+\.\d\d to [+-]\d+\.\d\d %\), p = \d", capsys.readouterr().out)
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Path:
+    return write_call(tmp_path, "trtllm_batch_decode_with_kv_cache", decode_arguments(), (torch.zeros(1),))
+
+
+def test_a_recorded_call_is_timed_on_two_modules(
+    recording: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulate(monkeypatch, times(100, 90))
+    report = tmp_path / "report.json"
+    assert run(["ab", "--calls", str(recording), *WORDS[1:], "--json", str(report)]) == 0
+    sides = json.loads(report.read_text())["sides"]
+    assert [(side["scenario"], side["implementation"]) for side in sides] == [
+        (f"{recording}#1", module) for module in WORDS[1:]
+    ]
+    assert {(side["mode"], side["kv_tokens"], side["bytes_moved"]) for side in sides} == {("decode", 55, 31_232)}
+
+
+def test_a_recorded_call_takes_two_modules_and_is_one(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["ab", "--calls", f"{recording}#1", *WORDS]) == 2
+    assert "on two modules, and lab.references is a third argument" in capsys.readouterr().err
+    write_call(recording, "trtllm_batch_decode_with_kv_cache_mla", latent_arguments(), (torch.zeros(1),))
+    assert run(["ab", "--calls", str(recording), *WORDS[1:]]) == 2
+    assert f"has 2 calls: name one, such as {recording}#1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

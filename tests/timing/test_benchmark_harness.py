@@ -4,13 +4,17 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.benchmarks import conftest
-from tests.timing.inner_pytest import inner_environment
+from tests.recorded.record_calls import decode_arguments
+from tests.recorded.write_calls import write_call
+from tests.timing.inner_pytest import ROOT, inner_environment
 
 CONFTEST = """
 import torch
@@ -34,10 +38,10 @@ def time_in_turns(case, implementations, method, seed):
     facts = {"kernel": "XQA", "bytes_moved": 4_000_000, "operations": 8_000_000, "host_us": 9.0, "plan_us": 50.0}
     time = GpuTime((2.0, 4.0, 3.0), method, launches=2)
     return [
-        (time, facts | {"scenario": case, "implementation": names[0]}),
+        (time, facts | {"implementation": names[0]}),
         DeclinedError("XQA takes no such head"),
         AssertionError("12 output vectors are wrong\\nand more"),
-        (GpuTime((0.1, 0.1), method, launches=2), facts | {"scenario": case, "implementation": names[3]}),
+        (GpuTime((0.1, 0.1), method, launches=2), facts | {"implementation": names[3]}),
     ]
 
 benchmarks.time_in_turns = time_in_turns
@@ -81,7 +85,7 @@ def test_is_wrong(gpu_benchmark):
 )
 def test_turns(name, timed_in_turns, gpu_benchmark):
     measured, facts = timed_in_turns("decode/tiny/2q1s64", "the case", method_named("graph", "cold"), name)
-    gpu_benchmark(measured, CEILING, facts)
+    gpu_benchmark(measured, CEILING, {"scenario": "decode/tiny/2q1s64"} | facts)
 """
 
 
@@ -95,12 +99,24 @@ class Run:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """One run of all of them; a process of its own, because a GPU is simulated in it."""
-    folder = tmp_path_factory.mktemp("benchmarks")
+    return run_them(tmp_path_factory.mktemp("benchmarks"), BENCHMARKS)
+
+
+def run_them(folder: Path, benchmarks: str, *options: str) -> Run:
     (folder / "conftest.py").write_text(CONFTEST)
-    (folder / "test_it.py").write_text(BENCHMARKS)
+    (folder / "test_it.py").write_text(benchmarks)
     out = folder / "out.json"
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-ra", str(folder), f"--rootdir={folder}", f"--benchmark-json={out}"],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-ra",
+            str(folder),
+            f"--rootdir={folder}",
+            f"--benchmark-json={out}",
+            *options,
+        ],
         capture_output=True,
         text=True,
         check=False,
@@ -156,6 +172,29 @@ def test_implementations_are_timed_together_once_and_what_is_not_timed_is_record
             "on this GPU, where a kernel that only reads reaches 110 % at most: it does not do the work, or its time is wrong",
         },
     ]
+
+
+def test_recorded_calls_are_benchmarks_named_by_their_addresses(tmp_path: Path) -> None:
+    recording = write_call(
+        tmp_path / "calls", "trtllm_batch_decode_with_kv_cache", decode_arguments(), (torch.zeros(1),)
+    )
+    done = run_them(tmp_path, "from tests.benchmarks.test_forward import test_timed\n", f"--lab-calls={recording}")
+    rows = [row["extra_info"] for row in done.recorded["benchmarks"]]
+    assert [(row["scenario"], row["implementation"]) for row in rows] == [(f"{recording}#1", "lab.kernels.portable")]
+    assert {row["scenario"] for row in done.recorded["not_timed"]} == {f"{recording}#1"}
+    command = [sys.executable, "-m", "pytest", "tests/benchmarks", "--collect-only", "-q", f"--lab-calls={recording}"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=inner_environment())
+    names = [line.partition("::")[2] for line in listed.stdout.splitlines() if "::" in line]
+    assert names == [
+        f"test_timed[{recording}#1-{each}]" for each in conftest.IMPLEMENTATIONS
+    ]  # neither drafts nor what has no scenario
+
+
+@pytest.mark.parametrize("option", ["--lab-scenario", "--lab-trace"])
+def test_an_option_of_scenarios_does_not_go_with_recorded_calls(option: str) -> None:
+    options = {"--lab-clock": "graph", "--lab-l2": "cold", "--lab-calls": "dumps", option: "it"}
+    with pytest.raises(pytest.UsageError, match=f"no scenario: leave out {option}"):
+        conftest.pytest_configure(SimpleNamespace(getoption=options.get, stash=pytest.Stash()))
 
 
 @pytest.mark.parametrize(

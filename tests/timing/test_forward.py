@@ -1,7 +1,9 @@
 """One pass on several implementations: who declines, who is wrong, and what a plan costs the host, without a GPU."""
 
 import contextlib
+import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 
 from lab import references
 from lab.metadata import ForwardMode
+from lab.recorded.case import recorded_cases
 from lab.timing import Ceilings, GpuTime, GpuWork, Method, forward, method_named
 from lab.timing.forward import DeclinedError, time_facts, time_forward, time_in_turns
 from lab.timing.host_time import CALLS_PER_BATCH, HostTime
@@ -18,6 +21,8 @@ from lab.timing.staging import check_results, renew
 from lab.workloads import ForwardCase
 from lab.workloads.inputs.forward_pass import ForwardPass, build_forward
 from lab.workloads.inputs.redraw import Seeds
+from tests.recorded.record_calls import decode_arguments
+from tests.recorded.write_calls import write_call
 
 CASE = ForwardCase(ForwardMode.DECODE, "tiny", (3, 40), (1, 1), page_size=16)
 METHOD = method_named("graph", "cold")
@@ -75,6 +80,22 @@ def test_each_has_a_time_or_the_reason_why_it_has_none() -> None:
     assert first["requests"] == planned["requests"] == 2
     assert "plan_us" not in first
     assert planned["plan_us"] > 0
+
+
+def test_a_recorded_call_is_timed_as_a_pass_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = forward.RecordedPass.of
+    monkeypatch.setattr(forward.RecordedPass, "of", lambda case, device: of(case, torch.device("cpu")))
+    (case,) = recorded_cases(write_call(tmp_path, DECODE, decode_arguments(), (torch.zeros(1),)))
+    wrong = module("wrong", **{DECODE: lambda out, **_: out.fill_(1.0)})
+    found = time_in_turns(case, [references, wrong, module("declining", **{DECODE: declines})], METHOD)
+    assert [type(each) for each in found] == [tuple, AssertionError, DeclinedError]
+    _, facts = found[0]  # type: ignore[misc]
+    assert (facts["mode"], facts["requests"], facts["kv_tokens"], facts["kernel"]) == ("decode", 3, 55, "references")
+    assert facts["pool_bytes"] == 2 * 9 * 2 * 16 * 64 * 2
+    shutil.rmtree(case.path)
+    (unreadable,) = time_in_turns(case, [references], METHOD)
+    assert isinstance(unreadable, DeclinedError)
+    assert "call 1: " in str(unreadable)
 
 
 def test_one_alone_raises_its_reason() -> None:
