@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lab.calls.problem import E4M3
+from lab.calls.problem import E4M3, AttentionCall
 from lab.workloads.attention_case import Contents, short_repr
 from lab.workloads.pass_case import check_contents, check_dtype
 from lab.workloads.requests import PassLens
@@ -42,6 +42,8 @@ class RaggedCase(PassLens):
     window_left: int = -1
     contents: Contents = Contents.RANDOM
     seed: int = 0
+
+    interface = AttentionCall.RAGGED_CONTEXT
 
     def __post_init__(self) -> None:
         if not self.q_lens or len(self.prefix_lens) != len(self.q_lens):

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.calls import CALL_TYPES, Feature, PagedAttention
+from lab.calls import CALL_TYPES, Feature, PagedAttention, Problem
 from lab.calls.problem import AttentionCall, shown_draft_tokens
-from lab.calls.ragged_context import RaggedAttention
 from lab.calls.workspace import counts_in_workspace, semaphores_and_scratch
 from lab.checks.explain.batch_features import POWER_OF_2, TILE, CallFeatures, Read, kept
 from lab.checks.explain.feature import CaseFeature, Choice, Condition, Number
@@ -76,9 +75,7 @@ OF_CALL: dict[str, CaseFeature] = {
 }
 
 
-def _read_call(
-    interface: AttentionCall, arguments: Mapping[str, Any], problem: PagedAttention | RaggedAttention
-) -> Read:
+def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: Problem) -> Read:
     """Return the features of a call's arguments, such as dtypes and scales; for a paged call also features of its pages."""
     query, sinks, options = problem.query, problem.sinks, problem.features()
     (_, num_qo_heads, head_dim), num_kv_heads = query.shape, problem.num_kv_heads

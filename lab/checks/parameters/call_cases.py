@@ -5,19 +5,17 @@
 
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from lab.calls.problem import E4M3, AttentionCall
 from lab.checks.parameters.attention import edge_lengths
-from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.paged_axes import EQUAL, REQUESTS
 from lab.checks.parameters.values import Cache, Lengths, Mask, Offsets, Pages, Rows, Sinks, Tables, Without
-from lab.ranges import Ranges, dtype_of
+from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Contents, Storage, TableTail
-from lab.workloads.inputs.ragged import TILE
-from lab.workloads.ragged_case import RaggedCase
+from lab.workloads.interfaces import Interface
 
 SHORT = 150  # keys of the longest request that is not long
 LAST = 600  # keys of a large batch's last request
@@ -26,7 +24,22 @@ WIDE = 4200  # columns of a wide table, more than 4,096
 _TAILS = {Tables.NEGATIVE_TAIL: TableTail.NEGATIVE, Tables.FAR_TAIL: TableTail.FAR}
 
 
-def attention_case(of: Configuration, ranges: Ranges) -> AttentionCase:
+class Chosen(Protocol):
+    """A value for each axis of a function's model, as a `Configuration` has it."""
+
+    @property
+    def interface(self) -> Interface: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    def __getitem__(self, axis: str) -> Any: ...
+
+    def get(self, axis: str, default: Any = None) -> Any:
+        """Return the value of an axis, or `default` if the function's model does not have the axis."""
+
+
+def attention_case(of: Chosen, ranges: Ranges) -> AttentionCase:
     """Return the attention case of a paged call's configuration: its sizes, dtypes, lengths, contents and storage."""
     interface, page_size, query, cache = (
         AttentionCall(of.interface),
@@ -62,43 +75,24 @@ def attention_case(of: Configuration, ranges: Ranges) -> AttentionCase:
     )
 
 
-def _heads(of: Configuration) -> dict[str, Any]:
+def _heads(of: Chosen) -> dict[str, Any]:
     if of.interface is not AttentionCall.MLA_DECODE:
         return {name: of[name] for name in ("group", "num_kv_heads", "head_dim")}
     dims = of["head_dims"]
     return {"group": of["heads"], "num_kv_heads": 1, "head_dim": dims.head_dim, "v_head_dim": dims.v_head_dim}
 
 
-def ragged_case(of: Configuration) -> RaggedCase:
-    """Return the case of a ragged call's configuration: its sizes, dtype, lengths and contents."""
-    q_lens, dims = _rows_of_prompts(of), of["head_dims"]
-    kv_lens = _ragged_kv_lens(of, q_lens)
-    return RaggedCase(
-        tuple(kv_len - rows for kv_len, rows in zip(kv_lens, q_lens, strict=True)),
-        q_lens,
-        chunk=max(*kv_lens, 1),
-        num_heads=of["num_kv_heads"],
-        group=of["group"],
-        head_dim=dims.head_dim,
-        v_head_dim=dims.v_head_dim,
-        dtype=dtype_of(of["dtype"]),
-        window_left=of["window_left"],
-        contents=Contents.NEEDLES if of["contents"] == "needles" else Contents.RANDOM,
-        seed=of.seed,
-    )
-
-
-def _q_lens(of: Configuration) -> tuple[int, ...]:
+def _q_lens(of: Chosen) -> tuple[int, ...]:
     if of.interface is AttentionCall.CONTEXT:
-        return _rows_of_prompts(of)
+        return rows_of_prompts(of)
     count = of["requests"]
     q_lens = [of["q_len"]] * count
     if of["offsets"] == Offsets.UNEQUAL:
         q_lens = [1 + (request + of.seed) % of["q_len"] for request in range(count)]
-    return _emptied(q_lens, of["offsets"])
+    return emptied(q_lens, of["offsets"])
 
 
-def _rows_of_prompts(of: Configuration) -> tuple[int, ...]:
+def rows_of_prompts(of: Chosen) -> tuple[int, ...]:
     """Return the number of query rows of each request in a call that takes prompts (context or ragged)."""
     count = of["requests"]
     rows = {Rows.UNEQUAL: CONTEXT_ROWS, Rows.ONE_EACH: (1,)}.get(of["rows"], (of["rows"], *CONTEXT_ROWS))
@@ -106,17 +100,17 @@ def _rows_of_prompts(of: Configuration) -> tuple[int, ...]:
         rows = (1, 2, 3) if of["rows"] == Rows.UNEQUAL else rows
     q_lens = [rows[request % len(rows)] for request in range(count)]
     if isinstance(of["rows"], int):
-        of_prompt = _longest_request(of)
+        of_prompt = longest_request(of)
         q_lens[0], q_lens[of_prompt] = q_lens[of_prompt], q_lens[0]
-    return _emptied(q_lens, of["offsets"])
+    return emptied(q_lens, of["offsets"])
 
 
-def _longest_request(of: Configuration) -> int:
+def longest_request(of: Chosen) -> int:
     """Return the index of the longest request: 0, or -1 (the last) if the first has no rows."""
     return -1 if of["offsets"] in (Without.FIRST, Without.TWICE) else 0
 
 
-def _emptied(lens: Sequence[int], without: Any) -> tuple[int, ...]:
+def emptied(lens: Sequence[int], without: Any) -> tuple[int, ...]:
     """Return the lengths, with 0 for the requests that `without` names. If it is no `Without`, nothing changes."""
     last = len(lens) - 1
     empty: dict[Any, Sequence[int]] = {
@@ -139,13 +133,13 @@ def fewer_than_rows(q_lens: Sequence[int]) -> list[int]:
     return [max(rows - 1 - request % 2, rows // 2) for request, rows in enumerate(q_lens)]
 
 
-def _generator(of: Configuration) -> random.Random:
+def generator(of: Chosen) -> random.Random:
     return random.Random(repr((of.interface.name, of.seed)))
 
 
-def _kv_lens(of: Configuration, q_lens: Sequence[int]) -> tuple[int, ...]:
+def _kv_lens(of: Chosen, q_lens: Sequence[int]) -> tuple[int, ...]:
     """Return the number of keys of each request in a paged call, as the axis "lengths" says."""
-    lengths, count, page_size, rng = of["lengths"], len(q_lens), of["page_size"], _generator(of)
+    lengths, count, page_size, rng = of["lengths"], len(q_lens), of["page_size"], generator(of)
     if count > REQUESTS:
         kv_lens = [8 + 3 * request % 47 for request in range(count)]
         kv_lens[-1] = LAST  # long enough that a kernel splits it, unlike the rest
@@ -160,28 +154,8 @@ def _kv_lens(of: Configuration, q_lens: Sequence[int]) -> tuple[int, ...]:
     if lengths == Lengths.EQUAL:
         kv_lens = [EQUAL] * count
     elif isinstance(lengths, int):
-        kv_lens[_longest_request(of)] = lengths - rng.randrange(page_size)
+        kv_lens[longest_request(of)] = lengths - rng.randrange(page_size)
     kv_lens = [max(kv_len, rows) for kv_len, rows in zip(kv_lens, q_lens, strict=True)]
     if lengths == Lengths.FEWER:
         kv_lens = fewer_than_rows(q_lens)
-    return _emptied(kv_lens, lengths)
-
-
-def _ragged_kv_lens(of: Configuration, q_lens: Sequence[int]) -> tuple[int, ...]:
-    """Return the number of keys of each request in a ragged call, as the axis "lengths" says."""
-    lengths, rng = of["lengths"], _generator(of)
-    if len(q_lens) > REQUESTS:
-        kv_lens = [rows + 3 * request % 47 for request, rows in enumerate(q_lens)]
-    else:
-        edges = edge_lengths(TILE, SHORT)
-        kv_lens = [max(rng.choice(edges), rows) for rows in q_lens]
-        kv_lens[-1] = max(SHORT - rng.randrange(20), q_lens[-1])  # a window hides something of it
-    if lengths == Lengths.AS_ROWS:
-        kv_lens = list(q_lens)
-    elif lengths == Lengths.OF_THE_NEXT:
-        kv_lens = [*q_lens[1:], q_lens[0]]
-    elif lengths == Lengths.FEWER:
-        kv_lens = fewer_than_rows(q_lens)
-    elif isinstance(lengths, int):
-        kv_lens[_longest_request(of)] = lengths + rng.randrange(TILE)
-    return _emptied(kv_lens, lengths)
+    return emptied(kv_lens, lengths)

@@ -4,62 +4,42 @@ The form of an argument is how it is passed: for example as a number or a tensor
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lab.calls.problem import E4M3, AttentionCall
+from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CaseRun, Result
-from lab.checks.parameters.call_cases import attention_case, ragged_case, rows_without_keys
+from lab.checks.parameters.call_cases import rows_without_keys
 from lab.checks.parameters.configuration import Configuration
-from lab.checks.parameters.ragged import BELOW_ZERO
+from lab.checks.parameters.models import FAMILIES
 from lab.checks.parameters.values import (
-    KV,
     Bound,
-    Cache,
     Lse,
-    Mask,
     Offsets,
     Output,
-    Pages,
     RaggedPadding,
     SeqLens,
     Sinks,
-    Tables,
     ValueScale,
 )
-from lab.metadata.mla.metadata import allocate_multi_ctas_kv_counters
 from lab.ranges import Ranges
-from lab.workloads.inputs.attention import AttentionInputs, as_one_tensor, build_attention
-from lab.workloads.inputs.call import BuiltCall, CallInputs
+from lab.workloads.inputs.call import BuiltCall
 from lab.workloads.inputs.guards import embedded, guarded, same_bits, wrong_guards
-from lab.workloads.inputs.masks import draft_masks, strictly_causal, with_bits_after
-from lab.workloads.inputs.ragged import RaggedInputs, build_ragged, joined, padded
+from lab.workloads.inputs.ragged import padded
 from lab.workloads.inputs.views import (
-    GAP,
     LEAST_ALIGNMENT_BYTES,
-    Layout,
-    apart,
-    at_bytes,
-    in_halves,
-    raw,
     with_nan,
-    with_odd_strides,
 )
 
-# Of logits below zero: e of each, and e of the difference of both, are beyond float32's ends, e**-103 and e**88.7.
-HIGHEST, LOWEST = -110.0, -210.0
-QUERY_COORDINATE = 16.0
 # What each element of padding is, which no row may read.
 PADDED_ROWS: dict[Any, float] = {
     **dict.fromkeys((Offsets.PADDED, RaggedPadding.ROWS, RaggedPadding.BOTH), 100.0),
     **dict.fromkeys((Offsets.PADDED_WITH_NAN, RaggedPadding.NAN), math.nan),
 }
-PADDED_KEYS: dict[Any, float] = {RaggedPadding.KEYS: 100.0, RaggedPadding.BOTH: 100.0, RaggedPadding.NAN: math.nan}
 
 
 def judge_call(run: CaseRun) -> None:
@@ -111,174 +91,18 @@ def wrong_returns(call: BuiltCall, result: Result) -> Iterator[str]:
 
 def built_call(of: Configuration, ranges: Ranges, device: torch.device) -> BuiltCall:
     """Return the call that a configuration describes, with each argument in the form that the configuration gives it."""
-    inputs = _inputs(of, ranges, device)
-    if isinstance(inputs, RaggedInputs):
-        call = BuiltCall(of, inputs, inputs.arguments(with_padding=False))
-        forms: tuple[Callable[[BuiltCall], None], ...] = (_keys_and_values, _host_lengths)
-    else:
-        call = BuiltCall(of, inputs, inputs.arguments())
-        forms = (_backend, _cache, _tables, _mask)
-    for form in (*forms, _query, _lengths, _bounds, _scales, _sinks, _out, _lse):
-        form(call)
-    return call
-
-
-def _inputs(of: Configuration, ranges: Ranges, device: torch.device) -> CallInputs:
-    """Return what determines a configuration's expected results: tensors, scales, sinks, mask and causality."""
-    changes: dict[str, Any] = {"factors": (of["bmm1_scale"].factor, of["bmm2_scale"].factor)}
-    inputs: CallInputs
-    if of.interface is AttentionCall.RAGGED_CONTEXT:
-        inputs = build_ragged(ragged_case(of), device)
-        inputs = _below_zero(inputs) if of["contents"] == BELOW_ZERO else inputs
-        sinks = None if of["sinks"] == Sinks.NONE else torch.linspace(1.0, 4.0, inputs.query.shape[1], device=device)
-    else:
-        inputs = _stored(build_attention(attention_case(of, ranges), device), of)
-        sinks, mask = inputs.sinks, of.get("mask", Mask.NONE)
-        if mask != Mask.NONE:
-            case = inputs.case
-            shown = strictly_causal(case) if mask.shown is None else draft_masks(case)[mask.shown]
-            changes["shown"] = shown.to(device)
+    family = FAMILIES[AttentionCall(of.interface)]
+    inputs = family.inputs(of, ranges, device)
+    sinks = inputs.sinks
     if of["sinks"] == Sinks.SOME_MINUS_INFINITY:  # which means no sink
-        assert sinks is not None
         sinks = sinks.clone()
         sinks[::2] = -math.inf
-    return replace(inputs, sinks=sinks, causal=of.get("causal", True), **changes)
-
-
-def _below_zero(inputs: RaggedInputs) -> RaggedInputs:
-    """Return the inputs with one coordinate of queries and keys replaced, so that all logits of a row lie between LOWEST and
-    HIGHEST.
-    """
-    query, parts = inputs.query.float(), []
-    query[..., 0] = QUERY_COORDINATE
-    for keys, values in inputs.parts:
-        steps = torch.linspace(HIGHEST, LOWEST, len(keys)).roll(len(keys) // 2)
-        lowered = keys.float()
-        lowered[..., 0] = (steps / (QUERY_COORDINATE * inputs.softmax_scale)).unsqueeze(1)
-        parts.append((lowered.to(keys.dtype), values))
-    return replace(inputs, query=query.to(inputs.query.dtype), parts=parts)
-
-
-def _stored(inputs: AttentionInputs, of: Configuration) -> AttentionInputs:
-    """Return the inputs with the cache's strides, and the page table's contents and form, as a configuration says."""
-    if of["pages"] == Pages.TWICE:
-        inputs = _with_page_twice(inputs)
-    form, case = of["cache"], inputs.case
-    tokens, heads = (1, 2) if case.is_mla or case.storage.kv_layout == "NHD" else (2, 1)
-    layouts: dict[Cache, Callable[[Tensor], Tensor]] = {
-        Cache.PAGES_APART: lambda pages: apart(pages, 0, pages[0].numel()),
-        Cache.TOKENS_APART: partial(apart, axis=tokens, gap=GAP),
-        Cache.HEADS_APART: partial(apart, axis=heads, gap=GAP),
-        Cache.PAGES_AN_ELEMENT_APART: partial(apart, axis=0, gap=1),
-        Cache.TOKENS_AN_ELEMENT_APART: partial(apart, axis=tokens, gap=1),
-        Cache.ODD_STRIDES: with_odd_strides,
-        Cache.AT_16_BYTES: partial(at_bytes, offset_bytes=LEAST_ALIGNMENT_BYTES),
-    }
-    k_pages, v_pages = inputs.k_pages, inputs.v_pages
-    if form in layouts:
-        k_pages = layouts[form](k_pages)
-        v_pages = k_pages if case.is_mla else layouts[form](v_pages)
-    elif form == Cache.V_OTHERWISE:
-        v_pages = layouts[Cache.PAGES_APART](v_pages)
-    elif form == Cache.K_IS_V:
-        v_pages = k_pages
-        inputs = replace(inputs, histories=tuple((keys, keys) for keys, _ in inputs.histories))
-    inputs = replace(inputs, k_pages=k_pages, v_pages=v_pages)
-    return inputs.with_separate_tables() if of["block_tables"].is_separate else inputs
-
-
-def _with_page_twice(inputs: AttentionInputs) -> AttentionInputs:
-    """Return inputs in which the last page of each request repeats the page before it, if there is one, in the page table and
-    in the histories.
-    """
-    size, block_tables = inputs.case.page_size, inputs.block_tables.clone()
-    histories = list(inputs.histories)
-    for request, kv_len in enumerate(inputs.case.kv_lens):
-        last = (kv_len - 1) // size
-        if last > 0:
-            block_tables[request, last] = block_tables[request, last - 1]
-            positions = torch.arange(kv_len, device=block_tables.device)
-            positions[last * size :] -= size
-            keys, values = (raw(side)[positions].view(side.dtype) for side in histories[request])
-            histories[request] = keys, values
-    return replace(inputs, block_tables=block_tables, histories=tuple(histories))
-
-
-def _keys_and_values(call: BuiltCall) -> None:
-    """Pass the keys and values of a ragged call in the layout that the axis "kv" names, with padding after them."""
-    given, form, padding = call.given, call.forms["kv"], PADDED_KEYS.get(call.forms["padding"])
-    key, value = (given[name] if padding is None else padded(given[name], padding) for name in ("key", "value"))
-    if form == KV.ONE_TENSOR:
-        key, value = joined((key, value), dim=-1).split((key.shape[-1], value.shape[-1]), dim=-1)
-    elif form == KV.V_OF_A_PROJECTION:  # which has the keys' elements without position before the values
-        without_position = key.shape[-1] // 2 // GAP * GAP
-        value = joined((key[..., :without_position], value), dim=-1)[..., without_position:]
-    elif form == KV.V_APART:
-        value = Layout.TOKENS_APART.of(value)
-    else:
-        key, value = form.of(key), form.of(value)
-    given |= {"key": key, "value": value}
-
-
-def _host_lengths(call: BuiltCall) -> None:
-    """Pass the lengths as CPU tensors too, if the configuration says so. Also pass `o_sf_scale` and
-    `skip_all_rows_active_check`.
-    """
-    for name in ("o_sf_scale", "skip_all_rows_active_check"):
-        call.given[name] = call.forms[name]
-    if call.forms["mirrors"] != "none":
-        dtype = getattr(torch, call.forms["mirrors"])
-        call.given["q_seq_lens_cpu"] = torch.tensor(call.inputs.q_lens, dtype=dtype)
-        call.given["kv_seq_lens_cpu"] = torch.tensor(call.inputs.kv_lens, dtype=dtype)
-
-
-def _backend(call: BuiltCall) -> None:
-    """Pass the backend's name if it is not "auto", and arguments that an engine passes in every call, such as
-    the counter buffer.
-    """
-    case = call.inputs.case
-    if call.forms.get("backend", "auto") != "auto":
-        call.given["backend"] = call.forms["backend"]
-        if call.inputs.scale_factors is not None:
-            call.given |= call.inputs.scale_factor_arguments(interleaved=True)
-    if call.forms.get("qk_nope_head_dim") == "a half":
-        call.given["qk_nope_head_dim"] *= 2
-    # As the engine gives them in every call. They must not be changed after the call, like tensors that a kernel only reads.
-    # One SM, because the counters of the engine's 8,192 requests are more than any GPU has SMs.
-    call.given["multi_ctas_kv_counter_buffer"] = allocate_multi_ctas_kv_counters(
-        len(case.q_lens), case.num_qo_heads, sm_count=1, device=call.device
-    )
-
-
-def _cache(call: BuiltCall) -> None:
-    """Pass the cache as one tensor for K and V, or with four axes, if the configuration says so."""
-    form, pages = call.forms["cache"], call.inputs.k_pages
-    if form.is_one_tensor:
-        whole = as_one_tensor(call.inputs)
-        call.given["kv_cache"] = in_halves(whole) if form == Cache.HALVES else whole
-        # A decode takes scale factors as a pair alone.
-        if call.inputs.scale_factors is not None and call.interface is AttentionCall.CONTEXT:
-            k, v = (each.view(torch.uint8) for each in call.given["kv_cache_sf"])
-            call.given["kv_cache_sf"] = torch.stack((k, v), 1).view(E4M3)
-    elif form in (Cache.K_IS_V, Cache.FOUR_AXES, Cache.FOUR_AXES_ODD_STRIDES):
-        cache = pages.unsqueeze(1)
-        call.given["kv_cache"] = with_odd_strides(cache) if form == Cache.FOUR_AXES_ODD_STRIDES else cache
-
-
-def _tables(call: BuiltCall) -> None:
-    form, tables = call.forms["block_tables"], call.given["block_tables"]
-    if form in (Tables.ROWS_APART, Tables.SEPARATE_ROWS_APART):
-        call.given["block_tables"] = apart(tables, -2, GAP + 1)
-    elif form == Tables.AT_AN_ELEMENT:
-        call.given["block_tables"] = at_bytes(tables, tables.element_size())
-
-
-def _mask(call: BuiltCall) -> None:
-    form = call.forms.get("mask", Mask.NONE)
-    if form == Mask.BITS_AFTER:
-        call.given["mask"] = with_bits_after(call.given["mask"].cpu()).to(call.device)
-    elif form == Mask.AT_A_WORD:
-        call.given["mask"] = at_bytes(call.given["mask"], call.given["mask"].element_size())
+    factors = of["bmm1_scale"].factor, of["bmm2_scale"].factor
+    inputs = replace(inputs, sinks=sinks, causal=of.get("causal", True), factors=factors)
+    call = BuiltCall(of, inputs, inputs.arguments())
+    for form in (*family.forms, _query, _lengths, _bounds, _scales, _sinks, _out, _lse):
+        form(call)
+    return call
 
 
 def _query(call: BuiltCall) -> None:
@@ -313,7 +137,7 @@ def _bounds(call: BuiltCall) -> None:
         given[name] *= 4
     for each in ("max_q_len", "max_kv_len"):
         if of.get(each) == Bound.LARGER:
-            given[each] = 2 * given[each] + (call.interface is AttentionCall.RAGGED_CONTEXT)
+            given[each] = 2 * given[each] + 1
         elif of.get(each) == Bound.NONE:
             given[each] = None
 
@@ -344,7 +168,7 @@ def _scale(call: BuiltCall, value: float, shape: tuple[int, ...] | None) -> Tens
 def _sinks(call: BuiltCall) -> None:
     if (sinks := call.inputs.sinks) is not None:
         forms = {Sinks.LIST: [sinks], Sinks.TUPLE: (sinks,), Sinks.A_PART: embedded(sinks, math.nan)}
-        name = "attention_sinks" if call.interface is AttentionCall.RAGGED_CONTEXT else "sinks"
+        name = "sinks" if "sinks" in call.given else "attention_sinks"
         call.given[name] = forms.get(call.forms["sinks"], sinks)
 
 

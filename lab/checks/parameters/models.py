@@ -1,16 +1,21 @@
 """The model (parameters with their values, and rules between them) of each function that can be judged, limited to ranges."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from lab.calls.problem import AttentionCall
 from lab.checks.parameters.covering import Model
 from lab.checks.parameters.lists import LISTS
 from lab.checks.parameters.metadata_axes import METADATA
 from lab.checks.parameters.paged_axes import paged_model
+from lab.checks.parameters.paged_calls import PAGED_FORMS, paged_inputs
 from lab.checks.parameters.ragged import ragged_model
+from lab.checks.parameters.ragged_calls import RAGGED_FORMS, ragged_inputs, redrawn, replayed_cases
 from lab.ranges import Ranges
+from lab.workloads.inputs.call import BuiltCall
 from lab.workloads.interfaces import PAGED_CALLS, Interface, MetadataFunction
 
 
@@ -19,11 +24,37 @@ def _whole(model: Model) -> Callable[[Ranges], Model]:
     return lambda _: model
 
 
+@dataclass(frozen=True)
+class CallFamily:
+    """What the judge knows of one of FlashInfer's calls.
+
+    Attributes:
+        model: returns the parameters (axes) of the call, their values and the rules between them, within ranges.
+        inputs: makes the tensors of a configuration, one of `lab.workloads.inputs.call.CallInputs`.
+        forms: functions that pass arguments of this call alone in the form that a configuration gives them.
+        replayed_cases, redrawn: of calls without a paged cache, the cases of K9, and the inputs of a case with other lengths.
+    """
+
+    model: Callable[[Ranges], Model]
+    inputs: Callable[..., Any]
+    forms: tuple[Callable[[BuiltCall], None], ...]
+    replayed_cases: Callable[..., Iterator[Any]] | None = None
+    redrawn: Callable[..., Any] | None = None
+
+
 _cached = functools.lru_cache(maxsize=8)
+FAMILIES: Mapping[AttentionCall, CallFamily] = {
+    **{
+        each: CallFamily(_cached(functools.partial(paged_model, each)), paged_inputs, PAGED_FORMS)
+        for each in PAGED_CALLS
+    },
+    AttentionCall.RAGGED_CONTEXT: CallFamily(
+        _cached(ragged_model), ragged_inputs, RAGGED_FORMS, replayed_cases, redrawn
+    ),
+}
 MODELS: Mapping[Interface, Callable[[Ranges], Model]] = MappingProxyType(
     {
-        **{each: _cached(functools.partial(paged_model, each)) for each in PAGED_CALLS},
-        AttentionCall.RAGGED_CONTEXT: _cached(ragged_model),
+        **{each: family.model for each, family in FAMILIES.items()},
         MetadataFunction.DRAFT_KV_INDICES: _whole(LISTS),
         **{each: _whole(model) for each, model in METADATA.items()},
     }

@@ -8,7 +8,7 @@ with the same tensors. Finally, eager calls use another set of tensors, with hos
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, repeat
@@ -19,14 +19,14 @@ from torch import Tensor
 
 from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CallForm, CaseRun, GivenCall, Result, as_result
+from lab.checks.parameters.models import FAMILIES
 from lab.checks.properties.check import Check, Scope
 from lab.checks.run.support_protocol import KernelError, Unsupported
 from lab.metadata.engine.capture import capturing
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import AttentionInputs
 from lab.workloads.inputs.call import BuiltCall, CallInputs, Form, Forms, in_forms, random_mask, rewritten
-from lab.workloads.inputs.ragged import TILE, RaggedInputs, build_ragged
-from lab.workloads.ragged_case import RaggedCase
+from lab.workloads.inputs.ragged import TILE
 
 LONG = (4096, 32768)  # keys of a request that was captured on a page
 MOST_BETWEEN = 1024  # keys of a request in the eager call, and two pages more
@@ -44,25 +44,15 @@ class Lens:
 Make = Callable[..., CallInputs]  # of Lens and a seed; `moved` if pages lie elsewhere
 
 
-def _cases(scope: Scope) -> Iterator[AttentionCase | RaggedCase]:
+def _cases(scope: Scope) -> Iterator[Any]:
     longest = LONG[: scope.counted(1, 2)]
-    if scope.interface is AttentionCall.RAGGED_CONTEXT:
-        yield from _ragged_cases(scope, longest)
+    if (cases_of := FAMILIES[AttentionCall(scope.interface)].replayed_cases) is not None:
+        yield from cases_of(scope.ranges, scope.counted(2, 8), longest)
         return
     yield from map(_roomy, scope.balanced(4, 24, seed=11))
     for most_keys, case in zip(longest, scope.balanced(1, 2, seed=26), strict=True):
         yield _long(scope.on_fewest_heads(case), most_keys, min(scope.ranges.q_lens))
     yield from map(_roomy, scope.balanced_nvfp4(1, 4, seed=28))
-
-
-def _ragged_cases(scope: Scope, longest: Sequence[int]) -> Iterator[RaggedCase]:
-    dtypes = [dtype for dtype, _ in scope.ranges.dtypes]
-    shapes = [((TILE, 2 * TILE, 3, 5), (7, 2 * TILE, 1, TILE)), ((0, 200, 130, 0), (130, 0, 3, 131))]
-    for number in range(scope.counted(2, 8)):
-        dtype = dtypes[number % len(dtypes)]
-        yield RaggedCase(*shapes[number % 2], num_heads=1 + number % 3, dtype=dtype, seed=number + 1)
-    for most_keys in longest:
-        yield RaggedCase((most_keys, 9), (5, 2), num_heads=1, dtype=dtypes[0], seed=1)
 
 
 def _roomy(case: AttentionCase) -> AttentionCase:
@@ -84,12 +74,12 @@ def _long(case: AttentionCase, most_keys: int, q_len: int) -> AttentionCase:
 def _judge(run: CaseRun) -> None:
     case, make = run.case, maker_of(run, run.case)
     room = Lens(case.kv_lens, case.q_lens)
-    is_ragged = isinstance(case, RaggedCase)
-    forms = frozenset({Form.SINKS} if not is_ragged and case.sinks else ())
-    waits = is_ragged or case.has_offsets
+    is_paged = isinstance(case, AttentionCase)
+    forms = frozenset({Form.SINKS} if is_paged and case.sinks else ())
+    waits = not is_paged or case.has_offsets
     if waits and run.vary("rows that wait for requests", in_forms(make(_short(room, waits)), forms)) is None:
         waits = False
-        if not is_ragged and case.interface is not AttentionCall.CONTEXT:
+        if is_paged and case.interface is not AttentionCall.CONTEXT:
             make = maker_of(run, replace(case, offsets=False))
     inputs = make(_short(room, waits), seed=1)
     for form in _wanted(run, waits):
@@ -146,13 +136,15 @@ def judge_replays(run: CaseRun, make: Make, forms: Forms, room: Lens, waits: boo
                     ready.expect(f"{words}, with more and longer requests", grown)
 
 
-def maker_of(run: CaseRun, case: AttentionCase | RaggedCase) -> Make:
+def maker_of(run: CaseRun, case: Any) -> Make:
     """Return a function that makes the inputs of a case with other lengths, another seed and, if `moved`, other pages. They
     include sinks and a mask, as far as the case allows.
     """
-    if isinstance(case, RaggedCase):
-        return partial(_make_ragged, run, case)
-    return partial(_make_paged, run, case)
+    if isinstance(case, AttentionCase):
+        return partial(_make_paged, run, case)
+    redrawn = FAMILIES[case.interface].redrawn
+    assert redrawn is not None
+    return lambda lens, seed=0, moved=False: redrawn(case, run.device, lens.kv_lens, lens.q_lens, seed + 6 * moved)
 
 
 def _make_paged(run: CaseRun, case: AttentionCase, lens: Lens, seed: int = 0, moved: bool = False) -> AttentionInputs:
@@ -162,13 +154,6 @@ def _make_paged(run: CaseRun, case: AttentionCase, lens: Lens, seed: int = 0, mo
         case, kv_lens=lens.kv_lens, q_lens=lens.q_lens, seed=case.seed + seed, sinks=has_sinks, storage=storage
     )
     return replace(run.build(shown), shown=random_mask(shown).to(run.device))
-
-
-def _make_ragged(run: CaseRun, case: RaggedCase, lens: Lens, seed: int = 0, moved: bool = False) -> RaggedInputs:
-    prefix_lens = tuple(kv_len - q_len for kv_len, q_len in zip(lens.kv_lens, lens.q_lens, strict=True))
-    drawn = replace(case, prefix_lens=prefix_lens, q_lens=lens.q_lens, seed=10 * case.seed + seed + 6 * moved)
-    sinks = torch.randn(case.num_heads, generator=torch.Generator().manual_seed(drawn.seed)) + 2.0
-    return replace(build_ragged(drawn, run.device), sinks=sinks.to(run.device))
 
 
 def _wanted(run: CaseRun, waits: bool) -> list[Form]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lab.calls import CALL_TYPES
 from lab.calls.problem import AttentionCall
 from lab.checks.run.support_protocol import Unsupported, is_capturing, output_and_lse
 from lab.workloads.inputs.masks import packed_mask
@@ -46,14 +47,9 @@ def _causal_mask(batch_size: int, q_len: int, device: torch.device) -> Tensor:
 
 
 def _with_out(interface: AttentionCall, arguments: Arguments) -> Arguments:
-    query = arguments["query"]
-    width = query.shape[-1]
-    if interface is AttentionCall.MLA_DECODE:
-        width = arguments["kv_lora_rank"]
-    elif interface is AttentionCall.RAGGED_CONTEXT:
-        width = arguments["value"].shape[-1]
-    dtype = arguments.get("out_dtype") or query.dtype
-    return arguments | {"out": query.new_full((*query.shape[:-1], width), float("nan"), dtype=dtype)}
+    query, problem = arguments["query"], CALL_TYPES[interface](**arguments).problem()
+    shape = (*query.shape[:-1], problem.v_head_dim)
+    return arguments | {"out": query.new_full(shape, float("nan"), dtype=problem.out_dtype)}
 
 
 def _names(name: str, refusal: str) -> bool:

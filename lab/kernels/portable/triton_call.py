@@ -191,7 +191,7 @@ def prepared(
 
     Args:
         kernel: the row of `lab.kernels.support` that says which problems the kernel supports.
-        problem: a `PagedAttention` or `RaggedAttention`, the checked arguments of a call.
+        problem: the checked arguments of a call, one of `lab.calls.Problem`.
         steps: takes the output and the LSE or None, and returns the steps of a run.
         returned: takes the output and the LSE or None, and returns the call's result; by default `problem.returned`.
         reads_contents: True if contents of tensors were read to make the problem, on a GPU too.

@@ -6,7 +6,6 @@ A refusal is a sentence that says why a kernel does not support a call. It leave
 import torch
 
 from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4, AttentionProblem, Feature, PagedAttention
-from lab.calls.ragged_context import RaggedAttention
 from lab.kernels.support.kernel import Dtypes, dims, page_sizes, triples
 
 BF16 = torch.bfloat16
@@ -57,12 +56,6 @@ def misaligned(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) ->
                 f"not {stride * tensor.element_size()} bytes"
             )
     return misplaced(name, tensor, load_bytes)
-
-
-def misaligned_ragged(problem: RaggedAttention) -> str | None:
-    """Return a refusal (a sentence) if the address or a stride of query, key or value does not fit 16-byte loads, else None."""
-    sides = (("query", problem.query), ("key", problem.key), ("value", problem.value))
-    return next((words for name, tensor in sides if (words := misaligned(name, tensor)) is not None), None)
 
 
 def misaligned_paged(problem: PagedAttention) -> str | None:

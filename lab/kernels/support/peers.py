@@ -10,8 +10,8 @@ from lab.kernels.support.common import (
     BF16,
     HALVES,
     RAGGED_SIZES,
+    misaligned,
     misaligned_paged,
-    misaligned_ragged,
     positive_bmm1_scale,
 )
 from lab.kernels.support.kernel import Dtypes, Kernel, mla_dims, sizes, triples
@@ -68,7 +68,9 @@ def _fa_ragged(capability: Capability | None, problem: RaggedAttention) -> str |
 
     The limits are those of `BatchPrefillWithRaggedKVCacheWrapper` and its two backends, FA2 and FA3.
     """
-    return positive_bmm1_scale(problem) or misaligned_ragged(problem)
+    sides = (("query", problem.query), ("key", problem.key), ("value", problem.value))
+    misplaced = (words for name, tensor in sides if (words := misaligned(name, tensor)) is not None)
+    return positive_bmm1_scale(problem) or next(misplaced, None)
 
 
 def _ragged(backend: str, gpus: Any) -> Kernel:

@@ -274,6 +274,11 @@ def prepare_mla_prefill(
         "workspace_buffer": workspace_buffer,
         "out": None if out is None else out[: arguments["query"].shape[0]],
     }
+    return prepare_ragged(implementation, **arguments)
+
+
+def prepare_ragged(implementation: Any, **arguments: Any) -> Callable[[], Any]:
+    """Prepare a call with the arguments of `ragged_context_arguments`, or with some of them replaced."""
     return prepare(implementation, AttentionCall.RAGGED_CONTEXT.value, **arguments)
 
 

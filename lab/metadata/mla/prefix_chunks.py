@@ -16,12 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.calls.problem import AttentionCall
-from lab.kernels import prepare
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import check_attends, device_lengths, exclusive_cumsum, host_lengths
-from lab.metadata.mla.calls import MLALayer, ragged_context_arguments
+from lab.metadata.mla.calls import MLALayer, prepare_ragged, ragged_context_arguments
 from lab.metadata.mla.metadata import TRTLLMMLAPrefillMetadata
 from lab.metadata.mla.rows import without_keys
 
@@ -128,7 +126,7 @@ def prepare_prefix_chunk(
         "is_causal": False,
         "return_lse": True,
     }
-    call = prepare(implementation, AttentionCall.RAGGED_CONTEXT.value, **arguments)
+    call = prepare_ragged(implementation, **arguments)
 
     def run() -> tuple[Tensor, Tensor]:
         out, lse = call()

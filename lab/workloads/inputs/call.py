@@ -101,10 +101,10 @@ def in_forms(inputs: CallInputs, forms: Forms) -> BuiltCall:
         value if form in forms else None for form, value in ((Form.SINKS, inputs.sinks), (Form.MASK, inputs.shown))
     )
     inputs = replace(inputs, sinks=sinks, shown=shown)
-    if isinstance(inputs, RaggedInputs):
-        arguments = inputs.arguments() | {"return_lse": True}
+    if isinstance(inputs, AttentionInputs) and Form.TABLES in forms:
+        arguments = inputs.with_separate_tables().arguments()
     else:
-        arguments = (inputs.with_separate_tables() if Form.TABLES in forms else inputs).arguments()
+        arguments = inputs.arguments()
     call = BuiltCall(forms, inputs, arguments)
     on_device = functools.partial(torch.tensor, dtype=torch.float32, device=call.device)
     scales = {name: on_device([arguments[name]]) for name in ("bmm1_scale", "bmm2_scale")}

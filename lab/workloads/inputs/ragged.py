@@ -36,6 +36,8 @@ class RaggedInputs:
     sinks: Tensor | None = None  # float32 [num_qo_heads]
     shown: Tensor | None = None  # None, because there is no draft mask
     factors: tuple[float, float] = (1.0, 1.0)  # bmm1_scale and bmm2_scale are multiplied by these
+    return_lse: bool = False
+    with_padding: bool = True  # rows and keys of padding follow the last request
 
     interface = AttentionCall.RAGGED_CONTEXT
     kv_bound = "max_kv_len"
@@ -60,13 +62,11 @@ class RaggedInputs:
         """Return inputs with the same query rows and with the keys and values in `parts`."""
         return replace(self, parts=parts, causal=causal)
 
-    def arguments(self, with_padding: bool = True) -> dict[str, Any]:
-        """Return the keyword arguments of the call by FlashInfer's names. With `with_padding`, rows and keys of padding follow
-        the last request.
-        """
+    def arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments of the call by FlashInfer's names."""
         device, q_lens, kv_lens = self.query.device, self.q_lens, self.kv_lens
         sides = (self.query, *(joined(each) for each in zip(*self.parts, strict=True)))
-        query, key, value = (padded(side) if with_padding and len(side) else side for side in sides)
+        query, key, value = (padded(side) if self.with_padding and len(side) else side for side in sides)
         arguments = {
             "query": query,
             "key": key,
@@ -83,7 +83,7 @@ class RaggedInputs:
             "cum_seq_lens_kv": running_sum(kv_lens, device),
             "enable_pdl": None,
             "is_causal": self.causal,
-            "return_lse": False,
+            "return_lse": self.return_lse,
         }
         return arguments if self.sinks is None else arguments | {"attention_sinks": self.sinks}
 
