@@ -26,7 +26,6 @@ from lab.kernels import prepare, trtllm
 from lab.kernels.flashinfer_call import SCRATCH_BYTES
 from lab.kernels.support import Kernel, portable, why_not
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
-from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_cache import KVLayout, PagedKVCache, PagedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
@@ -153,7 +152,7 @@ def _mla_options(case: MLACase) -> Iterator[str]:
         yield "with_offset"
     if case.num_draft_tokens is not None:
         yield f"draft{case.num_draft_tokens}"
-    if case.mode.query_rows in (QueryRows.ACCEPTED, QueryRows.VERIFIED):
+    if case.mode.query_rows.are_unequal_drafts:
         yield f"rows{'+'.join(map(str, case.q_lens))}"
 
 

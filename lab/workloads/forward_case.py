@@ -9,7 +9,7 @@ import torch
 from lab.calls.arguments import check_bool, check_int
 from lab.calls.problem import E4M3, NVFP4, NVFP4_BLOCK, AttentionCall
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
-from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
+from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_cache import KVLayout
 from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.mha.context_parallel import SHARDED_MODES
@@ -142,7 +142,7 @@ class ForwardCase(GroupedLayer, PassCase):
             mode.is_prefill,
             "only extends without speculation, such as ForwardMode.MIXED, have a tail to split off",
         )
-        takes_padding = self.interface is AttentionCall.CONTEXT or mode.query_rows is QueryRows.VERIFIED
+        takes_padding = self.interface is AttentionCall.CONTEXT or mode.query_rows.are_bounded
         self.refuse_ignored(
             "num_padding_rows",
             takes_padding and not self.split_mixed_tail and self.context_parallel == 1,

@@ -104,7 +104,7 @@ class MLACase(LatentLayer, PassCase):
             rows.are_uniform and self.dcp_size == 1,
             "only modes that have as many rows for every request, without dcp_size, are padded so",
         )
-        self.refuse_ignored("num_padding_rows", rows is QueryRows.VERIFIED, "only RAGGED_VERIFY has rows of padding")
+        self.refuse_ignored("num_padding_rows", rows.are_bounded, "only RAGGED_VERIFY has rows of padding")
         if self.query_dtype is not None and not self.query_dtype == self.kv_dtype == E4M3:
             raise ValueError(
                 f"query_dtype={self.query_dtype}: an engine casts to e4m3, over an e4m3 cache; leave it None"

@@ -98,7 +98,7 @@ class PassCase(PassLens):
         is_draft_step = self.mode.uncounted is UncountedTokens.DRAFT_STEP
         self.refuse_ignored("draft_step", is_draft_step, "only ForwardMode.DECODE has draft steps")
         self.refuse_ignored(
-            "num_draft_tokens", rows is QueryRows.VERIFIED, "only ForwardMode.RAGGED_VERIFY has most rows of a request"
+            "num_draft_tokens", rows.are_bounded, "only ForwardMode.RAGGED_VERIFY has most rows of a request"
         )
         if self.draft_step is not None:
             self._check_draft_step(self.draft_step)

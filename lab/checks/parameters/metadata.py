@@ -270,7 +270,7 @@ def _spec_info_of_a_graph(batch: ForwardBatch) -> SpecInfo:
     of_graph = torch.arange(batch.batch_size + SLOTS, dtype=torch.int64, device=batch.seq_lens.device) % 5 + 7
     rows = batch.forward_mode.query_rows
     info = batch.spec_info or SpecInfo()
-    longer = 2 if rows is QueryRows.VERIFIED or (rows is QueryRows.DRAFT_TOKENS and batch.batch_size) else 0
+    longer = 2 if rows.are_bounded or (rows is QueryRows.DRAFT_TOKENS and batch.batch_size) else 0
     return replace(
         info,
         num_draft_tokens=None if info.num_draft_tokens is None else info.num_draft_tokens + longer,

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lab.kernels.serving.forward_metadata import PassBuffers, prepare_write_forward_metadata
 from lab.metadata.engine.forward_batch import ForwardBatch
-from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention, device_lengths, uncounted_tokens
@@ -123,7 +122,7 @@ def prepare_passes(passes: Sequence[PassBuffers], batch: ForwardBatch, pool: KVP
         TypeError, ValueError, NotImplementedError: what `lab.kernels.serving.forward_metadata.write_forward_metadata` raises.
     """
     seq_lens = batch.seq_lens
-    if is_ragged := batch.forward_mode.query_rows is QueryRows.VERIFIED:
+    if is_ragged := batch.forward_mode.query_rows.are_bounded:
         seq_lens = torch.empty_like(batch.seq_lens)
     write = prepare_write_forward_metadata(
         passes,
@@ -149,6 +148,6 @@ def seq_len_offset(batch: ForwardBatch, attention: DraftAttention = DraftAttenti
     """Return the number of tokens that a launch adds to all of ``seq_lens``: the result of `uncounted_tokens`, but 0 in a
     ragged verification (see `prepare_passes`).
     """
-    if batch.forward_mode.query_rows is QueryRows.VERIFIED:
+    if batch.forward_mode.query_rows.are_bounded:
         return 0
     return uncounted_tokens(batch, attention)

@@ -56,7 +56,7 @@ class SpecInfo:
             draft_step: the number of a draft decode step, or `FROZEN_KV_STEP`; None for a plain decode.
             num_accept_tokens: rows per request of the first draft extend in a graph.
         """
-        if mode.query_rows in (QueryRows.DRAFT_TOKENS, QueryRows.VERIFIED):
+        if mode.query_rows is QueryRows.DRAFT_TOKENS or mode.query_rows.are_bounded:
             return cls(num_draft_tokens=num_rows)
         if mode.query_rows is QueryRows.FIXED:
             return cls(num_tokens_per_req=num_rows)
@@ -216,11 +216,11 @@ class ForwardBatch:
         """Raise ValueError unless an extend's numbers of rows and slots fit the host list of new tokens."""
         mode, lengths = self.forward_mode, self.extend_seq_lens_cpu
         most = None if self.spec_info is None else self.spec_info.num_draft_tokens
-        if mode.query_rows is QueryRows.VERIFIED and most is None:
+        if mode.query_rows.are_bounded and most is None:
             raise ValueError(f"{mode!r} needs SpecInfo.num_draft_tokens, the most rows that a request may have")
         if lengths is None or not mode.query_rows.in_extend_seq_lens:
             return
-        if mode.query_rows is QueryRows.VERIFIED and most is not None and max(lengths, default=0) > most:
+        if mode.query_rows.are_bounded and most is not None and max(lengths, default=0) > most:
             raise ValueError(
                 f"extend_seq_lens_cpu={list(lengths)} has a request of more rows than SpecInfo.num_draft_tokens={most}: "
                 "a request verifies its draft tokens and no more"

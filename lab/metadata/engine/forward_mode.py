@@ -31,6 +31,18 @@ class QueryRows(NamedEnum):
         """Return True if the numbers of query rows are in ``extend_seq_lens``, and on the host in ``extend_seq_lens_cpu``."""
         return self in (QueryRows.FIXED, QueryRows.ACCEPTED, QueryRows.VERIFIED, QueryRows.NEW_TOKENS)
 
+    @property
+    def are_bounded(self) -> bool:
+        """Return True if each request has its own number of query rows, which the host may not know: it is at most
+        ``SpecInfo.num_draft_tokens``.
+        """
+        return self is QueryRows.VERIFIED
+
+    @property
+    def are_unequal_drafts(self) -> bool:
+        """Return True if the query rows are draft tokens, and each request has its own number of them."""
+        return self in (QueryRows.ACCEPTED, QueryRows.VERIFIED)
+
 
 class UncountedTokens(NamedEnum):
     """Which tokens of a request are keys of a pass although ``seq_lens`` does not count them."""

@@ -188,10 +188,10 @@ class StaticInputs:
                 f"the batch has {batch.num_tokens} rows for {batch.batch_size} requests, but these graphs were captured with "
                 f"{width} rows for each: run it eagerly"
             )
-        if mode.forward_mode.query_rows in (QueryRows.ACCEPTED, QueryRows.VERIFIED):
+        if mode.forward_mode.query_rows.are_unequal_drafts:
             self._check_rows(batch)
         name, rows = "extend_seq_lens_cpu", list(batch.extend_seq_lens_cpu or ())
-        if mode.forward_mode.query_rows is QueryRows.VERIFIED and batch.extend_seq_lens_cpu is None:
+        if mode.forward_mode.query_rows.are_bounded and batch.extend_seq_lens_cpu is None:
             name, rows = "SpecInfo.num_draft_tokens", [max_query_rows(batch)]
         if max(rows, default=0) > width:
             raise ValueError(f"{name}={rows} has more than the {width} rows of a request")
@@ -204,7 +204,7 @@ class StaticInputs:
         A ragged verification may lack the numbers on the host (SGLang's `from_verify_lens_device`): ``num_draft_tokens`` bounds
         them.
         """
-        is_bounded = batch.forward_mode.query_rows is QueryRows.VERIFIED
+        is_bounded = batch.forward_mode.query_rows.are_bounded
         for name in ("extend_seq_lens",) if is_bounded else ("extend_seq_lens", "extend_seq_lens_cpu"):
             if getattr(batch, name) is None:
                 where = "the device (extend_seq_lens)" + (

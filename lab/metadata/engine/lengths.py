@@ -77,7 +77,7 @@ def max_query_rows(batch: ForwardBatch) -> int:
     if rows is QueryRows.DRAFT_TOKENS:
         # The kernel is launched with these, also where padding made them differ from num_draft_tokens.
         return batch.num_tokens // batch.batch_size if batch.batch_size > 0 else num_draft_tokens(batch)
-    if rows is QueryRows.VERIFIED and not batch.extend_seq_lens_cpu:
+    if rows.are_bounded and not batch.extend_seq_lens_cpu:
         return num_draft_tokens(batch)
     return max(host_lengths(batch, "extend_seq_lens_cpu"), default=0)
 
@@ -121,7 +121,7 @@ def num_draft_tokens(batch: ForwardBatch) -> int:
 
 def key_lens(batch: ForwardBatch, attention: DraftAttention = DraftAttention.MHA) -> Tensor:
     """Return the number of keys that each request's last query row sees: ``[batch_size]`` int32, in a new tensor."""
-    if batch.forward_mode.query_rows is QueryRows.VERIFIED:
+    if batch.forward_mode.query_rows.are_bounded:
         return (batch.seq_lens + device_lengths(batch, "extend_seq_lens")).to(torch.int32)
     return (batch.seq_lens + uncounted_tokens(batch, attention)).to(torch.int32)
 
@@ -143,7 +143,7 @@ def uncounted_tokens(batch: ForwardBatch, attention: DraftAttention = DraftAtten
         raise ValueError("a frozen-KV draft runs on MHA (SGLang 0.5.23): MLA's draft steps are numbered from 0")
     mode, uncounted = batch.forward_mode, batch.forward_mode.uncounted
     if uncounted is UncountedTokens.QUERY_ROWS:
-        return num_draft_tokens(batch) if mode.query_rows is QueryRows.VERIFIED else max_query_rows(batch)
+        return num_draft_tokens(batch) if mode.query_rows.are_bounded else max_query_rows(batch)
     if uncounted is UncountedTokens.DRAFT_STEP and batch.spec_info is not None:
         if batch.spec_info.speculative_step_id is None:
             raise ValueError(

@@ -103,7 +103,7 @@ def plan_calls(
     plain_extend = batch.forward_mode.is_prefill and batch.spec_info is None
     first = mixed_tail_split(batch) if split_mixed_tail and plain_extend else bs
     if first == bs:
-        is_ragged = batch.forward_mode.query_rows is QueryRows.VERIFIED
+        is_ragged = batch.forward_mode.query_rows.are_bounded
         all_rows = is_ragged or (with_padding_rows and whole is AttentionCall.CONTEXT)
         return [PlannedCall(whole, 0, bs, 0, batch.num_tokens if all_rows else sum(query_lens(batch)))]
     first_rows = sum(query_lens(batch)[:first])
@@ -250,7 +250,7 @@ def _decode_width(planned: PlannedCall, batch: ForwardBatch, metadata: TRTLLMMHA
     """
     first, last = planned.first_request, planned.first_request + planned.num_requests
     ragged = {"q_len_per_req": None, "cum_seq_lens_q": metadata.cu_seqlens_q[first : last + 1]}
-    if batch.forward_mode.query_rows is QueryRows.VERIFIED:  # the host may not know them, and each replay has others
+    if batch.forward_mode.query_rows.are_bounded:  # the host may not know them, and each replay has others
         return ragged | {"max_q_len": metadata.max_seq_len_q}
     widths = query_lens(batch)[first:last]
     if len(set(widths)) == 1:

@@ -64,7 +64,7 @@ def new_block_table(
 
 def _pads(mode: GraphMode, draft_extend: QueryLayout) -> bool:
     rows = mode.forward_mode.query_rows
-    return rows is QueryRows.VERIFIED or (rows is QueryRows.ACCEPTED and draft_extend is QueryLayout.PADDED)
+    return rows.are_bounded or (rows is QueryRows.ACCEPTED and draft_extend is QueryLayout.PADDED)
 
 
 class MLAGraphMetadata:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lab.kernels.serving.forward_metadata import PassBuffers
 from lab.metadata.engine.forward_batch import ForwardBatch
-from lab.metadata.engine.forward_mode import QueryRows
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import (
     DraftAttention,
@@ -202,7 +201,7 @@ def build_mla_decode_metadata(
 
     rows = device_lengths(batch, "extend_seq_lens").to(torch.int32, copy=True)
     layout, most_keys = QueryLayout.PADDED, max_seq_len_k
-    if batch.forward_mode.query_rows is QueryRows.VERIFIED:
+    if batch.forward_mode.query_rows.are_bounded:
         max_rows, sum_rows = num_draft_tokens(batch), batch.num_tokens
     else:
         q_lens = host_lengths(batch, "extend_seq_lens_cpu")

@@ -103,7 +103,7 @@ def wrong_eager_metadata(
     if wrong:
         return f"{wrong[0]} is not an int32 tensor"
     max_seq_len_q = forward_metadata(batch, pool).max_seq_len_q
-    if batch.forward_mode.query_rows is QueryRows.VERIFIED and batch.extend_seq_lens_cpu is None:
+    if batch.forward_mode.query_rows.are_bounded and batch.extend_seq_lens_cpu is None:
         assert batch.spec_info is not None
         assert batch.spec_info.num_draft_tokens is not None
         max_seq_len_q = batch.spec_info.num_draft_tokens  # the host knows only this number
@@ -234,7 +234,7 @@ def _wrong_rows(batch: ForwardBatch, metadata: TRTLLMMLADecodeMetadata) -> Itera
     """Yield a sentence for each error in the fields that describe unequal numbers of query rows: seq_lens_q, sum_seq_lens_q and
     query_layout.
     """
-    is_ragged_verify = batch.forward_mode.query_rows is QueryRows.VERIFIED
+    is_ragged_verify = batch.forward_mode.query_rows.are_bounded
     rows = [query_length(batch, request) for request in range(batch.batch_size)]
     found = None if metadata.seq_lens_q is None else metadata.seq_lens_q.tolist()
     pairs = {

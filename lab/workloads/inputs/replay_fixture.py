@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lab.metadata.engine.cuda_graph import Body, GraphRunner
 from lab.metadata.engine.forward_batch import ForwardBatch
-from lab.metadata.engine.forward_mode import QueryRows, UncountedTokens
+from lab.metadata.engine.forward_mode import UncountedTokens
 from lab.metadata.engine.kv_cache import KVLayout, PagedKVCache, PagedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import uncounted_tokens
@@ -142,7 +142,7 @@ class ReplayFixture:
 
     def widths(self, count: int) -> list[int]:
         """Return each request's number of query rows: 1 to `width` if the mode's requests may differ, otherwise `width`."""
-        ragged = self.case.mode.forward_mode.query_rows in (QueryRows.ACCEPTED, QueryRows.VERIFIED)
+        ragged = self.case.mode.forward_mode.query_rows.are_unequal_drafts
         return [i % self.width + 1 if ragged else self.width for i in range(count)]
 
     def replay(self, batch: ForwardBatch, padding: float = 0.0) -> ReplayedPass:
