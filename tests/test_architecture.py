@@ -3,6 +3,7 @@
 import ast
 import functools
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Container
@@ -174,6 +175,30 @@ def test_the_arrows_inside_the_judge_run_one_way() -> None:
         if each in inside and _layer(each) > _layer(name)
     ]
     assert not upward
+
+
+MOST_FILES = 12  # outside the family's own files, whose names begin with the call's
+FAMILY = re.compile(r"\bRAGGED_CONTEXT\b|\bRaggedContextCall\b|\btrtllm_ragged_attention_deepseek\b")
+OWN_STEMS = re.compile(r"ragged|mla_prefill")  # M3 is this call's own check
+
+
+def test_few_files_know_a_family_of_calls() -> None:
+    """The ragged context call is a family of its own: whoever adds the next follows its name through the lab."""
+    paths = (path for path in (ROOT / "lab").rglob("*.py") if not OWN_STEMS.search(path.stem))
+    naming = sorted(str(path.relative_to(ROOT)) for path in paths if FAMILY.search(path.read_text()))
+    assert len(naming) <= MOST_FILES, (
+        f"{len(naming)} files name the ragged context call, more than {MOST_FILES}: {', '.join(naming)}. Take what is asked "
+        "from AttentionCall, CALL_TYPES, the problem that the call poses or a row of lab.checks.parameters.models.FAMILIES, "
+        "or put it into a file of the family's own"
+    )
+
+
+def test_kinds_of_query_rows_are_told_apart_by_their_properties() -> None:
+    """The first kinds are named in more files; each later one has declared its properties in forward_mode."""
+    for kind in ("ACCEPTED", "VERIFIED", "NEW_TOKENS"):
+        name = re.compile(rf"\bQueryRows\.{kind}\b")
+        naming = [str(path.relative_to(ROOT)) for path in (ROOT / "lab").rglob("*.py") if name.search(path.read_text())]
+        assert len(naming) <= 5, f"QueryRows.{kind} is named in {', '.join(naming)}: ask a property of QueryRows"
 
 
 # In the order of one process, in which modules only come in: what is absent after a step was absent after those before it.

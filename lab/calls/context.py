@@ -27,6 +27,7 @@ class ContextCall:
     """
 
     function: ClassVar[AttentionCall] = AttentionCall.CONTEXT
+    module: ClassVar[str] = "flashinfer.prefill"
 
     query: torch.Tensor
     kv_cache: KVCache

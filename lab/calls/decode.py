@@ -66,6 +66,7 @@ class DecodeCall:
     """
 
     function: ClassVar[AttentionCall] = AttentionCall.DECODE
+    module: ClassVar[str] = "flashinfer.decode"
 
     query: torch.Tensor
     kv_cache: KVCache

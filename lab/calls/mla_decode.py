@@ -58,6 +58,7 @@ class MLADecodeCall:
     """
 
     function: ClassVar[AttentionCall] = AttentionCall.MLA_DECODE
+    module: ClassVar[str] = "flashinfer.decode"
 
     query: torch.Tensor
     kv_cache: torch.Tensor

@@ -95,6 +95,7 @@ class RaggedContextCall:
     """
 
     function: ClassVar[AttentionCall] = AttentionCall.RAGGED_CONTEXT
+    module: ClassVar[str] = "flashinfer.prefill"
 
     query: torch.Tensor
     key: torch.Tensor

@@ -46,11 +46,12 @@ def shrink(
         refuse(f"{sentence} --from-outputs makes no calls", ExitStatus.NOT_JUDGED)
     if not from_outputs:
         prepare_machine(device)
+    from lab.calls import CALL_TYPES
     from lab.checks.run.judge import device_of
     from lab.provenance import environment
     from lab.recorded.case import recorded_cases
     from lab.recorded.reductions import contents_of
-    from lab.recorded.repro import MODULES, write_repro
+    from lab.recorded.repro import write_repro
     from lab.recorded.shrink import fault_by_calling, shrunk
 
     with refusing_errors():
@@ -61,7 +62,7 @@ def shrink(
         versions = {"GPU": call.gpu or "not recorded"}
         versions |= {package: version.split()[0] for package, version in call.versions.items() if version}
         if not from_outputs:
-            name, here = implementation or MODULES[call.function], environment()
+            name, here = implementation or CALL_TYPES[call.function].module, environment()
             function = getattr(load(name), call.function.value, None)
             if function is None:
                 raise ValueError(f"{name} has no {call.function.value}")

@@ -20,10 +20,6 @@ from lab.references.truth import LSE_LOG2_BOUND, LSE_LOG2_RELATIVE_BOUND
 PROGRAM = Path(__file__).with_suffix(".template")
 MOST_BYTES = 20_000
 MOST_LISTED = 64  # elements of a tensor that the program lists as numbers
-MODULES = {
-    **dict.fromkeys((AttentionCall.DECODE, AttentionCall.MLA_DECODE), "flashinfer.decode"),
-    **dict.fromkeys((AttentionCall.CONTEXT, AttentionCall.RAGGED_CONTEXT), "flashinfer.prefill"),
-}
 
 
 def write_repro(folder: Path, call: RecordedCall, fault: Fault | None, versions: Mapping[str, str]) -> None:
@@ -55,7 +51,7 @@ def repro(call: RecordedCall, fault: Fault | None) -> str:
     visible = _visible(problem)
     return Template(PROGRAM.read_text()).substitute(
         title=_title(call, fault),
-        module=MODULES[call.function],
+        module=CALL_TYPES[call.function].module,
         function=call.function.value,
         arguments="\n".join(f'    "{name}": {_expression(call, name, value)},' for name, value in _stated(call)),
         bounds=_bounds(problem),

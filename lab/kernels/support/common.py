@@ -11,7 +11,6 @@ from lab.kernels.support.kernel import Dtypes, dims, page_sizes, triples
 BF16 = torch.bfloat16
 HALVES = frozenset((q, q, q) for q in HALF_DTYPES)
 LOAD_BYTES = 16  # of TMA and of FA2's copies
-RAGGED_DIMS = ((192, 128), (128, 128), (256, 256))  # (head_dim, v_head_dim) of `trtllm_ragged_attention_deepseek`
 TAKEN_PAGES = page_sizes(16, 32, 64, 128, words="is taken for page sizes")  # SGLang 0.5.23's
 NO_LSE = "computes no LSE"
 USUAL = frozenset({Feature.SEVERAL_ROWS, Feature.WINDOW, Feature.SINKS, Feature.V_SCALE, Feature.OUT})
@@ -28,7 +27,9 @@ TRITON_DTYPES = Dtypes(  # of SGLang's and vLLM's kernels
     kv="takes K/V in the query's dtype or e4m3, not {kv}",
     out="writes the query's dtype {q}, not {out}",
 )
-RAGGED_SIZES = dims("(head_dim, v_head_dim)", lambda problem: (problem.head_dim, problem.v_head_dim), *RAGGED_DIMS)
+RAGGED_SIZES = dims(  # of FlashInfer's kernels
+    "(head_dim, v_head_dim)", lambda problem: (problem.head_dim, problem.v_head_dim), (192, 128), (128, 128), (256, 256)
+)
 
 
 def misplaced(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) -> str | None:
