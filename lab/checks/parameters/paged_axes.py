@@ -65,7 +65,7 @@ def paged_model(interface: Interface, ranges: Ranges) -> Model:
         "lengths": (Lengths.UNEQUAL, Lengths.EQUAL, *Without, Lengths.FEWER, *ranges.long_requests),
         **_rows(interface, ranges),
         "contents": ("random", "needles", "shaded"),
-        "sinks": sinks_of(interface, ranges),
+        **softmax_axes(interface, ranges),
         **_arguments(interface),
         **_tensors(interface),
     }
@@ -113,16 +113,19 @@ def _rows(interface: Interface, ranges: Ranges) -> dict[str, Sequence[Any]]:
     return rows
 
 
-def sinks_of(interface: Interface, ranges: Ranges) -> Sequence[Sinks]:
-    if True not in ranges.sinks:
-        return (Sinks.NONE,)
-    return [each for each in Sinks if interface is AttentionCall.MLA_DECODE or each not in (Sinks.LIST, Sinks.TUPLE)]
+def softmax_axes(interface: Interface, ranges: Ranges) -> dict[str, Sequence[Any]]:
+    """Return the axes of a softmax's arguments, which all calls have: the fields of `lab.calls.problem.Softmax`."""
+    is_mla = interface is AttentionCall.MLA_DECODE
+    sinks = [each for each in Sinks if is_mla or each not in (Sinks.LIST, Sinks.TUPLE)]
+    return {
+        "sinks": sinks if True in ranges.sinks else (Sinks.NONE,),
+        "bmm1_scale": [each for each in LogitScale if interface is AttentionCall.DECODE or not each.is_log2],
+        "bmm2_scale": tuple(ValueScale),
+    }
 
 
 def _arguments(interface: Interface) -> dict[str, Sequence[Any]]:
     arguments: dict[str, Sequence[Any]] = {
-        "bmm1_scale": [each for each in LogitScale if interface is AttentionCall.DECODE or not each.is_log2],
-        "bmm2_scale": tuple(ValueScale),
         "out": (*OUT, Output.BF16, Output.FP16, Output.E4M3, Output.GIVEN_E4M3),
         "lse": LSE,
         "seq_lens": tuple(SeqLens),

@@ -9,20 +9,18 @@ from typing import Any
 
 from lab.calls.problem import AttentionCall
 from lab.checks.parameters.covering import Model, constraints
-from lab.checks.parameters.paged_axes import LSE, OUT, PROMPTS, QUERY, REQUESTS, RULES, VACUOUS, WINDOWS, sinks_of
+from lab.checks.parameters.paged_axes import LSE, OUT, PROMPTS, QUERY, REQUESTS, RULES, VACUOUS, WINDOWS, softmax_axes
 from lab.checks.parameters.values import (
     KV,
     Bound,
     HeadDims,
     Lengths,
-    LogitScale,
     Offsets,
     Output,
     RaggedPadding,
     Rows,
     SeqLens,
     Sinks,
-    ValueScale,
     Without,
 )
 from lab.ranges import Ranges, text_of
@@ -65,9 +63,7 @@ def ragged_model(ranges: Ranges) -> Model:
         "causal": (True, False),
         "window_left": (-1, *(WINDOWS if True in ranges.windows else ())),
         "contents": ("random", "needles", BELOW_ZERO),
-        "sinks": sinks_of(AttentionCall.RAGGED_CONTEXT, ranges),
-        "bmm1_scale": [each for each in LogitScale if not each.is_log2],
-        "bmm2_scale": tuple(ValueScale),
+        **softmax_axes(AttentionCall.RAGGED_CONTEXT, ranges),
         "o_sf_scale": (1.0, -1.0, 0.5),
         "out": (*OUT[:4], Output.GIVEN_BF16, Output.GIVEN_FP32),
         "lse": LSE,
