@@ -151,8 +151,8 @@ def fewer_pages(call: RecordedCall) -> Iterator[RecordedCall]:
                 yield _changed(_with(call, block_tables=renamed), pool)
 
 
-def without_dead_slots(call: RecordedCall) -> Iterator[RecordedCall]:
-    """Write zeros into the slots of the cache that hold no key of a request."""
+def without_dead_slots(call: RecordedCall, keeps_non_finite: bool = False) -> Iterator[RecordedCall]:
+    """Write zeros into the slots of the cache that hold no key of a request, or only into their finite elements."""
     problem = call.problem()
     if not isinstance(problem, PagedAttention) or "kv_cache" in call.drawn:
         return
@@ -165,12 +165,12 @@ def without_dead_slots(call: RecordedCall) -> Iterator[RecordedCall]:
     found = []
 
     def change(cache: Tensor) -> Tensor:
-        places = [
-            -1 if axis == 0 else problem.page_size if axis - cache.ndim == slots else 1 for axis in range(cache.ndim)
-        ]
+        shape = [1] * cache.ndim
+        shape[0], shape[slots] = is_live.shape
         wide = cache.to(torch.float32)
-        found.append(bool((wide.where(~is_live.view(places), 0) != 0).any()))
-        return wide.where(is_live.view(places), 0).to(cache.dtype)
+        is_kept = is_live.view(shape) | (wide.isfinite().logical_not() if keeps_non_finite else False)
+        found.append(bool((wide.where(~is_kept, 0) != 0).any()))
+        return wide.where(is_kept, 0).to(cache.dtype)
 
     changed = _changed(call, {"kv_cache": change})
     if any(found):
@@ -208,12 +208,14 @@ def drawn_contents(call: RecordedCall) -> Iterator[RecordedCall]:
         yield drawn(call, [name])
 
 
-# What changes the size most is first; what makes FlashInfer compile another kernel (group, head_dim) is late.
+# What changes the size most is first; what makes FlashInfer compile another kernel (rows, groups, head_dim) is late. Dead slots
+# are before contents, because drawn contents keep what is not finite.
 REDUCTIONS: tuple[Reduction, ...] = (
-    *(fewer_requests, fewer_pages, fewer_keys, fewer_heads, fewer_rows, drawn_contents),
-    *(default_arguments, smaller_groups, smaller_head_dim, without_dead_slots),
+    *(fewer_requests, fewer_pages, fewer_keys, fewer_heads, without_dead_slots, drawn_contents),
+    *(default_arguments, fewer_rows, smaller_groups, smaller_head_dim),
 )
-OF_OUTPUTS = (fewer_requests, fewer_pages, without_dead_slots)  # by these the output of the kept rows does not change
+# By these, the output of the rows that are kept does not change.
+OF_OUTPUTS: tuple[Reduction, ...] = (fewer_requests, fewer_pages, partial(without_dead_slots, keeps_non_finite=True))
 
 
 def contents_of(call: RecordedCall) -> list[str]:
@@ -266,7 +268,7 @@ def _changed(call: RecordedCall, changes: Mapping[str, Change]) -> RecordedCall:
         return _each(value, lambda _, tensor: changes[name](tensor).contiguous()) if name in changes else value
 
     given = {name: changed(name, value) for name, value in call.given.items()}
-    smaller = replace(call, given=given, out=changed("out", call.out), lse=changed("lse", call.lse))
+    smaller = replace(call, given=given, out=changed("out", call.out), lse=changed("lse", call.lse), pages=None)
     return drawn(smaller, [name for name in contents_of(smaller) if name in call.drawn])
 
 

@@ -1,9 +1,11 @@
 """Wrong recorded calls are shrunk to what makes them wrong, and a program shows it without the lab."""
 
 import base64
+import itertools
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +21,7 @@ from lab.calls import AttentionCall
 from lab.calls.problem import E4M3
 from lab.recorded import Triggers, record, shrink
 from lab.recorded.call import RecordedCall, RecordingError
+from lab.recorded.reductions import Part, cut, fewer_heads, fewer_pages, fewer_requests, fewer_rows, without_dead_slots
 from lab.recorded.repro import repro, write_repro
 from lab.recorded.shrink import Fault, Reason, fault_by_calling, shrunk
 from lab.workloads.inputs.masks import packed_mask
@@ -106,6 +109,17 @@ def _status(program: str, function: Callable[..., Any], call: AttentionCall = DE
     return int(str(ended.value.code))
 
 
+def _arguments_of(program: str) -> dict[str, Any]:
+    """Return the arguments of the call that a program makes, without making it."""
+    namespace: dict[str, Any] = {"__name__": "arguments"}
+    module = mock.Mock()
+    modules = {"flashinfer": ModuleType("flashinfer"), "flashinfer.decode": module, "flashinfer.prefill": module}
+    with mock.patch.dict(sys.modules, modules), mock.patch.object(sys, "argv", ["", "cpu"]):
+        exec(program[: program.index("def attention")], namespace)
+    arguments: dict[str, Any] = namespace["ARGUMENTS"]
+    return arguments
+
+
 def _scaled(factor: float, of: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function whose output is too large by a factor."""
 
@@ -174,31 +188,80 @@ def test_each_call_shrinks_to_one_vector_when_every_vector_is_wrong(name: str) -
     assert smaller.drawn >= {name for name in ("query", "kv_cache", "key", "value") if name in call.given}
     program = repro(smaller, fault)
     assert len(program) < 6000
+    for argument, value in _arguments_of(program).items():
+        pairs = zip(
+            *(each if isinstance(each, tuple) else (each,) for each in (value, smaller.given[argument])), strict=True
+        )
+        assert all(
+            torch.equal(first, second) if isinstance(first, Tensor) else first == second for first, second in pairs
+        )
     assert _status(program, wrong, call.function) == 1
     assert _status(program, getattr(references, call.function.value), call.function) == 0
 
 
-def test_a_smaller_call_poses_the_part_of_the_problem_that_it_keeps() -> None:
-    """The references' result for a cut call is their result for the whole, cut."""
-    from lab.recorded.reductions import Part, cut, fewer_heads, fewer_pages
+def _rows(call: RecordedCall) -> Tensor:
+    """Return the references' output, [rows, heads, head_dim]."""
+    returned = getattr(references, call.function.value)(**call.arguments())
+    return (returned[0] if isinstance(returned, tuple) else returned).flatten(0, -3)
 
-    for call in (CALLS["verify"], CALLS["context"], CALLS["ragged"], CALLS["MLA"], CALLS["decode, NHD"]):
-        function = getattr(references, call.function.value)
-        whole = function(**call.arguments())
-        rows, offsets = whole[0] if isinstance(whole, tuple) else whole, call.problem().row_offsets()
-        rows = rows.flatten(0, -3)
-        last = call.problem().batch_size - 1
-        kept, kv_len = offsets[-1] - offsets[last], int(call.problem().seq_lens[last])
-        alone = cut(call, [Part(last, range(kept), kv_len)])
-        for each in (alone, *fewer_pages(alone)):
-            returned = function(**each.arguments())
-            out = returned[0] if isinstance(returned, tuple) else returned
-            assert torch.equal(out.flatten(0, -3), rows[offsets[last] : offsets[-1]])
-        if call.function is not AttentionCall.MLA_DECODE:
-            second = next(fewer_heads(alone))  # without the first half of the K/V heads
-            returned = function(**second.arguments())
-            out = returned[0] if isinstance(returned, tuple) else returned
-            assert torch.equal(out, rows[offsets[last] : offsets[-1], HEADS // 2 :])
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_smaller_call_has_the_results_of_what_it_keeps(name: str) -> None:
+    whole = CALLS[name]
+    rows, offsets, last = _rows(whole), whole.problem().row_offsets(), whole.problem().batch_size - 1
+    of_last = rows[offsets[last] : offsets[-1]]
+    alone = cut(whole, [Part(last, range(len(of_last)), int(whole.problem().seq_lens[last]))])
+    assert torch.equal(_rows(alone), of_last)
+    for each in (*fewer_pages(alone), *without_dead_slots(alone), next(fewer_pages(alone), alone)):
+        assert torch.equal(_rows(each), of_last)
+    for second in itertools.islice(fewer_heads(alone), 1):  # without the first half of the K/V heads
+        assert torch.equal(_rows(second), of_last[:, HEADS // 2 :])
+    for first_rows, last_rows in _pairs(fewer_rows(alone)):
+        width = first_rows.problem().num_rows
+        if whole.problem().causal:
+            assert torch.equal(_rows(first_rows), of_last[:width])
+        if (
+            whole.given.get("mask") is None
+        ):  # without the rows before them, a mask hides no key that is before the draft
+            assert torch.equal(_rows(last_rows), of_last[-width:])
+
+
+def _pairs(calls: Iterator[RecordedCall]) -> Iterator[tuple[RecordedCall, RecordedCall]]:
+    return zip(calls, calls, strict=True)
+
+
+def test_pages_are_numbered_by_the_table_or_in_their_old_order() -> None:
+    table = torch.tensor([[4, 0, 0], [8, 2, 0], [4, 1, 7]]).int()  # of 1, 2 and 3 pages
+    by_table, by_id = fewer_pages(_decode(block_tables=table))
+    assert by_table.given["block_tables"].tolist() == [[0, 0, 0], [1, 2, 0], [0, 3, 4]]
+    assert by_id.given["block_tables"].tolist() == [[2, 0, 0], [4, 1, 0], [2, 0, 3]]
+    kept = decode_arguments()["kv_cache"][1]
+    assert torch.equal(by_table.given["kv_cache"][1], kept[[4, 8, 2, 1, 7]])
+    assert torch.equal(by_id.given["kv_cache"][1], kept[[1, 2, 4, 7, 8]])
+    assert list(fewer_pages(by_table)) == []
+    (again,) = fewer_pages(by_id)  # by the table; in its old order there is nothing to change
+    assert again.given["block_tables"].tolist() == by_table.given["block_tables"].tolist()
+
+
+@pytest.mark.parametrize("name", ["decode", "decode, NHD", "decode, one tensor", "MLA"])
+def test_dead_slots_are_zero_and_live_ones_as_they_were(name: str) -> None:
+    call = CALLS[name]
+    (wiped,) = without_dead_slots(call)
+    assert list(without_dead_slots(wiped)) == []
+    before, after = (each.problem() for each in (call, wiped))
+    live = 0
+    for request, kv_len in enumerate(before.seq_lens.tolist()):
+        for token in range(kv_len):
+            page, slot = int(before.k_block_tables[request, token // before.page_size]), token % before.page_size
+            assert torch.equal(after.k_cache[page, :, slot], before.k_cache[page, :, slot])
+            live += 1
+    assert int((after.k_cache != 0).any(dim=3).any(dim=1).sum()) == live
+
+
+def test_rows_of_no_request_are_left_out() -> None:
+    assert CALLS["context"].problem().num_rows == 9
+    *_, last = fewer_requests(CALLS["context"])
+    assert last.problem().num_rows == 7
 
 
 def _facts(call: RecordedCall) -> dict[str, Any]:
@@ -317,7 +380,8 @@ def test_an_output_that_dead_slots_spoil_keeps_their_nan() -> None:
         spoilt = given["kv_cache"][0][given["block_tables"].long()].isnan().flatten(1).any(dim=1)
         return torch.where(spoilt[:, None, None], torch.nan, out)
 
-    smaller, fault = _smallest(_recorded(DECODE, arguments), wrong)
+    call = _recorded(DECODE, arguments)
+    smaller, fault = _smallest(call, wrong)
     assert fault is not None
     assert fault.reason is Reason.NOT_FINITE
     assert _facts(smaller)["requests"] == 1
@@ -325,6 +389,17 @@ def test_an_output_that_dead_slots_spoil_keeps_their_nan() -> None:
     program = repro(smaller, fault)
     assert len(program) < 7000
     assert _status(program, wrong) == 1
+    kept, fault = shrunk(replace(call, out=wrong(**arguments)), None)
+    assert _facts(kept)["requests"] == 1
+    assert _status(repro(kept, fault), wrong) == 1
+
+
+def test_what_is_not_finite_without_effect_is_left_out() -> None:
+    arguments = decode_arguments()
+    for side in arguments["kv_cache"]:
+        side[arguments["block_tables"][1, 1], :, 1:] = torch.nan
+    smaller, _ = _smallest(_recorded(DECODE, arguments), _if(_has_long, lambda out: out * 2))
+    assert all(bool(side.isfinite().all()) for side in smaller.given["kv_cache"])
 
 
 def test_requests_that_see_a_nan_are_not_what_is_wrong() -> None:
@@ -361,12 +436,10 @@ def test_synthetic_contents_hold_nothing_of_the_users(is_of_contents: bool, tmp_
     smaller, fault = _smallest(call, wrong, synthetic=True)
     write_repro(tmp_path, smaller, fault, {"GPU": "none"})
     program = (tmp_path / "repro.py").read_text()
-    namespace: dict[str, Any] = {"__name__": "arguments"}
-    modules = {"flashinfer": ModuleType("flashinfer"), "flashinfer.decode": mock.Mock()}
-    with mock.patch.dict(sys.modules, modules), mock.patch.object(sys, "argv", ["", "cpu"]):
-        exec(program[: program.index("def attention")], namespace)
-    contents = [namespace["ARGUMENTS"]["query"], *namespace["ARGUMENTS"]["kv_cache"]]
+    arguments = _arguments_of(program)
+    contents = [arguments["query"], *arguments["kv_cache"]]
     assert all(float(each.abs().max()) < 10 for each in contents)
+    assert not torch.equal(*arguments["kv_cache"])
     assert 'literal("' not in program
     for each in (call.given["query"], *call.given["kv_cache"]):
         raw = bytes(each.view(torch.uint8).flatten().tolist())
