@@ -51,7 +51,7 @@ class Triggers:
             `layer_id` or `layer_idx`, or by the number in `layer_name`.
         from_s, until_s: calls in this span of seconds after the recorder's start.
         longest: calls whose longest request has at least so many keys.
-        non_finite: calls with NaN or infinity in the output or the LSE. Each chosen call waits for the GPU.
+        non_finite: calls with NaN or infinity in the output. Each chosen call waits for the GPU.
         shadow: if not 0, each n-th call, in place of `every`, is judged at once on its device, as by
             `lab.references.assert_close_to_reference`. It is kept if it is wrong, or if its arguments are invalid.
         e4m3_arithmetic: the bound of `shadow` is that of kernels that round their operands to e4m3.
@@ -188,9 +188,11 @@ class Recorder:
 
     def _captured(self, call: _Call, run: Callable[[], Any]) -> Any:
         returned, graph = self._run(run), self._of_thread.graph
-        if graph is not None:
-            given = _apart_from_results(call.given, lambda _: own_form.Lost("the call overwrote it, in a CUDA graph"))
-            self._graphs[graph].calls.append(replace(call, given=given).returning(returned))
+        with self._surviving():
+            if graph in self._graphs:
+                lost = own_form.Lost("the call overwrote it, in a CUDA graph")
+                given = _apart_from_results(call.given, lambda _: lost)
+                self._graphs[graph].calls.append(replace(call, given=given).returning(returned))
         return returned
 
     def _run(self, run: Callable[[], Any]) -> Any:
@@ -219,10 +221,10 @@ class Recorder:
 
     def _consider(self, call: _Call, path: Path | None = None) -> None:
         """Keep a call that returned, if it meets the triggers that need its tensors; else remove the file of its inputs."""
-        results = [each for each in (call.out, call.lse) if each is not None]
+        assert call.out is not None
         if (
             self._is_long(call)
-            and (not self.triggers.non_finite or not all(bool(each.float().isfinite().all()) for each in results))
+            and (not self.triggers.non_finite or not bool(call.out.float().isfinite().all()))
             and (not self.triggers.shadow or self._is_wrong(call))
         ):
             self._keep(call)

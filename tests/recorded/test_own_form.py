@@ -99,7 +99,7 @@ def test_only_the_pages_that_are_read_are_kept_in_the_order_of_their_ids(tmp_pat
     assert call.given["block_tables"][1, 2] == 1000
 
 
-@pytest.mark.parametrize("wrong", [-3, 99])
+@pytest.mark.parametrize("wrong", [-3, 9, 99])
 def test_a_page_outside_the_pool_survives(tmp_path: Path, wrong: int) -> None:
     arguments = decode_arguments()
     arguments["block_tables"][2, 1] = wrong
