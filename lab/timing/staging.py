@@ -66,7 +66,12 @@ def check_results(works: Iterable[GpuWork], seeds: Seeds, *, whole: bool = True)
 
 
 def stage(work: GpuWork, method: Method) -> Staged:
-    """Prepare, make, check and capture a call; raises the errors of these steps and of `measure_interleaved`."""
+    """Make a call ready to be timed: prepare it, run and check it once, and capture the graph that is replayed.
+
+    Raises:
+        AssertionError: an output is wrong.
+        RuntimeError, ValueError: the call cannot be prepared, captured or timed; see `measure_interleaved`.
+    """
     side = _side_stream(torch.cuda.current_device())
     buffers = _copies(work, method)
     calls = _first_calls(buffers, side)

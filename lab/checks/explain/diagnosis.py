@@ -102,7 +102,8 @@ class Diagnosis:
         answer: whether the implementation is right, and how much was judged.
         broken: what is broken, and where; "" if no result is wrong.
         regions: the regions of wrong results, causes before consequences, then the largest first.
-        follows: sentences about checks that add no information.
+        follows: sentences that name the checks whose wrong results only follow from another check's, such as those of a kernel
+        whose plain call is already wrong.
     """
 
     answer: str

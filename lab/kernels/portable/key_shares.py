@@ -269,8 +269,8 @@ def next_unit(place, request, request_begin, request_end, batch_size, kind, STAR
     """Return the start of the next unit: (place of its first key tile, its request, the request's first place).
 
     A unit is one request and K/V head, a place a position in the sequence of all key tiles and empty places. The current unit
-    ends at `place`. If the next unit begins after the end of the program's share, another program computes it. With equal parts
-    this is always so.
+    ends at `place`. If the next unit begins after the end of the program's share, another program computes it. That is always
+    the case if each unit is cut into equal parts. An empty place stands for the time to begin a unit.
     """
     if place == request_end:
         request_begin = place

@@ -102,7 +102,7 @@ def _int32s(passed):
 
 @triton.jit
 def _int64s(passed):
-    """Return a pointer to int64 from its encoded address."""
+    """Return a pointer to int64. `passed` is its address as the host encodes numbers (`_encode_numbers`)."""
     return _number(passed).to(tl.int64).to(tl.pointer_type(tl.int64))
 
 

@@ -193,7 +193,8 @@ def prepare_draft(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool, buff
 def build_draft_steps(draft: MultiStepDraft, batch: ForwardBatch, pool: KVPool) -> tuple[DraftStep, ...]:
     """Build every step's metadata in new buffers, as an eager pass of the engine does.
 
-    With the common template, the ragged lists are cleared first, and each step gets its own copy.
+    If the engine writes the ragged K/V lists of all steps into one buffer, the buffer is cleared first, and each step gets a
+    copy of its lists.
 
     Raises:
         ValueError, NotImplementedError: `prepare_draft` refuses the batch.

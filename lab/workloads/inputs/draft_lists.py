@@ -64,7 +64,7 @@ class DraftListsCase:
 
 
 class DraftLists:
-    """The tensors of a draft on a device. `arguments` has them by the names of the function's parameters."""
+    """The tensors of a draft on a device. `arguments` has them by the parameter names of `generate_draft_decode_kv_indices`."""
 
     def __init__(self, case: DraftListsCase, device: str = "cpu") -> None:
         self.case, self.device = case, device

@@ -23,8 +23,8 @@ def embedded(vector: Tensor, value: float) -> Tensor:
 def surrounded(
     *shape: int, dtype: torch.dtype, device: torch.device | str, filling: float, before: int = 8, after: int = 8
 ) -> tuple[Tensor, Tensor]:
-    """Return a tensor of one value (`filling`) inside a larger one. Each row has `before` cells before it and `after` cells
-    after it. A matrix also has one row before its first row and one after its last row.
+    """Return a tensor inside a larger one, both filled with the value `filling`. Each row has `before` cells before it and
+    `after` cells after it. A matrix also has one row before its first row and one after its last row.
 
     Returns:
         (the larger tensor, the tensor of this shape in it).
