@@ -1,5 +1,6 @@
 """`lab recorded`: make files from calls that were recorded in an engine."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -8,6 +9,7 @@ import typer
 from lab.commands.options import Device, prepare_machine, refuse, refusing_errors
 from lab.exit_status import ExitStatus
 from lab.loading import load
+from lab.wording import counted
 
 recorded = typer.Typer(no_args_is_help=True)
 
@@ -86,3 +88,23 @@ def shrink(
         typer.echo(f"repro.py holds recorded contents of {', '.join(kept)}: --synthetic replaces them")
     if implementation is not None:
         typer.echo(f"repro.py calls FlashInfer: change its import to call {implementation}")
+
+
+@recorded.command()
+def scenario(
+    recording: Annotated[str, typer.Argument(metavar="FOLDER[#3]", help="a folder of recorded calls, or one call")],
+    out: Annotated[Path, typer.Option(dir_okay=False, help="the trace, in Mooncake's format")] = Path("trace.jsonl"),
+) -> None:
+    """Write the lengths of recorded requests as a trace, from which scenarios like decode/llama-3.1-8b/trace8 take batches."""
+    from lab.files import write_text
+    from lab.recorded.case import recorded_cases
+    from lab.recorded.lengths import traced_requests
+    from lab.workloads.synthetic import as_mooncake
+
+    with refusing_errors():
+        if out.suffix != ".jsonl":
+            raise ValueError(f"{out}: a trace in Mooncake's format ends in .jsonl")
+        requests = traced_requests(recorded_cases(recording))
+        write_text(out, as_mooncake(requests))
+    passes = Counter(each.arrival_ms for each in requests)
+    print(f"{out}: {counted(len(passes), 'forward pass')} of up to {max(passes.values())} requests")
