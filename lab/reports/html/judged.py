@@ -33,27 +33,18 @@ class CheckRow:
     """One check of one function in one run of the judge.
 
     Attributes:
-        check: the check's row in the recorded report, with its key, function, outcome and counts.
+        key, outcome: the check's key, and its worst outcome.
+        function: the function's short name, such as "decode"; the recorded name if the lab does not know the function.
+        check: the check's row in the recorded report, with the counts of outcomes and of results.
         cases: the check's recorded cases; () if the file has no cases.
     """
 
     run: "JudgedRun"
+    key: str
+    function: str
+    outcome: str
     check: Mapping[str, Any]
     cases: Sequence[Mapping[str, Any]]
-
-    @property
-    def key(self) -> str:
-        return str(self.check["check"])
-
-    @property
-    def outcome(self) -> str:
-        return str(self.check["outcome"])
-
-    @property
-    def function(self) -> str:
-        """Return the function's short name, such as "decode"; the recorded name if the lab does not know the function."""
-        name = self.check["interface"]
-        return next((interface.name.lower() for interface in INTERFACES if interface.value == name), name)
 
     @property
     def catches(self) -> str:
@@ -98,10 +89,13 @@ class JudgedRun:
     @functools.cached_property
     def rows(self) -> list[CheckRow]:
         cases = grouped(((case["check"], case["interface"]), case) for case in self.cases)
-        return [
-            CheckRow(self, check, cases.get((check["check"], check["interface"]), ()))
-            for check in self.record.content["checks"]
-        ]
+        functions = {each.value: each.name.lower() for each in INTERFACES}
+        rows = []
+        for check in self.record.content["checks"]:
+            key, function = check["check"], check["interface"]
+            its_cases = cases.get((key, function), ())
+            rows.append(CheckRow(self, key, functions.get(function, function), check["outcome"], check, its_cases))
+        return rows
 
     @functools.cached_property
     def counts(self) -> Counter[str]:
@@ -164,10 +158,6 @@ def _region_sentence(region: Mapping[str, Any]) -> str:
 def check_name(key: str) -> str:
     """Return a check's key and name, such as "K5 guards"; the key alone if this version of the lab lacks the check."""
     return f"{key} {CHECKS[key].name}" if key in CHECKS else key
-
-
-def worst_first(runs: Iterable[JudgedRun]) -> list[JudgedRun]:
-    return sorted(runs, key=lambda run: WORST_FIRST.index(run.verdict))
 
 
 def judged_sentence(runs: Sequence[JudgedRun]) -> str:
@@ -287,12 +277,6 @@ def decline_table(runs: Sequence[JudgedRun]) -> Table:
         "reason": lambda item: words(item[2], style="long"),
     }
     return make_table(columns, refused, name="declines", caption="What was refused, and why")
-
-
-def cited_findings(rows: Sequence[CheckRow]) -> list[Finding]:
-    """Return all findings that cases cite, without repetition, sorted by page and number."""
-    cited = {finding for row in rows for finding in row.findings}
-    return sorted(cited, key=lambda finding: (finding.path, finding.order))
 
 
 def _outcome_columns(counts_of: Callable[[Any], Mapping[str, int]]) -> Columns:

@@ -35,8 +35,9 @@ def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
     )
     of_kind = {kind: [file for file in files if file.kind is kind] for kind in FileKind}
     judged_runs = [judged.JudgedRun(file) for file in of_kind[FileKind.JUDGE]]
-    worst_first = judged.worst_first(judged_runs)
+    worst_first = sorted(judged_runs, key=lambda run: judged.WORST_FIRST.index(run.verdict))
     checked = [row for run in judged_runs for row in run.rows]
+    cited = {finding for row in checked for finding in row.findings}
     runs = [run_of(file) for file in of_kind[FileKind.BENCHMARKS]]
     judge_tables = [
         *(table_of(checked) for table_of in (judged.verdict_matrix, judged.verdict_table, judged.fault_table)),
@@ -54,7 +55,9 @@ def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
         faulty=[run for run in worst_first if run.verdict in judged.BROKEN],
         judge_runs=judged.summary_table(worst_first),
         judge_tables=[table for table in judge_tables if table.rows],
-        findings=[(finding, Markup(finding.html(folder))) for finding in judged.cited_findings(checked)],
+        findings=[
+            (each, Markup(each.html(folder))) for each in sorted(cited, key=lambda each: (each.path, each.order))
+        ],
         overview=_markdown(overview) if overview.is_file() else "",
         notes=[(path.name, _markdown(path)) for path in notes],
         least_floor_us=f"{LEAST_FLOOR_US:g}",
