@@ -8,7 +8,8 @@ own eager attention chooses the tokens to compare with. The control is the engin
 chooses other tokens too, rounding decides between them.
 
 For each request with other tokens, the first other token is recorded with the gap of the two tokens' logits in a float32 model,
-and with the distance of neighbouring numbers of the engine's dtype at these logits. A gap of a few such distances is a tie.
+and with the distance of neighbouring numbers of the engine's dtype at these logits. A gap of a few such distances is a tie. A
+negative gap says that the float32 model prefers the other token.
 
 Then the first implementation, and a kernel that is known to be wrong, serve the requests under the recorder in shadow: every
 n-th call is judged at once, and a wrong call is kept.
