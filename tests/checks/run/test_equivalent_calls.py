@@ -8,11 +8,16 @@ import pytest
 import torch
 
 from lab import references
-from lab.calls.problem import AttentionCall
-from lab.checks import AttentionCase, ForwardCase, Outcome, judge, judge_case, judge_forward
+from lab.calls.problem import E4M3, AttentionCall
+from lab.checks import AttentionCase, ForwardCase, Outcome, RaggedCase, judge, judge_case, judge_forward
+from lab.checks.run.equivalent_calls import EquivalentCalls
+from lab.checks.run.support_protocol import Unsupported
 from lab.metadata import ForwardMode
+from lab.workloads.inputs.attention import build_attention
+from lab.workloads.inputs.ragged import build_ragged
 from tests.checks.small import SMALL, decoding
 
+CPU = torch.device("cpu")
 right = references.trtllm_batch_decode_with_kv_cache
 CASE = AttentionCase(AttentionCall.DECODE, (20, 33), (4, 4), group=2)
 DECODE = ForwardCase(ForwardMode.DECODE, "tiny", (15, 16), (1, 1), page_size=16)
@@ -83,6 +88,32 @@ def test_an_output_that_is_required_is_handed_out() -> None:
     verdict = judge_case(decoding(decode), "K1", CASE, "cpu")
     assert verdict.outcome is Outcome.RIGHT
     assert "judged with an output handed out instead" in verdict.judged.declines[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3], ids=str)
+def test_an_output_that_is_handed_out_has_the_shape_and_the_dtype_of_the_call(dtype: torch.dtype) -> None:
+    """MLA and ragged calls have values of another width than queries, and return bfloat16 for queries of e4m3."""
+    mla = AttentionCase(
+        AttentionCall.MLA_DECODE,
+        (20, 33),
+        (1, 1),
+        num_kv_heads=1,
+        head_dim=80,
+        v_head_dim=64,
+        dtype=dtype,
+        kv_dtype=dtype,
+    )
+    ragged = RaggedCase((0, 7), (5, 3), head_dim=48, v_head_dim=32, dtype=dtype)
+    for inputs in (build_attention(mla, CPU), build_ragged(ragged, CPU)):
+        arguments = inputs.arguments()
+
+        def handed(*, out: torch.Tensor | None = None, **given: Any) -> Any:
+            if out is None:
+                raise Unsupported("it needs out")
+            return out
+
+        out = EquivalentCalls(lambda _: None).invoke(inputs.interface, handed, arguments)
+        assert (out.dtype, out.shape) == (torch.bfloat16, (*arguments["query"].shape[:-1], inputs.out_head_dim))
 
 
 def test_a_kernel_without_sinks_window_and_out_runs_in_an_engine_s_pass() -> None:
