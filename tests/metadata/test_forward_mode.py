@@ -60,6 +60,11 @@ def test_properties_of_the_rows() -> None:
     )
     uniform = {mode.name for mode in ForwardMode if mode.query_rows.are_uniform}
     assert uniform == {"DECODE", "IDLE", "TARGET_VERIFY", "DRAFT_EXTEND_V2"}
+    assert [mode.name for mode in ForwardMode if mode.query_rows.are_bounded] == ["RAGGED_VERIFY"]
+    assert [mode.name for mode in ForwardMode if mode.query_rows.are_unequal_drafts] == [
+        "DRAFT_EXTEND",
+        "RAGGED_VERIFY",
+    ]
 
 
 def test_a_mode_survives_copies() -> None:
