@@ -152,7 +152,8 @@ class Recorder:
                 return original(*args, **kwargs)
             number = next(self._numbers)
             is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-            if not is_captured and not self._chooses(_layer_of_caller() if self.triggers.layers else None):
+            layer = _layer_of_caller() if self.triggers.layers else None
+            if not (self._is_of_layer(layer) if is_captured else self._chooses(layer)):
                 return original(*args, **kwargs)
             given = dict(zip(names, args, strict=False)) | kwargs
             call = _Call(function, given, number, _layer_of_caller(), _now())
@@ -167,9 +168,12 @@ class Recorder:
         return (
             not self.has_ended
             and triggers.from_s <= time.monotonic() - self._start <= triggers.until_s
-            and (not triggers.layers or layer in triggers.layers)
+            and self._is_of_layer(layer)
             and next(self._matching) % (triggers.shadow or triggers.every) == 0
         )
+
+    def _is_of_layer(self, layer: int | None) -> bool:
+        return not self.triggers.layers or layer in self.triggers.layers
 
     def _eager(self, call: _Call, run: Callable[[], Any]) -> Any:
         path = None

@@ -32,7 +32,7 @@ ABOUT = {
     "versions": {"flashinfer": "0.7.2"},
     "gpu": "NVIDIA H100",
 }
-CONSTANT_BYTES = 16 * 1024  # of a file: names, shapes, and 64 bytes of alignment for each tensor
+CONSTANT_BYTES = 8 * 1024  # of a file: names, shapes, and 64 bytes of alignment for each tensor
 
 
 def _write(folder: Path, arguments: dict[str, Any], function: str = DECODE, **about: Any) -> Path:

@@ -517,6 +517,18 @@ def test_a_captured_tensor_stays_as_long_as_its_graph(module: ModuleType, tmp_pa
 
 
 @pytest.mark.usefixtures("graphs")
+def test_a_graph_holds_the_tensors_of_the_chosen_layers_alone(module: ModuleType, tmp_path: Path) -> None:
+    with record_calls(tmp_path, functions=[module], triggers=Triggers(layers=(1,))):
+        arguments = [decode_arguments(), decode_arguments()]
+        held = [weakref.ref(each["query"]) for each in arguments]
+        graph = _captured(module, *arguments)
+        graph.kernels.clear()
+        del arguments
+        gc.collect()
+        assert [each() is not None for each in held] == [False, True]
+
+
+@pytest.mark.usefixtures("graphs")
 def test_an_argument_that_a_captured_call_overwrites_is_lost_and_said(module: ModuleType, tmp_path: Path) -> None:
     arguments = decode_arguments()
     arguments["out"] = arguments["query"]
