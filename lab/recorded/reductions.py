@@ -50,11 +50,8 @@ def parts_of(call: RecordedCall) -> list[Part]:
 def cut(call: RecordedCall, parts: Sequence[Part]) -> RecordedCall:
     """Return a call with only these parts of its requests, and without rows of no request."""
     problem, offsets = call.problem(), call.problem().row_offsets()
-    requests, widths, lengths = (
-        [part.request for part in parts],
-        [len(part.rows) for part in parts],
-        [part.kv_len for part in parts],
-    )
+    requests, lengths = [part.request for part in parts], [part.kv_len for part in parts]
+    widths = [len(part.rows) for part in parts]
     rows = [offsets[part.request] + row for part in parts for row in part.rows]
 
     def by_row(tensor: Tensor) -> Tensor:
@@ -73,14 +70,11 @@ def cut(call: RecordedCall, parts: Sequence[Part]) -> RecordedCall:
         tokens = [starts[part.request] + token for part in parts for token in range(part.kv_len)]
         changes |= dict.fromkeys(("key", "value"), lambda side: side[tokens])
     row_offsets, key_offsets = [*accumulate(widths, initial=0)], [*accumulate(lengths, initial=0)]
-    changes |= {"seq_lens": _numbers(lengths), "cum_seq_lens_q": _numbers(row_offsets)}
-    changes |= {"cum_seq_lens_kv": _numbers(key_offsets)}
-    changes |= {"q_seq_lens_cpu": _numbers(widths), "kv_seq_lens_cpu": _numbers(lengths)}
+    changes |= {"cum_seq_lens_q": _numbers(row_offsets), "cum_seq_lens_kv": _numbers(key_offsets)}
+    changes |= dict.fromkeys(("seq_lens", "kv_seq_lens_cpu"), _numbers(lengths)) | {"q_seq_lens_cpu": _numbers(widths)}
     counts = {"batch_size": len(parts), "q_len_per_req": widths[0]}
-    given = {
-        name: counts[name] if name in counts and value is not None else value for name, value in call.given.items()
-    }
-    return _changed(replace(call, given=given), changes)
+    given = {name: count for name, count in counts.items() if call.given.get(name) is not None}
+    return _changed(_with(call, **given), changes)
 
 
 def fewer_requests(call: RecordedCall) -> Iterator[RecordedCall]:

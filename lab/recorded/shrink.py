@@ -118,9 +118,10 @@ def shrunk(
         fault = judged(call)
         if fault is None:
             raise RecordingError("the result of the call is right, so that there is nothing to shrink")
-        replaced = drawn(call, contents_of(call))
-        if synthetic and find and _is_like(of_replaced := find(replaced), fault):
-            call, fault = replaced, of_replaced
+        if synthetic and find:
+            replaced = drawn(call, contents_of(call))
+            if _is_like(of_replaced := find(replaced), fault):
+                call, fault = replaced, of_replaced
         call, fault = _reduced(call, fault, judged, REDUCTIONS if find else OF_OUTPUTS, end)
         if synthetic and not call.drawn >= {*contents_of(call)}:
             call = drawn(call, contents_of(call))
