@@ -324,7 +324,7 @@ def _broken(regions: Sequence[Region], unexplained: int, is_whole: bool) -> str:
         parts.append(f"{_within(HELD[held])} {' or '.join(places)}")
     if unexplained:
         parts.append(f"{counted(unexplained, 'other result')} {'is' if unexplained == 1 else 'are'} wrong too")
-    elif not later and first.rule:
+    elif not later and first.outside:
         parts.append(f"every other result {'' if is_whole else 'that was judged '}is right")
     return f"{'; '.join(parts)}."
 

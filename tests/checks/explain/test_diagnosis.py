@@ -81,6 +81,13 @@ def test_what_was_left_out_is_not_called_right() -> None:
     assert diagnose(verdicts, is_whole=False).sentence.endswith("; every other result that was judged is right.")
 
 
+def test_no_other_result_is_called_right_if_each_result_has_a_request_of_the_region() -> None:
+    """As of the calls that a recorder in shadow keeps: all are wrong."""
+    found = diagnose([verdict(number, result(2 + number % 3, wrong=True)) for number in range(30)])
+    assert [(region.rule, region.outside) for region in found.regions] == [("q_len >= 2", 0)]
+    assert found.broken == "The output is wrong wherever a request has several query rows (30 of 30 results)."
+
+
 def test_a_kind_that_follows_from_another_has_no_region() -> None:
     pairs = [(result(1 + n % 4, wrong=n % 4 > 0), result(1 + n % 4, wrong=n % 4 > 1, held="bits")) for n in range(40)]
     assert [region.held for region in diagnose([verdict(n, *pair) for n, pair in enumerate(pairs)]).regions] == [
