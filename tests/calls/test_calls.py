@@ -383,6 +383,9 @@ def test_values_can_be_checked_on_request(call: str, type_: Any) -> None:
     arguments["block_tables"][0, 0] = 1000
     with pytest.raises(ValueError, match="page id 1000"):
         problem.check_values()
+    problem.seq_lens[0] = problem.k_block_tables.shape[1] * problem.page_size + 1
+    with pytest.raises(ValueError, match="widen the table"):
+        problem.check_values()
 
 
 def test_nan_is_refused_on_request() -> None:

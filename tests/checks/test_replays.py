@@ -109,6 +109,18 @@ def test_the_tensors_of_all_replays_are_the_same(case: Any) -> None:
     assert max(map(calls.count, calls)) >= 9
 
 
+def test_a_replay_of_the_ragged_call_is_judged_with_its_lse() -> None:
+    name = AttentionCall.RAGGED_CONTEXT.value
+
+    def of_other_base(**arguments: Any) -> Any:
+        out, lse = getattr(references, name)(**arguments)
+        return out, lse / 2
+
+    judged = run_case(SimpleNamespace(**{name: of_other_base}), CHECK, CASES["ragged"], CPU, RANGES)
+    assert judged.outcome is Outcome.WRONG
+    assert all("LSE" in wrong for wrong in judged.wrongs)
+
+
 @pytest.mark.parametrize("interface", CHECK.interfaces)
 def test_the_smoke_level_has_every_form_a_long_request_and_rows_that_wait(
     interface: Interface, monkeypatch: pytest.MonkeyPatch

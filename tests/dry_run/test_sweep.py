@@ -113,6 +113,8 @@ def test_points_are_all_different_and_have_every_value() -> None:
         assert len({repr(point) for point in found}) == len(found)
         for axis, values in model.axes.items():
             assert {repr(point[axis]) for point in found} == set(map(repr, values))
+        changed = [sum(point[axis] != value for axis, value in model.default.items()) for point in found]
+        assert max(changed) >= 5  # of a drawn point: its base and a change have at most 4, the axes of a triple 3
 
 
 def test_the_page_has_each_kind_of_refusal_once() -> None:
