@@ -1,6 +1,7 @@
 """The numbers at the top of a notebook's cells can be changed, and what follows moves with them."""
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +135,12 @@ def test_another_geometry_turns_elsewhere(capsys: pytest.CaptureFixture[str]) ->
     said = capsys.readouterr().out
     assert f"gpt-oss-120b, 3 x 600 keys: the matrix units are the limit from {turn} query tokens per request" in said
     assert "3 requests of 600 to 600 keys" in said
+
+
+def test_a_shorter_split_is_wrong_for_more_requests(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "engine", sys)  # so that the notebook's module does not stay
+    names = run_changed("9_recorded_calls.py", {"LAST_KEY = 128": "LAST_KEY = 80"})
+    assert names["comparison"].wrong.nonzero().tolist() == [[row, head] for row in (0, 1, 3) for head in (4, 5, 6, 7)]
+    assert "wherever a request has 6 pages or more (3 of 3 results)" in capsys.readouterr().out
