@@ -38,6 +38,7 @@ from lab.references.assertion import assert_close_to_reference
 ENVIRONMENT = "LAB_RECORD"  # settings of the recorder in a process that `lab record` started, as JSON
 PACKAGES = {"flashinfer": "flashinfer-python", **{name: name for name in ("torch", "triton", "sglang", "vllm")}}
 MOST_FRAMES = 12  # callers that are searched for the layer
+MOST_SAID = 20  # different sentences about calls that are not recorded or not judged
 _LOG = logging.getLogger("lab.recorded")
 
 
@@ -225,7 +226,7 @@ class Recorder:
 
     def _consider(self, call: _Call, path: Path | None = None) -> None:
         """Keep a call that returned, if it meets the triggers that need its tensors; else remove the file of its inputs."""
-        assert call.out is not None
+        assert call.out is not None, f"{call} returned no output"
         if (
             self._is_long(call)
             and (not self.triggers.non_finite or not bool(call.out.float().isfinite().all()))
@@ -288,7 +289,7 @@ class Recorder:
         _LOG.warning("lab record: %s; process %d records no further call in %s", why, os.getpid(), self.out)
 
     def _say_once(self, sentence: str) -> None:
-        if sentence not in self._said:
+        if sentence not in self._said and len(self._said) < MOST_SAID:
             self._said.add(sentence)
             _LOG.warning("lab record: %s", sentence)
 

@@ -379,6 +379,17 @@ def test_an_error_of_the_recorder_is_logged_once_and_not_raised(
     assert "block_tables of shape [3, 1, 4] are no page tables" in second
 
 
+def test_no_more_than_some_sentences_are_logged(
+    module: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    setattr(module, DECODE, lambda **_: None)
+    with record_calls(tmp_path, functions=[module]):
+        for _ in range(recorder_module.MOST_SAID + 5):
+            _decode(module)
+    assert "a call is not recorded: AssertionError: call 1 returned no output" in caplog.messages[0]
+    assert len(caplog.messages) == recorder_module.MOST_SAID
+
+
 def test_calls_of_several_threads_are_all_recorded(module: ModuleType, tmp_path: Path) -> None:
     with record_calls(tmp_path, functions=[module]) as recorder:
         threads = [threading.Thread(target=lambda: [_decode(module) for _ in range(8)]) for _ in range(4)]
