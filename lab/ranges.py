@@ -129,22 +129,10 @@ class Option:
         return [self.kind.read(each.strip()) for each in text.split(",")]
 
 
-def _several(values: tuple[Any, ...], kind: Kind, words: str, **more: Any) -> Any:
-    return field(default=values, metadata={"option": Option(words, kind, **more)})
-
-
-def _some(words: str) -> Any:
-    """Declare a field for a feature that some cases have, such as a window. Its command-line option removes the feature."""
-    return _several((False, True), FLAG, words, likely=(False,))
-
-
-def _one(value: Any, kind: Kind, words: str) -> Any:
-    return field(default=value, metadata={"option": Option(words, kind, is_several=False)})
-
-
-def _pairs(*names: str, beyond: tuple[str, ...], words: str) -> Any:
-    option = Option(words, DTYPE_PAIR, beyond=beyond)
-    return field(default_factory=lambda: tuple(map(dtypes_of, names)), metadata={"option": option})
+def _field(default: Any, kind: Kind, words: str, **more: Any) -> Any:
+    """Declare a field with its option. `default` may be a function that returns the default, if that needs torch."""
+    given: dict[str, Any] = {"default_factory" if callable(default) else "default": default}
+    return field(**given, metadata={"option": Option(words, kind, **more)})
 
 
 @dataclass(frozen=True)
@@ -155,70 +143,75 @@ class Ranges:
         ValueError: a field has no value, has a value twice, or has a value from which no case can be made.
     """
 
-    dtypes: tuple["tuple[torch.dtype, torch.dtype]", ...] = _pairs(
-        *("bf16/bf16", "fp16/fp16", "bf16/e4m3"),
+    dtypes: tuple["tuple[torch.dtype, torch.dtype]", ...] = _field(
+        lambda: tuple(map(dtypes_of, ("bf16/bf16", "fp16/fp16", "bf16/e4m3"))),
+        DTYPE_PAIR,
+        "dtypes of the query and the cache, such as bf16/bf16,bf16/e4m3",
         beyond=("fp16/e4m3", "e4m3/e4m3"),
-        words="dtypes of the query and the cache, such as bf16/bf16,bf16/e4m3",
     )
-    groups: tuple[int, ...] = _several(
+    groups: tuple[int, ...] = _field(
         (1, 2, 3, 4, 5, 6, 8, 16),
         POSITIVE,
         "query heads per K/V head",
         beyond=(7, 12, 24, 32, 48, 64),
         likely=(8, 4, 1),
     )
-    num_kv_heads: tuple[int, ...] = _several((1, 2, 3), POSITIVE, "K/V heads of the cache", beyond=(32,), likely=(1, 2))
-    head_dims: tuple[int, ...] = _several(
+    num_kv_heads: tuple[int, ...] = _field((1, 2, 3), POSITIVE, "K/V heads of the cache", beyond=(32,), likely=(1, 2))
+    head_dims: tuple[int, ...] = _field(
         (64, 128, 256), _whole(2), "head_dim of the cache", beyond=(80, 96, 192, 512), likely=(128, 64)
     )
-    page_sizes: tuple[int, ...] = _several(
+    page_sizes: tuple[int, ...] = _field(
         (16, 32, 64, 128), POWER_OF_TWO, "tokens per page of the cache", beyond=(8, 256, 512, 1), likely=(64, 16, 32)
     )
-    q_lens: tuple[int, ...] = _several(
+    q_lens: tuple[int, ...] = _field(
         (1, 2, 3, 4, 5, 6, 7, 8),
         POSITIVE,
         "query rows of a request in a decode call",
         beyond=(9, 11, 16, 19, 130),
         likely=(1,),
     )
-    windows: tuple[bool, ...] = _some("a sliding window")
-    sinks: tuple[bool, ...] = _some("a sink per head")
-    nvfp4: tuple[bool, ...] = _some("an NVFP4 cache")
-    kv_layouts: tuple[str, ...] = _several(
+    windows: tuple[bool, ...] = _field((False, True), FLAG, "a sliding window", likely=(False,))
+    sinks: tuple[bool, ...] = _field((False, True), FLAG, "a sink per head", likely=(False,))
+    nvfp4: tuple[bool, ...] = _field((False, True), FLAG, "an NVFP4 cache", likely=(False,))
+    kv_layouts: tuple[str, ...] = _field(
         LAYOUTS, _name(lambda: LAYOUTS, "HND,NHD"), "orders of a page's axes", likely=("HND",)
     )
-    long_requests: tuple[int, ...] = _several(  # each in a case of few heads and rows
+    long_requests: tuple[int, ...] = _field(  # each in a case of few heads and rows
         (4_100, 16_500, 131_072), POSITIVE, "keys of the long requests of check K18"
     )
-    large_batches: tuple[int, ...] = _several(  # above a warp's 32 lanes, and above 128
+    large_batches: tuple[int, ...] = _field(  # above a warp's 32 lanes, and above 128
         (40, 130), POSITIVE, "requests of the large batches", beyond=(257, 513, 1025)
     )
-    masked_rows: tuple[int, ...] = _several(  # more than 16 take a row's second word
+    masked_rows: tuple[int, ...] = _field(  # more than 16 take a row's second word
         (4, 8, 20, 40), POSITIVE, "query rows of the calls with a draft mask", beyond=(70,)
     )
-    mla_head_dims: tuple[tuple[int, int], ...] = _several(
+    mla_head_dims: tuple[tuple[int, int], ...] = _field(
         ((80, 64), (576, 512)),
         LATENT,
         "head_dim and v_head_dim of MLA, such as 576/512",
         beyond=((64, 64), (320, 256)),  # (64, 64) has no rotary part
         likely=((576, 512),),
     )
-    mla_heads: tuple[int, ...] = _several(
+    mla_heads: tuple[int, ...] = _field(
         (1, 8, 16, 128), POSITIVE, "query heads of MLA", beyond=(32, 64, 24), likely=(128, 16)
     )
-    mla_page_sizes: tuple[int, ...] = _several(
+    mla_page_sizes: tuple[int, ...] = _field(
         (32, 64), POWER_OF_TWO, "tokens per page of MLA's cache", beyond=(8, 16, 128, 1), likely=(64, 32)
     )
-    geometries: tuple[str, ...] = _several(
+    geometries: tuple[str, ...] = _field(
         ("gemma-3-27b", "gpt-oss-120b", "llama-3.1-70b", "llama-3.1-8b", "qwen3-32b"),
         _name(_geometries, "NAME,..."),
         "models whose passes and graph replays the full level judges",
     )
-    e4m3_arithmetic: bool = _one(  # it rounds Q and the softmax's weights to e4m3
-        False, FLAG, "the kernel is known to compute in e4m3 where the cache is e4m3"
+    e4m3_arithmetic: bool = _field(  # it rounds Q and the softmax's weights to e4m3
+        False, FLAG, "the kernel is known to compute in e4m3 where the cache is e4m3", is_several=False
     )
-    longest: int = _one(700, POSITIVE, "approximate number of keys of the longest request, in all checks but K18")
-    seed: int = _one(0, _whole(0), "seed of the random cases: another seed draws others; the report names it")
+    longest: int = _field(
+        700, POSITIVE, "approximate number of keys of the longest request, in all checks but K18", is_several=False
+    )
+    seed: int = _field(
+        0, _whole(0), "seed of the random cases: another seed draws others; the report names it", is_several=False
+    )
 
     def __post_init__(self) -> None:
         from lab.calls.problem import NVFP4_BLOCK

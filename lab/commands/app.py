@@ -10,13 +10,12 @@ import typer
 
 import lab
 from lab.commands.bench import bench
-from lab.commands.compare import ab, compare
+from lab.commands.compare import ab, compare, releases
 from lab.commands.dry_run import dry_run
 from lab.commands.judge import judge
 from lab.commands.lists import checks, implementations
 from lab.commands.record import record
 from lab.commands.recorded import recorded
-from lab.commands.releases import releases
 from lab.commands.report import html, report
 
 app = typer.Typer(

@@ -1,4 +1,4 @@
-"""`lab compare` and `lab ab`: compare two recorded runs, or two kernels that are timed now, by the same rule."""
+"""`lab compare`, `lab releases` and `lab ab`: compare recorded runs or reports, or two kernels that are timed now."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -70,6 +70,31 @@ def compare(
             report = compare_verdicts(Path(before), Path(after))
         else:
             report = compare_files(before, after, by, _rule(minimum_effect_percent, significance), strict)
+    report.show(json, markdown)
+    raise typer.Exit(report.exit_status)
+
+
+def releases(
+    reports: Annotated[
+        list[Path], typer.Argument(help="reports of the judge, the oldest release first; a release may have several")
+    ],
+    package: Annotated[str, typer.Option(help="the package whose version is the release")] = "flashinfer-python",
+    findings: Annotated[
+        Path | None,
+        typer.Option(help="a page of numbered findings, each of which gets a row", exists=True, dir_okay=False),
+    ] = None,
+    json: Json = None,
+    markdown: Markdown = None,
+) -> None:
+    """Show for each finding and release whether it is present, absent or not reachable, and the changes between consecutive
+    releases.
+
+    Exit status: 125 if the reports have different settings.
+    """
+    from lab.reports.releases import releases_report
+
+    with refusing_recordings("not compared"):
+        report = releases_report(reports, package, findings)
     report.show(json, markdown)
     raise typer.Exit(report.exit_status)
 
