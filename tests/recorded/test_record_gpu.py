@@ -169,13 +169,13 @@ def test_compiled_code_runs_as_before(home: Any, tmp_path: Path) -> None:
 
 
 def _host_us(run: Callable[[], Any], count: int = 300) -> float:
-    """Return the median host time of a call, without waiting for the GPU inside."""
+    """Return the median host time of a call, until it returns."""
     times = []
     for _ in range(count):
+        torch.cuda.synchronize()  # so that no launch waits for a place in the queue
         start = time.perf_counter()
         run()
         times.append((time.perf_counter() - start) * 1e6)
-    torch.cuda.synchronize()
     return statistics.median(times)
 
 
