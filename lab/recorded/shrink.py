@@ -86,7 +86,7 @@ def fault_of(call: RecordedCall, out: Tensor, lse: Tensor | None) -> Fault | Non
     truth, out = truth.of_rows(finite), out[: len(finite)][finite]
     compared = truth.compare(out)
     if bool(compared.wrong.any()):
-        reason = Reason.OUTPUT if bool(out[compared.wrong].isfinite().all()) else Reason.NOT_FINITE
+        reason = Reason.OUTPUT if bool(out.isfinite().all()) else Reason.NOT_FINITE
         ((row, head),) = compared.worst(1)
         first = (tuple(side[row, head, :SHOWN_ELEMENTS].double().tolist()) for side in (truth.expected, out))
         return Fault(reason, truth.wrong_output(compared, out), "", *first)

@@ -199,6 +199,12 @@ def test_each_call_shrinks_to_one_vector_when_every_vector_is_wrong(name: str) -
     assert _status(program, getattr(references, call.function.value), call.function) == 0
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_a_right_result_is_not_shrunk(name: str) -> None:
+    with pytest.raises(RecordingError, match="is right, so that there is nothing to shrink"):
+        _smallest(CALLS[name], getattr(references, CALLS[name].function.value))
+
+
 def _rows(call: RecordedCall) -> Tensor:
     """Return the references' output, [rows, heads, head_dim]."""
     returned = getattr(references, call.function.value)(**call.arguments())
@@ -403,22 +409,17 @@ def test_what_is_not_finite_without_effect_is_left_out() -> None:
 
 
 def test_requests_that_see_a_nan_are_not_what_is_wrong() -> None:
-    arguments = decode_arguments()
+    arguments = decode_arguments(return_lse=True)
     arguments["kv_cache"][0][arguments["block_tables"][0, 0], :, 0] = torch.nan
-    right = references.trtllm_batch_decode_with_kv_cache
+    is_first = torch.tensor([True, False, False])
+
+    def nan_in_first(**given: Any) -> Any:
+        out, lse = references.trtllm_batch_decode_with_kv_cache(**given)
+        return torch.where(is_first[:, None, None], torch.nan, out), torch.where(is_first[:, None], torch.nan, lse)
+
     with pytest.raises(RecordingError, match="is right, so that there is nothing to shrink"):
-        _smallest(
-            _recorded(DECODE, arguments), lambda **given: torch.where(_sees_nan(given), torch.nan, right(**given))
-        )
-    assert _status(repro(_recorded(DECODE, arguments), None), _nan_in_first) == 0
-
-
-def _sees_nan(_: Mapping[str, Any]) -> Tensor:
-    return torch.tensor([True, False, False])[:, None, None]
-
-
-def _nan_in_first(**arguments: Any) -> Any:
-    return torch.where(_sees_nan({}), torch.nan, references.trtllm_batch_decode_with_kv_cache(**arguments))
+        _smallest(_recorded(DECODE, arguments), nan_in_first)
+    assert _status(repro(_recorded(DECODE, arguments), None), nan_in_first) == 0
 
 
 def _of_users(call: RecordedCall) -> RecordedCall:
