@@ -10,7 +10,7 @@ import torch
 import lab.kernels.portable
 import lab.kernels.trtllm
 import lab.references
-from lab.calls import ContextCall, DecodeCall
+from lab.calls import CALL_TYPES, ContextCall, DecodeCall
 from lab.calls.arguments import check_head_dim_stride
 from lab.calls.problem import mask_words, refuse_nan
 from tests.calls.breaks import (
@@ -417,3 +417,8 @@ def test_the_stride_of_head_dim_matters_in_one_row_and_not_in_one_element() -> N
     check_head_dim_stride("query", two[..., :1])
     with pytest.raises(ValueError, match=r"query: head_dim must be contiguous.*stride 2"):
         check_head_dim_stride("query", two[..., ::2])
+
+
+@pytest.mark.parametrize("call_type", CALL_TYPES.values())
+def test_flashinfers_module_has_the_function(call_type: Any) -> None:
+    assert callable(getattr(pytest.importorskip(call_type.module), call_type.function.value))
