@@ -111,13 +111,16 @@ def shrunk(
         The call and its fault. With `synthetic` the fault is None if it is not known, or if the result is now right.
 
     Raises:
-        RecordingError: the result is right, the call cannot be judged, or it crashes the GPU's context.
+        RecordingError: the result is right, the call cannot be judged, it crashes the GPU's context, or it raises an error
+            and the recorded call did not.
     """
     judged, end = find or recorded_fault, time.monotonic() + most_seconds
     try:
         fault = judged(call)
         if fault is None:
             raise RecordingError("the result of the call is right, so that there is nothing to shrink")
+        if fault.reason is Reason.RAISED and call.out is not None:
+            raise RecordingError(f"the recorded call returned, but here it raises {fault.sentence}")
         if synthetic and find:
             replaced = drawn(call, contents_of(call))
             if _is_like(of_replaced := find(replaced), fault):

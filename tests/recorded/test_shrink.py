@@ -632,12 +632,25 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what is said wher
         ("--implementation lab.references --device cpu", 2, "is right, so that there is nothing to shrink"),
         ("--implementation lab.gpus --device cpu", 2, "lab.gpus has no trtllm_batch_decode_with_kv_cache"),
         ("--implementation nowhere --device cpu", 2, "nowhere cannot be imported"),
+        (
+            "--implementation kernel.py --device cpu",
+            2,
+            "the recorded call returned, but here it raises RuntimeError: out of order",
+        ),
     ],
 )
 def test_the_command_refuses_in_a_sentence(
-    options: str, status: int, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: str,
+    status: int,
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     recording = _wrong_recording(tmp_path / "dumps")
+    monkeypatch.chdir(tmp_path)
+    raises = f"def {DECODE.value}(**_):\n    raise RuntimeError('out of order')\n"
+    Path("kernel.py").write_text(raises)
     assert run(f"recorded shrink {recording}#1 --out {tmp_path}/repro {options}") == status
     assert sentence in capsys.readouterr().err
     assert not (tmp_path / "repro").exists()
