@@ -4,8 +4,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
+
+from tests.cases import DECODE
+from tests.recorded.fake_kernels import FakeGraph, decode_kernel
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +25,21 @@ def recorded_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def dumps(recorded_once: Path, tmp_path: Path) -> Path:
     """A copy of the recorded calls, which a test may damage."""
     return Path(shutil.copytree(recorded_once, tmp_path / "dumps"))
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> type[FakeGraph]:
+    """`FakeGraph` in the place of torch's class."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: FakeGraph.captured is not None)
+    return FakeGraph
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module with a right decode function, which an engine imported."""
+    made = ModuleType("some_kernels")
+    setattr(made, DECODE, decode_kernel())
+    monkeypatch.setitem(sys.modules, "some_kernels", made)
+    return made

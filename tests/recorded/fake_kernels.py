@@ -1,0 +1,66 @@
+"""Kernels and CUDA graphs on a CPU: a captured kernel does not run, and each replay runs it on the same tensors."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from lab import references
+from lab.checks import Outcome
+from lab.checks.run.judge import judge_calls
+from tests.cases import DECODE
+from tests.recorded.record_calls import decode_arguments
+
+
+class FakeGraph:
+    """Stands for `torch.cuda.CUDAGraph`."""
+
+    captured: "FakeGraph | None" = None  # the graph that is captured
+
+    def __init__(self) -> None:
+        self.kernels: list[Callable[[], object]] = []
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        FakeGraph.captured = self
+
+    def capture_end(self) -> None:
+        FakeGraph.captured = None
+
+    def replay(self) -> None:
+        for kernel in self.kernels:
+            kernel()
+
+    def reset(self) -> None:
+        self.kernels = []
+
+
+def launch(kernel: Callable[[], object]) -> None:
+    """Run a kernel, or add it to the graph that is captured."""
+    if FakeGraph.captured is None:
+        kernel()
+    else:
+        FakeGraph.captured.kernels.append(kernel)
+
+
+def decode_kernel(scale: float = 1.0) -> Callable[..., Any]:
+    """Return a decode kernel that is right if `scale` is 1, and that can be captured."""
+
+    def kernel(query: torch.Tensor, **arguments: Any) -> Any:
+        out = torch.zeros_like(query) if arguments.get("out") is None else arguments["out"]
+        reference = references.trtllm_batch_decode_with_kv_cache
+        launch(lambda: out.copy_(reference(query=query.clone(), **arguments) * scale))
+        return out
+
+    return kernel
+
+
+def decode(module: ModuleType, **changes: Any) -> Any:
+    """Call a module's decode function."""
+    return getattr(module, DECODE)(**decode_arguments(**changes))
+
+
+def outcomes(folder: Path) -> list[Outcome]:
+    """Return the outcomes of recorded outputs, in the order of time."""
+    return [verdict.outcome for verdict in judge_calls(folder, device="cpu", isolated=False).verdicts]
