@@ -121,10 +121,6 @@ def shrunk(
             raise RecordingError("the result of the call is right, so that there is nothing to shrink")
         if fault.reason is Reason.RAISED and call.out is not None:
             raise RecordingError(f"the recorded call returned, but here it raises {fault.sentence}")
-        if synthetic and find:
-            replaced = drawn(call, contents_of(call))
-            if _is_like(of_replaced := find(replaced), fault):
-                call, fault = replaced, of_replaced
         call, fault = _reduced(call, fault, judged, REDUCTIONS if find else OF_OUTPUTS, end)
         if synthetic and not call.drawn >= {*contents_of(call)}:
             call = drawn(call, contents_of(call))
