@@ -14,7 +14,6 @@ import pytest
 
 from lab.loading import LoadError, load
 from lab.ranges import OPTIONS, options_of, ranges_of
-from lab.workloads.interfaces import INTERFACES
 
 if TYPE_CHECKING:
     from lab.checks.properties.check import Check
@@ -104,7 +103,7 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
 
 def _offered(name: str) -> list["Interface"]:
     """Load a kernel, and return the judged functions that it has; raise LoadError, or ValueError if it has none."""
-    from lab.workloads.interfaces import interfaces_of
+    from lab.workloads.interfaces import INTERFACES, interfaces_of
 
     offered = interfaces_of(load(name))
     if not offered:
