@@ -56,6 +56,12 @@ def test_a_scenario_takes_the_batch_of_the_first_pass_that_is_large_enough(tmp_p
         snapshot(requests, 4)
 
 
+def test_lengths_that_come_again_are_another_pass(tmp_path: Path) -> None:
+    calls = [(DECODE, _lens(*lengths)) for lengths in ((5, 9, 1), (7, 9, 1), (5, 9, 1))]
+    requests = traced_requests(recorded_cases(_written(tmp_path, *calls)))
+    assert [each.input_length for each in requests] == [4, 8, 6, 8, 4, 8]
+
+
 def test_prompts_are_those_of_context_calls_where_nothing_decodes(tmp_path: Path) -> None:
     requests = traced_requests(recorded_cases(_written(tmp_path, (CONTEXT, _context()))))
     assert [each.input_length for each in requests] == [3, 5]

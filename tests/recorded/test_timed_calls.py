@@ -97,12 +97,13 @@ def _nvfp4() -> dict[str, Any]:
     return arguments | {"kv_cache": sides, "kv_cache_sf": factors}
 
 
+MASKS = [[[1, 0], [3, 0]], [[3, 0], [3, 0]], [[1, 0], [2, 0]]]  # of each request
 CALLS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "decode": (DECODE, decode_arguments),
     "several rows": (DECODE, _several_rows),
     "a given out": (DECODE, lambda: decode_arguments(out=torch.zeros(3, HEADS, HEAD_DIM, dtype=torch.float16))),
     "sinks": (DECODE, lambda: decode_arguments(sinks=torch.arange(HEADS).float())),
-    "a draft mask": (DECODE, lambda: _several_rows(mask=torch.tensor([[[1, 0], [3, 0]]] * 3, dtype=torch.uint16))),
+    "a draft mask": (DECODE, lambda: _several_rows(mask=torch.tensor(MASKS, dtype=torch.uint16))),
     "a window": (DECODE, lambda: decode_arguments(window_left=3)),
     "shared pages": (DECODE, _shared_pages),
     "separate tables": (DECODE, _separate_tables),
@@ -233,6 +234,23 @@ def test_products_in_e4m3_are_right_over_an_e4m3_cache(name: str, is_right: bool
         hold_right(work, work.call(), FIRST)
 
 
+def test_a_part_is_of_requests_that_the_seeds_choose(passes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lab.workloads.inputs.redraw.PART_PAIRS", 1)
+    work = passes("a draft mask").work(references)
+    judged = set()
+    for seed in range(12):
+        seeds = Seeds(FIRST.tokens, seed)
+        work.arguments["out"].copy_(torch.arange(6)[:, None, None])
+        judged.add(tuple(work.redraw.results(work.arguments, seeds, whole=False)[:, 0, 0].tolist()))
+        renew(work, seeds)
+        work.call()()
+        check_results([work], seeds, whole=False)
+        work.arguments["out"].zero_()
+        with pytest.raises(AssertionError, match=f"8 of 8 {WRONG}"):
+            check_results([work], seeds, whole=False)
+    assert judged == {(0, 1), (2, 3), (4, 5)}  # the rows of each request
+
+
 class Planning:
     """Reads lengths and pages when it plans."""
 
@@ -276,7 +294,8 @@ def test_shapes_strides_tables_and_deviations_are_the_recorded_ones(passes: Any)
     assert four_times.forward.deviations == pytest.approx([1.0, 4.0, 4.0], abs=0.4)
     drawn = four_times.work(references)
     renew(drawn, FIRST)
-    assert float(drawn.arguments["kv_cache"][1].float().std()) == pytest.approx(4.0, abs=0.4)
+    for side in drawn.arguments["kv_cache"]:
+        assert float(side.float().std()) == pytest.approx(4.0, abs=0.4)
     renew(work, FIRST)
     table = work.arguments["block_tables"]
     assert table[2, 0] == table[1, 0] != made["block_tables"][1, 0]
