@@ -16,10 +16,10 @@ ORDER = ("mode", "geometry", "requests", "query_tokens", "kv_tokens", "scenario"
 
 
 def sorted_rows(rows: Sequence[Row]) -> list[Row]:
-    """Sort rows by their facts in `ORDER`, by implementation and by name: numbers sort as numbers, absent facts come first."""
+    """Sort rows by their facts in `ORDER`, then by name: numbers sort as numbers, absent facts come first."""
 
     def place(row: Row) -> tuple[tuple[float, str], ...]:
-        values = [*(row.facts.get(key) for key in ORDER), row.implementation, row.name]
+        values = [*(row.facts.get(key) for key in ORDER), row.name]
         return tuple((value, "") if isinstance(value, int | float) else (0, str(value or "")) for value in values)
 
     return sorted(rows, key=place)

@@ -132,7 +132,8 @@ def test_a_wrong_case_is_told_on_a_terminal_as_it_comes(monkeypatch: pytest.Monk
 
     def judge(implementation: str, **how: Any) -> Any:
         how["progress"](Progress(verdict_of(Outcome.RIGHT), 1, 2, None))
-        assert "K1 of" not in screen.getvalue()
+        how["progress"](Progress(verdict_of(Outcome.WRONG, drawn=True), 1, 2, None))
+        assert "is wrong" not in screen.getvalue()
         how["progress"](Progress(verdict_of(Outcome.WRONG), 2, 2, 0.0))
         assert "K1 of trtllm_batch_decode_with_kv_cache is wrong" in screen.getvalue()
         return report_of(verdict_of(Outcome.WRONG))

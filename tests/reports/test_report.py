@@ -46,6 +46,7 @@ def test_a_row_says_what_was_recorded(tmp_path: Path) -> None:
         "| graph, L2 cold by rotation | 64 | bfloat16 | bfloat16 | 64 | 64 | 262,208 | 1,075.1 | 4.3 | 1 | 41.5 |"
     )
     assert heading.count("|") == line.count("|")
+    assert "| trtllm | 260.00 |" in report_markdown(run_of(tmp_path, [entry(samples=[260.0] * 30, kernel=None)]))
 
 
 @pytest.mark.parametrize(
@@ -263,6 +264,7 @@ class TestPlots:
         assert (solid.get_linestyle(), dashed.get_linestyle()) == ("-", "--")
         assert solid.get_label() == "measured: 4,243 GB/s, 790 TFLOP/s bfloat16"
         assert max(solid.get_ydata()) == pytest.approx(790)
+        assert solid.get_xdata()[1] == pytest.approx(790 / 4.243)
         assert solid.get_ydata()[0] == pytest.approx(4.243 * solid.get_xdata()[0])
 
     def test_implementations_are_told_apart_and_throttled_marks_are_hollow(self, tmp_path: Path) -> None:

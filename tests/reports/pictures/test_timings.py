@@ -46,6 +46,8 @@ def test_time_over_floor_has_a_mark_per_row_and_the_number_of_the_fastest() -> N
         (1.5, 1),
         (2.25, 1),
     ]
+    spans = [list(line.get_xdata()) for line in axes.lines if line.get_marker() in ("None", "")]
+    assert [each for each in spans if each != [1, 1]] == [[1.25, 3.75], [1.5, 2.25]]
     assert len({mark.get_color() for mark in marks}) == len({mark.get_marker() for mark in marks}) == 2
     assert [label.get_text() for label in axes.get_yticklabels()] == ["decode", "extend"]
     assert {"1.25", "1.50"} <= set(words(figure))
