@@ -138,7 +138,7 @@ def test_samples_facts_and_ceilings_reach_the_json(run: Run) -> None:
 
 def test_the_table_shows_the_row_and_what_held_it_back(run: Run) -> None:
     """What all rows have in common stands above the table."""
-    common = {"median, µs: 3.00", "floor, µs: 1.00", "bound by: memory", "% of memory: 33", "GB/s: 1,333"}
+    common = {"median, µs: 3.00", "floor, µs: 1.00 (memory)", "GB/s: 1,333 (33 %)"}
     assert common <= set(run.output.splitlines())
     (line,) = (line for line in run.output.splitlines() if line.strip().startswith("extend/tiny/1q64 "))
     assert "power limit" in line
