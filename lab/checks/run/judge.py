@@ -78,8 +78,7 @@ def judge(
         most_seconds: no case is begun after this time. The report counts the cases that were left out, of all checks.
         drawn: number of random cases per check and function; None: the level's number.
         refusals: the exceptions that count as refusals, instead of those of `lab.checks.run.support_protocol.invoke`.
-        known_failures: failures that the lab's documentation describes, by page and heading. A case that they explain is KNOWN,
-            not WRONG.
+        known_failures: documented failures, by page and heading. A wrong case that they explain is KNOWN, not WRONG.
         progress: called after each verdict, with the verdict and the counts of the run.
         out, fresh: the report's file, written during the run. Unless `fresh`, right and declined cases in it are not judged
             again, if they are from the same run with the same sources of the implementation and the lab.
