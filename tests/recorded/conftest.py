@@ -11,14 +11,16 @@ import torch
 
 from tests.cases import DECODE
 from tests.recorded.fake_kernels import FakeGraph, decode_kernel
+from tests.recorded.record_calls import OWN
 
 
 @pytest.fixture(scope="session")
 def recorded_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("flashinfer", reason="FlashInfer is not installed, whose recorder these tests read")
-    folder = tmp_path_factory.mktemp("dumps")
-    subprocess.run([sys.executable, "-m", "tests.recorded.record_calls", str(folder)], check=True, timeout=240)
-    return folder
+    folder = tmp_path_factory.mktemp("recorded")
+    command = [sys.executable, "-m", "tests.recorded.record_calls", str(folder / "dumps"), str(folder / OWN)]
+    subprocess.run(command, check=True, timeout=240)
+    return folder / "dumps"
 
 
 @pytest.fixture

@@ -1,17 +1,20 @@
-"""Record calls of the references with FlashInfer's own recorder, in a process that has it switched on.
+"""Record calls of the references with FlashInfer's own recorder, in a process that has it switched on, and with the lab's.
 
-`python -m tests.recorded.record_calls FOLDER`; the arguments are seeded, so that a test makes them again.
+`python -m tests.recorded.record_calls FOLDER OWN_FOLDER`; the arguments are seeded, so that a test makes them again.
 """
 
 import contextlib
 import os
 import sys
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 
 PAGE_SIZE, NUM_PAGES, HEADS, KV_HEADS, HEAD_DIM = 16, 9, 4, 2, 64
 LENGTHS = (5, 17, 33)
+OWN = "own"  # the folder beside FlashInfer's
 
 
 def decode_arguments(**changes: Any) -> dict[str, Any]:
@@ -48,14 +51,27 @@ def latent_arguments(**changes: Any) -> dict[str, Any]:
     return arguments | changes
 
 
-def main(folder: str) -> None:
-    """Record six calls: plain, positional, with a given output and LSE, of float16 output, one that fails, and no attention."""
+def main(folder: str, own_folder: str) -> None:
+    """Record six calls with both recorders: plain, positional, with a given output and LSE, of float16 output, one that fails,
+    and for FlashInfer's recorder one that is no attention.
+    """
     os.environ |= {"FLASHINFER_LOGLEVEL": "10", "FLASHINFER_LOGDEST": os.devnull, "FLASHINFER_DUMP_DIR": folder}
     from flashinfer.api_logging import flashinfer_api
 
     from lab import references
+    from lab.recorded import record
 
-    decode = flashinfer_api(references.trtllm_batch_decode_with_kv_cache)
+    engine = ModuleType("engine")
+    engine.trtllm_batch_decode_with_kv_cache = flashinfer_api(  # type: ignore[attr-defined]
+        references.trtllm_batch_decode_with_kv_cache
+    )
+    sys.modules["engine"] = engine
+    with record(own_folder, functions=[engine]):
+        make_calls(engine.trtllm_batch_decode_with_kv_cache)
+    flashinfer_api(torch.nn.functional.relu)(decode_arguments()["query"])
+
+
+def make_calls(decode: Callable[..., Any]) -> None:
     plain = decode_arguments()
     decode(**plain)
     decode(*plain.values())
@@ -64,7 +80,6 @@ def main(folder: str) -> None:
     decode(**decode_arguments(out_dtype=torch.float16, window_left=3))
     with contextlib.suppress(ValueError):
         decode(**decode_arguments(max_seq_len=4))
-    flashinfer_api(torch.nn.functional.relu)(plain["query"])
 
 
 if __name__ == "__main__":

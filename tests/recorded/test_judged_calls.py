@@ -23,7 +23,7 @@ from lab.recorded.flashinfer_dumps import METADATA, dumped_calls
 from lab.references.assertion import truth_of_problem
 from lab.reports.judgement import details, reproduction
 from tests.commands.command import run
-from tests.recorded.record_calls import LENGTHS, decode_arguments, latent_arguments
+from tests.recorded.record_calls import HEAD_DIM, KV_HEADS, LENGTHS, OWN, PAGE_SIZE, decode_arguments, latent_arguments
 from tests.recorded.write_calls import write_call
 
 
@@ -48,6 +48,24 @@ def test_right_outputs_are_right_and_what_did_not_return_is_declined(recorded_on
     lines = details(report)
     assert any("a wrong table is judged as it stands" in line for line in lines)
     assert sum("alignment are lost" in line for line in lines) == 1  # of the recording, not of each call
+
+
+def test_both_recorders_of_the_same_calls_bring_the_same_verdicts(recorded_once: Path) -> None:
+    flashinfers, labs = (
+        [(verdict.outcome, verdict.judged.worst_ratio) for verdict in _judged(folder).verdicts]
+        for folder in (recorded_once, recorded_once.with_name(OWN))
+    )
+    assert labs == flashinfers
+    assert len(labs) == 5
+    assert {outcome for outcome, _ in labs} == {Outcome.RIGHT, Outcome.DECLINED}
+
+
+def test_a_file_of_the_lab_holds_what_its_call_reads_and_little_more(recorded_once: Path) -> None:
+    for case in recorded_cases(recorded_once.with_name(OWN)):
+        tensors = [each for each in case.read().given.values() if isinstance(each, torch.Tensor)]
+        pages = sum(-(-length // PAGE_SIZE) for length in LENGTHS)
+        read = sum(each.nbytes for each in tensors) + 2 * pages * PAGE_SIZE * KV_HEADS * HEAD_DIM * 2
+        assert Path(case.path).stat().st_size <= 1.1 * read + 8192  # names, shapes and alignment
 
 
 def test_a_wrong_output_is_found_with_its_call_and_where_it_is_wrong(dumps: Path) -> None:
