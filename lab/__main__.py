@@ -1,5 +1,6 @@
 """The command `lab`, as `python -m lab`."""
 
+import io
 import sys
 from collections.abc import Sequence
 
@@ -14,6 +15,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         MISUSED (2) if a package of one of the extras is missing, or a file cannot be read or written; INTERRUPTED (130) after
         Ctrl-C.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a text that the encoding does not have is printed in escapes
+            stream.reconfigure(errors="backslashreplace")
     try:
         from lab.commands.app import app
 

@@ -1,6 +1,16 @@
-"""Words that several parts of the lab share: numbers with their nouns."""
+"""Words that several parts of the lab share: numbers with their nouns, and texts of others that are safe to print."""
+
+import re
+
+# Control characters but line feed and tab, and halves of surrogate pairs, which no encoding takes.
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def counted(count: int, noun: str) -> str:
     """Return a number with its noun, such as "1 request" or "8,000 requests"."""
     return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
+
+
+def printable(text: str) -> str:
+    """Return a text with control characters as escapes, such as "\\x1b". A terminal would execute them."""
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lab.exit_status import ExitStatus
 from lab.files import write_text
+from lab.wording import printable
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -62,6 +63,9 @@ class Cell:
     number: float | None = None
     style: str = ""
     links: tuple[Link, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", printable(self.text))
 
 
 @dataclass(frozen=True)
@@ -211,8 +215,13 @@ def markdown_of(table: Table) -> str:
     lines = [[column.heading for column in table.columns], ["---"] * len(table.columns)]
     lines += [[cell.text for cell in row] for row in table.rows]
     return "\n".join(
-        f"| {' | '.join(text.replace('|', chr(92) + '|').replace(chr(10), ' ') for text in line)} |" for line in lines
+        f"| {' | '.join(_in_markdown(text).replace('|', chr(92) + '|') for text in line)} |" for line in lines
     )
+
+
+def _in_markdown(text: str) -> str:
+    """Return a text in one line, in which "<" begins no HTML."""
+    return printable(text).replace("\n", " ").replace("<", "&lt;")
 
 
 def terminal_of(table: Table, show_lines: bool = False) -> "RichTable":
@@ -311,7 +320,7 @@ class TableReport:
 
 def items(lines: Iterable[str]) -> str:
     """Return lines as a bulleted list in Markdown."""
-    return "\n".join(f"* {line}" for line in lines)
+    return "\n".join(f"* {_in_markdown(line)}" for line in lines)
 
 
 def terminal() -> "Console":

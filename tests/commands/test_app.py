@@ -152,6 +152,13 @@ def test_a_missing_package_is_named_with_its_extra(
     )
 
 
+def test_what_the_encoding_does_not_have_is_printed_in_escapes() -> None:
+    program = "import atexit; atexit.register(print, '\\udcff µ'); from lab.__main__ import main; main(['--version'])"
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.endswith(r"\udcff \xb5" + "\n")
+
+
 def test_ctrl_c_has_a_status_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt

@@ -7,6 +7,7 @@ from rich.console import Console
 from lab.reports.tables import (
     Cell,
     Link,
+    items,
     make_table,
     markdown_of,
     number,
@@ -23,6 +24,16 @@ def printed(table: object) -> str:
     console = Console(width=80, file=io.StringIO(), record=True)
     console.print(table)
     return console.export_text()
+
+
+def test_a_foreign_text_moves_no_cursor_and_is_no_html() -> None:
+    foreign = "\x1b]0;title\x07<img src=x>\nnext\rover\ud800"
+    table = table_of_lines(("kernel|s",), [(foreign,)])
+    escaped = r"\x1b]0;title\x07<img src=x>" + "\n" + r"next\rover\ud800"
+    assert table.rows[0][0].text == escaped
+    in_markdown = escaped.replace("<", "&lt;").replace("\n", " ")
+    assert markdown_of(table).splitlines() == [r"| kernel\|s |", "| --- |", f"| {in_markdown} |"]
+    assert items([foreign]) == f"* {in_markdown}"
 
 
 def test_a_column_that_says_one_thing_is_said_once() -> None:

@@ -10,6 +10,7 @@ from lab.checks.explain.feature import Features
 from lab.exit_status import ExitStatus
 from lab.named_enum import NamedEnum
 from lab.ranges import Ranges
+from lab.wording import printable
 from lab.workloads.interfaces import Interface
 
 
@@ -87,6 +88,10 @@ class Judged:
     # The first output, of cases that may be audited.
     output: SavedOutput | None = field(default=None, repr=False, compare=False)
     remarks: tuple[str, ...] = ()  # what a reader should know besides, a sentence each
+
+    def __post_init__(self) -> None:
+        for name in ("wrongs", "declines", "remarks"):  # they quote messages of the kernel
+            object.__setattr__(self, name, tuple(map(printable, getattr(self, name))))
 
 
 @dataclass(frozen=True)

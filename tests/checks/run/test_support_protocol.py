@@ -246,3 +246,9 @@ def test_an_error_of_the_lab_s_is_not_blamed_on_the_implementation() -> None:
     assert before == "the lab failed before it called the implementation, whose fault this is not: IndexError: a bug"
     (after,) = judged_by(late).wrongs
     assert "or at a bug of the lab's own: IndexError: a bug" in after
+
+
+def test_messages_of_a_kernel_move_no_cursor() -> None:
+    judged = Judged(Outcome.WRONG, wrongs=("it failed: \x1b[2Jgone",), declines=("a\rb",), remarks=("two\nlines\x00",))
+    assert (judged.wrongs, judged.declines) == ((r"it failed: \x1b[2Jgone",), (r"a\rb",))
+    assert judged.remarks == ("two\nlines" + r"\x00",)
