@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import re
+import signal
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -67,7 +68,8 @@ def invoke(
 
     Raises:
         Unsupported: the function refused the call.
-        KernelError: the function raised another error, except KeyboardInterrupt.
+        KernelError: the function raised another error.
+        KeyboardInterrupt: after Ctrl-C.
     """
     try:
         signature = inspect.signature(function)
@@ -83,9 +85,10 @@ def invoke(
     versions = _versions(arguments)
     try:
         return function(*args, **arguments)
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:  # somebody else's code may raise anything
+        # Workers ignore Ctrl-C: there a KeyboardInterrupt is the implementation's own.
+        if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            raise
         _check_gpu(error)
         wrote = any(not same_bits(arguments[name], held) for name, held in before.items())
         late = wrote or _versions(arguments) != versions

@@ -1,6 +1,7 @@
 """Which errors of an implementation decline a call, and which fail it."""
 
 import asyncio
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -126,6 +127,15 @@ def test_what_is_no_exception_fails_the_call_alone(error: BaseException) -> None
 def test_ctrl_c_is_not_the_kernel_s() -> None:
     with pytest.raises(KeyboardInterrupt):
         refusing(raising(KeyboardInterrupt()))()
+
+
+def test_a_keyboard_interrupt_is_the_kernel_s_where_ctrl_c_is_ignored() -> None:
+    held = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(KernelError, match="it raised KeyboardInterrupt: mine"):
+            refusing(raising(KeyboardInterrupt("mine")))()
+    finally:
+        signal.signal(signal.SIGINT, held)
 
 
 def test_another_refusal_after_the_output_was_written_is_late() -> None:
