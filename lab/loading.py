@@ -6,10 +6,11 @@ This module imports only the standard library.
 import functools
 import importlib
 import importlib.util
+import inspect
 import sys
 import traceback
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 
@@ -21,7 +22,8 @@ def load(name: str) -> Any:
     """Import an implementation and return it.
 
     Args:
-        name: "package.module" or "path/to/file.py", each with ":attribute" after it if the implementation is an attribute.
+        name: "package.module" or "path/to/file.py", each with ":attribute" after it if the implementation is an attribute. If
+            the attribute is a function, the implementation has only this function.
 
     Raises:
         LoadError: there is no implementation of this name, or its code raised an error during the import.
@@ -31,9 +33,16 @@ def load(name: str) -> Any:
         if ("/" in where or Path(where).is_file()) and not where.endswith(".py"):
             raise FileNotFoundError("a file's name ends in .py, and a module's has dots")
         loaded = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
-        return functools.reduce(getattr, filter(None, attribute.split(".")), loaded)
+        found = functools.reduce(getattr, filter(None, attribute.split(".")), loaded)
     except (Exception, SystemExit) as error:  # foreign code may raise anything
         raise LoadError(f"{name} cannot be imported: {_sentence(error)}") from error
+    return _with_one_function(attribute.rpartition(".")[2], found) if inspect.isroutine(found) else found
+
+
+@functools.cache
+def _with_one_function(name: str, function: Any) -> SimpleNamespace:
+    """Return an implementation that has only this function."""
+    return SimpleNamespace(**{name: function})
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -4,13 +4,21 @@ from pathlib import Path
 
 import pytest
 
+from lab import references
 from lab.loading import LoadError, load
+from tests.cases import DECODE
 from tests.checks import hostile
 
 
 def test_a_name_leads_to_a_module_or_into_it() -> None:
     assert load("tests.checks.hostile") is hostile
     assert load("tests.checks.hostile:Odd.__doc__") == hostile.Odd.__doc__
+
+
+def test_a_function_alone_is_an_implementation_with_one_function() -> None:
+    found = load("lab.references:trtllm_batch_decode_with_kv_cache")
+    assert vars(found) == {DECODE: references.trtllm_batch_decode_with_kv_cache}
+    assert load("lab.references:trtllm_batch_decode_with_kv_cache") is found
 
 
 def test_a_path_leads_to_a_file_whose_neighbours_it_may_import(tmp_path: Path) -> None:
