@@ -50,7 +50,7 @@ def shrink(
         prepare_machine(device)
     from lab.calls import CALL_TYPES
     from lab.checks.run.judge import device_of
-    from lab.provenance import environment
+    from lab.provenance import environment, version_of
     from lab.recorded.case import recorded_cases
     from lab.recorded.reductions import contents_of
     from lab.recorded.repro import write_repro
@@ -61,19 +61,20 @@ def shrink(
         if len(cases) > 1:
             raise ValueError(f"{recording} has {len(cases)} calls: name one, such as {recording}#{cases[0].number}")
         call, find = cases[0].read(), None
-        versions = {"GPU": call.gpu or "not recorded"}
+        called, versions = "", {"GPU": call.gpu or "(please fill in)"}
         versions |= {package: version.split()[0] for package, version in call.versions.items() if version}
         if not from_outputs:
             name, here = implementation or CALL_TYPES[call.function].module, environment()
             function = getattr(load(name), call.function.value, None)
             if function is None:
                 raise ValueError(f"{name} has no {call.function.value}")
-            find = fault_by_calling(function, device_of(device))
+            find, called = fault_by_calling(function, device_of(device)), name.rpartition("/")[2]
+            packages = here["packages"] | {(package := called.partition(":")[0].partition(".")[0]): version_of(package)}
             versions = {"GPU": here.get("gpu", "none")} | {
-                package: version for package, version in here["packages"].items() if version
+                each: version for each, version in packages.items() if version
             }
         smaller, fault = shrunk(call, find, synthetic, most_seconds)
-        write_repro(out, smaller, fault, versions)
+        write_repro(out, smaller, fault, versions, called)
     typer.echo(f"{out}/repro.py and {out}/ISSUE.md are written")
     if fault is not None:
         typer.echo(f"{fault.reason.value}: {fault.sentence}")

@@ -22,19 +22,22 @@ MOST_BYTES = 20_000
 MOST_LISTED = 64  # elements of a tensor that the program lists as numbers
 
 
-def write_repro(folder: Path, call: RecordedCall, fault: Fault | None, versions: Mapping[str, str]) -> None:
+def write_repro(
+    folder: Path, call: RecordedCall, fault: Fault | None, versions: Mapping[str, str], called: str = ""
+) -> None:
     """Write `repro.py` and `ISSUE.md`; the folder is made if there is none.
 
     Args:
         folder: where the files are written.
         call: a call with valid arguments.
-        fault: the fault of its result; None if it is not known.
-        versions: of the GPU and the packages with which the result is wrong.
+        fault: the fault of its result; None if it is right, or not known.
+        versions: the name of the GPU, and the versions of the packages, with which the result is wrong.
+        called: the module or file that was called; "" if the fault is that of the recorded result.
 
     Raises:
         RecordingError: an argument cannot be expressed, or the program is too long.
     """
-    program = repro(call, fault)
+    program = repro(call, fault, called)
     if len(program) > MOST_BYTES:
         raise RecordingError(
             f"repro.py would have {len(program):,} bytes, more than {MOST_BYTES:,}, since it holds contents of the recording: "
@@ -42,15 +45,15 @@ def write_repro(folder: Path, call: RecordedCall, fault: Fault | None, versions:
         )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "repro.py").write_text(program)
-    (folder / "ISSUE.md").write_text("\n".join(_issue(call, fault, versions)))
+    (folder / "ISSUE.md").write_text("\n".join(_issue(call, fault, versions, called)))
 
 
-def repro(call: RecordedCall, fault: Fault | None) -> str:
+def repro(call: RecordedCall, fault: Fault | None, called: str = "") -> str:
     """Return a program that makes a call, compares the result with float64 arithmetic, and exits with 1 if it is wrong."""
     problem = call.problem()
     visible = _visible(problem)
     return Template(PROGRAM.read_text()).substitute(
-        title=_title(call, fault),
+        title=_title(call, fault, called),
         module=CALL_TYPES[call.function].module,
         function=call.function.value,
         arguments="\n".join(f'    "{name}": {_expression(call, name, value)},' for name, value in _stated(call)),
@@ -77,25 +80,44 @@ def _stated(call: RecordedCall) -> list[tuple[str, Any]]:
     ]
 
 
-def _title(call: RecordedCall, fault: Fault | None) -> str:
+def _title(call: RecordedCall, fault: Fault | None, called: str) -> str:
     parts = parts_of(call)
     width, longest = max(len(part.rows) for part in parts), max(part.kv_len for part in parts)
     size = f"requests: {len(parts)}, rows of each: {width}, keys: {longest}"
-    return f"{call.function.value}: {fault.reason.value if fault else 'a call with drawn contents'} ({size})"
+    if called:
+        subject = "" if _is_flashinfer(call, called) else f"{called} as "
+        symptom = fault.reason.value if fault else "the result is right with drawn contents"
+    else:
+        subject = "a recorded call of "
+        symptom = f"{fault.reason.value}, reduced" if fault else "reduced, with drawn contents, not made yet"
+    return f"{subject}{call.function.value}: {symptom} ({size})"
 
 
-def _issue(call: RecordedCall, fault: Fault | None, versions: Mapping[str, str]) -> Iterator[str]:
+def _is_flashinfer(call: RecordedCall, called: str) -> bool:
+    return called == CALL_TYPES[call.function].module
+
+
+def _issue(call: RecordedCall, fault: Fault | None, versions: Mapping[str, str], called: str) -> Iterator[str]:
     """Yield the lines of the issue, in Markdown."""
-    yield f"# {_title(call, fault)}\n\n{', '.join(f'{name} {version}' for name, version in versions.items())}\n"
-    yield f"```text\n{call.function.value}("
+    yield f"# {_title(call, fault, called)}\n"
+    yield from (f"* {name}: {version}" for name, version in versions.items())
+    yield f"\n```text\n{call.function.value}("
     yield from (f"    {name}={_short(value)}," for name, value in _stated(call))
     yield ")\n```\n"
+    if not called:
+        yield "The reduced call was not made here: run `repro.py`.\n"
+    elif _is_flashinfer(call, called):
+        yield f"The call was made here: of FlashInfer's `{called}.{call.function.value}`.\n"
+    else:
+        yield f"The call was made here: of `{called}`, in the place of FlashInfer's function, which was not called.\n"
     if fault is not None:
-        yield f"{fault.reason.value.capitalize()}: {fault.sentence}\n"
-        for words, values in (("Expected, in float64", fault.expected), ("Got", fault.got)):
-            if values:
-                yield f"{words}: {', '.join(f'{value:.5g}' for value in values)} …\n"
-    yield "`python repro.py` makes the call and exits with 1 if the result is wrong.\n"
+        yield f"{'' if called else 'Of the recorded call: '}{fault.reason.value}: {fault.sentence}\n"
+    if fault is not None and fault.place:
+        yield f"First elements of the vector of {fault.place}{'' if called else ', as recorded'}:\n"
+        for words, values in (("expected, in float64", fault.expected), ("got", fault.got)):
+            yield f"* {words}: {', '.join(f'{value:.5g}' for value in values)} …"
+        yield ""
+    yield "`python repro.py` calls FlashInfer, and exits with 1 if the result is wrong.\n"
 
 
 def _bounds(problem: Problem) -> list[float]:

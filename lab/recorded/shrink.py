@@ -37,6 +37,7 @@ class Fault:
         sentence: the worst vectors with their errors, or the error that was raised.
         error: name of the type of that error; "" if none was raised.
         expected, got: the first elements of the worst output vector.
+        place: the request, row and head of this vector, in words.
     """
 
     reason: Reason
@@ -44,6 +45,7 @@ class Fault:
     error: str = ""
     expected: tuple[float, ...] = ()
     got: tuple[float, ...] = ()
+    place: str = ""
 
 
 Find = Callable[[RecordedCall], Fault | None]  # returns the fault of a call's result; None if the result is right
@@ -89,7 +91,8 @@ def fault_of(call: RecordedCall, out: Tensor, lse: Tensor | None) -> Fault | Non
         reason = Reason.OUTPUT if bool(out.isfinite().all()) else Reason.NOT_FINITE
         ((row, head),) = compared.worst(1)
         first = (tuple(side[row, head, :SHOWN_ELEMENTS].double().tolist()) for side in (truth.expected, out))
-        return Fault(reason, truth.wrong_output(compared, out), "", *first)
+        place = f"request {int(truth.request_of_row[row])}, row {int(finite.nonzero()[row])}, head {head}"
+        return Fault(reason, truth.wrong_output(compared, out), "", *first, place)
     base = math.log(2.0) if call.given.get("return_lse_base") == "basee" else 1.0
     sentence = "" if lse is None else truth.wrong_lse(lse[: len(finite)][finite].double() / base)
     return Fault(Reason.LSE, sentence) if sentence else None

@@ -22,8 +22,8 @@ from lab.calls.problem import E4M3
 from lab.recorded import Triggers, record, shrink
 from lab.recorded.call import RecordedCall, RecordingError
 from lab.recorded.reductions import Part, cut, fewer_heads, fewer_pages, fewer_requests, fewer_rows, without_dead_slots
-from lab.recorded.repro import repro, write_repro
-from lab.recorded.shrink import Fault, Reason, fault_by_calling, shrunk
+from lab.recorded.repro import _issue, repro, write_repro
+from lab.recorded.shrink import Fault, Reason, fault_by_calling, fault_of, shrunk
 from lab.workloads.inputs.masks import packed_mask
 from tests.commands.command import run
 from tests.recorded.record_calls import HEADS, LENGTHS, PAGE_SIZE, decode_arguments, latent_arguments
@@ -549,6 +549,11 @@ def test_recorded_outputs_are_shrunk_without_a_call(
     shown = capsys.readouterr().out
     assert ("holds recorded contents of query, kv_cache" in shown) != bool(options)
     assert ("is not known, because no call was made" in shown) == bool(options)
+    text = (tmp_path / "repro" / "ISSUE.md").read_text()
+    assert text.startswith("# a recorded call of trtllm_batch_decode_with_kv_cache: ")
+    assert "The reduced call was not made here: run `repro.py`." in text
+    assert ("wrong, reduced (" in text, "Of the recorded call: the output is wrong: " in text) == (not options,) * 2
+    assert ("First elements of the vector of request 0, " in text, ", as recorded:\n" in text) == (not options,) * 2
     program = (tmp_path / "repro" / "repro.py").read_text()
     assert len(program) < 20_000
     assert '"seq_lens": torch.tensor([1], ' in program
@@ -572,12 +577,13 @@ def test_the_command_shrinks_by_calling_and_writes_an_issue(tmp_path: Path, caps
     assert f"change its import to call {tmp_path}/kernel.py" in shown
     text = (tmp_path / "repro" / "ISSUE.md").read_text()
     assert text.startswith(
-        "# trtllm_batch_decode_with_kv_cache: the output is wrong (requests: 1, rows of each: 1, keys: 1)"
+        "# kernel.py as trtllm_batch_decode_with_kv_cache: the output is wrong (requests: 1, rows of each: 1, keys: 1)"
     )
+    assert "of `kernel.py`, in the place of FlashInfer's function, which was not called." in text
     assert "    bmm2_scale=2.0,\n" in text
     assert "    query=bfloat16 [1, 1, 16],\n" in text
-    assert "Expected, in float64: " in text
-    assert f"torch {torch.__version__.split('+')[0]}" in text
+    assert "First elements of the vector of request 0, row 0, head 0:\n\n* expected, in float64: " in text
+    assert f"* torch: {torch.__version__.split('+')[0]}" in text
     assert "/repro" not in text
 
 
@@ -590,7 +596,7 @@ def test_a_call_in_the_labs_own_form_is_shrunk(tmp_path: Path, monkeypatch: pyte
     with record(tmp_path / "calls", triggers=Triggers(shadow=1), functions=[module]):
         getattr(module, DECODE.value)(**decode_arguments(bmm2_scale=2.0))
     assert run(f"recorded shrink {tmp_path}/calls#1 --from-outputs --out {tmp_path}/repro") == 0
-    assert "GPU not recorded, torch 2.11.0\n" in (tmp_path / "repro" / "ISSUE.md").read_text()
+    assert "\n* GPU: (please fill in)\n* torch: 2.11.0\n" in (tmp_path / "repro" / "ISSUE.md").read_text()
 
 
 def test_the_program_runs_alone(tmp_path: Path) -> None:
@@ -661,6 +667,28 @@ def test_a_recording_of_several_calls_needs_a_number(tmp_path: Path, capsys: pyt
     (tmp_path / first.name.replace("0001", "0002")).symlink_to(first)
     assert run(f"recorded shrink {tmp_path} --from-outputs --out {tmp_path}/repro") == 2
     assert f"{tmp_path} has 2 calls: name one, such as {tmp_path}#1" in capsys.readouterr().err
+
+
+def test_an_issue_names_flashinfer_if_it_was_called() -> None:
+    call = _decode(bmm2_scale=2.0)
+    find = fault_by_calling(_without_bmm2_scale, CPU)
+    text = "\n".join(_issue(call, find(call), {}, "flashinfer.decode"))
+    assert text.startswith("# trtllm_batch_decode_with_kv_cache: the output is wrong (requests: 3, ")
+    assert "of FlashInfer's `flashinfer.decode.trtllm_batch_decode_with_kv_cache`." in text
+    right = "\n".join(_issue(call, None, {}, "flashinfer.decode"))
+    assert "the result is right with drawn contents" in right
+    assert "got" not in right
+
+
+def test_a_vector_is_named_by_its_rows_in_the_whole_call() -> None:
+    arguments = decode_arguments()
+    arguments["kv_cache"][0][arguments["block_tables"][0, 0], :, 0] = torch.nan
+    call = _recorded(DECODE, arguments)
+    out = references.trtllm_batch_decode_with_kv_cache(**arguments)
+    out[2, 3] *= 2
+    fault = fault_of(call, out, None)
+    assert fault is not None
+    assert fault.place == "request 2, row 2, head 3"
 
 
 def test_long_recorded_contents_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
