@@ -53,7 +53,7 @@ def shrink(
     from lab.provenance import environment, version_of
     from lab.recorded.case import recorded_cases
     from lab.recorded.reductions import contents_of
-    from lab.recorded.repro import write_repro
+    from lab.recorded.repro import import_line, write_repro
     from lab.recorded.shrink import fault_by_calling, shrunk
 
     with refusing_errors():
@@ -88,7 +88,8 @@ def shrink(
     if kept:
         typer.echo(f"repro.py holds recorded contents of {', '.join(kept)}: --synthetic replaces them")
     if implementation is not None:
-        typer.echo(f"repro.py calls FlashInfer: change its import to call {implementation}")
+        typer.echo(f"repro.py calls FlashInfer. To call {implementation}, replace the line of this import by:")
+        typer.echo(f"    {import_line(implementation, call.function.value)}")
 
 
 @recorded.command()

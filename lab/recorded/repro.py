@@ -13,7 +13,7 @@ from torch import Tensor
 from lab.calls import CALL_TYPES, AttentionCall, PagedAttention, Problem
 from lab.recorded.call import RESULTS, RecordedCall, RecordingError
 from lab.recorded.reductions import parts_of, seed_of
-from lab.recorded.shrink import Fault
+from lab.recorded.shrink import Fault, Reason
 from lab.references.assertion import truth_of_problem
 from lab.references.truth import LSE_LOG2_BOUND, LSE_LOG2_RELATIVE_BOUND
 
@@ -65,9 +65,28 @@ def repro(call: RecordedCall, fault: Fault | None, called: str = "") -> str:
         logits="logits" if problem.sinks is None else "torch.cat((logits, sinks[head : head + 1]))",
         placed='value if name.endswith("_cpu") else on_device(value)' if "key" in call.given else "on_device(value)",
         base=" / math.log(2)" if call.given.get("return_lse_base") == "basee" else "",
+        raises=_raises(call, fault),
         lse_bound=LSE_LOG2_BOUND,
         lse_relative_bound=LSE_LOG2_RELATIVE_BOUND,
     )
+
+
+def import_line(implementation: str, function: str) -> str:
+    """Return a line of Python that imports a function of an implementation, which is named as for `lab.loading.load`."""
+    module, _, attribute = implementation.partition(":")
+    if module.endswith(".py"):  # a file may be in a package
+        path = implementation.replace(module, str(Path(module).resolve()), 1)
+        return f"from lab.loading import load; {function} = load({path!r}).{function}"
+    path = ".".join(filter(None, ("module", *attribute.split("."))))
+    is_function = attribute.rpartition(".")[2] == function
+    return f"import {module} as module; {function} = {path}{'' if is_function else f'.{function}'}"
+
+
+def _raises(call: RecordedCall, fault: Fault | None) -> str:
+    """Return the condition under which an error of the function is the fault that was recorded or found."""
+    if fault is None:
+        return str(call.out is None)
+    return f'type(error).__name__ == "{fault.error}"' if fault.error else str(fault.reason is Reason.RAISED)
 
 
 def _stated(call: RecordedCall) -> list[tuple[str, Any]]:

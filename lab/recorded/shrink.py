@@ -90,9 +90,9 @@ def fault_of(call: RecordedCall, out: Tensor, lse: Tensor | None) -> Fault | Non
     if bool(compared.wrong.any()):
         reason = Reason.OUTPUT if bool(out.isfinite().all()) else Reason.NOT_FINITE
         ((row, head),) = compared.worst(1)
-        first = (tuple(side[row, head, :SHOWN_ELEMENTS].double().tolist()) for side in (truth.expected, out))
+        expected, got = (tuple(side[row, head, :SHOWN_ELEMENTS].double().tolist()) for side in (truth.expected, out))
         place = f"request {int(truth.request_of_row[row])}, row {int(finite.nonzero()[row])}, head {head}"
-        return Fault(reason, truth.wrong_output(compared, out), "", *first, place)
+        return Fault(reason, truth.wrong_output(compared, out), "", expected, got, place)
     base = math.log(2.0) if call.given.get("return_lse_base") == "basee" else 1.0
     sentence = "" if lse is None else truth.wrong_lse(lse[: len(finite)][finite].double() / base)
     return Fault(Reason.LSE, sentence) if sentence else None

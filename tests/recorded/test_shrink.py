@@ -22,7 +22,7 @@ from lab.calls.problem import E4M3
 from lab.recorded import Triggers, record, shrink
 from lab.recorded.call import RecordedCall, RecordingError
 from lab.recorded.reductions import Part, cut, fewer_heads, fewer_pages, fewer_requests, fewer_rows, without_dead_slots
-from lab.recorded.repro import _issue, repro, write_repro
+from lab.recorded.repro import _issue, import_line, repro, write_repro
 from lab.recorded.shrink import Fault, Reason, fault_by_calling, fault_of, shrunk
 from lab.workloads.inputs.masks import packed_mask
 from tests.commands.command import run
@@ -574,7 +574,8 @@ def test_the_command_shrinks_by_calling_and_writes_an_issue(tmp_path: Path, caps
     shown = capsys.readouterr().out
     assert "the output is wrong: 1 of 1 vectors" in shown
     assert "recorded contents" not in shown
-    assert f"change its import to call {tmp_path}/kernel.py" in shown
+    *_, line = shown.splitlines()
+    assert line == f"    {import_line(f'{tmp_path}/kernel.py', DECODE.value)}"
     text = (tmp_path / "repro" / "ISSUE.md").read_text()
     assert text.startswith(
         "# kernel.py as trtllm_batch_decode_with_kv_cache: the output is wrong (requests: 1, rows of each: 1, keys: 1)"
@@ -667,6 +668,45 @@ def test_a_recording_of_several_calls_needs_a_number(tmp_path: Path, capsys: pyt
     (tmp_path / first.name.replace("0001", "0002")).symlink_to(first)
     assert run(f"recorded shrink {tmp_path} --from-outputs --out {tmp_path}/repro") == 2
     assert f"{tmp_path} has 2 calls: name one, such as {tmp_path}#1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("implementation", "status"),
+    [
+        ("corpus:bmm2_hardcoded_1", 1),
+        ("lab.references", 0),
+        (f"lab.references:{DECODE.value}", 0),
+        ("wrong.py", 1),
+        (f"wrong.py:{DECODE.value}", 1),
+        ("wrong.py:references", 0),
+    ],
+)
+def test_the_line_that_is_printed_calls_an_implementation(
+    implementation: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("wrong.py").write_text(WRONG)
+    program = repro(_decode(bmm2_scale=2.0), None)
+    old = f"from flashinfer.decode import {DECODE.value}"
+    assert program.count(old) == 1
+    program = program.replace(old, import_line(implementation, DECODE.value))
+    assert _status(program, _raise(AssertionError)) == status
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError])
+def test_an_error_is_the_fault_only_if_the_recorded_call_raised_it(
+    error: type[Exception], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def raises(**_: Any) -> Any:
+        raise error("too long")
+
+    def status(fault: Fault | None, out: Tensor | None = SINKS) -> tuple[int, str]:
+        return _status(repro(replace(_decode(), out=out), fault), raises), capsys.readouterr().out
+
+    not_run, wrong = (2, f"not run: {error.__name__}: too long\n"), (1, f"WRONG: {error.__name__}: too long\n")
+    assert status(None) == status(Fault(Reason.OUTPUT, "")) == not_run
+    assert status(Fault(Reason.RAISED, "", "ValueError")) == (wrong if error is ValueError else not_run)
+    assert status(Fault(Reason.RAISED, "it did not return"), None) == status(None, None) == wrong
 
 
 def test_an_issue_names_flashinfer_if_it_was_called() -> None:
