@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from lab.commands.options import list_option, refuse
+from lab.commands.options import list_option, refuse, refusing_errors
 
 
 def record(
@@ -27,7 +28,7 @@ def record(
     longest: Annotated[int, Option(min=0, help="record calls whose longest request has so many keys")] = 0,
     non_finite: Annotated[bool, Option("--non-finite", help="record calls with NaN or Inf in the output")] = False,
     shadow: Annotated[
-        int, Option(min=0, help="judge each n-th call at once, and record it if it is wrong; 0: none")
+        int, Option(min=0, help="in place of --every: judge each n-th call at once, record it if it is wrong; 0: none")
     ] = 0,
     e4m3_arithmetic: Annotated[
         bool, Option("--e4m3-arithmetic", help="--shadow: the kernel rounds its operands to e4m3")
@@ -47,11 +48,15 @@ def record(
     from lab.recorded.recorder import ENVIRONMENT, Triggers
 
     chosen = tuple(layers or ())
-    triggers = Triggers(every, chosen, from_s, until_s, longest, non_finite, shadow, e4m3_arithmetic=e4m3_arithmetic)
+    with refusing_errors():
+        triggers = Triggers(every, chosen, from_s, until_s, longest, non_finite, shadow, e4m3_arithmetic)
     limits = {"most_calls": most_calls, "most_bytes": int(most_gb * 1e9), "before": before}
     settings = {"out": str(out.resolve()), "triggers": asdict(triggers), "functions": functions, **limits}
     if (program := shutil.which(command[0])) is None:
         refuse(f"there is no command {command[0]}")
+    with refusing_errors():
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
     path = os.pathsep.join(filter(None, (*start.__path__, os.environ.get("PYTHONPATH"))))
-    typer.echo(f"lab: calls are recorded in {out}; judge them with lab judge --calls {out}", err=True)
+    typer.echo(f"lab: recording into {out}; afterwards judge with lab judge --calls {out}", err=True)
     os.execve(program, command, {**os.environ, ENVIRONMENT: json.dumps(settings), "PYTHONPATH": path})

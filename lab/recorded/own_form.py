@@ -7,7 +7,7 @@ ids, in the order of the engine's ids, which the file holds too. Contents of the
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from numbers import Integral, Real
@@ -139,6 +139,23 @@ class Lost:
     """Stands for an argument whose value is gone. `why` completes "does not hold the argument: "."""
 
     why: str
+
+
+def apart_from_results(given: Mapping[str, Any], saved: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
+    """Return arguments with `saved(tensor)` in place of a tensor that overlaps with `out` or `lse` in memory."""
+    spans = {name: _span(value) for name, value in given.items() if isinstance(value, torch.Tensor)}
+    written = [spans[name] for name in RESULTS if name in spans]
+    apart = dict(given)
+    for name in spans.keys() - {*RESULTS}:
+        if any(spans[name].start < each.stop and each.start < spans[name].stop for each in written):
+            apart[name] = saved(given[name])
+    return apart
+
+
+def _span(tensor: torch.Tensor) -> range:
+    """Return the addresses of a tensor's bytes, those of gaps included."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return range(start := tensor.data_ptr(), start + (last + 1) * tensor.element_size() if tensor.numel() else start)
 
 
 def _renumbered(given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,6 +5,7 @@ that their memory is not reused. After each replay the call is recorded like an 
 overwrites later in the same graph is recorded as it is after the replay.
 """
 
+import atexit
 import functools
 import inspect
 import itertools
@@ -70,6 +71,10 @@ class Triggers:
     def __post_init__(self) -> None:
         if self.every < 1 or self.shadow < 0:
             raise ValueError(f"every={self.every} must be at least 1, and shadow={self.shadow} at least 0")
+        if self.shadow and self.every != 1:
+            raise ValueError(f"shadow={self.shadow} takes the place of every={self.every}: leave one of them out")
+        if self.until_s <= self.from_s:
+            raise ValueError(f"until_s={self.until_s:g} must be after from_s={self.from_s:g}")
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,7 @@ class Recorder:
         self.out, self.triggers, self.has_ended = out, triggers, False
         self.kept = self.kept_bytes = self.judged = self.wrong = 0
         self._most_calls, self._most_bytes, self._writes_before = most_calls, most_bytes, before
-        self._start, self._said = time.monotonic(), set[str]()
+        self._start, self._said, self._layers = time.monotonic(), set[str](), set[int | None]()
         self._numbers, self._matching = itertools.count(1), itertools.count(1)
         self._lock, self._of_thread = threading.Lock(), _OfThread()
         self._graphs: WeakKeyDictionary[Any, _Graph] = WeakKeyDictionary()
@@ -144,6 +149,23 @@ class Recorder:
             setattr(torch.cuda.CUDAGraph, name, method)
         self._graphs.clear()
 
+    def summary(self) -> str:
+        """Say at the end of the recording how many calls are recorded, or why none is."""
+        if self.kept:
+            return f"{self.kept} calls recorded in {self.out}"
+        if not (made := next(self._numbers) - 1):
+            return "no call is recorded: the package was imported, and no call was made through Python"
+        why = [
+            f"{made} calls were made",
+            *([f"{self.judged} judged, {self.wrong} wrong"] if self.triggers.shadow else []),
+        ]
+        why += (
+            [f"of layers {sorted(each for each in self._layers if each is not None) or 'that are not known'}"]
+            if self.triggers.layers
+            else []
+        )
+        return f"no call is recorded: {', '.join(why)}; {'; '.join(sorted(self._said)) or 'none was chosen'}"
+
     def _wrapper(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         function, names = AttentionCall(name), list(inspect.signature(original).parameters)
 
@@ -154,6 +176,7 @@ class Recorder:
             number = next(self._numbers)
             is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
             layer = _layer_of_caller() if self.triggers.layers else None
+            self._layers.add(layer)
             if not (self._is_of_layer(layer) if is_captured else self._chooses(layer)):
                 return original(*args, **kwargs)
             given = dict(zip(names, args, strict=False)) | kwargs
@@ -179,7 +202,7 @@ class Recorder:
     def _eager(self, call: _Call, run: Callable[[], Any]) -> Any:
         path = None
         with self._surviving():
-            call = replace(call, given=_apart_from_results(call.given, torch.clone))
+            call = replace(call, given=own_form.apart_from_results(call.given, torch.clone))
             path = self._write(call) if self._writes_before and self._is_long(call) else None
         try:
             returned = self._run(run)
@@ -196,7 +219,7 @@ class Recorder:
         with self._surviving():
             if graph in self._graphs:
                 lost = own_form.Lost("the call overwrote it, in a CUDA graph")
-                given = _apart_from_results(call.given, lambda _: lost)
+                given = own_form.apart_from_results(call.given, lambda _: lost)
                 self._graphs[graph].calls.append(replace(call, given=given).returning(returned))
         return returned
 
@@ -285,6 +308,7 @@ class Recorder:
 
     def _end(self, why: str) -> None:
         self.has_ended = True
+        self._said.add(why)
         self._graphs.clear()
         _LOG.warning("lab record: %s; process %d records no further call in %s", why, os.getpid(), self.out)
 
@@ -336,10 +360,12 @@ def record(
 
 
 def start_from_environment() -> None:
-    """Record to the end of this process, as the environment variable LAB_RECORD says."""
+    """Record to the end of this process, as the environment variable LAB_RECORD says; then print the summary to stderr."""
     settings = json.loads(os.environ[ENVIRONMENT])
     triggers = Triggers(**{**settings["triggers"], "layers": tuple(settings["triggers"]["layers"])})
-    Recorder(**{**settings, "out": Path(settings["out"]), "triggers": triggers}).start()
+    recorder = Recorder(**{**settings, "out": Path(settings["out"]), "triggers": triggers})
+    recorder.start()
+    atexit.register(lambda: print(f"lab record: process {os.getpid()}: {recorder.summary()}", file=sys.stderr))
 
 
 def _now() -> str:
@@ -356,23 +382,6 @@ def _followed(method: Callable[..., Any], hook: Callable[[Any], None]) -> Callab
         return result
 
     return call
-
-
-def _apart_from_results(given: Mapping[str, Any], saved: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
-    """Return arguments with `saved(tensor)` in place of a tensor that overlaps with `out` or `lse` in memory."""
-    spans = {name: _span(value) for name, value in given.items() if isinstance(value, torch.Tensor)}
-    written = [spans[name] for name in RESULTS if name in spans]
-    apart = dict(given)
-    for name in spans.keys() - {*RESULTS}:
-        if any(spans[name].start < each.stop and each.start < spans[name].stop for each in written):
-            apart[name] = saved(given[name])
-    return apart
-
-
-def _span(tensor: torch.Tensor) -> range:
-    """Return the addresses of a tensor's bytes, those of gaps included."""
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return range(start := tensor.data_ptr(), start + (last + 1) * tensor.element_size() if tensor.numel() else start)
 
 
 def _layer_of_caller() -> int | None:

@@ -65,9 +65,13 @@ def test_calls_of_all_worker_processes_are_recorded(server: Path, tmp_path: Path
     done = _record(server, out, "--functions", "server_kernels", "--every", "2", "--layers", "4,3", "--longest", "33")
     assert done.returncode == 7
     assert done.stdout.split() == ["False", "set", "3"]  # no torch before FlashInfer, and the site's own module
-    assert f"judge them with lab judge --calls {out}" in done.stderr
+    assert f"recording into {out}; afterwards judge with lab judge --calls {out}" in done.stderr
+    assert (
+        done.stderr.count("no call is recorded: 3 calls were made, of layers that are not known; none was chosen") == 2
+    )
     assert list(out.iterdir()) == []  # of these layers there are none
     done = _record(server, out, "--functions", "server_kernels", "--every", "2", "--longest", "33")
+    assert done.stderr.count(f": 1 calls recorded in {out}") == 2
     assert len({Path(case.path).name.split("_")[3] for case in recorded_cases(out)}) == 2, done.stderr
     assert [Path(case.path).stem.rpartition("call")[2] for case in recorded_cases(out)] == ["000002"] * 2
     assert run(["judge", "--calls", str(out), "--device", "cpu", "--in-process"]) == 0
@@ -81,12 +85,24 @@ def test_functions_of_the_lab_itself_are_recorded(server: Path, tmp_path: Path) 
     assert len(recorded_cases(tmp_path / "calls")) == 2
 
 
-def test_the_server_runs_where_nothing_can_be_recorded(server: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--functions", "never_imported"), "never imported never_imported"),
+        (("--functions", "server_kernels", "--from-s", "1000"), "3 calls were made; none was chosen"),
+        (("--functions", "lab.references", "--shadow", "3"), "3 calls were made, 1 judged, 0 wrong; none was chosen"),
+    ],
+)
+def test_the_end_says_why_no_call_is_recorded(server: Path, tmp_path: Path, options: tuple[str, ...], why: str) -> None:
+    done = _record(server, tmp_path / "calls", *options)
+    assert done.stderr.count(why) == (1 if "never" in why else 2), done.stderr
+
+
+def test_the_server_does_not_start_where_nothing_can_be_recorded(server: Path, tmp_path: Path) -> None:
     (tmp_path / "calls").touch()
-    (server / "out").symlink_to(tmp_path / "calls" / "below_a_file")
-    done = _record(server, server / "out", "--functions", "server_kernels")
-    assert done.returncode == 7
-    assert "no call of process" in done.stderr
+    done = _record(server, tmp_path / "calls" / "below_a_file", "--functions", "server_kernels")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "below_a_file: Not a directory" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -95,6 +111,8 @@ def test_the_server_runs_where_nothing_can_be_recorded(server: Path, tmp_path: P
         (["--out", "x", "--", "no-such-server"], "there is no command no-such-server"),
         (["--out", "x", "--every", "0", "--", "python"], "Invalid value for '--every'"),
         (["--out", "x"], "Missing argument"),
+        (["--out", "x", "--shadow", "2", "--every", "3", "--", "python"], "shadow=2 takes the place of every=3"),
+        (["--out", "x", "--from-s", "60", "--until-s", "6", "--", "python"], "until_s=6 must be after from_s=60"),
     ],
 )
 def test_a_wrong_command_line_is_refused(options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
