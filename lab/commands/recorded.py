@@ -31,7 +31,7 @@ def shrink(
     ] = None,
     device: Device = None,
     from_outputs: Annotated[
-        bool, typer.Option("--from-outputs", help="make no calls: keep the requests whose recorded output is wrong")
+        bool, typer.Option("--from-outputs", help="make no calls: keep as few wrong requests as possible")
     ] = False,
     synthetic: Annotated[
         bool, typer.Option("--synthetic", help="replace all contents by drawn ones, even if the error then goes away")
@@ -41,6 +41,13 @@ def shrink(
     """Find the smallest call that is wrong like a recorded call, and write a program that makes it with FlashInfer alone."""
     import torch
 
+    from lab.recorded.case import recorded_cases
+
+    with refusing_errors():
+        cases = recorded_cases(recording)
+        if len(cases) > 1:
+            raise ValueError(f"{recording} has {len(cases)} calls: name one, such as {recording}#{cases[0].number}")
+        call = cases[0].read()
     if implementation is None and not from_outputs and not torch.cuda.is_available():
         sentence = (
             "FlashInfer's functions need a GPU, and there is none here: --implementation names one for the CPU, and"
@@ -51,17 +58,12 @@ def shrink(
     from lab.calls import CALL_TYPES
     from lab.checks.run.judge import device_of
     from lab.provenance import environment, version_of
-    from lab.recorded.case import recorded_cases
     from lab.recorded.reductions import contents_of
     from lab.recorded.repro import import_line, write_repro
-    from lab.recorded.shrink import fault_by_calling, shrunk
+    from lab.recorded.shrink import fault_by_calling, recorded_fault, shrunk
 
     with refusing_errors():
-        cases = recorded_cases(recording)
-        if len(cases) > 1:
-            raise ValueError(f"{recording} has {len(cases)} calls: name one, such as {recording}#{cases[0].number}")
-        call, find = cases[0].read(), None
-        called, versions = "", {"GPU": call.gpu or "(please fill in)"}
+        find, called, versions = None, "", {"GPU": call.gpu or "(please fill in)"}
         versions |= {package: version.split()[0] for package, version in call.versions.items() if version}
         if not from_outputs:
             name, here = implementation or CALL_TYPES[call.function].module, environment()
@@ -76,6 +78,11 @@ def shrink(
         smaller, fault = shrunk(call, find, synthetic, most_seconds)
         write_repro(out, smaller, fault, versions, called)
     typer.echo(f"{out}/repro.py and {out}/ISSUE.md are written")
+    if has_file := (out / "repro.pt").exists():
+        typer.echo(f"{out}/repro.pt is written too: it holds contents that are too long for repro.py, which reads it")
+    if from_outputs and (whole := recorded_fault(call)) and whole.requests:
+        kept_requests = fault.requests if fault else smaller.problem().batch_size
+        typer.echo(f"kept {kept_requests} of {counted(whole.requests, 'wrong request')}")
     if fault is not None:
         typer.echo(f"{fault.reason.value}: {fault.sentence}")
     elif from_outputs:
@@ -86,7 +93,9 @@ def shrink(
         typer.echo("with drawn contents the result is right")
     kept = [name for name in contents_of(smaller) if name not in smaller.drawn]
     if kept:
-        typer.echo(f"repro.py holds recorded contents of {', '.join(kept)}: --synthetic replaces them")
+        typer.echo(
+            f"repro.{'pt' if has_file else 'py'} holds recorded contents of {', '.join(kept)}: --synthetic replaces them"
+        )
     if implementation is not None:
         typer.echo(f"repro.py calls FlashInfer. To call {implementation}, replace the line of this import by:")
         typer.echo(f"    {import_line(implementation, call.function.value)}")

@@ -80,6 +80,8 @@ def recorded_cases(recording: Path | str) -> list[RecordedCase]:
     """
     found = _NUMBERED.fullmatch(str(recording))
     folder = Path(found[1] if found else recording)
+    if not found and "#" in folder.name and not folder.exists():
+        raise RecordingError(f"{recording}: '{folder.name.rpartition('#')[2]}' is no call number, such as 3 in calls#3")
     if not folder.is_dir():
         raise RecordingError(f"{folder} is no folder of recorded calls")
     judged = {each.value for each in AttentionCall}

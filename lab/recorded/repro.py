@@ -25,7 +25,8 @@ MOST_LISTED = 64  # elements of a tensor that the program lists as numbers
 def write_repro(
     folder: Path, call: RecordedCall, fault: Fault | None, versions: Mapping[str, str], called: str = ""
 ) -> None:
-    """Write `repro.py` and `ISSUE.md`; the folder is made if there is none.
+    """Write `repro.py` and `ISSUE.md`; the folder is made if there is none. Contents that are too long for the program are
+    written to `repro.pt`, which the program reads.
 
     Args:
         folder: where the files are written.
@@ -38,25 +39,30 @@ def write_repro(
         RecordingError: an argument cannot be expressed, or the program is too long.
     """
     program = repro(call, fault, called)
+    saved: dict[str, Tensor] = {}
     if len(program) > MOST_BYTES:
-        raise RecordingError(
-            f"repro.py would have {len(program):,} bytes, more than {MOST_BYTES:,}, since it holds contents of the recording: "
-            "--synthetic replaces them"
-        )
+        program = repro(call, fault, called, saved)
+    if len(program) > MOST_BYTES:
+        raise RecordingError(f"repro.py would have {len(program):,} bytes, more than {MOST_BYTES:,}")
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "repro.pt").unlink(missing_ok=True)
+    if saved:
+        torch.save(saved, folder / "repro.pt")
     (folder / "repro.py").write_text(program)
-    (folder / "ISSUE.md").write_text("\n".join(_issue(call, fault, versions, called)))
+    (folder / "ISSUE.md").write_text("\n".join(_issue(call, fault, versions, called, bool(saved))))
 
 
-def repro(call: RecordedCall, fault: Fault | None, called: str = "") -> str:
-    """Return a program that makes a call, compares the result with float64 arithmetic, and exits with 1 if it is wrong."""
+def repro(call: RecordedCall, fault: Fault | None, called: str = "", saved: dict[str, Tensor] | None = None) -> str:
+    """Return a program that makes a call, compares the result with float64 arithmetic, and exits with 1 if it is wrong. If
+    `saved` is a dictionary, the tensors that the program reads from `repro.pt` are added to it.
+    """
     problem = call.problem()
     visible = _visible(problem)
     return Template(PROGRAM.read_text()).substitute(
         title=_title(call, fault, called),
         module=CALL_TYPES[call.function].module,
         function=call.function.value,
-        arguments="\n".join(f'    "{name}": {_expression(call, name, value)},' for name, value in _stated(call)),
+        arguments="\n".join(f'    "{name}": {_expression(call, name, value, saved)},' for name, value in _stated(call)),
         bounds=_bounds(problem),
         setup="\n".join(f"    {line}" for line in _setup(call, problem)),
         gather="\n".join(f"        {line}" for line in _gather(call, problem)),
@@ -116,7 +122,9 @@ def _is_flashinfer(call: RecordedCall, called: str) -> bool:
     return called == CALL_TYPES[call.function].module
 
 
-def _issue(call: RecordedCall, fault: Fault | None, versions: Mapping[str, str], called: str) -> Iterator[str]:
+def _issue(
+    call: RecordedCall, fault: Fault | None, versions: Mapping[str, str], called: str, has_file: bool = False
+) -> Iterator[str]:
     """Yield the lines of the issue, in Markdown."""
     yield f"# {_title(call, fault, called)}\n"
     yield from (f"* {name}: {version}" for name, version in versions.items())
@@ -136,7 +144,8 @@ def _issue(call: RecordedCall, fault: Fault | None, versions: Mapping[str, str],
         for words, values in (("expected, in float64", fault.expected), ("got", fault.got)):
             yield f"* {words}: {', '.join(f'{value:.5g}' for value in values)} …"
         yield ""
-    yield "`python repro.py` calls FlashInfer, and exits with 1 if the result is wrong.\n"
+    reads = " It reads `repro.pt`." if has_file else ""
+    yield f"`python repro.py` calls FlashInfer, and exits with 1 if the result is wrong.{reads}\n"
 
 
 def _bounds(problem: Problem) -> list[float]:
@@ -201,10 +210,10 @@ def _gather(call: RecordedCall, problem: Problem) -> Iterator[str]:
         yield f"first = kv_len - {problem.max_q_len}  # key of the first draft token"
 
 
-def _expression(call: RecordedCall, name: str, value: Any, side: int = 0) -> str:
+def _expression(call: RecordedCall, name: str, value: Any, saved: dict[str, Tensor] | None, side: int = 0) -> str:
     """Return an expression of the program for an argument's value."""
     if isinstance(value, tuple | list):
-        parts = ", ".join(_expression(call, name, each, place) for place, each in enumerate(value))
+        parts = ", ".join(_expression(call, name, each, saved, place) for place, each in enumerate(value))
         return f"[{parts}]" if isinstance(value, list) else f"({parts},)"
     if isinstance(value, bool | int | float | str | torch.dtype | None):
         return repr(value)
@@ -217,16 +226,20 @@ def _expression(call: RecordedCall, name: str, value: Any, side: int = 0) -> str
         text = f"drawn({seed_of(name, side)}, {shape}, {dtype})"
         wide = value.to(torch.float32)
         if not bool(wide.isfinite().all()):
-            kept = f"{_literal(wide.where(~wide.isfinite(), 0).to(dtype))}.float()"
+            kept = f"{_literal(wide.where(~wide.isfinite(), 0).to(dtype), saved)}.float()"
             text = f"torch.where({kept}.isfinite(), {text}.float(), {kept}).to({dtype})"
     elif value.numel() <= MOST_LISTED and not dtype.is_floating_point:
         text = f"torch.tensor({value.tolist()}, dtype={dtype})"
     else:
-        text = _literal(value)
+        text = _literal(value, saved)
     return text if value.is_contiguous() else f"strided({text}, {value.stride()})"
 
 
-def _literal(tensor: Tensor) -> str:
+def _literal(tensor: Tensor, saved: dict[str, Tensor] | None) -> str:
+    if saved is not None:
+        name = f"tensor {len(saved)}"
+        saved[name] = tensor.contiguous().clone()
+        return f'torch.load(__file__[:-2] + "pt", weights_only=True)["{name}"]'
     raw = bytes(tensor.contiguous().flatten().view(torch.uint8).tolist())
     return f'literal("{base64.b64encode(zlib.compress(raw, 9)).decode()}", {tuple(tensor.shape)}, {tensor.dtype})'
 

@@ -38,6 +38,7 @@ class Fault:
         error: name of the type of that error; "" if none was raised.
         expected, got: the first elements of the worst output vector.
         place: the request, row and head of this vector, in words.
+        requests: the number of requests with a wrong vector; 0 if an error was raised.
     """
 
     reason: Reason
@@ -46,6 +47,7 @@ class Fault:
     expected: tuple[float, ...] = ()
     got: tuple[float, ...] = ()
     place: str = ""
+    requests: int = 0
 
 
 Find = Callable[[RecordedCall], Fault | None]  # returns the fault of a call's result; None if the result is right
@@ -87,15 +89,22 @@ def fault_of(call: RecordedCall, out: Tensor, lse: Tensor | None) -> Fault | Non
         return None
     truth, out = truth.of_rows(finite), out[: len(finite)][finite]
     compared = truth.compare(out)
+
+    def requests_of(wrong: Tensor) -> int:
+        return len(truth.request_of_row[wrong.any(dim=1)].unique())
+
     if bool(compared.wrong.any()):
         reason = Reason.OUTPUT if bool(out.isfinite().all()) else Reason.NOT_FINITE
         ((row, head),) = compared.worst(1)
         expected, got = (tuple(side[row, head, :SHOWN_ELEMENTS].double().tolist()) for side in (truth.expected, out))
         place = f"request {int(truth.request_of_row[row])}, row {int(finite.nonzero()[row])}, head {head}"
-        return Fault(reason, truth.wrong_output(compared, out), "", expected, got, place)
+        return Fault(reason, truth.wrong_output(compared, out), "", expected, got, place, requests_of(compared.wrong))
     base = math.log(2.0) if call.given.get("return_lse_base") == "basee" else 1.0
-    sentence = "" if lse is None else truth.wrong_lse(lse[: len(finite)][finite].double() / base)
-    return Fault(Reason.LSE, sentence) if sentence else None
+    if lse is None:
+        return None
+    lse = lse[: len(finite)][finite].double() / base
+    sentence = truth.wrong_lse(lse)
+    return Fault(Reason.LSE, sentence, requests=requests_of(truth.lse_ratio(lse) > 1)) if sentence else None
 
 
 def shrunk(

@@ -97,7 +97,7 @@ def _smallest(call: RecordedCall, function: Callable[..., Any], **settings: Any)
     return shrunk(call, fault_by_calling(function, CPU), **settings)
 
 
-def _status(program: str, function: Callable[..., Any], call: AttentionCall = DECODE) -> int:
+def _status(program: str, function: Callable[..., Any], call: AttentionCall = DECODE, file: str = "repro.py") -> int:
     """Run a program on the CPU, with a function in the place of FlashInfer's, and return its exit status."""
     package, module = ModuleType("flashinfer"), ModuleType("flashinfer.decode")
     vars(package)["__version__"] = "0"
@@ -105,7 +105,7 @@ def _status(program: str, function: Callable[..., Any], call: AttentionCall = DE
     modules = {"flashinfer": package, "flashinfer.decode": module, "flashinfer.prefill": module}
     argv = mock.patch.object(sys, "argv", ["repro.py", "cpu"])
     with mock.patch.dict(sys.modules, modules), argv, pytest.raises(SystemExit) as ended:
-        exec(compile(program, "repro.py", "exec"), {"__name__": "__main__"})
+        exec(compile(program, "repro.py", "exec"), {"__name__": "__main__", "__file__": file})
     return int(str(ended.value.code))
 
 
@@ -731,9 +731,62 @@ def test_a_vector_is_named_by_its_rows_in_the_whole_call() -> None:
     assert fault.place == "request 2, row 2, head 3"
 
 
-def test_long_recorded_contents_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("options", ["", "--synthetic"])
+def test_long_recorded_contents_are_written_to_a_file_that_the_program_reads(
+    options: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = _like_the_recorded(seq_lens=torch.tensor([256] * 4, dtype=torch.int32))
     right = references.trtllm_batch_decode_with_kv_cache(**arguments, workspace_buffer=None)
-    write_call(tmp_path, DECODE.value, arguments, (right * 2,))
-    assert run(f"recorded shrink {tmp_path} --from-outputs --out {tmp_path}/repro") == 2
-    assert "since it holds contents of the recording: --synthetic replaces them" in capsys.readouterr().err
+    recording, folder = write_call(tmp_path / "dumps", DECODE.value, arguments, (right * 2,)), tmp_path / "repro"
+    folder.mkdir()
+    (folder / "repro.pt").write_bytes(b"of an earlier call")
+    assert run(f"recorded shrink {recording} --from-outputs --out {folder} {options}") == 0
+    shown, program = capsys.readouterr().out, (folder / "repro.py").read_text()
+    assert "kept 1 of 4 wrong requests" in shown
+    assert ("repro.pt holds recorded contents of query, kv_cache: --synthetic" in shown) == (not options)
+    assert (f"{folder}/repro.pt is written too" in shown) == (folder / "repro.pt").exists() == (not options)
+    assert ("It reads `repro.pt`." in (folder / "ISSUE.md").read_text()) == (not options)
+    assert len(program) < 20_000
+    file = str(folder / "repro.py")
+    assert _status(program, _scaled(2, references.trtllm_batch_decode_with_kv_cache), file=file) == 1
+    seen = []
+
+    def right_alone(**given: Any) -> Any:
+        seen.append(given)
+        return references.trtllm_batch_decode_with_kv_cache(**given)
+
+    assert _status(program, right_alone, file=file) == 0
+    if not options:
+        (table,) = seen[0]["block_tables"].tolist()
+        request = int((arguments["query"] == seen[0]["query"]).flatten(1).all(dim=1).nonzero())
+        pages = arguments["block_tables"][request]
+        assert torch.equal(seen[0]["kv_cache"][1][table], arguments["kv_cache"][1][pages])
+
+
+@pytest.mark.parametrize(("factors", "kept"), [((2.0, 1.0, 2.0), 2), ((1.0, 1.0, 2.0), 1)])
+def test_the_wrong_requests_are_counted(factors: tuple[float, ...], kept: int) -> None:
+    call = _decode(return_lse=True)
+    out, lse = references.trtllm_batch_decode_with_kv_cache(**call.arguments())
+    scale = torch.tensor(factors)
+    for wrong in ((out * scale[:, None, None], lse), (out, lse + scale[:, None] - 1)):
+        fault = fault_of(call, *wrong)
+        assert fault is not None
+        assert fault.requests == kept
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("nofolder#2", "nofolder is no folder of recorded calls"),
+        ("calls#abc", "'abc' is no call number"),
+        ("calls#-1", "'-1' is no call number"),
+        ("calls#2,3", "'2,3' is no call number"),
+    ],
+)
+def test_a_recording_is_refused_before_the_machine(
+    words: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("calls").mkdir()
+    assert run(f"recorded shrink {words}") == 2
+    assert sentence in capsys.readouterr().err
