@@ -87,7 +87,13 @@ class RecordedCall:
             TypeError, ValueError: the arguments are invalid, such as a page id outside the pool.
             NotImplementedError: the lab does not model an argument.
         """
-        problem: Problem = CALL_TYPES[self.function](**self.arguments()).problem()
+        try:
+            problem: Problem = CALL_TYPES[self.function](**self.arguments()).problem()
+        except ValueError as error:
+            if self.pages is None:
+                raise
+            kept = f"the pool of {len(self.pages)} pages"  # the engine's pool has more
+            raise ValueError(str(error).replace(kept, "the engine's pool")) from error
         return problem
 
     def _placed(self, value: Any, device: torch.device | None, has_contents: bool) -> Any:

@@ -1,5 +1,6 @@
 """One recorded call as a case of the judge, and the recorded outputs as an implementation to be judged."""
 
+import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,9 +9,10 @@ from typing import Any, NoReturn
 from lab.calls.problem import AttentionCall
 from lab.recorded import own_form
 from lab.recorded.call import RecordedCall, RecordingError
-from lab.recorded.flashinfer_dumps import DumpedCall, dumped_calls
+from lab.recorded.flashinfer_dumps import DumpedCall, dumped_calls, is_call
 
 NAME_OF_OUTPUTS = "lab.recorded:OUTPUTS"  # the judge imports the recorded outputs by this name
+MOST_SEARCHED = 500  # folders in which calls are searched for an error's sentence
 _NUMBERED = re.compile(r"(.+)#(\d+)")
 
 
@@ -73,20 +75,19 @@ def recorded_cases(recording: Path | str) -> list[RecordedCase]:
     """Return the attention calls of a recording, in the order of time.
 
     Args:
-        recording: a folder that `lab record` or FlashInfer wrote, or "FOLDER#3" for only its third call.
+        recording: a folder that `lab record` or FlashInfer wrote, "FOLDER#3" for only its third call, or one file that
+            `lab record` wrote; the call's number is that in its folder.
 
     Raises:
-        RecordingError: there is no such folder, or it has no attention call, or no call with this number.
+        RecordingError: there is no such folder or file, or it has no attention call, or no call with this number.
     """
     found = _NUMBERED.fullmatch(str(recording))
-    folder = Path(found[1] if found else recording)
-    if not found and "#" in folder.name and not folder.exists():
-        raise RecordingError(f"{recording}: '{folder.name.rpartition('#')[2]}' is no call number, such as 3 in calls#3")
-    if not folder.is_dir():
-        raise RecordingError(f"{folder} is no folder of recorded calls")
-    judged = {each.value for each in AttentionCall}
-    there: list[DumpedCall | own_form.OwnCall] = [*dumped_calls(folder), *own_form.own_calls(folder)]
-    calls = [call for call in there if call.function in judged or not call.function]
+    path = Path(found[1] if found else recording)
+    if not found and "#" in path.name and not path.exists():
+        raise RecordingError(f"{recording}: '{path.name.rpartition('#')[2]}' is no call number, such as 3 in calls#3")
+    if not path.exists():
+        raise RecordingError(f"{path} is no folder of recorded calls")
+    folder = path.parent if path.is_file() else path
     cases = [  # a call with a damaged record counts as a decode call, and is declined
         RecordedCase(
             AttentionCall(call.function or AttentionCall.DECODE),
@@ -96,10 +97,28 @@ def recorded_cases(recording: Path | str) -> list[RecordedCase]:
             call.replay,
             call.layer,
         )
-        for number, call in enumerate(calls, start=1)
+        for number, call in enumerate(_calls(folder), start=1)
     ]
+    cases = cases if path is folder else [case for case in cases if case.path == str(path)]
     chosen = [case for case in cases if not found or case.number == int(found[2])]
     if not chosen:
-        has = f"it has {len(cases)}" if cases else "it has none: `lab record` records calls"
-        raise RecordingError(f"{folder} has no {f'call {found[2]}' if found else 'attention call'}; {has}")
+        has = f"no call {found[2]}; it has {len(cases)}" if found and cases else f"no calls{_elsewhere(path)}"
+        raise RecordingError(f"{path} has {has}")
     return chosen
+
+
+def _calls(folder: Path) -> list[DumpedCall | own_form.OwnCall]:
+    """Return the attention calls of a folder, in both forms."""
+    judged = {each.value for each in AttentionCall}
+    there: list[DumpedCall | own_form.OwnCall] = [*dumped_calls(folder), *own_form.own_calls(folder)]
+    return [call for call in there if call.function in judged or not call.function]
+
+
+def _elsewhere(folder: Path) -> str:
+    """Return the end of a sentence about a folder without calls: where calls are, near by."""
+    if is_call(folder):
+        return f": it is one call, and the recording is {folder.absolute().parent}"
+    near = itertools.islice(itertools.chain(folder.glob("*/"), folder.glob("*/*/")), MOST_SEARCHED)
+    counts = {each: len(_calls(each)) for each in near if not is_call(each.parent)}
+    there = [f"{count} in {each}" for each, count in sorted(counts.items()) if count]
+    return f", but {' and '.join(there[:3])}" if there else ": `lab record` records calls"

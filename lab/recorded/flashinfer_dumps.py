@@ -74,13 +74,22 @@ class DumpedCall:
 def dumped_calls(folder: Path) -> list[DumpedCall]:
     """Return the calls in a folder of dumps; for a captured call return its replays.
 
-    The calls are in the order of time, since the name of a call's folder begins with the time.
+    The calls are in the order of time, since the name of a call's folder begins with the time. A folder with only the metadata
+    or only the inputs of a call counts as a damaged call.
     """
     calls = []
-    for metadata in sorted(folder.glob(f"*/{METADATA}")):
-        replays = sorted(metadata.parent.glob(f"{REPLAYS}/*/{METADATA}"))
-        calls += [_dumped(each.parent) for each in replays or (metadata,)]
+    for path in _folders_of_calls(folder):
+        calls += [_dumped(each) for each in _folders_of_calls(path / REPLAYS) or (path,)]
     return calls
+
+
+def is_call(folder: Path) -> bool:
+    """Return True if a folder holds the metadata or the inputs of a call."""
+    return (folder / METADATA).exists() or _tensor_file(folder, "inputs") is not None
+
+
+def _folders_of_calls(folder: Path) -> list[Path]:
+    return sorted(filter(is_call, folder.glob("*/")))
 
 
 def _dumped(path: Path) -> DumpedCall:

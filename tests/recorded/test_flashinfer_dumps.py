@@ -130,6 +130,7 @@ def _pickled(content: Any) -> bytes:
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no record": (lambda path: (path / METADATA).write_text(""), "is no record of a FlashInfer call"),
     "a record that is a list": (lambda path: (path / METADATA).write_text("[1]"), "is no record of a FlashInfer call"),
+    "a record that is missing": (lambda path: (path / METADATA).unlink(), "cannot be read"),
     "half a record": (lambda path: (path / METADATA).write_text('{"a'), "cannot be read"),
     "a record of lists in lists": (lambda path: (path / METADATA).write_text("[" * 100_000), "cannot be read"),
     "a record that is no text": (lambda path: (path / METADATA).write_bytes(b"\xff\xfe\x00"), "cannot be read"),

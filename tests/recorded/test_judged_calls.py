@@ -152,11 +152,38 @@ def test_a_case_of_the_report_is_judged_again(dumps: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("recording", "sentence"),
-    [("absent", "is no folder of recorded calls"), ("", "has no attention call; it has none"), ("#3", "has no call 3")],
+    [
+        ("absent", "is no folder of recorded calls"),
+        ("", "has no calls: `lab record` records calls"),
+        ("#3", "has no calls"),
+    ],
 )
 def test_a_recording_without_the_call_is_refused(tmp_path: Path, recording: str, sentence: str) -> None:
     with pytest.raises(RecordingError, match=sentence):
         recorded_cases(f"{tmp_path}{recording}" if recording.startswith("#") else tmp_path / recording)
+
+
+def test_a_folder_beside_the_recording_is_refused_with_the_way_to_it(dumps: Path) -> None:
+    (dumps.parent / "host" / "rank0").mkdir(parents=True)
+    dumps = dumps.rename(dumps.parent / "host" / "rank0" / "dumps")
+    call = min(each for each in dumps.iterdir() if each.is_dir())
+    for folder in dumps.parents[:2]:
+        with pytest.raises(RecordingError, match=f"{folder} has no calls, but 5 in {dumps}$"):
+            recorded_cases(folder)
+    with pytest.raises(RecordingError, match=f"has no calls: it is one call, and the recording is {dumps}$"):
+        recorded_cases(call)
+    with pytest.raises(RecordingError, match="has no call 9; it has 5"):
+        recorded_cases(f"{dumps}#9")
+
+
+def test_a_file_is_a_recording_of_one_call(recorded_once: Path, tmp_path: Path) -> None:
+    second = recorded_cases(recorded_once.with_name(OWN))[1]
+    assert recorded_cases(second.path) == recorded_cases(second.address) == [second]
+    (verdict,) = _judged(second.path).verdicts
+    assert verdict.outcome is Outcome.RIGHT
+    (tmp_path / "notes.pt").touch()
+    with pytest.raises(RecordingError, match=r"notes\.pt has no calls"):
+        recorded_cases(tmp_path / "notes.pt")
 
 
 def test_lengths_are_those_of_the_recording(recorded_once: Path) -> None:

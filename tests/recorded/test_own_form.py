@@ -106,7 +106,7 @@ def test_a_page_outside_the_pool_survives(tmp_path: Path, wrong: int) -> None:
     kept = own_form.record_of(AttentionCall.DECODE, arguments, ABOUT)
     own_form.write(tmp_path, kept)
     (verdict,) = judge_calls(tmp_path, device="cpu", isolated=False).verdicts
-    assert f"K page id {wrong} of request 2, column 1 is outside the pool" in verdict.reason
+    assert f"K page id {wrong} of request 2, column 1 is outside the engine's pool, and" in verdict.reason
 
 
 def test_a_length_beyond_the_table_survives(tmp_path: Path) -> None:
