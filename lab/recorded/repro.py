@@ -138,7 +138,7 @@ def _issue(
     else:
         yield f"The call was made here: of `{called}`, in the place of FlashInfer's function, which was not called.\n"
     if fault is not None:
-        yield f"{'' if called else 'Of the recorded call: '}{fault.reason.value}: {fault.sentence}\n"
+        yield f"{'Result of this call' if called else 'Result of the recorded call'}: {fault.reason.value}: {fault.sentence}\n"
     if fault is not None and fault.place:
         yield f"First elements of the vector of {fault.place}{'' if called else ', as recorded'}:\n"
         for words, values in (("expected, in float64", fault.expected), ("got", fault.got)):

@@ -552,7 +552,9 @@ def test_recorded_outputs_are_shrunk_without_a_call(
     text = (tmp_path / "repro" / "ISSUE.md").read_text()
     assert text.startswith("# a recorded call of trtllm_batch_decode_with_kv_cache: ")
     assert "The reduced call was not made here: run `repro.py`." in text
-    assert ("wrong, reduced (" in text, "Of the recorded call: the output is wrong: " in text) == (not options,) * 2
+    assert ("wrong, reduced (" in text, "Result of the recorded call: the output is wrong: " in text) == (
+        not options,
+    ) * 2
     assert ("First elements of the vector of request 0, " in text, ", as recorded:\n" in text) == (not options,) * 2
     program = (tmp_path / "repro" / "repro.py").read_text()
     assert len(program) < 20_000
@@ -583,6 +585,7 @@ def test_the_command_shrinks_by_calling_and_writes_an_issue(tmp_path: Path, caps
     assert "of `kernel.py`, in the place of FlashInfer's function, which was not called." in text
     assert "    bmm2_scale=2.0,\n" in text
     assert "    query=bfloat16 [1, 1, 16],\n" in text
+    assert "\nResult of this call: the output is wrong: 1 of 1 vectors" in text
     assert "First elements of the vector of request 0, row 0, head 0:\n\n* expected, in float64: " in text
     assert f"* torch: {torch.__version__.split('+')[0]}" in text
     assert "/repro" not in text
