@@ -152,9 +152,9 @@ class Recorder:
     def summary(self) -> str:
         """Say at the end of the recording how many calls are recorded, or why none is."""
         if self.kept:
-            return f"{self.kept} calls recorded in {self.out}"
+            return f"{self.kept} call{'s' * (self.kept > 1)} recorded in {self.out}"
         if not (made := next(self._numbers) - 1):
-            return "no call is recorded: the package was imported, and no call was made through Python"
+            return "no call is recorded: the package was imported, and none of its four functions was called"
         why = [
             f"{made} calls were made",
             *([f"{self.judged} judged, {self.wrong} wrong"] if self.triggers.shadow else []),

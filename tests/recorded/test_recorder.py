@@ -338,6 +338,37 @@ def test_an_error_of_the_recorder_is_logged_once_and_not_raised(
     assert "block_tables of shape [3, 1, 4] are no page tables" in second
 
 
+def test_the_summary_says_what_is_recorded_or_why_nothing(module: ModuleType, tmp_path: Path) -> None:
+    summaries = []
+    for triggers in (Triggers(), Triggers(layers=(1,))):
+        for calls in (0, 1, 2):
+            with record_calls(tmp_path, functions=[module], triggers=triggers) as recorder:
+                for _ in range(calls):
+                    _of_layer(module, 5)
+            summaries.append(recorder.summary())
+    assert "none of its four functions was called" in summaries[0]
+    assert summaries[1:3] == [f"1 call recorded in {tmp_path}", f"2 calls recorded in {tmp_path}"]
+    assert summaries[5] == "no call is recorded: 2 calls were made, of layers [5]; none was chosen"
+
+
+def _of_layer(module: ModuleType, number: int) -> None:
+    layer = SimpleNamespace(layer_id=number)
+    assert layer is not None
+    decode(module)
+
+
+def test_the_summary_says_that_no_call_could_be_written(
+    module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> Path:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("lab.recorded.own_form.write", full)
+    with record_calls(tmp_path, functions=[module]) as recorder:
+        decode(module)
+    assert recorder.summary().endswith("1 calls were made; a call cannot be written: no space left")
+
+
 def test_no_more_than_some_sentences_are_logged(
     module: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
