@@ -122,21 +122,17 @@ class PagedCalls:
         else:
             arguments |= {"max_q_len": max_seqlen_q, "max_kv_len": max_seqlen_k, "batch_size": len(cu_seq_lens_q) - 1}
             arguments |= {"cum_seq_lens_q": cu_seq_lens_q, "cum_seq_lens_kv": cu_seq_lens_k}
-        last = self.calls[-1] if self.calls else {"step": 0, "layer": -1}
         start_ns = time.perf_counter_ns()
         out = getattr(self.implementation, function)(**arguments)
-        self.calls.append(
-            {
-                "step": last["step"] + (module.layer_idx <= last["layer"]),
-                "layer": module.layer_idx,
-                "function": function,
-                "requests": len(cu_seq_lens_q) - 1,
-                "rows": query.shape[2],
-                "max_kv_len": max_seqlen_k,
-                "host_us": (time.perf_counter_ns() - start_ns) / 1e3,
-            }
-        )
+        host_us = (time.perf_counter_ns() - start_ns) / 1e3
+        sizes = {"requests": len(cu_seq_lens_q) - 1, "rows": query.shape[2], "max_kv_len": max_seqlen_k}
+        self._note(module.layer_idx, function=function, **sizes, host_us=host_us)
         return out.unsqueeze(0), None
+
+    def _note(self, layer: int, **facts: Any) -> None:
+        """Add a call to `calls`. A step of the engine ends with its last layer."""
+        last = self.calls[-1] if self.calls else {"step": 0, "layer": -1}
+        self.calls.append({"step": last["step"] + (layer <= last["layer"]), "layer": layer, **facts})
 
     def _workspace(self, device: torch.device) -> Tensor | None:
         """Return the workspace of a stream, which is zeroed once; None on a CPU, where no kernel needs one."""

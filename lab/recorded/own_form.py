@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 import torch
 
 from lab.calls import AttentionCall
+from lab.provenance import version_of
 from lab.recorded.call import ALIGNMENT_BYTES, DAMAGED, RESULTS, RecordedCall, RecordingError, placed, unrepeated
 from lab.references.paged_attention import indexed
 
+PACKAGES = {"flashinfer": "flashinfer-python", **{name: name for name in ("torch", "triton", "sglang", "vllm")}}
 FORM, VERSION = "a call recorded by trtllm-attention-lab", 1
 POOLS = ("kv_cache", "kv_cache_sf")  # arguments whose first dimension counts pages
 UNKEPT = ("workspace_buffer", "multi_ctas_kv_counter_buffer", *RESULTS)  # arguments whose contents are not kept
@@ -87,6 +89,11 @@ def write(folder: Path, record: Mapping[str, Any]) -> Path:
     finally:
         unfinished.unlink(missing_ok=True)
     return path
+
+
+def versions() -> dict[str, str]:
+    """Return the version of each package that a record names; "" if it is not installed."""
+    return {name: version_of(package) or "" for name, package in PACKAGES.items()}
 
 
 def record_of(function: AttentionCall, given: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, Any]:

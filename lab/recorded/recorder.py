@@ -30,14 +30,12 @@ import torch
 
 from lab.calls import AttentionCall
 from lab.calls.problem import E4M3
-from lab.provenance import version_of
 from lab.recorded import own_form
 from lab.recorded.call import DAMAGED, RESULTS
 from lab.recorded.wrapping import Wrapping
 from lab.references.assertion import assert_close_to_reference
 
 ENVIRONMENT = "LAB_RECORD"  # settings of the recorder in a process that `lab record` started, as JSON
-PACKAGES = {"flashinfer": "flashinfer-python", **{name: name for name in ("torch", "triton", "sglang", "vllm")}}
 MOST_FRAMES = 12  # callers that are searched for the layer
 MOST_SAID = 20  # different sentences about calls that are not recorded or not judged
 _LOG = logging.getLogger("lab.recorded")
@@ -128,6 +126,7 @@ class Recorder:
         self._most_calls, self._most_bytes, self._writes_before = most_calls, most_bytes, before
         self._start, self._said, self._layers = time.monotonic(), set[str](), set[int | None]()
         self._numbers, self._matching = itertools.count(1), itertools.count(1)
+        self._versions = own_form.versions()  # once, since they are read from the disk
         self._lock, self._of_thread = threading.Lock(), _OfThread()
         self._graphs: WeakKeyDictionary[Any, _Graph] = WeakKeyDictionary()
         self._wrapping = Wrapping(self._wrapper, [each.value for each in AttentionCall], functions)
@@ -180,7 +179,7 @@ class Recorder:
             if not (self._is_of_layer(layer) if is_captured else self._chooses(layer)):
                 return original(*args, **kwargs)
             given = dict(zip(names, args, strict=False)) | kwargs
-            call = _Call(function, given, number, _layer_of_caller(), _now())
+            call = _Call(function, given, number, layer if self.triggers.layers else _layer_of_caller(), _now())
             run = functools.partial(original, *args, **kwargs)
             return self._captured(call, run) if is_captured else self._eager(call, run)
 
@@ -300,7 +299,7 @@ class Recorder:
             "number": call.number,
             "layer": call.layer,
             "replay": call.replay,
-            "versions": {name: version_of(package) or "" for name, package in PACKAGES.items()},
+            "versions": self._versions,
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
         }
         record = own_form.record_of(call.function, call.given, about)

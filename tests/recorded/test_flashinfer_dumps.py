@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import pickle
-import random
 import shutil
 import warnings
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from lab.recorded.case import recorded_cases
 from lab.recorded.flashinfer_dumps import METADATA, REPLAYS, DumpedCall, dumped_calls
 from lab.references.assertion import assert_close_to_reference
 from tests.recorded.record_calls import decode_arguments
+from tests.recorded.write_calls import changed_bytes
 
 
 def _same(read: Any, made: Any) -> bool:
@@ -187,13 +187,9 @@ def test_a_damaged_recording_is_refused_in_one_sentence(dumps: Path, damage: str
 @pytest.mark.parametrize("name", [METADATA, "inputs.pt", "outputs.pt"])
 def test_changed_bytes_are_read_or_refused(dumps: Path, name: str) -> None:
     call = dumped_calls(dumps)[0]
-    path, draw = call.path / name, random.Random(1)
-    content = path.read_bytes()
-    for _ in range(40):
-        changed = bytearray(content)
-        for _ in range(draw.choice((1, 4, 40))):
-            changed[draw.randrange(len(changed))] = draw.randrange(256)
-        path.write_bytes(changed[: draw.choice((len(changed), draw.randrange(len(changed))))])
+    path = call.path / name
+    for changed in changed_bytes(path.read_bytes()):
+        path.write_bytes(changed)
         with contextlib.suppress(RecordingError):
             call.read()
 

@@ -1,7 +1,6 @@
 """A call in the lab's own form holds what the call reads, and is read as it was made."""
 
 import contextlib
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from lab.recorded.case import recorded_cases
 from lab.recorded.recorder import record
 from tests.cases import BATCHES, DECODE, arguments_of, mirrors, random_batch
 from tests.recorded.record_calls import decode_arguments
+from tests.recorded.write_calls import changed_bytes
 
 ABOUT = {
     "time": "20261126_101112_131415",
@@ -311,13 +311,9 @@ def test_a_damaged_file_is_refused_in_one_sentence(one_call: Path, tmp_path: Pat
 
 
 def test_changed_bytes_are_read_or_refused(one_call: Path, tmp_path: Path) -> None:
-    path, draw = tmp_path / one_call.name, random.Random(1)
-    content = one_call.read_bytes()
-    for _ in range(40):
-        changed = bytearray(content)
-        for _ in range(draw.choice((1, 4, 40))):
-            changed[draw.randrange(len(changed))] = draw.randrange(256)
-        path.write_bytes(changed[: draw.choice((len(changed), draw.randrange(len(changed))))])
+    path = tmp_path / one_call.name
+    for changed in changed_bytes(one_call.read_bytes()):
+        path.write_bytes(changed)
         with contextlib.suppress(RecordingError):
             own_form.read(path)
 

@@ -596,7 +596,7 @@ def test_a_call_in_the_labs_own_form_is_shrunk(tmp_path: Path, monkeypatch: pyte
     module = ModuleType("an_engines_kernels")
     vars(module)[DECODE.value] = _without_bmm2_scale
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr("lab.recorded.recorder.version_of", lambda package: {"torch": "2.11.0 (a build)"}.get(package))
+    monkeypatch.setattr("lab.recorded.own_form.version_of", lambda package: {"torch": "2.11.0 (a build)"}.get(package))
     with record(tmp_path / "calls", triggers=Triggers(shadow=1), functions=[module]):
         getattr(module, DECODE.value)(**decode_arguments(bmm2_scale=2.0))
     assert run(f"recorded shrink {tmp_path}/calls#1 --from-outputs --out {tmp_path}/repro") == 0

@@ -29,6 +29,7 @@ from tests.recorded.record_calls import (
     latent_arguments,
 )
 from tests.recorded.write_calls import write_call
+from tests.workloads.inputs.stale_calls import STALE, hold_wrong_if_stale
 
 CPU = torch.device("cpu")
 DECODE, CONTEXT = "trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache"
@@ -154,31 +155,9 @@ def test_one_call_is_right_on_contents_that_change_under_it(name: str, passes: A
         check_results([work], FIRST)
 
 
-STALE = {
-    "query": lambda arguments: {"query": arguments["query"].clone()},
-    "keys and values": lambda arguments: {"kv_cache": tuple(side.clone() for side in arguments["kv_cache"])},
-    "lengths": lambda arguments: {"seq_lens": arguments["seq_lens"].clone()},
-    "pages": lambda arguments: {"block_tables": arguments["block_tables"].clone()},
-}
-
-
 @pytest.mark.parametrize("what", STALE)
 def test_a_call_that_keeps_what_it_was_prepared_with_is_wrong(what: str, passes: Any) -> None:
-    class Stale:
-        @staticmethod
-        def prepare_trtllm_batch_decode_with_kv_cache(**arguments: Any) -> Any:
-            kept = arguments | STALE[what](arguments)
-            return lambda: references.trtllm_batch_decode_with_kv_cache(**kept)
-
-    work = passes("decode").work(Stale)
-    renew(work, FIRST)
-    call = work.call()
-    call()
-    check_results([work], FIRST)
-    renew(work, SHORTER)
-    call()
-    with pytest.raises(AssertionError, match=WRONG):
-        check_results([work], SHORTER)
+    hold_wrong_if_stale(what, passes("decode").work, FIRST, SHORTER)
 
 
 def test_each_call_finds_some_tokens_changed_in_place_and_new_contents_are_everywhere(passes: Any) -> None:

@@ -1,6 +1,8 @@
 """Write calls in FlashInfer's form, for calls that the references cannot be recorded with."""
 
 import json
+import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,3 +34,13 @@ def write_call(folder: Path, function: str, arguments: dict[str, Any], returned:
         json.dumps({"function_name": function, "input_metadata": others, "timestamp": "20261126"})
     )
     return folder
+
+
+def changed_bytes(content: bytes) -> Iterator[bytes]:
+    """Yield contents of a file with some bytes changed at random, of which about half are cut off too."""
+    draw = random.Random(1)
+    for _ in range(40):
+        changed = bytearray(content)
+        for _ in range(draw.choice((1, 4, 40))):
+            changed[draw.randrange(len(changed))] = draw.randrange(256)
+        yield bytes(changed[: draw.choice((len(changed), draw.randrange(len(changed))))])

@@ -50,7 +50,7 @@ SMALL_PAGES = (16, 32, 64)
 ANY_PAGES = (*SMALL_PAGES, *(2**power for power in range(7, 31)))
 
 
-class MaskType(NamedEnum):
+class MaskKind(NamedEnum):
     """The kinds of masks that trtllm-gen has separate kernels for. The value of a member is its name in sentences."""
 
     CAUSAL = "causal rows"
@@ -72,7 +72,7 @@ class Built:
     dtypes: Triples
     head_dims: tuple[tuple[int, int], ...]
     page_sizes: tuple[int | None, ...] = ANY_PAGES
-    masks: tuple[MaskType, ...] = tuple(MaskType)
+    masks: tuple[MaskKind, ...] = tuple(MaskKind)
 
 
 def _alike(*head_dims: int) -> tuple[tuple[int, int], ...]:
@@ -85,7 +85,7 @@ DECODE_BUILT = (
 )
 CONTEXT_BUILT = (
     Built(HALVES | OF_E4M3 | OF_NVFP4, _alike(64, 128, 256)),
-    Built(HALVES | OF_E4M3, _alike(512), SMALL_PAGES, (MaskType.CAUSAL, MaskType.FULL)),
+    Built(HALVES | OF_E4M3, _alike(512), SMALL_PAGES, (MaskKind.CAUSAL, MaskKind.FULL)),
     Built(HALVES, _alike(80), SMALL_PAGES),
 )
 RAGGED_BUILT = (
@@ -93,9 +93,9 @@ RAGGED_BUILT = (
         frozenset({(BF16, BF16, BF16), (E4M3, E4M3, BF16)}),
         ((192, 128), (128, 128), (256, 256)),
         (None,),
-        (MaskType.CAUSAL, MaskType.FULL),
+        (MaskKind.CAUSAL, MaskKind.FULL),
     ),
-    Built(frozenset({(FP16, FP16, FP16), (E4M3, E4M3, FP16)}), ((128, 128),), (None,), (MaskType.FULL,)),
+    Built(frozenset({(FP16, FP16, FP16), (E4M3, E4M3, FP16)}), ((128, 128),), (None,), (MaskKind.FULL,)),
 )
 # Query heads of a K/V head that one CTA takes (`selectGqGenerationKernel`). Kernels that convert K/V to the query's dtype take
 # fewer, except those for bf16 over e4m3, which is converted separately (`supportsGqaGroupingTokensHeadsQ`).
@@ -108,14 +108,14 @@ MLA_HEADS = {(512, 64): MLA_HEADS_OF_A_CTA, (256, 64): 32}
 UNPACKED_LOAD_BYTES = 32  # where the descriptor unpacks 4 bits: decode over NVFP4 with a head_dim of 128 or more
 
 
-def _mask(problem: Problem) -> MaskType:
+def _mask(problem: Problem) -> MaskKind:
     """Return the kind of mask that trtllm-gen's launcher selects a kernel for.
 
     A window that reaches from the last key to the first does not count as a window (`selectKernel`).
     """
     if not problem.causal:
-        return MaskType.FULL
-    return MaskType.WINDOW if 0 <= problem.window_left < problem.max_kv_len - 1 else MaskType.CAUSAL
+        return MaskKind.FULL
+    return MaskKind.WINDOW if 0 <= problem.window_left < problem.max_kv_len - 1 else MaskKind.CAUSAL
 
 
 def _not_built(built: tuple[Built, ...], problem: Problem) -> str | None:

@@ -17,6 +17,7 @@ from lab.workloads.inputs.forward_pass import build_forward
 from lab.workloads.inputs.mla_pass import build_mla_pass
 from lab.workloads.inputs.redraw import SHORTER_EVERY, Seeds
 from lab.workloads.mla_case import MLACase
+from tests.workloads.inputs.stale_calls import STALE, hold_wrong_if_stale
 
 CPU = torch.device("cpu")
 FIRST, SHORTER = Seeds(1, SHORTER_EVERY + 1), Seeds(2, 5 * SHORTER_EVERY)
@@ -85,31 +86,9 @@ def test_each_call_finds_some_tokens_changed_in_place() -> None:
     assert int(changed[0].any(1).sum()) == 6  # pages of 64 tokens: two of each request
 
 
-STALE = {
-    "query": lambda arguments: {"query": arguments["query"].clone()},
-    "keys and values": lambda arguments: {"kv_cache": tuple(side.clone() for side in arguments["kv_cache"])},
-    "lengths": lambda arguments: {"seq_lens": arguments["seq_lens"].clone()},
-    "pages": lambda arguments: {"block_tables": arguments["block_tables"].clone()},
-}
-
-
 @pytest.mark.parametrize("what", STALE)
 def test_a_call_that_keeps_what_it_was_prepared_with_is_wrong(what: str) -> None:
-    class Stale:
-        @staticmethod
-        def prepare_trtllm_batch_decode_with_kv_cache(**arguments: Any) -> Any:
-            kept = arguments | STALE[what](arguments)
-            return lambda: references.trtllm_batch_decode_with_kv_cache(**kept)
-
-    work = passes("decode/tiny/3q1s100").work(Stale)
-    renew(work, FIRST)
-    call = work.call()
-    call()
-    check_results([work], FIRST)
-    renew(work, SHORTER)
-    call()
-    with pytest.raises(AssertionError, match="output vectors are wrong"):
-        check_results([work], SHORTER)
+    hold_wrong_if_stale(what, passes("decode/tiny/3q1s100").work, FIRST, SHORTER)
 
 
 class Planning:
