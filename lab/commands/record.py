@@ -23,9 +23,15 @@ def record(
     ],
     every: Annotated[int, Option(min=1, help="record each n-th call of the chosen layers")] = 1,
     layers: Annotated[list[int] | None, list_option(int, "record calls of these layers; all if left out")] = None,
-    from_s: Annotated[float, Option(min=0, help="begin so many seconds after the first import of FlashInfer")] = 0,
-    until_s: Annotated[float, Option(min=0, help="end so many seconds after it", show_default="never")] = math.inf,
-    longest: Annotated[int, Option(min=0, help="record calls whose longest request has so many keys")] = 0,
+    from_s: Annotated[
+        float, Option(min=0, help="begin this number of seconds after the first import of FlashInfer")
+    ] = 0,
+    until_s: Annotated[
+        float, Option(min=0, help="end this number of seconds after that import", show_default="never")
+    ] = math.inf,
+    longest: Annotated[
+        int, Option(min=0, help="record calls whose longest request has at least this number of keys")
+    ] = 0,
     non_finite: Annotated[bool, Option("--non-finite", help="record calls with NaN or Inf in the output")] = False,
     shadow: Annotated[
         int, Option(min=0, help="in place of --every: judge each n-th call at once, record it if it is wrong; 0: none")

@@ -124,7 +124,7 @@ def placed(
     """
     elements = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if all(shape) else 0
     room = elements * dtype.itemsize + ALIGNMENT_BYTES
-    memory = torch.zeros(room, dtype=torch.uint8, device=device)  # of which the system fills only what is used
+    memory = torch.zeros(room, dtype=torch.uint8, device=device)  # the system fills only the part that is used
     if byte:
         memory.fill_(byte)
     start = (address - memory.data_ptr()) % ALIGNMENT_BYTES

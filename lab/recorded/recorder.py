@@ -50,7 +50,7 @@ class Triggers:
         layers: calls of these layers; () for all. A caller's `layer`, `module` or `self` names the layer: by its attribute
             `layer_id` or `layer_idx`, or by the number in `layer_name`.
         from_s, until_s: calls in this span of seconds after the recorder's start.
-        longest: calls whose longest request has at least so many keys.
+        longest: calls whose longest request has at least this number of keys.
         non_finite: calls with NaN or infinity in the output. Each chosen call waits for the GPU.
         shadow: if not 0, each n-th call, in place of `every`, is judged at once on its device, as by
             `lab.references.assert_close_to_reference`. It is kept if it is wrong, or if its arguments are invalid.
