@@ -117,12 +117,12 @@ def test_a_change_is_named_until_it_is_taken_back(name: str) -> None:
 
 
 def test_another_module_in_the_place_of_the_labs_is_a_change() -> None:
-    noted, module = bindings(), sys.modules["lab.references.regression"]
-    sys.modules["lab.references.regression"] = type(sys)("lab.references.regression")
+    noted, module = bindings(), sys.modules["lab.references.errors"]
+    sys.modules["lab.references.errors"] = type(sys)("lab.references.errors")
     try:
-        assert noted.changes() == ["lab.references.regression"]
+        assert noted.changes() == ["lab.references.errors"]
     finally:
-        sys.modules["lab.references.regression"] = module
+        sys.modules["lab.references.errors"] = module
 
 
 @pytest.fixture

@@ -110,14 +110,14 @@ class WatchesTheJudge(Zeros):
         sys.setprofile(lambda frame, event, argument: None)
 
 
-@dishonest(CHANGED + r"module lab\.references\.regression|" + CHANGED + r"lab\.references\.regression")
+@dishonest(CHANGED + r"module lab\.references\.quantization|" + CHANGED + r"lab\.references\.quantization")
 class ReplacesAModule(Zeros):
     """Replaces a module of the lab by its own, and also replaces the functions in modules that have imported them."""
 
     def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
         from lab.references import errors
 
-        sys.modules["lab.references.regression"] = types.ModuleType("lab.references.regression")
+        sys.modules["lab.references.quantization"] = types.ModuleType("lab.references.quantization")
         errors.relative_l2 = lambda out, expected: out.double().norm(dim=-1) * 0
 
 

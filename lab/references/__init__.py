@@ -2,14 +2,14 @@
 
 from lab.references.assertion import assert_close_to_reference
 from lab.references.draft_decode_kv_indices import generate_draft_decode_kv_indices
-from lab.references.errors import Comparison, compare, eager_attention, relative_l2
-from lab.references.ragged_attention import trtllm_ragged_attention_deepseek
-from lab.references.softmax_attention import attention, visible_keys
-from lab.references.trtllm import (
+from lab.references.errors import Comparison, compare, relative_l2
+from lab.references.paged_attention import (
     trtllm_batch_context_with_kv_cache,
     trtllm_batch_decode_with_kv_cache,
     trtllm_batch_decode_with_kv_cache_mla,
 )
+from lab.references.ragged_attention import trtllm_ragged_attention_deepseek
+from lab.references.softmax_attention import attention, eager_attention, visible_keys
 
 __all__ = [
     "Comparison",

@@ -3,20 +3,22 @@
 The error is the relative L2 error of the output vector of each row and head. The control is the same attention by plain
 low-precision torch operations, with the same dtypes and inputs. The bound is its error times a small factor. There is no
 absolute tolerance and no allowed number of wrong elements.
+
+If all vectors are within their bounds, a regression of the output on the expected output finds an error (bias) that is common
+to many vectors. A vector's slope is sum(out * expected) / sum(expected ** 2), which is the factor by which the vector is too
+large. The slope of a group is the mean of its vectors' slopes, so that long and short vectors count equally. For a right kernel
+this mean differs from 1 only by rounding. Rounding errors of different vectors are independent, so the mean's error falls with
+the square root of the number of vectors.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from torch import Tensor
 
-from lab.calls.entry import takes_fields_of
-from lab.calls.problem import E4M3, Softmax
-from lab.references.plain_arguments import check_plain
-from lab.references.quantization import rounded
-from lab.references.regression import Regression
-from lab.references.softmax_attention import scales_as
+from lab.calls.problem import E4M3
 
 # An output may be this many times as far from float64 as the control is. Tilings and split reductions of a right kernel
 # differ from the control's one long sum by less. On normally distributed bf16 inputs that allows 0.010; losing one of n
@@ -25,9 +27,21 @@ CONTROL_FACTOR = 4.0
 # No control, however bad, allows an error near that of an output of zeros, which is 1; only the rounding of an output that
 # underflows may.
 LARGEST_BOUND = 0.5
+# Allowed distance of a slope from 1, in standard deviations of the rounding error. results/bias.md has the measured distances.
+DEVIATIONS = 4.0
+# ... and by a common error of float32 sums. Tensor cores cut their sums (Fasi et al. 2021, 10.7717/peerj-cs.330), by
+# up to 2**-24 of them in the mean, at each of the 8,192 steps of 16 that 131,072 keys take: 3e-4, as earlier sums are smaller.
+COMMON = 3e-4
+# Standard deviation of one rounding to nearest, in units of eps / 2: uniform in its interval, of numbers that are
+# log-uniform. A vector may meet one as a whole, that of a weight which outweighs all others.
+ROUNDING_DEVIATION = 0.42
+# Rows whose LSEs (base e) agree so far, in units of eps, may have weights that agree, and these then one rounding in common:
+# two roundings are independent from a fifth of their interval on, which is eps or half of it.
+EQUAL_LSE = 1 / 8
+LN2 = math.log(2.0)
 
 
-def relative_l2(out: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+def relative_l2(out: Tensor, expected: Tensor) -> Tensor:
     """Return ‖out - expected‖ / ‖expected‖ of each vector, float64 [num_rows, num_heads].
 
     If either vector has NaN or infinity, the error is infinity. If `expected` is zero, the error of an exact zero is 0, and of
@@ -47,84 +61,50 @@ def relative_l2(out: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return torch.where(difference.isfinite(), ratio, math.inf)
 
 
-@takes_fields_of(Softmax)
-def eager_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    visible: torch.Tensor,
-    *,
-    arithmetic: torch.dtype,
-    out_dtype: torch.dtype,
-    **softmax: Any,
-) -> torch.Tensor:
-    """Compute the control for the error bound: attention as a matrix unit computes it, operands in `arithmetic`, sums in
-    float32.
+@dataclass(frozen=True, eq=False)
+class Regression:
+    """The mean slope of each group of vectors in one output. The five kinds of groups are: all vectors; those of one head;
+    those of one request; those of the rows with one index in their request, counted from its first row; and the same counted
+    from its last row.
 
-    The query and the softmax's weights are rounded to `arithmetic` before each product (for e4m3, scaled to its range per row,
-    as a kernel of that dtype does); scores, softmax and sums are float32; the output is in `out_dtype`.
-
-    Args:
-        query, keys, values, visible, softmax: as in `lab.references.attention`.
-        arithmetic: dtype of the operands of both products: float16, bfloat16, e4m3 or float32.
-        out_dtype: dtype of the result.
-
-    Returns:
-        [batch, q_len, num_qo_heads, v_head_dim] in `out_dtype`.
-
-    Raises:
-        TypeError, ValueError: see `lab.references.attention`.
+    Attributes:
+        words: the name of each group for a sentence, such as " of head 3"; the group of all vectors has an empty name.
+        labels: int64 [num_kinds, num_rows, num_heads], the index of each vector's group in `slope`, for each kind of groups.
+        slope: float64 [num_groups], the mean slope of each group.
+        bound: float64 [num_groups], largest allowed |slope - 1|.
     """
-    terms = Softmax(**softmax)
-    check_plain(query, keys, values, visible, terms)
-    return unchecked_eager_attention(query, keys, values, visible, terms, arithmetic, out_dtype)
 
+    words: tuple[str, ...]
+    labels: Tensor
+    slope: Tensor
+    bound: Tensor
 
-def unchecked_eager_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    visible: torch.Tensor,
-    softmax: Softmax,
-    arithmetic: torch.dtype,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """Compute `eager_attention` without checking the arguments, for callers that have checked them."""
-    keys, values = (side.to(torch.float32).transpose(1, 2) for side in (keys, values))
-    rows = _as_operand(query.to(torch.float32), arithmetic).transpose(1, 2)  # [batch, num_qo_heads, q_len, head_dim]
-    bmm1_scale, bmm2_scale = scales_as(rows, softmax)
-    scores = _of_each_group(rows, keys.transpose(2, 3)).mul_(bmm1_scale).masked_fill(~visible.unsqueeze(1), -math.inf)
-    if scores.shape[-1] == 0:  # no key at all
-        return torch.zeros(*query.shape[:3], values.shape[-1], dtype=out_dtype, device=query.device)
-    if softmax.sinks is not None:
-        sink_logits = softmax.sinks.to(torch.float32).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat((scores, sink_logits), dim=-1)
-    largest = scores.amax(dim=-1, keepdim=True)
-    weights = torch.exp(scores - torch.where(largest.isfinite(), largest, torch.zeros_like(largest)))
-    denominator = weights.sum(dim=-1, keepdim=True)
-    weights = weights[..., : keys.shape[2]]
-    sums = _of_each_group(_as_operand(weights, arithmetic), values)
-    out = sums / torch.where(denominator == 0, 1.0, denominator)
-    return rounded((out * bmm2_scale).transpose(1, 2), out_dtype)
+    @property
+    def ratio(self) -> Tensor:
+        """Return each group's |slope - 1| divided by its bound, float64 [num_groups]."""
+        return (self.slope - 1).abs() / self.bound
 
+    @property
+    def worst_ratio(self) -> float:
+        """Return the largest |slope - 1| / bound of all groups; 0 if there is no group."""
+        return float(self.ratio.max()) if self.words else 0.0
 
-def _of_each_group(rows: torch.Tensor, side: torch.Tensor) -> torch.Tensor:
-    """Multiply the rows of each query head by the matrix of its K/V head. Query heads that share a K/V head are multiplied
-    together.
-    """
-    q_len = rows.shape[2]
-    by_head = rows.unflatten(1, (side.shape[1], -1)).flatten(2, 3) @ side
-    return (
-        by_head.unflatten(2, (-1, q_len)).flatten(1, 2) if q_len else by_head.new_zeros(*rows.shape[:3], side.shape[3])
-    )
+    @property
+    def worst_group(self) -> Tensor:
+        """Return which vectors are in the group with the largest |slope - 1| / bound, bool [num_rows, num_heads]."""
+        return (self.labels == int(self.ratio.argmax())).any(dim=0)
 
-
-def _as_operand(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if dtype != E4M3:
-        return values.to(dtype).to(torch.float32)
-    largest = values.abs().amax(dim=-1, keepdim=True)
-    scale = torch.where(largest > 0, largest / torch.finfo(dtype).max, torch.ones_like(largest))
-    return (values / scale).to(dtype).to(torch.float32) * scale
+    def sentence(self) -> str:
+        """Return a sentence about the group with the largest |slope - 1| / bound: by how much its outputs are too large or too
+        small.
+        """
+        worst = int(self.ratio.argmax())
+        slope, bound = float(self.slope[worst]), float(self.bound[worst])
+        above = slope > 1
+        return (
+            f"all outputs{self.words[worst]} are {abs(slope - 1):.2%} too {'large' if above else 'small'}: factor "
+            f"{slope:.4f}, {'at most' if above else 'at least'} {1 + bound if above else 1 - bound:.4f} is rounding"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,8 +117,8 @@ class Comparison:
         regression: regression of the output on the expected output; None if a vector exceeds its bound or there are no vectors.
     """
 
-    error: torch.Tensor
-    bound: torch.Tensor
+    error: Tensor
+    bound: Tensor
     regression: Regression | None = None
 
     @property
@@ -146,7 +126,7 @@ class Comparison:
         return not bool(self.faulty.any())
 
     @property
-    def faulty(self) -> torch.Tensor:
+    def faulty(self) -> Tensor:
         """Return the vectors to report as wrong, bool [num_rows, num_heads]: those above their bounds or, if only a slope of
         the regression exceeds its bound, those of the worst group.
         """
@@ -155,14 +135,14 @@ class Comparison:
         return self.wrong
 
     @property
-    def wrong(self) -> torch.Tensor:
+    def wrong(self) -> Tensor:
         """Return which vectors have an error above their bound, bool [num_rows, num_heads]. An infinite error is above every
         bound.
         """
         return ~(self.error <= self.bound) | self.error.isinf()
 
     @property
-    def ratio(self) -> torch.Tensor:
+    def ratio(self) -> Tensor:
         """Return each vector's error divided by its bound, float64 [num_rows, num_heads]; 0 for no error."""
         return torch.where(self.error == 0, torch.zeros_like(self.error), self.error / self.bound)
 
@@ -185,9 +165,7 @@ class Comparison:
         return [divmod(index, self.error.shape[1]) for index in indices]
 
 
-def compare(
-    out: torch.Tensor, expected: torch.Tensor, control: torch.Tensor, groups: torch.Tensor | None = None
-) -> Comparison:
+def compare(out: Tensor, expected: Tensor, control: Tensor, groups: Tensor | None = None) -> Comparison:
     """Return the error of each vector of an output, and its bound: CONTROL_FACTOR times the control's error.
 
     One vector's control error is random, so all vectors of a group get the bound of the largest control error in the group. A
@@ -220,7 +198,7 @@ def compare(
     return Comparison(error, torch.maximum(bound, _rounding_of_tiny_elements(expected, control.dtype)))
 
 
-def _rounding_of_tiny_elements(expected: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _rounding_of_tiny_elements(expected: Tensor, dtype: torch.dtype) -> Tensor:
     """Return, for each vector, the largest relative L2 error of rounding its elements to multiples of the dtype's smallest
     number: float64 [num_rows, num_heads]; 0 for a vector of zeros.
     """
@@ -228,3 +206,66 @@ def _rounding_of_tiny_elements(expected: torch.Tensor, dtype: torch.dtype) -> to
     smallest = limits.smallest_normal * limits.eps
     size = expected.to(torch.float64).norm(dim=-1)
     return torch.where(size > 0, smallest / 2 * math.sqrt(expected.shape[-1]) / size, 0.0)
+
+
+def regress(
+    out: Tensor, expected: Tensor, control: Tensor, lse_log2: Tensor, request_of_row: Tensor, arithmetic: torch.dtype
+) -> Regression:
+    """Return the mean slopes of all groups of vectors (`Regression` names the groups), with the bounds of the slopes.
+
+    A slope's bound is `DEVIATIONS` times the standard deviation of the group's mean. One vector's standard deviation is that of
+    one rounding, in `arithmetic` or the control's dtype, plus that of the control's slopes; the mean divides it by the square
+    root of the number of vectors. Vectors with equal LSE count as one vector, because their weights may be equal. The bias of
+    the control is added to the bound. Vectors of zeros are in no group. There are no groups if e4m3 rounds the weights: its few
+    bits cause a bias of some percent, which differs from kernel to kernel.
+
+    Args:
+        out, expected, control: [num_rows, num_heads, head_dim]; expected in float64.
+        lse_log2: float64 [num_rows, num_heads].
+        request_of_row: int64 [num_rows], the request of each row. Rows of a request are consecutive.
+        arithmetic: dtype of the control's operands.
+    """
+    size = expected.square().sum(dim=-1)
+    counted = size > 0
+    if arithmetic == E4M3 or not bool(counted.any()):
+        nothing = expected.new_zeros(0)
+        return Regression((), counted.new_zeros(0, *counted.shape, dtype=torch.int64), nothing, nothing)
+    slopes, control_slopes = (
+        (side.to(torch.float64) * expected).sum(dim=-1)[counted] / size[counted] for side in (out, control)
+    )
+    words: list[str] = []
+    kinds = []
+    for kind_words, groups in _kinds(request_of_row, counted.shape[1]):
+        kinds.append(len(words) + groups.expand_as(counted))
+        words += kind_words
+    labels = torch.stack(kinds)
+    of_vectors = labels[:, counted]
+    count, total, control_total = (
+        slopes.new_zeros(len(words)).index_add(0, of_vectors.flatten(), side.expand_as(of_vectors).flatten())
+        for side in (torch.ones_like(slopes), slopes - 1, control_slopes - 1)
+    )
+    eps = max(torch.finfo(arithmetic).eps, torch.finfo(control.dtype).eps)
+    _, equal = (lse_log2[counted] * LN2 / (EQUAL_LSE * eps)).round().to(torch.int64).unique(return_inverse=True)
+    pairs, together = (of_vectors * len(equal) + equal).unique(return_counts=True)
+    squares = slopes.new_zeros(len(words)).index_add(0, pairs // len(equal), together.to(torch.float64).square())
+    independent = count.square() / squares.clamp(min=1)
+    count = count.clamp(min=1)  # a group may have vectors of zeros alone
+    of_one_vector = ROUNDING_DEVIATION * eps / 2 + (control_slopes - 1).square().mean().sqrt()
+    bound = COMMON + (control_total / count).abs() + DEVIATIONS * of_one_vector / independent.clamp(min=1).sqrt()
+    return Regression(tuple(words), labels, 1 + total / count, bound)
+
+
+def _kinds(request_of_row: Tensor, num_heads: int) -> Iterator[tuple[list[str], Tensor]]:
+    """Yield, for each kind of groups, the groups' names, and the number of each vector's group, broadcastable to [num_rows,
+    num_heads].
+    """
+    device = request_of_row.device
+    yield [""], torch.zeros(1, 1, dtype=torch.int64, device=device)
+    yield [f" of head {head}" for head in range(num_heads)], torch.arange(num_heads, device=device).unsqueeze(0)
+    requests, index, q_lens = request_of_row.unique_consecutive(return_inverse=True, return_counts=True)
+    yield [f" of request {request}" for request in requests.tolist()], index.unsqueeze(1)
+    row = torch.arange(len(index), device=device) - (q_lens.cumsum(0) - q_lens)[index]
+    longest = int(q_lens.max())
+    yield [f" of row {each} of each request" for each in range(longest)], row.unsqueeze(1)
+    from_end = q_lens[index] - 1 - row
+    yield [f" of row -{each + 1} of each request" for each in range(longest)], from_end.unsqueeze(1)

@@ -1,7 +1,7 @@
-"""Softmax attention in float64 over a paged K/V cache. Keys are looked up through a page table.
+"""FlashInfer's TRT-LLM attention functions over a paged K/V cache in float64, with the same names and parameters.
 
-Requests are padded and computed together, so that a GPU has enough work at a time. Keys that no row sees are set to zero first,
-because 0 times NaN is NaN.
+Keys are looked up through a page table. Requests are padded and computed together, so that a GPU has enough work at a time.
+Keys that no row sees are set to zero first, because 0 times NaN is NaN.
 """
 
 import math
@@ -12,14 +12,61 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lab.calls import ContextCall, DecodeCall, MLADecodeCall, takes
 from lab.calls.problem import E4M3, PagedAttention, shown_draft_tokens
 from lab.references.quantization import deinterleave_v_scale_factors, dequantize_nvfp4, rounded
-from lab.references.softmax_attention import Tile, TiledKV, attention_by_tiles, in_float64, tiles, visible_keys
+from lab.references.softmax_attention import Tile, TiledKV, attention_by_tiles, piece_elements, tiles, visible_keys
 
-# Most elements of K and V, or of scores, in one piece. Scores are float64: 0.5 GiB of them, little on any device.
-# K and V are never there at once, but few of them keep a short request from being padded to a long one.
-PIECE_ELEMENTS = 2**26
-GPU_PIECE_ELEMENTS = 2**28  # launches, not memory, are what a GPU is short of
+
+@takes(DecodeCall)
+def trtllm_batch_decode_with_kv_cache(call: DecodeCall) -> Any:
+    """Compute attention of the last query tokens of each request over its paged K/V: decode, verify, draft extend.
+
+    `lab.calls.DecodeCall` documents parameters, shapes and dtypes, which are FlashInfer 0.7.2's. In addition, `out_dtype` may
+    be float32 or float64, so that the result is not rounded. The host reads lengths and tables.
+
+    Returns:
+        out [num_rows, num_qo_heads, head_dim]; with `return_lse`, (out, lse), lse in base 2.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: `DecodeCall.problem` or `PagedAttention.check_values` refuses the call,
+            before any arithmetic.
+    """
+    problem = call.problem()
+    return problem.returned(*paged_attention(problem))
+
+
+@takes(ContextCall)
+def trtllm_batch_context_with_kv_cache(call: ContextCall) -> Any:
+    """Compute attention of any number of newest query tokens of each request over its paged K/V: extend, prefill.
+
+    `lab.calls.ContextCall` documents parameters, shapes and dtypes, which are FlashInfer 0.7.2's. For the rest see
+    `trtllm_batch_decode_with_kv_cache`.
+    """
+    problem = call.problem()
+    return problem.returned(*paged_attention(problem))
+
+
+@takes(MLADecodeCall)
+def trtllm_batch_decode_with_kv_cache_mla(call: MLADecodeCall) -> Any:
+    """Compute latent attention (MLA) of the last query tokens of each request over its paged cache, after absorption.
+
+    `lab.calls.MLADecodeCall` documents parameters, shapes and dtypes, which are FlashInfer 0.7.2's. In addition, `out` may be
+    float64, so that the result is not rounded, and latent vector, rotary part and page may have any size. The host reads
+    lengths and tables.
+
+    Returns:
+        out, the query's shape with a last dimension of `kv_lora_rank`, bfloat16 unless `out` is given; with `return_lse`
+        (out, lse), lse in base 2 unless `return_lse_base` is "basee".
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: `MLADecodeCall.problem` or `PagedAttention.check_values` refuses the call,
+            before any arithmetic.
+    """
+    out, lse = paged_attention(call.problem())
+    if lse is not None and call.return_lse_base == "basee":
+        lse *= math.log(2.0)
+    return call.returned(out, lse)
 
 
 def paged_attention(problem: PagedAttention) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -44,8 +91,9 @@ def paged_attention(problem: PagedAttention) -> tuple[torch.Tensor, torch.Tensor
         out[end:] = 0
         if lse_log2 is not None:
             lse_log2[end:] = -math.inf
-    for piece in _pieces(problem):
-        piece_out, piece_lse_log2 = _solve(problem, piece)
+    v_head_dim = out.shape[2]
+    for piece in _pieces(problem, problem.row_offsets(), v_head_dim):
+        piece_out, piece_lse_log2 = _solve(problem, piece, v_head_dim)
         out[piece.rows] = rounded(piece_out.flatten(0, 1)[piece.places], out.dtype)
         if lse_log2 is not None:
             lse_log2[piece.rows] = piece_lse_log2.flatten(0, 1)[piece.places].to(lse_log2.dtype)
@@ -99,12 +147,12 @@ class _Piece:
     """
 
     def __init__(self, problem: PagedAttention, blocks: list[_Block]) -> None:
-        (num_rows, _, head_dim), device = problem.query.shape, problem.query.device
+        (num_rows, _, head_dim), device = problem.query.shape, problem.query.device  # V's head_dim is no larger
         num_kv_heads, page_size = problem.k_cache.shape[1:3]
         # Each field of all blocks, int64 [len(blocks)].
         of = dict(zip(_Block._fields, torch.tensor(list(zip(*blocks, strict=True))), strict=True))
-        entry = num_kv_heads * max(head_dim, problem.v_head_dim)
-        self.tiles = tiles([block.num_pages * page_size for block in blocks], entry, device, page_size)
+        kv_lens = [block.num_pages * page_size for block in blocks]
+        self.tiles = tiles(kv_lens, num_kv_heads * head_dim, device, page_size)
         first_key = of["first_page"] * page_size
         self._seen_from, self._seen_to = of["key_start"] - first_key, of["key_end"] - first_key
         offsets = torch.arange(max(block.num_rows for block in blocks))
@@ -161,17 +209,17 @@ def _moved(device: torch.device, *indices: torch.Tensor) -> Sequence[torch.Tenso
     return [part.view(each.shape) for part, each in zip(parts, indices, strict=True)]
 
 
-def _pieces(problem: PagedAttention) -> Iterator[_Piece]:
+def _pieces(problem: PagedAttention, offsets: list[int], v_head_dim: int) -> Iterator[_Piece]:
     """Yield the blocks of query rows, grouped into pieces of at most `piece_elements` elements. A piece has blocks with similar
     numbers of keys.
     """
     _, num_qo_heads, head_dim = problem.query.shape
     num_kv_heads, page_size = problem.k_cache.shape[1:3]
-    kv_elements = num_kv_heads * (head_dim + problem.v_head_dim)  # of one key
+    kv_elements = num_kv_heads * (head_dim + v_head_dim)  # of one key
     chosen: list[_Block] = []
     most = piece_elements(problem.query.device)
     rows = pages = 0
-    for block in sorted(_blocks(problem, most), key=lambda block: (block.num_pages, block.num_rows)):
+    for block in sorted(_blocks(problem, offsets, most), key=lambda block: (block.num_pages, block.num_rows)):
         rows, pages = max(rows, block.num_rows), max(pages, block.num_pages)
         # A block's K and V, or its scores, whichever are more.
         elements = pages * page_size * max(kv_elements, rows * num_qo_heads)
@@ -183,15 +231,9 @@ def _pieces(problem: PagedAttention) -> Iterator[_Piece]:
         yield _Piece(problem, chosen)
 
 
-def piece_elements(device: torch.device) -> int:
-    """Return the largest number of elements of K and V, or of scores, in one piece on a device."""
-    return GPU_PIECE_ELEMENTS if device.type == "cuda" else PIECE_ELEMENTS
-
-
-def _blocks(problem: PagedAttention, most: int) -> Iterator[_Block]:
+def _blocks(problem: PagedAttention, offsets: list[int], most: int) -> Iterator[_Block]:
     """Yield the rows of each request in blocks whose scores have at most `most` elements."""
-    offsets, num_qo_heads = problem.row_offsets(), problem.query.shape[1]
-    page_size, window_left = problem.k_cache.shape[2], problem.window_left
+    num_qo_heads, page_size, window_left = problem.query.shape[1], problem.k_cache.shape[2], problem.window_left
     ends_at_row = problem.causal and problem.mask is None  # a mask may show a row the draft tokens after it
     for request, kv_len in enumerate(problem.seq_lens.tolist()):
         q_start, q_end = offsets[request : request + 2]
@@ -208,7 +250,7 @@ def _blocks(problem: PagedAttention, most: int) -> Iterator[_Block]:
             )
 
 
-def _solve(problem: PagedAttention, piece: _Piece) -> tuple[torch.Tensor, torch.Tensor]:
+def _solve(problem: PagedAttention, piece: _Piece, v_head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     v_scale_factors, num_kv_heads = plain_v_scales(problem), problem.k_cache.shape[1]
 
     def values(tile: Tile) -> torch.Tensor:
@@ -225,7 +267,7 @@ def _solve(problem: PagedAttention, piece: _Piece) -> tuple[torch.Tensor, torch.
         tiles=piece.tiles,
         kv_len=kv_len,
         num_kv_heads=num_kv_heads,
-        v_head_dim=problem.v_head_dim,
+        v_head_dim=v_head_dim,
     )
     visible = partial(_visible, problem, piece, kv_len)
     return attention_by_tiles(indexed(problem.query, piece.query_rows), kv, visible, problem)
@@ -257,7 +299,7 @@ def _entries(cache: torch.Tensor, scale_factors: torch.Tensor | None, pages: tor
 
     entries = by_head(indexed(cache, pages))
     if scale_factors is None:
-        entries = in_float64(entries)
+        entries = entries.to(torch.float64, memory_format=torch.contiguous_format)
     else:
         entries = dequantize_nvfp4(entries, by_head(indexed(scale_factors, pages)))
     return entries.reshape(-1, num_keys, entries.shape[-1])

@@ -8,9 +8,8 @@ import torch
 
 from lab.calls import takes
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall
-from lab.references.paged_attention import piece_elements
 from lab.references.quantization import rounded
-from lab.references.softmax_attention import unchecked_attention, visible_keys
+from lab.references.softmax_attention import piece_elements, unchecked_attention, visible_keys
 
 
 @takes(RaggedContextCall)

@@ -1,23 +1,33 @@
-"""The one algorithm of the references: softmax attention in float64. K and V are converted one tile at a time.
+"""Softmax attention over contiguous K/V: `attention` in float64, and `eager_attention` in low precision.
 
-`attention` is the definition. An end-to-end check passes it a request's K/V history as it was written. The algorithm walks the
-tiles twice: once for all scores, and after the softmax once for the sums. A tile is a range of keys in all requests that are
-long enough. It is converted to float64, multiplied and dropped:
+`attention` is the definition. An end-to-end check passes it a request's K/V history as it was written. The algorithm walks
+tiles of K and V twice: once for all scores, and after the softmax once for the sums. A tile is a range of keys in all requests
+that are long enough. It is converted to float64, multiplied and dropped:
 
     request 0  | tile 0 | tile 1 |
     request 1  | tile 0 | tile 1 | tile 2          | tile 3          |
+
+`eager_attention` is the control of an error bound: the same attention with the roundings of a matrix unit.
 """
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from lab.calls.arguments import check_scale, check_tensor, check_vector
 from lab.calls.entry import takes_fields_of
-from lab.calls.problem import Scale, Softmax
-from lab.references.plain_arguments import check_plain
+from lab.calls.problem import E4M3, Scale, Softmax
+from lab.references.quantization import rounded
 
+FLOAT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+# Most elements of K and V, or of scores, in one piece. Scores are float64: 0.5 GiB of them, little on any device.
+# K and V are never there at once, but few of them keep a short request from being padded to a long one.
+PIECE_ELEMENTS = 2**26
+GPU_PIECE_ELEMENTS = 2**28  # launches, not memory, are what a GPU is short of
 # Most elements of K or V that are in float64 at a time. A CPU's cache holds 4 MiB of them. A GPU gains nothing from a tile that
 # its L2 holds, and each tile costs seven launches (results/nvidia-h200/README.md): 256 MiB.
 TILE_ELEMENTS = 2**19
@@ -26,12 +36,12 @@ GPU_TILE_ELEMENTS = 2**25
 
 @takes_fields_of(Softmax)
 def attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    visible: torch.Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
     **softmax: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Compute grouped-query softmax attention in float64.
 
     Query head h reads K/V head h // (num_qo_heads / num_kv_heads). A sink is a further logit of a head: it increases the
@@ -49,24 +59,108 @@ def attention(
         denominator (sink included), -inf where it is empty.
 
     Raises:
-        TypeError, ValueError: `lab.references.plain_arguments.check_plain` refuses an argument, before any arithmetic.
+        TypeError, ValueError: `check_plain` refuses an argument, before any arithmetic.
     """
     terms = Softmax(**softmax)
     check_plain(query, keys, values, visible, terms)
     return unchecked_attention(query, keys, values, visible, terms)
 
 
+@takes_fields_of(Softmax)
+def eager_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    *,
+    arithmetic: torch.dtype,
+    out_dtype: torch.dtype,
+    **softmax: Any,
+) -> Tensor:
+    """Compute the control for the error bound: attention as a matrix unit computes it, operands in `arithmetic`, sums in
+    float32.
+
+    The query and the softmax's weights are rounded to `arithmetic` before each product (for e4m3, scaled to its range per row,
+    as a kernel of that dtype does); scores, softmax and sums are float32; the output is in `out_dtype`.
+
+    Args:
+        query, keys, values, visible, softmax: as in `attention`.
+        arithmetic: dtype of the operands of both products: float16, bfloat16, e4m3 or float32.
+        out_dtype: dtype of the result.
+
+    Returns:
+        [batch, q_len, num_qo_heads, v_head_dim] in `out_dtype`.
+
+    Raises:
+        TypeError, ValueError: see `attention`.
+    """
+    terms = Softmax(**softmax)
+    check_plain(query, keys, values, visible, terms)
+    return rounded(unchecked_eager_attention(query, keys, values, visible, terms, arithmetic), out_dtype)
+
+
+def check_plain(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softmax: Softmax) -> None:
+    """Raise an error if `attention` does not support the arguments.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: shapes or devices contradict each other, or on a CPU query, sinks or a scale contain NaN.
+    """
+    expected = "[batch, {}, heads, head_dim]"
+    for name, tensor, length in (("query", query, "q_len"), ("keys", keys, "kv_len"), ("values", values, "kv_len")):
+        if not check_tensor(name, tensor).is_floating_point():
+            raise TypeError(f"{name} must be of a float dtype, got {tensor.dtype}; dequantise it first")
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} must be {expected.format(length)}, got shape {list(tensor.shape)}")
+    batch, q_len, num_qo_heads, head_dim = query.shape
+    if keys.shape[:3] != values.shape[:3] or keys.shape[0] != batch:
+        raise ValueError(
+            f"keys {list(keys.shape)} and values {list(values.shape)} must have the query's batch, {batch}, and the same "
+            "tokens and heads"
+        )
+    if keys.shape[3] != head_dim:
+        raise ValueError(f"keys have head_dim {keys.shape[3]}, but query has {head_dim}: they must agree")
+    if keys.shape[2] == 0 or num_qo_heads % keys.shape[2]:
+        raise ValueError(
+            f"the {num_qo_heads} heads of query do not divide evenly over the {keys.shape[2]} heads of keys"
+        )
+    if check_tensor("visible", visible).dtype != torch.bool:
+        raise TypeError(f"visible must be bool, got {visible.dtype}")
+    if visible.shape not in ((batch, q_len, keys.shape[1]), (batch, 1, keys.shape[1])):  # 1: all rows see the same
+        raise ValueError(
+            f"visible must be [batch, q_len, kv_len] = {[batch, q_len, keys.shape[1]]}, got {list(visible.shape)}"
+        )
+    if softmax.sinks is not None:
+        check_vector("sinks", softmax.sinks, num_qo_heads, FLOAT_DTYPES)
+    for name, other in (("keys", keys), ("values", values), ("visible", visible), ("sinks", softmax.sinks)):
+        if other is not None and other.device != query.device:
+            raise ValueError(f"{name} is on {other.device}, but query is on {query.device}; move it there")
+    for name, value in {**softmax.terms(), "query": query}.items():
+        is_number = name not in ("query", "sinks")
+        if is_number and not isinstance(value, Tensor):
+            check_scale(name, value)
+        elif is_number and value.numel() != 1:
+            raise ValueError(f"{name} as a tensor must have one element, got shape {list(value.shape)}")
+        if isinstance(value, Tensor) and value.device.type == "cpu" and bool(value.isnan().any()):
+            raise ValueError(f"{name} holds NaN, which would make the output NaN")
+
+
 def unchecked_attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, softmax: Softmax
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softmax: Softmax
+) -> tuple[Tensor, Tensor]:
     """Compute `attention` without checking the arguments, for callers that have checked them. NaN in a query gives NaN in its
     output.
     """
     batch, kv_len, num_kv_heads, head_dim = keys.shape
     v_head_dim = values.shape[3]
+
+    def in_float64(side: Tensor, tile: Tile) -> Tensor:
+        by_head = side[:, tile.start : tile.end].transpose(1, 2)
+        return by_head.to(torch.float64, memory_format=torch.contiguous_format).flatten(0, 1)
+
     kv = TiledKV(
-        keys=lambda tile: in_float64(keys[:, tile.start : tile.end].transpose(1, 2)).flatten(0, 1),
-        values=lambda tile: in_float64(values[:, tile.start : tile.end].transpose(1, 2)).flatten(0, 1),
+        keys=partial(in_float64, keys),
+        values=partial(in_float64, values),
         tiles=tiles([kv_len] * batch, num_kv_heads * max(head_dim, v_head_dim), query.device),
         kv_len=kv_len,
         num_kv_heads=num_kv_heads,
@@ -86,12 +180,12 @@ class Tile(NamedTuple):
 
 
 class TiledKV(NamedTuple):
-    """A protocol: K and V of a batch. `keys` and `values` return one tile in float64, [requests * num_kv_heads, keys,
-    head_dim]. Values must be finite.
+    """A protocol: K and V of a batch. `keys` and `values` return one tile, contiguous float64 [requests * num_kv_heads, keys,
+    head_dim], so that the matrix products do not copy it again. Values must be finite.
     """
 
-    keys: Callable[[Tile], torch.Tensor]
-    values: Callable[[Tile], torch.Tensor]
+    keys: Callable[[Tile], Tensor]
+    values: Callable[[Tile], Tensor]
     tiles: list[Tile]
     kv_len: int
     num_kv_heads: int
@@ -119,15 +213,10 @@ def tiles(kv_lens: list[int], elements: int, device: torch.device, step: int = 1
     return found
 
 
-def in_float64(entries: torch.Tensor) -> torch.Tensor:
-    """Return K or V in float64 as a contiguous tensor, so that the matrix products do not copy it again."""
-    return entries.to(torch.float64, memory_format=torch.contiguous_format)
-
-
 @torch.no_grad()  # scores and sums are written where they are to be
 def attention_by_tiles(
-    query: torch.Tensor, kv: TiledKV, visible: Callable[[], torch.Tensor], softmax: Softmax
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, kv: TiledKV, visible: Callable[[], Tensor], softmax: Softmax
+) -> tuple[Tensor, Tensor]:
     """Compute `attention` with at most one tile of K or V in float64 at a time.
 
     Args:
@@ -177,7 +266,7 @@ def attention_by_tiles(
     return out, lse_log2.squeeze(4).transpose(1, 2).flatten(2, 3)
 
 
-def _write_products(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+def _write_products(out: Tensor, left: Tensor, right: Tensor) -> None:
     """Write matrix products to a part of a tensor. On a CPU torch would write to a strided part one matrix at a time."""
     if out.is_cuda or out.is_contiguous():
         torch.bmm(left, right, out=out)
@@ -186,13 +275,13 @@ def _write_products(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) 
 
 
 def visible_keys(
-    query_positions: torch.Tensor,
-    key_positions: torch.Tensor,
-    kv_lens: torch.Tensor,
+    query_positions: Tensor,
+    key_positions: Tensor,
+    kv_lens: Tensor,
     *,
     causal: bool,
     window_left: int,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the keys that each row sees: bool [batch, q_len, kv_len], or [batch, 1, kv_len] if all rows see the same keys.
 
     Args:
@@ -211,10 +300,61 @@ def visible_keys(
     return visible
 
 
-def scales_as(like: torch.Tensor, softmax: Softmax) -> tuple[Scale, Scale]:
+def unchecked_eager_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    softmax: Softmax,
+    arithmetic: torch.dtype,
+) -> Tensor:
+    """Compute `eager_attention` without checking the arguments, for callers that have checked them. Return float32."""
+    keys, values = (side.to(torch.float32).transpose(1, 2) for side in (keys, values))
+    rows = _as_operand(query.to(torch.float32), arithmetic).transpose(1, 2)  # [batch, num_qo_heads, q_len, head_dim]
+    bmm1_scale, bmm2_scale = scales_as(rows, softmax)
+    scores = _of_each_group(rows, keys.transpose(2, 3)).mul_(bmm1_scale).masked_fill(~visible.unsqueeze(1), -math.inf)
+    if scores.shape[-1] == 0:  # no key at all
+        return rows.new_zeros(*query.shape[:3], values.shape[-1])
+    if softmax.sinks is not None:
+        sink_logits = softmax.sinks.to(torch.float32).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sink_logits), dim=-1)
+    largest = scores.amax(dim=-1, keepdim=True)
+    weights = torch.exp(scores - torch.where(largest.isfinite(), largest, torch.zeros_like(largest)))
+    denominator = weights.sum(dim=-1, keepdim=True)
+    weights = weights[..., : keys.shape[2]]
+    sums = _of_each_group(_as_operand(weights, arithmetic), values)
+    out = sums / torch.where(denominator == 0, 1.0, denominator)
+    return (out * bmm2_scale).transpose(1, 2)
+
+
+def _of_each_group(rows: Tensor, side: Tensor) -> Tensor:
+    """Multiply the rows of each query head by the matrix of its K/V head. Query heads that share a K/V head are multiplied
+    together.
+    """
+    q_len = rows.shape[2]
+    by_head = rows.unflatten(1, (side.shape[1], -1)).flatten(2, 3) @ side
+    return (
+        by_head.unflatten(2, (-1, q_len)).flatten(1, 2) if q_len else by_head.new_zeros(*rows.shape[:3], side.shape[3])
+    )
+
+
+def _as_operand(values: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype != E4M3:
+        return values.to(dtype).to(torch.float32)
+    largest = values.abs().amax(dim=-1, keepdim=True)
+    scale = torch.where(largest > 0, largest / torch.finfo(dtype).max, torch.ones_like(largest))
+    return (values / scale).to(dtype).to(torch.float32) * scale
+
+
+def scales_as(like: Tensor, softmax: Softmax) -> tuple[Scale, Scale]:
     """Return (bmm1_scale, bmm2_scale), each a number or a 0-dimensional tensor of `like`'s dtype and device."""
     bmm1_scale, bmm2_scale = (
-        scale.to(like.device, like.dtype).reshape(()) if isinstance(scale, torch.Tensor) else scale
+        scale.to(like.device, like.dtype).reshape(()) if isinstance(scale, Tensor) else scale
         for scale in (softmax.bmm1_scale, softmax.bmm2_scale)
     )
     return bmm1_scale, bmm2_scale
+
+
+def piece_elements(device: torch.device) -> int:
+    """Return the largest number of elements of K and V, or of scores, in one piece on a device."""
+    return GPU_PIECE_ELEMENTS if device.type == "cuda" else PIECE_ELEMENTS

@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import Softmax
-from lab.references.errors import Comparison, compare, unchecked_eager_attention
-from lab.references.paged_attention import piece_elements
-from lab.references.quantization import saturated
-from lab.references.regression import regress
-from lab.references.softmax_attention import unchecked_attention, visible_keys
+from lab.references.errors import Comparison, compare, regress
+from lab.references.quantization import rounded, saturated
+from lab.references.softmax_attention import (
+    piece_elements,
+    unchecked_attention,
+    unchecked_eager_attention,
+    visible_keys,
+)
 
 SHOWN_VECTORS = 3
 TOGETHER = 16  # requests that are computed together are a piece's 16th at most: they are copied for it
@@ -49,7 +52,7 @@ class Truth:
 
     def compare(self, out: Tensor, least_bound: float = 0.0) -> Comparison:
         """Compare an output by `lab.references.errors.compare`, with a bound of at least one rounding. If all vectors are
-        within their bounds, check the output for a bias too (`lab.references.regression`).
+        within their bounds, check the output for a bias too (`lab.references.errors.regress`).
 
         The bound is at least one rounding, because the control may have almost no error, while a right kernel such as FA3's MLA
         rounds the results of its splits.
@@ -152,10 +155,11 @@ def truth_of_requests(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_l
         q_lens: query rows of each request, which belong to its newest tokens.
         rules: how rows attend to keys.
     """
-    expected, control, lse_log2 = _pieces(query, histories, q_lens, rules)
+    exact, control, lse_log2 = _pieces(query, histories, q_lens, rules)
     requests = torch.arange(len(q_lens), device=query.device)
     request_of_row = requests.repeat_interleave(torch.tensor(q_lens, device=query.device))
     shared_error = _error_of_scaled_values(query, histories, rules)
+    expected, control = saturated(exact, rules.out_dtype), rounded(control, rules.out_dtype)
     return Truth(expected, control, lse_log2, request_of_row, rules.arithmetic, shared_error)
 
 
@@ -175,7 +179,7 @@ def _error_of_scaled_values(query: Tensor, histories: list[tuple[Tensor, Tensor]
 def _pieces(
     query: Tensor, histories: list[tuple[Tensor, Tensor]], q_lens: list[int], rules: Rules
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return expected output, control and LSE of all rows. They are computed for one piece at a time: some rows of requests
+    """Return output, control and LSE of all rows, not rounded. They are computed for one piece at a time: some rows of requests
     with equal numbers of keys and rows.
     """
     row_ids = torch.arange(sum(q_lens), device=query.device).split(q_lens)
@@ -192,8 +196,8 @@ def _pieces(
             places.append(place.flatten())
             pieces.append(_rows(query[place], keys, values, rows, q_len, rules, shown))
     order = torch.cat(places).argsort()
-    expected, control, lse_log2 = (torch.cat(part)[order] for part in zip(*pieces, strict=True))
-    return expected, control, lse_log2
+    exact, control, lse_log2 = (torch.cat(part)[order] for part in zip(*pieces, strict=True))
+    return exact, control, lse_log2
 
 
 def _together(
@@ -215,7 +219,7 @@ def _together(
 def _rows(
     query: Tensor, keys: Tensor, values: Tensor, rows: range, q_len: int, rules: Rules, shown: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return expected output, control and LSE for the same rows of several requests. Results are ordered by request, then by
+    """Return output, control and LSE for the same rows of several requests. Results are ordered by request, then by
     row.
 
     Args:
@@ -240,8 +244,8 @@ def _rows(
     if shown is not None:
         visible[:, :, max(first, 0) :] &= shown[:, rows.start : rows.stop, max(-first, 0) :]
     exact, lse_log2 = unchecked_attention(query, keys, values, visible, rules)
-    control = unchecked_eager_attention(query, keys, values, visible, rules, rules.arithmetic, rules.out_dtype)
-    return saturated(exact, rules.out_dtype).flatten(0, 1), control.flatten(0, 1), lse_log2.flatten(0, 1)
+    control = unchecked_eager_attention(query, keys, values, visible, rules, rules.arithmetic)
+    return exact.flatten(0, 1), control.flatten(0, 1), lse_log2.flatten(0, 1)
 
 
 def _stacked(sides: list[Tensor]) -> Tensor:
