@@ -5,14 +5,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+import lab.references
 from lab.metadata import DraftAttention, ForwardBatch, ForwardMode, KVPool, PagedLatentCache, SpecInfo
 from lab.metadata.engine.forward_mode import UncountedTokens
 from lab.metadata.engine.graph_inputs import GraphMode
+from lab.metadata.mla.backend import TRTLLMMLABackend
 from lab.metadata.mla.calls import MLALayer
 
 MLA, MLA_WITH_OFFSET = DraftAttention.MLA, DraftAttention.MLA_WITH_OFFSET
 PAGE_SIZES = [32, 64]
 HEADS, RANK, ROPE = 3, 8, 4
+REFERENCE = TRTLLMMLABackend(lab.references)
 LAYER = MLALayer(0.4, kv_lora_rank=RANK, qk_rope_head_dim=ROPE, qk_nope_head_dim=6, v_head_dim=5)
 
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import lab.references
 from lab.metadata import ForwardMode, KVLayout, build_mha_metadata
-from lab.metadata.mha.calls import AttentionLayer, plan_calls, prepare_attention
+from lab.metadata.mha.backend import TRTLLMMHABackend
+from lab.metadata.mha.calls import AttentionLayer
 from lab.metadata.mha.context_parallel import prepare_zigzag, why_not_zigzag, zigzag_shard
 from lab.workloads.inputs.expected_metadata import wrong_shard
 from tests.metadata.batches import Case, build
@@ -62,10 +63,9 @@ def test_all_ranks_compute_what_the_whole_pass_does(window: bool) -> None:
     whole, dealt = torch.full_like(query, 7.0), torch.full_like(query, 7.0)
     shards = [zigzag_shard(batch, metadata, 3, rank) for rank in range(3)]
     most = pool.max_context_len
-    prepare_attention(
-        lab.references, batch, metadata, layer, query, cache, max_context_len=most, out=whole, plan=plan_calls(batch)
-    )()
-    run = prepare_zigzag(lab.references, batch, shards, layer, query, cache, max_context_len=most, out=dealt)
+    backend = TRTLLMMHABackend(lab.references)
+    backend.prepare_attention(batch, metadata, layer, query, cache, max_context_len=most, out=whole)()
+    run = prepare_zigzag(backend, batch, shards, layer, query, cache, max_context_len=most, out=dealt)
     assert run() is dealt
     torch.testing.assert_close(dealt, whole)
     query.neg_()

@@ -29,7 +29,6 @@ from lab.metadata.mha.calls import (
     attention_call,
     call_arguments,
     plan_calls,
-    prepare_attention,
 )
 from lab.metadata.mha.settings import CallSettings, splits_mixed_tail
 from tests.metadata.batches import DRAFT_EXTENDS, EXTENDS, MODES, Case, build
@@ -392,10 +391,8 @@ def test_a_split_batch_on_a_window_layer_computes_what_the_whole_one_does(new: t
     results = []
     for split in (False, True):
         out = torch.full_like(query, 123.0)
-        plan = plan_calls(batch, split_mixed_tail=split)
-        attention = prepare_attention(
-            lab.references, batch, metadata, layer, query, cache, max_context_len=CAPACITY, out=out, plan=plan
-        )
+        backend = TRTLLMMHABackend(lab.references, split_mixed_tail=split)
+        attention = backend.prepare_attention(batch, metadata, layer, query, cache, max_context_len=CAPACITY, out=out)
         assert attention() is out
         assert (out[sum(new) :] == 123.0).all(), "padding rows are nobody's"
         results.append(out)

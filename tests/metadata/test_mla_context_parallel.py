@@ -133,9 +133,7 @@ def test_what_the_group_has_not_is_refused() -> None:
     with pytest.raises(ValueError, match="page_size=16: the TRT-LLM MLA backend has pages of"):
         build_mla_dcp_metadata(batch, pool, DecodeContextParallel(4, 0))
     with pytest.raises(ValueError, match="one rank's output is a part"):
-        TRTLLMMLABackend(dcp=first).prepare_attention(
-            batch, metadata[0], LAYER, query, cache.of_rank(0), max_context_len=9, out=out
-        )
+        TRTLLMMLABackend(dcp=first).prepare_attention(batch, metadata[0], LAYER, query, cache.of_rank(0), out=out)
     v2 = ForwardMode.DRAFT_EXTEND_V2
     extends, pool = build(Case(v2, (9, 9), (4, 4), page_size=64, max_context_len=100, sliding_window=False))
     with pytest.raises(ValueError, match="DRAFT_EXTEND_V2 is not modelled with DCP"):

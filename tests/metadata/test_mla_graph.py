@@ -11,17 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-import lab.references
 from lab.metadata import DraftAttention, ForwardBatch, KVPool, QueryLayout, TRTLLMMLADecodeMetadata
 from lab.metadata.engine.cuda_graph import GraphRunner
 from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
 from lab.metadata.mla.backend import TRTLLMMLABackend
 from lab.metadata.mla.buffers import MLAGraphMetadata
-from lab.metadata.mla.calls import prepare_mla_attention
 from lab.metadata.mla.metadata import build_mla_decode_metadata
 from tests.devices import DEVICES, IN_INTERPRETER, ON_GPU, synchronisation_is_an_error
 from tests.metadata.batches import DRAFT_EXTENDS, Case, assert_mla_live_cells_right, build, mla_truth
-from tests.metadata.served import HEADS, LAYER, MLA, MLA_WITH_OFFSET, PAGE_SIZES, RANK, ROPE, Engine, Served
+from tests.metadata.served import HEADS, LAYER, MLA, MLA_WITH_OFFSET, PAGE_SIZES, RANK, REFERENCE, ROPE, Engine, Served
 
 V1, V2 = DRAFT_EXTENDS
 D = 4
@@ -234,8 +232,8 @@ def attending(engine: Engine, buffers: MLAGraphMetadata) -> Attending:
 
     def body(view: ForwardBatch, metadata: TRTLLMMLADecodeMetadata) -> Callable[[], Tensor]:
         n = view.num_tokens
-        return prepare_mla_attention(
-            lab.references, view, metadata, LAYER, query[:n], engine.cache, out=out[:n], padded_query=padded
+        return REFERENCE.prepare_attention(
+            view, metadata, LAYER, query[:n], engine.cache, out=out[:n], padded_query=padded
         )
 
     return Attending(runner_of(buffers, sizes=(1, 2, 4), body=body), query)
@@ -274,7 +272,7 @@ def test_attention_over_the_histories(mode: GraphMode, page_size: int, attention
                 torch.cat((query, query.new_zeros(3, 3, 12))),
             )
         eager, metadata = torch.full_like(query[..., :RANK], 9.0), graphs.runner.eager(batch)
-        prepare_mla_attention(lab.references, batch, metadata, LAYER, query, engine.cache, out=eager)()
+        REFERENCE.prepare_attention(batch, metadata, LAYER, query, engine.cache, out=eager)()
         served.assert_right(eager)
         assert (eager[sum(news) :] == (0.0 if mode is RAGGED else 9.0)).all()
         engine.release(rows)

@@ -27,12 +27,12 @@ from lab.metadata import (
     build_mla_prefill_metadata,
 )
 from lab.metadata.engine.lengths import pad_requests
+from lab.metadata.mla.backend import TRTLLMMLABackend
 from lab.metadata.mla.calls import (
     MLALayer,
     mla_call_arguments,
     mla_max_seq_len,
     mla_query,
-    prepare_mla_attention,
     prepare_mla_prefill,
     ragged_context_arguments,
 )
@@ -48,6 +48,7 @@ from tests.metadata.served import (
     MLA_WITH_OFFSET,
     PAGE_SIZES,
     RANK,
+    REFERENCE,
     ROPE,
     Engine,
     causal_attention,
@@ -368,10 +369,10 @@ def test_padding_that_outgrew_the_metadata_is_planned_again(mode: ForwardMode, t
     query = torch.cat([served.query, engine.draw(2 * rows, HEADS, RANK + ROPE)])
     out = torch.full((6 * rows, HEADS, RANK), 9.0, dtype=torch.float64)
     with pytest.raises(ValueError, match="has 6 requests and the metadata 4: padding outgrew it"):
-        prepare_mla_attention(lab.references, batch, early, LAYER, query, engine.cache, out=out)
+        REFERENCE.prepare_attention(batch, early, LAYER, query, engine.cache, out=out)
     metadata = replan_outgrown(early, batch, lambda padded: build_mla_decode_metadata(padded, engine.pool))
     engine.cache.storage[0] = 0.0  # the sink, which padding reads
-    prepare_mla_attention(lab.references, batch, metadata, LAYER, query, engine.cache, out=out)()
+    REFERENCE.prepare_attention(batch, metadata, LAYER, query, engine.cache, out=out)()
     served.assert_right(out)
     assert (out[4 * rows :] != 9.0).all()
 
@@ -390,8 +391,8 @@ def test_a_buffer_for_padded_rows_may_be_larger() -> None:
     metadata = build_mla_decode_metadata(served.batch, engine.pool)
     buffer = torch.full((8, 5, HEADS, RANK + ROPE), 1e30, dtype=torch.float64)
     out = torch.empty(6, HEADS, RANK, dtype=torch.float64)
-    prepare_mla_attention(
-        lab.references, served.batch, metadata, LAYER, served.query, engine.cache, out=out, padded_query=buffer
+    REFERENCE.prepare_attention(
+        served.batch, metadata, LAYER, served.query, engine.cache, out=out, padded_query=buffer
     )()
     served.assert_right(out)
 
@@ -402,4 +403,4 @@ def test_an_empty_batch_makes_no_call(mode: ForwardMode) -> None:
     metadata = build_mla_decode_metadata(batch, pool)
     cache, out = pool.new_latent_cache(RANK + ROPE, torch.float32), torch.empty(0, HEADS, RANK)
     query = torch.empty(0, HEADS, RANK + ROPE)
-    assert prepare_mla_attention(object(), batch, metadata, LAYER, query, cache, out=out)() is out
+    assert TRTLLMMLABackend(object()).prepare_attention(batch, metadata, LAYER, query, cache, out=out)() is out

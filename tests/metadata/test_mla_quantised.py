@@ -60,7 +60,6 @@ def test_the_backend_casts_the_query_in_each_call(mode: ForwardMode) -> None:
         LAYER,
         query,
         pool.new_latent_cache(80, E4M3),
-        max_context_len=pool.max_context_len,
         out=torch.empty(batch.num_tokens, 3, 64, dtype=BF16),
     )
     attend()

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4, AttentionCall
+from lab.kernels import prepare
+from lab.metadata.engine.backend import buffer_in
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.kv_cache import PagedKVCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.mha.buffers import MetadataBuilder, MHAGraphMetadata
-from lab.metadata.mha.calls import AttentionLayer, PlannedCall, attention_call, plan_calls, prepare_attention
+from lab.metadata.mha.calls import AttentionLayer, PlannedCall, attention_call, call_arguments, plan_calls
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, build_mha_metadata
 from lab.metadata.mha.quantised import CallDtypes, call_dtypes
 from lab.metadata.mha.settings import CallSettings, splits_mixed_tail
@@ -73,22 +75,37 @@ class TRTLLMMHABackend:
         *,
         max_context_len: int,
         out: Tensor,
+        plan: Sequence[PlannedCall] | None = None,
     ) -> Callable[[], Tensor]:
+        """Prepare one layer's attention (see `Backend.prepare_attention`).
+
+        Args:
+            plan: the calls to make; None: the result of `plan_calls`.
+
+        Raises:
+            ValueError: `call_arguments` refuses the pass.
+        """
         kv_dtype = cache.storage.dtype
         dtypes = self._dtypes(batch, query.dtype, out.dtype, kv_dtype)
-        return prepare_attention(
-            self.implementation,
-            batch,
-            metadata,
-            layer,
-            query,
-            cache,
-            max_context_len=max_context_len,
-            out=out,
-            plan=self.plan_calls(batch, layer, dtypes.query, kv_dtype),
-            settings=self.settings,
-            dtypes=dtypes,
-        )
+        given, result = buffer_in(query, dtypes.query), buffer_in(out, dtypes.out)
+        implementation, calls = self.settings.implementation(self.implementation), []
+        for planned in self.plan_calls(batch, layer, dtypes.query, kv_dtype) if plan is None else plan:
+            arguments = call_arguments(planned, batch, metadata, layer, given, cache, max_context_len)
+            arguments |= self.settings.arguments(planned.call)
+            rows = slice(planned.first_row, planned.first_row + planned.num_rows)
+            arguments |= {"out": result[rows], "workspace_buffer": None}
+            calls.append((prepare(implementation, planned.call.value, **arguments), rows))
+
+        def run() -> Tensor:
+            if given is not query:
+                given.copy_(query)
+            for call, rows in calls:
+                call()
+                if result is not out:
+                    out[rows].copy_(result[rows])
+            return out
+
+        return run
 
     def plan_calls(
         self, batch: ForwardBatch, layer: AttentionLayer, query_dtype: torch.dtype, kv_dtype: torch.dtype

@@ -1,23 +1,17 @@
 """The attention calls of a forward pass on TRT-LLM MHA, and their arguments."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from lab.calls.problem import AttentionCall
-from lab.kernels import prepare
-from lab.metadata.engine.backend import buffer_in
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.engine.kv_cache import NVFP4KVCache, PagedKVCache
 from lab.metadata.engine.lengths import query_lens
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata, mixed_tail_split
-from lab.metadata.mha.quantised import CallDtypes, counted_scale
-from lab.metadata.mha.settings import CallSettings
-
-DEFAULT_SETTINGS = CallSettings()
+from lab.metadata.mha.quantised import counted_scale
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,59 +106,6 @@ def plan_calls(
         PlannedCall(AttentionCall.DECODE, first, bs - first, first_rows, bs - first),
     ]
     return [call for call in calls if call.num_requests > 0]
-
-
-def prepare_attention(
-    implementation: Any,
-    batch: ForwardBatch,
-    metadata: TRTLLMMHAMetadata,
-    layer: AttentionLayer,
-    query: torch.Tensor,
-    cache: PagedKVCache,
-    *,
-    max_context_len: int,
-    out: torch.Tensor,
-    plan: Sequence[PlannedCall],
-    workspace_buffer: torch.Tensor | None = None,
-    dtypes: CallDtypes | None = None,
-    settings: CallSettings = DEFAULT_SETTINGS,
-) -> Callable[[], torch.Tensor]:
-    """Prepare one layer's attention with the calls of `plan` (see `lab.metadata.engine.backend.Backend.prepare_attention`).
-
-    Args:
-        implementation: any object with FlashInfer's decode and context functions, such as `lab.kernels.portable` or
-            `lab.references`.
-        batch, metadata, layer, query, cache, out: as in `Backend.prepare_attention`.
-        max_context_len: the engine's bound for all lengths.
-        plan: the result of `plan_calls`.
-        workspace_buffer: the caller's workspace, for kernels that take one.
-        dtypes: the dtypes that the calls take, from `lab.metadata.mha.quantised.call_dtypes`; None: the dtypes of `query` and
-            `out`. The query is cast before the calls and the output converted after them if its dtype differs.
-        settings: the engine's settings.
-
-    Raises:
-        ValueError: `call_arguments` refuses the pass.
-    """
-    dtypes = dtypes or CallDtypes(query.dtype, out.dtype)
-    given, result = buffer_in(query, dtypes.query), buffer_in(out, dtypes.out)
-    calls = []
-    for planned in plan:
-        arguments = call_arguments(planned, batch, metadata, layer, given, cache, max_context_len)
-        arguments |= settings.arguments(planned.call)
-        rows = slice(planned.first_row, planned.first_row + planned.num_rows)
-        arguments |= {"out": result[rows], "workspace_buffer": workspace_buffer}
-        calls.append((prepare(settings.implementation(implementation), planned.call.value, **arguments), rows))
-
-    def run() -> torch.Tensor:
-        if given is not query:
-            given.copy_(query)
-        for call, rows in calls:
-            call()
-            if result is not out:
-                out[rows].copy_(result[rows])
-        return out
-
-    return run
 
 
 def call_arguments(

@@ -15,7 +15,6 @@ sources are `ZigzagCPStrategy` in `sglang/srt/layers/cp/zigzag.py` and `_maybe_b
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +24,8 @@ from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_cache import PagedKVCache
 from lab.metadata.engine.lengths import host_lengths, query_rows
-from lab.metadata.mha.calls import AttentionLayer, PlannedCall, prepare_attention
+from lab.metadata.mha.backend import TRTLLMMHABackend
+from lab.metadata.mha.calls import AttentionLayer, PlannedCall
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 
 SHARDED_MODES = (ForwardMode.EXTEND, ForwardMode.MIXED)
@@ -121,29 +121,29 @@ def zigzag_shard(batch: ForwardBatch, metadata: TRTLLMMHAMetadata, num_ranks: in
 
 
 def prepare_zigzag(
-    implementation: Any,
+    backend: TRTLLMMHABackend,
     batch: ForwardBatch,
     shards: Sequence[ZigzagShard],
     layer: AttentionLayer,
     query: Tensor,
     cache: PagedKVCache,
     *,
+    max_context_len: int,
     out: Tensor,
-    **settings: Any,
 ) -> Callable[[], Tensor]:
     """Prepare one layer's attention with one call per rank. One device makes the calls of all ranks in turn.
 
     Args:
-        implementation, batch, layer, query, cache, out: as in `prepare_attention`, for the whole batch.
+        backend: makes the calls.
+        batch, layer, query, cache, max_context_len, out: as in `TRTLLMMHABackend.prepare_attention`, for the whole batch.
         shards: the part of each rank (`zigzag_shard`). Rows of `out` that belong to no rank are not written.
-        settings: further arguments of `prepare_attention`, without the plan.
     """
     ranks = []
     for shard in shards:
         mine, result = (each.new_empty(len(shard.rows), *each.shape[1:]) for each in (query, out))
         plan = [PlannedCall(AttentionCall.CONTEXT, 0, 2 * batch.batch_size, 0, len(shard.rows))]
-        attend = prepare_attention(
-            implementation, batch, shard.metadata, layer, mine, cache, out=result, plan=plan, **settings
+        attend = backend.prepare_attention(
+            batch, shard.metadata, layer, mine, cache, max_context_len=max_context_len, out=result, plan=plan
         )
         ranks.append((shard.rows, mine, result, attend))
 

@@ -7,16 +7,20 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lab.calls.problem import AttentionCall
+from lab.kernels import prepare
+from lab.metadata.engine.backend import buffer_in
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.graph_inputs import GraphMode
 from lab.metadata.engine.kv_cache import PagedLatentCache
 from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.mla.buffers import MLAGraphMetadata, new_block_table
-from lab.metadata.mla.calls import MLALayer, prepare_mla_attention
+from lab.metadata.mla.calls import MLALayer, mla_call_arguments, mla_query
 from lab.metadata.mla.context_parallel import DecodeContextParallel, build_mla_dcp_metadata
 from lab.metadata.mla.metadata import QueryLayout, TRTLLMMLADecodeMetadata, build_mla_decode_metadata
 from lab.metadata.mla.quantised import mla_query_dtype
+from lab.metadata.mla.rows import dense_block, unpad_draft_extend_output
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,32 +68,58 @@ class TRTLLMMLABackend:
         query: Tensor,
         cache: PagedLatentCache,
         *,
-        max_context_len: int,
+        max_context_len: int | None = None,
         out: Tensor,
         padded_query: Tensor | None = None,
     ) -> Callable[[], Tensor]:
-        """Prepare one layer's attention (see `Backend.prepare_attention`). `max_context_len` is not used, because the metadata
-        bounds the lengths.
+        """Prepare one layer's attention on the decode kernel (see `Backend.prepare_attention`).
 
         Args:
-            padded_query: as in `prepare_mla_attention`.
+            batch, metadata, layer, cache: as in `Backend.prepare_attention`.
+            query: ``[num_tokens, heads, kv_lora_rank + qk_rope_head_dim]``.
+            max_context_len: not used, because the metadata bounds the lengths.
+            out: ``[num_tokens, heads, kv_lora_rank]``; each call fills the requests' own rows.
+            padded_query: a buffer for padded rows, in the dtype of the calls' query. Passes may share it. None: a new tensor.
 
         Raises:
-            ValueError: the backend has a `dcp`. A rank's output is only a part: `prepare_mla_dcp_attention` of
+            ValueError: the batch has more requests than the metadata, or a tensor or buffer does not fit the metadata. Or the
+                backend has a `dcp`. A rank's output is only a part: `prepare_mla_dcp_attention` of
                 `lab.metadata.mla.context_parallel` makes the calls of all ranks and merges them.
         """
         if self.dcp is not None:
             raise ValueError(
                 "one rank's output is a part of a request's: prepare_mla_dcp_attention calls and merges all ranks"
             )
-        return prepare_mla_attention(
-            self.implementation,
-            batch,
-            metadata,
-            layer,
-            query,
-            cache,
-            out=out,
-            padded_query=padded_query,
-            query_dtype=self.query_dtype or mla_query_dtype(query.dtype, cache.storage.dtype),
-        )
+        if batch.batch_size > metadata.batch_size:
+            raise ValueError(
+                f"the batch has {batch.batch_size} requests and the metadata {metadata.batch_size}: padding outgrew it, build "
+                "it anew (lab.metadata.mla.metadata.replan_outgrown)"
+            )
+        if metadata.num_rows == 0:
+            return lambda: out
+        given = buffer_in(query, self.query_dtype or mla_query_dtype(query.dtype, cache.storage.dtype))
+        shape = (metadata.batch_size, metadata.max_seq_len_q)
+        own_out, offsets = out[: metadata.num_rows], metadata.cu_seqlens_q
+        is_padded = metadata.query_layout is QueryLayout.PADDED
+        if is_padded:
+            buffer = given.new_empty(*shape, *given.shape[1:]) if padded_query is None else padded_query
+            dense_query = dense_block(buffer, *shape, *given.shape[1:])
+            dense_out = out.new_empty(*shape, *out.shape[1:])
+        else:
+            dense_query, dense_out = mla_query(metadata, given), own_out.view(*shape, *out.shape[1:])
+        arguments = mla_call_arguments(batch, metadata, layer, dense_query, cache)
+        arguments |= {"out": dense_out, "workspace_buffer": None}
+        call = prepare(self.implementation, AttentionCall.MLA_DECODE.value, **arguments)
+
+        def run() -> Tensor:
+            if given is not query:
+                given.copy_(query)
+            if is_padded:
+                mla_query(metadata, given, dense_query)
+            call()
+            if is_padded:
+                assert offsets is not None
+                unpad_draft_extend_output(dense_out, offsets, own_out)
+            return out
+
+        return run

@@ -4,18 +4,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lab.calls.problem import E4M3, AttentionCall
 from lab.kernels import prepare
-from lab.metadata.engine.backend import buffer_in
 from lab.metadata.engine.forward_batch import ForwardBatch
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.engine.kv_cache import PagedLatentCache
 from lab.metadata.engine.lengths import host_lengths
 from lab.metadata.mla.metadata import QueryLayout, TRTLLMMLADecodeMetadata, TRTLLMMLAPrefillMetadata
-from lab.metadata.mla.rows import dense_block, pad_draft_extend_query, unpad_draft_extend_output
+from lab.metadata.mla.rows import pad_draft_extend_query
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +100,7 @@ def mla_query(metadata: TRTLLMMLADecodeMetadata, query: Tensor, padded: Tensor |
         ValueError: the query has fewer rows than the metadata says, or the buffer has another shape.
     """
     shape = (metadata.batch_size, metadata.max_seq_len_q, *query.shape[1:])
-    num_rows = _num_rows(metadata)
+    num_rows = metadata.num_rows
     if query.shape[0] < num_rows:
         raise ValueError(f"query has {query.shape[0]} rows, the metadata's requests have {num_rows}: pass them all")
     if metadata.query_layout is QueryLayout.VIEW:
@@ -111,75 +109,6 @@ def mla_query(metadata: TRTLLMMLADecodeMetadata, query: Tensor, padded: Tensor |
     assert metadata.cu_seqlens_q is not None
     padded = query.new_empty(shape) if padded is None else padded
     return pad_draft_extend_query(query[:num_rows], metadata.seq_lens_q, metadata.cu_seqlens_q, padded)
-
-
-def prepare_mla_attention(
-    implementation: Any,
-    batch: ForwardBatch,
-    metadata: TRTLLMMLADecodeMetadata,
-    layer: MLALayer,
-    query: Tensor,
-    cache: PagedLatentCache,
-    *,
-    out: Tensor,
-    padded_query: Tensor | None = None,
-    query_dtype: torch.dtype | None = None,
-    workspace_buffer: Tensor | None = None,
-    multi_ctas_kv_counter_buffer: Tensor | None = None,
-) -> Callable[[], Tensor]:
-    """Prepare one layer's attention on the decode kernel (see `lab.metadata.engine.backend.Backend.prepare_attention`).
-
-    Args:
-        implementation: any object with FlashInfer's MLA decode function, such as `lab.references`.
-        batch, metadata, layer, cache: as in `Backend.prepare_attention`.
-        query: ``[num_tokens, heads, kv_lora_rank + qk_rope_head_dim]``.
-        out: ``[num_tokens, heads, kv_lora_rank]``; each call fills the requests' own rows.
-        padded_query: a buffer for padded rows, with dtype `query_dtype` if that is given. Passes may share it. None: a new
-            tensor.
-        query_dtype: the dtype to which each call casts the query (`lab.metadata.mla.quantised.mla_query_dtype`); None: no cast.
-        workspace_buffer, multi_ctas_kv_counter_buffer: the caller's buffers, for kernels that need them.
-
-    Raises:
-        ValueError: the batch has more requests than the metadata, or a tensor or buffer does not fit the metadata.
-    """
-    if batch.batch_size > metadata.batch_size:
-        raise ValueError(
-            f"the batch has {batch.batch_size} requests and the metadata {metadata.batch_size}: padding outgrew it, build it "
-            "anew (lab.metadata.mla.metadata.replan_outgrown)"
-        )
-    num_rows = _num_rows(metadata)
-    if num_rows == 0:
-        return lambda: out
-    given = buffer_in(query, query_dtype)
-    shape = (metadata.batch_size, metadata.max_seq_len_q)
-
-    def prepare_call(dense_query: Tensor, dense_out: Tensor) -> Callable[[], Any]:
-        arguments = mla_call_arguments(batch, metadata, layer, dense_query, cache, multi_ctas_kv_counter_buffer)
-        arguments |= {"out": dense_out, "workspace_buffer": workspace_buffer}
-        return prepare(implementation, AttentionCall.MLA_DECODE.value, **arguments)
-
-    own_out = out[:num_rows]
-    is_padded = metadata.query_layout is QueryLayout.PADDED
-    if is_padded:
-        buffer = given.new_empty(*shape, *given.shape[1:]) if padded_query is None else padded_query
-        padded = dense_block(buffer, *shape, *given.shape[1:])
-        padded_out = out.new_empty(*shape, *out.shape[1:])
-        call = prepare_call(padded, padded_out)
-    else:
-        call = prepare_call(mla_query(metadata, given), own_out.view(*shape, *out.shape[1:]))
-
-    def run() -> Tensor:
-        if given is not query:
-            given.copy_(query)
-        if is_padded:
-            mla_query(metadata, given, padded)
-        call()
-        if is_padded:
-            assert metadata.cu_seqlens_q is not None
-            unpad_draft_extend_output(padded_out, metadata.cu_seqlens_q, own_out)
-        return out
-
-    return run
 
 
 def ragged_context_arguments(
@@ -280,12 +209,3 @@ def prepare_mla_prefill(
 def prepare_ragged(implementation: Any, **arguments: Any) -> Callable[[], Any]:
     """Prepare a call with the arguments of `ragged_context_arguments`, or with some of them replaced."""
     return prepare(implementation, AttentionCall.RAGGED_CONTEXT.value, **arguments)
-
-
-def _num_rows(metadata: TRTLLMMLADecodeMetadata) -> int:
-    """Return the number of query rows that a pass reads and writes: `sum_seq_lens_q` if the metadata has it, else
-    ``max_seq_len_q`` per request.
-    """
-    if metadata.sum_seq_lens_q is not None:
-        return metadata.sum_seq_lens_q
-    return metadata.batch_size * metadata.max_seq_len_q

@@ -118,7 +118,6 @@ def prepare_mla_dcp_attention(
     *,
     out: Tensor,
     query_dtype: torch.dtype | None = None,
-    workspace_buffer: Tensor | None = None,
 ) -> Callable[[], Tensor]:
     """Prepare one layer's attention for a whole group of ranks: one call per rank, and a merge of their outputs by the LSEs.
 
@@ -131,8 +130,7 @@ def prepare_mla_dcp_attention(
         query: ``[num_tokens, heads, kv_lora_rank + qk_rope_head_dim]``, all heads of the group.
         cache: the cache of all ranks.
         out: ``[num_tokens, heads, kv_lora_rank]``, which each call fills.
-        query_dtype: as in `lab.metadata.mla.calls.prepare_mla_attention`.
-        workspace_buffer: the caller's workspace, for kernels that need one.
+        query_dtype: the dtype to which each call casts the query; None: no cast.
 
     Returns:
         A call, as `lab.metadata.engine.backend.Backend.prepare_attention` returns it.
@@ -153,7 +151,7 @@ def prepare_mla_dcp_attention(
         dense = mla_query(own, given)
         arguments = mla_call_arguments(batch, own, layer, dense, cache.of_rank(rank)) | {
             "out": out.new_empty(*dense.shape[:-1], out.shape[-1]),
-            "workspace_buffer": workspace_buffer,
+            "workspace_buffer": None,
             "return_lse": True,
         }
         calls.append(prepare(implementation, AttentionCall.MLA_DECODE.value, **arguments))

@@ -82,6 +82,12 @@ class TRTLLMMLADecodeMetadata:
         return self.seq_lens_k.shape[0]
 
     @property
+    def num_rows(self) -> int:
+        """Return the number of query rows that a pass reads and writes."""
+        rows = self.sum_seq_lens_q
+        return self.batch_size * self.max_seq_len_q if rows is None else rows
+
+    @property
     def seq_lens(self) -> Tensor:
         return self.seq_lens_k
 

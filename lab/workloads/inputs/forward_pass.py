@@ -148,9 +148,9 @@ class ForwardPass(EnginePass):
         if not self.shards:
             super().run(implementation, out)
             return
-        arguments = self.arguments(out) | {"shards": self.shards, "dtypes": self.case.dtypes}
+        arguments = self.arguments(out) | {"shards": self.shards}
         del arguments["metadata"]
-        prepare_zigzag(implementation, **arguments)()
+        prepare_zigzag(self.case.backend(implementation), **arguments)()
 
     def stored(self, *sides: Tensor) -> History:
         return stored_kv(self.case.kv_dtype, *sides)

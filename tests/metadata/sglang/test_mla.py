@@ -29,7 +29,6 @@ from lab.metadata.mla.calls import (
     MLALayer,
     mla_call_arguments,
     mla_query,
-    prepare_mla_attention,
     prepare_mla_prefill,
 )
 from lab.metadata.mla.context_parallel import DecodeContextParallel, build_mla_dcp_metadata
@@ -40,7 +39,7 @@ from lab.metadata.mla.rows import merge_by_lse
 from lab.metadata.speculation.verify_mask import VerifyMaskForm, preallocate_verify_mask
 from tests.devices import IN_INTERPRETER
 from tests.metadata.batches import Case, build, drawn_cases, mla_truth, of_mla
-from tests.metadata.served import HEADS, LAYER, MLA, RANK, ROPE, Engine
+from tests.metadata.served import HEADS, LAYER, MLA, RANK, REFERENCE, ROPE, Engine
 from tests.metadata.sglang.mha import Load, server_batch
 from tests.metadata.sglang.mla import (
     BACKEND,
@@ -156,7 +155,7 @@ def hold_calls(
         metadata = replan_outgrown(metadata, batch, partial(build_mla_decode_metadata, pool=engine.pool))
     theirs = attend(backend, server, query, cache.storage.flatten(0, 1))
     ours = torch.full_like(theirs, 9.0)
-    prepare_mla_attention(lab.references, batch, metadata, LAYER, query, cache, out=ours)()
+    REFERENCE.prepare_attention(batch, metadata, LAYER, query, cache, out=ours)()
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     seen = mla_truth(batch, engine.pool, MLA).seen_lens
     assert_same(metadata, backend.forward_decode_metadata, engine.pool.page_size, seen)
@@ -378,9 +377,7 @@ def test_an_e4m3_cache(sglang: Load, data_type: torch.dtype, counts: bool) -> No
         prepare_trtllm_batch_decode_with_kv_cache_mla=lambda **arguments: ours.append(arguments) or (lambda: None)
     )
     out = torch.empty(3, HEADS, RANK, dtype=torch.bfloat16)
-    TRTLLMMLABackend(recorder).prepare_attention(
-        served.batch, metadata, layer, query, cache, max_context_len=150, out=out
-    )()
+    TRTLLMMLABackend(recorder).prepare_attention(served.batch, metadata, layer, query, cache, out=out)()
     (own,), (call,) = ours, backend.calls
     assert own["query"].dtype == call["query"].dtype == data_type
     assert torch.equal(own["query"].float(), call["query"].float())
