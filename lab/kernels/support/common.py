@@ -3,29 +3,40 @@
 A refusal is a sentence that says why a kernel does not support a call. It leaves out the kernel's name.
 """
 
+from collections.abc import Iterable
+
 import torch
 
 from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4, AttentionProblem, Feature, PagedAttention
-from lab.kernels.support.kernel import Dtypes, dims, page_sizes, triples
+from lab.kernels.support.kernel import Dtypes, dims, page_sizes
 
 BF16 = torch.bfloat16
 HALVES = frozenset((q, q, q) for q in HALF_DTYPES)
 LOAD_BYTES = 16  # of TMA and of FA2's copies
 TAKEN_PAGES = page_sizes(16, 32, 64, 128, words="is taken for page sizes")  # SGLang 0.5.23's
-NO_LSE = "computes no LSE"
+NO_LSE = dict.fromkeys((Feature.LSE, Feature.STRIDED_LSE), "computes no LSE")
 USUAL = frozenset({Feature.SEVERAL_ROWS, Feature.WINDOW, Feature.SINKS, Feature.V_SCALE, Feature.OUT})
+ANY_ROWS = frozenset({Feature.SEVERAL_ROWS, Feature.RAGGED_ROWS, Feature.STRIDED_QUERY, Feature.OUT})
 STRIDED_QUERY = "needs a contiguous query"
+KS_STRIDES = {Feature.OTHER_V_STRIDES: "reads V with K's strides, and they differ"}
+NO_MASK = {Feature.MASK: "takes no mask: its rows are causal"}
+ONE_TABLE = {Feature.SEPARATE_TABLES: "reads one page table for K and V: uses_shared_paged_kv_idx must be True"}
+CONTIGUOUS_LSE = {Feature.STRIDED_LSE: "writes a contiguous lse only"}
+NO_V_SCALE = {Feature.V_SCALE: "has no scale of its values: bmm2_scale must be 1"}
+HALF_QUERIES = "takes fp16 or bf16 queries, not {q}"
+QUERYS_OUT = "writes the query's dtype {q}, not {out}"
+HALF_DTYPES_ALONE = Dtypes(HALVES, HALF_QUERIES, "takes K/V in the query's dtype, not {kv}", QUERYS_OUT)
 MLA_DTYPES = Dtypes(
     frozenset({(BF16, BF16, BF16), (E4M3, E4M3, BF16)}),
     queries="takes bf16 or e4m3 for both the query and the cache, not {q} and {kv}",
     kv="takes bf16 or e4m3 for both the query and the cache, not {q} and {kv}",
     out="writes bfloat16, not {out}",
 )
-TRITON_DTYPES = Dtypes(  # of SGLang's and vLLM's kernels
-    HALVES | frozenset().union(*(triples((q,), (E4M3,), (q,)) for q in HALF_DTYPES)),
-    queries="takes fp16 or bf16 queries, not {q}",
-    kv="takes K/V in the query's dtype or e4m3, not {kv}",
-    out="writes the query's dtype {q}, not {out}",
+HALVES_OVER_E4M3 = Dtypes(
+    HALVES | {(q, E4M3, q) for q in HALF_DTYPES},
+    HALF_QUERIES,
+    "takes K/V in the query's dtype or e4m3, not {kv}",
+    QUERYS_OUT,
 )
 RAGGED_SIZES = dims(  # of FlashInfer's kernels
     "(head_dim, v_head_dim)", lambda problem: (problem.head_dim, problem.v_head_dim), (192, 128), (128, 128), (256, 256)
@@ -59,14 +70,18 @@ def misaligned(name: str, tensor: torch.Tensor, load_bytes: int = LOAD_BYTES) ->
     return misplaced(name, tensor, load_bytes)
 
 
+def first_misaligned(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+    """Return what `misaligned` says of the first of these named tensors that it refuses, or None."""
+    return next((words for name, tensor in tensors if (words := misaligned(name, tensor)) is not None), None)
+
+
 def misaligned_paged(problem: PagedAttention) -> str | None:
     """Return a refusal (a sentence) if query, K, V or `out` does not fit loads and stores of 16 bytes, else None.
 
     The addresses of all four and the strides of query, K and V are checked.
     """
     sides = (("query", problem.query), ("K", problem.k_cache), ("V", problem.v_cache))
-    words = next((words for name, tensor in sides if (words := misaligned(name, tensor)) is not None), None)
-    return words if words is not None or problem.out is None else misplaced("out", problem.out)
+    return first_misaligned(sides) or (None if problem.out is None else misplaced("out", problem.out))
 
 
 def positive_bmm1_scale(problem: AttentionProblem) -> str | None:

@@ -2,8 +2,8 @@
 
 from lab.calls.problem import E4M3, HALF_DTYPES, AttentionCall, Feature, PagedAttention
 from lab.gpus import SM90, SM120, Capability, family_of, sm_name
-from lab.kernels.support.common import HALVES, STRIDED_QUERY, TAKEN_PAGES, USUAL, misplaced_paged
-from lab.kernels.support.kernel import Dtypes, Kernel, sizes, triples
+from lab.kernels.support.common import HALVES, QUERYS_OUT, STRIDED_QUERY, TAKEN_PAGES, USUAL, misplaced_paged
+from lab.kernels.support.kernel import Dtypes, Kernel, head_dims, triples
 from lab.kernels.support.stored_cache import stored_cache
 
 
@@ -49,9 +49,9 @@ def _fmha_v2_cache(problem: PagedAttention) -> str | None:
     )
 
 
-# FlashInfer generates kernels for more: 32 to 256 on SM90, and 512 on SM120 (results/blackwell-dry-run/compiled.md). The lab
-# judged these three. With any other head_dim `run_fmha_v2` launches nothing and says nothing: its assert is compiled out.
-HEAD_DIMS = sizes("is taken for head_dim", lambda problem: problem.head_dim, 64, 128, 256)
+# FlashInfer generates kernels for more head_dims: 32 to 256 on SM90, and 512 on SM120
+# (results/blackwell-dry-run/compiled.md). The lab judged these three. With any other head_dim `run_fmha_v2` launches nothing
+# and says nothing: its assert is compiled out.
 FMHA_V2 = Kernel(
     "trtllm_fmha_v2_prefill",
     calls=(AttentionCall.CONTEXT,),
@@ -60,14 +60,12 @@ FMHA_V2 = Kernel(
         HALVES | triples((E4M3,), (E4M3,), (E4M3, *HALF_DTYPES)),
         queries="takes fp16 and bf16 queries, and e4m3 on SM90 alone, not {q}",
         kv="takes K/V in the query's dtype, not {kv} with {q}",
-        out=dict.fromkeys(HALF_DTYPES, "writes the query's dtype {q}, not {out}")
-        | {E4M3: "writes the query's dtype {q}, fp16 or bf16, not {out}"},
+        out=dict.fromkeys(HALF_DTYPES, QUERYS_OUT) | {E4M3: "writes the query's dtype {q}, fp16 or bf16, not {out}"},
     ),
-    sizes=(TAKEN_PAGES, HEAD_DIMS),
+    sizes=(TAKEN_PAGES, head_dims(64, 128, 256)),
     honours=USUAL | {Feature.RAGGED_ROWS, Feature.SEPARATE_TABLES, Feature.OTHER_V_STRIDES, Feature.NON_CAUSAL},
-    says={
-        Feature.LSE: "returns softmax statistics, not the LSE of this call",
-        Feature.STRIDED_LSE: "returns softmax statistics, not the LSE of this call",
+    says=dict.fromkeys((Feature.LSE, Feature.STRIDED_LSE), "returns softmax statistics, not the LSE of this call")
+    | {
         Feature.TENSOR_SCALES: "takes its scales as host numbers, not as tensors",
         Feature.STRIDED_QUERY: STRIDED_QUERY,
     },

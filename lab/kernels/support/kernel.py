@@ -75,6 +75,11 @@ def page_sizes(*among: int, words: str = "is built for page sizes") -> Sizes:
     return sizes(words, lambda problem: problem.page_size, *among)
 
 
+def head_dims(*among: int, words: str = "is taken for head_dim") -> Sizes:
+    """Return `Sizes` for the head_dims of a kernel."""
+    return sizes(words, lambda problem: problem.head_dim, *among)
+
+
 def dims(what: str, of: Callable[[Any], tuple[int, int]], *among: tuple[int, int]) -> Sizes:
     """Return `Sizes` for the pairs of dimensions in `among`, such as (576, 512). `what` names such a pair in the sentence."""
     return Sizes(f"has kernels for {what} {' or '.join(map(str, among))}", of, among)

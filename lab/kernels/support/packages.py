@@ -4,26 +4,25 @@ from functools import partial
 
 from lab.calls.problem import E4M3, AttentionCall, Feature, PagedAttention
 from lab.gpus import FAMILIES, SM90, SM100, Capability, family_of
-from lab.kernels.support.common import HALVES, TAKEN_PAGES, TRITON_DTYPES, misaligned_paged, positive_bmm1_scale
-from lab.kernels.support.kernel import Dtypes, Implementation, Kernel, sizes
+from lab.kernels.support.common import (
+    ANY_ROWS,
+    HALF_DTYPES_ALONE,
+    HALVES,
+    HALVES_OVER_E4M3,
+    NO_V_SCALE,
+    ONE_TABLE,
+    QUERYS_OUT,
+    TAKEN_PAGES,
+    misaligned_paged,
+    positive_bmm1_scale,
+)
+from lab.kernels.support.kernel import Dtypes, Implementation, Kernel, head_dims
 from lab.kernels.support.stored_cache import no_token_list
 
-HONOURED_BY_ALL = frozenset(
-    {
-        Feature.SEVERAL_ROWS,
-        Feature.RAGGED_ROWS,
-        Feature.STRIDED_QUERY,
-        Feature.OTHER_V_STRIDES,
-        Feature.NON_CAUSAL,
-        Feature.WINDOW,
-        Feature.OUT,
-    }
-)
+HONOURED_BY_ALL = ANY_ROWS | {Feature.OTHER_V_STRIDES, Feature.NON_CAUSAL, Feature.WINDOW}
 LSES = frozenset({Feature.LSE, Feature.STRIDED_LSE})
-ONE_TABLE = {Feature.SEPARATE_TABLES: "reads one page table for K and V: uses_shared_paged_kv_idx must be True"}
 NUMBERS = {Feature.TENSOR_SCALES: "takes its scales as numbers, not as tensors"}
-NO_V_SCALE = {Feature.V_SCALE: "has no scale of its values: bmm2_scale must be 1"}
-HEAD_DIMS = sizes("is taken for head_dim", lambda problem: problem.head_dim, 16, 32, 64, 128, 256)
+HEAD_DIMS = head_dims(16, 32, 64, 128, 256)
 paged_kernel = partial(Kernel, calls=(AttentionCall.DECODE, AttentionCall.CONTEXT), gpus=FAMILIES)
 
 
@@ -56,13 +55,8 @@ def _keys_of_a_tile(capability: Capability | None, problem: PagedAttention) -> i
 FLASH_ATTENTION_4 = paged_kernel(
     "FlashAttention-4",
     gpus=(SM90, SM100),
-    dtypes=Dtypes(
-        HALVES,
-        queries="takes fp16 or bf16 queries, not {q}",
-        kv="takes K/V in the query's dtype, not {kv}",
-        out="writes the query's dtype {q}, not {out}",
-    ),
-    sizes=(sizes("is taken for head_dim", lambda problem: problem.head_dim, 64, 128, 256),),
+    dtypes=HALF_DTYPES_ALONE,
+    sizes=(head_dims(64, 128, 256),),
     honours=HONOURED_BY_ALL | LSES | {Feature.SINKS},
     says=ONE_TABLE | NUMBERS | NO_V_SCALE | {Feature.MASK: "takes no packed mask: its masks are functions in CuTe DSL"},
     limits=_flash_attention_4,
@@ -89,7 +83,7 @@ FLEX_ATTENTION = paged_kernel(
         HALVES,
         queries="is taken for fp16 or bf16 queries, not {q}",
         kv="takes K/V in the query's dtype, not {kv}",
-        out="writes the query's dtype {q}, not {out}",
+        out=QUERYS_OUT,
     ),
     sizes=(HEAD_DIMS, TAKEN_PAGES),
     honours=HONOURED_BY_ALL | LSES | {Feature.MASK},
@@ -122,7 +116,7 @@ SGLANG_TRITON = paged_kernel(
     "SGLang's Triton attention",
     uses_triton=True,
     on_cpu=True,
-    dtypes=TRITON_DTYPES,
+    dtypes=HALVES_OVER_E4M3,
     sizes=(HEAD_DIMS,),
     honours=HONOURED_BY_ALL | {Feature.SINKS, Feature.MASK, Feature.V_SCALE},
     says=NUMBERS
@@ -146,7 +140,7 @@ def _vllm_triton(_capability: Capability | None, problem: PagedAttention) -> str
 VLLM_TRITON = paged_kernel(
     "vLLM's Triton attention",
     uses_triton=True,  # which vLLM imports only beside a GPU
-    dtypes=TRITON_DTYPES,
+    dtypes=HALVES_OVER_E4M3,
     sizes=(HEAD_DIMS,),
     honours=HONOURED_BY_ALL | {Feature.SINKS, Feature.V_SCALE},
     says=ONE_TABLE

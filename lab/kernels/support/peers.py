@@ -7,29 +7,31 @@ from lab.calls.problem import E4M3, HALF_DTYPES, AttentionCall, Feature, PagedAt
 from lab.calls.ragged_context import RaggedAttention
 from lab.gpus import FAMILIES, SM90, Capability, family_of
 from lab.kernels.support.common import (
+    ANY_ROWS,
     BF16,
+    CONTIGUOUS_LSE,
+    HALF_DTYPES_ALONE,
     HALVES,
+    HALVES_OVER_E4M3,
+    KS_STRIDES,
+    NO_MASK,
+    NO_V_SCALE,
+    QUERYS_OUT,
     RAGGED_SIZES,
-    misaligned,
+    first_misaligned,
     misaligned_paged,
     positive_bmm1_scale,
 )
-from lab.kernels.support.kernel import Dtypes, Kernel, mla_dims, sizes, triples
+from lab.kernels.support.kernel import Dtypes, Kernel, head_dims, mla_dims, sizes, triples
 
 DEEPSEEK_MLA_DIMS = (512, 64)
-OUT = "writes the query's dtype {q}, not {out}"
-HONOURED_BY_ALL = frozenset(
-    {Feature.SEVERAL_ROWS, Feature.RAGGED_ROWS, Feature.STRIDED_QUERY, Feature.OUT, Feature.LSE}
-)
-SAYS = {
-    Feature.SINKS: "takes no sinks",
-    Feature.TENSOR_SCALES: "plans with its scales as numbers, not as tensors",
-    Feature.STRIDED_LSE: "writes a contiguous lse only",
-}
+HONOURED_BY_ALL = ANY_ROWS | {Feature.LSE}
+PLANNED = CONTIGUOUS_LSE | {Feature.TENSOR_SCALES: "plans with its scales as numbers, not as tensors"}
+SAYS = PLANNED | {Feature.SINKS: "takes no sinks"}
 # It reads an e4m3 cache for bf16 queries alone; where is in `_fa_mla`.
 E4M3_CACHE = "reads an e4m3 cache on SM90, for bf16 queries and (kv_lora_rank, qk_rope_head_dim) (512, 64) alone"
 MLA_QUERIES = "takes fp16 or bf16 queries over a cache of their dtype or e4m3, not {q} and {kv}"
-MLA_DTYPES = Dtypes(HALVES | {(BF16, E4M3, BF16)}, MLA_QUERIES, {E4M3: E4M3_CACHE}, OUT)
+MLA_DTYPES = Dtypes(HALVES | {(BF16, E4M3, BF16)}, MLA_QUERIES, {E4M3: E4M3_CACHE}, QUERYS_OUT)
 
 
 def _fa_mla(capability: Capability | None, problem: PagedAttention) -> str | None:
@@ -69,8 +71,7 @@ def _fa_ragged(capability: Capability | None, problem: RaggedAttention) -> str |
     The limits are those of `BatchPrefillWithRaggedKVCacheWrapper` and its two backends, FA2 and FA3.
     """
     sides = (("query", problem.query), ("key", problem.key), ("value", problem.value))
-    misplaced = (words for name, tensor in sides if (words := misaligned(name, tensor)) is not None)
-    return positive_bmm1_scale(problem) or next(misplaced, None)
+    return positive_bmm1_scale(problem) or first_misaligned(sides)
 
 
 def _ragged(backend: str, gpus: Any) -> Kernel:
@@ -78,10 +79,10 @@ def _ragged(backend: str, gpus: Any) -> Kernel:
         f"BatchPrefillWithRaggedKVCacheWrapper with {backend}",
         calls=(AttentionCall.RAGGED_CONTEXT,),
         gpus=gpus,
-        dtypes=Dtypes(HALVES, "takes fp16 or bf16 queries, not {q}", "takes K/V in the query's dtype, not {kv}", OUT),
+        dtypes=HALF_DTYPES_ALONE,
         sizes=(RAGGED_SIZES,),
         honours=HONOURED_BY_ALL | {Feature.NON_CAUSAL, Feature.WINDOW},
-        says=SAYS | {Feature.V_SCALE: "has no scale of its values: bmm2_scale must be 1"},
+        says=SAYS | NO_V_SCALE,
         limits=_fa_ragged,
     )
 
@@ -103,25 +104,15 @@ def _fa_paged(capability: Capability | None, problem: PagedAttention) -> str | N
 
 
 PAGED_CALLS = (AttentionCall.DECODE, AttentionCall.CONTEXT)
-PAGED = partial(
-    Kernel,
-    calls=PAGED_CALLS,
-    sizes=(sizes("is taken for head_dim", lambda problem: problem.head_dim, 64, 128, 256),),
-    limits=_fa_paged,
-)
+PAGED = partial(Kernel, calls=PAGED_CALLS, sizes=(head_dims(64, 128, 256),), limits=_fa_paged)
 PAGED_HONOURS = HONOURED_BY_ALL | {Feature.NON_CAUSAL, Feature.WINDOW, Feature.SINKS, Feature.V_SCALE}
-PAGED_SAYS = {each: SAYS[each] for each in (Feature.TENSOR_SCALES, Feature.STRIDED_LSE)} | {
+PAGED_SAYS = PLANNED | {
     Feature.SEPARATE_TABLES: "reads one list of pages for K and V: uses_shared_paged_kv_idx must be True"
 }
 FA2_PAGED = PAGED(
     "FlashInfer's FA2",
     gpus=FAMILIES,
-    dtypes=Dtypes(
-        HALVES | {(q, E4M3, q) for q in HALF_DTYPES},
-        queries="takes fp16 or bf16 queries, not {q}",
-        kv="takes K/V in the query's dtype or e4m3, not {kv}",
-        out=OUT,
-    ),
+    dtypes=HALVES_OVER_E4M3,
     honours=PAGED_HONOURS | {Feature.OTHER_V_STRIDES, Feature.MASK},
     says=PAGED_SAYS,
 )
@@ -132,15 +123,12 @@ FA3_PAGED = PAGED(
         HALVES | triples((E4M3,), (E4M3,), HALF_DTYPES),
         queries="takes fp16, bf16 or e4m3 queries, not {q}",
         kv="takes K/V in the query's dtype, not {kv} with {q}",
-        out=dict.fromkeys(HALF_DTYPES, OUT) | {E4M3: "writes fp16 or bf16 for e4m3 queries, not {out}"},
+        out=dict.fromkeys(HALF_DTYPES, QUERYS_OUT) | {E4M3: "writes fp16 or bf16 for e4m3 queries, not {out}"},
     ),
     honours=PAGED_HONOURS,
     says=PAGED_SAYS
-    | {
-        # batch_prefill_sm90.cu: "K and V must have same page stride", and no `MaskMode::kCustom`
-        Feature.OTHER_V_STRIDES: "reads V with K's strides, and they differ",
-        Feature.MASK: "takes no mask: its rows are causal",
-    },
+    | NO_MASK
+    | KS_STRIDES,  # batch_prefill_sm90.cu: "K and V must have same page stride", and no `MaskMode::kCustom`
 )
 # By the module in `lab.kernels.peers`, and FlashInfer's name of the backend.
 BY_MODULE = {

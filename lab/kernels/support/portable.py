@@ -6,7 +6,8 @@ import torch
 
 from lab.calls.problem import E4M3, HALF_DTYPES, AttentionCall, Feature
 from lab.gpus import FAMILIES
-from lab.kernels.support.kernel import Dtypes, Kernel, Sizes, mla_dims, page_sizes, sizes, triples
+from lab.kernels.support.common import ANY_ROWS, CONTIGUOUS_LSE
+from lab.kernels.support.kernel import Dtypes, Kernel, Sizes, head_dims, mla_dims, page_sizes, sizes, triples
 
 OUT_DTYPES = (*HALF_DTYPES, E4M3, torch.float32)
 DTYPES = Dtypes(
@@ -15,19 +16,7 @@ DTYPES = Dtypes(
     kv="takes K/V in the query's dtype or e4m3, not {kv}",
     out="writes fp16, bf16, e4m3 or float32, not {out}",
 )
-HONOURED_BY_ALL = frozenset(
-    {
-        Feature.SEVERAL_ROWS,
-        Feature.RAGGED_ROWS,
-        Feature.STRIDED_QUERY,
-        Feature.SINKS,
-        Feature.TENSOR_SCALES,
-        Feature.V_SCALE,
-        Feature.OUT,
-        Feature.LSE,
-    }
-)
-STRIDED_LSE = {Feature.STRIDED_LSE: "writes a contiguous lse only"}
+HONOURED_BY_ALL = ANY_ROWS | {Feature.SINKS, Feature.TENSOR_SCALES, Feature.V_SCALE, Feature.LSE}
 triton_kernel = partial(Kernel, gpus=FAMILIES, uses_triton=True, on_cpu=True, dtypes=DTYPES)
 RAGGED_DIMS = (16, 32, 64, 128, 256)  # v_head_dims; head_dims are one of these or a sum of two
 
@@ -41,10 +30,10 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
 PORTABLE = triton_kernel(
     "the portable Triton kernel",
     calls=(AttentionCall.DECODE, AttentionCall.CONTEXT),
-    sizes=(sizes("is built for head_dim", lambda problem: problem.head_dim, 64, 128, 256), page_sizes(16, 32, 64, 128)),
+    sizes=(head_dims(64, 128, 256, words="is built for head_dim"), page_sizes(16, 32, 64, 128)),
     honours=HONOURED_BY_ALL
     | {Feature.SEPARATE_TABLES, Feature.OTHER_V_STRIDES, Feature.NON_CAUSAL, Feature.WINDOW, Feature.MASK},
-    says=STRIDED_LSE,
+    says=CONTIGUOUS_LSE,
 )
 PORTABLE_MLA = triton_kernel(
     "the portable Triton MLA kernel",
@@ -54,7 +43,7 @@ PORTABLE_MLA = triton_kernel(
         sizes("is built for a qk_rope_head_dim of", lambda problem: mla_dims(problem)[1], 16, 32, 64),
     ),
     honours=HONOURED_BY_ALL,
-    says=STRIDED_LSE,
+    says=CONTIGUOUS_LSE,
 )
 PORTABLE_RAGGED = triton_kernel(
     "the portable Triton ragged kernel",

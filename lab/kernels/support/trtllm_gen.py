@@ -18,8 +18,10 @@ from lab.gpus import SM100, Capability
 from lab.kernels.support.common import (
     BF16,
     HALVES,
+    KS_STRIDES,
     LOAD_BYTES,
     MLA_DTYPES,
+    NO_MASK,
     RAGGED_SIZES,
     STRIDED_QUERY,
     USUAL,
@@ -32,15 +34,16 @@ from lab.kernels.support.kernel import (
     Sizes,
     Triples,
     dims,
+    head_dims,
     mla_dims,
     page_sizes,
-    sizes,
     triples,
 )
 from lab.named_enum import NamedEnum
 
 FP16 = torch.float16
 TABLE = "in trtllm-gen's table of FlashInfer 0.6.13"
+HEADS = f"has kernels {TABLE} for head_dim"
 OF_E4M3 = triples((E4M3,), (E4M3,), (E4M3, *HALF_DTYPES))
 OF_NVFP4 = triples((E4M3,), (NVFP4,), (E4M3,))
 # Decode alone. The table's kernels for bf16 convert K/V in a way that FlashInfer 0.7.2 no longer asks for.
@@ -262,10 +265,7 @@ PAGED_OUT = dict.fromkeys(HALF_DTYPES, OF_A_HALF) | {
 }
 HONOURS = USUAL | {Feature.RAGGED_ROWS, Feature.TENSOR_SCALES, Feature.LSE, Feature.STRIDED_LSE}
 PAGED_HONOURS = HONOURS | {Feature.STRIDED_QUERY, Feature.SEPARATE_TABLES, Feature.NVFP4, Feature.INTERLEAVED_FACTORS}
-SAYS = {
-    Feature.OTHER_V_STRIDES: "reads V with K's strides, and they differ",
-    Feature.MASK: "takes no mask: its rows are causal",
-}
+SAYS = KS_STRIDES | NO_MASK
 PAGES = Sizes(
     "is built for page sizes 16, 32, 64 and powers of two from 128", lambda problem: problem.page_size, ANY_PAGES
 )
@@ -279,7 +279,7 @@ TRTLLM_GEN_DECODE = gen_kernel(
         {E4M3: "reads e4m3 K/V for fp16, bf16 and e4m3 queries, not for {q}", NVFP4: GEN_NVFP4},
         PAGED_OUT,
     ),
-    sizes=(PAGES, sizes(f"has kernels {TABLE} for head_dim", lambda problem: problem.head_dim, 64, 128, 256, 512)),
+    sizes=(PAGES, head_dims(64, 128, 256, 512, words=HEADS)),
     honours=PAGED_HONOURS,
     says=SAYS,
 )
@@ -292,7 +292,7 @@ TRTLLM_GEN_CONTEXT = gen_kernel(
         {E4M3: f"reads e4m3 K/V for e4m3 queries, not for {{q}}: no such kernel is {TABLE}", NVFP4: GEN_NVFP4},
         PAGED_OUT,
     ),
-    sizes=(PAGES, sizes(f"has kernels {TABLE} for head_dim", lambda problem: problem.head_dim, 64, 80, 128, 256, 512)),
+    sizes=(PAGES, head_dims(64, 80, 128, 256, 512, words=HEADS)),
     honours=PAGED_HONOURS | {Feature.NON_CAUSAL},
     says=SAYS,
 )

@@ -4,7 +4,7 @@ import torch
 
 from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4, AttentionCall, Feature, PagedAttention
 from lab.gpus import SM90, SM100, SM120, Capability, GpuFamily, family_of, sm_name
-from lab.kernels.support.common import MLA_DTYPES, NO_LSE, STRIDED_QUERY, USUAL, misplaced_paged
+from lab.kernels.support.common import KS_STRIDES, MLA_DTYPES, NO_LSE, ONE_TABLE, STRIDED_QUERY, USUAL, misplaced_paged
 from lab.kernels.support.kernel import Dtypes, Kernel, Sizes, dims, mla_dims, page_sizes, triples
 
 # Query heads per K/V head, least and most, for which XQA compiles at q_len_per_req 1, by head_dim padded to 64, 128, 256 or
@@ -113,12 +113,11 @@ XQA = Kernel(
         ),
     ),
     honours=USUAL | {Feature.NVFP4, Feature.PLAIN_FACTORS, Feature.MASK, Feature.TENSOR_SCALES},
-    says={
+    says=ONE_TABLE
+    | NO_LSE
+    | KS_STRIDES
+    | {
         Feature.RAGGED_ROWS: "takes no cum_seq_lens_q through the decode call: every request needs q_len_per_req rows",
-        Feature.SEPARATE_TABLES: "reads one page table for K and V: uses_shared_paged_kv_idx must be True",
-        Feature.LSE: NO_LSE,
-        Feature.STRIDED_LSE: NO_LSE,
-        Feature.OTHER_V_STRIDES: "reads V with K's strides, and they differ",
         Feature.STRIDED_QUERY: STRIDED_QUERY,
     },
     limits=_xqa,
@@ -151,11 +150,10 @@ XQA_MLA = Kernel(
         page_sizes(16, 32, 64, 128),
     ),
     honours=frozenset({Feature.V_SCALE, Feature.OUT}),
-    says={
-        Feature.SEVERAL_ROWS: "takes one query row per request",
-        Feature.RAGGED_ROWS: "takes one query row per request",
+    says=NO_LSE
+    | dict.fromkeys((Feature.SEVERAL_ROWS, Feature.RAGGED_ROWS), "takes one query row per request")
+    | {
         Feature.SINKS: "takes no sinks",
-        Feature.LSE: NO_LSE,
         # It multiplies the logits by both scales, so that one must be divided by the other first.
         Feature.TENSOR_SCALES: "is called with its scales as numbers, not as tensors",
         Feature.STRIDED_QUERY: "is called with a contiguous query and cache",
