@@ -1,15 +1,30 @@
 """`lab checks` and `lab implementations`: list what the judge checks, and the kernels that run on this machine."""
 
-from lab.commands.options import prepare_machine
+from lab.commands.options import ProfileKey, prepare_machine, refusing_errors
 
 
-def checks() -> None:
-    """List the judge's checks: key, name, and the defects that each check finds."""
+def checks(profile: ProfileKey = None) -> None:
+    """List the judge's checks: key, name, and the defects that each check finds. With --profile, list what an engine sends: the
+    values of each parameter, and where the engine's code passes them.
+    """
     from lab.checks.properties import checks as catalogue
     from lab.reports.tables import table_of_lines, terminal, terminal_of
 
-    lines = [(check.key, check.name, check.catches) for check in catalogue()]
-    terminal().print(terminal_of(table_of_lines(("key", "name", "finds"), lines)))
+    if profile is None:
+        lines = [(check.key, check.name, check.catches) for check in catalogue()]
+        terminal().print(terminal_of(table_of_lines(("key", "name", "finds"), lines)))
+        return
+    from lab.checks.parameters.profiles import profile_named
+
+    with refusing_errors():
+        engine = profile_named(profile)
+    rows = [
+        (functions, name, each.values or "not sent", each.remark, each.source)
+        for functions, parameters in engine.functions.items()
+        for name, each in parameters.items()
+    ]
+    headings = ("functions", "parameter", "values", "remark", f"source in {engine.folder}")
+    terminal().print(terminal_of(table_of_lines(headings, rows, caption=f"What {engine} sends")))
 
 
 def implementations() -> None:

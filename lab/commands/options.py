@@ -112,6 +112,14 @@ Device = Annotated[  # typer 0.27 makes "--DEVICE" of this metavar if the option
     str | None,
     typer.Option("--device", metavar="DEVICE", help="cpu or cuda; a GPU if there is one"),
 ]
+ProfileKey = Annotated[
+    str | None,
+    typer.Option(
+        "--profile",
+        metavar="ENGINE",
+        help="sglang or vllm: what this engine sends, as `lab checks --profile ENGINE` lists it",
+    ),
+]
 Out = Annotated[Path | None, typer.Option(dir_okay=False, help="the JSON file to write; none if left out")]
 Json = Annotated[
     str | None, typer.Option(metavar="PATH", help="write the report there as JSON too; - prints the JSON and no table")

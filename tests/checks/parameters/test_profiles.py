@@ -1,0 +1,158 @@
+"""What an engine sends: the table of values, the cases that it sends, and the verdicts that concern it."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lab.calls.problem import E4M3, AttentionCall
+from lab.checks import (
+    AttentionCase,
+    CaseVerdict,
+    Configuration,
+    Contents,
+    ForwardCase,
+    Outcome,
+    RaggedCase,
+    Ranges,
+    Storage,
+)
+from lab.checks.parameters.models import MODELS
+from lab.checks.parameters.profiles import ALL_BUT, ANY, EVERY, profile_named, profiles
+from lab.checks.run.verdicts import CheckedResult, Judged
+from lab.metadata import ForwardMode
+from lab.workloads.interfaces import INTERFACES, Interface, MetadataFunction
+from tests.commands.command import run
+
+BATCH = AttentionCase(AttentionCall.DECODE, (20, 33), (1, 1))
+MLA = AttentionCase(
+    AttentionCall.MLA_DECODE,
+    (70,),
+    (1,),
+    num_kv_heads=1,
+    head_dim=576,
+    v_head_dim=512,
+    storage=replace(BATCH.storage, page_size=32),
+)
+PASS = ForwardCase(ForwardMode.DECODE, "tiny", prefix_lens=(31,), q_lens=(1,), page_size=32)
+OF_CASES = {"mode", "dead", "padded_seq_len", "draft_extend"}  # features of a case, and no axes
+CONTENTS = {"low", "loud", "faint"}  # of cases that are no configurations
+
+
+def senders(interface: Interface, case: Any) -> str:
+    return " ".join(key for key, profile in profiles().items() if profile.sends(interface, case))
+
+
+@pytest.mark.parametrize("key", ["sglang", "vllm"])
+def test_each_row_has_a_source_and_values_of_its_parameter(key: str) -> None:
+    for names, rows in profile_named(key).functions.items():
+        of_rows = [each for each in INTERFACES if names == EVERY or each.name.lower() in names.split()]
+        assert names == EVERY or len(of_rows) == len(names.split())
+        axes = [MODELS[each](Ranges()).axes for each in of_rows]
+        for name, parameter in rows.items():
+            assert re.search(r"\.py:\d+", parameter.source) or "no" in parameter.remark, name
+            listed = set(parameter.values.removeprefix(ALL_BUT).split(" | ")) - {ANY, ""}
+            there = {str(value).lower() for each in axes for value in each.get(name, ())}
+            assert name in OF_CASES or listed <= there | CONTENTS, (name, listed - there)
+
+
+def test_no_other_profile_is_known() -> None:
+    with pytest.raises(ValueError, match="no profile is called 'trt': one of sglang, vllm"):
+        profile_named("trt")
+
+
+@pytest.mark.parametrize("interface", AttentionCall)
+def test_a_plain_call_is_sent_by_each_engine(interface: AttentionCall) -> None:
+    assert senders(interface, Configuration(interface)) == "sglang vllm"
+
+
+@pytest.mark.parametrize(
+    ("values", "by"),
+    [
+        ({"page_size": 64, "dtypes": "fp16/fp16", "q_len": 4}, "sglang vllm"),
+        ({"page_size": 256}, "vllm"),
+        ({"page_size": 8}, ""),
+        ({"dtypes": "bf16/e4m3"}, "sglang"),
+        ({"sinks": "per head", "window_left": 127}, "sglang vllm"),
+        ({"window_left": 0}, ""),
+        ({"sinks": "some minus infinity"}, ""),
+        ({"mask": "causal"}, "sglang"),
+        ({"mask": "tree"}, ""),
+        ({"lengths": "none last"}, "vllm"),
+        ({"lengths": "none first"}, ""),
+        ({"head_dim": 96}, "sglang"),
+        ({"lse": "given"}, "vllm"),
+    ],
+)
+def test_a_configuration_is_sent_if_each_of_its_values_is(values: dict[str, Any], by: str) -> None:
+    assert senders(AttentionCall.DECODE, Configuration(AttentionCall.DECODE, values)) == by
+
+
+@pytest.mark.parametrize(
+    ("case", "by"),
+    [
+        (BATCH, "sglang vllm"),
+        (replace(BATCH, kv_lens=(20, 0)), "vllm"),
+        (replace(BATCH, kv_lens=(2, 20), q_lens=(4, 4)), ""),
+        (replace(BATCH, storage=Storage(kv_layout="NHD")), ""),
+        (replace(BATCH, kv_dtype=E4M3), "sglang"),
+        (replace(BATCH, offsets=True), "sglang vllm"),
+        (replace(BATCH, contents=Contents.NEEDLES), "sglang vllm"),
+        (replace(BATCH, contents=Contents.LOW), ""),
+        (MLA, "sglang vllm"),
+        (replace(MLA, kv_dtype=E4M3), ""),
+        (replace(MLA, sinks=True), ""),
+        (PASS, "sglang"),
+        (replace(PASS, mode=ForwardMode.DRAFT_EXTEND), ""),
+        (RaggedCase((64, 0), (7, 5)), "sglang vllm"),
+        (RaggedCase((64, 0), (7, 0)), ""),
+    ],
+)
+def test_a_case_is_sent_if_its_features_show_no_other_value(case: Any, by: str) -> None:
+    assert senders(case.interface, case) == by
+
+
+def test_a_prefix_without_tokens_is_usual_and_no_engine_but_sglang_builds_its_metadata() -> None:
+    configuration = Configuration(MetadataFunction.DRAFT_KV_INDICES, {"prefixes": "some none"})
+    assert senders(configuration.interface, configuration) == "sglang"
+
+
+def concerned(case: Any, *results: CheckedResult) -> str:
+    outcome = Outcome.WRONG if any(result.wrong for result in results) else Outcome.RIGHT
+    verdict = CaseVerdict("kernel", "K2", AttentionCall.DECODE, case, "cpu", Judged(outcome, results=results))
+    return " ".join(key for key, profile in profiles().items() if profile.concerns(verdict))
+
+
+def result(*, wrong: bool = True, requests: Any = (), **features: Any) -> CheckedResult:
+    return CheckedResult("the call", "output", features, wrong, requests)
+
+
+def test_a_wrong_variation_concerns_the_engines_that_make_its_call() -> None:
+    plain, corner = result(sinks=True), result(sinks=True, some_inf_sink=True)
+    assert concerned(BATCH, plain) == concerned(BATCH, corner, plain) == "sglang vllm"
+    assert concerned(BATCH, corner) == ""
+    assert concerned(BATCH, corner, replace(plain, wrong=False)) == ""
+    assert concerned(BATCH, replace(corner, wrong=False)) == "sglang vllm"
+    assert concerned(BATCH, result(return_lse=True)) == ""
+    assert concerned(BATCH, result(dead="nan")) == ""
+    assert concerned(BATCH, result(table_tail="far")) == "sglang"
+    assert concerned(PASS, corner) == "sglang"
+
+
+def test_of_a_wrong_call_the_requests_that_are_wrong_count() -> None:
+    empty, live = {"no_keys": True, "fewer_keys": True}, {"kv_len": 3}
+    assert concerned(BATCH, result(requests=((empty, True), (live, False)))) == "vllm"
+    assert concerned(BATCH, result(requests=((empty, True), (live, True)))) == "sglang vllm"
+    assert concerned(BATCH, result(dtype="bf16", kv_dtype="e4m3")) == "sglang"
+    assert concerned(replace(BATCH, dtype=torch.float16), result(wrong=False)) == "sglang vllm"
+
+
+def test_the_command_shows_a_profile_with_its_sources(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("checks --profile vllm") == 0
+    said = capsys.readouterr().out
+    assert "What vLLM 0.33.0 sends" in said
+    assert "gpu_model_runner.py:2146" in said.replace("\n", "").replace(" ", "")
+    assert run("checks --profile trt") == 2
+    assert "one of sglang, vllm" in capsys.readouterr().err
