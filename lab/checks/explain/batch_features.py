@@ -1,8 +1,8 @@
 """Read the features of a batch and of its requests, such as lengths, pages and windows.
 
 A feature is a named property of a case, a call or a request; rules over features say where results are wrong. Each table here
-has the texts of some features; the function after it reads their values. The simplest features to understand cost least:
-arguments that a caller passes, then parameters of a case, then facts about earlier calls.
+has the texts of some features; the function after it reads their values. Among features of equal cost that hold for the same
+results, a rule has the one that comes first in its table.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import E4M3, NVFP4
-from lab.checks.explain.feature import CaseFeature, Condition, Features, Number, Value
+from lab.checks.explain.feature import CaseFeature, Condition, Cost, Features, Number, Value
 
 TILE = 64  # keys that kernels take at a time
 POWER_OF_2 = "{not |}a power of two"
@@ -22,26 +22,26 @@ DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", E4M3: "e4m3", NVFP
 Read = dict[str, Any]  # values by the names of features; None, False or nothing where a subject does not have one
 
 OF_REQUEST: dict[str, CaseFeature] = {
-    "kv_len": Number("a request has {} keys", 0.8),
-    "q_len": Number("a request has {} query rows", 0.5, several="a request has several query rows"),
-    "pages": Number("a request has {} pages", 1, several="a request has several pages"),
-    "request": Number("a request's place in the batch is {}", 0.8),
-    "last_request": Condition("a request is {|not }the batch's last", 1.2),
-    "partial_page": Condition("a request's {last page is partly filled|keys fill its pages}", 0.5),
-    "full_page": Condition("a request's last page is {|not }full", 1),
-    "multiple_of_64_keys": Condition("a request has {a|no} multiple of 64 keys", 1.2),
-    "multiple_of_512_keys": Condition("a request has {a|no} multiple of 512 keys", 0.8),
-    "no_keys": Condition("a request has {no |}keys", 0.5),
-    "no_rows": Condition("a request has {no |}query rows", 0.8),
-    "fewer_keys": Condition("a request has {fewer|no fewer} keys than query rows", 0.6),
-    "no_prefix": Condition("a request has {no |}keys before its rows", 0.8),
-    "q_len_no_power_of_2": Condition(f"a request's number of query rows is {POWER_OF_2}", 1),
-    "hidden_keys": Condition("{a|no} window hides keys of a request", 0.2),
-    "hidden_page": Condition("{a|no} page of a request is before its window", 3),
-    "hidden_tile": Condition("{64|fewer} keys of a request are before its window", 3.5),
-    "window_in_page": Condition("{a|no} window begins within a page", 2.5),
-    "window_with_page": Condition("{a|no} window begins with a page", 2),
-    "as_long_as_previous": Condition("a request is {|not }as long as the one before it", 0.8),
+    "kv_len": Number("a request has {} keys", Cost.VALUE),
+    "q_len": Number("a request has {} query rows", Cost.VALUE, several="a request has several query rows"),
+    "pages": Number("a request has {} pages", Cost.DERIVED, several="a request has several pages"),
+    "request": Number("a request's place in the batch is {}", Cost.VALUE),
+    "last_request": Condition("a request is {|not }the batch's last", Cost.DERIVED),
+    "partial_page": Condition("a request's {last page is partly filled|keys fill its pages}", Cost.VALUE),
+    "full_page": Condition("a request's last page is {|not }full", Cost.DERIVED),
+    "multiple_of_64_keys": Condition("a request has {a|no} multiple of 64 keys", Cost.DERIVED),
+    "multiple_of_512_keys": Condition("a request has {a|no} multiple of 512 keys", Cost.VALUE),
+    "no_keys": Condition("a request has {no |}keys", Cost.VALUE),
+    "no_rows": Condition("a request has {no |}query rows", Cost.VALUE),
+    "fewer_keys": Condition("a request has {fewer|no fewer} keys than query rows", Cost.VALUE),
+    "no_prefix": Condition("a request has {no |}keys before its rows", Cost.VALUE),
+    "q_len_no_power_of_2": Condition(f"a request's number of query rows is {POWER_OF_2}", Cost.DERIVED),
+    "hidden_keys": Condition("{a|no} window hides keys of a request", Cost.VALUE),
+    "hidden_page": Condition("{a|no} page of a request is before its window", Cost.POSITION),
+    "hidden_tile": Condition("{64|fewer} keys of a request are before its window", Cost.POSITION),
+    "window_in_page": Condition("{a|no} window begins within a page", Cost.POSITION),
+    "window_with_page": Condition("{a|no} window begins with a page", Cost.POSITION),
+    "as_long_as_previous": Condition("a request is {|not }as long as the one before it", Cost.VALUE),
 }
 
 
@@ -80,17 +80,17 @@ def _read_request(request: int, kv_lens: Sequence[int], q_len: int, page_size: i
 
 
 OF_BATCH: dict[str, CaseFeature] = {
-    "page_size": Number("page_size is {}", 0.5),
-    "has_window": Condition("{a|no} window is set", 0),
-    "window_left": Number("window_left is {}", 0.4),
-    "requests": Number("a batch has {} requests", 0.6, several="a batch has several requests"),
-    "rows_of_batch": Number("the number of query rows of a batch is {}", 1.5),
-    "longest_kv_len": Number("the longest request's number of keys is {}", 0.5),
-    "unequal_q_lens": Condition("requests have {different numbers|one number} of rows", 0.6),
-    "unequal_kv_lens": Condition("requests have {different lengths|one length}", 1),
-    "some_no_keys": Condition("{a|no} request of the batch has no keys", 1),
-    "all_no_keys": Condition("{no|a} request of the batch has keys", 0.5),
-    "some_no_rows": Condition("{a|no} request of the batch has no rows", 0.5),
+    "page_size": Number("page_size is {}", Cost.VALUE),
+    "has_window": Condition("{a|no} window is set"),
+    "window_left": Number("window_left is {}", Cost.VALUE),
+    "requests": Number("a batch has {} requests", Cost.VALUE, several="a batch has several requests"),
+    "rows_of_batch": Number("the number of query rows of a batch is {}", Cost.DERIVED),
+    "longest_kv_len": Number("the longest request's number of keys is {}", Cost.VALUE),
+    "unequal_q_lens": Condition("requests have {different numbers|one number} of rows", Cost.VALUE),
+    "unequal_kv_lens": Condition("requests have {different lengths|one length}", Cost.DERIVED),
+    "some_no_keys": Condition("{a|no} request of the batch has no keys", Cost.DERIVED),
+    "all_no_keys": Condition("{no|a} request of the batch has keys", Cost.VALUE),
+    "some_no_rows": Condition("{a|no} request of the batch has no rows", Cost.VALUE),
 }
 
 

@@ -13,65 +13,65 @@ from lab.calls import CALL_TYPES, Feature, PagedAttention, Problem
 from lab.calls.problem import AttentionCall, shown_draft_tokens
 from lab.calls.workspace import counts_in_workspace, semaphores_and_scratch
 from lab.checks.explain.batch_features import POWER_OF_2, TILE, CallFeatures, Read, kept
-from lab.checks.explain.feature import CaseFeature, Choice, Condition, Number
+from lab.checks.explain.feature import CaseFeature, Choice, Condition, Cost, Number
 
 # Of a call, and of a case whose tensors have them.
 OF_TENSORS: dict[str, CaseFeature] = {
-    "function": Choice("the function", 0.4),
-    "dtype": Choice("the query's dtype", 0.8),
-    "kv_dtype": Choice("the cache's dtype", 0.5),
-    "kv_layout": Choice("the cache's layout", 0.5),
-    "head_dim": Number("head_dim is {}", 0.5),
-    "v_head_dim": Number("v_head_dim is {}", 0.6),
-    "num_kv_heads": Number("num_kv_heads is {}", 0.7, several="there are several K/V heads"),
-    "num_qo_heads": Number("num_qo_heads is {}", 1),
-    "group": Number("the number of query heads per K/V head is {}", 0.7),
-    "group_no_power_of_2": Condition(f"the number of query heads per K/V head is {POWER_OF_2}", 0.7),
-    "sinks": Condition("{sinks|no sinks} are given", 0),
+    "function": Choice("the function", Cost.VALUE),
+    "kv_dtype": Choice("the cache's dtype", Cost.VALUE),
+    "dtype": Choice("the query's dtype", Cost.VALUE),
+    "kv_layout": Choice("the cache's layout", Cost.VALUE),
+    "head_dim": Number("head_dim is {}", Cost.VALUE),
+    "v_head_dim": Number("v_head_dim is {}", Cost.VALUE),
+    "num_kv_heads": Number("num_kv_heads is {}", Cost.VALUE, several="there are several K/V heads"),
+    "num_qo_heads": Number("num_qo_heads is {}", Cost.DERIVED),
+    "group": Number("the number of query heads per K/V head is {}", Cost.VALUE),
+    "group_no_power_of_2": Condition(f"the number of query heads per K/V head is {POWER_OF_2}", Cost.VALUE),
+    "sinks": Condition("{sinks|no sinks} are given"),
 }
 OF_CALL: dict[str, CaseFeature] = {
-    "mask": Condition("{a|no} draft mask is given", 0),
-    "mask_not_causal": Condition("{a|no} draft mask is given that is not causal", 0.5),
-    "masks_differ": Condition("requests have {different masks|one mask}", 0.5),
-    "mask_words": Number("the number of 16-bit words in a mask's row is {}", 1),
-    "sinks_list": Condition("sinks are {|not }given in a list", 0),
-    "some_inf_sink": Condition("{a|no} sink is minus infinity", 0.3),
-    "all_inf_sinks": Condition("{every|not every} sink is minus infinity", 0.5),
-    "large_sink": Condition("{a|no} sink is larger than 8", 1),
-    "bmm1_scale_tensor": Condition("bmm1_scale is a {tensor|number}", 0),
-    "bmm2_scale_tensor": Condition("bmm2_scale is a {tensor|number}", 0),
-    "bmm1_scale_negative": Condition("bmm1_scale is {|not }negative", 0),
-    "bmm2_scale_negative": Condition("bmm2_scale is {|not }negative", 0),
-    "bmm1_scale_log2_given": Condition("bmm1_scale_log2 is {|not }given", 0),
-    "bmm1_scale_unusual": Condition("bmm1_scale is {not |}1 / sqrt(head_dim)", 0.3),
-    "bmm2_scale_not_1": Condition("bmm2_scale is {not |}1", 0.2),
-    "bmm2_scale_no_power_of_2": Condition(f"bmm2_scale is {POWER_OF_2}", 0.4),
-    "cum_seq_lens_q_given": Condition("cum_seq_lens_q is {|not }given", 0),
-    "not_causal": Condition("the call is {not |}causal", 0),
-    "out_given": Condition("out is {|not }given", 0),
-    "lse_given": Condition("lse is {|not }given", 0),
-    "return_lse": Condition("the LSE is {|not }requested", 0.2),
-    "lse_base_e": Condition("the LSE is {|not }requested in base e", 0),
-    "out_dtype": Choice("the output's dtype", 0.9),
-    "other_out_dtype": Condition("the output's dtype is {not |}the query's", 0),
-    "seq_lens_uint32": Condition("seq_lens is {uint32|int32}", 0),
-    "host_lengths": Choice("the dtype of the lengths on the host", 0.2),
-    "one_cache_tensor": Condition("kv_cache is {one tensor|two tensors}", 0),
-    "separate_tables": Condition("V has {a|no} page table of its own", 0),
-    "query_gaps": Condition("the query's rows {do not |}lie next to each other", 0.3),
-    "key_gaps": Condition("the keys {do not |}lie next to each other", 0.3),
-    "value_gaps": Condition("the values {do not |}lie next to each other", 0.2),
-    "lse_gaps": Condition("the rows of the given lse {do not |}lie next to each other", 0.2),
-    "block_tables_gaps": Condition("the page table's rows {do not |}lie next to each other", 0.3),
-    "page_gaps": Condition("pages {do not |}lie next to each other", 0.3),
-    "scale_factor_gaps": Condition("pages of scale factors {do not |}lie next to each other", 0.3),
-    "other_v_strides": Condition("K and V have {different|equal} strides", 0.2),
-    "one_first_page": Condition("all requests {|do not }share their first page", 0.3),
-    "page_size_is_num_kv_heads": Condition("a page has {|not }as many tokens as K/V heads", 0.5),
-    "table_columns": Number("the number of columns of the page table is {}", 1),
-    "pool_pages": Number("the number of pages in the pool is {}", 1.2),
-    "pool_elements": Number("the number of elements in the pool is {}", 1),
-    "used_scratch": Condition("the workspace's scratch is {not |}zero", 1),
+    "mask": Condition("{a|no} draft mask is given"),
+    "mask_not_causal": Condition("{a|no} draft mask is given that is not causal", Cost.VALUE),
+    "masks_differ": Condition("requests have {different masks|one mask}", Cost.VALUE),
+    "mask_words": Number("the number of 16-bit words in a mask's row is {}", Cost.DERIVED),
+    "sinks_list": Condition("sinks are {|not }given in a list"),
+    "some_inf_sink": Condition("{a|no} sink is minus infinity", Cost.VALUE),
+    "all_inf_sinks": Condition("{every|not every} sink is minus infinity", Cost.VALUE),
+    "large_sink": Condition("{a|no} sink is larger than 8", Cost.DERIVED),
+    "bmm1_scale_tensor": Condition("bmm1_scale is a {tensor|number}"),
+    "bmm2_scale_tensor": Condition("bmm2_scale is a {tensor|number}"),
+    "bmm1_scale_negative": Condition("bmm1_scale is {|not }negative"),
+    "bmm2_scale_negative": Condition("bmm2_scale is {|not }negative"),
+    "bmm1_scale_log2_given": Condition("bmm1_scale_log2 is {|not }given"),
+    "bmm1_scale_unusual": Condition("bmm1_scale is {not |}1 / sqrt(head_dim)", Cost.VALUE),
+    "bmm2_scale_not_1": Condition("bmm2_scale is {not |}1"),
+    "bmm2_scale_no_power_of_2": Condition(f"bmm2_scale is {POWER_OF_2}", Cost.VALUE),
+    "cum_seq_lens_q_given": Condition("cum_seq_lens_q is {|not }given"),
+    "not_causal": Condition("the call is {not |}causal"),
+    "out_given": Condition("out is {|not }given"),
+    "lse_given": Condition("lse is {|not }given"),
+    "return_lse": Condition("the LSE is {|not }requested"),
+    "lse_base_e": Condition("the LSE is {|not }requested in base e"),
+    "out_dtype": Choice("the output's dtype", Cost.DERIVED),
+    "other_out_dtype": Condition("the output's dtype is {not |}the query's"),
+    "seq_lens_uint32": Condition("seq_lens is {uint32|int32}"),
+    "host_lengths": Choice("the dtype of the lengths on the host"),
+    "one_cache_tensor": Condition("kv_cache is {one tensor|two tensors}"),
+    "separate_tables": Condition("V has {a|no} page table of its own"),
+    "other_v_strides": Condition("K and V have {different|equal} strides", Cost.VALUE),
+    "value_gaps": Condition("the values {do not |}lie next to each other", Cost.VALUE),
+    "lse_gaps": Condition("the rows of the given lse {do not |}lie next to each other", Cost.VALUE),
+    "query_gaps": Condition("the query's rows {do not |}lie next to each other", Cost.VALUE),
+    "key_gaps": Condition("the keys {do not |}lie next to each other", Cost.VALUE),
+    "block_tables_gaps": Condition("the page table's rows {do not |}lie next to each other", Cost.VALUE),
+    "page_gaps": Condition("pages {do not |}lie next to each other", Cost.VALUE),
+    "scale_factor_gaps": Condition("pages of scale factors {do not |}lie next to each other", Cost.VALUE),
+    "one_first_page": Condition("all requests {|do not }share their first page", Cost.VALUE),
+    "page_size_is_num_kv_heads": Condition("a page has {|not }as many tokens as K/V heads", Cost.VALUE),
+    "table_columns": Number("the number of columns of the page table is {}", Cost.DERIVED),
+    "pool_pages": Number("the number of pages in the pool is {}", Cost.DERIVED),
+    "pool_elements": Number("the number of elements in the pool is {}", Cost.DERIVED),
+    "used_scratch": Condition("the workspace's scratch is {not |}zero", Cost.DERIVED),
 }
 
 
@@ -171,40 +171,40 @@ def _used_scratch(arguments: Mapping[str, Any], device: torch.device) -> bool:
 
 
 # Arguments whose values are compared with those of the first call of the same shapes, and tensors whose writes are noted: each
-# with the beginning of a text, and the cost.
+# with the beginning of a text.
 REMEMBERED = {
-    "bmm1_scale": ("bmm1_scale was", 1),
-    "bmm2_scale": ("bmm2_scale was", 1),
-    "window_left": ("window_left was", 1),
-    "sinks": ("sinks were", 1),
-    "mask": ("the mask was", 1),
-    "seq_lens": ("seq_lens were", 1),
-    "cum_seq_lens_q": ("cum_seq_lens_q was", 1),
-    "block_tables": ("the page table was", 1.5),
+    "bmm1_scale": "bmm1_scale was",
+    "bmm2_scale": "bmm2_scale was",
+    "window_left": "window_left was",
+    "sinks": "sinks were",
+    "mask": "the mask was",
+    "seq_lens": "seq_lens were",
+    "cum_seq_lens_q": "cum_seq_lens_q was",
+    "block_tables": "the page table was",
 }
 WATCHED = {
-    "query": ("the query was", 1.3),
-    "seq_lens": ("seq_lens were", 1),
-    "block_tables": ("the page table was", 1.2),
-    "cum_seq_lens_q": ("cum_seq_lens_q was", 1),
-    "bmm1_scale": ("bmm1_scale was", 1),
-    "bmm2_scale": ("bmm2_scale was", 1),
-    "sinks": ("the sinks were", 1),
-    "mask": ("the mask was", 1),
-    "kv_cache": ("the cache was", 1),
-    "workspace_buffer": ("the workspace was", 1.3),
+    "query": "the query was",
+    "seq_lens": "seq_lens were",
+    "block_tables": "the page table was",
+    "cum_seq_lens_q": "cum_seq_lens_q was",
+    "bmm1_scale": "bmm1_scale was",
+    "bmm2_scale": "bmm2_scale was",
+    "sinks": "the sinks were",
+    "mask": "the mask was",
+    "kv_cache": "the cache was",
+    "workspace_buffer": "the workspace was",
 }
 OF_EARLIER: dict[str, CaseFeature] = {
-    "later_call": Condition("a call is {not |}the first of its case", 1),
-    "calls_before": Number("the number of earlier calls is {}", 4),
-    "longer_request": Condition("{a|no} request is longer than in the first call of these shapes", 0.9),
+    "later_call": Condition("a call is {not |}the first of its case", Cost.DERIVED),
+    "calls_before": Number("the number of earlier calls is {}", Cost.SETTING),
+    "longer_request": Condition("{a|no} request is longer than in the first call of these shapes", Cost.DERIVED),
     **{
-        f"other_{name}": Condition(f"{text} {{different|the same}} in the first call of these shapes", cost)
-        for name, (text, cost) in REMEMBERED.items()
+        f"other_{name}": Condition(f"{text} {{different|the same}} in the first call of these shapes", Cost.DERIVED)
+        for name, text in REMEMBERED.items()
     },
     **{
-        f"written_{name}": Condition(f"{text} {{|not }}written since an earlier call", cost)
-        for name, (text, cost) in WATCHED.items()
+        f"written_{name}": Condition(f"{text} {{|not }}written since an earlier call", Cost.DERIVED)
+        for name, text in WATCHED.items()
     },
 }
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from lab.checks.explain.feature import OPERATORS, Bits, Features, Value
-from lab.checks.explain.features import SETTING, feature_named
+from lab.checks.explain.feature import OPERATORS, Bits, Cost, Features, Value
+from lab.checks.explain.features import FEATURES, feature_named
 
 MOST_LITERALS = 3
 MOST_RULES = 4
@@ -116,7 +116,7 @@ class _Search:
             return [sure]
         found = self._several()
         only = _best(self.holds, WORTHS[-1] * self.bad, WORTHS[-1] * self.good, self.costs)
-        is_plain = len(only) <= 2 and all(self.costs[number] < FEATURE_BITS + SETTING for number in only)
+        is_plain = len(only) <= 2 and all(self.costs[number] < FEATURE_BITS + Cost.SETTING for number in only)
         if is_plain and only and not any(self._errors([only])):
             found = [only]
         right_inside, wrong_outside = self._errors(found)
@@ -194,7 +194,7 @@ def _best(holds: Bits, bad: Bits, good: Bits, costs: Bits) -> Chosen:
     """Return the rule of at most three literals that saves the most bits; () if no rule saves bits."""
     all_bad, all_good = bad.sum(), good.sum()
     whole = _bits(all_bad, all_good)
-    if all_good == 0 or not len(holds):
+    if not len(holds):
         return ()
     table = holds.astype(np.float32)
 
@@ -235,10 +235,11 @@ def _table(units: Sequence[Features]) -> tuple[list[Literal], Bits, Bits]:
     """Return the literals that hold for some but not all units (requests or whole results); a bool array [literals, units] of
     where they hold; and their costs in bits.
 
-    If several literals hold for the same units, only the cheapest is kept.
+    If several literals hold for the same units, only the cheapest is kept; of equally cheap ones, the first of `FEATURES`.
     """
     found: dict[bytes, tuple[float, Literal, Bits]] = {}
-    for name in dict.fromkeys(name for features in units for name in features):
+    names = {name for features in units for name in features}
+    for name in [*filter(names.__contains__, FEATURES), *sorted(names - FEATURES.keys())]:
         feature = feature_named(name)
         column = feature.column([features.get(name) for features in units])
         for operator, value, bits in feature.tests(column):

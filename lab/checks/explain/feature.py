@@ -8,9 +8,21 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import numpy as np
+
+
+class Cost(float, Enum):
+    """The bits that a rule pays for a feature besides those of its test: fewer, where a reader understands it more easily."""
+
+    ARGUMENT = 0.0  # an argument is given, or has an unusual form
+    VALUE = 0.5  # a size, a length, a dtype, what tensors contain
+    DERIVED = 1.0  # what follows from several values, or from earlier calls
+    POSITION = 3.0  # where among a request's keys its window begins
+    SETTING = 4.0  # a setting of a case that the function's caller does not see
+
 
 Value = bool | int | str
 Features = Mapping[str, Value]  # by name; a condition that is not met and what a subject does not have are left out
@@ -38,11 +50,10 @@ class CaseFeature(ABC):
 
     Attributes:
         text: words that can follow "wherever".
-        cost: additional bits that a rule pays for the feature. The most readable features cost 0.
     """
 
     text: str
-    cost: float = 0.0
+    cost: Cost = Cost.ARGUMENT
 
     @abstractmethod
     def phrase(self, operator: str, value: Value) -> str:

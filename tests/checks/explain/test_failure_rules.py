@@ -1,6 +1,7 @@
 """Rules over synthetic features."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from lab.checks.explain import failure_rules
 from lab.checks.explain.failure_rules import MOST_LITERALS, MOST_RULES, Literal, find_rules, sampled
+from lab.checks.explain.feature import Cost
 from lab.checks.explain.features import UnknownFeatureError
 
 
@@ -76,6 +78,14 @@ def test_a_condition_is_named_where_nearly_all_is_wrong_if_results_without_it_te
             {"sinks has_window": (91, 1), "sinks": (0, 20), "has_window": (0, 100), "": (0, 100)},
             "has_window and sinks",
         ),
+        # Few exceptions of a shorter rule are worth a second condition that is plain, but no setting and no third condition.
+        ({"sinks has_window": (10, 0), "sinks": (0, 1), "has_window": (0, 100), "": (0, 100)}, "has_window and sinks"),
+        ({"sinks virtual_slots": (10, 0), "sinks": (0, 1), "virtual_slots": (0, 100), "": (0, 100)}, "sinks"),
+        (
+            {"sinks has_window mask": (5, 0), "sinks has_window": (0, 1), "sinks mask": (0, 50)}
+            | {"has_window mask": (0, 50), "": (0, 100)},
+            "has_window and sinks",
+        ),
     ],
 )
 def test_a_rule_leaves_out_or_keeps_a_second_condition(counts: dict[str, tuple[int, int]], rule: str) -> None:
@@ -83,6 +93,24 @@ def test_a_rule_leaves_out_or_keeps_a_second_condition(counts: dict[str, tuple[i
     wrong = [is_wrong for bad, good in counts.values() for is_wrong in [True] * bad + [False] * good]
     (found,) = find_rules(units, np.array(wrong), range(len(units)))
     assert " and ".join(sorted(map(str, found))) == rule
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        # From what a reader understands easily to what only the lab sees.
+        "has_window hidden_keys full_page window_in_page virtual_slots",
+        # Of equally easy ones, the first of the tables.
+        "no_keys no_rows all_no_keys one_first_page",
+    ],
+)
+def test_of_features_that_hold_for_the_same_results_the_plainest_is_named(names: str) -> None:
+    wrong = np.array([n % 2 > 0 for n in range(40)])
+    for plainer, other in pairwise(names.split()):
+        for order in ((plainer, other), (other, plainer)):
+            found = find_rules([dict.fromkeys(order, True) if each else {} for each in wrong], wrong, range(40))
+            assert [str(literal) for literal in found[0]] == [plainer]
+    assert min(Cost) == 0
 
 
 def test_numbers_of_0_and_1_are_no_truths() -> None:

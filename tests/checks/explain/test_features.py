@@ -232,6 +232,12 @@ def request(kv_len: int, q_len: int, **batch: Any) -> set[str]:
         ),
         (40, 1, {"window_left": 24, "page_size": 16}, {"partial_page", "hidden_keys", "window_in_page"}),
         (
+            40,
+            4,
+            {"window_left": 21, "page_size": 16},
+            {"partial_page", "hidden_keys", "window_in_page", "window_with_page"},
+        ),
+        (
             80,
             1,
             {"window_left": 15, "page_size": 256},
