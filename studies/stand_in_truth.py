@@ -8,7 +8,8 @@ from torch import Tensor
 
 from lab.metadata.speculation.draft_extend_graph import DraftExtendOutput, DraftOutputs, selected_rows
 from lab.references.errors import Comparison, compare
-from lab.references.softmax_attention import attention, eager_attention, visible_keys
+from lab.references.plain_attention import attention, eager_attention
+from lab.references.softmax_attention import visible_keys
 from studies.stand_in_model import DTYPE, StandInModel, StandInPass
 
 Project = Callable[[Tensor, Tensor], Tensor]  # rows and a weight to their product

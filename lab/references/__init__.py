@@ -8,8 +8,9 @@ from lab.references.paged_attention import (
     trtllm_batch_decode_with_kv_cache,
     trtllm_batch_decode_with_kv_cache_mla,
 )
+from lab.references.plain_attention import attention, eager_attention
 from lab.references.ragged_attention import trtllm_ragged_attention_deepseek
-from lab.references.softmax_attention import attention, eager_attention, visible_keys
+from lab.references.softmax_attention import visible_keys
 
 __all__ = [
     "Comparison",

@@ -1,7 +1,7 @@
-"""Softmax attention in float64 over contiguous K/V: `lab.references.attention` for one request at a time."""
+"""Softmax attention in float64 over contiguous K/V: `lab.references.attention` for the rows of all requests."""
 
+import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ import torch
 from lab.calls import takes
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall
 from lab.references.quantization import rounded
-from lab.references.softmax_attention import piece_elements, unchecked_attention, visible_keys
+from lab.references.softmax_attention import Rules, solved_requests
 
 
 @takes(RaggedContextCall)
@@ -46,51 +46,26 @@ def ragged_attention(problem: RaggedAttention) -> tuple[torch.Tensor, torch.Tens
     out, lse_log2 = problem.results()
     if problem.query.device.type != "cpu":  # on a CPU the call has been checked already
         problem.check_values()
-    end = int(problem.cu_seqlens_q[-1])
-    out[end:] = 0
-    if lse_log2 is not None:
-        lse_log2[end:] = -math.inf
-    for rows, keys, position in _blocks(problem):
-        block_out, block_lse_log2 = _solve(problem, rows, keys, position)
-        out[rows] = rounded(block_out, out.dtype)
-        if lse_log2 is not None:
-            lse_log2[rows] = block_lse_log2.to(lse_log2.dtype)
-    return out, lse_log2
-
-
-def _blocks(problem: RaggedAttention) -> Iterator[tuple[slice, slice, int]]:
-    """Yield small blocks of query rows, so that the scores of a block fit in memory: the rows, all keys of their request, and
-    the position of the first row.
-    """
     q_offsets, kv_offsets = problem.cu_seqlens_q.tolist(), problem.cu_seqlens_kv.tolist()
-    for request in range(problem.batch_size):
-        q_start, q_end = q_offsets[request : request + 2]
-        kv_start, kv_end = kv_offsets[request : request + 2]
-        kv_len = kv_end - kv_start
-        rows_at_once = max(1, piece_elements(problem.query.device) // (problem.num_qo_heads * max(kv_len, 1)))
-        for first in range(q_start, q_end, rows_at_once):
-            rows = slice(first, min(first + rows_at_once, q_end))
-            yield rows, slice(kv_start, kv_end), kv_len - q_end + first
-
-
-def _solve(problem: RaggedAttention, rows: slice, keys: slice, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention of query rows over keys. Return out, float64 [rows, num_qo_heads, v_head_dim], and lse_log2, float64
-    [rows, num_qo_heads].
-    """
-    device = problem.query.device
-    kv_len = keys.stop - keys.start
-    visible = visible_keys(
-        torch.arange(position, position + rows.stop - rows.start, device=device).unsqueeze(0),
-        torch.arange(kv_len, device=device).unsqueeze(0),
-        torch.tensor([kv_len], device=device),
-        causal=problem.causal,
+    out[q_offsets[-1] :] = 0
+    if lse_log2 is not None:
+        lse_log2[q_offsets[-1] :] = -math.inf
+    spans = [slice(*span) for span in itertools.pairwise(kv_offsets)]
+    rules = Rules(
+        **problem.terms(),
+        arithmetic=out.dtype,
+        out_dtype=out.dtype,
         window_left=problem.window_left,
+        causal=problem.causal,
     )
-    out, lse_log2 = unchecked_attention(
-        problem.query[rows].unsqueeze(0),
-        problem.key[keys].unsqueeze(0),
-        problem.value[keys].unsqueeze(0),
-        visible,
-        problem,
+    solved = solved_requests(
+        problem.query,
+        [(problem.key[span], problem.value[span]) for span in spans],
+        [end - start for start, end in itertools.pairwise(q_offsets)],
+        rules,
     )
-    return out[0], lse_log2[0]
+    for rows, piece, piece_lse_log2, _ in solved:
+        out[rows] = rounded(piece, out.dtype)
+        if lse_log2 is not None:
+            lse_log2[rows] = piece_lse_log2.to(lse_log2.dtype)
+    return out, lse_log2

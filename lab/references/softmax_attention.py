@@ -1,156 +1,38 @@
-"""Softmax attention over contiguous K/V: `attention` in float64, and `eager_attention` in low precision.
+"""The algorithms of the references: softmax attention in float64, the same in low precision, and both for rows of requests.
 
-`attention` is the definition. An end-to-end check passes it a request's K/V history as it was written. The algorithm walks
-tiles of K and V twice: once for all scores, and after the softmax once for the sums. A tile is a range of keys in all requests
-that are long enough. It is converted to float64, multiplied and dropped:
+The exact algorithm walks tiles of K and V twice: once for all scores, and after the softmax once for the sums. A tile is a
+range of keys in all requests that are long enough. It is converted to float64, multiplied and dropped:
 
     request 0  | tile 0 | tile 1 |
     request 1  | tile 0 | tile 1 | tile 2          | tile 3          |
-
-`eager_attention` is the control of an error bound: the same attention with the roundings of a matrix unit.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lab.calls.arguments import check_scale, check_tensor, check_vector
-from lab.calls.entry import takes_fields_of
 from lab.calls.problem import E4M3, Scale, Softmax
-from lab.references.quantization import rounded
 
-FLOAT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 # Most elements of K and V, or of scores, in one piece. Scores are float64: 0.5 GiB of them, little on any device.
 # K and V are never there at once, but few of them keep a short request from being padded to a long one.
 PIECE_ELEMENTS = 2**26
 GPU_PIECE_ELEMENTS = 2**28  # launches, not memory, are what a GPU is short of
+TOGETHER = 16  # requests that are computed together are a piece's 16th at most: they are copied for it
 # Most elements of K or V that are in float64 at a time. A CPU's cache holds 4 MiB of them. A GPU gains nothing from a tile that
 # its L2 holds, and each tile costs seven launches (results/nvidia-h200/README.md): 256 MiB.
 TILE_ELEMENTS = 2**19
 GPU_TILE_ELEMENTS = 2**25
 
 
-@takes_fields_of(Softmax)
-def attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    visible: Tensor,
-    **softmax: Any,
-) -> tuple[Tensor, Tensor]:
-    """Compute grouped-query softmax attention in float64.
-
-    Query head h reads K/V head h // (num_qo_heads / num_kv_heads). A sink is a further logit of a head: it increases the
-    softmax's denominator and has no value vector. The output of a row that sees no key is zero.
-
-    Args:
-        query: [batch, q_len, num_qo_heads, head_dim], any float dtype.
-        keys: [batch, kv_len, num_kv_heads, head_dim], dequantised, and finite even where not visible.
-        values: [batch, kv_len, num_kv_heads, v_head_dim], dequantised, and finite even where not visible.
-        visible: bool [batch, q_len, kv_len].
-        softmax: fields of `lab.calls.problem.Softmax`: bmm1_scale and bmm2_scale, 1 if left out, and sinks.
-
-    Returns:
-        out, float64 [batch, q_len, num_qo_heads, v_head_dim]; lse_log2, float64 [batch, q_len, num_qo_heads], log2 of the
-        denominator (sink included), -inf where it is empty.
-
-    Raises:
-        TypeError, ValueError: `check_plain` refuses an argument, before any arithmetic.
-    """
-    terms = Softmax(**softmax)
-    check_plain(query, keys, values, visible, terms)
-    return unchecked_attention(query, keys, values, visible, terms)
-
-
-@takes_fields_of(Softmax)
-def eager_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    visible: Tensor,
-    *,
-    arithmetic: torch.dtype,
-    out_dtype: torch.dtype,
-    **softmax: Any,
-) -> Tensor:
-    """Compute the control for the error bound: attention as a matrix unit computes it, operands in `arithmetic`, sums in
-    float32.
-
-    The query and the softmax's weights are rounded to `arithmetic` before each product (for e4m3, scaled to its range per row,
-    as a kernel of that dtype does); scores, softmax and sums are float32; the output is in `out_dtype`.
-
-    Args:
-        query, keys, values, visible, softmax: as in `attention`.
-        arithmetic: dtype of the operands of both products: float16, bfloat16, e4m3 or float32.
-        out_dtype: dtype of the result.
-
-    Returns:
-        [batch, q_len, num_qo_heads, v_head_dim] in `out_dtype`.
-
-    Raises:
-        TypeError, ValueError: see `attention`.
-    """
-    terms = Softmax(**softmax)
-    check_plain(query, keys, values, visible, terms)
-    return rounded(unchecked_eager_attention(query, keys, values, visible, terms, arithmetic), out_dtype)
-
-
-def check_plain(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softmax: Softmax) -> None:
-    """Raise an error if `attention` does not support the arguments.
-
-    Raises:
-        TypeError: an argument has the wrong type or dtype.
-        ValueError: shapes or devices contradict each other, or on a CPU query, sinks or a scale contain NaN.
-    """
-    expected = "[batch, {}, heads, head_dim]"
-    for name, tensor, length in (("query", query, "q_len"), ("keys", keys, "kv_len"), ("values", values, "kv_len")):
-        if not check_tensor(name, tensor).is_floating_point():
-            raise TypeError(f"{name} must be of a float dtype, got {tensor.dtype}; dequantise it first")
-        if tensor.ndim != 4:
-            raise ValueError(f"{name} must be {expected.format(length)}, got shape {list(tensor.shape)}")
-    batch, q_len, num_qo_heads, head_dim = query.shape
-    if keys.shape[:3] != values.shape[:3] or keys.shape[0] != batch:
-        raise ValueError(
-            f"keys {list(keys.shape)} and values {list(values.shape)} must have the query's batch, {batch}, and the same "
-            "tokens and heads"
-        )
-    if keys.shape[3] != head_dim:
-        raise ValueError(f"keys have head_dim {keys.shape[3]}, but query has {head_dim}: they must agree")
-    if keys.shape[2] == 0 or num_qo_heads % keys.shape[2]:
-        raise ValueError(
-            f"the {num_qo_heads} heads of query do not divide evenly over the {keys.shape[2]} heads of keys"
-        )
-    if check_tensor("visible", visible).dtype != torch.bool:
-        raise TypeError(f"visible must be bool, got {visible.dtype}")
-    if visible.shape not in ((batch, q_len, keys.shape[1]), (batch, 1, keys.shape[1])):  # 1: all rows see the same
-        raise ValueError(
-            f"visible must be [batch, q_len, kv_len] = {[batch, q_len, keys.shape[1]]}, got {list(visible.shape)}"
-        )
-    if softmax.sinks is not None:
-        check_vector("sinks", softmax.sinks, num_qo_heads, FLOAT_DTYPES)
-    for name, other in (("keys", keys), ("values", values), ("visible", visible), ("sinks", softmax.sinks)):
-        if other is not None and other.device != query.device:
-            raise ValueError(f"{name} is on {other.device}, but query is on {query.device}; move it there")
-    for name, value in {**softmax.terms(), "query": query}.items():
-        is_number = name not in ("query", "sinks")
-        if is_number and not isinstance(value, Tensor):
-            check_scale(name, value)
-        elif is_number and value.numel() != 1:
-            raise ValueError(f"{name} as a tensor must have one element, got shape {list(value.shape)}")
-        if isinstance(value, Tensor) and value.device.type == "cpu" and bool(value.isnan().any()):
-            raise ValueError(f"{name} holds NaN, which would make the output NaN")
-
-
 def unchecked_attention(
     query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softmax: Softmax
 ) -> tuple[Tensor, Tensor]:
-    """Compute `attention` without checking the arguments, for callers that have checked them. NaN in a query gives NaN in its
-    output.
-    """
+    """Compute `lab.references.attention` of checked arguments. NaN in a query gives NaN in its output."""
     batch, kv_len, num_kv_heads, head_dim = keys.shape
     v_head_dim = values.shape[3]
 
@@ -217,7 +99,7 @@ def tiles(kv_lens: list[int], elements: int, device: torch.device, step: int = 1
 def attention_by_tiles(
     query: Tensor, kv: TiledKV, visible: Callable[[], Tensor], softmax: Softmax
 ) -> tuple[Tensor, Tensor]:
-    """Compute `attention` with at most one tile of K or V in float64 at a time.
+    """Compute `lab.references.attention` with at most one tile of K or V in float64 at a time.
 
     Args:
         query: [batch, q_len, num_qo_heads, head_dim].
@@ -226,7 +108,7 @@ def attention_by_tiles(
         softmax: scales and sinks.
 
     Returns:
-        out and lse_log2, as `attention` returns them.
+        out and lse_log2, as `lab.references.attention` returns them.
     """
     batch, q_len, num_qo_heads, _ = query.shape
     num_kv_heads = kv.num_kv_heads
@@ -308,7 +190,7 @@ def unchecked_eager_attention(
     softmax: Softmax,
     arithmetic: torch.dtype,
 ) -> Tensor:
-    """Compute `eager_attention` without checking the arguments, for callers that have checked them. Return float32."""
+    """Compute `lab.references.eager_attention` of checked arguments, and return it in float32, not rounded."""
     keys, values = (side.to(torch.float32).transpose(1, 2) for side in (keys, values))
     rows = _as_operand(query.to(torch.float32), arithmetic).transpose(1, 2)  # [batch, num_qo_heads, q_len, head_dim]
     bmm1_scale, bmm2_scale = scales_as(rows, softmax)
@@ -358,3 +240,108 @@ def scales_as(like: Tensor, softmax: Softmax) -> tuple[Scale, Scale]:
 def piece_elements(device: torch.device) -> int:
     """Return the largest number of elements of K and V, or of scores, in one piece on a device."""
     return GPU_PIECE_ELEMENTS if device.type == "cuda" else PIECE_ELEMENTS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules(Softmax):
+    """The rules of attention for the rows of a request: masks, the softmax's terms, and precision.
+
+    Attributes:
+        window_left: how many keys before its own position a row sees; -1 for all.
+        arithmetic, out_dtype: dtypes of the control's operands and of the output.
+        causal: False: every row sees every key.
+        shown: bool [num_requests, q_len, q_len], the keys that each row sees among a request's last q_len keys. It replaces the
+            causal rule; None: no such mask.
+    """
+
+    arithmetic: torch.dtype
+    out_dtype: torch.dtype
+    window_left: int = -1
+    causal: bool = True
+    shown: Tensor | None = None
+
+
+def solved_requests(
+    query: Tensor,
+    histories: Sequence[tuple[Tensor, Tensor]],
+    q_lens: Sequence[int],
+    rules: Rules,
+    *,
+    with_control: bool = False,
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+    """Compute attention of the rows of consecutive requests, one piece at a time: some rows of requests with equal numbers of
+    keys and rows.
+
+    Args:
+        query, histories, q_lens, rules: as in `lab.references.truth.truth_of_requests`.
+        with_control: compute the control too.
+
+    Yields:
+        The index of each row of the piece in the query, int64 [rows]; its output, float64 [rows, num_qo_heads, v_head_dim]; its
+        LSE in base 2, float64 [rows, num_qo_heads]; and the control, float32 in the output's shape, or None.
+    """
+    row_ids, most = torch.arange(sum(q_lens), device=query.device).split(list(q_lens)), piece_elements(query.device)
+    for requests in _together(query, histories, q_lens, most // TOGETHER):
+        keys, values = (_stacked([histories[request][side] for request in requests]) for side in (0, 1))
+        shown = None if rules.shown is None else torch.stack([rules.shown[request] for request in requests])
+        rows_of_each, q_len = torch.stack([row_ids[request] for request in requests]), q_lens[requests[0]]
+        rows_at_once = max(1, most // (query.shape[1] * max(keys.shape[1], 1)))
+        for start in range(0, q_len, rows_at_once):
+            rows = range(start, min(start + rows_at_once, q_len))
+            visible = _visible_to(rows, q_len, keys.shape[1], rules, shown, query.device).expand(len(requests), -1, -1)
+            place, last = rows_of_each[:, rows.start : rows.stop], visible.shape[2]
+            inputs = query[place], keys[:, :last], values[:, :last], visible, rules
+            out, lse_log2 = (side.flatten(0, 1) for side in unchecked_attention(*inputs))
+            control = unchecked_eager_attention(*inputs, rules.arithmetic).flatten(0, 1) if with_control else None
+            yield place.flatten(), out, lse_log2, control
+
+
+def _together(
+    query: Tensor, histories: Sequence[tuple[Tensor, Tensor]], q_lens: Sequence[int], most: int
+) -> Iterator[list[int]]:
+    """Yield lists of requests to compute together. The requests of a list have equal numbers of keys and rows, and at most
+    `most` elements of K and V or of scores. Requests without rows are left out.
+    """
+    by_size: dict[tuple[int, int], list[int]] = {}
+    for request, ((keys, _), q_len) in enumerate(zip(histories, q_lens, strict=True)):
+        if q_len:
+            by_size.setdefault((len(keys), q_len), []).append(request)
+    for (kv_len, q_len), requests in by_size.items():
+        elements = max(sum(side.numel() for side in histories[requests[0]]), kv_len * q_len * query.shape[1], 1)
+        at_once = max(1, most // elements)
+        yield from (requests[first : first + at_once] for first in range(0, len(requests), at_once))
+
+
+def _visible_to(
+    rows: range, q_len: int, kv_len: int, rules: Rules, shown: Tensor | None, device: torch.device
+) -> Tensor:
+    """Return the keys that rows of requests with equal lengths see, up to the last key that one of the rows may see.
+
+    Args:
+        rows: the rows' indices in a request of `q_len` rows and `kv_len` keys.
+        shown: the requests' part of `Rules.shown`, or None.
+
+    Returns:
+        bool [num_requests, len(rows), keys]; the first axis is 1 without `shown`.
+    """
+    first = kv_len - q_len  # position of a request's first row
+    last = kv_len if shown is not None or not rules.causal else max(first + rows.stop, 0)
+    visible = visible_keys(
+        torch.arange(first + rows.start, first + rows.stop, device=device).unsqueeze(0),
+        torch.arange(last, device=device).unsqueeze(0),
+        torch.tensor([kv_len], device=device),
+        causal=rules.causal and shown is None,
+        window_left=rules.window_left,
+    ).expand(1, len(rows), last)  # without a causal rule, all rows see the same
+    if shown is None:
+        return visible
+    visible = visible.expand(len(shown), -1, -1).clone()
+    visible[:, :, max(first, 0) :] &= shown[:, rows.start : rows.stop, max(-first, 0) :]
+    return visible
+
+
+def _stacked(sides: list[Tensor]) -> Tensor:
+    """Stack K or V of several requests in a dtype that torch can stack. One request's K or V is not copied."""
+    if len(sides) == 1:
+        return sides[0].unsqueeze(0)
+    return torch.stack([side if side.dtype == torch.float64 else side.to(torch.float32) for side in sides])

@@ -1,24 +1,16 @@
 """The expected results of query rows, computed from K/V histories only, and the low-precision control for the error bound."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from lab.calls.problem import Softmax
 from lab.references.errors import Comparison, compare, regress
 from lab.references.quantization import rounded, saturated
-from lab.references.softmax_attention import (
-    piece_elements,
-    unchecked_attention,
-    unchecked_eager_attention,
-    visible_keys,
-)
+from lab.references.softmax_attention import Rules, solved_requests
 
 SHOWN_VECTORS = 3
-TOGETHER = 16  # requests that are computed together are a piece's 16th at most: they are copied for it
 # Scores are float32 sums of exact products, so the softmax's denominator is known to far better than 0.3 % (0.004 in base
 # 2) by any kernel that sums weights before it rounds them; e4m3 queries of up to 448 sum to larger scores.
 LSE_LOG2_BOUND = 0.004
@@ -127,25 +119,6 @@ class Truth:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rules(Softmax):
-    """The rules of attention for the rows of a request: masks, the softmax's terms, and precision.
-
-    Attributes:
-        window_left: how many keys before its own position a row sees; -1 for all.
-        arithmetic, out_dtype: dtypes of the control's operands and of the output.
-        causal: False: every row sees every key.
-        shown: bool [num_requests, q_len, q_len], the keys that each row sees among a request's last q_len keys. It replaces the
-            causal rule; None: no such mask.
-    """
-
-    arithmetic: torch.dtype
-    out_dtype: torch.dtype
-    window_left: int = -1
-    causal: bool = True
-    shown: Tensor | None = None
-
-
 def truth_of_requests(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_lens: list[int], rules: Rules) -> Truth:
     """Return the expected results of the rows of consecutive requests.
 
@@ -155,12 +128,14 @@ def truth_of_requests(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_l
         q_lens: query rows of each request, which belong to its newest tokens.
         rules: how rows attend to keys.
     """
-    exact, control, lse_log2 = _pieces(query, histories, q_lens, rules)
+    pieces = list(solved_requests(query, histories, q_lens, rules, with_control=True))
+    places, exact, lse_log2, control = (torch.cat(part) for part in zip(*pieces, strict=True))
+    order = places.argsort()
     requests = torch.arange(len(q_lens), device=query.device)
     request_of_row = requests.repeat_interleave(torch.tensor(q_lens, device=query.device))
     shared_error = _error_of_scaled_values(query, histories, rules)
-    expected, control = saturated(exact, rules.out_dtype), rounded(control, rules.out_dtype)
-    return Truth(expected, control, lse_log2, request_of_row, rules.arithmetic, shared_error)
+    expected, control = saturated(exact[order], rules.out_dtype), rounded(control[order], rules.out_dtype)
+    return Truth(expected, control, lse_log2[order], request_of_row, rules.arithmetic, shared_error)
 
 
 def _error_of_scaled_values(query: Tensor, histories: list[tuple[Tensor, Tensor]], rules: Rules) -> float:
@@ -174,80 +149,3 @@ def _error_of_scaled_values(query: Tensor, histories: list[tuple[Tensor, Tensor]
     is_quantised = any(values.dtype != query.dtype for _, values in histories)
     is_power_of_two = abs(math.frexp(float(rules.bmm2_scale))[0]) == 0.5
     return torch.finfo(rules.arithmetic).eps / 4 if is_quantised and not is_power_of_two else 0.0
-
-
-def _pieces(
-    query: Tensor, histories: list[tuple[Tensor, Tensor]], q_lens: list[int], rules: Rules
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return output, control and LSE of all rows, not rounded. They are computed for one piece at a time: some rows of requests
-    with equal numbers of keys and rows.
-    """
-    row_ids = torch.arange(sum(q_lens), device=query.device).split(q_lens)
-    pieces, places = [], []
-    most = piece_elements(query.device)
-    for requests in _together(query, histories, q_lens, most // TOGETHER):
-        keys, values = (_stacked([histories[request][side] for request in requests]) for side in (0, 1))
-        shown = None if rules.shown is None else torch.stack([rules.shown[request] for request in requests])
-        rows_of_each, q_len = torch.stack([row_ids[request] for request in requests]), q_lens[requests[0]]
-        rows_at_once = max(1, most // (query.shape[1] * max(keys.shape[1], 1)))
-        for start in range(0, q_len, rows_at_once):
-            rows = range(start, min(start + rows_at_once, q_len))
-            place = rows_of_each[:, rows.start : rows.stop]
-            places.append(place.flatten())
-            pieces.append(_rows(query[place], keys, values, rows, q_len, rules, shown))
-    order = torch.cat(places).argsort()
-    exact, control, lse_log2 = (torch.cat(part)[order] for part in zip(*pieces, strict=True))
-    return exact, control, lse_log2
-
-
-def _together(
-    query: Tensor, histories: list[tuple[Tensor, Tensor]], q_lens: list[int], most: int
-) -> Iterator[list[int]]:
-    """Yield lists of requests to compute together. The requests of a list have equal numbers of keys and rows, and at most
-    `most` elements of K and V or of scores. Requests without rows are left out.
-    """
-    by_size: dict[tuple[int, int], list[int]] = {}
-    for request, ((keys, _), q_len) in enumerate(zip(histories, q_lens, strict=True)):
-        if q_len:
-            by_size.setdefault((len(keys), q_len), []).append(request)
-    for (kv_len, q_len), requests in by_size.items():
-        elements = max(sum(side.numel() for side in histories[requests[0]]), kv_len * q_len * query.shape[1], 1)
-        at_once = max(1, most // elements)
-        yield from (requests[first : first + at_once] for first in range(0, len(requests), at_once))
-
-
-def _rows(
-    query: Tensor, keys: Tensor, values: Tensor, rows: range, q_len: int, rules: Rules, shown: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return output, control and LSE for the same rows of several requests. Results are ordered by request, then by
-    row.
-
-    Args:
-        query: [num_requests, len(rows), num_qo_heads, head_dim].
-        keys, values: [num_requests, kv_len, num_kv_heads, head_dim].
-        rows: the rows' indices in a request.
-        shown: bool [num_requests, q_len, q_len], or None.
-    """
-    (batch, kv_len), device = keys.shape[:2], query.device
-    first = kv_len - q_len  # position of a request's first row
-    last = kv_len if shown is not None or not rules.causal else max(first + rows.stop, 0)
-    keys, values = keys[:, :last], values[:, :last]
-    positions = torch.arange(first + rows.start, first + rows.stop, device=device).unsqueeze(0)
-    visible = visible_keys(
-        positions,
-        torch.arange(last, device=device).unsqueeze(0),
-        torch.tensor([kv_len], device=device),
-        causal=rules.causal and shown is None,
-        window_left=rules.window_left,
-    )
-    visible = visible.expand(batch, len(rows), last).clone()  # without a causal rule, all rows see the same
-    if shown is not None:
-        visible[:, :, max(first, 0) :] &= shown[:, rows.start : rows.stop, max(-first, 0) :]
-    exact, lse_log2 = unchecked_attention(query, keys, values, visible, rules)
-    control = unchecked_eager_attention(query, keys, values, visible, rules, rules.arithmetic)
-    return exact.flatten(0, 1), control.flatten(0, 1), lse_log2.flatten(0, 1)
-
-
-def _stacked(sides: list[Tensor]) -> Tensor:
-    """Stack K or V of several requests, in a dtype that `attention` supports."""
-    return torch.stack([side if side.dtype == torch.float64 else side.to(torch.float32) for side in sides])

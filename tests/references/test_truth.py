@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from lab.references.truth import Rules, Truth, truth_of_requests
+from lab.references.softmax_attention import Rules
+from lab.references.truth import Truth, truth_of_requests
 
 LN2 = math.log(2.0)
 

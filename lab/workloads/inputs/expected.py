@@ -8,7 +8,8 @@ from torch import Tensor
 
 from lab.integrity import ChangedBindingsError, in_words
 from lab.references import truth
-from lab.references.truth import Rules, Truth
+from lab.references.softmax_attention import Rules
+from lab.references.truth import Truth
 
 
 class LateTruth:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import E4M3, AttentionCall
-from lab.references.truth import Rules, Truth
+from lab.references.softmax_attention import Rules
+from lab.references.truth import Truth
 from lab.workloads.attention_case import Contents
 from lab.workloads.inputs.attention import new_workspace, running_sum
 from lab.workloads.inputs.expected import truth_of_requests

@@ -7,7 +7,7 @@ import torch
 
 from lab.integrity import ChangedBindingsError
 from lab.references import truth
-from lab.references.truth import Rules
+from lab.references.softmax_attention import Rules
 from lab.workloads.inputs.expected import LateTruth, made, truth_of_requests
 
 RULES = Rules(bmm1_scale=0.125, bmm2_scale=1.0, arithmetic=torch.bfloat16, out_dtype=torch.bfloat16)

@@ -7,7 +7,7 @@ import torch
 
 from lab.checks import MLACase
 from lab.metadata import ForwardMode
-from lab.references import truth
+from lab.references import softmax_attention
 from lab.workloads.inputs.expected import made
 from lab.workloads.inputs.mla_pass import build_mla_pass
 
@@ -20,13 +20,13 @@ def test_few_rows_at_once_give_the_same_truth(limit: int, rows: list[int], monke
     whole = made(forward.truth())
     seen: list[int] = []
 
-    def counted(query: torch.Tensor, *others: Any) -> Any:
-        seen.append(query.shape[1])
-        return of_rows(query, *others)
+    def counted(rows: range, *others: Any) -> Any:
+        seen.append(len(rows))
+        return of_rows(rows, *others)
 
-    of_rows = truth._rows
-    monkeypatch.setattr(truth, "_rows", counted)
-    monkeypatch.setattr(truth, "piece_elements", lambda device: limit)
+    of_rows = softmax_attention._visible_to
+    monkeypatch.setattr(softmax_attention, "_visible_to", counted)
+    monkeypatch.setattr(softmax_attention, "piece_elements", lambda device: limit)
     in_parts = made(forward.truth())
     assert seen == rows
     torch.testing.assert_close(in_parts.expected, whole.expected)

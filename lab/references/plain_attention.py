@@ -1,0 +1,128 @@
+"""Softmax attention over contiguous K/V with checked arguments: `attention` in float64, `eager_attention` in low precision.
+
+`attention` is the definition. An end-to-end check passes it a request's K/V history as it was written.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.calls.arguments import check_scale, check_tensor, check_vector
+from lab.calls.entry import takes_fields_of
+from lab.calls.problem import Softmax
+from lab.references.quantization import rounded
+from lab.references.softmax_attention import unchecked_attention, unchecked_eager_attention
+
+FLOAT_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+@takes_fields_of(Softmax)
+def attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    **softmax: Any,
+) -> tuple[Tensor, Tensor]:
+    """Compute grouped-query softmax attention in float64.
+
+    Query head h reads K/V head h // (num_qo_heads / num_kv_heads). A sink is a further logit of a head: it increases the
+    softmax's denominator and has no value vector. The output of a row that sees no key is zero.
+
+    Args:
+        query: [batch, q_len, num_qo_heads, head_dim], any float dtype.
+        keys: [batch, kv_len, num_kv_heads, head_dim], dequantised, and finite even where not visible.
+        values: [batch, kv_len, num_kv_heads, v_head_dim], dequantised, and finite even where not visible.
+        visible: bool [batch, q_len, kv_len].
+        softmax: fields of `lab.calls.problem.Softmax`: bmm1_scale and bmm2_scale, 1 if left out, and sinks.
+
+    Returns:
+        out, float64 [batch, q_len, num_qo_heads, v_head_dim]; lse_log2, float64 [batch, q_len, num_qo_heads], log2 of the
+        denominator (sink included), -inf where it is empty.
+
+    Raises:
+        TypeError, ValueError: `check_plain` refuses an argument, before any arithmetic.
+    """
+    terms = Softmax(**softmax)
+    check_plain(query, keys, values, visible, terms)
+    return unchecked_attention(query, keys, values, visible, terms)
+
+
+@takes_fields_of(Softmax)
+def eager_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    *,
+    arithmetic: torch.dtype,
+    out_dtype: torch.dtype,
+    **softmax: Any,
+) -> Tensor:
+    """Compute the control for the error bound: attention as a matrix unit computes it, operands in `arithmetic`, sums in
+    float32.
+
+    The query and the softmax's weights are rounded to `arithmetic` before each product (for e4m3, scaled to its range per row,
+    as a kernel of that dtype does); scores, softmax and sums are float32; the output is in `out_dtype`.
+
+    Args:
+        query, keys, values, visible, softmax: as in `attention`.
+        arithmetic: dtype of the operands of both products: float16, bfloat16, e4m3 or float32.
+        out_dtype: dtype of the result.
+
+    Returns:
+        [batch, q_len, num_qo_heads, v_head_dim] in `out_dtype`.
+
+    Raises:
+        TypeError, ValueError: see `attention`.
+    """
+    terms = Softmax(**softmax)
+    check_plain(query, keys, values, visible, terms)
+    return rounded(unchecked_eager_attention(query, keys, values, visible, terms, arithmetic), out_dtype)
+
+
+def check_plain(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, softmax: Softmax) -> None:
+    """Raise an error if `attention` does not support the arguments.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: shapes or devices contradict each other, or on a CPU query, sinks or a scale contain NaN.
+    """
+    expected = "[batch, {}, heads, head_dim]"
+    for name, tensor, length in (("query", query, "q_len"), ("keys", keys, "kv_len"), ("values", values, "kv_len")):
+        if not check_tensor(name, tensor).is_floating_point():
+            raise TypeError(f"{name} must be of a float dtype, got {tensor.dtype}; dequantise it first")
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} must be {expected.format(length)}, got shape {list(tensor.shape)}")
+    batch, q_len, num_qo_heads, head_dim = query.shape
+    if keys.shape[:3] != values.shape[:3] or keys.shape[0] != batch:
+        raise ValueError(
+            f"keys {list(keys.shape)} and values {list(values.shape)} must have the query's batch, {batch}, and the same "
+            "tokens and heads"
+        )
+    if keys.shape[3] != head_dim:
+        raise ValueError(f"keys have head_dim {keys.shape[3]}, but query has {head_dim}: they must agree")
+    if keys.shape[2] == 0 or num_qo_heads % keys.shape[2]:
+        raise ValueError(
+            f"the {num_qo_heads} heads of query do not divide evenly over the {keys.shape[2]} heads of keys"
+        )
+    if check_tensor("visible", visible).dtype != torch.bool:
+        raise TypeError(f"visible must be bool, got {visible.dtype}")
+    if visible.shape not in ((batch, q_len, keys.shape[1]), (batch, 1, keys.shape[1])):  # 1: all rows see the same
+        raise ValueError(
+            f"visible must be [batch, q_len, kv_len] = {[batch, q_len, keys.shape[1]]}, got {list(visible.shape)}"
+        )
+    if softmax.sinks is not None:
+        check_vector("sinks", softmax.sinks, num_qo_heads, FLOAT_DTYPES)
+    for name, other in (("keys", keys), ("values", values), ("visible", visible), ("sinks", softmax.sinks)):
+        if other is not None and other.device != query.device:
+            raise ValueError(f"{name} is on {other.device}, but query is on {query.device}; move it there")
+    for name, value in {**softmax.terms(), "query": query}.items():
+        is_number = name not in ("query", "sinks")
+        if is_number and not isinstance(value, Tensor):
+            check_scale(name, value)
+        elif is_number and value.numel() != 1:
+            raise ValueError(f"{name} as a tensor must have one element, got shape {list(value.shape)}")
+        if isinstance(value, Tensor) and value.device.type == "cpu" and bool(value.isnan().any()):
+            raise ValueError(f"{name} holds NaN, which would make the output NaN")
