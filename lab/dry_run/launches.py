@@ -40,7 +40,7 @@ class TensorMap:
 
 @dataclass(frozen=True)
 class KernelParams:
-    """The members of FlashInfer's `KernelParams` (kernelParams.h) that a kernel reads in the lab's calls.
+    """The members of FlashInfer's `KernelParams` (kernelParams.h) that the lab and its tests read.
 
     Names are FlashInfer's in Python's spelling, without the m: `ptr_o` is FlashInfer's `ptrO`, `batch_size` its `mBatchSize`. A
     member that the installed FlashInfer's struct does not have is None. `others` holds the members without a field here.
@@ -57,27 +57,19 @@ class KernelParams:
         ptr_scale_softmax_log2, ptr_output_scale: scales on the device, which replace the two floats.
         scale_softmax_log2: the logits' factor, times log2(e).
         attention_window_size: how many keys a row sees, including its own.
-        num_hidden_elts_o: elements of a row of the output, over all heads.
     """
 
     sizeof: int
-    logical_grid_dim_x: int
-    logical_grid_dim_y: int
-    logical_grid_dim_z: int
     ptr_o: int
-    ptr_sf_o: int
     ptr_attention_sinks: int
     ptr_cum_seq_lens_q: int
     ptr_cum_seq_lens_kv: int
-    ptr_custom_mask: int
     ptr_multi_ctas_kv_counter: int
     ptr_output_scale: int
     ptr_page_idx_kv: int
     ptr_partial_o: int
     ptr_partial_stats: int
     ptr_scale_softmax_log2: int
-    ptr_scale_sf_kv: int
-    ptr_scale_sf_o: int
     ptr_seq_lens_kv: int
     ptr_softmax_stats: int
     attention_window_size: int
@@ -91,21 +83,15 @@ class KernelParams:
     num_heads_kv: int
     num_heads_q: int
     num_heads_q_per_kv: int
-    num_hidden_elts_o: int
-    num_pages_in_mem_pool: int
     num_tokens_per_cta_q: int
     num_tokens_per_page_log2: int
     output_scale: float
     scale_softmax_log2: float
-    scale_sf_kv: float
-    scale_sf_o: float
     skip_softmax_threshold_scale_factor: float
-    start_token_idx_sf_o: int
     sum_of_seq_lens_q: int
     sum_of_seq_lens_kv: int
     uses_shared_paged_kv_idx: bool | None
     use_block_sparse_attention: bool | None
-    reshape_factor_kv: int | None
     others: tuple[tuple[str, Any], ...]
 
 

@@ -3,6 +3,7 @@ only address space.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -76,10 +77,9 @@ def mla_decode(point: Point) -> MLADecodeCall:
     query = query_of(point["query"], (rows, point["heads"], width), q)
     if not ragged:
         query = query.unflatten(0, (batch, q_len))
-    token = width + {"4 elements a token": 4, "16 elements a token": 16}.get(point["gap"], 0)
-    page = page_size * token + _page_gap(point["gap"], kv)
-    start = {"K 8 bytes on": 8, "K 16 bytes on": 16}.get(point["kv_start"], 0)
-    cache = strided((4, 1, page_size, width), (page, page, token, 1), kv, start)
+    token = width + amount(point["gap"], "# elements a token")
+    page = page_size * token + amount(point["gap"], "# bytes a page") // kv.itemsize
+    cache = strided((4, 1, page_size, width), (page, page, token, 1), kv, amount(point["kv_start"], "K # bytes on"))
     results = results_of(point, (rows, point["heads"], rank), out)
     if "out" in results and not ragged:
         results["out"] = results["out"].unflatten(0, (batch, q_len))
@@ -128,8 +128,8 @@ def results_of(point: Point, shape: tuple[int, int, int], dtype: torch.dtype) ->
         "return_lse": point["lse"] == "returned",
     }
     if point["out"] != "none":
-        start = 8 if point["out"] == "8 bytes on" else 0
-        results["out"] = strided(shape, (shape[1] * shape[2], shape[2], 1), dtype, start)
+        strides = (shape[1] * shape[2], shape[2], 1)
+        results["out"] = strided(shape, strides, dtype, amount(point["out"], "# bytes on"))
     return results
 
 
@@ -138,22 +138,21 @@ def query_of(form: str, shape: tuple[int, int, int], dtype: torch.dtype) -> torc
     _, heads, width = shape
     if form == "expanded":
         return torch.empty(1, heads, width, dtype=dtype).expand(shape)
-    head = width + {"heads 4 elements apart": 4, "heads 16 elements apart": 16}.get(form, 0)
-    row = heads * head + {"fused": 2 * width, "rows 4 elements apart": 4, "rows 16 elements apart": 16}.get(form, 0)
-    return strided(shape, (row, head, 1), dtype, 8 if form == "8 bytes on" else 0)
+    head = width + amount(form, "heads # elements apart")
+    row = heads * head + (2 * width if form == "fused" else amount(form, "rows # elements apart"))
+    return strided(shape, (row, head, 1), dtype, amount(form, "# bytes on"))
 
 
 def _cache(point: Point, width: int, dtype: torch.dtype) -> Any:
     """Return a `kv_cache` of 4 pages in one of the forms of the axis "cache"."""
-    heads, page_size, start = point["num_kv_heads"], point["page_size"], point["kv_start"]
-    token = width + {"4 elements a token": 4, "16 elements a token": 16}.get(point["gap"], 0)
-    gap = _page_gap(point["gap"], dtype)
-    starts = {name: (16 if "16" in start else 8) if start.startswith(name) else 0 for name in ("K", "V")}
+    heads, page_size = point["num_kv_heads"], point["page_size"]
+    token = width + amount(point["gap"], "# elements a token")
+    starts = {name: amount(point["kv_start"], f"{name} # bytes on") for name in ("K", "V")}
     if "NHD" in point["cache"]:
         shape, inner = (page_size, heads, width), (heads * token, token, 1)
     else:
         shape, inner = (heads, page_size, width), (page_size * token, token, 1)
-    page = heads * page_size * token + gap
+    page = heads * page_size * token + amount(point["gap"], "# bytes a page") // dtype.itemsize
     if point["cache"] == "K is V":
         return strided((4, 1, *shape), (page, page, *inner), dtype, starts["K"])
     if "stacked" in point["cache"]:
@@ -162,11 +161,6 @@ def _cache(point: Point, width: int, dtype: torch.dtype) -> Any:
     return tuple(
         strided((4, *shape), (step, *inner), dtype, starts[name]) for name, step in (("K", page), ("V", v_page))
     )
-
-
-def _page_gap(gap: str, dtype: torch.dtype) -> int:
-    """Return the number of unused elements between two pages of a cache."""
-    return int(gap.split()[0]) // dtype.itemsize if gap.endswith("page") else 0
 
 
 def _factors(point: Point, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -180,10 +174,16 @@ def _factors(point: Point, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     else:
         shape = (heads, page_size, width)
         inner = (width, heads * width, 1) if nhd else (page_size * width, width, 1)
-    gaps = {"8 bytes a page": (8, 8), "16 bytes a page": (16, 16), "V 16 bytes a page": (0, 16)}.get(form, (0, 0))
-    starts = (0, 8 if form == "V 8 bytes on" else 0)
-    k, v = (strided((4, *shape), (page + gap, *inner), E4M3, start) for gap, start in zip(gaps, starts, strict=True))
-    return k, v
+    k_gap = amount(form, "# bytes a page")
+    v_gap = k_gap or amount(form, "V # bytes a page")
+    k = strided((4, *shape), (page + k_gap, *inner), E4M3)
+    return k, strided((4, *shape), (page + v_gap, *inner), E4M3, amount(form, "V # bytes on"))
+
+
+def amount(form: str, pattern: str) -> int:
+    """Return the number in a value of an axis: 16 of "V 16 bytes on" by "V # bytes on"; 0 if the value has another form."""
+    found = re.fullmatch(pattern.replace("#", r"(\d+)"), form)
+    return int(found[1]) if found else 0
 
 
 def strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, start_bytes: int = 0) -> torch.Tensor:

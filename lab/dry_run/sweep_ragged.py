@@ -9,7 +9,7 @@ from lab.calls import RaggedContextCall
 from lab.calls.problem import E4M3
 from lab.checks.parameters.covering import Constraint, Model, Point
 from lab.dry_run.sweep_axes import OUTS, SOFTMAX_AXES, WINDOW_IS_CAUSAL
-from lab.dry_run.sweep_calls import DTYPES, offsets_of, query_of, results_of, scales_of, strided
+from lab.dry_run.sweep_calls import DTYPES, amount, offsets_of, query_of, results_of, scales_of, strided
 
 AXES: dict[str, Sequence[Any]] = {
     "dtypes": (
@@ -48,12 +48,14 @@ def ragged_context(point: Point) -> RaggedContextCall:
     q, _, out = (DTYPES[name] for name in point["dtypes"].split("/"))
     (width, v_width), kv_heads, batch = point["dims"], point["num_kv_heads"], point["batch_size"]
     heads, rows, tokens = kv_heads * point["group"], batch * point["q_len"], batch * point["kv_len"]
-    gap = {"4 elements a head": 4, "16 elements a head": 16, "fused": 128}.get(point["gap"], 0)
-    spare = 4 if point["gap"] == "4 elements a token" else 0
-    starts = {name: 16 if "16" in point["kv_start"] else 8 if name in point["kv_start"] else 0 for name in ("K", "V")}
+    gap = 128 if point["gap"] == "fused" else amount(point["gap"], "# elements a head")
+    spare = amount(point["gap"], "# elements a token")
     key, value = (
-        strided((tokens, kv_heads, size), (kv_heads * (size + gap) + spare, size + gap, 1), q, starts[name])
-        for name, size in (("K", width), ("V", v_width))
+        strided((tokens, kv_heads, size), (kv_heads * (size + gap) + spare, size + gap, 1), q, start)
+        for size, start in (
+            (width, amount(point["kv_start"], "K # bytes on")),
+            (v_width, amount(point["kv_start"], "V # bytes on")),
+        )
     )
     lengths = [torch.full((batch,), each, dtype=torch.int32) for each in (point["q_len"], point["kv_len"])]
     mirrored = point["lengths"] == "mirrored"
