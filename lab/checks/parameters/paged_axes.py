@@ -30,7 +30,6 @@ from lab.checks.parameters.values import (
 )
 from lab.ranges import Ranges, text_of
 from lab.workloads.inputs.views import Layout
-from lab.workloads.interfaces import Interface
 
 REQUESTS = 3
 FEW = 8  # rows of a request, in a large batch
@@ -57,98 +56,75 @@ STORED_WITH_FACTORS = (Cache.PLAIN, Cache.PAGES_APART, Cache.V_OTHERWISE, Cache.
 ONE_WITHOUT = (Without.FIRST, Without.LAST, Without.TWICE)
 
 
-def paged_model(interface: Interface, ranges: Ranges) -> Model:
+# Axes that not all calls over a paged cache have, and the calls that have them.
+MHA, DECODES = (AttentionCall.DECODE, AttentionCall.CONTEXT), (AttentionCall.DECODE, AttentionCall.MLA_DECODE)
+ONLY_IN: dict[str, tuple[AttentionCall, ...]] = {
+    **dict.fromkeys(("group", "num_kv_heads", "head_dim", "kv_layout", "window_left"), MHA),
+    **dict.fromkeys(("head_dims", "heads", "qk_nope_head_dim"), (AttentionCall.MLA_DECODE,)),
+    **dict.fromkeys(("rows", "causal"), (AttentionCall.CONTEXT,)),
+    **dict.fromkeys(("q_len", "backend"), DECODES),
+    "mask": (AttentionCall.DECODE,),
+}
+# Values that MLA alone does not have, and those that it alone has.
+MHA_CACHES = {Cache.HEADS_APART, Cache.ODD_STRIDES, Cache.V_OTHERWISE, Cache.ONE_TENSOR, Cache.HALVES, Cache.K_IS_V}
+MLA_CACHES = {Cache.FOUR_AXES, Cache.FOUR_AXES_ODD_STRIDES}
+
+
+def paged_model(call: AttentionCall, ranges: Ranges) -> Model:
     """Return the axes and rules of a decode, context or MLA decode call, restricted to ranges."""
-    axes = {
-        **_sizes(interface, ranges),
-        "requests": (REQUESTS, 1, *ranges.widened("large_batches")),
-        "lengths": (Lengths.UNEQUAL, Lengths.EQUAL, *Without, Lengths.FEWER, *ranges.long_requests),
-        **_rows(interface, ranges),
-        "contents": ("random", "needles", "shaded"),
-        **softmax_axes(interface, ranges),
-        **_arguments(interface),
-        **_tensors(interface),
-    }
-    return Model.of(axes, RULES, TRIPLES, VACUOUS)
-
-
-def _sizes(interface: Interface, ranges: Ranges) -> dict[str, Sequence[Any]]:
-    dtypes = [DtypePair(text_of(pair)) for pair in ranges.widened("dtypes")]
-    if interface is AttentionCall.MLA_DECODE:
-        dims = [HeadDims(text_of(pair)) for pair in ranges.widened("mla_head_dims")]
-        heads = ranges.widened("mla_heads")
-        pages = ranges.widened("mla_page_sizes")
-        return {"dtypes": dtypes, "head_dims": dims, "heads": heads, "page_size": pages}
-    if True in ranges.nvfp4:
-        queries = dict.fromkeys(pair.query for pair in dtypes)
-        dtypes += [DtypePair(text_of((query, NVFP4))) for query in queries if query != E4M3]
-    return {
-        "dtypes": dtypes,
+    is_mla, is_decode = call is AttentionCall.MLA_DECODE, call is AttentionCall.DECODE
+    is_context = call is AttentionCall.CONTEXT
+    axes: dict[str, Sequence[Any]] = {
+        "dtypes": _dtypes(ranges, has_nvfp4=not is_mla),
+        "head_dims": [HeadDims(text_of(pair)) for pair in ranges.widened("mla_head_dims")],
+        "heads": ranges.widened("mla_heads"),
         "group": ranges.widened("groups"),
         "num_kv_heads": ranges.widened("num_kv_heads"),
         "head_dim": ranges.widened("head_dims"),
-        "page_size": ranges.widened("page_sizes"),
+        "page_size": ranges.widened("mla_page_sizes" if is_mla else "page_sizes"),
         "kv_layout": ranges.widened("kv_layouts"),
         "window_left": (-1, *(WINDOWS if True in ranges.windows else ())),
-    }
-
-
-def _rows(interface: Interface, ranges: Ranges) -> dict[str, Sequence[Any]]:
-    ragged = (*Without, Offsets.PADDED, Offsets.PADDED_WITH_NAN)
-    if interface is AttentionCall.CONTEXT:
-        return {
-            "rows": (*Rows, *PROMPTS),
-            "offsets": (Offsets.PLAIN, *ragged),
-            "max_q_len": (Bound.EXACT, Bound.LARGER),
-            "causal": (True, False),
-        }
-    rows: dict[str, Sequence[Any]] = {
-        "q_len": ranges.widened("q_lens"),
-        "offsets": (Offsets.NONE, Offsets.EQUAL, Offsets.UNEQUAL, *ragged),
-        "max_q_len": (Bound.EXACT, Bound.LARGER, *((Bound.NONE,) if interface is AttentionCall.MLA_DECODE else ())),
-    }
-    if interface is AttentionCall.DECODE:
-        rows["q_len"] = tuple(dict.fromkeys((*rows["q_len"], *ranges.widened("masked_rows"))))
-        rows["mask"] = tuple(Mask)
-    return rows
-
-
-def softmax_axes(interface: Interface, ranges: Ranges) -> dict[str, Sequence[Any]]:
-    """Return the axes of a softmax's arguments, which all calls have: the fields of `lab.calls.problem.Softmax`."""
-    is_mla = interface is AttentionCall.MLA_DECODE
-    sinks = [each for each in Sinks if is_mla or each not in (Sinks.LIST, Sinks.TUPLE)]
-    return {
-        "sinks": sinks if True in ranges.sinks else (Sinks.NONE,),
-        "bmm1_scale": [each for each in LogitScale if interface is AttentionCall.DECODE or not each.is_log2],
-        "bmm2_scale": tuple(ValueScale),
-    }
-
-
-def _arguments(interface: Interface) -> dict[str, Sequence[Any]]:
-    arguments: dict[str, Sequence[Any]] = {
-        "out": (*OUT, Output.BF16, Output.FP16, Output.E4M3, Output.GIVEN_E4M3),
-        "lse": LSE,
+        "requests": (REQUESTS, 1, *ranges.widened("large_batches")),
+        "lengths": (Lengths.UNEQUAL, Lengths.EQUAL, *Without, Lengths.FEWER, *ranges.long_requests),
+        "rows": (*Rows, *PROMPTS),
+        "q_len": (*ranges.widened("q_lens"), *(ranges.widened("masked_rows") if is_decode else ())),
+        "offsets": (
+            *((Offsets.PLAIN,) if is_context else (Offsets.NONE, Offsets.EQUAL, Offsets.UNEQUAL)),
+            *(*Without, Offsets.PADDED, Offsets.PADDED_WITH_NAN),
+        ),
+        "max_q_len": (Bound.EXACT, Bound.LARGER, *((Bound.NONE,) if is_mla else ())),
+        "causal": (True, False),
+        "mask": tuple(Mask),
+        "contents": ("random", "needles", "shaded"),
+        **softmax_axes(call, ranges),
+        "out": OUT if is_mla else (*OUT, Output.BF16, Output.FP16, Output.E4M3, Output.GIVEN_E4M3),
+        "lse": (Lse.NONE, Lse.RETURNED, Lse.GIVEN, Lse.AS_THE_QUERY, Lse.BASE_E) if is_mla else LSE,
         "seq_lens": tuple(SeqLens),
         "bound": (Bound.OF_THE_TABLE, Bound.EXACT, Bound.FOUR_TIMES),
-    }
-    if interface is not AttentionCall.CONTEXT:
-        arguments["backend"] = ("auto", "trtllm-gen", "xqa")
-    if interface is AttentionCall.MLA_DECODE:
-        arguments |= {"out": OUT, "lse": (Lse.NONE, Lse.RETURNED, Lse.GIVEN, Lse.AS_THE_QUERY, Lse.BASE_E)}
-        arguments["qk_nope_head_dim"] = ("a quarter", "a half")
-    return arguments
-
-
-def _tensors(interface: Interface) -> dict[str, Sequence[Any]]:
-    is_mla = interface is AttentionCall.MLA_DECODE
-    mha_only = {Cache.HEADS_APART, Cache.ODD_STRIDES, Cache.V_OTHERWISE, Cache.ONE_TENSOR, Cache.HALVES, Cache.K_IS_V}
-    mla_only = {Cache.FOUR_AXES, Cache.FOUR_AXES_ODD_STRIDES}
-    query = (*QUERY[:4], Layout.HEADS_FIRST)
-    return {
-        "query": (*query, Layout.REQUESTS_APART) if is_mla else query,
+        "backend": ("auto", "trtllm-gen", "xqa"),
+        "qk_nope_head_dim": ("a quarter", "a half"),
+        "query": (*QUERY[:4], Layout.HEADS_FIRST, *((Layout.REQUESTS_APART,) if is_mla else ())),
         "block_tables": [each for each in Tables if not (is_mla and each.is_separate)],
         "pages": tuple(Pages),
-        "cache": [each for each in Cache if each not in (mha_only if is_mla else mla_only)],
+        "cache": [each for each in Cache if each not in (MHA_CACHES if is_mla else MLA_CACHES)],
+    }
+    has = {name: values for name, values in axes.items() if call in ONLY_IN.get(name, (call,))}
+    return Model.of(has, RULES, TRIPLES, VACUOUS)
+
+
+def _dtypes(ranges: Ranges, has_nvfp4: bool) -> list[DtypePair]:
+    dtypes = [DtypePair(text_of(pair)) for pair in ranges.widened("dtypes")]
+    queries = dict.fromkeys(pair.query for pair in dtypes) if has_nvfp4 and True in ranges.nvfp4 else ()
+    return dtypes + [DtypePair(text_of((query, NVFP4))) for query in queries if query != E4M3]
+
+
+def softmax_axes(call: AttentionCall, ranges: Ranges) -> dict[str, Sequence[Any]]:
+    """Return the axes of a softmax's arguments, which all calls have: the fields of `lab.calls.problem.Softmax`."""
+    sinks = [each for each in Sinks if call is AttentionCall.MLA_DECODE or each not in (Sinks.LIST, Sinks.TUPLE)]
+    return {
+        "sinks": sinks if True in ranges.sinks else (Sinks.NONE,),
+        "bmm1_scale": [each for each in LogitScale if call is AttentionCall.DECODE or not each.is_log2],
+        "bmm2_scale": tuple(ValueScale),
     }
 
 
