@@ -13,10 +13,16 @@ from torch import Tensor
 from lab.calls import CALL_TYPES, AttentionCall
 from lab.checks.explain.batch_features import CallFeatures, of_any_request
 from lab.checks.explain.call_features import CallLog, features_of_call
-from lab.checks.explain.features import features_of_case, features_of_contents
+from lab.checks.explain.features import features_of_case
 from lab.checks.oracle import OutputComparison, compare_bits, compare_lse, compare_output
-from lab.checks.run.equivalent_calls import EquivalentCalls
-from lab.checks.run.support_protocol import KernelError, Refusals, Unsupported, invoke, is_capturing, output_and_lse
+from lab.checks.run.support_protocol import (
+    KernelCalls,
+    KernelError,
+    Refusals,
+    Unsupported,
+    is_capturing,
+    output_and_lse,
+)
 from lab.checks.run.verdicts import IT_FAILED, CheckedResult, SavedOutput
 from lab.named_enum import NamedEnum
 from lab.ranges import Ranges
@@ -84,8 +90,7 @@ class CaseRun:
         case: the case, a frozen dataclass.
         device: the device on which the calls run.
         ranges: the ranges within which a check may vary the case.
-        refusals: exceptions that are refusals, as in `lab.checks.run.support_protocol.invoke`.
-        calls: number of calls of the implementation so far.
+        kernel: makes the calls of the implementation.
         wrongs: sentences about wrong results.
         failures: sentences about failed calls.
         declines: sentences about variations of the check that were refused, or judged in an equivalent form.
@@ -108,8 +113,7 @@ class CaseRun:
     ) -> None:
         self.implementation, self.case, self.device = implementation, case, device
         self.ranges = ranges or Ranges()
-        self.refusals = refusals
-        self.calls = 0
+        self.kernel = KernelCalls(self.decline, refusals)
         self.wrongs: list[str] = []
         self.failures: list[str] = []
         self.declines: list[str] = []
@@ -121,7 +125,6 @@ class CaseRun:
         self.output: SavedOutput | None = None
         self.called = self._of_case = features_of_case(case)
         self._log = CallLog()
-        self._equivalent = EquivalentCalls(self.decline)
 
     def build(self, case: AttentionCase | None = None, **storage: Any) -> AttentionInputs:
         """Build the inputs of a case, by default the run's own. `storage` replaces fields of the case's `Storage`."""
@@ -133,7 +136,7 @@ class CaseRun:
     def call(self, inputs: Inputs, /, **changes: Any) -> Result:
         """Make the call of `inputs` with the arguments in `changes` replaced. Return its results without padding rows.
 
-        A refused call is made again in each equivalent form (`lab.checks.run.equivalent_calls`).
+        A refused call is made again in each equivalent form (`KernelCalls`).
 
         Raises:
             Unsupported: the implementation refused every form.
@@ -141,8 +144,8 @@ class CaseRun:
         """
         interface, arguments = inputs.interface, inputs.arguments() | changes
         call = self.note_call(interface, arguments, inputs.case if isinstance(inputs, AttentionInputs) else None)
-        function = functools.partial(self._invoke, getattr(self.implementation, interface.value))
-        returned = self._equivalent.invoke(interface, function, arguments)
+        function = functools.partial(self.kernel.once, getattr(self.implementation, interface.value))
+        returned = self.kernel.invoke(interface, function, arguments)
         self._wait()
         if interface is AttentionCall.MLA_DECODE:
             self._expect_shape_of_mla(returned, arguments)
@@ -204,13 +207,6 @@ class CaseRun:
                 raise failure from None
             self.fail(str(failure), what)
 
-    def _invoke(self, function: Callable[..., Any], /, *args: Any, **arguments: Any) -> Any:
-        self.calls += 1
-        return invoke(function, args, arguments, self.refusals)
-
-    def _prepare(self, prepare: Callable[..., Any], /, **arguments: Any) -> Callable[[], Any]:
-        return functools.partial(self._invoke, self._invoke(prepare, **arguments))
-
     def _expect_shape_of_mla(self, returned: Any, arguments: dict[str, Any]) -> None:
         """Expect that an MLA output has the query's leading axes, because `as_result` accepts rows in another shape."""
         out, _ = output_and_lse(AttentionCall.MLA_DECODE.value, returned)
@@ -232,9 +228,9 @@ class CaseRun:
 
     def prepare(self, form: CallForm, interface: AttentionCall, arguments: dict[str, Any]) -> Callable[[], Any]:
         """Prepare or plan a call, and return the function that makes it. The errors are those of `call`."""
-        prepare = functools.partial(self._prepare, getattr(self.implementation, form.value + interface.value))
+        prepare = functools.partial(self.kernel.prepared, getattr(self.implementation, form.value + interface.value))
         self.note_call(interface, arguments)
-        call: Callable[[], Any] = self._equivalent.invoke(interface, prepare, arguments)
+        call: Callable[[], Any] = self.kernel.invoke(interface, prepare, arguments)
         return call
 
     def function(self, interface: Interface) -> Callable[..., Any]:
@@ -243,7 +239,7 @@ class CaseRun:
 
         @functools.wraps(function)
         def call(*args: Any, **arguments: Any) -> Any:
-            return self._invoke(function, *args, **arguments)
+            return self.kernel.once(function, *args, **arguments)
 
         return call
 
@@ -272,23 +268,25 @@ class CaseRun:
         offered = getattr(self.implementation, interface.value, None)
         if offered is None:
             raise Unsupported(f"it has no {interface.value}")
-        function = functools.partial(self._invoke, offered)
+        function = functools.partial(self.kernel.once, offered)
         given = _without_defaults(interface, arguments) | {"workspace_buffer": workspace}
-        return self._equivalent.invoke(interface, function, given, by_engine=True)
+        return self.kernel.invoke(interface, function, given, by_engine=True)
 
     def _preparation_of_engine(
         self, prepare: Callable[..., Any], interface: AttentionCall, workspace: Tensor, /, **arguments: Any
     ) -> Any:
         given = _without_defaults(interface, arguments) | {"workspace_buffer": workspace}
-        return self._equivalent.invoke(interface, functools.partial(self._prepare, prepare), given)
+        return self.kernel.invoke(interface, functools.partial(self.kernel.prepared, prepare), given)
 
     def note_call(self, interface: AttentionCall, arguments: dict[str, Any], case: Any = None) -> CallFeatures:
         """Record and return the features of a call before it is made. `case` gives its contents, by default the run's."""
         if not is_capturing():
-            of_call = features_of_call(interface, arguments, self._log)
-            is_call = isinstance(self.case, AttentionCase)
-            around = features_of_contents(case or self.case) if is_call else self._of_case.features
-            self.called = replace(of_call, features={**around, **of_call.features})
+            around: dict[str, Any] = dict(self._of_case.features)
+            if isinstance(self.case, AttentionCase):
+                of_tensors = case or self.case
+                storage = of_tensors.storage
+                around = {"contents": of_tensors.contents, "dead": storage.dead, "table_tail": storage.table_tail}
+            self.called = features_of_call(interface, arguments, self._log, around)
         return self.called
 
     def expect(self, what: str, wrongs: Iterable[str], kind: str = "memory", call: CallFeatures | None = None) -> None:

@@ -128,19 +128,23 @@ class CallFeatures:
     @classmethod
     def of_lengths(
         cls,
-        shared: Features,
+        read: Read,
         kv_lens: Sequence[int],
         q_lens: Sequence[int],
         page_size: int = TILE,
         window_left: int = -1,
+        around: Read | None = None,
     ) -> "CallFeatures":
-        """Return the features of a call: `shared`, those of a batch of these lengths, and those of each request."""
+        """Return the features of a call: those in `read`, those of a batch of these lengths, and those of each request. The
+        features in `around`, of the case, come before them.
+        """
         of_requests = tuple(
             kept(OF_REQUEST, _read_request(request, kv_lens, q_len, page_size, window_left))
             for request, q_len in zip(range(len(kv_lens)), q_lens, strict=True)
         )
         of_batch = kept(OF_BATCH, _read_batch(kv_lens, q_lens, page_size, window_left))
-        return cls({**shared, **of_batch}, of_requests, tuple(q_lens))
+        of_case = kept(around, around) if around else {}
+        return cls({**of_case, **kept(read, read), **of_batch}, of_requests, tuple(q_lens))
 
 
 def of_any_request(shared: Features, of_requests: Iterable[Features]) -> dict[str, Value]:

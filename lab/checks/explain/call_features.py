@@ -265,20 +265,23 @@ def _comparable(value: Any) -> Any:
     return value.cpu().to(torch.float64).flatten().tolist() if isinstance(value, Tensor) else value
 
 
-def features_of_call(interface: AttentionCall, arguments: Mapping[str, Any], log: CallLog) -> CallFeatures:
+def features_of_call(
+    interface: AttentionCall, arguments: Mapping[str, Any], log: CallLog, around: Read | None = None
+) -> CallFeatures:
     """Return the features of an attention call that will be made, and record the call in `log`. Lengths are copied from the
-    device.
+    device. The features in `around`, of the case, come first; the call's own replace them.
 
-    If `lab.calls` refuses the arguments, only the features that compare the call with earlier ones are returned.
+    If `lab.calls` refuses the arguments, the only features of the call are those that compare it with earlier ones.
     """
-    earlier = kept(OF_EARLIER, log.read(arguments))
+    earlier = log.read(arguments)
     try:
         problem = CALL_TYPES[interface](**arguments).problem()
     except (TypeError, ValueError, NotImplementedError):
-        return CallFeatures(earlier)
-    of_call = kept(OF_TENSORS | OF_CALL, _read_call(interface, arguments, problem))
+        read = (around or {}) | earlier
+        return CallFeatures(kept(read, read))
     kv_lens, offsets = problem.seq_lens.tolist(), problem.row_offsets()
+    read = _read_call(interface, arguments, problem)
+    read = {name: read.get(name) for name in OF_TENSORS | OF_CALL} | earlier
     q_lens = [after - before for before, after in pairwise(offsets)]
     page_size = problem.k_cache.shape[2] if isinstance(problem, PagedAttention) else TILE
-    shared = {**of_call, **earlier}
-    return CallFeatures.of_lengths(shared, kv_lens, q_lens, page_size, arguments.get("window_left", -1))
+    return CallFeatures.of_lengths(read, kv_lens, q_lens, page_size, arguments.get("window_left", -1), around)

@@ -6,10 +6,9 @@ from typing import Any
 
 from lab.checks.explain.batch_features import OF_BATCH, OF_REQUEST, CallFeatures, Read, kept
 from lab.checks.explain.call_features import OF_CALL, OF_EARLIER, OF_TENSORS
-from lab.checks.explain.feature import CaseFeature, Choice, Condition, Cost, Features, Number
+from lab.checks.explain.feature import CaseFeature, Choice, Condition, Cost, Number
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, UncountedTokens
-from lab.workloads.attention_case import AttentionCase
 
 # Fields of a case that are no features, and those whose features are of the batch and of its requests.
 NO_FEATURES = ("interface", "arithmetic", "values", "seed", "page_seed", "path", "number", "time")
@@ -117,19 +116,19 @@ def features_of_case(case: Any) -> CallFeatures:
         return getattr(case, name, getattr(model, name, given.get(name)))
 
     group = value_of("group") or 0
-    of_tensors = {name: value_of(name) for name in OF_TENSORS} | {
+    read = given | {name: value_of(name) for name in OF_TENSORS} | _read_mode(given)
+    read |= {
         "function": value_of("interface"),
         "group_no_power_of_2": group & (group - 1) > 0,
         "sinks": bool(getattr(case, "sinks", getattr(model, "has_sinks", False))),
     }
-    found = kept(given, given) | kept(OF_TENSORS, of_tensors) | kept(OF_MODE, _read_mode(given))
-    found |= {f"{name}={value}": True for name, value in getattr(case, "non_default", {}).items()}
+    read |= {f"{name}={value}": True for name, value in getattr(case, "non_default", {}).items()}
     kv_lens = getattr(case, "kv_lens", getattr(case, "lens", None))
     if kv_lens is None:
-        return CallFeatures(found)
+        return CallFeatures(kept(read, read))
     q_lens = getattr(case, "q_lens", (0,) * len(kv_lens))
     of_storage = {name: getattr(case, name) for name in ("page_size", "window_left") if hasattr(case, name)}
-    return CallFeatures.of_lengths(found, kv_lens, q_lens, **of_storage)
+    return CallFeatures.of_lengths(read, kv_lens, q_lens, **of_storage)
 
 
 def _fields(case: Any) -> Iterator[tuple[str, Any]]:
@@ -156,12 +155,3 @@ def _read_mode(given: Read) -> Read:
         "query_rows": mode.query_rows,
         "extends_draft": mode.extends_draft,
     }
-
-
-def features_of_contents(case: AttentionCase) -> Features:
-    """Return what an attention case's tensors contain: kind of numbers, numbers in unread cells, and the table's unused
-    columns.
-    """
-    storage = case.storage
-    read = {"contents": case.contents, "dead": storage.dead, "table_tail": storage.table_tail}
-    return kept(read, read)

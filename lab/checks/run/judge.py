@@ -61,9 +61,9 @@ def judge(
 ) -> Report:
     """Find out whether an implementation is right: run checks on its functions, and return the report.
 
-    An implementation may refuse a call (`lab.checks.run.support_protocol`). The call is then made in equivalent forms
-    (`lab.checks.run.equivalent_calls`). If these are refused too, the case is declined, which is no error. All results must be
-    right. Ctrl-C ends the run; the report then has the verdicts so far.
+    An implementation may refuse a call (`lab.checks.run.support_protocol`). The call is then made in equivalent forms. If these
+    are refused too, the case is declined, which is no error. All results must be right. Ctrl-C ends the run; the report then
+    has the verdicts so far.
 
     Args:
         implementation: a module or object with at least one of the functions in `lab.workloads.interfaces.INTERFACES`, or its

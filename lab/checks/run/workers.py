@@ -335,7 +335,7 @@ def run_case(
         run.fail(str(raised(error)))
     except Exception as error:
         sentence = f"{type(error).__name__}: {error}"
-        if run.calls:
+        if run.kernel.count:
             run.fail(f"the check stopped at what the implementation returned, or at a bug of the lab's own: {sentence}")
         else:
             run.fail(

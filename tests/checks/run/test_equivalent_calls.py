@@ -10,8 +10,7 @@ import torch
 from lab import references
 from lab.calls.problem import E4M3, AttentionCall
 from lab.checks import AttentionCase, ForwardCase, Outcome, RaggedCase, judge, judge_case, judge_forward
-from lab.checks.run.equivalent_calls import EquivalentCalls
-from lab.checks.run.support_protocol import Unsupported
+from lab.checks.run.support_protocol import KernelCalls, Unsupported
 from lab.metadata import ForwardMode
 from lab.workloads.inputs.attention import build_attention
 from lab.workloads.inputs.ragged import build_ragged
@@ -112,7 +111,7 @@ def test_an_output_that_is_handed_out_has_the_shape_and_the_dtype_of_the_call(dt
                 raise Unsupported("it needs out")
             return out
 
-        out = EquivalentCalls(lambda _: None).invoke(inputs.interface, handed, arguments)
+        out = KernelCalls(lambda _: None).invoke(inputs.interface, handed, arguments)
         assert (out.dtype, out.shape) == (torch.bfloat16, (*arguments["query"].shape[:-1], inputs.out_head_dim))
 
 
