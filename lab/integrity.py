@@ -147,6 +147,8 @@ def _held_by(owner: str, holder: Any) -> list[tuple[str, Mapping[str, Any], str,
 
 def _functions_in(value: Any) -> Iterator[types.FunctionType]:
     """Yield the Python functions in a value: itself, or those inside a property, a method object, a partial or a wrapper."""
+    if isinstance(value, types.ModuleType):
+        return
     if isinstance(value, property):
         inner = [value.fget, value.fset]
     elif isinstance(value, staticmethod | classmethod):

@@ -4,10 +4,9 @@ References and kernels share this package. It imports only torch and reads nothi
 for calls on CPU tensors, and else only on request (a problem's `check_values`, `refuse_nan`).
 """
 
-from lab.calls.context import ContextCall
-from lab.calls.decode import DecodeCall
 from lab.calls.entry import made_at_once, takes
 from lab.calls.mla_decode import MLADecodeCall
+from lab.calls.paged import ContextCall, DecodeCall
 from lab.calls.problem import AttentionCall, Feature, PagedAttention, refuse_nan
 from lab.calls.ragged_context import RaggedAttention, RaggedContextCall
 

@@ -245,6 +245,22 @@ def split_tables(block_tables: torch.Tensor, shared: bool) -> tuple[torch.Tensor
     return (block_tables, block_tables) if shared else (block_tables[:, 0], block_tables[:, 1])
 
 
+def check_max_q_len(call: Any) -> int:
+    """Return the upper bound of a decode call's query rows per request. Raise an error unless the call has either
+    `q_len_per_req`, or `cum_seq_lens_q` with `max_q_len`.
+    """
+    if call.cum_seq_lens_q is None:
+        if call.max_q_len is not None:
+            raise ValueError(f"max_q_len={call.max_q_len} needs cum_seq_lens_q; for equal widths pass q_len_per_req")
+        return check_int("q_len_per_req", call.q_len_per_req, 1, "or pass cum_seq_lens_q and max_q_len")
+    if call.q_len_per_req is not None:
+        raise ValueError(
+            f"q_len_per_req={call.q_len_per_req} contradicts cum_seq_lens_q (FlashInfer 0.7.2 derives the batch "
+            "from q_len_per_req and its default is 1): pass q_len_per_req=None"
+        )
+    return check_int("max_q_len", call.max_q_len, 0, "it goes with cum_seq_lens_q")
+
+
 def check_mask(mask: object, cum_seq_lens_q: object, batch_size: int, q_len: int) -> None:
     """Raise an error unless a draft mask is contiguous uint16 [batch_size, q_len, 2 * ceil(q_len / 32)]. A mask with
     `cum_seq_lens_q` is an error too.

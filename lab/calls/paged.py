@@ -1,19 +1,221 @@
-"""Check the arguments that FlashInfer's decode and context calls share, and make the attention problem over a paged K/V
-cache.
-"""
+"""FlashInfer's TRT-LLM decode and context calls as data: their parameters, and the paged attention problem that they define."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
 from lab.calls import arguments
-from lab.calls.problem import PagedAttention, refuse_nan
+from lab.calls.arguments import Unmodelled
+from lab.calls.problem import AttentionCall, PagedAttention, Scale, refuse_nan
 
 KVCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-def pose_paged(
-    call: Any,
+@dataclass(frozen=True, eq=False)
+class DecodeCall:
+    """The arguments of FlashInfer 0.7.2's `trtllm_batch_decode_with_kv_cache`: same names, order and defaults.
+
+    Rows are causal: row i of a request with q rows and L keys sits at position L - q + i and sees keys up to it. If a request
+    has fewer keys than rows, its first rows see no key. The output of a row that sees no key is zero. Its LSE is log2(e) *
+    sink, or -inf without a sink.
+
+    Memory that no row sees may hold anything, including NaN, and must not affect a result: the rest of a request's last page,
+    pages of no request, keys before every row's window, and cells of `block_tables` after a request's last page. Query rows of
+    a request without keys may hold anything too. NaN that one row sees may affect other rows of its request, but no other
+    request.
+
+    The last dimension of `query`, `kv_cache`, `kv_cache_sf` and `block_tables` is contiguous. Their other strides, and the
+    strides of `lse`, are free as long as no elements overlap. V may have other strides than K. Other tensors are contiguous.
+    `query`, `kv_cache`, `kv_cache_sf`, `out` and `lse` begin at a multiple of 16 bytes, as vector loads and TMA need; other
+    tensors may begin at any element of a larger tensor.
+
+    Attributes:
+        query: [num_rows, num_qo_heads, head_dim], fp16, bf16 or e4m3 (the references: float32 and float64 too); the rows of a
+            request are consecutive and in order.
+        kv_cache: (K, V), each [num_pages, num_kv_heads, page_size, head_dim] ("HND") or
+            [num_pages, page_size, num_kv_heads, head_dim] ("NHD"); or one tensor with a second dimension of 2 (K and V)
+            or 1 (K is V). The query's dtype, e4m3, or uint8 for NVFP4.
+        workspace_buffer: memory for FlashInfer's kernels; see `lab.calls.workspace`. Other implementations ignore it.
+        block_tables: int32 [batch_size, max_num_pages_per_seq], or [batch_size, 2, max_num_pages_per_seq] with separate K and V
+            page ids when `uses_shared_paged_kv_idx` is False. A page may occur in the rows of several requests, even if only
+            one of them has filled it, and several times in a row. Cells up to a request's last page are pages of the pool, also
+            the cells before a window.
+        seq_lens: int32 or uint32 [batch_size]: keys of each request, its query tokens included.
+        max_seq_len: upper bound of `seq_lens` on the host. It may exceed the table; 0 for an empty batch.
+        bmm1_scale, bmm2_scale: number, or float32 tensor of one element: factor of Q·K^T and of P·V.
+        bmm1_scale_log2: float32 tensor of one element, `bmm1_scale * log2(e)`; takes precedence over `bmm1_scale`.
+        window_left: how many keys before its own position a row sees; -1 for all.
+        out, out_dtype: the output tensor, or the dtype of a new one.
+        sinks: float32 [num_qo_heads], a logit per head added to the softmax's denominator, as exp(sink): `bmm1_scale` does not
+            multiply it. It is finite, or -inf for a head without a sink.
+        q_len_per_req: query rows of every request; None with `cum_seq_lens_q`.
+        max_q_len, cum_seq_lens_q: upper bound of the rows of a request, and int32 [batch_size + 1] row offsets, as in
+            `ContextCall`.
+        mask: packed draft mask for q_len_per_req > 1, uint16 [batch_size, q_len, 2 * ceil(q_len / 32)]; if bit b of word w of
+            row j is set, row j sees draft token 16 w + b. Without a mask the rows are causal. The draft is the request's last
+            q_len keys: token t is the key at position L - q_len + t, if there is one. Every row sees all keys before the draft.
+            A row sees exactly the draft tokens whose bits are set, also later tokens, and its own token only if its bit is set.
+            A window applies as well. Bits from q_len on have no meaning.
+        kv_cache_sf: (K, V) e4m3 scale factors of an NVFP4 cache, one per 16 elements of head_dim.
+        multi_ctas_kv_counter_buffer: bytes for trtllm-gen's counters, zero before a call and after it.
+        lse, return_lse: float32 [num_rows, num_qo_heads], base 2: log2 of the softmax's denominator, the sink included.
+
+    `kv_layout` is "HND" or "NHD". `backend` is "auto", "xqa" or "trtllm-gen"; it determines the order of NVFP4's scale factors.
+    `o_scale` is 1 or None. The lab models all other parameters only at their default: another value raises NotImplementedError.
+    Parameters that change no result (`FREE_ARGUMENTS`) may have any value.
+    """
+
+    function: ClassVar[AttentionCall] = AttentionCall.DECODE
+    module: ClassVar[str] = "flashinfer.decode"
+
+    query: torch.Tensor
+    kv_cache: KVCache
+    workspace_buffer: torch.Tensor | None
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    max_seq_len: int
+    bmm1_scale: Scale = 1.0
+    bmm2_scale: Scale = 1.0
+    window_left: int = -1
+    out: torch.Tensor | None = None
+    out_dtype: torch.dtype | str | None = None
+    o_sf_scale: Unmodelled[float | None] = None
+    o_sf_vec_size: Unmodelled[int | None] = None
+    sinks: torch.Tensor | None = None
+    kv_layout: str = "HND"
+    enable_pdl: bool | None = None
+    backend: str = "auto"
+    q_len_per_req: int | None = 1
+    o_scale: float | None = 1.0
+    mask: torch.Tensor | None = None
+    max_q_len: int | None = None
+    cum_seq_lens_q: torch.Tensor | None = None
+    skip_softmax_threshold_scale_factor: Unmodelled[float | None] = None
+    kv_cache_sf: tuple[torch.Tensor, torch.Tensor] | None = None
+    uses_shared_paged_kv_idx: bool = True
+    lse: torch.Tensor | None = None
+    return_lse: bool = False
+    bmm1_scale_log2: torch.Tensor | None = None
+    multi_ctas_kv_counter_buffer: torch.Tensor | None = None
+    enable_block_sparse_attention: Unmodelled[bool] = False
+    cp_world: Unmodelled[int] = 1
+    cp_rank: Unmodelled[int] = 0
+    causal_seqlens_kv_global: Unmodelled[torch.Tensor | None] = None
+    bf16q_fp8kv_transform_mode: Unmodelled[str | None] = None
+    request_order: Unmodelled[torch.Tensor | None] = None
+    request_order_plan: Unmodelled[Any] = None
+
+    def problem(self) -> PagedAttention:
+        """Check the arguments and return the attention problem that they define.
+
+        Raises:
+            TypeError: an argument has the wrong type or dtype.
+            ValueError: a shape, device, stride or number is invalid for every implementation.
+            NotImplementedError: an argument that the lab does not model differs from its default.
+        """
+        arguments.check_modelled(self, ("auto", "xqa", "trtllm-gen"))
+        if isinstance(self.o_scale, torch.Tensor) or self.o_scale not in (None, 1.0):
+            arguments.not_modelled("o_scale", self.o_scale, "fold it into bmm2_scale")
+        batch_size = arguments.batch_size_of(self.block_tables, self.uses_shared_paged_kv_idx)
+        max_q_len = arguments.check_max_q_len(self)
+        arguments.check_query(self.query)
+        if self.cum_seq_lens_q is None and self.query.shape[0] != batch_size * max_q_len:
+            raise ValueError(
+                f"query has {self.query.shape[0]} rows, but block_tables has {batch_size} requests of q_len_per_req="
+                f"{max_q_len}: expected {batch_size * max_q_len} rows"
+            )
+        if self.mask is not None:
+            arguments.check_mask(self.mask, self.cum_seq_lens_q, batch_size, max_q_len)
+        return _posed(
+            self,
+            kv_bound="max_seq_len",
+            max_q_len=max_q_len,
+            max_kv_len=self.max_seq_len,
+            causal=True,
+            cum_seq_lens_kv=None,
+            mask=self.mask,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class ContextCall:
+    """The arguments of FlashInfer 0.7.2's `trtllm_batch_context_with_kv_cache`: same names, order and defaults.
+
+    `DecodeCall` documents which keys rows see, which memory may hold anything, how tensors lie in memory, and all other
+    attributes.
+
+    Attributes:
+        max_q_len, max_kv_len: upper bounds of the query and key lengths on the host; 0 for an empty batch.
+        cum_seq_lens_q, cum_seq_lens_kv: int32 [batch_size + 1] offsets of the query rows and of the keys. Query rows after the
+            last offset are padding, as in a CUDA graph with room for more rows. They may hold anything, including NaN, and
+            their output is undefined.
+        causal: False: every row sees every key of its request. False cannot be combined with a window.
+    """
+
+    function: ClassVar[AttentionCall] = AttentionCall.CONTEXT
+    module: ClassVar[str] = "flashinfer.prefill"
+
+    query: torch.Tensor
+    kv_cache: KVCache
+    workspace_buffer: torch.Tensor | None
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    max_q_len: int
+    max_kv_len: int
+    bmm1_scale: Scale
+    bmm2_scale: Scale
+    batch_size: int
+    cum_seq_lens_q: torch.Tensor
+    cum_seq_lens_kv: torch.Tensor
+    window_left: int = -1
+    out: torch.Tensor | None = None
+    out_dtype: torch.dtype | str | None = None
+    o_sf_scale: Unmodelled[float | None] = None
+    o_sf_vec_size: Unmodelled[int | None] = None
+    kv_layout: str = "HND"
+    enable_pdl: bool | None = None
+    sinks: torch.Tensor | None = None
+    kv_cache_sf: KVCache | None = None
+    skip_softmax_threshold_scale_factor: Unmodelled[float | None] = None
+    uses_shared_paged_kv_idx: bool = True
+    causal: bool = True
+    lse: torch.Tensor | None = None
+    return_lse: bool = False
+    multi_ctas_kv_counter_buffer: torch.Tensor | None = None
+    use_fp16_softmax: Unmodelled[bool | None] = None
+    uses_spcompress: Unmodelled[bool | None] = None
+    backend: str = "trtllm-gen"
+
+    def problem(self) -> PagedAttention:
+        """Check the arguments and return the attention problem that they define. Raises the errors of `DecodeCall.problem`."""
+        arguments.check_modelled(self, ("trtllm-gen",))
+        arguments.check_query(self.query)
+        arguments.check_int("batch_size", self.batch_size, 0, "it counts the requests")
+        if arguments.batch_size_of(self.block_tables, self.uses_shared_paged_kv_idx) != self.batch_size:
+            raise ValueError(
+                f"batch_size={self.batch_size} but block_tables has {self.block_tables.shape[0]} rows: "
+                "one row per request is needed"
+            )
+        for name in ("cum_seq_lens_q", "cum_seq_lens_kv"):
+            arguments.check_tensor(name, getattr(self, name))
+        arguments.check_bool("causal", self.causal)
+        if not self.causal and self.window_left >= 0:
+            raise NotImplementedError(
+                f"causal=False with window_left={self.window_left}: FlashInfer has no such kernel; pass window_left=-1"
+            )
+        return _posed(
+            self,
+            kv_bound="max_kv_len",
+            max_q_len=arguments.check_int("max_q_len", self.max_q_len, 0, "it bounds the rows of one request"),
+            max_kv_len=self.max_kv_len,
+            causal=self.causal,
+            cum_seq_lens_kv=self.cum_seq_lens_kv,
+        )
+
+
+def _posed(
+    call: DecodeCall | ContextCall,
     *,
     kv_bound: str,
     max_q_len: int,
@@ -22,11 +224,11 @@ def pose_paged(
     cum_seq_lens_kv: torch.Tensor | None,
     mask: torch.Tensor | None = None,
 ) -> PagedAttention:
-    """Check the arguments that decode and context calls share, and return the attention problem. It has one form of layout,
-    page tables and output dtype, whichever the caller used.
+    """Check the arguments that both calls share, and return the attention problem. It has one form of layout, page tables and
+    output dtype, whichever the caller used.
 
     Args:
-        call: a `DecodeCall` or `ContextCall`.
+        call: the call.
         kv_bound: the call's name for `max_kv_len`, for error messages.
         max_q_len, max_kv_len, causal, cum_seq_lens_kv, mask: as in `PagedAttention`.
 
