@@ -87,9 +87,7 @@ def stage(work: GpuWork, method: Method) -> Staged:
     graph, number = _long_enough(buffers, calls, side, is_rotated=method.l2 is L2.COLD_ROTATION)
     if work.redraw is not None:
         _check_each_call(buffers, calls, side)
-        if (
-            random.SystemRandom().random() < 0.5
-        ):  # a kernel cannot know at the first capture which of two captures is timed
+        if random.SystemRandom().getrandbits(1):  # a kernel cannot know at the first capture which of two is timed
             graph = _captured(itertools.islice(itertools.cycle(calls), number), side)
             graph.replay()
     return Staged(buffers, calls, graph.replay, flush, number, launches)
@@ -214,7 +212,7 @@ def _long_enough(
         (sample,) = between_events([(None, graph.replay)], DeviceState(), torch.cuda.current_device(), queued=True)
         if sample.us > REPLAY_US / 2 or number >= most:
             return graph, number
-        number = min(max(math.ceil(number * REPLAY_US / sample.us), 2 * number), most)
+        number = min(math.ceil(number * REPLAY_US / sample.us), most)  # at least twice as many
         if is_rotated:
             more = [buffers[0].copy(place) for place in range(len(buffers), number)]
             calls += _first_calls(more, stream)

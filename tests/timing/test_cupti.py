@@ -66,6 +66,7 @@ class SimulatedCupti:
         self.pending.append(SimpleNamespace(kind=kind, correlation_id=correlation, start=start, end=end, name=name))
 
     def activity_register_callbacks(self, requested: Any, completed: Any) -> None:
+        assert requested() == (8 * 2**20, 0)  # a buffer's size as in CUPTI's samples; as many records as fit
         self.completed = completed
 
     def activity_enable(self, kind: int) -> None:

@@ -60,8 +60,13 @@ def breaks(**arguments: Any) -> None:
     raise RuntimeError("an illegal memory access")
 
 
+PLANNING = module(
+    "planning",
+    **{f"plan_{DECODE}": lambda **arguments: lambda: getattr(references, DECODE)(**arguments), DECODE: breaks},
+)
+
+
 def test_each_has_a_time_or_the_reason_why_it_has_none() -> None:
-    right = getattr(references, DECODE)
     found = time_in_turns(
         CASE,
         [
@@ -69,7 +74,7 @@ def test_each_has_a_time_or_the_reason_why_it_has_none() -> None:
             module("declining", **{DECODE: declines}),
             module("wrong", **{DECODE: lambda out, **_: out.fill_(1.0)}),
             module("broken", **{DECODE: breaks}),
-            module("planning", **{f"plan_{DECODE}": lambda **arguments: lambda: right(**arguments), DECODE: breaks}),
+            PLANNING,
         ],
         METHOD,
     )
@@ -109,19 +114,19 @@ def test_one_alone_raises_its_reason() -> None:
 def test_host_times_keep_the_gpu_busy_for_half_a_second_at_most(
     median_us: float, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """20 batches of 25 calls of a millisecond are half a second."""
-    timed: list[int] = []
+    """20 batches of 25 calls of a millisecond are half a second. A plan is made once a batch."""
+    timed: list[tuple[int, int]] = []
 
     def host_time(work: Mapping[str, Any], *, batches: int, calls_per_batch: int) -> dict[str, HostTime]:
-        timed.append(calls_per_batch)
+        timed.append((batches, calls_per_batch))
         return {name: HostTime((1.0,) * batches) for name in work}
 
     monkeypatch.setattr(forward, "host_time", host_time)
     monkeypatch.setattr(
         forward, "measure_staged", lambda staged, method, seed: dict.fromkeys(staged, GpuTime((median_us,), method, 1))
     )
-    time_forward(CASE, references, METHOD)
-    assert timed == [calls]
+    time_forward(CASE, PLANNING, METHOD)
+    assert timed == [(20, calls), (10, 1)]
 
 
 @pytest.mark.parametrize(("l2", "is_refused"), [("cold", True), ("warm", False)])

@@ -9,6 +9,7 @@ import torch
 from lab.gpus import Datasheet
 from lab.timing import Ceilings, GpuTime, roofline
 from lab.timing.roofline import least_us, measure_ceilings, why_impossible
+from lab.timing.work import GpuWork
 
 rooflines = sys.modules["lab.timing.roofline"]  # `lab.timing.roofline` is the function
 
@@ -73,8 +74,11 @@ def test_a_time_that_the_gpu_cannot_reach_has_a_reason(
 
 def test_ceilings_are_bytes_and_operations_over_the_measured_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """2**32 bytes in a millisecond, and a product of 8192 x 8192 matrices, 2 * 8192**3 operations, in another."""
-    monkeypatch.setattr(rooflines, "measure", lambda work, method: GpuTime((1000.0,), method, launches=1))
-    monkeypatch.setattr(rooflines, "negation", lambda size_bytes, device: size_bytes)
-    monkeypatch.setattr(rooflines.torch, "randn", lambda *shape, **options: torch.empty(1))
+    works: list[GpuWork] = []
+    monkeypatch.setattr(
+        rooflines, "measure", lambda work, method: works.append(work) or GpuTime((1000.0,), method, launches=1)
+    )
     monkeypatch.setattr(rooflines.torch.cuda, "get_device_name", lambda device: "a GPU of tomorrow")
-    assert measure_ceilings(torch.device("cpu")) == Ceilings(pytest.approx(4294.967296), pytest.approx(1099.511627776))
+    assert measure_ceilings(torch.device("meta")) == Ceilings(pytest.approx(4294.967296), pytest.approx(1099.511627776))
+    assert [work.bytes_moved for work in works] == [sum(t.nbytes for t in work.arguments.values()) for work in works]
+    assert [work.operations for work in works] == [0, 2 * 8192**3]
