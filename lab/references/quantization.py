@@ -57,7 +57,8 @@ def quantize_nvfp4(values: torch.Tensor, global_scale: float) -> tuple[torch.Ten
     divisor = scale_factors.to(torch.float64).unsqueeze(-1)
     scaled = torch.where(divisor > 0, blocks / divisor, torch.zeros_like(blocks)).flatten(-2)
     magnitudes = torch.tensor(E2M1_MAGNITUDES, dtype=torch.float64, device=values.device)
-    codes = (scaled.abs().unsqueeze(-1) - magnitudes).abs().argmin(dim=-1).to(torch.uint8)
+    midpoints = (magnitudes[:-1] + magnitudes[1:]) / 2  # half of the way is rounded down
+    codes = torch.bucketize(scaled.abs(), midpoints).to(torch.uint8)
     codes = torch.where(scaled < 0, codes + 8, codes).unflatten(-1, (-1, 2))
     return codes[..., 0] | (codes[..., 1] << 4), scale_factors
 

@@ -1,6 +1,7 @@
 """One attention call as data: its function, the lengths of its requests, and the contents and storage of its tensors."""
 
 from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -134,23 +135,23 @@ class AttentionCase:
         if not self.is_mla and self.v_head_dim is not None:
             raise ValueError(f"v_head_dim={self.v_head_dim} belongs to MLA_DECODE; leave it None")
 
-    @property
+    @cached_property
     def is_mla(self) -> bool:
         return self.interface is AttentionCall.MLA_DECODE
 
-    @property
+    @cached_property
     def has_offsets(self) -> bool:
         return self.offsets or self.interface is AttentionCall.CONTEXT
 
-    @property
+    @cached_property
     def num_qo_heads(self) -> int:
         return self.num_kv_heads * self.group
 
-    @property
+    @cached_property
     def out_head_dim(self) -> int:
         return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
-    @property
+    @cached_property
     def page_size(self) -> int:
         return self.storage.page_size
 
@@ -158,15 +159,15 @@ class AttentionCase:
         """Return the case with these numbers of query rows, one per request. Requests get at least as many keys as rows."""
         return replace(self, kv_lens=tuple(map(max, self.kv_lens, q_lens)), q_lens=q_lens)
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         return sum(self.q_lens)
 
-    @property
+    @cached_property
     def softmax_scale(self) -> float:
         return float(self.head_dim**-0.5)
 
-    @property
+    @cached_property
     def is_quantised(self) -> bool:
         return self.kv_dtype in (E4M3, NVFP4)
 

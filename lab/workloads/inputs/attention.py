@@ -3,6 +3,7 @@
 import itertools
 import mmap
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -252,33 +253,34 @@ def build_attention(case: AttentionCase, device: torch.device) -> AttentionInput
     """Return the tensors of a case: draw the requests' histories, write them into the shuffled pages of a pool whose other
     cells hold the numbers of `Storage.dead`, and list the pages in a table.
     """
-    query, drawn, sinks = draw_contents(case, device)
-    stored = [stored_kv(case.kv_dtype, *sides) for sides in drawn]
-    size = case.page_size
+    query, keys, values, sinks = draw_contents(case, device)
+    stored = stored_kv(case.kv_dtype, keys, values)
+    size, storage = case.page_size, case.storage
     pages_of = [-(-kv_len // size) for kv_len in case.kv_lens]
-    num_pages = 2 * sum(pages_of) + 4
+    num_pages, used = 2 * sum(pages_of) + 4, sum(pages_of)
     ids = list(range(num_pages))
-    random.Random(case.storage.page_seed).shuffle(ids)
-    ids = [page + case.storage.first_page for page in ids]
-    pools = _new_pools(case, case.storage.first_page + num_pages, device)
+    random.Random(storage.page_seed).shuffle(ids)
+    ids = [page + storage.first_page for page in ids]
+    pools = _new_pools(case, storage.first_page + num_pages, device)
     factors = _new_scale_factors(case, pools)
+    tables = torch.tensor(ids[:used], dtype=torch.int64).split(pages_of)
+    in_page = torch.arange(size)
+    slots = torch.cat(
+        [(table[:, None] * size + in_page).flatten()[:n] for table, n in zip(tables, case.kv_lens, strict=True)]
+    ).to(device)
     for pool in (*pools, *factors):
         dead = {Dead.ZERO: 0.0, Dead.HUGE: POISON[pool.dtype], Dead.NAN: float("nan")}
-        fill(pool[case.storage.first_page :], dead[case.storage.dead])
-    histories = [read_kv(*sides) for sides in stored]
+        fill(pool[storage.first_page :], dead[storage.dead])
+    read_keys, read_values = read_kv(*stored)
     if case.is_mla:
-        histories = [(keys, keys[..., : case.out_head_dim]) for keys, _ in histories]
-    tables, used = [], 0
-    for sides, pages in zip(stored, pages_of, strict=True):
-        mine = torch.tensor(ids[used : used + pages], dtype=torch.int64, device=device)
-        for pool, tokens in zip((*pools, *factors), sides, strict=False):  # MLA has only a pool of keys
-            _write(pool, mine, tokens, case)
-        tables.append(mine)
-        used += pages
+        read_values = read_keys[..., : case.out_head_dim]
+    for pool, tokens in zip((*pools, *factors), stored, strict=False):  # MLA has only a pool of keys, without heads
+        by_token = pool if case.is_mla or storage.kv_layout == "NHD" else pool.transpose(1, 2)
+        raw(by_token)[slots // size, slots % size] = raw(tokens[:, 0] if case.is_mla else tokens)
     return AttentionInputs(
         case=case,
         query=query,
-        histories=tuple(histories),
+        histories=tuple(zip(read_keys.split(case.kv_lens), read_values.split(case.kv_lens), strict=True)),
         k_pages=pools[0],
         v_pages=pools[-1],
         block_tables=_block_tables(case, tables, ids[:used] or ids[:1], device),
@@ -313,23 +315,14 @@ def _new_pools(case: AttentionCase, num_pages: int, device: torch.device) -> lis
     return list(torch.empty(2, num_pages, *page, **new).unbind(0))
 
 
-def _write(pool: Tensor, pages: Tensor, tokens: Tensor, case: AttentionCase) -> None:
-    """Write the tokens of a request, [kv_len, num_kv_heads, head_dim], into its pages."""
-    positions = torch.arange(len(tokens), device=tokens.device)
-    page_size, is_mla = case.storage.page_size, pool.dim() == 3  # MLA's pool has no axis of heads
-    page, offset = pages[positions // page_size], positions % page_size
-    by_token = pool if is_mla or case.storage.kv_layout == "NHD" else pool.transpose(1, 2)
-    raw(by_token)[page, offset] = raw(tokens[:, 0] if is_mla else tokens)
-
-
-def _block_tables(case: AttentionCase, tables: list[Tensor], live: list[int], device: torch.device) -> Tensor:
+def _block_tables(case: AttentionCase, tables: Sequence[Tensor], live: list[int], device: torch.device) -> Tensor:
     width = max(len(table) for table in tables) + case.storage.spare_columns
     if case.storage.table_tail is TableTail.FOREIGN:
         cells = torch.tensor(live, dtype=torch.int32).repeat(-(-len(tables) * width // len(live)))
-        block_tables = cells[: len(tables) * width].view(len(tables), width).flip(0).contiguous().to(device)
+        block_tables = cells[: len(tables) * width].view(len(tables), width).flip(0)
     else:
         value = -1 if case.storage.table_tail is TableTail.NEGATIVE else 2**30
-        block_tables = torch.full((len(tables), width), value, dtype=torch.int32, device=device)
+        block_tables = torch.full((len(tables), width), value, dtype=torch.int32)
     for row, table in enumerate(tables):
         block_tables[row, : len(table)] = table
-    return block_tables
+    return block_tables.to(device)

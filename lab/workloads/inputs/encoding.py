@@ -20,9 +20,11 @@ def as_stored(values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 
 def stored_kv(dtype: torch.dtype, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-    """Return K and V of a request as a cache of this dtype stores them. Scale factors of K and V follow if it is NVFP4."""
+    """Return K and V of tokens as a cache of this dtype stores them. Scale factors of K and V follow if it is NVFP4."""
+    if dtype == E4M3:
+        return quantize_e4m3(keys, E4M3_K_SCALE), quantize_e4m3(values, E4M3_V_SCALE)
     if dtype != NVFP4:
-        return as_stored(keys, E4M3_K_SCALE, dtype), as_stored(values, E4M3_V_SCALE, dtype)
+        return keys.to(dtype), values.to(dtype)
     (k, k_factors), (v, v_factors) = quantize_nvfp4(keys, E4M3_K_SCALE), quantize_nvfp4(values, E4M3_V_SCALE)
     return k, v, k_factors, v_factors
 

@@ -39,14 +39,12 @@ class _Drawn:
     values: Tensor  # [kv_len, num_kv_heads, head_dim]
 
 
-def draw_contents(
-    case: AttentionCase, device: torch.device
-) -> tuple[Tensor, list[tuple[Tensor, Tensor]], Tensor | None]:
+def draw_contents(case: AttentionCase, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Draw query, keys, values and sinks. The numbers do not depend on the storage.
 
     Returns:
-        The query [num_rows, num_qo_heads, head_dim] in the case's dtype; (K, V) of each request, float32 [kv_len, num_kv_heads,
-        head_dim]; and the sinks, float32 [num_qo_heads], or None. All are on the device.
+        The query [num_rows, num_qo_heads, head_dim] in the case's dtype; K and V of all requests, one after another, float32
+        [sum(kv_lens), num_kv_heads, head_dim]; and the sinks, float32 [num_qo_heads], or None. All are on the device.
     """
     generator = torch.Generator().manual_seed(case.seed)
     num_qo_heads = case.num_qo_heads
@@ -60,9 +58,9 @@ def draw_contents(
         query = torch.randn(q_len, num_qo_heads, case.head_dim, generator=own)
         keys, values = (torch.randn(kv_len, case.num_kv_heads, case.head_dim, generator=own) for _ in range(2))
         drawn.append(_SHAPE[case.contents](_Drawn(case, request, directions, query, keys, values)))
-    query = torch.cat([each.query for each in drawn]).to(device=device, dtype=case.dtype)
-    histories = [(each.keys.to(device), each.values.to(device)) for each in drawn]
-    return query, histories, sinks.to(device) if case.sinks else None
+    query, keys, values = (torch.cat([getattr(each, side) for each in drawn]) for side in ("query", "keys", "values"))
+    on_device = query.to(device=device, dtype=case.dtype), keys.to(device), values.to(device)
+    return *on_device, sinks.to(device) if case.sinks else None
 
 
 def _needles(drawn: _Drawn) -> _Drawn:
