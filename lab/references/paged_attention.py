@@ -15,7 +15,7 @@ import torch
 from lab.calls import ContextCall, DecodeCall, MLADecodeCall, takes
 from lab.calls.problem import E4M3, PagedAttention, shown_draft_tokens
 from lab.references.quantization import deinterleave_v_scale_factors, dequantize_nvfp4, rounded
-from lab.references.softmax_attention import Tile, TiledKV, attention_by_tiles, piece_elements, tiles, visible_keys
+from lab.references.softmax_attention import PIECE_ELEMENTS, Tile, TiledKV, attention_by_tiles, tiles, visible_keys
 
 
 @takes(DecodeCall)
@@ -210,14 +210,14 @@ def _moved(device: torch.device, *indices: torch.Tensor) -> Sequence[torch.Tenso
 
 
 def _pieces(problem: PagedAttention, offsets: list[int], v_head_dim: int) -> Iterator[_Piece]:
-    """Yield the blocks of query rows, grouped into pieces of at most `piece_elements` elements. A piece has blocks with similar
+    """Yield the blocks of query rows, grouped into pieces of at most `PIECE_ELEMENTS` elements. A piece has blocks with similar
     numbers of keys.
     """
     _, num_qo_heads, head_dim = problem.query.shape
     num_kv_heads, page_size = problem.k_cache.shape[1:3]
     kv_elements = num_kv_heads * (head_dim + v_head_dim)  # of one key
     chosen: list[_Block] = []
-    most = piece_elements(problem.query.device)
+    most = PIECE_ELEMENTS[problem.query.device.type]
     rows = pages = 0
     for block in sorted(_blocks(problem, offsets, most), key=lambda block: (block.num_pages, block.num_rows)):
         rows, pages = max(rows, block.num_rows), max(pages, block.num_pages)

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from lab.calls.problem import E4M3, Scale, Softmax
 
-# Most elements of K and V, or of scores, in one piece. Scores are float64: 0.5 GiB of them, little on any device.
-# K and V are never there at once, but few of them keep a short request from being padded to a long one.
-PIECE_ELEMENTS = 2**26
-GPU_PIECE_ELEMENTS = 2**28  # launches, not memory, are what a GPU is short of
+# Most elements of K and V, or of scores, in one piece, by the device. Scores are float64: 0.5 GiB of them, little on any
+# device. K and V are never there at once, but few of them keep a short request from being padded to a long one. Launches, not
+# memory, are what a GPU is short of.
+PIECE_ELEMENTS = {"cpu": 2**26, "cuda": 2**28}
 TOGETHER = 16  # requests that are computed together are a piece's 16th at most: they are copied for it
 # Most elements of K or V that are in float64 at a time. A CPU's cache holds 4 MiB of them. A GPU gains nothing from a tile that
 # its L2 holds, and each tile costs seven launches (results/nvidia-h200/README.md): 256 MiB.
@@ -237,11 +237,6 @@ def scales_as(like: Tensor, softmax: Softmax) -> tuple[Scale, Scale]:
     return bmm1_scale, bmm2_scale
 
 
-def piece_elements(device: torch.device) -> int:
-    """Return the largest number of elements of K and V, or of scores, in one piece on a device."""
-    return GPU_PIECE_ELEMENTS if device.type == "cuda" else PIECE_ELEMENTS
-
-
 @dataclass(frozen=True, kw_only=True)
 class Rules(Softmax):
     """The rules of attention for the rows of a request: masks, the softmax's terms, and precision.
@@ -280,7 +275,8 @@ def solved_requests(
         The index of each row of the piece in the query, int64 [rows]; its output, float64 [rows, num_qo_heads, v_head_dim]; its
         LSE in base 2, float64 [rows, num_qo_heads]; and the control, float32 in the output's shape, or None.
     """
-    row_ids, most = torch.arange(sum(q_lens), device=query.device).split(list(q_lens)), piece_elements(query.device)
+    row_ids = torch.arange(sum(q_lens), device=query.device).split(list(q_lens))
+    most = PIECE_ELEMENTS[query.device.type]
     for requests in _together(query, histories, q_lens, most // TOGETHER):
         keys, values = (_stacked([histories[request][side] for request in requests]) for side in (0, 1))
         shown = None if rules.shown is None else torch.stack([rules.shown[request] for request in requests])

@@ -129,7 +129,7 @@ def truth_of_requests(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_l
         rules: how rows attend to keys.
     """
     pieces = list(solved_requests(query, histories, q_lens, rules, with_control=True))
-    places, exact, lse_log2, control = (torch.cat(part) for part in zip(*pieces, strict=True))
+    places, exact, lse_log2, control = map(torch.cat, zip(*pieces, strict=True))
     order = places.argsort()
     requests = torch.arange(len(q_lens), device=query.device)
     request_of_row = requests.repeat_interleave(torch.tensor(q_lens, device=query.device))

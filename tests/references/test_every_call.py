@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lab import references
 from lab.calls import CALL_TYPES, AttentionCall
-from lab.references import softmax_attention
+from lab.references.softmax_attention import PIECE_ELEMENTS
 from tests.cases import (
     CONTEXT,
     DECODE,
@@ -231,7 +231,7 @@ def test_any_call(
         rule["sinks"] = torch.linspace(-1, 2, batch.queries[0].shape[1])
     truth = expected(batch, causal=is_causal, window_left=form.get("window_left", -1), **rule)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(softmax_attention, "PIECE_ELEMENTS", piece_elements)
+        patch.setitem(PIECE_ELEMENTS, "cpu", piece_elements)
         assert_same(run(function, arguments_of(function, batch, **form, **rule)), truth)
 
 
@@ -310,7 +310,7 @@ def test_dead_memory_changes_no_bit(
 @each_call
 def test_pieces_do_not_matter(function: str, piece_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = batch_of(function, [9] * 5, [3, 40, 1, 20, 70], magnitude=2.0)
-    monkeypatch.setattr(softmax_attention, "PIECE_ELEMENTS", piece_elements)
+    monkeypatch.setitem(PIECE_ELEMENTS, "cpu", piece_elements)
     poison = {} if function == RAGGED else {"poison": math.nan}
     assert_same(run(function, arguments_of(function, batch, **poison)), expected(batch))
 

@@ -3,7 +3,8 @@
 import pytest
 
 from lab.calls import DecodeCall
-from lab.references import paged_attention, softmax_attention
+from lab.references import paged_attention
+from lab.references.softmax_attention import PIECE_ELEMENTS
 from tests.cases import decode_arguments, random_batch
 
 PAGE_SIZE, PAGES, HEADS, HEAD_DIM = 16, 2, 2, 8
@@ -24,7 +25,7 @@ ELEMENTS = PAGES * PAGE_SIZE * HEADS * 2 * HEAD_DIM
 def test_as_many_requests_as_fit_are_solved_together(
     most: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(softmax_attention, "PIECE_ELEMENTS", most)
+    monkeypatch.setitem(PIECE_ELEMENTS, "cpu", most)
     batch = random_batch([1] * 5, [PAGE_SIZE * PAGES] * 5, heads=(HEADS, HEADS), head_dim=HEAD_DIM)
     problem = DecodeCall(**decode_arguments(batch, PAGE_SIZE)).problem()
     pieces = paged_attention._pieces(problem, problem.row_offsets(), problem.v_head_dim)

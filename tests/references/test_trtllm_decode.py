@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from lab.references import softmax_attention, trtllm_batch_decode_with_kv_cache
+from lab.references import trtllm_batch_decode_with_kv_cache
+from lab.references.softmax_attention import PIECE_ELEMENTS
 from tests.cases import (
     Batch,
     assert_same,
@@ -291,7 +292,7 @@ def test_pieces_do_not_matter(piece_elements: int, kind: str, monkeypatch: pytes
     rule: dict[str, Any] = {"window_left": 6} if kind == "window" else {}
     masks = [MASKS["binary tree"](9)] * 5 if kind == "mask" else None
     mask: dict[str, Any] = {} if masks is None else {"mask": pack_mask(masks)}
-    monkeypatch.setattr(softmax_attention, "PIECE_ELEMENTS", piece_elements)
+    monkeypatch.setitem(PIECE_ELEMENTS, "cpu", piece_elements)
     arguments = decode_arguments(batch, ragged=ragged, poison=math.nan, **rule, **mask)
     assert_same(decode(**arguments), expected(batch, masks=masks, **rule))
 

@@ -78,14 +78,14 @@ OF_CALL: dict[str, CaseFeature] = {
 def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: Problem) -> Read:
     """Return the features of a call's arguments, such as dtypes and scales; for a paged call also features of its pages."""
     query, sinks, options = problem.query, problem.sinks, problem.features()
-    (_, num_qo_heads, head_dim), num_kv_heads = query.shape, problem.num_kv_heads
+    (_, num_qo_heads, head_dim), num_kv_heads, v_head_dim = query.shape, problem.num_kv_heads, problem.v_head_dim
     group = num_qo_heads // max(num_kv_heads, 1)
     bmm1_scale, bmm2_scale = float(problem.bmm1_scale), float(problem.bmm2_scale)
     read: Read = {
         "function": interface,
         "dtype": query.dtype,
         "head_dim": head_dim,
-        "v_head_dim": problem.v_head_dim,
+        "v_head_dim": v_head_dim,
         "num_kv_heads": num_kv_heads,
         "num_qo_heads": num_qo_heads,
         "group": group,

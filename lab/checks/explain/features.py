@@ -115,8 +115,8 @@ def features_of_case(case: Any) -> CallFeatures:
     def value_of(name: str) -> Any:
         return getattr(case, name, getattr(model, name, given.get(name)))
 
-    group = value_of("group") or 0
     read = given | {name: value_of(name) for name in OF_TENSORS} | _read_mode(given)
+    group = read["group"] or 0
     read |= {
         "function": value_of("interface"),
         "group_no_power_of_2": group & (group - 1) > 0,

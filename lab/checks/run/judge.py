@@ -138,9 +138,10 @@ def judge_case(
     name, loaded = _named(implementation)
     (chosen,) = _checks(check)
     interface = getattr(case, "interface", chosen.interfaces[0])
-    with Workers(loaded, where, ranges or Ranges(), TIME_LIMIT_S) as pool:
+    ranges = ranges or Ranges()
+    with Workers(loaded, where, ranges, TIME_LIMIT_S) as pool:
         judged = pool.submit(chosen.key, case)()
-    return CaseVerdict(name, chosen.key, interface, case, str(where), judged, ranges or Ranges())
+    return CaseVerdict(name, chosen.key, interface, case, str(where), judged, ranges)
 
 
 def judge_calls(recording: Path | str, implementation: str = NAME_OF_OUTPUTS, **settings: Any) -> Report:

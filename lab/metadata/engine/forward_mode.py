@@ -5,6 +5,7 @@ Code that builds a batch, its metadata or its call reads these properties: `Forw
 """
 
 from enum import IntEnum
+from functools import cached_property
 
 from lab.calls.problem import AttentionCall
 from lab.named_enum import NamedEnum
@@ -21,24 +22,24 @@ class QueryRows(NamedEnum):
     VERIFIED = "verified"  # per request: extend_seq_lens, at most SpecInfo.num_draft_tokens
     NEW_TOKENS = "new tokens"  # per request: extend_seq_lens, after extend_prefix_lens cached tokens
 
-    @property
+    @cached_property
     def are_uniform(self) -> bool:
         """Return True if all requests have the same number of query rows."""
         return self in (QueryRows.ONE, QueryRows.DRAFT_TOKENS, QueryRows.FIXED)
 
-    @property
+    @cached_property
     def in_extend_seq_lens(self) -> bool:
         """Return True if the numbers of query rows are in ``extend_seq_lens``, and on the host in ``extend_seq_lens_cpu``."""
         return self in (QueryRows.FIXED, QueryRows.ACCEPTED, QueryRows.VERIFIED, QueryRows.NEW_TOKENS)
 
-    @property
+    @cached_property
     def are_bounded(self) -> bool:
         """Return True if each request has its own number of query rows, which the host may not know: it is at most
         ``SpecInfo.num_draft_tokens``.
         """
         return self is QueryRows.VERIFIED
 
-    @property
+    @cached_property
     def are_unequal_drafts(self) -> bool:
         """Return True if the query rows are draft tokens, and each request has its own number of them."""
         return self in (QueryRows.ACCEPTED, QueryRows.VERIFIED)
@@ -121,12 +122,12 @@ class ForwardMode(IntEnum):
     def __repr__(self) -> str:
         return f"{type(self).__name__}.{self.name}"
 
-    @property
+    @cached_property
     def is_prefill(self) -> bool:
         """Return True for a mode that computes new tokens without speculation: ``query_rows`` is NEW_TOKENS."""
         return self.query_rows is QueryRows.NEW_TOKENS
 
-    @property
+    @cached_property
     def extends_draft(self) -> bool:
         """Return True for DRAFT_EXTEND and DRAFT_EXTEND_V2, in which the draft model computes the accepted tokens."""
         return self.query_rows in (QueryRows.ACCEPTED, QueryRows.FIXED)

@@ -26,7 +26,7 @@ def test_few_rows_at_once_give_the_same_truth(limit: int, rows: list[int], monke
 
     of_rows = softmax_attention._visible_to
     monkeypatch.setattr(softmax_attention, "_visible_to", counted)
-    monkeypatch.setattr(softmax_attention, "piece_elements", lambda device: limit)
+    monkeypatch.setitem(softmax_attention.PIECE_ELEMENTS, "cpu", limit)
     in_parts = made(forward.truth())
     assert seen == rows
     torch.testing.assert_close(in_parts.expected, whole.expected)
