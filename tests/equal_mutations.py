@@ -38,4 +38,14 @@ EQUAL: dict[tuple[str, str, str], str] = {
         "rows = pages = 0",
         "rows = pages = -1",
     ): "each is the largest of numbers that are not negative",
+    (
+        "lab/kernels/support/xqa.py",
+        "if head_dim > 256:  # `gen_xqa_module`",
+        "if head_dim > 257:  # `gen_xqa_module`",
+    ): "a head_dim is a multiple of 16 there",
+    (
+        "lab/kernels/support/packages.py",
+        "honours=HONOURED_BY_ALL | LSES | {Feature.SINKS},",
+        "honours=HONOURED_BY_ALL ^ LSES | {Feature.SINKS},",
+    ): "the sets have no feature in common",
 }

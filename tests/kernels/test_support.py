@@ -170,8 +170,10 @@ ROWS: dict[Kernel, list[tuple[Capability | None, dict[str, Any], str | None]]] =
                 (SM90, BF16, 64, (1, 16, 25, 32, 57, 64)),
                 (SM90, BF16, 128, (1, 16, 25, 32, 57, 64)),
                 (SM90, BF16, 256, (1, 16, 25, 32)),
+                (SM90, BF16, 512, (1, 16)),
                 (SM90, E4M3, 64, (17, 24, 32, 49, 64)),
                 (SM90, E4M3, 128, (17, 32)),
+                (SM100, BF16, 64, (17, 32, 49, 64)),
                 (SM100, BF16, 128, (17, 32, 49, 64)),
                 (SM103, E4M3, 256, (17, 32)),
                 (SM120, BF16, 128, (17, 32)),
@@ -192,6 +194,7 @@ ROWS: dict[Kernel, list[tuple[Capability | None, dict[str, Any], str | None]]] =
                 (SM90, E4M3, 128, (33, 48, 64, 65)),
                 (SM90, E4M3, 256, (33,)),
                 (SM90, BF16, 272, (17,)),
+                (SM100, BF16, 64, (33, 48, 65)),
                 (SM100, BF16, 128, (33, 48, 65)),
                 (SM100, BF16, 256, (33,)),
                 (SM120, BF16, 64, (33, 64)),
@@ -355,6 +358,15 @@ def test_a_cpu_runs_the_portable_kernel_in_the_interpreter_only(monkeypatch: pyt
     monkeypatch.setattr(support_kernel, "triton_interprets", lambda: False)
     assert "set TRITON_INTERPRET=1 first" in str(why_not(PORTABLE, CPU, problem(PORTABLE)))
     assert why_not(PORTABLE, SM90, problem(PORTABLE)) is None
+
+
+@pytest.mark.parametrize(
+    ("gpu", "pages", "is_taken"), [(SM90, 2**20, True), (SM90, 2**20 + 1, False), (CPU, 2**20 + 1, True)]
+)
+def test_flex_attention_counts_elements_in_32_bits(gpu: Capability | None, pages: int, is_taken: bool) -> None:
+    pool = torch.empty(pages, 16, 2, 64, dtype=BF16, device="meta").transpose(1, 2)
+    reason = why_not(FLEX_ATTENTION, gpu, problem(FLEX_ATTENTION, k_cache=pool, v_cache=pool))
+    assert reason is None if is_taken else "elements of K in 32 bits" in str(reason)
 
 
 @pytest.mark.parametrize(

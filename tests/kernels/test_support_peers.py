@@ -137,6 +137,7 @@ TABLE: list[tuple[Kernel, Capability | None, Callable[[], Arguments], str | None
     (FA3_MLA, SM90, lambda: into(E4M3)(mla(dtype=E4M3)), "fp16 or bf16 queries"),
     (FA3_MLA, SM90, lambda: mla(bmm2_scale=0.5), "must be 1"),
     (FA3_MLA, SM90, lambda: mla(kv_dtype=E4M3, bmm2_scale=0.0), "positive"),
+    (FA3_MLA, SM90, lambda: mla(kv_dtype=E4M3, bmm2_scale=0.5), None),
     (FA3_MLA, SM90, lambda: mla(bmm1_scale=-0.1), "a positive bmm1_scale, not -0.1"),
     (FA3_MLA, SM90, lambda: mla(**TENSOR_SCALE), "as numbers"),
     # ragged

@@ -7,27 +7,24 @@ from lab.gpus import SM90, SM100, SM120, Capability, GpuFamily, family_of, sm_na
 from lab.kernels.support.common import KS_STRIDES, MLA_DTYPES, NO_LSE, ONE_TABLE, STRIDED_QUERY, USUAL, misplaced_paged
 from lab.kernels.support.kernel import Dtypes, Kernel, Sizes, dims, mla_dims, page_sizes, triples
 
-# Query heads per K/V head, least and most, for which XQA compiles at q_len_per_req 1, by head_dim padded to 64, 128, 256 or
-# 512. `lab.dry_run.compiled` has them from nvcc (results/blackwell-dry-run/compiled.md). mha.cu keeps a group as 16, 32 or 64
-# rows in at most 16 KiB (`persistentQ`): 48 rows fail (utils.cuh, `assertIsPowerOf2`), and more than 64 (line 1648).
-Groups = dict[int, tuple[tuple[int, int], ...]]
-ROWS_FIT: Groups = {64: ((1, 32), (49, 64)), 128: ((1, 32), (49, 64)), 256: ((1, 32),), 512: ((1, 16),)}
-UP_TO_32: Groups = {64: ((1, 32),), 128: ((1, 32),), 256: ((1, 32),), 512: ((1, 16),)}
+# Query heads per K/V head for which XQA compiles at q_len_per_req 1, by head_dim padded to 64, 128, 256 or 512: up to the first
+# number, from the second to the third, and so on. `lab.dry_run.compiled` has them from nvcc
+# (results/blackwell-dry-run/compiled.md). mha.cu keeps a group as 16, 32 or 64 rows in at most 16 KiB (`persistentQ`): 48 rows
+# fail (utils.cuh, `assertIsPowerOf2`), and more than 64 (line 1648).
+Groups = dict[int, tuple[int, ...]]
+UP_TO_32: Groups = dict.fromkeys((64, 128, 256), (32,)) | {512: (16,)}
+NOT_48: Groups = dict.fromkeys((64, 128), (32, 49, 64))
+OVER_E4M3: Groups = UP_TO_32 | {64: NOT_48[64]}
 # By GPU, and whether K/V have 16 bits. On SM90 FlashInfer compiles mha_sm90.cu too, for a head_dim up to 256, even for K/V of
 # 16 bits, with which it is never run. There a group is one tile of 8 heads, or an even number of them (line 1975); over e4m3
 # K/V its output must fit in the space of V and the softmax's weights (line 178). On SM120 all must fit in 99 KiB.
 GROUPS: dict[tuple[GpuFamily, bool], Groups] = {
-    (SM90, True): {
-        64: ((1, 16), (25, 32), (57, 64)),
-        128: ((1, 16), (25, 32), (57, 64)),
-        256: ((1, 16), (25, 32)),
-        512: ((1, 16),),
-    },
-    (SM90, False): UP_TO_32 | {64: ((1, 32), (49, 64))},
-    (SM100, True): ROWS_FIT,
-    (SM100, False): ROWS_FIT,
+    (SM90, True): UP_TO_32 | dict.fromkeys((64, 128), (16, 25, 32, 57, 64)) | {256: (16, 25, 32)},
+    (SM90, False): OVER_E4M3,
+    (SM100, True): UP_TO_32 | NOT_48,
+    (SM100, False): UP_TO_32 | NOT_48,
     (SM120, True): UP_TO_32,
-    (SM120, False): UP_TO_32 | {64: ((1, 32), (49, 64))},
+    (SM120, False): OVER_E4M3,
 }
 
 
@@ -73,7 +70,8 @@ def _xqa_heads(capability: Capability | None, problem: PagedAttention) -> str | 
             )
         return None
     padded_head_dim = next(size for size in (64, 128, 256, 512) if size >= head_dim)
-    ranges = GROUPS[family, halves][padded_head_dim]
+    edges = (1, *GROUPS[family, halves][padded_head_dim])
+    ranges = list(zip(edges[::2], edges[1::2], strict=True))
     if any(least <= group <= most for least, most in ranges):
         return None
     taken = " or ".join(f"{least} to {most}" for least, most in ranges)
