@@ -12,14 +12,14 @@ from lab.kernels.support.kernel import Dtypes, Kernel, Sizes, dims, mla_dims, pa
 # (results/blackwell-dry-run/compiled.md). mha.cu keeps a group as 16, 32 or 64 rows in at most 16 KiB (`persistentQ`): 48 rows
 # fail (utils.cuh, `assertIsPowerOf2`), and more than 64 (line 1648).
 Groups = dict[int, tuple[int, ...]]
-UP_TO_32: Groups = dict.fromkeys((64, 128, 256), (32,)) | {512: (16,)}
-NOT_48: Groups = dict.fromkeys((64, 128), (32, 49, 64))
+UP_TO_32: Groups = {64: (32,), 128: (32,), 256: (32,), 512: (16,)}
+NOT_48: Groups = {64: (32, 49, 64), 128: (32, 49, 64)}
 OVER_E4M3: Groups = UP_TO_32 | {64: NOT_48[64]}
 # By GPU, and whether K/V have 16 bits. On SM90 FlashInfer compiles mha_sm90.cu too, for a head_dim up to 256, even for K/V of
 # 16 bits, with which it is never run. There a group is one tile of 8 heads, or an even number of them (line 1975); over e4m3
 # K/V its output must fit in the space of V and the softmax's weights (line 178). On SM120 all must fit in 99 KiB.
 GROUPS: dict[tuple[GpuFamily, bool], Groups] = {
-    (SM90, True): UP_TO_32 | dict.fromkeys((64, 128), (16, 25, 32, 57, 64)) | {256: (16, 25, 32)},
+    (SM90, True): UP_TO_32 | Groups.fromkeys((64, 128), (16, 25, 32, 57, 64)) | {256: (16, 25, 32)},
     (SM90, False): OVER_E4M3,
     (SM100, True): UP_TO_32 | NOT_48,
     (SM100, False): UP_TO_32 | NOT_48,
