@@ -140,9 +140,8 @@ def _wrong_lse(problem: Problem, call: Any, lse: Any, truth: Truth | None) -> li
         return [f"the LSE is on {lse.device}, not on {problem.query.device}"]
     if truth is None:
         return []
-    rows = lse.flatten(0, 1) if lse.ndim == 3 else lse
     in_base_e = isinstance(call, MLADecodeCall) and call.return_lse_base == "basee"
-    rows = rows[: len(truth.lse_log2)]
+    rows = lse.flatten(0, -2)[: len(truth.lse_log2)]
     rows = rows.to(torch.float64) / math.log(2.0) if in_base_e else rows
     wrong = truth.wrong_lse(rows)
     return [wrong] if wrong else []

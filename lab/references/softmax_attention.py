@@ -237,7 +237,7 @@ def scales_as(like: Tensor, softmax: Softmax) -> tuple[Scale, Scale]:
     return bmm1_scale, bmm2_scale
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Rules(Softmax):
     """The rules of attention for the rows of a request: masks, the softmax's terms, and precision.
 

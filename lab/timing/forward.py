@@ -29,7 +29,7 @@ PLAN_BATCHES = 10
 HOST_GPU_BUDGET_US = 500_000
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class TimedPasses:
     """A forward pass or a recorded call to be timed on several implementations, which read the same input tensors and write
     separate outputs.

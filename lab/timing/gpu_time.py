@@ -276,7 +276,7 @@ def _contents_of(works: Mapping[str, Staged], seed: int) -> dict[str, BufferCont
     return {name: shared[id(each.redraw or each)] for name, each in works.items()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kept:
     """A copy of some results of one sample. It is judged after the last sample of all calls."""
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import lab.calls
 import lab.kernels.portable
 import lab.kernels.trtllm
 import lab.references
@@ -30,6 +31,7 @@ from tests.calls.breaks import (
     value,
 )
 from tests.cases import CONTEXT, DECODE, Arguments, context_arguments, decode_arguments, random_batch
+from tests.dataclass_rules import broken_rules
 
 IMPLEMENTATIONS = {"references": lab.references, "portable": lab.kernels.portable, "trtllm": lab.kernels.trtllm}
 
@@ -422,3 +424,7 @@ def test_the_stride_of_head_dim_matters_in_one_row_and_not_in_one_element() -> N
 @pytest.mark.parametrize("call_type", CALL_TYPES.values())
 def test_flashinfers_module_has_the_function(call_type: Any) -> None:
     assert callable(getattr(pytest.importorskip(call_type.module), call_type.function.value))
+
+
+def test_dataclasses_are_frozen_and_those_with_tensors_or_functions_are_compared_by_identity() -> None:
+    assert broken_rules(lab.calls) == []

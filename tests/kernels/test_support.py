@@ -20,6 +20,7 @@ from lab.kernels.support.trtllm import kernel_for
 from lab.kernels.support.trtllm_gen import TRTLLM_GEN_CONTEXT as GEN_CONTEXT
 from lab.kernels.support.trtllm_gen import TRTLLM_GEN_DECODE as GEN_DECODE
 from lab.kernels.support.xqa import XQA
+from tests.dataclass_rules import broken_rules
 from tests.kernels import test_peers_packages, test_support_peers
 from tests.kernels.adapter_calls import context, decode, into, mla, other_order, posed, ragged, with_columns
 
@@ -476,3 +477,7 @@ def test_what_a_row_does_not_honour_is_named(
 def test_all_that_is_refused_is_named() -> None:
     reason = why_not(XQA, SM90, problem(XQA, sinks=SINK, return_lse=True, causal=False))
     assert reason == "XQA computes no LSE, and does not honour causal=False"
+
+
+def test_dataclasses_are_frozen_and_those_with_tensors_or_functions_are_compared_by_identity() -> None:
+    assert broken_rules(support) == []

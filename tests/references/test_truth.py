@@ -1,13 +1,16 @@
 """The truth of a few keys, worked out by hand."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from lab import references
 from lab.references.softmax_attention import Rules
 from lab.references.truth import Truth, truth_of_requests
+from tests.dataclass_rules import broken_rules
 
 LN2 = math.log(2.0)
 
@@ -134,3 +137,15 @@ def test_a_wrong_lse_is_described(wrong: list[list[float]], message: str) -> Non
     """Two keys of one logit, whose LSE is 1 in base 2, and a request without keys."""
     told = truth([[0.0, 0.0], []], [[1.0, 1.0], []])
     assert told.wrong_lse(torch.tensor(wrong)) == message
+    assert told.lse_ratio(told.lse_log2).flatten().tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(("least_bound", "bound"), [(0.0, 2.0**-24), (0.1, 0.1)])
+def test_one_rounding_is_always_allowed(least_bound: float, bound: float) -> None:
+    told = truth([[0.0, 0.0]], [[1.0, 1.0]])
+    exact = replace(told, control=told.expected)
+    assert exact.compare(exact.expected, least_bound).bound.item() == bound
+
+
+def test_dataclasses_are_frozen_and_those_with_tensors_or_functions_are_compared_by_identity() -> None:
+    assert broken_rules(references) == []

@@ -138,6 +138,13 @@ def test_a_time_beyond_the_memorys_bandwidth_is_refused_where_l2_is_cold(l2: str
         assert time_facts(time, ceilings, 8_000_000, 0)["bandwidth_percent"] == 200
 
 
+def test_recorded_times_are_rounded_to_nanoseconds() -> None:
+    time = GpuTime((1.23456, 1.23456), METHOD, launches=1, busy_us=1.11111, kernels=("split", "combine"))
+    facts = time_facts(time, Ceilings(bandwidth_gbps=4000, matrix_rate_tflops=800), 1, 0)
+    names = ("median_us", "iqr_us", "samples_us", "busy_us", "kernels")
+    assert [facts[name] for name in names] == [1.235, 0.0, [1.235, 1.235], 1.111, ["split", "combine"]]
+
+
 def test_nothing_is_timed_where_all_decline() -> None:
     (found,) = time_in_turns(CASE, [module("declining", **{DECODE: declines})], METHOD)
     assert isinstance(found, DeclinedError)

@@ -62,11 +62,12 @@ def test_the_gpu_is_waited_for_outside_the_time(clock: Clock, monkeypatch: pytes
 def test_a_gpu_that_nobody_uses_is_not_woken(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: pytest.fail("woken"))
-    host_time({"a": clock.taking("a", 1)}, timer=clock)
+    host_time({"a": clock.taking("a", 1)}, batches=1, calls_per_batch=1, timer=clock)
 
 
 def test_the_median() -> None:
     assert HostTime((9.0, 1.0, 2.0)).median_us == 2.0
+    assert HostTime((1.23456,)).facts() == {"host_us": 1.23, "host_samples_us": [1.235]}
     assert "perf_counter" in HostTime((1.0,)).method
 
 

@@ -25,6 +25,7 @@ def test_work_bound_by_memory() -> None:
     assert line.bandwidth_percent == pytest.approx(80)
     assert line.rate_tflops == pytest.approx(64)
     assert line.matrix_rate_percent == pytest.approx(8)
+    assert roofline(3.0, 4_000, 8, CEILINGS).facts()["bandwidth_gbps"] == 1.333
 
 
 def test_work_bound_by_the_matrix_units() -> None:
@@ -42,7 +43,8 @@ def test_work_bound_by_both_is_bound_by_memory() -> None:
 
 def test_an_unknown_gpu_has_no_datasheet_figures() -> None:
     assert CEILINGS.facts()["datasheet_bandwidth_gbps"] is None
-    known = Ceilings(4000, 800, Datasheet(4800, 989, "a datasheet")).facts()
+    known = Ceilings(4000.06, 800.02, Datasheet(4800, 989, "a datasheet")).facts()
+    assert (known["bandwidth_gbps"], known["matrix_rate_tflops"]) == (4000.1, 800.0)
     assert (known["datasheet_bandwidth_gbps"], known["datasheet_matrix_rate_tflops"]) == (4800, 989)
 
 

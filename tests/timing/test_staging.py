@@ -104,6 +104,7 @@ class Gpu:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, us: float, driver: Driver | None = None) -> None:
         self.us, self.made, self.checked = us, 0, list[tuple[int, bool]]()
         self.captures: list[int] = []
+        self.drawn: list[int] = []
         for name, stub in {
             "zeros": lambda *shape, device: ZEROS(*shape),
             "empty": lambda *shape, device: EMPTY(*shape),
@@ -150,7 +151,7 @@ class Gpu:
         redraw: Any = SimpleNamespace(
             inputs=lambda number: {"number": number},
             write_tokens=lambda arguments, seed: None,
-            write_call=lambda arguments, seeds: None,
+            write_call=lambda arguments, seeds: self.drawn.append(arguments["number"]),
             results=lambda arguments, seeds, whole: arguments["number"],
             check_of=lambda seeds, whole: lambda number: self.checked.append((number, whole)),
         )
@@ -198,6 +199,7 @@ def test_redrawn_work_is_checked_in_part_and_captured_anew_half_of_the_time(monk
         first, added, later = gpu.checked
         assert (first, added) == ((0, False), (2, False))
         assert later in [(number, False) for number in range(3, 7)]
+        assert gpu.drawn == [*range(7), *range(7)]
         captures.add(tuple(gpu.captures))
     assert captures == {(1, 2, 7, 7), (1, 2, 7, 7, 7)}
 

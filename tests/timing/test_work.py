@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
+from lab import timing
 from lab.timing import GpuWork
+from tests.dataclass_rules import broken_rules
 
 
 @dataclass(frozen=True)
@@ -45,3 +47,7 @@ def test_work_is_prepared_anew_for_each_copy_and_keeps_its_check() -> None:
     assert [copy.call()() is copy.arguments["x"] for copy in copies] == [True] * 3
     assert len({id(arguments["x"]) for arguments in seen}) == 3
     assert {(copy.bytes_moved, copy.operations, copy.check) for copy in copies} == {(8, 2, work.check)}
+
+
+def test_dataclasses_are_frozen_and_those_with_tensors_or_functions_are_compared_by_identity() -> None:
+    assert broken_rules(timing) == ["DeviceState"]

@@ -16,7 +16,7 @@ from lab.metadata.mla.metadata import QueryLayout, TRTLLMMLADecodeMetadata, TRTL
 from lab.metadata.mla.rows import pad_draft_extend_query
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class MLALayer:
     """The arguments of MLA calls that differ from layer to layer. Default sizes are DeepSeek-V3's.
 

@@ -11,7 +11,7 @@ import torch
 from lab import references
 from lab.calls import DecodeCall
 from lab.calls.problem import AttentionCall
-from lab.checks import AttentionCase, ForwardCase
+from lab.checks import AttentionCase, ForwardCase, explain
 from lab.checks.case_run import CaseRun
 from lab.checks.explain.batch_features import (
     OF_BATCH,
@@ -32,6 +32,7 @@ from lab.checks.run.workers import run_case
 from lab.metadata import ForwardMode
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from tests.checks.small import SMALL
+from tests.dataclass_rules import broken_rules
 
 CASE = AttentionCase(AttentionCall.DECODE, (20, 0, 32), (2, 2, 2), num_kv_heads=1, group=3, window_left=5)
 CPU = torch.device("cpu")
@@ -514,3 +515,7 @@ def test_every_check_notes_results_with_features() -> None:
 def test_an_e4m3_query_has_features() -> None:
     query = of("query").to(torch.float8_e4m3fn)
     assert read(PLAIN, query=query, kv_cache=(K.to(query.dtype), V.to(query.dtype)))["dtype"] == "e4m3"
+
+
+def test_dataclasses_are_frozen_and_those_with_tensors_or_functions_are_compared_by_identity() -> None:
+    assert broken_rules(explain) == ["CallFeatures"]  # two readings of one call are equal
