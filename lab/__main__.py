@@ -1,27 +1,41 @@
 """The command `lab`, as `python -m lab`."""
 
 import io
+import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Sequence
+from types import FrameType
 
 from lab.exit_status import ExitStatus
 from lab.extras import EXTRA_OF, sentence
+from lab.wording import printable
+
+QUIET_S = 3.0  # after an interruption, further ones do not disturb what it began to clean up
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. A command that ran ends the process with the command's exit status.
 
     Returns:
-        MISUSED (2) if a package of one of the extras is missing, or a file cannot be read or written; INTERRUPTED (130) after
-        Ctrl-C.
+        MISUSED (2) if a package of one of the extras is missing, or a file or the output cannot be read or written; INTERRUPTED
+        (130) after Ctrl-C or SIGTERM.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a text that the encoding does not have is printed in escapes
             stream.reconfigure(errors="backslashreplace")
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, _Interruption())
     try:
         from lab.commands.app import app
 
-        app(args=arguments, prog_name="lab")
+        try:
+            app(args=arguments, prog_name="lab")
+        finally:
+            _flush()
     except KeyboardInterrupt:
         return ExitStatus.INTERRUPTED
     except ModuleNotFoundError as error:
@@ -32,11 +46,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"lab: {message}", file=sys.stderr)
         return ExitStatus.MISUSED
     except OSError as error:
-        if error.filename is None:
-            raise
-        print(f"lab: {error.filename}: {error.strerror}", file=sys.stderr)
+        about = "" if error.filename is None else f"{printable(str(error.filename))}: "
+        print(f"lab: {about}{error.strerror or error}", file=sys.stderr)
         return ExitStatus.MISUSED
     return ExitStatus.DONE
+
+
+def _flush() -> None:
+    """Write what is buffered of the output. If this fails, drop it: Python would fail again when the process ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
+
+
+class _Interruption:
+    """Handles Ctrl-C and SIGTERM: raises KeyboardInterrupt, but only once in `QUIET_S` seconds."""
+
+    def __init__(self) -> None:
+        self._quiet_until = 0.0
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if time.monotonic() >= self._quiet_until:
+            self._quiet_until = time.monotonic() + QUIET_S
+            raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

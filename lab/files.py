@@ -1,43 +1,64 @@
-"""Write files atomically, and read JSON files, compressed or not.
+"""Write files atomically, and read JSON files, compressed or not. A file that is read may be damaged in any way.
 
 This module imports only the standard library.
 """
 
+import errno
 import gzip
 import json
 import os
 import shutil
+import stat
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 COMPRESSED = ".gz"
+# What code raises that reads the content of a file in another form than it was written for.
+DAMAGED = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a file atomically: a reader sees the whole old text or the whole new text, even after an interruption.
 
     Missing parent folders are created. The text is encoded as UTF-8, and compressed by gzip if the file's name ends in ".gz".
-    For a symbolic link, the file that the link names is written.
+    For a symbolic link, the file that the link names is written. Halves of surrogate pairs, which UTF-8 does not have, become
+    escapes such as "\\ud800".
 
     Raises:
-        OSError: the file cannot be written; an old file is then unchanged.
+        OSError: the file cannot be written; an old file is then unchanged. The error has the file's name.
     """
-    target = path.resolve()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if target.exists() and not target.is_file():  # a terminal or a pipe cannot be replaced by a file
-        target.write_text(text, encoding="utf-8")
-        return
+    target = Path(os.path.realpath(path))  # which raises nothing for a link to itself
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    content = text.encode("utf-8", errors="backslashreplace")
     try:
-        content = text.encode("utf-8")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.exists() and not target.is_file():  # a terminal or a pipe cannot be replaced by a file
+            target.write_bytes(content)
+            return
         temporary.write_bytes(gzip.compress(content, mtime=0) if path.suffix == COMPRESSED else content)
         if target.exists():
             shutil.copymode(target, temporary)
         temporary.replace(target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # of a full disk
+            error.filename = str(path)
         raise
+
+
+def regular(path: Path) -> Path:
+    """Return the path of a file that can be read to its end, which a pipe or a device may not have.
+
+    Raises:
+        OSError: there is no such file, or it is a folder, a pipe or a device.
+        ValueError: no file can have this name.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is a folder, a pipe or a device, and no file", str(path))
+    return path
 
 
 def read_json(path: Path) -> Any:
@@ -45,13 +66,15 @@ def read_json(path: Path) -> Any:
 
     Raises:
         OSError: the file cannot be read, or is not compressed by gzip.
-        ValueError: the file is not JSON, or it is truncated.
+        ValueError: the file is not JSON, it is truncated, or its lists are nested too deep.
     """
-    content = path.read_bytes()
+    content = regular(path).read_bytes()
     try:
         return json.loads(gzip.decompress(content) if path.suffix == COMPRESSED else content)
     except (EOFError, zlib.error) as error:
         raise ValueError(f"the compressed file is damaged: {error}") from error
+    except RecursionError as error:
+        raise ValueError("its lists or objects are nested too deep") from error
 
 
 def without_suffix(path: Path) -> Path:

@@ -47,9 +47,9 @@ def _with_one_function(name: str, function: Any) -> SimpleNamespace:
 
 def _import_file(path: Path) -> ModuleType:
     """Import a file as Python imports it from the folder of its package, or from its own folder if it is in no package."""
-    path = path.resolve()
     if not path.is_file():
         raise FileNotFoundError("there is no such file")
+    path = path.resolve()
     names, root = [path.stem], path.parent
     while (root / "__init__.py").exists():
         names, root = [root.name, *names], root.parent

@@ -14,3 +14,8 @@ def counted(count: int, noun: str) -> str:
 def printable(text: str) -> str:
     """Return a text with control characters as escapes, such as "\\x1b". A terminal would execute them."""
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+
+
+def in_markdown(text: str) -> str:
+    """Return a printable text in one line, in which "<" begins no HTML."""
+    return printable(text).replace("\n", " ").replace("<", "&lt;")

@@ -16,9 +16,10 @@ import torch
 from lab.calls.problem import E4M3, HALF_DTYPES, NVFP4
 from lab.checks.properties import checks_by_key
 from lab.checks.run.verdicts import CaseVerdict, Judged, Outcome
-from lab.files import read_json
+from lab.files import DAMAGED, read_json
 from lab.workloads.interfaces import INTERFACES, interface_of
 
+SHOWN_CHARACTERS = 200  # of a text that is no case
 DTYPES = (*HALF_DTYPES, E4M3, NVFP4, torch.float32, torch.int32, torch.int64)
 
 
@@ -54,7 +55,7 @@ def read_cases(record: dict[str, Any]) -> Iterator[CaseVerdict]:
                 finding=case.get("finding", ""),
                 number=case["number"],
             )
-    except (KeyError, TypeError, ValueError) as error:
+    except DAMAGED as error:
         raise ReportError(f"it is no report of this lab's judge: {type(error).__name__}: {error}") from error
 
 
@@ -67,9 +68,14 @@ def read_record(path: Path) -> dict[str, Any]:
     try:
         record = read_json(path)
     except (OSError, ValueError) as error:
-        raise ReportError(f"{path} cannot be read: {error}") from error
+        raise ReportError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     cases = record.get("cases") if isinstance(record, dict) else None
-    if not isinstance(cases, list) or not all(isinstance(case, dict) for case in cases):
+    refusals = record.get("refusals", []) if isinstance(record, dict) else None
+    if (
+        not isinstance(refusals, list)
+        or not isinstance(cases, list)
+        or not all(isinstance(case, dict) for case in cases)
+    ):
         raise ReportError(f"{path} is no report of the judge")
     return record
 
@@ -99,7 +105,7 @@ def read_case(path: Path, number: int) -> CaseVerdict:
     record = read_record(path)
     chosen = [case for case in record["cases"] if case.get("number") == number]
     if not chosen:
-        numbers = [case["number"] for case in record["cases"] if "number" in case]
+        numbers = [number for case in record["cases"] if isinstance(number := case.get("number"), int)]
         there = f"it has {len(numbers)}, from {min(numbers)} to {max(numbers)}" if numbers else "it has none"
         raise ReportError(f"{path} has no case {number}: {there}")
     verdict, *_ = read_cases(record | {"cases": chosen})
@@ -132,8 +138,15 @@ def read_expression(text: str) -> Any:
     """
     try:
         return _built(ast.parse(text, mode="eval").body)
-    except (SyntaxError, TypeError) as error:
-        raise ValueError(f"{text!r} is no case: {error}") from error
+    except (SyntaxError, *DAMAGED) as error:
+        if type(error) is ValueError:
+            raise
+        raise ValueError(f"{_shown(text)} is no case: {error}") from error
+
+
+def _shown(text: Any) -> str:
+    whole = repr(text)
+    return whole if len(whole) <= SHOWN_CHARACTERS else f"{whole[:SHOWN_CHARACTERS]}…"
 
 
 def _built(node: ast.expr) -> Any:
@@ -150,4 +163,4 @@ def _built(node: ast.expr) -> Any:
     try:
         return ast.literal_eval(node)
     except ValueError:
-        raise ValueError(f"{ast.unparse(node)!r} is no part of a case") from None
+        raise ValueError(f"{_shown(ast.unparse(node))} is no part of a case") from None

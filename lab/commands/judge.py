@@ -22,6 +22,7 @@ from lab.commands.options import (
     refuse,
     refuse_options_without,
     refusing_errors,
+    refusing_recordings,
     with_options_of_ranges,
 )
 from lab.commands.progress import shown_progress
@@ -33,12 +34,13 @@ if TYPE_CHECKING:
     from lab.checks.parameters.coverage import Coverage
     from lab.checks.report import Report
     from lab.checks.run.judge_run import Progress
+    from lab.checks.run.support_protocol import Refusals
 
 POLL_INTERVAL_S = 0.3  # between two looks at a watched file
 # Parameters that --case accepts.
-OF_ONE_CASE = {"implementation", "device", "in_process", "time_limit_s", "case", "watch"}
+OF_ONE_CASE = {"implementation", "device", "in_process", "time_limit_s", "case", "watch", "refusals"}
 # Parameters that --calls accepts.
-OF_CALLS = OF_ONE_CASE | {"calls", "workers", "most_seconds", "out", "first_failure", "refusals", "e4m3_arithmetic"}
+OF_CALLS = OF_ONE_CASE | {"calls", "workers", "most_seconds", "out", "first_failure", "e4m3_arithmetic"}
 
 
 def _seconds(text: str) -> float:
@@ -145,18 +147,21 @@ def judge(
         calls, case = case, None
     if case is not None:
         refuse_options_without(context, OF_ONE_CASE, "--case judges one case as its report says")
+        settings["refusals"] = _exceptions(refusals)
         _judge_and_exit(partial(_judge_case, *_report_and_number(case), implementation, settings), watch)
-    if coverage and implementation is not None and implementation.endswith((".json", ".json.gz")):
+    if implementation is not None and implementation.endswith((".json", ".json.gz")):
+        if not coverage:
+            refuse(
+                f"{implementation} names a report and no kernel: --coverage prints what the report judged, "
+                f"--case {implementation}#17 judges its case 17 again, and lab compare compares two reports"
+            )
         _print_recorded_coverage(Path(implementation))
         raise typer.Exit
     from lab.checks.run import judge as judging
 
     with refusing_errors():
-        from lab.checks.run.support_protocol import resolve_refusals
-
         judging.device_of(device)
-        exceptions = None if refusals is None else resolve_refusals(refusals)
-        settings |= {"ranges": ranges_of(narrowed), "refusals": exceptions, "workers": workers, "out": out}
+        settings |= {"ranges": ranges_of(narrowed), "refusals": _exceptions(refusals), "workers": workers, "out": out}
         settings |= {"most_seconds": most_seconds, "first_failure": first_failure}
     if calls is not None:
         refuse_options_without(context, OF_CALLS, "--calls judges the calls of a folder and no other case")
@@ -179,6 +184,14 @@ def judge(
         "fresh": fresh or out is None,
     }
     _judge_and_exit(partial(_judge_and_show, partial(judging.judge, name, **settings), coverage), watch)
+
+
+def _exceptions(refusals: str | None) -> "Refusals | None":
+    """Return the exceptions that --refusals names. End the command if a name is none."""
+    from lab.checks.run.support_protocol import resolve_refusals
+
+    with refusing_errors():
+        return None if refusals is None else resolve_refusals(refusals)
 
 
 def _last_report(name: str) -> Path | None:
@@ -269,7 +282,7 @@ def _print_recorded_coverage(path: Path) -> None:
     from lab.checks.parameters.coverage import coverages
     from lab.checks.record import read_cases, read_expression, read_record
 
-    with refusing_errors():
+    with refusing_recordings("no coverage"):
         record = read_record(path)
         found = coverages(list(read_cases(record)), read_expression(record["ranges"]))
     _print_coverage(Console(), found)
@@ -288,7 +301,9 @@ def _print_coverage(console: Console, coverages: "Sequence[Coverage]") -> None:
 
 
 def _print(console: Console, line: str) -> None:
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    from lab.reports.tables import print_lines
+
+    print_lines(console, [line])
 
 
 def rounds(file: Path | None) -> Iterator[int]:

@@ -4,6 +4,7 @@ import importlib.util
 import inspect
 import itertools
 import os
+import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,19 +13,21 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 
 from lab.exit_status import ExitStatus
+from lab.files import DAMAGED
 from lab.loading import LoadError
 from lab.ranges import OPTIONS, Option, Ranges
+from lab.wording import printable
 
 RANGES_PANEL = "Ranges: narrow the cases to what the kernel was built for"
 
 
 def refuse(sentence: str, status: ExitStatus = ExitStatus.MISUSED) -> NoReturn:
-    """Print a sentence on stderr and end the command.
+    """Print a sentence on stderr and end the command. Control characters in the sentence are printed as escapes.
 
     Raises:
         typer.Exit: always.
     """
-    typer.echo(f"lab: {sentence}", err=True)
+    typer.echo(f"lab: {printable(sentence)}", err=True)
     raise typer.Exit(status)
 
 
@@ -156,7 +159,11 @@ def refusing_errors() -> Iterator[None]:
 
 @contextmanager
 def refusing_recordings(what_failed: str) -> Iterator[None]:
-    """Print an error about recorded files after `what_failed`, and end the command: NOT_JUDGED if they are not comparable."""
+    """Print an error about recorded files after `what_failed`, and end the command: NOT_JUDGED if they are not comparable.
+
+    A file of any JSON may be given. What the readers of a file raise because it is not in the form that the lab writes is such
+    an error too.
+    """
     from lab.checks.record import ReportError
     from lab.reports.compare import NotComparableError
     from lab.reports.recorded import RecordedFileError
@@ -167,6 +174,10 @@ def refusing_recordings(what_failed: str) -> Iterator[None]:
         refuse(f"{what_failed}: {error}", ExitStatus.NOT_JUDGED)
     except (RecordedFileError, ReportError) as error:
         refuse(f"{what_failed}: {error}")
+    except DAMAGED as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{type(error).__name__} in {Path(place.filename).name}, line {place.lineno}: {error}"
+        refuse(f"{what_failed}: a file is not in the form that the lab writes ({what})")
 
 
 def need_gpu() -> None:

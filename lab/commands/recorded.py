@@ -9,7 +9,7 @@ import typer
 from lab.commands.options import Device, prepare_machine, refuse, refusing_errors
 from lab.exit_status import ExitStatus
 from lab.loading import load
-from lab.wording import counted
+from lab.wording import counted, printable
 
 recorded = typer.Typer(no_args_is_help=True)
 
@@ -84,7 +84,7 @@ def shrink(
         kept_requests = fault.requests if fault else smaller.problem().batch_size
         typer.echo(f"kept {kept_requests} of {counted(whole.requests, 'wrong request')}")
     if fault is not None:
-        typer.echo(f"{fault.reason.value}: {fault.sentence}")
+        typer.echo(printable(f"{fault.reason.value}: {fault.sentence}"))
     elif from_outputs:
         typer.echo(
             "whether the result is wrong with drawn contents is not known, because no call was made: run repro.py"

@@ -19,8 +19,8 @@ def report(
     from lab.reports.timings import NO_PLOTS, can_plot, write_report
 
     with refusing_recordings("no report"):
-        recorded = read_run(run)
-    for path in write_report(recorded, out or run.parent):
+        paths = write_report(read_run(run), out or run.parent)
+    for path in paths:
         print(path)
     if not can_plot():
         typer.echo(NO_PLOTS, err=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lab import files
 from lab.calls import CALL_TYPES, AttentionCall, Problem
 from lab.calls.ragged_context import MIRRORS
 
@@ -14,17 +15,7 @@ RESULTS = ("out", "lse")  # arguments that a call fills
 ALIGNMENT_BYTES = 256  # recorded tensors keep their addresses modulo this, the most that a kernel's loads need
 NAN_BYTE = 0xFF  # a number of these bytes is NaN in each dtype of a result
 # The errors that torch, pickle and safetensors raise for a damaged file.
-DAMAGED = (
-    AttributeError,
-    EOFError,
-    LookupError,
-    OSError,
-    OverflowError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    pickle.UnpicklingError,
-)
+DAMAGED = (*files.DAMAGED, EOFError, OSError, RuntimeError, pickle.UnpicklingError)
 
 
 class RecordingError(ValueError):

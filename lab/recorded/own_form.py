@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lab.calls import AttentionCall
+from lab.files import regular
 from lab.provenance import version_of
 from lab.recorded.call import ALIGNMENT_BYTES, DAMAGED, RESULTS, RecordedCall, RecordingError, placed, unrepeated
 from lab.references.paged_attention import indexed
@@ -56,7 +57,7 @@ def read(path: Path) -> RecordedCall:
         RecordingError: the file is damaged, in another form or of a newer release, or lacks the value of an argument.
     """
     try:
-        record = torch.load(path, map_location="cpu", weights_only=True)
+        record = torch.load(regular(path), map_location="cpu", weights_only=True)
         if not isinstance(record, dict) or record.get("form") != FORM:
             raise RecordingError(f"{path} is no call that the lab recorded")
         if record["version"] > VERSION:

@@ -16,6 +16,7 @@ from lab.recorded.reductions import parts_of, seed_of
 from lab.recorded.shrink import Fault, Reason
 from lab.references.assertion import truth_of_problem
 from lab.references.truth import LSE_LOG2_BOUND, LSE_LOG2_RELATIVE_BOUND
+from lab.wording import in_markdown
 
 PROGRAM = Path(__file__).with_suffix(".template")
 MOST_BYTES = 20_000
@@ -127,7 +128,7 @@ def _issue(
 ) -> Iterator[str]:
     """Yield the lines of the issue, in Markdown."""
     yield f"# {_title(call, fault, called)}\n"
-    yield from (f"* {name}: {version}" for name, version in versions.items())
+    yield from (f"* {name}: {in_markdown(version)}" for name, version in versions.items())
     yield f"\n```text\n{call.function.value}("
     yield from (f"    {name}={_short(value)}," for name, value in _stated(call))
     yield ")\n```\n"
@@ -138,7 +139,8 @@ def _issue(
     else:
         yield f"The call was made here: of `{called}`, in the place of FlashInfer's function, which was not called.\n"
     if fault is not None:
-        yield f"{'Result of this call' if called else 'Result of the recorded call'}: {fault.reason.value}: {fault.sentence}\n"
+        whose = "this call" if called else "the recorded call"
+        yield f"Result of {whose}: {fault.reason.value}: {in_markdown(fault.sentence)}\n"
     if fault is not None and fault.place:
         yield f"First elements of the vector of {fault.place}{'' if called else ', as recorded'}:\n"
         for words, values in (("expected, in float64", fault.expected), ("got", fault.got)):

@@ -16,6 +16,7 @@ A case that only one report has does not change the exit status, because check K
 cases by the values that a kernel accepts.
 """
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -130,7 +131,7 @@ def compare_verdicts(before_path: Path, after_path: Path) -> TableReport:
         lab.checks.record.ReportError: this version of the lab cannot read a file as a report.
         NotComparableError: both paths are the same file.
     """
-    if before_path.resolve() == after_path.resolve():
+    if os.path.realpath(before_path) == os.path.realpath(after_path):
         raise NotComparableError(f"both sides are {before_path}: there is nothing to compare")
     before, after = read_file(before_path), read_file(after_path)
     was, now = (

@@ -24,6 +24,7 @@ pytest-benchmark's own `--benchmark-compare --benchmark-compare-fail=median:5%` 
 compares only medians and refuses no rows.
 """
 
+import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -98,7 +99,7 @@ def compare(
         RecordedFileError: a path holds no recorded run.
         NotComparableError: the two sides must not be compared.
     """
-    if after is not None and Path(before).resolve() == Path(after).resolve():
+    if after is not None and os.path.realpath(before) == os.path.realpath(after):
         raise NotComparableError(f"both sides are {before}: there is nothing to compare")
     first = read_runs(before)
     second = first if after is None else read_runs(after)

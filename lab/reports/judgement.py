@@ -15,7 +15,17 @@ from lab.checks.report import Report
 from lab.checks.run.verdicts import CaseVerdict, Outcome
 from lab.ranges import Ranges, options_of
 from lab.recorded.case import NAME_OF_OUTPUTS, RecordedCase
-from lab.reports.tables import TERMINAL_STYLES, Cell, Columns, Table, make_table, number, terminal_of, words
+from lab.reports.tables import (
+    TERMINAL_STYLES,
+    Cell,
+    Columns,
+    Table,
+    make_table,
+    number,
+    print_lines,
+    terminal_of,
+    words,
+)
 from lab.wording import counted
 
 if TYPE_CHECKING:
@@ -69,16 +79,12 @@ def notes(report: Report) -> Iterator[str]:
 
 def show(report: Report, console: "Console") -> None:
     """Print a report: the answer and the regions, the table of checks, the notes."""
-    from rich.text import Text
-
     answer, *details = summary(report)
     outcome = Outcome.WRONG if any(report.wrong) else Outcome.RIGHT if report.is_right else Outcome.KNOWN
-    console.print(Text(answer, TERMINAL_STYLES[outcome.value]), soft_wrap=True)
-    for line in details:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    print_lines(console, [answer], TERMINAL_STYLES[outcome.value])
+    print_lines(console, details)
     console.print(terminal_of(check_table(report)))
-    for line in notes(report):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    print_lines(console, notes(report))
 
 
 def details(report: Report) -> list[str]:

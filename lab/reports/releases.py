@@ -28,7 +28,7 @@ from lab.exit_status import ExitStatus
 from lab.reports.changed_verdicts import cases_of, compare_verdicts, different_settings
 from lab.reports.compare import NotComparableError
 from lab.reports.html.findings import slug
-from lab.reports.recorded import FileKind, RecordedFile, grouped, read_file
+from lab.reports.recorded import FileKind, RecordedFile, RecordedFileError, grouped, read_file
 from lab.reports.tables import Cell, TableReport, make_table, words
 
 CaseKey = tuple[str, ...]  # axes, check, function and case
@@ -81,9 +81,10 @@ def releases_report(
         findings: a page whose headings "## 1. ..." are the findings. Findings that no report cites also have a row.
 
     Raises:
-        lab.reports.recorded.RecordedFileError, lab.checks.record.ReportError, OSError: a file cannot be read.
-        NotComparableError: a file is no report of the judge or lacks the package's version, there is only one release, or a
-            release has two reports with the same axes.
+        lab.reports.recorded.RecordedFileError, lab.checks.record.ReportError, OSError: a file cannot be read, or is no
+            report of the judge.
+        NotComparableError: a file lacks the package's version, there is only one release, or a release has two reports with the
+            same axes.
     """
     releases = _by_version([read_file(path) for path in paths], package)
     verdicts = {
@@ -121,7 +122,7 @@ def _by_version(files: Iterable[RecordedFile], package: str) -> dict[str, list[R
     by_version: dict[str, list[RecordedFile]] = {}
     for file in files:
         if file.kind is not FileKind.JUDGE:
-            raise NotComparableError(f"{file.path} is no report of the judge")
+            raise RecordedFileError(f"{file.path} is no report of the judge")
         if (version := file.fact("packages", package)) is None:
             raise NotComparableError(f"{file.path} names no version of {package}: name another by --package")
         alike = by_version.setdefault(str(version), [])

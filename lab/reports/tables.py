@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lab.exit_status import ExitStatus
 from lab.files import write_text
-from lab.wording import printable
+from lab.wording import in_markdown, printable
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -74,6 +74,9 @@ class Column:
 
     heading: str
     is_number: bool
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "heading", printable(self.heading))
 
 
 @dataclass(frozen=True)
@@ -215,13 +218,8 @@ def markdown_of(table: Table) -> str:
     lines = [[column.heading for column in table.columns], ["---"] * len(table.columns)]
     lines += [[cell.text for cell in row] for row in table.rows]
     return "\n".join(
-        f"| {' | '.join(_in_markdown(text).replace('|', chr(92) + '|') for text in line)} |" for line in lines
+        f"| {' | '.join(in_markdown(text).replace('|', chr(92) + '|') for text in line)} |" for line in lines
     )
-
-
-def _in_markdown(text: str) -> str:
-    """Return a text in one line, in which "<" begins no HTML."""
-    return printable(text).replace("\n", " ").replace("<", "&lt;")
 
 
 def terminal_of(table: Table, show_lines: bool = False) -> "RichTable":
@@ -231,7 +229,7 @@ def terminal_of(table: Table, show_lines: bool = False) -> "RichTable":
     from rich.text import Text
 
     made = RichTable(
-        title=table.caption or None,
+        title=Text(printable(table.caption)) if table.caption else None,
         title_justify="left",
         box=SIMPLE if show_lines else SIMPLE_HEAD,
         show_lines=show_lines,
@@ -302,10 +300,10 @@ class TableReport:
                 write_text(Path(target), written())
         if "-" not in (json_to, markdown_to):
             console = terminal()
-            console.print("\n".join(self.above), soft_wrap=True)
+            print_lines(console, self.above)
             if self.table.rows:
                 console.print(FittedTable(self.table))
-            console.print("\n".join(self.below), soft_wrap=True)
+            print_lines(console, self.below)
 
     def json(self) -> str:
         """Return the report as JSON, with the exit status of the command."""
@@ -315,12 +313,20 @@ class TableReport:
         """Return the report in Markdown. The summary, which is the last line below the table, comes first."""
         *remarks, summary = self.below
         table = markdown_of(self.table) if self.table.rows else ""
-        return "\n\n".join(filter(None, (summary, table, items(remarks), items(self.above)))) + "\n"
+        return "\n\n".join(filter(None, (in_markdown(summary), table, items(remarks), items(self.above)))) + "\n"
 
 
 def items(lines: Iterable[str]) -> str:
     """Return lines as a bulleted list in Markdown."""
-    return "\n".join(f"* {_in_markdown(line)}" for line in lines)
+    return "\n".join(f"* {in_markdown(line)}" for line in lines)
+
+
+def print_lines(console: "Console", lines: Iterable[str], style: str = "") -> None:
+    """Print lines of any text as they are, not wrapped, with control characters as escapes."""
+    from rich.text import Text
+
+    for line in lines:
+        console.print(Text(printable(line), style), soft_wrap=True)
 
 
 def terminal() -> "Console":

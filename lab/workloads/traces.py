@@ -10,6 +10,8 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
+from lab.files import regular
+
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _AZURE_TIME = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\.(\d{7})", re.ASCII)
 _TICKS_PER_SECOND = 10_000_000  # a tick of Azure's times is 100 ns
@@ -82,7 +84,7 @@ def read_azure(path: str | Path) -> list[TracedRequest]:
 
 def _lines(path: str | Path) -> Iterator[tuple[str, str]]:
     """Yield (line, "FILE, line NUMBER") of non-blank lines. Bytes that are not UTF-8 become U+FFFD, which no number has."""
-    with open(path, encoding="utf-8-sig", errors="replace") as lines:
+    with open(regular(Path(path)), encoding="utf-8-sig", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield line.rstrip("\n"), f"{path}, line {number}"

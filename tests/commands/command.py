@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import signal
 from collections.abc import Sequence
 from unittest import mock
 
@@ -11,10 +12,14 @@ from lab.__main__ import main
 def run(line: str | Sequence[str]) -> int:
     """Run a command line such as "judge my.kernel"; return its exit status.
 
-    Lines are not wrapped, and what the command sets in the environment is forgotten.
+    Lines are not wrapped, and what the command sets in the environment, and for signals, is forgotten.
     """
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with mock.patch.dict(os.environ, COLUMNS="1000"):
         try:
             return main(shlex.split(line) if isinstance(line, str) else line)
         except SystemExit as ended:
             return int(str(ended.code))
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)

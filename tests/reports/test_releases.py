@@ -11,6 +11,7 @@ import pytest
 from lab.checks import judge
 from lab.checks.run.known_failures import FailingKernel, KnownFailure
 from lab.reports.compare import NotComparableError
+from lab.reports.recorded import RecordedFileError
 from lab.reports.releases import releases_report
 from tests.commands.command import run as run_lab
 from tests.reports.test_changed_verdicts import NAME, RANGES, right, window_off_by_one, without_sinks
@@ -158,7 +159,7 @@ def test_one_release_alone_says_nothing(recorded: Recorded, tmp_path: Path) -> N
         releases_report([recorded("0.1", right)], package="no-such-package")
     other = tmp_path / "other.json"
     other.write_text("{}")
-    with pytest.raises(NotComparableError, match="is no report of the judge"):
+    with pytest.raises(RecordedFileError, match="is no report of the judge"):
         releases_report([other])
 
 

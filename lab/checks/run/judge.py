@@ -13,7 +13,7 @@ import torch
 from lab.checks.properties import checks
 from lab.checks.properties.check import Check, Level
 from lab.checks.properties.recorded import check_of
-from lab.checks.record import read_case, read_record, replaceable
+from lab.checks.record import ReportError, read_case, read_record, replaceable
 from lab.checks.report import Report
 from lab.checks.run.judge_run import Progress, Run
 from lab.checks.run.known_failures import KNOWN_FAILURES, Findings, known
@@ -184,6 +184,7 @@ def judge_recorded(
     device: torch.device | str | None = None,
     isolated: bool = True,
     time_limit_s: float = TIME_LIMIT_S,
+    refusals: Sequence[type[BaseException]] | None = None,
 ) -> CaseVerdict:
     """Judge a case of a report again, in a worker that imports the implementation again.
 
@@ -192,22 +193,39 @@ def judge_recorded(
         implementation: name of an implementation; None: the report's.
         device: a device; None: the report's.
         isolated, time_limit_s: as in `judge`.
+        refusals: as in `judge`; None: the report's, if they are Python's own or from the kernel's package.
 
     Returns:
         The verdict. Known failures are not looked up, so that a known failure is WRONG here.
 
     Raises:
-        lab.checks.record.ReportError: there is no such report or case.
+        lab.checks.record.ReportError: there is no such report or case, or its refusals are from another package than the kernel.
         lab.loading.LoadError: the implementation cannot be imported.
     """
     was = read_case(Path(path), number)
     name, where = implementation or was.implementation, device_of(device or was.device)
     _check_settings(isolated, name, 1, time_limit_s, None)
-    refused = resolve_refusals(",".join(names)) if (names := read_record(Path(path)).get("refusals")) else None
+    refused = _recorded_refusals(Path(path), name) if refusals is None else tuple(refusals)
     with Workers(name if isolated else load(name), where, was.ranges, time_limit_s, refusals=refused) as pool:
         pool.call(interfaces_of)
         judged = pool.submit(was.check, was.case)()
     return replace(was, implementation=name, device=str(where), judged=judged, finding="")
+
+
+def _recorded_refusals(path: Path, kernel: str) -> Refusals | None:
+    """Return the refusals that a report records; None if it has none. A module that a file names is imported only if it is in
+    the kernel's package, which is imported anyway.
+    """
+    names = read_record(path).get("refusals") or ()
+    where = kernel.partition(":")[0]
+    package = Path(where).stem if where.endswith(".py") else where.partition(".")[0]
+    for name in names:
+        module = str(name).rpartition(".")[0]
+        if module and module.partition(".")[0] not in ("builtins", package):
+            raise ReportError(
+                f"{path} counts {name} as a refusal, which is not in the kernel's package {package}: name it by --refusals"
+            )
+    return resolve_refusals(",".join(map(str, names))) if names else None
 
 
 def judge_forward(implementation: Any, case: ForwardCase, device: torch.device | str | None = None) -> CaseVerdict:

@@ -10,13 +10,22 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, UndefinedError
 from markupsafe import Markup
 
+from lab.files import DAMAGED
 from lab.reports.html import judged
 from lab.reports.html.experiments import Picture, experiment_part
 from lab.reports.html.findings import markdown_html
-from lab.reports.recorded import LEAST_FLOOR_US, FileKind, RecordedFile, RecordedRun, environment_facts, run_of
+from lab.reports.recorded import (
+    LEAST_FLOOR_US,
+    FileKind,
+    RecordedFile,
+    RecordedFileError,
+    RecordedRun,
+    environment_facts,
+    run_of,
+)
 from lab.reports.tables import Table, table_of_records
 from lab.reports.timing_tables import ceiling_table, fastest_sentence, fastest_table, methods, timing_tables
 from lab.reports.timings import figures
@@ -25,7 +34,23 @@ OVERVIEW = "experiments.md"  # a page that `lab experiments changes` writes
 
 
 def html_report(folder: Path, files: Sequence[RecordedFile]) -> str:
-    """Return the page as HTML. It shows `files`, the result of `read_folder`, and the Markdown files of the folder."""
+    """Return the page as HTML. It shows `files`, the result of `read_folder`, and the Markdown files of the folder.
+
+    Raises:
+        RecordedFileError: a file is not in the form that the lab writes.
+    """
+    try:
+        return _rendered(folder, files)
+    except RecordedFileError:
+        raise
+    except (*DAMAGED, UndefinedError) as error:
+        for file in files if len(files) > 1 else ():
+            html_report(folder, [file])  # whose error names the file
+        where = files[0].path if len(files) == 1 else folder
+        raise RecordedFileError(f"{where}: not in the form that the lab writes: {error!r}") from error
+
+
+def _rendered(folder: Path, files: Sequence[RecordedFile]) -> str:
     environment = Environment(
         loader=PackageLoader("lab.reports.html", "."),
         autoescape=True,

@@ -1,0 +1,60 @@
+"""Damage to files and texts: what a disk, a hurried editor or an attacker leaves."""
+
+import copy
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+# A terminal would execute it, Markdown and a page would take it for their own, and not every encoding has it.
+HOSTILE = "\x1b]0;owned\x07\x1b[2J<script>alert(1)</script> | [a](javascript:1) `x\n# y \ud800\udfff\x9b31m é [red]"
+VALUES: tuple[Any, ...] = (
+    None, True, -1, 0, 10**400, 1e308, float("nan"), float("inf"), "", "x", HOSTILE, [], [None], {}, {"": None}, [[]],
+)  # fmt: skip
+
+
+def damaged_bytes(content: bytes, dice: random.Random) -> Iterator[bytes]:
+    """Yield a file's content cut, overwritten, in another encoding, nested too deep, and of another kind."""
+    yield from (
+        b"",
+        b"\0",
+        b"\xff\xfe",
+        b"null",
+        b"[]",
+        b"{}",
+        b"NaN",
+        b"1e999",
+        b'"x"',
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+    )
+    yield from (b"9" * 10_000, content[: len(content) // 2], content + content, content.decode().encode("utf-16"))
+    for _ in range(8):
+        where = dice.randrange(len(content))
+        yield content[:where] + bytes(dice.randrange(256) for _ in range(4)) + content[where + 4 :]
+
+
+def damaged_records(record: Any, dice: random.Random, count: int) -> Iterator[bytes]:
+    """Yield `count` JSON files of a record, each with one value replaced, left out or renamed; shallow values come first."""
+    places = sorted(_places(record), key=len)
+    tops = [place for place in places if len(place) <= 2]
+    for number in range(count):
+        place = dice.choice(tops if number % 2 else places)
+        changed = copy.deepcopy(record)
+        holder = changed
+        for key in place[:-1]:
+            holder = holder[key]
+        if isinstance(holder, dict) and not dice.randrange(6):
+            holder[HOSTILE] = holder.pop(place[-1])
+        else:
+            holder[place[-1]] = dice.choice(VALUES)
+        yield json.dumps(changed).encode()
+
+
+def _places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the keys that lead to each value of nested lists and dictionaries."""
+    if place:
+        yield place
+    items = value.items() if isinstance(value, dict) else enumerate(value[:3]) if isinstance(value, list) else ()
+    for key, each in items:
+        yield from _places(each, (*place, key))
