@@ -1,4 +1,4 @@
-"""Speed up Triton's interpreter by removing repeated work.
+"""Speed up Triton's interpreter by removing repeated work, and tell its limits from errors of a kernel.
 
 A launch replaces the functions of `triton.language` by interpreted ones. Triton 3.7 repeats the search for these functions at
 every call of a `@triton.jit` function from a kernel, although nothing is left to replace. This takes half of the time of a
@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+
+from lab.provenance import version_of
 
 INTERPRETER = "triton.runtime.interpreter"  # Triton imports it only if its kernels are interpreted
 
@@ -83,3 +85,31 @@ def _change(interpreter: Any) -> None:
         patches = LanguagePatches(interpreter.GridExecutor.__call__, interpreter._patch_lang)
         interpreter._patch_lang = patches.patch_language
         interpreter.GridExecutor.__call__ = lambda self, *args, **kwargs: patches.launch(self, *args, **kwargs)
+
+
+def limit_of(error: BaseException) -> str:
+    """Return a sentence about a limit of Triton's interpreter if an error shows one; "" if the kernel may be at fault.
+
+    The interpreter has no inline assembly, for example. It replaces the functions of `triton.language` in that module, so that
+    a kernel's own name for one of them stays without effect.
+    """
+    cause = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    trace = cause.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    module = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
+    is_own = module == INTERPRETER and not isinstance(cause, ValueError)  # it raises ValueError for a kernel's mistake
+    is_alias = module.startswith("triton.") and ("@triton.jit" in str(cause) or "InterpreterBuilder" in str(cause))
+    if INTERPRETER not in sys.modules or not (is_own or is_alias):
+        return ""
+    return f"not judged here, for Triton's interpreter cannot run it ({type(cause).__name__}: {cause}): {_cure()}"
+
+
+def _cure() -> str:
+    """Return what makes a kernel run that the interpreter cannot run."""
+    triton, numpy = (tuple(map(int, (version_of(name) or "0").split(".")[:2])) for name in ("triton", "numpy"))
+    if triton < (3, 7) and numpy >= (2, 4):
+        return "the interpreter of Triton before 3.7 needs NumPy before 2.4: pip install 'numpy<2.4'"
+    return "judge it on a GPU"

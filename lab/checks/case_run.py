@@ -360,12 +360,12 @@ class CaseRun:
         features = of_any_request(call.features, call.of_requests) if alone else call.features
         self.results.append(CheckedResult(what, kind, features, wrong, requests, example))
 
-    def fail(self, failure: str, what: str = "", kind: str = "return") -> None:
-        """Record that the last call or the lab itself failed. The same sentence is recorded only once."""
+    def fail(self, failure: str, what: str = "") -> None:
+        """Record that the last call failed. The same sentence is recorded only once."""
         failure = failure if len(failure) <= SHOWN_CHARACTERS else f"{failure[: SHOWN_CHARACTERS - 1]}…"
         if not any(noted.endswith(failure) for noted in self.failures):
             self.failures.append(f"{what}: {failure}" if what else failure)
-        self._note(what or IT_FAILED, kind, True)
+        self._note(what or IT_FAILED, "return", True)
 
     def remark(self, sentence: str) -> None:
         """Record a sentence that a reader of the verdict should know, right or wrong."""

@@ -69,13 +69,8 @@ def read_record(path: Path) -> dict[str, Any]:
         record = read_json(path)
     except (OSError, ValueError) as error:
         raise ReportError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    cases = record.get("cases") if isinstance(record, dict) else None
-    refusals = record.get("refusals", []) if isinstance(record, dict) else None
-    if (
-        not isinstance(refusals, list)
-        or not isinstance(cases, list)
-        or not all(isinstance(case, dict) for case in cases)
-    ):
+    lists = [record.get("cases"), record.get("refusals", [])] if isinstance(record, dict) else [None]
+    if not all(isinstance(each, list) for each in lists) or not all(isinstance(case, dict) for case in record["cases"]):
         raise ReportError(f"{path} is no report of the judge")
     return record
 
@@ -141,7 +136,7 @@ def read_expression(text: str) -> Any:
     except (SyntaxError, *DAMAGED) as error:
         if type(error) is ValueError:
             raise
-        raise ValueError(f"{_shown(text)} is no case: {error}") from error
+        raise ValueError(f"{_shown(text)} is no case: {str(error) or repr(error)}") from error
 
 
 def _shown(text: Any) -> str:

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from lab.checks.parameters.coverage import Coverage
     from lab.checks.report import Report
     from lab.checks.run.judge_run import Progress
-    from lab.checks.run.support_protocol import Refusals
 
 POLL_INTERVAL_S = 0.3  # between two looks at a watched file
 # Parameters that --case accepts.
@@ -186,7 +185,7 @@ def judge(
     _judge_and_exit(partial(_judge_and_show, partial(judging.judge, name, **settings), coverage), watch)
 
 
-def _exceptions(refusals: str | None) -> "Refusals | None":
+def _exceptions(refusals: str | None) -> "tuple[type[BaseException], ...] | None":
     """Return the exceptions that --refusals names. End the command if a name is none."""
     from lab.checks.run.support_protocol import resolve_refusals
 

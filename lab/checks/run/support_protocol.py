@@ -3,14 +3,18 @@
 A call that is refused is made again in equivalent forms with the same meaning, such as without `out`.
 """
 
+import dis
 import functools
 import importlib
 import inspect
 import re
 import signal
+import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,6 +22,7 @@ from torch import Tensor
 
 from lab.calls import CALL_TYPES
 from lab.calls.problem import AttentionCall
+from lab.interpreter import limit_of
 from lab.workloads.inputs.guards import same_bits
 from lab.workloads.inputs.masks import packed_mask
 
@@ -25,6 +30,8 @@ TENSORS = (Tensor, torch.nn.Parameter)  # a subclass of torch.Tensor may answer 
 Refusals = tuple[type[BaseException], ...]
 
 OUTPUTS = ("out", "lse")  # arguments that a call writes
+FRAMEWORKS = ("numpy", "torch", "triton")  # whose errors are no refusals: they know no attention call
+LIBRARY = sysconfig.get_path("stdlib")
 # A function with *args and **kwargs refuses an argument in words of its own.
 _UNKNOWN = re.compile(
     r"(unexpected|unknown|unrecogni[sz]ed|unsupported|invalid|extra)\W+((keyword|named)\W+)?(arg|kwarg|keyword|param|option)"
@@ -65,10 +72,11 @@ def invoke(
 ) -> Any:
     """Call a function of an implementation. Raise Unsupported if it refuses the call, and KernelError if it fails.
 
-    These errors are refusals: NotImplementedError, ValueError, a TypeError that names an unknown or missing argument, and an
-    AssertionError before a launch. "Before a launch" means: no given output was written, torch wrote to no argument except the
-    workspace, no kernel was being launched, and the GPU reports no error. A call with a parameter that the signature does not
-    have is always refused.
+    These errors are refusals: a NotImplementedError or ValueError that a `raise` of the implementation raised (`_has_raised`), a
+    TypeError that names an unknown or missing argument, and such an AssertionError before a launch. "Before a launch" means: no
+    given output was written, torch wrote to no argument except the workspace, no kernel was being launched, and the GPU reports
+    no error. A call with a parameter that the signature does not have is always refused, and a call that Triton's interpreter
+    cannot make counts as refused.
 
     Args:
         function, args, arguments: the function, and its positional and keyword arguments.
@@ -98,6 +106,8 @@ def invoke(
         if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             raise
         _check_gpu(error)
+        if limit := limit_of(error):
+            raise Unsupported(limit) from error
         wrote = any(not same_bits(arguments[name], held) for name, held in before.items())
         late = wrote or _versions(arguments) != versions
         if not _is_refusal(error, refusals, signature, arguments, late):
@@ -184,15 +194,41 @@ def _is_refusal(
         return isinstance(error, refusals)
     if isinstance(error, TypeError):
         return _is_of_an_argument(str(error), signature, arguments)
-    return isinstance(error, (NotImplementedError, ValueError, AssertionError))
+    return isinstance(error, (NotImplementedError, ValueError, AssertionError)) and _has_raised(error)
+
+
+def _has_raised(error: BaseException) -> bool:
+    """Return True if a statement of the implementation raised an error: its own code, or a package that this code calls.
+
+    Python raises a ValueError too, such as "too many values to unpack", and so do packages below those that the implementation
+    calls, and frameworks and Python's library. These errors are no decisions to refuse a call.
+    """
+    trace, frames = error.__traceback__, list[FrameType]()
+    while trace is not None:
+        frames.append(trace.tb_frame)
+        last, trace = trace, trace.tb_next
+    packages = [_package_of(frame) for frame in frames[1:]]  # without `invoke`
+    if not packages:  # a compiled function
+        return True
+    code, at = last.tb_frame.f_code.co_code, last.tb_lasti
+    if 0 <= at < len(code) and dis.opname[code[at]] != "RAISE_VARARGS":  # a compiled module's frame has no code
+        return False
+    others = [package for package in packages if package not in (*FRAMEWORKS, LIBRARY)]
+    return packages[-1] in others and len(set(others) - {"", others[0]}) <= 1
+
+
+def _package_of(frame: FrameType) -> str:
+    """Return the name of the installed package that a frame's code is from; `LIBRARY` for Python's own, "" if not installed."""
+    package, file = frame.f_globals.get("__name__", "").partition(".")[0], frame.f_code.co_filename
+    if package in FRAMEWORKS or {"site-packages", "dist-packages"} & set(Path(file).parts):
+        return str(package)
+    return LIBRARY if file.startswith(LIBRARY) else ""
 
 
 def _is_of_a_launch(error: BaseException) -> bool:
-    """Return True if an AssertionError comes from Triton (for instance from a kernel in its interpreter) or from a comparison
-    function of torch or numpy. It is then no refusal.
-    """
+    """Return True if an AssertionError comes from Triton, for instance from a kernel in its interpreter: it is no refusal."""
     modules = {frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)}
-    return any(module.startswith(("triton.", "torch.testing", "numpy.testing")) for module in modules)
+    return any(module.startswith("triton.") for module in modules)
 
 
 def _is_of_an_argument(sentence: str, signature: inspect.Signature | None, arguments: dict[str, Any]) -> bool:

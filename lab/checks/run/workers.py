@@ -29,7 +29,7 @@ from lab.checks.run import transport
 from lab.checks.run.support_protocol import KernelError, Refusals, Unsupported, raised
 from lab.checks.run.verdicts import BROKEN, Judged, Outcome, credible, dishonest
 from lab.integrity import Bindings, ChangedBindingsError, bindings, in_words
-from lab.interpreter import quicken
+from lab.interpreter import limit_of, quicken
 from lab.loading import LoadError, load
 from lab.ranges import Ranges
 
@@ -334,13 +334,11 @@ def run_case(
     except torch.AcceleratorError as error:  # of a launch: it shows where the device is next waited for
         run.fail(str(raised(error)))
     except Exception as error:
-        sentence = f"{type(error).__name__}: {error}"
-        if run.kernel.count:
+        sentence, limit = f"{type(error).__name__}: {error}", limit_of(error)
+        if run.kernel.count and not limit:
             run.fail(f"the check stopped at what the implementation returned, or at a bug of the lab's own: {sentence}")
         else:
-            run.fail(
-                f"the lab failed before it called the implementation, whose fault this is not: {sentence}", kind="lab"
-            )
+            run.decline(f"a part of the lab failed, and not the implementation: {limit or sentence}")
     outcome = Outcome.RIGHT if run.judged else Outcome.DECLINED
     if run.wrongs or run.failures:
         outcome = Outcome.WRONG if run.wrongs else Outcome.FAILED

@@ -1,13 +1,19 @@
 """Which errors of an implementation decline a call, and which fail it."""
 
 import asyncio
+import importlib
+import ipaddress
+import os
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from lab import interpreter
 from lab.calls.problem import AttentionCall
 from lab.checks import AttentionCase, Outcome
 from lab.checks.case_run import CaseRun
@@ -18,6 +24,7 @@ from lab.checks.run.verdicts import Judged
 from lab.checks.run.workers import run_case
 from lab.ranges import Ranges
 from lab.references import trtllm_batch_decode_with_kv_cache as right
+from tests.checks import hostile_kernels
 from tests.checks.hostile import Odd
 from tests.checks.small import decoding
 
@@ -68,6 +75,83 @@ def test_a_refusal_is_declined(error: Exception) -> None:
 def test_anything_else_fails(error: BaseException) -> None:
     with pytest.raises(KernelError, match=rf"^it raised {type(error).__name__}: .*no"):
         refusing(raising(error))(sinks=1)
+
+
+def raised_by_python(kv_cache: Any = (1, 2, 3, 4)) -> Any:
+    keys, values = kv_cache
+    return keys, values
+
+
+def raised_by_torch(**arguments: Any) -> Any:
+    return torch.utils.data.RandomSampler([1], num_samples=-1)
+
+
+def raised_by_the_library(**arguments: Any) -> Any:
+    return ipaddress.ip_address("no")
+
+
+@pytest.mark.parametrize("function", [raised_by_python, raised_by_torch, raised_by_the_library])
+def test_an_error_that_no_statement_of_the_kernel_raised_fails(function: Callable[..., Any]) -> None:
+    with pytest.raises(KernelError, match="it raised ValueError"):
+        refusing(function)()
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Two installed packages: `outer_package` calls `inner_package`, and both refuse."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "inner_package.py").write_text("def refuse(**arguments):\n    raise ValueError('not by me')\n")
+    (folder / "outer_package.py").write_text(
+        "import inner_package\nfrom inner_package import refuse as deep\n"
+        "def own(**arguments):\n    raise ValueError('not by me')\n"
+        "def below(**arguments):\n    return inner_package.refuse()\n"
+    )
+    monkeypatch.syspath_prepend(folder)
+    yield importlib.import_module("outer_package")
+    for name in ("outer_package", "inner_package"):
+        del sys.modules[name]
+
+
+def test_a_package_that_the_kernel_calls_may_refuse_and_one_below_it_may_not(packages: Any) -> None:
+    """The kernel is a function of an installed package, or one that calls it."""
+    for refused in (
+        packages.own,
+        packages.deep,
+        packages.below,
+        lambda **_: packages.own(),
+        lambda **_: packages.deep(),
+    ):
+        with pytest.raises(Unsupported, match="not by me"):
+            refusing(refused)()
+    with pytest.raises(KernelError, match="not by me"):
+        refusing(lambda **_: packages.below())()
+
+
+def test_what_the_interpreter_cannot_run_is_not_judged() -> None:
+    if not os.environ.get("TRITON_INTERPRET"):
+        pytest.skip("Triton compiles its kernels here")
+    for launch, sentence in (
+        (hostile_kernels.launch_an_alias, "Did you forget to add @triton.jit"),
+        (hostile_kernels.launch_assembly, "inline_asm not supported in interpreter mode"),
+    ):
+        with pytest.raises(Unsupported, match=f"not judged here, for Triton's interpreter cannot run it .*{sentence}"):
+            refusing(launch)()
+    for launch in (hostile_kernels.launch_an_assertion, hostile_kernels.launch_a_wrong_product):
+        with pytest.raises(KernelError, match="InterpreterError: AssertionError"):
+            refusing(launch)()
+
+
+def test_the_interpreters_cure_names_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6 converts arrays of one number to numbers, which NumPy does since 2.4 no more."""
+    for triton, numpy, cure in (
+        ("3.6.0", "2.4.6", "NumPy before 2.4"),
+        ("3.6.0", "2.3.5", "on a GPU"),
+        ("3.7.1", "2.5.0", "on a GPU"),
+    ):
+        versions = {"triton": triton, "numpy": numpy}
+        monkeypatch.setattr("lab.interpreter.version_of", versions.get)
+        assert cure in interpreter._cure()
 
 
 def test_a_missing_argument_is_a_refusal_of_the_signature_and_of_what_it_forwards_to_alone() -> None:
@@ -251,9 +335,8 @@ def test_an_error_of_the_lab_s_is_not_blamed_on_the_implementation() -> None:
         raise IndexError("a bug")
 
     judged = judged_by(early)
-    assert [result.held for result in judged.results] == ["lab"]
-    (before,) = judged.wrongs
-    assert before == "the lab failed before it called the implementation, whose fault this is not: IndexError: a bug"
+    assert (judged.outcome, judged.wrongs) == (Outcome.DECLINED, ())
+    assert judged.declines == ("a part of the lab failed, and not the implementation: IndexError: a bug",)
     (after,) = judged_by(late).wrongs
     assert "or at a bug of the lab's own: IndexError: a bug" in after
 
