@@ -2,9 +2,14 @@
 
 import ctypes
 import os
+import resource
+import shutil
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,4 +100,33 @@ def _right_and_dead_a_second_later(**arguments: Any) -> Any:
     return out
 
 
+def _in_calls_of_group_3(deed: Callable[[], Any]) -> SimpleNamespace:
+    """Return a kernel that damages its process or machine in calls of three query heads per KV head, and is right."""
+
+    def decode(**arguments: Any) -> Any:
+        if arguments["query"].shape[1] == 3 * arguments["kv_cache"][0].shape[1]:
+            deed()
+        return right(**arguments)
+
+    return SimpleNamespace(trtllm_batch_decode_with_kv_cache=decode)
+
+
+def _take_all_descriptors() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+    with suppress(OSError):
+        while True:
+            KEPT.append(os.open(os.devnull, os.O_RDONLY))
+
+
+def _remove_scratch_folders() -> None:
+    for folder in Path(os.environ["SCRATCH"]).iterdir():
+        shutil.rmtree(folder)
+
+
+hangs = SimpleNamespace(trtllm_batch_decode_with_kv_cache=lambda **_: hang())
+KEPT: list[Any] = []
+ends_with_0 = _in_calls_of_group_3(lambda: os._exit(0))
+takes_all_descriptors = _in_calls_of_group_3(_take_all_descriptors)
+closes_all_descriptors = _in_calls_of_group_3(lambda: os.closerange(3, 1000))
+removes_scratch_folders = _in_calls_of_group_3(_remove_scratch_folders)
 dies_later = SimpleNamespace(trtllm_batch_decode_with_kv_cache=_right_and_dead_a_second_later)

@@ -1,6 +1,7 @@
 """A report's file: cases read back without evaluating anything, runs that take up an older one, single cases judged again."""
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,27 @@ def test_what_a_kernel_imports_later_or_reads_of_the_environment_is_judged_anew(
     assert not judged_anew()
 
 
+def test_packages_on_another_path_are_not_the_kernels_sources(
+    kernel: Path, judged_cases: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a torch that a `.pth` file puts on the path: a folder with a distribution's metadata holds installed packages."""
+    folder = kernel.parent / "elsewhere"
+    (folder / "some_package-1.0.dist-info").mkdir(parents=True)
+    package = folder / "some_package.py"
+    package.write_text("number = 1\n")
+    monkeypatch.syspath_prepend(folder)
+    kernel.write_text(f"import some_package\n{kernel.read_text()}")
+    judged(kernel)
+    before = len(judged_cases)
+    package.write_text("number = 2\n")
+    judged(kernel)
+    again = len(judged_cases) - before
+    (folder / "some_package-1.0.dist-info").rmdir()
+    judged(kernel)
+    assert len(judged_cases) - before - again > again
+    del sys.modules["some_package"]
+
+
 def test_an_interrupted_run_keeps_its_verdicts_and_is_taken_up(kernel: Path, judged_cases: list[Any]) -> None:
     told: list[Progress] = []
 
@@ -193,6 +215,25 @@ def test_a_recorded_case_is_refused_as_its_run_was(kernel: Path) -> None:
     report = judged(kernel, drawn=0, refusals=(LookupError,))
     path = Path(report.verdicts[0].recorded_in)
     assert report.exit_status == judge_recorded(path, 1, isolated=False).exit_status == 125
+
+
+def test_a_module_that_a_report_names_is_imported_only_from_the_kernels_package(
+    kernel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = judged(kernel, drawn=0)
+    path = Path(report.verdicts[0].recorded_in)
+    monkeypatch.syspath_prepend(kernel.parent)
+    (kernel.parent / "evil_module.py").write_text("class Refused(Exception):\n    pass\n")
+    path.write_text(path.read_text().replace('"refusals": []', '"refusals": ["evil_module.Refused"]'))
+    for name in (None, "tests.checks.hostile"):
+        with pytest.raises(
+            ReportError, match=r"counts evil_module.Refused as a refusal, which is not in the kernel's pack"
+        ):
+            judge_recorded(path, 1, implementation=name, isolated=False)
+    assert "evil_module" not in sys.modules
+    assert judge_recorded(path, 1, isolated=False, refusals=(KeyError,)).number == 1
+    path.write_text(path.read_text().replace("evil_module.Refused", "tests.checks.hostile.Odd"))
+    assert judge_recorded(path, 1, implementation="tests.checks.someone_elses", isolated=False).number == 1
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,13 @@
 import io
 import itertools
 import json
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -108,6 +111,29 @@ def test_the_whole_command_runs_isolated_in_a_shell() -> None:
     assert "FAILED" not in done.stderr
     assert "\x1b" not in done.stdout
     assert "starting" not in done.stdout
+
+
+@pytest.mark.parametrize("signals", [(signal.SIGTERM,), (signal.SIGINT,) * 3], ids=["SIGTERM", "three times Ctrl-C"])
+def test_an_interrupted_command_ends_quietly_and_removes_its_scratch_folder(
+    signals: tuple[signal.Signals, ...], tmp_path: Path
+) -> None:
+    narrow = shlex.split(shlex.join(NARROW).replace("--in-process", ""))
+    command = [sys.executable, "-m", "lab", "judge", "tests.checks.hostile:hangs", *narrow]
+    settings: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, "TMPDIR": str(tmp_path)}, "start_new_session": True}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings) as judging:
+        until = time.monotonic() + 120.0
+        while not list(tmp_path.glob("lab-judge-*/*.stack")) and time.monotonic() < until:
+            time.sleep(0.1)
+        for number in signals:
+            os.killpg(judging.pid, number)
+            time.sleep(0.05)
+        out, err = judging.communicate(timeout=60)
+    # A shell shows 130 for both; the second is of a signal after Python has taken its handlers back.
+    assert judging.returncode in (130, -signal.SIGINT)
+    assert "Traceback" not in err
+    assert "KeyboardInterrupt" not in err
+    assert "the run was interrupted" in out
+    assert not list(tmp_path.glob("lab-judge-*"))
 
 
 def test_elsewhere_than_on_a_terminal_a_line_a_minute_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

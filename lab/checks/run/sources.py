@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import lab
 from lab.checks.record import ReportError, read_cases, read_record
 from lab.checks.run.verdicts import CaseVerdict, Key
@@ -45,12 +47,14 @@ def _digest(name: str) -> str:
     read.
 
     The implementation's sources are the loaded modules outside installed packages, the files that these may import later, and
-    the source files in the folder of the implementation's module.
+    the source files in the folder of the implementation's module. Packages are installed in Python's folders, and in each other
+    folder of `sys.path` that has a distribution's metadata.
     """
     module = load(name.partition(":")[0])
     folder = Path(getattr(module, "__file__", None) or "").parent
-    places = (sysconfig.get_path(each) for each in ("stdlib", "platstdlib", "purelib", "platlib"))
-    installed = (*places, *site.getsitepackages(), site.getusersitepackages())
+    places = [sysconfig.get_path(each) for each in ("stdlib", "platstdlib", "purelib", "platlib")]
+    places += [root for root in sys.path if any(Path(root).glob("*.dist-info"))]
+    installed = (*places, *site.getsitepackages(), site.getusersitepackages(), str(Path(torch.__file__).parent))
     loaded = {getattr(each, "__file__", None) or "" for each in list(sys.modules.values())}
     own = {path for path in folder.iterdir() if path.suffix in SOURCES and path.is_file()}
     own |= {Path(path) for path in loaded if path.endswith(".py") and not path.startswith(installed)}

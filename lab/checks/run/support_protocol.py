@@ -72,11 +72,11 @@ def invoke(
 ) -> Any:
     """Call a function of an implementation. Raise Unsupported if it refuses the call, and KernelError if it fails.
 
-    These errors are refusals: a NotImplementedError or ValueError that a `raise` of the implementation raised (`_has_raised`), a
-    TypeError that names an unknown or missing argument, and such an AssertionError before a launch. "Before a launch" means: no
-    given output was written, torch wrote to no argument except the workspace, no kernel was being launched, and the GPU reports
-    no error. A call with a parameter that the signature does not have is always refused, and a call that Triton's interpreter
-    cannot make counts as refused.
+    These errors are refusals: a NotImplementedError or ValueError that the implementation's own statement raised, such an
+    AssertionError before a launch, and a TypeError that names an unknown or missing argument. "Before a launch" means: no given
+    output was written, torch wrote to no argument except the workspace, no kernel was being launched, and the GPU reports no
+    error. A call with a parameter that the signature does not have is always refused. A call that Triton's interpreter cannot
+    make counts as refused.
 
     Args:
         function, args, arguments: the function, and its positional and keyword arguments.

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
@@ -41,7 +41,7 @@ CANNOT_BEGIN = 'no worker can begin: a script that judges in isolation needs `if
 IMPORT_LIMIT_S = 600.0  # at least, for the first import: a module may compile its kernels when it is imported
 # Of GPU memory that a worker keeps between two cases: workers share a GPU, and a long request takes 14 GiB.
 MOST_KEPT_BYTES = 4 * 2**30
-LOST_CONTEXT = 70  # exit status of a worker whose CUDA context is lost
+SPOILED, ENDED_WITH_0 = 70, 71  # exit statuses of a worker: a case has spoiled it, or ended it with status 0
 NOTED_AT = 0.9  # of the time limit: when a worker notes which calls it is in
 SHOWN_FRAMES = 3  # of these calls, the innermost
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
@@ -99,14 +99,15 @@ class Workers:
         self.is_apart = isinstance(implementation, str)  # cases run in other processes than this one
         self._pool: Any = None
         self._pool_without_kernel: Any = None
-        self._has_worked = False
+        self._has_worked, self._num_tasks = False, 0
         self._stack = ExitStack()
 
     def __enter__(self) -> "Workers":
         noted.cache_clear()  # what a process changes between two runs is its own affair
         noted()
         if self.is_apart:
-            self._folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="lab-judge-"))
+            made = tempfile.TemporaryDirectory(prefix="lab-judge-", ignore_cleanup_errors=True)
+            self._folder = Path(self._stack.enter_context(made))
             self._stack.enter_context(transport.guarded())
             self._stack.callback(self._end_pools)
             self._pool = self._new_pool(self.workers)
@@ -167,9 +168,8 @@ class Workers:
         task = Task(check, case, str(self.device), ranges or self.ranges, self.refusals, end)
         if not self.is_apart:
             return Pending(functools.partial(_judge, self.implementation, task))
-        descriptor, last_words = tempfile.mkstemp(dir=self._folder)
-        os.close(descriptor)
-        arguments = (self.implementation, task, self.time_limit_s, Path(last_words))
+        self._num_tasks += 1
+        arguments = (self.implementation, task, self.time_limit_s, self._folder / str(self._num_tasks))
         future = self._schedule(_work, arguments)
         return Pending(functools.partial(self._result, future, arguments), future)
 
@@ -195,10 +195,13 @@ class Workers:
         except FutureTimeoutError:
             return Judged(Outcome.FAILED, (f"it did not return within {self.time_limit_s:g} s{_calls_in(last_words)}",))
         except ProcessExpired as error:
-            noted_last = last_words.read_bytes()
+            noted_last = last_words.read_bytes() if last_words.exists() else b""
             if not noted_last:
-                return Judged(Outcome.FAILED, (f"it crashed its process (exit status {error.exitcode})",))
+                status = 0 if error.exitcode == ENDED_WITH_0 else error.exitcode
+                return Judged(Outcome.FAILED, (f"it crashed its process (exit status {status})",))
             result = transport.loads(noted_last)
+        except (MemoryError, OSError) as error:
+            return Judged(Outcome.FAILED, (f"its worker could not go on: {type(error).__name__}: {error}",))
         return result
 
 
@@ -217,12 +220,18 @@ def _begin(environment: dict[str, str], device: torch.device, begun: "Synchroniz
     os.environ.clear()  # a fork has the environment of the time at which the first worker began
     os.environ.update(environment)
     noted()
+    # A pool takes a worker that ends with 0 for one that has done its work, and waits for the case until its time limit.
+    os._exit = functools.partial(_end_with_another, os._exit)
     os.register_at_fork(
         after_in_child=functools.partial(os._exit, 1)
     )  # a copy of this process would judge what it likes
     torch.set_num_threads(1)  # the cases are small: threads only wait for each other
     if device.type == "cuda" and device.index is None:
         _take_gpu(begun)
+
+
+def _end_with_another(end: Callable[[int], NoReturn], status: int) -> NoReturn:
+    end(status or ENDED_WITH_0)
 
 
 def _take_gpu(begun: "Synchronized[int]") -> None:
@@ -258,11 +267,12 @@ def _judge(implementation: Any, task: Task) -> Judged:
 
 
 def _work(name: str, task: Task, time_limit_s: float, last_words: Path) -> Judged:
-    """Judge a case in a worker. If the kernel destroys the worker's CUDA context, write the findings to the file `last_words`
-    and end the process, so that no later case is affected.
+    """Judge a case in a worker. If the kernel destroys the worker's CUDA context or keeps all file descriptors, write the
+    findings to the file `last_words` and end the process, so that no later case is affected.
     """
     where = torch.device(task.device)
-    with _stack_file(last_words).open("w") as stack:
+    last_words.parent.mkdir(exist_ok=True)  # an earlier case may have removed it
+    with _stack_file(last_words).open("w") as stack, last_words.open("wb", buffering=0) as words:
         faulthandler.dump_traceback_later(NOTED_AT * time_limit_s, file=stack)
         try:
             implementation = load(name)
@@ -270,16 +280,27 @@ def _work(name: str, task: Task, time_limit_s: float, last_words: Path) -> Judge
             judged = _judge(implementation, task)
         finally:
             faulthandler.cancel_dump_traceback_later()
+        if lost := _lost(judged, where):
+            outcome = judged.outcome if judged.outcome in BROKEN else Outcome.FAILED
+            words.write(pickle.dumps(replace(judged, outcome=outcome, wrongs=(*judged.wrongs, lost))))
+            os._exit(SPOILED)
+    if where.type == "cuda" and torch.cuda.memory_reserved(where) > MOST_KEPT_BYTES:
+        torch.cuda.empty_cache()
+    return judged
+
+
+def _lost(judged: Judged, where: torch.device) -> str:
+    """Return what a case has taken from its worker, so that no later case can be judged in it; "" if nothing is lost."""
     if judged.outcome in BROKEN and where.type == "cuda":
         try:
             torch.cuda.synchronize(where)
         except RuntimeError as error:
-            lost = f"it crashed its process, for the GPU's context is lost: {str(error).splitlines()[0]}"
-            last_words.write_bytes(pickle.dumps(replace(judged, wrongs=(*judged.wrongs, lost))))
-            os._exit(LOST_CONTEXT)
-    if where.type == "cuda" and torch.cuda.memory_reserved(where) > MOST_KEPT_BYTES:
-        torch.cuda.empty_cache()
-    return judged
+            return f"it crashed its process, for the GPU's context is lost: {str(error).splitlines()[0]}"
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        return f"it crashed its process, for no file can be opened: {error.strerror}"
+    return ""
 
 
 def _stack_file(last_words: Path) -> Path:

@@ -1,6 +1,7 @@
 """A case that crashes, hangs or raises costs itself alone; `test_workers_gpu` has the twins that do it in a kernel."""
 
 import re
+import tempfile
 import time
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
@@ -88,6 +89,31 @@ def test_right_cases_follow_a_crash_in_the_new_worker() -> None:
     with Workers("tests.checks.hostile", torch.device("cpu"), Ranges(), TIME_LIMIT_S) as pool:
         waiting = [pool.submit("K1", each) for each in (case, crash, case)]
         assert [wait().outcome for wait in waiting] == [Outcome.RIGHT, Outcome.FAILED, Outcome.RIGHT]
+
+
+@pytest.mark.parametrize(
+    ("deed", "sentence"),
+    [
+        ("ends_with_0", "it crashed its process (exit status 0)"),
+        ("takes_all_descriptors", "it crashed its process, for no file can be opened: Too many open files"),
+        ("closes_all_descriptors", "it crashed its process (exit status "),
+        ("removes_scratch_folders", ""),
+    ],
+)
+def test_what_a_kernel_takes_from_its_process_or_machine_costs_its_case_alone(
+    deed: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And at once, not at the time limit."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("SCRATCH", str(tmp_path))
+    cases = [AttentionCase(AttentionCall.DECODE, (20,), (1,), group=group) for group in (1, 3, 1)]
+    start = time.monotonic()
+    with Workers(f"tests.checks.hostile:{deed}", torch.device("cpu"), Ranges(), 300.0) as pool:
+        before, during, after = (wait() for wait in [pool.submit("K1", each) for each in cases])
+    assert (before.outcome, after.outcome) == (Outcome.RIGHT, Outcome.RIGHT)
+    assert during.outcome is (Outcome.FAILED if sentence else Outcome.RIGHT)
+    assert "; ".join(during.wrongs).startswith(sentence)
+    assert time.monotonic() - start < 200.0
 
 
 def test_a_worker_that_dies_between_cases_is_replaced_too() -> None:
