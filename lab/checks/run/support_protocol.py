@@ -188,30 +188,29 @@ def _is_refusal(
     arguments: dict[str, Any],
     late: bool,
 ) -> bool:
-    if isinstance(error, AssertionError) and (late or _is_of_a_launch(error)):
+    packages = [_package_of(frame) for frame, _ in traceback.walk_tb(error.__traceback__)][1:]  # without `invoke`
+    if isinstance(error, AssertionError) and (late or "triton" in packages):  # Triton launches, or interprets
         return False
     if refusals is not None:
         return isinstance(error, refusals)
     if isinstance(error, TypeError):
         return _is_of_an_argument(str(error), signature, arguments)
-    return isinstance(error, (NotImplementedError, ValueError, AssertionError)) and _has_raised(error)
+    return isinstance(error, (NotImplementedError, ValueError, AssertionError)) and _has_raised(error, packages)
 
 
-def _has_raised(error: BaseException) -> bool:
+def _has_raised(error: BaseException, packages: Sequence[str]) -> bool:
     """Return True if a statement of the implementation raised an error: its own code, or a package that this code calls.
 
     Python raises a ValueError too, such as "too many values to unpack", and so do packages below those that the implementation
     calls, and frameworks and Python's library. These errors are no decisions to refuse a call.
     """
-    trace, frames = error.__traceback__, list[FrameType]()
-    while trace is not None:
-        frames.append(trace.tb_frame)
-        last, trace = trace, trace.tb_next
-    packages = [_package_of(frame) for frame in frames[1:]]  # without `invoke`
     if not packages:  # a compiled function
         return True
+    last: Any = error.__traceback__
+    while last.tb_next is not None:
+        last = last.tb_next
     code, at = last.tb_frame.f_code.co_code, last.tb_lasti
-    if 0 <= at < len(code) and dis.opname[code[at]] != "RAISE_VARARGS":  # a compiled module's frame has no code
+    if 0 <= at < len(code) and dis.opname[code[at]] != "RAISE_VARARGS":  # compiled code has no opcodes
         return False
     others = [package for package in packages if package not in (*FRAMEWORKS, LIBRARY)]
     return packages[-1] in others and len(set(others) - {"", others[0]}) <= 1
@@ -223,12 +222,6 @@ def _package_of(frame: FrameType) -> str:
     if package in FRAMEWORKS or {"site-packages", "dist-packages"} & set(Path(file).parts):
         return str(package)
     return LIBRARY if file.startswith(LIBRARY) else ""
-
-
-def _is_of_a_launch(error: BaseException) -> bool:
-    """Return True if an AssertionError comes from Triton, for instance from a kernel in its interpreter: it is no refusal."""
-    modules = {frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)}
-    return any(module.startswith("triton.") for module in modules)
 
 
 def _is_of_an_argument(sentence: str, signature: inspect.Signature | None, arguments: dict[str, Any]) -> bool:
