@@ -7,6 +7,7 @@ import errno
 import gzip
 import json
 import os
+import re
 import shutil
 import stat
 import zlib
@@ -80,3 +81,13 @@ def read_json(path: Path) -> Any:
 def without_suffix(path: Path) -> Path:
     """Return the path of a JSON file without ".json" or ".json.gz"."""
     return (path.with_suffix("") if path.suffix == COMPRESSED else path).with_suffix("")
+
+
+def last_report(name: str) -> Path | None:
+    """Return the path of a kernel's last report in the user's cache; None if the cache is not writable."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lab"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return cache / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name).strip('-')}.json" if os.access(cache, os.W_OK) else None

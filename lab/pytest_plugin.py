@@ -7,17 +7,20 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lab.loading import LoadError, load
+from lab.files import last_report
+from lab.loading import LoadError
 from lab.ranges import OPTIONS, options_of, ranges_of
 
 if TYPE_CHECKING:
     from lab.checks.properties.check import Check
     from lab.checks.report import Report
+    from lab.checks.run.workers import Workers
     from lab.ranges import Ranges
     from lab.workloads.interfaces import Interface
 
@@ -102,13 +105,23 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
 
 
 def _offered(name: str) -> list["Interface"]:
-    """Load a kernel, and return the judged functions that it has; raise LoadError, or ValueError if it has none."""
+    """Return the judged functions that a kernel has; raise LoadError, or ValueError if it has none."""
     from lab.workloads.interfaces import INTERFACES, interfaces_of
 
-    offered = interfaces_of(load(name))
+    with _workers(name) as pool:
+        offered = pool.call(interfaces_of)
     if not offered:
         raise ValueError(f"{name} has none of {', '.join(interface.value for interface in INTERFACES)}")
     return offered
+
+
+def _workers(name: str, refusals: Any = None) -> "Workers":
+    """Return a worker process for a kernel, so that a crash of the kernel does not end pytest."""
+    from lab.checks.run.judge import TIME_LIMIT_S, device_of
+    from lab.checks.run.workers import Workers
+    from lab.ranges import Ranges
+
+    return Workers(name, device_of(None), Ranges(), TIME_LIMIT_S, refusals=refusals)
 
 
 class JudgedKernel(pytest.Collector):
@@ -123,8 +136,17 @@ class JudgedKernel(pytest.Collector):
     def __init__(self, *, ranges: "Ranges", offered: list["Interface"], refusals: Any, **node: Any) -> None:
         super().__init__(**node)
         self.ranges, self.offered, self.refusals = ranges, offered, refusals
+        self._stack = ExitStack()
         self._ranges: dict[Interface, Ranges] = {}
         self._judged: dict[Interface, bool] = {}  # by function: whether some check judged a case, as far as known
+
+    def setup(self) -> None:
+        """Start the worker process that judges the kernel in all of its tests."""
+        self._pool = self._stack.enter_context(_workers(self.name, self.refusals))
+
+    def teardown(self) -> None:
+        """End the worker process."""
+        self._stack.close()
 
     def collect(self) -> Sequence["CheckOfFunction"]:
         """Return a test for each check of each function."""
@@ -160,7 +182,8 @@ class JudgedKernel(pytest.Collector):
     def _judge(self, check: str, interface: "Interface", ranges: "Ranges", **how: Any) -> "Report":
         from lab.checks import judge
 
-        how |= {"ranges": ranges, "level": self.config.option.lab_level, "refusals": self.refusals}
+        how |= {"ranges": ranges, "level": self.config.option.lab_level, "refusals": self.refusals, "fresh": True}
+        how |= {"isolated": True, "workers": self._pool, "out": last_report(f"{self.name} {check} {interface.value}")}
         report = judge(self.name, only=check, functions=[interface.value], **how)
         if report.interrupted:
             raise KeyboardInterrupt

@@ -27,6 +27,12 @@ def narrow(factor, refuses=False):
     return SimpleNamespace(trtllm_batch_decode_with_kv_cache=decode)
 
 right, wrong, refusing = narrow(1), narrow(1.1), narrow(1, refuses=True)
+
+def crash(**arguments):
+    import ctypes
+    ctypes.string_at(0)
+
+crashing = SimpleNamespace(trtllm_batch_decode_with_kv_cache=crash)
 """
 NARROW = (
     "--lab-dtypes bf16/bf16 --lab-groups 2 --lab-num-kv-heads 1 --lab-head-dims 128 --lab-page-sizes 64 --lab-q-lens 1 "
@@ -39,8 +45,9 @@ NARROW_BUT_TAKEN = "--lab-dtypes bf16/bf16 --lab-groups 2 --lab-num-kv-heads 1 -
 
 
 @pytest.fixture
-def elsewhere(pytester: pytest.Pytester) -> pytest.Pytester:
+def elsewhere(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
     """A repository with the kernels, and a test of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(pytester.path / "cache"))
     pytester.makepyfile(kernels=KERNELS, test_own="def test_own(): pass")
     return pytester
 
@@ -66,12 +73,36 @@ def test_a_broken_narrow_kernel_fails_with_its_worst_case(elsewhere: pytest.Pyte
         [
             "Wrong: *The output is wrong everywhere *",
             "*expected * got *",
-            "*reproduce with: *kernels:wrong*",
+            "*reproduce with: lab judge --case */cache/lab/kernels-wrong-K1-trtllm_batch_decode_with_kv_cache.json#*",
             "K1 of trtllm_batch_decode_with_kv_cache is wrong: *",
             "*vectors are wrong*row *head *error *bound*",
         ]
     )
     assert "Traceback" not in done.stdout.str()
+
+
+def test_a_kernel_that_crashes_fails_and_does_not_end_pytest(elsewhere: pytest.Pytester) -> None:
+    done = run(elsewhere, f"--lab-judge kernels.py:crashing {NARROW} test_own.py -k 'own or K12-'")
+    done.assert_outcomes(failed=1, passed=1, deselected=len(checks_of_decode()) - 1)
+    done.stdout.fnmatch_lines(["*it crashed its process (exit status -11)*"])
+
+
+def test_the_fixture_shows_the_tests_line_and_no_source_of_the_lab(elsewhere: pytest.Pytester) -> None:
+    elsewhere.makepyfile(
+        test_fixture="""
+        import torch
+
+        def test_it(assert_close_to_reference):
+            query, cache = torch.ones(1, 4, 64), torch.ones(2, 2, 16, 64)
+            lengths, table = torch.tensor([9], dtype=torch.int32), torch.ones(1, 1, dtype=torch.int32)
+            given = {"block_tables": table, "seq_lens": lengths, "max_seq_len": 9}
+            assert_close_to_reference(2 * query, query=query, kv_cache=(cache, cache), **given)
+        """
+    )
+    shown = run(elsewhere, "test_fixture.py").outlines
+    start = next(place for place, line in enumerate(shown) if "FAILURES" in line)
+    told = next(place for place, line in enumerate(shown) if "vectors are wrong" in line)
+    assert told - start <= 10
 
 
 @pytest.mark.parametrize(("kernel", "outcome"), [("right", "passed"), ("wrong", "failed")])

@@ -1,7 +1,6 @@
 """`lab judge`: judge an implementation."""
 
 import math
-import os
 import re
 import time
 from collections import Counter
@@ -27,6 +26,7 @@ from lab.commands.options import (
 )
 from lab.commands.progress import shown_progress
 from lab.exit_status import ExitStatus
+from lab.files import last_report
 from lab.loading import LoadError
 from lab.ranges import ranges_of
 
@@ -179,7 +179,7 @@ def judge(
         "drawn": drawn,
         "discover": discover,
         "for_seconds": for_seconds or 0.0,
-        "out": out or _last_report(name),
+        "out": out or last_report(name),
         "fresh": fresh or out is None,
     }
     _judge_and_exit(partial(_judge_and_show, partial(judging.judge, name, **settings), coverage), watch)
@@ -191,16 +191,6 @@ def _exceptions(refusals: str | None) -> "tuple[type[BaseException], ...] | None
 
     with refusing_errors():
         return None if refusals is None else resolve_refusals(refusals)
-
-
-def _last_report(name: str) -> Path | None:
-    """Return the path of a kernel's last report in the user's cache; None if the cache is not writable."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lab"
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return None
-    return cache / f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name).strip('-')}.json" if os.access(cache, os.W_OK) else None
 
 
 def _judge_and_exit(judge_once: Callable[[Console], ExitStatus], watched: Path | None) -> NoReturn:

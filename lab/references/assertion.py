@@ -58,6 +58,7 @@ def assert_close_to_reference(
         ValueError: the arguments contradict each other, `out` lies in the query's memory, or the expected result is not finite.
         NotImplementedError: the lab does not model an argument.
     """
+    __tracebackhide__ = True  # pytest shows the line of the test and the message
     call = _call_of({"workspace_buffer": None} | the_same_arguments)
     problem = call.problem()
     if problem.query.device.type != "cpu":  # on a CPU the call has been checked already

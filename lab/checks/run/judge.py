@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,7 +46,7 @@ def judge(
     functions: Sequence[str] = (),
     device: torch.device | str | None = None,
     isolated: bool = False,
-    workers: int = 1,
+    workers: int | Workers = 1,
     time_limit_s: float = TIME_LIMIT_S,
     most_seconds: float = math.inf,
     drawn: int | None = None,
@@ -74,7 +75,8 @@ def judge(
         functions: names of the functions to judge, FlashInfer's or short ones such as "decode"; all that it has if empty.
         device: the device to run on; by default a GPU if there is one.
         isolated: cases run in worker processes, replaced if they crash or hang; give the implementation by name.
-        workers, time_limit_s: number of worker processes, and the time limit of one case, if isolated.
+        workers, time_limit_s: number of worker processes, and the time limit of one case, if isolated. Or open workers of the
+            implementation, which have a device, a time limit and refusals of their own.
         most_seconds: no case is begun after this time. The report counts the cases that were left out, of all checks.
         drawn: number of random cases per check and function; None: the level's number.
         refusals: the exceptions that count as refusals, instead of those of `lab.checks.run.support_protocol.invoke`.
@@ -100,7 +102,9 @@ def judge(
     count = DRAWN_CASES[depth] if drawn is None else drawn
     name, subject = (implementation, implementation) if isolated else _named(implementation)
     path, refused = None if out is None else replaceable(Path(out)), None if refusals is None else tuple(refusals)
-    with Workers(subject, where, given, time_limit_s, workers, refused) as pool:
+    is_open = isinstance(workers, Workers)
+    opened = workers if isinstance(workers, Workers) else Workers(subject, where, given, time_limit_s, workers, refused)
+    with nullcontext(opened) if is_open else opened as pool:
         offered, sources = _offered(pool, name, isinstance(implementation, str), wanted)
         settings = ([check.key for check in chosen], offered, count, discover)
         report = _empty_report(name, depth, given, where, refused, sources, settings)
@@ -291,11 +295,13 @@ def _offered(pool: Workers, name: str, is_named: bool, wanted: Sequence[Interfac
     return offered, sources
 
 
-def _check_settings(isolated: bool, implementation: Any, workers: int, time_limit_s: float, drawn: int | None) -> None:
+def _check_settings(
+    isolated: bool, implementation: Any, workers: int | Workers, time_limit_s: float, drawn: int | None
+) -> None:
     """Raise ValueError if an object is to be judged in worker processes, or a number is out of range."""
     if isolated and not isinstance(implementation, str):
         raise ValueError(f"an isolated judge imports the implementation by name; got {implementation!r}")
-    if workers < 1:
+    if isinstance(workers, int) and workers < 1:
         raise ValueError(f"workers={workers} must be at least 1")
     if not time_limit_s > 0:
         raise ValueError(f"time_limit_s={time_limit_s} must be more than 0 seconds for each case")
