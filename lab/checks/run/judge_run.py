@@ -4,7 +4,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED
 from concurrent.futures import wait as wait_for_futures
 from contextlib import ExitStack, closing, suppress
@@ -76,7 +76,6 @@ class Run:
 
     def __post_init__(self) -> None:
         self._start = time.monotonic()
-        self._last_number = max((verdict.number for verdict in self.earlier.values()), default=0)
 
     @property
     def is_over(self) -> bool:
@@ -149,7 +148,7 @@ class Run:
         runs = self._runs.values()
         report = replace(
             self.report,
-            verdicts=tuple(verdict for each in runs for verdict in each.verdicts),
+            verdicts=tuple(self._numbered(verdict for each in runs for verdict in each.verdicts)),
             left_out=sum(each.planned - each.judged for each in runs),
             num_random=sum(each.num_random for each in runs),
         )
@@ -175,13 +174,19 @@ class Run:
             left = rate * (total - done) if self._num_new >= LEAST_DONE else None
             self.progress(Progress(verdict, done, total, left, is_new))
 
-    def numbered(self, verdict: CaseVerdict) -> CaseVerdict:
-        """Return a verdict with its number in the report: the number in an earlier run's report, or else a new one."""
+    def note(self, verdict: CaseVerdict) -> None:
+        """Note if a verdict ends the run."""
         self._has_fault |= verdict.outcome in BROKEN
         self._is_deceived |= verdict.outcome is Outcome.DISHONEST
-        earlier = self.earlier.get(verdict.key)
-        self._last_number += earlier is None
-        return replace(verdict, number=self._last_number if earlier is None else earlier.number)
+
+    def _numbered(self, verdicts: Iterable[CaseVerdict]) -> Iterator[CaseVerdict]:
+        """Yield verdicts with their numbers in the report: the number in an earlier run's report, or else the next one, so that
+        the numbers do not depend on the order in which several workers judge.
+        """
+        new = itertools.count(1 + max((verdict.number for verdict in self.earlier.values()), default=0))
+        for verdict in verdicts:
+            earlier = self.earlier.get(verdict.key)
+            yield replace(verdict, number=next(new) if earlier is None else earlier.number)
 
 
 class CheckRun:
@@ -341,7 +346,8 @@ class CheckRun:
         self._keep(verdict)
 
     def _keep(self, verdict: CaseVerdict) -> None:
-        self.verdicts.append(self._run.numbered(verdict))
+        self._run.note(verdict)
+        self.verdicts.append(verdict)
 
 
 def in_turns(waits_of_each: Iterable[Waits]) -> Generator[None, None, None]:

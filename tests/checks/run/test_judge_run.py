@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from threading import Timer
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,3 +112,22 @@ def test_further_random_cases_end_with_so_many_different_wrong_ones(monkeypatch:
     run = run_of(check, lambda case: Outcome.WRONG if case > 1 else Outcome.RIGHT)
     assert cases_of(judged(run, random_until=time.monotonic() + 60)) == [1, 2, 3]
     assert run._report_so_far().num_random == 4
+
+
+def test_numbers_do_not_depend_on_which_check_is_judged_first() -> None:
+    """As it does on the number of workers."""
+
+    def numbers(slow: str) -> dict[tuple[str, Any], int]:
+        run = run_of(a_check())
+        run.checks = [a_check(), a_check(key="K98")]
+
+        def submit(check: str, case: Any, ranges: Ranges, end: float) -> Pending:
+            future = Future[Judged]()
+            Timer(0.01 if check == slow else 0.0, future.set_result, [Judged(Outcome.RIGHT, judged=1)]).start()
+            return Pending(future.result, future)
+
+        run.pool.submit = submit  # type: ignore[method-assign, assignment]
+        return {(verdict.check, verdict.case): verdict.number for verdict in judged(run)}
+
+    assert numbers("K98") == numbers("K99")
+    assert sorted(numbers("").values()) == [*range(1, 21)]
