@@ -12,9 +12,8 @@ import functools
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
-
-from lab.provenance import version_of
 
 INTERPRETER = "triton.runtime.interpreter"  # Triton imports it only if its kernels are interpreted
 
@@ -109,7 +108,7 @@ def limit_of(error: BaseException) -> str:
 
 def _cure() -> str:
     """Return what makes a kernel run that the interpreter cannot run."""
-    triton, numpy = (tuple(map(int, (version_of(name) or "0").split(".")[:2])) for name in ("triton", "numpy"))
+    triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
     if triton < (3, 7) and numpy >= (2, 4):
         return "the interpreter of Triton before 3.7 needs NumPy before 2.4: pip install 'numpy<2.4'"
     return "judge it on a GPU"

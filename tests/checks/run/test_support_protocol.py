@@ -150,7 +150,7 @@ def test_the_interpreters_cure_names_the_versions(monkeypatch: pytest.MonkeyPatc
         ("3.7.1", "2.5.0", "on a GPU"),
     ):
         versions = {"triton": triton, "numpy": numpy}
-        monkeypatch.setattr("lab.interpreter.version_of", versions.get)
+        monkeypatch.setattr("lab.interpreter.version", versions.get)
         assert cure in interpreter._cure()
 
 
