@@ -49,6 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "functions; without a path on the command line, these tests alone. Several kernels: repeat",
     )
     group.addoption(f"{PREFIX}level", choices=("smoke", "full"), default="smoke", help="how much is judged")
+    group.addoption(f"{PREFIX}profile", default="", metavar="ENGINE", help="judge only what sglang or vllm sends")
     group.addoption(
         f"{PREFIX}refusals",
         metavar="NAME,...",
@@ -184,6 +185,7 @@ class JudgedKernel(pytest.Collector):
 
         how |= {"ranges": ranges, "level": self.config.option.lab_level, "refusals": self.refusals, "fresh": True}
         how |= {"isolated": True, "workers": self._pool, "out": last_report(f"{self.name} {check} {interface.value}")}
+        how["profile"] = self.config.option.lab_profile
         report = judge(self.name, only=check, functions=[interface.value], **how)
         if report.interrupted:
             raise KeyboardInterrupt
@@ -224,7 +226,7 @@ class CheckOfFunction(pytest.Item):
         Raises:
             NotRight: a result is wrong, or no check could judge a case of the function.
         """
-        from lab.checks.run.verdicts import BROKEN, Outcome
+        from lab.checks.run.verdicts import Outcome
         from lab.reports.judgement import SHOWN_DECLINES, summary
 
         kernel = self.parent
@@ -245,7 +247,7 @@ class CheckOfFunction(pytest.Item):
                 f"{named or 'the default axes'}, here with: {reason}. Name what it takes by the options of "
                 f"the axes, such as {PREFIX}head-dims 96 (pytest --help, under {OPTION})"
             )
-        if row.outcome in BROKEN:
+        if any(report.wrong):
             raise NotRight("\n".join((*summary(report), str(row.worst))))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], *_: Any, **__: Any) -> Any:

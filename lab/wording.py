@@ -1,6 +1,7 @@
 """Words that several parts of the lab share: numbers with their nouns, and texts of others that are safe to print."""
 
 import re
+from collections.abc import Sequence
 
 # Control characters but line feed and tab, and halves of surrogate pairs, which no encoding takes.
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -9,6 +10,16 @@ _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 def counted(count: int, noun: str) -> str:
     """Return a number with its noun, such as "1 request" or "8,000 requests"."""
     return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
+
+
+def joined(words: Sequence[str]) -> str:
+    """Return words in an enumeration, such as "A, B and C"."""
+    return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
+
+
+def shortened(text: str, most_characters: int) -> str:
+    """Return a text that is at most so long. A longer one ends with "…"."""
+    return text if len(text) <= most_characters else f"{text[: most_characters - 1]}…"
 
 
 def printable(text: str) -> str:

@@ -49,11 +49,13 @@ def read_cases(record: dict[str, Any]) -> Iterator[CaseVerdict]:
                     float(case.get("worst_ratio", 0.0)),
                     case.get("judged", 0),
                     remarks=tuple(case.get("remarks", ())),
+                    by_lab=case.get("by_lab", False),
                 ),
                 ranges=read_expression(case["ranges"]) if "ranges" in case else ranges,
                 drawn=case.get("drawn", False),
                 finding=case.get("finding", ""),
                 number=case["number"],
+                sent_by=tuple(case.get("sent_by", ())),
             )
     except DAMAGED as error:
         raise ReportError(f"it is no report of this lab's judge: {type(error).__name__}: {error}") from error

@@ -5,12 +5,14 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lab.checks.explain.answer import answer, not_judged
 from lab.checks.explain.diagnosis import Diagnosis, diagnose
 from lab.checks.parameters.coverage import Coverage, coverages
+from lab.checks.parameters.profiles import profiles
 from lab.checks.properties.check import Level
 from lab.checks.run.verdicts import BROKEN, CaseVerdict, Outcome
 from lab.exit_status import ExitStatus
@@ -76,6 +78,7 @@ class Report:
         refusals: names of the exceptions that count as refusals; () for the default list.
         run: a digest of everything that determines the verdicts; "" if the implementation's sources are unknown.
         num_random: number of random cases that were judged after the level's cases.
+        profile: name of the engine's profile that chose the cases; "" for none. Verdicts that do not concern it do not count.
         audited: number of right cases that a process without the kernel's code judged again (`lab.checks.run.audit`).
     """
 
@@ -93,6 +96,7 @@ class Report:
     run: str = ""
     num_random: int = 0
     audited: int = 0
+    profile: str = ""
 
     def __str__(self) -> str:
         return self.diagnosis.sentence
@@ -107,15 +111,19 @@ class Report:
 
     @property
     def wrong(self) -> Iterator[CaseVerdict]:
-        """Yield the cases that are wrong, failed or dishonest; known failures are not among them."""
-        return (verdict for verdict in self.verdicts if verdict.outcome in BROKEN)
+        """Yield the cases that are wrong, failed or dishonest, with a profile only those that concern its engine."""
+        broken = (verdict for verdict in self.verdicts if verdict.outcome in BROKEN)
+        return (verdict for verdict in broken if not self.profile or self.profile in verdict.sent_by)
 
     @property
     def is_right(self) -> bool:
         """Return True if each function was judged, no case was left out, and only known failures are wrong."""
+        return self._is_whole and bool(self.verdicts) and not any(self.wrong)
+
+    @property
+    def _is_whole(self) -> bool:
         judged = {verdict.interface for verdict in self.verdicts if verdict.judged.judged}
-        everything = judged == {verdict.interface for verdict in self.verdicts} and self.left_out == 0
-        return everything and bool(judged) and not any(self.wrong)
+        return self.left_out == 0 and judged == {verdict.interface for verdict in self.verdicts}
 
     @property
     def exit_status(self) -> ExitStatus:
@@ -144,6 +152,8 @@ class Report:
             "seed": self.ranges.seed,
             "num_random": self.num_random,
             "audited": self.audited,
+            "profile": self.profile,
+            "engines": {name: str(engine) for name, engine in profiles().items()},
             "ranges": repr(self.ranges),
             "narrowed": {interface.value: repr(ranges) for interface, ranges in self.narrowed},
             "refusals": list(self.refusals),
@@ -178,6 +188,8 @@ class Report:
             "remarks": list(verdict.judged.remarks),
             "worst_ratio": _number(verdict.judged.worst_ratio),
             "judged": verdict.judged.judged,
+            "by_lab": verdict.judged.by_lab,
+            "sent_by": list(verdict.sent_by),
             "drawn": verdict.drawn,
             "finding": verdict.finding,
             "ranges": "" if verdict.ranges == self.ranges else repr(verdict.ranges),
@@ -187,11 +199,13 @@ class Report:
     @functools.cached_property
     def diagnosis(self) -> Diagnosis:
         """Return the diagnosis of all verdicts: what is broken and where, or what could not be judged."""
-        found = diagnose(self.verdicts, is_whole=not self.left_out)
-        missing = list(self._not_judged())
-        if found.regions or not missing or self.exit_status is ExitStatus.REFUSED:
-            return found
-        return replace(found, answer=f"Not judged as a whole: {'; '.join(missing)}. {found.answer}")
+        left_out = f"{counted(self.left_out, 'case')} {'was' if self.left_out == 1 else 'were'} left out, {self.ended}"
+        chosen_by = f"the {self.level.value} level" + (f" of the profile {self.profile}" if self.profile else "")
+        missing = list(not_judged(self.verdicts, self.coverages, left_out if self.left_out else "", chosen_by))
+        engines = (self.profile,) if self.profile else tuple(profiles())
+        return diagnose(
+            self.verdicts, answer(self.verdicts, engines, missing, self._is_whole), is_whole=not self.left_out
+        )
 
     @functools.cached_property
     def coverages(self) -> tuple[Coverage, ...]:
@@ -199,13 +213,6 @@ class Report:
         did not run.
         """
         return coverages(self.verdicts, self.ranges)
-
-    def _not_judged(self) -> Iterator[str]:
-        if self.left_out:
-            yield f"{counted(self.left_out, 'case')} were left out, {self.ended}"
-        judged = {verdict.interface for verdict in self.verdicts if verdict.judged.judged}
-        several = dict.fromkeys(verdict.interface for verdict in self.verdicts) if judged else ()
-        yield from (f"nothing of {each.value}" for each in several if each not in judged)
 
 
 def _number(ratio: float) -> float | str:

@@ -16,6 +16,7 @@ from rich.text import Text
 from lab.commands.options import (
     Device,
     Implementation,
+    ProfileKey,
     list_option,
     prepare_machine,
     refuse,
@@ -135,6 +136,7 @@ def judge(
     watch: Watched = None,
     discover: Discover = True,
     for_seconds: For = None,
+    profile: ProfileKey = None,
     coverage: ShowsCoverage = False,
     **narrowed: Any,
 ) -> None:
@@ -179,6 +181,7 @@ def judge(
         "drawn": drawn,
         "discover": discover,
         "for_seconds": for_seconds or 0.0,
+        "profile": profile or "",
         "out": out or last_report(name),
         "fresh": fresh or out is None,
     }

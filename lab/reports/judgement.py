@@ -26,13 +26,14 @@ from lab.reports.tables import (
     terminal_of,
     words,
 )
-from lab.wording import counted
+from lab.wording import counted, shortened
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+POISON = 1e20  # of an output: no right one is so large, and the lab's poison for bf16 is 1e30
 OVER_E4M3 = str(Literal("kv_dtype", "==", "e4m3"))  # this condition in the failure rule of a region
-SHOWN_EXAMPLES = 3  # regions whose smallest case is shown
+SHOWN_EXAMPLES = 3  # regions whose smallest case is shown in full
 SHOWN_CHARACTERS = 160  # longest text of a refusal
 SHOWN_DECLINES = 5
 SHOWN_REMARKS = 8
@@ -45,7 +46,7 @@ def summary(report: Report) -> Iterator[str]:
     yield found.sentence
     for place, region in enumerate(found.regions):
         yield f"  {region.counts}"
-        yield from _example(region.smallest) if place < SHOWN_EXAMPLES else ()
+        yield from _example(region.smallest) if place < SHOWN_EXAMPLES else _commands(region.smallest)
     if any(OVER_E4M3 in region.rule for region in found.regions) and not report.ranges.e4m3_arithmetic:
         yield "  if the kernel computes in e4m3 over an e4m3 cache, judge it by that arithmetic: --e4m3-arithmetic"
 
@@ -59,15 +60,14 @@ def notes(report: Report) -> Iterator[str]:
     findings = Counter(verdict.finding for verdict in report.verdicts if verdict.finding)
     for finding, count in findings.items():
         yield f"known: {finding} ({counted(count, 'case')})"
-    declines = Counter(reason for verdict in report.verdicts for reason in verdict.judged.declines)
+    by_kernel = (verdict.judged for verdict in report.verdicts if not verdict.judged.by_lab)
+    declines = Counter(reason for judged in by_kernel for reason in judged.declines)
     for reason, count in declines.most_common(SHOWN_DECLINES):
-        yield f"declined {'once' if count == 1 else f'{count} times'}: {_shortened(reason)}"
+        yield f"declined {'once' if count == 1 else f'{count} times'}: {shortened(reason, SHOWN_CHARACTERS)}"
     if len(declines) > SHOWN_DECLINES:
         yield f"the report's file lists {len(declines) - SHOWN_DECLINES} more kinds of refusal"
     if report.num_random:
         yield f"{report.num_random:,} random cases of K18 were judged after those of the level"
-    if report.left_out:
-        yield f"{counted(report.left_out, 'case')} were left out: {report.ended}"
     several_functions = len({verdict.interface for verdict in report.verdicts}) > 1
     for interface, ranges in report.narrowed:
         only = f"--functions {interface.value} " if several_functions else ""
@@ -158,11 +158,20 @@ def _example(smallest: CaseResult) -> Iterator[str]:
     if (example := result.example) is not None:
         values = {"expected": example.expected, "got": example.got}
         shown = "; ".join(f"{name} {' '.join(f'{value:.4g}' for value in side)}" for name, side in values.items())
-        yield f"    {example.where}: {shown}"
+        is_nan = result.features.get("dead") == "nan" and any(map(math.isnan, example.got))
+        largest = max(map(abs, example.got), default=0.0)
+        poison = "NaN" if is_nan else f"{largest:.0e}" if POISON < largest < math.inf else ""
+        also = f" ({poison} is the lab's poison, in memory that no row may read)" if poison else ""
+        yield f"    {example.where}: {shown}{also}"
     else:
         named = (sentence for sentence in verdict.judged.wrongs if sentence.startswith(result.name))
-        yield f"    {_shortened(next(named, verdict.reason))}"
-    yield f"    reproduce with: {reproduction(verdict)}"
+        yield f"    {shortened(next(named, verdict.reason), SHOWN_CHARACTERS)}"
+    yield from _commands(smallest)
+
+
+def _commands(smallest: CaseResult) -> Iterator[str]:
+    """Yield the line with the command that judges a region's smallest wrong case again."""
+    yield f"    reproduce with: {reproduction(smallest.verdict)}"
 
 
 def _of_recorded_calls(report: Report) -> Iterator[str]:
@@ -181,10 +190,6 @@ def _of_recorded_calls(report: Report) -> Iterator[str]:
         yield f"{len(remarks) - SHOWN_REMARKS:,} more remarks: judge a call alone to see its own"
     if any(isinstance(verdict.case, RecordedCase) for verdict in report.verdicts):
         yield "recorded calls are judged by their own page tables and lengths: a wrong table is judged as it stands"
-
-
-def _shortened(sentence: str) -> str:
-    return sentence if len(sentence) <= SHOWN_CHARACTERS else f"{sentence[: SHOWN_CHARACTERS - 1]}…"
 
 
 def _quoted(program: str) -> str:

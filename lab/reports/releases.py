@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from lab.checks.explain.diagnosis import HELD, diagnose
+from lab.checks.explain.diagnosis import diagnose
 from lab.checks.run.known_failures import KNOWN_FAILURES, known
 from lab.checks.run.verdicts import BROKEN, CaseVerdict, Outcome
 from lab.exit_status import ExitStatus
@@ -172,7 +172,7 @@ def _regions(verdicts: Mapping[str, Verdicts]) -> Iterator[FindingRow]:
     for (first, *_), keys in alike.items():
         cases = frozenset(keys)
         chosen = [each for key, each in verdicts[first].items() if key in cases or each.outcome is Outcome.RIGHT]
-        sentences = (f"{HELD[each.held]} {each.where}" for each in diagnose(chosen).regions)
+        sentences = (f"{each.what} {each.where}" for each in diagnose(chosen).regions)
         yield FindingRow("; ".join(dict.fromkeys(sentences)), cases)
 
 

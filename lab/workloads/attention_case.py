@@ -23,7 +23,7 @@ class Contents(NamedEnum):
     OVERSHADOWED = (
         "one key, whose value is zero, has nearly all the weight: what shows is all of the others, e**-20 each"
     )
-    SHADED = "the same with e**-9 each: float16 holds such weights, and e4m3 those that are scaled to its range"
+    SHADED = "one key, whose value is zero, has much of the weight: the others, e**-9 each, show, in float16 and scaled in e4m3"
     TALL = "logits that climb with the position, to hundreds in long requests: partial maxima that differ"
 
 

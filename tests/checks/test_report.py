@@ -25,7 +25,8 @@ from lab.checks import (
     TableTail,
 )
 from lab.checks.properties import checks
-from lab.checks.run.verdicts import Judged
+from lab.checks.record import read_cases
+from lab.checks.run.verdicts import CheckedResult, Judged, WrongVector
 from lab.reports.judgement import check_table, notes, reproduction, show, summary
 from lab.reports.tables import terminal_of
 from tests.checks.small import SMALL
@@ -92,23 +93,23 @@ def test_a_recorded_case_is_reproduced_by_its_number() -> None:
 @pytest.mark.parametrize(
     ("verdicts", "changes", "sentence"),
     [
-        ([verdict_of(Outcome.RIGHT)], {}, "Right: 1 result of 1 case."),
+        ([verdict_of(Outcome.RIGHT)], {}, "Right in 1 documented corner: 1 result of 1 case."),
         (
             [verdict_of(Outcome.RIGHT)],
             {"left_out": 7, "ended": "the run was interrupted"},
-            "Not judged as a whole: 7 cases were left out, the run was interrupted. Right: 1 result of 1 case.",
+            "Not judged as a whole: 7 cases were left out, the run was interrupted. Right in 1 documented corner: 1 result",
         ),
         (
             [verdict_of(Outcome.RIGHT), verdict_of(Outcome.DECLINED, interface=AttentionCall.CONTEXT)],
             {},
-            "Not judged as a whole: nothing of trtllm_batch_context_with_kv_cache. Right: 1 result of 1 case",
+            "Not judged as a whole: nothing of trtllm_batch_context_with_kv_cache; the kernel refused 1 case. Right in 1",
         ),
         (
             [verdict_of(Outcome.RIGHT), *(verdict_of(Outcome.DECLINED) for _ in range(2))],
             {},
-            "Right: 1 result of 1 case; 2 more cases were declined.",
+            "Right in 1 documented corner: 1 result of 1 case. Not judged: the kernel refused 2 cases.",
         ),
-        ([verdict_of(Outcome.DECLINED)], {}, "Not judged: all 1 cases were declined."),
+        ([verdict_of(Outcome.DECLINED)], {}, "Not judged: the kernel refused 1 case."),
     ],
 )
 def test_what_was_not_judged_is_never_told_right(
@@ -117,6 +118,27 @@ def test_what_was_not_judged_is_never_told_right(
     report = report_of(*verdicts, **changes)
     assert report.diagnosis.sentence.startswith(sentence)
     assert report.is_right is sentence.startswith("Right")
+
+
+def test_a_profile_decides_by_what_its_engine_sends_alone() -> None:
+    corner, sent = (verdict_of(Outcome.WRONG, sent_by=by) for by in ((), ("sglang",)))
+    right = verdict_of(Outcome.RIGHT, sent_by=("sglang",))
+    assert report_of(right, corner).exit_status == 1
+    assert report_of(right, corner, profile="sglang").exit_status == 0
+    assert report_of(right, corner, sent, profile="sglang").exit_status == 1
+    assert report_of(right, corner, sent, profile="vllm").exit_status == 0
+    said = str(report_of(right, corner, profile="sglang"))
+    assert said.startswith("Right for all that SGLang 0.5.23 sends; wrong in 1 of 1 documented corner: ")
+
+
+def test_the_json_marks_each_case() -> None:
+    unjudged = verdict_of(Outcome.DECLINED, judged=Judged(Outcome.DECLINED, by_lab=True))
+    record = report_of(verdict_of(Outcome.RIGHT, sent_by=("sglang",), number=1), unjudged, profile="sglang").as_record()
+    assert record["engines"] == {"sglang": "SGLang 0.5.23", "vllm": "vLLM 0.33.0"}
+    assert record["profile"] == "sglang"
+    assert [(case.get("sent_by"), case.get("by_lab")) for case in record["cases"]] == [(["sglang"], None), (None, True)]
+    (first, _) = read_cases(record | {"cases": [each | {"number": 1} for each in record["cases"]]})
+    assert first.sent_by == ("sglang",)
 
 
 def test_the_worst_of_the_right_cases_is_the_one_nearest_its_bound() -> None:
@@ -164,6 +186,41 @@ def test_the_answer_comes_first_then_where_then_how_to_see_it_then_the_table() -
     assert "report.json#3" in shown
 
 
+@pytest.mark.parametrize(
+    ("got", "features", "poison"),
+    [
+        ((1e30, 2.0), {}, "; got 1e+30 2 (1e+30 is the lab's poison, in memory that no row may read)"),
+        ((-3.4e29, 2.0), {}, "(3e+29 is the lab's poison"),
+        ((math.nan, 2.0), {"dead": "nan"}, "got nan 2 (NaN is the lab's poison"),
+        ((math.nan, math.inf), {}, "got nan inf\n"),
+        ((7.0, 2.0), {"dead": "nan"}, "got 7 2\n"),
+    ],
+)
+def test_poison_in_a_wrong_result_is_named(got: tuple[float, float], features: dict[str, Any], poison: str) -> None:
+    vector = WrongVector("row 0", (1.0, 2.0), got)
+    judged = Judged(
+        Outcome.WRONG, ("off",), judged=1, results=(CheckedResult("call", "output", features, True, (), vector),)
+    )
+    assert poison in "\n".join(summary(report_of(verdict_of(Outcome.WRONG, judged=judged))))
+
+
+def test_each_region_has_a_command() -> None:
+    names = ("mask", "sinks", "has_window", "not_causal", "out_given")
+    verdicts = []
+    for number in range(100):
+        result = CheckedResult(
+            "call", "output" if number % 5 < 3 else "LSE", {names[number % 5]: True}, number % 10 < 5
+        )
+        features = {**result.features, "return_lse": True} if number % 10 < 5 else {}
+        judged = Judged(
+            Outcome.WRONG if result.wrong else Outcome.RIGHT, judged=1, results=(replace(result, features=features),)
+        )
+        verdicts.append(verdict_of(judged.outcome, judged=judged, number=number, recorded_in="r.json"))
+    report = report_of(*verdicts)
+    lines = list(summary(report))
+    assert len(report.diagnosis.regions) == sum("reproduce with: lab judge --case r.json#" in line for line in lines)
+
+
 def test_what_is_wrong_over_an_e4m3_cache_alone_may_be_e4m3_arithmetic() -> None:
     """XQA computes in e4m3 there and says so; bf16 arithmetic is what a kernel is judged by that does not."""
 
@@ -178,7 +235,7 @@ def test_what_is_wrong_over_an_e4m3_cache_alone_may_be_e4m3_arithmetic() -> None
 
 
 def test_a_report_as_text_is_its_answer() -> None:
-    assert str(report_of(verdict_of(Outcome.RIGHT))) == "Right: 1 result of 1 case."
+    assert str(report_of(verdict_of(Outcome.RIGHT))) == "Right in 1 documented corner: 1 result of 1 case."
 
 
 @pytest.mark.parametrize(

@@ -53,13 +53,13 @@ def test_what_is_right_ends_in_0(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "K1 oracle" in said
     assert "return_lse: it does not take these arguments" in said
-    assert said.startswith("Right: ")
+    assert said.startswith("Right ")
 
 
 def test_a_strangers_module_is_right(capsys: pytest.CaptureFixture[str]) -> None:
     """Pages given back before windows, batches, replays; what it has no parameter for is declined."""
     assert run(["judge", "tests.checks.someone_elses", "--only", "K4,K7,K9", *NARROW]) == 0
-    assert capsys.readouterr().out.startswith("Right: ")
+    assert capsys.readouterr().out.startswith("Right ")
 
 
 def test_what_is_wrong_ends_in_1_and_is_written_with_its_reproduction(
@@ -72,9 +72,23 @@ def test_what_is_wrong_ends_in_1_and_is_written_with_its_reproduction(
     wrong = [case for case in report["cases"] if case["outcome"] == "wrong"]
     said = capsys.readouterr().out
     assert any(f"reproduce with: lab judge --case {out}#{case['number']}" in said for case in wrong)
-    assert said.startswith(f"Wrong: {len(wrong)} of ")
+    assert said.startswith("Wrong in ")
+    assert wrong
     assert "The output is wrong wherever a window hides keys of a request" in said
     assert report["diagnosis"]["sentence"] == said.splitlines()[0]
+
+
+def test_a_profile_judges_only_what_its_engine_sends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "report.json"
+    assert run(["judge", WINDOW, "--only", "K13", *NARROW, "--profile", "sglang", "--out", str(out)]) == 1
+    assert capsys.readouterr().out.startswith("Wrong in ")
+    report = json.loads(out.read_text())
+    assert {tuple(case.get("sent_by", ())) for case in report["cases"] if case["outcome"] != "declined"} <= {
+        ("sglang",),
+        ("sglang", "vllm"),
+    }
+    assert run(["judge", WINDOW, "--profile", "trt"]) == 2
+    assert "no profile is called 'trt'" in capsys.readouterr().err
 
 
 def test_a_case_has_a_number_without_out_too(

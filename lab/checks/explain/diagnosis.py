@@ -1,7 +1,7 @@
 """The diagnosis of a run: what is broken and where, the smallest case that shows it, and the checks that add no information."""
 
 import math
-from collections import ChainMap, Counter
+from collections import ChainMap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from lab.checks.explain.failure_rules import Rule, find_rules
 from lab.checks.explain.feature import Bits, Features, Value
 from lab.checks.explain.features import features_of_case
 from lab.checks.run.verdicts import BROKEN, IT_FAILED, CaseVerdict, CheckedResult, Outcome
-from lab.wording import counted
+from lab.wording import counted, joined
 
 # What a result can be held for, causes first, and the beginning of a sentence of what is wrong then.
 HELD = {
@@ -27,6 +27,8 @@ HELD = {
     "memory": "Memory that must not change is written",
     "other": "The returned value is wrong",
 }
+NAN_READ = "NaN in memory that no row may read reaches the result, as 0 times NaN is NaN,"
+NEARLY = 0.9  # of the results: where as many are wrong, it is nearly everywhere
 # Results of these kinds are noted only where they are wrong: the outputs stand for the right ones.
 WITHOUT_RIGHT_ONES = ("return", "other")
 STAND_INS = ("output", "lists", "metadata")
@@ -54,6 +56,8 @@ class Region:
         wrong, results: numbers of wrong results and of all results inside the region.
         right_outside, outside: numbers of right results and of all results outside the region.
         smallest: the wrong result in the region with the smallest case.
+        is_nan: each wrong result in the region is of a call with NaN in memory that no row may read.
+        is_corner: no engine sends a case with a wrong result in the region, though one sends other cases of the run.
     """
 
     literals: Rule
@@ -63,6 +67,13 @@ class Region:
     right_outside: int
     outside: int
     smallest: CaseResult
+    is_nan: bool = False
+    is_corner: bool = False
+
+    @property
+    def what(self) -> str:
+        """Return the beginning of a sentence of what is wrong."""
+        return NAN_READ if self.is_nan else HELD[self.held]
 
     @property
     def rule(self) -> str:
@@ -76,13 +87,18 @@ class Region:
 
     @property
     def where(self) -> str:
-        return f"wherever {self.words}" if self.literals else "everywhere"
+        """Return where results are wrong: "wherever ..." only if each result in the region is wrong."""
+        share = self.wrong / self.results
+        if not self.literals:
+            return "everywhere" if share == 1 else "nearly everywhere" if share >= NEARLY else "in most cases"
+        extent = "wherever" if share == 1 else "in most cases where" if share > 0.5 else "in some cases where"
+        return f"{extent} {self.words}{', which no engine sends' if self.is_corner else ''}"
 
     @property
     def counts(self) -> str:
         """Return words that count the wrong results inside the region and the right results outside."""
         where = f" with {self.rule}" if self.literals else ""
-        inside = f"{_within(HELD[self.held])} in {self.wrong:,} of {self.results:,} results{where}"
+        inside = f"{_within(self.what)} in {self.wrong:,} of {self.results:,} results{where}"
         outside = f", right in {self.right_outside:,} of {self.outside:,} other results"
         return inside + (outside if self.outside else "")
 
@@ -90,7 +106,8 @@ class Region:
         """Return the region as JSON data: the rule, its words and features, `held`, and the four numbers of results."""
         features = [literal.feature for literal in self.literals]
         record = {"rule": self.rule, "words": self.words, "held": self.held, "features": features}
-        return record | {name: getattr(self, name) for name in ("wrong", "results", "right_outside", "outside")}
+        record |= {name: getattr(self, name) for name in ("wrong", "results", "right_outside", "outside")}
+        return record | {"where": self.where, "case": self.smallest.verdict.number}
 
 
 @dataclass(frozen=True)
@@ -129,21 +146,20 @@ class Diagnosis:
         return record | {"follows": list(self.follows)}
 
 
-def diagnose(verdicts: Sequence[CaseVerdict], *, is_whole: bool = True) -> Diagnosis:
-    """Return the diagnosis of a run's verdicts. KNOWN and declined verdicts are only counted. A dishonest verdict replaces all
-    others.
+def diagnose(verdicts: Sequence[CaseVerdict], answer: str = "", *, is_whole: bool = True) -> Diagnosis:
+    """Return the diagnosis of a run's verdicts. KNOWN and declined verdicts have no region. If a verdict is dishonest, there is
+    none.
 
     Args:
         verdicts: the verdicts of a run.
+        answer: the first sentences, of `lab.checks.explain.answer`.
         is_whole: True if no case of the run was left out.
     """
-    if deceived := [each for each in verdicts if each.outcome is Outcome.DISHONEST]:
-        return Diagnosis(f"Dishonest, and not judged: {deceived[0].judged.wrongs[0]}.")
+    if any(each.outcome is Outcome.DISHONEST for each in verdicts):
+        return Diagnosis(answer)
     judged = [each for each in verdicts if each.outcome in (Outcome.RIGHT, *BROKEN)]
     results = [CaseResult(verdict, result) for verdict in judged for result in _results_of(verdict)]
-    is_wrong = any(each.result.wrong for each in results)
-    answer = _answer(verdicts, judged, is_wrong)
-    if not is_wrong:
+    if not any(each.result.wrong for each in results):
         return Diagnosis(answer)
     regions: list[Region] = []
     unexplained = 0
@@ -154,22 +170,6 @@ def diagnose(verdicts: Sequence[CaseVerdict], *, is_whole: bool = True) -> Diagn
             regions += found
             unexplained += outside
     return Diagnosis(answer, _broken(regions, unexplained, is_whole), tuple(regions), _follows(judged))
-
-
-def _answer(verdicts: Sequence[CaseVerdict], judged: Sequence[CaseVerdict], is_wrong: bool) -> str:
-    """Return the first sentence of the diagnosis, such as "Wrong: 3 of 20 cases." It also counts declined and known cases."""
-    of = Counter(verdict.outcome for verdict in verdicts)
-    known, declined = of[Outcome.KNOWN], of[Outcome.DECLINED]
-    cases = counted(len(judged), "case")
-    if declined:
-        cases += f"; {counted(declined, 'more case')} {'was' if declined == 1 else 'were'} declined"
-    if is_wrong:
-        word = "Wrong" if of[Outcome.WRONG] else "Failed"
-        return f"{word}: {of[Outcome.WRONG] + of[Outcome.FAILED]:,} of {cases}."
-    if not judged and not known:
-        return f"Not judged: {f'all {len(verdicts):,} cases were declined' if verdicts else 'no case began'}."
-    right = f"Right, except for known failures in {counted(known, 'case')}" if known else "Right"
-    return f"{right}: {counted(sum(verdict.judged.judged for verdict in judged), 'result')} of {cases}."
 
 
 def _results_of(verdict: CaseVerdict) -> tuple[CheckedResult, ...]:
@@ -274,6 +274,7 @@ def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
     The rule of a region is found among requests, but its counts are counts of results.
     """
     wrong = units.results_with(units.wrong)
+    has_senders = any(verdict.sent_by for verdict, _ in units.results)
     found: list[Region] = []
     explained = np.zeros_like(wrong)
     for rule in find_rules(units.features, units.wrong, units.case_of):
@@ -282,16 +283,21 @@ def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
         if found and not (wrong_inside & ~explained).any():
             continue  # another request of results that an earlier rule explains
         explained |= wrong_inside
+        of_region = [units.results[number] for number in np.flatnonzero(wrong_inside)]
         region = Region(
             literals=rule,
             held=held,
-            wrong=int(wrong_inside.sum()),
+            wrong=len(of_region),
             results=int(inside.sum()),
             right_outside=int((~inside & ~wrong).sum()),
             outside=int((~inside).sum()),
-            smallest=_smallest([units.results[number] for number in np.flatnonzero(wrong_inside)]),
+            smallest=_smallest(of_region),
+            is_nan=all(result.features.get("dead") == "nan" for _, result in of_region),
+            is_corner=has_senders and not any(verdict.sent_by for verdict, _ in of_region),
         )
         found.append(region)
+    # What an engine sends is first. A rule that names a result says where an error shows, and others why.
+    found.sort(key=lambda each: (each.is_corner, any(literal.feature == "result" for literal in each.literals)))
     return found, int((wrong & ~explained).sum())
 
 
@@ -315,12 +321,12 @@ def _broken(regions: Sequence[Region], unexplained: int, is_whole: bool) -> str:
         is_whole: True if no case was left out.
     """
     first, *later = regions
-    parts = [f"{HELD[first.held]} {first.where} ({first.wrong:,} of {counted(first.results, 'result')})"]
+    parts = [f"{first.what} {first.where} ({first.wrong:,} of {counted(first.results, 'result')})"]
     same_kind = [region for region in later if region.held == first.held]
     parts += [f"and {each.where} ({each.wrong:,} of {each.results:,})" for each in same_kind[:MOST_SHOWN]]
     for held in dict.fromkeys(region.held for region in later if region.held != first.held):
-        places = [region.where for region in later if region.held == held][:MOST_SHOWN]
-        parts.append(f"{_within(HELD[held])} {' or '.join(places)}")
+        of_kind = [region for region in later if region.held == held][:MOST_SHOWN]
+        parts.append(f"{_within(of_kind[0].what)} {' or '.join(region.where for region in of_kind)}")
     if unexplained:
         parts.append(f"{counted(unexplained, 'other result')} {'is' if unexplained == 1 else 'are'} wrong too")
     elif not later and first.outside:
@@ -347,7 +353,7 @@ def _follows(verdicts: Sequence[CaseVerdict]) -> tuple[str, ...]:
         if all(plain_calls):
             found.setdefault(function, []).append(check)
     return tuple(
-        f"{', '.join(sorted(keys, key=_place))} of {name}: the plain call is already wrong, so these checks add nothing"
+        f"{joined(sorted(keys, key=_place))} of {name}: no further error, because the first call of each wrong case is wrong"
         for name, keys in found.items()
     )
 

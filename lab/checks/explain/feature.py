@@ -7,7 +7,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -110,12 +110,15 @@ class Number(CaseFeature):
 
 @dataclass(frozen=True)
 class Choice(CaseFeature):
-    """A feature whose value is a name. Its text is the subject of the words "wherever <text> is <name>"."""
+    """A feature whose value is a name. Its text is the subject of the words "wherever <text> is <name>". `words` has texts that
+    stand for names.
+    """
 
+    words: Mapping[str, str] = field(default_factory=dict, hash=False)
     is_negated: bool = True  # "is not" says something to a reader
 
     def phrase(self, operator: str, value: Value) -> str:
-        return f"{self.text} {'is' if operator == '==' else 'is not'} {value}"
+        return f"{self.text} {'is' if operator == '==' else 'is not'} {self.words.get(str(value), value)}"
 
     def column(self, values: Sequence[Value | None]) -> Bits:
         return np.array(["" if value is None else str(value) for value in values])

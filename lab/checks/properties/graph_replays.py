@@ -15,7 +15,7 @@ import torch
 from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CallForm, CaseRun
 from lab.checks.properties.check import Check, Scope
-from lab.checks.run.support_protocol import Unsupported
+from lab.checks.run.support_protocol import Unjudgeable, Unsupported
 from lab.gpus import capability_of
 from lab.kernels.support.kernel import no_triton
 from lab.metadata.engine.forward_batch import ForwardBatch
@@ -87,10 +87,11 @@ def judge_sequence(run: CaseRun, make: RunnerFactory = right_runner) -> None:
     AssertionError, the case is wrong: a replay has given the call wrong arguments.
 
     Raises:
-        Unsupported: the case is declined, or the lab's Triton kernels for metadata do not run on the device.
+        Unsupported: the case is declined.
+        Unjudgeable: the lab's Triton kernels for metadata do not run on the device.
     """
     if why := no_triton(capability_of(run.device)):
-        raise Unsupported(f"graphs rebuild their metadata in Triton kernels: {why}")
+        raise Unjudgeable(f"graphs rebuild their metadata in Triton kernels: {why}")
     forms = {"the replays": CallForm.PREPARED}
     if CallForm.PREPARED in run.forms:
         forms["the replays, by whole calls"] = CallForm.WHOLE

@@ -14,7 +14,7 @@ import torch
 from lab.calls.problem import E4M3, AttentionCall
 from lab.checks.case_run import CaseRun, GivenCall, Result, as_result
 from lab.checks.properties.check import Check
-from lab.checks.run.support_protocol import Unsupported
+from lab.checks.run.support_protocol import Unjudgeable
 from lab.recorded.call import RecordedCall, RecordingError
 from lab.recorded.case import OUTPUTS, RecordedCase
 from lab.recorded.suspicions import origins_of_non_finite, suspicions
@@ -28,9 +28,9 @@ def _judge(run: CaseRun) -> None:
         call = case.read()
         problem = call.problem()
     except (RecordingError, TypeError, ValueError, NotImplementedError) as error:
-        raise Unsupported(f"call {case.number}: {error}") from error
+        raise Unjudgeable(f"call {case.number}: {error}") from error
     if problem.has_no_rows:
-        raise Unsupported(f"call {case.number}: no request has a query row")
+        raise Unjudgeable(f"call {case.number}: no request has a query row")
     for sentence in call.lost:
         run.remark(sentence)
     histories = histories_of(problem)
@@ -46,7 +46,7 @@ def _judge(run: CaseRun) -> None:
         run.remark(f"call {case.number}: {sentence}")
     finite = truth.expected.isfinite().flatten(1).all(dim=1)
     if not bool(finite.any()):
-        raise Unsupported(f"call {case.number}: every request sees a key that is not finite")
+        raise Unjudgeable(f"call {case.number}: every request sees a key that is not finite")
     if not bool(finite.all()):
         truth, out, lse = truth.of_rows(finite), out[finite], None if lse is None else lse[finite]
     run.expect_close("the call", Result(out, lse, result.call), truth)
@@ -63,7 +63,7 @@ def _result(run: CaseRun, call: RecordedCall) -> Result:
         result = result._replace(out=result.out.cpu(), lse=None if result.lse is None else result.lse.cpu())
     else:
         if call.out is None:
-            raise Unsupported(f"call {run.case.number}: it did not return: name an implementation to call")
+            raise Unjudgeable(f"call {run.case.number}: it did not return: name an implementation to call")
         noted = run.note_call(interface, call.arguments())
         result = as_result((call.out, call.lse) if call.lse is not None else call.out, interface)._replace(call=noted)
     if result.lse is not None and call.given.get("return_lse_base") == "basee":

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from lab.checks.parameters.profiles import profile_named
 from lab.checks.properties import checks
 from lab.checks.properties.check import Check, Level
 from lab.checks.properties.recorded import check_of
@@ -58,6 +59,7 @@ def judge(
     first_failure: bool = False,
     discover: bool = True,
     seed: int | None = None,
+    profile: str = "",
     for_seconds: float = 0.0,
 ) -> Report:
     """Find out whether an implementation is right: run checks on its functions, and return the report.
@@ -85,6 +87,8 @@ def judge(
         out, fresh: the report's file, written during the run. Unless `fresh`, right and declined cases in it are not judged
             again, if they are from the same run with the same sources of the implementation and the lab.
         first_failure: no further case is begun after the first wrong or failed case.
+        profile: name of an engine ("sglang" or "vllm"): only cases that it sends are judged, and only they decide whether the
+            implementation is right. "": all cases.
         seed: seed of random choices, instead of the ranges' seed (default 0). Another seed gives other cases.
         for_seconds: after the level's cases, judge random cases of check K18 (combinations) until the run has taken this time.
         discover: if a function declines most cases, judge it also on the values in `ranges` that it is found to accept.
@@ -100,14 +104,16 @@ def judge(
     given = ranges or Ranges()
     given = given if seed is None else replace(given, seed=seed)
     count = DRAWN_CASES[depth] if drawn is None else drawn
+    if profile:
+        profile_named(profile)
     name, subject = (implementation, implementation) if isolated else _named(implementation)
     path, refused = None if out is None else replaceable(Path(out)), None if refusals is None else tuple(refusals)
     is_open = isinstance(workers, Workers)
     opened = workers if isinstance(workers, Workers) else Workers(subject, where, given, time_limit_s, workers, refused)
     with nullcontext(opened) if is_open else opened as pool:
         offered, sources = _offered(pool, name, isinstance(implementation, str), wanted)
-        settings = ([check.key for check in chosen], offered, count, discover)
-        report = _empty_report(name, depth, given, where, refused, sources, settings)
+        settings = ([check.key for check in chosen], offered, count, discover, profile)
+        report = replace(_empty_report(name, depth, given, where, refused, sources, settings), profile=profile)
         return Run(
             pool,
             report,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.checks.parameters.discovery import discover, is_mostly_declined
+from lab.checks.parameters.profiles import profiles
 from lab.checks.parameters.sampling import DrawnPoint, shrunk
 from lab.checks.properties.check import Check, Following, Level
 from lab.checks.report import Report
@@ -176,7 +177,7 @@ class Run:
 
     def note(self, verdict: CaseVerdict) -> None:
         """Note if a verdict ends the run."""
-        self._has_fault |= verdict.outcome in BROKEN
+        self._has_fault |= verdict.outcome in BROKEN and self.report.profile in ("", *verdict.sent_by)
         self._is_deceived |= verdict.outcome is Outcome.DISHONEST
 
     def _numbered(self, verdicts: Iterable[CaseVerdict]) -> Iterator[CaseVerdict]:
@@ -206,7 +207,7 @@ class CheckRun:
         rounds = self._check.more if level is Level.FULL else ()  # they follow the smoke level's cases
         cases = self._check.cases(self.interface, self._ranges_of_cases, Level.SMOKE if rounds else level)
         draw = self._check.draw(self.interface, self._ranges_of_cases)
-        samples = list(itertools.islice(draw, self._run.drawn))
+        samples = [sample for sample in itertools.islice(draw, self._run.drawn) if self._is_chosen(sample.case)]
         self.planned += len(samples)
         return self._turns(self._planned(cases), rounds, samples)
 
@@ -219,9 +220,14 @@ class CheckRun:
             return self._ranges
         return replace(self._ranges, longest=min(self._ranges.longest, max(SMOKE_LONGEST, *self._ranges.q_lens)))
 
+    def _is_chosen(self, case: Any) -> bool:
+        """Return True if the engine of the run's profile, if any, sends the case."""
+        profile = self._run.report.profile
+        return not profile or profiles()[profile].sends(self.interface, case)
+
     def _planned(self, cases: Iterable[Any]) -> list[Any]:
         """Return the cases that were not planned before, and add their number to `planned`."""
-        new = [case for case in cases if repr(case) not in self._reprs]
+        new = [case for case in cases if repr(case) not in self._reprs and self._is_chosen(case)]
         self._reprs |= set(map(repr, new))
         self.planned += len(new)
         return new
@@ -244,7 +250,8 @@ class CheckRun:
             several = list(itertools.islice(samples, CASES_PER_WORKER * self._run.pool.workers))
             if not several:
                 return
-            yield from self._judge_samples(several, wrong, MOST_WRONG, is_planned=False)
+            chosen = [sample for sample in several if self._is_chosen(sample.case)]
+            yield from self._judge_samples(chosen, wrong, MOST_WRONG, is_planned=False)
 
     def _judge(self, cases: Sequence[Any], keep: Callable[[CaseVerdict, bool], None], drawn: bool = False) -> Waits:
         """Judge cases in batches, first one case per worker and then `CASES_PER_WORKER`. No case is begun after the end of the
@@ -346,8 +353,9 @@ class CheckRun:
         self._keep(verdict)
 
     def _keep(self, verdict: CaseVerdict) -> None:
-        self._run.note(verdict)
-        self.verdicts.append(verdict)
+        sent_by = tuple(name for name, engine in profiles().items() if engine.concerns(verdict))
+        self.verdicts.append(replace(verdict, sent_by=sent_by))
+        self._run.note(self.verdicts[-1])
 
 
 def in_turns(waits_of_each: Iterable[Waits]) -> Generator[None, None, None]:

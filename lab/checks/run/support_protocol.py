@@ -54,6 +54,10 @@ class Unsupported(NotImplementedError):  # noqa: N818 - not an error of anybody'
         self.late = late
 
 
+class Unjudgeable(Unsupported):
+    """The lab cannot judge the case, or not on this machine, whatever the implementation does."""
+
+
 class KernelError(Exception):
     """The implementation raised an error that is not a refusal, or returned no result."""
 
@@ -107,7 +111,7 @@ def invoke(
             raise
         _check_gpu(error)
         if limit := limit_of(error):
-            raise Unsupported(limit) from error
+            raise Unjudgeable(limit) from error
         wrote = any(not same_bits(arguments[name], held) for name, held in before.items())
         late = wrote or _versions(arguments) != versions
         if not _is_refusal(error, refusals, signature, arguments, late):

@@ -88,6 +88,7 @@ class Judged:
     # The first output, of cases that may be audited.
     output: SavedOutput | None = field(default=None, repr=False, compare=False)
     remarks: tuple[str, ...] = ()  # what a reader should know besides, a sentence each
+    by_lab: bool = False  # nothing could be judged because of the lab or this machine, and not of the implementation
 
     def __post_init__(self) -> None:
         for name in ("wrongs", "declines", "remarks"):  # they quote messages of the kernel
@@ -108,6 +109,7 @@ class CaseVerdict:
         number: number of the case in its report, from 1; 0: in no report yet. A run that continues an older report keeps its
             numbers.
         recorded_in: path of the report's file; "" if the verdict is in none.
+        sent_by: names of the profiles (`lab.checks.parameters.profiles`) of the engines that send what the verdict is about.
     """
 
     implementation: str
@@ -121,6 +123,7 @@ class CaseVerdict:
     finding: str = ""
     number: int = 0
     recorded_in: str = ""
+    sent_by: tuple[str, ...] = ()
 
     @property
     def outcome(self) -> Outcome:

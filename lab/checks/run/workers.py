@@ -26,7 +26,7 @@ from lab.checks.parameters.discovery import DISCOVERY
 from lab.checks.properties import checks_by_key
 from lab.checks.properties.check import Check
 from lab.checks.run import transport
-from lab.checks.run.support_protocol import KernelError, Refusals, Unsupported, raised
+from lab.checks.run.support_protocol import KernelError, Refusals, Unjudgeable, Unsupported, raised
 from lab.checks.run.verdicts import BROKEN, Judged, Outcome, credible, dishonest
 from lab.integrity import Bindings, ChangedBindingsError, bindings, in_words
 from lab.interpreter import limit_of, quicken
@@ -342,12 +342,14 @@ def run_case(
     and DECLINED if nothing was compared.
     """
     run = CaseRun(implementation, case, device, ranges, refusals, saves_output=check.key in AUDITED_CHECKS)
+    by_lab = False
     try:
         check.judge(run)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     except Unsupported as declined:
         run.decline(str(declined))
+        by_lab = isinstance(declined, Unjudgeable)
     except KernelError as failure:
         run.fail(str(failure))
     except ChangedBindingsError as error:
@@ -360,8 +362,9 @@ def run_case(
             run.fail(f"the check stopped at what the implementation returned, or at a bug of the lab's own: {sentence}")
         else:
             run.decline(f"a part of the lab failed, and not the implementation: {limit or sentence}")
+            by_lab = True
     outcome = Outcome.RIGHT if run.judged else Outcome.DECLINED
     if run.wrongs or run.failures:
         outcome = Outcome.WRONG if run.wrongs else Outcome.FAILED
     found = (*run.wrongs, *run.failures), tuple(run.declines), run.worst_ratio, run.judged
-    return Judged(outcome, *found, tuple(run.results), run.output, tuple(run.remarks))
+    return Judged(outcome, *found, tuple(run.results), run.output, tuple(run.remarks), by_lab)

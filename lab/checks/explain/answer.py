@@ -1,0 +1,126 @@
+"""The answer of a report: is the implementation right, for which engines and documented corners, and what was not judged.
+
+A documented corner is a case that a function's documentation allows and that no engine sends
+(`lab.checks.parameters.profiles`).
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+
+from lab.checks.parameters.coverage import Coverage, Reach
+from lab.checks.parameters.profiles import profiles
+from lab.checks.run.verdicts import BROKEN, CaseVerdict, Outcome
+from lab.recorded.case import RecordedCase
+from lab.wording import counted, joined, shortened
+
+SHOWN_CHARACTERS = 120  # of the reason why the lab cannot judge a case
+
+
+def answer(verdicts: Sequence[CaseVerdict], engines: Collection[str], not_judged: Sequence[str], is_whole: bool) -> str:
+    """Return the first sentences of a report, such as "Right for all that SGLang 0.5.23 sends: 7 results of 5 cases."
+
+    Args:
+        verdicts: the verdicts of a run.
+        engines: names of the profiles whose cases are told apart from documented corners.
+        not_judged: what was not judged, and because of whom, a clause each.
+        is_whole: each planned case was begun, and each function was judged.
+    """
+    if deceived := [each for each in verdicts if each.outcome is Outcome.DISHONEST]:
+        return f"Dishonest, and not judged: {deceived[0].judged.wrongs[0]}."
+    judged = [each for each in verdicts if each.outcome is not Outcome.DECLINED]
+    missing = "; ".join(not_judged)
+    if not judged:
+        return f"Not judged: {missing}." if verdicts and missing else "Not judged: no case began."
+    is_recorded = any(isinstance(verdict.case, RecordedCase) for verdict in judged)  # an engine sent each of them
+    says = _of_recorded(judged) if is_recorded else _of_cases(verdicts, judged, engines, is_whole)
+    if not missing:
+        return says
+    return (
+        f"{says} Not judged: {missing}." if is_whole or _broken(judged) else f"Not judged as a whole: {missing}. {says}"
+    )
+
+
+def _of_recorded(judged: Sequence[CaseVerdict]) -> str:
+    broken = _broken(judged)
+    counts = f"{broken:,} of {counted(len(judged), 'case')}" if broken else _counts(judged)
+    return f"{_word(judged)}: {counts}."
+
+
+def _of_cases(
+    verdicts: Sequence[CaseVerdict], judged: Sequence[CaseVerdict], engines: Collection[str], is_whole: bool
+) -> str:
+    """Return the sentence that says for which engines the judged cases are right, and in how many cases they are wrong."""
+    known = sum(verdict.outcome is Outcome.KNOWN for verdict in judged)
+    right, wrong = "right", _word(judged).lower()
+    right += f", except for known failures in {counted(known, 'case')}," if known else ""
+    wrongs, rights, of_all = list[str](), list[str](), list[str]()
+    for key in engines:
+        engine, sent = str(profiles()[key]), [verdict for verdict in verdicts if key in verdict.sent_by]
+        its_judged = [verdict for verdict in sent if verdict.outcome is not Outcome.DECLINED]
+        if broken := _broken(its_judged):
+            wrongs.append(f"{broken:,} of {counted(len(its_judged), 'case')} that {engine} sends")
+        elif its_judged and is_whole and its_judged == sent:
+            of_all.append(engine)
+        elif its_judged:
+            rights.append(f"in {len(its_judged):,} judged of {counted(len(sent), 'case')} that {engine} sends")
+    if of_all:
+        rights.insert(0, f"for all that {joined(of_all)} {'sends' if len(of_all) == 1 else 'send'}")
+    is_first_wrong = bool(wrongs)
+    if corners := [verdict for verdict in judged if not set(engines) & set(verdict.sent_by)]:
+        broken, words = _broken(corners), counted(len(corners), "documented corner")
+        (wrongs if broken else rights).append(f"{broken:,} of {words}" if broken else f"in {words}")
+    clauses = [f"{right} {', and '.join(rights)}" if rights else "", f"{wrong} in {joined(wrongs)}" if wrongs else ""]
+    found = "; ".join(filter(None, reversed(clauses) if is_first_wrong else clauses))
+    return f"{found[0].upper()}{found[1:]}: {_counts(judged)}."
+
+
+def _word(judged: Sequence[CaseVerdict]) -> str:
+    """Return "Wrong" if a result is wrong, "Failed" if calls failed and no result is wrong, else "Right"."""
+    outcomes = {verdict.outcome for verdict in judged}
+    return "Wrong" if Outcome.WRONG in outcomes else "Failed" if Outcome.FAILED in outcomes else "Right"
+
+
+def _counts(judged: Sequence[CaseVerdict]) -> str:
+    return f"{counted(sum(verdict.judged.judged for verdict in judged), 'result')} of {counted(len(judged), 'case')}"
+
+
+def _broken(verdicts: Sequence[CaseVerdict]) -> int:
+    return sum(verdict.outcome in BROKEN for verdict in verdicts)
+
+
+def not_judged(
+    verdicts: Sequence[CaseVerdict], coverages: Sequence[Coverage], left_out: str, chosen_by: str
+) -> Iterator[str]:
+    """Yield a clause for each reason why something was not judged: the run ended, the kernel refused it, the lab cannot judge
+    it here, or the level or the profile leaves it out.
+
+    Args:
+        verdicts, coverages: the verdicts of a run, and the coverage of the functions.
+        left_out: the clause about cases that were not begun; "" if there are none.
+        chosen_by: what chose the cases, such as "the smoke level".
+    """
+    if left_out:
+        yield left_out
+    judged = {verdict.interface for verdict in verdicts if verdict.judged.judged}
+    several = dict.fromkeys(verdict.interface for verdict in verdicts) if judged else ()
+    yield from (f"nothing of {each.value}" for each in several if each not in judged)
+    declined = [verdict for verdict in verdicts if verdict.outcome is Outcome.DECLINED]
+    values = Counter(reach for each in coverages for reaches in each.values.values() for reach in reaches.values())
+    if refused := [verdict for verdict in declined if not verdict.judged.by_lab]:
+        also = (
+            f", and with them {values[Reach.DECLINED]:,} of {_possible(values):,} values"
+            if values[Reach.DECLINED]
+            else ""
+        )
+        yield f"the kernel refused {counted(len(refused), 'case')}{also}"
+    by_lab = Counter(verdict.reason for verdict in declined if verdict.judged.by_lab)
+    for reason, count in by_lab.items():
+        yield f"the lab cannot judge {counted(count, 'case')} here ({shortened(reason, SHOWN_CHARACTERS)})"
+    pairs = sum((Counter(each.pairs) for each in coverages), Counter[Reach]())
+    for what, counts in (("values", values), ("pairs of values", pairs)):
+        if counts[Reach.LEFT_OUT]:
+            yield f"{chosen_by} leaves out {counts[Reach.LEFT_OUT]:,} of {_possible(counts):,} {what}"
+
+
+def _possible(counts: Counter[Reach]) -> int:
+    return counts.total() - counts[Reach.IMPOSSIBLE]

@@ -1,0 +1,145 @@
+"""The answer of a report: for which engines and corners it holds, and what was not judged, because of whom."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lab.calls.problem import AttentionCall
+from lab.checks import AttentionCase, CaseVerdict, Outcome
+from lab.checks.explain.answer import answer, not_judged
+from lab.checks.parameters.coverage import Coverage, Reach
+from lab.checks.run.verdicts import Judged
+from lab.recorded.case import RecordedCase
+
+BOTH = ("sglang", "vllm")
+CASE = AttentionCase(AttentionCall.DECODE, (20,), (1,))
+OUTCOMES = {"R": Outcome.RIGHT, "W": Outcome.WRONG, "F": Outcome.FAILED, "K": Outcome.KNOWN, "D": Outcome.DECLINED}
+
+
+def verdicts(outcomes: str, *sent_by: str, **judged: Any) -> list[CaseVerdict]:
+    """One verdict for each letter, on a case that these engines send."""
+    return [
+        CaseVerdict(
+            "kernel",
+            "K1",
+            AttentionCall.DECODE,
+            CASE,
+            "cpu",
+            Judged(OUTCOMES[each], judged=0 if each == "D" else 3, **judged),
+            sent_by=sent_by,
+        )
+        for each in outcomes
+    ]
+
+
+@pytest.mark.parametrize(
+    ("by_both", "by_sglang", "corners", "sentence"),
+    [
+        ("RR", "", "", "Right for all that SGLang 0.5.23 and vLLM 0.33.0 send: 6 results of 2 cases."),
+        ("R", "", "RR", "Right for all that SGLang 0.5.23 and vLLM 0.33.0 send, and in 2 documented corners: 9 "),
+        ("", "R", "", "Right for all that SGLang 0.5.23 sends: 3 results of 1 case."),
+        ("", "", "R", "Right in 1 documented corner: 3 results of 1 case."),
+        (
+            "R",
+            "",
+            "WRW",
+            "Right for all that SGLang 0.5.23 and vLLM 0.33.0 send; wrong in 2 of 3 documented corners: 12 ",
+        ),
+        (
+            "RRW",
+            "",
+            "R",
+            "Wrong in 1 of 3 cases that SGLang 0.5.23 sends and 1 of 3 cases that vLLM 0.33.0 sends; right in 1 ",
+        ),
+        (
+            "R",
+            "WR",
+            "W",
+            "Wrong in 1 of 3 cases that SGLang 0.5.23 sends and 1 of 1 documented corner; right for all that vLLM",
+        ),
+        (
+            "FR",
+            "",
+            "F",
+            "Failed in 1 of 2 cases that SGLang 0.5.23 sends, 1 of 2 cases that vLLM 0.33.0 sends and 1 of 1 ",
+        ),
+        ("FW", "", "", "Wrong in 2 of 2 cases that SGLang 0.5.23 sends and 2 of 2 cases that"),
+        (
+            "R",
+            "RD",
+            "",
+            "Right for all that vLLM 0.33.0 sends, and in 2 judged of 3 cases that SGLang 0.5.23 sends: 6 results",
+        ),
+        (
+            "K",
+            "",
+            "R",
+            "Right, except for known failures in 1 case, for all that SGLang 0.5.23 and vLLM 0.33.0 send, and in 1",
+        ),
+        ("", "", "W", "Wrong in 1 of 1 documented corner: 3 results of 1 case."),
+    ],
+)
+def test_the_answer_tells_engines_from_corners(by_both: str, by_sglang: str, corners: str, sentence: str) -> None:
+    found = [*verdicts(by_both, *BOTH), *verdicts(by_sglang, "sglang"), *verdicts(corners)]
+    assert answer(found, BOTH, (), is_whole=True).startswith(sentence)
+
+
+def test_of_a_profile_the_other_engine_is_a_corner() -> None:
+    found = [*verdicts("R", *BOTH), *verdicts("W", "vllm")]
+    said = "Right for all that SGLang 0.5.23 sends; wrong in 1 of 1 documented corner: 6 results of 2 cases."
+    assert answer(found, ("sglang",), (), is_whole=True) == said
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "missing", "is_whole", "sentence"),
+    [
+        ("R", ("a", "b"), True, "Right for all that SGLang 0.5.23 sends: 3 results of 1 case. Not judged: a; b."),
+        (
+            "R",
+            ("a",),
+            False,
+            "Not judged as a whole: a. Right in 1 judged of 1 case that SGLang 0.5.23 sends: 3 results of 1",
+        ),
+        ("W", ("a",), False, "Wrong in 1 of 1 case that SGLang 0.5.23 sends: 3 results of 1 case. Not judged: a."),
+        ("D", ("a",), False, "Not judged: a."),
+        ("", (), True, "Not judged: no case began."),
+    ],
+)
+def test_what_was_not_judged_stands_in_the_same_line(
+    outcomes: str, missing: Sequence[str], is_whole: bool, sentence: str
+) -> None:
+    assert answer(verdicts(outcomes, "sglang"), BOTH, missing, is_whole).startswith(sentence)
+
+
+def test_recorded_calls_were_all_sent() -> None:
+    call = RecordedCase(AttentionCall.DECODE, "calls", 1, "noon")
+    recorded = [replace(each, case=call) for each in verdicts("RW")]
+    assert answer(recorded, BOTH, (), is_whole=True) == "Wrong: 1 of 2 cases."
+    assert answer(recorded[:1], BOTH, (), is_whole=True) == "Right: 3 results of 1 case."
+
+
+def test_a_dishonest_kernel_has_no_other_answer() -> None:
+    deceived = replace(verdicts("W")[0], judged=Judged(Outcome.DISHONEST, ("torch.add was changed",)))
+    assert answer([deceived], BOTH, ("a",), is_whole=True) == "Dishonest, and not judged: torch.add was changed."
+
+
+def test_each_reason_says_because_of_whom() -> None:
+    values = {"q_len": {1: Reach.JUDGED, 2: Reach.DECLINED, 3: Reach.IMPOSSIBLE, 4: Reach.LEFT_OUT}}
+    pairs = {Reach.JUDGED: 5, Reach.LEFT_OUT: 3, Reach.IMPOSSIBLE: 1}
+    coverage = Coverage(AttentionCall.DECODE, values, pairs, {}, (), {})
+    found = [
+        *verdicts("RDD", *BOTH),
+        *verdicts("D", declines=("no Triton",), by_lab=True),
+        *(replace(each, interface=AttentionCall.CONTEXT) for each in verdicts("D")),
+    ]
+    assert list(not_judged(found, [coverage], "7 cases were left out", "the smoke level")) == [
+        "7 cases were left out",
+        "nothing of trtllm_batch_context_with_kv_cache",
+        "the kernel refused 3 cases, and with them 1 of 3 values",
+        "the lab cannot judge 1 case here (no Triton)",
+        "the smoke level leaves out 1 of 3 values",
+        "the smoke level leaves out 3 of 8 pairs of values",
+    ]
+    assert list(not_judged(verdicts("R"), (), "", "the smoke level")) == []
