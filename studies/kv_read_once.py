@@ -196,7 +196,7 @@ def measure_host(point: Point) -> PointRows:
     """Measure the host times of calls, interleaved: each does all of its work, except in the group of prepared ones."""
     prepare = None if point.facts["group"] == HOST_PREPARED else eager_call
 
-    def row_of(variant: Variant, work: GpuWork, times: dict[str, HostTime]) -> StudyRow:
+    def row_of(variant: Variant, work: GpuWork, times: Mapping[str, HostTime]) -> StudyRow:
         time = times[variant.name]
         spread = {"iqr_us": round(interquartile_range(time.samples_us), 2), "method": time.method}
         targets = target_rows(variant.targets, {Figure.HOST: time.median_us}, point.baseline)

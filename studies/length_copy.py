@@ -42,24 +42,20 @@ from lab.named_enum import NamedEnum
 from lab.reports.tables import Table, number
 from lab.timing.work import GpuWork
 from studies.loops import (
+    METHOD,
     LoopSettings,
     LoopStudy,
     MatrixProducts,
     Steps,
-    VerifyRequests,
+    VerifyLoop,
     WarmUpSteps,
     facts_alone,
-    measure_loop,
 )
 from studies.recording import Formats, Recorded, table_of
 from studies.settings import times_us
 from studies.step_profile import TIMELINE_STEPS, step_facts, summary, timeline
 from studies.study import Part
 
-METHOD = (
-    "torch.profiler (CUPTI), CPU and CUDA activities; GPU work belongs to the step whose launch has its correlation id; "
-    "medians over the steps of all runs, the arms' runs in turns"
-)
 # The worked case of the verify mask.
 MASK_SIZES: Mapping[str, Any] = {"max_batch_size": 256, "num_draft_tokens": 4, "max_context_len": 131072}
 
@@ -83,30 +79,24 @@ class CopyLoopSettings(LoopSettings):
     steps: Steps = field(default=15, metadata={"least": TIMELINE_STEPS})
 
 
-class DecodeLoop:
-    """A loop of target-verify steps; each run starts from the same lengths. `forward` launches the stand-in for the model."""
+class DecodeLoop(VerifyLoop[StepEnd]):
+    """A loop of target-verify steps. `forward` launches the stand-in for the model."""
+
+    settings: CopyLoopSettings
 
     def __init__(self, settings: CopyLoopSettings, forward: Callable[[], object], device: torch.device) -> None:
-        self.settings = settings
+        super().__init__(settings, settings.longest, device)
         self.forward = forward
-        self.requests = VerifyRequests(settings, settings.longest, torch.Generator().manual_seed(0), device)
         self.mirror = LengthMirror(settings.batch_size, device)
 
-    def run(self, variant: StepEnd) -> None:
-        """Launch all steps of one run, each in a range "step N". The GPU may still be at work afterwards."""
-        seq_lens = self.requests.first_seq_lens
-        for step in range(self.settings.steps_per_run):
-            with record_function(f"step {step}"):
-                seq_lens = self._step(seq_lens, variant)
-
-    def _step(self, seq_lens: Tensor, variant: StepEnd) -> Tensor:
+    def step(self, variant: StepEnd, seq_lens: Tensor, number: int) -> Tensor:
         with record_function("schedule"):
             _spin(self.settings.host_us)
         with record_function("metadata"):
-            build_mha_metadata(self.requests.batch(seq_lens), self.requests.pool)
+            build_mha_metadata(self.batch(seq_lens), self.pool)
         with record_function("forward"):
             self.forward()
-            seq_lens = seq_lens + self.requests.accepted
+            seq_lens = seq_lens + self.accepted
         if variant is StepEnd.WITH_COPY:
             with record_function("copy lengths"):
                 self.mirror.read(seq_lens)
@@ -126,7 +116,7 @@ def measure_ends(settings: CopyLoopSettings) -> list[dict[str, Any]]:
     loop = DecodeLoop(settings, forward.graph.replay, device)
     for variant in StepEnd:
         loop.run(variant)
-    runs = measure_loop(loop.run, [list(StepEnd)] * settings.repeats, settings.steps_per_run)
+    runs = loop.measure([list(StepEnd)] * settings.repeats)
     first = settings.warm_up_steps
     return [
         {
@@ -191,7 +181,7 @@ class LengthCopy(LoopStudy):
         ]
 
     def method(self) -> Mapping[str, Any]:
-        return {"method": METHOD}
+        return {"method": METHOD.format(part="step", steps="steps")}
 
     def answer(self, result: Recorded) -> Iterable[Table]:
         yield table_of("A decode loop, per step", VARIANT_COLUMNS, result["arms"])

@@ -1,14 +1,16 @@
 """A loop of target-verify steps around a stand-in for the model, run by several variants and read from profiles."""
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import torch
 import typer
 from torch import Tensor
+from torch.profiler import record_function
 
 from lab.metadata.engine.capture import capturing
 from lab.metadata.engine.forward_batch import ForwardBatch
@@ -24,6 +26,11 @@ from studies.variants import WARM
 LoopVariant = TypeVar("LoopVariant")
 WarmUpSteps = Annotated[int, typer.Option(help="steps before the counted ones in each run")]
 Steps = Annotated[int, typer.Option(help="counted steps of each run")]
+# Of a loop's times; `part` is what GPU work belongs to, `steps` what the medians are taken over.
+METHOD = (
+    "torch.profiler (CUPTI), CPU and CUDA activities; GPU work belongs to the {part} whose launch has its correlation id; "
+    "medians over the {steps} of all runs, the arms' runs in turns"
+)
 MATRIX_SIZE = 2048  # a product of about 30 µs on an H200: short for a step, long for a launch
 
 
@@ -78,12 +85,14 @@ class MatrixProducts:
                 torch.mm(*self.operands, out=self.out)
 
 
-class VerifyRequests:
-    """Requests of a loop that verify drafts. The pool has slots for all their tokens; the generator draws accepted numbers."""
+class VerifyLoop(ABC, Generic[LoopVariant]):
+    """A loop of steps that verify drafts, in several variants. Each run starts from the same lengths.
 
-    def __init__(
-        self, settings: LoopSettings, max_context_len: int, generator: torch.Generator, device: torch.device
-    ) -> None:
+    The pool has slots for all tokens of a run. `generator` has drawn the accepted numbers; a study may draw more from it.
+    """
+
+    def __init__(self, settings: LoopSettings, max_context_len: int, device: torch.device) -> None:
+        self.settings = settings
         batch_size, num_draft_tokens = settings.batch_size, settings.num_draft_tokens
         # An engine gives requests their slots before it knows which drafts are accepted; here all at once.
         lens = (settings.longest,) * batch_size
@@ -91,14 +100,38 @@ class VerifyRequests:
         self.rows = torch.tensor(admit(self.pool, lens, (0,) * batch_size).rows, device=device)
         self.q_lens = (num_draft_tokens,) * batch_size
         self.first_seq_lens = torch.full((batch_size,), settings.seq_len, device=device)
-        self.accepted = torch.randint(1, num_draft_tokens + 1, (batch_size,), generator=generator).to(device)
+        self.generator = torch.Generator().manual_seed(0)
+        self.accepted = torch.randint(1, num_draft_tokens + 1, (batch_size,), generator=self.generator).to(device)
         self._draft_positions = torch.arange(num_draft_tokens, device=device)
+
+    @abstractmethod
+    def step(self, variant: LoopVariant, seq_lens: Tensor, number: int) -> Tensor:
+        """Launch the step with this number over requests of these lengths; return the lengths of the next step."""
+
+    def run(self, variant: LoopVariant, steps: int | None = None) -> None:
+        """Launch all steps of one run, each in a range "step N". The GPU may still be at work afterwards."""
+        seq_lens = self.first_seq_lens
+        for number in range(self.settings.steps_per_run if steps is None else steps):
+            with record_function(f"step {number}"):
+                seq_lens = self.step(variant, seq_lens, number)
 
     def batch(self, seq_lens: Tensor) -> ForwardBatch:
         """Return the target-verify pass over requests of these lengths, [batch_size] int64, made on the device."""
         positions = seq_lens[:, None] + self._draft_positions
         slots = self.pool.req_to_token[self.rows[:, None], positions].flatten().to(torch.int64)
         return forward_batch(ForwardMode.TARGET_VERIFY, self.rows, seq_lens, self.q_lens, slots)
+
+    def measure(self, rounds: Iterable[Sequence[LoopVariant]]) -> "dict[LoopVariant, LoopRuns]":
+        """Run the variants interleaved, each without a profile and with one.
+
+        `rounds` has the variants of each round in their order. Raises IncompleteProfileError where a profile lacks events.
+        """
+        runs: dict[LoopVariant, LoopRuns] = {}
+        for variant in itertools.chain.from_iterable(rounds):
+            found, run = runs.setdefault(variant, LoopRuns()), partial(self.run, variant)
+            found.unprofiled_us.append(round(unprofiled_us(run) / self.settings.steps_per_run, 3))
+            found.profiles.append(profiled(run))
+        return runs
 
 
 @dataclass
@@ -115,21 +148,6 @@ class LoopRuns:
             "medians": medians([facts for run in runs for facts in run]),
             "runs": [[asdict(facts) for facts in run] for run in runs],
         }
-
-
-def measure_loop(
-    run: Callable[[LoopVariant], object], rounds: Iterable[Sequence[LoopVariant]], steps_per_run: int
-) -> dict[LoopVariant, LoopRuns]:
-    """Run the variants of a loop interleaved, each without a profile and with one; `run` marks its steps as "step N".
-
-    `rounds` has the variants of each round in their order. Raises IncompleteProfileError where a profile lacks events.
-    """
-    runs: dict[LoopVariant, LoopRuns] = {}
-    for variant in itertools.chain.from_iterable(rounds):
-        found = runs.setdefault(variant, LoopRuns())
-        found.unprofiled_us.append(round(unprofiled_us(partial(run, variant)) / steps_per_run, 3))
-        found.profiles.append(profiled(partial(run, variant)))
-    return runs
 
 
 @dataclass(frozen=True)

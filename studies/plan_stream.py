@@ -53,14 +53,14 @@ from lab.timing.host_time import host_time
 from lab.timing.work import GpuWork
 from studies.iteration_profile import Phase, iteration_facts, two_lanes
 from studies.loops import (
+    METHOD,
     LoopSettings,
     LoopStudy,
     MatrixProducts,
     Steps,
-    VerifyRequests,
+    VerifyLoop,
     WarmUpSteps,
     facts_alone,
-    measure_loop,
 )
 from studies.recording import Formats, Recorded, table_of
 from studies.settings import count, times_us
@@ -70,10 +70,6 @@ from studies.variants import WARM
 
 Handed = TypeVar("Handed")
 
-METHOD = (
-    "torch.profiler (CUPTI), CPU and CUDA activities; GPU work belongs to the iteration and phase whose launch has its "
-    "correlation id; medians over the iterations of all runs, the arms' runs in turns"
-)
 SHUFFLE_SEED = 0
 # Few enough for the driver's queue of about a thousand launches, at up to sixty an iteration.
 HOST_BATCHES, HOST_CALLS_PER_BATCH = 20, 8
@@ -135,8 +131,8 @@ class MarkedPlanStream(PlanStream):
             super()._fix_up(planned)
 
 
-class SpeculativeLoop:
-    """Iterations of all variants over the same requests; each run starts from the same lengths.
+class SpeculativeLoop(VerifyLoop[Planning]):
+    """Iterations of all variants over the same requests.
 
     `draft` and `verify` launch the stand-ins for the draft steps and for the target model.
     """
@@ -148,22 +144,16 @@ class SpeculativeLoop:
         verify: Callable[[], object],
         device: torch.device,
     ) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.settings = settings
+        super().__init__(settings, settings.max_context_len, device)
         self.draft = draft
         self.verify = verify
-        self.requests = VerifyRequests(settings, settings.max_context_len, generator, device)
         # Other trees in each iteration.
         shape = (settings.steps_per_run, settings.batch_size, settings.num_draft_tokens)
-        self.parents = random_trees(*shape, generator=generator).to(device)
+        self.parents = random_trees(*shape, generator=self.generator).to(device)
         self.planners = {variant: self._planner(variant) for variant in VARIANTS}
 
-    def run(self, variant: Planning, steps: int | None = None) -> None:
-        """Launch a run's iterations, each in a range "step N". The GPU may still be at work afterwards."""
-        seq_lens = self.requests.first_seq_lens
-        for step in range(self.settings.steps_per_run if steps is None else steps):
-            with record_function(f"step {step}"):
-                _, seq_lens = self._iterate(variant, seq_lens, step, self._verify)
+    def step(self, variant: Planning, seq_lens: Tensor, number: int) -> Tensor:
+        return self._iterate(variant, seq_lens, number, self._verify)[1]
 
     def check(self, variant: Planning) -> None:
         """Run all iterations, copy the metadata of each verify; raise RuntimeError unless a fresh build is the same."""
@@ -171,7 +161,7 @@ class SpeculativeLoop:
         def copies_of(planned: PlannedVerify) -> dict[str, Tensor]:
             return {name: tensor.clone() for name, tensor in planned.tensors().items()}
 
-        seq_lens = self.requests.first_seq_lens
+        seq_lens = self.first_seq_lens
         received: list[tuple[Tensor, dict[str, Tensor]]] = []
         for step in range(self.settings.steps_per_run):
             before = seq_lens
@@ -189,7 +179,7 @@ class SpeculativeLoop:
     ) -> tuple[Handed, Tensor]:
         """Run one iteration; return what `verify` returned, and the lengths of the next."""
         with record_function(Phase.INPUTS.value):
-            batch = self.requests.batch(seq_lens)
+            batch = self.batch(seq_lens)
 
         def draft(buffers: VerifyBuffers) -> None:
             with record_function(Phase.DRAFT.value):
@@ -197,7 +187,7 @@ class SpeculativeLoop:
                 if buffers[0] is not None:
                     buffers[0].copy_(self.parents[number])
 
-        return self.planners[variant].run(batch, draft, verify), seq_lens + self.requests.accepted
+        return self.planners[variant].run(batch, draft, verify), seq_lens + self.accepted
 
     def _verify(self, planned: PlannedVerify) -> None:
         with record_function(Phase.VERIFY.value):
@@ -206,13 +196,13 @@ class SpeculativeLoop:
     def _planner(self, variant: Planning) -> MarkedPlanStream:
         verify = TreeMaskVerify if variant.drafts is Drafts.TREES else ChainVerify
         settings, attention = self.settings, TRTLLMMHABackend(builder=variant.builder)
-        backend = verify(self.requests.pool, settings.num_draft_tokens, [settings.batch_size], attention)
+        backend = verify(self.pool, settings.num_draft_tokens, [settings.batch_size], attention)
         return MarkedPlanStream(backend, variant.start)
 
     def _expected(self, variant: Planning, seq_lens: Tensor, number: int) -> dict[str, Tensor]:
-        batch = self.requests.batch(seq_lens)
+        batch = self.batch(seq_lens)
         mask = pack_tree_mask(self.parents[number]) if variant.drafts is Drafts.TREES else None
-        return PlannedVerify(batch, build_mha_metadata(batch, self.requests.pool), mask).tensors()
+        return PlannedVerify(batch, build_mha_metadata(batch, self.pool), mask).tensors()
 
     def _live(self, name: str, tensor: Tensor, seq_lens: Tensor) -> Tensor:
         """Return a table without its dead cells, which the builders leave different."""
@@ -239,7 +229,7 @@ def measure_plannings(settings: PlanLoopSettings) -> list[dict[str, Any]]:
         loop.check(variant)
     shuffled = random.Random(SHUFFLE_SEED)
     rounds = [shuffled.sample(VARIANTS, len(VARIANTS)) for _ in range(settings.repeats)]
-    runs = measure_loop(loop.run, rounds, settings.steps_per_run)
+    runs = loop.measure(rounds)
     calls = {str(variant): partial(loop.run, variant, steps=1) for variant in VARIANTS}
     host = host_time(calls, batches=HOST_BATCHES, calls_per_batch=HOST_CALLS_PER_BATCH)
     for variant in VARIANTS:
@@ -322,7 +312,8 @@ class PlanStreamStudy(LoopStudy):
         ]
 
     def method(self) -> Mapping[str, Any]:
-        return {"method": METHOD, "host_method": HOST_METHOD}
+        method = METHOD.format(part="iteration and phase", steps="iterations")
+        return {"method": method, "host_method": HOST_METHOD}
 
     def answer(self, result: Recorded) -> Iterable[Table]:
         yield table_of("A speculative iteration", VARIANT_COLUMNS, result["arms"])

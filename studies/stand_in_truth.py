@@ -8,8 +8,9 @@ from torch import Tensor
 
 from lab.metadata.speculation.draft_extend_graph import DraftExtendOutput, DraftOutputs, selected_rows
 from lab.references.errors import Comparison, compare
-from lab.references.plain_attention import attention, eager_attention
-from lab.references.softmax_attention import visible_keys
+from lab.references.truth import Truth
+from lab.workloads.inputs.expected import made
+from lab.workloads.inputs.forward_pass import mha_truth
 from studies.stand_in_model import DTYPE, StandInModel, StandInPass
 
 Project = Callable[[Tensor, Tensor], Tensor]  # rows and a weight to their product
@@ -81,8 +82,8 @@ class StandInTruth:
 
 def truth_of_pass(model: StandInModel, drawn: StandInPass) -> StandInTruth:
     """Return the truth of a pass, and its control. Float64 copies of the weights are made: 4 GB for an LM head of 128K."""
-    exact = _hidden_states(model, drawn, _exact, exact=True)
-    rounded = _hidden_states(model, drawn, _rounded, exact=False)
+    exact = _hidden_states(model, drawn, _exact, lambda truth: truth.expected)
+    rounded = _hidden_states(model, drawn, _rounded, lambda truth: truth.control)
     device = exact.device
     requests = [request for request, q_len in enumerate(drawn.q_lens) for _ in range(q_len)]
     uniform = len(set(drawn.q_lens)) == 1
@@ -104,44 +105,19 @@ def _rounded(rows: Tensor, weight: Tensor) -> Tensor:
     return (rows.to(torch.float32) @ weight.to(torch.float32)).to(DTYPE)
 
 
-def _hidden_states(model: StandInModel, drawn: StandInPass, project: Project, *, exact: bool) -> Tensor:
-    sizes, heads = model.sizes, model.sizes.attention
+def _hidden_states(
+    model: StandInModel, drawn: StandInPass, project: Project, attended: Callable[[Truth], Tensor]
+) -> Tensor:
+    """Return the hidden states after both projections and the attention, whose `attended` output of its truth is used."""
+    sizes = model.sizes
     features = torch.cat((model.embedding[drawn.input_ids], drawn.hidden_states), dim=1)
-    projected = project(features, model.qkv_weight)
     widths = (sizes.q_size, sizes.kv_size, sizes.kv_size)
-    query, keys, values = (side.unflatten(1, (-1, heads.head_dim)) for side in projected.split(widths, dim=1))
-    attended, first = [], 0
-    for (old_keys, old_values), q_len in zip(drawn.histories, drawn.q_lens, strict=True):
-        rows = slice(first, first + q_len)
-        all_keys, all_values = (
-            torch.cat((old.to(new.dtype), new[rows])).unsqueeze(0)
-            for old, new in ((old_keys, keys), (old_values, values))
-        )
-        attended.append(_attend(model, query[rows].unsqueeze(0), all_keys, all_values, exact=exact))
-        first += q_len
-    return project(torch.cat(attended).flatten(1), model.out_weight)
-
-
-def _attend(model: StandInModel, query: Tensor, keys: Tensor, values: Tensor, *, exact: bool) -> Tensor:
-    """Return one request's output for the rows of its last tokens, [q_len, num_qo_heads, head_dim]."""
-    layer, kv_len, device = model.layer, keys.shape[1], query.device
-    visible = visible_keys(
-        torch.arange(kv_len - query.shape[1], kv_len, device=device).unsqueeze(0),
-        torch.arange(kv_len, device=device).unsqueeze(0),
-        torch.tensor([kv_len], device=device),
-        causal=True,
-        window_left=layer.window_left,
-    )
-    if exact:
-        out, _ = attention(query, keys, values, visible, bmm1_scale=layer.softmax_scale, sinks=layer.sinks)
-        return out[0]
-    return eager_attention(
-        query,
-        keys,
-        values,
-        visible,
-        arithmetic=DTYPE,
-        bmm1_scale=layer.softmax_scale,
-        sinks=layer.sinks,
-        out_dtype=DTYPE,
-    )[0]
+    projected = project(features, model.qkv_weight).split(widths, dim=1)
+    query, *new = (side.unflatten(1, (-1, sizes.attention.head_dim)) for side in projected)
+    new_of_requests = zip(*(side.split(drawn.q_lens) for side in new), strict=True)
+    histories = [
+        tuple(torch.cat((old.to(added.dtype), added)) for old, added in zip(history, own, strict=True))
+        for history, own in zip(drawn.histories, new_of_requests, strict=True)
+    ]
+    truth = mha_truth(query, histories, drawn.q_lens, model.layer, kv_dtype=DTYPE, out_dtype=DTYPE, arithmetic=DTYPE)
+    return project(attended(made(truth)).flatten(1), model.out_weight)

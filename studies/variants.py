@@ -6,7 +6,6 @@ A variant that declines a point, or whose results are wrong, has no time; the re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -73,6 +72,11 @@ class Point:
         return {"point": self.name, **self.facts}
 
 
+MakeWorks = Callable[[Sequence[Variant]], Works]
+FactsOf = Callable[[Variant, GpuWork], Mapping[str, Any]]
+RowOf = Callable[[Variant, GpuWork, Mapping[str, Time]], Mapping[str, Any]]
+
+
 @dataclass(frozen=True)
 class TimingPlan:
     """The method of GPU times, the samples of each variant, and the ceilings of the GPU."""
@@ -80,6 +84,32 @@ class TimingPlan:
     ceilings: Ceilings
     method: Method = COLD
     samples: int = SAMPLES
+
+    def measure(self, works: Works) -> dict[str, GpuTime]:
+        """Measure the interleaved GPU times of works; see `lab.timing.gpu_time.measure_interleaved`."""
+        return measure_interleaved(works, method=self.method, samples=self.samples)
+
+    def row_of(self, point: Point, facts_of: FactsOf) -> RowOf[GpuTime]:
+        """Return the function that `measure_variants` takes: it returns a variant's facts and time and, if the point has a
+        baseline, the variant's speed in times the baseline's, and its targets.
+        """
+
+        def row(variant: Variant, work: GpuWork, times: Mapping[str, GpuTime]) -> dict[str, Any]:
+            facts, time = dict(facts_of(variant, work)), times[variant.name]
+            floor = (facts.get("floor_bytes", work.bytes_moved), work.operations)
+            facts |= time_facts(time, self.ceilings, *floor, str(facts.get("kv_dtype", "")))
+            if not point.baseline:
+                return facts
+            speed = times[point.baseline].median_us / time.median_us if point.baseline in times else None
+            bandwidth = roofline(time.median_us, *floor, self.ceilings).bandwidth_percent
+            reached = {Figure.SPEED: speed, Figure.BANDWIDTH: bandwidth}
+            return facts | {
+                "baseline": point.baseline,
+                "speed_of_baseline": None if speed is None else round(speed, 3),
+                "targets": target_rows(variant.targets, reached, point.baseline),
+            }
+
+        return row
 
 
 def timing_plan(clock: str, l2: str, samples: int) -> TimingPlan:
@@ -162,15 +192,11 @@ def measure_right_ones(
     return {}, wrong
 
 
-MakeWorks = Callable[[Sequence[Variant]], Works]
-FactsOf = Callable[[Variant, GpuWork], Mapping[str, Any]]
-
-
 def measure_variants(
     point: Point,
     make: MakeWorks,
     measure: Callable[[Works], dict[str, Time]],
-    row_of: Callable[[Variant, GpuWork, dict[str, Time]], Mapping[str, Any]],
+    row_of: RowOf[Time],
 ) -> PointRows:
     """Measure the interleaved variants of a point by any clock; for a variant without a time, record the reason.
 
@@ -203,14 +229,7 @@ def measure_point(point: Point, make: MakeWorks, plan: TimingPlan, facts_of: Fac
         facts_of: given a variant and its work, returns more values for its row. A value `floor_bytes` replaces the bytes of
             the work in the floor.
     """
-
-    def row_of(variant: Variant, work: GpuWork, times: dict[str, GpuTime]) -> dict[str, Any]:
-        facts = dict(facts_of(variant, work))
-        floor = (facts.get("floor_bytes", work.bytes_moved), work.operations)
-        facts |= time_facts(times[variant.name], plan.ceilings, *floor, str(facts.get("kv_dtype", "")))
-        return facts | (_compared(point, variant, times, plan.ceilings, floor) if point.baseline else {})
-
-    return measure_variants(point, make, partial(measure_interleaved, method=plan.method, samples=plan.samples), row_of)
+    return measure_variants(point, make, plan.measure, plan.row_of(point, facts_of))
 
 
 def measure_all(point: Point, make: MakeWorks, plan: TimingPlan, facts_of: FactsOf) -> list[dict[str, Any]]:
@@ -223,26 +242,6 @@ def measure_all(point: Point, make: MakeWorks, plan: TimingPlan, facts_of: Facts
     """
     with named_in_failures(point.name):
         works = make(point.variants)
-        times = measure_interleaved(works, method=plan.method, samples=plan.samples)
-    return [
-        point.row
-        | {"arm": variant.name, **facts_of(variant, works[variant.name])}
-        | time_facts(
-            times[variant.name], plan.ceilings, works[variant.name].bytes_moved, works[variant.name].operations
-        )
-        for variant in point.variants
-    ]
-
-
-def _compared(
-    point: Point, variant: Variant, times: Mapping[str, GpuTime], ceilings: Ceilings, floor: tuple[int, int]
-) -> dict[str, Any]:
-    """Return a variant's speed in times the baseline's, and its targets."""
-    time_us = times[variant.name].median_us
-    speed = times[point.baseline].median_us / time_us if point.baseline in times else None
-    reached = {Figure.SPEED: speed, Figure.BANDWIDTH: roofline(time_us, *floor, ceilings).bandwidth_percent}
-    return {
-        "baseline": point.baseline,
-        "speed_of_baseline": None if speed is None else round(speed, 3),
-        "targets": target_rows(variant.targets, reached, point.baseline),
-    }
+        times = plan.measure(works)
+    row_of = plan.row_of(point, facts_of)
+    return [point.row | {"arm": each.name} | dict(row_of(each, works[each.name], times)) for each in point.variants]

@@ -49,7 +49,7 @@ def test_every_step_is_marked_and_only_one_variant_reads_the_lengths(
     names = [each["name"] for each in exported_trace(recorded)["traceEvents"]]
     assert [name for name in names if STEP_NAME.fullmatch(name)] == [f"step {i}" for i in range(6)]
     assert len(forwards) == 6
-    grown = [[30 + (number + 1) * accepted for accepted in loop.requests.accepted.tolist()] for number in range(6)]
+    grown = [[30 + (number + 1) * accepted for accepted in loop.accepted.tolist()] for number in range(6)]
     assert read_lengths == (grown if variant is StepEnd.WITH_COPY else [])
 
 
