@@ -4,6 +4,7 @@ from itertools import combinations
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
 
@@ -12,16 +13,30 @@ def words(figure: Figure) -> list[str]:
     return [line for text in _texts(figure) for line in text.get_text().splitlines()]
 
 
+def rectangles(figure: Figure) -> list[Rectangle]:
+    """Bars and cells of all panels, as they were drawn."""
+    return [patch for axes in figure.axes for patch in axes.patches if isinstance(patch, Rectangle)]
+
+
+def by_gid(figure: Figure) -> dict[str, Rectangle]:
+    """The bars and cells that have a name, each once."""
+    found = [(each.get_gid(), each) for each in rectangles(figure) if each.get_gid()]
+    assert len(found) == len(dict(found))
+    return dict(found)
+
+
 def gids(figure: Figure) -> set[str]:
-    """The names of the patches that have one, each once."""
-    found = [patch.get_gid() for patch in figure.axes[0].patches if patch.get_gid()]
-    assert len(found) == len(set(found))
-    return set(found)
+    return set(by_gid(figure))
 
 
 def curves(axes: Axes) -> list[list[tuple[float, float]]]:
     """The points of each line."""
     return [list(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in axes.lines]
+
+
+def marks(axes: Axes) -> list[tuple[float, float]]:
+    """The points that stand alone, in the order of their drawing."""
+    return [curve[0] for curve in curves(axes) if len(curve) == 1]
 
 
 def assert_legible(figure: Figure) -> None:

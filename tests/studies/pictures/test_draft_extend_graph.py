@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from matplotlib.axes import Axes
-from matplotlib.patches import Rectangle
 from torch import Tensor
 
 import lab.references
@@ -18,7 +16,6 @@ from lab.metadata.speculation.draft_extend_graph import DraftExtendGraph, DraftE
 from studies.pictures.draft_extend_graph import eager_or_graph_figure, forms_figure
 from studies.pictures.static_buffers import (
     ALONG,
-    MOST_ROWS,
     Along,
     CellState,
     ReplayedBuffers,
@@ -30,10 +27,8 @@ from studies.pictures.static_buffers import (
 from studies.stand_in_model import StandInModel, StandInPass, draw_pass
 from tests.devices import IN_INTERPRETER
 from tests.metadata.draft_extend_cases import PAGE_SIZE, new_model
-from tests.reports.pictures.figures import assert_legible, gids, words
-from tests.studies.recorded import recorded
+from tests.reports.pictures.figures import gids, marks, rectangles, words
 
-RECORDED = recorded("draft_extend_graph")
 WIDTH, CAPTURED = 2, (2, 4)
 FIRST, SECOND, THIRD = (40, 17, 60, 30), (5, 33, 10), (14,)  # tokens before the pass
 LIVE, PADDING, STALE_READ, STALE, PRESET = CellState
@@ -166,24 +161,6 @@ def test_every_cell_is_drawn_with_its_value(replayed: Callable[[], ReplayedBuffe
     assert said.count("not run") == buffers.max_batch_size - buffers.captured_size
 
 
-@IN_INTERPRETER
-@pytest.mark.parametrize("replayed", [padded, smaller])
-def test_buffers_are_legible(replayed: Callable[[], ReplayedBuffers]) -> None:
-    assert_legible(buffers_figure(replayed(), "a title"))
-
-
-@IN_INTERPRETER
-def test_the_widest_buffers_are_legible_and_wider_ones_refused() -> None:
-    most = MOST_ROWS // max(CAPTURED)
-    assert_legible(buffers_figure(Replays(most).buffers_after(FIRST, SECOND), "a title"))
-    with pytest.raises(ValueError, match=f"28 query rows side by side, more than {MOST_ROWS}"):
-        buffers_figure(Replays(most + 1).buffers_after(SECOND), "a title")
-
-
-def bars(axes: Axes) -> list[Rectangle]:
-    return [patch for patch in axes.patches if isinstance(patch, Rectangle)]
-
-
 def row_of(form: DraftExtendOutput, size: int, median_us: float, **changes: Any) -> dict[str, Any]:
     facts = {"form": form.value, "batch_size": size, "num_draft_tokens": 4, "median_us": median_us}
     return facts | {"floor_us": median_us / 2, "throttled_by": []} | changes
@@ -199,10 +176,9 @@ def test_forms_are_bars_over_their_floors() -> None:
     ]
     figure = forms_figure(rows, "a title")
     four, eight = figure.axes
-    assert [bar.get_height() for bar in bars(four)] == [30.0, 20.0, 25.0]
-    assert [bool(bar.get_hatch()) for bar in bars(four)] == [False, False, True]
+    drawn = [(bar.axes, bar.get_height(), bool(bar.get_hatch())) for bar in rectangles(figure)]
+    assert drawn == [(four, 30.0, False), (four, 20.0, False), (four, 25.0, True), (eight, 40.0, False)]
     assert [line.get_ydata()[0] for line in four.lines] == [15.0, 10.0, 12.5]
-    assert [bar.get_height() for bar in bars(eight)] == [40.0]
     assert [each.get_title() for each in figure.axes] == ["4 draft tokens", "8 draft tokens"]
     assert "hatched: clocks held back (power limit)" in words(figure)
     assert not any(word.startswith("hatched") for word in words(forms_figure(rows[:2], "a title")))
@@ -220,17 +196,10 @@ def test_variants_are_bars_with_marks_of_their_parts() -> None:
     ]
     figure = eager_or_graph_figure(rows, "a title")
     (axes,) = figure.axes
-    assert [bar.get_width() for bar in bars(axes)] == [90.0, 40.0]
-    assert [line.get_xdata()[0] for line in axes.lines] == [5.0, 7.0, 3.0, 30.0]
+    assert [bar.get_width() for bar in rectangles(figure)] == [90.0, 40.0]
+    assert [x for x, _ in marks(axes)] == [5.0, 7.0, 3.0, 30.0]
     assert [line.get_markerfacecolor() for line in axes.lines[1::2]] == ["black", "white"]
     assert {"1 request", "90", "40", "the same, clocks held back (power limit)"} <= set(words(figure))
-
-
-def test_recorded_times_are_legible() -> None:
-    assert_legible(forms_figure(RECORDED["forms"], "a title"))
-    for mode in {row["mode"] for row in RECORDED["modes"]}:
-        rows = [row for row in RECORDED["modes"] if row["mode"] == mode and row["arm"] != "load"]
-        assert_legible(eager_or_graph_figure(rows, "a title"))
 
 
 def test_a_row_of_hidden_states_is_one_cell() -> None:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
@@ -14,10 +13,7 @@ from studies.pictures.draft_extend_kernels import (
     floor_share_figure,
     point_figure,
 )
-from tests.reports.pictures.figures import assert_legible, curves, words
-from tests.studies.recorded import recorded
-
-ROWS = recorded("draft_extend_kernels")["rows"]
+from tests.reports.pictures.figures import by_gid, curves, words
 
 
 def a_row(variant: str, requests: int, kv_len: int, q_len: int, median_us: float) -> dict[str, Any]:
@@ -52,18 +48,13 @@ SOME_ROWS = [
 def cells(figure: Figure) -> dict[str, str]:
     """What stands in each cell, by its gid: the text whose place is in its middle."""
     (axes,) = figure.axes
-    texts = {(int(text.get_position()[0]), int(text.get_position()[1])): text.get_text() for text in axes.texts}
-    return {patch.get_gid(): texts[place_of(patch)] for patch in axes.patches if patch.get_gid()}
+    texts = {tuple(map(int, text.get_position())): text.get_text() for text in axes.texts}
+    return {gid: texts[place_of(patch)] for gid, patch in by_gid(figure).items()}
 
 
 def place_of(patch: Any) -> tuple[int, int]:
     """Column and line of a cell."""
     return int(patch.get_x()), int(patch.get_y())
-
-
-def patch_of(figure: Figure, gid: str) -> Any:
-    (found,) = (patch for axes in figure.axes for patch in axes.patches if patch.get_gid() == gid)
-    return found
 
 
 def test_a_cell_is_the_ratio_of_the_calls() -> None:
@@ -84,14 +75,14 @@ def test_cells_lie_where_requests_and_keys_are() -> None:
     assert [label.get_text() for label in axes.get_xticklabels()] == ["1K", "4K"] * 2
     assert [label.get_text() for label in axes.get_yticklabels()] == ["1 request", "4 requests"]
     assert {"1 query row per request", "8 query rows per request", "keys per request"} <= set(words(figure))
-    places = {gid: place_of(patch_of(figure, gid)) for gid in ("1 1024 1", "4 1024 1", "1 4096 1", "1 1024 8")}
+    places = {gid: place_of(by_gid(figure)[gid]) for gid in ("1 1024 1", "4 1024 1", "1 4096 1", "1 1024 8")}
     assert places == {"1 1024 1": (0, 1), "4 1024 1": (0, 2), "1 4096 1": (1, 1), "1 1024 8": (3, 1)}
 
 
 def test_colours_and_frames_say_which_call_is_faster() -> None:
     figure = crossover_figure(SOME_ROWS, "map")
-    assert patch_of(figure, "1 1024 1").get_facecolor() == to_rgba(DECODE_COLOUR)
-    assert patch_of(figure, "4 1024 8").get_facecolor() == to_rgba(CONTEXT_COLOUR)
+    assert by_gid(figure)["1 1024 1"].get_facecolor() == to_rgba(DECODE_COLOUR)
+    assert by_gid(figure)["4 1024 8"].get_facecolor() == to_rgba(CONTEXT_COLOUR)
     framed = {patch.get_gid() for patch in figure.axes[0].patches if patch.get_edgecolor() == to_rgba("black")}
     assert framed == {"1 1024 8", "4 1024 8"}  # ratios 0.95 and 0.50, not that of exactly 1
 
@@ -127,18 +118,3 @@ def test_cuts_run_through_the_point() -> None:
     assert curves(over_keys)[:2] == [[(1024, 10), (4096, 10)], [(1024, 100), (4096, 20)]]
     assert (over_rows.get_title(), over_keys.get_title()) == ("1 request, 1K keys", "1 request, 1 query row")
     assert {"decode: decode kernel", "context: context kernel", "floor"} <= set(words(figure))
-
-
-def test_what_was_not_recorded_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'kv_len': 4096, 'q_len': 8.*kv_len \[1024, 4096\]"):
-        point_figure(SOME_ROWS, "cuts", 4, 4096, 8)
-    with pytest.raises(ValueError, match="no recorded point has both calls"):
-        crossover_figure([row for row in SOME_ROWS if row["arm"] == "decode"], "map")
-    with pytest.raises(ValueError, match="no recorded point of the decode call has 3 query rows"):
-        floor_share_figure(SOME_ROWS, "shares", q_lens=(3,))
-
-
-def test_recorded_rows_are_legible() -> None:
-    assert_legible(crossover_figure(ROWS, "Draft extend V2: time of the context call over that of the decode call"))
-    assert_legible(floor_share_figure(ROWS, "Draft extend V2: floor in percent of the time"))
-    assert_legible(point_figure(ROWS, "Draft extend V2", 16, 4096, 4))

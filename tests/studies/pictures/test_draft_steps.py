@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import pytest
 import torch
 from matplotlib.figure import Figure
 
@@ -20,17 +19,14 @@ from lab.metadata.speculation.draft_steps import (
 from lab.references import generate_draft_decode_kv_indices
 from studies.draft_scenarios import DraftCase, build_verify, draft_decode
 from studies.pictures.draft_steps import (
-    MOST_SLOTS,
     built_figure,
     claim_figure,
     draft_times_figure,
     lists_figure,
     steps_figure,
 )
-from tests.reports.pictures.figures import assert_legible, curves, words
-from tests.studies.recorded import recorded
+from tests.reports.pictures.figures import curves, words
 
-RECORDED = recorded("draft_steps")
 PREFIX_LENS, NUM_STEPS, P = (9, 6), 3, 4
 
 Built = tuple[ForwardBatch, KVPool, PreparedDraft, DraftBuffers]
@@ -113,21 +109,6 @@ def test_requests_are_drawn_apart() -> None:
 def test_mla_is_told_the_same_length_in_each_step() -> None:
     figure = built_figure(*built((5,), 3, 32, DraftAttention.MLA), "MLA")
     assert [line.get_xdata()[1] for line in figure.axes[0].lines] == [5, 5]
-
-
-def test_without_lists_there_is_nothing_to_draw() -> None:
-    with pytest.raises(ValueError, match="no ragged lists"):
-        built_figure(*built(plan=DraftPlan.PER_STEP), "per step")
-
-
-def test_what_would_not_be_legible_is_refused() -> None:
-    with pytest.raises(ValueError, match=f"41 slots side by side, more than {MOST_SLOTS}"):
-        built_figure(*built((17, 17)), "too long")
-
-
-@pytest.mark.parametrize("num_steps", [2, 3, 8])
-def test_what_is_built_is_legible(num_steps: int) -> None:
-    assert_legible(built_figure(*built(num_steps=num_steps), f"What the common template makes, {num_steps} steps"))
 
 
 def a_row(kernel: str, requests: int, tokens: int, median_us: float, num_steps: int = 3) -> dict[str, Any]:
@@ -216,20 +197,3 @@ def test_the_claim_stands_beside_what_was_measured() -> None:
     assert {"GPU, 1 request of 80K", "GPU, 4 requests of 80K", "host, static buffers", "stated: 240"} <= set(
         words(figure)
     )
-
-
-def test_what_was_not_recorded_is_refused() -> None:
-    with pytest.raises(ValueError, match="no recorded row has 7 steps"):
-        draft_times_figure(some_rows(), "times", num_steps=7)
-    with pytest.raises(ValueError, match="no recorded row has 5 requests of 10 tokens"):
-        steps_figure(some_rows(), "steps", requests=5, tokens=10)
-    with pytest.raises(ValueError, match="no recorded row has kernel 'mla one_launch'"):
-        draft_times_figure([row for row in some_rows() if row["kernel"] != "mla one_launch"], "times")
-
-
-def test_recorded_rows_are_legible() -> None:
-    rows = RECORDED["rows"]
-    assert_legible(draft_times_figure(rows, "Metadata of one draft"))
-    assert_legible(lists_figure(rows, "The ragged lists"))
-    assert_legible(steps_figure(rows, "64 requests of 8K tokens", requests=64, tokens=8192))
-    assert_legible(claim_figure(RECORDED["pr_26241"], "What skipping the lists saves"))

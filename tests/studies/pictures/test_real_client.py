@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import pytest
-
 from studies.pictures.real_client import calls_figure
 from tests.reports.pictures.figures import assert_legible, words
 
@@ -49,8 +47,3 @@ def test_it_says_how_many_calls_are_wrong_and_is_legible() -> None:
     assert "wrong.kernel: 2 wrong of 3 judged calls" in said
     assert {"not judged", "judged right", "judged wrong, and kept"} <= {*said}
     assert_legible(figure)
-
-
-def test_a_recording_without_calls_is_refused() -> None:
-    with pytest.raises(ValueError, match="has no calls"):
-        calls_figure([], "calls")
