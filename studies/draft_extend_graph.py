@@ -200,12 +200,6 @@ MODE_COLUMNS: Formats = {  # of the rows of a mode and batch size, by variant
 }
 
 
-def mode_table(rows: Sequence[Mapping[str, Any]], method: str) -> Table:
-    """Make a table of one line per mode and batch size."""
-    points = rows_by_point(rows, ("mode", "batch_size"), "arm")
-    return table_of(f"Eager against graph; GPU time by {method}", MODE_COLUMNS, points.values())
-
-
 FORM_COLUMNS: Formats = {  # of the rows of a point, by form, and its savings
     "requests": "{batch_size}",
     "draft tokens": "{num_draft_tokens}",
@@ -214,13 +208,6 @@ FORM_COLUMNS: Formats = {  # of the rows of a point, by form, and its savings
     "dead top-k costs": "{dead_topk_cost_us:,.1f}",
     "saved, %": "{saved_percent:,.1f}",
 }
-
-
-def form_table(rows: Sequence[Mapping[str, Any]], method: str) -> Table:
-    """Make a table of one line per point."""
-    points = rows_by_point(rows, FORM_POINT, "form").values()
-    found = [forms | saved for forms, saved in zip(points, savings(rows), strict=True)]
-    return table_of(f"Draft extend V2, GPU time in µs (floor) by {method}", FORM_COLUMNS, found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,5 +267,8 @@ class DraftExtendGraphStudy(TimedStudy):
         return {"savings": savings(result["forms"])}
 
     def answer(self, result: Recorded) -> Iterable[Table]:
-        yield mode_table(result["modes"], result["method"])
-        yield form_table(result["forms"], result["method"])
+        method, modes = result["method"], rows_by_point(result["modes"], ("mode", "batch_size"), "arm")
+        yield table_of(f"Eager against graph; GPU time by {method}", MODE_COLUMNS, modes.values())
+        forms = rows_by_point(result["forms"], FORM_POINT, "form").values()
+        found = [rows | saved for rows, saved in zip(forms, savings(result["forms"]), strict=True)]
+        yield table_of(f"Draft extend V2, GPU time in µs (floor) by {method}", FORM_COLUMNS, found)

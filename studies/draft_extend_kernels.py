@@ -81,7 +81,7 @@ def crossovers(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     A point without one of the two times is left out.
     """
     found: dict[tuple[int, int], dict[int, float]] = {}
-    for (requests, kv_len, q_len), variants in _points(rows).items():
+    for (requests, kv_len, q_len), variants in points_of(rows).items():
         if {"decode", "context"} <= set(variants):
             ratio = variants["context"]["median_us"] / variants["decode"]["median_us"]
             found.setdefault((requests, kv_len), {})[q_len] = round(ratio, 3)
@@ -96,13 +96,14 @@ def crossovers(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _points(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, ...], dict[str, Mapping[str, Any]]]:
+def points_of(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[Any, ...], dict[str, Mapping[str, Any]]]:
+    """Return rows by requests, keys of each and query rows of each, and at each point by variant."""
     return rows_by_point(rows, ("requests", "kv_len", "q_len"), "arm")
 
 
 def crossover_table(rows: Sequence[Mapping[str, Any]], method: str) -> Table:
     """Make a table of one line per requests and keys, one column per q: decode / context in µs, and context over decode."""
-    points = _points(rows)
+    points = points_of(rows)
 
     def cell(q_len: int, found: Mapping[str, Any]) -> Cell:
         ratio = found["context_over_decode"].get(q_len)

@@ -108,23 +108,21 @@ def median_of(rows: Sequence[dict[str, Any]], variant: str, point: str) -> float
 
 def claim_table(rows: Sequence[dict[str, Any]], host_rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the figures of 26241 per iteration, and what skipping the lists saves here, on the GPU and on the host."""
+    gpu_us = {row["scenario"]: row["median_us"] for row in rows}
+    host_us = {row["call"]: row["host_us"] for row in host_rows}
 
-    def saved(prefix: str, point: str) -> float:
-        before, after = (median_of(rows, f"{prefix}/{plan}/{{}}", point) for plan in ("common_template", "per_step"))
-        return round(before - after, 2)
+    def saved(times_us: Mapping[str, float], call: str) -> float:
+        return round(times_us[call.format("common_template")] - times_us[call.format("per_step")], 2)
 
-    hosts = {row["call"]: row["host_us"] for row in host_rows}
-
-    def host_saved(form: str) -> float:
-        point = "1x8k/steps3"
-        before, after = (hosts[f"draft_steps/mha/{plan}/{point}{form}"] for plan in ("common_template", "per_step"))
-        return round(before - after, 2)
-
+    host = "draft_steps/mha/{}/1x8k/steps3"
     return {
         "claim": CLAIM,
         "implied_saving_us_per_iteration": round(implied_saving_us(CLAIM), 1),
-        "gpu_saving_us_per_draft_mla": {point: saved("draft_steps/mla", point) for point in LONG},
-        "host_saving_us_per_draft": {"static buffers": host_saved(""), "eager": host_saved("/eager")},
+        "gpu_saving_us_per_draft_mla": {point: saved(gpu_us, f"draft_steps/mla/{{}}/{point}") for point in LONG},
+        "host_saving_us_per_draft": {
+            "static buffers": saved(host_us, host),
+            "eager": saved(host_us, f"{host}/eager"),
+        },
     }
 
 

@@ -6,6 +6,7 @@ which are interleaved in one process, each on its own copies of the same pool, q
 judged by the requests' histories before and after it is timed, and a wrong variant has no time.
 """
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +14,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+from rich.progress import track
+
 from lab.commands.options import L2, Clock
 from lab.exit_status import ExitStatus
-from lab.reports.tables import FittedTable, Table
+from lab.files import write_text
+from lab.provenance import environment
+from lab.reports.tables import FittedTable, Table, terminal
 from lab.timing.roofline import Ceilings
 from studies.passes import gpu_works
-from studies.recording import Recorded, Recording, StudyRow
+from studies.recording import Recorded, StudyRow
 from studies.settings import Samples
 from studies.variants import OUTCOMES, FactsOf, Point, TimingPlan, measure_point, timing_plan
 
@@ -103,17 +109,25 @@ class Study(ABC):
 
         The JSON file `out` is written anew after every point; None keeps no file.
         """
-        recording = Recording(
-            self.name(), out, {**self.method(), **self.facts()}, self.lists, self.derived, self.ceilings
-        )
+        ceilings = {} if self.ceilings is None else {"ceilings": self.ceilings.facts()}
+        rows: dict[str, list[StudyRow]] = {name: [] for name in self.lists}
+        result: dict[str, Any] = {"experiment": self.name(), "environment": environment() | ceilings}
+        result |= {**self.method(), **self.facts(), **rows}
+        console = terminal()
         for part in self.parts:
-            recording.measure(part.points, part.rows_at, part.what)
-        for each in self.answer(recording.result):
-            recording.console.print(FittedTable(each) if isinstance(each, Table) else each)
+            for point in track(part.points, description=part.what, console=console):
+                for name, found in part.rows_at(point).items():
+                    rows[name] += found
+                result |= self.derived(result)
+                if out is not None:
+                    write_text(out, json.dumps(result, indent=1) + "\n")
+                torch.cuda.empty_cache()  # points differ in size, and what one leaves in pieces is of no use to the next
+        for each in self.answer(result):
+            console.print(FittedTable(each) if isinstance(each, Table) else each)
         for outcome in OUTCOMES[1:]:
-            for row in recording.result.get(outcome, ()):
-                recording.console.print(f"{outcome}: {row['point']}, {row['arm']}: {row['reason']}")
-        return self.exit_status(recording.result)
+            for row in result.get(outcome, ()):
+                console.print(f"{outcome}: {row['point']}, {row['arm']}: {row['reason']}")
+        return self.exit_status(result)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from lab.reports.pictures import style
+from studies.draft_extend_kernels import points_of
 from studies.pictures.cells import Box, Line, Look, cells_figure
 
 PANELS_PER_LINE = 3
@@ -23,9 +24,6 @@ VARIANTS = {
 }
 OTHER_VARIANTS = ((style.COLOURS[3], "D"), (style.COLOURS[4], "v"))
 NOT_MEASURED = Look("white", "not measured", edge="#CCCCCC", hatch="////")
-
-# requests, keys of each, query rows of each
-Sizes = tuple[int, int, int]
 
 Bands = Mapping[float, Look]  # by their ends: the looks of values below an end that no band before it has
 RATIO_BANDS: Bands = {
@@ -50,8 +48,11 @@ def crossover_figure(rows: Iterable[Mapping[str, Any]], title: str) -> Figure:
 
     A measured cell has the gid "<requests> <keys> <query rows>". Ratios below 1 are framed. ValueError: no point has both.
     """
-    decode, context = (_by_point(rows, variant, "median_us") for variant in ("decode", "context"))
-    ratios = {point: context[point] / time_us for point, time_us in decode.items() if point in context}
+    ratios = {
+        point: found["context"]["median_us"] / found["decode"]["median_us"]
+        for point, found in points_of(rows).items()
+        if {"decode", "context"} <= set(found)
+    }
     if not ratios:
         raise ValueError("no recorded point has both calls: the rows need the arms 'decode' and 'context'")
     panels = {
@@ -66,12 +67,12 @@ def floor_share_figure(rows: Iterable[Mapping[str, Any]], title: str, q_lens: Se
 
     Cells as in `crossover_figure`; their gid begins with the variant. Raises ValueError if a number has no row.
     """
-    rows = list(rows)
+    points = points_of(rows)
     panels: dict[str, tuple[int, dict[tuple[int, int], float]]] = {}
     for variant in ("decode", "context"):
-        times_us, floors_us = (_by_point(rows, variant, value) for value in ("median_us", "floor_us"))
+        timed = {point: found[variant] for point, found in points.items() if variant in found}
+        shares = {point: 100 * row["floor_us"] / row["median_us"] for point, row in timed.items()}
         for q_len in q_lens:
-            shares = {point: 100 * floors_us[point] / time_us for point, time_us in times_us.items()}
             values = _at_q_len(shares, q_len)
             if not values:
                 raise ValueError(f"no recorded point of the {variant} call has {_counted('q_len', q_len)} per request")
@@ -147,11 +148,7 @@ def _map_figure(
     return cells_figure(title, lines, looks, columns, subtitle="keys per request", across=across)
 
 
-def _by_point(rows: Iterable[Mapping[str, Any]], variant: str, value: str) -> dict[Sizes, float]:
-    return {(row["requests"], row["kv_len"], row["q_len"]): row[value] for row in rows if row["arm"] == variant}
-
-
-def _at_q_len(values: Mapping[Sizes, float], q_len: int) -> dict[tuple[int, int], float]:
+def _at_q_len(values: Mapping[tuple[Any, ...], float], q_len: int) -> dict[tuple[int, int], float]:
     return {(requests, kv_len): value for (requests, kv_len, rows), value in values.items() if rows == q_len}
 
 

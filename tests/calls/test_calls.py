@@ -11,7 +11,7 @@ import lab.calls
 import lab.kernels.portable
 import lab.kernels.trtllm
 import lab.references
-from lab.calls import CALL_TYPES, ContextCall, DecodeCall
+from lab.calls import CALL_TYPES, DecodeCall
 from lab.calls.arguments import check_head_dim_stride
 from lab.calls.problem import mask_words, refuse_nan
 from tests.calls.breaks import (
@@ -362,32 +362,6 @@ def test_an_empty_batch_returns_empty(implementation: str, call: str) -> None:
     out, lse = getattr(IMPLEMENTATIONS[implementation], FUNCTIONS[call])(**arguments)
     assert out is arguments["out"]
     assert lse.shape == (0, 4)
-
-
-@pytest.mark.parametrize("call", BOTH)
-def test_arguments_that_change_no_result_are_free(call: str) -> None:
-    good = good_arguments(call) | {"out": None}
-    run = getattr(lab.references, FUNCTIONS[call])
-    free = {
-        "workspace_buffer": torch.zeros(8, device="meta"),
-        "enable_pdl": True,
-        "multi_ctas_kv_counter_buffer": torch.zeros(8, device="meta"),
-    }
-    assert torch.equal(run(**good | free), run(**good))
-
-
-@pytest.mark.parametrize(("call", "type_"), [("decode", DecodeCall), ("context", ContextCall)])
-def test_values_can_be_checked_on_request(call: str, type_: Any) -> None:
-    """What a GPU call does not read, `check_values` does."""
-    arguments = good_arguments(call)
-    problem = type_(**arguments).problem()
-    problem.check_values()
-    arguments["block_tables"][0, 0] = 1000
-    with pytest.raises(ValueError, match="page id 1000"):
-        problem.check_values()
-    problem.seq_lens[0] = problem.k_block_tables.shape[1] * problem.page_size + 1
-    with pytest.raises(ValueError, match="widen the table"):
-        problem.check_values()
 
 
 def test_nan_is_refused_on_request() -> None:

@@ -144,9 +144,9 @@ def test_rows_and_keys_after_the_last_request_are_nobodys(function: str) -> None
     assert (lse[5:] == -math.inf).all()
 
 
-@each_call
-def test_an_empty_batch(function: str) -> None:
-    arguments = arguments_of(function, batch_of(function, [1], [7]))
+@pytest.mark.parametrize(("function", "form"), [*((name, {}) for name in ARGUMENTS), (MLA, {"ragged": True})])
+def test_an_empty_batch(function: str, form: Arguments) -> None:
+    arguments = arguments_of(function, batch_of(function, [1], [7]), **form)
     of_requests = ("query", "block_tables", "seq_lens", "out")
     arguments |= {name: arguments[name][:0] for name in of_requests if arguments.get(name) is not None}
     for name in ("cum_seq_lens_q", "cum_seq_lens_kv"):
@@ -358,8 +358,10 @@ def test_nan_that_is_read_is_not_hidden(function: str, poisoned: str) -> None:
 def test_arguments_that_change_no_result_are_free(function: str) -> None:
     batch = batch_of(function, [2, 2], [7, 4])
     free: Arguments = {"workspace_buffer": torch.zeros(8, device="meta"), "enable_pdl": True}
+    if function != RAGGED:
+        free |= {"multi_ctas_kv_counter_buffer": torch.zeros(8, device="meta")}
     if function == MLA:
-        free |= {"multi_ctas_kv_counter_buffer": torch.zeros(8, device="meta"), "qk_nope_head_dim": 128}
+        free |= {"qk_nope_head_dim": 128}
     if function == RAGGED:
         free |= {"o_sf_scale": -1.0, "skip_all_rows_active_check": False, "window_left": 10**6}
         free |= mirrors(batch, torch.int64)
@@ -368,6 +370,31 @@ def test_arguments_that_change_no_result_are_free(function: str) -> None:
         for dtype in (torch.int32, torch.uint32):
             lengths = {"seq_lens": torch.tensor([7, 4], dtype=dtype)}
             assert_same(run(function, arguments_of(function, batch) | free | chosen | lengths), expected(batch))
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "place", "bad", "message"),
+    [
+        *((name, "block_tables", (0, 0), 1000, "page id 1000") for name in (DECODE, CONTEXT, MLA)),
+        *((name, "seq_lens", (0,), 33, "widen the table") for name in (DECODE, CONTEXT)),
+        (RAGGED, "cum_seq_lens_kv", (1,), 8, "running sum"),
+    ],
+)
+def test_values_can_be_checked_on_request(
+    function: str, name: str, place: tuple[int, ...], bad: int, message: str
+) -> None:
+    """What a GPU call does not read, `check_values` does."""
+    batch = batch_of(function, [1, 1], [7, 30])
+    arguments = arguments_of(function, batch)
+    problem = CALL_TYPES[AttentionCall(function)](**arguments).problem()
+    problem.check_values()
+    assert (problem.head_dim, problem.v_head_dim) == (batch.keys[0].shape[2], batch.values[0].shape[2])
+    assert (problem.num_kv_heads, problem.batch_size) == (batch.keys[0].shape[1], 2)
+    if function == MLA:
+        assert problem.v_cache.data_ptr() == problem.k_cache.data_ptr()
+    arguments[name][place] = bad
+    with pytest.raises(ValueError, match=message):
+        problem.check_values()
 
 
 # --- as a stand-in ----------------------------------------------------------------------------------------------------

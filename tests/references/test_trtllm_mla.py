@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from lab.calls.mla_decode import MLADecodeCall
 from lab.references import attention, eager_attention, trtllm_batch_decode_with_kv_cache_mla
 from tests.cases import RANK, ROPE, assert_same, expected, latent_batch, mla_arguments, of_entries
 
@@ -154,15 +153,6 @@ def test_lse_of_a_ragged_call() -> None:
     torch.testing.assert_close(lse.double(), expected(batch)[1] * math.log(2.0), rtol=1e-6, atol=1e-6)
 
 
-def test_an_empty_ragged_batch() -> None:
-    arguments = mla_arguments(latent_batch([1], [7]), ragged=True)
-    arguments |= {name: arguments[name][:0] for name in ("query", "block_tables", "seq_lens", "out")}
-    arguments |= {"max_seq_len": 0, "cum_seq_lens_q": torch.zeros(1, dtype=torch.int32), "max_q_len": None}
-    out, lse = mla(**arguments)
-    assert out is arguments["out"]
-    assert lse.shape == (0, 4)
-
-
 # The functions under it, where V is narrower than K
 
 
@@ -179,14 +169,3 @@ def test_attention_and_its_control_take_values_of_another_head_dim() -> None:
     nothing: Any = {"keys": keys[:, :0], "values": keys[:, :0, :, :5], "visible": inputs["visible"][..., :0]}
     control = eager_attention(query, **nothing, arithmetic=torch.float32, out_dtype=torch.float32)
     assert torch.equal(control, torch.zeros(2, 3, 4, 5))
-
-
-def test_values_can_be_checked_on_request() -> None:
-    arguments = mla_arguments(latent_batch([1, 1], [7, 30]))
-    problem = MLADecodeCall(**arguments).problem()
-    problem.check_values()
-    assert (problem.head_dim, problem.v_head_dim, problem.num_kv_heads) == (RANK + ROPE, RANK, 1)
-    assert problem.v_cache.data_ptr() == problem.k_cache.data_ptr()
-    arguments["block_tables"][0, 0] = 1000
-    with pytest.raises(ValueError, match="page id 1000"):
-        problem.check_values()

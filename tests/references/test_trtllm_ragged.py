@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from lab.calls.ragged_context import RaggedContextCall
 from lab.references import trtllm_ragged_attention_deepseek
 from tests.cases import (
     Arguments,
@@ -112,13 +111,3 @@ def test_new_tokens_and_chunks_of_the_prefix_merge_to_the_whole() -> None:
     # The LSE that weighs the parts is float32.
     torch.testing.assert_close(out, truth[0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(lse, truth[1], rtol=1e-6, atol=1e-6)
-
-
-def test_values_can_be_checked_on_request() -> None:
-    arguments = ragged_arguments(ragged_batch([1, 1], [7, 30]))
-    problem = RaggedContextCall(**arguments).problem()
-    problem.check_values()
-    assert (problem.head_dim, problem.v_head_dim, problem.num_kv_heads, problem.batch_size) == (12, 8, 3, 2)
-    arguments["cum_seq_lens_kv"][1] = 8
-    with pytest.raises(ValueError, match="running sum"):
-        problem.check_values()

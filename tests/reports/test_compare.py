@@ -41,63 +41,133 @@ def compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     return compared
 
 
-def test_the_same_code_passes(compare: Any) -> None:
-    status, said = compare(rows(250, 900), rows(252, 895, seed=9))
+SAME = entry("extend/llama-3.1-8b/8q4k")
+FEW = [[entry(samples=samples_us(level_us, count=5))] for level_us in (250, 275)]
+NOISY = [[entry(samples=samples_us(level_us, 15, 10, seed))] for level_us, seed in ((250, 1), (275, 2))]
+WARM, E4M3, LIMITED = {"l2": "warm"}, {"kv_dtype": "float8_e4m3fn"}, {"throttled_by": ["power limit"]}
+SLOW_CLOCK = {"sm_clock_mhz": [1500, 1980]}
+UPDATED = {"commit": "ffffffffffff", "packages": {"flashinfer-python": "0.8.0"}, "driver_version": "590"}
+
+Entries = list[dict[str, Any]]
+# Rows before and after, options, the exit status and what is said.
+COMPARED: dict[str, tuple[Entries, Entries, str, int, tuple[str, ...]]] = {
+    "the same code": (
+        rows(250, 900),
+        rows(252, 895, seed=9),
+        "",
+        0,
+        ("0 FASTER, 0 SLOWER, 2 SAME, 0 UNSURE, 0 refused, 0 missing, 0 new",),
+    ),
+    "10 % slower": (rows(250, 900), rows(275, 900, seed=9), "", 1, ("1 SLOWER, 1 SAME", "geometric mean of 2: 1.04")),
+    "10 % faster": (rows(300), rows(270, seed=9), "", 0, ("1 FASTER",)),
+    # A kernel that skips its work is no faster one; a warm L2 may give four times the memory's bandwidth.
+    "an impossible time": (
+        rows(250),
+        rows(200, seed=9),
+        "",
+        125,
+        ("refused, the time after is refused: it would move its bytes at", "1 refused"),
+    ),
+    "from a warm L2": (rows(250, **WARM), rows(200, seed=9, **WARM), "", 0, ("1 FASTER",)),
+    "an impossible rate": (
+        rows(250, matrix_rate_percent=131.0),
+        rows(250),
+        "",
+        125,
+        ("the time before is refused: it would compute at",),
+    ),
+    "a rate of e4m3": (rows(300, matrix_rate_percent=131.0, **E4M3), rows(270, **E4M3), "", 0, ("1 FASTER",)),
+    "a large minimum effect": (rows(250), rows(275, seed=9), "--minimum-effect-percent 15", 0, ("1 SAME",)),
+    "a small minimum effect": (rows(250), rows(255, seed=9), "--minimum-effect-percent 1", 1, ("1 SLOWER",)),
+    "5 samples": (*FEW, "", 1, ("1 SLOWER",)),
+    "5 samples cannot reach p = 0.001": (*FEW, "--significance 0.001", 0, ("1 UNSURE",)),
+    "unsure": (*NOISY, "", 0, ("1 UNSURE", "reaches across the minimum effect")),
+    "unsure, strict": (*NOISY, "--strict", 1, ("1 UNSURE",)),
+    "the same, strict": (rows(250), rows(250, seed=9), "--strict", 0, ("1 SAME",)),
+    "vanished": (rows(250, 900), rows(250), "", 1, ("only before: decode/llama-3.1-8b/2q1s4k",)),
+    "new": (rows(250), rows(250, 900), "", 0, ("only after: decode/llama-3.1-8b/2q1s4k",)),
+    **{
+        f"refused, {words}": (
+            [*rows(250), SAME],
+            [*rows(500, **changes), SAME],
+            "",
+            125,
+            (words, "0 SLOWER, 1 SAME, 0 UNSURE, 1 refused, 0 missing, 0 new"),
+        )
+        for changes, words in (
+            ({"clock": "cupti"}, "two methods: graph, L2 cold by rotation and cupti, L2 cold by rotation"),
+            (WARM, "two methods: graph, L2 cold by rotation and graph, L2 warm"),
+            ({"method": "another sentence"}, "and another sentence"),
+            ({"kv_tokens": 1}, "two workloads, kv_tokens: 262208 and 1"),
+            (SLOW_CLOCK, "two SM clocks: 1965 to 1980 MHz and 1500 to 1980 MHz"),
+            ({"sm_clock_mhz": [1700, 1700]}, "two SM clocks: 1965 to 1980 MHz and 1700 MHz"),
+            ({"sm_clock_mhz": None}, "two SM clocks: 1965 to 1980 MHz and not recorded"),
+            ({"memory_clock_mhz": 2600}, "two memory clocks: 3201 MHz and 2600 MHz"),
+        )
+    },
+    "slower, and one refused": (
+        [*rows(250), SAME],
+        [*rows(275, seed=9), entry("extend/llama-3.1-8b/8q4k", sm_clock_mhz=[1500, 1500])],
+        "",
+        1,
+        ("1 SLOWER", "1 refused"),
+    ),
+    "a step of the clock": (rows(250), rows(250, sm_clock_mhz=[1950, 1965]), "", 0, ("1 SAME",)),
+    "no recorded clocks": (rows(250, sm_clock_mhz=None), rows(250, sm_clock_mhz=None), "", 0, ("1 SAME",)),
+    "host times alone": ([host_entry()], [host_entry()], "", 125, ("nothing was compared",)),
+    "nothing in common": (rows(250), [SAME], "", 125, ("nothing was compared",)),
+    # A verdict that a limit may have made is none.
+    "limited before, no slower": (rows(250, **LIMITED), rows(250), "", 0, ("1 SAME",)),
+    "limited after, no slower": (rows(250), rows(250, **LIMITED), "", 0, ("1 SAME",)),
+    "limited after, slower": (rows(250), rows(300, **LIMITED), "", 0, ("1 UNSURE", "held back")),
+    "limited after, and faster all the same": (rows(320), rows(280, **LIMITED), "", 0, ("1 FASTER",)),
+    "limited before, and slower all the same": (rows(250, **LIMITED), rows(300), "", 1, ("1 SLOWER",)),
+    "limited before, faster": (rows(320, **LIMITED), rows(280), "", 0, ("1 UNSURE", "held back")),
+    "limited both": (rows(250, **LIMITED), rows(300, **LIMITED), "", 0, ("1 UNSURE", "held back")),
+    "slow clock before, slower": (rows(250, **LIMITED, **SLOW_CLOCK), rows(300), "", 1, ("1 SLOWER",)),
+    "slow clock before, the same": (rows(250, **LIMITED, **SLOW_CLOCK), rows(250), "", 0, ("1 UNSURE", "held back")),
+    "limited, another memory clock": (rows(250, **LIMITED), rows(250, memory_clock_mhz=1600), "", 125, ("1 refused",)),
+}
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_rows_are_compared(compare: Any, name: str) -> None:
+    before, after, options, status, words = COMPARED[name]
+    found, said = compare(before, after, *options.split())
+    assert found == status
+    assert [each for each in words if each not in said] == []
+    assert ("held back" in said) == ("held back" in words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "words"),
+    [
+        (
+            UPDATED,
+            1,
+            ("flashinfer-python: 0.7.2 before, 0.8.0 after", "commit: 0a77b93dd498 before, ffffffffffff after"),
+        ),
+        ({"gpu": "NVIDIA B200"}, 125, ("another GPU", "NVIDIA H200 in", "NVIDIA B200 in")),
+        ({"gpu": None}, 125, ("names no GPU",)),
+        ({"power.limit": "500.00 W"}, 125, ("another power limit", "700.00 W in", "500.00 W in")),
+        ({"clocks.max.sm": "1755 MHz"}, 125, ("another maximum SM clock", "1980 MHz in", "1755 MHz in")),
+    ],
+)
+def test_versions_are_compared_and_other_machines_refused(
+    compare: Any, changes: dict[str, Any], status: int, words: tuple[str, ...]
+) -> None:
+    found, said = compare(rows(250), rows(500), facts=environment(**changes))
+    assert found == status
+    assert all(word in said for word in words)
+    assert ("1 SLOWER" in said) == (status == 1)
+
+
+def test_host_time_is_never_compared(compare: Any) -> None:
+    slow = benchmark(host_entry()["name"], samples_us(8000.0), {"clock": "host"})
+    status, said = compare([*rows(250), host_entry()], [*rows(250), slow])
     assert status == 0
-    assert "0 FASTER, 0 SLOWER, 2 SAME, 0 UNSURE, 0 refused, 0 missing, 0 new" in said
-
-
-def test_ten_percent_slower_trips(compare: Any) -> None:
-    status, said = compare(rows(250, 900), rows(275, 900, seed=9))
-    assert status == 1
-    assert "1 SLOWER, 1 SAME" in said
-    assert "geometric mean of 2: 1.04" in said
-
-
-def test_ten_percent_faster_passes(compare: Any) -> None:
-    status, said = compare(rows(300), rows(270, seed=9))
-    assert status == 0
-    assert "1 FASTER" in said
-
-
-def test_a_time_that_the_gpu_cannot_reach_is_refused(compare: Any) -> None:
-    """A kernel that skips its work is no faster one; a warm L2 may give four times the memory's bandwidth."""
-    status, said = compare(rows(250), rows(200, seed=9))
-    assert status == 125
-    assert "refused, the time after is refused: it would move its bytes at" in said
-    assert "1 refused" in said
-    assert "1 FASTER" in compare(rows(250, l2="warm"), rows(200, seed=9, l2="warm"))[1]
-    assert (
-        "the time before is refused: it would compute at" in compare(rows(250, matrix_rate_percent=131.0), rows(250))[1]
-    )
-    assert (
-        "1 FASTER"
-        in compare(rows(300, kv_dtype="float8_e4m3fn", matrix_rate_percent=131.0), rows(270, kv_dtype="float8_e4m3fn"))[
-            1
-        ]
-    )
-
-
-def test_the_minimum_effect_is_an_option(compare: Any) -> None:
-    assert compare(rows(250), rows(275, seed=9), "--minimum-effect-percent", "15")[0] == 0
-    assert compare(rows(250), rows(255, seed=9), "--minimum-effect-percent", "1")[0] == 1
-
-
-def test_the_significance_is_an_option(compare: Any) -> None:
-    """5 and 5 samples cannot reach p = 0.001."""
-    before, after = ([entry(samples=samples_us(level_us, count=5))] for level_us in (250, 275))
-    assert compare(before, after)[0] == 1
-    assert compare(before, after, "--significance", "0.001")[0] == 0
-
-
-def test_unsure_passes_unless_strict(compare: Any) -> None:
-    before, after = [entry(samples=samples_us(250, 15, 10, 1))], [entry(samples=samples_us(275, 15, 10, 2))]
-    status, said = compare(before, after)
-    assert status == 0
-    assert "1 UNSURE" in said
-    assert "reaches across the minimum effect" in said
-    assert compare(before, after, "--strict")[0] == 1
-    assert compare(rows(250), rows(250, seed=9), "--strict")[0] == 0
+    assert "host time" in said
+    assert "test_build_mha_metadata" not in said
 
 
 def test_settings_that_differ_get_a_column_and_the_others_a_line(compare: Any) -> None:
@@ -110,130 +180,10 @@ def test_settings_that_differ_get_a_column_and_the_others_a_line(compare: Any) -
     assert "page size:" not in said
 
 
-def test_a_row_that_vanished_trips(compare: Any) -> None:
-    status, said = compare(rows(250, 900), rows(250))
-    assert status == 1
-    assert "only before: decode/llama-3.1-8b/2q1s4k" in said
-
-
-def test_a_new_row_passes(compare: Any) -> None:
-    status, said = compare(rows(250), rows(250, 900))
-    assert status == 0
-    assert "only after: decode/llama-3.1-8b/2q1s4k" in said
-
-
-def test_versions_are_compared_not_refused(compare: Any) -> None:
-    facts = environment(commit="ffffffffffff", packages={"flashinfer-python": "0.8.0"}, driver_version="590")
-    status, said = compare(rows(250), rows(250), facts=facts | {"nvidia_smi": environment()["nvidia_smi"]})
-    assert status == 0
-    assert "flashinfer-python: 0.7.2 before, 0.8.0 after" in said
-    assert "commit: 0a77b93dd498 before, ffffffffffff after" in said
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"gpu": "NVIDIA B200"}, ("another GPU", "NVIDIA H200 in", "NVIDIA B200 in")),
-        ({"gpu": None}, ("names no GPU",)),
-        ({"power.limit": "500.00 W"}, ("another power limit", "700.00 W in", "500.00 W in")),
-        ({"clocks.max.sm": "1755 MHz"}, ("another maximum SM clock", "1980 MHz in", "1755 MHz in")),
-    ],
-)
-def test_other_machines_are_refused(compare: Any, changes: dict[str, Any], words: tuple[str, ...]) -> None:
-    status, said = compare(rows(250), rows(500), facts=environment(**changes))
-    assert status == 125
-    assert all(word in said for word in words)
-    assert "SLOWER" not in said
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"clock": "cupti"}, "two methods: graph, L2 cold by rotation and cupti, L2 cold by rotation"),
-        ({"l2": "warm"}, "two methods: graph, L2 cold by rotation and graph, L2 warm"),
-        ({"method": "another sentence"}, "and another sentence"),
-        ({"kv_tokens": 1}, "two workloads, kv_tokens: 262208 and 1"),
-        ({"sm_clock_mhz": [1500, 1980]}, "two SM clocks: 1965 to 1980 MHz and 1500 to 1980 MHz"),
-        ({"sm_clock_mhz": [1700, 1700]}, "two SM clocks: 1965 to 1980 MHz and 1700 MHz"),
-        ({"sm_clock_mhz": None}, "two SM clocks: 1965 to 1980 MHz and not recorded"),
-        ({"memory_clock_mhz": 2600}, "two memory clocks: 3201 MHz and 2600 MHz"),
-    ],
-)
-def test_rows_that_cannot_be_compared_are_refused(compare: Any, changes: dict[str, Any], words: str) -> None:
-    same = entry("extend/llama-3.1-8b/8q4k")
-    status, said = compare([*rows(250), same], [*rows(500, **changes), same])
-    assert status == 125
-    assert words in said
-    assert "0 SLOWER, 1 SAME, 0 UNSURE, 1 refused, 0 missing, 0 new" in said
-
-
-POWER = {"throttled_by": ["power limit"]}
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "after_us", "verdict", "status"),
-    [
-        ({}, POWER, 300, "UNSURE", 0),
-        ({}, POWER, 280, "FASTER", 0),  # held back, and faster all the same
-        (POWER, {}, 300, "SLOWER", 1),
-        (POWER, {}, 280, "UNSURE", 0),
-        (POWER, POWER, 300, "UNSURE", 0),
-        (POWER | {"sm_clock_mhz": [1500, 1980]}, {}, 300, "SLOWER", 1),
-        (POWER | {"sm_clock_mhz": [1500, 1980]}, {}, 250, "UNSURE", 0),  # a slower kernel at a higher clock
-        (POWER, {}, 250, "SAME", 0),
-    ],
-)
-def test_what_a_limit_may_have_made_is_no_verdict(
-    compare: Any, before: Any, after: Any, after_us: float, verdict: str, status: int
-) -> None:
-    before_us = 320 if after_us == 280 else 250
-    got, said = compare(rows(before_us, **before), rows(after_us, **after))
-    assert f"1 {verdict}" in said
-    assert got == status
-    assert ("held back" in said) == (verdict == "UNSURE")
-
-
-def test_a_memory_clock_under_a_limit_is_refused_all_the_same(compare: Any) -> None:
-    assert compare(rows(250, **POWER), rows(250, memory_clock_mhz=1600))[0] == 125
-
-
 def test_a_file_is_not_compared_with_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(write_run(tmp_path / "run.json", rows(250)))
     assert run_lab(["compare", path, path]) == 125
     assert "there is nothing to compare" in capsys.readouterr().err
-
-
-def test_the_same_time_under_a_limit_is_the_same(compare: Any) -> None:
-    assert "1 SAME" in compare(rows(250), rows(250, throttled_by=["power limit"]))[1]
-
-
-def test_a_clock_step_is_no_other_state(compare: Any) -> None:
-    assert compare(rows(250), rows(250, sm_clock_mhz=[1950, 1965]))[0] == 0
-
-
-def test_clocks_that_neither_recorded_are_no_difference(compare: Any) -> None:
-    assert compare(rows(250, sm_clock_mhz=None), rows(250, sm_clock_mhz=None))[0] == 0
-
-
-def test_slower_beats_refused(compare: Any) -> None:
-    refused = entry("extend/llama-3.1-8b/8q4k")
-    other_clock = entry("extend/llama-3.1-8b/8q4k", sm_clock_mhz=[1500, 1500])
-    assert compare([*rows(250), refused], [*rows(275, seed=9), other_clock])[0] == 1
-
-
-def test_nothing_compared_is_no_success(compare: Any) -> None:
-    status, said = compare([host_entry()], [host_entry()])
-    assert status == 125
-    assert "nothing was compared" in said
-    assert compare(rows(250), [entry("extend/llama-3.1-8b/8q4k")])[0] == 125
-
-
-def test_host_time_is_never_compared(compare: Any) -> None:
-    slow = benchmark(host_entry()["name"], samples_us(8000.0), {"clock": "host"})
-    status, said = compare([*rows(250), host_entry()], [*rows(250), slow])
-    assert status == 0
-    assert "host time" in said
-    assert "test_build_mha_metadata" not in said
 
 
 def test_a_file_that_is_no_run_is_refused(compare: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

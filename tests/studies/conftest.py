@@ -3,15 +3,19 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from lab import references
+from lab.kernels import support
+from lab.kernels.peers import flashinfer_mla
 from lab.workloads.inputs.forward_pass import build_forward
 from lab.workloads.inputs.mla_pass import build_mla_pass
-from studies import kv_read_once, passes, recording, study, variants
+from studies import kv_read_once, passes, study, variants
 from studies.variants import Point, PointRows, TimingPlan
 from tests.commands.command import run
 from tests.studies.simulated import CEILINGS, measured_interleaved, quick_host_time
@@ -28,7 +32,7 @@ def simulated_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A study measures; the test simulates what it measures."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(recording, "environment", lambda: {"gpu": "simulated"})
+    monkeypatch.setattr(study, "environment", lambda: {"gpu": "simulated"})
     monkeypatch.setattr(variants, "measure_ceilings", lambda device: CEILINGS)
 
 
@@ -75,3 +79,17 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "build_mla_pass", lambda case, device: build_mla_pass(case, cpu))
     monkeypatch.setattr(variants, "measure_interleaved", measured_interleaved)
     monkeypatch.setattr(kv_read_once, "host_time", quick_host_time)
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The plans of the MLA wrapper on an SM90; what is planned is the reference's call."""
+    found: list[dict[str, Any]] = []
+
+    def plan(**arguments: Any) -> Callable[[], Any]:
+        found.append(arguments)
+        return partial(references.trtllm_batch_decode_with_kv_cache_mla, **arguments)
+
+    monkeypatch.setattr(flashinfer_mla, f"plan_{flashinfer_mla.NAME}", plan)
+    monkeypatch.setattr(support, "capability_of", lambda device: (9, 0))
+    return found

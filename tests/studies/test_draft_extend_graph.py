@@ -14,19 +14,17 @@ from studies import draft_extend_graph, variants
 from studies.draft_extend_graph import (
     completion_times_us,
     draw,
-    form_table,
     free,
     measure_forms,
     measure_mode,
-    mode_table,
     new_model,
-    savings,
 )
 from studies.model_pass import ModelWorks, pass_bytes, pass_operations
 from studies.stand_in_model import GRAPH_MODES, TINY_SIZES, StandInModel
 from studies.variants import WARM, TimingPlan
 from tests.devices import IN_INTERPRETER
 from tests.studies.conftest import Command
+from tests.studies.recorded import recorded
 from tests.studies.simulated import CEILINGS, measured_interleaved, quick_host_time
 
 ALL_ROWS, WITH_TOPK, SELECTED = DraftExtendOutput
@@ -60,15 +58,6 @@ def test_what_is_timed_is_right_and_a_wrong_output_is_found(mode: ForwardMode) -
         with pytest.raises(AssertionError, match="rows of hidden_states are wrong"):
             work.check(work.arguments)
     assert works["eager"].bytes_moved == works["graph"].bytes_moved
-
-
-@IN_INTERPRETER
-@pytest.mark.parametrize("form", list(DraftExtendOutput), ids=repr)
-def test_every_form_is_timed_on_right_outputs(form: DraftExtendOutput) -> None:
-    work = drawn_works(V2).graph(form)
-    work.call()()
-    assert work.check is not None
-    work.check(work.arguments)
 
 
 @IN_INTERPRETER
@@ -130,58 +119,30 @@ def test_each_call_is_timed_until_it_is_done() -> None:
     assert all(time_us > 0 for samples in times.values() for time_us in samples)
 
 
-def form_rows(batch_size: int, width: int, times_us: tuple[float, float, float]) -> list[dict[str, Any]]:
-    point = {"mode": "draft_extend_v2", "batch_size": batch_size, "num_draft_tokens": width}
-    return [
-        point | {"form": form.value, "median_us": time_us, "floor_us": 1.5}
-        for form, time_us in zip(DraftExtendOutput, times_us, strict=True)
-    ]
-
-
-def mode_rows(mode: str, batch_size: int) -> list[dict[str, Any]]:
-    facts = {"mode": mode, "batch_size": batch_size, "median_us": 7.5, "floor_us": 5.25, "launches": 3}
-    host = {"host_us": 11.5, "completion_us": 13.5}
-    return [facts | {"arm": variant} | ({} if variant == "load" else host) for variant in ("eager", "graph", "load")]
-
-
-def test_what_the_trimmed_outputs_save() -> None:
-    rows = form_rows(64, 8, (800.0, 1000.0, 300.0)) + form_rows(1, 2, (310.0, 330.0, 300.0))
-    first, second = savings(rows)
-    assert first == {
-        "batch_size": 64,
-        "num_draft_tokens": 8,
-        "selected_row_us": 300.0,
-        "other_rows_cost_us": 500.0,
-        "dead_topk_cost_us": 200.0,
-        "saved_percent": 70.0,
-    }
-    assert (second["other_rows_cost_us"], second["dead_topk_cost_us"]) == (10.0, 20.0)
-    assert len(form_table(rows, str(WARM)).rows) == 2
-    assert len(mode_table(mode_rows("decode", 1) + mode_rows("decode", 8), str(WARM)).rows) == 2
-
-
 def test_the_command_line_measures_all_points_and_writes_json(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    recording = recorded("draft_extend_graph")
+
+    def of(name: str, **point: Any) -> list[dict[str, Any]]:
+        return [row for row in recording[name] if row | point == row]
+
     simulated: dict[str, Any] = {
         "new_model": lambda *arguments: None,
-        "measure_mode": lambda model, backend, mode, size, *rest: mode_rows(mode.name.lower(), size),
-        "measure_forms": lambda model, backend, size, width, *rest: form_rows(size, width, (800.0, 1000.0, 300.0)),
+        "measure_mode": lambda model, backend, mode, size, *rest: of("modes", mode=mode.name.lower(), batch_size=size),
+        "measure_forms": lambda model, backend, size, width, *rest: of(
+            "forms", batch_size=size, num_draft_tokens=width
+        ),
     }
     for name, function in simulated.items():
         monkeypatch.setattr(draft_extend_graph, name, function)
-    options = "--batch-sizes 1,8 --num-draft-tokens 2,4 --implementation lab.kernels.portable"
-    done = command(f"draft-extend-graph {options}")
-    recorded = done.recorded
-    assert done.status == 0
-    assert recorded["implementation"] == "lab.kernels.portable"
-    assert recorded["environment"]["gpu"] == "simulated"
-    assert len(recorded["modes"]) == len(GRAPH_MODES) * 2 * 3
-    points = [(row["batch_size"], row["num_draft_tokens"]) for row in recorded["savings"]]
-    assert points == [(1, 2), (1, 4), (8, 2), (8, 4)]
-    sizes = {"vocab_size": 128256, "hidden_size": 4096, "geometry_name": "llama-3.1-8b", "page_size": 64}
-    assert recorded["model"] == sizes
-    for words in ("target_verify", "13.5", "800.0 (1.5)", "70.0"):
+    done = command("draft-extend-graph --implementation lab.kernels.trtllm")
+    assert (done.status, done.recorded["environment"]["gpu"]) == (0, "simulated")
+    for name in ("implementation", "modes", "forms", "savings", "model", "host_method"):
+        assert done.recorded[name] == recording[name], name
+    figures = [f"{row['median_us']:,.1f} ({row['floor_us']:,.1f})" for row in recording["forms"]]
+    figures += [f"{row['completion_us']:,.1f}" for row in recording["modes"] if row["arm"] != "load"]
+    for words in ("target_verify", *figures, *(f"{row['saved_percent']:.1f}" for row in recording["savings"])):
         assert words in done.printed
 
 

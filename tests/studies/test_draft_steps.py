@@ -1,7 +1,5 @@
 """The study's arithmetic and tables on made-up rows; its GPU times are the benchmarks'."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -15,12 +13,10 @@ from studies.draft_steps import (
     LONG,
     TRACED,
     VARIANTS,
-    claim_table,
     facts_of,
     implied_saving_us,
     measure_host,
     point_of,
-    point_table,
     works_of,
 )
 from studies.draft_work import draft_work
@@ -29,36 +25,9 @@ from tests.devices import IN_INTERPRETER
 from tests.studies.simulated import CEILINGS, measured_interleaved
 
 
-def rows_at(point: str, **median_us: float) -> list[dict[str, Any]]:
-    """Every variant at 1 µs but those whose name has a key in it, with - for /."""
-    rows = []
-    for variant in VARIANTS:
-        known = [value for key, value in median_us.items() if key in variant]
-        rows.append({"scenario": variant.format(point), "point": point, "median_us": known[0] if known else 1.0})
-    return rows
-
-
 def test_what_a_saving_per_token_means_per_iteration() -> None:
     assert implied_saving_us(CLAIM) == pytest.approx(236.4, abs=0.01)
     assert implied_saving_us({"tpot_before_ms": 3, "tpot_after_ms": 2.5, "accept_length": 2}) == pytest.approx(1000)
-
-
-def test_the_claim_stands_beside_what_was_saved() -> None:
-    rows = [row for place, point in enumerate(LONG) for row in rows_at(point, common_template=101.0 + place)]
-    host = [
-        {"call": f"draft_steps/mha/{plan}/1x8k/steps3{form}", "point": "1x8k/steps3", "host_us": host_us}
-        for form, cost in (("", 10.0), ("/eager", 70.0))
-        for plan, host_us in (("common_template", 100.0 + cost), ("per_step", 50.0))
-    ]
-    table = claim_table(rows, host)
-    assert table["gpu_saving_us_per_draft_mla"] == {point: 100.0 + place for place, point in enumerate(LONG)}
-    assert table["host_saving_us_per_draft"] == {"static buffers": 60.0, "eager": 120.0}
-
-
-def test_a_line_per_point_and_a_column_per_variant() -> None:
-    table = point_table(rows_at("1x1k/steps2") + rows_at("8x1k/steps2"), str(WARM))
-    assert len(table.rows) == 2
-    assert len(table.columns) == 1 + len(VARIANTS)
 
 
 def test_every_variant_is_a_scenario_at_every_point() -> None:

@@ -1,7 +1,6 @@
 """The table of the kernels that read K/V once: its points, targets, floors, judged variants and command line on a CPU."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,18 +11,15 @@ from lab import references
 from lab.calls.problem import AttentionCall
 from lab.kernels import trtllm
 from lab.metadata.engine.forward_mode import ForwardMode
-from lab.timing import Ceilings, measure_ceilings
-from lab.timing.method import L2, Clock, Method
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.scenarios import scenario
 from lab.workloads.traces import TracedRequest, own_trace, snapshot
-from studies import kv_read_once, variants
+from studies import kv_read_once
 from studies.kv_read_once import (
     E4M3_CACHE,
     FLASHINFER,
     GROUPS,
     HOST,
-    HOST_COLUMNS,
     HOST_PREPARED,
     HOST_TARGETS,
     PORTABLE,
@@ -32,33 +28,15 @@ from studies.kv_read_once import (
     measure_host,
     points_of,
 )
-from studies.passes import FLASHINFER_MODULE, PORTABLE_MODULE, gpu_works, works_of
-from studies.recording import table_of
-from studies.targets import TIME_COLUMNS, Figure, Target, score, target_rows, target_text
-from studies.variants import Point, PointFailedError, PointRows, TimingPlan, Variant, measure_point
+from studies.passes import PORTABLE_MODULE, gpu_works
+from studies.targets import Figure, Target, target_rows, target_text
+from studies.variants import Point, PointRows, TimingPlan, Variant, measure_point
 from tests.devices import IN_INTERPRETER
 from tests.studies.conftest import Command
-from tests.studies.simulated import CEILINGS, SLOWER, hold_right
+from tests.studies.simulated import SLOWER, small_kv
 
-CPU = torch.device("cpu")
-METHOD = Method(Clock.GRAPH, L2.COLD_ROTATION)
 TRACE = [TracedRequest(0.0, 1000 + 10 * number, 1000) for number in range(64)]
-SPEED, BANDWIDTH = (Target(figure, bound) for figure, bound in ((Figure.SPEED, 1.05), (Figure.BANDWIDTH, 30.0)))
 SMALL = scenario("target_verify/tiny/2q2s70")
-REFERENCE_MODULE = "lab.references"
-
-
-def small_point(*targets: Target, case: ForwardCase = SMALL, group: str = "small") -> Point:
-    both = (
-        Variant(PORTABLE, case, PORTABLE_MODULE, targets),
-        Variant(FLASHINFER, case, FLASHINFER_MODULE, needs_flashinfer=True),
-    )
-    return Point("2q2s70", both, {"group": group}, FLASHINFER)
-
-
-def measure(point: Point, samples: int = 3, ceilings: Ceilings = SLOWER) -> PointRows:
-    """GPU times against a slow GPU's ceilings."""
-    return measure_point(point, gpu_works, TimingPlan(ceilings, METHOD, samples), facts_of)
 
 
 def of_group(name: str) -> list[Point]:
@@ -169,10 +147,6 @@ def test_without_flashinfer_the_portable_variants_remain() -> None:
     ]
 
 
-def test_the_method_is_a_replayed_graph_with_a_cold_l2() -> None:
-    assert Method(Clock.GRAPH, L2.COLD_ROTATION) == variants.COLD == TimingPlan(SLOWER).method
-
-
 def test_floors_by_hand() -> None:
     plain = of_group("64x4096")[0].variants[0].case
     # 64 · 4,096 keys of 4 heads, K and V of 256 bytes, and 64 rows of 32 heads, query and output of 256 bytes.
@@ -193,128 +167,6 @@ def runs_as(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]) -> None:
     monkeypatch.setattr(trtllm, AttentionCall.DECODE.value, run)
 
 
-@IN_INTERPRETER
-def test_every_variant_is_right_in_an_output_of_its_own() -> None:
-    e4m3 = replace(SMALL, kv_dtype=torch.float8_e4m3fn)
-    three = (
-        Variant(E4M3_CACHE, e4m3, PORTABLE_MODULE),
-        Variant(PORTABLE, SMALL, PORTABLE_MODULE),
-        Variant("reference", SMALL, REFERENCE_MODULE),
-    )
-    works = works_of(three, CPU)
-    assert list(works) == [E4M3_CACHE, PORTABLE, "reference"]
-    for variant, work in zip(three, works.values(), strict=True):
-        assert work.arguments["cache"].storage.dtype == variant.case.kv_dtype
-        assert work.bytes_moved == variant.case.bytes_moved
-        hold_right(work)
-    assert works[PORTABLE].redraw is works["reference"].redraw is not works[E4M3_CACHE].redraw
-    for name, count in (("query", 2), ("out", 3)):
-        assert len({work.arguments[name].data_ptr() for work in works.values()}) == count
-    assert len({work.arguments["cache"].storage.data_ptr() for work in works.values()}) == 2
-
-
-@IN_INTERPRETER
-def test_heads_of_no_model_are_run_and_judged() -> None:
-    (heads,) = {point.variants[0].case.heads for point in of_group("heads") if "heads-20-" in point.name}
-    case = kv_read_once.HeadsCase(ForwardMode.DECODE, heads.name, (70,), (1,), heads=heads)
-    work = works_of([Variant(PORTABLE, case, PORTABLE_MODULE)], CPU)[PORTABLE]
-    assert work.arguments["query"].shape == (1, 20, 128)
-    hold_right(work)
-
-
-@IN_INTERPRETER
-@pytest.mark.usefixtures("on_cpu")
-def test_a_point_makes_a_row_per_variant_with_floor_speed_and_targets(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs_as(monkeypatch, references.trtllm_batch_decode_with_kv_cache)
-    outcome = measure(small_point(SPEED, BANDWIDTH))
-    assert (outcome.declined, outcome.wrong) == ([], [])
-    assert {row["method"] for row in outcome.rows} == {str(METHOD)}
-    portable, other = outcome.rows
-    assert [row["arm"] for row in outcome.rows] == [PORTABLE, FLASHINFER]
-    # 140 keys of 2 heads, K and V of 128 bytes; 4 rows of 6 heads, query and output of 128 bytes.
-    for row in outcome.rows:
-        assert (row["group"], row["point"], row["mode"], row["q_len"]) == ("small", "2q2s70", "target_verify", 2)
-        assert (row["num_qo_heads"], row["num_kv_heads"], row["head_dim"], row["longest_kv_len"]) == (6, 2, 64, 70)
-        assert row["floor_bytes"] == row["bytes_moved"] == 140 * 2 * 256 + 4 * 6 * 256
-        # Rows of a request see 69 and 70 keys: 278 pairs of two requests.
-        assert row["operations"] == 4 * 64 * 6 * 278
-        assert (row["floor_us"], row["floor_bound"]) == (pytest.approx(10.17, abs=0.01), "matrix")
-    assert (portable["kernel"], portable["median_us"], portable["iqr_us"]) == ("portable", 10.0, 0.0)
-    assert (portable["speed_of_baseline"], other["speed_of_baseline"]) == (1.1, 1.0)
-    assert other["targets"] == []
-    speed, bandwidth = portable["targets"]
-    assert speed == {
-        "figure": "x the speed of flashinfer",
-        "target": 1.05,
-        "reached": 1.1,
-        "margin": 0.05,
-        "passed": True,
-    }
-    assert (bandwidth["reached"], bandwidth["passed"]) == (portable["bandwidth_percent"], True)
-    assert bandwidth["margin"] == pytest.approx(100 * 77824 / 8e4 - 30)
-
-
-@IN_INTERPRETER
-@pytest.mark.usefixtures("on_cpu")
-def test_the_floor_of_a_window_is_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs_as(monkeypatch, references.trtllm_batch_decode_with_kv_cache)
-    case = scenario("decode/tiny/1q1s70/window")  # keys 46 to 69 of two pages
-    for row in measure(small_point(BANDWIDTH, case=case), samples=1).rows:
-        assert (row["bytes_moved"], row["floor_bytes"]) == (24 * 512 + 6 * 256, 128 * 512 + 6 * 256)
-        assert row["floor_us"] == pytest.approx((128 * 512 + 6 * 256) / 8000, abs=1e-3)
-        assert [target["reached"] for target in row["targets"]] == [row["bandwidth_percent"]] * len(row["targets"])
-
-
-@IN_INTERPRETER
-@pytest.mark.usefixtures("on_cpu")
-def test_a_declined_variant_is_listed_and_the_other_is_measured() -> None:
-    outcome = measure(small_point(SPEED, BANDWIDTH))  # FlashInfer's adapter declines a CPU
-    (row,), (declined,) = outcome.rows, outcome.declined
-    assert (declined["arm"], declined["point"], declined["group"]) == (FLASHINFER, "2q2s70", "small")
-    assert "need a CUDA GPU" in declined["reason"]
-    assert row["speed_of_baseline"] is None
-    assert [target["passed"] for target in row["targets"]] == [None, True]
-    assert target_text(row).startswith("1.05 x the speed of flashinfer: nothing to compare with; 30 % of the copy")
-
-
-@IN_INTERPRETER
-@pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("error", [ModuleNotFoundError, FileNotFoundError, RuntimeError, TypeError, ValueError])
-def test_a_missing_module_of_flashinfers_is_a_row(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(**arguments: Any) -> Any:
-        raise error("no ninja")
-
-    runs_as(monkeypatch, missing)
-    outcome = measure(small_point(), samples=1)
-    assert [row["arm"] for row in outcome.rows] == [PORTABLE]
-    assert [row["reason"] for row in outcome.declined] == [f"FlashInfer cannot run it here: {error.__name__}: no ninja"]
-
-
-@pytest.mark.usefixtures("on_cpu")
-def test_an_error_that_stays_on_the_device_is_no_missing_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*arguments: Any, **named: Any) -> Any:
-        raise RuntimeError("illegal memory access")
-
-    runs_as(monkeypatch, fails)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", fails)
-    point = replace(small_point(), variants=small_point().variants[1:])
-    with pytest.raises(PointFailedError, match="2q2s70: RuntimeError: illegal memory access"):
-        measure(point)
-
-
-@pytest.mark.usefixtures("on_cpu")
-def test_what_fails_of_the_portable_kernel_stops_the_run_and_names_the_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(**arguments: Any) -> Any:
-        raise RuntimeError("no compiler")
-
-    monkeypatch.setattr(references, AttentionCall.DECODE.value, fails)
-    point = Point("2q2s70", (Variant(PORTABLE, SMALL, REFERENCE_MODULE),), {"group": "small"}, PORTABLE)
-    for measure_either in (measure, measure_host):
-        with pytest.raises(PointFailedError, match="2q2s70: RuntimeError: no compiler"):
-            measure_either(point)
-
-
 def right_at(*right_calls: int) -> Callable[..., Any]:
     """The decode call, whose logits are thrice as large but at these calls, counted from 1."""
     made: list[int] = []
@@ -329,14 +181,15 @@ def right_at(*right_calls: int) -> Callable[..., Any]:
 
 @IN_INTERPRETER
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("measure_either", [measure, measure_host], ids=["gpu", "host"])
+@pytest.mark.parametrize("of_host", [False, True], ids=["gpu", "host"])
 @pytest.mark.parametrize("right_calls", [(1, 2), (3,)], ids=["wrong after", "wrong before"])
 def test_a_wrong_variant_has_no_time(
-    right_calls: tuple[int, ...], measure_either: Callable[[Point], PointRows], monkeypatch: pytest.MonkeyPatch
+    right_calls: tuple[int, ...], of_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first call tells who declines, the second is judged before the times, the third after or among them."""
     runs_as(monkeypatch, right_at(*right_calls))
-    outcome = measure_either(small_point())
+    point, plan = small_kv(SMALL), TimingPlan(SLOWER, samples=3)
+    outcome = measure_host(point) if of_host else measure_point(point, gpu_works, plan, facts_of)
     assert [row["arm"] for row in outcome.rows] == [PORTABLE]
     (wrong,) = outcome.wrong
     assert (wrong["arm"], wrong["point"]) == (FLASHINFER, "2q2s70")
@@ -357,7 +210,7 @@ def test_host_times_are_of_eager_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         trtllm, "prepare_trtllm_batch_decode_with_kv_cache", lambda **_: pytest.fail("prepared"), raising=False
     )
-    outcome = measure_host(small_point(*HOST_TARGETS[HOST]))
+    outcome = measure_host(small_kv(SMALL, *HOST_TARGETS[HOST]))
     assert (outcome.declined, outcome.wrong) == ([], [])
     portable, other = outcome.rows
     assert (portable["arm"], portable["host_us"], portable["iqr_us"]) == (PORTABLE, 20.5, 0.5)
@@ -378,99 +231,26 @@ def test_host_times_of_prepared_calls_are_of_what_was_prepared(monkeypatch: pyte
 
     monkeypatch.setattr(trtllm, AttentionCall.DECODE.value, lambda **_: pytest.fail("called whole"))
     monkeypatch.setattr(trtllm, "prepare_trtllm_batch_decode_with_kv_cache", prepare)
-    outcome = measure_host(small_point(*HOST_TARGETS[HOST_PREPARED], group=HOST_PREPARED))
+    outcome = measure_host(small_kv(SMALL, *HOST_TARGETS[HOST_PREPARED], group=HOST_PREPARED))
     assert (outcome.declined, outcome.wrong) == ([], [])
     assert [row["host_us"] for row in outcome.rows] == [20.5, 30.5]
     assert prepared == [2, 2]  # once to see whether it declines, once for the time
 
 
-def time_row(**targets: Any) -> dict[str, Any]:
-    return {
-        "point": "64q1s4k",
-        "arm": PORTABLE,
-        "kernel": "portable",
-        "kv_dtype": "bfloat16",
-        "median_us": 1234.56,
-        "iqr_us": 1.23,
-        "floor_us": 126.6,
-        "floor_bound": "memory",
-        "floor_percent": 92.49,
-        "speed_of_baseline": 1.05,
-        "targets": target_rows(
-            (Target(Figure.SPEED, 1.02), Target(Figure.BANDWIDTH, 92)),
-            {Figure.SPEED: 1.05, Figure.BANDWIDTH: 91.5} | targets,
-            FLASHINFER,
-        ),
-    }
-
-
-def test_targets_say_by_how_much() -> None:
-    row = time_row()
-    assert target_text(row) == (
-        "1.02 x the speed of flashinfer: passed by 0.03; 92 % of the copy bandwidth: missed by 0.5"
-    )
-    (host,) = target_rows(HOST_TARGETS[HOST_PREPARED], {Figure.HOST: 60.0}, FLASHINFER)
-    assert (host["reached"], host["margin"], host["passed"]) == (60.0, -35.0, False)
-    (barely,) = target_rows((Target(Figure.SPEED, 1.02),), {Figure.SPEED: 1.01996}, FLASHINFER)
-    assert barely["passed"] is False  # though it rounds to 1.02
-    (just,) = target_rows((Target(Figure.SPEED, 1.0),), {Figure.SPEED: 1.0}, FLASHINFER)
-    assert just["passed"] is True
-    assert score([row, {"targets": [host]}, {"targets": [{"passed": None}]}]) == {
-        "passed": 1,
-        "missed": 2,
-        "not_compared": 1,
-    }
-
-
-def test_the_tables_have_a_line_per_point_and_variant() -> None:
-    table = table_of("times", TIME_COLUMNS, [time_row(), time_row() | {"arm": FLASHINFER, "targets": []}])
-    assert len(table.rows) == 2
-    assert [cell.text for cell in table.rows[0]][:-1] == [
-        "64q1s4k",
-        PORTABLE,
-        "portable",
-        "bfloat16",
-        "1,234.6",
-        "1.2",
-        "126.6",
-        "memory",
-        "92.5",
-        "1.050",
-    ]
-    host = table_of("host", HOST_COLUMNS, [{"point": "a", "arm": "b", "host_us": 20.5, "iqr_us": 1, "targets": []}])
-    assert [cell.text for cell in host.rows[0]] == ["a", "b", "20.50", "1.00"]  # no row has a target
-
-
-def test_the_command_line_writes_every_point_and_prints_the_targets(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def gpu(point: Point) -> PointRows:
-        declined = [{"group": "extend", "point": point.name, "arm": FLASHINFER, "reason": "not [here]"}]
-        return PointRows([time_row() | {"point": point.name}], declined if "q4k" in point.name else [], [])
-
+def test_the_command_line_records_host_times_apart(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def host(point: Point) -> PointRows:
-        targets = target_rows(HOST_TARGETS[HOST_PREPARED], {Figure.HOST: 20.0}, FLASHINFER)
-        row = {"point": point.name, "arm": PORTABLE, "host_us": 20.0, "iqr_us": 1.0, "targets": targets}
-        return PointRows([row], [], [])
+        targets = target_rows(point.variants[0].targets, {Figure.HOST: 30.0}, FLASHINFER)
+        return PointRows([point.row | {"arm": PORTABLE, "host_us": 30.0, "iqr_us": 1.0, "targets": targets}])
 
     monkeypatch.setattr(kv_read_once, "measure_host", host)
-    done = command("kv-read-once --only extend,host,host_prepared --samples 5", gpu)
-    assert (done.status, done.plans) == (0, [TimingPlan(CEILINGS, METHOD, 5)] * 2)
-    recorded = done.recorded
-    assert [row["point"] for row in recorded["rows"]] == [point.name for point in of_group("extend")]
-    assert [row["point"] for row in recorded["host"]] == [
-        point.name for point in of_group(HOST) + of_group(HOST_PREPARED)
+    done = command("kv-read-once --only host,host_prepared")
+    assert (done.status, done.recorded["rows"]) == (0, [])
+    assert [row["point"] for row in done.recorded["host"]] == [
+        point.name for group in (HOST, HOST_PREPARED) for point in of_group(group)
     ]
-    assert [row["reason"] for row in recorded["declined"]] == ["not [here]"]
-    assert recorded["targets"] == {"passed": 8, "missed": 2, "not_compared": 0}
-    assert (recorded["wrong"], recorded["samples"], recorded["method"]) == ([], 5, str(METHOD))
-    assert recorded["environment"]["ceilings"]["bandwidth_gbps"] == 4000.0
-    assert recorded["environment"]["gpu"] == "simulated"
-    assert "synthetic" in recorded["trace"]
-    assert "every request" in recorded["judged"]
-    assert "missed by 0.5" in done.printed.replace("\n", "")
-    assert "declined: extend/qwen3-32b/q4k/tp2, flashinfer: not [here]" in done.printed
-    assert "targets: 8 passed, 2 missed, 0 not compared" in done.printed
+    assert done.recorded["targets"] == {"passed": 3, "missed": 3, "not_compared": 0}
+    for words in ("30.00", "1.00", "25 µs of host time: missed by 5", "80 µs of host time: passed by 50"):
+        assert words in done.printed
 
 
 def test_the_command_line_leaves_flashinfer_out(command: Command) -> None:
@@ -488,12 +268,8 @@ def again(case: ForwardCase, target: Target, group: str = "small") -> Point:
 
 
 @pytest.mark.gpu
-def test_points_are_measured_on_a_gpu() -> None:
-    case = scenario("target_verify/qwen3-32b/4q4s1k/tp2")
-    outcome = measure(again(case, SPEED), ceilings=measure_ceilings(torch.device("cuda")))
-    assert (outcome.declined, outcome.wrong) == ([], [])
-    assert [row["arm"] for row in outcome.rows] == [PORTABLE, "again"]
-    assert all(row["median_us"] > 0 and row["buffer_copies"] > 1 for row in outcome.rows)
-    hosts = {group: measure_host(again(case, *HOST_TARGETS[group], group)) for group in (HOST, HOST_PREPARED)}
-    assert all((host.declined, host.wrong) == ([], []) for host in hosts.values())
-    assert all(row["host_us"] > 0 for host in hosts.values() for row in host.rows)
+@pytest.mark.parametrize("group", HOST_TARGETS)
+def test_host_times_are_measured_on_a_gpu(group: str) -> None:
+    host = measure_host(again(scenario("target_verify/qwen3-32b/4q4s1k/tp2"), *HOST_TARGETS[group], group))
+    assert (host.declined, host.wrong) == ([], [])
+    assert all(row["host_us"] > 0 for row in host.rows)

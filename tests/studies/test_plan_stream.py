@@ -1,8 +1,6 @@
 """The loop on a CPU, its facts from profiles made by hand, its command line, and on a GPU what the study is about."""
 
-import itertools
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +9,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from lab.metadata.engine.plan_stream import PlannedVerify, PlanStart, VerifyBackend
 from lab.metadata.mha.buffers import MetadataBuilder
-from studies import loops, plan_stream
 from studies.iteration_profile import Phase, iteration_facts, two_lanes
 from studies.plan_stream import (
     VARIANTS,
@@ -24,26 +21,9 @@ from studies.plan_stream import (
     random_trees,
 )
 from studies.step_profile import STEP_NAME, IncompleteProfileError, exported_trace, medians, read_profile
-from tests.commands.command import run
-from tests.studies.conftest import Command
-from tests.studies.simulated import only_run, quick_host_time
 from tests.studies.test_step_profile import call, entry, kernel, step
 
 FORWARD, PLAN = (0, 7), (0, 20)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"draft_us": 0}, "draft_us=0 must be at least 1"),
-        ({"warm_up_steps": 0}, "warm_up_steps=0 must be at least 1"),
-        ({"repeats": 0}, "repeats=0 must be at least 1"),
-        ({"max_context_len": 4159}, "max_context_len=4159 must hold the 4160 tokens of the last step"),
-    ],
-)
-def test_a_loop_that_cannot_be_measured_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PlanLoopSettings(**{"draft_us": 1, "verify_us": 1} | changes)
 
 
 def test_random_trees_are_trees() -> None:
@@ -232,77 +212,6 @@ def test_the_picture_of_an_iteration_has_two_lanes() -> None:
 
 def test_a_phases_work_is_what_its_range_launched() -> None:
     assert [each.duration_us for each in profiled().steps[0].launched_in(Phase.PLAN.value)] == [20, 10]
-
-
-def test_every_planning_is_checked_run_in_turns_and_makes_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = PlanLoopSettings(draft_us=1, verify_us=1, repeats=2, **SIZES | {"warm_up_steps": 1, "steps": 2})
-    ran.clear()
-    order: list[Any] = []
-    graph = SimpleNamespace(replay=lambda: ran.append("draft or verify"))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(plan_stream, "MatrixProducts", lambda gpu_us, device: SimpleNamespace(graph=graph, products=3))
-    monkeypatch.setattr(
-        plan_stream,
-        "SpeculativeLoop",
-        lambda settings, draft, verify, device: SpeculativeLoop(settings, draft, verify, torch.device("cpu")),
-    )
-    monkeypatch.setattr(plan_stream, "host_time", quick_host_time)
-    monkeypatch.setattr(loops, "unprofiled_us", lambda run: only_run(order, lambda: (run(), *run.args)[1]))
-    monkeypatch.setattr(loops, "profiled", lambda run: (run(), profiled())[1])
-    rows = measure_plannings(settings)
-    assert [sorted(order[first : first + len(VARIANTS)], key=str) for first in (0, len(VARIANTS))] == [
-        sorted(VARIANTS, key=str)
-    ] * 2
-    assert order[: len(VARIANTS)] != order[len(VARIANTS) :]
-    assert [(row["drafts"], row["builder"], row["start"]) for row in rows] == [
-        (variant.drafts.value, variant.builder.value, variant.start.value) for variant in VARIANTS
-    ]
-    for row in rows:
-        assert (row["draft_us"], row["draft_matrix_products"], row["max_context_len"]) == (1, 3, 256)
-        assert row["unprofiled_iteration_us"] == [300.0] * 2
-        assert row["medians"]["iteration_us"] == 1000
-        assert len(row["runs"]) == 2
-        assert row["timeline"]
-        assert len(row["host_samples_us"]) == 2
-
-
-# --- the command line -------------------------------------------------------------------------------------------------
-
-
-def recorded_variant(settings: PlanLoopSettings, variant: Planning) -> dict[str, Any]:
-    """What `measure_plannings` returns, of a trace made by hand."""
-    facts = medians(iteration_facts(profiled(fix_up=variant.drafts is Drafts.TREES), 1))
-    words = {"drafts": variant.drafts.value, "builder": variant.builder.value, "start": variant.start.value}
-    times = {"draft_us": settings.draft_us, "verify_us": settings.verify_us, "host_us": 77.75}
-    return words | times | {"medians": facts, "unprofiled_iteration_us": [1234.5]}
-
-
-def test_the_command_line_measures_all_pairs_writes_json_and_prints_tables(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        plan_stream, "measure_plannings", lambda settings: [recorded_variant(settings, variant) for variant in VARIANTS]
-    )
-    times = {"launches": 19, "gpu_us": 12.34, "host_us": 98.76}
-    monkeypatch.setattr(plan_stream, "measure_fix_up", lambda bs, d: {"batch_size": bs, "num_draft_tokens": d, **times})
-    done = command("plan-stream --draft-us 100,400 --verify-us 900")
-    recorded = done.recorded
-    assert done.status == 0
-    assert recorded["environment"] == {"gpu": "simulated"}
-    found = [
-        (row["draft_us"], row["verify_us"], row["drafts"], row["builder"], row["start"]) for row in recorded["arms"]
-    ]
-    words = [(variant.drafts.value, variant.builder.value, variant.start.value) for variant in VARIANTS]
-    assert found == [(*times, *each) for times in ((100, 900), (400, 900)) for each in words]
-    points = [(row["batch_size"], row["num_draft_tokens"]) for row in recorded["fix_ups"]]
-    assert points == list(itertools.product((1, 8, 64, 256), (4, 8, 16, 64)))
-    for text in ("after the inputs", "torch operations", "1,234.5", "190.0", "77.8", "12.34", "98.8"):
-        assert text in done.printed
-
-
-def test_a_wrong_command_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("experiments plan-stream --steps 0") == 2
-    assert "steps=0 must be at least 1" in capsys.readouterr().err
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

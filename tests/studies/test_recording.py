@@ -13,10 +13,12 @@ import torch
 import studies
 from lab.exit_status import ExitStatus
 from lab.kernels import portable
+from lab.reports.tables import Table
 from studies import STUDIES, WITHOUT_GPU, command_of, question_of, study_named
-from studies.recording import Recording, table_of
+from studies.recording import table_of
 from studies.study import Part, Study
 from tests.commands.command import run
+from tests.studies.recorded import MODULES, recorded
 from tests.studies.simulated import CEILINGS
 
 ON_A_GPU = tuple(name for name in STUDIES if name not in WITHOUT_GPU)
@@ -95,7 +97,13 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(
         *(("mla_decode", f"{option} 0") for option in ("--q-lens", "--heads", "--samples")),
         *(("mla_decode", wrong) for wrong in ("--shapes 0x64", "--shapes 64", "--shapes 2x3 --q-lens 4")),
         ("mla_decode", "--kv-dtype x"),
+        ("length_copy", "--steps 1"),
+        ("plan_stream", "--steps 0"),
         ("mla_decode", "--only 64q1s8k"),
+        *(
+            ("decode_split", wrong)
+            for wrong in ("--splits 0", "--only extend/tiny/q5s70", "--only decode/nobody/q1s70")
+        ),
     ],
 )
 def test_a_wrong_command_line_is_refused(name: str, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,28 +113,52 @@ def test_a_wrong_command_line_is_refused(name: str, wrong: str, capsys: pytest.C
     assert "Traceback" not in said
 
 
-@pytest.mark.usefixtures("simulated_gpu")
-def test_the_file_is_whole_after_every_point(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    found: list[Mapping[str, Any] | None] = []
+@dataclass(frozen=True)
+class Failing(Study):
+    """A study whose third point fails; `found` is what the file holds before each point."""
 
-    def rows_at(point: int) -> Mapping[str, Sequence[dict[str, Any]]]:
-        found.append(json.loads(out.read_text()) if out.exists() else None)
+    lists = ("rows", "wrong")
+    ceilings = CEILINGS
+    out: Path
+    found: list[Mapping[str, Any] | None]
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        return [Part([1, 2, 3], self._rows_at)]
+
+    def _rows_at(self, point: int) -> Mapping[str, Sequence[dict[str, Any]]]:
+        self.found.append(json.loads(self.out.read_text()) if self.out.exists() else None)
         if point == 3:
             raise RuntimeError("the third point fails")
         return {"rows": [{"point": point}, {"point": -point}]}
 
-    def total(result: Mapping[str, Any]) -> dict[str, int]:
+    def method(self) -> Mapping[str, Any]:
+        return {"method": "counted"}
+
+    def derived(self, result: Mapping[str, Any]) -> dict[str, int]:
         return {"total": sum(row["point"] for row in result["rows"] if row["point"] > 0)}
 
-    recording = Recording("counting", out, {"method": "counted"}, ("rows", "wrong"), total, CEILINGS)
+
+@pytest.mark.usefixtures("simulated_gpu")
+def test_the_file_is_whole_after_every_point(tmp_path: Path) -> None:
+    failing = Failing(tmp_path / "out.json", [])
     with pytest.raises(RuntimeError, match="third"):
-        recording.measure([1, 2, 3], rows_at)
+        failing.run(failing.out)
     environment = {"gpu": "simulated", "ceilings": CEILINGS.facts()}
-    shared = {"experiment": "counting", "environment": environment, "method": "counted", "wrong": []}
+    shared = {"experiment": "test_recording", "environment": environment, "method": "counted", "wrong": []}
     one, two = [{"point": 1}, {"point": -1}], [{"point": 2}, {"point": -2}]
-    assert found == [None, shared | {"rows": one, "total": 1}, shared | {"rows": [*one, *two], "total": 3}]
-    assert json.loads(out.read_text()) == found[-1]
+    assert failing.found == [None, shared | {"rows": one, "total": 1}, shared | {"rows": [*one, *two], "total": 3}]
+    assert json.loads(failing.out.read_text()) == failing.found[-1]
+
+
+@pytest.mark.parametrize("name", [*MODULES, "decode_split", "kv_read_once"])
+def test_what_a_study_derives_from_its_recorded_rows_is_what_was_recorded(name: str) -> None:
+    recording, study = recorded(name), object.__new__(study_named(name))
+    assert recording | json.loads(json.dumps(study.derived(recording))) == recording
+    tables = [each for each in study.answer(recording) if isinstance(each, Table)]
+    assert tables
+    assert all(table.rows for table in tables)
+    assert study.exit_status(recording) == ExitStatus.DONE
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from studies.changes import CHANGES, Change
+from studies.changes import CHANGES
 from studies.changes.verdicts import Answer, Aspect, Standing
 from tests.studies.recorded import recorded
 
@@ -32,18 +32,6 @@ def exchange(one: Altered, other: Altered, *names: str) -> None:
         one[name], other[name] = other[name], one[name]
 
 
-def test_the_five_changes_each_have_a_command_of_their_own() -> None:
-    assert [change.number for change in CHANGES] == [24566, 25002, 25925, 26241, 26824]
-    assert len({change.module for change in CHANGES}) == 5
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: str(change.number))
-def test_every_real_recording_has_an_answer_with_points_of_every_statement(change: Change) -> None:
-    answer = judged(change.number)
-    assert all(aspect.observations for aspect in answer.aspects)
-    assert all(each.group.startswith(("MHA", "MLA")) for aspect in answer.aspects for each in aspect.observations)
-
-
 # --- 24566
 
 
@@ -55,16 +43,6 @@ def test_a_faster_context_call_contradicts_24566_at_its_point() -> None:
     exchange(rows[1, 1024, 4, "decode"], rows[1, 1024, 4, "context"], "median_us")
     (found,) = judged(24566, recording).aspects[0].that(Standing.FAILS)
     assert (found.where, found.figures) == ("1 × 1,024 keys, q 4", "10.0 → 20.0 µs")
-
-
-def test_24566_does_not_hold_where_every_context_call_is_faster() -> None:
-    recording = recorded("draft_extend_kernels")
-    for row in recording["rows"]:
-        row["median_us"] = {"context": 1.0}.get(row["arm"], 2.0)
-        row["iqr_us"] = 0.0
-    answer = judged(24566, recording)
-    assert answer.verdict == "does not hold"
-    assert counts(answer.aspects[0])[:2] == (0, len(answer.aspects[0].observations))
 
 
 def test_24566_leaves_out_points_without_both_calls_and_says_what_was_skipped_and_declined() -> None:
@@ -127,15 +105,6 @@ def test_a_top_k_that_costs_nothing_is_not_shown_to_be_dead_weight() -> None:
     assert counts(topk) == (0, 0, len(plain))
 
 
-def test_25002_names_the_hosts_times_of_its_own_mode() -> None:
-    recording = recorded("draft_extend_graph")
-    for row in recording["modes"]:
-        if row["mode"] == "draft_extend_v2" and row["arm"] != "load":
-            row["host_us"] = {"eager": 700.0, "graph": 50.0}[row["arm"]] + row["batch_size"]
-    (note,) = judged(25002, recording).notes
-    assert "701.0 to 764.0 µs eagerly, 51.0 to 114.0 µs" in note
-
-
 # --- 25925
 
 
@@ -174,14 +143,6 @@ def test_both_clocks_must_say_that_a_plan_beside_the_draft_pays(exchanged: tuple
     exchange(in_line, beside, *exchanged)
     found = {each.where: each for each in judged(25925, recording).aspects[1].observations}
     assert found["chains, torch operations, a draft of 400 µs"].standing is standing
-
-
-def test_25925_says_what_a_trees_mask_takes() -> None:
-    recording = recorded("plan_stream")
-    for place, row in enumerate(row for row in recording["arms"] if row["drafts"] == "trees"):
-        row["medians"] |= {"fix_up_us": 20.0 + place, "fix_up_launches": 9.0}
-    (note,) = judged(25925, recording).notes
-    assert note == "A tree's mask is written after the draft: 20.0 to 31.0 µs in 9 launches."
 
 
 # --- 26241

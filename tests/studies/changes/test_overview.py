@@ -15,7 +15,6 @@ import torch
 from rich.console import Console
 
 from lab.reports.tables import terminal_of
-from studies import command_of
 from studies.changes import CHANGES
 from studies.changes.entries import Entry, day_of, file_of, read_entries
 from studies.changes.overview import PAGE, claims_table, kernels_sentence, page
@@ -54,19 +53,6 @@ def test_the_page_in_the_repository_is_that_of_its_recordings() -> None:
     assert DAY.sub("", written) == DAY.sub("", page_of(FOLDER))
 
 
-def test_the_page_says_what_each_change_claims_and_what_it_was_measured_on(folder: Path) -> None:
-    text = page_of(folder)
-    for change in CHANGES:
-        for words in (change.claim, change.source, change.question, f"pull/{change.number}"):
-            assert words in text
-        assert f"{command_of(change.module)} --out {change.module}.json" in text
-        environment = recorded(change.module)["environment"]
-        line = next(line for line in text.splitlines() if line.startswith(f"| [{change.module}.json]"))
-        assert f"| {environment['gpu']} | `{environment['commit']}` |" in line
-        assert DAY.search(line)
-        assert recorded(change.module)["method"] in line
-
-
 FIGURES = re.compile(r"[\d,.]+ → [\d,.]+ µs")
 
 
@@ -96,11 +82,6 @@ def test_another_gpu_commit_and_throttling_are_what_the_page_says(folder: Path) 
 
 
 def test_the_kernels_are_those_that_ran(folder: Path) -> None:
-    said = kernels_sentence(read_entries(folder))
-    assert said.startswith(
-        "On SM90 FlashInfer ran XQA for trtllm_batch_decode_with_kv_cache and trtllm_fmha_v2_prefill"
-    )
-    assert "not trtllm-gen" in said
     recording = recorded("draft_extend_kernels")
     for row in recording["rows"]:
         if row["implementation"] == "lab.kernels.trtllm":
@@ -113,13 +94,6 @@ def test_the_kernels_are_those_that_ran(folder: Path) -> None:
     assert said.startswith("On SM90 and SM100")
     file_of(folder, "draft_extend_kernels").unlink()
     assert "no recording here names a kernel" in kernels_sentence(read_entries(folder))
-
-
-def test_mha_and_mla_stand_beside_each_other(folder: Path) -> None:
-    lines = {line[2:9]: line.split(" | ") for line in page_of(folder).splitlines() if line.startswith("| [2")}
-    for number, mla in (("[26241]", r"\d+ of \d+ points"), ("[24566]", "not recorded"), ("[25925]", "not recorded")):
-        assert re.fullmatch(r"\d+ of \d+ points", lines[number][2])
-        assert re.fullmatch(mla, lines[number][3])
 
 
 def test_what_is_not_recorded_says_so_and_what_cannot_be_read_says_why(folder: Path) -> None:

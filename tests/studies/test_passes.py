@@ -1,0 +1,305 @@
+"""What the studies of forward passes share: right variants in outputs of their own, rows, recordings, and times on a GPU."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from lab import references
+from lab.calls.problem import AttentionCall
+from lab.metadata.engine.forward_mode import ForwardMode
+from lab.timing import Ceilings, GpuWork, measure_ceilings
+from lab.workloads.batches import parse_batch
+from lab.workloads.mla_case import MLACase
+from lab.workloads.scenarios import scenario
+from studies import decode_split, draft_extend_kernels, kv_read_once, mla_decode
+from studies.kv_read_once import E4M3_CACHE, PORTABLE
+from studies.passes import PORTABLE_MODULE, gpu_works, works_of
+from studies.targets import Figure, target_rows
+from studies.variants import COLD, FactsOf, Point, PointRows, TimingPlan, Variant, measure_point
+from tests.devices import IN_INTERPRETER
+from tests.studies.conftest import Command
+from tests.studies.simulated import BANDWIDTH, CEILINGS, SLOW, SLOWER, SPEED, hold_right, small_kv, small_mla
+from tests.studies.test_kv_read_once import SMALL, again, of_group, runs_as
+
+CPU, REFERENCES = torch.device("cpu"), "lab.references"
+DECODE, CONTEXT = AttentionCall.DECODE, AttentionCall.CONTEXT
+UNEQUAL = ("target_verify/tiny/q2s70_2q2s9_q2s33", "decode/tiny/q1s70_2q1s9_q1s33")
+# Implementations that run on a CPU in place of FlashInfer's.
+BOTH_CALLS = {
+    "decode": (DECODE, REFERENCES),
+    "context": (CONTEXT, REFERENCES),
+    "portable decode": (DECODE, PORTABLE_MODULE),
+}
+
+
+def split(name: str, module: str) -> Point:
+    return decode_split.point_of(name, module, (2, 4))
+
+
+def extend() -> Point:
+    return draft_extend_kernels.point_of(parse_batch("2q4s70"), BOTH_CALLS)
+
+
+def caches() -> tuple[Variant, ...]:
+    return (
+        Variant(E4M3_CACHE, replace(SMALL, kv_dtype=torch.float8_e4m3fn), PORTABLE_MODULE),
+        Variant(PORTABLE, SMALL, PORTABLE_MODULE),
+        Variant("reference", SMALL, REFERENCES),
+    )
+
+
+def heads() -> tuple[Variant, ...]:
+    """Of a number of heads that no model has."""
+    (geometry,) = {point.variants[0].case.heads for point in of_group("heads") if "heads-20-" in point.name}
+    case = kv_read_once.HeadsCase(ForwardMode.DECODE, geometry.name, (70,), (1,), heads=geometry)
+    assert case.model.num_qo_heads == 20
+    return (Variant(PORTABLE, case, PORTABLE_MODULE),)
+
+
+def latents(case: MLACase) -> tuple[Variant, ...]:
+    return (*mla_decode.variants_of(case), Variant("reference", case, REFERENCES))
+
+
+# The variants of a point, and the number of different outputs, queries, caches and page tables that they have.
+VARIANTS: dict[str, tuple[tuple[Variant, ...], tuple[int, int, int, int]]] = {
+    **{f"{name} on {m}": (split(name, m).variants, (3, 1, 1, 1)) for name in UNEQUAL for m in (REFERENCES, PORTABLE_MODULE)},
+    "draft extend": (extend().variants, (3, 1, 1, 1)),
+    "caches": (caches(), (3, 2, 2, 2)),
+    "heads": (heads(), (1, 1, 1, 1)),
+    # What plans on the host has tensors of its own, whose lengths and page ids stay.
+    "MLA": (latents(small_mla()), (3, 2, 2, 2)),
+    "MLA verify": (latents(small_mla(4)), (3, 2, 2, 2)),
+    "MLA verify e4m3": (latents(small_mla(4, kv_dtype=torch.float8_e4m3fn)), (3, 2, 2, 2)),
+}  # fmt: skip
+
+
+def tensors_of(work: GpuWork) -> tuple[int, ...]:
+    given = work.arguments
+    metadata = given["metadata"]
+    table = metadata.page_table if hasattr(metadata, "page_table") else metadata.block_kv_indices
+    return tuple(each.data_ptr() for each in (given["out"], given["query"], given["cache"].storage, table))
+
+
+def settings_of(backend: Any) -> dict[str, str]:
+    return {name: repr(value) for name, value in vars(backend).items() if name != "implementation"}
+
+
+@IN_INTERPRETER
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_is_right_in_an_output_of_its_own(name: str, request: pytest.FixtureRequest) -> None:
+    variants, numbers = VARIANTS[name]
+    plans = request.getfixturevalue("plans") if "MLA" in name else []
+    works = works_of(variants, CPU)
+    assert list(works) == [variant.name for variant in variants]
+    for variant, work in zip(variants, works.values(), strict=True):
+        assert work.arguments["cache"].storage.dtype == variant.case.kv_dtype
+        assert (work.bytes_moved, work.operations) == (variant.case.bytes_moved, variant.case.operations)
+        assert settings_of(work.prepare.__self__) == settings_of(variant.case.backend())  # type: ignore[attr-defined]
+        hold_right(work)
+    assert tuple(len({*each}) for each in zip(*map(tensors_of, works.values()), strict=True)) == numbers
+    assert len({id(work.redraw) for work in works.values()}) == numbers[2]  # one truth for the same tensors
+    assert len(plans) == ("MLA" in name)  # for two calls
+
+
+class Rows(NamedTuple):
+    """A point, what its study says of a variant, the rates of its GPU, and what each row must have."""
+
+    point: Point
+    facts_of: FactsOf
+    ceilings: Ceilings
+    expected: Sequence[Mapping[str, Any]]
+
+
+def speeds(*, baseline: int) -> list[dict[str, Any]]:
+    """The times of `measured_interleaved` and the speeds in times that of a variant."""
+    return [{"median_us": 10.0 + i, "speed_of_baseline": round((10.0 + baseline) / (10 + i), 3)} for i in range(3)]
+
+
+def rows_of_all() -> dict[str, Rows]:
+    floor = {
+        "floor_us": pytest.approx(10.17, abs=0.01),
+        "floor_bound": "matrix",
+        "floor_bytes": 140 * 2 * 256 + 24 * 256,
+    }
+    sizes = {"num_qo_heads": 6, "num_kv_heads": 2, "head_dim": 64, "longest_kv_len": 70, "q_len": 2}
+    # 140 keys of 2 heads, K and V of 128 bytes; 4 rows of 6 heads, query and output of 128 bytes. The rows of a request see 69
+    # and 70 keys: 278 pairs of two requests.
+    work = {"bytes_moved": 140 * 2 * 256 + 24 * 256, "operations": 4 * 64 * 6 * 278}
+    small = {"group": "small", "point": "2q2s70", "mode": "target_verify", **sizes, **floor, **work}
+    # Keys 46 to 69 of two pages.
+    window = {"bytes_moved": 24 * 512 + 6 * 256, "floor_bytes": 128 * 512 + 6 * 256, "floor_us": pytest.approx(8.384)}
+    # 140 entries of 64 bytes, and 4 vectors of 32 + 16 elements of 2 bytes; 2 · 2 heads · 140 pairs · 48 operations.
+    decoded = {"mode": "decode", "point": "2q1s70/2 heads", "heads": 2, "kv_tokens": 140, "floor_bound": "memory"}
+    decoded |= {
+        "bytes_moved": 8960 + 384,
+        "operations": 26_880,
+        "floor_us": pytest.approx(2.336),
+        "baseline": "wrapper",
+    }
+    # Rows of a request see 67, 68, 69 and 70 keys: 548 pairs of two requests, and 8 rows of 2 heads.
+    verified = {"mode": "target_verify", "q_len": 4, "query_tokens": 8, "bytes_moved": 8960 + 1536}
+    verified |= {"operations": 2 * 2 * 548 * 48, "floor_us": pytest.approx(5.261, abs=1e-3), "floor_bound": "matrix"}
+    extended = {"point": "2q4s70", "q_len": 4, "requests": 2, "kv_len": 70, "floor_us": pytest.approx(0.104, abs=1e-3)}
+    calls, decode, context = [1, 2, 4], {"call": DECODE.value}, {"call": CONTEXT.value}
+    wrapper = {"kernel": "BatchMLAPagedAttentionWrapper with FA3", "plan": mla_decode.PLANNED}
+    window_case = scenario("decode/tiny/1q1s70/window")
+    return {
+        "split": Rows(
+            split(UNEQUAL[0], REFERENCES),
+            decode_split.facts_of,
+            SLOWER,
+            [{"calls": number} | speed for number, speed in zip(calls, speeds(baseline=0), strict=True)],
+        ),
+        "extend": Rows(
+            extend(),
+            draft_extend_kernels.facts_of,
+            CEILINGS,
+            [extended | call | {"samples_us": [10.0 + i] * 3} for i, call in enumerate((decode, context, decode))],
+        ),
+        "small": Rows(
+            small_kv(SMALL, SPEED, BANDWIDTH),
+            kv_read_once.facts_of,
+            SLOWER,
+            [small | {"kernel": "portable", "iqr_us": 0.0} | speeds(baseline=1)[0], small | speeds(baseline=1)[1]],
+        ),
+        "window": Rows(small_kv(window_case, BANDWIDTH), kv_read_once.facts_of, SLOWER, [window, window]),
+        "MLA": Rows(
+            mla_decode.point_of(small_mla()),
+            mla_decode.facts_of,
+            SLOW,
+            [
+                decoded | {"kernel": "portable", "plan": None, "floor_percent": 23.36} | speeds(baseline=1)[0],
+                decoded | wrapper | {"floor_percent": 21.236, "targets": []} | speeds(baseline=1)[1],
+            ],
+        ),
+        "MLA verify": Rows(mla_decode.point_of(small_mla(4)), mla_decode.facts_of, SLOW, [verified] * 2),
+    }
+
+
+ROWS = rows_of_all()
+
+
+@IN_INTERPRETER
+@pytest.mark.usefixtures("on_cpu", "plans")
+@pytest.mark.parametrize("name", ROWS)
+def test_a_point_makes_a_row_per_variant(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs_as(monkeypatch, references.trtllm_batch_decode_with_kv_cache)
+    point, facts_of, ceilings, expected = ROWS[name]
+    found = measure_point(point, gpu_works, TimingPlan(ceilings, samples=3), facts_of)
+    assert (found.declined, found.wrong) == ([], [])
+    assert [row["arm"] for row in found.rows] == [variant.name for variant in point.variants]
+    assert {row["method"] for row in found.rows} == {str(COLD)}
+    for row, wanted in zip(found.rows, expected, strict=True):
+        assert {key: row[key] for key in wanted} == wanted
+    for target in (target for row in found.rows for target in row.get("targets", ())):
+        is_speed = target["figure"].startswith("x the speed")
+        assert target["reached"] == found.rows[0]["speed_of_baseline" if is_speed else "bandwidth_percent"]
+        assert (target["margin"], target["passed"]) == (pytest.approx(target["reached"] - target["target"]), True)
+
+
+def made_up(point: Point) -> PointRows:
+    """Times of 10 µs for the last variant and 10 more for each before it; the last one declines where requests have 4 rows."""
+    shared = dict.fromkeys(("kernel", "kv_dtype", "floor_bound"), "some") | dict.fromkeys(("iqr_us", "floor_us"), 1.0)
+    shared |= {"floor_percent": 50.0, "speed_of_baseline": 0.75}
+    reached = {Figure.SPEED: 0.75, Figure.BANDWIDTH: 91.5}
+    rows = [
+        point.row
+        | shared
+        | {"arm": variant.name, "median_us": 10.0 * (len(point.variants) - place), "calls": place + 1}
+        | {"targets": target_rows(variant.targets, reached, point.baseline)}
+        for place, variant in enumerate(point.variants)
+    ]
+    declined = [point.row | {"arm": point.variants[-1].name, "reason": "not [here]"}]
+    return PointRows(rows, declined if max(point.variants[0].case.q_lens) == 4 else [])
+
+
+# Of a command: its points, what it records besides, and words that it prints.
+COMMANDS: dict[str, tuple[list[str], dict[str, Any], list[str]]] = {
+    "decode-split lab.references --splits 1,2,2 --only decode/tiny/2q1s70": (
+        ["decode/tiny/2q1s70 on lab.references"],
+        {
+            "savings": [
+                {
+                    "point": "decode/tiny/2q1s70 on lab.references",
+                    "calls": 2,
+                    "whole_us": 20.0,
+                    "saved_us": 10.0,
+                    "saved_percent": 50.0,
+                }
+            ]
+        },
+        ["1 call", "2 calls"],
+    ),
+    "draft-extend-kernels --q-lens 2,4 --requests 1,4 --keys 1024 --most-keys 2048": (
+        ["q2s1k", "q4s1k"],
+        {
+            "crossovers": [
+                {
+                    "requests": 1,
+                    "kv_len": 1024,
+                    "context_over_decode": {"2": 0.667, "4": 0.667},
+                    "context_faster_from_q_len": 2,
+                }
+            ],
+            "most_keys": 2048,
+        },
+        ["30.0 / 20.0 (0.67)", "declined: q4s1k, portable decode: not [here]", "1 declined, 2 skipped"],
+    ),
+    "kv-read-once --only extend,unequal": (
+        [point.name for group in ("extend", "unequal") for point in of_group(group)],
+        {"targets": {"passed": 1, "missed": 1, "not_compared": 0}, "host": []},
+        ["1 x the speed of flashinfer: missed by 0.25", "targets: 1 passed, 1 missed, 0 not compared"],
+    ),
+    "mla-decode --shapes 2x1024 --heads 16 --q-lens 1,4 --kv-dtype e4m3": (
+        ["2q1s1k/16 heads", "2q4s1k/16 heads"],
+        {"targets": {"passed": 0, "missed": 2, "not_compared": 0}},
+        ["0.8 x the speed of wrapper: missed by 0.05", "declined: 2q4s1k/16 heads, wrapper: not [here]"],
+    ),
+}
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_command_records_every_point_and_prints_the_answer(line: str, command: Command) -> None:
+    points, recorded, printed = COMMANDS[line]
+    done = command(f"{line} --samples 5", made_up)
+    assert (done.status, done.plans) == (0, [TimingPlan(CEILINGS, COLD, 5)] * len(points))
+    assert list(dict.fromkeys(row["point"] for row in done.recorded["rows"])) == points
+    assert done.recorded | recorded == done.recorded
+    assert (done.recorded["wrong"], done.recorded["samples"], done.recorded["method"]) == ([], 5, str(COLD))
+    assert done.recorded["environment"] == {"gpu": "simulated", "ceilings": CEILINGS.facts()}
+    said = " ".join(done.printed.split())
+    for words in printed:
+        assert words in said
+
+
+def mla_again() -> Point:
+    (case,) = mla_decode.MLADecode(shapes=((4, 1024),), heads=(16,), q_lens=(4,)).cases()
+    portable = mla_decode.variants_of(case)[0]
+    return replace(mla_decode.point_of(case), variants=(portable, replace(portable, name="again")), baseline="again")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("make", "facts_of"),
+    [
+        (lambda: split("decode/tiny/q1s2k_7q1s99", PORTABLE_MODULE), decode_split.facts_of),
+        (
+            lambda: draft_extend_kernels.point_of(
+                parse_batch("4q4s1k"), {call.name: (call, PORTABLE_MODULE) for call in (DECODE, CONTEXT)}
+            ),
+            draft_extend_kernels.facts_of,
+        ),
+        (lambda: again(scenario("target_verify/qwen3-32b/4q4s1k/tp2"), SPEED), kv_read_once.facts_of),
+        (mla_again, mla_decode.facts_of),
+    ],
+    ids=["split", "extend", "read once", "MLA"],
+)
+def test_points_are_measured_on_a_gpu(make: Callable[[], Point], facts_of: FactsOf) -> None:
+    point = make()
+    found = measure_point(point, gpu_works, TimingPlan(measure_ceilings(torch.device("cuda")), samples=3), facts_of)
+    assert (found.declined, found.wrong) == ([], [])
+    assert [row["arm"] for row in found.rows] == [variant.name for variant in point.variants]
+    assert all(row["median_us"] > 0 and row["buffer_copies"] >= 1 for row in found.rows)
