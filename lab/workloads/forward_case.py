@@ -212,9 +212,9 @@ class ForwardCase(GroupedLayer, PassCase):
         return TRTLLMMHABackend(
             implementation,
             self.draft_extend,
+            dtypes=self.dtypes,
             settings=CallSettings(decode_splits=self.decode_splits),
             expand_encoder_only_verify=self.encoder_only,
-            dtypes=self.dtypes,
             split_mixed_tail=self.split_mixed_tail,
             with_padding_rows=self.num_padding_rows > 0,
         )

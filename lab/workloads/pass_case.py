@@ -1,6 +1,7 @@
 """A forward pass as data, for any backend: its fields, lengths derived from them, and checks of the arguments."""
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 
@@ -56,7 +57,7 @@ class PassCase(PassLens):
         """Return how many keys the last row of each request would see without a window."""
         return self.kv_lens
 
-    @property
+    @cached_property
     def max_context_len(self) -> int:
         """Return the largest length of a request in the engine. It exceeds the length of each request of the case, so page
         tables have columns after each request's pages.

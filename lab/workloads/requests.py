@@ -147,10 +147,14 @@ class Requests(PassLens):
             sliding_window: the cache belongs to the sliding-window pool.
         """
         starts = (0,) * len(self.rows) if first is None else first
-        for row, history, start in zip(self.rows, histories, starts, strict=True):
-            slots = self.pool.slots(row, start, len(history[0]))
-            slots = self.pool.swa_slots(slots) if sliding_window else self.pool.physical_slots(slots)
-            cache.write(slots, *(side[start:] for side in history))
+        tokens = [[side[start:] for side in history] for history, start in zip(histories, starts, strict=True)]
+        spans = [
+            (row, start, len(history[0])) for row, history, start in zip(self.rows, histories, starts, strict=True)
+        ]
+        in_cache = self.pool.swa_slots if sliding_window else self.pool.physical_slots
+        slots = [in_cache(self.pool.slots(*span)) for span in spans]
+        for of_request, sides in zip(slots, tokens, strict=True):
+            cache.write(of_request, *sides)
 
     def batch(self, mode: ForwardMode, num_padding_rows: int = 0) -> ForwardBatch:
         """Return a `ForwardBatch` of these requests in a forward mode, with new tensors.

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -122,12 +123,12 @@ class ForwardBatch:
     seq_lens_cpu: Sequence[int] | None = None
     spec_info: SpecInfo | None = None
 
-    @property
+    @cached_property
     def writes_no_kv(self) -> bool:
         """Return True for a pass of a frozen-KV draft, in which the draft model reads the target's K/V and writes none."""
         return self.spec_info is not None and self.spec_info.speculative_step_id == FROZEN_KV_STEP
 
-    @property
+    @cached_property
     def batch_size(self) -> int:
         """Return the number of requests, padding requests included."""
         return self.seq_lens.shape[0]

@@ -161,10 +161,11 @@ class ForwardPass(EnginePass):
 
     def truth_of(self, query: Tensor, histories: Sequence[History], requests: Sequence[int]) -> Truth:
         case = self.case
+        q_lens = [case.q_lens[request] for request in requests]
         return mha_truth(
             rounded(query, case.dtypes.query),
             histories,
-            [case.q_lens[request] for request in requests],
+            q_lens,
             self.layer,
             kv_dtype=case.kv_dtype,
             out_dtype=case.dtypes.out,
@@ -217,10 +218,10 @@ def build_forward(case: ForwardCase, device: torch.device, build_metadata: Build
     )
     stored = [stored_kv(case.kv_dtype, *sides) for sides in drawn]
     histories = [read_kv(*sides) for sides in stored]
-    layer = new_layer(case, device, generator)
+    layer, width = new_layer(case, device, generator), stored_width(case)
     pool = new_poisonable_pool(case, device)
     heads, window = model.num_kv_heads, case.sliding_window
-    cache = pool.new_cache(heads, stored_width(case), case.kv_dtype, case.layout, sliding_window=window)
+    cache = pool.new_cache(heads, width, case.kv_dtype, case.layout, sliding_window=window)
     cache = with_scale_factors(case, cache)
     build = build_metadata or case.backend().build_metadata
     batch, metadata = admit_and_write(case, pool, cache, stored, build)
