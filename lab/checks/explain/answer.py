@@ -5,7 +5,7 @@ A documented corner is a case that a function's documentation allows and that no
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from lab.checks.parameters.coverage import Coverage, Reach
 from lab.checks.parameters.profiles import profiles
@@ -53,18 +53,16 @@ def _of_cases(
     known = sum(verdict.outcome is Outcome.KNOWN for verdict in judged)
     right, wrong = "right", _word(judged).lower()
     right += f", except for known failures in {counted(known, 'case')}," if known else ""
-    wrongs, rights, of_all = list[str](), list[str](), list[str]()
-    for key in engines:
-        engine, sent = str(profiles()[key]), [verdict for verdict in verdicts if key in verdict.sent_by]
+    wrongs, rights = list[str](), list[str]()
+    for names, sent in _by_sender(verdicts, engines, is_whole):
         its_judged = [verdict for verdict in sent if verdict.outcome is not Outcome.DECLINED]
+        send = f"that {joined(names)} {'sends' if len(names) == 1 else 'send'}"
         if broken := _broken(its_judged):
-            wrongs.append(f"{broken:,} of {counted(len(its_judged), 'case')} that {engine} sends")
-        elif its_judged and is_whole and its_judged == sent:
-            of_all.append(engine)
+            wrongs.append(f"{broken:,} of {counted(len(its_judged), 'case')} {send}")
+        elif is_whole and its_judged == sent:
+            rights.append(f"for all {send}")
         elif its_judged:
-            rights.append(f"in {len(its_judged):,} judged of {counted(len(sent), 'case')} that {engine} sends")
-    if of_all:
-        rights.insert(0, f"for all that {joined(of_all)} {'sends' if len(of_all) == 1 else 'send'}")
+            rights.append(f"in {len(its_judged):,} judged of {counted(len(sent), 'case')} {send}")
     is_first_wrong = bool(wrongs)
     if corners := [verdict for verdict in judged if not set(engines) & set(verdict.sent_by)]:
         broken, words = _broken(corners), counted(len(corners), "documented corner")
@@ -72,6 +70,20 @@ def _of_cases(
     clauses = [f"{right} {', and '.join(rights)}" if rights else "", f"{wrong} in {joined(wrongs)}" if wrongs else ""]
     found = "; ".join(filter(None, reversed(clauses) if is_first_wrong else clauses))
     return f"{found[0].upper()}{found[1:]}: {_counts(judged)}."
+
+
+def _by_sender(
+    verdicts: Sequence[CaseVerdict], engines: Collection[str], is_whole: bool
+) -> Iterable[tuple[list[str], list[CaseVerdict]]]:
+    """Return engines with the verdicts on what they send. Engines of the same cases are together, and so are, in a whole run,
+    those whose cases are all right.
+    """
+    found: dict[tuple[int, ...], tuple[list[str], list[CaseVerdict]]] = {}
+    for key in engines:
+        if sent := [verdict for verdict in verdicts if key in verdict.sent_by]:
+            is_right = is_whole and not any(verdict.outcome in (*BROKEN, Outcome.DECLINED) for verdict in sent)
+            found.setdefault(() if is_right else tuple(map(id, sent)), ([], sent))[0].append(str(profiles()[key]))
+    return found.values()
 
 
 def _word(judged: Sequence[CaseVerdict]) -> str:

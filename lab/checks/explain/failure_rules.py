@@ -76,7 +76,7 @@ def find_rules(units: Sequence[Features], wrong: Bits, cases: Sequence[int]) -> 
     """
     chosen, weights = sampled(wrong, cases)
     search = _Search([dict(units[number]) for number in chosen], wrong[chosen], weights)
-    rules = [sorted(rule, key=lambda number: search.costs[number]) for rule in search.rules()]
+    rules = [sorted(rule, key=search.alone.__getitem__) for rule in search.rules()]
     return [tuple(search.literals[number] for number in rule) for rule in rules] or [()]
 
 
@@ -108,6 +108,10 @@ class _Search:
         self.holds = holds[:, first]
         self.bad = np.bincount(where.ravel(), weights=weights * wrong, minlength=len(first))
         self.good = np.bincount(where.ravel(), weights=weights * ~wrong, minlength=len(first))
+        # By a literal, the bits that a rule of it alone would need: the literal that separates best is the first of a rule.
+        inside_bad, inside_good = self.holds @ self.bad, self.holds @ self.good
+        outside = _bits(self.bad.sum() - inside_bad, self.good.sum() - inside_good)
+        self.alone = _bits(inside_bad, inside_good) + outside + self.costs
 
     def rules(self) -> list[Chosen]:
         """Return the rules as indices of literals, the most informative first; none, or an empty one: wrong everywhere."""

@@ -103,7 +103,11 @@ class JudgedRun:
 
     @property
     def verdict(self) -> str:
-        """Return the run's worst outcome; "declined" only if there is no case, or every case was declined."""
+        """Return the run's worst outcome; "declined" only if there is no case, or every case was declined. Of a run for the
+        profile of an engine, wrong cases that the engine does not send do not count.
+        """
+        if self.record.content.get("profile") and self.record.content.get("is_right"):
+            return RIGHT
         return next((outcome for outcome in (*FAULTS, RIGHT) if self.counts[outcome]), DECLINED)
 
     @property
@@ -124,12 +128,20 @@ class JudgedRun:
 
     @property
     def details(self) -> list[str]:
-        """Return a sentence per region of wrong cases; without a diagnosis, a sentence per broken check."""
-        return [*map(_region_sentence, self.diagnosis.get("regions") or ())] or [
+        """Return a sentence and a command per region of wrong cases; without a diagnosis, a sentence per broken check."""
+        return [*map(self._region_sentence, self.diagnosis.get("regions") or ())] or [
             f"{check_name(row.key)} of {row.function}: {row.outcome}. What the check catches: {row.catches}"
             for row in self.rows
             if row.outcome in BROKEN
         ]
+
+    def _region_sentence(self, region: Mapping[str, Any]) -> str:
+        """Return where a diagnosed region's results are wrong, how many they are, and the command that judges one again."""
+        names = ("wrong", "results", "right_outside", "outside")
+        wrong, results, right_outside, outside = (region.get(name) or 0 for name in names)
+        said = f"{region.get('where') or region.get('rule') or 'everywhere'}: wrong in {wrong:,} of {results:,}"
+        said += f", right in {right_outside:,} of {outside:,} other results" if outside else ""
+        return f"{said}; {self.reproduction({'number': region['case']})}" if "case" in region else said
 
     @property
     def smallest_case(self) -> dict[str, str]:
@@ -145,14 +157,6 @@ class JudgedRun:
             key: " ".join(f"{float(each):.4g}" for each in value) if isinstance(value, list) else str(value)
             for key, value in shown.items()
         }
-
-
-def _region_sentence(region: Mapping[str, Any]) -> str:
-    """Return a diagnosed region's rule, with the number of wrong cases inside it and of right cases outside it."""
-    names = ("wrong", "results", "right_outside", "outside")
-    wrong, results, right_outside, outside = (region.get(name) or 0 for name in names)
-    inside = f"{region.get('rule') or 'everywhere'}: wrong in {wrong:,} of {results:,}"
-    return f"{inside}, right in {right_outside:,} of {outside:,} other results" if outside else inside
 
 
 def check_name(key: str) -> str:
@@ -184,6 +188,7 @@ def summary_table(runs: Sequence[JudgedRun]) -> Table:
         **_outcome_columns(lambda run: run.counts),
         "not begun": lambda run: number(run.record.content.get("left_out")),
         "level": lambda run: words(run.record.content.get("level")),
+        "profile": lambda run: words(run.record.content.get("profile")),
         "commit": lambda run: words(run.record.environment.get("commit")),
     }
     return make_table(columns, runs, name="judge-runs", caption="Runs of the judge")
@@ -267,16 +272,19 @@ def fault_table(rows: Sequence[CheckRow]) -> Table:
 def decline_table(runs: Sequence[JudgedRun]) -> Table:
     """Make a table of one row per run and reason of refusal, with the most frequent reason of a run first."""
     refused = [
-        (run.name, count, reason)
+        (run.name, count, reason, "the lab" if is_of_lab else "the kernel")
         for run in runs
-        for reason, count in Counter(each for case in run.cases for each in case.get("declines", ())).most_common()
+        for (reason, is_of_lab), count in Counter(
+            (each, case.get("by_lab", False)) for case in run.cases for each in case.get("declines", ())
+        ).most_common()
     ]
     columns: Columns = {
         "run": lambda item: words(item[0]),
         "cases": lambda item: number(item[1]),
+        "by": lambda item: words(item[3]),
         "reason": lambda item: words(item[2], style="long"),
     }
-    return make_table(columns, refused, name="declines", caption="What was refused, and why")
+    return make_table(columns, refused, name="declines", caption="What was not judged, and why")
 
 
 def _outcome_columns(counts_of: Callable[[Any], Mapping[str, int]]) -> Columns:

@@ -51,7 +51,7 @@ def verdicts(outcomes: str, *sent_by: str, **judged: Any) -> list[CaseVerdict]:
             "RRW",
             "",
             "R",
-            "Wrong in 1 of 3 cases that SGLang 0.5.23 sends and 1 of 3 cases that vLLM 0.33.0 sends; right in 1 ",
+            "Wrong in 1 of 3 cases that SGLang 0.5.23 and vLLM 0.33.0 send; right in 1 documented corner: 12 results",
         ),
         (
             "R",
@@ -63,14 +63,14 @@ def verdicts(outcomes: str, *sent_by: str, **judged: Any) -> list[CaseVerdict]:
             "FR",
             "",
             "F",
-            "Failed in 1 of 2 cases that SGLang 0.5.23 sends, 1 of 2 cases that vLLM 0.33.0 sends and 1 of 1 ",
+            "Failed in 1 of 2 cases that SGLang 0.5.23 and vLLM 0.33.0 send and 1 of 1 documented corner: 9 results",
         ),
-        ("FW", "", "", "Wrong in 2 of 2 cases that SGLang 0.5.23 sends and 2 of 2 cases that"),
+        ("FW", "", "", "Wrong in 2 of 2 cases that SGLang 0.5.23 and vLLM 0.33.0 send: 6 results"),
         (
             "R",
             "RD",
             "",
-            "Right for all that vLLM 0.33.0 sends, and in 2 judged of 3 cases that SGLang 0.5.23 sends: 6 results",
+            "Right in 2 judged of 3 cases that SGLang 0.5.23 sends, and for all that vLLM 0.33.0 sends: 6 results",
         ),
         (
             "K",
