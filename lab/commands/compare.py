@@ -132,7 +132,7 @@ def ab(
     from lab.timing.gpu_time import WrongWorkError
     from lab.timing.method import method_named
     from lab.timing.sampling import RefusedTimeError
-    from lab.workloads.scenarios import scenario as scenario_named
+    from lab.workloads.scenarios import timed_scenario
     from lab.workloads.traces import read_trace
 
     rule = _rule(minimum_effect_percent, significance)
@@ -149,7 +149,7 @@ def ab(
         refuse("the two sides are the same: name a second module, or another scenario with --against")
     with refusing_errors():
         requests = None if trace is None else read_trace(trace)
-        cases = [recorded or scenario_named(name, requests) for name, _ in sides]
+        cases = [recorded or timed_scenario(name, requests) for name, _ in sides]
         before = bindings()
         modules = [load(name) for _, name in sides]
     need_gpu()

@@ -17,15 +17,13 @@ import torch
 
 from lab.exit_status import ExitStatus
 from lab.kernels import PlannedOnce
-from lab.recorded.case import RecordedCase
 from lab.reports.compare import comparison_record
 from lab.reports.tables import Columns, TableReport, make_table, number, words
-from lab.timing.forward import TimedPasses, case_facts, time_facts
+from lab.timing.forward import TimedCase, TimedPasses, case_facts, time_facts
 from lab.timing.gpu_time import GpuTime, measure_interleaved
 from lab.timing.method import Method
 from lab.timing.roofline import measure_ceilings
 from lab.timing.statistics import IN_TURNS, Rule, Speed, compare_samples
-from lab.workloads.forward_case import ForwardCase
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Side:
 
 def measure_sides(
     names: Sequence[tuple[str, str]],
-    cases: Sequence[ForwardCase | RecordedCase],
+    cases: Sequence[TimedCase],
     modules: Sequence[Any],
     method: Method,
     num_samples: int,

@@ -21,8 +21,11 @@ from lab.timing.staging import Staged, stage
 from lab.timing.work import GpuWork
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.inputs.forward_pass import EnginePass, build_forward
+from lab.workloads.inputs.mla_pass import build_mla_pass
 from lab.workloads.inputs.redraw import PassRedraw
 from lab.workloads.mla_case import MLACase
+
+TimedCase = ForwardCase | MLACase | RecordedCase
 
 HOST_BATCHES = 20
 PLAN_BATCHES = 10
@@ -45,10 +48,12 @@ class TimedPasses:
     planned: PassRedraw | CallRedraw
 
     @classmethod
-    def of(cls, case: ForwardCase | RecordedCase, device: torch.device) -> "TimedPasses":
+    def of(cls, case: TimedCase, device: torch.device) -> "TimedPasses":
         """Build the pass of a case, or read a recorded call, for timing. Raises RecordingError if the call cannot be read."""
         if isinstance(case, ForwardCase):
             return cls.over(build_forward(case, device))
+        if isinstance(case, MLACase):
+            return cls.over(build_mla_pass(case, device))
         call = RecordedPass.of(case, device)
         return cls(call, CallRedraw(call), CallRedraw(call, keeps_metadata=True))
 
@@ -90,7 +95,7 @@ def time_forward(case: ForwardCase, implementation: Any, method: Method) -> Time
 
 
 def time_in_turns(
-    case: ForwardCase | RecordedCase, implementations: Sequence[Any], method: Method, seed: int | None = None
+    case: TimedCase, implementations: Sequence[Any], method: Method, seed: int | None = None
 ) -> list[TimedPass | Exception]:
     """Build one pass or read one recorded call, and time it on several implementations with interleaved samples; outputs are
     checked before and after.

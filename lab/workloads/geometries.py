@@ -64,6 +64,9 @@ GEOMETRIES = {
     )
 }
 
+# Query heads of models of latent attention (MLA), whose entries have 512 + 64 elements: deepseek-ai/DeepSeek-V3 and
+# moonshotai/Kimi-K2-Instruct on Hugging Face.
+LATENT_HEADS = {"deepseek-v3": 128, "kimi-k2": 64}
 
 TINY = re.compile(r"tiny-(\d+)x(\d+)x(\d+)(-sinks)?")
 

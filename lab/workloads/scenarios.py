@@ -22,6 +22,12 @@ A name is `<mode>/<geometry>/<batch>[/<option>...]`, such as `target_verify/gpt-
     page<N>        page_size: tokens per page; 64 if left out
     padding<N>     num_padding_rows: query rows after the requests', in an extend or a ragged verification
     tp<N>          tensor_parallel: one rank's slice of N
+
+The geometries deepseek-v3 and kimi-k2 are of latent attention (MLA) and run on FlashInfer's MLA decode call:
+decode/deepseek-v3/64q1s4k is a `lab.workloads.mla_case.MLACase`. The modes are those of that call, the options are e4m3,
+page<N>, padding<N>, tp<N> and
+
+    e4m3_query     query_dtype: an engine casts the query to e4m3 too
 """
 
 import contextlib
@@ -36,7 +42,8 @@ from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.kv_cache import KVLayout
 from lab.workloads.batches import Batch, parse_batch
 from lab.workloads.forward_case import ForwardCase
-from lab.workloads.geometries import geometry
+from lab.workloads.geometries import LATENT_HEADS, geometry
+from lab.workloads.mla_case import MLACase
 from lab.workloads.pass_case import ATTENDING_MODES
 from lab.workloads.traces import TracedRequest, own_trace, snapshot
 
@@ -84,6 +91,8 @@ _NUMBERED_OPTIONS = {
     "padding": "num_padding_rows",
     "splits": "decode_splits",
 }
+_LATENT_OPTIONS = {"e4m3": _OPTIONS["e4m3"], "e4m3_query": ("query_dtype", torch.float8_e4m3fn)}
+_LATENT_NUMBERED_OPTIONS = {name: _NUMBERED_OPTIONS[name] for name in ("page", "tp", "padding")}
 _NUMBERED = re.compile(r"(?P<option>[a-z]+)(?P<number>[0-9]+)")
 _TRACED = re.compile(r"trace(?P<count>[0-9]+)(q(?P<q_len>[0-9]+))?")
 
@@ -101,18 +110,37 @@ def scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> Forward
             what would be right.
     """
     with naming_scenario(name):
-        parts = name.split("/")
-        if len(parts) < 3:
-            raise ValueError(
-                "a name is <mode>/<geometry>/<batch>[/<option>...], such as decode/llama-3.1-8b/64q1s4k; this one has "
-                f"{len(parts)} of the first three parts"
-            )
-        mode_name, geometry_name, batch_text, *options = parts
-        mode = _mode(mode_name)
+        mode, geometry_name, batch_text, options = _parts(name)
         settings = read_options(options, _OPTIONS, _NUMBERED_OPTIONS)
         geometry(geometry_name).tensor_parallel(settings.get("tensor_parallel", 1))  # raises for an unknown name
         batch = _batch(batch_text, mode, trace)
         return ForwardCase(mode, geometry_name, batch.prefix_lens, batch.q_lens, **settings)
+
+
+def timed_scenario(name: str, trace: Sequence[TracedRequest] | None = None) -> ForwardCase | MLACase:
+    """Return the forward pass that a name describes, also of latent attention. Arguments and errors are those of `scenario`."""
+    if not LATENT_HEADS.keys() & set(name.split("/")[1:2]):
+        return scenario(name, trace)
+    with naming_scenario(name):
+        mode, geometry_name, batch_text, options = _parts(name)
+        settings = read_options(options, _LATENT_OPTIONS, _LATENT_NUMBERED_OPTIONS, f" of {geometry_name}")
+        heads, ranks = LATENT_HEADS[geometry_name], settings.pop("tensor_parallel", 1)
+        if ranks < 1 or heads % ranks:
+            raise ValueError(f"{geometry_name} has {heads} query heads; they do not divide over {ranks} GPUs")
+        batch = _batch(batch_text, mode, trace)
+        return MLACase(mode, batch.prefix_lens, batch.q_lens, num_qo_heads=heads // ranks, **settings)
+
+
+def _parts(name: str) -> tuple[ForwardMode, str, str, list[str]]:
+    """Return the mode, the geometry's name, the text of the batch and the options in a scenario's name."""
+    parts = name.split("/")
+    if len(parts) < 3:
+        raise ValueError(
+            "a name is <mode>/<geometry>/<batch>[/<option>...], such as decode/llama-3.1-8b/64q1s4k; this one has "
+            f"{len(parts)} of the first three parts"
+        )
+    mode_name, geometry_name, batch_text, *options = parts
+    return _mode(mode_name), geometry_name, batch_text, options
 
 
 @contextlib.contextmanager

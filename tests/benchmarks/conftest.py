@@ -17,12 +17,13 @@ from lab.integrity import ChangedBindingsError, bindings
 from lab.kernels.implementations import modules_of
 from lab.loading import load
 from lab.provenance import environment
-from lab.recorded.case import RecordedCase, recorded_cases
+from lab.recorded.case import recorded_cases
 from lab.reports.judgement import reproduction
 from lab.timing import L2, Ceilings, DeviceClock, GpuTime, Method, measure_ceilings, method_named
-from lab.timing.forward import DeclinedError, TimedPass, time_facts, time_in_turns
+from lab.timing.forward import DeclinedError, TimedCase, TimedPass, time_facts, time_in_turns
 from lab.timing.sampling import RefusedTimeError
-from lab.workloads import DEFAULT_SCENARIOS, ForwardCase, scenario
+from lab.workloads import DEFAULT_SCENARIOS, ForwardCase
+from lab.workloads.scenarios import timed_scenario
 from lab.workloads.traces import TracedRequest, own_trace, read_trace
 from studies.draft_scenarios import DEFAULT_DRAFT_SCENARIOS, draft_scenario, is_draft_scenario
 from tests.benchmarks.summary import judged_table, timed_tables
@@ -58,7 +59,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """
     if "scenario_name" in metafunc.fixturenames:
         is_draft = "draft" in metafunc.fixturenames
-        named, read = metafunc.config.getoption("--lab-scenario"), draft_scenario if is_draft else scenario
+        named, read = metafunc.config.getoption("--lab-scenario"), draft_scenario if is_draft else timed_scenario
         names = [name for name in named or () if is_draft_scenario(name) == is_draft]
         if not named:
             names = list(DEFAULT_DRAFT_SCENARIOS if is_draft else DEFAULT_SCENARIOS)
@@ -194,7 +195,7 @@ def ceilings(request: pytest.FixtureRequest) -> Ceilings:
     return request.config.stash[CEILINGS]
 
 
-Timer = Callable[[str, ForwardCase | RecordedCase, Method, str], TimedPass]
+Timer = Callable[[str, TimedCase, Method, str], TimedPass]
 
 
 @pytest.fixture(scope="session")
@@ -206,9 +207,7 @@ def timed_in_turns(request: pytest.FixtureRequest, ceilings: Ceilings) -> Timer:
     modules = [load(name) for name in names]
 
     @functools.lru_cache(maxsize=1)
-    def all_of(
-        scenario_name: str, case: ForwardCase | RecordedCase, method: Method
-    ) -> dict[str, TimedPass | Exception]:
+    def all_of(scenario_name: str, case: TimedCase, method: Method) -> dict[str, TimedPass | Exception]:
         found: dict[str, TimedPass | Exception] = {}
         try:
             timed = time_in_turns(case, modules, method, config.getoption("lab_seed", None))
@@ -229,7 +228,7 @@ def timed_in_turns(request: pytest.FixtureRequest, ceilings: Ceilings) -> Timer:
         ]
         return found
 
-    def timed(scenario_name: str, case: ForwardCase | RecordedCase, method: Method, implementation: str) -> TimedPass:
+    def timed(scenario_name: str, case: TimedCase, method: Method, implementation: str) -> TimedPass:
         found = all_of(scenario_name, case, method)[implementation]
         if isinstance(found, DeclinedError):
             pytest.skip(str(found))

@@ -7,8 +7,8 @@ import pytest
 
 from lab.checks import ForwardCase
 from lab.metadata import ForwardMode
-from lab.recorded.case import RecordedCase
 from lab.timing import Ceilings, Method
+from lab.timing.forward import TimedCase
 from tests.benchmarks.conftest import HAS_GPU, Timer
 
 # One small pass per mode, with a window and sinks, at lengths around a page's edge.
@@ -35,7 +35,7 @@ def test_judged(mode: str, sliding_window: bool, implementation_module: Any, jud
 
 def test_timed(
     scenario_name: str,
-    case: ForwardCase | RecordedCase,
+    case: TimedCase,
     implementation: str,
     timed_in_turns: Timer,
     method: Method,

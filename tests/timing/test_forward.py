@@ -20,13 +20,17 @@ from lab.timing.sampling import RefusedTimeError
 from lab.timing.staging import check_results, renew
 from lab.workloads import ForwardCase
 from lab.workloads.inputs.forward_pass import ForwardPass, build_forward
+from lab.workloads.inputs.mla_pass import MLAPass, build_mla_pass
 from lab.workloads.inputs.redraw import Seeds
+from lab.workloads.mla_case import MLACase
+from lab.workloads.scenarios import timed_scenario
 from tests.recorded.record_calls import decode_arguments
 from tests.recorded.write_calls import write_call
 
 CASE = ForwardCase(ForwardMode.DECODE, "tiny", (3, 40), (1, 1), page_size=16)
 METHOD = method_named("graph", "cold")
 DECODE = "trtllm_batch_decode_with_kv_cache"
+MLA = f"{DECODE}_mla"
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +48,11 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(staged: Mapping[str, Any], method: Method, seed: int | None) -> dict[str, GpuTime]:
         return {name: GpuTime((2.0,), method, launches=1) for name in staged}
 
-    for name, function in (("build_forward", build), ("stage", stage), ("measure_staged", measure)):
+    def build_mla(case: MLACase, device: torch.device) -> MLAPass:
+        return build_mla_pass(case, torch.device("cpu"))
+
+    builders = (("build_forward", build), ("build_mla_pass", build_mla))
+    for name, function in (*builders, ("stage", stage), ("measure_staged", measure)):
         monkeypatch.setattr(forward, name, function)
 
 
@@ -101,6 +109,17 @@ def test_a_recorded_call_is_timed_as_a_pass_is(tmp_path: Path, monkeypatch: pyte
     (unreadable,) = time_in_turns(case, [references], METHOD)
     assert isinstance(unreadable, DeclinedError)
     assert "call 1: " in str(unreadable)
+
+
+@pytest.mark.parametrize("mode", ["decode/kimi-k2/2q1s70/tp4", "target_verify/kimi-k2/2q2s70/e4m3/page32/tp4"])
+def test_a_pass_of_latent_attention_is_timed_too(mode: str) -> None:
+    wrong = module("wrong", **{MLA: lambda out, **_: out.fill_(1.0)})
+    found = time_in_turns(timed_scenario(mode), [references, wrong, module("without", **{DECODE: declines})], METHOD)
+    assert isinstance(found[0], tuple), found[0]
+    assert isinstance(found[1], AssertionError)
+    assert isinstance(found[2], Exception)
+    _, facts = found[0]
+    assert (facts["mode"], facts["num_qo_heads"], facts["requests"]) == (mode.partition("/")[0], 16, 2)
 
 
 def test_one_alone_raises_its_reason() -> None:

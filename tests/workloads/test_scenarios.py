@@ -1,6 +1,7 @@
 """A scenario's name makes the pass that it says, and a name that says nothing is refused."""
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 
 from lab.metadata import AttentionCall, ForwardMode, KVLayout
 from lab.workloads import DEFAULT_SCENARIOS, GEOMETRIES, Batch, ForwardCase, scenario
+from lab.workloads.mla_case import MLACase
+from lab.workloads.scenarios import timed_scenario
 from lab.workloads.traces import TracedRequest, own_trace, snapshot
 
 E4M3 = torch.float8_e4m3fn
@@ -39,6 +42,52 @@ TRACE = [TracedRequest(0, 100, 50), TracedRequest(100, 200, 50), TracedRequest(2
 )
 def test_a_name_makes_the_pass_that_it_says(name: str, case: ForwardCase) -> None:
     assert scenario(name, TRACE) == case
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        ("decode/deepseek-v3/2q1s4k", MLACase(ForwardMode.DECODE, (4095, 4095), (1, 1), num_qo_heads=128)),
+        ("decode/kimi-k2/trace2/tp8", MLACase(ForwardMode.DECODE, (120, 218), (1, 1), num_qo_heads=8)),
+        (
+            "target_verify/deepseek-v3/2q4s1k/e4m3/e4m3_query/page32/tp8",
+            MLACase(
+                ForwardMode.TARGET_VERIFY,
+                (1020,) * 2,
+                (4,) * 2,
+                None,
+                None,
+                page_size=32,
+                kv_dtype=E4M3,
+                query_dtype=E4M3,
+            ),
+        ),
+        ("decode/tiny/2q1s9", ForwardCase(ForwardMode.DECODE, "tiny", (8, 8), (1, 1))),
+    ],
+)
+def test_a_timed_pass_may_be_of_latent_attention(name: str, case: Any) -> None:
+    assert timed_scenario(name, TRACE) == case
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        (
+            "decode/deepseek-v3/2q1s9/tp3",
+            "scenario 'decode/deepseek-v3/2q1s9/tp3': deepseek-v3 has 128 query heads; they do",
+        ),
+        (
+            "decode/deepseek-v3/2q1s9/window",
+            "no option of deepseek-v3 is called 'window'; there are e4m3, e4m3_query, page<N>",
+        ),
+        ("extend/kimi-k2/q9", "computes no attention on the MLA decode kernel"),
+        ("decode/kimi-k2", "this one has 2 of the first three parts"),
+        ("decode/nothing/2q1s9", "no geometry is called 'nothing'"),
+    ],
+)
+def test_what_latent_attention_does_not_have_is_refused(name: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        timed_scenario(name)
 
 
 @pytest.mark.parametrize(
