@@ -35,7 +35,12 @@ def damaged_bytes(content: bytes, dice: random.Random) -> Iterator[bytes]:
 
 
 def damaged_records(record: Any, dice: random.Random, count: int) -> Iterator[bytes]:
-    """Yield `count` JSON files of a record, each with one value replaced, left out or renamed; shallow values come first."""
+    """Yield `count` JSON files of a record, each with one value replaced, left out or renamed."""
+    yield from (json.dumps(each).encode() for each in damaged_values(record, dice, count))
+
+
+def damaged_values(record: Any, dice: random.Random, count: int) -> Iterator[Any]:
+    """Yield `count` copies of a record, each with one value replaced, left out or renamed; half of these values are shallow."""
     places = sorted(_places(record), key=len)
     tops = [place for place in places if len(place) <= 2]
     for number in range(count):
@@ -48,7 +53,7 @@ def damaged_records(record: Any, dice: random.Random, count: int) -> Iterator[by
             holder[HOSTILE] = holder.pop(place[-1])
         else:
             holder[place[-1]] = dice.choice(VALUES)
-        yield json.dumps(changed).encode()
+        yield changed
 
 
 def _places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

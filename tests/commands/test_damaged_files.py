@@ -197,6 +197,10 @@ def test_a_full_disk_is_a_sentence(tmp_path: Path, capfd: pytest.CaptureFixture[
     for option in ("--json", "--markdown"):
         assert run(["compare", str(tmp_path / "one.json"), str(tmp_path / "other.json"), option, "/dev/full"]) == 2
         assert capfd.readouterr().err == "lab: /dev/full: No space left on device\n"
+    narrow = "--only K12 --drawn 0 --groups 2 --num-kv-heads 1 --head-dims 64 --page-sizes 16 --q-lens 1 --longest 40"
+    line = f"judge tests.checks.someone_elses --device cpu --in-process {narrow} --out /dev/full"
+    assert run(line) == 2
+    assert capfd.readouterr().err.splitlines()[-1] == "lab: /dev/full: No space left on device"
 
 
 def test_hostile_texts_are_printed_as_escapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,8 @@
 """A call in the lab's own form holds what the call reads, and is read as it was made."""
 
 import contextlib
+import os
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +22,7 @@ from lab.recorded.call import ALIGNMENT_BYTES, RecordedCall, RecordingError
 from lab.recorded.case import recorded_cases
 from lab.recorded.recorder import record
 from tests.cases import BATCHES, DECODE, arguments_of, mirrors, random_batch
+from tests.damage import damaged_values
 from tests.recorded.record_calls import decode_arguments
 from tests.recorded.write_calls import changed_bytes
 
@@ -316,6 +319,22 @@ def test_changed_bytes_are_read_or_refused(one_call: Path, tmp_path: Path) -> No
         path.write_bytes(changed)
         with contextlib.suppress(RecordingError):
             own_form.read(path)
+
+
+def test_changed_values_are_read_or_refused(one_call: Path, tmp_path: Path) -> None:
+    path, record = tmp_path / one_call.name, torch.load(one_call, weights_only=True)
+    for number, changed in enumerate(damaged_values(record, random.Random(0), 100)):
+        torch.save(changed, path)
+        with contextlib.suppress(RecordingError):
+            own_form.read(path)
+        if number % 20 == 0:
+            assert _outcome(tmp_path) in Outcome
+
+
+def test_a_pipe_in_the_place_of_a_call_is_refused(one_call: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / one_call.name)
+    with pytest.raises(RecordingError, match="a pipe or a device, and no file"):
+        own_form.read(tmp_path / one_call.name)
 
 
 def test_a_recorder_writes_this_form(tmp_path: Path) -> None:
