@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -25,10 +26,11 @@ from lab.kernels.portable.kept_calls import facts_of, kept, kept_at_once
 from lab.kernels.portable.triton_call import TritonCall, TritonLaunch, new_scratch
 from tests.calls.breaks import Bad
 from tests.calls.test_calls import BAD, FUNCTIONS, good_arguments
-from tests.cases import CONTEXT, DECODE, MLA, RAGGED, Arguments, context_arguments, random_batch
+from tests.cases import CONTEXT, DECODE, MLA, RAGGED, Arguments
 from tests.devices import ON_GPU
+from tests.kernels.adapter_calls import case
 from tests.kernels.every_triton_kernel import deepseek
-from tests.kernels.test_triton_call import CALLS, FakeKernel, context, decode, moved, ragged
+from tests.kernels.test_triton_call import CALLS, USUAL, FakeKernel, context, decode, moved, ragged
 
 H200 = torch.device("cuda", 0)
 EMPTY = torch.empty
@@ -61,15 +63,9 @@ def from_one_buffer() -> Arguments:
     return arguments | names | {"key": both[..., :192], "value": both[..., 192:]}
 
 
-def gluon_blocks() -> Arguments:
-    """As many blocks of rows as fill the GPU."""
-    batch = random_batch([1100, 3], [1100, 40], heads=(16, 1), head_dim=64, dtype=torch.bfloat16)
-    return context_arguments(batch, 64, out_dtype=None, bmm1_scale=0.125)
-
-
-def prompt_beside_decodes(kv_dtype: torch.dtype = torch.bfloat16) -> Arguments:
-    batch = random_batch([1, 70, 2], [50, 75, 9], heads=(4, 2), head_dim=64, dtype=torch.bfloat16, kv_dtype=kv_dtype)
-    return context_arguments(batch, 64, out_dtype=None, bmm1_scale=0.125)
+# As many blocks of rows as fill the GPU.
+gluon_blocks = partial(case, CONTEXT, (1100, 3), (1100, 40), heads=(16, 1), page_size=64, **USUAL)
+prompt_beside_decodes = partial(case, CONTEXT, (1, 70, 2), (50, 75, 9), page_size=64, **USUAL)
 
 
 POSED: dict[str, tuple[str, Callable[[], Arguments]]] = {
@@ -83,8 +79,8 @@ POSED: dict[str, tuple[str, Callable[[], Arguments]]] = {
     "prompt beside decodes": (CONTEXT, lambda: prompt_beside_decodes(kv_dtype=torch.float8_e4m3fn)),
     "gluon beside decodes": (CONTEXT, prompt_beside_decodes),
     "gluon, blocks of rows": (CONTEXT, gluon_blocks),
-    "small batch, merged by a launch": (DECODE, lambda: decode(4, (16, 2), kv_lens=(5000, 5100))),
-    "gluon, shares": (DECODE, lambda: decode(17, (8, 1))),
+    "small batch, merged by a launch": (DECODE, lambda: decode(4, (5000, 5100), heads=(16, 2))),
+    "gluon, shares": (DECODE, lambda: decode(17, heads=(8, 1))),
 }
 
 

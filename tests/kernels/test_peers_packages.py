@@ -6,7 +6,6 @@ SGLang's kernels are interpreted, vLLM's function is simulated, and flex_attenti
 import importlib.util
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from enum import Enum
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,13 +15,14 @@ import torch
 from torch.nn.attention.flex_attention import create_mask
 
 from lab import references
-from lab.calls import ContextCall, DecodeCall
 from lab.kernels import PlannedOnce, prepare, support
 from lab.kernels.peers import flex_attention, installed, sglang_triton, vllm_triton
 from lab.kernels.peers.installed import installed_function
 from lab.kernels.support import Kernel
 from lab.kernels.support.packages import FLEX_ATTENTION, SGLANG_TRITON, VLLM_TRITON
-from tests.cases import CONTEXT, DECODE, Arguments, context_arguments, decode_arguments, pack_mask, random_batch
+from tests.cases import DECODE, Arguments, context_arguments, decode_arguments, pack_mask, random_batch
+from tests.kernels.adapter_calls import function_of
+from tests.kernels.adapter_calls import posed as problem_of
 from tests.kernels.held import E4M3, FP16
 from tests.metadata.sglang.wheel import sglang_modules
 
@@ -70,10 +70,6 @@ FLEX_PASSES: dict[str, Arguments] = {
     "extend in a window": posed([3, 300, 1], [5, 470, 1], context=True, window_left=200, **FLEX),
     "every key": posed([3, 300, 1], [5, 320, 40], context=True, causal=False, **FLEX),
 }
-
-
-def function_of(arguments: Arguments) -> str:
-    return CONTEXT if "max_kv_len" in arguments else DECODE
 
 
 def assert_right(implementation: Any, arguments: Arguments, rounding: float = FEW_ROUNDINGS) -> None:
@@ -347,7 +343,7 @@ class TestFlexAttention:
     def test_a_block_read_wholly_is_seen_wholly_and_what_is_seen_is_read(self, name: str) -> None:
         """The blocks of keys that a GPU reads."""
         arguments = FLEX_PASSES[name]
-        problem = {DECODE: DecodeCall, CONTEXT: ContextCall}[function_of(arguments)](**arguments).problem()
+        problem = problem_of(arguments)
         rows = flex_attention._rows_of(problem)
         num_tokens = problem.k_cache.shape[0] * problem.page_size
         blocks = flex_attention._block_mask(problem, rows, num_tokens)
@@ -370,14 +366,3 @@ class TestFlexAttention:
             assert full == set(by_page.all(dim=2).all(dim=0).nonzero().flatten().tolist())
             some_are_whole |= bool(full)
         assert some_are_whole == (name not in ("verify in a window", "ragged rows"))
-
-    @pytest.mark.parametrize("side", ["K", "V"])
-    def test_a_pool_past_32_bits_is_refused_on_a_gpu(self, side: str) -> None:
-        problem = DecodeCall(**posed([1, 1], [5, 70], **FLEX)).problem()
-        page_elements = problem.k_cache[0].numel()
-        for num_pages, fits in ((2**31 // page_elements, True), (2**31 // page_elements + 1, False)):
-            pool = torch.empty(num_pages, problem.page_size, problem.num_kv_heads, problem.head_dim, device="meta")
-            large = replace(problem, **{f"{side.lower()}_cache": pool.transpose(1, 2)})
-            assert FLEX_ATTENTION.limits(None, large) is None
-            told = FLEX_ATTENTION.limits((9, 0), large)
-            assert told is None if fits else told and told.startswith(f"counts the elements of {side} in 32 bits")

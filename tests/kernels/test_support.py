@@ -21,7 +21,7 @@ from lab.kernels.support.trtllm_gen import TRTLLM_GEN_CONTEXT as GEN_CONTEXT
 from lab.kernels.support.trtllm_gen import TRTLLM_GEN_DECODE as GEN_DECODE
 from lab.kernels.support.xqa import XQA
 from tests.dataclass_rules import broken_rules
-from tests.kernels import test_peers_packages, test_support_peers
+from tests.kernels import test_peers_packages, test_support_peers, test_support_trtllm_gen
 from tests.kernels.adapter_calls import context, decode, into, mla, other_order, posed, ragged, with_columns
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -96,9 +96,8 @@ NO_COLUMN = torch.empty(2, 0, dtype=torch.int32)
 OTHER_TABLE = {"v_block_tables_like": torch.clone}
 ONLY_SM9_10_12 = "XQA needs a GPU of SM90, SM100, SM103, SM120 and SM121, this is "
 ONLY_SM9_12 = "trtllm_fmha_v2_prefill needs a GPU of SM90, SM120 and SM121, this is "
-ONLY_SM10 = "needs a GPU of SM100 and SM103, this is "
 
-# Of each kernel: capability, change of the call, what the sentence says (None: supported).
+# Capability, change of the call, what the sentence says (None: supported). trtllm-gen's: `test_support_trtllm_gen.py`.
 ROWS: dict[Kernel, list[tuple[Capability | None, dict[str, Any], str | None]]] = {
     PORTABLE: [
         *[(gpu, {}, None) for gpu in (CPU, SM80, SM89, SM90, SM100, SM103, SM120, SM121)],
@@ -306,33 +305,6 @@ ROWS: dict[Kernel, list[tuple[Capability | None, dict[str, Any], str | None]]] =
         (SM90, {"sinks": SINK, "window_left": 3}, None),
         (SM90, {"causal": False}, None),
     ],
-    # Their limits: `test_support_trtllm_gen.py`.
-    GEN_DECODE: [
-        *[(gpu, {}, None) for gpu in (SM100, SM103)],
-        (CPU, {}, ONLY_SM10 + "a CPU"),
-        *[(gpu, {}, ONLY_SM10) for gpu in (SM80, SM90, SM120, SM121)],
-        (SM100, {"dtype": E4M3}, None),
-        (SM100, {"dtype": FP32}, "fp16, bf16 or e4m3 queries, not torch.float32"),
-        (SM100, {"out_dtype": E4M3}, "writes the query's dtype torch.bfloat16, not torch.float8_e4m3fn"),
-        (SM100, {"kv_dtype": U8}, "NVFP4 K/V for e4m3 queries only, not for torch.bfloat16"),
-        (SM100, {"kv_dtype": U8, "dtype": E4M3}, None),
-        (SM100, {"kv_dtype": U8, "dtype": E4M3, "k_scale_factors_like": other_order}, "contiguous in a page"),
-        (SM100, {"kv_dtype": U8, "dtype": E4M3, "v_scale_factors_like": padded}, "contiguous in a page"),
-        (SM100, {"v_cache_like": other_order}, "V with K's strides"),
-        (SM100, {"sinks": SINK, "window_left": 3, "return_lse": True, "cu_seqlens_q": OFFSETS}, None),
-        (SM100, {"bmm1_scale": ONE, "bmm2_scale": ONE, "query_like": padded, **OTHER_TABLE}, None),
-    ],
-    GEN_CONTEXT: [
-        *[(gpu, {}, None) for gpu in (SM100, SM103)],
-        (CPU, {}, ONLY_SM10 + "a CPU"),
-        *[(gpu, {}, ONLY_SM10) for gpu in (SM80, SM90, SM120, SM121)],
-        (SM100, {"dtype": E4M3}, None),
-        (SM100, {"kv_dtype": E4M3}, "reads e4m3 K/V for e4m3 queries, not for torch.bfloat16"),
-        *[(SM100, {"page_size": size}, None) for size in (16, 256, 1024)],
-        (SM100, {"page_size": 8}, "16, 32, 64 and powers of two from 128, not 8"),
-        (SM100, {"v_cache_like": other_order}, "V with K's strides"),
-        (SM100, {"causal": False, "lse": torch.empty(4, 8)[:, :4]}, None),
-    ],
 }
 TABLE = [(kernel, *row) for kernel, rows in ROWS.items() for row in rows]
 
@@ -364,10 +336,13 @@ def test_a_cpu_runs_the_portable_kernel_in_the_interpreter_only(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("gpu", "pages", "is_taken"), [(SM90, 2**20, True), (SM90, 2**20 + 1, False), (CPU, 2**20 + 1, True)]
 )
-def test_flex_attention_counts_elements_in_32_bits(gpu: Capability | None, pages: int, is_taken: bool) -> None:
+@pytest.mark.parametrize("side", ["K", "V"])
+def test_flex_attention_counts_elements_in_32_bits(
+    gpu: Capability | None, pages: int, is_taken: bool, side: str
+) -> None:
     pool = torch.empty(pages, 16, 2, 64, dtype=BF16, device="meta").transpose(1, 2)
-    reason = why_not(FLEX_ATTENTION, gpu, problem(FLEX_ATTENTION, k_cache=pool, v_cache=pool))
-    assert reason is None if is_taken else "elements of K in 32 bits" in str(reason)
+    reason = why_not(FLEX_ATTENTION, gpu, problem(FLEX_ATTENTION, **{f"{side.lower()}_cache": pool}))
+    assert reason is None if is_taken else f"counts the elements of {side} in 32 bits" in str(reason)
 
 
 @pytest.mark.parametrize(
@@ -404,7 +379,7 @@ def test_a_reason_reads_no_device() -> None:
 
 
 def test_every_kernel_has_rules() -> None:
-    others = [*test_peers_packages.REFUSED.values(), *test_support_peers.TABLE]
+    others = [*test_peers_packages.REFUSED.values(), *test_support_peers.TABLE, *test_support_trtllm_gen.REFUSED]
     assert {row[0] for row in (*TABLE, *others)} == set(KERNELS)
 
 

@@ -11,8 +11,6 @@ from lab.kernels.support import kernel as support_kernel
 from lab.kernels.support.packages import FLASH_ATTENTION_4 as FA4
 from lab.kernels.support.peers import FA2_MLA, FA2_PAGED, FA2_RAGGED, FA3_MLA, FA3_PAGED, FA3_RAGGED
 from lab.kernels.support.portable import PORTABLE_RAGGED
-from lab.kernels.support.trtllm_gen import TRTLLM_GEN_MLA as GEN_MLA
-from lab.kernels.support.trtllm_gen import TRTLLM_GEN_RAGGED as GEN_RAGGED
 from lab.kernels.support.xqa import XQA_MLA
 from tests.cases import Arguments
 from tests.kernels.adapter_calls import (
@@ -21,7 +19,6 @@ from tests.kernels.adapter_calls import (
     SM80,
     SM90,
     SM100,
-    SM103,
     SM120,
     TREE,
     TWO_SINKS,
@@ -110,13 +107,6 @@ TABLE: list[tuple[Kernel, Capability | None, Callable[[], Arguments], str | None
     (FA4, SM100, lambda: decode(head_dim=256, page_size=64, window_left=4), None),
     (FA4, SM90, lambda: decode(dtype=FP16), None),
     # MLA
-    (GEN_MLA, SM90, mla, "SM100 and SM103"),
-    (GEN_MLA, SM100, lambda: mla(heads=80), "at most 64 query heads"),
-    (GEN_MLA, SM100, lambda: mla(page_size=16), "page sizes 32 and 64"),
-    (GEN_MLA, SM100, lambda: mla(rank=128), "kv_lora_rank"),
-    (GEN_MLA, SM100, lambda: mla(dtype=FP16), "bf16 or e4m3"),
-    (GEN_MLA, SM100, lambda: into(FP16)(mla()), "writes bfloat16"),
-    (GEN_MLA, SM100, lambda: mla((1, 4, 2), (3, 20, 70), return_lse=True), "no LSE with cum_seq_lens_q"),
     (XQA_MLA, SM90, mla, "SM120 and SM121"),
     (XQA_MLA, SM120, lambda: mla(heads=16), "128 query heads"),
     (XQA_MLA, SM120, lambda: mla(2, heads=128), "one query row"),
@@ -152,16 +142,6 @@ TABLE: list[tuple[Kernel, Capability | None, Callable[[], Arguments], str | None
     (PORTABLE_RAGGED, SM90, lambda: ragged(dims=(48, 32)), None),
     (PORTABLE_RAGGED, SM90, lambda: ragged(dims=(256, 16)), None),
     (PORTABLE_RAGGED, SM90, lambda: into(FP32)(ragged(attention_sinks=TWO_SINKS, bmm1_scale=-1)), None),
-    (GEN_RAGGED, CPU, ragged, "this is a CPU"),
-    (GEN_RAGGED, SM90, ragged, "SM100 and SM103"),
-    (GEN_RAGGED, SM100, lambda: ragged(dtype=FP32), "fp16, bf16 or e4m3 queries"),
-    (GEN_RAGGED, SM100, lambda: into(FP16)(ragged()), "writes the query's dtype"),
-    (GEN_RAGGED, SM100, lambda: into(FP32)(ragged(dtype=E4M3)), "fp16 or bf16 for e4m3"),
-    (GEN_RAGGED, SM100, lambda: ragged(dims=(48, 32)), "(192, 128) or (128, 128) or (256, 256)"),
-    (GEN_RAGGED, SM100, lambda: gapped("query", 8)(ragged()), "contiguous query"),
-    (GEN_RAGGED, SM100, lambda: gapped("key", 4)(ragged()), "the strides of key must be multiples of them, not 392"),
-    *[(GEN_RAGGED, gpu, ragged, None) for gpu in (SM100, SM103)],
-    (GEN_RAGGED, SM100, lambda: gapped("value", 8)(ragged()), None),
     (FA2_RAGGED, CPU, ragged, "a CPU"),
     (FA2_RAGGED, SM75, ragged, "SM80 and later"),
     (FA3_RAGGED, SM100, ragged, "SM90"),

@@ -4,31 +4,41 @@ from typing import Any
 
 import pytest
 
-from lab.calls.problem import AttentionCall
 from lab.dry_run.sweep_points import SWEPT
-from lab.kernels.support import why_not
+from lab.gpus import Capability
+from lab.kernels.support import Kernel, why_not
 from lab.kernels.support.trtllm import kernel_for
+from lab.kernels.support.trtllm_gen import TRTLLM_GEN_KERNELS
 
 B200, B300 = (10, 0), (10, 3)
-DECODE, CONTEXT = AttentionCall.DECODE, AttentionCall.CONTEXT
-MLA, RAGGED = AttentionCall.MLA_DECODE, AttentionCall.RAGGED_CONTEXT
+DECODE, CONTEXT, MLA, RAGGED = TRTLLM_GEN_KERNELS
 IN_TABLE = "in trtllm-gen's table of FlashInfer 0.6.13"
 
 
-def refusal(call: AttentionCall, capability: tuple[int, int] = B200, **values: Any) -> str | None:
+def refusal(kernel: Kernel, capability: Capability | None = B200, **values: Any) -> str | None:
     """`why_not`'s sentence about the plain call with some values of its axes."""
-    point = SWEPT[call].model.completed(values)
+    swept = SWEPT[kernel.calls[0]]
+    point = swept.model.completed(values)
     assert point is not None
-    return why_not(kernel_for(call, capability), capability, SWEPT[call].make(point).problem())
+    return why_not(kernel, capability, swept.make(point).problem())
 
 
-@pytest.mark.parametrize("capability", [B200, B300])
-@pytest.mark.parametrize("call", [DECODE, CONTEXT, MLA, RAGGED])
-def test_the_plain_call_is_taken(call: AttentionCall, capability: tuple[int, int]) -> None:
-    assert refusal(call, capability) is None
+@pytest.mark.parametrize("kernel", TRTLLM_GEN_KERNELS, ids=repr)
+def test_the_plain_call_is_taken_on_sm100_and_sm103_alone(kernel: Kernel) -> None:
+    for capability in (B200, B300):
+        assert refusal(kernel, capability) is None
+        assert kernel_for(kernel.calls[0], capability) is kernel
+    for capability, name in (
+        (None, "a CPU"),
+        ((8, 0), "SM80"),
+        ((9, 0), "SM90"),
+        ((12, 0), "SM120"),
+        ((12, 1), "SM121"),
+    ):
+        assert refusal(kernel, capability) == f"{kernel.name} needs a GPU of SM100 and SM103, this is {name}"
 
 
-TAKEN: list[tuple[AttentionCall, dict[str, Any]]] = [
+TAKEN: list[tuple[Kernel, dict[str, Any]]] = [
     # head_dim, page size and dtypes together
     *[(DECODE, {"head_dim": size, "page_size": page}) for size in (64, 128, 256) for page in (16, 32, 64, 128, 1024)],
     *[(CONTEXT, {"head_dim": size, "page_size": page}) for size in (64, 128, 256) for page in (16, 32, 64, 128, 1024)],
@@ -48,6 +58,10 @@ TAKEN: list[tuple[AttentionCall, dict[str, Any]]] = [
     *[(DECODE, {"group": group, "dtypes": "e4m3/nvfp4/e4m3"}) for group in (1, 7, 16, 32, 48)],
     (DECODE, {"group": 24, "dtypes": "bf16/e4m3/bf16"}),
     *[(CONTEXT, {"group": group}) for group in (1, 65, 130)],
+    # what rows honour
+    (DECODE, {"sinks": True, "window_left": 3, "lse": "returned", "rows": "ragged", "q_len": 2}),
+    (DECODE, {"scales": "tensors", "query": "rows 16 elements apart", "tables": "separate"}),
+    (CONTEXT, {"causal": False, "lse": "strided", "q_len": 2}),
     # addresses and strides
     *[(DECODE, {"gap": gap}) for gap in ("16 bytes a page", "16 elements a token")],
     *[(DECODE, {"cache": cache}) for cache in ("NHD", "stacked HND", "stacked NHD", "K is V")],
@@ -68,18 +82,18 @@ TAKEN: list[tuple[AttentionCall, dict[str, Any]]] = [
     *[(RAGGED, {"dims": dims, "dtypes": "e4m3/e4m3/bf16"}) for dims in ((192, 128), (128, 128), (256, 256))],
     *[(RAGGED, {"dims": (128, 128), "dtypes": f"{q}/{q}/fp16", "causal": False}) for q in ("fp16", "e4m3")],
     (RAGGED, {"window_left": 299}),  # of 300 keys: no window
-    (RAGGED, {"gap": "fused"}),
+    *[(RAGGED, {"gap": gap}) for gap in ("fused", "16 elements a head")],
 ]
 
 
-@pytest.mark.parametrize(("call", "values"), TAKEN, ids=repr)
-def test_taken(call: AttentionCall, values: dict[str, Any]) -> None:
-    assert refusal(call, **values) is None
+@pytest.mark.parametrize(("kernel", "values"), TAKEN, ids=repr)
+def test_taken(kernel: Kernel, values: dict[str, Any]) -> None:
+    assert refusal(kernel, **values) is None
 
 
 NVFP4 = "e4m3/nvfp4/e4m3"
 STRIDES = "must be multiples of them, not"
-REFUSED: list[tuple[AttentionCall, dict[str, Any], str]] = [
+REFUSED: list[tuple[Kernel, dict[str, Any], str]] = [
     (DECODE, {"head_dim": 96}, f"trtllm-gen decode has kernels {IN_TABLE} for head_dim 64, 128, 256 and 512, not 96"),
     (DECODE, {"head_dim": 80}, "head_dim 64, 128, 256 and 512, not 80"),
     (CONTEXT, {"head_dim": 96}, "head_dim 64, 80, 128, 256 and 512, not 96"),
@@ -110,7 +124,16 @@ REFUSED: list[tuple[AttentionCall, dict[str, Any], str]] = [
     (CONTEXT, {"dtypes": "fp16/fp16/bf16"}, "writes the query's dtype torch.float16, not torch.bfloat16"),
     (DECODE, {"dtypes": "fp16/e4m3/bf16"}, "writes the query's dtype torch.float16, not torch.bfloat16"),
     *[(CONTEXT, {"dtypes": f"{q}/e4m3/{q}"}, "reads e4m3 K/V for e4m3 queries, not for") for q in ("fp16", "bf16")],
-    (DECODE, {"page_size": 8}, "is built for page sizes 16, 32, 64 and powers of two from 128, not 8"),
+    *[
+        (call, {"dtypes": "fp32/fp32/fp32"}, "takes fp16, bf16 or e4m3 queries, not torch.float32")
+        for call in (DECODE, CONTEXT, RAGGED)
+    ],
+    (DECODE, {"dtypes": "bf16/bf16/e4m3"}, "writes the query's dtype torch.bfloat16, not torch.float8_e4m3fn"),
+    (DECODE, {"dtypes": "bf16/nvfp4/bf16"}, "reads NVFP4 K/V for e4m3 queries only, not for torch.bfloat16"),
+    *[
+        (call, {"page_size": 8}, "is built for page sizes 16, 32, 64 and powers of two from 128, not 8")
+        for call in (DECODE, CONTEXT)
+    ],
     # groups
     *[
         (
@@ -166,7 +189,7 @@ REFUSED: list[tuple[AttentionCall, dict[str, Any], str]] = [
         "needs each head's scale factors contiguous in a page: lay them out as HND",
     ),
     (CONTEXT, {"dtypes": NVFP4, "factors": "V 16 bytes a page"}, "reads V's scale factors with the strides of K's"),
-    (DECODE, {"v_strides": "others"}, "reads V with K's strides, and they differ"),
+    *[(call, {"v_strides": "others"}, "reads V with K's strides, and they differ") for call in (DECODE, CONTEXT)],
     (DECODE, {"mask": True, "q_len": 4}, "takes no mask: its rows are causal"),
     # MLA
     *[
@@ -181,7 +204,10 @@ REFUSED: list[tuple[AttentionCall, dict[str, Any], str]] = [
         )
         for heads in (33, 64, 128)
     ],
-    (MLA, {"dims": (512, 0)}, "(512, 64) or (256, 64), not (512, 0)"),
+    (MLA, {"page_size": 16}, "is built for page sizes 32 and 64, not 16"),
+    (MLA, {"dtypes": "fp16/fp16/bf16"}, "takes bf16 or e4m3 for both the query and the cache"),
+    (MLA, {"dtypes": "bf16/bf16/fp16"}, "writes bfloat16, not torch.float16"),
+    *[(MLA, {"dims": dims}, f"(512, 64) or (256, 64), not {dims}") for dims in ((512, 0), (128, 64))],
     (MLA, {"gap": "4 elements a token"}, f"the strides of K {STRIDES} 1160 bytes"),
     (MLA, {"query": "8 bytes on"}, "query must begin at a multiple of them"),
     *[
@@ -190,6 +216,9 @@ REFUSED: list[tuple[AttentionCall, dict[str, Any], str]] = [
     ],
     (MLA, {"rows": "ragged", "lse": "returned"}, "gives no LSE with cum_seq_lens_q"),
     # ragged
+    (RAGGED, {"dims": (64, 64)}, "(192, 128) or (128, 128) or (256, 256), not (64, 64)"),
+    (RAGGED, {"dtypes": "bf16/bf16/fp32"}, "writes the query's dtype torch.bfloat16, not torch.float32"),
+    (RAGGED, {"dtypes": "e4m3/e4m3/fp32"}, "writes fp16 or bf16 for e4m3 queries, not torch.float32"),
     *[(RAGGED, {"dims": dims, "window_left": 20}, "with a window") for dims in ((192, 128), (128, 128), (256, 256))],
     (
         RAGGED,
@@ -209,6 +238,6 @@ REFUSED: list[tuple[AttentionCall, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "values", "words"), REFUSED, ids=repr)
-def test_refused(call: AttentionCall, values: dict[str, Any], words: str) -> None:
-    assert words in str(refusal(call, **values))
+@pytest.mark.parametrize(("kernel", "values", "words"), REFUSED, ids=repr)
+def test_refused(kernel: Kernel, values: dict[str, Any], words: str) -> None:
+    assert words in str(refusal(kernel, **values))

@@ -12,41 +12,25 @@ from lab.kernels import portable, prepare
 from lab.kernels.portable.triton_call import TritonCall, TritonLaunch
 from lab.metadata.engine.capture import capturing
 from lab.timing.host_time import host_time
-from tests.cases import (
-    CONTEXT,
-    DECODE,
-    MLA,
-    RAGGED,
-    Arguments,
-    context_arguments,
-    decode_arguments,
-    pack_mask,
-    ragged_arguments,
-    ragged_batch,
-    random_batch,
-)
+from tests.cases import CONTEXT, DECODE, MLA, RAGGED, Arguments, pack_mask
 from tests.devices import IN_INTERPRETER, ON_GPU
+from tests.kernels.adapter_calls import case
 from tests.kernels.every_triton_kernel import deepseek
 from tests.kernels.held import on
 
 NEW_RESULTS: Arguments = {"out": None, "lse": None}
 
 
-def decode(
-    q_len: int,
-    heads: tuple[int, int] = (4, 2),
-    kv_lens: tuple[int, int] = (149, 150),
-    kv_dtype: torch.dtype = torch.bfloat16,
-    **options: Any,
-) -> Arguments:
+USUAL: Arguments = {"return_lse": True, "bmm1_scale": 0.125}
+
+
+def decode(q_len: int, kv_lens: tuple[int, int] = (149, 150), **changes: Any) -> Arguments:
     """Two requests of as many pages each."""
-    batch = random_batch([q_len] * 2, kv_lens, heads=heads, head_dim=64, dtype=torch.bfloat16, kv_dtype=kv_dtype)
-    return decode_arguments(batch, 64, **{"out_dtype": None, "bmm1_scale": 0.125} | options)
+    return case(DECODE, q_len, kv_lens, page_size=64, **USUAL | changes)
 
 
-def context(**options: Any) -> Arguments:
-    batch = random_batch([3, 20], [70, 75], heads=(4, 2), head_dim=64, dtype=torch.bfloat16)
-    return context_arguments(batch, 16, out_dtype=None, bmm1_scale=0.125, **options)
+context = partial(case, CONTEXT, (3, 20), (70, 75), **USUAL)
+ragged = partial(case, RAGGED, (3, 20), (40, 20), **USUAL)
 
 
 def masked() -> Arguments:
@@ -72,13 +56,9 @@ def strided_mla() -> Arguments:
     return arguments | {"query": wider[:, :2]}
 
 
-def ragged() -> Arguments:
-    return ragged_arguments(ragged_batch([3, 20], [40, 20], dims=(192, 128)), out=None)
-
-
 CALLS: dict[str, tuple[str, Callable[[], Arguments]]] = {
     "decode": (DECODE, lambda: decode(1)),
-    "128 rows": (DECODE, lambda: decode(16, (16, 2))),
+    "128 rows": (DECODE, lambda: decode(16, heads=(16, 2))),
     "e4m3": (DECODE, lambda: decode(2, kv_dtype=torch.float8_e4m3fn)),
     "mask and window": (DECODE, masked),
     "given results": (DECODE, given_results),

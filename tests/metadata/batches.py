@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lab.metadata import DraftAttention, ForwardBatch, ForwardMode, KVPool, SpecInfo
+from lab.metadata.engine.graph_inputs import GraphMode
 from lab.references.forward_metadata import ForwardMetadata, MLAForwardMetadata, mla_forward_metadata
 
 PAGE_SIZES = [16, 32, 64, 128]
@@ -95,6 +96,17 @@ def build(case: Case, device: str = "cpu") -> tuple[ForwardBatch, KVPool]:
         spec_info=spec_info,
     )
     return batch, pool
+
+
+def graph_case(mode: GraphMode, totals: Sequence[int], **fields: Any) -> Case:
+    """Return a batch of a graph's mode; requests that may differ in rows have 1, 2, 3, … of them in turn."""
+    most, count, new = mode.num_tokens_per_req, len(totals), 0
+    if mode.draft_step is not None:
+        new = mode.draft_step + 1
+    elif mode.forward_mode in (ForwardMode.TARGET_VERIFY, ForwardMode.RAGGED_VERIFY):
+        new = most
+    rows = [most] * count if mode.forward_mode.query_rows.are_uniform else [1 + i % most for i in range(count)]
+    return Case(mode.forward_mode, tuple(totals), tuple(rows) if mode.in_extend_seq_lens else (), new, **fields)
 
 
 def boundary_lengths(page_size: int, smallest: int, largest: int) -> list[int]:

@@ -18,31 +18,26 @@ from lab.metadata.mha.decode_split import DecodeSplit
 from lab.metadata.mha.settings import CallSettings
 from lab.workloads.inputs.forward_pass import build_forward
 from tests.devices import DEVICES, IN_INTERPRETER
+from tests.metadata.noted import NotedCalls
 
 LENS = (40, 3, 77, 16, 3, 15, 90)
 CASE = ForwardCase(ForwardMode.TARGET_VERIFY, "tiny", LENS, (2,) * 7, page_size=16, decode_splits=3)
 
 
-class Noting:
-    """The references, noting the lengths and the rows of each decode call."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[list[int], int]] = []
-
-    def trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> Any:
-        self.calls.append((arguments["seq_lens"].tolist(), len(arguments["query"])))
-        assert len(arguments["block_tables"]) == len(arguments["seq_lens"])
-        return references.trtllm_batch_decode_with_kv_cache(**arguments)
+def lens_and_rows(noted: NotedCalls) -> list[tuple[list[int], int]]:
+    """Return the lengths and the number of rows of each call."""
+    assert all(len(given["block_tables"]) == len(given["seq_lens"]) for _, given in noted.calls)
+    return [(given["seq_lens"].tolist(), len(given["query"])) for _, given in noted.calls]
 
 
 @pytest.mark.parametrize("splits", [2, 3, 7, 20])
 def test_groups_are_of_sorted_requests_and_the_first_are_the_larger(splits: int) -> None:
     forward = build_forward(replace(CASE, decode_splits=splits), torch.device("cpu"))
-    noting, out = Noting(), forward.new_out()
-    forward.run(noting, out)
+    noted, out = NotedCalls(references), forward.new_out()
+    forward.run(noted, out)
     whole = sorted(length + 2 for length in LENS)
     wanted = [part.tolist() for part in torch.tensor(whole).tensor_split(min(splits, 7))]
-    assert noting.calls == [(lens, 2 * len(lens)) for lens in wanted]
+    assert lens_and_rows(noted) == [(lens, 2 * len(lens)) for lens in wanted]
     assert forward.truth().compare(out).passed
 
 
@@ -138,10 +133,10 @@ def test_bad_input_is_refused() -> None:
 
 
 def test_ragged_rows_are_not_divided() -> None:
-    noting = Noting()
+    noted = NotedCalls(references)
     ragged = {"q_len_per_req": None, "max_q_len": 2, "cum_seq_lens_q": torch.tensor([0, 1, 2, 3], dtype=torch.int32)}
-    DecodeSplit(noting, 3).trtllm_batch_decode_with_kv_cache(**arguments_of(**ragged))
-    assert noting.calls == [([3, 1, 2], 3)]
+    DecodeSplit(noted, 3).trtllm_batch_decode_with_kv_cache(**arguments_of(**ragged))
+    assert lens_and_rows(noted) == [([3, 1, 2], 3)]
     assert (
         DecodeSplit(references, 3).trtllm_batch_context_with_kv_cache is references.trtllm_batch_context_with_kv_cache
     )

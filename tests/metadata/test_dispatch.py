@@ -32,6 +32,7 @@ from lab.metadata.mha.calls import (
 )
 from lab.metadata.mha.settings import CallSettings, splits_mixed_tail
 from tests.metadata.batches import DRAFT_EXTENDS, EXTENDS, MODES, Case, build
+from tests.metadata.noted import NotedCalls
 
 DECODE, CONTEXT = AttentionCall.DECODE, AttentionCall.CONTEXT
 VERIFY, RAGGED = ForwardMode.TARGET_VERIFY, ForwardMode.RAGGED_VERIFY
@@ -249,25 +250,12 @@ def test_a_verification_on_an_encoder_only_layer_has_its_rows_as_requests() -> N
 # --- an engine's settings, dtypes and layers --------------------------------------------------------------------------
 
 
-class Noted:
-    """Functions that note what they are called with."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, dict[str, Any]]] = []
-
-    def trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> None:
-        self.calls.append(("decode", arguments))
-
-    def trtllm_batch_context_with_kv_cache(self, **arguments: Any) -> None:
-        self.calls.append(("context", arguments))
-
-
 def prepared(
     made: Pass, query: torch.Tensor, out: torch.Tensor, kv_dtype: torch.dtype, **fields: Any
 ) -> tuple[Callable[[], Any], list[tuple[str, dict[str, Any]]]]:
     """Return a pass's attention as the backend prepares it, and the list that its calls are noted in."""
     batch, metadata, pool = made
-    noted, cache = Noted(), pool.new_cache(KV_HEADS, DIM, kv_dtype, KVLayout.NHD)
+    noted, cache = NotedCalls(), pool.new_cache(KV_HEADS, DIM, kv_dtype, KVLayout.NHD)
     run = TRTLLMMHABackend(noted, **fields).prepare_attention(
         batch, metadata, AttentionLayer(0.5), query, cache, max_context_len=CAPACITY, out=out
     )
@@ -321,8 +309,8 @@ def test_the_tail_is_split_by_dtypes_layer_and_prefill_kernel(
     assert not splits_mixed_tail(query_dtype, kv_dtype, is_decoder=False)
     is_cast = (query_dtype, kv_dtype) == (BF16, E4M3)  # by the backend, so that the dtypes are equal after all
     names = [name for name, _ in calls_of_mixed(query_dtype, kv_dtype, prefills_with_fmha_v2=False)]
-    assert names == (["context", "decode"] if splits or is_cast else ["context"])
-    assert [name for name, _ in calls_of_mixed(query_dtype, kv_dtype)] == ["context"]
+    assert names == ([CONTEXT.value, DECODE.value] if splits or is_cast else [CONTEXT.value])
+    assert [name for name, _ in calls_of_mixed(query_dtype, kv_dtype)] == [CONTEXT.value]
 
 
 @pytest.mark.parametrize("fmha_v2", [False, True])

@@ -23,6 +23,7 @@ from lab.metadata import (
     build_mla_decode_metadata,
     build_mla_metadata,
 )
+from lab.metadata.mha.buffers import allocate_mha_metadata, prepare_mha_metadata
 from lab.references.forward_metadata import forward_metadata
 from tests.devices import ON_GPU, synchronisation_is_an_error
 from tests.metadata.batches import (
@@ -252,7 +253,13 @@ def test_never_synchronises_with_a_gpu(eager: Eager, case: Case, device: str) ->
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("build_metadata", [build_mha_metadata, build_mla_metadata])
+def prepare(batch: ForwardBatch, pool: KVPool) -> Any:
+    """Prepare to write into buffers that are right for the batch."""
+    case = of_mla(Case(ForwardMode.DECODE, (5,)))
+    return prepare_mha_metadata(batch, pool, allocate_mha_metadata(*build(case)))
+
+
+@pytest.mark.parametrize("build_metadata", [build_mha_metadata, build_mla_metadata, allocate_mha_metadata, prepare])
 def test_no_attention_or_another_device_is_refused(build_metadata: Callable[[ForwardBatch, KVPool], Any]) -> None:
     case = of_mla(Case(ForwardMode.DECODE, (5,)))
     batch, pool = build(case)

@@ -1,12 +1,10 @@
 """Metadata by the fused kernel, for every mode, against the loops of lab.references."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
 
-from lab.metadata import ForwardBatch, ForwardMode, KVPool, TRTLLMMHAMetadata
+from lab.metadata import ForwardBatch, KVPool, TRTLLMMHAMetadata
 from lab.metadata.mha.buffers import allocate_mha_metadata, prepare_mha_metadata
 from lab.references.forward_metadata import forward_metadata
 from tests.devices import DEVICES, IN_INTERPRETER, ON_GPU, graph_of, synchronisation_is_an_error
@@ -71,14 +69,3 @@ def test_in_a_graph_without_a_synchronisation(case: Case, device: str) -> None:
     poison(metadata)
     graph.replay()
     assert_live_cells_right(metadata, forward_metadata(batch, pool), POISON)
-
-
-@pytest.mark.parametrize("allocates", [False, True])
-def test_what_runs_no_attention_or_elsewhere_is_refused(allocates: bool) -> None:
-    batch, pool = build(Case(ForwardMode.DECODE, (5,)))
-    metadata = () if allocates else (allocate_mha_metadata(batch, pool),)
-    refuse = allocate_mha_metadata if allocates else prepare_mha_metadata
-    with pytest.raises(ValueError, match="PREBUILT"):
-        refuse(replace(batch, forward_mode=ForwardMode.PREBUILT), pool, *metadata)
-    with pytest.raises(ValueError, match="batch is on cpu but the pool on meta"):
-        refuse(batch, build(Case(ForwardMode.DECODE, (5,)), "meta")[1], *metadata)

@@ -11,7 +11,7 @@ from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.mha.buffers import MetadataBuilder
 from lab.references.forward_metadata import encoder_only_verify, forward_metadata
 from tests.devices import DEVICES
-from tests.metadata.batches import DRAFT_EXTENDS, Case, assert_live_cells_right, assert_live_pages_right, build
+from tests.metadata.batches import DRAFT_EXTENDS, assert_live_cells_right, assert_live_pages_right, build, graph_case
 
 D, CONTEXT = 4, 100
 MODES = [
@@ -24,24 +24,16 @@ MODES = [
 ]
 
 
-def case_of(mode: GraphMode, totals: tuple[int, ...]) -> Case:
-    unequal = mode.in_extend_seq_lens and not mode.forward_mode.query_rows.are_uniform
-    rows = tuple(1 + i % D if unequal else D for i in range(len(totals))) if mode.in_extend_seq_lens else ()
-    new = mode.draft_step + 1 if mode.draft_step is not None else mode.num_tokens_per_req
-    verifies = "VERIFY" in mode.forward_mode.name
-    return Case(mode.forward_mode, totals, rows, new if verifies or mode.draft_step is not None else 0)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("builder", MetadataBuilder)
 @pytest.mark.parametrize("mode", MODES, ids=repr)
 def test_every_replay_is_right(mode: GraphMode, builder: MetadataBuilder, device: str) -> None:
     """A long batch, shorter and smaller ones. Padding requests have a token, and the rows of the mode."""
-    pool = build(case_of(mode, (CONTEXT,) * 4), device)[1]
+    pool = build(graph_case(mode, (CONTEXT,) * 4), device)[1]
     backend = TRTLLMMHABackend(builder=builder, expand_encoder_only_verify=True)
     runner = GraphRunner(backend, mode, pool, (2, 4), lambda *_: lambda: None, MetadataPlace.BEFORE_REPLAY)
     for totals in ((CONTEXT, 33, 32, 31), (17, 16), (5, 48, 96), (64,)):
-        batch, _ = build(case_of(mode, totals), device)
+        batch, _ = build(graph_case(mode, totals), device)
         rows = torch.arange(len(totals), 0, -1, device=pool.device)
         runner.replay(replace(batch, req_pool_indices=rows, spec_info=batch.spec_info))
         captured = runner.captured[runner.size_for(len(totals))]

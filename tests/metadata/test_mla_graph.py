@@ -18,7 +18,7 @@ from lab.metadata.mla.backend import TRTLLMMLABackend
 from lab.metadata.mla.buffers import MLAGraphMetadata
 from lab.metadata.mla.metadata import build_mla_decode_metadata
 from tests.devices import DEVICES, IN_INTERPRETER, ON_GPU, synchronisation_is_an_error
-from tests.metadata.batches import DRAFT_EXTENDS, Case, assert_mla_live_cells_right, build, mla_truth
+from tests.metadata.batches import DRAFT_EXTENDS, Case, assert_mla_live_cells_right, build, graph_case, mla_truth
 from tests.metadata.served import HEADS, LAYER, MLA, MLA_WITH_OFFSET, PAGE_SIZES, RANK, REFERENCE, ROPE, Engine, Served
 
 V1, V2 = DRAFT_EXTENDS
@@ -40,13 +40,7 @@ def name_of(value: object) -> str | None:
 
 
 def case_of(mode: GraphMode, totals: tuple[int, ...], page_size: int = 32) -> Case:
-    """Lengths with this pass's tokens; the first draft extend's requests have 1, 2, 3, ... of them in turn."""
-    new = 0 if mode.draft_step is None else mode.draft_step + 1
-    if mode in (VERIFY, RAGGED):
-        new = D
-    unequal = mode in (EXTEND_V1, RAGGED)
-    rows = tuple(1 + i % D if unequal else D for i in range(len(totals))) if mode.in_extend_seq_lens else ()
-    return replace(DISCOVERY, mode=mode.forward_mode, total_lens=totals, new_lens=rows, new=new, page_size=page_size)
+    return graph_case(mode, totals, page_size=page_size, max_context_len=CONTEXT, sliding_window=False)
 
 
 def buffers_of(

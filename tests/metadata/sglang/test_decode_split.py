@@ -14,12 +14,12 @@ from lab.metadata.mha.calls import call_arguments
 from lab.metadata.mha.settings import CallSettings
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.inputs.forward_pass import ForwardPass, build_forward
+from tests.metadata.noted import NotedCalls
 from tests.metadata.sglang.mha import BACKEND, NAMES, REAL, Load, new_backend
 from tests.metadata.sglang.wheel import sglang_fixture
 
-# SGLang names the dtype where it has the output allocated; the lab's calls have an output.
-OUTPUT = ("out", "out_dtype")
-DEFAULTS = ("kv_cache_sf", "skip_softmax_threshold_scale_factor")  # None here
+# SGLang names the dtype where it has the output allocated; the lab's calls have an output. The others are None here.
+IGNORED = ("out", "out_dtype", "kv_cache_sf", "skip_softmax_threshold_scale_factor")
 
 
 sglang = sglang_fixture(*REAL, names=NAMES)
@@ -46,21 +46,10 @@ def drawn_passes() -> st.SearchStrategy[ForwardCase]:
     )
 
 
-class Noting:
-    """The references' decode call, noting what it is called with."""
-
-    def __init__(self) -> None:
-        self.calls: list[dict[str, Any]] = []
-
-    def trtllm_batch_decode_with_kv_cache(self, **arguments: Any) -> Any:
-        self.calls.append({name: arguments[name] for name in arguments if name not in OUTPUT})
-        return references.trtllm_batch_decode_with_kv_cache(**{"out": None} | arguments)
-
-
-def theirs_of(load: Load, forward: ForwardPass, counters: torch.Tensor) -> tuple[Noting, torch.Tensor]:
+def theirs_of(load: Load, forward: ForwardPass, counters: torch.Tensor) -> tuple[NotedCalls, torch.Tensor]:
     """SGLang's calls of a pass, and their output."""
-    noting, case = Noting(), forward.case
-    load(BACKEND).flashinfer = SimpleNamespace(decode=noting)
+    noted, case = NotedCalls(references), forward.case
+    load(BACKEND).flashinfer = SimpleNamespace(decode=noted)
     backend = new_backend(
         load,
         forward.pool,
@@ -84,7 +73,7 @@ def theirs_of(load: Load, forward: ForwardPass, counters: torch.Tensor) -> tuple
         "sinks",
         "q_len_per_req",
     )
-    return noting, backend._run_fixed_q_len_decode(ours["query"], **{name: ours[name] for name in names})
+    return noted, backend._run_fixed_q_len_decode(ours["query"], **{name: ours[name] for name in names})
 
 
 @given(case=drawn_passes())
@@ -92,15 +81,15 @@ def theirs_of(load: Load, forward: ForwardPass, counters: torch.Tensor) -> tuple
 def test_the_calls_and_their_output(sglang: Load, case: ForwardCase) -> None:
     forward, counters = build_forward(case, torch.device("cpu")), torch.zeros(64, dtype=torch.uint8)
     theirs, their_out = theirs_of(sglang, forward, counters)
-    ours, out = Noting(), forward.new_out()
+    ours, out = NotedCalls(references), forward.new_out()
     with_counters = CallSettings(counters, decode_splits=case.decode_splits)
     replace(case.backend(ours), settings=with_counters).prepare_attention(**forward.arguments(out))()
     assert torch.equal(out, their_out)
     assert len(ours.calls) == len(theirs.calls)
-    for mine, other in zip(ours.calls, theirs.calls, strict=True):
+    for (_, mine), (_, other) in zip(ours.calls, theirs.calls, strict=True):
         # What is a default of FlashInfer's may be left out: SGLang does so with one row, the lab with None.
-        other = {"q_len_per_req": 1} | {name: value for name, value in other.items() if name not in DEFAULTS}
-        mine = {name: value for name, value in mine.items() if name not in DEFAULTS}
+        other = {"q_len_per_req": 1} | {name: value for name, value in other.items() if name not in IGNORED}
+        mine = {name: value for name, value in mine.items() if name not in IGNORED}
         assert set(mine) == set(other)
         for name, value in mine.items():
             assert value is other[name] or same_values(value, other[name]), name

@@ -39,6 +39,7 @@ from lab.metadata.mla.rows import merge_by_lse
 from lab.metadata.speculation.verify_mask import VerifyMaskForm, preallocate_verify_mask
 from tests.devices import IN_INTERPRETER
 from tests.metadata.batches import Case, build, drawn_cases, mla_truth, of_mla
+from tests.metadata.noted import NotedCalls
 from tests.metadata.served import HEADS, LAYER, MLA, RANK, REFERENCE, ROPE, Engine
 from tests.metadata.sglang.mha import Load, server_batch
 from tests.metadata.sglang.mla import (
@@ -313,10 +314,7 @@ def test_a_chunks_call(sglang: Load) -> None:
     sizes = SimpleNamespace(tp_q_head_num=2, tp_k_head_num=2, head_dim=10, v_head_dim=5, scaling=0.3)
     query, chunks = torch.randn(9, 2, 10), plan_prefix_chunks(batch, pool, 60)
     metadata = build_mla_prefill_metadata(batch, pool)
-    ours: list[dict[str, Any]] = []
-    recorder = SimpleNamespace(
-        prepare_trtllm_ragged_attention_deepseek=lambda **arguments: ours.append(arguments) or (lambda: None)
-    )
+    noted = NotedCalls(lab.references)
     for i, chunk in enumerate([None, *chunks]):
         count = 9 if chunk is None else len(chunk.kv_indices)
         key, value = torch.randn(count, 2, 10), torch.randn(count, 2, 5)
@@ -324,13 +322,13 @@ def test_a_chunks_call(sglang: Load) -> None:
         server.prefix_chunk_idx, server.prefix_chunk_has_zero_kv = i - 1, [False] * len(chunks)
         backend.forward_extend(query, key, value, sizes, server, save_kv_cache=False)
         if chunk is None:
-            prepare_mla_prefill(recorder, batch, metadata, layer, query, key, value)
+            prepare_mla_prefill(noted, batch, metadata, layer, query, key, value)()
         else:
-            prepare_prefix_chunk(recorder, batch, metadata, chunk, layer, query, key, value)
-    assert len(ours) == len(theirs) > 2
+            prepare_prefix_chunk(noted, batch, metadata, chunk, layer, query, key, value)()
+    assert len(noted.calls) == len(theirs) > 2
     names = {"query": "q", "key": "k", "value": "v", "seq_lens": "seq_lens_kv"}
     same = ("max_q_len", "max_kv_len", "cum_seq_lens_q", "cum_seq_lens_kv", "batch_size", "o_sf_scale", "is_causal")
-    for own, call in zip(ours, theirs, strict=True):
+    for (_, own), call in zip(noted.calls, theirs, strict=True):
         for name in (*names, *same, "return_lse"):
             a, b = own[name], call[names.get(name, name)]
             assert torch.equal(a, b) if isinstance(a, Tensor) else a == b, name
@@ -372,13 +370,10 @@ def test_an_e4m3_cache(sglang: Load, data_type: torch.dtype, counts: bool) -> No
     attend(backend, server, query, cache.storage.flatten(0, 1), rope=torch.zeros(3, 1, ROPE, dtype=query.dtype))
     layer = replace(LAYER, k_scale=0.5)
     metadata = build_mla_decode_metadata(served.batch, engine.pool)
-    ours: list[dict[str, Any]] = []
-    recorder = SimpleNamespace(
-        prepare_trtllm_batch_decode_with_kv_cache_mla=lambda **arguments: ours.append(arguments) or (lambda: None)
-    )
+    noted = NotedCalls()
     out = torch.empty(3, HEADS, RANK, dtype=torch.bfloat16)
-    TRTLLMMLABackend(recorder).prepare_attention(served.batch, metadata, layer, query, cache, out=out)()
-    (own,), (call,) = ours, backend.calls
+    TRTLLMMLABackend(noted).prepare_attention(served.batch, metadata, layer, query, cache, out=out)()
+    ((_, own),), (call,) = noted.calls, backend.calls
     assert own["query"].dtype == call["query"].dtype == data_type
     assert torch.equal(own["query"].float(), call["query"].float())
     sglang(BACKEND).logger.warning_once = lambda *_: None  # which SGLang's own logging adds
