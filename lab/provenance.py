@@ -39,9 +39,9 @@ def environment() -> dict[str, Any]:
 def commit() -> str | None:
     """Return the checkout's git commit, with "-dirty" if files differ from it; without a checkout, `LAB_COMMIT` or None."""
     here = str(Path(__file__).parent)
-    if not _output(["git", "-C", here, "ls-files", Path(__file__).name]):  # another project's checkout, or none
+    if not output_of(["git", "-C", here, "ls-files", Path(__file__).name]):  # another project's checkout, or none
         return os.environ.get("LAB_COMMIT")
-    return _output(["git", "-C", here, "describe", "--always", "--dirty", "--abbrev=12"])
+    return output_of(["git", "-C", here, "describe", "--always", "--dirty", "--abbrev=12"])
 
 
 def version_of(package: str) -> str | None:
@@ -58,11 +58,12 @@ def _nvidia_smi(uuid: str) -> dict[str, str]:
     The GPU is given by its UUID, because nvidia-smi numbers all GPUs, and torch only those in CUDA_VISIBLE_DEVICES.
     """
     query = f"--query-gpu={','.join(GPU_FIELDS)}"
-    line = _output(["nvidia-smi", query, "--format=csv,noheader", "-i", f"GPU-{uuid}"])
+    line = output_of(["nvidia-smi", query, "--format=csv,noheader", "-i", f"GPU-{uuid}"])
     return dict(zip(GPU_FIELDS, line.split(", "), strict=False))
 
 
-def _output(command: list[str]) -> str:
+def output_of(command: list[str]) -> str:
+    """Return what a command prints, without the line's end; "" if the program is not installed."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     except FileNotFoundError:

@@ -18,11 +18,9 @@ All variants of a point are interleaved in one process. L2 is warm: the LM head,
 weights, the visible keys and values and the new ones, the inputs, and the outputs: each byte once, and no intermediate.
 """
 
-import statistics
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from itertools import product
 from typing import Annotated, Any
@@ -81,21 +79,6 @@ def free(model: StandInModel, drawn: StandInPass) -> None:
         model.pool.free_request(row)
 
 
-def completion_times_us(
-    calls: Mapping[str, Callable[[], object]], samples: int = COMPLETION_SAMPLES
-) -> dict[str, list[float]]:
-    """Return samples of the time from each call to an idle GPU, µs; see `COMPLETION_METHOD`."""
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(samples):
-        for name, call in calls.items():
-            drain()
-            start_ns = time.perf_counter_ns()
-            call()
-            drain()
-            taken[name].append((time.perf_counter_ns() - start_ns) / 1000)
-    return taken
-
-
 def measure_mode(
     model: StandInModel, backend: TRTLLMMHABackend, mode: ForwardMode, batch_size: int, kv_len: int, plan: TimingPlan
 ) -> list[StudyRow]:
@@ -119,15 +102,24 @@ def _host_times(made: ModelWorks, eager: GpuWork, eager_launches: int) -> dict[s
     calls = {"eager": eager.call(), "graph": replay}
     per_batch = max(1, min(CALLS_PER_BATCH, MOST_QUEUED_LAUNCHES // eager_launches))
     host = host_time(calls, calls_per_batch=per_batch)
-    completion_us = completion_times_us(calls)
+    completion = host_time(
+        {name: partial(_until_idle, call) for name, call in calls.items()},
+        batches=COMPLETION_SAMPLES,
+        calls_per_batch=1,
+    )
     for written in (outputs, eager.arguments["outputs"]):
         made.hold(written, ALL_ROWS)
     return {
         variant: host[variant].facts()
-        | {"completion_us": round(statistics.median(completion_us[variant]), 2)}
-        | {"completion_samples_us": rounded_us(completion_us[variant])}
+        | {"completion_us": round(completion[variant].median_us, 2)}
+        | {"completion_samples_us": rounded_us(completion[variant].samples_us)}
         for variant in calls
     }
+
+
+def _until_idle(call: Callable[[], object]) -> None:
+    call()
+    drain()
 
 
 def measure_forms(

@@ -1,11 +1,11 @@
 """Read recorded studies, and compute for each change the answer and the environment of its recordings."""
 
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
+from lab.provenance import output_of
 from lab.reports.recorded import FileKind, RecordedFile, RecordedFileError, read_file
 from studies.changes import CHANGES, Change
 from studies.changes.verdicts import NOT_RECORDED, Answer, Observation, Standing
@@ -98,8 +98,4 @@ def day_of(path: Path) -> str:
 
 def _git(path: Path, *command: str) -> str:
     """Return git's output about a file; "" without git or without a repository."""
-    whole = ["git", "-C", str(path.parent), *command, "--", path.name]
-    try:
-        return subprocess.run(whole, capture_output=True, text=True, check=False).stdout.strip()
-    except FileNotFoundError:
-        return ""
+    return output_of(["git", "-C", str(path.parent), *command, "--", path.name])

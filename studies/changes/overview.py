@@ -75,8 +75,12 @@ def _summary(entry: Entry) -> list[str]:
 def _exceptions(observations: Sequence[Observation]) -> str:
     """Return the points at which a statement does not hold or is undecided, at most `MOST_IN_A_CELL`."""
     where = [each.where for each in observations if each.standing is not Standing.HOLDS]
-    left = len(where) - MOST_IN_A_CELL
-    return "; ".join([*where[:MOST_IN_A_CELL], *([f"and {left} more"] if left > 0 else [])])
+    return _listed(where, MOST_IN_A_CELL)
+
+
+def _listed(texts: Sequence[str], most: int) -> str:
+    left = len(texts) - most
+    return "; ".join([*texts[:most], *([f"and {left} more"] if left > 0 else [])])
 
 
 def _section(entry: Entry, folder: Path) -> list[str]:
@@ -145,9 +149,7 @@ def named(observations: Sequence[Observation]) -> str:
     figures = {each.figures for each in observations}
     if len(figures) == 1 and len(observations) > 1:
         return f"{figures.pop()} at each of {len(observations)} points."
-    shown = [f"{each.where} ({each.figures})" for each in observations[:MOST_NAMED]]
-    left = len(observations) - len(shown)
-    return "; ".join([*shown, *([f"and {left} more"] if left else [])]) + "."
+    return _listed([f"{each.where} ({each.figures})" for each in observations], MOST_NAMED) + "."
 
 
 def claims_table(entries: Sequence[Entry]) -> Table:
