@@ -5,15 +5,13 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
 from lab import references
 from lab.calls.problem import AttentionCall
 from lab.kernels import trtllm
-from lab.metadata.engine.forward_mode import ForwardMode
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.scenarios import scenario
-from lab.workloads.traces import TracedRequest, own_trace, snapshot
+from lab.workloads.traces import TracedRequest, snapshot
 from studies import kv_read_once
 from studies.kv_read_once import (
     E4M3_CACHE,
@@ -43,82 +41,12 @@ def of_group(name: str) -> list[Point]:
     return points_of([name], TRACE)
 
 
-def bounds(point: Point, figure: Figure) -> list[float]:
-    return [target.bound for target in point.variants[0].targets if target.figure is figure]
-
-
-@pytest.mark.parametrize(
-    ("group", "requests", "keys", "speeds", "shares"),
-    [
-        ("64x4096", 64, 4096, [1.02, 1.02, 1.02, 1.75, 2.8], [92, 92, 92, 90, 80]),
-        ("16x32768", 16, 32768, [1.02, 1.02, 1.02, 1.75, 2.8], [92, 92, 92, 90, 80]),
-        ("1x81920", 1, 81920, [1.1, 1.1, 1.1, 1.9, 2.8], []),
-        ("1x4096", 1, 4096, [1.1, 1.1, 1.1, 1.9, 2.8], []),
-        ("trace", 64, None, [1.1, 1.1, 1.1, 1.75, 2.8], []),
-    ],
-)
-def test_the_table_and_its_targets(
-    group: str, requests: int, keys: int | None, speeds: list[float], shares: list[float]
-) -> None:
-    points = of_group(group)
-    assert [sum(bounds(point, Figure.SPEED), 0.0) for point in points] == speeds
-    assert [bound for point in points for bound in bounds(point, Figure.BANDWIDTH)] == shares
-    for point, q_len in zip(points, (1, 2, 4, 8, 16), strict=True):
-        assert [(variant.name, bool(variant.targets)) for variant in point.variants] == [
-            (PORTABLE, True),
-            (FLASHINFER, False),
-        ]
-        assert point.baseline == FLASHINFER
-        (case,) = {variant.case for variant in point.variants}
-        assert case.q_lens == (q_len,) * requests
-        assert case.mode is (ForwardMode.DECODE if q_len == 1 else ForwardMode.TARGET_VERIFY)
-        traced = tuple(length + q_len for length in snapshot(TRACE, 64))
-        assert case.kv_lens == (traced if keys is None else (keys,) * requests)
-        assert (case.model.num_qo_heads, case.model.num_kv_heads, case.model.head_dim) == (32, 4, 128)
-        assert (case.page_size, case.dtype, case.kv_dtype) == (64, torch.bfloat16, torch.bfloat16)
-
-
 def test_the_traced_lengths_are_the_given_traces() -> None:
-    assert of_group("trace")[0].variants[0].case != points_of(["trace"], own_trace())[0].variants[0].case
+    for point, q_len in zip(of_group("trace"), (1, 2, 4, 8, 16), strict=True):
+        assert {each.case.kv_lens for each in point.variants} == {tuple(kv + q_len for kv in snapshot(TRACE, 64))}
 
 
-def test_an_e4m3_cache_is_compared_with_the_kernels_own_bf16() -> None:
-    for point, q_len in zip(of_group("e4m3"), (1, 4), strict=True):
-        halved, whole = point.variants
-        assert (halved.name, whole.name, point.baseline) == (E4M3_CACHE, PORTABLE, PORTABLE)
-        assert {variant.module for variant in point.variants} == {PORTABLE_MODULE}
-        assert (halved.case.kv_dtype, whole.case.kv_dtype) == (torch.float8_e4m3fn, torch.bfloat16)
-        assert (len(whole.case.q_lens), whole.case.kv_lens[0], whole.case.q_lens[0]) == (64, 8192, q_len)
-        assert bounds(point, Figure.SPEED) == [1.6]
-
-
-def test_groups_and_head_dimensions_vary_one_by_one() -> None:
-    models = [point.variants[0].case.model for point in of_group("heads")]
-    assert [(model.group, model.head_dim) for model in models[::2]] == [
-        (1, 128),
-        (4, 128),
-        (5, 128),
-        (8, 128),
-        (16, 128),
-        (8, 64),
-        (8, 256),
-    ]
-    assert {model.num_kv_heads for model in models} == {4}
-    assert all(model.softmax_scale == model.head_dim**-0.5 for model in models)
-    assert [point.variants[0].case.q_lens[0] for point in of_group("heads")] == [1, 4] * 7
-
-
-def test_windows_extends_and_unequal_lengths() -> None:
-    window = of_group("windows")[0].variants[0].case
-    assert (window.window_left, window.kv_lens) == (127, (4096,) * 64)
-    long_prefix, prefill = of_group("extend")
-    assert [(point.variants[0].case.q_lens, point.variants[0].case.kv_lens) for point in (long_prefix, prefill)] == [
-        ((512,), (32768,)),
-        ((4096,), (4096,)),
-    ]
-    assert {point.variants[0].case.mode for point in (long_prefix, prefill)} == {ForwardMode.EXTEND}
-    assert [bounds(point, Figure.SPEED) for point in (long_prefix, prefill)] == [[1.0], [0.7]]
-    assert [sorted(point.variants[0].case.kv_lens) for point in of_group("unequal")] == [[512] * 63 + [81920]] * 3
+def test_the_host_times_targets() -> None:
     assert {HOST: (Target(Figure.HOST, 80.0),), HOST_PREPARED: (Target(Figure.HOST, 25.0),)} == HOST_TARGETS
     for group, targets in HOST_TARGETS.items():
         assert all(point.variants[0].targets == targets for point in of_group(group))

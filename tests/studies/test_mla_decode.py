@@ -6,43 +6,13 @@ import pytest
 import torch
 
 from lab.kernels import support
-from lab.metadata.engine.forward_mode import ForwardMode
 from lab.timing import GpuWork, roofline
 from studies.mla_decode import (
     MLADecode,
-    point_of,
     variants_of,
 )
 from studies.passes import kernel_of
 from tests.studies.simulated import CEILINGS, small_mla
-
-
-def test_the_default_points() -> None:
-    cases = MLADecode().cases()
-    assert [(len(case.q_lens), case.kv_lens[0], case.num_qo_heads) for case in cases] == [
-        (64, 8192, 16),
-        (64, 8192, 128),
-        (8, 81920, 16),
-        (8, 81920, 128),
-    ]
-    for case in cases:
-        assert (case.mode, set(case.q_lens)) == (ForwardMode.DECODE, {1})
-        assert (case.head_dim, case.kv_lora_rank, case.page_size) == (576, 512, 64)
-        assert (case.dtype, case.kv_dtype) == (torch.bfloat16, torch.bfloat16)
-
-
-def test_more_rows_verify_and_their_keys_count_the_new_tokens() -> None:
-    decode, verify = MLADecode(shapes=((8, 81920),), heads=(16,), q_lens=(1, 4), kv_dtype="e4m3").cases()
-    assert (decode.mode, decode.prefix_lens[0]) == (ForwardMode.DECODE, 81919)
-    assert (verify.mode, verify.prefix_lens[0], verify.kv_lens[0]) == (ForwardMode.TARGET_VERIFY, 81916, 81920)
-    assert {decode.kv_dtype, verify.kv_dtype} == {torch.float8_e4m3fn}
-    assert point_of(verify).row == {
-        "point": "8q4s80k/16 heads",
-        "q_len": 4,
-        "requests": 8,
-        "kv_len": 81920,
-        "heads": 16,
-    }
 
 
 @pytest.mark.parametrize(

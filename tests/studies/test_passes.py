@@ -1,5 +1,6 @@
 """What the studies of forward passes share: right variants in outputs of their own, rows, recordings, and times on a GPU."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -14,13 +15,14 @@ from lab.timing import Ceilings, GpuWork, measure_ceilings
 from lab.workloads.batches import parse_batch
 from lab.workloads.mla_case import MLACase
 from lab.workloads.scenarios import scenario
-from studies import decode_split, draft_extend_kernels, kv_read_once, mla_decode
+from studies import decode_split, draft_extend_kernels, kv_read_once, mla_decode, passes
 from studies.kv_read_once import E4M3_CACHE, PORTABLE
 from studies.passes import PORTABLE_MODULE, gpu_works, works_of
 from studies.targets import Figure, target_rows
 from studies.variants import COLD, FactsOf, Point, PointRows, TimingPlan, Variant, measure_point
 from tests.devices import IN_INTERPRETER
 from tests.studies.conftest import Command
+from tests.studies.recorded import recorded
 from tests.studies.simulated import BANDWIDTH, CEILINGS, SLOW, SLOWER, SPEED, hold_right, small_kv, small_mla
 from tests.studies.test_kv_read_once import SMALL, again, of_group, runs_as
 
@@ -180,6 +182,47 @@ def rows_of_all() -> dict[str, Rows]:
 
 
 ROWS = rows_of_all()
+
+
+# What differs with the trace, which was not the lab's own in the recorded runs. Recorded host times have no floor.
+OF_A_TRACE = ("longest_kv_len", "kv_tokens", "bytes_moved", "operations", "floor_bytes")
+
+
+@pytest.mark.parametrize(
+    "study",
+    [
+        decode_split.DecodeSplitStudy(),
+        draft_extend_kernels.DraftExtendKernels(),
+        kv_read_once.KVReadOnce(),
+        mla_decode.MLADecode(q_lens=(1, 4)),
+    ],
+    ids=lambda study: study.name(),
+)
+def test_the_points_are_those_of_the_recorded_run(study: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the passes, the floors and the targets, and the points that are too large."""
+    recording, module = recorded(study.name()), sys.modules[type(study).__module__]
+    rows = {(row["point"], row["arm"]): row for key in ("rows", "host") for row in recording.get(key, ())}
+    monkeypatch.setattr(passes, "kernel_of", lambda variant, work: rows.get(work, {}).get("kernel"))
+    host = {row["point"] for row in recording.get("host", ())}
+    points = [point for part in study.parts for point in part.points]
+    for point, variant in ((each, variant) for each in points for variant in each.variants):
+        row = rows[point.name, variant.name]
+        facts = point.row | dict(module.facts_of(variant, (point.name, variant.name)))
+        left_out = OF_A_TRACE if "trace" in point.name else ("floor_bytes",) if point.name in host else ()
+        assert {key: row[key] for key in facts if key not in left_out} == {
+            key: value for key, value in facts.items() if key not in left_out
+        }
+        assert row.get("baseline", point.baseline) == point.baseline
+        if not point.name.startswith("eager/"):  # whose target was another when they were recorded
+            assert [target["target"] for target in row.get("targets", ())] == [each.bound for each in variant.targets]
+        del rows[point.name, variant.name]
+    assert rows == {}
+    assert study.facts().get("skipped") == recording.get("skipped")
+
+
+def test_an_e4m3_cache_is_an_option_of_mla() -> None:
+    cases = mla_decode.MLADecode(kv_dtype="e4m3").cases()
+    assert {(case.dtype, case.kv_dtype) for case in cases} == {(torch.bfloat16, torch.float8_e4m3fn)}
 
 
 @IN_INTERPRETER
