@@ -61,12 +61,12 @@ class ReplacesExpectation(Zeros):
         CaseRun.expect_close = expect_close
 
 
-@dishonest(CHANGED + r"lab\.references\.truth\.Truth\.compare")
+@dishonest(CHANGED + r"lab\.references\.errors\.Truth\.compare")
 class ReplacesCode(Zeros):
     """Leaves all names unchanged, but replaces the code object of the comparing function."""
 
     def cheat(self, query: torch.Tensor, arguments: dict[str, Any]) -> None:
-        from lab.references.truth import Truth
+        from lab.references.errors import Truth
 
         honest = Truth.compare
         if not hasattr(Truth, "honest"):
@@ -180,12 +180,12 @@ class CleansUpBehindItself(Zeros):
     """Patches comparisons until its output is freed, and then restores them, so that no change remains."""
 
     def trtllm_batch_decode_with_kv_cache(self, query: Any, out: Any = None, **arguments: Any) -> torch.Tensor:
-        from lab.references import truth
+        from lab.references import errors
 
-        compare = truth.Truth.compare
+        compare = errors.Truth.compare
         result = zeros(query, out)
-        result.restores = Restores(truth.Truth, "compare", compare)
-        truth.Truth.compare = lambda self, out, least_bound=0.0: compare(self, self.control)
+        result.restores = Restores(errors.Truth, "compare", compare)
+        errors.Truth.compare = lambda self, out, least_bound=0.0: compare(self, self.control)
         return result
 
 

@@ -179,7 +179,7 @@ class ForksAnOracle:
         return output.copy_(torch.tensor(values, dtype=torch.float32).reshape(shape))
 
     def in_the_child(self, writer: int, arguments: dict[str, Any]) -> torch.Tensor:
-        from lab.references.truth import Truth
+        from lab.references.errors import Truth
 
         torch.set_num_threads(1)
         null = os.open(os.devnull, os.O_WRONLY)

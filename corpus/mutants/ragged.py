@@ -11,7 +11,7 @@ from corpus.models.ragged import Ragged, RaggedReadOnce
 from corpus.wrong import wrong
 from lab.calls.problem import E4M3
 from lab.calls.ragged_context import RaggedAttention
-from lab.workloads.inputs.views import raw
+from lab.workloads.inputs.encoding import raw
 
 
 def _with_keys(problem: RaggedAttention, starts: Tensor, lengths: Tensor) -> RaggedAttention:

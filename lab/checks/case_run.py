@@ -26,7 +26,7 @@ from lab.checks.run.support_protocol import (
 from lab.checks.run.verdicts import IT_FAILED, CheckedResult, SavedOutput
 from lab.named_enum import NamedEnum
 from lab.ranges import Ranges
-from lab.references.truth import Truth
+from lab.references.errors import Truth
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import AttentionInputs, build_attention, new_workspace
 from lab.workloads.inputs.expected import made

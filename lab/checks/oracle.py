@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lab.checks.run.verdicts import WrongVector
-from lab.references.truth import Truth
+from lab.references.errors import Truth
 from lab.workloads.inputs.guards import as_integers
 
 SHOWN_ELEMENTS = 4

@@ -15,7 +15,7 @@ from lab.recorded.call import RESULTS, RecordedCall, RecordingError
 from lab.recorded.reductions import parts_of, seed_of
 from lab.recorded.shrink import Fault, Reason
 from lab.references.assertion import truth_of_problem
-from lab.references.truth import LSE_LOG2_BOUND, LSE_LOG2_RELATIVE_BOUND
+from lab.references.errors import LSE_LOG2_BOUND, LSE_LOG2_RELATIVE_BOUND
 from lab.wording import in_markdown
 
 PROGRAM = Path(__file__).with_suffix(".template")

@@ -14,7 +14,7 @@ from lab.calls.problem import AttentionCall
 from lab.checks import AttentionCase
 from lab.checks.case_run import CallForm, CaseRun, Result, as_result
 from lab.checks.run.support_protocol import KernelError, Unsupported
-from lab.references.truth import LSE_LOG2_BOUND, Truth
+from lab.references.errors import LSE_LOG2_BOUND, Truth
 from tests.checks.small import decoding
 
 CASE = AttentionCase(AttentionCall.DECODE, (20, 0, 33), (2, 2, 2), num_kv_heads=1, group=2)

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from lab.references import attention, eager_attention
-from lab.references.errors import COMMON, DEVIATIONS, Regression, regress
-from lab.references.truth import Truth
+from lab.references.errors import COMMON, DEVIATIONS, Regression, Truth, regress
 
 ROWS = torch.arange(24).reshape(4, 6)  # four requests of six rows each
 HEADS = 8

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lab import references
-from lab.references.softmax_attention import Rules
-from lab.references.truth import Truth, truth_of_requests
+from lab.references.errors import Truth
+from lab.references.softmax_attention import Rules, truth_of_requests
 from tests.dataclass_rules import broken_rules
 
 LN2 = math.log(2.0)

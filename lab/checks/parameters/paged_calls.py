@@ -14,8 +14,9 @@ from lab.metadata.mla.metadata import allocate_multi_ctas_kv_counters
 from lab.ranges import Ranges
 from lab.workloads.inputs.attention import AttentionInputs, as_one_tensor, build_attention
 from lab.workloads.inputs.call import BuiltCall
+from lab.workloads.inputs.encoding import raw
 from lab.workloads.inputs.masks import draft_masks, strictly_causal, with_bits_after
-from lab.workloads.inputs.views import GAP, LEAST_ALIGNMENT_BYTES, apart, at_bytes, in_halves, raw, with_odd_strides
+from lab.workloads.inputs.views import GAP, LEAST_ALIGNMENT_BYTES, apart, at_bytes, in_halves, with_odd_strides
 
 
 def paged_inputs(of: Chosen, ranges: Ranges, device: torch.device) -> AttentionInputs:

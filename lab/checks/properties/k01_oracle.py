@@ -15,8 +15,8 @@ import torch
 from lab.calls.problem import E4M3, AttentionCall
 from lab.checks.case_run import CaseRun
 from lab.checks.properties.check import Check, Scope, itself
+from lab.references.errors import Truth
 from lab.references.quantization import E4M3_MAX
-from lab.references.truth import Truth
 from lab.workloads.attention_case import AttentionCase, Contents
 from lab.workloads.inputs.attention import AttentionInputs
 

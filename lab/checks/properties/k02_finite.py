@@ -12,7 +12,7 @@ import torch
 
 from lab.checks.case_run import CaseRun, Result
 from lab.checks.properties.check import Check, Scope
-from lab.references.truth import Truth
+from lab.references.errors import Truth
 from lab.workloads.attention_case import AttentionCase, Contents
 
 # Far above every random logit; an fp16 output underflows beyond.

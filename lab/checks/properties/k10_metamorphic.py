@@ -15,7 +15,7 @@ from lab.calls.problem import NVFP4, AttentionCall
 from lab.checks.case_run import CaseRun, Result
 from lab.checks.properties.check import Check, Scope, itself
 from lab.ranges import Ranges
-from lab.references.truth import Truth
+from lab.references.errors import Truth
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import AttentionInputs, as_one_tensor
 

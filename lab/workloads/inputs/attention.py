@@ -12,15 +12,15 @@ from torch import Tensor
 
 from lab.calls.problem import E4M3, NVFP4, NVFP4_BLOCK, AttentionCall
 from lab.calls.workspace import SEMAPHORE_BYTES
+from lab.references.errors import Truth
 from lab.references.quantization import interleave_v_scale_factors
 from lab.references.softmax_attention import Rules
-from lab.references.truth import Truth
 from lab.workloads.attention_case import AttentionCase, Dead, TableTail
-from lab.workloads.inputs.encoding import E4M3_K_SCALE, E4M3_V_SCALE, POISON, fill, read_kv, stored_kv
+from lab.workloads.inputs.encoding import E4M3_K_SCALE, E4M3_V_SCALE, POISON, fill, raw, read_kv, stored_kv
 from lab.workloads.inputs.expected import truth_of_requests
 from lab.workloads.inputs.masks import packed_mask
 from lab.workloads.inputs.values import draw_contents
-from lab.workloads.inputs.views import raw, with_strides_of
+from lab.workloads.inputs.views import with_strides_of
 
 SCRATCH_BYTES = {
     "cpu": 2**20,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lab.calls.problem import AttentionCall
 from lab.named_enum import NamedEnum
-from lab.references.truth import Truth
+from lab.references.errors import Truth
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import AttentionInputs
 from lab.workloads.inputs.ragged import RaggedInputs

@@ -34,6 +34,11 @@ def read_kv(k: Tensor, v: Tensor, *factors: Tensor) -> tuple[Tensor, Tensor]:
     return (dequantize_nvfp4(k, factors[0]), dequantize_nvfp4(v, factors[1])) if factors else (k, v)
 
 
+def raw(tensor: Tensor) -> Tensor:
+    """Return the tensor, viewed as uint8 if its elements have one byte: torch supports few operations on e4m3 on a CPU."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
 def fill(storage: Tensor, value: float | None = None) -> None:
     """Fill storage with a value, or with its dtype's `POISON`, a huge value. e4m3 is filled as bytes, because torch cannot fill
     it on every device.

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from lab.integrity import ChangedBindingsError, in_words
-from lab.references import truth
+from lab.references import softmax_attention
+from lab.references.errors import Truth
 from lab.references.softmax_attention import Rules
-from lab.references.truth import Truth
 
 
 class LateTruth:
@@ -43,10 +43,10 @@ def made(truth: Truth) -> Truth:
 
 
 def truth_of_requests(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_lens: list[int], rules: Rules) -> Truth:
-    """Return the result of `lab.references.truth.truth_of_requests` as a `LateTruth`, which computes it when it is used."""
+    """Return a `LateTruth`: each use computes `lab.references.softmax_attention.truth_of_requests` of these arguments."""
     own = query.clone()  # the kernel gets the original
     late = LateTruth(
-        lambda: truth.truth_of_requests(own, histories, q_lens, rules),
+        lambda: softmax_attention.truth_of_requests(own, histories, q_lens, rules),
         [own, *(side for each in histories for side in each)],
     )
     return cast(Truth, late)

@@ -17,9 +17,9 @@ from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.mha.calls import AttentionLayer, PlannedCall
 from lab.metadata.mha.context_parallel import ZigzagShard, prepare_zigzag, zigzag_shard
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
+from lab.references.errors import Truth
 from lab.references.quantization import rounded
 from lab.references.softmax_attention import Rules
-from lab.references.truth import Truth
 from lab.workloads.attention_case import Contents
 from lab.workloads.forward_case import ForwardCase
 from lab.workloads.inputs.encoding import E4M3_K_SCALE, E4M3_V_SCALE, fill, read_kv, stored_kv

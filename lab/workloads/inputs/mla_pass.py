@@ -19,9 +19,9 @@ from lab.metadata.mla.context_parallel import (
     prepare_mla_dcp_attention,
 )
 from lab.metadata.mla.metadata import TRTLLMMLADecodeMetadata, build_mla_decode_metadata, replan_outgrown
+from lab.references.errors import Truth
 from lab.references.quantization import rounded
 from lab.references.softmax_attention import Rules
-from lab.references.truth import Truth
 from lab.workloads.inputs.encoding import E4M3_K_SCALE, as_stored
 from lab.workloads.inputs.expected import truth_of_requests
 from lab.workloads.inputs.forward_pass import EnginePass, admit_and_write, limits_of, new_poisonable_pool

@@ -17,7 +17,7 @@ from torch import Tensor
 from lab.metadata.engine.kv_cache import NVFP4KVCache, PagedKVCache
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
 from lab.metadata.mla.metadata import TRTLLMMLADecodeMetadata
-from lab.references.truth import Truth
+from lab.references.errors import Truth
 from lab.workloads.inputs.encoding import fill
 from lab.workloads.inputs.expected import made
 from lab.workloads.inputs.forward_pass import EnginePass

@@ -21,7 +21,7 @@ from lab.metadata.engine.lengths import uncounted_tokens
 from lab.metadata.mha.calls import AttentionLayer
 from lab.metadata.mla.calls import MLALayer
 from lab.metadata.mla.metadata import QueryLayout
-from lab.references.truth import Truth
+from lab.references.errors import Truth
 from lab.workloads.graph_case import GraphCase, MLAGraphCase, ReplayCase
 from lab.workloads.inputs.expected import made
 from lab.workloads.inputs.expected_metadata import wrong_metadata, wrong_mla_metadata

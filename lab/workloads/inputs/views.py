@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lab.named_enum import TextEnum
+from lab.workloads.inputs.encoding import raw
 
 # The value of each byte around the numbers. As a float of any dtype it is large and finite, as an id far outside any pool.
 FILLING = 0x7B
@@ -15,11 +16,6 @@ GAP = 16  # elements, so that strides stay multiples of 16 bytes
 LEAST_ALIGNMENT_BYTES = 16
 E4M3_NAN = 0x7F  # the bits of e4m3's NaN
 ODD = 7  # elements; the meaningless stride of an axis of size 1
-
-
-def raw(tensor: Tensor) -> Tensor:
-    """Return the tensor, viewed as uint8 if its elements have one byte: torch supports few operations on e4m3 on a CPU."""
-    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
 def with_nan(tensor: Tensor, rows: Tensor) -> Tensor:

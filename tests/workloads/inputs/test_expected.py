@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lab.integrity import ChangedBindingsError
-from lab.references import truth
+from lab.references import softmax_attention
+from lab.references.errors import Truth
 from lab.references.softmax_attention import Rules
 from lab.workloads.inputs.expected import LateTruth, made, truth_of_requests
 
@@ -14,7 +15,7 @@ RULES = Rules(bmm1_scale=0.125, bmm2_scale=1.0, arithmetic=torch.bfloat16, out_d
 SHAPE = (3, 2, 24)
 
 
-def begun() -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]], truth.Truth]:
+def begun() -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]], Truth]:
     generator = torch.Generator().manual_seed(3)
     query = torch.randn(*SHAPE, generator=generator).bfloat16()
     histories = [(torch.randn(9, 1, 24, generator=generator).bfloat16(),) * 2 for _ in range(3)]
@@ -23,7 +24,7 @@ def begun() -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]], trut
 
 def test_a_late_truth_is_that_of_the_query_as_it_was() -> None:
     query, histories, late = begun()
-    at_once = truth.truth_of_requests(query.clone(), histories, [1, 1, 1], RULES)
+    at_once = softmax_attention.truth_of_requests(query.clone(), histories, [1, 1, 1], RULES)
     query.zero_()  # as a kernel that writes into it does
     assert isinstance(late, LateTruth)
     assert torch.equal(late.expected, at_once.expected)
