@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from lab.metadata.speculation.draft_extend_graph import DraftExtendOutput, DraftOutputs, selected_rows
-from lab.references.errors import Comparison, compare
-from lab.references.truth import Truth
+from lab.references.errors import Comparison, Truth, compare
 from lab.workloads.inputs.expected import made
 from lab.workloads.inputs.forward_pass import mha_truth
 from studies.stand_in_model import DTYPE, StandInModel, StandInPass

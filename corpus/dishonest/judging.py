@@ -110,7 +110,7 @@ class WatchesTheJudge(Zeros):
         sys.setprofile(lambda frame, event, argument: None)
 
 
-@dishonest(CHANGED + r"module lab\.references\.quantization|" + CHANGED + r"lab\.references\.quantization")
+@dishonest(CHANGED + r"lab\.references\.errors\.relative_l2, lab\.references\.quantization")
 class ReplacesAModule(Zeros):
     """Replaces a module of the lab by its own, and also replaces the functions in modules that have imported them."""
 
