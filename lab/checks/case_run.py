@@ -313,17 +313,21 @@ class CaseRun:
         self.expect(what, (), kind="invariants")
         return True
 
-    def expect_close(self, what: str, result: Result | None, truth: Truth, least_bound: float = 0.0) -> None:
-        """Expect the truth's output, and its LSE in base 2 if the result has one. `least_bound` is as in `compare_output`."""
+    def expect_close(
+        self, what: str, result: Result | None, truth: Truth, least_bound: float = 0.0, kind: str = "output"
+    ) -> None:
+        """Expect the truth's output, and its LSE in base 2 if the result has one. `least_bound` is as in `compare_output`.
+        `kind` is "merged" for what the lab has merged from several results.
+        """
         if result is None:
             return
         self.judged += 1
         if self.saves_output and self.output is None and result.out.numel() <= MOST_SAVED_ELEMENTS:
             self.output = SavedOutput.of(result.out)
         truth = made(truth)
-        self._compared(what, "output", compare_output(result.out, truth, least_bound), result.call)
+        self._compared(what, kind, compare_output(result.out, truth, least_bound), result.call)
         if result.lse is not None and result.out.shape == truth.expected.shape:
-            self._compared(what, "LSE", compare_lse(result.lse, truth), result.call)
+            self._compared(what, "LSE" if kind == "output" else kind, compare_lse(result.lse, truth), result.call)
 
     def expect_lse(self, what: str, lse: Tensor, truth: Truth, call: CallFeatures | None = None) -> None:
         """Expect that an LSE is log2 of the softmax's denominator, which includes the sink; -inf where a row sees no key."""

@@ -172,7 +172,7 @@ def _regions(verdicts: Mapping[str, Verdicts]) -> Iterator[FindingRow]:
     for (first, *_), keys in alike.items():
         cases = frozenset(keys)
         chosen = [each for key, each in verdicts[first].items() if key in cases or each.outcome is Outcome.RIGHT]
-        sentences = (f"{each.what} {each.where}" for each in diagnose(chosen).regions)
+        sentences = (each.sentence for each in diagnose(chosen).regions)
         yield FindingRow("; ".join(dict.fromkeys(sentences)), cases)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lab.references
-from lab.checks import RaggedCase
+from lab.checks import Contents, RaggedCase
 from lab.checks.case_run import CaseRun
 from lab.checks.properties import mla_prefill
 from lab.metadata.mla.calls import prepare_mla_prefill
@@ -60,3 +60,12 @@ def test_a_defect_of_the_call_is_found(defect: str, monkeypatch: pytest.MonkeyPa
     wrongs = judged()
     assert wrongs
     assert all(wrong.startswith(BY_BACKEND) for wrong in wrongs)
+
+
+def test_what_the_lab_merges_is_of_a_kind_of_its_own() -> None:
+    """It follows from the outputs and LSEs that are merged."""
+    run = CaseRun(lab.references, replace(CASE, contents=Contents.NEEDLES), torch.device("cpu"))
+    mla_prefill.CHECK.judge(run)
+    kinds = {result.held for result in run.results if "merged" in result.name}
+    assert kinds == {"merged"}
+    assert {result.held for result in run.results if result.name == "new tokens"} == {"output", "LSE"}

@@ -23,6 +23,7 @@ HELD = {
     "output": "The output is wrong",
     "invariants": "An invariant of the metadata is broken",
     "LSE": "The LSE is wrong",
+    "merged": "Outputs that are merged by their LSE are wrong",
     "bits": "An equal call returns different bits",
     "memory": "Memory that must not change is written",
     "other": "The returned value is wrong",
@@ -95,6 +96,11 @@ class Region:
         return f"{extent} {self.words}{', which no engine sends' if self.is_corner else ''}"
 
     @property
+    def sentence(self) -> str:
+        """Return what is wrong and where."""
+        return f"{self.what} {self.where}"
+
+    @property
     def counts(self) -> str:
         """Return words that count the wrong results inside the region and the right results outside."""
         where = f" with {self.rule}" if self.literals else ""
@@ -107,7 +113,7 @@ class Region:
         features = [literal.feature for literal in self.literals]
         record = {"rule": self.rule, "words": self.words, "held": self.held, "features": features}
         record |= {name: getattr(self, name) for name in ("wrong", "results", "right_outside", "outside")}
-        return record | {"where": self.where, "case": self.smallest.verdict.number}
+        return record | {"sentence": self.sentence, "case": self.smallest.verdict.number}
 
 
 @dataclass(frozen=True)
@@ -321,7 +327,7 @@ def _broken(regions: Sequence[Region], unexplained: int, is_whole: bool) -> str:
         is_whole: True if no case was left out.
     """
     first, *later = regions
-    parts = [f"{first.what} {first.where} ({first.wrong:,} of {counted(first.results, 'result')})"]
+    parts = [f"{first.sentence} ({first.wrong:,} of {counted(first.results, 'result')})"]
     same_kind = [region for region in later if region.held == first.held]
     parts += [f"and {each.where} ({each.wrong:,} of {each.results:,})" for each in same_kind[:MOST_SHOWN]]
     for held in dict.fromkeys(region.held for region in later if region.held != first.held):
@@ -335,8 +341,8 @@ def _broken(regions: Sequence[Region], unexplained: int, is_whole: bool) -> str:
 
 
 def _within(sentence: str) -> str:
-    """Return the beginning of a sentence with its first letter in lower case, to continue another sentence."""
-    return sentence[0].lower() + sentence[1:]
+    """Return the beginning of a sentence with its first word in lower case, to continue another sentence; NaN stays NaN."""
+    return sentence if sentence.startswith("NaN") else sentence[0].lower() + sentence[1:]
 
 
 def _follows(verdicts: Sequence[CaseVerdict]) -> tuple[str, ...]:

@@ -118,7 +118,8 @@ class Choice(CaseFeature):
     is_negated: bool = True  # "is not" says something to a reader
 
     def phrase(self, operator: str, value: Value) -> str:
-        return f"{self.text} {'is' if operator == '==' else 'is not'} {self.words.get(str(value), value)}"
+        words = f"“{self.words[str(value)]}”" if value in self.words else value
+        return f"{self.text} {'is' if operator == '==' else 'is not'} {words}"
 
     def column(self, values: Sequence[Value | None]) -> Bits:
         return np.array(["" if value is None else str(value) for value in values])

@@ -106,7 +106,7 @@ def feature_named(name: str) -> CaseFeature:
     parameter, is_parameter, value = name.partition("=")
     if not is_parameter:
         raise UnknownFeatureError(f"no feature has the name {name!r}: add a row to a table of lab.checks.explain")
-    return Condition(f"{parameter} is {{|not }}{value}", Cost.SETTING)
+    return Condition(f"{parameter} is {{|not }}“{value}”", Cost.SETTING)
 
 
 def features_of_case(case: Any) -> CallFeatures:

@@ -91,11 +91,11 @@ def _judge(run: CaseRun) -> None:
         run.expect_close(what, chunk, cached.truth())
         merged = _merged(merged, chunk)
     if max(case.prefix_lens) and merged is not None:
-        run.expect_close("all of them merged", merged._replace(out=merged.out.to(case.dtype)), whole)
+        run.expect_close("all of them merged", merged._replace(out=merged.out.to(case.dtype)), whole, kind="merged")
     if max(case.prefix_lens) and has_needles:  # as the engine's planner cuts the prefix
         what = "the prefix in a backend's chunks, merged"
         with run.noting(what):
-            run.expect_close(what, backend.merged(every.query, every.parts), whole)
+            run.expect_close(what, backend.merged(every.query, every.parts), whole, kind="merged")
 
 
 def _between(parts: Parts, starts: Sequence[int], ends: Sequence[int]) -> Parts:

@@ -139,7 +139,7 @@ class JudgedRun:
         """Return where a diagnosed region's results are wrong, how many they are, and the command that judges one again."""
         names = ("wrong", "results", "right_outside", "outside")
         wrong, results, right_outside, outside = (region.get(name) or 0 for name in names)
-        said = f"{region.get('where') or region.get('rule') or 'everywhere'}: wrong in {wrong:,} of {results:,}"
+        said = f"{region.get('sentence') or region.get('rule') or 'everywhere'}: wrong in {wrong:,} of {results:,}"
         said += f", right in {right_outside:,} of {outside:,} other results" if outside else ""
         return f"{said}; {self.reproduction({'number': region['case']})}" if "case" in region else said
 

@@ -64,10 +64,8 @@ def test_results_are_counted_and_the_smallest_is_shown() -> None:
     record = json.loads(json.dumps(found.as_record()))
     assert record["smallest"]["case"] == 1
     assert record["smallest"]["got"] == ["3.0", "4.0"]
-    assert (record["regions"][0]["case"], record["regions"][0]["where"]) == (
-        1,
-        "wherever a request has several query rows",
-    )
+    assert record["regions"][0]["case"] == 1
+    assert record["regions"][0]["sentence"] == "The output is wrong wherever a request has several query rows"
     assert found.follows == ("K1 of decode: no further error, because the first call of each wrong case is wrong",)
 
 
@@ -195,6 +193,17 @@ def test_a_region_that_no_engine_sends_follows_and_says_so() -> None:
         ("some_inf_sink", True),
     ]
     assert "wherever a sink is minus infinity, which no engine sends (40 of 40)" in diagnose(verdicts).broken
+
+
+def test_merged_outputs_follow_from_the_lse_that_merges_them() -> None:
+    def judged(number: int) -> CaseVerdict:
+        features = {"mask": number % 4 == 0}
+        kinds = ("output", "LSE", "merged")
+        return verdict(
+            number, *(result(1, wrong=held != "output" and number % 4 == 0, held=held, **features) for held in kinds)
+        )
+
+    assert [region.held for region in diagnose([judged(n) for n in range(40)]).regions] == ["LSE"]
 
 
 def test_what_names_only_a_result_follows_what_a_caller_passes() -> None:

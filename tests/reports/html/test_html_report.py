@@ -175,7 +175,13 @@ def test_a_diagnosis_stands_at_the_top(name: str, tmp_path: Path) -> None:
         "sentence": "The window has one key too few.",
         "regions": [
             {"rule": "window_left >= 0", "wrong": 13, "results": 13, "right_outside": 61, "outside": 62},
-            {"rule": "q_len >= 2", "where": "in most cases where q_len is 2", "wrong": 3, "results": 5, "case": 1},
+            {
+                "rule": "q_len >= 2",
+                "sentence": "The LSE is wrong in most cases where q_len is 2",
+                "wrong": 3,
+                "results": 5,
+                "case": 1,
+            },
         ],
         "smallest": {
             "case": 1,
@@ -192,7 +198,7 @@ def test_a_diagnosis_stands_at_the_top(name: str, tmp_path: Path) -> None:
         "1 run of the judge: 1 wrong.",
         "The window has one key too few.",
         "window_left &gt;= 0: wrong in 13 of 13, right in 61 of 62 other results",
-        f"in most cases where q_len is 2: wrong in 3 of 5; lab judge --case {name}#1",
+        f"The LSE is wrong in most cases where q_len is 2: wrong in 3 of 5; lab judge --case {name}#1",
         "smallest case, #1</dt><dd><code>Case(window_left=16)",
         f"<code>lab judge --case {name}#1",
         "row 3, head 0",
