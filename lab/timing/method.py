@@ -1,6 +1,7 @@
 """The method of a GPU time: the clock, and the state of L2 when a call starts. There is no fallback to another method."""
 
 from dataclasses import dataclass
+from itertools import product
 
 from lab.named_enum import NamedEnum
 
@@ -35,6 +36,18 @@ _CACHES = {
 }
 
 
+# Pairs that time nothing, with the reason and what to take instead.
+_REFUSED = {
+    (
+        Clock.GRAPH,
+        L2.COLD_FLUSH,
+    ): "the graph clock times many calls in one replay, and a flush between them would be timed too: "
+    "take L2.COLD_ROTATION, or Clock.CUPTI",
+    (Clock.EVENTS, L2.COLD_ROTATION): "the events clock times one call a sample, for which no buffers take turns: "
+    "take L2.COLD_FLUSH",
+}
+
+
 @dataclass(frozen=True)
 class Method:
     """A clock and a state of the L2 cache.
@@ -50,30 +63,15 @@ class Method:
     l2: L2
 
     def __post_init__(self) -> None:
-        if self.clock is Clock.EVENTS and self.l2 is L2.COLD_ROTATION:
-            raise ValueError(
-                "the events clock times one call a sample, for which no buffers take turns: take L2.COLD_FLUSH"
-            )
-        if self.clock is Clock.GRAPH and self.l2 is L2.COLD_FLUSH:
-            raise ValueError(
-                "the graph clock times many calls in one replay, and a flush between them would be timed too: "
-                "take L2.COLD_ROTATION, or Clock.CUPTI"
-            )
+        if reason := _REFUSED.get((self.clock, self.l2)):
+            raise ValueError(reason)
 
     def __str__(self) -> str:
         return f"{_CLOCKS[self.clock]}; L2 {self.l2.name.lower().split('_')[0]}: {_CACHES[self.l2]}; {CONTENTS}"
 
 
 # All valid methods.
-METHODS = (
-    Method(Clock.GRAPH, L2.WARM),
-    Method(Clock.GRAPH, L2.COLD_ROTATION),
-    Method(Clock.CUPTI, L2.WARM),
-    Method(Clock.CUPTI, L2.COLD_ROTATION),
-    Method(Clock.CUPTI, L2.COLD_FLUSH),
-    Method(Clock.EVENTS, L2.WARM),
-    Method(Clock.EVENTS, L2.COLD_FLUSH),
-)
+METHODS = tuple(Method(clock, l2) for clock, l2 in product(Clock, L2) if (clock, l2) not in _REFUSED)
 
 
 def method_named(clock: str, l2: str) -> Method:

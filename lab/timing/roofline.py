@@ -99,19 +99,18 @@ def why_impossible(bandwidth_percent: float, matrix_rate_percent: float, *, is_c
     The percentages are those of `Roofline`. `is_cold` means that the work's inputs were not in L2. Products of a narrow
     `kv_dtype`, given by torch's name, may be faster than the measured bf16 products.
     """
-    most = 100 * (READING_OVER_COPY if is_cold else L2_OVER_MEMORY)
-    if bandwidth_percent > most:
-        where = "a kernel that only reads" if is_cold else "a warm L2"
-        return (
-            f"it would move its bytes at {bandwidth_percent:,.0f} % of the bandwidth measured on this GPU, where {where} "
-            f"reaches {most:.0f} % at most: it does not do the work, or its time is wrong"
-        )
-    most = 100 * PRODUCT_OVER_MEASURED * RATE_BY_DTYPE.get(kv_dtype, 1.0)
-    if matrix_rate_percent > most:
-        return (
-            f"it would compute at {matrix_rate_percent:,.0f} % of the matrix rate measured on this GPU, whose units reach "
-            f"{most:.0f} % at most: it does not do the work, or its time is wrong"
-        )
+    reads = "where a kernel that only reads reaches" if is_cold else "where a warm L2 reaches"
+    over_memory = READING_OVER_COPY if is_cold else L2_OVER_MEMORY
+    over_matrix = PRODUCT_OVER_MEASURED * RATE_BY_DTYPE.get(kv_dtype, 1.0)
+    for percent, most, what, rate, which in (
+        (bandwidth_percent, 100 * over_memory, "move its bytes", "bandwidth", reads),
+        (matrix_rate_percent, 100 * over_matrix, "compute", "matrix rate", "whose units reach"),
+    ):
+        if percent > most:
+            return (
+                f"it would {what} at {percent:,.0f} % of the {rate} measured on this GPU, {which} {most:.0f} % at most: "
+                "it does not do the work, or its time is wrong"
+            )
     return ""
 
 

@@ -72,6 +72,36 @@ def plain_attention(
     return torch.cat(outs)
 
 
+def call(
+    cache: Cache,
+    client: PagedCalls,
+    layer: int,
+    slots: list[list[list[int]]],
+    q_lens: list[int],
+    rows: tuple[Tensor, Tensor, Tensor],
+    scaling: float = 1.0,
+) -> tuple[Tensor, None]:
+    """Make a layer's call of requests whose keys are in these slots of each group; the offsets are by layer in odd layers."""
+    kv_lens = [len(own) for own in slots[0]]
+    read = [[] if q_lens == kv_lens else [*chain(*each)] for each in slots]  # of new tokens alone nothing is read
+    written = [[slot for own, q_len in zip(each, q_lens, strict=True) for slot in own[-q_len:]] for each in slots]
+    by_kind = (lambda value: {"full_attention": value}) if layer % 2 else (lambda value: value)
+    return client(
+        SimpleNamespace(layer_idx=layer),
+        *rows,
+        None,
+        scaling=scaling,
+        cache=cache,
+        read_index=[torch.tensor(each, dtype=torch.int64) for each in read],
+        write_index=[torch.tensor(each) for each in written],
+        cu_seq_lens_q=offsets(q_lens),
+        cu_seq_lens_k=by_kind(offsets(kv_lens)),
+        max_seqlen_q=max(q_lens),
+        max_seqlen_k=by_kind(max(kv_lens)),
+        dropout=0.0,
+    )
+
+
 # Pages of each request in each group of layers, its keys, and its new rows. The first two requests share a page.
 MIXED = [([[5, 2, 9], [1, 10]], 9, 1), ([[5, 8], [3, 0]], 6, 2), ([[7, 4], [11, 6]], 8, 8)]
 DECODES = [([[5, 2, 9], [1, 10]], 9, 1), ([[5, 8], [3, 0]], 6, 1), ([[7], [11]], 1, 1)]
@@ -89,27 +119,8 @@ def test_calls_equal_attention_over_the_slots(requests: list[Any], function: str
     cache, client = Cache(2, 16), PagedCalls(references)
     q_lens, kv_lens = [q_len for *_, q_len in requests], [kv_len for _, kv_len, _ in requests]
     slots = [[slots_of((pages[group] * 3)[:3], kv_len) for pages, kv_len, _ in requests] for group in range(2)]
-    has_only_new = q_lens == kv_lens
     query, key, value = (torch.randn(1, heads, sum(q_lens), 16) for heads in (4, 2, 2))
-    out, weights = client(
-        SimpleNamespace(layer_idx=layer),
-        query,
-        key,
-        value,
-        None,
-        scaling=0.3,
-        cache=cache,
-        read_index=[torch.tensor([*chain(*([] if has_only_new else each))], dtype=torch.int64) for each in slots],
-        write_index=[
-            torch.tensor([slot for own, q_len in zip(each, q_lens, strict=True) for slot in own[-q_len:]])
-            for each in slots
-        ],
-        cu_seq_lens_q=offsets(q_lens),
-        cu_seq_lens_k={"full_attention": offsets(kv_lens)} if layer else offsets(kv_lens),
-        max_seqlen_q=max(q_lens),
-        max_seqlen_k={"full_attention": max(kv_lens)} if layer else max(kv_lens),
-        dropout=0.0,
-    )
+    out, weights = call(cache, client, layer, slots, q_lens, (query, key, value), scaling=0.3)
     group, place = cache.layer_index_to_group_indices[layer]
     expected = plain_attention(
         query[0].transpose(0, 1), cache.key_cache[place], cache.value_cache[place], slots[group], q_lens, 0.3
@@ -128,38 +139,23 @@ def test_calls_equal_attention_over_the_slots(requests: list[Any], function: str
     }
 
 
-def test_the_new_tokens_are_written_where_they_belong() -> None:
-    cache = Cache(1, 2)
-    call(cache, PagedCalls(references), layer=2)
-    assert cache.key_cache[1][4 * 5, 0].tolist() == [2.0, 3.0]
-    assert cache.value_cache[1][4 * 5, 0].tolist() == [4.0, 5.0]
-
-
-def call(cache: Cache, client: PagedCalls, layer: int) -> Tensor:
+def one_token(cache: Cache, client: PagedCalls, layer: int) -> None:
     """Make the call of one request with one token, in block 5."""
     key, value = torch.tensor([2.0, 3.0]).view(1, 1, 1, 2), torch.tensor([4.0, 5.0]).view(1, 1, 1, 2)
-    index = [torch.tensor([4 * 5])] * 2
-    return client(
-        SimpleNamespace(layer_idx=layer),
-        key,
-        key,
-        value,
-        None,
-        scaling=1.0,
-        cache=cache,
-        read_index=index,
-        write_index=index,
-        cu_seq_lens_q=offsets([1]),
-        cu_seq_lens_k=offsets([1]),
-        max_seqlen_q=1,
-        max_seqlen_k=1,
-    )[0]
+    call(cache, client, layer, [[[4 * 5]]] * 2, [1], (key, key, value))
+
+
+def test_the_new_tokens_are_written_where_they_belong() -> None:
+    cache = Cache(1, 2)
+    one_token(cache, PagedCalls(references), layer=2)
+    assert cache.key_cache[1][4 * 5, 0].tolist() == [2.0, 3.0]
+    assert cache.value_cache[1][4 * 5, 0].tolist() == [4.0, 5.0]
 
 
 def test_a_step_ends_with_its_last_layer() -> None:
     cache, client = Cache(1, 2), PagedCalls(references)
     for layer in (0, 2, 0, 2, 0, 0):
-        call(cache, client, layer)
+        one_token(cache, client, layer)
     assert [(made["step"], made["layer"]) for made in client.calls] == [(0, 0), (0, 2), (1, 0), (1, 2), (2, 0), (3, 0)]
 
 
@@ -168,7 +164,7 @@ def test_a_sliding_window_is_refused_before_anything_is_written() -> None:
     cache.sliding_windows = {0: 1, 1: 1, 2: 128, 3: 1}
     before = [side.clone() for side in cache.key_cache]
     with pytest.raises(NotImplementedError, match="layer 2 has a sliding window"):
-        call(cache, PagedCalls(references), layer=2)
+        one_token(cache, PagedCalls(references), layer=2)
     for side, old in zip(cache.key_cache, before, strict=True):
         torch.testing.assert_close(side, old)
 
