@@ -24,12 +24,13 @@ ALLOWED: dict[str, set[str]] = {
     "interpreter": set(),
     "loading": set(),
     "provenance": set(),
+    "shrinking": set(),
     "calls": {"gpus"},
     "references": {"calls"},
     "kernels": {"calls", "gpus"},
     "metadata": {"calls", "kernels"},
     "workloads": {"calls", "references", "kernels", "metadata"},
-    "recorded": {"calls", "kernels", "provenance", "references", "workloads"},
+    "recorded": {"calls", "kernels", "provenance", "references", "shrinking", "workloads"},
     "checks": {
         "calls",
         "interpreter",
@@ -42,6 +43,7 @@ ALLOWED: dict[str, set[str]] = {
         "workloads",
         "ranges",
         "recorded",
+        "shrinking",
     },
     "timing": {"calls", "gpus", "provenance", "references", "kernels", "metadata", "workloads", "recorded"},
     "dry_run": {

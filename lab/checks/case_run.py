@@ -94,7 +94,8 @@ class CaseRun:
         wrongs: sentences about wrong results.
         failures: sentences about failed calls.
         declines: sentences about variations of the check that were refused, or judged in an equivalent form.
-        remarks: sentences that a reader of the verdict should know, right or wrong.
+        remarks, suspicions: sentences that a reader of the verdict should know, right or wrong: those in `suspicions` say that
+            the case's inputs may be wrong.
         worst_ratio: the largest ratio of an error to its bound.
         judged: number of results that were compared.
         results: the results that were compared.
@@ -118,6 +119,7 @@ class CaseRun:
         self.failures: list[str] = []
         self.declines: list[str] = []
         self.remarks: list[str] = []
+        self.suspicions: list[str] = []
         self.worst_ratio = 0.0
         self.judged = 0
         self.results: list[CheckedResult] = []
@@ -370,10 +372,6 @@ class CaseRun:
         if not any(noted.endswith(failure) for noted in self.failures):
             self.failures.append(f"{what}: {failure}" if what else failure)
         self._note(what or IT_FAILED, "return", True)
-
-    def remark(self, sentence: str) -> None:
-        """Record a sentence that a reader of the verdict should know, right or wrong."""
-        self.remarks.append(sentence)
 
     def decline(self, sentence: str) -> None:
         """Record a sentence about a refusal, unless it is recorded already."""

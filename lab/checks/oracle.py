@@ -85,4 +85,5 @@ def _other_shape(out: Tensor, expected: Tensor) -> str:
 
 def _vector(truth: Truth, row: int, head: int, expected: Tensor, got: Tensor) -> WrongVector:
     first, second = (tuple(side[row, head, :SHOWN_ELEMENTS].double().tolist()) for side in (expected, got))
-    return WrongVector(f"row {row} (request {int(truth.request_of_row[row])}), head {head}", first, second)
+    where = f"row {truth.row_of_call(row)} (request {int(truth.request_of_row[row])}), head {head}"
+    return WrongVector(where, first, second)

@@ -50,6 +50,7 @@ def read_cases(record: dict[str, Any]) -> Iterator[CaseVerdict]:
                     case.get("judged", 0),
                     remarks=tuple(case.get("remarks", ())),
                     by_lab=case.get("by_lab", False),
+                    suspicions=tuple(case.get("suspicions", ())),
                 ),
                 ranges=read_expression(case["ranges"]) if "ranges" in case else ranges,
                 drawn=case.get("drawn", False),

@@ -186,6 +186,7 @@ class Report:
             "wrongs": list(verdict.judged.wrongs),
             "declines": list(verdict.judged.declines),
             "remarks": list(verdict.judged.remarks),
+            "suspicions": list(verdict.judged.suspicions),
             "worst_ratio": _number(verdict.judged.worst_ratio),
             "judged": verdict.judged.judged,
             "by_lab": verdict.judged.by_lab,

@@ -168,7 +168,11 @@ def judge(
         refuse_options_without(context, OF_CALLS, "--calls judges the calls of a folder and no other case")
         if implementation is not None:
             prepare_machine(device)
-        arguments = (calls,) if implementation is None else (calls, implementation)
+        from lab.recorded.case import recording_below
+
+        if (below := recording_below(calls)) != calls:
+            typer.echo(f"{calls} has no calls: those of {below} are judged")
+        arguments = (below,) if implementation is None else (below, implementation)
         _judge_and_exit(partial(_judge_and_show, partial(judging.judge_calls, *arguments, **settings), False), watch)
     prepare_machine(device)
     from lab.kernels import default_implementation

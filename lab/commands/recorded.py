@@ -57,24 +57,23 @@ def shrink(
         prepare_machine(device)
     from lab.calls import CALL_TYPES
     from lab.checks.run.judge import device_of
-    from lab.provenance import environment, version_of
+    from lab.provenance import version_of
+    from lab.recorded import own_form
     from lab.recorded.reductions import contents_of
     from lab.recorded.repro import import_line, write_repro
     from lab.recorded.shrink import fault_by_calling, recorded_fault, shrunk
 
     with refusing_errors():
-        find, called, versions = None, "", {"GPU": call.gpu or "(please fill in)"}
-        versions |= {package: version.split()[0] for package, version in call.versions.items() if version}
+        find, called, versions, gpu = None, "", dict(call.versions), call.gpu or "(please fill in)"
         if not from_outputs:
-            name, here = implementation or CALL_TYPES[call.function].module, environment()
+            name = implementation or CALL_TYPES[call.function].module
             function = getattr(load(name), call.function.value, None)
             if function is None:
                 raise ValueError(f"{name} has no {call.function.value}")
             find, called = fault_by_calling(function, device_of(device)), name.rpartition("/")[2]
-            packages = here["packages"] | {(package := called.partition(":")[0].partition(".")[0]): version_of(package)}
-            versions = {"GPU": here.get("gpu", "none")} | {
-                each: version for each, version in packages.items() if version
-            }
+            package = called.partition(":")[0].partition(".")[0]
+            versions, gpu = {package: version_of(package) or ""} | own_form.versions(), own_form.gpu() or "none"
+        versions = {"GPU": gpu} | {name: version.split()[0] for name, version in versions.items() if version}
         smaller, fault = shrunk(call, find, synthetic, most_seconds)
         write_repro(out, smaller, fault, versions, called)
     typer.echo(f"{out}/repro.py and {out}/ISSUE.md are written")

@@ -1,15 +1,20 @@
 """A recorded attention call: the arguments of an engine's call, and the results of its kernel."""
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from lab import files
 from lab.calls import CALL_TYPES, AttentionCall, Problem
 from lab.calls.ragged_context import MIRRORS
+from lab.references.assertion import lse_in_base_2
+from lab.references.errors import Truth
 
 RESULTS = ("out", "lse")  # arguments that a call fills
 ALIGNMENT_BYTES = 256  # recorded tensors keep their addresses modulo this, the most that a kernel's loads need
@@ -20,6 +25,30 @@ DAMAGED = (*files.DAMAGED, EOFError, OSError, RuntimeError, pickle.UnpicklingErr
 
 class RecordingError(ValueError):
     """A file or folder has no call that the lab can read; the message has the path and the reason, in one sentence."""
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise RecordingError in the place of the errors that reading a damaged file raises."""
+    try:
+        yield
+    except RecordingError:
+        raise
+    except DAMAGED as error:
+        raise RecordingError(f"{path} is damaged: {(str(error).splitlines() or [repr(error)])[0]}") from error
+
+
+class ListedCall(NamedTuple):
+    """A call in a folder, before its tensors are read. Calls sort by time. Fields are as in `lab.recorded.case.RecordedCase`,
+    but `number` is that in the process, and `function` is "" if the record is damaged.
+    """
+
+    time: str
+    number: int
+    replay: int
+    path: Path
+    function: str
+    layer: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +69,8 @@ class RecordedCall:
 
     function: AttentionCall
     given: Mapping[str, Any]
-    out: torch.Tensor | None
-    lse: torch.Tensor | None
+    out: Tensor | None
+    lse: Tensor | None
     versions: Mapping[str, str]
     lost: tuple[str, ...] = ()
     gpu: str = ""
@@ -75,17 +104,30 @@ class RecordedCall:
         """Check the arguments, and return the attention that they define, for the computation of references.
 
         Raises:
-            TypeError, ValueError: the arguments are invalid, such as a page id outside the pool.
-            NotImplementedError: the lab does not model an argument.
+            RecordingError: the arguments are invalid, such as a page id outside the pool; the lab does not model one of them;
+                or no request has a query row.
         """
         try:
             problem: Problem = CALL_TYPES[self.function](**self.arguments()).problem()
-        except ValueError as error:
-            if self.pages is None:
-                raise
-            kept = f"the pool of {len(self.pages)} pages"  # the engine's pool has more
-            raise ValueError(str(error).replace(kept, "the engine's pool")) from error
+        except (TypeError, ValueError, NotImplementedError) as error:
+            kept = "" if self.pages is None else f"the pool of {len(self.pages)} pages"  # the engine's pool has more
+            raise RecordingError(str(error).replace(kept, "the engine's pool") if kept else str(error)) from error
+        if problem.has_no_rows or not problem.row_offsets()[-1]:
+            raise RecordingError("no request has a query row")
         return problem
+
+    def compared(self, truth: Truth, out: Tensor, lse: Tensor | None) -> tuple[Truth, Tensor, Tensor | None]:
+        """Return the expected results, and an output and LSE of this call, in the form in which they are compared: one row per
+        query row, and the LSE in base 2. Padding rows and the rows of requests that see a non-finite key are left out.
+        """
+        if self.function is AttentionCall.MLA_DECODE:
+            out, lse = out.flatten(0, -3), None if lse is None else lse.flatten(0, -2)
+        rows = slice(len(truth.expected))
+        out, lse = out[rows], None if lse is None else lse_in_base_2(lse[rows], self.given.get("return_lse_base"))
+        finite = truth.expected.isfinite().flatten(1).all(dim=1)
+        if bool(finite.all()):
+            return truth, out, lse
+        return truth.of_rows(finite), out[finite], None if lse is None else lse[finite]
 
     def _placed(self, value: Any, device: torch.device | None, has_contents: bool) -> Any:
         """Copy a tensor, or each tensor of a tuple or list, to a device; without its contents, the copy holds NaN. Return other
@@ -93,7 +135,7 @@ class RecordedCall:
         """
         if isinstance(value, tuple | list):
             return type(value)(self._placed(each, device, has_contents) for each in value)
-        if not isinstance(value, torch.Tensor) or (device is None and has_contents):
+        if not isinstance(value, Tensor) or (device is None and has_contents):
             return value
         address = 0 if self.lost else value.data_ptr()  # a lost alignment is that of an allocation
         copy = placed(value.shape, value.stride(), value.dtype, address, device, byte=0 if has_contents else NAN_BYTE)
@@ -109,7 +151,7 @@ def placed(
     address: int,
     device: torch.device | None = None,
     byte: int = 0,
-) -> torch.Tensor:
+) -> Tensor:
     """Return a tensor with these strides, whose address is `address` modulo ALIGNMENT_BYTES, and whose bytes are all `byte`.
     `device` is the CPU if it is None.
     """
@@ -122,6 +164,6 @@ def placed(
     return memory[start : start + elements * dtype.itemsize].view(dtype).as_strided(tuple(shape), tuple(stride))
 
 
-def unrepeated(tensor: torch.Tensor) -> torch.Tensor:
+def unrepeated(tensor: Tensor) -> Tensor:
     """Return a view of a tensor's elements in which an expanded dimension has size 1."""
     return tensor[tuple(slice(None, 1) if stride == 0 else slice(None) for stride in tensor.stride())]

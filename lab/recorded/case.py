@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lab.calls.problem import AttentionCall
-from lab.recorded import own_form
+from lab.calls import AttentionCall, Problem
+from lab.recorded import flashinfer_dumps, own_form
 from lab.recorded.call import RecordedCall, RecordingError
-from lab.recorded.flashinfer_dumps import DumpedCall, dumped_calls, is_call
+from lab.recorded.flashinfer_dumps import recording_of
 
 NAME_OF_OUTPUTS = "lab.recorded:OUTPUTS"  # the judge imports the recorded outputs by this name
-MOST_SEARCHED = 500  # folders in which calls are searched for an error's sentence
+MOST_SEARCHED = 500  # folders below a folder without calls, in which calls are searched
 _NUMBERED = re.compile(r"(.+)#(\d+)")
 
 
@@ -50,9 +50,19 @@ class RecordedCase:
             RecordingError: the call cannot be read.
         """
         path = Path(self.path)
-        if path.suffix == ".pt":
-            return own_form.read(path)
-        return DumpedCall(path, self.interface.value, self.time, replay=self.replay).read()
+        return own_form.read(path) if path.suffix == ".pt" else flashinfer_dumps.read(path)
+
+    def posed(self) -> tuple[RecordedCall, Problem]:
+        """Read the call, and return it with the attention that its arguments define.
+
+        Raises:
+            RecordingError: the call cannot be read, or is refused by `RecordedCall.problem`.
+        """
+        try:
+            call = self.read()
+            return call, call.problem()
+        except RecordingError as error:
+            raise RecordingError(f"call {self.number}: {error}") from error
 
 
 class _RecordedOutputs:
@@ -81,14 +91,57 @@ def recorded_cases(recording: Path | str) -> list[RecordedCase]:
     Raises:
         RecordingError: there is no such folder or file, or it has no attention call, or no call with this number.
     """
-    found = _NUMBERED.fullmatch(str(recording))
-    path = Path(found[1] if found else recording)
-    if not found and "#" in path.name and not path.exists():
+    path, number = _parted(str(recording))
+    if number is None and "#" in path.name and not path.exists():
         raise RecordingError(f"{recording}: '{path.name.rpartition('#')[2]}' is no call number, such as 3 in calls#3")
     if not path.exists():
         raise RecordingError(f"{path} is no folder of recorded calls")
     folder = path.parent if path.is_file() else path
-    cases = [  # a call with a damaged record counts as a decode call, and is declined
+    around = recording_of(folder.absolute())
+    cases = _cases(folder) if around is None else []
+    cases = cases if path is folder else [case for case in cases if case.path == str(path)]
+    chosen = [case for case in cases if number in (None, case.number)]
+    if chosen:
+        return chosen
+    if cases:
+        raise RecordingError(f"{path} has no call {number}; it has {len(cases)}")
+    near = " and ".join(f"{count} in {each}" for each, count in itertools.islice(_counts_below(path).items(), 3))
+    where = f": it is a part of the recording {around}" if around else f", but {near}" if near else ""
+    raise RecordingError(f"{path} has no calls{where or ': `lab record` records calls'}")
+
+
+def recording_below(recording: str) -> str:
+    """Return the name of the only recording in the folders below a folder that has no calls itself, with the call's number. Any
+    other name is returned as it is.
+    """
+    folder, number = _parted(recording)
+    below = [] if _cases(folder) else [*_counts_below(folder)]
+    if len(below) != 1:
+        return recording
+    return f"{below[0]}" if number is None else f"{below[0]}#{number}"
+
+
+def _parted(recording: str) -> tuple[Path, int | None]:
+    """Return the path and the number of "FOLDER#3"; None if there is no number."""
+    found = _NUMBERED.fullmatch(recording)
+    return (Path(found[1]), int(found[2])) if found else (Path(recording), None)
+
+
+def _counts_below(folder: Path) -> dict[Path, int]:
+    """Return the recordings in the folders below a folder, with the number of calls of each."""
+    near = itertools.islice(itertools.chain(folder.glob("*/"), folder.glob("*/*/")), MOST_SEARCHED)
+    counts = {each: len(_cases(each)) for each in sorted(near) if recording_of(each) is None}
+    return {each: count for each, count in counts.items() if count}
+
+
+def _cases(folder: Path) -> list[RecordedCase]:
+    """Return the attention calls of a folder, in both forms. A call with a damaged record counts as a decode call, and is
+    declined.
+    """
+    judged = {each.value for each in AttentionCall}
+    there = [*flashinfer_dumps.dumped_calls(folder), *own_form.own_calls(folder)]
+    calls = [call for call in there if call.function in judged or not call.function]
+    return [
         RecordedCase(
             AttentionCall(call.function or AttentionCall.DECODE),
             str(call.path),
@@ -97,28 +150,5 @@ def recorded_cases(recording: Path | str) -> list[RecordedCase]:
             call.replay,
             call.layer,
         )
-        for number, call in enumerate(_calls(folder), start=1)
+        for number, call in enumerate(calls, start=1)
     ]
-    cases = cases if path is folder else [case for case in cases if case.path == str(path)]
-    chosen = [case for case in cases if not found or case.number == int(found[2])]
-    if not chosen:
-        has = f"no call {found[2]}; it has {len(cases)}" if found and cases else f"no calls{_elsewhere(path)}"
-        raise RecordingError(f"{path} has {has}")
-    return chosen
-
-
-def _calls(folder: Path) -> list[DumpedCall | own_form.OwnCall]:
-    """Return the attention calls of a folder, in both forms."""
-    judged = {each.value for each in AttentionCall}
-    there: list[DumpedCall | own_form.OwnCall] = [*dumped_calls(folder), *own_form.own_calls(folder)]
-    return [call for call in there if call.function in judged or not call.function]
-
-
-def _elsewhere(folder: Path) -> str:
-    """Return the end of a sentence about a folder without calls: where calls are, near by."""
-    if is_call(folder):
-        return f": it is one call, and the recording is {folder.absolute().parent}"
-    near = itertools.islice(itertools.chain(folder.glob("*/"), folder.glob("*/*/")), MOST_SEARCHED)
-    counts = {each: len(_calls(each)) for each in near if not is_call(each.parent)}
-    there = [f"{count} in {each}" for each, count in sorted(counts.items()) if count]
-    return f", but {' and '.join(there[:3])}" if there else ": `lab record` records calls"

@@ -10,7 +10,6 @@ import ast
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 
 from lab.calls import CALL_TYPES, AttentionCall
 from lab.extras import require
-from lab.recorded.call import DAMAGED, RecordedCall, RecordingError
+from lab.recorded.call import ListedCall, RecordedCall, RecordingError, reading
 
 METADATA = "metadata.jsonl"
 REPLAYS = "graph_flushes"
@@ -30,48 +29,28 @@ LOST = {
 _ARGUMENT = re.compile(r"(arg_(?P<index>\d+)|kwarg_(?P<name>\w+?))(__\d+)*")
 
 
-@dataclass(frozen=True)
-class DumpedCall:
-    """A folder that holds one eager call, or one replay of a captured call.
+def read(path: Path) -> RecordedCall:
+    """Read the call, or the replay of a captured call, that a folder holds.
 
-    Attributes:
-        path: the folder.
-        function: the name of the function that was called; "" if the record is damaged.
-        time: time of the call or of its capture, in milliseconds, as a text that sorts by time.
-        sequence: the number of the call among the calls of this function in its process.
-        replay: the number of the replay; 0 for an eager call.
-        layer: None, since FlashInfer does not record it.
+    Raises:
+        RecordingError: a file is missing, damaged or in another format, or the function is not in `AttentionCall`.
     """
-
-    path: Path
-    function: str
-    time: str = ""
-    sequence: int = 0
-    replay: int = 0
-    layer: None = None
-
-    def read(self) -> RecordedCall:
-        """Read the call.
-
-        Raises:
-            RecordingError: a file is missing, damaged or in another format, or the function is not in `AttentionCall`.
-        """
-        record = _last_record(self.path)
-        if record["function_name"] not in {each.value for each in AttentionCall}:
-            raise RecordingError(f"{self.path} holds a call of {record['function_name']}, which the lab does not judge")
-        function = AttentionCall(record["function_name"])
-        inputs = _tensors(self.path, "inputs")
-        given = _arguments(self.path, record, function, inputs)
-        outputs = _tensors(self.path, "outputs") if _tensor_file(self.path, "outputs") else {}
-        lse = outputs.get("result_1")
-        if outputs and lse is None and self.replay:  # arguments are copied after a replay, but before an eager call
-            lse = given.get("lse")
-        versions = {str(name): str(version) for name, version in _mapping(record.get("versions")).items()}
-        lost = (LOST["safetensors" if record.get("tensor_format") == "safetensors" else "torch"],)
-        return RecordedCall(function, given, outputs.get("result", outputs.get("result_0")), lse, versions, lost)
+    record = _last_record(path)
+    if record["function_name"] not in {each.value for each in AttentionCall}:
+        raise RecordingError(f"{path} holds a call of {record['function_name']}, which the lab does not judge")
+    function = AttentionCall(record["function_name"])
+    inputs = _tensors(path, "inputs")
+    given = _arguments(path, record, function, inputs)
+    outputs = _tensors(path, "outputs") if _tensor_file(path, "outputs") else {}
+    lse = outputs.get("result_1")
+    if outputs and lse is None and path.parent.name == REPLAYS:
+        lse = given.get("lse")  # arguments are copied after a replay, but before an eager call
+    versions = {str(name): str(version) for name, version in _mapping(record.get("versions")).items()}
+    lost = (LOST["safetensors" if record.get("tensor_format") == "safetensors" else "torch"],)
+    return RecordedCall(function, given, outputs.get("result", outputs.get("result_0")), lse, versions, lost)
 
 
-def dumped_calls(folder: Path) -> list[DumpedCall]:
+def dumped_calls(folder: Path) -> list[ListedCall]:
     """Return the calls in a folder of dumps; for a captured call return its replays.
 
     The calls are in the order of time, since the name of a call's folder begins with the time. A folder with only the metadata
@@ -83,25 +62,36 @@ def dumped_calls(folder: Path) -> list[DumpedCall]:
     return calls
 
 
-def is_call(folder: Path) -> bool:
+def recording_of(folder: Path) -> Path | None:
+    """Return the folder of the recording to which the folder of a call, of its replays or of one replay belongs; None for any
+    other folder.
+    """
+    if folder.name == REPLAYS:
+        return folder.parents[1]
+    if not _is_call(folder):
+        return None
+    return folder.parents[2] if folder.parent.name == REPLAYS else folder.parent
+
+
+def _is_call(folder: Path) -> bool:
     """Return True if a folder holds the metadata or the inputs of a call."""
     return (folder / METADATA).exists() or _tensor_file(folder, "inputs") is not None
 
 
 def _folders_of_calls(folder: Path) -> list[Path]:
-    return sorted(filter(is_call, folder.glob("*/")))
+    return sorted(filter(_is_call, folder.glob("*/")))
 
 
-def _dumped(path: Path) -> DumpedCall:
+def _dumped(path: Path) -> ListedCall:
     try:
         record = _last_record(path)
     except RecordingError:
-        return DumpedCall(path, "")
-    sequence, replay = (
+        return ListedCall("", 0, 0, path, "")
+    number, replay = (
         number if isinstance(number := record.get(name), int) else 0
         for name in ("call_sequence", "graph_capture_flush_index")
     )
-    return DumpedCall(path, record["function_name"], str(record.get("timestamp", "")), sequence, replay)
+    return ListedCall(str(record.get("timestamp", "")), number, replay, path, record["function_name"])
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -139,10 +129,8 @@ def _tensors(folder: Path, kind: str) -> dict[str, torch.Tensor]:
         from safetensors.torch import load_file
 
         load = load_file
-    try:
+    with reading(path):
         tensors = load(path)
-    except DAMAGED as error:
-        raise RecordingError(f"{path} is damaged: {str(error).splitlines()[0] if str(error) else error!r}") from error
     if not isinstance(tensors, dict) or not all(isinstance(each, torch.Tensor) for each in tensors.values()):
         raise RecordingError(f"{path} does not hold tensors by name")
     return tensors

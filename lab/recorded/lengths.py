@@ -26,8 +26,8 @@ def traced_requests(cases: Sequence[RecordedCase]) -> list[TracedRequest]:
     passes: dict[bool, list[tuple[int, ...]]] = {True: [], False: []}
     for case in cases:
         try:
-            problem = case.read().problem()
-        except (RecordingError, TypeError, ValueError, NotImplementedError):
+            _, problem = case.posed()
+        except RecordingError:
             continue
         q_lens = [end - start for start, end in itertools.pairwise(problem.row_offsets())]
         is_decode = case.interface in DECODES

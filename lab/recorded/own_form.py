@@ -6,20 +6,30 @@ ids, in the order of the engine's ids, which the file holds too. Contents of the
 """
 
 import math
+import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from lab.calls import AttentionCall
 from lab.files import regular
 from lab.provenance import version_of
-from lab.recorded.call import ALIGNMENT_BYTES, DAMAGED, RESULTS, RecordedCall, RecordingError, placed, unrepeated
+from lab.recorded.call import (
+    ALIGNMENT_BYTES,
+    RESULTS,
+    ListedCall,
+    RecordedCall,
+    RecordingError,
+    placed,
+    reading,
+    unrepeated,
+)
 from lab.references.paged_attention import indexed
 
 PACKAGES = {"flashinfer": "flashinfer-python", **{name: name for name in ("torch", "triton", "sglang", "vllm")}}
@@ -30,22 +40,35 @@ MOST_COPIED_BYTES = 64 * 2**20  # of a pool at once, since an engine leaves litt
 _NAME = re.compile(r"([\d_]+)_pid\d+_(\w+?)(?:_layer(\d+))?_call(\d+)(?:_replay(\d+))?\.pt")
 
 
-class OwnCall(NamedTuple):
-    """What a file's name says about its call; `layer` is None if the recorder did not find it, `replay` 0 for an eager call."""
+@dataclass(frozen=True)
+class MadeCall:
+    """A call of an engine, as it is written. `out` is None until it returns. The last fields are as in `ListedCall`."""
 
-    time: str
+    function: AttentionCall
+    given: Mapping[str, Any]
     number: int
-    replay: int
-    path: Path
-    function: str
     layer: int | None
+    time: str
+    replay: int = 0
+    out: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+
+    def returning(self, returned: Any) -> "MadeCall":
+        """Return the call with the results that the function returned or wrote."""
+        out, lse = returned if isinstance(returned, tuple | list) and len(returned) == 2 else (returned, None)
+        given_out, given_lse = (self.given.get(name) for name in RESULTS)
+        return replace(self, out=given_out if out is None else out, lse=given_lse if lse is None else lse)
+
+    def __str__(self) -> str:
+        layer = "" if self.layer is None else f" of layer {self.layer}"
+        return f"call {self.number}{layer}{f', replay {self.replay}' if self.replay else ''}"
 
 
-def own_calls(folder: Path) -> list[OwnCall]:
+def own_calls(folder: Path) -> list[ListedCall]:
     """Return the calls of a folder in the lab's own form, in the order of time."""
     found = [(path, match.groups()) for path in folder.glob("*.pt") if (match := _NAME.fullmatch(path.name))]
     return sorted(
-        OwnCall(time, int(number), int(replay or 0), path, function, None if layer is None else int(layer))
+        ListedCall(time, int(number), int(replay or 0), path, function, None if layer is None else int(layer))
         for path, (time, function, layer, number, replay) in found
     )
 
@@ -56,7 +79,7 @@ def read(path: Path) -> RecordedCall:
     Raises:
         RecordingError: the file is damaged, in another form or of a newer release, or lacks the value of an argument.
     """
-    try:
+    with reading(path):
         record = torch.load(regular(path), map_location="cpu", weights_only=True)
         if not isinstance(record, dict) or record.get("form") != FORM:
             raise RecordingError(f"{path} is no call that the lab recorded")
@@ -71,25 +94,6 @@ def read(path: Path) -> RecordedCall:
             gpu=str(record["gpu"]),
             pages=None if record["pages"] is None else tuple(record["pages"].tolist()),
         )
-    except RecordingError:
-        raise
-    except DAMAGED as error:
-        raise RecordingError(f"{path} is damaged: {(str(error).splitlines() or [repr(error)])[0]}") from error
-
-
-def write(folder: Path, record: Mapping[str, Any]) -> Path:
-    """Write a record to its file, and return the path. A reader never sees a part of the file."""
-    layer = "" if record["layer"] is None else f"_layer{record['layer']}"
-    replay = f"_replay{record['replay']:06d}" if record["replay"] else ""
-    start = f"{record['time']}_pid{record['process']}_{record['function']}"
-    path = folder / f"{start}{layer}_call{record['number']:06d}{replay}.pt"
-    unfinished = path.with_suffix(".unfinished")
-    try:
-        torch.save(dict(record), unfinished)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    return path
 
 
 def versions() -> dict[str, str]:
@@ -97,24 +101,42 @@ def versions() -> dict[str, str]:
     return {name: version_of(package) or "" for name, package in PACKAGES.items()}
 
 
-def record_of(function: AttentionCall, given: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy the arguments of a call to the host, and return the record that `write` writes. Waits for the GPU.
+def gpu() -> str:
+    """Return the name of the GPU; "" if there is none."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
-    Args:
-        function: the function that was called.
-        given: the arguments by name.
-        about: "time", "number", "process", "layer", "replay", "versions" and "gpu" of the call.
-    """
-    apart = (*POOLS, *UNKEPT, "block_tables")
+
+def write(folder: Path, call: MadeCall, versions: Mapping[str, str]) -> Path:
+    """Copy a call to the host, write its file, and return the path. Waits for the GPU. No reader sees a part of the file."""
+    layer = "" if call.layer is None else f"_layer{call.layer}"
+    replay = f"_replay{call.replay:06d}" if call.replay else ""
+    start = f"{call.time}_pid{os.getpid()}_{call.function.value}"
+    path = folder / f"{start}{layer}_call{call.number:06d}{replay}.pt"
+    unfinished = path.with_suffix(".unfinished")
+    try:
+        torch.save(_record(call) | {"versions": dict(versions), "gpu": gpu()}, unfinished)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return path
+
+
+def _record(call: MadeCall) -> dict[str, Any]:
+    given, pages, apart = call.given, None, (*POOLS, *UNKEPT, "block_tables")
     arguments = {name: kept(value) for name, value in given.items() if name not in apart}
     arguments |= {name: kept(given[name], has_contents=False) for name in UNKEPT if name in given}
-    pages = None
     if "block_tables" in given:
         pages, tables = _renumbered(given)
         arguments["block_tables"] = kept(given["block_tables"]) | {"bytes": _bytes(tables)}
         arguments |= {name: kept(given[name], pages) for name in POOLS if name in given}
-    of_call = {"function": function.value, "arguments": arguments, "pages": pages, "out": None, "lse": None}
-    return {"form": FORM, "version": VERSION, **about, **of_call}
+    results = {"out": kept(call.out), "lse": kept(call.lse)}
+    return {
+        "form": FORM,
+        "version": VERSION,
+        "function": call.function.value,
+        "arguments": arguments,
+        "pages": pages,
+    } | results
 
 
 def kept(value: Any, pages: torch.Tensor | None = None, *, has_contents: bool = True) -> Any:

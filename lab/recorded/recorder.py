@@ -17,7 +17,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -31,7 +31,8 @@ import torch
 from lab.calls import AttentionCall
 from lab.calls.problem import E4M3
 from lab.recorded import own_form
-from lab.recorded.call import DAMAGED, RESULTS
+from lab.recorded.call import DAMAGED
+from lab.recorded.own_form import MadeCall
 from lab.recorded.wrapping import Wrapping
 from lab.references.assertion import assert_close_to_reference
 
@@ -75,32 +76,9 @@ class Triggers:
             raise ValueError(f"until_s={self.until_s:g} must be after from_s={self.from_s:g}")
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A call that may be kept. `out` is None until it returns. `replay` is 0 for an eager call, `time` that of the replay."""
-
-    function: AttentionCall
-    given: Mapping[str, Any]
-    number: int
-    layer: int | None
-    time: str
-    replay: int = 0
-    out: torch.Tensor | None = None
-    lse: torch.Tensor | None = None
-
-    def returning(self, returned: Any) -> "_Call":
-        out, lse = returned if isinstance(returned, tuple | list) and len(returned) == 2 else (returned, None)
-        given_out, given_lse = (self.given.get(name) for name in RESULTS)
-        return replace(self, out=given_out if out is None else out, lse=given_lse if lse is None else lse)
-
-    def __str__(self) -> str:
-        layer = "" if self.layer is None else f" of layer {self.layer}"
-        return f"call {self.number}{layer}{f', replay {self.replay}' if self.replay else ''}"
-
-
 @dataclass
 class _Graph:
-    calls: list[_Call] = field(default_factory=list)
+    calls: list[MadeCall] = field(default_factory=list)
     replays: int = 0
 
 
@@ -179,7 +157,7 @@ class Recorder:
             if not (self._is_of_layer(layer) if is_captured else self._chooses(layer)):
                 return original(*args, **kwargs)
             given = dict(zip(names, args, strict=False)) | kwargs
-            call = _Call(function, given, number, layer if self.triggers.layers else _layer_of_caller(), _now())
+            call = MadeCall(function, given, number, layer if self.triggers.layers else _layer_of_caller(), _now())
             run = functools.partial(original, *args, **kwargs)
             return self._captured(call, run) if is_captured else self._eager(call, run)
 
@@ -198,11 +176,13 @@ class Recorder:
     def _is_of_layer(self, layer: int | None) -> bool:
         return not self.triggers.layers or layer in self.triggers.layers
 
-    def _eager(self, call: _Call, run: Callable[[], Any]) -> Any:
+    def _eager(self, call: MadeCall, run: Callable[[], Any]) -> Any:
         path = None
         with self._surviving():
             call = replace(call, given=own_form.apart_from_results(call.given, torch.clone))
-            path = self._write(call) if self._writes_before and self._is_long(call) else None
+            path = (
+                own_form.write(self.out, call, self._versions) if self._writes_before and self._is_long(call) else None
+            )
         try:
             returned = self._run(run)
         except BaseException:
@@ -213,7 +193,7 @@ class Recorder:
             self._consider(call.returning(returned), path)
         return returned
 
-    def _captured(self, call: _Call, run: Callable[[], Any]) -> Any:
+    def _captured(self, call: MadeCall, run: Callable[[], Any]) -> Any:
         returned, graph = self._run(run), self._of_thread.graph
         with self._surviving():
             if graph in self._graphs:
@@ -246,7 +226,7 @@ class Recorder:
                 with self._surviving():
                     self._consider(replace(call, replay=captured.replays, time=_now()))
 
-    def _consider(self, call: _Call, path: Path | None = None) -> None:
+    def _consider(self, call: MadeCall, path: Path | None = None) -> None:
         """Keep a call that returned, if it meets the triggers that need its tensors; else remove the file of its inputs."""
         assert call.out is not None, f"{call} returned no output"
         if (
@@ -258,12 +238,12 @@ class Recorder:
         elif path is not None:
             path.unlink()
 
-    def _is_long(self, call: _Call) -> bool:
+    def _is_long(self, call: MadeCall) -> bool:
         longest = self.triggers.longest
         bound = call.given.get("max_seq_len", call.given.get("max_kv_len", longest))
         return not longest or (bound >= longest and max(call.given["seq_lens"].tolist(), default=0) >= longest)
 
-    def _is_wrong(self, call: _Call) -> bool:
+    def _is_wrong(self, call: MadeCall) -> bool:
         """Judge a call on its device. If it is wrong or its arguments are invalid, log why and return True."""
         assert call.out is not None
         given = {name: value for name, value in call.given.items() if name != "lse"}
@@ -282,28 +262,15 @@ class Recorder:
             return True
         return False
 
-    def _keep(self, call: _Call) -> None:
+    def _keep(self, call: MadeCall) -> None:
         """Write a call, in place of a file with its inputs alone, and end the recording at a limit."""
         with self._lock:
             if self.has_ended:
                 return
-            path = self._write(call)
+            path = own_form.write(self.out, call, self._versions)
             self.kept, self.kept_bytes = self.kept + 1, self.kept_bytes + path.stat().st_size
             if self.kept == self._most_calls or self.kept_bytes >= self._most_bytes:
                 self._end(f"{self.kept} calls of {self.kept_bytes / 1e9:.3g} GB are recorded, which is the limit")
-
-    def _write(self, call: _Call) -> Path:
-        about = {
-            "time": call.time,
-            "process": os.getpid(),
-            "number": call.number,
-            "layer": call.layer,
-            "replay": call.replay,
-            "versions": self._versions,
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
-        }
-        record = own_form.record_of(call.function, call.given, about)
-        return own_form.write(self.out, record | {"out": own_form.kept(call.out), "lse": own_form.kept(call.lse)})
 
     def _end(self, why: str) -> None:
         self.has_ended = True

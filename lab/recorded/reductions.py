@@ -16,6 +16,7 @@ from torch import Tensor
 from lab.calls import CALL_TYPES, AttentionCall, PagedAttention, RaggedAttention
 from lab.calls.problem import shown_draft_tokens
 from lab.recorded.call import RecordedCall
+from lab.shrinking import halvings
 from lab.workloads.inputs.masks import packed_mask
 
 Element = TypeVar("Element")
@@ -275,15 +276,10 @@ def _each(value: Any, change: Callable[[int, Tensor], Tensor]) -> Any:
 
 def _without_chunks(items: Sequence[Element]) -> Iterator[list[Element]]:
     """Yield a sequence without one of its halves, quarters, …, items."""
-    size = len(items) // 2
-    while size:
+    for size in halvings(len(items) // 2):
         yield from ([*items[:start], *items[start + size :]] for start in range(0, len(items), size))
-        size //= 2
 
 
 def _less(number: int) -> Iterator[int]:
     """Yield 1 and larger numbers up to number - 1, each half as far from `number` as the one before."""
-    step = number - 1
-    while step > 0:
-        yield number - step
-        step //= 2
+    return (number - step for step in halvings(number - 1))

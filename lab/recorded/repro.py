@@ -39,10 +39,8 @@ def write_repro(
     Raises:
         RecordingError: an argument cannot be expressed, or the program is too long.
     """
-    program = repro(call, fault, called)
     saved: dict[str, Tensor] = {}
-    if len(program) > MOST_BYTES:
-        program = repro(call, fault, called, saved)
+    program = repro(call, fault, called, saved)
     if len(program) > MOST_BYTES:
         raise RecordingError(f"repro.py would have {len(program):,} bytes, more than {MOST_BYTES:,}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -55,38 +53,42 @@ def write_repro(
 
 def repro(call: RecordedCall, fault: Fault | None, called: str = "", saved: dict[str, Tensor] | None = None) -> str:
     """Return a program that makes a call, compares the result with float64 arithmetic, and exits with 1 if it is wrong. If
-    `saved` is a dictionary, the tensors that the program reads from `repro.pt` are added to it.
+    `saved` is a dictionary and the program would be too long, it reads tensors from `repro.pt`, which are added to `saved`.
     """
     problem = call.problem()
     visible = _visible(problem)
-    return Template(PROGRAM.read_text()).substitute(
-        title=_title(call, fault, called),
-        module=CALL_TYPES[call.function].module,
-        function=call.function.value,
-        arguments="\n".join(f'    "{name}": {_expression(call, name, value, saved)},' for name, value in _stated(call)),
-        bounds=_bounds(problem),
-        setup="\n".join(f"    {line}" for line in _setup(call, problem)),
-        gather="\n".join(f"        {line}" for line in _gather(call, problem)),
-        visible=f" if {' and '.join(visible)}" if visible else "",
-        group=problem.num_qo_heads // problem.num_kv_heads,
-        logits="logits" if problem.sinks is None else "torch.cat((logits, sinks[head : head + 1]))",
-        placed='value if name.endswith("_cpu") else on_device(value)' if "key" in call.given else "on_device(value)",
-        base=" / math.log(2)" if call.given.get("return_lse_base") == "basee" else "",
-        raises=_raises(call, fault),
-        lse_bound=LSE_LOG2_BOUND,
-        lse_relative_bound=LSE_LOG2_RELATIVE_BOUND,
-    )
+    values = {
+        "title": _title(call, fault, called),
+        "module": CALL_TYPES[call.function].module,
+        "function": call.function.value,
+        "bounds": _bounds(problem),
+        "setup": "\n".join(f"    {line}" for line in _setup(call, problem)),
+        "gather": "\n".join(f"        {line}" for line in _gather(call, problem)),
+        "visible": f" if {' and '.join(visible)}" if visible else "",
+        "group": problem.num_qo_heads // problem.num_kv_heads,
+        "logits": "logits" if problem.sinks is None else "torch.cat((logits, sinks[head : head + 1]))",
+        "placed": 'value if name.endswith("_cpu") else on_device(value)' if "key" in call.given else "on_device(value)",
+        "base": " / math.log(2)" if call.given.get("return_lse_base") == "basee" else "",
+        "raises": _raises(call, fault),
+        "lse_bound": LSE_LOG2_BOUND,
+        "lse_relative_bound": LSE_LOG2_RELATIVE_BOUND,
+    }
+    template = Template(PROGRAM.read_text())
+    program = template.substitute(values, arguments=_listed(call, None))
+    if saved is None or len(program) <= MOST_BYTES:
+        return program
+    return template.substitute(values, arguments=_listed(call, saved))
+
+
+def _listed(call: RecordedCall, saved: dict[str, Tensor] | None) -> str:
+    return "\n".join(f'    "{name}": {_expression(call, name, value, saved)},' for name, value in _stated(call))
 
 
 def import_line(implementation: str, function: str) -> str:
-    """Return a line of Python that imports a function of an implementation, which is named as for `lab.loading.load`."""
-    module, _, attribute = implementation.partition(":")
-    if module.endswith(".py"):  # a file may be in a package
-        path = implementation.replace(module, str(Path(module).resolve()), 1)
-        return f"from lab.loading import load; {function} = load({path!r}).{function}"
-    path = ".".join(filter(None, ("module", *attribute.split("."))))
-    is_function = attribute.rpartition(".")[2] == function
-    return f"import {module} as module; {function} = {path}{'' if is_function else f'.{function}'}"
+    """Return a line of Python that loads a function of an implementation, which is named as for `lab.loading.load`."""
+    file, mark, attribute = implementation.partition(":")
+    name = f"{Path(file).resolve()}{mark}{attribute}" if file.endswith(".py") else implementation
+    return f"from lab.loading import load; {function} = load({name!r}).{function}"
 
 
 def _raises(call: RecordedCall, fault: Fault | None) -> str:

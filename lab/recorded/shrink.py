@@ -3,17 +3,18 @@
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lab.calls import AttentionCall
 from lab.named_enum import NamedEnum
 from lab.recorded.call import RecordedCall, RecordingError
 from lab.recorded.reductions import OF_OUTPUTS, REDUCTIONS, Reduction, contents_of, drawn
 from lab.references.assertion import truth_of_problem
+from lab.shrinking import smallest
 from lab.workloads.inputs.attention import new_workspace
 
 SHOWN_ELEMENTS = 4
@@ -81,13 +82,9 @@ def fault_of(call: RecordedCall, out: Tensor, lse: Tensor | None) -> Fault | Non
     """Compare a result with float64 arithmetic on the call's inputs, by the judge's bound of each output vector. Requests that
     see a key that is not finite are left out.
     """
-    truth = truth_of_problem(call.problem())
-    if call.function is AttentionCall.MLA_DECODE:
-        out, lse = out.flatten(0, -3), None if lse is None else lse.flatten(0, -2)
-    finite = truth.expected.isfinite().flatten(1).all(dim=1)
-    if not bool(finite.any()):
+    truth, out, lse = call.compared(truth_of_problem(call.problem()), out, lse)
+    if not len(out):
         return None
-    truth, out = truth.of_rows(finite), out[: len(finite)][finite]
     compared = truth.compare(out)
 
     def requests_of(wrong: Tensor) -> int:
@@ -97,14 +94,12 @@ def fault_of(call: RecordedCall, out: Tensor, lse: Tensor | None) -> Fault | Non
         reason = Reason.OUTPUT if bool(out.isfinite().all()) else Reason.NOT_FINITE
         ((row, head),) = compared.worst(1)
         expected, got = (tuple(side[row, head, :SHOWN_ELEMENTS].double().tolist()) for side in (truth.expected, out))
-        place = f"request {int(truth.request_of_row[row])}, row {int(finite.nonzero()[row])}, head {head}"
+        place = f"request {int(truth.request_of_row[row])}, row {truth.row_of_call(row)}, head {head}"
         return Fault(reason, truth.wrong_output(compared, out), "", expected, got, place, requests_of(compared.wrong))
-    base = math.log(2.0) if call.given.get("return_lse_base") == "basee" else 1.0
-    if lse is None:
+    sentence = "" if lse is None else truth.wrong_lse(lse)
+    if lse is None or not sentence:
         return None
-    lse = lse[: len(finite)][finite].double() / base
-    sentence = truth.wrong_lse(lse)
-    return Fault(Reason.LSE, sentence, requests=requests_of(truth.lse_ratio(lse) > 1)) if sentence else None
+    return Fault(Reason.LSE, sentence, requests=requests_of(truth.lse_ratio(lse) > 1))
 
 
 def shrunk(
@@ -115,7 +110,7 @@ def shrunk(
     Args:
         call: a recorded call.
         find: finds the fault of a call's result. None: no call is made, and requests are left out if their recorded outputs
-            are right.
+            are right. A call that did not return is then kept whole.
         synthetic: replace all contents by drawn ones, even if the result is then right.
         most_seconds: no smaller call is tried after this time. It may be exceeded by one call.
 
@@ -133,11 +128,12 @@ def shrunk(
             raise RecordingError("the result of the call is right, so that there is nothing to shrink")
         if fault.reason is Reason.RAISED and call.out is not None:
             raise RecordingError(f"the recorded call returned, but here it raises {fault.sentence}")
-        call, fault = _reduced(call, fault, judged, REDUCTIONS if find else OF_OUTPUTS, end)
+        reductions = REDUCTIONS if find else OF_OUTPUTS if call.out is not None else ()
+        call, fault = _reduced(call, fault, judged, reductions, end)
         if synthetic and not call.drawn >= {*contents_of(call)}:
             call = drawn(call, contents_of(call))
             return call, find(call) if find else None
-    except (NotImplementedError, TypeError, torch.AcceleratorError) as error:
+    except torch.AcceleratorError as error:
         raise RecordingError(f"the call cannot be shrunk: {error}") from error
     return call, fault
 
@@ -149,35 +145,21 @@ def _reduced(
     or the time is over, or a smaller call has crashed the GPU's context.
     """
 
-    def smaller(reduction: Reduction) -> bool:
-        nonlocal call, fault
-        for candidate in reduction(call):
-            if time.monotonic() > end:
-                return False
-            if _is_valid(candidate) and _is_like(found := find(candidate), fault):
-                call, fault = candidate, found
-                return True
-        return False
+    taken = [(call, fault)]
 
-    try:
-        is_smaller = True
-        while is_smaller:
-            is_smaller = False
-            for reduction in reductions:
-                while smaller(reduction):
-                    is_smaller = True
-    except torch.AcceleratorError:
-        pass
-    return call, fault
+    def stays_wrong(smaller: RecordedCall) -> bool:
+        if time.monotonic() > end:
+            raise TimeoutError
+        try:
+            smaller.problem()
+        except RecordingError:
+            return False
+        found = find(smaller)
+        if found is None or (found.reason, found.error) != (fault.reason, fault.error):
+            return False
+        taken.append((smaller, found))
+        return True
 
-
-def _is_like(found: Fault | None, fault: Fault) -> TypeGuard[Fault]:
-    return found is not None and (found.reason, found.error) == (fault.reason, fault.error)
-
-
-def _is_valid(call: RecordedCall) -> bool:
-    try:
-        problem = call.problem()
-    except (TypeError, ValueError, NotImplementedError):
-        return False
-    return not problem.has_no_rows and problem.row_offsets()[-1] > 0
+    with suppress(TimeoutError, torch.AcceleratorError):
+        smallest(call, reductions, stays_wrong)
+    return taken[-1]

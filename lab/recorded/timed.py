@@ -18,7 +18,6 @@ from torch import Tensor
 from lab.calls import CALL_TYPES, AttentionCall, Problem, RaggedAttention
 from lab.calls.problem import E4M3, NVFP4
 from lab.kernels import prepare
-from lab.recorded.call import RecordingError
 from lab.recorded.case import RecordedCase
 from lab.recorded.suspicions import visible_of_request
 from lab.references.assertion import histories_of, truth_of_problem
@@ -91,15 +90,9 @@ class RecordedPass:
         """Read a recorded call, and copy its arguments to a device.
 
         Raises:
-            RecordingError: the call cannot be read, its arguments are invalid, or it has no query row.
+            RecordingError: as of `RecordedCase.posed`.
         """
-        try:
-            call = recorded.read()
-            problem = call.problem()
-        except (RecordingError, TypeError, ValueError, NotImplementedError) as error:
-            raise RecordingError(f"call {recorded.number}: {error}") from error
-        if problem.has_no_rows or not problem.row_offsets()[-1]:
-            raise RecordingError(f"call {recorded.number}: no request has a query row")
+        call, problem = recorded.posed()
         sizes, given = CallSizes.of(problem), call.arguments(device)
         if given.get("out") is None:
             shape = (*given["query"].shape[:-1], problem.v_head_dim)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lab.calls import (
     CALL_TYPES,
-    MLADecodeCall,
     PagedAttention,
     Problem,
     refuse_nan,
@@ -141,11 +140,16 @@ def _wrong_lse(problem: Problem, call: Any, lse: Any, truth: Truth | None) -> li
         return [f"the LSE is on {lse.device}, not on {problem.query.device}"]
     if truth is None:
         return []
-    in_base_e = isinstance(call, MLADecodeCall) and call.return_lse_base == "basee"
     rows = lse.flatten(0, -2)[: len(truth.lse_log2)]
-    rows = rows.to(torch.float64) / math.log(2.0) if in_base_e else rows
-    wrong = truth.wrong_lse(rows)
+    wrong = truth.wrong_lse(lse_in_base_2(rows, getattr(call, "return_lse_base", None)))
     return [wrong] if wrong else []
+
+
+def lse_in_base_2(lse: Tensor, return_lse_base: str | None) -> Tensor:
+    """Return an LSE of a call in base 2, as in `Truth.lse_log2`. `return_lse_base` is the call's argument: "basee" for base e,
+    else base 2.
+    """
+    return lse.to(torch.float64) / math.log(2.0) if return_lse_base == "basee" else lse
 
 
 def truth_of_problem(

@@ -287,6 +287,7 @@ class Truth:
         request_of_row: int64 [num_rows], the request of each row.
         arithmetic: dtype of the control's operands.
         shared_error: relative bias, common to all vectors, that a right kernel may have.
+        rows: int64 [num_rows], the index of each row among the rows of the call; None if no row is left out.
     """
 
     expected: Tensor
@@ -295,11 +296,17 @@ class Truth:
     request_of_row: Tensor
     arithmetic: torch.dtype
     shared_error: float = 0.0
+    rows: Tensor | None = None
 
     def of_rows(self, chosen: Tensor) -> "Truth":
         """Return the expected results of the rows that are True in `chosen`, bool [num_rows]."""
         of_rows = ("expected", "control", "lse_log2", "request_of_row")
-        return replace(self, **{name: getattr(self, name)[chosen] for name in of_rows})
+        rows = chosen.nonzero().flatten() if self.rows is None else self.rows[chosen]
+        return replace(self, rows=rows, **{name: getattr(self, name)[chosen] for name in of_rows})
+
+    def row_of_call(self, row: int) -> int:
+        """Return the index of a row among the rows of the call."""
+        return row if self.rows is None else int(self.rows[row])
 
     def compare(self, out: Tensor, least_bound: float = 0.0) -> Comparison:
         """Compare an output by `compare`, with a bound of at least one rounding. If all vectors are
@@ -330,7 +337,7 @@ class Truth:
             return comparison.regression.sentence()
         requests = self.request_of_row[comparison.wrong.any(dim=1)].unique().tolist()
         vectors = "; ".join(
-            f"row {row} (request {int(self.request_of_row[row])}) head {head}"
+            f"row {self.row_of_call(row)} (request {int(self.request_of_row[row])}) head {head}"
             + self._wrong_vector(comparison, out, row, head)
             for row, head in comparison.worst(min(count, SHOWN_VECTORS))
         )
@@ -373,6 +380,6 @@ class Truth:
         row, head = divmod(int(wrong.flatten().to(torch.int8).argmax()), expected.shape[1])
         why = ": rows that see no key have -inf" if bool(expected[row, head] == -math.inf) else ""
         return (
-            f"{int(wrong.sum())} LSEs are wrong: row {row} head {head} is {float(lse[row, head]):.6g}, "
+            f"{int(wrong.sum())} LSEs are wrong: row {self.row_of_call(row)} head {head} is {float(lse[row, head]):.6g}, "
             f"not {float(expected[row, head]):.6g} (base 2){why}"
         )

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lab.calls import Problem
 from lab.calls.problem import E4M3, Scale, Softmax
 from lab.references.errors import Truth
 from lab.references.quantization import rounded, saturated
@@ -318,7 +319,7 @@ def solved_requests(
         rows_at_once = max(1, most // (query.shape[1] * max(keys.shape[1], 1)))
         for start in range(0, q_len, rows_at_once):
             rows = range(start, min(start + rows_at_once, q_len))
-            visible = _visible_to(rows, q_len, keys.shape[1], rules, shown, query.device).expand(len(requests), -1, -1)
+            visible = visible_to(rows, q_len, keys.shape[1], rules, shown, query.device).expand(len(requests), -1, -1)
             place, last = rows_of_each[:, rows.start : rows.stop], visible.shape[2]
             inputs = query[place], keys[:, :last], values[:, :last], visible, rules
             out, lse_log2 = (side.flatten(0, 1) for side in unchecked_attention(*inputs))
@@ -342,13 +343,14 @@ def _together(
         yield from (requests[first : first + at_once] for first in range(0, len(requests), at_once))
 
 
-def _visible_to(
-    rows: range, q_len: int, kv_len: int, rules: Rules, shown: Tensor | None, device: torch.device
+def visible_to(
+    rows: range, q_len: int, kv_len: int, rules: Rules | Problem, shown: Tensor | None, device: torch.device
 ) -> Tensor:
     """Return the keys that rows of requests with equal lengths see, up to the last key that one of the rows may see.
 
     Args:
         rows: the rows' indices in a request of `q_len` rows and `kv_len` keys.
+        rules: what says if the rows are causal and have a window.
         shown: the requests' part of `Rules.shown`, or None.
 
     Returns:

@@ -80,7 +80,8 @@ def notes(report: Report) -> Iterator[str]:
 def show(report: Report, console: "Console") -> None:
     """Print a report: the answer and the regions, the table of checks, the notes."""
     answer, *details = summary(report)
-    outcome = Outcome.WRONG if any(report.wrong) else Outcome.RIGHT if report.is_right else Outcome.KNOWN
+    is_plain = report.is_right and not any(verdict.judged.suspicions for verdict in report.verdicts)
+    outcome = Outcome.WRONG if any(report.wrong) else Outcome.RIGHT if is_plain else Outcome.KNOWN
     print_lines(console, [answer], TERMINAL_STYLES[outcome.value])
     print_lines(console, details)
     console.print(terminal_of(check_table(report)))
@@ -107,6 +108,8 @@ def check_table(report: Report) -> Table:
         "worst": lambda row: _worst(row.worst.judged.worst_ratio) if row.worst.judged.judged else words(None),
     }
     caption = f"{report.implementation} on {where}, {report.level.value}{seed}"
+    if report.implementation == NAME_OF_OUTPUTS:
+        caption = f"recorded outputs, judged on {where}"
     return make_table(columns, report.rows, caption=caption, say_once=())
 
 
@@ -154,7 +157,8 @@ def reproduction(verdict: CaseVerdict) -> str:
 def _example(smallest: CaseResult) -> Iterator[str]:
     """Yield the lines about a region's smallest wrong case: the case, a wrong output vector, a command that judges it again."""
     verdict, result = smallest
-    yield f"    smallest case: {verdict.check} of {verdict.interface.name.lower()}, “{result.name}”: {verdict.case!r}"
+    case = verdict.case.address if isinstance(verdict.case, RecordedCase) else repr(verdict.case)
+    yield f"    smallest case: {verdict.check} of {verdict.interface.name.lower()}, “{result.name}”: {case}"
     if (example := result.example) is not None:
         values = {"expected": example.expected, "got": example.got}
         shown = "; ".join(f"{name} {' '.join(f'{value:.4g}' for value in side)}" for name, side in values.items())
@@ -184,7 +188,8 @@ def _of_recorded_calls(report: Report) -> Iterator[str]:
     for function, case in first.items():
         replay = f", replay {case.replay}" if case.replay else ""
         yield f"first wrong call of {function}: {case.address}, called at {case.time}{replay}"
-    remarks = list(dict.fromkeys(remark for verdict in report.verdicts for remark in verdict.judged.remarks))
+    notes = [(*verdict.judged.suspicions, *verdict.judged.remarks) for verdict in report.verdicts]
+    remarks = list(dict.fromkeys(note for of_case in notes for note in of_case))
     yield from remarks[:SHOWN_REMARKS]
     if len(remarks) > SHOWN_REMARKS:
         yield f"{len(remarks) - SHOWN_REMARKS:,} more remarks: judge a call alone to see its own"

@@ -33,6 +33,37 @@ def decode_arguments(**changes: Any) -> dict[str, Any]:
     return arguments | changes
 
 
+def several_rows(**changes: Any) -> dict[str, Any]:
+    """Make the arguments of a decode with two rows of each request."""
+    arguments = decode_arguments(q_len_per_req=2)
+    return arguments | {"query": arguments["query"].repeat_interleave(2, dim=0)} | changes
+
+
+def context_arguments(ends: tuple[int, ...] = (0, 3, 3, 8), num_rows: int = 10, **changes: Any) -> dict[str, Any]:
+    """Make the arguments of a context call. Request 1 has no row, and rows after those of the last request are padding."""
+    query = torch.randn(num_rows, HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(6)).to(torch.bfloat16)
+    arguments = decode_arguments(query=query)
+    arguments |= {"max_kv_len": arguments.pop("max_seq_len"), "max_q_len": 5, "batch_size": 3, "bmm2_scale": 1.0}
+    arguments["cum_seq_lens_q"] = torch.tensor(ends, dtype=torch.int32)
+    arguments["cum_seq_lens_kv"] = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32)
+    return arguments | changes
+
+
+def ragged_arguments(**changes: Any) -> dict[str, Any]:
+    """Make the arguments of a ragged call of 2 and 3 rows over 4 and 6 keys, with head_dims 48 and 32."""
+    draw = torch.Generator().manual_seed(7)
+    shapes = {"query": (5, HEADS, 48), "key": (10, HEADS, 48), "value": (10, HEADS, 32)}
+    arguments: dict[str, Any] = {
+        name: torch.randn(shape, generator=draw).to(torch.bfloat16) for name, shape in shapes.items()
+    }
+    numbers = {"seq_lens": [4, 6], "cum_seq_lens_q": [0, 2, 5], "cum_seq_lens_kv": [0, 4, 10]}
+    arguments |= {name: torch.tensor(values, dtype=torch.int32) for name, values in numbers.items()}
+    arguments |= {"q_seq_lens_cpu": torch.tensor([2, 3]), "kv_seq_lens_cpu": torch.tensor([4, 6])}
+    arguments |= {"max_q_len": 3, "max_kv_len": 6, "batch_size": 2, "bmm1_scale": 0.1, "bmm2_scale": 1.5}
+    arguments |= {"o_sf_scale": 1.0, "window_left": -1, "enable_pdl": None, "is_causal": True, "return_lse": False}
+    return arguments | changes
+
+
 def latent_arguments(**changes: Any) -> dict[str, Any]:
     """Make the arguments of an MLA decode of two requests."""
     draw = torch.Generator().manual_seed(4)

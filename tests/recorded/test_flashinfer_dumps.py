@@ -16,7 +16,7 @@ import torch
 from lab.calls import AttentionCall
 from lab.recorded.call import RecordingError
 from lab.recorded.case import recorded_cases
-from lab.recorded.flashinfer_dumps import METADATA, REPLAYS, DumpedCall, dumped_calls
+from lab.recorded.flashinfer_dumps import METADATA, REPLAYS, dumped_calls, read
 from lab.references.assertion import assert_close_to_reference
 from tests.recorded.record_calls import decode_arguments
 from tests.recorded.write_calls import changed_bytes
@@ -32,13 +32,13 @@ def _same(read: Any, made: Any) -> bool:
 
 @pytest.mark.parametrize("number", [0, 1], ids=["by name", "by position"])
 def test_arguments_are_read_as_they_were_given(recorded_once: Path, number: int) -> None:
-    call = dumped_calls(recorded_once)[number].read()
+    call = read(dumped_calls(recorded_once)[number].path)
     made = decode_arguments()
     assert call.function is AttentionCall.DECODE
     assert set(call.given) == set(made)
     assert all(_same(call.given[name], made[name]) for name in made if name != "kv_cache")
-    for read, given in zip(call.given["kv_cache"], made["kv_cache"], strict=True):
-        assert torch.equal(read, given)
+    for each, given in zip(call.given["kv_cache"], made["kv_cache"], strict=True):
+        assert torch.equal(each, given)
     assert call.arguments()["workspace_buffer"] is None
     assert call.lse is None
     assert "flashinfer" in call.versions
@@ -47,7 +47,7 @@ def test_arguments_are_read_as_they_were_given(recorded_once: Path, number: int)
 
 
 def test_results_that_were_given_are_not_read_as_inputs(recorded_once: Path) -> None:
-    call = dumped_calls(recorded_once)[2].read()
+    call = read(dumped_calls(recorded_once)[2].path)
     arguments = call.arguments()
     assert arguments["out"] is not call.given["out"]
     assert arguments["out"].shape == call.given["out"].shape
@@ -58,7 +58,7 @@ def test_results_that_were_given_are_not_read_as_inputs(recorded_once: Path) -> 
 
 
 def test_a_dtype_and_an_integer_are_read(recorded_once: Path) -> None:
-    call = dumped_calls(recorded_once)[3].read()
+    call = read(dumped_calls(recorded_once)[3].path)
     assert call.given["out_dtype"] == torch.float16
     assert call.given["window_left"] == 3
     assert call.out is not None
@@ -67,7 +67,7 @@ def test_a_dtype_and_an_integer_are_read(recorded_once: Path) -> None:
 
 
 def test_a_call_that_failed_has_inputs_alone(recorded_once: Path) -> None:
-    call = dumped_calls(recorded_once)[4].read()
+    call = read(dumped_calls(recorded_once)[4].path)
     assert call.out is None
     assert call.given["max_seq_len"] == 4
     with pytest.raises(ValueError, match=r"seq_lens\[0\] = 5 exceeds max_seq_len.* = 4"):
@@ -77,34 +77,34 @@ def test_a_call_that_failed_has_inputs_alone(recorded_once: Path) -> None:
 def test_a_function_that_is_no_attention_call_is_refused(recorded_once: Path) -> None:
     assert dumped_calls(recorded_once)[5].function == "relu"
     with pytest.raises(RecordingError, match="holds a call of relu, which the lab does not judge"):
-        dumped_calls(recorded_once)[5].read()
+        read(dumped_calls(recorded_once)[5].path)
 
 
-def _as_replays(call: DumpedCall, count: int) -> None:
+def _as_replays(path: Path, count: int) -> None:
     """Make an eager call's folder look like that of a captured call with replays."""
-    (record,) = [json.loads(line) for line in (call.path / METADATA).read_text().splitlines()[-1:]]
+    (record,) = [json.loads(line) for line in (path / METADATA).read_text().splitlines()[-1:]]
     for replay in range(1, count + 1):
-        snapshot = call.path / REPLAYS / f"flush_{replay:04d}"
+        snapshot = path / REPLAYS / f"flush_{replay:04d}"
         snapshot.mkdir(parents=True)
-        for each in call.path.glob("*.pt"):
+        for each in path.glob("*.pt"):
             shutil.copy(each, snapshot)
         (snapshot / METADATA).write_text(json.dumps(record | {"graph_capture_flush_index": replay}))
 
 
 def test_a_captured_call_is_its_replays_with_the_lse_that_it_wrote(dumps: Path) -> None:
     calls = dumped_calls(dumps)
-    _as_replays(calls[2], 11)
+    _as_replays(calls[2].path, 11)
     replays = dumped_calls(dumps)[2:13]
-    assert [(each.sequence, each.replay) for each in replays] == [(3, replay) for replay in range(1, 12)]
-    assert [each.sequence for each in dumped_calls(dumps)[:2]] == [1, 2]
+    assert [(each.number, each.replay) for each in replays] == [(3, replay) for replay in range(1, 12)]
+    assert [each.number for each in dumped_calls(dumps)[:2]] == [1, 2]
     assert len(dumped_calls(dumps)) == 5 + 11
     (third,) = recorded_cases(f"{dumps}#4")
     assert (third.replay, third.address) == (2, f"{dumps}#4")
     (calls[2].path / "outputs.pt").unlink()
     for path in (replays[0].path, calls[2].path):
         torch.save({"result": torch.zeros(3, 4, 64)}, path / "outputs.pt")
-    assert replays[0].read().lse is not None
-    assert calls[2].read().lse is None
+    assert read(replays[0].path).lse is not None
+    assert read(calls[2].path).lse is None
 
 
 def _edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -179,7 +179,7 @@ def test_a_damaged_recording_is_refused_in_one_sentence(dumps: Path, damage: str
     change, sentence = DAMAGES[damage]
     change(call.path)
     with pytest.raises(RecordingError, match=sentence) as error:
-        call.read()
+        read(call.path)
     assert "\n" not in str(error.value)
     assert len(dumped_calls(dumps)) == 6  # the others are still there
 
@@ -191,7 +191,7 @@ def test_changed_bytes_are_read_or_refused(dumps: Path, name: str) -> None:
     for changed in changed_bytes(path.read_bytes()):
         path.write_bytes(changed)
         with contextlib.suppress(RecordingError):
-            call.read()
+            read(call.path)
 
 
 def test_a_folder_without_calls_has_none(tmp_path: Path) -> None:

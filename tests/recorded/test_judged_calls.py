@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,12 +19,12 @@ from lab.checks.record import read_case
 from lab.checks.run.judge import judge_calls, judge_recorded
 from lab.exit_status import ExitStatus
 from lab.recorded.call import RecordingError
-from lab.recorded.case import recorded_cases
+from lab.recorded.case import recorded_cases, recording_below
 from lab.recorded.flashinfer_dumps import METADATA, dumped_calls
 from lab.references.assertion import truth_of_problem
 from lab.reports.judgement import details, reproduction
 from tests.commands.command import run
-from tests.recorded.record_calls import HEAD_DIM, KV_HEADS, LENGTHS, OWN, PAGE_SIZE, decode_arguments, latent_arguments
+from tests.recorded.record_calls import LENGTHS, OWN, decode_arguments, latent_arguments
 from tests.recorded.write_calls import write_call
 
 
@@ -60,14 +61,6 @@ def test_both_recorders_of_the_same_calls_bring_the_same_verdicts(recorded_once:
     assert {outcome for outcome, _ in labs} == {Outcome.RIGHT, Outcome.DECLINED}
 
 
-def test_a_file_of_the_lab_holds_what_its_call_reads_and_little_more(recorded_once: Path) -> None:
-    for case in recorded_cases(recorded_once.with_name(OWN)):
-        tensors = [each for each in case.read().given.values() if isinstance(each, torch.Tensor)]
-        pages = sum(-(-length // PAGE_SIZE) for length in LENGTHS)
-        read = sum(each.nbytes for each in tensors) + 2 * pages * PAGE_SIZE * KV_HEADS * HEAD_DIM * 2
-        assert Path(case.path).stat().st_size <= 1.1 * read + 8192  # names, shapes and alignment
-
-
 def test_a_wrong_output_is_found_with_its_call_and_where_it_is_wrong(dumps: Path) -> None:
     for number in (2, 4):
         _change_output(dumps, number, lambda out: out[2].mul_(1.5))
@@ -75,12 +68,42 @@ def test_a_wrong_output_is_found_with_its_call_and_where_it_is_wrong(dumps: Path
     assert [verdict.case.number for verdict in report.wrong] == [2, 4]
     assert report.exit_status is ExitStatus.WRONG
     lines = details(report)
-    assert lines[0].startswith("Wrong: 2 of 4 cases; 1 more case was declined. The output is wrong")
+    assert lines[0].startswith(
+        "Wrong: 2 of 4 cases. Not judged: the lab cannot judge 1 case here (call 5: seq_lens[0] = 5 "
+    )
+    assert ". The output is wrong " in lines[0]
     assert any(line.startswith(f"first wrong call of trtllm_batch_decode_with_kv_cache: {dumps}#2, ") for line in lines)
     assert f"lab judge --calls {dumps}#2" in [reproduction(verdict).replace("'", "") for verdict in report.wrong]
     (alone,) = _judged(f"{dumps}#4").verdicts
     assert alone.outcome is Outcome.WRONG
     assert "of requests [2]" in alone.judged.wrongs[0]
+
+
+NO_RULE = "No judged call is right, so that a rule cannot be told from the recording. All share: "
+
+
+@pytest.mark.parametrize("numbers", [(2,), (1, 4)])
+def test_where_every_call_is_wrong_no_rule_is_told(numbers: tuple[int, ...], dumps: Path) -> None:
+    calls = sorted(each for each in dumps.iterdir() if each.is_dir())
+    for number in numbers:
+        _change_output(dumps, number, lambda out: out.mul_(1.5))
+    for number, call in enumerate(calls, start=1):
+        if number not in numbers:
+            shutil.rmtree(call)
+    report = _judged(dumps)
+    assert NO_RULE in str(report)
+    n = len(numbers)
+    everywhere = f"The output is wrong everywhere ({n} of {n} result{'s' * (n > 1)})."
+    assert str(report).endswith(f"partly filled; requests have different lengths. {everywhere}")
+    assert not any("add nothing" in line for line in details(report))
+
+
+def test_where_every_call_is_wrong_a_rule_may_be_among_their_requests(dumps: Path) -> None:
+    for number in (1, 2, 3, 4):
+        _change_output(dumps, number, lambda out: out[2].mul_(1.5))
+    answer = str(_judged(dumps))
+    assert NO_RULE in answer
+    assert ". Among their requests, the output is wrong wherever " in answer
 
 
 def test_a_wrong_lse_is_found(dumps: Path) -> None:
@@ -107,7 +130,7 @@ def test_an_implementation_gets_the_recorded_inputs(recorded_once: Path) -> None
     )  # a kernel's of today, not the recorded one
 
 
-def test_requests_with_a_key_that_is_not_finite_are_left_out_and_named(dumps: Path) -> None:
+def test_requests_with_a_key_that_is_not_finite_are_left_out_and_named(dumps: Path, tmp_path: Path) -> None:
     call = dumped_calls(dumps)[0]
     inputs = torch.load(call.path / "inputs.pt", weights_only=True)
     inputs["kv_cache"] = inputs["kwarg_kv_cache__0"]
@@ -117,14 +140,21 @@ def test_requests_with_a_key_that_is_not_finite_are_left_out_and_named(dumps: Pa
     _change_output(dumps, 1, lambda out: out[1, 2:].fill_(torch.nan))
     (verdict,) = _judged(f"{dumps}#1").verdicts
     assert verdict.outcome is Outcome.RIGHT
-    lost, *remarks = verdict.judged.remarks
+    (lost,), found = verdict.judged.remarks, verdict.judged.suspicions
     assert "offsets and alignment are lost" in lost
-    assert len(remarks) == 2
-    assert all("K of request 1, key 3" in remark for remark in remarks)
-    assert remarks[1].startswith("call 1: row 1 (request 1) head 2 is not finite: it sees")
-    _change_output(dumps, 1, lambda out: out[0].fill_(0))
+    assert len(found) == 2
+    assert all("K of request 1, key 3" in each for each in found)
+    assert found[1].startswith("call 1: row 1 (request 1) head 2 is not finite: it sees")
+    assert str(verdict).startswith("R1 of trtllm_batch_decode_with_kv_cache is right, but its inputs are suspicious: ")
+    report = _judged(dumps, out=tmp_path / "report.json")
+    answer = "Right, but the inputs of 1 case are suspicious, as the notes say: 4 results of 4 cases. Not judged: "
+    assert str(report).startswith(answer)
+    assert set(found) <= set(details(report))
+    assert read_case(tmp_path / "report.json", 1).judged.suspicions == found
+    _change_output(dumps, 1, lambda out: out[2].fill_(0))
     (verdict,) = _judged(f"{dumps}#1").verdicts
     assert verdict.outcome is Outcome.WRONG
+    assert "row 2 (request 2) head " in verdict.judged.wrongs[0]
 
 
 def test_a_call_that_makes_no_sense_is_declined_with_the_reason(dumps: Path) -> None:
@@ -170,10 +200,27 @@ def test_a_folder_beside_the_recording_is_refused_with_the_way_to_it(dumps: Path
     for folder in dumps.parents[:2]:
         with pytest.raises(RecordingError, match=f"{folder} has no calls, but 5 in {dumps}$"):
             recorded_cases(folder)
-    with pytest.raises(RecordingError, match=f"has no calls: it is one call, and the recording is {dumps}$"):
-        recorded_cases(call)
+    replay = call / "graph_flushes" / "flush_0001"
+    shutil.copytree(call, replay)
+    for part in (call, replay, replay.parent):
+        with pytest.raises(RecordingError, match=f"{part} has no calls: it is a part of the recording {dumps}$"):
+            recorded_cases(part)
     with pytest.raises(RecordingError, match="has no call 9; it has 5"):
         recorded_cases(f"{dumps}#9")
+
+
+def test_the_command_judges_the_only_recording_below_a_folder(dumps: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    below = dumps.parent / "host" / "rank0"
+    below.parent.mkdir()
+    dumps.rename(below)
+    for number in ("", "#2"):
+        assert run(["judge", "--calls", f"{dumps.parent}{number}", "--device", "cpu", "--in-process"]) == 0
+        line, answer, *_ = capsys.readouterr().out.replace("\n", " ").partition("Right: ")
+        assert line.split() == f"{dumps.parent}{number} has no calls: those of {below}{number} are judged".split()
+        assert answer
+    assert recording_below(str(below)) == str(below)
+    shutil.copytree(below, dumps)
+    assert recording_below(f"{dumps.parent}#2") == f"{dumps.parent}#2"
 
 
 def test_a_file_is_a_recording_of_one_call(recorded_once: Path, tmp_path: Path) -> None:

@@ -12,12 +12,10 @@ from lab.recorded.flashinfer_dumps import METADATA
 from lab.recorded.lengths import traced_requests
 from lab.workloads import scenario
 from lab.workloads.traces import read_trace, snapshot
+from tests.cases import CONTEXT, DECODE, MLA
 from tests.commands.command import run
-from tests.recorded.record_calls import HEAD_DIM, HEADS, LENGTHS, decode_arguments, latent_arguments
+from tests.recorded.record_calls import LENGTHS, context_arguments, decode_arguments, latent_arguments, several_rows
 from tests.recorded.write_calls import write_call
-
-DECODE, CONTEXT = "trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache"
-MLA = "trtllm_batch_decode_with_kv_cache_mla"
 
 
 def _written(folder: Path, *calls: tuple[str, dict[str, Any]]) -> Path:
@@ -29,22 +27,18 @@ def _written(folder: Path, *calls: tuple[str, dict[str, Any]]) -> Path:
     return folder
 
 
-def _context() -> dict[str, Any]:
-    ends = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
-    arguments = decode_arguments(max_q_len=5, batch_size=3, cum_seq_lens_q=ends, bmm2_scale=1.0, max_kv_len=40)
-    del arguments["max_seq_len"]
-    offsets = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    query = torch.zeros(8, HEADS, HEAD_DIM, dtype=torch.bfloat16)
-    return arguments | {"cum_seq_lens_kv": offsets, "query": query}
-
-
 def _lens(*lengths: int) -> dict[str, Any]:
     return decode_arguments(seq_lens=torch.tensor(lengths, dtype=torch.int32))
 
 
 def test_a_scenario_takes_the_batch_of_the_first_pass_that_is_large_enough(tmp_path: Path) -> None:
     """Two layers of a pass; one with a request that pads it; and a pass of more requests than that."""
-    calls = [(DECODE, _lens(5, 9, 1)), (DECODE, _lens(5, 9, 1)), (CONTEXT, _context()), (DECODE, _lens(*LENGTHS))]
+    calls = [
+        (DECODE, _lens(5, 9, 1)),
+        (DECODE, _lens(5, 9, 1)),
+        (CONTEXT, context_arguments()),
+        (DECODE, _lens(*LENGTHS)),
+    ]
     requests = traced_requests(recorded_cases(_written(tmp_path, *calls)))
     assert [(each.arrival_ms, each.input_length, each.output_length) for each in requests] == [
         *((0.0, length, 1) for length in (4, 8)),
@@ -63,15 +57,13 @@ def test_lengths_that_come_again_are_another_pass(tmp_path: Path) -> None:
 
 
 def test_prompts_are_those_of_context_calls_where_nothing_decodes(tmp_path: Path) -> None:
-    requests = traced_requests(recorded_cases(_written(tmp_path, (CONTEXT, _context()))))
+    requests = traced_requests(recorded_cases(_written(tmp_path, (CONTEXT, context_arguments()))))
     assert [each.input_length for each in requests] == [3, 5]
     assert scenario("extend/tiny/trace2", requests).q_lens == (3, 5)
 
 
 def test_rows_of_a_request_are_not_cached_yet(tmp_path: Path) -> None:
-    draft = _lens(*LENGTHS) | {"q_len_per_req": 2}
-    draft["query"] = draft["query"].repeat_interleave(2, dim=0)
-    recording = _written(tmp_path, (MLA, latent_arguments()), (DECODE, draft))
+    recording = _written(tmp_path, (MLA, latent_arguments()), (DECODE, several_rows()))
     assert [each.input_length for each in traced_requests(recorded_cases(recording))] == [39, 4, 3, 15, 31]
 
 

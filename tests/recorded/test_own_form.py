@@ -20,31 +20,27 @@ from lab.checks.run.judge import judge_calls
 from lab.recorded import own_form
 from lab.recorded.call import ALIGNMENT_BYTES, RecordedCall, RecordingError
 from lab.recorded.case import recorded_cases
-from lab.recorded.recorder import record
+from lab.recorded.own_form import MadeCall
 from tests.cases import BATCHES, DECODE, arguments_of, mirrors, random_batch
 from tests.damage import damaged_values
 from tests.recorded.record_calls import decode_arguments
 from tests.recorded.write_calls import changed_bytes
 
-ABOUT = {
-    "time": "20261126_101112_131415",
-    "number": 7,
-    "process": 1,
-    "layer": None,
-    "replay": 0,
-    "versions": {"flashinfer": "0.7.2"},
-    "gpu": "NVIDIA H100",
-}
+ABOUT = {"time": "20261126_101112_131415", "number": 7, "layer": None}
+VERSIONS = {"flashinfer": "0.7.2"}
 CONSTANT_BYTES = 8 * 1024  # of a file: names, shapes, and 64 bytes of alignment for each tensor
 
 
 def _write(folder: Path, arguments: dict[str, Any], function: str = DECODE, **about: Any) -> Path:
     """Write a call with its results, as the references return them."""
-    kept = own_form.record_of(AttentionCall(function), arguments, ABOUT | about)
     returned = getattr(references, function)(**arguments)
     out, lse = returned if isinstance(returned, tuple) else (returned, None)
     folder.mkdir(exist_ok=True)
-    return own_form.write(folder, kept | {"out": own_form.kept(out), "lse": own_form.kept(lse)})
+    return _write_inputs(folder, arguments, function, out=out, lse=lse, **about)
+
+
+def _write_inputs(folder: Path, arguments: dict[str, Any], function: str = DECODE, **about: Any) -> Path:
+    return own_form.write(folder, MadeCall(AttentionCall(function), arguments, **ABOUT | about), VERSIONS)
 
 
 def _outcome(recording: Path | str, **settings: Any) -> Outcome:
@@ -80,7 +76,7 @@ def test_tensors_that_are_no_pages_are_read_as_they_were(tmp_path: Path, functio
         else:
             assert call.given[name] == value, name
     assert call.out is not None
-    assert (call.gpu, call.versions, call.lost) == ("NVIDIA H100", {"flashinfer": "0.7.2"}, ())
+    assert (call.gpu, call.versions, call.lost) == (own_form.gpu(), VERSIONS, ())
 
 
 def test_only_the_pages_that_are_read_are_kept_in_the_order_of_their_ids(tmp_path: Path) -> None:
@@ -106,15 +102,14 @@ def test_only_the_pages_that_are_read_are_kept_in_the_order_of_their_ids(tmp_pat
 def test_a_page_outside_the_pool_survives(tmp_path: Path, wrong: int) -> None:
     arguments = decode_arguments()
     arguments["block_tables"][2, 1] = wrong
-    kept = own_form.record_of(AttentionCall.DECODE, arguments, ABOUT)
-    own_form.write(tmp_path, kept)
+    _write_inputs(tmp_path, arguments)
     (verdict,) = judge_calls(tmp_path, device="cpu", isolated=False).verdicts
     assert f"K page id {wrong} of request 2, column 1 is outside the engine's pool, and" in verdict.reason
 
 
 def test_a_length_beyond_the_table_survives(tmp_path: Path) -> None:
     arguments = decode_arguments(seq_lens=torch.tensor([5, 17, 49], dtype=torch.int32), max_seq_len=60)
-    own_form.write(tmp_path, own_form.record_of(AttentionCall.DECODE, arguments, ABOUT))
+    _write_inputs(tmp_path, arguments)
     (verdict,) = judge_calls(tmp_path, device="cpu", isolated=False).verdicts
     assert "seq_lens[2] = 49 needs 4 pages" in verdict.reason
 
@@ -142,7 +137,7 @@ def test_one_tensor_of_k_and_v_and_the_scale_factors_of_nvfp4_are_cut_alike(tmp_
     pool = torch.stack(arguments["kv_cache"], dim=1)
     factors = torch.rand(9, 2, 2, 16, 4).to(E4M3)
     arguments |= {"kv_cache": pool, "kv_cache_sf": factors}
-    own_form.write(tmp_path, own_form.record_of(AttentionCall.DECODE, arguments, ABOUT))
+    _write_inputs(tmp_path, arguments)
     call = recorded_cases(tmp_path)[0].read()
     pages = list(call.pages or ())
     assert torch.equal(call.given["kv_cache"], pool[pages])
@@ -158,8 +153,7 @@ def test_strides_gaps_and_alignment_are_kept_on_every_device(tmp_path: Path) -> 
         out=torch.zeros(5, 4, 64, dtype=torch.bfloat16)[2:],
         sinks=torch.zeros(1).expand(4),
     )
-    kept = own_form.record_of(AttentionCall.DECODE, arguments, ABOUT)
-    call = own_form.read(own_form.write(tmp_path, kept))
+    call = own_form.read(_write_inputs(tmp_path, arguments))
     for given in (call.given, call.arguments(torch.device("cpu"))):
         for name in ("query", "bmm1_scale", "out", "sinks"):
             was, now = arguments[name], given[name]
@@ -177,7 +171,7 @@ def test_contents_of_the_workspace_and_of_results_are_not_kept(tmp_path: Path) -
         multi_ctas_kv_counter_buffer=torch.ones(2**20, dtype=torch.uint8),
         out=torch.ones(3, 4, 64, dtype=torch.bfloat16),
     )
-    path = own_form.write(tmp_path, own_form.record_of(AttentionCall.DECODE, arguments, ABOUT))
+    path = _write_inputs(tmp_path, arguments)
     assert path.stat().st_size < 2**19
     call = own_form.read(path)
     assert call.given["workspace_buffer"].shape == (2**20,)
@@ -198,16 +192,16 @@ def test_contents_of_the_workspace_and_of_results_are_not_kept(tmp_path: Path) -
     ],
 )
 def test_plain_values_are_read_as_python_values(tmp_path: Path, value: Any, read: Any) -> None:
-    kept = own_form.record_of(AttentionCall.DECODE, decode_arguments(backend=value), ABOUT)
-    found = own_form.read(own_form.write(tmp_path, kept)).given["backend"]
+    path = _write_inputs(tmp_path, decode_arguments(backend=value))
+    found = own_form.read(path).given["backend"]
     assert found == read
     assert type(found) is type(read)
 
 
 def test_a_value_that_cannot_be_kept_is_refused_by_name(tmp_path: Path) -> None:
-    kept = own_form.record_of(AttentionCall.DECODE, decode_arguments(request_order_plan=object()), ABOUT)
+    path = _write_inputs(tmp_path, decode_arguments(request_order_plan=object()))
     with pytest.raises(RecordingError, match="does not hold request_order_plan: it is of type object"):
-        own_form.read(own_form.write(tmp_path, kept))
+        own_form.read(path)
 
 
 def test_a_file_is_no_larger_than_what_the_call_reads(tmp_path: Path) -> None:
@@ -219,19 +213,6 @@ def test_a_file_is_no_larger_than_what_the_call_reads(tmp_path: Path) -> None:
     read_bytes = 2 * sum(-(-kv_len // 32) for kv_len in batch.kv_lens) * 2 * 32 * 128 * 2
     read_bytes += sum(each.nbytes for each in arguments.values() if isinstance(each, torch.Tensor))
     assert path.stat().st_size < read_bytes * 1.01 + CONSTANT_BYTES
-
-
-def test_calls_have_the_verdicts_that_they_have_in_flashinfers_form(recorded_once: Path, tmp_path: Path) -> None:
-    dumped = [case.read() for case in recorded_cases(recorded_once)]
-    for number, call in enumerate(dumped, start=1):
-        wrong = None if call.out is None else call.out * (1.5 if number == 2 else 1.0)
-        kept = own_form.record_of(call.function, call.given, ABOUT | {"number": number})
-        own_form.write(tmp_path, kept | {"out": own_form.kept(wrong), "lse": own_form.kept(call.lse)})
-    ours, theirs = (judge_calls(each, device="cpu", isolated=False).verdicts for each in (tmp_path, recorded_once))
-    expected = [verdict.outcome for verdict in theirs]
-    expected[1] = Outcome.WRONG
-    assert [verdict.outcome for verdict in ours] == expected
-    assert ours[0].judged.worst_ratio == theirs[0].judged.worst_ratio
 
 
 def test_calls_are_in_the_order_of_time_with_their_layer_and_replay(tmp_path: Path) -> None:
@@ -263,12 +244,9 @@ def test_suspicions_name_the_pages_of_the_engine(tmp_path: Path) -> None:
     last = arguments["block_tables"][1, 1] = arguments["block_tables"][2, 2]
     arguments["kv_cache"][0][arguments["block_tables"][0, 0], 0, 2, 0] = torch.nan
     arguments["kv_cache"][1][last, 1, 5, 0] = torch.inf
-    path = _write(tmp_path, arguments)
-    own_form.write(
-        tmp_path, torch.load(path, weights_only=True) | {"out": own_form.kept(torch.full((3, 4, 64), torch.nan))}
-    )
+    _write_inputs(tmp_path, arguments, out=torch.full((3, 4, 64), torch.nan))
     (verdict,) = judge_calls(tmp_path, device="cpu", isolated=False).verdicts
-    remarks = " ".join(verdict.judged.remarks)
+    remarks = " ".join(verdict.judged.suspicions)
     assert f"page {last} is the last page of requests 1, 2" in remarks
     assert f"K of request 0, key 2 (page {arguments['block_tables'][0, 0]}, slot 2)" in remarks
     assert f"page {last} holds a non-finite V after the request's last key" in remarks
@@ -335,9 +313,3 @@ def test_a_pipe_in_the_place_of_a_call_is_refused(one_call: Path, tmp_path: Path
     os.mkfifo(tmp_path / one_call.name)
     with pytest.raises(RecordingError, match="a pipe or a device, and no file"):
         own_form.read(tmp_path / one_call.name)
-
-
-def test_a_recorder_writes_this_form(tmp_path: Path) -> None:
-    with record(tmp_path, functions=[references]) as recorder:
-        references.trtllm_batch_decode_with_kv_cache(**decode_arguments())
-    assert (recorder.kept, _outcome(tmp_path)) == (1, Outcome.RIGHT)

@@ -12,7 +12,7 @@ from tests.cases import DECODE
 from tests.commands.command import run
 
 ROOT = Path(__file__).parents[2]
-# The server's package has FlashInfer's name for a function, and its worker imports it at the first request.
+# The server's module has FlashInfer's name for a function, and its worker imports it at the first request.
 KERNELS = f"""
 from lab import references
 
@@ -24,7 +24,7 @@ import multiprocessing, os, sys
 
 def work():
     from tests.recorded.record_calls import decode_arguments
-    from server_kernels.decode import trtllm_batch_decode_with_kv_cache as decode
+    from server_kernels import trtllm_batch_decode_with_kv_cache as decode
     for _ in range(3):
         decode(**decode_arguments())
 
@@ -43,9 +43,8 @@ if __name__ == "__main__":
 def server(tmp_path: Path) -> Path:
     """The folder of a server, with a `sitecustomize` of its own."""
     folder = tmp_path / "server"
-    (folder / "server_kernels").mkdir(parents=True)
-    (folder / "server_kernels" / "__init__.py").touch()
-    (folder / "server_kernels" / "decode.py").write_text(KERNELS)
+    folder.mkdir()
+    (folder / "server_kernels.py").write_text(KERNELS)
     (folder / "serve.py").write_text(SERVER)
     (folder / "sitecustomize.py").write_text("import os\nos.environ['OF_THE_SITE'] = 'set'\n")
     return folder

@@ -26,7 +26,15 @@ from lab.recorded.repro import _issue, import_line, repro, write_repro
 from lab.recorded.shrink import Fault, Reason, fault_by_calling, fault_of, shrunk
 from lab.workloads.inputs.masks import packed_mask
 from tests.commands.command import run
-from tests.recorded.record_calls import HEADS, LENGTHS, PAGE_SIZE, decode_arguments, latent_arguments
+from tests.recorded.record_calls import (
+    HEADS,
+    LENGTHS,
+    PAGE_SIZE,
+    context_arguments,
+    decode_arguments,
+    latent_arguments,
+    ragged_arguments,
+)
 from tests.recorded.write_calls import write_call
 
 ROOT = Path(__file__).parents[2]
@@ -60,33 +68,11 @@ def _verify(q_len: int, **changes: Any) -> RecordedCall:
 
 def _context(**changes: Any) -> RecordedCall:
     """Make a context call of 1, 4 and 2 rows, and two rows of no request."""
-    given = decode_arguments(
-        query=torch.randn(9, HEADS, 64, generator=torch.Generator().manual_seed(6)).to(torch.bfloat16)
-    )
-    lengths = given.pop("max_seq_len"), given["seq_lens"].cumsum(0, dtype=torch.int32)
-    given |= {"max_kv_len": lengths[0], "cum_seq_lens_kv": torch.nn.functional.pad(lengths[1], (1, 0))}
-    given |= {"cum_seq_lens_q": torch.tensor([0, 1, 5, 7], dtype=torch.int32), "max_q_len": 4, "batch_size": 3}
-    return _recorded(AttentionCall.CONTEXT, given | {"bmm2_scale": 1.0} | changes)
+    return _recorded(AttentionCall.CONTEXT, context_arguments((0, 1, 5, 7), 9, **changes))
 
 
 def _ragged(**changes: Any) -> RecordedCall:
-    """Make a ragged call of 2 and 3 rows over 4 and 6 keys, with head_dims 48 and 32."""
-    draw = torch.Generator().manual_seed(7)
-    shapes = {"query": (5, 4, 48), "key": (10, 4, 48), "value": (10, 4, 32)}
-    given = {name: torch.randn(shape, generator=draw).to(torch.bfloat16) for name, shape in shapes.items()}
-    numbers = {"seq_lens": [4, 6], "cum_seq_lens_q": [0, 2, 5], "cum_seq_lens_kv": [0, 4, 10]}
-    given |= {name: torch.tensor(values, dtype=torch.int32) for name, values in numbers.items()}
-    mirrors = {"q_seq_lens_cpu": torch.tensor([2, 3]), "kv_seq_lens_cpu": torch.tensor([4, 6])}
-    scalars = {
-        "max_q_len": 3,
-        "max_kv_len": 6,
-        "bmm1_scale": 0.1,
-        "bmm2_scale": 1.5,
-        "o_sf_scale": 1.0,
-        "batch_size": 2,
-    }
-    flags = {"window_left": 2, "enable_pdl": None, "is_causal": True, "return_lse": True}
-    return _recorded(AttentionCall.RAGGED_CONTEXT, {**given, **mirrors, **scalars, **flags, **changes})
+    return _recorded(AttentionCall.RAGGED_CONTEXT, ragged_arguments(**changes))
 
 
 def _latent(**changes: Any) -> RecordedCall:
@@ -160,8 +146,8 @@ CALLS = {
     "context, not causal": _context(causal=False, return_lse=True),
     "MLA": _latent(return_lse=True, return_lse_base="basee"),
     "MLA, sinks in a list": _latent(sinks=[SINKS]),
-    "ragged": _ragged(),
-    "ragged, not causal, sinks": _ragged(is_causal=False, window_left=-1, attention_sinks=SINKS),
+    "ragged": _ragged(window_left=2, return_lse=True),
+    "ragged, not causal, sinks": _ragged(is_causal=False, return_lse=True, attention_sinks=SINKS),
 }
 
 
@@ -732,6 +718,13 @@ def test_a_vector_is_named_by_its_rows_in_the_whole_call() -> None:
     fault = fault_of(call, out, None)
     assert fault is not None
     assert fault.place == "request 2, row 2, head 3"
+
+
+def test_a_call_that_did_not_return_is_kept_whole_without_a_call() -> None:
+    call = _decode()
+    kept, fault = shrunk(call, None)
+    assert kept is call
+    assert fault == Fault(Reason.RAISED, "it did not return")
 
 
 @pytest.mark.parametrize("options", ["", "--synthetic"])

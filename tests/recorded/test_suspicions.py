@@ -8,9 +8,17 @@ import pytest
 import torch
 
 from lab.calls import DecodeCall, PagedAttention, Problem, RaggedContextCall
-from lab.recorded.suspicions import origins_of_non_finite, suspicions
+from lab.recorded.suspicions import Inputs
 from lab.references.assertion import histories_of
-from tests.recorded.record_calls import HEAD_DIM, HEADS, KV_HEADS, LENGTHS, PAGE_SIZE, decode_arguments
+from tests.recorded.record_calls import (
+    HEAD_DIM,
+    HEADS,
+    LENGTHS,
+    PAGE_SIZE,
+    decode_arguments,
+    ragged_arguments,
+    several_rows,
+)
 
 
 def _problem(**changes: Any) -> PagedAttention:
@@ -18,11 +26,11 @@ def _problem(**changes: Any) -> PagedAttention:
 
 
 def _suspicions(problem: Problem) -> list[str]:
-    return suspicions(problem, histories_of(problem))
+    return Inputs(problem, histories_of(problem)).suspicions()
 
 
 def _origins(problem: Problem, out: torch.Tensor) -> list[str]:
-    return origins_of_non_finite(problem, histories_of(problem), out)
+    return Inputs(problem, histories_of(problem)).origins_of_non_finite(out)
 
 
 def test_a_good_call_is_not_suspicious() -> None:
@@ -128,9 +136,7 @@ def test_the_origin_of_a_non_finite_output_is_named(
 
 def _verified(bits: list[int]) -> PagedAttention:
     """Two draft tokens for each request; token t of the draft is the key at position L - 2 + t. Request 1's second is NaN."""
-    arguments = decode_arguments(q_len_per_req=2)
-    arguments["query"] = arguments["query"].repeat_interleave(2, dim=0)
-    arguments["mask"] = torch.tensor(bits, dtype=torch.uint16).view(1, 2, 1).repeat(3, 1, 2)
+    arguments = several_rows(mask=torch.tensor(bits, dtype=torch.uint16).view(1, 2, 1).repeat(3, 1, 2))
     arguments["kv_cache"][0][int(arguments["block_tables"][1, 1]), 1, 0, 0] = math.nan  # key 16 of 17
     return DecodeCall(**arguments).problem()
 
@@ -145,28 +151,20 @@ def test_a_draft_mask_says_what_a_row_sees(bits: list[int], words: str) -> None:
 
 
 def test_a_ragged_call_has_keys_without_pages() -> None:
-    draw = torch.Generator().manual_seed(1)
-    offsets = torch.tensor([0, 2, 5], dtype=torch.int32)
-    query, key, value = (torch.randn(5, heads, 64, generator=draw) for heads in (HEADS, KV_HEADS, KV_HEADS))
-    key[3, 1, 0] = math.nan
-    call = RaggedContextCall(
-        query, key, value, None, offsets.diff(), 3, 3, 1.0, 1.0, 1.0, 2, -1, offsets, offsets, None, True, False
-    )
-    (found,) = _suspicions(call.problem())
+    arguments = ragged_arguments()
+    arguments["key"][5, 1, 0] = math.nan
+    problem = RaggedContextCall(**arguments, workspace_buffer=None).problem()
+    (found,) = _suspicions(problem)
     assert found.startswith("K of request 1, key 1, K/V head 1 holds nan")
-    out = torch.zeros(5, HEADS, 64)
-    out[3:, 3] = math.nan
-    (origin,) = _origins(call.problem(), out)
-    assert origin == "row 3 (request 1) head 3 is not finite: it sees K of request 1, key 1, K/V head 1 holds nan"
+    out = torch.zeros(5, HEADS, 32)
+    out[3:, 1] = math.nan
+    (origin,) = _origins(problem, out)
+    assert origin == "row 3 (request 1) head 1 is not finite: it sees K of request 1, key 1, K/V head 1 holds nan"
 
 
 def test_a_long_list_is_shortened() -> None:
     arguments = decode_arguments()
     arguments["kv_cache"][0][:] = math.nan
-    found = _suspicions(
-        DecodeCall(
-            **{**arguments, "bmm1_scale": 0.0, "bmm2_scale": 0.0, "block_tables": arguments["block_tables"]}
-        ).problem()
-    )
+    found = _suspicions(DecodeCall(**arguments | {"bmm1_scale": 0.0, "bmm2_scale": 0.0}).problem())
     assert len(found) == 5
     assert "one of 34 non-finite keys" in found[3]

@@ -19,28 +19,25 @@ from lab.timing.forward import TimedPasses, case_facts
 from lab.timing.staging import check_results, renew
 from lab.timing.work import GpuWork
 from lab.workloads.inputs.redraw import SHORTER_EVERY, Seeds
+from tests.cases import CONTEXT, DECODE, MLA, RAGGED
 from tests.recorded.record_calls import (
     HEAD_DIM,
     HEADS,
     KV_HEADS,
     LENGTHS,
     PAGE_SIZE,
+    context_arguments,
     decode_arguments,
     latent_arguments,
+    ragged_arguments,
+    several_rows,
 )
 from tests.recorded.write_calls import write_call
 from tests.workloads.inputs.stale_calls import STALE, hold_wrong_if_stale
 
 CPU = torch.device("cpu")
-DECODE, CONTEXT = "trtllm_batch_decode_with_kv_cache", "trtllm_batch_context_with_kv_cache"
-MLA, RAGGED = "trtllm_batch_decode_with_kv_cache_mla", "trtllm_ragged_attention_deepseek"
 FIRST, SHORTER = Seeds(1, SHORTER_EVERY + 1), Seeds(2, 5 * SHORTER_EVERY)
 WRONG = "output vectors are wrong"
-
-
-def _several_rows(**changes: Any) -> dict[str, Any]:
-    arguments = decode_arguments(q_len_per_req=2)
-    return arguments | {"query": arguments["query"].repeat_interleave(2, dim=0)} | changes
 
 
 def _shared_pages(**changes: Any) -> dict[str, Any]:
@@ -49,34 +46,6 @@ def _shared_pages(**changes: Any) -> dict[str, Any]:
     tables = arguments["block_tables"]
     tables[2, 0], tables[0, 1], tables[0, 2] = tables[1, 0], -1, 99
     return arguments
-
-
-def _context(**changes: Any) -> dict[str, Any]:
-    """The rows of request 1 are none, and two rows after those of request 2 are padding."""
-    offsets = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
-    arguments = decode_arguments(max_q_len=5, batch_size=3, cum_seq_lens_q=offsets, bmm2_scale=1.0, max_kv_len=40)
-    del arguments["max_seq_len"]
-    ends = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    query = torch.randn(10, HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16)
-    return arguments | {"cum_seq_lens_kv": ends, "query": query} | changes
-
-
-def _ragged() -> dict[str, Any]:
-    draw = torch.Generator().manual_seed(1)
-    offsets = torch.tensor([0, 2, 5], dtype=torch.int32)
-    names, heads = ("query", "key", "value"), (HEADS, KV_HEADS, KV_HEADS)
-    sides = {n: torch.randn(5, h, 64, generator=draw).to(torch.bfloat16) for n, h in zip(names, heads, strict=True)}
-    numbers = {
-        "max_q_len": 3,
-        "max_kv_len": 3,
-        "bmm1_scale": 0.2,
-        "bmm2_scale": 1.0,
-        "o_sf_scale": 1.0,
-        "batch_size": 2,
-    }
-    others = {"window_left": -1, "enable_pdl": None, "is_causal": True, "return_lse": False}
-    lens = {"seq_lens": offsets.diff(), "cum_seq_lens_q": offsets, "cum_seq_lens_kv": offsets}
-    return sides | numbers | others | lens
 
 
 def _separate_tables() -> dict[str, Any]:
@@ -101,23 +70,23 @@ def _nvfp4() -> dict[str, Any]:
 MASKS = [[[1, 0], [3, 0]], [[3, 0], [3, 0]], [[1, 0], [2, 0]]]  # of each request
 CALLS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "decode": (DECODE, decode_arguments),
-    "several rows": (DECODE, _several_rows),
+    "several rows": (DECODE, several_rows),
     "a given out": (DECODE, lambda: decode_arguments(out=torch.zeros(3, HEADS, HEAD_DIM, dtype=torch.float16))),
     "sinks": (DECODE, lambda: decode_arguments(sinks=torch.arange(HEADS).float())),
-    "a draft mask": (DECODE, lambda: _several_rows(mask=torch.tensor(MASKS, dtype=torch.uint16))),
+    "a draft mask": (DECODE, lambda: several_rows(mask=torch.tensor(MASKS, dtype=torch.uint16))),
     "a window": (DECODE, lambda: decode_arguments(window_left=3)),
     "shared pages": (DECODE, _shared_pages),
     "separate tables": (DECODE, _separate_tables),
     "e4m3": (DECODE, _e4m3),
     "short requests": (
         DECODE,
-        lambda: _several_rows(seq_lens=torch.tensor([1, 2, 33], dtype=torch.int32)),
+        lambda: several_rows(seq_lens=torch.tensor([1, 2, 33], dtype=torch.int32)),
     ),
     "NVFP4": (DECODE, _nvfp4),
-    "context": (CONTEXT, _context),
-    "context, all keys": (CONTEXT, lambda: _context(causal=False)),
+    "context": (CONTEXT, context_arguments),
+    "context, all keys": (CONTEXT, lambda: context_arguments(causal=False)),
     "latent": (MLA, latent_arguments),
-    "ragged": (RAGGED, _ragged),
+    "ragged": (RAGGED, ragged_arguments),
 }
 
 
@@ -295,7 +264,7 @@ def test_the_floor_is_of_the_keys_that_rows_see(passes: Any) -> None:
         "context": ((5 + 33) * token + 8 * row, (3 + 4 + 5 + 29 + 30 + 31 + 32 + 33) * pair),
         "context, all keys": ((5 + 33) * token + 8 * row, (3 * 5 + 5 * 33) * pair),
         "latent": (45 * 80 * 2 + 2 * HEADS * (80 + 64) * 2, 45 * 2 * HEADS * (80 + 64)),
-        "ragged": (5 * token + 5 * row, (1 + 2 + 1 + 2 + 3) * pair),
+        "ragged": ((10 + 5) * 2 * HEADS * (48 + 32), (3 + 4 + 4 + 5 + 6) * 2 * HEADS * (48 + 32)),
     }
     for name, numbers in expected.items():
         sizes: CallSizes = passes(name).forward.case
@@ -308,11 +277,11 @@ def test_facts_name_the_call(passes: Any) -> None:
     assert (facts["requests"], facts["query_tokens"], facts["kv_tokens"], facts["kv_dtype"]) == (3, 8, 55, "bfloat16")
     ragged = passes("ragged").forward
     assert (ragged.case.page_size, ragged.functions) == (None, [RAGGED])
-    assert ragged.pool_bytes == 2 * 5 * KV_HEADS * 64 * 2
+    assert ragged.pool_bytes == 2 * 10 * HEADS * (48 + 32)
 
 
 def test_a_call_that_cannot_be_timed_is_refused(tmp_path: Path) -> None:
-    none = _context(cum_seq_lens_q=torch.zeros(4, dtype=torch.int32)) | {"workspace_buffer": torch.zeros(1)}
+    none = context_arguments(cum_seq_lens_q=torch.zeros(4, dtype=torch.int32)) | {"workspace_buffer": torch.zeros(1)}
     for arguments, sentence in (
         (none, "call 1: no request has a query row"),
         (none | {"batch_size": 7}, "call 1: batch_size=7"),

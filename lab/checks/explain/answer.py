@@ -41,9 +41,11 @@ def answer(verdicts: Sequence[CaseVerdict], engines: Collection[str], not_judged
 
 
 def _of_recorded(judged: Sequence[CaseVerdict]) -> str:
-    broken = _broken(judged)
-    counts = f"{broken:,} of {counted(len(judged), 'case')}" if broken else _counts(judged)
-    return f"{_word(judged)}: {counts}."
+    broken, suspicious = _broken(judged), sum(bool(verdict.judged.suspicions) for verdict in judged)
+    if broken:
+        return f"{_word(judged)}: {broken:,} of {counted(len(judged), 'case')}."
+    but = f", but the inputs of {counted(suspicious, 'case')} are suspicious, as the notes say" if suspicious else ""
+    return f"Right{but}: {_counts(judged)}."
 
 
 def _of_cases(

@@ -11,8 +11,9 @@ import numpy as np
 from lab.checks.explain.batch_features import of_any_request
 from lab.checks.explain.failure_rules import Rule, find_rules
 from lab.checks.explain.feature import Bits, Features, Value
-from lab.checks.explain.features import features_of_case
+from lab.checks.explain.features import feature_named, features_of_case
 from lab.checks.run.verdicts import BROKEN, IT_FAILED, CaseVerdict, CheckedResult, Outcome
+from lab.recorded.case import RecordedCase
 from lab.wording import counted, joined
 
 # What a result can be held for, causes first, and the beginning of a sentence of what is wrong then.
@@ -36,6 +37,7 @@ STAND_INS = ("output", "lists", "metadata")
 FOLLOWS_FROM_NOTHING = (*WITHOUT_RIGHT_ONES, "memory")
 THE_CASE = "the case"  # a result's name where its calls are not known
 PLACES = ("request", "last_request")  # features of one request, which say nothing of a whole batch
+MOST_SHARED = 5  # conditions that all wrong calls of a recording share
 MOST_SHOWN = 2  # regions of a kind after the first in the sentence; the remaining ones follow it
 EXPLAINED = 0.9  # of the wrong results of a kind lie in regions of a plainer one: they have no region of their own
 
@@ -175,7 +177,10 @@ def diagnose(verdicts: Sequence[CaseVerdict], answer: str = "", *, is_whole: boo
             found, outside = _regions(units, held)
             regions += found
             unexplained += outside
-    return Diagnosis(answer, _broken(regions, unexplained, is_whole), tuple(regions), _follows(judged))
+    broken = _broken(regions, unexplained, is_whole)
+    if all(isinstance(each.case, RecordedCase) and each.outcome in BROKEN for each in judged):
+        broken = _of_wrong_calls(broken, regions, results)
+    return Diagnosis(answer, broken, tuple(regions), _follows(judged))
 
 
 def _results_of(verdict: CaseVerdict) -> tuple[CheckedResult, ...]:
@@ -340,6 +345,20 @@ def _broken(regions: Sequence[Region], unexplained: int, is_whole: bool) -> str:
     return f"{'; '.join(parts)}."
 
 
+def _of_wrong_calls(broken: str, regions: Sequence[Region], results: Sequence[CaseResult]) -> str:
+    """Return the sentences of `_broken` for a recording without a right call. They list what all wrong results share. A rule
+    that separates requests of wrong calls may not hold for other calls.
+    """
+    first, *_ = regions
+    units = _units(results, first.held)
+    features = [each for each, is_wrong in zip(units.features, units.wrong, strict=True) if is_wrong]
+    names = (name for name in features[0] if name not in PLACES and all(each.get(name) is True for each in features))
+    shared = sorted(map(feature_named, names), key=lambda each: each.cost)
+    share = f" All share: {'; '.join(each.phrase('is', True) for each in shared[:MOST_SHARED])}." if shared else ""
+    rest = f"Among their requests, {_within(broken)}" if any(region.literals for region in regions) else broken
+    return f"No judged call is right, so that a rule cannot be told from the recording.{share} {rest}"
+
+
 def _within(sentence: str) -> str:
     """Return the beginning of a sentence with its first word in lower case, to continue another sentence; NaN stays NaN."""
     return sentence if sentence.startswith("NaN") else sentence[0].lower() + sentence[1:]
@@ -351,7 +370,8 @@ def _follows(verdicts: Sequence[CaseVerdict]) -> tuple[str, ...]:
     """
     firsts: dict[tuple[str, str], list[bool]] = {}
     for verdict in verdicts:
-        if verdict.outcome is not Outcome.RIGHT and (results := verdict.judged.results):
+        is_recorded = isinstance(verdict.case, RecordedCase)  # which has no other call
+        if verdict.outcome is not Outcome.RIGHT and not is_recorded and (results := verdict.judged.results):
             plain = results[0].wrong and results[0].held not in WITHOUT_RIGHT_ONES
             firsts.setdefault((verdict.interface.name.lower(), verdict.check), []).append(plain)
     found: dict[str, list[str]] = {}

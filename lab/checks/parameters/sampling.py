@@ -3,9 +3,11 @@
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from lab.checks.parameters.covering import Model, Point
+from lab.shrinking import halvings, smallest
 
 SEEDS = 2**30
 
@@ -33,8 +35,7 @@ class DrawnPoint:
         sizes = (
             sorted(each for each in self.model.axes[axis] if _is_size(each) and each < value) if _is_size(value) else []
         )
-        steps = [len(sizes) >> halvings for halvings in range(len(sizes).bit_length())]
-        for each in dict.fromkeys((default, *(sizes[-step] for step in steps))):
+        for each in dict.fromkeys((default, *(sizes[-step] for step in halvings(len(sizes))))):
             point = {**self.point, axis: each}
             if self.model.fits(point):
                 yield replace(self, point=point)
@@ -64,13 +65,8 @@ def samples(
 
 def shrunk(sample: DrawnPoint, stays_wrong: Callable[[Any], bool]) -> DrawnPoint:
     """Shrink a sample whose case is wrong: reset values to their defaults and reduce sizes as long as the case stays wrong."""
-    is_smaller = True
-    while is_smaller:
-        is_smaller = False
-        for axis in sample.point:
-            found = next((each for each in sample.smaller(axis) if stays_wrong(each.case)), None)
-            if found is not None:
-                sample, is_smaller = found, True
+    steps = [partial(DrawnPoint.smaller, axis=axis) for axis in sample.point]
+    sample = smallest(sample, steps, lambda each: stays_wrong(each.case))
     plain = replace(sample, seed=0)
     return plain if sample.seed and stays_wrong(plain.case) else sample
 

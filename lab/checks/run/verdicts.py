@@ -89,9 +89,10 @@ class Judged:
     output: SavedOutput | None = field(default=None, repr=False, compare=False)
     remarks: tuple[str, ...] = ()  # what a reader should know besides, a sentence each
     by_lab: bool = False  # nothing could be judged because of the lab or this machine, and not of the implementation
+    suspicions: tuple[str, ...] = ()  # about the case's inputs, a sentence each
 
     def __post_init__(self) -> None:
-        for name in ("wrongs", "declines", "remarks"):  # they quote messages of the kernel
+        for name in ("wrongs", "declines", "remarks", "suspicions"):  # they quote messages of the kernel
             object.__setattr__(self, name, tuple(map(printable, getattr(self, name))))
 
 
@@ -147,10 +148,12 @@ class CaseVerdict:
         return "; ".join(self.judged.wrongs or self.judged.declines)
 
     def __str__(self) -> str:
-        lines = [f"{self.check} of {self.interface.value} is {self.outcome.value}: {self.case!r}"]
+        is_suspicious = self.outcome is Outcome.RIGHT and self.judged.suspicions
+        outcome = f"{self.outcome.value}, but its inputs are suspicious" if is_suspicious else self.outcome.value
+        lines = [f"{self.check} of {self.interface.value} is {outcome}: {self.case!r}"]
         lines += [f"  {wrong}" for wrong in self.judged.wrongs]
         lines += [f"  declined: {reason}" for reason in self.judged.declines]
-        lines += [f"  note: {remark}" for remark in self.judged.remarks]
+        lines += [f"  note: {note}" for note in (*self.judged.suspicions, *self.judged.remarks)]
         if self.finding:
             lines.append(f"  known: {self.finding}")
         return "\n".join(lines)

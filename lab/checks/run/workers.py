@@ -367,4 +367,4 @@ def run_case(
     if run.wrongs or run.failures:
         outcome = Outcome.WRONG if run.wrongs else Outcome.FAILED
     found = (*run.wrongs, *run.failures), tuple(run.declines), run.worst_ratio, run.judged
-    return Judged(outcome, *found, tuple(run.results), run.output, tuple(run.remarks), by_lab)
+    return Judged(outcome, *found, tuple(run.results), run.output, tuple(run.remarks), by_lab, tuple(run.suspicions))

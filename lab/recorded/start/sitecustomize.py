@@ -10,20 +10,22 @@ import json
 import os
 import sys
 from importlib.abc import MetaPathFinder
-from importlib.machinery import PathFinder
-from importlib.util import module_from_spec
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec, module_from_spec
 from typing import Any
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 class _FirstImport(MetaPathFinder):
-    """Starts the recorder before the first import of a recorded package. It finds no module itself."""
+    """Starts the recorder before the first import of a recorded package, which then finds the package."""
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
-        if fullname.partition(".")[0] in PACKAGES and self in sys.meta_path:
-            sys.meta_path.remove(self)
-            _start()
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname.partition(".")[0] not in PACKAGES or self not in sys.meta_path:
+            return None
+        sys.meta_path.remove(self)
+        _start()
+        return find_spec(fullname)  # anew, since Python has read the list of finders already
 
     def say_at_end(self) -> None:
         if self in sys.meta_path and os.environ["LAB_RECORD_FIRST"] == str(os.getpid()):
