@@ -18,7 +18,6 @@ from lab.loading import LoadError
 from lab.ranges import OPTIONS, options_of, ranges_of
 
 if TYPE_CHECKING:
-    from lab.checks.properties.check import Check
     from lab.checks.report import Report
     from lab.checks.run.workers import Workers
     from lab.ranges import Ranges
@@ -151,11 +150,13 @@ class JudgedKernel(pytest.Collector):
 
     def collect(self) -> Sequence["CheckOfFunction"]:
         """Return a test for each check of each function."""
+        from lab.checks.properties import checks
+
         return [
             CheckOfFunction.from_parent(
                 self, name=f"{check.key}-{check.name}[{interface.name.lower()}]", check=check.key, interface=interface
             )
-            for check in all_checks()
+            for check in checks()
             for interface in self.offered
             if interface in check.interfaces
         ]
@@ -170,9 +171,8 @@ class JudgedKernel(pytest.Collector):
             narrowed: dict[Interface, Ranges] = {}
             if interface in PAGED_CALLS:
                 narrowed = dict(self._judge(DISCOVERING_CHECK, interface, self.ranges, drawn=0).narrowed)
-                self._judged.setdefault(
-                    interface, False
-                )  # a function that declines every plain call is judged by no check
+                # A function that declines every plain call is judged by no check.
+                self._judged.setdefault(interface, False)
             self._ranges[interface] = narrowed.get(interface, self.ranges)
         return self._ranges[interface]
 
@@ -195,18 +195,14 @@ class JudgedKernel(pytest.Collector):
 
     def can_be_judged(self, interface: "Interface") -> bool:
         """Return True if at least one check can judge a case of the function. If so, checks that are declined do not fail."""
+        from lab.checks.properties import checks
+
         if interface not in self._judged:
-            keys = [check.key for check in all_checks() if interface in check.interfaces]
+            keys = [check.key for check in checks() if interface in check.interfaces]
             self._judged[interface] = any(
                 row.judged for key in keys for row in self.judge(key, interface, drawn=0).rows
             )
         return self._judged[interface]
-
-
-def all_checks() -> "tuple[Check, ...]":
-    from lab.checks.properties import checks
-
-    return checks()
 
 
 class NotRight(Exception):  # noqa: N818 - a verdict

@@ -15,9 +15,10 @@ from lab import references
 from lab.calls.problem import AttentionCall
 from lab.checks import AttentionCase, RaggedCase, Ranges
 from lab.checks.case_run import CaseRun
+from lab.checks.parameters.call_cases import Lens
 from lab.checks.properties import k09_replay as replays
 from lab.checks.properties.check import Level
-from lab.checks.properties.k09_replay import CHECK, Lens, Replay, maker_of
+from lab.checks.properties.k09_replay import CHECK, Replay, maker_of
 from lab.checks.run.support_protocol import KernelError, Unsupported
 from lab.checks.run.verdicts import Outcome
 from lab.checks.run.workers import run_case

@@ -5,23 +5,31 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from lab.calls.problem import E4M3, AttentionCall
 from lab.checks.parameters.attention import edge_lengths
-from lab.checks.parameters.paged_axes import EQUAL, REQUESTS
+from lab.checks.parameters.paged_axes import EQUAL, REQUESTS, SHORT
 from lab.checks.parameters.values import Cache, Lengths, Mask, Offsets, Pages, Rows, Sinks, Tables, Without
 from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase, Contents, Storage, TableTail
 from lab.workloads.interfaces import Interface
 
-SHORT = 150  # keys of the longest request that is not long
 LAST = 600  # keys of a large batch's last request
 CONTEXT_ROWS = (5, 1, 17, 2, 33)  # of the requests in turn
 WIDE = 4200  # columns of a wide table, more than 4,096
 _TAILS = {Tables.NEGATIVE_TAIL: TableTail.NEGATIVE, Tables.FAR_TAIL: TableTail.FAR}
+
+
+@dataclass(frozen=True)
+class Lens:
+    """The number of keys and the number of query rows of each request in a batch."""
+
+    kv_lens: tuple[int, ...]
+    q_lens: tuple[int, ...]
 
 
 class Chosen(Protocol):

@@ -16,24 +16,12 @@ from lab.checks.case_run import CaseRun, Result
 from lab.checks.parameters.call_cases import rows_without_keys
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.models import FAMILIES
-from lab.checks.parameters.values import (
-    Bound,
-    Lse,
-    Offsets,
-    Output,
-    RaggedPadding,
-    SeqLens,
-    Sinks,
-    ValueScale,
-)
+from lab.checks.parameters.values import Bound, Lse, Offsets, Output, RaggedPadding, SeqLens, Sinks, ValueScale
 from lab.ranges import Ranges
 from lab.workloads.inputs.call import BuiltCall
 from lab.workloads.inputs.guards import embedded, guarded, same_bits, wrong_guards
 from lab.workloads.inputs.ragged import padded
-from lab.workloads.inputs.views import (
-    LEAST_ALIGNMENT_BYTES,
-    with_nan,
-)
+from lab.workloads.inputs.views import LEAST_ALIGNMENT_BYTES, with_nan
 
 # What each element of padding is, which no row may read.
 PADDED_ROWS: dict[Any, float] = {

@@ -11,9 +11,8 @@ from lab.checks.parameters.covering import Model
 from lab.checks.parameters.lists import LISTS
 from lab.checks.parameters.metadata_axes import METADATA
 from lab.checks.parameters.paged_axes import paged_model
-from lab.checks.parameters.paged_calls import PAGED_FORMS, paged_inputs
-from lab.checks.parameters.ragged import ragged_model
-from lab.checks.parameters.ragged_calls import RAGGED_FORMS, ragged_inputs, redrawn, replayed_cases
+from lab.checks.parameters.paged_calls import PAGED_FORMS, paged_inputs, redrawn_paged
+from lab.checks.parameters.ragged import RAGGED_FORMS, ragged_inputs, ragged_model, redrawn_ragged, replayed_cases
 from lab.ranges import Ranges
 from lab.workloads.inputs.call import BuiltCall
 from lab.workloads.interfaces import PAGED_CALLS, Interface, MetadataFunction
@@ -32,24 +31,25 @@ class CallFamily:
         model: returns the parameters (axes) of the call, their values and the rules between them, within ranges.
         inputs: makes the tensors of a configuration, one of `lab.workloads.inputs.call.CallInputs`.
         forms: functions that pass arguments of this call alone in the form that a configuration gives them.
-        replayed_cases, redrawn: of calls without a paged cache, the cases of K9, and the inputs of a case with other lengths.
+        redrawn: makes the inputs of a case with other lengths and another seed, for a replay.
+        replayed_cases: makes the cases of K9 of a call without a paged cache.
     """
 
     model: Callable[[Ranges], Model]
     inputs: Callable[..., Any]
     forms: tuple[Callable[[BuiltCall], None], ...]
+    redrawn: Callable[..., Any]
     replayed_cases: Callable[..., Iterator[Any]] | None = None
-    redrawn: Callable[..., Any] | None = None
 
 
 _cached = functools.lru_cache(maxsize=8)
 FAMILIES: Mapping[AttentionCall, CallFamily] = {
     **{
-        each: CallFamily(_cached(functools.partial(paged_model, each)), paged_inputs, PAGED_FORMS)
+        each: CallFamily(_cached(functools.partial(paged_model, each)), paged_inputs, PAGED_FORMS, redrawn_paged)
         for each in PAGED_CALLS
     },
     AttentionCall.RAGGED_CONTEXT: CallFamily(
-        _cached(ragged_model), ragged_inputs, RAGGED_FORMS, replayed_cases, redrawn
+        _cached(ragged_model), ragged_inputs, RAGGED_FORMS, redrawn_ragged, replayed_cases
     ),
 }
 MODELS: Mapping[Interface, Callable[[Ranges], Model]] = MappingProxyType(

@@ -32,6 +32,7 @@ from lab.ranges import Ranges, text_of
 from lab.workloads.inputs.views import Layout
 
 REQUESTS = 3
+SHORT = 150  # keys of the longest request that is not long
 FEW = 8  # rows of a request, in a large batch
 MOST_OUT_ELEMENTS = 2**22  # of a call: a large batch has few rows or heads
 MOST_PRODUCTS = 2**29  # of Q·K^T, and so of P·V: a long request has few rows or heads
@@ -133,7 +134,7 @@ def _is_long(lengths: Any) -> bool:
 
 
 def _longest(lengths: Any) -> int:
-    return lengths if _is_long(lengths) else 150
+    return lengths if _is_long(lengths) else SHORT
 
 
 def _prompt(rows: Any) -> int:

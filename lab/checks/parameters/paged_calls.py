@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from lab.calls.problem import E4M3, AttentionCall
-from lab.checks.parameters.call_cases import Chosen, attention_case
+from lab.checks.parameters.call_cases import Chosen, Lens, attention_case
 from lab.checks.parameters.values import Cache, Mask, Pages, Tables
 from lab.metadata.mla.metadata import allocate_multi_ctas_kv_counters
 from lab.ranges import Ranges
+from lab.workloads.attention_case import AttentionCase
 from lab.workloads.inputs.attention import AttentionInputs, as_one_tensor, build_attention
-from lab.workloads.inputs.call import BuiltCall
+from lab.workloads.inputs.call import BuiltCall, random_mask
 from lab.workloads.inputs.encoding import raw
 from lab.workloads.inputs.masks import draft_masks, strictly_causal, with_bits_after
 from lab.workloads.inputs.views import GAP, LEAST_ALIGNMENT_BYTES, apart, at_bytes, in_halves, with_odd_strides
@@ -27,6 +28,20 @@ def paged_inputs(of: Chosen, ranges: Ranges, device: torch.device) -> AttentionI
         return inputs
     shown = strictly_causal(inputs.case) if mask.shown is None else draft_masks(inputs.case)[mask.shown]
     return replace(inputs, shown=shown.to(device))
+
+
+def redrawn_paged(
+    case: AttentionCase, ranges: Ranges, device: torch.device, lens: Lens, seed: int = 0, moved: bool = False
+) -> AttentionInputs:
+    """Return the inputs of a case with other lengths, another seed and, if `moved`, other pages. They include a random mask,
+    and sinks if the case has them or an MLA call may have them.
+    """
+    has_sinks = case.sinks or (case.is_mla and True in ranges.sinks)
+    storage = replace(case.storage, page_seed=case.storage.page_seed + moved)
+    drawn = replace(
+        case, kv_lens=lens.kv_lens, q_lens=lens.q_lens, seed=case.seed + seed, sinks=has_sinks, storage=storage
+    )
+    return replace(build_attention(drawn, device), shown=random_mask(drawn).to(device))
 
 
 def _stored(inputs: AttentionInputs, of: Chosen) -> AttentionInputs:

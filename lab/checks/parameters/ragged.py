@@ -1,15 +1,41 @@
-"""The model (parameters, their values and rules) of the ragged context call: MLA before absorption, over contiguous K/V.
+"""The ragged context call: MLA before absorption, over contiguous K/V. Its model (parameters, their values and rules), and how
+the cases and calls of a configuration, and those of replays, are made.
 
 The first value of each axis is its default. Query dtypes, windows, sinks, large batches and long requests come from `Ranges`.
 Heads and head_dims are the model's own; they include those of DeepSeek and related models.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
+
 from lab.calls.problem import AttentionCall
+from lab.checks.parameters.attention import edge_lengths
+from lab.checks.parameters.call_cases import (
+    Chosen,
+    Lens,
+    emptied,
+    fewer_than_rows,
+    generator,
+    longest_request,
+    rows_of_prompts,
+)
 from lab.checks.parameters.covering import Model, constraints
-from lab.checks.parameters.paged_axes import LSE, OUT, PROMPTS, QUERY, REQUESTS, RULES, VACUOUS, WINDOWS, softmax_axes
+from lab.checks.parameters.paged_axes import (
+    LSE,
+    OUT,
+    PROMPTS,
+    QUERY,
+    REQUESTS,
+    RULES,
+    SHORT,
+    VACUOUS,
+    WINDOWS,
+    softmax_axes,
+)
 from lab.checks.parameters.values import (
     KV,
     Bound,
@@ -23,10 +49,13 @@ from lab.checks.parameters.values import (
     Sinks,
     Without,
 )
-from lab.ranges import Ranges, text_of
-from lab.workloads.inputs.views import Layout
+from lab.ranges import Ranges, dtype_of, text_of
+from lab.workloads.attention_case import Contents
+from lab.workloads.inputs.call import BuiltCall
+from lab.workloads.inputs.ragged import TILE, RaggedInputs, build_ragged, joined, padded
+from lab.workloads.inputs.views import GAP, Layout
+from lab.workloads.ragged_case import RaggedCase
 
-SHORT = 150  # keys of the longest request that is not long
 FEW_KEYS = 50  # about, of a request in a large batch
 LONGEST = 65_600  # keys: every one has a head of its own
 MOST_HEADS = 256
@@ -39,6 +68,11 @@ KEYS_AND_VALUES = (
     *(Layout.AT_16_BYTES, Layout.AT_AN_ELEMENT, Layout.FAR_APART, *KV),
 )
 BELOW_ZERO = "below zero"  # every logit, and so far apart that exp of their differences overflows
+# Of logits below zero: e of each, and e of the difference of both, are beyond float32's ends, e**-103 and e**88.7.
+HIGHEST, LOWEST = -110.0, -210.0
+QUERY_COORDINATE = 16.0
+# The value of each element of the keys' padding, which no row may read.
+PADDED_KEYS: dict[Any, float] = {RaggedPadding.KEYS: 100.0, RaggedPadding.BOTH: 100.0, RaggedPadding.NAN: math.nan}
 
 
 def ragged_model(ranges: Ranges) -> Model:
@@ -132,3 +166,116 @@ TRIPLES = (
     ("mirrors", "lengths", "rows"),
     ("mirrors", "offsets", "lengths"),
 )
+
+
+def ragged_inputs(of: Chosen, ranges: Ranges, device: torch.device) -> RaggedInputs:
+    """Return the tensors of a configuration, with its sinks and without padding, which `RAGGED_FORMS` adds."""
+    inputs = build_ragged(ragged_case(of), device)
+    inputs = _below_zero(inputs) if of["contents"] == BELOW_ZERO else inputs
+    sinks = None if of["sinks"] == Sinks.NONE else torch.linspace(1.0, 4.0, inputs.query.shape[1], device=device)
+    return replace(inputs, sinks=sinks, with_padding=False)
+
+
+def ragged_case(of: Chosen) -> RaggedCase:
+    """Return the case of a ragged call's configuration: its sizes, dtype, lengths and contents."""
+    q_lens, dims = rows_of_prompts(of), of["head_dims"]
+    kv_lens = _ragged_kv_lens(of, q_lens)
+    return RaggedCase(
+        tuple(kv_len - rows for kv_len, rows in zip(kv_lens, q_lens, strict=True)),
+        q_lens,
+        chunk=max(*kv_lens, 1),
+        num_heads=of["num_kv_heads"],
+        group=of["group"],
+        head_dim=dims.head_dim,
+        v_head_dim=dims.v_head_dim,
+        dtype=dtype_of(of["dtype"]),
+        window_left=of["window_left"],
+        contents=Contents.NEEDLES if of["contents"] == "needles" else Contents.RANDOM,
+        seed=of.seed,
+    )
+
+
+def _ragged_kv_lens(of: Chosen, q_lens: Sequence[int]) -> tuple[int, ...]:
+    """Return the number of keys of each request in a ragged call, as the axis "lengths" says."""
+    lengths, rng = of["lengths"], generator(of)
+    if len(q_lens) > REQUESTS:
+        kv_lens = [rows + 3 * request % 47 for request, rows in enumerate(q_lens)]
+    else:
+        edges = edge_lengths(TILE, SHORT)
+        kv_lens = [max(rng.choice(edges), rows) for rows in q_lens]
+        kv_lens[-1] = max(SHORT - rng.randrange(20), q_lens[-1])  # a window hides something of it
+    if lengths == Lengths.AS_ROWS:
+        kv_lens = list(q_lens)
+    elif lengths == Lengths.OF_THE_NEXT:
+        kv_lens = [*q_lens[1:], q_lens[0]]
+    elif lengths == Lengths.FEWER:
+        kv_lens = fewer_than_rows(q_lens)
+    elif isinstance(lengths, int):
+        kv_lens[longest_request(of)] = lengths + rng.randrange(TILE)
+    return emptied(kv_lens, lengths)
+
+
+def _below_zero(inputs: RaggedInputs) -> RaggedInputs:
+    """Return the inputs with one coordinate of queries and keys replaced, so that all logits of a row lie between LOWEST and
+    HIGHEST.
+    """
+    query, parts = inputs.query.float(), []
+    query[..., 0] = QUERY_COORDINATE
+    for keys, values in inputs.parts:
+        steps = torch.linspace(HIGHEST, LOWEST, len(keys)).roll(len(keys) // 2)
+        lowered = keys.float()
+        lowered[..., 0] = (steps / (QUERY_COORDINATE * inputs.softmax_scale)).unsqueeze(1)
+        parts.append((lowered.to(keys.dtype), values))
+    return replace(inputs, query=query.to(inputs.query.dtype), parts=parts)
+
+
+def _keys_and_values(call: BuiltCall) -> None:
+    """Pass the keys and values of a ragged call in the layout that the axis "kv" names, with padding after them."""
+    given, form, padding = call.given, call.forms["kv"], PADDED_KEYS.get(call.forms["padding"])
+    key, value = (given[name] if padding is None else padded(given[name], padding) for name in ("key", "value"))
+    if form == KV.ONE_TENSOR:
+        key, value = joined((key, value), dim=-1).split((key.shape[-1], value.shape[-1]), dim=-1)
+    elif form == KV.V_OF_A_PROJECTION:  # which has the keys' elements without position before the values
+        without_position = key.shape[-1] // 2 // GAP * GAP
+        value = joined((key[..., :without_position], value), dim=-1)[..., without_position:]
+    elif form == KV.V_APART:
+        value = Layout.TOKENS_APART.of(value)
+    else:
+        key, value = form.of(key), form.of(value)
+    given |= {"key": key, "value": value}
+
+
+def _host_lengths(call: BuiltCall) -> None:
+    """Pass the lengths as CPU tensors too, if the configuration says so. Also pass `o_sf_scale` and
+    `skip_all_rows_active_check`.
+    """
+    for name in ("o_sf_scale", "skip_all_rows_active_check"):
+        call.given[name] = call.forms[name]
+    if call.forms["mirrors"] != "none":
+        dtype = getattr(torch, call.forms["mirrors"])
+        call.given["q_seq_lens_cpu"] = torch.tensor(call.inputs.q_lens, dtype=dtype)
+        call.given["kv_seq_lens_cpu"] = torch.tensor(call.inputs.kv_lens, dtype=dtype)
+
+
+RAGGED_FORMS: tuple[Callable[[BuiltCall], None], ...] = (_keys_and_values, _host_lengths)
+
+
+def replayed_cases(ranges: Ranges, count: int, longest: Sequence[int]) -> Iterator[RaggedCase]:
+    """Yield `count` cases for replays, and one with each number of keys in `longest`."""
+    dtypes = [dtype for dtype, _ in ranges.dtypes]
+    shapes = [((TILE, 2 * TILE, 3, 5), (7, 2 * TILE, 1, TILE)), ((0, 200, 130, 0), (130, 0, 3, 131))]
+    for number in range(count):
+        dtype = dtypes[number % len(dtypes)]
+        yield RaggedCase(*shapes[number % 2], num_heads=1 + number % 3, dtype=dtype, seed=number + 1)
+    for most_keys in longest:
+        yield RaggedCase((most_keys, 9), (5, 2), num_heads=1, dtype=dtypes[0], seed=1)
+
+
+def redrawn_ragged(
+    case: RaggedCase, _: Ranges, device: torch.device, lens: Lens, seed: int = 0, moved: bool = False
+) -> RaggedInputs:
+    """Return the inputs of a case with other lengths and another seed. They include sinks, and the call returns the LSE."""
+    prefix_lens = tuple(kv_len - q_len for kv_len, q_len in zip(lens.kv_lens, lens.q_lens, strict=True))
+    drawn = replace(case, prefix_lens=prefix_lens, q_lens=lens.q_lens, seed=10 * case.seed + seed + 6 * moved)
+    sinks = torch.randn(case.num_heads, generator=torch.Generator().manual_seed(drawn.seed)) + 2.0
+    return replace(build_ragged(drawn, device), sinks=sinks.to(device), return_lse=True)

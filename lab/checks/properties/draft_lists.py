@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from lab.checks.case_run import CaseRun
+from lab.checks.explain.batch_features import CallFeatures
 from lab.checks.explain.features import features_of_case
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.lists import FIELDS, NARROW, lens_of
@@ -45,9 +46,15 @@ def _cases(scope: Scope) -> Iterator[DraftListsCase]:
 
 
 def _judge(run: CaseRun) -> None:
-    wrongs = DraftLists(run.case, str(run.device)).wrongs(in_place(run.function(MetadataFunction.DRAFT_KV_INDICES)))
+    _expect_right(run, "the lists", DraftLists(run.case, str(run.device)))
+
+
+def _expect_right(run: CaseRun, what: str, lists: DraftLists, features: CallFeatures | None = None) -> bool:
+    """Let the function write the lists of a draft, and expect all their cells to be right. Return True if they are."""
+    wrongs = lists.wrongs(in_place(run.function(MetadataFunction.DRAFT_KV_INDICES)))
     run.judged += 1
-    run.expect("the lists", wrongs, kind="lists")
+    run.expect(what, wrongs, "lists", features)
+    return not wrongs
 
 
 def draft_lists_case(of: Configuration) -> DraftListsCase:
@@ -70,16 +77,10 @@ def judge_lists(run: CaseRun) -> None:
     case = draft_lists_case(run.case)
     features = features_of_case(case)
     features = replace(features, features={**features.features, **run.called.features})
-    write = in_place(run.function(MetadataFunction.DRAFT_KV_INDICES))
     lists = DraftLists(case, str(run.device))
-    wrongs = lists.wrongs(write)
-    run.judged += 1
-    run.expect("the lists", wrongs, kind="lists", call=features)
-    if wrongs:
-        return
-    lists.take(DraftLists(replace(case, lens=case.lens[::-1], seed=case.seed + 1), str(run.device)))
-    run.judged += 1
-    run.expect("the lists of others in the same tensors", lists.wrongs(write), kind="lists", call=features)
+    if _expect_right(run, "the lists", lists, features):
+        lists.take(DraftLists(replace(case, lens=case.lens[::-1], seed=case.seed + 1), str(run.device)))
+        _expect_right(run, "the lists of others in the same tensors", lists, features)
 
 
 CHECK = Check("L1", "draft_lists", __doc__, _cases, _judge, interfaces=(MetadataFunction.DRAFT_KV_INDICES,))

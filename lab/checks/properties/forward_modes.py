@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lab.calls.problem import E4M3, NVFP4, AttentionCall
 from lab.checks.case_run import CallForm, CaseRun, Result
-from lab.checks.parameters.covering import Constraint, Model
+from lab.checks.parameters.covering import Model, constraints
 from lab.checks.properties.check import Check, Scope
 from lab.checks.run.support_protocol import Unsupported
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
@@ -166,20 +166,18 @@ def geometry_cases(ranges: Ranges) -> Iterator[ForwardCase]:
     }
     if not axes["model"]:
         return
-    rules = (
-        Constraint(lambda model, sliding_window: sliding_window in ranges.windows_of(geometry(model)), "no window"),
-        Constraint(lambda model, is_slice: not is_slice or TENSOR_PARALLEL.get(model, 1) > 1, "no slice"),
-        Constraint(
-            lambda page_size, dtypes: page_size == one_page_size or dtypes == ranges.dtypes[0], "pages of one size"
-        ),
-        Constraint(
-            lambda variant, dtypes: dtypes[0] == dtypes[1] or not variants[variant].split_mixed_tail,
-            "a mixed tail is split where both dtypes are one",
-        ),
-        Constraint(
-            lambda variant, sliding_window: not sliding_window or not variants[variant].encoder_only,
-            "an encoder-only layer has no window",
-        ),
+    rules = constraints(
+        {
+            "no window": lambda model, sliding_window: sliding_window in ranges.windows_of(geometry(model)),
+            "no slice": lambda model, is_slice: not is_slice or TENSOR_PARALLEL.get(model, 1) > 1,
+            "pages of one size": lambda page_size, dtypes: page_size == one_page_size or dtypes == ranges.dtypes[0],
+            "a mixed tail is split where both dtypes are one": lambda variant, dtypes: (
+                dtypes[0] == dtypes[1] or not variants[variant].split_mixed_tail
+            ),
+            "an encoder-only layer has no window": lambda variant, sliding_window: (
+                not sliding_window or not variants[variant].encoder_only
+            ),
+        }
     )
     triples = (("variant", "model", "sliding_window"), ("variant", "model", "page_size"))
     for point in Model(axes, rules, triples).covering(ranges.seed):

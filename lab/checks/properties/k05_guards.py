@@ -4,13 +4,11 @@ A store one row too far writes memory that other tests do not look at. Here outp
 sinks and lengths lie between values that would change the result, and every input must be unchanged after the call.
 """
 
-from typing import Any
-
 import torch
 
 from lab.checks.case_run import CaseRun, GivenCall
 from lab.checks.properties.check import Check, balanced_cases, itself
-from lab.workloads.inputs.attention import AttentionInputs, new_workspace
+from lab.workloads.inputs.attention import new_workspace
 from lab.workloads.inputs.guards import embedded, guarded, wrong_guards
 
 
@@ -19,8 +17,12 @@ def _judge(run: CaseRun) -> None:
     truth = inputs.truth()
     before = {name: tensor.clone() for name, tensor in inputs.tensors().items()}
     workspace, around_workspace = guarded(new_workspace(run.device))
-    arguments = inputs.arguments() | {"workspace_buffer": workspace} | _embedded(inputs)
-    result = run.call(GivenCall(inputs.case.interface, arguments))
+    # What lies around these would change the result: the longest possible length, and NaN.
+    among = {"seq_lens": embedded(inputs.seq_lens, inputs.max_seq_len)}
+    if inputs.sinks is not None:
+        among["sinks"] = embedded(inputs.sinks, float("nan"))
+    arguments = inputs.arguments() | {"workspace_buffer": workspace} | among
+    result = run.call(GivenCall(inputs.interface, arguments))
     run.expect_close("inputs among guards", result, truth)
     run.expect("around the workspace", wrong_guards("the workspace", around_workspace))
 
@@ -34,16 +36,6 @@ def _judge(run: CaseRun) -> None:
         run.expect_lse("into lse", lse, truth)
         run.expect("around lse", wrong_guards("lse", around_lse))
     run.expect_unchanged("the inputs", inputs.tensors(), before)
-
-
-def _embedded(inputs: AttentionInputs) -> dict[str, Any]:
-    """Return the arguments `seq_lens` and `sinks` as parts of larger vectors. The values around them would change the result:
-    the longest possible length, and NaN.
-    """
-    vectors: dict[str, Any] = {"seq_lens": embedded(inputs.seq_lens, inputs.max_seq_len)}
-    if inputs.sinks is not None:
-        vectors["sinks"] = embedded(inputs.sinks, float("nan"))
-    return vectors
 
 
 CHECK = Check("K5", "guards", __doc__, balanced_cases(6, 32, seed=7), _judge, drawn=itself)

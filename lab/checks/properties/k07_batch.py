@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from lab.checks.case_run import CaseRun
 from lab.checks.properties.check import Check, balanced_cases, itself
 from lab.workloads.inputs.attention import AttentionInputs
+from lab.workloads.inputs.ragged import joined
 
 SHARED_PAGES = 2
 
@@ -54,18 +54,12 @@ def _with_shared_prefix(inputs: AttentionInputs) -> AttentionInputs:
     pages = min(SHARED_PAGES, lengths[donor] // page_size)
     block_tables = inputs.block_tables.clone()
     block_tables[:, :pages] = inputs.block_tables[donor, :pages]
-    shared = inputs.histories[donor]
-    histories = tuple(_begun_as(own, shared, pages * page_size) for own in inputs.histories)
-    return replace(inputs, block_tables=block_tables, histories=histories)
-
-
-def _begun_as(own: tuple[Tensor, Tensor], shared: tuple[Tensor, Tensor], tokens: int) -> tuple[Tensor, Tensor]:
-    """Return the keys and values of a request, with those of its first `tokens` tokens replaced by another request's."""
-    keys, values = (
-        torch.cat((other[: min(tokens, len(mine))].view(torch.uint8), mine[tokens:].view(torch.uint8))).view(mine.dtype)
-        for mine, other in zip(own, shared, strict=True)
+    tokens, (keys, values) = pages * page_size, inputs.histories[donor]
+    histories = tuple(
+        (joined((keys[:tokens][: len(k)], k[tokens:])), joined((values[:tokens][: len(v)], v[tokens:])))
+        for k, v in inputs.histories
     )
-    return keys, values
+    return replace(inputs, block_tables=block_tables, histories=histories)
 
 
 def select(inputs: AttentionInputs, requests: Sequence[int]) -> AttentionInputs:

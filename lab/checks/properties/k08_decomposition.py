@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from lab.calls.problem import AttentionCall
-from lab.checks.case_run import CaseRun, Result
+from lab.checks.case_run import CaseRun
 from lab.checks.properties.check import Check, Scope
 from lab.references.errors import relative_l2
 from lab.workloads.attention_case import AttentionCase, Contents
@@ -46,7 +46,11 @@ def _judge(run: CaseRun) -> None:
         result = run.vary("one row at a time", single)
         what = f"the row {back} before the last, by itself"
         run.expect_close(what, result, single.truth())
-        _agree(run, what, result, together.out[rows], allowed[rows])
+        expected = together.out[rows]
+        if result is not None and result.out.shape == expected.shape:
+            apart = relative_l2(result.out, expected)
+            if bool((~(apart <= allowed[rows])).any()):
+                run.wrongs.append(f"“{what}” and “together” differ by {float(apart.max()):.3g}")
 
 
 def one_row(inputs: AttentionInputs, rows: torch.Tensor, back: int) -> AttentionInputs:
@@ -67,14 +71,6 @@ def one_row(inputs: AttentionInputs, rows: torch.Tensor, back: int) -> Attention
         ),
         seq_lens=inputs.seq_lens - back,
     )
-
-
-def _agree(run: CaseRun, what: str, result: Result | None, expected: torch.Tensor, allowed: torch.Tensor) -> None:
-    if result is None or result.out.shape != expected.shape:
-        return
-    apart = relative_l2(result.out, expected)
-    if bool((~(apart <= allowed)).any()):
-        run.wrongs.append(f"“{what}” and “together” differ by {float(apart.max()):.3g}")
 
 
 CHECK = Check("K8", "decomposition", __doc__, _cases, _judge, drawn=_several_rows)

@@ -9,7 +9,7 @@ with the same tensors. Finally, eager calls use another set of tensors, with hos
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain, repeat
 from typing import Any
@@ -19,26 +19,18 @@ from torch import Tensor
 
 from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CallForm, CaseRun, GivenCall, Result, as_result
+from lab.checks.parameters.call_cases import Lens
 from lab.checks.parameters.models import FAMILIES
 from lab.checks.properties.check import Check, Scope
 from lab.checks.run.support_protocol import KernelError, Unsupported
 from lab.metadata.engine.capture import capturing
 from lab.workloads.attention_case import AttentionCase
-from lab.workloads.inputs.attention import AttentionInputs
-from lab.workloads.inputs.call import BuiltCall, CallInputs, Form, Forms, in_forms, random_mask, rewritten
+from lab.workloads.inputs.call import BuiltCall, CallInputs, Form, Forms, in_forms, rewritten
 from lab.workloads.inputs.ragged import TILE
 
 LONG = (4096, 32768)  # keys of a request that was captured on a page
 MOST_BETWEEN = 1024  # keys of a request in the eager call, and two pages more
 KEPT = ("workspace_buffer", "out")  # arguments whose contents are not a batch's
-
-
-@dataclass(frozen=True)
-class Lens:
-    """The number of keys and the number of query rows of each request in a batch."""
-
-    kv_lens: tuple[int, ...]
-    q_lens: tuple[int, ...]
 
 
 Make = Callable[..., CallInputs]  # of Lens and a seed; `moved` if pages lie elsewhere
@@ -140,20 +132,7 @@ def maker_of(run: CaseRun, case: Any) -> Make:
     """Return a function that makes the inputs of a case with other lengths, another seed and, if `moved`, other pages. They
     include sinks and a mask, as far as the case allows.
     """
-    if isinstance(case, AttentionCase):
-        return partial(_make_paged, run, case)
-    redrawn = FAMILIES[case.interface].redrawn
-    assert redrawn is not None
-    return lambda lens, seed=0, moved=False: redrawn(case, run.device, lens.kv_lens, lens.q_lens, seed + 6 * moved)
-
-
-def _make_paged(run: CaseRun, case: AttentionCase, lens: Lens, seed: int = 0, moved: bool = False) -> AttentionInputs:
-    has_sinks = case.sinks or (case.is_mla and True in run.ranges.sinks)
-    storage = replace(case.storage, page_seed=case.storage.page_seed + moved)
-    shown = replace(
-        case, kv_lens=lens.kv_lens, q_lens=lens.q_lens, seed=case.seed + seed, sinks=has_sinks, storage=storage
-    )
-    return replace(run.build(shown), shown=random_mask(shown).to(run.device))
+    return partial(FAMILIES[case.interface].redrawn, case, run.ranges, run.device)
 
 
 def _wanted(run: CaseRun, waits: bool) -> list[Form]:

@@ -74,7 +74,10 @@ def _storage(run: CaseRun, truth: Truth) -> None:
     """
     storage = run.case.storage
     run.vary("pages in another order", run.build(page_seed=storage.page_seed + 1), truth)
-    for page_size in _page_sizes(run):
+    page_sizes = run.ranges.mla_page_sizes if run.case.is_mla else run.ranges.page_sizes
+    if LARGE_PAGE // 2 in page_sizes and not run.case.is_mla:
+        page_sizes = (*page_sizes, LARGE_PAGE)
+    for page_size in page_sizes:
         run.vary(f"pages of {page_size} tokens", run.build(page_size=page_size), truth)
     if not run.case.is_mla:
         for layout in run.ranges.kv_layouts:
@@ -84,13 +87,6 @@ def _storage(run: CaseRun, truth: Truth) -> None:
         stacked = run.build(stacked=True)
         run.vary("V's page after each of K's", stacked, truth)
         run.vary("kv_cache as one tensor", stacked, truth, kv_cache=as_one_tensor(stacked))
-
-
-def _page_sizes(run: CaseRun) -> tuple[int, ...]:
-    """Return the page sizes to try: those of the ranges, and `LARGE_PAGE` if the ranges have a page size of half of it."""
-    if run.case.is_mla:
-        return run.ranges.mla_page_sizes
-    return (*run.ranges.page_sizes, LARGE_PAGE) if LARGE_PAGE // 2 in run.ranges.page_sizes else run.ranges.page_sizes
 
 
 def _strides(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -> None:

@@ -47,13 +47,16 @@ def _judge(run: CaseRun) -> None:
         return
     inputs = run.build()
     run.expect_call("nothing changed", inputs, inputs.truth())
-    _uneven_rows(run, inputs)
-    left_out = [
-        name for name, axis in (("window", run.ranges.windows), ("sinks", run.ranges.sinks)) if True not in axis
-    ]
-    for name, (changes, rules) in _probes(inputs).items():
-        if not any(word in name for word in left_out):
-            _probe(run, name, inputs, changes, rules)
+    query = inputs.query.float()
+    query[::2] *= FAR  # so that each row needs a maximum of its own
+    uneven = replace(inputs, query=query.to(inputs.query.dtype))
+    run.expect_call("rows whose logits are far apart", uneven, uneven.truth())
+    for name, (changes, rules) in _probes(run, inputs).items():
+        result = run.vary(name, inputs, inputs.truth(**rules), **changes)
+        if result is not None and name == "lse" and result.lse is None:
+            run.wrong("return_lse=True returned no LSE")
+        if result is not None and result.out.dtype != changes.get("out_dtype", result.out.dtype):
+            run.wrong(f"out_dtype={changes['out_dtype']} gave {result.out.dtype}")
     if interface is AttentionCall.CONTEXT:
         _request_without_rows(run, inputs)
     else:
@@ -67,30 +70,9 @@ def _judge(run: CaseRun) -> None:
         _masks(run, _several_rows(run))
 
 
-def _uneven_rows(run: CaseRun, inputs: AttentionInputs) -> None:
-    """Make a call in which every second query row has logits `FAR` times as large, so that each row needs its own maximum."""
-    query = inputs.query.float()
-    query[::2] *= FAR
-    uneven = replace(inputs, query=query.to(inputs.query.dtype))
-    run.expect_call("rows whose logits are far apart", uneven, uneven.truth())
-
-
-def _probe(run: CaseRun, name: str, inputs: AttentionInputs, changes: dict[str, Any], rules: dict[str, Any]) -> None:
-    """Make the call with the changed arguments `changes`. Compare the result with attention under the changed `rules`, such as
-    scales or window.
-    """
-    result = run.vary(name, inputs, inputs.truth(**rules), **changes)
-    if result is None:
-        return
-    if name == "lse" and result.lse is None:
-        run.wrong("return_lse=True returned no LSE")
-    if "out_dtype" in changes and result.out.dtype != changes["out_dtype"]:
-        run.wrong(f"out_dtype={changes['out_dtype']} gave {result.out.dtype}")
-
-
-def _probes(inputs: AttentionInputs) -> dict[str, Change]:
-    """Return changes of a function's optional arguments, by a name for reports. A change is a pair: the new arguments, and the
-    rules of attention that change with them.
+def _probes(run: CaseRun, inputs: AttentionInputs) -> dict[str, Change]:
+    """Return changes of a function's optional arguments within the ranges, by a name for reports. A change is a pair: the new
+    arguments, and the rules of attention that change with them.
     """
 
     def both(**changes: Any) -> Change:
@@ -113,23 +95,25 @@ def _probes(inputs: AttentionInputs) -> dict[str, Change]:
         "seq_lens as uint32": ({"seq_lens": inputs.seq_lens.to(torch.uint32)}, {}),  # FlashInfer documents it too
         "lse": ({"return_lse": True}, {}),
     }
-    with_lse = (sinks | {"return_lse": True}, sinks)
-    if inputs.case.is_mla:  # whose function annotates a list of sinks; its kernels take one tensor
-        in_a_list = ({"sinks": [sinks["sinks"]]}, sinks)
-        return probes | {"sinks": both(**sinks), "sinks in a list": in_a_list, "lse of sinks": with_lse}
-    probes |= {
-        "out_dtype": both(out_dtype=torch.float16 if inputs.case.dtype == torch.bfloat16 else torch.bfloat16),
-        # Most elements exceed the largest e4m3 number, to which they saturate: a NaN would reach a whole layer.
-        "an e4m3 output of large values": both(out_dtype=E4M3, bmm2_scale=inputs.bmm2_scale * 4000.0),
-        "window_left": both(window_left=WINDOW),
-        "window_left=0": both(window_left=0),
-        "sinks": both(**sinks),
-        "lse of sinks": with_lse,
-    }
+    if not inputs.case.is_mla:
+        probes |= {
+            "out_dtype": both(out_dtype=torch.float16 if inputs.case.dtype == torch.bfloat16 else torch.bfloat16),
+            # Most elements exceed the largest e4m3 number, to which they saturate: a NaN would reach a whole layer.
+            "an e4m3 output of large values": both(out_dtype=E4M3, bmm2_scale=inputs.bmm2_scale * 4000.0),
+        }
+        if True in run.ranges.windows:
+            probes |= {"window_left": both(window_left=WINDOW), "window_left=0": both(window_left=0)}
+    if True in run.ranges.sinks:
+        probes["sinks"] = both(**sinks)
+        if inputs.case.is_mla:  # whose function annotates a list of sinks; its kernels take one tensor
+            probes["sinks in a list"] = {"sinks": [sinks["sinks"]]}, sinks
+        probes["lse of sinks"] = sinks | {"return_lse": True}, sinks
     if inputs.interface is AttentionCall.CONTEXT:
-        return probes | {"causal": both(causal=False)}
-    log2 = {"bmm1_scale_log2": on_device(scale) * math.log2(math.e)}
-    return probes | {"bmm1_scale_log2": (log2, {"bmm1_scale": on_device(scale)})}
+        probes["causal"] = both(causal=False)
+    if inputs.interface is AttentionCall.DECODE:
+        log2 = {"bmm1_scale_log2": on_device(scale) * math.log2(math.e)}
+        probes["bmm1_scale_log2"] = log2, {"bmm1_scale": on_device(scale)}
+    return probes
 
 
 def scale_below_0(inputs: AttentionInputs) -> float:

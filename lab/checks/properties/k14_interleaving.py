@@ -47,7 +47,10 @@ def _neighbours(case: AttentionCase, ranges: Ranges) -> Iterator[tuple[str, Atte
     yield "other contents", replace(case, seed=case.seed + 7)
     yield "requests in another order", replace(case, kv_lens=case.kv_lens[::-1], q_lens=case.q_lens[::-1])
     yield "fewer requests", replace(case, kv_lens=case.kv_lens[:2], q_lens=case.q_lens[:2])
-    yield "more and longer requests", _larger(case)
+    kv_lens = tuple(kv_len + LONGER + case.page_size for kv_len in (*case.kv_lens, *case.kv_lens[:2]))
+    more = MORE_ROWS if case.interface is AttentionCall.CONTEXT else 0
+    q_lens = tuple(q_len + more for q_len in (*case.q_lens, *case.q_lens[:2]))
+    yield "more and longer requests", replace(case, kv_lens=kv_lens, q_lens=q_lens, seed=case.seed + 8)
     if not case.is_mla:
         if len(set(ranges.windows)) > 1:
             yield "the other window", replace(case, window_left=-1 if case.window_left >= 0 else case.page_size)
@@ -55,14 +58,6 @@ def _neighbours(case: AttentionCase, ranges: Ranges) -> Iterator[tuple[str, Atte
             yield "the other sinks", replace(case, sinks=not case.sinks)
         page_size = _next(ranges.page_sizes, case.page_size)
         yield "another page size", replace(case, storage=replace(case.storage, page_size=page_size))
-
-
-def _larger(case: AttentionCase) -> AttentionCase:
-    """Return the case with two requests more, and more keys per request; in a context call also more query rows."""
-    kv_lens = tuple(kv_len + LONGER + case.page_size for kv_len in (*case.kv_lens, *case.kv_lens[:2]))
-    more = 0 if case.interface is not AttentionCall.CONTEXT else MORE_ROWS
-    q_lens = tuple(q_len + more for q_len in (*case.q_lens, *case.q_lens[:2]))
-    return replace(case, kv_lens=kv_lens, q_lens=q_lens, seed=case.seed + 8)
 
 
 def _next(axis: tuple[int, ...], value: int) -> int:

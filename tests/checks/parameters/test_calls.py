@@ -14,8 +14,7 @@ from lab.checks.parameters.call_cases import attention_case, fewer_than_rows
 from lab.checks.parameters.calls import built_call, judge_call
 from lab.checks.parameters.models import MODELS
 from lab.checks.parameters.paged_axes import VACUOUS, paged_model
-from lab.checks.parameters.ragged import ragged_model
-from lab.checks.parameters.ragged_calls import ragged_case
+from lab.checks.parameters.ragged import ragged_case, ragged_model
 from lab.checks.parameters.values import HeadDims, Pages
 from lab.checks.properties.k18_combinations import CHECK
 from lab.workloads.interfaces import Interface
