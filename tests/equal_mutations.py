@@ -48,4 +48,15 @@ EQUAL: dict[tuple[str, str, str], str] = {
         "honours=HONOURED_BY_ALL | LSES | {Feature.SINKS},",
         "honours=HONOURED_BY_ALL ^ LSES | {Feature.SINKS},",
     ): "the sets have no feature in common",
+    **{
+        ("lab/checks/explain/failure_rules.py", before, before.replace(number, other)): "it limits the search's effort"
+        for before, number, others in (
+            ("MOST_PAIRS = 150  # that a third literal is tried with", "150", ("149", "151")),
+            (
+                "MOST_UNITS = 4000  # wrong ones, and right ones, among which rules are searched; of more, one in every few",
+                *("4000", ("3999", "4001")),
+            ),
+        )
+        for other in others
+    },
 }

@@ -20,7 +20,7 @@ MOST_RULES = 4
 MOST_PAIRS = 150  # that a third literal is tried with
 # A result is worth less than its bits, since results of one case are not independent; more where few are wrong, until a rule
 # is found.
-WORTHS = (0.5, 1, 2, 4, 8, 16)
+WORTHS = tuple(2.0**power for power in range(-1, 5))
 MOST_WORTH_OF_LATER = 4  # of what the first rule leaves
 EVERYWHERE = 0.9  # of the results: where as many are wrong, exceptions are no rule
 MOSTLY = 0.8  # of the results: where as many are wrong, a rule must leave out a tenth of them

@@ -56,14 +56,17 @@ def test_not_every_result_of_a_region_must_show_it() -> None:
     assert [str(literal) for literal in find_rules(features, wrong, range(len(features)))[0]] == ["sinks"]
 
 
-@pytest.mark.parametrize(("without", "rule"), [(15, ["sinks"]), (1, [])])
+@pytest.mark.parametrize(
+    ("without", "right", "rule"), [(15, 15, ["sinks"]), (1, 15, []), (1, 2, ["sinks"]), (1, 3, [])]
+)
 def test_a_condition_is_named_where_nearly_all_is_wrong_if_results_without_it_tell(
-    without: int, rule: list[str]
+    without: int, right: int, rule: list[str]
 ) -> None:
+    """They are right by chance as rarely as 10**-6.01 where `right` is 2, and 10**-5.64 where it is 3."""
     features = [{"kv_len": number, "sinks": True} for number in range(300)] + [
         {"kv_len": number} for number in range(without)
     ]
-    wrong = np.array([number % 20 > 0 for number in range(300)] + [False] * without)
+    wrong = np.array([number % (300 // right) > 0 for number in range(300)] + [False] * without)
     found = find_rules(features, wrong, range(len(features)))
     assert [str(literal) for literal in found[0]] == rule
 
@@ -86,13 +89,42 @@ def test_a_condition_is_named_where_nearly_all_is_wrong_if_results_without_it_te
             | {"has_window mask": (0, 50), "": (0, 100)},
             "has_window and sinks",
         ),
+        # A condition that all wrong results share must be wrong mostly.
+        ({"sinks has_window": (40, 0), "sinks": (2, 58), "has_window": (0, 40), "": (0, 40)}, "has_window and sinks"),
+        # A negation stays where results without it are right.
+        (
+            {"sinks": (40, 2), "sinks has_window": (0, 40), "has_window": (0, 40), "": (0, 40)},
+            "not has_window and sinks",
+        ),
+        # Where fewer are wrong than most, a rule need not leave out a tenth.
+        ({"sinks": (70, 20), "": (0, 2)}, "sinks"),
     ],
 )
 def test_a_rule_leaves_out_or_keeps_a_second_condition(counts: dict[str, tuple[int, int]], rule: str) -> None:
+    assert rules_of(counts) == [rule]
+
+
+@pytest.mark.parametrize(
+    ("counts", "rules"),
+    [
+        # A rule of two conditions costs 12 bits; of one case's results each is worth little, but 16 times as much at last.
+        ({"sinks has_window": (1, 0), "sinks": (0, 45), "has_window": (0, 45), "": (0, 45)}, ["has_window and sinks"]),
+        ({"sinks has_window": (1, 0), "sinks": (0, 46), "has_window": (0, 46), "": (0, 46)}, [""]),
+        # After the first rule 4 times as much.
+        ({"sinks": (5, 0), "mask": (1, 0), "": (0, 5)}, ["sinks", "mask"]),
+        ({"sinks": (6, 0), "mask": (1, 0), "": (0, 6)}, ["sinks"]),
+    ],
+)
+def test_results_of_one_case_are_worth_little(counts: dict[str, tuple[int, int]], rules: list[str]) -> None:
+    assert rules_of(counts, is_one_case=True) == rules
+
+
+def rules_of(counts: dict[str, tuple[int, int]], *, is_one_case: bool = False) -> list[str]:
+    """The rules over as many wrong and right results as have these conditions."""
     units = [dict.fromkeys(names.split(), True) for names, (bad, good) in counts.items() for _ in range(bad + good)]
     wrong = [is_wrong for bad, good in counts.values() for is_wrong in [True] * bad + [False] * good]
-    (found,) = find_rules(units, np.array(wrong), range(len(units)))
-    assert " and ".join(sorted(map(str, found))) == rule
+    found = find_rules(units, np.array(wrong), [0] * len(units) if is_one_case else range(len(units)))
+    return [" and ".join(sorted(map(str, rule))) for rule in found]
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,13 @@ import torch
 from lab import references
 from lab.calls import DecodeCall
 from lab.calls.problem import AttentionCall
+from lab.calls.workspace import SEMAPHORE_BYTES
 from lab.checks import AttentionCase, ForwardCase, explain
 from lab.checks.case_run import CaseRun
 from lab.checks.explain.batch_features import (
     OF_BATCH,
     OF_REQUEST,
+    TILE,
     CallFeatures,
     _read_batch,
     _read_request,
@@ -31,6 +33,7 @@ from lab.checks.properties.check import Level
 from lab.checks.run.workers import run_case
 from lab.metadata import ForwardMode
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
+from tests.cases import ragged_arguments, ragged_batch
 from tests.checks.small import SMALL
 from tests.dataclass_rules import broken_rules
 
@@ -187,6 +190,40 @@ def test_functions_have_features_of_their_own() -> None:
 ARGUMENTS_OF_LATENT = arguments_of(
     AttentionCase(AttentionCall.MLA_DECODE, (20,), (1,), num_kv_heads=1, head_dim=80, v_head_dim=64)
 )
+
+
+def test_a_ragged_call_has_keys_values_and_host_lengths_of_its_own() -> None:
+    arguments = ragged_arguments(ragged_batch([2, 3], [5, 7], dims=(48, 32)))
+
+    def features(**changes: Any) -> dict[str, Any]:
+        return dict(features_of_call(AttentionCall.RAGGED_CONTEXT, arguments | changes, CallLog()).features)
+
+    plain = features()
+    assert (plain["v_head_dim"], plain["head_dim"], plain["page_size"]) == (32, 48, TILE)
+    for name in ("key", "value"):
+        assert features(**{name: widened(arguments[name])}) == plain | {f"{name}_gaps": True}
+    lengths = {"q_seq_lens_cpu": torch.tensor([2, 3]), "kv_seq_lens_cpu": torch.tensor([5, 7])}
+    assert features(**lengths) == plain | {"host_lengths": "int64"}
+
+
+@pytest.mark.parametrize(
+    ("place", "backend", "is_used"),
+    [
+        (0, "xqa", False),  # counters, which the lab's checks watch
+        (SEMAPHORE_BYTES, "xqa", True),
+        (SEMAPHORE_BYTES + 63, "xqa", True),
+        (SEMAPHORE_BYTES + 64, "xqa", False),  # only the beginning is read
+        (0, "trtllm-gen", True),
+        (SEMAPHORE_BYTES, "trtllm-gen", True),
+    ],
+)
+def test_scratch_was_used_if_its_beginning_is_not_zero(place: int, backend: str, is_used: bool) -> None:
+    workspace = torch.zeros(SEMAPHORE_BYTES + 128, dtype=torch.uint8)
+    workspace[place] = 1
+    plain = read(PLAIN, backend=backend)
+    assert read(PLAIN, backend=backend, workspace_buffer=workspace) == plain | (
+        {"used_scratch": True} if is_used else {}
+    )
 
 
 def test_a_call_that_the_lab_refuses_has_the_features_of_earlier_calls_alone() -> None:
