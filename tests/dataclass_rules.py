@@ -27,4 +27,6 @@ def _dataclasses(package: ModuleType) -> Iterator[Any]:
 
 
 def _has_no_value(each: Any) -> bool:
-    return any(word in str(field.type) for field in fields(each) for word in WITHOUT_VALUE)
+    """Tell whether a dataclass has such a field, and does not leave it out of its hash."""
+    held = [str(field.type) for field in fields(each) if field.hash is not False]
+    return any(word in text for text in held for word in WITHOUT_VALUE)

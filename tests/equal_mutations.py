@@ -59,4 +59,9 @@ EQUAL: dict[tuple[str, str, str], str] = {
         )
         for other in others
     },
+    (
+        "lab/references/errors.py",
+        "bound = COMMON + (control_total / count).abs() + DEVIATIONS * of_one_vector / independent.clamp(min=1).sqrt()",
+        "bound = COMMON + (control_total / count).abs() + DEVIATIONS * of_one_vector / independent.clamp(min=0).sqrt()",
+    ): "it is less than 1 in a group of vectors of zeros alone, whose slope is 1",
 }

@@ -231,7 +231,7 @@ def test_a_bias_that_no_vector_shows_is_named() -> None:
     arguments = arguments_of(replace(DECODE, kv_lens=(20, 30, 33), q_lens=(4, 4, 4)))
     out = kernel_of(DECODE)(**arguments)
     refuses(
-        r"decode_with_kv_cache: all outputs are 0\.\d\d% too small: factor 0\.99",
+        r"decode_with_kv_cache: all outputs are 0\.\d\d% too small: factor 0\.99\d\d, at least 0\.99\d\d is rounding",
         out.float() * 0.995,
         **arguments,
         check_dtype=False,

@@ -119,7 +119,8 @@ class _Search:
         if all_bad > EVERYWHERE * total:
             return [sure]
         found = self._several()
-        only = _best(self.holds, WORTHS[-1] * self.bad, WORTHS[-1] * self.good, self.costs)
+        worth = WORTHS[-1]
+        only = _best(self.holds, worth * self.bad, worth * self.good, self.costs)
         is_plain = len(only) <= 2 and all(self.costs[number] < FEATURE_BITS + Cost.SETTING for number in only)
         if is_plain and only and not any(self._errors([only])):
             found = [only]
