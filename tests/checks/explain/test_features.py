@@ -378,8 +378,8 @@ def test_a_forward_mode_has_features() -> None:
 def test_a_configuration_has_the_values_that_are_not_default() -> None:
     found = features_of_case(Configuration(AttentionCall.DECODE, {"group": 3})).features
     assert found == {"function": "decode", "group=3": True}
-    assert feature_named("group=3").phrase("is", True) == "group is 3"
-    assert feature_named("group=3").phrase("is not", True) == "group is not 3"
+    assert feature_named("group=3").phrase("is", True) == "group is “3”"
+    assert feature_named("group=3").phrase("is not", True) == "group is not “3”"
 
 
 @dataclass(frozen=True)
