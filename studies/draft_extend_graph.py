@@ -103,7 +103,7 @@ def _host_times(made: ModelWorks, eager: GpuWork, eager_launches: int) -> dict[s
     per_batch = max(1, min(CALLS_PER_BATCH, MOST_QUEUED_LAUNCHES // eager_launches))
     host = host_time(calls, calls_per_batch=per_batch)
     completion = host_time(
-        {name: partial(_until_idle, call) for name, call in calls.items()},
+        {name: partial(until_idle, call) for name, call in calls.items()},
         batches=COMPLETION_SAMPLES,
         calls_per_batch=1,
     )
@@ -117,7 +117,8 @@ def _host_times(made: ModelWorks, eager: GpuWork, eager_launches: int) -> dict[s
     }
 
 
-def _until_idle(call: Callable[[], object]) -> None:
+def until_idle(call: Callable[[], object]) -> None:
+    """Make a call, and wait for the GPU."""
     call()
     drain()
 

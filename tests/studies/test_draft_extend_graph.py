@@ -151,7 +151,9 @@ def test_points_make_a_row_per_variant_and_per_form(monkeypatch: pytest.MonkeyPa
     ]
     assert [row.get("host_us") for row in modes] == [20.5, 30.5, None]
     assert [row.get("completion_us") for row in modes] == [20.5, 30.5, None]
-    assert len(waited) == 2  # after each call whose completion was timed
+    assert len(waited) == 2  # one for each call whose completion was timed
+    draft_extend_graph.until_idle(lambda: waited.append("a call"))
+    assert waited[2:] == ["a call", "until it is idle"]
     forms = measure_forms(model, BACKEND, 2, WIDTH, 70, PLAN)
     assert [row["form"] for row in forms] == [form.value for form in DraftExtendOutput]
     assert [row["logits_bytes"] for row in forms] == [8 * 97 * 4, 8 * 97 * 4, 2 * 97 * 4]
