@@ -97,8 +97,8 @@ def test_every_planning_is_checked_run_in_turns_and_makes_a_row(
     sizes = {"batch_size": 3, "seq_len": 30, "page_size": 16, "max_context_len": 256, "warm_up_steps": 1, "steps": 2}
     monkeypatch.setattr(loops, "profiled", lambda run: (run(), profiled())[1])
     rows = measure_plannings(PlanLoopSettings(draft_us=1, verify_us=1, repeats=2, **sizes))  # type: ignore[arg-type]
-    # Draft and verify: of 3 iterations in two checks and in two runs with and without a profile; of 1 for the host's time.
-    assert ran.count("stand-in") == len(plan_stream.VARIANTS) * 2 * (3 * (2 + 2 * 2) + 1)
+    # The drafts of 3 iterations in two checks, both stand-ins in two runs with and two without a profile, once for the host.
+    assert ran.count("stand-in") == len(plan_stream.VARIANTS) * (2 * 3 + 4 * 3 * 2 + 2)
     hold_turns(ran, plan_stream.VARIANTS, shuffled=True)
     assert [(row["drafts"], row["builder"], row["start"]) for row in rows] == WORDS
     for row in rows:
