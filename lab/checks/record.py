@@ -37,11 +37,11 @@ def read_cases(record: dict[str, Any]) -> Iterator[CaseVerdict]:
         ranges = read_expression(record["ranges"])
         for case in record["cases"]:
             yield CaseVerdict(
-                implementation=record["implementation"],
-                check=case["check"],
+                implementation=str(record["implementation"]),
+                check=str(case["check"]),
                 interface=interface_of(case["interface"]),
                 case=read_expression(case["case"]),
-                device=record["device"],
+                device=str(record["device"]),
                 judged=Judged(
                     Outcome(case["outcome"]),
                     tuple(case.get("wrongs", ())),
@@ -103,7 +103,7 @@ def read_case(path: Path, number: int) -> CaseVerdict:
     record = read_record(path)
     chosen = [case for case in record["cases"] if case.get("number") == number]
     if not chosen:
-        numbers = [number for case in record["cases"] if isinstance(number := case.get("number"), int)]
+        numbers = [case["number"] for case in record["cases"] if isinstance(case.get("number"), int)]
         there = f"it has {len(numbers)}, from {min(numbers)} to {max(numbers)}" if numbers else "it has none"
         raise ReportError(f"{path} has no case {number}: {there}")
     verdict, *_ = read_cases(record | {"cases": chosen})

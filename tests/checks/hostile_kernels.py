@@ -47,6 +47,11 @@ def _wrong_product(out):
     tl.store(out, tl.dot(numbers, numbers))
 
 
+@triton.jit
+def _wrong_axis(out):
+    tl.store(out, tl.sum(tl.load(out + tl.arange(0, 2)), axis=3))
+
+
 def launch_an_alias(**arguments: Any) -> None:
     _alias[(1,)](torch.ones(2))
 
@@ -61,6 +66,10 @@ def launch_an_assertion(**arguments: Any) -> None:
 
 def launch_a_wrong_product(**arguments: Any) -> None:
     _wrong_product[(1,)](torch.ones(2))
+
+
+def launch_a_wrong_axis(**arguments: Any) -> None:
+    _wrong_axis[(1,)](torch.ones(2))
 
 
 class Illegal:

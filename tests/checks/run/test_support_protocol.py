@@ -137,8 +137,13 @@ def test_what_the_interpreter_cannot_run_is_not_judged() -> None:
     ):
         with pytest.raises(Unsupported, match=f"not judged here, for Triton's interpreter cannot run it .*{sentence}"):
             refusing(launch)()
-    for launch in (hostile_kernels.launch_an_assertion, hostile_kernels.launch_a_wrong_product):
-        with pytest.raises(KernelError, match="InterpreterError: AssertionError"):
+    for launch, sentence in (
+        (hostile_kernels.launch_an_assertion, "InterpreterError: AssertionError"),
+        (hostile_kernels.launch_a_wrong_product, "InterpreterError: AssertionError"),
+        (hostile_kernels.launch_a_wrong_axis, "out of bounds for shape"),
+        (raising(RuntimeError("no @triton.jit")), "no @triton.jit"),
+    ):
+        with pytest.raises(KernelError, match=sentence):
             refusing(launch)()
 
 
