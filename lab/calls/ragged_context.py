@@ -1,5 +1,6 @@
 """FlashInfer's ragged context call as data: its parameters, and the attention problem over contiguous K/V that it defines."""
 
+import itertools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -42,6 +43,11 @@ class RaggedAttention(AttentionProblem):
     @property
     def kv_dtype(self) -> torch.dtype:
         return self.key.dtype
+
+    def parts(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the key and value of each request. Copies `cu_seqlens_kv` to the host."""
+        spans = itertools.pairwise(self.cu_seqlens_kv.tolist())
+        return [(self.key[first:end], self.value[first:end]) for first, end in spans]
 
     def check_values(self) -> None:
         check_lengths(self, self.seq_lens.tolist(), "max_kv_len")

@@ -178,18 +178,10 @@ def truth_of_problem(
             _without_unseen(history, q_len, problem.window_left)
             for history, q_len in zip(histories, q_lens, strict=True)
         ]
-    dtype = problem.query.dtype if arithmetic is None else arithmetic
     mask = problem.mask if isinstance(problem, PagedAttention) else None
-    rules = Rules(
-        **problem.terms(),
-        arithmetic=torch.float32 if dtype == torch.float64 else dtype,
-        out_dtype=problem.out_dtype,
-        window_left=problem.window_left,
-        causal=problem.causal,
-        shown=None if mask is None else shown_draft_tokens(mask.to(torch.int32)[list(chosen)]),
-    )
+    shown = None if mask is None else shown_draft_tokens(mask.to(torch.int32)[list(chosen)])
     query = torch.cat([problem.query[offsets[request] : offsets[request + 1]] for request in chosen])
-    return truth_of_requests(query, histories, q_lens, rules)
+    return truth_of_requests(query, histories, q_lens, Rules.of(problem, arithmetic, shown))
 
 
 def histories_of(problem: Problem, requests: Sequence[int] | None = None) -> list[History]:
@@ -199,9 +191,8 @@ def histories_of(problem: Problem, requests: Sequence[int] | None = None) -> lis
     chosen = range(problem.batch_size) if requests is None else requests
     if isinstance(problem, PagedAttention):
         return _paged_histories(problem, chosen)
-    offsets = problem.cu_seqlens_kv.tolist()
-    spans = [slice(offsets[request], offsets[request + 1]) for request in chosen]
-    return [(problem.key[span], problem.value[span]) for span in spans]
+    parts = problem.parts()
+    return [parts[request] for request in chosen]
 
 
 def _without_unseen(history: History, q_len: int, window_left: int) -> History:

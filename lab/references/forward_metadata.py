@@ -41,17 +41,23 @@ def forward_metadata(batch: Any, pool: Any) -> ForwardMetadata:
     """
     query_lens = [query_length(batch, i) for i in range(len(batch.seq_lens))]
     key_lens = [key_length(batch, i) for i in range(len(batch.seq_lens))]
-    rows = batch.req_pool_indices.tolist()
+    return _of_requests(batch, pool, batch.req_pool_indices.tolist(), query_lens, key_lens)
+
+
+def _of_requests(batch: Any, pool: Any, rows: list[int], query_lens: list[int], key_lens: list[int]) -> ForwardMetadata:
+    """Return the metadata of a call over requests with these rows of ``req_to_token`` and these lengths."""
+
+    def tables(*full_to_swa: Tensor) -> list[list[int]]:
+        return [live_pages(row, n, pool, *full_to_swa) for row, n in zip(rows, key_lens, strict=True)]
+
     has_swa = pool.full_to_swa is not None
     return ForwardMetadata(
         cache_seqlens=key_lens,
         max_seq_len_q=max(query_lens) if query_lens else _stated_query_length(batch),
         cu_seqlens_q=_boundaries(query_lens),
         cu_seqlens_k=_boundaries(key_lens),
-        page_table=[live_pages(row, n, pool) for row, n in zip(rows, key_lens, strict=True)],
-        swa_page_table=[live_pages(row, n, pool, pool.full_to_swa) for row, n in zip(rows, key_lens, strict=True)]
-        if has_swa
-        else None,
+        page_table=tables(),
+        swa_page_table=tables(pool.full_to_swa) if has_swa else None,
         swa_out_cache_loc=_swa_out_cache_loc(batch, pool) if has_swa else None,
     )
 
@@ -81,19 +87,7 @@ def zigzag_forward_metadata(batch: Any, pool: Any, num_ranks: int, rank: int) ->
             query_lens.append(own)
             key_lens.append(key_length(batch, i) - sum(sizes[block + 1 :]))
             requests.append(int(batch.req_pool_indices[i]))
-
-    def tables(*full_to_swa: Tensor) -> list[list[int]]:
-        return [live_pages(row, n, pool, *full_to_swa) for row, n in zip(requests, key_lens, strict=True)]
-
-    return my_rows, ForwardMetadata(
-        cache_seqlens=key_lens,
-        max_seq_len_q=max(query_lens),
-        cu_seqlens_q=_boundaries(query_lens),
-        cu_seqlens_k=_boundaries(key_lens),
-        page_table=tables(),
-        swa_page_table=None if pool.full_to_swa is None else tables(pool.full_to_swa),
-        swa_out_cache_loc=whole.swa_out_cache_loc,
-    )
+    return my_rows, _of_requests(batch, pool, requests, query_lens, key_lens)
 
 
 def encoder_only_verify(batch: Any, pool: Any) -> tuple[list[int], list[list[int]]]:

@@ -46,24 +46,12 @@ def ragged_attention(problem: RaggedAttention) -> tuple[torch.Tensor, torch.Tens
     out, lse_log2 = problem.results()
     if problem.query.device.type != "cpu":  # on a CPU the call has been checked already
         problem.check_values()
-    q_offsets, kv_offsets = problem.cu_seqlens_q.tolist(), problem.cu_seqlens_kv.tolist()
-    out[q_offsets[-1] :] = 0
+    offsets = problem.row_offsets()
+    out[offsets[-1] :] = 0
     if lse_log2 is not None:
-        lse_log2[q_offsets[-1] :] = -math.inf
-    spans = [slice(*span) for span in itertools.pairwise(kv_offsets)]
-    rules = Rules(
-        **problem.terms(),
-        arithmetic=out.dtype,
-        out_dtype=out.dtype,
-        window_left=problem.window_left,
-        causal=problem.causal,
-    )
-    solved = solved_requests(
-        problem.query,
-        [(problem.key[span], problem.value[span]) for span in spans],
-        [end - start for start, end in itertools.pairwise(q_offsets)],
-        rules,
-    )
+        lse_log2[offsets[-1] :] = -math.inf
+    q_lens = [end - start for start, end in itertools.pairwise(offsets)]
+    solved = solved_requests(problem.query, problem.parts(), q_lens, Rules.of(problem))
     for rows, piece, piece_lse_log2, _ in solved:
         out[rows] = rounded(piece, out.dtype)
         if lse_log2 is not None:

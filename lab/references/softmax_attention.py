@@ -258,6 +258,21 @@ class Rules(Softmax):
     causal: bool = True
     shown: Tensor | None = None
 
+    @classmethod
+    def of(cls, problem: Problem, arithmetic: torch.dtype | None = None, shown: Tensor | None = None) -> "Rules":
+        """Return the rules of a checked problem. By default the control's operands have the query's dtype, and float32 for
+        float64.
+        """
+        dtype = problem.query.dtype if arithmetic is None else arithmetic
+        return cls(
+            **problem.terms(),
+            arithmetic=torch.float32 if dtype == torch.float64 else dtype,
+            out_dtype=problem.out_dtype,
+            window_left=problem.window_left,
+            causal=problem.causal,
+            shown=shown,
+        )
+
 
 def truth_of_requests(query: Tensor, histories: list[tuple[Tensor, Tensor]], q_lens: list[int], rules: Rules) -> Truth:
     """Return the expected results of the rows of consecutive requests.

@@ -53,6 +53,13 @@ def test_nvfp4_round_trip(blocks: int, magnitude: float, seed: int) -> None:
     assert torch.equal(dequantize_nvfp4(packed_again, factors_again), decoded)
 
 
+def test_a_number_becomes_the_nearest_that_is_stored_and_half_of_the_way_is_rounded_down() -> None:
+    """The block's largest number is 6, so its scale factor is 1."""
+    between = [0.25, 0.26, 0.75, 0.76, 1.25, 1.26, 1.75, 1.76, 2.5, 2.6, 3.5, 3.6, 5.0, 5.1, 6.0, -0.76]
+    nearest = [0.0, 0.5, 0.5, 1.0, 1.0, 1.5, 1.5, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0, 6.0, 6.0, -1.0]
+    assert dequantize_nvfp4(*quantize_nvfp4(torch.tensor(between), 1.0)).tolist() == nearest
+
+
 def test_nvfp4_of_zeros() -> None:
     assert (dequantize_nvfp4(*quantize_nvfp4(torch.zeros(2, 32), 1.0)) == 0).all()
 

@@ -9,7 +9,7 @@ import torch
 
 from lab import references
 from lab.references.errors import Truth
-from lab.references.softmax_attention import Rules, truth_of_requests
+from lab.references.softmax_attention import PIECE_ELEMENTS, Rules, truth_of_requests
 from tests.dataclass_rules import broken_rules
 
 LN2 = math.log(2.0)
@@ -68,8 +68,12 @@ def test_a_window_leaves_so_many_keys_beside_the_rows_own(window_left: int, expe
     assert outs(truth([[0.0] * 4], [[10.0, 11.0, 9.0, 3.0]], [2], window_left=window_left)) == pytest.approx(expected)
 
 
-def test_a_mask_says_which_of_the_newest_keys_a_row_sees() -> None:
-    """The oldest key is before the draft and seen by all; row 0 sees the draft's second token, row 1 its first."""
+@pytest.mark.parametrize("elements", [2**26, 1])
+def test_a_mask_says_which_of_the_newest_keys_a_row_sees(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest key is before the draft and seen by all; row 0 sees the draft's second token, row 1 its first. Also if the
+    rows are computed one by one.
+    """
+    monkeypatch.setitem(PIECE_ELEMENTS, "cpu", elements)
     shown = torch.tensor([[[False, True], [True, False]]])
     assert outs(truth([[0.0] * 3], [[2.0, 4.0, 8.0]], [2], shown=shown)) == pytest.approx([5.0, 3.0])
 
@@ -111,6 +115,7 @@ def test_requests_of_the_same_lengths_have_rows_where_they_stand_among_the_other
     """Equal weights: means of the first keys up to each row's own; the third request is as long as the first."""
     told = truth([[0.0] * 2, [0.0] * 3, [0.0] * 2, []], [[2.0, 4.0], [1.0, 2.0, 9.0], [6.0, 0.0], []], [2, 1, 2, 1])
     assert outs(told) == pytest.approx([2.0, 3.0, 4.0, 6.0, 3.0, 0.0])
+    assert told.lse_log2.flatten().tolist() == pytest.approx([0.0, 1.0, math.log2(3.0), 0.0, 1.0, -math.inf])
     assert told.request_of_row.tolist() == [0, 0, 1, 2, 2, 3]
 
 

@@ -33,6 +33,7 @@ from lab.checks.properties.check import Level
 from lab.checks.run.workers import run_case
 from lab.metadata import ForwardMode
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
+from lab.workloads.attention_case import Contents
 from tests.cases import ragged_arguments, ragged_batch
 from tests.checks.small import SMALL
 from tests.dataclass_rules import broken_rules
@@ -338,6 +339,24 @@ def test_a_case_and_its_plain_call_have_the_same_features() -> None:
         "page_size",
     } <= shared
     assert {name: of_case.features[name] for name in shared} == {name: of_call.features[name] for name in shared}
+
+
+def test_a_call_has_the_contents_of_its_own_inputs() -> None:
+    run = CaseRun(references, CASE, CPU)
+    run.call(run.build(replace(CASE, contents=Contents.COUNTED)))
+    assert run.called.features["contents"] == "counted"
+
+
+def test_a_call_of_a_pass_has_the_features_of_the_pass() -> None:
+    run = CaseRun(references, ForwardCase(ForwardMode.TARGET_VERIFY, "tiny", (3,), (2,)), CPU)
+    run.note_call(CASE.interface, arguments_of(CASE))
+    assert run.called.features["mode"] == "target_verify"
+
+
+def test_what_a_call_says_itself_is_not_taken_from_its_case() -> None:
+    around = {"head_dim": 1, "geometry": "tiny"}
+    features = features_of_call(CASE.interface, arguments_of(CASE), CallLog(), around).features
+    assert (features["head_dim"], features["geometry"]) == (64, "tiny")
 
 
 def test_of_the_features_of_several_requests_the_largest_number_stays() -> None:
