@@ -118,6 +118,8 @@ def _title(call: RecordedCall, fault: Fault | None, called: str) -> str:
     else:
         subject = "a recorded call of "
         symptom = f"{fault.reason.value}, reduced" if fault else "reduced, with drawn contents, not made yet"
+        if call.out is None:  # it is whole
+            symptom = "it did not return" if fault else "it did not return; with drawn contents, not made yet"
     return f"{subject}{call.function.value}: {symptom} ({size})"
 
 
@@ -135,7 +137,7 @@ def _issue(
     yield from (f"    {name}={_short(value)}," for name, value in _stated(call))
     yield ")\n```\n"
     if not called:
-        yield "The reduced call was not made here: run `repro.py`.\n"
+        yield f"The {'' if call.out is None else 'reduced '}call was not made here: run `repro.py`.\n"
     elif _is_flashinfer(call, called):
         yield f"The call was made here: of FlashInfer's `{called}.{call.function.value}`.\n"
     else:

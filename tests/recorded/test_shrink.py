@@ -725,6 +725,9 @@ def test_a_call_that_did_not_return_is_kept_whole_without_a_call() -> None:
     kept, fault = shrunk(call, None)
     assert kept is call
     assert fault == Fault(Reason.RAISED, "it did not return")
+    text = "\n".join(_issue(kept, fault, {}, ""))
+    assert text.startswith(f"# a recorded call of {DECODE.value}: it did not return (requests: 3, ")
+    assert "The call was not made here: run `repro.py`." in text
 
 
 @pytest.mark.parametrize("options", ["", "--synthetic"])
