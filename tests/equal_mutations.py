@@ -2,6 +2,47 @@
 
 ON_A_GPU = "only a GPU reads it, and only its time depends on it"
 
+# Lines that zip what has equal lengths however a room is called: both sides are made from one list, tensor or batch.
+EQUAL_LENGTHS = {
+    "lab/calls/arguments.py": (
+        "if any(size > 1 and stride == 0 for size, stride in zip(lse.shape, lse.stride(), strict=True)):",
+    ),
+    "lab/references/forward_metadata.py": (
+        "padded = [keys + block - rows for keys, rows in zip(seen, query_lens, strict=True)]",
+        "for row, prefix in zip(batch.req_pool_indices.tolist(), batch.extend_prefix_lens.tolist(), strict=True)",
+    ),
+    "lab/references/softmax_attention.py": (
+        "places, exact, lse_log2, control = map(torch.cat, zip(*pieces, strict=True))",
+    ),
+    "lab/references/paged_attention.py": (
+        "return [part.view(each.shape) for part, each in zip(parts, indices, strict=True)]",
+    ),
+    "lab/timing/sampling.py": ("us, host_us = (statistics.median(side) for side in zip(*both, strict=True))",),
+    "lab/timing/staging.py": (
+        "for work, each in zip(buffers, seeds, strict=True):",
+        "for work, each in list(zip(buffers, seeds, strict=True))[: 1 if buffers[0].redraw else None]:",
+        "graph = _captured([step for pair in zip(wipes, calls, strict=True) for step in pair], stream)",
+    ),
+    "lab/kernels/support/xqa.py": ("ranges = list(zip(edges[::2], edges[1::2], strict=True))",),
+    "lab/kernels/support/trtllm_gen.py": (
+        "fits = [[value in values for value, values in zip(wanted, vars(each).values(), strict=True)] for each in built]",
+        "near = max(zip(fits, built, strict=True), key=lambda pair: (pair[0][1], pair[0][0], sum(pair[0])))",
+        'return ", and ".join(word for word, fit in zip(words, fits, strict=True) if not fit)',
+        "if any(stride == 0 and size > 1 for size, stride in zip(query.shape[:2], query.stride()[:2], strict=True)):",
+    ),
+    "lab/kernels/support/packages.py": (
+        "span = sum((size - 1) * stride for size, stride in zip(pool.shape, pool.stride(), strict=True))",
+    ),
+    "lab/checks/explain/diagnosis.py": (
+        "features_of_units, wrong, results_of, cases_of = zip(*units, strict=True) if units else ((), (), (), ())",
+        "features = [each for each, is_wrong in zip(units.features, units.wrong, strict=True) if is_wrong]",
+    ),
+    "lab/checks/explain/failure_rules.py": (
+        "firsts, seconds = (np.array(side) for side in zip(*pairs, strict=True))",
+        "costs, literals, columns = zip(*sorted(found.values(), key=lambda each: each[0]), strict=True)",
+    ),
+}
+
 EQUAL: dict[tuple[str, str, str], str] = {
     (
         "lab/references/softmax_attention.py",
@@ -64,4 +105,9 @@ EQUAL: dict[tuple[str, str, str], str] = {
         "bound = COMMON + (control_total / count).abs() + DEVIATIONS * of_one_vector / independent.clamp(min=1).sqrt()",
         "bound = COMMON + (control_total / count).abs() + DEVIATIONS * of_one_vector / independent.clamp(min=0).sqrt()",
     ): "it is less than 1 in a group of vectors of zeros alone, whose slope is 1",
+    **{
+        (path, line, line.replace("strict=True", "strict=False")): "the sides have equal lengths by construction"
+        for path, lines in EQUAL_LENGTHS.items()
+        for line in lines
+    },
 }
