@@ -1,4 +1,4 @@
-"""Decode divided by length: its points, judged variants, savings and command line on a CPU; times on a GPU."""
+"""A decode that is divided by length is judged in each of its calls."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The crossover map's points, works, tables and command line on a CPU; times on a GPU."""
+"""Where the context call overtakes the decode call."""
 
 from typing import Any
 

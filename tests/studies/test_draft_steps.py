@@ -1,4 +1,4 @@
-"""The study's arithmetic and tables on made-up rows; its GPU times are the benchmarks'."""
+"""The study's claim and its points; its GPU times are the benchmarks'."""
 
 import pytest
 import torch

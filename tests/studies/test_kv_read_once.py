@@ -1,4 +1,4 @@
-"""The table of the kernels that read K/V once: its points, targets, floors, judged variants and command line on a CPU."""
+"""The kernels that read K/V once: which points are chosen, floors by hand, judged variants, and host times."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""The loop on a CPU, its command line, and on a GPU what the study is about."""
+"""The loop on a CPU, and on a GPU what the study is about."""
 
 from typing import Any
 

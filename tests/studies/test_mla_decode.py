@@ -1,4 +1,4 @@
-"""MLA decode's points, floors, judged variants, target and command line on a CPU; times on a GPU."""
+"""MLA decode's floors by hand, and the wrapper's name on each GPU."""
 
 from types import SimpleNamespace
 

@@ -67,7 +67,11 @@ def latents(case: MLACase) -> tuple[Variant, ...]:
 
 # The variants of a point, and the number of different outputs, queries, caches and page tables that they have.
 VARIANTS: dict[str, tuple[tuple[Variant, ...], tuple[int, int, int, int]]] = {
-    **{f"{name} on {m}": (split(name, m).variants, (3, 1, 1, 1)) for name in UNEQUAL for m in (REFERENCES, PORTABLE_MODULE)},
+    **{
+        f"{name} on {m}": (split(name, m).variants, (3, 1, 1, 1))
+        for name in UNEQUAL
+        for m in (REFERENCES, PORTABLE_MODULE)
+    },
     "draft extend": (extend().variants, (3, 1, 1, 1)),
     "caches": (caches(), (3, 2, 2, 2)),
     "heads": (heads(), (1, 1, 1, 1)),
@@ -75,7 +79,7 @@ VARIANTS: dict[str, tuple[tuple[Variant, ...], tuple[int, int, int, int]]] = {
     "MLA": (latents(small_mla()), (3, 2, 2, 2)),
     "MLA verify": (latents(small_mla(4)), (3, 2, 2, 2)),
     "MLA verify e4m3": (latents(small_mla(4, kv_dtype=torch.float8_e4m3fn)), (3, 2, 2, 2)),
-}  # fmt: skip
+}
 
 
 def tensors_of(work: GpuWork) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The loop on a CPU, its facts from profiles made by hand, its command line, and on a GPU what the study is about."""
+"""The loop on a CPU, its facts from profiles made by hand, and on a GPU what the study is about."""
 
 from collections.abc import Callable
 from typing import Any
