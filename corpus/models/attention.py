@@ -118,7 +118,7 @@ class Attention(Model):
         run.window, run.causal = p.window_left, p.causal
         run.batch = p.batch_size
         run.num_kv_heads = p.num_kv_heads
-        run.group = p.num_qo_heads // p.num_kv_heads
+        run.group = p.group
         run.head_map = None  # K/V head of each query head, where it is not h // group
         if run.is_ragged:
             run.kv_offsets = p.cu_seqlens_kv.tolist()

@@ -142,7 +142,7 @@ class SplitKV(Model, interface=(DECODE, CONTEXT)):
     def kv_heads(self, problem: PagedAttention) -> Tensor:
         """Return the K/V head of each query head, int64 [num_qo_heads]."""
         heads = torch.arange(problem.num_qo_heads, device=problem.query.device)
-        return heads // (problem.num_qo_heads // problem.num_kv_heads)
+        return heads // problem.group
 
     def sinks(self, problem: PagedAttention) -> Tensor | None:
         """Return the sinks, float32 [num_qo_heads], or None."""

@@ -57,7 +57,7 @@ class Merging(SplitKV):
         if problem.sinks is None:
             return None
         heads = torch.arange(problem.num_qo_heads, device=problem.sinks.device)
-        return problem.sinks[heads % (problem.num_qo_heads // problem.num_kv_heads)]
+        return problem.sinks[heads % problem.group]
 
     sink_scaled = wrong(
         mla=True, sinks=lambda _, problem: None if problem.sinks is None else problem.sinks * problem.bmm1_scale

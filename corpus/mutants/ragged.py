@@ -100,7 +100,7 @@ class RaggedCalls(Ragged):
     @wrong(stage="changed")
     def ragged_groups_interleaved(self, problem):
         """Query head h reads K/V head h % num_kv_heads."""
-        group = problem.num_qo_heads // problem.num_kv_heads
+        group = problem.group
         key, value = (torch.cat([raw(side)] * group, dim=1).view(side.dtype) for side in (problem.key, problem.value))
         return replace(problem, key=key, value=value)
 
@@ -179,7 +179,7 @@ class RaggedCalls(Ragged):
             before = end - row - (last - key)
             if problem.causal and last > key and before > 0:
                 first = problem.value[key].to(torch.float32) * problem.bmm2_scale
-                heads = first.repeat_interleave(problem.num_qo_heads // problem.num_kv_heads, dim=0)
+                heads = first.repeat_interleave(problem.group, dim=0)
                 out[row : row + before] = heads.to(out.dtype)
 
     @wrong(stage="finish")

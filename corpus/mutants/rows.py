@@ -79,13 +79,13 @@ class RowsAndHeads(SplitKV):
     @wrong(stage="kv_heads", source="FlashInfer #4095")
     def odd_groups_misread(self, problem):
         """A group that is no power of two is taken for the next larger one when the K/V head is computed."""
-        group = problem.num_qo_heads // problem.num_kv_heads
+        group = problem.group
         return torch.arange(problem.num_qo_heads, device=problem.query.device) // 2 ** (group - 1).bit_length()
 
     @wrong(stage="kv_heads", source="FlashInfer #2380")
     def large_groups_misread(self, problem):
         """Query heads of a group are taken eight at a time: the others read the next K/V head."""
-        group = min(8, problem.num_qo_heads // problem.num_kv_heads)
+        group = min(8, problem.group)
         heads = torch.arange(problem.num_qo_heads, device=problem.query.device)
         return (heads // group).clamp(max=problem.num_kv_heads - 1)
 
@@ -115,7 +115,7 @@ class RowsAndHeads(SplitKV):
     @wrong(DECODE, stage="finish_tile")
     def last_row_of_filled_tile_lost(self, problem, tile, rows):
         """If 30 of a tile's 32 places are rows of a group, the group's last head loses its last row."""
-        group = problem.num_qo_heads // problem.num_kv_heads
+        group = problem.group
         if group == 6 and tile.q_len == 5:
             rows.values[-1, group - 1 :: group] = 0.0
 
@@ -158,7 +158,7 @@ class BesidePrompt(Conditional):
         return 0
 
     def finish(self, problem, out, lse):
-        offsets, group = self.row_offsets(problem), problem.num_qo_heads // problem.num_kv_heads
+        offsets, group = self.row_offsets(problem), problem.group
         if largest_step(offsets) * group <= 128:
             return
         for begin, end in itertools.pairwise(offsets):

@@ -77,7 +77,7 @@ class Sizes(Conditional):
     def large_group_rounded_up(self, problem):
         """A group larger than 6 that is no power of two is rounded up to one: heads after the first group read another's keys."""
         heads = super().kv_heads(problem)
-        group = problem.num_qo_heads // problem.num_kv_heads
+        group = problem.group
         return torch.arange(len(heads), device=heads.device) // (1 << (group - 1).bit_length()) if group > 6 else heads
 
     @wrong(MLA, stage="query_rows")

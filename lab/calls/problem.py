@@ -132,6 +132,15 @@ class AttentionProblem(Softmax):
         return self.query.shape[1]
 
     @property
+    def num_kv_heads(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def group(self) -> int:
+        """Return the query heads per K/V head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+    @property
     def head_dim(self) -> int:
         return self.query.shape[2]
 

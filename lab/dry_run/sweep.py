@@ -239,7 +239,7 @@ def misread(launch: Launch, problem: Problem) -> str | None:
         return f"launched with the head dimensions {of_kernel}"
     maps = {each.member: each for each in launch.tma}
     grouped = maps["tmaQ_"].dims[1]
-    if (problem.num_qo_heads // problem.num_kv_heads) % grouped:
+    if problem.group % grouped:
         return f"launched with {grouped} query heads of several K/V heads in one CTA: numHeadsQ/numHeadsKv is not supported"
     if isinstance(problem, PagedAttention):
         return _misread_paged(maps, problem)

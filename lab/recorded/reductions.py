@@ -109,7 +109,7 @@ def fewer_keys(call: RecordedCall) -> Iterator[RecordedCall]:
 def fewer_heads(call: RecordedCall) -> Iterator[RecordedCall]:
     """Leave out K/V heads, each with its group of query heads."""
     problem = call.problem()
-    group = problem.num_qo_heads // problem.num_kv_heads
+    group = problem.group
     for kept in _without_chunks(range(problem.num_kv_heads)):
         yield _with_heads(call, [head * group + place for head in kept for place in range(group)], kept)
 
@@ -117,7 +117,7 @@ def fewer_heads(call: RecordedCall) -> Iterator[RecordedCall]:
 def smaller_groups(call: RecordedCall) -> Iterator[RecordedCall]:
     """Leave out query heads, the same of each group."""
     problem = call.problem()
-    kv_heads, group = range(problem.num_kv_heads), problem.num_qo_heads // problem.num_kv_heads
+    kv_heads, group = range(problem.num_kv_heads), problem.group
     for kept in _without_chunks(range(group)):
         yield _with_heads(call, [head * group + place for head in kv_heads for place in kept], kv_heads)
 

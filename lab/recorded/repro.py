@@ -65,7 +65,7 @@ def repro(call: RecordedCall, fault: Fault | None, called: str = "", saved: dict
         "setup": "\n".join(f"    {line}" for line in _setup(call, problem)),
         "gather": "\n".join(f"        {line}" for line in _gather(call, problem)),
         "visible": f" if {' and '.join(visible)}" if visible else "",
-        "group": problem.num_qo_heads // problem.num_kv_heads,
+        "group": problem.group,
         "logits": "logits" if problem.sinks is None else "torch.cat((logits, sinks[head : head + 1]))",
         "placed": 'value if name.endswith("_cpu") else on_device(value)' if "key" in call.given else "on_device(value)",
         "base": " / math.log(2)" if call.given.get("return_lse_base") == "basee" else "",

@@ -73,7 +73,7 @@ class Inputs:
                 continue
             row, head = rows[0]
             seen = visible_of_request(problem, request, offsets[request + 1] - offsets[request], len(keys))[row]
-            kv_head = head // (problem.num_qo_heads // problem.num_kv_heads)
+            kv_head = head // (problem.group)
             places = [each for each in self._non_finite(request) if each.head == kv_head]
             read = [each for each in places if seen[each.token]]
             if not bool(problem.query[offsets[request] + row, head].to(torch.float32).isfinite().all()):

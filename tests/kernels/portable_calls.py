@@ -117,7 +117,7 @@ def sizes_on_a_gpu(batch_size: int, q_len: int, kv_len: int, *, num_kv_heads: in
     """What the host knows of a decode on a GPU with 32 query heads."""
     return SimpleNamespace(
         query=SimpleNamespace(device=torch.device("cuda")),
-        num_qo_heads=32,
+        group=32 // num_kv_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         batch_size=batch_size,

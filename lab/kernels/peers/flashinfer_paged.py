@@ -75,8 +75,7 @@ def _is_plain_decode(problem: PagedAttention) -> bool:
 
 def _planned_decode(problem: PagedAttention, scratch: torch.Tensor, backend: str, pages: LivePages) -> Any:
     wrapper_type, _ = installed("flashinfer.decode", DECODE_WRAPPER)
-    group = problem.num_qo_heads // problem.num_kv_heads
-    on_tensor_cores = backend == "fa3" or problem.kv_dtype == E4M3 or group >= LEAST_GROUP_OF_TENSOR_CORES
+    on_tensor_cores = backend == "fa3" or problem.kv_dtype == E4M3 or problem.group >= LEAST_GROUP_OF_TENSOR_CORES
     wrapper = wrapper_type(scratch, kv_layout="HND", backend=backend, use_tensor_cores=on_tensor_cores)
     wrapper.plan(
         pages.indptr,

@@ -67,7 +67,7 @@ def _plan(call: DecodeCall | ContextCall, problem: PagedAttention) -> Ready:
         "options": {
             "BLOCK_N": min(problem.page_size, MOST_KEYS, MOST_ELEMENTS // problem.head_dim),
             # torch splits keys for fewer rows than 128, and has no such kernel if they, times the heads of a group, are more.
-            "FORCE_USE_FLEX_ATTENTION": len(rows.grid[0]) * problem.num_qo_heads // problem.num_kv_heads > Q_BLOCK,
+            "FORCE_USE_FLEX_ATTENTION": len(rows.grid[0]) * problem.group > Q_BLOCK,
         },
     }
     attend = _attend

@@ -93,7 +93,7 @@ def _fits(
     """
     if triton_interprets():  # the interpreter does not run Gluon
         return False
-    rows = problem.max_q_len * (problem.num_qo_heads // problem.num_kv_heads)
+    rows = problem.max_q_len * problem.group
     if capability_of(problem.query.device) != (9, 0) or rows < least_rows:
         return False
     if problem.query.dtype not in HALF_DTYPES or problem.query.stride(2) != 1:
@@ -130,8 +130,7 @@ def hopper_launches(
     """
     from lab.kernels.portable.hopper_attention import hopper_attention_kernel
 
-    group = problem.num_qo_heads // problem.num_kv_heads
-    q_blocks = triton.cdiv(problem.max_q_len * group, tile.rows)
+    q_blocks = triton.cdiv(problem.max_q_len * problem.group, tile.rows)
     partials = new_partials(shares, q_blocks, tile.rows, problem)
     blocks = q_blocks * problem.num_kv_heads * problem.batch_size
     programs = tile.per_multiprocessor * num_multiprocessors(problem.query.device)
@@ -159,7 +158,7 @@ def hopper_launches(
         0 if shares is None else shares.least_tiles,
         problem.query.stride()[:2],
         (problem.k_block_tables.stride(0), problem.v_block_tables.stride(0)),
-        GROUP=group,
+        GROUP=problem.group,
         HEAD_DIM=problem.head_dim,
         PAGE_SIZE=problem.page_size,
         CAUSAL=problem.causal,

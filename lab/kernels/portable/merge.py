@@ -62,8 +62,7 @@ def with_merge(
     """
     if partials is None:
         return [attention]
-    units, group = problem.batch_size * problem.num_kv_heads, problem.num_qo_heads // problem.num_kv_heads
-    packed_rows = problem.max_q_len * group
+    units, packed_rows = problem.batch_size * problem.num_kv_heads, problem.max_q_len * problem.group
     rows, dims, lanes = merge_block(units * packed_rows, problem.v_head_dim)
     row_blocks = triton.cdiv(packed_rows, rows)
     blocks = most_blocks(problem, rows, least_q_len)
@@ -83,7 +82,7 @@ def with_merge(
         q_blocks,
         problem.batch_size if finds_rows else None,
         problem.num_kv_heads,
-        GROUP=group,
+        GROUP=problem.group,
         HEAD_DIM=problem.v_head_dim,
         BLOCK_ROWS=partials.out.shape[1],
         MERGED_ROWS=rows,
@@ -122,7 +121,7 @@ def merged_at_once(problem: PagedAttention, num_shares: int) -> tuple[int, int]:
 
     Both are powers of two.
     """
-    rows = triton.next_power_of_2(problem.max_q_len * problem.num_qo_heads // problem.num_kv_heads)
+    rows = triton.next_power_of_2(problem.max_q_len * problem.group)
     most_parts = num_shares // (problem.batch_size * problem.num_kv_heads)
     pieces = min(GROUPED_PIECES.value, ELEMENTS_AT_ONCE // (rows * problem.head_dim))
     return rows, max(1, min(pieces, triton.next_power_of_2(most_parts)))

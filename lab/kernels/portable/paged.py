@@ -142,7 +142,7 @@ def merges_at_once(problem: PagedAttention, tile: ProgramTile | HopperTile, num_
     """
     most_parts = num_shares // (problem.batch_size * problem.num_kv_heads)
     parts = min(most_parts, max(FEW_PARTS.value, triton.cdiv(problem.max_kv_len, 2 * SMALL_SHARE_KEYS)))
-    rows = problem.max_q_len * problem.num_qo_heads // problem.num_kv_heads
+    rows = problem.max_q_len * problem.group
     is_one_block = rows <= tile.rows  # as `merge_if_last` takes it to be
     return is_one_block and parts * rows <= MOST_ROWS_AT_ONCE and tile.rows * problem.head_dim <= MOST_ELEMENTS_AT_ONCE
 
@@ -159,11 +159,10 @@ def few_tokens(problem: PagedAttention) -> int | None:
     others = problem.batch_size - longest
     if problem.cu_seqlens_q is None or problem.mask is not None or problem.batch_size == 1 or others <= 0:
         return None
-    group = problem.num_qo_heads // problem.num_kv_heads
-    if problem.max_q_len * group <= _tile(problem, problem.max_q_len).rows:
+    if problem.max_q_len * problem.group <= _tile(problem, problem.max_q_len).rows:
         return None
     mean = max(1, triton.cdiv(rest, others))
-    few = max(1, _tile(problem, min(mean, MOST_FEW_ROWS // group)).rows // group)
+    few = max(1, _tile(problem, min(mean, MOST_FEW_ROWS // problem.group)).rows // problem.group)
     return few if few < problem.max_q_len else None
 
 
@@ -181,7 +180,7 @@ def shares_beside(problem: PagedAttention, shares: Shares, prefill: ProgramTile 
     """
     if prefill.per_multiprocessor == 1:
         return shares
-    packed_rows = problem.num_rows * problem.num_qo_heads // problem.num_kv_heads
+    packed_rows = problem.num_rows * problem.group
     programs = triton.cdiv(packed_rows, prefill.rows) * problem.num_kv_heads
     return replace(shares, count=max(1, shares.count // 2, shares.count - programs))
 
@@ -190,14 +189,12 @@ def _tile(problem: PagedAttention, q_len: int) -> ProgramTile:
     """Return the Triton kernel's tile for launches that divide keys among programs, with at most `q_len` query tokens per
     request.
     """
-    packed_rows = q_len * problem.num_qo_heads // problem.num_kv_heads
-    return choose_tile(
-        packed_rows, problem.head_dim, problem.k_cache.element_size(), capability_of(problem.query.device)
-    )
+    kv_bytes, capability = problem.k_cache.element_size(), capability_of(problem.query.device)
+    return choose_tile(q_len * problem.group, problem.head_dim, kv_bytes, capability)
 
 
 def _tile_and_shares(problem: PagedAttention, of_kind: bool) -> tuple[ProgramTile | HopperTile, Shares | None]:
-    packed_rows = problem.max_q_len * problem.num_qo_heads // problem.num_kv_heads
+    packed_rows = problem.max_q_len * problem.group
     hopper = hopper_tiles(problem)
     if hopper is not None:
         # One block of rows is bound by reading K/V, several by their products.
@@ -260,8 +257,7 @@ def _launches_of(
     """
     if isinstance(tile, HopperTile):
         return hopper_launches(problem, results, tile, shares, least_q_len)
-    group = problem.num_qo_heads // problem.num_kv_heads
-    q_blocks = triton.cdiv(problem.max_q_len * group, tile.rows)
+    q_blocks = triton.cdiv(problem.max_q_len * problem.group, tile.rows)
     partials = new_partials(shares, q_blocks, tile.rows, problem)
     pools = paired((problem.k_cache, problem.v_cache), tile)
     overlaps = overlaps_launches(problem.query.device)
@@ -298,7 +294,7 @@ def _launches_of(
             problem.k_block_tables.stride(0),
             problem.v_block_tables.stride(0),
         ),
-        GROUP=group,
+        GROUP=problem.group,
         HEAD_DIM=problem.head_dim,
         PAGE_SIZE=problem.page_size,
         MASK_WORDS=0 if problem.mask is None else problem.mask.shape[2],

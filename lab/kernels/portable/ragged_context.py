@@ -73,7 +73,7 @@ def _launch(problem: RaggedAttention, out: torch.Tensor, lse_log2: torch.Tensor 
         problem.key.stride()[:2],
         problem.value.stride()[:2],
         (0, 0) if lse_log2 is None else lse_log2.stride(),
-        GROUP=problem.num_qo_heads // problem.num_kv_heads,
+        GROUP=problem.group,
         FIRST_DIMS=first,
         REST_DIMS=rest,
         V_DIMS=problem.v_head_dim,

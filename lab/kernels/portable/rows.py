@@ -44,10 +44,9 @@ def most_blocks(problem: PagedAttention, block_rows: int, least_q_len: int | Non
     A row is one query token and one head of a K/V head's group. The host knows only `num_rows`, `batch_size` and `max_q_len`. A
     `least_q_len` of None counts all requests.
     """
-    group = problem.num_qo_heads // problem.num_kv_heads
     requests = min(problem.batch_size, problem.num_rows // (least_q_len or 1))
-    whole_blocks = problem.num_rows * group // block_rows
-    return max(1, min(whole_blocks + requests, triton.cdiv(problem.max_q_len * group, block_rows) * requests))
+    whole_blocks = problem.num_rows * problem.group // block_rows
+    return max(1, min(whole_blocks + requests, triton.cdiv(problem.max_q_len * problem.group, block_rows) * requests))
 
 
 @triton.jit

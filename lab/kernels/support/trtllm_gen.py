@@ -163,11 +163,12 @@ def _too_many_heads(problem: PagedAttention) -> str | None:
 
     A context call has no such limit.
     """
-    group = problem.num_qo_heads // problem.num_kv_heads
     converts = (problem.query.dtype, problem.kv_dtype) in CONVERTED
     most = HEADS_OF_A_CONVERTING_CTA if converts else HEADS_OF_A_CTA
-    if group > most and group % most:
-        return f"runs {most} query heads of a K/V head at a time: more must be a multiple of {most}, not {group}"
+    if problem.group > most and problem.group % most:
+        return (
+            f"runs {most} query heads of a K/V head at a time: more must be a multiple of {most}, not {problem.group}"
+        )
     return None
 
 

@@ -57,7 +57,7 @@ def _xqa_heads(capability: Capability | None, problem: PagedAttention) -> str | 
 
     The limits are FlashInfer's checks and the assertions of the CUDA code.
     """
-    group, head_dim = problem.num_qo_heads // problem.num_kv_heads, problem.head_dim
+    group, head_dim = problem.group, problem.head_dim
     family, halves = family_of(capability), problem.kv_dtype in HALF_DTYPES
     assert capability is not None  # `why_not` asks for the GPU first
     assert family is not None
