@@ -30,6 +30,7 @@ from lab.metadata.mha.calls import (
     call_arguments,
     plan_calls,
 )
+from lab.metadata.mha.quantised import CallDtypes
 from lab.metadata.mha.settings import CallSettings, splits_mixed_tail
 from tests.metadata.batches import DRAFT_EXTENDS, EXTENDS, MODES, Case, build
 from tests.metadata.noted import NotedCalls
@@ -330,6 +331,21 @@ def test_the_backend_casts_the_query(mode: ForwardMode, kv_dtype: torch.dtype, f
         assert arguments["query"].dtype == (E4M3 if is_cast else BF16)
         assert torch.equal(arguments["query"].float(), (query.to(E4M3) if is_cast else query).float())
         assert arguments["out"].data_ptr() == out.data_ptr()
+
+
+def test_an_output_of_another_dtype_is_the_calls_own_and_padding_stays() -> None:
+    batch, metadata, pool = forward(ForwardMode.MIXED, (5, 1, 1), padding=2)
+    query, cache = drawn_query(batch), drawn_cache(pool)
+    same, other = (torch.full_like(query, 7.0, dtype=dtype) for dtype in (torch.float32, torch.float64))
+    dtypes = CallDtypes(torch.float32, torch.float32)
+    backend = TRTLLMMHABackend(lab.references, dtypes=dtypes, split_mixed_tail=True)
+    for out in (same, other):
+        backend.prepare_attention(
+            batch, metadata, AttentionLayer(0.5), query, cache, max_context_len=CAPACITY, out=out
+        )()
+    assert torch.equal(same.double(), other)
+    assert (other[7:] == 7.0).all()
+    assert (other[:7] != 7.0).all()
 
 
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])
