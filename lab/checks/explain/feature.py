@@ -7,7 +7,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -110,15 +110,16 @@ class Number(CaseFeature):
 
 @dataclass(frozen=True)
 class Choice(CaseFeature):
-    """A feature whose value is a name. Its text is the subject of the words "wherever <text> is <name>". `words` has texts that
-    stand for names.
+    """A feature whose value is a name. Its text is the subject of the words "wherever <text> is <name>". If the names are those
+    of an enumeration's members, the members' values up to a colon stand for them.
     """
 
-    words: Mapping[str, str] = field(default_factory=dict, hash=False)
+    kinds: type[Enum] | None = None
     is_negated: bool = True  # "is not" says something to a reader
 
     def phrase(self, operator: str, value: Value) -> str:
-        words = f"“{self.words[str(value)]}”" if value in self.words else value
+        kind = None if self.kinds is None else self.kinds.__members__.get(str(value).upper())
+        words = value if kind is None else f"“{str(kind.value).partition(':')[0]}”"
         return f"{self.text} {'is' if operator == '==' else 'is not'} {words}"
 
     def column(self, values: Sequence[Value | None]) -> Bits:

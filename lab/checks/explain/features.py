@@ -1,6 +1,6 @@
 """Read the features of a case of any check. `FEATURES` has the words of every feature for the text of a rule."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -9,24 +9,17 @@ from lab.checks.explain.call_features import OF_CALL, OF_EARLIER, OF_TENSORS
 from lab.checks.explain.feature import CaseFeature, Choice, Condition, Cost, Number
 from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, UncountedTokens
-from lab.named_enum import NamedEnum
 from lab.workloads.attention_case import Contents, Dead, TableTail
 
 # Fields of a case that are no features, and those whose features are of the batch and of its requests.
 NO_FEATURES = ("interface", "arithmetic", "values", "seed", "page_seed", "path", "number", "time")
 LENGTHS = ("kv_lens", "q_lens", "prefix_lens", "lens", "rows")
 
-
-def _words(kinds: Iterable[NamedEnum]) -> dict[str, str]:
-    """Return the texts of an enumeration's members, up to a colon, by the features' values."""
-    return {kind.name.lower(): str(kind.value).partition(":")[0] for kind in kinds}
-
-
 # Of the fields of a case, where their names are not those of features of a call.
 OF_FIELDS: dict[str, CaseFeature] = {
-    "contents": Choice("the data of the case", Cost.VALUE, _words(Contents)),
-    "dead": Choice("the lab's poison in cells that no request owns", Cost.VALUE, _words(Dead)),
-    "table_tail": Choice("the content of unused columns of the page table", Cost.VALUE, _words(TableTail)),
+    "contents": Choice("the data of the case", Cost.VALUE, Contents),
+    "dead": Choice("the lab's poison in cells that no request owns", Cost.VALUE, Dead),
+    "table_tail": Choice("the content of unused columns of the page table", Cost.VALUE, TableTail),
     "mode": Choice("the forward mode", Cost.VALUE),
     "forward_mode": Choice("the forward mode", Cost.VALUE),
     "draft_step": Number("the draft step is {}", Cost.VALUE),

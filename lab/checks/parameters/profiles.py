@@ -1,7 +1,8 @@
 """What a serving engine sends: the values of each parameter that it passes to the judged functions, and where its code says so.
 
-`profiles.json`, beside this module, has the values, as they were read in the engines' code. A case that no engine sends is a
-documented corner: the function's documentation allows it, and a kernel that is wrong there spoils no request of these engines.
+`profiles.json`, beside this module, has the values, as they were read in the engines' code. It also has the parameter that a
+feature of a call or case shows (`shown_by`), with the parameter's value, or "" if this is the feature's own. A case that no
+engine sends is a documented corner: the documentation allows it, and a kernel that is wrong there spoils no request.
 """
 
 import functools
@@ -22,44 +23,6 @@ from lab.workloads.interfaces import Interface
 ANY = "any"
 ALL_BUT = f"{ANY} but "
 EVERY = "every"  # the rows of all functions that the engine calls
-# For a feature of a call or case: the parameter that it shows, and its value; "" for the feature's own value.
-SHOWN_BY: Mapping[str, tuple[str, str]] = {
-    "forward_mode": ("mode", ""),
-    "pages": ("number of pages", ""),
-    "no_keys": ("lengths", "none last"),
-    "fewer_keys": ("lengths", "fewer than rows"),
-    "no_rows": ("offsets", "none last"),
-    "offsets": ("offsets", "equal"),
-    "cum_seq_lens_q_given": ("offsets", "equal"),
-    "mask": ("mask", "causal"),
-    "mask_not_causal": ("mask", "tree"),
-    "masks_differ": ("mask", "by request"),
-    "not_causal": ("causal", "false"),
-    "sinks": ("sinks", "per head"),
-    "some_inf_sink": ("sinks", "some minus infinity"),
-    "sinks_list": ("sinks", "list"),
-    "bmm1_scale_tensor": ("bmm1_scale", "tensor [1]"),
-    "bmm1_scale_negative": ("bmm1_scale", "negative"),
-    "bmm1_scale_log2_given": ("bmm1_scale", "log2 tensor [1]"),
-    "bmm2_scale_tensor": ("bmm2_scale", "0.9 as a tensor [1]"),
-    "bmm2_scale_negative": ("bmm2_scale", "negative"),
-    "out_given": ("out", "given"),
-    "other_out_dtype": ("out", "given fp32"),
-    "return_lse": ("lse", "returned"),
-    "lse_given": ("lse", "given"),
-    "lse_gaps": ("lse", "rows apart"),
-    "lse_base_e": ("lse", "base e"),
-    "seq_lens_uint32": ("seq_lens", "uint32"),
-    "host_lengths": ("mirrors", ""),
-    "table_tail": ("block_tables", ""),
-    "separate_tables": ("block_tables", "separate"),
-    "block_tables_gaps": ("block_tables", "rows apart"),
-    "query_gaps": ("query", "rows apart"),
-    "page_gaps": ("cache", "pages apart"),
-    "other_v_strides": ("cache", "v otherwise"),
-    "one_cache_tensor": ("cache", "one tensor"),
-}
-TAILS = {"foreign": "plain", "negative": "tail of -1", "far": "tail far outside"}
 OF_LENGTHS = ("no_keys", "fewer_keys", "no_rows")  # which say something of a call alone: a prefix may have no token
 
 
@@ -145,27 +108,25 @@ def _values(interface: Interface, features: Features) -> Iterator[tuple[str, Any
         query = features.get("query_dtype", features["dtype"])
         yield "dtypes", f"{query}/{features.get('kv_dtype', query)}"
     for name, value in features.items():
-        is_shown = name not in OF_LENGTHS or (is_call and not (name == "fewer_keys" and features.get("no_keys")))
-        if is_shown:
-            parameter, shown = SHOWN_BY.get(name, (name, ""))
-            yield parameter, shown or TAILS.get(str(value), value)
+        if name not in OF_LENGTHS or (is_call and not (name == "fewer_keys" and features.get("no_keys"))):
+            parameter, shown = _table()["shown_by"].get(name, (name, ""))
+            yield parameter, shown or value
+
+
+@functools.cache
+def _table() -> Any:
+    return read_json(Path(__file__).with_suffix(".json"))
 
 
 @functools.cache
 def profiles() -> Mapping[str, Profile]:
     """Return the profiles by the names that commands take, such as "sglang"."""
-    return {
-        key: Profile(
-            engine["name"],
-            engine["version"],
-            engine["folder"],
-            {
-                functions: {name: Parameter(*row) for name, row in rows.items()}
-                for functions, rows in engine["functions"].items()
-            },
-        )
-        for key, engine in read_json(Path(__file__).with_suffix(".json")).items()
-    }
+    found = {}
+    for key, engine in _table()["engines"].items():
+        of_functions = engine.pop("functions").items()
+        rows = {names: {name: Parameter(*row) for name, row in rows.items()} for names, rows in of_functions}
+        found[key] = Profile(**engine, functions=rows)
+    return found
 
 
 def profile_named(key: str) -> Profile:
