@@ -119,7 +119,7 @@ def _take_all_descriptors() -> None:
 
 
 def _remove_scratch_folders() -> None:
-    for folder in Path(os.environ["SCRATCH"]).iterdir():
+    for folder in Path(os.environ["SCRATCH"]).glob("lab-judge-*"):
         shutil.rmtree(folder)
 
 

@@ -22,7 +22,7 @@ from typer.core import TyperCommand
 
 from lab.commands.app import app
 from lab.loading import LoadError, load
-from lab.workloads import scenario
+from lab.workloads.scenarios import timed_scenario
 from studies.draft_scenarios import draft_scenario, is_draft_scenario
 
 ROOT = Path(__file__).parents[2]
@@ -189,7 +189,7 @@ def _check_namespace(given: Mapping[str, Any]) -> None:
 def _refuse_unknown_scenarios(names: Iterable[str]) -> None:
     for name in names:
         try:
-            (draft_scenario if is_draft_scenario(name) else scenario)(name)
+            (draft_scenario if is_draft_scenario(name) else timed_scenario)(name)
         except ValueError as error:
             raise PageError(str(error)) from error
 
