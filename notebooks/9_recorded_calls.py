@@ -37,7 +37,7 @@ from lab import references
 from lab.checks.run.judge import judge_calls
 from lab.recorded import record, recorded_cases
 from lab.recorded.lengths import traced_requests
-from lab.recorded.suspicions import suspicions
+from lab.recorded.suspicions import Inputs
 from lab.references.assertion import histories_of, truth_of_problem
 from lab.workloads import scenario
 from studies.pictures.judging import vector_errors_figure
@@ -128,7 +128,7 @@ pages_figure(problem.k_block_tables, problem.seq_lens, problem.page_size, f"Call
 
 # %%
 histories = histories_of(problem)
-suspicions(problem, histories)
+Inputs(problem, histories).suspicions()
 
 # %% [markdown]
 # The same call with request 2's last page taken from request 1:
@@ -137,14 +137,14 @@ suspicions(problem, histories)
 spoilt = case.read()
 last = [int(length) // PAGE_SIZE for length in problem.seq_lens]
 spoilt.given["block_tables"][2, last[2]] = spoilt.given["block_tables"][1, last[1]]
-for sentence in suspicions(spoilt.problem(), histories_of(spoilt.problem())):
+for sentence in Inputs(spoilt.problem(), histories_of(spoilt.problem())).suspicions():
     print(sentence)
 
 # %% [markdown]
 # ## The verdict
 #
 # `lab judge --calls recording` compares each recorded output with float64 arithmetic on the recorded inputs. Its first
-# sentence names what the wrong results have in common.
+# sentences name what the wrong results have in common. Each of these calls is wrong, but only in its long requests.
 
 # %%
 report = judge_calls(folder, device="cpu", isolated=False)
