@@ -218,6 +218,7 @@ def test_the_command_judges_the_only_recording_below_a_folder(dumps: Path, capsy
         line, answer, *_ = capsys.readouterr().out.replace("\n", " ").partition("Right: ")
         assert line.split() == f"{dumps.parent}{number} has no calls: those of {below}{number} are judged".split()
         assert answer
+    shutil.copytree(below, below / "older")
     assert recording_below(str(below)) == str(below)
     shutil.copytree(below, dumps)
     assert recording_below(f"{dumps.parent}#2") == f"{dumps.parent}#2"
