@@ -307,8 +307,7 @@ def _regions(units: _Units, held: str) -> tuple[list[Region], int]:
             is_corner=has_senders and not any(verdict.sent_by for verdict, _ in of_region),
         )
         found.append(region)
-    # What an engine sends is first. A rule that names a result says where an error shows, and others why.
-    found.sort(key=lambda each: (each.is_corner, any(literal.feature == "result" for literal in each.literals)))
+    found.sort(key=lambda each: each.is_corner)
     return found, int((wrong & ~explained).sum())
 
 

@@ -206,16 +206,6 @@ def test_merged_outputs_follow_from_the_lse_that_merges_them() -> None:
     assert [region.held for region in diagnose([judged(n) for n in range(40)]).regions] == ["LSE"]
 
 
-def test_what_names_only_a_result_follows_what_a_caller_passes() -> None:
-    def judged(number: int) -> CaseVerdict:
-        has_mask = number % 2 > 0
-        merged = replace(result(1, wrong=True, held="LSE"), name="merged")
-        return verdict(number, merged, *(result(1, wrong=has_mask, held="LSE", mask=has_mask) for _ in range(1)))
-
-    rules = [region.rule for region in diagnose([judged(n) for n in range(40)]).regions]
-    assert rules == ["mask", "result == 'merged'"]
-
-
 def with_outcome(outcome: Outcome, check: str = "K1", **features: Any) -> CaseVerdict:
     """A verdict whose only result is wrong, or fails, or there is none."""
     held = "return" if outcome is Outcome.FAILED else "output"
