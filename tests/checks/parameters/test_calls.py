@@ -140,6 +140,17 @@ def test_no_key_shades_others_where_keys_are_values(interface: Interface) -> Non
     assert not model.completed({"cache": "K is V", "contents": "shaded"})
 
 
+def test_a_call_has_the_values_of_its_ranges_and_no_other_call_s() -> None:
+    of = {call: paged_model(call, Ranges()).axes for call in PAGED}
+    assert [call for call in PAGED if "bf16/nvfp4" in of[call]["dtypes"]] == [*PAGED[:2]]
+    assert "e4m3/nvfp4" not in of[AttentionCall.DECODE]["dtypes"]  # kernels of NVFP4 take other queries
+    masked = set(Ranges().widened("masked_rows"))
+    assert masked <= set(of[AttentionCall.DECODE]["q_len"])
+    assert set(of[AttentionCall.MLA_DECODE]["q_len"]) == set(Ranges().widened("q_lens"))
+    assert "base e" in of[AttentionCall.MLA_DECODE]["lse"]
+    assert "base e" not in of[AttentionCall.DECODE]["lse"]
+
+
 def test_lengths_are_what_their_names_say() -> None:
     plain = ragged_case(ragged())
     assert plain.q_lens == (5, 1, 17)
