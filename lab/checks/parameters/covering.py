@@ -173,6 +173,10 @@ class Model:
                 if value != self.default[name] and (point := self.completed({name: value})) is not None:
                     yield point
 
+    def values(self) -> Iterator[Values]:
+        """Yield each value of each axis, as ((axis, value),)."""
+        return (((name, value),) for name, values in self.axes.items() for value in values)
+
     def tuples(self) -> Iterator[Values]:
         """Yield all pairs of values of two axes, and the declared triples, that fit the rules between them."""
         return (goal for goal in self._goals() if self.fits(dict(goal)))

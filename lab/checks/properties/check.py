@@ -1,7 +1,7 @@
 """A check as data: its key, its cases, and the function that judges a case."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lab.checks.case_run import CaseRun
@@ -15,8 +15,9 @@ from lab.workloads.interfaces import PAGED_CALLS, Interface
 
 
 class Level(NamedEnum):
-    """The number of cases of a check: few at SMOKE, many at FULL."""
+    """The number of cases of a check: some of SMOKE's at QUICK, few at SMOKE, many at FULL."""
 
+    QUICK = "quick"
     SMOKE = "smoke"
     FULL = "full"
 
@@ -85,7 +86,8 @@ class Check:
     judge: Callable[[CaseRun], None]
     interfaces: tuple[Interface, ...] = PAGED_CALLS
     drawn: Callable[[AttentionCase], Any] | None = None
-    more: tuple[Following, ...] = ()
+    more: Mapping[Level, Sequence[Following]] = field(default_factory=dict, hash=False)
+    quick: int = 2
     draw_on: DrawOn = lambda *_: ()
 
     @property
@@ -94,7 +96,11 @@ class Check:
 
     def cases(self, interface: Interface, ranges: Ranges, level: Level) -> Iterable[Any]:
         """Return the fixed cases of the check for one function, within the ranges, at a level."""
-        return self.fixed(Scope(interface, ranges, level))
+        if level is not Level.QUICK or Level.QUICK in self.more:
+            return self.fixed(Scope(interface, ranges, level))
+        cases = list(self.fixed(Scope(interface, ranges, Level.SMOKE)))
+        count = min(self.quick, len(cases))
+        return [cases[at * len(cases) // count] for at in range(count)]
 
     def draw(self, interface: Interface, ranges: Ranges) -> Iterable[DrawnPoint]:
         """Return an endless series of random cases; no case if `drawn` is None."""

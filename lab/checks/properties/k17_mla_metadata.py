@@ -62,4 +62,4 @@ def _parity(run: CaseRun, what: str, forward: MLAPass) -> None:
     run.expect(what, [f"{what}: {each}" for each in wrongs], "metadata", features_of_case(forward.case))
 
 
-CHECK = Check("K17", "mla_metadata", __doc__, _cases, _judge, interfaces=(MetadataFunction.MLA_METADATA,))
+CHECK = Check("K17", "mla_metadata", __doc__, _cases, _judge, interfaces=(MetadataFunction.MLA_METADATA,), quick=6)

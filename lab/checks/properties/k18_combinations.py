@@ -25,7 +25,7 @@ from lab.checks.parameters.metadata import judge_metadata
 from lab.checks.parameters.metadata_axes import METADATA
 from lab.checks.parameters.models import MODELS
 from lab.checks.parameters.sampling import DrawnPoint, samples
-from lab.checks.properties.check import Check, Scope
+from lab.checks.properties.check import Check, Level, Scope
 from lab.checks.properties.draft_lists import judge_lists
 from lab.checks.run.verdicts import CaseVerdict
 from lab.ranges import SEEDS, Ranges
@@ -38,6 +38,9 @@ CHOSEN = (None, None, 6, 4)
 def _cases(scope: Scope) -> Iterator[Configuration]:
     interface, ranges = scope.interface, scope.ranges
     model = MODELS[interface](ranges)
+    if scope.level is Level.QUICK:
+        yield from _numbered(interface, ranges, model.covering(ranges.seed, model.values()))
+        return
     points = list(model.alone())
     yield from _numbered(interface, ranges, points)
     if scope.is_full:
@@ -98,6 +101,14 @@ def _alone(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]
         yield from _unlike(interface, ranges, (point for point in points if point is not None), verdicts)
 
 
+def _values_alone(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
+    """Yield a case for each value that no judged case contains. All other axes have their default."""
+    model = MODELS[interface](ranges)
+    judged, _ = tuples_by_outcome(model, verdicts)
+    points = (model.completed(dict(goal)) for goal in model.values() if goal not in judged)
+    yield from _unlike(interface, ranges, (point for point in points if point is not None), verdicts)
+
+
 def _unlike(
     interface: Interface, ranges: Ranges, points: Iterable[Point], verdicts: Sequence[CaseVerdict]
 ) -> Iterator[Configuration]:
@@ -136,6 +147,9 @@ CHECK = Check(
     _cases,
     _judge,
     interfaces=tuple(MODELS),
-    more=(_beside, *(partial(_again, chosen) for chosen in CHOSEN), _alone),
+    more={
+        Level.QUICK: (_values_alone,),
+        Level.FULL: (_beside, *(partial(_again, chosen) for chosen in CHOSEN), _alone),
+    },
     draw_on=_draw_on,
 )

@@ -102,4 +102,4 @@ def _judge(run: CaseRun) -> None:
     judge_pass(run, build_mla_pass(run.case, run.device))
 
 
-CHECK = Check("M2", "mla_modes", __doc__, _cases, _judge, interfaces=(AttentionCall.MLA_DECODE,))
+CHECK = Check("M2", "mla_modes", __doc__, _cases, _judge, interfaces=(AttentionCall.MLA_DECODE,), quick=5)

@@ -33,7 +33,7 @@ from lab.workloads.interfaces import INTERFACES, Interface, interfaces_of
 
 Named = TypeVar("Named")
 
-DRAWN_CASES = {Level.SMOKE: 2, Level.FULL: 16}
+DRAWN_CASES = {Level.QUICK: 0, Level.SMOKE: 2, Level.FULL: 16}
 TIME_LIMIT_S = 120.0
 VERDICT_PARTS = ("python", "packages", "gpu", "capability", "cuda")  # of the environment, which a verdict depends on
 

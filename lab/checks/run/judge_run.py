@@ -204,8 +204,9 @@ class CheckRun:
         """Make the check's cases within ranges, without those of earlier calls. Return a generator that judges them."""
         level = self._run.report.level
         self._ranges = ranges
-        rounds = self._check.more if level is Level.FULL else ()  # they follow the smoke level's cases
-        cases = self._check.cases(self.interface, self._ranges_of_cases, Level.SMOKE if rounds else level)
+        rounds = self._check.more.get(level, ())
+        first = Level.SMOKE if rounds and level is Level.FULL else level  # the rounds follow the smoke level's cases
+        cases = self._check.cases(self.interface, self._ranges_of_cases, first)
         draw = self._check.draw(self.interface, self._ranges_of_cases)
         samples = [sample for sample in itertools.islice(draw, self._run.drawn) if self._is_chosen(sample.case)]
         self.planned += len(samples)
@@ -216,9 +217,13 @@ class CheckRun:
         """Return the ranges from which cases are made: `_ranges`, at the smoke level with short requests only. When it judges a
         case, a check may use all of `_ranges`.
         """
-        if self._run.report.level is Level.FULL:
-            return self._ranges
-        return replace(self._ranges, longest=min(self._ranges.longest, max(SMOKE_LONGEST, *self._ranges.q_lens)))
+        level, ranges = self._run.report.level, self._ranges
+        if level is Level.FULL:
+            return ranges
+        short = replace(ranges, longest=min(ranges.longest, max(SMOKE_LONGEST, *ranges.q_lens)))
+        if level is Level.SMOKE:
+            return short
+        return replace(short, long_requests=(min(ranges.long_requests),), large_batches=(min(ranges.large_batches),))
 
     def _is_chosen(self, case: Any) -> bool:
         """Return True if the engine of the run's profile, if any, sends the case."""
