@@ -47,7 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="judge package.module or path/to/file.py, or :attribute of either, in a test for each check of each of its "
         "functions; without a path on the command line, these tests alone. Several kernels: repeat",
     )
-    group.addoption(f"{PREFIX}level", choices=("smoke", "full"), default="smoke", help="how much is judged")
+    group.addoption(f"{PREFIX}level", choices=("quick", "smoke", "full"), default="smoke", help="how much is judged")
     group.addoption(f"{PREFIX}profile", default="", metavar="ENGINE", help="judge only what sglang or vllm sends")
     group.addoption(
         f"{PREFIX}refusals",

@@ -118,7 +118,9 @@ Discover = Annotated[
 def judge(
     context: typer.Context,
     implementation: Annotated[str | None, Implementation] = None,
-    level: Annotated[Literal["smoke", "full"], typer.Option(help="smoke judges fewer cases than full")] = "smoke",
+    level: Annotated[
+        Literal["quick", "smoke", "full"], typer.Option(help="quick judges the fewest cases, full the most")
+    ] = "smoke",
     only: Only = None,
     functions: Functions = None,
     device: Device = None,
