@@ -21,6 +21,7 @@ from lab.checks.parameters.calls import judge_call
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.coverage import retried, tuples_by_outcome
 from lab.checks.parameters.covering import Point
+from lab.checks.parameters.discovery import is_mostly_declined
 from lab.checks.parameters.metadata import judge_metadata
 from lab.checks.parameters.metadata_axes import METADATA
 from lab.checks.parameters.models import MODELS
@@ -101,11 +102,21 @@ def _alone(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]
         yield from _unlike(interface, ranges, (point for point in points if point is not None), verdicts)
 
 
-def _values_alone(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
-    """Yield a case for each value that no judged case contains. All other axes have their default."""
+def _values(
+    chosen: int, interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]
+) -> Iterator[Configuration]:
+    """Yield cases that together contain each value that no judged case contains so far.
+
+    Args:
+        chosen: the largest number of axes of a case that may differ from their default; 1 where a kernel declined most cases.
+        interface, ranges, verdicts: as in `_again`.
+    """
     model = MODELS[interface](ranges)
     judged, _ = tuples_by_outcome(model, verdicts)
-    points = (model.completed(dict(goal)) for goal in model.values() if goal not in judged)
+    goals = [goal for goal in model.values() if goal not in judged]
+    if chosen > 1 and is_mostly_declined(verdicts):
+        return
+    points = model.covering(ranges.seed, goals, chosen) if chosen > 1 else map(model.completed, map(dict, goals))
     yield from _unlike(interface, ranges, (point for point in points if point is not None), verdicts)
 
 
@@ -148,7 +159,7 @@ CHECK = Check(
     _judge,
     interfaces=tuple(MODELS),
     more={
-        Level.QUICK: (_values_alone,),
+        Level.QUICK: (partial(_values, CHOSEN[-2]), partial(_values, 1)),
         Level.FULL: (_beside, *(partial(_again, chosen) for chosen in CHOSEN), _alone),
     },
     draw_on=_draw_on,
