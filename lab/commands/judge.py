@@ -1,6 +1,5 @@
 """`lab judge`: judge an implementation."""
 
-import math
 import re
 import time
 from collections import Counter
@@ -61,7 +60,10 @@ InProcess = Annotated[
     bool, typer.Option("--in-process", help="use no worker process: a crash or a hang of the kernel ends the judge")
 ]
 MostSeconds = Annotated[
-    float, typer.Option(min=0, help="begin no further case after this time", show_default="no limit")
+    float | None,
+    typer.Option(
+        min=0, help="begin no further case after this time; if left out, 25 at the quick level and no limit else"
+    ),
 ]
 Drawn = Annotated[
     int | None,
@@ -127,7 +129,7 @@ def judge(
     in_process: InProcess = False,
     time_limit_s: Annotated[float, typer.Option(min=0.001, help="most seconds for one case")] = 120.0,
     workers: Annotated[int, typer.Option(min=1, help="worker processes that judge at the same time")] = 2,
-    most_seconds: MostSeconds = math.inf,
+    most_seconds: MostSeconds = None,
     drawn: Drawn = None,
     out: ReportFile = None,
     fresh: Fresh = False,

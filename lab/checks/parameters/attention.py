@@ -27,17 +27,19 @@ def fields_of(interface: Interface) -> tuple[str, ...]:
     return MLA_FIELDS if interface is AttentionCall.MLA_DECODE else MHA_FIELDS
 
 
-def balanced(ranges: Ranges, interface: Interface, count: int, seed: int = 0) -> Iterator[AttentionCase]:
+def balanced(
+    ranges: Ranges, interface: Interface, count: int, seed: int = 0, num_builds: int = NUM_BUILDS
+) -> Iterator[AttentionCase]:
     """Yield `count` random cases in which all values of a parameter occur equally often. Many lengths are at ends of pages and
-    tiles. Values that need another compiled kernel come from `builds`.
+    tiles. Values that need another compiled kernel come from `builds`, `num_builds` of them.
     """
     seed += SEEDS * ranges.seed
     rng = random.Random(f"{interface.name} {seed}")
-    all_builds, first = builds(ranges, interface), rng.randrange(NUM_BUILDS)
+    all_builds, first = builds(ranges, interface, num_builds), rng.randrange(num_builds)
     names = [name for name in fields_of(interface) if name in AT_RUN_TIME]
     columns = {name: _dealt(rng, getattr(ranges, name), count) for name in names}
     for number in range(count):
-        values = all_builds[(first + number) % NUM_BUILDS] | {name: column[number] for name, column in columns.items()}
+        values = all_builds[(first + number) % num_builds] | {name: column[number] for name, column in columns.items()}
         q_lens, kv_lens = _lens(rng, ranges, interface, values)
         page_size = _page_size(values)
         window = rng.choice((0, 1, page_size - 1, page_size, 100, 127)) if values.get("windows") else -1
@@ -45,15 +47,17 @@ def balanced(ranges: Ranges, interface: Interface, count: int, seed: int = 0) ->
         yield case_within(ranges, interface, values, kv_lens, q_lens, window_left=window, **seeds)
 
 
-def balanced_nvfp4(ranges: Ranges, interface: Interface, count: int, seed: int) -> Iterator[AttentionCase]:
+def balanced_nvfp4(
+    ranges: Ranges, interface: Interface, count: int, seed: int, num_builds: int = NUM_BUILDS
+) -> Iterator[AttentionCase]:
     """Yield the cases of `balanced`, but over an NVFP4 cache. Yield none if the ranges or the function do not allow NVFP4."""
     if interface is not AttentionCall.MLA_DECODE and True in ranges.nvfp4:
-        for case in balanced(ranges, interface, count, seed):
+        for case in balanced(ranges, interface, count, seed, num_builds):
             yield replace(case, kv_dtype=NVFP4, arithmetic=None)
 
 
-def builds(ranges: Ranges, interface: Interface) -> list[Point]:
-    """Return a few combinations of the values that select a compiled kernel, such as dtypes and head_dims. All values of a
+def builds(ranges: Ranges, interface: Interface, count: int = NUM_BUILDS) -> list[Point]:
+    """Return `count` combinations of the values that select a compiled kernel, such as dtypes and head_dims. All values of a
     parameter occur equally often.
 
     There are few combinations, the same for all checks, because many kernels are compiled for each combination. Check K18
@@ -61,8 +65,8 @@ def builds(ranges: Ranges, interface: Interface) -> list[Point]:
     """
     rng = random.Random(f"{interface.name} {ranges.seed}")
     names = [name for name in fields_of(interface) if name not in AT_RUN_TIME]
-    columns = {name: _dealt(rng, getattr(ranges, name), NUM_BUILDS) for name in names}
-    return [{name: column[number] for name, column in columns.items()} for number in range(NUM_BUILDS)]
+    columns = {name: _dealt(rng, getattr(ranges, name), count) for name in names}
+    return [{name: column[number] for name, column in columns.items()} for number in range(count)]
 
 
 def case_within(

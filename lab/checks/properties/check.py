@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lab.checks.case_run import CaseRun
-from lab.checks.parameters.attention import balanced, balanced_nvfp4, drawn_cases
+from lab.checks.parameters.attention import NUM_BUILDS, balanced, balanced_nvfp4, drawn_cases
 from lab.checks.parameters.sampling import DrawnPoint
 from lab.checks.run.verdicts import CaseVerdict
 from lab.named_enum import NamedEnum
@@ -13,9 +13,11 @@ from lab.ranges import Ranges
 from lab.workloads.attention_case import AttentionCase
 from lab.workloads.interfaces import PAGED_CALLS, Interface
 
+QUICK_BUILDS = 8  # as many as there are groups and numbers of rows
+
 
 class Level(NamedEnum):
-    """The number of cases of a check: some of SMOKE's at QUICK, few at SMOKE, many at FULL."""
+    """The number of cases of a check: the fewest at QUICK, few at SMOKE, many at FULL."""
 
     QUICK = "quick"
     SMOKE = "smoke"
@@ -40,10 +42,15 @@ class Scope:
 
     def balanced(self, smoke: int, full: int, seed: int) -> Iterator[AttentionCase]:
         """Yield random attention cases, `smoke` or `full` of them. All permitted values of a parameter occur equally often."""
-        return balanced(self.ranges, self.interface, self.counted(smoke, full), seed)
+        return balanced(self.ranges, self.interface, self.counted(smoke, full), seed, self._num_builds)
 
     def balanced_nvfp4(self, smoke: int, full: int, seed: int) -> Iterator[AttentionCase]:
-        return balanced_nvfp4(self.ranges, self.interface, self.counted(smoke, full), seed)
+        return balanced_nvfp4(self.ranges, self.interface, self.counted(smoke, full), seed, self._num_builds)
+
+    @property
+    def _num_builds(self) -> int:
+        """Return how many combinations of values the cases share for which a kernel is compiled."""
+        return QUICK_BUILDS if self.level is Level.QUICK else NUM_BUILDS
 
     def on_fewest_heads(self, case: AttentionCase) -> AttentionCase:
         """Return the case with the fewest heads that the ranges allow, so that it runs faster."""
@@ -75,8 +82,9 @@ class Check:
         interfaces: the functions that the check judges.
         drawn: turns a random attention case into a case of this check; None for a check without random cases.
         draw_on: yields further random cases, which are judged after the level's cases if the run has time left.
-        more: one function for each further round of cases at the full level. A function gets the verdicts of all earlier
-            rounds, and returns the cases of its round.
+        more: by the level, one function for each further round of cases. A function gets the verdicts of all earlier
+            rounds, and returns the cases of its round. At the full level the first round is the smoke level's cases.
+        quick: number of cases at the quick level, spread over those of `fixed`; a check with `more` has its own.
     """
 
     key: str
@@ -96,9 +104,10 @@ class Check:
 
     def cases(self, interface: Interface, ranges: Ranges, level: Level) -> Iterable[Any]:
         """Return the fixed cases of the check for one function, within the ranges, at a level."""
-        if level is not Level.QUICK or Level.QUICK in self.more:
-            return self.fixed(Scope(interface, ranges, level))
-        cases = list(self.fixed(Scope(interface, ranges, Level.SMOKE)))
+        cases = self.fixed(Scope(interface, ranges, level))
+        if level is not Level.QUICK or self.more:
+            return cases
+        cases = list(cases)
         count = min(self.quick, len(cases))
         return [cases[at * len(cases) // count] for at in range(count)]
 

@@ -1,9 +1,10 @@
 """Errors for values, forms of arguments, and pairs of these that no other check has, in covering arrays of all calls.
 
 A kernel branches on its arguments, and many defects show only for a combination of two: a window with split tables, a mask with
-sinks, a group of 12 in a batch of 257. Here the model of each call is declared once (`lab.checks.parameters`). The smoke level
-judges each value alone, with the default for all other axes. The full level also judges every pair of values, and declared
-triples. A call without rows or keys counts as a test only of the value that makes it empty, not of its other values.
+sinks, a group of 12 in a batch of 257. Here the model of each call is declared once (`lab.checks.parameters`). The quick level
+judges each value in a case of many other values; if the kernel declines that case, in a case of fewer. The smoke level judges
+each value alone, with the default for all other axes. The full level also judges every pair of values, and declared triples. A
+call without rows or keys counts as a test only of the value that makes it empty, not of its other values.
 
 If a kernel declines a case because of one value, the case tests none of its other values. So the full level first judges each
 value alone. A value that is declined alone is tried with every other value. Then the accepted values are combined in pairs. A
@@ -21,7 +22,6 @@ from lab.checks.parameters.calls import judge_call
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.coverage import retried, tuples_by_outcome
 from lab.checks.parameters.covering import Point
-from lab.checks.parameters.discovery import is_mostly_declined
 from lab.checks.parameters.metadata import judge_metadata
 from lab.checks.parameters.metadata_axes import METADATA
 from lab.checks.parameters.models import MODELS
@@ -108,13 +108,14 @@ def _values(
     """Yield cases that together contain each value that no judged case contains so far.
 
     Args:
-        chosen: the largest number of axes of a case that may differ from their default; 1 where a kernel declined most cases.
+        chosen: the largest number of axes of a case that may differ from their default. No case of more than one is yielded
+            if no case has been judged so far: a kernel that takes little declines such cases.
         interface, ranges, verdicts: as in `_again`.
     """
     model = MODELS[interface](ranges)
     judged, _ = tuples_by_outcome(model, verdicts)
     goals = [goal for goal in model.values() if goal not in judged]
-    if chosen > 1 and is_mostly_declined(verdicts):
+    if chosen > 1 and not judged:
         return
     points = model.covering(ranges.seed, goals, chosen) if chosen > 1 else map(model.completed, map(dict, goals))
     yield from _unlike(interface, ranges, (point for point in points if point is not None), verdicts)

@@ -34,6 +34,7 @@ from lab.workloads.interfaces import INTERFACES, Interface, interfaces_of
 Named = TypeVar("Named")
 
 DRAWN_CASES = {Level.QUICK: 0, Level.SMOKE: 2, Level.FULL: 16}
+MOST_SECONDS = {Level.QUICK: 25.0}
 TIME_LIMIT_S = 120.0
 VERDICT_PARTS = ("python", "packages", "gpu", "capability", "cuda")  # of the environment, which a verdict depends on
 
@@ -49,7 +50,7 @@ def judge(
     isolated: bool = False,
     workers: int | Workers = 1,
     time_limit_s: float = TIME_LIMIT_S,
-    most_seconds: float = math.inf,
+    most_seconds: float | None = None,
     drawn: int | None = None,
     refusals: Sequence[type[BaseException]] | None = None,
     known_failures: Findings = KNOWN_FAILURES,
@@ -71,7 +72,7 @@ def judge(
     Args:
         implementation: a module or object with at least one of the functions in `lab.workloads.interfaces.INTERFACES`, or its
             name: "package.module" or "path/to/file.py", either with ":attribute" after it.
-        level: SMOKE or FULL, or "smoke" or "full".
+        level: QUICK, SMOKE or FULL, or "quick", "smoke" or "full".
         ranges: the parameter values of the cases, such as dtypes and page sizes. Narrow them to those that a kernel supports.
         only: the checks to run, each by key ("K4"), by name ("poison") or as a `Check`; all if empty.
         functions: names of the functions to judge, FlashInfer's or short ones such as "decode"; all that it has if empty.
@@ -79,7 +80,8 @@ def judge(
         isolated: cases run in worker processes, replaced if they crash or hang; give the implementation by name.
         workers, time_limit_s: number of worker processes, and the time limit of one case, if isolated. Or open workers of the
             implementation, which have a device, a time limit and refusals of their own.
-        most_seconds: no case is begun after this time. The report counts the cases that were left out, of all checks.
+        most_seconds: no case is begun after this time. The report counts the cases that were left out, of all checks. None: 25
+            at the quick level, without end at the others.
         drawn: number of random cases per check and function; None: the level's number.
         refusals: the exceptions that count as refusals, instead of those of `lab.checks.run.support_protocol.invoke`.
         known_failures: documented failures, by page and heading. A wrong case that they explain is KNOWN, not WRONG.
@@ -104,6 +106,7 @@ def judge(
     given = ranges or Ranges()
     given = given if seed is None else replace(given, seed=seed)
     count = DRAWN_CASES[depth] if drawn is None else drawn
+    most = MOST_SECONDS.get(depth, math.inf) if most_seconds is None else most_seconds
     if profile:
         profile_named(profile)
     name, subject = (implementation, implementation) if isolated else _named(implementation)
@@ -119,7 +122,7 @@ def judge(
             report,
             chosen,
             count,
-            end=time.monotonic() + most_seconds,
+            end=time.monotonic() + most,
             stops_at_fault=first_failure,
             earlier={} if fresh else earlier_verdicts(path, report.run),
             path=path,
