@@ -17,7 +17,9 @@ QUICK_BUILDS = 8  # as many as there are groups and numbers of rows
 
 
 class Level(NamedEnum):
-    """The number of cases of a check: the fewest at QUICK, few at SMOKE, many at FULL."""
+    """The number of cases of a check: few at SMOKE, many at FULL. QUICK has those first that tell the most, then the others of
+    SMOKE while there is time.
+    """
 
     QUICK = "quick"
     SMOKE = "smoke"

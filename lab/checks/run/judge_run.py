@@ -29,6 +29,7 @@ MOST_SHRINKS = 60  # calls of the judge to make one wrong case smaller
 MOST_KEPT = 2000  # right random cases in the report
 MOST_WRONG = 10  # different wrong ones, after which no more are drawn
 LEAST_DONE = 5  # cases before the time left is estimated
+GRACE_S = 3.0  # that the cases get which still run at the end; those that run longer are left out
 WRITTEN_EVERY_S = 1.0  # the report's file, while the run goes on, or
 WRITING_SHARE = 0.05  # of the time at most
 
@@ -103,7 +104,8 @@ class Run:
             if interface in check.interfaces
         }
         try:
-            self._take_turns([each.plan(self.report.ranges) for each in self._runs.values()])
+            runs = sorted(self._runs.values(), key=lambda each: not each.is_telling)
+            self._take_turns([each.plan(self.report.ranges) for each in runs])
             for interface in interfaces if discovers else ():
                 self._narrow(interface)
             self._take_turns(each.go_on(random_until) for each in self._runs.values())
@@ -139,7 +141,7 @@ class Run:
                 self._runs[verdict.check, verdict.interface].keep(self.known(replace(verdict, judged=judged)))
 
     def _take_turns(self, waits_of_each: Iterable[Waits]) -> None:
-        for _ in in_turns(waits_of_each):
+        for _ in in_turns(waits_of_each, self.end + GRACE_S):
             if self.is_stopped:
                 return
             if time.monotonic() > self._next_write:
@@ -200,11 +202,18 @@ class CheckRun:
         self._run, self._check, self._ranges = run, check, run.report.ranges
         self._reprs = set[str]()  # of the planned cases that were not drawn
 
+    @property
+    def is_telling(self) -> bool:
+        """Return True if the check's cases tell more than others', so that they are judged first: each has many values."""
+        return self._run.report.level is Level.QUICK and bool(self._check.more)
+
     def plan(self, ranges: Ranges) -> Waits:
         """Make the check's cases within ranges, without those of earlier calls. Return a generator that judges them."""
         level = self._run.report.level
         self._ranges = ranges
-        rounds = self._check.more.get(level, ())
+        rounds = [*self._check.more.get(level, ())]
+        if level is Level.QUICK:
+            rounds.append(lambda interface, of_cases, _: self._check.cases(interface, of_cases, Level.SMOKE))
         first = Level.SMOKE if rounds and level is Level.FULL else level  # the rounds follow the smoke level's cases
         cases = self._check.cases(self.interface, self._ranges_of_cases, first)
         draw = self._check.draw(self.interface, self._ranges_of_cases)
@@ -363,9 +372,9 @@ class CheckRun:
         self._run.note(self.verdicts[-1])
 
 
-def in_turns(waits_of_each: Iterable[Waits]) -> Generator[None, None, None]:
+def in_turns(waits_of_each: Iterable[Waits], end: float = math.inf) -> Generator[None, None, None]:
     """Run the generators of several checks concurrently: continue each when the case that it waits for has been judged. Yield
-    after each such step.
+    after each such step. No case is waited for after `end`, a time of `time.monotonic`.
 
     A case that takes minutes thus delays only its own check, and a run that ends early has verdicts of all checks.
     """
@@ -377,8 +386,11 @@ def in_turns(waits_of_each: Iterable[Waits]) -> Generator[None, None, None]:
         while waiting:
             futures = [pending.future for _, pending in waiting if pending.future is not None]
             if len(futures) == len(waiting):
-                wait_for_futures(futures, return_when=FIRST_COMPLETED)
-            ready = next(at for at, (_, pending) in enumerate(waiting) if pending.is_ready)
+                left = None if end == math.inf else max(end - time.monotonic(), 0)
+                wait_for_futures(futures, left, FIRST_COMPLETED)
+            ready = next((at for at, (_, pending) in enumerate(waiting) if pending.is_ready), None)
+            if ready is None:
+                return
             waits, _ = waiting[ready]
             del waiting[ready]
             waiting.extend((waits, following) for following in itertools.islice(waits, 1))
