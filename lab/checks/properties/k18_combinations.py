@@ -12,12 +12,14 @@ pair that no judged case contains is tried again in cases with more default valu
 """
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 from lab.calls.problem import AttentionCall
 from lab.checks.case_run import CaseRun
+from lab.checks.parameters.call_cases import attention_case
 from lab.checks.parameters.calls import judge_call
 from lab.checks.parameters.configuration import Configuration
 from lab.checks.parameters.coverage import retried, tuples_by_outcome
@@ -30,7 +32,7 @@ from lab.checks.properties.check import Check, Level, Scope
 from lab.checks.properties.draft_lists import judge_lists
 from lab.checks.run.verdicts import CaseVerdict
 from lab.ranges import SEEDS, Ranges
-from lab.workloads.interfaces import Interface, MetadataFunction
+from lab.workloads.interfaces import PAGED_CALLS, Interface, MetadataFunction
 
 # Axes of a point that are not plain, in turn; None: all. The fewer, the more likely the kernel takes it.
 CHOSEN = (None, None, 6, 4)
@@ -40,7 +42,7 @@ def _cases(scope: Scope) -> Iterator[Configuration]:
     interface, ranges = scope.interface, scope.ranges
     model = MODELS[interface](ranges)
     if scope.level is Level.QUICK:
-        yield from _numbered(interface, ranges, model.covering(ranges.seed, model.values()))
+        yield from _cheapest_first(_numbered(interface, ranges, model.covering(ranges.seed, model.values())), ranges)
         return
     points = list(model.alone())
     yield from _numbered(interface, ranges, points)
@@ -118,7 +120,20 @@ def _values(
     if chosen > 1 and not judged:
         return
     points = model.covering(ranges.seed, goals, chosen) if chosen > 1 else map(model.completed, map(dict, goals))
-    yield from _unlike(interface, ranges, (point for point in points if point is not None), verdicts)
+    cases = _unlike(interface, ranges, (point for point in points if point is not None), verdicts)
+    yield from _cheapest_first(cases, ranges)
+
+
+def _cheapest_first(cases: Iterable[Configuration], ranges: Ranges) -> list[Configuration]:
+    """Return the cases by the number of products of query and key elements; those of other functions as they come."""
+
+    def num_products(case: Configuration) -> int:
+        if case.interface not in PAGED_CALLS:
+            return 0
+        call = attention_case(case, ranges)
+        return sum(map(operator.mul, call.q_lens, call.kv_lens)) * call.num_qo_heads * call.head_dim
+
+    return sorted(cases, key=num_products)
 
 
 def _unlike(

@@ -122,7 +122,7 @@ def judge(
             report,
             chosen,
             count,
-            end=time.monotonic() + most,
+            end=start + most,
             stops_at_fault=first_failure,
             earlier={} if fresh else earlier_verdicts(path, report.run),
             path=path,

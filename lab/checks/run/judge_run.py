@@ -268,14 +268,14 @@ class CheckRun:
             yield from self._judge_samples(chosen, wrong, MOST_WRONG, is_planned=False)
 
     def _judge(self, cases: Sequence[Any], keep: Callable[[CaseVerdict, bool], None], drawn: bool = False) -> Waits:
-        """Judge cases in batches, first one case per worker and then `CASES_PER_WORKER`. No case is begun after the end of the
-        run.
+        """Judge cases in batches, first one case per worker and then `CASES_PER_WORKER`, or all at once if `is_telling`. None
+        is begun after the end of the run.
 
         A case that an earlier run found right or declined is not judged again. `keep` is called with each verdict in the order
         of the cases, and with True if the verdict is from this run.
         """
         first = self._run.pool.workers
-        ends = [0, *range(first, len(cases), CASES_PER_WORKER * first), len(cases)]
+        ends = [0, *(() if self.is_telling else range(first, len(cases), CASES_PER_WORKER * first)), len(cases)]
         for at, end in itertools.pairwise(ends):
             if self._run.is_over:
                 return
