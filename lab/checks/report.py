@@ -79,6 +79,7 @@ class Report:
         run: a digest of everything that determines the verdicts; "" if the implementation's sources are unknown.
         num_random: number of random cases that were judged after the level's cases.
         profile: name of the engine's profile that chose the cases; "" for none. Verdicts that do not concern it do not count.
+        functions: the functions that the run judges, also those of which no case was begun.
         audited: number of right cases that a process without the kernel's code judged again (`lab.checks.run.audit`).
     """
 
@@ -97,6 +98,7 @@ class Report:
     num_random: int = 0
     audited: int = 0
     profile: str = ""
+    functions: tuple[Interface, ...] = ()
 
     def __str__(self) -> str:
         return self.diagnosis.sentence
@@ -117,13 +119,16 @@ class Report:
 
     @property
     def is_right(self) -> bool:
-        """Return True if each function was judged, no case was left out, and only known failures are wrong."""
+        """Return True if each function was judged, no case was left out but by the quick level's time, and only known failures
+        are wrong.
+        """
         return self._is_whole and bool(self.verdicts) and not any(self.wrong)
 
     @property
     def _is_whole(self) -> bool:
         judged = {verdict.interface for verdict in self.verdicts if verdict.judged.judged}
-        return self.left_out == 0 and judged == {verdict.interface for verdict in self.verdicts}
+        functions = {*self.functions, *(verdict.interface for verdict in self.verdicts)}
+        return (self.left_out == 0 or self.level is Level.QUICK) and judged == functions
 
     @property
     def exit_status(self) -> ExitStatus:
@@ -205,7 +210,9 @@ class Report:
         missing = list(not_judged(self.verdicts, self.coverages, left_out if self.left_out else "", chosen_by))
         engines = (self.profile,) if self.profile else tuple(profiles())
         return diagnose(
-            self.verdicts, answer(self.verdicts, engines, missing, self._is_whole), is_whole=not self.left_out
+            self.verdicts,
+            answer(self.verdicts, engines, missing, self._is_whole),
+            is_whole=self._is_whole or not self.left_out,
         )
 
     @functools.cached_property

@@ -45,6 +45,15 @@ def report_of(*verdicts: CaseVerdict, **changes: Any) -> Report:
     return replace(Report("somebody.kernel", Level.SMOKE, {"gpu": None}, "cpu", verdicts), **changes)
 
 
+def test_the_quick_level_is_right_although_its_time_left_cases_out_if_each_function_was_judged() -> None:
+    right = report_of(verdict_of(Outcome.RIGHT), left_out=3)
+    assert not right.is_right
+    assert replace(right, level=Level.QUICK).is_right
+    assert "3 cases were left out, the time was over" in str(replace(right, level=Level.QUICK))
+    both = (AttentionCall.DECODE, AttentionCall.CONTEXT)
+    assert not replace(right, level=Level.QUICK, functions=both).is_right
+
+
 @pytest.mark.parametrize(
     ("outcomes", "row", "is_right"),
     [

@@ -30,3 +30,15 @@ def test_the_fewest_heads_of_the_ranges(interface: Interface) -> None:
         few = scope.on_fewest_heads(case)
         assert (few.num_kv_heads, few.group) == least
         assert (few.kv_lens, few.q_lens, few.seed) == (case.kv_lens, case.q_lens, case.seed)
+
+
+@pytest.mark.parametrize("interface", PAGED_CALLS)
+def test_the_quick_level_shares_few_compiled_kernels_and_has_every_value(interface: Interface) -> None:
+    scope = Scope(interface, Ranges(), Level.QUICK)
+    cases = [case for seed in range(4) for case in scope.balanced(8, 8, seed=seed)]
+    compiled = {
+        (case.dtype, case.kv_dtype, case.head_dim, case.group, case.page_size, case.q_lens[0]) for case in cases
+    }
+    assert len(compiled) <= 8 + (interface is AttentionCall.CONTEXT) * len(cases)
+    groups = Ranges().mla_heads if interface is AttentionCall.MLA_DECODE else Ranges().groups
+    assert {case.group for case in cases} == set(groups)

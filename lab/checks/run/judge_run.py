@@ -98,6 +98,7 @@ class Run:
             random_until: after the level's cases, judge random cases until this time of `time.monotonic`.
         """
         pairs = [(check, interface) for check in self.checks for interface in interfaces]
+        self.report = replace(self.report, functions=tuple(interfaces))
         self._runs = {
             (check.key, interface): CheckRun(self, check, interface)
             for check, interface in pairs

@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -7,7 +8,8 @@ import torch
 import lab.metadata
 from lab import references
 from lab.calls.problem import E4M3, AttentionCall
-from lab.checks import Configuration, Level, Outcome, Ranges
+from lab.checks import Configuration, Level, Outcome, Ranges, judge
+from lab.checks.parameters.coverage import Reach
 from lab.checks.parameters.metadata_axes import METADATA
 from lab.checks.parameters.models import MODELS
 from lab.checks.parameters.values import Lse
@@ -16,7 +18,7 @@ from lab.checks.record import read_expression
 from lab.checks.run.workers import run_case
 from lab.workloads.inputs.guards import changed_bits
 from lab.workloads.interfaces import PAGED_CALLS, Interface, MetadataFunction
-from tests.checks.small import SMALL
+from tests.checks.small import SMALL, decoding
 
 CPU = torch.device("cpu")
 
@@ -134,3 +136,18 @@ def test_a_changed_input_shows_whatever_its_strides_and_size(make: Callable[[], 
 def test_an_empty_input_is_not_changed_wherever_it_lies(offset: int) -> None:
     tensor = torch.zeros(9, dtype=torch.bfloat16)[offset:offset]
     assert not list(changed_bits({"query": tensor}, {"query": tensor.clone()}))
+
+
+def test_the_quick_level_judges_each_value_also_of_a_kernel_that_declines_some() -> None:
+    def narrow(**arguments: Any) -> Any:
+        if arguments["query"].shape[1] == 4 or arguments.get("return_lse"):
+            raise NotImplementedError("not this")
+        return references.trtllm_batch_decode_with_kv_cache(**arguments)
+
+    settings: dict[str, Any] = {"ranges": SMALL, "device": "cpu", "only": "K18", "discover": False, "most_seconds": 100}
+    quick, smoke = (judge(decoding(narrow), level=level, **settings) for level in (Level.QUICK, Level.SMOKE))
+    (of_quick,), (of_smoke,) = quick.coverages, smoke.coverages
+    assert of_quick.values == of_smoke.values
+    assert of_quick.pairs[Reach.JUDGED] > 2 * of_smoke.pairs[Reach.JUDGED]
+    first = quick.verdicts[: len(list(CHECK.cases(AttentionCall.DECODE, SMALL, Level.QUICK)))]
+    assert len(first) < len(smoke.verdicts) / 3

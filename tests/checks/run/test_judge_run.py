@@ -85,17 +85,43 @@ def test_rounds_follow_before_the_random_cases(monkeypatch: pytest.MonkeyPatch) 
     def following(interface: Any, ranges: Ranges, verdicts: Sequence[CaseVerdict]) -> list[int]:
         return [100 + len(verdicts)]
 
-    check = drawing(a_check(more=(following, following)), monkeypatch, 7, 8)
+    check = drawing(a_check(more={Level.FULL: (following, following)}), monkeypatch, 7, 8)
     verdicts = judged(run_of(check, drawn=2, level=Level.FULL))
     assert cases_of(verdicts) == [*range(10), 110, 111, 7, 8]
 
 
 def test_no_round_follows_where_the_run_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    check = drawing(a_check(more=(lambda *_: [100],)), monkeypatch, 7)
+    check = drawing(a_check(more={Level.FULL: (lambda *_: [100],)}), monkeypatch, 7)
     run = run_of(check, drawn=1, level=Level.FULL)
     run.end = 0.0
     assert judged(run) == ()
     assert run._report_so_far().left_out == 11
+
+
+def test_the_quick_level_begins_with_the_telling_check_and_goes_on_with_the_smoke_level() -> None:
+    telling = a_check(key="K98", fixed=lambda scope: [20] if scope.level is Level.QUICK else [20, 21])
+    telling = replace(telling, more={Level.QUICK: (lambda *_: [22],)})
+    run = run_of(a_check(quick=3), level=Level.QUICK)
+    run.checks = [a_check(quick=3), telling]
+    told = list[Any]()
+    run.progress = lambda progress: told.append(progress.verdict.case)
+    judged(run)
+    assert told[0] == 20
+    assert [case for case in told if case < 20] == [0, 3, 6, 1, 2, 4, 5, 7, 8, 9]
+    assert [case for case in told if case >= 20] == [20, 22, 21]
+
+
+def test_a_case_that_runs_on_after_the_end_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge_run, "GRACE_S", 0.05)
+    run = run_of(a_check(), level=Level.QUICK)
+    run.pool.submit = lambda *_: Pending(lambda: Judged(Outcome.RIGHT), Future())  # type: ignore[method-assign]
+    run.end = time.monotonic()
+    runs = CheckRun(run, a_check(), AttentionCall.DECODE)
+    run._runs = {("K99", AttentionCall.DECODE): runs}
+    run.end = time.monotonic() + 0.05
+    run._take_turns([runs.plan(RANGES)])
+    assert time.monotonic() - run.end < 5
+    assert run._report_so_far().left_out == 2
 
 
 def test_of_the_levels_random_cases_one_wrong_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
