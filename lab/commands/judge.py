@@ -62,7 +62,7 @@ InProcess = Annotated[
 MostSeconds = Annotated[
     float | None,
     typer.Option(
-        min=0, help="begin no further case after this time; if left out, 25 at the quick level and no limit else"
+        min=0, help="begin no further case after this time; if left out, 17 at the quick level and no limit else"
     ),
 ]
 Drawn = Annotated[

@@ -34,7 +34,7 @@ from lab.workloads.interfaces import INTERFACES, Interface, interfaces_of
 Named = TypeVar("Named")
 
 DRAWN_CASES = {Level.QUICK: 0, Level.SMOKE: 2, Level.FULL: 16}
-MOST_SECONDS = {Level.QUICK: 25.0}
+MOST_SECONDS = {Level.QUICK: 17.0}  # with its start and end a run takes 30
 TIME_LIMIT_S = 120.0
 VERDICT_PARTS = ("python", "packages", "gpu", "capability", "cuda")  # of the environment, which a verdict depends on
 
@@ -80,8 +80,8 @@ def judge(
         isolated: cases run in worker processes, replaced if they crash or hang; give the implementation by name.
         workers, time_limit_s: number of worker processes, and the time limit of one case, if isolated. Or open workers of the
             implementation, which have a device, a time limit and refusals of their own.
-        most_seconds: no case is begun after this time, and none that runs in a worker is waited for 3 seconds later. The report
-            counts the cases that were left out, of all checks. None: 25 at the quick level, without end at the others.
+        most_seconds: no case is begun after this time, and none that runs in a worker is waited for 2 seconds later. The report
+            counts the cases that were left out, of all checks. None: 17 at the quick level, without end at the others.
         drawn: number of random cases per check and function; None: the level's number.
         refusals: the exceptions that count as refusals, instead of those of `lab.checks.run.support_protocol.invoke`.
         known_failures: documented failures, by page and heading. A wrong case that they explain is KNOWN, not WRONG.

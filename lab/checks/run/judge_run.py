@@ -29,7 +29,7 @@ MOST_SHRINKS = 60  # calls of the judge to make one wrong case smaller
 MOST_KEPT = 2000  # right random cases in the report
 MOST_WRONG = 10  # different wrong ones, after which no more are drawn
 LEAST_DONE = 5  # cases before the time left is estimated
-GRACE_S = 3.0  # that the cases get which still run at the end; those that run longer are left out
+GRACE_S = 2.0  # that the cases get which still run at the end; those that run longer are left out
 WRITTEN_EVERY_S = 1.0  # the report's file, while the run goes on, or
 WRITING_SHARE = 0.05  # of the time at most
 
