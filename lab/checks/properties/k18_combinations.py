@@ -2,9 +2,10 @@
 
 A kernel branches on its arguments, and many defects show only for a combination of two: a window with split tables, a mask with
 sinks, a group of 12 in a batch of 257. Here the model of each call is declared once (`lab.checks.parameters`). The quick level
-judges each usual value in a case of many others, then the other values in cases of fewer, at last alone. The smoke level judges
-each value alone, with the default for all other axes. The full level also judges every pair of values, and declared triples. A
-call without rows or keys counts as a test only of the value that makes it empty, not of its other values.
+judges each value in a case of many others; what the kernel declines so, in cases of usual values, of four other values, or
+alone. The smoke level judges each value alone, with the default for all other axes. The full level also judges every pair of
+values, and declared triples. A call without rows or keys counts as a test only of the value that makes it empty, not of its
+other values.
 
 If a kernel declines a case because of one value, the case tests none of its other values. So the full level first judges each
 value alone. A value that is declined alone is tried with every other value. Then the accepted values are combined in pairs. A
@@ -51,8 +52,7 @@ def _cases(scope: Scope) -> Iterator[Configuration]:
     interface, ranges = scope.interface, scope.ranges
     model = MODELS[interface](ranges)
     if scope.level is Level.QUICK:
-        usual = MODELS[interface](UsualRanges(**{each.name: getattr(ranges, each.name) for each in fields(ranges)}))
-        yield from _cheapest_first(_numbered(interface, ranges, usual.covering(ranges.seed, usual.values())), ranges)
+        yield from _cheapest_first(_numbered(interface, ranges, model.covering(ranges.seed, model.values())), ranges)
         return
     points = list(model.alone())
     yield from _numbered(interface, ranges, points)
@@ -114,21 +114,23 @@ def _alone(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]
         yield from _unlike(interface, ranges, (point for point in points if point is not None), verdicts)
 
 
-def _values(
+def _usual_values(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]) -> Iterator[Configuration]:
+    """Yield cases of usual values alone that together contain each of these that no judged case contains so far."""
+    usual = MODELS[interface](UsualRanges(**{each.name: getattr(ranges, each.name) for each in fields(ranges)}))
+    judged, _ = tuples_by_outcome(MODELS[interface](ranges), verdicts)
+    points = usual.covering(ranges.seed, [goal for goal in usual.values() if goal not in judged])
+    yield from _cheapest_first(_unlike(interface, ranges, points, verdicts), ranges)
+
+
+def _left_values(
     chosen: int, interface: Interface, ranges: Ranges, verdicts: Sequence[CaseVerdict]
 ) -> Iterator[Configuration]:
-    """Yield cases that together contain each value that no judged case contains so far.
-
-    Args:
-        chosen: the largest number of axes of a case that may differ from their default. No case of more than one is yielded
-            if no case has been judged so far: a kernel that takes little declines such cases.
-        interface, ranges, verdicts: as in `_again`.
+    """Yield cases that together contain each value that no judged case contains so far, of at most `chosen` values that are not
+    the defaults.
     """
     model = MODELS[interface](ranges)
     judged, _ = tuples_by_outcome(model, verdicts)
     goals = [goal for goal in model.values() if goal not in judged]
-    if chosen > 1 and not judged:
-        return
     points = model.covering(ranges.seed, goals, chosen) if chosen > 1 else map(model.completed, map(dict, goals))
     cases = _unlike(interface, ranges, (point for point in points if point is not None), verdicts)
     yield from _cheapest_first(cases, ranges)
@@ -185,7 +187,7 @@ CHECK = Check(
     _judge,
     interfaces=tuple(MODELS),
     more={
-        Level.QUICK: (partial(_values, CHOSEN[-2]), partial(_values, 1)),
+        Level.QUICK: (_usual_values, partial(_left_values, CHOSEN[-1]), partial(_left_values, 1)),
         Level.FULL: (_beside, *(partial(_again, chosen) for chosen in CHOSEN), _alone),
     },
     draw_on=_draw_on,
