@@ -14,6 +14,7 @@ from lab.checks import (
     Configuration,
     Contents,
     ForwardCase,
+    MLACase,
     Outcome,
     RaggedCase,
     Ranges,
@@ -37,6 +38,7 @@ MLA = AttentionCase(
     storage=replace(BATCH.storage, page_size=32),
 )
 PASS = ForwardCase(ForwardMode.DECODE, "tiny", prefix_lens=(31,), q_lens=(1,), page_size=32)
+LATENT_PASS = MLACase(ForwardMode.DECODE, (31,), (1,), kv_dtype=E4M3)  # SGLang casts the query as it does the cache
 OF_CASES = {"mode", "dead", "padded_seq_len", "draft_extend"}  # features of a case, and no axes
 OTHERS = {"low", "loud", "faint", "foreign", "negative", "far"}  # values of cases that are no configurations
 
@@ -106,12 +108,14 @@ def test_a_configuration_is_sent_if_each_of_its_values_is(values: dict[str, Any]
         (replace(MLA, sinks=True), ""),
         (PASS, "sglang"),
         (replace(PASS, mode=ForwardMode.DRAFT_EXTEND), ""),
+        (LATENT_PASS, ""),
+        (replace(LATENT_PASS, query_dtype=E4M3), "sglang"),
         (RaggedCase((64, 0), (7, 5)), "sglang vllm"),
         (RaggedCase((64, 0), (7, 0)), ""),
     ],
 )
 def test_a_case_is_sent_if_its_features_show_no_other_value(case: Any, by: str) -> None:
-    assert senders(case.interface, case) == by
+    assert senders(getattr(case, "interface", AttentionCall.MLA_DECODE), case) == by
 
 
 def test_a_prefix_without_tokens_is_usual_and_no_engine_but_sglang_builds_its_metadata() -> None:
