@@ -283,8 +283,8 @@ WINDOWS = replace(SMALL, windows=(True,))
 
 
 def test_several_workers_say_the_same_in_the_same_order() -> None:
-    one = judged("lab.references:trtllm", "K1")
-    two = judged("lab.references:trtllm", "K1", isolated=True, workers=2)
+    one = judged("lab.references.paged_attention", "K1")
+    two = judged("lab.references.paged_attention", "K1", isolated=True, workers=2)
     assert [(each.case, each.judged) for each in one.verdicts] == [(each.case, each.judged) for each in two.verdicts]
 
 
