@@ -58,7 +58,7 @@ format: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[all,dev,docs,html,plots]'
+	$(BIN)/pip install --constraint constraints.txt --editable '.[all,dev,docs,html,plots]'
 	touch $@
 
 clean:

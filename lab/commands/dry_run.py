@@ -39,6 +39,9 @@ def dry_run(
     SM103, FlashInfer's own launcher selects the kernels if FlashInfer and CUDA's nvcc are installed. The launcher is compiled
     once, in a minute.
     """
+    from rich.console import Console
+    from rich.progress import track
+
     from lab.dry_run import passes
     from lab.dry_run.report import dry_run_report, profiled_kernels
     from lab.workloads.scenarios import scenario as scenario_named
@@ -50,8 +53,10 @@ def dry_run(
         profiled = None if recorded is None else profiled_kernels(recorded)
     if not chosen:
         refuse(f"no pass has {' or '.join(only or ())} in its name; there are {', '.join(name for name, _ in named)}")
+    errors = Console(stderr=True)
+    shown = track(chosen, "passes", console=errors, transient=True, disable=not errors.is_terminal)
     run = passes.dry_run(
-        gpu, chosen, lambda: typer.echo("FlashInfer's launcher is compiled, which takes a minute", err=True)
+        gpu, shown, lambda: typer.echo("FlashInfer's launcher is compiled, which takes a minute", err=True)
     )
     if recorded is not None and run.by_rules_because is not None:
         refuse(f"not compared: no launcher names the kernels: {run.by_rules_because}", ExitStatus.NOT_JUDGED)
