@@ -172,7 +172,9 @@ class Lost:
 
 
 def apart_from_results(given: Mapping[str, Any], saved: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
-    """Return arguments with `saved(tensor)` in place of a tensor that overlaps with `out` or `lse` in memory."""
+    """Return arguments with `saved(tensor)` in place of each input that shares memory with `out` or `lse`, because the call
+    overwrites it. `out` and `lse` stay.
+    """
     spans = {name: _span(value) for name, value in given.items() if isinstance(value, torch.Tensor)}
     written = [spans[name] for name in RESULTS if name in spans]
     apart = dict(given)

@@ -164,7 +164,9 @@ def _findings(verdicts: Mapping[str, Verdicts], headings: Mapping[str, str]) -> 
 
 
 def _regions(verdicts: Mapping[str, Verdicts]) -> Iterator[FindingRow]:
-    """Yield a row for each group of cases without a finding that are wrong in the same releases, named by a rule for them."""
+    """Yield a row for each group of wrong cases that no known failure explains. A group has the cases that are wrong in the
+    same releases; the row's name is a failure rule that describes them.
+    """
     wrong_in = grouped(
         (key, version) for version, of in verdicts.items() for key, verdict in of.items() if verdict.outcome in BROKEN
     )

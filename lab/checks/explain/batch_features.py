@@ -160,7 +160,7 @@ def of_any_request(shared: Features, of_requests: Iterable[Features]) -> dict[st
 
 def kept(names: Iterable[str], read: Read) -> dict[str, Value]:
     """Return the features in `names`, in this order, with values that rules can compare: a dtype or enum as its name, a tensor
-    as a bool. None and False are left out.
+    of one element as its truth value. None and False are left out.
     """
     plain = {name: _plain(read.get(name)) for name in names}
     return {name: value for name, value in plain.items() if value is not None and value is not False}

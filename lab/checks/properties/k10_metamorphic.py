@@ -90,7 +90,9 @@ def _storage(run: CaseRun, truth: Truth) -> None:
 
 
 def _strides(run: CaseRun, inputs: AttentionInputs, truth: Truth, base: Result) -> None:
-    """Make calls in which the page table, the query or the pages are views with gaps. Their elements keep their values."""
+    """Make calls in which the page table, the query or the pages are views with gaps, of the same elements. A page table with
+    gaps must give the bits of `base`; the other results must be within the bound of `truth`.
+    """
     spread = replace(inputs, block_tables=in_wider_rows(inputs.block_tables))
     run.vary("a page table with gaps between its rows", spread, base)
     run.vary("a query with gaps between its rows", replace(inputs, query=in_wider_rows(inputs.query)), truth)
