@@ -21,6 +21,6 @@ def test_the_commit_is_the_labs_own_wherever_it_runs(monkeypatch: pytest.MonkeyP
 
 
 def test_a_lab_without_git_takes_its_commit_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lab.provenance._output", lambda command: "")
+    monkeypatch.setattr("lab.provenance.output_of", lambda command: "")
     monkeypatch.setenv("LAB_COMMIT", "0123456789ab")
     assert environment()["commit"] == "0123456789ab"

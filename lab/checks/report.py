@@ -79,7 +79,7 @@ class Report:
         run: a digest of everything that determines the verdicts; "" if the implementation's sources are unknown.
         num_random: number of random cases that were judged after the level's cases.
         profile: name of the engine's profile that chose the cases; "" for none. Verdicts that do not concern it do not count.
-        functions: the functions that the run judges, also those of which no case was begun.
+        functions: the functions that have cases, also those of which no case was begun.
         audited: number of right cases that a process without the kernel's code judged again (`lab.checks.run.audit`).
     """
 

@@ -257,7 +257,7 @@ def test_what_fits_the_machine_is_judged_by_default(asked: dict[str, Any], monke
         ("lab.references --dtypes bf16", "bf16 is not one of bf16/bf16, fp16/fp16, bf16/e4m3, fp16/e4m3"),
         ("lab.references --head-dims 64,0", "0 is not a whole number of at least 2"),
         ("lab.references --q-lens 1 4", "unexpected extra argument"),
-        ("lab.references --level most", "'most' is not one of 'smoke', 'full'"),
+        ("lab.references --level most", "'most' is not one of 'quick', 'smoke', 'full'"),
         ("lab.references --workers 0", "--workers"),
         ("lab.references --device gpu", "'gpu' is no device: cpu, cuda, or cuda:1 for the second GPU"),
         ("lab.references --device cuda:99", "there is no GPU 'cuda:99' here"),

@@ -100,7 +100,10 @@ CHECKED = "<!-- checked, not run: it takes long -->\n"
     ("page", "says"),
     [
         (f"{CHECKED}```sh\nlab judge my.kernel --levle full\n```\n", "--levle"),
-        (f"{CHECKED}```sh\nlab judge my.kernel --level fuller\n```\n", "'fuller' is not one of 'smoke', 'full'"),
+        (
+            f"{CHECKED}```sh\nlab judge my.kernel --level fuller\n```\n",
+            "'fuller' is not one of 'quick', 'smoke', 'full'",
+        ),
         (f"{CHECKED}```sh\nlab juge my.kernel\n```\n", "No such command 'juge'"),
         (f"{CHECKED}```sh\nlab judge my.kernal\n```\n", "my.kernal cannot be imported"),
         (f"{CHECKED}```sh\nlab ab decode/llama-3.1-8b/64q1s4kk a b\n```\n", "64q1s4kk"),

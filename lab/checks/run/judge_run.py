@@ -98,7 +98,6 @@ class Run:
             random_until: after the level's cases, judge random cases until this time of `time.monotonic`.
         """
         pairs = [(check, interface) for check in self.checks for interface in interfaces]
-        self.report = replace(self.report, functions=tuple(interfaces))
         self._runs = {
             (check.key, interface): CheckRun(self, check, interface)
             for check, interface in pairs
@@ -154,6 +153,7 @@ class Run:
             self.report,
             verdicts=tuple(self._numbered(verdict for each in runs for verdict in each.verdicts)),
             left_out=sum(each.planned - each.judged for each in runs),
+            functions=tuple(dict.fromkeys(each.interface for each in runs if each.planned)),
             num_random=sum(each.num_random for each in runs),
         )
         if self._is_deceived:

@@ -92,7 +92,7 @@ def test_a_check_goes_by_its_key_or_name() -> None:
         ("lab.references:nothing", {}, LoadError, "nothing"),
         (SimpleNamespace(), {}, ValueError, "SimpleNamespace has none of trtllm_batch_decode_with_kv_cache, "),
         (references, {"only": ["K99"]}, ValueError, "there is no check 'K99'; there are K1 or oracle, K2 or finite, "),
-        (INSIDE, {"level": "brief"}, ValueError, "there is no level 'brief'; there are smoke, full"),
+        (INSIDE, {"level": "brief"}, ValueError, "there is no level 'brief'; there are quick, smoke, full"),
         (INSIDE, {"device": "gpu"}, ValueError, "'gpu' is no device: cpu, cuda, or cuda:1 for the second GPU"),
         (INSIDE, {"device": "cuda:99"}, ValueError, "there is no GPU 'cuda:99' here: torch finds "),
         (INSIDE, {"workers": 0}, ValueError, "workers=0 must be at least 1"),

@@ -24,8 +24,8 @@ def test_few_rows_at_once_give_the_same_truth(limit: int, rows: list[int], monke
         seen.append(len(rows))
         return of_rows(rows, *others)
 
-    of_rows = softmax_attention._visible_to
-    monkeypatch.setattr(softmax_attention, "_visible_to", counted)
+    of_rows = softmax_attention.visible_to
+    monkeypatch.setattr(softmax_attention, "visible_to", counted)
     monkeypatch.setitem(softmax_attention.PIECE_ELEMENTS, "cpu", limit)
     in_parts = made(forward.truth())
     assert seen == rows
