@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import yaml
 from sybil import Document, Example, Region, Sybil
 from sybil.evaluators.python import PythonEvaluator
 from sybil.parsers.markdown.lexers import DirectiveInHTMLCommentLexer, RawFencedCodeBlockLexer
@@ -80,6 +81,9 @@ class Blocks:
                 check_python(example.parsed)
             elif language == "python":
                 self._run_python(example)
+            elif language == "yaml" and note.not_run_because:
+                for command in steps(example.parsed):
+                    check_command(command, self.folder)
             elif language == OUTPUT:
                 refuse_commands(example.parsed)
             elif language.split(" ")[0] not in DIRECTIVES:
@@ -134,6 +138,19 @@ def commands(shell: str) -> Iterator[str]:
     for line in shell.replace("\\\n", " ").splitlines():
         if line.strip() and not line.lstrip().startswith("#"):
             yield line.strip()
+
+
+def steps(workflow: str) -> list[str]:
+    """The lab's commands in a workflow of GitHub Actions, each up to a pipe.
+
+    Raises:
+        PageError: the workflow runs no command of the lab.
+    """
+    ran = [step.get("run", "") for job in yaml.safe_load(workflow)["jobs"].values() for step in job["steps"]]
+    found = [command.split(" | ")[0] for each in ran for command in commands(each) if command.startswith("lab ")]
+    if not found:
+        raise PageError("the workflow runs no command of the lab")
+    return found
 
 
 def run_shell(shell: str, folder: Path, note: Note) -> None:

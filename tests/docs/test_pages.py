@@ -19,6 +19,7 @@ SHOWN_RUN = "results/nvidia-h200/timings.json"
 # What the pages take for the reader's own.
 READERS_FILES = {
     "my/kernel.py": "from tests.checks.someone_elses import *",
+    "base/my/kernel.py": "from tests.checks.someone_elses import *",
     "my/__init__.py": "",
     "conversation_trace.jsonl": "",
 }
@@ -34,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         if not path.name.startswith("."):
             (tmp_path / path.name).symlink_to(path)
     for name, text in READERS_FILES.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
     run = json.loads((ROOT / SHOWN_RUN).read_text())
     run["benchmarks"] = run["benchmarks"][:2]
