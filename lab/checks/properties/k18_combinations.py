@@ -13,6 +13,7 @@ pair that no judged case contains is tried again in cases with more default valu
 """
 
 import itertools
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
@@ -38,6 +39,8 @@ from lab.workloads.interfaces import PAGED_CALLS, Interface, MetadataFunction
 
 # Axes of a point that are not plain, in turn; None: all. The fewer, the more likely the kernel takes it.
 CHOSEN = (None, None, 6, 4)
+# Of query and key elements, in a case of the quick level's first two rounds. Values that larger cases alone have come later.
+MOST_PRODUCTS = 2**24
 
 
 class UsualRanges(Ranges):
@@ -52,7 +55,8 @@ def _cases(scope: Scope) -> Iterator[Configuration]:
     interface, ranges = scope.interface, scope.ranges
     model = MODELS[interface](ranges)
     if scope.level is Level.QUICK:
-        yield from _cheapest_first(_numbered(interface, ranges, model.covering(ranges.seed, model.values())), ranges)
+        points = model.covering(ranges.seed, model.values())
+        yield from _cheapest_first(_numbered(interface, ranges, points), ranges, MOST_PRODUCTS)
         return
     points = list(model.alone())
     yield from _numbered(interface, ranges, points)
@@ -119,7 +123,7 @@ def _usual_values(interface: Interface, ranges: Ranges, verdicts: Sequence[CaseV
     usual = MODELS[interface](UsualRanges(**{each.name: getattr(ranges, each.name) for each in fields(ranges)}))
     judged, _ = tuples_by_outcome(MODELS[interface](ranges), verdicts)
     points = usual.covering(ranges.seed, [goal for goal in usual.values() if goal not in judged])
-    yield from _cheapest_first(_unlike(interface, ranges, points, verdicts), ranges)
+    yield from _cheapest_first(_unlike(interface, ranges, points, verdicts), ranges, MOST_PRODUCTS)
 
 
 def _left_values(
@@ -136,8 +140,10 @@ def _left_values(
     yield from _cheapest_first(cases, ranges)
 
 
-def _cheapest_first(cases: Iterable[Configuration], ranges: Ranges) -> list[Configuration]:
-    """Return the cases by the number of products of query and key elements; those of other functions as they come."""
+def _cheapest_first(cases: Iterable[Configuration], ranges: Ranges, most: float = math.inf) -> list[Configuration]:
+    """Return the cases sorted by the number of products of query and key elements, without those of more than `most`. Cases of
+    other functions than paged calls keep their order.
+    """
 
     def num_products(case: Configuration) -> int:
         if case.interface not in PAGED_CALLS:
@@ -145,7 +151,7 @@ def _cheapest_first(cases: Iterable[Configuration], ranges: Ranges) -> list[Conf
         call = attention_case(case, ranges)
         return sum(map(operator.mul, call.q_lens, call.kv_lens)) * call.num_qo_heads * call.head_dim
 
-    return sorted(cases, key=num_products)
+    return sorted((case for case in cases if num_products(case) <= most), key=num_products)
 
 
 def _unlike(
