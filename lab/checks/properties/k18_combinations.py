@@ -55,8 +55,8 @@ def _cases(scope: Scope) -> Iterator[Configuration]:
     interface, ranges = scope.interface, scope.ranges
     model = MODELS[interface](ranges)
     if scope.level is Level.QUICK:
-        points = model.covering(ranges.seed, model.values())
-        yield from _cheapest_first(_numbered(interface, ranges, points), ranges, MOST_PRODUCTS)
+        many = model.covering(ranges.seed, model.values())
+        yield from _cheapest_first(_numbered(interface, ranges, many), ranges, MOST_PRODUCTS)
         return
     points = list(model.alone())
     yield from _numbered(interface, ranges, points)
