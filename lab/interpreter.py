@@ -92,9 +92,10 @@ def limit_of(error: BaseException) -> str:
     The interpreter has no inline assembly, for example. It replaces the functions of `triton.language` in that module, so that
     a kernel's own name for one of them stays without effect.
     """
-    cause = error
-    while cause.__cause__ is not None:
+    cause, seen = error, {error}
+    while cause.__cause__ is not None and cause.__cause__ not in seen:  # an error may be its own cause
         cause = cause.__cause__
+        seen.add(cause)
     trace = cause.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -45,14 +45,22 @@ def _with_one_function(name: str, function: Any) -> SimpleNamespace:
     return SimpleNamespace(**{name: function})
 
 
+def module_of(path: Path) -> list[str]:
+    """Return the parts of the name of a file's module: the names of the packages that it is in, and its stem."""
+    path = path.resolve()
+    names, root = [path.stem], path.parent
+    while (root / "__init__.py").exists():
+        names, root = [root.name, *names], root.parent
+    return names
+
+
 def _import_file(path: Path) -> ModuleType:
     """Import a file as Python imports it from the folder of its package, or from its own folder if it is in no package."""
     if not path.is_file():
         raise FileNotFoundError("there is no such file")
     path = path.resolve()
-    names, root = [path.stem], path.parent
-    while (root / "__init__.py").exists():
-        names, root = [root.name, *names], root.parent
+    names = module_of(path)
+    root = path.parents[len(names) - 1]
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
     if len(names) > 1:

@@ -79,6 +79,7 @@ class Report:
         run: a digest of everything that determines the verdicts; "" if the implementation's sources are unknown.
         num_random: number of random cases that were judged after the level's cases.
         profile: name of the engine's profile that chose the cases; "" for none. Verdicts that do not concern it do not count.
+        unended: number of cases that had begun and did not end before the time was over; they are among `left_out`.
         functions: the functions that have cases, also those of which no case was begun.
         audited: number of right cases that a process without the kernel's code judged again (`lab.checks.run.audit`).
     """
@@ -99,6 +100,7 @@ class Report:
     audited: int = 0
     profile: str = ""
     functions: tuple[Interface, ...] = ()
+    unended: int = 0
 
     def __str__(self) -> str:
         return self.diagnosis.sentence
@@ -128,7 +130,8 @@ class Report:
     def _is_whole(self) -> bool:
         judged = {verdict.interface for verdict in self.verdicts if verdict.judged.judged}
         functions = {*self.functions, *(verdict.interface for verdict in self.verdicts)}
-        return (self.left_out == 0 or self.level is Level.QUICK) and judged == functions
+        is_left_out = self.left_out and (self.level is not Level.QUICK or self.unended)
+        return not is_left_out and judged == functions
 
     @property
     def exit_status(self) -> ExitStatus:

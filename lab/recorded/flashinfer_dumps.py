@@ -66,6 +66,7 @@ def recording_of(folder: Path) -> Path | None:
     """Return the folder of the recording to which the folder of a call, of its replays or of one replay belongs; None for any
     other folder.
     """
+    folder = folder.absolute()  # the parents of a relative path end below the root
     if folder.name == REPLAYS:
         return folder.parents[1]
     if not _is_call(folder):

@@ -83,7 +83,7 @@ def fault_of(call: RecordedCall, out: Tensor, lse: Tensor | None) -> Fault | Non
     see a key that is not finite are left out.
     """
     truth, out, lse = call.compared(truth_of_problem(call.problem()), out, lse)
-    if not len(out):
+    if not len(truth.expected):
         return None
     compared = truth.compare(out)
 

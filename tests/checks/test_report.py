@@ -50,6 +50,7 @@ def test_the_quick_level_is_right_although_its_time_left_cases_out_if_each_funct
     assert not right.is_right
     assert replace(right, level=Level.QUICK).is_right
     assert "3 cases were left out, the time was over" in str(replace(right, level=Level.QUICK))
+    assert not replace(right, level=Level.QUICK, unended=1).is_right  # it may hang
     both = (AttentionCall.DECODE, AttentionCall.CONTEXT)
     assert not replace(right, level=Level.QUICK, functions=both).is_right
 

@@ -16,7 +16,7 @@ import torch
 from lab.calls import AttentionCall
 from lab.recorded.call import RecordingError
 from lab.recorded.case import recorded_cases
-from lab.recorded.flashinfer_dumps import METADATA, REPLAYS, dumped_calls, read
+from lab.recorded.flashinfer_dumps import METADATA, REPLAYS, dumped_calls, read, recording_of
 from lab.references.assertion import assert_close_to_reference
 from tests.recorded.record_calls import decode_arguments
 from tests.recorded.write_calls import changed_bytes
@@ -89,6 +89,18 @@ def _as_replays(path: Path, count: int) -> None:
         for each in path.glob("*.pt"):
             shutil.copy(each, snapshot)
         (snapshot / METADATA).write_text(json.dumps(record | {"graph_capture_flush_index": replay}))
+
+
+def test_a_part_of_a_recording_names_the_recording_from_a_relative_path_too(
+    dumps: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = dumped_calls(dumps)[2].path
+    _as_replays(call, 1)
+    for folder in (call, call / REPLAYS, call / REPLAYS / "flush_0001"):
+        monkeypatch.chdir(folder)
+        with pytest.raises(RecordingError, match=f"part of the recording .*{dumps.name}"):
+            recorded_cases(".")
+        assert recording_of(Path()) == dumps
 
 
 def test_a_captured_call_is_its_replays_with_the_lse_that_it_wrote(dumps: Path) -> None:

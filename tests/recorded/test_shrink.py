@@ -191,6 +191,15 @@ def test_a_right_result_is_not_shrunk(name: str) -> None:
         _smallest(CALLS[name], getattr(references, CALLS[name].function.value))
 
 
+def test_a_result_without_rows_is_not_right() -> None:
+    call = _latent()
+    out = getattr(references, call.function.value)(**call.arguments())
+    with pytest.raises(ValueError, match="shape"):
+        fault_of(call, out[:0], None)
+    with pytest.raises(ValueError, match="shape"):  # and not an error of the axes that are put together
+        fault_of(call, out.flatten(1), None)
+
+
 def _rows(call: RecordedCall) -> Tensor:
     """Return the references' output, [rows, heads, head_dim]."""
     returned = getattr(references, call.function.value)(**call.arguments())

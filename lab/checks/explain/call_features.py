@@ -109,7 +109,8 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
         "return_lse": problem.return_lse,
         "lse_base_e": arguments.get("return_lse_base") == "basee",
         "out_dtype": problem.out_dtype,
-        "other_out_dtype": problem.out_dtype != query.dtype,
+        "other_out_dtype": problem.out_dtype
+        != (torch.bfloat16 if interface is AttentionCall.MLA_DECODE else query.dtype),
         "seq_lens_uint32": problem.seq_lens.dtype == torch.uint32,
         "host_lengths": getattr(arguments.get("q_seq_lens_cpu"), "dtype", None),
         "separate_tables": Feature.SEPARATE_TABLES in options,

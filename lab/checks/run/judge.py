@@ -24,7 +24,7 @@ from lab.checks.run.support_protocol import Refusals, resolve_refusals
 from lab.checks.run.verdicts import CaseVerdict
 from lab.checks.run.workers import Workers
 from lab.gpus import capability_of
-from lab.loading import load
+from lab.loading import load, module_of
 from lab.provenance import environment
 from lab.ranges import Ranges
 from lab.recorded.case import NAME_OF_OUTPUTS, recorded_cases
@@ -106,7 +106,7 @@ def judge(
     given = ranges or Ranges()
     given = given if seed is None else replace(given, seed=seed)
     count = DRAWN_CASES[depth] if drawn is None else drawn
-    most = MOST_SECONDS.get(depth, math.inf) if most_seconds is None else most_seconds
+    most = max(MOST_SECONDS.get(depth, math.inf), for_seconds) if most_seconds is None else most_seconds
     if profile:
         profile_named(profile)
     name, subject = (implementation, implementation) if isolated else _named(implementation)
@@ -231,7 +231,7 @@ def _recorded_refusals(path: Path, kernel: str) -> Refusals | None:
     """
     names = read_record(path).get("refusals") or ()
     where = kernel.partition(":")[0]
-    package = Path(where).stem if where.endswith(".py") else where.partition(".")[0]
+    package = module_of(Path(where))[0] if where.endswith(".py") else where.partition(".")[0]
     for name in names:
         module = str(name).rpartition(".")[0]
         if module and module.partition(".")[0] not in ("builtins", package):

@@ -141,11 +141,24 @@ class Run:
                 self._runs[verdict.check, verdict.interface].keep(self.known(replace(verdict, judged=judged)))
 
     def _take_turns(self, waits_of_each: Iterable[Waits]) -> None:
-        for _ in in_turns(waits_of_each, self.end + GRACE_S):
+        turns = in_turns(waits_of_each, self.end + GRACE_S)
+        while True:
+            try:
+                next(turns)
+            except StopIteration as over:
+                self._end_running(over.value)
+                return
             if self.is_stopped:
+                turns.close()
                 return
             if time.monotonic() > self._next_write:
                 self._save(self._report_so_far(), goes_on=True)
+
+    def _end_running(self, count: int) -> None:
+        """End the cases that still run when the time is over. A kernel that hangs is not right."""
+        if count:
+            self.report = replace(self.report, unended=count, ended=f"the time was over while {count} of them ran")
+            self.pool.stop()
 
     def _report_so_far(self) -> Report:
         runs = self._runs.values()
@@ -373,9 +386,10 @@ class CheckRun:
         self._run.note(self.verdicts[-1])
 
 
-def in_turns(waits_of_each: Iterable[Waits], end: float = math.inf) -> Generator[None, None, None]:
+def in_turns(waits_of_each: Iterable[Waits], end: float = math.inf) -> Generator[None, None, int]:
     """Run the generators of several checks concurrently: continue each when the case that it waits for has been judged. Yield
-    after each such step. No case is waited for after `end`, a time of `time.monotonic`.
+    after each such step. No case is waited for after `end`, a time of `time.monotonic`. Return how many of those that
+    it waited for had begun then.
 
     A case that takes minutes thus delays only its own check, and a run that ends early has verdicts of all checks.
     """
@@ -391,8 +405,9 @@ def in_turns(waits_of_each: Iterable[Waits], end: float = math.inf) -> Generator
                 wait_for_futures(futures, left, FIRST_COMPLETED)
             ready = next((at for at, (_, pending) in enumerate(waiting) if pending.is_ready), None)
             if ready is None:
-                return
+                return sum(pending.future is not None and pending.future.running() for _, pending in waiting)
             waits, _ = waiting[ready]
             del waiting[ready]
             waiting.extend((waits, following) for following in itertools.islice(waits, 1))
             yield
+    return 0

@@ -214,7 +214,8 @@ def _has_raised(error: BaseException, packages: Sequence[str]) -> bool:
     while last.tb_next is not None:
         last = last.tb_next
     code, at = last.tb_frame.f_code.co_code, last.tb_lasti
-    if 0 <= at < len(code) and dis.opname[code[at]] != "RAISE_VARARGS":  # compiled code has no opcodes
+    # Compiled code has no opcodes; Cython's has a few, and is at the first.
+    if 0 < at < len(code) and dis.opname[code[at]] != "RAISE_VARARGS":
         return False
     others = [package for package in packages if package not in (*FRAMEWORKS, LIBRARY)]
     return packages[-1] in others and len(set(others) - {"", others[0]}) <= 1

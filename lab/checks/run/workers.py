@@ -149,11 +149,16 @@ class Workers:
             raise LoadError(f"{self.implementation} was not imported within {limit_s:g} s") from None
         except ProcessExpired as error:
             raise LoadError(
-                f"{self.implementation} ends its process when it is imported (exit status {error.exitcode})"
+                f"{self.implementation} ends its process when it is imported (exit status {_status_of(error.exitcode)})"
             ) from None
         except BrokenProcessPool as error:
             raise RuntimeError(CANNOT_BEGIN) from error
         return answer
+
+    def stop(self) -> None:
+        """End the cases that run. The next one begins in new processes."""
+        if self.is_apart:
+            self._end_pools()
 
     def apart(self, work: Callable[..., Judged], *arguments: Any) -> Judged:
         """Call a function in a process that loads no implementation, and return its result."""
@@ -197,12 +202,16 @@ class Workers:
         except ProcessExpired as error:
             noted_last = last_words.read_bytes() if last_words.exists() else b""
             if not noted_last:
-                status = 0 if error.exitcode == ENDED_WITH_0 else error.exitcode
-                return Judged(Outcome.FAILED, (f"it crashed its process (exit status {status})",))
+                return Judged(Outcome.FAILED, (f"it crashed its process (exit status {_status_of(error.exitcode)})",))
             result = transport.loads(noted_last)
         except (MemoryError, OSError) as error:
             return Judged(Outcome.FAILED, (f"its worker could not go on: {type(error).__name__}: {error}",))
         return result
+
+
+def _status_of(exitcode: int | None) -> int | None:
+    """Return the exit status with which a kernel ended its worker."""
+    return 0 if exitcode == ENDED_WITH_0 else exitcode
 
 
 def _context() -> multiprocessing.context.BaseContext:

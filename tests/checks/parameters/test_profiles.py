@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +20,12 @@ from lab.checks import (
     RaggedCase,
     Ranges,
     Storage,
+    judge,
 )
 from lab.checks.parameters.models import MODELS
 from lab.checks.parameters.profiles import ALL_BUT, ANY, EVERY, profile_named, profiles
 from lab.checks.run.verdicts import CheckedResult, Judged
+from lab.exit_status import ExitStatus
 from lab.metadata import ForwardMode
 from lab.workloads.interfaces import INTERFACES, Interface, MetadataFunction
 from tests.commands.command import run
@@ -160,3 +163,16 @@ def test_the_command_shows_a_profile_with_its_sources(capsys: pytest.CaptureFixt
     assert "gpu_model_runner.py:2146" in said.replace("\n", "").replace(" ", "")
     assert run("checks --profile trt") == 2
     assert "one of sglang, vllm" in capsys.readouterr().err
+
+
+def test_wrong_results_of_fp16_mla_concern_an_engine() -> None:
+    """MLA's output is bfloat16, whatever the query is."""
+
+    def seven(**arguments: Any) -> Any:
+        query = arguments["query"]
+        return torch.full((*query.shape[:-1], arguments["kv_lora_rank"]), 7.0, dtype=torch.bfloat16)
+
+    kernel = SimpleNamespace(__name__="seven", trtllm_batch_decode_with_kv_cache_mla=seven)
+    ranges = Ranges(dtypes=((torch.float16, torch.float16),), mla_head_dims=((80, 64),), mla_heads=(1,))
+    report = judge(kernel, only=["K4"], ranges=ranges, profile="sglang", device="cpu", drawn=0, discover=False)
+    assert report.exit_status is ExitStatus.WRONG

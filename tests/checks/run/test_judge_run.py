@@ -122,6 +122,15 @@ def test_a_case_that_runs_on_after_the_end_is_left_out(monkeypatch: pytest.Monke
     run._take_turns([runs.plan(RANGES)])
     assert time.monotonic() - run.end < 5
     assert run._report_so_far().left_out == 2
+    assert run._report_so_far().unended == 0
+    begun = Future[Judged]()
+    begun.set_running_or_notify_cancel()
+    run.pool.submit = lambda *_: Pending(lambda: Judged(Outcome.RIGHT), begun)  # type: ignore[method-assign]
+    run.pool.stop = lambda: None  # type: ignore[method-assign]
+    run.end = time.monotonic() + 0.05
+    run._take_turns([runs.plan(Ranges(longest=200))])
+    assert run._report_so_far().unended == 1
+    assert run._report_so_far().ended == "the time was over while 1 of them ran"
 
 
 def test_of_the_levels_random_cases_one_wrong_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

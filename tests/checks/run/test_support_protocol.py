@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,7 +20,7 @@ from lab.checks import AttentionCase, Outcome
 from lab.checks.case_run import CaseRun
 from lab.checks.properties import checks
 from lab.checks.properties.check import Check
-from lab.checks.run.support_protocol import KernelError, Unsupported, invoke, resolve_refusals
+from lab.checks.run.support_protocol import KernelError, Unsupported, _has_raised, invoke, resolve_refusals
 from lab.checks.run.verdicts import Judged
 from lab.checks.run.workers import run_case
 from lab.ranges import Ranges
@@ -350,3 +351,19 @@ def test_messages_of_a_kernel_move_no_cursor() -> None:
     judged = Judged(Outcome.WRONG, wrongs=("it failed: \x1b[2Jgone",), declines=("a\rb",), remarks=("two\nlines\x00",))
     assert (judged.wrongs, judged.declines) == ((r"it failed: \x1b[2Jgone",), (r"a\rb",))
     assert judged.remarks == ("two\nlines" + r"\x00",)
+
+
+def test_compiled_code_and_an_error_that_is_its_own_cause_refuse() -> None:
+    """NumPy's generator is Cython's, whose frames have a few opcodes that say nothing."""
+    with pytest.raises(ValueError, match="low >= high") as compiled:
+        np.random.default_rng().integers(5, 1)
+    assert _has_raised(compiled.value, ["kernel", "kernel"])
+
+    def refuses(**arguments: Any) -> Any:
+        try:
+            raise ValueError("not this")
+        except ValueError as error:
+            raise error from error
+
+    with pytest.raises(Unsupported, match="not this"):
+        invoke(refuses, (), {}, None)
