@@ -80,7 +80,7 @@ class Report:
         num_random: number of random cases that were judged after the level's cases.
         profile: name of the engine's profile that chose the cases; "" for none. Verdicts that do not concern it do not count.
         unended: number of cases that had begun and did not end before the time was over; they are among `left_out`.
-        functions: the functions that have cases, also those of which no case was begun.
+        functions: the functions that have cases, even if none of their cases was begun.
         audited: number of right cases that a process without the kernel's code judged again (`lab.checks.run.audit`).
     """
 

@@ -29,7 +29,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Inputs:
+class RecordedInputs:
     """The inputs of a recorded call, in which traces are searched.
 
     Attributes:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lab.calls import DecodeCall, PagedAttention, Problem, RaggedContextCall
-from lab.recorded.suspicions import Inputs
+from lab.recorded.suspicions import RecordedInputs
 from lab.references.assertion import histories_of
 from tests.recorded.record_calls import (
     HEAD_DIM,
@@ -26,11 +26,11 @@ def _problem(**changes: Any) -> PagedAttention:
 
 
 def _suspicions(problem: Problem) -> list[str]:
-    return Inputs(problem, histories_of(problem)).suspicions()
+    return RecordedInputs(problem, histories_of(problem)).suspicions()
 
 
 def _origins(problem: Problem, out: torch.Tensor) -> list[str]:
-    return Inputs(problem, histories_of(problem)).origins_of_non_finite(out)
+    return RecordedInputs(problem, histories_of(problem)).origins_of_non_finite(out)
 
 
 def test_a_good_call_is_not_suspicious() -> None:

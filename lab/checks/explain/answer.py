@@ -21,7 +21,7 @@ def answer(verdicts: Sequence[CaseVerdict], engines: Collection[str], not_judged
 
     Args:
         verdicts: the verdicts of a run.
-        engines: names of the profiles whose cases are told apart from documented corners.
+        engines: names of the profiles. Cases that they send are counted apart from documented corners.
         not_judged: what was not judged, and because of whom, a clause each.
         is_whole: each planned case was begun, and each function was judged.
     """

@@ -44,7 +44,7 @@ MOST_PRODUCTS = 2**24
 
 
 class UsualRanges(Ranges):
-    """Ranges without the values that check K18 adds to defaults, of which usual kernels decline many."""
+    """Ranges without the values that check K18 adds to defaults. Usual kernels decline many of those values."""
 
     def widened(self, name: str) -> tuple[Any, ...]:
         values: tuple[Any, ...] = getattr(self, name)
@@ -135,9 +135,8 @@ def _left_values(
     model = MODELS[interface](ranges)
     judged, _ = tuples_by_outcome(model, verdicts)
     goals = [goal for goal in model.values() if goal not in judged]
-    points = model.covering(ranges.seed, goals, chosen) if chosen > 1 else map(model.completed, map(dict, goals))
-    cases = _unlike(interface, ranges, (point for point in points if point is not None), verdicts)
-    yield from _cheapest_first(cases, ranges)
+    points = model.covering(ranges.seed, goals, chosen)
+    yield from _cheapest_first(_unlike(interface, ranges, points, verdicts), ranges)
 
 
 def _cheapest_first(cases: Iterable[Configuration], ranges: Ranges, most: float = math.inf) -> list[Configuration]:
@@ -151,7 +150,8 @@ def _cheapest_first(cases: Iterable[Configuration], ranges: Ranges, most: float 
         call = attention_case(case, ranges)
         return sum(map(operator.mul, call.q_lens, call.kv_lens)) * call.num_qo_heads * call.head_dim
 
-    return sorted((case for case in cases if num_products(case) <= most), key=num_products)
+    counted = sorted(((num_products(case), case) for case in cases), key=operator.itemgetter(0))
+    return [case for count, case in counted if count <= most]
 
 
 def _unlike(

@@ -14,7 +14,7 @@ from lab.checks.properties.check import Check
 from lab.checks.run.support_protocol import Unjudgeable
 from lab.recorded.call import RecordedCall, RecordingError
 from lab.recorded.case import OUTPUTS, RecordedCase
-from lab.recorded.suspicions import Inputs
+from lab.recorded.suspicions import RecordedInputs
 from lab.references.assertion import histories_of, truth_of_problem
 from lab.workloads.inputs.attention import new_workspace
 
@@ -27,7 +27,7 @@ def _judge(run: CaseRun) -> None:
         raise Unjudgeable(str(error)) from error
     run.remarks += call.lost
     histories = histories_of(problem)
-    inputs = Inputs(problem, histories, call.pages)
+    inputs = RecordedInputs(problem, histories, call.pages)
     run.suspicions += [f"call {case.number}: {each}" for each in inputs.suspicions()]
     rounds_weights = run.ranges.e4m3_arithmetic and problem.kv_dtype == E4M3
     truth = truth_of_problem(problem, E4M3 if rounds_weights else None, histories=histories)
