@@ -37,7 +37,7 @@ from lab import references
 from lab.checks.run.judge import judge_calls
 from lab.recorded import record, recorded_cases
 from lab.recorded.lengths import traced_requests
-from lab.recorded.suspicions import Inputs
+from lab.recorded.suspicions import RecordedInputs
 from lab.references.assertion import histories_of, truth_of_problem
 from lab.workloads import scenario
 from studies.pictures.judging import vector_errors_figure
@@ -128,7 +128,7 @@ pages_figure(problem.k_block_tables, problem.seq_lens, problem.page_size, f"Call
 
 # %%
 histories = histories_of(problem)
-Inputs(problem, histories).suspicions()
+RecordedInputs(problem, histories).suspicions()
 
 # %% [markdown]
 # The same call with request 2's last page taken from request 1:
@@ -137,7 +137,7 @@ Inputs(problem, histories).suspicions()
 spoilt = case.read()
 last = [int(length) // PAGE_SIZE for length in problem.seq_lens]
 spoilt.given["block_tables"][2, last[2]] = spoilt.given["block_tables"][1, last[1]]
-for sentence in Inputs(spoilt.problem(), histories_of(spoilt.problem())).suspicions():
+for sentence in RecordedInputs(spoilt.problem(), histories_of(spoilt.problem())).suspicions():
     print(sentence)
 
 # %% [markdown]
