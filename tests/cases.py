@@ -237,6 +237,37 @@ def decode_arguments(
     return arguments | changes
 
 
+def block_sparse_arguments(
+    batch: Batch, pages: Sequence[Sequence[Sequence[int]]], page_size: int = 16, **changes: Any
+) -> Arguments:
+    """As `decode_arguments`; `pages[head][request]` are the pages, in order, that a K/V head selects of a request."""
+    arguments = decode_arguments(batch, page_size, **changes)
+    table = arguments["block_tables"]
+    tables = torch.full((len(pages), *table.shape), 2**30, dtype=torch.int32)
+    for head, of_head in enumerate(pages):
+        for request, chosen in enumerate(of_head):
+            tables[head, request, : len(chosen)] = table[request, list(chosen)]
+    lens = [of_kv_head(batch, head, of_head, page_size).kv_lens for head, of_head in enumerate(pages)]
+    return arguments | {
+        "block_tables": tables,
+        "seq_lens": torch.tensor(lens, dtype=torch.int32),
+        "enable_block_sparse_attention": True,
+    }
+
+
+def of_kv_head(batch: Batch, head: int, pages: Sequence[Sequence[int]], page_size: int = 16) -> Batch:
+    """What one K/V head of a block-sparse call sees: its query heads, and the keys of its pages as whole requests."""
+    group = batch.queries[0].shape[1] // batch.keys[0].shape[1]
+
+    def chosen(side: list[Tensor]) -> list[Tensor]:
+        positions = torch.arange(max(batch.kv_lens)).split(page_size)
+        parts = [torch.cat([positions[0][:0], *(positions[page] for page in of_request)]) for of_request in pages]
+        return [whole[part[part < len(whole)], head : head + 1] for whole, part in zip(side, parts, strict=True)]
+
+    rows = [query[:, head * group : (head + 1) * group] for query in batch.queries]
+    return Batch(rows, chosen(batch.keys), chosen(batch.values))
+
+
 def context_arguments(batch: Batch, page_size: int = 16, **changes: Any) -> Arguments:
     """Arguments of `trtllm_batch_context_with_kv_cache`, else as `decode_arguments`."""
     arguments = decode_arguments(batch, page_size, ragged=True, **changes)

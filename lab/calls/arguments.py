@@ -29,6 +29,17 @@ Unmodelled = Annotated[T, UNMODELLED]
 # Memory of kernels and a launch hint: they change no result, so any value will do, on any device.
 FREE_ARGUMENTS = ("workspace_buffer", "enable_pdl", "multi_ctas_kv_counter_buffer")
 
+# Arguments that exclude block-sparse attention: the values that it allows, and why no other (FlashInfer 0.7.2, decode.py
+# 3911-3918 and 4065, trtllm_fmha_kernel_launcher.cu 274-287). Only XQA reads a mask.
+BESIDE_BLOCK_SPARSE: dict[str, tuple[tuple[Any, ...], str]] = {
+    "backend": (("auto", "trtllm-gen"), "only trtllm-gen has block-sparse attention"),
+    "window_left": ((-1,), "block-sparse attention has no window"),
+    "mask": ((None,), "only XQA reads a draft mask, and it has no block-sparse attention"),
+    "uses_shared_paged_kv_idx": ((True,), "block-sparse attention has one page id for K and V"),
+    "skip_softmax_threshold_scale_factor": ((None,), "block-sparse attention does not skip parts of the softmax"),
+    "causal_seqlens_kv_global": ((None,), "context parallelism has no block-sparse attention"),
+}
+
 
 def not_modelled(name: str, value: object, remedy: str) -> NoReturn:
     """Raise NotImplementedError for an argument's value that FlashInfer supports and the lab does not. `remedy` says what to
@@ -103,11 +114,11 @@ def dtype_names(dtypes: Sequence[torch.dtype]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def check_vector(name: str, value: object, length: int, dtypes: Sequence[torch.dtype]) -> None:
-    """Raise TypeError or ValueError unless the value is a contiguous tensor [length] with one of the dtypes."""
-    tensor = check_tensor(name, value, dtypes)
-    if tensor.shape != (length,):
-        raise ValueError(f"{name} must have shape [{length}], got {list(tensor.shape)}")
+def check_vector(name: str, value: object, shape: int | Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
+    """Raise TypeError or ValueError unless the value is a contiguous tensor of this length or shape with one of the dtypes."""
+    tensor, expected = check_tensor(name, value, dtypes), [shape] if isinstance(shape, int) else [*shape]
+    if list(tensor.shape) != expected:
+        raise ValueError(f"{name} must have shape {expected}, got {list(tensor.shape)}")
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got stride {tensor.stride()}; pass {name}.contiguous()")
 
@@ -222,25 +233,42 @@ def has_interleaved_v_scales(call: Any) -> bool:
     return trtllm_backend_of(capability, call.backend) == "trtllm-gen"
 
 
-def batch_size_of(block_tables: object, shared: bool) -> int:
-    """Check a page table and return its number of requests. It is int32 [batch_size, columns], or [batch_size, 2, columns] if K
-    and V have separate page ids (`shared` is False).
+def batch_size_of(block_tables: object, shared: bool, by_kv_head: bool = False) -> int:
+    """Check a page table and return its number of requests.
+
+    It is int32 [batch_size, columns]; [batch_size, 2, columns] if K and V have separate page ids (`shared` is False); and
+    contiguous [num_kv_heads, batch_size, columns] in a block-sparse call (`by_kv_head`).
     """
     check_bool("uses_shared_paged_kv_idx", shared)
     tensor = check_tensor("block_tables", block_tables, (torch.int32,))
-    if tensor.ndim != (2 if shared else 3) or (not shared and tensor.shape[1] != 2):
-        expected = "[batch_size, max_num_pages_per_seq]" if shared else "[batch_size, 2, max_num_pages_per_seq]"
-        raise ValueError(
-            f"block_tables must be {expected} with uses_shared_paged_kv_idx={shared}, got shape {list(tensor.shape)}"
-        )
+    if by_kv_head:
+        form, why = "[num_kv_heads, batch_size, max_num_pages_per_seq]", "enable_block_sparse_attention=True"
+    else:
+        form = "[batch_size, max_num_pages_per_seq]" if shared else "[batch_size, 2, max_num_pages_per_seq]"
+        why = f"uses_shared_paged_kv_idx={shared}"
+    if tensor.ndim != form.count(",") + 1 or (not shared and tensor.shape[1] != 2):
+        raise ValueError(f"block_tables must be {form} with {why}, got shape {list(tensor.shape)}")
+    if by_kv_head and not tensor.is_contiguous():
+        raise ValueError(f"block_tables must be contiguous with {why}, got stride {tensor.stride()}")
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError("block_tables rows must be contiguous; pass block_tables.contiguous()")
-    return tensor.shape[0]
+    return tensor.shape[1 if by_kv_head else 0]
+
+
+def check_block_sparse(call: Any) -> None:
+    """Raise an error if a decode call is block-sparse and another argument is one of those that FlashInfer excludes with it."""
+    check_bool("enable_block_sparse_attention", call.enable_block_sparse_attention)
+    for name, (allowed, why) in BESIDE_BLOCK_SPARSE.items() if call.enable_block_sparse_attention else ():
+        value = getattr(call, name)
+        if isinstance(value, torch.Tensor) or value not in allowed:
+            given = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+            remedy = " or ".join(map(repr, allowed))
+            raise ValueError(f"{name} is {given} with enable_block_sparse_attention=True, but {why}: pass {remedy}")
 
 
 def split_tables(block_tables: torch.Tensor, shared: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the page tables of K and V, [batch_size, columns]. If K and V have the same page ids (`shared`), both are the same
-    tensor.
+    """Return the page tables of K and V, [batch_size, columns] or [num_kv_heads, batch_size, columns]. If K and V have the same
+    page ids (`shared`), both are the same tensor.
     """
     return (block_tables, block_tables) if shared else (block_tables[:, 0], block_tables[:, 1])
 

@@ -20,6 +20,14 @@ class DecodeCall:
     has fewer keys than rows, its first rows see no key. The output of a row that sees no key is zero. Its LSE is log2(e) *
     sink, or -inf without a sink.
 
+    A block-sparse call (`enable_block_sparse_attention`) selects whole pages for each K/V head, which sees only these.
+    To a head, its L selected keys are the whole request: row i of q rows sits at position L - q + i among them (FlashInfer
+    0.7.2, trace/templates/attention.py 3760). These are the keys up to the row's own token if the head selects the pages of all
+    q rows. FlashInfer does not document the following, which is the lab's choice: a row of a head without pages, or of one with
+    fewer keys than rows, may see no key, as above; `cum_seq_lens_q`, sinks and the LSE mean the same as in other calls. SGLang
+    0.5.23 sends one row per request, and at least one key, because FlashInfer does not write the output of a row without keys
+    (its kernels/ops/attention/msa_v1/flashinfer_decode.py 121).
+
     Memory that no row sees may hold anything, including NaN, and must not affect a result: the rest of a request's last page,
     pages of no request, keys before every row's window, and cells of `block_tables` after a request's last page. Query rows of
     a request without keys may hold anything too. NaN that one row sees may affect other rows of its request, but no other
@@ -40,8 +48,10 @@ class DecodeCall:
         block_tables: int32 [batch_size, max_num_pages_per_seq], or [batch_size, 2, max_num_pages_per_seq] with separate K and V
             page ids when `uses_shared_paged_kv_idx` is False. A page may occur in the rows of several requests, even if only
             one of them has filled it, and several times in a row. Cells up to a request's last page are pages of the pool, also
-            the cells before a window.
-        seq_lens: int32 or uint32 [batch_size]: keys of each request, its query tokens included.
+            the cells before a window. In a block-sparse call contiguous [num_kv_heads, batch_size, max_num_pages_per_seq]: the
+            pages that each K/V head selects, ascending in the request and packed in front. Later cells may hold anything.
+        seq_lens: int32 or uint32 [batch_size]: keys of each request, its query tokens included. In a block-sparse call
+            contiguous [num_kv_heads, batch_size]: the keys in the selected pages, of which only the last may be partly filled.
         max_seq_len: upper bound of `seq_lens` on the host. It may exceed the table; 0 for an empty batch.
         bmm1_scale, bmm2_scale: number, or float32 tensor of one element: factor of Q·K^T and of P·V.
         bmm1_scale_log2: float32 tensor of one element, `bmm1_scale * log2(e)`; takes precedence over `bmm1_scale`.
@@ -60,6 +70,8 @@ class DecodeCall:
         kv_cache_sf: (K, V) e4m3 scale factors of an NVFP4 cache, one per 16 elements of head_dim.
         multi_ctas_kv_counter_buffer: bytes for trtllm-gen's counters, zero before a call and after it.
         lse, return_lse: float32 [num_rows, num_qo_heads], base 2: log2 of the softmax's denominator, the sink included.
+        enable_block_sparse_attention: True selects pages per K/V head, see above. FlashInfer excludes it with a window,
+            skip-softmax, separate K and V page ids, context parallelism, and every backend but trtllm-gen.
 
     `kv_layout` is "HND" or "NHD". `backend` is "auto", "xqa" or "trtllm-gen"; it determines the order of NVFP4's scale factors.
     `o_scale` is 1 or None. The lab models all other parameters only at their default: another value raises NotImplementedError.
@@ -98,7 +110,7 @@ class DecodeCall:
     return_lse: bool = False
     bmm1_scale_log2: torch.Tensor | None = None
     multi_ctas_kv_counter_buffer: torch.Tensor | None = None
-    enable_block_sparse_attention: Unmodelled[bool] = False
+    enable_block_sparse_attention: bool = False
     cp_world: Unmodelled[int] = 1
     cp_rank: Unmodelled[int] = 0
     causal_seqlens_kv_global: Unmodelled[torch.Tensor | None] = None
@@ -114,10 +126,13 @@ class DecodeCall:
             ValueError: a shape, device, stride or number is invalid for every implementation.
             NotImplementedError: an argument that the lab does not model differs from its default.
         """
+        arguments.check_block_sparse(self)
         arguments.check_modelled(self, ("auto", "xqa", "trtllm-gen"))
         if isinstance(self.o_scale, torch.Tensor) or self.o_scale not in (None, 1.0):
             arguments.not_modelled("o_scale", self.o_scale, "fold it into bmm2_scale")
-        batch_size = arguments.batch_size_of(self.block_tables, self.uses_shared_paged_kv_idx)
+        batch_size = arguments.batch_size_of(
+            self.block_tables, self.uses_shared_paged_kv_idx, self.enable_block_sparse_attention
+        )
         max_q_len = arguments.check_max_q_len(self)
         arguments.check_query(self.query)
         if self.cum_seq_lens_q is None and self.query.shape[0] != batch_size * max_q_len:
@@ -135,6 +150,7 @@ class DecodeCall:
             causal=True,
             cum_seq_lens_kv=None,
             mask=self.mask,
+            by_kv_head=self.enable_block_sparse_attention,
         )
 
 
@@ -223,6 +239,7 @@ def _posed(
     causal: bool,
     cum_seq_lens_kv: torch.Tensor | None,
     mask: torch.Tensor | None = None,
+    by_kv_head: bool = False,
 ) -> PagedAttention:
     """Check the arguments that both calls share, and return the attention problem. It has one form of layout, page tables and
     output dtype, whichever the caller used.
@@ -231,6 +248,7 @@ def _posed(
         call: the call.
         kv_bound: the call's name for `max_kv_len`, for error messages.
         max_q_len, max_kv_len, causal, cum_seq_lens_kv, mask: as in `PagedAttention`.
+        by_kv_head: each K/V head has its own page table and lengths, as in a block-sparse call.
 
     Raises:
         TypeError, ValueError, NotImplementedError: see `DecodeCall.problem`.
@@ -241,8 +259,11 @@ def _posed(
     arguments.check_cache(query, k_cache)
     scale_factors = arguments.check_scale_factors(call, k_cache)
     k_tables, v_tables = arguments.split_tables(call.block_tables, call.uses_shared_paged_kv_idx)
-    batch_size = k_tables.shape[0]
-    arguments.check_vector("seq_lens", call.seq_lens, batch_size, arguments.LENGTH_DTYPES)
+    batch_size, heads = k_tables.shape[-2], k_cache.shape[1]
+    if by_kv_head and len(k_tables) != heads:
+        raise ValueError(f"block_tables has {len(k_tables)} page tables, but kv_cache has {heads} heads: one per head")
+    shape = (heads, batch_size) if by_kv_head else batch_size
+    arguments.check_vector("seq_lens", call.seq_lens, shape, arguments.LENGTH_DTYPES)
     for name, offsets in (("cum_seq_lens_q", call.cum_seq_lens_q), ("cum_seq_lens_kv", cum_seq_lens_kv)):
         if offsets is not None:
             arguments.check_vector(name, offsets, batch_size + 1, (torch.int32,))

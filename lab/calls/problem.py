@@ -10,7 +10,7 @@ import enum
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class Feature(enum.Enum):
     RAGGED_ROWS = "requests of different widths (cum_seq_lens_q)"
     STRIDED_QUERY = "a query that is not contiguous"
     SEPARATE_TABLES = "separate page tables of K and V (uses_shared_paged_kv_idx=False)"
+    BLOCK_SPARSE = "other pages for each K/V head (enable_block_sparse_attention)"
     OTHER_V_STRIDES = "V with other strides than K's"
     NVFP4 = "NVFP4 K/V"
     PLAIN_FACTORS = "V's NVFP4 scale factors in plain order"
@@ -114,7 +115,14 @@ class AttentionProblem(Softmax):
 
     @property
     def batch_size(self) -> int:
-        return self.seq_lens.shape[0]
+        return self.seq_lens.shape[-1]
+
+    def kv_lens(self) -> list[int]:
+        """Return the keys of each request: in a block-sparse call those of its K/V head with most keys. Copies `seq_lens` to
+        the host.
+        """
+        lengths = self.seq_lens.cpu().to(torch.int64)
+        return (lengths.amax(dim=0) if lengths.dim() == 2 else lengths).tolist()
 
     @property
     def num_rows(self) -> int:
@@ -214,6 +222,8 @@ class PagedAttention(AttentionProblem):
         k_scale_factors, v_scale_factors: e4m3 views [num_pages, num_kv_heads, page_size, head_dim // 16], NVFP4 only.
         v_scale_factors_interleaved: True if `v_scale_factors` are in TRT-LLM's interleaved order over 4 tokens.
         k_block_tables, v_block_tables: int32 [batch_size, max_num_pages_per_seq]; the same tensor if K and V share page ids.
+            In a block-sparse call [num_kv_heads, batch_size, max_num_pages_per_seq], and `seq_lens` is [num_kv_heads,
+            batch_size].
         mask: packed draft mask, uint16 [batch_size, q_len, 2 * ceil(q_len / 32)]; or None.
     """
 
@@ -246,7 +256,38 @@ class PagedAttention(AttentionProblem):
     def is_nvfp4(self) -> bool:
         return self.kv_dtype == torch.uint8
 
+    @property
+    def is_block_sparse(self) -> bool:
+        return self.k_block_tables.dim() == 3
+
+    def of_kv_heads(self) -> "list[PagedAttention]":
+        """Return one problem per K/V head of a block-sparse call: the head's selected pages are its whole cache, and only its
+        query heads have rows. Tensors are views, those for the results too. A problem that is not block-sparse is returned
+        alone.
+        """
+        if not self.is_block_sparse:
+            return [self]
+        found = []
+        for head, table in enumerate(self.k_block_tables):
+            of_rows, of_cache = (slice(head * count, (head + 1) * count) for count in (self.group, 1))
+            parts = {
+                **dict.fromkeys(("query", "out", "lse"), (slice(None), of_rows)),
+                **dict.fromkeys(("k_cache", "v_cache", "k_scale_factors", "v_scale_factors"), (slice(None), of_cache)),
+                "sinks": of_rows,
+                "seq_lens": head,
+            }
+            views = {name: side[part] for name, part in parts.items() if (side := getattr(self, name)) is not None}
+            found.append(replace(self, k_block_tables=table, v_block_tables=table, **views))
+        return found
+
     def check_values(self) -> None:
+        if self.is_block_sparse:
+            for head, problem in enumerate(self.of_kv_heads()):
+                try:
+                    problem.check_values()
+                except ValueError as error:
+                    raise ValueError(f"K/V head {head} of a block-sparse call: {error}") from error
+            return
         lengths, columns = self.seq_lens.tolist(), self.k_block_tables.shape[1]
         capacity = columns * self.page_size
         for request, length in enumerate(lengths):
@@ -283,11 +324,12 @@ def _is_tensor(value: object) -> bool:
 
 # Field of `PagedAttention` or `RaggedAttention` -> the features that it may ask for, each with the test of a problem.
 FIELDS: dict[str, Asks] = {
-    **dict.fromkeys(("k_cache", "k_block_tables", "key", "value"), STRUCTURE),
+    **dict.fromkeys(("k_cache", "key", "value"), STRUCTURE),
     **dict.fromkeys(("call", "seq_lens", "cu_seqlens_kv", "max_kv_len", "out_dtype"), STRUCTURE),
     "query": {Feature.STRIDED_QUERY: lambda problem: not problem.query.is_contiguous()},
     "max_q_len": {Feature.SEVERAL_ROWS: lambda problem: problem.max_q_len > 1},
     "cu_seqlens_q": {Feature.RAGGED_ROWS: lambda problem: problem.cu_seqlens_q is not None},
+    "k_block_tables": {Feature.BLOCK_SPARSE: lambda problem: problem.is_block_sparse},
     "v_block_tables": {Feature.SEPARATE_TABLES: lambda problem: problem.k_block_tables is not problem.v_block_tables},
     "v_cache": {Feature.OTHER_V_STRIDES: lambda problem: problem.k_cache.stride() != problem.v_cache.stride()},
     "k_scale_factors": {Feature.NVFP4: lambda problem: problem.k_scale_factors is not None},
@@ -345,7 +387,7 @@ def refuse_nan(problem: AttentionProblem, in_query: bool = True) -> None:
     query = problem.query.to(torch.float32)  # a GPU has no isnan of e4m3
     rows = query.isnan().flatten(1).any(dim=1).tolist()
     offsets = problem.row_offsets()
-    for request, kv_len in enumerate(problem.seq_lens.tolist()):
+    for request, kv_len in enumerate(problem.kv_lens()):
         for row in range(*offsets[request : request + 2]) if kv_len else ():
             if rows[row]:
                 raise ValueError(f"query holds NaN in row {row}, of request {request}, which would make its output NaN")

@@ -241,7 +241,9 @@ class Recorder:
     def _is_long(self, call: MadeCall) -> bool:
         longest = self.triggers.longest
         bound = call.given.get("max_seq_len", call.given.get("max_kv_len", longest))
-        return not longest or (bound >= longest and max(call.given["seq_lens"].tolist(), default=0) >= longest)
+        return not longest or (
+            bound >= longest and max(call.given["seq_lens"].flatten().tolist(), default=0) >= longest
+        )
 
     def _is_wrong(self, call: MadeCall) -> bool:
         """Judge a call on its device. If it is wrong or its arguments are invalid, log why and return True."""

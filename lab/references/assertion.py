@@ -167,8 +167,13 @@ def truth_of_problem(
         arithmetic: dtype of the operands of both products in the low-precision computation that sets the error bound; None: the
             query's dtype.
         requests: the requests whose rows are computed, in this order; None: all.
-        histories: what `histories_of` returns for the same requests, if the caller has it already.
+        histories: what `histories_of` returns for the same requests, if the caller has it already. A block-sparse call has
+            other histories for each K/V head, and does not use these.
     """
+    if isinstance(problem, PagedAttention) and problem.is_block_sparse:
+        return Truth.of_heads(
+            [truth_of_problem(of_head, arithmetic, requests=requests) for of_head in problem.of_kv_heads()]
+        )
     chosen = range(problem.batch_size) if requests is None else requests
     offsets = problem.row_offsets()
     q_lens = [offsets[request + 1] - offsets[request] for request in chosen]

@@ -12,7 +12,7 @@ the square root of the number of vectors.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -297,6 +297,13 @@ class Truth:
     arithmetic: torch.dtype
     shared_error: float = 0.0
     rows: Tensor | None = None
+
+    @classmethod
+    def of_heads(cls, parts: Sequence["Truth"]) -> "Truth":
+        """Return the expected results of all heads of a call, from those of the same rows for some consecutive heads each."""
+        by_head = [(part.expected, part.control, part.lse_log2) for part in parts]
+        expected, control, lse_log2 = (torch.cat(side, dim=1) for side in zip(*by_head, strict=True))
+        return replace(parts[0], expected=expected, control=control, lse_log2=lse_log2)
 
     def of_rows(self, chosen: Tensor) -> "Truth":
         """Return the expected results of the rows that are True in `chosen`, bool [num_rows]."""

@@ -83,6 +83,10 @@ def paged_attention(problem: PagedAttention) -> tuple[torch.Tensor, torch.Tensor
     out, lse_log2 = problem.results()
     if len(problem.query) == 0:
         return out, lse_log2
+    if problem.is_block_sparse:
+        for of_head in replace(problem, out=out, lse=lse_log2).of_kv_heads():
+            paged_attention(of_head)
+        return out, lse_log2
     if problem.query.device.type != "cpu":  # on a CPU the call has been checked already
         problem = _planned_on_host(problem)
         problem.check_values()

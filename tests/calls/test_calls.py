@@ -76,6 +76,12 @@ RAGGED = value(
     q_len_per_req=None, max_q_len=Q_LEN, cum_seq_lens_q=torch.tensor([0, 2, 4], dtype=torch.int32)
 )  # a good decode call of variable query lengths
 
+BLOCK_SPARSE = together(
+    value(enable_block_sparse_attention=True),
+    tensor("block_tables", lambda table: table.repeat(2, 1, 1)),
+    tensor("seq_lens", lambda lengths: lengths.repeat(2, 1)),
+)
+
 BAD_OF: dict[tuple[str, ...], list[Bad]] = {
     BOTH: [
         # query
@@ -261,6 +267,55 @@ BAD_OF: dict[tuple[str, ...], list[Bad]] = {
         # sinks and scales
         ("log2 scale is a number", value(bmm1_scale_log2=1.0), TypeError, ("bmm1_scale_log2", "float")),
         ("log2 scale shape", value(bmm1_scale_log2=torch.ones(2)), TypeError, ("bmm1_scale_log2", "[2]")),
+        # block-sparse attention
+        ("block sparse is a number", value(enable_block_sparse_attention=1), TypeError, ("enable_block_sparse", "1")),
+        (
+            "one table for all heads",
+            value(enable_block_sparse_attention=True),
+            ValueError,
+            ("[num_kv_heads, batch_size",),
+        ),
+        (
+            "tables of three heads",
+            together(BLOCK_SPARSE, tensor("block_tables", lambda t: t.repeat(2, 1, 1)[:3])),
+            ValueError,
+            ("block_tables has 3 page tables", "2 heads"),
+        ),
+        (
+            "one head's lengths",
+            together(BLOCK_SPARSE, tensor("seq_lens", lambda n: n[0])),
+            ValueError,
+            ("seq_lens", "[2, 2]", "[2]"),
+        ),
+        (
+            "block-sparse table rows apart",
+            together(BLOCK_SPARSE, tensor("block_tables", lambda t: torch.cat((t, t), -1)[..., : t.shape[-1]])),
+            ValueError,
+            ("block_tables must be contiguous", "enable_block_sparse_attention"),
+        ),
+        (
+            "block-sparse lengths apart",
+            together(BLOCK_SPARSE, tensor("seq_lens", lambda n: n.repeat(1, 2)[:, :2])),
+            ValueError,
+            ("seq_lens must be contiguous",),
+        ),
+        (
+            "a head's length beyond its table",
+            together(BLOCK_SPARSE, entry("seq_lens", (1, 0), 99), value(max_seq_len=99)),
+            ValueError,
+            ("K/V head 1", "seq_lens[0] = 99", "widen"),
+        ),
+        *(
+            (f"block-sparse with {name}", together(BLOCK_SPARSE, value(**{name: given})), ValueError, (name, *words))
+            for name, given, *words in (
+                ("window_left", 3, "is 3 with enable_block_sparse_attention", "no window", "pass -1"),
+                ("backend", "xqa", "'xqa'", "only trtllm-gen", "'auto' or 'trtllm-gen'"),
+                ("mask", torch.zeros(2, 2, 2, dtype=torch.uint16), "a tensor", "only XQA", "pass None"),
+                ("uses_shared_paged_kv_idx", False, "False", "one page id", "pass True"),
+                ("skip_softmax_threshold_scale_factor", 0.0, "0.0", "softmax", "pass None"),
+                ("causal_seqlens_kv_global", int32(1, 1), "a tensor", "context parallelism", "pass None"),
+            )
+        ),
         # devices
         (
             "log2 scale elsewhere",
@@ -275,7 +330,7 @@ BAD_OF: dict[tuple[str, ...], list[Bad]] = {
             ("mask is on meta",),
         ),
         # backends, and what the lab does not model
-        *not_modelled(enable_block_sparse_attention=True, cp_world=2, cp_rank=1, causal_seqlens_kv_global=int32(1, 1)),
+        *not_modelled(cp_world=2, cp_rank=1, causal_seqlens_kv_global=int32(1, 1)),
         *not_modelled(bf16q_fp8kv_transform_mode="k_only", request_order=int32(0, 1), request_order_plan=object()),
         ("o_scale", value(o_scale=2.0), NotImplementedError, ("o_scale=2.0", "bmm2_scale")),
         ("o_scale tensor", value(o_scale=torch.ones(2)), NotImplementedError, ("o_scale", "bmm2_scale")),

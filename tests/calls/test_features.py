@@ -58,6 +58,14 @@ ASKED: list[tuple[dict[str, Any], set[Feature]]] = [
     ({"separate_tables": True}, {Feature.SEPARATE_TABLES}),
     ({"kv_cache": STACKED}, set()),
     ({"kv_cache": OTHER_V}, {Feature.OTHER_V_STRIDES}),
+    (
+        {
+            "enable_block_sparse_attention": True,
+            "block_tables": torch.zeros(2, 2, 2, dtype=torch.int32),
+            "seq_lens": torch.full((2, 2), 20, dtype=torch.int32),
+        },
+        {Feature.BLOCK_SPARSE},
+    ),
     ({"ragged": True}, {Feature.RAGGED_ROWS}),
     ({"q_len": 2}, {Feature.SEVERAL_ROWS}),
     ({"q_len": 2, "mask": torch.zeros(2, 2, 2, dtype=torch.uint16)}, {Feature.SEVERAL_ROWS, Feature.MASK}),

@@ -58,6 +58,8 @@ OF_CALL: dict[str, CaseFeature] = {
     "host_lengths": Choice("the dtype of the lengths on the host"),
     "one_cache_tensor": Condition("kv_cache is {one tensor|two tensors}"),
     "separate_tables": Condition("V has {a|no} page table of its own"),
+    "block_sparse": Condition("K/V heads select {pages of their own|no pages}"),
+    "head_lengths_differ": Condition("K/V heads select {different numbers of keys|equally many keys}", Cost.VALUE),
     "other_v_strides": Condition("K and V have {different|equal} strides", Cost.VALUE),
     "value_gaps": Condition("the values {do not |}lie next to each other", Cost.VALUE),
     "lse_gaps": Condition("the rows of the given lse {do not |}lie next to each other", Cost.VALUE),
@@ -114,6 +116,7 @@ def _read_call(interface: AttentionCall, arguments: Mapping[str, Any], problem: 
         "seq_lens_uint32": problem.seq_lens.dtype == torch.uint32,
         "host_lengths": getattr(arguments.get("q_seq_lens_cpu"), "dtype", None),
         "separate_tables": Feature.SEPARATE_TABLES in options,
+        "block_sparse": Feature.BLOCK_SPARSE in options,
         "other_v_strides": Feature.OTHER_V_STRIDES in options,
         "used_scratch": _used_scratch(arguments, query.device),
     }
@@ -141,7 +144,8 @@ def _read_pages(interface: AttentionCall, arguments: Mapping[str, Any], problem:
         "scale_factor_gaps": problem.k_scale_factors is not None and _lie_apart(problem.k_scale_factors),
         "one_first_page": len(table) > 1 and (table[:, 0] == table[0, 0]).all(),
         "page_size_is_num_kv_heads": not is_mla and page_size == num_kv_heads,
-        "table_columns": table.shape[1],
+        "head_lengths_differ": problem.is_block_sparse and (problem.seq_lens != problem.seq_lens[0]).any(),
+        "table_columns": table.shape[-1],
         "pool_pages": num_pages,
         "pool_elements": k_cache.stride(0) * num_pages,
     }
@@ -280,7 +284,7 @@ def features_of_call(
     except (TypeError, ValueError, NotImplementedError):
         read = (around or {}) | earlier
         return CallFeatures(kept(read, read))
-    kv_lens, offsets = problem.seq_lens.tolist(), problem.row_offsets()
+    kv_lens, offsets = problem.kv_lens(), problem.row_offsets()
     read = _read_call(interface, arguments, problem)
     read = {name: read.get(name) for name in OF_TENSORS | OF_CALL} | earlier
     q_lens = [after - before for before, after in pairwise(offsets)]
