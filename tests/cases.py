@@ -315,6 +315,50 @@ def mla_arguments(
     return arguments | changes
 
 
+def sparse_arguments(
+    batch: Batch,
+    columns: Sequence[Sequence[int]],
+    page_size: int = 16,
+    *,
+    width: int = 0,
+    lens: Sequence[int] | None = None,
+    **options: Any,
+) -> Arguments:
+    """As `mla_arguments`, with the positions that each row of the batch selects, -1 for none, in place of a page table.
+
+    A row starts `width` columns after the one before it, if that is more than `sparse_mla_top_k`. With `lens` the columns after
+    them hold ids far outside the pool.
+    """
+    arguments = mla_arguments(batch, page_size, **options)
+    table, top_k = arguments["block_tables"], len(columns[0])
+    requests = [request for request, rows in enumerate(batch.queries) for _ in rows]
+    places = torch.full((len(columns), max(top_k, width)), -1, dtype=torch.int32)
+    for row, (request, positions) in enumerate(zip(requests, columns, strict=True)):
+        for column, position in enumerate(positions):
+            if position >= 0:
+                page = int(table[request, position // page_size])
+                places[row, column] = page * page_size + position % page_size
+    if lens is not None:
+        for row, used in enumerate(lens):
+            places[row, used:] = 2**30
+        arguments["sparse_mla_top_k_lens"] = torch.tensor(lens, dtype=torch.int32)
+    places = places[:, :top_k].unflatten(0, arguments["query"].shape[:-2])
+    return arguments | {"block_tables": places, "sparse_mla_top_k": top_k}
+
+
+def selected_batch(batch: Batch, columns: Sequence[Sequence[int]]) -> Batch:
+    """The truth of `sparse_arguments`: each row alone, with the entries that it selects as its history."""
+    rows = [(request, row) for request, rows in enumerate(batch.queries) for row in rows.unsqueeze(1)]
+    keys, values = (
+        [
+            side[request][[position for position in positions if position >= 0]]
+            for (request, _), positions in zip(rows, columns, strict=True)
+        ]
+        for side in (batch.keys, batch.values)
+    )
+    return Batch([row for _, row in rows], keys, values)
+
+
 def ragged_arguments(batch: Batch, **changes: Any) -> Arguments:
     """Arguments of `trtllm_ragged_attention_deepseek`, causal, with an output in float64 and the LSE."""
     query, key, value = (torch.cat(side) for side in (batch.queries, batch.keys, batch.values))

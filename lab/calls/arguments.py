@@ -250,8 +250,7 @@ def batch_size_of(block_tables: object, shared: bool, by_kv_head: bool = False) 
         raise ValueError(f"block_tables must be {form} with {why}, got shape {list(tensor.shape)}")
     if by_kv_head and not tensor.is_contiguous():
         raise ValueError(f"block_tables must be contiguous with {why}, got stride {tensor.stride()}")
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        raise ValueError("block_tables rows must be contiguous; pass block_tables.contiguous()")
+    check_table_rows(tensor)
     return tensor.shape[1 if by_kv_head else 0]
 
 
@@ -264,6 +263,12 @@ def check_block_sparse(call: Any) -> None:
             given = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
             remedy = " or ".join(map(repr, allowed))
             raise ValueError(f"{name} is {given} with enable_block_sparse_attention=True, but {why}: pass {remedy}")
+
+
+def check_table_rows(block_tables: torch.Tensor) -> None:
+    """Raise ValueError unless the rows of a table are contiguous."""
+    if block_tables.shape[-1] > 1 and block_tables.stride(-1) != 1:
+        raise ValueError("block_tables rows must be contiguous; pass block_tables.contiguous()")
 
 
 def split_tables(block_tables: torch.Tensor, shared: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,8 @@ import torch
 
 from lab.calls import arguments
 from lab.calls.arguments import Unmodelled
-from lab.calls.problem import E4M3, AttentionCall, PagedAttention, Scale, refuse_nan
+from lab.calls.nan import refuse_nan
+from lab.calls.problem import E4M3, AttentionCall, PagedAttention, Scale
 
 BACKENDS = ("auto", "xqa", "trtllm-gen")
 OTHER_BACKENDS = ("cake", "cute-dsl", "sparse")  # FlashInfer has them, with rules of their own
@@ -33,9 +34,14 @@ class MLADecodeCall:
         workspace_buffer: memory for FlashInfer's kernels; see `lab.calls.workspace`. Other implementations ignore it.
         qk_nope_head_dim: head_dim before absorption, without the rotary part; it changes no result.
         kv_lora_rank, qk_rope_head_dim: elements of the latent vector, and of the rotary part.
-        block_tables: int32 [batch_size, max_num_pages_per_seq]; pages as in `DecodeCall`.
+        block_tables: int32 [batch_size, max_num_pages_per_seq]; pages as in `DecodeCall`. With `sparse_mla_top_k` the entries
+            that each query row sees, int32 [batch_size, q_len_per_request, sparse_mla_top_k], or with `cum_seq_lens_q`
+            [num_rows, sparse_mla_top_k]: places page * page_size + offset in the page. -1 is no entry, in any column.
         seq_lens: int32 or uint32 [batch_size]: keys of each request, its query tokens included.
         max_seq_len: upper bound of `seq_lens` on the host, as in `DecodeCall`.
+        sparse_mla_top_k: columns of the entries in `block_tables`; 0: `block_tables` has pages, and rows are causal. A row at
+            position p uses its first p + 1 columns (`lab.calls.selection` has the rule and its sources). The order of entries
+            changes no result, an entry that stands twice counts twice, and a row without entries sees no key.
         out: where the output is written, the query's shape with a last dimension of `kv_lora_rank`, contiguous. None makes a
             bfloat16 tensor for any dtype of the query, as FlashInfer does.
         bmm1_scale, bmm2_scale: number, or float32 tensor of one element: factor of Q·K^T and of P·V.
@@ -52,6 +58,9 @@ class MLADecodeCall:
         return_lse_base: "base2" for log2, "basee" for the natural logarithm of the softmax's denominator, the sink included.
             None is "base2", as in trtllm-gen. With `cum_seq_lens_q` the base must be given: FlashInfer then has only CuTe DSL,
             whose default is "basee".
+        sparse_mla_top_k_lens: int32 [num_rows]: each row uses this number of its first columns, and later columns may hold
+            anything. FlashInfer requires it without a rotary part, with at least one entry per row and no -1 before the last
+            entry, and refuses it otherwise.
 
     `backend` is "auto", "xqa" or "trtllm-gen". The lab models all other parameters only at their default: another value raises
     NotImplementedError. Parameters that change no result (`lab.calls.arguments.FREE_ARGUMENTS`) may have any value.
@@ -69,7 +78,7 @@ class MLADecodeCall:
     block_tables: torch.Tensor
     seq_lens: torch.Tensor
     max_seq_len: int
-    sparse_mla_top_k: Unmodelled[int] = 0
+    sparse_mla_top_k: int = 0
     out: torch.Tensor | None = None
     bmm1_scale: Scale = 1.0
     bmm2_scale: Scale = 1.0
@@ -86,7 +95,7 @@ class MLADecodeCall:
     cum_seq_lens_q: torch.Tensor | None = None
     max_q_len: int | None = None
     multi_ctas_kv_counter_buffer: torch.Tensor | None = None
-    sparse_mla_top_k_lens: Unmodelled[torch.Tensor | None] = None
+    sparse_mla_top_k_lens: torch.Tensor | None = None
     enable_dcp: Unmodelled[bool] = False
     cp_world: Unmodelled[int] = 1
     cp_rank: Unmodelled[int] = 0
@@ -110,13 +119,17 @@ class MLADecodeCall:
         batch_size = self._batch_size()
         arguments.check_vector("seq_lens", self.seq_lens, batch_size, arguments.LENGTH_DTYPES)
         out = self._out_rows()
+        selected = self._selected(len(rows))
+        tables = self.block_tables if selected is None else selected.new_empty(batch_size, 0)
         problem = PagedAttention(
             call=self.function,
             query=rows,
             k_cache=cache,
             v_cache=cache[..., : self.kv_lora_rank],
-            k_block_tables=self.block_tables,
-            v_block_tables=self.block_tables,
+            k_block_tables=tables,
+            v_block_tables=tables,
+            selected=selected,
+            selected_lens=self.sparse_mla_top_k_lens,
             seq_lens=self.seq_lens,
             cu_seqlens_q=self.cum_seq_lens_q,
             cu_seqlens_kv=None,
@@ -210,6 +223,9 @@ class MLADecodeCall:
         return cache.unsqueeze(1) if cache.ndim == 3 else cache
 
     def _batch_size(self) -> int:
+        if arguments.check_int("sparse_mla_top_k", self.sparse_mla_top_k, 0, "0 means a page table"):
+            is_ragged = self.cum_seq_lens_q is not None
+            return len(arguments.check_tensor("seq_lens", self.seq_lens)) if is_ragged else len(self.query)
         batch_size = arguments.batch_size_of(self.block_tables, True)
         if self.cum_seq_lens_q is None and self.query.shape[0] != batch_size:
             raise ValueError(
@@ -217,6 +233,33 @@ class MLADecodeCall:
                 "one row per request is needed"
             )
         return batch_size
+
+    def _selected(self, num_rows: int) -> torch.Tensor | None:
+        """Return the entries of each row, [num_rows, sparse_mla_top_k] in the caller's memory; None with a page table."""
+        top_k, lens = self.sparse_mla_top_k, self.sparse_mla_top_k_lens
+        if not top_k:
+            if lens is not None:
+                raise ValueError(
+                    "sparse_mla_top_k_lens counts entries of sparse_mla_top_k, which is 0: pass both or neither"
+                )
+            return None
+        if lens is not None:
+            arguments.check_vector("sparse_mla_top_k_lens", lens, num_rows, (torch.int32,))
+        table = arguments.check_tensor("block_tables", self.block_tables, (torch.int32,))
+        expected = (*self.query.shape[:-2], top_k)
+        if table.shape != expected:
+            raise ValueError(
+                f"block_tables must be {list(expected)} with sparse_mla_top_k={top_k}: the entries of each query row, got "
+                f"shape {list(table.shape)}"
+            )
+        arguments.check_table_rows(table)
+        if table.ndim == 2:
+            return table
+        if table.shape[0] > 1 < table.shape[1] and table.stride(0) != table.shape[1] * table.stride(1):
+            raise ValueError(
+                f"block_tables has requests at another stride than rows, {table.stride()}; pass block_tables.contiguous()"
+            )
+        return table.flatten(0, 1)
 
     def _max_q_len(self, batch_size: int) -> int:
         if self.cum_seq_lens_q is None:

@@ -7,7 +7,8 @@ import torch
 
 from lab.calls import arguments
 from lab.calls.arguments import Unmodelled
-from lab.calls.problem import AttentionCall, PagedAttention, Scale, refuse_nan
+from lab.calls.nan import refuse_nan
+from lab.calls.problem import AttentionCall, PagedAttention, Scale
 
 KVCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 

@@ -8,13 +8,13 @@ and kernels solve it.
 
 import enum
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
+from lab.calls.selection import check_selection, selected_cells
 from lab.named_enum import NamedEnum
 
 NVFP4_BLOCK = 16  # elements of head_dim under one e4m3 scale factor (FlashInfer 0.7.2, kv_cache_sf)
@@ -56,6 +56,9 @@ class Feature(enum.Enum):
     WINDOW = "a window (window_left)"
     SINKS = "sinks"
     MASK = "a draft mask"
+    TOP_K = "entries chosen for each row (sparse_mla_top_k)"
+    TOP_K_LENS = "numbers of chosen entries (sparse_mla_top_k_lens)"
+    STRIDED_TOP_K = "rows of chosen entries that do not lie next to each other"
     TENSOR_SCALES = "scales as tensors"
     V_SCALE = "a bmm2_scale other than the number 1"
     OUT = "a given out"
@@ -224,7 +227,12 @@ class PagedAttention(AttentionProblem):
         k_block_tables, v_block_tables: int32 [batch_size, max_num_pages_per_seq]; the same tensor if K and V share page ids.
             In a block-sparse call [num_kv_heads, batch_size, max_num_pages_per_seq], and `seq_lens` is [num_kv_heads,
             batch_size].
+            With `selected` they have no columns.
         mask: packed draft mask, uint16 [batch_size, q_len, 2 * ceil(q_len / 32)]; or None.
+        selected: int32 [num_rows, num_columns], the entries that each row sees, as places in the flattened pool
+            (page * page_size + offset in the page), or None. `lab.calls.selection` says which cells are entries. They replace
+            the rule by which rows see keys: `causal` and `window_left` have no effect.
+        selected_lens: int32 [num_rows], how many of the first columns of `selected` each row uses; or None.
     """
 
     k_cache: torch.Tensor
@@ -235,6 +243,8 @@ class PagedAttention(AttentionProblem):
     v_scale_factors: torch.Tensor | None = None
     v_scale_factors_interleaved: bool = False
     mask: torch.Tensor | None = None
+    selected: torch.Tensor | None = None
+    selected_lens: torch.Tensor | None = None
 
     @property
     def v_head_dim(self) -> int:
@@ -280,6 +290,11 @@ class PagedAttention(AttentionProblem):
             found.append(replace(self, k_block_tables=table, v_block_tables=table, **views))
         return found
 
+    def selected_cells(self) -> torch.Tensor:
+        """Return the cells of `selected`, which must be given, that are entries: bool [num_rows, num_columns]."""
+        assert self.selected is not None
+        return selected_cells(self.selected, self.selected_lens, self.seq_lens, self.row_offsets())
+
     def check_values(self) -> None:
         if self.is_block_sparse:
             for head, problem in enumerate(self.of_kv_heads()):
@@ -289,6 +304,11 @@ class PagedAttention(AttentionProblem):
                     raise ValueError(f"K/V head {head} of a block-sparse call: {error}") from error
             return
         lengths, columns = self.seq_lens.tolist(), self.k_block_tables.shape[1]
+        if self.selected is not None:
+            check_lengths(self, lengths, "max_seq_len")
+            lens = None if self.selected_lens is None else self.selected_lens[: self.row_offsets()[-1]]
+            check_selection(self.selected, lens, self.selected_cells(), self.k_cache.shape[0] * self.page_size)
+            return
         capacity = columns * self.page_size
         for request, length in enumerate(lengths):
             if length > capacity:
@@ -342,6 +362,11 @@ FIELDS: dict[str, Asks] = {
     "window_left": {Feature.WINDOW: lambda problem: problem.window_left >= 0},
     "sinks": {Feature.SINKS: lambda problem: problem.sinks is not None},
     "mask": {Feature.MASK: lambda problem: problem.mask is not None},
+    "selected": {
+        Feature.TOP_K: lambda problem: problem.selected is not None,
+        Feature.STRIDED_TOP_K: lambda problem: problem.selected is not None and not problem.selected.is_contiguous(),
+    },
+    "selected_lens": {Feature.TOP_K_LENS: lambda problem: problem.selected_lens is not None},
     "bmm1_scale": {Feature.TENSOR_SCALES: lambda problem: _is_tensor(problem.bmm1_scale)},
     "bmm2_scale": {
         Feature.TENSOR_SCALES: lambda problem: _is_tensor(problem.bmm2_scale),
@@ -355,42 +380,6 @@ FIELDS: dict[str, Asks] = {
     "return_lse": {Feature.LSE: lambda problem: problem.return_lse},
 }
 UNDECLARED: Asks = {Feature.UNDECLARED: lambda problem: True}
-
-
-def refuse_nan(problem: AttentionProblem, in_query: bool = True) -> None:
-    """Raise ValueError if an input would make results NaN: a sink that is NaN or plus infinity, a scale that is not finite, or
-    NaN in a query row.
-
-    A call on CPU tensors checks its sinks and scales itself. It does not check its query, because a serving engine pads a CUDA
-    graph's batch with rows that hold anything, and a call cannot distinguish these rows from requests' rows. In all other cases
-    the caller decides whether to check.
-
-    Args:
-        problem: the problem whose tensors are checked.
-        in_query: False allows NaN in the query. Rows after the last request's rows and rows of requests without keys may always
-            hold NaN.
-
-    Raises:
-        ValueError: a checked tensor holds NaN, a scale is infinite, or a sink is plus infinity.
-    """
-    for name, term in problem.terms().items():
-        if name != "sinks" and isinstance(term, torch.Tensor) and not bool(term.isfinite().all()):
-            raise ValueError(f"{name} must be finite, got {float(term)}")
-    if problem.sinks is not None:
-        unfit = problem.sinks.isnan() | (problem.sinks == math.inf)
-        if bool(unfit.any()):
-            head = int(unfit.nonzero()[0])
-            value = float(problem.sinks[head])
-            raise ValueError(f"sinks[{head}] is {value}: a sink is finite, or minus infinity for a head without one")
-    if not in_query or problem.has_no_rows:
-        return
-    query = problem.query.to(torch.float32)  # a GPU has no isnan of e4m3
-    rows = query.isnan().flatten(1).any(dim=1).tolist()
-    offsets = problem.row_offsets()
-    for request, kv_len in enumerate(problem.kv_lens()):
-        for row in range(*offsets[request : request + 2]) if kv_len else ():
-            if rows[row]:
-                raise ValueError(f"query holds NaN in row {row}, of request {request}, which would make its output NaN")
 
 
 def check_lengths(problem: AttentionProblem, lengths: Sequence[int], bound: str) -> None:

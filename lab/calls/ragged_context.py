@@ -8,7 +8,8 @@ import torch
 
 from lab.calls import arguments
 from lab.calls.arguments import Unmodelled
-from lab.calls.problem import E4M3, AttentionCall, AttentionProblem, Scale, check_lengths, refuse_nan
+from lab.calls.nan import refuse_nan
+from lab.calls.problem import E4M3, AttentionCall, AttentionProblem, Scale, check_lengths
 
 RAGGED_OUT_DTYPES = tuple(dtype for dtype in arguments.OUT_DTYPES if dtype != E4M3)
 MIRRORS = ("q_seq_lens_cpu", "kv_seq_lens_cpu")  # arguments that lie on the host

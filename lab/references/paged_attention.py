@@ -1,7 +1,8 @@
 """FlashInfer's TRT-LLM attention functions over a paged K/V cache in float64, with the same names and parameters.
 
 Keys are looked up through a page table. Requests are padded and computed together, so that a GPU has enough work at a time.
-Keys that no row sees are set to zero first, because 0 times NaN is NaN.
+Keys that no row sees are set to zero first, because 0 times NaN is NaN. If a call selects entries for each row, a row becomes a
+request whose keys are these entries.
 """
 
 import math
@@ -78,18 +79,21 @@ def paged_attention(problem: PagedAttention) -> tuple[torch.Tensor, torch.Tensor
         out [num_rows, num_qo_heads, v_head_dim] and lse_log2 float32 [num_rows, num_qo_heads], or None.
 
     Raises:
-        ValueError: `PagedAttention.check_values` refuses a length, an offset or a page id.
+        ValueError: `PagedAttention.check_values` refuses a length, an offset, a page id or a place.
     """
-    out, lse_log2 = problem.results()
     if len(problem.query) == 0:
-        return out, lse_log2
+        return problem.results()
     if problem.is_block_sparse:
+        out, lse_log2 = problem.results()
         for of_head in replace(problem, out=out, lse=lse_log2).of_kv_heads():
             paged_attention(of_head)
         return out, lse_log2
     if problem.query.device.type != "cpu":  # on a CPU the call has been checked already
         problem = _planned_on_host(problem)
         problem.check_values()
+    if problem.selected is not None:
+        problem = _of_selected_entries(problem, problem.selected)
+    out, lse_log2 = problem.results()
     if problem.cu_seqlens_q is not None:
         end = int(problem.cu_seqlens_q[-1])
         out[end:] = 0
@@ -108,14 +112,34 @@ def _planned_on_host(problem: PagedAttention) -> PagedAttention:
     """Return the problem with lengths, row offsets and tables copied to the host. Indices are then computed there without GPU
     launches.
     """
-    k_tables, offsets = problem.k_block_tables.cpu(), problem.cu_seqlens_q
+    k_tables = problem.k_block_tables.cpu()
     shared = problem.v_block_tables is problem.k_block_tables
+    given = {name: getattr(problem, name) for name in ("seq_lens", "cu_seqlens_q", "selected", "selected_lens")}
+    on_host: dict[str, Any] = {name: each.cpu() for name, each in given.items() if each is not None}
+    v_tables = k_tables if shared else problem.v_block_tables.cpu()
+    return replace(problem, k_block_tables=k_tables, v_block_tables=v_tables, **on_host)
+
+
+def _of_selected_entries(problem: PagedAttention, selected: torch.Tensor) -> PagedAttention:
+    """Return the same problem without `selected`: each row is a request of its own, whose pages are single entries."""
+    cells = problem.selected_cells()
+    entries_first = (~cells).to(torch.int8).argsort(dim=1, stable=True)
+    places = selected.gather(1, entries_first)
+    end = problem.row_offsets()[-1]  # later rows are padding
+    k_cache, v_cache = (
+        cache.transpose(1, 2).flatten(0, 1).unsqueeze(2) for cache in (problem.k_cache, problem.v_cache)
+    )
     return replace(
         problem,
-        seq_lens=problem.seq_lens.cpu(),
-        cu_seqlens_q=None if offsets is None else offsets.cpu(),
-        k_block_tables=k_tables,
-        v_block_tables=k_tables if shared else problem.v_block_tables.cpu(),
+        selected=None,
+        selected_lens=None,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        k_block_tables=places[:end],
+        v_block_tables=places[:end],
+        seq_lens=cells.sum(dim=1, dtype=torch.int32)[:end],
+        cu_seqlens_q=torch.arange(end + 1, dtype=torch.int32),
+        max_q_len=1,
     )
 
 

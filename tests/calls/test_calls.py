@@ -11,9 +11,9 @@ import lab.calls
 import lab.kernels.portable
 import lab.kernels.trtllm
 import lab.references
-from lab.calls import CALL_TYPES, DecodeCall
+from lab.calls import CALL_TYPES, DecodeCall, refuse_nan
 from lab.calls.arguments import check_head_dim_stride
-from lab.calls.problem import mask_words, refuse_nan
+from lab.calls.problem import mask_words
 from tests.calls.breaks import (
     POISON,
     Bad,

@@ -6,9 +6,17 @@ from typing import Any
 import pytest
 import torch
 
-from lab.calls import ContextCall, DecodeCall, Feature, PagedAttention, RaggedAttention, RaggedContextCall
+from lab.calls import (
+    ContextCall,
+    DecodeCall,
+    Feature,
+    MLADecodeCall,
+    PagedAttention,
+    RaggedAttention,
+    RaggedContextCall,
+)
 from lab.calls.problem import FIELDS, AttentionProblem
-from tests.cases import context_arguments, decode_arguments, random_batch
+from tests.cases import context_arguments, decode_arguments, latent_batch, random_batch, sparse_arguments
 from tests.kernels.adapter_calls import ragged
 
 
@@ -79,6 +87,20 @@ ASKED: list[tuple[dict[str, Any], set[Feature]]] = [
 @pytest.mark.parametrize(("changes", "features"), ASKED)
 def test_a_call_asks_for_what_departs_from_the_plain_one(changes: dict[str, Any], features: set[Feature]) -> None:
     assert posed(**changes).features() == features
+
+
+@pytest.mark.parametrize(
+    ("options", "features"),
+    [
+        ({}, {Feature.TOP_K}),
+        ({"width": 5}, {Feature.TOP_K, Feature.STRIDED_TOP_K}),
+        ({"lens": [1, 3]}, {Feature.TOP_K, Feature.TOP_K_LENS}),
+    ],
+)
+def test_a_call_with_selected_entries_asks_for_them(options: dict[str, Any], features: set[Feature]) -> None:
+    arguments = sparse_arguments(latent_batch([1, 1], [5, 20]), [[0, 1, 2, 3]] * 2, **options)
+    features_of_mla = {Feature.OTHER_V_STRIDES, Feature.OUT, Feature.LSE}
+    assert MLADecodeCall(**arguments).problem().features() - features_of_mla == features
 
 
 def test_what_a_problem_says_of_itself() -> None:

@@ -41,6 +41,27 @@ def ragged(**changes: Any) -> Breaks:
     return breaks
 
 
+def sparse(flat: bool = False, **changes: Any) -> Breaks:
+    """The good call with 8 selected entries of each row, then changed. `flat`: its rows are counted by offsets."""
+
+    def breaks(good: Arguments) -> Arguments:
+        table = torch.arange(32, dtype=torch.int32).view(2, 2, 8)
+        given = {"sparse_mla_top_k": 8, "block_tables": table}
+        given |= ragged(block_tables=table.flatten(0, 1))(good) if flat else {}
+        return given | {name: change(given) if callable(change) else change for name, change in changes.items()}
+
+    return breaks
+
+
+def places(index: tuple[int, ...], number: int) -> Any:
+    """A change of one cell of the selected entries."""
+    return lambda given: entry("block_tables", index, number)(given)["block_tables"]
+
+
+def lens(*numbers: int) -> dict[str, Any]:
+    return {"sparse_mla_top_k_lens": int32(*numbers)}
+
+
 BAD: list[Bad] = [
     # query
     ("query is a list", value(query=[1]), TypeError, ("query must be a torch.Tensor", "list")),
@@ -102,6 +123,74 @@ BAD: list[Bad] = [
     ("length beyond the table", entry("seq_lens", (0,), 1000), ValueError, ("seq_lens[0] = 1000", "widen")),
     ("bound", value(max_seq_len=-1), ValueError, ("max_seq_len", "-1")),
     ("bound is None", value(max_seq_len=None), TypeError, ("max_seq_len", "None")),
+    # selected entries
+    ("top k is a float", sparse(sparse_mla_top_k=8.0), TypeError, ("sparse_mla_top_k", "8.0")),
+    ("negative top k", sparse(sparse_mla_top_k=-1), ValueError, ("sparse_mla_top_k", "at least 0", "-1")),
+    ("lengths of no selection", value(**lens(1, 1, 1, 1)), ValueError, ("sparse_mla_top_k_lens", "which is 0")),
+    (
+        "a page table for top k",
+        value(sparse_mla_top_k=8),
+        ValueError,
+        ("block_tables must be [2, 2, 8] with sparse_mla_top_k=8", "got shape [2, 4]"),
+    ),
+    ("another top k", sparse(sparse_mla_top_k=9), ValueError, ("block_tables must be [2, 2, 9]", "[2, 2, 8]")),
+    (
+        "flat entries without offsets",
+        sparse(block_tables=torch.zeros(4, 8, dtype=torch.int32)),
+        ValueError,
+        ("block_tables must be [2, 2, 8]", "[4, 8]"),
+    ),
+    (
+        "entries by request with offsets",
+        sparse(flat=True, block_tables=torch.zeros(2, 2, 8, dtype=torch.int32)),
+        ValueError,
+        ("block_tables must be [4, 8]", "[2, 2, 8]"),
+    ),
+    (
+        "entries' dtype",
+        sparse(block_tables=torch.zeros(2, 2, 8, dtype=torch.int64)),
+        TypeError,
+        ("block_tables must be int32", "int64"),
+    ),
+    ("entries are None", sparse(block_tables=None), TypeError, ("block_tables", "NoneType")),
+    (
+        "entries' stride",
+        sparse(block_tables=lambda given: stretched(given["block_tables"])),
+        ValueError,
+        ("block_tables rows must be contiguous",),
+    ),
+    (
+        "requests' stride",
+        sparse(block_tables=lambda given: given["block_tables"].repeat(1, 2, 1)[:, :2]),
+        ValueError,
+        ("block_tables has requests at another stride than rows", "(32, 8, 1)"),
+    ),
+    (
+        "place",
+        sparse(block_tables=places((1, 0, 2), 1000)),
+        ValueError,
+        ("entry 1000 of row 2, column 2", "outside the pool of 96 entries", "page * page_size"),
+    ),
+    ("place of flat rows", sparse(flat=True, block_tables=places((3, 4), 96)), ValueError, ("entry 96 of row 3",)),
+    ("lens is a list", sparse(sparse_mla_top_k_lens=[1] * 4), TypeError, ("sparse_mla_top_k_lens", "list")),
+    (
+        "lens dtype",
+        sparse(sparse_mla_top_k_lens=int32(1, 1, 1, 1).long()),
+        TypeError,
+        ("sparse_mla_top_k_lens must be int32", "int64"),
+    ),
+    ("lens shape", sparse(**lens(1, 1)), ValueError, ("sparse_mla_top_k_lens must have shape [4]", "[2]")),
+    ("negative lens", sparse(**lens(1, 1, -1, 1)), ValueError, ("sparse_mla_top_k_lens[2] = -1", "between 0 and")),
+    ("lens beyond top k", sparse(**lens(1, 8, 1, 9)), ValueError, ("sparse_mla_top_k_lens[3] = 9", "= 8")),
+    (
+        "lens elsewhere",
+        sparse(sparse_mla_top_k_lens=int32(1, 1, 1, 1).to("meta")),
+        ValueError,
+        ("sparse_mla_top_k_lens is on meta", "cpu"),
+    ),
+    ("negative length of a sparse call", sparse(seq_lens=int32(20, -1)), ValueError, ("seq_lens[1] = -1",)),
+    ("sparse length beyond the bound", sparse(max_seq_len=19), ValueError, ("seq_lens[0] = 20", "max_seq_len = 19")),
+    ("lengths of a flat call", sparse(flat=True, seq_lens=int32(20)), ValueError, ("cum_seq_lens_q", "[2]", "[3]")),
     # ragged rows
     ("max_q_len alone", value(max_q_len=2), ValueError, ("max_q_len=2", "needs cum_seq_lens_q")),
     ("max_q_len too low", ragged(max_q_len=1), ValueError, ("2 rows", "max_q_len = 1")),
@@ -164,8 +253,6 @@ BAD: list[Bad] = [
         for name in ("cake", "cute-dsl", "sparse")
     ),
     *not_modelled(
-        sparse_mla_top_k=2048,
-        sparse_mla_top_k_lens=int32(1, 1, 1, 1),
         skip_softmax_threshold_scale_factor=0.0,
         is_var_seq=False,
         cute_dsl_impl="modular",
@@ -192,7 +279,14 @@ def test_bad_input_is_refused_before_anything_is_written(row: Bad) -> None:
     assert_refused(mla, good_arguments(), row)
 
 
-@pytest.mark.parametrize("change", [value(), ragged(), ragged(max_q_len=None)])
+GOOD = [
+    *(value(), ragged(), ragged(max_q_len=None), sparse(), sparse(flat=True), sparse(**lens(1, 8, 3, 1))),
+    sparse(block_tables=places((1, 0, 5), 1000)),  # after the columns that row 2, at position 3, uses
+    sparse(seq_lens=int32(1000, 5), max_seq_len=1000),
+]
+
+
+@pytest.mark.parametrize("change", GOOD)
 def test_what_the_rows_break_was_good(change: Breaks) -> None:
     good = good_arguments()
     out, _ = mla(**good | change(good))

@@ -1,0 +1,144 @@
+"""The MLA decode reference with selected entries: by hand, by the dense formula on the entries, and what must not matter."""
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from lab.calls import MLADecodeCall
+from lab.references import trtllm_batch_decode_with_kv_cache_mla as mla
+from tests.cases import (
+    Batch,
+    assert_same,
+    expected,
+    latent_batch,
+    mla_arguments,
+    of_entries,
+    selected_batch,
+    sparse_arguments,
+)
+
+
+def drawn(batch: Batch, top_k: int, seed: int = 0) -> list[list[int]]:
+    """Columns of each row: some of the positions up to its own, in any order, with -1 anywhere in the columns in use."""
+    rng = random.Random(seed)
+    columns = []
+    for q_len, kv_len in zip(batch.q_lens, batch.kv_lens, strict=True):
+        for position in range(kv_len - q_len, kv_len):
+            used = max(min(top_k, position + 1), 0)
+            chosen = rng.sample(range(position + 1), rng.randint(0, used)) if used else []
+            chosen += [-1] * (used - len(chosen))
+            rng.shuffle(chosen)
+            columns.append(chosen + [-1] * (top_k - used))
+    return columns
+
+
+# By hand
+
+ENTRIES = [[1.0, 0.0, 0.0], [2.0, 0.0, 0.0], [6.0, 0.0, 0.0], [12.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("columns", "out", "lse"),
+    [
+        ([[0, 3, -1, -1]], 6.5, 1.0),
+        ([[3, 0, -1, -1]], 6.5, 1.0),
+        ([[-1, -1, 3, -1]], 12.0, 0.0),
+        ([[-1, 0, -1, 3]], 6.5, 1.0),
+        ([[0, 0, 3, -1]], 14 / 3, math.log2(3.0)),  # an entry twice
+        ([[0, 1, 2, 3]], 21 / 4, 2.0),
+        ([[-1, -1, -1, -1]], 0.0, -math.inf),
+        ([[2]], 6.0, 0.0),
+    ],
+)
+def test_by_hand(columns: list[list[int]], out: float, lse: float) -> None:
+    """One row with Q = 0, which makes the output a mean of the selected entries."""
+    batch = of_entries([torch.zeros(1, 1, 3)], [torch.tensor(ENTRIES)], rank=2)
+    got, got_lse = mla(**sparse_arguments(batch, columns, 2))
+    assert got.flatten().tolist() == pytest.approx([out, 0.0])
+    assert got_lse.flatten().tolist() == pytest.approx([lse], rel=1e-6)
+
+
+def test_a_row_uses_the_columns_up_to_its_position() -> None:
+    """Two rows over three keys: row 0, at position 1, uses two columns, row 1 three, of four."""
+    batch = of_entries([torch.zeros(2, 1, 3)], [torch.tensor(ENTRIES[:3])], rank=2)
+    got, got_lse = mla(**sparse_arguments(batch, [[1, 0, 2, 2], [1, 0, 2, 2]], 2))
+    assert got[..., 0].flatten().tolist() == pytest.approx([1.5, 3.0])
+    assert got_lse.flatten().tolist() == pytest.approx([1.0, math.log2(3.0)])
+
+
+def test_lengths_replace_the_rule_of_the_position() -> None:
+    batch = of_entries([torch.zeros(2, 1, 3)], [torch.tensor(ENTRIES[:3])], rank=2)
+    got, _ = mla(**sparse_arguments(batch, [[0, 1, 2, 2], [2, -1, 1, 0]], 2, lens=[3, 2]))
+    assert got[..., 0].flatten().tolist() == pytest.approx([3.0, 6.0])
+
+
+# Against the dense formula
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 64])
+@pytest.mark.parametrize("q_len", [1, 3])
+@pytest.mark.parametrize("width", [0, 40])
+def test_random_selections(page_size: int, q_len: int, width: int) -> None:
+    batch = latent_batch([q_len] * 6, [0, 1, 2, 20, 64, 130])
+    columns = drawn(batch, 33)
+    arguments = sparse_arguments(batch, columns, page_size, width=width, poison=math.nan)
+    assert_same(mla(**arguments), expected(selected_batch(batch, columns)))
+
+
+@pytest.mark.parametrize("lens", [False, True])
+@pytest.mark.parametrize("max_q_len", [4, None])
+def test_requests_of_several_widths_and_rows_of_padding(max_q_len: int | None, lens: bool) -> None:
+    batch = latent_batch([0, 3, 1, 4, 0], [5, 20, 1, 2, 9])
+    columns = drawn(batch, 8)
+    used = [3, 0, 8, 8, 1, 7, 2, 5] if lens else None
+    seen = columns if used is None else [row[:count] for row, count in zip(columns, used, strict=True)]
+    arguments = sparse_arguments(batch, columns, ragged=True, lens=used, max_q_len=max_q_len)
+    assert_same(mla(**arguments), expected(selected_batch(batch, seen)))
+    padded = {name: torch.cat((arguments[name], arguments[name][:2])) for name in ("query", "out", "block_tables")}
+    padded["block_tables"][-2:] = 2**30
+    if used is not None:
+        padded["sparse_mla_top_k_lens"] = torch.tensor([*used, 2**30, -1], dtype=torch.int32)
+    out, lse = mla(**arguments | padded)
+    assert_same((out[:-2], lse[:-2]), expected(selected_batch(batch, seen)))
+    assert not out[-2:].any()
+    assert bool((lse[-2:] == -math.inf).all())
+
+
+def test_sinks_scales_and_dtypes() -> None:
+    e4m3 = torch.float8_e4m3fn
+    batch, sinks = latent_batch([2] * 3, [2, 9, 30], kv_dtype=e4m3), torch.tensor([0.0, 0.5, -1.0, 3.0])
+    columns = drawn(batch, 12)
+    rules: Any = {"sinks": sinks, "bmm1_scale": 0.25, "bmm2_scale": 0.5}
+    assert_same(mla(**sparse_arguments(batch, columns, **rules)), expected(selected_batch(batch, columns), **rules))
+
+
+def test_all_entries_in_order_are_the_dense_call() -> None:
+    batch = latent_batch([3] * 2, [7, 20])
+    columns = [[*range(kv_len), *[-1] * (24 - kv_len)] for kv_len in batch.kv_lens for _ in range(3)]
+    out, lse = mla(**sparse_arguments(batch, columns))
+    dense_out, dense_lse = mla(**mla_arguments(batch))
+    torch.testing.assert_close(out, dense_out, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(lse, dense_lse)
+
+
+def test_a_cache_that_is_a_view_of_a_wider_pool() -> None:
+    batch = latent_batch([1, 1], [9, 30])
+    columns = drawn(batch, 8)
+    arguments = sparse_arguments(batch, columns, 4)
+    cache = arguments["kv_cache"]
+    wide = torch.cat((cache, torch.full_like(cache, math.nan)), dim=2)[:, :, :4]
+    assert_same(mla(**arguments | {"kv_cache": wide}), expected(selected_batch(batch, columns)))
+
+
+def test_the_table_of_pages_is_not_in_the_problem() -> None:
+    batch = latent_batch([2, 2], [9, 30])
+    arguments = sparse_arguments(batch, drawn(batch, 8), width=11)
+    problem = MLADecodeCall(**arguments).problem()
+    assert problem.k_block_tables.shape == (2, 0)
+    assert problem.selected is not None
+    assert problem.selected.data_ptr() == arguments["block_tables"].data_ptr()
+    assert problem.selected.stride() == (11, 1)
+    assert problem.batch_size == 2
