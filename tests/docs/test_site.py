@@ -52,7 +52,7 @@ def absent_pages(site: Path) -> list[Path]:
         ROOT / name
         for name in (
             *("README.md", "CONTRIBUTING.md", "CHANGELOG.md"),
-            *("results/nvidia-h200/findings.md", "results/sglang/findings.md"),
+            *(f"results/{folder}/findings.md" for folder in ("nvidia-h200", "flashinfer", "sglang")),
         )
     ]
     sources += (ROOT / "notebooks").glob("*.ipynb")
