@@ -1,6 +1,7 @@
 """A recorded attention call: the arguments of an engine's call, and the results of its kernel."""
 
 import pickle
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ from lab.references.errors import Truth
 RESULTS = ("out", "lse")  # arguments that a call fills
 ALIGNMENT_BYTES = 256  # recorded tensors keep their addresses modulo this, the most that a kernel's loads need
 NAN_BYTE = 0xFF  # a number of these bytes is NaN in each dtype of a result
-# The errors that torch, pickle and safetensors raise for a damaged file.
-DAMAGED = (*files.DAMAGED, EOFError, OSError, RuntimeError, pickle.UnpicklingError)
+# The errors that torch, pickle, zlib and safetensors raise for a damaged file.
+DAMAGED = (*files.DAMAGED, EOFError, OSError, RuntimeError, pickle.UnpicklingError, zlib.error)
 
 
 class RecordingError(ValueError):

@@ -40,7 +40,7 @@ class RecordedCase:
     def address(self) -> str:
         """Return "FOLDER#number": for this text `recorded_cases` returns only this call."""
         path = Path(self.path)
-        is_dumped_replay = self.replay and path.suffix != ".pt"
+        is_dumped_replay = self.replay and path.suffix != own_form.SUFFIX
         return f"{path.parents[2] if is_dumped_replay else path.parent}#{self.number}"
 
     def read(self) -> RecordedCall:
@@ -50,7 +50,7 @@ class RecordedCase:
             RecordingError: the call cannot be read.
         """
         path = Path(self.path)
-        return own_form.read(path) if path.suffix == ".pt" else flashinfer_dumps.read(path)
+        return own_form.read(path) if path.suffix == own_form.SUFFIX else flashinfer_dumps.read(path)
 
     def posed(self) -> tuple[RecordedCall, Problem]:
         """Read the call, and return it with the attention that its arguments define.

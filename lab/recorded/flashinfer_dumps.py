@@ -150,7 +150,7 @@ def _arguments(
         if match["index"] and int(match["index"]) >= len(names):
             raise RecordingError(f"{folder} has {key}, but {function.value} has {len(names)} parameters")
         name = names[int(match["index"])] if match["index"] else match["name"]
-        given[name] = value if isinstance(value, torch.Tensor) else _value(folder, name, value, inputs)
+        given[name] = value_of(folder, name, value, lambda each: inputs.get(str(each.get("tensor_key"))))
     return given
 
 
@@ -166,15 +166,15 @@ def _parameters(record: Mapping[str, Any], function: AttentionCall) -> Sequence[
     return [each.arg for each in (*definition.args.posonlyargs, *definition.args.args)]
 
 
-def _value(folder: Path, name: str, value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Convert a JSON value of `input_metadata` into the argument, such as a tensor, a dtype or a tuple; raise RecordingError if
-    it is lost.
+def value_of(path: Path, name: str, value: Any, tensor_of: Callable[[Mapping[str, Any]], torch.Tensor | None]) -> Any:
+    """Convert a value of a record into the argument, such as a tensor, a dtype or a tuple; raise RecordingError if it is lost.
+    `tensor_of` returns the tensor that a JSON object describes; None if it is lost.
     """
     if not isinstance(value, dict):
         return value
     match value:
-        case {"type": "torch.Tensor", "tensor_key": str(key)} if key in tensors:
-            return tensors[key]
+        case {"type": "torch.Tensor"} if (tensor := tensor_of(value)) is not None:
+            return tensor
         case {"type": "torch.dtype", "value": str(text)} if isinstance(
             dtype := getattr(torch, text.removeprefix("torch."), None), torch.dtype
         ):
@@ -182,8 +182,8 @@ def _value(folder: Path, name: str, value: Any, tensors: Mapping[str, torch.Tens
         case {"type": "enum", "value": constant}:
             return constant
         case {"type": "tuple" | "list" as kind, "truncated": False, "items": list(items)}:
-            values = [_value(folder, name, each, tensors) for each in items]
+            values = [value_of(path, name, each, tensor_of) for each in items]
             return tuple(values) if kind == "tuple" else values
-    raise RecordingError(
-        f"{folder} does not hold the value of {name}, only that it is {value.get('type', 'an object')}"
-    )
+        case {"type": "lost", "why": why}:  # in the lab's own form
+            raise RecordingError(f"{path} does not hold {name}: {why}")
+    raise RecordingError(f"{path} does not hold the value of {name}, only that it is {value.get('type', 'an object')}")

@@ -1,19 +1,23 @@
 """Calls in the lab's own form: one file for each call, which holds only the pages that the call reads.
 
-A file is a dictionary of plain values and tensors, saved by `torch.save`. A tensor is stored as its bytes, with dtype, shape,
-strides, storage offset and its address modulo 256. A read tensor has these strides and this alignment again. Pages have new
-ids, in the order of the engine's ids, which the file holds too. Contents of the workspace are not kept.
+A file begins with the line `FORM`. The elements of the tensors follow, without gaps, one tensor after the other. The file ends
+with the record, which is compressed JSON, and the record's size in bytes. The record has the arguments as FlashInfer's recorder
+writes them (`lab.recorded.flashinfer_dumps`), and for each tensor the dtype, shape, strides, address modulo 256 and place in
+the file. A read tensor has these strides and this alignment again. Pages have new ids, in the order of the engine's ids, which
+the record holds too. Contents of the workspace are not kept.
 """
 
+import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -30,14 +34,17 @@ from lab.recorded.call import (
     reading,
     unrepeated,
 )
+from lab.recorded.flashinfer_dumps import value_of
 from lab.references.paged_attention import indexed
 
 PACKAGES = {"flashinfer": "flashinfer-python", **{name: name for name in ("torch", "triton", "sglang", "vllm")}}
-FORM, VERSION = "a call recorded by trtllm-attention-lab", 1
+FORM, VERSION = b"a call recorded by trtllm-attention-lab\n", 2
+SUFFIX = ".call"
+SIZE_BYTES = 8  # of the record's size, an unsigned little-endian integer
 POOLS = ("kv_cache", "kv_cache_sf")  # arguments whose first dimension counts pages
 UNKEPT = ("workspace_buffer", "multi_ctas_kv_counter_buffer", *RESULTS)  # arguments whose contents are not kept
 MOST_COPIED_BYTES = 64 * 2**20  # of a pool at once, since an engine leaves little memory free
-_NAME = re.compile(r"([\d_]+)_pid\d+_(\w+?)(?:_layer(\d+))?_call(\d+)(?:_replay(\d+))?\.pt")
+_NAME = re.compile(r"([\d_]+)_pid\d+_(\w+?)(?:_layer(\d+))?_call(\d+)(?:_replay(\d+))?\.call")
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ class MadeCall:
 
 def own_calls(folder: Path) -> list[ListedCall]:
     """Return the calls of a folder in the lab's own form, in the order of time."""
-    found = [(path, match.groups()) for path in folder.glob("*.pt") if (match := _NAME.fullmatch(path.name))]
+    found = [(path, match.groups()) for path in folder.glob(f"*{SUFFIX}") if (match := _NAME.fullmatch(path.name))]
     return sorted(
         ListedCall(time, int(number), int(replay or 0), path, function, None if layer is None else int(layer))
         for path, (time, function, layer, number, replay) in found
@@ -80,19 +87,26 @@ def read(path: Path) -> RecordedCall:
         RecordingError: the file is damaged, in another form or of a newer release, or lacks the value of an argument.
     """
     with reading(path):
-        record = torch.load(regular(path), map_location="cpu", weights_only=True)
-        if not isinstance(record, dict) or record.get("form") != FORM:
+        content = bytearray(regular(path).read_bytes())
+        if not FORM.startswith(content[: len(FORM)]):
             raise RecordingError(f"{path} is no call that the lab recorded")
-        if record["version"] > VERSION:
+        end = len(content) - SIZE_BYTES
+        start = end - int.from_bytes(content[end:], "little")
+        record = json.loads(zlib.decompress(content[start:end]))
+        if record["version"] != VERSION:
             raise RecordingError(f"{path} is of version {record['version']}; this release of the lab reads {VERSION}")
+
+        def restored(name: str, value: Any) -> Any:
+            return value_of(path, name, value, lambda described: _tensor(described, content))
+
         return RecordedCall(
             AttentionCall(record["function"]),
-            {name: _restored(path, name, value) for name, value in record["arguments"].items()},
-            _restored(path, "out", record["out"]),
-            _restored(path, "lse", record["lse"]),
+            {name: restored(name, value) for name, value in record["arguments"].items()},
+            restored("out", record["out"]),
+            restored("lse", record["lse"]),
             {str(name): str(version) for name, version in record["versions"].items()},
             gpu=str(record["gpu"]),
-            pages=None if record["pages"] is None else tuple(record["pages"].tolist()),
+            pages=None if record["pages"] is None else tuple(map(int, record["pages"])),
         )
 
 
@@ -111,57 +125,57 @@ def write(folder: Path, call: MadeCall, versions: Mapping[str, str]) -> Path:
     layer = "" if call.layer is None else f"_layer{call.layer}"
     replay = f"_replay{call.replay:06d}" if call.replay else ""
     start = f"{call.time}_pid{os.getpid()}_{call.function.value}"
-    path = folder / f"{start}{layer}_call{call.number:06d}{replay}.pt"
-    unfinished = path.with_suffix(".unfinished")
+    path = folder / f"{start}{layer}_call{call.number:06d}{replay}{SUFFIX}"
+    unfinished, given, pages = path.with_suffix(".unfinished"), dict(call.given), None
+    if "block_tables" in given:
+        pages, given["block_tables"] = _renumbered(given)
     try:
-        torch.save(_record(call) | {"versions": dict(versions), "gpu": gpu()}, unfinished)
+        with unfinished.open("wb") as file:
+            file.write(FORM)
+            arguments = {
+                name: _kept(value, file, pages if name in POOLS else None, has_contents=name not in UNKEPT)
+                for name, value in given.items()
+            }
+            record: dict[str, Any] = {"version": VERSION, "function": call.function.value, "arguments": arguments}
+            record |= {"out": _kept(call.out, file), "lse": _kept(call.lse, file)}
+            record |= {"pages": None if pages is None else pages.tolist(), "versions": dict(versions), "gpu": gpu()}
+            content = zlib.compress(json.dumps(record).encode())
+            file.write(content + len(content).to_bytes(SIZE_BYTES, "little"))
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
     return path
 
 
-def _record(call: MadeCall) -> dict[str, Any]:
-    given, pages, apart = call.given, None, (*POOLS, *UNKEPT, "block_tables")
-    arguments = {name: kept(value) for name, value in given.items() if name not in apart}
-    arguments |= {name: kept(given[name], has_contents=False) for name in UNKEPT if name in given}
-    if "block_tables" in given:
-        pages, tables = _renumbered(given)
-        arguments["block_tables"] = kept(given["block_tables"]) | {"bytes": _bytes(tables)}
-        arguments |= {name: kept(given[name], pages) for name in POOLS if name in given}
-    results = {"out": kept(call.out), "lse": kept(call.lse)}
-    return {
-        "form": FORM,
-        "version": VERSION,
-        "function": call.function.value,
-        "arguments": arguments,
-        "pages": pages,
-    } | results
-
-
-def kept(value: Any, pages: torch.Tensor | None = None, *, has_contents: bool = True) -> Any:
-    """Return an argument or result as a record holds it: a tensor with its contents, only those of some pages, or without."""
+def _kept(value: Any, file: BinaryIO, pages: torch.Tensor | None = None, *, has_contents: bool = True) -> Any:
+    """Return an argument or result as a record holds it. Write the contents of a tensor, only those of some pages, or none."""
     if isinstance(value, torch.Tensor):
-        contents = None if not has_contents else _bytes(value) if pages is None else _bytes_of_pages(value, pages)
-        return {
-            "kind": "tensor",
-            "dtype": value.dtype,
+        described = {
+            "type": "torch.Tensor",
+            "dtype": str(value.dtype).removeprefix("torch."),
             "shape": list(value.shape if pages is None else (len(pages), *value.shape[1:])),
             "stride": list(value.stride()),
-            "offset": value.storage_offset(),
             "address": value.data_ptr() % ALIGNMENT_BYTES,
-            "bytes": contents,
         }
+        if not has_contents:
+            return described
+        start = file.tell()
+        for part in (value,) if pages is None else _parts(value, pages):
+            file.write(_bytes(part).numpy().data)
+        return described | {"start": start, "end": file.tell()}
     if isinstance(value, tuple | list):
         kind = "tuple" if isinstance(value, tuple) else "list"
-        return {"kind": kind, "items": [kept(each, pages, has_contents=has_contents) for each in value]}
+        items = [_kept(each, file, pages, has_contents=has_contents) for each in value]
+        return {"type": kind, "truncated": False, "items": items}
     if isinstance(value, Enum):
-        return kept(value.value)
-    if value is None or isinstance(value, str | bool | torch.dtype):
+        return _kept(value.value, file)
+    if isinstance(value, torch.dtype):
+        return {"type": "torch.dtype", "value": str(value)}
+    if value is None or isinstance(value, str | bool):
         return value
     if isinstance(value, Real):
         return int(value) if isinstance(value, Integral) else float(value)
-    return {"kind": "lost", "why": value.why if isinstance(value, Lost) else f"it is of type {type(value).__name__}"}
+    return {"type": "lost", "why": value.why if isinstance(value, Lost) else f"it is of type {type(value).__name__}"}
 
 
 @dataclass(frozen=True)
@@ -197,10 +211,11 @@ def _renumbered(given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     pools. An id outside the pool stays. A cell that is not read gets page 0.
 
     Returns:
-        The engine's id of each kept page, int64, sorted; and the tables on the host.
+        The engine's id of each kept page, int64, sorted; and the tables on the host, with their strides and alignment.
     """
     pool = given["kv_cache"][0] if isinstance(given["kv_cache"], tuple | list) else given["kv_cache"]
-    tables, seq_lens = given["block_tables"].cpu().long(), given["seq_lens"].cpu().long()
+    whole = given["block_tables"]
+    tables, seq_lens = whole.cpu().long(), given["seq_lens"].cpu().long()
     if tables.dim() != (2 if given.get("uses_shared_paged_kv_idx", True) else 3):
         raise ValueError(f"block_tables of shape {list(tables.shape)} are no page tables")
     page_size = pool.shape[-3 if given.get("kv_layout") == "NHD" else -2]
@@ -213,7 +228,8 @@ def _renumbered(given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     in_pool = (tables >= 0) & (tables < pool.shape[0])
     pages = tables[is_read & in_pool].unique()
     new = torch.where(is_read, torch.searchsorted(pages, tables.contiguous()), 0)
-    return pages, torch.where(in_pool, new, tables).to(given["block_tables"].dtype)
+    renumbered = placed(whole.shape, whole.stride(), whole.dtype, whole.data_ptr())
+    return pages, renumbered.copy_(torch.where(in_pool, new, tables))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -222,22 +238,18 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return once.to("cpu", copy=True, memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
-def _bytes_of_pages(pool: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+def _parts(pool: torch.Tensor, pages: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield copies of some pages of a pool on its device, a few at a time."""
     at_once = max(1, MOST_COPIED_BYTES // max(math.prod(pool.shape[1:]) * pool.element_size(), 1))
-    return torch.cat([_bytes(indexed(pool.detach(), part.to(pool.device))) for part in pages.split(at_once)])
+    return (indexed(pool.detach(), part.to(pool.device)) for part in pages.split(at_once))
 
 
-def _restored(path: Path, name: str, value: Any) -> Any:
-    """Return a value of a record as it was given to the call."""
-    if not isinstance(value, dict):
-        return value
-    if value["kind"] == "tensor":
-        tensor = placed(value["shape"], value["stride"], value["dtype"], value["address"])
-        if value["bytes"] is not None:
-            once = unrepeated(tensor)
-            once.copy_(value["bytes"].view(value["dtype"]).view(once.shape))
-        return tensor
-    if value["kind"] == "lost":
-        raise RecordingError(f"{path} does not hold {name}: {value['why']}")
-    items = [_restored(path, name, each) for each in value["items"]]
-    return tuple(items) if value["kind"] == "tuple" else items
+def _tensor(described: Mapping[str, Any], content: bytearray) -> torch.Tensor:
+    """Return a tensor of a file's content as it was given to the call."""
+    dtype = getattr(torch, described["dtype"])
+    tensor = placed(described["shape"], described["stride"], dtype, described["address"])
+    if "start" in described and tensor.numel():
+        once = unrepeated(tensor)
+        kept = torch.frombuffer(memoryview(content)[described["start"] : described["end"]], dtype=dtype)
+        once.copy_(kept.view(once.shape))
+    return tensor

@@ -229,9 +229,9 @@ def test_a_file_is_a_recording_of_one_call(recorded_once: Path, tmp_path: Path) 
     assert recorded_cases(second.path) == recorded_cases(second.address) == [second]
     (verdict,) = _judged(second.path).verdicts
     assert verdict.outcome is Outcome.RIGHT
-    (tmp_path / "notes.pt").touch()
-    with pytest.raises(RecordingError, match=r"notes\.pt has no calls"):
-        recorded_cases(tmp_path / "notes.pt")
+    (tmp_path / "notes.call").touch()
+    with pytest.raises(RecordingError, match=r"notes\.call has no calls"):
+        recorded_cases(tmp_path / "notes.call")
 
 
 def test_lengths_are_those_of_the_recording(recorded_once: Path) -> None:

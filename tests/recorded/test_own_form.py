@@ -1,9 +1,11 @@
 """A call in the lab's own form holds what the call reads, and is read as it was made."""
 
 import contextlib
+import json
 import os
 import random
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from tests.recorded.write_calls import changed_bytes
 
 ABOUT = {"time": "20261126_101112_131415", "number": 7, "layer": None}
 VERSIONS = {"flashinfer": "0.7.2"}
-CONSTANT_BYTES = 8 * 1024  # of a file: names, shapes, and 64 bytes of alignment for each tensor
+CONSTANT_BYTES = 1024  # of a file: names, shapes, strides and versions
 
 
 def _write(folder: Path, arguments: dict[str, Any], function: str = DECODE, **about: Any) -> Path:
@@ -223,7 +225,7 @@ def test_calls_are_in_the_order_of_time_with_their_layer_and_replay(tmp_path: Pa
         {"time": "1_9"},
     ):
         _write(tmp_path, arguments, **about)
-    (tmp_path / "notes.pt").write_bytes(b"")
+    (tmp_path / "notes.call").write_bytes(b"")
     cases = recorded_cases(tmp_path)
     assert [(case.number, case.time, case.layer, case.replay) for case in cases] == [
         (1, "1_9", None, 0),
@@ -236,7 +238,7 @@ def test_calls_are_in_the_order_of_time_with_their_layer_and_replay(tmp_path: Pa
 
 def test_both_forms_may_lie_in_one_folder(dumps: Path) -> None:
     _write(dumps, decode_arguments())
-    assert [Path(case.path).suffix for case in recorded_cases(dumps)] == ["", "", "", "", "", ".pt"]
+    assert [Path(case.path).suffix for case in recorded_cases(dumps)] == ["", "", "", "", "", own_form.SUFFIX]
 
 
 def test_suspicions_name_the_pages_of_the_engine(tmp_path: Path) -> None:
@@ -252,8 +254,25 @@ def test_suspicions_name_the_pages_of_the_engine(tmp_path: Path) -> None:
     assert f"page {last} holds a non-finite V after the request's last key" in remarks
 
 
+def _record(path: Path) -> tuple[bytes, Any]:
+    """Return what lies in a file before its record, and the record."""
+    content = path.read_bytes()
+    start = len(content) - 8 - int.from_bytes(content[-8:], "little")
+    return content[:start], json.loads(zlib.decompress(content[start:-8]))
+
+
+def _replace(path: Path, record: Any) -> None:
+    packed = zlib.compress(json.dumps(record).encode())
+    path.write_bytes(_record(path)[0] + packed + len(packed).to_bytes(8, "little"))
+
+
 def _change(path: Path, **changes: Any) -> None:
-    torch.save(torch.load(path, weights_only=True) | changes, path)
+    _replace(path, _record(path)[1] | changes)
+
+
+def _change_query(path: Path, **changes: Any) -> None:
+    arguments = _record(path)[1]["arguments"]
+    _change(path, arguments=arguments | {"query": arguments["query"] | changes})
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -261,15 +280,22 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "half": (lambda path: path.write_bytes(path.read_bytes()[:9000]), "is damaged"),
     "a list": (lambda path: torch.save([1], path), "is no call that the lab recorded"),
     "another program's": (lambda path: torch.save({"weight": torch.ones(2)}, path), "is no call that the lab recorded"),
-    "a later version": (lambda path: _change(path, version=2), "is of version 2; this release of the lab reads 1"),
+    "a later version": (lambda path: _change(path, version=3), "is of version 3; this release of the lab reads 2"),
+    "an earlier version": (lambda path: _change(path, version=1), "is of version 1; this release of the lab reads 2"),
     "an unknown function": (lambda path: _change(path, function="relu"), "is damaged: 'relu' is not a valid"),
     "no arguments": (lambda path: _change(path, arguments=[1]), "is damaged"),
     "an argument of a later release": (
         lambda path: _change(path, arguments={"colour": "red"}),
         "was recorded with colour, which FlashInfer 0.7.2 does not have: the engine had 0.7.2",
     ),
-    "a tensor of another size": (
-        lambda path: _change(path, out=own_form.kept(torch.ones(3)) | {"shape": [4]}),
+    "a tensor of another size": (lambda path: _change_query(path, shape=[3, 4, 63]), "is damaged"),
+    "a tensor without elements": (
+        lambda path: _change_query(path, end=_record(path)[1]["arguments"]["query"]["start"]),
+        "is damaged",
+    ),
+    "a tensor of no dtype": (lambda path: _change_query(path, dtype="load"), "is damaged"),
+    "a record that is longer than the file": (
+        lambda path: path.write_bytes(path.read_bytes()[:-8] + b"\xff" * 8),
         "is damaged",
     ),
 }
@@ -300,9 +326,9 @@ def test_changed_bytes_are_read_or_refused(one_call: Path, tmp_path: Path) -> No
 
 
 def test_changed_values_are_read_or_refused(one_call: Path, tmp_path: Path) -> None:
-    path, record = tmp_path / one_call.name, torch.load(one_call, weights_only=True)
+    path, (_, record) = Path(shutil.copy(one_call, tmp_path)), _record(one_call)
     for number, changed in enumerate(damaged_values(record, random.Random(0), 100)):
-        torch.save(changed, path)
+        _replace(path, changed)
         with contextlib.suppress(RecordingError):
             own_form.read(path)
         if number % 20 == 0:
