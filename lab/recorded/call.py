@@ -2,7 +2,7 @@
 
 import pickle
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,12 +94,14 @@ class RecordedCall:
             device: copy the tensors to this device, with their strides, and with their alignment unless it is lost. Lengths
                 that FlashInfer reads on the host are copied to the CPU. None: no copies.
         """
-        return {
-            name: self._placed(
-                value, torch.device("cpu") if device and name in MIRRORS else device, name not in RESULTS
-            )
-            for name, value in {**self.given, "workspace_buffer": None}.items()
-        }
+
+        def copied(name: str, value: Any) -> Any:
+            place = torch.device("cpu") if device and name in MIRRORS else device
+            if place is None and name not in RESULTS:
+                return value
+            return each_tensor(value, lambda _, tensor: self._copied(tensor, place, name not in RESULTS))
+
+        return {name: copied(name, value) for name, value in {**self.given, "workspace_buffer": None}.items()}
 
     def problem(self) -> Problem:
         """Check the arguments, and return the attention that they define, for the computation of references.
@@ -131,19 +133,21 @@ class RecordedCall:
             return truth, out, lse
         return truth.of_rows(finite), out[finite], None if lse is None else lse[finite]
 
-    def _placed(self, value: Any, device: torch.device | None, has_contents: bool) -> Any:
-        """Copy a tensor, or each tensor of a tuple or list, to a device; without its contents, the copy holds NaN. Return other
-        values, and with contents and without a device tensors too, as they are.
-        """
-        if isinstance(value, tuple | list):
-            return type(value)(self._placed(each, device, has_contents) for each in value)
-        if not isinstance(value, Tensor) or (device is None and has_contents):
-            return value
-        address = 0 if self.lost else value.data_ptr()  # a lost alignment is that of an allocation
-        copy = placed(value.shape, value.stride(), value.dtype, address, device, byte=0 if has_contents else NAN_BYTE)
+    def _copied(self, tensor: Tensor, device: torch.device | None, has_contents: bool) -> Tensor:
+        """Copy a tensor to a device; without its contents, the copy holds NaN."""
+        address = 0 if self.lost else tensor.data_ptr()  # a lost alignment is that of an allocation
+        byte = 0 if has_contents else NAN_BYTE
+        copy = placed(tensor.shape, tensor.stride(), tensor.dtype, address, device, byte)
         if has_contents:
-            unrepeated(copy).copy_(unrepeated(value))
+            unrepeated(copy).copy_(unrepeated(tensor))
         return copy
+
+
+def each_tensor(value: Any, change: Callable[[int, Tensor], Tensor]) -> Any:
+    """Apply a change to a tensor, or to each tensor of a tuple or list with its place; return other values as they are."""
+    if isinstance(value, tuple | list):
+        return type(value)(change(side, each) if isinstance(each, Tensor) else each for side, each in enumerate(value))
+    return change(0, value) if isinstance(value, Tensor) else value
 
 
 def placed(

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -76,12 +76,6 @@ class Triggers:
             raise ValueError(f"until_s={self.until_s:g} must be after from_s={self.from_s:g}")
 
 
-@dataclass
-class _Graph:
-    calls: list[MadeCall] = field(default_factory=list)
-    replays: int = 0
-
-
 class _OfThread(threading.local):
     is_busy = False  # inside a recorded call, whose own calls are not recorded
     graph: Any = None  # the graph that is captured
@@ -106,7 +100,7 @@ class Recorder:
         self._numbers, self._matching = itertools.count(1), itertools.count(1)
         self._versions = own_form.versions()  # once, since they are read from the disk
         self._lock, self._of_thread = threading.Lock(), _OfThread()
-        self._graphs: WeakKeyDictionary[Any, _Graph] = WeakKeyDictionary()
+        self._graphs: WeakKeyDictionary[Any, list[MadeCall]] = WeakKeyDictionary()
         self._wrapping = Wrapping(self._wrapper, [each.value for each in AttentionCall], functions)
         self._of_graphs: dict[str, Callable[..., Any]] = {}
 
@@ -158,8 +152,7 @@ class Recorder:
                 return original(*args, **kwargs)
             given = dict(zip(names, args, strict=False)) | kwargs
             call = MadeCall(function, given, number, layer if self.triggers.layers else _layer_of_caller(), _now())
-            run = functools.partial(original, *args, **kwargs)
-            return self._captured(call, run) if is_captured else self._eager(call, run)
+            return self._make(call, functools.partial(original, *args, **kwargs), is_captured)
 
         return recorded
 
@@ -176,41 +169,34 @@ class Recorder:
     def _is_of_layer(self, layer: int | None) -> bool:
         return not self.triggers.layers or layer in self.triggers.layers
 
-    def _eager(self, call: MadeCall, run: Callable[[], Any]) -> Any:
-        path = None
+    def _make(self, call: MadeCall, run: Callable[[], Any], is_captured: bool) -> Any:
+        """Make a call, and consider it when it has returned. A captured call is held, for the replays of its graph."""
+        lost, path = own_form.Lost("the call overwrote it, in a CUDA graph"), None
         with self._surviving():
-            call = replace(call, given=own_form.apart_from_results(call.given, torch.clone))
-            path = (
-                own_form.write(self.out, call, self._versions) if self._writes_before and self._is_long(call) else None
-            )
-        try:
-            returned = self._run(run)
-        except BaseException:
-            with self._surviving():
-                self._keep(call)
-            raise
-        with self._surviving():
-            self._consider(call.returning(returned), path)
-        return returned
-
-    def _captured(self, call: MadeCall, run: Callable[[], Any]) -> Any:
-        returned, graph = self._run(run), self._of_thread.graph
-        with self._surviving():
-            if graph in self._graphs:
-                lost = own_form.Lost("the call overwrote it, in a CUDA graph")
-                given = own_form.apart_from_results(call.given, lambda _: lost)
-                self._graphs[graph].calls.append(replace(call, given=given).returning(returned))
-        return returned
-
-    def _run(self, run: Callable[[], Any]) -> Any:
+            saved = (lambda _: lost) if is_captured else torch.clone
+            call = replace(call, given=own_form.apart_from_results(call.given, saved))
+            if self._writes_before and not is_captured and self._is_long(call):
+                path = own_form.write(self.out, call, self._versions)
         self._of_thread.is_busy = True
         try:
-            return run()
+            returned = run()
+        except BaseException:
+            with self._surviving():
+                if not is_captured:
+                    self._keep(call)
+            raise
         finally:
             self._of_thread.is_busy = False
+        with self._surviving():
+            call = call.returning(returned)
+            if not is_captured:
+                self._consider(call, path)
+            elif self._of_thread.graph in self._graphs:
+                self._graphs[self._of_thread.graph].append(call)
+        return returned
 
     def _after_capture_begin(self, graph: Any) -> None:
-        self._of_thread.graph, self._graphs[graph] = graph, _Graph()
+        self._of_thread.graph, self._graphs[graph] = graph, []
 
     def _after_capture_end(self, graph: Any) -> None:
         self._of_thread.graph = None
@@ -219,12 +205,12 @@ class Recorder:
         self._graphs.pop(graph, None)
 
     def _after_replay(self, graph: Any) -> None:
-        captured = self._graphs.get(graph, _Graph())
-        captured.replays += 1
-        for call in captured.calls:
+        calls = self._graphs.get(graph, [])
+        for place, call in enumerate(calls):
+            calls[place] = replayed = replace(call, replay=call.replay + 1, time=_now())
             if self._chooses(call.layer):
                 with self._surviving():
-                    self._consider(replace(call, replay=captured.replays, time=_now()))
+                    self._consider(replayed)
 
     def _consider(self, call: MadeCall, path: Path | None = None) -> None:
         """Keep a call that returned, if it meets the triggers that need its tensors; else remove the file of its inputs."""

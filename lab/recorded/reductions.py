@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lab.calls import CALL_TYPES, AttentionCall, PagedAttention, RaggedAttention
 from lab.calls.problem import shown_draft_tokens
-from lab.recorded.call import RecordedCall
+from lab.recorded.call import RecordedCall, each_tensor
 from lab.shrinking import halvings
 from lab.workloads.inputs.masks import packed_mask
 
@@ -221,7 +221,7 @@ def drawn(call: RecordedCall, names: Sequence[str]) -> RecordedCall:
     """Replace contents by normally distributed values, those of each tensor from its own seed (`seed_of`). Elements that are
     not finite stay.
     """
-    given = {name: _each(call.given[name], partial(_drawn, name)) for name in names}
+    given = {name: each_tensor(call.given[name], partial(_drawn, name)) for name in names}
     return replace(call, given={**call.given, **given}, drawn=call.drawn | {*names})
 
 
@@ -260,18 +260,11 @@ def _changed(call: RecordedCall, changes: Mapping[str, Change]) -> RecordedCall:
     """Apply changes to the tensors of arguments, by the arguments' names, and to the results of these names."""
 
     def changed(name: str, value: Any) -> Any:
-        return _each(value, lambda _, tensor: changes[name](tensor).contiguous()) if name in changes else value
+        return each_tensor(value, lambda _, tensor: changes[name](tensor).contiguous()) if name in changes else value
 
     given = {name: changed(name, value) for name, value in call.given.items()}
     smaller = replace(call, given=given, out=changed("out", call.out), lse=changed("lse", call.lse), pages=None)
     return drawn(smaller, [name for name in contents_of(smaller) if name in call.drawn])
-
-
-def _each(value: Any, change: Callable[[int, Tensor], Tensor]) -> Any:
-    """Apply a change to a tensor, or to each tensor of a tuple or list with its place; return other values as they are."""
-    if isinstance(value, tuple | list):
-        return type(value)(change(side, tensor) for side, tensor in enumerate(value))
-    return change(0, value) if isinstance(value, Tensor) else value
 
 
 def _without_chunks(items: Sequence[Element]) -> Iterator[list[Element]]:

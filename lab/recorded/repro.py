@@ -40,7 +40,9 @@ def write_repro(
         RecordingError: an argument cannot be expressed, or the program is too long.
     """
     saved: dict[str, Tensor] = {}
-    program = repro(call, fault, called, saved)
+    program = repro(call, fault, called)
+    if len(program) > MOST_BYTES:
+        program = repro(call, fault, called, saved)
     if len(program) > MOST_BYTES:
         raise RecordingError(f"repro.py would have {len(program):,} bytes, more than {MOST_BYTES:,}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -53,35 +55,26 @@ def write_repro(
 
 def repro(call: RecordedCall, fault: Fault | None, called: str = "", saved: dict[str, Tensor] | None = None) -> str:
     """Return a program that makes a call, compares the result with float64 arithmetic, and exits with 1 if it is wrong. If
-    `saved` is a dictionary and the program would be too long, it reads tensors from `repro.pt`, which are added to `saved`.
+    `saved` is a dictionary, the program reads contents from `repro.pt`, and their tensors are added to `saved`.
     """
     problem = call.problem()
-    visible = _visible(problem)
     values = {
         "title": _title(call, fault, called),
         "module": CALL_TYPES[call.function].module,
         "function": call.function.value,
+        "arguments": "\n".join(
+            f'    "{name}": {_expression(call, name, value, saved)},' for name, value in _stated(call)
+        ),
         "bounds": _bounds(problem),
-        "setup": "\n".join(f"    {line}" for line in _setup(call, problem)),
-        "gather": "\n".join(f"        {line}" for line in _gather(call, problem)),
-        "visible": f" if {' and '.join(visible)}" if visible else "",
+        "visible": _visible(problem),
+        **_expressions(call, problem),
         "group": problem.group,
-        "logits": "logits" if problem.sinks is None else "torch.cat((logits, sinks[head : head + 1]))",
-        "placed": 'value if name.endswith("_cpu") else on_device(value)' if "key" in call.given else "on_device(value)",
         "base": " / math.log(2)" if call.given.get("return_lse_base") == "basee" else "",
         "raises": _raises(call, fault),
         "lse_bound": LSE_LOG2_BOUND,
         "lse_relative_bound": LSE_LOG2_RELATIVE_BOUND,
     }
-    template = Template(PROGRAM.read_text())
-    program = template.substitute(values, arguments=_listed(call, None))
-    if saved is None or len(program) <= MOST_BYTES:
-        return program
-    return template.substitute(values, arguments=_listed(call, saved))
-
-
-def _listed(call: RecordedCall, saved: dict[str, Tensor] | None) -> str:
-    return "\n".join(f'    "{name}": {_expression(call, name, value, saved)},' for name, value in _stated(call))
+    return Template(PROGRAM.read_text()).substitute(values)
 
 
 def import_line(implementation: str, function: str) -> str:
@@ -163,57 +156,38 @@ def _bounds(problem: Problem) -> list[float]:
     return [float(f"{1.005 * max(each, default=0):.3g}") for each in of_requests]
 
 
-def _visible(problem: Problem) -> list[str]:
-    """Return the conditions under which a row sees a key, as expressions of the program."""
-    found = ["key <= position"] if problem.causal else []
-    if isinstance(problem, PagedAttention) and problem.mask is not None:
-        bit = "mask[request][row - start][(key - first) // 16] >> (key - first) % 16 & 1"
-        found = [f"(key < first or {bit})"]
-    return found + ([f"key >= position - {problem.window_left}"] if problem.window_left >= 0 else [])
-
-
-def _setup(call: RecordedCall, problem: Problem) -> Iterator[str]:
-    """Yield the lines of the program that read the arguments, in float64."""
-    given = call.given
-    yield 'query = ARGUMENTS["query"].double()' + (".flatten(0, 1)" if given["query"].ndim == 4 else "")
-    has_log2 = given.get("bmm1_scale_log2") is not None
-    for name, argument in (("bmm1_scale", "bmm1_scale_log2" if has_log2 else "bmm1_scale"), ("bmm2_scale",) * 2):
-        yield f'{name} = float(ARGUMENTS.get("{argument}", 1))' + (" * math.log(2)" if argument.endswith("2") else "")
-    is_ragged = problem.cu_seqlens_q is not None
-    rows = 'ARGUMENTS["cum_seq_lens_q"].tolist()' if is_ragged else f"range(0, len(query) + 1, {problem.max_q_len})"
-    yield f"offsets = {rows}"
+def _expressions(call: RecordedCall, problem: Problem) -> dict[str, str]:
+    """Return the expressions of the program that depend on the form of the call. Each key of a call without pages is a page."""
+    given, cache, logits = call.given, 'ARGUMENTS["kv_cache"]', "logits"
+    sides = '(ARGUMENTS[name][:, :, None] for name in ("key", "value"))'
+    pages = '(torch.arange(kv_len) + ARGUMENTS["cum_seq_lens_kv"][request])'
+    if isinstance(problem, PagedAttention):
+        sides = f"({cache}[:, 0], {cache}[:, -1])" if isinstance(given["kv_cache"], Tensor) else cache
+        pages = f'ARGUMENTS["block_tables"][request].long()[..., : -(-kv_len // {problem.page_size})]'
+    if call.function is AttentionCall.MLA_DECODE:
+        cache = f"{cache}.flatten(0, -3)[:, None]"
+        sides = f"({cache}, {cache}[..., :{problem.v_head_dim}])"
+    if given.get("kv_layout") == "NHD":
+        sides = f"(side.transpose(1, 2) for side in {sides})"
     for name in ("sinks", "attention_sinks"):
         if given.get(name) is not None:
-            yield f'sinks = ARGUMENTS["{name}"]{"" if isinstance(given[name], Tensor) else "[0]"}.double()'
-    if not isinstance(problem, PagedAttention):
-        yield 'key_starts = ARGUMENTS["cum_seq_lens_kv"].tolist()'
-        return
-    if problem.mask is not None:
-        yield 'mask = ARGUMENTS["mask"].tolist()'
-    caches = 'ARGUMENTS["kv_cache"]'  # as [pages, heads, page_size, head_dim]
-    if call.function is AttentionCall.MLA_DECODE:
-        shape = tuple(problem.k_cache.shape)
-        yield f"k_cache = {caches}.double().view{shape}"
-        yield f"v_cache = k_cache[..., :{problem.v_head_dim}]"
-        return
-    sides = f"({caches}[:, 0], {caches}[:, -1])" if isinstance(given["kv_cache"], Tensor) else caches
-    heads_first = ".transpose(1, 2)" if given.get("kv_layout") == "NHD" else ""
-    yield f"k_cache, v_cache = (side.double(){heads_first} for side in {sides})"
+            first = "" if isinstance(given[name], Tensor) else "[0]"
+            logits = f'torch.cat((logits, ARGUMENTS["{name}"]{first}[head : head + 1]))'
+    has_log2, is_ragged = given.get("bmm1_scale_log2") is not None, problem.cu_seqlens_q is not None
+    scale = 'float(ARGUMENTS["bmm1_scale_log2"]) * math.log(2)' if has_log2 else 'float(ARGUMENTS.get("bmm1_scale", 1))'
+    rows = 'ARGUMENTS["cum_seq_lens_q"].tolist()' if is_ragged else f"range(0, len(query) + 1, {problem.max_q_len})"
+    return {"sides": sides, "pages": pages, "logits": logits, "scale": scale, "offsets": rows}
 
 
-def _gather(call: RecordedCall, problem: Problem) -> Iterator[str]:
-    """Yield the lines of the program that gather the keys and values of a request, [kv_len, heads, head_dim]."""
-    if not isinstance(problem, PagedAttention):
-        yield 'sides = (ARGUMENTS[name][key_starts[request] :][:kv_len] for name in ("key", "value"))'
-        yield "keys, values = (side.double() for side in sides)"
-        return
-    yield f'pages = ARGUMENTS["block_tables"][request].long()[..., : -(-kv_len // {problem.page_size})]'
-    for side, place in (("k", "[0]"), ("v", "[1]")):
-        ids = "pages" if call.given.get("uses_shared_paged_kv_idx", True) else f"pages{place}"
-        names = {"k": "keys", "v": "values"}
-        yield f"{names[side]} = {side}_cache[{ids}].transpose(1, 2).flatten(0, 1)[:kv_len]"
-    if problem.mask is not None:
-        yield f"first = kv_len - {problem.max_q_len}  # key of the first draft token"
+def _visible(problem: Problem) -> str:
+    """Return the condition under which a row sees a key, as the program has it in a list; empty for all keys."""
+    found = ["key <= position"] if problem.causal else []
+    if isinstance(problem, PagedAttention) and problem.mask is not None:
+        draft = f"(key - kv_len + {problem.max_q_len})"
+        bit = f'int(ARGUMENTS["mask"][request, row - start, {draft} // 16]) >> {draft} % 16 & 1'
+        found = [f"(key < kv_len - {problem.max_q_len} or {bit})"]
+    found += [f"key >= position - {problem.window_left}"] if problem.window_left >= 0 else []
+    return f" if {' and '.join(found)}" if found else ""
 
 
 def _expression(call: RecordedCall, name: str, value: Any, saved: dict[str, Tensor] | None, side: int = 0) -> str:

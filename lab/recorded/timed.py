@@ -77,7 +77,7 @@ class RecordedPass:
 
     Attributes:
         case: the sizes of the call.
-        given: the arguments, `out` included. No kernel gets these tensors; judging a result overwrites them.
+        given: the arguments, `out` included. No kernel gets these tensors, and nothing overwrites them but `out`.
         deviations: standard deviations of the recorded query, K and V.
     """
 
@@ -135,28 +135,16 @@ class CallRedraw(SeededRedraw):
 
     forward: RecordedPass
 
-    def __post_init__(self) -> None:
-        _ = self._metadata  # copied now, before `truth` writes to it
-
-    @cached_property
-    def _metadata(self) -> dict[str, Tensor]:
-        """Return copies of the recorded tables and lengths, by argument; empty for ragged K and V."""
-        names = ("block_tables", "seq_lens", "cum_seq_lens_kv") if self.forward.case.page_size else ()
-        return {name: held.clone() for name in names if (held := self.forward.given.get(name)) is not None}
-
     def first_set(self) -> dict[str, Any]:
-        inputs = copy.deepcopy({name: value for name, value in self.forward.given.items() if name != "out"})
-        for name, tensor in self._metadata.items():
-            inputs[name].copy_(tensor)
-        return inputs
+        return copy.deepcopy({name: value for name, value in self.forward.given.items() if name != "out"})
 
     def write_tokens(self, arguments: Mapping[str, Any], seed: int) -> None:
         """Draw all K and V again, and shift the page ids."""
         sides = _sides(self.forward.posed(arguments))
         for number, side in enumerate(sides, start=1):
             side.copy_(self._drawn(side.shape, side.dtype, number, seed))
-        if self._metadata:
-            table, num_pages = self._metadata["block_tables"], len(sides[0])
+        if self.forward.case.page_size:
+            table, num_pages = self.forward.given["block_tables"], len(sides[0])
             stays = self.keeps_metadata or sides[0].dtype == NVFP4  # scale factors stay in their pages
             shift = 0 if stays else random.Random(f"pages {seed}").randrange(num_pages)
             is_page = (table >= 0) & (table < num_pages)
@@ -176,19 +164,20 @@ class CallRedraw(SeededRedraw):
             if side.dtype == E4M3:  # torch cannot index it
                 side, drawn = side.view(torch.uint8), drawn.view(torch.uint8)
             side[at // size, at % size] = drawn
-        if self._metadata:
+        if self.forward.case.page_size:
             lengths = kv_lens - torch.tensor(self._shorter(seeds.call), device=query.device)
             arguments["seq_lens"].copy_(lengths)
-            if "cum_seq_lens_kv" in self._metadata:
+            if "cum_seq_lens_kv" in arguments:
                 arguments["cum_seq_lens_kv"][1:].copy_(lengths.cumsum(0))
         wipe(arguments)
 
     def truth(self, seeds: Seeds, requests: Sequence[int]) -> Truth:
         """Return the expected results. Over an e4m3 cache the bound is that of products in e4m3, in which XQA computes."""
-        self.write_tokens(self.forward.given, seeds.tokens)
-        self.write_call(self.forward.given, seeds)
+        arguments = {**self.forward.given, **self.first_set()}
+        self.write_tokens(arguments, seeds.tokens)
+        self.write_call(arguments, seeds)
         arithmetic = E4M3 if self.forward.case.kv_dtype == E4M3 else None
-        return truth_of_problem(self.forward.posed(self.forward.given), arithmetic, requests=requests)
+        return truth_of_problem(self.forward.posed(arguments), arithmetic, requests=requests)
 
     def _shorter(self, seed: int) -> list[int]:
         case = self.forward.case
