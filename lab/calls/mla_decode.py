@@ -120,7 +120,9 @@ class MLADecodeCall:
         arguments.check_vector("seq_lens", self.seq_lens, batch_size, arguments.LENGTH_DTYPES)
         out = self._out_rows()
         selected = self._selected(len(rows))
-        tables = self.block_tables if selected is None else selected.new_empty(batch_size, 0)
+        tables = self.block_tables
+        if selected is not None:
+            tables = torch.empty((batch_size, 0), dtype=torch.int32, device=selected.device)
         problem = PagedAttention(
             call=self.function,
             query=rows,

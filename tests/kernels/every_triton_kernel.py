@@ -30,6 +30,7 @@ from tests.cases import (
     DECODE,
     MLA,
     RAGGED,
+    block_sparse_arguments,
     context_arguments,
     decode_arguments,
     latent_batch,
@@ -38,6 +39,7 @@ from tests.cases import (
     ragged_arguments,
     ragged_batch,
     random_batch,
+    sparse_arguments,
 )
 from tests.kernels.held import on
 
@@ -81,6 +83,11 @@ def attention_problems() -> Iterator[tuple[str, dict[str, Any]]]:
             yield DECODE, decode_arguments(batch, 16, **options)
     for q_len, heads in ((1, 16), (2, 16), (5, 16)):  # tiles of 16, 32 and 64 rows
         yield MLA, deepseek(q_len, heads, [q_len, 65, 4097])
+    selected = [list(range(row, row + 70)) for row in range(4)]  # of entries, a tile and a part of one
+    entries = latent_batch([2, 2], [90, 4097], heads=16, rank=512, rope=64)
+    yield MLA, sparse_arguments(entries, selected, 64, out=None, bmm1_scale=192**-0.5)
+    pages = [[[0], [1, 40, 64]], [[], [0, 64]]]
+    yield DECODE, block_sparse_arguments(random_batch([1, 1], [1, 4097], **half), pages, 64, **options)
     for q_lens in ([1, 7, 13], [3, 64, 200]):  # tiles of 16 and of 128 rows; fewer keys than rows, and none
         batch = ragged_batch(q_lens, [200, 0, 129], dims=(192, 128))
         for rule in ({"is_causal": False}, {"window_left": 70, "attention_sinks": torch.linspace(-1, 1, 3)}):

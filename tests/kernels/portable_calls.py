@@ -122,6 +122,7 @@ def sizes_on_a_gpu(batch_size: int, q_len: int, kv_len: int, *, num_kv_heads: in
         head_dim=head_dim,
         batch_size=batch_size,
         num_rows=batch_size * q_len,
+        is_block_sparse=False,
         max_q_len=q_len,
         max_kv_len=kv_len,
     )

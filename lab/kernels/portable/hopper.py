@@ -63,11 +63,11 @@ REGISTERS = 65536  # of a multiprocessor
 def hopper_tiles(problem: PagedAttention) -> HopperTiles | None:
     """Return the tiles of the paged Gluon kernel, or None if the Triton kernel must serve the call.
 
-    The Triton kernel serves every call with a draft mask.
+    The Triton kernel serves every call with a draft mask or with a page table for each K/V head.
     """
     is_e4m3 = problem.k_cache.dtype == E4M3
     tiles = (E4M3_TILES if is_e4m3 else TILES).get(problem.head_dim)
-    if tiles is None or problem.mask is not None or problem.v_head_dim != problem.head_dim:
+    if tiles is None or problem.mask is not None or problem.v_head_dim != problem.head_dim or problem.is_block_sparse:
         return None
     if not is_e4m3 and problem.k_cache.dtype != problem.query.dtype:
         return None
@@ -76,9 +76,12 @@ def hopper_tiles(problem: PagedAttention) -> HopperTiles | None:
 
 
 def hopper_mla_tile(problem: PagedAttention) -> HopperTile | None:
-    """Return the tile of MLA's Gluon kernel, or None if the Triton kernel must serve the call."""
+    """Return the tile of MLA's Gluon kernel, or None if the Triton kernel must serve the call.
+
+    The Triton kernel serves every call with selected entries, which TMA cannot gather.
+    """
     tile = MLA_TILES.get((problem.v_head_dim, problem.head_dim - problem.v_head_dim))
-    if tile is None or problem.k_cache.dtype != problem.query.dtype:
+    if tile is None or problem.k_cache.dtype != problem.query.dtype or problem.selected is not None:
         return None
     return tile if _fits(problem, (problem.k_cache,), (tile,), LEAST_MLA_ROWS) else None
 

@@ -4,10 +4,15 @@ After absorption all query heads read the same cache entries, whose latent part 
 request and all heads are packed into one tile. Each tile of entries is loaded once and used for both products. The keys of the
 batch are divided equally among programs (`lab.kernels.portable.key_shares`), and a second launch merges their partial results.
 On SM90, calls with many rows run a Gluon kernel (`lab.kernels.portable.hopper_mla`).
+
+If a call selects entries for each row, every row is a request of its own: its keys are the columns that it uses, and its page
+table is the row of places. A first small launch writes how many columns each row uses, so that the host reads no length.
+Columns without an entry are masked and read no memory; their time is spent nevertheless.
 """
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -31,7 +36,7 @@ from lab.kernels.portable.partial_results import (
     store_share,
     store_unit_shares,
 )
-from lab.kernels.portable.rows import request_rows
+from lab.kernels.portable.rows import block_at, request_rows
 from lab.kernels.portable.softmax import (
     accumulate,
     dot,
@@ -46,7 +51,7 @@ from lab.kernels.portable.softmax import (
 )
 from lab.kernels.portable.tile_choices import choose_mla_tile
 from lab.kernels.portable.tiles import ProgramTile, described_tile, page_ids, pool_offsets, tile_descriptor
-from lab.kernels.portable.triton_call import TritonCall, TritonLaunch, prepared
+from lab.kernels.portable.triton_call import TritonCall, TritonLaunch, new_scratch, prepared
 from lab.kernels.support.portable import PORTABLE_MLA
 from lab.kernels.support.stored_cache import share_memory
 
@@ -101,13 +106,46 @@ def choose_dot_dtype(problem: PagedAttention, tile: ProgramTile) -> tl.dtype:
 
 
 def _launches(problem: PagedAttention, results: Results) -> list[TritonLaunch]:
+    selected = problem.selected
+    if selected is None:
+        return _attention_launches(problem, results)
+    (columns,) = new_scratch(problem.query.device, ((problem.num_rows,), torch.int32))
+    counting = TritonLaunch(
+        _columns_kernel,
+        (problem.num_rows,),
+        columns,
+        problem.seq_lens,
+        problem.cu_seqlens_q,
+        problem.selected_lens,
+        problem.max_q_len,
+        problem.batch_size,
+        selected.shape[1],
+        scratch=(columns,),
+        num_warps=1,
+    )
+    rows_as_requests = replace(
+        problem,
+        seq_lens=columns,
+        cu_seqlens_q=None,
+        max_q_len=1,
+        k_block_tables=selected,
+        v_block_tables=selected,
+    )
+    return [counting, *_attention_launches(rows_as_requests, results)]
+
+
+def _attention_launches(problem: PagedAttention, results: Results) -> list[TritonLaunch]:
+    """Return the attention launch and the merge. If the problem has `selected`, its page table is that tensor."""
     device = problem.query.device
+    is_selected = problem.selected is not None
     packed_rows = problem.max_q_len * problem.num_qo_heads
     hopper = hopper_mla_tile(problem)
     if hopper is not None:
         shares = choose_shares(hopper, triton.cdiv(packed_rows, hopper.rows), device, LEAST_KEYS)
         return hopper_mla_launches(problem, results, hopper, shares)
     tile = choose_mla_tile(packed_rows, problem.k_cache.element_size(), capability_of(device))
+    if is_selected:  # a TMA tile is of neighbouring entries
+        tile = tile._replace(by_descriptor=False)
     q_blocks = triton.cdiv(packed_rows, tile.rows)
     shares = choose_shares(tile, q_blocks, device, LEAST_KEYS)
     partials = new_partials(shares, q_blocks, tile.rows, problem)
@@ -118,7 +156,7 @@ def _launches(problem: PagedAttention, results: Results) -> list[TritonLaunch]:
         problem.query,
         problem.k_cache,
         tile_descriptor(problem.k_cache, tile, rank),
-        tile_descriptor(problem.k_cache, tile, rope),
+        tile_descriptor(problem.k_cache, tile, rope) if rope else None,
         problem.k_block_tables,
         problem.seq_lens,
         problem.cu_seqlens_q,
@@ -137,6 +175,7 @@ def _launches(problem: PagedAttention, results: Results) -> list[TritonLaunch]:
         RANK=rank,
         ROPE=rope,
         PAGE_SIZE=problem.page_size,
+        SELECTED=is_selected,
         TILE=tile,
         DOT_DTYPE=choose_dot_dtype(problem, tile),
         OVERLAPS=partials is not None and overlaps_launches(device),
@@ -145,6 +184,34 @@ def _launches(problem: PagedAttention, results: Results) -> list[TritonLaunch]:
         num_stages=tile.num_stages,
     )
     return with_merge(attention, partials, problem, q_blocks, results)
+
+
+@triton.jit(do_not_specialize=["max_q_len", "batch_size", "num_columns"])
+def _columns_kernel(
+    columns,
+    seq_lens,
+    cu_seqlens_q,  # None: every request has max_q_len rows
+    selected_lens,  # None: a row uses as many columns as there are keys up to its position
+    max_q_len,
+    batch_size,
+    num_columns,
+):
+    """Write to `columns` how many columns of the selected entries each query row uses, on a grid (num_rows,).
+
+    A row after the last request's rows uses none.
+    """
+    row = tl.program_id(0)
+    request = row // max_q_len
+    if cu_seqlens_q is not None:
+        request = block_at(row, batch_size, (cu_seqlens_q, None, max_q_len), tl.arange(0, BLOCK_REQUESTS), 1, 1)[0]
+    used = row * 0
+    if request < batch_size:
+        if selected_lens is not None:
+            used = tl.load(selected_lens + row)
+        else:
+            q_start, q_len = request_rows(cu_seqlens_q, request, max_q_len)
+            used = tl.load(seq_lens + request).to(tl.int32) - q_len + (row - q_start) + 1
+    tl.store(columns + row, tl.minimum(tl.maximum(used, 0), num_columns))
 
 
 # What varies from call to call must not compile again, not even for its value 1 or its multiples of 16.
@@ -172,6 +239,7 @@ def _mla_kernel(
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    SELECTED: tl.constexpr,  # a column of `block_tables` is a key: its place in the flattened pool, or negative for none
     TILE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -189,6 +257,7 @@ def _mla_kernel(
     BLOCK_ROWS: tl.constexpr = TILE.rows
     BLOCK_KEYS: tl.constexpr = TILE.keys
     START_PLACES: tl.constexpr = TILE.start_keys // BLOCK_KEYS
+    ID_TOKENS: tl.constexpr = 1 if SELECTED else PAGE_SIZE
     place, end, share_places, _, request, request_begin = begin_share(
         share,
         (seq_lens, batch_size, NO_REACH, 1, (cu_seqlens_q, None, max_q_len), tl.arange(0, BLOCK_REQUESTS)),
@@ -203,7 +272,7 @@ def _mla_kernel(
     token = (q_block * BLOCK_ROWS + block_row) // HEADS
     head = (q_block * BLOCK_ROWS + block_row) % HEADS
     latent_dims = tl.arange(0, RANK)
-    rope_dims = RANK + tl.arange(0, ROPE)
+    rope_dims = RANK + tl.arange(0, ROPE if ROPE > 0 else 1)
     key_offsets = tl.arange(0, BLOCK_KEYS)
     scale = logit_scale(scales)
 
@@ -219,7 +288,9 @@ def _mla_kernel(
 
         q_row = query + (q_start + token)[:, None] * query_strides[0] + head[:, None] * query_strides[1]
         q_latent = tl.load(q_row + latent_dims[None, :], mask=row_exists[:, None], other=0.0)
-        q_rope = tl.load(q_row + rope_dims[None, :], mask=row_exists[:, None], other=0.0)
+        q_rope = q_latent
+        if ROPE > 0:
+            q_rope = tl.load(q_row + rope_dims[None, :], mask=row_exists[:, None], other=0.0)
         power = tl.maximum(fitting_power(q_latent, DOT_DTYPE), fitting_power(q_rope, DOT_DTYPE))
         q_latent = fitted(q_latent, power, DOT_DTYPE)
         q_rope = fitted(q_rope, power, DOT_DTYPE)
@@ -232,17 +303,17 @@ def _mla_kernel(
         key_end = tl.minimum((end_tile * BLOCK_KEYS).to(tl.int32), kv_len - q_len + last_token + 1)
         seen_tiles = tl.cdiv(tl.maximum(key_end - key_begin, 0), BLOCK_KEYS)
         common_end = tl.minimum(key_end, kv_len - q_len + first_token + 1)
-        num_common = tl.maximum(common_end - key_begin, 0) // BLOCK_KEYS
+        num_common = 0 if SELECTED else tl.maximum(common_end - key_begin, 0) // BLOCK_KEYS
 
         largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
         denominator = empty_denominator(BLOCK_ROWS, BLOCK_KEYS, TILE.denominator_per_key)
         sums = tl.zeros([BLOCK_ROWS, RANK], tl.float32)
         table = block_tables + request * table_stride
-        for MASKED in tl.static_range(2):  # the loop twice: without a mask, and with one
+        for MASKED in tl.static_range(1 if SELECTED else 0, 2):  # the loop twice: without a mask, and with one
             num_before = num_common if MASKED else 0
             # Page ids are read one tile ahead: entries that waited for their ids could not be read ahead themselves. And tiles
             # are counted from 0: Triton 3.7 loses the alignment of addresses after a counter that begins elsewhere.
-            page = page_ids(table, key_begin + num_before * BLOCK_KEYS, key_end, PAGE_SIZE, BLOCK_KEYS)
+            page = page_ids(table, key_begin + num_before * BLOCK_KEYS, key_end, ID_TOKENS, BLOCK_KEYS)
             for tile in range(seen_tiles - num_common if MASKED else num_common):
                 begin = key_begin + (num_before + tile) * BLOCK_KEYS
                 key = begin + key_offsets
@@ -250,19 +321,26 @@ def _mla_kernel(
                     latent = described_tile(latent_tiles, page, 0, begin, 0, PAGE_SIZE, BLOCK_KEYS, RANK)
                     rope = described_tile(rope_tiles, page, 0, begin, RANK, PAGE_SIZE, BLOCK_KEYS, ROPE)
                 else:
-                    exists = (key < key_end)[:, None] if MASKED else None
+                    exists = key < key_end
+                    if SELECTED:
+                        exists = exists & (page >= 0)
+                        offset = page // PAGE_SIZE * cache_strides[0] + page % PAGE_SIZE * cache_strides[1]
+                    else:
+                        offset = pool_offsets(page, begin, cache_strides[0], cache_strides[1], PAGE_SIZE, BLOCK_KEYS)
+                    loaded = exists[:, None] if MASKED else None
                     other = 0.0 if MASKED else None
-                    offset = pool_offsets(page, begin, cache_strides[0], cache_strides[1], PAGE_SIZE, BLOCK_KEYS)
                     entry = kv_cache + offset[:, None]
-                    latent = tl.load(entry + latent_dims[None, :], mask=exists, other=other).to(DOT_DTYPE)
-                    rope = tl.load(entry + rope_dims[None, :], mask=exists, other=other).to(DOT_DTYPE)
-                page = page_ids(table, begin + BLOCK_KEYS, key_end, PAGE_SIZE, BLOCK_KEYS)
+                    latent = tl.load(entry + latent_dims[None, :], mask=loaded, other=other).to(DOT_DTYPE)
+                    if ROPE > 0:
+                        rope = tl.load(entry + rope_dims[None, :], mask=loaded, other=other).to(DOT_DTYPE)
+                page = page_ids(table, begin + BLOCK_KEYS, key_end, ID_TOKENS, BLOCK_KEYS)
                 scores = tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32)
-                scores = dot(q_rope, tl.trans(rope), scores)
+                if ROPE > 0:
+                    scores = dot(q_rope, tl.trans(rope), scores)
                 scores = logits_log2(dot(q_latent, tl.trans(latent), scores), scale_of_rows)
                 if MASKED:
                     # A row that does not exist has zeros for a query; what it sees is stored nowhere.
-                    visible = (key < key_end)[None, :] & (key[None, :] < key_limit[:, None])
+                    visible = exists[None, :] & (key[None, :] < key_limit[:, None])
                     scores = tl.where(visible, scores, float("-inf"))
                 largest, denominator, sums = accumulate(scores, latent, largest, denominator, sums, DOT_DTYPE)
 

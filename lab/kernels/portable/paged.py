@@ -19,6 +19,9 @@ program does. One program reads all keys of a block only in a prefill, where que
 device: the host reads none, and no length is compiled in. On SM90, a Gluon kernel takes the calls that are bound by matrix
 products (`lab.kernels.portable.hopper_attention`).
 
+If each K/V head has its own page table and lengths, the work is divided as if every head of a request were a request of one
+head. Only the query rows, and the unit that is merged, are still those of the real request.
+
 In a batch of prompts and decodes, each kind has a launch with its own tile and division of the work. Programs of both launches
 run at the same time:
 
@@ -124,7 +127,7 @@ def shares_of(
         q_blocks: blocks of query rows per request.
         of_kind: True if the launch serves only requests with few query tokens, or only the other requests.
     """
-    is_small = not of_kind and problem.batch_size <= SMALL_BATCH.value and tile.rows <= SMALL_ROWS
+    is_small = not of_kind and num_lengths(problem) <= SMALL_BATCH.value and tile.rows <= SMALL_ROWS
     shares = choose_shares(tile, q_blocks, problem.query.device, SMALL_SHARE_KEYS if is_small else 0)
     if is_small:
         shares = replace(shares, is_small=True, merges_at_once=merges_at_once(problem, tile, shares.count))
@@ -133,6 +136,11 @@ def shares_of(
     if problem.max_kv_len < LONG_PREFIX * problem.max_q_len and blocks >= q_blocks * shares.count:
         return None
     return shares
+
+
+def num_lengths(problem: PagedAttention) -> int:
+    """Return the number of requests, times the number of K/V heads if each head has lengths of its own."""
+    return problem.batch_size * (problem.num_kv_heads if problem.is_block_sparse else 1)
 
 
 def merges_at_once(problem: PagedAttention, tile: ProgramTile | HopperTile, num_shares: int) -> bool:
@@ -157,7 +165,8 @@ def few_tokens(problem: PagedAttention) -> int | None:
     """
     longest, rest = divmod(problem.num_rows, problem.max_q_len)
     others = problem.batch_size - longest
-    if problem.cu_seqlens_q is None or problem.mask is not None or problem.batch_size == 1 or others <= 0:
+    has_one_kind = problem.cu_seqlens_q is None or problem.mask is not None or problem.is_block_sparse
+    if has_one_kind or problem.batch_size == 1 or others <= 0:
         return None
     if problem.max_q_len * problem.group <= _tile(problem, problem.max_q_len).rows:
         return None
@@ -239,7 +248,8 @@ def _grid(
     if shares is not None:
         return q_blocks, shares.count
     if least_q_len is None:
-        return q_blocks, problem.num_kv_heads, problem.batch_size
+        lengths = num_lengths(problem)
+        return q_blocks, problem.batch_size * problem.num_kv_heads // lengths, lengths
     return most_blocks(problem, tile.rows, least_q_len), problem.num_kv_heads
 
 
@@ -291,14 +301,15 @@ def _launches_of(
             problem.query.stride(1),
             PoolStrides(*pools[0].stride()[:3]),
             PoolStrides(*pools[1].stride()[:3]),
-            problem.k_block_tables.stride(0),
-            problem.v_block_tables.stride(0),
+            problem.k_block_tables.stride(-2),
+            problem.v_block_tables.stride(-2),
         ),
         GROUP=problem.group,
         HEAD_DIM=problem.head_dim,
         PAGE_SIZE=problem.page_size,
         MASK_WORDS=0 if problem.mask is None else problem.mask.shape[2],
         CAUSAL=problem.causal,
+        BY_HEAD=problem.is_block_sparse,
         SHARED=shares is not None,
         SMALL=shares is not None and shares.is_small,
         MERGED=at_once,

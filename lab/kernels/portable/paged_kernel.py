@@ -87,6 +87,7 @@ def _attention_kernel(
     PAGE_SIZE: tl.constexpr,
     MASK_WORDS: tl.constexpr,  # 0: no mask
     CAUSAL: tl.constexpr,
+    BY_HEAD: tl.constexpr,  # a table and lengths for each K/V head: the program divides requests of one head, head after head
     SHARED: tl.constexpr,  # the keys are one share: consecutive key tiles of the batch. Else: all of a request and K/V head
     SMALL: tl.constexpr,  # as `Shares.is_small`
     MERGED: tl.constexpr,  # (rows of a unit, pieces at a time) if its last program merges it; None: a launch does
@@ -105,7 +106,8 @@ def _attention_kernel(
     START_PLACES: tl.constexpr = TILE.start_keys // BLOCK_KEYS if SHARED else 0
     kind = (cu_seqlens_q, least_q_len, max_q_len)
     LANES: tl.constexpr = SMALL_BATCH if SMALL else BLOCK_REQUESTS
-    batch = (seq_lens, batch_size, reach, num_kv_heads, kind, tl.arange(0, LANES))
+    num_requests = batch_size * num_kv_heads if BY_HEAD else batch_size
+    batch = (seq_lens, num_requests, reach, 1 if BY_HEAD else num_kv_heads, kind, tl.arange(0, LANES))
     if SHARED:
         # The blocks of one share read the same keys at the same time: all but the first find them in L2.
         q_block = tl.program_id(0)
@@ -113,7 +115,7 @@ def _attention_kernel(
             share, batch, num_shares, least_tiles, TILE, SMALL
         )
         # Not named as in the loop, whose variables keep one dtype: lengths may be uint32.
-        begun_len = tl.load(seq_lens + tl.minimum(request, batch_size - 1))
+        begun_len = tl.load(seq_lens + tl.minimum(request, num_requests - 1))
         begun_tiles = tiles_in_reach(begun_len, reach, BLOCK_KEYS)[1]
         place = first_tile_from(place, request_begin, begun_tiles, unit_places, START_PLACES)
     else:
@@ -134,9 +136,13 @@ def _attention_kernel(
         first_in_reach, num_tiles = tiles_in_reach(kv_len, reach, BLOCK_KEYS)
         before = places_before(num_tiles, unit_places, START_PLACES)
         kv_head, in_unit = place_in_unit(place, request_begin, num_tiles + before)
+        of_rows = request  # the request that has the query rows
+        if BY_HEAD:
+            kv_head = request // batch_size
+            of_rows = request % batch_size
         first_tile = in_unit - before
         end_tile = tl.minimum(num_tiles, first_tile + end - place)
-        q_start, q_len = request_rows(cu_seqlens_q, request, max_q_len)
+        q_start, q_len = request_rows(cu_seqlens_q, of_rows, max_q_len)
         row_exists = token < q_len
         head = kv_head * GROUP + group_head
         row_head = (q_start + token) * (num_kv_heads * GROUP) + head
@@ -184,7 +190,7 @@ def _attention_kernel(
                     scores = dot(odd_q, odd_k, scores)
                 scores = logits_log2(dot(q, k.to(DOT_DTYPE), scores), scale_of_rows)
                 if MASKED:
-                    mask_row = request * max_q_len + token
+                    mask_row = of_rows * max_q_len + token
                     visible = visible_keys(
                         key, key_exists, position, row_exists, keys, mask, mask_row, window_left, MASK_WORDS, CAUSAL
                     )
@@ -200,14 +206,14 @@ def _attention_kernel(
             sums = tl.reshape(tl.join(sums, odd_sums), [BLOCK_ROWS, HEAD_DIM])
         state = (largest, whole_denominator(denominator), sums)
         rows = (row_head, head, row_exists, block_row)
-        unit = (request * num_kv_heads + kv_head, kv_head, num_kv_heads, q_start, q_len)
+        unit = (of_rows * num_kv_heads + kv_head, kv_head, num_kv_heads, q_start, q_len)
         cut = (place, first_tile, end_tile, num_tiles, share, share_places, num_shares)
         _store(state, rows, q_block, unit, cut, sinks, scales[1], results, partials, GROUP, MERGED, HEAD_DIM)
         place += end_tile - first_tile
-        request_end = request_begin + (num_tiles + before) * num_kv_heads
+        request_end = request_begin + (num_tiles + before) * (1 if BY_HEAD else num_kv_heads)
         if SHARED:
             place, request, request_begin = next_unit(
-                place, request, request_begin, request_end, batch_size, kind, START_PLACES
+                place, request, request_begin, request_end, num_requests, kind, START_PLACES
             )
     if OVERLAPPED:
         await_launch_before()

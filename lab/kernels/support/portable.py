@@ -32,7 +32,8 @@ PORTABLE = triton_kernel(
     calls=(AttentionCall.DECODE, AttentionCall.CONTEXT),
     sizes=(head_dims(64, 128, 256, words="is built for head_dim"), page_sizes(16, 32, 64, 128)),
     honours=HONOURED_BY_ALL
-    | {Feature.SEPARATE_TABLES, Feature.OTHER_V_STRIDES, Feature.NON_CAUSAL, Feature.WINDOW, Feature.MASK},
+    | {Feature.SEPARATE_TABLES, Feature.OTHER_V_STRIDES, Feature.NON_CAUSAL, Feature.WINDOW, Feature.MASK}
+    | {Feature.BLOCK_SPARSE},
     says=CONTIGUOUS_LSE,
 )
 PORTABLE_MLA = triton_kernel(
@@ -40,9 +41,9 @@ PORTABLE_MLA = triton_kernel(
     calls=(AttentionCall.MLA_DECODE,),
     sizes=(
         sizes("is built for a kv_lora_rank of", lambda problem: mla_dims(problem)[0], 16, 32, 64, 128, 256, 512),
-        sizes("is built for a qk_rope_head_dim of", lambda problem: mla_dims(problem)[1], 16, 32, 64),
+        sizes("is built for a qk_rope_head_dim of", lambda problem: mla_dims(problem)[1], 0, 16, 32, 64),
     ),
-    honours=HONOURED_BY_ALL,
+    honours=HONOURED_BY_ALL | {Feature.TOP_K, Feature.TOP_K_LENS, Feature.STRIDED_TOP_K},
     says=CONTIGUOUS_LSE,
 )
 PORTABLE_RAGGED = triton_kernel(
