@@ -4,6 +4,7 @@ import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from lab.calls import AttentionCall, Problem
@@ -65,20 +66,12 @@ class RecordedCase:
             raise RecordingError(f"call {self.number}: {error}") from error
 
 
-class _RecordedOutputs:
-    """Stands for the engine's implementation: its results are in the recording, and a call of its functions raises
-    RuntimeError.
-    """
-
-    def __init__(self) -> None:
-        for interface in AttentionCall:
-            setattr(self, interface.value, self._refuse)
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise RuntimeError("the recorded outputs cannot be called: name an implementation to call")
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError("the recorded outputs cannot be called: name an implementation to call")
 
 
-OUTPUTS = _RecordedOutputs()
+# Stands for the engine's implementation, whose results are in the recording.
+OUTPUTS = SimpleNamespace(**{interface.value: _refuse for interface in AttentionCall})
 
 
 def recorded_cases(recording: Path | str) -> list[RecordedCase]:

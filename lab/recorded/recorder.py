@@ -82,7 +82,7 @@ class _OfThread(threading.local):
 
 
 class Recorder:
-    """Records calls of this process in the folder `out`. `record` makes one.
+    """A context in which calls of this process are recorded in the folder `out`. `record` makes one.
 
     Attributes:
         kept, kept_bytes: number and bytes of the files that were written.
@@ -104,16 +104,17 @@ class Recorder:
         self._wrapping = Wrapping(self._wrapper, [each.value for each in AttentionCall], functions)
         self._of_graphs: dict[str, Callable[..., Any]] = {}
 
-    def start(self) -> None:
+    def __enter__(self) -> "Recorder":
         """Wrap the functions, and the methods of CUDA graphs."""
         self.out.mkdir(parents=True, exist_ok=True)
         for name in ("capture_begin", "capture_end", "replay", "reset"):
             self._of_graphs[name] = method = getattr(torch.cuda.CUDAGraph, name)
             setattr(torch.cuda.CUDAGraph, name, _followed(method, getattr(self, f"_after_{name}")))
         self._wrapping.install()
+        return self
 
-    def stop(self) -> None:
-        """Put back all that `start` replaced."""
+    def __exit__(self, *_: object) -> None:
+        """Put back all that `__enter__` replaced."""
         self.has_ended = True
         self._wrapping.remove()
         for name, method in self._of_graphs.items():
@@ -282,7 +283,6 @@ class Recorder:
             self._say_once(f"a call is not recorded: {type(error).__name__}: {error}")
 
 
-@contextmanager
 def record(
     out: Path | str,
     *,
@@ -291,7 +291,7 @@ def record(
     most_calls: int = 1000,
     most_bytes: int = 20 * 10**9,
     before: bool = False,
-) -> Iterator[Recorder]:
+) -> Recorder:
     """Record calls of FlashInfer's four functions that this process makes in the block.
 
     The functions are replaced in all modules that imported them, and put back at the end. Calls that `torch.compile` traces are
@@ -305,12 +305,7 @@ def record(
         most_calls, most_bytes: the recording ends as soon as it has so many files, or so many bytes.
         before: write the inputs before each call, so that they stay if the process crashes in the call.
     """
-    recorder = Recorder(Path(out), triggers or Triggers(), functions, most_calls, most_bytes, before)
-    recorder.start()
-    try:
-        yield recorder
-    finally:
-        recorder.stop()
+    return Recorder(Path(out), triggers or Triggers(), functions, most_calls, most_bytes, before)
 
 
 def start_from_environment() -> None:
@@ -318,7 +313,7 @@ def start_from_environment() -> None:
     settings = json.loads(os.environ[ENVIRONMENT])
     triggers = Triggers(**{**settings["triggers"], "layers": tuple(settings["triggers"]["layers"])})
     recorder = Recorder(**{**settings, "out": Path(settings["out"]), "triggers": triggers})
-    recorder.start()
+    recorder.__enter__()
     atexit.register(lambda: print(f"lab record: process {os.getpid()}: {recorder.summary()}", file=sys.stderr))
 
 

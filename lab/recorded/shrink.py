@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lab.named_enum import NamedEnum
 from lab.recorded.call import RecordedCall, RecordingError
-from lab.recorded.reductions import OF_OUTPUTS, REDUCTIONS, Reduction, contents_of, drawn
+from lab.recorded.reductions import OF_OUTPUTS, REDUCTIONS, contents_of, drawn
 from lab.references.assertion import truth_of_problem
 from lab.shrinking import smallest
 from lab.workloads.inputs.attention import new_workspace
@@ -128,38 +128,27 @@ def shrunk(
             raise RecordingError("the result of the call is right, so that there is nothing to shrink")
         if fault.reason is Reason.RAISED and call.out is not None:
             raise RecordingError(f"the recorded call returned, but here it raises {fault.sentence}")
-        reductions = REDUCTIONS if find else OF_OUTPUTS if call.out is not None else ()
-        call, fault = _reduced(call, fault, judged, reductions, end)
+        kind = fault.reason, fault.error
+
+        def stays_wrong(smaller: RecordedCall) -> bool:
+            nonlocal call, fault
+            if time.monotonic() > end:
+                raise TimeoutError
+            try:
+                smaller.problem()
+            except RecordingError:
+                return False
+            found = judged(smaller)
+            if found is None or (found.reason, found.error) != kind:
+                return False
+            call, fault = smaller, found
+            return True
+
+        with suppress(TimeoutError, torch.AcceleratorError):  # then the smallest call so far is returned
+            smallest(call, REDUCTIONS if find else OF_OUTPUTS if call.out is not None else (), stays_wrong)
         if synthetic and not call.drawn >= {*contents_of(call)}:
             call = drawn(call, contents_of(call))
             return call, find(call) if find else None
     except torch.AcceleratorError as error:
         raise RecordingError(f"the call cannot be shrunk: {error}") from error
     return call, fault
-
-
-def _reduced(
-    call: RecordedCall, fault: Fault, find: Find, reductions: Sequence[Reduction], end: float
-) -> tuple[RecordedCall, Fault]:
-    """Try the reductions in turn, and take each smaller call that is wrong for the same reason, until no reduction finds one,
-    or the time is over, or a smaller call has crashed the GPU's context.
-    """
-
-    taken = [(call, fault)]
-
-    def stays_wrong(smaller: RecordedCall) -> bool:
-        if time.monotonic() > end:
-            raise TimeoutError
-        try:
-            smaller.problem()
-        except RecordingError:
-            return False
-        found = find(smaller)
-        if found is None or (found.reason, found.error) != (fault.reason, fault.error):
-            return False
-        taken.append((smaller, found))
-        return True
-
-    with suppress(TimeoutError, torch.AcceleratorError):
-        smallest(call, reductions, stays_wrong)
-    return taken[-1]
