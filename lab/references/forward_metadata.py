@@ -191,6 +191,46 @@ def mla_dcp_metadata(keys: int, row: int, pool: Any, size: int, rank: int) -> tu
     return len(own), [int(pool.req_to_token[row, own[i]]) // size // page_size for i in range(0, len(own), page_size)]
 
 
+@dataclass(frozen=True)
+class DSAForwardMetadata:
+    """The right lengths and places of a pass on the sparse MLA decode call, one entry per query row, as Python numbers."""
+
+    seq_lens: list[int]
+    places: list[list[int]]
+
+
+def dsa_forward_metadata(
+    batch: Any, pool: Any, topk_indices: Tensor, *, index_topk: int, index_kpool: int = 1
+) -> DSAForwardMetadata:
+    """Return the metadata of one pass of DeepSeek sparse attention (SGLang 0.5.23).
+
+    Each query row is a request of its own, which sees only selected entries. A place is the index of an entry in the pool. Rows
+    after the requests' rows select nothing.
+
+    Args:
+        batch, pool: as in `forward_metadata`. The mode gives all drafts the same number of rows.
+        topk_indices: int [num_rows, top_k], positions that a row selects, -1 for none. Missing rows select nothing.
+        index_topk: largest number of positions that are selected in whole groups.
+        index_kpool: positions in a group. The positions after a request's last whole group are always selected.
+    """
+    selected, columns = topk_indices.tolist(), -(-topk_indices.shape[1] // 4) * 4
+    is_decode = batch.forward_mode.name in ("DECODE", "IDLE")
+    seq_lens: list[int] = []
+    places: list[list[int]] = []
+    for i, request in enumerate(batch.req_pool_indices.tolist()):
+        rows = query_length(batch, i)
+        last = int(batch.seq_lens[i]) if is_decode else key_length(batch, i)
+        for seen in range(last - rows + 1, last + 1):
+            whole = max(seen, 0) // index_kpool * index_kpool
+            seq_lens.append(seen if is_decode else min(whole, index_topk) + max(seen, 0) - whole)
+            own = selected[len(places)] if len(places) < len(selected) else []
+            places.append([int(pool.req_to_token[request, at]) if at >= 0 else -1 for at in own])
+    while places and not is_decode and len(places) < batch.num_tokens:
+        seq_lens.append(0)
+        places.append([])
+    return DSAForwardMetadata(seq_lens, [row + [-1] * (columns - len(row)) for row in places])
+
+
 def query_length(batch: Any, i: int) -> int:
     """Return the number of query rows of request ``i``, its new tokens in this pass. Raise ValueError for PREBUILT."""
     mode = batch.forward_mode.name

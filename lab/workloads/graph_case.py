@@ -10,6 +10,7 @@ from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.mha.backend import TRTLLMMHABackend
 from lab.metadata.mha.settings import CallSettings
 from lab.metadata.mla.backend import TRTLLMMLABackend
+from lab.metadata.mla.dsa import DSABackend, Indexer
 from lab.named_enum import NamedEnum
 from lab.workloads.attention_case import short_repr
 from lab.workloads.forward_case import GroupedLayer
@@ -93,16 +94,18 @@ class GraphCase(GroupedLayer, ReplayCase):
 
 @dataclass(frozen=True, repr=False)
 class MLAGraphCase(LatentLayer, ReplayCase):
-    """A replay sequence of the MLA backend. Pages have 32 or 64 tokens.
+    """A replay sequence of the MLA backend or, with `index_topk`, of the DSA backend. Pages have 32 or 64 tokens.
 
     Attributes:
         attention: decides whether the lengths in a draft step count the drafted tokens.
+        index_topk: as in `lab.workloads.mla_case.MLACase`.
         num_qo_heads, kv_lora_rank, qk_rope_head_dim: sizes of the layer.
     """
 
     page_size: int = 32
     num_pages: int = 5
     attention: DraftAttention = DraftAttention.MLA
+    index_topk: int | None = None
     num_qo_heads: int = 4
     kv_lora_rank: int = 64
     qk_rope_head_dim: int = 16
@@ -113,8 +116,10 @@ class MLAGraphCase(LatentLayer, ReplayCase):
     def interface(self) -> AttentionCall:
         return AttentionCall.MLA_DECODE
 
-    def backend(self, implementation: Any = None) -> TRTLLMMLABackend:
+    def backend(self, implementation: Any = None) -> TRTLLMMLABackend | DSABackend:
         """Return an engine's backend with the settings of the case. It calls `implementation`."""
+        if self.index_topk is not None:
+            return DSABackend(implementation, Indexer(self.index_topk))
         return TRTLLMMLABackend(implementation, self.attention)
 
 

@@ -10,6 +10,7 @@ from lab.metadata.engine.forward_batch import FROZEN_KV_STEP
 from lab.metadata.engine.forward_mode import ForwardMode, QueryRows
 from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.mla.backend import TRTLLMMLABackend
+from lab.metadata.mla.dsa import DSABackend, Indexer
 from lab.workloads.attention_case import Contents
 from lab.workloads.pass_case import PassCase
 
@@ -55,13 +56,16 @@ class MLACase(LatentLayer, PassCase):
     """One forward pass over paged latent entries on the MLA decode kernel, as data.
 
     Attributes:
-        mode: a mode that runs on the decode kernel: DECODE, TARGET_VERIFY, RAGGED_VERIFY, DRAFT_EXTEND or DRAFT_EXTEND_V2.
+        mode: a mode that runs on the decode kernel: DECODE, TARGET_VERIFY, RAGGED_VERIFY, DRAFT_EXTEND or DRAFT_EXTEND_V2. With
+            `index_topk` a prefill does too.
         prefix_lens, q_lens, draft_step, num_draft_tokens, dtype, kv_dtype, virtual_slots, contents, seed: as in `PassCase`.
         attention: decides whether the lengths in a draft step count the drafted tokens. With MLA (SGLang's backend) they do
             not, with MLA_WITH_OFFSET they do.
         page_size: tokens per page of one GPU, 32 or 64.
         num_padding_requests: number of padding requests for data parallelism. They are added after the metadata was built.
         num_padding_rows: query rows after the requests' rows of a ragged verification, which belong to no request.
+        index_topk: largest number of positions that an indexer selects for each row (DeepSeek sparse attention); None: rows see
+            all keys.
         dcp_size: GPUs of decode context parallelism that share each request; 1 for none.
         query_dtype: e4m3 if the engine casts the query to e4m3 over an e4m3 cache, as SGLang does; else None.
         num_qo_heads, kv_lora_rank, qk_rope_head_dim: sizes of one layer on one GPU; DeepSeek-V3 has 128 heads, 512 and 64.
@@ -78,6 +82,7 @@ class MLACase(LatentLayer, PassCase):
     num_draft_tokens: int | None = None
     attention: DraftAttention = DraftAttention.MLA
     page_size: int = 64
+    index_topk: int | None = None
     dcp_size: int = 1
     num_padding_requests: int = 0
     num_padding_rows: int = 0
@@ -93,11 +98,13 @@ class MLACase(LatentLayer, PassCase):
 
     def __post_init__(self) -> None:
         self.check_requests()
-        if self.mode.mla_call is not AttentionCall.MLA_DECODE:
+        if self.mode.mla_call is not AttentionCall.MLA_DECODE and not (self.index_topk and self.mode.is_prefill):
             raise ValueError(f"{self.mode!r} computes no attention on the MLA decode kernel")
         if self.draft_step == FROZEN_KV_STEP:
             raise ValueError("draft_step=-1: a frozen-KV draft runs on MHA (SGLang 0.5.23); give a step from 0 on")
         rows = self.mode.query_rows
+        if self.index_topk is not None:
+            self._check_sparse()
         self.refuse_ignored("dcp_size", rows is QueryRows.ONE, "only ForwardMode.DECODE is sharded")
         self.refuse_ignored(
             "num_padding_requests",
@@ -111,8 +118,21 @@ class MLACase(LatentLayer, PassCase):
             )
         self.check_tensors()
 
-    def backend(self, implementation: Any = None) -> TRTLLMMLABackend:
+    def _check_sparse(self) -> None:
+        """Raise ValueError for a pass that DSA does not have."""
+        assert self.index_topk is not None
+        if self.index_topk < 1 or self.dcp_size > 1 or self.attention is not DraftAttention.MLA:
+            raise ValueError(
+                f"index_topk={self.index_topk} must be at least 1, and such a pass has no dcp_size and no other attention than "
+                f"{DraftAttention.MLA!r}"
+            )
+        if self.mode.query_rows.are_unequal_drafts:
+            raise ValueError(f"{self.mode!r} is no mode of DSA: leave index_topk None")
+
+    def backend(self, implementation: Any = None) -> TRTLLMMLABackend | DSABackend:
         """Return an engine's backend with the settings of the case. It calls `implementation`."""
+        if self.index_topk is not None:
+            return DSABackend(implementation, Indexer(self.index_topk), query_dtype=self.query_dtype or self.dtype)
         return TRTLLMMLABackend(implementation, self.attention, query_dtype=self.query_dtype or self.dtype)
 
     @property
@@ -120,6 +140,21 @@ class MLACase(LatentLayer, PassCase):
         """Return how many keys each request's last row sees: in a draft step with `DraftAttention.MLA` only the prefix."""
         leaves_out_draft = self.draft_step is not None and self.attention is DraftAttention.MLA
         return self.prefix_lens if leaves_out_draft else self.kv_lens
+
+    @property
+    def row_lens(self) -> tuple[int, ...]:
+        """Return for each query row how many tokens of its request are not after it."""
+        ends = zip(self.seen_lens, self.q_lens, strict=True)
+        return tuple(position + 1 for seen, q_len in ends for position in range(seen - q_len, seen))
+
+    @property
+    def visible_pairs(self) -> int:
+        most = self.index_topk or max(self.kv_lens)
+        return sum(min(seen, most) for seen in self.row_lens)
+
+    @property
+    def visible_keys(self) -> int:
+        return super().visible_keys if self.index_topk is None else self.visible_pairs  # each row gathers its entries
 
     @property
     def operations(self) -> int:

@@ -24,13 +24,8 @@ from lab.metadata.engine.cuda_graph import GraphRunner
 from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
 from lab.reports.judgement import reproduction
 from lab.workloads.graph_case import ReplayCase, graph_modes
-from lab.workloads.inputs.replay_fixture import (
-    HUGE,
-    POISONED_LENGTH,
-    MHAReplayFixture,
-    RunnerFactory,
-    right_runner,
-)
+from lab.workloads.inputs.replay_backends import MHAReplayFixture
+from lab.workloads.inputs.replay_fixture import HUGE, POISONED_LENGTH, RunnerFactory, right_runner
 from tests.devices import DEVICES, IN_INTERPRETER
 
 CPU = torch.device("cpu")

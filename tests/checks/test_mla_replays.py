@@ -15,6 +15,7 @@ from lab.metadata import DraftAttention, ForwardBatch, KVPool, QueryLayout
 from lab.metadata.engine.cuda_graph import GraphRunner
 from lab.metadata.engine.graph_inputs import MetadataPlace
 from lab.metadata.mla.buffers import MLAGraphMetadata
+from lab.metadata.mla.dsa import DSAGraphMetadata
 from lab.workloads.graph_case import MLAGraphCase
 from lab.workloads.inputs.replay_fixture import right_runner
 from tests.checks.test_graph_replays import MODES, reason, wrong
@@ -25,6 +26,19 @@ from tests.devices import IN_INTERPRETER, ON_GPU
 @pytest.mark.parametrize("mode", [name for name in MODES if name != "frozen_kv_draft"])
 def test_every_mode_passes_with_the_references(mode: str) -> None:
     cases = (MLAGraphCase(MODES[mode], sequence, place) for sequence in ReplaySequence for place in MetadataPlace)
+    assert wrong(cases) == {}
+
+
+DSA_MODES = ("decode", "draft_decode", "target_verify", "draft_extend_v2")
+
+
+@IN_INTERPRETER
+@pytest.mark.parametrize("mode", DSA_MODES)
+def test_sparse_attention_passes_with_the_references(mode: str) -> None:
+    places = list(MetadataPlace)
+    cases = (
+        MLAGraphCase(MODES[mode], sequence, places[n % 2], index_topk=48) for n, sequence in enumerate(ReplaySequence)
+    )
     assert wrong(cases) == {}
 
 
@@ -145,6 +159,52 @@ def test_a_defect_of_the_metadata_is_found(defect: type[Defective]) -> None:
 
     mode, sequence = DEFECTS[defect]
     assert reason(MLAGraphCase(MODES[mode], sequence), make=make)
+
+
+class DSALengths(DSAGraphMetadata):
+    """Every row has the length of its request's last row."""
+
+    def prepare(self, view: ForwardBatch) -> Prepared:
+        rebuild, lens, width = (
+            super().prepare(view),
+            self.slices(view.batch_size).seq_lens,
+            self.mode.num_tokens_per_req,
+        )
+        return lambda: (rebuild(), lens.copy_(lens[width - 1 :: width].repeat_interleave(width)))  # type: ignore[func-returns-value, return-value]
+
+
+class DSAPlaces(DSAGraphMetadata):
+    """Places of the capture."""
+
+    def prepare(self, view: ForwardBatch) -> Prepared:
+        rebuild, table = super().prepare(view), self.slices(view.batch_size).page_table_1
+
+        def run() -> None:
+            before = table.clone()
+            rebuild()
+            table.copy_(before)
+
+        return run
+
+
+class DSADraft(DSAGraphMetadata):
+    """A draft step that counts its own token."""
+
+    def prepare(self, view: ForwardBatch) -> Prepared:
+        rebuild, lens = super().prepare(view), self.slices(view.batch_size).seq_lens
+        return lambda: (rebuild(), lens.add_(1))  # type: ignore[func-returns-value, return-value]
+
+
+@IN_INTERPRETER
+@pytest.mark.parametrize(
+    ("defect", "mode"), [(DSALengths, "target_verify"), (DSAPlaces, "draft_extend_v2"), (DSADraft, "draft_decode")]
+)
+def test_a_defect_of_sparse_metadata_is_found(defect: type[DSAGraphMetadata], mode: str) -> None:
+    def make(backend: Any, case: MLAGraphCase, pool: KVPool, sizes: Sequence[int], body: Any) -> GraphRunner[Any]:
+        spoilt = defect(case.mode, pool, max(sizes), backend.indexer)
+        return GraphRunner(backend, case.mode, pool, sizes, body, case.place, metadata=spoilt)
+
+    assert reason(MLAGraphCase(MODES[mode], ReplaySequence.TWO_CAPTURED_SIZES, index_topk=48), make=make)
 
 
 @IN_INTERPRETER

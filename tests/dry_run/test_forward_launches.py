@@ -27,7 +27,8 @@ from lab.workloads.forward_case import ForwardCase
 from lab.workloads.graph_case import GraphCase, MLAGraphCase, ReplaySequence, graph_modes
 from lab.workloads.inputs.forward_pass import ForwardPass, build_forward
 from lab.workloads.inputs.mla_pass import MLAPass, build_mla_pass
-from lab.workloads.inputs.replay_fixture import ReplayFixture, new_fixture, right_runner
+from lab.workloads.inputs.replay_backends import new_fixture
+from lab.workloads.inputs.replay_fixture import ReplayFixture, right_runner
 from lab.workloads.mla_case import MLACase
 from lab.workloads.requests import admit, new_pool
 from tests.dry_run.on_a_b200 import NEEDS_A_LAUNCHER, hold_map, hold_params, launches_of, tensor_map

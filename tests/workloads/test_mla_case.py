@@ -28,6 +28,9 @@ def case(mode: ForwardMode, prefix_lens: tuple[int, ...], q_lens: tuple[int, ...
         # A draft step of SGLang's sees the prefix alone, with an offset the drafted tokens too.
         (case(DECODE, (4, 0), (1, 1), draft_step=2), 4, 4, 2),
         (case(DECODE, (4, 0), (1, 1), draft_step=2, attention=DraftAttention.MLA_WITH_OFFSET), 7 + 3, 7 + 3, 2),
+        # Each row gathers the entries that are selected for it.
+        (case(ForwardMode.TARGET_VERIFY, (4, 0), (3, 3), index_topk=6), 5 + 6 + 6 + 6, 5 + 6 + 6 + 6, 6),
+        (case(ForwardMode.EXTEND, (4, 0), (1, 3), index_topk=2), 2 + 1 + 2 + 2, 2 + 1 + 2 + 2, 4),
     ],
     ids=repr,
 )
@@ -60,6 +63,11 @@ def test_an_e4m3_entry_is_half_as_large_and_the_rows_are_not() -> None:
             "only modes that have as many rows for every.*; leave it 0",
         ),
         (DECODE, {"num_padding_requests": 1, "dcp_size": 2}, "num_padding_requests=1 would be .* without dcp_size"),
+        (DECODE, {"index_topk": 0}, "index_topk=0 must be at least 1"),
+        (DECODE, {"index_topk": 8, "dcp_size": 2}, "such a pass has no dcp_size"),
+        (DECODE, {"index_topk": 8, "draft_step": 0, "attention": DraftAttention.MLA_WITH_OFFSET}, "no other attention"),
+        (ForwardMode.DRAFT_EXTEND, {"index_topk": 8}, "is no mode of DSA"),
+        (ForwardMode.EXTEND, {}, "computes no attention on the MLA decode kernel"),
         (ForwardMode.IDLE, {}, "ForwardMode.IDLE computes no attention"),
         (
             DECODE,

@@ -142,7 +142,7 @@ def _read_pages(interface: AttentionCall, arguments: Mapping[str, Any], problem:
         "one_cache_tensor": not is_mla and isinstance(arguments["kv_cache"], Tensor),
         "page_gaps": _lie_apart(k_cache),
         "scale_factor_gaps": problem.k_scale_factors is not None and _lie_apart(problem.k_scale_factors),
-        "one_first_page": len(table) > 1 and (table[:, 0] == table[0, 0]).all(),
+        "one_first_page": len(table) > 1 and table.numel() > 0 and (table[:, 0] == table[0, 0]).all(),
         "page_size_is_num_kv_heads": not is_mla and page_size == num_kv_heads,
         "head_lengths_differ": problem.is_block_sparse and (problem.seq_lens != problem.seq_lens[0]).any(),
         "table_columns": table.shape[-1],

@@ -51,6 +51,7 @@ OF_FIELDS: dict[str, CaseFeature] = {
     "first_page": Number("the first page in use is {}", Cost.SETTING),
     "gaps_in_scale_factors": Condition("scale factors {have|do not have} gaps", Cost.SETTING),
     "geometry": Choice("the geometry", Cost.SETTING),
+    "index_topk": Number("the most positions that an indexer selects are {}", Cost.SETTING),
     "kv_lora_rank": Number("kv_lora_rank is {}", Cost.SETTING),
     "layout": Choice("the pool's layout", Cost.SETTING),
     "num_draft_tokens": Number("the number of draft tokens is {}", Cost.SETTING),

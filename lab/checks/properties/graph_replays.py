@@ -23,7 +23,8 @@ from lab.metadata.engine.forward_mode import ForwardMode
 from lab.metadata.engine.graph_inputs import GraphMode, MetadataPlace
 from lab.workloads.geometries import geometry
 from lab.workloads.graph_case import GraphCase, ReplaySequence, graph_modes
-from lab.workloads.inputs.replay_fixture import HUGE, ReplayFixture, RunnerFactory, new_fixture, right_runner
+from lab.workloads.inputs.replay_backends import new_fixture
+from lab.workloads.inputs.replay_fixture import HUGE, ReplayFixture, RunnerFactory, right_runner
 
 REAL = ("gpt-oss-120b",)  # a geometry with sliding-window layers and sinks, as the lab's own has
 WIDTHS = (2, 4, 8)  # query rows per request of verify and of the draft extends

@@ -76,6 +76,20 @@ def _engine_cases(page_size: int, q_len: int, **dims: Any) -> Iterator[MLACase]:
     yield MLACase(ForwardMode.RAGGED_VERIFY, prefixes, (1, 4, 2), num_padding_rows=5, **shared)
 
 
+def _sparse_cases(page_size: int, q_len: int, **dims: Any) -> Iterator[MLACase]:
+    """Yield passes of DeepSeek sparse attention, in each forward mode that has it. Some rows have fewer tokens than the indexer
+    may select, some have more.
+    """
+    prefixes = (1, page_size - 1, page_size, 3 * page_size + 5, 300)
+    shared: dict[str, Any] = {"page_size": page_size, "index_topk": 130, **dims}
+    for mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2):
+        rows = 1 if mode is ForwardMode.DECODE else q_len
+        yield MLACase(mode, prefixes, (rows,) * len(prefixes), **shared)
+    yield MLACase(ForwardMode.DECODE, prefixes, (1,) * len(prefixes), draft_step=1, **shared)
+    yield MLACase(ForwardMode.DECODE, prefixes, (1,) * len(prefixes), num_padding_requests=2, **shared)
+    yield MLACase(ForwardMode.EXTEND, (0, *prefixes[1:]), (5, 2, 70, 4, 1), **shared)
+
+
 def _cases(scope: Scope) -> Iterator[MLACase]:
     ranges = scope.ranges
     q_lens = tuple(ranges.q_lens) if scope.is_full else smoke_q_lens(ranges)
@@ -96,6 +110,10 @@ def _cases(scope: Scope) -> Iterator[MLACase]:
         decode = replace(cast, mode=ForwardMode.DECODE, q_lens=(1,) * len(cast.prefix_lens))
         yield decode
         yield replace(decode, dcp_size=2)
+        yield replace(cast, mode=ForwardMode.TARGET_VERIFY, index_topk=130)
+    for page_size in ranges.mla_page_sizes:
+        for sparse in _sparse_cases(page_size, q_lens[0], **dims):
+            yield replace(sparse, contents=Contents.NEEDLES, dtype=dtype, kv_dtype=kv_dtype)
 
 
 def _judge(run: CaseRun) -> None:

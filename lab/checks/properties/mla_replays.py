@@ -2,11 +2,12 @@
 
 Each case is one of the replay sequences of the check S1 (graph_stories), with latent entries and the buffers of the MLA
 backend. The query rows of DRAFT_EXTEND are padded in a buffer that all captured sizes share. Columns of the page table after a
-request's pages hold values of an earlier batch.
+request's pages hold values of an earlier batch. Some cases are of DeepSeek sparse attention, whose rows see selected entries.
 """
 
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 from lab.calls.problem import AttentionCall
 from lab.checks.properties.check import Check, Scope
@@ -24,11 +25,13 @@ def _cases(scope: Scope) -> Iterator[MLAGraphCase]:
     head_dims = ranges.mla_head_dims if is_full else ranges.mla_head_dims[:1]
     heads = min(ranges.mla_heads, key=lambda number: abs(number - 16))  # DeepSeek-V3's on one of 8 GPUs
     for number, (page_size, (head_dim, rank)) in enumerate(product(page_sizes, head_dims)):
-        dims = {"num_qo_heads": heads, "kv_lora_rank": rank, "qk_rope_head_dim": head_dim - rank}
+        dims: dict[str, Any] = {"num_qo_heads": heads, "kv_lora_rank": rank, "qk_rope_head_dim": head_dim - rank}
         for mode, sequence, turn in replayed_modes(scope):
             settings = list(product(MetadataPlace, COUNTING[:1] if mode.draft_step is None else COUNTING))
             for place, attention in settings if is_full and not number else [settings[(turn + number) % len(settings)]]:
                 yield MLAGraphCase(mode, sequence, place, page_size, attention=attention, **dims)
+            if (is_full or turn % 2) and not number and not mode.forward_mode.query_rows.are_unequal_drafts:
+                yield MLAGraphCase(mode, sequence, list(MetadataPlace)[turn % 2], page_size, index_topk=48, **dims)
 
 
 CHECK = Check("S2", "mla_stories", __doc__, _cases, judge_sequence, interfaces=(AttentionCall.MLA_DECODE,))

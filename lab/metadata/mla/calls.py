@@ -63,6 +63,16 @@ def mla_call_arguments(
         cache: the layer's entries.
         multi_ctas_kv_counter_buffer: a buffer of `allocate_multi_ctas_kv_counters`; None: the kernel's adapter chooses.
     """
+    return layer_arguments(layer, query, cache) | {
+        "block_tables": metadata.block_kv_indices,
+        "seq_lens": metadata.seq_lens_k,
+        "max_seq_len": mla_max_seq_len(batch.forward_mode, metadata),
+        "multi_ctas_kv_counter_buffer": multi_ctas_kv_counter_buffer,
+    }
+
+
+def layer_arguments(layer: MLALayer, query: Tensor, cache: PagedLatentCache) -> dict[str, Any]:
+    """Return those keyword arguments of the decode call that do not depend on metadata."""
     k_scale = layer.k_scale if cache.storage.dtype == E4M3 else 1.0
     return {
         "query": query,
@@ -70,12 +80,8 @@ def mla_call_arguments(
         "qk_nope_head_dim": layer.qk_nope_head_dim,
         "kv_lora_rank": layer.kv_lora_rank,
         "qk_rope_head_dim": layer.qk_rope_head_dim,
-        "block_tables": metadata.block_kv_indices,
-        "seq_lens": metadata.seq_lens_k,
-        "max_seq_len": mla_max_seq_len(batch.forward_mode, metadata),
         "bmm1_scale": layer.softmax_scale * k_scale,
         "bmm2_scale": k_scale,
-        "multi_ctas_kv_counter_buffer": multi_ctas_kv_counter_buffer,
     }
 
 

@@ -12,6 +12,7 @@ from lab.metadata.engine.kv_pool import KVPool
 from lab.metadata.engine.lengths import DraftAttention
 from lab.metadata.mha.context_parallel import ZigzagShard
 from lab.metadata.mha.metadata import TRTLLMMHAMetadata
+from lab.metadata.mla.dsa import DSAMetadata
 from lab.metadata.mla.metadata import (
     BLOCK_TABLE_TOKENS,
     DEAD_PAGE,
@@ -21,6 +22,7 @@ from lab.metadata.mla.metadata import (
 )
 from lab.references.forward_metadata import (
     ForwardMetadata,
+    dsa_forward_metadata,
     encoder_only_verify,
     forward_metadata,
     mla_forward_metadata,
@@ -204,6 +206,25 @@ def wrong_eager_mla_metadata(
             yield f"max_seq_len_k={metadata.max_seq_len_k} is more than the {known} that the host knows, and the rows"
     if batch.forward_mode.query_rows.in_extend_seq_lens:
         yield from _wrong_rows(batch, metadata)
+
+
+def wrong_dsa_metadata(
+    batch: ForwardBatch, pool: KVPool, metadata: DSAMetadata, topk_indices: torch.Tensor, index_topk: int
+) -> str:
+    """Return a sentence about the first error in the lengths or places of a sparse pass; "" if there is none.
+
+    Args:
+        batch, pool, metadata: as in `wrong_metadata`.
+        topk_indices, index_topk: as in `dsa_forward_metadata`.
+    """
+    expected = dsa_forward_metadata(batch, pool, topk_indices, index_topk=index_topk)
+    rows = len(expected.seq_lens)
+    return _first_difference(
+        {
+            "seq_lens": (metadata.seq_lens[:rows].tolist(), expected.seq_lens),
+            "the places of the selected entries": (metadata.places(topk_indices)[:rows].tolist(), expected.places),
+        }
+    )
 
 
 def wrong_mla_prefill_metadata(

@@ -1,5 +1,6 @@
 """The tensors of an MLA forward pass, whose cache has latent entries. `forward_pass` makes those of a pass over K and V."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -72,6 +73,66 @@ class ShardedMLAPass(MLAPass):
         return {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor)}
 
 
+@dataclass(frozen=True, eq=False)
+class SparseMLAPass(MLAPass):
+    """A pass of DeepSeek sparse attention: each query row sees only the entries at its positions in `topk_indices`.
+
+    Attributes:
+        topk_indices: int32 [rows of the requests, top_k], -1 for no position.
+    """
+
+    metadata: Any
+    topk_indices: Tensor
+
+    def arguments(self, out: Tensor) -> dict[str, Any]:
+        return super().arguments(out) | {"topk_indices": self.topk_indices}
+
+    def inputs(self) -> dict[str, Tensor]:
+        return super().inputs() | {"topk_indices": self.topk_indices}
+
+    def truth_of(self, query: Tensor, histories: Sequence[History], requests: Sequence[int]) -> Truth:
+        case, rows = self.case, list(itertools.accumulate(self.case.q_lens, initial=0))
+        own = torch.cat([self.topk_indices[rows[each] : rows[each + 1]] for each in requests])
+        entries = [entries for request, (entries,) in zip(requests, histories, strict=True)]
+        of_rows = [each for each, request in zip(entries, requests, strict=True) for _ in range(case.q_lens[request])]
+        query = rounded(query, case.query_dtype or self.query.dtype)
+        return sparse_mla_truth(query, self.query.dtype, of_rows, own, self.layer)
+
+
+def draw_positions(row_lens: Sequence[int], topk: int, generator: torch.Generator) -> Tensor:
+    """Draw the positions that an indexer selects for each row, in any order: int32 [num_rows, topk].
+
+    A row selects `topk` positions, or all that it has if these are fewer; every third row about half as many. Columns of -1,
+    which select nothing, are between them and behind them.
+
+    Args:
+        row_lens: how many tokens of its request each row may select.
+        topk: number of columns.
+        generator: draws, on its device.
+    """
+    drawn = torch.full((len(row_lens), topk), -1, dtype=torch.int32, device=generator.device)
+    for number, (row, seen) in enumerate(zip(drawn, row_lens, strict=True)):
+        columns = min(seen, topk)
+        positions, at = (torch.randperm(each, generator=generator, device=drawn.device) for each in (seen, columns))
+        count = columns - columns // 2 if number % 3 == 2 else columns
+        row[at[:count]] = positions[:count].to(torch.int32)
+    return drawn
+
+
+def sparse_mla_truth(
+    query: Tensor, out_dtype: torch.dtype, entries: Sequence[Tensor], topk_indices: Tensor, layer: MLALayer
+) -> Truth:
+    """Return the expected results of query rows, each from the entries of its request at its positions in `topk_indices`.
+
+    Args:
+        query, out_dtype, layer: as in `mla_truth`.
+        entries: the stored entries of each row's request, [kv_len, head_dim].
+        topk_indices: int32 [num_rows, top_k], -1 for no position.
+    """
+    seen = [own[row[row >= 0].long()] for own, row in zip(entries, topk_indices, strict=True)]
+    return mla_truth(query, out_dtype, seen, tuple(map(len, seen)), (1,) * len(seen), layer)
+
+
 def mla_truth(
     query: Tensor,
     out_dtype: torch.dtype,
@@ -117,14 +178,20 @@ def build_mla_pass(
         return _build_sharded(case, device, query.to(case.dtype), histories, layer)
     pool = new_poisonable_pool(case, device)
     cache = pool.new_latent_cache(case.head_dim, case.kv_dtype)
-    batch, metadata = admit_and_write(
-        case, pool, cache, histories, lambda batch, pool: build_metadata(batch, pool, case.attention)
-    )
+    is_sparse = case.index_topk is not None
+
+    def build(batch: ForwardBatch, pool: KVPool) -> Any:
+        return case.backend().build_metadata(batch, pool) if is_sparse else build_metadata(batch, pool, case.attention)
+
+    batch, metadata = admit_and_write(case, pool, cache, histories, build)
     if case.num_padding_requests:
         batch = pad_requests(batch, batch.batch_size + case.num_padding_requests)
-        metadata = replan_outgrown(metadata, batch, lambda padded: build_metadata(padded, pool, case.attention))
+        metadata = metadata if is_sparse else replan_outgrown(metadata, batch, lambda padded: build(padded, pool))
     rows = torch.cat([query, query.new_full((batch.num_tokens - len(query), *query.shape[1:]), float("nan"))])
-    return MLAPass(case, pool, batch, metadata, layer, cache, rows.to(case.dtype), histories)
+    made = case, pool, batch, metadata, layer, cache, rows.to(case.dtype), histories
+    if case.index_topk is None:
+        return MLAPass(*made)
+    return SparseMLAPass(*made, draw_positions(case.row_lens, case.index_topk, generator))
 
 
 def _build_sharded(

@@ -1,0 +1,273 @@
+"""SGLang's DSA backend (DeepSeek sparse attention) on TRT-LLM: MLA decode calls whose query rows see only selected entries.
+
+* indexer: the part of the model that selects positions of a row's request. Its output is an input here.
+* place: the index of an entry in the pool, page * page_size + offset in the page.
+
+In the call each query row is a request of one row. Its row of ``block_tables`` has places, not pages.
+
+The sources in SGLang 0.5.23 are `dsa_backend.py` and the kernels in `sglang/kernels/ops/attention/dsa/`. The two variants of a
+graph in `graph_variants.py`, dense and sparse, exist only on AMD's GPUs, whose DSA does not make this call.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.calls.problem import AttentionCall
+from lab.kernels import prepare
+from lab.metadata.engine.backend import buffer_in
+from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.forward_mode import QueryRows
+from lab.metadata.engine.graph_inputs import GraphMode
+from lab.metadata.engine.kv_cache import PagedLatentCache
+from lab.metadata.engine.kv_pool import KVPool
+from lab.metadata.engine.lengths import (
+    DraftAttention,
+    check_attends,
+    device_lengths,
+    key_lens,
+    max_query_rows,
+    uncounted_tokens,
+)
+from lab.metadata.mla.calls import MLALayer, layer_arguments
+from lab.metadata.mla.metadata import check_mla, longest_request
+from lab.metadata.mla.quantised import mla_query_dtype
+
+NO_ENTRY = -1  # fills the columns of a row that select nothing
+TOP_K_MULTIPLE = 4  # `_pad_trtllm_sparse_page_table` rounds the number of columns up to it
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """The sizes of a model's indexer.
+
+    Attributes:
+        topk: largest number of positions of a row, in whole groups (``index_topk``).
+        group: how many neighbouring positions are selected together (``index_kpool``). The positions after a request's last
+            whole group are selected in addition.
+    """
+
+    topk: int = 2048
+    group: int = 1
+
+    def selected_lens(self, seen: Tensor) -> Tensor:
+        """Return how many positions are selected for rows that see `seen` tokens."""
+        grouped = seen // self.group * self.group
+        return grouped.clamp(max=self.topk) + seen - grouped
+
+
+@dataclass(frozen=True, eq=False)
+class DSAMetadata:
+    """The metadata of a pass on the sparse MLA decode call.
+
+    Attributes:
+        page_table_1: ``[num_rows, max_context_len]`` int32, the place of each position of a row's request, like a table with
+            pages of one token; -1 in padding rows.
+        seq_lens: ``[num_rows]`` int32, the call's ``seq_lens``: how many tokens a row sees in a decode, how many of them are
+            selected in other modes, 0 in padding rows.
+        max_seq_len: an upper bound of the tokens of one request, computed on the host.
+    """
+
+    page_table_1: Tensor
+    seq_lens: Tensor
+    max_seq_len: int
+
+    def places(self, topk_indices: Tensor) -> Tensor:
+        """Return the place of each selected entry, and -1 where nothing is selected: int32 ``[num_rows, columns]``.
+
+        The number of columns is rounded up to a multiple of 4.
+
+        Args:
+            topk_indices: ``[at most num_rows, top_k]`` int32, the indexer's output: positions in the row's request, -1 in any
+                column that selects nothing. Missing rows select nothing.
+        """
+        num_missing = len(self.seq_lens) - len(topk_indices)
+        padding = (0, -topk_indices.shape[1] % TOP_K_MULTIPLE, 0, num_missing)
+        selected = torch.nn.functional.pad(topk_indices, padding, value=NO_ENTRY)
+        places = self.page_table_1.gather(1, selected.clamp(min=0).long())
+        return places.masked_fill(selected < 0, NO_ENTRY)
+
+
+def build_dsa_metadata(batch: ForwardBatch, pool: KVPool, indexer: Indexer) -> DSAMetadata:
+    """Build the metadata of one eager pass (SGLang 0.5.23).
+
+    ================================  ======================================================================
+    mode                              seq_lens of row j of a request with q rows
+    ================================  ======================================================================
+    DECODE, IDLE, every draft step    seq_lens
+    TARGET_VERIFY                     so many as are selected of seq_lens + j + 1
+    DRAFT_EXTEND_V2, the prefills     so many as are selected of seq_lens - q + j + 1, or 0 if that is negative
+    ================================  ======================================================================
+
+    ``max_seq_len`` is the largest of ``seq_lens_cpu``, plus the rows of a verification. Without that list it is the pool's
+    ``max_context_len``, where SGLang reads the device. The host reads nothing.
+
+    Args:
+        batch: the forward pass.
+        pool: the pool that holds the batch's requests, on the same device, with pages of 32 or 64 tokens.
+        indexer: the sizes of the model's indexer.
+
+    Returns:
+        New tensors.
+
+    Raises:
+        ValueError: the mode is DRAFT_EXTEND, RAGGED_VERIFY or PREBUILT, batch and pool are on different devices, the pool has
+            other pages, or the batch lacks a number that the mode needs.
+    """
+    check_mla(pool)
+    check_attends(batch, pool)
+    mode = batch.forward_mode
+    if mode.query_rows.are_unequal_drafts:
+        raise ValueError(
+            f"{mode!r} is no mode of DSA (SGLang 0.5.23), which verifies and extends drafts of equally many rows: use "
+            "TARGET_VERIFY or DRAFT_EXTEND_V2"
+        )
+    keys, is_decode = key_lens(batch, DraftAttention.MLA), mode.query_rows is QueryRows.ONE
+    if mode.query_rows.in_extend_seq_lens:
+        ends = device_lengths(batch, "extend_seq_lens").cumsum(0)
+    else:
+        ends = torch.full_like(keys, max_query_rows(batch)).cumsum(0)
+    row = torch.arange(batch.batch_size if is_decode or not batch.batch_size else batch.num_tokens, device=pool.device)
+    request = torch.searchsorted(ends, row, right=True)
+    is_padding = request == batch.batch_size
+    request = request.clamp(max=batch.batch_size - 1)
+    seen = (keys[request] - (ends[request] - 1 - row)).clamp(min=0)
+    seq_lens = seen if is_decode else indexer.selected_lens(seen)
+    places = pool.physical_slots(pool.req_to_token[batch.req_pool_indices[request]])
+    return DSAMetadata(
+        page_table_1=places.masked_fill(is_padding[:, None], NO_ENTRY).to(torch.int32),
+        seq_lens=seq_lens.masked_fill(is_padding, 0).to(torch.int32),
+        max_seq_len=longest_request(batch, pool) + uncounted_tokens(batch, DraftAttention.MLA),
+    )
+
+
+class DSAGraphMetadata:
+    """The metadata of one mode for all captured sizes, which are slices of the same buffers.
+
+    A padding request has length 1, so ``seq_lens`` of its row j of d is 1 in a decode, at most j + 2 in a verification, and in
+    a draft extend 0, but 1 in the last row. Its places are in the sink.
+
+    Attributes:
+        buffers: the metadata of the largest size.
+    """
+
+    def __init__(self, mode: GraphMode, pool: KVPool, max_batch_size: int, indexer: Indexer) -> None:
+        self.mode, self.pool, self.indexer = mode, pool, indexer
+        most = pool.max_context_len
+        table = torch.zeros(max_batch_size * mode.num_tokens_per_req, most, dtype=torch.int32, device=pool.device)
+        self.buffers = DSAMetadata(table, table.new_zeros(len(table)), most)
+
+    def slices(self, batch_size: int) -> DSAMetadata:
+        """Return the metadata of a captured batch size, at the same addresses each time."""
+        rows, buffers = batch_size * self.mode.num_tokens_per_req, self.buffers
+        return DSAMetadata(buffers.page_table_1[:rows], buffers.seq_lens[:rows], buffers.max_seq_len)
+
+    def prepare(self, view: ForwardBatch) -> Callable[[], None]:
+        """Return a function that rebuilds the metadata of a captured batch size in place; see `MetadataBuffers.prepare`."""
+        metadata = self.slices(view.batch_size)
+
+        def rebuild() -> None:
+            built = build_dsa_metadata(view, self.pool, self.indexer)
+            metadata.page_table_1.copy_(built.page_table_1)
+            metadata.seq_lens.copy_(built.seq_lens)
+
+        return rebuild
+
+
+@dataclass(frozen=True, eq=False)
+class DSABackend:
+    """Build metadata and make sparse MLA decode calls as SGLang's DSA backend does. Prefills make this call too.
+
+    Attributes:
+        implementation: any object with FlashInfer's MLA decode function, such as `lab.references`; None if only metadata is
+            built.
+        indexer: the sizes of the model's indexer.
+        query_dtype: the dtype to which each query is cast; None: the engine's choice.
+    """
+
+    implementation: Any = None
+    indexer: Indexer = field(default_factory=Indexer)
+    query_dtype: torch.dtype | None = None
+
+    def build_metadata(self, batch: ForwardBatch, pool: KVPool) -> DSAMetadata:
+        return build_dsa_metadata(batch, pool, self.indexer)
+
+    def new_buffers(
+        self, modes: Sequence[GraphMode], pool: KVPool, max_batch_size: int
+    ) -> dict[GraphMode, DSAGraphMetadata]:
+        return {mode: DSAGraphMetadata(mode, pool, max_batch_size, self.indexer) for mode in modes}
+
+    def prepare_attention(
+        self,
+        batch: ForwardBatch,
+        metadata: DSAMetadata,
+        layer: MLALayer,
+        query: Tensor,
+        cache: PagedLatentCache,
+        *,
+        max_context_len: int | None = None,
+        out: Tensor,
+        topk_indices: Tensor | None = None,
+    ) -> Callable[[], Tensor]:
+        """Prepare one layer's attention (see `Backend.prepare_attention`).
+
+        Args:
+            batch, metadata, layer, cache: as in `Backend.prepare_attention`.
+            query: ``[num_tokens, heads, kv_lora_rank + qk_rope_head_dim]``.
+            max_context_len: not used, because the metadata bounds the lengths.
+            out: ``[num_tokens, heads, kv_lora_rank]``. Rows after the metadata's, which padding added later, become 0.
+            topk_indices: the indexer's output, as in `DSAMetadata.places`. Each call reads it anew.
+
+        Raises:
+            ValueError: there is no `topk_indices`, it has more rows than the metadata, or the query has fewer.
+        """
+        rows = len(metadata.seq_lens)
+        if topk_indices is None or not len(topk_indices) <= rows <= len(query):
+            given_rows = None if topk_indices is None else len(topk_indices)
+            raise ValueError(
+                f"topk_indices has {given_rows} rows, the metadata {rows} and the query {len(query)}: pass positions for at "
+                "most the metadata's rows, and a query for each of them"
+            )
+        if rows == 0:
+            return out.zero_
+        given = buffer_in(query, self.query_dtype or mla_query_dtype(query.dtype, cache.storage.dtype))
+        select = partial(metadata.places, topk_indices)
+        places, top_k_lens = select(), None
+        arguments = layer_arguments(layer, given[:rows].unsqueeze(1), cache) | {
+            "block_tables": places.unsqueeze(1),
+            "seq_lens": metadata.seq_lens,
+            "max_seq_len": metadata.max_seq_len,
+            "sparse_mla_top_k": places.shape[1],
+            "out": out[:rows].unsqueeze(1),
+            "workspace_buffer": None,
+        }
+        if layer.qk_rope_head_dim == 0:
+            top_k_lens = arguments["sparse_mla_top_k_lens"] = torch.ones_like(metadata.seq_lens)
+        call = prepare(self.implementation, AttentionCall.MLA_DECODE.value, **arguments)
+
+        def run() -> Tensor:
+            if given is not query:
+                given.copy_(query)
+            places.copy_(select())
+            if top_k_lens is not None:
+                count_entries(places, top_k_lens)
+            call()
+            out[rows:].zero_()
+            return out
+
+        return run
+
+
+def count_entries(places: Tensor, top_k_lens: Tensor) -> None:
+    """Write the number of entries of each row of `places` to `top_k_lens`, the call's ``sparse_mla_top_k_lens``.
+
+    SGLang passes it for models without a rotary part. Their entries must be in front of each row. A row without entry, which
+    only padding has, gets place 0, because trtllm-gen's output would be NaN (`prepare_trtllm_nope_sparse_metadata`).
+    """
+    top_k_lens.copy_((places >= 0).sum(dim=1))
+    places[:, 0].masked_fill_(top_k_lens == 0, 0)
+    top_k_lens.clamp_(min=1)

@@ -1,0 +1,222 @@
+"""The test fixtures of the backends' CUDA graphs; see `lab.workloads.inputs.replay_fixture`."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.metadata.engine.forward_batch import ForwardBatch
+from lab.metadata.engine.kv_cache import KVLayout, PagedKVCache, PagedLatentCache
+from lab.metadata.engine.lengths import uncounted_tokens
+from lab.metadata.mha.calls import AttentionLayer
+from lab.metadata.mla.calls import MLALayer
+from lab.metadata.mla.metadata import QueryLayout
+from lab.references.errors import Truth
+from lab.references.forward_metadata import dsa_forward_metadata
+from lab.workloads.graph_case import GraphCase, MLAGraphCase, ReplayCase
+from lab.workloads.inputs.expected_metadata import wrong_dsa_metadata, wrong_metadata, wrong_mla_metadata
+from lab.workloads.inputs.forward_pass import mha_truth
+from lab.workloads.inputs.mla_pass import draw_positions, mla_truth, new_mla_layer, sparse_mla_truth
+from lab.workloads.inputs.replay_fixture import (
+    DTYPE,
+    HUGE,
+    POISONED_LENGTH,
+    SIZES,
+    Cells,
+    ReplayedPass,
+    ReplayFixture,
+    RunnerFactory,
+)
+from lab.workloads.requests import History
+
+
+class MHAReplayFixture(ReplayFixture):
+    """A fixture for the MHA backend, whose layer has grouped-query attention, with or without a sliding window."""
+
+    case: GraphCase
+    layer: AttentionLayer
+    cache: PagedKVCache
+
+    def _layer(self) -> AttentionLayer:
+        model = self.case.model
+        return AttentionLayer(
+            softmax_scale=model.softmax_scale,
+            window_left=model.window_left if self.case.sliding_window else -1,
+            reads_swa_pool=self.case.sliding_window,
+            sinks=self._randn(model.num_qo_heads).float() if model.has_sinks else None,
+            encoder_only=self.case.encoder_only,
+        )
+
+    def _new_cache(self) -> PagedKVCache:
+        (heads, head_dim), _ = self.case.token_shapes
+        return self.pool.new_cache(heads, head_dim, DTYPE, KVLayout.NHD, sliding_window=self.case.sliding_window)
+
+    def poison(self, value: float) -> None:
+        self.cache.storage[:, 0].fill_(value)
+        (buffers,) = self._metadata_owners()
+        for name in ("page_table", "swa_page_table", "encoder_page_table"):
+            if (table := getattr(buffers, name)) is not None:
+                table.zero_()
+        for name in ("cache_seqlens_int32", "swa_out_cache_loc", "encoder_cache_seqlens"):
+            if (lengths := getattr(buffers, name)) is not None:
+                lengths.fill_(POISONED_LENGTH)
+        buffers.cu_seqlens_k[1:].fill_(POISONED_LENGTH)
+        if self.case.mode.in_extend_seq_lens:
+            buffers.cu_seqlens_q[1:].fill_(POISONED_LENGTH)
+
+    def _wrong_metadata(self, batch: ForwardBatch, result: ReplayedPass) -> str:
+        return wrong_metadata(batch, self.pool, result.metadata)
+
+    def _padded_metadata(self, batch: ForwardBatch, metadata: Any, length: int, pages: int) -> Cells:
+        count, rows = batch.batch_size, batch.num_tokens
+        uniform: Cells = {
+            "cache_seqlens": (metadata.cache_seqlens_int32[count:], length),
+            "steps of cu_seqlens_k": (metadata.cu_seqlens_k[count:].diff(), length),
+            "steps of cu_seqlens_q": (metadata.cu_seqlens_q[count:].diff(), self.width),
+            "page_table": (metadata.page_table[count:, :pages], 0),
+        }
+        if metadata.swa_page_table is not None and metadata.swa_out_cache_loc is not None:
+            uniform["swa_page_table"] = (metadata.swa_page_table[count:, :pages], 0)
+            uniform["swa_out_cache_loc"] = (metadata.swa_out_cache_loc[rows:], 0)
+        if metadata.encoder_cache_seqlens is not None and metadata.encoder_page_table is not None:
+            uniform["encoder_cache_seqlens"] = (metadata.encoder_cache_seqlens[rows:], length)
+            uniform["encoder_page_table"] = (metadata.encoder_page_table[rows:, :pages], 0)
+        return uniform
+
+    def _truth(self, query: Tensor, seen: list[History], q_lens: list[int]) -> Truth:
+        return mha_truth(query, seen, q_lens, self.layer, kv_dtype=DTYPE, out_dtype=DTYPE)
+
+
+class MLAReplayFixture(ReplayFixture):
+    """A fixture for the MLA backend, whose cache has latent entries in place of K and V."""
+
+    case: MLAGraphCase
+    layer: MLALayer
+    cache: PagedLatentCache
+    padded_query: Tensor | None = None  # the query of padded rows, which all captured sizes share
+
+    def _layer(self) -> MLALayer:
+        return new_mla_layer(self.case)
+
+    def _new_cache(self) -> PagedLatentCache:
+        return self.pool.new_latent_cache(self.case.head_dim, DTYPE)
+
+    def _uncounted(self) -> int:
+        return uncounted_tokens(self.runner.inputs.view(1), self.case.attention)
+
+    def poison(self, value: float) -> None:
+        buffers = self.runner.metadata
+        # The lengths of a padded draft extend count the padding, so that entries of the sink are keys with weight zero for the
+        # requests' own rows. Zero times NaN is NaN, also in the reference. So the sink stays finite, as in an engine.
+        self.cache.storage[0].fill_(HUGE if buffers.layout is QueryLayout.PADDED else value)
+        buffers.block_kv_indices.zero_()
+        for metadata in self._metadata_owners():
+            metadata.seq_lens_k.fill_(POISONED_LENGTH)
+            if metadata.query_layout is QueryLayout.PADDED:
+                metadata.cu_seqlens_q[1:].fill_(POISONED_LENGTH)
+                metadata.seq_lens_q.fill_(POISONED_LENGTH)
+        if self.padded_query is not None:
+            self.padded_query.fill_(value)
+
+    def _metadata_owners(self) -> tuple[Any, ...]:
+        return tuple(self.runner.metadata.metadata.values())
+
+    def _wrong_metadata(self, batch: ForwardBatch, result: ReplayedPass) -> str:
+        block = None if result.view is None else self.width
+        return wrong_mla_metadata(batch, self.pool, result.metadata, self.case.attention, block)
+
+    def _padded_metadata(self, batch: ForwardBatch, metadata: Any, length: int, pages: int) -> Cells:
+        count = batch.batch_size
+        uniform: Cells = {
+            "seq_lens_k": (metadata.seq_lens_k[count:], length),
+            "block_kv_indices": (metadata.block_kv_indices[count:, :pages], 0),
+        }
+        if metadata.cu_seqlens_q is not None:
+            uniform["steps of cu_seqlens_q"] = (metadata.cu_seqlens_q[count:].diff(), self.width)
+        return uniform
+
+    def _body(self, view: ForwardBatch, metadata: Any) -> Callable[[], Tensor]:
+        if self.padded_query is None:
+            self.padded_query = self.query.new_zeros(max(SIZES), self.width, *self.query.shape[1:])
+        query, out = self.query[: view.num_tokens], self.out[: view.num_tokens]
+        return self._prepare(view, metadata, query, out, padded_query=self.padded_query)
+
+    def _truth(self, query: Tensor, seen: list[History], q_lens: list[int]) -> Truth:
+        entries = [entries for (entries,) in seen]
+        return mla_truth(query, query.dtype, entries, tuple(map(len, entries)), tuple(q_lens), self.layer)
+
+
+class DSAReplayFixture(MLAReplayFixture):
+    """A fixture for DeepSeek sparse attention: each pass draws the positions that its rows see. Padding rows select nothing.
+
+    Attributes:
+        selected: the positions of the last pass, without padding rows.
+    """
+
+    selected: Tensor
+
+    @functools.cached_property
+    def topk_indices(self) -> Tensor:
+        """Return the buffer from which the graphs read positions."""
+        rows = max(SIZES) * self.width
+        return torch.full((rows, self.case.index_topk or 0), -1, dtype=torch.int32, device=self.device)
+
+    def replay(self, batch: ForwardBatch, padding: float = 0.0) -> ReplayedPass:
+        self._select(batch)
+        self.topk_indices.fill_(-1)
+        self.topk_indices[: len(self.selected)].copy_(self.selected)
+        return super().replay(batch, padding)
+
+    def eager(self, batch: ForwardBatch) -> ReplayedPass:
+        self._select(batch)
+        return super().eager(batch)
+
+    def poison(self, value: float) -> None:
+        self.cache.storage[0].fill_(value)
+        (buffers,) = self._metadata_owners()
+        buffers.page_table_1.zero_()
+        buffers.seq_lens.fill_(POISONED_LENGTH)
+
+    def _select(self, batch: ForwardBatch) -> None:
+        none, every = self.topk_indices[:0], self.case.max_context_len
+        seen = dsa_forward_metadata(batch, self.pool, none, index_topk=every).seq_lens
+        self.selected = draw_positions(seen, self.topk_indices.shape[1], self.generator)
+
+    def _metadata_owners(self) -> tuple[Any, ...]:
+        return (self.runner.metadata.buffers,)
+
+    def _wrong_metadata(self, batch: ForwardBatch, result: ReplayedPass) -> str:
+        return wrong_dsa_metadata(batch, self.pool, result.metadata, self.selected, self.selected.shape[1])
+
+    def _padded_metadata(self, batch: ForwardBatch, metadata: Any, length: int, pages: int) -> Cells:
+        rows, width = batch.num_tokens, self.width
+        lens: Cells = {
+            f"seq_lens of row {j}": (metadata.seq_lens[rows + j :: width], max(length - width + 1 + j, 0))
+            for j in range(width)
+        }
+        return lens | {"page_table_1": (metadata.page_table_1[rows:, :length], 0)}
+
+    def _prepare(
+        self, batch: ForwardBatch, metadata: Any, query: Tensor, out: Tensor, **buffers: Tensor
+    ) -> Callable[[], Tensor]:
+        topk_indices = buffers.pop("topk_indices", None)
+        topk_indices = self.selected if topk_indices is None else topk_indices
+        return super()._prepare(batch, metadata, query, out, topk_indices=topk_indices)
+
+    def _body(self, view: ForwardBatch, metadata: Any) -> Callable[[], Tensor]:
+        rows = view.num_tokens
+        return self._prepare(view, metadata, self.query[:rows], self.out[:rows], topk_indices=self.topk_indices[:rows])
+
+    def _truth(self, query: Tensor, seen: list[History], q_lens: list[int]) -> Truth:
+        of_rows = [entries for (entries,), q_len in zip(seen, q_lens, strict=True) for _ in range(q_len)]
+        return sparse_mla_truth(query, query.dtype, of_rows, self.selected, self.layer)
+
+
+def new_fixture(case: ReplayCase, implementation: Any, device: torch.device, make: RunnerFactory) -> ReplayFixture:
+    """Return a new fixture of the case's backend."""
+    if isinstance(case, GraphCase):
+        return MHAReplayFixture(case, implementation, device, make)
+    is_sparse = isinstance(case, MLAGraphCase) and case.index_topk is not None
+    return (DSAReplayFixture if is_sparse else MLAReplayFixture)(case, implementation, device, make)
