@@ -9,6 +9,7 @@ the record holds too. Contents of the workspace are not kept.
 
 import json
 import math
+import mmap
 import os
 import re
 import zlib
@@ -87,7 +88,8 @@ def read(path: Path) -> RecordedCall:
         RecordingError: the file is damaged, in another form or of a newer release, or lacks the value of an argument.
     """
     with reading(path):
-        content = bytearray(regular(path).read_bytes())
+        with regular(path).open("rb") as file:
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         if not FORM.startswith(content[: len(FORM)]):
             raise RecordingError(f"{path} is no call that the lab recorded")
         end = len(content) - SIZE_BYTES
@@ -228,8 +230,11 @@ def _renumbered(given: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     in_pool = (tables >= 0) & (tables < pool.shape[0])
     pages = tables[is_read & in_pool].unique()
     new = torch.where(is_read, torch.searchsorted(pages, tables.contiguous()), 0)
-    renumbered = placed(whole.shape, whole.stride(), whole.dtype, whole.data_ptr())
-    return pages, renumbered.copy_(torch.where(in_pool, new, tables))
+    renumbered = torch.where(in_pool, new, tables)
+    stride = (
+        whole.stride() if all(whole.stride()) else renumbered.stride()
+    )  # rows of an expanded table become different
+    return pages, placed(whole.shape, stride, whole.dtype, whole.data_ptr()).copy_(renumbered)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -244,7 +249,7 @@ def _parts(pool: torch.Tensor, pages: torch.Tensor) -> Iterator[torch.Tensor]:
     return (indexed(pool.detach(), part.to(pool.device)) for part in pages.split(at_once))
 
 
-def _tensor(described: Mapping[str, Any], content: bytearray) -> torch.Tensor:
+def _tensor(described: Mapping[str, Any], content: mmap.mmap) -> torch.Tensor:
     """Return a tensor of a file's content as it was given to the call."""
     dtype = getattr(torch, described["dtype"])
     tensor = placed(described["shape"], described["stride"], dtype, described["address"])

@@ -126,6 +126,14 @@ def test_pages_before_the_window_are_not_kept(tmp_path: Path, window_left: int, 
     assert len(own_form.read(path).pages or ()) == 5 - first[0] + 4 - first[1]
 
 
+def test_a_table_that_all_requests_share_is_read_by_each(tmp_path: Path) -> None:
+    whole = decode_arguments()["block_tables"]
+    _write(tmp_path / "1", decode_arguments(block_tables=whole[2:].expand(3, 3)))
+    path = _write(tmp_path / "2", decode_arguments(block_tables=whole.repeat(1, 2)[:, :3]))
+    assert [_outcome(tmp_path / "1"), _outcome(tmp_path / "2")] == [Outcome.RIGHT] * 2
+    assert own_form.read(path).given["block_tables"].stride() == (6, 1)
+
+
 def test_separate_tables_of_k_and_v_and_the_layout_of_tokens_before_heads(tmp_path: Path) -> None:
     batch = random_batch([1, 1], [20, 37])
     _write(tmp_path / "1", arguments_of(DECODE, batch, separate_tables=True))
