@@ -311,8 +311,7 @@ def record(
 def start_from_environment() -> None:
     """Record to the end of this process, as the environment variable LAB_RECORD says; then print the summary to stderr."""
     settings = json.loads(os.environ[ENVIRONMENT])
-    triggers = Triggers(**{**settings["triggers"], "layers": tuple(settings["triggers"]["layers"])})
-    recorder = Recorder(**{**settings, "out": Path(settings["out"]), "triggers": triggers})
+    recorder = record(**{**settings, "triggers": Triggers(**settings["triggers"])})
     recorder.__enter__()
     atexit.register(lambda: print(f"lab record: process {os.getpid()}: {recorder.summary()}", file=sys.stderr))
 

@@ -27,6 +27,7 @@ class Reason(NamedEnum):
     NOT_FINITE = "the output is not finite"
     OUTPUT = "the output is wrong"
     LSE = "the LSE is wrong"
+    BIAS = "the output has a bias"
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Fault:
 
     Attributes:
         reason: why it is wrong.
-        sentence: the worst vectors with their errors, or the error that was raised.
+        sentence: the worst vectors with their errors, the bias, or the error that was raised.
         error: name of the type of that error; "" if none was raised.
         expected, got: the first elements of the worst output vector.
         place: the request, row and head of this vector, in words.
@@ -96,10 +97,9 @@ def fault_of(call: RecordedCall, out: Tensor, lse: Tensor | None) -> Fault | Non
         expected, got = (tuple(side[row, head, :SHOWN_ELEMENTS].double().tolist()) for side in (truth.expected, out))
         place = f"request {int(truth.request_of_row[row])}, row {truth.row_of_call(row)}, head {head}"
         return Fault(reason, truth.wrong_output(compared, out), "", expected, got, place, requests_of(compared.wrong))
-    sentence = "" if lse is None else truth.wrong_lse(lse)
-    if lse is None or not sentence:
-        return None
-    return Fault(Reason.LSE, sentence, requests=requests_of(truth.lse_ratio(lse) > 1))
+    if lse is not None and (sentence := truth.wrong_lse(lse)):
+        return Fault(Reason.LSE, sentence, requests=requests_of(truth.lse_ratio(lse) > 1))
+    return None if compared.passed else Fault(Reason.BIAS, truth.wrong_output(compared, out))
 
 
 def shrunk(
@@ -118,8 +118,8 @@ def shrunk(
         The call and its fault. With `synthetic` the fault is None if it is not known, or if the result is now right.
 
     Raises:
-        RecordingError: the result is right, the call cannot be judged, it crashes the GPU's context, or it raises an error
-            and the recorded call did not.
+        RecordingError: the result is right or has only a bias, the call cannot be judged, it crashes the GPU's context, or it
+            raises an error and the recorded call did not.
     """
     judged, end = find or recorded_fault, time.monotonic() + most_seconds
     try:
@@ -128,6 +128,10 @@ def shrunk(
             raise RecordingError("the result of the call is right, so that there is nothing to shrink")
         if fault.reason is Reason.RAISED and call.out is not None:
             raise RecordingError(f"the recorded call returned, but here it raises {fault.sentence}")
+        if fault.reason is Reason.BIAS:
+            raise RecordingError(
+                f"the call cannot be shrunk, since a smaller one has too few vectors: {fault.sentence}"
+            )
         kind = fault.reason, fault.error
 
         def stays_wrong(smaller: RecordedCall) -> bool:

@@ -17,7 +17,7 @@ class Wrapping(importlib.abc.MetaPathFinder):
     from it get the wrapper.
 
     Args:
-        wrap: returns the wrapper of a function, given the function's name and the function.
+        wrap: returns the wrapper of a function, made by `functools.wraps`, given the function's name and the function.
         names: names of the functions.
         packages: modules, or names of packages, that have the functions.
     """
@@ -27,19 +27,19 @@ class Wrapping(importlib.abc.MetaPathFinder):
     ) -> None:
         self._wrap, self._names = wrap, names
         self._packages = tuple(each if isinstance(each, str) else each.__name__ for each in packages)
-        self._wrappers: dict[int, tuple[Function, Function]] = {}  # id of a function -> the function and its wrapper
+        self._wrappers: dict[int, Any] = {}  # by the id of the function
 
     def install(self) -> None:
         """Wrap the functions in all modules, and begin to watch imports."""
         for module in filter(self._watches, list(sys.modules)):
             self._search(sys.modules[module])
-        _replace({key: wrapper for key, (_, wrapper) in self._wrappers.items()}, *sys.modules.values())
+        _replace(self._wrappers, *sys.modules.values())
         sys.meta_path.insert(0, self)
 
     def remove(self) -> None:
         """Put the functions back in all modules, and stop watching imports."""
         sys.meta_path.remove(self)
-        _replace({id(wrapper): function for function, wrapper in self._wrappers.values()}, *sys.modules.values())
+        _replace({id(wrapper): wrapper.__wrapped__ for wrapper in self._wrappers.values()}, *sys.modules.values())
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Find a module of the packages as the other finders do, and let its loader search it after its code has run."""
@@ -51,7 +51,7 @@ class Wrapping(importlib.abc.MetaPathFinder):
             def execute_and_search(module: ModuleType) -> None:
                 execute(module)
                 self._search(module)
-                _replace({key: wrapper for key, (_, wrapper) in self._wrappers.items()}, module)
+                _replace(self._wrappers, module)
 
             spec.loader.exec_module = execute_and_search  # type: ignore[method-assign]
         return spec
@@ -61,11 +61,11 @@ class Wrapping(importlib.abc.MetaPathFinder):
 
     def _search(self, module: ModuleType) -> None:
         """Make the wrappers of the functions that a module has."""
-        wrappers = {id(wrapper) for _, wrapper in self._wrappers.values()}
+        wrappers = {*map(id, self._wrappers.values())}
         for name in self._names:
             function = getattr(module, "__dict__", {}).get(name)
             if callable(function) and id(function) not in wrappers | self._wrappers.keys():
-                self._wrappers[id(function)] = function, self._wrap(name, function)
+                self._wrappers[id(function)] = self._wrap(name, function)
 
 
 def _replace(new: Mapping[int, Function], *modules: ModuleType) -> None:

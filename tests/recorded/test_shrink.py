@@ -25,6 +25,7 @@ from lab.recorded.reductions import Part, cut, fewer_heads, fewer_pages, fewer_r
 from lab.recorded.repro import _issue, import_line, repro, write_repro
 from lab.recorded.shrink import Fault, Reason, fault_by_calling, fault_of, shrunk
 from lab.workloads.inputs.masks import packed_mask
+from tests.cases import arguments_of, random_batch
 from tests.commands.command import run
 from tests.recorded.record_calls import (
     HEADS,
@@ -189,6 +190,18 @@ def test_each_call_shrinks_to_one_vector_when_every_vector_is_wrong(name: str) -
 def test_a_right_result_is_not_shrunk(name: str) -> None:
     with pytest.raises(RecordingError, match="is right, so that there is nothing to shrink"):
         _smallest(CALLS[name], getattr(references, CALLS[name].function.value))
+
+
+def test_a_bias_of_many_vectors_is_wrong_and_cannot_be_shrunk() -> None:
+    batch = random_batch([1] * 32, [200] * 32, heads=(8, 8), head_dim=128)
+    arguments = {**arguments_of(DECODE.value, batch), "return_lse": False, "lse": None}
+    call, right = _recorded(DECODE, arguments), references.trtllm_batch_decode_with_kv_cache(**arguments)
+    fault = fault_of(call, right * 1.002, None)
+    assert fault is not None
+    assert fault.reason is Reason.BIAS
+    assert fault_of(call, right, None) is None
+    with pytest.raises(RecordingError, match=r"has too few vectors: .* too large: factor 1\.002"):
+        shrunk(replace(call, out=right * 1.002), None)
 
 
 def test_a_result_without_rows_is_not_right() -> None:
